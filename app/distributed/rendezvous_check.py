@@ -14,7 +14,7 @@ import os
 import select
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from typing import Any, NamedTuple
 
@@ -47,6 +47,23 @@ class ClusterMember(NamedTuple):
 Notify = Callable[[str], None]
 
 
+class Peer(NamedTuple):
+    """A connected process that waits for a reply, or process 0 itself, without a connection."""
+
+    connection: socket.socket | None
+    name: str
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether the connection is open; the process closes it when it exits or connects again."""
+        if self.connection is None or not select.select([self.connection], [], [], 0)[0]:
+            return True
+        try:
+            return bool(self.connection.recv(1, socket.MSG_PEEK))
+        except OSError:
+            return False
+
+
 def verify_processes(member: ClusterMember, *, timeout_s: float, command: str, notify: Notify) -> None:
     """Waits until all processes have connected.
 
@@ -58,35 +75,15 @@ def verify_processes(member: ClusterMember, *, timeout_s: float, command: str, n
     Raises:
         InputError: a process is missing, an id is duplicated, process counts differ, or the port cannot be used.
     """
-    deadline = Deadline(timeout_s, command)
-    if member.process_id == 0:
-        _run_coordinator(member, deadline, notify)
-    else:
-        _join_coordinator(member, deadline, notify)
 
-
-class Deadline:
-    """Time limit of a rendezvous, with its error message."""
-
-    def __init__(self, timeout_s: float, command: str):
-        self._start = time.monotonic()
-        self.timeout_s = timeout_s
-        self._command = command
-
-    @property
-    def remaining_s(self) -> float:
-        return self._start + self.timeout_s - time.monotonic()
-
-    @property
-    def is_notice_due(self) -> bool:
-        return self.timeout_s - self.remaining_s >= LATE_NOTICE_S
-
-    def timeout_message(self, what: str) -> str:
-        """Returns the error message of a time-out."""
+    def explain_timeout(what: str) -> str:
         return (
-            f"mesh.start_timeout_s: after {self.timeout_s:g} s, {what}. Every host must run the same command at the "
-            f"same time, each with its own mesh.process_id unless the platform assigns one: {self._command}"
+            f"mesh.start_timeout_s: after {timeout_s:g} s, {what}. Every host must run the same command at the "
+            f"same time, each with its own mesh.process_id unless the platform assigns one: {command}"
         )
+
+    wait = _gather_processes if member.process_id == 0 else _wait_for_process_0
+    wait(member, timeout_s, notify, explain_timeout)
 
 
 def resolve_bind_address(address: str) -> str:
@@ -101,166 +98,144 @@ def resolve_bind_address(address: str) -> str:
     if os.environ.get(BIND_ADDRESS_VARIABLE):
         return os.environ[BIND_ADDRESS_VARIABLE]
     host, port = _split_host_port(address)
-    ip_address = ipaddress.ip_address(_resolve_address(address)[1][0])
-    if ip_address.is_loopback and host not in ("localhost", str(ip_address)):
-        return f"[::]:{port}"
-    return f"[{ip_address}]:{port}" if ip_address.version == 6 else f"{ip_address}:{port}"
-
-
-def _split_host_port(address: str) -> tuple[str, int]:
-    host, _, port = address.rpartition(":")
-    return host.removeprefix("[").removesuffix("]"), int(port)
-
-
-def _resolve_address(address: str) -> tuple[socket.AddressFamily, Any]:
-    host, port = _split_host_port(address)
     try:
-        family, _, _, _, resolved = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        resolved = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0]
     except OSError as error:
         raise InputError(
             f"mesh.coordinator_address: the host name {host!r} cannot be resolved ({error.strerror}); "
             "give the address of process 0, as in 10.0.0.2:8476"
         ) from error
-    return family, resolved
+    ip_address = ipaddress.ip_address(resolved)
+    if ip_address.is_loopback and host not in ("localhost", str(ip_address)):
+        return f"[::]:{port}"
+    return f"[{ip_address}]:{port}" if ip_address.version == 6 else f"{ip_address}:{port}"
 
 
-def _listen(member: ClusterMember) -> socket.socket:
-    at = resolve_bind_address(member.coordinator_address)
-    host, port = _split_host_port(at)
-    if host == "::":
-        both = socket.has_dualstack_ipv6()
-        family, where = (socket.AF_INET6, ("::", port)) if both else (socket.AF_INET, ("", port))
-    else:
-        both = False
-        family, where = _resolve_address(at)
-    return socket.create_server(where, family=family, backlog=128, dualstack_ipv6=both)
-
-
-def _run_coordinator(member: ClusterMember, deadline: Deadline, notify: Notify) -> None:
+def _gather_processes(
+    member: ClusterMember, timeout_s: float, notify: Notify, explain_timeout: Callable[[str], str]
+) -> None:
     """Runs the rendezvous on process 0: accepts the other processes and replies to them."""
-    try:
-        listener = _listen(member)
-    except OSError as error:
-        raise InputError(_listen_error_message(member, error)) from error
+    start, notices = time.monotonic(), iter((True,))
     with ExitStack() as stack:
-        stack.enter_context(listener)
-        peers, problem = {0: PeerConnection(None, _process_name())}, None
-        notices = iter((True,))
+        listener = stack.enter_context(_listen(member))
+        peers, problem = {0: Peer(None, _process_name())}, None
         while problem is None and len(peers) < member.num_processes:
             missing = _format_processes([number for number in range(member.num_processes) if number not in peers])
-            if deadline.remaining_s <= 0:
-                problem = deadline.timeout_message(
+            waited_s = time.monotonic() - start
+            if waited_s >= timeout_s:
+                problem = explain_timeout(
                     f"{missing} of {member.num_processes} had not connected to {member.coordinator_address}"
                 )
-            elif deadline.is_notice_due and next(notices, False):
+            elif waited_s >= LATE_NOTICE_S and next(notices, False):
                 notify(f"waiting at {member.coordinator_address} for {missing}")
-            elif select.select([listener], [], [], min(deadline.remaining_s, LIVENESS_POLL_S))[0]:
+            elif select.select([listener], [], [], min(timeout_s - waited_s, LIVENESS_POLL_S))[0]:
                 problem = _accept_peer(member, peers, stack.enter_context(listener.accept()[0]))
             peers = {number: peer for number, peer in peers.items() if peer.is_connected}
         # JAX takes the port as soon as the others receive the reply.
         listener.close()
         for peer in peers.values():
-            peer.reply(problem)
+            if peer.connection is not None:
+                _send_message(peer.connection, problem=problem)
     if problem is not None:
         raise InputError(problem)
 
 
-class PeerConnection:
-    """A connected process waiting for a reply, or process 0 itself, without a connection."""
-
-    def __init__(self, connection: socket.socket | None, name: str):
-        self._connection = connection
-        self.name = name
-
-    @property
-    def is_connected(self) -> bool:
-        """Whether the connection is open; the process closes it when it exits or connects again."""
-        if self._connection is None or not select.select([self._connection], [], [], 0)[0]:
-            return True
-        try:
-            return bool(self._connection.recv(1, socket.MSG_PEEK))
-        except OSError:
-            return False
-
-    def reply(self, problem: str | None) -> None:
-        if self._connection is not None:
-            _send_message(self._connection, {"problem": problem})
+def _listen(member: ClusterMember) -> socket.socket:
+    """Returns the socket on which process 0 listens; raises InputError if another program has its port."""
+    host, port = _split_host_port(resolve_bind_address(member.coordinator_address))
+    if host == "::" and not socket.has_dualstack_ipv6():
+        host = ""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=128, dualstack_ipv6=host == "::")
+    except OSError as error:
+        raise InputError(_listen_error_message(member, error)) from error
 
 
-def _accept_peer(member: ClusterMember, peers: dict[int, PeerConnection], connection: socket.socket) -> str | None:
+def _listen_error_message(member: ClusterMember, error: OSError) -> str:
+    address = member.coordinator_address
+    if error.errno != errno.EADDRINUSE:
+        return (
+            f"mesh.coordinator_address: process 0 cannot listen at {address} ({error.strerror}); it must be an address "
+            f"of this host, which has mesh.process_id 0 (or set {BIND_ADDRESS_VARIABLE})"
+        )
+    with suppress(OSError):
+        # Another process 0 says that there are two.
+        answer = _query(member, LINE_TIMEOUT_S)
+        if answer is not None and answer["problem"] is not None:
+            return str(answer["problem"])
+    return (
+        f"mesh.coordinator_address: port {address.rpartition(':')[2]} of {address} is in use by another program or by "
+        "a run that has not ended; stop it, or choose another port on every host"
+    )
+
+
+def _accept_peer(member: ClusterMember, peers: dict[int, Peer], connection: socket.socket) -> str | None:
     """Adds a newly connected process; returns what is wrong with it, if anything. Rejects other programs."""
-    message = _receive_message(connection, LINE_TIMEOUT_S)
-    number = None if message is None else message.get("process_id")
-    if message is None or not isinstance(number, int):
+    message: dict[str, Any] | None = None
+    with suppress(OSError):
+        message = _receive_message(connection, LINE_TIMEOUT_S)
+    if message is None:
         connection.close()
         return None
-    peer, count, problem = PeerConnection(connection, str(message.get("name"))), message.get("num_processes"), None
+    number, count, name, problem = message["process_id"], message["num_processes"], message["name"], None
     if count != member.num_processes:
         problem = (
             f"mesh.num_processes: process 0 ({peers[0].name}) was started with {member.num_processes}, process "
-            f"{number} ({peer.name}) with {count}; set the same number on every host"
+            f"{number} ({name}) with {count}; set the same number on every host"
         )
     elif number in peers and peers[number].is_connected:
         problem = (
-            f"mesh.process_id: {number} is set twice, on {peers[number].name} and on {peer.name}; give each of the "
+            f"mesh.process_id: {number} is set twice, on {peers[number].name} and on {name}; give each of the "
             f"{member.num_processes} hosts that connect to {member.coordinator_address} its own number from 0 to "
             f"{member.num_processes - 1}"
         )
     if problem is None:
-        peers[number] = peer
+        peers[number] = Peer(connection, name)
     else:
-        peer.reply(problem)
+        _send_message(connection, problem=problem)
     return problem
 
 
-def _join_coordinator(member: ClusterMember, deadline: Deadline, notify: Notify) -> None:
+def _wait_for_process_0(
+    member: ClusterMember, timeout_s: float, notify: Notify, explain_timeout: Callable[[str], str]
+) -> None:
     """Runs the rendezvous on the other processes: tries to connect until process 0 replies."""
-    reason, notices = "", iter((True,))
-    while deadline.remaining_s > 0:
-        answer, reason = _query_coordinator(member, deadline)
-        if answer is not None:
-            if answer["problem"] is not None:
+    start, notices, address = time.monotonic(), iter((True,)), member.coordinator_address
+    while True:
+        try:
+            answer = _query(member, max(start + timeout_s - time.monotonic(), RETRY_S))
+        except TimeoutError:
+            reason = f"process 0 at {address} was still waiting for other processes, or could not be reached"
+        except OSError as error:
+            reason = f"process 0 could not be reached at {address} ({error.strerror or error})"
+        else:
+            if answer is not None and answer["problem"] is not None:
                 raise InputError(str(answer["problem"]))
-            _wait_for_listener(member, deadline)
-            return
-        if deadline.is_notice_due and next(notices, False):
+            if answer is not None:
+                return
+            reason = f"{address} is used by another program, or by a run that has already started"
+        waited_s = time.monotonic() - start
+        if waited_s >= timeout_s:
+            raise InputError(explain_timeout(reason))
+        if waited_s >= LATE_NOTICE_S and next(notices, False):
             notify(f"waiting for process 0: {reason}")
         time.sleep(RETRY_S)
-    raise InputError(deadline.timeout_message(reason))
 
 
-def _query_coordinator(member: ClusterMember, deadline: Deadline) -> tuple[dict[str, Any] | None, str]:
-    """Returns the reply of process 0 and "", or None and the reason why there is no reply."""
-    try:
-        where = _resolve_address(member.coordinator_address)[1][:2]
-        with socket.create_connection(where, timeout=max(deadline.remaining_s, RETRY_S)) as connection:
-            _send_message(connection, {**member._asdict(), "name": _process_name()})
-            # Longer than process 0 waits: its reply says who is missing, and leaving early would add this process.
-            answer = _receive_message(connection, deadline.remaining_s + LINE_TIMEOUT_S)
-    except OSError as error:
-        return None, f"process 0 could not be reached at {member.coordinator_address} ({error.strerror or error})"
-    except InputError as error:
-        return None, str(error)
-    if answer is not None and "problem" in answer:
-        return answer, ""
-    if deadline.remaining_s <= 0:
-        return None, f"process 0 at {member.coordinator_address} was still waiting for other processes"
-    return None, f"{member.coordinator_address} is used by another program, or by a run that has already started"
+def _query(member: ClusterMember, timeout_s: float) -> dict[str, Any] | None:
+    """Returns the reply of process 0; None if it is another program that replies, or ends the connection.
+
+    Raises:
+        OSError: it cannot be reached, or does not reply in time (TimeoutError).
+    """
+    with socket.create_connection(_split_host_port(member.coordinator_address), timeout=timeout_s) as connection:
+        _send_message(connection, **member._asdict(), name=_process_name())
+        # Longer than process 0 waits: its reply says who is missing, and leaving early would add this process.
+        return _receive_message(connection, timeout_s + LINE_TIMEOUT_S)
 
 
-def _wait_for_listener(member: ClusterMember, deadline: Deadline) -> None:
-    """Waits until JAX listens: a JAX client that connects too early retries only after a second."""
-    while deadline.remaining_s > 0:
-        try:
-            socket.create_connection(
-                _resolve_address(member.coordinator_address)[1][:2], timeout=LINE_TIMEOUT_S
-            ).close()
-            return
-        except OSError:
-            time.sleep(RETRY_S / 10)
-
-
-def _send_message(connection: socket.socket, message: Mapping[str, Any]) -> None:
+def _send_message(connection: socket.socket, **message: Any) -> None:
     connection.settimeout(LINE_TIMEOUT_S)
     # A closed connection is detected by the next read.
     with suppress(OSError):
@@ -268,20 +243,10 @@ def _send_message(connection: socket.socket, message: Mapping[str, Any]) -> None
 
 
 def _receive_message(connection: socket.socket, timeout_s: float) -> dict[str, Any] | None:
-    """Returns the message of the peer; None if no valid message arrives in time."""
-    end, line = time.monotonic() + timeout_s, b""
-    while not line.endswith(b"\n") and len(line) < MAX_LINE_BYTES:
-        left_s = end - time.monotonic()
-        if left_s <= 0:
-            return None
-        connection.settimeout(left_s)
-        try:
-            part = connection.recv(MAX_LINE_BYTES)
-        except OSError:
-            return None
-        if not part:
-            return None
-        line += part
+    """Returns the message of the peer; None if another program has written. Raises OSError if nothing arrives."""
+    connection.settimeout(timeout_s)
+    with connection.makefile("rb") as file:
+        line = file.readline(MAX_LINE_BYTES)
     try:
         message = json.loads(line)
     except (ValueError, RecursionError):
@@ -289,21 +254,9 @@ def _receive_message(connection: socket.socket, timeout_s: float) -> dict[str, A
     return message if isinstance(message, dict) and message.get("greeting") == PROTOCOL_GREETING else None
 
 
-def _listen_error_message(member: ClusterMember, error: OSError) -> str:
-    """Returns why process 0 cannot listen, for example because another program uses the port."""
-    if error.errno != errno.EADDRINUSE:
-        return (
-            f"mesh.coordinator_address: process 0 cannot listen at {member.coordinator_address} ({error.strerror}); "
-            f"it must be an address of this host, which has mesh.process_id 0 (or set {BIND_ADDRESS_VARIABLE})"
-        )
-    answer, _ = _query_coordinator(member, Deadline(LINE_TIMEOUT_S, command=""))
-    if answer is not None and answer["problem"] is not None:
-        return str(answer["problem"])
-    return (
-        f"mesh.coordinator_address: port {member.coordinator_address.rpartition(':')[2]} of "
-        f"{member.coordinator_address} is in use by another program or by a run that has not ended; stop it, or choose "
-        "another port on every host"
-    )
+def _split_host_port(address: str) -> tuple[str, int]:
+    host, _, port = address.rpartition(":")
+    return host.removeprefix("[").removesuffix("]"), int(port)
 
 
 def _process_name() -> str:
