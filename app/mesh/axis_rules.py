@@ -71,15 +71,6 @@ def partition_spec(dims: Sequence[str], shape: Sequence[int], mesh: Mesh | Abstr
     return PartitionSpec(*(a if size % axis_size(mesh, a) == 0 else None for a, size in zip(axes, shape, strict=True)))
 
 
-def replicated_dims(dims: Sequence[str], shape: Sequence[int], mesh: Mesh) -> list[str]:
-    """Returns the dims that are replicated although the table splits them, because their axis does not divide them."""
-    return [
-        dim
-        for dim, size in zip(dims, shape, strict=True)
-        if (devices := axis_size(mesh, LOGICAL_AXIS_RULES[dim])) > 1 and size % devices != 0
-    ]
-
-
 def sharding_tree(mesh: Mesh, shapes: Any, dims: Any) -> Any:
     """Returns the NamedShardings of a tree of shaped leaves, given the tree of their dims."""
     return jax.tree.map(lambda leaf, d: NamedSharding(mesh, partition_spec(d, leaf.shape, mesh)), shapes, dims)

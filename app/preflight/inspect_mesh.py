@@ -23,7 +23,7 @@ from app.model.decode_weights import transferred_bytes
 from app.model.decoder import flatten_by_path
 from app.preflight.compiled_programs import CompiledProgram, ProgramCallback, format_step_memory, step_memory
 from app.preflight.config_only_spec import read_config_only_spec
-from app.preflight.mesh_layout import MeshReport, mesh_report
+from app.preflight.mesh_layout import MeshLayout, mesh_layout
 from app.preflight.phase_memory import (
     StepShapes,
     compute_step_shapes,
@@ -75,7 +75,7 @@ class WeightTransfer:
 class MeshInspection:
     """Layout and memory, in bytes on each device, for the longest prompts and completions under the settings."""
 
-    mesh: MeshReport
+    layout: MeshLayout
     generation: str
     weight_transfer: WeightTransfer
     workers: tuple[WorkerPlacement, ...]
@@ -90,12 +90,11 @@ class MeshInspection:
     def to_dict(self) -> dict[str, Any]:
         """Returns the report as values for JSON."""
         rest = asdict(self)
-        del rest["mesh"]
-        return {**self.mesh.to_dict(), **rest, "peak_phase": peak_phase(self.memory)}
+        return {**rest.pop("layout"), **rest, "peak_phase": peak_phase(self.memory)}
 
     def to_text(self) -> str:
         """Returns the report as readable text."""
-        lines = [self.mesh.to_text(), *self.notes, f"\nrollout: {self.generation}", self.weight_transfer.to_text()]
+        lines = [self.layout.to_text(), *self.notes, f"\nrollout: {self.generation}", self.weight_transfer.to_text()]
         if self.workers:
             header = ("worker", "devices", "dp, fsdp, tp", "slots", "caches on each device")
             rows = [
@@ -111,8 +110,7 @@ class MeshInspection:
             for one in self.moments
         ]
         moments = format_table(rows, header=("moments of", "", "type", "in", "for each device"), num_left=4)
-        available = self.mesh.topology.memory_bytes
-        memory = format_step_memory(self.memory, self.programs, available_bytes=available)
+        memory = format_step_memory(self.memory, self.programs, available_bytes=self.layout.device_memory_bytes)
         return "\n".join([*lines, "", moments, "", memory])
 
 
@@ -178,7 +176,7 @@ def build_mesh_inspection(
     definition = session.model_spec.policy_definition
     weights, dims = flatten_by_path(definition.shapes), flatten_by_path(definition.dims)
     return MeshInspection(
-        mesh=mesh_report(
+        layout=mesh_layout(
             session.mesh,
             {".".join(path): (weights[path], dims[path]) for path in weights},
             num_parameters=definition.num_parameters,

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec
 
-from app.mesh.axis_rules import axis_size, constrain, partition_spec, replicated_dims, sharding_tree
+from app.mesh.axis_rules import axis_size, constrain, partition_spec, sharding_tree
 from app.model.decoder import DecoderDefinition
 from tests.tiny import EVEN, ODD, make_mesh
 
@@ -21,17 +21,10 @@ def test_dims_go_to_their_axes():
     assert partition_spec(("rows", "tokens"), (8, 3), mesh) == PartitionSpec(("dp", "fsdp"), None)
 
 
-def test_a_dim_that_its_axis_does_not_divide_is_replicated_and_reported():
+def test_a_dim_that_its_axis_does_not_divide_is_replicated():
     mesh = make_mesh((1, 4, 2))
-    dims, shape = ("vocab", "embed"), (53, 36)
-    assert partition_spec(dims, shape, mesh) == PartitionSpec(None, "fsdp")
-    assert replicated_dims(dims, shape, mesh) == ["vocab"]
-    assert replicated_dims(dims, (53, 30), mesh) == ["vocab", "embed"]
-    assert replicated_dims(dims, (64, 32), mesh) == []
-
-
-def test_nothing_is_reported_where_an_axis_has_one_device():
-    assert replicated_dims(("vocab", "embed"), (53, 37), make_mesh()) == []
+    for shape, axes in (((53, 36), (None, "fsdp")), ((53, 30), (None, None)), ((64, 32), ("tp", "fsdp"))):
+        assert partition_spec(("vocab", "embed"), shape, mesh) == PartitionSpec(*axes)
 
 
 def test_an_unknown_dim_is_an_error():

@@ -35,7 +35,7 @@ def report_of(model: Path, *overrides: str, options: tuple[str | Path, ...] = ()
 def test_a_simulated_host_has_the_memory_and_the_number_of_its_cards(tiny_model: Path) -> None:
     report = report_of(tiny_model, "mesh.pretend=h100-8")
     assert (report["platform"], report["device_kind"], report["num_devices"]) == ("gpu", CARD.device_kind, 8)
-    assert (report["topology"]["memory_bytes"], report["topology"]["pretended"]) == (CARD.hbm_bytes, "h100-8")
+    assert (report["device_memory_bytes"], report["pretended"]) == (CARD.hbm_bytes, "h100-8")
     assert report["shape"] == {"dp": 1, "fsdp": 8, "tp": 1}
 
 

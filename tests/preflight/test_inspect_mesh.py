@@ -77,10 +77,10 @@ def test_a_preset_can_be_inspected(preset: str, tiny_model: Path, tmp_path: Path
 def test_a_simulated_slice_has_its_hosts_memory_and_devices(tiny_model: Path) -> None:
     report = inspect_json(tiny_model, "mesh.pretend=v4-16")
     assert report["shape"] == {"dp": 2, "fsdp": 4, "tp": 1}
-    assert report["topology"]["memory_bytes"] == 32 * GIB
-    assert report["topology"]["pretended"] == "v4-16"
-    assert report["num_processes"] == 2 and report["samples_per_step"] == 32
-    assert [device["process"] for device in report["devices"]] == [0] * 4 + [1] * 4
+    assert report["device_memory_bytes"] == 32 * GIB
+    assert report["pretended"] == "v4-16"
+    assert report["num_hosts"] == 2 and report["samples_per_step"] == 32
+    assert [host["devices"] for host in report["hosts"]] == [[0, 1, 2, 3], [4, 5, 6, 7]]
     # Split over four devices of a host, not over eight.
     on_one_host = inspect_json(tiny_model, "mesh.pretend=v5e-8")
     assert report["memory"]["update"]["weights"] == 2 * on_one_host["memory"]["update"]["weights"]
@@ -139,8 +139,7 @@ def test_one_process_simulates_a_slice_of_64_hosts(tiny_model: Path) -> None:
         out, err = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == 0, err
     report = json.loads(out)
-    assert report["num_devices"] == 256 and report["topology"]["num_hosts"] == 64
-    assert report["topology"]["local_devices"] == [0, 1, 2, 3]
+    assert report["num_devices"] == 256 and report["num_hosts"] == len(report["hosts"]) == 64
 
 
 PHASES = ("rollout", "evaluation")

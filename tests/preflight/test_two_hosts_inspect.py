@@ -1,4 +1,4 @@
-"""`grpo inspect-mesh` on two hosts: each reports the mesh of both and its own devices."""
+"""`grpo inspect-mesh` on two hosts: each reports the mesh of both."""
 
 from __future__ import annotations
 
@@ -20,17 +20,8 @@ def test_each_host_reports_the_mesh_of_both_and_its_own_devices(tiny_model: Path
     for number, host in enumerate(hosts):
         report = json.loads(host.stdout[host.stdout.index("{") :])
         assert report["shape"] == {"dp": 1, "fsdp": 8, "tp": 1}
-        assert (report["topology"]["num_hosts"], report["topology"]["this_host"]) == (2, number)
-        local = [device["id"] for device in report["devices"] if device["process"] == number]
-        assert report["topology"]["local_devices"] == local and len(local) == 4
-
-
-def test_hosts_with_different_settings_are_an_error(tiny_model: Path) -> None:
-    other = settings("mesh.shape=1,-1,1", "rollout.temperature=0.5"), settings("mesh.shape=1,-1,1")
-    hosts = run_on_two_hosts("inspect-mesh", *of_tiny(tiny_model), of_each=other)
-    for host in hosts:
-        assert host.exit_code == 2, host
-        assert "error: rollout.temperature: the hosts differ: 0.5 (from --set) on host 0" in host.stderr
+        assert (report["num_hosts"], report["this_host"]) == (2, number)
+        assert [len(one["devices"]) for one in report["hosts"]] == [4, 4]
 
 
 def test_a_missing_host_is_named(tiny_model: Path) -> None:
