@@ -22,6 +22,12 @@ HOSTS_PROGRAM = ("-c", f"{KEEPING}import cli; cli.main()")
 """Program that Python runs on a host."""
 
 
+def hosts_program(*, heartbeat_s: int) -> tuple[str, str]:
+    """Returns the program of a host that JAX ends as soon as another has had no heartbeat for this time."""
+    shorter = f"from app.distributed import shutdown\nshutdown.HEARTBEAT_S = {heartbeat_s}\n"
+    return "-c", f"{shorter}{KEEPING}import cli; cli.main()"
+
+
 class Ended(NamedTuple):
     exit_code: int
     stdout: str

@@ -20,6 +20,8 @@ DONE_TOPIC = "ended"
 """Topic of the notice posted by a host that has finished."""
 EXITING_TOPIC = "leaving"
 """Topic of the notice posted by a host that exits alone; the others cannot continue without it and exit too."""
+HEARTBEAT_S = 60
+"""Seconds without a heartbeat from one host after which JAX ends the others; saving to a slow disk may hold it up."""
 COORDINATOR_LINGER_S = 2.0
 """Delay of the first host's exit: when it exits, JAX aborts the others at once."""
 COMMON_FAILURE_WINDOW_S = 5.0
@@ -52,9 +54,7 @@ def broadcast_failure(status_board: StatusBoard) -> Iterator[None]:
 
 
 @contextmanager
-def coordinated_shutdown(
-    status_board: StatusBoard, *, heartbeat_s: float, enter_phase: Callable[[str], None]
-) -> Iterator[None]:
+def coordinated_shutdown(status_board: StatusBoard, *, enter_phase: Callable[[str], None]) -> Iterator[None]:
     """Makes hosts exit together if all of them fail, and makes a host that fails alone exit without waiting.
 
     At exit, JAX makes every process wait minutes for all others. If only this host fails, the others are inside a
@@ -78,7 +78,7 @@ def coordinated_shutdown(
             enter_phase("report")
             exit_barrier(status_board)
         elif _may_be_peer_death(error):
-            atexit.register(_exit_after_delay, 1, heartbeat_s + COMMON_FAILURE_WINDOW_S)
+            atexit.register(_exit_after_delay, 1, HEARTBEAT_S + COMMON_FAILURE_WINDOW_S)
         else:
             _exit_alone(status_board, str(error), exit_code=2 if isinstance(error, InputError) else 1)
         raise

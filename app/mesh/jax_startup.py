@@ -13,6 +13,7 @@ import jax
 
 from app.distributed.cluster_detection import detect_cluster, is_cloud_tpu_vm
 from app.distributed.rendezvous_check import ClusterMember, resolve_bind_address, verify_processes
+from app.distributed.shutdown import HEARTBEAT_S
 from app.mesh.chips import parse_pretended
 from app.mesh.compile_only import quiet_libtpu
 from app.mesh.devices import (
@@ -73,7 +74,7 @@ def initialize_distributed(settings: MeshSettings, *, compiles: bool = False) ->
         process_id=member.process_id,
         coordinator_bind_address=resolve_bind_address(member.coordinator_address) if member.process_id == 0 else None,
         initialization_timeout=settings.start_timeout_s,
-        heartbeat_timeout_seconds=settings.heartbeat_s,
+        heartbeat_timeout_seconds=HEARTBEAT_S,
         shutdown_timeout_seconds=SHUTDOWN_TIMEOUT_S,
     )
     check_equal_device_counts(global_devices(settings))

@@ -34,11 +34,10 @@ def open_host_group(settings: Settings, crash_dir: Path) -> Iterator[HostGroup]:
     Args:
         crash_dir: folder for the stack traces of a process that hangs.
     """
-    heartbeat_s = settings.mesh.heartbeat_s
     with (
         open_status_board() as status_board,
         Watchdog(settings.watchdog.phase_s, crash_dir, status_board) as watchdog,
-        coordinated_shutdown(status_board, heartbeat_s=heartbeat_s, enter_phase=watchdog.enter_phase),
+        coordinated_shutdown(status_board, enter_phase=watchdog.enter_phase),
     ):
         yield HostGroup(status_board, watchdog)
 

@@ -85,7 +85,8 @@ class Trial:
 def started(folder: Path, name: str, heartbeat_s: int) -> list[subprocess.Popen[bytes]]:
     """Starts both hosts of a run, which resumes if it was started before."""
     shared = (*SETTINGS, f"run.dir={folder / 'runs'}", f"run.name={name}", "mesh.num_processes=2")
-    mesh = (f"mesh.heartbeat_s={heartbeat_s}", f"mesh.coordinator_address={free_address()}", "mesh.cpu_devices=2")
+    mesh = (f"mesh.coordinator_address={free_address()}", "mesh.cpu_devices=2")
+    program = f"from app.distributed import shutdown; shutdown.HEARTBEAT_S = {heartbeat_s}; import cli; cli.main()"
     environment = {
         **os.environ,
         "PYTHONPATH": str(REPOSITORY),
@@ -100,7 +101,7 @@ def started(folder: Path, name: str, heartbeat_s: int) -> list[subprocess.Popen[
         with (folder / f"{name}.host_{i}.log").open("ab") as log:
             hosts.append(
                 subprocess.Popen(
-                    [sys.executable, "-m", "cli", "train", "--config", "quickstart", "--resume", "auto", *settings],
+                    [sys.executable, "-c", program, "train", "--config", "quickstart", "--resume", "auto", *settings],
                     cwd=REPOSITORY,
                     env=environment,
                     stdout=log,
@@ -223,7 +224,7 @@ def summary(trials: Sequence[Trial], kind: str) -> dict[str, Any]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trials", type=int, default=30, help="of each kind")
-    parser.add_argument("--heartbeat", type=int, default=10, help="mesh.heartbeat_s")
+    parser.add_argument("--heartbeat", type=int, default=10, help="seconds")
     parser.add_argument("--compare-every", type=int, default=3, help="which trials are compared with a run left alone")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=RESULTS)

@@ -16,6 +16,7 @@ REMOVED: dict[str, str] = {
     "env.load_timeout_s": "imports may take a minute",
     "env.memory_mib": "it is called plugins.memory_mib now, and applies to reward functions, too",
     "env.workers": "it is called plugins.workers now, and applies to reward functions, too",
+    "mesh.heartbeat_s": "hosts stop 60 s after the last heartbeat of another",
     "optimizer.max_nonfinite_steps": "a run always stops after 3 such updates in a row",
     "reward.cpu_s": "a call may use 30 s of processor time; plugins.timeout_s limits its duration",
     "reward.environment": "it is called plugins.env_vars now, and environments get these variables, too",

@@ -54,5 +54,3 @@ class MeshSettings(Section):
     """Stops the run unless exactly this many hosts join; null accepts any number."""
     start_timeout_s: int = Field(default=300, ge=1, le=86_400)
     """Seconds that each host waits for the others at startup."""
-    heartbeat_s: int = Field(default=60, ge=2, le=3600)
-    """Seconds without a heartbeat from one host after which the others stop."""
