@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import re
-
 import pytest
 
 from app.mesh.chips import GPU_HOSTS, TPU_CHIPS, GpuHost, TpuSlice, find_chip, parse_pretended, parse_slice
@@ -15,10 +13,8 @@ from settings.errors import InputError
     [
         ("v4-8", 4, 1, 32),
         ("v4-16", 8, 2, 32),
-        ("v4-512", 256, 64, 32),
         ("v5p-16", 8, 2, 95),
         ("v5e-1", 1, 1, 16),
-        ("v5e-4", 4, 1, 16),
         ("v5e-8", 8, 1, 16),
         ("v5litepod-16", 16, 4, 16),
         ("v6e-8", 8, 1, 32),
@@ -28,19 +24,6 @@ from settings.errors import InputError
 def test_a_slice_has_the_chips_hosts_and_memory_of_its_name(name, num_chips, num_hosts, gib):
     found = parse_slice(name)
     assert (found.num_chips, found.num_hosts, found.chip.hbm_bytes) == (num_chips, num_hosts, gib * 2**30)
-
-
-@pytest.mark.parametrize("name", ["v4-17", "v5e-1024", "v4_16", "", "eight", "--4", "v4-16 v4-16", "h100-8"])
-def test_a_name_that_no_slice_has_is_refused_with_all_names(name):
-    with pytest.raises(
-        InputError, match=rf"^mesh\.pretend: got {re.escape(repr(name))}; known: v4-8, v4-16, .*v6e-256"
-    ):
-        parse_slice(name)
-
-
-def test_a_misspelt_slice_is_refused_with_the_nearest_name():
-    with pytest.raises(InputError, match=r"did you mean .*v4-16"):
-        parse_slice("v4_16")
 
 
 def test_a_chip_is_known_by_what_jax_calls_it():
@@ -59,7 +42,9 @@ def test_a_name_is_that_of_a_host_with_gpus_or_of_a_slice():
     assert isinstance(slice, TpuSlice) and slice.num_chips == 8
 
 
-@pytest.mark.parametrize(("name", "nearest"), [("h100-16", "h100-1"), ("h10-8", "h100-8"), ("v4-17", "v4-16")])
+@pytest.mark.parametrize(
+    ("name", "nearest"), [("h100-16", "h100-1"), ("h10-8", "h100-8"), ("v4-17", "v4-16"), ("v4_16", "v4-16")]
+)
 def test_an_unknown_name_gets_the_nearest_of_cards_and_slices(name: str, nearest: str):
     with pytest.raises(InputError, match=rf"^mesh\.pretend: got '{name}'; known: v4-8, .*h100-8.*{nearest}") as error:
         parse_pretended(name)

@@ -112,11 +112,11 @@ def outcome(architecture: Architecture, shape: tuple[int, int, int], cut: MicroB
     ("architecture", "shape"),
     [
         *((EVEN, (1, 8, 1)), (EVEN, (2, 2, 2)), (BIASED, (2, 2, 2)), (SWITCHED, (2, 2, 2))),
-        *((MIXTURE, (1, 1, 2)), (MIXTURE, (1, 1, 4)), (MIXTURE, (2, 2, 2))),
+        *((MIXTURE, (1, 1, 4)), (MIXTURE, (2, 2, 2))),
     ],
     ids=[
         *("fsdp", "all-axes", "dims-that-do-not-divide", "every-switch"),
-        *("experts-over-two", "experts-over-four", "experts-all-axes"),
+        *("experts-over-four", "experts-all-axes"),
     ],
 )
 def test_many_devices_sample_score_and_learn_as_one_does(architecture, shape):
@@ -142,8 +142,8 @@ def assert_metrics_equal(ours: Outcome, expected: Outcome) -> None:
     assert of_the_samples(ours.metrics) == pytest.approx(of_the_samples(expected.metrics), rel=1e-5)
 
 
-@pytest.mark.parametrize("shape", [(1, 1, 1), (2, 1, 1), (4, 1, 1)])
-def test_packed_rows_on_one_two_and_four_devices_learn_as_one_sample_a_row_does(shape):
+@pytest.mark.parametrize("shape", [(1, 1, 1), (4, 1, 1)])
+def test_packed_rows_on_one_and_four_devices_learn_as_one_sample_a_row_does(shape):
     ours, expected = outcome(EVEN, shape), outcome(EVEN, (1, 1, 1), FIXED)
     for a, b in zip(ours.logprobs, expected.logprobs, strict=True):
         np.testing.assert_allclose(a, b, atol=1e-5)

@@ -186,16 +186,3 @@ def test_a_second_start_compiles_nothing_and_damaged_programs_are_compiled_anew(
     assert shown.count("cannot be kept or loaded, and are compiled anew: Error reading persistent") == 1
     assert "UserWarning" not in shown
     assert reproducible([first]) == reproducible([second]) == reproducible([third])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("command", ["rollout", "evaluate"])
-def test_a_second_generation_compiles_nothing(command: str, tiny_model: Path, tmp_path: Path) -> None:
-    def kept(out: str) -> set[str]:
-        overrides = (*of_tiny(tiny_model), *settings("eval.num_prompts=8", "data.num_problems=8"))
-        run(tmp_path, command, *overrides, "--out", tmp_path / out)
-        return {path.name for path in folder_in(tmp_path).glob("*-cache")}
-
-    first = kept("first.jsonl")
-    assert len(first) > 5
-    assert kept("second.jsonl") == first

@@ -78,11 +78,10 @@ def with_a_nan(*arrays: Any, **rest: Any) -> Any:
     ],
     ids=lambda fault: fault.__name__,
 )
-@pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16], ids=str)
-def test_every_fault_is_more_than_rounding(faulty, dtype, monkeypatch: pytest.MonkeyPatch):
+def test_every_fault_is_more_than_rounding(faulty, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(attention_check, "packed_attention", faulty)
-    differences = in_blocks(SWITCHED, make_mesh(), dtype, window=WINDOW)
-    assert not differences.max() <= 2 * attention_check.TOLERANCES[dtype.name], differences
+    differences = in_blocks(SWITCHED, make_mesh(), BFLOAT16, window=WINDOW)
+    assert not differences.max() <= 2 * attention_check.TOLERANCES["bfloat16"], differences
     if faulty is without_gradient_of_keys:
         assert differences.argmax() == 2 and differences[2] == 1
 

@@ -88,7 +88,7 @@ def test_a_cpu_process_compiles_a_step_for_tpus_with_their_kernels(
     report = compiled(tiny_model, *overrides, hlo=tmp_path / "texts")
     programs = by_name(report)
     assert set(programs) == NAMES
-    assert report["num_processes"] == parse_slice(slice).num_hosts
+    assert report["num_hosts"] == parse_slice(slice).num_hosts
     for (phase, name), one in programs.items():
         assert one["backend"] == "tpu"
         text = (tmp_path / "texts" / f"{phase}_{name}.hlo").read_text()

@@ -208,9 +208,7 @@ def test_memory_that_does_not_fit_or_is_unknown_is_reported(config: Path) -> Non
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("run.steps=0", "run.steps"),
         ("mesh.shape='3,1,1'", "mesh.shape"),
-        ("model.path=builtin:huge", "model.path"),
         ("data.max_prompt_length=2", "data.max_prompt_length"),
     ],
 )

@@ -17,7 +17,7 @@ from app.records.text_format import format_bytes
 from app.runtime.session import Session
 from settings import InputError, Resolved, load
 from settings.checks.commands import check_for_inspect_mesh
-from tests.program import DEADLINE_S, here, of_tiny, settings, started
+from tests.program import here, of_tiny, settings
 
 GIB = 2**30
 
@@ -65,13 +65,14 @@ def test_only_the_configuration_of_a_model_is_read(tiny_model: Path, tmp_path: P
     assert inspect_json(tmp_path) == inspect_json(tiny_model)
 
 
-@pytest.mark.parametrize("preset", ["quickstart_ppo", pytest.param("gsm8k_qwen2_5_3b_v4_16", marks=pytest.mark.slow)])
-def test_a_preset_can_be_inspected(preset: str, tiny_model: Path, tmp_path: Path) -> None:
+def test_a_preset_can_be_inspected(tiny_model: Path, tmp_path: Path) -> None:
     config = json.loads((tiny_model / "config.json").read_text()) | {"max_position_embeddings": 32_768}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    result = here("inspect-mesh", "--config", preset, *settings(f"model.path={tmp_path}", "mesh.pretend=v4-16"))
+    result = here(
+        "inspect-mesh", "--config", "quickstart_ppo", *settings(f"model.path={tmp_path}", "mesh.pretend=v4-16")
+    )
     assert result.exit_code == 0, result.stderr
-    assert ("weights of the critic" in result.stdout) == preset.endswith("ppo")
+    assert "weights of the critic" in result.stdout
 
 
 def test_a_simulated_slice_has_its_hosts_memory_and_devices(tiny_model: Path) -> None:
@@ -130,16 +131,6 @@ def test_the_report_has_the_bytes_and_the_time_of_weights_for_the_rollout(tiny_m
     apart = ("rollout.scheduler=adaptive", "rollout.max_staleness=1", "rollout.devices=0.5", "mesh.shape=1,4,1")
     _, report = inspect(load_settings(tiny_model, *apart))
     assert f", then {format_bytes(whole)} into each that generates" in report.to_text()
-
-
-@pytest.mark.slow
-def test_one_process_simulates_a_slice_of_64_hosts(tiny_model: Path) -> None:
-    arguments = ["inspect-mesh", *of_tiny(tiny_model), *settings("mesh.pretend=v5e-256")]
-    with started(*arguments, "--json") as process:
-        out, err = process.communicate(timeout=DEADLINE_S)
-    assert process.returncode == 0, err
-    report = json.loads(out)
-    assert report["num_devices"] == 256 and report["num_hosts"] == len(report["hosts"]) == 64
 
 
 PHASES = ("rollout", "evaluation")

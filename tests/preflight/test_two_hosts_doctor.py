@@ -43,13 +43,3 @@ def test_a_host_without_the_model_does_not_block_the_other(tiny_model: Path, tmp
     assert failed == {("model", 1), ("hosts", 0), ("hosts", 1)}
     (forward,) = [one for one in checks if one["check"] == "forward"]
     assert forward["verdict"] == "skip" and "or on another one" in forward["found"]
-
-
-def test_hosts_with_different_settings_skip_the_shared_checks(tiny_model: Path, tmp_path: Path) -> None:
-    overrides = settings("eval.every_steps=0", f"run.dir={tmp_path / 'runs'}")
-    of_each = settings("data.difficulty=[1]"), settings("data.difficulty=[2]")
-    hosts = run_on_two_hosts("doctor", "--json", *of_tiny(tiny_model), *overrides, of_each=of_each)
-    assert [host.exit_code for host in hosts] == [2, 2], hosts
-    checks = json.loads(hosts[0].stdout[hosts[0].stdout.index("{") :])["checks"]
-    assert {one["check"] for one in checks if one["verdict"] == "fail"} == {"hosts"}
-    assert {"mesh", "attention", "forward"} <= {one["check"] for one in checks if one["verdict"] == "skip"}
