@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -87,6 +87,16 @@ def sum_over_hosts(values: np.ndarray) -> np.ndarray:
 
 def max_over_hosts(values: np.ndarray) -> np.ndarray:
     return gather_over_hosts(values).max(axis=0)
+
+
+def gather_table(columns: Mapping[str, Sequence[float]]) -> dict[str, np.ndarray]:
+    """Returns the columns with the rows of all hosts, in host order. Hosts must have the same columns."""
+    table = np.asarray(list(columns.values()), np.float64).T
+    counts = gather_over_hosts(np.asarray(len(table)))
+    padded = np.zeros((counts.max(initial=0), len(columns)))
+    padded[: len(table)] = table
+    rows = np.concatenate([part[:count] for part, count in zip(gather_over_hosts(padded), counts, strict=True)])
+    return dict(zip(columns, rows.T, strict=True))
 
 
 MIN_MESSAGE_BYTES = 1 << 12

@@ -85,18 +85,6 @@ class StatusBoard:
 
 
 def open_status_board() -> StatusBoard:
-    """Returns the board shared by all processes. `jax_startup.initialize_distributed` must have run.
-
-    Raises:
-        RuntimeError: this version of JAX does not have the expected key-value store.
-    """
-    host = jax.process_index()
-    if jax.process_count() == 1:
-        return StatusBoard(None, host=host)
-    client: Any = getattr(distributed.global_state, "client", None)
-    if not (hasattr(client, "key_value_set") and hasattr(client, "key_value_dir_get")):
-        raise RuntimeError(
-            f"jax {jax.__version__} has no key-value store where app/distributed/status_board.py expects it; install "
-            "the version of jax required by pyproject.toml"
-        )
-    return StatusBoard(client, host=host, num_hosts=jax.process_count())
+    """Returns the board shared by all processes. `jax_startup.initialize_distributed` must have run."""
+    store: Any = distributed.global_state.client if jax.process_count() > 1 else None
+    return StatusBoard(store, host=jax.process_index(), num_hosts=jax.process_count())

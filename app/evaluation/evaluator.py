@@ -8,9 +8,8 @@ from dataclasses import replace
 import numpy as np
 
 from app.distributed.collective_files import host_slice
-from app.distributed.collectives import max_over_hosts
+from app.distributed.collectives import gather_table, max_over_hosts
 from app.distributed.preemption import cancellation_barrier
-from app.distributed.tables import gather_table
 from app.evaluation.prompt_metrics import estimate_metrics, prompt_columns
 from app.model.decode_weights import DecodeWeights
 from app.records.sample import Prompt, Sample

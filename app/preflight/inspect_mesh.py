@@ -2,73 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 from app.distributed.error_barrier import error_barrier
 from app.distributed.host_consistency import check_hosts_agree
 from app.mesh import device_mesh, jax_startup
-from app.mesh.chips import find_chip
 from app.mesh.device_memory import device_memory_bytes
-from app.mesh.devices import device_kind
-from app.mesh.placement import bytes_per_device
 from app.model.decode_weights import transferred_bytes
 from app.model.decoder import flatten_by_path
 from app.preflight.compiled_programs import CompiledProgram, ProgramCallback, format_step_memory, step_memory
 from app.preflight.config_only_spec import read_config_only_spec
 from app.preflight.mesh_layout import MeshLayout, mesh_layout
-from app.preflight.phase_memory import (
-    StepShapes,
-    compute_step_shapes,
-    peak_phase,
-)
+from app.preflight.phase_memory import StepShapes, compute_step_shapes, peak_phase
 from app.records.atomic_write import write_atomic
 from app.records.sample import Prompt
-from app.records.text_format import format_bytes, format_ranges, format_table
+from app.records.text_format import format_bytes
 from app.runtime.model_spec import CriticSpec
 from app.runtime.session import Session
 from app.training.learner import LearnerGroup
-from app.training.network_memory import MemoryBreakdown, MomentBytes, moment_bytes
+from app.training.network_memory import MemoryBreakdown, host_bytes
 from app.training.setup import configure_session, setup_notes
 from settings import Resolved
-
-
-@dataclass(frozen=True)
-class WorkerPlacement:
-    """One worker of `rollout.workers`; every host has the same workers on its own devices."""
-
-    name: str
-    devices: tuple[int, ...]
-    """Ids of the worker's devices on this host."""
-    mesh: Mapping[str, int]
-    slots: int
-    cache_bytes: int
-    """Bytes of the worker's KV cache on each of its devices."""
-
-
-@dataclass(frozen=True)
-class WeightTransfer:
-    """The move of trained weights to the layout in which they generate, once per policy version."""
-
-    received_bytes: int
-    """Bytes that reach each device of `mesh.shape` from others."""
-    link_s: float | None
-    """Seconds of these over all links of a chip, which is the least; None if their bandwidth is unknown."""
-    copied_bytes: int
-    """Bytes that each device of `rollout.devices` then gets from those that train; 0 without."""
-
-    def to_text(self) -> str:
-        least = "" if self.link_s is None else f", at least {self.link_s * 1e3:.1f} ms over its links"
-        copied = f", then {format_bytes(self.copied_bytes)} into each that generates" if self.copied_bytes else ""
-        moved = f"{format_bytes(self.received_bytes)} into each device for a policy version"
-        return f"weights to the rollout's layout: {moved}{least}{copied}"
 
 
 @dataclass(frozen=True)
@@ -77,12 +38,13 @@ class MeshInspection:
 
     layout: MeshLayout
     generation: str
-    weight_transfer: WeightTransfer
-    workers: tuple[WorkerPlacement, ...]
+    transferred_bytes: int
+    """Bytes that reach each device when trained weights go to the layout that generates, once per policy version."""
     memory: Mapping[str, MemoryBreakdown]
     """Memory by phase and buffer; temporaries only with `--compile`."""
     peak_bytes: int
-    moments: tuple[MomentBytes, ...]
+    host_bytes: int
+    """Bytes that settings keep in host memory for each device."""
     notes: tuple[str, ...] = ()
     programs: tuple[CompiledProgram, ...] = ()
     """Compiled programs; empty without `--compile`."""
@@ -94,24 +56,13 @@ class MeshInspection:
 
     def to_text(self) -> str:
         """Returns the report as readable text."""
-        lines = [self.layout.to_text(), *self.notes, f"\nrollout: {self.generation}", self.weight_transfer.to_text()]
-        if self.workers:
-            header = ("worker", "devices", "dp, fsdp, tp", "slots", "caches on each device")
-            rows = [
-                (
-                    *(one.name, format_ranges(one.devices), ", ".join(map(str, one.mesh.values()))),
-                    *(str(one.slots), format_bytes(one.cache_bytes)),
-                )
-                for one in self.workers
-            ]
-            lines.append(format_table(rows, header=header, num_left=3))
-        rows = [
-            (one.network, one.moment, one.dtype, f"{one.place} memory", format_bytes(one.bytes_per_device))
-            for one in self.moments
-        ]
-        moments = format_table(rows, header=("moments of", "", "type", "in", "for each device"), num_left=4)
+        lines = [self.layout.to_text(), *self.notes, f"\nrollout: {self.generation}"]
+        moved = format_bytes(self.transferred_bytes)
+        lines.append(f"weights to the rollout's layout: {moved} into each device for a policy version")
+        if self.host_bytes:
+            lines.append(f"host memory: {format_bytes(self.host_bytes)} for each device")
         memory = format_step_memory(self.memory, self.programs, available_bytes=self.layout.device_memory_bytes)
-        return "\n".join([*lines, "", moments, "", memory])
+        return "\n".join([*lines, "", memory])
 
 
 class RunOutline(NamedTuple):
@@ -173,7 +124,7 @@ def build_mesh_inspection(
     """Returns the report on a run, without loading its networks."""
     session, learning, reward_model, shapes = outline
     memory, programs = step_memory(session, learning, shapes, reward_model, compiles=compiles, on_program=on_program)
-    definition = session.model_spec.policy_definition
+    definition, conversion = session.model_spec.policy_definition, session.to_decode_weights
     weights, dims = flatten_by_path(definition.shapes), flatten_by_path(definition.dims)
     return MeshInspection(
         layout=mesh_layout(
@@ -184,11 +135,12 @@ def build_mesh_inspection(
             memory_bytes=device_memory_bytes(),
         ),
         generation=_describe_generation(session, shapes),
-        weight_transfer=_weight_transfer(session),
-        workers=tuple(_worker_placements(session)),
+        transferred_bytes=transferred_bytes(
+            conversion.definition, session.mesh, conversion.mesh_of_all_hosts, jnp.dtype(session.settings.model.dtype)
+        ),
         memory=memory,
         peak_bytes=sum(memory[peak_phase(memory)].values()),
-        moments=moment_bytes(learning),
+        host_bytes=host_bytes(session, learning),
         notes=setup_notes(session.settings, session),
         programs=programs,
     )
@@ -211,26 +163,3 @@ def _describe_generation(session: Session, shapes: StepShapes) -> str:
     if session.workers is not None:
         return f"{len(session.workers.workers)} workers on each host, the largest with {rows}"
     return f"{rows.replace('rows', 'slots', 1)} on each host"
-
-
-def _weight_transfer(session: Session) -> WeightTransfer:
-    settings, conversion, chip = (
-        session.settings,
-        session.to_decode_weights,
-        find_chip(device_kind(session.mesh.devices.flat[0])),
-    )
-    dtype = jnp.dtype(settings.model.dtype)
-    received = transferred_bytes(conversion.definition, session.mesh, conversion.mesh_of_all_hosts, dtype)
-    copied = 0
-    if session.generation_devices:
-        assert session.workers is not None
-        copied = bytes_per_device(session.workers.footprint().weights)
-    return WeightTransfer(received, chip and received / chip.ici_bytes_per_s, copied)
-
-
-def _worker_placements(session: Session) -> Iterator[WorkerPlacement]:
-    for worker in session.workers.workers if session.workers is not None else ():
-        footprint = worker.engine.footprint()
-        mesh = jax.tree.leaves(footprint.slots)[0].sharding.mesh
-        devices, size = tuple(device.id for device in mesh.devices.flat), bytes_per_device(footprint[1:])
-        yield WorkerPlacement(worker.name, devices, dict(mesh.shape), worker.engine.shapes.num_slots, size)

@@ -47,12 +47,12 @@ def ignore_phase(phase: str) -> None:
 
 
 @contextmanager
-def join_hosts(settings: Settings, *, out: Path, compiles: bool = False) -> Iterator[PhaseCallback]:
+def join_hosts(settings: Settings, *, out: Path) -> Iterator[PhaseCallback]:
     """Joins the other hosts for a command that writes one file; a single host is not watched.
 
-    Stack traces are written to `<out>.crash/`; `compiles` is that of `initialize_distributed`.
+    Stack traces are written to `<out>.crash/`.
     """
-    jax_startup.initialize_distributed(settings.mesh, compiles=compiles)
+    jax_startup.initialize_distributed(settings.mesh)
     if jax.process_count() == 1:
         yield ignore_phase
         return

@@ -18,7 +18,7 @@ from app.reward.builtin_tasks import check_answers
 from app.reward.plugin_signature import DataColumns
 from app.reward.reward_functions import EnvironmentReward, OverlongPenalty, RewardFunctions, accuracy_function_name
 from app.runtime.model_spec import CriticSpec, ModelSpec, check_context_length, read_critic_spec, read_model_spec
-from app.runtime.reward_model import RewardModelSpec, check_reward_context_length, read_reward_model_spec
+from app.runtime.reward_model import RewardModelSpec, read_reward_model_spec
 from settings import Settings
 from settings.errors import InputError
 
@@ -96,7 +96,7 @@ def read_checked_reward_model(settings: Settings) -> RewardModelSpec | None:
     """Reads the reward model; returns None without one."""
     reward_model = read_reward_model_spec(settings)
     if reward_model is not None:
-        check_reward_context_length(reward_model, settings)
+        check_context_length(reward_model.architecture, settings, path=f"reward.model {settings.reward.model}")
     return reward_model
 
 

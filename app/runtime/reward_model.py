@@ -70,17 +70,6 @@ def read_reward_model_spec(settings: Settings) -> RewardModelSpec | None:
     return RewardModelSpec(files, architecture, definition, conversations)
 
 
-def check_reward_context_length(model: RewardModelSpec, settings: Settings) -> None:
-    """Raises InputError if the longest sample, in the policy's tokens, exceeds the model's context."""
-    prompt, completion = settings.data.max_prompt_length, settings.rollout.max_new_tokens
-    if prompt + completion > model.architecture.max_positions:
-        raise InputError(
-            f"reward.model: data.max_prompt_length + rollout.max_new_tokens = {prompt} + {completion} = "
-            f"{prompt + completion} tokens, but the context of {settings.reward.model} holds "
-            f"{model.architecture.max_positions}; lower one of the two, or choose another reward model"
-        )
-
-
 def _check_one_label(files: ModelFiles, architecture: Architecture) -> None:
     shape = files.weights.shapes.get(VALUE_HEAD)
     if shape is not None and len(shape) == 2 and shape[0] != 1:

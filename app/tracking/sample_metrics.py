@@ -9,8 +9,7 @@ import numpy as np
 
 from app.advantage.advantage_metrics import moments_over_hosts
 from app.advantage.group import zero_variance_fraction
-from app.distributed.collectives import gather_bytes_over_hosts, sum_over_hosts
-from app.distributed.tables import gather_table
+from app.distributed.collectives import gather_bytes_over_hosts, gather_table, sum_over_hosts
 from app.records.moments import compute_moments
 from app.records.sample import Sample
 from app.reward.aggregate import RewardedSamples

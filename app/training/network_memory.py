@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, Literal
-
-import jax
 import jax.numpy as jnp
-import optax
 
 from app.mesh.devices import device_platform
-from app.mesh.placement import abstract_arrays, bytes_per_device, is_in_host_memory
+from app.mesh.placement import abstract_arrays, bytes_per_device
 from app.model.decoder import DecoderDefinition
 from app.runtime.reward_model import NetworkSpec
 from app.runtime.session import Session
@@ -20,37 +15,10 @@ MemoryBreakdown = dict[str, int]
 """Name of a buffer -> its bytes on each device."""
 
 
-@dataclass(frozen=True)
-class MomentBytes:
-    """The first or the second moments of a network."""
-
-    network: str
-    moment: str
-    """`first` or `second`."""
-    dtype: str
-    place: Literal["device", "host"]
-    """The memory that they are in between updates."""
-    bytes_per_device: int
-    """The bytes for each device, in its own or in its host's memory."""
-
-
-def moment_bytes(learning: LearnerGroup) -> tuple[MomentBytes, ...]:
-    """Returns the types, places and bytes of all networks' moments, from their shapes."""
-    found = []
-    for network, learner in learning.networks.items():
-        state = abstract_arrays(learner.shapes, learner.shardings).optimizer
-        for moment, field in (("first", "mu"), ("second", "nu")):
-            arrays = optax.tree.get(state, field)
-            one: Any = jax.tree.leaves(arrays)[0]
-            is_away = is_in_host_memory(one.sharding)
-            size = bytes_per_device(arrays, in_host_memory=is_away)
-            found.append(MomentBytes(network, moment, one.dtype.name, "host" if is_away else "device", size))
-    return tuple(found)
-
-
 def host_bytes(session: Session, learning: LearnerGroup) -> int:
     """Returns the bytes that settings keep in host memory for each device: moments, and the reference's weights."""
-    moments = sum(one.bytes_per_device for one in moment_bytes(learning) if one.place == "host")
+    states = [abstract_arrays(one.shapes, one.shardings) for one in learning.networks.values()]
+    moments = bytes_per_device(states, in_host_memory=True)
     return moments + (sum(reference_bytes(session).values()) if _is_reference_away(session) else 0)
 
 
