@@ -47,8 +47,8 @@ def global_devices(settings: MeshSettings) -> Sequence[Any]:
     Raises:
         InputError: there are no devices of `mesh.platform`.
     """
-    if _simulated_devices is not None:
-        return _simulated_devices
+    if _simulated_slice is not None:
+        return _simulated_devices or jax.devices()
     try:
         devices = jax.devices()
     except (RuntimeError, AssertionError) as error:  # AssertionError: JAX does not know the platform

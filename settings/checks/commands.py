@@ -8,7 +8,7 @@ from __future__ import annotations
 from functools import partial
 
 from settings.checks.check import run_checks
-from settings.checks.hosts import HOST_CHECKS, check_no_pretend, check_pretend_conflicts
+from settings.checks.hosts import HOST_CHECKS, check_no_pretend
 from settings.checks.rollout import ENVIRONMENT_CHECKS, SCHEDULE_CHECKS, STALENESS_CHECKS, WORKER_CHECKS
 from settings.checks.training import (
     ALGORITHM_CHECKS,
@@ -30,10 +30,10 @@ TRAIN_CHECKS = (*ALGORITHM_CHECKS, *REWARD_CHECKS, check_unused_settings, *RUN_C
 check_for_train = partial(run_checks, checks=(*TRAIN_CHECKS, check_no_pretend))
 """Raises InputError listing everything that prevents training with these settings."""
 
-check_for_dry_run = partial(run_checks, checks=(*TRAIN_CHECKS, check_pretend_conflicts))
+check_for_dry_run = partial(run_checks, checks=TRAIN_CHECKS)
 """The checks for training, but simulated devices are accepted."""
 
-check_for_inspect_mesh = partial(run_checks, checks=(*SIZE_CHECKS, check_pretend_conflicts))
+check_for_inspect_mesh = partial(run_checks, checks=SIZE_CHECKS)
 """The checks of settings that determine sizes."""
 
 check_for_mesh = partial(run_checks, checks=(*HOST_CHECKS, check_no_pretend))

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from settings.checks.check import Rule
 from settings.loading.fields import value_of
 from settings.loading.inherited_settings import RENDEZVOUS_FIELDS
-from settings.loading.resolve import Resolved, real_device_fields
+from settings.loading.resolve import Resolved
 
 
 def _check_processes(resolved: Resolved) -> Iterator[str]:
@@ -25,14 +25,6 @@ def _check_processes(resolved: Resolved) -> Iterator[str]:
     elif mesh.num_processes is not None and mesh.process_id is not None and mesh.process_id >= mesh.num_processes:
         last = mesh.num_processes - 1
         yield f"<mesh.process_id> is too large for <mesh.num_processes>; ids range from 0 to {last}"
-
-
-def check_pretend_conflicts(resolved: Resolved) -> Iterator[str]:
-    real = " and ".join(f"<{field}>" for field in real_device_fields(resolved.settings))
-    if resolved.settings.mesh.pretend is not None and real:
-        yield (
-            f"<mesh.pretend> requests simulated devices, which cannot be combined with {real}; remove one or the other"
-        )
 
 
 HOST_CHECKS = (

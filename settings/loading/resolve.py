@@ -111,9 +111,6 @@ def load(
     given = _validate(layers)
     micro_batching, notices = resolve_micro_batching(layers)
     derived = _derive(given, _provenance(layers), config_stem=file.stem)
-    if "mesh.pretend" in derived and "mesh.pretend" in in_set:
-        value = in_set["mesh.pretend"].value
-        notices.append(f"mesh settings in the environment override mesh.pretend {value!r} from --set")
     layers.insert(0, micro_batching | derived)
     resolved = Resolved(
         settings=_validate(layers),
@@ -176,27 +173,7 @@ def _derive(given: Settings, provenance: Mapping[str, str], *, config_stem: str)
         provenance["checkpoint.best_metric"]
     ):
         layer["checkpoint.best_metric"] = SourcedValue(None, "derived")
-    return layer | _derive_mesh(given, provenance)
-
-
-def _derive_mesh(given: Settings, provenance: Mapping[str, str]) -> Layer:
-    """Resets the simulated slice or the real devices, whichever an earlier layer set. One layer must not set both."""
-    simulated = precedence(provenance["mesh.pretend"])
-    real = {field: precedence(provenance[field]) for field in real_device_fields(given)}
-    if given.mesh.pretend is None or not real:
-        return {}
-    if max(real.values()) > simulated:
-        return {"mesh.pretend": SourcedValue(None, "derived")}
-    return {field: SourcedValue(FIELDS[field].default, "derived") for field, place in real.items() if place < simulated}
-
-
-def real_device_fields(settings: Settings) -> list[str]:
-    """Returns the settings that require real devices."""
-    names = ("cpu_devices", "platform", "coordinator_address", "num_processes", "process_id", "expect_processes")
-    fields = [f"mesh.{name}" for name in names]
-    values = {field: value_of(settings, field) for field in fields}
-    # Virtual devices are CPU devices, so platform `cpu` does not conflict with them.
-    return [f for f, value in values.items() if value != FIELDS[f].default and (f, value) != ("mesh.platform", "cpu")]
+    return layer
 
 
 def _algorithm_values(given: Settings) -> dict[str, Any]:

@@ -42,7 +42,7 @@ class MeshSettings(Section):
     """Number of virtual devices on a CPU host; one when null."""
     pretend: str | None = Field(default=None, min_length=1)
     """TPU slice or GPUs to simulate with virtual devices, such as `v4-16`, `v5e-8` or `h100-1`, for `inspect-mesh` and
-    `train --dry-run`; real devices when null."""
+    `train --dry-run`, whatever the settings of real devices are; real devices when null."""
     coordinator_address: Annotated[str, AfterValidator(_validate_host_and_port)] | None = None
     """`host:port` of process 0, or `auto` to get the hosts from Cloud TPU, Slurm, Open MPI or Kubernetes. When
     null: all hosts on a Cloud TPU VM, elsewhere only this host."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -15,8 +14,7 @@ from app.mesh.placement import bytes_per_device
 from app.preflight.inspect_mesh import MeshInspection, build_mesh_inspection, open_run_outline
 from app.records.text_format import format_bytes
 from app.runtime.session import Session
-from settings import InputError, Resolved, load
-from settings.checks.commands import check_for_inspect_mesh
+from settings import Resolved, load
 from tests.program import here, of_tiny, settings
 
 GIB = 2**30
@@ -143,7 +141,10 @@ def test_slots_of_evaluations_lie_beside_those_of_busy_workers(tiny_model: Path)
 
 
 def test_a_dry_run_can_simulate_a_slice(config: Path) -> None:
-    result = here("train", "--config", config, "--dry-run", *settings("mesh.pretend=v5p-16", "model.attention=kernel"))
+    # Settings of real devices, as those of a preset for a pod, have no effect on simulated ones.
+    real = settings("mesh.platform=tpu", "mesh.coordinator_address=auto", "mesh.expect_processes=4")
+    pretended = settings("mesh.pretend=v5p-16", "model.attention=kernel")
+    result = here("train", "--config", config, "--dry-run", *real, *pretended)
     assert result.exit_code == 0, result.stderr
     assert "mesh        8 x TPU v5 on 2 host(s): dp 2, fsdp 4, tp 1 (simulated)" in result.stdout
     assert "of its 95.00 GiB" in result.stdout
@@ -164,25 +165,3 @@ def test_only_a_slice_of_the_table_can_be_simulated_and_only_by_checks(tiny_mode
         assert result.exit_code == 2
         message = "mesh.pretend = 'v4-16' (from --set): only grpo train --dry-run and grpo inspect-mesh accept"
         assert message in result.stderr
-
-
-def test_the_later_layer_chooses_between_a_slice_and_real_devices(tmp_path: Path) -> None:
-    real = tmp_path / "real.yaml"
-    real.write_text("mesh: {cpu_devices: 4, coordinator_address: auto, platform: tpu}\n")
-    resolved = load(str(real), ["mesh.pretend=v4-16"], {})
-    check_for_inspect_mesh(resolved)
-    mesh = resolved.settings.mesh
-    assert (mesh.pretend, mesh.cpu_devices, mesh.coordinator_address, mesh.platform) == ("v4-16", None, None, "auto")
-    resolved = load(None, ["mesh.pretend=v4-16"], {"GRPO__MESH__CPU_DEVICES": "4"})
-    assert (resolved.settings.mesh.pretend, resolved.settings.mesh.cpu_devices) == (None, 4)
-    assert resolved.notices == ("mesh settings in the environment override mesh.pretend 'v4-16' from --set",)
-
-
-def test_a_slice_and_real_devices_in_one_layer_are_an_error() -> None:
-    resolved = load(None, ["mesh.pretend=v4-16", "mesh.cpu_devices=4"], {})
-    message = (
-        "mesh.pretend = 'v4-16' (from --set) requests simulated devices, which cannot be combined with "
-        "mesh.cpu_devices = 4 (from --set); remove one or the other"
-    )
-    with pytest.raises(InputError, match=re.escape(message)):
-        check_for_inspect_mesh(resolved)
