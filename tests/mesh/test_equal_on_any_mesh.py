@@ -110,14 +110,8 @@ def outcome(architecture: Architecture, shape: tuple[int, int, int], cut: MicroB
 
 @pytest.mark.parametrize(
     ("architecture", "shape"),
-    [
-        *((EVEN, (1, 8, 1)), (EVEN, (2, 2, 2)), (BIASED, (2, 2, 2)), (SWITCHED, (2, 2, 2))),
-        *((MIXTURE, (1, 1, 4)), (MIXTURE, (2, 2, 2))),
-    ],
-    ids=[
-        *("fsdp", "all-axes", "dims-that-do-not-divide", "every-switch"),
-        *("experts-over-four", "experts-all-axes"),
-    ],
+    [(EVEN, (1, 8, 1)), (BIASED, (2, 2, 2)), (SWITCHED, (2, 2, 2)), (MIXTURE, (2, 2, 2))],
+    ids=["fsdp", "dims-that-do-not-divide", "every-switch", "experts"],
 )
 def test_many_devices_sample_score_and_learn_as_one_does(architecture, shape):
     one, eight = outcome(architecture, (1, 1, 1)), outcome(architecture, shape)
