@@ -1,4 +1,4 @@
-"""Files with the samples of all hosts, gathered and written by the first host."""
+"""Files with the samples of all hosts, gathered and written by process 0."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from app.distributed.collectives import gather_bytes_to_first_host
+from app.distributed.collectives import gather_bytes_to_process_0
 from app.distributed.error_barrier import error_barrier
 from app.records.atomic_write import open_atomic
 from app.records.jsonl import check_output_path, to_json_line
@@ -72,7 +72,7 @@ def json_lines_by_part(parts: Iterable[Sequence[Mapping[str, Any]]], *, path: Pa
 def write_collectively(path: Path, parts: Iterable[Iterable[bytes]]) -> None:
     """Writes one file with the lines of all hosts, atomically: part after part, and in each part host after host.
 
-    The first host writes the file; if there are several hosts, it holds one part of each in memory.
+    Process 0 writes the file; if there are several hosts, it holds one part of each in memory.
 
     Args:
         parts: this host's lines of each part; all hosts must have the same number of parts.
@@ -91,7 +91,7 @@ def write_collectively(path: Path, parts: Iterable[Iterable[bytes]]) -> None:
                 continue
             with error_barrier():
                 local_lines = b"".join(part)
-            lines = gather_bytes_to_first_host(local_lines)
+            lines = gather_bytes_to_process_0(local_lines)
             with error_barrier():
                 if file is not None:
                     file.writelines(lines)
@@ -99,19 +99,19 @@ def write_collectively(path: Path, parts: Iterable[Iterable[bytes]]) -> None:
             stack.close()
 
 
-def gather_lines_to_first_host(local_lines: Sequence[str]) -> Sequence[str]:
-    """Returns the lines of all hosts on the first host, labeled by host if there are several; none on the others."""
+def gather_lines_to_process_0(local_lines: Sequence[str]) -> Sequence[str]:
+    """Returns the lines of all hosts on process 0, labeled by host if there are several; none on the others."""
     if jax.process_count() == 1:
         return local_lines
-    gathered = map(json.loads, gather_bytes_to_first_host(json.dumps(local_lines).encode()))
+    gathered = map(json.loads, gather_bytes_to_process_0(json.dumps(local_lines).encode()))
     return [f"host {host}: {line}" for host, lines in enumerate(gathered) for line in lines]
 
 
-def gather_samples_to_first_host(local_samples: Sequence[Sample]) -> Sequence[Sample]:
-    """Returns the samples of all hosts on the first host, in host order; none on the others."""
+def gather_samples_to_process_0(local_samples: Sequence[Sample]) -> Sequence[Sample]:
+    """Returns the samples of all hosts on process 0, in host order; none on the others."""
     if jax.process_count() == 1:
         return local_samples
-    sent = gather_bytes_to_first_host(json.dumps([sample_to_record(sample) for sample in local_samples]).encode())
+    sent = gather_bytes_to_process_0(json.dumps([sample_to_record(sample) for sample in local_samples]).encode())
     return [decode_gathered_sample(record) for records in sent for record in json.loads(records)]
 
 

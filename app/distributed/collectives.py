@@ -113,8 +113,8 @@ def gather_bytes_over_hosts(local_bytes: bytes) -> list[bytes]:
     return [raw[:size].tobytes() for raw, size in zip(gather_over_hosts(padded), sizes, strict=True)]
 
 
-def gather_bytes_to_first_host(local_bytes: bytes) -> list[bytes]:
-    """Returns the bytes of every host on the first host, in process order; an empty list on the others.
+def gather_bytes_to_process_0(local_bytes: bytes) -> list[bytes]:
+    """Returns the bytes of every host on process 0, in process order; an empty list on the others.
 
     Longer byte strings are sent in messages of at most `MAX_MESSAGE_BYTES`.
     """

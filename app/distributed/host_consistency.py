@@ -104,7 +104,7 @@ def check_shared_run_directory(path: Path) -> None:
     All hosts must call it together.
 
     Raises:
-        InputError: some host does not see the probe file written by host 0. Every host raises it.
+        InputError: some host does not see the probe file written by process 0. Every host raises it.
     """
     if jax.process_count() == 1:
         return
@@ -127,7 +127,7 @@ def check_shared_run_directory(path: Path) -> None:
             if not note.exists():
                 raise InputError(
                     f"run.dir: {path.absolute()} is not the same folder on all hosts: this host does not see a "
-                    f"file just written by host 0 in {note.parent}. Set run.dir to a folder shared by all hosts"
+                    f"file just written by process 0 in {note.parent}. Set run.dir to a folder shared by all hosts"
                 )
     finally:
         if is_first:

@@ -23,7 +23,7 @@ EXITING_TOPIC = "leaving"
 HEARTBEAT_S = 60
 """Seconds without a heartbeat from one host after which JAX ends the others; saving to a slow disk may hold it up."""
 COORDINATOR_LINGER_S = 2.0
-"""Delay of the first host's exit: when it exits, JAX aborts the others at once."""
+"""Delay of process 0's exit: when it exits, JAX aborts the others at once."""
 COMMON_FAILURE_WINDOW_S = 5.0
 """Time within which all hosts fail if they fail for a common reason."""
 

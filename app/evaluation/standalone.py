@@ -14,7 +14,7 @@ import jax
 from app.checkpoint.policy_weights import PolicySource, read_policy_source
 from app.checkpoint.saved_policy import PolicyCheckpoint
 from app.distributed.collective_files import (
-    gather_lines_to_first_host,
+    gather_lines_to_process_0,
     host_slice,
     sample_json_lines,
     write_collectively,
@@ -157,7 +157,7 @@ def _generate_and_judge(inputs: EvaluationInput, enter_phase: PhaseCallback) -> 
         # This phase has no time limit: a host judges its whole shard in it, and each call has a limit of its own.
         enter_phase(WAIT_PHASE)
         judged = rewards.grade_held_out(samples, StepInfo(inputs.metadata.step or 0, settings.run.steps))
-        for line in gather_lines_to_first_host((*rewards.plug_in_summaries, *judged.notices)):
+        for line in gather_lines_to_process_0((*rewards.plug_in_summaries, *judged.notices)):
             print(line, file=sys.stderr)
     check_rewards(judged)
     return judged.samples

@@ -85,7 +85,7 @@ class DoctorReport:
     results: Sequence[CheckResult]
     seconds: float
     host: int = 0
-    """Index of this host; only host 0 prints the report."""
+    """Index of this host; only process 0 prints the report."""
 
     @property
     def exit_code(self) -> int:

@@ -353,7 +353,7 @@ def _check_networks(recorder: CheckRecorder, session: Session | None, inputs: Pr
 
 
 def _gather_results(local_results: Sequence[CheckResult]) -> Sequence[CheckResult]:
-    """Returns the results of host 0, and warnings and failures of the others. All hosts must call it together."""
+    """Returns the results of process 0, and warnings and failures of the others. All hosts must call it together."""
     texts = gather_bytes_over_hosts(json.dumps([asdict(result) for result in local_results]).encode())
     results = [CheckResult(**{**one, "host": host}) for host, text in enumerate(texts) for one in json.loads(text)]
     return [one for one in results if one.host == 0 or one.verdict in ("warn", "fail")]

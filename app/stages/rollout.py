@@ -53,7 +53,7 @@ def rollout(
 ) -> dict[str, Any] | None:
     """Samples each prompt (only the first `limit`) `rollout.group_size` times and writes the samples to `out`.
 
-    Several hosts share the prompts. Only the first host writes the file and returns the summary. A killed rollout
+    Several hosts share the prompts. Only process 0 writes the file and returns the summary. A killed rollout
     continues from the samples in its part files; unfinished samples are generated again.
 
     Args:

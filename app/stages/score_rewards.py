@@ -14,8 +14,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from app.distributed.collective_files import gather_lines_to_first_host, gather_samples_to_first_host, host_slice
-from app.distributed.collectives import gather_bytes_to_first_host
+from app.distributed.collective_files import gather_lines_to_process_0, gather_samples_to_process_0, host_slice
+from app.distributed.collectives import gather_bytes_to_process_0
 from app.distributed.error_barrier import error_barrier
 from app.distributed.host_consistency import check_hosts_agree
 from app.distributed.watchdog import WAIT_PHASE
@@ -164,7 +164,7 @@ def sample_indices_by_host(samples: Sequence[Sample]) -> list[Sequence[int]]:
 
 
 def _gather_scored(local: RewardedSamples, hosts: Sequence[Sequence[int]]) -> RewardedSamples:
-    """Returns all samples on the first host, in the order of the file, and only the local ones on the others.
+    """Returns all samples on process 0, in the order of the file, and only the local ones on the others.
 
     Raises:
         RuntimeError: some host failed. Every host raises it.
@@ -173,9 +173,9 @@ def _gather_scored(local: RewardedSamples, hosts: Sequence[Sequence[int]]) -> Re
         if local.fatal_error is not None:
             raise RuntimeError(local.fatal_error)
     counts = {name: asdict(count) for name, count in local.function_counts.items()}
-    sent = gather_bytes_to_first_host(json.dumps([counts, local.num_without_reward]).encode())
-    notices = gather_lines_to_first_host(local.notices)
-    samples = gather_samples_to_first_host(local.samples)
+    sent = gather_bytes_to_process_0(json.dumps([counts, local.num_without_reward]).encode())
+    notices = gather_lines_to_process_0(local.notices)
+    samples = gather_samples_to_process_0(local.samples)
     if jax.process_index() > 0:
         return local
     parts = []

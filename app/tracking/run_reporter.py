@@ -10,8 +10,8 @@ from typing import Any
 
 import jax
 
-from app.distributed.collective_files import gather_samples_to_first_host
-from app.distributed.collectives import gather_bytes_to_first_host
+from app.distributed.collective_files import gather_samples_to_process_0
+from app.distributed.collectives import gather_bytes_to_process_0
 from app.records.atomic_write import write_atomic
 from app.records.run_directory import RunDirectory
 from app.records.sample import Sample
@@ -58,7 +58,7 @@ class RunReporter:
             self._write_samples(self.run.rollouts_path(step), samples)
         every = self.settings.completions_every_steps
         if every and (step == 1 or step % every == 0):
-            table = completions_table(gather_samples_to_first_host(samples), step=step)
+            table = completions_table(gather_samples_to_process_0(samples), step=step)
             self.display.show_completions(table)
             self.run_log.completions(table)
 
@@ -69,7 +69,7 @@ class RunReporter:
 
     def _write_samples(self, path: Path, samples: Sequence[Sample]) -> None:
         """Writes the samples of all hosts; the file does not depend on the number of hosts."""
-        lines = gather_bytes_to_first_host(samples_to_jsonl(samples))
+        lines = gather_bytes_to_process_0(samples_to_jsonl(samples))
         if jax.process_index() == 0:
             path.parent.mkdir(exist_ok=True)
             write_atomic(path, b"".join(lines))

@@ -7,7 +7,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from app.distributed.collective_files import gather_lines_to_first_host
+from app.distributed.collective_files import gather_lines_to_process_0
 from app.mesh.program_cache import CompilationCounter
 from app.records.sample import Sample
 from app.reward.aggregate import RewardedSamples, merge_rewarded
@@ -50,7 +50,7 @@ class RewardStage:
                     outcomes, plan = self.model.score(samples)
                 model_pass = RewardPass(plan, compilations.take_count())
             rewarded = self.compute_rewards(samples, StepInfo(step, self.num_steps), model_outcomes=outcomes)
-            timer.display.print_lines(gather_lines_to_first_host(rewarded.notices))
+            timer.display.print_lines(gather_lines_to_process_0(rewarded.notices))
             check_rewards(rewarded)
         return RewardedRound(rewarded, model_pass)
 

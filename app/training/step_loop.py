@@ -198,7 +198,7 @@ class StepLoop:
         return {**metrics, "time/eval_s": time.perf_counter() - start, "time/unix_s": time.time()}
 
     def _check_early_stopping(self) -> None:
-        """Sets `early_end` from the metrics of the run, which only the first host has. All hosts call it together."""
+        """Sets `early_end` from the metrics of the run, which only process 0 has. All hosts call it together."""
         if self.settings.run.early_stopping.patience is not None and self.progress.step < self.last_step:
             rules, best = self.settings.run.early_stopping.model_dump(), self.settings.checkpoint
             history = self.reporter.run_log.history

@@ -150,7 +150,7 @@ def _train(setup: RunSetup, stack: ExitStack, clock: Callable[[], float], on_ste
 
 
 def _wait_for_hosts_on_exit(setup: RunSetup) -> Callable[..., None]:
-    """Returns an exit callback in which a host waits for the others; the first host writes a report meanwhile."""
+    """Returns an exit callback in which a host waits for the others; process 0 writes a report meanwhile."""
 
     def leave(kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from app.batching.micro_batcher import gather_lengths
 from app.checkpoint.network_states import RunState
-from app.distributed.collective_files import gather_lines_to_first_host
+from app.distributed.collective_files import gather_lines_to_process_0
 from app.distributed.preemption import cancellation_barrier
 from app.evaluation.evaluator import evaluate
 from app.model.decoder import Params
@@ -144,6 +144,6 @@ class Trainer:
             # The next step must report its own rollouts only.
             self.session.take_counters()
             self.session.take_schedule_metrics()
-        display.print_lines(gather_lines_to_first_host(rewarded.notices))
+        display.print_lines(gather_lines_to_process_0(rewarded.notices))
         check_rewards(rewarded)
         return rewarded
