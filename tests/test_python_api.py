@@ -26,7 +26,6 @@ from settings import InputError
 from settings.loading.sources import build_layer, set_entries, set_options
 from tests.program import here, metrics_of, records_of, reproducible, settings, train_here
 from tests.run_fixtures import NO_REPORT, TINY, write_config
-from tests.two_hosts import KEEPING, run_on_two_hosts
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 ROWS = [{"question": f"{a} + {b} = ?", "answer": str(a + b), "level": a % 3} for a in range(2, 8) for b in range(4)]
@@ -265,25 +264,6 @@ def test_a_function_that_fails_costs_its_own_sample() -> None:
         score_rewards(lambda completions: [1.0])
 
 
-def test_a_function_cannot_change_the_data() -> None:
-    def greedy(completion: str, columns: dict[str, int]) -> float:
-        columns["level"] += 1
-        return columns["level"]
-
-    samples = [sample("2", index, columns={"level": 1}) for index in range(2)]
-    scored = grpo.score(samples, role="reward", rewards=[greedy])
-    assert scored is not None and [one["reward"] for one in scored.records] == [2.0, 2.0]
-    assert [one["columns"] for one in scored.records] == [{"columns": {"level": 1}}] * 2
-
-
-def test_ctrl_c_in_a_reward_function_is_no_failure_of_it() -> None:
-    def interrupted(completion: str) -> float:
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        score_rewards(interrupted, reward__on_error="zero")
-
-
 def test_a_function_whose_parameters_nothing_fills_is_refused() -> None:
     with pytest.raises(InputError, match=r"callable:lambda: has parameters that cannot be filled: `gold`"):
         score_rewards(lambda completion, gold: 1.0)
@@ -399,33 +379,3 @@ def test_rows_that_cannot_be_used_are_refused(config: Path, rows: list[Any], mes
     with pytest.raises(InputError, match=message):
         train(config, data=rows)
     assert not (config.parent / "runs" / "tiny" / "settings.yaml").exists()
-
-
-API_PROGRAM = (
-    "import os, sys, yaml, grpo\n"
-    "overrides = {k: yaml.safe_load(v) for k, _, v in (a.partition('=') for a in sys.argv[2:] if a != '--set')}\n"
-    "def ends(metrics):\n"
-    "    print('step', metrics['step'])\n"
-    "    return os.environ['THIS_HOST'] == '1' and metrics['step'] == 2\n"
-    "run = grpo.train(sys.argv[1], overrides, on_step=ends)\n"
-    "print(run.is_complete, len(run.metrics))\n"
-    "try: grpo.train(sys.argv[1], {**overrides, 'run.name': 'again'})\n"
-    "except grpo.InputError as error: print(error)\n"
-)
-
-
-@pytest.mark.slow
-@pytest.mark.two_hosts
-def test_hosts_end_together_when_one_of_them_wants_to(config: Path) -> None:
-    program = ("-c", KEEPING + API_PROGRAM)
-    hosts = run_on_two_hosts(
-        config, *settings("eval.every_steps=0", "checkpoint.best_metric=null"), programs=(program, program)
-    )
-    for host, ended in enumerate(hosts):
-        assert ended.exit_code == 0, ended.stderr
-        # Gloo writes to stdout, too.
-        lines = [line for line in ended.stdout.splitlines() if line.startswith(("step ", "False ", "this process "))]
-        *steps, outcome, error = lines
-        assert (steps, outcome) == (["step 1", "step 2"], f"False {0 if host else 2}")
-        assert "this process has joined the other hosts before" in error
-    assert (run_of(config) / "checkpoints" / "2").is_dir()

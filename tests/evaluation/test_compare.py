@@ -155,15 +155,6 @@ def test_failures_are_counted_and_not_averaged(tmp_path: Path) -> None:
     ]
 
 
-def test_a_prompt_without_a_value_is_neither_better_worse_nor_alike(tmp_path: Path) -> None:
-    before, after = write(tmp_path / "b.jsonl", BEFORE), write(tmp_path / "a.jsonl", AFTER)
-    records = [json.loads(line) for line in after.read_text().splitlines()]
-    write_jsonl(after, [{**r, "rewards": {}} if r["group_id"] in (0, 11) else r for r in records])
-    found = compared(before, after)
-    assert (found["better"], found["worse"], found["alike"], found["prompts"]) == (5, 1, 4, 12)
-    assert any(note.startswith("2 of the prompts have no value in one of the files") for note in found["notes"])
-
-
 def test_files_of_a_run_s_own_evaluations_are_compared_too(finished: Path) -> None:
     found = compared(*(finished / "eval" / f"step_00000{step}.jsonl" for step in (0, 4)))
     accuracies = [line["eval/accuracy"] for line in metrics_of(finished) if "eval/accuracy" in line]

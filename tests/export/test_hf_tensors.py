@@ -11,9 +11,8 @@ import pytest
 from app.export.hf_tensors import HfTensors
 from app.model.decoder import DecoderDefinition
 from app.model.io.hf_weights import load_weights
-from app.model.lora import LoRAConfig, merge_adapters
 from tests.model.io.test_hf_weights import Held, in_hugging_face_names, random_file
-from tests.tiny import BIASED, EVEN, MIXTURE, ODD, SWITCHED, make_mesh, random_params
+from tests.tiny import BIASED, EVEN, MIXTURE, ODD, SWITCHED, make_mesh
 
 ARCHITECTURES = pytest.mark.parametrize(
     "architecture",
@@ -44,22 +43,3 @@ def test_parameters_go_out_under_the_names_of_hugging_face_and_come_back(archite
     for name, tensor in expected.items():
         np.testing.assert_array_equal(out.read(name), tensor, err_msg=name, strict=True)
     jax.tree.map(np.testing.assert_array_equal, load_weights(definition, out, make_mesh()), params)
-
-
-@pytest.mark.parametrize(
-    ("architecture", "projections"),
-    [(BIASED, ("q_proj", "o_proj", "down_proj")), (MIXTURE, ("q_proj", "o_proj"))],
-    ids=["dense", "experts"],
-)
-def test_adapters_go_out_merged_and_nothing_else_changes(architecture, projections):
-    lora = LoRAConfig(rank=3, alpha=6.0, projections=projections)
-    definition = DecoderDefinition.create(architecture, lora=lora)
-    params = random_params(definition)
-    out = HfTensors(definition, params)
-    expected = in_hugging_face_names(architecture, merge_adapters(params, lora))
-    assert set(out.shapes) == set(expected)
-    plain = in_hugging_face_names(architecture, params)
-    changed = {name for name in expected if not np.array_equal(out.read(name), plain[name])}
-    assert {name.split(".")[-2] for name in changed} == set(lora.projections)
-    for name, tensor in expected.items():
-        np.testing.assert_allclose(out.read(name), tensor, rtol=0, atol=1e-6, err_msg=name)

@@ -17,21 +17,19 @@ from typer.testing import Result
 
 from app.checkpoint.policy_weights import load_trained_params
 from app.checkpoint.saved_policy import PolicyCheckpoint
-from app.export.huggingface import ExportJob, build_adapter_config, write_model
+from app.export.huggingface import write_model
 from app.export.model_card import ADAPTER, FULL_MODEL, front_matter, model_card
 from app.model.decoder import Params
 from app.model.io.hf_weights import load_weights
-from app.model.io.model_files import SafetensorsFiles
 from app.model.lora import combine_params
 from app.runtime.model_spec import ModelSpec, read_model_spec
-from settings import InputError, Settings, load
+from settings import Settings, load
 from tests.model.io import test_gguf
 from tests.model.test_parity import (
     LLAMA3,
     ONE_KV_HEAD,
     SHORT_ROWS,
     assert_every_segment_has_the_reference_logits,
-    import_reference,
     load_reference,
     our_logits,
     packed_rows,
@@ -94,13 +92,6 @@ def test_transformers_gives_the_policys_logits_in_every_family(tmp_path, family,
     write_tokenizer(base)
     model = model_at(base)
     assert_comes_out_whole(tmp_path / "trained", model, trained(params_of(model)))
-    # Of the untrained policy, the base's own tensors: names, shapes and values.
-    (tmp_path / "untrained").mkdir()
-    write_model(tmp_path / "untrained", model, params_of(model), dtype="float32")
-    written, source = SafetensorsFiles(tmp_path / "untrained"), SafetensorsFiles(base)
-    assert written.shapes == source.shapes
-    for name in source.shapes:
-        np.testing.assert_array_equal(written.read(name), source.read(name).astype(np.float32), err_msg=name)
 
 
 def tokenizer_of_gguf(writer: Any) -> None:
@@ -113,12 +104,11 @@ def tokenizer_of_gguf(writer: Any) -> None:
     writer.add_chat_template("{% for message in messages %}{{ message.content }}{% endfor %}")
 
 
-@pytest.mark.parametrize(("family", "tied"), [("llama", False), ("qwen2", True)])
-def test_a_policy_from_a_gguf_file_has_its_heads_rows_in_the_order_of_hugging_face(tmp_path, family, tied):
-    tensors = test_gguf.random_checkpoint(biases=family == "qwen2", tied=tied)
+def test_a_policy_from_a_gguf_file_has_its_heads_rows_in_the_order_of_hugging_face(tmp_path):
+    tensors = test_gguf.random_checkpoint(biases=False, tied=False)
     # As large as in the other families: such sharp attention leaves no digits to compare.
     tensors = {name: 0.5 * tensor for name, tensor in tensors.items()}
-    path = test_gguf.write_gguf(tmp_path / "a.gguf", family, tensors, extra=[tokenizer_of_gguf])
+    path = test_gguf.write_gguf(tmp_path / "a.gguf", "llama", tensors, extra=[tokenizer_of_gguf])
     model = model_at(path)
     assert_comes_out_whole(tmp_path / "out", model, trained(params_of(model)))
 
@@ -160,18 +150,6 @@ def test_a_runs_newest_checkpoint_comes_out_and_goes_in_again(exported, finished
     for row, first, token_ids in rows.segments:
         expected = reference_logits(reference, token_ids)
         np.testing.assert_allclose(logits[row, first : first + len(token_ids)], expected, rtol=0, atol=1e-4)
-
-
-def test_transformers_chats_with_it_as_the_run_did(exported, tiny_model):
-    _, transformers = import_reference()
-    tokenizer = transformers.AutoTokenizer.from_pretrained(exported)
-    messages = [{"role": "user", "content": "1 + 2"}]
-    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-    assert ids == model_at(tiny_model).tokenizer.chat_ids(messages)
-    model = load_reference(exported)
-    assert model.generation_config.eos_token_id == 0
-    assert model.config.eos_token_id == 0
-    assert model.config.dtype == import_reference()[0].float32
 
 
 @pytest.mark.parametrize(("name", "step"), [("checkpoints/2", 2), ("checkpoints/best", None)])
@@ -336,14 +314,3 @@ def test_adapters_that_are_not_there_or_not_those_asked_for_are_refused(adapted,
         assert (result.exit_code, result.stdout) == (2, "")
         assert message in result.stderr
     assert not any(tmp_path.iterdir())
-
-
-def test_adapters_alone_of_a_base_that_peft_cannot_load_are_refused(adapted, tmp_path):
-    tensors = test_gguf.random_checkpoint(biases=False, tied=True)
-    gguf = test_gguf.write_gguf(tmp_path / "a.gguf", "llama", tensors, extra=[tokenizer_of_gguf])
-    for path in ("builtin:tiny", str(gguf)):
-        resolved = load(None, [f"model.path={path}"], {})
-        saved, model = PolicyCheckpoint.open(adapted), model_at(path, **LORA)
-        opened = ExportJob(resolved, resolved.settings, saved, model, tmp_path / "out", "float32")
-        with pytest.raises(InputError, match=rf"model\.path = {path} is neither; omit --adapter"):
-            build_adapter_config(opened)

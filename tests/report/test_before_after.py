@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import pytest
+
 from app.checkpoint.retention import BestCheckpoint
-from app.report.before_after import summary_text
+from app.report.before_after import best_evaluation, summary_text
 
 
 def step(number: int, reward: float, **evaluation: float) -> dict[str, float]:
@@ -72,3 +74,19 @@ def test_without_evaluation_only_the_reward_is_compared() -> None:
 
 def test_a_run_that_did_nothing_still_says_where_it_is() -> None:
     assert summary_text([], path="runs/a") == "everything is in runs/a"
+
+
+@pytest.mark.parametrize(
+    ("accuracies", "sentence"),
+    [
+        ([0.5, 0.25, 0.4], "Training has not improved eval/accuracy on the start (step 0): 50.0 %."),
+        ([0.5, 0.25, 0.5], "Best eval/accuracy 50.0 % after step 2."),
+        ([0.5, 0.75, 0.75], "Best eval/accuracy 75.0 % after step 1."),
+        ([0.5, None, None], ""),
+    ],
+)
+def test_the_best_evaluation_is_named_or_that_there_is_none(
+    accuracies: tuple[float | None, ...], sentence: str
+) -> None:
+    history = [{"step": step, "eval/accuracy": value} for step, value in enumerate(accuracies)]
+    assert best_evaluation(history, "eval/accuracy", "max") == sentence

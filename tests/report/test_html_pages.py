@@ -6,7 +6,6 @@ import base64
 import hashlib
 import json
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from html.parser import HTMLParser
 from pathlib import Path
@@ -144,16 +143,6 @@ def test_the_viewer_says_what_was_left_out_and_which_lines_are_damaged(run: Path
     write_report(run)
 
 
-def test_writing_it_again_changes_no_byte(run: Path) -> None:
-    def content() -> dict[str, bytes]:
-        return {str(p): p.read_bytes() for p in run.rglob("*") if p.is_file()}
-
-    before = content()
-    assert {Path(name).name for name in before} >= {"report.html", "rollouts.html", "reward.png", "accuracy.png"}
-    write_report(run)
-    assert content() == before
-
-
 def test_text_that_is_no_unicode_can_be_written(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", [step_record(1)], rollouts={1: [sample_record("p/s0", "\ud800")]})
     (run / "sessions.jsonl").write_text('{"devices": "\\ud800"}\n')
@@ -172,23 +161,3 @@ def test_json_in_a_page_reads_back_and_holds_nothing_that_html_knows(value: Any)
     text = json_for_html(value)
     assert json.loads(text) == value
     assert text.isascii() and not set("<>&") & set(text)
-
-
-@pytest.mark.parametrize(
-    ("accuracies", "sentence"),
-    [
-        ((0.5, 0.25, 0.4), "Training has not improved eval/accuracy on the start (step 0): 50.0 %."),
-        ((0.5, 0.25, 0.5), "Best eval/accuracy 50.0 % after step 2."),
-        ((0.5, 0.75, 0.75), "Best eval/accuracy 75.0 % after step 1."),
-        ((0.5, None, None), None),
-    ],
-)
-def test_the_report_names_the_best_evaluation_or_that_there_is_none(
-    tmp_path: Path, accuracies: Sequence[float | None], sentence: str | None
-) -> None:
-    first, *later = accuracies
-    steps = [step_record(step, eval__accuracy=value) for step, value in enumerate(later, start=1)]
-    run = write_run(tmp_path / "run", [{"step": 0, "eval/accuracy": first}, *steps])
-    write_report(run)
-    page = (run / "report.html").read_text()
-    assert (f"<p>{sentence}</p>" in page) if sentence else ("eval/accuracy 50" not in page)
