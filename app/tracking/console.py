@@ -11,8 +11,6 @@ from typing import Any, Self
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
-from rich.text import Text
 
 from app.records.sample import Sample
 from app.records.text_format import to_printable_lines
@@ -20,12 +18,9 @@ from app.report.alerts import Alert
 from app.report.before_after import format_metric
 from app.report.metrics_history import accuracy_is_plug_in_mean, finite_metric, matching_metric_names
 from app.rollout.scheduling.sample_states import ENDED, SampleState, SampleTable
-from app.tracking.completions_table import CompletionsTable, truncate_middle
 
 log = logging.getLogger(__name__)
 
-PROMPT_CELL, COMPLETION_CELL, ANSWER_CELL = 120, 240, 40
-"""Maximum number of characters in a cell of the table."""
 ANNOUNCED_PHASES = {"compile": "compiling the programs of the first phases", "evaluate": "evaluating"}
 """Long phases, logged when they begin if there is no terminal."""
 REDRAW_INTERVAL_S, LOG_INTERVAL_S = 0.1, 10.0
@@ -62,28 +57,6 @@ def evaluation_line(step: int, metrics: Mapping[str, Any]) -> str:
         f"evaluation at step {step}: accuracy {shown('eval/accuracy')}{levels}  {form}"
         f"truncated {shown('eval/truncated_fraction')}  length {shown('eval/mean_length')}"
     )
-
-
-def render_completions(table: CompletionsTable) -> Table:
-    """Renders completions for a terminal. Every cell is a `Text`, so that model output is not parsed as markup."""
-    view = Table(title=f"completions of step {table.step}", title_justify="left", expand=True)
-    view.add_column("prompt", ratio=3, overflow="fold")
-    view.add_column("completion", ratio=4, overflow="fold")
-    for name in (*table.reward_names, "reward", "advantage"):
-        view.add_column(Text(truncate_middle(name, limit=20)), justify="right", overflow="fold")
-    view.add_column("gold", overflow="fold")
-    view.add_column("end")
-    for group in table.groups:
-        for prompt, completion, *numbers, answer, finish in group:
-            view.add_row(
-                Text(truncate_middle(prompt, limit=PROMPT_CELL)),
-                Text(truncate_middle(completion, limit=COMPLETION_CELL)),
-                *("–" if value is None else f"{value:.4g}" for value in numbers),
-                Text(truncate_middle(answer or "–", limit=ANSWER_CELL)),
-                "cut" if finish == "length" else Text(truncate_middle(finish, limit=20)),
-            )
-        view.add_section()
-    return view
 
 
 def rollout_status(samples: SampleTable) -> str:
@@ -149,9 +122,6 @@ class ProgressDisplay:
             markup=False,
             soft_wrap=True,
         )
-
-    def show_completions(self, table: CompletionsTable) -> None:
-        self._console.print(render_completions(table))
 
     def print_lines(self, texts: Iterable[str]) -> None:
         for text in texts:

@@ -22,7 +22,6 @@ from app.records.sample import Sample
 from app.records.sample_json import sample_to_record
 from app.records.versions import version_of
 from app.report.alerts import Alert
-from app.tracking.completions_table import CompletionsTable, truncate_middle
 from settings import InputError, Resolved
 
 if TYPE_CHECKING:
@@ -37,10 +36,6 @@ WANDB_SECTIONS = (
     "env", "eval",
 )  # fmt: skip
 """Uploaded sections of the settings: an allow-list, so that a new section is private by default."""
-
-
-MAX_WANDB_CELL_CHARS = 2000
-"""Maximum number of characters in an uploaded cell; the full text is in rollouts/."""
 
 
 def _read_metrics_lines(path: Path, *, last_step: int) -> list[tuple[bytes, dict[str, Any]]]:
@@ -135,11 +130,6 @@ class RunLog:
         if self._wandb is not None:
             self._wandb.alert(title=alert.title, text=f"Step {alert.step}. {alert.text}")
 
-    def completions(self, table: CompletionsTable) -> None:
-        """Sends a table of completions to wandb; the samples themselves are in rollouts/."""
-        if self._wandb is not None:
-            self._wandb.log({"completions": wandb_table(table)}, step=table.step)
-
     def close(self) -> None:
         self._file.close()
         if self._tensorboard is not None:
@@ -203,19 +193,6 @@ def open_tensorboard(run: RunDirectory, resolved: Resolved, *, next_step: int) -
     return writer
 
 
-def wandb_table(table: CompletionsTable) -> Any:
-    """Returns the completions as a wandb table."""
-    import wandb
-
-    columns: list[Any] = ["step", "prompt", "completion", *table.reward_names, "total reward", "advantage", "gold"]
-    rows: list[Any] = [
-        [table.step, *(truncate_middle(text, limit=MAX_WANDB_CELL_CHARS) for text in row[:2]), *row[2:]]
-        for group in table.groups
-        for row in group
-    ]
-    return wandb.Table(columns=[*columns, "finish"], data=rows)
-
-
 class NullRunLog:
     """A run log that writes nothing, for all processes except the first."""
 
@@ -225,4 +202,4 @@ class NullRunLog:
     def _ignore(self, *_: object, **__: object) -> None:
         """Does nothing."""
 
-    write_metrics = alert = completions = close = _ignore
+    write_metrics = alert = close = _ignore

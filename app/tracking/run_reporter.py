@@ -18,9 +18,9 @@ from app.records.sample import Sample
 from app.report.alerts import Alert, AlertMonitor
 from app.report.metrics_history import training_steps
 from app.report.write_report import write_report
-from app.tracking.completions_table import completions_table
 from app.tracking.console import ProgressDisplay, evaluation_line
 from app.tracking.run_log import NullRunLog, RunLog, samples_to_jsonl
+from app.tracking.shown_samples import sample_lines
 from settings.schema.run import LoggingSettings
 
 log = logging.getLogger(__name__)
@@ -58,9 +58,7 @@ class RunReporter:
             self._write_samples(self.run.rollouts_path(step), samples)
         every = self.settings.completions_every_steps
         if every and (step == 1 or step % every == 0):
-            table = completions_table(gather_samples_to_process_0(samples), step=step)
-            self.display.show_completions(table)
-            self.run_log.completions(table)
+            self.display.print_lines(sample_lines(gather_samples_to_process_0(samples), step=step))
 
     def report_evaluation(self, step: int, metrics: dict[str, Any], samples: Sequence[Sample]) -> None:
         """Saves the samples of an evaluation and shows its metrics. All hosts must call it together."""

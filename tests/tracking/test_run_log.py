@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import sys
@@ -168,10 +167,6 @@ def test_wandb_offline_needs_no_key_and_no_secret_reaches_a_file(config: Path) -
     (offline,) = (run / "wandb").glob("offline-run-*/run-*.wandb")
     uploaded = offline.read_bytes()
     assert b"prompts_per_step" in uploaded and b"policy/entropy" in uploaded
-    (table,) = (run / "wandb").glob("offline-run-*/files/media/table/completions_*.json")
-    completions = json.loads(table.read_text())
-    assert completions["columns"][:3] == ["step", "prompt", "completion"]
-    assert {row[0] for row in completions["data"]} == {1}
     assert b"wandb_project" not in uploaded and b"--config" not in uploaded
     assert CANARY not in stdout + stderr
     for path in config.parent.rglob("*"):

@@ -367,9 +367,7 @@ def test_completions_are_shown_after_the_first_step_and_then_in_their_turn(confi
     assert result.exit_code == 0, result.stderr
     shown = [line.split()[-1] for line in result.stderr.splitlines() if line.startswith("completions of step")]
     assert shown == ["1", "2"]
-    (header, *_) = [line for line in result.stderr.splitlines() if "prompt" in line and "completion" in line]
-    for column in ("reward", "advantage", "gold", "end"):
-        assert column in header
+    assert any(line.startswith("    reward ") and "advantage" in line for line in result.stderr.splitlines())
 
 
 @pytest.mark.slow
