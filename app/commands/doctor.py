@@ -7,7 +7,7 @@ import sys
 import typer
 
 from app.commands.command_support import print_result, resolve, show_progress, write
-from app.commands.options import AsJson, Compiles, Config, Overrides, PrintConfig
+from app.commands.options import AsJson, Config, Overrides, PrintConfig
 from settings.checks.commands import check_for_mesh
 
 
@@ -15,7 +15,6 @@ def doctor(
     config: Config = None,
     overrides: Overrides = None,
     print_config: PrintConfig = False,
-    compiles: Compiles = False,
     as_json: AsJson = False,
 ) -> None:
     """Check everything that a run needs, without downloads."""
@@ -24,7 +23,7 @@ def doctor(
     show_progress(f"grpo doctor: {resolved.settings.run.name}, model {resolved.settings.model.path}; loading JAX")
     from app.preflight.doctor import run_doctor
 
-    report = run_doctor(resolved, compiles=compiles)
+    report = run_doctor(resolved)
     if report.host == 0:
         print_result(report, as_json=as_json)
     if report.exit_code:

@@ -18,10 +18,7 @@ from app.mesh.device_memory import device_memory_bytes, host_memory_bytes
 from app.mesh.devices import global_devices, unused_accelerator
 from app.preflight.attention_check import check_attention
 from app.preflight.check_results import CheckRecorder, CheckResult, DoctorReport
-from app.preflight.compiled_programs import step_memory
 from app.preflight.environment_checks import (
-    CACHED_ANY_COMMIT,
-    cached_commit_of,
     check_disk,
     check_hub_source,
     check_versions,
@@ -36,7 +33,7 @@ from app.preflight.model_checks import (
     check_reward_model,
     too_large_reason,
 )
-from app.preflight.phase_memory import compute_step_shapes, peak_phase, state_bytes
+from app.preflight.phase_memory import compute_step_shapes, memory_by_phase, peak_phase, state_bytes
 from app.prompts.dataset import Dataset
 from app.records.identity import prompts_digest
 from app.records.run_directory import RunDirectory, check_run_directory
@@ -91,19 +88,15 @@ class PreflightInputs:
         return ("forward",) if self.reward_model is None else ("forward", "reward model")
 
 
-def run_doctor(resolved: Resolved, *, compiles: bool = False) -> DoctorReport:
-    """Runs all checks on all hosts together. Downloads nothing, claims no run directory and leaves no files behind.
-
-    Args:
-        compiles: whether to compile the programs of a step, and check that they fit.
-    """
+def run_doctor(resolved: Resolved) -> DoctorReport:
+    """Runs all checks on all hosts together. Downloads nothing, claims no run directory and leaves no files behind."""
     start, settings = time.perf_counter(), resolved.settings
     recorder, run = CheckRecorder(), RunDirectory.from_settings(settings.run)
     with suppress(InputError):
         # Uses the revisions of a resumed run. If their record is unreadable, the check of the run directory fails.
         settings = pin_revisions(settings, run)
     with ExitStack() as stack:
-        has_devices = _start_devices(recorder, settings, run, stack, compiles=compiles)
+        has_devices = _start_devices(recorder, settings, run, stack)
         with recorder.run_check("settings"):
             check_for_train(resolved)
             recorder.ok("settings", "\n".join(launch_notices(resolved)) or "the settings are consistent")
@@ -115,7 +108,7 @@ def run_doctor(resolved: Resolved, *, compiles: bool = False) -> DoctorReport:
         checkpoint_bytes = None
         if has_devices:
             opened = _open_session(recorder, resolved, run, inputs, stack)
-            checkpoint_bytes = _check_memory(recorder, opened, inputs, compiles=compiles)
+            checkpoint_bytes = _check_memory(recorder, opened, inputs)
             _check_networks(recorder, opened and opened[0], inputs)
         else:
             recorder.skip("mesh", "memory", "attention", *inputs.weight_checks, reason="there are no devices")
@@ -126,16 +119,14 @@ def run_doctor(resolved: Resolved, *, compiles: bool = False) -> DoctorReport:
     return DoctorReport(results, time.perf_counter() - start, host)
 
 
-def _start_devices(
-    recorder: CheckRecorder, settings: Settings, run: RunDirectory, stack: ExitStack, *, compiles: bool
-) -> bool:
+def _start_devices(recorder: CheckRecorder, settings: Settings, run: RunDirectory, stack: ExitStack) -> bool:
     """Joins the other hosts and returns whether the devices could be started."""
     with recorder.run_check("devices"):
         # A run may wait a long time for slow machines; a check should soon report which one is missing.
         timeout_s = min(settings.mesh.start_timeout_s, MAX_START_S)
         mesh = settings.mesh.model_copy(update={"start_timeout_s": timeout_s})
         crash_dir = run.path.with_name(f"{run.path.name}.doctor")
-        stack.enter_context(join_hosts(settings.model_copy(update={"mesh": mesh}), out=crash_dir, compiles=compiles))
+        stack.enter_context(join_hosts(settings.model_copy(update={"mesh": mesh}), out=crash_dir))
         devices, memory = global_devices(settings.mesh), device_memory_bytes()
         size = "memory unknown" if memory is None else f"{format_bytes(memory)} each"
         kind = f"{devices[0].device_kind} ({devices[0].platform})"
@@ -164,13 +155,13 @@ def _check_run_directory(recorder: CheckRecorder, run: RunDirectory, settings: S
 def _read_inputs(recorder: CheckRecorder, settings: Settings) -> PreflightInputs:
     """Reads all inputs of a launch from this machine only, and checks the chat template and the rewards."""
     inputs, sources = PreflightInputs(), hub_sources(settings)
-    cached: dict[str, str | None] = {source.setting: cached_commit_of(source) for source in sources}
+    cached = {source.setting for source in sources if source.is_cached_model}
     with hub_offline(sources):
-        _read_models(recorder, settings, inputs, {setting for setting, commit in cached.items() if commit is None})
-        _read_data(recorder, settings, inputs, cached)
+        _read_models(recorder, settings, inputs, {one.setting for one in sources if one.kind == "model"} - cached)
+        _read_data(recorder, settings, inputs, [one.setting for one in sources if one.kind == "dataset"], cached)
     for source in sources:
         with recorder.run_check(f"hub: {source.setting}"):
-            check_hub_source(recorder, source, cached=cached[source.setting])
+            check_hub_source(recorder, source, is_cached=source.setting in cached)
     if inputs.model is None or not inputs.prompts:
         skipped = ("template", "reward", *(("environment",) if settings.env.is_used else ()))
         recorder.skip(*skipped, reason="there is no prompt")
@@ -212,11 +203,26 @@ def _read_models(recorder: CheckRecorder, settings: Settings, inputs: PreflightI
 
 
 def _read_data(
-    recorder: CheckRecorder, settings: Settings, inputs: PreflightInputs, cached: dict[str, str | None]
+    recorder: CheckRecorder, settings: Settings, inputs: PreflightInputs, hub_settings: Sequence[str], cached: set[str]
 ) -> None:
-    """Reads prompts and held-out prompts; records in `cached` which hub data sets could be read."""
+    """Reads prompts and held-out prompts; adds to `cached` the settings of the hub data sets that could be read."""
+
+    @contextmanager
+    def skip_uncached(check: str, setting: str) -> Iterator[None]:
+        named = [name for name in hub_settings if name.startswith(setting)]
+        try:
+            yield
+        except InputError as error:
+            # `datasets` raises a ValueError for a missing configuration.
+            absent = isinstance(error.__cause__, OSError) or "Couldn't find cache" in str(error.__cause__)
+            if not named or not absent:
+                raise
+            recorder.skip(check, reason=NOT_CACHED)
+        else:
+            cached.update(named)
+
     tokenizer = None if inputs.model is None else inputs.model.tokenizer
-    with recorder.run_check("data"), _skip_uncached(recorder, "data", "data.source", cached):
+    with recorder.run_check("data"), skip_uncached("data", "data.source"):
         inputs.dataset = read_train_rows(settings)
         if tokenizer is None:
             recorder.ok("data", f"{inputs.dataset.to_text()}; {NO_TOKENIZER}")
@@ -229,7 +235,7 @@ def _read_data(
         return
     setting = "data.eval_source" if settings.data.eval_source else "data.source"
     source = settings.data.eval_source or settings.data.source
-    with recorder.run_check("held-out data"), _skip_uncached(recorder, "held-out data", setting, cached):
+    with recorder.run_check("held-out data"), skip_uncached("held-out data", setting):
         rows = read_eval_rows(settings)
         if tokenizer is None:
             recorder.ok("held-out data", f"{len(rows):,} rows of {source}; {NO_TOKENIZER}")
@@ -237,22 +243,6 @@ def _read_data(
             inputs.held_out, _ = encode_rows(settings, rows, tokenizer)
             check_chosen_metrics(settings, inputs.held_out)
             recorder.ok("held-out data", f"{len(inputs.held_out):,} prompts of {source}")
-
-
-@contextmanager
-def _skip_uncached(recorder: CheckRecorder, check: str, setting: str, cached: dict[str, str | None]) -> Iterator[None]:
-    """Skips the check if the block cannot read a hub data set because it is not in the cache."""
-    named = [name for name in cached if name.startswith(setting)]
-    try:
-        yield
-    except InputError as error:
-        # `datasets` raises a ValueError for a missing configuration.
-        absent = isinstance(error.__cause__, OSError) or "Couldn't find cache" in str(error.__cause__)
-        if not named or not absent:
-            raise
-        recorder.skip(check, reason=NOT_CACHED)
-    else:
-        cached |= dict.fromkeys(named, CACHED_ANY_COMMIT)
 
 
 def _open_session(
@@ -297,9 +287,9 @@ def _host_facts(settings: Settings, run: RunDirectory, inputs: PreflightInputs) 
 
 
 def _check_memory(
-    recorder: CheckRecorder, opened: tuple[Session, LearnerGroup] | None, inputs: PreflightInputs, *, compiles: bool
+    recorder: CheckRecorder, opened: tuple[Session, LearnerGroup] | None, inputs: PreflightInputs
 ) -> int | None:
-    """Checks that weights, moments and with `compiles` all programs fit; returns the bytes of a checkpoint if known."""
+    """Checks that the arrays of every phase of a step fit; returns the bytes of a checkpoint if known."""
     if opened is None:
         recorder.skip("memory", reason="there is no mesh")
         return None
@@ -307,26 +297,25 @@ def _check_memory(
     checkpoint_bytes = None
     with recorder.run_check("memory"):
         checkpoint_bytes = state_bytes(learning)
-        needed, available = sum(network_bytes(session, learning, inputs.reward_model).values()), device_memory_bytes()
+        if inputs.prompts:
+            shapes = compute_step_shapes(session, learning, inputs.prompts, inputs.held_out, inputs.reward_model)
+            memory = memory_by_phase(session, learning, shapes, inputs.reward_model)
+        else:
+            memory = {"update": network_bytes(session, learning, inputs.reward_model)}
+        phase, available = peak_phase(memory), device_memory_bytes()
+        needed = sum(memory[phase].values())
         has = ", whose memory is unknown" if available is None else f", which has {format_bytes(available)}"
-        found = f"weights and optimizer moments take {format_bytes(needed)} on each device{has}"
+        found = f"{phase} needs most, arrays of {format_bytes(needed)} on each device{has}"
         away, host_memory = host_bytes(session, learning) * len(session.mesh.local_devices), host_memory_bytes()
         if away:
             found += f"; {format_bytes(away)} of {format_bytes(host_memory)} stay in this host's memory"
         if away > host_memory:
-            recorder.fail(
-                "memory", found, "set optimizer.offload and score.reference.offload to false, or use more hosts"
-            )
+            advice = "set optimizer.offload and score.reference.offload to false, or use more hosts"
+            recorder.fail("memory", found, advice)
         elif available is not None and needed > available:
             recorder.fail("memory", found, "use more devices or a smaller model; grpo train --dry-run shows the parts")
-        elif compiles and inputs.prompts:
-            shapes = compute_step_shapes(session, learning, inputs.prompts, inputs.held_out, inputs.reward_model)
-            phases, _ = step_memory(session, learning, shapes, inputs.reward_model, compiles=True)
-            phase = peak_phase(phases)
-            peak = f"{phase} needs most, {format_bytes(sum(phases[phase].values()))} as compiled"
-            recorder.ok("memory", f"{found}; {peak}; grpo train --dry-run --compile shows the parts")
         else:
-            recorder.ok("memory", f"{found}; --compile adds the memory of a whole step")
+            recorder.ok("memory", f"{found}; grpo train --dry-run --compile adds what programs need")
     return checkpoint_bytes
 
 

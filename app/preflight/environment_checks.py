@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 from huggingface_hub import constants, get_token
 
-from app.model.io.hub import cached_commit, is_hub_id, latest_commit
+from app.model.io.hub import is_cached, is_hub_id, latest_commit
 from app.model.io.model_files import CONFIG_FILE, HUB_FILES, is_from_hub
 from app.preflight.check_results import EXIT_INPUT, CheckRecorder
 from app.records.text_format import format_bytes
@@ -29,8 +29,6 @@ from settings.errors import InputError
 REQUEST_TIMEOUT_S = 5.0
 """Timeout of one HTTP request."""
 HUB_DATA_PREFIX = "hf:"
-CACHED_ANY_COMMIT = "cached"
-"""Placeholder for the unknown commit of a cached data set."""
 WANDB_KEY = "WANDB_API_KEY"
 
 
@@ -41,6 +39,11 @@ class HubSource(NamedTuple):
     kind: Literal["model", "dataset"]
     hub_id: str
     revision: str | None
+
+    @property
+    def is_cached_model(self) -> bool:
+        """Whether it is a model of which all files are in this machine's cache; what a data set needs is unknown."""
+        return self.kind == "model" and is_cached(self.hub_id, self.revision, files=HUB_FILES)
 
 
 def hub_sources(settings: Settings) -> tuple[HubSource, ...]:
@@ -73,11 +76,6 @@ def hub_sources(settings: Settings) -> tuple[HubSource, ...]:
     )
 
 
-def cached_commit_of(source: HubSource) -> str | None:
-    """Returns the commit of a model if it is complete in this machine's cache; None for any other source."""
-    return cached_commit(source.hub_id, source.revision, files=HUB_FILES) if source.kind == "model" else None
-
-
 @contextmanager
 def hub_offline(sources: Sequence[HubSource]) -> Iterator[None]:
     """Makes hub libraries read only this machine's cache inside the block, as if HF_HUB_OFFLINE were set.
@@ -99,47 +97,28 @@ def hub_offline(sources: Sequence[HubSource]) -> Iterator[None]:
             module.HF_HUB_OFFLINE = value
 
 
-def check_hub_source(recorder: CheckRecorder, source: HubSource, *, cached: str | None) -> None:
-    """Checks that a run can get a model or data set from the hub or from the cache. Downloads nothing.
-
-    Args:
-        cached: commit in this machine's cache, or `CACHED_ANY_COMMIT`; None if it is not in the cache.
-    """
+def check_hub_source(recorder: CheckRecorder, source: HubSource, *, is_cached: bool) -> None:
+    """Checks that a model or data set is in this machine's cache, or that this user may download it."""
     check, endpoint = f"hub: {source.setting}", constants.ENDPOINT
-    origin = f"{endpoint}, HF_TOKEN {'is set' if get_token() else 'is not set'}"
-    fetch = f"hf download {source.hub_id}{' --repo-type dataset' if source.kind == 'dataset' else ''}"
-    state = f"{source.hub_id} is {'not ' if cached is None else ''}in this machine's cache"
-    if cached not in (None, CACHED_ANY_COMMIT):
-        state += f", commit {cached[:12]}"
+    if is_cached:
+        recorder.ok(check, f"{source.hub_id} is in this machine's cache")
+        return
+    state = f"{source.hub_id} is not in this machine's cache"
     try:
-        newest = latest_commit(
+        commit = latest_commit(
             source.hub_id, source.revision, kind=source.kind, file=CONFIG_FILE, timeout_s=REQUEST_TIMEOUT_S
         )
     except InputError as error:
-        if cached is None:
-            recorder.fail(check, f"{source.hub_id}: {error}", exit_code=EXIT_INPUT)
-        else:
-            recorder.warn(check, f"{state}; hub error: {error}", "a run can use the cache; fix the access to the hub")
-        return
+        recorder.fail(check, f"{source.hub_id}: {error}", exit_code=EXIT_INPUT)
     except ConnectionError as error:
-        is_offline = constants.is_offline_mode()
-        reason = "HF_HUB_OFFLINE is set" if is_offline else f"{endpoint} cannot be reached: {error}"
-        if cached is None:
-            advice = "unset HF_HUB_OFFLINE, fix the network (proxy, HF_ENDPOINT), or use a local path"
-            recorder.fail(check, f"{state}, and {reason}", advice)
-        elif is_offline:
-            recorder.ok(check, f"{state}; {reason}")
-        else:
-            recorder.warn(check, f"{state}; {reason}", "a run can use the cache; HF_HUB_OFFLINE=1 avoids the wait")
-        return
-    if cached is None:
-        found = f"{state}; a run would download commit {newest[:12]} from {origin}"
-        recorder.warn(check, found, f"download it before a long run: {fetch}")
-    elif cached not in (CACHED_ANY_COMMIT, newest):
-        found = f"{state}; a run would download the newer commit {newest[:12]} from {origin}"
-        recorder.warn(check, found, f"download it first ({fetch}), or pin the revision of {source.setting} to {cached}")
+        reason = "HF_HUB_OFFLINE is set" if constants.is_offline_mode() else f"{endpoint} cannot be reached: {error}"
+        advice = "unset HF_HUB_OFFLINE, fix the network (proxy, HF_ENDPOINT), or use a local path"
+        recorder.fail(check, f"{state}, and {reason}", advice)
     else:
-        recorder.ok(check, f"{state}; {origin}")
+        token = f"HF_TOKEN {'is set' if get_token() else 'is not set'}"
+        fetch = f"hf download {source.hub_id}{' --repo-type dataset' if source.kind == 'dataset' else ''}"
+        found = f"{state}; a run would download commit {commit[:12]} from {endpoint}, {token}"
+        recorder.warn(check, found, f"download it before a long run: {fetch}")
 
 
 def check_wandb(recorder: CheckRecorder, settings: Settings) -> None:

@@ -13,7 +13,6 @@ from app.model.io.model_files import HUB_FILES
 from app.preflight.check_results import CheckRecorder, CheckResult
 from app.preflight.environment_checks import (
     HubSource,
-    cached_commit_of,
     check_disk,
     check_hub_source,
     check_versions,
@@ -50,7 +49,7 @@ def hub(tmp_path: Path, files: Path, monkeypatch: pytest.MonkeyPatch) -> Iterato
 
 def check_hub(source: HubSource = MODEL) -> CheckResult:
     recorder = CheckRecorder()
-    check_hub_source(recorder, source, cached=cached_commit_of(source))
+    check_hub_source(recorder, source, is_cached=source.is_cached_model)
     (result,) = recorder.results
     return result
 
@@ -84,31 +83,20 @@ def test_a_model_that_is_not_cached_is_a_warning_and_is_not_downloaded(hub: Loca
     assert not list(tmp_path.rglob("*.safetensors"))
 
 
-def test_a_newer_commit_than_the_cached_one_is_a_warning(hub: LocalHub, tmp_path: Path) -> None:
-    first = fetch_from_hub(MODEL.hub_id, None, files=HUB_FILES).name
-    result = check_hub()
-    assert (result.verdict, result.advice) == ("ok", "")
-    assert f"in this machine's cache, commit {first[:12]}" in result.found
-    second = hub.commit(MODEL.hub_id, write_model(tmp_path / "second", seed=1))
-    result = check_hub()
-    assert result.verdict == "warn"
-    assert f"a run would download the newer commit {second[:12]}" in result.found and first in result.advice
-
-
 @pytest.mark.parametrize("is_offline", [False, True], ids=["unreachable", "offline mode"])
 def test_without_the_hub_the_cache_decides(
     hub: LocalHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_offline: bool
 ) -> None:
     fetch_from_hub(MODEL.hub_id, None, files=HUB_FILES)
     url = None if is_offline else f"http://{free_address()}"
-    reason = "HF_HUB_OFFLINE is set" if is_offline else f"{url} cannot be reached"
     use_hub(monkeypatch, url, tmp_path / "cache")
     result = check_hub()
-    assert result.verdict == ("ok" if is_offline else "warn") and reason in result.found
+    assert (result.verdict, result.found) == ("ok", "owner/model is in this machine's cache")
     use_hub(monkeypatch, url, tmp_path / "empty")
     result = check_hub()
     assert (result.verdict, result.exit_code) == ("fail", 1)
-    assert reason in result.found and result.advice.startswith("unset HF_HUB_OFFLINE, fix the network")
+    assert ("HF_HUB_OFFLINE is set" if is_offline else f"{url} cannot be reached") in result.found
+    assert result.advice.startswith("unset HF_HUB_OFFLINE, fix the network")
 
 
 def test_a_model_that_is_gated_or_absent_fails(hub: LocalHub) -> None:

@@ -53,16 +53,13 @@ def is_hub_id(text: str) -> bool:
     return True
 
 
-def cached_commit(hub_id: str, revision: str | None, *, files: Sequence[str]) -> str | None:
-    """Returns the commit if all its files are in this machine's cache; None if any would be downloaded.
-
-    Without a revision, this is the commit that was newest at the time of the download.
-    """
+def is_cached(hub_id: str, revision: str | None, *, files: Sequence[str]) -> bool:
+    """Returns whether all files of the model are in this machine's cache, so that nothing would be downloaded."""
     try:
-        folder = snapshot_download(hub_id, revision=revision, allow_patterns=list(files), local_files_only=True)
+        snapshot_download(hub_id, revision=revision, allow_patterns=list(files), local_files_only=True)
     except LocalEntryNotFoundError:
-        return None
-    return Path(folder).name
+        return False
+    return True
 
 
 def latest_commit(
