@@ -37,11 +37,6 @@ def host_slice(num_items: int, *, host: int | None = None) -> range:
     return range(first, first + each + (host < rest))
 
 
-def max_slice_size(num_items: int) -> int:
-    """Returns the largest number of items assigned to one host."""
-    return -(-num_items // jax.process_count())
-
-
 def sample_json_lines(samples: Iterable[Sample], *, path: Path) -> Iterator[bytes]:
     """Yields the lines of a JSON Lines file of samples; see `json_lines`."""
     return json_lines(map(sample_to_record, samples), path=path)

@@ -57,13 +57,6 @@ def to_global(mesh: Mesh, rows: Any, *, row_dim: int = 0) -> Any:
     return jax.tree.map(lambda x: jax.make_array_from_process_local_data(sharding, np.asarray(x)), rows)
 
 
-def local_row_indices(mesh: Mesh, num_rows: int) -> np.ndarray:
-    """Returns the indices of this host's rows in a global array of `num_rows` rows, in the order of `to_local`."""
-    indices = row_sharding(mesh).addressable_devices_indices_map((num_rows,)).values()
-    spans = {index[0].indices(num_rows)[:2] for index in indices if index is not None}
-    return np.concatenate([np.arange(start, stop) for start, stop in sorted(spans)])
-
-
 def to_local(array: Array, *, row_dim: int = 0) -> np.ndarray:
     """Returns this host's rows of a global array as numpy, in order."""
     if array.is_fully_addressable:

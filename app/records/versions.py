@@ -10,11 +10,9 @@ from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 
-SAMPLING_PACKAGES = ("jax", "jaxlib", "flax", "numpy")
-"""Packages that determine the samples drawn from given weights."""
 TRAINING_PACKAGES = (
     "grpo-jax",
-    *SAMPLING_PACKAGES,
+    *("jax", "jaxlib", "flax", "numpy"),
     *("libtpu", "optax", "orbax-checkpoint", "tokenizers", "transformers"),
 )
 """Packages that determine the result of a run."""
@@ -45,11 +43,6 @@ def program_versions(packages: Iterable[str]) -> dict[str, str]:
         **{f"version of {name}": version_of(name) for name in packages},
         "code of grpo": code_digest(),
     }
-
-
-def sampling_packages(quantization: str | None) -> tuple[str, ...]:
-    """Returns the packages that determine the samples drawn from given weights, quantized or not."""
-    return SAMPLING_PACKAGES if quantization is None else (*SAMPLING_PACKAGES, QUANTIZATION_PACKAGE)
 
 
 def version_of(package: str) -> str:

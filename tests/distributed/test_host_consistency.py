@@ -103,7 +103,7 @@ os.environ["HOME"] = str(other / str(host))
 import jax, numpy as np
 from app.mesh.device_mesh import make_mesh
 from app.mesh.jax_startup import initialize_distributed
-from app.mesh.placement import check_rows_per_host, local_row_indices, to_global, to_local
+from app.mesh.placement import check_rows_per_host, row_sharding, to_global, to_local
 from app.distributed.host_consistency import check_hosts_agree, check_shared_run_directory
 from app.distributed.error_barrier import error_barrier
 from settings import load
@@ -132,7 +132,8 @@ def rows_of(shape):
     check_rows_per_host(mesh)
     own = np.arange(8) + 8 * host
     assert to_local(to_global(mesh, own)).tolist() == own.tolist()
-    return [dict(mesh.shape), local_row_indices(mesh, 16).tolist()]
+    numbers = jax.jit(lambda: jax.numpy.arange(16), out_shardings=row_sharding(mesh))()
+    return [dict(mesh.shape), to_local(numbers).tolist()]
 
 note("same", lambda: check_hosts_agree(resolved, {"data": "abc"}))
 note("settings", lambda: check_hosts_agree(load(None, [*joins, f"rollout.group_size={4 + host}"], {})))

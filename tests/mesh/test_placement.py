@@ -8,7 +8,6 @@ import pytest
 from app.distributed.collectives import gather_over_hosts, max_over_hosts, sum_over_hosts
 from app.mesh.placement import (
     check_rows_per_host,
-    local_row_indices,
     num_local_row_shards,
     num_row_shards,
     supports_host_memory,
@@ -34,10 +33,9 @@ def test_rows_come_back_as_they_went(shape, row_dim):
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_one_host_holds_every_row_in_order(shape):
+def test_one_host_holds_every_row(shape):
     mesh = make_mesh(shape)
     assert num_local_row_shards(mesh) == num_row_shards(mesh) == shape[0] * shape[1]
-    np.testing.assert_array_equal(local_row_indices(mesh, 16), np.arange(16))
     check_rows_per_host(mesh)
 
 
