@@ -256,12 +256,10 @@ def _lower_generation(session: Session, shapes: StepShapes) -> Iterator[LoweredP
         if shape is None or (done and _evaluates_with_rollout_programs(session)):
             continue
         generator = session.generator if phase == "rollout" else session.evaluation_generator
-        if generator is not session.workers or session.settings.rollout.pool != "ray":
-            slots = generator.engine
-            programs = slots.programs.lower_programs(truncates=rules.truncates, recomputes=slots.recomputes)
-        else:
+        if generator is session.workers and session.settings.rollout.pool == "ray":
             continue
-        done = True
+        slots, done = generator.engine, True
+        programs = slots.programs.lower_programs(truncates=rules.truncates, recomputes=slots.recomputes)
         for name, lowered in programs.items():
             yield LoweredProgram(phase, name, lowered)
 

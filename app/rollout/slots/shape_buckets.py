@@ -30,7 +30,6 @@ class BatchShape(NamedTuple):
     num_rows: int
     prompt_length: int
     cache_length: int
-    num_new: int
     block_size: int
 
 

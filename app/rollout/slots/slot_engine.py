@@ -548,7 +548,7 @@ class SlotEngine:
     def batch_shape(self) -> BatchShape:
         """Largest batch shape of the engine on this host."""
         shapes = self.shapes
-        lengths = shapes.max_prompt_length, shapes.max_row_length, shapes.segment_max, self.programs.block_size
+        lengths = shapes.max_prompt_length, shapes.max_row_length, self.programs.block_size
         hosts = num_hosts(self.programs.mesh)
         num_prompts = shapes.prefill_rows[-1] * self.programs.num_shards // hosts
         return BatchShape(num_prompts, shapes.num_slots // hosts, *lengths)
