@@ -77,8 +77,7 @@ class ExportJob:
             write_files: fills a folder and returns the names of its weight files.
         """
         card = model_card(self.resolved, self.saved_policy, self.model, export_format=export_format, dtype=self.dtype)
-        quantization, rounding = self.model.policy_definition.quantization, self.resolved.settings.rollout.rounding
-        for note in export_notes(export_format, dtype=self.dtype, quantization=quantization, rounding=rounding):
+        for note in export_notes(self.resolved, self.model, export_format=export_format, dtype=self.dtype):
             print(f"note: {note}", file=sys.stderr)
         with create_folder_atomic(self.out) as folder:
             weight_files = write_files(folder)

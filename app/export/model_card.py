@@ -26,7 +26,7 @@ from app.tracking.run_log import WANDB_SECTIONS
 from settings import InputError, Resolved
 from settings.loading.printing import from_yaml
 from settings.loading.secrets import redact
-from settings.schema.rollout import ROUNDING_SETTINGS, format_rounding
+from settings.schema.rollout import format_rounding
 
 CARD_FILE = "README.md"
 TEMPLATE_FILE = "model_card.md.jinja"
@@ -38,7 +38,6 @@ KEY_SETTINGS = (
     "rollout.max_new_tokens", "rollout.temperature", "run.steps", "run.seed",
 )  # fmt: skip
 """Settings listed in every card."""
-LORA_RANK_SETTING = "model.lora.rank"
 TEMPLATE_KWARGS = "data.chat_template_kwargs"
 PATH_SETTINGS = ("model.path", "data.source", "data.eval_source")
 """Settings that are local paths, unless they name something built in or on the hub."""
@@ -69,15 +68,9 @@ ADAPTER = ExportFormat(
 )
 
 
-def export_notes(
-    export_format: ExportFormat, *, dtype: str, quantization: str | None, rounding: Mapping[str, str]
-) -> Iterator[str]:
-    """Yields notes on how the exported model differs from the one evaluated during the run.
-
-    Args:
-        quantization: format of the quantized base weights in training; None if they were not quantized.
-        rounding: settings by which generation, also in evaluations, rounded the policy.
-    """
+def export_notes(resolved: Resolved, model: ModelSpec, *, export_format: ExportFormat, dtype: str) -> Iterator[str]:
+    """Yields notes on how the exported model differs from the one evaluated during the run."""
+    quantization, rounding = model.policy_definition.quantization, resolved.settings.rollout.rounding
     if rounding:
         exact = " ".join(f"--set {name}=null" for name in rounding)
         yield (
@@ -122,6 +115,8 @@ def model_card(
     system = settings["data.system_prompt"]
     chosen = settings["data.source"]
     sources = [chosen] if isinstance(chosen, str) else [one["source"] for one in chosen]
+    precision = "in float32" if dtype == "float32" else f"rounded once to {dtype}"
+    notes = export_notes(resolved, model, export_format=export_format, dtype=dtype)
     card = ModelCard.from_template(
         front_matter(export_format, hub_id, *sources),
         template_str=(files("app.export") / TEMPLATE_FILE).read_text(encoding="utf-8"),
@@ -131,7 +126,7 @@ def model_card(
         source="`, `".join(sources),
         step=step,
         run_name=settings["run.name"],
-        weights=_weights_paragraph(settings, export_format, dtype),
+        weights=" ".join([f"{export_format.weights_description}, {precision}.", *(f"Note: {note}." for note in notes)]),
         results="" if run is None else _results_section(run, settings, step=step),
         settings_table=_settings_table(settings, run),
         format=export_format,
@@ -168,14 +163,6 @@ def front_matter(export_format: ExportFormat, hub_id: str | None, *sources: str)
         datasets=hub_data or None,
         tags=["grpo", "reinforcement-learning"],
     )
-
-
-def _weights_paragraph(settings: Mapping[str, Any], export_format: ExportFormat, dtype: str) -> str:
-    precision = "in float32" if dtype == "float32" else f"rounded once to {dtype}"
-    quantization = settings.get(QUANTIZE_BASE_SETTING) if settings.get(LORA_RANK_SETTING) else None
-    rounding = {name: settings[name] for name in ROUNDING_SETTINGS if settings.get(name)}
-    notes = export_notes(export_format, dtype=dtype, quantization=quantization, rounding=rounding)
-    return " ".join([f"{export_format.weights_description}, {precision}.", *(f"Note: {note}." for note in notes)])
 
 
 def _results_section(run: RunFiles, settings: Mapping[str, Any], *, step: int) -> str:
