@@ -98,7 +98,7 @@ def _draw(axes: Axes, timeline: Timeline) -> None:
     rows = [bar for bar in timeline.bars if bar.activity != "suspended"]
     rows.sort(key=lambda bar: (bar.worker, bar.slot, bar.start_s))
     for (worker, slot), bars in groupby(rows, key=lambda bar: (bar.worker, bar.slot)):
-        merged = list(_merge_adjacent(bars))
+        merged = _merge_adjacent(bars)
         axes.broken_barh(
             [(bar.start_s, bar.end_s - bar.start_s) for bar in merged], (tops[worker] + slot, 0.92),
             facecolors=[COLORS[bar.activity] for bar in merged], edgecolor="white", linewidth=0.3,
@@ -114,19 +114,17 @@ def _draw(axes: Axes, timeline: Timeline) -> None:
     axes.set_title(escape_label(timeline.figures), fontsize=9, loc="left")
 
 
-def _merge_adjacent(bars: Iterable[TimelineBar]) -> Iterable[TimelineBar]:
+def _merge_adjacent(bars: Iterable[TimelineBar]) -> list[TimelineBar]:
     """Merges consecutive segments of a sample into one bar, because there may be hundreds."""
-    last: TimelineBar | None = None
+    merged: list[TimelineBar] = []
     for bar in bars:
-        continues = last is not None and (bar.activity, bar.sample) == (last.activity, last.sample)
-        if last is not None and continues and bar.start_s - last.end_s < MERGE_GAP_S:
-            last = last._replace(end_s=bar.end_s)
+        last = merged[-1] if merged else bar
+        continues = (bar.activity, bar.sample) == (last.activity, last.sample) and last is not bar
+        if continues and bar.start_s - last.end_s < MERGE_GAP_S:
+            merged[-1] = last._replace(end_s=bar.end_s)
         else:
-            if last is not None:
-                yield last
-            last = bar
-    if last is not None:
-        yield last
+            merged.append(bar)
+    return merged
 
 
 def _add_legend(figure: Figure) -> None:
