@@ -12,10 +12,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 import cli
-from settings import load
+from app.commands.command_support import handle_errors
+from settings import InputError, load
 from settings.loading.config_file import preset_names
 from settings.loading.fields import FIELDS
 from tests.program import here
@@ -271,40 +273,22 @@ def test_debug_shows_the_traceback_of_an_input_error() -> None:
     assert answer.stderr.splitlines()[-1].startswith("error: run.steps")
 
 
-def run_command(statement: str) -> subprocess.CompletedProcess[str]:
-    """Runs a statement as the body of a command."""
-    program = (
-        "import sys, typer, cli\nfrom settings import InputError\n"
-        "from app.commands.command_support import handle_errors\n"
-        "sys.argv = ['grpo', 'stumble']\n"
-        "@cli.app.command()\n"
-        "def stumble() -> None:\n"
-        f"    with handle_errors(debug=False):\n        {statement}\n"
-        "cli.main()\n"
-    )
-    return subprocess.run(
-        [sys.executable, "-c", program],
-        cwd=REPOSITORY,
-        env={**os.environ, "HF_TOKEN": CANARY},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
-    )
-
-
 @pytest.mark.parametrize(
-    ("statement", "code", "stderr"),
+    ("error", "code", "stderr"),
     [
-        (f"raise OSError('401 for {CANARY}')", 1, f"error: OSError: 401 for <HF_TOKEN>{HINT}\n"),
-        ("raise InputError('line 3: no answer')", 2, "error: line 3: no answer\n"),
-        ("raise KeyboardInterrupt", 130, "interrupted\n"),
-        ("raise typer.Exit(75)", 75, ""),
+        (OSError(f"401 for {CANARY}"), 1, f"error: OSError: 401 for <HF_TOKEN>{HINT}\n"),
+        (InputError("line 3: no answer"), 2, "error: line 3: no answer\n"),
+        (KeyboardInterrupt(), 130, "interrupted\n"),
+        (typer.Exit(75), 75, ""),
     ],
 )
-def test_each_exception_has_its_message_and_exit_code(statement: str, code: int, stderr: str) -> None:
-    answer = run_command(statement)
-    assert (answer.returncode, answer.stderr) == (code, stderr)
+def test_each_exception_has_its_message_and_exit_code(
+    error: BaseException, code: int, stderr: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", CANARY)
+    with pytest.raises(typer.Exit) as ended, handle_errors(debug=False):
+        raise error
+    assert (ended.value.exit_code, capsys.readouterr().err) == (code, stderr)
 
 
 def test_a_closed_pipe_is_not_an_error(tmp_path: Path) -> None:
