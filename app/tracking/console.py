@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -25,8 +24,6 @@ ANNOUNCED_PHASES = {"compile": "compiling the programs of the first phases", "ev
 """Long phases, logged when they begin if there is no terminal."""
 REDRAW_INTERVAL_S, LOG_INTERVAL_S = 0.1, 10.0
 """Intervals between states of a rollout on a terminal, and between its lines elsewhere."""
-LOG_WIDTH = 120
-"""Line width if there is no terminal and COLUMNS is not set."""
 
 
 def step_line(step: int, metrics: Mapping[str, Any]) -> str:
@@ -90,8 +87,6 @@ class ProgressDisplay:
         self._console = Console(
             stderr=True, quiet=not enabled, highlight=False, force_terminal=self._live, force_jupyter=False
         )
-        if not self._live and "COLUMNS" not in os.environ:
-            self._console.width = LOG_WIDTH
         self._progress = Progress(
             TextColumn("{task.description:<10}"),
             BarColumn(),
