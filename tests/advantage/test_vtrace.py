@@ -38,41 +38,6 @@ def test_off_policy_it_is_the_recursion_of_the_paper():
     np.testing.assert_allclose(weights * got.advantages[0], of_the_policy_gradient, atol=1e-5)
 
 
-RULE: dict[str, Any] = {"gamma": 0.9, "lam": 0.8}
-
-
-def test_off_policy_skipped_tokens_might_as_well_not_be_there():
-    rng = np.random.default_rng(3)
-    case, log_ratios = random_case(rng, (1, 60), masked=True, packed=False), rng.standard_normal((1, 60))
-    assert case.mask is not None
-    written = np.append(case.mask[0], True)
-    got = vtrace(case.rewards, case.values, log_ratios, mask=case.mask, **RULE)
-    alone = vtrace(case.rewards[case.mask][None], case.values[:, written], log_ratios[case.mask][None], **RULE)
-    for skipped, compressed in zip(got, alone, strict=True):
-        np.testing.assert_allclose(np.asarray(skipped)[case.mask], compressed[0], atol=1e-5)
-        assert not np.asarray(skipped)[~case.mask].any()
-
-
-def test_off_policy_packed_rows_equal_separate_rows():
-    rng = np.random.default_rng(4)
-    case, log_ratios = random_case(rng, (1, 40), masked=True, packed=True), rng.standard_normal((1, 40))
-    assert case.mask is not None and case.ends is not None and case.bootstrap is not None
-    got = vtrace(
-        case.rewards, case.values, log_ratios, mask=case.mask, ends=case.ends, bootstrap=case.bootstrap,
-        **RULE,
-    )  # fmt: skip
-    ends = case.ends[0].copy()
-    ends[-1] = True
-    start = 0
-    for stop in np.flatnonzero(ends) + 1:
-        own = slice(start, stop)
-        values = np.append(case.values[:, own], case.bootstrap[:, stop - 1 : stop], axis=1)
-        alone = vtrace(case.rewards[:, own], values, log_ratios[:, own], mask=case.mask[:, own], **RULE)
-        for packed, apart in zip(got, alone, strict=True):
-            np.testing.assert_allclose(np.asarray(packed)[:, own], apart, atol=1e-5)
-        start = stop
-
-
 def test_ratios_of_tokens_that_the_policy_did_not_write_change_nothing():
     case = random_case(np.random.default_rng(2), (1, 30), masked=True, packed=False)
     assert case.mask is not None

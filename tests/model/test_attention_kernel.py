@@ -68,7 +68,7 @@ def test_values_and_gradients_equal_a_float64_oracle_for_random_rows(kernels, ru
 
 
 @on_each_platform
-@pytest.mark.parametrize("query_heads, kv_heads", [(1, 1), (4, 4), (8, 2), (7, 1)])
+@pytest.mark.parametrize("query_heads, kv_heads", [(4, 4), (7, 1)])
 def test_query_heads_share_key_heads(kernels, query_heads, kv_heads):
     arrays = inputs(tokens=TOKENS, query_heads=query_heads, kv_heads=kv_heads)
     assert_close(kernel(kernels, arrays, SHARED), exact(arrays, SHARED))

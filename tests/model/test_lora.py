@@ -72,14 +72,6 @@ def test_each_target_changes_its_own_kernel_and_no_other():
         ]
 
 
-def test_a_kernel_is_merged_in_float32_with_alpha_by_rank():
-    definition, _ = adapted(ODD, SOME)
-    params = random_params(definition)
-    down, up = (np.asarray(params["blocks"]["query"][name], np.float64) for name in (LORA_A, LORA_B))
-    expected = params["blocks"]["query"]["kernel"] + 0.5 * np.einsum("ldr,lrqh->ldqh", down, up)
-    np.testing.assert_allclose(merge_adapters(params, SOME)["blocks"]["query"]["kernel"], expected, atol=1e-6)
-
-
 def test_fresh_adapters_change_not_a_bit():
     definition, base = adapted(BIASED, EVERYWHERE)
     weights = random_params(base)

@@ -67,7 +67,7 @@ def assert_equal_attention(
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("window", [None, 1, 20, 1000])
+@pytest.mark.parametrize("window", [None, 1, 20])
 def test_blocks_anywhere_equal_a_cache_in_one_piece(way: str, rule, window: int | None) -> None:
     for positions in ([0, 15, 16, 17, 63], [31, 32, 33, 47, 48]):
         assert_equal_attention(way, positions, window=window, rule=rule)
@@ -100,7 +100,7 @@ def test_a_longer_neighbour_changes_no_bit_of_a_row(window: int | None) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize(("block_size", "window"), [(16, None), (16, 20), (64, None), (64, 20)])
+@pytest.mark.parametrize(("block_size", "window"), [(16, None), (64, 20)])
 def test_codes_give_the_attention_of_what_they_stand_for(way: str, block_size: int, window: int | None) -> None:
     """Blocks are one tile of codes, or several."""
     rng = np.random.default_rng(0)

@@ -204,8 +204,7 @@ def assert_every_segment_has_the_reference_logits(directory: Path, rows: PackedR
         pytest.param("llama", {}, id="llama"),
         pytest.param("llama", {"tie_word_embeddings": True}, id="llama-tied"),
         pytest.param("llama", BIASES | ONE_KV_HEAD, id="llama-biases-one_kv_head"),
-        pytest.param("llama", {"attention_bias": True, "num_key_value_heads": 9}, id="llama-attention_bias"),
-        pytest.param("llama", {"mlp_bias": True, "rms_norm_eps": 0.1}, id="llama-mlp_bias-large_epsilon"),
+        pytest.param("llama", {"num_key_value_heads": 9, "rms_norm_eps": 0.1}, id="llama-all_kv_heads-large_epsilon"),
         pytest.param("qwen2", {}, id="qwen2"),
         pytest.param("qwen2", {"tie_word_embeddings": True} | ONE_KV_HEAD, id="qwen2-tied-one_kv_head"),
         pytest.param("qwen2", QWEN_WINDOWS, id="qwen2-windows"),
@@ -248,8 +247,6 @@ def test_logits_equal_transformers_in_every_segment_of_packed_rows(tmp_path, mod
     [
         pytest.param("llama", LINEAR, "new", id="llama-linear"),
         pytest.param("llama", LLAMA3, "new", id="llama-llama3"),
-        pytest.param("qwen2", LONG_BASE, "new", id="qwen2-base_1e6"),
-        pytest.param("llama", LINEAR, "old", id="llama-linear-old_spelling"),
         pytest.param("llama", LLAMA3, "old", id="llama-llama3-old_spelling"),
         pytest.param("qwen2", LONG_BASE, "old", id="qwen2-base_1e6-old_spelling"),
         pytest.param("gemma3_text", SWITCHES["gemma3_text"]["rope_parameters"], "old", id="gemma3_text-old_spelling"),
@@ -300,7 +297,6 @@ def test_logits_equal_transformers_from_many_shards_stored_in_bfloat16(tmp_path)
 @pytest.mark.parametrize(
     ("model_type", "num_tokens", "changes"),
     [
-        ("llama", 512, {"num_hidden_layers": 1}),
         ("llama", 601, {"num_hidden_layers": 1}),
         # The window is wider than a block of attention and narrower than the first segment.
         ("gemma2", 601, {"num_hidden_layers": 2, "sliding_window": 150}),
@@ -316,7 +312,7 @@ def test_logits_of_rows_of_many_blocks_equal_transformers(tmp_path, model_type, 
     ("model_type", "temperature"),
     [
         *((family, 0.7) for family in FAMILIES),
-        *(("llama", temperature) for temperature in (1.0, 1.3)),
+        ("llama", 1.3),
     ],
 )
 def test_completion_logprobs_and_entropy_equal_torch_log_softmax(tmp_path, model_type, temperature):

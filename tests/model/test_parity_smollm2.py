@@ -9,7 +9,6 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-import jax
 import numpy as np
 import pytest
 
@@ -35,15 +34,6 @@ def converted_smollm2(smollm2_gguf) -> Iterator[Path]:
         command = [sys.executable, str(CONVERTER), "--gguf", str(smollm2_gguf), "--out", folder]
         subprocess.run(command, check=True, capture_output=True, timeout=240)
         yield Path(folder)
-
-
-@pytest.mark.slow
-def test_smollm2_has_the_same_parameters_from_gguf_and_from_a_directory(smollm2_gguf, converted_smollm2):
-    definition, from_gguf = load_ours(smollm2_gguf)
-    from_directory_definition, from_directory = load_ours(converted_smollm2)
-    assert definition.architecture == from_directory_definition.architecture
-    assert definition.num_parameters == 134_515_008
-    jax.tree.map(np.testing.assert_array_equal, from_gguf, from_directory)
 
 
 @pytest.mark.slow

@@ -76,7 +76,7 @@ def test_prefill_and_decode_equal_one_forward_pass(architecture):
 
 
 @ARCHITECTURES
-@pytest.mark.parametrize(("size", "filler"), [(6, 7), (11, 0)])
+@pytest.mark.parametrize(("size", "filler"), [(11, 7)])
 def test_what_lies_behind_a_prompt_does_not_matter(architecture, size, filler):
     model = compiled(architecture)
     plain, plain_cache, _ = model.prefill(model.weights, right_padded(6), LENGTHS)

@@ -118,22 +118,6 @@ def test_a_device_holds_a_byte_for_each_weight_or_half_of_one_and_scales(quantiz
     assert definition.num_parameters == definition.unquantized.num_parameters
 
 
-@EACH
-def test_codes_lie_along_the_kernel_that_they_stand_for(quantization: Quantization) -> None:
-    definition = DecoderDefinition.create(WIDE, quantization=quantization)
-    placed = definition.shardings(make_mesh((1, 2, 2)))["blocks"]
-    spec = {name: {leaf: tuple(x.spec) for leaf, x in placed[name].items()} for name in ("query", "down")}
-    in_tiles = quantization == "nf4"
-    assert spec["query"] == {
-        CODES: (None, "fsdp", "tp", None),
-        SCALES: (None, "fsdp", "tp", None) if in_tiles else (None, "tp", None),
-    }
-    assert spec["down"] == {
-        CODES: (None, "tp", "fsdp"),
-        SCALES: (None, "tp", "fsdp") if in_tiles else (None, "fsdp"),
-    }
-
-
 def logits(definition: DecoderDefinition, params: Params, *, dtype: Any = FLOAT32) -> jax.Array:
     def forward(params: Params) -> jax.Array:
         tokens = jnp.arange(28).reshape(4, 7) % definition.architecture.vocab_size
@@ -282,13 +266,6 @@ def test_two_codes_of_a_byte_are_told_apart() -> None:
     assert found[CODES].dtype == np.uint8 and found[CODES].shape == (32, 3)
     np.testing.assert_array_equal(found[CODES][:8, 0], [16 * (2 * i + 1) + 2 * i for i in range(8)])
     np.testing.assert_allclose(dequantized(held, found[CODES], found[SCALES]), kernel, rtol=1e-6)
-
-
-def test_a_kernel_of_zeros_stays_zeros() -> None:
-    for quantization in ("int8", "nf4"):
-        held = KernelQuantizer.create(quantization, inputs=("embed",), outputs=("mlp",))
-        found = held.quantize(np.zeros((64, 3), np.float32))
-        assert not np.any(dequantized(held, found[CODES], found[SCALES]))
 
 
 def test_a_width_that_no_tile_divides_is_refused() -> None:

@@ -118,19 +118,6 @@ def test_foreign_routes_change_every_sample_on_every_mesh_alike():
         np.testing.assert_allclose(np.concatenate(ours), expected, atol=2e-5)
 
 
-def test_only_tokens_with_recorded_routes_follow_them():
-    pairs = zip(with_own_routes(), rotated(with_own_routes()), strict=True)
-    own, foreign = max(pairs, key=lambda pair: len(pair[0].completion_ids))
-    assert own.routes is not None and foreign.routes is not None
-    start = len(own.prompt.token_ids)
-    partly = foreign.routes.copy()
-    partly[: start + 1] = UNRECORDED
-    live, ours = scores([own]), scores([replace(own, routes=partly)])
-    # The second completion token is the first with foreign experts, and predicts the third.
-    np.testing.assert_array_equal(ours[:2], live[:2])
-    assert np.all(ours[2:] != live[2:]) and len(live) > 3
-
-
 @pytest.mark.parametrize("num_without", [0, 1])
 def test_a_shared_prompt_has_the_routes_of_its_first_sample_with_any_and_each_completion_its_own(num_without):
     samples = rotated(with_own_routes())[:3]

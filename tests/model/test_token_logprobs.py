@@ -57,8 +57,8 @@ def values_and_gradients(chunk: int):
     return jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))
 
 
-@pytest.mark.parametrize("temperature", [0.3, 1.0, 1.7])
-@pytest.mark.parametrize("chunk", [1, 3, 7, 13, 14, 128])
+@pytest.mark.parametrize("temperature", [0.3, 1.7])
+@pytest.mark.parametrize("chunk", [1, 3, 14, 128])
 def test_values_and_gradients_equal_a_float64_oracle_for_every_chunk(chunk, temperature):
     (_, values), gradients = values_and_gradients(chunk)(*inputs()[:2], temperature)
     for ours, exact in zip((*values, *gradients), oracle(temperature), strict=True):
@@ -100,7 +100,7 @@ PLACES = jnp.arange(TOKENS) < jnp.array([[3], [5], [4]])
 none."""
 
 
-@pytest.mark.parametrize("chunk", [2, 3, 5, 14])
+@pytest.mark.parametrize("chunk", [2, 3])
 def test_chunks_without_targets_change_no_logprob_and_no_gradient(chunk):
     hidden, head, targets, weights = inputs()
 
@@ -117,17 +117,6 @@ def test_chunks_without_targets_change_no_logprob_and_no_gradient(chunk):
         np.testing.assert_array_equal(np.asarray(ours)[PLACES], np.asarray(theirs)[PLACES])
         np.testing.assert_array_equal(ours[:, -(-5 // chunk) * chunk :], 0.0)
     assert_trees_close(gradients, expected)
-
-
-def test_rows_without_any_target_have_zeros_and_no_gradient():
-    hidden, head, targets, _ = inputs()
-
-    def total(hidden, head):
-        return sum(map(jnp.sum, token_logprobs(hidden, LMHead(head), targets, ~EVERYWHERE, temperature=1.0, chunk=3)))
-
-    value, gradients = jax.jit(jax.value_and_grad(total, argnums=(0, 1)))(hidden, head)
-    assert value == 0.0
-    jax.tree.map(lambda x: np.testing.assert_array_equal(x, 0.0), gradients)
 
 
 def test_the_head_is_applied_as_often_as_there_are_chunks_with_targets(monkeypatch):
@@ -182,13 +171,6 @@ def test_logits_are_capped_before_the_temperature_divides_them():
     np.testing.assert_allclose(capped, 3 * np.tanh(exact / 3) / 0.5, rtol=1e-5, atol=1e-5)
 
 
-def test_enormous_logits_stay_finite():
-    hidden, head, targets, _ = inputs()
-    logprobs, entropy = token_logprobs(1e4 * hidden, LMHead(head), targets, EVERYWHERE, temperature=1.0, chunk=5)
-    assert np.isfinite(logprobs).all()
-    assert np.isfinite(entropy).all()
-
-
 # Sizes that meet nowhere else in the program: the vocabulary is a prime.
 ROW_TOKENS, COMPLETION_TOKENS = 22, 14
 
@@ -227,13 +209,10 @@ def test_only_a_chunk_of_completion_tokens_ever_has_logits():
     assert most_tokens_with_logits(program(logits_chunk=4 * ROWS)) == ROWS * 4
 
 
-def test_without_chunks_all_completion_tokens_and_no_prompt_tokens_have_logits():
-    assert most_tokens_with_logits(program(logits_chunk=64 * ROWS)) == ROWS * COMPLETION_TOKENS
-
-
-@pytest.mark.parametrize("shape", [(2, 2, 2), (1, 4, 1), (1, 1, 4)])
-@pytest.mark.parametrize("rows", [4, ROWS])
-@pytest.mark.parametrize("soft_cap", [None, 3.0])
+@pytest.mark.parametrize(
+    ("shape", "rows", "soft_cap"),
+    [((2, 2, 2), 4, 3.0), ((2, 2, 2), ROWS, None), ((1, 4, 1), 4, None), ((1, 1, 4), ROWS, 3.0)],
+)
 def test_parts_of_the_vocabulary_on_a_mesh_give_the_numbers_of_one_device(shape, rows, soft_cap):
     # 23 tokens do not split evenly, and 3 rows stay whole on every device.
     rng = np.random.default_rng(1)

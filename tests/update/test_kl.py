@@ -25,20 +25,6 @@ def test_values_and_gradients_by_hand_at_a_difference_of_one_half(estimator, val
     assert float(jax.grad(estimator)(jnp.float32(-1.0), jnp.float32(-1.5))) == pytest.approx(slope, rel=1e-6)
 
 
-def test_a_uniform_policy_over_32_tokens_pays_the_published_penalty():
-    policy, reference = jnp.full(4, -np.log(32)), jnp.array([-0.1, -0.1, -1.1, -1.1])
-    assert float(0.1 * jnp.mean(k1(policy, reference))) == pytest.approx(-0.2865736, rel=1e-6)
-
-
-@pytest.mark.parametrize("name", ["k1", "k2", "k3"])
-def test_equal_logprobs_cost_nothing(name):
-    assert float(KL_ESTIMATORS[name](jnp.float32(-3.3), jnp.float32(-3.3))) == 0.0
-
-
-def test_k1_can_be_negative():
-    assert float(k1(jnp.float32(-2.0), jnp.float32(-1.0))) == -1.0
-
-
 @pytest.mark.parametrize("name", ["k2", "k3"])
 @given(policy=LOGPROB, reference=LOGPROB)
 def test_k2_and_k3_are_never_negative(name, policy, reference):
@@ -53,7 +39,7 @@ def test_k1_and_k3_average_to_the_kl_of_two_distributions():
         assert float(jnp.sum(jnp.exp(policy) * estimator(policy, reference))) == pytest.approx(kl, rel=1e-5)
 
 
-@pytest.mark.parametrize("difference", [-1e4, -DIFFERENCE_LIMIT - 1, DIFFERENCE_LIMIT + 1, 1e4])
+@pytest.mark.parametrize("difference", [-1e4, DIFFERENCE_LIMIT + 1])
 def test_k3_of_a_hopeless_token_is_finite_and_no_longer_pulls(difference):
     value, slope = jax.value_and_grad(k3)(jnp.float32(difference), jnp.float32(0))
     limited = np.clip(difference, -DIFFERENCE_LIMIT, DIFFERENCE_LIMIT)

@@ -81,12 +81,13 @@ def updated(
     return jax.tree.map(np.asarray, state), metrics
 
 
-@pytest.mark.parametrize("types", [{}, ROUNDED], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize(
-    ("architecture", "lora", "shape"),
+    ("architecture", "lora", "shape", "types"),
     [
-        *((DEEP, None, (1, 1, 1)), (EVEN, None, (1, 2, 2)), (replace(EVEN, **EXPERTS), None, (1, 2, 2))),
-        (DEEP, ADAPTERS, (1, 1, 1)),
+        (DEEP, None, (1, 1, 1), {}),
+        (EVEN, None, (1, 2, 2), ROUNDED),
+        (replace(EVEN, **EXPERTS), None, (1, 2, 2), {}),
+        (DEEP, ADAPTERS, (1, 1, 1), ROUNDED),
     ],
     ids=["one-device", "all-axes", "experts", "adapters"],
 )

@@ -9,7 +9,7 @@ import optax
 import pytest
 
 from app.model.decoder import DecoderDefinition
-from app.update.optimizer import TrainState, init_train_state, make_optimizer, make_schedule, train_state_shardings
+from app.update.optimizer import init_train_state, make_optimizer, make_schedule, train_state_shardings
 from settings.schema.optimizer import OptimizerSettings
 from tests.tiny import BIASED, EVEN, make_mesh, random_params
 
@@ -97,19 +97,6 @@ def test_the_shardings_of_a_state_fit_it_and_moments_lie_where_their_weights_lie
     for moment in (adam.mu, adam.nu):
         assert all(jax.tree.leaves(jax.tree.map(lies_at, moment, weights)))
     assert any(not leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(adam.mu))
-
-
-def test_a_fresh_state_has_no_history():
-    definition, mesh = DecoderDefinition.create(EVEN), make_mesh()
-    optimizer = make_optimizer(OptimizerSettings(), CONSTANT)
-    params = random_params(definition)
-    state = init_train_state(
-        optimizer, params, train_state_shardings(optimizer, definition.shapes, definition.shardings(mesh), mesh)
-    )
-    assert isinstance(state, TrainState)
-    assert state.params is params
-    assert [int(x) for x in (state.num_updates, state.nonfinite_in_a_row, state.nonfinite_total)] == [0, 0, 0]
-    assert all(not leaf.any() for leaf in jax.tree.leaves(state.optimizer))
 
 
 def is_adam(node) -> bool:

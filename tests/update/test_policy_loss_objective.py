@@ -14,7 +14,7 @@ from app.model.decoder import DecoderDefinition
 from app.records.sample import Sample
 from app.update.kl import KLEstimator, k1, k3
 from app.update.loss_aggregation import AggregationFn, sequence_mean_token_mean, token_mean
-from app.update.policy_loss import PolicyBatch, detached_logprobs, make_policy_objective, scored_logprobs
+from app.update.policy_loss import PolicyBatch, detached_logprobs, make_policy_objective
 from tests.tiny import (
     ODD,
     PLAIN_LOSS,
@@ -50,13 +50,11 @@ def with_reference(samples: Sequence[Sample], *, weights: AggregationFn = token_
 
 
 @functools.cache
-def loss_and_gradient(
-    beta: float = 0.0, several: bool = False, kl_estimator: KLEstimator | None = None, entropy_coef: float = 0.0
-):
+def loss_and_gradient(beta: float = 0.0, kl_estimator: KLEstimator | None = None, entropy_coef: float = 0.0):
     """Returns loss and gradient; with `beta` the penalty is in the loss, with only `kl_estimator` it is measured."""
     loss = replace(
         PLAIN_LOSS,
-        proximal_logprobs_fn=scored_logprobs if several else detached_logprobs,
+        proximal_logprobs_fn=detached_logprobs,
         kl_estimator=k3 if beta else kl_estimator,
         beta=beta,
         entropy_coef=entropy_coef,
@@ -81,55 +79,6 @@ def test_two_samples_in_one_row_lose_minus_two_and_a_quarter():
     assert float(parts.sums["loss"]) == float(loss)
 
 
-@pytest.mark.parametrize("weights", [token_mean, sequence_mean_token_mean])
-def test_a_batch_whose_tokens_are_all_masked_has_no_loss_and_no_gradient(weights):
-    samples = [replace(s, loss_mask=np.zeros(len(s.completion_ids), bool)) for s in SAMPLES]
-    (loss, parts), gradient = loss_and_gradient()(params(), micro_batch(samples, weights=weights), 1.0)
-    assert float(loss) == 0.0
-    assert all(not leaf.any() for leaf in jax.tree.leaves(gradient))
-    assert all(float(x) == 0.0 for x in jax.tree.leaves(parts))
-
-
-def test_padding_rows_alone_have_no_gradient():
-    batch = jax.tree.map(lambda x: np.zeros_like(x), micro_batch(SAMPLES))
-    (loss, _), gradient = loss_and_gradient()(params(), batch, 1.0)
-    assert float(loss) == 0.0
-    assert all(not leaf.any() for leaf in jax.tree.leaves(gradient))
-
-
-def test_with_one_update_the_ratio_is_exactly_one_whatever_the_sampler_said():
-    (_, parts), _ = loss_and_gradient()(params(), micro_batch(SAMPLES), 1.3)
-    assert float(parts.maxima["policy/ratio_max"]) == 1.0
-    assert float(parts.sums["policy/clip_fraction_low"]) == 0.0
-    assert float(parts.sums["policy/clip_fraction_high"]) == 0.0
-
-
-def test_at_ratio_one_loss_and_gradient_are_those_of_reinforce():
-    batch = micro_batch(SAMPLES)
-
-    def reinforce(params):
-        logprobs, _ = logprobs_of(params, batch)
-        return -jnp.sum(batch.loss_weights * batch.advantages * logprobs)
-
-    (loss, _), gradient = loss_and_gradient()(params(), batch, 1.3)
-    assert_trees_close(gradient, jax.jit(jax.grad(reinforce))(params()))
-    assert float(loss) == pytest.approx(-float(np.sum(batch.loss_weights * batch.advantages)), rel=1e-5)
-
-
-def test_with_several_updates_the_ratio_is_taken_to_the_scored_logprobs():
-    batch = micro_batch(SAMPLES)
-    scored = np.asarray(logprobs_of(params(), batch)[0])
-    (_, same), _ = loss_and_gradient(several=True)(params(), replace(batch, policy_logprobs=scored), 1.3)
-    assert float(same.maxima["policy/ratio_max"]) == pytest.approx(1.0, abs=1e-5)
-    # Twice as likely now as when they were scored: everything with a positive advantage is clipped.
-    halved = replace(batch, policy_logprobs=scored - np.float32(np.log(2)))
-    (_, moved), _ = loss_and_gradient(several=True)(params(), halved, 1.3)
-    assert float(moved.maxima["policy/ratio_max"]) == pytest.approx(2.0, rel=1e-5)
-    expected = float(np.sum(batch.token_weights * (batch.advantages > 0)))
-    assert float(moved.sums["policy/clip_fraction_high"]) == pytest.approx(expected, rel=1e-5)
-    assert float(moved.sums["policy/clip_fraction_low"]) == 0.0
-
-
 def test_metrics_are_means_over_the_tokens_that_the_policy_wrote():
     batch = micro_batch(SAMPLES)
     logprobs, entropy = (np.asarray(x, np.float64) for x in logprobs_of(params(), batch))
@@ -143,23 +92,6 @@ def test_metrics_are_means_over_the_tokens_that_the_policy_wrote():
     assert "policy/kl" not in parts.sums
 
 
-def test_the_penalty_adds_beta_times_the_weighted_estimate():
-    batch = with_reference(SAMPLES, weights=sequence_mean_token_mean)
-    mask, reference = np.asarray(batch.tokens.loss_mask), jnp.asarray(batch.reference_logprobs)
-
-    def penalty(params):
-        logprobs, _ = logprobs_of(params, batch)
-        return jnp.sum(batch.loss_weights * jnp.where(mask, k3(logprobs, reference), 0.0))
-
-    (without, _), plain = loss_and_gradient()(params(), replace(batch, reference_logprobs=None), 1.3)
-    (loss, parts), gradient = loss_and_gradient(beta=0.25)(params(), batch, 1.3)
-    extra, slope = jax.jit(jax.value_and_grad(penalty))(params())
-    assert float(loss) == pytest.approx(float(without + 0.25 * extra), rel=1e-5)
-    assert_trees_close(gradient, jax.tree.map(lambda a, b: a + 0.25 * b, plain, slope))
-    estimates = np.asarray(k3(logprobs_of(params(), batch)[0], reference))[mask]
-    assert float(parts.sums["policy/kl"]) == pytest.approx(estimates.mean(), rel=1e-4)
-
-
 def test_a_penalty_that_the_reward_holds_is_measured_and_changes_nothing():
     batch = with_reference(SAMPLES)
     (loss, parts), gradient = loss_and_gradient(kl_estimator=k1)(params(), batch, 1.3)
@@ -169,25 +101,6 @@ def test_a_penalty_that_the_reward_holds_is_measured_and_changes_nothing():
     mask = np.asarray(batch.tokens.loss_mask)
     estimates = (np.asarray(logprobs_of(params(), batch)[0]) - batch.reference_logprobs)[mask]
     assert float(parts.sums["policy/kl"]) == pytest.approx(estimates.mean(), rel=1e-5)
-
-
-def test_the_bonus_takes_the_weighted_entropy_from_the_loss():
-    batch = micro_batch(SAMPLES, weights=sequence_mean_token_mean)
-
-    def bonus(params):
-        tokens = batch.tokens
-        _, entropies, _ = row_logprobs(
-            DEFINITION.bind(params), tokens, temperature=1.3, entropy_gradient=True, **FORWARD
-        )
-        return jnp.sum(batch.loss_weights * entropies)
-
-    (without, _), plain = loss_and_gradient()(params(), batch, 1.3)
-    (loss, parts), gradient = loss_and_gradient(entropy_coef=0.5)(params(), batch, 1.3)
-    extra, slope = jax.jit(jax.value_and_grad(bonus))(params())
-    assert float(extra) > 0.1
-    assert float(loss) == pytest.approx(float(without - 0.5 * extra), rel=1e-5)
-    assert_trees_close(gradient, jax.tree.map(lambda a, b: a - 0.5 * b, plain, slope))
-    assert float(parts.sums["loss"]) == float(loss)
 
 
 def test_tokens_outside_the_mask_say_nothing():

@@ -135,9 +135,8 @@ def test_a_good_step_moves_every_weight_and_is_counted(step):
     assert float(second["policy/learning_rate"]) == pytest.approx(0.4)
 
 
-@pytest.mark.parametrize("value", [np.nan, np.inf])
-@pytest.mark.parametrize("field", ["advantages", "behavior_logprobs"])
-def test_one_bad_number_changes_no_weight_and_no_moment(step, value, field):
+@pytest.mark.parametrize(("field", "value"), [("advantages", np.inf), ("behavior_logprobs", np.nan)])
+def test_one_bad_number_changes_no_weight_and_no_moment(step, field, value):
     update, fresh = step
     state, _ = update(fresh(), GOOD, jnp.float32(1.3))
     before = on_host(state)
@@ -162,11 +161,3 @@ def test_bad_steps_are_counted_until_a_good_one(step):
         counts.append((int(metrics["policy/nonfinite_in_a_row"]), int(metrics["policy/nonfinite_updates"])))
     assert counts == [(1, 1), (2, 2), (0, 2), (1, 3)]
     assert int(state.num_updates) == 1
-
-
-def test_skipped_steps_leave_no_trace_in_the_next_good_one(step):
-    update, fresh = step
-    state, _ = update(fresh(), BAD, jnp.float32(1.3))
-    ours, _ = update(state, GOOD, jnp.float32(1.3))
-    expected, _ = update(fresh(), GOOD, jnp.float32(1.3))
-    jax.tree.map(np.testing.assert_array_equal, (ours.params, ours.optimizer), (expected.params, expected.optimizer))

@@ -68,29 +68,7 @@ def test_the_two_clips_are_separate_and_only_cut_gradients_are_counted():
     np.testing.assert_allclose(result.ratio, ratio, rtol=1e-6)
 
 
-@given(st.floats(-20, 0, width=32), st.floats(-100, 100, width=32))
-def test_at_ratio_one_the_gradient_is_reinforce(logprob, advantage):
-    def loss(current):
-        arguments = (current - jnp.float32(logprob), current, jnp.float32(advantage))
-        return clipped_surrogate(*arguments, clip_low=LOW, clip_high=HIGH).loss
-
-    assert float(jax.grad(loss)(jnp.float32(logprob))) == pytest.approx(-advantage, rel=1e-6)
-
-
-def test_gradient_of_a_softmax_policy_at_ratio_one_is_reinforce():
-    logits, chosen, advantage = jnp.array([0.3, -1.0, 2.0]), 1, 0.7
-
-    def loss(logits):
-        current = jax.nn.log_softmax(logits)[chosen]
-        log_ratio = current - jax.lax.stop_gradient(current)
-        return clipped_surrogate(log_ratio, current, jnp.float32(advantage), clip_low=LOW, clip_high=HIGH).loss
-
-    # -A grad log pi(a) = -A (onehot(a) - pi)
-    expected = -advantage * (jnp.eye(3)[chosen] - jax.nn.softmax(logits))
-    np.testing.assert_allclose(jax.grad(loss)(logits), expected, rtol=1e-6)
-
-
-@pytest.mark.parametrize("difference", [-1e4, -LOG_RATIO_LIMIT - 1, LOG_RATIO_LIMIT + 1, 1e4])
+@pytest.mark.parametrize("difference", [-1e4, LOG_RATIO_LIMIT + 1])
 @pytest.mark.parametrize("advantage", [-1.0, 1.0])
 def test_hopeless_ratios_stay_finite(difference, advantage):
     def loss(current):

@@ -62,28 +62,6 @@ def test_llama_with_only_its_sizes_takes_transformers_defaults():
     )
 
 
-def test_qwen2_always_has_query_key_value_biases_and_never_an_output_bias():
-    architecture = architecture_from_config(config_of("qwen2"))
-    assert (architecture.qkv_bias, architecture.attention_output_bias, architecture.mlp_bias) == (
-        True,
-        False,
-        False,
-    )
-
-
-def test_llama_attention_bias_stands_on_all_four_projections():
-    architecture = architecture_from_config(LLAMA | {"attention_bias": True, "mlp_bias": True})
-    assert (architecture.qkv_bias, architecture.attention_output_bias, architecture.mlp_bias) == (
-        True,
-        True,
-        True,
-    )
-
-
-def test_head_dim_is_taken_where_named_and_need_not_divide_the_width():
-    assert architecture_from_config(LLAMA | {"head_dim": 16, "num_attention_heads": 10}).head_dim == 16
-
-
 @pytest.mark.parametrize("absent", [{}, {"num_key_value_heads": None}])
 def test_without_key_value_heads_every_query_head_has_its_own(absent):
     config = {key: value for key, value in LLAMA.items() if key != "num_key_value_heads"} | absent
@@ -108,7 +86,7 @@ def test_both_spellings_of_rope_mean_the_same(old, new):
     assert architecture_from_config(LLAMA | old) == architecture_from_config(LLAMA | new)
 
 
-@pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen2", "qwen3", "gemma2"])
+@pytest.mark.parametrize("model_type", ["llama", "qwen3", "gemma2"])
 @pytest.mark.parametrize("rope", [{"rope_type": "default", "rope_theta": 3e4}, {**LLAMA3_SCALING, "rope_theta": 3e4}])
 def test_what_transformers_saves_is_read(model_type, rope, tmp_path):
     AutoConfig.for_model(model_type, **SIZES, rope_parameters=dict(rope), tie_word_embeddings=True).save_pretrained(
@@ -220,11 +198,6 @@ def test_windows_stand_on_the_layers_that_the_config_gives_them(model_type, fiel
     assert architecture_from_config(config_of(model_type, **fields)).windows == windows
 
 
-def test_an_original_length_beside_the_scaling_wins_over_the_one_inside():
-    config = LLAMA | {"rope_scaling": LLAMA3_SCALING, "original_max_position_embeddings": 32}
-    assert architecture_from_config(config).rope.original_max_positions == 32
-
-
 REFUSED = [
     (
         {"model_type": "gpt2"},
@@ -236,24 +209,19 @@ REFUSED = [
         r"'qwen3_next' is not supported .*DeltaNet.*; supported",
     ),
     ({"model_type": "qwen2_moe", "shared_expert_intermediate_size": 64}, r"'qwen2_moe' .*shared experts"),
-    ({"model_type": None}, r"model_type=None.*llama, mistral"),
     ({"model_type": ["llama"]}, r"model_type=\['llama'\].*llama, mistral"),
     ({"architectures": ["LlamaForSequenceClassification"]}, r"SequenceClassification.*LlamaForCausalLM"),
-    ({"architectures": 3}, r"architectures=3.*LlamaForCausalLM"),
     ({"auto_map": {"AutoModelForCausalLM": "modeling.Own"}}, r"auto_map.*never run"),
     ({"quantization_config": {"quant_method": "gptq"}}, r"quantization_config"),
     ({"num_local_experts": 8}, r"`num_local_experts`: mixtures of experts.*dense"),
-    ({"num_experts": 8}, r"`num_experts`: mixtures of experts.*dense"),
     ({"attention_chunk_size": 8192}, r"`attention_chunk_size`.*full or sliding attention"),
     ({"use_sliding_window": True}, r"use_sliding_window=true"),
     ({"layer_types": ["full_attention", "sliding_attention", "full_attention"]}, r"layer_types=.*'full_attention' for"),
     ({"layer_types": ["full_attention"]}, r"layer_types must list one type for each of 3 layers"),
-    ({"layer_types": "full_attention"}, r"layer_types must list one type for each of 3 layers"),
     ({"layer_types": ["full_attention"] * 2 + ["chunked_attention"]}, r"layer_types has 'chunked_attention'"),
     ({"hidden_act": "gelu"}, r"hidden_act='gelu'.*silu"),
     ({"hidden_size": None}, r"hidden_size is missing"),
     ({"vocab_size": "97"}, r"vocab_size.*positive integer.*'97'"),
-    ({"num_hidden_layers": 0}, r"num_hidden_layers.*positive integer.*0"),
     ({"num_hidden_layers": True}, r"num_hidden_layers.*positive integer.*True"),
     ({"rms_norm_eps": float("inf")}, r"rms_norm_eps.*positive number"),
     ({"tie_word_embeddings": "yes"}, r"tie_word_embeddings.*true or false"),
@@ -261,8 +229,6 @@ REFUSED = [
     ({"num_attention_heads": 5, "num_key_value_heads": 5}, r"hidden_size=24.*num_attention_heads=5"),
     ({"head_dim": 5}, r"head_dim must be even.*got 5"),
     ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, r"'yarn'.*default, linear, llama3"),
-    ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, r"'dynamic'.*default, linear, llama3"),
-    ({"rope_parameters": {"rope_type": "longrope"}}, r"'longrope'.*default, linear, llama3"),
     ({"rope_parameters": 3}, r"rope_parameters must be an object, got 3"),
     ({"rope_scaling": {"rope_type": "linear"}}, r"factor is missing"),
     ({"rope_scaling": {**LLAMA3_SCALING, "high_freq_factor": 1.0}}, r"high_freq_factor=1.0 must exceed"),
@@ -284,14 +250,11 @@ def test_a_config_that_cannot_be_served_is_refused_by_name(change, message):
         ("qwen3", {"use_sliding_window": 1}, r"use_sliding_window must be true or false, got 1"),
         ("qwen3", {"use_sliding_window": True, "sliding_window": 0}, r"sliding_window must be a positive integer"),
         ("qwen3", {"max_window_layers": -1}, r"max_window_layers must be an integer of at least 0, got -1"),
-        ("mistral", {"hidden_act": "gelu"}, r"hidden_act='gelu'.*'silu'"),
         (
             "mistral",
             {"sliding_window": 2**40},
             r"positive integer below 1,073,741,824, got 1099511627776",
         ),
-        ("gemma3_text", {"partial_rotary_factor": 0.5}, r"partial_rotary_factor=0.5"),
-        ("mistral", {"sliding_window": "4096"}, r"sliding_window must be a positive integer below .*, got '4096'"),
         (
             "mistral",
             {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
