@@ -49,9 +49,6 @@ Params = dict[str, Any]
 
 ParamPath = tuple[str, ...]
 
-NO_WINDOW = UNREACHABLE
-"""The window of full-attention layers in a scan over layers with and without windows."""
-
 
 def flatten_by_path(tree: Params) -> dict[ParamPath, Any]:
     """Returns the leaves of a nested dict by key path."""
@@ -291,7 +288,7 @@ class Trunk(nnx.Module):
         whole, windowed = self.angles(layout.positions)
         attention = self.attention_over(layout, dtype)
         # Scanned together with the weights, so that one body serves layers with and without a window.
-        windows = jnp.array([w or NO_WINDOW for w in arch.windows], jnp.int32) if arch.windows else None
+        windows = jnp.array([w or UNREACHABLE for w in arch.windows], jnp.int32) if arch.windows else None
         is_token = layout.segment_ids != 0
 
         routes = None if recorded is None else jnp.moveaxis(recorded, 2, 0)
@@ -299,7 +296,7 @@ class Trunk(nnx.Module):
         def layer(x: Array, one: tuple[nnx.State, Array | None, Array | None]) -> tuple[Array, Array | None]:
             weights, window, recorded = one
             two_ropes = arch.windowed_rope is not None and window is not None
-            angles = jnp.where(window == NO_WINDOW, whole, windowed) if two_ropes else whole
+            angles = jnp.where(window == UNREACHABLE, whole, windowed) if two_ropes else whole
 
             def attend(query: Array, key: Array, value: Array) -> tuple[Array, None]:
                 return attention(query, key, value, window=window), None

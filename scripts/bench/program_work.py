@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,8 @@ from app.mesh.placement import num_local_row_shards
 from app.model.architecture import Architecture
 from app.model.attention.cached import decode_block_size
 from app.model.attention.dense import ATTENTION_SCOPE
-from app.model.attention.packed import architecture_blocking, visible_pairs
+from app.model.attention.packed import architecture_blocking, make_block_pairs
+from app.model.attention.pairs import Blocking
 from app.model.flops import lm_head_flops, pair_flops, token_flops
 from app.model.kv_cache import abstract_cache, cache_shapes
 from app.model.segment_layout import SegmentLayout
@@ -161,11 +162,20 @@ def _rows_work(
         flops // mesh.shape["tp"],
         {
             ATTENTION_SCOPE: -(
-                -visible_pairs(layout, architecture.layer_windows, blocking) // blocking.pairs_per_iteration
+                -_visible_pairs(layout, architecture.layer_windows, blocking) // blocking.pairs_per_iteration
             ),
             **_routed_rows(architecture, mesh, int(is_token.sum())),
         },
     )
+
+
+def _visible_pairs(layout: SegmentLayout, windows: Sequence[int | None], blocking: Blocking) -> int:
+    """Returns how many pairs of blocks a layer computes for one device's rows, rounded up from the mean over layers."""
+    num_layers = Counter(windows)
+    pairs = make_block_pairs(layout, num_layers, blocking)
+    if pairs is None:
+        return len(layout.segment_ids)
+    return math.ceil(np.average(pairs.num_pairs.sum(axis=1), weights=list(num_layers.values())))
 
 
 def _routed_rows(architecture: Architecture, mesh: Mesh, num_tokens: int) -> dict[str, int]:

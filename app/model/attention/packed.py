@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import math
-from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
@@ -105,18 +102,6 @@ def make_block_pairs(layout: SegmentLayout, windows: Collection[Window], blockin
         return None
     layout = SegmentLayout(*(_pad_to_blocks(jnp.asarray(x), size, axis=1) for x in layout))
     return block_pairs(layout, windows, size, with_padding=blocking.kernel is not None)
-
-
-def visible_pairs(layout: SegmentLayout, windows: Sequence[int | None], blocking: Blocking) -> int:
-    """Returns how many pairs of blocks a layer computes for one device's rows, outside of a program.
-
-    This is the mean over layers with these windows, rounded up.
-    """
-    num_layers = Counter(windows)
-    pairs = make_block_pairs(layout, num_layers, blocking)
-    if pairs is None:
-        return len(layout.segment_ids)
-    return math.ceil(np.average(pairs.num_pairs.sum(axis=1), weights=list(num_layers.values())))
 
 
 @jax.named_scope(ATTENTION_SCOPE)

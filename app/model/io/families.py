@@ -114,48 +114,39 @@ def architecture_from_config(
 
 def llama(config: HfConfig) -> Architecture:
     """Reads the configuration of Llama 2 and 3, SmolLM2 and other models in the same format."""
-    _check_silu_activation(config)
     if config.get("use_sliding_window"):
         raise InputError("config.json: use_sliding_window=true is not supported for model_type='llama'")
-    bias = boolean(config, "attention_bias")
     return _architecture(
         config,
         windows=_uniform_windows(config, None),
-        qkv_bias=bias,
-        attention_output_bias=bias,
+        **_attention_biases(config),
         mlp_bias=boolean(config, "mlp_bias"),
     )
 
 
 def mistral(config: HfConfig) -> Architecture:
     """Reads the configuration of Mistral: Llama with one sliding window for all layers. Source: Jiang et al. 2023."""
-    _check_silu_activation(config)
     return _architecture(config, windows=_uniform_windows(config, _sliding_window(config)))
 
 
 def qwen2(config: HfConfig) -> Architecture:
     """Reads the configuration of Qwen2 and 2.5: Llama with biases on query, key and value."""
-    _check_silu_activation(config)
     return _architecture(config, windows=_qwen_windows(config), qkv_bias=True)
 
 
 def qwen3(config: HfConfig) -> Architecture:
     """Reads the configuration of Qwen3: Llama with normalized queries and keys. Source: Yang et al. 2025, section 2."""
-    _check_silu_activation(config)
-    bias = boolean(config, "attention_bias")
     return _architecture(
         config,
         default_head_dim=128,
         windows=_qwen_windows(config),
-        qkv_bias=bias,
-        attention_output_bias=bias,
+        **_attention_biases(config),
         query_key_norms=True,
     )
 
 
 def mixtral(config: HfConfig) -> Architecture:
     """Reads the configuration of Mixtral: Mistral with experts. Source: Jiang et al. 2024, section 2."""
-    _check_silu_activation(config)
     return _architecture(
         config,
         windows=_uniform_windows(config, nullable_field(positive_int, config, "sliding_window", default=None)),
@@ -172,15 +163,12 @@ def qwen3_moe(config: HfConfig) -> Architecture:
         raise InputError(
             f"config.json: decoder_sparse_step={step} is not supported: {UNSUPPORTED_FIELDS['mlp_only_layers']}"
         )
-    _check_silu_activation(config)
-    bias = boolean(config, "attention_bias")
     window = _sliding_window(config) if boolean(config, "use_sliding_window") else None
     return _architecture(
         config,
         width_field="moe_intermediate_size",
         windows=_uniform_windows(config, window),
-        qkv_bias=bias,
-        attention_output_bias=bias,
+        **_attention_biases(config),
         query_key_norms=True,
         **_experts(config),
         normalized_routing=boolean(config, "norm_topk_prob"),
@@ -238,14 +226,12 @@ FAMILIES: dict[str, Family] = {
 def _gemma(config: HfConfig, **switches: Any) -> Architecture:
     """Returns an architecture with the switches that Gemma 2 and 3 share, and the given ones."""
     _check_gemma_activation(config)
-    bias = boolean(config, "attention_bias")
     return _architecture(
         config,
         default_head_dim=256,
         tied_by_default=True,
         query_scale=positive_float(config, "query_pre_attn_scalar", default=256) ** -0.5,
-        qkv_bias=bias,
-        attention_output_bias=bias,
+        **_attention_biases(config),
         post_norms=True,
         centered_norms=True,
         activation="gelu_tanh",
@@ -277,6 +263,8 @@ def _architecture(
         )
     if "rope" not in switches:
         switches["rope"] = _rope(config)
+    if "activation" not in switches and config.get("hidden_act", "silu") != "silu":
+        raise InputError(f"config.json: hidden_act={config['hidden_act']!r} is not supported; supported: 'silu'")
     return Architecture(
         family=config["model_type"],
         vocab_size=positive_int(config, "vocab_size"),
@@ -291,6 +279,11 @@ def _architecture(
         tied_embeddings=boolean(config, "tie_word_embeddings", default=tied_by_default),
         **switches,
     )
+
+
+def _attention_biases(config: HfConfig) -> dict[str, Any]:
+    """Returns whether all four projections of attention have biases."""
+    return dict.fromkeys(("qkv_bias", "attention_output_bias"), boolean(config, "attention_bias"))
 
 
 def _experts(config: HfConfig) -> dict[str, Any]:
@@ -405,11 +398,6 @@ def _layer_types(config: HfConfig) -> Sequence[str] | None:
             f"config.json: layer_types has {unknown[0]!r}, which is not supported; supported: {FULL}, {SLIDING}"
         )
     return types
-
-
-def _check_silu_activation(config: HfConfig) -> None:
-    if config.get("hidden_act", "silu") != "silu":
-        raise InputError(f"config.json: hidden_act={config['hidden_act']!r} is not supported; supported: 'silu'")
 
 
 def _check_gemma_activation(config: HfConfig) -> None:

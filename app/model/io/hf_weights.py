@@ -217,7 +217,7 @@ def load_weights(
         for path, part in parts.items():
             sharding = shardings[path]
             params[path] = make_layer_writer(sharding)(
-                params[path], place_tensor(part, without_layer_dim(sharding)), layer
+                params[path], place_tensor(part, NamedSharding(mesh, PartitionSpec(*sharding.spec[1:]))), layer
             )
 
     for (path, layer), (entry, *others) in itertools.groupby(entries, key=lambda entry: (entry.path, entry.layer)):
@@ -240,11 +240,6 @@ def quantize_kernel(definition: DecoderDefinition, path: ParamPath, kernel: np.n
 def place_tensor(tensor: np.ndarray, sharding: NamedSharding) -> Array:
     """Returns the tensor as a sharded array. Every host must pass the whole tensor."""
     return jax.make_array_from_callback(tensor.shape, sharding, lambda index: tensor[index])
-
-
-def without_layer_dim(sharding: NamedSharding) -> NamedSharding:
-    """Returns the sharding of one layer of a stacked parameter."""
-    return NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:]))
 
 
 @functools.cache
