@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import ArrayLike, Bool, Float32, Float64
 
 from app.advantage.gae.estimate import generalized_advantages
-from app.advantage.gae.recurrence import Number
+from app.advantage.gae.recurrence import Number, TokenAdvantages
 from app.advantage.token_rewards import TokenRewardFn
 from app.advantage.vtrace import vtrace
 from app.batching.micro_batch_shapes import bucket_length
@@ -39,11 +39,6 @@ class TokenRows(NamedTuple):
     """True on the last token that the policy wrote in each turn of a sample but its last one; None = there are none."""
     bootstrap: Float32[np.ndarray, "B T"] | None = None
     """Value after a sample's last token: the critic's if the sample continues, 0 if it is complete."""
-
-
-class TokenAdvantages(NamedTuple):
-    advantages: Float32[np.ndarray, "B T"]
-    returns: Float32[np.ndarray, "B T"]
 
 
 GaeEstimator = Callable[..., tuple[ArrayLike, ArrayLike]]
@@ -147,7 +142,7 @@ def assign_vtrace_advantages(
     log_ratios = np.pad(ratios, (0, row.rewards.size - ratios.size))[None]
     given = {"mask": row.mask, "ends": row.ends, "bootstrap": row.bootstrap}
     result = vtrace(row.rewards, row.values, log_ratios, gamma=gamma(row), lam=lam(row), **given)
-    return _assign_advantages(samples, TokenAdvantages(*result))
+    return _assign_advantages(samples, result)
 
 
 def assign_return_advantages(

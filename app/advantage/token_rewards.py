@@ -1,4 +1,4 @@
-"""Rewards per token: the sample's reward on the last token that the policy wrote, and a KL penalty on all of them."""
+"""Rewards per token: the sample's reward on its last token, and a KL penalty, whose coefficient may adapt, on all."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ from jaxtyping import Float64
 
 from app.records.moments import Moments, joint_moments
 from app.records.sample import Sample
+
+MAX_KL_ERROR = 0.2
+"""Clip bound of the relative error KL / target - 1."""
 
 TokenRewardFn = Callable[[Sample], Float64[np.ndarray, "C"]]
 """A sample -> the reward of each token; 0 on tokens that the policy did not write."""
@@ -49,3 +52,19 @@ def token_kl(sample: Sample, kl_estimator: TokenKLFn) -> Float64[np.ndarray, "C"
 def kl_moments(samples: Sequence[Sample], kl_estimator: TokenKLFn) -> Moments:
     """Computes the moments of the KL over the tokens that the policy wrote, for this host's samples."""
     return joint_moments([(token_kl(s, kl_estimator), s.mask) for s in samples])
+
+
+def update_kl_coef(kl_coef: float, kl: float, *, target: float, num_samples: int, horizon: int) -> float:
+    """Returns the next coefficient, coef * (1 + clip(KL / target - 1, -0.2, 0.2) * min(num_samples / horizon, 1)).
+
+    Args:
+        kl, target: measured and desired KL, in the same unit.
+        num_samples: number of samples used to measure `kl`.
+        horizon: number of samples over which the coefficient changes by at most about 20 %.
+
+    Source: Ziegler et al. 2019, "Fine-Tuning Language Models from Human Preferences". As in TRL and verl, its gain of
+    0.1 per step is replaced by `num_samples / horizon`. Here this ratio is at most 1: above 5, the coefficient could
+    become negative.
+    """
+    error = min(max(kl / target - 1, -MAX_KL_ERROR), MAX_KL_ERROR)
+    return kl_coef * (1 + error * min(num_samples / horizon, 1))

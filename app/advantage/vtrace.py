@@ -2,30 +2,14 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
-from jaxtyping import Float32
 
 from app.advantage.gae.numpy_scan import solve_variable_decay
-from app.advantage.gae.recurrence import Number
+from app.advantage.gae.recurrence import Number, TokenAdvantages
 from app.advantage.gae.sequences import Sequences, Steps, flatten
 
 MAX_RATIO = 1.0
 """rho_bar, which determines whose values are estimated: with 1, the current policy's; c_bar is the same."""
-
-
-class VTraceOutput(NamedTuple):
-    """Advantages and targets; 0 where the mask is False."""
-
-    advantages: Float32[np.ndarray, "B T"]
-    """r_t + gamma * (lam * v_{t+1} + (1 - lam) * V_{t+1}) - V_t, without the factor rho_t of the policy gradient.
-
-    The loss applies rho_t. If it were part of the advantage, whitening would give a token with rho 0 the advantage
-    -mean / std at full weight.
-    """
-    targets: Float32[np.ndarray, "B T"]
-    """The critic's targets v_t."""
 
 
 @np.errstate(over="ignore", invalid="ignore")  # The caller looks at the results.
@@ -39,8 +23,12 @@ def vtrace(
     mask: np.ndarray | None = None,
     ends: np.ndarray | None = None,
     bootstrap: np.ndarray | None = None,
-) -> VTraceOutput:
+) -> TokenAdvantages:
     """Solves v_t - V_t = rho_t * delta_t + gamma * c_t * (v_{t+1} - V_{t+1}), delta_t = r_t + gamma V_{t+1} - V_t.
+
+    The returns are v_t, the advantages r_t + gamma * (lam * v_{t+1} + (1 - lam) * V_{t+1}) - V_t, without the factor
+    rho_t of the policy gradient, which the loss applies. If it were part of the advantage, whitening would give a token
+    with rho 0 the advantage -mean / std at full weight.
 
     Here rho_t = min(1, ratio_t) and c_t = lam * rho_t. If all ratios are 1, targets and advantages are those of GAE.
     Tokens that the policy did not write are skipped.
@@ -63,4 +51,4 @@ def vtrace(
     next_corrections = np.append(corrections[1:], 0.0)[: len(corrections)]
     tokens.output.advantages[written] = steps.deltas + steps.decays * next_corrections
     tokens.output.returns[written] = steps.values + corrections
-    return VTraceOutput(*(x.reshape(rewards.shape) for x in tokens.output))
+    return TokenAdvantages(*(x.reshape(rewards.shape) for x in tokens.output))

@@ -86,7 +86,6 @@ def gae(
         show_progress(f"grpo gae: {source}; loading JAX")
         from app.stages import gae
 
-        summary = gae.estimate_advantages(
-            resolved.settings, input=source, out=out, backend=backend, mask_mode=mask_mode
-        )
+        solver = "numpy" if backend == "auto" else backend
+        summary = gae.estimate_advantages(resolved.settings, input=source, out=out, backend=solver, mask_mode=mask_mode)
         print_result(summary, as_json=as_json)

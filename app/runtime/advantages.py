@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from app.advantage.adaptive_kl import update_kl_coef
 from app.advantage.advantage_metrics import AdvantageMoments, advantage_metrics, moments_over_hosts
 from app.advantage.gae.estimate import generalized_advantages
 from app.advantage.group import (
@@ -37,7 +36,13 @@ from app.advantage.token_advantages import (
     whiten_advantages,
     zero_bootstrap,
 )
-from app.advantage.token_rewards import TokenRewardFn, kl_moments, kl_penalized_token_rewards, task_token_rewards
+from app.advantage.token_rewards import (
+    TokenRewardFn,
+    kl_moments,
+    kl_penalized_token_rewards,
+    task_token_rewards,
+    update_kl_coef,
+)
 from app.distributed.collectives import sum_over_hosts
 from app.records.sample import Sample
 from app.update.kl import KL_ESTIMATORS, KLEstimator
@@ -122,7 +127,7 @@ def make_group_advantages(settings: Settings) -> EstimateAdvantages:
 
 
 def make_gae(
-    settings: Settings, *, backend: str = "auto", mask_mode: str = "skip"
+    settings: Settings, *, backend: str = "numpy", mask_mode: str = "skip"
 ) -> Callable[[TokenRows], TokenAdvantages]:
     """Returns the function that computes GAE over rows of tokens."""
     algorithm, alpha = settings.algorithm, settings.algorithm.length_adaptive_lam
@@ -141,7 +146,7 @@ def make_gae(
 
 
 def make_gae_advantages(
-    settings: Settings, *, bootstrap: BootstrapFn | None = None, backend: str = "auto", mask_mode: str = "skip"
+    settings: Settings, *, bootstrap: BootstrapFn | None = None, backend: str = "numpy", mask_mode: str = "skip"
 ) -> EstimateAdvantages:
     """Returns the function that computes GAE from the critic's values; `bootstrap` overrides the one from settings."""
     algorithm = settings.algorithm

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 from jaxtyping import Bool, Float32
 
-from app.advantage.gae.estimate import choose_backend
 from app.mesh import jax_startup
 from app.mesh.device_memory import peak_memory_bytes
 from app.mesh.devices import global_devices
@@ -101,7 +100,7 @@ def estimate_advantages(settings: Settings, *, input: Path, out: Path, backend: 
         summary["lambda of returns"] = settings.critic.lam
     summary |= {
         "mask mode": mask_mode,
-        "backend": choose_backend(backend),
+        "backend": backend,
         "mean advantage": round(written.advantages.mean, 6),
         "std of advantages": round(written.advantages.population_std, 6),
         "mean return": round(written.returns.mean, 6),

@@ -21,7 +21,7 @@ import numpy as np
 from jaxtyping import Bool, Float32, Float64
 
 from app.advantage.gae.chunked import CHUNK_SIZE
-from app.advantage.gae.estimate import choose_backend, generalized_advantages
+from app.advantage.gae.estimate import generalized_advantages
 from app.batching.micro_batch_shapes import bucket_length
 from app.records.atomic_write import write_atomic
 from app.records.jsonl import check_output_path
@@ -209,7 +209,7 @@ def measure_shape(rule: GaeRule, shape: BenchmarkShape, chunk_sizes: Sequence[in
         for backend, chunk_size in backends:
             call = partial(work.estimate, rule, backend, chunk_size)
             times = {"first_call_s": timeit(call, number=1), "max_error": error_of(call())}
-            is_auto = backend == choose_backend("auto")
+            is_auto = backend == "numpy"
             cases.append(replace(case, backend=backend, chunk_size=chunk_size, is_auto=is_auto, **times))
             calls.append(call)
             sizes.append(num_bytes + num_tokens * (work.mask is not None))

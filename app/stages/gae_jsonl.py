@@ -36,7 +36,7 @@ class GaeSampleFile:
         path: Path,
         settings: Settings,
         *,
-        backend: str = "auto",
+        backend: str = "numpy",
         mask_mode: str = "skip",
         window_tokens: int = WINDOW_TOKENS,
     ) -> None:

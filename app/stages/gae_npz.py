@@ -28,7 +28,7 @@ class GaeMatrixFile:
 
     ROW_NAME = "rows"
 
-    def __init__(self, path: Path, settings: Settings, *, backend: str = "auto", mask_mode: str = "skip") -> None:
+    def __init__(self, path: Path, settings: Settings, *, backend: str = "numpy", mask_mode: str = "skip") -> None:
         self._path = path
         self._mask_mode = mask_mode
         self._gae = make_gae(settings, backend=backend, mask_mode=mask_mode)

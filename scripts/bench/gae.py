@@ -129,7 +129,7 @@ def methods() -> dict[str, Callable[[Workload], np.ndarray]]:
         baselines["torchrl"] = torchrl
     return {
         **{name: partial(by_rows, solve) for name, solve in baselines.items()},
-        "ours auto": partial(ours, "auto"),
+        "ours auto": partial(ours, "numpy"),
         "ours chunked": partial(ours, "chunked"),
     }
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from app.advantage.gae.chunked import solve_constant_decay, solve_variable_decay
-from app.advantage.gae.estimate import BACKENDS, choose_backend, generalized_advantages
+from app.advantage.gae.estimate import BACKENDS, generalized_advantages
 from app.advantage.gae.recurrence import MASK_MODES
 from tests.advantage.gae_oracle import Case, oracle, random_case
 
@@ -174,10 +174,6 @@ def test_no_rows_and_no_tokens_are_defined(backend, shape):
     case = random_case(np.random.default_rng(6), shape, masked=True, packed=False)
     advantages, returns = estimate(case, gamma=0.9, lam=0.9, backend=backend)
     assert advantages.shape == returns.shape == shape
-
-
-def test_auto_solves_on_the_host():
-    assert [choose_backend(name) for name in ("auto", *BACKENDS)] == ["numpy", "numpy", "chunked"]
 
 
 @pytest.mark.parametrize("chunk_size", [1, 5, 1000])

@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.advantage.adaptive_kl import update_kl_coef
 from app.advantage.gae.estimate import generalized_advantages
 from app.advantage.token_advantages import (
     assign_gae_advantages,
@@ -25,7 +24,13 @@ from app.advantage.token_advantages import (
     whiten_advantages,
     zero_bootstrap,
 )
-from app.advantage.token_rewards import kl_moments, kl_penalized_token_rewards, task_token_rewards, token_kl
+from app.advantage.token_rewards import (
+    kl_moments,
+    kl_penalized_token_rewards,
+    task_token_rewards,
+    token_kl,
+    update_kl_coef,
+)
 from app.records.moments import EMPTY_MOMENTS, joint_moments
 from app.update.kl import k1, k3
 from tests.tiny import make_sample

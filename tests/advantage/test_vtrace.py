@@ -15,7 +15,7 @@ def test_on_policy_it_is_gae():
     for lam in (1.0, 0.8, np.random.default_rng(1).random((2, 150))):
         gae = generalized_advantages(case.rewards, case.values, gamma=0.9, lam=lam, **options)
         got = vtrace(case.rewards, case.values, np.zeros((2, 150)), gamma=0.9, lam=lam, **options)
-        np.testing.assert_allclose(got.targets, gae.returns, atol=1e-5)
+        np.testing.assert_allclose(got.returns, gae.returns, atol=1e-5)
         np.testing.assert_allclose(got.advantages, gae.advantages, atol=1e-5)
 
 
@@ -33,7 +33,7 @@ def test_off_policy_it_is_the_recursion_of_the_paper():
         targets[t] = values[0, t] + delta + gamma * traces[t] * (targets[t + 1] - values[0, t + 1])
     behind = np.append(lam * targets[1:9] + (1 - lam) * values[0, 1:9], values[0, 9])
     of_the_policy_gradient = weights * (rewards[0] + gamma * behind - values[0, :9])
-    np.testing.assert_allclose(got.targets[0], targets[:9], atol=1e-5)
+    np.testing.assert_allclose(got.returns[0], targets[:9], atol=1e-5)
     # The paper's advantages hold what tokens weigh; here the loss does that.
     np.testing.assert_allclose(weights * got.advantages[0], of_the_policy_gradient, atol=1e-5)
 
@@ -47,4 +47,4 @@ def test_ratios_of_tokens_that_the_policy_did_not_write_change_nothing():
         for x in (with_nan, np.where(case.mask, 0.1, 0.0))
     )
     np.testing.assert_array_equal(got.advantages, expected.advantages)
-    np.testing.assert_array_equal(got.targets, expected.targets)
+    np.testing.assert_array_equal(got.returns, expected.returns)

@@ -18,10 +18,10 @@ from jaxtyping import Array, Float32
 from app.advantage.gae.recurrence import (
     MASK_MODES,
     Discounts,
-    GaeOutput,
     GaeRows,
     HostOrDevice,
     Number,
+    TokenAdvantages,
     make_gae_rows,
 )
 
@@ -39,7 +39,7 @@ def solve_chunked(
     bootstrap: HostOrDevice | None,
     mask_mode: str,
     chunk_size: int,
-) -> GaeOutput:
+) -> TokenAdvantages:
     """Computes GAE in chunks: by matrix products for a constant decay, else by a scan of logarithmic depth.
 
     Arguments are those of `app.advantage.gae.estimate.generalized_advantages`. Memory per row: O(T + C^2) for a
@@ -50,7 +50,7 @@ def solve_chunked(
 
 
 @partial(jax.jit, static_argnums=(2, 3))
-def _solve_rows(rows: GaeRows, discounts: Discounts, mask_mode: str, chunk_size: int) -> GaeOutput:
+def _solve_rows(rows: GaeRows, discounts: Discounts, mask_mode: str, chunk_size: int) -> TokenAdvantages:
     terms = MASK_MODES[mask_mode](rows, discounts)
     if terms.one_minus_decay.ndim == 0:
         advantages = solve_constant_decay(terms.deltas, jnp.log1p(-terms.one_minus_decay), chunk_size=chunk_size)

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from app.advantage.gae.chunked import CHUNK_SIZE, solve_chunked
 from app.advantage.gae.numpy_scan import solve_in_numpy
-from app.advantage.gae.recurrence import GaeOutput, HostOrDevice, Number
+from app.advantage.gae.recurrence import HostOrDevice, Number, TokenAdvantages
 
 BACKENDS = ("numpy", "chunked")
-"""Blocks of a chunk scan in numpy on the host, and a chunk scan in JAX on the device."""
+"""Blocks of a chunk scan in numpy on the host, and a chunk scan in JAX on the device.
+
+The first is for arrays in the host's memory, as files and training have. They also return there, which `grpo gae
+--bench` finds fastest without a device in between.
+"""
 
 
 def generalized_advantages(
@@ -20,9 +24,9 @@ def generalized_advantages(
     ends: HostOrDevice | None = None,
     bootstrap: HostOrDevice | None = None,
     mask_mode: str = "skip",
-    backend: str = "auto",
+    backend: str = "numpy",
     chunk_size: int | None = None,
-) -> GaeOutput:
+) -> TokenAdvantages:
     """Computes A_t = delta_t + gamma lambda A_{t+1}, delta_t = r_t + gamma V_{t+1} - V_t, and the returns A + V.
 
     The result is float32, whatever the input. `chunked` traces `gamma` and `lam`: new values do not recompile. Pass
@@ -37,20 +41,12 @@ def generalized_advantages(
         ends: [B, T], True on the last token of each sequence of a row; the row's last token always ends one.
         bootstrap: [B, T], the value after a sequence, read at its last token; None = 0: all sequences are complete.
         mask_mode: meaning of masked tokens, see `app.advantage.gae.recurrence`.
-        backend: one of `BACKENDS`, or `auto`, see `choose_backend`.
+        backend: one of `BACKENDS`.
         chunk_size: steps per chunk of `chunked`, at least 1; None = its default.
 
     Source: Schulman et al. 2016, eq. 16.
     """
     given = {"gamma": gamma, "lam": lam, "mask": mask, "ends": ends, "bootstrap": bootstrap, "mask_mode": mask_mode}
-    if choose_backend(backend) == "numpy":
+    if backend == "numpy":
         return solve_in_numpy(rewards, values, **given)
     return solve_chunked(rewards, values, **given, chunk_size=chunk_size or CHUNK_SIZE)
-
-
-def choose_backend(backend: str) -> str:
-    """Returns the requested backend, or for `auto` the one for arrays in the host's memory, as files and training have.
-
-    They also return there, which `grpo gae --bench` finds fastest without a device in between.
-    """
-    return "numpy" if backend == "auto" else backend

@@ -24,7 +24,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Bool, Float, Float64, Int
 
-from app.advantage.gae.recurrence import GaeOutput, HostOrDevice, Number
+from app.advantage.gae.recurrence import HostOrDevice, Number, TokenAdvantages
 from app.advantage.gae.sequences import Ends, Sequences, Steps, flatten, solve_masked
 
 CHUNK_STEPS = 16
@@ -56,13 +56,13 @@ def solve_in_numpy(
     ends: HostOrDevice | None,
     bootstrap: HostOrDevice | None,
     mask_mode: str,
-) -> GaeOutput:
+) -> TokenAdvantages:
     """Computes GAE in float32; arguments are those of `app.advantage.gae.estimate.generalized_advantages`.
 
     Source: Schulman et al. 2016, eq. 16.
     """
     sequences = Sequences.from_rows(rewards, values, ends=ends, bootstrap=bootstrap)
-    output = GaeOutput(*(x.reshape(rewards.shape) for x in sequences.output))
+    output = TokenAdvantages(*(x.reshape(rewards.shape) for x in sequences.output))
     if rewards.size == 0:
         return output
     written = None if mask is None else flatten(mask, bool)

@@ -27,12 +27,12 @@ Number = float | np.ndarray | Array
 PerToken = Float32[Array, ""] | Float32[Array, "B T"]
 
 
-class GaeOutput(NamedTuple):
-    """Result of a backend; 0 where the mask is False."""
+class TokenAdvantages(NamedTuple):
+    """Advantages and returns of every token; 0 where the mask is False."""
 
     advantages: Float32[HostOrDevice, "B T"]
     returns: Float32[HostOrDevice, "B T"]
-    """advantages + values."""
+    """The critic's targets: advantages + values, or those of V-trace."""
 
 
 class Discounts(NamedTuple):
@@ -65,12 +65,12 @@ class RecurrenceTerms(NamedTuple):
     mask: Bool[Array, "B T"] | None
     """True on tokens whose results count; None = all."""
 
-    def to_output(self, advantages: Float32[Array, "B T"]) -> GaeOutput:
+    def to_output(self, advantages: Float32[Array, "B T"]) -> TokenAdvantages:
         """Returns advantages and returns, 0 on masked tokens."""
         returns = advantages + self.values
         if self.mask is None:
-            return GaeOutput(advantages, returns)
-        return GaeOutput(jnp.where(self.mask, advantages, 0.0), jnp.where(self.mask, returns, 0.0))
+            return TokenAdvantages(advantages, returns)
+        return TokenAdvantages(jnp.where(self.mask, advantages, 0.0), jnp.where(self.mask, returns, 0.0))
 
 
 class GaeRows(NamedTuple):

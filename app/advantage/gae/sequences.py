@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Bool, Float32, Float64, Int
 
-from app.advantage.gae.recurrence import GaeOutput, HostOrDevice, values_after_rows
+from app.advantage.gae.recurrence import HostOrDevice, TokenAdvantages, values_after_rows
 
 Ends = Int[np.ndarray, "S"]
 """Indices of the last tokens of sequences, in order."""
@@ -23,7 +23,7 @@ class Sequences(NamedTuple):
     """The last of them is N - 1."""
     after: Float32[np.ndarray, "S"]
     """The value after each sequence."""
-    output: GaeOutput
+    output: TokenAdvantages
     """Receives advantages and returns, [N] each; zeros at first."""
 
     @classmethod
@@ -36,7 +36,7 @@ class Sequences(NamedTuple):
         after = np.asarray(values_after_rows(values, num_tokens, bootstrap), np.float32)
         if ends is not None and rewards.size:
             last, after = _add_ends(last, after, flatten(ends, bool), bootstrap)
-        output = GaeOutput(*np.zeros((2, rewards.size), np.float32))
+        output = TokenAdvantages(*np.zeros((2, rewards.size), np.float32))
         return cls(flatten(rewards, np.float32), flatten(values[:, :num_tokens], np.float32), last, after, output)
 
     def cut(self, first: int, stop: int) -> tuple[Sequences, slice]:
@@ -45,7 +45,7 @@ class Sequences(NamedTuple):
         place = slice(start, int(self.ends[stop - 1]) + 1)
         rewards, values, *output = (x[place] for x in (self.rewards, self.values, *self.output))
         return Sequences(
-            rewards, values, self.ends[first:stop] - start, self.after[first:stop], GaeOutput(*output)
+            rewards, values, self.ends[first:stop] - start, self.after[first:stop], TokenAdvantages(*output)
         ), place
 
     def without_skipped(self, kept: Bool[np.ndarray, "N"] | None) -> tuple[Ends, Float32[np.ndarray, "S"]]:
