@@ -13,8 +13,8 @@ MAX_FILE_LINES = 450
 MAX_FUNCTION_LINES = 80
 MAX_FILES_IN_FOLDER = 26
 
-TOO_LONG_FILES = {"app.rollout.slots.slot_engine"}
-TOO_LONG_FUNCTIONS = {"app.rollout.slots.segment_decoding.decode_segment"}
+TOO_LONG_FILES = {"app.rollout.engine.engine"}
+TOO_LONG_FUNCTIONS = {"app.rollout.engine.segment.decode_segment"}
 
 
 def imported_modules(sources: Mapping[str, str]) -> dict[str, set[str]]:

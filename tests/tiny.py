@@ -24,10 +24,10 @@ from app.model.decoder import DecoderDefinition, Params
 from app.model.kv_cache import num_cache_shards
 from app.model.rope import RopeConfig
 from app.records.sample import Prompt, Sample
+from app.rollout.engine.continuous_batching import ContinuousBatchGenerator
+from app.rollout.engine.engine import SlotEngine
+from app.rollout.engine.shapes import make_slot_shapes
 from app.rollout.request import GenerationRequest
-from app.rollout.slots.continuous_batching import ContinuousBatchGenerator
-from app.rollout.slots.shape_buckets import make_slot_shapes
-from app.rollout.slots.slot_engine import SlotEngine
 from app.update.loss_aggregation import AggregationFn, StepTotals, token_mean
 from app.update.policy_loss import PolicyBatch, PolicyLoss, scored_logprobs
 from app.update.surrogate import clipped_surrogate

@@ -19,7 +19,7 @@ from app.mesh.devices import device_platform
 from app.mesh.placement import abstract_arrays, bytes_per_device, num_row_shards
 from app.records.sample import Prompt
 from app.records.text_format import format_bytes, format_table
-from app.rollout.slots.shape_buckets import BatchShape, Footprint
+from app.rollout.engine.shapes import BatchShape, Footprint
 from app.runtime.reward_model import NetworkSpec, make_reward_batcher
 from app.runtime.session import Session
 from app.training.learner import LearnerGroup

@@ -16,11 +16,11 @@ from app.mesh.submesh import assign_worker_devices, make_submesh
 from app.model.decoder import DecoderDefinition
 from app.model.kv_cache import num_cache_shards
 from app.prompts.tokenizer import Tokenizer
+from app.rollout.engine.continuous_batching import ContinuousBatchGenerator
+from app.rollout.engine.engine import SlotEngine
+from app.rollout.engine.programs import SlotPrograms
+from app.rollout.engine.shapes import SlotShapes
 from app.rollout.scheduling.protocol import WorkerKind
-from app.rollout.slots.continuous_batching import ContinuousBatchGenerator
-from app.rollout.slots.shape_buckets import SlotShapes
-from app.rollout.slots.slot_engine import SlotEngine
-from app.rollout.slots.slot_programs import SlotPrograms
 from app.rollout.workers.worker import RolloutWorker
 from app.rollout.workers.worker_pool import RolloutWorkerPool, ScheduleConfig
 from app.runtime.ray_workers import open_ray_workers

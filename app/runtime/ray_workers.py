@@ -10,8 +10,8 @@ from jax.sharding import Mesh
 
 from app.model.decoder import DecoderDefinition
 from app.prompts.tokenizer import Tokenizer
+from app.rollout.engine.engine import SlotEngine
 from app.rollout.scheduling.protocol import WorkerKind
-from app.rollout.slots.slot_engine import SlotEngine
 from app.rollout.workers.worker import RolloutWorker
 from app.runtime.slot_shapes import slot_shapes_from_settings
 from settings import Settings

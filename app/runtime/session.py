@@ -22,12 +22,12 @@ from app.model.lora import merge_adapters
 from app.records.sample import Prompt, Sample
 from app.records.text_format import format_ranges
 from app.rollout.counters import RolloutCounters
+from app.rollout.engine.continuous_batching import ContinuousBatchGenerator
+from app.rollout.engine.shapes import Footprint
 from app.rollout.request import GenerationRequest
 from app.rollout.sampling.token_sampling import SamplingRules
 from app.rollout.scheduling.length_estimator import LearnedLengths
 from app.rollout.scheduling.schedule_metrics import ScheduleMetrics
-from app.rollout.slots.continuous_batching import ContinuousBatchGenerator
-from app.rollout.slots.shape_buckets import Footprint
 from app.rollout.workers.async_generation import AsyncRollout
 from app.rollout.workers.worker_pool import RolloutWorkerPool
 from app.runtime.environments import open_conversations

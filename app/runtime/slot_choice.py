@@ -13,8 +13,8 @@ from app.mesh.device_mesh import num_hosts
 from app.mesh.devices import device_platform
 from app.mesh.placement import bytes_per_device
 from app.records.text_format import format_bytes
-from app.rollout.slots.slot_engine import SlotEngine
-from app.rollout.slots.slot_programs import SlotPrograms, compile_together
+from app.rollout.engine.engine import SlotEngine
+from app.rollout.engine.programs import SlotPrograms, compile_together
 from settings import Settings
 
 log = logging.getLogger(__name__)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from app.rollout.slots.shape_buckets import SlotShapes, make_slot_shapes
+from app.rollout.engine.shapes import SlotShapes, make_slot_shapes
 from settings.schema.rollout import RolloutSettings
 
 

@@ -27,6 +27,11 @@ from app.model.io.families import architecture_from_config
 from app.model.io.hf_weights import load_weights
 from app.model.io.model_files import open_model
 from app.records.sample import Prompt
+from app.rollout.engine.engine import SegmentResult as RanSegment
+from app.rollout.engine.engine import SlotEngine
+from app.rollout.engine.programs import ProgramName, ProgramSpec, SlotPrograms
+from app.rollout.engine.segment import decode_segment
+from app.rollout.engine.shapes import SlotShapes, make_slot_shapes
 from app.rollout.request import GenerationRequest
 from app.rollout.sample_generator import SampleGenerator
 from app.rollout.sampling.token_sampling import (
@@ -38,11 +43,6 @@ from app.rollout.sampling.token_sampling import (
     sample_tokens,
 )
 from app.rollout.scheduling.protocol import WorkerKind
-from app.rollout.slots.segment_decoding import decode_segment
-from app.rollout.slots.shape_buckets import SlotShapes, make_slot_shapes
-from app.rollout.slots.slot_engine import SegmentResult as RanSegment
-from app.rollout.slots.slot_engine import SlotEngine
-from app.rollout.slots.slot_programs import ProgramName, ProgramSpec, SlotPrograms
 from app.rollout.workers.worker import RolloutWorker
 from app.rollout.workers.worker_pool import RolloutWorkerPool, ScheduleConfig
 from scripts.bench.shapes import QWEN2_5

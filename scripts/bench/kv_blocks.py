@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 
-from app.rollout.slots.continuous_batching import ContinuousBatchGenerator
+from app.rollout.engine.continuous_batching import ContinuousBatchGenerator
 from scripts.bench.forced_rollout import (
     LONGEST_OVER_MEAN,
     ForcedRollout,

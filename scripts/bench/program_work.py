@@ -31,7 +31,7 @@ from app.preflight.attention_check import longest_samples
 from app.preflight.inspect_mesh import RunOutline
 from app.preflight.phase_memory import largest_micro_batch
 from app.records.sample import Sample
-from app.rollout.slots.shape_buckets import BatchShape
+from app.rollout.engine.shapes import BatchShape
 from app.runtime.scoring import set_compute_dtype
 from scripts.bench.kernel_time import ROUTED_ROWS
 

@@ -14,8 +14,8 @@ import workload
 
 import settings
 from app.checkpoint.network_states import RunState
-from app.rollout.slots.continuous_batching import ContinuousBatchGenerator
-from app.rollout.slots.slot_engine import SlotEngine
+from app.rollout.engine.continuous_batching import ContinuousBatchGenerator
+from app.rollout.engine.engine import SlotEngine
 from app.runtime.session import Session
 from app.tracking.console import ProgressDisplay
 from app.tracking.timer import StepTimer

@@ -20,11 +20,11 @@ from app.model.kernels import tpu_decode
 from app.model.kv_cache import LayerCache, abstract_cache, constrain_cache
 from app.model.prefill_and_decode import decode_step
 from app.records.sample import Sample
+from app.rollout.engine.continuous_batching import ContinuousBatchGenerator
+from app.rollout.engine.engine import SlotEngine
+from app.rollout.engine.shapes import make_slot_shapes
 from app.rollout.request import GenerationRequest
 from app.rollout.sampling.token_sampling import SamplingRules
-from app.rollout.slots.continuous_batching import ContinuousBatchGenerator
-from app.rollout.slots.shape_buckets import make_slot_shapes
-from app.rollout.slots.slot_engine import SlotEngine
 from scripts.bench.hlo_collectives import LoopedCollective, program_collectives
 from settings.schema.rollout import SegmentSettings
 from tests.tiny import EVEN, make_engine, make_mesh, random_params, random_prompts, spell

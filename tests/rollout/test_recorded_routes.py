@@ -20,13 +20,13 @@ from app.model.decoder import DecoderDefinition, Params
 from app.model.experts import UNRECORDED
 from app.model.segment_layout import single_segment_layout
 from app.records.sample import Sample
+from app.rollout.engine.continuous_batching import ContinuousBatchGenerator
+from app.rollout.engine.engine import SlotEngine
+from app.rollout.engine.shapes import make_slot_shapes
 from app.rollout.request import GenerationRequest
 from app.rollout.sampling.token_sampling import SamplingRules
 from app.rollout.scheduling.protocol import RunSegment
 from app.rollout.sequence import RolloutSequence, SuspendedSequence
-from app.rollout.slots.continuous_batching import ContinuousBatchGenerator
-from app.rollout.slots.shape_buckets import make_slot_shapes
-from app.rollout.slots.slot_engine import SlotEngine
 from app.rollout.workers.worker import Admission
 from app.score.scorer import Scorer
 from settings.schema.rollout import SegmentSettings

@@ -20,11 +20,11 @@ from app.model.decode_weights import abstract_decode_weights
 from app.model.decoder import DecoderDefinition
 from app.model.kernels import tpu_decode
 from app.records.sample import Sample
+from app.rollout.engine.continuous_batching import ContinuousBatchGenerator
+from app.rollout.engine.engine import SlotEngine
+from app.rollout.engine.shapes import make_slot_shapes
 from app.rollout.request import GenerationRequest
 from app.rollout.sampling.token_sampling import SamplingRules
-from app.rollout.slots.continuous_batching import ContinuousBatchGenerator
-from app.rollout.slots.shape_buckets import make_slot_shapes
-from app.rollout.slots.slot_engine import SlotEngine
 from app.runtime import rollout_mesh as choice
 from app.runtime.rollout_mesh import rollout_mesh, rollout_mesh_notes
 from scripts.bench.hlo_collectives import program_collectives

@@ -17,11 +17,11 @@ from app.model.io.hf_weights import quantize_kernel
 from app.model.lora import LoRAConfig
 from app.model.quantization import CODES, SCALES
 from app.records.sample import Sample
+from app.rollout.engine.continuous_batching import ContinuousBatchGenerator
+from app.rollout.engine.engine import SlotEngine
+from app.rollout.engine.shapes import make_slot_shapes
 from app.rollout.request import GenerationRequest
 from app.rollout.sampling.token_sampling import SamplingRules
-from app.rollout.slots.continuous_batching import ContinuousBatchGenerator
-from app.rollout.slots.shape_buckets import make_slot_shapes
-from app.rollout.slots.slot_engine import SlotEngine
 from settings import load
 from settings.checks.commands import check_for_train
 from settings.schema.rollout import SegmentSettings

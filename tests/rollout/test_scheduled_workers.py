@@ -21,6 +21,8 @@ from jax.sharding import Mesh
 from app.mesh.program_cache import CompilationCounter
 from app.mesh.submesh import make_submesh
 from app.records.sample import Sample
+from app.rollout.engine.engine import SegmentResult as RanSegment
+from app.rollout.engine.engine import SlotEngine
 from app.rollout.scheduling.protocol import (
     Admit,
     Command,
@@ -38,8 +40,6 @@ from app.rollout.scheduling.schedule_metrics import schedule_metrics, slot_spans
 from app.rollout.scheduling.scheduler import POLICIES, Scheduler
 from app.rollout.scheduling.scheduling_policy import PdsrConstants
 from app.rollout.sequence import RolloutSequence, SuspendedSequence
-from app.rollout.slots.slot_engine import SegmentResult as RanSegment
-from app.rollout.slots.slot_engine import SlotEngine
 from app.rollout.workers.worker import Admission, RolloutWorker, WorkerDiedError
 from app.rollout.workers.worker_pool import RolloutWorkerPool, ScheduleConfig
 from settings.schema.rollout import PdsrSettings, SegmentSettings

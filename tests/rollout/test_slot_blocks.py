@@ -16,13 +16,13 @@ from hypothesis import strategies as st
 
 from app.model.decoder import DecoderDefinition
 from app.records.sample import Prompt
+from app.rollout.engine.block_pool import BlockPool
+from app.rollout.engine.engine import SlotEngine
+from app.rollout.engine.segment import NOT_FORCED, RowStatus, RowTable
+from app.rollout.engine.shapes import SlotShapes, make_slot_shapes
 from app.rollout.request import GenerationRequest
 from app.rollout.sampling.token_sampling import SamplingRules, hash_uids
 from app.rollout.sequence import RolloutSequence, SuspendedSequence
-from app.rollout.slots.block_pool import BlockPool
-from app.rollout.slots.segment_decoding import NOT_FORCED, RowStatus, RowTable
-from app.rollout.slots.shape_buckets import SlotShapes, make_slot_shapes
-from app.rollout.slots.slot_engine import SlotEngine
 from tests.tiny import ODD, make_mesh
 
 REQUEST = GenerationRequest(group_size=1, max_new_tokens=1, rules=SamplingRules(1.0), seed=0, policy_version=0)

@@ -17,14 +17,13 @@ from app.mesh.program_cache import CompilationCounter
 from app.model.decode_weights import DecodeWeights
 from app.model.decoder import DecoderDefinition
 from app.records.sample import Prompt, Sample
+from app.rollout.engine.continuous_batching import ContinuousBatchGenerator
+from app.rollout.engine.engine import SlotEngine
+from app.rollout.engine.programs import SlotPrograms, copy_blocks
+from app.rollout.engine.shapes import make_slot_shapes
 from app.rollout.request import GenerationRequest
 from app.rollout.sampling.token_sampling import SamplingRules
 from app.rollout.sequence import RolloutSequence, SuspendedSequence
-from app.rollout.slots import slot_programs
-from app.rollout.slots.continuous_batching import ContinuousBatchGenerator
-from app.rollout.slots.shape_buckets import make_slot_shapes
-from app.rollout.slots.slot_engine import SlotEngine
-from app.rollout.slots.slot_programs import SlotPrograms, copy_blocks
 from app.rollout.stop_strings import DecodeText
 from app.score.scorer import Scorer
 from settings.errors import InputError
@@ -552,7 +551,7 @@ def test_blocks_are_copied_alike_at_once_and_one_after_another(
     )
     arguments = jnp.array([3, -1, 5, 7]), jnp.array([1, 2, 8, 9]), jnp.array([3])
     one_by_one = copy_blocks(pool, *arguments)
-    monkeypatch.setattr(slot_programs, "current_device", lambda: ("gpu", ""))
+    monkeypatch.setattr("app.rollout.engine.programs.current_device", lambda: ("gpu", ""))
     for together, other, old in zip(
         *map(jax.tree.leaves, (copy_blocks(pool, *arguments), one_by_one, pool)), strict=True
     ):

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.records.sample import Sample
-from app.rollout.slots.slot_engine import SlotEngine
+from app.rollout.engine.engine import SlotEngine
 from app.rollout.stop_strings import stop_length
 from app.rollout.workers.async_generation import AsyncRollout
 from app.rollout.workers.worker import RolloutWorker

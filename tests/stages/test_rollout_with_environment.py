@@ -15,7 +15,6 @@ import pytest
 from app.distributed.stop_check import StoppedError
 from app.model.io.model_files import open_model
 from app.prompts.tokenizer import load_tokenizer
-from app.rollout.slots import shape_buckets
 from app.runtime.session import Session
 from app.training.inputs import read_training_inputs
 from settings import load
@@ -106,14 +105,14 @@ def test_exact_samples_do_not_depend_on_latency_suspension_or_the_schedule(
         out = tmp_path / f"{number}.jsonl"
         assert bits(sampled(out, *overrides, f"env.source={file}:{name}")) == expected, overrides
     # Longer observations than a segment feeds.
-    monkeypatch.setattr(shape_buckets, "MAX_FORCED", 3)
+    monkeypatch.setattr("app.rollout.engine.shapes.MAX_FORCED", 3)
     assert bits(sampled(tmp_path / "few.jsonl", *EXACT, f"env.source={file}:Echo")) == expected
 
 
 def test_long_observations_are_prefilled_in_fast_mode(
     file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shape_buckets, "MAX_FORCED", 8)
+    monkeypatch.setattr("app.rollout.engine.shapes.MAX_FORCED", 8)
     wide = ("rollout.max_new_tokens=128", f"env.source={file}:Long")
     records = sampled(tmp_path / "samples.jsonl", *wide)
     assert ("terminated", "stop") in ends(records)

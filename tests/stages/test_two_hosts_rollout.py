@@ -116,7 +116,7 @@ cli.main()
 """
 HANGS, FAILS = "threading.Event().wait()", "raise RuntimeError('broken')"
 SECOND_ROUND, FIRST_WINDOW = (
-    ("app.rollout.slots.slot_engine.SlotEngine.finish_segment", 2),
+    ("app.rollout.engine.engine.SlotEngine.finish_segment", 2),
     ("app.score.scorer.Scorer.logprobs", 1),
 )
 

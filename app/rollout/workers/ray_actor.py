@@ -24,12 +24,12 @@ from app.model.decoder import DecoderDefinition
 from app.model.kv_cache import num_cache_shards
 from app.model.lora import LoRAConfig
 from app.rollout.counters import RolloutCounters
+from app.rollout.engine.engine import SlotEngine
+from app.rollout.engine.shapes import SlotShapes
 from app.rollout.request import GenerationRequest
 from app.rollout.sampling.token_sampling import SamplingRules
 from app.rollout.scheduling.protocol import RunSegment, SegmentEnded, WorkerKind
 from app.rollout.sequence import RolloutSequence
-from app.rollout.slots.shape_buckets import SlotShapes
-from app.rollout.slots.slot_engine import SlotEngine
 from app.rollout.stop_strings import DecodeText
 from app.rollout.workers.worker import Admission, RolloutWorker
 from settings.errors import InputError

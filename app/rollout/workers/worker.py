@@ -18,11 +18,11 @@ from app.distributed.stop_check import StopCheck
 from app.mesh.placement import tree_shardings
 from app.model.decode_weights import DecodeWeights
 from app.rollout.counters import RolloutCounters
+from app.rollout.engine.engine import SlotEngine
 from app.rollout.request import GenerationRequest
 from app.rollout.sampling.token_sampling import SamplingRules
 from app.rollout.scheduling.protocol import RowReport, RunSegment, SegmentEnded, WorkerKind
 from app.rollout.sequence import RolloutSequence, SuspendedSequence
-from app.rollout.slots.slot_engine import SlotEngine
 
 T = TypeVar("T")
 Clock = Callable[[], float]

@@ -13,6 +13,8 @@ import numpy as np
 from app.mesh.placement import bytes_per_device
 from app.model.decode_weights import DecodeWeights
 from app.rollout.counters import RolloutCounters
+from app.rollout.engine.engine import SlotEngine
+from app.rollout.engine.shapes import Footprint
 from app.rollout.request import GenerationRequest
 from app.rollout.sample_generator import SampleGenerator
 from app.rollout.sampling.token_sampling import SamplingRules
@@ -23,8 +25,6 @@ from app.rollout.scheduling.schedule_metrics import ScheduleMetrics, schedule_me
 from app.rollout.scheduling.scheduler import Scheduler
 from app.rollout.scheduling.scheduling_policy import PDSR_CONSTANTS, PdsrConstants
 from app.rollout.sequence import RolloutSequence
-from app.rollout.slots.shape_buckets import Footprint
-from app.rollout.slots.slot_engine import SlotEngine
 from app.rollout.stop_strings import DecodeText
 from app.rollout.workers.scheduler_loop import ProgressCallback, RolloutExecutor, SampleDoneCallback, name_rows
 from app.rollout.workers.worker import Clock, RolloutWorker, WorkerDiedError

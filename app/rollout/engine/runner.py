@@ -14,7 +14,7 @@ from jaxtyping import Array, Int32
 
 from app.model.decode_weights import DecodeWeights
 from app.model.kv_cache import KVCache
-from app.rollout.slots.slot_programs import SlotPrograms
+from app.rollout.engine.programs import SlotPrograms
 
 
 class Prefill(NamedTuple):

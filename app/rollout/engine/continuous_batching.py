@@ -14,14 +14,14 @@ from app.mesh.device_mesh import num_hosts
 from app.model.decode_weights import DecodeWeights
 from app.records.sample import Prompt
 from app.rollout.counters import RolloutCounters
+from app.rollout.engine.engine import SegmentResult, SlotEngine
+from app.rollout.engine.shapes import Footprint
 from app.rollout.request import GenerationRequest
 from app.rollout.sample_generator import SampleGenerator
 from app.rollout.sampling.token_sampling import SamplingRules
 from app.rollout.scheduling.scheduling_policy import SUSPENDED_PER_SLOT
 from app.rollout.scheduling.segment_limits import SegmentLimits, prior_mean_length, segment_limits
 from app.rollout.sequence import RolloutSequence, gather_sequences
-from app.rollout.slots.shape_buckets import Footprint
-from app.rollout.slots.slot_engine import SegmentResult, SlotEngine
 from app.rollout.stop_strings import DecodeText
 from settings.schema.rollout import SegmentSettings
 

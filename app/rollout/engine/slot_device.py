@@ -10,8 +10,8 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Array, Int32
 
+from app.rollout.engine.block_pool import BlockPool
 from app.rollout.sequence import RolloutSequence
-from app.rollout.slots.block_pool import BlockPool
 
 
 class NoiseKey(NamedTuple):

@@ -36,14 +36,14 @@ from app.model.kv_cache import (
     to_codes,
 )
 from app.model.prefill_and_decode import prefill
+from app.rollout.engine.segment import DecodeLimits, RowGroups, RowTable, decode_segment
+from app.rollout.engine.shapes import SlotShapes
 from app.rollout.sampling.token_sampling import (
     Sampler,
     SamplingRules,
     sample_tokens,
     sample_tokens_truncated,
 )
-from app.rollout.slots.segment_decoding import DecodeLimits, RowGroups, RowTable, decode_segment
-from app.rollout.slots.shape_buckets import SlotShapes
 from settings.errors import InputError
 
 MAX_COMPILING = 16

@@ -25,14 +25,14 @@ from app.model.decode_weights import DecodeWeights
 from app.model.decoder import DecoderDefinition
 from app.records.sample import DROPPED_PREFIX, Prompt
 from app.rollout.counters import RolloutCounters
+from app.rollout.engine.programs import SlotPrograms, rules_to_arrays
+from app.rollout.engine.runner import BlockCache, CacheWork, Prefill
+from app.rollout.engine.segment import NOT_FORCED, DecodeLimits, RowStatus, RowTable
+from app.rollout.engine.shapes import BatchShape, Footprint, SlotShapes
+from app.rollout.engine.slot_device import NoiseKey, Slot, SlotDevice
 from app.rollout.request import GenerationRequest
 from app.rollout.sampling.token_sampling import SamplingRules, finish_reason, hash_uids
 from app.rollout.sequence import RolloutSequence, SuspendedSequence
-from app.rollout.slots.block_cache import BlockCache, CacheWork, Prefill
-from app.rollout.slots.segment_decoding import NOT_FORCED, DecodeLimits, RowStatus, RowTable
-from app.rollout.slots.shape_buckets import BatchShape, Footprint, SlotShapes
-from app.rollout.slots.slot_device import NoiseKey, Slot, SlotDevice
-from app.rollout.slots.slot_programs import SlotPrograms, rules_to_arrays
 from app.rollout.stop_strings import DecodeText
 from settings.errors import InputError
 
