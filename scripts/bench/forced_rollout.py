@@ -27,10 +27,9 @@ from app.model.io.families import architecture_from_config
 from app.model.io.hf_weights import load_weights
 from app.model.io.model_files import open_model
 from app.records.sample import Prompt
-from app.rollout.engine.engine import SegmentResult as RanSegment
-from app.rollout.engine.engine import SlotEngine
+from app.rollout.engine.engine import SegmentResult, SlotEngine
 from app.rollout.engine.programs import ProgramName, ProgramSpec, SlotPrograms
-from app.rollout.engine.segment import decode_segment
+from app.rollout.engine.segment import SegmentDecoder
 from app.rollout.engine.shapes import SlotShapes, make_slot_shapes
 from app.rollout.request import GenerationRequest
 from app.rollout.sample_generator import SampleGenerator
@@ -100,8 +99,8 @@ class EndingPrograms(SlotPrograms):
 
     def _decode_program(self, rows: int, *, truncates: bool) -> ProgramSpec:
         _, arguments, options = super()._decode_program(rows, truncates=truncates)
-        first = self.definition, self.sampler, self.shapes.segment_max, None, self.num_route_words
-        return lambda *more: decode_segment(*first, *more), arguments, options
+        decoder = SegmentDecoder(self.definition, self.sampler, self.shapes.segment_max, None, self.num_route_words)
+        return decoder.decode_segment, arguments, options
 
 
 class WatchedEngine(SlotEngine):
@@ -118,7 +117,7 @@ class WatchedEngine(SlotEngine):
         super().start_segment(**limits)
         self._started_s = self.programs.decode_asked_s
 
-    def finish_segment(self) -> RanSegment:
+    def finish_segment(self) -> SegmentResult:
         ended = super().finish_segment()
         self.spans.append((self._started_s, time.perf_counter()))
         return ended

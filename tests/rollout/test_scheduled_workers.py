@@ -21,8 +21,7 @@ from jax.sharding import Mesh
 from app.mesh.program_cache import CompilationCounter
 from app.mesh.submesh import make_submesh
 from app.records.sample import Sample
-from app.rollout.engine.engine import SegmentResult as RanSegment
-from app.rollout.engine.engine import SlotEngine
+from app.rollout.engine.engine import SegmentResult, SlotEngine
 from app.rollout.scheduling.protocol import (
     Admit,
     Command,
@@ -92,14 +91,14 @@ class Mortal(SlotEngine):
 
     def start_segment(self, **limits: int) -> None:
         self._fail("start")
-        for slot in self._slots:
+        for slot in self.scheduler.slots:
             if slot.row.uid == self.broken and slot.row.num_tokens:
                 own = slot.blocks[-1]
-                blocks = self._cache.arrays
-                self._cache.arrays = jax.tree.map(lambda x, own=own: x.at[own].set(np.nan), blocks)
+                blocks = self.runner.cache
+                self.runner.cache = jax.tree.map(lambda x, own=own: x.at[own].set(np.nan), blocks)
         super().start_segment(**limits)
 
-    def finish_segment(self) -> RanSegment:
+    def finish_segment(self) -> SegmentResult:
         self.lives -= 1
         if self.lives < 0:
             raise self.error
@@ -244,10 +243,10 @@ def test_a_row_that_waits_for_blocks_leaves_without_a_cache() -> None:
     for worker in (fast, heavy):
         worker.open(weights_on(), REQUEST, suspends=True)
     command, admissions = RunSegment("fast", (), 16, 0, 0), deque(Admission(row, row.uid, None) for row in rows)
-    while len(fast.engine._slots) == len(fast.engine.active_rows):
+    while len(fast.engine.scheduler.slots) == len(fast.engine.active_rows):
         fast.start_segment(command, admissions)
         assert {report.uid for report in fast.finish_segment().rows} == {row.uid for row in rows}
-    [waiting, *_] = [row for row in rows if row not in [slot.row for slot in fast.engine._slots]]
+    [waiting, *_] = [row for row in rows if row not in [slot.row for slot in fast.engine.scheduler.slots]]
     moved = fast.suspend(waiting)
     assert moved.cache is None
     given: Future[SuspendedSequence] = Future()
@@ -362,7 +361,7 @@ def test_any_other_error_of_a_worker_ends_the_rollout_with_it(at: str, in_turn: 
         with pytest.raises(RuntimeError, match="RESOURCE_EXHAUSTED"):
             samples_of(made)
         engine.fails_at = ""
-    assert not any(worker.engine.is_open for worker in workers) and engine._cache.arrays == ()
+    assert not any(worker.engine.is_open for worker in workers) and engine.runner.cache == ()
     assert bits(samples_of(made)) == bits(expected())
 
 

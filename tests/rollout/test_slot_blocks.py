@@ -133,7 +133,7 @@ class HostPrograms:
 
 def assert_accounts_balance(engine: SlotEngine) -> None:
     """Asserts that every block is free or held by exactly the rows and prompts that have it."""
-    for device in engine._devices:
+    for device in engine.scheduler.devices:
         held: Counter[int] = Counter()
         for slot in device.slots:
             held.update(slot.blocks)

@@ -346,14 +346,14 @@ def test_a_row_whose_logits_are_not_finite_ends_before_them_and_no_neighbour_cha
     engine.start_segment(length=4)
     engine.finish_segment().collect()
     whole, num_tokens = by_uid(rows), rows[1].num_tokens
-    [second] = [slot.blocks[0] for slot in engine._slots if slot.row is rows[1]]
+    [second] = [slot.blocks[0] for slot in engine.scheduler.slots if slot.row is rows[1]]
     # Codes are finite, their scales may not be.
     spoil = lambda x: x if x.dtype == jnp.int8 else x.at[second].set(np.nan)  # noqa: E731
-    engine._cache.arrays = jax.tree.map(spoil, engine._cache.arrays)
+    engine.runner.cache = jax.tree.map(spoil, engine.runner.cache)
     while engine.active_rows:
         engine.start_segment(length=16)
         engine.finish_segment().collect()
-    caches = [np.asarray(layer) for layer in jax.tree.leaves(engine._cache.arrays)]
+    caches = [np.asarray(layer) for layer in jax.tree.leaves(engine.runner.cache)]
     engine.close()
     assert [row.finish_reason for row in rows] == ["length", "dropped:non-finite logits", "length"]
     assert by_uid(rows)[rows[1].uid] == whole[rows[1].uid] and rows[1].num_tokens == num_tokens > 0
@@ -393,7 +393,7 @@ def test_no_slot_is_kept_empty_for_tokens_that_its_row_will_have_elsewhere(block
     engine.open(weights_on(), REQUEST, suspends=True)
     for _ in range(2):
         engine.admit([*rows])
-        assert len(engine._slots) == 8 and not engine._queued
+        assert len(engine.scheduler.slots) == 8 and not engine.scheduler.queued
         longest = max(len(row.prompt.token_ids) + row.num_tokens for row in rows)
         engine.start_segment(length=16 - longest)
         engine.finish_segment().collect()
@@ -419,7 +419,7 @@ def few_blocks(exact: bool) -> SlotEngine:
 
 
 def num_free(engine: SlotEngine) -> list[int]:
-    return [device.pool.num_available() for device in engine._devices]
+    return [device.pool.num_available() for device in engine.scheduler.devices]
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -457,12 +457,15 @@ def test_blocks_follow_tokens_samples_share_those_of_their_prompt_and_all_come_b
     before = num_free(engine)
     engine.admit(rows)
     # Tokens 0 to 3 are shared, and each sample has its own block of the next three; so has the prompt.
-    assert [len(slot.blocks) for slot in engine._slots] == [2] * 4
-    assert len({slot.blocks[0] for slot in engine._slots}) == 1 and len({slot.blocks[1] for slot in engine._slots}) == 4
+    assert [len(slot.blocks) for slot in engine.scheduler.slots] == [2] * 4
+    assert (
+        len({slot.blocks[0] for slot in engine.scheduler.slots}) == 1
+        and len({slot.blocks[1] for slot in engine.scheduler.slots}) == 4
+    )
     # The prompt's own last block is given up where others need it.
     assert before[0] - num_free(engine)[0] == 1 + 4
     engine.start_segment(length=4)
-    assert [len(slot.blocks) for slot in engine._slots] == [3] * 4
+    assert [len(slot.blocks) for slot in engine.scheduler.slots] == [3] * 4
     engine.finish_segment().collect()
     while engine.active_rows:
         engine.start_segment(length=16)
@@ -479,12 +482,12 @@ def test_a_suspended_row_moves_its_blocks_to_wherever_there_are_some() -> None:
     engine.admit(rows)
     engine.start_segment(length=9)
     engine.finish_segment().collect()
-    before = engine._slots[0].blocks
+    before = engine.scheduler.slots[0].blocks
     [suspended] = engine.suspend(rows[:1])
     engine.start_segment(length=9)
     engine.finish_segment().collect()
     engine.admit([suspended])
-    assert engine._slots[1].blocks != before
+    assert engine.scheduler.slots[1].blocks != before
     while engine.active_rows:
         engine.start_segment(length=16)
         engine.finish_segment().collect()

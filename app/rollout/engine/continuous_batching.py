@@ -19,7 +19,7 @@ from app.rollout.engine.shapes import Footprint
 from app.rollout.request import GenerationRequest
 from app.rollout.sample_generator import SampleGenerator
 from app.rollout.sampling.token_sampling import SamplingRules
-from app.rollout.scheduling.scheduling_policy import SUSPENDED_PER_SLOT
+from app.rollout.scheduling.scheduling_policy import admission_budget, max_suspended_samples
 from app.rollout.scheduling.segment_limits import SegmentLimits, prior_mean_length, segment_limits
 from app.rollout.sequence import RolloutSequence, gather_sequences
 from app.rollout.stop_strings import DecodeText
@@ -120,11 +120,6 @@ class ContinuousBatchGenerator(SampleGenerator):
             raise StoppedError
 
     @property
-    def _max_suspended(self) -> int:
-        limit = None if self.conversations is None else self.conversations.limits.max_suspended
-        return SUSPENDED_PER_SLOT * self.engine.shapes.num_slots if limit is None else limit
-
-    @property
     def _num_acting(self) -> int:
         return 0 if self.conversations is None else self.conversations.num_acting
 
@@ -151,8 +146,13 @@ class ContinuousBatchGenerator(SampleGenerator):
         admitted = [answered.popleft() for _ in range(min(len(answered), self.engine.num_free_slots))]
         num_new = self.engine.num_free_slots - len(admitted)
         if self.conversations is not None:
-            num_suspended = self._num_acting + num_unsent + len(answered)
-            num_new = min(num_new, num_new + self._max_suspended - num_suspended)
+            num_new = admission_budget(
+                num_new,
+                num_suspended=self._num_acting + num_unsent + len(answered),
+                max_suspended=max_suspended_samples(
+                    self.engine.shapes.num_slots, self.conversations.limits.max_suspended
+                ),
+            )
         if waiting and num_new > 0:
             self._prefill_ahead(waiting)
             admitted += [waiting.popleft() for _ in range(min(num_new, len(waiting)))]
@@ -161,7 +161,7 @@ class ContinuousBatchGenerator(SampleGenerator):
 
     def _prefill_ahead(self, waiting: deque[RolloutSequence]) -> None:
         """Prefills as many waiting prompts as one program takes, unless the next one is already in the cache."""
-        if self.engine.has_prefilled(waiting[0].prompt):
+        if self.engine.scheduler.has_prefilled(waiting[0].prompt):
             return
         prompts: dict[str, Prompt] = {}
         for row in waiting:

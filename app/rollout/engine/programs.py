@@ -15,7 +15,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.stages import Compiled, Lowered
 from jaxtyping import Array, Bool, Int32
@@ -36,7 +35,7 @@ from app.model.kv_cache import (
     to_codes,
 )
 from app.model.prefill_and_decode import prefill
-from app.rollout.engine.segment import DecodeLimits, RowGroups, RowTable, decode_segment
+from app.rollout.engine.segment import RowGroups, RowTable, SegmentDecoder
 from app.rollout.engine.shapes import SlotShapes
 from app.rollout.sampling.token_sampling import (
     Sampler,
@@ -44,6 +43,7 @@ from app.rollout.sampling.token_sampling import (
     sample_tokens,
     sample_tokens_truncated,
 )
+from app.rollout.scheduling.segment_limits import SegmentLimits
 from settings.errors import InputError
 
 MAX_COMPILING = 16
@@ -363,7 +363,7 @@ class SlotPrograms:
         arguments = (
             *(self.abstract_weights, pool, self._replicated(len(RowTable._fields), rows)),
             *(self._replicated(rows, self.table_width), self._replicated(self.shapes.max_forced, rows)),
-            self._replicated(len(DecodeLimits._fields)),
+            self._replicated(len(SegmentLimits._fields)),
             *(rules, self._replicated(), self._replicated(self.num_eos)),
         )
         whole = self._replicated().sharding
@@ -372,10 +372,8 @@ class SlotPrograms:
         groups = None
         if self.shapes.rows_together not in (None, rows):
             groups = RowGroups(rows // self.shapes.rows_together, self.num_shards)
-        bound = functools.partial(
-            decode_segment, self.definition, sampler, self.shapes.segment_max, groups, self.num_route_words
-        )
-        return bound, arguments, options
+        decoder = SegmentDecoder(self.definition, sampler, self.shapes.segment_max, groups, self.num_route_words)
+        return decoder.decode_segment, arguments, options
 
 
 def compile_together(programs: Collection[Lowered]) -> list[Compiled]:
@@ -387,10 +385,3 @@ def compile_together(programs: Collection[Lowered]) -> list[Compiled]:
 def _donate_options(number: int, cache: KVCache) -> dict[str, Any]:
     """Returns the `jax.jit` options for updating the cache, which is argument `number`, in place."""
     return {"donate_argnums": number, "out_shardings": tree_shardings(cache)}
-
-
-def rules_to_arrays(rules: SamplingRules) -> SamplingRules:
-    """Converts sampling rules to the dtypes that compiled programs expect."""
-    scalar = np.float32
-    arrays = scalar(rules.temperature), np.int32(rules.top_k), scalar(rules.top_p), scalar(rules.min_p)
-    return SamplingRules(*arrays)  # pyright: ignore[reportArgumentType]

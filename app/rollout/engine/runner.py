@@ -1,13 +1,11 @@
-"""The KV cache of an engine: blocks on all its devices, and the programs that fill, copy and take them out.
+"""The arrays of an engine, and the programs that change them: weights, and a KV cache of blocks on all devices.
 
-It knows no rows: who has which blocks is up to the engine and its `SlotDevice`s.
+It decides nothing: who has which slot and blocks is up to `SlotScheduler`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Array, Int32
@@ -15,74 +13,76 @@ from jaxtyping import Array, Int32
 from app.model.decode_weights import DecodeWeights
 from app.model.kv_cache import KVCache
 from app.rollout.engine.programs import SlotPrograms
+from app.rollout.engine.scheduler import CacheWork, Prefill, ScheduledSegment
+from app.rollout.engine.segment import NOT_FORCED, RowTable
+from app.rollout.request import GenerationRequest
+from app.rollout.sampling.token_sampling import SamplingRules
 
 
-class Prefill(NamedTuple):
-    device: int
-    token_ids: Int32[np.ndarray, "n"]
-    blocks: list[int]
-    """The block of each part of the tokens."""
-    is_prompt: bool
-    """Whether rows will share what is computed."""
+class SlotRunner:
+    """Runs the compiled programs on arrays that stay on the devices."""
 
-
-@dataclass
-class CacheWork:
-    """What is done to the blocks before the next segment, in this order."""
-
-    prefills: list[Prefill] = field(default_factory=list)
-    copies: list[tuple[int, int, int]] = field(default_factory=list)
-    """Device, source and target; the source -1 stands for zeros."""
-    insertions: list[tuple[int, list[int], KVCache]] = field(default_factory=list)
-    """Device, blocks of a row, and what they will hold."""
-    held: list[tuple[int, list[int]]] = field(default_factory=list)
-    """Device, and blocks of a prompt that are in use until then."""
-
-
-class BlockCache:
-    """The arrays of all blocks of an engine."""
-
-    def __init__(self, programs: SlotPrograms):
+    def __init__(self, programs: SlotPrograms, *, eos_ids: Sequence[int]):
         self._programs, self._num_devices = programs, programs.num_shards
-        self.arrays: KVCache = ()
+        self._eos_ids = np.asarray(eos_ids, np.int32)
+        self.weights: DecodeWeights | None = None
+        self.cache: KVCache = ()
         self._prompt_routes: dict[bytes, tuple[Array, int]] = {}
+        """Token ids of a prompt -> the routes of prefilled prompts, and its number among them."""
 
-    def open(self) -> None:
-        """Allocates the blocks."""
-        self.arrays = self._programs["open",]()
+    def open(self, request: GenerationRequest) -> None:
+        """Allocates the blocks for a rollout under the rules and the seed of a request."""
+        self._truncates = self._programs.truncates
+        self._rules, self._seed = _rules_to_arrays(request.rules), np.int32(request.seed)
+        self.cache = self._programs["open",]()
+
+    def load_weights(self, weights: DecodeWeights) -> None:
+        self.weights, self._prompt_routes = weights, {}
 
     def close(self) -> None:
-        self.arrays = ()
-        self.forget_routes()
+        self.weights, self.cache, self._prompt_routes = None, (), {}
 
-    def prompt_routes(self, key: bytes) -> tuple[Array, int] | None:
-        """Returns the routes of prefilled prompts, and the number of one among them, if they are recorded.
-
-        Args:
-            key: bytes of the prompt's token ids.
-        """
-        return self._prompt_routes.get(key)
-
-    def forget_routes(self) -> None:
-        self._prompt_routes = {}
-
-    def carry_out(self, work: CacheWork, weights: DecodeWeights) -> None:
+    def carry_out(self, work: CacheWork) -> None:
         """Dispatches the programs that do the work."""
-        self._prefill(work.prefills, weights)
+        self._prefill(work.prefills)
         self._copy(work.copies)
         for device, blocks, cache in work.insertions:
             places = self._places(device, blocks, missing=self._programs.num_blocks)
-            self.arrays = self._programs["put",](self.arrays, cache, places)
+            self.cache = self._programs["put",](self.cache, cache, places)
+        for slot in work.admitted:
+            if not slot.row.num_tokens:
+                slot.prompt_routes = self._prompt_routes.get(slot.prompt_key)
+
+    def decode(self, segment: ScheduledSegment) -> tuple[Int32[Array, "6 B"], Int32[Array, "fields C B"]]:
+        """Dispatches a segment; returns its `RowStatus` and tokens, which are being copied to the host."""
+        self.cache, status, drawn = self._programs["decode", segment.num_rows, self._truncates](
+            *(self.weights, self.cache, *self._tables(segment), np.asarray(segment.limits, np.int32)),
+            *(self._rules, self._seed, self._eos_ids),
+        )
+        for array in (status, drawn):
+            array.copy_to_host_async()
+        return status, drawn
+
+    def _tables(
+        self, segment: ScheduledSegment
+    ) -> tuple[Int32[np.ndarray, "7 B"], Int32[np.ndarray, "B M"], Int32[np.ndarray, "F B"]]:
+        """Returns the `RowTable` of the batch, its tables of blocks, and the tokens that are known already."""
+        max_forced = self._programs.shapes.max_forced
+        table = np.zeros((len(RowTable._fields), segment.num_rows), np.int32)
+        blocks = np.zeros((segment.num_rows, self._programs.table_width), np.int32)
+        forced = np.full((max_forced, segment.num_rows), NOT_FORCED, np.int32)
+        for place, slot in segment.places.items():
+            table[:, place] = RowTable(slot.token, slot.length, slot.remaining, *slot.noise_key)
+            blocks[place, : len(slot.blocks)] = slot.blocks
+            known = slot.forced[:max_forced]
+            forced[: len(known), place] = known
+        return table, blocks, forced
 
     def take(self, device: int, blocks: Sequence[int]) -> KVCache:
         """Returns a copy of a row's blocks."""
-        return self._programs["take",](self.arrays, self._places(device, blocks, missing=-1))
+        return self._programs["take",](self.cache, self._places(device, blocks, missing=-1))
 
-    def clear(self, device: int, blocks: Sequence[int]) -> None:
-        """Sets blocks to zero."""
-        self._copy([(device, -1, block) for block in blocks])
-
-    def _prefill(self, prefills: Sequence[Prefill], weights: DecodeWeights) -> None:
+    def _prefill(self, prefills: Sequence[Prefill]) -> None:
         """Prefills rows of tokens, on all devices at once."""
         programs, shapes = self._programs, self._programs.shapes
         buckets = sorted({*shapes.prompt_buckets, *shapes.recompute_buckets})
@@ -106,7 +106,7 @@ class BlockCache:
                             numbers[one.token_ids.tobytes()] = i
                     del waiting[:count]
                 program = programs["prefill", count, bucket]
-                self.arrays, routes = program(weights, self.arrays, ids, lengths, targets)
+                self.cache, routes = program(self.weights, self.cache, ids, lengths, targets)
                 if routes is not None:
                     self._prompt_routes |= {key: (routes, number) for key, number in numbers.items()}
 
@@ -119,10 +119,17 @@ class BlockCache:
                 for i, pair in enumerate(waiting[first : first + most]):
                     pairs[:, device, i] = pair
                     counts[device] = i + 1
-            self.arrays = self._programs["copy",](self.arrays, *pairs.reshape(2, -1), counts)
+            self.cache = self._programs["copy",](self.cache, *pairs.reshape(2, -1), counts)
 
     def _places(self, device: int, blocks: Sequence[int], *, missing: int) -> Int32[np.ndarray, "DM"]:
         """Returns the blocks of a row for its device, padded to those of a sample, and `missing` for all others."""
         places = np.full((self._num_devices, self._programs.blocks_per_sample), missing, np.int32)
         places[device, : len(blocks)] = blocks
         return places.reshape(-1)
+
+
+def _rules_to_arrays(rules: SamplingRules) -> SamplingRules:
+    """Converts sampling rules to the dtypes that compiled programs expect."""
+    scalar = np.float32
+    arrays = scalar(rules.temperature), np.int32(rules.top_k), scalar(rules.top_p), scalar(rules.min_p)
+    return SamplingRules(*arrays)  # pyright: ignore[reportArgumentType]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int32
+from jaxtyping import Array, Bool, Int32, Key
 
 from app.model.decode_weights import DecodeWeights
 from app.model.decoder import DecoderDefinition
@@ -21,6 +22,7 @@ from app.rollout.sampling.token_sampling import (
     sample_keys,
     token_outcomes,
 )
+from app.rollout.scheduling.segment_limits import SegmentLimits
 
 NOT_FORCED = -1
 """Takes the place of a forced token where one is drawn."""
@@ -59,17 +61,6 @@ class RowStatus(NamedTuple):
     """Number of steps in the segment, the same for all slots."""
 
 
-class DecodeLimits(NamedTuple):
-    """Conditions that end a segment. They are traced, so new values never trigger a recompilation."""
-
-    length: int
-    """Maximum number of tokens per row."""
-    leave_when_finished: int
-    """Number of newly finished rows at which the segment ends; 0 = no such limit."""
-    leave_when_active: int
-    """Number of unfinished rows at which the segment ends."""
-
-
 class RowGroups(NamedTuple):
     """Rows of a batch in groups of equal size, each of which has as many rows of every device."""
 
@@ -99,94 +90,119 @@ class _DecodeState(NamedTuple):
     step: Int32[Array, ""]
 
 
-def decode_segment(
-    definition: DecoderDefinition,
-    sampler: Sampler,
-    segment_max: int,
-    groups: RowGroups | None,
-    num_route_words: int,
-    weights: DecodeWeights,
-    cache: KVCache,
-    table: Int32[Array, "7 B"],
-    blocks: Int32[Array, "B M"],
-    forced: Int32[Array, "F B"],
-    limits: Int32[Array, "3"],
-    rules: SamplingRules,
-    seed: Int32[Array, ""],
-    eos_ids: Int32[Array, "ids"],
-) -> tuple[KVCache, Int32[Array, "6 B"], Int32[Array, "fields C B"]]:
-    """Draws up to `segment_max` tokens for every row; returns the cache, a `RowStatus` and the tokens of each step.
+@dataclass(frozen=True)
+class SegmentDecoder:
+    """What is fixed when the decoding of segments is compiled."""
 
-    A prompt's last token is fed here and not in the prefill, so that the first token of a sample is drawn by the same
-    program as all others. So are tokens that are known already: observations of an environment, and tokens whose cache
-    is lost; they do not end a row.
+    definition: DecoderDefinition
+    sampler: Sampler
+    segment_max: int
+    """Longest segment, in tokens per row."""
+    groups: RowGroups | None
+    """Groups of rows that a step computes one after another; None = all rows together."""
+    num_route_words: int
+    """Words of each token's routes to record; 0 = none."""
 
-    Args:
-        groups: groups of rows that a step computes one after another; None = all rows together.
-        num_route_words: words of each token's routes to record; 0 = none.
-        blocks: each row's blocks on its device, which must hold all tokens that are fed.
-        forced: the tokens that follow in place of drawn ones, from the first step on, then `NOT_FORCED`.
-    """
-    rows, limit = RowTable(*table), DecodeLimits(*limits)
-    words = jax.lax.bitcast_convert_type(jnp.stack([rows.uid_hash_low, rows.uid_hash_high], axis=1), jnp.uint32)
-    row_key = lambda version, words, index: sample_keys(seed, version, words[None], index[None])[0]  # noqa: E731
-    keys = jax.vmap(row_key)(rows.policy_version, words, rows.sample_index)
-    head = definition.bind(weights.params).head
-    num_active = jnp.sum(rows.remaining > 0)
+    def decode_segment(
+        self,
+        weights: DecodeWeights,
+        cache: KVCache,
+        table: Int32[Array, "7 B"],
+        blocks: Int32[Array, "B M"],
+        forced: Int32[Array, "F B"],
+        limits: Int32[Array, "3"],
+        rules: SamplingRules,
+        seed: Int32[Array, ""],
+        eos_ids: Int32[Array, "ids"],
+    ) -> tuple[KVCache, Int32[Array, "6 B"], Int32[Array, "fields C B"]]:
+        """Draws tokens for every row; returns the cache, a `RowStatus` and the tokens of each step.
 
-    def continues(now: _DecodeState) -> Array:
-        active = jnp.sum(now.remaining > 0)
-        enough = (limit.leave_when_finished > 0) & (num_active - active >= limit.leave_when_finished)
-        return (now.step < limit.length) & ~enough & (active > limit.leave_when_active)
+        A prompt's last token is fed here and not in the prefill, so that the first token of a sample is drawn by the
+        same program as all others. So are tokens that are known already: observations of an environment, and tokens
+        whose cache is lost; they do not end a row.
 
-    def draw(cache: KVCache, rows: tuple[Array, ...]) -> tuple[KVCache, tuple[SampledTokens, Array | None]]:
-        token, length, remaining, keys, blocks = rows
-        positions = jnp.maximum(length - 1, 0)
-        hidden, cache, routes = decode_step(definition, weights, cache, token, positions, remaining > 0, blocks)
-        words = pack_routes(routes) if num_route_words and routes is not None else None
-        return constrain_cache(cache), (draw_tokens(sampler, hidden, head, rules, keys, length), words)
+        Args:
+            blocks: each row's blocks on its device, which must hold all tokens that are fed.
+            forced: the tokens that follow in place of drawn ones, from the first step on, then `NOT_FORCED`.
+            limits: `SegmentLimits`. They are traced, so new values never trigger a recompilation.
+        """
+        rows, limit = RowTable(*table), SegmentLimits(*limits)
+        keys, head = _row_keys(rows, seed), self.definition.bind(weights.params).head
+        num_active = jnp.sum(rows.remaining > 0)
 
-    def step(now: _DecodeState) -> _DecodeState:
-        drawn = now.token, now.length, now.remaining, keys, blocks
-        if groups is None:
-            cache, (sampled, words) = draw(now.cache, drawn)
-        else:
-            cache, results = jax.lax.scan(draw, now.cache, jax.tree.map(groups.split, drawn))
-            sampled, words = jax.tree.map(groups.join, results)
-        is_drawn = jnp.ones_like(now.stopped)
-        if len(forced):
-            known = jax.lax.dynamic_index_in_dim(forced, jnp.minimum(now.step, len(forced) - 1), keepdims=False)
-            is_drawn = (known == NOT_FORCED) | (now.step >= len(forced))
-            sampled = sampled._replace(token_ids=jnp.where(is_drawn, sampled.token_ids, known))
-        active, ends, broken = token_outcomes(sampled, now.remaining > 0, eos_ids)
-        ends &= is_drawn
-        bits = [jax.lax.bitcast_convert_type(x, jnp.int32) for x in (sampled.logprobs, sampled.kept_mass_logs)]
-        record = jnp.stack([sampled.token_ids, *bits])[:, None]
-        if words is not None:
-            record = jnp.concatenate([record, words.T[:, None]])
+        def continues(now: _DecodeState) -> Array:
+            active = jnp.sum(now.remaining > 0)
+            enough = (limit.leave_when_finished > 0) & (num_active - active >= limit.leave_when_finished)
+            return (now.step < limit.length) & ~enough & (active > limit.leave_when_active)
+
+        def draw(cache: KVCache, rows: tuple[Array, ...]) -> tuple[KVCache, tuple[SampledTokens, Array | None]]:
+            token, length, remaining, keys, blocks = rows
+            positions = jnp.maximum(length - 1, 0)
+            decoded = decode_step(self.definition, weights, cache, token, positions, remaining > 0, blocks)
+            hidden, cache, routes = decoded
+            words = pack_routes(routes) if self.num_route_words and routes is not None else None
+            return constrain_cache(cache), (draw_tokens(self.sampler, hidden, head, rules, keys, length), words)
+
+        def step(now: _DecodeState) -> _DecodeState:
+            drawn = now.token, now.length, now.remaining, keys, blocks
+            if self.groups is None:
+                cache, (sampled, words) = draw(now.cache, drawn)
+            else:
+                cache, results = jax.lax.scan(draw, now.cache, jax.tree.map(self.groups.split, drawn))
+                sampled, words = jax.tree.map(self.groups.join, results)
+            sampled, is_drawn = _force(sampled, forced, now)
+            active, ends, broken = token_outcomes(sampled, now.remaining > 0, eos_ids)
+            ends &= is_drawn
+            return _DecodeState(
+                cache=cache,
+                token=jnp.where(active, sampled.token_ids, now.token),
+                length=now.length + active,
+                remaining=jnp.where(ends | broken, 0, now.remaining - active),
+                stopped=now.stopped | ends,
+                non_finite=now.non_finite | broken,
+                tokens=jax.lax.dynamic_update_slice(now.tokens, _to_record(sampled, words), (0, now.step, 0)),
+                step=now.step + 1,
+            )
+
+        with jax.named_scope(DECODE_SCOPE):
+            end = jax.lax.while_loop(continues, step, self._start(cache, rows))
+        steps = jnp.broadcast_to(end.step, end.remaining.shape)
+        status = RowStatus(end.token, end.length, end.remaining, end.stopped, end.non_finite, steps)
+        return constrain_cache(end.cache), jnp.stack(status), end.tokens
+
+    def _start(self, cache: KVCache, rows: RowTable) -> _DecodeState:
         return _DecodeState(
             cache=cache,
-            token=jnp.where(active, sampled.token_ids, now.token),
-            length=now.length + active,
-            remaining=jnp.where(ends | broken, 0, now.remaining - active),
-            stopped=now.stopped | ends,
-            non_finite=now.non_finite | broken,
-            tokens=jax.lax.dynamic_update_slice(now.tokens, record, (0, now.step, 0)),
-            step=now.step + 1,
+            token=rows.token,
+            length=rows.length,
+            remaining=rows.remaining,
+            stopped=jnp.zeros_like(rows.remaining, bool),
+            non_finite=jnp.zeros_like(rows.remaining, bool),
+            tokens=jnp.zeros((3 + self.num_route_words, self.segment_max, len(rows.token)), jnp.int32),
+            step=jnp.int32(0),
         )
 
-    start = _DecodeState(
-        cache=cache,
-        token=rows.token,
-        length=rows.length,
-        remaining=rows.remaining,
-        stopped=jnp.zeros_like(rows.remaining, bool),
-        non_finite=jnp.zeros_like(rows.remaining, bool),
-        tokens=jnp.zeros((3 + num_route_words, segment_max, len(rows.token)), jnp.int32),
-        step=jnp.int32(0),
-    )
-    with jax.named_scope(DECODE_SCOPE):
-        end = jax.lax.while_loop(continues, step, start)
-    steps = jnp.broadcast_to(end.step, end.remaining.shape)
-    status = RowStatus(end.token, end.length, end.remaining, end.stopped, end.non_finite, steps)
-    return constrain_cache(end.cache), jnp.stack(status), end.tokens
+
+def _row_keys(rows: RowTable, seed: Int32[Array, ""]) -> Key[Array, "B"]:
+    """Returns the keys of the rows' noise."""
+    words = jax.lax.bitcast_convert_type(jnp.stack([rows.uid_hash_low, rows.uid_hash_high], axis=1), jnp.uint32)
+    row_key = lambda version, words, index: sample_keys(seed, version, words[None], index[None])[0]  # noqa: E731
+    return jax.vmap(row_key)(rows.policy_version, words, rows.sample_index)
+
+
+def _force(
+    sampled: SampledTokens, forced: Int32[Array, "F B"], now: _DecodeState
+) -> tuple[SampledTokens, Bool[Array, "B"]]:
+    """Puts known tokens in the place of drawn ones; returns which tokens are drawn, too."""
+    if not len(forced):
+        return sampled, jnp.ones_like(now.stopped)
+    known = jax.lax.dynamic_index_in_dim(forced, jnp.minimum(now.step, len(forced) - 1), keepdims=False)
+    is_drawn = (known == NOT_FORCED) | (now.step >= len(forced))
+    return sampled._replace(token_ids=jnp.where(is_drawn, sampled.token_ids, known)), is_drawn
+
+
+def _to_record(sampled: SampledTokens, words: Int32[Array, "B words"] | None) -> Int32[Array, "fields 1 B"]:
+    """Returns what `RolloutSequence.segment_tokens` holds of a step."""
+    bits = [jax.lax.bitcast_convert_type(x, jnp.int32) for x in (sampled.logprobs, sampled.kept_mass_logs)]
+    record = jnp.stack([sampled.token_ids, *bits])[:, None]
+    return record if words is None else jnp.concatenate([record, words.T[:, None]])

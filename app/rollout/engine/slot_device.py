@@ -70,6 +70,10 @@ class SlotDevice:
         self._num_growing: int | None = None
         """Counted once while rows are admitted."""
 
+    @property
+    def has_free_slot(self) -> bool:
+        return len(self.slots) < self.num_slots
+
     def num_available(self, *, keeping: bytes | None = None) -> int:
         """Returns how many blocks can be had without dropping the prompt `keeping` or preempting a row."""
         return self.pool.num_available((slot.blocks for slot in self.parked.values()), keeping=keeping)

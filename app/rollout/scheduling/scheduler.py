@@ -33,11 +33,11 @@ from app.rollout.scheduling.protocol import (
 from app.rollout.scheduling.sample_states import ENDED, WAITING, SampleEntry, SampleState, SampleTable
 from app.rollout.scheduling.scheduling_policy import (
     PDSR_CONSTANTS,
-    SUSPENDED_PER_SLOT,
     PdsrConstants,
     SchedulingContext,
     SchedulingPolicy,
     WorkerState,
+    max_suspended_samples,
 )
 from app.rollout.scheduling.segment_limits import prior_mean_length, segment_limits
 from app.rollout.scheduling.sync import SyncPolicy
@@ -142,7 +142,7 @@ class Scheduler:
             *(event.worker, event.kind, event.slots, tuple(event.rungs), event.device, event.capacity),
             max_length=event.max_length,
             keeps_caches=event.keeps_caches,
-            max_suspended=SUSPENDED_PER_SLOT * event.slots if self.max_suspended is None else self.max_suspended,
+            max_suspended=max_suspended_samples(event.slots, self.max_suspended),
         )
         longest_row = math.inf if event.max_length is None else event.max_length
         known = self.context.longest_rows.get(event.kind, 0)

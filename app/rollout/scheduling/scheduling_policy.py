@@ -20,6 +20,22 @@ SUSPENDED_PER_SLOT = 4
 Slots are busy with slots * (1 + latency / time of a turn) samples.
 """
 
+
+def admission_budget(num_free: int, *, num_suspended: int, max_suspended: int) -> int:
+    """Returns how many new samples may take free slots: none for each suspended one beyond `max_suspended`.
+
+    Args:
+        num_free: number of slots without a row.
+        num_suspended: number of samples without a slot that come back to one: they act, or were answered.
+    """
+    return num_free - max(num_suspended - max_suspended, 0)
+
+
+def max_suspended_samples(num_slots: int, limit: int | None) -> int:
+    """Returns how many samples may wait without a slot beside so many slots; `limit` is `env.max_suspended`."""
+    return SUSPENDED_PER_SLOT * num_slots if limit is None else limit
+
+
 PROBE_SECONDS_SHARE = 0.5
 """Limit of probes in seconds, as a share of `rollout.pdsr.fast_limit_s`."""
 STEAL_LIMIT_SHARE = 0.25
@@ -82,7 +98,10 @@ class WorkerState:
     @property
     def num_free_slots(self) -> int:
         """Number of slots for samples of the policy."""
-        return self.slots - max(len(self.rows), self.num_begun - self.max_suspended)
+        num_suspended = len(self.acting) + len(self.answered)
+        return admission_budget(
+            self.slots - len(self.rows), num_suspended=num_suspended, max_suspended=self.max_suspended
+        )
 
     @property
     def has_free_slot(self) -> bool:

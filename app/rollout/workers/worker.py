@@ -140,7 +140,7 @@ class RolloutWorker:
             one = admissions.popleft()
             self._uids[one.row] = one.uid
             # A row that has to wait for blocks must not keep a cache beside them.
-            cache = self._fetch_cache(one) if self.engine.has_room(one.row) else None
+            cache = self._fetch_cache(one) if self.engine.scheduler.has_room(one.row) else None
             if cache is None:
                 computed.append(SuspendedSequence(one.row) if one.row.num_tokens else one.row)
             else:

@@ -1,0 +1,424 @@
+"""Which rows have slots and blocks, without arrays: rows are admitted, grow, are preempted, parked or suspended.
+
+Every row has a table of blocks on one device, so that memory follows its tokens, and samples of a prompt share its full
+blocks. Where blocks run out, the newest row of the device gives its own up and waits in the queue.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Int32
+
+from app.model.kv_cache import KVCache
+from app.records.sample import DROPPED_PREFIX, Prompt
+from app.rollout.counters import RolloutCounters
+from app.rollout.engine.programs import SlotPrograms
+from app.rollout.engine.segment import RowStatus
+from app.rollout.engine.slot_device import NoiseKey, Slot, SlotDevice
+from app.rollout.sampling.token_sampling import finish_reason, hash_uids
+from app.rollout.scheduling.segment_limits import SegmentLimits
+from app.rollout.sequence import RolloutSequence, SuspendedSequence
+
+
+class Prefill(NamedTuple):
+    device: int
+    token_ids: Int32[np.ndarray, "n"]
+    blocks: list[int]
+    """The block of each part of the tokens."""
+    is_prompt: bool
+    """Whether rows will share what is computed."""
+
+
+@dataclass
+class CacheWork:
+    """What is done to the blocks before the next segment, in this order."""
+
+    prefills: list[Prefill] = field(default_factory=list)
+    copies: list[tuple[int, int, int]] = field(default_factory=list)
+    """Device, source and target; the source -1 stands for zeros."""
+    insertions: list[tuple[int, list[int], KVCache]] = field(default_factory=list)
+    """Device, blocks of a row, and what they will hold."""
+    held: list[tuple[int, list[int]]] = field(default_factory=list)
+    """Device, and blocks of a prompt that are in use until then."""
+    admitted: list[Slot] = field(default_factory=list)
+
+
+class ScheduledSegment(NamedTuple):
+    """The rows of a segment and the conditions that end it."""
+
+    places: dict[int, Slot]
+    """Rows by their places in the batch."""
+    num_rows: int
+    """Number of rows decoded at each step, including empty ones."""
+    limits: SegmentLimits
+
+
+class DecodedRow(NamedTuple):
+    """A row that took part in a segment."""
+
+    row: RolloutSequence
+    place: int
+    """Its place in the batch."""
+    num_forced: int
+    """Number of its first steps, whose tokens were known."""
+    num_drawn: int
+
+
+class SlotScheduler:
+    """Gives rows slots and blocks. What it decides is done to the cache by `take_work`, in order.
+
+    Args:
+        sizes: the numbers of slots and blocks.
+        exact: as for `SlotEngine`.
+    """
+
+    def __init__(self, sizes: SlotPrograms, counters: RolloutCounters, *, exact: bool):
+        self._sizes, self._shapes, self._exact, self._counters = sizes, sizes.shapes, exact, counters
+        self.queued: deque[RolloutSequence | SuspendedSequence] = deque()
+        """Rows that wait for blocks."""
+        self.devices: list[SlotDevice] = []
+        """Those with different rows; none while the engine is closed."""
+        self._work: list[CacheWork] = []
+
+    def open(self) -> None:
+        """Starts with empty slots."""
+        self.close()
+        sizes = self._sizes
+        num_slots = self._shapes.num_slots // sizes.num_shards
+        self.devices = [SlotDevice(num_slots, sizes.num_blocks, sizes.blocks_for_row) for _ in range(sizes.num_shards)]
+
+    def close(self) -> None:
+        """Forgets all rows."""
+        self.queued, self.devices, self._work = deque(), [], []
+
+    @property
+    def slots(self) -> list[Slot]:
+        return [slot for device in self.devices for slot in device.slots]
+
+    @property
+    def active_rows(self) -> list[RolloutSequence]:
+        """All rows, in slots and queued, none of which is finished."""
+        return [slot.row for slot in self.slots] + [row_of(one) for one in self.queued]
+
+    @property
+    def num_free_slots(self) -> int:
+        return self._shapes.num_slots - len(self.slots) - len(self.queued)
+
+    def take_work(self) -> list[CacheWork]:
+        """Returns what is to be done to the cache, in order, before the next segment."""
+        work, self._work = self._work, []
+        return work
+
+    # Admission ---------------------------------------------------------------------------------------------------
+
+    def has_prefilled(self, prompt: Prompt) -> bool:
+        return any(device.pool.has_prompt(prompt_key(prompt)) for device in self.devices)
+
+    def prefill(self, prompts: Sequence[Prompt]) -> None:
+        """Prefills distinct prompts of samples that come next, as far as the only device has room for them.
+
+        Of several devices, it is not known yet which will have the slots.
+        """
+        if len(self.devices) > 1:
+            return
+        work, [device] = CacheWork(), self.devices
+        growing = device.num_growing()
+        for prompt in prompts:
+            needed = self._num_prompt_blocks(prompt) + growing
+            if not device.pool.has_prompt(prompt_key(prompt)) and device.num_available() >= needed:
+                self._share_prompt(prompt, 0, work)
+        self._add_work(work)
+
+    def has_room(self, row: RolloutSequence) -> bool:
+        """Returns whether a row would get blocks at once."""
+        return not self.queued and self._device_for(row) is not None
+
+    def admit(self, rows: Sequence[RolloutSequence | SuspendedSequence]) -> None:
+        """Queues rows for free slots, and gives them blocks as far as there are some."""
+        self.queued.extend(rows)
+        self._admit_queued()
+
+    def _admit_queued(self) -> None:
+        """Gives blocks to queued rows, in order, until no device can hold the next one."""
+        while self.queued and self._admit_some():
+            pass
+
+    def _admit_some(self) -> bool:
+        """Admits the rows whose blocks can be filled together; returns whether there were any."""
+        work = CacheWork()
+        while self.queued and (number := self._device_for(self.queued[0])) is not None:
+            one = self.queued.popleft()
+            row, parked = row_of(one), self._take_parked(row_of(one))
+            resumes = parked is not None and parked.device == number
+            if row.turns and row.num_tokens == row.turn_start:
+                self._counters.resumed_rows += resumes
+                self._counters.rebuilt_rows += not resumes
+            if parked is not None and resumes:
+                slot = _make_slot(row, number, parked.length)
+                slot.blocks = parked.blocks
+            else:
+                slot = self._fill_slot(one, number, work)
+                if parked is not None:
+                    self._release(parked)
+            self.devices[number].add(slot)
+            work.admitted.append(slot)
+        self._add_work(work)
+        return bool(work.admitted)
+
+    def _fill_slot(self, one: RolloutSequence | SuspendedSequence, number: int, work: CacheWork) -> Slot:
+        """Returns a slot on a device for a row, and adds to the work what fills its blocks."""
+        row = row_of(one)
+        if self._continues_prompt(one):
+            slot = _make_slot(row, number, len(row.prompt.token_ids))
+            prompt, num_full = self._share_prompt(row.prompt, number, work), self._num_full_blocks(row.prompt)
+            self.devices[number].pool.share(prompt[:num_full])
+            needed = self._sizes.blocks_for(max(slot.length, 1))
+            slot.blocks = prompt[:num_full] + self._allocate(number, needed - num_full)
+            work.copies.extend((number, block, slot.blocks[num_full]) for block in prompt[num_full:])
+            self._counters.recomputed_tokens += len(slot.forced)
+        elif isinstance(one, SuspendedSequence) and one.cache is not None:
+            slot = _make_slot(row, number, one.length)
+            slot.blocks = self._allocate(number, self._sizes.blocks_for(max(slot.length, 1)))
+            work.insertions.append((number, slot.blocks, one.cache))
+        else:
+            ids = np.concatenate([row.prompt.token_ids, row.token_ids])
+            slot = _make_slot(row, number, len(ids))
+            slot.blocks = self._allocate(number, self._sizes.blocks_for(max(slot.length, 1)))
+            work.prefills.append(Prefill(number, ids, slot.blocks, is_prompt=False))
+            self._counters.recomputed_tokens += len(ids)
+        return slot
+
+    def _continues_prompt(self, one: RolloutSequence | SuspendedSequence) -> bool:
+        """Returns whether a row starts from the cache of its prompt."""
+        if isinstance(one, SuspendedSequence) and one.cache is not None:
+            return False
+        return self._exact or not row_of(one).num_tokens
+
+    def _device_for(self, one: RolloutSequence | SuspendedSequence) -> int | None:
+        """Returns the number of the device for a row; None if all are full.
+
+        A device that has the row's prompt is preferred until it has its share of the rows. All rows that can grow, and
+        the new one, must be able to grow by a block.
+        """
+        row = row_of(one)
+        parked = self._parked(row)
+        if parked is not None and self.devices[parked.device].has_free_slot:
+            return parked.device
+        key, length = prompt_key(row.prompt), len(row.prompt.token_ids) + row.num_tokens
+        needed = self._sizes.blocks_for(max(length, 1))
+        grows = self._sizes.blocks_for_row(length + row.max_new_tokens - row.num_tokens - 1) > needed
+        share = -(-(len(self.slots) + max(len(self.queued), 1)) // len(self.devices))
+
+        def has_room(device: SlotDevice) -> bool:
+            if not device.has_free_slot:
+                return False
+            missing = needed + grows
+            if self._continues_prompt(one):
+                # The last block of a prompt is kept beside its copy.
+                missing += -self._num_full_blocks(row.prompt) if device.pool.has_prompt(key) else 1
+            available = device.num_available(keeping=key)
+            return not device.slots or available >= missing + device.num_growing()
+
+        def rank(number: int) -> tuple[bool, bool, int]:
+            device = self.devices[number]
+            return len(device.slots) >= share, not device.pool.has_prompt(key), len(device.slots)
+
+        return min((i for i, device in enumerate(self.devices) if has_room(device)), key=rank, default=None)
+
+    # Blocks ------------------------------------------------------------------------------------------------------
+
+    def _num_full_blocks(self, prompt: Prompt) -> int:
+        """Returns the number of blocks that all samples of a prompt share."""
+        return max(len(prompt.token_ids) - 1, 0) // self._sizes.block_size
+
+    def _num_prompt_blocks(self, prompt: Prompt) -> int:
+        """Returns the number of blocks of a prompt, whose last token every sample feeds itself."""
+        return self._sizes.blocks_for(max(len(prompt.token_ids) - 1, 0))
+
+    def _share_prompt(self, prompt: Prompt, number: int, work: CacheWork) -> list[int]:
+        """Returns the blocks of a prompt on a device, which no other row gets until the work is done."""
+        pool, key = self.devices[number].pool, prompt_key(prompt)
+        if not pool.has_prompt(key):
+            blocks = self._allocate(number, self._num_prompt_blocks(prompt))
+            pool.keep_prompt(key, blocks)
+            if blocks:
+                work.prefills.append(Prefill(number, prompt.token_ids, blocks, is_prompt=True))
+                self._counters.prefilled_tokens += len(prompt.token_ids)
+        blocks = pool.prompt_blocks(key)
+        pool.share(blocks)
+        work.held.append((number, blocks))
+        return blocks
+
+    def _add_work(self, work: CacheWork) -> None:
+        self._work.append(work)
+        # Whoever gets these blocks now fills them later.
+        for number, blocks in work.held:
+            self.devices[number].pool.release(blocks)
+
+    def _allocate(self, number: int, count: int) -> list[int]:
+        """Returns free blocks of a device; the rows that were parked longest give theirs up if need be."""
+        device = self.devices[number]
+        while device.parked and device.pool.num_available() < count:
+            self._release(device.parked.pop(next(iter(device.parked))))
+        return device.pool.allocate(count)
+
+    def _release(self, slot: Slot) -> None:
+        """Frees the blocks of a row without a slot."""
+        pool = self.devices[slot.device].pool
+        pool.release(slot.blocks)
+        # A value that is not finite would break the next row even where it is masked.
+        if spoilt := pool.take_spoilt():
+            self._work.append(CacheWork(copies=[(slot.device, -1, block) for block in spoilt]))
+
+    # Rows that leave their slots ---------------------------------------------------------------------------------
+
+    def finish(self, slot: Slot, reason: str) -> None:
+        """Ends a row, or its turn if an environment answers."""
+        row = slot.row
+        if row.plays and not reason.startswith(DROPPED_PREFIX):
+            row.turn_end = reason
+            if reason == "stop":
+                self.devices[slot.device].park(slot)
+                return
+        else:
+            row.finish(reason)
+        self.remove(slot)
+
+    def remove(self, slot: Slot) -> None:
+        """Takes a row out of its slot and frees its blocks."""
+        self.devices[slot.device].remove(slot)
+        self._release(slot)
+
+    def take_queued(self, row: RolloutSequence) -> SuspendedSequence | None:
+        """Takes a row out of the queue; returns None if it is not there."""
+        one = next((one for one in self.queued if row_of(one) is row), None)
+        if one is None:
+            return None
+        self.queued.remove(one)
+        return one if isinstance(one, SuspendedSequence) else SuspendedSequence(row)
+
+    def _parked(self, row: RolloutSequence) -> Slot | None:
+        """Returns the slot that a row had when it was parked, if its blocks are still those of the row's beginning."""
+        slot = next((device.parked[row.key] for device in self.devices if row.key in device.parked), None)
+        if slot is None:
+            return None
+        num_new = len(row.prompt.token_ids) + row.num_tokens - slot.length
+        return slot if num_new >= 0 and (self._exact or num_new <= self._shapes.max_forced) else None
+
+    def _take_parked(self, row: RolloutSequence) -> Slot | None:
+        """Removes a parked row, and frees its blocks unless they are of use; see `_parked`."""
+        useful = self._parked(row)
+        if useful is None:
+            self.forget(row.key)
+        else:
+            del self.devices[useful.device].parked[row.key]
+        return useful
+
+    def forget(self, key: str) -> None:
+        """Frees the blocks of a parked row that does not come back."""
+        for device in self.devices:
+            if (slot := device.parked.pop(key, None)) is not None:
+                self._release(slot)
+
+    # A segment ---------------------------------------------------------------------------------------------------
+
+    def schedule(self, limits: SegmentLimits, *, is_stopped: Callable[[RolloutSequence], bool]) -> ScheduledSegment:
+        """Admits queued rows and gives all of them blocks for the next segment, which may have to be shorter.
+
+        Args:
+            is_stopped: whether the tokens of a row, read first if need be, contain a stop string.
+        """
+        self._admit_queued()
+        length = min(limits.length, self._shapes.segment_max)
+        if any(len(slot.forced) > self._shapes.max_forced for slot in self.slots):
+            length = min(length, self._shapes.max_forced)
+        limits = limits._replace(length=self._reserve(length, is_stopped))
+        if self.queued and not limits.leave_when_finished:
+            limits = SegmentLimits(limits.length, leave_when_finished=1, leave_when_active=0)
+        # Rows do not change their devices.
+        most = max(len(device.slots) for device in self.devices)
+        num_rows = next(size for size in self._shapes.batch_buckets if size >= most * len(self.devices))
+        per_device = num_rows // len(self.devices)
+        places = {
+            n * per_device + i: slot for n, device in enumerate(self.devices) for i, slot in enumerate(device.slots)
+        }
+        return ScheduledSegment(places, num_rows, limits)
+
+    def _reserve(self, length: int, is_stopped: Callable[[RolloutSequence], bool]) -> int:
+        """Gives every row the blocks for a segment of up to `length` steps; returns how many steps it can have.
+
+        While a device has no blocks for as many steps as a block holds, its newest row gives its own up.
+        """
+        for device in self.devices:
+            least = min(length, self._sizes.block_size)
+            while (fitting := device.most_steps(length)) < least and len(device.slots) > 1:
+                newest = device.slots[-1]
+                if is_stopped(newest.row):
+                    self.finish(newest, "stop")
+                else:
+                    self._preempt(newest)
+            length = fitting
+        for number, device in enumerate(self.devices):
+            for slot in device.slots:
+                slot.blocks += self._allocate(number, device.num_missing(slot, length))
+        return length
+
+    def _preempt(self, slot: Slot) -> None:
+        """Puts a row back into the queue, without its cache."""
+        self.remove(slot)
+        self.queued.appendleft(SuspendedSequence(slot.row) if slot.row.num_tokens else slot.row)
+        self._counters.preempted_rows += 1
+
+    def postprocess(self, segment: ScheduledSegment, after: RowStatus) -> list[DecodedRow]:
+        """Counts the tokens of a segment and frees the slots of finished rows."""
+        decoded = []
+        for place, slot in segment.places.items():
+            row, count = slot.row, int(after.length[place]) - slot.length
+            num_forced = min(count, len(slot.forced))
+            row.num_tokens += count - num_forced
+            row.num_segments += 1
+            decoded.append(DecodedRow(row, place, num_forced, count - num_forced))
+            slot.token, slot.length, slot.remaining = (int(field[place]) for field in after[:3])
+            slot.forced = slot.forced[num_forced:]
+            if slot.remaining == 0:
+                if after.non_finite[place]:
+                    self.devices[slot.device].pool.spoil(slot.blocks, slot.prompt_key)
+                self.finish(slot, finish_reason(after.stopped[place], after.non_finite[place]))
+        for device in self.devices:
+            device.trim()
+        return decoded
+
+
+def row_of(one: RolloutSequence | SuspendedSequence) -> RolloutSequence:
+    return one.row if isinstance(one, SuspendedSequence) else one
+
+
+def _make_slot(row: RolloutSequence, device: int, length: int) -> Slot:
+    """Returns a slot, still without blocks, for a row whose first tokens are cached or will be.
+
+    Args:
+        length: number of its first tokens of prompt and completion, the last of which is fed next.
+    """
+    low, high = hash_uids([row.prompt.uid])[0].view(np.int32)
+    ids = np.concatenate([row.prompt.token_ids, row.token_ids])
+    forced = ids[length:]
+    return Slot(
+        row,
+        device,
+        prompt_key(row.prompt),
+        NoiseKey(int(low), int(high), row.sample_index, row.noise_step),
+        token=int(ids[length - 1]) if length else 0,
+        length=length,
+        remaining=row.num_allowed + len(forced),
+        forced=forced,
+    )
+
+
+def prompt_key(prompt: Prompt) -> bytes:
+    """Returns a key that is equal for prompts with equal tokens."""
+    return prompt.token_ids.tobytes()
