@@ -24,6 +24,7 @@ from app.mesh.submesh import to_host_submesh
 from app.prompts.prompt_order import host_slice
 from app.records.sample import Prompt, Sample
 from app.runtime.model_spec import read_model_spec
+from app.runtime.scoring import ScoringSession
 from app.runtime.session import Session
 from app.training.inputs import read_training_inputs
 from settings import load
@@ -65,13 +66,12 @@ class Found:
         """Returns the same session each time, so that programs compile once."""
         if way not in self._sessions:
             settings = load(None, [*self._overrides, *WAYS[way]], {}).settings
-            self._sessions[way] = Session.open(settings, self._model)
-            self._sessions[way].open_generators()
+            self._sessions[way] = Session.open(ScoringSession.open(settings, self._model))
         return self._sessions[way]
 
     def samples(self, way: str) -> list[Sample]:
         session = self.session(way)
-        weights = session.to_decode_weights(session.load_params())
+        weights = session.to_decode_weights(session.scoring.load_params())
         return session.sample(weights, self.prompts, policy_version=1)
 
     def samples_under_sync(self) -> list[Sample]:
@@ -96,7 +96,7 @@ def counted(most: int) -> Callable[[], bool]:
 def stopped(found: Found, way: str, stop_requested: Callable[[], bool]) -> str:
     """Returns how a rollout that is stopped ends."""
     session = found.session(way)
-    weights = session.to_decode_weights(session.load_params())
+    weights = session.to_decode_weights(session.scoring.load_params())
     session.stop_when(stop_requested)
     try:
         session.sample(weights, found.prompts, policy_version=1)
@@ -117,7 +117,7 @@ def buffers(tree: Any) -> list[dict[int, int]]:
 def taken(found: Found) -> dict[str, Any]:
     """Returns whether an island uses the buffers of the training mesh, and the arrays on each device."""
     session = found.session("island")
-    params = session.load_params()
+    params = session.scoring.load_params()
     with jax.set_mesh(session.mesh):
         whole = session.to_decode_weights.lay_out(params)
     weights = to_host_submesh(whole, session.to_decode_weights.mesh)
@@ -141,12 +141,12 @@ def main(model: str, out: str, *options: str) -> None:
     results["sync"] = describe(found.samples_under_sync())
     # An island waits for nobody: the first host generates a second time, and the other does not.
     session = found.session("island")
-    weights = session.to_decode_weights(session.load_params())
+    weights = session.to_decode_weights(session.scoring.load_params())
     if is_second:
         results["alone"] = describe(session.sample(weights, found.prompts[:1], policy_version=1))
     # Weights that another version makes cost one run of the program that is there.
     with closing(CompilationCounter()) as compilations:
-        session.to_decode_weights(session.load_params())
+        session.to_decode_weights(session.scoring.load_params())
         results["compilations of a second version"] = compilations.take_count()
     # One host is asked; in one batch all of them end.
     results["stopped"] = {

@@ -16,6 +16,7 @@ from app.model.io.model_files import open_model
 from app.prompts.arithmetic import make_problems
 from app.prompts.tokenizer import load_tokenizer
 from app.reward.plugin import StepInfo
+from app.runtime.scoring import ScoringSession
 from app.runtime.session import Session
 from app.training.inputs import read_training_inputs
 from scripts import make_tiny_model
@@ -59,9 +60,8 @@ def test_starting_weights_are_trained_on_the_training_split_only() -> None:
 def test_the_starting_model_has_the_format_but_not_the_skill() -> None:
     settings = load(None, ["data.num_problems=64"], {}).settings
     training_input = read_training_inputs(settings)
-    session = Session.open(settings, training_input.model)
-    session.open_generators()
-    weights = session.to_decode_weights(session.load_params())
+    session = Session.open(ScoringSession.open(settings, training_input.model))
+    weights = session.to_decode_weights(session.scoring.load_params())
     with training_input.make_rewards(settings) as rewards:
         judged = evaluate(session, weights, training_input.eval_prompts, rewards, StepInfo())
     metrics = {name: value or 0.0 for name, value in evaluation_metrics(judged.samples, settings).items()}

@@ -13,6 +13,7 @@ from app.model.decoder import Params
 from app.runtime.environments import prepare_turns
 from app.runtime.model_spec import ModelSpec, check_context_length, read_model_spec
 from app.runtime.pinned_revisions import pin_revisions
+from app.runtime.scoring import ScoringSession
 from app.runtime.session import Session
 from settings import Settings
 
@@ -26,9 +27,11 @@ class PolicySource(NamedTuple):
 
     def load_decode_weights(self, session: Session) -> DecodeWeights:
         """Loads the decode weights; nothing else of the model stays on the devices. All hosts must call it together."""
-        params = session.load_params() if self.saved_policy is None else load_policy_params(self.saved_policy, session)
-        weights = session.to_decode_weights(params)
-        session.free_frozen_params()
+        scoring, saved = session.scoring, self.saved_policy
+        weights = session.to_decode_weights(
+            scoring.load_params() if saved is None else load_policy_params(saved, scoring)
+        )
+        scoring.free_frozen_params()
         return weights
 
 
@@ -50,7 +53,7 @@ def read_policy_source(settings: Settings, checkpoint: Path | None) -> PolicySou
     return PolicySource(settings, model, saved)
 
 
-def load_policy_params(checkpoint: PolicyCheckpoint, session: Session) -> Params:
+def load_policy_params(checkpoint: PolicyCheckpoint, session: ScoringSession) -> Params:
     """Loads all weights of a saved policy onto the mesh of the session.
 
     With adapters, the result also contains the weights of `model.path`, which may be quantized; the rest is float32.

@@ -48,6 +48,7 @@ from app.runtime.health_checks import check_rewards
 from app.runtime.host_supervision import PhaseCallback, iterate_in_phase, join_hosts, wait_for_other_hosts
 from app.runtime.inputs import eval_columns, make_environment_reward, read_eval_prompts
 from app.runtime.model_spec import ModelSpec
+from app.runtime.scoring import ScoringSession
 from app.runtime.session import Session
 from app.tracking.console import RolloutProgress
 from settings import Resolved, Settings
@@ -166,8 +167,8 @@ def _generate_and_judge(inputs: EvaluationInput, enter_phase: PhaseCallback) -> 
 def _generate(inputs: EvaluationInput, enter_phase: PhaseCallback) -> list[Sample]:
     """Returns the samples of this host's prompts."""
     settings, shard = inputs.settings, host_slice(len(inputs.prompts))
-    with closing(Session.open(settings, inputs.source.model, generates="evaluations")) as session:
-        session.open_generators()
+    scoring = ScoringSession.open(settings, inputs.source.model)
+    with closing(Session.open(scoring, generates="evaluations")) as session:
         weights = inputs.source.load_decode_weights(session)
         session.compile_evaluation()
         num_samples = len(shard) * settings.eval.num_samples

@@ -28,8 +28,7 @@ from app.runtime.attention_rows import attention_rows
 from app.runtime.micro_batching import MaxLengths
 from app.runtime.model_spec import ModelSpec
 from app.runtime.reward_model import RewardModelSpec
-from app.runtime.scoring import set_compute_dtype
-from app.runtime.session import Session
+from app.runtime.scoring import ScoringSession, set_compute_dtype
 from app.runtime.slot_shapes import slot_shapes_from_settings
 from settings import Settings
 
@@ -49,7 +48,7 @@ RESULTS = (
 )
 
 
-def check_attention(recorder: CheckRecorder, session: Session, reward_model: RewardModelSpec | None) -> None:
+def check_attention(recorder: CheckRecorder, session: ScoringSession, reward_model: RewardModelSpec | None) -> None:
     """Checks the attention of all networks of a run, computed as for their rows. All hosts must call it together."""
     mesh, device = session.mesh, session.mesh.devices.flat[0]
     rows = attention_rows(session.settings, session, reward_model)

@@ -209,11 +209,11 @@ def _lower_programs(
     dtype = set_compute_dtype(settings)
     yield from _lower_generation(session, shapes)
     networks: dict[str, tuple[DecoderDefinition, PackedForward]] = {
-        "policy": (model.policy_definition, session.scorer),
-        "reference": (session.held_reference, session.reference_scorer),
+        "policy": (model.policy_definition, session.scoring.scorer),
+        "reference": (session.scoring.held_reference, session.scoring.reference_scorer),
     }
-    if session.critic is not None:
-        networks["critic"] = session.critic.spec.definition, session.critic.valuer
+    if (critic := session.scoring.critic) is not None:
+        networks["critic"] = critic.spec.definition, critic.valuer
     scored = [("score", role, *networks[role], plan) for role, plan in shapes.scores.items()]
     if reward_model is not None and shapes.reward is not None:
         valuer = ValueScorer(reward_model.definition, mesh, dtype=dtype)

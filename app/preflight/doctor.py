@@ -55,11 +55,12 @@ from app.runtime.model_spec import CriticSpec, ModelSpec
 from app.runtime.pinned_revisions import pin_revisions
 from app.runtime.reward_model import RewardModelSpec
 from app.runtime.reward_trial import make_trial_samples
+from app.runtime.scoring import ScoringSession
 from app.runtime.session import Session
 from app.training.inputs import check_chosen_metrics, dataset_fingerprints, input_fingerprints
 from app.training.learner import LearnerGroup
 from app.training.network_memory import host_bytes, network_bytes
-from app.training.setup import configure_session, file_fingerprints, setup_notes
+from app.training.setup import file_fingerprints, open_session, setup_notes
 from settings import Resolved, Settings
 from settings.checks.commands import check_for_train
 from settings.checks.unused_settings import launch_notices
@@ -267,8 +268,9 @@ def _open_session(
         recorder.skip("mesh", reason="the model could not be read")
         return None
     with recorder.run_check("mesh"):
-        session = stack.enter_context(closing(Session.open(settings, inputs.model, inputs.critic, trains=True)))
-        opened = session, configure_session(session, inputs.reward_model)
+        scoring = ScoringSession.open(settings, inputs.model, inputs.critic, trains=True)
+        session, _ = opened = open_session(scoring, inputs.reward_model)
+        stack.enter_context(closing(session))
         axes = ", ".join(f"{axis} {size}" for axis, size in session.mesh.shape.items())
         recorder.ok("mesh", "\n".join((axes, *setup_notes(settings, session))))
     return opened
@@ -301,12 +303,12 @@ def _check_memory(
             shapes = compute_step_shapes(session, learning, inputs.prompts, inputs.held_out, inputs.reward_model)
             memory = memory_by_phase(session, learning, shapes, inputs.reward_model)
         else:
-            memory = {"update": network_bytes(session, learning, inputs.reward_model)}
+            memory = {"update": network_bytes(session.scoring, learning, inputs.reward_model)}
         phase, available = peak_phase(memory), device_memory_bytes()
         needed = sum(memory[phase].values())
         has = ", whose memory is unknown" if available is None else f", which has {format_bytes(available)}"
         found = f"{phase} needs most, arrays of {format_bytes(needed)} on each device{has}"
-        away, host_memory = host_bytes(session, learning) * len(session.mesh.local_devices), host_memory_bytes()
+        away, host_memory = host_bytes(session.scoring, learning) * len(session.mesh.local_devices), host_memory_bytes()
         if away:
             found += f"; {format_bytes(away)} of {format_bytes(host_memory)} stay in this host's memory"
         if away > host_memory:
@@ -326,7 +328,7 @@ def _check_networks(recorder: CheckRecorder, session: Session | None, inputs: Pr
         recorder.skip("attention", *inputs.weight_checks, reason=reason)
         return
     assert session is not None
-    check_attention(recorder, session, inputs.reward_model)
+    check_attention(recorder, session.scoring, inputs.reward_model)
     if max_over_hosts(np.asarray(int(not inputs.prompts))):
         recorder.skip(*inputs.weight_checks, reason="the prompts are missing on this host or on another one")
         return

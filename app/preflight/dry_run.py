@@ -213,7 +213,7 @@ def _run_fields(launch: RunSetup) -> dict[str, Any]:
         "dtype": settings.model.dtype,
         "num_parameters": definition.num_parameters,
         "num_trained_parameters": definition.num_trainable,
-        "num_critic_parameters": session.critic.spec.definition.num_parameters if session.critic else 0,
+        "num_critic_parameters": session.scoring.critic.spec.definition.num_parameters if session.scoring.critic else 0,
         "num_reward_model_parameters": reward_model.definition.num_parameters if reward_model else 0,
         "mesh": dict(mesh.shape),
         "device_kind": device_kind(mesh.devices.flat[0]),

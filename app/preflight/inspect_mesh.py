@@ -25,10 +25,11 @@ from app.records.atomic_write import write_atomic
 from app.records.sample import Prompt
 from app.records.text_format import format_bytes
 from app.runtime.model_spec import CriticSpec
+from app.runtime.scoring import ScoringSession
 from app.runtime.session import Session
 from app.training.learner import LearnerGroup
 from app.training.network_memory import MemoryBreakdown, host_bytes
-from app.training.setup import configure_session, setup_notes
+from app.training.setup import open_session, setup_notes
 from settings import Resolved
 
 
@@ -85,8 +86,8 @@ def open_run_outline(resolved: Resolved, *, compiles: bool) -> RunOutline:
     spec = read_config_only_spec(settings)
     jax_startup.initialize_distributed(settings.mesh, compiles=compiles)
     check_hosts_agree(resolved)
-    session = Session.open(settings, spec.model, spec.critic, trains=True)
-    learning = configure_session(session, spec.reward_model)
+    scoring = ScoringSession.open(settings, spec.model, spec.critic, trains=True)
+    session, learning = open_session(scoring, spec.reward_model)
     prompt = make_longest_prompt(settings.data.max_prompt_length)
     # Without the data, the number of held-out prompts is unknown: assumes full batches on all hosts.
     num_held_out = settings.eval.num_prompts or num_samples_per_step(session)
@@ -140,7 +141,7 @@ def build_mesh_inspection(
         ),
         memory=memory,
         peak_bytes=sum(memory[peak_phase(memory)].values()),
-        host_bytes=host_bytes(session, learning),
+        host_bytes=host_bytes(session.scoring, learning),
         notes=setup_notes(session.settings, session),
         programs=programs,
     )

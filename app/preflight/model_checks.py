@@ -79,7 +79,7 @@ def check_forward_pass(recorder: CheckRecorder, session: Session, prompt: Prompt
     """Checks that the real weights give finite logits after one prompt. All hosts must call it together."""
     start, tokenizer = time.perf_counter(), session.model_spec.tokenizer
     with error_barrier():
-        params = session.load_params()
+        params = session.scoring.load_params()
     loaded = time.perf_counter()
     logits = next_token_logits(session, params, prompt.token_ids)
     if not np.isfinite(logits).all():

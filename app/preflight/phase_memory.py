@@ -128,7 +128,7 @@ def memory_by_phase(
     The phases are `rollout`, `evaluation`, `reward`, `score`, `critic`, `update` and `publish`. With
     `rollout.devices`, the rollout is that on the devices that generate, and all others are on those that train.
     """
-    always = network_bytes(session, learning, reward_model)
+    always = network_bytes(session.scoring, learning, reward_model)
     if device_platform(session.mesh.devices.flat[0]) == "cpu":
         # The copy written in the background is in the host's memory, which is also that of the device.
         always["checkpoint"] = state_bytes(learning) // session.mesh.size
@@ -136,7 +136,7 @@ def memory_by_phase(
     phases: dict[str, MemoryBreakdown] = {}
     if shapes.rollout is not None:
         rollout = _generation_bytes(session.footprint(session.generator))
-        if session.generation_devices:
+        if session.scoring.generation_devices:
             phases["rollout"], rollout = rollout, {}
         elif session.generates_async:
             # Workers keep their slots during the other phases.
@@ -150,12 +150,12 @@ def memory_by_phase(
         kept = {name: size for name, size in rollout.items() if name == "decode_weights" and learning.max_rounds > 1}
         phases["reward"] = {**always, **kept}
     if shapes.scores:
-        phases["score"] = {**always, **reference_bytes(session)}
+        phases["score"] = {**always, **reference_bytes(session.scoring)}
     for phase, learner in (("critic", learning.critic), ("update", learning.policy)):
         if learner is not None:
             gradients = bytes_per_device(abstract_arrays(learner.shapes, learner.shardings).params)
             phases[phase] = {**always, "gradients": gradients}
-    if session.generation_devices:
+    if session.scoring.generation_devices:
         weights = bytes_per_device(session.to_decode_weights.abstract_weights)
         phases["publish"] = _sum_breakdowns(always, {"decode_weights": weights})
     return phases

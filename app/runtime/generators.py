@@ -52,8 +52,10 @@ def open_continuous_batching(
     Raises:
         InputError: the slots cannot be split over the devices.
     """
-    rollout, num_shards = settings.rollout, num_cache_shards(mesh, definition.architecture.num_kv_heads)
-    hosts = num_hosts(mesh)
+    # Workers, if there are any beside these slots, do not matter for their sizes.
+    rollout = settings.rollout.model_copy(update={"scheduler": None})
+    settings = settings.model_copy(update={"rollout": rollout})
+    hosts, num_shards = num_hosts(mesh), num_cache_shards(mesh, definition.architecture.num_kv_heads)
 
     def make_engine(num_slots: int, num_blocks: int | None = None) -> SlotEngine:
         return _make_slot_engine(

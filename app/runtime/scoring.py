@@ -1,4 +1,4 @@
-"""A model on a mesh, ready to score samples for `grpo score`; `Session` adds generation."""
+"""A model on a mesh, ready to score samples; `Session` has one, and generates besides."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import logging
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +13,10 @@ from jax.sharding import Mesh
 
 from app.batching.micro_batcher import GlobalPlan, MicroBatcher
 from app.batching.sample_exchange import READ_BY_SCORING, fetch_rows
+from app.distributed.collectives import set_exchange_devices
 from app.mesh import device_mesh, placement
+from app.mesh.device_mesh import generation_devices
+from app.mesh.devices import first_devices, global_devices, local_devices
 from app.model.architecture import Architecture, RouteShape
 from app.model.attention.packed import platform_blocking
 from app.model.decoder import DecoderDefinition, Params
@@ -58,11 +60,49 @@ class ScoringSession:
     reference_scorer: Scorer
     """Scores with the weights of `model.path`, quantized like the policy's; equals `scorer` without adapters."""
     critic: CriticModel | None = None
+    generation_devices: tuple[int, ...] = ()
+    """Numbers of this host's devices that only generate; empty if all are those of the mesh."""
 
     @classmethod
-    def open(cls, settings: Settings, model: ModelSpec, critic: CriticSpec | None = None) -> ScoringSession:
-        """Opens the mesh and the scorers. `jax_startup.initialize_distributed` must have run."""
-        return cls(**open_scorers(settings, model, critic))
+    def open(
+        cls, settings: Settings, model: ModelSpec, critic: CriticSpec | None = None, *, trains: bool = False
+    ) -> ScoringSession:
+        """Opens the mesh, checks that it fits the model, and makes the scorers: the first use of the devices.
+
+        `jax_startup.initialize_distributed` must have run.
+
+        Args:
+            trains: whether the session is for training, so that the devices of `rollout.devices` only generate.
+        """
+        set_aside = ()
+        if trains and settings.rollout.devices is not None:
+            set_aside = generation_devices(settings.rollout.devices, num_devices=len(local_devices()))
+        set_exchange_devices(first_devices(global_devices(settings.mesh)) if set_aside else None)
+        if model.policy_definition.quantization is not None:
+            check_qwix_installed()
+        mesh = open_mesh(settings, set_aside=set_aside)
+        for check in (check_tp_divides_heads, check_experts):
+            check(mesh, model.architecture, path=settings.model.path)
+            if critic is not None:
+                check(mesh, critic.architecture, path=settings.critic.path or settings.model.path)
+        dtype = set_compute_dtype(settings)
+        make_scorer = partial(
+            Scorer,
+            mesh=mesh,
+            dtype=dtype,
+            logits_chunk=settings.model.logits_chunk,
+            replays_routes=settings.rollout.routing_replay,
+        )
+        scorer, has_adapters = make_scorer(model.policy_definition), model.policy_definition.lora is not None
+        return cls(
+            settings=settings,
+            model_spec=model,
+            mesh=mesh,
+            scorer=scorer,
+            reference_scorer=make_scorer(model.reference_definition) if has_adapters else scorer,
+            critic=critic and CriticModel(critic, ValueScorer(critic.definition, mesh, dtype=dtype)),
+            generation_devices=set_aside,
+        )
 
     def architecture_of(self, role: ScoredRole) -> Architecture:
         """Returns the architecture of the network that scores for a role."""
@@ -153,41 +193,6 @@ class ScoringSession:
 
     def _batch_runner(self, scorer: PackedForward, role: ScoredRole) -> BatchRunner:
         return scorer.run_scanned if self.settings.score.is_scanned(role) else scorer.run_looped
-
-
-def open_scorers(
-    settings: Settings, model: ModelSpec, critic: CriticSpec | None, *, set_aside: Collection[int] = ()
-) -> dict[str, Any]:
-    """Opens the mesh, checks that it fits the model, and returns the fields of a `ScoringSession`.
-
-    This is the first call that uses a device. `set_aside` is that of `make_mesh`.
-    """
-    if model.policy_definition.quantization is not None:
-        check_qwix_installed()
-    mesh = open_mesh(settings, set_aside=set_aside)
-    for check in (check_tp_divides_heads, check_experts):
-        check(mesh, model.architecture, path=settings.model.path)
-        if critic is not None:
-            check(mesh, critic.architecture, path=settings.critic.path or settings.model.path)
-    dtype = set_compute_dtype(settings)
-    make_scorer = partial(
-        Scorer,
-        mesh=mesh,
-        dtype=dtype,
-        logits_chunk=settings.model.logits_chunk,
-        replays_routes=settings.rollout.routing_replay,
-    )
-    scorer = make_scorer(model.policy_definition)
-    return {
-        "settings": settings,
-        "model_spec": model,
-        "mesh": mesh,
-        "scorer": scorer,
-        "reference_scorer": (
-            scorer if model.policy_definition.lora is None else make_scorer(model.reference_definition)
-        ),
-        "critic": None if critic is None else CriticModel(critic, ValueScorer(critic.definition, mesh, dtype=dtype)),
-    }
 
 
 def open_mesh(settings: Settings, *, set_aside: Collection[int] = ()) -> Mesh:

@@ -11,10 +11,9 @@ from typing import Literal
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from app.distributed.collectives import gather_bytes_over_hosts, set_exchange_devices
+from app.distributed.collectives import gather_bytes_over_hosts
 from app.distributed.stop_check import StopCheck
-from app.mesh.device_mesh import generation_devices
-from app.mesh.devices import first_devices, global_devices, local_devices
+from app.mesh.devices import local_devices
 from app.mesh.placement import bytes_per_device
 from app.mesh.submesh import host_submesh
 from app.model.decode_weights import DecodeConversion, DecodeWeights
@@ -32,118 +31,109 @@ from app.rollout.workers.async_generation import AsyncRollout
 from app.rollout.workers.worker_pool import RolloutWorkerPool
 from app.runtime.environments import open_conversations
 from app.runtime.generators import open_continuous_batching, open_workers
-from app.runtime.model_spec import CriticSpec, ModelSpec
+from app.runtime.model_spec import ModelSpec
 from app.runtime.rollout_mesh import rollout_mesh, rollout_mesh_notes
-from app.runtime.scoring import ScoringSession, open_scorers
+from app.runtime.scoring import ScoringSession
 from app.runtime.slot_choice import slots_note
 from settings import Settings
 
+Generator = ContinuousBatchGenerator | RolloutWorkerPool
 
-@dataclass(kw_only=True)
-class Session(ScoringSession):
-    """A model on a mesh, with its generators and scorers, and its critic if there is one."""
 
+@dataclass(frozen=True, kw_only=True)
+class Session:
+    """A model on a mesh that scores samples and generates them."""
+
+    scoring: ScoringSession
+    """Has the mesh, the model and its scorers, and the critic if there is one."""
+    generates: Literal["rollouts", "evaluations"] | None
+    """Rollouts and evaluations, or evaluations alone; None = nothing, since samples are only read."""
     to_decode_weights: DecodeConversion
     """Converts the policy's weights for generation, on this host's part of the mesh or, with `rollout.placement:
     global`, on the whole mesh."""
-    continuous_batching: ContinuousBatchGenerator | None = None
+    continuous_batching: ContinuousBatchGenerator | None
     """Generates in the slots of one engine."""
-    workers: RolloutWorkerPool | None = None
+    workers: RolloutWorkerPool | None
     """Generate in place of it if `rollout.scheduler` is set."""
-    generates: Literal["rollouts", "evaluations"] | None = "rollouts"
-    """Rollouts and evaluations, or evaluations alone; None = nothing, since samples are only read."""
-    generation_devices: tuple[int, ...] = ()
-    """Numbers of this host's devices that only generate; empty if all are those of the mesh."""
-    generation_notes: tuple[str, ...] = ()
-    """Text for users about the mesh of generation and its slots, once generators are open."""
+    generation_notes: tuple[str, ...]
+    """Text for users about the mesh of generation and its slots."""
 
     @classmethod
     def open(
         cls,
-        settings: Settings,
-        model: ModelSpec,
-        critic: CriticSpec | None = None,
+        scoring: ScoringSession,
         *,
         generates: Literal["rollouts", "evaluations"] | None = "rollouts",
-        trains: bool = False,
+        held_bytes: int = 0,
     ) -> Session:
-        """Opens a session: the first use of the devices. `jax_startup.initialize_distributed` must have run.
-
-        It generates nothing until `open_generators` is called.
-
-        Args:
-            generates: see `Session`; with None, the settings of generation are not used.
-            trains: whether the session is for training, so that the devices of `rollout.devices` only generate.
-        """
-        set_aside = ()
-        if trains and settings.rollout.devices is not None:
-            set_aside = generation_devices(settings.rollout.devices, num_devices=len(local_devices()))
-        set_exchange_devices(first_devices(global_devices(settings.mesh)) if set_aside else None)
-        dtype, lora = jnp.dtype(settings.model.dtype), model.policy_definition.lora
-        decoder = model.decode_definition(dtype, settings.rollout.weights if generates else None)
-        scoring = open_scorers(settings, model, critic, set_aside=set_aside)
-        mesh: Mesh = scoring["mesh"]
-        of_all_hosts = rollout_mesh(settings, mesh, decoder) if generates else mesh
-        of_host = of_all_hosts if settings.rollout.placement == "global" else host_submesh(of_all_hosts)
-        conversion = DecodeConversion(
-            decoder,
-            of_host,
-            dtype,
-            mesh_of_all_hosts=of_all_hosts,
-            training_mesh=mesh,
-            merge=None if decoder.lora == lora else partial(merge_adapters, lora=lora),
-        )
-        return cls(**scoring, to_decode_weights=conversion, generates=generates, generation_devices=set_aside)
-
-    def open_generators(self, *, held_bytes: int = 0) -> None:
         """Opens the slots or workers that the settings ask for. All hosts must call it together.
 
         Workers for generation during training are always busy: then slots are opened for evaluations, too.
 
         Args:
+            generates: see `Session`; with None, the settings of generation are not used.
             held_bytes: bytes on each device of arrays that stay there during generation, besides those that it needs.
 
         Raises:
             InputError: they do not fit the devices.
         """
-        settings, conversion, tokenizer = self.settings, self.to_decode_weights, self.model_spec.tokenizer
-        dtype, is_async = jnp.dtype(settings.model.dtype), settings.rollout.max_staleness > 0
-        if self.generates == "rollouts" or not is_async:
-            workers = self.workers = open_workers(
+        settings, mesh = scoring.settings, scoring.mesh
+        conversion = _decode_conversion(scoring, generates=generates is not None)
+        if generates is None:
+            nothing = {"continuous_batching": None, "workers": None, "generation_notes": ()}
+            return cls(scoring=scoring, generates=None, to_decode_weights=conversion, **nothing)
+        tokenizer, dtype = scoring.model_spec.tokenizer, jnp.dtype(settings.model.dtype)
+        is_async, slots, workers = settings.rollout.max_staleness > 0, None, None
+        if generates == "rollouts" or not is_async:
+            workers = open_workers(
                 *(settings, conversion.definition, tokenizer, conversion.mesh_of_all_hosts),
-                devices=self.generation_devices or range(len(local_devices())),
+                devices=scoring.generation_devices or range(len(local_devices())),
                 dtype=dtype,
             )
-            if is_async and workers and not self.generation_devices:
-                held_bytes += bytes_per_device(self.footprint(workers))
-        if self.workers is None or is_async:
-            without_workers = settings.rollout.model_copy(update={"scheduler": None})
-            self.continuous_batching = open_continuous_batching(
-                settings.model_copy(update={"rollout": without_workers}),
-                *(conversion.definition, tokenizer, conversion.mesh),
+            if is_async and workers and not scoring.generation_devices:
+                held_bytes += bytes_per_device(_worker_footprint(scoring, conversion, workers))
+        if workers is None or is_async:
+            rules = eval_sampling_rules(settings) if is_async else sampling_rules(settings)
+            slots = open_continuous_batching(
+                *(settings, conversion.definition, tokenizer, conversion.mesh),
                 dtype=dtype,
                 held_bytes=held_bytes,
-                truncates=(self.eval_sampling_params if is_async else self.sampling_params).truncates,
+                truncates=rules.truncates,
             )
-        slots = self.continuous_batching
-        for generator in (slots, self.workers):
+        for generator in (slots, workers):
             if generator is not None:
                 generator.conversations = open_conversations(settings, tokenizer)
-        self.generation_notes = (
-            *self._devices_note(),
-            *rollout_mesh_notes(settings, self.mesh, conversion.mesh_of_all_hosts, conversion.definition),
+        notes = (
+            *_devices_note(scoring.generation_devices),
+            *rollout_mesh_notes(settings, mesh, conversion.mesh_of_all_hosts, conversion.definition),
             *(slots_note(settings, slots.engine.programs) if slots else ()),
         )
+        return cls(
+            scoring=scoring,
+            generates=generates,
+            to_decode_weights=conversion,
+            continuous_batching=slots,
+            workers=workers,
+            generation_notes=notes,
+        )
 
-    def _devices_note(self) -> Iterator[str]:
-        if self.generation_devices:
-            numbers, total = format_ranges(self.generation_devices), len(local_devices())
-            yield f"rollout.devices: of the {total} devices of each host, {numbers} generate and the others train"
+    @property
+    def settings(self) -> Settings:
+        return self.scoring.settings
+
+    @property
+    def model_spec(self) -> ModelSpec:
+        return self.scoring.model_spec
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh of training and scoring, over all hosts."""
+        return self.scoring.mesh
 
     def close(self) -> None:
         """Ends the processes of workers and environments."""
-        for generator in (self.continuous_batching, self.workers):
-            if generator is not None and generator.conversations is not None:
+        for generator in self._generators:
+            if generator.conversations is not None:
                 generator.conversations.pool.close()
         if self.workers is not None:
             self.workers.shut_down()
@@ -173,19 +163,22 @@ class Session(ScoringSession):
 
     def stop_when(self, should_stop: StopCheck) -> None:
         """Makes generation raise `StoppedError` after the segment in which `should_stop` becomes true."""
-        for generator in (self.continuous_batching, self.workers):
-            if generator is not None:
-                generator.stop_requested = should_stop
+        for generator in self._generators:
+            generator.stop_requested = should_stop
 
     @property
-    def generator(self) -> ContinuousBatchGenerator | RolloutWorkerPool:
+    def _generators(self) -> list[Generator]:
+        return [one for one in (self.continuous_batching, self.workers) if one is not None]
+
+    @property
+    def generator(self) -> Generator:
         """The generator of rollouts."""
         generator = self.workers or self.continuous_batching
-        assert generator is not None, "`open_generators` has not been called"
+        assert generator is not None, "this session generates nothing"
         return generator
 
     @property
-    def evaluation_generator(self) -> ContinuousBatchGenerator | RolloutWorkerPool:
+    def evaluation_generator(self) -> Generator:
         """The generator of evaluations: that of rollouts, unless workers are always busy."""
         return self.continuous_batching or self.generator
 
@@ -209,14 +202,11 @@ class Session(ScoringSession):
 
     @property
     def sampling_params(self) -> SamplingRules:
-        """The sampling parameters of `rollout.*`."""
-        rollout = self.settings.rollout
-        return SamplingRules(rollout.temperature, rollout.top_k, rollout.top_p, rollout.min_p)
+        return sampling_rules(self.settings)
 
     @property
     def eval_sampling_params(self) -> SamplingRules:
-        """The sampling parameters of `eval.*`, without truncation: evaluations measure the model's own distribution."""
-        return SamplingRules(self.settings.eval.temperature)
+        return eval_sampling_rules(self.settings)
 
     def rollout_request(self, *, policy_version: int = 0, first_group_id: int = 0) -> GenerationRequest:
         """Returns the request that `rollout.*` specifies."""
@@ -228,7 +218,7 @@ class Session(ScoringSession):
             max_new_tokens=self.settings.rollout.max_new_tokens,
             stop=self.settings.rollout.stop,
             first_group_id=first_group_id,
-            route_shape=self.route_shape,
+            route_shape=self.scoring.route_shape,
         )
 
     def evaluation_request(self, *, first_group_id: int = 0) -> GenerationRequest:
@@ -262,17 +252,55 @@ class Session(ScoringSession):
         """Returns the metrics of the schedules since the last call; empty without a scheduler."""
         return self.workers.take_schedule_metrics() if self.workers else []
 
-    def footprint(self, generator: ContinuousBatchGenerator | RolloutWorkerPool) -> Footprint:
+    def footprint(self, generator: Generator) -> Footprint:
         """Returns the arrays that a generator keeps on the devices."""
         if generator is not self.workers:
             return generator.footprint()
-        if self.settings.rollout.pool == "ray":
-            # The caches are on the devices of the actors.
-            footprint = Footprint(self.to_decode_weights.abstract_weights, ())
-        else:
-            footprint = generator.footprint()
-            if self.mesh.size > 1 and not self.generation_devices:
-                # Workers hold copies of weights that are also on the whole mesh.
-                footprint = footprint._replace(weights=(self.to_decode_weights.abstract_weights, footprint.weights))
-        # Asynchronous workers receive new weights before dropping the old ones.
-        return footprint._replace(weights=(footprint.weights,) * 2) if self.generates_async else footprint
+        return _worker_footprint(self.scoring, self.to_decode_weights, self.workers)
+
+
+def _decode_conversion(scoring: ScoringSession, *, generates: bool) -> DecodeConversion:
+    settings, model, mesh = scoring.settings, scoring.model_spec, scoring.mesh
+    dtype, lora = jnp.dtype(settings.model.dtype), model.policy_definition.lora
+    decoder = model.decode_definition(dtype, settings.rollout.weights if generates else None)
+    of_all_hosts = rollout_mesh(settings, mesh, decoder) if generates else mesh
+    return DecodeConversion(
+        decoder,
+        of_all_hosts if settings.rollout.placement == "global" else host_submesh(of_all_hosts),
+        dtype,
+        mesh_of_all_hosts=of_all_hosts,
+        training_mesh=mesh,
+        merge=None if decoder.lora == lora else partial(merge_adapters, lora=lora),
+    )
+
+
+def _worker_footprint(scoring: ScoringSession, conversion: DecodeConversion, workers: RolloutWorkerPool) -> Footprint:
+    """Returns the arrays that workers keep on the devices of this process."""
+    rollout = scoring.settings.rollout
+    if rollout.pool == "ray":
+        # The caches are on the devices of the actors.
+        footprint = Footprint(conversion.abstract_weights, ())
+    else:
+        footprint = workers.footprint()
+        if scoring.mesh.size > 1 and not scoring.generation_devices:
+            # Workers hold copies of weights that are also on the whole mesh.
+            footprint = footprint._replace(weights=(conversion.abstract_weights, footprint.weights))
+    # Asynchronous workers receive new weights before dropping the old ones.
+    return footprint._replace(weights=(footprint.weights,) * 2) if rollout.max_staleness > 0 else footprint
+
+
+def _devices_note(generation_devices: Sequence[int]) -> Iterator[str]:
+    if generation_devices:
+        numbers, total = format_ranges(generation_devices), len(local_devices())
+        yield f"rollout.devices: of the {total} devices of each host, {numbers} generate and the others train"
+
+
+def sampling_rules(settings: Settings) -> SamplingRules:
+    """Returns the sampling rules of `rollout.*`."""
+    rollout = settings.rollout
+    return SamplingRules(rollout.temperature, rollout.top_k, rollout.top_p, rollout.min_p)
+
+
+def eval_sampling_rules(settings: Settings) -> SamplingRules:
+    """Returns those of `eval.*`, without truncation: evaluations measure the model's own distribution."""
+    return SamplingRules(settings.eval.temperature)

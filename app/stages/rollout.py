@@ -33,6 +33,7 @@ from app.rollout.sequence import RolloutSequence
 from app.runtime.host_supervision import PhaseCallback, iterate_in_phase, join_hosts, wait_for_other_hosts
 from app.runtime.inputs import encode_rows
 from app.runtime.model_spec import ModelSpec
+from app.runtime.scoring import ScoringSession
 from app.runtime.session import Session
 from app.stages.prompt_shards import PromptShard
 from app.stages.rollout_identity import rollout_identity
@@ -82,8 +83,7 @@ def rollout(
             finished = partial.read(shard.host_prompts, num_samples=shard.group_size)
             part_file = stack.enter_context(partial.open_part(per_host_path(part_path(out))))
             remove_partial_files(out)
-        session = stack.enter_context(closing(Session.open(settings, model)))
-        session.open_generators()
+        session = stack.enter_context(closing(Session.open(ScoringSession.open(settings, model))))
         weights = source.load_decode_weights(session)
         counter = SampleCounter()
         session.compile_rollout()

@@ -83,7 +83,7 @@ def make_step_flops(
     """Returns the passes of a step through policy, reference, critic and reward model."""
     epochs = settings.algorithm.epochs
     policy = session.model_spec.policy_definition
-    critic = session.critic.spec.definition if session.critic else None
+    critic = session.scoring.critic and session.scoring.critic.spec.definition
     networks: Mapping[ForwardRole, DecoderDefinition | None] = {
         "policy": policy,
         "reference": session.model_spec.definition,

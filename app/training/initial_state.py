@@ -15,7 +15,7 @@ from app.mesh.placement import to_host_memory
 from app.model.decoder import Params
 from app.rollout.scheduling.length_estimator import LearnedLengths
 from app.runtime.pinned_revisions import record_commits
-from app.runtime.session import Session
+from app.runtime.scoring import ScoringSession
 from app.tracking.run_log import NullRunLog, RunLog
 from app.training.inputs import CHANGEABLE_FINGERPRINTS, MINI_BATCH_PROMPTS, PROMPTS_PER_STEP
 from app.training.learner import LearnerGroup
@@ -31,7 +31,7 @@ def open_checkpoints(setup: RunSetup, learner_group: LearnerGroup) -> Checkpoint
         policy=policy,
         shapes=learner_group.shapes,
         shardings=learner_group.shardings,
-        are_devices_shared=bool(setup.session.generation_devices),
+        are_devices_shared=bool(setup.session.scoring.generation_devices),
     )
 
 
@@ -44,7 +44,7 @@ def restore_or_initialize(
     """
     settings, session, replay = setup.resolved.settings, setup.session, setup.inputs.replay
     # Loaded now: the first step's time and compilations would include it otherwise.
-    _ = session.frozen_params
+    _ = session.scoring.frozen_params
     mini_batch = settings.algorithm.mini_batch_prompts or settings.rollout.prompts_per_step
     fingerprints = {
         **setup.inputs.fingerprints,
@@ -77,11 +77,12 @@ def restore_or_initialize(
         progress = replace(progress, step=start.step, position=before.position, total_tokens=before.total_tokens)
         networks = dict(start.restore_states(learner_group.shapes, learner_group.shardings))
     if "policy" not in networks:
-        networks["policy"] = learner_group.policy.initial_state(session.initial_trained_params())
+        networks["policy"] = learner_group.policy.initial_state(session.scoring.initial_trained_params())
     # A checkpoint without a critic starts a run with one.
-    if session.critic is not None and "critic" not in networks:
+    critic = session.scoring.critic
+    if critic is not None and "critic" not in networks:
         assert learner_group.critic is not None
-        networks["critic"] = learner_group.critic.initial_state(session.critic.load_params(session.mesh))
+        networks["critic"] = learner_group.critic.initial_state(critic.load_params(session.mesh))
     return RunState.from_networks(networks, kl_coef=kl_coef(progress if start is None else start.progress)), progress
 
 
@@ -101,7 +102,7 @@ def open_run_log(setup: RunSetup, progress: TrainProgress, *, resumed: bool) -> 
     return run_log
 
 
-def load_reference_params(state: RunState, progress: TrainProgress, session: Session) -> Params | None:
+def load_reference_params(state: RunState, progress: TrainProgress, session: ScoringSession) -> Params | None:
     """Returns the weights of `model.path`, copied from a fresh state or loaded again if the state was restored.
 
     They are held in the compute type, to which the network would convert them anyway: bfloat16 takes half the bytes.

@@ -21,8 +21,7 @@ from app.mesh.placement import abstract_arrays
 from app.model.decoder import DecoderDefinition, Params
 from app.runtime.advantages import AdvantageEstimator, make_advantage_estimator, make_kl_estimator
 from app.runtime.micro_batching import MaxLengths, make_score_batcher, make_update_batcher
-from app.runtime.scoring import CriticModel
-from app.runtime.session import Session
+from app.runtime.scoring import CriticModel, ScoringSession
 from app.training.dynamic_sampling import GroupFilter, StepGroups, keeps_all, rewards_differ
 from app.update.importance_correction import (
     BoundFn,
@@ -164,8 +163,9 @@ class LearnerGroup:
         return {name: learner.shardings for name, learner in self.networks.items()}
 
 
-def make_learner_group(settings: Settings, session: Session) -> LearnerGroup:
+def make_learner_group(session: ScoringSession) -> LearnerGroup:
     """Builds advantages and updates from `algorithm.*`, `critic.*` and `optimizer.*`."""
+    settings = session.settings
     assert settings.algorithm.filter is not None
     longest = MaxLengths.from_settings(settings)
     cuts: dict[ScoredRole, MicroBatcher] = {
@@ -179,14 +179,15 @@ def make_learner_group(settings: Settings, session: Session) -> LearnerGroup:
         1 if settings.algorithm.filter == "none" else settings.algorithm.max_rounds,
         cuts,
         make_mini_batch_sampler(settings),
-        make_policy_learner(settings, session, longest),
+        make_policy_learner(session, longest),
         None if session.critic is None else make_critic_learner(settings, session.critic, session.mesh, longest),
     )
 
 
-def make_policy_learner(settings: Settings, session: Session, max_lengths: MaxLengths) -> Learner:
+def make_policy_learner(session: ScoringSession, max_lengths: MaxLengths) -> Learner:
     """Builds the policy's objective, optimizer and update step."""
-    algorithm, model, definition = settings.algorithm, settings.model, session.model_spec.policy_definition
+    settings, definition = session.settings, session.model_spec.policy_definition
+    algorithm, model = settings.algorithm, settings.model
     assert algorithm.loss_aggregation is not None
     objective = make_policy_objective(
         definition,

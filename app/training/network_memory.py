@@ -8,26 +8,28 @@ from app.mesh.devices import device_platform
 from app.mesh.placement import abstract_arrays, bytes_per_device
 from app.model.decoder import DecoderDefinition
 from app.runtime.reward_model import NetworkSpec
-from app.runtime.session import Session
+from app.runtime.scoring import ScoringSession
 from app.training.learner import Learner, LearnerGroup
 
 MemoryBreakdown = dict[str, int]
 """Name of a buffer -> its bytes on each device."""
 
 
-def host_bytes(session: Session, learning: LearnerGroup) -> int:
+def host_bytes(session: ScoringSession, learning: LearnerGroup) -> int:
     """Returns the bytes that settings keep in host memory for each device: moments, and the reference's weights."""
     states = [abstract_arrays(one.shapes, one.shardings) for one in learning.networks.values()]
     moments = bytes_per_device(states, in_host_memory=True)
     return moments + (sum(reference_bytes(session).values()) if _is_reference_away(session) else 0)
 
 
-def _is_reference_away(session: Session) -> bool:
+def _is_reference_away(session: ScoringSession) -> bool:
     # On a CPU, an offloaded reference stays in the same memory.
     return session.settings.offloads_reference and device_platform(session.mesh.devices.flat[0]) != "cpu"
 
 
-def network_bytes(session: Session, learning: LearnerGroup, reward_model: NetworkSpec | None = None) -> MemoryBreakdown:
+def network_bytes(
+    session: ScoringSession, learning: LearnerGroup, reward_model: NetworkSpec | None = None
+) -> MemoryBreakdown:
     """Returns the bytes on each device of the weights and moments kept there throughout the run."""
     sizes: MemoryBreakdown = {}
     sizes["weights"], sizes["optimizer"] = _learner_bytes(learning.policy)
@@ -41,13 +43,13 @@ def network_bytes(session: Session, learning: LearnerGroup, reward_model: Networ
     return sizes
 
 
-def reference_bytes(session: Session) -> MemoryBreakdown:
+def reference_bytes(session: ScoringSession) -> MemoryBreakdown:
     """Returns the bytes of the reference policy's own copy of the weights; empty if it needs none."""
     has_copy = "reference" in session.settings.scored_roles and session.model_spec.policy_definition.lora is None
     return {"reference": _weight_bytes(session, session.held_reference)} if has_copy else {}
 
 
-def _weight_bytes(session: Session, definition: DecoderDefinition) -> int:
+def _weight_bytes(session: ScoringSession, definition: DecoderDefinition) -> int:
     return bytes_per_device(abstract_arrays(definition.shapes, definition.shardings(session.mesh)))
 
 

@@ -15,7 +15,7 @@ from app.mesh.placement import to_device_memory
 from app.mesh.program_cache import CompilationCounter
 from app.model.decoder import Params
 from app.records.sample import Sample
-from app.runtime.session import Session
+from app.runtime.scoring import ScoringSession
 from app.tracking.timer import StepTimer
 from settings.schema.score import ScoredRole
 
@@ -24,7 +24,7 @@ from settings.schema.score import ScoredRole
 class ScoreStage:
     """Scores the samples of a step in every role that its algorithm needs."""
 
-    session: Session
+    session: ScoringSession
     batchers: Mapping[ScoredRole, MicroBatcher]
     reference_params: Params | None
     """Reference weights, maybe in host memory; None, and no memory, if `algorithm.beta` is 0."""

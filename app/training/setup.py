@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
+from typing import Literal
 
 import jax
 
@@ -34,6 +35,7 @@ from app.runtime.model_spec import adapter_notes
 from app.runtime.pinned_revisions import pin_revisions
 from app.runtime.reward_model import NetworkSpec
 from app.runtime.reward_trial import try_reward_functions
+from app.runtime.scoring import ScoringSession
 from app.runtime.session import Session
 from app.training.inputs import TrainingInputs, read_training_inputs
 from app.training.learner import LearnerGroup, make_learner_group
@@ -110,9 +112,9 @@ def prepare_run(
         check_hosts_agree(resolved, facts)
         check_shared_run_directory(run.path)
         generates = "rollouts" if read.replay is None else "evaluations" if read.eval_prompts else None
-        session = Session.open(settings, read.model, read.critic, generates=generates, trains=True)
+        scoring = ScoringSession.open(settings, read.model, read.critic, trains=True)
+        session, learning = open_session(scoring, read.reward_model, generates=generates)
         stack.enter_context(closing(session))
-        learning = configure_session(session, read.reward_model)
         if read.replay is not None:
             learning = _for_replay(learning, read.replay)
         notes = (*changes, *setup_notes(settings, session))
@@ -158,27 +160,32 @@ def _check_changed_settings(resolved: Resolved, run: RunDirectory, allowed: Sequ
     return [*(f"warning: {gap}" for gap in history.gaps), *(f"changed: {text}" for text in texts.values())]
 
 
-def configure_session(session: Session, reward_model: NetworkSpec | None) -> LearnerGroup:
-    """Builds the learners of a session, and opens its generators in the memory that these leave.
+def open_session(
+    scoring: ScoringSession,
+    reward_model: NetworkSpec | None,
+    *,
+    generates: Literal["rollouts", "evaluations"] | None = "rollouts",
+) -> tuple[Session, LearnerGroup]:
+    """Builds the learners of a run, and opens its generators in the memory that these leave.
 
     Raises:
-        InputError: its mesh cannot train under the settings.
+        InputError: the mesh cannot train under the settings.
     """
-    settings = session.settings
-    check_fixed_micro_batches(settings, session.mesh)
-    check_attention_rows(settings, session, reward_model)
+    settings, mesh = scoring.settings, scoring.mesh
+    check_fixed_micro_batches(settings, mesh)
+    check_attention_rows(settings, scoring, reward_model)
     if reward_model is not None:
-        check_experts(session.mesh, reward_model.architecture, path=reward_model.files.name)
+        check_experts(mesh, reward_model.architecture, path=reward_model.files.name)
     if settings.offloads_reference:
-        check_host_memory(session.mesh, "score.reference.offload")
+        check_host_memory(mesh, "score.reference.offload")
     if settings.optimizer.offload:
-        check_host_memory(session.mesh, "optimizer.offload")
-    learning = make_learner_group(settings, session)
-    if session.generates:
-        session.open_generators(held_bytes=sum(network_bytes(session, learning, reward_model).values()))
-        if session.workers is not None and session.generates_async and not session.generation_devices:
-            check_async_workers(session.workers)
-    return learning
+        check_host_memory(mesh, "optimizer.offload")
+    learning = make_learner_group(scoring)
+    held_bytes = sum(network_bytes(scoring, learning, reward_model).values())
+    session = Session.open(scoring, generates=generates, held_bytes=held_bytes)
+    if session.workers is not None and session.generates_async and not scoring.generation_devices:
+        check_async_workers(session.workers)
+    return session, learning
 
 
 def file_fingerprints(settings: Settings, run: RunDirectory) -> dict[str, str]:

@@ -191,7 +191,7 @@ class StepLoop:
     def _evaluate(self, step: int) -> dict[str, Any]:
         """Runs an evaluation, reports it and returns its metrics."""
         start = time.perf_counter()
-        policy = self.trainer.session.full_params(self.state.policy.params)
+        policy = self.trainer.session.scoring.full_params(self.state.policy.params)
         rewarded = self.trainer.evaluate(policy, self.eval_prompts, step=step, display=self.reporter.display)
         metrics = {**evaluation_metrics(rewarded.samples, self.settings), EVAL_PROMPTS: len(self.eval_prompts)}
         self.reporter.report_evaluation(step, metrics, rewarded.samples)

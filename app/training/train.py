@@ -99,7 +99,7 @@ def _train(setup: RunSetup, stack: ExitStack, clock: Callable[[], float], on_ste
     compilations = stack.enter_context(closing(CompilationCounter()))
     checkpoints = stack.enter_context(closing(open_checkpoints(setup, learners)))
     state, progress = restore_or_initialize(checkpoints, setup, learners)
-    reference = load_reference_params(state, progress, session)
+    reference = load_reference_params(state, progress, session.scoring)
     reward_model = setup.inputs.reward_model and RewardModel.load(settings, setup.inputs.reward_model, session.mesh)
     replay = setup.inputs.replay
     if replay is None:
@@ -109,7 +109,7 @@ def _train(setup: RunSetup, stack: ExitStack, clock: Callable[[], float], on_ste
         source = ReplayRolloutSource(replay, num_groups=settings.rollout.prompts_per_step)
         compute_rewards = replay.choose_rewards(setup.rewards)
     reward = RewardStage(compute_rewards, settings.run.steps, reward_model)
-    score = ScoreStage(session, learners.score_batchers, reference)
+    score = ScoreStage(session.scoring, learners.score_batchers, reference)
     trainer = Trainer(session, source, reward, score, learners, setup.rewards)
     on_phase = setup.watchdog.enter_phase
     display = stack.enter_context(

@@ -71,7 +71,7 @@ class Trainer:
         with timer.phase("advantage"):
             samples, advantages, kl_coef = self.learners.advantage_estimator(samples, state.kl_coef)
         with timer.phase("update"):
-            epochs, frozen = select_samples(samples, mini_batches), self.session.frozen_params
+            epochs, frozen = select_samples(samples, mini_batches), self.session.scoring.frozen_params
             state, updated = self.learners.update(state, epochs, step=step, kl_coef=kl_coef, frozen=frozen)
         self.publish(state, step=step, timer=timer)
         measured = self.measure(rounds, samples, step=step, timer=timer)
@@ -81,7 +81,7 @@ class Trainer:
         """Returns this host's samples of the step's round with this number (0, 1, ...)."""
         # The wait for the slowest host is part of the phase.
         with timer.phase("rollout"), cancellation_barrier():
-            policy = self.session.full_params(state.policy.params)
+            policy = self.session.scoring.full_params(state.policy.params)
             samples = self.source.take(policy, step=step, position=position, number=number)
         if number + 1 == self.learners.max_rounds:
             # Rewards may need the memory.
@@ -92,7 +92,7 @@ class Trainer:
         """Gives the step's policy to generation, if it runs during training."""
         if self.session.generates_async:
             with timer.phase("publish"):
-                self.source.publish(self.session.full_params(state.policy.params), step=step)
+                self.source.publish(self.session.scoring.full_params(state.policy.params), step=step)
 
     def measure(
         self, rounds: Sequence[RewardedRound], samples: Sequence[Sample], *, step: int, timer: StepTimer

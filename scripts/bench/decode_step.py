@@ -27,6 +27,7 @@ from app.model.attention.dense import ATTENTION_SCOPE
 from app.model.prefill_and_decode import DECODE_SCOPE
 from app.preflight.config_only_spec import read_config_only_spec
 from app.records.text_format import format_table
+from app.runtime.scoring import ScoringSession
 from app.runtime.session import Session
 from scripts.bench.kernel_time import kernel_schedules, take_scheduled_bundles
 from scripts.bench.program_time import program_time
@@ -58,8 +59,7 @@ def estimated(settings: Settings, shares: Sequence[float]) -> list[tuple[str, ..
     """Returns a line of the table for each share of the cache that is filled."""
     kernel_schedules()  # libtpu reads where they go when it is loaded
     jax_startup.initialize_distributed(settings.mesh, compiles=True)
-    session = Session.open(settings, read_config_only_spec(settings).model)
-    session.open_generators()
+    session = Session.open(ScoringSession.open(settings, read_config_only_spec(settings).model))
     engine = session.evaluation_generator.engine
     mesh, shape, footprint = engine.programs.mesh, engine.batch_shape, engine.footprint()
     programs = engine.programs.lower_programs(truncates=session.sampling_params.truncates, recomputes=False)

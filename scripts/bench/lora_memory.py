@@ -29,6 +29,7 @@ from app.preflight.compiled_programs import lower_update
 from app.preflight.config_only_spec import read_config_only_spec
 from app.preflight.inspect_mesh import make_longest_prompt
 from app.preflight.phase_memory import compute_step_shapes, memory_by_phase, state_bytes
+from app.runtime.scoring import ScoringSession
 from app.runtime.session import Session
 from app.training.learner import make_learner_group
 from settings import load
@@ -51,8 +52,8 @@ def measured(shape: str, overrides: list[str]) -> dict[str, int]:
         settings = load(None, [*RUN, f"model.path={folder}", *overrides], {}).settings
         outline = read_config_only_spec(settings)
     jax_startup.initialize_distributed(settings.mesh)
-    session = Session.open(settings, outline.model)
-    learning = make_learner_group(settings, session)
+    session = Session.open(ScoringSession.open(settings, outline.model), generates=None)
+    learning = make_learner_group(session.scoring)
     shapes = compute_step_shapes(session, learning, [make_longest_prompt(settings.data.max_prompt_length)], [])
     memory = memory_by_phase(session, learning, shapes)
     state = abstract_arrays(learning.policy.shapes, learning.policy.shardings)

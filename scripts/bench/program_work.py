@@ -72,7 +72,7 @@ def work_of_program(outline: RunOutline, phase: str, name: str) -> ProgramWork:
         architecture, plan = reward_model.architecture, shapes.reward
     else:
         plans = {"critic": shapes.critic_update, "update": shapes.update}
-        architecture, plan = session.architecture_of(role), plans.get(phase) or shapes.scores[role]
+        architecture, plan = session.scoring.architecture_of(role), plans.get(phase) or shapes.scores[role]
     assert plan is not None
     # The reward model reads one more token.
     completion = settings.rollout.max_new_tokens + (phase == "reward")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import os
 import tempfile
+from dataclasses import replace
 
 import jax
 import workload
@@ -63,13 +64,13 @@ def measured(options: argparse.Namespace, folder: str) -> tuple[list[dict[str, f
 def opened(launch: RunSetup) -> tuple[Trainer, RunState]:
     """Returns the trainer, whose completions all have the maximum length, and initial weights."""
     chosen, session = launch.resolved.settings, launch.session
-    session.continuous_batching = endless(session)
+    session = replace(session, continuous_batching=endless(session))
     learning = launch.learning
-    state = RunState(learning.policy.initial_state(session.load_params()))
-    reference = session.load_params() if "reference" in chosen.scored_roles else None
+    state = RunState(learning.policy.initial_state(session.scoring.load_params()))
+    reference = session.scoring.load_params() if "reference" in chosen.scored_roles else None
     source = make_rollout_source(session, launch.inputs.prompts, max_rounds=learning.max_rounds)
     reward = RewardStage(launch.rewards.compute_rewards, chosen.run.steps)
-    score = ScoreStage(session, learning.score_batchers, reference)
+    score = ScoreStage(session.scoring, learning.score_batchers, reference)
     return Trainer(session, source, reward, score, learning, launch.rewards), state
 
 

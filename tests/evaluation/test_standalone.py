@@ -15,6 +15,7 @@ import pytest
 
 from app.checkpoint.policy_weights import read_policy_source
 from app.records.jsonl import write_jsonl
+from app.runtime.scoring import ScoringSession
 from app.runtime.session import Session
 from settings import load
 from tests.program import here, metrics_of, records_of, settings, train_here
@@ -134,8 +135,8 @@ def test_input_that_cannot_be_evaluated(config: Path, finished: Path, tmp_path: 
 
 def test_nothing_of_the_model_stays_on_the_devices_beside_what_decodes(adapted: Path) -> None:
     source = read_policy_source(load(str(adapted / "settings.yaml"), [], {}).settings, adapted)
-    with closing(Session.open(source.settings, source.model)) as session:
-        frozen = [weakref.ref(array) for array in jax.tree.leaves(session.frozen_params)]
+    with closing(Session.open(ScoringSession.open(source.settings, source.model))) as session:
+        frozen = [weakref.ref(array) for array in jax.tree.leaves(session.scoring.frozen_params)]
         weights = source.load_decode_weights(session)
         gc.collect()
         decoding = {id(array) for array in jax.tree.leaves(weights)}

@@ -21,7 +21,7 @@ from app.preflight.attention_check import WINDOW, attention_differences, check_a
 from app.preflight.check_results import CheckRecorder, CheckResult
 from app.preflight.config_only_spec import read_config_only_spec
 from app.runtime.reward_model import read_reward_model_spec
-from app.runtime.session import Session
+from app.runtime.scoring import ScoringSession
 from settings import load
 from tests.program import of_tiny
 from tests.tiny import ODD, SWITCHED, make_mesh
@@ -87,13 +87,13 @@ def test_every_fault_is_more_than_rounding(faulty, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.fixture
-def session(tiny_model: Path) -> Session:
+def session(tiny_model: Path) -> ScoringSession:
     overrides = (*of_tiny(tiny_model)[1::2], "mesh.shape=2,2,2")
     settings = load(None, overrides, {}).settings
-    return Session.open(settings, read_config_only_spec(settings).model)
+    return ScoringSession.open(settings, read_config_only_spec(settings).model)
 
 
-def check(session: Session) -> CheckResult:
+def check(session: ScoringSession) -> CheckResult:
     recorder = CheckRecorder()
     check_attention(recorder, session, None)
     (result,) = recorder.results
@@ -113,14 +113,14 @@ def use_kernel(monkeypatch: pytest.MonkeyPatch, **kernels: Callable[..., Any]) -
         monkeypatch.setattr(tpu_attention, name, kernels.get(name, default))
 
 
-def test_without_a_kernel_the_check_says_so(session: Session) -> None:
+def test_without_a_kernel_the_check_says_so(session: ScoringSession) -> None:
     result = check(session)
     assert result.verdict == "ok"
     assert result.found.startswith("attention on cpu without a kernel equals dense attention of single rows within ")
     assert result.found.endswith("of the largest number (0.0001 is allowed in float32): output, gradients, decoding")
 
 
-def test_the_kernel_that_a_run_would_use_is_compared(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_kernel_that_a_run_would_use_is_compared(session: ScoringSession, monkeypatch: pytest.MonkeyPatch) -> None:
     use_kernel(monkeypatch)
     result = check(session)
     assert result.verdict == "ok", result
@@ -128,7 +128,7 @@ def test_the_kernel_that_a_run_would_use_is_compared(session: Session, monkeypat
 
 
 def test_a_kernel_with_wrong_gradients_fails_with_the_way_out(
-    session: Session, monkeypatch: pytest.MonkeyPatch
+    session: ScoringSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     right = functools.partial(tpu_attention.attention_grads, interpret=True)
 
@@ -143,7 +143,7 @@ def test_a_kernel_with_wrong_gradients_fails_with_the_way_out(
 
 
 def test_a_decode_kernel_that_loses_a_token_fails_with_the_way_out(
-    session: Session, monkeypatch: pytest.MonkeyPatch
+    session: ScoringSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     right: Any = functools.partial(tpu_decode.attend, interpret=True)
 
@@ -158,7 +158,7 @@ def test_a_decode_kernel_that_loses_a_token_fails_with_the_way_out(
 
 
 def test_a_kernel_that_does_not_compile_fails_with_the_way_out(
-    session: Session, monkeypatch: pytest.MonkeyPatch
+    session: ScoringSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*arguments: Any) -> Any:
         raise jax.errors.JaxRuntimeError("INTERNAL: Mosaic failed to compile TPU kernel")
@@ -175,7 +175,7 @@ def test_attention_is_compared_as_it_is_computed_for_the_rows_of_each_network(
     judge = write_reward_model(tmp_path / "judge")
     budgets = ("algorithm.max_tokens_per_device=44", "score.reward.max_tokens_per_device=60")
     settings = load(None, (*of_tiny(tiny_model)[1::2], f"reward.model={judge}", *budgets), {}).settings
-    session = Session.open(settings, read_config_only_spec(settings).model)
+    session = ScoringSession.open(settings, read_config_only_spec(settings).model)
     asked = []
 
     def blocking_of(architecture: Any, num_tokens: int, dtype: Any) -> Blocking:

@@ -83,10 +83,10 @@ def test_the_bytes_equal_those_of_the_real_arrays(config: Path, overrides: tuple
     report = foreseen(config, *overrides)
     launch, learning = launched(config, *overrides)
     session, has_adapters = launch.session, overrides[: len(ADAPTERS)] == ADAPTERS
-    states = {"": learning.policy.initial_state(session.initial_trained_params())}
-    policy = session.full_params(states[""].params)
-    if learning.critic is not None and session.critic is not None:
-        states["critic"] = learning.critic.initial_state(session.critic.load_params(session.mesh))
+    states = {"": learning.policy.initial_state(session.scoring.initial_trained_params())}
+    policy = session.scoring.full_params(states[""].params)
+    if learning.critic is not None and session.scoring.critic is not None:
+        states["critic"] = learning.critic.initial_state(session.scoring.critic.load_params(session.mesh))
         assert report.memory["critic"]["gradients"] == held(states["critic"].params)
     for phase in report.memory.values():
         assert phase["weights"] == held(policy)
@@ -106,11 +106,11 @@ def test_the_bytes_of_caches_equal_those_of_the_real_arrays(config: Path, monkey
     memory = foreseen(config, *SHARDED).memory
     launch, _ = launched(config, *SHARDED)
     session = launch.session
-    weights = session.to_decode_weights(session.load_params())
+    weights = session.to_decode_weights(session.scoring.load_params())
     assert session.continuous_batching is not None
     engine = session.continuous_batching.engine
     engine.open(weights, session.rollout_request())
-    assert memory["rollout"]["kv_cache"] == held(engine._cache.arrays)
+    assert memory["rollout"]["kv_cache"] == held(engine.runner.cache)
     engine.close()
 
 

@@ -15,10 +15,11 @@ from app.mesh.placement import bytes_per_device
 from app.records.sample import Sample
 from app.runtime import slot_choice
 from app.runtime.model_spec import read_model_spec
+from app.runtime.scoring import ScoringSession
 from app.runtime.session import Session
 from app.runtime.slot_choice import blocks_in_memory
 from app.training.inputs import read_training_inputs
-from app.training.setup import configure_session
+from app.training.setup import open_session
 from settings import load
 
 TINY = {
@@ -39,9 +40,8 @@ def opened(
     chosen = TINY | {"env.source": environment} | {f"rollout.{name}": value for name, value in rollout.items()}
     settings = load(None, [f"{name}={value}" for name, value in chosen.items()], {}).settings
     jax_startup.initialize_distributed(settings.mesh)
-    session = Session.open(settings, read_model_spec(settings), generates=generates)
-    session.open_generators(held_bytes=held_bytes)
-    return session
+    scoring = ScoringSession.open(settings, read_model_spec(settings))
+    return Session.open(scoring, generates=generates, held_bytes=held_bytes)
 
 
 def set_memory(monkeypatch: pytest.MonkeyPatch, size: int | None) -> None:
@@ -163,9 +163,9 @@ def test_what_training_holds_counts(monkeypatch: pytest.MonkeyPatch, caplog: pyt
     alone += slot_choice.POOL_COPIES * bytes_per_device(programs.abstract_pool)
     set_memory(monkeypatch, int(alone / slot_choice.SURE_SHARE) + 1)
     caplog.set_level(logging.INFO)
-    session.open_generators()
+    Session.open(session.scoring)
     assert "compiling" not in caplog.text
-    configure_session(session, None)
+    open_session(session.scoring, None)
     assert "compiling programs of slots, to see how much memory they leave" in caplog.text
 
 
@@ -182,15 +182,14 @@ def test_what_busy_workers_hold_counts_for_the_slots_of_evaluations(
         caplog.set_level(logging.INFO)
         for held, scarce in ((of_workers, False), (of_workers - 1024, True)):
             set_memory(monkeypatch, int((alone + held) / slot_choice.SURE_SHARE) + 1)
-            session.open_generators()
+            with closing(Session.open(session.scoring)):
+                pass
             assert ("compiling programs of slots" in caplog.text) == scarce
 
 
 def test_without_generation_nothing_is_said_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     set_memory(monkeypatch, None)
-    settings = opened().settings
-    session = Session.open(settings, read_model_spec(settings), generates=None)
-    configure_session(session, None)
+    session, _ = open_session(opened().scoring, None, generates=None)
     assert not session.generation_notes
 
 
@@ -213,7 +212,7 @@ def test_samples_in_scarce_memory_are_those_of_slots_for_all(monkeypatch: pytest
     def samples(session: Session) -> list[Sample]:
         with closing(session):
             prompts = read_training_inputs(session.settings).prompts[:4]
-            weights = session.to_decode_weights(session.load_params())
+            weights = session.to_decode_weights(session.scoring.load_params())
             return session.sample(weights, prompts, policy_version=1)
 
     plenty = samples(opened(kv_block_size="null"))

@@ -6,6 +6,7 @@ import pytest
 
 from app.mesh import jax_startup
 from app.runtime.model_spec import read_model_spec
+from app.runtime.scoring import ScoringSession
 from app.runtime.session import Session
 from settings import load
 
@@ -23,8 +24,7 @@ def test_fast_workers_may_have_many_slots_for_short_rows(pool: str, mode: str, r
         pytest.importorskip("ray")
     settings = load(None, [*UNEQUAL, f"rollout.mode={mode}", f"rollout.pool={pool}"], {}).settings
     jax_startup.initialize_distributed(settings.mesh)
-    session = Session.open(settings, read_model_spec(settings))
-    session.open_generators()
+    session = Session.open(ScoringSession.open(settings, read_model_spec(settings)))
     assert session.workers is not None
     fast, heavy = (worker.engine for worker in session.workers.workers)
     assert (fast.shapes.num_slots, fast.shapes.max_row_length) == (24, 32)

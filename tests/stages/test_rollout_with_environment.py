@@ -15,6 +15,7 @@ import pytest
 from app.distributed.stop_check import StoppedError
 from app.model.io.model_files import open_model
 from app.prompts.tokenizer import load_tokenizer
+from app.runtime.scoring import ScoringSession
 from app.runtime.session import Session
 from app.training.inputs import read_training_inputs
 from settings import load
@@ -174,10 +175,9 @@ def test_a_prompt_that_is_not_opened_costs_its_own_samples_one_token_each(file: 
 def test_a_stop_is_noticed_while_environments_open(file: Path) -> None:
     chosen = load(None, few(f"env.source={file}:Unborn")[1::2], {}).settings
     read = read_training_inputs(chosen)
-    with closing(Session.open(chosen, read.model)) as session:
-        session.open_generators()
+    with closing(Session.open(ScoringSession.open(chosen, read.model))) as session:
         session.stop_when(lambda: True)
-        weights = session.to_decode_weights(session.load_params())
+        weights = session.to_decode_weights(session.scoring.load_params())
         with pytest.raises(StoppedError):
             session.sample(weights, read.prompts[:1], policy_version=0)
 
@@ -187,8 +187,7 @@ def test_a_stop_is_noticed_while_all_samples_wait(overrides: tuple[str, ...], fi
     chosen = load(None, few(*overrides, f"env.source={file}:Asleep")[1::2], {}).settings
     read = read_training_inputs(chosen)
     waiting: list[int] = []
-    with closing(Session.open(chosen, read.model)) as session:
-        session.open_generators()
+    with closing(Session.open(ScoringSession.open(chosen, read.model))) as session:
         made = session.generator
         assert made is not None and made.conversations is not None
         acting = made.conversations
@@ -200,7 +199,7 @@ def test_a_stop_is_noticed_while_all_samples_wait(overrides: tuple[str, ...], fi
             return len(waiting) == 2
 
         session.stop_when(stop_requested)
-        weights = session.to_decode_weights(session.load_params())
+        weights = session.to_decode_weights(session.scoring.load_params())
         with pytest.raises(StoppedError):
             session.sample(weights, read.prompts[:1], policy_version=0)
     assert waiting[0] == waiting[1], "nothing was answered in between"

@@ -19,7 +19,7 @@ from app.records.sample_json import LocatedSample, sample_from_record
 from app.reward.aggregate import RewardOutcome, aggregate_rewards
 from app.runtime.micro_batching import MaxLengths, make_score_batcher
 from app.runtime.model_spec import read_model_spec
-from app.runtime.session import Session
+from app.runtime.scoring import ScoringSession
 from app.stages.score import WindowScorer
 from app.tracking.sample_metrics import reward_counts
 from settings import load
@@ -112,7 +112,7 @@ def test_memory_and_shapes_do_not_grow_with_the_number_of_windows(sampled: Path,
     given = [argument for argument in of_tiny(tiny_model) if argument != "--set"]
     chosen = load(None, [*given, "mesh.shape=1,8,1", f"{QUOTA}=32"], {}).settings
     jax_startup.initialize_distributed(chosen.mesh)
-    session = Session.open(chosen, read_model_spec(chosen))
+    session = ScoringSession.open(chosen, read_model_spec(chosen))
     records = records_of(sampled)
     samples = [sample_from_record(r, where="") for r in records]
     longest = max(len(s.prompt.token_ids) + len(s.completion_ids) for s in samples)

@@ -115,8 +115,8 @@ def test_a_saved_policy_is_the_model_and_its_adapters(run: Path, config: Path) -
     launch, _ = launched(config, *LORA)
     session, saved = launch.session, PolicyCheckpoint.open(run)
     saved.check_compatible(session.model_spec)
-    whole, state = flatten_by_path(load_policy_params(saved, session)), saved_state(run, 4)
-    base = flatten_by_path(session.load_params())
+    whole, state = flatten_by_path(load_policy_params(saved, session.scoring)), saved_state(run, 4)
+    base = flatten_by_path(session.scoring.load_params())
     assert whole.keys() == base.keys() | session.model_spec.policy_definition.adapter_paths
     for path, array in base.items():
         np.testing.assert_array_equal(whole[path], array)
@@ -128,22 +128,22 @@ def test_a_saved_policy_is_the_model_and_its_adapters(run: Path, config: Path) -
 def test_the_reference_is_the_model_without_its_adapters_and_no_copy(run: Path, config: Path) -> None:
     launch, learning = launched(config, *PENALISED)
     session = launch.session
-    state = RunState(learning.policy.initial_state(session.initial_trained_params()))
-    reference = load_reference_params(state, TrainProgress(step=0, position=0, fingerprints={}), session)
-    assert reference is not None and reference is session.frozen_params
-    trained = load_policy_params(PolicyCheckpoint.open(run), session)
+    state = RunState(learning.policy.initial_state(session.scoring.initial_trained_params()))
+    reference = load_reference_params(state, TrainProgress(step=0, position=0, fingerprints={}), session.scoring)
+    assert reference is not None and reference is session.scoring.frozen_params
+    trained = load_policy_params(PolicyCheckpoint.open(run), session.scoring)
     frozen = session.model_spec.policy_definition.frozen(trained)
     assert all(a is b for a, b in zip(jax.tree.leaves(frozen), jax.tree.leaves(reference), strict=True))
     records = records_of(run / "rollouts" / "step_000001.jsonl")[:4]
     samples = [sample_from_record(record, where="") for record in records]
     bare, learning = launched(config, "run.name=bare", "algorithm.beta=0.05", "algorithm.epochs=2")
     cut = learning.score_batchers["reference"]
-    scored, _ = session.score(reference, samples, "reference", batcher=cut)
-    expected, _ = bare.session.score(bare.session.load_params(), samples, "reference", batcher=cut)
+    scored, _ = session.scoring.score(reference, samples, "reference", batcher=cut)
+    expected, _ = bare.session.scoring.score(bare.session.scoring.load_params(), samples, "reference", batcher=cut)
     of_reference = field_of(scored, "reference_logprobs")
     np.testing.assert_array_equal(of_reference, field_of(expected, "reference_logprobs"))
-    policy, _ = session.score(trained, samples, "policy", batcher=cut)
-    plain, _ = bare.session.score(
+    policy, _ = session.scoring.score(trained, samples, "policy", batcher=cut)
+    plain, _ = bare.session.scoring.score(
         merge_adapters(trained, session.model_spec.policy_definition.lora), samples, "policy", batcher=cut
     )
     of_policy = field_of(policy, "policy_logprobs")
@@ -157,15 +157,15 @@ def test_a_reference_in_the_compute_type_has_the_logprobs_of_one_in_float32(
 ) -> None:
     launch, learning = launched(config, "run.name=half", "algorithm.beta=0.1", "model.dtype=bfloat16")
     session = launch.session
-    params = session.initial_trained_params()
+    params = session.scoring.initial_trained_params()
     state = RunState(learning.policy.initial_state(params))
-    reference = load_reference_params(state, TrainProgress(step=step, position=0, fingerprints={}), session)
+    reference = load_reference_params(state, TrainProgress(step=step, position=0, fingerprints={}), session.scoring)
     assert reference is not None
     assert {leaf.dtype for leaf in jax.tree.leaves(reference)} == {jnp.dtype("bfloat16")}
     records = records_of(finished / "rollouts" / "step_000001.jsonl")[:4]
     samples = [sample_from_record(record, where="") for record in records]
     cut = learning.score_batchers["reference"]
-    halves, floats = (session.score(one, samples, "reference", batcher=cut)[0] for one in (reference, params))
+    halves, floats = (session.scoring.score(one, samples, "reference", batcher=cut)[0] for one in (reference, params))
     np.testing.assert_array_equal(field_of(halves, "reference_logprobs"), field_of(floats, "reference_logprobs"))
 
 

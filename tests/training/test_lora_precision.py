@@ -29,7 +29,7 @@ def after_a_few_steps(session: Session) -> Params:
     draw = np.random.default_rng(0)
     return jax.tree.map_with_path(
         lambda path, x: jnp.asarray(draw.normal(0, FIRST_STEPS, x.shape), x.dtype) if path[-1].key == LORA_B else x,
-        session.initial_trained_params(),
+        session.scoring.initial_trained_params(),
     )
 
 
@@ -52,8 +52,8 @@ def test_the_sampler_moves_as_far_as_the_policy_from_the_first_step_on(config: P
     session = opened(config, BFLOAT16)
     exact = opened(config, "model.dtype=float32", "run.name=exact")
     base, fresh, moved = (
-        rounded_once(session.frozen_params),
-        session.initial_trained_params(),
+        rounded_once(session.scoring.frozen_params),
+        session.scoring.initial_trained_params(),
         after_a_few_steps(session),
     )
     shift, expected = (
@@ -67,7 +67,7 @@ def test_the_sampler_moves_as_far_as_the_policy_from_the_first_step_on(config: P
 
 def test_in_float32_adapters_are_merged_into_what_decodes(config: Path) -> None:
     session = opened(config)
-    whole = combine_params(after_a_few_steps(session), session.frozen_params)
+    whole = combine_params(after_a_few_steps(session), session.scoring.frozen_params)
     assert session.to_decode_weights.definition is session.model_spec.definition
     found = session.to_decode_weights(whole)
     plain = merge_adapters(whole, session.model_spec.policy_definition.lora)["blocks"]
@@ -82,11 +82,11 @@ def test_slots_in_bfloat16_draw_from_adapters_beside_the_kernels(config: Path) -
     session, prompts = launch.session, launch.inputs.prompts[:2]
     draw = np.random.default_rng(0)
     adapters = jax.tree.map(
-        lambda x: jnp.asarray(draw.normal(0, 0.2, x.shape), x.dtype), session.initial_trained_params()
+        lambda x: jnp.asarray(draw.normal(0, 0.2, x.shape), x.dtype), session.scoring.initial_trained_params()
     )
-    params = session.full_params(adapters)
+    params = session.scoring.full_params(adapters)
     samples = session.sample(session.to_decode_weights(params), prompts, policy_version=0)
-    scored, _ = session.score(params, samples, "policy", batcher=learning.policy.updater.micro_batcher)
+    scored, _ = session.scoring.score(params, samples, "policy", batcher=learning.policy.updater.micro_batcher)
     for sample in scored:
         assert sample.policy_logprobs is not None
         np.testing.assert_allclose(sample.behavior_logprobs, sample.policy_logprobs, atol=0.2)

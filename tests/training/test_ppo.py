@@ -145,19 +145,19 @@ def test_shuffled_mini_batches_are_scored_as_they_are_first_learned_from(config:
     noted: dict[str, list[list[str]]] = {name: [] for name in ("policy", "reference", "critic", "update", "learn")}
     with prepare_run(load(str(config), ["critic.warmup_steps=0"], {}), resume="never") as launch:
         chosen, session = launch.resolved.settings, launch.session
-        wired = make_learner_group(chosen, session)
+        wired = make_learner_group(session.scoring)
         learning = replace(
             wired, score_batchers={role: Noting(cut, noted[role]) for role, cut in wired.score_batchers.items()}
         )
-        assert learning.critic is not None and session.critic is not None
+        assert learning.critic is not None and session.scoring.critic is not None
         for name, learner in (("update", learning.policy), ("learn", learning.critic)):
             learner.updater.micro_batcher = Noting(learner.updater.micro_batcher, noted[name])
-        params = session.load_params()
-        critic = learning.critic.initial_state(session.critic.load_params(session.mesh))
+        params = session.scoring.load_params()
+        critic = learning.critic.initial_state(session.scoring.critic.load_params(session.mesh))
         state = RunState(learning.policy.initial_state(jax.tree.map(jnp.copy, params)), critic, kl_coef=0.05)
         source = make_rollout_source(session, launch.inputs.prompts, max_rounds=1)
         reward = RewardStage(launch.rewards.compute_rewards, chosen.run.steps)
-        score = ScoreStage(session, learning.score_batchers, params)
+        score = ScoreStage(session.scoring, learning.score_batchers, params)
         trainer = Trainer(session, source, reward, score, learning, launch.rewards)
         timer = StepTimer(ProgressDisplay(num_steps=1, first_step=0, enabled=False))
         _, samples, metrics = trainer.step(state, step=1, position=0, timer=timer)

@@ -125,21 +125,21 @@ def test_a_width_that_no_tile_divides_is_refused(tmp_path: Path, config: Path) -
 def test_the_reference_is_the_quantized_base_without_its_adapters_and_no_copy(run: Path, config: Path) -> None:
     launch, learning = launched(config, *PENALISED, NF4)
     session = launch.session
-    state = RunState(learning.policy.initial_state(session.initial_trained_params()))
-    reference = load_reference_params(state, TrainProgress(step=0, position=0, fingerprints={}), session)
-    assert reference is not None and reference is session.frozen_params
+    state = RunState(learning.policy.initial_state(session.scoring.initial_trained_params()))
+    reference = load_reference_params(state, TrainProgress(step=0, position=0, fingerprints={}), session.scoring)
+    assert reference is not None and reference is session.scoring.frozen_params
     quantized = session.model_spec.reference_definition
     floats = dequantized_params(quantized, reference)
     records = records_of(run / "rollouts" / "step_000001.jsonl")[:4]
     samples = [sample_from_record(record, where="") for record in records]
     bare, learning = launched(config, "run.name=bare", "algorithm.beta=0.05", "algorithm.epochs=2")
     cut = learning.score_batchers["reference"]
-    scored, _ = session.score(reference, samples, "reference", batcher=cut)
-    expected, _ = bare.session.score(floats, samples, "reference", batcher=cut)
+    scored, _ = session.scoring.score(reference, samples, "reference", batcher=cut)
+    expected, _ = bare.session.scoring.score(floats, samples, "reference", batcher=cut)
     np.testing.assert_allclose(
         field_of(scored, "reference_logprobs"), field_of(expected, "reference_logprobs"), atol=1e-5
     )
-    exact, _ = bare.session.score(bare.session.load_params(), samples, "reference", batcher=cut)
+    exact, _ = bare.session.scoring.score(bare.session.scoring.load_params(), samples, "reference", batcher=cut)
     assert np.abs(field_of(exact, "reference_logprobs") - field_of(scored, "reference_logprobs")).max() > 1e-3
 
 
@@ -163,7 +163,9 @@ def test_merged_adapters_stand_beside_the_base_in_floats_and_the_card_says_so(
     found = load_weights(model.definition, model.files.weights, mesh)
     launch, _ = launched(config, *QLORA)
     session = launch.session
-    adapters = session.model_spec.policy_definition.trainable(load_policy_params(PolicyCheckpoint.open(run), session))
+    adapters = session.model_spec.policy_definition.trainable(
+        load_policy_params(PolicyCheckpoint.open(run), session.scoring)
+    )
     own = load_weights(session.model_spec.definition, session.model_spec.files.weights, mesh)
     whole = merge_adapters(
         combine_params(jax.tree.map(np.asarray, adapters), jax.tree.map(np.asarray, own)),
