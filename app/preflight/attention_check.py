@@ -25,11 +25,10 @@ from app.model.segment_layout import SegmentLayout, attention_mask, single_segme
 from app.preflight.check_results import CheckRecorder
 from app.records.sample import Prompt, Sample
 from app.runtime.attention_rows import attention_rows
-from app.runtime.micro_batching import MaxLengths
+from app.runtime.generators import slot_shapes
 from app.runtime.model_spec import ModelSpec
 from app.runtime.reward_model import RewardModelSpec
 from app.runtime.scoring import ScoringSession, set_compute_dtype
-from app.runtime.slot_shapes import slot_shapes_from_settings
 from settings import Settings
 
 TOLERANCES = {"float32": 1e-4, "bfloat16": 2e-2}
@@ -58,8 +57,7 @@ def check_attention(recorder: CheckRecorder, session: ScoringSession, reward_mod
     with jax.set_mesh(mesh):
         compared = dict.fromkeys((network, architecture_blocking(network, tokens, dtype)) for network, tokens in rows)
         policy = session.model_spec.architecture
-        length = MaxLengths.from_settings(session.settings).sample
-        block, decode_block = _decode_blocks(session.settings, session.model_spec, length, dtype)
+        block, decode_block = _decode_blocks(session.settings, session.model_spec, dtype)
     has_kernel = decode_block is not None or any(blocking.kernel for _, blocking in compared)
     name = f"the kernel for {device.device_kind}" if has_kernel else f"attention on {device.platform} without a kernel"
     with recorder.run_check("attention", "set model.attention: xla" if has_kernel else ""):
@@ -94,15 +92,10 @@ def longest_samples(num_samples: int, *, prompt: int, completion: int) -> list[S
     return [sample] * num_samples
 
 
-def _decode_blocks(settings: Settings, model: ModelSpec, length: int, dtype: jnp.dtype) -> tuple[int, int | None]:
+def _decode_blocks(settings: Settings, model: ModelSpec, dtype: jnp.dtype) -> tuple[int, int | None]:
     """Returns the tokens of a block of the cache, and those that a kernel reads at once."""
-    rollout = settings.rollout
-    shapes = slot_shapes_from_settings(
-        rollout, 1, max_prompt_length=length - rollout.max_new_tokens, setting="rollout.slots"
-    )
-    block = shapes.block_size or cache_block_size(
-        model.architecture, shapes.max_length, dtype, is_large=shapes.has_large_blocks
-    )
+    shapes = slot_shapes(settings, 1, setting="rollout.slots")
+    block = cache_block_size(model.architecture, shapes.max_length, dtype, is_large=shapes.has_large_blocks)
     return block, decode_block_size(model.architecture, block, dtype, is_paged=True)
 
 

@@ -314,7 +314,7 @@ METRICS = (
         "and recomputation do not count",
         "steady", "nothing: this is only the basis of `perf/mfu`"),
     Metric("perf/rollout/segments",
-        "decode segments (without a host round trip) per host; one per rollout in one batch",
+        "decode segments (without a host round trip) per host",
         "a few per sample in a slot", "raise `rollout.segment.min`"),
     Metric("perf/rollout/prefill_tokens_saved",
         "prompt tokens not prefilled because samples of the same prompt share them, minus tokens prefilled "
@@ -327,7 +327,7 @@ METRICS = (
     Metric("perf/rollout/bubble",
         "share of row steps in which the row was finished or empty; with `rollout.scheduler`, share of the slots' "
         "time in which no row decoded",
-        "below 0.2 with fewer slots than samples; with as many 0.3 to 0.5, in one batch 0.5 to 0.8, if lengths differ",
+        "below 0.2 with fewer slots than samples; with as many 0.3 to 0.5 if lengths differ",
         "if fewer rows take less time, set `rollout.slots` to a fraction of a step's samples; use fewer workers if "
         "they share a device"),
     Metric("perf/rollout/makespan_s",

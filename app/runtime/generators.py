@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -19,16 +21,16 @@ from app.prompts.tokenizer import Tokenizer
 from app.rollout.engine.continuous_batching import ContinuousBatchGenerator
 from app.rollout.engine.engine import SlotEngine
 from app.rollout.engine.programs import SlotPrograms
-from app.rollout.engine.shapes import SlotShapes
+from app.rollout.engine.shapes import SlotShapes, make_slot_shapes
 from app.rollout.scheduling.protocol import WorkerKind
 from app.rollout.workers.worker import RolloutWorker
 from app.rollout.workers.worker_pool import RolloutWorkerPool, ScheduleConfig
-from app.runtime.ray_workers import open_ray_workers
 from app.runtime.slot_choice import TINY_PARAMETERS, blocks_in_memory, slots_in_blocks
-from app.runtime.slot_shapes import slot_shapes_from_settings
 from settings import Settings
 from settings.errors import InputError
 from settings.schema.rollout import MAX_BLOCKS, WorkerPoolSettings
+
+KINDS: tuple[WorkerKind, ...] = ("fast", "heavy")
 
 
 def open_continuous_batching(
@@ -58,15 +60,10 @@ def open_continuous_batching(
     hosts, num_shards = num_hosts(mesh), num_cache_shards(mesh, definition.architecture.num_kv_heads)
 
     def make_engine(num_slots: int, num_blocks: int | None = None) -> SlotEngine:
-        return _make_slot_engine(
-            *(settings, definition, tokenizer, mesh),
-            num_slots=num_slots,
-            num_blocks=num_blocks,
-            is_tiny=definition.num_parameters < TINY_PARAMETERS,
-            setting="rollout.slots",
-            dtype=dtype,
-            compiled={},
-        )
+        is_tiny = definition.num_parameters < TINY_PARAMETERS
+        sizes = {"num_blocks": num_blocks, "is_tiny": is_tiny, "setting": "rollout.slots"}
+        shapes = slot_shapes(settings, num_slots, row_shards=num_shards, **sizes)
+        return _make_slot_engine(settings, definition, tokenizer, mesh, shapes, dtype=dtype)
 
     is_auto, num_slots, num_blocks = rollout.slots == "auto", rollout.num_rows * hosts, None
     if is_auto:
@@ -111,10 +108,8 @@ def open_workers(
     rollout = settings.rollout
     if rollout.scheduler is None or not rollout.has_workers:
         return None
-    if rollout.pool == "ray":
-        workers = open_ray_workers(settings, definition, tokenizer, mesh, dtype=dtype)
-    else:
-        workers = _open_local_workers(settings, definition, tokenizer, mesh, devices=devices, dtype=dtype)
+    opens = _open_ray_workers if rollout.pool == "ray" else partial(_open_local_workers, devices=devices)
+    workers = opens(settings, definition, tokenizer, mesh, dtype=dtype)
     # Workers that share a device take turns on it.
     in_order = rollout.mode == "exact" or any(worker.device is not None for worker in workers)
     schedule = ScheduleConfig(rollout.scheduler, rollout.pdsr, rollout.segment, in_order)
@@ -130,27 +125,91 @@ def _open_local_workers(
     devices: Sequence[int],
     dtype: jnp.dtype,
 ) -> list[RolloutWorker]:
-    rollout = settings.rollout
-    pools: dict[WorkerKind, WorkerPoolSettings] = {"fast": rollout.workers.fast, "heavy": rollout.workers.heavy}
     host = f"host{jax.process_index()}/" if jax.process_count() > 1 else ""
-    names: list[tuple[WorkerKind, str]] = [
-        (kind, f"{host}{kind}-{i}") for kind, pool in pools.items() for i in range(pool.count)
-    ]
+    names = _worker_names(settings)
     device_groups = assign_worker_devices(len(names), devices)
     are_shared = len(device_groups) > 1 and len(devices) == 1
     compiled: dict[SlotShapes, SlotPrograms] = {}
     workers = []
     for (kind, name), of_worker in zip(names, device_groups, strict=True):
-        engine = _make_slot_engine(
-            *(settings, definition, tokenizer, make_submesh(of_worker, template=mesh)),
-            num_slots=pools[kind].slots,
-            row_limit=pools[kind].max_length,
-            setting=f"rollout.workers.{kind}.slots",
-            dtype=dtype,
-            compiled=compiled if are_shared else {},
-        )
-        workers.append(RolloutWorker(name, kind, engine, "0" if are_shared else None))
+        submesh = make_submesh(of_worker, template=mesh)
+        row_shards = num_cache_shards(submesh, definition.architecture.num_kv_heads)
+        shapes = _worker_shapes(settings, kind, row_shards=row_shards)
+        programs = compiled.get(shapes) if are_shared else None
+        engine = _make_slot_engine(settings, definition, tokenizer, submesh, shapes, dtype=dtype, programs=programs)
+        compiled[shapes] = engine.programs
+        workers.append(RolloutWorker(f"{host}{name}", kind, engine, "0" if are_shared else None))
     return workers
+
+
+def _open_ray_workers(
+    settings: Settings, definition: DecoderDefinition, tokenizer: Tokenizer, mesh: Mesh, *, dtype: jnp.dtype
+) -> list[RolloutWorker]:
+    """Returns workers in Ray actors, which start when they are first needed.
+
+    Raises:
+        InputError: Ray is not installed, or training runs on several hosts.
+    """
+    if importlib.util.find_spec("ray") is None:
+        raise InputError("rollout.pool: Ray is not installed; run pip install -e '.[ray]', or set it to local")
+    from app.rollout.workers.ray_actor import ActorSpec
+    from app.rollout.workers.ray_worker import RayCluster, RayWorker
+
+    if jax.process_count() > 1:
+        raise InputError(
+            f"rollout.pool: ray needs a single training host, but there are {jax.process_count()}; set it to local, "
+            "so that every host has workers on its own devices, or train on one host next to the cluster"
+        )
+    ray, platform = settings.rollout.ray, str(mesh.devices.flat[0].platform)
+    names, resources = _worker_names(settings), {"fast": ray.fast_resources, "heavy": ray.heavy_resources}
+    cluster = RayCluster(ray.address, [resources[kind] for kind, _ in names])
+    engines = {
+        kind: _make_slot_engine(settings, definition, tokenizer, mesh, _worker_shapes(settings, kind), dtype=dtype)
+        for kind in KINDS
+    }
+    specs = {
+        kind: ActorSpec(
+            architecture=definition.architecture,
+            shapes=engine.shapes,
+            kind=kind,
+            eos_ids=tuple(tokenizer.eos_ids),
+            dtype=jnp.dtype(dtype).name,
+            exact=engine.exact,
+            tp=mesh.shape["tp"],
+            # JAX reports GPUs as platform `gpu`, but its setting `jax_platforms` expects `cuda`.
+            platforms="cuda" if platform == "gpu" else platform,
+            matmul_precision="highest" if dtype == jnp.float32 else None,
+            lora=definition.lora,
+            quantization=definition.quantization,
+            decode_text=tokenizer.decode if settings.rollout.stop else None,
+        )
+        for kind, engine in engines.items()
+    }
+    return [
+        RayWorker(
+            name=name, kind=kind, engine=engines[kind], spec=specs[kind], cluster=cluster, resources=resources[kind]
+        )
+        for kind, name in names
+    ]
+
+
+def _worker_pools(settings: Settings) -> Mapping[WorkerKind, WorkerPoolSettings]:
+    return {"fast": settings.rollout.workers.fast, "heavy": settings.rollout.workers.heavy}
+
+
+def _worker_names(settings: Settings) -> list[tuple[WorkerKind, str]]:
+    """Returns the kind and the name of each worker of a host."""
+    return [(kind, f"{kind}-{i}") for kind, pool in _worker_pools(settings).items() for i in range(pool.count)]
+
+
+def _worker_shapes(settings: Settings, kind: WorkerKind, *, row_shards: int = 1) -> SlotShapes:
+    return slot_shapes(
+        settings,
+        _worker_pools(settings)[kind].slots,
+        row_shards=row_shards,
+        row_limit=settings.rollout.workers.fast.max_length if kind == "fast" else None,
+        setting=f"rollout.workers.{kind}.slots",
+    )
 
 
 def check_async_workers(workers: RolloutWorkerPool) -> None:
@@ -170,33 +229,52 @@ def check_async_workers(workers: RolloutWorkerPool) -> None:
             )
 
 
+def slot_shapes(
+    settings: Settings,
+    num_slots: int,
+    *,
+    setting: str,
+    row_shards: int = 1,
+    num_blocks: int | None = None,
+    row_limit: int | None = None,
+    is_tiny: bool = False,
+) -> SlotShapes:
+    """Returns the sizes of so many slots under the settings; see `make_slot_shapes`.
+
+    Args:
+        num_blocks: what `rollout.kv_blocks: auto` stands for.
+    """
+    rollout = settings.rollout
+    return make_slot_shapes(
+        num_slots,
+        max_prompt_length=settings.data.max_prompt_length,
+        max_new_tokens=rollout.max_new_tokens,
+        prefill_length_min=rollout.prefill_length_min,
+        segment_max=rollout.segment.max,
+        exact=rollout.mode == "exact",
+        num_blocks=num_blocks if rollout.kv_blocks == "auto" else rollout.kv_blocks,
+        kv_cache=rollout.kv_cache,
+        row_limit=row_limit,
+        rows_together=rollout.rows_together,
+        records_routes=rollout.routing_replay,
+        has_turns=settings.env.is_used,
+        is_tiny=is_tiny,
+        row_shards=row_shards,
+        setting=setting,
+    )
+
+
 def _make_slot_engine(
     settings: Settings,
     definition: DecoderDefinition,
     tokenizer: Tokenizer,
     mesh: Mesh,
+    shapes: SlotShapes,
     *,
-    num_slots: int,
-    setting: str,
     dtype: jnp.dtype,
-    compiled: dict[SlotShapes, SlotPrograms],
-    num_blocks: int | None = None,
-    row_limit: int | None = None,
-    is_tiny: bool = False,
+    programs: SlotPrograms | None = None,
 ) -> SlotEngine:
-    """Creates a slot engine, which reuses the programs in `compiled` for the same shapes, if there are any."""
-    shapes = slot_shapes_from_settings(
-        settings.rollout,
-        num_slots,
-        max_prompt_length=settings.data.max_prompt_length,
-        row_shards=num_cache_shards(mesh, definition.architecture.num_kv_heads),
-        setting=setting,
-        num_blocks=num_blocks,
-        row_limit=row_limit,
-        has_turns=settings.env.is_used,
-        is_tiny=is_tiny,
-    )
-    engine = SlotEngine(
+    return SlotEngine(
         definition,
         mesh,
         shapes,
@@ -204,7 +282,5 @@ def _make_slot_engine(
         dtype=dtype,
         exact=settings.rollout.mode == "exact",
         decode_text=tokenizer.decode,
-        programs=compiled.get(shapes),
+        programs=programs,
     )
-    compiled[shapes] = engine.programs
-    return engine

@@ -22,7 +22,7 @@ FREE_SETTINGS = (
     *("algorithm.dynamic_microbatch", "algorithm.max_tokens_per_device", "algorithm.rows_per_device"),
     "algorithm.gae_chunk_size",
     *("critic.max_tokens_per_device", "critic.rows_per_device"),
-    *("rollout.slots", "rollout.kv_blocks", "rollout.kv_block_size", "rollout.mode", "rollout.scheduler"),
+    *("rollout.slots", "rollout.kv_blocks", "rollout.mode", "rollout.scheduler"),
     *("rollout.placement", "rollout.devices"),
     *("rollout.mesh", "rollout.pool", "rollout.segment", "rollout.pdsr", "rollout.workers", "rollout.ray"),
     *("rollout.prefill_length_min", "rollout.max_length_total"),

@@ -9,25 +9,21 @@ from settings.loading.resolve import Resolved
 
 
 def _check_row_limits(resolved: Resolved) -> Iterator[str]:
-    """Every prompt must fit every worker, and every sample the heavy ones, or the fast ones if there are no others."""
+    """Every prompt must fit the fast workers, and every sample if there are no others."""
     settings = resolved.settings
     workers, longest_prompt = settings.rollout.workers, settings.data.max_prompt_length
-    longest = longest_prompt + settings.rollout.max_new_tokens
-    for kind in ("fast", "heavy"):
-        limit = getattr(workers, kind).max_length
-        if limit is not None and limit <= longest_prompt:
-            yield (
-                f"<rollout.workers.{kind}.max_length> leaves no token for a completion after a prompt of "
-                f"{longest_prompt} tokens (<data.max_prompt_length>); raise it to {longest_prompt + 1} or more, or set "
-                "it to null"
-            )
-    kind = "heavy" if workers.heavy.count else "fast"
-    limit = getattr(workers, kind).max_length
-    if limit is not None and limit < longest:
+    limit, longest = workers.fast.max_length, longest_prompt + settings.rollout.max_new_tokens
+    if limit is not None and limit <= longest_prompt:
         yield (
-            f"<rollout.workers.{kind}.max_length>: no worker is left for the longest sample, {longest_prompt} tokens "
+            "<rollout.workers.fast.max_length> leaves no token for a completion after a prompt of "
+            f"{longest_prompt} tokens (<data.max_prompt_length>); raise it to {longest_prompt + 1} or more, or set "
+            "it to null"
+        )
+    if limit is not None and limit < longest and not workers.heavy.count:
+        yield (
+            f"<rollout.workers.fast.max_length>: no worker is left for the longest sample, {longest_prompt} tokens "
             f"of <data.max_prompt_length> and {settings.rollout.max_new_tokens} of <rollout.max_new_tokens>; set it to "
-            f"null, or to at least {longest}"
+            f"null, or to at least {longest}, or add heavy workers"
         )
 
 

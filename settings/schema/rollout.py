@@ -15,8 +15,6 @@ MAX_TOKENS = 2**24
 """Upper bound of token limits, which catches typing errors."""
 MAX_SLOTS = 2**16
 MAX_BLOCKS = 2**31 - 1
-BLOCK_SIZES = (16, 32, 64, 128, 256, 512)
-"""Values of `rollout.kv_block_size`."""
 MAX_STALENESS = 64
 PDSR_WINDOW_MIN = 32
 """Number of finished samples required before their lengths decide what is heavy."""
@@ -74,13 +72,16 @@ class WorkerPoolSettings(Section):
     on a single one."""
     slots: int = Field(default=8, ge=1, le=MAX_SLOTS)
     """Number of samples that each worker decodes at once."""
+
+
+class FastWorkerSettings(WorkerPoolSettings):
     max_length: int | None = Field(default=None, ge=2, le=MAX_TOKENS)
     """Longest prompt plus completion in a slot of these workers, in tokens: their KV cache is that much smaller, and
     samples that grow longer continue on heavy workers, which must hold all. When null, as long as any may be."""
 
 
 class WorkersSettings(Section):
-    fast: WorkerPoolSettings = WorkerPoolSettings()
+    fast: FastWorkerSettings = FastWorkerSettings()
     heavy: WorkerPoolSettings = WorkerPoolSettings()
 
 
@@ -117,17 +118,11 @@ def _validate_stop_string(value: str) -> str:
     return value
 
 
-def _validate_block_size(value: int) -> int:
-    if value not in BLOCK_SIZES:
-        raise ValueError(f"expected {', '.join(map(str, BLOCK_SIZES[:-1]))} or {BLOCK_SIZES[-1]}")
-    return value
-
-
-def _auto_or_count(most: int) -> BeforeValidator:
+def _auto_or_count(most: int, *, or_null: bool = False) -> BeforeValidator:
     def validate(value: Any) -> Any:
-        if value not in (None, "auto") and not (type(value) is int and 1 <= value <= most):
-            raise ValueError(f"expected auto, null or an integer from 1 to {most}")
-        return value
+        if value == "auto" or (or_null and value is None) or (type(value) is int and 1 <= value <= most):
+            return value
+        raise ValueError(f"expected auto, {'null ' if or_null else ''}or an integer from 1 to {most}")
 
     return BeforeValidator(validate)
 
@@ -175,10 +170,7 @@ class RolloutSettings(Section):
     """Samples that a host decodes at once (continuous batching): when one finishes, the next one starts. `auto` is a
     slot for every sample of a step, or as many as `rollout.kv_blocks` hold at half their full length. A launch says
     how many."""
-    kv_block_size: Annotated[int, AfterValidator(_validate_block_size)] | None = None
-    """Tokens in a block of the KV cache: 16, 32, 64, 128, 256 or 512. When null, by the
-    kind of device, the longest sample and whether blocks are scarce."""
-    kv_blocks: Annotated[int | Literal["auto"] | None, _auto_or_count(MAX_BLOCKS)] = "auto"
+    kv_blocks: Annotated[int | Literal["auto"] | None, _auto_or_count(MAX_BLOCKS, or_null=True)] = "auto"
     """Blocks of the KV cache on each device. A sample has as many as its tokens fill, and
     samples of a prompt share the full ones of the prompt. Where they run out, the newest sample waits, and its cache is
     computed again later. When null, enough for all slots at full length, of which no more are used. `auto` is the same,
@@ -242,10 +234,10 @@ class RolloutSettings(Section):
 
         None if there is no need.
         """
-        slots = {pool.slots for pool in (self.workers.fast, self.workers.heavy) if pool.count}
-        limits = {pool.max_length for pool in (self.workers.fast, self.workers.heavy) if pool.count}
-        is_unequal = self.mode == "exact" and self.has_workers and (len(slots) > 1 or len(limits) > 1)
-        return math.gcd(*slots) if is_unequal else None
+        fast, heavy = self.workers.fast, self.workers.heavy
+        has_both = fast.count > 0 and heavy.count > 0
+        is_unequal = has_both and (fast.slots != heavy.slots or fast.max_length is not None)
+        return math.gcd(fast.slots, heavy.slots) if is_unequal and self.mode == "exact" and self.has_workers else None
 
     @property
     def num_rows(self) -> int:

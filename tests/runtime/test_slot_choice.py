@@ -25,7 +25,6 @@ from settings import load
 TINY = {
     **{"data.max_prompt_length": 16, "data.num_problems": 8, "model.dtype": "float32", "mesh.shape": "'8,1,1'"},
     **{"rollout.prompts_per_step": 4, "rollout.group_size": 4, "rollout.max_new_tokens": 48},
-    "rollout.kv_block_size": 16,
 }
 GIB = 2**30
 
@@ -215,7 +214,7 @@ def test_samples_in_scarce_memory_are_those_of_slots_for_all(monkeypatch: pytest
             weights = session.to_decode_weights(session.scoring.load_params())
             return session.sample(weights, prompts, policy_version=1)
 
-    plenty = samples(opened(kv_block_size="null"))
+    plenty = samples(opened())
     monkeypatch.setattr("app.runtime.generators.blocks_in_memory", lambda *_, **__: 6)
     scarce = opened(slots=16)
     found = samples(scarce)

@@ -33,10 +33,6 @@ from settings.checks.commands import check_for_rollout, check_for_train
             "rollout.workers.fast.max_length = 16 (from --set) leaves no token for a completion after a prompt of 16",
         ),
         (
-            ["rollout.workers.heavy.max_length=23"],
-            "rollout.workers.heavy.max_length = 23 (from --set): no worker is left for the longest sample",
-        ),
-        (
             ["rollout.workers.fast.max_length=20", "rollout.workers.heavy.count=0"],
             "rollout.workers.fast.max_length = 20 (from --set): no worker is left for the longest sample",
         ),
@@ -61,7 +57,6 @@ def test_a_rollout_that_cannot_be_scheduled_is_refused_in_one_line(check, overri
     "override",
     [
         "rollout.scheduler=fifo",
-        "rollout.kv_block_size=24",
         "rollout.placement=here",
         "rollout.workers.fast.slots=0",
         "rollout.workers.heavy.count=-1",

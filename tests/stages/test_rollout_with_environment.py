@@ -91,7 +91,7 @@ def test_exact_samples_do_not_depend_on_latency_suspension_or_the_schedule(
     file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = bits(sampled(tmp_path / "0.jsonl", *EXACT, f"env.source={file}:Echo"))
-    scarce = ("rollout.kv_block_size=16", "rollout.kv_blocks=7")
+    scarce = ("rollout.kv_blocks=7",)
     for number, (name, overrides) in enumerate(
         [
             ("Slow", EXACT),

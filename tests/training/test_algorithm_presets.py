@@ -36,7 +36,7 @@ TINY_STEP = (
     *("data.max_prompt_length=16", "rollout.prefill_length_min=16", "rollout.max_new_tokens=4"),
     *("rollout.prompts_per_step=4", "rollout.group_size=4", "optimizer.learning_rate=1e-3"),
     *("optimizer.schedule=constant", "optimizer.final_fraction=0", "optimizer.beta2=0.999"),
-    *("data.eval_source=null", "rollout.slots=auto", "rollout.kv_block_size=null", "rollout.kv_blocks=auto"),
+    *("data.eval_source=null", "rollout.slots=auto", "rollout.kv_blocks=auto"),
     *("reward.functions=[arithmetic, {name: arithmetic_format, weight: 0.5}]", "reward.on_error=raise", *SHAPES),
 )
 """The smallest model, data and shapes for all presets, which then differ only in their algorithm."""

@@ -22,7 +22,7 @@ from jaxtyping import Array, Bool, Int32
 from app.mesh.axis_rules import LOGICAL_AXIS_RULES, current_device, shard_map_by_dims, sharding_tree
 from app.mesh.compiler_options import compiler_options
 from app.mesh.placement import abstract_arrays, tree_shardings
-from app.model.attention.cached import cache_block_size, decode_block_size
+from app.model.attention.cached import cache_block_size
 from app.model.decode_weights import DecodeWeights, abstract_decode_weights
 from app.model.decoder import DecoderDefinition
 from app.model.experts import pack_routes
@@ -194,12 +194,6 @@ class SlotPrograms:
         with jax.set_mesh(self.mesh):
             self.block_size = shapes.block_size or cache_block_size(
                 arch, shapes.max_length, self.dtype, is_large=shapes.has_large_blocks
-            )
-            readable = decode_block_size(arch, self.block_size, self.dtype) or self.block_size
-        if readable < self.block_size:
-            raise InputError(
-                f"rollout.kv_block_size: blocks of {self.block_size} tokens do not fit the memory on the chip beside "
-                f"others of {arch.num_kv_heads} key heads; set it to {readable} or less, or to null"
             )
         self.num_blocks = self._blocks_for_rows(shapes.num_slots // self.num_shards)
         if shapes.num_blocks is not None:
