@@ -122,7 +122,7 @@ def _auto_or_count(most: int, *, or_null: bool = False) -> BeforeValidator:
     def validate(value: Any) -> Any:
         if value == "auto" or (or_null and value is None) or (type(value) is int and 1 <= value <= most):
             return value
-        raise ValueError(f"expected auto, {'null ' if or_null else ''}or an integer from 1 to {most}")
+        raise ValueError(f"expected auto{', null' if or_null else ''} or an integer from 1 to {most}")
 
     return BeforeValidator(validate)
 
