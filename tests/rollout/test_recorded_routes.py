@@ -86,11 +86,6 @@ def in_slots(engine: SlotEngine, shape: tuple[int, int, int] = (1, 1, 1), **chan
 
 
 @functools.cache
-def in_one_batch() -> list[Sample]:
-    return make_engine(DEFINITION, records_routes=True).generate(weights_on(), PROMPTS, REQUEST)
-
-
-@functools.cache
 def trainer() -> Any:
     def live(params: Params, ids: jax.Array, mask: jax.Array) -> jax.Array | None:
         layout = single_segment_layout(mask)
@@ -110,13 +105,6 @@ def assert_routes_are_those_of_the_trainer(samples: Sequence[Sample]) -> None:
         np.testing.assert_array_equal(routes[:-1], expected[:-1])
         # Nothing was drawn after the last token.
         assert np.all(routes[-1] == UNRECORDED)
-
-
-def test_one_batch_records_the_trainers_routes_on_any_mesh():
-    assert_routes_are_those_of_the_trainer(in_one_batch())
-    for shape in ((1, 1, 2), (2, 2, 2)):
-        engine = make_engine(DEFINITION, make_mesh(shape), records_routes=True)
-        assert_routes_are_those_of_the_trainer(engine.generate(weights_on(shape), PROMPTS, REQUEST))
 
 
 @pytest.mark.parametrize(

@@ -20,9 +20,6 @@ from app.model.decode_weights import abstract_decode_weights
 from app.model.decoder import DecoderDefinition
 from app.model.kernels import tpu_decode
 from app.records.sample import Sample
-from app.rollout.engine.continuous_batching import ContinuousBatchGenerator
-from app.rollout.engine.engine import SlotEngine
-from app.rollout.engine.shapes import make_slot_shapes
 from app.rollout.request import GenerationRequest
 from app.rollout.sampling.token_sampling import SamplingRules
 from app.runtime import rollout_mesh as choice
@@ -30,8 +27,7 @@ from app.runtime.rollout_mesh import rollout_mesh, rollout_mesh_notes
 from scripts.bench.hlo_collectives import program_collectives
 from scripts.bench.shapes import QWEN2_5_7B
 from settings import InputError, Settings, load
-from settings.schema.rollout import SegmentSettings
-from tests.tiny import EVEN, SWITCHED, make_engine, make_mesh, random_params, random_prompts, spell
+from tests.tiny import EVEN, SWITCHED, make_engine, make_mesh, random_params, random_prompts
 
 FLOAT32 = jnp.dtype("float32")
 TRAINING = (1, 8, 1)
@@ -55,19 +51,6 @@ def batch_samples(architecture: Architecture, tp: int | None, top_p: float = 1.0
     return engine.generate(engine.to_decode_weights(params), PROMPTS, request(top_p))
 
 
-def slot_samples(architecture: Architecture, tp: int) -> list[Sample]:
-    definition, training = DecoderDefinition.create(architecture), make_mesh(TRAINING)
-    mesh = with_tp(training, tp)
-    shapes = make_slot_shapes(
-        8, max_prompt_length=12, max_new_tokens=6, prefill_length_min=8, segment_max=3, exact=True
-    )
-    slots = SlotEngine(definition, mesh, shapes, eos_ids=(), dtype=FLOAT32, exact=True)
-    engine = make_engine(definition, mesh, training_mesh=training, mesh_of_all_hosts=mesh)
-    params = jax.device_put(random_params(definition), definition.shardings(training))
-    batching = ContinuousBatchGenerator(slots, decode_text=spell, segment_rule=SegmentSettings(min=1))
-    return batching.generate(engine.to_decode_weights(params), PROMPTS, request())
-
-
 @functools.cache
 def expected(architecture: Architecture, top_p: float = 1.0) -> list[Sample]:
     return batch_samples(architecture, None, top_p)
@@ -86,11 +69,6 @@ def test_samples_do_not_depend_on_the_mesh_that_generates_them(architecture: Arc
 
 def test_truncated_samples_do_not_depend_on_it_either() -> None:
     assert_same_samples(batch_samples(EVEN, 4, 0.9), expected(EVEN, 0.9))
-
-
-@pytest.mark.parametrize(("architecture", "tp"), [(EVEN, 2), (FEW_HEADS, 4)])
-def test_nor_do_samples_from_slots(architecture: Architecture, tp: int) -> None:
-    assert_same_samples(slot_samples(architecture, tp), expected(architecture))
 
 
 def test_nor_do_those_of_the_decode_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,7 +174,7 @@ def test_a_mesh_that_divides_neither_devices_nor_heads_is_refused(value: str, re
         chosen(f"rollout.mesh={value}")
 
 
-@pytest.mark.parametrize("value", ["4", "dp=2", "tp=0", "tp=2,dp=4", "fsdp=8"])
+@pytest.mark.parametrize("value", ["dp=2", "tp=0"])
 def test_what_is_no_mesh_is_refused(value: str) -> None:
     with pytest.raises(InputError, match=r"rollout\.mesh.*expected `auto`, `training`, or sizes"):
         load(None, [f"rollout.mesh={value}"], {})

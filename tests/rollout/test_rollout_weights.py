@@ -17,18 +17,14 @@ from app.model.io.hf_weights import quantize_kernel
 from app.model.lora import LoRAConfig
 from app.model.quantization import CODES, SCALES
 from app.records.sample import Sample
-from app.rollout.engine.continuous_batching import ContinuousBatchGenerator
-from app.rollout.engine.engine import SlotEngine
-from app.rollout.engine.shapes import make_slot_shapes
 from app.rollout.request import GenerationRequest
 from app.rollout.sampling.token_sampling import SamplingRules
 from settings import load
 from settings.checks.commands import check_for_train
-from settings.schema.rollout import SegmentSettings
 from tests.program import Result, here, metrics_of, of_tiny, settings, train_here
 from tests.quantized import dequantized_params
 from tests.replays import replay
-from tests.tiny import BIASED, EVEN, make_engine, make_mesh, random_params, random_prompts, spell
+from tests.tiny import BIASED, EVEN, make_engine, make_mesh, random_params, random_prompts
 
 FLOAT32 = jnp.dtype("float32")
 PROMPTS = random_prompts(4, vocab_size=50, longest=8)
@@ -65,7 +61,7 @@ def test_samples_are_those_of_the_rounded_policy(architecture: Any, lora: LoRACo
 
 
 @pytest.mark.parametrize("shape", [(2, 2, 2), (1, 8, 1), (1, 1, 2)])
-def test_samples_depend_neither_on_the_mesh_nor_on_slots(shape: tuple[int, int, int]) -> None:
+def test_samples_do_not_depend_on_the_mesh(shape: tuple[int, int, int]) -> None:
     policy = DecoderDefinition.create(EVEN)
     held, one, mesh = policy.quantized("int8"), make_mesh((1, 1, 1)), make_mesh(shape)
     alone, engine = make_engine(held, one), make_engine(held, mesh)
@@ -73,10 +69,6 @@ def test_samples_depend_neither_on_the_mesh_nor_on_slots(shape: tuple[int, int, 
     params = jax.device_put(random_params(policy), policy.shardings(mesh))
     weights = engine.to_decode_weights(params)
     assert_same_samples(engine.generate(weights, PROMPTS, REQUEST), expected)
-    shapes = make_slot_shapes(8, max_prompt_length=8, max_new_tokens=6, prefill_length_min=8, segment_max=6, exact=True)
-    slots = SlotEngine(held, mesh, shapes, eos_ids=(), dtype=FLOAT32, exact=True)
-    batching = ContinuousBatchGenerator(slots, decode_text=spell, segment_rule=SegmentSettings(min=1))
-    assert_same_samples(batching.generate(weights, PROMPTS, REQUEST), expected)
 
 
 def test_matrices_take_a_byte_for_each_number() -> None:
@@ -133,15 +125,11 @@ def test_an_evaluation_by_other_weights_is_another_one(tiny_model: Path, tmp_pat
         ("rollout.weights=int8",),
         ("rollout.kv_cache=int8",),
         pytest.param(
-            ("rollout.weights=int8", "rollout.slots=8", "rollout.mode=exact", "model.lora.rank=2"),
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
             ("rollout.weights=int8", "rollout.kv_cache=int8", "rollout.scheduler=adaptive", "model.dtype=bfloat16"),
             marks=pytest.mark.slow,
         ),
     ],
-    ids=["batch", "cache", "slots_and_adapters", "workers_in_bfloat16"],
+    ids=["weights", "cache", "workers_in_bfloat16"],
 )
 def test_a_run_measures_the_rounding_of_its_sampler_and_corrects_for_it(config: Path, sets: tuple[str, ...]) -> None:
     result = train_here(config, *sets)

@@ -78,7 +78,7 @@ def test_a_completion_ends_with_whichever_stop_string_is_complete_first(text: st
 
 @functools.cache
 def cut_by_hand() -> list[Sample]:
-    """Samples of one batch without stop strings, cut afterwards."""
+    """Samples without stop strings, cut afterwards."""
     samples = unlimited_slots().generate(weights_on(), PROMPTS, UNSTOPPED)
     cut = []
     for sample in samples:
@@ -108,7 +108,7 @@ def tokens_of(samples: Sequence[Sample]) -> list[tuple[str, str, list[int]]]:
     return [(s.uid, s.finish_reason, s.completion_ids.tolist()) for s in samples]
 
 
-def test_a_batch_ends_each_sample_at_its_stop_string_and_changes_nothing_before() -> None:
+def test_a_slot_for_each_sample_ends_it_at_its_stop_string_and_changes_nothing_before() -> None:
     samples = unlimited_slots().generate(weights_on(), PROMPTS, STOPPED)
     assert bits(samples) == bits(cut_by_hand())
     num_stopped = sum(sample.finish_reason == "stop" for sample in samples)
@@ -130,11 +130,10 @@ def test_slots_end_samples_alike_and_are_free_earlier(exact: bool) -> None:
     assert num_kept < made.take_counters().generated_tokens <= num_kept + 4 * len(cut_by_hand()) < num_unstopped
 
 
-@pytest.mark.parametrize("policy", ["pdsr_v1", "pdsr_v2", "adaptive"])
-def test_scheduled_workers_end_samples_alike(policy: str) -> None:
+def test_scheduled_workers_end_samples_alike() -> None:
     made = scheduled(
         [RolloutWorker("fast-0", "fast", slots()), RolloutWorker("heavy-0", "heavy", slots(1))],
-        policy,
+        "pdsr_v2",
         in_turn=True,
         pdsr=EAGER,
     )

@@ -142,13 +142,6 @@ def test_v2_doubles_the_limit_with_every_move_and_then_leaves_the_sample_with_he
     assert admitted(driven.end("heavy", {"p1/s0": 200}, finished=("p1/s0",)), "heavy") == ["p0/s0"]
 
 
-def test_v2_empties_only_a_part_of_a_worker_at_one_edge() -> None:
-    driven = driven_pair("pdsr_v2", slots=16, window_min=30, fast_limit_tokens=50)
-    driven.submit(samples(32, 1))
-    commands = driven.end("fast", dict.fromkeys(driven.rows("fast"), 60))
-    assert len(suspended(commands)) == 2
-
-
 def test_v2_steals_both_ways() -> None:
     driven = driven_pair("pdsr_v2", slots=1, window_min=30)
     assert roles(driven.submit(samples(4, 1))) == {f"p{i}/s0": "probe" for i in range(2)}
@@ -238,25 +231,6 @@ def test_adaptive_spreads_a_row_only_so_often() -> None:
     assert suspended(driven.end("fast", dict.fromkeys(driven.rows("fast"), 64))) == []
 
 
-def test_v2_takes_stolen_samples_back_if_short_ones_wait() -> None:
-    driven = driven_pair(
-        "pdsr_v2", slots=1, fast_limit_tokens=120, history={"p0": 90, "p1": 90, "p2": 9}, finished=[40]
-    )
-    driven.submit(samples(2, 1), close=False)
-    assert (driven.rows("fast"), driven.rows("heavy")) == (["p1/s0"], ["p0/s0"])
-    driven.submit(samples(1, 1, first=2))
-    commands = driven.end("fast", {"p1/s0": 30})
-    assert suspended(commands) == [("p1/s0", "steal limit")] and driven.rows("fast") == ["p2/s0"]
-
-
-@pytest.mark.parametrize(("max_moves", "queue"), [(1, "pinned"), (2, "tripped")])
-def test_v2_leaves_a_sample_to_heavy_workers_after_so_many_moves(max_moves: int, queue: str) -> None:
-    driven = driven_pair("pdsr_v2", slots=1, fast_limit_tokens=50, max_moves=max_moves)
-    driven.submit(samples(2, 1))
-    driven.end("fast", {"p0/s0": 50})
-    assert driven.rows("fast") == ([] if queue == "pinned" else ["p0/s0"])
-
-
 @pytest.mark.parametrize(("share", "num_gone"), [(0.12, 2), (0.5, 8)])
 def test_v2_empties_a_share_of_a_worker(share: float, num_gone: int) -> None:
     driven = driven_pair("pdsr_v2", slots=16, fast_limit_tokens=50, tripped_share=share)
@@ -321,13 +295,6 @@ def test_a_probe_that_outgrows_its_slot_is_heavy() -> None:
         driven.submit(samples(1, 2))
         driven.end("fast", {"p0/s0": 40})
         assert driven.rows("heavy") == ["p0/s0", "p0/s1"]
-
-
-def test_seconds_can_be_the_unit() -> None:
-    driven = driven_pair("pdsr_v2", slots=1, window_min=30, unit="seconds", fast_limit_s=10.0)
-    driven.submit(samples(2, 1))
-    assert suspended(driven.end("fast", {"p0/s0": 5}, seconds=9.0)) == []
-    assert suspended(driven.end("fast", {"p0/s0": 6}, seconds=1.5)) == [("p0/s0", "breaker")]
 
 
 def test_adaptive_starts_one_sample_of_each_prompt_first() -> None:
@@ -397,11 +364,3 @@ def test_adaptive_spreads_the_last_rows() -> None:
     commands = driven.end("fast", dict.fromkeys(driven.rows("fast"), 64))
     assert {why for _, why in suspended(commands)} == {"spread"}
     assert (len(driven.rows("fast")), len(driven.rows("heavy"))) == (2, 2)
-
-
-def test_adaptive_uses_whichever_pool_is_left() -> None:
-    driven = driven_pair("adaptive", slots=2)
-    driven.submit(samples(4, 1))
-    driven.tell(WorkerLost(1.0, "heavy"))
-    done = tuple(driven.rows("fast"))
-    assert len(admitted(driven.end("fast", dict.fromkeys(done, 5), finished=done))) == 2

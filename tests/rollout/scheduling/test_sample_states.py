@@ -19,16 +19,6 @@ def test_a_row_pays_for_the_steps_that_it_took_part_in() -> None:
     assert table[uid].seconds == 2.0 + 0.0 + 3.0
 
 
-@pytest.mark.parametrize(
-    ("worker", "row"),
-    [("other", RowReport("a", 7, None)), ("w", RowReport("a", -1, None))],
-)
-def test_a_report_of_another_worker_or_with_fewer_tokens_is_a_bug(worker: str, row: RowReport) -> None:
-    table, _ = running()
-    with pytest.raises(AssertionError):
-        table.commit(worker, row, seconds=1.0, steps=7)
-
-
 def test_a_turn_is_answered_once() -> None:
     table, uid = running()
     with pytest.raises(AssertionError, match="waits for no answer"):
@@ -41,18 +31,6 @@ def test_a_turn_is_answered_once() -> None:
     assert table[uid].seconds == 1.0 and table.num_waiting == 1
     with pytest.raises(AssertionError, match="waits for no answer"):
         table.answer(uid, num_tokens=9, finish=None)
-
-
-def test_a_dropped_sample_keeps_its_reason() -> None:
-    table, uid = running()
-    table.commit("w", RowReport(uid, 3, "dropped:non-finite logits"), seconds=1.0, steps=7)
-    assert (table[uid].state, table[uid].finish) == (SampleState.DROPPED, "dropped:non-finite logits")
-
-
-def test_a_sample_that_lost_all_is_new_again() -> None:
-    table, uid = running()
-    table.mark_lost(table[uid])
-    assert table[uid].state is SampleState.NEW
 
 
 def test_the_check_sees_a_state_that_was_changed_behind_its_back() -> None:
