@@ -22,6 +22,7 @@ from app.rollout.workers.async_generation import AsyncRollout, CompletedRound, R
 from app.rollout.workers.scheduler_loop import RolloutExecutor
 from app.rollout.workers.worker import RolloutWorker
 from app.rollout.workers.worker_pool import RolloutWorkerPool
+from tests.rollout.scheduling.invariants import check_invariants
 from tests.rollout.test_scheduled_workers import bits, dying, engine_on, expected, scheduled, workers_on
 from tests.rollout.test_slot_engine import DEFINITION, GROUP_SIZE, LENGTHS, PROMPTS, REQUEST, weights_on
 from tests.tiny import make_engine, make_mesh, random_params
@@ -86,7 +87,7 @@ def test_rounds_come_out_in_order_with_the_samples_of_a_closed_rollout(policy: s
         assert not one.rollout.is_busy
         scheduler = one.run.scheduler
         assert not list(scheduler.samples) and not one.run._rows and not scheduler.policy.waiting()
-        scheduler.check_invariants()
+        check_invariants(scheduler)
     assert not any(worker.engine.active_rows for worker in made.workers)
 
 

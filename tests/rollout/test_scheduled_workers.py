@@ -42,6 +42,7 @@ from app.rollout.sequence import RolloutSequence, SuspendedSequence
 from app.rollout.workers.worker import Admission, RolloutWorker, WorkerDiedError
 from app.rollout.workers.worker_pool import RolloutWorkerPool, ScheduleConfig
 from settings.schema.rollout import PdsrSettings, SegmentSettings
+from tests.rollout.scheduling.invariants import check_invariants, is_finished
 from tests.rollout.scheduling.length_traces import trace_from_records
 from tests.rollout.scheduling.simulator import Costs, SchedulerSimulator, SimulatedWorkerSpec
 from tests.rollout.test_slot_engine import (
@@ -368,8 +369,8 @@ def test_the_events_of_real_workers_replay_in_the_core() -> None:
     samples_of(made)
     for event, commands in made.records:
         assert tuple(replayed.handle(event)) == commands
-        replayed.check_invariants()
-    assert replayed.is_finished
+        check_invariants(replayed)
+    assert is_finished(replayed)
     assert {entry.uid: entry.num_tokens for entry in replayed.samples} == {
         s.uid: len(s.completion_ids) for s in expected()
     }

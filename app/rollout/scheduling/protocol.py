@@ -16,7 +16,6 @@ the scheduler and carries out the commands that answer it, in order:
 5. `WorkerLost` reports a worker whose process died with its rows and the caches that it kept. Nothing else is reported
    of it. Its rows continue on other workers from their committed tokens; the next ones are the same, because noise is
    keyed by position.
-6. `Finished` is sent once, after `Closed`, when every sample is done or dropped.
 
 `at` is the time in seconds by the executor's clock; it is recorded, but no decision depends on it unless
 `rollout.pdsr.unit` is `seconds`.
@@ -209,12 +208,7 @@ class Commit:
     rows: tuple[CommittedRow, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Finished:
-    """Announces that every sample is done or dropped and no more will come."""
-
-
-Command = Suspend | RunSegment | Commit | Finished
+Command = Suspend | RunSegment | Commit
 
 
 class EventRecord(NamedTuple):

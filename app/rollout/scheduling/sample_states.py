@@ -85,10 +85,6 @@ class SampleTable:
     def num_waiting(self) -> int:
         return self.counts[SampleState.NEW] + self.counts[SampleState.SUSPENDED]
 
-    @property
-    def all_ended(self) -> bool:
-        return self.counts[SampleState.DONE] + self.counts[SampleState.DROPPED] == len(self.entries)
-
     def add(self, sample: NewSample) -> SampleEntry:
         """Adds a sample and returns its entry."""
         assert sample.uid not in self.entries, f"{sample.uid} was submitted twice"
@@ -177,19 +173,3 @@ class SampleTable:
         self.counts[entry.state] -= 1
         self.counts[state] += 1
         entry.state = state
-
-    def check_invariants(self) -> None:
-        """Raises AssertionError if an entry contradicts itself or the counts."""
-        assert +self.counts == Counter(entry.state for entry in self), "counts differ from states"
-        for entry in self:
-            assert (entry.state is SampleState.RUNNING) == (entry.worker is not None), (
-                f"{entry.uid}: {entry.state} on the worker {entry.worker}"
-            )
-            assert (entry.state in ENDED) == (entry.finish is not None), f"{entry.uid}: {entry.state}, {entry.finish}"
-            assert entry.held_by is None or (entry.num_tokens and entry.state in WAITING | {SampleState.ACTING}), (
-                f"{entry.uid}: {entry.state} with a kept cache"
-            )
-            assert 0 <= entry.num_tokens <= entry.sample.max_new, f"{entry.uid}: {entry.num_tokens} tokens"
-            assert entry.state is not SampleState.SUSPENDED or entry.num_tokens, (
-                f"{entry.uid}: suspended without tokens"
-            )

@@ -20,7 +20,6 @@ from app.rollout.scheduling.protocol import (
     Commit,
     CommittedRow,
     Event,
-    Finished,
     Released,
     RunSegment,
     SampleRole,
@@ -30,7 +29,7 @@ from app.rollout.scheduling.protocol import (
     WorkerJoined,
     WorkerLost,
 )
-from app.rollout.scheduling.sample_states import ENDED, WAITING, SampleEntry, SampleState, SampleTable
+from app.rollout.scheduling.sample_states import SampleEntry, SampleState, SampleTable
 from app.rollout.scheduling.scheduling_policy import (
     PDSR_CONSTANTS,
     PdsrConstants,
@@ -80,7 +79,6 @@ class Scheduler:
         self.policy = POLICIES[policy](self.context)
         self.context.update_threshold(self.policy.percentile)
         self.is_closed = False
-        self.is_finished = False
 
     @property
     def samples(self) -> SampleTable:
@@ -105,11 +103,7 @@ class Scheduler:
             case Answered():
                 for row in event.rows:
                     commands += self._answered(row)
-        commands += self._issue_commands()
-        if self.is_closed and not self.is_finished and self.samples.all_ended:
-            self.is_finished = True
-            commands.append(Finished())
-        return commands
+        return commands + self._issue_commands()
 
     @property
     def is_stuck(self) -> bool:
@@ -294,36 +288,6 @@ class Scheduler:
         ]
         limits = limits._replace(length=int(min([limits.length, fitting, *left])))
         return RunSegment(worker.name, tuple(admitted), **limits._asdict())
-
-    def check_invariants(self) -> None:
-        """Raises AssertionError if samples, rows, slots and queues disagree, or a slot is idle while samples wait."""
-        self.samples.check_invariants()
-        rows = [uid for worker in self.context.workers.values() for uid in worker.rows]
-        running = [entry for entry in self.samples if entry.state is SampleState.RUNNING]
-        assert len(rows) == len(set(rows)) == len(running), "rows on workers differ from the running samples"
-        for entry in running:
-            assert entry.worker in self.context.workers, f"{entry.uid} runs on {entry.worker}, which is lost"
-            assert entry.uid in self.context.workers[entry.worker].rows, f"{entry.uid} is not a row of {entry.worker}"
-        waiting = self.policy.waiting()
-        expected = {entry.uid for entry in self.samples if entry.state in WAITING}
-        acting = [entry for entry in self.samples if entry.state is SampleState.ACTING]
-        waiting += [uid for worker in self.context.workers.values() for uid in worker.answered]
-        assert len(waiting) == len(expected) and set(waiting) == expected, "queues differ from waiting samples"
-        for entry in self.samples:
-            assert entry.held_by is None or entry.held_by in self.context.workers, f"{entry.uid}: its cache is lost"
-        for worker in self.context.workers.values():
-            assert worker.num_free_slots >= 0, f"{worker.name}: too many rows for {worker.slots} slots"
-            assert worker.is_busy == bool(worker.rows), f"{worker.name} is idle with rows, or busy without"
-            takes_sample = worker.answered or (worker.has_free_slot and self.policy.has_sample_for(worker))
-            assert worker.is_busy or not takes_sample, f"{worker.name} is idle while samples wait"
-            held = [entry.uid for entry in acting if entry.held_by == worker.name]
-            assert len(worker.acting) == len(held) and set(worker.acting) == set(held), f"{worker.name}: acting rows"
-            for entry in map(self.samples.__getitem__, worker.answered):
-                assert entry.held_by == worker.name and worker.fits(entry), f"{entry.uid} cannot go back"
-        workers = self.context.workers.values()
-        has_place = any(worker.fits(self.samples[uid]) for uid in expected for worker in workers)
-        assert running or acting or not has_place, "samples wait, but no worker is running"
-        assert self.is_finished == (self.is_closed and all(e.state in ENDED for e in self.samples)), "wrong is_finished"
 
 
 def _commit(entries: Sequence[SampleEntry]) -> Commit:

@@ -25,6 +25,7 @@ from app.rollout.scheduling.protocol import (
 from app.rollout.scheduling.scheduler import Scheduler
 from app.rollout.scheduling.scheduling_policy import PdsrConstants, Probes
 from settings.schema.rollout import PdsrSettings, SegmentSettings
+from tests.rollout.scheduling.invariants import check_invariants
 
 """A cost model in which everything takes no time."""
 
@@ -73,7 +74,7 @@ class Driven:
 
     def tell(self, event: Any) -> list[Command]:
         self.last = self.scheduler.handle(event)
-        self.scheduler.check_invariants()
+        check_invariants(self.scheduler)
         for command in self.last:
             if isinstance(command, RunSegment):
                 self.running[command.worker] = command

@@ -30,6 +30,7 @@ from app.rollout.scheduling.protocol import (
     WorkerLost,
 )
 from app.rollout.scheduling.scheduler import Scheduler
+from tests.rollout.scheduling.invariants import check_invariants
 from tests.rollout.scheduling.length_traces import Trace, TraceSample, TraceTurn, new_samples
 
 SUBMIT_INTERVAL_S = 0.5
@@ -172,7 +173,7 @@ class SchedulerSimulator:
         commands = self.scheduler.handle(event)
         self.records.append(EventRecord(event, tuple(commands)))
         if self.check:
-            self.scheduler.check_invariants()
+            check_invariants(self.scheduler)
         for command in commands:
             self._execute(command, at)
 

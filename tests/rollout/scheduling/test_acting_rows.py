@@ -2,9 +2,10 @@ from typing import Any
 
 import pytest
 
-from app.rollout.scheduling.protocol import Commit, CommittedRow, Finished, RunSegment, WorkerLost
+from app.rollout.scheduling.protocol import Commit, CommittedRow, RunSegment, WorkerLost
 from app.rollout.scheduling.sample_states import SampleState
 from tests.rollout.scheduling.driving import Driven, admitted, make_scheduler, probes_of, samples
+from tests.rollout.scheduling.invariants import is_finished
 
 
 def worker_with(
@@ -49,7 +50,7 @@ def test_a_worker_whose_rows_all_act_gets_nothing_until_an_answer() -> None:
     commit, *others = driven.end("w", {"p0/s0": 5, "p1/s0": 5}, acting=("p0/s0", "p1/s0"))
     assert isinstance(commit, Commit) and not others
     scheduler = driven.scheduler
-    assert not (scheduler.is_stuck or scheduler.is_finished) and scheduler.samples.num_waiting == 0
+    assert not (scheduler.is_stuck or is_finished(scheduler)) and scheduler.samples.num_waiting == 0
     assert admitted(driven.answer("p1/s0", 9)) == ["p1/s0"]
 
 
@@ -57,7 +58,7 @@ def test_a_worker_whose_rows_all_act_gets_nothing_until_an_answer() -> None:
 def test_an_answer_may_end_the_sample(finish: str) -> None:
     driven = worker_with(1)
     driven.end("w", {"p0/s0": 5}, acting=("p0/s0",))
-    assert driven.answer("p0/s0", 7, finish) == [Commit((CommittedRow("p0/s0", 7, finish),)), Finished()]
+    assert driven.answer("p0/s0", 7, finish) == [Commit((CommittedRow("p0/s0", 7, finish),))]
     is_dropped = finish.startswith("dropped")
     assert driven.scheduler.samples["p0/s0"].state == (SampleState.DROPPED if is_dropped else SampleState.DONE)
     lengths = driven.scheduler.context.lengths

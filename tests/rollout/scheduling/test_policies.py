@@ -4,6 +4,7 @@ from app.rollout.scheduling.protocol import Commit, RunSegment, WorkerLost
 from app.rollout.scheduling.sample_states import SampleState
 from app.rollout.scheduling.scheduler import POLICIES
 from tests.rollout.scheduling.driving import Driven, admitted, make_scheduler, probes_of, samples, suspended
+from tests.rollout.scheduling.invariants import is_finished
 
 
 def driven_pair(policy: str, *, slots: int = 2, history=None, finished=(), **pdsr) -> Driven:
@@ -280,7 +281,7 @@ def test_rows_leave_slots_that_they_outgrow_and_never_come_back(policy: str) -> 
     commands = driven.end("fast", dict.fromkeys(first, 40))
     assert {uid for uid, _ in suspended(commands)} == set(first)
     assert not set(first) & set(driven.rows("fast")), "they do not fit, although slots are free"
-    while not driven.scheduler.is_finished:
+    while not is_finished(driven.scheduler):
         worker = next(name for name in ("heavy", "fast") if driven.rows(name))
         rows = driven.rows(worker)
         driven.end(worker, {uid: driven.scheduler.samples[uid].num_tokens + 9 for uid in rows}, finished=tuple(rows))

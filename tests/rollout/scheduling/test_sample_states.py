@@ -2,6 +2,7 @@ import pytest
 
 from app.rollout.scheduling.protocol import NewSample, RowReport
 from app.rollout.scheduling.sample_states import SampleState, SampleTable
+from tests.rollout.scheduling.invariants import check_table
 
 
 def running(worker: str = "w") -> tuple[SampleTable, str]:
@@ -24,7 +25,7 @@ def test_a_turn_is_answered_once() -> None:
     with pytest.raises(AssertionError, match="waits for no answer"):
         table.answer(uid, num_tokens=9, finish=None)
     table.commit("w", RowReport(uid, 7, None, turn_end="stop"), seconds=1.0, steps=7)
-    table.check_invariants()
+    check_table(table)
     assert (table[uid].state, table[uid].worker, table[uid].held_by) == (SampleState.ACTING, None, "w")
     table.answer(uid, num_tokens=9, finish=None)
     assert (table[uid].state, table[uid].num_tokens, table[uid].held_by) == (SampleState.SUSPENDED, 9, "w")
@@ -35,7 +36,7 @@ def test_a_turn_is_answered_once() -> None:
 
 def test_the_check_sees_a_state_that_was_changed_behind_its_back() -> None:
     table, uid = running()
-    table.check_invariants()
+    check_table(table)
     table[uid].state = SampleState.DONE
     with pytest.raises(AssertionError):
-        table.check_invariants()
+        check_table(table)

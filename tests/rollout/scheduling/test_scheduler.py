@@ -1,10 +1,11 @@
 import pytest
 
-from app.rollout.scheduling.protocol import Commit, Finished, Released, RunSegment, Submitted, WorkerLost
+from app.rollout.scheduling.protocol import Commit, Released, RunSegment, Submitted, WorkerLost
 from app.rollout.scheduling.sample_states import SampleState
 from app.rollout.scheduling.scheduler import POLICIES
 from app.rollout.scheduling.scheduling_policy import WorkerState
 from tests.rollout.scheduling.driving import Driven, admitted, make_scheduler, probes_of, samples
+from tests.rollout.scheduling.invariants import check_invariants, is_finished
 from tests.rollout.scheduling.storms import storm
 
 
@@ -17,9 +18,9 @@ def test_one_sample_from_submission_to_the_end() -> None:
     commit, run = driven.end("w", {"p0/s0": 64})
     assert isinstance(commit, Commit) and isinstance(run, RunSegment)
     assert (commit.rows[0].num_tokens, commit.rows[0].finish, run.admit) == (64, None, ())
-    commit, finished = driven.end("w", {"p0/s0": 70}, finished=("p0/s0",))
+    (commit,) = driven.end("w", {"p0/s0": 70}, finished=("p0/s0",))
     assert isinstance(commit, Commit) and commit.rows[0].finish == "stop"
-    assert finished == Finished()
+    assert is_finished(driven.scheduler)
 
 
 def test_samples_that_were_taken_are_forgotten_and_their_prompt_becomes_history() -> None:
@@ -169,7 +170,8 @@ def test_submitting_after_closing_is_a_bug() -> None:
 
 
 def test_nothing_submitted_is_finished_when_closed() -> None:
-    assert Driven(make_scheduler()).submit(()) == [Finished()]
+    driven = Driven(make_scheduler())
+    assert driven.submit(()) == [] and is_finished(driven.scheduler)
 
 
 def test_work_arriving_later_wakes_idle_workers() -> None:
@@ -195,7 +197,7 @@ def test_the_check_sees_an_idle_slot_beside_work() -> None:
     driven.submit(samples(1, 1))
     driven.scheduler.context.workers["w"].is_busy = False
     with pytest.raises(AssertionError):
-        driven.scheduler.check_invariants()
+        check_invariants(driven.scheduler)
 
 
 def test_the_check_sees_a_sample_that_nobody_holds() -> None:
@@ -203,4 +205,4 @@ def test_the_check_sees_a_sample_that_nobody_holds() -> None:
     driven.submit(samples(2, 1))
     driven.scheduler.policy.next_sample(WorkerState("w", "heavy", 1, ()))
     with pytest.raises(AssertionError):
-        driven.scheduler.check_invariants()
+        check_invariants(driven.scheduler)
