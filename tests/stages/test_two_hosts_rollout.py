@@ -35,21 +35,6 @@ def arguments(model: Path, *, prompts_per_step: int) -> list[str]:
     ]
 
 
-def test_two_hosts_sample_and_score_with_a_checkpoint_as_one_does(finished: Path, tmp_path: Path) -> None:
-    checkpoint = ("--checkpoint", finished / "checkpoints" / "2")
-    one = here("rollout", *checkpoint, "--limit", "8", "--out", tmp_path / "one.jsonl")
-    assert one.exit_code == 0, one.stderr
-    fewer = settings("rollout.prompts_per_step=2", "algorithm.mini_batch_prompts=2")
-    for ended in run_on_two_hosts("rollout", *checkpoint, *fewer, "--limit", "8", "--out", tmp_path / "two.jsonl"):
-        assert ended.exit_code == 0, ended.stderr
-    found, expected = records_of(tmp_path / "two.jsonl"), records_of(tmp_path / "one.jsonl")
-    assert [one["completion_token_ids"] for one in found] == [one["completion_token_ids"] for one in expected]
-    files = ("--input", tmp_path / "two.jsonl", "--out", tmp_path / "scored.jsonl", "--json")
-    first, second = run_on_two_hosts("score", *checkpoint, *files)
-    assert (first.exit_code, second.exit_code) == (0, 0), first.stderr + second.stderr
-    assert json.loads(first.stdout[first.stdout.index("{") :])["max |logprob - behavior|"] < 1e-4
-
-
 def test_two_hosts_write_the_file_that_one_would(tiny_model: Path, tmp_path: Path) -> None:
     # Rounds of four prompts; the last has three, one of which is the second host's.
     prompts = write_problems(tmp_path / "prompts.jsonl", first=1, count=11)
@@ -104,40 +89,33 @@ def test_two_hosts_with_workers_write_the_file_of_one_worker(tiny_model: Path, t
 FAULTY = """\
 import threading
 import cli
-from {module} import {owner}
-faultless, calls = {owner}.{method}, []
-def faulty(*arguments, **named):
+from app.rollout.engine.engine import SlotEngine
+faultless, calls = SlotEngine.finish_segment, []
+def faulty(*arguments):
     calls.append(arguments)
-    if len(calls) == {call}:
+    if len(calls) == 2:
         {fault}
-    return faultless(*arguments, **named)
-{owner}.{method} = faulty
+    return faultless(*arguments)
+SlotEngine.finish_segment = faulty
 cli.main()
 """
 HANGS, FAILS = "threading.Event().wait()", "raise RuntimeError('broken')"
-SECOND_ROUND, FIRST_WINDOW = (
-    ("app.rollout.engine.engine.SlotEngine.finish_segment", 2),
-    ("app.score.scorer.Scorer.logprobs", 1),
-)
 
 
-def second_faulty(fault: str, place: tuple[str, int]) -> Programs:
-    """Returns the command, and for the second host one in which a call of a method fails."""
-    name, call = place
-    module, owner, method = name.rsplit(".", 2)
-    faulty = FAULTY.format(module=module, owner=owner, method=method, call=call, fault=fault)
-    return HOSTS_PROGRAM, ("-c", KEEPING + faulty)
+def second_faulty(fault: str) -> Programs:
+    """Returns the command, and for the second host one whose second segment does this instead of ending."""
+    return HOSTS_PROGRAM, ("-c", KEEPING + FAULTY.format(fault=fault))
 
 
-def test_a_host_that_hangs_ends_both_and_writes_nothing(tiny_model: Path, sampled: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out.jsonl"
-    chosen = (*of_tiny(tiny_model), *settings("watchdog.phase_s=15"), "--input", sampled, "--out", out)
-    hosts = run_on_two_hosts("score", *chosen, programs=second_faulty(HANGS, FIRST_WINDOW))
+def test_a_host_that_hangs_ends_both_and_writes_nothing(tiny_model: Path, tmp_path: Path) -> None:
+    prompts, out = write_problems(tmp_path / "prompts.jsonl", first=1, count=16), tmp_path / "out.jsonl"
+    chosen = (*of_tiny(tiny_model), *settings("watchdog.phase_s=30"), "--prompts", prompts, "--out", out)
+    hosts = run_on_two_hosts("rollout", *chosen, programs=second_faulty(HANGS))
     assert [host.exit_code for host in hosts] == [70, 70], hosts
     assert not out.exists()
     stacks = [(tmp_path / "out.jsonl.crash" / f"host_{number}.txt").read_text() for number in (0, 1)]
     for host, stack in zip(hosts, stacks, strict=True):
-        assert "in phase score" in host.stderr
+        assert "in phase rollout" in host.stderr
         assert "Thread 0x" in stack
     assert "in faulty" in stacks[1] and "in faulty" not in stacks[0]
 
@@ -145,7 +123,7 @@ def test_a_host_that_hangs_ends_both_and_writes_nothing(tiny_model: Path, sample
 def test_a_host_that_fails_ends_both_and_leaves_what_was_finished(tiny_model: Path, tmp_path: Path) -> None:
     prompts, out = write_problems(tmp_path / "prompts.jsonl", first=1, count=16), tmp_path / "out.jsonl"
     chosen = (*of_tiny(tiny_model), "--prompts", prompts, "--out", out)
-    first, second = run_on_two_hosts("rollout", *chosen, programs=second_faulty(FAILS, SECOND_ROUND))
+    first, second = run_on_two_hosts("rollout", *chosen, programs=second_faulty(FAILS))
     assert (first.exit_code, second.exit_code) == (1, 1), first.stderr + second.stderr
     assert "host 1 has failed, so this host exits: broken" in first.stderr
     assert "error: RuntimeError: broken" in second.stderr
