@@ -101,7 +101,7 @@ def decode_step(
     token_ids: Int32[Array, "B"],
     positions: Int32[Array, "B"],
     active: Bool[Array, "B"],
-    tables: Int32[Array, "B M"] | None = None,
+    tables: Int32[Array, "B M"],
 ) -> tuple[Float[Array, "B D"], KVCache, Int32[Array, "L B k"] | None]:
     """Decodes one token per slot at its position; returns the hidden states, the updated cache, and the routes.
 
@@ -109,20 +109,20 @@ def decode_step(
 
     Args:
         active: rows whose results are used; those of others have no meaning.
-        tables: the blocks of each slot, if the cache's rows are blocks; see `extend_cache`.
+        tables: the blocks of each slot; see `extend_cache`.
     """
     decoder, score_mod = definition.bind(weights.params), ScoreMod.of(definition.architecture)
     length, dtype = cache[0].keys.shape[2], weights.params["embedding"].dtype
-    block_size = decode_block_size(definition.architecture, length, dtype, is_paged=tables is not None)
+    block_size = decode_block_size(definition.architecture, length, dtype)
 
     def attend(
         window: int | None, old: LayerCache | None, query: Array, key: Array, value: Array
     ) -> tuple[Array, LayerCache]:
         assert old is not None
-        rules = {"tables": tables, "window": window, "score_mod": score_mod, "block_size": block_size}
+        rules = {"window": window, "score_mod": score_mod, "block_size": block_size}
         # Otherwise XLA may move weights between the devices along tp, and not rows.
         query = constrain(query, *PROJECTED_DIMS)
-        mixed, extended = extend_cache(query, key, value, old, positions, active, **rules)
+        mixed, extended = extend_cache(query, key, value, old, positions, active, tables, **rules)
         return constrain(mixed, *PROJECTED_DIMS), extended
 
     hidden, cache, routes = _run_layers(

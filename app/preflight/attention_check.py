@@ -96,7 +96,7 @@ def _decode_blocks(settings: Settings, model: ModelSpec, dtype: jnp.dtype) -> tu
     """Returns the tokens of a block of the cache, and those that a kernel reads at once."""
     shapes = slot_shapes(settings, 1, setting="rollout.slots")
     block = cache_block_size(model.architecture, shapes.max_length, dtype, is_large=shapes.has_large_blocks)
-    return block, decode_block_size(model.architecture, block, dtype, is_paged=True)
+    return block, decode_block_size(model.architecture, block, dtype)
 
 
 def _windows(architecture: Architecture) -> tuple[int | None, ...]:
@@ -174,12 +174,19 @@ def decode_differences(
     shapes = ((len(positions), 1, a.num_query_heads, a.head_dim), new, new, cache, cache)
     *new, keys, values = (rng.standard_normal(shape).astype(dtype) for shape in shapes)
 
-    def results(block_size: int | None, positions: Array, *arrays: Any) -> list[Array]:
-        query, key, value, keys, values, *tables = arrays
-        inputs: Any = query, key, value, LayerCache(keys, values), positions, jnp.ones_like(positions, bool)
-        rules: Any = {"tables": tables[0] if tables else None, "window": window, "score_mod": score_mod}
-        mixed, cache = extend_cache(*inputs, **rules, block_size=block_size)
+    def in_blocks(positions: Array, *arrays: Any) -> list[Array]:
+        query, key, value, keys, values, tables = arrays
+        inputs: Any = query, key, value, LayerCache(keys, values), positions, jnp.ones_like(positions, bool), tables
+        mixed, cache = extend_cache(*inputs, window=window, score_mod=score_mod, block_size=block_size)
         return [mixed, cache.keys, cache.values]
+
+    def in_one_piece(positions: Array, query: Array, key: Array, value: Array, *cache: Array) -> list[Array]:
+        write = jax.vmap(lambda row, new, position: row.at[:, position].set(new[:, 0]))
+        keys, values = (write(x, new, positions) for x, new in zip(cache, (key, value), strict=True))
+        visible = jnp.arange(NUM_TOKENS) <= positions[:, None]
+        if window is not None:
+            visible &= jnp.arange(NUM_TOKENS) > positions[:, None] - window
+        return [dot_product_attention(query, keys, values, visible[:, None], score_mod), keys, values]
 
     blocks = [_to_blocks(x, block) for x in (keys, values)]
     # The first row has the last blocks.
@@ -187,11 +194,11 @@ def decode_differences(
     given = positions, *new, *blocks, tables
     rows = [np.tile(x, (num_local_row_shards(mesh), *[1] * (x.ndim - 1))) for x in given]
     with jax.set_mesh(mesh):
-        compute = jax.jit(partial(results, block_size), out_shardings=row_sharding(mesh))
+        compute = jax.jit(in_blocks, out_shardings=row_sharding(mesh))
         ours = [to_local(x) for x in compute(*to_global(mesh, rows))]
     ours[1:] = [_to_rows(x, len(positions)) for x in ours[1:]]
     with jax.default_matmul_precision("highest"):
-        exact = jax.jit(partial(results, None))(positions, *(x.astype(np.float32) for x in (*new, keys, values)))
+        exact = jax.jit(in_one_piece)(positions, *(x.astype(np.float32) for x in (*new, keys, values)))
     # Entries behind the new one have no meaning.
     seen = (np.arange(NUM_TOKENS) <= positions[:, None])[:, None, :, None]
     exact = [exact[0], *(np.where(seen, x, 0) for x in exact[1:])]

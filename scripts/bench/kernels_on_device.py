@@ -24,7 +24,7 @@ from jaxtyping import Array
 
 from app.mesh.device_mesh import make_mesh
 from app.model.architecture import Architecture
-from app.model.attention.cached import cache_block_size, cached_attention, decode_block_size, extend_cache
+from app.model.attention.cached import cache_block_size, decode_block_size, extend_cache
 from app.model.attention.packed import PARALLEL_BLOCKING, make_block_pairs, packed_attention, platform_blocking
 from app.model.attention.pairs import Blocking
 from app.model.grouped_product import grouped_product
@@ -81,7 +81,7 @@ def line(what: str, calls: dict[str, Callable[[], Any]], right: Any, read_bytes:
 def decoding(architecture: Architecture, num_rows: int, length: int, *, is_int8: bool) -> tuple[str, ...]:
     rng, a = np.random.default_rng(0), architecture
     size = cache_block_size(a, length, jnp.bfloat16, is_large=True)
-    kernel_size = decode_block_size(a, size, jnp.bfloat16, is_paged=True)
+    kernel_size = decode_block_size(a, size, jnp.bfloat16)
     assert kernel_size is not None, "no kernel for this device"
     width = -(-length // size)
     shape = num_rows * width + 1, a.num_kv_heads, size, a.head_dim
@@ -96,8 +96,8 @@ def decoding(architecture: Architecture, num_rows: int, length: int, *, is_int8:
     positions, active = jnp.asarray(lengths, jnp.int32), jnp.ones(num_rows, bool)
 
     def attend(block_size: int | None) -> Callable[[], Array]:
-        rules = {"tables": tables, "block_size": block_size}
-        compute = lambda pool: extend_cache(query, key, value, pool, positions, active, **rules)  # noqa: E731
+        arrays = positions, active, tables
+        compute = lambda pool: extend_cache(query, key, value, pool, *arrays, block_size=block_size)  # noqa: E731
         step = jax.jit(compute, donate_argnums=0)
         # The pool is updated in place, as in a rollout.
         kept = [jax.tree.map(jnp.copy, pool)]
@@ -114,7 +114,8 @@ def decoding(architecture: Architecture, num_rows: int, length: int, *, is_int8:
         whole = [x.reshape(num_rows, a.num_kv_heads, width * size, a.head_dim) for x in whole]
         write = jax.vmap(lambda row, new, position: row.at[:, position].set(new[:, 0].astype(jnp.float32)))
         keys, values = (write(x, one, positions) for x, one in zip(whole, (key, value), strict=True))
-        return cached_attention(query.astype(jnp.float32), keys, values, positions)
+        visible = jnp.arange(width * size) <= positions[:, None]
+        return dot_product_attention(query.astype(jnp.float32), keys, values, visible[:, None])
 
     with jax.default_matmul_precision("highest"):
         right = oracle()

@@ -8,11 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.test_util import check_grads
 
-from app.model.attention.cached import cached_attention
 from app.model.attention.dense import DEFAULT_SCORE_MOD, ScoreMod, dot_product_attention
-from app.model.attention.packed import packed_attention
 from app.model.layers import apply_rope
-from app.model.segment_layout import single_segment_layout
 
 
 def random_qkv(rows=2, tokens=7, query_heads=6, kv_heads=2, head=4, seed=0):
@@ -86,18 +83,3 @@ def test_grouped_queries_equal_a_slow_oracle_under_every_rule(rule):
     np.testing.assert_allclose(
         dot_product_attention(query, keys, values, jnp.asarray(visible), rule), expected, atol=1e-5
     )
-
-
-@pytest.mark.parametrize("window", [None, 1, 2, 4, 100])
-@pytest.mark.parametrize("rule", [DEFAULT_SCORE_MOD, ScoreMod(0.4, 0.3)])
-def test_a_cached_token_attends_as_it_does_in_its_row(window, rule):
-    query, keys, values = random_qkv()
-    row = packed_attention(
-        query, keys, values, single_segment_layout(jnp.ones((2, 7), bool)), window=window, score_mod=rule
-    )
-    positions = jnp.array([2, 5])
-    one = jnp.take_along_axis(query, positions[:, None, None, None], axis=1)
-    # What lies behind the position is left over from an earlier use of the slot.
-    keys, values = keys.at[0, :, 3:].set(1e3), values.at[0, :, 3:].set(-1e3)
-    mixed = cached_attention(one, keys, values, positions, window=window, score_mod=rule)
-    np.testing.assert_allclose(mixed[:, 0], row[jnp.arange(2), positions], atol=1e-5)

@@ -104,11 +104,11 @@ def test_the_decode_kernel_compiles_for_an_h100(
         return jax.ShapeDtypeStruct(sizes, dtype, sharding=NamedSharding(mesh, PartitionSpec()))
 
     with jax.set_mesh(mesh):
-        chunk = decode_block_size(architecture, block_size, jnp.bfloat16, is_paged=True)
+        chunk = decode_block_size(architecture, block_size, jnp.bfloat16)
         assert chunk == min(block_size, GPU_BLOCK_SIZE)
-        assert decode_block_size(architecture, block_size, jnp.float32, is_paged=True) is None
+        assert decode_block_size(architecture, block_size, jnp.float32) is None
         decode = jax.jit(
-            lambda *arrays, tables: extend_cache(*arrays, tables=tables, window=window, block_size=chunk),
+            lambda *arrays: extend_cache(*arrays, window=window, block_size=chunk),
             donate_argnums=3,
         )
         new, (pool, *_) = (
@@ -116,7 +116,7 @@ def test_the_decode_kernel_compiles_for_an_h100(
             cache_shapes(architecture, 65, block_size, jnp.bfloat16, is_int8=is_int8),
         )
         arrays = shape(8, 1, 12, head_dim), new, new, pool, shape(8, dtype=jnp.int32), shape(8, dtype=jnp.bool)
-        compiled = decode.lower(*arrays, tables=shape(8, 8, dtype=jnp.int32)).compile()
+        compiled = decode.lower(*arrays, shape(8, 8, dtype=jnp.int32)).compile()
     assert (compiled.as_text() or "").count('name = "attention_decode"') == 1
     # The pools are updated in place.
     analysis: Any = compiled.memory_analysis()

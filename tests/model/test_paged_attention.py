@@ -5,14 +5,14 @@ from __future__ import annotations
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from app.model.attention import paged
-from app.model.attention.cached import extend_cache
-from app.model.attention.dense import DEFAULT_SCORE_MOD
+from app.model.attention.dense import DEFAULT_SCORE_MOD, dot_product_attention
 from app.model.kernels import gpu_decode, tpu_decode
 from app.model.kv_cache import LayerCache, to_codes
 from tests.model.test_block_attention import RULES
@@ -25,13 +25,23 @@ WAYS = ("xla", "tpu", "gpu")
 @functools.cache
 def compiled(rule, window: int | None, way: str, block_size: int = BLOCK):
     if way == "whole":
-        whole = functools.partial(extend_cache, window=window, score_mod=rule)
-        return jax.jit(lambda query, new, cache, at, active: whole(query, new.keys, new.values, cache, at, active))
+        return jax.jit(functools.partial(attend_whole, rule, window))
     if way == "xla":
         return jax.jit(functools.partial(paged.attend, rule, window))
     if way == "gpu":
         return jax.jit(functools.partial(gpu_decode.attend, rule, window, block_size // 2, interpret=True))
     return jax.jit(functools.partial(tpu_decode.attend, rule, window, block_size, interpret=True))
+
+
+def attend_whole(rule, window: int | None, query, new: LayerCache, cache: LayerCache, positions, active):
+    """The oracle: writes the new tokens into caches in one piece, and attends to them as to any keys and values."""
+    write = jax.vmap(lambda row, token, position: row.at[:, position].set(token[:, 0]))
+    keys, values = (write(x, y, positions) for x, y in zip(cache[:2], new[:2], strict=True))
+    token = jnp.arange(keys.shape[2])
+    visible = token <= positions[:, None]
+    if window is not None:
+        visible &= token > positions[:, None] - window
+    return dot_product_attention(query, keys, values, visible[:, None], rule), LayerCache(keys, values)
 
 
 def in_one_piece(pools: LayerCache, tables: np.ndarray) -> LayerCache:
@@ -81,6 +91,22 @@ def test_rows_that_are_not_active_change_nothing(way: str, data: st.DataObject) 
     active = data.draw(st.lists(st.booleans(), min_size=ROWS, max_size=ROWS))
     window = data.draw(st.sampled_from([None, 3, 24]))
     assert_equal_attention(way, positions, active=active, window=window, seed=data.draw(st.integers(0, 99)))
+
+
+def test_the_kernel_never_looks_at_a_block_beyond_the_live_ones() -> None:
+    rng = np.random.default_rng(0)
+    normal = lambda *shape: rng.standard_normal(shape).astype(np.float32)  # noqa: E731
+    query, new = normal(ROWS, 1, KV_HEADS * GROUP, HEAD), LayerCache(*normal(2, ROWS, KV_HEADS, 1, HEAD))
+    pools = LayerCache(*normal(2, 1 + ROWS * WIDTH, KV_HEADS, BLOCK, HEAD))
+    tables = 1 + np.arange(ROWS * WIDTH, dtype=np.int32).reshape(ROWS, WIDTH)
+    positions = np.array([3, 20, 31, 32, 50], np.int32)
+    given = positions, np.ones(ROWS, bool), tables
+    attend = compiled(DEFAULT_SCORE_MOD, None, "tpu")
+    before = attend(query, new, pools, *given)[0]
+    for row, position in enumerate(positions):
+        for pool in pools[:2]:
+            pool[tables[row, max(position - 1, 0) // BLOCK + 1 :]] = np.nan
+    np.testing.assert_array_equal(attend(query, new, pools, *given)[0], before)
 
 
 @pytest.mark.parametrize("window", [None, 20])

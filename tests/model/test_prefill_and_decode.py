@@ -70,7 +70,8 @@ def test_prefill_and_decode_equal_one_forward_pass(architecture):
     for step in range(9 - LENGTHS.max()):
         positions = LENGTHS + step
         hidden, cache, _ = model.decode_step(
-            model.weights, cache, token_ids()[np.arange(3), positions], positions.astype(np.int32), np.ones(3, bool)
+            *(model.weights, cache, token_ids()[np.arange(3), positions], positions.astype(np.int32), np.ones(3, bool)),
+            np.arange(3, dtype=np.int32)[:, None],
         )
         np.testing.assert_allclose(hidden, expected[np.arange(3), positions], atol=2e-5)
 

@@ -65,9 +65,7 @@ def product_gradients(x: jax.Array, matrices: jax.Array, sizes: jax.Array) -> An
 
 def decode(*arguments: Any) -> Any:
     *arrays, tables = arguments
-    return extend_cache(
-        *arrays, tables=tables, block_size=decode_block_size(ARCHITECTURE, 64, jnp.bfloat16, is_paged=True)
-    )
+    return extend_cache(*arrays, tables, block_size=decode_block_size(ARCHITECTURE, 64, jnp.bfloat16))
 
 
 def test_gpu_programs_have_kernels_only_with_their_backend(with_triton: bool) -> None:
@@ -83,7 +81,7 @@ def test_gpu_programs_have_kernels_only_with_their_backend(with_triton: bool) ->
 def test_one_line_says_that_xla_computes_instead(with_triton: bool, caplog: pytest.LogCaptureFixture) -> None:
     for _ in range(2):
         platform_blocking(256, 64, jnp.bfloat16, group_size=2)
-        decode_block_size(ARCHITECTURE, 64, jnp.bfloat16, is_paged=True)
+        decode_block_size(ARCHITECTURE, 64, jnp.bfloat16)
         kernels_of(product_gradients, shape(64, 32), shape(4, 32, 48), shape(4, dtype=jnp.int32))
     assert len(caplog.messages) == (0 if with_triton else 1)
     if not with_triton:
@@ -101,5 +99,5 @@ def test_a_kernel_that_is_insisted_on_is_an_error_without_its_backend(with_trito
 def test_xla_is_never_asked_for_the_backend(with_triton: bool, caplog: pytest.LogCaptureFixture) -> None:
     assert platform_blocking(256, 64, jnp.bfloat16, "xla", group_size=2).kernel is None
     without = replace(ARCHITECTURE, attention_implementation="xla")
-    assert decode_block_size(without, 64, jnp.bfloat16, is_paged=True) is None
+    assert decode_block_size(without, 64, jnp.bfloat16) is None
     assert caplog.messages == []

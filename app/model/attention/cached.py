@@ -1,4 +1,4 @@
-"""Attention of one new token per row over whole caches or blocks of a pool, by XLA or a backend's kernel."""
+"""Attention of one new token per row over blocks of a pool, by XLA or a backend's kernel."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int32
 
-from app.mesh.axis_rules import constrain, current_device, shard_map_by_dims
+from app.mesh.axis_rules import current_device, shard_map_by_dims
 from app.mesh.chips import kernel_bytes
 from app.model.architecture import Architecture
 from app.model.attention import paged
 from app.model.attention.blockwise import KEY_DIMS, QUERY_DIMS
-from app.model.attention.dense import ATTENTION_SCOPE, DEFAULT_SCORE_MOD, ScoreMod, dot_product_attention
+from app.model.attention.dense import ATTENTION_SCOPE, DEFAULT_SCORE_MOD, ScoreMod
 from app.model.attention.packed import GPU_BLOCK_SIZE
 from app.model.kernels.triton_backend import has_triton
 from app.model.kv_cache import LayerCache, cache_block_bytes, cache_dims, to_codes
@@ -34,16 +34,14 @@ On a v4 and v6e, one of 256 takes nearly as long as one of 512.
 """
 
 
-def decode_block_size(
-    architecture: Architecture, cache_length: int, dtype: DTypeLike, *, is_paged: bool = False
-) -> int | None:
+def decode_block_size(architecture: Architecture, cache_length: int, dtype: DTypeLike) -> int | None:
     """Returns the tokens that a kernel of the current mesh's devices reads from caches at once; None without a kernel.
 
     Args:
-        cache_length: that of a block, if the cache `is_paged`; a GPU reads no others by a kernel.
+        cache_length: largest number of tokens, that of a block of the cache.
     """
     platform, kind = current_device()
-    if platform == "gpu" and is_paged and architecture.attention_implementation != "xla":
+    if platform == "gpu" and architecture.attention_implementation != "xla":
         # Triton has blocks of powers of two, and multiplies float32 arrays from registers, which have no room for them.
         fits = architecture.head_dim & (architecture.head_dim - 1) == 0 and jnp.dtype(dtype) != jnp.float32
         return min(cache_length, GPU_BLOCK_SIZE) if fits and has_triton() else None
@@ -72,7 +70,8 @@ def cache_block_size(architecture: Architecture, max_length: int, dtype: DTypeLi
         size = 2 ** math.floor(math.log2(max(max_length / BLOCKS_PER_ROW_MIN, smallest)))
         size = max(size, BLOCK_SIZE_MIN.get(platform, smallest))
     size = min(size, BLOCK_SIZE_MAX)
-    return decode_block_size(architecture, size, dtype) or size
+    # A GPU reads a block in several pieces.
+    return (decode_block_size(architecture, size, dtype) if platform == "tpu" else None) or size
 
 
 def extend_cache(
@@ -82,8 +81,8 @@ def extend_cache(
     cache: LayerCache,
     positions: Int32[Array, "B"],
     active: Bool[Array, "B"],
+    tables: Int32[Array, "B M"],
     *,
-    tables: Int32[Array, "B M"] | None = None,
     window: int | None = None,
     score_mod: ScoreMod = DEFAULT_SCORE_MOD,
     block_size: int | None = None,
@@ -91,23 +90,13 @@ def extend_cache(
     """Writes the key and value of one new token per slot at `positions`; returns its attention, and the cache.
 
     Args:
-        cache: of codes only with `tables`.
         active: rows whose results are used; those of others have no meaning.
-        tables: for each slot, the rows of the cache that are its blocks, as numbers among those of its device; None if
-            each slot has the row of its own number.
+        tables: for each slot, the rows of the cache that are its blocks, as numbers among those of its device.
         window: the number of visible entries, including the token's own; None = all.
         block_size: the result of `decode_block_size`.
     """
-    assert cache.key_scales is None or tables is not None
     key_dims = cache_dims(cache.keys)
     query_dims = QUERY_DIMS if key_dims == KEY_DIMS else (key_dims[0], "tokens", "head", "head")
-    if block_size is None and tables is None:
-        query, key, value = constrain(query, *query_dims), constrain(key, *key_dims), constrain(value, *key_dims)
-        # With vmap the partitioner knows that slots are independent, so no slot moves between devices.
-        write = jax.vmap(lambda row, new, position: row.at[:, position].set(new))
-        keys, values = (write(x, new[:, :, 0], positions) for x, new in ((cache.keys, key), (cache.values, value)))
-        mixed = cached_attention(query, keys, values, positions, window=window, score_mod=score_mod)
-        return mixed, LayerCache(keys, values)
     # Pallas is slow to import and not needed on a CPU.
     if block_size is None:
         attend = functools.partial(paged.attend, score_mod, window)
@@ -120,7 +109,7 @@ def extend_cache(
 
         attend = functools.partial(tpu_decode.attend, score_mod, window, block_size)
     new = LayerCache(key, value) if cache.key_scales is None else to_codes(LayerCache(key, value))
-    arrays = (positions, active) if tables is None else (positions, active, tables)
+    arrays = positions, active, tables
     dims_of_cache = jax.tree.map(lambda x: key_dims[: x.ndim], cache)
     in_dims = query_dims, dims_of_cache, dims_of_cache, *[(key_dims[0], "tokens")[: x.ndim] for x in arrays]
     out_dims = query_dims, *(key_dims[: x.ndim] for x in jax.tree.leaves(cache))
@@ -134,20 +123,3 @@ def extend_cache(
             query, new, cache, *arrays
         )
     return mixed, LayerCache(*extended)
-
-
-def cached_attention(
-    query: Float[Array, "B 1 Q H"],
-    keys: Float[Array, "B K S H"],
-    values: Float[Array, "B K S H"],
-    positions: Int32[Array, "B"],
-    *,
-    window: int | None = None,
-    score_mod: ScoreMod = DEFAULT_SCORE_MOD,
-) -> Float[Array, "B 1 Q H"]:
-    """Returns the attention of one new token per slot over the cache entries up to its own, at `positions`."""
-    slots = jnp.arange(keys.shape[2])[None, :]
-    visible = slots <= positions[:, None]
-    if window is not None:
-        visible &= slots > positions[:, None] - window
-    return dot_product_attention(query, keys, values, visible[:, None, :], score_mod)

@@ -39,39 +39,33 @@ def attend(
     cache: LayerCache,
     positions: Int32[Array, "B"],
     active: Bool[Array, "B"],
-    tables: Int32[Array, "B M"] | None = None,
+    tables: Int32[Array, "B M"],
     *,
     interpret: bool = False,
 ) -> tuple[Float[Array, "B 1 Q H"], LayerCache]:
     """Returns one device's attention, 0 for rows that are not active, and its cache with the new tokens.
 
     Args:
-        block_size: tokens of a block, a multiple of `TILE`, or a whole cache that is shorter.
+        block_size: tokens of a block, a multiple of `TILE`.
         new: of the new token, at `positions`.
-        cache: of codes only with `tables`.
         active: rows whose caches are read and written.
-        tables: places of the blocks of each row in the cache [N, K, T, H], where T is `block_size`; None if each row's
-            blocks follow one another in its own place. A device without active rows writes into the place of its first
-            row.
+        tables: places of the blocks of each row in the cache [N, K, T, H], where T is `block_size`. A device without
+            active rows writes into the block of its first row.
     """
     num_rows, has_scales = len(query), cache.key_scales is not None
-    assert not has_scales or tables is not None
-    _, num_kv_heads, cache_length, head_dim = cache.keys.shape
-    assert block_size % TILE == 0 or block_size == cache_length < TILE, (block_size, cache_length)
-    if tables is not None:
-        assert block_size == cache_length, (block_size, cache_length)
-        cache_length *= tables.shape[1]
+    _, num_kv_heads, length_of_block, head_dim = cache.keys.shape
+    assert block_size == length_of_block and block_size % TILE == 0, (block_size, length_of_block)
+    width = tables.shape[1]
     # A row that has filled its cache and stopped may be at its end.
-    positions = jnp.minimum(positions, cache_length - 1)
+    positions = jnp.minimum(positions, width * block_size - 1)
     # A grid has at least one turn.
     visited = active.at[0].set(active[0] | ~jnp.any(active))
-    rows, blocks, num_pairs = _live_blocks(positions, visited, window, block_size, -(-cache_length // block_size))
+    rows, blocks, num_pairs = _live_blocks(positions, visited, window, block_size, width)
     # Memory holds twice as many rows of codes in one piece.
-    tile_size, width = min(2 * TILE if has_scales else TILE, block_size), -(-cache_length // block_size)
+    tile_size = min(2 * TILE if has_scales else TILE, block_size)
     assert block_size % tile_size == 0, (block_size, tile_size)
-    scalars = [rows, blocks, positions, positions // tile_size]
-    if tables is not None:
-        scalars[3:] = [positions % block_size // tile_size, positions // block_size, tables.reshape(-1)]
+    tiles = positions % block_size // tile_size
+    scalars = [rows, blocks, positions, tiles, positions // block_size, tables.reshape(-1)]
     block_at, tile_at = _index_maps(width)
     by_head = query.reshape(num_rows, num_kv_heads, query.shape[2] // num_kv_heads, head_dim)
     of_row = lambda *sizes: pl.BlockSpec((None, num_kv_heads, *sizes), lambda p, rows, *_: (rows[p], 0, 0, 0))  # noqa: E731
@@ -91,7 +85,7 @@ def attend(
     vmem_bytes = cache_block_bytes(num_kv_heads, head_dim, block_size, query.dtype) + OTHER_BYTES
     statistic = pltpu.VMEM((*by_head.shape[1:3], 1), jnp.float32)
     mixed, *extended = pl.pallas_call(
-        functools.partial(_kernel, score_mod, score_mod.scale_for(head_dim), window, cache_length, len(scalars)),
+        functools.partial(_kernel, score_mod, score_mod.scale_for(head_dim), window, len(scalars)),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars),
             grid=(num_pairs,),
@@ -111,16 +105,15 @@ def attend(
 def _index_maps(blocks_per_row: int) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Returns where in the cache a turn finds its block, and where it writes the tile of the new token.
 
-    Both read the kernel's scalars; the last two, the new token's block and the tables, are there for pools alone.
+    Both read the kernel's scalars, of which `own` is the block of the new token.
     """
 
-    def block_at(turn: Array, rows: Any, blocks: Any, positions: Any, tiles: Any, *paged: Any) -> tuple[Any, ...]:
-        row, block = rows[turn], blocks[turn]
-        return (paged[1][row * blocks_per_row + block], 0, 0, 0) if paged else (row, 0, block, 0)
+    def block_at(turn: Array, rows: Any, blocks: Any, positions: Any, tiles: Any, own: Any, tables: Any) -> Any:
+        return tables[rows[turn] * blocks_per_row + blocks[turn]], 0, 0, 0
 
-    def tile_at(turn: Array, rows: Any, blocks: Any, positions: Any, tiles: Any, *paged: Any) -> tuple[Any, ...]:
+    def tile_at(turn: Array, rows: Any, blocks: Any, positions: Any, tiles: Any, own: Any, tables: Any) -> Any:
         row = rows[turn]
-        return (paged[1][row * blocks_per_row + paged[0][row]] if paged else row, 0, tiles[row], 0)
+        return tables[row * blocks_per_row + own[row]], 0, tiles[row], 0
 
     return block_at, tile_at
 
@@ -147,9 +140,7 @@ def _live_blocks(
     return rows.astype(jnp.int32), blocks.astype(jnp.int32), ends[-1]
 
 
-def _kernel(
-    score_mod: ScoreMod, scale: float, window: int | None, cache_length: int, num_scalars: int, *refs: Any
-) -> None:
+def _kernel(score_mod: ScoreMod, scale: float, window: int | None, num_scalars: int, *refs: Any) -> None:
     rows, blocks, positions = refs[:3]
     query, *arrays = refs[num_scalars:-3]
     highest, total, sums = refs[-3:]
@@ -180,10 +171,6 @@ def _kernel(
     for head in range(num_kv_heads):
         old_keys, old_values = (x[head].astype(query.dtype) for x in (keys, values))
         key_scales, value_scales = (x[pl.ds(head, 1), :] for x in scales) if scales else (None, None)
-        if cache_length % block_size:
-            # The last block reaches beyond the cache, where there may be anything.
-            place = block * block_size + jax.lax.broadcasted_iota(jnp.int32, (block_size, 1), 0)
-            old_values = jnp.where(place < cache_length, old_values, 0)
         scores = jnp.where(visible, pair_scores(score_mod, scale, query[head], old_keys, key_scales), MASK_VALUE)
         new_highest = jnp.maximum(highest[head], jnp.max(scores, axis=1, keepdims=True))
         shrink, weights = jnp.exp(highest[head] - new_highest), jnp.exp(scores - new_highest)
