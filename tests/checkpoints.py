@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
-from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -45,10 +44,8 @@ def shardings(num_devices: int) -> dict[str, TrainState]:
     return jax.tree.map(lambda x: NamedSharding(mesh, PartitionSpec("fsdp") if x.ndim else PartitionSpec()), SHAPES)
 
 
-def opened(
-    folder: Path, *, keep: int = 3, num_devices: int = 1, best: str | None = None, mode: Literal["max", "min"] = "max"
-) -> Checkpoints:
-    policy = LatestAndBestPolicy(keep, best, mode)
+def opened(folder: Path, *, keep: int = 3, num_devices: int = 1, best: str | None = None) -> Checkpoints:
+    policy = LatestAndBestPolicy(keep, best)
     return Checkpoints(folder, policy=policy, shapes=SHAPES, shardings=shardings(num_devices))
 
 

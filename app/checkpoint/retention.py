@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from orbax.checkpoint.checkpoint_managers import PolicyCheckpointInfo, PreservationContext
 
@@ -49,7 +49,6 @@ class LatestAndBestPolicy:
     keep: int
     metric: str | None = None
     """Name of the metric; if None, only the newest checkpoints are kept."""
-    mode: Literal["max", "min"] = "max"
     metric_values: dict[int, float] = field(default_factory=dict)
     """Step -> value of the metric, for evaluated checkpoints and for the start, which is step 0."""
 
@@ -63,7 +62,7 @@ class LatestAndBestPolicy:
     def best_step(self, steps: Iterable[int]) -> int | None:
         """Returns the best of these steps; None if none was evaluated, or the start was better."""
         evaluated = {step: self.metric_values[step] for step in (0, *steps) if step in self.metric_values}
-        return best_step(evaluated, self.mode) or None
+        return best_step(evaluated, self.metric) or None
 
     def best_checkpoint(self, steps: Iterable[int]) -> BestCheckpoint | None:
         """Returns the best of these steps with its metric, or the start; None if neither was evaluated."""

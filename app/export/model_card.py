@@ -176,7 +176,7 @@ def _results_section(run: RunFiles, settings: Mapping[str, Any], *, step: int) -
     prompts = "All held-out prompts" if limit is None else f"At most {limit} held-out prompts"
     answers = "one answer" if num_samples == 1 else f"{num_samples} answers"
     source = settings["data.eval_source"] or settings["data.source"]
-    best = best_evaluation(history, settings.get("checkpoint.best_metric"), settings.get("checkpoint.best_mode", "max"))
+    best = best_evaluation(history, settings.get("checkpoint.best_metric"))
     text += f"\n\n{best}" if best else ""
     return f"{text}\n\n{prompts} of `{source}`, {answers} each at temperature {settings['eval.temperature']}."
 

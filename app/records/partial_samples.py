@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import glob
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from app.records.file_lock import FileLockedError, lock_file
 from app.records.identity import Identity, first_difference
@@ -22,9 +21,6 @@ from settings.errors import InputError
 
 PART_SUFFIX = ".part"
 FORMAT = "grpo-part/3"
-
-NumberedRecord = tuple[int, Mapping[str, Any] | InputError]
-"""A line number and the record of that line, or the error that explains why the line has none."""
 
 
 @dataclass(frozen=True)
@@ -38,41 +34,35 @@ class PartialSamples:
     def header(self) -> str:
         return json.dumps({"format": FORMAT, "identity": dict(self.identity)})
 
-    def open_part(self, path: Path) -> PartFile:
-        """Returns the file to which this host appends samples once drawn. Raises InputError as `PartFile` does."""
-        return PartFile(path, header=self.header)
-
     def read(self, prompts: Sequence[Prompt], *, num_samples: int) -> dict[str, Sample]:
-        """Returns the samples in the part files that this host sees, by uid; damaged and other lines are skipped.
+        """Returns the samples of these prompts in the part files that this host sees, by uid.
+
+        Damaged lines are skipped.
 
         Args:
-            prompts: the prompts whose samples are returned.
             num_samples: samples per prompt.
 
         Raises:
-            InputError: a part file belongs to another rollout, is not a part file, or cannot be read.
+            InputError: a part file belongs to another rollout, or is not a part file.
         """
+        by_uid = {prompt.uid: prompt for prompt in prompts}
         found: dict[str, Sample] = {}
-        for path in self.check():
-            records = read_jsonl_tolerant(path)
-            next(records)
-            found |= {one.uid: one for one in whole_samples(path, records, prompts, num_samples=num_samples)}
+        for path in filter(self._has_header, part_paths(self.out)):
+            for number, record in read_jsonl_tolerant(path):
+                if number == 1 or isinstance(record, InputError):
+                    continue
+                with suppress(InputError):
+                    sample = sample_from_record(record, where=f"{path}:{number}")
+                    prompt = by_uid.get(sample.prompt.uid)
+                    whole = prompt and sample.with_prompt(prompt)
+                    if whole is not None and 0 <= sample.sample_index < num_samples:
+                        found[whole.uid] = whole
         return found
 
-    def check(self) -> list[Path]:
-        """Returns the part files that hold samples. Raises InputError as `read` does."""
-        return [path for path in part_paths(self.out) if self._check_header(path)]
-
-    def _check_header(self, path: Path) -> bool:
+    def _has_header(self, path: Path) -> bool:
         """Returns whether a part file has a header, and checks it."""
-        try:
-            with path.open("rb") as file:
-                header = file.readline()
-        except FileNotFoundError:
-            # Hosts that share a folder remove the files at the same time.
-            return False
-        except OSError as error:
-            raise InputError(f"--out: {path} cannot be read: {error.strerror}; give another --out") from error
+        with path.open("rb") as file:
+            header = file.readline()
         if not header.endswith(b"\n") and b'{"'.startswith(header[:2]):
             # The process was killed while it wrote the header.
             return False
@@ -82,9 +72,7 @@ class PartialSamples:
         except (ValueError, LookupError, TypeError, RecursionError):
             identity = None
         if identity is None:
-            raise InputError(
-                f"--out: {path} is not a part file of a rollout ({FORMAT}); move it, or give another --out"
-            )
+            raise InputError(f"--out: {path} is not a part file of a rollout; move it, or give another --out")
         difference = first_difference(identity, self.identity)
         if difference is not None:
             raise InputError(
@@ -164,26 +152,6 @@ def part_paths(out: Path) -> list[Path]:
     """Returns the part files of `out` that exist, of all hosts of this run and of runs on other numbers of hosts."""
     per_host = out.parent.glob(f"{glob.escape(out.name)}.host_*_of_*{PART_SUFFIX}")
     return [path for path in (part_path(out), *sorted(per_host)) if path.is_file()]
-
-
-def whole_samples(
-    path: Path, records: Iterable[NumberedRecord], prompts: Sequence[Prompt], *, num_samples: int
-) -> Iterator[Sample]:
-    """Yields the samples of these prompts among the records; damaged and other lines are skipped.
-
-    Args:
-        num_samples: samples per prompt.
-    """
-    by_uid = {prompt.uid: prompt for prompt in prompts}
-    for number, record in records:
-        if isinstance(record, InputError):
-            continue
-        with suppress(InputError):
-            sample = sample_from_record(record, where=f"{path}:{number}")
-            prompt = by_uid.get(sample.prompt.uid)
-            whole = prompt and sample.with_prompt(prompt)
-            if whole is not None and 0 <= sample.sample_index < num_samples:
-                yield whole
 
 
 def remove_parts(out: Path) -> None:

@@ -84,10 +84,10 @@ def summary_text(
     return "\n".join([*lines, f"everything is in {path}"])
 
 
-def best_evaluation(history: History, metric: str | None, mode: str) -> str:
+def best_evaluation(history: History, metric: str | None) -> str:
     """Returns a sentence on the best value of `checkpoint.best_metric`; empty with fewer than two evaluations."""
     evaluated = {r["step"]: value for r in history if (value := finite_metric(r, metric or "")) is not None}
-    step = best_step(evaluated, mode)
+    step = best_step(evaluated, metric)
     if step is None or len(evaluated) < 2:
         return ""
     text = _best_text(history, step, str(metric), evaluated[step])

@@ -26,28 +26,22 @@ SESSION_COLUMNS = (
     *("started", "after_step", "grpo", "python", "jax", "devices", "processes", "from_rollouts", "checkpoint"),
 )
 """Columns of the table of sessions; one that no session has is omitted."""
-EARLY_STOPPING_SETTINGS = ("patience", "min_delta")
 
 
 def report_page(run: RunFiles, plots: Mapping[str, RenderedPlot | None], alerts: Sequence[Alert]) -> str:
     """Renders `report.html`: results, alerts, plots, settings and versions."""
     last = training_steps(run.history)[-1]
-    metric, mode = run.setting("checkpoint.best_metric"), run.setting("checkpoint.best_mode")
+    metric, patience = run.setting("checkpoint.best_metric"), run.setting("run.early_stopping.patience")
     return _render(
         "report.html",
         run=run,
         last_step=last["step"],
-        early_end=early_stopping_reason(
-            run.history,
-            metric=metric,
-            mode=mode,
-            **{name: run.setting(f"run.early_stopping.{name}") for name in EARLY_STOPPING_SETTINGS},
-        ),
+        early_end=early_stopping_reason(run.history, metric=metric, patience=patience),
         last_metrics=[
             (name, finite_metric(last, name), find_metric(name)) for name in sorted(last) if find_metric(name)
         ],
         result=before_and_after(run.history),
-        best=best_evaluation(run.history, metric, mode),
+        best=best_evaluation(run.history, metric),
         alerts=alerts,
         panels=[(panel, plots[panel.name]) for panel in PANELS],
         text=_text_or_json,

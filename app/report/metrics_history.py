@@ -15,6 +15,8 @@ MetricsRecord = Mapping[str, Any]
 History = Sequence[MetricsRecord]
 EVAL_PROMPTS = "eval/num_prompts"
 """The number of prompts behind the other metrics of an evaluation, and their noise."""
+LOWER_IS_BETTER = frozenset({"eval/mean_length", "eval/truncated_fraction", "eval/error_count"})
+"""The metrics of evaluations that are better if they are lower."""
 
 
 def finite_metric(record: MetricsRecord, name: str) -> float | None:
@@ -29,12 +31,12 @@ def is_number(value: Any) -> TypeGuard[int | float]:
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
-def best_step(values: Mapping[int, float], mode: str) -> int | None:
-    """Returns the step with the largest value, or with the smallest if the mode is `min`; None without values.
+def best_step(values: Mapping[int, float], metric: str | None) -> int | None:
+    """Returns the step with the best value of a metric; None without values.
 
     Of equal values the earliest counts, and the start, which is step 0, only if it is better than all others.
     """
-    sign = 1 if mode == "min" else -1
+    sign = 1 if metric in LOWER_IS_BETTER else -1
     return min(values, key=lambda step: (sign * values[step], step == 0, step), default=None)
 
 

@@ -81,7 +81,7 @@ def rollout(
         with error_barrier():
             partial = PartialSamples(out, identity)
             finished = partial.read(shard.host_prompts, num_samples=shard.group_size)
-            part_file = stack.enter_context(partial.open_part(per_host_path(part_path(out))))
+            part_file = stack.enter_context(PartFile(per_host_path(part_path(out)), header=partial.header))
             remove_partial_files(out)
         session = stack.enter_context(closing(Session.open(ScoringSession.open(settings, model))))
         weights = source.load_decode_weights(session)

@@ -25,7 +25,7 @@ from app.update.optimizer import TrainState
 
 def open_checkpoints(setup: RunSetup, learner_group: LearnerGroup) -> Checkpoints:
     settings = setup.resolved.settings.checkpoint
-    policy = LatestAndBestPolicy(settings.keep, settings.best_metric, settings.best_mode)
+    policy = LatestAndBestPolicy(settings.keep, settings.best_metric)
     return Checkpoints(
         setup.run.checkpoints_dir,
         policy=policy,

@@ -82,9 +82,8 @@ class Replay:
     """The run that wrote the files; None if they are the end of a chain."""
     uses_saved_rewards: bool
     uses_saved_advantages: bool
-    uses_saved_routes: bool
-    report: str
-    """Text for users: what is replayed, and which fields are taken from the samples."""
+    ignored_fields: frozenset[str]
+    """Fields of the files that steps compute again, or do not need."""
 
     @property
     def fingerprints(self) -> dict[str, str]:
@@ -100,6 +99,21 @@ class Replay:
             ),
             "the checkpoint of --checkpoint": hashlib.sha256(state.encode()).hexdigest() if state else "none",
         }
+
+    @property
+    def report(self) -> str:
+        """Text for users: what is replayed, and which fields are taken from the samples."""
+        first, last = min(self.files), max(self.files)
+        steps = f"step {first}" if first == last else f"steps {first} to {last}"
+        start = f", from the state of {self.initial_checkpoint.path}" if self.initial_checkpoint else ""
+        have_rewards = all("reward" in file.available_fields for file in self.files.values())
+        differs = "reward.* differs from that of the samples' run" if have_rewards else "not every sample has one"
+        rewards = "those of the samples" if self.uses_saved_rewards else f"computed again, {differs}"
+        advantages = "advantages and returns: those of the samples; without these fields algorithm.* would decide"
+        return (
+            f"{OPTION}: {steps} on the samples of {self.request.rollouts}{start}; nothing is generated for them\n"
+            f"rewards: {rewards}\n{advantages if self.uses_saved_advantages else 'advantages: computed again'}"
+        )
 
     @property
     def session_fields(self) -> dict[str, str]:
@@ -120,12 +134,9 @@ class Replay:
             InputError: the file has changed since it was checked.
         """
         file = self.files[step]
-        ignored = RESCORED_FIELDS | (frozenset() if self.uses_saved_rewards else SAVED_REWARD_FIELDS)
-        ignored |= frozenset() if self.uses_saved_advantages else SAVED_ADVANTAGE_FIELDS
-        ignored |= frozenset() if self.uses_saved_routes else ROUTES_FIELD
         if not file.path.is_file() or file_digest(file.path) != file.digest:
             raise InputError(f"{OPTION}: {file.path} has changed since the run began")
-        samples = [sample for _, sample in read_samples(file.path, ignored_fields=ignored)]
+        samples = [sample for _, sample in read_samples(file.path, ignored_fields=self.ignored_fields)]
         if not self.uses_saved_rewards:
             # Those of turns belong to the saved rewards.
             samples = [replace(s, token_rewards=None) if s.episode is not None else s for s in samples]
@@ -194,12 +205,15 @@ def read_replay(
                 f"{OPTION}: rewards are computed again, and env.source: {settings.env.source} has none for samples "
                 "without an episode; replay samples that it took part in, or set env.source to null"
             )
-    replay = Replay(
-        *(request, start, files, tuple(prompts.values()), run, uses_rewards, uses_advantages),
-        settings.rollout.routing_replay,
-        report="",
-    )
-    return replace(replay, report="\n".join(_report_lines(replay, available)))
+    ignored = _ignored_fields(settings)
+    ignored |= frozenset() if uses_rewards else SAVED_REWARD_FIELDS
+    ignored |= frozenset() if uses_advantages else SAVED_ADVANTAGE_FIELDS
+    return Replay(request, start, files, tuple(prompts.values()), run, uses_rewards, uses_advantages, ignored)
+
+
+def _ignored_fields(settings: Settings) -> frozenset[str]:
+    """Returns the fields that no replay under these settings reads."""
+    return RESCORED_FIELDS | (frozenset() if settings.rollout.routing_replay else ROUTES_FIELD)
 
 
 def _source_settings(run: RunDirectory, paths: Mapping[int, Path], settings: Settings) -> Settings:
@@ -233,21 +247,6 @@ def _same_rewards(settings: Settings, source: Settings) -> bool:
         return settings.reward, settings.plugins.env_vars, max_tokens, of_env
 
     return decisive(settings) == decisive(source)
-
-
-def _report_lines(replay: Replay, available: frozenset[str]) -> list[str]:
-    """Returns what is replayed, and what is taken from the samples."""
-    first, last = min(replay.files), max(replay.files)
-    steps = f"step {first}" if first == last else f"steps {first} to {last}"
-    start = f", from the state of {replay.initial_checkpoint.path}" if replay.initial_checkpoint else ""
-    differs = "reward.* differs from that of the samples' run" if "reward" in available else "not every sample has one"
-    rewards = "those of the samples" if replay.uses_saved_rewards else f"computed again, {differs}"
-    advantages = "advantages and returns: those of the samples; without these fields algorithm.* would decide"
-    return [
-        f"{OPTION}: {steps} on the samples of {replay.request.rollouts}{start}; nothing is generated for them",
-        f"rewards: {rewards}",
-        advantages if replay.uses_saved_advantages else "advantages: computed again",
-    ]
 
 
 def _choose_files(path: Path, *, after_step: int, steps: int) -> dict[int, Path]:
@@ -303,9 +302,8 @@ def _read_step_file(
     group_sizes = Counter[int]()
     prompt_of_group: dict[int, str] = {}
     group_of_prompt: dict[str, int] = {}
-    ignored = RESCORED_FIELDS | (frozenset() if settings.rollout.routing_replay else ROUTES_FIELD)
     missing = set[str]()
-    for where, sample in read_samples(path, ignored_fields=ignored):
+    for where, sample in read_samples(path, ignored_fields=_ignored_fields(settings)):
         _check_sample(sample, settings, model, where)
         group, uid = sample.group_id, sample.prompt.uid
         group_sizes[group] += 1

@@ -200,9 +200,8 @@ class StepLoop:
     def _check_early_stopping(self) -> None:
         """Sets `early_end` from the metrics of the run, which only process 0 has. All hosts call it together."""
         if self.settings.run.early_stopping.patience is not None and self.progress.step < self.last_step:
-            rules, best = self.settings.run.early_stopping.model_dump(), self.settings.checkpoint
-            history = self.reporter.run_log.history
-            reason = early_stopping_reason(history, metric=best.best_metric, mode=best.best_mode, **rules) or ""
+            metric, patience = self.settings.checkpoint.best_metric, self.settings.run.early_stopping.patience
+            reason = early_stopping_reason(self.reporter.run_log.history, metric=metric, patience=patience) or ""
             self.early_end = gather_bytes_over_hosts(reason.encode())[0].decode()
 
     def _save(self) -> None:

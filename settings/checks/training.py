@@ -263,8 +263,4 @@ RUN_CHECKS = (
         "nothing to compare; set it to null, or eval.every_steps to 1 or more and checkpoint.best_metric, for example "
         "to eval/accuracy",
     ),
-    Rule(
-        lambda s: s.run.early_stopping.min_delta > 0 and s.run.early_stopping.patience is None,
-        "<run.early_stopping.min_delta> has no effect without <run.early_stopping.patience>; set the latter",
-    ),
 )

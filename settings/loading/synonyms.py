@@ -63,10 +63,8 @@ run.name | run_name, trainer.experiment_name
 checkpoint.every_steps | save_steps, trainer.save_freq
 checkpoint.keep | save_total_limit, trainer.max_actor_ckpt_to_keep
 checkpoint.best_metric | metric_for_best_model
-checkpoint.best_mode | greater_is_better
 eval.every_steps | eval_strategy, eval_steps, trainer.val_before_train, trainer.test_freq
 run.early_stopping.patience | early_stopping_patience
-run.early_stopping.min_delta | early_stopping_threshold
 logging.wandb_project logging.tensorboard | report_to, trainer.logger
 logging.completions_every_steps | log_completions, logging_steps, trainer.log_val_generations
 – | multi_objective_aggregation | always sum_then_normalize

@@ -17,16 +17,11 @@ def _validate_run_name(value: str) -> str:
 
 
 class EarlyStoppingSettings(Section):
-    """When a run ends before its last step. Without `patience` it never does.
-
-    Evaluations are compared by `checkpoint.best_metric`, in the direction of `checkpoint.best_mode`.
-    """
+    """When a run ends before its last step. Evaluations are compared by `checkpoint.best_metric`."""
 
     patience: int | None = Field(default=None, ge=1)
     """Number of evaluations in a row without an improvement of `checkpoint.best_metric` after which the run ends;
     null = never."""
-    min_delta: float = Field(default=0.0, ge=0)
-    """An improvement is a change for the better by more than this."""
 
 
 class RunSettings(Section):
@@ -49,9 +44,8 @@ class CheckpointSettings(Section):
     keep: int = Field(default=2, ge=1)
     """Number of newest checkpoints kept, in addition to the best one."""
     best_metric: str | None = "eval/accuracy"
-    """Metric whose best checkpoint is kept as checkpoints/best, unless the start was better; null keeps none."""
-    best_mode: Literal["max", "min"] = "max"
-    """Whether a larger or a smaller `best_metric` is better. Of equal values, the earliest is kept."""
+    """Metric whose best checkpoint is kept as checkpoints/best, unless the start was better; null keeps none. Lower is
+    better for eval/mean_length, eval/truncated_fraction and eval/error_count. Of equal values, the earliest is kept."""
 
 
 class EvalSettings(Section):

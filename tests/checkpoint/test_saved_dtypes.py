@@ -49,7 +49,7 @@ def state_of(step: int, layout: Layout, num_devices: int = 2) -> NetworkStates:
 def opened(folder: Path, layout: Layout) -> Checkpoints:
     shapes = target(layout)
     of_shapes = jax.tree.map(lambda x: x.sharding, shapes)
-    return Checkpoints(folder, policy=LatestAndBestPolicy(3, None, "max"), shapes=shapes, shardings=of_shapes)
+    return Checkpoints(folder, policy=LatestAndBestPolicy(3), shapes=shapes, shardings=of_shapes)
 
 
 def assert_converted(found: NetworkStates, layouts: tuple[Layout, Layout]) -> None:

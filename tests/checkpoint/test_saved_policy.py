@@ -36,7 +36,7 @@ def save(run: Path, *steps: int, model: ModelSpec, critic: bool = False, best: i
 
     checkpoints = Checkpoints(
         run / "checkpoints",
-        policy=LatestAndBestPolicy(5, "eval/accuracy", "max"),
+        policy=LatestAndBestPolicy(5, "eval/accuracy"),
         shapes=both(SHAPES, SHAPES),
         shardings=both(shardings(2), shardings(2)),
     )

@@ -170,7 +170,7 @@ def test_a_part_file_of_another_checkpoint_is_left_as_it_is(finished: Path, tmp_
 def test_a_file_that_is_no_part_of_a_rollout_is_left_as_it_is(line: bytes, tiny_model: Path, tmp_path: Path) -> None:
     (tmp_path / "samples.jsonl.part").write_bytes(line)
     result = here(*command(tiny_model, tmp_path / "samples.jsonl"))
-    assert result.exit_code == 2 and "samples.jsonl.part is not a part file of a rollout (" in result.stderr
+    assert result.exit_code == 2 and "samples.jsonl.part is not a part file of a rollout" in result.stderr
     assert (tmp_path / "samples.jsonl.part").read_bytes() == line
 
 

@@ -383,15 +383,14 @@ def test_the_best_evaluation_is_saved_though_no_interval_falls_there(config: Pat
 
 
 def test_if_the_start_was_best_there_is_no_best_checkpoint_and_the_run_says_so(config: Path) -> None:
-    best = ("checkpoint.best_metric=eval/format_rate", "checkpoint.best_mode=min")
-    spoiled = ("optimizer.learning_rate=10.0", *best)
+    spoiled = ("optimizer.learning_rate=10.0", "checkpoint.best_metric=eval/truncated_fraction")
     result = train_here(config, *spoiled, "run.steps=2", "logging.report=true")
     assert result.exit_code == 0, result.stderr
     run = config.parent / "runs" / "tiny"
-    start, end = (line["eval/format_rate"] for line in metrics_of(run) if "eval/format_rate" in line)
+    start, end = (line["eval/truncated_fraction"] for line in metrics_of(run) if "eval/truncated_fraction" in line)
     assert start < end
     assert {path.name for path in (run / "checkpoints").iterdir()} == {"2"}
-    said = f"raining has not improved eval/format_rate on the start (step 0): {100 * start:.1f} %"
+    said = f"raining has not improved eval/truncated_fraction on the start (step 0): {100 * start:.1f} %"
     assert f"t{said}, by the weights of model.path; there is no checkpoints/best\n" in result.stdout
     assert f"T{said}." in (run / "report.html").read_text()
     result = here("evaluate", "--checkpoint", run / "checkpoints" / "best")
