@@ -10,9 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from app.preflight.dry_run import DryRunReport, make_dry_run_report
-from app.training.replay import ReplayRequest
-from settings import load
 from tests.program import (
     digest_of,
     here,
@@ -258,26 +255,3 @@ def test_a_replay_goes_on_after_it_was_stopped_and_only_on_the_same_samples(
         assert result.exit_code == 2
         assert "the samples of --from-rollouts changed since this run was started" in result.stderr
     assert digest_of(run) == before
-
-
-def foreseen(rollouts: Path, folder: Path, *overrides: str, checkpoint: Path | None = None) -> DryRunReport:
-    run = rollouts if rollouts.is_dir() else rollouts.parents[1]
-    resolved = load(str(run / "settings.yaml"), [f"run.dir={folder}", *overrides], {})
-    found = make_dry_run_report(resolved, resume="never", replay_request=ReplayRequest(rollouts, checkpoint))
-    assert found is not None
-    return found
-
-
-def test_a_dry_run_tells_of_the_same_steps_and_of_no_rollout(
-    finished: Path, uninterrupted: Path, tmp_path: Path
-) -> None:
-    report = foreseen(finished, tmp_path, *UNJUDGED, "rollout.slots=4")
-    assert (report.steps, report.optimizer_steps, report.rollout) == (4, 4, None)
-    assert list(report.memory) == ["update"]
-    assert not {"decode_weights", "kv_cache"} & report.memory["update"].keys()
-    assert "\nrollout " not in report.to_text() and "steps 1 to 4" in report.to_text()
-    assert list(foreseen(finished, tmp_path).memory) == ["evaluation", "update"]
-    start = uninterrupted / "checkpoints" / "9"
-    one = foreseen(step_file(uninterrupted, 10), tmp_path, checkpoint=start)
-    assert (one.steps, one.optimizer_steps) == (1, 4)
-    assert not list(tmp_path.iterdir())

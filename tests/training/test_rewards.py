@@ -37,8 +37,6 @@ def until_third(completions, trainer_state):
     if trainer_state.global_step == 3 and os.path.exists("runs/tiny"): raise ValueError("third")
     return [float(len(c)) for c in completions]
 def silent(completions): return [None] * len(completions)
-def even(completions, prompts): return [1.0 if len(p) % 2 == 0 else None for p in prompts]
-def odd(completions, prompts): return [3.0 if len(p) % 2 else None for p in prompts]
 """
 QUIET = ("eval.every_steps=0", "run.steps=2")
 
@@ -216,22 +214,6 @@ def test_a_function_that_cannot_do_without_an_answer_is_found_before_anything_is
     result = here("train", "--config", config, "--dry-run", *settings(*options))
     assert result.exit_code == 2
     assert "to rows/4, one of 1 rows of 5 without a reference answer: " in result.stderr
-
-
-def test_functions_may_share_the_prompts_between_them(config: Path) -> None:
-    result = train_here(
-        config,
-        *("reward.functions=[plug.py:even, plug.py:odd]", "data.difficulty=[1, 2]", "data.num_problems=64"),
-        *("run.steps=1", "eval.num_prompts=8"),
-    )
-    assert result.exit_code == 0, result.stderr
-    before, line = metrics_of(run_of(config))
-    judged = [record for _, record in read_jsonl(run_of(config) / "eval" / "step_000000.jsonl")]
-    assert {tuple(record["rewards"].items()) for record in judged} == {(("even", 1.0),), ()}
-    # The first function judges, and only what it has an opinion of.
-    assert before["eval/accuracy"] == 1.0 and before["eval/error_count"] == 0
-    assert (line["reward/even/mean"], line["reward/odd/mean"], line["reward/error_count"]) == (1, 3, 0)
-    assert line["reward/abstained_count"] == 16
 
 
 @pytest.mark.parametrize(
