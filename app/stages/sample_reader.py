@@ -7,6 +7,7 @@ import json
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -89,20 +90,15 @@ class SampleReader:
         Raises:
             InputError: the file has changed since it was opened.
         """
-        window: list[LocatedSample] = []
+        samples = self._samples()
         try:
-            for one in self._samples():
-                window.append(one)
-                if len(window) == size:
-                    self._check_unchanged()
-                    yield window
-                    window = []
+            while window := list(islice(samples, size)):
+                self._check_unchanged()
+                yield window
         except InputError:
             self._check_unchanged()
             raise
         self._check_unchanged()
-        if window:
-            yield window
 
     def _samples(self) -> Iterator[LocatedSample]:
         for index, (where, record) in enumerate(read_records(self._path)):
