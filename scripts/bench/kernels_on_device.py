@@ -14,6 +14,8 @@ from __future__ import annotations
 import argparse
 import functools
 import math
+import statistics
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -30,14 +32,17 @@ from app.model.attention.pairs import Blocking
 from app.model.grouped_product import grouped_product
 from app.model.io.families import architecture_from_config
 from app.model.kv_cache import LayerCache, to_codes
+from app.model.segment_layout import SegmentLayout
 from app.records.text_format import format_table
 from scripts.bench import ceilings
-from scripts.bench.attention import TOKENS, interleaved_seconds, log_normal_rows
 from scripts.bench.shapes import QWEN2_5, QWEN3
 from settings.schema.mesh import MeshSettings
 
 ERROR_LIMIT = 1.5
 """The largest error of a kernel, as a multiple of XLA's."""
+TOKENS = 8192
+"""Tokens of the packed row."""
+RUNS = 5
 
 
 def main() -> None:
@@ -53,6 +58,30 @@ def main() -> None:
         lines += [experts(64), experts(256), experts(1024, gradients=True)]
     print(f"{jax.devices()[0].device_kind}, JAX {jax.__version__}, {options.model}, bfloat16")
     print(format_table(lines, header=("", "XLA", "kernel", "ratio", "error of XLA", "error of the kernel", "read")))
+
+
+def interleaved_seconds(calls: dict[str, Callable[[], Any]]) -> dict[str, float]:
+    """Returns the median seconds of each call; the calls take turns after one that compiles."""
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    for run in range(RUNS + 1):
+        for name, call in calls.items():
+            start = time.perf_counter()
+            jax.block_until_ready(call())
+            if run > 0:
+                seconds[name].append(time.perf_counter() - start)
+    return {name: statistics.median(values) for name, values in seconds.items()}
+
+
+def log_normal_row(rng: np.random.Generator, num_tokens: int, mean: float) -> SegmentLayout:
+    """Returns a full row of segments with log-normal lengths, sigma 1; the last one is truncated."""
+    segment_ids, positions = np.zeros((2, 1, num_tokens), np.int32)
+    first = segment = 0
+    while first < num_tokens:
+        length = max(8, round(rng.lognormal(math.log(mean) - 0.5, 1.0)))
+        last, segment = min(first + length, num_tokens), segment + 1
+        segment_ids[0, first:last], positions[0, first:last] = segment, np.arange(last - first)
+        first = last
+    return SegmentLayout(jnp.asarray(segment_ids), jnp.zeros((1, num_tokens), jnp.int32), jnp.asarray(positions))
 
 
 def relative_error(found: Any, right: Any) -> float:
@@ -154,7 +183,7 @@ def experts(num_tokens: int, *, gradients: bool = False) -> tuple[str, ...]:
 
 def packed(architecture: Architecture, num_tokens: int) -> list[tuple[str, ...]]:
     rng, a = np.random.default_rng(0), architecture
-    layout = log_normal_rows(rng, num_tokens, mean=500)
+    layout = log_normal_row(rng, num_tokens, mean=500)
     shapes = (1, num_tokens, a.num_query_heads, a.head_dim), *[(1, a.num_kv_heads, num_tokens, a.head_dim)] * 2
     whole = [jnp.asarray(rng.standard_normal(shape, np.float32)) for shape in (*shapes, shapes[0])]
     arrays = [x.astype(jnp.bfloat16) for x in whole]
