@@ -68,8 +68,7 @@ def test_it_is_found_by_any_of_its_names(run: Path, name: str, step: int) -> Non
     assert (found.step, found.run.path) == (step, run.resolve())
 
 
-@pytest.mark.parametrize("critic", [False, True], ids=["alone", "beside_a_critic"])
-@pytest.mark.parametrize("num_devices", [1, 4])
+@pytest.mark.parametrize(("critic", "num_devices"), [(False, 1), (True, 4)], ids=["alone", "beside_a_critic"])
 def test_it_is_read_bit_for_bit_on_any_mesh(tmp_path: Path, model: ModelSpec, critic: bool, num_devices: int) -> None:
     save(tmp_path / "run", 3, model=model, critic=critic)
     params, expected = read(tmp_path / "run", num_devices), make_state(3)["policy"].params
@@ -139,8 +138,9 @@ def named(seed: int, *names: str) -> tuple[dict[str, Any], dict[str, Any]]:
     return dict.fromkeys(names, SHAPES["policy"]), dict.fromkeys(names, shardings(seed)["policy"])
 
 
-@pytest.mark.parametrize("critic", [False, True], ids=["alone", "beside_a_critic"])
-@pytest.mark.parametrize("roles", [("policy",), ("policy", "critic")], ids=["policy", "both"])
+@pytest.mark.parametrize(
+    ("critic", "roles"), [(True, ("policy",)), (False, ("policy", "critic")), (True, ("policy", "critic"))]
+)
 def test_whole_states_are_read_of_the_networks_that_are_asked_for_and_there(
     tmp_path: Path, model: ModelSpec, critic: bool, roles: tuple[str, ...]
 ) -> None:

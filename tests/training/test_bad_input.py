@@ -73,8 +73,6 @@ def test_fixed_rows_that_do_not_divide_the_samples_of_a_device(config: Path) -> 
     ("rows", "new_tokens", "length"),
     [
         ("algorithm.dynamic_microbatch=true", 14500, "16,384"),
-        # Rows of one sample each have the length of a bucket: the sample alone would fit.
-        ("algorithm.rows_per_device=4", 12500, "16,384"),
         ("reward.model={judge} score.reward.max_tokens_per_device=15001", 100, "15,001"),
     ],
 )

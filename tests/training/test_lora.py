@@ -15,7 +15,6 @@ from app.checkpoint.network_states import RunState
 from app.checkpoint.policy_weights import load_policy_params
 from app.checkpoint.saved_policy import PolicyCheckpoint
 from app.checkpoint.train_progress import TrainProgress
-from app.model.decoder import flatten_by_path
 from app.model.flops import forward_flops, lm_head_flops, token_flops
 from app.model.lora import LORA_A, LORA_B, merge_adapters
 from app.records.sample import Sample
@@ -109,20 +108,6 @@ def test_other_adapters_than_those_that_were_saved_are_refused(
     launch, _ = launched(config, *overrides, "run.name=other")
     with pytest.raises(InputError, match=rf"--checkpoint: .* holds adapters of rank 2, .*model\.lora requests {now}"):
         PolicyCheckpoint.open(run).check_compatible(launch.session.model_spec)
-
-
-def test_a_saved_policy_is_the_model_and_its_adapters(run: Path, config: Path) -> None:
-    launch, _ = launched(config, *LORA)
-    session, saved = launch.session, PolicyCheckpoint.open(run)
-    saved.check_compatible(session.model_spec)
-    whole, state = flatten_by_path(load_policy_params(saved, session.scoring)), saved_state(run, 4)
-    base = flatten_by_path(session.scoring.load_params())
-    assert whole.keys() == base.keys() | session.model_spec.policy_definition.adapter_paths
-    for path, array in base.items():
-        np.testing.assert_array_equal(whole[path], array)
-    for path in session.model_spec.policy_definition.adapter_paths:
-        name = "".join(f"['{key}']" for key in ("policy", "params", *path))
-        np.testing.assert_array_equal(whole[path], state[name])
 
 
 def test_the_reference_is_the_model_without_its_adapters_and_no_copy(run: Path, config: Path) -> None:

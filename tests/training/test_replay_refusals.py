@@ -132,13 +132,13 @@ def test_files_that_are_none_of_samples_are_refused(source: Path, change: Callab
         looked(source, at=change(source))
 
 
-@pytest.mark.parametrize("new", [None, "{nonsense\n", "longer"])
+@pytest.mark.parametrize("new", [None, "longer"])
 def test_a_file_that_changes_while_the_run_goes_on_is_named(source: Path, new: str | None) -> None:
     replay, file = looked(source), step_file(source, 2)
     content = file.read_text()
     file.unlink()
     if new is not None:
-        file.write_text(content + content if new == "longer" else new)
+        file.write_text(content + content)
     assert len(replay.load_groups(1)) == 4
     with pytest.raises(InputError, match=r"--from-rollouts: .*step_000002\.jsonl has changed since the run began"):
         replay.load_groups(2)
