@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import heapq
-import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -108,11 +107,10 @@ class SchedulerSimulator:
     """Runs a trace through a scheduler.
 
     Args:
-        workers: workers that join at the start; `join` adds others.
+        workers: workers that join at the start.
         max_new: maximum number of tokens of a sample.
         check: whether all invariants are checked after every event.
-        num_waves: parts in which the trace is submitted, `SUBMIT_INTERVAL_S` apart, before it is closed; 0 if the
-            scheduler has its samples.
+        num_submissions: parts in which the trace is submitted, `SUBMIT_INTERVAL_S` apart, before it is closed.
         releases: whether half of the samples are released some time after they have ended.
     """
 
@@ -146,41 +144,26 @@ class SchedulerSimulator:
         self._rng = random.Random(self.faults.seed)
         self._release_rng = random.Random(self.faults.seed) if releases else None
         for spec in workers:
-            self.add_worker(spec)
+            self._add_worker(spec)
         for wave in range(num_submissions):
             first, last = (len(trace) * edge // num_submissions for edge in (wave, wave + 1))
             self._post(Submitted(wave * SUBMIT_INTERVAL_S, new_samples(trace[first:last], max_new=max_new)))
-        if num_submissions:
-            self._post(Closed((num_submissions - 1) * SUBMIT_INTERVAL_S))
+        self._post(Closed((num_submissions - 1) * SUBMIT_INTERVAL_S))
 
     def run(self) -> list[EventRecord]:
         """Runs to the last message, including those after the last sample."""
         while self._inbox:
-            self.advance()
+            at, _, event = heapq.heappop(self._inbox)
+            event = replace(event, at=at)
+            if isinstance(event, WorkerLost):
+                del self._workers[event.worker]
+            commands = self.scheduler.handle(event)
+            self.records.append(EventRecord(event, tuple(commands)))
+            if self.check:
+                check_invariants(self.scheduler)
+            for command in commands:
+                self._execute(command, at)
         return self.records
-
-    @property
-    def next_at(self) -> float:
-        """Time of the next message; infinity without one."""
-        return self._inbox[0][0] if self._inbox else math.inf
-
-    def advance(self) -> None:
-        """Handles the next message."""
-        at, _, event = heapq.heappop(self._inbox)
-        event = replace(event, at=at)
-        if isinstance(event, WorkerLost):
-            del self._workers[event.worker]
-        commands = self.scheduler.handle(event)
-        self.records.append(EventRecord(event, tuple(commands)))
-        if self.check:
-            check_invariants(self.scheduler)
-        for command in commands:
-            self._execute(command, at)
-
-    def submit(self, trace: Trace, *, at: float) -> None:
-        """Submits more samples at once."""
-        self.trace_samples |= {one.uid: one for one in trace}
-        self._post(Submitted(at, new_samples(trace, max_new=self.max_new)))
 
     def _post(self, event: Event) -> None:
         self._num_posted += 1
@@ -192,7 +175,7 @@ class SchedulerSimulator:
         self.num_faults += 1
         return True
 
-    def add_worker(self, spec: SimulatedWorkerSpec, *, at: float = 0.0) -> None:
+    def _add_worker(self, spec: SimulatedWorkerSpec, *, at: float = 0.0) -> None:
         self._workers[spec.name] = _SimulatedWorker(spec)
         sizes = spec.slots, spec.batch_sizes, spec.device, spec.capacity, spec.max_length, spec.keeps_caches
         self._post(WorkerJoined(at, spec.name, spec.kind, *sizes))
@@ -201,7 +184,7 @@ class SchedulerSimulator:
         """Reports the worker as lost; another one takes its place, so that every run ends."""
         self._post(WorkerLost(at, spec.name))
         name, _, number = spec.name.partition("#")
-        self.add_worker(replace(spec, name=f"{name}#{int(number or 1) + 1}"), at=at + self._rng.random())
+        self._add_worker(replace(spec, name=f"{name}#{int(number or 1) + 1}"), at=at + self._rng.random())
 
     def _execute(self, command: Command, now: float) -> None:
         match command:
