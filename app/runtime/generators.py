@@ -163,11 +163,11 @@ def _open_ray_workers(
     ray, platform = settings.rollout.ray, str(mesh.devices.flat[0].platform)
     names, resources = _worker_names(settings), {"fast": ray.fast_resources, "heavy": ray.heavy_resources}
     cluster = RayCluster(ray.address, [resources[kind] for kind, _ in names])
-    engines = {
+    engines: dict[WorkerKind, SlotEngine] = {
         kind: _make_slot_engine(settings, definition, tokenizer, mesh, _worker_shapes(settings, kind), dtype=dtype)
         for kind in KINDS
     }
-    specs = {
+    specs: dict[WorkerKind, ActorSpec] = {
         kind: ActorSpec(
             architecture=definition.architecture,
             shapes=engine.shapes,

@@ -254,7 +254,7 @@ class Session:
 
     def footprint(self, generator: Generator) -> Footprint:
         """Returns the arrays that a generator keeps on the devices."""
-        if generator is not self.workers:
+        if self.workers is None or generator is not self.workers:
             return generator.footprint()
         return _worker_footprint(self.scoring, self.to_decode_weights, self.workers)
 

@@ -27,6 +27,7 @@ from jaxtyping import Array
 from app.mesh.device_mesh import make_mesh
 from app.model.architecture import Architecture
 from app.model.attention.cached import cache_block_size, decode_block_size, extend_cache
+from app.model.attention.dense import dot_product_attention
 from app.model.attention.packed import PARALLEL_BLOCKING, make_block_pairs, packed_attention, platform_blocking
 from app.model.attention.pairs import Blocking
 from app.model.grouped_product import grouped_product

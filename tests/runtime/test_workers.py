@@ -12,7 +12,7 @@ from settings import load
 
 UNEQUAL = (
     *("data.max_prompt_length=16", "rollout.max_new_tokens=48", "model.dtype=float32", "mesh.shape='8,1,1'"),
-    *("rollout.scheduler=pdsr_v2"),
+    "rollout.scheduler=pdsr_v2",
     *("rollout.workers.fast.slots=24", "rollout.workers.fast.max_length=32", "rollout.workers.heavy.slots=16"),
 )
 

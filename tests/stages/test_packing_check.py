@@ -14,7 +14,7 @@ import pytest
 import app.model.decoder as decoder
 from app.model.segment_layout import single_segment_layout
 from app.records.sample import Sample
-from app.runtime.session import Session
+from app.runtime.scoring import ScoringSession
 from app.stages.packing_check import check_packing
 from app.training.setup import prepare_run
 from settings import load
@@ -22,24 +22,24 @@ from tests.tiny import random_samples
 
 
 @pytest.fixture
-def session(config: Path) -> Iterator[Session]:
+def session(config: Path) -> Iterator[ScoringSession]:
     with prepare_run(load(str(config), [], {}), resume="never") as launch:
-        yield launch.session
+        yield launch.session.scoring
 
 
 @pytest.fixture
-def samples(session: Session) -> list[Sample]:
+def samples(session: ScoringSession) -> list[Sample]:
     """Returns three samples, of which the first and the last have the same prompt."""
     first, sibling, second = random_samples(2, 2, vocab_size=session.model_spec.architecture.vocab_size)[:3]
     return [first, second, sibling]
 
 
-def test_samples_in_a_shared_row_score_as_they_do_alone(session: Session, samples: list[Sample]) -> None:
+def test_samples_in_a_shared_row_score_as_they_do_alone(session: ScoringSession, samples: list[Sample]) -> None:
     assert check_packing(session, session.load_params(), samples) <= 1e-4
 
 
 def test_attention_that_leaks_is_refused(
-    session: Session, samples: list[Sample], monkeypatch: pytest.MonkeyPatch
+    session: ScoringSession, samples: list[Sample], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The attention treats every row as one sequence, like a backend that ignores segment ids."""
     attention = decoder.packed_attention
@@ -59,6 +59,6 @@ def test_attention_that_leaks_is_refused(
             check_packing(session, session.load_params(), related)
 
 
-def test_weights_that_give_no_number_are_not_taken_for_a_leak(session: Session, samples: list[Sample]) -> None:
+def test_weights_that_give_no_number_are_not_taken_for_a_leak(session: ScoringSession, samples: list[Sample]) -> None:
     broken = jax.tree.map(lambda x: x * np.nan, session.load_params())
     assert check_packing(session, broken, samples) == 0.0
