@@ -100,7 +100,7 @@ def model_card(
         settings |= {name: value for name, (value, _) in run.settings_history.period_of(step).settings.items()}
     earlier = [
         change.before
-        for first_step, change in (run.setting_changes if run else [])
+        for first_step, change in (run.settings_history.changes if run else [])
         if first_step <= step and change.name == "algorithm.name"
     ]
     algorithms = " and ".join(dict.fromkeys([*earlier, settings["algorithm.name"]]))

@@ -12,7 +12,6 @@ from app.records.run_directory import RunDirectory, step_of_samples
 from app.records.settings_history import SettingsHistory
 from app.records.text_format import format_ranges
 from app.report.metrics_history import History, MetricsRecord, training_steps
-from settings.checks.resumed_settings import SettingChange
 from settings.errors import InputError
 from settings.loading.fields import FIELDS
 
@@ -62,11 +61,6 @@ class RunFiles:
     def setting(self, name: str) -> Any:
         """Returns the last value of a setting; None if its file lacks it."""
         return self.settings_history.periods[-1].settings.get(name, (None, ""))[0]
-
-    @property
-    def setting_changes(self) -> list[tuple[int, SettingChange]]:
-        """The changes of settings by a resume, each with the first step after it."""
-        return self.settings_history.changes
 
     @property
     def gaps(self) -> list[str]:

@@ -110,12 +110,14 @@ def make_step_flops(
 
 def forward_pass(definition: DecoderDefinition, *, shares_prompts: bool) -> NetworkPass:
     """Returns the FLOPs of a forward pass: those by which batches are balanced, plus adapters and LM head."""
-    blocks, adapters = forward_flops(definition.architecture), _adapter_flops(definition)
+    blocks = forward_flops(definition.architecture)
+    adapters = 0 if definition.lora is None else 2 * definition.num_trainable
+    head = lm_head_flops(definition.architecture) if definition.network_class is Decoder else 0
 
     def flops(lengths: np.ndarray) -> Int64[np.ndarray, "N"]:
         return blocks(lengths) + adapters * lengths
 
-    return NetworkPass(flops, _head_flops(definition), shares_prompts)
+    return NetworkPass(flops, head, shares_prompts)
 
 
 def update_passes(definition: DecoderDefinition, epochs: int, *, shares_prompts: bool) -> NetworkPass:
@@ -131,11 +133,3 @@ def update_passes(definition: DecoderDefinition, epochs: int, *, shares_prompts:
         return epochs * (3 * forward.sequence_flops(lengths) - frozen * lengths)
 
     return NetworkPass(flops, epochs * (3 * forward.head_flops - frozen_head), shares_prompts)
-
-
-def _adapter_flops(definition: DecoderDefinition) -> int:
-    return 0 if definition.lora is None else 2 * definition.num_trainable
-
-
-def _head_flops(definition: DecoderDefinition) -> int:
-    return lm_head_flops(definition.architecture) if definition.network_class is Decoder else 0
