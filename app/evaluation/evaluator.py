@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-import numpy as np
-
 from app.distributed.collective_files import host_slice
-from app.distributed.collectives import gather_table, max_over_hosts
+from app.distributed.collectives import gather_table
 from app.distributed.preemption import cancellation_barrier
 from app.evaluation.prompt_metrics import estimate_metrics, prompt_columns
 from app.model.decode_weights import DecodeWeights
@@ -29,37 +27,26 @@ def evaluate(
     Raises:
         StoppedError: generation was stopped, on this host or another.
     """
-    samples = generate_samples(session, weights, prompts, prompt_indices=host_slice(len(prompts)))
+    samples = generate_samples(session, weights, prompts)
     return rewards.grade_held_out([*samples], moment)
 
 
-def generate_samples(
-    session: Session, weights: DecodeWeights, prompts: Sequence[Prompt], *, prompt_indices: Collection[int]
-) -> Iterator[Sample]:
-    """Yields the samples of the requested prompts of this host's shard, in order.
+def generate_samples(session: Session, weights: DecodeWeights, prompts: Sequence[Prompt]) -> Iterator[Sample]:
+    """Yields the samples of this host's shard of the prompts, in order; their `group_id` is the index of the prompt.
 
-    A sample's `group_id` is the index of its prompt. All hosts must call this together, but may request different
-    numbers of prompts.
-
-    Hosts that request fewer prompts than others fill up with prompts whose samples they drop.
+    All hosts must call this together. A host with a prompt less than others generates another one's samples, too, and
+    drops them.
 
     Raises:
         StoppedError: generation was stopped, on this host or another.
     """
-    requested = [i for i in host_slice(len(prompts)) if i in prompt_indices]
-    num_queued = int(max_over_hosts(np.asarray(len(requested))))
-    if not num_queued:
-        return
-    start, wanted = host_slice(len(prompts)).start, set(requested)
-    others = [i for i in ((start + i) % len(prompts) for i in range(len(prompts))) if i not in wanted]
-    indices = [*requested, *others][:num_queued]
-    num_samples = session.settings.eval.num_samples
+    shard, longest = host_slice(len(prompts)), len(host_slice(len(prompts), host=0))
+    queued = [prompts[i % len(prompts)] for i in range(shard.start, shard.start + longest)]
     with cancellation_barrier():
-        request = session.evaluation_request()
-        samples = session.evaluation_generator.stream(weights, [prompts[i] for i in indices], request)
+        samples = session.evaluation_generator.stream(weights, queued, session.evaluation_request())
         for number, sample in enumerate(samples):
-            index = indices[number // num_samples]
-            if index in wanted:
+            index = shard.start + number // session.settings.eval.num_samples
+            if index in shard:
                 yield replace(sample, group_id=index)
 
 

@@ -166,16 +166,16 @@ def _generate_and_judge(inputs: EvaluationInput, enter_phase: PhaseCallback) -> 
 
 def _generate(inputs: EvaluationInput, enter_phase: PhaseCallback) -> list[Sample]:
     """Returns the samples of this host's prompts."""
-    settings, shard = inputs.settings, host_slice(len(inputs.prompts))
+    settings = inputs.settings
     scoring = ScoringSession.open(settings, inputs.source.model)
     with closing(Session.open(scoring, generates="evaluations")) as session:
         weights = inputs.source.load_decode_weights(session)
         session.compile_evaluation()
-        num_samples = len(shard) * settings.eval.num_samples
+        num_samples = len(host_slice(len(inputs.prompts))) * settings.eval.num_samples
         with RolloutProgress(num_samples=num_samples, enabled=jax.process_index() == 0) as progress:
             for note in session.generation_notes:
                 progress.print_line(note)
-            samples = progress.track(generate_samples(session, weights, inputs.prompts, prompt_indices=shard))
+            samples = progress.track(generate_samples(session, weights, inputs.prompts))
             return [*iterate_in_phase(samples, "evaluate", enter_phase)]
 
 
