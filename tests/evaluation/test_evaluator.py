@@ -184,8 +184,7 @@ def prompts(count: int) -> list[Prompt]:
     return [Prompt(str(i), np.array([1], np.int32), "?", None) for i in range(count)]
 
 
-def test_each_prompt_is_asked_once_though_the_last_batch_is_filled_up(finished: Path) -> None:
-    # 20 prompts in batches of 4 prompts x 4 samples.
+def test_each_prompt_is_asked_once(finished: Path) -> None:
     for step in (0, 2, 4):
         records = [record for _, record in read_jsonl(finished / "eval" / f"step_{step:06d}.jsonl")]
         assert len({record["uid"] for record in records}) == len(records) == 20
