@@ -29,7 +29,8 @@ def rollout_timeline(records: Sequence[EventRecord], metrics: ScheduleMetrics, *
     recall = "" if metrics.probe_recall is None else f", recall {metrics.probe_recall:.2f}"
     figures = (
         f"{policy}: {metrics.makespan_s:.3g} s, bubble {bubble}, tail {tail}{recall}, {metrics.breaker_trips} trips, "
-        f"{metrics.stolen} stolen, {metrics.suspensions} suspended, {metrics.repacked_tokens:,} tokens recomputed"
+        f"{metrics.stolen} stolen, {metrics.suspensions} suspended, {metrics.truncated} truncated, "
+        f"{metrics.repacked_tokens:,} tokens recomputed, {metrics.segments} segments"
     )
     heading = f"{model}: {len(slots)} workers, {sum(slots.values())} slots"
     return Timeline(heading, figures, tuple(slots.items()), bars, metrics.makespan_s)
