@@ -144,7 +144,7 @@ def assert_accounts_balance(engine: SlotEngine) -> None:
 
 
 @given(data=st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @pytest.mark.parametrize("exact", [True, False])
 def test_whatever_happens_every_row_reads_its_own_tokens_and_every_block_comes_back(
     exact: bool, data: st.DataObject
