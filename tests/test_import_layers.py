@@ -69,9 +69,7 @@ SETTINGS_BELOW_RUNTIME = {
         *("loading.secrets.redact", "schema.environment.EnvironmentSettings", "schema.plugins.PluginSettings"),
     },
     # The saved settings of a run, beside the defaults.
-    "app.report": {
-        "loading.fields.FIELDS",
-    },
+    "app.report": {"loading.fields.FIELDS"},
     "app.distributed": {
         # Hosts compare all their settings.
         *("Resolved", "loading.fields.FIELDS", "loading.fields.value_of"),
