@@ -334,7 +334,7 @@ def test_overrides_keep_their_values() -> None:
             "data.shuffle": False,
             "data.system_prompt": "a: #b\nü 1e3",
         },
-        **{"model.revision": "12e4567", "data.difficulty": (1, 2), "data.split": None, "run.name": "no"},
+        **{"model.path": "12e4567", "data.difficulty": (1, 2), "data.split": None, "run.name": "no"},
         **{"reward.functions": ["gsm8k", {"function": "a.py:f", "weight": 0.5}]},
     }
     layer = build_layer(set_entries(set_options({**values, "run.dir": Path("a b")})))

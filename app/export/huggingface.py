@@ -154,7 +154,7 @@ def build_adapter_config(job: ExportJob) -> dict[str, Any]:
             "neither; omit --adapter to export the whole model, with the adapters merged into it"
         )
     commit = model.files.commit
-    return adapter_config(lora, base=path if commit else str(model.files.path.resolve()), revision=commit)
+    return adapter_config(lora, base=model.files.name if commit else str(model.files.path.resolve()), revision=commit)
 
 
 def make_cpu_mesh() -> Mesh:

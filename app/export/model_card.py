@@ -17,6 +17,7 @@ from huggingface_hub import ModelCard, ModelCardData
 from app.checkpoint.saved_policy import PolicyCheckpoint
 from app.model.io.model_files import BUILTIN_PREFIX
 from app.model.quantization import QUANTIZE_BASE_SETTING
+from app.prompts.dataset import split_hub_source
 from app.records.run_directory import RunDirectory
 from app.records.text_format import format_count
 from app.report.before_after import before_and_after, best_evaluation
@@ -33,7 +34,7 @@ TEMPLATE_FILE = "model_card.md.jinja"
 HUB_DATA_PREFIX = "hf:"
 
 KEY_SETTINGS = (
-    "model.path", "model.revision", "model.dtype", "data.source", "data.system_prompt", "reward.functions",
+    "model.path", "model.dtype", "data.source", "data.system_prompt", "reward.functions",
     "algorithm.name", "algorithm.beta", "optimizer.learning_rate", "rollout.prompts_per_step", "rollout.group_size",
     "rollout.max_new_tokens", "rollout.temperature", "run.steps", "run.seed",
 )  # fmt: skip
@@ -105,8 +106,8 @@ def model_card(
     ]
     algorithms = " and ".join(dict.fromkeys([*earlier, settings["algorithm.name"]]))
     # The opened model: its path may have been changed by --set.
-    settings |= {"model.path": resolved.settings.model.path, "model.revision": model.files.commit}
-    hub_id = settings["model.path"] if model.files.commit is not None else None
+    hub_id = model.files.name if model.files.commit is not None else None
+    settings["model.path"] = resolved.settings.model.path if hub_id is None else f"{hub_id}@{model.files.commit}"
     for name in PATH_SETTINGS:
         if name != "model.path" or hub_id is None:
             settings[name] = _last_path_part(settings[name])
@@ -154,7 +155,7 @@ def front_matter(export_format: ExportFormat, hub_id: str | None, *sources: str)
     Args:
         hub_id: id of the base model; None if it is not on the hub, because cards accept only hub models as base.
     """
-    hub_data = [one.split(":")[1] for one in sources if one.startswith(HUB_DATA_PREFIX)]
+    hub_data = [split_hub_source(one)[0] for one in sources if one.startswith(HUB_DATA_PREFIX)]
     return ModelCardData(
         library_name=export_format.library,
         pipeline_tag="text-generation",

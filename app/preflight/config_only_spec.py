@@ -37,7 +37,7 @@ def read_config_only_spec(settings: Settings) -> ConfigOnlySpec:
     Raises:
         InputError: a configuration cannot be found or used, or its context is shorter than the longest sample.
     """
-    files = open_model(settings.model.path, revision=settings.model.revision, config_only=True)
+    files = open_model(settings.model.path, config_only=True)
     architecture = architecture_from_config(files.config, attention=settings.model.attention)
     check_context_length(architecture, settings, path=settings.model.path)
     check_routing_replay(architecture, settings)
@@ -48,17 +48,16 @@ def read_config_only_spec(settings: Settings) -> ConfigOnlySpec:
     if settings.has_critic:
         critic = CriticSpec(files, architecture, DecoderDefinition.create(architecture, ValueDecoder))
         if settings.critic.path is not None:
-            with model_setting_in_errors("critic.path", revision="critic.revision"):
+            with model_setting_in_errors("critic.path"):
                 heads = CAUSAL_LM + SEQUENCE_CLASSIFICATION
-                critic = _read_value_network(settings, settings.critic.path, settings.critic.revision, heads)
+                critic = _read_value_network(settings, settings.critic.path, heads)
     if settings.reward.model is not None:
-        with model_setting_in_errors("reward.model", revision="reward.model_revision"):
-            path, revision = settings.reward.model, settings.reward.model_revision
-            reward_model = _read_value_network(settings, path, revision, SEQUENCE_CLASSIFICATION)
+        with model_setting_in_errors("reward.model"):
+            reward_model = _read_value_network(settings, settings.reward.model, SEQUENCE_CLASSIFICATION)
     return ConfigOnlySpec(model, critic, reward_model)
 
 
-def _read_value_network(settings: Settings, path: str, revision: str | None, heads: tuple[str, ...]) -> CriticSpec:
-    files = open_model(path, revision=revision, config_only=True)
+def _read_value_network(settings: Settings, path: str, heads: tuple[str, ...]) -> CriticSpec:
+    files = open_model(path, config_only=True)
     architecture = architecture_from_config(files.config, heads=heads, attention=settings.model.attention)
     return CriticSpec(files, architecture, DecoderDefinition.create(architecture, ValueDecoder))

@@ -14,6 +14,7 @@ from huggingface_hub import constants, get_token
 from app.model.io.hub import is_cached, is_hub_id, latest_commit
 from app.model.io.model_files import CONFIG_FILE, HUB_FILES, is_from_hub
 from app.preflight.check_results import EXIT_INPUT, CheckRecorder
+from app.prompts.dataset import split_hub_source
 from app.records.text_format import format_bytes
 from app.records.versions import (
     NOT_INSTALLED,
@@ -25,6 +26,7 @@ from app.records.versions import (
 )
 from settings import Settings
 from settings.errors import InputError
+from settings.schema.model import split_revision
 
 REQUEST_TIMEOUT_S = 5.0
 """Timeout of one HTTP request."""
@@ -50,28 +52,26 @@ def hub_sources(settings: Settings) -> tuple[HubSource, ...]:
     """Returns the hub models and data sets in the settings; empty if everything is local."""
     model, critic, reward, data = settings.model, settings.critic, settings.reward, settings.data
     models = {
-        "model.path": (model.path, model.revision),
-        "critic.path": (settings.has_critic and critic.path, critic.revision),
-        "reward.model": (reward.model, reward.model_revision),
+        "model.path": model.path,
+        "critic.path": settings.has_critic and critic.path,
+        "reward.model": reward.model,
     }
     single = isinstance(data.source, str)
     data_sets = {
-        **{
-            "data.source" if single else f"data.source[{i}]": (one.source, one.revision)
-            for i, one in enumerate(data.sources)
-        },
-        "data.eval_source": (settings.eval.every_steps and data.eval_source, None),
+        **{"data.source" if single else f"data.source[{i}]": one.source for i, one in enumerate(data.sources)},
+        "data.eval_source": settings.eval.every_steps and data.eval_source,
     }
     return (
         *(
-            HubSource(setting, "model", path, revision)
-            for setting, (path, revision) in models.items()
-            if path and is_from_hub(path) and is_hub_id(path)
+            HubSource(setting, "model", *split_revision(path))
+            for setting, path in models.items()
+            if path and is_from_hub(path) and is_hub_id(split_revision(path)[0])
         ),
         *(
-            HubSource(setting, "dataset", source.removeprefix(HUB_DATA_PREFIX).partition(":")[0], revision)
-            for setting, (source, revision) in data_sets.items()
+            HubSource(setting, "dataset", hub_id, revision)
+            for setting, source in data_sets.items()
             if source and source.startswith(HUB_DATA_PREFIX)
+            for hub_id, _, revision in (split_hub_source(source),)
         ),
     )
 

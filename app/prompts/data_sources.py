@@ -34,7 +34,7 @@ def load_training_data(data: DataSettings, *, seed: int) -> Dataset:
         InputError: the data set cannot be used (see `load_dataset` and `make_problems`).
     """
     parts = [
-        _load(data, one.source, one.revision, split=one.split or data.split, num_problems=data.num_problems, seed=seed)
+        _load(data, one.source, split=one.split or data.split, num_problems=data.num_problems, seed=seed)
         for one in data.sources
     ]
     if isinstance(data.source, str):
@@ -77,9 +77,8 @@ def load_held_out_data(data: DataSettings, *, num_prompts: int | None) -> Datase
             f"data.eval_source is not set, and training reads the whole of data.source = {files}; set"
             " data.eval_source to held-out data, or eval.every_steps to 0"
         )
-    revision = next((one.revision for one in data.sources if one.source == source), None)
     num_problems = num_prompts or data.num_problems
-    dataset = _load(data, source, revision, split=split, num_problems=num_problems, seed=HELD_OUT_SEED)
+    dataset = _load(data, source, split=split, num_problems=num_problems, seed=HELD_OUT_SEED)
     if not isinstance(data.source, str):
         dataset = replace(dataset, rows=_with_data_source(dataset))
     return dataset if num_prompts is None else replace(dataset, rows=evenly_spaced(dataset.rows, num_prompts))
@@ -90,9 +89,7 @@ def evenly_spaced(rows: Sequence[Row], max_rows: int) -> Sequence[Row]:
     return rows if len(rows) <= max_rows else [rows[i * len(rows) // max_rows] for i in range(max_rows)]
 
 
-def _load(
-    data: DataSettings, source: str, revision: str | None, *, split: str, num_problems: int, seed: int
-) -> Dataset:
+def _load(data: DataSettings, source: str, *, split: str, num_problems: int, seed: int) -> Dataset:
     log.info("reading %s", source)
     if source == ARITHMETIC:
         return make_problems(
@@ -107,7 +104,6 @@ def _load(
     return load_dataset(
         source,
         split=split,
-        revision=revision,
         prompt_column=data.prompt_column,
         answer_column=data.answer_column,
     )

@@ -16,6 +16,7 @@ from app.records.jsonl import read_jsonl
 from app.records.parquet import read_parquet
 from app.records.sample import Messages
 from settings.errors import InputError
+from settings.schema.model import split_revision
 
 PROMPT_COLUMNS = ("prompt", "question", "problem", "messages")
 ANSWER_COLUMNS = ("answer", "ground_truth", "solution", "reward_model.ground_truth")
@@ -79,16 +80,14 @@ def load_dataset(
     source: str,
     *,
     split: str = "train",
-    revision: str | None = None,
     prompt_column: str | None = None,
     answer_column: str | None = None,
 ) -> Dataset:
     """Reads a data set and finds its prompt and answer columns.
 
     Args:
-        source: `hf:<hub id>[:<config>]`, or the path of a .jsonl, .json (lines) or .parquet file.
+        source: `hf:<hub id>[:<config>][@<revision>]`, or the path of a .jsonl, .json (lines) or .parquet file.
         split: split of a hub data set; a file has only one.
-        revision: revision of a hub data set; None for its newest commit.
         prompt_column: None for the first of `PROMPT_COLUMNS` that exists.
         answer_column: None for the first of `ANSWER_COLUMNS` that exists; there may be none.
 
@@ -96,7 +95,7 @@ def load_dataset(
         InputError: the source does not exist, is empty or malformed, or a row has no usable prompt.
     """
     if source.startswith("hf:"):
-        stem, raw_rows = _read_hub(source, split, revision)
+        stem, raw_rows = _read_hub(source, split)
     else:
         stem, raw_rows = Path(source).stem, _read_file(source)
     if not raw_rows:
@@ -124,13 +123,20 @@ def _read_file(source: str) -> list[_RawRow]:
     return [_RawRow(f"{path}:{line}", record) for line, record in read_jsonl(path)]
 
 
-def _read_hub(source: str, split: str, revision: str | None) -> tuple[str, list[_RawRow]]:
+def split_hub_source(source: str) -> tuple[str, str | None, str | None]:
+    """Returns hub id, configuration and revision of `hf:<hub id>[:<config>][@<revision>]`."""
+    name, revision = split_revision(source.removeprefix("hf:"))
+    hub_id, _, config = name.partition(":")
+    return hub_id, config or None, revision
+
+
+def _read_hub(source: str, split: str) -> tuple[str, list[_RawRow]]:
     import datasets
     from datasets.exceptions import DatasetsError
 
-    hub_id, _, config = source.removeprefix("hf:").partition(":")
+    hub_id, config, revision = split_hub_source(source)
     if not hub_id:
-        raise InputError(f"data.source: expected hf:<hub id>[:<config>], got {source!r}")
+        raise InputError(f"data.source: expected hf:<hub id>[:<config>][@<revision>], got {source!r}")
     config = config or DEFAULT_CONFIGS.get(hub_id)
     try:
         table = datasets.load_dataset(hub_id, config, split=split, revision=revision)

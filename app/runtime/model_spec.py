@@ -111,7 +111,7 @@ def read_model_spec(settings: Settings, *, generates: bool = True) -> ModelSpec:
     Raises:
         InputError: the model cannot be used; found here rather than later on the device.
     """
-    files = open_model(settings.model.path, revision=settings.model.revision)
+    files = open_model(settings.model.path)
     architecture = architecture_from_config(files.config, attention=settings.model.attention)
     definition = DecoderDefinition.create(architecture)
     check_routing_replay(architecture, settings)
@@ -192,8 +192,8 @@ def read_critic_spec(settings: Settings, policy: ModelSpec) -> CriticSpec:
     if settings.critic.path is None:
         definition = DecoderDefinition.create(policy.architecture, ValueDecoder)
         return CriticSpec(policy.files, policy.architecture, definition)
-    with model_setting_in_errors("critic.path", revision="critic.revision"):
-        files = open_model(settings.critic.path, revision=settings.critic.revision)
+    with model_setting_in_errors("critic.path"):
+        files = open_model(settings.critic.path)
         heads = CAUSAL_LM + SEQUENCE_CLASSIFICATION
         architecture = architecture_from_config(files.config, heads=heads, attention=settings.model.attention)
         definition = DecoderDefinition.create(architecture, ValueDecoder)
@@ -210,12 +210,12 @@ def read_critic_spec(settings: Settings, policy: ModelSpec) -> CriticSpec:
 
 
 @contextmanager
-def model_setting_in_errors(setting: str, *, revision: str) -> Iterator[None]:
-    """Replaces `model.path` and `model.revision` in errors with the settings that specify the model."""
+def model_setting_in_errors(setting: str) -> Iterator[None]:
+    """Replaces `model.path` in errors with the setting that specifies the model."""
     try:
         yield
     except InputError as error:
-        text = str(error).replace("model.revision", revision).replace("model.path", setting)
+        text = str(error).replace("model.path", setting)
         raise InputError(text if setting in text else f"{setting}: {text}") from error
 
 

@@ -12,16 +12,14 @@ from app.records.atomic_write import write_atomic
 from app.records.run_directory import RunDirectory
 from settings import Settings
 from settings.errors import InputError
+from settings.schema.model import split_revision
 
-MODEL_FIELDS: Mapping[str, tuple[str, str]] = MappingProxyType(
-    {"model": ("path", "revision"), "critic": ("path", "revision"), "reward": ("model", "model_revision")}
-)
-"""Section -> its fields that select a model and its revision. A critic without a path uses the policy's files, and so
-their commit."""
+MODEL_FIELDS: Mapping[str, str] = MappingProxyType({"model": "path", "critic": "path", "reward": "model"})
+"""Section -> its field that selects a model. A critic without a path uses the policy's files, and so their commit."""
 
 
 def pin_revisions(settings: Settings, run: RunDirectory) -> Settings:
-    """Returns the settings with each revision replaced by the commit that the run used for the same request.
+    """Returns the settings with the commit that the run used in the path of each model that it also requested.
 
     Raises:
         InputError: the run's record of commits cannot be read.
@@ -29,9 +27,10 @@ def pin_revisions(settings: Settings, run: RunDirectory) -> Settings:
     if not run.model_path.is_file():
         return settings
     for section, record in _read_pins(run.model_path).items():
-        if (record.get("path"), record.get("revision")) == _requested_model(settings, section):
-            commit = {MODEL_FIELDS[section][1]: record["commit"]}
-            settings = settings.model_copy(update={section: getattr(settings, section).model_copy(update=commit)})
+        chosen, field = getattr(settings, section), MODEL_FIELDS[section]
+        if (path := getattr(chosen, field)) is not None and path == record.get("path"):
+            pinned = chosen.model_copy(update={field: f"{split_revision(path)[0]}@{record['commit']}"})
+            settings = settings.model_copy(update={section: pinned})
     return settings
 
 
@@ -41,24 +40,19 @@ def record_commits(run: RunDirectory, settings: Settings, commits: Mapping[str, 
     Args:
         commits: commits by section; None for models that are not from the hub, which are left out.
     """
-    records = {}
-    for section, commit in commits.items():
-        if commit is not None:
-            path, revision = _requested_model(settings, section)
-            records[section] = {"path": path, "revision": revision, "commit": commit}
+    records = {
+        section: {"path": getattr(getattr(settings, section), MODEL_FIELDS[section]), "commit": commit}
+        for section, commit in commits.items()
+        if commit is not None
+    }
     # The policy's entry is at the top level.
     record = {**records.pop("model", {}), **records}
     if record:
         write_atomic(run.model_path, f"{json.dumps(record)}\n".encode())
 
 
-def _requested_model(settings: Settings, section: str) -> tuple[str | None, str | None]:
-    path, revision = (getattr(getattr(settings, section), field) for field in MODEL_FIELDS[section])
-    return path, revision
-
-
 def _read_pins(path: Path) -> dict[str, dict[str, Any]]:
-    """Reads path, revision and commit of each model, by section."""
+    """Reads path and commit of each model, by section."""
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:

@@ -43,7 +43,7 @@ class RewardModelSpec(NamedTuple):
 
     def check_prompt(self, prompt: Prompt) -> None:
         """Raises InputError if the model's chat template cannot encode this prompt."""
-        with model_setting_in_errors("reward.model", revision="reward.model_revision"):
+        with model_setting_in_errors("reward.model"):
             self.conversations.encode(prompt, completion="")
 
 
@@ -59,8 +59,8 @@ def read_reward_model_spec(settings: Settings) -> RewardModelSpec | None:
     """
     if settings.reward.model is None:
         return None
-    with model_setting_in_errors("reward.model", revision="reward.model_revision"):
-        files = open_model(settings.reward.model, revision=settings.reward.model_revision)
+    with model_setting_in_errors("reward.model"):
+        files = open_model(settings.reward.model)
         heads, attention = SEQUENCE_CLASSIFICATION, settings.model.attention
         architecture = architecture_from_config(files.config, heads=heads, attention=attention)
         definition = DecoderDefinition.create(architecture, ValueDecoder)

@@ -242,7 +242,7 @@ def open_rollout(
         model: as `model.path`, or the name of one of `shapes.QWEN2_5` for random weights of its sizes.
     """
     mesh = make_mesh(MeshSettings())
-    files = None if model in QWEN2_5 else open_model(model, revision=None)
+    files = None if model in QWEN2_5 else open_model(model)
     definition = DecoderDefinition.create(architecture_from_config(files.config if files else QWEN2_5[model]))
     params = load_weights(definition, files.weights, mesh) if files else definition.initialise(0)
     with jax.set_mesh(mesh):

@@ -95,7 +95,7 @@ def run_in_turn(options: argparse.Namespace) -> dict[str, Side]:
 
 def choose_rows(options: argparse.Namespace, out: Path, num_rows: int) -> None:
     """Returns the first rows whose templated prompt has `MIN_PROMPT_LENGTH` to `MAX_PROMPT_LENGTH` tokens."""
-    dataset = load_dataset(str(options.data), split="train", revision=None, prompt_column=None, answer_column=None)
+    dataset = load_dataset(str(options.data), split="train", prompt_column=None, answer_column=None)
     some = dataset.rows[: 10 * num_rows]
     tokenizer = load_tokenizer(open_model(options.model))
     prompts, _ = encode_prompts(

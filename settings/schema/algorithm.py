@@ -124,8 +124,6 @@ class CriticSettings(Section):
     path: str | None = Field(default=None, min_length=1)
     """Checkpoint that the critic starts from, with the policy's tokenizer: a causal language model, whose LM head is
     replaced by a zero value head, or a sequence classifier with one label. `model.path` when null."""
-    revision: str | None = None
-    """Commit, tag or branch of a hub id in `critic.path`; its newest commit when null."""
     learning_rate: float = Field(default=1e-5, gt=0)
     """Peak learning rate of the critic's AdamW, whose other settings are those in `optimizer`."""
     warmup_steps: int = Field(default=0, ge=0)

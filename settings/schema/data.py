@@ -21,8 +21,6 @@ class DataSourceSettings(Section):
     """Its share of the prompts, relative to the other weights."""
     split: str | None = None
     """Its split; `data.split` when null."""
-    revision: str | None = None
-    """Its commit, if it is on the hub; its newest commit when null."""
 
 
 def _validate_distinct_sources(value: tuple[DataSourceSettings, ...]) -> tuple[DataSourceSettings, ...]:
@@ -51,9 +49,9 @@ class DataSettings(Section):
         Annotated[str, Field(min_length=1), Tag(SINGLE_TAG)] | Annotated[Mixture, Tag(MIXTURE_TAG)],
         Discriminator(_kind_of_source),
     ] = "builtin:arithmetic"
-    """Training prompts: `builtin:arithmetic`, `hf:<hub id>[:<config>]`, or a .jsonl / .parquet file. A list of them, as
-    in `[{source: a.jsonl, weight: 3}, b.jsonl]`, is a mixture: reward functions get a column data_source. A list
-    of one can name a commit: `[{source: hf:owner/name, revision: abc}]`."""
+    """Training prompts: `builtin:arithmetic`, `hf:<hub id>[:<config>][@<commit>]`, or a .jsonl / .parquet file. A list
+    of them, as in `[{source: a.jsonl, weight: 3}, b.jsonl]`, is a mixture: reward functions get a column
+    data_source."""
     split: str = "train"
     """Split of a hub data set or of the arithmetic generator."""
     eval_source: str | None = None

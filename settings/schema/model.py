@@ -12,12 +12,17 @@ from settings.schema.section import Section
 AttentionImplementation = Literal["auto", "kernel", "xla"]
 
 
+def split_revision(source: str) -> tuple[str, str | None]:
+    """Returns what precedes the `@` of `owner/name@revision`, and the revision; None if there is none."""
+    name, _, revision = source.partition("@")
+    return name, revision or None
+
+
 class ModelSettings(Section):
     path: str = Field(default="builtin:tiny", min_length=1)
-    """The model: Hugging Face directory, hub id, `.gguf` file, `builtin:tiny` or
-    `builtin:tiny_tools`."""
-    revision: str | None = None
-    """Commit, tag or branch of a hub id; its newest commit when null. A resumed run keeps its commit."""
+    """The model: Hugging Face directory, hub id, `.gguf` file, `builtin:tiny` or `builtin:tiny_tools`. A hub id can end
+    with a commit, tag or branch, as in `owner/name@v1.0`; otherwise its newest commit is used. A resumed run keeps its
+    commit."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Compute dtype. Trained weights, optimizer state, softmax and losses are always float32."""
     remat: Literal["none", "minimal", "block"] = "minimal"

@@ -116,8 +116,6 @@ class RewardSettings(Section):
     model: str | None = Field(default=None, min_length=1)
     """Reward model: directory or hub id of a sequence classifier with one label. Its score of the whole conversation
     (of several turns, the prompt and the last) is added to the sum under the name `model`. Null = no reward model."""
-    model_revision: str | None = None
-    """Commit, tag or branch of the reward model's hub id; its newest commit when null."""
     model_weight: float = Field(default=1.0, ge=-1e6, le=1e6)
     """Weight of the reward model's score in the sum; 0 = logged but not counted."""
     overlong_buffer: int | None = Field(default=None, ge=1)

@@ -57,7 +57,7 @@ def check_hub(source: HubSource = MODEL) -> CheckResult:
 def test_the_hub_sources_are_those_that_a_run_uses(tmp_path: Path) -> None:
     assert hub_sources(load_settings()) == ()
     assert hub_sources(load_settings(f"model.path={tmp_path}", f"data.source={tmp_path}/rows.jsonl")) == ()
-    overrides = ("model.path=a/b", "model.revision=r1", "data.source=hf:c/d:main", "data.eval_source=hf:e/f")
+    overrides = ("model.path=a/b@r1", "data.source=hf:c/d:main", "data.eval_source=hf:e/f")
     more = ("algorithm.name=ppo", "critic.path=g/h", "reward.model=i/j")
     assert hub_sources(load_settings(*overrides, *more)) == (
         HubSource("model.path", "model", "a/b", "r1"),
@@ -66,7 +66,7 @@ def test_the_hub_sources_are_those_that_a_run_uses(tmp_path: Path) -> None:
         HubSource("data.source", "dataset", "c/d", None),
         HubSource("data.eval_source", "dataset", "e/f", None),
     )
-    mixture = "data.source=[{source: 'hf:c/d:main', revision: r2}, {source: x.jsonl}, {source: 'hf:e/f', split: s}]"
+    mixture = "data.source=['hf:c/d:main@r2', {source: x.jsonl}, {source: 'hf:e/f', split: s}]"
     assert hub_sources(load_settings(mixture)) == (
         HubSource("data.source[0]", "dataset", "c/d", "r2"),
         HubSource("data.source[2]", "dataset", "e/f", None),

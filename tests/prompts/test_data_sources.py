@@ -85,10 +85,8 @@ def test_held_out_data_of_a_training_source_has_its_revision(monkeypatch):
         "datasets.load_dataset",
         lambda *args, revision, split: commits.append((revision, split)) or datasets.Dataset.from_list(rows),
     )
-    sources = [{"source": "hf:a/b", "revision": "abc"}, "c"]
-    for held_out in ("hf:a/b", "hf:a/c"):
-        data = DataSettings.model_validate({"source": sources, "eval_source": held_out})
-        load_held_out_data(data, num_prompts=1)
+    for sources in ({"source": "hf:a/b@abc"}, {"source": "a.jsonl", "eval_source": "hf:a/c:main"}):
+        load_held_out_data(DataSettings.model_validate(sources), num_prompts=1)
     assert commits == [("abc", "test"), (None, "test")]
 
 

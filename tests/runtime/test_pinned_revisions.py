@@ -34,9 +34,9 @@ def test_a_run_goes_on_with_its_commit_when_the_branch_has_moved(
         assert result.exit_code == 0, result.stderr
         hub.commit(ID, write_model(tmp_path / "moved", seed=1))
         assert open_model(ID).commit != first
-        assert json.loads(record.read_text()) == {"path": ID, "revision": None, "commit": first}
+        assert json.loads(record.read_text()) == {"path": ID, "commit": first}
         # Another revision that is asked for is a changed model.
-        result = train(config, "run.steps=2", "model.revision=main")
+        result = train(config, "run.steps=2", f"model.path={ID}@main")
         assert result.exit_code == 2
         assert "error: --resume: model changed since this run was started" in result.stderr
         assert "(the old revision of a hub model, " in result.stderr
@@ -65,7 +65,7 @@ def test_critic_and_reward_model_keep_their_commits_too(
         hub.commit(ids["reward"], judges[1])
         assert read_training_inputs(pin_revisions(settings, run)).model_commits == first
         # Those who ask for another revision get it, and of the others the commit they had.
-        other = load(str(config), ["algorithm.name=ppo", *chosen, "critic.revision=main"], {}).settings
+        other = load(str(config), ["algorithm.name=ppo", *chosen], {"GRPO__CRITIC__PATH": "owner/critic@main"}).settings
         commits = read_training_inputs(pin_revisions(other, run)).model_commits
         assert commits["critic"] != first["critic"] and commits["reward"] == first["reward"]
 

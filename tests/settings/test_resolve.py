@@ -322,9 +322,9 @@ def test_any_text_and_number_survives_printing(
 
 @pytest.mark.parametrize("value", ["12e4567", "007", "true", "1.50"])
 def test_free_text_stays_as_it_was_written(folder: Path, value: str) -> None:
-    assert with_sets(f"model.revision={value}").settings.model.revision == value
-    assert with_sets(GRPO__MODEL__REVISION=value).settings.model.revision == value
-    assert load_text(folder, f"model: {{revision: {value}}}").settings.model.revision == value
+    assert with_sets(f"model.path={value}").settings.model.path == value
+    assert with_sets(GRPO__MODEL__PATH=value).settings.model.path == value
+    assert load_text(folder, f"model: {{path: {value}}}").settings.model.path == value
 
 
 def test_a_reward_with_a_colon_is_a_plug_in_named_after_its_function() -> None:

@@ -40,10 +40,10 @@ def test_a_file_of_a_run_that_lost_its_last_line_is_refused(source: Path) -> Non
 
 def test_a_reward_model_of_the_hub_is_what_the_run_had(source: Path) -> None:
     had(source, "reward.model=owner/judge")
-    pin = {"path": "owner/judge", "revision": None, "commit": "c" * 40}
+    pin = {"path": "owner/judge", "commit": "c" * 40}
     (source / "model.json").write_text(json.dumps({"reward": pin}))
     assert looked(source).uses_saved_rewards
-    moved = looked(source, "reward.model_revision=main")
+    moved = looked(source, "reward.model=owner/judge@main")
     assert not moved.uses_saved_rewards
     assert "rewards: computed again, reward.* differs from that of the samples' run" in moved.report
 

@@ -20,22 +20,24 @@ from huggingface_hub.errors import (
 from huggingface_hub.utils import validate_repo_id
 
 from settings.errors import InputError
+from settings.schema.model import split_revision
 
 
-def fetch_from_hub(hub_id: str, revision: str | None, *, files: Sequence[str]) -> Path:
+def fetch_from_hub(path: str, *, files: Sequence[str]) -> Path:
     """Downloads files of one commit if needed, and returns their folder, whose name is the commit.
 
     Args:
-        revision: commit, tag or branch; None = the newest commit.
+        path: hub id, perhaps with `@` and a commit, tag or branch; without one, it is the newest commit.
         files: names or patterns of the files to download.
 
     Raises:
         InputError: the model does not exist, is gated, or is neither reachable nor in the cache.
     """
+    hub_id, revision = split_revision(path)
     try:
         return Path(snapshot_download(hub_id, revision=revision, allow_patterns=list(files)))
     except HFValidationError as error:
-        raise InputError(f"model.path: {hub_id!r} is neither an existing directory or file nor a hub id") from error
+        raise InputError(f"model.path: {path!r} is neither an existing directory or file nor a hub id") from error
     except (OSError, httpx2.HTTPError) as error:
         which = f"revision {revision!r}" if revision else "the newest revision"
         raise InputError(
@@ -107,7 +109,7 @@ def _explain_hub_error(error: Exception, page: str, *, kind: str = "model") -> s
     if isinstance(error, RepositoryNotFoundError):
         return f"there is no such {kind}, or it is private; check the id, or log in with HF_TOKEN"
     if isinstance(error, RevisionNotFoundError):
-        return "it has no such revision; set model.revision to one of its commits, tags or branches"
+        return "it has no such revision; what follows the @ must be one of its commits, tags or branches"
     cause = error.__cause__ if isinstance(error, LocalEntryNotFoundError) and error.__cause__ else error
     if isinstance(cause, OfflineModeIsEnabled):
         return "HF_HUB_OFFLINE is set, but this machine's cache lacks some of its files; unset it for the first run"

@@ -19,6 +19,7 @@ from app.model.io.fingerprint import fingerprint, safetensors_byte_ranges
 from app.model.io.gguf import GgufFile
 from app.model.io.hub import fetch_from_hub
 from settings.errors import InputError
+from settings.schema.model import split_revision
 
 BUILTIN_PREFIX = "builtin:"
 BUILTIN_DIRECTORY = Path(__file__).parent.parent / "builtin"
@@ -141,11 +142,10 @@ def is_from_hub(path: str) -> bool:
     return not (path.startswith(BUILTIN_PREFIX) or local.exists() or local.suffix == ".gguf")
 
 
-def open_model(path: str, *, revision: str | None = None, config_only: bool = False) -> ModelFiles:
+def open_model(path: str, *, config_only: bool = False) -> ModelFiles:
     """Opens `model.path`; an existing file or directory takes precedence over a hub id of the same name.
 
     Args:
-        revision: the revision of a hub id; ignored for other models.
         config_only: opens the configuration without weights, and downloads nothing else from the hub.
 
     Raises:
@@ -161,8 +161,8 @@ def open_model(path: str, *, revision: str | None = None, config_only: bool = Fa
     elif local.is_file():
         raise InputError(f"model.path: {path} is a file, but not a .gguf file; set it to the model's directory")
     else:
-        directory, name = fetch_from_hub(path, revision, files=(CONFIG_FILE,) if config_only else HUB_FILES), path
-        commit = directory.name
+        directory = fetch_from_hub(path, files=(CONFIG_FILE,) if config_only else HUB_FILES)
+        name, commit = split_revision(path)[0], directory.name
     config = _read_config(directory)
     if config_only:
         return ModelFiles(name, directory, config, {}, ConfigOnlyTensors(), fingerprint(config, {}), commit)

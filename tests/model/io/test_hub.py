@@ -33,9 +33,9 @@ def write_files(folder: Path, *, version: int = 1) -> Path:
     return folder
 
 
-def refusal(hub_id: str = ID, revision: str | None = None) -> str:
+def refusal(hub_id: str = ID) -> str:
     with pytest.raises(InputError) as caught:
-        open_model(hub_id, revision=revision)
+        open_model(hub_id)
     message = str(caught.value)
     assert message.startswith(f"model.path: {hub_id!r} is not a local path")
     assert message.endswith("or set it to a local directory")
@@ -55,16 +55,16 @@ def test_a_commit_is_what_it_was_when_its_branch_has_moved(hub, tmp_path):
     open_model(ID)
     new = hub.commit(ID, write_files(tmp_path / "second", version=2))
     assert open_model(ID).commit == new
-    pinned = open_model(ID, revision=old)
+    pinned = open_model(f"{ID}@{old}")
     assert (pinned.commit, pinned.config) == (old, {"version": 1})
 
 
 def test_a_cached_model_opens_without_a_network(hub, tmp_path, monkeypatch):
     commit = hub.commit(ID, write_files(tmp_path / "first"))
-    fetched = open_model(ID, revision="main")
+    fetched = open_model(f"{ID}@main")
     use_hub(monkeypatch, None, tmp_path / "cache")
-    for revision in (None, "main", commit):
-        assert open_model(ID, revision=revision).fingerprint == fetched.fingerprint
+    for path in (ID, f"{ID}@main", f"{ID}@{commit}"):
+        assert open_model(path).fingerprint == fetched.fingerprint
 
 
 def test_an_absent_model_is_refused(hub):
@@ -74,15 +74,15 @@ def test_an_absent_model_is_refused(hub):
 
 def test_an_absent_revision_is_named(hub, tmp_path):
     hub.commit(ID, write_files(tmp_path / "first"))
-    message = refusal(revision="v9")
+    message = refusal(f"{ID}@v9")
     assert "revision 'v9' cannot be downloaded" in message
-    assert "it has no such revision; set model.revision" in message
+    assert "it has no such revision; what follows the @" in message
 
 
 def test_a_gated_model_says_how_to_get_in(hub, tmp_path):
     hub.commit(ID, write_files(tmp_path / "first"))
     hub.gated.add(ID)
-    message = refusal(revision="main")
+    message = refusal(f"{ID}@main")
     assert "revision 'main' cannot be downloaded" in message
     assert "it is gated" in message
     assert f"accept its license at https://huggingface.co/{ID} and log in with HF_TOKEN" in message

@@ -74,7 +74,7 @@ def test_an_existing_directory_is_taken_before_a_hub_id(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "owner").mkdir()
     write_model(tmp_path / "owner" / "model")
-    assert open_model("owner/model", revision="main").name == "model"
+    assert open_model("owner/model").name == "model"
 
 
 def test_the_builtin_model_is_found_from_any_directory(tmp_path, monkeypatch):
