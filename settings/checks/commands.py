@@ -19,12 +19,11 @@ from settings.checks.training import (
     check_max_length,
     check_token_quotas,
 )
-from settings.checks.unused_settings import check_unused_settings
 
 ROLLOUT_CHECKS = (*SCHEDULE_CHECKS, *WORKER_CHECKS, *ENVIRONMENT_CHECKS)
 SIZE_CHECKS = (*BATCH_CHECKS, *ROLLOUT_CHECKS, *STALENESS_CHECKS, check_token_quotas, *HOST_CHECKS)
 SAMPLING_CHECKS = (check_max_length, *ROLLOUT_CHECKS, *HOST_CHECKS, check_no_pretend)
-TRAIN_CHECKS = (*ALGORITHM_CHECKS, *REWARD_CHECKS, check_unused_settings, *RUN_CHECKS, *SIZE_CHECKS)
+TRAIN_CHECKS = (*ALGORITHM_CHECKS, *REWARD_CHECKS, *RUN_CHECKS, *SIZE_CHECKS)
 
 
 check_for_train = partial(run_checks, checks=(*TRAIN_CHECKS, check_no_pretend))

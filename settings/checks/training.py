@@ -162,24 +162,6 @@ REWARD_CHECKS = (
     _reserved_name(OVERLONG_REWARD, "reward.overlong_buffer", "length penalty"),
 )
 
-TURN_CREDIT_CHECKS = (
-    Rule(
-        lambda s: s.env.credit == "turn" and s.algorithm.estimator in GROUP_RELATIVE_ESTIMATORS,
-        "<env.credit>: <algorithm.estimator> gives a whole sample one advantage, and a baseline for each turn of a "
-        "group would be biased, because the policy itself decides which samples get that far. Set env.credit: "
-        "trajectory, or an algorithm.name with returns per token, ppo or reinforce_plus_plus",
-    ),
-    Rule(
-        lambda s: s.env.credit == "turn" and s.env.source is None,
-        "<env.credit>: only an environment rewards turns, and <env.source>; set env.source, or env.credit: trajectory",
-    ),
-    Rule(
-        lambda s: s.env.turn_discount < 1 and s.env.credit != "turn",
-        "<env.turn_discount> has no effect with <env.credit>, where all rewards count at the end of the sample; set "
-        "env.credit: turn, or env.turn_discount to 1.0",
-    ),
-)
-
 BATCH_CHECKS = (
     Rule(
         lambda s: s.rollout.prompts_per_step * s.rollout.group_size > 2**20,
@@ -197,7 +179,12 @@ _check_second_moment = Rule(
 )
 
 ALGORITHM_CHECKS = (
-    *TURN_CREDIT_CHECKS,
+    Rule(
+        lambda s: s.env.credit == "turn" and s.algorithm.estimator in GROUP_RELATIVE_ESTIMATORS,
+        "<env.credit>: <algorithm.estimator> gives a whole sample one advantage, and a baseline for each turn of a "
+        "group would be biased, because the policy itself decides which samples get that far. Set env.credit: "
+        "trajectory, or an algorithm.name with returns per token, ppo or reinforce_plus_plus",
+    ),
     _check_second_moment,
     _check_group_size,
     _check_temperature,

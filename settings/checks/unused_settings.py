@@ -1,40 +1,38 @@
-"""Finds settings without effect because no estimator, correction, adapters or environment that reads them is used.
+"""The notices at launch: settings without effect, and others that a user may not have meant.
 
-Such a setting is refused if it comes from a later layer than the choice that makes it unused. Otherwise it is only
-reported in a notice, as when `--set algorithm.name=grpo` overrides the algorithm of a preset.
+A setting has no effect if no estimator, correction, adapters or environment that reads it is used. It is not refused,
+because `--set algorithm.name=grpo` may override the algorithm of a preset with such settings.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from settings.loading.fields import FIELDS, value_of
+from settings.loading.inherited_settings import MICRO_BATCH_TWINS
 from settings.loading.resolve import Resolved
 from settings.schema.algorithm import CRITIC_ESTIMATORS
 from settings.schema.environment import EnvironmentSettings
-from settings.schema.rollout import ROUNDING_SETTINGS
 from settings.schema.settings import Settings
 
 ESTIMATOR, CORRECTION, RANK = "algorithm.estimator", "algorithm.correction", "model.lora.rank"
 LEARNING_RATE = "optimizer.learning_rate"
-ENVIRONMENT, TOOLS = "env.source", "env.tools"
-ENVIRONMENT_ONLY = ("weight", "credit", "turn_discount")
-"""Fields of `env` for rewards of `env.source`. Other checks refuse the last two."""
+OF_ENVIRONMENT_ALONE = ("weight", "credit", "turn_discount")
+"""Fields of `env` for the rewards of `env.source`."""
 
 
 class UsageCondition(NamedTuple):
-    setting: str
-    """The setting that determines whether the fields are used."""
-    is_met: Callable[[Settings], bool]
     text: str
-    """The condition as worded in error messages."""
+    """The condition as worded in notices."""
+    is_met: Callable[[Settings], bool]
     fields: tuple[str, ...]
+    """Settings that have no effect otherwise."""
 
 
 def _condition(setting: str, values: set[str] | frozenset[str], *fields: str) -> UsageCondition:
     text = f"{setting} {' or '.join(sorted(values))}"
-    return UsageCondition(setting, lambda settings: value_of(settings, setting) in values, text, fields)
+    return UsageCondition(text, lambda settings: value_of(settings, setting) in values, fields)
 
 
 USAGE_CONDITIONS = (
@@ -54,45 +52,36 @@ USAGE_CONDITIONS = (
     ),
     _condition(CORRECTION, {"mask"}, "algorithm.correction_min"),
     UsageCondition(
-        RANK,
-        lambda settings: bool(settings.model.lora.rank),
         f"{RANK} of 1 or more",
+        lambda settings: bool(settings.model.lora.rank),
         ("model.lora.alpha", "model.lora.targets", "model.lora.quantize_base"),
     ),
     # With adapters, the reference weights are the policy's frozen weights, which training needs on the devices.
-    UsageCondition(RANK, lambda settings: not settings.model.lora.rank, f"{RANK} null", ("score.reference.offload",)),
+    UsageCondition(f"{RANK} null", lambda settings: not settings.model.lora.rank, ("score.reference.offload",)),
     UsageCondition(
-        ENVIRONMENT,
+        "env.source or env.tools",
         lambda settings: settings.env.is_used,
-        f"{ENVIRONMENT} or {TOOLS}",
         tuple(
             f"env.{name}"
             for name in EnvironmentSettings.model_fields
-            if name not in ("source", "tools", *ENVIRONMENT_ONLY)
+            if name not in ("source", "tools", *OF_ENVIRONMENT_ALONE)
         ),
     ),
-    UsageCondition(ENVIRONMENT, lambda settings: settings.env.source is not None, ENVIRONMENT, ("env.weight",)),
+    UsageCondition(
+        "env.source",
+        lambda settings: settings.env.source is not None,
+        tuple(f"env.{name}" for name in OF_ENVIRONMENT_ALONE),
+    ),
+    UsageCondition("env.credit turn", lambda settings: settings.env.credit == "turn", ("env.turn_discount",)),
 )
-
-
-def check_unused_settings(resolved: Resolved) -> Iterator[str]:
-    """Yields an error for each setting from a later layer than the choice that makes it unused."""
-    for field, choice, condition in _unused_fields(resolved):
-        if resolved.is_later(field, choice):
-            yield (
-                f"<{field}> has no effect with <{choice}>: it is only for {condition.text}; "
-                f"remove it, or change {condition.setting}"
-            )
 
 
 def launch_notices(resolved: Resolved) -> tuple[str, ...]:
     """Returns the notices at launch: algorithm, unused settings, learning rate, reproducibility, data."""
-    unused: dict[str, list[str]] = {}
-    for field, choice, _ in _unused_fields(resolved):
-        unused.setdefault(resolved.describe(choice), []).append(resolved.describe(field))
-    lines = [f"no effect with {choice}: {', '.join(fields)}" for choice, fields in unused.items()]
-    if resolved.algorithm_changes:
-        lines.insert(0, resolved.algorithm_changes)
+    lines = [] if resolved.algorithm_changes is None else [resolved.algorithm_changes]
+    for condition in USAGE_CONDITIONS:
+        if not condition.is_met(resolved.settings) and (fields := [*_set_fields(resolved, condition.fields)]):
+            lines.append(f"no effect without {condition.text}: {', '.join(map(resolved.describe, fields))}")
     if resolved.settings.model.lora.rank and resolved.provenance[LEARNING_RATE] == "default":
         lines.append(
             f"{resolved.describe(LEARNING_RATE)} suits training all weights and is too low for adapters "
@@ -116,35 +105,15 @@ def unused_adapter_notices(resolved: Resolved) -> tuple[str, ...]:
     return (f"{resolved.describe(RANK)} has no effect here: model.path is loaded without adapters",)
 
 
-def _unused_fields(resolved: Resolved) -> Iterator[tuple[str, str, UsageCondition]]:
-    """Yields each unused field with a non-default value, the setting that makes it unused, and the condition."""
-    for condition in USAGE_CONDITIONS:
-        if condition.is_met(resolved.settings):
-            continue
-        for field in condition.fields:
-            if resolved.provenance[field] in ("default", "derived") or _is_inherited(resolved, field):
-                continue
-            if value_of(resolved.settings, field) != FIELDS[field].default:
-                yield field, _deciding_setting(resolved, condition.setting), condition
+def _set_fields(resolved: Resolved, fields: tuple[str, ...]) -> Iterator[str]:
+    """Yields the fields that somebody set to another value than the default."""
 
+    def entry(field: str) -> tuple[Any, str]:
+        return value_of(resolved.settings, field), resolved.provenance[field]
 
-def _is_inherited(resolved: Resolved, field: str) -> bool:
-    """Returns whether a micro-batch setting of the critic has the same value and layer as the policy's."""
-    twin = field.replace("critic.", "algorithm.")
-    if twin == field or twin not in FIELDS or value_of(resolved.settings, twin) != value_of(resolved.settings, field):
-        return False
-    return not resolved.is_later(twin, field) and not resolved.is_later(field, twin)
-
-
-def _deciding_setting(resolved: Resolved, choice: str) -> str:
-    """Returns the choice itself, or the setting from which it was derived or that was decided with it."""
-    if choice == ENVIRONMENT and not resolved.settings.env.tools and resolved.is_later(TOOLS, choice):
-        return TOOLS
-    if resolved.provenance[choice] != "derived":
-        return choice
-    if choice != CORRECTION:
-        return "algorithm.name"
-    deciding = "rollout.max_staleness"
-    for name in ROUNDING_SETTINGS:
-        deciding = name if resolved.is_later(name, deciding) else deciding
-    return deciding
+    for field in fields:
+        value, origin = entry(field)
+        # The micro-batches of the critic are the policy's unless they were set.
+        is_inherited = field in MICRO_BATCH_TWINS and entry(MICRO_BATCH_TWINS[field]) == (value, origin)
+        if origin not in ("default", "derived") and value != FIELDS[field].default and not is_inherited:
+            yield field

@@ -19,8 +19,8 @@ from tests.tiny_directory import write_model, write_reward_model
 ID = "owner/tiny"
 
 
-def train(config: Path, *overrides: str, resume: Resume = "auto"):
-    return train_here(config, f"model.path={ID}", "eval.every_steps=0", *overrides, resume=resume)
+def train(config: Path, *overrides: str, path: str = ID, resume: Resume = "auto"):
+    return train_here(config, f"model.path={path}", "eval.every_steps=0", *overrides, resume=resume)
 
 
 def test_a_run_goes_on_with_its_commit_when_the_branch_has_moved(
@@ -36,7 +36,7 @@ def test_a_run_goes_on_with_its_commit_when_the_branch_has_moved(
         assert open_model(ID).commit != first
         assert json.loads(record.read_text()) == {"path": ID, "commit": first}
         # Another revision that is asked for is a changed model.
-        result = train(config, "run.steps=2", f"model.path={ID}@main")
+        result = train(config, "run.steps=2", path=f"{ID}@main")
         assert result.exit_code == 2
         assert "error: --resume: model changed since this run was started" in result.stderr
         assert "(the old revision of a hub model, " in result.stderr

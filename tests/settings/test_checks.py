@@ -12,9 +12,7 @@ from settings.checks.commands import (
     check_for_score,
     check_for_train,
 )
-from settings.checks.unused_settings import launch_notices
 from settings.loading.config_file import preset_names
-from settings.loading.fields import FIELDS
 from tests.settings.loading import load_text
 
 
@@ -59,11 +57,6 @@ def test_greedy_sampling_is_refused_by_train_alone(resolve) -> None:
     check_for_score(resolved)
 
 
-def test_rewards_that_all_weigh_nothing_are_refused(resolve) -> None:
-    message = refusal(check_for_train, resolve("reward.functions=[{name: gsm8k, weight: 0}]"))
-    assert "all weights are 0" in message
-
-
 def test_a_penalty_of_weight_zero_has_no_place_in_the_reward(resolve) -> None:
     message = refusal(check_for_train, resolve("algorithm.kl_in=reward"))
     assert message.startswith("algorithm.kl_in = 'reward' (from --set): with algorithm.beta = 0.0 (from the default) ")
@@ -98,116 +91,6 @@ def test_a_second_moment_of_8_bits_needs_a_fast_decay(resolve) -> None:
     assert "the change of one update would be lost with optimizer.beta2 = 0.999" in message
     check_for_train(resolve(rounded, "optimizer.beta2=0.95"))
     check_for_train(resolve("optimizer.first_moment=bfloat16"))
-
-
-NOT_READ = [
-    ("algorithm.gamma=0.9", "grpo", "gae or reinforce_plus_plus or vtrace"),
-    ("algorithm.lam=0.9", "reinforce_plus_plus", "gae or vtrace"),
-    ("critic.learning_rate=1.0", "grpo", "gae or vtrace"),
-    ("critic.max_tokens_per_device=4096", "grpo", "gae or vtrace"),
-]
-
-
-@pytest.mark.parametrize(("setting", "name", "readers"), NOT_READ)
-def test_what_the_estimator_does_not_read_is_refused_where_it_is_said_later(
-    tmp_path: Path, setting: str, name: str, readers: str
-) -> None:
-    path = tmp_path / "c.yaml"
-    path.write_text(f"algorithm: {{name: {name}}}")
-    field, _, value = setting.partition("=")
-    assert refusal(check_for_train, load(str(path), [setting], {})) == (
-        f"{field} = {value if value != 'zero' else repr(value)} (from --set) has no effect with "
-        f"algorithm.name = {name!r} (from yaml:{path}:1): it is only for algorithm.estimator {readers}; "
-        "remove it, or change algorithm.estimator"
-    )
-    # The default, set explicitly, has no effect; other commands read the same settings as before.
-    check_for_train(load(str(path), [f"{field}={FIELDS[field].default}"], {}))
-    check_for_score(load(str(path), [setting], {}))
-
-
-def test_what_the_estimator_does_not_read_is_told_where_that_is_chosen_later_or_beside_it() -> None:
-    ppo = load("quickstart_ppo", [], {})
-    assert launch_notices(ppo) == (ppo.algorithm_changes,)
-    resolved = load("quickstart_ppo", ["algorithm.name=grpo", "rollout.group_size=2"], {})
-    check_for_train(resolved)
-    (notice,) = launch_notices(resolved)
-    assert notice.startswith("no effect with algorithm.name = 'grpo' (from --set): algorithm.lam = 1.0 (from yaml:")
-    for name in ("learning_rate", "warmup_steps"):
-        assert f", critic.{name} = " in notice
-    beside = load(None, ["algorithm.estimator=vtrace", "critic.lam=0.5"], {})
-    check_for_train(beside)
-    assert launch_notices(beside)[1:] == (
-        "no effect with algorithm.estimator = 'vtrace' (from --set): critic.lam = 0.5 (from --set)",
-    )
-
-
-def test_settings_of_an_environment_without_one_are_refused_or_told_of(tmp_path: Path) -> None:
-    used = "it is only for env.source or env.tools; remove it, or change env.source"
-    for overrides, message in (
-        (
-            ["env.max_turns=3"],
-            f"env.max_turns = 3 (from --set) has no effect with env.source = None (from the default): {used}",
-        ),
-        (
-            ["env.tools=calculator", "env.weight=0.5"],
-            "env.weight = 0.5 (from --set) has no effect with env.source = None",
-        ),
-    ):
-        assert message in refusal(check_for_train, load(None, overrides, {}))
-    check_for_train(load(None, ["env.tools=calculator", "env.max_turns=3"], {}))
-    check_for_train(load(None, ["env.source=guess_number", "env.max_turns=3", "env.weight=0.5"], {}))
-    for choice in ("source: guess_number", "tools: [calculator]"):
-        path = tmp_path / "c.yaml"
-        path.write_text(f"env: {{{choice}, concurrency: 2}}")
-        name = choice.partition(":")[0]
-        resolved = load(str(path), [f"env.{name}={'null' if name == 'source' else '[]'}"], {})
-        check_for_train(resolved)
-        (notice,) = launch_notices(resolved)
-        assert notice.startswith(f"no effect with env.{name} = ") and "env.concurrency = 2 (from yaml:" in notice
-
-
-@pytest.mark.parametrize(
-    ("overrides", "is_told"),
-    [
-        ((), False),
-        (("env.source=guess_number",), True),
-        (("env.tools=calculator",), True),
-        (("env.tools=calculator", "rollout.mode=exact", "rollout.slots=4"), False),
-    ],
-)
-def test_a_launch_says_where_the_times_of_answers_decide_roundings(overrides: tuple[str, ...], is_told: bool) -> None:
-    notices = launch_notices(load(None, overrides, {}))
-    assert [one.startswith("rollout.mode: fast: with an environment") for one in notices] == [True] * is_told
-
-
-@pytest.mark.parametrize(
-    ("source", "eval_source", "eval_split", "is_told"),
-    [
-        ("a.jsonl", "a.jsonl", None, True),
-        ("a.jsonl", "b.jsonl", None, False),
-        ("hf:a/b", "hf:a/b", None, False),
-        ("hf:a/b", "hf:a/b", "train", True),
-    ],
-)
-def test_evaluating_on_the_training_data_is_told(
-    source: str, eval_source: str, eval_split: str | None, is_told: bool
-) -> None:
-    options = [f"data.source={source}", f"data.eval_source={eval_source}", f"data.eval_split={eval_split or 'null'}"]
-    notices = launch_notices(load(None, options, {}))
-    assert any(notice.startswith("data.eval_source is data.source") for notice in notices) is is_told
-
-
-def test_the_critic_s_micro_batches_are_not_taken_for_said_where_they_are_the_policy_s(resolve) -> None:
-    resolved = resolve("algorithm.rows_per_device=2", "algorithm.dynamic_microbatch=false")
-    check_for_train(resolved)
-    assert launch_notices(resolved) == ()
-
-
-@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo"])
-def test_advantages_of_compared_siblings_are_not_whitened_unless_asked_for(resolve, name: str) -> None:
-    assert resolve(f"algorithm.name={name}").settings.algorithm.whiten_advantages is False
-    resolved = resolve(f"algorithm.name={name}", "algorithm.whiten_advantages=true")
-    assert resolved.settings.algorithm.whiten_advantages is True
 
 
 def test_a_clip_that_cuts_nothing_below_belongs_to_cispo(resolve) -> None:
@@ -245,12 +128,6 @@ def test_the_name_of_the_penalty_for_length_is_taken_while_there_is_one(resolve)
     assert "another `name:`" in refusal(check_for_train, resolve(function, "reward.overlong_buffer=2"))
 
 
-def test_the_name_of_the_environment_is_taken_while_there_is_one(resolve) -> None:
-    function = "reward.functions=['judges:env']"
-    check_for_train(resolve(function))
-    assert "give the function another `name:`" in refusal(check_for_train, resolve(function, "env.source=guess_number"))
-
-
 def test_an_environment_needs_no_functions_and_has_none_unless_they_are_set(resolve) -> None:
     alone = resolve("env.source=guess_number")
     assert alone.settings.reward.functions == () and alone.provenance["reward.functions"] == "derived"
@@ -261,29 +138,6 @@ def test_an_environment_needs_no_functions_and_has_none_unless_they_are_set(reso
     with pytest.raises(InputError, match=r"reward.functions: expected at least one function, got \[\] \(from --set\)"):
         resolve("reward.functions=[]")
     assert "all weights are 0" in refusal(check_for_train, resolve("env.source=guess_number", "env.weight=0"))
-
-
-PLAYED = ("env.source=guess_number", "env.credit=turn")
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (PLAYED, "env.credit = 'turn' (from --set): algorithm.estimator = 'grpo'"),
-        ((*PLAYED, "algorithm.name=rloo"), "algorithm.estimator = 'rloo'"),
-        (("env.credit=turn", "algorithm.name=ppo"), "env.credit = 'turn' (from --set): only an environment rewards"),
-        (("env.source=guess_number", "env.turn_discount=0.5"), "env.turn_discount = 0.5 (from --set) has no effect"),
-    ],
-)
-def test_turns_are_rewarded_only_where_returns_are_per_token(resolve, overrides, message: str) -> None:
-    assert message in refusal(check_for_train, resolve(*overrides))
-
-
-@pytest.mark.parametrize(
-    "algorithm", ["algorithm.name=ppo", "algorithm.estimator=vtrace", "algorithm.name=reinforce_plus_plus"]
-)
-def test_estimators_of_returns_per_token_take_rewards_of_turns(resolve, algorithm: str) -> None:
-    check_for_train(resolve(*PLAYED, "env.turn_discount=0.5", algorithm))
 
 
 @pytest.mark.parametrize(("mini_batch", "nearest"), [(5, "4 or 6"), (7, "6 or 12"), (13, "12"), (500, "12")])
@@ -305,11 +159,6 @@ def test_a_total_length_without_room_says_what_fits(resolve) -> None:
             "set the latter to 150 or null, or lower rollout.max_new_tokens to 20"
         )
     check_for_score(resolved)
-
-
-def test_a_total_length_that_the_prompt_alone_fills_can_only_be_raised(resolve) -> None:
-    resolved = resolve("data.max_prompt_length=100", "max_length_sample=50", "max_length_total=100")
-    assert refusal(check_for_rollout, resolved).endswith("set the latter to 150 or null")
 
 
 LONGEST = ("data.max_prompt_length=512", "max_length_sample=1024")
@@ -351,11 +200,6 @@ def test_only_the_quotas_of_roles_that_a_step_scores_are_checked(resolve, overri
         ]
     else:
         check_for_train(resolved)
-
-
-def test_a_quota_that_is_short_for_several_is_told_for_each(resolve) -> None:
-    resolved = resolve(*LONGEST, "ppo_max_token_len_per_gpu=1000", "algorithm.beta=0.1", "algorithm.epochs=2")
-    assert len(refusal(check_for_train, resolved).splitlines()) == 3
 
 
 def test_a_warmup_must_end_within_the_run(resolve) -> None:
@@ -428,10 +272,19 @@ def test_a_model_is_evaluated_also_where_training_is_not() -> None:
     check_for_evaluation(load(None, ["eval.every_steps=0", "rollout.group_size=1", "rollout.temperature=0"], {}))
 
 
-def test_early_stopping_needs_evaluations(resolve) -> None:
+def test_early_stopping_needs_evaluations_and_a_metric(resolve) -> None:
     patience = "run.early_stopping.patience=2"
     check_for_train(resolve(patience))
     message = refusal(check_for_train, resolve(patience, "eval.every_steps=0"))
     assert "compares evaluations, but eval.every_steps = 0 (from --set)" in message
     message = refusal(check_for_train, resolve(patience, "checkpoint.best_metric=null"))
     assert "checkpoint.best_metric = None (from --set) leave nothing to compare" in message
+
+
+def test_turns_are_rewarded_only_where_returns_are_per_token(resolve) -> None:
+    played = ("env.source=guess_number", "env.credit=turn", "env.turn_discount=0.5")
+    assert "env.credit = 'turn' (from --set): algorithm.estimator = 'grpo'" in refusal(
+        check_for_train, resolve(*played)
+    )
+    for algorithm in ("algorithm.name=ppo", "algorithm.estimator=vtrace", "algorithm.name=reinforce_plus_plus"):
+        check_for_train(resolve(*played, algorithm))

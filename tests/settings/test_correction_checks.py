@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from settings import InputError, Resolved
 from settings.checks.commands import check_for_rollout, check_for_train
-from settings.checks.unused_settings import launch_notices
-from tests.settings.loading import load_text, with_sets
+from tests.settings.loading import with_sets
 
 PARTS = ("correction", "correction_level", "correction_veto")
 VTRACE = "algorithm.estimator=vtrace"
@@ -72,40 +69,3 @@ def test_a_mask_lets_something_pass() -> None:
         "algorithm.correction_min = 1.0 (from --set) is not below algorithm.correction_max = 1.0 (from --set)"
     )
     check_for_train(with_sets("algorithm.correction=truncate", bounds[1]))
-
-
-@pytest.mark.parametrize(
-    ("unread", "readers"),
-    [
-        ("algorithm.correction_max=3.0", "mask or truncate"),
-        ("algorithm.correction_level=token", "mask or truncate"),
-        ("algorithm.correction_veto=0.1", "mask or truncate"),
-        ("algorithm.correction_min=0.1", "mask"),
-    ],
-)
-def test_what_no_correction_reads_is_refused_where_it_is_said_later(unread: str, readers: str, folder: Path) -> None:
-    message = refusal(load_text(folder, "algorithm: {correction: none}", unread))
-    assert "has no effect with algorithm.correction = 'none' (from yaml:c.yaml:1): " in message
-    assert f"it is only for algorithm.correction {readers}; remove it" in message
-    message = refusal(load_text(folder, "run: {seed: 0}", unread))
-    assert "has no effect with rollout.max_staleness = 0 (from the default)" in message
-
-
-def test_what_decided_against_a_correction_is_named(folder: Path) -> None:
-    stale = "rollout: {max_staleness: 2, scheduler: adaptive}"
-    truncating = load_text(folder, stale, "algorithm.correction_min=0.1")
-    assert (
-        "no effect with rollout.max_staleness = 2 (from yaml:c.yaml:1): it is only for algorithm.correction mask; "
-    ) in refusal(truncating)
-    check_for_train(load_text(folder, stale, VTRACE, "algorithm.correction_max=3.0"))
-
-
-def test_what_a_correction_would_read_is_told_where_it_is_turned_off_later(folder: Path) -> None:
-    text = "algorithm: {correction: mask, correction_min: 0.1, lam: 0.5}"
-    off = load_text(folder, text, "algorithm.correction=none", "algorithm.name=rloo")
-    check_for_train(off)
-    assert launch_notices(off)[1:] == (
-        "no effect with algorithm.name = 'rloo' (from --set): algorithm.lam = 0.5 (from yaml:c.yaml:1)",
-        "no effect with algorithm.correction = 'none' (from --set): "
-        "algorithm.correction_min = 0.1 (from yaml:c.yaml:1)",
-    )

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
 
@@ -9,7 +8,7 @@ from settings import InputError, Resolved
 from settings.checks.commands import check_for_train
 from settings.checks.unused_settings import launch_notices, unused_adapter_notices
 from settings.schema.lora import PROJECTIONS, TARGETS
-from tests.settings.loading import load_text, with_sets
+from tests.settings.loading import with_sets
 
 RANK = "model.lora.rank=8"
 
@@ -58,33 +57,3 @@ def test_targets_name_projections_or_parts_of_a_layer_in_any_order(targets: str,
 def test_what_matches_no_weight_or_makes_no_adapter_is_refused(override: str, message: str) -> None:
     with pytest.raises(InputError, match=f"^{re.escape(message)}"):
         with_sets(override)
-
-
-def test_what_is_said_of_adapters_that_are_not_there_has_no_effect(folder: Path) -> None:
-    assert refusal(with_sets("model.lora.alpha=32")) == (
-        "model.lora.alpha = 32.0 (from --set) has no effect with model.lora.rank = None (from the default): it is "
-        "only for model.lora.rank of 1 or more; remove it, or change model.lora.rank"
-    )
-    file = "model: {lora: {rank: 8, alpha: 32, targets: [mlp]}}"
-    check_for_train(load_text(folder, file))
-    without = load_text(folder, file, "model.lora.rank=null")
-    check_for_train(without)
-    (line,) = launch_notices(without)
-    assert line.startswith("no effect with model.lora.rank = None (from --set): model.lora.alpha = 32.0")
-
-
-def test_a_reference_that_trains_cannot_wait_outside(folder: Path) -> None:
-    offload = "score.reference.offload=true"
-    check_for_train(with_sets(offload, "algorithm.beta=0.1"))
-    after = load_text(folder, "model: {lora: {rank: 8}}", offload)
-    assert "score.reference.offload = True (from --set) has no effect with model.lora.rank = 8" in refusal(after)
-    before = load_text(folder, "score: {reference: {offload: true}}\nalgorithm: {beta: 0.1}", RANK)
-    check_for_train(before)
-    assert before.settings.offloads_reference is False
-    assert with_sets(offload, "algorithm.beta=0.1").settings.offloads_reference is True
-
-
-def test_who_takes_the_model_as_it_is_says_so() -> None:
-    assert unused_adapter_notices(with_sets(RANK)) == (
-        "model.lora.rank = 8 (from --set) has no effect here: model.path is loaded without adapters",
-    )
