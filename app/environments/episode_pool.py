@@ -30,13 +30,10 @@ class EpisodeJob(Job):
 
     shares_worker = True
 
-    def __init__(
-        self, key: str, reset: Request, *, is_replayable: bool, timeout_s: float, emit: Callable[[EpisodeReply], object]
-    ) -> None:
+    def __init__(self, key: str, reset: Request, *, timeout_s: float, emit: Callable[[EpisodeReply], object]) -> None:
         super().__init__(reset)
         self.key = key
         """Its name towards the sampler."""
-        self.is_replayable = is_replayable
         self.timeout_s = timeout_s
         self.emit = emit
         """Takes its replies."""
@@ -85,7 +82,7 @@ class EpisodePool(Pool):
         played = {"env.source": env.source, "env.tools": ", ".join(env.tools)}
         self.on_reply: Callable[[], object] = lambda: None
         """Called in the pool's thread after each reply."""
-        self._new_episode = partial(EpisodeJob, is_replayable=env.replayable, timeout_s=episode_timeout_s)
+        self._new_episode = partial(EpisodeJob, timeout_s=episode_timeout_s)
         self._episodes: dict[str, EpisodeJob] = {}
         """Those whose replies are wanted, by key. Only the pool's thread uses them."""
         self._replies: list[EpisodeReply] = []

@@ -77,8 +77,6 @@ class Job(ABC):
     shares_worker: ClassVar[bool]
     """Whether it may be in a worker with other jobs, for as long as it lasts. Otherwise a worker takes one when it is
     idle, and a suspect gets a new worker, in which no earlier job left anything behind."""
-    is_replayable = True
-    """Whether requests may be sent again."""
     numbers = itertools.count()
 
     def __init__(self, *requests: Request) -> None:
@@ -396,10 +394,9 @@ class Pool:
             request = job.current
             may_be_guilty = worker.is_loaded and (request is not None or not worker.running)
             is_guilty = may_be_guilty and (is_certain or job.is_suspect)
-            is_lost = job.num_sent > 0 and not job.is_replayable
             job.is_suspect |= may_be_guilty
             job.num_sent, job.current = 0, None
-            if is_guilty or is_lost:
+            if is_guilty:
                 self._fail(job, failure, request)
             else:
                 self.add(job)

@@ -27,7 +27,7 @@ FREE_SETTINGS = (
     *("rollout.mesh", "rollout.pool", "rollout.segment", "rollout.pdsr", "rollout.workers", "rollout.ray"),
     *("rollout.prefill_length_min", "rollout.max_length_total"),
     *("reward.batch_size", "optimizer.offload"),
-    *("plugins", "env.step_timeout_s", "env.replayable", "env.concurrency", "env.max_suspended"),
+    *("plugins", "env.step_timeout_s", "env.concurrency", "env.max_suspended"),
     # Checkpoints contain fingerprints of the models and data that these select.
     *("model.path", "model.lora", "critic.path"),
     "reward.model",

@@ -17,6 +17,7 @@ REMOVED: dict[str, str] = {
     "env.episode_timeout_s": "all steps of a sample may take an hour together; env.step_timeout_s limits each",
     "env.load_timeout_s": "imports may take a minute",
     "env.memory_mib": "it is called plugins.memory_mib now, and applies to reward functions, too",
+    "env.replayable": "samples of a lost process are played again, and dropped if they get another answer",
     "env.workers": "it is called plugins.workers now, and applies to reward functions, too",
     "mesh.heartbeat_s": "hosts stop 60 s after the last heartbeat of another",
     "model.revision": "model.path names the revision, as in owner/name@v1.0",

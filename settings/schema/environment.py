@@ -66,10 +66,8 @@ class EnvironmentSettings(Section):
     """How the policy writes tool calls: as JSON between `<tool_call>` and `</tool_call>` (json_tags: Qwen, SmolLM,
     Hermes), as one JSON object (json: Llama 3), or not at all (none). auto = as the chat template says."""
     step_timeout_s: float = Field(default=30.0, gt=0, le=86_400)
-    """Seconds after which one step of an environment counts as hung; its process is then ended."""
-    replayable: bool = True
-    """Whether `reset` and the same turns lead to the same state again. After the loss of a process, its other samples
-    are then played again from the start; otherwise they are dropped."""
+    """Seconds after which one step of an environment counts as hung; its process is then ended. Its other samples are
+    played again from the start, and dropped if they get another answer to the same turns."""
     concurrency: int = Field(default=32, ge=1, le=4096)
     """Samples that each process serves at once, in threads, which share modules and memory: for environments that wait
     rather than compute."""

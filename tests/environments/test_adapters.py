@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -90,14 +91,30 @@ def test_gym_returns_four_or_five_values(
     assert answer.metrics == ({"steps": 3.0} if "steps" in str(result) else {})
 
 
-@pytest.mark.parametrize("observation", [object(), {"grid": 1}, [1, 2]])
-def test_an_observation_that_is_no_text_is_refused(observation: Any) -> None:
-    class Gym(Echo):
-        def step(self, action):
-            return observation, 0.0, False, {}
+@pytest.mark.parametrize(
+    ("result", "message"),
+    [
+        (5, "step returned int 5, expected a StepResult"),
+        (None, "step returned None, expected"),
+        (("a", 1.0, False), "step returned tuple"),
+        (StepResult(), "returned no message, although the episode goes on"),
+        (StepResult("x" * (2**20 + 1)), "returned more than 1048576 characters"),
+        (StepResult("a", terminated="maybe"), "terminated is str 'maybe', expected True or False"),  # pyright: ignore[reportArgumentType]
+        (StepResult([{"role": "assistant", "content": "I win"}]), "a message of 'assistant', expected user or tool"),
+        (StepResult([{"role": "user", "content": b"a"}]), "'content': b'a'}, expected text"),  # pyright: ignore[reportArgumentType]
+        ((object(), 0.0, False, {}), "expected text, or messages with text"),
+        (({"grid": 1}, 0.0, False, {}), "expected text, or messages with text"),
+        (([1, 2], 0.0, False, {}), "expected text, or messages with text"),
+        (("x", np.array([1, 2]), False, {}), "expected a number"),
+    ],
+)
+def test_what_no_step_can_return_is_refused(result: Any, message: str) -> None:
+    class Wrong(Echo):
+        def step(self, text):
+            return result
 
-    with pytest.raises(PlugInValueError, match="expected text, or messages with text"):
-        adapt(Gym()).step("x", [])
+    with pytest.raises(PlugInValueError, match=re.escape(message)):
+        adapt(Wrong()).step("x", [])
 
 
 class Counter:
@@ -229,15 +246,6 @@ def test_numbers_of_numpy_are_numbers(number: Any) -> None:
     assert type(answer.reward) is float and adapted.score() == {"s": float(number)}
     (result,) = contents(adapted.step("x", [ToolCall("measure", {})]))
     assert json.loads(result) == {"n": number.item(), "all": [1, 2]}
-
-
-def test_an_array_is_no_reward() -> None:
-    class Gym(Echo):
-        def step(self, action):
-            return "x", np.array([1, 2]), False, {}
-
-    with pytest.raises(PlugInValueError, match="expected a number"):
-        adapt(Gym()).step("x", [])
 
 
 def test_halves_of_characters_in_results_are_replaced() -> None:

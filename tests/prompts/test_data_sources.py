@@ -30,13 +30,6 @@ def test_held_out_rows_are_always_the_same_and_spread_over_the_file(tmp_path):
     assert len(load_held_out_data(data, num_prompts=1000).rows) == 100
 
 
-def test_null_holds_out_all_there_is(tmp_path):
-    data = DataSettings(source="unread.jsonl", eval_source=write_rows(tmp_path / "test.jsonl", 100))
-    assert len(load_held_out_data(data, num_prompts=None).rows) == 100
-    # Of what can be made on the spot, no more than there is to train on.
-    assert len(load_held_out_data(DataSettings(num_problems=50), num_prompts=None).rows) == 50
-
-
 def test_a_file_is_not_evaluated_on_itself_unless_asked_for(tmp_path):
     path = write_rows(tmp_path / "train.jsonl", 3)
     with pytest.raises(InputError, match=r"data\.eval_source is not set"):

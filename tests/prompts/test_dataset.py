@@ -51,11 +51,6 @@ def test_rows_without_an_answer_are_counted(tmp_path):
     assert load_dataset(path).to_text().endswith("3 rows (prompt from prompt, answer from answer, 2 without an answer)")
 
 
-def test_an_answer_is_optional(tmp_path):
-    dataset = load_dataset(write_lines(tmp_path / "d.jsonl", {"prompt": "p"}))
-    assert dataset.rows[0].answer is None and dataset.column_mapping == {"prompt": "prompt"}
-
-
 def test_a_row_without_its_answer_has_none(tmp_path):
     dataset = load_dataset(write_lines(tmp_path / "d.jsonl", {"prompt": "p", "answer": "1"}, {"prompt": "q"}))
     assert [row.answer for row in dataset.rows] == ["1", None]
@@ -119,12 +114,6 @@ def test_an_absent_file_is_named_by_its_absolute_path(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(InputError, match=str(tmp_path / "absent.jsonl")):
         load_dataset("absent.jsonl")
-
-
-def test_a_hub_id_without_its_prefix_is_recognised(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(InputError, match="hf:openai/gsm8k"):
-        load_dataset("openai/gsm8k")
 
 
 def test_another_kind_of_file_is_refused_with_the_kinds_that_work(tmp_path):

@@ -17,7 +17,7 @@ from tests.prompts.chat_families import CALCULATOR, CHATML, FAMILIES, Family, fa
 
 Make = Callable[..., Tokenizer]
 QUESTION = {"role": "user", "content": "How much is it?"}
-OBSERVATIONS = ["he said: 数 🙂 é", "\n\n  two blanks first", "", "  \n", 'a "quoted" {"x": [1]} \\n\t', "one\n", "\n"]
+OBSERVATIONS = ["he said: 数 🙂 é\n", "\n\n  two blanks first", "", 'a "quoted" {"x": [1]} \\n\t']
 TOOL_FAMILIES = ["qwen2_5", "qwen3", "llama3_1"]
 CALL = '<tool_call>\n{"name": "calculator", "arguments": {"text": "1+1"}}\n</tool_call>'
 
@@ -95,14 +95,6 @@ def test_without_an_observation_the_next_turn_starts_behind_the_last(name, make)
     assert chat[-len(ids) - 1] in tokenizer.eos_ids
 
 
-def test_smollm2s_own_tokenizer_gives_the_conversation_of_transformers(smollm2_gguf):
-    tokenizer = load_tokenizer(open_model(str(smollm2_gguf)))
-    encoder, turns = ObservationEncoder(tokenizer), ["Four.", "Are you sure?", "Yes, 12345"]
-    answers = [[{"role": "user", "content": text}] for text in OBSERVATIONS[:3]]
-    expected = tokenizer.chat_ids(whole(turns, answers))
-    assert conversation(encoder, tokenizer, (), turns, answers) == expected
-
-
 def test_qwen3s_thinking_stays_where_tools_answer(make, tmp_path):
     tokenizer = make("qwen3")
     turns = [f"<think>\nthought {number}\n</think>\n\n{CALL}" for number in range(3)]
@@ -134,59 +126,6 @@ def test_without_thinking_the_next_turn_starts_behind_its_empty_thinking(make, t
     assert tokenizer.decode(ids).endswith("assistant\n<think>\n\n</think>\n\n")
     messages = whole(["one"], [given])
     assert rendered(tmp_path, messages, [CALCULATOR], enable_thinking=False)[-len(ids) :] == ids
-
-
-TRANSCRIPTS = {
-    "qwen3": [
-        ("<|im_start|>user\nHow much is it?<|im_end|>\n<|im_start|>assistant\n", False),
-        (f"<think>\nadd\n</think>\n\n{CALL}<|im_end|>", True),
-        ("\n<|im_start|>user\n<tool_response>\n2\n</tool_response><|im_end|>\n<|im_start|>assistant\n", False),
-        ("<think>\n\n</think>\n\nIt is 2.<|im_end|>", True),
-        ("\n<|im_start|>user\nSure?<|im_end|>\n<|im_start|>assistant\n", False),
-        ("Yes.<|im_end|>", True),
-    ],
-    "llama3_1": [
-        (
-            "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\nCutting Knowledge Date: December 2023\n"
-            "Today Date: 26 Jul 2024\n\n<|eot_id|>"
-            "<|start_header_id|>user<|end_header_id|>\n\nHow much is it?<|eot_id|>"
-            "<|start_header_id|>assistant<|end_header_id|>\n\n",
-            False,
-        ),
-        ('{"name": "calculator", "parameters": {"text": "1+1"}}<|eom_id|>', True),
-        (
-            '<|start_header_id|>ipython<|end_header_id|>\n\n"2"<|eot_id|>'
-            "<|start_header_id|>assistant<|end_header_id|>\n\n",
-            False,
-        ),
-        ("It is 2.<|eot_id|>", True),
-        (
-            "<|start_header_id|>user<|end_header_id|>\n\nSure?<|eot_id|>"
-            "<|start_header_id|>assistant<|end_header_id|>\n\n",
-            False,
-        ),
-        ("Yes.<|eot_id|>", True),
-    ],
-}
-
-
-def masked(tokenizer: Tokenizer, turns: list[str], answers: list[Any]) -> list[tuple[str, bool]]:
-    """Returns text and mask of each run of tokens of equal masks."""
-    encoder = ObservationEncoder(tokenizer)
-    runs = [(tokenizer.chat_ids([QUESTION]), False)]
-    for number, turn in enumerate(turns):
-        runs.append((tokenizer.encode_rendered(turn), True))
-        if number < len(answers):
-            runs.append((encoder.encode(answers[number]), False))
-    return [(tokenizer.decode_with_special_tokens(ids), mask) for ids, mask in runs]
-
-
-@pytest.mark.parametrize("name", TRANSCRIPTS)
-def test_a_masked_transcript_is_the_one_written_by_hand(name, make):
-    expected = TRANSCRIPTS[name]
-    turns = [text for text, mask in expected if mask]
-    answers = [[{"role": "tool", "content": "2"}], [{"role": "user", "content": "Sure?"}]]
-    assert masked(make(name), turns, answers) == expected
 
 
 def test_the_builtin_model_repeats_no_end_token_and_needs_none():

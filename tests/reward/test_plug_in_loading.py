@@ -17,20 +17,11 @@ pytestmark = WORKERS
     ("source", "function", "message"),
     [
         (None, "no.py:f", "no.py:f: no such file: /"),
-        (None, "no_such_module:f", "there is no module `no_such_module` in /"),
-        (None, "json.no:f", "there is no module `json.no` in /"),
-        ("def g(completion): return 1\n_h = g", "plug.py:f", "plug.py has no `f`; its functions: g"),
-        ("f = 3", "plug.py:f", "f is a int, not a function"),
         ("class f:\n    def __init__(self, completion): ...", "plug.py:f", "f is a class, not a function"),
         ("import os\n1 / 0", "plug.py:f", "importing plug.py failed: ZeroDivisionError: division by zero (plug.py:2)"),
-        ("def f(:", "plug.py:f", "importing plug.py failed: SyntaxError: invalid syntax (plug.py:1)"),
-        ("import no_such_package", "plug.py:f", "ModuleNotFoundError: No module named 'no_such_package' (plug.py:1)"),
-        ("import no_such_package", "plug:f", "importing plug failed: ModuleNotFoundError: No module named 'no_such_p"),
         ("raise SystemExit(0)", "plug:f", "importing plug failed: SystemExit: 0 (plug.py:1)"),
         ("def f(completion, mood): return 1", "plug.py:f", "cannot be filled: `mood`. A function takes"),
-        ("def f(): return 1", "plug.py:f", "has no parameter that a sample can fill"),
         ("import math\nf = math.hypot", "plug.py:f", "its signature cannot be read"),
-        ("import math\nf = math.sqrt", "plug.py:f", "takes `x` by position only"),
     ],
 )  # fmt: skip
 def test_a_broken_plug_in_is_an_input_error(
@@ -50,10 +41,3 @@ def test_a_good_plug_in_is_closed_when_the_next_one_is_broken(tmp_path: Path) ->
     path = write_plug_in(tmp_path, "def f(completion): return 1")
     with pytest.raises(InputError, match="has no `g`"):
         score([f"{path}:f", f"{path}:g"], make_group("a"))
-
-
-def test_a_function_that_cannot_be_loaded_again_ends_the_run(tmp_path: Path) -> None:
-    path = write_plug_in(tmp_path, "import os\ndef f(completion):\n    os.unlink(__file__)\n    os._exit(1)")
-    scored = score([f"{path}:f"], make_group("a"), workers=1)
-    why = f"reward.functions: {path}:f: two attempts to start a process have failed: no such file: "
-    assert (scored.fatal_error or "").startswith(why)

@@ -50,12 +50,6 @@ def test_an_asked_for_variable_must_be_set(tmp_path: Path, monkeypatch: pytest.M
         score(["gsm8k"], make_group("a"), env_vars=["JUDGE_KEY"])
 
 
-def test_what_a_plug_in_prints_goes_to_stderr(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    path = write_plug_in(tmp_path, "print('hello at import')\ndef f(completion):\n    print('hello')\n    return 1")
-    assert values_of(score([f"{path}:f"], make_group("a"))) == [1.0]
-    assert capfd.readouterr() == ("", "hello at import\nhello\n")
-
-
 def test_what_a_plug_in_prints_cannot_command_the_terminal(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     source = (
         "import os, sys\ndef f(completion):\n    print(completion)\n    os.write(1, b'\\xff\\x1b]0;title\\x07\\n')\n"
@@ -104,8 +98,3 @@ def test_the_environment_of_the_trainer_cannot_be_read_by_others(tmp_path: Path)
     score([f"{write_plug_in(tmp_path, 'def f(completion): return 1')}:f"], make_group("a"))
     get_dumpable = 3
     assert ctypes.CDLL(None).prctl(get_dumpable, 0, 0, 0, 0) == 0
-
-
-def test_a_plug_in_may_close_what_it_prints_to(tmp_path: Path) -> None:
-    path = write_plug_in(tmp_path, "import os\ndef f(completion):\n    os.close(1)\n    os.close(2)\n    return 1")
-    assert values_of(score([f"{path}:f"], make_group("a"), workers=1)) == [1.0]

@@ -56,19 +56,8 @@ def test_a_rollout_that_cannot_be_scheduled_is_refused_in_one_line(check, overri
 @pytest.mark.parametrize(
     "override",
     [
-        "rollout.scheduler=fifo",
-        "rollout.placement=here",
-        "rollout.workers.fast.slots=0",
-        "rollout.workers.heavy.count=-1",
-        "rollout.pdsr.percentile=0",
-        "rollout.pdsr.percentile=100",
-        "rollout.pdsr.heavy_percent=0",
-        "rollout.segment.min=0",
-        "rollout.pdsr.unit=steps",
-        "rollout.pool=slurm",
         "rollout.ray.address=ray://head:10001",
         "rollout.ray.heavy_resources={large_memory: 0}",
-        "rollout.pdsr.window=31",
     ],
 )
 def test_values_out_of_bounds_are_refused(override: str) -> None:
@@ -113,7 +102,7 @@ def test_devices_that_would_idle_are_refused(overrides: list[str], message: str)
         check_for_train(load(None, [*chosen, *overrides], {}))
 
 
-@pytest.mark.parametrize("value", ["0", "1", "1.5", "-0.5", "[]", "[0, 1]", "[2, 2]", "[1.5]", "half"])
+@pytest.mark.parametrize("value", ["0", "1", "[]", "[0, 1]", "[2, 2]", "half"])
 def test_devices_that_only_generate_are_a_share_or_a_list(value: str) -> None:
     with pytest.raises(InputError, match=r"rollout\.devices"):
         load(None, [f"rollout.devices={value}"], {})
