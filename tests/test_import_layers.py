@@ -40,17 +40,19 @@ LAYER_OF = {package: number for number, packages in enumerate(LAYERS) for packag
 
 SETTINGS_BELOW_RUNTIME = {
     # The numbers of AdamW and its schedule; a literal.
-    "app.update": {"schema.optimizer.OptimizerSettings", "schema.score.ScoredRole"},
+    "app.update": {"schema.algorithm.OptimizerSettings", "schema.score.ScoredRole"},
     "app.rollout": {
         # The numbers of the policies and of the length of segments; literals; a Ray actor makes a mesh of its own.
         *("schema.rollout.PdsrSettings", "schema.rollout.SegmentSettings", "schema.rollout.KVCacheType"),
         "schema.rollout.PDSR_WINDOW_MIN",
-        *("schema.lora.Quantization", "schema.mesh.MeshSettings"),
+        *("schema.model.Quantization", "schema.mesh.MeshSettings"),
     },
-    # Source, split and columns of the data sets.
-    "app.prompts": {"schema.data.DataSettings"},
-    # Two literals.
-    "app.model": {"schema.model.AttentionImplementation", "schema.lora.Quantization"},
+    # Source, split and columns of the data sets; the syntax of their names.
+    "app.prompts": {"schema.data.DataSettings", "schema.model.split_revision"},
+    # Two literals; the syntax of a model's name.
+    "app.model": {
+        *("schema.model.AttentionImplementation", "schema.model.Quantization", "schema.model.split_revision"),
+    },
     "app.mesh": {
         # Shape, platform and hosts; suggestions for the misspelled name of a slice.
         "schema.mesh.MeshSettings",
@@ -66,7 +68,7 @@ SETTINGS_BELOW_RUNTIME = {
     "app.plugins": {"loading.secrets.redact", "loading.secrets.redact_also"},
     # The environment and the limits of its processes; the values of keys, which are never shown.
     "app.environments": {
-        *("loading.secrets.redact", "schema.environment.EnvironmentSettings", "schema.plugins.PluginSettings"),
+        *("loading.secrets.redact", "schema.plugins.EnvironmentSettings", "schema.plugins.PluginSettings"),
     },
     # The saved settings of a run, beside the defaults.
     "app.report": {"loading.fields.FIELDS"},

@@ -42,7 +42,7 @@ from app.model.lora import LoRAConfig, LoRAParam
 from app.model.quantization import CODES, SCALES, KernelQuantizer
 from app.model.rope import rope_frequencies
 from app.model.segment_layout import SegmentLayout
-from settings.schema.lora import Quantization
+from settings.schema.model import Quantization
 
 Params = dict[str, Any]
 """A nested dict of arrays: the form in which packages exchange weights."""

@@ -17,7 +17,7 @@ from app.mesh.axis_rules import current_device
 from app.model.architecture import Architecture
 from app.model.lora import LoRAConfig, LoRAParam
 from app.model.quantization import KernelQuantizer
-from settings.schema.lora import Quantization
+from settings.schema.model import Quantization
 
 INITIAL_STDDEV = 0.02
 

@@ -23,7 +23,7 @@ from jaxtyping import Array, Float, Float32, Int, UInt8, UInt32
 from app.mesh.axis_rules import current_device, shard_map_by_dims
 from app.records.versions import NOT_INSTALLED, QUANTIZATION_PACKAGE, minimum_versions, parse_release, version_of
 from settings.errors import InputError
-from settings.schema.lora import Quantization
+from settings.schema.model import Quantization
 
 CODES, SCALES = "codes", "scales"
 """Leaf names of a quantized kernel, in place of `kernel`."""

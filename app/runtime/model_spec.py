@@ -22,7 +22,7 @@ from app.records.text_format import format_percent
 from app.records.versions import QUANTIZATION_PACKAGE, version_of
 from settings import Settings
 from settings.errors import InputError
-from settings.schema.lora import PROJECTION_GROUPS, LoRASettings
+from settings.schema.model import PROJECTION_GROUPS, LoRASettings
 from settings.schema.rollout import RolloutWeights
 
 LORA_FINGERPRINT = "model.lora"

@@ -56,8 +56,7 @@ from app.update.value_loss import (
     squared_error,
 )
 from settings import Settings
-from settings.schema.algorithm import AlgorithmSettings
-from settings.schema.optimizer import OptimizerSettings
+from settings.schema.algorithm import AlgorithmSettings, OptimizerSettings
 from settings.schema.score import ScoredRole
 
 LOG_RATIOS: Mapping[str, LogRatioFn] = MappingProxyType({"token": token_log_ratio, "sequence": sequence_log_ratio})

@@ -15,7 +15,7 @@ from jaxtyping import Array, Int32
 from app.mesh.placement import HOST_MEMORY
 from app.model.decoder import Params
 from app.model.lora import LORA_A, LORA_B
-from settings.schema.optimizer import OptimizerSettings
+from settings.schema.algorithm import OptimizerSettings
 
 DECAYED = ("kernel", "embedding", "output", LORA_A, LORA_B)
 """Leaf names of matrices, including adapters; norms, biases and frozen routers are not decayed."""

@@ -39,7 +39,7 @@ from app.update.policy_loss import PolicyLoss, detached_logprobs, make_policy_ob
 from app.update.step import UpdateStep
 from app.update.surrogate import clipped_surrogate
 from app.update.updater import PolicyBatchPacker, Updater
-from settings.schema.optimizer import OptimizerSettings
+from settings.schema.algorithm import OptimizerSettings
 
 SMALL = Architecture(
     family="llama",

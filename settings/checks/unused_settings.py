@@ -13,7 +13,7 @@ from settings.loading.fields import FIELDS, value_of
 from settings.loading.inherited_settings import MICRO_BATCH_TWINS
 from settings.loading.resolve import Resolved
 from settings.schema.algorithm import CRITIC_ESTIMATORS
-from settings.schema.environment import EnvironmentSettings
+from settings.schema.plugins import EnvironmentSettings
 from settings.schema.settings import Settings
 
 ESTIMATOR, CORRECTION, RANK = "algorithm.estimator", "algorithm.correction", "model.lora.rank"

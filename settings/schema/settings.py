@@ -9,13 +9,11 @@ from __future__ import annotations
 
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
-from settings.schema.algorithm import CRITIC_ESTIMATORS, AlgorithmSettings, CriticSettings
+from settings.schema.algorithm import CRITIC_ESTIMATORS, AlgorithmSettings, CriticSettings, OptimizerSettings
 from settings.schema.data import DataSettings
-from settings.schema.environment import EnvironmentSettings
 from settings.schema.mesh import MeshSettings
 from settings.schema.model import ModelSettings
-from settings.schema.optimizer import OptimizerSettings
-from settings.schema.plugins import PluginSettings
+from settings.schema.plugins import EnvironmentSettings, PluginSettings
 from settings.schema.reward import RewardSettings
 from settings.schema.rollout import RolloutSettings
 from settings.schema.run import CheckpointSettings, EvalSettings, LoggingSettings, RunSettings, WatchdogSettings

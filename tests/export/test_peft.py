@@ -19,7 +19,7 @@ from app.export.peft import (
 from app.export.safetensors_writer import write_safetensors
 from app.model.decoder import DecoderDefinition, Params
 from app.model.lora import LoRAConfig, combine_params
-from settings.schema.lora import PROJECTIONS as TARGETS
+from settings.schema.model import PROJECTIONS as TARGETS
 from tests.model.test_parity import (
     SHORT_ROWS,
     load_ours,

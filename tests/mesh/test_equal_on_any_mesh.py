@@ -29,7 +29,7 @@ from app.update.step import VALUE_METRICS, UpdateStep
 from app.update.surrogate import dual_clipped_surrogate
 from app.update.updater import PolicyBatchPacker, Updater
 from app.update.value_loss import ValueBatchPacker, ValueLoss, clipped_squared_error, make_value_objective
-from settings.schema.optimizer import OptimizerSettings
+from settings.schema.algorithm import OptimizerSettings
 from tests.tiny import (
     BIASED,
     EVEN,

@@ -21,7 +21,7 @@ from app.model.lora import LoRAConfig, combine_params
 from app.model.rope import rope_frequencies
 from app.model.segment_layout import SegmentLayout, single_segment_layout
 from app.model.token_logprobs import completion_logprobs
-from settings.schema.lora import PROJECTIONS
+from settings.schema.model import PROJECTIONS
 from tests.layouts import layout_of
 from tests.tiny import BIASED, EVEN, MIXTURE, ODD, SWITCHED, assert_trees_close, make_mesh, random_params
 

@@ -16,7 +16,7 @@ from app.model.decode_weights import DecodeConversion
 from app.model.decoder import DecoderDefinition, Params, flatten_by_path
 from app.model.lora import LORA_A, LORA_B, LoRAConfig, combine_params, init_adapters, merge_adapters
 from app.model.segment_layout import single_segment_layout
-from settings.schema.lora import PROJECTIONS
+from settings.schema.model import PROJECTIONS
 from tests.tiny import BIASED, EVEN, ODD, SWITCHED, make_mesh, random_params
 
 FLOAT32 = jnp.dtype("float32")

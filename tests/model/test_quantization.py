@@ -25,7 +25,7 @@ from app.records.versions import NOT_INSTALLED
 from app.rollout.request import GenerationRequest
 from app.rollout.sampling.token_sampling import SamplingRules
 from settings.errors import InputError
-from settings.schema.lora import PROJECTIONS, Quantization
+from settings.schema.model import PROJECTIONS, Quantization
 from tests.model.io.test_hf_weights import Held, random_file
 from tests.quantized import dequantized, dequantized_params
 from tests.tiny import BIASED, EVEN, make_engine, make_mesh, make_prompt, random_params, random_prompts

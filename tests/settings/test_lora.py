@@ -7,7 +7,7 @@ import pytest
 from settings import InputError, Resolved
 from settings.checks.commands import check_for_train
 from settings.checks.unused_settings import launch_notices, unused_adapter_notices
-from settings.schema.lora import PROJECTIONS, TARGETS
+from settings.schema.model import PROJECTIONS, TARGETS
 from tests.settings.loading import with_sets
 
 RANK = "model.lora.rank=8"

@@ -17,8 +17,8 @@ from app.model.lora import LoRAConfig, combine_params, merge_adapters
 from app.update.optimizer import DECAYED, TrainState, init_train_state, make_optimizer, train_state_shardings
 from app.update.policy_loss import Objective, make_policy_objective
 from app.update.step import UpdateStep
-from settings.schema.lora import PROJECTIONS
-from settings.schema.optimizer import OptimizerSettings
+from settings.schema.algorithm import OptimizerSettings
+from settings.schema.model import PROJECTIONS
 from tests.tiny import BIASED, assert_trees_close, make_mesh, one_a_row, pack_update, random_params
 from tests.update.test_step import EVERYTHING, SAMPLES
 

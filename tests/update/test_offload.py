@@ -24,7 +24,7 @@ from app.update.offload import update_at_once, update_by_layer
 from app.update.optimizer import TrainState, init_train_state, make_optimizer, make_schedule, train_state_shardings
 from app.update.policy_loss import LossStats
 from app.update.step import POLICY_METRICS, AccumulatedGradients, apply_gradients
-from settings.schema.optimizer import OptimizerSettings
+from settings.schema.algorithm import OptimizerSettings
 from tests.tiny import EVEN, EXPERTS, ODD, assert_trees_close, make_mesh, random_params
 
 DEEP = replace(ODD, num_layers=3)

@@ -10,7 +10,7 @@ import pytest
 
 from app.model.decoder import DecoderDefinition
 from app.update.optimizer import init_train_state, make_optimizer, make_schedule, train_state_shardings
-from settings.schema.optimizer import OptimizerSettings
+from settings.schema.algorithm import OptimizerSettings
 from tests.tiny import BIASED, EVEN, make_mesh, random_params
 
 CONSTANT = optax.constant_schedule(0.1)

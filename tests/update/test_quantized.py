@@ -12,7 +12,7 @@ from app.model.decoder import DecoderDefinition, Params
 from app.model.io.hf_weights import load_weights
 from app.model.lora import LoRAConfig, combine_params
 from app.update.policy_loss import make_policy_objective
-from settings.schema.lora import PROJECTIONS, Quantization
+from settings.schema.model import PROJECTIONS, Quantization
 from tests.model.io.test_hf_weights import Held, random_file
 from tests.quantized import dequantized_params
 from tests.tiny import EVEN, assert_trees_close, make_mesh, one_a_row, pack_update, random_params

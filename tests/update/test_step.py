@@ -19,7 +19,7 @@ from app.update.optimizer import TrainState, init_train_state, make_optimizer, t
 from app.update.policy_loss import PolicyLoss, make_policy_objective
 from app.update.step import UpdateStep
 from app.update.surrogate import dual_clipped_surrogate
-from settings.schema.optimizer import OptimizerSettings
+from settings.schema.algorithm import OptimizerSettings
 from tests.tiny import (
     ODD,
     PLAIN_LOSS,

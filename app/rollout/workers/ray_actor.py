@@ -33,8 +33,8 @@ from app.rollout.sequence import RolloutSequence
 from app.rollout.stop_strings import DecodeText
 from app.rollout.workers.worker import Admission, RolloutWorker
 from settings.errors import InputError
-from settings.schema.lora import Quantization
 from settings.schema.mesh import MeshSettings
+from settings.schema.model import Quantization
 
 BitLeaves = list[np.ndarray]
 """Leaves of a tree as unsigned integers with the same bits, which processes can share whatever the dtype."""
