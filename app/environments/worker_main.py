@@ -34,7 +34,7 @@ STACK_BYTES = 2 * 2**20
 
 def main() -> None:
     """Loads the environment, reports its tools, and serves requests until the trainer exits."""
-    channel, _, make = start(load)
+    channel, make = start(load)
     episodes: dict[int, queue.SimpleQueue[dict[str, Any]]] = {}
     while True:
         request = channel.receive()

@@ -15,7 +15,6 @@ from __future__ import annotations
 import itertools
 import math
 import os
-import signal
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -50,15 +49,8 @@ class Limits:
     """Requests that a worker answers at once."""
     timeout_s: float
     """Wall-clock time of a request."""
-    cpu_s: int | None = None
-    """Processor time of a request."""
     memory_mib: int
     load_timeout_s: float = LOAD_TIMEOUT_S
-
-    @property
-    def load_cpu_s(self) -> float | None:
-        """Processor time for the import."""
-        return None if self.cpu_s is None else max(self.load_timeout_s, self.cpu_s)
 
 
 @dataclass(eq=False)
@@ -157,7 +149,7 @@ class Pool:
     ) -> None:
         self.limits = limits
         self._program = program
-        self._order = {**order, "memory_mib": limits.memory_mib, "cpu_s": limits.cpu_s, "load_cpu_s": limits.load_cpu_s}
+        self._order = {**order, "memory_mib": limits.memory_mib}
         self._name = name
         self._environment = environment
         self._workers: list[Worker] = []
@@ -375,7 +367,7 @@ class Pool:
         """
         status = worker.kill()
         self._workers.remove(worker)
-        failure = failure or self._describe_end(worker, status)
+        failure = failure or Failure("exit", describe_exit(status))
         if not worker.is_loaded:
             is_told = failure.kind == "refused"
             why = failure.text if is_told else f"during the import, it {failure.text.removeprefix('its process ')}"
@@ -387,7 +379,7 @@ class Pool:
                     "command again, grpo train with --resume auto"
                 )
             self._start_failed = True
-        is_certain = failure.kind in ("timeout", "cpu") and len(worker.running) == 1
+        is_certain = failure.kind == "timeout" and len(worker.running) == 1
         for job in worker.jobs.values():
             if not job.is_wanted:  # it was about to close
                 continue
@@ -400,12 +392,6 @@ class Pool:
                 self._fail(job, failure, request)
             else:
                 self.add(job)
-
-    def _describe_end(self, worker: Worker, status: int) -> Failure:
-        if status == -signal.SIGXCPU:
-            seconds = self.limits.cpu_s if worker.is_loaded else self.limits.load_cpu_s
-            return Failure("cpu", f"used more than {seconds:g} s of processor time")
-        return Failure("exit", describe_exit(status))
 
 
 def _can_take(worker: Worker, job: Job) -> bool:

@@ -1,14 +1,14 @@
-"""What contains the program of a worker: a supervising process, and limits of memory and processor time.
+"""What contains the program of a worker: a supervising process, and a limit of memory.
 
 On Linux a worker consists of two processes: the first supervises, the second runs the plug-in. Orphaned descendants
-become children of the first one, so that daemons that the plug-in starts end with the worker.
+become children of the first one, so that daemons that the plug-in starts end with the worker. The first one itself ends
+with the trainer, also if the plug-in lets no other thread of the second one run.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import math
 import os
 import resource
 import signal
@@ -17,21 +17,23 @@ import time
 from pathlib import Path
 from typing import NoReturn
 
-PR_SET_CHILD_SUBREAPER = 36
-"""The constant of `man 2 prctl`."""
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+"""Constants of `man 2 prctl`."""
 KILL_LIMIT_S = 10
 
 
 def supervise() -> None:
     """Returns in a child process. The parent waits for its end, kills all other descendants, and ends in the same way.
 
-    SIGTERM makes the parent kill the child. Other systems than Linux have no subreaper, and the process stays alone.
+    SIGTERM makes the parent kill the child, and so does the end of the trainer, or of the thread that started the
+    worker. Other systems than Linux have no subreaper, and the process stays alone.
     """
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if sys.platform != "linux":
         return
-    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
     child = os.fork()
     if child:
         _end_like(child)
@@ -94,11 +96,3 @@ def limit_memory(num_bytes: int) -> list[str]:
     except (ValueError, OSError):  # macOS
         return ["memory"]
     return []
-
-
-def limit_cpu(seconds: float) -> None:
-    """Limits how much more processor time this process may use before it is killed."""
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    _, hard = resource.getrlimit(resource.RLIMIT_CPU)
-    ceiling = math.ceil(usage.ru_utime + usage.ru_stime + seconds)
-    resource.setrlimit(resource.RLIMIT_CPU, (ceiling if hard == resource.RLIM_INFINITY else min(ceiling, hard), hard))

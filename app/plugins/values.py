@@ -24,7 +24,7 @@ class Failure(NamedTuple):
     """The reason why there is no value for a sample."""
 
     kind: str
-    """Of all plug-ins: `raised`, `value` (it returned something unusable), `timeout`, `cpu`, `memory` or `exit` (its
+    """Of all plug-ins: `raised`, `value` (it returned something unusable), `timeout`, `memory` or `exit` (its
     process ended). Of rewards also `length` (of a list), `no reward` (every function abstained), `too long` or
     `template` (unreadable for a reward model). Of environments also `opening` (it differs from that of the other
     samples) or `replay` (it gave another answer to the same turn)."""

@@ -1,7 +1,7 @@
 """The side of a worker: its pipes to the trainer, which carry JSON Lines, and its start.
 
-{"memory_mib": 4096, "load_cpu_s": 60, <what to load>}  ->  {"loaded": {...}} or {"refused": "why"}
-{"key": 7, <a request to job 7>}                        ->  {"key": 7, <its answer>, or "failure": [kind, text]}
+{"memory_mib": 4096, <what to load>}  ->  {"loaded": {...}} or {"refused": "why"}
+{"key": 7, <a request to job 7>}      ->  {"key": 7, <its answer>, or "failure": [kind, text]}
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from app.plugins.loading import LoadError, describe_error
-from app.plugins.supervisor import end_worker, limit_cpu, limit_memory, supervise
+from app.plugins.supervisor import end_worker, limit_memory, supervise
 
 PlugIn = TypeVar("PlugIn")
 
@@ -63,26 +63,24 @@ class TrainerChannel:
 
 def start(
     load: Callable[[dict[str, Any]], tuple[PlugIn, Mapping[str, Any]]],
-) -> tuple[TrainerChannel, dict[str, Any], PlugIn]:
+) -> tuple[TrainerChannel, PlugIn]:
     """Starts a worker: contains it, loads the plug-in and reports that. Exits if the plug-in cannot be loaded.
 
     Args:
         load: returns the plug-in that the trainer's first message names, and what to tell the trainer about it.
 
     Returns:
-        The pipes to the trainer, its first message, and the plug-in.
+        The pipes to the trainer, and the plug-in.
     """
     supervise()
     sys.stdout.reconfigure(line_buffering=True)  # pyright: ignore[reportAttributeAccessIssue]
     channel = TrainerChannel()
     order = channel.receive()
     unlimited = limit_memory(order["memory_mib"] * 2**20)
-    if order["load_cpu_s"] is not None:
-        limit_cpu(order["load_cpu_s"])
     try:
         plug_in, description = load(order)
     except BaseException as error:  # including sys.exit
         channel.send({"refused": str(error) if isinstance(error, LoadError) else describe_error(error)})
         sys.exit()
     channel.send({"loaded": {**description, "unlimited": unlimited}})
-    return channel, order, plug_in
+    return channel, plug_in

@@ -43,10 +43,6 @@ BUILT_IN_PLUG_INS = {MATH_VERIFY: "app.reward.math_answers:math_verify"}
 """Built-in rewards that run as plug-ins: name -> function."""
 
 
-CALL_CPU_S = 30
-"""Processor time of a call. One that lets no other thread run, and whose trainer is gone, ends then."""
-
-
 class ComputeRewards(Protocol):
     """The signature of `RewardFunctions.compute_rewards`."""
 
@@ -274,9 +270,7 @@ class RewardFunctions:
             pool = InProcessPool(item.name, function)
         else:
             plugins = self._plugins
-            limits = Limits(
-                workers=plugins.workers, timeout_s=plugins.timeout_s, cpu_s=CALL_CPU_S, memory_mib=plugins.memory_mib
-            )
+            limits = Limits(workers=plugins.workers, timeout_s=plugins.timeout_s, memory_mib=plugins.memory_mib)
             pool = FunctionPool(function, limits=limits, env_vars=plugins.env_vars)
             self._exit_stack.callback(pool.close)
         return PlugIn(item.name, pool, self._columns, batch_size=self._settings.batch_size)

@@ -16,7 +16,6 @@ from types import SimpleNamespace
 from typing import Any
 
 from app.plugins.loading import LoadError, load_object
-from app.plugins.supervisor import limit_cpu
 from app.plugins.values import (
     Failure,
     PlugInValueError,
@@ -40,11 +39,10 @@ class RewardLengthError(PlugInValueError):
 
 def main() -> None:
     """Loads the function, reports its parameters, and serves calls until the trainer exits."""
-    channel, order, function = start(load)
+    channel, function = start(load)
     with asyncio.Runner() as runner:
         while True:
             request = channel.receive()
-            limit_cpu(order["cpu_s"])
             answer = call_function(function, request, runner)
             channel.end_forked_child()
             channel.send(answer | {"key": request["key"]})

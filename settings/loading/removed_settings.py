@@ -22,7 +22,7 @@ REMOVED: dict[str, str] = {
     "mesh.heartbeat_s": "hosts stop 60 s after the last heartbeat of another",
     "model.revision": "model.path names the revision, as in owner/name@v1.0",
     "optimizer.max_nonfinite_steps": "a run always stops after 3 such updates in a row",
-    "reward.cpu_s": "a call may use 30 s of processor time; plugins.timeout_s limits its duration",
+    "reward.cpu_s": "plugins.timeout_s limits the duration of a call",
     "reward.environment": "it is called plugins.env_vars now, and environments get these variables, too",
     "reward.load_timeout_s": "imports may take a minute",
     "reward.max_characters": "functions get the last 100,000 characters of longer completions",
