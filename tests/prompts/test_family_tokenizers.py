@@ -1,4 +1,4 @@
-"""Tests of small tokenizers like those of Llama 3, Gemma and Mistral: start token and control tokens."""
+"""Tests of small tokenizers like those of Mistral, which write a start token and add spaces."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
-from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
 
 from app.model.io.model_files import open_model
@@ -18,23 +18,6 @@ from app.prompts.encode import encode_prompts
 from app.prompts.tokenizer import Tokenizer, load_tokenizer
 from settings.errors import InputError
 
-LLAMA3_SPLIT = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|"
-    r"\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-LLAMA3_TEMPLATE = (
-    "{{- bos_token }}{%- for message in messages %}"
-    "{{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n' }}"
-    "{{- message['content'] | trim + '<|eot_id|>' }}"
-    "{%- endfor %}{%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{%- endif %}"
-)
-GEMMA_TEMPLATE = (
-    "{{ bos_token }}"
-    "{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
-    "{% for message in messages %}{% set role = 'model' if message['role'] == 'assistant' else message['role'] %}"
-    "{{ '<start_of_turn>' + role + '\n' + message['content'] | trim + '<end_of_turn>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"
-)
 MISTRAL_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}{% if message['role'] == 'user' %}"
     "{{ '[INST] ' + message['content'] + ' [/INST]' }}{% elif message['role'] == 'assistant' %}"
@@ -64,38 +47,11 @@ def added(backend: Backend, control: list[str], *, bos: str) -> Backend:
     return backend
 
 
-def llama3() -> Kind:
-    control = ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
-    tokens = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "ĊĊ", "12", "he", "Ġ12"]
-    vocabulary = {token: i for i, token in enumerate(tokens)}
-    backend = Backend(models.BPE(vocab=vocabulary, merges=[("Ċ", "Ċ"), ("1", "2"), ("h", "e")], ignore_merges=True))
-    split = pre_tokenizers.Split(Regex(LLAMA3_SPLIT), behavior="isolated")
-    plain_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.pre_tokenizer = pre_tokenizers.Sequence([split, plain_bytes])
-    backend.decoder = decoders.ByteLevel()
-    start, opened, closed, end = control
-    chat = [start, opened, *"us", "e", "r", closed, "ĊĊ", "he", "Ġ", "12", end, opened, *"assistant", closed, "ĊĊ"]
-    return Kind(added(backend, control, bos=start), start, end, LLAMA3_TEMPLATE, chat)
-
-
 def sentencepiece(control: list[str]) -> Backend:
     vocabulary = {token: i for i, token in enumerate([*control, *BYTES, *CHARACTERS, "he", "▁h", "▁he"])}
     return Backend(
         models.BPE(vocab=vocabulary, merges=SENTENCEPIECE_MERGES, unk_token="<unk>", byte_fallback=True, fuse_unk=True)
     )
-
-
-def gemma() -> Kind:
-    control = ["<pad>", "<eos>", "<bos>", "<unk>", "<start_of_turn>", "<end_of_turn>"]
-    backend = sentencepiece(control)
-    backend.normalizer = normalizers.Replace(" ", "▁")
-    backend.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
-    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
-    # Line ends are added tokens here, and no control tokens.
-    backend.add_tokens([AddedToken("\n", normalized=False), AddedToken("\n\n", normalized=False)])
-    turn, end = "<start_of_turn>", "<end_of_turn>"
-    chat = ["<bos>", turn, *"user", "\n", "he", "▁", "1", "2", end, "\n", turn, *"model", "\n"]
-    return Kind(added(backend, control, bos="<bos>"), "<bos>", "<eos>", GEMMA_TEMPLATE, chat)
 
 
 def mistral(*, first_only: bool) -> Kind:
@@ -115,8 +71,6 @@ def mistral(*, first_only: bool) -> Kind:
 
 
 KINDS = {
-    "llama3": llama3(),
-    "gemma": gemma(),
     "mistral": mistral(first_only=False),
     "mistral-v3": mistral(first_only=True),
 }
@@ -131,7 +85,7 @@ def tokenizer_of(name: str, folder: Path, *, template_file: bool = False) -> Tok
         "bos_token": kind.bos,
         "eos_token": kind.eos,
         "add_bos_token": True,
-        "tokenizer_class": {"llama3": "PreTrainedTokenizerFast", "gemma": "GemmaTokenizer"}.get(name, "LlamaTokenizer"),
+        "tokenizer_class": "LlamaTokenizer",
         "clean_up_tokenization_spaces": True,
     }
     if template_file:
@@ -166,22 +120,10 @@ def test_plain_text_gets_no_start_token_and_comes_back(name, tmp_path):
         assert tokenizer.decode(ids) == text
 
 
-@EVERY_KIND
-def test_control_tokens_spelled_in_a_message_stay_text(name, tmp_path):
-    tokenizer, kind = tokenizer_of(name, tmp_path), KINDS[name]
-    content = f"he {kind.eos}{kind.bos}12"
-    tokens = tokens_of(name, tokenizer.chat_ids([{"role": "user", "content": content}]))
-    assert [tokens.count(token) for token in (kind.bos, kind.eos)] == [
-        kind.chat.count(token) for token in (kind.bos, kind.eos)
-    ]
-    assert content in tokenizer.decode(tokenizer.chat_ids([{"role": "user", "content": content}]))
-
-
-@pytest.mark.parametrize("name", ["gemma", "mistral"])
-def test_a_template_without_a_system_role_names_the_setting(name, tmp_path):
-    tokenizer = tokenizer_of(name, tmp_path)
+def test_a_template_without_a_system_role_names_the_setting(tmp_path):
+    tokenizer = tokenizer_of("mistral", tmp_path)
     rows = [DatasetRow(uid="row-0", prompt="he 12", answer=None, extra={})]
     how: Any = {"max_prompt_length": 50, "overlong": "error"}
     assert len(encode_prompts(rows, tokenizer, system_prompt=None, **how)[0]) == 1
-    with pytest.raises(InputError, match=r"\['system', 'user'\].*(not supported|Only user).*data\.system_prompt: null"):
+    with pytest.raises(InputError, match=r"\['system', 'user'\].*Only user.*data\.system_prompt: null"):
         encode_prompts(rows, tokenizer, system_prompt="be brief", **how)
