@@ -79,11 +79,11 @@ def test_of_a_relative_path_the_last_name_alone_is_told(run: Path, tiny_model: P
 
 def test_a_base_of_the_hub_is_named_though_the_run_had_a_copy_of_it_here(run: Path, tiny_model: Path) -> None:
     model = read_model_spec(Settings.model_validate({"model": {"path": str(tiny_model)}}))
-    fetched = replace(model, files=replace(model.files, commit="c0ffee"))
+    fetched = replace(model, files=replace(model.files, name="some/model", commit="c0ffee"))
     resolved = load(None, ["model.path=some/model"], {})
     card = model_card(resolved, PolicyCheckpoint.open(run), fetched, export_format=FULL_MODEL, dtype="float32")
     assert yaml.safe_load(card.split("---\n")[1])["base_model"] == "some/model"
-    assert '| `model.path` | `"some/model"` |' in card
+    assert '| `model.path` | `"some/model@c0ffee"` |' in card
     assert "# model after 4 steps of grpo" in card
     assert str(tiny_model) in (run / "settings.yaml").read_text() and str(tiny_model) not in card
 

@@ -87,7 +87,7 @@ def test_a_model_that_is_not_cached_is_a_warning_and_is_not_downloaded(hub: Loca
 def test_without_the_hub_the_cache_decides(
     hub: LocalHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_offline: bool
 ) -> None:
-    fetch_from_hub(MODEL.hub_id, None, files=HUB_FILES)
+    fetch_from_hub(MODEL.hub_id, files=HUB_FILES)
     url = None if is_offline else f"http://{free_address()}"
     use_hub(monkeypatch, url, tmp_path / "cache")
     result = check_hub()

@@ -33,11 +33,11 @@ def write_files(folder: Path, *, version: int = 1) -> Path:
     return folder
 
 
-def refusal(hub_id: str = ID) -> str:
+def refusal(path: str = ID) -> str:
     with pytest.raises(InputError) as caught:
-        open_model(hub_id)
+        open_model(path)
     message = str(caught.value)
-    assert message.startswith(f"model.path: {hub_id!r} is not a local path")
+    assert message.startswith(f"model.path: {path.partition('@')[0]!r} is not a local path")
     assert message.endswith("or set it to a local directory")
     assert "\n" not in message
     return message
