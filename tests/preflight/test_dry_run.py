@@ -174,7 +174,7 @@ def test_the_text_is_a_table_with_the_notes_of_a_launch(config: Path) -> None:
     assert lines[:3] == [
         f"run         {config.parent / 'runs' / 'tiny'}: 4 steps, 4 optimizer steps, at least 0.4 epochs of the data",
         " " * 12 + "dapo (Yu et al. 2025): clip_high 0.28 (grpo: 0.2), filter zero_variance (grpo: none)",
-        " " * 12 + "no effect with algorithm.name = 'dapo' (from --set): critic.lam = 0.5 (from --set)",
+        " " * 12 + "no effect without algorithm.estimator gae: critic.lam = 0.5 (from --set)",
     ]
     header = next(i for i, line in enumerate(lines) if line.startswith("on each device"))
     assert lines[header].split()[-3:] == ["rollout", "evaluation", "update"]
