@@ -51,14 +51,6 @@ class ComputeRewards(Protocol):
     ) -> RewardedSamples: ...
 
 
-class RewardFunc(Protocol):
-    """A built-in or user-supplied reward function."""
-
-    @property
-    def name(self) -> str: ...
-    def compute_outcomes(self, samples: Sequence[Sample], step_info: StepInfo) -> list[RewardOutcome]: ...
-
-
 class TaskReward:
     """A function of `app.reward.builtin_tasks`. It cannot fail, because `check_answers` has verified the answers."""
 
@@ -99,6 +91,9 @@ class EnvironmentReward:
         np.add.at(token_rewards, places, of_turns)
         token_rewards[places[-1]] += sample.reward - sum(of_turns)
         return replace(sample, token_rewards=token_rewards.astype(np.float32))
+
+
+RewardFunc = TaskReward | EnvironmentReward | PlugIn
 
 
 def _episode(sample: Sample) -> Episode:

@@ -78,7 +78,7 @@ def assert_close(ours, expected, atol=1e-5) -> None:
 
 
 @pytest.mark.parametrize("architecture", [ODD, BIASED], ids=["tied", "untied-biases"])
-@pytest.mark.parametrize("temperature", [0.6, 1.0, 1.5])
+@pytest.mark.parametrize("temperature", [0.6, 1.5])
 def test_every_completion_token_is_scored_by_the_position_before_it(architecture, temperature):
     expected = [slow_logprobs(s, architecture, temperature) for s in SAMPLES]
     assert_close(score(SAMPLES, architecture=architecture, temperature=temperature), expected, atol=2e-5)
@@ -93,10 +93,10 @@ SCAN = {"run": Scorer.run_scanned, "trim_tail": False}
 
 
 @pytest.mark.parametrize("strategy", [LOOP, SCAN], ids=["loop", "scan"])
-@pytest.mark.parametrize("num_samples", [1, 3, 8, 9])
-@pytest.mark.parametrize("rows_per_device", [1, 2, 4, 100])
+@pytest.mark.parametrize("num_samples", [1, 9])
+@pytest.mark.parametrize("rows_per_device", [2, 100])
 def test_fixed_micro_batches_change_nothing(rows_per_device, num_samples, strategy):
-    """Micro-batches of 2 and 4 leave an uneven last one of 9 samples."""
+    """Micro-batches of 2 leave an uneven last one of 9 samples."""
     cut = FixedRowBatcher(rows_per_device, trim_tail=strategy["trim_tail"])
     scored = score(SAMPLES[:num_samples], cut=cut, run=strategy["run"])
     for ours, expected in zip(scored, score(SAMPLES), strict=False):
@@ -145,7 +145,7 @@ def test_packed_rows_of_random_lengths_compile_once_for_each_row_shape():
     scorer = Scorer(DecoderDefinition.create(ODD), make_mesh(), dtype=FLOAT32, logits_chunk=128)
     cut, shapes = packed(64, 32), set()
     with closing(CompilationCounter()) as compilations:
-        for seed in range(200):
+        for seed in range(60):
             samples = random_samples(seed % 5 + 1, 3, vocab_size=ODD.vocab_size, seed=seed)
             plan = cut(samples, scorer.mesh).local_plan
             shapes |= {(len(one.rows), one.shape) for one in plan.micro_batches}
