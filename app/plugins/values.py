@@ -91,7 +91,10 @@ def one_line(text: str) -> str:
 
 @functools.cache
 def event_loop() -> asyncio.AbstractEventLoop:
-    """Returns one loop for all threads, which may share connections: these belong to the loop that made them."""
+    """Returns one loop for all threads, which may share connections: these belong to the loop that made them.
+
+    It runs in a thread of its own, because that of a notebook already has a loop.
+    """
     loop = asyncio.new_event_loop()
 
     def run() -> None:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
-import inspect
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -117,22 +114,13 @@ class InProcessPool:
 
     def run(self, requests: Sequence[Mapping[str, Any]]) -> list[Result]:
         """Returns the result of each request, in order."""
-        if not inspect.iscoroutinefunction(self._callable):
-            return self._run(requests)
-        # In another thread, because that of a notebook already has a running event loop.
-        with ThreadPoolExecutor(max_workers=1) as executor:
-            return executor.submit(self._run, requests).result()
-
-    def _run(self, requests: Sequence[Mapping[str, Any]]) -> list[Result]:
         results: list[Result] = []
-        # Not entered, which would start an event loop for nothing.
-        with closing(asyncio.Runner()) as runner:
-            for request in requests:
-                # A copy as a worker gets it, which the function may change.
-                answer = call_function(self._callable, json.loads(json.dumps(request)), runner)
-                if "failure" in answer and answer["failure"].text.startswith("KeyboardInterrupt"):
-                    raise KeyboardInterrupt
-                results.append(read_failure(answer["failure"]) if "failure" in answer else read_outcomes(answer))
+        for request in requests:
+            # A copy as a worker gets it, which the function may change.
+            answer = call_function(self._callable, json.loads(json.dumps(request)))
+            if "failure" in answer and answer["failure"].text.startswith("KeyboardInterrupt"):
+                raise KeyboardInterrupt
+            results.append(read_failure(answer["failure"]) if "failure" in answer else read_outcomes(answer))
         return results
 
 

@@ -9,7 +9,6 @@ request, beside what `app.plugins.worker_program` says:
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 from collections.abc import Callable, Mapping
 from types import SimpleNamespace
@@ -19,10 +18,10 @@ from app.plugins.loading import LoadError, load_object
 from app.plugins.values import (
     Failure,
     PlugInValueError,
-    awaited,
     collect_extras,
     describe_value,
     failure_of,
+    finished,
     to_number,
 )
 from app.plugins.worker_program import start
@@ -40,12 +39,11 @@ class RewardLengthError(PlugInValueError):
 def main() -> None:
     """Loads the function, reports its parameters, and serves calls until the trainer exits."""
     channel, function = start(load)
-    with asyncio.Runner() as runner:
-        while True:
-            request = channel.receive()
-            answer = call_function(function, request, runner)
-            channel.end_forked_child()
-            channel.send(answer | {"key": request["key"]})
+    while True:
+        request = channel.receive()
+        answer = call_function(function, request)
+        channel.end_forked_child()
+        channel.send(answer | {"key": request["key"]})
 
 
 def load(order: Mapping[str, Any]) -> tuple[Callable[..., Any], dict[str, Any]]:
@@ -75,7 +73,7 @@ def describe_parameters(function: Callable[..., Any]) -> list[list[Any]]:
     return [[p.name, p.kind.name, p.default is not p.empty] for p in signature.parameters.values()]
 
 
-def call_function(function: Callable[..., Any], request: Mapping[str, Any], runner: asyncio.Runner) -> dict[str, Any]:
+def call_function(function: Callable[..., Any], request: Mapping[str, Any]) -> dict[str, Any]:
     """Calls the function and returns its outcomes; any error is returned as a failure."""
     arguments = dict(request["arguments"])
     logged: dict[str, float] = {}
@@ -84,9 +82,7 @@ def call_function(function: Callable[..., Any], request: Mapping[str, Any], runn
     if "log_metric" in request:
         arguments["log_metric"] = logged.__setitem__
     try:
-        result = function(**arguments)
-        if inspect.isawaitable(result):
-            result = runner.run(awaited(result))
+        result = finished(function(**arguments))
         if request["is_batch"]:
             return {"outcomes": batch_outcomes(result, request["num_samples"], collect_extras(logged))}
         return {"outcomes": [sample_outcome(result)]}
