@@ -15,6 +15,7 @@ from safetensors.numpy import save_file
 from app.records.jsonl import read_jsonl
 from app.records.sample import Sample
 from app.records.sample_json import sample_from_record
+from app.report import metrics_history
 from app.training.train import train
 from settings import load
 from tests.program import (
@@ -375,15 +376,19 @@ def test_the_best_evaluation_is_saved_though_no_interval_falls_there(config: Pat
     assert f"best eval/accuracy {100 * accuracies[best]:.1f} % after step {best}: checkpoints/best\n" in result.stdout
 
 
-def test_if_the_start_was_best_there_is_no_best_checkpoint_and_the_run_says_so(config: Path) -> None:
-    spoiled = ("optimizer.learning_rate=10.0", "checkpoint.best_metric=eval/truncated_fraction")
+def test_if_the_start_was_best_there_is_no_best_checkpoint_and_the_run_says_so(
+    config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A spoiled model writes only numbers, which would count as better.
+    monkeypatch.setattr(metrics_history, "LOWER_IS_BETTER", frozenset({"eval/format_rate"}))
+    spoiled = ("optimizer.learning_rate=10.0", "checkpoint.best_metric=eval/format_rate")
     result = train_here(config, *spoiled, "run.steps=2", "logging.report=true")
     assert result.exit_code == 0, result.stderr
     run = config.parent / "runs" / "tiny"
-    start, end = (line["eval/truncated_fraction"] for line in metrics_of(run) if "eval/truncated_fraction" in line)
+    start, end = (line["eval/format_rate"] for line in metrics_of(run) if "eval/format_rate" in line)
     assert start < end
     assert {path.name for path in (run / "checkpoints").iterdir()} == {"2"}
-    said = f"raining has not improved eval/truncated_fraction on the start (step 0): {100 * start:.1f} %"
+    said = f"raining has not improved eval/format_rate on the start (step 0): {100 * start:.1f} %"
     assert f"t{said}, by the weights of model.path; there is no checkpoints/best\n" in result.stdout
     assert f"T{said}." in (run / "report.html").read_text()
     result = here("evaluate", "--checkpoint", run / "checkpoints" / "best")
