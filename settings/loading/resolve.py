@@ -14,6 +14,7 @@ from typing import Any
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
+from pydantic_settings import InitSettingsSource
 
 from settings.errors import InputError
 from settings.loading.algorithm_presets import (
@@ -129,10 +130,14 @@ def load(
 
 def _validate(layers: Sequence[Layer]) -> Settings:
     """Merges and validates layers, the strongest first."""
-    leaves = ChainMap(*layers)
+    sources = tuple(
+        InitSettingsSource(Settings, nested({field: leaf.value for field, leaf in layer.items()})) for layer in layers
+    )
     try:
-        return Settings.model_validate(nested({field: leaf.value for field, leaf in leaves.items()}))
+        # pyright sees only the fields as arguments of a pydantic class.
+        return Settings(_build_sources=(sources, {}))  # pyright: ignore[reportCallIssue]
     except ValidationError as error:
+        leaves = ChainMap(*layers)
         # pydantic counts only valid items, so a list with an invalid item is also reported as too short.
         problems = [d for d in error.errors() if not (d["type"] == "too_short" and d["input"])]
         raise InputError("\n".join(_error_message(details, leaves) for details in problems)) from None

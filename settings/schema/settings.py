@@ -7,6 +7,8 @@ This package imports neither jax nor numpy, so that `--print-config` and `--help
 
 from __future__ import annotations
 
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
+
 from settings.schema.algorithm import CRITIC_ESTIMATORS, AlgorithmSettings, CriticSettings, OptimizerSettings
 from settings.schema.data import DataSettings
 from settings.schema.mesh import MeshSettings
@@ -16,14 +18,15 @@ from settings.schema.reward import RewardSettings
 from settings.schema.rollout import RolloutSettings
 from settings.schema.run import CheckpointSettings, EvalSettings, LoggingSettings, RunSettings, WatchdogSettings
 from settings.schema.score import SCORED_ROLES, ScoredRole, ScoreSettings
-from settings.schema.section import Section
 
 LEGACY_PROMPT_ALLOWANCE = 128
 """Number of prompt tokens included in the historic runner's `max_length_total`."""
 
 
-class Settings(Section):
+class Settings(BaseSettings):
     """All settings. `settings.load` builds them from layers; `Settings()` returns the defaults."""
+
+    model_config = SettingsConfigDict(extra="forbid", frozen=True, strict=True)
 
     run: RunSettings = RunSettings()
     model: ModelSettings = ModelSettings()
@@ -79,3 +82,15 @@ class Settings(Section):
         reference = self.algorithm.beta > 0
         needed = {"policy": policy, "reference": reference, "critic": self.has_critic}
         return tuple(role for role in SCORED_ROLES if needed[role])
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Disables pydantic's sources: `settings.loading.sources` reads the environment."""
+        return (init_settings,)

@@ -64,8 +64,7 @@ def product_gradients(x: jax.Array, matrices: jax.Array, sizes: jax.Array) -> An
 
 
 def decode(*arguments: Any) -> Any:
-    *arrays, tables = arguments
-    return extend_cache(*arrays, tables, block_size=decode_block_size(ARCHITECTURE, 64, jnp.bfloat16))
+    return extend_cache(*arguments, block_size=decode_block_size(ARCHITECTURE, 64, jnp.bfloat16))
 
 
 def test_gpu_programs_have_kernels_only_with_their_backend(with_triton: bool) -> None:

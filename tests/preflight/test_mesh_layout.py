@@ -58,7 +58,7 @@ def test_the_parts_equal_those_that_jax_gives_the_devices_of_a_host(monkeypatch:
         of_host = [device for device in mesh.devices.flat if device.id in parts.devices]
         assert len(of_host) == 4
         assert {rows[device][0].start for device in of_host} == {*parts.rows}
-        assert {(one.start, two.start) for one, two in map(weights.get, of_host)} == {
+        assert {(one.start, two.start) for one, two in (weights[device] for device in of_host)} == {
             *zip(parts.fsdp, parts.tp, strict=True)
         }
 

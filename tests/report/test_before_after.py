@@ -87,4 +87,4 @@ def test_a_run_that_did_nothing_still_says_where_it_is() -> None:
 )
 def test_the_best_evaluation_is_named_or_that_there_is_none(accuracies: list[float | None], sentence: str) -> None:
     history = [{"step": step, "eval/accuracy": value} for step, value in enumerate(accuracies)]
-    assert best_evaluation(history, "eval/accuracy", "max") == sentence
+    assert best_evaluation(history, "eval/accuracy") == sentence
