@@ -256,7 +256,7 @@ def _lower_generation(session: Session, shapes: StepShapes) -> Iterator[LoweredP
         if shape is None or (done and _evaluates_with_rollout_programs(session)):
             continue
         generator = session.generator if phase == "rollout" else session.evaluation_generator
-        if generator is session.workers and session.settings.rollout.pool == "ray":
+        if generator is session.workers and session.settings.rollout.uses_ray:
             continue
         slots, done = generator.engine, True
         programs = slots.programs.lower_programs(truncates=rules.truncates, recomputes=slots.recomputes)

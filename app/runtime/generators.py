@@ -108,7 +108,7 @@ def open_workers(
     rollout = settings.rollout
     if rollout.scheduler is None or not rollout.has_workers:
         return None
-    opens = _open_ray_workers if rollout.pool == "ray" else partial(_open_local_workers, devices=devices)
+    opens = _open_ray_workers if rollout.uses_ray else partial(_open_local_workers, devices=devices)
     workers = opens(settings, definition, tokenizer, mesh, dtype=dtype)
     # Workers that share a device take turns on it.
     in_order = rollout.mode == "exact" or any(worker.device is not None for worker in workers)
@@ -151,17 +151,18 @@ def _open_ray_workers(
         InputError: Ray is not installed, or training runs on several hosts.
     """
     if importlib.util.find_spec("ray") is None:
-        raise InputError("rollout.pool: Ray is not installed; run pip install -e '.[ray]', or set it to local")
+        raise InputError("rollout.ray.address: Ray is not installed; run pip install -e '.[ray]', or set it to null")
     from app.rollout.workers.ray_actor import ActorSpec
     from app.rollout.workers.ray_worker import RayCluster, RayWorker
 
     if jax.process_count() > 1:
         raise InputError(
-            f"rollout.pool: ray needs a single training host, but there are {jax.process_count()}; set it to local, "
-            "so that every host has workers on its own devices, or train on one host next to the cluster"
+            f"rollout.ray.address: Ray needs a single training host, but there are {jax.process_count()}; set it to "
+            "null, so that every host has workers on its own devices, or train on one host next to the cluster"
         )
     ray, platform = settings.rollout.ray, str(mesh.devices.flat[0].platform)
     names, resources = _worker_names(settings), {"fast": ray.fast_resources, "heavy": ray.heavy_resources}
+    assert ray.address is not None
     cluster = RayCluster(ray.address, [resources[kind] for kind, _ in names])
     engines: dict[WorkerKind, SlotEngine] = {
         kind: _make_slot_engine(settings, definition, tokenizer, mesh, _worker_shapes(settings, kind), dtype=dtype)

@@ -277,7 +277,7 @@ def _decode_conversion(scoring: ScoringSession, *, generates: bool) -> DecodeCon
 def _worker_footprint(scoring: ScoringSession, conversion: DecodeConversion, workers: RolloutWorkerPool) -> Footprint:
     """Returns the arrays that workers keep on the devices of this process."""
     rollout = scoring.settings.rollout
-    if rollout.pool == "ray":
+    if rollout.uses_ray:
         # The caches are on the devices of the actors.
         footprint = Footprint(conversion.abstract_weights, ())
     else:

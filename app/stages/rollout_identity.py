@@ -20,7 +20,7 @@ FREE = (
 )
 """Settings that affect no sample of a rollout in exact mode, and at most its rounding in fast mode."""
 FREE_IN_FAST_MODE = (
-    *("rollout.slots", "rollout.workers.", "rollout.pool", "rollout.ray."),
+    *("rollout.slots", "rollout.workers.", "rollout.ray."),
     "rollout.prompts_per_step",
 )
 """Beginnings of the names of settings that affect only the rounding of samples, which matters in exact mode."""

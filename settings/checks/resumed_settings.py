@@ -24,7 +24,7 @@ FREE_SETTINGS = (
     *("critic.max_tokens_per_device", "critic.rows_per_device"),
     *("rollout.slots", "rollout.kv_blocks", "rollout.mode", "rollout.scheduler"),
     *("rollout.placement", "rollout.devices"),
-    *("rollout.mesh", "rollout.pool", "rollout.segment", "rollout.pdsr", "rollout.workers", "rollout.ray"),
+    *("rollout.mesh", "rollout.segment", "rollout.pdsr", "rollout.workers", "rollout.ray"),
     *("rollout.prefill_length_min", "rollout.max_length_total"),
     *("reward.batch_size", "optimizer.offload"),
     *("plugins", "env.step_timeout_s", "env.concurrency", "env.max_suspended"),

@@ -65,10 +65,10 @@ ENVIRONMENT_CHECKS = (
 
 def _check_ray_pool(resolved: Resolved) -> Iterator[str]:
     rollout = resolved.settings.rollout
-    if rollout.pool == "ray" and not rollout.has_workers:
+    if rollout.uses_ray and not rollout.has_workers:
         yield (
-            "<rollout.pool>: Ray runs only workers with a scheduler; "
-            f"set {_how_to_get_workers(resolved)}, or rollout.pool: local"
+            "<rollout.ray.address>: Ray runs only workers with a scheduler; "
+            f"set {_how_to_get_workers(resolved)}, or rollout.ray.address: null"
         )
 
 
@@ -121,8 +121,8 @@ STALENESS_CHECKS = (
         "training alternate; set rollout.max_staleness: 1, or rollout.devices: null",
     ),
     Rule(
-        lambda s: s.rollout.devices is not None and s.rollout.pool == "ray",
-        "<rollout.devices>: with <rollout.pool> no device of this host generates; set rollout.devices: null, or "
-        "rollout.pool: local",
+        lambda s: s.rollout.devices is not None and s.rollout.uses_ray,
+        "<rollout.devices>: with <rollout.ray.address> no device of this host generates; set "
+        "rollout.devices: null, or rollout.ray.address: null",
     ),
 )

@@ -39,6 +39,7 @@ REMOVED: dict[str, str] = {
     "rollout.pdsr.steal_limit_tokens": "it is a quarter of rollout.pdsr.fast_limit_tokens",
     "rollout.pdsr.tripped_share": "at most 12 % of a fast worker's slots are left at once",
     "rollout.pdsr.window_min": "lengths decide once 32 samples have finished",
+    "rollout.pool": "rollout.ray.address (local, auto or host:port) makes workers Ray actors",
     "rollout.ray.fast": "rollout.ray.fast_resources is what Ray reserves for a worker, as in {CPU: 1, GPU: 1}",
     "rollout.ray.heavy": "rollout.ray.heavy_resources is what Ray reserves for a worker, as in {CPU: 1, GPU: 1}",
     "rollout.ray.start_timeout_s": "workers have 15 minutes to start and to compile",

@@ -86,8 +86,8 @@ class WorkersSettings(Section):
 
 
 def _validate_ray_address(value: str) -> str:
-    if value != "auto" and not re.fullmatch(r"[^\s/]+:[0-9]{1,5}", value):
-        raise ValueError("expected `host:port` of a cluster's head, as in `10.0.0.2:6379`, or `auto`")
+    if value not in ("auto", "local") and not re.fullmatch(r"[^\s/]+:[0-9]{1,5}", value):
+        raise ValueError("expected `host:port` of a cluster's head, as in `10.0.0.2:6379`, `auto` or `local`")
     return value
 
 
@@ -95,11 +95,12 @@ RayResources = dict[str, Annotated[float, Field(gt=0)]]
 
 
 class RayPoolSettings(Section):
-    """The Ray cluster of `rollout.pool: ray`."""
+    """The Ray cluster of `rollout.workers`."""
 
     address: Annotated[str, AfterValidator(_validate_ray_address)] | None = None
-    """`host:port` of the Ray cluster's head, or `auto` for the cluster that this machine has joined. When null, Ray
-    runs on this machine for the duration of the run."""
+    """Where the workers of `rollout.workers` run. When null, on this host's devices; otherwise as Ray actors: of the
+    cluster whose head is at `host:port`, of the one that this machine has joined (`auto`), or of one that runs on this
+    machine for the duration of the command (`local`)."""
     fast_resources: RayResources = Field(default={"CPU": 1.0})
     """What Ray reserves for each fast worker, such as `{GPU: 1}`, `{TPU: 4}`, or resources of your own that select
     machines, such as `{large_memory: 1}`."""
@@ -209,9 +210,6 @@ class RolloutSettings(Section):
     """Maximum age, in training steps, of the policy that sampled a token used for training. 0 is on-policy: generation
     and training alternate. Above 0 they overlap, which requires `rollout.scheduler`, and a resumed run is no longer
     reproducible. Used only by training."""
-    pool: Literal["local", "ray"] = "local"
-    """Where the workers of `rollout.workers` run: on this host's devices (local), or as Ray actors on this or other
-    machines (ray, see `rollout.ray`)."""
     segment: SegmentSettings = SegmentSettings()
     pdsr: PdsrSettings = PdsrSettings()
     workers: WorkersSettings = WorkersSettings()
@@ -221,6 +219,11 @@ class RolloutSettings(Section):
     def has_workers(self) -> bool:
         """Whether workers with their own devices generate samples, instead of one batch or queue over all devices."""
         return self.scheduler is not None and self.placement == "island"
+
+    @property
+    def uses_ray(self) -> bool:
+        """Whether workers are Ray actors."""
+        return self.ray.address is not None
 
     @property
     def rounding(self) -> dict[str, str]:

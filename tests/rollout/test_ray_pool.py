@@ -74,7 +74,7 @@ def started_nodes() -> Cluster:
 
 
 def actors(
-    address: str | None, *, num_workers: int = 2, resources: dict[str, float] | None = None, **changes: Any
+    address: str, *, num_workers: int = 2, resources: dict[str, float] | None = None, **changes: Any
 ) -> RolloutWorkerPool:
     engine = engine_on(0)
     plan = ActorSpec(

@@ -180,7 +180,7 @@ def test_routes_come_back_from_a_worker_in_another_process():
         platforms="cpu",
         matmul_precision="highest",
     )
-    worker = RayWorker(name="far", kind="fast", engine=engine, spec=spec, cluster=RayCluster(None, []), resources={})
+    worker = RayWorker(name="far", kind="fast", engine=engine, spec=spec, cluster=RayCluster("local", []), resources={})
     worker.wait_until_ready(never_stop)
     worker.open(weights_on(), REQUEST, suspends=False)
     rows = [row_of(i, 9) for i in range(3)]

@@ -1,4 +1,4 @@
-"""Tests of `rollout.pool: ray` in the commands: equal samples, and no process left behind."""
+"""Tests of `rollout.ray` in the commands: equal samples, and no process left behind."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.program import (
 )
 from tests.training.test_slot_engine import SCHEDULED, texts
 
-ACTORS = (*SCHEDULED, "rollout.pool=ray")
+ACTORS = (*SCHEDULED, "rollout.ray.address=local")
 needs_ray = pytest.mark.skipif(
     importlib.util.find_spec("ray") is None, reason="Ray is not installed: pip install -e '.[ray]'"
 )

@@ -18,11 +18,11 @@ UNEQUAL = (
 
 
 @pytest.mark.parametrize(("mode", "rows_together"), [("exact", 8), ("fast", None)])
-@pytest.mark.parametrize("pool", ["local", "ray"])
-def test_fast_workers_may_have_many_slots_for_short_rows(pool: str, mode: str, rows_together: int | None) -> None:
-    if pool == "ray":
+@pytest.mark.parametrize("ray", ["null", "local"])
+def test_fast_workers_may_have_many_slots_for_short_rows(ray: str, mode: str, rows_together: int | None) -> None:
+    if ray == "local":
         pytest.importorskip("ray")
-    settings = load(None, [*UNEQUAL, f"rollout.mode={mode}", f"rollout.pool={pool}"], {}).settings
+    settings = load(None, [*UNEQUAL, f"rollout.mode={mode}", f"rollout.ray.address={ray}"], {}).settings
     jax_startup.initialize_distributed(settings.mesh)
     session = Session.open(ScoringSession.open(settings, read_model_spec(settings)))
     assert session.workers is not None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from settings.loading.fields import FIELDS
 
-MAX_SETTINGS = 181
+MAX_SETTINGS = 180
 
 
 def test_there_are_no_more_settings_than_agreed() -> None:

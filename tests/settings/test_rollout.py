@@ -37,11 +37,11 @@ from settings.checks.commands import check_for_rollout, check_for_train
             "rollout.workers.fast.max_length = 20 (from --set): no worker is left for the longest sample",
         ),
         (
-            ["rollout.pool=ray"],
-            "rollout.pool = 'ray' (from --set): Ray runs only workers with a scheduler; set rollout.scheduler",
+            ["rollout.ray.address=auto"],
+            "rollout.ray.address = 'auto' (from --set): Ray runs only workers with a scheduler; set rollout.scheduler",
         ),
         (
-            ["rollout.pool=ray", "rollout.scheduler=sync", "rollout.placement=global"],
+            ["rollout.ray.address=auto", "rollout.scheduler=sync", "rollout.placement=global"],
             "Ray runs only workers with a scheduler; set rollout.placement: island",
         ),
     ],
@@ -92,7 +92,10 @@ def test_the_defaults_can_be_scheduled(check) -> None:
     ("overrides", "message"),
     [
         (["rollout.max_staleness=0"], "rollout.devices = 0.5 (from --set) would wait for training"),
-        (["rollout.pool=ray"], "with rollout.pool = 'ray' (from --set) no device of this host generates"),
+        (
+            ["rollout.ray.address=auto"],
+            "with rollout.ray.address = 'auto' (from --set) no device of this host generates",
+        ),
     ],
 )
 def test_devices_that_would_idle_are_refused(overrides: list[str], message: str) -> None:
@@ -109,7 +112,7 @@ def test_devices_that_only_generate_are_a_share_or_a_list(value: str) -> None:
 
 
 def test_actors_may_generate_during_training_on_machines_of_their_own() -> None:
-    chosen = ["rollout.pool=ray", "rollout.scheduler=adaptive", "rollout.max_staleness=1"]
+    chosen = ["rollout.ray.address=auto", "rollout.scheduler=adaptive", "rollout.max_staleness=1"]
     resolved = load(None, [*chosen, "rollout.ray.heavy_resources={large_memory: 1}"], {})
     check_for_train(resolved)
     assert resolved.settings.rollout.ray.fast_resources == {"CPU": 1.0}

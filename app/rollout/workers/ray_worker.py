@@ -52,11 +52,11 @@ class RayCluster:
     """The Ray cluster of all actors, which is joined when it is first needed.
 
     Args:
-        address: address of a cluster, `auto` for the one running on this machine, None to start one on this machine.
+        address: `host:port` of a cluster, `auto` for the one running on this machine, `local` to start one on it.
         resources: Ray's resources of each actor.
     """
 
-    def __init__(self, address: str | None, resources: Sequence[Mapping[str, float]]):
+    def __init__(self, address: str, resources: Sequence[Mapping[str, float]]):
         self._address, self._resources = address, resources
         self._has_connected = False
         self._lock = Lock()
@@ -149,7 +149,7 @@ class RayWorker(RolloutWorker):
                 raise StoppedError
             if time.monotonic() > deadline:
                 raise InputError(
-                    f"rollout.pool: after {START_TIMEOUT_S:g} s the actor of {self.name} has not started and compiled; "
+                    f"rollout.ray: after {START_TIMEOUT_S:g} s the actor of {self.name} has not started and compiled; "
                     f"it needs {_format_resources(self.resources)}, and the cluster has "
                     f"{_format_resources(ray.available_resources())} left; request less "
                     f"(rollout.ray.{self.kind}_resources), or add machines"
@@ -161,7 +161,7 @@ class RayWorker(RolloutWorker):
                 raise
             except Exception as error:
                 raise InputError(
-                    f"rollout.pool: the actor of {self.name}, which needs {_format_resources(self.resources)}, cannot "
+                    f"rollout.ray: the actor of {self.name}, which needs {_format_resources(self.resources)}, cannot "
                     f"start: {_first_line(error)}"
                 ) from error
             for info in (one for one in results if isinstance(one, ActorInfo)):
@@ -275,7 +275,7 @@ def _actor_options(resources: Mapping[str, float]) -> dict[str, Any]:
     return {"num_cpus": 0, "num_gpus": 0, **named, "resources": others}
 
 
-def _connect(address: str | None, resources: Sequence[Mapping[str, float]]) -> None:
+def _connect(address: str, resources: Sequence[Mapping[str, float]]) -> None:
     """Makes this process the driver of an existing cluster, or of a new one with resources for all actors.
 
     Raises:
@@ -284,10 +284,10 @@ def _connect(address: str | None, resources: Sequence[Mapping[str, float]]) -> N
     # Ray reads this variable when it starts a process.
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     arguments: dict[str, Any] = {
-        "address": address or "local",
+        "address": address,
         "runtime_env": {"worker_process_setup_hook": "grpo.add_program_to_path"},
     }
-    if address is None:
+    if address == "local":
         total: Counter[str] = Counter()
         for one in resources:
             total.update(one)
@@ -300,17 +300,17 @@ def _connect(address: str | None, resources: Sequence[Mapping[str, float]]) -> N
         # JAX warns about forks. The children here do nothing before they execute other programs.
         warnings.filterwarnings("ignore", message="os.fork", category=RuntimeWarning)
         try:
-            if address is not None and ":" in address:
+            if ":" in address:
                 # Ray would wait for minutes if nothing listened there.
                 host, _, port = address.rpartition(":")
                 socket.create_connection((host, int(port)), timeout=CONNECT_TIMEOUT_S).close()
             ray.init(**arguments, log_to_driver=False, configure_logging=False, logging_level=logging.ERROR)
         except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
-            if address is None:
+            if address == "local":
                 raise InputError(f"rollout.ray: no cluster starts on this machine: {_first_line(error)}") from error
             raise InputError(
                 f"rollout.ray.address: the cluster at {address} cannot be used: {_first_line(error)}; start one with "
-                "`ray start --head`, or set this to null to let this program start one"
+                "`ray start --head`, or set this to `local` to let this program start one"
             ) from error
         finally:
             # Ray's SIGTERM handler would end this process, which has its own handler.
