@@ -91,7 +91,7 @@ def evaluate(
     rewards: Rewards = None,
     out: File = None,
 ) -> EvaluationSummary | None:
-    """Evaluates a model or a checkpoint on held-out prompts, as `grpo evaluate` does; None on all hosts but the first.
+    """Evaluates a model or a checkpoint on held-out prompts, as `grpo evaluate` does; None except on process 0.
 
         after = grpo.evaluate(checkpoint="runs/quickstart-seed0")
         print(after.metrics["eval/accuracy"].value, after.metrics["eval/accuracy"].interval)
@@ -115,7 +115,7 @@ def rollout(
     limit: int | None = None,
     out: File = None,
 ) -> Samples | None:
-    """Samples completions of prompts, as `grpo rollout` does; None on all hosts but the first.
+    """Samples completions of prompts, as `grpo rollout` does; None except on process 0.
 
         samples = grpo.rollout(data=[{"prompt": "12 + 34 = ?", "answer": "46"}])
         print(samples.records[0]["completion"])
@@ -140,7 +140,7 @@ def score(
     rewards: Rewards = None,
     out: File = None,
 ) -> Samples | None:
-    """Adds logprobs, values or rewards to samples, as `grpo score` does; None on all hosts but the first.
+    """Adds logprobs, values or rewards to samples, as `grpo score` does; None except on process 0.
 
         judged = grpo.score(samples.records, role="reward", rewards=[brevity])
         print(judged.summary["reward/mean"])

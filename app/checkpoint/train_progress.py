@@ -96,7 +96,10 @@ class ProgressRecord:
         fields = json.loads(text)
         if fields.get("format") != FORMAT:
             raise OtherVersionError
-        record = cls(TrainProgress(**fields["progress"]), fields["checksums"])
+        try:
+            record = cls(TrainProgress(**fields["progress"]), fields["checksums"])
+        except (KeyError, TypeError) as error:
+            raise OtherVersionError from error
         if str(record.progress.step) != folder.name:
             raise ValueError(f"its progress record belongs to step {record.progress.step}")
         return record

@@ -29,7 +29,9 @@ def gae(
     ] = None,
     gamma: Annotated[str | None, typer.Option(metavar="G", help="Overrides algorithm.gamma.")] = None,
     lam: Annotated[str | None, typer.Option(metavar="L", help="Overrides algorithm.lam.")] = None,
-    chunk_size: Annotated[str | None, typer.Option(metavar="C", help="Overrides algorithm.gae_chunk_size.")] = None,
+    chunk_size: Annotated[
+        str | None, typer.Option(metavar="C", help="Overrides algorithm.gae_chunk_size, of --backend chunked.")
+    ] = None,
     backend: Annotated[
         Literal["auto", "chunked", "numpy"],
         typer.Option(help="Chunk scan in JAX on the device, or in numpy on the host. auto is numpy, as in training."),

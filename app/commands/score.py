@@ -82,7 +82,7 @@ def score_file(
     check_packing: bool = False,
     overwrite: bool = False,
 ) -> list[dict[str, Any]] | None:
-    """Scores a file for a role and returns the summary of each output; None on all hosts but the first.
+    """Scores a file for a role and returns the summary of each output; None on all processes but process 0.
 
     Args:
         out: the output; with several checkpoints a pattern with `{run}`, `{step}` or `{index}`.

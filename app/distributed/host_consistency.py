@@ -108,7 +108,7 @@ def check_shared_run_directory(path: Path) -> None:
     """
     if jax.process_count() == 1:
         return
-    is_first = jax.process_index() == 0
+    is_process_0 = jax.process_index() == 0
     parents = list(path.absolute().parents)
     depth = next(i for i, folder in enumerate(parents) if folder.is_dir())
     depth, name = json.loads(gather_bytes_over_hosts(json.dumps([depth, f".grpo-{uuid.uuid4().hex}"]).encode())[0])
@@ -117,7 +117,7 @@ def check_shared_run_directory(path: Path) -> None:
     try:
         with error_barrier():
             try:
-                if is_first:
+                if is_process_0:
                     note.touch(exist_ok=False)
             except OSError as error:
                 raise InputError(
@@ -130,6 +130,6 @@ def check_shared_run_directory(path: Path) -> None:
                     f"file just written by process 0 in {note.parent}. Set run.dir to a folder shared by all hosts"
                 )
     finally:
-        if is_first:
+        if is_process_0:
             with suppress(OSError):
                 note.unlink()

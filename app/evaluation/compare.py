@@ -31,6 +31,7 @@ from app.evaluation.prompt_metrics import (
     estimate_metrics,
     prompt_columns,
 )
+from app.records.identity import different_names
 from app.records.jsonl import check_distinct_paths, read_jsonl
 from app.records.sample import Prompt, Sample
 from app.records.sample_json import sample_from_record
@@ -95,7 +96,7 @@ def compare_evaluations(before: Path, after: Path, *, plot_path: Path | None) ->
         num_prompts=len(uids),
         judge=first.judge,
         has_plugin_judge=not is_task_reward(first.judge),
-        metrics=_paired_metrics(first, second, *tables),
+        metrics=_paired_metrics(*tables, num_samples=first.num_samples),
         num_better=better,
         num_worse=worse,
         num_equal=int((changes == 0).sum()),
@@ -176,11 +177,9 @@ def _prompt_differences(before: PromptTable, after: PromptTable, column: str) ->
     return np.round(after[column] - before[column], CHANGE_DECIMALS)
 
 
-def _paired_metrics(
-    first: EvaluationResults, second: EvaluationResults, before: PromptTable, after: PromptTable
-) -> list[PairedMetric]:
+def _paired_metrics(before: PromptTable, after: PromptTable, *, num_samples: int) -> list[PairedMetric]:
     """Returns a row for each metric that both evaluations measure."""
-    old, new = (estimate_metrics(table, num_samples=first.num_samples) for table in (before, after))
+    old, new = (estimate_metrics(table, num_samples=num_samples) for table in (before, after))
     columns = {name: (name, slice(None)) for name in before if name not in (DIFFICULTY, NON_BINARY_COUNT)}
     columns |= {
         accuracy_metric_name(level): (ACCURACY, before[DIFFICULTY] == level) for level in difficulty_levels(before)
@@ -207,7 +206,6 @@ def _notes(first: EvaluationResults, second: EvaluationResults, *, num_unjudged:
             yield f"{metadata_path(one.path).name} does not exist, so the settings that produced {one.path} are unknown"
     if first.metadata and second.metadata:
         old, new = first.metadata.facts, second.metadata.facts
-        for name in dict.fromkeys([*old, *new]):
-            was, now = old.get(name), new.get(name)
-            if was != now and name not in EXPECTED_DIFFERENCES:
-                yield HASHED_FACTS.get(name, f"{name} was {was} and is now {now}")
+        for name in different_names(old, new):
+            if name not in EXPECTED_DIFFERENCES:
+                yield HASHED_FACTS.get(name, f"{name} was {old.get(name)} and is now {new.get(name)}")

@@ -72,7 +72,7 @@ class EvaluationInput:
 def evaluate_model(resolved: Resolved, *, checkpoint: Path | None, out: Path | None) -> EvaluationSummary | None:
     """Generates answers to the held-out prompts, judges them and writes them to `out`.
 
-    Several hosts share the prompts; the first one writes the file and is the only one to return a summary.
+    Several hosts share the prompts; process 0 writes the file and is the only one to return a summary.
 
     Raises:
         InputError: settings, model, checkpoint, prompts or output file cannot be used.

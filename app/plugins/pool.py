@@ -109,7 +109,7 @@ class Job(ABC):
         """Takes note that the job has failed, at the request, if any."""
 
     def leave(self) -> None:
-        """Lets nothing but a `close` follow what was sent."""
+        """Abandons the job: discards the requests not yet sent, and queues `close`."""
         self.is_wanted = False
         self.requests[self.num_sent :] = [Request({"do": "close"}, is_last=True)]
 

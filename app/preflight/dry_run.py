@@ -170,7 +170,7 @@ def make_dry_run_report(
     allow_changed: Sequence[str] = (),
     compiles: bool = False,
 ) -> DryRunReport | None:
-    """Returns the sizes of a run, from shapes and file headers; None on all hosts but the first.
+    """Returns the sizes of a run, from shapes and file headers; None on all processes but process 0.
 
     Runs the checks of a launch (`prepare_run`). Loads no weights and writes nothing.
 

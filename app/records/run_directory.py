@@ -152,6 +152,8 @@ def _check_content(run: RunDirectory, resume: Resume) -> None:
                 f"run.dir / run.name: {path} is a symbolic link, and a run writes only into its own directory; replace "
                 "the link by what it points to, or choose another run.name"
             )
+        if path.is_dir() and path.suffix in (".yaml", ".jsonl", ".json"):
+            raise InputError(f"run.dir / run.name: {path} is a folder instead of a file; choose another run.name")
     if run.has_foreign_files:
         raise InputError(f"run.name: {run.path} exists and is not a run directory; choose another run.name")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -14,6 +15,8 @@ from settings.errors import InputError
 from settings.loading.config_file import ConfigFile
 from settings.loading.fields import FIELDS
 from settings.loading.printing import from_yaml
+
+log = logging.getLogger(__name__)
 
 
 class SettingsPeriod(NamedTuple):
@@ -38,12 +41,12 @@ class SettingsHistory:
 
     @classmethod
     def read(cls, run: RunDirectory) -> SettingsHistory:
-        """Reads `settings.yaml`, and `sessions.jsonl` for earlier sessions and where the former is lost.
+        """Reads the settings of all sessions. Those of the last one are also in `settings.yaml`, unless it was changed.
 
         Raises:
             InputError: neither has settings, they are damaged, or another version of this program wrote them.
         """
-        sessions, damaged = list[Mapping[str, Any]](), list[str]()
+        sessions, damaged, is_last_read = list[Mapping[str, Any]](), list[str](), False
         periods: list[SettingsPeriod] = []
         for number, record in read_jsonl_tolerant(run.sessions_path) if run.sessions_path.is_file() else ():
             if not isinstance(record, InputError):
@@ -53,7 +56,9 @@ class SettingsHistory:
                     first_step, content = after_step + 1, text.encode()
                 case _:
                     damaged.append(str(number))
+                    is_last_read = False
                     continue
+            is_last_read = True
             # Steps after the checkpoint that this session continued from were trained again.
             periods = [period for period in periods if period.first_step < first_step]
             if not periods or periods[-1].file.content != content:
@@ -61,8 +66,12 @@ class SettingsHistory:
                 if not periods or changed_settings(periods[-1].settings, period.settings):
                     periods.append(period)
         if run.settings_path.is_file():
-            first_step = periods.pop().first_step if periods else 1
-            periods.append(_period(first_step, str(run.settings_path), run, run.settings_path.read_bytes()))
+            first_step = periods[-1].first_step if periods else 1
+            stored = _period(first_step, str(run.settings_path), run, run.settings_path.read_bytes())
+            if is_last_read and changed_settings(periods[-1].settings, stored.settings):
+                log.warning("%s was changed; its settings are taken from sessions.jsonl", run.settings_path)
+            else:
+                periods[-1:] = [stored]
         if not periods:
             raise InputError(
                 f"{run.settings_path} is lost, and sessions.jsonl beside it holds no settings either; restore one of "

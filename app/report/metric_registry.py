@@ -347,8 +347,10 @@ METRICS = (
         "a few percent of the samples", "raise `rollout.pdsr.fast_limit_tokens`"),
     Metric("perf/rollout/stolen", "number of admissions on a worker of the other kind",
         "any number", "many on one kind: change `rollout.workers.*.count`"),
-    Metric("perf/rollout/repacked_tokens", "number of tokens recomputed because a cache was lost with its worker",
-        "0", "read the warning about the failed worker"),
+    Metric("perf/rollout/repacked_tokens", "number of tokens computed again for samples that went on without their "
+        "cache: on another Ray actor, or rebuilt after an answer of their environment",
+        "0 with local workers and without an environment",
+        "see `perf/rollout/rebuilds`, and warnings about lost workers"),
     Metric("perf/rollout/acting_share",
         "share of the time of samples, from their first token on, in which their environments worked on an answer",
         "any number: slots go to other samples", "high, and generation is slow: raise `env.max_suspended`"),

@@ -1,1 +1,1 @@
-"""Generates samples from prompts: whole batches at once, in slots, and on scheduled workers."""
+"""Generates samples from prompts: in the slots of one engine, or on scheduled workers."""

@@ -1,4 +1,4 @@
-"""Opens the generators for any number of samples: decode slots on a host's part of the mesh, or scheduled workers."""
+"""Opens the generators for any number of samples: decode slots on a mesh, or scheduled workers."""
 
 from __future__ import annotations
 

@@ -228,7 +228,7 @@ class Session:
         return replace(request, rules=rules, group_size=group_size, route_shape=None, is_evaluation=True)
 
     def generate(self, weights: DecodeWeights, prompts: Sequence[Prompt], request: GenerationRequest) -> list[Sample]:
-        """Generates evaluations, or rollouts between steps."""
+        """Generates rollouts between steps."""
         return self.evaluation_generator.generate(weights, prompts, request)
 
     def take_counters(self) -> RolloutCounters:

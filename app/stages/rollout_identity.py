@@ -35,6 +35,11 @@ def rollout_identity(
     free = FREE if exact else (*FREE, *FREE_IN_FAST_MODE)
     kept = {name: value for name, value in rollout.items() if not name.startswith(free)}
     devices = f"{jax.local_device_count()} x {jax.local_devices()[0].device_kind}"
+    placed = {
+        "mesh.shape": settings.mesh.shape,
+        "the devices": devices,
+        "whether workers are Ray actors": settings.rollout.uses_ray,
+    }
     return {
         "the model's files": model.files.fingerprint,
         "the tokenizer": model.tokenizer.fingerprint,
@@ -45,7 +50,7 @@ def rollout_identity(
         "data.max_prompt_length": settings.data.max_prompt_length,
         **kept,
         **environment_facts(settings.env),
-        **({"mesh.shape": settings.mesh.shape, "the devices": devices} if exact else {}),
+        **(placed if exact else {}),
     }
 
 

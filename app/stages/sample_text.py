@@ -109,9 +109,13 @@ class SampleEncoder:
             InputError: the text is not the decoding of the ids, with or without control tokens.
         """
         match record:
-            # The text is that of the last turn.
-            case {"episode": {"turns": list()}}:
-                return
+            # Of several turns, the text is that of the last one.
+            case {
+                "completion_token_ids": list(ids),
+                "completion": str(text),
+                "episode": {"turns": [*_, {"start": int(start), "end": int(end)}]},
+            }:
+                ids, tokenizer = ids[start:end], self._use_tokenizer()
             case {
                 "completion_token_ids": list(ids),
                 "completion": str(text) | [{"role": "assistant", "content": str(text)}],

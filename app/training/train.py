@@ -45,7 +45,7 @@ class TrainingRun:
     path: Path
     """The run directory."""
     metrics: Sequence[Mapping[str, Any]]
-    """The lines of `metrics.jsonl`; empty on all processes but the first."""
+    """The lines of `metrics.jsonl`; empty on all processes but process 0."""
     is_complete: bool
     """False if a signal or `on_step` ended the run before its last step, with a checkpoint."""
     exit_code: int
@@ -90,7 +90,7 @@ def train(
 
 def _train(setup: RunSetup, stack: ExitStack, clock: Callable[[], float], on_step: StepCallback | None) -> TrainingRun:
     """Opens everything that a run needs, on `stack`, and runs its steps."""
-    settings, session, is_first = setup.resolved.settings, setup.session, jax.process_index() == 0
+    settings, session, is_process_0 = setup.resolved.settings, setup.session, jax.process_index() == 0
     # Signals are handled from here on, including the final report; a second Ctrl-C stops at once.
     interrupts = stack.enter_context(PreemptionHandler(setup.status_board))
     stack.push(_wait_for_hosts_on_exit(setup))
@@ -113,7 +113,7 @@ def _train(setup: RunSetup, stack: ExitStack, clock: Callable[[], float], on_ste
     trainer = Trainer(session, source, reward, score, learners, setup.rewards)
     on_phase = setup.watchdog.enter_phase
     display = stack.enter_context(
-        ProgressDisplay(num_steps=setup.steps[-1], first_step=progress.step, enabled=is_first, on_phase=on_phase)
+        ProgressDisplay(num_steps=setup.steps[-1], first_step=progress.step, enabled=is_process_0, on_phase=on_phase)
     )
     if session.workers is not None:
         session.workers.on_progress = display.update_rollout
@@ -125,7 +125,7 @@ def _train(setup: RunSetup, stack: ExitStack, clock: Callable[[], float], on_ste
         run_log = stack.enter_context(closing(open_run_log(setup, progress, resumed=resumed)))
     reporter = RunReporter(setup.run, settings.logging, display, run_log)
     stack.callback(reporter.write_final_report)
-    profiler = StepProfiler(settings.logging.profile_steps if is_first else (), setup.run.profile_dir)
+    profiler = StepProfiler(settings.logging.profile_steps if is_process_0 else (), setup.run.profile_dir)
     stack.callback(profiler.stop)
     stack.enter_context(closing(source))
     loop = StepLoop(
@@ -140,7 +140,7 @@ def _train(setup: RunSetup, stack: ExitStack, clock: Callable[[], float], on_ste
         watchdog=setup.watchdog,
         eval_prompts=setup.inputs.eval_prompts,
         last_step=setup.steps[-1],
-        save_clock=SaveClock(settings.checkpoint.every_minutes if is_first else None, clock),
+        save_clock=SaveClock(settings.checkpoint.every_minutes if is_process_0 else None, clock),
         on_step=on_step,
     )
     with broadcast_failure(setup.status_board):

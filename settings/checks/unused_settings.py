@@ -36,7 +36,9 @@ def _condition(setting: str, values: set[str] | frozenset[str], *fields: str) ->
 
 
 USAGE_CONDITIONS = (
-    _condition(ESTIMATOR, CRITIC_ESTIMATORS | {"reinforce_plus_plus"}, "algorithm.gamma", "algorithm.gae_chunk_size"),
+    _condition(ESTIMATOR, CRITIC_ESTIMATORS | {"reinforce_plus_plus"}, "algorithm.gamma"),
+    # Training computes GAE on the host; only the command has this choice.
+    UsageCondition("grpo gae --backend chunked", lambda _: False, ("algorithm.gae_chunk_size",)),
     _condition(
         ESTIMATOR,
         CRITIC_ESTIMATORS,
@@ -72,7 +74,11 @@ USAGE_CONDITIONS = (
         lambda settings: settings.env.source is not None,
         tuple(f"env.{name}" for name in OF_ENVIRONMENT_ALONE),
     ),
-    UsageCondition("env.credit turn", lambda settings: settings.env.credit == "turn", ("env.turn_discount",)),
+    UsageCondition(
+        "env.credit turn",
+        lambda settings: settings.env.credit == "turn" or settings.env.source is None,
+        ("env.turn_discount",),
+    ),
 )
 
 

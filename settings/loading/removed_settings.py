@@ -13,6 +13,7 @@ REMOVED: dict[str, str] = {
     "critic.dynamic_microbatch": "critic.max_tokens_per_device and critic.rows_per_device select the micro-batches",
     "critic.revision": "critic.path names the revision, as in owner/name@v1.0",
     "data.revision": "data.source names the revision, as in hf:owner/name@v1.0",
+    "data.source.revision": "its source names the revision, as in hf:owner/name@v1.0",
     "env.environment": "it is called plugins.env_vars now, and reward functions get these variables, too",
     "env.episode_timeout_s": "all steps of a sample may take an hour together; env.step_timeout_s limits each",
     "env.load_timeout_s": "imports may take a minute",
@@ -21,7 +22,7 @@ REMOVED: dict[str, str] = {
     "env.workers": "it is called plugins.workers now, and applies to reward functions, too",
     "mesh.heartbeat_s": "hosts stop 60 s after the last heartbeat of another",
     "model.revision": "model.path names the revision, as in owner/name@v1.0",
-    "optimizer.max_nonfinite_steps": "a run always stops after 3 such updates in a row",
+    "optimizer.max_nonfinite_steps": "a run stops after 3 updates in a row with a NaN or infinite loss or gradient",
     "reward.cpu_s": "plugins.timeout_s limits the duration of a call",
     "reward.environment": "it is called plugins.env_vars now, and environments get these variables, too",
     "reward.load_timeout_s": "imports may take a minute",
@@ -32,7 +33,7 @@ REMOVED: dict[str, str] = {
     "reward.workers": "it is called plugins.workers now, and applies to environments, too",
     "rollout.decode_layout": "weights are always gathered before generation, and rollout.mesh splits them over tp",
     "rollout.kv_block_size": "it follows from the devices, the longest sample and rollout.kv_blocks",
-    "rollout.pdsr.max_moves": "a sample moves at most twice",
+    "rollout.pdsr.max_moves": "after two moves adaptive leaves a sample where it is, and pdsr_v2 to heavy workers",
     "rollout.pdsr.probe_advance": "a probe may overtake 256 samples",
     "rollout.pdsr.probe_limit_s": "it is half of rollout.pdsr.fast_limit_s",
     "rollout.pdsr.steal_limit_s": "it is a quarter of rollout.pdsr.fast_limit_s",
@@ -53,7 +54,7 @@ REMOVED: dict[str, str] = {
     "rollout.workers.lease_s": "a worker has as long as it takes, and watchdog.phase_s limits the phase",
     "run.early_stopping.metric": "early stopping compares checkpoint.best_metric",
     "run.early_stopping.min_delta": "every change for the better counts; run.early_stopping.patience allows for noise",
-    "run.early_stopping.mode": "early stopping compares as checkpoint.best_mode says",
+    "run.early_stopping.mode": "it follows from checkpoint.best_metric: lower lengths and counts are better",
     "run.early_stopping.target": "run.early_stopping.patience ends a run whose evaluations no longer improve",
     "score.critic.dynamic": "score.critic.max_tokens_per_device or rows_per_device selects the micro-batches",
     "score.critic.strategy": "score.strategy is that of every role with fixed micro-batches",
@@ -73,7 +74,7 @@ REMOVED: dict[str, str] = {
 }
 """Maps a removed setting, or a removed section with all its settings, to what replaced it or why it is gone.
 
-The error ends with "it no longer exists: " and this text, such as "it is called env.env_vars now".
+The error ends with "it no longer exists: " and this text, such as "it is called plugins.env_vars now".
 """
 
 

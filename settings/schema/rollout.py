@@ -217,7 +217,7 @@ class RolloutSettings(Section):
 
     @property
     def has_workers(self) -> bool:
-        """Whether workers with their own devices generate samples, instead of one batch or queue over all devices."""
+        """Whether workers with their own devices generate samples, instead of the slots of one queue."""
         return self.scheduler is not None and self.placement == "island"
 
     @property

@@ -64,6 +64,14 @@ def test_auto_accepts_a_run_with_or_without_a_checkpoint(occupied: RunDirectory)
     check_run_directory(occupied, "auto")
 
 
+@pytest.mark.parametrize("name", ["settings.yaml", "metrics.jsonl"])
+def test_a_folder_in_the_place_of_a_file_is_refused(occupied: RunDirectory, name: str) -> None:
+    (occupied.path / name).unlink(missing_ok=True)
+    (occupied.path / name).mkdir()
+    with pytest.raises(InputError, match=rf"{occupied.path / name} is a folder instead of a file"):
+        check_run_directory(occupied, "auto")
+
+
 @pytest.mark.parametrize("resume", ["never", "auto", "must"])
 def test_a_directory_that_cannot_be_looked_into_is_refused(tmp_path: Path, resume: Resume) -> None:
     too_long = tmp_path / ("x" * 300)  # not a matter of who runs the tests, as a permission is

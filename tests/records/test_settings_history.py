@@ -69,6 +69,15 @@ def test_a_line_without_settings_is_named(
     assert history.gaps == ["sessions.jsonl has no valid settings in line 2; others are taken instead"]
 
 
+def test_settings_that_were_changed_are_taken_from_the_last_session(
+    run: RunDirectory, caplog: pytest.LogCaptureFixture
+) -> None:
+    text = run.settings_path.read_text()
+    run.settings_path.write_text(text.replace("learning_rate: 0.2", "learning_rate: 0.5"))
+    assert _rates(SettingsHistory.read(run)) == {1: 0.1, 4: 0.2}
+    assert f"{run.settings_path} was changed" in caplog.text
+
+
 def test_settings_that_are_lost_are_taken_from_the_last_session(run: RunDirectory) -> None:
     run.settings_path.unlink()
     assert _rates(SettingsHistory.read(run)) == {1: 0.1, 4: 0.2}

@@ -65,7 +65,7 @@ class ContinuousBatchGenerator(SampleGenerator):
         assert not rows
 
     def take_counters(self) -> RolloutCounters:
-        """Returns the counts since the last call; of a queue of all hosts, the first of them has the counts."""
+        """Returns the counts since the last call; of a queue of all hosts, process 0 has the counts."""
         counters = self.engine.counters.take()
         return RolloutCounters() if self._spans_hosts and jax.process_index() > 0 else counters
 

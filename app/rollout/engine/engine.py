@@ -70,7 +70,7 @@ class SegmentResult:
 
 
 class SlotEngine:
-    """A fixed number of slots for one decoder on one mesh of this host's devices.
+    """A fixed number of slots for one decoder on one mesh: of this host's devices, or of all hosts.
 
     Args:
         eos_ids: every token id that ends a sequence.

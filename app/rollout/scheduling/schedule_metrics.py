@@ -122,7 +122,8 @@ class ScheduleMetricsTracker:
 
     def _answer(self, event: Answered, commits: Sequence[Commit]) -> None:
         for uid, num_tokens, _ in event.rows:
-            self.num_tokens[uid], self.last_commit_s = num_tokens, event.at
+            self.num_tokens[uid] = num_tokens
+            self.last_commit_s = max(self.last_commit_s, event.at)
         for row in (row for commit in commits for row in commit.rows):
             self._record_end(row.uid, row.finish, at=event.at)
 
@@ -142,7 +143,8 @@ class ScheduleMetricsTracker:
             self.busy_s += event.seconds * share
             self.useful_tokens += gained
             self.num_tokens[row.uid] = row.num_tokens
-            self.last_commit_s = event.at
+            # In exact mode, ends are reported in the order of starts.
+            self.last_commit_s = max(self.last_commit_s, event.at)
             if row.finish is not None:
                 self._record_end(row.uid, row.finish, at=event.at - event.seconds * (1 - share))
         for uid, finish in [(row.uid, row.finish) for commit in commits[1:] for row in commit.rows]:
@@ -254,4 +256,4 @@ def slot_spans(records: Sequence[EventRecord]) -> Iterator[Span]:
                     tokens[one.uid] = one.num_tokens
                     if one.uid in suspended:
                         since = suspended.pop(one.uid)
-                        yield Span(since[0], -1, since[1], event.at, None, one.uid)
+                        yield Span(since[0], -1, since[1], max(since[1], event.at), None, one.uid)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -13,6 +14,11 @@ from typing import Any, NamedTuple
 from app.rollout.scheduling.protocol import RunSegment, SegmentEnded
 from app.rollout.sequence import RolloutSequence, SuspendedSequence
 from app.rollout.workers.worker import Admission, RolloutWorker
+
+log = logging.getLogger(__name__)
+
+CLOSE_TIMEOUT_S = 600.0
+"""Maximum wait for a running segment at the end of a rollout."""
 
 
 class WorkerOutcome(NamedTuple):
@@ -103,11 +109,13 @@ class WorkerThreads:
         return replace(ended, seconds=max(min(ended.seconds, ended.at - free_at), 0.0))
 
     def close(self) -> None:
-        """Waits for running segments and ends the threads."""
+        """Waits for running segments, and ends the threads; one that is still in a device call then is abandoned."""
         for inbox in self._inboxes.values():
             inbox.put(None)
         for thread in self._threads:
-            thread.join()
+            thread.join(CLOSE_TIMEOUT_S)
+            if thread.is_alive():
+                log.warning("rollout worker %s is stuck in a segment and is abandoned", thread.name)
 
 
 _Job = tuple[Future[Any], Callable[[], Any]]
