@@ -13,7 +13,6 @@ REMOVED: dict[str, str] = {
     "critic.dynamic_microbatch": "critic.max_tokens_per_device and critic.rows_per_device select the micro-batches",
     "critic.revision": "critic.path names the revision, as in owner/name@v1.0",
     "data.revision": "data.source names the revision, as in hf:owner/name@v1.0",
-    "data.source.revision": "its source names the revision, as in hf:owner/name@v1.0",
     "env.environment": "it is called plugins.env_vars now, and reward functions get these variables, too",
     "env.episode_timeout_s": "all steps of a sample may take an hour together; env.step_timeout_s limits each",
     "env.load_timeout_s": "imports may take a minute",

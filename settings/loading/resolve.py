@@ -30,7 +30,6 @@ from settings.loading.config_file import ConfigFile, find_config_file
 from settings.loading.fields import FIELDS, ITEM_KEYS, did_you_mean, nearest_names, nested, value_of
 from settings.loading.micro_batching import resolve_micro_batching
 from settings.loading.printing import to_yaml
-from settings.loading.removed_settings import explain_removal
 from settings.loading.sources import (
     NO_FLAGS,
     Flags,
@@ -209,8 +208,6 @@ def _error_message(details: ErrorDetails, values: Mapping[str, SourcedValue]) ->
     name = field + "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in inside)
     origin = f" (from {describe_origin(leaf.origin)})" if leaf else ""
     if details["type"] == "extra_forbidden":
-        if (removal := explain_removal(f"{field}.{location[-1]}")) is not None:
-            return f"unknown setting {name}{origin}; it no longer exists: {removal}"
         known = list(ITEM_KEYS.get(field, ()))
         suggestion = did_you_mean(nearest_names(str(location[-1]), known)) or f"; known: {', '.join(known)}"
         return f"unknown setting {name}{origin}{suggestion}"
