@@ -21,7 +21,7 @@ from app.rollout.request import GenerationRequest
 from app.rollout.sampling.token_sampling import SamplingRules
 from settings import load
 from settings.checks.commands import check_for_train
-from tests.program import Result, here, metrics_of, of_tiny, settings, train_here
+from tests.program import here, metrics_of, train_here
 from tests.quantized import dequantized_params
 from tests.replays import replay
 from tests.tiny import BIASED, EVEN, make_engine, make_mesh, random_params, random_prompts
@@ -104,19 +104,6 @@ def test_kernels_that_have_few_bits_already_are_refused(config: Path) -> None:
     assert result.exit_code == 2
     assert "rollout.weights: int8 rounds weights for generation, which model.lora.quantize_base: nf4" in result.stderr
     assert not (config.parent / "runs").exists()
-
-
-def test_an_evaluation_by_other_weights_is_another_one(tiny_model: Path, tmp_path: Path) -> None:
-    def evaluated(*sets: str) -> Result:
-        out = ("--out", tmp_path / "out.json")
-        return here("evaluate", *of_tiny(tiny_model), *settings("eval.num_prompts=4", *sets), *out)
-
-    sets = "rollout.weights=int8", "rollout.kv_cache=int8"
-    assert evaluated(*sets).exit_code == 0
-    for missing, others in zip(sets, reversed(sets), strict=True):
-        again = evaluated(others)
-        assert again.exit_code == 2 and missing.partition("=")[0] in again.stderr
-    assert evaluated(*sets).exit_code == 0
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ CRITICS = "algorithm.estimator gae or vtrace"
         ("model.lora.alpha=32.0", "model.lora.rank of 1 or more", "model.lora.rank=2"),
         ("env.max_turns=3", "env.source or env.tools", "env.tools=calculator"),
         ("env.weight=0.5", "env.source", "env.source=guess_number"),
-        ("env.turn_discount=0.5", "env.credit turn", None),
+        ("env.turn_discount=0.5", "env.source", None),
     ],
 )
 def test_a_setting_that_nothing_reads_is_named_with_what_would_read_it(

@@ -54,9 +54,10 @@ class Walk:
             None, [f"run.steps={num_steps}", f"rollout.max_staleness={k}", "rollout.prompts_per_step=2"], {}
         ).settings
         self.generation = CountingGeneration()
-        engine = SimpleNamespace(to_decode_weights=lambda params: params)
         session = SimpleNamespace(
-            settings=settings, engine=engine, open_async_generation=lambda *_, **__: self.generation
+            settings=settings,
+            to_decode_weights=lambda params: params,
+            open_async_generation=lambda *_, **__: self.generation,
         )
         self.prompts = RoundPrompts(settings, PROMPTS)
         self.rounds = AsyncRolloutSource(cast(Session, session), self.prompts, max_rounds=MAX_ROUNDS)
@@ -112,8 +113,7 @@ def test_weights_are_laid_out_once_a_step_and_freed_when_they_are_released() -> 
         laid_out.append(weakref.ref(weights))
         return weights
 
-    engine = SimpleNamespace(to_decode_weights=to_decode_weights)
-    session = SimpleNamespace(settings=settings, engine=engine, sample=lambda *_, **__: [])
+    session = SimpleNamespace(settings=settings, to_decode_weights=to_decode_weights, sample=lambda *_, **__: [])
     rounds = SyncRolloutSource(cast(Session, session), RoundPrompts(settings, PROMPTS))
     for step in (1, 2):
         for number in (0, 1):
