@@ -168,7 +168,7 @@ def test_a_second_start_compiles_nothing_and_damaged_programs_are_compiled_anew(
 ) -> None:
     overrides = (
         *of_tiny(tiny_model),
-        *settings("run.steps=1", "eval.every_steps=1", "eval.num_prompts=8", "rollout.mode=exact"),
+        *settings("run.steps=1", "eval.every_steps=1", "eval.num_prompts=8", "rollout.slots=8", "rollout.mode=exact"),
     )
 
     def train(name: str) -> tuple[dict, str]:
