@@ -148,7 +148,7 @@ class Session:
     ) -> list[Sample]:
         """Generates a rollout as `rollout.*` specifies."""
         request = self.rollout_request(policy_version=policy_version, first_group_id=first_group_id)
-        return self.generate(weights, prompts, request)
+        return self.generator.generate(weights, prompts, request)
 
     def stream(
         self,
@@ -226,10 +226,6 @@ class Session:
         request, group_size = self.rollout_request(first_group_id=first_group_id), self.settings.eval.num_samples
         rules = self.eval_sampling_params
         return replace(request, rules=rules, group_size=group_size, route_shape=None, is_evaluation=True)
-
-    def generate(self, weights: DecodeWeights, prompts: Sequence[Prompt], request: GenerationRequest) -> list[Sample]:
-        """Generates rollouts between steps."""
-        return self.evaluation_generator.generate(weights, prompts, request)
 
     def take_counters(self) -> RolloutCounters:
         """Returns the counts of generation since the last call."""

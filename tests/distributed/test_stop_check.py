@@ -33,7 +33,7 @@ def test_slots_are_free_when_they_were_asked_to_stop() -> None:
         made.stop_requested = after(looks)
         with pytest.raises(StoppedError):
             made.generate(weights_on(), PROMPTS, REQUEST)
-        assert not made.engine.is_open
+        assert made.engine.runner.weights is None
     made.stop_requested = never_stop
     assert bits(made.generate(weights_on(), PROMPTS, REQUEST)) == bits(expected())
 
@@ -46,7 +46,7 @@ def test_a_scheduled_rollout_that_was_stopped_draws_only_what_is_missing(in_turn
     made.stop_requested = after(30)
     with pytest.raises(StoppedError):
         samples_of(made)
-    assert not any(worker.engine.is_open for worker in made.workers)
+    assert all(worker.engine.runner.weights is None for worker in made.workers)
     assert not {"fast-0", "heavy-1"} & {thread.name for thread in threading.enumerate()}
     groups = {sample.uid: sample.group_id for sample in expected()}
     finished = {row.uid: made.to_sample(row, groups[row.uid], REQUEST) for row in rows}
@@ -73,4 +73,4 @@ def test_who_waits_for_a_round_that_is_generated_ahead_hears_that_it_does_not_co
             with pytest.raises(StoppedError):
                 generation.collect_round()
     assert not generation._thread.is_alive()
-    assert not any(worker.engine.is_open for worker in made.workers)
+    assert all(worker.engine.runner.weights is None for worker in made.workers)

@@ -150,11 +150,6 @@ class SlotEngine:
         self._running, self._last = None, None
 
     @property
-    def is_open(self) -> bool:
-        """Whether the engine holds weights."""
-        return self.runner.weights is not None
-
-    @property
     def active_rows(self) -> list[RolloutSequence]:
         """All rows of the engine, none of which is finished."""
         return self.scheduler.active_rows

@@ -73,12 +73,12 @@ class SlotScheduler:
     """Gives rows slots and blocks. What it decides is done to the cache by `take_work`, in order.
 
     Args:
-        sizes: the numbers of slots and blocks.
+        programs: those of the engine, for their numbers of slots and blocks.
         exact: as for `SlotEngine`.
     """
 
-    def __init__(self, sizes: SlotPrograms, counters: RolloutCounters, *, exact: bool):
-        self._sizes, self._shapes, self._exact, self._counters = sizes, sizes.shapes, exact, counters
+    def __init__(self, programs: SlotPrograms, counters: RolloutCounters, *, exact: bool):
+        self._programs, self._shapes, self._exact, self._counters = programs, programs.shapes, exact, counters
         self.queued: deque[RolloutSequence | SuspendedSequence] = deque()
         """Rows that wait for blocks."""
         self.devices: list[SlotDevice] = []
@@ -88,9 +88,9 @@ class SlotScheduler:
     def open(self) -> None:
         """Starts with empty slots."""
         self.close()
-        sizes = self._sizes
-        num_slots = self._shapes.num_slots // sizes.num_shards
-        self.devices = [SlotDevice(num_slots, sizes.num_blocks, sizes.blocks_for_row) for _ in range(sizes.num_shards)]
+        programs, num_devices = self._programs, self._programs.num_shards
+        num_slots = self._shapes.num_slots // num_devices
+        self.devices = [SlotDevice(num_slots, programs.num_blocks, programs.blocks_for_row) for _ in range(num_devices)]
 
     def close(self) -> None:
         """Forgets all rows."""
@@ -177,18 +177,18 @@ class SlotScheduler:
             slot = _make_slot(row, number, len(row.prompt.token_ids))
             prompt, num_full = self._share_prompt(row.prompt, number, work), self._num_full_blocks(row.prompt)
             self.devices[number].pool.share(prompt[:num_full])
-            needed = self._sizes.blocks_for(max(slot.length, 1))
+            needed = self._programs.blocks_for(max(slot.length, 1))
             slot.blocks = prompt[:num_full] + self._allocate(number, needed - num_full)
             work.copies.extend((number, block, slot.blocks[num_full]) for block in prompt[num_full:])
             self._counters.recomputed_tokens += len(slot.forced)
         elif isinstance(one, SuspendedSequence) and one.cache is not None:
             slot = _make_slot(row, number, one.length)
-            slot.blocks = self._allocate(number, self._sizes.blocks_for(max(slot.length, 1)))
+            slot.blocks = self._allocate(number, self._programs.blocks_for(max(slot.length, 1)))
             work.insertions.append((number, slot.blocks, one.cache))
         else:
             ids = np.concatenate([row.prompt.token_ids, row.token_ids])
             slot = _make_slot(row, number, len(ids))
-            slot.blocks = self._allocate(number, self._sizes.blocks_for(max(slot.length, 1)))
+            slot.blocks = self._allocate(number, self._programs.blocks_for(max(slot.length, 1)))
             work.prefills.append(Prefill(number, ids, slot.blocks, is_prompt=False))
             self._counters.recomputed_tokens += len(ids)
         return slot
@@ -210,8 +210,8 @@ class SlotScheduler:
         if parked is not None and self.devices[parked.device].has_free_slot:
             return parked.device
         key, length = prompt_key(row.prompt), len(row.prompt.token_ids) + row.num_tokens
-        needed = self._sizes.blocks_for(max(length, 1))
-        grows = self._sizes.blocks_for_row(length + row.max_new_tokens - row.num_tokens - 1) > needed
+        needed = self._programs.blocks_for(max(length, 1))
+        grows = self._programs.blocks_for_row(length + row.max_new_tokens - row.num_tokens - 1) > needed
         share = -(-(len(self.slots) + max(len(self.queued), 1)) // len(self.devices))
 
         def has_room(device: SlotDevice) -> bool:
@@ -234,11 +234,11 @@ class SlotScheduler:
 
     def _num_full_blocks(self, prompt: Prompt) -> int:
         """Returns the number of blocks that all samples of a prompt share."""
-        return max(len(prompt.token_ids) - 1, 0) // self._sizes.block_size
+        return max(len(prompt.token_ids) - 1, 0) // self._programs.block_size
 
     def _num_prompt_blocks(self, prompt: Prompt) -> int:
         """Returns the number of blocks of a prompt, whose last token every sample feeds itself."""
-        return self._sizes.blocks_for(max(len(prompt.token_ids) - 1, 0))
+        return self._programs.blocks_for(max(len(prompt.token_ids) - 1, 0))
 
     def _share_prompt(self, prompt: Prompt, number: int, work: CacheWork) -> list[int]:
         """Returns the blocks of a prompt on a device, which no other row gets until the work is done."""
@@ -355,7 +355,7 @@ class SlotScheduler:
         While a device has no blocks for as many steps as a block holds, its newest row gives its own up.
         """
         for device in self.devices:
-            least = min(length, self._sizes.block_size)
+            least = min(length, self._programs.block_size)
             while (fitting := device.most_steps(length)) < least and len(device.slots) > 1:
                 newest = device.slots[-1]
                 if is_stopped(newest.row):

@@ -6,7 +6,6 @@ versions. Source: Piché et al. 2025 (PipelineRL).
 
 from __future__ import annotations
 
-import logging
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -24,9 +23,7 @@ from app.rollout.scheduling.schedule_metrics import ScheduleMetrics, ScheduleMet
 from app.rollout.sequence import RolloutSequence
 from app.rollout.workers.scheduler_loop import RolloutExecutor, name_rows
 from app.rollout.workers.worker_pool import RolloutWorkerPool
-from app.rollout.workers.worker_threads import CLOSE_TIMEOUT_S
-
-log = logging.getLogger(__name__)
+from app.rollout.workers.worker_threads import join_or_abandon
 
 
 class CompletedRound(NamedTuple):
@@ -155,10 +152,7 @@ class AsyncRollout:
         """Stops after the running segments, or after `CLOSE_TIMEOUT_S`. Uncollected rounds are lost."""
         self._inbox.put(None)
         self._executor.wake()
-        self._thread.join(CLOSE_TIMEOUT_S)
-        if self._thread.is_alive():
-            log.warning("the generation thread is stuck in a segment and is abandoned")
-        else:
+        if join_or_abandon(self._thread):
             self._exit_stack.close()
 
     def _run_thread(self) -> None:

@@ -113,9 +113,15 @@ class WorkerThreads:
         for inbox in self._inboxes.values():
             inbox.put(None)
         for thread in self._threads:
-            thread.join(CLOSE_TIMEOUT_S)
-            if thread.is_alive():
-                log.warning("rollout worker %s is stuck in a segment and is abandoned", thread.name)
+            join_or_abandon(thread)
+
+
+def join_or_abandon(thread: Thread) -> bool:
+    """Waits at most `CLOSE_TIMEOUT_S` for a thread; returns whether it has ended, with a warning if not."""
+    thread.join(CLOSE_TIMEOUT_S)
+    if thread.is_alive():
+        log.warning("the thread %s is stuck in a segment and is abandoned", thread.name)
+    return not thread.is_alive()
 
 
 _Job = tuple[Future[Any], Callable[[], Any]]
