@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -27,8 +27,8 @@ from app.model.io.families import architecture_from_config
 from app.model.io.hf_weights import load_weights
 from app.model.io.model_files import open_model
 from app.records.sample import Prompt
-from app.rollout.engine.engine import SegmentResult, SlotEngine
-from app.rollout.engine.programs import ProgramName, ProgramSpec, SlotPrograms
+from app.rollout.engine.engine import SlotEngine
+from app.rollout.engine.programs import ProgramSpec, SlotPrograms
 from app.rollout.engine.segment import SegmentDecoder
 from app.rollout.engine.shapes import SlotShapes, make_slot_shapes
 from app.rollout.request import GenerationRequest
@@ -89,38 +89,11 @@ class EndingPrograms(SlotPrograms):
     """Programs with the sampler above."""
 
     sampler: Sampler
-    decode_asked_s: float
-    """Time of `time.perf_counter` at which a decode program was last requested; it is dispatched at once."""
-
-    def __getitem__(self, name: ProgramName) -> Callable[..., Any]:
-        if name[0] == "decode":
-            self.decode_asked_s = time.perf_counter()
-        return super().__getitem__(name)
 
     def _decode_program(self, rows: int, *, truncates: bool) -> ProgramSpec:
         _, arguments, options = super()._decode_program(rows, truncates=truncates)
         decoder = SegmentDecoder(self.definition, self.sampler, self.shapes.segment_max, None, self.num_route_words)
         return decoder.decode_segment, arguments, options
-
-
-class WatchedEngine(SlotEngine):
-    """An engine that records when its segments were on the devices."""
-
-    programs: EndingPrograms
-
-    def __init__(self, *args: Any, **options: Any):
-        super().__init__(*args, **options)
-        self.spans: list[tuple[float, float]] = []
-        """Spans of `time.perf_counter` from the dispatch of a segment until the host has noticed its end."""
-
-    def start_segment(self, **limits: Any) -> None:
-        super().start_segment(**limits)
-        self._started_s = self.programs.decode_asked_s
-
-    def finish_segment(self) -> SegmentResult:
-        ended = super().finish_segment()
-        self.spans.append((self._started_s, time.perf_counter()))
-        return ended
 
 
 @dataclass
@@ -146,16 +119,14 @@ class ForcedRollout:
     dtype: jnp.dtype
     fast_length: int | None = None
     pdsr: PdsrSettings = field(default_factory=PdsrSettings)
-    engines: list[WatchedEngine] = field(default_factory=list)
+    engines: list[SlotEngine] = field(default_factory=list)
     _programs: dict[SlotShapes, EndingPrograms] = field(default_factory=dict)
 
     @property
     def group_size(self) -> int:
         return len(self.lengths[0]) // len(self.prompts)
 
-    def new_engine(
-        self, num_slots: int, *, num_blocks: int | None = None, row_limit: int | None = None
-    ) -> WatchedEngine:
+    def new_engine(self, num_slots: int, *, num_blocks: int | None = None, row_limit: int | None = None) -> SlotEngine:
         """Returns an engine; engines with equal slots share their programs."""
         shapes = make_slot_shapes(
             num_slots,
@@ -173,7 +144,7 @@ class ForcedRollout:
             programs.sampler = ending_draw(np.concatenate(ends))
             self._programs[shapes] = programs
         programs = self._programs[shapes]
-        return WatchedEngine(
+        return SlotEngine(
             self.definition, self.mesh, shapes, eos_ids=[EOS], dtype=self.dtype, exact=False, programs=programs
         )
 
@@ -252,18 +223,6 @@ def open_rollout(
         *(Path(model).name, prompts, list(lengths), longest, tuple(slots)),
         *(definition, mesh, weights, rule, jnp.dtype(dtype)),
     )
-
-
-def on_devices_s(engines: Sequence[WatchedEngine]) -> float:
-    """Returns the seconds since the last call in which at least one segment was on the devices."""
-    spans = sorted(span for engine in engines for span in engine.spans)
-    for engine in engines:
-        engine.spans.clear()
-    total, until = 0.0, 0.0
-    for start, end in spans:
-        total += max(end - max(start, until), 0.0)
-        until = max(until, end)
-    return total
 
 
 def positive(text: str) -> int:

@@ -11,10 +11,10 @@ from __future__ import annotations
 import argparse
 
 from app.rollout.engine.continuous_batching import ContinuousBatchGenerator
+from app.rollout.engine.engine import SlotEngine
 from scripts.bench.forced_rollout import (
     LONGEST_OVER_MEAN,
     ForcedRollout,
-    WatchedEngine,
     log_normal_lengths,
     open_rollout,
     positive,
@@ -22,7 +22,7 @@ from scripts.bench.forced_rollout import (
 from settings.schema.rollout import SegmentSettings
 
 
-def measure(rollout: ForcedRollout, num_slots: int, num_blocks: int | None) -> tuple[WatchedEngine, float]:
+def measure(rollout: ForcedRollout, num_slots: int, num_blocks: int | None) -> tuple[SlotEngine, float]:
     """Returns the engine after a rollout, and its seconds, compiling and a first rollout left out."""
     engine = rollout.new_engine(num_slots, num_blocks=num_blocks)
     batching = ContinuousBatchGenerator(engine, decode_text=lambda _: "", segment_rule=rollout.rule)
