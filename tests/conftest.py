@@ -13,8 +13,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 
-from settings.loading.aliases import ALIASES
-from settings.loading.synonyms import HISTORIC_NAMES
+from settings.loading.synonyms import ALIASES, HISTORIC_NAMES
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 

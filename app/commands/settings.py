@@ -11,9 +11,9 @@ from pydantic_core import to_jsonable_python
 from app.commands.command_support import print_notices, print_result
 from app.commands.options import AsJson
 from settings import InputError
-from settings.loading.aliases import ALIASES
 from settings.loading.descriptions import describe_field
 from settings.loading.fields import FIELDS, suggest_fields
+from settings.loading.synonyms import ALIASES
 
 
 def settings(

@@ -10,9 +10,7 @@ from typing import Any, get_args
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from settings.loading.aliases import ALIASES
-from settings.loading.removed_settings import explain_removal
-from settings.loading.synonyms import VERL_ROOT, Synonym, find_synonyms
+from settings.loading.synonyms import ALIASES, VERL_ROOT, Synonym, explain_removal, find_synonyms
 from settings.schema.data import DataSourceSettings
 from settings.schema.reward import RewardFunctionSettings
 from settings.schema.settings import Settings

@@ -25,7 +25,6 @@ from settings.loading.algorithm_presets import (
     describe_changes,
     estimator_defaults,
 )
-from settings.loading.aliases import ALIASES
 from settings.loading.config_file import ConfigFile, find_config_file
 from settings.loading.fields import FIELDS, ITEM_KEYS, did_you_mean, nearest_names, nested, value_of
 from settings.loading.micro_batching import resolve_micro_batching
@@ -44,6 +43,7 @@ from settings.loading.sources import (
     set_entries,
     yaml_entries,
 )
+from settings.loading.synonyms import ALIASES
 from settings.loading.yaml_file import parse_settings_file
 from settings.schema.data import MIXTURE_TAG, SINGLE_TAG
 from settings.schema.settings import LEGACY_PROMPT_ALLOWANCE, Settings

@@ -13,11 +13,10 @@ from typing import Any
 import yaml
 
 from settings.errors import InputError
-from settings.loading.aliases import ALIASES
 from settings.loading.fields import FIELDS, SECTIONS, is_text, suggest_fields
 from settings.loading.printing import format_inline
 from settings.loading.secrets import SECRETS
-from settings.loading.synonyms import HISTORIC_NAMES
+from settings.loading.synonyms import ALIASES, HISTORIC_NAMES
 from settings.loading.yaml_file import YamlNode, parse_yaml
 
 ENV_PREFIX = "GRPO__"

@@ -1,4 +1,4 @@
-"""What TRL and verl call our settings, for the errors about unknown names."""
+"""Other names of settings: aliases, what TRL and verl call them, and what they were called before."""
 
 from __future__ import annotations
 
@@ -7,11 +7,38 @@ from fnmatch import fnmatchcase
 from importlib.resources import files
 from typing import NamedTuple
 
-TABLE = (files("settings") / "loading" / "synonyms.txt").read_text(encoding="utf-8")
-"""What the tables of `sops/migrate/` say; its first lines describe the format."""
+ALIASES: dict[str, tuple[str, ...]] = {
+    "steps": ("run.steps",),
+    "training_steps": ("run.steps",),
+    "batch_size": ("rollout.prompts_per_step",),
+    "num_pre_q": ("rollout.group_size",),
+    "max_length_sample": ("rollout.max_new_tokens",),
+    "max_length_total": ("rollout.max_length_total",),
+    "global_length": ("rollout.prefill_length_min",),
+    "mesh_shape": ("mesh.shape",),
+    "model_path": ("model.path",),
+    "wandb_project": ("logging.wandb_project",),
+    "wandb_name": ("run.name",),
+    "wandb_mode": ("logging.wandb_mode",),
+    "rollout_logprob_mbs_per_gpu": ("score.policy.rows_per_device",),
+    "ref_logprob_mbs_per_gpu": ("score.reference.rows_per_device",),
+    "use_dynamic_bsz": ("score.dynamic", "algorithm.dynamic_microbatch"),
+    "log_prob_use_dynamic_bsz": ("score.dynamic",),
+    "ppo_max_token_len_per_gpu": ("algorithm.max_tokens_per_device",),
+    "ppo_infer_max_token_len_per_gpu": ("score.max_tokens_per_device",),
+    "log_prob_max_token_len_per_gpu": ("score.max_tokens_per_device",),
+    "forward_max_token_len_per_gpu": ("score.critic.max_tokens_per_device", "score.reward.max_tokens_per_device"),
+    "ppo_mini_batch_size": ("algorithm.mini_batch_prompts",),
+    "balance_batch": ("algorithm.balance_batch",),
+    "ppo_epochs": ("algorithm.epochs",),
+    "beta": ("algorithm.beta",),
+}
+"""Names of the historic runner and verl, and the dotted fields that receive their values.
 
+They are accepted unnested in YAML and `--set`, and in upper case in the environment.
+"""
 HISTORIC_NAMES = ("grad_accum_steps",)
-"""Names of the historic runner that have no field in `ALIASES`. Of the others, those with a dot are verl's."""
+"""Names of the historic runner that have no field in `ALIASES`."""
 VERL_ROOT = "actor_rollout_ref."
 
 
@@ -19,25 +46,39 @@ class Synonym(NamedTuple):
     """A setting of another program."""
 
     title: str
-    """Such as `TRL's num_generations`."""
+    """Such as `TRL's num_generations`. The names with a dot are verl's."""
     fields: tuple[str, ...]
     """The settings that it is here; empty if there are none."""
     remark: str
     """How to convert its value, or what there is instead; may be empty."""
 
 
-def _read_table() -> Iterator[tuple[str, Synonym]]:
-    for line in TABLE.splitlines():
-        if line.startswith("#"):
-            continue
-        here, names, *remark = (" ".join(cell.split()) for cell in line.split("|"))
-        for name in names.split(", "):
-            program = "the historic runner" if name in HISTORIC_NAMES else "verl" if "." in name else "TRL"
-            fields = () if here == "–" else tuple(here.split())
-            yield name.removeprefix(VERL_ROOT), Synonym(f"{program}'s {name}", fields, "".join(remark))
+def _read_table() -> Iterator[tuple[str, str, str]]:
+    """Yields the cells of `synonyms.txt`, whose first lines describe the format, for each name."""
+    for line in (files("settings") / "loading" / "synonyms.txt").read_text(encoding="utf-8").splitlines():
+        if not line.startswith("#"):
+            here, names, *remark = (" ".join(cell.split()) for cell in line.split("|"))
+            yield from ((here, name, "".join(remark)) for name in names.split(", "))
 
 
-SYNONYMS = dict(_read_table())
+def _title(name: str) -> str:
+    program = "the historic runner" if name in HISTORIC_NAMES else "verl" if "." in name else "TRL"
+    return f"{program}'s {name}"
+
+
+REMOVED = {name: remark for here, name, remark in _read_table() if here == "removed"}
+"""Maps a removed setting, or a removed section with all its settings, to what replaced it or why it is gone."""
+SYNONYMS = {
+    name.removeprefix(VERL_ROOT): Synonym(_title(name), () if here == "–" else tuple(here.split()), remark)
+    for here, name, remark in _read_table()
+    if here != "removed"
+}
+"""The settings of TRL and verl, as in the tables of `sops/migrate/`."""
+
+
+def explain_removal(name: str) -> str | None:
+    """Returns why a setting, or the section that it was in, no longer exists; None if it never did."""
+    return next((reason for removed, reason in REMOVED.items() if f"{name}.".startswith(f"{removed}.")), None)
 
 
 def find_synonyms(name: str, sections: Collection[str]) -> tuple[list[Synonym], bool]:

@@ -9,9 +9,8 @@ import pytest
 import yaml
 
 from settings import InputError
-from settings.loading.aliases import ALIASES
 from settings.loading.fields import FIELDS, SECTIONS, nested
-from settings.loading.removed_settings import REMOVED
+from settings.loading.synonyms import ALIASES, REMOVED
 from tests.settings.loading import load_text, with_sets
 
 
@@ -38,4 +37,3 @@ def test_a_removed_setting_is_refused_with_the_reason(folder: Path, give: Callab
 
 def test_removed_settings_do_not_exist() -> None:
     assert REMOVED.keys().isdisjoint({*FIELDS, *SECTIONS, *ALIASES})
-    assert [*REMOVED] == sorted(REMOVED)

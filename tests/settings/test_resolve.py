@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from settings import InputError, Resolved, Settings, load
 from settings.checks.unused_settings import launch_notices
 from settings.loading.algorithm_presets import ALGORITHM_PRESETS
-from settings.loading.aliases import ALIASES
 from settings.loading.config_file import preset_names
 from settings.loading.fields import FIELDS, value_of
 from settings.loading.sources import env_name
+from settings.loading.synonyms import ALIASES
 from tests.settings.loading import load_text, with_sets
 
 EXAMPLES = {
