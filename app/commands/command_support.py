@@ -22,7 +22,7 @@ from app.records.text_format import to_printable_lines
 from settings import InputError, Resolved, load
 from settings.checks.unused_settings import unused_adapter_notices
 from settings.loading.config_file import ConfigFile
-from settings.loading.inherited_settings import without_derived
+from settings.loading.printing import without_derived
 from settings.loading.secrets import load_secrets, redact
 from settings.loading.sources import NO_FLAGS, Flags
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from settings.checks.check import Rule
 from settings.loading.fields import value_of
-from settings.loading.inherited_settings import RENDEZVOUS_FIELDS
+from settings.loading.printing import RENDEZVOUS_FIELDS
 from settings.loading.resolve import Resolved
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from settings.loading.fields import FIELDS, value_of
-from settings.loading.inherited_settings import MICRO_BATCH_TWINS
+from settings.loading.printing import MICRO_BATCH_TWINS
 from settings.loading.resolve import Resolved
 from settings.schema.algorithm import CRITIC_ESTIMATORS
 from settings.schema.plugins import EnvironmentSettings

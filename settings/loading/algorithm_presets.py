@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
 from settings.schema.algorithm import CRITIC_ESTIMATORS, AlgorithmSettings
@@ -67,31 +67,17 @@ def estimator_defaults(estimator: str) -> dict[str, bool]:
     return {"whiten_advantages": estimator not in GROUP_RELATIVE_ESTIMATORS, "shuffle": estimator in CRITIC_ESTIMATORS}
 
 
-def describe_changes(algorithm: AlgorithmSettings, derived_fields: Collection[str]) -> str | None:
-    """Describes the derived fields that differ from GRPO's; returns None if there are none.
-
-    Args:
-        derived_fields: fields of `algorithm` that the name or the estimator determined, not the user.
-    """
+def describe_changes(algorithm: AlgorithmSettings, provenance: Mapping[str, str]) -> str | None:
+    """Describes the derived fields of `algorithm` that differ from GRPO's; returns None if there are none."""
     grpo = ALGORITHM_PRESETS["grpo"]
     defaults = {field: getattr(grpo, field) for field in PRESET_FIELDS} | estimator_defaults(grpo.estimator)
-    changes = {
-        field: f"{field} {_format_setting(value)} (grpo: {_format_setting(defaults[field])})"
-        for field in defaults
-        if field in derived_fields and (value := getattr(algorithm, field)) not in (None, defaults[field])
-    }
+    derived = {name: getattr(algorithm, name) for name in defaults if provenance[f"algorithm.{name}"] == "derived"}
+    changes = [
+        f"{name} {value} (grpo: {defaults[name]})"
+        for name, value in derived.items()
+        if value not in (None, defaults[name])
+    ]
     # If the user chose the estimator, some fields follow from it instead of the algorithm's name.
-    is_chosen = "estimator" not in derived_fields
-    by_estimator = [changes.pop(field) for field in [*changes] if is_chosen and field not in PRESET_FIELDS]
-    lines = []
-    if changes:
-        lines.append(f"{algorithm.name} ({ALGORITHM_PRESETS[algorithm.name].source}): {', '.join(changes.values())}")
-    if by_estimator:
-        lines.append(f"estimator {algorithm.estimator}: {', '.join(by_estimator)}")
-    return "\n".join(lines) or None
-
-
-def _format_setting(value: object) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    chosen = "" if "estimator" in derived else f" with estimator {algorithm.estimator}"
+    title = f"{algorithm.name} ({ALGORITHM_PRESETS[algorithm.name].source}){chosen}"
+    return f"{title}: {', '.join(changes).lower()}" if changes else None

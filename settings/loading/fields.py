@@ -10,7 +10,8 @@ from typing import Any, get_args
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from settings.loading.synonyms import ALIASES, VERL_ROOT, Synonym, explain_removal, find_synonyms
+from settings.loading.synonyms import ALIASES, VERL_ROOT, explain_removal, find_synonyms
+from settings.loading.yaml_file import YamlNode
 from settings.schema.data import DataSourceSettings
 from settings.schema.reward import RewardFunctionSettings
 from settings.schema.settings import Settings
@@ -55,6 +56,17 @@ def is_text(field: str) -> bool:
     return str in [getattr(kind, "__origin__", kind) for kind in alternatives]  # Annotated[str, ...] is text
 
 
+def flatten(section: YamlNode, *, prefix: str = "") -> Iterator[tuple[str, YamlNode]]:
+    """Yields every dotted name in a settings file with its value; empty sections are skipped."""
+    assert isinstance(section.value, dict)
+    for key, node in section.value.items():
+        name = prefix + key
+        if name not in FIELDS and isinstance(node.value, dict) and (node.value or name in SECTIONS):
+            yield from flatten(node, prefix=f"{name}.")
+        elif name not in SECTIONS or node.value is not None:
+            yield name, node
+
+
 def nested(values: Mapping[str, Any]) -> dict[str, Any]:
     """Returns nested mappings: `{"a": {"b": 1}}` for `{"a.b": 1}`."""
     tree: dict[str, Any] = {}
@@ -81,15 +93,15 @@ def suggest_fields(unknown: str, *, show: Callable[[str], str] = str) -> tuple[l
         near = [field for synonym in synonyms for field in synonym.fields]
         # A name that differs only in its section, such as TRL's `top_p`, needs no explanation.
         if [name.rpartition(".")[2] for name in near] != [last]:
-            return near, f"; {' and '.join(_describe_synonym(synonym, show) for synonym in synonyms)}"
+            here = {
+                synonym: f"is {' and '.join(map(show, synonym.fields))}" if synonym.fields else "has no counterpart"
+                for synonym in synonyms
+            }
+            meanings = [f"{one.title} {text} here{one.remark and f': {one.remark}'}" for one, text in here.items()]
+            return near, f"; {' and '.join(meanings)}"
     section = unknown.partition(".")[0]
     overview = f"`grpo settings {section}`" if section in SECTIONS else "`grpo settings`"
     return near, did_you_mean([show(name) for name in near]) or f"; {overview} lists the settings"
-
-
-def _describe_synonym(synonym: Synonym, show: Callable[[str], str]) -> str:
-    here = f"is {' and '.join(map(show, synonym.fields))} here" if synonym.fields else "has no counterpart here"
-    return f"{synonym.title} {here}" + (f": {synonym.remark}" if synonym.remark else "")
 
 
 def _nearest_fields(unknown: str) -> list[str]:

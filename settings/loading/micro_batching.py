@@ -31,29 +31,23 @@ class _Scope:
     def __init__(self, section: str, leaves: Mapping[str, SourcedValue], inherited: Values, *, is_dynamic: bool = True):
         names = {part: f"{section}.{part}" for part in (*SWITCHES, TOKEN_QUOTA, ROWS, STRATEGY)}
         self.fields = {part: name for part, name in names.items() if name in FIELDS}
-        self.given = {part: leaves[field] for part, field in self.fields.items() if field in leaves}
-        latest = max(self.given, key=lambda part: precedence(self.given[part].origin), default=None)
-        self.is_dynamic = is_dynamic if latest is None else self._selects_dynamic(latest)
+        self.given = given = {part: leaves[field] for part, field in self.fields.items() if field in leaves}
+        if given:
+            is_dynamic = self._selects_dynamic(max(given, key=lambda part: precedence(given[part].origin)))
+        self.is_dynamic = is_dynamic
+        switch = SourcedValue(is_dynamic, "derived" if given else "default")
         self.values: Values = {
-            **self._switches(),
-            **(self._quota(inherited) if self.is_dynamic else self._rows(inherited)),
+            part: given[part] if part in given and given[part].value is is_dynamic else switch for part in SWITCHES
         }
-
-    def _switches(self) -> Values:
-        default = SourcedValue(self.is_dynamic, "derived" if self.given else "default")
-        given = {part: self.given.get(part) for part in SWITCHES}
-        return {part: leaf if leaf and leaf.value is self.is_dynamic else default for part, leaf in given.items()}
-
-    def _quota(self, inherited: Values) -> Values:
-        return {TOKEN_QUOTA: self.given.get(TOKEN_QUOTA) or inherited[TOKEN_QUOTA], ROWS: None, STRATEGY: None}
-
-    def _rows(self, inherited: Values) -> Values:
-        own = dict(self.given)
+        if is_dynamic:
+            self.values |= {TOKEN_QUOTA: given.get(TOKEN_QUOTA) or inherited[TOKEN_QUOTA], ROWS: None, STRATEGY: None}
+            return
+        own = dict(given)
         if ROWS in own and _is_off(own):
             del own[min((ROWS, STRATEGY), key=lambda part: precedence(own[part].origin))]
         offers = {**inherited, **own}
         has_rows = ROWS in own or not _is_off(offers)
-        return {TOKEN_QUOTA: None, ROWS: offers[ROWS] if has_rows else None, STRATEGY: offers[STRATEGY]}
+        self.values |= {TOKEN_QUOTA: None, ROWS: offers[ROWS] if has_rows else None, STRATEGY: offers[STRATEGY]}
 
     def _selects_dynamic(self, part: str) -> bool:
         return self.given[part].value if part in SWITCHES else part == TOKEN_QUOTA
@@ -62,36 +56,30 @@ class _Scope:
         for layer in sorted({precedence(leaf.origin) for leaf in self.given.values()}):
             parts = [part for part, leaf in self.given.items() if precedence(leaf.origin) == layer]
             quota, rows = ([part for part in parts if self._selects_dynamic(part) is mode] for mode in (True, False))
+            names = [" and ".join(self.given[part].given_name for part in some) for some in (quota, rows)]
             if quota and rows:
                 yield (
-                    f"{self._describe(quota)} {_verb_form(quota)} a token quota, but {self._describe(rows)} "
-                    f"{_verb_form(rows)} fixed rows; "
-                    f"remove {self._given_names(rows)} for the quota, or {self._given_names(quota)} for fixed rows"
+                    f"a token quota follows from {self._describe(*quota)}, but fixed rows from {self._describe(*rows)};"
+                    f" remove {names[1]} for the quota, or {names[0]} for fixed rows"
                 )
             elif {ROWS, STRATEGY} <= {*parts} and _is_off(self.given):
                 yield (
-                    f"{self._describe([STRATEGY])} selects one pass over all samples, but {self._describe([ROWS])} "
-                    f"selects several; "
-                    f"remove {self._given_names([ROWS])}, or set {self.fields[STRATEGY]} to loop or scan"
+                    f"{self._describe(STRATEGY)} selects one pass over all samples, but {self._describe(ROWS)} selects "
+                    f"several; remove {self.given[ROWS].given_name}, or set {self.fields[STRATEGY]} to loop or scan"
                 )
 
     def override_notices(self) -> Iterator[str]:
         """Yields notices about `--set` selections that the environment overrides through another field."""
         winner = max(self.given.values(), key=lambda leaf: precedence(leaf.origin), default=None)
-        if winner is None or not winner.origin.startswith("env:"):
-            return
         for part, leaf in self.given.items():
-            if leaf.origin == "set" and self.values[part] is not leaf:
+            if winner and winner.origin.startswith("env:") and leaf.origin == "set" and self.values[part] is not leaf:
                 yield (
                     f"environment variable {winner.given_name} overrides {self.fields[part]} {leaf.value!r} from --set"
                 )
 
-    def _describe(self, parts: Sequence[str]) -> str:
-        leaves = {self.fields[part]: self.given[part] for part in parts}
-        return " and ".join(f"{name} = {x.value!r} (from {describe_origin(x.origin)})" for name, x in leaves.items())
-
-    def _given_names(self, parts: Sequence[str]) -> str:
-        return " and ".join(self.given[part].given_name for part in parts)
+    def _describe(self, *parts: str) -> str:
+        leaves = [(self.fields[part], self.given[part]) for part in parts]
+        return " and ".join(f"{name} = {x.value!r} (from {describe_origin(x.origin)})" for name, x in leaves)
 
 
 def resolve_micro_batching(layers: Sequence[Layer]) -> tuple[Layer, list[str]]:
@@ -102,7 +90,19 @@ def resolve_micro_batching(layers: Sequence[Layer]) -> tuple[Layer, list[str]]:
     Raises: InputError listing every scope for which one layer selects both dynamic and fixed.
     """
     leaves = ChainMap(*layers)
-    scopes = _build_scopes({field: leaf for field, leaf in leaves.items() if leaf.value is not None})
+    given = {field: leaf for field, leaf in leaves.items() if leaf.value is not None}
+    own, critics = (
+        given.get(field := f"{section}.{TOKEN_QUOTA}", SourcedValue(FIELDS[field].default, "default"))
+        for section in ("algorithm", "critic")
+    )
+    update = _Scope("algorithm", given, {**DEFAULTS, TOKEN_QUOTA: own})
+    # Scoring has the quota of an update with fixed rows, too.
+    score = _Scope("score", given, {**DEFAULTS, TOKEN_QUOTA: own})
+    critic = _Scope("critic", given, {**update.values, TOKEN_QUOTA: critics}, is_dynamic=update.is_dynamic)
+    roles = [
+        _Scope(f"score.{role}", given, score.values, is_dynamic=score.is_dynamic) for role in get_args(ForwardRole)
+    ]
+    scopes = [update, critic, score, *roles]
     if problems := [problem for scope in scopes for problem in scope.contradictions()]:
         raise InputError("\n".join(problems))
     settled: Layer = {}
@@ -115,25 +115,6 @@ def resolve_micro_batching(layers: Sequence[Layer]) -> tuple[Layer, list[str]]:
     return settled, [notice for scope in scopes for notice in scope.override_notices()]
 
 
-def _build_scopes(given: Mapping[str, SourcedValue]) -> list[_Scope]:
-    own, critics = (
-        given.get(field := f"{section}.{TOKEN_QUOTA}", SourcedValue(FIELDS[field].default, "default"))
-        for section in ("algorithm", "critic")
-    )
-    update = _Scope("algorithm", given, {**DEFAULTS, TOKEN_QUOTA: own})
-    # Scoring has the quota of an update with fixed rows, too.
-    score = _Scope("score", given, {**DEFAULTS, TOKEN_QUOTA: own})
-    critic = _Scope("critic", given, {**update.values, TOKEN_QUOTA: critics}, is_dynamic=update.is_dynamic)
-    roles = [
-        _Scope(f"score.{role}", given, score.values, is_dynamic=score.is_dynamic) for role in get_args(ForwardRole)
-    ]
-    return [update, critic, score, *roles]
-
-
 def _is_off(values: Values) -> bool:
     strategy = values.get(STRATEGY)
     return strategy is not None and strategy.value == "off"
-
-
-def _verb_form(parts: Sequence[str]) -> str:
-    return "select" if len(parts) > 1 else "selects"

@@ -1,14 +1,31 @@
-"""Prints settings as YAML that `--config` accepts, and parses it."""
+"""Prints settings as YAML that `--config` accepts, and reads it as the base of another run."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, get_args
 
 import yaml
 
-from settings.loading.yaml_file import YamlNode, parse_scalar, parse_settings_file
+from settings.loading.config_file import ConfigFile
+from settings.loading.fields import flatten
+from settings.loading.yaml_file import parse_scalar, parse_settings_file
+from settings.schema.score import ForwardRole
 from settings.schema.settings import Settings
+
+RENDEZVOUS_FIELDS = ("mesh.coordinator_address", "mesh.num_processes", "mesh.process_id")
+"""Fields that describe the hosts of the earlier run, which do not take part in the new one."""
+MICRO_BATCH_TWINS = {
+    "score.max_tokens_per_device": "algorithm.max_tokens_per_device",
+    "critic.rows_per_device": "algorithm.rows_per_device",
+    **{
+        f"score.{role}.{part}": f"score.{part}"
+        for role in get_args(ForwardRole)
+        for part in ("max_tokens_per_device", "rows_per_device")
+    },
+}
+"""Fields of micro-batches, and the fields that they are inherited from, with value and provenance."""
 
 
 def to_yaml(settings: Settings, provenance: Mapping[str, str]) -> str:
@@ -37,18 +54,26 @@ def from_yaml(content: bytes, *, name: str) -> dict[str, tuple[Any, str]]:
         InputError: the content is not a YAML file of sections.
     """
     lines = content.decode("utf-8-sig", errors="replace").split("\n")
-    return dict(_parse_lines(parse_settings_file(content, name=name), lines, prefix=""))
+    values = {}
+    for field, node in flatten(parse_settings_file(content, name=name)):
+        _, comment, origin = "".join(lines[node.line - 1 : node.line]).rpartition("  # ")
+        values[field] = node.to_python(), origin if comment else ""
+    return values
 
 
-def _parse_lines(section: YamlNode, lines: list[str], *, prefix: str) -> Iterator[tuple[str, tuple[Any, str]]]:
-    assert isinstance(section.value, dict)
-    for name, node in section.value.items():
-        line = lines[node.line - 1] if node.line <= len(lines) else ""
-        _, comment, origin = line.rpartition("  # ")
-        if isinstance(node.value, dict) and not comment:
-            yield from _parse_lines(node, lines, prefix=f"{prefix}{name}.")
-        else:
-            yield prefix + name, (node.to_python(), origin if comment else "")
+def without_derived(file: ConfigFile) -> ConfigFile:
+    """Returns the `settings.yaml` of a run with only what its user set, as the base of a new run.
+
+    The file has a value for every setting. With all of them, a new `algorithm.name` would keep the estimator, clip and
+    aggregation of the old one, and the new run would wait for the hosts of the old run.
+
+    Raises: InputError if the file is invalid.
+    """
+    recorded = from_yaml(file.content, name=file.name)
+    # Two `--set` options with equal values look the same as an inherited one, and give the same.
+    inherited = [field for field, twin in MICRO_BATCH_TWINS.items() if recorded.get(field) == recorded.get(twin)]
+    derived = [field for field, (_, origin) in recorded.items() if origin in ("default", "derived")]
+    return replace(file, left_out=frozenset({*derived, *inherited, *RENDEZVOUS_FIELDS} - {"run.name"}))
 
 
 def format_inline(value: Any) -> str:

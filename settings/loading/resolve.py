@@ -14,7 +14,6 @@ from typing import Any
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
-from pydantic_settings import InitSettingsSource
 
 from settings.errors import InputError
 from settings.loading.algorithm_presets import (
@@ -44,7 +43,6 @@ from settings.loading.sources import (
     yaml_entries,
 )
 from settings.loading.synonyms import ALIASES
-from settings.loading.yaml_file import parse_settings_file
 from settings.schema.data import MIXTURE_TAG, SINGLE_TAG
 from settings.schema.settings import LEGACY_PROMPT_ALLOWANCE, Settings
 
@@ -81,8 +79,7 @@ class Resolved:
     @property
     def algorithm_changes(self) -> str | None:
         """Text about the derived settings that differ from those of `grpo`; None if there are none."""
-        derived = [field for field in FIELDS if field.startswith("algorithm.") and self.provenance[field] == "derived"]
-        return describe_changes(self.settings.algorithm, [field.removeprefix("algorithm.") for field in derived])
+        return describe_changes(self.settings.algorithm, self.provenance)
 
 
 def load(
@@ -100,14 +97,11 @@ def load(
         InputError: the file, an override, an environment variable or a flag is invalid.
     """
     file = find_config_file(config)
-    in_yaml = build_layer(yaml_entries(parse_settings_file(file.content, name=file.name), file=file.name))
-    in_yaml = {field: leaf for field, leaf in in_yaml.items() if field not in file.left_out}
+    in_yaml = build_layer(yaml_entries(file))
     in_set = build_layer(set_entries(overrides))
     in_environment = build_layer(environment_entries(environ))
     in_flags = build_layer(flag_entries(flags))
     layers = [in_flags, in_environment, in_set, in_yaml]
-    if in_flags:
-        _validate(layers[1:])  # A value must be valid even if a flag overrides it.
     given = _validate(layers)
     micro_batching, notices = resolve_micro_batching(layers)
     derived = _derive(given, _provenance(layers), config_stem=file.stem)
@@ -130,12 +124,10 @@ def load(
 
 def _validate(layers: Sequence[Layer]) -> Settings:
     """Merges and validates layers, the strongest first."""
-    sources = tuple(
-        InitSettingsSource(Settings, nested({field: leaf.value for field, leaf in layer.items()})) for layer in layers
-    )
+    values = [nested({field: leaf.value for field, leaf in layer.items()}) for layer in layers]
     try:
         # pyright sees only the fields as arguments of a pydantic class.
-        return Settings(_build_sources=(sources, {}))  # pyright: ignore[reportCallIssue]
+        return Settings(layers=values)  # pyright: ignore[reportCallIssue]
     except ValidationError as error:
         leaves = ChainMap(*layers)
         # pydantic counts only valid items, so a list with an invalid item is also reported as too short.

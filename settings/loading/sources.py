@@ -13,11 +13,12 @@ from typing import Any
 import yaml
 
 from settings.errors import InputError
-from settings.loading.fields import FIELDS, SECTIONS, is_text, suggest_fields
+from settings.loading.config_file import ConfigFile
+from settings.loading.fields import FIELDS, SECTIONS, flatten, is_text, suggest_fields
 from settings.loading.printing import format_inline
 from settings.loading.secrets import SECRETS
 from settings.loading.synonyms import ALIASES, HISTORIC_NAMES
-from settings.loading.yaml_file import YamlNode, parse_yaml
+from settings.loading.yaml_file import YamlNode, parse_settings_file, parse_yaml
 
 ENV_PREFIX = "GRPO__"
 MAX_PROBLEMS = 10
@@ -40,16 +41,8 @@ Layer = dict[str, SourcedValue]
 Flags = Mapping[str, tuple[str, str]]
 """Maps a command option to its field and text: `--gamma` -> (`algorithm.gamma`, `0.9`)."""
 NO_FLAGS: Flags = {}
-
-
 Entry = tuple[str, YamlNode, str, str]
 """A name, which may be unknown, its value, provenance, and the name as the user wrote it, such as `NUM_PRE_Q`."""
-
-
-def yaml_entries(root: YamlNode, *, file: str) -> Iterator[Entry]:
-    """Yields the values of a settings file."""
-    for name, node in _flatten(root.value, prefix=""):
-        yield name, node, f"yaml:{file}:{node.line}", name
 
 
 def set_options(overrides: Mapping[str, Any], *, prefix: str = "") -> Iterator[str]:
@@ -103,14 +96,11 @@ def environment_notices(environment: Layer, overrides: Layer, flags: Layer) -> l
     return notices
 
 
-def _flatten(section: Any, *, prefix: str) -> Iterator[tuple[str, YamlNode]]:
-    """Yields every dotted name in a mapping with its node; empty sections are skipped."""
-    for key, node in section.items():
-        name = prefix + key
-        if name not in FIELDS and isinstance(node.value, dict) and (node.value or name in SECTIONS):
-            yield from _flatten(node.value, prefix=f"{name}.")
-        elif name not in SECTIONS or node.value is not None:
-            yield name, node
+def yaml_entries(file: ConfigFile) -> Iterator[Entry]:
+    """Yields the values of a settings file."""
+    for name, node in flatten(parse_settings_file(file.content, name=file.name)):
+        if name not in file.left_out:
+            yield name, node, f"yaml:{file.name}:{node.line}", name
 
 
 def set_entries(overrides: Iterable[str]) -> Iterator[Entry]:
@@ -120,35 +110,34 @@ def set_entries(overrides: Iterable[str]) -> Iterator[Entry]:
         name = name.strip()
         if not equals or not name:
             raise InputError(f"--set {override}: expected NAME=VALUE, as in --set run.steps=20")
-        if not value.strip():
-            raise InputError(f"--set {name}= has no value; to reset the setting, write {name}=null")
-        yield name, parse_yaml(value, name=f"--set {name}"), "set", name
+        yield name, _parse_text(value, source=f"--set {name}"), "set", name
 
 
 def flag_entries(flags: Flags) -> Iterator[Entry]:
     """Yields the values of a command's options, which are YAML."""
     for option, (field, value) in flags.items():
-        if not value.strip():
-            raise InputError(f"{option} has no value; to reset the setting, write {option} null")
-        yield field, parse_yaml(value, name=option), option, option
+        yield field, _parse_text(value, source=option), option, option
 
 
 def environment_entries(environ: Mapping[str, str]) -> Iterator[Entry]:
     """Yields the values of GRPO__SECTION__FIELD and upper-case aliases, which are YAML."""
     ours = {env_name(name): name for name in (*FIELDS, *ALIASES, *HISTORIC_NAMES)}
     for variable in sorted(environ):
-        if variable not in ours and not variable.startswith(ENV_PREFIX):
-            continue
-        if variable not in ours:
+        if variable in ours:
+            node = _parse_text(environ[variable], source=f"environment variable {variable}")
+            yield ours[variable], node, f"env:{variable}", variable
+        elif variable.startswith(ENV_PREFIX):
             dotted = variable.removeprefix(ENV_PREFIX).replace("__", ".").lower()
             _, suggestion = suggest_fields(dotted, show=lambda name: env_name(name) + "__*" * (name in SECTIONS))
             raise InputError(
                 f"unknown environment variable {variable} (names are {ENV_PREFIX}SECTION__FIELD){suggestion}"
             )
-        if not environ[variable].strip():
-            raise InputError(f"environment variable {variable} is empty; unset it, or set it to null")
-        node = parse_yaml(environ[variable], name=f"environment variable {variable}")
-        yield ours[variable], node, f"env:{variable}", variable
+
+
+def _parse_text(text: str, *, source: str) -> YamlNode:
+    if not text.strip():
+        raise InputError(f"{source} has no value; to reset the setting, make it null")
+    return parse_yaml(text, name=source)
 
 
 def build_layer(entries: Iterable[Entry]) -> Layer:
@@ -165,7 +154,9 @@ def build_layer(entries: Iterable[Entry]) -> Layer:
             if field not in FIELDS:
                 problems.append(_unknown_setting_message(name, shown))
                 continue
-            value, first = _parse_value(node, field), layer.get(field)
+            # Free text keeps its spelling, since the revision `12e4567` is not a number.
+            is_spelled = is_text(field) and node.spelling is not None and node.value is not None
+            value, first = node.spelling if is_spelled else node.to_python(), layer.get(field)
             if first is None:
                 layer[field] = SourcedValue(value, origin, given_name)
                 continue
@@ -180,13 +171,6 @@ def build_layer(entries: Iterable[Entry]) -> Layer:
     if problems:
         raise InputError("\n".join(problems))
     return layer
-
-
-def _parse_value(node: YamlNode, field: str) -> Any:
-    """Returns the value of a node; free text keeps its spelling, since the revision `12e4567` is not a number."""
-    if is_text(field) and node.spelling is not None and node.value is not None:
-        return node.spelling
-    return node.to_python()
 
 
 def _unknown_setting_message(name: str, shown: str) -> str:

@@ -7,7 +7,9 @@ This package imports neither jax nor numpy, so that `--print-config` and `--help
 
 from __future__ import annotations
 
-from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
+from typing import Any
+
+from pydantic_settings import BaseSettings, InitSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 
 from settings.schema.algorithm import CRITIC_ESTIMATORS, AlgorithmSettings, CriticSettings, OptimizerSettings
 from settings.schema.data import DataSettings
@@ -85,12 +87,9 @@ class Settings(BaseSettings):
 
     @classmethod
     def settings_customise_sources(
-        cls,
-        settings_cls: type[BaseSettings],
-        init_settings: PydanticBaseSettingsSource,
-        env_settings: PydanticBaseSettingsSource,
-        dotenv_settings: PydanticBaseSettingsSource,
-        file_secret_settings: PydanticBaseSettingsSource,
+        cls, settings_cls: type[BaseSettings], init_settings: PydanticBaseSettingsSource, *_: Any, **others: Any
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Disables pydantic's sources: `settings.loading.sources` reads the environment."""
-        return (init_settings,)
+        """Returns a source for each of `layers`, the strongest first; pydantic's own do not read the environment."""
+        assert isinstance(init_settings, InitSettingsSource)
+        layers = init_settings.init_kwargs.pop("layers", ())
+        return (*(InitSettingsSource(settings_cls, layer) for layer in layers), init_settings)

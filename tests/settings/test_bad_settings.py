@@ -203,8 +203,8 @@ def test_a_file_of_another_program_gives_a_short_error(folder: Path) -> None:
     ("environ", "message"),
     [
         ({"STEPS": "abc"}, "run.steps: expected a valid integer, got 'abc' (from env:STEPS)"),
-        ({"STEPS": ""}, "environment variable STEPS is empty"),
-        ({"GRPO__RUN__STEPS": " "}, "environment variable GRPO__RUN__STEPS is empty"),
+        ({"STEPS": ""}, "environment variable STEPS has no value"),
+        ({"GRPO__RUN__STEPS": " "}, "environment variable GRPO__RUN__STEPS has no value"),
         ({"STEPS": "1", "GRPO__RUN__STEPS": "1"}, "run.steps is set twice"),
         (
             {"GRPO__ROLOUT__GROUP_SIZE": "1"},

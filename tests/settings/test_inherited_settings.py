@@ -10,7 +10,7 @@ from settings import Resolved, load
 from settings.checks.commands import check_for_train
 from settings.loading.algorithm_presets import ALGORITHM_PRESETS
 from settings.loading.config_file import ConfigFile, find_config_file
-from settings.loading.inherited_settings import without_derived
+from settings.loading.printing import without_derived
 
 
 def written(folder: Path, *overrides: str) -> ConfigFile:

@@ -206,8 +206,8 @@ def test_a_contradiction_names_what_was_written(resolve) -> None:
     with pytest.raises(InputError) as caught:
         resolve("use_dynamic_bsz: true\nalgorithm:\n  rows_per_device: 4\nref_logprob_mbs_per_gpu: 2\n")
     assert str(caught.value) == (
-        "algorithm.dynamic_microbatch = True (from yaml:c.yaml:1) selects a token quota, "
-        "but algorithm.rows_per_device = 4 (from yaml:c.yaml:3) selects fixed rows; "
+        "a token quota follows from algorithm.dynamic_microbatch = True (from yaml:c.yaml:1), "
+        "but fixed rows from algorithm.rows_per_device = 4 (from yaml:c.yaml:3); "
         "remove algorithm.rows_per_device for the quota, or use_dynamic_bsz for fixed rows"
     )
 

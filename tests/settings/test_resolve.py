@@ -110,13 +110,10 @@ def test_a_verbs_flag_wins_over_every_layer_and_is_named() -> None:
         ([], {"--gamma": ("algorithm.gamma", " ")}, "--gamma has no value"),
         ([], {"--gamma": ("algorithm.gamma", "[")}, "--gamma"),
         ([], {"--chunk-size": ("algorithm.gae_chunk_size", "131072")}, "less than or equal to 4096, got 131072"),
-        (["algorithm.gamma=zzz"], FLAGS, r"algorithm\.gamma: .* got 'zzz' \(from --set\)"),
         (["algorithm.gama=1"], FLAGS, "did you mean algorithm.gamma"),
     ],
 )
-def test_a_bad_flag_is_blamed_and_what_a_flag_overrides_is_checked_too(
-    overrides: list[str], flags: dict[str, tuple[str, str]], message: str
-) -> None:
+def test_a_bad_flag_is_blamed(overrides: list[str], flags: dict[str, tuple[str, str]], message: str) -> None:
     with pytest.raises(InputError, match=message):
         load(None, overrides, {}, flags)
 
@@ -253,10 +250,10 @@ def test_what_follows_from_the_estimator_is_told_whoever_chose_it() -> None:
     expected = f"ppo (Schulman et al. 2017): estimator gae (grpo: grpo), {follows}"
     assert with_sets("algorithm.name=ppo").algorithm_changes == expected
     gae = ("algorithm.name=dapo", "algorithm.estimator=gae", "algorithm.clip_high=0.2", "algorithm.filter=none")
-    assert with_sets(*gae).algorithm_changes == f"estimator gae: {follows}"
+    assert with_sets(*gae).algorithm_changes == f"dapo (Yu et al. 2025) with estimator gae: {follows}"
     assert (
         with_sets(*gae, "algorithm.whiten_advantages=true").algorithm_changes
-        == "estimator gae: shuffle true (grpo: false)"
+        == "dapo (Yu et al. 2025) with estimator gae: shuffle true (grpo: false)"
     )
 
 
