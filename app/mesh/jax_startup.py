@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import pkgutil
-import shlex
-import sys
 from importlib.util import find_spec
 
 import jax
 
-from app.distributed.cluster_detection import detect_cluster, is_cloud_tpu_vm
-from app.distributed.rendezvous_check import ClusterMember, resolve_bind_address, verify_processes
+from app.distributed.rendezvous import (
+    ClusterMember,
+    detect_cluster,
+    is_cloud_tpu_vm,
+    resolve_bind_address,
+    verify_processes,
+)
 from app.distributed.shutdown import HEARTBEAT_S
 from app.mesh.chips import parse_pretended
 from app.mesh.compile_only import quiet_libtpu
@@ -26,6 +30,8 @@ from app.mesh.devices import (
 from app.mesh.program_cache import share_program_cache, use_program_cache
 from settings.errors import InputError
 from settings.schema.mesh import MeshSettings
+
+log = logging.getLogger(__name__)
 
 M_MMAP_THRESHOLD = -3
 """The constant of `man 3 mallopt` (glibc)."""
@@ -63,8 +69,7 @@ def initialize_distributed(settings: MeshSettings, *, compiles: bool = False) ->
             "this process has joined the other hosts before, and can do so only once; start a new one on each"
         )
     _bypass_proxies(member)
-    command = shlex.join(["grpo", *sys.argv[1:]])
-    verify_processes(member, timeout_s=settings.start_timeout_s, command=command, notify=_print_stderr)
+    verify_processes(member, timeout_s=settings.start_timeout_s)
     # The program handles SIGTERM itself and notifies the other hosts; JAX's service would replace its handler.
     jax.config.update("jax_enable_preemption_service", False)
     jax.config.update("jax_check_proxy_envs", False)
@@ -155,14 +160,9 @@ def _bypass_proxies(member: ClusterMember) -> None:
         host = member.coordinator_address.rpartition(":")[0]
         direct = os.environ.get(NO_PROXY_VARIABLE) or os.environ.get("no_proxy")
         os.environ[NO_PROXY_VARIABLE] = f"{direct},{host}" if direct else host
-        _print_stderr(
-            f"warning: {', '.join(proxies)} is set; hosts connect to {host} without a proxy. Unset it if they cannot "
-            "connect"
+        log.warning(
+            "%s is set; hosts connect to %s without a proxy. Unset it if they cannot connect", ", ".join(proxies), host
         )
-
-
-def _print_stderr(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
 
 
 def _check_backend_installed(platform: str) -> None:

@@ -166,16 +166,22 @@ def decode_differences(
     """
     a, score_mod = architecture, ScoreMod.of(architecture)
     positions = np.array([0, PROMPT, NUM_TOKENS // 2, NUM_TOKENS - 1], np.int32)
-    rng = np.random.default_rng(0)
-    new, cache = (
-        (len(positions), a.num_kv_heads, 1, a.head_dim),
-        (len(positions), a.num_kv_heads, NUM_TOKENS, a.head_dim),
-    )
-    shapes = ((len(positions), 1, a.num_query_heads, a.head_dim), new, new, cache, cache)
+    # The first row has the last blocks.
+    tables = np.arange(len(positions) * -(-NUM_TOKENS // block), dtype=np.int32)[::-1].reshape(len(positions), -1)
+    new, pool = (len(positions), a.num_kv_heads, 1, a.head_dim), (tables.size, a.num_kv_heads, block, a.head_dim)
+    shapes, rng = ((len(positions), 1, a.num_query_heads, a.head_dim), new, new, pool, pool), np.random.default_rng(0)
     *new, keys, values = (rng.standard_normal(shape).astype(dtype) for shape in shapes)
+    places = np.arange(tables.shape[1] * block)
+    # Entries behind the new one have no meaning.
+    seen = places <= positions[:, None]
 
-    def in_blocks(positions: Array, *arrays: Any) -> list[Array]:
-        query, key, value, keys, values, tables = arrays
+    def whole_rows(pools: np.ndarray) -> Float[np.ndarray, "D B K S H"]:
+        """Returns the caches in one piece of the rows of each device, which numbers its blocks from 0 on."""
+        rows = np.moveaxis(pools.reshape(-1, *pool)[:, tables], 2, 3)
+        return np.where(seen[:, None, :, None], rows.reshape(*rows.shape[:3], -1, a.head_dim), 0)
+
+    def in_blocks(positions: Array, tables: Array, *arrays: Any) -> list[Array]:
+        query, key, value, keys, values = arrays
         inputs: Any = query, key, value, LayerCache(keys, values), positions, jnp.ones_like(positions, bool), tables
         mixed, cache = extend_cache(*inputs, window=window, score_mod=score_mod, block_size=block_size)
         return [mixed, cache.keys, cache.values]
@@ -183,44 +189,18 @@ def decode_differences(
     def in_one_piece(positions: Array, query: Array, key: Array, value: Array, *cache: Array) -> list[Array]:
         write = jax.vmap(lambda row, new, position: row.at[:, position].set(new[:, 0]))
         keys, values = (write(x, new, positions) for x, new in zip(cache, (key, value), strict=True))
-        visible = jnp.arange(NUM_TOKENS) <= positions[:, None]
-        if window is not None:
-            visible &= jnp.arange(NUM_TOKENS) > positions[:, None] - window
+        visible = seen if window is None else seen & (places > positions[:, None] - window)
         return [dot_product_attention(query, keys, values, visible[:, None], score_mod), keys, values]
 
-    blocks = [_to_blocks(x, block) for x in (keys, values)]
-    # The first row has the last blocks.
-    tables = np.arange(len(blocks[0]), dtype=np.int32)[::-1].reshape(len(positions), -1)
-    given = positions, *new, *blocks, tables
+    given = positions, tables, *new, keys, values
     rows = [np.tile(x, (num_local_row_shards(mesh), *[1] * (x.ndim - 1))) for x in given]
     with jax.set_mesh(mesh):
         compute = jax.jit(in_blocks, out_shardings=row_sharding(mesh))
-        ours = [to_local(x) for x in compute(*to_global(mesh, rows))]
-    ours[1:] = [_to_rows(x, len(positions)) for x in ours[1:]]
+        mixed, *caches = map(to_local, compute(*to_global(mesh, rows)))
     with jax.default_matmul_precision("highest"):
-        exact = jax.jit(in_one_piece)(positions, *(x.astype(np.float32) for x in (*new, keys, values)))
-    # Entries behind the new one have no meaning.
-    seen = (np.arange(NUM_TOKENS) <= positions[:, None])[:, None, :, None]
-    exact = [exact[0], *(np.where(seen, x, 0) for x in exact[1:])]
-    ours[1:] = [np.where(seen, x.reshape(-1, *keys.shape), 0) for x in ours[1:]]
-    return _largest_differences(ours, exact)
-
-
-def _to_blocks(cache: Float[np.ndarray, "B K S H"], size: int) -> Float[np.ndarray, "N K T H"]:
-    """Returns the blocks of all rows, the last one first."""
-    num_rows, num_heads, length, head_dim = cache.shape
-    padded = np.pad(cache, ((0, 0), (0, 0), (0, -length % size), (0, 0)))
-    blocks = np.moveaxis(padded.reshape(num_rows, num_heads, -1, size, head_dim), 2, 1)
-    return blocks.reshape(-1, num_heads, size, head_dim)[::-1]
-
-
-def _to_rows(blocks: Float[np.ndarray, "N K T H"], num_rows: int) -> Float[np.ndarray, "R K S H"]:
-    """Returns the caches of the rows of each device from the blocks of all devices."""
-    _, num_heads, size, head_dim = blocks.shape
-    # Devices one after another, each with its last block first.
-    by_row = blocks.reshape(-1, num_rows * -(-NUM_TOKENS // size), num_heads, size, head_dim)[:, ::-1]
-    whole = np.moveaxis(by_row.reshape(-1, -(-NUM_TOKENS // size), num_heads, size, head_dim), 1, 2)
-    return whole.reshape(len(whole), num_heads, -1, head_dim)[:, :, :NUM_TOKENS]
+        exact_inputs = (*new, whole_rows(keys)[0], whole_rows(values)[0])
+        exact = jax.jit(in_one_piece)(positions, *(x.astype(np.float32) for x in exact_inputs))
+    return _largest_differences([mixed, *map(whole_rows, caches)], exact)
 
 
 def _largest_differences(ours: Sequence[np.ndarray], exact: Sequence[Any]) -> Float64[np.ndarray, "results"]:

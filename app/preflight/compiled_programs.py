@@ -28,18 +28,17 @@ from app.preflight.hlo_text import HloProgram
 from app.preflight.phase_memory import (
     MEMORY_ADVICE,
     MEMORY_LABELS,
-    StepShapes,
+    StepOutline,
     format_memory_table,
     largest_micro_batch,
     memory_by_phase,
     peak_phase,
 )
 from app.records.text_format import format_bytes, format_percent, format_table
-from app.runtime.reward_model import NetworkSpec
 from app.runtime.scoring import set_compute_dtype
-from app.runtime.session import Session
+from app.runtime.session import Session, eval_sampling_rules, sampling_rules
 from app.score.scorer import PackedForward, Scorer, ValueScorer
-from app.training.learner import Learner, LearnerGroup
+from app.training.learner import Learner
 from app.training.network_memory import MemoryBreakdown
 from app.update.loss_aggregation import StepTotals
 from settings.errors import InputError
@@ -80,42 +79,28 @@ class LoweredProgram(NamedTuple):
     """Turns of the loop over the LM head, which depend on the rows, by its name scope."""
 
 
-class StepMemory(NamedTuple):
-    """The memory of a step on each device."""
-
-    phases: Mapping[str, MemoryBreakdown]
-    """Memory by phase: its arrays, and if programs were compiled the temporaries of the one that needs most."""
-    programs: tuple[CompiledProgram, ...]
-
-
 def step_memory(
-    session: Session,
-    learning: LearnerGroup,
-    shapes: StepShapes,
-    reward_model: NetworkSpec | None,
-    *,
-    compiles: bool,
-    on_program: ProgramCallback | None = None,
-) -> StepMemory:
-    """Returns the memory of each phase of a step, with `compiles` that of its programs included.
+    step: StepOutline, *, compiles: bool, on_program: ProgramCallback | None = None
+) -> tuple[dict[str, MemoryBreakdown], tuple[CompiledProgram, ...]]:
+    """Returns the memory on each device in each phase of a step, with `compiles` that of its fullest program included.
 
     Programs are compiled for the devices of the mesh, which need not be there.
 
     Raises:
         InputError: a program does not fit.
     """
-    arrays = memory_by_phase(session, learning, shapes, reward_model)
+    arrays = memory_by_phase(step)
     fullest, programs, available = dict(arrays), [], device_memory_bytes()
-    for one, text in compile_programs(session, learning, shapes, reward_model) if compiles else ():
+    for one, text in compile_programs(step) if compiles else ():
         programs.append(one)
         if on_program is not None:
             on_program(one, text)
-        shared = one.phase == "rollout" and "evaluation" in arrays and _evaluates_with_rollout_programs(session)
+        shared = one.phase == "rollout" and "evaluation" in arrays and _evaluates_with_rollout_programs(step.session)
         for phase in (one.phase, "evaluation") if shared else (one.phase,):
             buffers = {**arrays[phase], "temporaries": one.temporary_bytes, "padding": one.padding_bytes}
             check_fits(phase, one.name, buffers, available_bytes=available)
             fullest[phase] = max(fullest[phase], buffers, key=lambda held: sum(held.values()))
-    return StepMemory(fullest, tuple(programs))
+    return fullest, tuple(programs)
 
 
 def check_fits(phase: str, name: str, buffers: MemoryBreakdown, *, available_bytes: int | None) -> None:
@@ -138,12 +123,10 @@ def _does_not_fit(phase: str, name: str, reason: str) -> InputError:
     return InputError(f"{phase}: {name} does not fit: {reason} {advice[0].upper()}{advice[1:]}")
 
 
-def compile_programs(
-    session: Session, learning: LearnerGroup, shapes: StepShapes, reward_model: NetworkSpec | None
-) -> Iterator[tuple[CompiledProgram, str]]:
+def compile_programs(step: StepOutline) -> Iterator[tuple[CompiledProgram, str]]:
     """Compiles the programs of a step one after the other; yields each with its text. See `step_memory`."""
-    backend = session.mesh.devices.flat[0].platform
-    for phase, name, lowered, turns in _lower_programs(session, learning, shapes, reward_model):
+    backend = step.session.mesh.devices.flat[0].platform
+    for phase, name, lowered, turns in _lower_programs(step):
         started = time.perf_counter()
         compiled = _compile(lowered, phase, name)
         took = time.perf_counter() - started
@@ -201,31 +184,29 @@ def _argument_bytes(lowered: Lowered, compiled: Compiled) -> int:
     return sum(jax.tree.leaves(jax.tree.map(num_bytes, lowered.args_info, compiled.input_shardings)))
 
 
-def _lower_programs(
-    session: Session, learning: LearnerGroup, shapes: StepShapes, reward_model: NetworkSpec | None
-) -> Iterator[LoweredProgram]:
+def _lower_programs(step: StepOutline) -> Iterator[LoweredProgram]:
     """Yields each program of a step, for the longest samples."""
-    settings, mesh, model = session.settings, session.mesh, session.model_spec
-    dtype = set_compute_dtype(settings)
-    yield from _lower_generation(session, shapes)
+    session, reward_model = step.session, step.reward_model
+    mesh, model, dtype = session.mesh, session.model_spec, set_compute_dtype(session.settings)
+    yield from _lower_generation(step)
     networks: dict[str, tuple[DecoderDefinition, PackedForward]] = {
         "policy": (model.policy_definition, session.scoring.scorer),
         "reference": (session.scoring.held_reference, session.scoring.reference_scorer),
     }
     if (critic := session.scoring.critic) is not None:
         networks["critic"] = critic.spec.definition, critic.valuer
-    scored = [("score", role, *networks[role], plan) for role, plan in shapes.scores.items()]
-    if reward_model is not None and shapes.reward is not None:
+    scored = [("score", role, *networks[role], plan) for role, plan in step.scores.items()]
+    if reward_model is not None and step.reward is not None:
         valuer = ValueScorer(reward_model.definition, mesh, dtype=dtype)
-        scored.insert(0, ("reward", "model", reward_model.definition.held_in(dtype), valuer, shapes.reward))
+        scored.insert(0, ("reward", "model", reward_model.definition.held_in(dtype), valuer, step.reward))
     for phase, name, definition, scorer, plan in scored:
         params = abstract_arrays(definition.shapes, definition.shardings(mesh))
         batch = _global_shapes(mesh, pack_tokens((), _empty_micro_batch(plan), scorer.route_shape))
         turns = _lm_head_turns(session, plan) if isinstance(scorer, Scorer) else {}
         yield LoweredProgram(phase, name, scorer.lower(params, batch), turns)
     for phase, learner, plan in (
-        ("critic", learning.critic, shapes.critic_update),
-        ("update", learning.policy, shapes.update),
+        ("critic", step.learning.critic, step.critic_update),
+        ("update", step.learning.policy, step.update),
     ):
         if learner is not None and plan is not None:
             lowered, turns = lower_update(session, learner, plan), _lm_head_turns(session, plan)
@@ -246,12 +227,12 @@ def _evaluates_with_rollout_programs(session: Session) -> bool:
     return session.evaluation_generator is session.generator
 
 
-def _lower_generation(session: Session, shapes: StepShapes) -> Iterator[LoweredProgram]:
+def _lower_generation(step: StepOutline) -> Iterator[LoweredProgram]:
     """Yields the programs of prefill and decode on this host's devices."""
-    done = False
+    session, done = step.session, False
     for phase, shape, rules in (
-        ("rollout", shapes.rollout, session.sampling_params),
-        ("evaluation", shapes.evaluation, session.eval_sampling_params),
+        ("rollout", step.rollout, sampling_rules(session.settings)),
+        ("evaluation", step.evaluation, eval_sampling_rules(session.settings)),
     ):
         if shape is None or (done and _evaluates_with_rollout_programs(session)):
             continue

@@ -33,7 +33,7 @@ from app.preflight.model_checks import (
     check_reward_model,
     too_large_reason,
 )
-from app.preflight.phase_memory import compute_step_shapes, memory_by_phase, peak_phase, state_bytes
+from app.preflight.phase_memory import memory_by_phase, outline_step, peak_phase, state_bytes
 from app.prompts.dataset import Dataset
 from app.records.identity import prompts_digest
 from app.records.run_directory import RunDirectory, check_run_directory
@@ -300,8 +300,9 @@ def _check_memory(
     with recorder.run_check("memory"):
         checkpoint_bytes = state_bytes(learning)
         if inputs.prompts:
-            shapes = compute_step_shapes(session, learning, inputs.prompts, inputs.held_out, inputs.reward_model)
-            memory = memory_by_phase(session, learning, shapes, inputs.reward_model)
+            memory = memory_by_phase(
+                outline_step(session, learning, inputs.prompts, inputs.held_out, inputs.reward_model)
+            )
         else:
             memory = {"update": network_bytes(session.scoring, learning, inputs.reward_model)}
         phase, available = peak_phase(memory), device_memory_bytes()

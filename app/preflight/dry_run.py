@@ -16,16 +16,9 @@ from app.mesh.device_mesh import num_hosts
 from app.mesh.devices import device_kind, simulated_slice
 from app.mesh.placement import num_local_row_shards
 from app.preflight.compiled_programs import CompiledProgram, format_step_memory, step_memory
-from app.preflight.phase_memory import (
-    StepShapes,
-    compute_step_shapes,
-    largest_micro_batch,
-    peak_phase,
-    state_bytes,
-)
+from app.preflight.phase_memory import StepOutline, largest_micro_batch, outline_step, peak_phase, state_bytes
 from app.records.run_directory import Resume
 from app.records.text_format import format_bytes, format_count, format_table
-from app.runtime.session import Session
 from app.tracking.flops import make_step_flops
 from app.training.learner import LearnerGroup
 from app.training.network_memory import MemoryBreakdown
@@ -183,16 +176,15 @@ def make_dry_run_report(
     run = {"resume": resume, "replay_request": replay_request, "allow_changed": allow_changed}
     with prepare_run(resolved, **run, compiles=compiles) as launch:
         learning, inputs = launch.learning, launch.inputs
-        prompts = inputs.prompts, inputs.eval_prompts
-        shapes = compute_step_shapes(launch.session, learning, *prompts, inputs.reward_model)
+        step = outline_step(launch.session, learning, inputs.prompts, inputs.eval_prompts, inputs.reward_model)
         with error_barrier():
-            memory, programs = step_memory(launch.session, learning, shapes, inputs.reward_model, compiles=compiles)
+            memory, programs = step_memory(step, compiles=compiles)
         if jax.process_index():
             return None
         return DryRunReport(
             **_run_fields(launch),
             **_step_fields(launch, learning),
-            **_shape_fields(launch.session, shapes),
+            **_shape_fields(step),
             memory=memory,
             programs=programs,
             peak_bytes=sum(memory[peak_phase(memory)].values()),
@@ -260,23 +252,18 @@ def _step_fields(launch: RunSetup, learning: LearnerGroup) -> dict[str, Any]:
     }
 
 
-def _shape_fields(session: Session, shapes: StepShapes) -> dict[str, Any]:
+def _shape_fields(step: StepOutline) -> dict[str, Any]:
     """Returns the sizes of the rollout and of the micro-batches of each pass."""
-    critic_update, reward = shapes.critic_update, shapes.reward
+
+    def summary(plan: MicroBatchPlan) -> MicroBatchSummary:
+        largest, num_shards = largest_micro_batch(plan), num_local_row_shards(step.session.mesh)
+        return MicroBatchSummary(len(plan.micro_batches), len(largest.rows) // num_shards, largest.shape.num_tokens)
+
     return {
-        "rollout": None if shapes.rollout is None else shapes.rollout._asdict(),
-        "evaluation": None if shapes.evaluation is None else shapes.evaluation._asdict(),
-        "score": {role: _summarize_plan(session, plan) for role, plan in shapes.scores.items()},
-        "update": _summarize_plan(session, shapes.update),
-        "critic_update": None if critic_update is None else _summarize_plan(session, critic_update),
-        "reward_model": None if reward is None else _summarize_plan(session, reward),
+        "rollout": step.rollout and step.rollout._asdict(),
+        "evaluation": step.evaluation and step.evaluation._asdict(),
+        "score": {role: summary(plan) for role, plan in step.scores.items()},
+        "update": summary(step.update),
+        "critic_update": step.critic_update and summary(step.critic_update),
+        "reward_model": step.reward and summary(step.reward),
     }
-
-
-def _summarize_plan(session: Session, plan: MicroBatchPlan) -> MicroBatchSummary:
-    largest = largest_micro_batch(plan)
-    return MicroBatchSummary(
-        count=len(plan.micro_batches),
-        rows_per_device=len(largest.rows) // num_local_row_shards(session.mesh),
-        tokens_per_row=largest.shape.num_tokens,
-    )

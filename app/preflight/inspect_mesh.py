@@ -1,83 +1,192 @@
-"""`grpo inspect-mesh`: reports mesh layout and the memory of each phase, without loading weights."""
+"""`grpo inspect-mesh`: reports the placement of weights and rows and the memory of each phase, without weights."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, NamedSharding
 
 from app.distributed.error_barrier import error_barrier
 from app.distributed.host_consistency import check_hosts_agree
-from app.mesh import device_mesh, jax_startup
+from app.mesh import jax_startup
+from app.mesh.axis_rules import partition_spec
 from app.mesh.device_memory import device_memory_bytes
+from app.mesh.device_mesh import num_hosts
+from app.mesh.devices import device_kind, device_platform, host_index, local_devices, simulated_slice
+from app.mesh.placement import bytes_per_device, num_row_shards
 from app.model.decode_weights import transferred_bytes
-from app.model.decoder import flatten_by_path
+from app.model.decoder import DecoderDefinition, ValueDecoder, flatten_by_path
+from app.model.io.families import CAUSAL_LM, SEQUENCE_CLASSIFICATION, architecture_from_config
+from app.model.io.model_files import open_model
 from app.preflight.compiled_programs import CompiledProgram, ProgramCallback, format_step_memory, step_memory
-from app.preflight.config_only_spec import read_config_only_spec
-from app.preflight.mesh_layout import MeshLayout, mesh_layout
-from app.preflight.phase_memory import StepShapes, compute_step_shapes, peak_phase
+from app.preflight.phase_memory import StepOutline, outline_step, peak_phase
+from app.prompts.tokenizer import load_tokenizer
 from app.records.atomic_write import write_atomic
 from app.records.sample import Prompt
-from app.records.text_format import format_bytes
-from app.runtime.model_spec import CriticSpec
+from app.records.text_format import format_bytes, format_ranges, format_table
+from app.runtime.model_spec import (
+    CriticSpec,
+    ModelSpec,
+    adapted_definition,
+    check_context_length,
+    check_routing_replay,
+    model_setting_in_errors,
+)
 from app.runtime.scoring import ScoringSession
 from app.runtime.session import Session
-from app.training.learner import LearnerGroup
 from app.training.network_memory import MemoryBreakdown, host_bytes
 from app.training.setup import open_session, setup_notes
-from settings import Resolved
+from settings import Resolved, Settings
+
+MAX_HOSTS_SHOWN = 4
+"""Maximum number of hosts in the text; if there are more, it shows only the first two and the last."""
+
+
+@dataclass(frozen=True)
+class HostParts:
+    """The devices of one host, and the indices of their parts of a batch's rows and of the weights."""
+
+    host: int
+    devices: tuple[int, ...]
+    rows: tuple[int, ...]
+    """Parts of the rows, which are split over dp and fsdp."""
+    fsdp: tuple[int, ...]
+    tp: tuple[int, ...]
+    """Parts of the weights along the two axes over which they are split."""
+
+
+@dataclass(frozen=True)
+class WeightPlacement:
+    """Placement of one parameter on the mesh."""
+
+    name: str
+    shape: tuple[int, ...]
+    axes: tuple[str | None, ...]
+    """Mesh axes of each dim, joined by `+`; None for a replicated dim."""
+    bytes_per_device: int
 
 
 @dataclass(frozen=True)
 class MeshInspection:
     """Layout and memory, in bytes on each device, for the longest prompts and completions under the settings."""
 
-    layout: MeshLayout
+    platform: str
+    device_kind: str
+    pretended: str | None
+    """Name of the TPU slice, or of the host with GPUs, that virtual devices simulate; None for real devices."""
+    num_devices: int
+    num_hosts: int
+    this_host: int
+    device_memory_bytes: int | None
+    shape: Mapping[str, int]
+    hosts: Sequence[HostParts]
+    weights: Sequence[WeightPlacement]
+    num_parameters: int
+    weight_bytes_per_device: int
+    samples_per_step: int
+    samples_per_device: float
     generation: str
     transferred_bytes: int
     """Bytes that reach each device when trained weights go to the layout that generates, once per policy version."""
     memory: Mapping[str, MemoryBreakdown]
     """Memory by phase and buffer; temporaries only with `--compile`."""
     peak_bytes: int
+    peak_phase: str
     host_bytes: int
     """Bytes that settings keep in host memory for each device."""
-    notes: tuple[str, ...] = ()
-    programs: tuple[CompiledProgram, ...] = ()
+    notes: tuple[str, ...]
+    programs: tuple[CompiledProgram, ...]
     """Compiled programs; empty without `--compile`."""
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the report as values for JSON."""
-        rest = asdict(self)
-        return {**rest.pop("layout"), **rest, "peak_phase": peak_phase(self.memory)}
+        return asdict(self)
 
     def to_text(self) -> str:
         """Returns the report as readable text."""
-        lines = [self.layout.to_text(), *self.notes, f"\nrollout: {self.generation}"]
-        moved = format_bytes(self.transferred_bytes)
-        lines.append(f"weights to the rollout's layout: {moved} into each device for a policy version")
+        size = self.device_memory_bytes
+        memory = "memory unknown" if size is None else f"{format_bytes(size)} each"
+        simulated = "" if self.pretended is None else f" of a simulated {self.pretended}"
+        weights = [
+            (w.name, str(w.shape), ", ".join(axis or "-" for axis in w.axes), format_bytes(w.bytes_per_device))
+            for w in self.weights
+        ]
+        lines = [
+            f"{self.num_devices} x {self.device_kind} ({self.platform}), {memory}, on {self.num_hosts} host(s)",
+            f"host {self.this_host}{simulated}: devices {format_ranges(self.hosts[self.this_host].devices)}",
+            f"\nmesh {' x '.join(f'{axis} {size}' for axis, size in self.shape.items())}\n{self._host_table()}\n",
+            format_table(weights, header=("weight", "shape", "axes", "on each device"), num_left=3),
+            f"\n{self.num_parameters:,} parameters, {format_bytes(self.weight_bytes_per_device)} on each device",
+            f"{self.samples_per_step} samples per step, {self.samples_per_device:g} per device",
+            *self.notes,
+            f"\nrollout: {self.generation}",
+            f"weights to the rollout's layout: {format_bytes(self.transferred_bytes)} into each device for a policy "
+            "version",
+        ]
         if self.host_bytes:
             lines.append(f"host memory: {format_bytes(self.host_bytes)} for each device")
-        memory = format_step_memory(self.memory, self.programs, available_bytes=self.layout.device_memory_bytes)
-        return "\n".join([*lines, "", memory])
+        return "\n".join([*lines, "", format_step_memory(self.memory, self.programs, available_bytes=size)])
+
+    def _host_table(self) -> str:
+        header = ["host", "devices", f"parts of rows (of {self.shape['dp'] * self.shape['fsdp']})"]
+        header += [f"parts of weights along {axis} (of {self.shape[axis]})" for axis in ("fsdp", "tp")]
+        rows = [[str(one.host), *map(format_ranges, (one.devices, one.rows, one.fsdp, one.tp))] for one in self.hosts]
+        if len(rows) > MAX_HOSTS_SHOWN:
+            rows = [*rows[:2], ["..."] * len(header), rows[-1]]
+        return format_table(rows, header=header, num_left=len(header))
 
 
-class RunOutline(NamedTuple):
-    """A run opened from its settings and the `config.json` of its models alone."""
+class ConfigOnlySpec(NamedTuple):
+    """A run's networks, described by their `config.json` alone, which determines sizes and placement."""
 
-    session: Session
-    learning: LearnerGroup
+    model: ModelSpec
+    """The policy, with the built-in tokenizer, because sizes do not depend on the tokenizer."""
+    critic: CriticSpec | None
     reward_model: CriticSpec | None
-    shapes: StepShapes
-    """Those of the longest prompts and completions that the settings allow."""
+    """The reward model, which is a value network like a critic."""
 
 
-def open_run_outline(resolved: Resolved, *, compiles: bool) -> RunOutline:
-    """Joins the other hosts and opens a run, whose networks are never loaded; `compiles` is that of `inspect_mesh`.
+def read_config_only_spec(settings: Settings) -> ConfigOnlySpec:
+    """Reads the `config.json` of each network; no other file is downloaded from the hub.
+
+    Raises:
+        InputError: a configuration cannot be found or used, or its context is shorter than the longest sample.
+    """
+    attention, critic, reward_model = settings.model.attention, None, None
+
+    def read_value_network(setting: str, path: str, heads: tuple[str, ...]) -> CriticSpec:
+        with model_setting_in_errors(setting):
+            files = open_model(path, config_only=True)
+            architecture = architecture_from_config(files.config, heads=heads, attention=attention)
+        return CriticSpec(files, architecture, DecoderDefinition.create(architecture, ValueDecoder))
+
+    files = open_model(settings.model.path, config_only=True)
+    architecture = architecture_from_config(files.config, attention=attention)
+    check_context_length(architecture, settings, path=settings.model.path)
+    check_routing_replay(architecture, settings)
+    tokenizer = partial(load_tokenizer, open_model("builtin:tiny"))
+    definition = DecoderDefinition.create(architecture)
+    model = ModelSpec(files, architecture, definition, tokenizer, adapted_definition(definition, settings.model.lora))
+    if settings.has_critic and settings.critic.path is None:
+        critic = CriticSpec(files, architecture, DecoderDefinition.create(architecture, ValueDecoder))
+    elif settings.has_critic:
+        critic = read_value_network("critic.path", settings.critic.path, CAUSAL_LM + SEQUENCE_CLASSIFICATION)
+    if settings.reward.model is not None:
+        reward_model = read_value_network("reward.model", settings.reward.model, SEQUENCE_CLASSIFICATION)
+    return ConfigOnlySpec(model, critic, reward_model)
+
+
+def open_step_outline(resolved: Resolved, *, compiles: bool) -> StepOutline:
+    """Joins the other hosts and opens a run from its settings and the `config.json` of its models alone.
+
+    Prompts and completions are the longest that the settings allow; `compiles` is that of `inspect_mesh`.
 
     Raises:
         InputError: the settings or a configuration cannot be used, or rows do not divide evenly over the devices.
@@ -92,8 +201,7 @@ def open_run_outline(resolved: Resolved, *, compiles: bool) -> RunOutline:
     # Without the data, the number of held-out prompts is unknown: assumes full batches on all hosts.
     num_held_out = settings.eval.num_prompts or num_samples_per_step(session)
     held_out = [prompt] * num_held_out if settings.eval.every_steps else []
-    shapes = compute_step_shapes(session, learning, [prompt], held_out, spec.reward_model)
-    return RunOutline(session, learning, spec.reward_model, shapes)
+    return outline_step(session, learning, [prompt], held_out, spec.reward_model)
 
 
 def inspect_mesh(resolved: Resolved, *, compiles: bool, hlo: Path | None = None) -> MeshInspection:
@@ -104,13 +212,13 @@ def inspect_mesh(resolved: Resolved, *, compiles: bool, hlo: Path | None = None)
         hlo: folder for the texts of the compiled programs.
 
     Raises:
-        InputError: see `open_run_outline`; or a program does not fit.
+        InputError: see `open_step_outline`; or a program does not fit.
     """
-    outline = open_run_outline(resolved, compiles=compiles)
+    step = open_step_outline(resolved, compiles=compiles)
     # Keeps the hosts together until the end: if one exits early, JAX times out on the others.
     with error_barrier():
         on_program = None if hlo is None else partial(write_program, hlo)
-        return build_mesh_inspection(outline, compiles=compiles, on_program=on_program)
+        return build_mesh_inspection(step, compiles=compiles, on_program=on_program)
 
 
 def write_program(folder: Path, program: CompiledProgram, text: str) -> None:
@@ -120,37 +228,64 @@ def write_program(folder: Path, program: CompiledProgram, text: str) -> None:
 
 
 def build_mesh_inspection(
-    outline: RunOutline, *, compiles: bool, on_program: ProgramCallback | None = None
+    step: StepOutline, *, compiles: bool, on_program: ProgramCallback | None = None
 ) -> MeshInspection:
     """Returns the report on a run, without loading its networks."""
-    session, learning, reward_model, shapes = outline
-    memory, programs = step_memory(session, learning, shapes, reward_model, compiles=compiles, on_program=on_program)
-    definition, conversion = session.model_spec.policy_definition, session.to_decode_weights
+    session = step.session
+    memory, programs = step_memory(step, compiles=compiles, on_program=on_program)
+    definition, conversion, mesh = session.model_spec.policy_definition, session.to_decode_weights, session.mesh
+    pretended, device, phase = simulated_slice(), mesh.devices.flat[0], peak_phase(memory)
     weights, dims = flatten_by_path(definition.shapes), flatten_by_path(definition.dims)
+    placements = [weight_placement(".".join(path), weights[path], dims[path], mesh) for path in weights]
     return MeshInspection(
-        layout=mesh_layout(
-            session.mesh,
-            {".".join(path): (weights[path], dims[path]) for path in weights},
-            num_parameters=definition.num_parameters,
-            samples_per_step=num_samples_per_step(session),
-            memory_bytes=device_memory_bytes(),
-        ),
-        generation=_describe_generation(session, shapes),
+        platform=device_platform(device),
+        device_kind=device_kind(device),
+        pretended=pretended and pretended.name,
+        num_devices=mesh.size,
+        num_hosts=num_hosts(mesh),
+        this_host=host_index(local_devices()[0]),
+        device_memory_bytes=device_memory_bytes(),
+        shape=dict(mesh.shape),
+        hosts=host_parts(mesh),
+        weights=placements,
+        num_parameters=definition.num_parameters,
+        weight_bytes_per_device=sum(one.bytes_per_device for one in placements),
+        samples_per_step=num_samples_per_step(session),
+        samples_per_device=num_samples_per_step(session) / num_row_shards(mesh),
+        generation=_describe_generation(step),
         transferred_bytes=transferred_bytes(
-            conversion.definition, session.mesh, conversion.mesh_of_all_hosts, jnp.dtype(session.settings.model.dtype)
+            conversion.definition, mesh, conversion.mesh_of_all_hosts, jnp.dtype(session.settings.model.dtype)
         ),
         memory=memory,
-        peak_bytes=sum(memory[peak_phase(memory)].values()),
-        host_bytes=host_bytes(session.scoring, learning),
+        peak_bytes=sum(memory[phase].values()),
+        peak_phase=phase,
+        host_bytes=host_bytes(session.scoring, step.learning),
         notes=setup_notes(session.settings, session),
         programs=programs,
     )
 
 
+def host_parts(mesh: Mesh) -> list[HostParts]:
+    """Returns the devices and the parts of every host."""
+    found: dict[int, list[tuple[int, ...]]] = {}
+    for (dp, fsdp, tp), device in np.ndenumerate(mesh.devices):
+        numbers = (device.id, dp * mesh.shape["fsdp"] + fsdp, fsdp, tp)
+        found.setdefault(host_index(device), []).append(numbers)
+    return [HostParts(host, *zip(*numbers, strict=True)) for host, numbers in sorted(found.items())]
+
+
+def weight_placement(name: str, weight: jax.ShapeDtypeStruct, dims: Sequence[str], mesh: Mesh) -> WeightPlacement:
+    """Returns the mesh axes of a weight's dims and its bytes on each device."""
+    shape, spec = weight.shape, partition_spec(dims, weight.shape, mesh)
+    axes = tuple("+".join(axis) if isinstance(axis, tuple) else axis for axis in spec)
+    size = bytes_per_device(jax.ShapeDtypeStruct(shape, weight.dtype, sharding=NamedSharding(mesh, spec)))
+    return WeightPlacement(name, shape, axes, size)
+
+
 def num_samples_per_step(session: Session) -> int:
     """Returns the samples of a step over all hosts."""
     rollout = session.settings.rollout
-    return rollout.prompts_per_step * rollout.group_size * device_mesh.num_hosts(session.mesh)
+    return rollout.prompts_per_step * rollout.group_size * num_hosts(session.mesh)
 
 
 def make_longest_prompt(num_tokens: int) -> Prompt:
@@ -158,9 +293,9 @@ def make_longest_prompt(num_tokens: int) -> Prompt:
     return Prompt("longest", np.zeros(num_tokens, np.int32), "", None)
 
 
-def _describe_generation(session: Session, shapes: StepShapes) -> str:
-    assert shapes.rollout is not None
-    rows = f"{shapes.rollout.num_rows:,} rows with a cache of {shapes.rollout.cache_length:,} tokens"
-    if session.workers is not None:
-        return f"{len(session.workers.workers)} workers on each host, the largest with {rows}"
+def _describe_generation(step: StepOutline) -> str:
+    assert step.rollout is not None
+    rows = f"{step.rollout.num_rows:,} rows with a cache of {step.rollout.cache_length:,} tokens"
+    if step.session.workers is not None:
+        return f"{len(step.session.workers.workers)} workers on each host, the largest with {rows}"
     return f"{rows.replace('rows', 'slots', 1)} on each host"

@@ -59,9 +59,12 @@ MEMORY_ADVICE = {
 
 
 @dataclass(frozen=True)
-class StepShapes:
-    """Shapes of a step's programs for the longest prompt and completion, from the functions used in real steps."""
+class StepOutline:
+    """A run, and the shapes of a step's programs for its longest prompt and completion, as in real steps."""
 
+    session: Session
+    learning: LearnerGroup
+    reward_model: NetworkSpec | None
     rollout: BatchShape | None
     """Shape of the rollout; None if samples come from files."""
     evaluation: BatchShape | None
@@ -72,18 +75,18 @@ class StepShapes:
     critic_update: MicroBatchPlan | None
     longest_prompt: int
     """Tokens of the longest prompt, which every sample of the plans has."""
-    reward: MicroBatchPlan | None = None
+    reward: MicroBatchPlan | None
     """Plan of the reward model, for conversations as long as the policy's samples."""
 
 
-def compute_step_shapes(
+def outline_step(
     session: Session,
     learning: LearnerGroup,
     prompts: Sequence[Prompt],
     held_out: Sequence[Prompt],
-    reward_model: NetworkSpec | None = None,
-) -> StepShapes:
-    """Returns the shapes of a run over these prompts, the same on every host."""
+    reward_model: NetworkSpec | None,
+) -> StepOutline:
+    """Returns the outline of a run over these prompts, the same on every host."""
     settings, rollout = session.settings, session.settings.rollout
     longest_prompt = max((len(prompt.token_ids) for prompt in prompts), default=0)
 
@@ -109,7 +112,10 @@ def compute_step_shapes(
         # The score is read at one additional token, after the last.
         batcher = make_reward_batcher(settings, reward_model.architecture)
         reward = plan(batcher, rollout.prompts_per_step, rollout.max_new_tokens + 1)
-    return StepShapes(
+    return StepOutline(
+        session,
+        learning,
+        reward_model,
         rollout=shape,
         evaluation=evaluation,
         scores={role: plan(batcher, mini_batch) for role, batcher in learning.score_batchers.items()},
@@ -120,21 +126,20 @@ def compute_step_shapes(
     )
 
 
-def memory_by_phase(
-    session: Session, learning: LearnerGroup, shapes: StepShapes, reward_model: NetworkSpec | None = None
-) -> dict[str, MemoryBreakdown]:
+def memory_by_phase(step: StepOutline) -> dict[str, MemoryBreakdown]:
     """Returns the bytes of the arrays on each device in each phase of the run.
 
     The phases are `rollout`, `evaluation`, `reward`, `score`, `critic`, `update` and `publish`. With
     `rollout.devices`, the rollout is that on the devices that generate, and all others are on those that train.
     """
-    always = network_bytes(session.scoring, learning, reward_model)
+    session, learning = step.session, step.learning
+    always = network_bytes(session.scoring, learning, step.reward_model)
     if device_platform(session.mesh.devices.flat[0]) == "cpu":
         # The copy written in the background is in the host's memory, which is also that of the device.
         always["checkpoint"] = state_bytes(learning) // session.mesh.size
     rollout: MemoryBreakdown = {}
     phases: dict[str, MemoryBreakdown] = {}
-    if shapes.rollout is not None:
+    if step.rollout is not None:
         rollout = _generation_bytes(session.footprint(session.generator))
         if session.scoring.generation_devices:
             phases["rollout"], rollout = rollout, {}
@@ -142,14 +147,14 @@ def memory_by_phase(
             # Workers keep their slots during the other phases.
             always, rollout = _sum_breakdowns(always, rollout), {}
         phases.setdefault("rollout", {**always, **rollout})
-    if shapes.evaluation is not None:
+    if step.evaluation is not None:
         footprint = session.footprint(session.evaluation_generator)
         phases["evaluation"] = _sum_breakdowns(always, _generation_bytes(footprint))
-    if shapes.reward is not None:
+    if step.reward is not None:
         # The sampler's weights stay between the rounds of a group filter.
         kept = {name: size for name, size in rollout.items() if name == "decode_weights" and learning.max_rounds > 1}
         phases["reward"] = {**always, **kept}
-    if shapes.scores:
+    if step.scores:
         phases["score"] = {**always, **reference_bytes(session.scoring)}
     for phase, learner in (("critic", learning.critic), ("update", learning.policy)):
         if learner is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import jax
@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 from app.distributed.collectives import gather_over_hosts
 from app.mesh.device_mesh import num_hosts
 from app.mesh.submesh import assign_worker_devices, make_submesh
+from app.model.decode_weights import DecodeConversion
 from app.model.decoder import DecoderDefinition
 from app.model.kv_cache import num_cache_shards
 from app.prompts.tokenizer import Tokenizer
@@ -28,26 +29,20 @@ from app.rollout.workers.worker_pool import RolloutWorkerPool, ScheduleConfig
 from app.runtime.slot_choice import TINY_PARAMETERS, blocks_in_memory, slots_in_blocks
 from settings import Settings
 from settings.errors import InputError
-from settings.schema.rollout import MAX_BLOCKS, WorkerPoolSettings
+from settings.schema.rollout import MAX_BLOCKS
 
 KINDS: tuple[WorkerKind, ...] = ("fast", "heavy")
 
 
 def open_continuous_batching(
-    settings: Settings,
-    definition: DecoderDefinition,
-    tokenizer: Tokenizer,
-    mesh: Mesh,
-    *,
-    dtype: jnp.dtype,
-    held_bytes: int,
-    truncates: bool,
+    settings: Settings, tokenizer: Tokenizer, conversion: DecodeConversion, *, held_bytes: int, truncates: bool
 ) -> ContinuousBatchGenerator:
     """Opens the decode slots of `rollout.slots` on a mesh of this host, or of all hosts, which must call it together.
 
     Compiles nothing unless memory is scarce.
 
     Args:
+        conversion: gives the decoder and its mesh.
         held_bytes: bytes on each device of other arrays, which stay there during generation.
         truncates: whether the sampling rules can exclude tokens.
 
@@ -57,13 +52,14 @@ def open_continuous_batching(
     # Workers, if there are any beside these slots, do not matter for their sizes.
     rollout = settings.rollout.model_copy(update={"scheduler": None})
     settings = settings.model_copy(update={"rollout": rollout})
+    mesh, definition = conversion.mesh, conversion.definition
     hosts, num_shards = num_hosts(mesh), num_cache_shards(mesh, definition.architecture.num_kv_heads)
 
     def make_engine(num_slots: int, num_blocks: int | None = None) -> SlotEngine:
         is_tiny = definition.num_parameters < TINY_PARAMETERS
         sizes = {"num_blocks": num_blocks, "is_tiny": is_tiny, "setting": "rollout.slots"}
         shapes = slot_shapes(settings, num_slots, row_shards=num_shards, **sizes)
-        return _make_slot_engine(settings, definition, tokenizer, mesh, shapes, dtype=dtype)
+        return _make_slot_engine(settings, definition, tokenizer, mesh, shapes)
 
     is_auto, num_slots, num_blocks = rollout.slots == "auto", rollout.num_rows * hosts, None
     if is_auto:
@@ -72,34 +68,23 @@ def open_continuous_batching(
     if rollout.kv_blocks == "auto":
         num_blocks = blocks_in_memory(engine, held_bytes=held_bytes, truncates=truncates)
         if hosts > 1:
-            num_blocks = _least_over_hosts(num_blocks)
+            least = int(gather_over_hosts(np.asarray(num_blocks or MAX_BLOCKS)).min())
+            num_blocks = None if least == MAX_BLOCKS else least
         engine = engine if num_blocks is None else make_engine(num_slots, num_blocks)
     if is_auto and engine.programs.preempts:
         engine = make_engine(slots_in_blocks(engine.programs), num_blocks)
     return ContinuousBatchGenerator(engine, decode_text=tokenizer.decode, segment_rule=settings.rollout.segment)
 
 
-def _least_over_hosts(number: int | None) -> int | None:
-    """Returns the least number of any host, of which None means no limit."""
-    least = int(gather_over_hosts(np.asarray(MAX_BLOCKS if number is None else number)).min())
-    return None if least == MAX_BLOCKS else least
-
-
 def open_workers(
-    settings: Settings,
-    definition: DecoderDefinition,
-    tokenizer: Tokenizer,
-    mesh: Mesh,
-    *,
-    devices: Sequence[int],
-    dtype: jnp.dtype,
+    settings: Settings, tokenizer: Tokenizer, conversion: DecodeConversion, *, devices: Sequence[int]
 ) -> RolloutWorkerPool | None:
     """Opens the workers of `rollout.workers` under `rollout.scheduler`; returns None without them. Compiles nothing.
 
     Each host has workers and a scheduler of its own.
 
     Args:
-        mesh: a mesh with the tp of each worker.
+        conversion: gives the decoder and the tp of each worker.
         devices: numbers of this host's devices that generate.
 
     Raises:
@@ -109,7 +94,7 @@ def open_workers(
     if rollout.scheduler is None or not rollout.has_workers:
         return None
     opens = _open_ray_workers if rollout.uses_ray else partial(_open_local_workers, devices=devices)
-    workers = opens(settings, definition, tokenizer, mesh, dtype=dtype)
+    workers = opens(settings, conversion.definition, tokenizer, conversion.mesh_of_all_hosts)
     # Workers that share a device take turns on it.
     in_order = rollout.mode == "exact" or any(worker.device is not None for worker in workers)
     schedule = ScheduleConfig(rollout.scheduler, rollout.pdsr, rollout.segment, in_order)
@@ -117,13 +102,7 @@ def open_workers(
 
 
 def _open_local_workers(
-    settings: Settings,
-    definition: DecoderDefinition,
-    tokenizer: Tokenizer,
-    mesh: Mesh,
-    *,
-    devices: Sequence[int],
-    dtype: jnp.dtype,
+    settings: Settings, definition: DecoderDefinition, tokenizer: Tokenizer, mesh: Mesh, *, devices: Sequence[int]
 ) -> list[RolloutWorker]:
     host = f"host{jax.process_index()}/" if jax.process_count() > 1 else ""
     names = _worker_names(settings)
@@ -136,14 +115,14 @@ def _open_local_workers(
         row_shards = num_cache_shards(submesh, definition.architecture.num_kv_heads)
         shapes = _worker_shapes(settings, kind, row_shards=row_shards)
         programs = compiled.get(shapes) if are_shared else None
-        engine = _make_slot_engine(settings, definition, tokenizer, submesh, shapes, dtype=dtype, programs=programs)
+        engine = _make_slot_engine(settings, definition, tokenizer, submesh, shapes, programs=programs)
         compiled[shapes] = engine.programs
         workers.append(RolloutWorker(f"{host}{name}", kind, engine, "0" if are_shared else None))
     return workers
 
 
 def _open_ray_workers(
-    settings: Settings, definition: DecoderDefinition, tokenizer: Tokenizer, mesh: Mesh, *, dtype: jnp.dtype
+    settings: Settings, definition: DecoderDefinition, tokenizer: Tokenizer, mesh: Mesh
 ) -> list[RolloutWorker]:
     """Returns workers in Ray actors, which start when they are first needed.
 
@@ -165,8 +144,7 @@ def _open_ray_workers(
     assert ray.address is not None
     cluster = RayCluster(ray.address, [resources[kind] for kind, _ in names])
     engines: dict[WorkerKind, SlotEngine] = {
-        kind: _make_slot_engine(settings, definition, tokenizer, mesh, _worker_shapes(settings, kind), dtype=dtype)
-        for kind in KINDS
+        kind: _make_slot_engine(settings, definition, tokenizer, mesh, _worker_shapes(settings, kind)) for kind in KINDS
     }
     specs: dict[WorkerKind, ActorSpec] = {
         kind: ActorSpec(
@@ -174,12 +152,12 @@ def _open_ray_workers(
             shapes=engine.shapes,
             kind=kind,
             eos_ids=tuple(tokenizer.eos_ids),
-            dtype=jnp.dtype(dtype).name,
+            dtype=settings.model.dtype,
             exact=engine.exact,
             tp=mesh.shape["tp"],
             # JAX reports GPUs as platform `gpu`, but its setting `jax_platforms` expects `cuda`.
             platforms="cuda" if platform == "gpu" else platform,
-            matmul_precision="highest" if dtype == jnp.float32 else None,
+            matmul_precision="highest" if settings.model.dtype == "float32" else None,
             lora=definition.lora,
             quantization=definition.quantization,
             decode_text=tokenizer.decode if settings.rollout.stop else None,
@@ -194,19 +172,15 @@ def _open_ray_workers(
     ]
 
 
-def _worker_pools(settings: Settings) -> Mapping[WorkerKind, WorkerPoolSettings]:
-    return {"fast": settings.rollout.workers.fast, "heavy": settings.rollout.workers.heavy}
-
-
 def _worker_names(settings: Settings) -> list[tuple[WorkerKind, str]]:
     """Returns the kind and the name of each worker of a host."""
-    return [(kind, f"{kind}-{i}") for kind, pool in _worker_pools(settings).items() for i in range(pool.count)]
+    return [(kind, f"{kind}-{i}") for kind in KINDS for i in range(getattr(settings.rollout.workers, kind).count)]
 
 
 def _worker_shapes(settings: Settings, kind: WorkerKind, *, row_shards: int = 1) -> SlotShapes:
     return slot_shapes(
         settings,
-        _worker_pools(settings)[kind].slots,
+        getattr(settings.rollout.workers, kind).slots,
         row_shards=row_shards,
         row_limit=settings.rollout.workers.fast.max_length if kind == "fast" else None,
         setting=f"rollout.workers.{kind}.slots",
@@ -272,7 +246,6 @@ def _make_slot_engine(
     mesh: Mesh,
     shapes: SlotShapes,
     *,
-    dtype: jnp.dtype,
     programs: SlotPrograms | None = None,
 ) -> SlotEngine:
     return SlotEngine(
@@ -280,7 +253,7 @@ def _make_slot_engine(
         mesh,
         shapes,
         eos_ids=tokenizer.eos_ids,
-        dtype=dtype,
+        dtype=jnp.dtype(settings.model.dtype),
         exact=settings.rollout.mode == "exact",
         decode_text=tokenizer.decode,
         programs=programs,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
@@ -82,29 +82,24 @@ class Session:
         if generates is None:
             nothing = {"continuous_batching": None, "workers": None, "generation_notes": ()}
             return cls(scoring=scoring, generates=None, to_decode_weights=conversion, **nothing)
-        tokenizer, dtype = scoring.model_spec.tokenizer, jnp.dtype(settings.model.dtype)
+        given = settings, scoring.model_spec.tokenizer, conversion
         is_async, slots, workers = settings.rollout.max_staleness > 0, None, None
         if generates == "rollouts" or not is_async:
-            workers = open_workers(
-                *(settings, conversion.definition, tokenizer, conversion.mesh_of_all_hosts),
-                devices=scoring.generation_devices or range(len(local_devices())),
-                dtype=dtype,
-            )
+            workers = open_workers(*given, devices=scoring.generation_devices or range(len(local_devices())))
             if is_async and workers and not scoring.generation_devices:
                 held_bytes += bytes_per_device(_worker_footprint(scoring, conversion, workers))
         if workers is None or is_async:
             rules = eval_sampling_rules(settings) if is_async else sampling_rules(settings)
-            slots = open_continuous_batching(
-                *(settings, conversion.definition, tokenizer, conversion.mesh),
-                dtype=dtype,
-                held_bytes=held_bytes,
-                truncates=rules.truncates,
-            )
+            slots = open_continuous_batching(*given, held_bytes=held_bytes, truncates=rules.truncates)
         for generator in (slots, workers):
             if generator is not None:
-                generator.conversations = open_conversations(settings, tokenizer)
+                generator.conversations = open_conversations(settings, scoring.model_spec.tokenizer)
+        devices_note = []
+        if numbers := scoring.generation_devices:
+            of_host = f"of the {len(local_devices())} devices of each host, {format_ranges(numbers)} generate"
+            devices_note = [f"rollout.devices: {of_host} and the others train"]
         notes = (
-            *_devices_note(scoring.generation_devices),
+            *devices_note,
             *rollout_mesh_notes(settings, mesh, conversion.mesh_of_all_hosts, conversion.definition),
             *(slots_note(settings, slots.engine.programs) if slots else ()),
         )
@@ -150,17 +145,6 @@ class Session:
         request = self.rollout_request(policy_version=policy_version, first_group_id=first_group_id)
         return self.generator.generate(weights, prompts, request)
 
-    def stream(
-        self,
-        weights: DecodeWeights,
-        prompts: Sequence[Prompt],
-        request: GenerationRequest,
-        *,
-        skipped_uids: Container[str] = (),
-    ) -> Iterator[Sample]:
-        """Yields the samples of any number of prompts from slots or workers, in order, except `skipped_uids`."""
-        return self.generator.stream(weights, prompts, request, skipped_uids=skipped_uids)
-
     def stop_when(self, should_stop: StopCheck) -> None:
         """Makes generation raise `StoppedError` after the segment in which `should_stop` becomes true."""
         for generator in self._generators:
@@ -184,11 +168,11 @@ class Session:
 
     def compile_rollout(self) -> None:
         """Compiles all programs of rollouts."""
-        self.generator.compile(self.sampling_params)
+        self.generator.compile(sampling_rules(self.settings))
 
     def compile_evaluation(self) -> None:
         """Compiles all programs of evaluations."""
-        self.evaluation_generator.compile(self.eval_sampling_params)
+        self.evaluation_generator.compile(eval_sampling_rules(self.settings))
 
     @property
     def generates_async(self) -> bool:
@@ -200,18 +184,10 @@ class Session:
         assert self.workers is not None
         return AsyncRollout(self.workers, weights, self.rollout_request(policy_version=policy_version))
 
-    @property
-    def sampling_params(self) -> SamplingRules:
-        return sampling_rules(self.settings)
-
-    @property
-    def eval_sampling_params(self) -> SamplingRules:
-        return eval_sampling_rules(self.settings)
-
     def rollout_request(self, *, policy_version: int = 0, first_group_id: int = 0) -> GenerationRequest:
         """Returns the request that `rollout.*` specifies."""
         return GenerationRequest(
-            rules=self.sampling_params,
+            rules=sampling_rules(self.settings),
             seed=self.settings.run.seed,
             policy_version=policy_version,
             group_size=self.settings.rollout.group_size,
@@ -224,7 +200,7 @@ class Session:
     def evaluation_request(self, *, first_group_id: int = 0) -> GenerationRequest:
         """Returns the request that `eval.*` specifies."""
         request, group_size = self.rollout_request(first_group_id=first_group_id), self.settings.eval.num_samples
-        rules = self.eval_sampling_params
+        rules = eval_sampling_rules(self.settings)
         return replace(request, rules=rules, group_size=group_size, route_shape=None, is_evaluation=True)
 
     def take_counters(self) -> RolloutCounters:
@@ -283,12 +259,6 @@ def _worker_footprint(scoring: ScoringSession, conversion: DecodeConversion, wor
             footprint = footprint._replace(weights=(conversion.abstract_weights, footprint.weights))
     # Asynchronous workers receive new weights before dropping the old ones.
     return footprint._replace(weights=(footprint.weights,) * 2) if rollout.max_staleness > 0 else footprint
-
-
-def _devices_note(generation_devices: Sequence[int]) -> Iterator[str]:
-    if generation_devices:
-        numbers, total = format_ranges(generation_devices), len(local_devices())
-        yield f"rollout.devices: of the {total} devices of each host, {numbers} generate and the others train"
 
 
 def sampling_rules(settings: Settings) -> SamplingRules:

@@ -200,7 +200,7 @@ class Generation:
     def _stream(self) -> Iterator[Sample]:
         # A host without prompts still samples one and drops the results, so that its queue is not a special case.
         prompts = self.shard.host_prompts or self.shard.prompts[:1]
-        return self.session.stream(
+        return self.session.generator.stream(
             self.weights,
             prompts,
             self.session.rollout_request(policy_version=self.policy_version),

@@ -25,10 +25,10 @@ from app.mesh.placement import bytes_per_device
 from app.model.attention.cached import decode_block_size
 from app.model.attention.dense import ATTENTION_SCOPE
 from app.model.prefill_and_decode import DECODE_SCOPE
-from app.preflight.config_only_spec import read_config_only_spec
+from app.preflight.inspect_mesh import read_config_only_spec
 from app.records.text_format import format_table
 from app.runtime.scoring import ScoringSession
-from app.runtime.session import Session
+from app.runtime.session import Session, sampling_rules
 from scripts.bench.kernel_time import kernel_schedules, take_scheduled_bundles
 from scripts.bench.program_time import program_time
 from scripts.bench.program_work import generation_work
@@ -62,7 +62,7 @@ def estimated(settings: Settings, shares: Sequence[float]) -> list[tuple[str, ..
     session = Session.open(ScoringSession.open(settings, read_config_only_spec(settings).model))
     engine = session.evaluation_generator.engine
     mesh, shape, footprint = engine.programs.mesh, engine.batch_shape, engine.footprint()
-    programs = engine.programs.lower_programs(truncates=session.sampling_params.truncates, recomputes=False)
+    programs = engine.programs.lower_programs(truncates=sampling_rules(settings).truncates, recomputes=False)
     text = programs["decode"].compile().as_text()
     bundles, chip = take_scheduled_bundles(kernel_schedules()), find_chip(mesh.devices.flat[0].device_kind)
     assert chip is not None

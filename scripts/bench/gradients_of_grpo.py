@@ -16,7 +16,7 @@ from pathlib import Path
 
 from app.mesh.chips import parse_slice
 from app.preflight.compiled_programs import compile_programs
-from app.preflight.inspect_mesh import open_run_outline
+from app.preflight.inspect_mesh import open_step_outline
 from app.preflight.phase_memory import largest_micro_batch
 from scripts.bench.kernel_time import kernel_schedules
 from scripts.bench.tpu_time import TimedPrograms
@@ -34,15 +34,15 @@ def main() -> None:
     changes += [f"rollout.group_size={work['group_size']}"]
     changes += [f"rollout.prompts_per_step={work['rows'] // work['group_size']}"]
     kernel_schedules()
-    outline = open_run_outline(load(work["preset"], [*changes, "eval.every_steps=0"], {}), compiles=True)
+    step = open_step_outline(load(work["preset"], [*changes, "eval.every_steps=0"], {}), compiles=True)
     # Only the update is compiled.
-    shapes = replace(outline.shapes, rollout=None, evaluation=None, scores={})
-    timed = TimedPrograms(outline, parse_slice(work["slice"]).chip, directory)
-    programs = compile_programs(outline.session, outline.learning, shapes, None)
+    step = replace(step, reward_model=None, rollout=None, evaluation=None, scores={})
+    timed = TimedPrograms(step, parse_slice(work["slice"]).chip, directory)
+    programs = compile_programs(step)
     gradients, text = next(one for one in programs if one[0].name == "gradients")
     timed.add(gradients, text)
     figures = {
-        "rows": sum(len(segment) for row in largest_micro_batch(shapes.update).rows for segment in row),
+        "rows": sum(len(segment) for row in largest_micro_batch(step.update).rows for segment in row),
         "versions": {name: version(name) for name in ("libtpu", "jax")},
         **{name: getattr(gradients, name) for name in FIGURES},
         **{name: timed.times[-1][name] for name in TIMES},

@@ -26,9 +26,8 @@ from app.mesh.device_memory import program_memory_bytes
 from app.mesh.placement import abstract_arrays, bytes_per_device
 from app.model.quantization import QUANTIZE_BASE_SETTING
 from app.preflight.compiled_programs import lower_update
-from app.preflight.config_only_spec import read_config_only_spec
-from app.preflight.inspect_mesh import make_longest_prompt
-from app.preflight.phase_memory import compute_step_shapes, memory_by_phase, state_bytes
+from app.preflight.inspect_mesh import make_longest_prompt, read_config_only_spec
+from app.preflight.phase_memory import memory_by_phase, outline_step, state_bytes
 from app.runtime.scoring import ScoringSession
 from app.runtime.session import Session
 from app.training.learner import make_learner_group
@@ -54,11 +53,11 @@ def measured(shape: str, overrides: list[str]) -> dict[str, int]:
     jax_startup.initialize_distributed(settings.mesh)
     session = Session.open(ScoringSession.open(settings, outline.model), generates=None)
     learning = make_learner_group(session.scoring)
-    shapes = compute_step_shapes(session, learning, [make_longest_prompt(settings.data.max_prompt_length)], [])
-    memory = memory_by_phase(session, learning, shapes)
+    step = outline_step(session, learning, [make_longest_prompt(settings.data.max_prompt_length)], [], None)
+    memory = memory_by_phase(step)
     state = abstract_arrays(learning.policy.shapes, learning.policy.shardings)
     moments = bytes_per_device(state) - bytes_per_device(state.params)
-    programs = lower_update(session, learning.policy, shapes.update)
+    programs = lower_update(session, learning.policy, step.update)
     reserved = {name: program_memory_bytes(lowered.compile()) for name, lowered in programs.items()}
     # The optimizer's moments wait while gradients are computed; frozen weights and the reference wait in both.
     frozen, reference = bytes_per_device(learning.policy.frozen_shapes), memory["score"].get("reference", 0)

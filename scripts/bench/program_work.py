@@ -28,8 +28,7 @@ from app.model.kv_cache import abstract_cache, cache_shapes
 from app.model.segment_layout import SegmentLayout
 from app.model.token_logprobs import LM_HEAD_SCOPE
 from app.preflight.attention_check import longest_samples
-from app.preflight.inspect_mesh import RunOutline
-from app.preflight.phase_memory import largest_micro_batch
+from app.preflight.phase_memory import StepOutline, largest_micro_batch
 from app.records.sample import Sample
 from app.rollout.engine.shapes import BatchShape
 from app.runtime.scoring import set_compute_dtype
@@ -50,13 +49,13 @@ class ProgramWork:
     rows, as `ROUTED_ROWS`, with the same number for each expert."""
 
 
-def work_of_program(outline: RunOutline, phase: str, name: str) -> ProgramWork:
+def work_of_program(step: StepOutline, phase: str, name: str) -> ProgramWork:
     """Returns the work of a program of a step, with the longest samples."""
-    session, _, reward_model, shapes = outline
+    session, reward_model = step.session, step.reward_model
     settings, mesh = session.settings, session.mesh
     if phase in ("rollout", "evaluation"):
         evaluates = phase == "evaluation"
-        shape = shapes.evaluation if evaluates else shapes.rollout
+        shape = step.evaluation if evaluates else step.rollout
         assert shape is not None
         generator = session.evaluation_generator if evaluates else session.generator
         generates_on = generator.engine.programs.mesh
@@ -69,16 +68,16 @@ def work_of_program(outline: RunOutline, phase: str, name: str) -> ProgramWork:
     role: Any = {"critic": "critic", "update": "policy"}.get(phase, name)
     if phase == "reward":
         assert reward_model is not None
-        architecture, plan = reward_model.architecture, shapes.reward
+        architecture, plan = reward_model.architecture, step.reward
     else:
-        plans = {"critic": shapes.critic_update, "update": shapes.update}
-        architecture, plan = session.scoring.architecture_of(role), plans.get(phase) or shapes.scores[role]
+        plans = {"critic": step.critic_update, "update": step.update}
+        architecture, plan = session.scoring.architecture_of(role), plans.get(phase) or step.scores[role]
     assert plan is not None
     # The reward model reads one more token.
     completion = settings.rollout.max_new_tokens + (phase == "reward")
     # One plan is made for all hosts' samples, any of which can be in the rows of this one.
     num_samples = settings.rollout.prompts_per_step * settings.rollout.group_size * num_hosts(mesh)
-    samples = longest_samples(num_samples, prompt=shapes.longest_prompt, completion=completion)
+    samples = longest_samples(num_samples, prompt=step.longest_prompt, completion=completion)
     return packed_pass_work(
         *(architecture, mesh, set_compute_dtype(settings), samples, largest_micro_batch(plan)),
         logits_chunk=settings.model.logits_chunk if role in ("policy", "reference") else None,

@@ -30,7 +30,8 @@ from typing import Any
 from app.mesh.chips import TpuChip, find_chip
 from app.model.prefill_and_decode import DECODE_SCOPE
 from app.preflight.compiled_programs import CompiledProgram
-from app.preflight.inspect_mesh import RunOutline, build_mesh_inspection, open_run_outline, write_program
+from app.preflight.inspect_mesh import build_mesh_inspection, open_step_outline, write_program
+from app.preflight.phase_memory import StepOutline
 from app.records.text_format import format_percent, format_table
 from scripts.bench.kernel_time import kernel_schedules, take_scheduled_bundles
 from scripts.bench.program_time import PARTS, program_time
@@ -42,8 +43,8 @@ from settings.checks.commands import check_for_inspect_mesh
 class TimedPrograms:
     """The estimated times of a run's programs, as they are compiled one after the other."""
 
-    def __init__(self, outline: RunOutline, chip: TpuChip, hlo: Path | None = None) -> None:
-        self.outline, self.chip, self.hlo = outline, chip, hlo
+    def __init__(self, step: StepOutline, chip: TpuChip, hlo: Path | None = None) -> None:
+        self.step, self.chip, self.hlo = step, chip, hlo
         self.times: list[dict[str, Any]] = []
         """Of each program, the fields of its time."""
         self._bundles: dict[str, int] = {}
@@ -54,7 +55,7 @@ class TimedPrograms:
         if self.hlo is not None:
             write_program(self.hlo, program, text)
         self._bundles |= take_scheduled_bundles(kernel_schedules())
-        work = work_of_program(self.outline, program.phase, program.name)
+        work = work_of_program(self.step, program.phase, program.name)
         turn_of = DECODE_SCOPE if program.name == "decode" else None
         self.times.append(time_fields(text, self.chip, work, bundles=self._bundles, turn_of=turn_of))
 
@@ -84,13 +85,13 @@ def time_report(config: str | None, changes: list[str], hlo: Path | None = None)
     resolved = load(config, changes, os.environ)
     check_for_inspect_mesh(resolved)
     kernel_schedules()  # libtpu reads where they go when it is loaded
-    outline = open_run_outline(resolved, compiles=True)
-    device = outline.session.mesh.devices.flat[0]
+    step = open_step_outline(resolved, compiles=True)
+    device = step.session.mesh.devices.flat[0]
     chip = find_chip(device.device_kind)
     if chip is None:
         raise InputError(f"times are estimated for TPUs, not for {device.device_kind}; set mesh.pretend, such as v5e-8")
-    timed = TimedPrograms(outline, chip, hlo)
-    report = build_mesh_inspection(outline, compiles=True, on_program=timed.add)
+    timed = TimedPrograms(step, chip, hlo)
+    report = build_mesh_inspection(step, compiles=True, on_program=timed.add)
     programs = [{**asdict(one), **times} for one, times in zip(report.programs, timed.times, strict=True)]
     return {**report.to_dict(), "programs": programs}
 

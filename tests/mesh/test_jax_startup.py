@@ -11,8 +11,8 @@ import sys
 import numpy as np
 import pytest
 
-from app.distributed import cluster_detection
-from app.distributed.rendezvous_check import ClusterMember
+from app.distributed import rendezvous
+from app.distributed.rendezvous import ClusterMember
 from app.mesh import devices, jax_startup
 from app.mesh.device_mesh import make_mesh
 from app.mesh.devices import global_devices, unused_accelerator
@@ -110,8 +110,8 @@ def test_a_platform_with_another_number_of_hosts_than_expected_is_refused(monkey
     ],
 )
 def test_the_platform_says_who_the_hosts_are(monkeypatch, found, member):
-    monkeypatch.setattr(cluster_detection.ClusterEnv, "auto_detect_unset_distributed_params", lambda *_: found)
-    assert cluster_detection.detect_cluster(timeout_s=1) == member
+    monkeypatch.setattr(rendezvous.ClusterEnv, "auto_detect_unset_distributed_params", lambda *_: found)
+    assert rendezvous.detect_cluster(timeout_s=1) == member
 
 
 @pytest.mark.parametrize(("error", "refused"), [(ConnectionError("no metadata"), False), (ValueError("odd"), True)])
@@ -119,14 +119,14 @@ def test_tpus_without_metadata_work_alone_and_metadata_that_cannot_be_read_are_a
     def fail(*_: object) -> None:
         raise error
 
-    monkeypatch.setattr(cluster_detection.ClusterEnv, "auto_detect_unset_distributed_params", fail)
+    monkeypatch.setattr(rendezvous.ClusterEnv, "auto_detect_unset_distributed_params", fail)
     if refused:
         with pytest.raises(InputError, match=r"the platform's description of its hosts cannot be read \(odd\); set"):
-            cluster_detection.detect_cluster(timeout_s=1)
+            rendezvous.detect_cluster(timeout_s=1)
     else:
-        assert cluster_detection.detect_cluster(timeout_s=1) is None
+        assert rendezvous.detect_cluster(timeout_s=1) is None
         with pytest.raises(InputError, match=r"auto, but the platform does not answer \(no metadata\); set"):
-            cluster_detection.detect_cluster(timeout_s=1, required=True)
+            rendezvous.detect_cluster(timeout_s=1, required=True)
 
 
 FREED_ARRAYS = """

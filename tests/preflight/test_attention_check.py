@@ -19,7 +19,7 @@ from app.model.segment_layout import SegmentLayout
 from app.preflight import attention_check
 from app.preflight.attention_check import WINDOW, attention_differences, check_attention
 from app.preflight.check_results import CheckRecorder, CheckResult
-from app.preflight.config_only_spec import read_config_only_spec
+from app.preflight.inspect_mesh import read_config_only_spec
 from app.runtime.reward_model import read_reward_model_spec
 from app.runtime.scoring import ScoringSession
 from settings import load

@@ -11,7 +11,7 @@ import pytest
 
 from app.mesh import devices
 from app.mesh.placement import bytes_per_device
-from app.preflight.inspect_mesh import MeshInspection, build_mesh_inspection, open_run_outline
+from app.preflight.inspect_mesh import MeshInspection, build_mesh_inspection, open_step_outline
 from app.records.text_format import format_bytes
 from app.runtime.session import Session
 from settings import Resolved, load
@@ -39,8 +39,8 @@ def load_settings(model: Path, *overrides: str) -> Resolved:
 
 
 def inspect(run: Resolved) -> tuple[Session, MeshInspection]:
-    outline = open_run_outline(run, compiles=False)
-    return outline.session, build_mesh_inspection(outline, compiles=False)
+    step = open_step_outline(run, compiles=False)
+    return step.session, build_mesh_inspection(step, compiles=False)
 
 
 def test_the_report_is_text_or_json(tiny_model: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import jax.numpy as jnp
 import pytest
 
-from app.preflight.config_only_spec import read_config_only_spec
+from app.preflight.inspect_mesh import read_config_only_spec
 from app.runtime.model_spec import CriticSpec, adapter_notes, read_critic_spec, read_model_spec
 from app.runtime.reward_model import read_reward_model_spec
 from settings import InputError, Settings, load

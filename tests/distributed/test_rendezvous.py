@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 import socket
+import sys
 import time
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 
-from app.distributed import rendezvous_check
-from app.distributed.rendezvous_check import ClusterMember, resolve_bind_address, verify_processes
+from app.distributed import rendezvous
+from app.distributed.rendezvous import ClusterMember, resolve_bind_address, verify_processes
 from settings.errors import InputError
 from tests.free_address import free_address
 
-COMMAND = "grpo train --config pod.yaml"
 DEADLINE_S = 20.0
 
 
-def come(member: ClusterMember, *, timeout_s: float = DEADLINE_S, tell: Callable[[str], None] = print) -> str:
+def come(member: ClusterMember, *, timeout_s: float = DEADLINE_S) -> str:
     """Joins as one host; returns None or the error."""
     try:
-        verify_processes(member, timeout_s=timeout_s, command=COMMAND, notify=tell)
+        verify_processes(member, timeout_s=timeout_s)
     except InputError as error:
         return str(error)
     return ""
@@ -38,12 +37,13 @@ def test_all_who_are_expected_come_in_any_order():
     assert all_come(*(ClusterMember(address, 3, i) for i in (2, 0, 1))) == ["", "", ""]
 
 
-def test_a_host_that_never_comes_is_named_to_all_with_the_address_and_the_command():
+def test_a_host_that_never_comes_is_named_to_all_with_the_address_and_the_command(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sys, "argv", ["grpo", "train", "--config", "pod.yaml"])
     address = free_address()
     told = all_come(ClusterMember(address, 4, 0), ClusterMember(address, 4, 2), timeout_s=1.0)
     assert f"after 1 s, processes 1, 3 of 4 had not connected to {address}" in told[0]
     assert "Every host must run the same command at the same time" in told[0]
-    assert told[0].endswith(COMMAND)
+    assert told[0].endswith("grpo train --config pod.yaml")
     # Who waited for them hears it from process 0, for which it waits a little longer than itself.
     assert told[1] == told[0]
 
@@ -72,7 +72,7 @@ def test_hosts_started_with_other_counts_hear_both():
 
 
 def test_a_port_that_another_program_has_is_refused(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(rendezvous_check, "LINE_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(rendezvous, "LINE_TIMEOUT_S", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         error = come(ClusterMember(address, 2, 0))
@@ -90,7 +90,7 @@ def test_a_host_that_nobody_knows_is_refused():
 
 
 def test_a_host_that_left_and_comes_again_is_no_second_one(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(rendezvous_check, "LIVENESS_POLL_S", 0.01)
+    monkeypatch.setattr(rendezvous, "LIVENESS_POLL_S", 0.01)
     address = free_address()
     with ThreadPoolExecutor(1) as pool:
         first = pool.submit(come, ClusterMember(address, 3, 0))
@@ -100,7 +100,7 @@ def test_a_host_that_left_and_comes_again_is_no_second_one(monkeypatch: pytest.M
 
 
 def test_strangers_do_not_disturb(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(rendezvous_check, "LINE_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(rendezvous, "LINE_TIMEOUT_S", 0.2)
     address = free_address()
     host, port = address.split(":")
     with ThreadPoolExecutor(1) as pool:
@@ -122,14 +122,15 @@ def connected(host: str, port: int, listening: Future[str]) -> socket.socket:
     raise AssertionError("nobody listens")
 
 
-def test_a_person_hears_early_who_is_late(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(rendezvous_check, "LATE_NOTICE_S", 0.0)
-    address, lines = free_address(), []
-    come(ClusterMember(address, 3, 0), timeout_s=0.3, tell=lines.append)
-    come(ClusterMember(address, 3, 1), timeout_s=0.3, tell=lines.append)
-    assert lines[0] == f"waiting at {address} for processes 1, 2"
-    assert lines[1].startswith("waiting for process 0: process 0 could not be reached")
-    assert len(lines) == 2
+def test_a_person_hears_early_who_is_late(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    monkeypatch.setattr(rendezvous, "LATE_NOTICE_S", 0.0)
+    address = free_address()
+    come(ClusterMember(address, 3, 0), timeout_s=0.3)
+    come(ClusterMember(address, 3, 1), timeout_s=0.3)
+    assert capsys.readouterr().err.splitlines() == [
+        f"waiting: processes 1, 2 of 3 had not connected to {address}",
+        f"waiting: process 0 could not be reached at {address}",
+    ]
 
 
 def test_process_0_listens_where_the_others_were_sent_and_nowhere_else(monkeypatch: pytest.MonkeyPatch):
