@@ -24,11 +24,11 @@ from app.model.kv_cache import LayerCache
 from app.model.segment_layout import SegmentLayout, attention_mask, single_segment_layout
 from app.preflight.check_results import CheckRecorder
 from app.records.sample import Prompt, Sample
-from app.runtime.attention_rows import attention_rows
 from app.runtime.generators import slot_shapes
 from app.runtime.model_spec import ModelSpec
-from app.runtime.reward_model import RewardModelSpec
+from app.runtime.reward_model import NetworkSpec
 from app.runtime.scoring import ScoringSession, set_compute_dtype
+from app.training.learner import LearnerGroup, longest_rows
 from settings import Settings
 
 TOLERANCES = {"float32": 1e-4, "bfloat16": 2e-2}
@@ -47,10 +47,12 @@ RESULTS = (
 )
 
 
-def check_attention(recorder: CheckRecorder, session: ScoringSession, reward_model: RewardModelSpec | None) -> None:
+def check_attention(
+    recorder: CheckRecorder, session: ScoringSession, learning: LearnerGroup, reward_model: NetworkSpec | None
+) -> None:
     """Checks the attention of all networks of a run, computed as for their rows. All hosts must call it together."""
     mesh, device = session.mesh, session.mesh.devices.flat[0]
-    rows = attention_rows(session.settings, session, reward_model)
+    rows = longest_rows(session, learning, reward_model)
     # Prompts are prefilled by the same attention.
     rows.append((session.model_spec.architecture, session.settings.data.max_prompt_length))
     dtype = set_compute_dtype(session.settings)

@@ -110,7 +110,7 @@ def run_doctor(resolved: Resolved) -> DoctorReport:
         if has_devices:
             opened = _open_session(recorder, resolved, run, inputs, stack)
             checkpoint_bytes = _check_memory(recorder, opened, inputs)
-            _check_networks(recorder, opened and opened[0], inputs)
+            _check_networks(recorder, opened, inputs)
         else:
             recorder.skip("mesh", "memory", "attention", *inputs.weight_checks, reason="there are no devices")
         with recorder.run_check("disk"):
@@ -322,14 +322,17 @@ def _check_memory(
     return checkpoint_bytes
 
 
-def _check_networks(recorder: CheckRecorder, session: Session | None, inputs: PreflightInputs) -> None:
+def _check_networks(
+    recorder: CheckRecorder, opened: tuple[Session, LearnerGroup] | None, inputs: PreflightInputs
+) -> None:
     """Checks attention, and runs the networks with their real weights, on all hosts or on none."""
-    if max_over_hosts(np.asarray(int(session is None))):
+    if max_over_hosts(np.asarray(int(opened is None))):
         reason = "the model or the mesh is missing on this host or on another one"
         recorder.skip("attention", *inputs.weight_checks, reason=reason)
         return
-    assert session is not None
-    check_attention(recorder, session.scoring, inputs.reward_model)
+    assert opened is not None
+    session, learning = opened
+    check_attention(recorder, session.scoring, learning, inputs.reward_model)
     if max_over_hosts(np.asarray(int(not inputs.prompts))):
         recorder.skip(*inputs.weight_checks, reason="the prompts are missing on this host or on another one")
         return

@@ -20,7 +20,6 @@ from app.preflight.phase_memory import StepOutline, largest_micro_batch, outline
 from app.records.run_directory import Resume
 from app.records.text_format import format_bytes, format_count, format_table
 from app.tracking.flops import make_step_flops
-from app.training.learner import LearnerGroup
 from app.training.network_memory import MemoryBreakdown
 from app.training.replay import ReplayRequest
 from app.training.setup import RunSetup, prepare_run
@@ -175,95 +174,81 @@ def make_dry_run_report(
     """
     run = {"resume": resume, "replay_request": replay_request, "allow_changed": allow_changed}
     with prepare_run(resolved, **run, compiles=compiles) as launch:
-        learning, inputs = launch.learning, launch.inputs
-        step = outline_step(launch.session, learning, inputs.prompts, inputs.eval_prompts, inputs.reward_model)
+        session, learning, inputs = launch.session, launch.learning, launch.inputs
+        step = outline_step(session, learning, inputs.prompts, inputs.eval_prompts, inputs.reward_model)
         with error_barrier():
             memory, programs = step_memory(step, compiles=compiles)
-        if jax.process_index():
-            return None
-        return DryRunReport(
-            **_run_fields(launch),
-            **_step_fields(launch, learning),
-            **_shape_fields(step),
-            memory=memory,
-            programs=programs,
-            peak_bytes=sum(memory[peak_phase(memory)].values()),
-            available_bytes=device_memory_bytes(),
-            checkpoint_bytes=state_bytes(learning),
-        )
+        return None if jax.process_index() else _make_report(launch, step, memory, programs)
 
 
-def _run_fields(launch: RunSetup) -> dict[str, Any]:
-    """Returns the fields of the whole run: its networks, devices and data."""
-    settings, session, inputs = launch.resolved.settings, launch.session, launch.inputs
-    definition, mesh, reward_model = session.model_spec.policy_definition, session.mesh, inputs.reward_model
-    return {
-        "directory": str(launch.run.path),
-        "notes": (*launch_notices(launch.resolved), *launch.notes),
-        "model": settings.model.path,
-        "family": session.model_spec.architecture.family,
-        "dtype": settings.model.dtype,
-        "num_parameters": definition.num_parameters,
-        "num_trained_parameters": definition.num_trainable,
-        "num_critic_parameters": session.scoring.critic.spec.definition.num_parameters if session.scoring.critic else 0,
-        "num_reward_model_parameters": reward_model.definition.num_parameters if reward_model else 0,
-        "mesh": dict(mesh.shape),
-        "device_kind": device_kind(mesh.devices.flat[0]),
-        "num_devices": mesh.size,
-        "num_hosts": num_hosts(mesh),
-        "is_pretended": simulated_slice() is not None,
-        "data": inputs.data_report,
-        "num_prompts": len(inputs.prompts),
-        "num_held_out": len(inputs.eval_prompts),
-    }
-
-
-def _step_fields(launch: RunSetup, learning: LearnerGroup) -> dict[str, Any]:
-    """Returns the numbers of steps, and of the prompts, tokens and FLOPs of one step."""
-    settings, session, inputs = launch.resolved.settings, launch.session, launch.inputs
-    prompts_per_step = settings.rollout.prompts_per_step * num_hosts(session.mesh)
-    samples_per_step = prompts_per_step * settings.rollout.group_size
+def _make_report(
+    launch: RunSetup,
+    step: StepOutline,
+    memory: Mapping[str, MemoryBreakdown],
+    programs: tuple[CompiledProgram, ...],
+) -> DryRunReport:
+    settings, session, inputs, mesh = launch.resolved.settings, step.session, launch.inputs, step.session.mesh
+    policy, critic, reward_model = session.model_spec.policy_definition, session.scoring.critic, inputs.reward_model
+    rollout, warmup = settings.rollout, settings.critic.warmup_steps if settings.has_critic else 0
+    prompts_per_step = rollout.prompts_per_step * num_hosts(mesh)
+    samples_per_step = prompts_per_step * rollout.group_size
     mean_prompt = sum(len(prompt.token_ids) for prompt in inputs.prompts) / len(inputs.prompts)
-    prompt_indices = np.arange(prompts_per_step).repeat(settings.rollout.group_size)
-    prompts, completions = (
-        np.full_like(prompt_indices, size) for size in (round(mean_prompt), settings.rollout.max_new_tokens)
-    )
-    lengths = SequenceLengths(prompts, completions, prompt_indices)
-    # The reward model reads one more token.
-    conversations = replace(lengths, completions=lengths.completions + 1)
-    flops = make_step_flops(settings, session, inputs.reward_model).total(
-        sampled=None if inputs.replay else lengths, learned=lengths, rewarded=[conversations]
-    )
-    warmup = settings.critic.warmup_steps if settings.has_critic else 0
-    return {
-        "steps": len(launch.steps),
-        "optimizer_steps": len(range(max(launch.steps.start, warmup + 1), launch.steps.stop))
-        * settings.updates_per_step,
-        "epochs_of_data": len(launch.steps) * prompts_per_step / len(inputs.prompts),
-        "max_rounds_per_step": learning.max_rounds,
-        "prompts_per_step": prompts_per_step,
-        "samples_per_step": samples_per_step,
-        "prompt_tokens_per_step": round(samples_per_step * mean_prompt),
-        "max_completion_tokens_per_step": samples_per_step * settings.rollout.max_new_tokens,
-        "max_flops_per_step": flops,
-        "mini_batches_per_step": settings.num_mini_batches,
-        "epochs_per_step": settings.algorithm.epochs,
-        "max_staleness": settings.rollout.max_staleness,
-    }
-
-
-def _shape_fields(step: StepOutline) -> dict[str, Any]:
-    """Returns the sizes of the rollout and of the micro-batches of each pass."""
 
     def summary(plan: MicroBatchPlan) -> MicroBatchSummary:
-        largest, num_shards = largest_micro_batch(plan), num_local_row_shards(step.session.mesh)
+        largest, num_shards = largest_micro_batch(plan), num_local_row_shards(mesh)
         return MicroBatchSummary(len(plan.micro_batches), len(largest.rows) // num_shards, largest.shape.num_tokens)
 
-    return {
-        "rollout": step.rollout and step.rollout._asdict(),
-        "evaluation": step.evaluation and step.evaluation._asdict(),
-        "score": {role: summary(plan) for role, plan in step.scores.items()},
-        "update": summary(step.update),
-        "critic_update": step.critic_update and summary(step.critic_update),
-        "reward_model": step.reward and summary(step.reward),
-    }
+    return DryRunReport(
+        directory=str(launch.run.path),
+        notes=(*launch_notices(launch.resolved), *launch.notes),
+        model=settings.model.path,
+        family=session.model_spec.architecture.family,
+        dtype=settings.model.dtype,
+        num_parameters=policy.num_parameters,
+        num_trained_parameters=policy.num_trainable,
+        mesh=dict(mesh.shape),
+        device_kind=device_kind(mesh.devices.flat[0]),
+        num_devices=mesh.size,
+        num_hosts=num_hosts(mesh),
+        is_pretended=simulated_slice() is not None,
+        data=inputs.data_report,
+        num_prompts=len(inputs.prompts),
+        num_held_out=len(inputs.eval_prompts),
+        steps=len(launch.steps),
+        optimizer_steps=len([one for one in launch.steps if one > warmup]) * settings.updates_per_step,
+        epochs_of_data=len(launch.steps) * prompts_per_step / len(inputs.prompts),
+        max_rounds_per_step=step.learning.max_rounds,
+        prompts_per_step=prompts_per_step,
+        samples_per_step=samples_per_step,
+        prompt_tokens_per_step=round(samples_per_step * mean_prompt),
+        max_completion_tokens_per_step=samples_per_step * rollout.max_new_tokens,
+        max_flops_per_step=_max_flops(launch, prompts_per_step, round(mean_prompt)),
+        mini_batches_per_step=settings.num_mini_batches,
+        epochs_per_step=settings.algorithm.epochs,
+        max_staleness=rollout.max_staleness,
+        rollout=step.rollout and step.rollout._asdict(),
+        evaluation=step.evaluation and step.evaluation._asdict(),
+        score={role: summary(plan) for role, plan in step.scores.items()},
+        update=summary(step.update),
+        critic_update=step.critic_update and summary(step.critic_update),
+        num_critic_parameters=critic.spec.definition.num_parameters if critic else 0,
+        reward_model=step.reward and summary(step.reward),
+        num_reward_model_parameters=reward_model.definition.num_parameters if reward_model else 0,
+        memory=memory,
+        programs=programs,
+        peak_bytes=sum(memory[peak_phase(memory)].values()),
+        available_bytes=device_memory_bytes(),
+        checkpoint_bytes=state_bytes(step.learning),
+    )
+
+
+def _max_flops(launch: RunSetup, num_prompts: int, mean_prompt: int) -> float:
+    settings, inputs = launch.resolved.settings, launch.inputs
+    prompt_indices = np.arange(num_prompts).repeat(settings.rollout.group_size)
+    sizes = (mean_prompt, settings.rollout.max_new_tokens)
+    lengths = SequenceLengths(*(np.full_like(prompt_indices, size) for size in sizes), prompt_indices)
+    # The reward model reads one more token.
+    conversations = replace(lengths, completions=lengths.completions + 1)
+    return make_step_flops(settings, launch.session, inputs.reward_model).total(
+        sampled=None if inputs.replay else lengths, learned=lengths, rewarded=[conversations]
+    )

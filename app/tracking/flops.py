@@ -81,7 +81,6 @@ def make_step_flops(
     settings: Settings, session: Session, reward_model: RewardModelSpec | None, *, trains_policy: bool = True
 ) -> StepFlops:
     """Returns the passes of a step through policy, reference, critic and reward model."""
-    epochs = settings.algorithm.epochs
     policy = session.model_spec.policy_definition
     critic = session.scoring.critic and session.scoring.critic.spec.definition
     networks: Mapping[ForwardRole, DecoderDefinition | None] = {
@@ -94,42 +93,37 @@ def make_step_flops(
     def scoring(role: ForwardRole) -> NetworkPass:
         definition = networks[role]
         assert definition is not None
-        return forward_pass(definition, shares_prompts=settings.score.for_role(role).max_tokens_per_device is not None)
+        return network_pass(definition, shares_prompts=settings.score.for_role(role).max_tokens_per_device is not None)
 
     def updating(definition: DecoderDefinition, scope: AlgorithmSettings | CriticSettings) -> NetworkPass:
-        return update_passes(definition, epochs, shares_prompts=scope.max_tokens_per_device is not None)
+        shares_prompts = scope.max_tokens_per_device is not None
+        return network_pass(definition, shares_prompts=shares_prompts, updates=settings.algorithm.epochs)
 
     updates = [updating(policy, settings.algorithm)] if trains_policy else []
     updates += [updating(critic, settings.critic)] if critic else []
     return StepFlops(
-        rollout=forward_pass(session.to_decode_weights.definition, shares_prompts=True),
+        rollout=network_pass(session.to_decode_weights.definition, shares_prompts=True),
         passes=(*map(scoring, settings.scored_roles), *updates),
         reward_model=scoring("reward") if reward_model else None,
     )
 
 
-def forward_pass(definition: DecoderDefinition, *, shares_prompts: bool) -> NetworkPass:
-    """Returns the FLOPs of a forward pass: those by which batches are balanced, plus adapters and LM head."""
-    blocks = forward_flops(definition.architecture)
-    adapters = 0 if definition.lora is None else 2 * definition.num_trainable
+def network_pass(definition: DecoderDefinition, *, shares_prompts: bool, updates: int = 0) -> NetworkPass:
+    """Returns the FLOPs of a forward pass: those by which batches are balanced, plus adapters and LM head.
+
+    Backward costs twice as much, but of frozen matrices, which need no gradient of their own, as much as forward.
+
+    Args:
+        updates: number of passes forward and backward in place of one forward pass.
+    """
+    blocks, has_adapters = forward_flops(definition.architecture), definition.lora is not None
+    adapters = 2 * definition.num_trainable if has_adapters else 0
+    frozen = token_flops(definition.architecture) if has_adapters else 0
     head = lm_head_flops(definition.architecture) if definition.network_class is Decoder else 0
 
     def flops(lengths: np.ndarray) -> Int64[np.ndarray, "N"]:
-        return blocks(lengths) + adapters * lengths
+        forward = blocks(lengths) + adapters * lengths
+        return updates * (3 * forward - frozen * lengths) if updates else forward
 
-    return NetworkPass(flops, head, shares_prompts)
-
-
-def update_passes(definition: DecoderDefinition, epochs: int, *, shares_prompts: bool) -> NetworkPass:
-    """Returns the FLOPs of `epochs` passes forward and backward, which costs twice as much.
-
-    Frozen matrices need no gradient of their own: backward costs them as much as forward.
-    """
-    forward = forward_pass(definition, shares_prompts=shares_prompts)
-    frozen = 0 if definition.lora is None else token_flops(definition.architecture)
-    frozen_head = 0 if definition.lora is None else forward.head_flops
-
-    def flops(lengths: np.ndarray) -> Int64[np.ndarray, "N"]:
-        return epochs * (3 * forward.sequence_flops(lengths) - frozen * lengths)
-
-    return NetworkPass(flops, epochs * (3 * forward.head_flops - frozen_head), shares_prompts)
+    of_head = updates * (2 if has_adapters else 3) * head if updates else head
+    return NetworkPass(flops, of_head, shares_prompts)

@@ -14,13 +14,16 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
-from app.batching.micro_batcher import MicroBatcher
+from app.batching.micro_batch_shapes import bucket_length
+from app.batching.micro_batcher import MicroBatcher, PackedRowBatcher
 from app.batching.packing_metrics import critic_batching_metrics, policy_batching_metrics
 from app.checkpoint.network_states import NetworkStates, RunState
 from app.mesh.placement import abstract_arrays
+from app.model.architecture import Architecture
 from app.model.decoder import DecoderDefinition, Params
 from app.runtime.advantages import AdvantageEstimator, make_advantage_estimator, make_kl_estimator
-from app.runtime.micro_batching import MaxLengths, make_score_batcher, make_update_batcher
+from app.runtime.micro_batching import MaxLengths, make_score_batcher, make_update_batcher, num_bootstrap_tokens
+from app.runtime.reward_model import NetworkSpec, make_reward_batcher
 from app.runtime.scoring import CriticModel, ScoringSession
 from app.training.dynamic_sampling import GroupFilter, StepGroups, keeps_all, rewards_differ
 from app.update.importance_correction import (
@@ -181,6 +184,27 @@ def make_learner_group(session: ScoringSession) -> LearnerGroup:
         make_policy_learner(session, longest),
         None if session.critic is None else make_critic_learner(settings, session.critic, session.mesh, longest),
     )
+
+
+def longest_rows(
+    session: ScoringSession, learning: LearnerGroup, reward_model: NetworkSpec | None
+) -> list[tuple[Architecture, int]]:
+    """Returns the networks that update and score in a run, each with the tokens of its longest rows.
+
+    A reward model without a token budget is assumed to read conversations as long as the policy's samples.
+    """
+    settings, longest = session.settings, MaxLengths.from_settings(session.settings).sample
+    updated: Any = {role: learner.updater.micro_batcher for role, learner in learning.networks.items()}
+    passes = [(session.architecture_of(role), batcher, longest) for role, batcher in updated.items()]
+    for role, batcher in learning.score_batchers.items():
+        passes.append((session.architecture_of(role), batcher, longest + num_bootstrap_tokens(settings, role)))
+    if reward_model is not None:
+        network = reward_model.architecture
+        passes.append((network, make_reward_batcher(settings, network), longest + 1))
+    return [
+        (network, batcher.budget.row_length if isinstance(batcher, PackedRowBatcher) else bucket_length(num_tokens))
+        for network, batcher, num_tokens in passes
+    ]
 
 
 def make_policy_learner(session: ScoringSession, max_lengths: MaxLengths) -> Learner:

@@ -20,13 +20,13 @@ from app.distributed.watchdog import Watchdog
 from app.mesh import jax_startup
 from app.mesh.device_mesh import num_hosts
 from app.mesh.placement import check_host_memory, num_row_shards
+from app.model.attention.packed import architecture_blocking
 from app.records.identity import plugin_file_digests, prompts_digest
 from app.records.run_directory import Resume, RunDirectory, check_run_directory
 from app.records.settings_history import SettingsHistory
 from app.records.text_format import format_count
 from app.reward.reward_functions import RewardFunctions
 from app.runtime.advantages import with_saved_advantages
-from app.runtime.attention_rows import check_attention_rows
 from app.runtime.environments import try_episode
 from app.runtime.generators import check_async_workers
 from app.runtime.host_supervision import open_host_group
@@ -38,7 +38,7 @@ from app.runtime.reward_trial import try_reward_functions
 from app.runtime.scoring import ScoringSession
 from app.runtime.session import Session
 from app.training.inputs import TrainingInputs, read_training_inputs
-from app.training.learner import LearnerGroup, make_learner_group
+from app.training.learner import LearnerGroup, longest_rows, make_learner_group
 from app.training.network_memory import network_bytes
 from app.training.replay import Replay, ReplayRequest, find_model_run
 from settings import Resolved, Settings
@@ -173,7 +173,6 @@ def open_session(
     """
     settings, mesh = scoring.settings, scoring.mesh
     check_fixed_micro_batches(settings, mesh)
-    check_attention_rows(settings, scoring, reward_model)
     if reward_model is not None:
         check_experts(mesh, reward_model.architecture, path=reward_model.files.name)
     if settings.offloads_reference:
@@ -181,6 +180,10 @@ def open_session(
     if settings.optimizer.offload:
         check_host_memory(mesh, "optimizer.offload")
     learning = make_learner_group(scoring)
+    with jax.set_mesh(mesh):
+        # Raises InputError if `model.attention` needs a kernel that cannot hold the longest rows.
+        for network, num_tokens in longest_rows(scoring, learning, reward_model):
+            architecture_blocking(network, num_tokens, settings.model.dtype)
     held_bytes = sum(network_bytes(scoring, learning, reward_model).values())
     session = Session.open(scoring, generates=generates, held_bytes=held_bytes)
     if session.workers is not None and session.generates_async and not scoring.generation_devices:

@@ -22,6 +22,7 @@ from app.preflight.check_results import CheckRecorder, CheckResult
 from app.preflight.inspect_mesh import read_config_only_spec
 from app.runtime.reward_model import read_reward_model_spec
 from app.runtime.scoring import ScoringSession
+from app.training.learner import make_learner_group
 from settings import load
 from tests.program import of_tiny
 from tests.tiny import ODD, SWITCHED, make_mesh
@@ -95,7 +96,7 @@ def session(tiny_model: Path) -> ScoringSession:
 
 def check(session: ScoringSession) -> CheckResult:
     recorder = CheckRecorder()
-    check_attention(recorder, session, None)
+    check_attention(recorder, session, make_learner_group(session), None)
     (result,) = recorder.results
     return result
 
@@ -184,6 +185,6 @@ def test_attention_is_compared_as_it_is_computed_for_the_rows_of_each_network(
 
     monkeypatch.setattr(attention_check, "architecture_blocking", blocking_of)
     recorder = CheckRecorder()
-    check_attention(recorder, session, read_reward_model_spec(settings))
+    check_attention(recorder, session, make_learner_group(session), read_reward_model_spec(settings))
     assert recorder.results[0].verdict == "ok"
     assert asked == [44, 60, 16]

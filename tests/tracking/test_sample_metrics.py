@@ -17,7 +17,7 @@ from app.mesh.program_cache import CompilationCounter
 from app.model.decoder import Decoder, DecoderDefinition, ValueDecoder
 from app.records.sample import Prompt, Sample
 from app.rollout.counters import RolloutCounters
-from app.tracking.flops import StepFlops, forward_pass, update_passes
+from app.tracking.flops import StepFlops, network_pass
 from app.tracking.performance import rollout_performance, step_performance
 from app.tracking.sample_metrics import mismatch_metrics, sample_metrics
 from tests.tiny import ODD
@@ -122,12 +122,12 @@ def test_flops_of_a_step_by_hand() -> None:
     # Pairs of prompts: 1+2 twice and 1+2+3; of the tokens behind them: 3, 3+4+5 and 4+5.
     each = matrices * (7 + 6) + pair * (3 + 3 + 6 + 3 + 12 + 9) + head * 6
     once = each - 2 * matrices - 3 * pair
-    alone, shared = (forward_pass(policy, shares_prompts=shares) for shares in (False, True))
+    alone, shared = (network_pass(policy, shares_prompts=shares) for shares in (False, True))
     assert alone.total(lengths) == each and shared.total(lengths) == once
-    update = update_passes(policy, 2, shares_prompts=False)
+    update = network_pass(policy, shares_prompts=False, updates=2)
     assert update.total(lengths) == 2 * 3 * each
     judged = SequenceLengths(np.array([1]), np.array([3]), np.array([0]))
-    reward = forward_pass(classifier, shares_prompts=False)
+    reward = network_pass(classifier, shares_prompts=False)
     assert reward.total(judged) == 4 * matrices + pair * (1 + 2 + 3 + 4)
     work = StepFlops(rollout=shared, passes=(alone, update), reward_model=reward)
     learning = 7 * each + 2 * reward.total(judged)
