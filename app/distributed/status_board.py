@@ -11,7 +11,7 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from queue import Empty, SimpleQueue
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 from jax._src import distributed  # JAX has no public API for its store
@@ -22,21 +22,15 @@ POLL_INTERVAL_S = 0.5
 KEY_PREFIX = "grpo/"
 
 
-class KeyValueStore(Protocol):
-    """The part of JAX's client used here; its methods raise RuntimeError if process 0 cannot be reached."""
-
-    def key_value_set(self, key: str, value: str, allow_overwrite: bool = False) -> None: ...
-    def key_value_dir_get(self, key: str) -> list[tuple[str, str]]: ...
-
-
 class StatusBoard:
     """Latest notice of each host, by topic. Context manager: while it is open, a thread polls the store.
 
     Args:
-        store: the shared store; None for a single host, whose board is local.
+        store: JAX's client of the shared store, which raises RuntimeError if process 0 cannot be reached; None for a
+            single host, whose board is local.
     """
 
-    def __init__(self, store: KeyValueStore | None, *, host: int, num_hosts: int = 1):
+    def __init__(self, store: Any, *, host: int, num_hosts: int = 1):
         self.host = host
         self.num_hosts = num_hosts
         self._store = store
@@ -64,8 +58,11 @@ class StatusBoard:
         """Returns the notices under a topic known to this host so far, by host. Thread-safe; does not block."""
         return {host: text for (about, host), text in list(self._notices.items()) if about == topic}
 
+    def read_others(self, topic: str) -> Mapping[int, str]:
+        """Returns what `read` does, without this host's own notice."""
+        return {host: text for host, text in self.read(topic).items() if host != self.host}
+
     def _sync_loop(self) -> None:
-        assert self._store is not None
         next_poll_s = 0.0
         while True:
             # JAX's heartbeat ends a host that cannot reach process 0.
@@ -86,5 +83,5 @@ class StatusBoard:
 
 def open_status_board() -> StatusBoard:
     """Returns the board shared by all processes. `jax_startup.initialize_distributed` must have run."""
-    store: Any = distributed.global_state.client if jax.process_count() > 1 else None
+    store = distributed.global_state.client if jax.process_count() > 1 else None
     return StatusBoard(store, host=jax.process_index(), num_hosts=jax.process_count())

@@ -54,7 +54,7 @@ class Watchdog:
         """Current step; 0 before the first."""
         self._phase_s = phase_s
         self._crash_dir = crash_dir
-        self._status_board = status_board
+        self.status_board = status_board
         self._seen: set[str] = set()
         self._active_phase: ActivePhase | None = None
         self._closed = threading.Event()
@@ -93,38 +93,32 @@ class Watchdog:
                 self._dump_and_exit(
                     f"has been {where}, longer than {current.limit_name} = {current.limit_s:g}", broadcasts=True
                 )
-            for notice in self._posts_of_other_hosts(STUCK_TOPIC).values():
+            for notice in self.status_board.read_others(STUCK_TOPIC).values():
                 self._dump_and_exit(f"has been {where}; {notice}", broadcasts=False)
-            for host, reason in self._posts_of_other_hosts(EXITING_TOPIC).items():
-                self._exit_with_host(host, reason)
-
-    def _posts_of_other_hosts(self, topic: str) -> dict[int, str]:
-        return {host: text for host, text in self._status_board.read(topic).items() if host != self._status_board.host}
-
-    def _exit_with_host(self, host: int, reason: str) -> None:
-        """Ends this process, which would otherwise wait for the exiting host until the heartbeat fails."""
-        with suppress(OSError):
-            os.write(STDERR_FD, f"\nhost {host} has failed, so this host exits: {reason}\n".encode())
-        time.sleep(exit_delay_s(self._status_board, broadcasts=False))
-        os._exit(1)
+            for host, reason in self.status_board.read_others(EXITING_TOPIC).items():
+                # Otherwise it would wait for that host until the heartbeat fails.
+                with suppress(OSError):
+                    os.write(STDERR_FD, f"\nhost {host} has failed, so this host exits: {reason}\n".encode())
+                time.sleep(exit_delay_s(self.status_board, broadcasts=False))
+                os._exit(1)
 
     def _dump_and_exit(self, reason: str, *, broadcasts: bool) -> None:
         """Writes the stack of every thread and ends this process."""
         # A disk that hangs must not prevent the exit.
         faulthandler.dump_traceback_later(HARD_EXIT_DELAY_S, exit=True, file=STDERR_FD)
-        sentence = f"host {self._status_board.host} {reason}"
+        sentence = f"host {self.status_board.host} {reason}"
         text = f"\nwatchdog: {sentence}. The stacks of its threads follow; exit code {EXIT_CODE}\n"
         with suppress(OSError):
             os.write(STDERR_FD, text.encode())
         faulthandler.dump_traceback(file=STDERR_FD, all_threads=True)
         if broadcasts:
-            self._status_board.post(STUCK_TOPIC, sentence)
+            self.status_board.post(STUCK_TOPIC, sentence)
         with suppress(OSError):
             self._crash_dir.mkdir(parents=True, exist_ok=True)
-            with (self._crash_dir / f"host_{self._status_board.host}.txt").open("w", encoding="utf-8") as file:
+            with (self._crash_dir / f"host_{self.status_board.host}.txt").open("w", encoding="utf-8") as file:
                 file.write(text)
                 file.flush()
                 faulthandler.dump_traceback(file=file, all_threads=True)
                 os.fsync(file.fileno())
-        time.sleep(exit_delay_s(self._status_board, broadcasts=broadcasts))
+        time.sleep(exit_delay_s(self.status_board, broadcasts=broadcasts))
         os._exit(EXIT_CODE)

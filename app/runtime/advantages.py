@@ -15,7 +15,6 @@ from app.advantage.advantage_metrics import AdvantageMoments, advantage_metrics,
 from app.advantage.gae.estimate import generalized_advantages
 from app.advantage.group import (
     GROUP_ADVANTAGES,
-    GroupRewardFn,
     assign_group_advantages,
     kl_penalized_rewards,
     task_rewards,
@@ -37,7 +36,6 @@ from app.advantage.token_advantages import (
     zero_bootstrap,
 )
 from app.advantage.token_rewards import (
-    TokenRewardFn,
     kl_moments,
     kl_penalized_token_rewards,
     task_token_rewards,
@@ -85,14 +83,13 @@ class AdvantageEstimator:
         metrics = advantage_metrics(moments) | ({"policy/kl_coef": float(kl_coef)} if self.has_kl_penalty else {})
         next_kl_coef = self.next_kl_coef(estimated, kl_coef)
         rewarded = iter(whiten_advantages(estimated, moments.advantages) if self.whiten_advantages else estimated)
-        samples = [next(rewarded) if s.reward is not None else _with_zero_advantages(s) for s in samples]
+
+        def without_reward(sample: Sample) -> Sample:
+            zeros = np.zeros(len(sample.completion_ids), np.float32)
+            return replace(sample, advantages=zeros, returns=zeros, loss_mask=zeros.astype(bool))
+
+        samples = [next(rewarded) if s.reward is not None else without_reward(s) for s in samples]
         return AdvantageResult(samples, metrics, next_kl_coef)
-
-
-def _with_zero_advantages(sample: Sample) -> Sample:
-    length = len(sample.completion_ids)
-    zeros = np.zeros(length, np.float32)
-    return replace(sample, advantages=zeros, returns=zeros, loss_mask=np.zeros(length, bool))
 
 
 def make_advantage_estimator(settings: Settings) -> AdvantageEstimator:
@@ -116,14 +113,11 @@ def make_group_advantages(settings: Settings) -> EstimateAdvantages:
     """Returns the function that computes advantages relative to the group, from rewards with or without KL penalty."""
     algorithm = settings.algorithm
     assert algorithm.estimator is not None
-    advantages = GROUP_ADVANTAGES[algorithm.estimator]
-
-    def rewards(kl_coef: float) -> GroupRewardFn:
-        if not algorithm.kl_in_reward:
-            return task_rewards
-        return partial(kl_penalized_rewards, kl_estimator=make_kl_estimator(algorithm), beta=kl_coef)
-
-    return lambda samples, kl_coef: assign_group_advantages(samples, advantages=advantages, rewards=rewards(kl_coef))
+    assign = partial(assign_group_advantages, advantages=GROUP_ADVANTAGES[algorithm.estimator])
+    if not algorithm.kl_in_reward:
+        return lambda samples, kl_coef: assign(samples, rewards=task_rewards)
+    penalized = partial(kl_penalized_rewards, kl_estimator=make_kl_estimator(algorithm))
+    return lambda samples, kl_coef: assign(samples, rewards=partial(penalized, beta=kl_coef))
 
 
 def make_gae(
@@ -149,31 +143,21 @@ def make_gae_advantages(
     settings: Settings, *, bootstrap: BootstrapFn | None = None, backend: str = "numpy", mask_mode: str = "skip"
 ) -> EstimateAdvantages:
     """Returns the function that computes GAE from the critic's values; `bootstrap` overrides the one from settings."""
-    algorithm = settings.algorithm
-    estimate = partial(
-        assign_gae_advantages,
-        gae=make_gae(settings, backend=backend, mask_mode=mask_mode),
-        bootstrap=bootstrap or _choose_bootstrap(algorithm),
-    )
-    return lambda samples, kl_coef: estimate(samples, token_rewards=_make_token_rewards(algorithm, kl_coef))
+    gae = make_gae(settings, backend=backend, mask_mode=mask_mode)
+    bootstrap = bootstrap or _choose_bootstrap(settings)
+    return _from_token_rewards(settings, partial(assign_gae_advantages, gae=gae, bootstrap=bootstrap))
 
 
 def make_vtrace_advantages(settings: Settings) -> EstimateAdvantages:
     """Returns the function that computes V-trace from the critic's values and the ratio of policy to sampler."""
-    algorithm = settings.algorithm
-    estimate = partial(
-        assign_vtrace_advantages,
-        gamma=_make_gamma(settings),
-        lam=_make_lam(algorithm),
-        bootstrap=_choose_bootstrap(algorithm),
-    )
-    return lambda samples, kl_coef: estimate(samples, token_rewards=_make_token_rewards(algorithm, kl_coef))
+    discounts = {"gamma": _make_gamma(settings), "lam": _make_lam(settings.algorithm)}
+    estimate = partial(assign_vtrace_advantages, **discounts, bootstrap=_choose_bootstrap(settings))
+    return _from_token_rewards(settings, estimate)
 
 
 def make_return_advantages(settings: Settings) -> EstimateAdvantages:
     """Returns the function that computes the discounted returns of REINFORCE++."""
-    estimate = partial(assign_return_advantages, gamma=_make_gamma(settings))
-    return lambda samples, kl_coef: estimate(samples, token_rewards=_make_token_rewards(settings.algorithm, kl_coef))
+    return _from_token_rewards(settings, partial(assign_return_advantages, gamma=_make_gamma(settings)))
 
 
 TOKEN_ADVANTAGES: Mapping[str, Callable[[Settings], EstimateAdvantages]] = MappingProxyType(
@@ -198,14 +182,16 @@ def _make_lam(algorithm: AlgorithmSettings) -> DiscountFn:
     return partial(length_adaptive_lambda, alpha=alpha)
 
 
-def _choose_bootstrap(algorithm: AlgorithmSettings) -> BootstrapFn:
-    return truncation_bootstrap if algorithm.bootstrap_truncated else zero_bootstrap
+def _choose_bootstrap(settings: Settings) -> BootstrapFn:
+    return truncation_bootstrap if settings.algorithm.bootstrap_truncated else zero_bootstrap
 
 
-def _make_token_rewards(algorithm: AlgorithmSettings, kl_coef: float) -> TokenRewardFn:
-    if not algorithm.kl_in_reward:
-        return task_token_rewards
-    return partial(kl_penalized_token_rewards, kl_estimator=make_kl_estimator(algorithm), kl_coef=kl_coef)
+def _from_token_rewards(settings: Settings, assign: Callable[..., list[Sample]]) -> EstimateAdvantages:
+    """Returns the estimate by a function that assigns advantages from `token_rewards`, with or without KL penalty."""
+    if not settings.algorithm.kl_in_reward:
+        return lambda samples, kl_coef: assign(samples, token_rewards=task_token_rewards)
+    penalized = partial(kl_penalized_token_rewards, kl_estimator=make_kl_estimator(settings.algorithm))
+    return lambda samples, kl_coef: assign(samples, token_rewards=partial(penalized, kl_coef=kl_coef))
 
 
 def make_kl_estimator(algorithm: AlgorithmSettings) -> KLEstimator:

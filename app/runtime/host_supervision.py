@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import jax
 
 from app.distributed.error_barrier import error_barrier
 from app.distributed.shutdown import coordinated_shutdown
-from app.distributed.status_board import StatusBoard, open_status_board
+from app.distributed.status_board import open_status_board
 from app.distributed.watchdog import WAIT_PHASE, Watchdog
 from app.mesh import jax_startup
 from settings import Settings
@@ -22,13 +22,8 @@ PhaseCallback = Callable[[str], None]
 """Called with the name of a phase when it begins, and again when it makes progress."""
 
 
-class HostGroup(NamedTuple):
-    status_board: StatusBoard
-    watchdog: Watchdog
-
-
 @contextmanager
-def open_host_group(settings: Settings, crash_dir: Path) -> Iterator[HostGroup]:
+def watch_hosts(settings: Settings, crash_dir: Path) -> Iterator[Watchdog]:
     """Watches the block, initially in the phase `compile`. `jax_startup.initialize_distributed` must have run.
 
     Args:
@@ -39,11 +34,7 @@ def open_host_group(settings: Settings, crash_dir: Path) -> Iterator[HostGroup]:
         Watchdog(settings.watchdog.phase_s, crash_dir, status_board) as watchdog,
         coordinated_shutdown(status_board, enter_phase=watchdog.enter_phase),
     ):
-        yield HostGroup(status_board, watchdog)
-
-
-def ignore_phase(phase: str) -> None:
-    """Does nothing: a single host is not watched."""
+        yield watchdog
 
 
 @contextmanager
@@ -54,10 +45,10 @@ def join_hosts(settings: Settings, *, out: Path) -> Iterator[PhaseCallback]:
     """
     jax_startup.initialize_distributed(settings.mesh)
     if jax.process_count() == 1:
-        yield ignore_phase
+        yield lambda phase: None
         return
-    with open_host_group(settings, out.with_name(f"{out.name}.crash")) as guard:
-        yield guard.watchdog.enter_phase
+    with watch_hosts(settings, out.with_name(f"{out.name}.crash")) as watchdog:
+        yield watchdog.enter_phase
 
 
 def wait_for_other_hosts(on_phase: PhaseCallback) -> None:

@@ -27,7 +27,7 @@ from app.reward.aggregate import NO_REWARD_FINISH_REASON, RewardedSamples, Rewar
 from app.reward.builtin_tasks import check_answers
 from app.reward.plugin import StepInfo
 from app.reward.reward_functions import RewardFunctions
-from app.runtime.host_supervision import ignore_phase, join_hosts, wait_for_other_hosts
+from app.runtime.host_supervision import join_hosts, wait_for_other_hosts
 from app.runtime.inputs import data_columns, make_environment_reward, make_overlong_penalty
 from app.runtime.reward_model import RewardModel, read_reward_model_spec
 from app.runtime.scoring import open_mesh
@@ -67,7 +67,7 @@ def score_rewards(resolved: Resolved, *, input: Path, out: Path) -> dict[str, An
         rewards = stack.enter_context(
             RewardFunctions(settings.reward, settings.plugins, columns, None, penalty, environment)
         )
-        hosts, entered = [range(len(samples))], ignore_phase
+        hosts, entered = [range(len(samples))], lambda phase: None
         if model is not None or jax_startup.expects_other_hosts(settings.mesh):
             entered = stack.enter_context(join_hosts(settings, out=out))
             check_hosts_agree(resolved, {"--input": f"{len(samples)} samples, {file_digest(input)}"})

@@ -15,7 +15,6 @@ from app.distributed.host_consistency import (
     check_hosts_agree,
     check_shared_run_directory,
 )
-from app.distributed.status_board import StatusBoard
 from app.distributed.watchdog import Watchdog
 from app.mesh import jax_startup
 from app.mesh.device_mesh import num_hosts
@@ -29,7 +28,7 @@ from app.reward.reward_functions import RewardFunctions
 from app.runtime.advantages import with_saved_advantages
 from app.runtime.environments import try_episode
 from app.runtime.generators import check_async_workers
-from app.runtime.host_supervision import open_host_group
+from app.runtime.host_supervision import watch_hosts
 from app.runtime.mesh_checks import check_experts, check_fixed_micro_batches, replicated_dim_notes
 from app.runtime.model_spec import adapter_notes
 from app.runtime.pinned_revisions import pin_revisions
@@ -59,7 +58,6 @@ class RunSetup:
     session: Session
     learning: LearnerGroup
     """Advantages and updates; in a replay they may use the samples' saved advantages."""
-    status_board: StatusBoard
     watchdog: Watchdog
     notes: tuple[str, ...]
     """Text for users about mesh and adapters."""
@@ -93,7 +91,7 @@ def prepare_run(
     with ExitStack() as stack:
         jax_startup.initialize_distributed(settings.mesh, compiles=compiles)
         check_mini_batch_alias(resolved, num_hosts=jax.process_count())
-        status_board, watchdog = stack.enter_context(open_host_group(settings, run.crash_dir))
+        watchdog = stack.enter_context(watch_hosts(settings, run.crash_dir))
         with error_barrier():
             check_run_directory(run, resume)
             changes = _check_changed_settings(resolved, run, allow_changed)
@@ -118,7 +116,7 @@ def prepare_run(
         if read.replay is not None:
             learning = _for_replay(learning, read.replay)
         notes = (*changes, *setup_notes(settings, session))
-        yield RunSetup(resolved, run, read, rewards, session, learning, status_board, watchdog, notes, allow_changed)
+        yield RunSetup(resolved, run, read, rewards, session, learning, watchdog, notes, allow_changed)
 
 
 def check_mini_batch_alias(resolved: Resolved, *, num_hosts: int) -> None:

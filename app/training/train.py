@@ -92,7 +92,7 @@ def _train(setup: RunSetup, stack: ExitStack, clock: Callable[[], float], on_ste
     """Opens everything that a run needs, on `stack`, and runs its steps."""
     settings, session, is_process_0 = setup.resolved.settings, setup.session, jax.process_index() == 0
     # Signals are handled from here on, including the final report; a second Ctrl-C stops at once.
-    interrupts = stack.enter_context(PreemptionHandler(setup.status_board))
+    interrupts = stack.enter_context(PreemptionHandler(setup.watchdog.status_board))
     stack.push(_wait_for_hosts_on_exit(setup))
     session.stop_when(interrupts.stop_requested)
     learners = setup.learning
@@ -143,7 +143,7 @@ def _train(setup: RunSetup, stack: ExitStack, clock: Callable[[], float], on_ste
         save_clock=SaveClock(settings.checkpoint.every_minutes if is_process_0 else None, clock),
         on_step=on_step,
     )
-    with broadcast_failure(setup.status_board):
+    with broadcast_failure(setup.watchdog.status_board):
         exit_code = loop.run()
     is_complete = loop.progress.step == loop.last_step or bool(loop.early_end)
     return TrainingRun(setup.run.path, run_log.history, is_complete, exit_code, checkpoints.best, loop.early_end)
@@ -155,6 +155,6 @@ def _wait_for_hosts_on_exit(setup: RunSetup) -> Callable[..., None]:
     def leave(kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             setup.watchdog.enter_phase("report")
-            exit_barrier(setup.status_board)
+            exit_barrier(setup.watchdog.status_board)
 
     return leave
