@@ -19,8 +19,8 @@ import numpy as np
 from app.distributed.collectives import gather_bytes_over_hosts
 from app.distributed.stop_check import StoppedError
 from app.mesh import jax_startup
+from app.mesh.device_mesh import to_host_submesh
 from app.mesh.program_cache import CompilationCounter
-from app.mesh.submesh import to_host_submesh
 from app.prompts.prompt_order import host_slice
 from app.records.sample import Prompt, Sample
 from app.runtime.model_spec import read_model_spec

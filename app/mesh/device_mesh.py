@@ -1,4 +1,8 @@
-"""The mesh: the devices of all hosts along the axes dp, fsdp and tp, without those that only generate."""
+"""The mesh: the devices of all hosts along the axes dp, fsdp and tp, without those that only generate; and submeshes.
+
+A submesh has devices of this host, whose programs do not wait for other hosts. The host submesh has all devices of a
+host, and receives weights from the mesh of all hosts; rollout workers have submeshes of disjoint parts of it.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +13,20 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType
-from jax.sharding import Mesh as DeviceMesh
+from jax.sharding import AxisType, Mesh, NamedSharding
 
 from app.mesh.axis_rules import AXES
 from app.mesh.compile_only import compile_only_devices
-from app.mesh.devices import check_equal_device_counts, global_devices, host_index, is_compile_only, simulated_slice
+from app.mesh.devices import (
+    check_equal_device_counts,
+    devices_of_submesh,
+    global_devices,
+    host_index,
+    is_compile_only,
+    local_devices,
+    simulated_slice,
+)
+from app.records.text_format import format_count
 from settings.errors import InputError
 from settings.schema.mesh import MeshSettings
 
@@ -22,7 +34,7 @@ MAX_ROUNDING = 0.05
 """Part of a device by which a share may differ from whole devices, as 0.33 of 3 devices does."""
 
 
-def num_hosts(mesh: DeviceMesh) -> int:
+def num_hosts(mesh: Mesh) -> int:
     """Returns the number of hosts whose devices are in a mesh: 1 for a submesh."""
     return _count_hosts(mesh.devices.flat)
 
@@ -57,7 +69,7 @@ def parse_mesh_shape(text: str, *, num_devices: int, num_processes: int, others:
     return dp, fsdp, tp
 
 
-def make_mesh(settings: MeshSettings, *, set_aside: Collection[int] = ()) -> DeviceMesh:
+def make_mesh(settings: MeshSettings, *, set_aside: Collection[int] = ()) -> Mesh:
     """Returns the mesh over the devices of all hosts. Axes are Auto: XLA places arrays that have no constraint.
 
     Devices are in the best order for their links if this keeps each host's devices contiguous; otherwise they are
@@ -86,15 +98,15 @@ def make_mesh(settings: MeshSettings, *, set_aside: Collection[int] = ()) -> Dev
     if mesh is not None and is_grouped_by_host(mesh):
         return mesh
     in_order = sorted(devices, key=lambda device: (host_index(device), device.id))
-    return DeviceMesh(np.asarray(in_order).reshape(shape), AXES, axis_types=axis_types)
+    return Mesh(np.asarray(in_order).reshape(shape), AXES, axis_types=axis_types)
 
 
-def with_tp(mesh: DeviceMesh, tp: int) -> DeviceMesh:
+def with_tp(mesh: Mesh, tp: int) -> Mesh:
     """Returns a mesh of the same devices, in the same order, that splits weights over tp alone."""
-    return DeviceMesh(mesh.devices.reshape(-1, 1, tp), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    return Mesh(mesh.devices.reshape(-1, 1, tp), AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
-def is_grouped_by_host(mesh: DeviceMesh) -> bool:
+def is_grouped_by_host(mesh: Mesh) -> bool:
     """Returns whether the devices of each host are contiguous, in the order of the hosts."""
     hosts = [host_index(device) for device in mesh.devices.flat]
     return hosts == sorted(hosts)
@@ -159,3 +171,70 @@ def without_generation_devices(devices: Sequence[Any], set_aside: Collection[int
             "advance for 1, 2, 4 or 8 of them; set another share, or leave out --compile"
         )
     return compile_only_devices(replace(whole, num_chips=len(kept), chips_per_host=per_host))
+
+
+def assign_worker_devices(num_workers: int, devices: Sequence[int]) -> list[tuple[int, ...]]:
+    """Returns the devices of each worker: the same number for each, of which the remaining devices stay idle.
+
+    On a single device, all workers take turns.
+
+    Args:
+        devices: numbers of this host's devices that generate.
+
+    Raises:
+        InputError: there are fewer devices than workers.
+    """
+    if len(devices) == 1:
+        return [tuple(devices)] * num_workers
+    if num_workers > len(devices):
+        raise InputError(
+            f"rollout.workers.fast.count, rollout.workers.heavy.count: {num_workers} workers need a device each, but "
+            f"there are only {len(devices)} that generate on this host; lower them"
+        )
+    each = len(devices) // num_workers
+    return [tuple(devices[i * each : (i + 1) * each]) for i in range(num_workers)]
+
+
+def make_submesh(device_indices: Sequence[int], *, template: Mesh) -> Mesh:
+    """Returns a mesh of some of this host's devices, with the tp of another mesh.
+
+    Raises:
+        InputError: the number of devices is not a multiple of tp.
+    """
+    tp = template.shape["tp"]
+    if len(device_indices) % tp:
+        raise InputError(
+            f"rollout.workers: a worker has {format_count(len(device_indices), 'device')}, but weights are split over "
+            f"tp={tp} (mesh.shape, or rollout.mesh if set); give each worker a multiple of {tp}, by fewer workers "
+            "(rollout.workers.fast.count, heavy.count) or more devices"
+        )
+    local = local_devices()
+    shape = (1, len(device_indices) // tp, tp)
+    devices = devices_of_submesh([local[i] for i in device_indices])
+    return jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * 3, devices=devices)
+
+
+def host_submesh(mesh: Mesh) -> Mesh:
+    """Returns this host's part of a mesh, with the same tp; the mesh itself on one host."""
+    if num_hosts(mesh) == 1:
+        return mesh
+    groups = mesh.devices.reshape(-1, mesh.shape["tp"])
+    assert all(len(set(map(host_index, group))) == 1 for group in groups), "`check_rows_per_host` keeps tp inside hosts"
+    local = np.stack([group for group in groups if host_index(group[0]) == jax.process_index()])
+    devices = np.asarray(devices_of_submesh(list(local.flat))).reshape(local[None].shape)
+    return Mesh(devices, AXES, axis_types=(AxisType.Auto,) * 3)
+
+
+def to_host_submesh(arrays: Any, mesh: Mesh) -> Any:
+    """Returns arrays that every host holds completely as arrays on this host's submesh, without copying buffers.
+
+    Args:
+        arrays: a tree of arrays on a mesh whose `host_submesh` is `mesh`, split over tp at most.
+    """
+
+    def take(array: jax.Array) -> jax.Array:
+        assert isinstance(array.sharding, NamedSharding)
+        shards = [shard.data for shard in array.addressable_shards]
+        return jax.make_array_from_single_device_arrays(array.shape, NamedSharding(mesh, array.sharding.spec), shards)
+
+    return jax.tree.map(take, arrays)

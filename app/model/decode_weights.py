@@ -14,8 +14,8 @@ from jax.sharding import Mesh
 from jaxtyping import Array
 
 from app.mesh.axis_rules import constrain, sharding_tree
+from app.mesh.device_mesh import to_host_submesh
 from app.mesh.placement import abstract_arrays, bytes_received, tree_shardings
-from app.mesh.submesh import to_host_submesh
 from app.model.decoder import DecoderDefinition, Params, flatten_by_path
 from app.model.quantization import CODES, SCALES
 

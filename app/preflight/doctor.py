@@ -14,8 +14,7 @@ import numpy as np
 from app.distributed.collectives import gather_bytes_over_hosts, max_over_hosts
 from app.distributed.error_barrier import error_barrier
 from app.distributed.host_consistency import check_hosts_agree, check_shared_run_directory
-from app.mesh.device_memory import device_memory_bytes, host_memory_bytes
-from app.mesh.devices import global_devices, unused_accelerator
+from app.mesh.devices import device_memory_bytes, global_devices, host_memory_bytes, unused_accelerator
 from app.preflight.attention_check import check_attention
 from app.preflight.check_results import CheckRecorder, CheckResult, DoctorReport
 from app.preflight.environment_checks import (
@@ -41,6 +40,7 @@ from app.records.sample import Prompt
 from app.records.text_format import format_bytes
 from app.records.versions import minimum_versions
 from app.runtime.environments import prepare_turns, try_episode
+from app.runtime.health_checks import make_trial_samples
 from app.runtime.host_supervision import join_hosts
 from app.runtime.inputs import (
     encode_rows,
@@ -54,7 +54,6 @@ from app.runtime.inputs import (
 from app.runtime.model_spec import CriticSpec, ModelSpec
 from app.runtime.pinned_revisions import pin_revisions
 from app.runtime.reward_model import RewardModelSpec
-from app.runtime.reward_trial import make_trial_samples
 from app.runtime.scoring import ScoringSession
 from app.runtime.session import Session
 from app.training.inputs import check_chosen_metrics, dataset_fingerprints, input_fingerprints

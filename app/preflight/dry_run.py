@@ -11,9 +11,8 @@ import numpy as np
 
 from app.batching.micro_batch_plan import MicroBatchPlan, SequenceLengths
 from app.distributed.error_barrier import error_barrier
-from app.mesh.device_memory import device_memory_bytes
 from app.mesh.device_mesh import num_hosts
-from app.mesh.devices import device_kind, simulated_slice
+from app.mesh.devices import device_kind, device_memory_bytes, simulated_slice
 from app.mesh.placement import num_local_row_shards
 from app.preflight.compiled_programs import CompiledProgram, format_step_memory, step_memory
 from app.preflight.phase_memory import StepOutline, largest_micro_batch, outline_step, peak_phase, state_bytes

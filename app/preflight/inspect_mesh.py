@@ -17,9 +17,15 @@ from app.distributed.error_barrier import error_barrier
 from app.distributed.host_consistency import check_hosts_agree
 from app.mesh import jax_startup
 from app.mesh.axis_rules import partition_spec
-from app.mesh.device_memory import device_memory_bytes
 from app.mesh.device_mesh import num_hosts
-from app.mesh.devices import device_kind, device_platform, host_index, local_devices, simulated_slice
+from app.mesh.devices import (
+    device_kind,
+    device_memory_bytes,
+    device_platform,
+    host_index,
+    local_devices,
+    simulated_slice,
+)
 from app.mesh.placement import bytes_per_device, num_row_shards
 from app.model.decode_weights import transferred_bytes
 from app.model.decoder import DecoderDefinition, ValueDecoder, flatten_by_path

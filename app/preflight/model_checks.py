@@ -12,8 +12,7 @@ from jaxtyping import Array, Float32, Int32
 
 from app.distributed.collectives import gather_bytes_over_hosts
 from app.distributed.error_barrier import error_barrier
-from app.mesh.device_memory import device_memory_bytes
-from app.mesh.devices import device_platform
+from app.mesh.devices import device_memory_bytes, device_platform
 from app.mesh.placement import (
     abstract_arrays,
     bytes_per_device,

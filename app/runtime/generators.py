@@ -13,8 +13,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from app.distributed.collectives import gather_over_hosts
-from app.mesh.device_mesh import num_hosts
-from app.mesh.submesh import assign_worker_devices, make_submesh
+from app.mesh.device_mesh import assign_worker_devices, make_submesh, num_hosts
 from app.model.decode_weights import DecodeConversion
 from app.model.decoder import DecoderDefinition
 from app.model.kv_cache import num_cache_shards

@@ -13,9 +13,9 @@ from jax.sharding import Mesh
 
 from app.distributed.collectives import gather_bytes_over_hosts
 from app.distributed.stop_check import StopCheck
+from app.mesh.device_mesh import host_submesh
 from app.mesh.devices import local_devices
 from app.mesh.placement import bytes_per_device
-from app.mesh.submesh import host_submesh
 from app.model.decode_weights import DecodeConversion, DecodeWeights
 from app.model.lora import merge_adapters
 from app.records.sample import Prompt, Sample

@@ -8,9 +8,8 @@ from collections.abc import Iterator
 
 import jax
 
-from app.mesh.device_memory import device_memory_bytes, program_memory_bytes
 from app.mesh.device_mesh import num_hosts
-from app.mesh.devices import device_platform
+from app.mesh.devices import device_memory_bytes, device_platform, program_memory_bytes
 from app.mesh.placement import bytes_per_device
 from app.records.text_format import format_bytes
 from app.rollout.engine.engine import SlotEngine

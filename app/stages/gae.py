@@ -12,8 +12,7 @@ import numpy as np
 from jaxtyping import Bool, Float32
 
 from app.mesh import jax_startup
-from app.mesh.device_memory import peak_memory_bytes
-from app.mesh.devices import global_devices
+from app.mesh.devices import global_devices, peak_memory_bytes
 from app.mesh.program_cache import CompilationCounter
 from app.records.jsonl import check_output_path
 from app.records.moments import EMPTY_MOMENTS, Moments, compute_moments, merge_moments, whiten

@@ -23,7 +23,7 @@ from app.distributed.collective_files import host_slice, json_lines_by_part, wri
 from app.distributed.collectives import max_over_hosts, sum_over_hosts
 from app.distributed.error_barrier import iterate_in_lockstep
 from app.distributed.host_consistency import check_hosts_agree
-from app.mesh.device_memory import peak_memory_bytes
+from app.mesh.devices import peak_memory_bytes
 from app.mesh.placement import check_host_memory, to_device_memory, to_host_memory
 from app.mesh.program_cache import CompilationCounter
 from app.model.architecture import Architecture

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from app.distributed.collectives import gather_bytes_over_hosts, max_over_hosts, sum_over_hosts
-from app.mesh.device_memory import peak_memory_bytes
+from app.mesh.devices import peak_memory_bytes
 from app.records.sample import Sample
 from app.rollout.counters import RolloutCounters
 from app.rollout.scheduling.schedule_metrics import ScheduleMetrics

@@ -22,7 +22,7 @@ import jax
 from shapes import QWEN2_5, SMOLLM2
 
 from app.mesh import jax_startup
-from app.mesh.device_memory import program_memory_bytes
+from app.mesh.devices import program_memory_bytes
 from app.mesh.placement import abstract_arrays, bytes_per_device
 from app.model.quantization import QUANTIZE_BASE_SETTING
 from app.preflight.compiled_programs import lower_update

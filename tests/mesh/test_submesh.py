@@ -2,8 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from app.mesh import submesh
-from app.mesh.submesh import assign_worker_devices, host_submesh, make_submesh
+from app.mesh.device_mesh import assign_worker_devices, host_submesh, make_submesh
 from settings.errors import InputError
 from tests.tiny import make_mesh
 

@@ -12,7 +12,7 @@ from app.preflight.check_results import CheckRecorder, CheckResult
 from app.preflight.model_checks import check_chat_template, check_reward_functions
 from app.prompts.tokenizer import Tokenizer, load_tokenizer
 from app.records.sample import Prompt
-from app.runtime.reward_trial import make_trial_samples
+from app.runtime.health_checks import make_trial_samples
 from settings import Settings, load
 from tests.tiny_directory import TEMPLATE, write_model, write_tokenizer
 

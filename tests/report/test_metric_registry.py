@@ -10,8 +10,8 @@ import pytest
 from app.evaluation.prompt_metrics import estimate_metrics
 from app.report.metric_registry import METRICS, find_metric, matches, metrics_page
 from app.rollout.counters import RolloutCounters
-from app.tracking.episode_metrics import episode_metrics
 from app.tracking.performance import rollout_performance
+from app.tracking.sample_metrics import episode_metrics
 from app.update.route_metrics import RouteCounts, route_metrics
 from tests.episodes import with_turns
 from tests.evaluation.test_evaluator import make_answers, table_of

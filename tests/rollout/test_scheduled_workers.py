@@ -18,8 +18,8 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
+from app.mesh.device_mesh import make_submesh
 from app.mesh.program_cache import CompilationCounter
-from app.mesh.submesh import make_submesh
 from app.records.sample import Sample
 from app.rollout.engine.engine import SegmentResult, SlotEngine
 from app.rollout.scheduling.protocol import (

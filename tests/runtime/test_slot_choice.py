@@ -10,7 +10,7 @@ from typing import Any, Literal
 import pytest
 
 from app.mesh import jax_startup
-from app.mesh.device_memory import program_memory_bytes
+from app.mesh.devices import program_memory_bytes
 from app.mesh.placement import bytes_per_device
 from app.records.sample import Sample
 from app.runtime import slot_choice

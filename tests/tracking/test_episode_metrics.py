@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from app.tracking.episode_metrics import MAX_NAMES, episode_metrics
+from app.tracking.sample_metrics import MAX_NAMES, episode_metrics
 from tests.episodes import with_turns
 from tests.tiny import make_sample
 

@@ -12,7 +12,7 @@ import pytest
 
 from app.advantage.advantage_metrics import AdvantageMoments, advantage_metrics
 from app.batching.micro_batch_plan import SequenceLengths
-from app.mesh.device_memory import host_memory_bytes
+from app.mesh.devices import host_memory_bytes
 from app.mesh.program_cache import CompilationCounter
 from app.model.decoder import Decoder, DecoderDefinition, ValueDecoder
 from app.records.sample import Prompt, Sample

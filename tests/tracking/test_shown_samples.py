@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from app.records.sample import Prompt, Sample
-from app.tracking.shown_samples import sample_lines, truncate_middle
+from app.tracking.run_reporter import sample_lines, truncate_middle
 
 HOSTILE = "[bold red]x[/] \x1b[31mred\x1b[0m \r over \u202egnp\n汉字 \ud800"
 
