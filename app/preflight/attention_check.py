@@ -191,7 +191,7 @@ def decode_differences(
     def in_one_piece(positions: Array, query: Array, key: Array, value: Array, *cache: Array) -> list[Array]:
         write = jax.vmap(lambda row, new, position: row.at[:, position].set(new[:, 0]))
         keys, values = (write(x, new, positions) for x, new in zip(cache, (key, value), strict=True))
-        visible = seen if window is None else seen & (places > positions[:, None] - window)
+        visible = jnp.asarray(seen if window is None else seen & (places > positions[:, None] - window))
         return [dot_product_attention(query, keys, values, visible[:, None], score_mod), keys, values]
 
     given = positions, tables, *new, keys, values

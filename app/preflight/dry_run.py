@@ -245,7 +245,8 @@ def _max_flops(launch: RunSetup, num_prompts: int, mean_prompt: int) -> float:
     settings, inputs = launch.resolved.settings, launch.inputs
     prompt_indices = np.arange(num_prompts).repeat(settings.rollout.group_size)
     sizes = (mean_prompt, settings.rollout.max_new_tokens)
-    lengths = SequenceLengths(*(np.full_like(prompt_indices, size) for size in sizes), prompt_indices)
+    prompts, completions = (np.full_like(prompt_indices, size) for size in sizes)
+    lengths = SequenceLengths(prompts, completions, prompt_indices)
     # The reward model reads one more token.
     conversations = replace(lengths, completions=lengths.completions + 1)
     return make_step_flops(settings, launch.session, inputs.reward_model).total(

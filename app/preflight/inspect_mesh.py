@@ -180,10 +180,10 @@ def read_config_only_spec(settings: Settings) -> ConfigOnlySpec:
     tokenizer = partial(load_tokenizer, open_model("builtin:tiny"))
     definition = DecoderDefinition.create(architecture)
     model = ModelSpec(files, architecture, definition, tokenizer, adapted_definition(definition, settings.model.lora))
-    if settings.has_critic and settings.critic.path is None:
+    if settings.has_critic:
         critic = CriticSpec(files, architecture, DecoderDefinition.create(architecture, ValueDecoder))
-    elif settings.has_critic:
-        critic = read_value_network("critic.path", settings.critic.path, CAUSAL_LM + SEQUENCE_CLASSIFICATION)
+        if (path := settings.critic.path) is not None:
+            critic = read_value_network("critic.path", path, CAUSAL_LM + SEQUENCE_CLASSIFICATION)
     if settings.reward.model is not None:
         reward_model = read_value_network("reward.model", settings.reward.model, SEQUENCE_CLASSIFICATION)
     return ConfigOnlySpec(model, critic, reward_model)

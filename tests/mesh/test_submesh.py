@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 
+from app.mesh import device_mesh
 from app.mesh.device_mesh import assign_worker_devices, host_submesh, make_submesh
 from settings.errors import InputError
 from tests.tiny import make_mesh
@@ -45,8 +46,8 @@ def test_of_one_host_the_island_is_the_mesh() -> None:
 )
 def test_an_island_has_the_devices_of_its_host_and_keeps_tp_together(hosts, shape, monkeypatch) -> None:
     mesh = make_mesh(shape)
-    monkeypatch.setattr(submesh, "host_index", lambda device: hosts[device.id])
-    monkeypatch.setattr(submesh, "num_hosts", lambda mesh: 2)
+    monkeypatch.setattr(device_mesh, "host_index", lambda device: hosts[device.id])
+    monkeypatch.setattr(device_mesh, "num_hosts", lambda mesh: 2)
     own = host_submesh(mesh)
     assert [device.id for device in own.devices.flat] == [i for i, host in enumerate(hosts) if host == 0]
     assert own.devices.shape == (1, 4 // shape[2], shape[2])
