@@ -30,7 +30,7 @@ PER_HOST_SETTINGS = frozenset(
     f"mesh.{field}" for field in ("coordinator_address", "num_processes", "process_id", "start_timeout_s")
 )
 """Settings that may differ between hosts: they are used only to find the other hosts."""
-MAX_VALUE_CHARACTERS = 120
+MAX_SHOWN = 120
 """Maximum length of a value shown in an error message."""
 
 
@@ -79,17 +79,17 @@ def describe_difference(hosts: Sequence[str], facts: Sequence[Facts]) -> str | N
     hosts_by_fact: dict[Fact, list[str]] = {}
     for host, one in zip(hosts, facts, strict=True):
         hosts_by_fact.setdefault(one.get(first, absent), []).append(host)
-    values = "; ".join(f"{_format_fact(fact)} on {', '.join(where)}" for fact, where in hosts_by_fact.items())
+
+    def shown(fact: Fact) -> str:
+        value = fact.value if len(fact.value) <= MAX_SHOWN else f"{fact.value[: MAX_SHOWN - 3]}..."
+        return f"{value} (from {fact.origin})" if fact.origin else value
+
+    values = "; ".join(f"{shown(fact)} on {', '.join(where)}" for fact, where in hosts_by_fact.items())
     more = f" (they also differ in {', '.join(others[:5])}{', ...' if len(others) > 5 else ''})" if others else ""
     return (
         f"{first}: the hosts differ: {values}{more}. Start the same command with the same code, packages and files on "
         "every host"
     )
-
-
-def _format_fact(fact: Fact) -> str:
-    value = fact.value if len(fact.value) <= MAX_VALUE_CHARACTERS else f"{fact.value[: MAX_VALUE_CHARACTERS - 3]}..."
-    return f"{value} (from {fact.origin})" if fact.origin else value
 
 
 def _comparable(value: object) -> str:

@@ -195,11 +195,7 @@ def parse_slice(name: str) -> TpuSlice:
 
 
 def parse_pretended(name: str) -> TpuSlice | GpuHost:
-    """Returns the slice or the host with GPUs of a name such as `v4-16` or `h100-1`.
-
-    Raises:
-        InputError: there is neither.
-    """
+    """Returns the slice or the host with GPUs of a name such as `v4-16` or `h100-1`; see `parse_slice`."""
     return GPU_HOSTS.get(name.strip().lower()) or parse_slice(name)
 
 

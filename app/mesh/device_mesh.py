@@ -7,7 +7,7 @@ host, and receives weights from the mesh of all hosts; rollout workers have subm
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -36,11 +36,7 @@ MAX_ROUNDING = 0.05
 
 def num_hosts(mesh: Mesh) -> int:
     """Returns the number of hosts whose devices are in a mesh: 1 for a submesh."""
-    return _count_hosts(mesh.devices.flat)
-
-
-def _count_hosts(devices: Iterable[Any]) -> int:
-    return len({host_index(device) for device in devices})
+    return len(set(map(host_index, mesh.devices.flat)))
 
 
 def parse_mesh_shape(text: str, *, num_devices: int, num_processes: int, others: str = "") -> tuple[int, int, int]:
@@ -85,8 +81,8 @@ def make_mesh(settings: MeshSettings, *, set_aside: Collection[int] = ()) -> Mes
     check_equal_device_counts(devices)
     devices = without_generation_devices(devices, set_aside)
     others = " besides those of rollout.devices" if set_aside else ""
-    sizes = {"num_devices": len(devices), "num_processes": _count_hosts(devices)}
-    shape = parse_mesh_shape(settings.shape, **sizes, others=others)
+    num_processes = len(set(map(host_index, devices)))
+    shape = parse_mesh_shape(settings.shape, num_devices=len(devices), num_processes=num_processes, others=others)
     axis_types = (AxisType.Auto,) * len(AXES)
     try:
         mesh = jax.make_mesh(shape, AXES, axis_types=axis_types, devices=devices)
@@ -123,8 +119,9 @@ def generation_devices(wanted: float | tuple[int, ...], *, num_devices: int) -> 
         InputError: they leave no device that trains, or are no whole number of devices.
     """
     if num_devices == 1:
+        got = list(wanted) if isinstance(wanted, tuple) else f"{wanted:g}"
         raise InputError(
-            f"rollout.devices: got {_to_text(wanted)}, but each host has a single device, which must both train and "
+            f"rollout.devices: got {got}, but each host has a single device, which must both train and "
             "generate; set it to null"
         )
     if isinstance(wanted, tuple):
@@ -142,10 +139,6 @@ def generation_devices(wanted: float | tuple[int, ...], *, num_devices: int) -> 
             f"possible shares: {possible}"
         )
     return tuple(range(num_devices - num_generating, num_devices))
-
-
-def _to_text(wanted: float | tuple[int, ...]) -> str:
-    return str(list(wanted)) if isinstance(wanted, tuple) else f"{wanted:g}"
 
 
 def without_generation_devices(devices: Sequence[Any], set_aside: Collection[int]) -> Sequence[Any]:

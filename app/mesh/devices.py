@@ -56,10 +56,10 @@ def global_devices(settings: MeshSettings) -> Sequence[Any]:
         devices = jax.devices()
     except (RuntimeError, AssertionError) as error:  # AssertionError: JAX does not know the platform
         cause = f" ({str(error).splitlines()[0]})" if str(error) else ""
-        asked = os.environ.get("JAX_PLATFORMS")
-        if settings.platform == "auto" and not asked:
-            raise
         if settings.platform == "auto":
+            asked = os.environ.get("JAX_PLATFORMS")
+            if not asked:
+                raise
             raise InputError(
                 f"JAX_PLATFORMS: {asked!r} is not available: JAX found no such device{cause}; unset JAX_PLATFORMS, "
                 "so that JAX takes the best device that is there, or run pip install -e '.[tpu]' or '.[cuda]' on a "

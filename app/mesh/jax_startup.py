@@ -59,7 +59,13 @@ def initialize_distributed(settings: MeshSettings, *, compiles: bool = False) ->
     initialize_local(settings, compiles=compiles)
     if simulated_slice() is not None:
         return
-    member = _find_cluster_member(settings)
+    member = None
+    if settings.coordinator_address not in (None, "auto"):
+        assert settings.num_processes is not None and settings.process_id is not None
+        member = ClusterMember(settings.coordinator_address, settings.num_processes, settings.process_id)
+    elif expects_other_hosts(settings):
+        is_auto = settings.coordinator_address == "auto"
+        member = detect_cluster(timeout_s=settings.start_timeout_s, required=is_auto)
     _check_num_processes(settings, member)
     if member is None:
         global_devices(settings)
@@ -128,16 +134,6 @@ def expects_other_hosts(settings: MeshSettings) -> bool:
     return settings.coordinator_address is not None or (settings.platform in ("auto", "tpu") and is_cloud_tpu_vm())
 
 
-def _find_cluster_member(settings: MeshSettings) -> ClusterMember | None:
-    """Returns this host's place among several hosts; None if it runs alone."""
-    if settings.coordinator_address not in (None, "auto"):
-        assert settings.num_processes is not None and settings.process_id is not None
-        return ClusterMember(settings.coordinator_address, settings.num_processes, settings.process_id)
-    if not expects_other_hosts(settings):
-        return None
-    return detect_cluster(timeout_s=settings.start_timeout_s, required=settings.coordinator_address == "auto")
-
-
 def _check_num_processes(settings: MeshSettings, member: ClusterMember | None) -> None:
     """Raises InputError if the number of hosts is not `mesh.expect_processes`."""
     expected, actual = settings.expect_processes, 1 if member is None else member.num_processes
@@ -167,14 +163,11 @@ def _bypass_proxies(member: ClusterMember) -> None:
 
 def _check_backend_installed(platform: str) -> None:
     """Raises InputError if JAX's library for the platform is missing, before other hosts wait for this one."""
-    plugins = [
-        module.name
-        for module in pkgutil.iter_modules(getattr(find_spec("jax_plugins"), "submodule_search_locations", None) or [])
-    ]
+    folders = getattr(find_spec("jax_plugins"), "submodule_search_locations", None) or []
     is_installed = {
         "cpu": True,
         "tpu": find_spec("libtpu") is not None or "TPU_LIBRARY_PATH" in os.environ,
-        "cuda": any("cuda" in name for name in plugins),
+        "cuda": any("cuda" in module.name for module in pkgutil.iter_modules(folders)),
     }
     if not is_installed[platform]:
         raise missing_platform_error(platform, f"JAX's library for it is missing; run pip install -e '.[{platform}]'")

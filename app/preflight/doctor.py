@@ -131,12 +131,11 @@ def _start_devices(recorder: CheckRecorder, settings: Settings, run: RunDirector
         size = "memory unknown" if memory is None else f"{format_bytes(memory)} each"
         kind = f"{devices[0].device_kind} ({devices[0].platform})"
         found = f"{len(devices)} x {kind}, {size}, on {jax.process_count()} host(s)"
-        extra = unused_accelerator(settings.mesh, devices[0].platform)
-        if extra is None:
-            recorder.ok("devices", found)
-        else:
+        if extra := unused_accelerator(settings.mesh, devices[0].platform):
             advice = f"pip install -e '.[{extra}]' in the checkout, or set mesh.platform: cpu"
             recorder.warn("devices", f"{found}, but this machine has an accelerator", advice)
+        else:
+            recorder.ok("devices", found)
         return True
     return False
 
@@ -224,25 +223,24 @@ def _read_data(
     tokenizer = None if inputs.model is None else inputs.model.tokenizer
     with recorder.run_check("data"), skip_uncached("data", "data.source"):
         inputs.dataset = read_train_rows(settings)
-        if tokenizer is None:
-            recorder.ok("data", f"{inputs.dataset.to_text()}; {NO_TOKENIZER}")
-        else:
+        found = f"{inputs.dataset.to_text()}; {NO_TOKENIZER}"
+        if tokenizer is not None:
             inputs.prompts, found = encode_train_rows(settings, inputs.dataset, tokenizer)
             if inputs.reward_model is not None:
                 inputs.reward_model.check_prompt(inputs.prompts[0])
-            recorder.ok("data", found)
+        recorder.ok("data", found)
     if not settings.eval.every_steps:
         return
     setting = "data.eval_source" if settings.data.eval_source else "data.source"
     source = settings.data.eval_source or settings.data.source
     with recorder.run_check("held-out data"), skip_uncached("held-out data", setting):
         rows = read_eval_rows(settings)
-        if tokenizer is None:
-            recorder.ok("held-out data", f"{len(rows):,} rows of {source}; {NO_TOKENIZER}")
-        else:
+        found = f"{len(rows):,} rows of {source}; {NO_TOKENIZER}"
+        if tokenizer is not None:
             inputs.held_out, _ = encode_rows(settings, rows, tokenizer)
             check_chosen_metrics(settings, inputs.held_out)
-            recorder.ok("held-out data", f"{len(inputs.held_out):,} prompts of {source}")
+            found = f"{len(inputs.held_out):,} prompts of {source}"
+        recorder.ok("held-out data", found)
 
 
 def _open_session(
@@ -298,12 +296,10 @@ def _check_memory(
     checkpoint_bytes = None
     with recorder.run_check("memory"):
         checkpoint_bytes = state_bytes(learning)
+        memory = {"update": network_bytes(session.scoring, learning, inputs.reward_model)}
         if inputs.prompts:
-            memory = memory_by_phase(
-                outline_step(session, learning, inputs.prompts, inputs.held_out, inputs.reward_model)
-            )
-        else:
-            memory = {"update": network_bytes(session.scoring, learning, inputs.reward_model)}
+            step = outline_step(session, learning, inputs.prompts, inputs.held_out, inputs.reward_model)
+            memory = memory_by_phase(step)
         phase, available = peak_phase(memory), device_memory_bytes()
         needed = sum(memory[phase].values())
         has = ", whose memory is unknown" if available is None else f", which has {format_bytes(available)}"

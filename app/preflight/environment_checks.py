@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import platform
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -21,7 +22,6 @@ from app.records.versions import (
     QUANTIZATION_PACKAGE,
     TRAINING_PACKAGES,
     parse_release,
-    program_versions,
     version_of,
 )
 from settings import Settings
@@ -50,30 +50,21 @@ class HubSource(NamedTuple):
 
 def hub_sources(settings: Settings) -> tuple[HubSource, ...]:
     """Returns the hub models and data sets in the settings; empty if everything is local."""
-    model, critic, reward, data = settings.model, settings.critic, settings.reward, settings.data
-    models = {
-        "model.path": model.path,
-        "critic.path": settings.has_critic and critic.path,
-        "reward.model": reward.model,
-    }
+    data, critic_path = settings.data, settings.has_critic and settings.critic.path
+    models = {"model.path": settings.model.path, "critic.path": critic_path, "reward.model": settings.reward.model}
     single = isinstance(data.source, str)
-    data_sets = {
-        **{"data.source" if single else f"data.source[{i}]": one.source for i, one in enumerate(data.sources)},
-        "data.eval_source": settings.eval.every_steps and data.eval_source,
-    }
-    return (
-        *(
-            HubSource(setting, "model", *split_revision(path))
-            for setting, path in models.items()
-            if path and is_from_hub(path) and is_hub_id(split_revision(path)[0])
-        ),
-        *(
-            HubSource(setting, "dataset", hub_id, revision)
-            for setting, source in data_sets.items()
-            if source and source.startswith(HUB_DATA_PREFIX)
-            for hub_id, _, revision in (split_hub_source(source),)
-        ),
-    )
+    data_sets = {"data.source" if single else f"data.source[{i}]": one.source for i, one in enumerate(data.sources)}
+    if settings.eval.every_steps and data.eval_source:
+        data_sets["data.eval_source"] = data.eval_source
+    found = []
+    for setting, path in models.items():
+        if path and is_from_hub(path) and is_hub_id(split_revision(path)[0]):
+            found.append(HubSource(setting, "model", *split_revision(path)))
+    for setting, source in data_sets.items():
+        if source.startswith(HUB_DATA_PREFIX):
+            hub_id, _, revision = split_hub_source(source)
+            found.append(HubSource(setting, "dataset", hub_id, revision))
+    return tuple(found)
 
 
 @contextmanager
@@ -87,14 +78,11 @@ def hub_offline(sources: Sequence[HubSource]) -> Iterator[None]:
         from datasets import config
 
         modules.append(config)
-    before = [module.HF_HUB_OFFLINE for module in modules]
-    for module in modules:
-        module.HF_HUB_OFFLINE = True
-    try:
+    with ExitStack() as stack:
+        for module in modules:
+            stack.callback(setattr, module, "HF_HUB_OFFLINE", module.HF_HUB_OFFLINE)
+            module.HF_HUB_OFFLINE = True
         yield
-    finally:
-        for module, value in zip(modules, before, strict=True):
-            module.HF_HUB_OFFLINE = value
 
 
 def check_hub_source(recorder: CheckRecorder, source: HubSource, *, is_cached: bool) -> None:
@@ -139,13 +127,12 @@ def check_versions(recorder: CheckRecorder, lower_bounds: Mapping[str, str]) -> 
     """Checks that the packages that determine a run's results are not older than the required versions."""
     shown = {name: version_of(name) for name in (*TRAINING_PACKAGES, QUANTIZATION_PACKAGE)}
     versions = ", ".join(f"{name} {version}" for name, version in shown.items() if version != NOT_INSTALLED)
-    found = f"Python {program_versions(())['version of Python']}, {versions}"
+    found = f"Python {platform.python_version()}, {versions}"
     # parse_release returns () for a package that is not installed.
-    installed = {name: version_of(name) for name in lower_bounds}
     older = [
-        f"{name} {installed[name]}, but {oldest} or later is required"
+        f"{name} {version_of(name)}, but {oldest} or later is required"
         for name, oldest in lower_bounds.items()
-        if parse_release(installed[name]) < parse_release(oldest)
+        if parse_release(version_of(name)) < parse_release(oldest)
     ]
     if older:
         recorder.warn("versions", f"{found}; {'; '.join(older)}", "install the required versions: pip install -e .")

@@ -154,8 +154,8 @@ class HloProgram:
         """Returns the body of the loop with the name scope `turn_of`; the whole program if it is None."""
         if turn_of is None:
             return self.entry
-        loops = [one for lines in self.computations.values() for one in lines if one.opcode == "while"]
-        [loop] = [one for one in loops if one.op_name.endswith(f"{turn_of}/while")]
+        lines = (one for lines in self.computations.values() for one in lines)
+        [loop] = [one for one in lines if one.opcode == "while" and one.op_name.endswith(f"{turn_of}/while")]
         return loop.body
 
     def num_turns(self, loop: Instruction, turns: Mapping[str, int]) -> int:

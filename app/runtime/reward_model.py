@@ -64,19 +64,15 @@ def read_reward_model_spec(settings: Settings) -> RewardModelSpec | None:
         heads, attention = SEQUENCE_CLASSIFICATION, settings.model.attention
         architecture = architecture_from_config(files.config, heads=heads, attention=attention)
         definition = DecoderDefinition.create(architecture, ValueDecoder)
-        _check_one_label(files, architecture)
+        shape = files.weights.shapes.get(VALUE_HEAD)
+        if shape is not None and len(shape) == 2 and shape[0] != 1:
+            raise InputError(
+                f"model.path: {files.name} has {shape[0]} labels ({VALUE_HEAD} is {shape}, expected "
+                f"{(1, architecture.model_dim)}); a reward model must have one (num_labels: 1)"
+            )
         check_tensors(expected_tensors(definition), files.weights.shapes, architecture)
         conversations = ConversationEncoder(files, system_prompt=settings.data.system_prompt)
     return RewardModelSpec(files, architecture, definition, conversations)
-
-
-def _check_one_label(files: ModelFiles, architecture: Architecture) -> None:
-    shape = files.weights.shapes.get(VALUE_HEAD)
-    if shape is not None and len(shape) == 2 and shape[0] != 1:
-        raise InputError(
-            f"model.path: {files.name} has {shape[0]} labels ({VALUE_HEAD} is {shape}, expected "
-            f"{(1, architecture.model_dim)}); a reward model must have one (num_labels: 1)"
-        )
 
 
 def make_reward_batcher(settings: Settings, architecture: Architecture) -> FixedRowBatcher | PackedRowBatcher:
@@ -84,12 +80,8 @@ def make_reward_batcher(settings: Settings, architecture: Architecture) -> Fixed
     # The score is read at one more token, after the last one.
     longest = architecture.max_positions + 1
     quota = settings.score.reward.max_tokens_per_device
-    return make_score_batcher(
-        settings,
-        "reward",
-        architecture,
-        MaxLengths(min(longest, quota or longest), MaxLengths.from_settings(settings).group),
-    )
+    lengths = MaxLengths(min(longest, quota or longest), MaxLengths.from_settings(settings).group)
+    return make_score_batcher(settings, "reward", architecture, lengths)
 
 
 @dataclass(frozen=True)
@@ -139,10 +131,12 @@ class RewardModel:
         run = self.valuer.run_scanned if self.uses_scan else self.valuer.run_looped
         rows = fetch_rows(conversations, pieces, READ_BY_SCORING)
         values = iter(rows.send_home(self.valuer.values(self.params, rows.samples, rows.plan, runner=run)))
-        return [
-            RewardOutcome(failure=text) if isinstance(text, Failure) else _outcome(float(next(values)[-1]))
-            for text in texts
-        ], pieces
+        outcomes = []
+        for text in texts:
+            score = math.nan if isinstance(text, Failure) else float(next(values)[-1])
+            failure = text if isinstance(text, Failure) else Failure("value", f"the reward model's score is {score}")
+            outcomes.append(RewardOutcome(score) if math.isfinite(score) else RewardOutcome(failure=failure))
+        return outcomes, pieces
 
     def _conversation_ids(self, sample: Sample) -> Int32[np.ndarray, "T"] | Failure:
         try:
@@ -158,12 +152,6 @@ class RewardModel:
             )
             return Failure("too long", f"{len(text)} tokens, but {limit} holds only {self.max_conversation_length}")
         return text
-
-
-def _outcome(score: float) -> RewardOutcome:
-    if math.isfinite(score):
-        return RewardOutcome(score)
-    return RewardOutcome(failure=Failure("value", f"the reward model's score is {score}"))
 
 
 class RewardPass(NamedTuple):

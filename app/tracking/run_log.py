@@ -8,6 +8,7 @@ import math
 import os
 import platform
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from types import MappingProxyType
@@ -41,17 +42,14 @@ WANDB_SECTIONS = (
 def _read_metrics_lines(path: Path, *, last_step: int) -> list[tuple[bytes, dict[str, Any]]]:
     """Returns the readable lines of `metrics.jsonl` up to a step, and the same lines, parsed."""
     content = path.read_bytes() if path.exists() else b""
-    parsed = [(line, _parse_metrics_line(line)) for line in content.splitlines(keepends=True)]
-    return [(line, record) for line, record in parsed if record is not None and record["step"] <= last_step]
-
-
-def _parse_metrics_line(line: bytes) -> dict[str, Any] | None:
-    """Returns the metrics of a step; None for an incomplete or damaged line."""
-    try:
-        record = parse_object(line, "metrics.jsonl")
-    except InputError:
-        return None
-    return record if line.endswith(b"\n") and type(record.get("step")) is int else None
+    kept = []
+    for line in content.splitlines(keepends=True):
+        # A line may be damaged, or incomplete after a kill.
+        with suppress(InputError):
+            record = parse_object(line, "metrics.jsonl")
+            if line.endswith(b"\n") and type(record.get("step")) is int and record["step"] <= last_step:
+                kept.append((line, record))
+    return kept
 
 
 def replace_nonfinite(value: Any) -> Any:
@@ -97,8 +95,12 @@ class RunLog:
         kept = [] if last_step is None else _read_metrics_lines(run.metrics_path, last_step=last_step)
         self.history: list[dict[str, Any]] = [record for _, record in kept]
         # First, because it marks the folder as a run's, in which a killed start may be repeated.
-        session = {**session_record(), **session_fields}
-        _append_session(run.sessions_path, session, to_earlier=last_step is not None)
+        earlier = run.sessions_path.read_bytes() if last_step is not None and run.sessions_path.exists() else b""
+        # The last line is incomplete if the program was killed.
+        separator = b"\n" if earlier and not earlier.endswith(b"\n") else b""
+        line = json.dumps({**session_record(), **session_fields}).encode() + b"\n"
+        # The file is replaced, so that a link is not written through.
+        write_atomic(run.sessions_path, earlier + separator + line)
         write_atomic(run.metrics_path, b"".join(line for line, _ in kept))
         self._file = run.metrics_path.open("a", encoding="utf-8", buffering=1)
         self._wandb = open_wandb(run, resolved, wandb_id)
@@ -113,8 +115,7 @@ class RunLog:
         """Appends a line in a single write, so that it is either complete or missing."""
         record = replace_nonfinite({"step": step, **metrics})
         self.history.append(record)
-        line = json.dumps(record, allow_nan=False) + "\n"
-        self._file.write(line)
+        self._file.write(json.dumps(record, allow_nan=False) + "\n")
         known = {name: value for name, value in record.items() if value is not None}
         if self._wandb is not None:
             self._wandb.log(known, step=step)
@@ -136,14 +137,6 @@ class RunLog:
             self._tensorboard.close()
         if self._wandb is not None:
             self._wandb.finish()
-
-
-def _append_session(path: Path, record: Mapping[str, Any], *, to_earlier: bool) -> None:
-    """Adds a line; the file is replaced, so that a link is not written through."""
-    earlier = path.read_bytes() if to_earlier and path.exists() else b""
-    # The last line is incomplete if the program was killed.
-    separator = b"\n" if earlier and not earlier.endswith(b"\n") else b""
-    write_atomic(path, earlier + separator + json.dumps(record).encode() + b"\n")
 
 
 def open_wandb(run: RunDirectory, resolved: Resolved, wandb_id: str | None) -> Any:

@@ -47,8 +47,10 @@ def sample_metrics(samples: Sequence[Sample], functions: Sequence[str]) -> dict[
         "completions/min_length": lengths.min(),
         "completions/max_length": lengths.max(),
         "completions/truncated_fraction": table["truncated"].mean(),
-        **{name: mean_ignoring_nan(table[name]) for name in values},
     }
+    for name in values:
+        known = table[name][~np.isnan(table[name])]
+        metrics[name] = known.mean() if len(known) else np.nan
     return {name: float(value) for name, value in metrics.items()}
 
 
@@ -104,12 +106,6 @@ def mismatch_metrics(samples: Sequence[Sample]) -> dict[str, float]:
     }
     moments = moments_over_hosts([compute_moments(x, np.ones(len(x), bool)) for x in values.values()])
     return {name: one.mean for name, one in zip(values, moments, strict=True) if one.count}
-
-
-def mean_ignoring_nan(values: np.ndarray) -> float:
-    """Returns the mean of the values that are not NaN; NaN if there are none."""
-    known = values[~np.isnan(values)]
-    return float(known.mean()) if len(known) else float("nan")
 
 
 def episode_metrics(samples: Sequence[Sample]) -> dict[str, float]:
