@@ -72,7 +72,7 @@ class Found:
     def samples(self, way: str) -> list[Sample]:
         session = self.session(way)
         weights = session.to_decode_weights(session.scoring.load_params())
-        return session.sample(weights, self.prompts, policy_version=1)
+        return session.generator.generate(weights, self.prompts, session.rollout_request(policy_version=1))
 
     def samples_under_sync(self) -> list[Sample]:
         workers = self.session("adaptive").workers
@@ -99,7 +99,7 @@ def stopped(found: Found, way: str, stop_requested: Callable[[], bool]) -> str:
     weights = session.to_decode_weights(session.scoring.load_params())
     session.stop_when(stop_requested)
     try:
-        session.sample(weights, found.prompts, policy_version=1)
+        session.generator.generate(weights, found.prompts, session.rollout_request(policy_version=1))
     except StoppedError:
         return "stopped"
     return "went on"
@@ -143,7 +143,9 @@ def main(model: str, out: str, *options: str) -> None:
     session = found.session("island")
     weights = session.to_decode_weights(session.scoring.load_params())
     if is_second:
-        results["alone"] = describe(session.sample(weights, found.prompts[:1], policy_version=1))
+        results["alone"] = describe(
+            session.generator.generate(weights, found.prompts[:1], session.rollout_request(policy_version=1))
+        )
     # Weights that another version makes cost one run of the program that is there.
     with closing(CompilationCounter()) as compilations:
         session.to_decode_weights(session.scoring.load_params())

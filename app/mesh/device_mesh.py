@@ -16,9 +16,9 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 
 from app.mesh.axis_rules import AXES
-from app.mesh.compile_only import compile_only_devices
 from app.mesh.devices import (
     check_equal_device_counts,
+    compile_only_devices,
     devices_of_submesh,
     global_devices,
     host_index,

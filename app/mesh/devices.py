@@ -1,4 +1,4 @@
-"""The devices of this run, or the virtual ones that simulate a slice, and their memory."""
+"""The devices of this run, their memory, and devices that are not there: simulated ones, and those of a compiler."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from jax.experimental import topologies
 from jax.stages import Compiled
 
 from app.mesh.chips import GpuHost, TpuSlice
-from app.mesh.compile_only import compile_only_devices
+from app.records.versions import version_of
 from settings.errors import InputError
 from settings.schema.mesh import MeshSettings
 
@@ -30,6 +31,16 @@ ACCELERATOR_FILES = {"/dev/nvidia0": "cuda", "/dev/accel0": "tpu", "/dev/vfio/0"
 _simulated_slice: TpuSlice | GpuHost | None = None
 """The slice, or the host with GPUs, that the virtual devices of this process simulate."""
 _simulated_devices: list[Any] | None = None
+
+LIBTPU_VARIABLES = {
+    # Otherwise it looks for its machine on the network.
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    # Any type will do: the topology decides what it compiles for.
+    "TPU_ACCELERATOR_TYPE": "v5e-1",
+    # Otherwise it refuses to load beside a process that uses the chips, which compiling does not.
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "true",
+}
 
 
 def simulate_slice(slice: TpuSlice | GpuHost | None, *, compiles: bool = False) -> None:
@@ -180,3 +191,35 @@ def host_memory_bytes(limit: Path = Path("/sys/fs/cgroup/memory.max")) -> int:
     installed = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     allowed = limit.read_text().strip() if limit.is_file() else "max"
     return min(installed, int(allowed)) if allowed.isdigit() else installed
+
+
+def compile_only_devices(place: TpuSlice | GpuHost) -> list[Any]:
+    """Returns the devices of a TPU slice or of a host with GPUs, as the accelerator's compiler describes them.
+
+    Raises:
+        InputError: the compiler is not installed, or does not know the devices.
+    """
+    quiet_libtpu()
+    try:
+        description = topologies.get_topology_desc(
+            platform=place.compiler, topology_name=place.topology_name, **place.topology_options
+        )
+    except Exception as error:  # JAX raises several types, some of them its own
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise InputError(
+            f"mesh.pretend: cannot compile for {place.name}: {reason} (with {compiler_versions()}); run pip install -e "
+            f"'.[{place.compiler}]', which installs the compiler that belongs to this JAX on any x86-64 Linux, with or "
+            "without the device"
+        ) from None
+    return list(description.devices)
+
+
+def quiet_libtpu() -> None:
+    """Tells libtpu what it would otherwise look for, and complain on stderr of not finding, without TPU."""
+    for name, value in LIBTPU_VARIABLES.items():
+        os.environ.setdefault(name, value)
+
+
+def compiler_versions() -> str:
+    """Returns the versions of JAX and of the accelerators' compilers."""
+    return ", ".join(f"{name} {version_of(name)}" for name in ("jax", "libtpu", "jax-cuda13-plugin"))

@@ -19,11 +19,11 @@ from app.distributed.rendezvous import (
 )
 from app.distributed.shutdown import HEARTBEAT_S
 from app.mesh.chips import parse_pretended
-from app.mesh.compile_only import quiet_libtpu
 from app.mesh.devices import (
     check_equal_device_counts,
     global_devices,
     missing_platform_error,
+    quiet_libtpu,
     simulate_slice,
     simulated_slice,
 )

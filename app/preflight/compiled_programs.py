@@ -17,9 +17,8 @@ from jax.stages import Compiled, Lowered
 
 from app.batching.micro_batch_plan import MicroBatch, MicroBatchPlan
 from app.batching.token_batch import pack_tokens
-from app.mesh.compile_only import compiler_versions
 from app.mesh.device_mesh import num_hosts
-from app.mesh.devices import device_memory_bytes
+from app.mesh.devices import compiler_versions, device_memory_bytes
 from app.mesh.placement import abstract_arrays, is_in_host_memory, num_local_row_shards, row_sharding
 from app.model.decoder import DecoderDefinition
 from app.model.prefill_and_decode import DECODE_SCOPE

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
@@ -18,7 +17,6 @@ from app.mesh.devices import local_devices
 from app.mesh.placement import bytes_per_device
 from app.model.decode_weights import DecodeConversion, DecodeWeights
 from app.model.lora import merge_adapters
-from app.records.sample import Prompt, Sample
 from app.records.text_format import format_ranges
 from app.rollout.counters import RolloutCounters
 from app.rollout.engine.continuous_batching import ContinuousBatchGenerator
@@ -133,18 +131,6 @@ class Session:
         if self.workers is not None:
             self.workers.shut_down()
 
-    def sample(
-        self,
-        weights: DecodeWeights,
-        prompts: Sequence[Prompt],
-        *,
-        policy_version: int,
-        first_group_id: int = 0,
-    ) -> list[Sample]:
-        """Generates a rollout as `rollout.*` specifies."""
-        request = self.rollout_request(policy_version=policy_version, first_group_id=first_group_id)
-        return self.generator.generate(weights, prompts, request)
-
     def stop_when(self, should_stop: StopCheck) -> None:
         """Makes generation raise `StoppedError` after the segment in which `should_stop` becomes true."""
         for generator in self._generators:
@@ -197,9 +183,9 @@ class Session:
             route_shape=self.scoring.route_shape,
         )
 
-    def evaluation_request(self, *, first_group_id: int = 0) -> GenerationRequest:
+    def evaluation_request(self) -> GenerationRequest:
         """Returns the request that `eval.*` specifies."""
-        request, group_size = self.rollout_request(first_group_id=first_group_id), self.settings.eval.num_samples
+        request, group_size = self.rollout_request(), self.settings.eval.num_samples
         rules = eval_sampling_rules(self.settings)
         return replace(request, rules=rules, group_size=group_size, route_shape=None, is_evaluation=True)
 

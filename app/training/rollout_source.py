@@ -99,12 +99,10 @@ class SyncRolloutSource(RolloutSource):
         weights, self._weights = self._weights, None
         if weights is None:
             weights = self._session.to_decode_weights(params)
-        samples = self._session.sample(
-            weights,
-            self._prompts.prompts_at(position + number * self._prompts.global_prompts_per_round),
-            policy_version=step - 1,
-            first_group_id=self._prompts.first_group_id(number),
-        )
+        first_group_id = self._prompts.first_group_id(number)
+        request = self._session.rollout_request(policy_version=step - 1, first_group_id=first_group_id)
+        prompts = self._prompts.prompts_at(position + number * self._prompts.global_prompts_per_round)
+        samples = self._session.generator.generate(weights, prompts, request)
         # Not before: if generation is stopped, there is no next round.
         self._weights = weights
         return samples

@@ -25,9 +25,8 @@ from app.report.early_stopping import early_stopping_reason
 from app.report.metrics_history import EVAL_PROMPTS
 from app.runtime.health_checks import RewardError, stop_if_diverged
 from app.tracking.performance import step_performance
-from app.tracking.profiler import StepProfiler
 from app.tracking.run_reporter import RunReporter
-from app.tracking.timer import StepTimer
+from app.tracking.timer import StepProfiler, StepTimer
 from app.training.trainer import Trainer
 from settings import Settings
 

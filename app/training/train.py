@@ -19,8 +19,8 @@ from app.mesh.program_cache import CompilationCounter
 from app.records.run_directory import Resume, lock_run_directory
 from app.runtime.reward_model import RewardModel
 from app.tracking.console import ProgressDisplay
-from app.tracking.profiler import StepProfiler
 from app.tracking.run_reporter import RunReporter
+from app.tracking.timer import StepProfiler
 from app.training.initial_state import (
     load_reference_params,
     open_checkpoints,

@@ -23,8 +23,8 @@ from app.batching.micro_batch_plan import MicroBatch, RowShape
 from app.batching.token_batch import pack_tokens
 from app.mesh.axis_rules import AXES
 from app.mesh.chips import parse_slice
-from app.mesh.compile_only import compile_only_devices
 from app.mesh.compiler_options import compiler_options
+from app.mesh.devices import compile_only_devices
 from app.mesh.placement import row_sharding
 from app.model.attention.packed import packed_attention
 from app.model.io.families import architecture_from_config

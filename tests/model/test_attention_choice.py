@@ -14,8 +14,8 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh
 
 from app.mesh.axis_rules import AXES
 from app.mesh.chips import parse_slice
-from app.mesh.compile_only import compile_only_devices
 from app.mesh.compiler_options import compiler_options
+from app.mesh.devices import compile_only_devices
 from app.mesh.placement import row_sharding
 from app.model.attention.cached import cache_block_size, decode_block_size, extend_cache
 from app.model.attention.packed import packed_attention, platform_blocking

@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from app.mesh.axis_rules import AXES
 from app.mesh.chips import parse_slice
-from app.mesh.compile_only import compile_only_devices
+from app.mesh.devices import compile_only_devices
 from app.model.decoder import DecoderDefinition, Params
 from app.model.experts import Experts, Places, choose_experts, combine, dispatch
 from app.model.grouped_product import blockwise_matrix_gradient, grouped_product, tgmm_product

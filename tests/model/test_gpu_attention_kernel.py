@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from app.mesh.axis_rules import AXES
 from app.mesh.chips import GPU_HOSTS
-from app.mesh.compile_only import compile_only_devices
+from app.mesh.devices import compile_only_devices
 from app.model.attention.cached import decode_block_size, extend_cache
 from app.model.attention.dense import DEFAULT_SCORE_MOD, ScoreMod
 from app.model.attention.packed import GPU_BLOCK_SIZE, PARALLEL_BLOCKING, packed_attention, platform_blocking

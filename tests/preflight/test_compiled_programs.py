@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from app.mesh import devices
 from app.mesh.axis_rules import AXES
 from app.mesh.chips import SLICE_SIZES, TPU_CHIPS, TpuChip, parse_slice
-from app.mesh.compile_only import compile_only_devices
+from app.mesh.devices import compile_only_devices
 from app.mesh.placement import row_sharding
 from app.model.attention.packed import packed_attention
 from app.model.attention.pairs import Blocking

@@ -212,7 +212,7 @@ def test_samples_in_scarce_memory_are_those_of_slots_for_all(monkeypatch: pytest
         with closing(session):
             prompts = read_training_inputs(session.settings).prompts[:4]
             weights = session.to_decode_weights(session.scoring.load_params())
-            return session.sample(weights, prompts, policy_version=1)
+            return session.generator.generate(weights, prompts, session.rollout_request(policy_version=1))
 
     plenty = samples(opened())
     monkeypatch.setattr("app.runtime.generators.blocks_in_memory", lambda *_, **__: 6)

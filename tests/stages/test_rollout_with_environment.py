@@ -179,7 +179,7 @@ def test_a_stop_is_noticed_while_environments_open(file: Path) -> None:
         session.stop_when(lambda: True)
         weights = session.to_decode_weights(session.scoring.load_params())
         with pytest.raises(StoppedError):
-            session.sample(weights, read.prompts[:1], policy_version=0)
+            session.generator.generate(weights, read.prompts[:1], session.rollout_request())
 
 
 @pytest.mark.parametrize("overrides", [(), WORKERS], ids=["slots", "workers"])
@@ -201,7 +201,7 @@ def test_a_stop_is_noticed_while_all_samples_wait(overrides: tuple[str, ...], fi
         session.stop_when(stop_requested)
         weights = session.to_decode_weights(session.scoring.load_params())
         with pytest.raises(StoppedError):
-            session.sample(weights, read.prompts[:1], policy_version=0)
+            session.generator.generate(weights, read.prompts[:1], session.rollout_request())
     assert waiting[0] == waiting[1], "nothing was answered in between"
 
 

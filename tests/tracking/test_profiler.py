@@ -10,7 +10,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from app.tracking.profiler import StepProfiler
+from app.tracking.timer import StepProfiler
 from tests.program import metrics_of, reproducible, train_here
 
 
@@ -34,6 +34,6 @@ def test_a_profiler_that_somebody_else_uses_is_left_to_them(tmp_path: Path, capl
         for step in (1, 2):
             traces.start(step)
             traces.stop()
-    (warning,) = [record.message for record in caplog.records if record.name == "app.tracking.profiler"]
+    (warning,) = [record.message for record in caplog.records if record.name == "app.tracking.timer"]
     assert "Only one profile may be run at a time" in warning
     assert [path.name for path in tmp_path.iterdir()] == ["theirs"]

@@ -85,7 +85,7 @@ def test_slots_in_bfloat16_draw_from_adapters_beside_the_kernels(config: Path) -
         lambda x: jnp.asarray(draw.normal(0, 0.2, x.shape), x.dtype), session.scoring.initial_trained_params()
     )
     params = session.scoring.full_params(adapters)
-    samples = session.sample(session.to_decode_weights(params), prompts, policy_version=0)
+    samples = session.generator.generate(session.to_decode_weights(params), prompts, session.rollout_request())
     scored, _ = session.scoring.score(params, samples, "policy", batcher=learning.policy.updater.micro_batcher)
     for sample in scored:
         assert sample.policy_logprobs is not None

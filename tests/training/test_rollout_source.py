@@ -113,7 +113,12 @@ def test_weights_are_laid_out_once_a_step_and_freed_when_they_are_released() -> 
         laid_out.append(weakref.ref(weights))
         return weights
 
-    session = SimpleNamespace(settings=settings, to_decode_weights=to_decode_weights, sample=lambda *_, **__: [])
+    session = SimpleNamespace(
+        settings=settings,
+        to_decode_weights=to_decode_weights,
+        rollout_request=lambda **_: None,
+        generator=SimpleNamespace(generate=lambda *_: []),
+    )
     rounds = SyncRolloutSource(cast(Session, session), RoundPrompts(settings, PROMPTS))
     for step in (1, 2):
         for number in (0, 1):

@@ -14,8 +14,7 @@ from jax.sharding import Mesh
 
 from app.mesh.axis_rules import AXES
 from app.mesh.chips import parse_slice
-from app.mesh.compile_only import compile_only_devices
-from app.mesh.devices import program_memory_bytes
+from app.mesh.devices import compile_only_devices, program_memory_bytes
 from app.mesh.placement import HOST_MEMORY, abstract_arrays, bytes_per_device
 from app.model.architecture import Architecture
 from app.model.decoder import DecoderDefinition
