@@ -12,8 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from app.distributed.collectives import gather_bytes_to_process_0
-from app.distributed.error_barrier import error_barrier
+from app.distributed.collectives import error_barrier, gather_bytes_to_process_0
 from app.records.atomic_write import open_atomic
 from app.records.jsonl import check_output_path, to_json_line
 from app.records.sample import Sample

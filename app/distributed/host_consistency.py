@@ -18,8 +18,7 @@ from typing import NamedTuple
 
 import jax
 
-from app.distributed.collectives import gather_bytes_over_hosts
-from app.distributed.error_barrier import error_barrier
+from app.distributed.collectives import error_barrier, gather_bytes_over_hosts
 from app.records.identity import Identity
 from app.records.versions import TRAINING_PACKAGES, program_versions
 from settings import Resolved

@@ -19,7 +19,7 @@ from app.distributed.collective_files import (
     sample_json_lines,
     write_collectively,
 )
-from app.distributed.error_barrier import error_barrier
+from app.distributed.collectives import error_barrier
 from app.distributed.host_consistency import check_hosts_agree
 from app.distributed.watchdog import WAIT_PHASE
 from app.evaluation.evaluator import evaluation_estimates, generate_samples

@@ -11,8 +11,7 @@ from dataclasses import asdict, dataclass
 import jax
 import numpy as np
 
-from app.distributed.collectives import gather_bytes_over_hosts, max_over_hosts
-from app.distributed.error_barrier import error_barrier
+from app.distributed.collectives import error_barrier, gather_bytes_over_hosts, max_over_hosts
 from app.distributed.host_consistency import check_hosts_agree, check_shared_run_directory
 from app.mesh.devices import device_memory_bytes, global_devices, host_memory_bytes, unused_accelerator
 from app.preflight.attention_check import check_attention

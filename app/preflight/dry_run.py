@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from app.batching.micro_batch_plan import MicroBatchPlan, SequenceLengths
-from app.distributed.error_barrier import error_barrier
+from app.distributed.collectives import error_barrier
 from app.mesh.device_mesh import num_hosts
 from app.mesh.devices import device_kind, device_memory_bytes, simulated_slice
 from app.mesh.placement import num_local_row_shards
@@ -18,7 +18,7 @@ from app.preflight.compiled_programs import CompiledProgram, format_step_memory,
 from app.preflight.phase_memory import StepOutline, largest_micro_batch, outline_step, peak_phase, state_bytes
 from app.records.run_directory import Resume
 from app.records.text_format import format_bytes, format_count, format_table
-from app.tracking.flops import make_step_flops
+from app.tracking.performance import make_step_flops
 from app.training.network_memory import MemoryBreakdown
 from app.training.replay import ReplayRequest
 from app.training.setup import RunSetup, prepare_run

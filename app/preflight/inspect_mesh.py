@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from app.distributed.error_barrier import error_barrier
+from app.distributed.collectives import error_barrier
 from app.distributed.host_consistency import check_hosts_agree
 from app.mesh import jax_startup
 from app.mesh.axis_rules import partition_spec

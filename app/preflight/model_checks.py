@@ -10,8 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float32, Int32
 
-from app.distributed.collectives import gather_bytes_over_hosts
-from app.distributed.error_barrier import error_barrier
+from app.distributed.collectives import error_barrier, gather_bytes_over_hosts
 from app.mesh.devices import device_memory_bytes, device_platform
 from app.mesh.placement import (
     abstract_arrays,

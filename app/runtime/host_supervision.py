@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import jax
 
-from app.distributed.error_barrier import error_barrier
+from app.distributed.collectives import error_barrier
 from app.distributed.shutdown import coordinated_shutdown
 from app.distributed.status_board import open_status_board
 from app.distributed.watchdog import WAIT_PHASE, Watchdog

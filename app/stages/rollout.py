@@ -15,8 +15,7 @@ import numpy as np
 
 from app.checkpoint.policy_weights import read_policy_source
 from app.distributed.collective_files import per_host_path, sample_json_lines, write_collectively
-from app.distributed.collectives import gather_over_hosts, sum_over_hosts
-from app.distributed.error_barrier import error_barrier
+from app.distributed.collectives import error_barrier, gather_over_hosts, sum_over_hosts
 from app.distributed.host_consistency import check_hosts_agree
 from app.model.decode_weights import DecodeWeights
 from app.prompts.data_sources import load_training_data

@@ -20,8 +20,7 @@ import numpy as np
 from app.batching.micro_batch_plan import bucketed_row_shape
 from app.batching.micro_batcher import EqualShapeBatcher, FixedRowBatcher, GlobalPlan, PackedRowBatcher
 from app.distributed.collective_files import host_slice, json_lines_by_part, write_collectively
-from app.distributed.collectives import max_over_hosts, sum_over_hosts
-from app.distributed.error_barrier import iterate_in_lockstep
+from app.distributed.collectives import iterate_in_lockstep, max_over_hosts, sum_over_hosts
 from app.distributed.host_consistency import check_hosts_agree
 from app.mesh.devices import peak_memory_bytes
 from app.mesh.placement import check_host_memory, to_device_memory, to_host_memory

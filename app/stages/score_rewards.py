@@ -15,8 +15,7 @@ import jax
 import numpy as np
 
 from app.distributed.collective_files import gather_lines_to_process_0, gather_samples_to_process_0, host_slice
-from app.distributed.collectives import gather_bytes_to_process_0
-from app.distributed.error_barrier import error_barrier
+from app.distributed.collectives import error_barrier, gather_bytes_to_process_0
 from app.distributed.host_consistency import check_hosts_agree
 from app.distributed.watchdog import WAIT_PHASE
 from app.mesh import jax_startup

@@ -13,7 +13,7 @@ from functools import cached_property
 
 import jax
 
-from app.distributed.error_barrier import error_barrier
+from app.distributed.collectives import error_barrier
 from app.model.decode_weights import DecodeWeights
 from app.model.decoder import Params
 from app.prompts.data_sources import make_prompt_order

@@ -10,7 +10,7 @@ from typing import Literal
 
 import jax
 
-from app.distributed.error_barrier import error_barrier
+from app.distributed.collectives import error_barrier
 from app.distributed.host_consistency import (
     check_hosts_agree,
     check_shared_run_directory,

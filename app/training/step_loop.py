@@ -13,8 +13,7 @@ from app.checkpoint.checkpoints import Checkpoints
 from app.checkpoint.network_states import RunState
 from app.checkpoint.retention import SaveClock
 from app.checkpoint.train_progress import TrainProgress
-from app.distributed.collectives import gather_bytes_over_hosts
-from app.distributed.error_barrier import error_barrier
+from app.distributed.collectives import error_barrier, gather_bytes_over_hosts
 from app.distributed.preemption import PreemptionHandler, StopDecision
 from app.distributed.stop_check import StoppedError
 from app.distributed.watchdog import Watchdog

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 from app.checkpoint.retention import BestCheckpoint, SaveClock
-from app.distributed.error_barrier import error_barrier
+from app.distributed.collectives import error_barrier
 from app.distributed.preemption import PreemptionHandler
 from app.distributed.shutdown import broadcast_failure, exit_barrier
 from app.mesh.program_cache import CompilationCounter

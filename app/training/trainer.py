@@ -18,8 +18,7 @@ from app.reward.reward_functions import RewardFunctions
 from app.runtime.health_checks import check_rewards
 from app.runtime.session import Session
 from app.tracking.console import ProgressDisplay
-from app.tracking.flops import make_step_flops
-from app.tracking.performance import async_metrics, rollout_performance, schedule_performance
+from app.tracking.performance import async_metrics, make_step_flops, rollout_performance, schedule_performance
 from app.tracking.sample_metrics import episode_metrics, mismatch_metrics, sample_metrics
 from app.tracking.timer import StepTimer
 from app.training.learner import LearnerGroup

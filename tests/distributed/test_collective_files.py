@@ -17,7 +17,7 @@ from app.distributed.collective_files import (
     sample_json_lines,
     write_collectively,
 )
-from app.distributed.error_barrier import error_barrier, iterate_in_lockstep
+from app.distributed.collectives import error_barrier, iterate_in_lockstep
 from app.records.sample_json import sample_to_record
 from settings import InputError
 from tests.program import records_of

@@ -105,7 +105,7 @@ from app.mesh.device_mesh import make_mesh
 from app.mesh.jax_startup import initialize_distributed
 from app.mesh.placement import check_rows_per_host, row_sharding, to_global, to_local
 from app.distributed.host_consistency import check_hosts_agree, check_shared_run_directory
-from app.distributed.error_barrier import error_barrier
+from app.distributed.collectives import error_barrier
 from settings import load
 from settings.errors import InputError
 

@@ -4,7 +4,7 @@ import pytest
 
 from app.mesh.chips import GPU_HOSTS, TPU_CHIPS, GpuHost, TpuSlice, find_chip, parse_pretended, parse_slice
 from app.mesh.devices import compile_only_devices
-from app.tracking.flops import PEAK_FLOPS
+from app.tracking.performance import PEAK_FLOPS
 from settings.errors import InputError
 
 

@@ -17,8 +17,7 @@ from app.mesh.program_cache import CompilationCounter
 from app.model.decoder import Decoder, DecoderDefinition, ValueDecoder
 from app.records.sample import Prompt, Sample
 from app.rollout.counters import RolloutCounters
-from app.tracking.flops import StepFlops, network_pass
-from app.tracking.performance import rollout_performance, step_performance
+from app.tracking.performance import StepFlops, network_pass, rollout_performance, step_performance
 from app.tracking.sample_metrics import mismatch_metrics, sample_metrics
 from tests.tiny import ODD
 

@@ -19,7 +19,7 @@ from app.model.flops import forward_flops, lm_head_flops, token_flops
 from app.model.lora import LORA_A, LORA_B, merge_adapters
 from app.records.sample import Sample
 from app.records.sample_json import sample_from_record
-from app.tracking.flops import make_step_flops
+from app.tracking.performance import make_step_flops
 from app.training.initial_state import load_reference_params
 from app.training.learner import LearnerGroup
 from app.training.setup import RunSetup, prepare_run

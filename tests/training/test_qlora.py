@@ -24,7 +24,7 @@ from app.records.sample_json import sample_from_record
 from app.records.versions import NOT_INSTALLED
 from app.runtime import model_spec
 from app.runtime.model_spec import read_model_spec
-from app.tracking.flops import make_step_flops
+from app.tracking.performance import make_step_flops
 from app.training.initial_state import load_reference_params
 from settings import load
 from tests.program import (
