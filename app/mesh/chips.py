@@ -53,14 +53,9 @@ class TpuChip:
         return 2 if self.cores_in_name == 1 else 3
 
     @property
-    def link_bytes_per_s(self) -> float:
-        """Bandwidth of one link in one direction; a chip has two in each dim of the torus."""
-        return self.ici_bytes_per_s / (2 * self.num_torus_dims)
-
-    @property
     def ring_bytes_per_s(self) -> float:
-        """Bytes per second that a chip sends in a ring of chips, which uses two of its links."""
-        return 2 * self.link_bytes_per_s
+        """Bytes per second that a chip sends in a ring of chips: over two links, as it has in each dim of the torus."""
+        return self.ici_bytes_per_s / self.num_torus_dims
 
 
 TPU_CHIPS: Mapping[str, TpuChip] = MappingProxyType(

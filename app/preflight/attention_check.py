@@ -25,11 +25,9 @@ from app.model.segment_layout import SegmentLayout, attention_mask, single_segme
 from app.preflight.check_results import CheckRecorder
 from app.records.sample import Prompt, Sample
 from app.runtime.generators import slot_shapes
-from app.runtime.model_spec import ModelSpec
 from app.runtime.reward_model import NetworkSpec
 from app.runtime.scoring import ScoringSession, set_compute_dtype
 from app.training.learner import LearnerGroup, longest_rows
-from settings import Settings
 
 TOLERANCES = {"float32": 1e-4, "bfloat16": 2e-2}
 """Differences that rounding explains, relative to the largest number of the array, by compute type."""
@@ -51,15 +49,15 @@ def check_attention(
     recorder: CheckRecorder, session: ScoringSession, learning: LearnerGroup, reward_model: NetworkSpec | None
 ) -> None:
     """Checks the attention of all networks of a run, computed as for their rows. All hosts must call it together."""
-    mesh, device = session.mesh, session.mesh.devices.flat[0]
+    mesh, device, policy = session.mesh, session.mesh.devices.flat[0], session.model_spec.architecture
     rows = longest_rows(session, learning, reward_model)
     # Prompts are prefilled by the same attention.
-    rows.append((session.model_spec.architecture, session.settings.data.max_prompt_length))
-    dtype = set_compute_dtype(session.settings)
+    rows.append((policy, session.settings.data.max_prompt_length))
+    dtype, slots = set_compute_dtype(session.settings), slot_shapes(session.settings, 1, setting="rollout.slots")
     with jax.set_mesh(mesh):
         compared = dict.fromkeys((network, architecture_blocking(network, tokens, dtype)) for network, tokens in rows)
-        policy = session.model_spec.architecture
-        block, decode_block = _decode_blocks(session.settings, session.model_spec, dtype)
+        block = cache_block_size(policy, slots.max_length, dtype, is_large=slots.has_large_blocks)
+        decode_block = decode_block_size(policy, block, dtype)
     has_kernel = decode_block is not None or any(blocking.kernel for _, blocking in compared)
     name = f"the kernel for {device.device_kind}" if has_kernel else f"attention on {device.platform} without a kernel"
     with recorder.run_check("attention", "set model.attention: xla" if has_kernel else ""):
@@ -92,13 +90,6 @@ def longest_samples(num_samples: int, *, prompt: int, completion: int) -> list[S
     tokens = np.zeros(completion, np.int32)
     sample = Sample(Prompt("longest", np.zeros(prompt, np.int32), "", None), 0, 0, tokens, "", tokens, "length", 0)
     return [sample] * num_samples
-
-
-def _decode_blocks(settings: Settings, model: ModelSpec, dtype: jnp.dtype) -> tuple[int, int | None]:
-    """Returns the tokens of a block of the cache, and those that a kernel reads at once."""
-    shapes = slot_shapes(settings, 1, setting="rollout.slots")
-    block = cache_block_size(model.architecture, shapes.max_length, dtype, is_large=shapes.has_large_blocks)
-    return block, decode_block_size(model.architecture, block, dtype)
 
 
 def _windows(architecture: Architecture) -> tuple[int | None, ...]:

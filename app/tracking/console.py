@@ -107,16 +107,11 @@ class ProgressDisplay:
     def __exit__(self, *_: object) -> None:
         self._progress.stop()
 
-    def print_line(self, text: str) -> None:
-        self._console.print(to_printable_lines(text), markup=False, soft_wrap=True)
+    def print_line(self, text: str, *, style: str | None = None) -> None:
+        self._console.print(to_printable_lines(text), style=style, markup=False, soft_wrap=True)
 
     def show_alert(self, alert: Alert) -> None:
-        self._console.print(
-            to_printable_lines(f"alert at step {alert.step}: {alert.title}\n  {alert.text}"),
-            style="yellow",
-            markup=False,
-            soft_wrap=True,
-        )
+        self.print_line(f"alert at step {alert.step}: {alert.title}\n  {alert.text}", style="yellow")
 
     def print_lines(self, texts: Iterable[str]) -> None:
         for text in texts:

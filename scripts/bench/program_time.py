@@ -141,7 +141,7 @@ class _Walk:
 
     def _collective_s(self, one: Collective) -> float:
         in_ring = one.kind != "collective-permute"
-        return one.sent_bytes / (self.chip.ring_bytes_per_s if in_ring else self.chip.link_bytes_per_s)
+        return one.sent_bytes / (self.chip.ring_bytes_per_s if in_ring else self.chip.ring_bytes_per_s / 2)
 
     def _instruction_s(self, one: Instruction, results: Mapping[str, Instruction]) -> float:
         if cycles := one.attribute(r'"estimated_cycles":"(\d+)"'):
