@@ -42,11 +42,11 @@ from app.records.jsonl import check_output_path
 from app.records.sample import Prompt, Sample
 from app.reward.builtin_tasks import is_task_reward
 from app.reward.plugin import StepInfo
-from app.reward.reward_functions import RewardFunctions, accuracy_function_name
+from app.reward.reward_functions import accuracy_function_name
 from app.runtime.environments import environment_facts
 from app.runtime.health_checks import check_rewards
 from app.runtime.host_supervision import PhaseCallback, iterate_in_phase, join_hosts, wait_for_other_hosts
-from app.runtime.inputs import eval_columns, make_environment_reward, read_eval_prompts
+from app.runtime.inputs import eval_columns, make_rewards, read_eval_prompts
 from app.runtime.model_spec import ModelSpec
 from app.runtime.scoring import ScoringSession
 from app.runtime.session import Session
@@ -150,10 +150,8 @@ def _generate_and_judge(inputs: EvaluationInput, enter_phase: PhaseCallback) -> 
             columns = eval_columns(settings, inputs.prompts)
             # Training adds up all reward functions; only the first one judges.
             judge = settings.reward.model_copy(update={"functions": settings.reward.functions[:1]})
-            environment = make_environment_reward(settings)
-            rewards = stack.enter_context(
-                RewardFunctions(judge, settings.plugins, columns, columns, environment=environment)
-            )
+            of_judge = settings.model_copy(update={"reward": judge})
+            rewards = stack.enter_context(make_rewards(of_judge, columns, columns))
         samples = _generate(inputs, enter_phase)
         # This phase has no time limit: a host judges its whole shard in it, and each call has a limit of its own.
         enter_phase(WAIT_PHASE)

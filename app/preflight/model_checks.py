@@ -29,7 +29,7 @@ from app.records.sample import Prompt, Sample
 from app.records.text_format import format_bytes
 from app.reward.builtin_tasks import FORMAT_SUFFIX, MATH_VERIFY, is_task_reward
 from app.reward.plugin import StepInfo
-from app.runtime.inputs import make_rewards
+from app.runtime.inputs import data_columns, eval_columns, make_rewards
 from app.runtime.reward_model import RewardModel, RewardModelSpec
 from app.runtime.scoring import set_compute_dtype
 from app.runtime.session import Session
@@ -123,7 +123,8 @@ def check_reward_functions(
     # Reward model and environment have checks of their own.
     of_functions = {"reward": settings.reward.model_copy(update={"model": None}), "env": EnvironmentSettings()}
     functions = settings.model_copy(update=of_functions)
-    with make_rewards(functions, prompts, held_out) as rewards:
+    held_out_columns = eval_columns(settings, held_out) if held_out else None
+    with make_rewards(functions, data_columns(settings, prompts), held_out_columns) as rewards:
         scored = rewards.compute_rewards(samples, StepInfo(0, settings.run.steps))
         plugins = "".join(f"\n{summary}" for summary in rewards.plug_in_summaries)
     if scored.fatal_error is not None or scored.notices:

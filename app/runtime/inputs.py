@@ -31,32 +31,22 @@ PromptsOrRows = Sequence[Prompt] | Sequence[DatasetRow]
 """Rows of a data set, tokenized or not."""
 
 
-def make_rewards(settings: Settings, train_rows: PromptsOrRows, eval_rows: PromptsOrRows) -> RewardFunctions:
-    """Returns the reward functions of a run for these rows, without importing plug-ins yet."""
-    columns = data_columns(settings, train_rows)
-    of_held_out = eval_columns(settings, eval_rows) if eval_rows else None
-    return RewardFunctions(
-        settings.reward,
-        settings.plugins,
-        columns,
-        of_held_out,
-        make_overlong_penalty(settings),
-        make_environment_reward(settings),
-    )
+def make_rewards(
+    settings: Settings, columns: DataColumns, held_out_columns: DataColumns | None = None
+) -> RewardFunctions:
+    """Returns the reward functions that `reward.*` and `env.*` specify, without importing plug-ins yet.
 
-
-def make_environment_reward(settings: Settings) -> EnvironmentReward | None:
-    """Returns the reward of the environment; None if `env.source` is null."""
-    env = settings.env
-    return EnvironmentReward(weight=env.weight, rewards_turns=env.credit == "turn") if env.source is not None else None
-
-
-def make_overlong_penalty(settings: Settings) -> OverlongPenalty | None:
-    """Returns the penalty on overlong completions; None if `reward.overlong_buffer` is null."""
-    buffer = settings.reward.overlong_buffer
-    if buffer is None:
-        return None
-    return OverlongPenalty(settings.rollout.max_new_tokens, buffer, settings.reward.overlong_penalty)
+    Args:
+        columns: those of the training data that plug-ins can use.
+        held_out_columns: those of the evaluation data; None if no held-out samples are graded.
+    """
+    reward, env = settings.reward, settings.env
+    overlong = environment = None
+    if reward.overlong_buffer is not None:
+        overlong = OverlongPenalty(settings.rollout.max_new_tokens, reward.overlong_buffer, reward.overlong_penalty)
+    if env.source is not None:
+        environment = EnvironmentReward(weight=env.weight, rewards_turns=env.credit == "turn")
+    return RewardFunctions(reward, settings.plugins, columns, held_out_columns, overlong, environment)
 
 
 def data_columns(settings: Settings, rows: PromptsOrRows) -> DataColumns:

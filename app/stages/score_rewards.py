@@ -25,9 +25,8 @@ from app.records.sample_json import REWARD_FIELDS, TOKEN_IDS, LocatedSample, sam
 from app.reward.aggregate import NO_REWARD_FINISH_REASON, RewardedSamples, RewardFunctionCounts, merge_rewarded
 from app.reward.builtin_tasks import check_answers
 from app.reward.plugin import StepInfo
-from app.reward.reward_functions import RewardFunctions
 from app.runtime.host_supervision import join_hosts, wait_for_other_hosts
-from app.runtime.inputs import data_columns, make_environment_reward, make_overlong_penalty
+from app.runtime.inputs import data_columns, make_rewards
 from app.runtime.reward_model import RewardModel, read_reward_model_spec
 from app.runtime.scoring import open_mesh
 from app.stages.sample_reader import file_digest, read_records
@@ -60,12 +59,8 @@ def score_rewards(resolved: Resolved, *, input: Path, out: Path) -> dict[str, An
         model.check_prompt(prompts[0])
     without_ids = next((one.where for one in located if one.record.get(TOKEN_IDS) is None), None)
     columns = replace(data_columns(settings, prompts), without_token_ids=without_ids)
-    penalty = make_overlong_penalty(settings)
     with ExitStack() as stack:
-        environment = make_environment_reward(settings)
-        rewards = stack.enter_context(
-            RewardFunctions(settings.reward, settings.plugins, columns, None, penalty, environment)
-        )
+        rewards = stack.enter_context(make_rewards(settings, columns))
         hosts, entered = [range(len(samples))], lambda phase: None
         if model is not None or jax_startup.expects_other_hosts(settings.mesh):
             entered = stack.enter_context(join_hosts(settings, out=out))

@@ -14,7 +14,9 @@ from app.reward.reward_functions import RewardFunctions, accuracy_function_name
 from app.runtime.environments import prepare_turns
 from app.runtime.inputs import (
     PromptsOrRows,
+    data_columns,
     encode_train_rows,
+    eval_columns,
     make_rewards,
     read_checked_reward_model,
     read_critic,
@@ -78,7 +80,8 @@ class TrainingInputs:
 
     def make_rewards(self, settings: Settings) -> RewardFunctions:
         """Returns the reward functions for these prompts; entering them imports the functions."""
-        return make_rewards(settings, self.prompts, self.eval_prompts)
+        held_out_columns = eval_columns(settings, self.eval_prompts) if self.eval_prompts else None
+        return make_rewards(settings, data_columns(settings, self.prompts), held_out_columns)
 
 
 def check_chosen_metrics(settings: Settings, eval_rows: PromptsOrRows) -> None:
