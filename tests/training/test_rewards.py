@@ -13,8 +13,8 @@ import pytest
 from app.advantage.group import grpo_advantages
 from app.records.jsonl import read_jsonl, write_jsonl
 from app.records.sample import Sample
+from app.rollout.engine.continuous_batching import ContinuousBatchGenerator
 from app.rollout.sampling.token_sampling import FINISH_NON_FINITE
-from app.runtime.session import Session
 from tests.program import here, metrics_of, reproducible, settings, train_here
 from tests.reward.processes import children
 from tests.training.test_trainer import samples_of
@@ -110,16 +110,16 @@ def test_dropped_samples_leave_their_groups_and_nothing_else_changes(config: Pat
 def test_samples_that_broke_while_they_were_generated_leave_their_groups(
     config: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = Session.sample
+    whole = ContinuousBatchGenerator.generate
 
-    def some_broken(session: Session, *arguments: Any, **more: Any) -> list[Sample]:
-        return [broken(s, s.sample_index) if s.sample_index < 2 else s for s in whole(session, *arguments, **more)]
+    def some_broken(generator: ContinuousBatchGenerator, *arguments: Any, **more: Any) -> list[Sample]:
+        return [broken(s, s.sample_index) if s.sample_index < 2 else s for s in whole(generator, *arguments, **more)]
 
     def broken(sample: Sample, length: int) -> Sample:
         kept = {name: getattr(sample, name)[:length] for name in ("completion_ids", "behavior_logprobs")}
         return replace(sample, **kept, completion="", finish_reason=FINISH_NON_FINITE)
 
-    monkeypatch.setattr(Session, "sample", some_broken)
+    monkeypatch.setattr(ContinuousBatchGenerator, "generate", some_broken)
     result = train_here(
         config, "reward.functions=[plug.py:length]", "logging.save_rollouts=true", "run.steps=1", QUIET[0]
     )
