@@ -36,8 +36,6 @@ class _Command(TyperCommand):
                 near, text = suggest_fields(name.removeprefix("--"))
                 if near or "no counterpart" in text:
                     ctx.fail(f"No such option: {name}. Settings are given as --set NAME=VALUE{text}")
-        if args and (last := known.get(args[-1])) and args[-1].startswith("-") and not last.is_flag:
-            ctx.fail(f"{args[-1]} needs a value: {last.get_help_record(ctx)[0]}")
         extra, given = cast("Any", self.make_parser(ctx).parse_args([*args])[1:])
         if "--set" in known and (names := [word.partition("=")[0].lstrip("+") for word in extra if "=" in word]):
             hints = "".join(suggest_fields(name)[1] for name in names if name not in FIELDS)

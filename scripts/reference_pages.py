@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from app.commands.settings import describe_field
 from app.report.metric_registry import metrics_page
-from settings.loading.descriptions import describe_field
 from settings.loading.fields import FIELDS
 
 REFERENCE = Path(__file__).resolve().parents[1] / "sops" / "reference"

@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
-from typing import Any, NoReturn, TextIO
+from typing import Any, TextIO
 
 import typer
 
@@ -106,21 +106,16 @@ class _LastingStream:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
-        with _ignore_closed_pipe(self._stream):
-            self._stream.write(text)
-        return len(text)
+        return self._unless_closed(self._stream.write, text) or len(text)
 
     def flush(self) -> None:
-        with _ignore_closed_pipe(self._stream):
-            self._stream.flush()
+        self._unless_closed(self._stream.flush)
 
-
-@contextmanager
-def _ignore_closed_pipe(stream: TextIO) -> Iterator[None]:
-    try:
-        yield
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+    def _unless_closed(self, call: Callable[..., Any], *arguments: str) -> Any:
+        try:
+            return call(*arguments)
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
 
 
 @contextmanager
@@ -139,36 +134,33 @@ def command_output() -> Iterator[None]:
 
 
 def inherit_run_settings(config: str | None, run_paths: Mapping[str, Path | None]) -> str | ConfigFile | None:
-    """Returns the given `--config`, or without it what was set for the run.
-
-    Args:
-        run_paths: option -> checkpoint, samples or folder of the run. The first path with settings is used.
-
-    Raises:
-        InputError: an option names a folder that does not belong to a run.
-    """
+    """Returns the given `--config`, or without it what was set for the run, as `find_run_settings` finds it."""
     found = find_run_settings(run_paths) if config is None else None
-    if found is None:
-        return config
-    return without_derived(found)
+    return config if found is None else without_derived(found)
 
 
 def find_run_settings(run_paths: Mapping[str, Path | None]) -> ConfigFile | None:
-    """Returns the settings of the run that an option's path belongs to, and prints a note with their file.
+    """Returns the settings of the first run that an option's path belongs to, and prints a note with their file.
 
     For a checkpoint or a file of samples, they are those of its step; for other paths, those of the last session.
     Returns None for a file outside a run, which can be read with any settings, and for a path that does not exist,
     which causes an error when it is read.
+
+    Args:
+        run_paths: option -> checkpoint, samples or folder of the run.
 
     Raises:
         InputError: a folder does not belong to a run. Reading it with the default settings would give wrong results.
     """
     given = {option: path.expanduser().resolve() for option, path in run_paths.items() if path is not None}
     for option, path in given.items():
-        if (run := find_run(path)) is not None:
-            is_checkpoint = path.name.isdigit() and path.parent == run.checkpoints_dir
+        # Outside these subfolders, a settings.yaml two levels above `path` does not belong to its run.
+        above = [path.parent.parent] if path.parent.name in RUN_SUBFOLDERS else []
+        runs = [run for run in map(RunDirectory, (path, path.parent, *above)) if run.has_settings]
+        if runs:
+            is_checkpoint = path.name.isdigit() and path.parent == runs[0].checkpoints_dir
             step = int(path.name) if is_checkpoint else step_of_samples(path)
-            history = SettingsHistory.read(run)
+            history = SettingsHistory.read(runs[0])
             file = (history.periods[-1] if step is None else history.period_of(step)).file
             print_notices([f"{option}: using the settings in {file.name}", *history.gaps])
             return file
@@ -179,13 +171,6 @@ def find_run_settings(run_paths: Mapping[str, Path | None]) -> ConfigFile | None
                 "pass a run directory or a file in one, or use --config"
             )
     return None
-
-
-def find_run(path: Path) -> RunDirectory | None:
-    """Returns the run that a resolved path belongs to."""
-    # Outside these subfolders, a settings.yaml two levels above `path` does not belong to its run.
-    above = [path.parent.parent] if path.parent.name in RUN_SUBFOLDERS else []
-    return next((run for run in map(RunDirectory, (path, path.parent, *above)) if run.has_settings), None)
 
 
 def require_path(path: Path | None, option: str) -> Path:
@@ -214,23 +199,20 @@ def refuse_existing(outputs: Mapping[str, Path | None], *, overwrite: bool, resu
 @contextmanager
 def handle_errors(debug: bool) -> Iterator[None]:
     """Turns an exception in the block into a message on stderr and an exit code."""
-    try:
-        with command_output():
+    with command_output():
+        try:
             yield
-    except KeyboardInterrupt:
-        _fail("interrupted", EXIT_INTERRUPTED, debug=debug)
-    except InputError as error:
-        _fail(f"error: {error}", EXIT_INPUT, debug=debug)
-    except typer.Exit:
-        raise
-    except Exception as error:
-        hint = "" if debug else " (--debug shows the traceback)"
-        _fail(f"error: {type(error).__name__}: {error}{hint}", EXIT_FAILURE, debug=debug)
-
-
-def _fail(message: str, code: int, *, debug: bool) -> NoReturn:
-    write(redact(f"{traceback.format_exc()}{message}" if debug else message), sys.stderr)
-    raise typer.Exit(code)
+        except typer.Exit:
+            raise
+        except (Exception, KeyboardInterrupt) as error:
+            message, code = f"error: {error}", EXIT_INPUT
+            if isinstance(error, KeyboardInterrupt):
+                message, code = "interrupted", EXIT_INTERRUPTED
+            elif not isinstance(error, InputError):
+                hint = "" if debug else " (--debug shows the traceback)"
+                message, code = f"error: {type(error).__name__}: {error}{hint}", EXIT_FAILURE
+            write(redact(f"{traceback.format_exc()}{message}" if debug else message), sys.stderr)
+            raise typer.Exit(code) from None
 
 
 def print_notices(notices: Sequence[str]) -> None:
@@ -240,12 +222,8 @@ def print_notices(notices: Sequence[str]) -> None:
 
 
 def write(text: str, stream: TextIO) -> None:
-    """Writes text and a newline; ignores a closed pipe, as after `| head`.
-
-    Characters that a terminal would execute are spelled out: names and values may come from others.
-    """
-    with _ignore_closed_pipe(stream):
-        print(to_printable_lines(text.rstrip("\n")), file=stream, flush=True)
+    """Writes text and a newline, without characters that a terminal would execute: values may come from others."""
+    print(to_printable_lines(text.rstrip("\n")), file=stream, flush=True)
 
 
 def print_result(result: Any, *, as_json: bool, text: str | None = None) -> None:

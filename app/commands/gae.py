@@ -10,7 +10,7 @@ import typer
 from app.commands.command_support import print_result, refuse_existing, require_path, resolve, show_progress
 from app.commands.options import AsJson, Config, Overrides, Overwrite, PrintConfig
 from settings import InputError
-from settings.checks.commands import check_for_gae
+from settings.checks.commands import check_for_mesh
 
 DEFAULT_BENCH_SHAPES = "16x8192,128x65536"
 DEFAULT_BENCH_FOLDER = Path("gae-bench")
@@ -66,7 +66,7 @@ def gae(
         "--chunk-size": ("algorithm.gae_chunk_size", chunk_size),
     }
     given = {option: (field, text) for option, (field, text) in flags.items() if text is not None}
-    resolved = resolve(config, overrides, flags=given, print_config=print_config, check=check_for_gae)
+    resolved = resolve(config, overrides, flags=given, print_config=print_config, check=check_for_mesh)
     if shapes is not None and not bench:
         raise InputError("--shapes is only used with --bench; add --bench or omit --shapes")
     for option, is_given in (("--input", source is not None), ("--backend", backend != "auto")):

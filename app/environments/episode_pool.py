@@ -17,7 +17,7 @@ from app.plugins.values import Failure
 from app.plugins.worker_process import worker_environment
 from app.records.sample import Messages
 from settings.loading.secrets import redact
-from settings.schema.plugins import EnvironmentSettings, PluginSettings
+from settings.schema.reward import EnvironmentSettings, PluginSettings
 
 EPISODE_TIMEOUT_S = 3600.0
 """That all steps of a sample may take together: each may take long, and a sample may have many."""

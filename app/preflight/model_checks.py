@@ -34,7 +34,7 @@ from app.runtime.reward_model import RewardModel, RewardModelSpec
 from app.runtime.scoring import set_compute_dtype
 from app.runtime.session import Session
 from settings import Settings
-from settings.schema.plugins import EnvironmentSettings
+from settings.schema.reward import EnvironmentSettings
 
 MAX_SHOWN_CHARACTERS = 240
 """Maximum number of characters shown of the end of a prompt."""

@@ -24,7 +24,7 @@ from app.runtime.reward_model import NetworkSpec, make_reward_batcher
 from app.runtime.session import Session
 from app.training.learner import LearnerGroup
 from app.training.network_memory import MemoryBreakdown, network_bytes, reference_bytes
-from settings.schema.score import ScoredRole
+from settings.schema.algorithm import ScoredRole
 
 MEMORY_LABELS = {
     "weights": "weights",

@@ -29,12 +29,12 @@ from app.reward.function_pool import FunctionPool, InProcessPool
 from app.reward.plugin import PlugIn, PlugInUnavailableError, StepInfo
 from app.reward.plugin_signature import DataColumns
 from settings.errors import InputError
-from settings.schema.plugins import PluginSettings
 from settings.schema.reward import (
     CALLABLE_PREFIX,
     ENVIRONMENT_REWARD,
     MODEL_REWARD,
     OVERLONG_REWARD,
+    PluginSettings,
     RewardFunctionSettings,
     RewardSettings,
 )

@@ -18,7 +18,7 @@ from app.records.sample import Prompt
 from app.rollout.conversations import Conversations, TurnLimits
 from settings import Settings
 from settings.errors import InputError
-from settings.schema.plugins import DECISIVE_FIELDS, EnvironmentSettings
+from settings.schema.reward import DECISIVE_FIELDS, EnvironmentSettings
 
 
 def open_pool(settings: Settings) -> EpisodePool:

@@ -9,8 +9,7 @@ from app.batching.micro_batcher import FixedRowBatcher, PackedRowBatcher
 from app.model.architecture import Architecture
 from app.model.flops import forward_flops
 from settings import Settings
-from settings.schema.algorithm import AlgorithmSettings, CriticSettings
-from settings.schema.score import ForwardRole, MicroBatchSettings
+from settings.schema.algorithm import AlgorithmSettings, CriticSettings, ForwardRole, MicroBatchSettings
 
 MicroBatchScope = AlgorithmSettings | CriticSettings | MicroBatchSettings
 

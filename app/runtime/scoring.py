@@ -28,8 +28,8 @@ from app.runtime.mesh_checks import check_experts, check_tp_divides_heads
 from app.runtime.model_spec import CriticSpec, ModelSpec
 from app.score.scorer import BatchRunner, PackedForward, Scorer, ValueScorer, append_dummy_token
 from settings import Settings
+from settings.schema.algorithm import ScoredRole
 from settings.schema.mesh import MeshSettings
-from settings.schema.score import ScoredRole
 
 log = logging.getLogger(__name__)
 

@@ -41,7 +41,7 @@ from app.stages.sample_reader import WINDOW_SAMPLES, SampleFileExtent, SampleRea
 from app.stages.sample_text import SampleEncoder
 from settings import Resolved, Settings
 from settings.errors import InputError
-from settings.schema.score import ScoredRole
+from settings.schema.algorithm import ScoredRole
 
 NUM_CHECKED_SAMPLES = 3
 """Number of samples that `--check-packing` packs into one row."""

@@ -59,8 +59,7 @@ from app.update.value_loss import (
     squared_error,
 )
 from settings import Settings
-from settings.schema.algorithm import AlgorithmSettings, OptimizerSettings
-from settings.schema.score import ScoredRole
+from settings.schema.algorithm import AlgorithmSettings, OptimizerSettings, ScoredRole
 
 LOG_RATIOS: Mapping[str, LogRatioFn] = MappingProxyType({"token": token_log_ratio, "sequence": sequence_log_ratio})
 """Log ratios by `algorithm.ratio_level`."""

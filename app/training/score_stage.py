@@ -17,7 +17,7 @@ from app.model.decoder import Params
 from app.records.sample import Sample
 from app.runtime.scoring import ScoringSession
 from app.tracking.timer import StepTimer
-from settings.schema.score import ScoredRole
+from settings.schema.algorithm import ScoredRole
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from app.update.loss_aggregation import AggregationFn, StepTotals, sequence_mean
 from app.update.mini_batches import EpochMiniBatches
 from app.update.optimizer import TrainState
 from app.update.policy_loss import PolicyBatch
-from settings.schema.score import ScoredRole
+from settings.schema.algorithm import ScoredRole
 
 UpdateStepFn = Callable[[TrainState, Sequence[Any], Array, Params | None], tuple[TrainState, dict[str, Array]]]
 """(state, micro-batches, temperature, frozen) -> (new state, metrics); see `app.update.step.UpdateStep`."""

@@ -5,41 +5,82 @@ Checks that need a model file, a data set or a device are next to the code that 
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
-from settings.checks.check import run_checks
-from settings.checks.hosts import HOST_CHECKS, check_no_pretend
-from settings.checks.rollout import ENVIRONMENT_CHECKS, SCHEDULE_CHECKS, STALENESS_CHECKS, WORKER_CHECKS
+from settings.checks.rollout import check_environment, check_staleness, check_workers
 from settings.checks.training import (
-    ALGORITHM_CHECKS,
-    BATCH_CHECKS,
-    REWARD_CHECKS,
-    RUN_CHECKS,
+    check_algorithm,
+    check_batch,
     check_evaluation_temperature,
     check_max_length,
+    check_penalty,
+    check_rewards,
+    check_run,
     check_token_quotas,
 )
+from settings.errors import InputError
+from settings.loading.fields import value_of
+from settings.loading.printing import RENDEZVOUS_FIELDS
+from settings.loading.resolve import Resolved
 
-ROLLOUT_CHECKS = (*SCHEDULE_CHECKS, *WORKER_CHECKS, *ENVIRONMENT_CHECKS)
-SIZE_CHECKS = (*BATCH_CHECKS, *ROLLOUT_CHECKS, *STALENESS_CHECKS, check_token_quotas, *HOST_CHECKS)
-SAMPLING_CHECKS = (check_max_length, *ROLLOUT_CHECKS, *HOST_CHECKS, check_no_pretend)
-TRAIN_CHECKS = (*ALGORITHM_CHECKS, *REWARD_CHECKS, *RUN_CHECKS, *SIZE_CHECKS)
+
+def _run_checks(resolved: Resolved, checks: Iterable[Callable[[Resolved], Iterable[str]]]) -> None:
+    """Runs every check and raises InputError listing all problems, one per line."""
+    problems = [message for check in checks for message in check(resolved)]
+    if problems:
+        raise InputError(re.sub(r"<([a-z_.0-9]+)>", lambda match: resolved.describe(match[1]), "\n".join(problems)))
 
 
-check_for_train = partial(run_checks, checks=(*TRAIN_CHECKS, check_no_pretend))
+def _check_hosts(resolved: Resolved) -> Iterator[str]:
+    mesh = resolved.settings.mesh
+    missing = [field for field in RENDEZVOUS_FIELDS if value_of(resolved.settings, field) is None]
+    given = [f"<{field}>" for field in RENDEZVOUS_FIELDS if field not in missing]
+    if mesh.coordinator_address == "auto":
+        if given[1:]:
+            yield f"{' and '.join(given[1:])}: must be null with mesh.coordinator_address: auto"
+    elif given and missing:
+        yield (
+            f"{' and '.join(given)}: also set {' and '.join(missing)}, or only mesh.coordinator_address: auto if the "
+            "platform provides the list of hosts"
+        )
+    elif mesh.num_processes is not None and mesh.process_id is not None and mesh.process_id >= mesh.num_processes:
+        last = mesh.num_processes - 1
+        yield f"<mesh.process_id> is too large for <mesh.num_processes>; ids range from 0 to {last}"
+    if mesh.expect_processes not in (None, mesh.num_processes) and mesh.num_processes is not None:
+        yield (
+            "<mesh.expect_processes> differs from <mesh.num_processes>; set it to null, or set both to the number of "
+            "hosts"
+        )
+    if mesh.cpu_devices is not None and mesh.platform not in ("auto", "cpu"):
+        yield "<mesh.cpu_devices> is for CPU hosts, but <mesh.platform>; set it to null, or set mesh.platform: cpu"
+
+
+def _check_no_pretend(resolved: Resolved) -> Iterator[str]:
+    if resolved.settings.mesh.pretend is not None:
+        yield "<mesh.pretend>: only grpo train --dry-run and grpo inspect-mesh accept simulated devices; set it to null"
+
+
+ROLLOUT_CHECKS = (check_workers, check_environment)
+SIZE_CHECKS = (check_batch, check_max_length, *ROLLOUT_CHECKS, check_staleness, check_token_quotas, _check_hosts)
+SAMPLING_CHECKS = (check_max_length, *ROLLOUT_CHECKS, _check_hosts, _check_no_pretend)
+TRAIN_CHECKS = (check_algorithm, check_penalty, check_rewards, check_run, *SIZE_CHECKS)
+
+
+check_for_train = partial(_run_checks, checks=(*TRAIN_CHECKS, _check_no_pretend))
 """Raises InputError listing everything that prevents training with these settings."""
 
-check_for_dry_run = partial(run_checks, checks=TRAIN_CHECKS)
+check_for_dry_run = partial(_run_checks, checks=TRAIN_CHECKS)
 """The checks for training, but simulated devices are accepted."""
 
-check_for_inspect_mesh = partial(run_checks, checks=SIZE_CHECKS)
+check_for_inspect_mesh = partial(_run_checks, checks=SIZE_CHECKS)
 """The checks of settings that determine sizes."""
 
-check_for_mesh = partial(run_checks, checks=(*HOST_CHECKS, check_no_pretend))
-"""The checks of devices and hosts."""
+check_for_mesh = partial(_run_checks, checks=(_check_hosts, _check_no_pretend))
+"""The checks of devices and hosts, for commands whose lengths follow from a file."""
 
-check_for_gae = partial(run_checks, checks=(*HOST_CHECKS, check_no_pretend))
-check_for_rollout = partial(run_checks, checks=SAMPLING_CHECKS)
-check_for_evaluation = partial(run_checks, checks=(check_evaluation_temperature, *SAMPLING_CHECKS))
-check_for_score = partial(run_checks, checks=(*REWARD_CHECKS, *HOST_CHECKS, check_no_pretend))
+check_for_rollout = partial(_run_checks, checks=SAMPLING_CHECKS)
+check_for_evaluation = partial(_run_checks, checks=(check_evaluation_temperature, *SAMPLING_CHECKS))
+check_for_score = partial(_run_checks, checks=(check_rewards, _check_hosts, _check_no_pretend))
 """Lengths are not checked: the input sets them."""

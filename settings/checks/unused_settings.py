@@ -6,88 +6,62 @@ because `--set algorithm.name=grpo` may override the algorithm of a preset with 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable
 
 from settings.loading.fields import FIELDS, value_of
 from settings.loading.printing import MICRO_BATCH_TWINS
 from settings.loading.resolve import Resolved
-from settings.schema.algorithm import CRITIC_ESTIMATORS
-from settings.schema.plugins import EnvironmentSettings
 from settings.schema.settings import Settings
 
-ESTIMATOR, CORRECTION, RANK = "algorithm.estimator", "algorithm.correction", "model.lora.rank"
-LEARNING_RATE = "optimizer.learning_rate"
-OF_ENVIRONMENT_ALONE = ("weight", "credit", "turn_discount")
-"""Fields of `env` for the rewards of `env.source`."""
-
-
-class UsageCondition(NamedTuple):
-    text: str
-    """The condition as worded in notices."""
-    is_met: Callable[[Settings], bool]
-    fields: tuple[str, ...]
-    """Settings that have no effect otherwise."""
-
-
-def _condition(setting: str, values: set[str] | frozenset[str], *fields: str) -> UsageCondition:
-    text = f"{setting} {' or '.join(sorted(values))}"
-    return UsageCondition(text, lambda settings: value_of(settings, setting) in values, fields)
-
-
-USAGE_CONDITIONS = (
-    _condition(ESTIMATOR, CRITIC_ESTIMATORS | {"reinforce_plus_plus"}, "algorithm.gamma"),
+LEARNING_RATE, RANK = "optimizer.learning_rate", "model.lora.rank"
+CRITIC_FIELDS = tuple(field for field in FIELDS if field.startswith("critic.") and field != "critic.lam")
+FIELDS_OF_SOURCE = ("env.weight", "env.credit", "env.turn_discount")
+FIELDS_OF_ENVIRONMENTS = tuple(
+    field
+    for field in FIELDS
+    if field.startswith("env.") and field not in ("env.source", "env.tools", *FIELDS_OF_SOURCE)
+)
+USAGE_CONDITIONS: tuple[tuple[str, Callable[[Settings], bool], tuple[str, ...]], ...] = (
+    (
+        "algorithm.estimator gae or reinforce_plus_plus or vtrace",
+        lambda s: s.has_critic or s.algorithm.estimator == "reinforce_plus_plus",
+        ("algorithm.gamma",),
+    ),
     # Training computes GAE on the host; only the command has this choice.
-    UsageCondition("grpo gae --backend chunked", lambda _: False, ("algorithm.gae_chunk_size",)),
-    _condition(
-        ESTIMATOR,
-        CRITIC_ESTIMATORS,
-        *("algorithm.lam", "algorithm.length_adaptive_lam", "algorithm.bootstrap_truncated"),
-        *(field for field in FIELDS if field.startswith("critic.") and field != "critic.lam"),
+    ("grpo gae --backend chunked", lambda s: False, ("algorithm.gae_chunk_size",)),
+    (
+        "algorithm.estimator gae or vtrace",
+        lambda s: s.has_critic,
+        ("algorithm.lam", "algorithm.length_adaptive_lam", "algorithm.bootstrap_truncated", *CRITIC_FIELDS),
     ),
     # V-trace uses one lambda for advantages and targets.
-    _condition(ESTIMATOR, {"gae"}, "critic.lam"),
-    _condition(
-        CORRECTION,
-        {"truncate", "mask"},
-        *("algorithm.correction_level", "algorithm.correction_max", "algorithm.correction_veto"),
+    ("algorithm.estimator gae", lambda s: s.algorithm.estimator == "gae", ("critic.lam",)),
+    (
+        "algorithm.correction mask or truncate",
+        lambda s: s.algorithm.correction != "none",
+        ("algorithm.correction_level", "algorithm.correction_max", "algorithm.correction_veto"),
     ),
-    _condition(CORRECTION, {"mask"}, "algorithm.correction_min"),
-    UsageCondition(
+    ("algorithm.correction mask", lambda s: s.algorithm.correction == "mask", ("algorithm.correction_min",)),
+    (
         f"{RANK} of 1 or more",
-        lambda settings: bool(settings.model.lora.rank),
+        lambda s: bool(s.model.lora.rank),
         ("model.lora.alpha", "model.lora.targets", "model.lora.quantize_base"),
     ),
     # With adapters, the reference weights are the policy's frozen weights, which training needs on the devices.
-    UsageCondition(f"{RANK} null", lambda settings: not settings.model.lora.rank, ("score.reference.offload",)),
-    UsageCondition(
-        "env.source or env.tools",
-        lambda settings: settings.env.is_used,
-        tuple(
-            f"env.{name}"
-            for name in EnvironmentSettings.model_fields
-            if name not in ("source", "tools", *OF_ENVIRONMENT_ALONE)
-        ),
-    ),
-    UsageCondition(
-        "env.source",
-        lambda settings: settings.env.source is not None,
-        tuple(f"env.{name}" for name in OF_ENVIRONMENT_ALONE),
-    ),
-    UsageCondition(
-        "env.credit turn",
-        lambda settings: settings.env.credit == "turn" or settings.env.source is None,
-        ("env.turn_discount",),
-    ),
+    (f"{RANK} null", lambda s: not s.model.lora.rank, ("score.reference.offload",)),
+    ("env.source or env.tools", lambda s: s.env.is_used, FIELDS_OF_ENVIRONMENTS),
+    ("env.source", lambda s: s.env.source is not None, FIELDS_OF_SOURCE),
+    ("env.credit turn", lambda s: s.env.credit == "turn" or s.env.source is None, ("env.turn_discount",)),
 )
+"""A condition as worded in notices, whether it is met, and the settings that have no effect otherwise."""
 
 
 def launch_notices(resolved: Resolved) -> tuple[str, ...]:
     """Returns the notices at launch: algorithm, unused settings, learning rate, reproducibility, data."""
     lines = [] if resolved.algorithm_changes is None else [resolved.algorithm_changes]
-    for condition in USAGE_CONDITIONS:
-        if not condition.is_met(resolved.settings) and (fields := [*_set_fields(resolved, condition.fields)]):
-            lines.append(f"no effect without {condition.text}: {', '.join(map(resolved.describe, fields))}")
+    for condition, is_met, fields in USAGE_CONDITIONS:
+        if not is_met(resolved.settings) and (unused := [field for field in fields if _is_set(resolved, field)]):
+            lines.append(f"no effect without {condition}: {', '.join(map(resolved.describe, unused))}")
     if resolved.settings.model.lora.rank and resolved.provenance[LEARNING_RATE] == "default":
         lines.append(
             f"{resolved.describe(LEARNING_RATE)} suits training all weights and is too low for adapters "
@@ -111,15 +85,10 @@ def unused_adapter_notices(resolved: Resolved) -> tuple[str, ...]:
     return (f"{resolved.describe(RANK)} has no effect here: model.path is loaded without adapters",)
 
 
-def _set_fields(resolved: Resolved, fields: tuple[str, ...]) -> Iterator[str]:
-    """Yields the fields that somebody set to another value than the default."""
-
-    def entry(field: str) -> tuple[Any, str]:
-        return value_of(resolved.settings, field), resolved.provenance[field]
-
-    for field in fields:
-        value, origin = entry(field)
-        # The micro-batches of the critic are the policy's unless they were set.
-        is_inherited = field in MICRO_BATCH_TWINS and entry(MICRO_BATCH_TWINS[field]) == (value, origin)
-        if origin not in ("default", "derived") and value != FIELDS[field].default and not is_inherited:
-            yield field
+def _is_set(resolved: Resolved, field: str) -> bool:
+    """Returns whether somebody set the field to another value than the default."""
+    value, origin = value_of(resolved.settings, field), resolved.provenance[field]
+    # The micro-batches of the critic are the policy's unless they were set.
+    twin = MICRO_BATCH_TWINS.get(field)
+    is_inherited = twin and (value_of(resolved.settings, twin), resolved.provenance[twin]) == (value, origin)
+    return origin not in ("default", "derived") and value != FIELDS[field].default and not is_inherited

@@ -15,7 +15,7 @@ from typing import get_args
 from settings.errors import InputError
 from settings.loading.fields import FIELDS
 from settings.loading.sources import Layer, SourcedValue, describe_origin, precedence
-from settings.schema.score import ForwardRole
+from settings.schema.algorithm import ForwardRole
 
 SWITCHES = ("dynamic", "dynamic_microbatch")
 TOKEN_QUOTA, ROWS, STRATEGY = "max_tokens_per_device", "rows_per_device", "strategy"

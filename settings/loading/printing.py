@@ -11,7 +11,7 @@ import yaml
 from settings.loading.config_file import ConfigFile
 from settings.loading.fields import flatten
 from settings.loading.yaml_file import parse_scalar, parse_settings_file
-from settings.schema.score import ForwardRole
+from settings.schema.algorithm import ForwardRole
 from settings.schema.settings import Settings
 
 RENDEZVOUS_FIELDS = ("mesh.coordinator_address", "mesh.num_processes", "mesh.process_id")

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Literal, TypeAlias
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from settings.schema.section import Section
+from settings.schema.section import Section, as_list
 
 AttentionImplementation = Literal["auto", "kernel", "xla"]
 
@@ -34,10 +34,6 @@ Quantization: TypeAlias = Literal["int8", "nf4"]
 """Storage formats of quantized kernels."""
 
 
-def _as_list(value: Any) -> Any:
-    return [value] if isinstance(value, str) else value
-
-
 def _validate_target(value: str) -> str:
     if value not in TARGETS:
         near = difflib.get_close_matches(value, TARGETS, n=1)
@@ -55,7 +51,7 @@ class LoRASettings(Section):
     """Scales an adapter's output by alpha / rank."""
     targets: Annotated[
         tuple[Annotated[str, AfterValidator(_validate_target)], ...],
-        BeforeValidator(_as_list),
+        BeforeValidator(as_list),
         Field(min_length=1, strict=False),
     ] = ("all",)
     """Matrices of every layer that get adapters: q_proj, k_proj, v_proj, o_proj (together: attention), gate_proj,

@@ -9,6 +9,11 @@ from pydantic import BaseModel, ConfigDict, field_validator
 INT64_LIMIT = 2**63
 
 
+def as_list(value: Any) -> Any:
+    """Accepts one text instead of a list."""
+    return [value] if isinstance(value, str) else value
+
+
 class Section(BaseModel):
     model_config = ConfigDict(
         extra="forbid",

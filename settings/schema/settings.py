@@ -11,15 +11,21 @@ from typing import Any
 
 from pydantic_settings import BaseSettings, InitSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 
-from settings.schema.algorithm import CRITIC_ESTIMATORS, AlgorithmSettings, CriticSettings, OptimizerSettings
+from settings.schema.algorithm import (
+    CRITIC_ESTIMATORS,
+    SCORED_ROLES,
+    AlgorithmSettings,
+    CriticSettings,
+    OptimizerSettings,
+    ScoredRole,
+    ScoreSettings,
+)
 from settings.schema.data import DataSettings
 from settings.schema.mesh import MeshSettings
 from settings.schema.model import ModelSettings
-from settings.schema.plugins import EnvironmentSettings, PluginSettings
-from settings.schema.reward import RewardSettings
+from settings.schema.reward import EnvironmentSettings, PluginSettings, RewardSettings
 from settings.schema.rollout import RolloutSettings
 from settings.schema.run import CheckpointSettings, EvalSettings, LoggingSettings, RunSettings, WatchdogSettings
-from settings.schema.score import SCORED_ROLES, ScoredRole, ScoreSettings
 
 LEGACY_PROMPT_ALLOWANCE = 128
 """Number of prompt tokens included in the historic runner's `max_length_total`."""

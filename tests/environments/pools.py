@@ -11,7 +11,7 @@ from typing import Any
 from app.environments.episode import EpisodeReply, EpisodeStart
 from app.environments.episode_pool import EPISODE_TIMEOUT_S, EpisodePool
 from app.environments.interface import ToolCall
-from settings.schema.plugins import EnvironmentSettings, PluginSettings
+from settings.schema.reward import EnvironmentSettings, PluginSettings
 
 WAIT_S = 120
 """Longer than anything takes on a busy machine."""

@@ -9,7 +9,7 @@ import pytest
 
 from app.environments.builtin import ENVIRONMENTS, TOOLS, GuessNumber, calculator, lookup
 from app.environments.interface import ToolCall
-from settings.schema.plugins import BUILT_IN_ENVIRONMENTS, BUILT_IN_TOOLS
+from settings.schema.reward import BUILT_IN_ENVIRONMENTS, BUILT_IN_TOOLS
 from tests.environments.pools import contents
 
 

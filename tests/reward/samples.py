@@ -14,8 +14,7 @@ from app.reward.aggregate import RewardedSamples
 from app.reward.plugin import StepInfo
 from app.reward.plugin_signature import DataColumns
 from app.reward.reward_functions import RewardFunctions
-from settings.schema.plugins import PluginSettings
-from settings.schema.reward import RewardSettings
+from settings.schema.reward import PluginSettings, RewardSettings
 
 
 def make_prompt(answer: str | None = "18", uid: str = "q/0", source: str | Messages = "?", **extra: Any) -> Prompt:

@@ -11,8 +11,7 @@ from app.evaluation.prompt_metrics import estimate_metrics, prompt_columns
 from app.reward.aggregate import NO_REWARD_FINISH_REASON
 from app.reward.plugin import StepInfo
 from app.reward.reward_functions import EnvironmentReward, OverlongPenalty, RewardFunctions, accuracy_function_name
-from settings.schema.plugins import PluginSettings
-from settings.schema.reward import RewardSettings
+from settings.schema.reward import PluginSettings, RewardSettings
 from tests.episodes import with_turns
 from tests.reward.samples import columns_of, write_plug_in
 

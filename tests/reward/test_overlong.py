@@ -7,8 +7,7 @@ import pytest
 
 from app.reward.plugin import StepInfo
 from app.reward.reward_functions import OverlongPenalty, RewardFunctions
-from settings.schema.plugins import PluginSettings
-from settings.schema.reward import RewardSettings
+from settings.schema.reward import PluginSettings, RewardSettings
 from tests.reward.samples import columns_of, make_prompt, make_sample
 
 PENALTY = OverlongPenalty(max_length=10, buffer=4, max_penalty=2.0)

@@ -9,8 +9,7 @@ import pytest
 from app.reward.plugin import StepInfo
 from app.reward.plugin_signature import MAX_CHARACTERS, DataColumns
 from app.reward.reward_functions import RewardFunctions
-from settings.schema.plugins import PluginSettings
-from settings.schema.reward import RewardSettings
+from settings.schema.reward import PluginSettings, RewardSettings
 from tests.reward.processes import WORKERS
 from tests.reward.samples import kinds_of, make_group, make_prompt, make_sample, score, values_of, write_plug_in
 

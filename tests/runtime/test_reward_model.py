@@ -24,9 +24,9 @@ from app.records.sample import Sample
 from app.runtime.reward_model import RewardModel, RewardModelSpec, read_reward_model_spec
 from settings import Settings
 from settings.errors import InputError
+from settings.schema.algorithm import MicroBatchSettings, ScoreSettings
 from settings.schema.model import ModelSettings
 from settings.schema.reward import RewardSettings
-from settings.schema.score import MicroBatchSettings, ScoreSettings
 from tests.model.test_parity import SIZES, SWITCHES, import_reference
 from tests.program import here, metrics_of, settings, train_here
 from tests.tiny import make_mesh, make_sample

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from settings.checks.resumed_settings import SettingChange
-from settings.schema.plugins import DECISIVE_FIELDS, EnvironmentSettings
+from settings.schema.reward import DECISIVE_FIELDS, EnvironmentSettings
 
 
 def test_settings_of_environments_are_free_unless_samples_or_rewards_depend_on_them() -> None:

@@ -24,8 +24,7 @@ from app.update.optimizer import TrainState, init_train_state, make_optimizer, t
 from app.update.policy_loss import PolicyBatch, detached_logprobs, make_policy_objective, scored_logprobs
 from app.update.step import UpdateStep
 from app.update.updater import PolicyBatchPacker, Updater, UpdateStepFn, summarize_updates
-from settings.schema.algorithm import OptimizerSettings
-from settings.schema.score import ScoredRole
+from settings.schema.algorithm import OptimizerSettings, ScoredRole
 from tests.tiny import ODD, PLAIN_LOSS, make_mesh, make_sample, one_a_row, random_params, random_samples
 
 DEFINITION = DecoderDefinition.create(replace(ODD, num_layers=1))
