@@ -23,7 +23,10 @@ def check_rewards(resolved: Resolved) -> Iterator[str]:
     ]
     for name, setting, owner in reserved:
         if value_of(resolved.settings, setting) is not None and name in [one.name for one in reward.functions]:
-            yield f"<reward.functions>: `{name}` is reserved for the {owner} of <{setting}>; give it another `name:`"
+            yield (
+                f"<reward.functions>: `{name}` is reserved for the {owner} of <{setting}>; give the function another "
+                "`name:`"
+            )
     if reward.overlong_buffer is not None and reward.overlong_buffer >= longest:
         yield (
             "<reward.overlong_buffer> is not below <rollout.max_new_tokens>, so every completion would be penalized; "
