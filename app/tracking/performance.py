@@ -24,8 +24,7 @@ from app.rollout.scheduling.schedule_metrics import ScheduleMetrics
 from app.runtime.reward_model import RewardModelSpec
 from app.runtime.session import Session
 from settings import Settings
-from settings.schema.algorithm import AlgorithmSettings, CriticSettings
-from settings.schema.score import ForwardRole
+from settings.schema.algorithm import AlgorithmSettings, CriticSettings, ForwardRole
 
 PEAK_FLOPS = {
     **{chip.device_kind: chip.flops for chip in TPU_CHIPS.values()},

@@ -172,7 +172,7 @@ def check_penalty(resolved: Resolved) -> Iterator[str]:
 def check_run(resolved: Resolved) -> Iterator[str]:
     settings, steps, updates = resolved.settings, resolved.settings.run.steps, resolved.settings.num_policy_updates
     if steps * settings.updates_per_step >= 2**31:
-        yield "<run.steps> and <algorithm.epochs> give more optimizer steps than the schedule counts (2**31); lower one"
+        yield "<run.steps> and <algorithm.epochs> give more optimizer steps than the schedule can count; lower one"
     if settings.has_critic and settings.critic.warmup_steps >= steps:
         yield (
             "<critic.warmup_steps> leaves no step to train the policy, because <run.steps>; lower it to at most "
