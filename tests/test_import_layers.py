@@ -40,7 +40,7 @@ LAYER_OF = {package: number for number, packages in enumerate(LAYERS) for packag
 
 SETTINGS_BELOW_RUNTIME = {
     # The numbers of AdamW and its schedule; a literal.
-    "app.update": {"schema.algorithm.OptimizerSettings", "schema.score.ScoredRole"},
+    "app.update": {"schema.algorithm.OptimizerSettings", "schema.algorithm.ScoredRole"},
     "app.rollout": {
         # The numbers of the policies and of the length of segments; literals; a Ray actor makes a mesh of its own.
         *("schema.rollout.PdsrSettings", "schema.rollout.SegmentSettings", "schema.rollout.KVCacheType"),
@@ -60,7 +60,7 @@ SETTINGS_BELOW_RUNTIME = {
     },
     "app.reward": {
         # The reward functions and the limits of their processes; four names.
-        *("schema.reward.RewardSettings", "schema.reward.RewardFunctionSettings", "schema.plugins.PluginSettings"),
+        *("schema.reward.RewardSettings", "schema.reward.RewardFunctionSettings", "schema.reward.PluginSettings"),
         *("schema.reward.MODEL_REWARD", "schema.reward.OVERLONG_REWARD", "schema.reward.CALLABLE_PREFIX"),
         "schema.reward.ENVIRONMENT_REWARD",
     },
@@ -68,7 +68,7 @@ SETTINGS_BELOW_RUNTIME = {
     "app.plugins": {"loading.secrets.redact", "loading.secrets.redact_also"},
     # The environment and the limits of its processes; the values of keys, which are never shown.
     "app.environments": {
-        *("loading.secrets.redact", "schema.plugins.EnvironmentSettings", "schema.plugins.PluginSettings"),
+        *("loading.secrets.redact", "schema.reward.EnvironmentSettings", "schema.reward.PluginSettings"),
     },
     # The saved settings of a run, beside the defaults.
     "app.report": {"loading.fields.FIELDS"},
