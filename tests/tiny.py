@@ -156,8 +156,7 @@ class TinyEngine:
                 exact=False,
                 is_tiny=True,
                 row_shards=shards,
-                records_routes=self._records_routes,
-            )
+            )._replace(records_routes=self._records_routes)
             engine = SlotEngine(
                 self.definition, self.mesh, shapes, eos_ids=self._eos_ids, dtype=self.dtype, exact=False
             )

@@ -25,8 +25,7 @@ from app.prompts.chat import to_messages
 from app.prompts.observation_encoder import ObservationEncoder
 from app.records.sample import DROPPED_PREFIX, Episode, Messages, Prompt, Turn
 from app.rollout.request import GenerationRequest
-from app.rollout.sequence import Opening, RolloutSequence, make_sequences
-from app.rollout.stop_strings import DecodeText
+from app.rollout.sequence import DecodeText, Opening, RolloutSequence, make_sequences
 from settings.errors import InputError
 
 log = logging.getLogger(__name__)

@@ -27,11 +27,6 @@ class RolloutCounters:
     """Rows times steps, also of known tokens: the number of tokens that could have been drawn."""
     generated_tokens: int = 0
 
-    def count_segment(self, *, steps: int, num_rows: int, num_generated: int) -> None:
-        self.segments += 1
-        self.row_steps += steps * num_rows
-        self.generated_tokens += num_generated
-
     @classmethod
     def sum(cls, counters: Iterable[RolloutCounters]) -> RolloutCounters:
         return cls(*map(sum, zip(*(vars(part).values() for part in counters), strict=True)))

@@ -23,7 +23,7 @@ class GenerationRequest:
     max_new_tokens: int | Sequence[int]
     """Maximum number of completion tokens: one number for all samples, or one per sample in order."""
     stop: tuple[str, ...] = ()
-    """Texts that end a completion; see `app.rollout.stop_strings`."""
+    """Texts that end a completion; see `app.rollout.sequence.stop_length`."""
     first_group_id: int = 0
     """Group id of the first prompt."""
     route_shape: RouteShape | None = None

@@ -13,8 +13,7 @@ from app.records.sample import Prompt, Sample
 from app.rollout.conversations import Conversations
 from app.rollout.request import GenerationRequest
 from app.rollout.sampling.token_sampling import SamplingRules
-from app.rollout.sequence import RolloutSequence, make_sequences
-from app.rollout.stop_strings import DecodeText
+from app.rollout.sequence import DecodeText, RolloutSequence, make_sequences
 
 
 class SampleGenerator(ABC):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, zip_longest
 from typing import NamedTuple
@@ -22,7 +23,9 @@ from app.model.kv_cache import KVCache
 from app.plugins.values import Failure
 from app.records.sample import Episode, Messages, Prompt, Sample, Turn
 from app.rollout.request import GenerationRequest
-from app.rollout.stop_strings import DecodeText, stop_length
+
+DecodeText = Callable[[Sequence[int]], str]
+"""Converts token ids to text."""
 
 
 class Opening(NamedTuple):
@@ -78,6 +81,8 @@ class RolloutSequence:
     """While the environment has to answer: how the turn ended, `stop` or `length`."""
     episode: Episode | None = None
     """All turns, once the sample is done."""
+    name: str = ""
+    """Its uid in the schedule of its rollout."""
     key: str = field(default_factory=lambda: uuid.uuid4().hex)
     """Tells it from all other rows; copies of a row share it."""
 
@@ -249,3 +254,24 @@ def gather_sequences(own: Sequence[RolloutSequence]) -> list[RolloutSequence]:
         theirs = [Prompt(uid, np.asarray(ids, np.int32), "", None) for uid, ids in there["prompts"]]
         by_host.append([RolloutSequence(theirs[number], *others) for number, *others in there["rows"]])
     return [row for row in chain(*zip_longest(*by_host)) if row is not None]
+
+
+def stop_length(token_ids: Sequence[int], stop: Sequence[str], decode_text: DecodeText) -> int | None:
+    """Returns the number of tokens up to the first with which the text contains a stop string; None if there is none.
+
+    Devices draw tokens without knowing their text, so the host cuts a finished sample, as in vLLM and TRL. What is cut
+    off changes nothing before it: not a token, a logprob or another sample. Between segments, slots free the rows that
+    contain a stop string.
+
+    A text of valid UTF-8 that contains a stop string still does with more tokens. Only while a character of up to four
+    byte tokens is incomplete, some tokenizers (SentencePiece's) do not decode the byte tokens before it either.
+    """
+
+    def is_stopped(count: int) -> bool:
+        text = decode_text(token_ids[:count])
+        shorter = (decode_text(token_ids[: max(count - num, 0)]) for num in (1, 2, 3) if text.endswith("\ufffd"))
+        return any(string in one for one in (text, *shorter) for string in stop)
+
+    if not stop or not is_stopped(len(token_ids)):
+        return None
+    return bisect_left(range(len(token_ids)), True, key=is_stopped)

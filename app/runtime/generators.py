@@ -219,7 +219,7 @@ def slot_shapes(
         num_blocks: what `rollout.kv_blocks: auto` stands for.
     """
     rollout = settings.rollout
-    return make_slot_shapes(
+    shapes = make_slot_shapes(
         num_slots,
         max_prompt_length=settings.data.max_prompt_length,
         max_new_tokens=rollout.max_new_tokens,
@@ -227,14 +227,14 @@ def slot_shapes(
         segment_max=rollout.segment.max,
         exact=rollout.mode == "exact",
         num_blocks=num_blocks if rollout.kv_blocks == "auto" else rollout.kv_blocks,
-        kv_cache=rollout.kv_cache,
-        row_limit=row_limit,
-        rows_together=rollout.rows_together,
-        records_routes=rollout.routing_replay,
         has_turns=settings.env.is_used,
         is_tiny=is_tiny,
         row_shards=row_shards,
         setting=setting,
+    )
+    together, records_routes = rollout.rows_together, rollout.routing_replay
+    return shapes._replace(
+        kv_cache=rollout.kv_cache, row_limit=row_limit, rows_together=together, records_routes=records_routes
     )
 
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from app.records.text_format import format_percent
 from app.report.slot_timeline import Activity, Timeline, TimelineBar
-from app.rollout.scheduling.protocol import EventRecord, SampleRole, Submitted
-from app.rollout.scheduling.schedule_metrics import ScheduleMetrics, slot_spans, slots_per_worker
+from app.rollout.scheduling.protocol import EventRecord, SampleRole, Submitted, WorkerJoined
+from app.rollout.scheduling.schedule_metrics import ScheduleMetrics, slot_spans
 
 ROLE_ACTIVITIES: dict[SampleRole | None, Activity] = {
     **{"probe": "probe", "fast": "fast", "heavy": "heavy"},
@@ -24,7 +24,7 @@ def rollout_timeline(records: Sequence[EventRecord], metrics: ScheduleMetrics, *
         )
         for span in slot_spans(records)
     )
-    slots = slots_per_worker(records)
+    slots = {event.worker: event.slots for event, _ in records if isinstance(event, WorkerJoined)}
     bubble, tail = map(format_percent, (metrics.bubble, metrics.tail_fraction))
     recall = "" if metrics.probe_recall is None else f", recall {metrics.probe_recall:.2f}"
     figures = (

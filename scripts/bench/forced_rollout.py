@@ -136,8 +136,7 @@ class ForcedRollout:
             segment_max=min(self.rule.max, self.longest),
             exact=False,
             num_blocks=num_blocks,
-            row_limit=row_limit,
-        )
+        )._replace(row_limit=row_limit)
         if shapes not in self._programs:
             programs = EndingPrograms(self.definition, self.mesh, shapes, dtype=self.dtype, num_eos=1)
             ends = [last_keys(self.prompts, lengths, seed=seed) for seed, lengths in enumerate(self.lengths)]

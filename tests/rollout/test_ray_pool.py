@@ -33,7 +33,7 @@ from tests.rollout.test_scheduled_workers import (
     EAGER,
     KINDS,
     SHORT,
-    WINDOW,
+    EagerPool,
     admitted,
     bits,
     commands_of,
@@ -102,8 +102,8 @@ def actors(
         )
         for number, kind in enumerate(KINDS[:num_workers])
     ]
-    schedule = ScheduleConfig("adaptive", EAGER, SHORT, in_order=False, constants=WINDOW)
-    return RolloutWorkerPool(workers, schedule, decode_text=spell)
+    schedule = ScheduleConfig("adaptive", EAGER, SHORT, in_order=False)
+    return EagerPool(workers, schedule, decode_text=spell)
 
 
 @pytest.fixture(scope="module")
@@ -197,7 +197,7 @@ def test_suspended_rows_are_computed_again_where_they_continue(rested: RolloutWo
     assert bits(samples_of(rested)) == bits(expected())
     assert any(isinstance(command, Suspend) for command in commands_of(rested))
     moved = [one for one in admitted(rested) if one.num_tokens]
-    assert moved and all((one.how, one.source) == ("replay", None) for one in moved)
+    assert moved and all(one.how == "recompute" for one in moved)
     recomputed = rested.take_counters().recomputed_tokens
     assert recomputed == schedule_metrics(rested.records).repacked_tokens > 0
 

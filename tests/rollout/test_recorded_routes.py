@@ -26,6 +26,7 @@ from app.rollout.engine.shapes import make_slot_shapes
 from app.rollout.request import GenerationRequest
 from app.rollout.sampling.token_sampling import SamplingRules
 from app.rollout.scheduling.protocol import RunSegment
+from app.rollout.scheduling.segment_limits import SegmentLimits
 from app.rollout.sequence import RolloutSequence, SuspendedSequence
 from app.rollout.workers.worker import Admission
 from app.score.scorer import Scorer
@@ -68,9 +69,8 @@ def new_slots(
         prefill_length_min=4,
         segment_max=5,
         exact=exact,
-        records_routes=True,
         **sizes,
-    )
+    )._replace(records_routes=True)
     return SlotEngine(DEFINITION, make_mesh(mesh), shapes, eos_ids=(), dtype=FLOAT32, exact=exact)
 
 
@@ -154,13 +154,13 @@ def test_suspended_rows_keep_the_routes_of_their_prompts_with_and_without_a_cach
     engine.admit(rows)
     first, second = engine.suspend(rows[:2])  # before their first segment
     engine.admit([first, second])
-    engine.start_segment(length=4)
+    engine.start_segment(SegmentLimits(4))
     engine.finish_segment().collect()
     kept, lost = engine.suspend(rows[1:3])
     engine.load_weights(weights_on(), policy_version=4)
     engine.admit([kept, SuspendedSequence(lost.row, None)])
     while engine.active_rows:
-        engine.start_segment(length=5)
+        engine.start_segment(SegmentLimits(5))
         engine.finish_segment().collect()
     engine.close()
     assert_routes_are_those_of_the_trainer([sample_of(row) for row in rows])
@@ -183,10 +183,10 @@ def test_routes_come_back_from_a_worker_in_another_process():
     worker = RayWorker(name="far", kind="fast", engine=engine, spec=spec, cluster=RayCluster("local", []), resources={})
     worker.wait_until_ready(never_stop)
     worker.open(weights_on(), REQUEST, suspends=False)
-    rows = [row_of(i, 9) for i in range(3)]
-    waiting = deque(Admission(row, row.uid, None) for row in rows)
+    rows = [replace(row_of(i, 9), name=str(i)) for i in range(3)]
+    waiting = deque(Admission(row, None) for row in rows)
     for _ in range(3):
-        worker.start_segment(RunSegment("far", (), 4, 0, 0), waiting)
+        worker.start_segment(RunSegment("far", (), SegmentLimits(4)), waiting)
         worker.finish_segment()
     worker.shut_down()
     assert all(row.finish_reason == "length" for row in rows)

@@ -22,6 +22,7 @@ from app.rollout.engine.segment import NOT_FORCED, RowStatus, RowTable
 from app.rollout.engine.shapes import SlotShapes, make_slot_shapes
 from app.rollout.request import GenerationRequest
 from app.rollout.sampling.token_sampling import SamplingRules, hash_uids
+from app.rollout.scheduling.segment_limits import SegmentLimits
 from app.rollout.sequence import RolloutSequence, SuspendedSequence
 from tests.tiny import ODD, make_mesh
 
@@ -159,8 +160,7 @@ def test_whatever_happens_every_row_reads_its_own_tokens_and_every_block_comes_b
         prefill_length_min=4,
         segment_max=draw(st.integers(1, 16)),
         exact=exact,
-        block_size=draw(st.sampled_from([2, 4])),
-    )
+    )._replace(block_size=draw(st.sampled_from([2, 4])))
     assert shapes.block_size is not None
     per_row = -(-shapes.max_length // shapes.block_size)
     shapes = shapes._replace(num_blocks=per_row + 2 + draw(st.integers(0, 2 * per_row)))
@@ -183,7 +183,7 @@ def test_whatever_happens_every_row_reads_its_own_tokens_and_every_block_comes_b
         if waiting and draw(small):
             engine.prefill([prompts[i] for i in draw(st.sets(st.integers(0, len(prompts) - 1), max_size=4))])
         engine.admit([waiting.popleft() for _ in range(min(len(waiting), engine.num_free_slots))])
-        engine.start_segment(length=draw(st.integers(1, 9)), leave_when_finished=draw(small))
+        engine.start_segment(SegmentLimits(draw(st.integers(1, 9)), draw(small)))
         segment = engine.finish_segment()
         assert_accounts_balance(engine)
         if draw(small) == 0 and engine.active_rows:

@@ -23,8 +23,8 @@ from app.rollout.engine.programs import SlotPrograms, copy_blocks
 from app.rollout.engine.shapes import make_slot_shapes
 from app.rollout.request import GenerationRequest
 from app.rollout.sampling.token_sampling import SamplingRules
-from app.rollout.sequence import RolloutSequence, SuspendedSequence
-from app.rollout.stop_strings import DecodeText
+from app.rollout.scheduling.segment_limits import SegmentLimits
+from app.rollout.sequence import DecodeText, RolloutSequence, SuspendedSequence
 from app.score.scorer import Scorer
 from settings.errors import InputError
 from settings.schema.rollout import KVCacheType, SegmentSettings
@@ -68,12 +68,8 @@ def new_slots(
         prefill_length_min=4,
         segment_max=16,
         exact=exact,
-        block_size=block_size,
         num_blocks=num_blocks,
-        kv_cache=kv_cache,
-        row_limit=row_limit,
-        rows_together=rows_together,
-    )
+    )._replace(block_size=block_size, kv_cache=kv_cache, row_limit=row_limit, rows_together=rows_together)
     if not exact:
         shapes = shapes._replace(batch_buckets=(num_slots // 2, num_slots))
     made = {"eos_ids": eos_ids, "dtype": FLOAT32, "exact": exact, "decode_text": decode_text}
@@ -136,11 +132,8 @@ def run_at_random(engine: SlotEngine, seed: int, *, suspends: bool = True) -> li
     while waiting or engine.active_rows:
         num_admitted = int(rng.integers(0 if engine.active_rows else 1, engine.num_free_slots + 1))
         engine.admit([waiting.popleft() for _ in range(min(num_admitted, len(waiting)))])
-        engine.start_segment(
-            length=int(rng.integers(1, 9)),
-            leave_when_finished=int(rng.integers(1, 4)),
-            leave_when_active=int(rng.integers(0, len(engine.active_rows))),
-        )
+        limits = rng.integers(1, 9), rng.integers(1, 4), rng.integers(0, len(engine.active_rows))
+        engine.start_segment(SegmentLimits(*map(int, limits)))
         engine.finish_segment().collect()
         if suspends and engine.active_rows and rng.random() < 0.5:
             chosen = rng.permutation(len(engine.active_rows))[: int(rng.integers(1, 3))]
@@ -173,7 +166,7 @@ def test_in_exact_mode_tokens_stay_what_they_are_when_the_weights_have_changed()
         row, beside = (RolloutSequence(PROMPTS[0], i, LONGEST, noise_step=3) for i in range(2))
         engine.open(first, REQUEST, suspends=True)
         engine.admit([row, beside])
-        engine.start_segment(length=7)
+        engine.start_segment(SegmentLimits(7))
         engine.finish_segment().collect()
         known = by_uid([row])[row.uid]
         engine.suspend([row])
@@ -181,7 +174,7 @@ def test_in_exact_mode_tokens_stay_what_they_are_when_the_weights_have_changed()
         engine.admit([SuspendedSequence(row, None)])
         assert row.num_tokens == 7 and by_uid([row])[row.uid] == known
         while engine.active_rows:
-            engine.start_segment(length=16)
+            engine.start_segment(SegmentLimits(16))
             engine.finish_segment().collect()
         engine.close()
         tokens, logprobs = by_uid([row])[row.uid]
@@ -278,7 +271,7 @@ def test_after_new_weights_prompts_are_read_anew():
             engine.load_weights(weights, policy_version=4)
         row = RolloutSequence(prompt, 0, 1, noise_step=3)
         engine.admit([row])
-        engine.start_segment(length=1)
+        engine.start_segment(SegmentLimits(1))
         engine.finish_segment().collect()
         engine.close()
         return row.logprobs[0]
@@ -302,7 +295,7 @@ def test_a_segment_leaves_when_enough_rows_are_done_or_few_are_left():
     engine.admit(rows)
     steps = []
     for limits in ({"leave_when_finished": 1}, {"leave_when_active": 2}, {"length": 2}, {}):
-        engine.start_segment(**({"length": 16} | limits))
+        engine.start_segment(SegmentLimits(**({"length": 16} | limits)))
         steps.append(engine.finish_segment().steps)
     assert steps == [3, 4, 2, 5]
     assert [row.num_segments for row in rows] == [1, 2, 4, 4] and not engine.active_rows
@@ -326,7 +319,7 @@ def test_a_row_whose_logits_are_not_finite_ends_before_them_and_no_neighbour_cha
     expected = {s.uid: s.completion_ids.tolist() for s in generate(engine, PROMPTS[:1], 9)}
     engine.open(weights_on(), REQUEST)
     engine.admit(rows)
-    engine.start_segment(length=4)
+    engine.start_segment(SegmentLimits(4))
     engine.finish_segment().collect()
     whole, num_tokens = by_uid(rows), rows[1].num_tokens
     [second] = [slot.blocks[0] for slot in engine.scheduler.slots if slot.row is rows[1]]
@@ -334,7 +327,7 @@ def test_a_row_whose_logits_are_not_finite_ends_before_them_and_no_neighbour_cha
     spoil = lambda x: x if x.dtype == jnp.int8 else x.at[second].set(np.nan)  # noqa: E731
     engine.runner.cache = jax.tree.map(spoil, engine.runner.cache)
     while engine.active_rows:
-        engine.start_segment(length=16)
+        engine.start_segment(SegmentLimits(16))
         engine.finish_segment().collect()
     caches = [np.asarray(layer) for layer in jax.tree.leaves(engine.runner.cache)]
     engine.close()
@@ -369,7 +362,7 @@ def test_no_slot_is_kept_empty_for_tokens_that_its_row_will_have_elsewhere() -> 
         engine.admit([*rows])
         assert len(engine.scheduler.slots) == 8 and not engine.scheduler.queued
         longest = max(len(row.prompt.token_ids) + row.num_tokens for row in rows)
-        engine.start_segment(length=16 - longest)
+        engine.start_segment(SegmentLimits(16 - longest))
         engine.finish_segment().collect()
         engine.suspend(rows)
         rows = rows_of(lengths=[LONGEST] * len(LENGTHS))[8:16]
@@ -438,11 +431,11 @@ def test_blocks_follow_tokens_samples_share_those_of_their_prompt_and_all_come_b
     )
     # The prompt's own last block is given up where others need it.
     assert before[0] - num_free(engine)[0] == 1 + 4
-    engine.start_segment(length=4)
+    engine.start_segment(SegmentLimits(4))
     assert [len(slot.blocks) for slot in engine.scheduler.slots] == [3] * 4
     engine.finish_segment().collect()
     while engine.active_rows:
-        engine.start_segment(length=16)
+        engine.start_segment(SegmentLimits(16))
         engine.finish_segment().collect()
     assert num_free(engine) == before
     engine.close()

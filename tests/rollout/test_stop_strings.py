@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from app.records.sample import Sample
 from app.rollout.engine.engine import SlotEngine
-from app.rollout.stop_strings import stop_length
+from app.rollout.sequence import stop_length
 from app.rollout.workers.async_generation import AsyncRollout
 from app.rollout.workers.worker import RolloutWorker
 from tests.rollout.test_scheduled_workers import EAGER, bits, mesh_of, scheduled

@@ -11,11 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.rollout.sampling import threshold_kernel, threshold_search
-from app.rollout.sampling.threshold_codes import lowest_code, value_of_code
-from app.rollout.sampling.threshold_search import lowest_reached
+from app.rollout.sampling import threshold_kernel, truncation
 from app.rollout.sampling.token_sampling import SamplingRules, sample_tokens_truncated
-from app.rollout.sampling.truncation import MASS_UNIT, kept_tokens
+from app.rollout.sampling.truncation import MASS_UNIT, kept_tokens, lowest_code, lowest_reached, value_of_code
 from tests.tiny import make_mesh
 
 VOCAB = 304
@@ -76,7 +74,7 @@ def slow_lowest(values: np.ndarray, weights: np.ndarray, limit: int) -> float:
 
 def searches(values: np.ndarray, weights: np.ndarray | None, limits: np.ndarray, num_bits: int) -> list[np.ndarray]:
     """Returns the results for one and for four bits a pass, and of the kernel in Pallas' interpreter."""
-    run = functools.partial(threshold_search._search, num_bits=num_bits)  # pyright: ignore[reportPrivateUsage]
+    run = functools.partial(truncation._search, num_bits=num_bits)  # pyright: ignore[reportPrivateUsage]
     kernel = functools.partial(threshold_kernel.search, num_bits=num_bits, available_bytes=2**24, interpret=True)
     ways = [functools.partial(run, bits_per_pass=bits) for bits in (1, 4)] + [kernel]
     return [np.asarray(value_of_code(jax.jit(way)(values, weights, limits), values.dtype)) for way in ways]

@@ -12,17 +12,15 @@ from app.distributed.collectives import max_over_hosts
 from app.distributed.stop_check import STOP_CHECK_INTERVAL_S, StoppedError
 from app.mesh.device_mesh import num_hosts
 from app.model.decode_weights import DecodeWeights
-from app.records.sample import Prompt
 from app.rollout.counters import RolloutCounters
 from app.rollout.engine.engine import SegmentResult, SlotEngine
 from app.rollout.engine.shapes import Footprint
 from app.rollout.request import GenerationRequest
 from app.rollout.sample_generator import SampleGenerator
 from app.rollout.sampling.token_sampling import SamplingRules
-from app.rollout.scheduling.scheduling_policy import admission_budget, max_suspended_samples
+from app.rollout.scheduling.scheduling_policy import admission_budget
 from app.rollout.scheduling.segment_limits import SegmentLimits, prior_mean_length, segment_limits
-from app.rollout.sequence import RolloutSequence, gather_sequences
-from app.rollout.stop_strings import DecodeText
+from app.rollout.sequence import DecodeText, RolloutSequence, gather_sequences
 from settings.schema.rollout import SegmentSettings
 
 
@@ -86,7 +84,7 @@ class ContinuousBatchGenerator(SampleGenerator):
             self._raise_if_stopped()
             self._admit(answered, waiting, num_unsent=0 if segment is None else len(segment.acting))
             if engine.active_rows:
-                engine.start_segment(**self._limits(has_waiting=bool(answered or waiting), lengths=lengths)._asdict())
+                engine.start_segment(self._limits(has_waiting=bool(answered or waiting), lengths=lengths))
             # The devices decode while the host reads the tokens of the previous segment.
             if segment is not None:
                 segment.collect()
@@ -148,24 +146,12 @@ class ContinuousBatchGenerator(SampleGenerator):
         if self.conversations is not None:
             num_new = admission_budget(
                 num_new,
-                num_suspended=self._num_acting + num_unsent + len(answered),
-                max_suspended=max_suspended_samples(
-                    self.engine.shapes.num_slots, self.conversations.limits.max_suspended
-                ),
+                self._num_acting + num_unsent + len(answered),
+                num_slots=self.engine.shapes.num_slots,
+                limit=self.conversations.limits.max_suspended,
             )
         if waiting and num_new > 0:
-            self._prefill_ahead(waiting)
+            self.engine.prefill(row.prompt for row in waiting)
             admitted += [waiting.popleft() for _ in range(min(num_new, len(waiting)))]
         if admitted:
             self.engine.admit(admitted)
-
-    def _prefill_ahead(self, waiting: deque[RolloutSequence]) -> None:
-        """Prefills as many waiting prompts as one program takes, unless the next one is already in the cache."""
-        if self.engine.scheduler.has_prefilled(waiting[0].prompt):
-            return
-        prompts: dict[str, Prompt] = {}
-        for row in waiting:
-            prompts[row.prompt.uid] = row.prompt
-            if len(prompts) == self.engine.shapes.prefill_rows[-1]:
-                break
-        self.engine.prefill(list(prompts.values()))

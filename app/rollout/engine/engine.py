@@ -7,7 +7,7 @@ while the host reads the tokens of the previous one.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import jax.numpy as jnp
@@ -29,8 +29,7 @@ from app.rollout.engine.slot_device import Slot
 from app.rollout.request import GenerationRequest
 from app.rollout.sampling.token_sampling import SamplingRules
 from app.rollout.scheduling.segment_limits import SegmentLimits
-from app.rollout.sequence import RolloutSequence, SuspendedSequence
-from app.rollout.stop_strings import DecodeText
+from app.rollout.sequence import DecodeText, RolloutSequence, SuspendedSequence
 from settings.errors import InputError
 
 
@@ -170,7 +169,7 @@ class SlotEngine:
                 f"than the {self.shapes.max_length} that fit into a slot; lower this setting or data.max_prompt_length"
             )
 
-    def prefill(self, prompts: Sequence[Prompt]) -> None:
+    def prefill(self, prompts: Iterable[Prompt]) -> None:
         """Prefills prompts of samples that come next; see `SlotScheduler.prefill`."""
         self.scheduler.prefill(prompts)
         self._carry_out()
@@ -219,18 +218,13 @@ class SlotEngine:
 
     # A segment ---------------------------------------------------------------------------------------------------
 
-    def start_segment(self, *, length: int, leave_when_finished: int = 0, leave_when_active: int = 0) -> None:
+    def start_segment(self, limits: SegmentLimits) -> None:
         """Schedules a segment, dispatches it and returns at once.
 
-        The segment ends after `length` tokens of each row, when all rows are done, when the blocks are full, or, while
-        rows wait for blocks, as soon as a row is done.
-
-        Args:
-            leave_when_finished: number of newly finished rows at which it ends, because samples need slots; 0 = never.
-            leave_when_active: number of active rows at which it ends, because they fit into a smaller program.
+        It also ends when all rows are done, when the blocks are full, or, while rows wait for blocks, as soon as a row
+        is done.
         """
         assert self._running is None and self.active_rows
-        limits = SegmentLimits(length, leave_when_finished, leave_when_active)
         segment = self.scheduler.schedule(limits, is_stopped=self._is_stopped)
         self._carry_out()
         self._running = segment, *self.runner.decode(segment)
@@ -243,7 +237,9 @@ class SlotEngine:
         decoded = self.scheduler.postprocess(segment, after)
         self._carry_out()
         steps, num_rows = int(after.steps[0]), segment.num_rows
-        self.counters.count_segment(steps=steps, num_rows=num_rows, num_generated=sum(d.num_drawn for d in decoded))
+        self.counters.segments += 1
+        self.counters.row_steps += steps * num_rows
+        self.counters.generated_tokens += sum(one.num_drawn for one in decoded)
         waited, slots = [row_of(one) for one in self.scheduler.queued], [*segment.places.values()]
         self._last = SegmentResult(decoded, waited, steps, num_rows, self._policy_version, slots, drawn)
         return self._last

@@ -7,7 +7,7 @@ blocks. Where blocks run out, the newest row of the device gives its own up and 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -116,19 +116,24 @@ class SlotScheduler:
 
     # Admission ---------------------------------------------------------------------------------------------------
 
-    def has_prefilled(self, prompt: Prompt) -> bool:
-        return any(device.pool.has_prompt(prompt_key(prompt)) for device in self.devices)
+    def prefill(self, prompts: Iterable[Prompt]) -> None:
+        """Prefills as many prompts of samples that come next as one program takes, unless the first is in the cache.
 
-    def prefill(self, prompts: Sequence[Prompt]) -> None:
-        """Prefills distinct prompts of samples that come next, as far as the only device has room for them.
-
-        Of several devices, it is not known yet which will have the slots.
+        It does so as far as the only device has room. Of several devices, it is not known yet which will have the
+        slots.
         """
         if len(self.devices) > 1:
             return
         work, [device] = CacheWork(), self.devices
-        growing = device.num_growing()
+        distinct: dict[str, Prompt] = {}
         for prompt in prompts:
+            if len(distinct) == self._shapes.prefill_rows[-1] or (
+                not distinct and device.pool.has_prompt(prompt_key(prompt))
+            ):
+                break
+            distinct[prompt.uid] = prompt
+        growing = device.num_growing()
+        for prompt in distinct.values():
             needed = self._num_prompt_blocks(prompt) + growing
             if not device.pool.has_prompt(prompt_key(prompt)) and device.num_available() >= needed:
                 self._share_prompt(prompt, 0, work)
@@ -339,7 +344,7 @@ class SlotScheduler:
             length = min(length, self._shapes.max_forced)
         limits = limits._replace(length=self._reserve(length, is_stopped))
         if self.queued and not limits.leave_when_finished:
-            limits = SegmentLimits(limits.length, leave_when_finished=1, leave_when_active=0)
+            limits = SegmentLimits(limits.length, leave_when_finished=1)
         # Rows do not change their devices.
         most = max(len(device.slots) for device in self.devices)
         num_rows = next(size for size in self._shapes.batch_buckets if size >= most * len(self.devices))

@@ -116,12 +116,7 @@ def make_slot_shapes(
     prefill_length_min: int,
     segment_max: int,
     exact: bool,
-    block_size: int | None = None,
     num_blocks: int | None = None,
-    kv_cache: KVCacheType | None = None,
-    row_limit: int | None = None,
-    rows_together: int | None = None,
-    records_routes: bool = False,
     has_turns: bool = False,
     is_tiny: bool = False,
     row_shards: int = 1,
@@ -132,7 +127,6 @@ def make_slot_shapes(
     Args:
         exact: whether every sample must run in programs of the same sizes: one batch size, and a separate prefill for
             each prompt.
-        row_limit, rows_together, records_routes: see `SlotShapes`.
         has_turns: whether an environment answers, so that observations follow.
         is_tiny: whether programs take longer to compile than to run, so that there is only one size of each kind.
         row_shards: number of devices over which the slots are split.
@@ -162,14 +156,9 @@ def make_slot_shapes(
         recompute_buckets=rows,
         prefill_rows=prefill_rows,
         segment_max=min(segment_max, max_new_tokens),
-        block_size=block_size,
         num_blocks=num_blocks,
         # In exact mode, a memory limit must not change the size of blocks, which changes the rounding.
         has_large_blocks=num_blocks is None and not exact,
-        kv_cache=kv_cache,
-        row_limit=row_limit,
-        rows_together=rows_together,
-        records_routes=records_routes,
         max_forced=min(segment_max, max_new_tokens, MAX_FORCED) if exact or has_turns else 0,
     )
 

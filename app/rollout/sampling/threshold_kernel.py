@@ -1,4 +1,4 @@
-"""The search of `app.rollout.sampling.threshold_search` as a Pallas kernel for TPUs.
+"""The search of `app.rollout.sampling.truncation` as a Pallas kernel for TPUs.
 
 Values and weights of a few rows stay on the chip while each turn of the grid decides one bit of their thresholds.
 """
@@ -13,7 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Int32, Num
 
-from app.rollout.sampling.threshold_codes import lowest_code, value_of_code
+from app.rollout.sampling.truncation import lowest_code, value_of_code
 
 ROWS, LANES = 8, 128
 """The shape of a register: so many rows are searched at once, and their numbers are held in all lanes."""
@@ -41,7 +41,7 @@ def search(
     available_bytes: int,
     interpret: bool = False,
 ) -> Int32[Array, "B"]:
-    """Returns the codes of what `threshold_search.lowest_reached` returns, for one device's rows."""
+    """Returns the codes of what `truncation.lowest_reached` returns, for one device's rows."""
     num_rows, vocab_size = values.shape
     padding = -num_rows % ROWS
     by_tokens = [jnp.pad(x, ((0, padding), (0, 0))) for x in (values, weights) if x is not None]

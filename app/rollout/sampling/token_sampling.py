@@ -78,11 +78,6 @@ def sample_keys(
     return jax.vmap(sample_key)(uid_hashes, sample_index)
 
 
-def effective_temperature(temperature: Array | float) -> Array:
-    """Returns the divisor of the logits, which is 1 for greedy sampling."""
-    return jnp.where(jnp.asarray(temperature) == 0, 1.0, temperature)
-
-
 def gumbel_noise(keys: Key[Array, "B"], rules: SamplingRules, num_tokens: int) -> Float32[Array, "B V"]:
     """Returns noise such that argmax(logits + noise) is a draw from softmax(logits); zeros if greedy.
 
@@ -129,7 +124,8 @@ def draw_tokens(
     positions: Int32[Array, "B"],
 ) -> SampledTokens:
     """Draws the tokens at these positions from the hidden states before them; `keys` are those of `sample_keys`."""
-    logits = scaled_logits(hidden, head, effective_temperature(rules.temperature))
+    divisor = jnp.where(jnp.asarray(rules.temperature) == 0, 1.0, rules.temperature)
+    logits = scaled_logits(hidden, head, divisor)
     return sampler(logits, rules, jax.vmap(jax.random.fold_in)(keys, positions))
 
 

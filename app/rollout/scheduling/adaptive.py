@@ -80,17 +80,17 @@ class AdaptivePolicy(SchedulingPolicy):
         movable = [
             entry
             for entry in running_rows(self.context, worker)
-            if entry.moves < self.context.constants.max_moves and any(other.fits(entry) for other in others)
+            if entry.moves < self.context.max_moves and any(other.fits(entry) for other in others)
         ]
         num_free = sum(other.slots for other in others if any(map(other.fits, movable)))
         most = min(len(worker.rows) // 2, num_free)
         return [Eviction(entry.uid, "spread") for entry in movable[:most]]
 
-    def has_sample_for(self, worker: WorkerState) -> bool:
-        return self.context.first_fitting(self._queue, worker) is not None
+    def _find(self, worker: WorkerState) -> str | None:
+        return self.context.first_fitting(self._queue, worker)
 
     def next_sample(self, worker: WorkerState) -> tuple[str, SampleRole] | None:
-        uid = self.context.first_fitting(self._queue, worker)
+        uid = self._find(worker)
         if uid is None:
             return None
         self._queue.remove(uid)
@@ -111,6 +111,3 @@ class AdaptivePolicy(SchedulingPolicy):
         threshold = self.context.threshold
         is_long = threshold is not None and self.context.expected_length(entry) > threshold
         return "heavy" if is_long else "fast"
-
-    def waiting(self) -> list[str]:
-        return self._queue.uids()

@@ -127,14 +127,11 @@ class PdsrV1Policy(SchedulingPolicy):
         self._probes.forget(prompt)
         self._batch.pop(prompt, None)
 
-    def has_sample_for(self, worker: WorkerState) -> bool:
-        return self.context.first_served(self._queues, SERVED_BY, worker) is not None
+    def _find(self, worker: WorkerState) -> tuple[str, SampleRole] | None:
+        return self.context.first_served(self._queues, SERVED_BY, worker)
 
     def next_sample(self, worker: WorkerState) -> tuple[str, SampleRole] | None:
-        found = self.context.first_served(self._queues, SERVED_BY, worker)
+        found = self._find(worker)
         if found is not None:
             self._queues[found[1]].remove(found[0])
         return found
-
-    def waiting(self) -> list[str]:
-        return [uid for queue in self._queues.values() for uid in queue.uids()] + self._probes.waiting()

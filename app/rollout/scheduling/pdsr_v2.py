@@ -50,11 +50,11 @@ class PdsrV2Policy(SchedulingPolicy):
 
     def add(self, entry: SampleEntry) -> None:
         if self._probes.admit_or_hold_back(entry):
-            advance = self.context.constants.probe_advance if self._probes.is_probe(entry) else 0
+            advance = self.context.probe_advance if self._probes.is_probe(entry) else 0
             self._queues[self._queue_for_sample(entry)].put(entry.uid, entry.number - advance, entry.number)
 
     def _queue_for_sample(self, entry: SampleEntry) -> str:
-        if entry.moves >= self.context.constants.max_moves:
+        if entry.moves >= self.context.max_moves:
             return "pinned"
         return "tripped" if entry.moves else self._probes.verdicts.get(entry.prompt, "fast")
 
@@ -92,7 +92,7 @@ class PdsrV2Policy(SchedulingPolicy):
         rows = running_rows(self.context, worker)
         tripped = [entry for entry in rows if self.context.is_over_limit(entry, self._breaker_limit(entry))]
         tripped.sort(key=lambda entry: -entry.num_tokens)
-        tripped = tripped[: max(1, math.ceil(self.context.constants.tripped_share * worker.slots))]
+        tripped = tripped[: max(1, math.ceil(self.context.tripped_share * worker.slots))]
         for entry in tripped:
             self._neutral.pop(entry.prompt, None)
             self._apply_verdict(entry.prompt, "heavy")
@@ -125,7 +125,7 @@ class PdsrV2Policy(SchedulingPolicy):
         self._stolen.pop(entry.uid, None)
         if self.context.outgrows(entry, "fast"):
             self._apply_verdict(entry.prompt, "heavy")
-        rank = -self.context.constants.probe_advance - 1
+        rank = -self.context.probe_advance - 1
         self._queues[self._queue_for_sample(entry)].put(entry.uid, rank, entry.number)
 
     def may_release(self) -> bool:
@@ -135,10 +135,7 @@ class PdsrV2Policy(SchedulingPolicy):
         self._probes.forget(prompt)
         self._neutral.pop(prompt, None)
 
-    def has_sample_for(self, worker: WorkerState) -> bool:
-        return self._sample_for(worker) is not None
-
-    def _sample_for(self, worker: WorkerState) -> tuple[str, str] | None:
+    def _find(self, worker: WorkerState) -> tuple[str, str] | None:
         """Returns a sample and its queue: the worker's own, or that of the other kind if its workers are full.
 
         Samples that tripped a breaker are stolen last: they would most likely trip the next one, too.
@@ -153,7 +150,7 @@ class PdsrV2Policy(SchedulingPolicy):
         return None
 
     def next_sample(self, worker: WorkerState) -> tuple[str, SampleRole] | None:
-        found = self._sample_for(worker)
+        found = self._find(worker)
         if found is None:
             return None
         uid, source = found
@@ -164,6 +161,3 @@ class PdsrV2Policy(SchedulingPolicy):
                 self._stolen[uid] = self._steal_limit(entry)
             return uid, "heavy"
         return uid, "probe" if self._probes.is_probe(entry) else "fast"
-
-    def waiting(self) -> list[str]:
-        return [uid for queue in self._queues.values() for uid in queue.uids()] + self._probes.waiting()

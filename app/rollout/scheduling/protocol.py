@@ -7,12 +7,13 @@ the scheduler and carries out the commands that answer it, in order:
    any order. More samples may be submitted before `Closed`, and samples that have ended may be `Released`.
 2. A worker keeps its rows between segments and does nothing without a command. `Suspend` takes rows out of it.
    `RunSegment` puts rows in and decodes. A worker gets the next `RunSegment` only after its `SegmentEnded`.
-3. `SegmentEnded` reports every row that the worker had in that segment, and is answered by `Commit`.
-4. A row whose turn has ended is reported with `turn_end`. It has left its slot, but its worker keeps its cache. Once
-   the turn is committed, its environment gets it, and answers once, after any time, by `Answered`. The sample ends with
-   the answer, or goes on with more tokens: its worker takes it back by `resume` as soon as it is idle and has a free
-   slot, before other samples. Any other way of admitting it means that the kept cache is of no use any more. A worker
-   without rows waits for answers without a command.
+3. `SegmentEnded` reports every row that the worker had in that segment. From then on their tokens are committed, and
+   the executor gives samples that are done to the caller, and turns that have ended to environments.
+4. A row whose turn has ended is reported with `turn_end`. It has left its slot, but its worker keeps its cache. Its
+   environment answers once, after any time, by `Answered`. The sample ends with the answer, or goes on with more
+   tokens: its worker takes it back by `resume` as soon as it is idle and has a free slot, before other samples. Any
+   other way of admitting it means that the kept cache is of no use any more. A worker without rows waits for answers
+   without a command.
 5. `WorkerLost` reports a worker whose process died with its rows and the caches that it kept. Nothing else is reported
    of it. Its rows continue on other workers from their committed tokens; the next ones are the same, because noise is
    keyed by position.
@@ -26,13 +27,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from app.rollout.scheduling.segment_limits import SegmentLimits
+
 WorkerKind = Literal["fast", "heavy"]
 SampleRole = Literal["probe", "fast", "heavy", "any"]
 """Role of an admitted sample: its prompt's probe, expected to be short, expected to be long, or no expectation."""
-AdmitMethod = Literal["prefill", "copy", "replay", "resume"]
-
-DEFAULT_CAPACITY = 8192
-"""Tokens that a worker's KV cache holds if it does not say."""
+AdmitMethod = Literal["recompute", "copy", "resume"]
 
 FINISH_LENGTH = "length"
 """Finish reason of a sample that has reached its maximum number of tokens."""
@@ -81,20 +81,16 @@ class WorkerJoined:
     worker: str
     kind: WorkerKind
     slots: int
-    rungs: tuple[int, ...] = ()
+    rungs: tuple[int, ...]
     """Numbers of rows of its smaller programs, ascending, without `slots` itself."""
-    device: str | None = None
+    device: str | None
     """Device that this worker shares with others in turns; None = the worker has its own devices."""
-    capacity: int = DEFAULT_CAPACITY
+    capacity: int
     """Number of tokens that its KV cache holds."""
-    max_length: int | None = None
+    max_length: int | None
     """Longest row of its slots, prompt and completion, longer than any prompt; None = the longest sample."""
-    keeps_caches: bool = True
+    keeps_caches: bool
     """Whether the caches of suspended rows are kept for any worker; otherwise they are computed again."""
-
-    def __post_init__(self) -> None:
-        if self.slots < 1:
-            raise TypeError(f"worker {self.worker}: expected at least 1 slot, got {self.slots}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,11 +101,11 @@ class WorkerLost:
 
 @dataclass(frozen=True, slots=True)
 class RowReport:
-    """The state of a row at the end of a segment."""
+    """The state of a row at the end of a segment, or with the answer to its last turn."""
 
     uid: str
     num_tokens: int
-    """Length of the whole completion so far."""
+    """Length of the whole completion so far, observations included."""
     finish: str | None
     """`stop`, `length` or `dropped:<why>` (such as logits that are not finite); None for an unfinished row."""
     turn_end: str | None = None
@@ -128,20 +124,12 @@ class SegmentEnded:
     """Number of decode steps."""
 
 
-class AnsweredRow(NamedTuple):
-    """An environment has answered the last committed turn of a sample."""
-
-    uid: str
-    num_tokens: int
-    """Length of the whole completion with the observation, which leaves room for more unless the sample ends."""
-    finish: str | None
-    """Finish reason of a sample that ends with the answer, which a `Commit` follows; None = the sample goes on."""
-
-
 @dataclass(frozen=True, slots=True)
 class Answered:
+    """Environments have answered turns of samples, which end, or go on and have room for more tokens."""
+
     at: float
-    rows: tuple[AnsweredRow, ...]
+    rows: tuple[RowReport, ...]
     """All answers so far: an idle worker starts with what it gets first, and others wait until its segment ends."""
 
 
@@ -154,12 +142,9 @@ class Admit:
     num_tokens: int
     """Number of committed tokens; 0 for a sample that has not started."""
     how: AdmitMethod
-    """How to make the cache. `prefill`: from the prompt and all committed tokens. `copy`: from the cache that `source`
-    kept when it suspended the row. `replay`: prefill of the prompt, then the committed tokens through the decode
-    program, which gives the same bits. `resume`: from the cache that this worker itself kept while the row acted, with
-    the tokens of the observation added."""
-    source: str | None
-    """Worker that kept the cache, for `copy`; it may be the same worker."""
+    """How to make the cache. `recompute`: from the prompt and all committed tokens. `copy`: from the cache that was
+    kept when the row was suspended. `resume`: from the cache that this worker itself kept while the row acted, with the
+    tokens of the observation added."""
     role: SampleRole
 
 
@@ -171,44 +156,22 @@ class Suspend:
     uids: tuple[str, ...]
     why: str
     """`row limit` (the slots hold no more tokens of it), `probe limit`, `breaker`, `steal limit`, `spread`, or
-    `truncated`: the samples end here, and a `Commit` follows."""
+    `truncated`: the samples end here."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunSegment:
-    """Admits samples to a worker and decodes at most `length` tokens of each of its rows.
+    """Admits samples to a worker and decodes its rows until a limit is reached or all are done.
 
-    The segment ends earlier when every row is done, when `leave_when_finished` rows have finished in it (samples wait
-    for their slots), or when at most `leave_when_active` rows are active (a smaller program fits). 0 means never. A row
-    whose turn has ended counts as finished.
+    A row whose turn has ended counts as finished.
     """
 
     worker: str
     admit: tuple[Admit, ...]
-    length: int
-    leave_when_finished: int
-    leave_when_active: int
+    limits: SegmentLimits
 
 
-@dataclass(frozen=True, slots=True)
-class CommittedRow:
-    uid: str
-    num_tokens: int
-    """Number of tokens that count from now on."""
-    finish: str | None
-    """Finish reason of a complete or dropped sample; None = the sample continues."""
-    is_acting: bool = False
-    """Whether its turn has ended, so that its environment gets it now."""
-
-
-@dataclass(frozen=True, slots=True)
-class Commit:
-    """Accepts the reported tokens of rows."""
-
-    rows: tuple[CommittedRow, ...]
-
-
-Command = Suspend | RunSegment | Commit
+Command = Suspend | RunSegment
 
 
 class EventRecord(NamedTuple):

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from app.records.sample import DROPPED_PREFIX
-from app.rollout.scheduling.protocol import FINISH_LENGTH, NewSample, RowReport, SampleRole
+from app.rollout.scheduling.protocol import NewSample, RowReport, SampleRole
 
 
 class SampleState(StrEnum):
@@ -75,9 +75,6 @@ class SampleTable:
     def __getitem__(self, uid: str) -> SampleEntry:
         return self.entries[uid]
 
-    def __contains__(self, uid: str) -> bool:
-        return uid in self.entries
-
     def __iter__(self) -> Iterator[SampleEntry]:
         return iter(self.entries.values())
 
@@ -113,7 +110,7 @@ class SampleTable:
         entry.seconds += seconds * min((row.num_tokens - entry.num_tokens) / max(steps, 1), 1.0)
         entry.num_tokens = row.num_tokens
         if row.finish is not None:
-            self._end(entry, row.finish)
+            self.end(entry, row.finish)
         elif row.turn_end is not None:
             self._set_state(entry, SampleState.ACTING)
             entry.worker, entry.held_by = None, worker if entry.num_tokens else None
@@ -125,32 +122,26 @@ class SampleTable:
         assert entry.state is SampleState.ACTING, f"{uid} is {entry.state} and waits for no answer"
         entry.num_tokens = num_tokens
         if finish is not None:
-            self._end(entry, finish)
+            self.end(entry, finish)
         else:
             self._set_state(entry, SampleState.SUSPENDED if num_tokens else SampleState.NEW)
         return entry
 
     def suspend(self, entry: SampleEntry, *, held_by: str | None, is_move: bool) -> None:
-        """Records that the row has left its worker.
+        """Records that the row has left its worker, or was lost with it; the sample keeps its committed tokens.
 
         Args:
             is_move: whether it counts as one of the moves of the sample.
         """
-        self._to_waiting(entry)
+        assert entry.state is SampleState.RUNNING, f"{entry.uid} is {entry.state} and cannot leave a worker"
+        self._set_state(entry, SampleState.SUSPENDED if entry.num_tokens else SampleState.NEW)
+        entry.worker = None
         entry.held_by = held_by if entry.num_tokens else None
         entry.moves += is_move
-
-    def mark_lost(self, entry: SampleEntry) -> None:
-        """Records that the row was lost with its worker; the sample keeps its committed tokens."""
-        self._to_waiting(entry)
 
     def forget_cache(self, entry: SampleEntry) -> None:
         """Records that the kept cache is lost, or of no use any more."""
         entry.held_by = None
-
-    def truncate(self, entry: SampleEntry) -> None:
-        """Ends the sample with its present tokens."""
-        self._end(entry, FINISH_LENGTH)
 
     def forget(self, entry: SampleEntry) -> None:
         """Removes an ended sample."""
@@ -158,12 +149,8 @@ class SampleTable:
         del self.entries[entry.uid]
         self.counts[entry.state] -= 1
 
-    def _to_waiting(self, entry: SampleEntry) -> None:
-        assert entry.state is SampleState.RUNNING, f"{entry.uid} is {entry.state} and cannot leave a worker"
-        self._set_state(entry, SampleState.SUSPENDED if entry.num_tokens else SampleState.NEW)
-        entry.worker = None
-
-    def _end(self, entry: SampleEntry, finish: str) -> None:
+    def end(self, entry: SampleEntry, finish: str) -> None:
+        """Ends the sample with its present tokens."""
         self._set_state(entry, SampleState.DROPPED if finish.startswith(DROPPED_PREFIX) else SampleState.DONE)
         entry.finish = finish
         entry.worker = entry.held_by = None

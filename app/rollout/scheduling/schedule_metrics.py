@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -11,9 +12,9 @@ import numpy as np
 
 from app.records.sample import DROPPED_PREFIX
 from app.rollout.scheduling.protocol import (
+    FINISH_LENGTH,
     Admit,
     Answered,
-    Commit,
     EventRecord,
     Released,
     RunSegment,
@@ -29,6 +30,8 @@ HEAVY_PERCENTILE = 80
 """Percentile of lengths above which a sample counts as long in the recall."""
 TAIL_SHARE = 0.9
 """Share of the samples that must be done before the tail begins."""
+COUNTS = ("breaker_trips", "stolen", "suspensions", "truncated", "segments", "useful_tokens", "repacked_tokens")
+"""Fields of `ScheduleMetrics` that are counts."""
 
 
 class Span(NamedTuple):
@@ -88,71 +91,69 @@ class ScheduleMetricsTracker:
         self.expected_heavy: dict[str, bool] = {}
         """Uid of an ended sample with an expected length -> whether it was expected to be heavy."""
         self.busy_s = 0.0
-        self.useful_tokens = 0
-        self.breaker_trips = self.stolen = self.suspensions = self.truncated = self.segments = 0
-        self.repacked_tokens = 0
+        self.counts: Counter[str] = Counter()
+        """Those of `ScheduleMetrics`, by its fields."""
         self.last_commit_s = self.start or 0.0
 
     def add(self, record: EventRecord) -> None:
         """Updates the metrics with an event and the commands that answered it."""
         event, commands = record
-        if isinstance(event, Submitted):
-            self.start = event.at if self.start is None else self.start
-        elif isinstance(event, WorkerJoined):
-            self.workers[event.worker] = event
-        elif isinstance(event, WorkerLost):
-            self.worker_lost_s[event.worker] = event.at
-        commits = [command for command in commands if isinstance(command, Commit)]
+        match event:
+            case Submitted():
+                self.start = event.at if self.start is None else self.start
+            case WorkerJoined():
+                self.workers[event.worker] = event
+            case WorkerLost():
+                self.worker_lost_s[event.worker] = event.at
+            case SegmentEnded():
+                self._segment_ended(event)
+            case Answered():
+                self.last_commit_s = max(self.last_commit_s, event.at)
+                for row in event.rows:
+                    self.num_tokens[row.uid] = row.num_tokens
+                    self._record_end(row.uid, row.finish, at=event.at)
+            case Released():
+                for uid in event.uids:
+                    for known in (self.num_tokens, self.first_role):
+                        known.pop(uid, None)
         for command in commands:
             if isinstance(command, RunSegment):
                 for one in command.admit:
                     self._admit(command.worker, one)
-            elif isinstance(command, Suspend):
-                self.suspensions += len(command.uids)
-                self.breaker_trips += len(command.uids) * (command.why in ("breaker", "probe limit"))
-                self.truncated += len(command.uids) * (command.why == "truncated")
-        if isinstance(event, SegmentEnded):
-            self._segment_ended(event, commits)
-        elif isinstance(event, Answered):
-            self._answer(event, commits)
-        elif isinstance(event, Released):
-            for uid in event.uids:
-                for known in (self.num_tokens, self.first_role):
-                    known.pop(uid, None)
-
-    def _answer(self, event: Answered, commits: Sequence[Commit]) -> None:
-        for uid, num_tokens, _ in event.rows:
-            self.num_tokens[uid] = num_tokens
-            self.last_commit_s = max(self.last_commit_s, event.at)
-        for row in (row for commit in commits for row in commit.rows):
-            self._record_end(row.uid, row.finish, at=event.at)
+                continue
+            self.counts["suspensions"] += len(command.uids)
+            if command.why in ("breaker", "probe limit"):
+                self.counts["breaker_trips"] += len(command.uids)
+            elif command.why == "truncated":
+                self.counts["truncated"] += len(command.uids)
+                for uid in command.uids:
+                    self._record_end(uid, FINISH_LENGTH, at=event.at)
 
     def _admit(self, worker: str, one: Admit) -> None:
         self.first_role.setdefault(one.uid, one.role)
         other: SampleRole = "heavy" if self.workers[worker].kind == "fast" else "fast"
-        self.stolen += one.role == other and one.how != "resume"
-        if one.how not in ("copy", "resume"):
-            self.repacked_tokens += one.num_tokens
+        self.counts["stolen"] += one.role == other and one.how != "resume"
+        if one.how == "recompute":
+            self.counts["repacked_tokens"] += one.num_tokens
 
-    def _segment_ended(self, event: SegmentEnded, commits: Sequence[Commit]) -> None:
-        """Counts a segment. `commits` are its own and those of truncated samples."""
-        self.segments += 1
+    def _segment_ended(self, event: SegmentEnded) -> None:
+        self.counts["segments"] += 1
         for row in event.rows:
             gained = row.num_tokens - self.num_tokens.get(row.uid, 0)
             share = min(gained / max(event.steps, 1), 1.0)
             self.busy_s += event.seconds * share
-            self.useful_tokens += gained
+            self.counts["useful_tokens"] += gained
             self.num_tokens[row.uid] = row.num_tokens
             # In exact mode, ends are reported in the order of starts.
             self.last_commit_s = max(self.last_commit_s, event.at)
-            if row.finish is not None:
-                self._record_end(row.uid, row.finish, at=event.at - event.seconds * (1 - share))
-        for uid, finish in [(row.uid, row.finish) for commit in commits[1:] for row in commit.rows]:
-            self._record_end(uid, finish, at=event.at)
+            self._record_end(row.uid, row.finish, at=event.at - event.seconds * (1 - share))
 
     def _record_end(self, uid: str, finish: str | None, *, at: float) -> None:
+        """Records the end of a sample, if it has ended."""
+        if finish is None:
+            return
         self.end_times.append(at)
-        if finish is None or finish.startswith(DROPPED_PREFIX):
+        if finish.startswith(DROPPED_PREFIX):
             return
         self.lengths[uid] = self.num_tokens[uid]
         role = self.first_role[uid]
@@ -163,7 +164,9 @@ class ScheduleMetricsTracker:
         """Returns the metrics since the first submission, or since the last window."""
         start = self.start or 0.0
         makespan = max(self.last_commit_s - start, 1e-9)
-        capacity_s = self._slot_seconds(start, start + makespan)
+        # Workers have slots while they are present.
+        stays = ((one.slots, one.at, self.worker_lost_s.get(name, math.inf)) for name, one in self.workers.items())
+        capacity_s = sum(n * max(min(end, start + makespan) - max(begin, start), 0.0) for n, begin, end in stays)
         ends = sorted(self.end_times)
         ninety = ends[max(int(TAIL_SHARE * len(ends)) - 1, 0)] - start if ends else makespan
         return ScheduleMetrics(
@@ -171,19 +174,8 @@ class ScheduleMetricsTracker:
             bubble=1 - self.busy_s / capacity_s if capacity_s else 0.0,
             tail_fraction=1 - ninety / makespan,
             probe_recall=self._recall(),
-            breaker_trips=self.breaker_trips,
-            stolen=self.stolen,
-            suspensions=self.suspensions,
-            truncated=self.truncated,
-            segments=self.segments,
-            useful_tokens=self.useful_tokens,
-            repacked_tokens=self.repacked_tokens,
+            **{name: self.counts[name] for name in COUNTS},
         )
-
-    def _slot_seconds(self, first: float, last: float) -> float:
-        """Returns the slot time of all workers between two times."""
-        stays = ((one.slots, one.at, self.worker_lost_s.get(name, math.inf)) for name, one in self.workers.items())
-        return sum(slots * max(min(end, last) - max(begin, first), 0.0) for slots, begin, end in stays)
 
     def take_window(self) -> ScheduleMetrics:
         """Returns the metrics since the last window, and starts a new one. `tail_fraction` of a window is NaN.
@@ -209,15 +201,6 @@ def schedule_metrics(records: Sequence[EventRecord]) -> ScheduleMetrics:
     for record in records:
         tracker.add(record)
     return tracker.compute()
-
-
-def slots_per_worker(records: Sequence[EventRecord]) -> dict[str, int]:
-    """Returns the number of slots of every worker that joined, by name."""
-    slots: dict[str, int] = {}
-    for event, _ in records:
-        if isinstance(event, WorkerJoined):
-            slots[event.worker] = event.slots
-    return slots
 
 
 def slot_spans(records: Sequence[EventRecord]) -> Iterator[Span]:

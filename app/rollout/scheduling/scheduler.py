@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Literal
 
 from app.rollout.scheduling.adaptive import AdaptivePolicy
 from app.rollout.scheduling.length_estimator import NOTHING_LEARNED, LearnedLengths, LengthEstimator
 from app.rollout.scheduling.pdsr_v1 import PdsrV1Policy
 from app.rollout.scheduling.pdsr_v2 import PdsrV2Policy
 from app.rollout.scheduling.protocol import (
+    FINISH_LENGTH,
     Admit,
-    AdmitMethod,
     Answered,
-    AnsweredRow,
     Closed,
     Command,
-    Commit,
-    CommittedRow,
     Event,
     Released,
+    RowReport,
     RunSegment,
     SampleRole,
     SegmentEnded,
@@ -31,14 +28,11 @@ from app.rollout.scheduling.protocol import (
 )
 from app.rollout.scheduling.sample_states import SampleEntry, SampleState, SampleTable
 from app.rollout.scheduling.scheduling_policy import (
-    PDSR_CONSTANTS,
-    PdsrConstants,
     SchedulingContext,
     SchedulingPolicy,
     WorkerState,
-    max_suspended_samples,
 )
-from app.rollout.scheduling.segment_limits import prior_mean_length, segment_limits
+from app.rollout.scheduling.segment_limits import SegmentLimits, prior_mean_length, segment_limits
 from app.rollout.scheduling.sync import SyncPolicy
 from settings.schema.rollout import PdsrSettings, SegmentSettings
 
@@ -52,7 +46,6 @@ class Scheduler:
 
     Args:
         policy: name in `POLICIES`.
-        rebuild: how to rebuild the cache of a row whose cache is lost.
         learned: what earlier schedules have found out about lengths.
         has_turns: whether environments answer the turns of samples. It is found out at the end of the first turn, too.
         max_suspended: most samples of a worker that leave their slots to others while they act or wait to come back;
@@ -65,17 +58,14 @@ class Scheduler:
         *,
         pdsr: PdsrSettings,
         segment: SegmentSettings,
-        rebuild: Literal["prefill", "replay"] = "prefill",
         learned: LearnedLengths = NOTHING_LEARNED,
         has_turns: bool = False,
         max_suspended: int | None = None,
-        constants: PdsrConstants = PDSR_CONSTANTS,
     ):
         self.has_turns, self.max_suspended = has_turns, max_suspended
-        self.rebuild: AdmitMethod = rebuild
         self.segment = segment
         lengths = LengthEstimator(window=pdsr.window, unit=pdsr.unit, learned=learned)
-        self.context = SchedulingContext(SampleTable(), {}, lengths, pdsr, constants)
+        self.context = SchedulingContext(SampleTable(), {}, lengths, pdsr)
         self.policy = POLICIES[policy](self.context)
         self.context.update_threshold(self.policy.percentile)
         self.is_closed = False
@@ -86,7 +76,6 @@ class Scheduler:
 
     def handle(self, event: Event) -> list[Command]:
         """Returns the commands that answer an event, in the order of their execution."""
-        commands: list[Command] = []
         match event:
             case Submitted():
                 self._submit(event)
@@ -99,11 +88,11 @@ class Scheduler:
             case WorkerLost():
                 self._remove_worker(event.worker)
             case SegmentEnded():
-                commands += self._segment_ended(event)
+                self._segment_ended(event)
             case Answered():
                 for row in event.rows:
-                    commands += self._answered(row)
-        return commands + self._issue_commands()
+                    self._answered(row)
+        return self._issue_commands()
 
     @property
     def is_stuck(self) -> bool:
@@ -136,7 +125,7 @@ class Scheduler:
             *(event.worker, event.kind, event.slots, tuple(event.rungs), event.device, event.capacity),
             max_length=event.max_length,
             keeps_caches=event.keeps_caches,
-            max_suspended=max_suspended_samples(event.slots, self.max_suspended),
+            max_suspended=self.max_suspended,
         )
         longest_row = math.inf if event.max_length is None else event.max_length
         known = self.context.longest_rows.get(event.kind, 0)
@@ -149,12 +138,12 @@ class Scheduler:
                 self.samples.forget_cache(entry)
         for uid in worker.rows:
             entry = self.samples[uid]
-            self.samples.mark_lost(entry)
+            self.samples.suspend(entry, held_by=None, is_move=False)
             self.policy.requeue(entry)
         for uid in worker.answered:
             self.policy.requeue(self.samples[uid])
 
-    def _segment_ended(self, event: SegmentEnded) -> list[Command]:
+    def _segment_ended(self, event: SegmentEnded) -> None:
         worker = self.context.workers[event.worker]
         assert worker.is_busy, f"{event.worker} reports a segment that it was not told to run"
         worker.is_busy = False
@@ -168,7 +157,6 @@ class Scheduler:
         worker.acting += [entry.uid for entry in acting if entry.held_by]
         self.has_turns |= bool(acting)
         self._observe(committed)
-        return [_commit(committed)]
 
     def _observe(self, entries: Sequence[SampleEntry]) -> None:
         """Learns from rows that have grown or ended."""
@@ -178,7 +166,7 @@ class Scheduler:
         for entry in entries:
             self.policy.observe(entry, grew=entry.prompt in grown)
 
-    def _answered(self, row: AnsweredRow) -> list[Command]:
+    def _answered(self, row: RowReport) -> None:
         """Returns an answered row to the worker that keeps its cache, or to the policy if that is lost or too small."""
         holder = next((one for one in self.context.workers.values() if row.uid in one.acting), None)
         entry = self.samples.answer(row.uid, num_tokens=row.num_tokens, finish=row.finish)
@@ -186,13 +174,12 @@ class Scheduler:
             holder.acting.remove(entry.uid)
         self._observe([entry])
         if entry.finish is not None:
-            return [_commit([entry])]
+            return
         if holder is not None and holder.fits(entry):
             holder.answered.append(entry.uid)
         else:
             self.samples.forget_cache(entry)
             self.policy.requeue(entry)
-        return []
 
     def _issue_commands(self) -> list[Command]:
         """Takes rows out of idle workers, assigns samples to them, and starts their segments."""
@@ -206,8 +193,7 @@ class Scheduler:
                 commands.append(self._run_segment(worker, admitted[worker.name]))
         return commands
 
-    def _evict(self, worker: WorkerState) -> list[Command]:
-        commands: list[Command] = []
+    def _evict(self, worker: WorkerState) -> list[Suspend]:
         by_reason: dict[str, list[str]] = {}
         leaving = {one.uid: one.why for one in self.policy.evictions(worker)}
         outgrown = [uid for uid in worker.rows if uid not in leaving and not worker.fits(self.samples[uid])]
@@ -216,18 +202,14 @@ class Scheduler:
             worker.rows.remove(uid)
             entry = self.samples[uid]
             if why == "truncated":
-                self.samples.truncate(entry)
+                self.samples.end(entry, FINISH_LENGTH)
                 self.context.lengths.observe(entry)
                 self.policy.observe(entry, grew=False)
             else:
                 held_by = worker.name if worker.keeps_caches else None
                 self.samples.suspend(entry, held_by=held_by, is_move=why != "steal limit")
                 self.policy.requeue(entry)
-        for why, uids in by_reason.items():
-            commands.append(Suspend(worker.name, tuple(uids), why))
-            if why == "truncated":
-                commands.append(_commit([self.samples[uid] for uid in uids]))
-        return commands
+        return [Suspend(worker.name, tuple(uids), why) for why, uids in by_reason.items()]
 
     def _assign_samples(self, idle: list[WorkerState]) -> dict[str, list[Admit]]:
         """Gives workers their answered rows, then other samples one by one, each to the emptiest that can take one."""
@@ -251,15 +233,14 @@ class Scheduler:
         for entry in entries:
             self.samples.start(entry, worker.name, entry.role)
             worker.rows.append(entry.uid)
-        return [Admit(one.uid, one.num_tokens, "resume", None, one.role) for one in entries]
+        return [Admit(one.uid, one.num_tokens, "resume", one.role) for one in entries]
 
     def _admit(self, worker: WorkerState, uid: str, role: SampleRole) -> Admit:
         entry = self.samples[uid]
-        source = entry.held_by
-        how = "prefill" if entry.num_tokens == 0 else "copy" if source is not None else self.rebuild
+        how = "copy" if entry.held_by is not None else "recompute"
         self.samples.start(entry, worker.name, role)
         worker.rows.append(uid)
-        return Admit(uid, entry.num_tokens, how, source, role)
+        return Admit(uid, entry.num_tokens, how, role)
 
     def _run_segment(self, worker: WorkerState, admitted: list[Admit]) -> RunSegment:
         worker.is_busy = True
@@ -267,7 +248,7 @@ class Scheduler:
         fitting = min(worker.num_fitting(entry) for entry in rows)
         if not (self.policy.refills or self.has_turns):
             length = int(min(self.segment.max, fitting))
-            return RunSegment(worker.name, tuple(admitted), length, 0, 0)
+            return RunSegment(worker.name, tuple(admitted), SegmentLimits(length))
         # Samples held back for a verdict wait, too: for the end of a probe, and then for a slot of any worker.
         # Where samples have turns, segments end early, too: the environment gets a turn only when it is committed, and
         # an answered row comes back only between two segments.
@@ -287,9 +268,4 @@ class Scheduler:
             if not self.context.is_over_limit(entry, limit)
         ]
         limits = limits._replace(length=int(min([limits.length, fitting, *left])))
-        return RunSegment(worker.name, tuple(admitted), **limits._asdict())
-
-
-def _commit(entries: Sequence[SampleEntry]) -> Commit:
-    rows = (CommittedRow(e.uid, e.num_tokens, e.finish, e.state is SampleState.ACTING) for e in entries)
-    return Commit(tuple(rows))
+        return RunSegment(worker.name, tuple(admitted), limits)

@@ -10,7 +10,7 @@ from typing import ClassVar, NamedTuple, TypeVar
 
 from app.rollout.scheduling.length_estimator import LengthEstimator
 from app.rollout.scheduling.priority_queue import PriorityQueue
-from app.rollout.scheduling.protocol import DEFAULT_CAPACITY, SampleRole, WorkerKind
+from app.rollout.scheduling.protocol import SampleRole, WorkerKind
 from app.rollout.scheduling.sample_states import SampleEntry, SampleState, SampleTable
 from settings.schema.rollout import PDSR_WINDOW_MIN, PdsrSettings
 
@@ -21,19 +21,15 @@ Slots are busy with slots * (1 + latency / time of a turn) samples.
 """
 
 
-def admission_budget(num_free: int, *, num_suspended: int, max_suspended: int) -> int:
-    """Returns how many new samples may take free slots: none for each suspended one beyond `max_suspended`.
+def admission_budget(num_free: int, num_suspended: int, *, num_slots: int, limit: int | None) -> int:
+    """Returns how many new samples may take free slots: none for each suspended one beyond those that may wait.
 
     Args:
         num_free: number of slots without a row.
         num_suspended: number of samples without a slot that come back to one: they act, or were answered.
+        limit: most samples that may wait without a slot, by `env.max_suspended`; None = by the slots.
     """
-    return num_free - max(num_suspended - max_suspended, 0)
-
-
-def max_suspended_samples(num_slots: int, limit: int | None) -> int:
-    """Returns how many samples may wait without a slot beside so many slots; `limit` is `env.max_suspended`."""
-    return SUSPENDED_PER_SLOT * num_slots if limit is None else limit
+    return num_free - max(num_suspended - (SUSPENDED_PER_SLOT * num_slots if limit is None else limit), 0)
 
 
 PROBE_SECONDS_SHARE = 0.5
@@ -44,25 +40,6 @@ STEAL_LIMIT_SHARE = 0.25
 QueueName = TypeVar("QueueName", bound=str)
 
 
-@dataclass(frozen=True, slots=True)
-class PdsrConstants:
-    """Numbers of the policies that are no settings."""
-
-    window_min: int = PDSR_WINDOW_MIN
-    probe_advance: int = 256
-    """Number of samples that a probe may overtake in the queue. Without a bound, new prompts would starve the samples
-    of old ones."""
-    tripped_share: float = 0.12
-    """Largest share of a fast worker's slots that samples at the limit leave at once. More would only overload the
-    heavy workers."""
-    max_moves: int = 2
-    """Number of moves after which `adaptive` moves a sample no more, and `pdsr_v2` leaves it to heavy workers. Samples
-    that a fast worker gives back, and those too long for their slots, move in any case."""
-
-
-PDSR_CONSTANTS = PdsrConstants()
-
-
 @dataclass(slots=True)
 class WorkerState:
     """A worker as the scheduler sees it."""
@@ -71,12 +48,12 @@ class WorkerState:
     kind: WorkerKind
     slots: int
     rungs: tuple[int, ...]
-    device: str | None = None
-    capacity: int = DEFAULT_CAPACITY
-    max_length: int | None = None
-    keeps_caches: bool = True
-    max_suspended: int = 0
-    """Number of rows without a slot beyond which acting and answered rows take the slots of new samples."""
+    device: str | None
+    capacity: int
+    max_length: int | None
+    keeps_caches: bool
+    max_suspended: int | None
+    """As `limit` of `admission_budget`."""
     rows: list[str] = field(default_factory=list)
     """Uids in the order of admission."""
     acting: list[str] = field(default_factory=list)
@@ -98,10 +75,8 @@ class WorkerState:
     @property
     def num_free_slots(self) -> int:
         """Number of slots for samples of the policy."""
-        num_suspended = len(self.acting) + len(self.answered)
-        return admission_budget(
-            self.slots - len(self.rows), num_suspended=num_suspended, max_suspended=self.max_suspended
-        )
+        num_free, num_suspended = self.slots - len(self.rows), len(self.acting) + len(self.answered)
+        return admission_budget(num_free, num_suspended, num_slots=self.slots, limit=self.max_suspended)
 
     @property
     def has_free_slot(self) -> bool:
@@ -145,11 +120,20 @@ class SchedulingContext:
     """Live workers, in the order of joining."""
     lengths: LengthEstimator
     pdsr: PdsrSettings
-    constants: PdsrConstants = PDSR_CONSTANTS
     longest_rows: dict[WorkerKind, float] = field(default_factory=dict)
     """Longest row that workers of a kind hold, lost ones included."""
     threshold: float | None = None
     """Length above which a sample is heavy; updated when a sample finishes."""
+    window_min: int = PDSR_WINDOW_MIN
+    probe_advance: int = 256
+    """Number of samples that a probe may overtake in the queue. Without a bound, new prompts would starve the samples
+    of old ones."""
+    tripped_share: float = 0.12
+    """Largest share of a fast worker's slots that samples at the limit leave at once. More would only overload the
+    heavy workers."""
+    max_moves: int = 2
+    """Number of moves after which `adaptive` moves a sample no more, and `pdsr_v2` leaves it to heavy workers. Samples
+    that a fast worker gives back, and those too long for their slots, move in any case."""
 
     @property
     def fast_limit(self) -> RowLimit:
@@ -198,14 +182,11 @@ class SchedulingContext:
     def update_threshold(self, percentile: float) -> None:
         begun = [uid for worker in self.workers.values() for uid in (*worker.rows, *worker.acting, *worker.answered)]
         running = [self.lengths.measure(self.samples[uid]) for uid in begun]
-        self.threshold = self.lengths.threshold(running, percentile=percentile, min_finished=self.constants.window_min)
-
-    def has_worker(self, kind: WorkerKind) -> bool:
-        return any(worker.kind == kind for worker in self.workers.values())
+        self.threshold = self.lengths.threshold(running, percentile=percentile, min_finished=self.window_min)
 
     def serves(self, worker: WorkerState, kind: WorkerKind) -> bool:
         """Returns whether the worker serves a kind of work: its own kind, or a kind without workers."""
-        return worker.kind == kind or not self.has_worker(kind)
+        return worker.kind == kind or all(other.kind != kind for other in self.workers.values())
 
     def has_idle_slot(self, kind: WorkerKind, uid: str) -> bool:
         """Returns whether a sample could start on a worker of a kind now."""
@@ -261,16 +242,16 @@ class SchedulingPolicy(ABC):
         """Queues a sample that was suspended, or lost with its worker."""
 
     @abstractmethod
+    def _find(self, worker: WorkerState) -> object | None:
+        """Returns what `next_sample` would give the worker, with what it must know to take it; None for nothing."""
+
     def has_sample_for(self, worker: WorkerState) -> bool:
         """Returns whether `next_sample` would give the worker a sample."""
+        return self._find(worker) is not None
 
     @abstractmethod
     def next_sample(self, worker: WorkerState) -> tuple[str, SampleRole] | None:
         """Removes and returns the next sample for a worker with a free slot; None if it gets none."""
-
-    @abstractmethod
-    def waiting(self) -> list[str]:
-        """Returns all waiting samples, including those held back, for the invariant checks."""
 
     @property
     def percentile(self) -> float:
@@ -328,9 +309,6 @@ class Probes:
     def forget(self, prompt: str) -> None:
         self.probe_uids.pop(prompt, None)
         self.verdicts.pop(prompt, None)
-
-    def waiting(self) -> list[str]:
-        return [uid for uids in self.held_back.values() for uid in uids]
 
 
 def running_rows(context: SchedulingContext, worker: WorkerState) -> list[SampleEntry]:

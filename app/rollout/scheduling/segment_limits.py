@@ -18,9 +18,9 @@ class SegmentLimits(NamedTuple):
 
     length: int
     """Maximum number of tokens per row."""
-    leave_when_finished: int
+    leave_when_finished: int = 0
     """Number of finished rows at which the segment ends, because samples wait for their slots."""
-    leave_when_active: int
+    leave_when_active: int = 0
     """Number of active rows at which the segment ends, because a smaller program fits."""
 
 
@@ -35,6 +35,13 @@ def segment_limits(
 ) -> SegmentLimits:
     """Returns the limits of a worker's next segment.
 
+    Without waiting samples, few rows run long without interruption: clamp(capacity / num_active, min, max) tokens.
+    Otherwise let o be the fixed cost of a segment in decode steps, and h = 1 / mean length the chance that a row
+    finishes at a step. A segment of L steps loses o / L per step to its fixed cost, and h L / 2 to finished rows that
+    wait for its end, which together is least at L = sqrt(2 o / h). By then, num_active h L rows have finished.
+
+    Source: the P-DSR design, "Budget-Aware Segment Rollout", for the first.
+
     Args:
         num_active: number of rows on the worker.
         has_waiting: whether samples could take the slots of rows that finish.
@@ -43,39 +50,12 @@ def segment_limits(
         capacity: number of tokens that its KV cache holds.
     """
     if not has_waiting:
-        length = budget_length(num_active, capacity=capacity, minimum=bounds.min, maximum=bounds.max)
-        return SegmentLimits(length, 0, next_smaller_batch(num_active, batch_sizes))
-    length = balanced_length(mean_length, overhead_steps=OVERHEAD_STEPS, minimum=bounds.min, maximum=bounds.max)
-    return SegmentLimits(length, refill_threshold(num_active, mean_length, overhead_steps=OVERHEAD_STEPS), 0)
+        length = min(max(capacity // num_active, bounds.min), bounds.max)
+        return SegmentLimits(length, 0, max((size for size in batch_sizes if size < num_active), default=0))
+    length = min(max(round(math.sqrt(2 * OVERHEAD_STEPS * mean_length)), bounds.min), bounds.max)
+    return SegmentLimits(length, max(1, round(num_active * math.sqrt(2 * OVERHEAD_STEPS / mean_length))), 0)
 
 
 def prior_mean_length(max_new: int) -> float:
     """Returns the assumed mean length before any sample has finished, at least 1."""
     return max(1.0, PRIOR_LENGTH_SHARE * max_new)
-
-
-def budget_length(num_active: int, *, capacity: int, minimum: int, maximum: int) -> int:
-    """Returns clamp(capacity / num_active, minimum, maximum): few rows run long without interruption.
-
-    Source: the P-DSR design, "Budget-Aware Segment Rollout".
-    """
-    return min(max(capacity // num_active, minimum), maximum)
-
-
-def balanced_length(mean_length: float, *, overhead_steps: float, minimum: int, maximum: int) -> int:
-    """Returns the length at which a segment's fixed cost equals the idle time of finished rows: sqrt(2 o / h), clamped.
-
-    Let o be the fixed cost of a segment in decode steps, and h = 1 / mean length the chance that a row finishes at a
-    step. A segment of L steps then loses o / L per step to its fixed cost, and h L / 2 to rows waiting for its end.
-    """
-    return min(max(round(math.sqrt(2 * overhead_steps * mean_length)), minimum), maximum)
-
-
-def refill_threshold(num_active: int, mean_length: float, *, overhead_steps: float) -> int:
-    """Returns how many finished rows, at least 1, justify a new segment when samples wait for their slots."""
-    return max(1, round(num_active * math.sqrt(2 * overhead_steps / mean_length)))
-
-
-def next_smaller_batch(num_active: int, batch_sizes: tuple[int, ...]) -> int:
-    """Returns the largest batch size below `num_active`; 0 if there is none."""
-    return max((rung for rung in batch_sizes if rung < num_active), default=0)

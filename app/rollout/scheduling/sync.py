@@ -22,15 +22,12 @@ class SyncPolicy(SchedulingPolicy):
     def requeue(self, entry: SampleEntry) -> None:
         self.add(entry)
 
-    def has_sample_for(self, worker: WorkerState) -> bool:
-        return worker.num_carried == 0 and self.context.first_fitting(self._queue, worker) is not None
+    def _find(self, worker: WorkerState) -> str | None:
+        return None if worker.num_carried else self.context.first_fitting(self._queue, worker)
 
     def next_sample(self, worker: WorkerState) -> tuple[str, SampleRole] | None:
-        uid = self.context.first_fitting(self._queue, worker)
-        if uid is None or worker.num_carried:
+        uid = self._find(worker)
+        if uid is None:
             return None
         self._queue.remove(uid)
         return uid, "any"
-
-    def waiting(self) -> list[str]:
-        return self._queue.uids()

@@ -21,7 +21,7 @@ from app.rollout.request import GenerationRequest
 from app.rollout.scheduling.length_estimator import LearnedLengths
 from app.rollout.scheduling.schedule_metrics import ScheduleMetrics, ScheduleMetricsTracker
 from app.rollout.sequence import RolloutSequence
-from app.rollout.workers.scheduler_loop import RolloutExecutor, name_rows
+from app.rollout.workers.scheduler_loop import RolloutExecutor
 from app.rollout.workers.worker_pool import RolloutWorkerPool
 from app.rollout.workers.worker_threads import join_or_abandon
 
@@ -46,9 +46,9 @@ class RoundExecutor:
     def __init__(self, executor: RolloutExecutor, metrics: ScheduleMetricsTracker):
         self._executor = executor
         self._metrics = metrics
-        self._waiting: deque[dict[str, RolloutSequence]] = deque()
+        self._waiting: deque[Sequence[RolloutSequence]] = deque()
         self._in_flight: deque[list[str]] = deque()
-        self._num_submitted = 0
+        self._num_begun = 0
         executor.add_workers()
 
     @property
@@ -58,9 +58,7 @@ class RoundExecutor:
 
     def submit(self, rows: Sequence[RolloutSequence]) -> None:
         """Adds the next round."""
-        # Several open rounds may contain the same prompt.
-        self._waiting.append({f"{name}@{self._num_submitted}": row for name, row in name_rows(rows).items()})
-        self._num_submitted += 1
+        self._waiting.append(rows)
         self._submit_next_rounds()
 
     def advance(self) -> None:
@@ -70,9 +68,9 @@ class RoundExecutor:
 
     def _submit_next_rounds(self) -> None:
         while self._waiting and self._executor.scheduler.samples.num_waiting == 0:
-            rows = self._waiting.popleft()
-            self._in_flight.append(list(rows))
-            self._executor.submit(rows)
+            # Several open rounds may contain the same prompt.
+            self._in_flight.append(self._executor.submit(self._waiting.popleft(), suffix=f"@{self._num_begun}"))
+            self._num_begun += 1
 
     def completed_rounds(self) -> Iterator[CompletedRound]:
         """Yields each completed round once, in the order of submission."""

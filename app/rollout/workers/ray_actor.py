@@ -29,8 +29,7 @@ from app.rollout.engine.shapes import SlotShapes
 from app.rollout.request import GenerationRequest
 from app.rollout.sampling.token_sampling import SamplingRules
 from app.rollout.scheduling.protocol import RunSegment, SegmentEnded, WorkerKind
-from app.rollout.sequence import RolloutSequence
-from app.rollout.stop_strings import DecodeText
+from app.rollout.sequence import DecodeText, RolloutSequence
 from app.rollout.workers.worker import Admission, RolloutWorker
 from settings.errors import InputError
 from settings.schema.mesh import MeshSettings
@@ -158,7 +157,7 @@ class RolloutActor:
             weights = from_bit_leaves(new_weights, like=self._engine.programs.abstract_weights)
             self._worker.queue_weights(weights, policy_version=policy_version)
             del weights, new_weights
-        self._rows |= {one.uid: one.row for one in admissions}
+        self._rows |= {one.row.name: one.row for one in admissions}
         num_tokens = {uid: row.num_tokens for uid, row in self._rows.items()}
         self._worker.start_segment(command, deque(admissions))
         ended = self._worker.finish_segment()

@@ -71,9 +71,46 @@ class RayCluster:
         Raises:
             InputError: the cluster cannot be used.
         """
-        if not ray.is_initialized():
-            _connect(self._address, self._resources)
-            self._has_connected = True
+        if ray.is_initialized():
+            return
+        # Ray reads this variable when it starts a process.
+        os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+        arguments: dict[str, Any] = {
+            "address": self._address,
+            "runtime_env": {"worker_process_setup_hook": "grpo.add_program_to_path"},
+        }
+        if self._address == "local":
+            total: Counter[str] = Counter()
+            for one in self._resources:
+                total.update(one)
+            # The processes share this machine's cores; Ray only needs a large enough total.
+            num_cpus = max(math.ceil(total["CPU"]), 1)
+            others = {name: amount for name, amount in total.items() if name not in RESOURCE_OPTIONS}
+            arguments |= {"num_cpus": num_cpus, "resources": others, "include_dashboard": False}
+        sigterm_handler = signal.getsignal(signal.SIGTERM)
+        with warnings.catch_warnings():
+            # JAX warns about forks. The children here do nothing before they execute other programs.
+            warnings.filterwarnings("ignore", message="os.fork", category=RuntimeWarning)
+            try:
+                if ":" in self._address:
+                    # Ray would wait for minutes if nothing listened there.
+                    host, _, port = self._address.rpartition(":")
+                    socket.create_connection((host, int(port)), timeout=CONNECT_TIMEOUT_S).close()
+                ray.init(**arguments, log_to_driver=False, configure_logging=False, logging_level=logging.ERROR)
+            except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
+                if self._address == "local":
+                    raise InputError(f"rollout.ray: no cluster starts on this machine: {_first_line(error)}") from error
+                raise InputError(
+                    f"rollout.ray.address: the cluster at {self._address} cannot be used: {_first_line(error)}; start "
+                    "one with `ray start --head`, or set this to `local` to let this program start one"
+                ) from error
+            finally:
+                # Ray's SIGTERM handler would end this process, which has its own handler.
+                if signal.getsignal(signal.SIGTERM) is not sigterm_handler:
+                    signal.signal(signal.SIGTERM, sigterm_handler)
+        # Ray reports ended processes on stdout, which is reserved for results. The workers log to stderr.
+        ray_process._worker_logs_enabled = False
+        self._has_connected = True
 
     def disconnect(self) -> None:
         """Disconnects from the cluster, or ends it, if `connect` did connect; the actors end with it."""
@@ -116,6 +153,8 @@ class RayWorker(RolloutWorker):
     info: ActorInfo | None = None
     """Information about the actor, once it has started."""
     _actor: Any = None
+    _rows: dict[str, RolloutSequence] = field(default_factory=dict)
+    """Rows in its slots, by name."""
     _compiled: list[tuple[SamplingRules, bool]] = field(default_factory=list)
     _startup: list[Any] = field(default_factory=list)
     """Unfinished calls of `get_info` and `compile`."""
@@ -180,7 +219,8 @@ class RayWorker(RolloutWorker):
 
     def suspend(self, row: RolloutSequence) -> SuspendedSequence:
         """Takes a row out of its slot, without its cache."""
-        self._calls.append(self._actor.suspend.remote(self._uids.pop(row)))
+        self._calls.append(self._actor.suspend.remote(row.name))
+        del self._rows[row.name]
         return SuspendedSequence(row)
 
     def start_segment(self, command: RunSegment, admissions: deque[Admission]) -> None:
@@ -191,11 +231,11 @@ class RayWorker(RolloutWorker):
         incoming = list(admissions)
         admissions.clear()
         for one in incoming:
-            self._uids[one.row] = one.uid
+            self._rows[one.row.name] = one.row
             # Not in the copies: slots count the prompt of a row that has not started.
             one.row.started_s = one.row.started_s or time.perf_counter()
         rows = _without_columns(one.row for one in incoming)
-        sent = [one._replace(row=row, suspended=None) for one, row in zip(incoming, rows, strict=True)]
+        sent = [Admission(row, suspended=None) for row in rows]
         new_weights = self._queued_weights.pop() if self._queued_weights else (None, 0)
         self._calls.append(self._actor.run_segment.remote(command, sent, *new_weights))
 
@@ -211,9 +251,8 @@ class RayWorker(RolloutWorker):
         result: ActorSegment = self._get(calls)[-1]
         at = self.clock()
         self._segment_counters.append(result.counters)
-        rows = {uid: row for row, uid in self._uids.items()}
         for report in result.ended.rows:
-            row, tokens = rows[report.uid], result.tokens.get(report.uid)
+            row, tokens = self._rows[report.uid], result.tokens.get(report.uid)
             row.worker = self.name
             if tokens is None:
                 continue
@@ -227,12 +266,12 @@ class RayWorker(RolloutWorker):
                 row.finish(report.finish)
             row.turn_end = report.turn_end
             if report.finish is not None or row.is_acting:
-                del self._uids[row]
+                del self._rows[report.uid]
         return replace(result.ended, at=at, worker=self.name, seconds=at - self._started_at)
 
     def close(self) -> None:
         """Frees the actor's devices."""
-        self._uids, self._calls = {}, []
+        self._rows, self._calls = {}, []
         self._queued_weights.clear()
         if self._actor is not None and not self.is_lost:
             self._actor.close.remote()
@@ -273,51 +312,6 @@ def _actor_options(resources: Mapping[str, float]) -> dict[str, Any]:
     others = {name: amount for name, amount in resources.items() if name not in RESOURCE_OPTIONS}
     named = {RESOURCE_OPTIONS[name]: amount for name, amount in resources.items() if name in RESOURCE_OPTIONS}
     return {"num_cpus": 0, "num_gpus": 0, **named, "resources": others}
-
-
-def _connect(address: str, resources: Sequence[Mapping[str, float]]) -> None:
-    """Makes this process the driver of an existing cluster, or of a new one with resources for all actors.
-
-    Raises:
-        InputError: the cluster cannot be used.
-    """
-    # Ray reads this variable when it starts a process.
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    arguments: dict[str, Any] = {
-        "address": address,
-        "runtime_env": {"worker_process_setup_hook": "grpo.add_program_to_path"},
-    }
-    if address == "local":
-        total: Counter[str] = Counter()
-        for one in resources:
-            total.update(one)
-        # The processes share this machine's cores; Ray only needs a large enough total.
-        num_cpus = max(math.ceil(total["CPU"]), 1)
-        others = {name: amount for name, amount in total.items() if name not in RESOURCE_OPTIONS}
-        arguments |= {"num_cpus": num_cpus, "resources": others, "include_dashboard": False}
-    sigterm_handler = signal.getsignal(signal.SIGTERM)
-    with warnings.catch_warnings():
-        # JAX warns about forks. The children here do nothing before they execute other programs.
-        warnings.filterwarnings("ignore", message="os.fork", category=RuntimeWarning)
-        try:
-            if ":" in address:
-                # Ray would wait for minutes if nothing listened there.
-                host, _, port = address.rpartition(":")
-                socket.create_connection((host, int(port)), timeout=CONNECT_TIMEOUT_S).close()
-            ray.init(**arguments, log_to_driver=False, configure_logging=False, logging_level=logging.ERROR)
-        except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
-            if address == "local":
-                raise InputError(f"rollout.ray: no cluster starts on this machine: {_first_line(error)}") from error
-            raise InputError(
-                f"rollout.ray.address: the cluster at {address} cannot be used: {_first_line(error)}; start one with "
-                "`ray start --head`, or set this to `local` to let this program start one"
-            ) from error
-        finally:
-            # Ray's SIGTERM handler would end this process, which has its own handler.
-            if signal.getsignal(signal.SIGTERM) is not sigterm_handler:
-                signal.signal(signal.SIGTERM, sigterm_handler)
-    # Ray reports ended processes on stdout, which is reserved for results. The workers log to stderr.
-    ray_process._worker_logs_enabled = False
 
 
 def _format_resources(resources: Mapping[str, Any]) -> str:

@@ -4,24 +4,23 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 
 from app.distributed.stop_check import STOP_CHECK_INTERVAL_S, StopCheck, StoppedError, never_stop
 from app.model.decode_weights import DecodeWeights
 from app.rollout.conversations import Conversations
 from app.rollout.scheduling.protocol import (
+    FINISH_LENGTH,
     Admit,
     Answered,
-    AnsweredRow,
     Closed,
     Command,
-    Commit,
-    CommittedRow,
     Event,
     EventRecord,
     NewSample,
     Released,
+    RowReport,
     RunSegment,
     SegmentEnded,
     Submitted,
@@ -41,14 +40,6 @@ ProgressCallback = Callable[[SampleTable], None]
 """Called after every event with the state of all samples."""
 SampleDoneCallback = Callable[[RolloutSequence], None]
 """Called with every sample when it is done."""
-
-
-def name_rows(rows: Iterable[RolloutSequence]) -> dict[str, RolloutSequence]:
-    """Returns the rows by names, which are their uids as far as these are unique."""
-    named: dict[str, RolloutSequence] = {}
-    for number, row in enumerate(rows):
-        named[row.uid if row.uid not in named else f"{row.uid}@{number}"] = row
-    return named
 
 
 class RolloutExecutor:
@@ -77,8 +68,6 @@ class RolloutExecutor:
         self._conversations = conversations
         if conversations is not None:
             conversations.pool.on_reply = threads.wake
-        self._acting: dict[str, str] = {}
-        """Maps the key of each row that waits for its environment to its uid."""
         self._on_record, self._on_sample_done, self._on_progress = on_record, on_sample_done, on_progress
         self._stop_requested = stop_requested
         self._threads = threads
@@ -88,16 +77,16 @@ class RolloutExecutor:
             worker.clock = clock
         self._rows: dict[str, RolloutSequence] = {}
         self._suspended: dict[str, Future[SuspendedSequence]] = {}
-        """Maps the uid of a suspended row to its cache."""
+        """Maps the name of a suspended row to its cache."""
         self._death: WorkerDiedError | None = None
         """Error of the worker that was lost last."""
 
-    def run_in_order(self, rows: Mapping[str, RolloutSequence]) -> Iterator[RolloutSequence]:
+    def run_in_order(self, rows: Iterable[RolloutSequence]) -> Iterator[RolloutSequence]:
         """Yields all rows in order, each once it is done. No other rows may be submitted."""
         self.add_workers()
-        self.submit(rows)
+        names = self.submit(rows)
         self._handle_event(Closed(self.clock()))
-        for uid in rows:
+        for uid in names:
             while not self.is_done(uid):
                 self.advance()
             yield self._rows[uid]
@@ -110,14 +99,21 @@ class RolloutExecutor:
             limits = shapes.row_limit, worker.keeps_caches
             self._handle_event(WorkerJoined(self.clock(), worker.name, worker.kind, *sizes, *limits))
 
-    def submit(self, rows: Mapping[str, RolloutSequence]) -> None:
-        """Adds rows; their uids must be new to the rollout."""
-        self._rows |= rows
-        samples = [
-            NewSample(uid, row.prompt.uid, row.sample_index, len(row.prompt.token_ids), row.max_new_tokens)
-            for uid, row in rows.items()
-        ]
-        self._handle_event(Submitted(self.clock(), tuple(samples)))
+    def submit(self, rows: Iterable[RolloutSequence], *, suffix: str = "") -> list[str]:
+        """Adds rows and returns their names, which are their uids as far as these are unique.
+
+        Args:
+            suffix: end of the names, if the uids of earlier rows are not all different from theirs.
+        """
+        samples: dict[str, NewSample] = {}
+        for number, row in enumerate(rows):
+            name = f"{row.uid}{suffix}"
+            row.name = name if name not in samples else f"{row.uid}@{number}{suffix}"
+            sizes = len(row.prompt.token_ids), row.max_new_tokens
+            samples[row.name] = NewSample(row.name, row.prompt.uid, row.sample_index, *sizes)
+            self._rows[row.name] = row
+        self._handle_event(Submitted(self.clock(), tuple(samples.values())))
+        return list(samples)
 
     def publish(self, weights: DecodeWeights, *, policy_version: int) -> None:
         """Sets the weights for all segments started from now on. May be called from any one other thread."""
@@ -131,7 +127,11 @@ class RolloutExecutor:
     @property
     def is_busy(self) -> bool:
         """Whether any worker is decoding, or any environment has to answer."""
-        return bool(self._acting) or any(worker.is_busy for worker in self.scheduler.context.workers.values())
+        return self._is_decoding or (self._conversations is not None and self._conversations.num_acting > 0)
+
+    @property
+    def _is_decoding(self) -> bool:
+        return any(worker.is_busy for worker in self.scheduler.context.workers.values())
 
     def release(self, uids: Sequence[str]) -> list[RolloutSequence]:
         """Removes finished rows from the rollout and returns them."""
@@ -160,16 +160,15 @@ class RolloutExecutor:
         if self._stop_requested():
             raise StoppedError
         if self._conversations is not None:
-            is_decoding = any(worker.is_busy for worker in self.scheduler.context.workers.values())
-            answered = []
-            for row in self._conversations.take(timeout_s=0.0 if is_decoding else STOP_CHECK_INTERVAL_S):
-                uid = self._acting.pop(row.key)
-                answered.append(AnsweredRow(uid, row.num_tokens, row.finish_reason))
-                holder = self.scheduler.samples[uid].held_by
+            is_decoding = self._is_decoding
+            answered = self._conversations.take(timeout_s=0.0 if is_decoding else STOP_CHECK_INTERVAL_S)
+            for row in answered:
+                holder = self.scheduler.samples[row.name].held_by
                 if row.finish_reason is not None and holder is not None:
                     self._workers[holder].ended_keys.append(row.key)
             if answered:
-                self._handle_event(Answered(self.clock(), tuple(answered)))
+                reports = (RowReport(row.name, row.num_tokens, row.finish_reason) for row in answered)
+                self._handle_event(Answered(self.clock(), tuple(reports)))
             if answered or not is_decoding:
                 return
         assert self.is_busy, "no worker is decoding"
@@ -191,6 +190,9 @@ class RolloutExecutor:
     def _handle_event(self, event: Event) -> None:
         record = EventRecord(event, tuple(self.scheduler.handle(event)))
         self._on_record(record)
+        if isinstance(event, SegmentEnded | Answered):
+            for report in event.rows:
+                self._commit(report)
         for command in record.commands:
             self._execute(command)
         if self._on_progress is not None:
@@ -208,9 +210,6 @@ class RolloutExecutor:
             case RunSegment() if not self._stop_requested():
                 admissions = deque(self._admission(one) for one in command.admit)
                 self._threads.run_segment(self._workers[command.worker], command, admissions)
-            case Commit():
-                for row in command.rows:
-                    self._commit(row)
 
     def _suspend(self, command: Suspend) -> None:
         worker = self._workers[command.worker]
@@ -218,27 +217,27 @@ class RolloutExecutor:
             row = self._rows[uid]
             suspended = self._threads.suspend(worker, row)
             # From now on a copy, which the worker can no longer change.
-            self._rows[uid] = row.rewound(row.num_tokens)
-            if command.why != "truncated":
+            row = self._rows[uid] = row.rewound(row.num_tokens)
+            if command.why == "truncated":
+                row.finish(FINISH_LENGTH)
+                self._finish(row)
+            else:
                 self._suspended[uid] = suspended
 
     def _admission(self, one: Admit) -> Admission:
         suspended = self._suspended.pop(one.uid, None)
-        return Admission(self._rows[one.uid], one.uid, suspended if one.how == "copy" else None)
+        return Admission(self._rows[one.uid], suspended if one.how == "copy" else None)
 
-    def _commit(self, committed: CommittedRow) -> None:
-        if committed.is_acting:
+    def _commit(self, report: RowReport) -> None:
+        row = self._rows[report.uid]
+        if report.finish is not None:
+            self._finish(row)
+        elif report.turn_end is not None:
             assert self._conversations is not None
-            row = self._rows[committed.uid]
-            self._acting[row.key] = committed.uid
             self._conversations.send(row)
-        if committed.finish is None:
-            return
-        if self._rows[committed.uid].finish_reason is None:
-            # Truncated by the scheduler, so the engine has not finished it.
-            row = self._rows[committed.uid] = self._rows[committed.uid].rewound(committed.num_tokens)
-            row.finish(committed.finish)
+
+    def _finish(self, row: RolloutSequence) -> None:
         if self._conversations is not None:
-            self._conversations.abandon([self._rows[committed.uid]])
+            self._conversations.abandon([row])
         if self._on_sample_done is not None:
-            self._on_sample_done(self._rows[committed.uid])
+            self._on_sample_done(row)

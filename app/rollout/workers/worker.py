@@ -6,7 +6,6 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import suppress
 from dataclasses import dataclass, field
 from threading import Lock
 from typing import ClassVar, NamedTuple, TypeVar
@@ -37,7 +36,6 @@ class Admission(NamedTuple):
     """A row to be admitted to a worker."""
 
     row: RolloutSequence
-    uid: str
     suspended: Future[SuspendedSequence] | None
     """Its cache; if None, the cache is recomputed from the row's tokens."""
 
@@ -56,8 +54,6 @@ class RolloutWorker:
     """Whether its process has died. Workers in this process never are."""
     keeps_caches: ClassVar[bool] = True
     """Whether a suspended row takes its cache along."""
-    _uids: dict[RolloutSequence, str] = field(default_factory=dict)
-    """Maps rows in its slots to their uids."""
     _started_at: float | None = None
     """Start of its last segment."""
     _queued_weights: deque[tuple[DecodeWeights, int]] = field(default_factory=lambda: deque(maxlen=1))
@@ -112,7 +108,6 @@ class RolloutWorker:
         return RolloutCounters.sum([RolloutCounters(), *take_all(self._segment_counters)])
 
     def close(self) -> None:
-        self._uids = {}
         self._queued_weights.clear()
         self.ended_keys.clear()
         self.engine.close()
@@ -122,7 +117,6 @@ class RolloutWorker:
 
     def suspend(self, row: RolloutSequence) -> SuspendedSequence:
         """Takes a row out of its slot, with its cache."""
-        del self._uids[row]
         return self.engine.suspend([row])[0]
 
     def start_segment(self, command: RunSegment, admissions: deque[Admission]) -> None:
@@ -138,7 +132,6 @@ class RolloutWorker:
         computed = []
         while admissions:
             one = admissions.popleft()
-            self._uids[one.row] = one.uid
             # A row that has to wait for blocks must not keep a cache beside them.
             cache = self._fetch_cache(one) if self.engine.scheduler.has_room(one.row) else None
             if cache is None:
@@ -148,11 +141,7 @@ class RolloutWorker:
                 self.engine.admit([cache._replace(row=one.row)])
                 del cache
         self.engine.admit(computed)
-        self.engine.start_segment(
-            length=command.length,
-            leave_when_finished=command.leave_when_finished,
-            leave_when_active=command.leave_when_active,
-        )
+        self.engine.start_segment(command.limits)
         self._started_at = started
 
     def _fetch_cache(self, one: Admission) -> SuspendedSequence | None:
@@ -177,16 +166,10 @@ class RolloutWorker:
         reports = []
         for row in [*(one.row for one in segment.decoded), *segment.waited]:
             row.worker = self.name
-            reports.append(RowReport(self._uids[row], row.num_tokens, row.finish_reason, row.turn_end))
-            if row.finish_reason is not None or row.is_acting:
-                del self._uids[row]
+            reports.append(RowReport(row.name, row.num_tokens, row.finish_reason, row.turn_end))
         return SegmentEnded(at, self.name, tuple(reports), at - self._started_at, segment.steps)
 
 
 def take_all(items: deque[T]) -> list[T]:
-    """Removes and returns all items; several threads may do so at the same time."""
-    taken: list[T] = []
-    with suppress(IndexError):
-        while True:
-            taken.append(items.popleft())
-    return taken
+    """Removes and returns all items, to which another thread may append."""
+    return [items.popleft() for _ in range(len(items))]

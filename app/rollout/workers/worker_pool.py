@@ -23,11 +23,9 @@ from app.rollout.scheduling.protocol import EventRecord
 from app.rollout.scheduling.sample_states import SampleState
 from app.rollout.scheduling.schedule_metrics import ScheduleMetrics, schedule_metrics
 from app.rollout.scheduling.scheduler import Scheduler
-from app.rollout.scheduling.scheduling_policy import PDSR_CONSTANTS, PdsrConstants
-from app.rollout.sequence import RolloutSequence
-from app.rollout.stop_strings import DecodeText
-from app.rollout.workers.scheduler_loop import ProgressCallback, RolloutExecutor, SampleDoneCallback, name_rows
-from app.rollout.workers.worker import Clock, RolloutWorker, WorkerDiedError
+from app.rollout.sequence import DecodeText, RolloutSequence
+from app.rollout.workers.scheduler_loop import ProgressCallback, RolloutExecutor, SampleDoneCallback
+from app.rollout.workers.worker import RolloutWorker, WorkerDiedError
 from app.rollout.workers.worker_threads import WorkerThreads
 from settings.schema.rollout import PdsrSettings, SegmentSettings
 
@@ -42,7 +40,6 @@ class ScheduleConfig:
     segment: SegmentSettings
     in_order: bool
     """Whether segments count in the order in which they started, so that a repeated run gives the same commands."""
-    constants: PdsrConstants = PDSR_CONSTANTS
 
 
 class RolloutWorkerPool(SampleGenerator):
@@ -59,7 +56,6 @@ class RolloutWorkerPool(SampleGenerator):
         schedule: ScheduleConfig,
         *,
         decode_text: DecodeText,
-        clock: Clock = time.perf_counter,
     ):
         super().__init__(decode_text=decode_text)
         self.workers = tuple(workers)
@@ -68,7 +64,6 @@ class RolloutWorkerPool(SampleGenerator):
         """Events of the last rollout, with the commands that answered them."""
         self.on_sample_done: SampleDoneCallback | None = None
         self.on_progress: ProgressCallback | None = None
-        self._clock = clock
         self.shared_lengths = NOTHING_LEARNED
         """What all hosts had found out about lengths when they last shared it."""
         self.new_lengths = NOTHING_LEARNED
@@ -99,13 +94,10 @@ class RolloutWorkerPool(SampleGenerator):
         self.check_fits(rows)
         scheduler = self.make_scheduler({row.prompt.uid for row in rows})
         self.records = []
-        opened = self.open_executor(
-            *(weights, scheduler, request),
-            on_record=self.records.append,
-            on_sample_done=self.on_sample_done,
-        )
-        with opened as run:
-            yield from run.run_in_order(name_rows(rows))
+        with self.open_executor(
+            weights, scheduler, request, on_record=self.records.append, on_sample_done=self.on_sample_done
+        ) as run:
+            yield from run.run_in_order(rows)
             self._record_results(run, request)
 
     def check_fits(self, rows: Iterable[RolloutSequence]) -> None:
@@ -135,15 +127,19 @@ class RolloutWorkerPool(SampleGenerator):
         workers = [worker for worker in self.workers if not worker.is_lost]
         if not workers:
             raise WorkerDiedError("every rollout worker has died; start the command again")
-        with self._opened(workers, weights, request) as threads:
+        threads = WorkerThreads(workers, in_order=self.schedule.in_order)
+        try:
+            for worker in workers:
+                worker.wait_until_ready(self.stop_requested)
+                worker.open(weights, request, suspends=self._suspends)
             # The workers have their own copies, and an open rollout outlives these weights by many versions.
             del weights
-            start_s = self._clock()
+            start_s = time.perf_counter()
             run = RolloutExecutor(
                 scheduler,
                 threads,
                 workers,
-                clock=lambda: self._clock() - start_s,
+                clock=lambda: time.perf_counter() - start_s,
                 on_record=on_record,
                 on_sample_done=on_sample_done,
                 on_progress=self.on_progress,
@@ -152,19 +148,6 @@ class RolloutWorkerPool(SampleGenerator):
             )
             with closing(run):
                 yield run
-
-    @contextmanager
-    def _opened(
-        self, workers: Sequence[RolloutWorker], weights: DecodeWeights, request: GenerationRequest
-    ) -> Iterator[WorkerThreads]:
-        """Opens workers and their threads; on exit, closes both."""
-        threads = WorkerThreads(workers, in_order=self.schedule.in_order)
-        try:
-            for worker in workers:
-                worker.wait_until_ready(self.stop_requested)
-                worker.open(weights, request, suspends=self._suspends)
-            del weights
-            yield threads
         finally:
             threads.close()
             for worker in workers:
@@ -177,8 +160,6 @@ class RolloutWorkerPool(SampleGenerator):
             schedule.policy,
             pdsr=schedule.pdsr,
             segment=schedule.segment,
-            constants=schedule.constants,
-            rebuild="replay" if self.workers[0].engine.exact else "prefill",
             learned=learned.about(prompts),
             has_turns=self.conversations is not None,
             max_suspended=None if self.conversations is None else self.conversations.limits.max_suspended,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
 from typing import Any
 
 from app.rollout.scheduling.length_estimator import FinishedLength, LearnedLengths
@@ -11,7 +10,6 @@ from app.rollout.scheduling.pdsr_v1 import PdsrV1Policy
 from app.rollout.scheduling.pdsr_v2 import PdsrV2Policy
 from app.rollout.scheduling.protocol import (
     Answered,
-    AnsweredRow,
     Closed,
     Command,
     NewSample,
@@ -21,9 +19,10 @@ from app.rollout.scheduling.protocol import (
     Submitted,
     Suspend,
     WorkerJoined,
+    WorkerKind,
 )
 from app.rollout.scheduling.scheduler import Scheduler
-from app.rollout.scheduling.scheduling_policy import PdsrConstants, Probes
+from app.rollout.scheduling.scheduling_policy import Probes
 from settings.schema.rollout import PdsrSettings, SegmentSettings
 from tests.rollout.scheduling.invariants import check_invariants
 
@@ -45,16 +44,34 @@ def make_scheduler(
         pdsr: settings and constants.
     """
     learned = LearnedLengths(history or {}, tuple(FinishedLength(tokens, tokens / 100) for tokens in finished))
-    given = pdsr or {}
-    names = given.keys() & {field.name for field in fields(PdsrConstants)}
-    return Scheduler(
-        policy,
-        pdsr=PdsrSettings(**{name: value for name, value in given.items() if name not in names}),
-        segment=SegmentSettings(**(segment or {})),
-        learned=learned,
-        constants=PdsrConstants(**{name: given[name] for name in names}),
-        **more,
-    )
+    constants = {name: value for name, value in (pdsr or {}).items() if name not in PdsrSettings.model_fields}
+    rules = PdsrSettings(**{name: value for name, value in (pdsr or {}).items() if name not in constants})
+    scheduler = Scheduler(policy, pdsr=rules, segment=SegmentSettings(**(segment or {})), learned=learned, **more)
+    return with_constants(scheduler, **constants)
+
+
+def with_constants(scheduler: Scheduler, **constants: float) -> Scheduler:
+    """Sets numbers of the policies that are no settings."""
+    for name, value in constants.items():
+        assert hasattr(scheduler.context, name)
+        setattr(scheduler.context, name, value)
+    scheduler.context.update_threshold(scheduler.policy.percentile)
+    return scheduler
+
+
+def joined(
+    at: float,
+    worker: str,
+    kind: WorkerKind = "fast",
+    slots: int = 2,
+    rungs: tuple[int, ...] = (),
+    *,
+    device: str | None = None,
+    capacity: int = 8192,
+    max_length: int | None = None,
+    keeps_caches: bool = True,
+) -> WorkerJoined:
+    return WorkerJoined(at, worker, kind, slots, rungs, device, capacity, max_length, keeps_caches)
 
 
 def samples(prompts: int, group: int, *, max_new: int = 4096, first: int = 0) -> tuple[NewSample, ...]:
@@ -80,8 +97,8 @@ class Driven:
                 self.running[command.worker] = command
         return self.last
 
-    def join(self, worker: str, kind: Any = "fast", slots: int = 2, rungs: tuple[int, ...] = (), **more: Any):
-        return self.tell(WorkerJoined(self.at, worker, kind, slots, rungs, **more))
+    def join(self, worker: str, *sizes: Any, **more: Any) -> list[Command]:
+        return self.tell(joined(self.at, worker, *sizes, **more))
 
     def submit(self, new: tuple[NewSample, ...], *, close: bool = True) -> list[Command]:
         """Submits samples; the first segments start before `Closed`, so that samples count as waiting in them."""
@@ -110,7 +127,7 @@ class Driven:
         return SegmentEnded(self.at, worker, rows, seconds, max(gained))
 
     def answer(self, uid: str, num_tokens: int, finish: str | None = None) -> list[Command]:
-        return self.tell(Answered(self.at, (AnsweredRow(uid, num_tokens, finish),)))
+        return self.tell(Answered(self.at, (RowReport(uid, num_tokens, finish),)))
 
     def rows(self, worker: str) -> list[str]:
         return list(self.scheduler.context.workers[worker].rows)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
+from typing import Any
 
 from app.rollout.scheduling.sample_states import ENDED, WAITING, SampleState, SampleTable
 from app.rollout.scheduling.scheduler import Scheduler
@@ -22,7 +24,7 @@ def check_invariants(scheduler: Scheduler) -> None:
     for entry in running:
         assert entry.worker in scheduler.context.workers, f"{entry.uid} runs on {entry.worker}, which is lost"
         assert entry.uid in scheduler.context.workers[entry.worker].rows, f"{entry.uid} is not a row of {entry.worker}"
-    waiting = scheduler.policy.waiting()
+    waiting = queued(scheduler)
     expected = {entry.uid for entry in scheduler.samples if entry.state in WAITING}
     acting = [entry for entry in scheduler.samples if entry.state is SampleState.ACTING]
     waiting += [uid for worker in scheduler.context.workers.values() for uid in worker.answered]
@@ -41,6 +43,14 @@ def check_invariants(scheduler: Scheduler) -> None:
     workers = scheduler.context.workers.values()
     has_place = any(worker.fits(scheduler.samples[uid]) for uid in expected for worker in workers)
     assert running or acting or not has_place, "samples wait, but no worker is running"
+
+
+def queued(scheduler: Scheduler) -> list[str]:
+    """Returns the samples in the queues of the policy, and those that it holds back."""
+    policy: Any = scheduler.policy
+    queues = policy._queues.values() if hasattr(policy, "_queues") else [policy._queue]
+    held_back = policy._probes.held_back.values() if hasattr(policy, "_probes") else []
+    return [*itertools.chain(*(queue.uids() for queue in queues), *held_back)]
 
 
 def check_table(table: SampleTable) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -10,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from app.records.sample import DROPPED_PREFIX
-from app.rollout.scheduling.protocol import Commit, CommittedRow, EventRecord, NewSample, Submitted
+from app.rollout.scheduling.protocol import Answered, EventRecord, NewSample, RowReport, SegmentEnded, Submitted
 
 
 class TraceTurn(NamedTuple):
@@ -116,14 +115,14 @@ def _make_trace(lengths: np.ndarray, max_new: int) -> Trace:
 def trace_from_records(records: Iterable[EventRecord]) -> Trace:
     """Returns the lengths of a finished rollout, in the order of submission, without dropped samples."""
     samples: dict[str, NewSample] = {}
-    ended: dict[str, CommittedRow] = {}
-    for event, commands in records:
+    reports: dict[str, RowReport] = {}
+    for event, _ in records:
         if isinstance(event, Submitted):
             samples |= {one.uid: one for one in event.samples}
-        committed = itertools.chain.from_iterable(one.rows for one in commands if isinstance(one, Commit))
-        ended |= {row.uid: row for row in committed if row.finish is not None}
+        elif isinstance(event, SegmentEnded | Answered):
+            reports |= {row.uid: row for row in event.rows}
     return [
-        TraceSample(one.uid, one.prompt, one.index, ended[uid].num_tokens, one.prompt_length)
+        TraceSample(one.uid, one.prompt, one.index, reports[uid].num_tokens, one.prompt_length)
         for uid, one in samples.items()
-        if not str(ended[uid].finish).startswith(DROPPED_PREFIX)
+        if not str(reports[uid].finish).startswith(DROPPED_PREFIX)
     ]

@@ -9,13 +9,10 @@ from dataclasses import dataclass, field, replace
 
 from app.records.sample import DROPPED_PREFIX
 from app.rollout.scheduling.protocol import (
-    DEFAULT_CAPACITY,
     Admit,
     Answered,
-    AnsweredRow,
     Closed,
     Command,
-    Commit,
     Event,
     EventRecord,
     Released,
@@ -56,7 +53,7 @@ class SimulatedWorkerSpec:
     """Numbers of rows of smaller programs."""
     device: str | None = None
     """Device that workers share in turns; None for a separate device."""
-    capacity: int = DEFAULT_CAPACITY
+    capacity: int = 8192
     """Number of tokens that its KV cache holds."""
     max_length: int | None = None
     """Longest row of its slots; None = the longest sample."""
@@ -161,6 +158,8 @@ class SchedulerSimulator:
             self.records.append(EventRecord(event, tuple(commands)))
             if self.check:
                 check_invariants(self.scheduler)
+            if isinstance(event, SegmentEnded | Answered):
+                self._commit(event.rows, at)
             for command in commands:
                 self._execute(command, at)
         return self.records
@@ -192,23 +191,29 @@ class SchedulerSimulator:
                 worker = self._workers[command.worker]
                 for uid in command.uids:
                     del worker.rows[uid]
-                if command.why != "truncated" and worker.spec.keeps_caches:
+                if command.why == "truncated":
+                    self._release(command.uids, now)
+                elif worker.spec.keeps_caches:
                     worker.cached_uids.update(command.uids)
             case RunSegment():
                 self._run_segment(command, now)
-            case Commit():
-                for row in command.rows:
-                    if row.is_acting:
-                        self._step_environment(row.uid, row.num_tokens, now)
-                if self._release_rng is not None:
-                    ended = tuple(row.uid for row in command.rows if row.finish and self._release_rng.random() < 0.5)
-                    self._post(Released(now + self._release_rng.random(), ended))
+
+    def _commit(self, rows: Sequence[RowReport], now: float) -> None:
+        for row in rows:
+            if row.turn_end is not None:
+                self._step_environment(row.uid, row.num_tokens, now)
+        self._release([row.uid for row in rows if row.finish], now)
+
+    def _release(self, ended: Sequence[str], now: float) -> None:
+        if self._release_rng is not None:
+            released = tuple(uid for uid in ended if self._release_rng.random() < 0.5)
+            self._post(Released(now + self._release_rng.random(), released))
 
     def _step_environment(self, uid: str, num_tokens: int, now: float) -> None:
         [turn] = [turn for turn in self.trace_samples[uid].turns if turn.end == num_tokens]
         assert (uid, turn.end) not in self.turns_given, f"{uid}: its environment got a turn a second time"
         self.turns_given.add((uid, turn.end))
-        answer = AnsweredRow(uid, turn.end + turn.observation, turn.finish)
+        answer = RowReport(uid, turn.end + turn.observation, turn.finish)
         self._post(Answered(now + turn.latency_s, (answer,)))
 
     def _run_segment(self, command: RunSegment, now: float) -> None:
@@ -217,12 +222,10 @@ class SchedulerSimulator:
         rows = list(worker.rows.values())
         assert 0 < len(rows) <= worker.spec.slots, f"{command.worker}: {len(rows)} rows"
         steps = self._steps(command, [row.num_left for row in rows])
-        # Replayed tokens pass through the decode program, all rows side by side.
-        replayed = max((one.num_tokens for one in command.admit if one.how == "replay"), default=0)
         lengths = [row.sample.prompt_length + row.num_tokens for row in rows]
         limit = worker.spec.max_length
         assert limit is None or max(lengths) + steps <= limit, f"{command.worker}: rows beyond {limit} tokens"
-        seconds += (steps + replayed) * self.cost.step_s
+        seconds += steps * self.cost.step_s
         device = worker.spec.device or worker.spec.name.partition("#")[0]
         free_at = self._device_free_at.get(device, 0.0)
         starts = max(now, free_at)
@@ -268,10 +271,8 @@ class SchedulerSimulator:
             for holder in self._workers.values():
                 holder.acting.pop(one.uid, None)
             if one.how == "copy":
-                assert one.source and one.uid in self._workers[one.source].cached_uids, (
-                    f"{one.uid}: nobody kept its cache"
-                )
-                self._workers[one.source].cached_uids.remove(one.uid)
+                [holder] = [holder for holder in self._workers.values() if one.uid in holder.cached_uids]
+                holder.cached_uids.remove(one.uid)
                 num_moved += 1
         return num_moved * self.cost.move_s
 
@@ -279,9 +280,9 @@ class SchedulerSimulator:
     def _steps(command: RunSegment, left: list[int]) -> int:
         """Returns the decode steps until the segment ends, for rows with these numbers of remaining tokens."""
         left = sorted(left)
-        steps = min(command.length, left[-1])
-        if 0 < command.leave_when_finished <= len(left):
-            steps = min(steps, left[command.leave_when_finished - 1])
-        if 0 < command.leave_when_active < len(left):
-            steps = min(steps, left[len(left) - command.leave_when_active - 1])
+        steps = min(command.limits.length, left[-1])
+        if 0 < command.limits.leave_when_finished <= len(left):
+            steps = min(steps, left[command.limits.leave_when_finished - 1])
+        if 0 < command.limits.leave_when_active < len(left):
+            steps = min(steps, left[len(left) - command.limits.leave_when_active - 1])
         return steps

@@ -9,9 +9,9 @@ import numpy as np
 
 from app.rollout.scheduling.length_estimator import FinishedLength, LearnedLengths
 from app.rollout.scheduling.scheduler import POLICIES, Scheduler
-from app.rollout.scheduling.scheduling_policy import PdsrConstants
 from settings.schema.rollout import PdsrSettings, SegmentSettings
 from tests.rollout.scheduling import length_traces
+from tests.rollout.scheduling.driving import with_constants
 from tests.rollout.scheduling.length_traces import Trace, TraceSample, TraceTurn
 from tests.rollout.scheduling.simulator import Costs, Faults, SchedulerSimulator, SimulatedWorkerSpec
 
@@ -31,12 +31,11 @@ def storm(seed: int, *, has_turns: bool = False) -> SchedulerSimulator:
         policy,
         pdsr=random_rules(rng),
         segment=random_segment(rng),
-        constants=random_constants(rng),
-        rebuild=rng.choice(["prefill", "replay"]),
         learned=random_knowledge(rng),
         has_turns=has_turns and turns_rng.random() < 0.5,
         max_suspended=max_suspended,
     )
+    with_constants(scheduler, **random_constants(rng))
     faults = Faults() if rng.random() < 0.2 else random_faults(rng, seed)
     workers, num_waves = random_workers(rng), rng.choice([1, 1, 3])
     releases = rng.random() < 0.3
@@ -123,13 +122,13 @@ def random_rules(rng: random.Random) -> PdsrSettings:
     )
 
 
-def random_constants(rng: random.Random) -> PdsrConstants:
-    return PdsrConstants(
-        window_min=rng.choice([1, 4, 32]),
-        probe_advance=rng.choice([0, 256]),
-        tripped_share=rng.choice([0.12, 1.0]),
-        max_moves=rng.choice([1, 2, 5]),
-    )
+def random_constants(rng: random.Random) -> dict[str, float]:
+    return {
+        "window_min": rng.choice([1, 4, 32]),
+        "probe_advance": rng.choice([0, 256]),
+        "tripped_share": rng.choice([0.12, 1.0]),
+        "max_moves": rng.choice([1, 2, 5]),
+    }
 
 
 def random_segment(rng: random.Random) -> SegmentSettings:

@@ -2,7 +2,7 @@ from typing import Any
 
 import pytest
 
-from app.rollout.scheduling.protocol import Commit, CommittedRow, RunSegment, WorkerLost
+from app.rollout.scheduling.protocol import RunSegment, WorkerLost
 from app.rollout.scheduling.sample_states import SampleState
 from tests.rollout.scheduling.driving import Driven, admitted, make_scheduler, probes_of, samples
 from tests.rollout.scheduling.invariants import is_finished
@@ -25,30 +25,28 @@ def last_run(driven: Driven) -> RunSegment:
 
 def test_a_row_that_acts_leaves_its_slot_and_goes_back_before_other_samples() -> None:
     driven = worker_with(4)
-    commit, run = driven.end("w", {"p0/s0": 5, "p1/s0": 5}, acting=("p0/s0",))
-    assert commit == Commit((CommittedRow("p0/s0", 5, None, is_acting=True), CommittedRow("p1/s0", 5, None)))
+    [run] = driven.end("w", {"p0/s0": 5, "p1/s0": 5}, acting=("p0/s0",))
     assert admitted([run]) == ["p2/s0"]
     driven.end("w", {"p1/s0": 9, "p2/s0": 4}, acting=("p1/s0",))
     assert driven.rows("w") == ["p2/s0", "p3/s0"], "two slots, and two rows that act"
     assert driven.answer("p1/s0", 12) == driven.answer("p0/s0", 8) == [], "no slot is free"
     driven.end("w", {"p2/s0": 8, "p3/s0": 4}, finished=("p2/s0", "p3/s0"))
     admits = last_run(driven).admit
-    assert [(one.uid, one.num_tokens, one.how, one.source) for one in admits] == [
-        ("p1/s0", 12, "resume", None),
-        ("p0/s0", 8, "resume", None),
+    assert [(one.uid, one.num_tokens, one.how) for one in admits] == [
+        ("p1/s0", 12, "resume"),
+        ("p0/s0", 8, "resume"),
     ], "in the order of their answers"
 
 
 def test_segments_of_turns_end_early_under_every_schedule() -> None:
     for policy in ("sync", "adaptive"):
-        assert worker_with(4, policy=policy, has_turns=True).running["w"].leave_when_finished
-    assert not worker_with(4, policy="sync").running["w"].leave_when_finished
+        assert worker_with(4, policy=policy, has_turns=True).running["w"].limits.leave_when_finished
+    assert not worker_with(4, policy="sync").running["w"].limits.leave_when_finished
 
 
 def test_a_worker_whose_rows_all_act_gets_nothing_until_an_answer() -> None:
     driven = worker_with(2)
-    commit, *others = driven.end("w", {"p0/s0": 5, "p1/s0": 5}, acting=("p0/s0", "p1/s0"))
-    assert isinstance(commit, Commit) and not others
+    assert driven.end("w", {"p0/s0": 5, "p1/s0": 5}, acting=("p0/s0", "p1/s0")) == []
     scheduler = driven.scheduler
     assert not (scheduler.is_stuck or is_finished(scheduler)) and scheduler.samples.num_waiting == 0
     assert admitted(driven.answer("p1/s0", 9)) == ["p1/s0"]
@@ -58,7 +56,7 @@ def test_a_worker_whose_rows_all_act_gets_nothing_until_an_answer() -> None:
 def test_an_answer_may_end_the_sample(finish: str) -> None:
     driven = worker_with(1)
     driven.end("w", {"p0/s0": 5}, acting=("p0/s0",))
-    assert driven.answer("p0/s0", 7, finish) == [Commit((CommittedRow("p0/s0", 7, finish),))]
+    assert driven.answer("p0/s0", 7, finish) == []
     is_dropped = finish.startswith("dropped")
     assert driven.scheduler.samples["p0/s0"].state == (SampleState.DROPPED if is_dropped else SampleState.DONE)
     lengths = driven.scheduler.context.lengths
@@ -66,7 +64,7 @@ def test_an_answer_may_end_the_sample(finish: str) -> None:
 
 
 def test_rows_that_act_lose_their_cache_with_its_worker_and_go_on_elsewhere() -> None:
-    driven = worker_with(3, slots=3, rebuild="replay")
+    driven = worker_with(3, slots=3)
     rows = {f"p{i}/s0": 5 for i in range(3)}
     driven.end("w", rows, acting=("p0/s0", "p1/s0"))
     driven.answer("p1/s0", 8)
@@ -76,12 +74,12 @@ def test_rows_that_act_lose_their_cache_with_its_worker_and_go_on_elsewhere() ->
     assert [table[uid].held_by for uid in rows] == [None] * 3
     driven.join("v", slots=3)
     assert {(one.uid, one.num_tokens, one.how) for one in last_run(driven).admit} == {
-        ("p1/s0", 8, "replay"),
-        ("p2/s0", 5, "replay"),
+        ("p1/s0", 8, "recompute"),
+        ("p2/s0", 5, "recompute"),
     }
     driven.answer("p0/s0", 9)
     driven.end("v", {"p1/s0": 9, "p2/s0": 9})
-    assert [(one.uid, one.how, one.source) for one in last_run(driven).admit] == [("p0/s0", "replay", None)]
+    assert [(one.uid, one.how) for one in last_run(driven).admit] == [("p0/s0", "recompute")]
 
 
 def test_a_row_that_its_answer_makes_too_long_goes_on_where_it_fits() -> None:
@@ -92,7 +90,7 @@ def test_a_row_that_its_answer_makes_too_long_goes_on_where_it_fits() -> None:
     driven.end("short", {"p0/s0": 5}, acting=("p0/s0",))
     run = driven.answer("p0/s0", 10)[0]  # its prompt has 10 tokens
     assert isinstance(run, RunSegment) and run.worker == "long"
-    assert [(one.how, one.source) for one in run.admit] == [("prefill", None)]
+    assert [one.how for one in run.admit] == ["recompute"]
 
 
 @pytest.mark.parametrize(("max_suspended", "num_begun"), [(0, 2), (1, 3), (None, 10), (7, 9)])
@@ -117,9 +115,11 @@ def test_segments_end_early_where_turns_end(knows_at_once: bool) -> None:
     driven.end("w", {f"p{i}/s0": 5 for i in range(3)})
     run = last_run(driven)
     early = (32 if knows_at_once else 3000, 1 if knows_at_once else 0)
-    assert (run.length, run.leave_when_finished) == early
+    assert (run.limits.length, run.limits.leave_when_finished) == early
     driven.end("w", {f"p{i}/s0": 9 for i in range(3)}, acting=("p1/s0",))
-    assert (last_run(driven).length, last_run(driven).leave_when_finished) == (32, 1), "another turn may end"
+    assert (last_run(driven).limits.length, last_run(driven).limits.leave_when_finished) == (32, 1), (
+        "another turn may end"
+    )
 
 
 @pytest.mark.parametrize("policy", ["pdsr_v1", "pdsr_v2"])
@@ -129,7 +129,7 @@ def test_siblings_are_held_back_while_the_probe_acts(policy: str) -> None:
     driven.submit(samples(1, 3))
     driven.end("w", {"p0/s0": 5}, acting=("p0/s0",))
     assert driven.rows("w") == [] and not driven.scheduler.is_stuck
-    assert probes_of(driven).waiting() == ["p0/s1", "p0/s2"]
+    assert probes_of(driven).held_back == {"p0": ["p0/s1", "p0/s2"]}
     driven.answer("p0/s0", 8)
     assert last_run(driven).admit[0].role == "probe"
     assert admitted(driven.end("w", {"p0/s0": 9}, finished=("p0/s0",))) == ["p0/s1", "p0/s2"]

@@ -4,13 +4,12 @@ import pytest
 
 from app.rollout.scheduling.protocol import (
     Answered,
-    AnsweredRow,
     Closed,
     Event,
     EventRecord,
     Released,
+    RowReport,
     Submitted,
-    WorkerJoined,
     WorkerLost,
 )
 from app.rollout.scheduling.schedule_metrics import (
@@ -18,9 +17,8 @@ from app.rollout.scheduling.schedule_metrics import (
     Span,
     schedule_metrics,
     slot_spans,
-    slots_per_worker,
 )
-from tests.rollout.scheduling.driving import Driven, make_scheduler, samples
+from tests.rollout.scheduling.driving import Driven, joined, make_scheduler, samples
 from tests.rollout.scheduling.storms import storm
 
 
@@ -33,8 +31,8 @@ def handed_over() -> list[EventRecord]:
     def tell(event) -> None:
         records.append(EventRecord(event, tuple(driven.tell(event))))
 
-    tell(WorkerJoined(0.0, "fast", "fast", 1))
-    tell(WorkerJoined(0.0, "heavy", "heavy", 1))
+    tell(joined(0.0, "fast", "fast", 1))
+    tell(joined(0.0, "heavy", "heavy", 1))
     tell(Submitted(0.0, samples(2, 1)))
     tell(Closed(0.0))
     tell(driven.ended("heavy", {"p1/s0": 4}, seconds=2.0))
@@ -60,12 +58,12 @@ def test_slots_count_while_their_worker_is_there() -> None:
     def tell(event: Event) -> None:
         records.append(EventRecord(event, tuple(driven.tell(event))))
 
-    tell(WorkerJoined(0.0, "a", "fast", 1))
+    tell(joined(0.0, "a", "fast", 1))
     tell(Submitted(1.0, samples(2, 1)))
     driven.at = 1.0
     tell(driven.ended("a", {"p0/s0": 4}, seconds=4.0))  # at 5
     tell(WorkerLost(5.0, "a"))
-    tell(WorkerJoined(7.0, "a#2", "fast", 2))
+    tell(joined(7.0, "a#2", "fast", 2))
     tell(Closed(7.0))
     driven.at = 7.0
     tell(driven.ended("a#2", {"p0/s0": 7, "p1/s0": 6}, finished=("p0/s0", "p1/s0"), seconds=3.0))  # at 10
@@ -79,7 +77,6 @@ def test_slots_count_while_their_worker_is_there() -> None:
     for record in records[4:]:
         tracker.add(record)
     assert tracker.take_window().bubble == pytest.approx(1 - (share - 4) / (2 * 3))
-    assert slots_per_worker(records) == {"a": 1, "a#2": 2}
 
 
 def test_windows_by_hand() -> None:
@@ -122,7 +119,7 @@ def calm(seed: int) -> list[EventRecord]:
 def test_where_nothing_is_expected_nothing_is_recalled_or_stolen() -> None:
     driven = Driven(make_scheduler("sync"))
     records = []
-    workers = (WorkerJoined(0.0, "f", "fast", 2), WorkerJoined(0.0, "h", "heavy", 2))
+    workers = (joined(0.0, "f", "fast", 2), joined(0.0, "h", "heavy", 2))
     for event in (*workers, Submitted(0.0, samples(4, 1)), Closed(0.0)):
         records.append(EventRecord(event, tuple(driven.tell(event))))
     for worker in ("f", "h"):
@@ -137,7 +134,7 @@ def test_truncated_samples_have_ended() -> None:
     rules = {"fast_limit_tokens": 10, "on_fast_limit": "truncate"}
     driven = Driven(make_scheduler("pdsr_v1", pdsr=rules))
     records = []
-    workers = (WorkerJoined(0.0, "f", "fast", 2), WorkerJoined(0.0, "h", "heavy", 2))
+    workers = (joined(0.0, "f", "fast", 2), joined(0.0, "h", "heavy", 2))
     for event in (*workers, Submitted(0.0, samples(2, 2)), Closed(0.0)):
         records.append(EventRecord(event, tuple(driven.tell(event))))
 
@@ -161,20 +158,20 @@ def test_figures_of_turns_by_hand() -> None:
     def tell(event: Event) -> None:
         records.append(EventRecord(event, tuple(driven.tell(event))))
 
-    tell(WorkerJoined(0.0, "a", "heavy", 1))
+    tell(joined(0.0, "a", "heavy", 1))
     tell(Submitted(0.0, samples(1, 1)))
     tell(Closed(0.0))
     tell(driven.ended("a", {"p0/s0": 4}, seconds=4.0))
     tell(driven.ended("a", {"p0/s0": 6}, acting=("p0/s0",), seconds=2.0))  # at 6
-    tell(Answered(9.0, (AnsweredRow("p0/s0", 16, None),)))
+    tell(Answered(9.0, (RowReport("p0/s0", 16, None),)))
     driven.at = 9.5
     tell(driven.ended("a", {"p0/s0": 17}, acting=("p0/s0",), seconds=0.5))  # at 10
     tell(WorkerLost(10.0, "a"))
-    tell(WorkerJoined(11.0, "b", "fast", 1))
-    tell(Answered(14.0, (AnsweredRow("p0/s0", 20, None),)))
+    tell(joined(11.0, "b", "fast", 1))
+    tell(Answered(14.0, (RowReport("p0/s0", 20, None),)))
     driven.at = 14.0
     tell(driven.ended("b", {"p0/s0": 21}, acting=("p0/s0",), seconds=1.0))  # at 15
-    tell(Answered(20.0, (AnsweredRow("p0/s0", 21, "stop"),)))
+    tell(Answered(20.0, (RowReport("p0/s0", 21, "stop"),)))
     found = schedule_metrics(records)
     assert found.suspensions == 0
     assert (found.useful_tokens, found.repacked_tokens) == (8, 20)
@@ -185,6 +182,6 @@ def test_figures_of_turns_by_hand() -> None:
 
 def test_a_log_without_samples_has_figures() -> None:
     driven = Driven(make_scheduler())
-    event = WorkerJoined(0.0, "a", "fast", 1)
+    event = joined(0.0, "a", "fast", 1)
     found = schedule_metrics([EventRecord(event, tuple(driven.tell(event)))])
     assert found.probe_recall is None and found.bubble == pytest.approx(1.0)

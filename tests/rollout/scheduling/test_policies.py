@@ -1,6 +1,6 @@
 import pytest
 
-from app.rollout.scheduling.protocol import Commit, RunSegment, WorkerLost
+from app.rollout.scheduling.protocol import RunSegment, WorkerLost
 from app.rollout.scheduling.sample_states import SampleState
 from app.rollout.scheduling.scheduler import POLICIES
 from tests.rollout.scheduling.driving import Driven, admitted, make_scheduler, probes_of, samples, suspended
@@ -41,7 +41,7 @@ def test_v1_waits_for_every_probe_and_then_sends_the_longest_prompt_to_heavy() -
 def test_v1_hands_over_a_probe_at_its_limit_and_calls_its_prompt_heavy() -> None:
     driven = driven_pair("pdsr_v1", probe_limit_tokens=30, heavy_percent=1.0)
     (run,) = [one for one in driven.submit(samples(2, 2)) if isinstance(one, RunSegment)]
-    assert run.length == 30, "the segment ends at the limit"
+    assert run.limits.length == 30, "the segment ends at the limit"
     commands = driven.end("fast", {"p0/s0": 30, "p1/s0": 20}, finished=("p1/s0",))
     assert suspended(commands) == [("p0/s0", "probe limit")]
     assert admitted(commands, "heavy") == ["p0/s0", "p0/s1"]
@@ -58,10 +58,8 @@ def test_v1_hands_over_or_truncates_at_the_fast_limit(choice: str, state: Sample
     driven.end("heavy", {"p0/s1": 5}, finished=("p0/s1",))
     commands = driven.end("fast", {"p1/s1": 50})
     assert suspended(commands) == [("p1/s1", "breaker" if choice == "suspend" else "truncated")]
-    assert driven.scheduler.samples["p1/s1"].state is state
-    if choice == "truncate":
-        (commit,) = [one for one in commands if isinstance(one, Commit) and one.rows[0].finish]
-        assert (commit.rows[0].num_tokens, commit.rows[0].finish) == (50, "length")
+    sample = driven.scheduler.samples["p1/s1"]
+    assert (sample.state, sample.num_tokens) == (state, 50)
 
 
 def test_v1_goes_on_without_heavy_workers() -> None:
@@ -159,9 +157,9 @@ def test_v2_takes_stolen_samples_back_after_a_while_if_their_workers_are_free() 
     assert (driven.rows("fast"), driven.rows("heavy")) == (["p1/s0"], ["p0/s0"])
     driven.end("fast", {"p1/s0": 5}, finished=("p1/s0",))
     assert driven.rows("fast") == ["p2/s0"], "stolen"
-    assert driven.running["fast"].length == 30
+    assert driven.running["fast"].limits.length == 30
     assert suspended(driven.end("fast", {"p2/s0": 30})) == [], "heavy is busy, and nothing short waits"
-    assert driven.running["fast"].length == 30, "the time begins again"
+    assert driven.running["fast"].limits.length == 30, "the time begins again"
     driven.end("heavy", {"p0/s0": 99}, finished=("p0/s0",))
     commands = driven.end("fast", {"p2/s0": 60})
     assert suspended(commands) == [("p2/s0", "steal limit")] and admitted(commands, "heavy") == ["p2/s0"]
@@ -220,7 +218,7 @@ def test_v1_looks_up_for_the_last_probe_only_if_it_holds_samples_back() -> None:
         driven = Driven(make_scheduler("pdsr_v1", pdsr={"probe_limit_tokens": 4000}))
         driven.submit(samples(1, group))
         driven.join("fast", "fast", slots=2, capacity=2000)
-        assert driven.running["fast"].length == length
+        assert driven.running["fast"].limits.length == length
 
 
 def test_adaptive_spreads_a_row_only_so_often() -> None:
@@ -264,7 +262,7 @@ def test_a_second_step_knows_the_threshold_of_the_first(policy: str) -> None:
     driven.submit(samples(2, 2))
     driven.join("fast", "fast", slots=4)
     driven.join("heavy", "heavy", slots=4)
-    assert driven.running["fast"].length == 64, "held back samples wait for an early verdict"
+    assert driven.running["fast"].limits.length == 64, "held back samples wait for an early verdict"
     commands = driven.end("fast", {"p0/s0": 60, "p1/s0": 12}, finished=("p1/s0",))
     assert admitted(commands, "heavy") == ["p0/s1"] and admitted(commands, "fast") == ["p1/s1"]
     assert suspended(commands) == []
@@ -277,7 +275,7 @@ def test_rows_leave_slots_that_they_outgrow_and_never_come_back(policy: str) -> 
     driven.join("heavy", "heavy", slots=1)
     driven.submit(samples(4, 1))
     first = driven.rows("fast")
-    assert len(first) == 2 and driven.running["fast"].length == 40, "prompts have 10 tokens"
+    assert len(first) == 2 and driven.running["fast"].limits.length == 40, "prompts have 10 tokens"
     commands = driven.end("fast", dict.fromkeys(first, 40))
     assert {uid for uid, _ in suspended(commands)} == set(first)
     assert not set(first) & set(driven.rows("fast")), "they do not fit, although slots are free"

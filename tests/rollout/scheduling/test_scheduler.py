@@ -1,6 +1,6 @@
 import pytest
 
-from app.rollout.scheduling.protocol import Commit, Released, RunSegment, Submitted, WorkerLost
+from app.rollout.scheduling.protocol import Released, RunSegment, Submitted, WorkerLost
 from app.rollout.scheduling.sample_states import SampleState
 from app.rollout.scheduling.scheduler import POLICIES
 from app.rollout.scheduling.scheduling_policy import WorkerState
@@ -14,12 +14,11 @@ def test_one_sample_from_submission_to_the_end() -> None:
     assert driven.join("w") == []
     (run,) = driven.submit(samples(1, 1))
     assert isinstance(run, RunSegment)
-    assert (run.worker, run.admit[0].uid, run.admit[0].how, run.admit[0].role) == ("w", "p0/s0", "prefill", "probe")
-    commit, run = driven.end("w", {"p0/s0": 64})
-    assert isinstance(commit, Commit) and isinstance(run, RunSegment)
-    assert (commit.rows[0].num_tokens, commit.rows[0].finish, run.admit) == (64, None, ())
-    (commit,) = driven.end("w", {"p0/s0": 70}, finished=("p0/s0",))
-    assert isinstance(commit, Commit) and commit.rows[0].finish == "stop"
+    assert (run.worker, run.admit[0].uid, run.admit[0].how, run.admit[0].role) == ("w", "p0/s0", "recompute", "probe")
+    (run,) = driven.end("w", {"p0/s0": 64})
+    assert isinstance(run, RunSegment) and run.admit == () and driven.scheduler.samples["p0/s0"].num_tokens == 64
+    assert driven.end("w", {"p0/s0": 70}, finished=("p0/s0",)) == []
+    assert driven.scheduler.samples["p0/s0"].finish == "stop"
     assert is_finished(driven.scheduler)
 
 
@@ -68,18 +67,8 @@ def test_a_lost_workers_rows_go_on_elsewhere() -> None:
     driven.join("b", slots=1)
     (run,) = driven.tell(WorkerLost(9.0, "a"))
     assert isinstance(run, RunSegment) and run.worker == "b"
-    assert (run.admit[0].num_tokens, run.admit[0].how, run.admit[0].source) == (64, "prefill", None)
+    assert (run.admit[0].num_tokens, run.admit[0].how) == (64, "recompute")
     assert driven.scheduler.samples["p0/s0"].state is SampleState.RUNNING
-
-
-def test_rows_are_replayed_where_every_bit_must_be_the_same() -> None:
-    driven = Driven(make_scheduler(rebuild="replay"))
-    driven.join("a", slots=1)
-    driven.submit(samples(1, 1))
-    driven.end("a", {"p0/s0": 64})
-    driven.tell(WorkerLost(9.0, "a"))
-    (run,) = driven.join("b")
-    assert isinstance(run, RunSegment) and run.admit[0].how == "replay"
 
 
 def test_a_kept_cache_is_copied_and_forgotten_with_its_worker() -> None:
@@ -92,7 +81,7 @@ def test_a_kept_cache_is_copied_and_forgotten_with_its_worker() -> None:
     assert scheduler.samples["p0/s0"].held_by == "f"
     commands = driven.end("h", {"p1/s0": 3}, finished=("p1/s0",))
     (run,) = [one for one in commands if isinstance(one, RunSegment)]
-    assert (run.admit[0].uid, run.admit[0].how, run.admit[0].source) == ("p0/s0", "copy", "f")
+    assert (run.admit[0].uid, run.admit[0].how) == ("p0/s0", "copy")
 
 
 def test_a_cache_that_its_worker_does_not_keep_is_computed_again() -> None:
@@ -103,7 +92,7 @@ def test_a_cache_that_its_worker_does_not_keep_is_computed_again() -> None:
     driven.end("h", {"p1/s0": 3}, finished=("p1/s0",))
     commands = driven.end("f", {"p0/s0": 10})
     (run,) = [one for one in commands if isinstance(one, RunSegment)]
-    assert (run.worker, run.admit[0].uid, run.admit[0].how, run.admit[0].source) == ("h", "p0/s0", "prefill", None)
+    assert (run.worker, run.admit[0].uid, run.admit[0].how) == ("h", "p0/s0", "recompute")
 
 
 def test_a_segment_waits_for_slots_that_are_wanted_and_for_smaller_programs_when_none_is() -> None:
@@ -111,13 +100,13 @@ def test_a_segment_waits_for_slots_that_are_wanted_and_for_smaller_programs_when
     driven.join("w", slots=4, rungs=(2,), capacity=1000)
     (run, *_) = driven.submit(samples(5, 1), close=False)
     assert isinstance(run, RunSegment)
-    assert (run.leave_when_finished, run.leave_when_active) == (1, 0)
+    assert (run.limits.leave_when_finished, run.limits.leave_when_active) == (1, 0)
     rows = {f"p{i}/s0": 5 for i in range(4)}
     driven.end("w", rows, finished=("p0/s0",))
     driven.submit((), close=True)
-    (_, run) = driven.end("w", {f"p{i}/s0": 9 for i in (1, 2, 3, 4)})
+    (run,) = driven.end("w", {f"p{i}/s0": 9 for i in (1, 2, 3, 4)})
     assert isinstance(run, RunSegment)
-    assert (run.leave_when_finished, run.leave_when_active, run.length) == (0, 2, 250)
+    assert (run.limits.leave_when_finished, run.limits.leave_when_active, run.limits.length) == (0, 2, 250)
 
 
 def test_a_segment_does_not_leave_for_samples_that_wait_for_a_verdict() -> None:
@@ -126,12 +115,12 @@ def test_a_segment_does_not_leave_for_samples_that_wait_for_a_verdict() -> None:
     driven.submit(samples(4, 3))
     assert driven.scheduler.samples.num_waiting == 8
     probes = {f"p{i}/s0": 5 for i in range(4)}
-    (_, run) = driven.end("w", probes)
+    (run,) = driven.end("w", probes)
     assert isinstance(run, RunSegment)
-    assert (run.length, run.leave_when_finished, run.leave_when_active) == (250, 0, 2)
-    (_, run) = driven.end("w", dict.fromkeys(probes, 9), finished=("p0/s0", "p1/s0", "p2/s0", "p3/s0"))
+    assert run.limits == (250, 0, 2)
+    (run,) = driven.end("w", dict.fromkeys(probes, 9), finished=("p0/s0", "p1/s0", "p2/s0", "p3/s0"))
     assert isinstance(run, RunSegment) and len(run.admit) == 4
-    assert run.leave_when_finished > 0 and run.leave_when_active == 0
+    assert run.limits.leave_when_finished > 0 and run.limits.leave_when_active == 0
 
 
 def test_samples_held_back_by_v2_wait_for_the_end_of_a_probe_and_for_free_slots_of_all_workers() -> None:
@@ -142,11 +131,11 @@ def test_samples_held_back_by_v2_wait_for_the_end_of_a_probe_and_for_free_slots_
     driven.join("heavy", "heavy", slots=8, rungs=(4,))
     assert len(driven.rows("fast")) == 8 and not driven.rows("heavy")
     run = driven.running["fast"]
-    assert (run.length, run.leave_when_finished, run.leave_when_active) == (64, 1, 0)
+    assert run.limits == (64, 1, 0)
     driven.end("fast", {f"p{i}/s0": 40 for i in range(8)}, finished=("p3/s0",))
     assert (len(driven.rows("fast")), len(driven.rows("heavy"))) == (8, 6)
     run = driven.running["heavy"]
-    assert (run.length, run.leave_when_finished, run.leave_when_active) == (64, 1, 0), "two slots are free"
+    assert run.limits == (64, 1, 0), "two slots are free"
 
 
 def test_a_limit_in_seconds_ends_a_segment_by_the_steps_that_it_takes() -> None:
@@ -155,11 +144,11 @@ def test_a_limit_in_seconds_ends_a_segment_by_the_steps_that_it_takes() -> None:
     driven.submit(samples(3, 1))
     driven.join("heavy", "heavy", slots=1)
     driven.join("fast", "fast", slots=2, capacity=4000)
-    assert driven.running["fast"].length == 64, "nobody knows how long a step takes"
+    assert driven.running["fast"].limits.length == 64, "nobody knows how long a step takes"
     driven.end("fast", {"p1/s0": 64, "p2/s0": 32}, seconds=4.0)
     entries = driven.scheduler.samples
     assert (entries["p1/s0"].seconds, entries["p2/s0"].seconds) == (4.0, 2.0)
-    assert driven.running["fast"].length == 96, "the first of them has 6 s left, at 1/16 s a step"
+    assert driven.running["fast"].limits.length == 96, "the first of them has 6 s left, at 1/16 s a step"
 
 
 def test_submitting_after_closing_is_a_bug() -> None:
@@ -178,7 +167,7 @@ def test_work_arriving_later_wakes_idle_workers() -> None:
     driven = Driven(make_scheduler())
     driven.join("w")
     driven.submit(samples(1, 1), close=False)
-    assert driven.end("w", {"p0/s0": 5}, finished=("p0/s0",))[1:] == []
+    assert driven.end("w", {"p0/s0": 5}, finished=("p0/s0",)) == []
     assert admitted(driven.submit(samples(1, 1, first=1))) == ["p1/s0"]
 
 
@@ -203,6 +192,6 @@ def test_the_check_sees_an_idle_slot_beside_work() -> None:
 def test_the_check_sees_a_sample_that_nobody_holds() -> None:
     driven = Driven(make_scheduler())
     driven.submit(samples(2, 1))
-    driven.scheduler.policy.next_sample(WorkerState("w", "heavy", 1, ()))
+    driven.scheduler.policy.next_sample(WorkerState("w", "heavy", 1, (), None, 8192, None, True, 0))
     with pytest.raises(AssertionError):
         check_invariants(driven.scheduler)
