@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import replace
 
 import jax
@@ -14,11 +14,8 @@ import numpy as np
 import pytest
 
 from app.model.decode_weights import DecodeWeights
-from app.rollout.scheduling.protocol import Event as SchedulerEvent
-from app.rollout.scheduling.protocol import Submitted
-from app.rollout.scheduling.schedule_metrics import ScheduleMetricsTracker
 from app.rollout.sequence import RolloutSequence, make_sequences
-from app.rollout.workers.async_generation import AsyncRollout, CompletedRound, RoundExecutor
+from app.rollout.workers.async_generation import AsyncRollout, CompletedRound
 from app.rollout.workers.scheduler_loop import RolloutExecutor
 from app.rollout.workers.worker import RolloutWorker
 from app.rollout.workers.worker_pool import RolloutWorkerPool
@@ -37,17 +34,35 @@ def halves() -> list[list[RolloutSequence]]:
     return [rows[: HALF * GROUP_SIZE], rows[HALF * GROUP_SIZE :]]
 
 
-class Opened:
-    """An open rollout that is driven by hand."""
+class ByHand(AsyncRollout):
+    """An open rollout that a test drives in place of its thread."""
 
-    def __init__(self, made: RolloutWorkerPool, run: RolloutExecutor, tracker: ScheduleMetricsTracker):
-        self.made, self.run = made, run
-        self.rollout = RoundExecutor(run, tracker)
+    def __init__(self, made: RolloutWorkerPool, weights: DecodeWeights | None = None):
+        super().__init__(made, weights_on() if weights is None else weights, REQUEST)
         self.done: list[CompletedRound] = []
+        self._executor.add_workers()
+
+    def _run_thread(self) -> None:
+        pass
+
+    @property
+    def run(self) -> RolloutExecutor:
+        return self._executor
+
+    @property
+    def num_begun(self) -> int:
+        return self._num_begun
+
+    def begin(self, rows: list[RolloutSequence]) -> None:
+        self._waiting.append(rows)
+        self._begin_rounds()
 
     def advance(self) -> None:
-        self.rollout.advance()
-        self.done += self.rollout.completed_rounds()
+        self._advance()
+        while self.num_ready:
+            done = self._outbox.get()
+            assert isinstance(done, CompletedRound)
+            self.done.append(done)
 
     def finish(self, num_rounds: int) -> None:
         while len(self.done) < num_rounds:
@@ -58,20 +73,6 @@ class Opened:
         return [row for done in self.done for row in done.rows]
 
 
-@contextmanager
-def opened(made: RolloutWorkerPool, events: list[SchedulerEvent] | None = None) -> Iterator[Opened]:
-    tracker = ScheduleMetricsTracker()
-
-    def tell(record) -> None:
-        tracker.add(record)
-        if events is not None:
-            events.append(record.event)
-
-    weights = weights_on()
-    with made.open_executor(weights, made.make_scheduler(), REQUEST, on_record=tell) as run:
-        yield Opened(made, run, tracker)
-
-
 def samples_of(made: RolloutWorkerPool, rows: Sequence[RolloutSequence]):
     return [made.to_sample(row, i // GROUP_SIZE, REQUEST) for i, row in enumerate(rows)]
 
@@ -79,12 +80,12 @@ def samples_of(made: RolloutWorkerPool, rows: Sequence[RolloutSequence]):
 @pytest.mark.parametrize("policy", ["pdsr_v2", "adaptive"])
 def test_rounds_come_out_in_order_with_the_samples_of_a_closed_rollout(policy: str) -> None:
     made = scheduled(workers_on(2), policy, in_turn=True)
-    with opened(made) as one:
+    with closing(ByHand(made)) as one:
         for rows in halves():
-            one.rollout.submit(rows)
+            one.begin(rows)
         one.finish(2)
         assert bits(samples_of(made, one.rows)) == bits(expected())
-        assert not one.rollout.is_busy
+        assert not one.run.is_busy
         scheduler = one.run.scheduler
         assert not list(scheduler.samples) and not one.run._rows
         check_invariants(scheduler)
@@ -92,13 +93,12 @@ def test_rounds_come_out_in_order_with_the_samples_of_a_closed_rollout(policy: s
 
 
 def test_a_round_is_begun_once_nobody_of_the_one_before_waits() -> None:
-    events: list[SchedulerEvent] = []
-    with opened(scheduled(workers_on(1), in_turn=True), events) as one:
+    with closing(ByHand(scheduled(workers_on(1), in_turn=True))) as one:
         first, second = halves()
-        one.rollout.submit(first)
-        one.rollout.submit(second)
-        assert sum(isinstance(event, Submitted) for event in events) == 1
-        while sum(isinstance(event, Submitted) for event in events) == 1:
+        one.begin(first)
+        one.begin(second)
+        assert one.num_begun == 1
+        while one.num_begun == 1:
             assert one.run.scheduler.samples.num_waiting > 0
             one.advance()
         assert any(row.finish_reason is None for row in first), "its last samples still run"
@@ -111,9 +111,9 @@ def other_weights(seed: int) -> DecodeWeights:
 
 def test_each_token_tells_which_weights_drew_it() -> None:
     made = scheduled(workers_on(1), in_turn=True)
-    with opened(made) as one:
+    with closing(ByHand(made)) as one:
         (first, second) = halves()
-        one.rollout.submit(first)
+        one.begin(first)
         one.advance()
         before = {row.uid: row.num_tokens for row in first}
         one.run.publish(other_weights(1), policy_version=KEY + 1)
@@ -121,7 +121,7 @@ def test_each_token_tells_which_weights_drew_it() -> None:
         one.advance()
         begun = {row.uid: row.num_tokens for row in first}
         assert begun != before
-        one.rollout.submit(second)
+        one.begin(second)
         one.finish(2)
     samples = samples_of(made, one.rows)
     of_older = {row.uid: sum(count for version, count in row.segment_versions if version == KEY) for row in first}
@@ -141,8 +141,8 @@ def test_each_token_tells_which_weights_drew_it() -> None:
 
 def test_only_the_newest_weights_are_loaded() -> None:
     made = scheduled(workers_on(1), in_turn=True)
-    with opened(made) as one:
-        one.rollout.submit(halves()[0])
+    with closing(ByHand(made)) as one:
+        one.begin(halves()[0])
         for version in (KEY + 1, KEY + 2):
             one.run.publish(weights_on(), policy_version=version)
         one.finish(1)
@@ -154,9 +154,9 @@ def test_only_the_newest_weights_are_loaded() -> None:
 
 
 def test_windows_add_up_to_what_was_generated() -> None:
-    with opened(scheduled(workers_on(2), in_turn=True)) as one:
+    with closing(ByHand(scheduled(workers_on(2), in_turn=True))) as one:
         for rows in halves():
-            one.rollout.submit(rows)
+            one.begin(rows)
         one.finish(2)
     windows = [done.metrics for done in one.done]
     assert sum(found.useful_tokens for found in windows) == sum(LENGTHS)
@@ -224,13 +224,11 @@ def test_weights_go_when_the_next_are_loaded() -> None:
     made = scheduled(workers_on(1), in_turn=True)
     first = jax.tree.map(jnp.copy, weights_on())
     leaves = [weakref.ref(leaf) for leaf in jax.tree.leaves(first)]
-    rollout = made.open_executor(first, made.make_scheduler(), REQUEST, on_record=lambda record: None)
-    del first
-    with rollout as run:
-        one = RoundExecutor(run, ScheduleMetricsTracker())
-        one.submit(halves()[0])
+    with closing(ByHand(made, first)) as one:
+        del first
+        one.begin(halves()[0])
         one.advance()
-        run.publish(weights_on(), policy_version=KEY + 1)
+        one.run.publish(weights_on(), policy_version=KEY + 1)
         one.advance()
         gc.collect()
         assert not any(leaf() is not None for leaf in leaves)

@@ -22,7 +22,7 @@ from app.records.sample import Prompt
 from app.rollout.counters import RolloutCounters
 from app.rollout.engine.programs import SlotPrograms
 from app.rollout.engine.runner import SlotRunner
-from app.rollout.engine.scheduler import DecodedRow, ScheduledSegment, SlotScheduler, row_of
+from app.rollout.engine.scheduler import DecodedRow, ScheduledSegment, SlotScheduler
 from app.rollout.engine.segment import RowStatus
 from app.rollout.engine.shapes import BatchShape, Footprint, SlotShapes
 from app.rollout.engine.slot_device import Slot
@@ -181,13 +181,14 @@ class SlotEngine:
             InputError: a row does not fit into a slot.
         """
         assert self._running is None and len(rows) <= self.num_free_slots
-        for row in map(row_of, rows):
-            self.check_fits(row)
-        for row in map(row_of, rows):
-            if not row.started_s:
-                row.started_s = time.perf_counter()
-                self.counters.prompt_tokens += len(row.prompt.token_ids)
-        self.scheduler.admit(rows)
+        admitted = [one if isinstance(one, SuspendedSequence) else SuspendedSequence(one) for one in rows]
+        for one in admitted:
+            self.check_fits(one.row)
+        for one in admitted:
+            if not one.row.started_s:
+                one.row.started_s = time.perf_counter()
+                self.counters.prompt_tokens += len(one.row.prompt.token_ids)
+        self.scheduler.admit(admitted)
         self._carry_out()
 
     def forget(self, key: str) -> None:
@@ -240,7 +241,7 @@ class SlotEngine:
         self.counters.segments += 1
         self.counters.row_steps += steps * num_rows
         self.counters.generated_tokens += sum(one.num_drawn for one in decoded)
-        waited, slots = [row_of(one) for one in self.scheduler.queued], [*segment.places.values()]
+        waited, slots = [one.row for one in self.scheduler.queued], [*segment.places.values()]
         self._last = SegmentResult(decoded, waited, steps, num_rows, self._policy_version, slots, drawn)
         return self._last
 

@@ -79,8 +79,8 @@ class SlotScheduler:
 
     def __init__(self, programs: SlotPrograms, counters: RolloutCounters, *, exact: bool):
         self._programs, self._shapes, self._exact, self._counters = programs, programs.shapes, exact, counters
-        self.queued: deque[RolloutSequence | SuspendedSequence] = deque()
-        """Rows that wait for blocks."""
+        self.queued: deque[SuspendedSequence] = deque()
+        """Rows that wait for blocks, with their caches if they have any."""
         self.devices: list[SlotDevice] = []
         """Those with different rows; none while the engine is closed."""
         self._work: list[CacheWork] = []
@@ -103,7 +103,7 @@ class SlotScheduler:
     @property
     def active_rows(self) -> list[RolloutSequence]:
         """All rows, in slots and queued, none of which is finished."""
-        return [slot.row for slot in self.slots] + [row_of(one) for one in self.queued]
+        return [slot.row for slot in self.slots] + [one.row for one in self.queued]
 
     @property
     def num_free_slots(self) -> int:
@@ -141,9 +141,9 @@ class SlotScheduler:
 
     def has_room(self, row: RolloutSequence) -> bool:
         """Returns whether a row would get blocks at once."""
-        return not self.queued and self._device_for(row) is not None
+        return not self.queued and self._device_for(SuspendedSequence(row)) is not None
 
-    def admit(self, rows: Sequence[RolloutSequence | SuspendedSequence]) -> None:
+    def admit(self, rows: Sequence[SuspendedSequence]) -> None:
         """Queues rows for free slots, and gives them blocks as far as there are some."""
         self.queued.extend(rows)
         self._admit_queued()
@@ -158,7 +158,7 @@ class SlotScheduler:
         work = CacheWork()
         while self.queued and (number := self._device_for(self.queued[0])) is not None:
             one = self.queued.popleft()
-            row, parked = row_of(one), self._take_parked(row_of(one))
+            row, parked = one.row, self._take_parked(one.row)
             resumes = parked is not None and parked.device == number
             if row.turns and row.num_tokens == row.turn_start:
                 self._counters.resumed_rows += resumes
@@ -175,9 +175,9 @@ class SlotScheduler:
         self._add_work(work)
         return bool(work.admitted)
 
-    def _fill_slot(self, one: RolloutSequence | SuspendedSequence, number: int, work: CacheWork) -> Slot:
+    def _fill_slot(self, one: SuspendedSequence, number: int, work: CacheWork) -> Slot:
         """Returns a slot on a device for a row, and adds to the work what fills its blocks."""
-        row = row_of(one)
+        row = one.row
         if self._continues_prompt(one):
             slot = _make_slot(row, number, len(row.prompt.token_ids))
             prompt, num_full = self._share_prompt(row.prompt, number, work), self._num_full_blocks(row.prompt)
@@ -186,7 +186,7 @@ class SlotScheduler:
             slot.blocks = prompt[:num_full] + self._allocate(number, needed - num_full)
             work.copies.extend((number, block, slot.blocks[num_full]) for block in prompt[num_full:])
             self._counters.recomputed_tokens += len(slot.forced)
-        elif isinstance(one, SuspendedSequence) and one.cache is not None:
+        elif one.cache is not None:
             slot = _make_slot(row, number, one.length)
             slot.blocks = self._allocate(number, self._programs.blocks_for(max(slot.length, 1)))
             work.insertions.append((number, slot.blocks, one.cache))
@@ -198,20 +198,17 @@ class SlotScheduler:
             self._counters.recomputed_tokens += len(ids)
         return slot
 
-    def _continues_prompt(self, one: RolloutSequence | SuspendedSequence) -> bool:
+    def _continues_prompt(self, one: SuspendedSequence) -> bool:
         """Returns whether a row starts from the cache of its prompt."""
-        if isinstance(one, SuspendedSequence) and one.cache is not None:
-            return False
-        return self._exact or not row_of(one).num_tokens
+        return one.cache is None and (self._exact or not one.row.num_tokens)
 
-    def _device_for(self, one: RolloutSequence | SuspendedSequence) -> int | None:
+    def _device_for(self, one: SuspendedSequence) -> int | None:
         """Returns the number of the device for a row; None if all are full.
 
         A device that has the row's prompt is preferred until it has its share of the rows. All rows that can grow, and
         the new one, must be able to grow by a block.
         """
-        row = row_of(one)
-        parked = self._parked(row)
+        row, parked = one.row, self._parked(one.row)
         if parked is not None and self.devices[parked.device].has_free_slot:
             return parked.device
         key, length = prompt_key(row.prompt), len(row.prompt.token_ids) + row.num_tokens
@@ -301,11 +298,10 @@ class SlotScheduler:
 
     def take_queued(self, row: RolloutSequence) -> SuspendedSequence | None:
         """Takes a row out of the queue; returns None if it is not there."""
-        one = next((one for one in self.queued if row_of(one) is row), None)
-        if one is None:
-            return None
-        self.queued.remove(one)
-        return one if isinstance(one, SuspendedSequence) else SuspendedSequence(row)
+        one = next((one for one in self.queued if one.row is row), None)
+        if one is not None:
+            self.queued.remove(one)
+        return one
 
     def _parked(self, row: RolloutSequence) -> Slot | None:
         """Returns the slot that a row had when it was parked, if its blocks are still those of the row's beginning."""
@@ -376,7 +372,7 @@ class SlotScheduler:
     def _preempt(self, slot: Slot) -> None:
         """Puts a row back into the queue, without its cache."""
         self.remove(slot)
-        self.queued.appendleft(SuspendedSequence(slot.row) if slot.row.num_tokens else slot.row)
+        self.queued.appendleft(SuspendedSequence(slot.row))
         self._counters.preempted_rows += 1
 
     def postprocess(self, segment: ScheduledSegment, after: RowStatus) -> list[DecodedRow]:
@@ -397,10 +393,6 @@ class SlotScheduler:
         for device in self.devices:
             device.trim()
         return decoded
-
-
-def row_of(one: RolloutSequence | SuspendedSequence) -> RolloutSequence:
-    return one.row if isinstance(one, SuspendedSequence) else one
 
 
 def _make_slot(row: RolloutSequence, device: int, length: int) -> Slot:

@@ -7,7 +7,7 @@ versions. Source: Piché et al. 2025 (PipelineRL).
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from queue import Empty, SimpleQueue
 from threading import Thread
@@ -21,7 +21,6 @@ from app.rollout.request import GenerationRequest
 from app.rollout.scheduling.length_estimator import LearnedLengths
 from app.rollout.scheduling.schedule_metrics import ScheduleMetrics, ScheduleMetricsTracker
 from app.rollout.sequence import RolloutSequence
-from app.rollout.workers.scheduler_loop import RolloutExecutor
 from app.rollout.workers.worker_pool import RolloutWorkerPool
 from app.rollout.workers.worker_threads import join_or_abandon
 
@@ -36,55 +35,11 @@ class CompletedRound(NamedTuple):
     """Metrics of all workers since the previous round was completed."""
 
 
-class RoundExecutor:
-    """Runs an open rollout round by round, in one thread.
+class AsyncRollout:
+    """An open rollout in its own thread. The training thread submits rounds, publishes weights and collects samples.
 
     A round is passed to the scheduler once no sample of an earlier round is waiting. Earlier rounds thus come first
     under every policy, and the next round fills the slots freed by their last samples.
-    """
-
-    def __init__(self, executor: RolloutExecutor, metrics: ScheduleMetricsTracker):
-        self._executor = executor
-        self._metrics = metrics
-        self._waiting: deque[Sequence[RolloutSequence]] = deque()
-        self._in_flight: deque[list[str]] = deque()
-        self._num_begun = 0
-        executor.add_workers()
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether any worker is decoding."""
-        return self._executor.is_busy
-
-    def submit(self, rows: Sequence[RolloutSequence]) -> None:
-        """Adds the next round."""
-        self._waiting.append(rows)
-        self._submit_next_rounds()
-
-    def advance(self) -> None:
-        """Waits for the end of the next segment; see `RolloutExecutor.advance`."""
-        self._executor.advance()
-        self._submit_next_rounds()
-
-    def _submit_next_rounds(self) -> None:
-        while self._waiting and self._executor.scheduler.samples.num_waiting == 0:
-            # Several open rounds may contain the same prompt.
-            self._in_flight.append(self._executor.submit(self._waiting.popleft(), suffix=f"@{self._num_begun}"))
-            self._num_begun += 1
-
-    def completed_rounds(self) -> Iterator[CompletedRound]:
-        """Yields each completed round once, in the order of submission."""
-        while self._in_flight and all(map(self._executor.is_done, self._in_flight[0])):
-            metrics = self._metrics.take_window()
-            rows = self._executor.release(self._in_flight.popleft())
-            history = self._executor.scheduler.context.lengths.history
-            means = {row.prompt.uid: history[row.prompt.uid] for row in rows if row.prompt.uid in history}
-            finished = self._executor.scheduler.context.lengths.take_finished()
-            yield CompletedRound(rows, LearnedLengths(means, finished), metrics)
-
-
-class AsyncRollout:
-    """An open rollout in its own thread. The training thread submits rounds, publishes weights and collects samples.
 
     Args:
         weights: initial weights of the policy.
@@ -95,13 +50,14 @@ class AsyncRollout:
         self._request = request
         self._inbox: SimpleQueue[Sequence[RolloutSequence] | None] = SimpleQueue()
         self._outbox: SimpleQueue[CompletedRound | BaseException] = SimpleQueue()
-        metrics = ScheduleMetricsTracker()
-        with ExitStack() as stack:
-            scheduler = workers.make_scheduler(workers.learned_lengths.prompts)
-            opened = workers.open_executor(weights, scheduler, request, on_record=metrics.add)
-            self._executor = stack.enter_context(opened)
-            self._rounds = RoundExecutor(self._executor, metrics)
-            self._exit_stack = stack.pop_all()
+        self._waiting: deque[Sequence[RolloutSequence]] = deque()
+        self._in_flight: deque[list[str]] = deque()
+        """Names of the rows of each round that the scheduler has."""
+        self._num_begun = 0
+        self._metrics, self._exit_stack = ScheduleMetricsTracker(), ExitStack()
+        scheduler = workers.make_scheduler(workers.learned_lengths.prompts)
+        opened = workers.open_executor(weights, scheduler, request, on_record=self._metrics.add)
+        self._executor = self._exit_stack.enter_context(opened)
         # A daemon thread, because a device call that never returns must not keep a failed program alive.
         self._thread = Thread(target=self._run_thread, name="generation", daemon=True)
         self._thread.start()
@@ -155,10 +111,9 @@ class AsyncRollout:
 
     def _run_thread(self) -> None:
         try:
+            self._executor.add_workers()
             while self._receive_rounds():
-                self._rounds.advance()
-                for done in self._rounds.completed_rounds():
-                    self._outbox.put(done)
+                self._advance()
         except BaseException as error:
             self._outbox.put(error)
 
@@ -166,9 +121,27 @@ class AsyncRollout:
         """Receives submitted rounds; waits for one if no worker is decoding. Returns False after `close`."""
         while True:
             try:
-                rows = self._inbox.get(block=not self._rounds.is_busy)
+                rows = self._inbox.get(block=not self._executor.is_busy)
             except Empty:
                 return True
             if rows is None:
                 return False
-            self._rounds.submit(rows)
+            self._waiting.append(rows)
+            self._begin_rounds()
+
+    def _begin_rounds(self) -> None:
+        while self._waiting and self._executor.scheduler.samples.num_waiting == 0:
+            # Several open rounds may contain the same prompt.
+            self._in_flight.append(self._executor.submit(self._waiting.popleft(), suffix=f"@{self._num_begun}"))
+            self._num_begun += 1
+
+    def _advance(self) -> None:
+        """Waits for the end of the next segment, and reports the rounds that are complete, in order."""
+        self._executor.advance()
+        self._begin_rounds()
+        lengths = self._executor.scheduler.context.lengths
+        while self._in_flight and all(map(self._executor.is_done, self._in_flight[0])):
+            metrics = self._metrics.take_window()
+            rows = self._executor.release(self._in_flight.popleft())
+            learned = LearnedLengths(lengths.history, lengths.take_finished())
+            self._outbox.put(CompletedRound(rows, learned.about(row.prompt.uid for row in rows), metrics))

@@ -135,7 +135,7 @@ class RolloutWorker:
             # A row that has to wait for blocks must not keep a cache beside them.
             cache = self._fetch_cache(one) if self.engine.scheduler.has_room(one.row) else None
             if cache is None:
-                computed.append(SuspendedSequence(one.row) if one.row.num_tokens else one.row)
+                computed.append(one.row)
             else:
                 # One at a time, because all copies together would be as large as all slots.
                 self.engine.admit([cache._replace(row=one.row)])
