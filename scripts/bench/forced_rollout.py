@@ -38,7 +38,7 @@ from app.rollout.sampling.token_sampling import (
     Sampler,
     SamplingRules,
     hash_uids,
-    sample_keys,
+    sample_key,
     sample_tokens,
 )
 from app.rollout.scheduling.protocol import WorkerKind
@@ -68,7 +68,7 @@ def last_keys(prompts: Sequence[Prompt], lengths: Sequence[int], *, seed: int) -
     group_size = len(lengths) // len(prompts)
     words = jnp.asarray(hash_uids([prompt.uid for prompt in of_sample]))
     indices = jnp.arange(len(lengths)) % group_size
-    keys = sample_keys(jnp.int32(seed), jnp.int32(POLICY_VERSION), words, indices)
+    keys = jax.vmap(sample_key, in_axes=(None, None, 0, 0))(jnp.int32(seed), jnp.int32(POLICY_VERSION), words, indices)
     positions = np.asarray([len(prompt.token_ids) for prompt in of_sample]) + np.asarray(lengths) - 1
     return np.asarray(jax.random.key_data(jax.vmap(jax.random.fold_in)(keys, positions)))
 

@@ -14,12 +14,13 @@ from app.rollout.sampling.token_sampling import (
     SampledTokens,
     SamplingRules,
     hash_uids,
-    sample_keys,
+    sample_key,
     sample_tokens,
     sample_tokens_truncated,
 )
 
 VOCAB, ROWS = 11, 128
+sample_keys = jax.vmap(sample_key, in_axes=(None, None, 0, 0))
 
 
 @functools.cache

@@ -19,7 +19,7 @@ from app.rollout.sampling.token_sampling import (
     Sampler,
     SamplingRules,
     draw_tokens,
-    sample_keys,
+    sample_key,
     token_outcomes,
 )
 from app.rollout.scheduling.segment_limits import SegmentLimits
@@ -186,8 +186,7 @@ class SegmentDecoder:
 def _row_keys(rows: RowTable, seed: Int32[Array, ""]) -> Key[Array, "B"]:
     """Returns the keys of the rows' noise."""
     words = jax.lax.bitcast_convert_type(jnp.stack([rows.uid_hash_low, rows.uid_hash_high], axis=1), jnp.uint32)
-    row_key = lambda version, words, index: sample_keys(seed, version, words[None], index[None])[0]  # noqa: E731
-    return jax.vmap(row_key)(rows.policy_version, words, rows.sample_index)
+    return jax.vmap(sample_key, in_axes=(None, 0, 0, 0))(seed, rows.policy_version, words, rows.sample_index)
 
 
 def _force(

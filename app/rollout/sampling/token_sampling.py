@@ -63,19 +63,17 @@ def hash_uids(uids: Sequence[str]) -> UInt32[np.ndarray, "B 2"]:
     return np.frombuffer(digests, np.uint32).reshape(-1, 2)
 
 
-def sample_keys(
+def sample_key(
     seed: Int32[Array, ""],
     policy_version: Int32[Array, ""],
-    uid_hashes: UInt32[Array, "B 2"],
-    sample_index: Int32[Array, "B"],
-) -> Key[Array, "B"]:
-    """Returns one key per sample; `fold_in` of a position gives the key of that token."""
-    root = jax.random.fold_in(jax.random.key(seed), policy_version)
-
-    def sample_key(words: Array, index: Array) -> Array:
-        return jax.random.fold_in(jax.random.fold_in(jax.random.fold_in(root, words[0]), words[1]), index)
-
-    return jax.vmap(sample_key)(uid_hashes, sample_index)
+    uid_hash: UInt32[Array, "2"],
+    sample_index: Int32[Array, ""],
+) -> Key[Array, ""]:
+    """Returns the key of a sample; `fold_in` of a position gives the key of that token."""
+    key = jax.random.key(seed)
+    for number in (policy_version, uid_hash[0], uid_hash[1], sample_index):
+        key = jax.random.fold_in(key, number)
+    return key
 
 
 def gumbel_noise(keys: Key[Array, "B"], rules: SamplingRules, num_tokens: int) -> Float32[Array, "B V"]:
@@ -123,7 +121,7 @@ def draw_tokens(
     keys: Key[Array, "B"],
     positions: Int32[Array, "B"],
 ) -> SampledTokens:
-    """Draws the tokens at these positions from the hidden states before them; `keys` are those of `sample_keys`."""
+    """Draws the tokens at these positions from the hidden states before them; `keys` are those of `sample_key`."""
     divisor = jnp.where(jnp.asarray(rules.temperature) == 0, 1.0, rules.temperature)
     logits = scaled_logits(hidden, head, divisor)
     return sampler(logits, rules, jax.vmap(jax.random.fold_in)(keys, positions))
