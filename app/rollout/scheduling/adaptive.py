@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from app.rollout.scheduling.priority_queue import PriorityQueue
-from app.rollout.scheduling.protocol import SampleRole
+from app.rollout.scheduling.protocol import SampleRole, Suspend
 from app.rollout.scheduling.sample_states import SampleEntry
 from app.rollout.scheduling.scheduling_policy import (
-    Eviction,
     SchedulingContext,
     SchedulingPolicy,
     WorkerState,
@@ -62,10 +61,10 @@ class AdaptivePolicy(SchedulingPolicy):
         if grew:
             self._update_siblings(entry.prompt)
 
-    def evictions(self, worker: WorkerState) -> list[Eviction]:
+    def evictions(self, worker: WorkerState) -> list[Suspend]:
         return [] if len(self._queue) else self._spread_evictions(worker)
 
-    def _spread_evictions(self, worker: WorkerState) -> list[Eviction]:
+    def _spread_evictions(self, worker: WorkerState) -> list[Suspend]:
         """Returns up to half of a worker's rows to move to idle workers: steps with fewer rows are faster.
 
         Workers on the same device would only take turns, so they get none.
@@ -84,7 +83,7 @@ class AdaptivePolicy(SchedulingPolicy):
         ]
         num_free = sum(other.slots for other in others if any(map(other.fits, movable)))
         most = min(len(worker.rows) // 2, num_free)
-        return [Eviction(entry.uid, "spread") for entry in movable[:most]]
+        return [Suspend(worker.name, entry.uid, "spread") for entry in movable[:most]]
 
     def _find(self, worker: WorkerState) -> str | None:
         return self.context.first_fitting(self._queue, worker)

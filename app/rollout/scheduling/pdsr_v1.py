@@ -8,10 +8,9 @@ from __future__ import annotations
 import math
 
 from app.rollout.scheduling.priority_queue import PriorityQueue
-from app.rollout.scheduling.protocol import SampleRole, WorkerKind
+from app.rollout.scheduling.protocol import SampleRole, Suspend, WorkerKind
 from app.rollout.scheduling.sample_states import SampleEntry
 from app.rollout.scheduling.scheduling_policy import (
-    Eviction,
     Probes,
     RowLimit,
     SchedulingContext,
@@ -91,7 +90,7 @@ class PdsrV1Policy(SchedulingPolicy):
         is_near = num_unmeasured == 1 or (num_unmeasured > 1 and self.context.threshold is not None)
         return is_near and bool(self._probes.held_back)
 
-    def evictions(self, worker: WorkerState) -> list[Eviction]:
+    def evictions(self, worker: WorkerState) -> list[Suspend]:
         if self.context.serves(worker, "heavy"):
             return []
         gone = []
@@ -99,10 +98,10 @@ class PdsrV1Policy(SchedulingPolicy):
             if self._is_running_probe(entry):
                 if self.context.is_over_limit(entry, self.context.probe_limit):
                     self._record_probe(entry, math.inf)
-                    gone.append(Eviction(entry.uid, "probe limit"))
+                    gone.append(Suspend(worker.name, entry.uid, "probe limit"))
             elif self.context.is_over_limit(entry, self.context.fast_limit):
                 truncates = self.context.pdsr.on_fast_limit == "truncate" and self._queue_for_sample(entry) == "fast"
-                gone.append(Eviction(entry.uid, "truncated" if truncates else "breaker"))
+                gone.append(Suspend(worker.name, entry.uid, "truncated" if truncates else "breaker"))
         return gone
 
     def limit(self, entry: SampleEntry, worker: WorkerState) -> RowLimit | None:

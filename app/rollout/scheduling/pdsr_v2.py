@@ -8,11 +8,10 @@ from __future__ import annotations
 import math
 
 from app.rollout.scheduling.priority_queue import PriorityQueue
-from app.rollout.scheduling.protocol import SampleRole, WorkerKind
+from app.rollout.scheduling.protocol import SampleRole, Suspend, WorkerKind
 from app.rollout.scheduling.sample_states import SampleEntry
 from app.rollout.scheduling.scheduling_policy import (
     STEAL_LIMIT_SHARE,
-    Eviction,
     Probes,
     RowLimit,
     SchedulingContext,
@@ -86,7 +85,7 @@ class PdsrV2Policy(SchedulingPolicy):
             entry = self.context.samples[uid]
             self._queues[self._queue_for_sample(entry)].put(uid, entry.number, entry.number)
 
-    def evictions(self, worker: WorkerState) -> list[Eviction]:
+    def evictions(self, worker: WorkerState) -> list[Suspend]:
         if self.context.serves(worker, "heavy"):
             return []
         rows = running_rows(self.context, worker)
@@ -96,17 +95,17 @@ class PdsrV2Policy(SchedulingPolicy):
         for entry in tripped:
             self._neutral.pop(entry.prompt, None)
             self._apply_verdict(entry.prompt, "heavy")
-        gone = [Eviction(entry.uid, "breaker") for entry in tripped]
-        return gone + self._end_stealing([entry for entry in rows if entry not in tripped])
+        gone = [Suspend(worker.name, entry.uid, "breaker") for entry in tripped]
+        return gone + self._end_stealing(worker, [entry for entry in rows if entry not in tripped])
 
-    def _end_stealing(self, rows: list[SampleEntry]) -> list[Eviction]:
+    def _end_stealing(self, worker: WorkerState, rows: list[SampleEntry]) -> list[Suspend]:
         """Returns the stolen rows whose time is over and whose leaving is of use."""
         stolen = [entry for entry in rows if entry.uid in self._stolen]
         ended = [entry for entry in stolen if self.context.is_over_limit(entry, self._stolen[entry.uid])]
         num_leaving = len(self._queues["fast"]) + self.context.num_idle_slots("heavy")
         for entry in ended[num_leaving:]:
             self._stolen[entry.uid] = self._steal_limit(entry)
-        return [Eviction(entry.uid, "steal limit") for entry in ended[:num_leaving]]
+        return [Suspend(worker.name, entry.uid, "steal limit") for entry in ended[:num_leaving]]
 
     def _breaker_limit(self, entry: SampleEntry) -> RowLimit:
         return self.context.fast_limit.times(2**entry.moves)

@@ -150,13 +150,13 @@ class Admit:
 
 @dataclass(frozen=True, slots=True)
 class Suspend:
-    """Takes rows out of a worker; their caches are kept until the rows are admitted again or truncated."""
+    """Takes a row out of a worker; its cache is kept until the row is admitted again or truncated."""
 
     worker: str
-    uids: tuple[str, ...]
+    uid: str
     why: str
     """`row limit` (the slots hold no more tokens of it), `probe limit`, `breaker`, `steal limit`, `spread`, or
-    `truncated`: the samples end here."""
+    `truncated`: the sample ends here."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -121,13 +121,11 @@ class ScheduleMetricsTracker:
                 for one in command.admit:
                     self._admit(command.worker, one)
                 continue
-            self.counts["suspensions"] += len(command.uids)
-            if command.why in ("breaker", "probe limit"):
-                self.counts["breaker_trips"] += len(command.uids)
-            elif command.why == "truncated":
-                self.counts["truncated"] += len(command.uids)
-                for uid in command.uids:
-                    self._record_end(uid, FINISH_LENGTH, at=event.at)
+            self.counts["suspensions"] += 1
+            self.counts["breaker_trips"] += command.why in ("breaker", "probe limit")
+            if command.why == "truncated":
+                self.counts["truncated"] += 1
+                self._record_end(command.uid, FINISH_LENGTH, at=event.at)
 
     def _admit(self, worker: str, one: Admit) -> None:
         self.first_role.setdefault(one.uid, one.role)
@@ -227,10 +225,9 @@ def slot_spans(records: Sequence[EventRecord]) -> Iterator[Span]:
             places = {uid: place for uid, place in places.items() if place[0] != event.worker}
         for command in commands:
             if isinstance(command, Suspend):
-                for uid in command.uids:
-                    places.pop(uid, None)
-                    if command.why != "truncated":
-                        suspended[uid] = (command.worker, event.at)
+                places.pop(command.uid, None)
+                if command.why != "truncated":
+                    suspended[command.uid] = (command.worker, event.at)
             elif isinstance(command, RunSegment):
                 for one in command.admit:
                     taken = {slot for worker, slot, _ in places.values() if worker == command.worker}

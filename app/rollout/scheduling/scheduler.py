@@ -12,6 +12,7 @@ from app.rollout.scheduling.pdsr_v2 import PdsrV2Policy
 from app.rollout.scheduling.protocol import (
     FINISH_LENGTH,
     Admit,
+    AdmitMethod,
     Answered,
     Closed,
     Command,
@@ -194,22 +195,21 @@ class Scheduler:
         return commands
 
     def _evict(self, worker: WorkerState) -> list[Suspend]:
-        by_reason: dict[str, list[str]] = {}
-        leaving = {one.uid: one.why for one in self.policy.evictions(worker)}
-        outgrown = [uid for uid in worker.rows if uid not in leaving and not worker.fits(self.samples[uid])]
-        for uid, why in {**leaving, **dict.fromkeys(outgrown, "row limit")}.items():
-            by_reason.setdefault(why, []).append(uid)
-            worker.rows.remove(uid)
-            entry = self.samples[uid]
-            if why == "truncated":
+        leaving = self.policy.evictions(worker)
+        outgrown = {uid for uid in worker.rows if not worker.fits(self.samples[uid])} - {one.uid for one in leaving}
+        leaving += [Suspend(worker.name, uid, "row limit") for uid in worker.rows if uid in outgrown]
+        for one in leaving:
+            worker.rows.remove(one.uid)
+            entry = self.samples[one.uid]
+            if one.why == "truncated":
                 self.samples.end(entry, FINISH_LENGTH)
                 self.context.lengths.observe(entry)
                 self.policy.observe(entry, grew=False)
             else:
                 held_by = worker.name if worker.keeps_caches else None
-                self.samples.suspend(entry, held_by=held_by, is_move=why != "steal limit")
+                self.samples.suspend(entry, held_by=held_by, is_move=one.why != "steal limit")
                 self.policy.requeue(entry)
-        return [Suspend(worker.name, tuple(uids), why) for why, uids in by_reason.items()]
+        return leaving
 
     def _assign_samples(self, idle: list[WorkerState]) -> dict[str, list[Admit]]:
         """Gives workers their answered rows, then other samples one by one, each to the emptiest that can take one."""
@@ -221,7 +221,10 @@ class Scheduler:
             for worker in sorted(idle, key=lambda worker: worker.num_begun / worker.slots):
                 taken = self.policy.next_sample(worker) if worker.has_free_slot else None
                 if taken is not None:
-                    admitted[worker.name].append(self._admit(worker, *taken))
+                    uid, role = taken
+                    entry = self.samples[uid]
+                    how = "copy" if entry.held_by is not None else "recompute"
+                    admitted[worker.name].append(self._admit(worker, entry, role, how))
                     break
             else:
                 return admitted
@@ -230,17 +233,12 @@ class Scheduler:
         num_resumed = min(worker.slots - len(worker.rows), len(worker.answered))
         entries = [self.samples[uid] for uid in worker.answered[:num_resumed]]
         del worker.answered[:num_resumed]
-        for entry in entries:
-            self.samples.start(entry, worker.name, entry.role)
-            worker.rows.append(entry.uid)
-        return [Admit(one.uid, one.num_tokens, "resume", one.role) for one in entries]
+        return [self._admit(worker, entry, entry.role, "resume") for entry in entries]
 
-    def _admit(self, worker: WorkerState, uid: str, role: SampleRole) -> Admit:
-        entry = self.samples[uid]
-        how = "copy" if entry.held_by is not None else "recompute"
+    def _admit(self, worker: WorkerState, entry: SampleEntry, role: SampleRole, how: AdmitMethod) -> Admit:
         self.samples.start(entry, worker.name, role)
-        worker.rows.append(uid)
-        return Admit(uid, entry.num_tokens, how, role)
+        worker.rows.append(entry.uid)
+        return Admit(entry.uid, entry.num_tokens, how, role)
 
     def _run_segment(self, worker: WorkerState, admitted: list[Admit]) -> RunSegment:
         worker.is_busy = True

@@ -10,7 +10,7 @@ from typing import ClassVar, NamedTuple, TypeVar
 
 from app.rollout.scheduling.length_estimator import LengthEstimator
 from app.rollout.scheduling.priority_queue import PriorityQueue
-from app.rollout.scheduling.protocol import SampleRole, WorkerKind
+from app.rollout.scheduling.protocol import SampleRole, Suspend, WorkerKind
 from app.rollout.scheduling.sample_states import SampleEntry, SampleState, SampleTable
 from settings.schema.rollout import PDSR_WINDOW_MIN, PdsrSettings
 
@@ -101,14 +101,6 @@ class RowLimit(NamedTuple):
 
     def times(self, factor: float) -> RowLimit:
         return RowLimit(self.tokens * factor, self.seconds * factor)
-
-
-class Eviction(NamedTuple):
-    """A row to take out of its worker."""
-
-    uid: str
-    why: str
-    """Reason as in `Suspend`; `truncated` ends the sample."""
 
 
 @dataclass
@@ -268,7 +260,7 @@ class SchedulingPolicy(ABC):
     def forget(self, prompt: str) -> None:  # noqa: B027 - a policy may know nothing of prompts
         """Forgets a prompt whose samples were all released."""
 
-    def evictions(self, worker: WorkerState) -> list[Eviction]:
+    def evictions(self, worker: WorkerState) -> list[Suspend]:
         """Returns the rows that should leave a worker between two segments."""
         return []
 

@@ -212,17 +212,15 @@ class RolloutExecutor:
                 self._threads.run_segment(self._workers[command.worker], command, admissions)
 
     def _suspend(self, command: Suspend) -> None:
-        worker = self._workers[command.worker]
-        for uid in command.uids:
-            row = self._rows[uid]
-            suspended = self._threads.suspend(worker, row)
-            # From now on a copy, which the worker can no longer change.
-            row = self._rows[uid] = row.rewound(row.num_tokens)
-            if command.why == "truncated":
-                row.finish(FINISH_LENGTH)
-                self._finish(row)
-            else:
-                self._suspended[uid] = suspended
+        row = self._rows[command.uid]
+        suspended = self._threads.suspend(self._workers[command.worker], row)
+        # From now on a copy, which the worker can no longer change.
+        row = self._rows[row.name] = row.rewound(row.num_tokens)
+        if command.why == "truncated":
+            row.finish(FINISH_LENGTH)
+            self._finish(row)
+        else:
+            self._suspended[row.name] = suspended
 
     def _admission(self, one: Admit) -> Admission:
         suspended = self._suspended.pop(one.uid, None)

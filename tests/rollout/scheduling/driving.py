@@ -147,4 +147,4 @@ def admitted(commands: list[Command], worker: str | None = None) -> list[str]:
 
 
 def suspended(commands: list[Command]) -> list[tuple[str, str]]:
-    return [(uid, one.why) for one in commands if isinstance(one, Suspend) for uid in one.uids]
+    return [(one.uid, one.why) for one in commands if isinstance(one, Suspend)]

@@ -189,12 +189,11 @@ class SchedulerSimulator:
         match command:
             case Suspend():
                 worker = self._workers[command.worker]
-                for uid in command.uids:
-                    del worker.rows[uid]
+                del worker.rows[command.uid]
                 if command.why == "truncated":
-                    self._release(command.uids, now)
+                    self._release([command.uid], now)
                 elif worker.spec.keeps_caches:
-                    worker.cached_uids.update(command.uids)
+                    worker.cached_uids.add(command.uid)
             case RunSegment():
                 self._run_segment(command, now)
 
