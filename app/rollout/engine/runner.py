@@ -33,7 +33,10 @@ class SlotRunner:
     def open(self, request: GenerationRequest) -> None:
         """Allocates the blocks for a rollout under the rules and the seed of a request."""
         self._truncates = self._programs.truncates
-        self._rules, self._seed = _rules_to_arrays(request.rules), np.int32(request.seed)
+        temperature, top_k, top_p, min_p = request.rules
+        # In the dtypes that compiled programs expect.
+        rules = np.float32(temperature), np.int32(top_k), np.float32(top_p), np.float32(min_p)
+        self._rules, self._seed = SamplingRules(*rules), np.int32(request.seed)  # pyright: ignore[reportArgumentType]
         self.cache = self._programs["open",]()
 
     def load_weights(self, weights: DecodeWeights) -> None:
@@ -126,10 +129,3 @@ class SlotRunner:
         places = np.full((self._num_devices, self._programs.blocks_per_sample), missing, np.int32)
         places[device, : len(blocks)] = blocks
         return places.reshape(-1)
-
-
-def _rules_to_arrays(rules: SamplingRules) -> SamplingRules:
-    """Converts sampling rules to the dtypes that compiled programs expect."""
-    scalar = np.float32
-    arrays = scalar(rules.temperature), np.int32(rules.top_k), scalar(rules.top_p), scalar(rules.min_p)
-    return SamplingRules(*arrays)  # pyright: ignore[reportArgumentType]

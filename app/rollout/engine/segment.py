@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int32, Key
+from jaxtyping import Array, Bool, Int32
 
 from app.model.decode_weights import DecodeWeights
 from app.model.decoder import DecoderDefinition
@@ -127,7 +127,10 @@ class SegmentDecoder:
             limits: `SegmentLimits`. They are traced, so new values never trigger a recompilation.
         """
         rows, limit = RowTable(*table), SegmentLimits(*limits)
-        keys, head = _row_keys(rows, seed), self.definition.bind(weights.params).head
+        hashes = jnp.stack([rows.uid_hash_low, rows.uid_hash_high], axis=1)
+        words = jax.lax.bitcast_convert_type(hashes, jnp.uint32)
+        keys = jax.vmap(sample_key, in_axes=(None, 0, 0, 0))(seed, rows.policy_version, words, rows.sample_index)
+        head = self.definition.bind(weights.params).head
         num_active = jnp.sum(rows.remaining > 0)
 
         def continues(now: _DecodeState) -> Array:
@@ -181,12 +184,6 @@ class SegmentDecoder:
             tokens=jnp.zeros((3 + self.num_route_words, self.segment_max, len(rows.token)), jnp.int32),
             step=jnp.int32(0),
         )
-
-
-def _row_keys(rows: RowTable, seed: Int32[Array, ""]) -> Key[Array, "B"]:
-    """Returns the keys of the rows' noise."""
-    words = jax.lax.bitcast_convert_type(jnp.stack([rows.uid_hash_low, rows.uid_hash_high], axis=1), jnp.uint32)
-    return jax.vmap(sample_key, in_axes=(None, 0, 0, 0))(seed, rows.policy_version, words, rows.sample_index)
 
 
 def _force(

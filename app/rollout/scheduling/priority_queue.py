@@ -15,9 +15,6 @@ class PriorityQueue:
     def __len__(self) -> int:
         return len(self._keys)
 
-    def __contains__(self, uid: object) -> bool:
-        return uid in self._keys
-
     def put(self, uid: str, rank: float, number: int) -> None:
         """Adds a sample, or changes its rank."""
         if self._keys.get(uid) == (rank, number):

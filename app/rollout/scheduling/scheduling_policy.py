@@ -229,9 +229,9 @@ class SchedulingPolicy(ABC):
     def add(self, entry: SampleEntry) -> None:
         """Queues a submitted sample."""
 
-    @abstractmethod
     def requeue(self, entry: SampleEntry) -> None:
         """Queues a sample that was suspended, or lost with its worker."""
+        self.add(entry)
 
     @abstractmethod
     def _find(self, worker: WorkerState) -> object | None:

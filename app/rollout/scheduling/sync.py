@@ -19,9 +19,6 @@ class SyncPolicy(SchedulingPolicy):
     def add(self, entry: SampleEntry) -> None:
         self._queue.put(entry.uid, 0, entry.number)
 
-    def requeue(self, entry: SampleEntry) -> None:
-        self.add(entry)
-
     def _find(self, worker: WorkerState) -> str | None:
         return None if worker.num_carried else self.context.first_fitting(self._queue, worker)
 

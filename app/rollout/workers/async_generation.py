@@ -55,8 +55,8 @@ class AsyncRollout:
         """Names of the rows of each round that the scheduler has."""
         self._num_begun = 0
         self._metrics, self._exit_stack = ScheduleMetricsTracker(), ExitStack()
-        scheduler = workers.make_scheduler(workers.learned_lengths.prompts)
-        opened = workers.open_executor(weights, scheduler, request, on_record=self._metrics.add)
+        prompts = workers.learned_lengths.prompts
+        opened = workers.open_executor(weights, request, prompts=prompts, on_record=self._metrics.add)
         self._executor = self._exit_stack.enter_context(opened)
         # A daemon thread, because a device call that never returns must not keep a failed program alive.
         self._thread = Thread(target=self._run_thread, name="generation", daemon=True)

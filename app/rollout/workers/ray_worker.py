@@ -176,7 +176,10 @@ class RayWorker(RolloutWorker):
     def _start(self) -> None:
         if self._actor is None:
             self.cluster.connect()
-            self._actor = _Actor.options(**_actor_options(self.resources), max_restarts=0).remote(self.spec)
+            others = {name: amount for name, amount in self.resources.items() if name not in RESOURCE_OPTIONS}
+            options = {"num_cpus": 0, "num_gpus": 0, "resources": others, "max_restarts": 0}
+            options |= {RESOURCE_OPTIONS[name]: self.resources[name] for name in self.resources.keys() - others}
+            self._actor = _Actor.options(**options).remote(self.spec)
             self._startup.append(self._actor.get_info.remote())
 
     def wait_until_ready(self, stop_requested: StopCheck) -> None:
@@ -305,13 +308,6 @@ def _without_columns(rows: Iterable[RolloutSequence]) -> list[RolloutSequence]:
             prompts[id(row.prompt)] = replace(row.prompt, source="", answer=None, extra={})
         copies.append(replace(row, prompt=prompts[id(row.prompt)], opening=None))
     return copies
-
-
-def _actor_options(resources: Mapping[str, float]) -> dict[str, Any]:
-    """Returns resources as the options of an actor."""
-    others = {name: amount for name, amount in resources.items() if name not in RESOURCE_OPTIONS}
-    named = {RESOURCE_OPTIONS[name]: amount for name, amount in resources.items() if name in RESOURCE_OPTIONS}
-    return {"num_cpus": 0, "num_gpus": 0, **named, "resources": others}
 
 
 def _format_resources(resources: Mapping[str, Any]) -> str:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 
-from app.distributed.stop_check import STOP_CHECK_INTERVAL_S, StopCheck, StoppedError, never_stop
+from app.distributed.stop_check import STOP_CHECK_INTERVAL_S, StopCheck, StoppedError
 from app.model.decode_weights import DecodeWeights
 from app.rollout.conversations import Conversations
 from app.rollout.scheduling.protocol import (
@@ -31,7 +32,7 @@ from app.rollout.scheduling.protocol import (
 from app.rollout.scheduling.sample_states import SampleTable
 from app.rollout.scheduling.scheduler import Scheduler
 from app.rollout.sequence import RolloutSequence, SuspendedSequence
-from app.rollout.workers.worker import Admission, Clock, RolloutWorker, WorkerDiedError
+from app.rollout.workers.worker import Admission, RolloutWorker, WorkerDiedError
 from app.rollout.workers.worker_threads import WorkerThreads
 
 log = logging.getLogger(__name__)
@@ -48,38 +49,42 @@ class RolloutExecutor:
     One thread drives it; another one may publish weights.
 
     Args:
-        workers: open workers, which `threads` runs.
+        workers: workers that are opened before the rollout begins, and closed after it.
+        in_order: as for `WorkerThreads`.
     """
 
     def __init__(
         self,
         scheduler: Scheduler,
-        threads: WorkerThreads,
         workers: Sequence[RolloutWorker],
         *,
-        clock: Clock,
+        in_order: bool,
         on_record: Callable[[EventRecord], None],
-        on_sample_done: SampleDoneCallback | None = None,
-        on_progress: ProgressCallback | None = None,
-        stop_requested: StopCheck = never_stop,
-        conversations: Conversations | None = None,
+        on_sample_done: SampleDoneCallback | None,
+        on_progress: ProgressCallback | None,
+        stop_requested: StopCheck,
+        conversations: Conversations | None,
     ):
         self.scheduler = scheduler
+        self._threads = WorkerThreads(workers, in_order=in_order)
         self._conversations = conversations
         if conversations is not None:
-            conversations.pool.on_reply = threads.wake
+            conversations.pool.on_reply = self._threads.wake
         self._on_record, self._on_sample_done, self._on_progress = on_record, on_sample_done, on_progress
         self._stop_requested = stop_requested
-        self._threads = threads
         self._workers: dict[str, RolloutWorker] = {worker.name: worker for worker in workers}
-        self.clock = clock
+        self._start_s = time.perf_counter()
         for worker in workers:
-            worker.clock = clock
+            worker.clock = self.clock
         self._rows: dict[str, RolloutSequence] = {}
         self._suspended: dict[str, Future[SuspendedSequence]] = {}
         """Maps the name of a suspended row to its cache."""
         self._death: WorkerDiedError | None = None
         """Error of the worker that was lost last."""
+
+    def clock(self) -> float:
+        """Returns the seconds since the start of the rollout."""
+        return time.perf_counter() - self._start_s
 
     def run_in_order(self, rows: Iterable[RolloutSequence]) -> Iterator[RolloutSequence]:
         """Yields all rows in order, each once it is done. No other rows may be submitted."""
@@ -139,9 +144,10 @@ class RolloutExecutor:
         return [self._rows.pop(uid) for uid in uids]
 
     def close(self) -> None:
-        """Closes the environments of rows that are not done."""
+        """Closes the environments of rows that are not done, and waits for running segments."""
         if self._conversations is not None:
             self._conversations.abandon(self._rows.values())
+        self._threads.close()
 
     def wake(self) -> None:
         """Makes `advance` return early. May be called from any thread."""

@@ -24,8 +24,6 @@ from app.rollout.scheduling.protocol import RowReport, RunSegment, SegmentEnded,
 from app.rollout.sequence import RolloutSequence, SuspendedSequence
 
 T = TypeVar("T")
-Clock = Callable[[], float]
-"""Returns seconds since a fixed moment."""
 
 
 class WorkerDiedError(RuntimeError):
@@ -49,7 +47,8 @@ class RolloutWorker:
     engine: SlotEngine
     device: str | None = None
     """Name of the device shared with other workers; None = the worker has its own devices."""
-    clock: Clock = time.perf_counter
+    clock: Callable[[], float] = time.perf_counter
+    """Returns seconds since a fixed moment."""
     is_lost: bool = False
     """Whether its process has died. Workers in this process never are."""
     keeps_caches: ClassVar[bool] = True

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,7 +25,6 @@ from app.rollout.scheduling.scheduler import Scheduler
 from app.rollout.sequence import DecodeText, RolloutSequence
 from app.rollout.workers.scheduler_loop import ProgressCallback, RolloutExecutor, SampleDoneCallback
 from app.rollout.workers.worker import RolloutWorker, WorkerDiedError
-from app.rollout.workers.worker_threads import WorkerThreads
 from settings.schema.rollout import PdsrSettings, SegmentSettings
 
 
@@ -92,11 +90,9 @@ class RolloutWorkerPool(SampleGenerator):
             WorkerDiedError: all workers have died that could hold the samples.
         """
         self.check_fits(rows)
-        scheduler = self.make_scheduler({row.prompt.uid for row in rows})
         self.records = []
-        with self.open_executor(
-            weights, scheduler, request, on_record=self.records.append, on_sample_done=self.on_sample_done
-        ) as run:
+        prompts = {row.prompt.uid for row in rows}
+        with self.open_executor(weights, request, prompts=prompts, on_record=self.records.append) as run:
             yield from run.run_in_order(rows)
             self._record_results(run, request)
 
@@ -109,17 +105,16 @@ class RolloutWorkerPool(SampleGenerator):
     def open_executor(
         self,
         weights: DecodeWeights,
-        scheduler: Scheduler,
         request: GenerationRequest,
         *,
+        prompts: Iterable[str],
         on_record: Callable[[EventRecord], None],
-        on_sample_done: SampleDoneCallback | None = None,
     ) -> Iterator[RolloutExecutor]:
         """Opens a rollout on all workers; on exit, waits for running segments.
 
         Args:
+            prompts: as for `make_scheduler`.
             on_record: called with every event and the commands that answered it.
-            on_sample_done: called with every sample when it is done.
 
         Raises:
             WorkerDiedError: all workers have died in earlier rollouts.
@@ -127,29 +122,25 @@ class RolloutWorkerPool(SampleGenerator):
         workers = [worker for worker in self.workers if not worker.is_lost]
         if not workers:
             raise WorkerDiedError("every rollout worker has died; start the command again")
-        threads = WorkerThreads(workers, in_order=self.schedule.in_order)
+        run = RolloutExecutor(
+            self.make_scheduler(prompts),
+            workers,
+            in_order=self.schedule.in_order,
+            on_record=on_record,
+            on_sample_done=self.on_sample_done,
+            on_progress=self.on_progress,
+            stop_requested=self.stop_requested,
+            conversations=self.conversations,
+        )
         try:
             for worker in workers:
                 worker.wait_until_ready(self.stop_requested)
                 worker.open(weights, request, suspends=self._suspends)
             # The workers have their own copies, and an open rollout outlives these weights by many versions.
             del weights
-            start_s = time.perf_counter()
-            run = RolloutExecutor(
-                scheduler,
-                threads,
-                workers,
-                clock=lambda: time.perf_counter() - start_s,
-                on_record=on_record,
-                on_sample_done=on_sample_done,
-                on_progress=self.on_progress,
-                stop_requested=self.stop_requested,
-                conversations=self.conversations,
-            )
-            with closing(run):
-                yield run
+            yield run
         finally:
-            threads.close()
+            run.close()
             for worker in workers:
                 worker.close()
 

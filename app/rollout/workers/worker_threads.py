@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from dataclasses import replace
 from queue import SimpleQueue
 from threading import Thread
-from typing import Any, NamedTuple
+from typing import Any
 
 from app.rollout.scheduling.protocol import RunSegment, SegmentEnded
 from app.rollout.sequence import RolloutSequence, SuspendedSequence
@@ -21,11 +21,8 @@ CLOSE_TIMEOUT_S = 600.0
 """Maximum wait for a running segment at the end of a rollout."""
 
 
-class WorkerOutcome(NamedTuple):
-    """Outcome of a worker's command: the end of a segment, or the worker's error."""
-
-    worker: RolloutWorker
-    result: SegmentEnded | BaseException
+WorkerOutcome = tuple[RolloutWorker, SegmentEnded | BaseException]
+"""A worker, and the end of its segment or its error."""
 
 
 class WorkerThreads:
@@ -60,7 +57,7 @@ class WorkerThreads:
     def run_segment(self, worker: RolloutWorker, command: RunSegment, admissions: deque[Admission]) -> None:
         def segment() -> None:
             worker.start_segment(command, admissions)
-            self._outcomes.put(WorkerOutcome(worker, worker.finish_segment()))
+            self._outcomes.put((worker, worker.finish_segment()))
 
         self._started.append(worker)
         self._enqueue(worker, segment)
@@ -77,7 +74,7 @@ class WorkerThreads:
                 future.set_result(work())
             except BaseException as error:
                 future.set_exception(error)
-                self._outcomes.put(WorkerOutcome(worker, error))
+                self._outcomes.put((worker, error))
             # These variables refer to caches, which must not be kept alive until the next job.
             del job, future, work
 
@@ -99,7 +96,7 @@ class WorkerThreads:
             self._ended[worker] = result
         worker = next(worker for worker in (self._started if self._in_order else self._ended) if worker in self._ended)
         self._started.remove(worker)
-        return WorkerOutcome(worker, self._alone(worker, self._ended.pop(worker)))
+        return worker, self._alone(worker, self._ended.pop(worker))
 
     def _alone(self, worker: RolloutWorker, ended: SegmentEnded) -> SegmentEnded:
         """Returns the end of a segment without the time in which another worker had the device."""

@@ -32,5 +32,4 @@ def test_a_removed_sample_is_not_taken() -> None:
     queue = queue_of(("a", 0, 0), ("b", 1, 1))
     queue.remove("a")
     queue.remove("a")
-    assert "a" not in queue and len(queue) == 1
-    assert queue.peek() == "b"
+    assert (queue.uids(), len(queue), queue.peek()) == (["b"], 1, "b")
