@@ -11,6 +11,7 @@ from app.distributed.stop_check import StopCheck, never_stop
 from app.model.decode_weights import DecodeWeights
 from app.records.sample import Prompt, Sample
 from app.rollout.conversations import Conversations
+from app.rollout.engine.engine import SlotEngine
 from app.rollout.request import GenerationRequest
 from app.rollout.sampling.token_sampling import SamplingRules
 from app.rollout.sequence import DecodeText, RolloutSequence, make_sequences
@@ -20,10 +21,12 @@ class SampleGenerator(ABC):
     """Generates any number of samples in slots.
 
     Args:
+        engine: the slots, or those with the largest cache.
         decode_text: converts token ids to text.
     """
 
-    def __init__(self, *, decode_text: DecodeText):
+    def __init__(self, engine: SlotEngine, *, decode_text: DecodeText):
+        self.engine = engine
         self._decode_text = decode_text
         self.conversations: Conversations | None = None
         """Answers the turns of samples; None = samples have one turn."""
@@ -49,6 +52,7 @@ class SampleGenerator(ABC):
         Raises:
             InputError: a prompt does not fit into a slot.
             StoppedError: a stop was requested. The slots are free afterwards.
+            WorkerDiedError: all workers have died that could hold the samples.
         """
         sequences = self.make_rows(
             prompts, request, noise_step=request.policy_version, stop_requested=self.stop_requested
@@ -67,10 +71,18 @@ class SampleGenerator(ABC):
         noise_step: int,
         stop_requested: StopCheck = never_stop,
     ) -> list[RolloutSequence]:
-        """Returns the rows of `make_sequences`, with the prompts as environments open them."""
+        """Returns the rows of `make_sequences`, with the prompts as environments open them.
+
+        Raises:
+            InputError: a prompt does not fit into a slot.
+        """
         if self.conversations is None:
-            return make_sequences(prompts, request, noise_step=noise_step)
-        return self.conversations.make_rows(prompts, request, noise_step=noise_step, stop_requested=stop_requested)
+            rows = make_sequences(prompts, request, noise_step=noise_step)
+        else:
+            rows = self.conversations.make_rows(prompts, request, noise_step=noise_step, stop_requested=stop_requested)
+        for row in rows:
+            self.engine.check_fits(row)
+        return rows
 
     @abstractmethod
     def compile(self, rules: SamplingRules) -> None:

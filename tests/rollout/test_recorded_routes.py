@@ -152,11 +152,11 @@ def test_suspended_rows_keep_the_routes_of_their_prompts_with_and_without_a_cach
     engine, rows = slots(), [row_of(i, 9) for i in range(4)]
     engine.open(weights_on(), REQUEST, suspends=True)
     engine.admit(rows)
-    first, second = engine.suspend(rows[:2])  # before their first segment
+    first, second = map(engine.suspend, rows[:2])  # before their first segment
     engine.admit([first, second])
     engine.start_segment(SegmentLimits(4))
     engine.finish_segment().collect()
-    kept, lost = engine.suspend(rows[1:3])
+    kept, lost = map(engine.suspend, rows[1:3])
     engine.load_weights(weights_on(), policy_version=4)
     engine.admit([kept, SuspendedSequence(lost.row, None)])
     while engine.active_rows:

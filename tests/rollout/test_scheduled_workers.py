@@ -85,10 +85,9 @@ class Mortal(SlotEngine):
         super().open(*arguments, **named)
         self._fail("open")
 
-    def suspend(self, rows: Sequence[RolloutSequence]) -> list[SuspendedSequence]:
-        if rows:
-            self._fail("suspend")
-        return super().suspend(rows)
+    def suspend(self, row: RolloutSequence) -> SuspendedSequence:
+        self._fail("suspend")
+        return super().suspend(row)
 
     def start_segment(self, limits: SegmentLimits) -> None:
         self._fail("start")

@@ -188,7 +188,7 @@ def test_whatever_happens_every_row_reads_its_own_tokens_and_every_block_comes_b
         assert_accounts_balance(engine)
         if draw(small) == 0 and engine.active_rows:
             segment.collect()
-            for suspended in engine.suspend([engine.active_rows[0]]):
+            for suspended in [engine.suspend(engine.active_rows[0])]:
                 waiting.append(suspended if draw(st.booleans()) else suspended._replace(cache=None))
             assert_accounts_balance(engine)
         segment.collect()

@@ -137,7 +137,7 @@ def run_at_random(engine: SlotEngine, seed: int, *, suspends: bool = True) -> li
         engine.finish_segment().collect()
         if suspends and engine.active_rows and rng.random() < 0.5:
             chosen = rng.permutation(len(engine.active_rows))[: int(rng.integers(1, 3))]
-            for suspended in engine.suspend([engine.active_rows[i] for i in chosen]):
+            for suspended in map(engine.suspend, [engine.active_rows[i] for i in chosen]):
                 waiting.append(suspended if rng.random() < 0.6 else suspended._replace(cache=None))
     engine.close()
     return rows
@@ -169,7 +169,7 @@ def test_in_exact_mode_tokens_stay_what_they_are_when_the_weights_have_changed()
         engine.start_segment(SegmentLimits(7))
         engine.finish_segment().collect()
         known = by_uid([row])[row.uid]
-        engine.suspend([row])
+        engine.suspend(row)
         engine.load_weights(weights_on(), policy_version=4)
         engine.admit([SuspendedSequence(row, None)])
         assert row.num_tokens == 7 and by_uid([row])[row.uid] == known
@@ -364,7 +364,8 @@ def test_no_slot_is_kept_empty_for_tokens_that_its_row_will_have_elsewhere() -> 
         longest = max(len(row.prompt.token_ids) + row.num_tokens for row in rows)
         engine.start_segment(SegmentLimits(16 - longest))
         engine.finish_segment().collect()
-        engine.suspend(rows)
+        for row in rows:
+            engine.suspend(row)
         rows = rows_of(lengths=[LONGEST] * len(LENGTHS))[8:16]
     engine.close()
 

@@ -35,8 +35,7 @@ class ContinuousBatchGenerator(SampleGenerator):
     """
 
     def __init__(self, engine: SlotEngine, *, decode_text: DecodeText, segment_rule: SegmentSettings):
-        super().__init__(decode_text=decode_text)
-        self.engine = engine
+        super().__init__(engine, decode_text=decode_text)
         self._segment_rule = segment_rule
         self._spans_hosts = num_hosts(engine.programs.mesh) > 1
 
@@ -48,7 +47,6 @@ class ContinuousBatchGenerator(SampleGenerator):
         self, weights: DecodeWeights, rows: deque[RolloutSequence], request: GenerationRequest
     ) -> Generator[RolloutSequence, None, None]:
         for row in rows:
-            self.engine.check_fits(row)
             row.worker = str(jax.process_index())
         queue = gather_sequences(rows) if self._spans_hosts else rows
         self.engine.open(weights, request)
@@ -72,11 +70,7 @@ class ContinuousBatchGenerator(SampleGenerator):
         return self.engine.footprint()
 
     def _decode_segments(self, rows: Sequence[RolloutSequence]) -> Iterator[None]:
-        """Decodes until every row is done; yields each time rows may be done and collected.
-
-        Raises:
-            StoppedError: a stop was requested.
-        """
+        """Decodes until every row is done; yields each time rows may be done and collected."""
         engine, waiting, lengths = self.engine, deque(rows), list[int]()
         answered: deque[RolloutSequence] = deque()
         segment: SegmentResult | None = None

@@ -177,17 +177,14 @@ class SlotEngine:
     def admit(self, rows: Sequence[RolloutSequence | SuspendedSequence]) -> None:
         """Puts rows into free slots. Those for which there are no blocks yet follow before later segments.
 
-        Raises:
-            InputError: a row does not fit into a slot.
+        All of them must fit into a slot; see `check_fits`.
         """
         assert self._running is None and len(rows) <= self.num_free_slots
         admitted = [one if isinstance(one, SuspendedSequence) else SuspendedSequence(one) for one in rows]
-        for one in admitted:
-            self.check_fits(one.row)
-        for one in admitted:
-            if not one.row.started_s:
-                one.row.started_s = time.perf_counter()
-                self.counters.prompt_tokens += len(one.row.prompt.token_ids)
+        for row, _, _ in admitted:
+            if not row.started_s:
+                row.started_s = time.perf_counter()
+                self.counters.prompt_tokens += len(row.prompt.token_ids)
         self.scheduler.admit(admitted)
         self._carry_out()
 
@@ -196,22 +193,17 @@ class SlotEngine:
         self.scheduler.forget(key)
         self._carry_out()
 
-    def suspend(self, rows: Sequence[RolloutSequence]) -> list[SuspendedSequence]:
-        """Takes unfinished samples out of their slots. Their last segment must have been collected."""
-        assert self._running is None and self._suspends
-        suspended = []
-        for row in rows:
-            assert row.is_collected
-            if (queued := self.scheduler.take_queued(row)) is not None:
-                suspended.append(queued)
-                continue
-            slot = next(slot for slot in self.scheduler.slots if slot.row is row)
-            slot.collect_prompt_routes()
-            cache = self.runner.take(slot.device, slot.blocks[: self.programs.blocks_for(slot.length)])
-            suspended.append(SuspendedSequence(row, cache, slot.length))
-            self.scheduler.remove(slot)
+    def suspend(self, row: RolloutSequence) -> SuspendedSequence:
+        """Takes an unfinished sample out of its slot. Its last segment must have been collected."""
+        assert self._running is None and self._suspends and row.is_collected
+        if (queued := self.scheduler.take_queued(row)) is not None:
+            return queued
+        slot = next(slot for slot in self.scheduler.slots if slot.row is row)
+        slot.collect_prompt_routes()
+        cache = self.runner.take(slot.device, slot.blocks[: self.programs.blocks_for(slot.length)])
+        self.scheduler.remove(slot)
         self._carry_out()
-        return suspended
+        return SuspendedSequence(row, cache, slot.length)
 
     def _carry_out(self) -> None:
         for work in self.scheduler.take_work():

@@ -68,9 +68,7 @@ class AsyncRollout:
         Raises:
             InputError: a prompt does not fit into a slot.
         """
-        rows = self._workers.make_rows(prompts, self._request, noise_step=noise_step)
-        self._workers.check_fits(rows)
-        self._inbox.put(rows)
+        self._inbox.put(self._workers.make_rows(prompts, self._request, noise_step=noise_step))
         self._executor.wake()
 
     def publish(self, weights: DecodeWeights, *, policy_version: int) -> None:

@@ -116,7 +116,7 @@ class RolloutWorker:
 
     def suspend(self, row: RolloutSequence) -> SuspendedSequence:
         """Takes a row out of its slot, with its cache."""
-        return self.engine.suspend([row])[0]
+        return self.engine.suspend(row)
 
     def start_segment(self, command: RunSegment, admissions: deque[Admission]) -> None:
         """Admits rows and dispatches the segment. Empties `admissions`, so that it keeps no caches alive."""

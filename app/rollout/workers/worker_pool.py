@@ -12,7 +12,6 @@ import numpy as np
 from app.mesh.placement import bytes_per_device
 from app.model.decode_weights import DecodeWeights
 from app.rollout.counters import RolloutCounters
-from app.rollout.engine.engine import SlotEngine
 from app.rollout.engine.shapes import Footprint
 from app.rollout.request import GenerationRequest
 from app.rollout.sample_generator import SampleGenerator
@@ -55,7 +54,8 @@ class RolloutWorkerPool(SampleGenerator):
         *,
         decode_text: DecodeText,
     ):
-        super().__init__(decode_text=decode_text)
+        engines = [worker.engine for worker in workers]
+        super().__init__(max(engines, key=lambda engine: engine.programs.capacity), decode_text=decode_text)
         self.workers = tuple(workers)
         self.schedule = schedule
         self.records: list[EventRecord] = []
@@ -83,23 +83,11 @@ class RolloutWorkerPool(SampleGenerator):
     def _run_in_order(
         self, weights: DecodeWeights, rows: deque[RolloutSequence], request: GenerationRequest
     ) -> Generator[RolloutSequence, None, None]:
-        """See `SampleGenerator`.
-
-        Raises:
-            StoppedError: a stop was requested.
-            WorkerDiedError: all workers have died that could hold the samples.
-        """
-        self.check_fits(rows)
         self.records = []
         prompts = {row.prompt.uid for row in rows}
         with self.open_executor(weights, request, prompts=prompts, on_record=self.records.append) as run:
             yield from run.run_in_order(rows)
             self._record_results(run, request)
-
-    def check_fits(self, rows: Iterable[RolloutSequence]) -> None:
-        """Raises InputError if a row does not fit into a slot."""
-        for row in rows:
-            self.workers[0].engine.check_fits(row)
 
     @contextmanager
     def open_executor(
@@ -185,11 +173,6 @@ class RolloutWorkerPool(SampleGenerator):
     def take_counters(self) -> RolloutCounters:
         """Returns the counts of all workers since the last call."""
         return RolloutCounters.sum([worker.take_counters() for worker in self.workers])
-
-    @property
-    def engine(self) -> SlotEngine:
-        """The engine of the worker with the largest cache."""
-        return max((worker.engine for worker in self.workers), key=lambda engine: engine.programs.capacity)
 
     def footprint(self) -> Footprint:
         """Returns the arrays on the fullest device when all slots are full."""
