@@ -66,10 +66,9 @@ class Conversations:
     decode_text: DecodeText
     read_calls: Callable[[Sequence[int]], list[ToolCall]]
     """Returns the tool calls in the ids of a turn."""
-    _acting: dict[str, RolloutSequence] = field(default_factory=dict)
-    """Rows whose environments have to answer, by their keys."""
-    _unanswered: dict[str, Turn] = field(default_factory=dict)
-    """Last turns of those rows whose observation did not fit, so that only their scores are missing."""
+    _acting: dict[str, tuple[RolloutSequence, Turn | None]] = field(default_factory=dict)
+    """Rows whose environments have to answer, by their keys, and the last turns of those whose observation did not fit,
+    so that only their scores are missing."""
     _encoded: dict[str, Int32[np.ndarray, "n"]] = field(default_factory=dict)
     """Ids of observations, by the JSON of their messages."""
     _failed: list[EpisodeReply] = field(default_factory=list)
@@ -138,7 +137,7 @@ class Conversations:
     def send(self, row: RolloutSequence) -> None:
         """Sends a turn that has ended to its environment, and returns at once."""
         assert row.opening is not None
-        self._acting[row.key] = row
+        self._acting[row.key] = row, None
         _, start, messages, failure = row.opening
         if failure is not None:
             self._failed.append(EpisodeReply(row.key, failure=failure))
@@ -160,13 +159,12 @@ class Conversations:
         failed, self._failed = self._failed, []
         taken = [*failed, *self.pool.take(0.0 if failed else timeout_s)]
         replies = [(self._acting.pop(reply.key), reply) for reply in taken if reply.key in self._acting]
-        for row, reply in replies:
-            self._answer(row, reply)
-        return [row for row, _ in replies if row.key not in self._acting]
+        for (row, cut), reply in replies:
+            self._answer(row, cut, reply)
+        return [row for (row, _), _ in replies if row.key not in self._acting]
 
-    def _answer(self, row: RolloutSequence, reply: EpisodeReply) -> None:
+    def _answer(self, row: RolloutSequence, cut: Turn | None, reply: EpisodeReply) -> None:
         """Ends a row, appends an observation, or, if that does not fit, asks for the scores of the episode."""
-        cut = self._unanswered.pop(row.key, None)
         turn = cut or replace(
             self._turn(row),
             messages=list(map(dict, reply.messages)),
@@ -208,7 +206,7 @@ class Conversations:
             row.observe(turn, ids)
             return
         assert row.opening is not None
-        self._acting[row.key], self._unanswered[row.key] = row, turn
+        self._acting[row.key] = row, turn
         self.pool.end(row.key, row.opening.start, row.opening.messages)
 
     def _encode(self, messages: Messages) -> Int32[np.ndarray, "n"]:
@@ -235,7 +233,6 @@ class Conversations:
             if row.plays and row.episode is None:
                 self.pool.abandon(row.key)
                 self._acting.pop(row.key, None)
-                self._unanswered.pop(row.key, None)
                 row.episode = Episode((*row.turns, self._turn(row)), "dropped")
 
 

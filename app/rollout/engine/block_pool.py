@@ -47,7 +47,8 @@ class BlockPool:
     def allocate(self, count: int) -> list[int]:
         """Returns blocks for one holder; at most `num_available` can be allocated."""
         while len(self._free) < count:
-            self._drop_prompt(next(key for key, held in self._prompts.items() if self._frees_any(held)))
+            frees_any = (key for key, held in self._prompts.items() if any(self._holders[b] == 1 for b in held))
+            self._drop_prompt(next(frees_any))
         taken = [self._free.pop() for _ in range(count)]
         self._holders.update(taken)
         return taken
@@ -83,9 +84,6 @@ class BlockPool:
         taken = [block for block in self._spoilt if not self._holders[block]]
         self._spoilt.difference_update(taken)
         return taken
-
-    def _frees_any(self, blocks: list[int]) -> bool:
-        return any(self._holders[block] == 1 for block in blocks)
 
     def _drop_prompt(self, key: bytes) -> None:
         self.release(self._prompts.pop(key))

@@ -20,7 +20,7 @@ from app.rollout.counters import RolloutCounters
 from app.rollout.engine.programs import SlotPrograms
 from app.rollout.engine.segment import RowStatus
 from app.rollout.engine.slot_device import NoiseKey, Slot, SlotDevice
-from app.rollout.sampling.token_sampling import finish_reason, hash_uids
+from app.rollout.sampling.token_sampling import FINISH_NON_FINITE, hash_uids
 from app.rollout.scheduling.segment_limits import SegmentLimits
 from app.rollout.sequence import RolloutSequence, SuspendedSequence
 
@@ -158,7 +158,11 @@ class SlotScheduler:
         work = CacheWork()
         while self.queued and (number := self._device_for(self.queued[0])) is not None:
             one = self.queued.popleft()
-            row, parked = one.row, self._take_parked(one.row)
+            row, parked = one.row, self._parked(one.row)
+            if parked is None:
+                self.forget(row.key)
+            else:
+                del self.devices[parked.device].parked[row.key]
             resumes = parked is not None and parked.device == number
             if row.turns and row.num_tokens == row.turn_start:
                 self._counters.resumed_rows += resumes
@@ -311,15 +315,6 @@ class SlotScheduler:
         num_new = len(row.prompt.token_ids) + row.num_tokens - slot.length
         return slot if num_new >= 0 and (self._exact or num_new <= self._shapes.max_forced) else None
 
-    def _take_parked(self, row: RolloutSequence) -> Slot | None:
-        """Removes a parked row, and frees its blocks unless they are of use; see `_parked`."""
-        useful = self._parked(row)
-        if useful is None:
-            self.forget(row.key)
-        else:
-            del self.devices[useful.device].parked[row.key]
-        return useful
-
     def forget(self, key: str) -> None:
         """Frees the blocks of a parked row that does not come back."""
         for device in self.devices:
@@ -387,9 +382,11 @@ class SlotScheduler:
             slot.token, slot.length, slot.remaining = (int(field[place]) for field in after[:3])
             slot.forced = slot.forced[num_forced:]
             if slot.remaining == 0:
+                reason = "stop" if after.stopped[place] else "length"
                 if after.non_finite[place]:
+                    reason = FINISH_NON_FINITE
                     self.devices[slot.device].pool.spoil(slot.blocks, slot.prompt_key)
-                self.finish(slot, finish_reason(after.stopped[place], after.non_finite[place]))
+                self.finish(slot, reason)
         for device in self.devices:
             device.trim()
         return decoded

@@ -49,11 +49,6 @@ FINISH_NON_FINITE = f"{DROPPED_PREFIX}non-finite logits"
 """Finish reason of a sample whose next token cannot be drawn, because its logits are NaN or infinite."""
 
 
-def finish_reason(stopped: bool, non_finite: bool) -> str:
-    """Returns why a finished sample ended: at a stop token, at non-finite logits, or at its maximum length."""
-    return FINISH_NON_FINITE if non_finite else "stop" if stopped else "length"
-
-
 Sampler = Callable[[Array, SamplingRules, Array], SampledTokens]
 
 

@@ -79,7 +79,9 @@ class Scheduler:
         """Returns the commands that answer an event, in the order of their execution."""
         match event:
             case Submitted():
-                self._submit(event)
+                assert not self.is_closed, "samples were submitted after `Closed`"
+                for sample in event.samples:
+                    self.policy.add(self.samples.add(sample))
             case Released():
                 self._release(event)
             case Closed():
@@ -100,11 +102,6 @@ class Scheduler:
         """Whether no worker is left for the samples that wait, and no answer is to come that could free its slots."""
         is_moving = self.samples.counts[SampleState.ACTING] or any(w.is_busy for w in self.context.workers.values())
         return self.samples.num_waiting > 0 and not is_moving
-
-    def _submit(self, event: Submitted) -> None:
-        assert not self.is_closed, "samples were submitted after `Closed`"
-        for sample in event.samples:
-            self.policy.add(self.samples.add(sample))
 
     def _release(self, event: Released) -> None:
         lengths: dict[str, list[int]] = {}
