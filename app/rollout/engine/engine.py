@@ -41,8 +41,6 @@ class SegmentResult:
     waited: Sequence[RolloutSequence]
     """Rows of the engine for which there were no blocks."""
     steps: int
-    num_rows: int
-    """Number of rows decoded at each step, including empty ones."""
     policy_version: int
     _slots: Sequence[Slot]
     _tokens: Array | None
@@ -229,12 +227,12 @@ class SlotEngine:
         after = RowStatus(*np.asarray(status))
         decoded = self.scheduler.postprocess(segment, after)
         self._carry_out()
-        steps, num_rows = int(after.steps[0]), segment.num_rows
+        steps = int(after.steps[0])
         self.counters.segments += 1
-        self.counters.row_steps += steps * num_rows
+        self.counters.row_steps += steps * segment.num_rows
         self.counters.generated_tokens += sum(one.num_drawn for one in decoded)
         waited, slots = [one.row for one in self.scheduler.queued], [*segment.places.values()]
-        self._last = SegmentResult(decoded, waited, steps, num_rows, self._policy_version, slots, drawn)
+        self._last = SegmentResult(decoded, waited, steps, self._policy_version, slots, drawn)
         return self._last
 
     def finish_stopped_rows(self) -> None:

@@ -19,7 +19,7 @@ from app.records.sample import DROPPED_PREFIX, Prompt
 from app.rollout.counters import RolloutCounters
 from app.rollout.engine.programs import SlotPrograms
 from app.rollout.engine.segment import RowStatus
-from app.rollout.engine.slot_device import NoiseKey, Slot, SlotDevice
+from app.rollout.engine.slot_device import Slot, SlotDevice
 from app.rollout.sampling.token_sampling import FINISH_NON_FINITE, hash_uids
 from app.rollout.scheduling.segment_limits import SegmentLimits
 from app.rollout.sequence import RolloutSequence, SuspendedSequence
@@ -405,7 +405,7 @@ def _make_slot(row: RolloutSequence, device: int, length: int) -> Slot:
         row,
         device,
         prompt_key(row.prompt),
-        NoiseKey(int(low), int(high), row.sample_index, row.noise_step),
+        (int(low), int(high), row.sample_index, row.noise_step),
         token=int(ids[length - 1]) if length else 0,
         length=length,
         remaining=row.num_allowed + len(forced),

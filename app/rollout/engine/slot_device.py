@@ -5,22 +5,12 @@ from __future__ import annotations
 import bisect
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Array, Int32
 
 from app.rollout.engine.block_pool import BlockPool
 from app.rollout.sequence import RolloutSequence
-
-
-class NoiseKey(NamedTuple):
-    """The last four fields of a slot's `RowTable`."""
-
-    uid_hash_low: int
-    uid_hash_high: int
-    sample_index: int
-    policy_version: int
 
 
 @dataclass(eq=False)
@@ -31,7 +21,8 @@ class Slot:
     device: int
     """Number of its device among those of the engine."""
     prompt_key: bytes
-    noise_key: NoiseKey
+    noise_key: tuple[int, int, int, int]
+    """The last four fields of its `RowTable`."""
     token: int
     length: int
     remaining: int
