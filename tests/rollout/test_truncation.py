@@ -12,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.rollout.sampling import threshold_kernel, truncation
+from app.rollout.sampling.threshold_codes import lowest_code, value_of_code
 from app.rollout.sampling.token_sampling import SamplingRules, sample_tokens_truncated
-from app.rollout.sampling.truncation import MASS_UNIT, kept_tokens, lowest_code, lowest_reached, value_of_code
+from app.rollout.sampling.truncation import MASS_UNIT, kept_tokens, lowest_reached
 from tests.tiny import make_mesh
 
 VOCAB = 304

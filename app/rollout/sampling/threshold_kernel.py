@@ -13,7 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Int32, Num
 
-from app.rollout.sampling.truncation import lowest_code, value_of_code
+from app.rollout.sampling.threshold_codes import lowest_code, value_of_code
 
 ROWS, LANES = 8, 128
 """The shape of a register: so many rows are searched at once, and their numbers are held in all lanes."""

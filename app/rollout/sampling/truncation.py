@@ -6,18 +6,16 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float32, Int32, Num
 
 from app.mesh.axis_rules import current_device, shard_map_by_dims, spread_rows
 from app.mesh.chips import kernel_bytes
+from app.rollout.sampling.threshold_codes import lowest_code, value_of_code
 
 MASS_UNIT = 2.0**-30
 """Probabilities are added up as integers of this unit: their sums do not depend on the order of the tokens."""
 BITS_PER_PASS = {"cpu": 1}
 """Bits that a pass decides by platform. On others, reading takes as long as several comparisons."""
-CODE_OF_MINUS_INFINITY = -0x7F800001
-"""The search is for codes: integers in the order of the numbers that they stand for."""
 
 
 def kept_tokens(
@@ -119,17 +117,3 @@ def _search(
         return found + (digit << shift)
 
     return jax.lax.fori_loop(0, num_passes, add_digit, jnp.full_like(limits, lowest_code(values.dtype)))
-
-
-def lowest_code(dtype: DTypeLike) -> int:
-    return jnp.iinfo(jnp.int32).min if dtype == jnp.float32 else 0
-
-
-def value_of_code(codes: Int32[Array, "*dims"], dtype: DTypeLike) -> Num[Array, "*dims"]:
-    """Returns the numbers of codes that have their order: float32 by its bits; integers are their own codes."""
-    if dtype != jnp.float32:
-        return codes
-    # Codes beyond infinity would be no numbers. Nothing is greater than those at the upper end.
-    codes = jnp.maximum(codes, CODE_OF_MINUS_INFINITY)
-    bits = jnp.where(codes < 0, codes ^ jnp.iinfo(jnp.int32).max, codes)
-    return jax.lax.bitcast_convert_type(bits, jnp.float32)

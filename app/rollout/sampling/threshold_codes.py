@@ -1,0 +1,24 @@
+"""Codes of numbers: integers in the same order, which are searched bit by bit."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Int32, Num
+
+CODE_OF_MINUS_INFINITY = -0x7F800001
+
+
+def lowest_code(dtype: DTypeLike) -> int:
+    return jnp.iinfo(jnp.int32).min if dtype == jnp.float32 else 0
+
+
+def value_of_code(codes: Int32[Array, "*dims"], dtype: DTypeLike) -> Num[Array, "*dims"]:
+    """Returns the numbers of codes that have their order: float32 by its bits; integers are their own codes."""
+    if dtype != jnp.float32:
+        return codes
+    # Codes beyond infinity would be no numbers. Nothing is greater than those at the upper end.
+    codes = jnp.maximum(codes, CODE_OF_MINUS_INFINITY)
+    bits = jnp.where(codes < 0, codes ^ jnp.iinfo(jnp.int32).max, codes)
+    return jax.lax.bitcast_convert_type(bits, jnp.float32)
