@@ -56,6 +56,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
 
 import jax  # noqa: E402  (reads the variables above)
+from jax.experimental import pallas  # noqa: E402
 
 jax.config.update("jax_num_cpu_devices", 8)
 
@@ -80,6 +81,13 @@ def programs_are_let_go() -> Iterator[None]:
     yield
     if MAPS.exists() and MAPS.read_bytes().count(b"\n") > MANY_MAPS:
         jax.clear_caches()
+
+
+@pytest.fixture
+def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs the kernels that a test traces in Pallas' interpreter."""
+    call = pallas.pallas_call
+    monkeypatch.setattr(pallas, "pallas_call", lambda *kernel, **how: call(*kernel, **{**how, "interpret": True}))
 
 
 @pytest.fixture(scope="session")

@@ -18,19 +18,17 @@ from app.batching.micro_batch_plan import MicroBatch, MicroBatchPlan, RowShape, 
 from app.batching.micro_batcher import sequence_lengths
 from app.batching.token_batch import pack_per_token, pack_tokens
 from app.mesh.axis_rules import AXES
-from app.model.architecture import Architecture
+from app.model.architecture import Architecture, RopeConfig
 from app.model.decode_weights import DecodeConversion, DecodeWeights
 from app.model.decoder import DecoderDefinition, Params
 from app.model.kv_cache import num_cache_shards
-from app.model.rope import RopeConfig
 from app.records.sample import Prompt, Sample
 from app.rollout.engine.continuous_batching import ContinuousBatchGenerator
 from app.rollout.engine.engine import SlotEngine
 from app.rollout.engine.shapes import make_slot_shapes
 from app.rollout.request import GenerationRequest
 from app.update.loss_aggregation import AggregationFn, StepTotals, token_mean
-from app.update.policy_loss import PolicyBatch, PolicyLoss, scored_logprobs
-from app.update.surrogate import clipped_surrogate
+from app.update.policy_loss import PolicyBatch, PolicyLoss, clipped_surrogate
 from app.update.updater import pack_sample_reducer
 from settings.schema.rollout import SegmentSettings
 
@@ -88,7 +86,6 @@ EVEN = replace(ODD, vocab_size=64, model_dim=32, mlp_dim=48, num_query_heads=4, 
 
 
 PLAIN_LOSS = PolicyLoss(
-    proximal_logprobs_fn=scored_logprobs,
     surrogate=functools.partial(clipped_surrogate, clip_low=0.2, clip_high=0.3),
     kl_estimator=None,
     beta=0.0,

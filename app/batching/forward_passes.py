@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import jax.numpy as jnp
-from jaxtyping import Array, Float32
+from jaxtyping import Array, Float32, Int32
 
 from app.batching.token_batch import TokenBatch
+from app.mesh.axis_rules import row_shard_size
 from app.model.decoder import Decoder, ValueDecoder
 from app.model.segment_layout import SegmentLayout
-from app.model.token_logprobs import CompletionLogprobs, completion_logprobs, hidden_before_targets
+from app.model.token_logprobs import hidden_before_targets, token_logprobs
+
+
+class RowLogprobs(NamedTuple):
+    """The results of a forward pass for the completion tokens of packed rows."""
+
+    logprobs: Float32[Array, "R C"]
+    entropies: Float32[Array, "R C"]
+    """In nats, of the distributions that the tokens were drawn from."""
+    routes: Int32[Array, "L R T k"] | None
+    """The routers' choices for all tokens; None without experts."""
 
 
 def row_logprobs(
@@ -20,22 +33,27 @@ def row_logprobs(
     remat: str,
     logits_chunk: int,
     entropy_gradient: bool = False,
-) -> CompletionLogprobs:
-    """Returns the logprob and entropy of each target of a micro-batch; undefined on padding."""
-    return completion_logprobs(
-        decoder,
-        token_ids=rows.token_ids,
-        layout=SegmentLayout(rows.segment_ids, rows.branch_ids, rows.positions),
-        logits_indices=rows.logits_indices,
-        targets=rows.targets,
-        target_mask=rows.logits_indices >= 0,
-        recorded=rows.routes,
+) -> RowLogprobs:
+    """Returns the logprob and entropy of each completion token of packed rows; finite but undefined on padding.
+
+    Only the hidden states at `logits_indices` (the position before each target) pass through the LM head. The routes of
+    the rows are replayed, if they have some.
+
+    Args:
+        logits_chunk: number of tokens per device that pass through the LM head at once, at least one per row.
+    """
+    layout = SegmentLayout(rows.segment_ids, rows.branch_ids, rows.positions)
+    hidden, routes = decoder.hidden_and_routes(rows.token_ids, layout, recorded=rows.routes, dtype=dtype, remat=remat)
+    scored = token_logprobs(
+        hidden_before_targets(hidden, rows.logits_indices),
+        decoder.head,
+        rows.targets,
+        rows.logits_indices >= 0,
         temperature=temperature,
-        dtype=dtype,
-        remat=remat,
-        logits_chunk=logits_chunk,
+        chunk=max(1, logits_chunk // row_shard_size(rows.targets.shape[0])),
         entropy_gradient=entropy_gradient,
     )
+    return RowLogprobs(*scored, routes)
 
 
 def critic_values(decoder: ValueDecoder, rows: TokenBatch, *, dtype: jnp.dtype, remat: str) -> Float32[Array, "R C"]:

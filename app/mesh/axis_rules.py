@@ -124,8 +124,8 @@ def row_shard_size(num_rows: int) -> int:
 
 
 def shard_map_by_dims(
-    function: Callable[..., tuple[Array, ...]], *, in_dims: Any, out_dims: Sequence[Dims]
-) -> Callable[..., tuple[Array, ...]]:
+    function: Callable[..., tuple[Any, ...]], *, in_dims: Any, out_dims: Sequence[Any]
+) -> Callable[..., tuple[Any, ...]]:
     """Returns a function that applies `function` to each device's part of its arguments on the current mesh.
 
     Loops may differ in length between devices, but not around collectives. A dim is split if its axis divides it
@@ -134,13 +134,13 @@ def shard_map_by_dims(
 
     Args:
         in_dims: the dims of each argument, as a tree of tuples of names.
-        out_dims: the dims of each result, all of which occur in `in_dims`.
+        out_dims: the dims of each result, likewise, all of which occur in `in_dims`.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1:
         return function
 
-    def split(*arguments: Any) -> tuple[Array, ...]:
+    def split(*arguments: Any) -> tuple[Any, ...]:
         replicated: set[str] = set()
 
         def find_replicated(array: Array, dims: Dims) -> None:
@@ -152,7 +152,8 @@ def shard_map_by_dims(
 
         jax.tree.map(find_replicated, arguments, in_dims)
         in_specs = jax.tree.map(lambda _, dims: spec(dims), arguments, in_dims)
-        out_specs = tuple(map(spec, out_dims))
+        is_dims = lambda tree: isinstance(tree, tuple) and all(isinstance(dim, str) for dim in tree)  # noqa: E731
+        out_specs = jax.tree.map(spec, tuple(out_dims), is_leaf=is_dims)
         return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)(*arguments)
 
     return split

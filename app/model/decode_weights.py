@@ -69,22 +69,20 @@ class DecodeConversion:
         # Explicit, because a host's submesh receives the weights in them, and programs are compiled for them.
         shardings = tree_shardings(abstract_decode_weights(definition, self.mesh_of_all_hosts, dtype))
 
-        def merged(params: Params) -> Params:
-            return _quantize_kernels(definition, merge(params))
-
         def lay_out(params: Params, dims: Any) -> Params:
+            converted = _cast(_quantize_kernels(definition, merge(params)), dtype)
             # Gathered over fsdp first; a mesh with another tp then takes its part. XLA would do the same to move them
             # there at once, and complain.
-            return jax.tree.map(lambda x, dims: constrain(x, *decode_dims(dims)), _cast(params, dtype), dims)
+            return jax.tree.map(lambda x, dims: constrain(x, *decode_dims(dims)), converted, dims)
 
         def block(stacked: Params, layer: Array) -> Params:
-            one = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, layer, 1), stacked)
-            return jax.tree.map(lambda x: x[0], lay_out(merged({"blocks": one})["blocks"], definition.dims["blocks"]))
+            one = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, layer, 1), {"blocks": stacked})
+            return jax.tree.map(lambda x: x[0], lay_out(one, {"blocks": definition.dims["blocks"]})["blocks"])
 
         def others(params: Params) -> Params:
             # The stacked blocks stay in the tree as empty leaves, so that the tree still fits the graph.
             stacked = jax.tree.map(lambda x: x[:0], params["blocks"])
-            return lay_out(merged({**params, "blocks": stacked}), definition.dims)
+            return lay_out({**params, "blocks": stacked}, definition.dims)
 
         self._block = jax.jit(block, out_shardings=shardings.blocks[0])
         self._others = jax.jit(others, out_shardings=shardings.params)
@@ -134,14 +132,13 @@ def decode_dims(dims: tuple[str, ...]) -> tuple[str, ...]:
     return tuple("activation" if dim == "embed" else dim for dim in dims)
 
 
-def abstract_decode_weights(definition: DecoderDefinition, mesh: Mesh, dtype: jnp.dtype) -> DecodeWeights:
-    """Returns the result of a `DecodeConversion` as shapes with shardings."""
-    return _abstract_weights(definition, mesh, dtype, decode_dims)
-
-
-def _abstract_weights(
-    definition: DecoderDefinition, mesh: Mesh, dtype: jnp.dtype, to_dims: Callable[[tuple[str, ...]], tuple[str, ...]]
+def abstract_decode_weights(
+    definition: DecoderDefinition,
+    mesh: Mesh,
+    dtype: jnp.dtype,
+    to_dims: Callable[[tuple[str, ...]], tuple[str, ...]] = decode_dims,
 ) -> DecodeWeights:
+    """Returns the result of a `DecodeConversion` as shapes with shardings, those of each weight's `to_dims`."""
     shapes = jax.eval_shape(lambda params: _cast(params, dtype), definition.shapes)
 
     def resized(num_layers: tuple[int, ...]) -> Params:
@@ -162,6 +159,6 @@ def transferred_bytes(definition: DecoderDefinition, training: Mesh, generating:
 
     Weights are gathered on the mesh that trains, already in the compute type, and then go to one with another tp.
     """
-    trained = _abstract_weights(definition, training, dtype, lambda dims: dims)
+    trained = abstract_decode_weights(definition, training, dtype, to_dims=lambda dims: dims)
     gathered, placed = (abstract_decode_weights(definition, mesh, dtype) for mesh in (training, generating))
     return bytes_received(trained, gathered) + bytes_received(gathered, placed)

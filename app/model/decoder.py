@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from flax.traverse_util import flatten_dict, unflatten_dict
+from flax.traverse_util import unflatten_dict
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Float32, Int32, UInt8
 
@@ -37,23 +37,12 @@ from app.model.layers import (
     apply_rope,
     identity,
     make_param,
+    rope_frequencies,
 )
-from app.model.lora import LoRAConfig, LoRAParam
+from app.model.lora import LoRAConfig, LoRAParam, ParamPath, Params, flatten_by_path
 from app.model.quantization import CODES, SCALES, KernelQuantizer
-from app.model.rope import rope_frequencies
 from app.model.segment_layout import SegmentLayout
 from settings.schema.model import Quantization
-
-Params = dict[str, Any]
-"""A nested dict of arrays: the form in which packages exchange weights."""
-
-ParamPath = tuple[str, ...]
-
-
-def flatten_by_path(tree: Params) -> dict[ParamPath, Any]:
-    """Returns the leaves of a nested dict by key path."""
-    return dict(flatten_dict(tree))
-
 
 AttentionFn = Callable[[Array, Array, Array], tuple[Array, Any]]
 """(query [R,T,Q,H], keys [R,K,T,H], values [R,K,T,H]) -> (mixed [R,T,Q,H], data for the caller)."""
@@ -119,7 +108,7 @@ class Block(nnx.Module):
         norm = functools.partial(RMSNorm, arch, rngs, stack=stack)
 
         def project(name: str, inputs: dict[str, int], outputs: dict[str, int], *, bias: bool) -> Projection:
-            adapter = lora and lora.for_projection(name)
+            adapter = lora if lora and name in lora.projections else None
             return Projection(rngs, inputs, outputs, bias=bias, stack=stack, lora=adapter, quantization=quantization)
 
         self.activation = arch.activation

@@ -36,10 +36,6 @@ def grouped_product(
     return _product(x, matrices, sizes, contracted=1)
 
 
-def _forward(x: Array, matrices: Array, sizes: Array) -> tuple[Array, tuple[Array, Array, Array]]:
-    return grouped_product(x, matrices, sizes), (x, matrices, sizes)
-
-
 def _backward(saved: tuple[Array, Array, Array], dy: Array) -> tuple[Array, Array, None]:
     x, matrices, sizes = saved
     match current_device()[0]:
@@ -55,7 +51,7 @@ def _backward(saved: tuple[Array, Array, Array], dy: Array) -> tuple[Array, Arra
     return _product(dy, matrices, sizes, contracted=2), of_matrices.astype(matrices.dtype), None
 
 
-grouped_product.defvjp(_forward, _backward)
+grouped_product.defvjp(lambda *inputs: (grouped_product(*inputs), inputs), _backward)
 
 
 def _product(x: Array, matrices: Array, sizes: Array, *, contracted: int) -> Array:
@@ -75,15 +71,13 @@ def _ragged_product(x: Array, matrices: Array, sizes: Array, contracted: int) ->
     return jax.lax.ragged_dot_general(x, matrices, sizes, dims)
 
 
-def tgmm_product(
-    x: Float[Array, "M I"], dy: Float[Array, "M O"], sizes: Int32[Array, "E"], *, interpret: bool = False
-) -> Float[Array, "E I O"]:
+def tgmm_product(x: Float[Array, "M I"], dy: Float[Array, "M O"], sizes: Int32[Array, "E"]) -> Float[Array, "E I O"]:
     """Returns x^T dy over the rows of each group, by megablox. Source: Gale et al. 2022, "MegaBlocks"."""
     from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm
 
     x, dy = (jnp.pad(rows, ((0, -len(rows) % TILE_ROWS), (0, 0))) for rows in (x, dy))
     tiling = TILE_ROWS, *(min(rows.shape[1], MAX_TILE_BYTES // rows.itemsize) for rows in (x, dy))
-    return tgmm(x.T, dy, sizes, preferred_element_type=x.dtype, tiling=tiling, interpret=interpret)
+    return tgmm(x.T, dy, sizes, preferred_element_type=x.dtype, tiling=tiling)
 
 
 def _blockwise_product(x: Array, matrices: Array, sizes: Array, contracted: int) -> Array:

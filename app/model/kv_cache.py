@@ -40,15 +40,10 @@ KVCache = tuple[LayerCache, ...]
 
 def to_codes(cache: LayerCache) -> LayerCache:
     """Returns int8 codes, and scales, of keys and values."""
-    (keys, key_scales), (values, value_scales) = map(_to_codes, (cache.keys, cache.values))
-    return LayerCache(keys, values, key_scales, value_scales)
-
-
-def _to_codes(x: Float[Array, "B K S H"]) -> tuple[Int8[Array, "B K S H"], Float32[Array, "B K S"]]:
-    x = x.astype(jnp.float32)
-    scales = jnp.max(jnp.abs(x), axis=-1) / INT8_END
-    codes = jnp.round(x / jnp.where(scales == 0, 1, scales)[..., None])
-    return codes.astype(jnp.int8), scales
+    tensors = [x.astype(jnp.float32) for x in (cache.keys, cache.values)]
+    scales = [jnp.max(jnp.abs(x), axis=-1) / INT8_END for x in tensors]
+    codes = [jnp.round(x / jnp.where(s == 0, 1, s)[..., None]) for x, s in zip(tensors, scales, strict=True)]
+    return LayerCache(*(x.astype(jnp.int8) for x in codes), *scales)
 
 
 def cache_shapes(

@@ -14,7 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Float32
 
 from app.mesh.axis_rules import current_device
-from app.model.architecture import Architecture
+from app.model.architecture import Architecture, RopeConfig
 from app.model.lora import LoRAConfig, LoRAParam
 from app.model.quantization import KernelQuantizer
 from settings.schema.model import Quantization
@@ -90,15 +90,14 @@ class Projection(nnx.Module):
         quantization: Quantization | None,
     ):
         self.num_input_dims = len(inputs)
-        sizes = {**inputs, **outputs}
+        sizes, is_int8 = {**inputs, **outputs}, quantization == "int8"
         if quantization is None:
             self.kernel = make_param(rngs, {**stack, **sizes})
         else:
-            quantizer = KernelQuantizer.create(quantization, inputs=tuple(inputs), outputs=tuple(outputs))
-            self.quantizer = quantizer
-            codes = {**stack, **quantizer.code_sizes(sizes)}
-            self.codes = make_param(rngs, codes, init="zeros", dtype=quantizer.code_dtype)
-            self.scales = make_param(rngs, {**stack, **quantizer.scale_sizes(sizes)}, init="zeros")
+            self.quantizer = KernelQuantizer(quantization, tuple(sizes), tuple(outputs if is_int8 else sizes))
+            codes, scales = self.quantizer.sizes(sizes)
+            self.codes = make_param(rngs, {**stack, **codes}, init="zeros", dtype=jnp.int8 if is_int8 else jnp.uint8)
+            self.scales = make_param(rngs, {**stack, **scales}, init="zeros")
         if bias:
             self.bias = make_param(rngs, {**stack, **outputs}, init="zeros")
         if lora is not None:
@@ -137,6 +136,33 @@ def contract_dims(
     return jax.lax.dot_general(x, matrix.astype(x.dtype), (dims, ((), ())))
 
 
+def rope_frequencies(rope: RopeConfig, head_dim: int) -> Float32[np.ndarray, " H/2"]:
+    """Returns the radians per position of each rotated pair.
+
+        default   f_i = theta^(-2i / H)
+        linear    f_i / factor
+        llama3    f_i              if the wavelength 2 pi / f_i < original / high
+                  f_i / factor     if it is > original / low
+                  (1 - s) f_i / factor + s f_i   between, s = (original f_i / (2 pi) - low) / (high - low)
+
+    Source: Su et al. 2021 (RoFormer) eq. 15; Chen et al. 2023 (position interpolation);
+    Llama 3.1 reference code, `apply_scaling`.
+    """
+    exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
+    # Models were trained with torch's float32 powers. numpy's differ in the last bit; rounded float64 powers do not.
+    powers = np.power(rope.theta, exponents.astype(np.float64)).astype(np.float32)
+    frequencies = np.float32(1) / powers
+    if rope.rope_type == "default":
+        return frequencies
+    if rope.rope_type == "linear":
+        return frequencies / np.float32(rope.factor)
+    assert rope.rope_type == "llama3"
+    turns = rope.original_max_positions * frequencies / (2 * np.pi)
+    low, high = rope.low_frequency_factor, rope.high_frequency_factor
+    kept = np.clip((turns - low) / (high - low), 0, 1)
+    return ((1 - kept) * frequencies / rope.factor + kept * frequencies).astype(np.float32)
+
+
 @jax.custom_vjp
 def apply_rope(x: Float[Array, "R T heads H"], angles: Float[Array, "2 R T half"]) -> Float[Array, "R T heads H"]:
     """Applies rotary position embedding, halves convention: (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin).
@@ -150,16 +176,12 @@ def apply_rope(x: Float[Array, "R T heads H"], angles: Float[Array, "2 R T half"
     return (x.astype(jnp.float32) * cos + _quarter_turn(x) * sin).astype(x.dtype)
 
 
-def _rope_forward(x: Array, angles: Array) -> tuple[Array, Array]:
-    return apply_rope(x, angles), angles
-
-
 def _rope_backward(angles: Array, gradient: Array) -> tuple[Array, None]:
     """Returns the gradient of `x`: turned back by the same angles, which get none."""
     return apply_rope(gradient, angles * jnp.array([1, -1], angles.dtype).reshape(2, 1, 1, 1)), None
 
 
-apply_rope.defvjp(_rope_forward, _rope_backward)
+apply_rope.defvjp(lambda x, angles: (apply_rope(x, angles), angles), _rope_backward)
 
 
 def _quarter_turn(x: Float[Array, "R T heads H"]) -> Float32[Array, "R T heads H"]:

@@ -19,8 +19,10 @@ from flax import nnx
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxtyping import Array, Float32
 
-ParamTree = dict[str, Any]
-"""A nested dict of arrays, or of their shapes or shardings."""
+Params = dict[str, Any]
+"""A nested dict of arrays, or of their shapes or shardings: the form in which packages exchange weights."""
+
+ParamPath = tuple[str, ...]
 
 LORA_A, LORA_B = "lora_a", "lora_b"
 """Leaf names of A and B, siblings of a `kernel` or its codes."""
@@ -44,10 +46,6 @@ class LoRAConfig:
         """The factor of the adapter's product, alpha / rank."""
         return self.alpha / self.rank
 
-    def for_projection(self, projection: str) -> LoRAConfig | None:
-        """Returns the configuration of one projection; None if it has no adapter."""
-        return self if projection in self.projections else None
-
     def to_text(self) -> str:
         """Returns a one-line description, which differs whenever the configuration does."""
         # Not rounded: different values must give different texts.
@@ -55,14 +53,19 @@ class LoRAConfig:
         return f"rank {self.rank}, alpha {alpha}, {' '.join(self.projections)}"
 
 
-def combine_params(trainable: ParamTree, frozen: ParamTree | None) -> ParamTree:
+def flatten_by_path(tree: Params) -> dict[ParamPath, Any]:
+    """Returns the leaves of a nested dict by key path."""
+    return dict(flatten_dict(tree))
+
+
+def combine_params(trainable: Params, frozen: Params | None) -> Params:
     """Returns the trainable and frozen weights of a network as one tree, without copying arrays."""
-    return unflatten_dict(_flat(frozen) | _flat(trainable)) if frozen else trainable
+    return unflatten_dict(flatten_by_path(frozen) | flatten_by_path(trainable)) if frozen else trainable
 
 
-def merge_adapters(params: ParamTree, lora: LoRAConfig | None) -> ParamTree:
+def merge_adapters(params: Params, lora: LoRAConfig | None) -> Params:
     """Returns the weights with adapters merged into kernels, W + (alpha / rank) A B in float32; the rest unchanged."""
-    flat = _flat(params)
+    flat = flatten_by_path(params)
     kernels = {
         (*path[:-1], "kernel"): _merge_kernel(flat[*path[:-1], "kernel"], down, flat[*path[:-1], LORA_B], lora)
         for path, down in flat.items()
@@ -70,10 +73,6 @@ def merge_adapters(params: ParamTree, lora: LoRAConfig | None) -> ParamTree:
     }
     rest = {path: x for path, x in flat.items() if path[-1] not in (LORA_A, LORA_B)}
     return unflatten_dict(rest | kernels) if kernels else params
-
-
-def _flat(tree: ParamTree) -> dict[tuple[str, ...], Any]:
-    return dict(flatten_dict(tree))
 
 
 def _merge_kernel(
@@ -88,16 +87,16 @@ def _merge_kernel(
     return kernel + lora.scale * product
 
 
-def init_adapters(shapes: ParamTree, shardings: ParamTree, *, seed: int) -> ParamTree:
+def init_adapters(shapes: Params, shardings: Params, *, seed: int) -> Params:
     """Returns new adapters with the given shardings. All hosts must call it together.
 
     A is uniform in +-1 / sqrt(in), as in PEFT. It is keyed by seed and path, so it does not depend on the mesh or on
     other adapters. B is zeros.
     """
 
-    def draw() -> ParamTree:
+    def draw() -> Params:
         root = jax.random.key(seed)
-        return unflatten_dict({path: _init_adapter(root, path, leaf) for path, leaf in _flat(shapes).items()})
+        return unflatten_dict({path: _init_adapter(root, path, leaf) for path, leaf in flatten_by_path(shapes).items()})
 
     return jax.jit(draw, out_shardings=shardings)()
 

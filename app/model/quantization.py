@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -50,24 +49,13 @@ class KernelQuantizer:
     scale_dims: tuple[str, ...]
     """Logical dims of the scales, a subset of `dims`."""
 
-    @classmethod
-    def create(cls, quantization: Quantization, *, inputs: Sequence[str], outputs: Sequence[str]) -> KernelQuantizer:
-        dims = (*inputs, *outputs)
-        return cls(quantization, dims, tuple(outputs) if quantization == "int8" else dims)
-
-    @property
-    def code_dtype(self) -> Any:
-        return jnp.int8 if self.quantization == "int8" else jnp.uint8
-
-    def code_sizes(self, sizes: Mapping[str, int]) -> dict[str, int]:
-        """Returns the sizes of the codes by dim, for a kernel of these sizes."""
-        packed = {TILED_DIM: sizes[TILED_DIM] // 2} if self.quantization == "nf4" else {}
-        return {dim: sizes[dim] for dim in self.dims} | packed
-
-    def scale_sizes(self, sizes: Mapping[str, int]) -> dict[str, int]:
-        """Returns the sizes of the scales by dim, for a kernel of these sizes."""
-        tiles = {TILED_DIM: sizes[TILED_DIM] // tile_size(sizes[TILED_DIM])} if self.quantization == "nf4" else {}
-        return {dim: sizes[dim] for dim in self.scale_dims} | tiles
+    def sizes(self, kernel: Mapping[str, int]) -> tuple[dict[str, int], dict[str, int]]:
+        """Returns the sizes of codes and scales by dim, for a kernel of these sizes."""
+        codes, scales = ({dim: kernel[dim] for dim in dims} for dims in (self.dims, self.scale_dims))
+        if self.quantization == "nf4":
+            codes[TILED_DIM] //= 2
+            scales[TILED_DIM] //= tile_size(kernel[TILED_DIM])
+        return codes, scales
 
     def quantize(self, kernel: Float[Array, "*dims"] | Float32[np.ndarray, "*dims"]) -> dict[str, Array]:
         """Returns codes and scales by leaf name. They do not depend on the mesh."""
@@ -146,7 +134,7 @@ def _quantize(quantizer: KernelQuantizer, kernel: Array) -> dict[str, Array]:
     channelwise = [axis for axis in range(len(quantizer.dims)) if axis != tiled]
     tiles = {tiled: tile_size(by_dim[TILED_DIM])}
     quantized = qwix.quantize(kernel, "nf4", channelwise_axes=channelwise, tiled_axes=tiles)
-    scales = quantized.scale.reshape(tuple(quantizer.scale_sizes(by_dim).values()))
+    scales = quantized.scale.reshape(tuple(quantizer.sizes(by_dim)[1].values()))
     return {CODES: _pack_4bit(quantized.qvalue, tiled), SCALES: scales}
 
 

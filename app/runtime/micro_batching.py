@@ -6,8 +6,7 @@ from typing import NamedTuple
 
 from app.batching.micro_batch_plan import TokenBudget, choose_row_length
 from app.batching.micro_batcher import FixedRowBatcher, PackedRowBatcher
-from app.model.architecture import Architecture
-from app.model.flops import forward_flops
+from app.model.architecture import Architecture, forward_flops
 from settings import Settings
 from settings.schema.algorithm import AlgorithmSettings, CriticSettings, ForwardRole, MicroBatchSettings
 

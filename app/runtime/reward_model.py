@@ -27,8 +27,7 @@ from app.runtime.mesh_checks import check_experts
 from app.runtime.micro_batching import MaxLengths, make_score_batcher
 from app.runtime.model_spec import CriticSpec, ModelSpec, model_setting_in_errors
 from app.runtime.scoring import set_compute_dtype
-from app.score.reward_model_inputs import reward_model_inputs
-from app.score.scorer import ValueScorer
+from app.score.scorer import ValueScorer, reward_model_inputs
 from settings import Settings
 from settings.errors import InputError
 
@@ -130,7 +129,7 @@ class RewardModel:
         pieces = self.batcher(conversations, self.mesh)
         run = self.valuer.run_scanned if self.uses_scan else self.valuer.run_looped
         rows = fetch_rows(conversations, pieces, READ_BY_SCORING)
-        values = iter(rows.send_home(self.valuer.values(self.params, rows.samples, rows.plan, runner=run)))
+        values = iter(rows.send_home(self.valuer.per_token(self.params, rows.samples, rows.plan, runner=run)))
         outcomes = []
         for text in texts:
             score = math.nan if isinstance(text, Failure) else float(next(values)[-1])

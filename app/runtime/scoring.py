@@ -169,7 +169,7 @@ class ScoringSession:
         plan = batcher(samples, self.mesh)
         rows = fetch_rows(samples, plan, READ_BY_SCORING, self.route_shape)
         scorer = self.reference_scorer if role == "reference" else self.scorer
-        logprobs = scorer.logprobs(
+        logprobs = scorer.per_token(
             params,
             rows.samples,
             rows.plan,
@@ -188,7 +188,7 @@ class ScoringSession:
         inputs = [append_dummy_token(s) if bootstraps and s.finish_reason == "length" else s for s in samples]
         plan = batcher(inputs, self.mesh)
         rows, valuer = fetch_rows(inputs, plan, READ_BY_SCORING), self.critic.valuer
-        values = valuer.values(params, rows.samples, rows.plan, runner=self._batch_runner(valuer, "critic"))
+        values = valuer.per_token(params, rows.samples, rows.plan, runner=self._batch_runner(valuer, "critic"))
         return [replace(s, values=x) for s, x in zip(samples, rows.send_home(values), strict=True)], plan
 
     def _batch_runner(self, scorer: PackedForward, role: ScoredRole) -> BatchRunner:

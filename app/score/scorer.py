@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import jax
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 from jax.stages import Lowered
-from jaxtyping import Array, Float32
+from jaxtyping import Array, Float32, Int32
 
 from app.batching.forward_passes import critic_values, row_logprobs
 from app.batching.micro_batch_plan import MicroBatchPlan
@@ -59,18 +59,19 @@ class PackedForward:
         samples: Sequence[Sample],
         plan: MicroBatchPlan,
         *,
-        temperature: float,
-        runner: BatchRunner | None,
+        temperature: float = 1.0,
+        runner: BatchRunner | None = None,
     ) -> list[Float32[np.ndarray, "C"]]:
         """Returns one array per sample. The result does not depend on how `plan` splits the samples.
 
         Args:
             plan: this host's plan; all hosts have the same number and shapes of micro-batches.
+            temperature: the sampler's; 0 (greedy) counts as 1.
             runner: `run_looped` (None) or `run_scanned`.
         """
         batches = (pack_tokens(samples, one, self.route_shape) for one in plan.micro_batches)
         with jax.set_mesh(self.mesh):
-            packed = (runner or self.run_looped)(params, batches, np.float32(temperature))
+            packed = (runner or self.run_looped)(params, batches, np.float32(temperature or 1.0))
         return unpack_per_token(packed, samples, plan)
 
     def run_looped(self, params: Params, batches: Iterable[TokenBatch], temperature: np.float32) -> list[np.ndarray]:
@@ -99,7 +100,7 @@ class PackedForward:
 
 
 class Scorer(PackedForward):
-    """Logprobs under a language model.
+    """Logprobs under a language model: log_softmax(logits / temperature) of each completion token.
 
     Args:
         logits_chunk: number of tokens per device that pass the LM head at once.
@@ -127,24 +128,9 @@ class Scorer(PackedForward):
 
         super().__init__(score, mesh, route_shape=definition.architecture.route_shape if replays_routes else None)
 
-    def logprobs(
-        self,
-        params: Params,
-        samples: Sequence[Sample],
-        plan: MicroBatchPlan,
-        *,
-        temperature: float,
-        runner: BatchRunner | None = None,
-    ) -> list[Float32[np.ndarray, "C"]]:
-        """Computes log_softmax(logits / temperature) of each completion token; see `per_token`.
-
-        `temperature` is the sampler's; 0 (greedy) counts as 1.
-        """
-        return self.per_token(params, samples, plan, temperature=temperature or 1.0, runner=runner)
-
 
 class ValueScorer(PackedForward):
-    """Values under a critic."""
+    """Values under a critic of the state before each completion token."""
 
     def __init__(self, definition: DecoderDefinition, mesh: Mesh, *, dtype: jnp.dtype):
         def values(params: Params, rows: TokenBatch, temperature: Array) -> Array:
@@ -153,14 +139,37 @@ class ValueScorer(PackedForward):
 
         super().__init__(values, mesh)
 
-    def values(
-        self, params: Params, samples: Sequence[Sample], plan: MicroBatchPlan, *, runner: BatchRunner | None = None
-    ) -> list[Float32[np.ndarray, "C"]]:
-        """Computes the value of the state before each completion token; see `per_token`."""
-        return self.per_token(params, samples, plan, temperature=1.0, runner=runner)
-
 
 def append_dummy_token(sample: Sample) -> Sample:
     """Returns the sample followed by a dummy token, whose value is the value of the state after the sample."""
     mask = None if sample.loss_mask is None else np.append(sample.loss_mask, False)
     return replace(sample, completion_ids=np.append(sample.completion_ids, np.int32(0)), loss_mask=mask)
+
+
+def reward_model_inputs(samples: Sequence[Sample], conversations: Sequence[Int32[np.ndarray, "T"]]) -> list[Sample]:
+    """Returns the samples with the conversations as their tokens, followed by one dummy token, for a reward model.
+
+    A reward model is a sequence classifier with one label, whose value of the dummy token is the score, because it is
+    read at the last token of the conversation. The common prefix of a prompt's conversations becomes the prompt, so
+    that they can share it.
+    """
+    shared = _shared_lengths([sample.prompt.uid for sample in samples], conversations)
+    inputs = []
+    for sample, text in zip(samples, conversations, strict=True):
+        length = shared[sample.prompt.uid]
+        prompt = replace(sample.prompt, token_ids=text[:length])
+        # The value of a token is read at the token before it.
+        inputs.append(append_dummy_token(replace(sample, prompt=prompt, completion_ids=text[length:], loss_mask=None)))
+    return inputs
+
+
+def _shared_lengths(uids: Sequence[str], conversations: Sequence[np.ndarray]) -> Mapping[str, int]:
+    """Returns the length of the common prefix of each prompt's conversations; at least one token."""
+    first: dict[str, np.ndarray] = {}
+    shared: dict[str, int] = {}
+    for uid, text in zip(uids, conversations, strict=True):
+        other = first.setdefault(uid, text)[: shared.get(uid, len(text))]
+        length = min(len(other), len(text))
+        differs = np.flatnonzero(other[:length] != text[:length])
+        shared[uid] = max(1, int(differs[0]) if len(differs) else length)
+    return shared

@@ -76,5 +76,5 @@ def _score_arrangements(
     empty = ((),) * (num_local_row_shards(session.mesh) - 1)
     plan = MicroBatchPlan(tuple(MicroBatch((row, *empty), RowShape(num_tokens, num_tokens)) for row in rows))
     copies = [sample for _ in range(1 + len(arrangements)) for sample in samples]
-    scores = session.scorer.logprobs(params, copies, plan, temperature=1.0)
+    scores = session.scorer.per_token(params, copies, plan, temperature=1.0)
     return [np.concatenate(scores[first : first + count]) for first in range(0, len(copies), count)]

@@ -16,8 +16,8 @@ from app.batching.micro_batch_plan import SequenceCost, SequenceLengths
 from app.distributed.collectives import gather_bytes_over_hosts, max_over_hosts, sum_over_hosts
 from app.mesh.chips import TPU_CHIPS
 from app.mesh.devices import peak_memory_bytes
+from app.model.architecture import forward_flops, lm_head_flops, token_flops
 from app.model.decoder import Decoder, DecoderDefinition
-from app.model.flops import forward_flops, lm_head_flops, token_flops
 from app.records.sample import Sample
 from app.rollout.counters import RolloutCounters
 from app.rollout.scheduling.schedule_metrics import ScheduleMetrics

@@ -26,34 +26,29 @@ from app.runtime.micro_batching import MaxLengths, make_score_batcher, make_upda
 from app.runtime.reward_model import NetworkSpec, make_reward_batcher
 from app.runtime.scoring import CriticModel, ScoringSession
 from app.training.dynamic_sampling import GroupFilter, StepGroups, keeps_all, rewards_differ
-from app.update.importance_correction import (
-    BoundFn,
-    ImportanceCorrection,
-    LogWeightFn,
-    geometric_log_weight,
-    mask_weights,
-    sequence_log_weight,
-    token_log_weight,
-    truncate_weights,
-)
-from app.update.log_ratio import LogRatioFn, sequence_log_ratio, token_log_ratio
 from app.update.loss_aggregation import StepTotals, aggregations
 from app.update.mini_batches import EpochMiniBatches, MiniBatchSplitter, repeated_mini_batches, shuffled_mini_batches
-from app.update.offload import update_at_once, update_by_layer
-from app.update.optimizer import TrainState, init_train_state, make_optimizer, make_schedule, train_state_shardings
-from app.update.policy_loss import PolicyLoss, detached_logprobs, make_policy_objective, scored_logprobs
-from app.update.step import POLICY_METRICS, VALUE_METRICS, MetricNames, UpdateStep
-from app.update.surrogate import (
-    SurrogateFn,
-    SurrogateOutput,
-    cispo_surrogate,
-    clipped_surrogate,
-    dual_clipped_surrogate,
+from app.update.optimizer import (
+    TrainState,
+    init_train_state,
+    make_optimizer,
+    make_schedule,
+    train_state_shardings,
+    update_at_once,
+    update_by_layer,
 )
+from app.update.policy_loss import (
+    SURROGATES,
+    PolicyLoss,
+    SurrogateFn,
+    dual_clipped_surrogate,
+    make_policy_objective,
+)
+from app.update.ratios import LOG_RATIOS, LOG_WEIGHTS, BoundFn, ImportanceCorrection, mask_weights, truncate_weights
+from app.update.step import POLICY_METRICS, VALUE_METRICS, MetricNames, UpdateStep
 from app.update.updater import BatchingMetricsFn, BatchPacker, PolicyBatchPacker, Updater
 from app.update.value_loss import (
     ValueBatchPacker,
-    ValueLoss,
     clipped_squared_error,
     make_value_objective,
     squared_error,
@@ -61,16 +56,6 @@ from app.update.value_loss import (
 from settings import Settings
 from settings.schema.algorithm import AlgorithmSettings, OptimizerSettings, ScoredRole
 
-LOG_RATIOS: Mapping[str, LogRatioFn] = MappingProxyType({"token": token_log_ratio, "sequence": sequence_log_ratio})
-"""Log ratios by `algorithm.ratio_level`."""
-SURROGATES: Mapping[str, Callable[..., SurrogateOutput]] = MappingProxyType(
-    {"ppo": clipped_surrogate, "cispo": cispo_surrogate}
-)
-"""Surrogates by `algorithm.clip`."""
-LOG_WEIGHTS: Mapping[str, LogWeightFn] = MappingProxyType(
-    {"token": token_log_weight, "sequence": sequence_log_weight, "geometric": geometric_log_weight}
-)
-"""Log weights by `algorithm.correction_level`."""
 FILTERS: Mapping[str, GroupFilter] = MappingProxyType({"none": keeps_all, "zero_variance": rewards_differ})
 """Group filters by `algorithm.filter`."""
 
@@ -213,7 +198,7 @@ def make_policy_learner(session: ScoringSession, max_lengths: MaxLengths) -> Lea
     assert algorithm.loss_aggregation is not None
     objective = make_policy_objective(
         definition,
-        make_policy_loss(algorithm, several_updates=settings.updates_per_step > 1),
+        make_policy_loss(algorithm),
         dtype=jnp.dtype(model.dtype),
         remat=model.remat,
         logits_chunk=model.logits_chunk,
@@ -236,9 +221,9 @@ def make_critic_learner(settings: Settings, critic: CriticModel, mesh: Mesh, max
     """Builds the learner of the critic, which is updated in every step."""
     definition = critic.spec.definition
     clip_range = settings.critic.clip_range
-    loss = squared_error if clip_range is None else functools.partial(clipped_squared_error, clip_range=clip_range)
+    errors = squared_error if clip_range is None else functools.partial(clipped_squared_error, clip_range=clip_range)
     objective = make_value_objective(
-        definition, ValueLoss(loss), dtype=jnp.dtype(settings.model.dtype), remat=settings.model.remat
+        definition, errors, dtype=jnp.dtype(settings.model.dtype), remat=settings.model.remat
     )
     optimizer = settings.optimizer.model_copy(update={"learning_rate": settings.critic.learning_rate})
     schedule = make_schedule(optimizer, num_updates=settings.run.steps * settings.updates_per_step)
@@ -278,11 +263,10 @@ def make_mini_batch_sampler(settings: Settings) -> MiniBatchSplitter:
     return functools.partial(repeated_mini_batches, **sizes)
 
 
-def make_policy_loss(algorithm: AlgorithmSettings, *, several_updates: bool) -> PolicyLoss:
+def make_policy_loss(algorithm: AlgorithmSettings) -> PolicyLoss:
     """Builds the loss of each token, before aggregation."""
     assert algorithm.ratio_level is not None
     return PolicyLoss(
-        proximal_logprobs_fn=scored_logprobs if several_updates else detached_logprobs,
         surrogate=make_surrogate(algorithm),
         kl_estimator=make_kl_estimator(algorithm) if algorithm.beta > 0 else None,
         beta=0.0 if algorithm.kl_in_reward else algorithm.beta,

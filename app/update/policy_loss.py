@@ -1,22 +1,138 @@
-"""The loss of one micro-batch: surrogate, KL penalty and entropy bonus, weighted token by token."""
+"""The loss of one micro-batch: surrogate, KL penalty and entropy bonus, weighted token by token.
+
+    loss = sum over tokens of  w * (c * surrogate(r, A) + beta * KL - entropy_coef * H)
+
+A are advantages, r the ratio of the current to the proximal policy, c the weight of a correction for another sampler
+(both in `app.update.ratios`), and w the weights that aggregate tokens (`app.update.loss_aggregation`). What
+`algorithm.name` selects:
+
+    name                 A (estimator)        r         surrogate          w                         KL
+    grpo                 grpo                 token     clipped            token-mean                k3 in the loss
+    dr_grpo              dr_grpo              token     clipped            constant-length           k3 in the loss
+    rloo                 rloo                 token     clipped            sequence-mean-token-sum   k1 in the reward
+    reinforce_plus_plus  reinforce_plus_plus  token     clipped            token-mean                k1 in the reward
+    gspo                 grpo                 sequence  clipped, narrower  sequence-mean-token-mean  k3 in the loss
+    dapo                 grpo                 token     clipped, higher    token-mean                k3 in the loss
+    cispo                grpo                 token     cispo              token-mean                k3 in the loss
+    ppo                  gae                  token     clipped            token-mean                k1 in the reward
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float32
+from jaxtyping import Array, Bool, Float32
 
 from app.batching.forward_passes import row_logprobs
 from app.batching.token_batch import HostOrDevice, TokenBatch
 from app.model.decoder import DecoderDefinition, Params
-from app.update.importance_correction import ImportanceCorrection
 from app.update.kl import KLEstimator, k3
-from app.update.log_ratio import LogRatioFn, SampleReducer, token_log_ratio
+from app.update.ratios import ImportanceCorrection, LogRatioFn, SampleReducer, token_log_ratio
 from app.update.route_metrics import RouteCounts, count_routes, route_metrics
-from app.update.surrogate import SurrogateFn
+
+LOG_RATIO_LIMIT = 20.0
+"""Clip bound of log ratios, against overflow of the loss."""
+
+
+class SurrogateOutput(NamedTuple):
+    loss: Float32[Array, "*tokens"]
+    ratio: Float32[Array, "*tokens"]
+    clipped_low: Bool[Array, "*tokens"]
+    """True if the clip removed the gradient of a token with A < 0 that was already too unlikely; for CISPO, if it
+    raised the token's weight to 1 - low, whatever the sign of A."""
+    clipped_high: Bool[Array, "*tokens"]
+    """True if the clip removed the gradient of a token with A > 0 that was already too likely; for CISPO, if it
+    lowered the token's weight to 1 + high, whatever the sign of A."""
+    clipped_dual: Bool[Array, "*tokens"]
+    """True if the dual clip removed the gradient of a token with A < 0 that had become far too likely."""
+
+
+SurrogateFn = Callable[[Array, Array, Array], SurrogateOutput]
+"""(log ratios, current logprobs, advantages) -> per-token losses."""
+
+
+def clipped_surrogate(
+    log_ratios: Float32[Array, "*tokens"],
+    current_logprobs: Float32[Array, "*tokens"],
+    advantages: Float32[Array, "*tokens"],
+    *,
+    clip_low: float,
+    clip_high: float,
+) -> SurrogateOutput:
+    """Computes the per-token loss max(-A r, -A clip(r, 1 - low, 1 + high)) for the ratio r; ignores `current_logprobs`.
+
+    At r = 1 its gradient is REINFORCE's: -A * grad(current_logprobs).
+
+    Sources: Schulman et al. 2017, eq. 7; separate bounds: Yu et al. 2025 (DAPO), eq. 10.
+    """
+    ratio = _ratios(log_ratios)
+    clipped = jnp.clip(ratio, 1.0 - clip_low, 1.0 + clip_high)
+    loss = jnp.maximum(-advantages * ratio, -advantages * clipped)
+    return SurrogateOutput(
+        loss,
+        ratio,
+        clipped_low=(ratio < 1.0 - clip_low) & (advantages < 0),
+        clipped_high=(ratio > 1.0 + clip_high) & (advantages > 0),
+        clipped_dual=jnp.zeros_like(ratio, bool),
+    )
+
+
+def dual_clipped_surrogate(
+    log_ratios: Float32[Array, "*tokens"],
+    current_logprobs: Float32[Array, "*tokens"],
+    advantages: Float32[Array, "*tokens"],
+    *,
+    clip_low: float,
+    clip_high: float,
+    dual_clip: float,
+) -> SurrogateOutput:
+    """Computes `clipped_surrogate`, but bounds the loss for A < 0 by -A c, where c = `dual_clip` > 1.
+
+    The ratio of a token that was nearly impossible and is now likely is unbounded. The upper clip bounds the loss for
+    A > 0; only the dual clip does for A < 0.
+
+    Source: Ye et al. 2020, "Mastering Complex Control in MOBA Games with Deep Reinforcement Learning", eq. 5.
+    """
+    once = clipped_surrogate(log_ratios, current_logprobs, advantages, clip_low=clip_low, clip_high=clip_high)
+    beyond = (once.ratio > dual_clip) & (advantages < 0)
+    return once._replace(loss=jnp.where(beyond, -advantages * dual_clip, once.loss), clipped_dual=beyond)
+
+
+def cispo_surrogate(
+    log_ratios: Float32[Array, "*tokens"],
+    current_logprobs: Float32[Array, "*tokens"],
+    advantages: Float32[Array, "*tokens"],
+    *,
+    clip_low: float,
+    clip_high: float,
+) -> SurrogateOutput:
+    """Computes the loss -sg(clip(r, 1 - low, 1 + high)) A log pi: each token keeps a gradient with a bounded weight.
+
+    At r = 1 its gradient is REINFORCE's: -A * grad(current_logprobs).
+
+    Source: MiniMax 2025, "MiniMax-M1", eqs. 4 and 5.
+    """
+    ratio = jax.lax.stop_gradient(_ratios(log_ratios))
+    weights = jnp.clip(ratio, 1.0 - clip_low, 1.0 + clip_high)
+    return SurrogateOutput(
+        -weights * advantages * current_logprobs,
+        ratio,
+        clipped_low=ratio < 1.0 - clip_low,
+        clipped_high=ratio > 1.0 + clip_high,
+        clipped_dual=jnp.zeros_like(ratio, bool),
+    )
+
+
+SURROGATES: Mapping[str, Callable[..., SurrogateOutput]] = {"ppo": clipped_surrogate, "cispo": cispo_surrogate}
+"""Surrogates by `algorithm.clip`, which `algorithm.dual_clip` clips twice."""
+
+
+def _ratios(log_ratios: Float32[Array, "*tokens"]) -> Float32[Array, "*tokens"]:
+    return jnp.exp(jnp.clip(log_ratios, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
 
 
 @jax.tree_util.register_dataclass
@@ -71,31 +187,17 @@ class LossStats:
         return {**self.sums, **self.maxima, **shares, **(route_metrics(self.routes) if self.routes else {})}
 
 
-ProximalLogprobsFn = Callable[[Array, PolicyBatch], Array]
 Objective = Callable[[Params, PolicyBatch, Array], tuple[Array, LossStats]]
-
-
-def detached_logprobs(current_logprobs: Array, batch: PolicyBatch) -> Array:
-    """Returns the update's own logprobs without gradient: with one update per rollout, the ratio is exactly 1."""
-    return jax.lax.stop_gradient(current_logprobs)
-
-
-def scored_logprobs(current_logprobs: Array, batch: PolicyBatch) -> Array:
-    """Returns the logprobs scored before the first of several updates."""
-    assert batch.policy_logprobs is not None
-    return batch.policy_logprobs
 
 
 @dataclass(frozen=True)
 class PolicyLoss:
     """Per-token losses of one micro-batch, weighted into its share of the step's loss.
 
-    The loss is sum(w * (c * surrogate + beta * KL - entropy_coef * H)), where w are the step's `loss_weights` and c the
-    weights of the correction. The correction applies neither to KL nor to entropy: the entropy is over the whole
-    vocabulary, and the penalty must not ignore the tokens whose probability has changed most.
+    The correction applies neither to KL nor to entropy: the entropy is over the whole vocabulary, and the penalty must
+    not ignore the tokens whose probability has changed most.
     """
 
-    proximal_logprobs_fn: ProximalLogprobsFn
     surrogate: SurrogateFn
     kl_estimator: KLEstimator | None
     """Estimator of the penalty and of `policy/kl`, even if the penalty is in the reward; None without a reference."""
@@ -113,7 +215,9 @@ class PolicyLoss:
         mask = batch.tokens.loss_mask
         # Logprobs are undefined on padding; equal ones there keep ratios at 1 and differences at 0.
         current = jnp.where(mask, logprobs, batch.behavior_logprobs)
-        proximal_logprobs = jnp.where(mask, self.proximal_logprobs_fn(current, batch), batch.behavior_logprobs)
+        # With one update per rollout, the ratio is exactly 1, and its gradient that of the logprobs.
+        scored = jax.lax.stop_gradient(current) if batch.policy_logprobs is None else batch.policy_logprobs
+        proximal_logprobs = jnp.where(mask, scored, batch.behavior_logprobs)
         log_ratios = self.log_ratio(current, proximal_logprobs, batch.sample_reducer)
         surrogate = self.surrogate(log_ratios, current, batch.advantages)
 
@@ -121,7 +225,6 @@ class PolicyLoss:
             return jnp.sum(batch.token_weights * x)
 
         difference = jnp.abs(current - batch.behavior_logprobs)
-        per_token, corrected = self._apply_correction(surrogate.loss, proximal_logprobs, batch)
         sums = {
             "policy/entropy": mean(entropies),
             "policy/clip_fraction_low": mean(surrogate.clipped_low),
@@ -130,6 +233,19 @@ class PolicyLoss:
             "rollout/sampler_scorer_kl": mean(k3(batch.behavior_logprobs, current)),
             "rollout/sampler_scorer_logprob_diff_mean": mean(difference),
         }
+        maxima = {
+            "policy/ratio_max": jnp.max(jnp.where(mask, surrogate.ratio, 0.0)),
+            "rollout/sampler_scorer_logprob_diff_max": jnp.max(difference),
+        }
+        squares, per_token = {}, surrogate.loss
+        if self.correction is not None:
+            corrected = self.correction(proximal_logprobs - batch.behavior_logprobs, batch.sample_reducer)
+            per_token = corrected.weights * per_token
+            sums["policy/correction_mean"] = mean(corrected.weights)
+            sums["policy/correction_cut_fraction"] = mean(corrected.was_bounded)
+            sums["policy/veto_fraction"] = mean(corrected.vetoed)
+            maxima["policy/correction_max"] = jnp.max(jnp.where(mask, corrected.unbounded_weights, 0.0))
+            squares["policy/correction"] = mean(corrected.weights**2)
         if self.kl_estimator is not None:
             assert batch.reference_logprobs is not None
             kl = self.kl_estimator(current, jnp.where(mask, batch.reference_logprobs, current))
@@ -139,32 +255,7 @@ class PolicyLoss:
         if self.entropy_coef:
             per_token -= self.entropy_coef * entropies
         loss = jnp.sum(batch.loss_weights * per_token)
-        maxima = {
-            "policy/ratio_max": jnp.max(jnp.where(mask, surrogate.ratio, 0.0)),
-            "rollout/sampler_scorer_logprob_diff_max": jnp.max(difference),
-        }
-        parts = LossStats({"loss": loss, **sums, **corrected.sums}, maxima | corrected.maxima, corrected.squares)
-        return loss, jax.lax.stop_gradient(parts)
-
-    def _apply_correction(
-        self, losses: Float32[Array, "R C"], proximal_logprobs: Float32[Array, "R C"], batch: PolicyBatch
-    ) -> tuple[Float32[Array, "R C"], LossStats]:
-        """Returns the surrogate's losses, weighted by the correction if there is one, and its statistics."""
-        if self.correction is None:
-            return losses, LossStats({}, {})
-        corrected = self.correction(proximal_logprobs - batch.behavior_logprobs, batch.sample_reducer)
-
-        def mean(x: Array) -> Array:
-            return jnp.sum(batch.token_weights * x)
-
-        sums = {
-            "policy/correction_mean": mean(corrected.weights),
-            "policy/correction_cut_fraction": mean(corrected.was_bounded),
-            "policy/veto_fraction": mean(corrected.vetoed),
-        }
-        maxima = {"policy/correction_max": jnp.max(jnp.where(batch.tokens.loss_mask, corrected.unbounded_weights, 0.0))}
-        squares = {"policy/correction": mean(corrected.weights**2)}
-        return corrected.weights * losses, LossStats(sums, maxima, squares)
+        return loss, jax.lax.stop_gradient(LossStats({"loss": loss, **sums}, maxima, squares))
 
 
 def make_policy_objective(

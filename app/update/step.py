@@ -14,8 +14,7 @@ from jaxtyping import Array
 from app.mesh.compiler_options import compiler_options
 from app.model.decoder import Params
 from app.model.lora import combine_params
-from app.update.offload import RunUpdate, update_at_once
-from app.update.optimizer import TrainState
+from app.update.optimizer import RunUpdate, TrainState, update_at_once
 from app.update.policy_loss import LossStats
 
 

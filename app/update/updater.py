@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import KW_ONLY, dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,108 +16,28 @@ from jaxtyping import Array
 from app.batching.micro_batch_plan import MicroBatch
 from app.batching.micro_batcher import GlobalPlan, MicroBatcher
 from app.batching.packing_metrics import policy_batching_metrics
-from app.batching.sample_exchange import HostRows, fetch_rows
+from app.batching.sample_exchange import fetch_rows
 from app.batching.token_batch import pack_last_target_indices, pack_per_token, pack_tokens
 from app.distributed.collectives import sum_over_hosts
 from app.mesh.placement import to_global
 from app.model.architecture import RouteShape
 from app.model.decoder import Params
 from app.records.sample import Sample
-from app.update.log_ratio import SampleReducer
 from app.update.loss_aggregation import AggregationFn, StepTotals, sequence_mean_token_mean, token_mean
 from app.update.mini_batches import EpochMiniBatches
 from app.update.optimizer import TrainState
 from app.update.policy_loss import PolicyBatch
+from app.update.ratios import SampleReducer
+from app.update.value_loss import ValueBatchPacker
 from settings.schema.algorithm import ScoredRole
 
 UpdateStepFn = Callable[[TrainState, Sequence[Any], Array, Params | None], tuple[TrainState, dict[str, Array]]]
 """(state, micro-batches, temperature, frozen) -> (new state, metrics); see `app.update.step.UpdateStep`."""
 
 
-class BatchPacker(Protocol):
-    """Packs one micro-batch into the inputs of a loss."""
-
-    @property
-    def fields(self) -> Sequence[str]:
-        """The fields of samples that it reads, one value per completion token."""
-        ...
-
-    @property
-    def route_shape(self) -> RouteShape | None:
-        """Sizes of the routes that it reads; None = none."""
-        ...
-
-    def __call__(self, samples: Sequence[Sample], micro_batch: MicroBatch, totals: StepTotals) -> Any:
-        """Returns the inputs of the loss.
-
-        Args:
-            samples: samples of a mini-batch, as `micro_batch` numbers them.
-            totals: counts of the optimizer step.
-        """
-
-
-BatchingMetricsFn = Callable[[Sequence[GlobalPlan]], Mapping[str, float]]
-
-FIRST_UPDATE_ONLY = "rollout/"
-"""Prefix of metrics that compare the policy with the sampler, valid only before the weights change."""
-
-
-class Updater:
-    """Runs the compiled update step of one network on samples with advantages.
-
-    Args:
-        micro_batcher: splits the samples of an optimizer step into micro-batches.
-        pack: packs one micro-batch into the inputs of the loss.
-        batching_metrics: computes metrics from the plans of one pass over a step's samples.
-    """
-
-    def __init__(
-        self,
-        step: UpdateStepFn,
-        mesh: Mesh,
-        *,
-        micro_batcher: MicroBatcher,
-        pack: BatchPacker,
-        batching_metrics: BatchingMetricsFn = policy_batching_metrics,
-    ):
-        self.step = step
-        self.mesh = mesh
-        self.micro_batcher = micro_batcher
-        self.pack = pack
-        self.batching_metrics = batching_metrics
-
-    def update(
-        self, state: TrainState, epochs: EpochMiniBatches, *, temperature: float, frozen: Params | None = None
-    ) -> tuple[TrainState, dict[str, float]]:
-        """Returns the state after every mini-batch of every epoch, and the step's metrics.
-
-        Metrics are means over the updates, except: maxima; learning rate and counters, from the last update; and
-        comparisons with the sampler, from the first update.
-
-        Args:
-            frozen: the network's frozen weights; None if all are trained.
-        """
-        mini_batches = {id(samples): samples for epoch in epochs for samples in epoch}
-        plans = {key: self.micro_batcher(samples, self.mesh) for key, samples in mini_batches.items()}
-        reads = self.pack.fields, self.pack.route_shape
-        rows = {key: fetch_rows(samples, plans[key], *reads) for key, samples in mini_batches.items()}
-        history = []
-        for samples in (samples for epoch in epochs for samples in epoch):
-            micro_batches = self._pack_micro_batches(samples, rows[id(samples)])
-            with jax.set_mesh(self.mesh):
-                state, metrics = self.step(state, micro_batches, jnp.float32(temperature), frozen)
-            history.append(metrics)
-        metrics = summarize_updates([{k: float(v) for k, v in m.items()} for m in jax.device_get(history)])
-        return state, {**metrics, **self.batching_metrics([plans[id(samples)] for samples in epochs[0]])}
-
-    def _pack_micro_batches(self, samples: Sequence[Sample], rows: HostRows) -> list[Any]:
-        totals = StepTotals(*sum_over_hosts(np.asarray(StepTotals.from_samples(samples))).tolist())
-        return [to_global(self.mesh, self.pack(rows.samples, one, totals)) for one in rows.plan.micro_batches]
-
-
 @dataclass(frozen=True)
 class PolicyBatchPacker:
-    """Packs the inputs of the policy's loss.
+    """Packs the inputs of the policy's loss of one micro-batch, of samples of a mini-batch as it numbers them.
 
     Args:
         aggregation: weight of each token's loss; see `app.update.loss_aggregation`.
@@ -161,6 +82,53 @@ def pack_sample_reducer(samples: Sequence[Sample], micro_batch: MicroBatch) -> S
     )
 
 
+BatchPacker = PolicyBatchPacker | ValueBatchPacker
+BatchingMetricsFn = Callable[[Sequence[GlobalPlan]], Mapping[str, float]]
+
+
+@dataclass
+class Updater:
+    """Runs the compiled update step of one network on samples with advantages."""
+
+    step: UpdateStepFn
+    mesh: Mesh
+    _: KW_ONLY
+    micro_batcher: MicroBatcher
+    """Splits the samples of an optimizer step into micro-batches."""
+    pack: BatchPacker
+    """Packs one micro-batch into the inputs of the loss."""
+    batching_metrics: BatchingMetricsFn = policy_batching_metrics
+    """Computes metrics from the plans of one pass over a step's samples."""
+
+    def update(
+        self, state: TrainState, epochs: EpochMiniBatches, *, temperature: float, frozen: Params | None = None
+    ) -> tuple[TrainState, dict[str, float]]:
+        """Returns the state after every mini-batch of every epoch, and the step's metrics.
+
+        Metrics are means over the updates, except: maxima; learning rate and counters, from the last update; and
+        comparisons with the sampler, from the first update.
+
+        Args:
+            frozen: the network's frozen weights; None if all are trained.
+        """
+        mini_batches = {id(samples): samples for samples in itertools.chain(*epochs)}
+        plans = {key: self.micro_batcher(samples, self.mesh) for key, samples in mini_batches.items()}
+        reads = self.pack.fields, self.pack.route_shape
+        rows = {key: fetch_rows(samples, plans[key], *reads) for key, samples in mini_batches.items()}
+        history = []
+        for samples in itertools.chain(*epochs):
+            totals = StepTotals(*sum_over_hosts(np.asarray(StepTotals.from_samples(samples))).tolist())
+            local, plan = rows[id(samples)].samples, rows[id(samples)].plan
+            micro_batches = [to_global(self.mesh, self.pack(local, one, totals)) for one in plan.micro_batches]
+            with jax.set_mesh(self.mesh):
+                state, metrics = self.step(state, micro_batches, jnp.float32(temperature), frozen)
+            history.append(metrics)
+        metrics = summarize_updates([{k: float(v) for k, v in m.items()} for m in jax.device_get(history)])
+        return state, {**metrics, **self.batching_metrics([plans[id(samples)] for samples in epochs[0]])}
+
+
+FIRST_UPDATE_ONLY = "rollout/"
+"""Prefix of metrics that compare the policy with the sampler, valid only before the weights change."""
 LAST_UPDATE_ONLY = ("/learning_rate", "/nonfinite_updates", "/nonfinite_in_a_row")
 """Suffixes of metrics whose last value counts: the learning rate and counters."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -51,23 +51,20 @@ class ValueBatchPacker:
         )
 
 
-class SquaredError(NamedTuple):
-    error: Float32[Array, "*tokens"]
-    clipped: Bool[Array, "*tokens"]
-    """True if the clip removed the gradient because the value had already changed enough."""
+SquaredErrors = tuple[Float32[Array, "*tokens"], Bool[Array, "*tokens"]]
+"""Errors, and whether the clip removed the gradient of each because the value had already changed enough."""
 
-
-SquaredErrorFn = Callable[[Array, Array, Array], SquaredError]
+SquaredErrorFn = Callable[[Array, Array, Array], SquaredErrors]
 """(values, old values, returns) -> squared error per token."""
 
 
 def squared_error(
     values: Float32[Array, "*tokens"], old_values: Float32[Array, "*tokens"], returns: Float32[Array, "*tokens"]
-) -> SquaredError:
+) -> SquaredErrors:
     """Computes (V - R)^2."""
     del old_values
     error = (values - returns) ** 2
-    return SquaredError(error, jnp.zeros_like(error, bool))
+    return error, jnp.zeros_like(error, bool)
 
 
 def clipped_squared_error(
@@ -76,37 +73,30 @@ def clipped_squared_error(
     returns: Float32[Array, "*tokens"],
     *,
     clip_range: float,
-) -> SquaredError:
+) -> SquaredErrors:
     """Computes max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2). Source: OpenAI Baselines, ppo2, as in TRL."""
     error = (values - returns) ** 2
     near = jnp.clip(values, old_values - clip_range, old_values + clip_range)
     error_near = (near - returns) ** 2
-    return SquaredError(jnp.maximum(error, error_near), error_near > error)
-
-
-@dataclass(frozen=True)
-class ValueLoss:
-    """The critic's loss sum(w * error) / 2, where w are the `token_weights`."""
-
-    error_fn: SquaredErrorFn
-
-    def __call__(self, values: Float32[Array, "R C"], batch: ValueBatch) -> tuple[Array, LossStats]:
-        """Returns this micro-batch's share of the loss and the metrics; values are undefined outside the mask."""
-        values = jnp.where(batch.tokens.loss_mask, values, batch.old_values)
-        squared = self.error_fn(values, batch.old_values, batch.returns)
-        loss = 0.5 * jnp.sum(batch.token_weights * squared.error)
-        sums = {"value/loss": loss, "value/clip_fraction": jnp.sum(batch.token_weights * squared.clipped)}
-        return loss, jax.lax.stop_gradient(LossStats(sums, {}))
+    return jnp.maximum(error, error_near), error_near > error
 
 
 def make_value_objective(
-    definition: DecoderDefinition, value_loss: ValueLoss, *, dtype: jnp.dtype, remat: str
+    definition: DecoderDefinition, error_fn: SquaredErrorFn, *, dtype: jnp.dtype, remat: str
 ) -> Callable[[Params, ValueBatch, Array], tuple[Array, LossStats]]:
-    """Returns the function (params, one micro-batch, temperature) -> result of `ValueLoss`; ignores the temperature."""
+    """Returns the function (params, one micro-batch, temperature) -> (its share of the loss, of the metrics).
+
+    The loss is sum(w * error) / 2, where w are the `token_weights`. The temperature is ignored.
+    """
 
     def objective(params: Params, batch: ValueBatch, temperature: Array) -> tuple[Array, LossStats]:
         del temperature
         values = critic_values(definition.bind(params), batch.tokens, dtype=dtype, remat=remat)
-        return value_loss(values, batch)
+        # They are undefined outside the mask.
+        values = jnp.where(batch.tokens.loss_mask, values, batch.old_values)
+        errors, clipped = error_fn(values, batch.old_values, batch.returns)
+        loss = 0.5 * jnp.sum(batch.token_weights * errors)
+        sums = {"value/loss": loss, "value/clip_fraction": jnp.sum(batch.token_weights * clipped)}
+        return loss, jax.lax.stop_gradient(LossStats(sums, {}))
 
     return objective

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from app.mesh.chips import GPU_HOSTS
-from app.model.flops import token_flops
+from app.model.architecture import token_flops
 from app.model.io.families import architecture_from_config
 from app.model.token_logprobs import LM_HEAD_SCOPE
 from app.records.text_format import format_bytes, format_percent, format_table

@@ -18,12 +18,11 @@ from app.batching.micro_batch_plan import MicroBatch
 from app.batching.token_batch import pack_tokens
 from app.mesh.device_mesh import num_hosts
 from app.mesh.placement import num_local_row_shards
-from app.model.architecture import Architecture
+from app.model.architecture import Architecture, lm_head_flops, pair_flops, token_flops
 from app.model.attention.cached import decode_block_size
 from app.model.attention.dense import ATTENTION_SCOPE
 from app.model.attention.packed import architecture_blocking, make_block_pairs
 from app.model.attention.pairs import Blocking
-from app.model.flops import lm_head_flops, pair_flops, token_flops
 from app.model.kv_cache import abstract_cache, cache_shapes
 from app.model.segment_layout import SegmentLayout
 from app.model.token_logprobs import LM_HEAD_SCOPE

@@ -27,17 +27,14 @@ from app.batching.micro_batch_plan import TokenBudget, choose_row_length
 from app.batching.micro_batch_shapes import bucket_length
 from app.batching.micro_batcher import FixedRowBatcher, MicroBatcher, PackedRowBatcher
 from app.mesh.axis_rules import AXES
-from app.model.architecture import Architecture
+from app.model.architecture import Architecture, RopeConfig, forward_flops
 from app.model.decoder import DecoderDefinition
-from app.model.flops import forward_flops
-from app.model.rope import RopeConfig
 from app.records.sample import Prompt, Sample
 from app.score.scorer import Scorer
 from app.update.loss_aggregation import token_mean
 from app.update.optimizer import TrainState, init_train_state, make_optimizer, make_schedule, train_state_shardings
-from app.update.policy_loss import PolicyLoss, detached_logprobs, make_policy_objective
+from app.update.policy_loss import PolicyLoss, clipped_surrogate, make_policy_objective
 from app.update.step import UpdateStep
-from app.update.surrogate import clipped_surrogate
 from app.update.updater import PolicyBatchPacker, Updater
 from settings.schema.algorithm import OptimizerSettings
 
@@ -156,7 +153,7 @@ def scoring(
     scorer = Scorer(definition, mesh, dtype=jnp.dtype(options.dtype), logits_chunk=1024)
 
     def score(cut: MicroBatcher) -> None:
-        scorer.logprobs(params, samples, cut(samples, mesh).local_plan, temperature=1.0)
+        scorer.per_token(params, samples, cut(samples, mesh).local_plan, temperature=1.0)
 
     return {("score", name): lambda cut=cut: score(cut) for name, cut in cutters.items()}
 
@@ -171,7 +168,6 @@ def updating(
     optimizer = make_optimizer(settings, schedule)
     shardings = train_state_shardings(optimizer, definition.shapes, definition.shardings(mesh), mesh)
     loss = PolicyLoss(
-        proximal_logprobs_fn=detached_logprobs,
         surrogate=lambda *args: clipped_surrogate(*args, clip_low=0.2, clip_high=0.2),
         kl_estimator=None,
         beta=0.0,

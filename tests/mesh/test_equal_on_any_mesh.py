@@ -14,9 +14,8 @@ import pytest
 from app.batching.micro_batch_plan import TokenBudget
 from app.batching.micro_batcher import FixedRowBatcher, MicroBatcher, PackedRowBatcher
 from app.batching.packing_metrics import critic_batching_metrics
-from app.model.architecture import Architecture
+from app.model.architecture import Architecture, forward_flops
 from app.model.decoder import DecoderDefinition, Params, ValueDecoder
-from app.model.flops import forward_flops
 from app.records.sample import Sample
 from app.rollout.request import GenerationRequest
 from app.rollout.sampling.token_sampling import SamplingRules
@@ -24,11 +23,10 @@ from app.score.scorer import Scorer, ValueScorer
 from app.update.kl import k3
 from app.update.loss_aggregation import aggregations
 from app.update.optimizer import init_train_state, make_optimizer, train_state_shardings
-from app.update.policy_loss import make_policy_objective
+from app.update.policy_loss import dual_clipped_surrogate, make_policy_objective
 from app.update.step import VALUE_METRICS, UpdateStep
-from app.update.surrogate import dual_clipped_surrogate
 from app.update.updater import PolicyBatchPacker, Updater
-from app.update.value_loss import ValueBatchPacker, ValueLoss, clipped_squared_error, make_value_objective
+from app.update.value_loss import ValueBatchPacker, clipped_squared_error, make_value_objective
 from settings.schema.algorithm import OptimizerSettings
 from tests.tiny import (
     BIASED,
@@ -91,7 +89,7 @@ def outcome(architecture: Architecture, shape: tuple[int, int, int], cut: MicroB
     )
     scorer = Scorer(definition, mesh, dtype=FLOAT32, logits_chunk=3)
     trained = random_samples(4, 3, vocab_size=50, with_holes=True)
-    logprobs = scorer.logprobs(params, trained, cut(trained, mesh).local_plan, temperature=0.9)
+    logprobs = scorer.per_token(params, trained, cut(trained, mesh).local_plan, temperature=0.9)
     schedule = optax.constant_schedule(0.1)
     # A large epsilon keeps the update proportional to the gradient: else Adam makes steps of rounding errors.
     optimizer = make_optimizer(OptimizerSettings(epsilon=1.0, weight_decay=0.1, max_grad_norm=1e6), schedule)
@@ -151,7 +149,7 @@ def critic_outcome(shape: tuple[int, int, int], cut: MicroBatcher) -> tuple[list
     shardings = definition.shardings(mesh)
     params = jax.device_put(random_params(definition), shardings)
     samples = random_samples(4, 3, vocab_size=50, with_holes=True)
-    values = ValueScorer(definition, mesh, dtype=FLOAT32).values(params, samples, cut(samples, mesh).local_plan)
+    values = ValueScorer(definition, mesh, dtype=FLOAT32).per_token(params, samples, cut(samples, mesh).local_plan)
     # Every other sample has moved beyond the clip.
     learned = [
         replace(s, values=v + (0.3 if s.sample_index % 2 else 0.1), returns=v - 0.1 * s.group_id)
@@ -160,8 +158,8 @@ def critic_outcome(shape: tuple[int, int, int], cut: MicroBatcher) -> tuple[list
     schedule = optax.constant_schedule(0.1)
     optimizer = make_optimizer(OptimizerSettings(epsilon=1.0, max_grad_norm=1e6), schedule)
     state_layout = train_state_shardings(optimizer, definition.shapes, shardings, mesh)
-    loss = ValueLoss(functools.partial(clipped_squared_error, clip_range=0.2))
-    objective = make_value_objective(definition, loss, dtype=FLOAT32, remat="none")
+    errors = functools.partial(clipped_squared_error, clip_range=0.2)
+    objective = make_value_objective(definition, errors, dtype=FLOAT32, remat="none")
     step = UpdateStep(objective, optimizer, schedule, state_layout, metrics=VALUE_METRICS)
     updater = Updater(step, mesh, micro_batcher=cut, pack=ValueBatchPacker(), batching_metrics=critic_batching_metrics)
     state, metrics = updater.update(init_train_state(optimizer, params, state_layout), [[learned]], temperature=0.9)

@@ -19,6 +19,8 @@ from app.model.segment_layout import SegmentLayout
 from tests.layouts import layout_of, seen, segments_of_rows
 from tests.model.test_block_attention import RULES, assert_close, inputs, oracle
 
+pytestmark = pytest.mark.usefixtures("interpreted")
+
 TOKENS, SIZE = 64, 16
 BLOCKING = Blocking(SIZE, 1, kernel="tpu")
 KERNELS = [tpu_attention, gpu_attention]
@@ -32,8 +34,8 @@ def compiled(kernels: ModuleType, rule):
     def run(query, keys, values, weights, layout, window):
         pairs = block_pairs(layout, [5, window, UNREACHABLE], SIZE, with_padding=True)
         arguments = rule, BLOCKING, PackedInputs(query, keys, values, layout, pairs, window)
-        mixed, normalizer = kernels.attend(*arguments, interpret=True)
-        return mixed, *kernels.attention_grads(*arguments, mixed, normalizer, weights, interpret=True)
+        mixed, normalizer = kernels.attend(*arguments)
+        return mixed, *kernels.attention_grads(*arguments, mixed, normalizer, weights)
 
     return jax.jit(run)
 
@@ -92,7 +94,7 @@ def test_padding_is_finite_whatever_stands_there_and_changes_nothing(kernels):
     pairs = block_pairs(SHARED, [None], SIZE, with_padding=True)
     query, keys, values, _ = filled
     filled_inputs = PackedInputs(query, keys, values, SHARED, pairs, jnp.int32(UNREACHABLE))
-    mixed, _ = kernels.attend(DEFAULT_SCORE_MOD, BLOCKING, filled_inputs, interpret=True)
+    mixed, _ = kernels.attend(DEFAULT_SCORE_MOD, BLOCKING, filled_inputs)
     assert np.isfinite(mixed).all()
     assert_close(kernel(kernels, filled, SHARED), kernel(kernels, arrays, SHARED), tolerance=0)
 

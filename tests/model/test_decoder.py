@@ -11,16 +11,16 @@ import numpy as np
 import pytest
 from jaxtyping import Array
 
+from app.batching.forward_passes import row_logprobs
+from app.batching.token_batch import TokenBatch
 from app.mesh.placement import abstract_arrays
 from app.model import decoder
 from app.model.architecture import Architecture
 from app.model.attention.pairs import Blocking
 from app.model.decoder import DecoderDefinition, Params, ValueDecoder
-from app.model.kernels import gpu_attention, tpu_attention
+from app.model.layers import rope_frequencies
 from app.model.lora import LoRAConfig, combine_params
-from app.model.rope import rope_frequencies
 from app.model.segment_layout import SegmentLayout, single_segment_layout
-from app.model.token_logprobs import completion_logprobs
 from settings.schema.model import PROJECTIONS
 from tests.layouts import layout_of
 from tests.tiny import BIASED, EVEN, MIXTURE, ODD, SWITCHED, assert_trees_close, make_mesh, random_params
@@ -127,24 +127,14 @@ def test_recomputing_changes_neither_logprobs_nor_gradients_and_saves_memory():
     params = random_params(definition)
     token_ids = np.random.default_rng(4).integers(0, BIASED.vocab_size, (2, 40)).astype(np.int32)
     weights = np.random.default_rng(5).normal(size=(2, 39)).astype(np.float32)
-    batch: dict[str, Any] = {
-        "token_ids": token_ids,
-        "layout": single_segment_layout(np.ones(token_ids.shape, bool)),
-        "logits_indices": np.broadcast_to(np.arange(39), (2, 39)),
-        "targets": token_ids[:, 1:],
-        "target_mask": np.ones((2, 39), bool),
-    }
+    segments, branches, positions = single_segment_layout(np.ones(token_ids.shape, bool))
+    indices, targets = np.broadcast_to(np.arange(39), (2, 39)), token_ids[:, 1:]
+    rows = TokenBatch(token_ids, positions, segments, branches, indices, targets, indices >= 0)
 
     def compiled(remat: str) -> Any:
         def loss(params: Params) -> Array:
-            logprobs, *_ = completion_logprobs(
-                definition.bind(params),
-                **batch,
-                temperature=1.0,
-                dtype=jnp.dtype("float32"),
-                remat=remat,
-                logits_chunk=10,
-            )
+            how = {"dtype": jnp.dtype("float32"), "remat": remat, "logits_chunk": 10}
+            logprobs, *_ = row_logprobs(definition.bind(params), rows, temperature=1.0, **how)
             return jnp.sum(logprobs * weights)
 
         return jax.jit(jax.value_and_grad(loss)).lower(params).compile()
@@ -168,15 +158,11 @@ def test_weights_held_in_the_compute_type_give_the_logprobs_of_those_in_float32(
     held = jax.tree.map(lambda leaf, x: x.astype(leaf.dtype), definition.held_in(dtype).shapes, params)
     assert {leaf.dtype for leaf in jax.tree.leaves(held)} == {dtype}
     token_ids = np.random.default_rng(7).integers(0, architecture.vocab_size, (1, 151))
-    batch: dict[str, Any] = {
-        "token_ids": token_ids,
-        "layout": SHARED,
-        "logits_indices": np.arange(150)[None],
-        "targets": token_ids[:, 1:],
-        "target_mask": np.ones((1, 150), bool),
-    }
+    segments, branches, positions = SHARED
+    indices, targets = np.arange(150)[None], token_ids[:, 1:]
+    rows = TokenBatch(token_ids, positions, segments, branches, indices, targets, indices >= 0)
     how: Any = {"temperature": 0.7, "dtype": dtype, "remat": "none", "logits_chunk": 40}
-    logprobs = jax.jit(lambda params: completion_logprobs(definition.bind(params), **batch, **how)[0])
+    logprobs = jax.jit(lambda params: row_logprobs(definition.bind(params), rows, **how)[0])
     np.testing.assert_array_equal(logprobs(held), logprobs(params))
 
 
@@ -306,8 +292,9 @@ def test_each_device_along_tp_keeps_its_share_of_the_tokens_of_every_layer_if_tp
     assert set(re.findall(r"f32\[3,2,(\d+),32\]", text)) == {str(kept)}
 
 
-@pytest.mark.parametrize(("platform", "kernels"), [("tpu", tpu_attention), ("gpu", gpu_attention)], ids=["tpu", "gpu"])
-def test_kernels_give_layers_with_and_without_windows_what_xla_gives_them(platform, kernels, monkeypatch):
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("platform", ["tpu", "gpu"])
+def test_kernels_give_layers_with_and_without_windows_what_xla_gives_them(platform, monkeypatch):
     architecture = replace(SWITCHED, windows=(20, None, 60))
     params = random_params(DecoderDefinition.create(architecture))
     rows = np.random.default_rng(6).integers(0, architecture.vocab_size, (1, 151)), SHARED
@@ -322,6 +309,4 @@ def test_kernels_give_layers_with_and_without_windows_what_xla_gives_them(platfo
 
     expected = gradient()
     monkeypatch.setattr(decoder, "architecture_blocking", lambda *_: Blocking(16, 1, kernel=platform))
-    for name in ("attend", "attention_grads"):
-        monkeypatch.setattr(kernels, name, functools.partial(getattr(kernels, name), interpret=True))
     assert_trees_close(gradient(), expected)

@@ -60,16 +60,22 @@ def test_a_grouped_product_and_its_gradients_equal_those_of_a_one_hot_product(si
 
 
 @SIZES
-@pytest.mark.parametrize("gradient", [tgmm_product, gpu_grouped_product.matrix_gradient], ids=["tpu", "gpu"])
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize(
+    "gradient",
+    [tgmm_product, gpu_grouped_product.matrix_gradient],
+    ids=["tpu", "gpu"],
+)
 def test_the_kernels_for_gradients_equal_the_loop_of_the_cpu(gradient, sizes):
     x, _, sizes = product_inputs(sizes)
     num_rows = int(sizes.sum())
     dy = jnp.asarray(np.random.default_rng(1).normal(size=(42, 5)), FLOAT32)
-    ours = gradient(x.at[num_rows:].set(jnp.nan), dy.at[num_rows:].set(jnp.nan), sizes, interpret=True)
+    ours = gradient(x.at[num_rows:].set(jnp.nan), dy.at[num_rows:].set(jnp.nan), sizes)
     np.testing.assert_allclose(ours, blockwise_matrix_gradient(x, dy, sizes), atol=1e-5)
 
 
 @SIZES
+@pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("contracted", [1, 2])
 def test_the_gpu_kernel_for_products_equals_a_one_hot_product(contracted, sizes):
     x, matrices, sizes = product_inputs(sizes)
@@ -77,7 +83,7 @@ def test_the_gpu_kernel_for_products_equals_a_one_hot_product(contracted, sizes)
     expected = dense_product(x, matrices, sizes)
     matrices = matrices if contracted == 1 else matrices.swapaxes(1, 2)
     poisoned = x.at[num_rows:].set(jnp.nan)
-    y = gpu_grouped_product.rows_product(poisoned, matrices, sizes, contracted=contracted, interpret=True)
+    y = gpu_grouped_product.rows_product(poisoned, matrices, sizes, contracted=contracted)
     np.testing.assert_allclose(y[:num_rows], expected[:num_rows], atol=1e-5)
 
 

@@ -11,11 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.model.attention import paged
+from app.model.attention.cached import attend_in_xla
 from app.model.attention.dense import DEFAULT_SCORE_MOD, dot_product_attention
 from app.model.kernels import gpu_decode, tpu_decode
 from app.model.kv_cache import LayerCache, to_codes
 from tests.model.test_block_attention import RULES
+
+pytestmark = pytest.mark.usefixtures("interpreted")
 
 ROWS, KV_HEADS, GROUP, HEAD = 5, 2, 3, 8
 BLOCK, WIDTH = 16, 4
@@ -27,10 +29,10 @@ def compiled(rule, window: int | None, way: str, block_size: int = BLOCK):
     if way == "whole":
         return jax.jit(functools.partial(attend_whole, rule, window))
     if way == "xla":
-        return jax.jit(functools.partial(paged.attend, rule, window))
+        return jax.jit(functools.partial(attend_in_xla, rule, window))
     if way == "gpu":
-        return jax.jit(functools.partial(gpu_decode.attend, rule, window, block_size // 2, interpret=True))
-    return jax.jit(functools.partial(tpu_decode.attend, rule, window, block_size, interpret=True))
+        return jax.jit(functools.partial(gpu_decode.attend, rule, window, block_size // 2))
+    return jax.jit(functools.partial(tpu_decode.attend, rule, window, block_size))
 
 
 def attend_whole(rule, window: int | None, query, new: LayerCache, cache: LayerCache, positions, active):

@@ -18,12 +18,13 @@ import pytest
 from jaxtyping import Array
 from safetensors.numpy import load_file, save_file
 
+from app.batching.forward_passes import row_logprobs
+from app.batching.token_batch import TokenBatch
 from app.model.decoder import DecoderDefinition, Params
 from app.model.io.families import FAMILIES, architecture_from_config
 from app.model.io.hf_weights import load_weights
 from app.model.io.model_files import open_model
 from app.model.segment_layout import SegmentLayout
-from app.model.token_logprobs import completion_logprobs
 from app.rollout.request import GenerationRequest
 from app.rollout.sampling.token_sampling import SamplingRules
 from tests.tiny import make_engine, make_mesh, make_prompt
@@ -322,7 +323,7 @@ def test_completion_logprobs_and_entropy_equal_torch_log_softmax(tmp_path, model
     definition, params = load_ours(tmp_path)
     rows = packed_rows(*SHORT_ROWS)
     # The first token of a segment is its prompt, the others its completion.
-    logits_indices, targets = np.zeros((2, 3, 28), np.int32)
+    logits_indices, targets = np.full((2, 3, 28), -1, np.int32)
     filled = [0, 0, 0]
     expected = []
     for row, first, token_ids in rows.segments:
@@ -335,17 +336,12 @@ def test_completion_logprobs_and_entropy_equal_torch_log_softmax(tmp_path, model
         chosen = np.take_along_axis(logprobs, token_ids[1:, None], axis=1)[:, 0]
         expected.append((places, chosen, -(np.exp(logprobs) * logprobs).sum(axis=-1)))
 
-    batch: dict[str, Any] = {
-        "token_ids": rows.token_ids,
-        "layout": rows.layout,
-        "logits_indices": logits_indices,
-        "targets": targets,
-        "target_mask": np.arange(28) < np.array(filled)[:, None],
-    }
+    segments, branches, positions = rows.layout
+    of_rows = (rows.token_ids, positions, segments, branches, logits_indices, targets, logits_indices >= 0)
     logprobs, entropy, _ = jax.jit(
-        lambda params: completion_logprobs(
+        lambda params: row_logprobs(
             definition.bind(params),
-            **batch,
+            TokenBatch(*of_rows),
             temperature=temperature,
             dtype=jnp.dtype("float32"),
             remat="none",

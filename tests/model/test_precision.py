@@ -29,7 +29,7 @@ def test_bfloat16_stays_near_float32_and_sampler_and_scorer_agree_in_it(architec
     def scored(dtype: str) -> np.ndarray:
         scorer = Scorer(definition, make_mesh(), dtype=jnp.dtype(dtype), logits_chunk=8)
         plan = packed_plan(samples, quota=256, row_length=128, share_prompts=True)
-        return np.concatenate(scorer.logprobs(params, samples, plan, temperature=1.0))
+        return np.concatenate(scorer.per_token(params, samples, plan, temperature=1.0))
 
     in_bfloat16, in_float32 = scored("bfloat16"), scored("float32")
     assert in_float32.std() > 0.5

@@ -252,7 +252,7 @@ def test_both_factors_of_each_product_have_the_compute_type(quantization: Quanti
 def test_codes_of_8_bits_are_those_of_qwix(shape: tuple[int, ...]) -> None:
     inputs, outputs = (("embed",), ("query_heads", "head")) if shape[0] == 64 else (("query_heads", "head"), ("embed",))
     kernel = np.random.default_rng(0).normal(size=shape).astype(np.float32)
-    found = KernelQuantizer.create("int8", inputs=inputs, outputs=outputs).quantize(kernel)
+    found = KernelQuantizer("int8", (*inputs, *outputs), outputs).quantize(kernel)
     expected = qwix.quantize(kernel, "int8", channelwise_axes=list(range(len(inputs), 3)), tiled_axes={})
     np.testing.assert_array_equal(found[CODES], expected.qvalue)
     np.testing.assert_array_equal(found[SCALES], expected.scale.reshape(found[SCALES].shape))
@@ -260,7 +260,7 @@ def test_codes_of_8_bits_are_those_of_qwix(shape: tuple[int, ...]) -> None:
 
 def test_two_codes_of_a_byte_are_told_apart() -> None:
     """All sixteen codes are stored, and neighbours differ."""
-    held = KernelQuantizer.create("nf4", inputs=("embed",), outputs=("mlp",))
+    held = KernelQuantizer("nf4", ("embed", "mlp"), ("embed", "mlp"))
     kernel = np.tile(NF4, 4)[:, None] * np.array([[1.0, 0.5, 4.0]])
     found = held.quantize(kernel.astype(np.float32))
     assert found[CODES].dtype == np.uint8 and found[CODES].shape == (32, 3)

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from transformers import LlamaConfig
 
+from app.model.architecture import RopeConfig
 from app.model.io.families import architecture_from_config
-from app.model.rope import RopeConfig, rope_frequencies
-from settings.errors import InputError
+from app.model.layers import rope_frequencies
 from tests.model.io.test_families import LLAMA3_SCALING, SIZES
 
 
@@ -27,11 +27,6 @@ def test_llama3_rope_keeps_fast_pairs_slows_slow_ones_and_blends_between():
     kept = (100 * 0.1 / (2 * np.pi) - 1) / 3
     by_hand = [1.0, (1 - kept) * 0.1 / 8 + kept * 0.1, 0.01 / 8, 0.001 / 8]
     np.testing.assert_allclose(rope_frequencies(rope, 8), by_hand, rtol=1e-6)
-
-
-def test_an_unknown_rope_kind_is_refused():
-    with pytest.raises(InputError, match="dynamic"):
-        rope_frequencies(RopeConfig(theta=1e4, rope_type="dynamic"), 8)
 
 
 @pytest.mark.parametrize(

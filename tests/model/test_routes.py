@@ -51,7 +51,7 @@ def scorer(shape: tuple[int, int, int] = (1, 1, 1), *, replays: bool = True) -> 
 
 def scores(samples: Sequence[Sample], *, share: bool = True, **how: Any) -> np.ndarray:
     plan = packed_plan(samples, quota=64, row_length=32, share_prompts=share)
-    return np.concatenate(scorer(**how).logprobs(params(), samples, plan, temperature=1.0))
+    return np.concatenate(scorer(**how).per_token(params(), samples, plan, temperature=1.0))
 
 
 @functools.cache
@@ -114,7 +114,7 @@ def test_foreign_routes_change_every_sample_on_every_mesh_alike():
     assert np.abs(expected - scores(SAMPLES)).max() > 0.05
     plan = one_a_row(len(foreign), rows_per_micro_batch=12, num_tokens=16, num_targets=9)
     for shape in ((1, 1, 2), (2, 2, 2)):
-        ours = scorer(shape).logprobs(params(), foreign, plan, temperature=1.0)
+        ours = scorer(shape).per_token(params(), foreign, plan, temperature=1.0)
         np.testing.assert_allclose(np.concatenate(ours), expected, atol=2e-5)
 
 

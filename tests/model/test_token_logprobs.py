@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 from jaxtyping import Array
 
+from app.batching.forward_passes import row_logprobs
+from app.batching.token_batch import TokenBatch
 from app.model.decoder import DecoderDefinition, LMHead
 from app.model.segment_layout import single_segment_layout
-from app.model.sharded_head import ShardedHead
-from app.model.token_logprobs import completion_logprobs, scaled_logits, token_logprobs
+from app.model.token_logprobs import ShardedHead, scaled_logits, token_logprobs
 from tests.tiny import ODD, assert_trees_close, make_mesh
 
 ROWS, TOKENS, WIDTH, VOCAB = 3, 14, 5, 23
@@ -181,13 +182,11 @@ def program(logits_chunk: int):
     shape = (ROWS, ROW_TOKENS)
 
     def loss(params):
-        logprobs, entropy, _ = completion_logprobs(
+        segments, branches, positions = single_segment_layout(jnp.ones(shape, bool))
+        ones = jnp.ones((ROWS, COMPLETION_TOKENS), jnp.int32)
+        logprobs, entropy, _ = row_logprobs(
             definition.bind(params),
-            token_ids=jnp.ones(shape, jnp.int32),
-            layout=single_segment_layout(jnp.ones(shape, bool)),
-            logits_indices=jnp.ones((ROWS, COMPLETION_TOKENS), jnp.int32),
-            targets=jnp.ones((ROWS, COMPLETION_TOKENS), jnp.int32),
-            target_mask=jnp.ones((ROWS, COMPLETION_TOKENS), bool),
+            TokenBatch(jnp.ones(shape, jnp.int32), positions, segments, branches, ones, ones, ones > 0),
             temperature=1.0,
             dtype=jnp.dtype("float32"),
             remat="none",

@@ -28,6 +28,8 @@ from tests.program import of_tiny
 from tests.tiny import ODD, SWITCHED, make_mesh
 from tests.tiny_directory import write_reward_model
 
+pytestmark = pytest.mark.usefixtures("interpreted")
+
 FLOAT32, BFLOAT16 = jnp.dtype("float32"), jnp.dtype("bfloat16")
 packed_attention = packed.packed_attention
 in_blocks = functools.partial(attention_differences, blocking=packed.BLOCKING_BY_PLATFORM["cpu"])
@@ -102,16 +104,15 @@ def check(session: ScoringSession) -> CheckResult:
 
 
 def use_kernel(monkeypatch: pytest.MonkeyPatch, **kernels: Callable[..., Any]) -> None:
-    """Makes this platform's devices use the kernels, in Pallas' interpreter unless others are given."""
+    """Makes this platform's devices use the kernels, or others if they are given."""
     blocking = Blocking(128, 1, kernel="tpu")
     monkeypatch.setattr(attention_check, "architecture_blocking", lambda *_: blocking)
     for size in ("decode_block_size", "cache_block_size"):
         monkeypatch.setattr(attention_check, size, lambda *_, **__: 128)
-    decode = functools.partial(tpu_decode.attend, interpret=True)
-    monkeypatch.setattr(tpu_decode, "attend", kernels.pop("decode", decode))
-    for name in ("attend", "attention_grads"):
-        default = functools.partial(getattr(tpu_attention, name), interpret=True)
-        monkeypatch.setattr(tpu_attention, name, kernels.get(name, default))
+    if "decode" in kernels:
+        monkeypatch.setattr(tpu_decode, "attend", kernels.pop("decode"))
+    for name, kernel in kernels.items():
+        monkeypatch.setattr(tpu_attention, name, kernel)
 
 
 def test_without_a_kernel_the_check_says_so(session: ScoringSession) -> None:
@@ -131,7 +132,7 @@ def test_the_kernel_that_a_run_would_use_is_compared(session: ScoringSession, mo
 def test_a_kernel_with_wrong_gradients_fails_with_the_way_out(
     session: ScoringSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    right = functools.partial(tpu_attention.attention_grads, interpret=True)
+    right = tpu_attention.attention_grads
 
     def halved(*arguments: Any) -> Any:
         query_grad, keys_grad, values_grad = right(*arguments)
@@ -146,7 +147,7 @@ def test_a_kernel_with_wrong_gradients_fails_with_the_way_out(
 def test_a_decode_kernel_that_loses_a_token_fails_with_the_way_out(
     session: ScoringSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    right: Any = functools.partial(tpu_decode.attend, interpret=True)
+    right: Any = tpu_decode.attend
 
     def forgetful(*arguments: Any) -> Any:
         mixed, cache = right(*arguments)

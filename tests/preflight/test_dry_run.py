@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from app.mesh.program_cache import CompilationCounter
-from app.model.flops import forward_flops, lm_head_flops
+from app.model.architecture import forward_flops, lm_head_flops
 from app.model.io.families import architecture_from_config
 from app.model.quantization import QUANTIZE_BASE_SETTING
 from app.preflight.dry_run import DryRunReport, make_dry_run_report

@@ -14,7 +14,6 @@ from app.mesh.placement import abstract_arrays
 from app.model import prefill_and_decode
 from app.model.decode_weights import DecodeConversion, transferred_bytes
 from app.model.decoder import DecoderDefinition
-from app.model.kernels import tpu_decode
 from app.records.sample import Sample
 from app.rollout.request import GenerationRequest
 from app.rollout.sampling.token_sampling import SamplingRules
@@ -51,10 +50,8 @@ def test_samples_do_not_depend_on_where_weights_lie(shape: tuple[int, int, int])
 
 
 @pytest.fixture
-def decode_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+def decode_kernel(monkeypatch: pytest.MonkeyPatch, interpreted: None) -> None:
     """Makes this platform decode by the TPU's kernel, in Pallas' interpreter and small blocks."""
-    attend = functools.partial(tpu_decode.attend, interpret=True)
-    monkeypatch.setattr(tpu_decode, "attend", attend)
     monkeypatch.setattr(prefill_and_decode, "decode_block_size", lambda *_, **__: 16)
 
 

@@ -96,7 +96,7 @@ def test_records_say_whose_they_are():
 def test_the_sampler_and_the_scorer_agree_on_every_logprob(architecture, rules):
     samples = generate(architecture=architecture, rules=rules)
     plan = packed_plan(samples, quota=64, row_length=32, share_prompts=True)
-    scored = scorer_of(architecture).logprobs(params_of(architecture), samples, plan, temperature=rules.temperature)
+    scored = scorer_of(architecture).per_token(params_of(architecture), samples, plan, temperature=rules.temperature)
     for sample, logprobs in zip(samples, scored, strict=True):
         np.testing.assert_allclose(sample.behavior_logprobs, logprobs, atol=1e-4)
 

@@ -209,7 +209,7 @@ def test_replay_takes_a_difference_of_routes_away_to_within_rounding():
     def largest_difference(*, replays: bool) -> float:
         scorer = Scorer(DEFINITION, make_mesh(), dtype=FLOAT32, logits_chunk=5, replays_routes=replays)
         # The trainer's router prefers the other expert of each pair.
-        scored = scorer.logprobs(with_pairs_of_like_experts(-1e-6), samples, plan, temperature=1.0)
+        scored = scorer.per_token(with_pairs_of_like_experts(-1e-6), samples, plan, temperature=1.0)
         behavior = np.concatenate([sample.behavior_logprobs for sample in samples])
         return float(np.abs(np.concatenate(scored) - behavior).max())
 

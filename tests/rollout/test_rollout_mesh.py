@@ -18,7 +18,6 @@ from app.model import prefill_and_decode
 from app.model.architecture import Architecture
 from app.model.decode_weights import abstract_decode_weights
 from app.model.decoder import DecoderDefinition
-from app.model.kernels import tpu_decode
 from app.records.sample import Sample
 from app.rollout.request import GenerationRequest
 from app.rollout.sampling.token_sampling import SamplingRules
@@ -71,9 +70,8 @@ def test_truncated_samples_do_not_depend_on_it_either() -> None:
     assert_same_samples(batch_samples(EVEN, 4, 0.9), expected(EVEN, 0.9))
 
 
+@pytest.mark.usefixtures("interpreted")
 def test_nor_do_those_of_the_decode_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    attend = functools.partial(tpu_decode.attend, interpret=True)
-    monkeypatch.setattr(tpu_decode, "attend", attend)
     monkeypatch.setattr(prefill_and_decode, "decode_block_size", lambda *_, **__: 16)
     assert_same_samples(batch_samples(WINDOWED, 4), expected(WINDOWED))
 

@@ -201,7 +201,7 @@ def test_in_fast_mode_any_schedule_agrees_with_the_scorer(seed):
     assert [len(s.completion_ids) for s in samples] == LENGTHS
     plan = packed_plan(samples, quota=64, row_length=32, share_prompts=True)
     scorer = Scorer(DEFINITION, make_mesh(), dtype=FLOAT32, logits_chunk=5)
-    scored = scorer.logprobs(random_params(DEFINITION), samples, plan, temperature=1.0)
+    scored = scorer.per_token(random_params(DEFINITION), samples, plan, temperature=1.0)
     for sample, logprobs in zip(samples, scored, strict=True):
         np.testing.assert_allclose(sample.behavior_logprobs, logprobs, atol=1e-4)
 

@@ -76,11 +76,12 @@ def slow_lowest(values: np.ndarray, weights: np.ndarray, limit: int) -> float:
 def searches(values: np.ndarray, weights: np.ndarray | None, limits: np.ndarray, num_bits: int) -> list[np.ndarray]:
     """Returns the results for one and for four bits a pass, and of the kernel in Pallas' interpreter."""
     run = functools.partial(truncation._search, num_bits=num_bits)  # pyright: ignore[reportPrivateUsage]
-    kernel = functools.partial(threshold_kernel.search, num_bits=num_bits, available_bytes=2**24, interpret=True)
+    kernel = functools.partial(threshold_kernel.search, num_bits=num_bits, available_bytes=2**24)
     ways = [functools.partial(run, bits_per_pass=bits) for bits in (1, 4)] + [kernel]
     return [np.asarray(value_of_code(jax.jit(way)(values, weights, limits), values.dtype)) for way in ways]
 
 
+@pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("weighs", [False, True])
 @pytest.mark.parametrize("dtype", [np.float32, np.int32])
 def test_every_way_of_searching_finds_the_same_value(dtype: type, weighs: bool) -> None:

@@ -22,7 +22,7 @@ from app.runtime.advantages import (
 )
 from app.training.learner import make_policy_loss
 from app.update.loss_aggregation import token_mean
-from app.update.policy_loss import detached_logprobs, make_policy_objective
+from app.update.policy_loss import make_policy_objective
 from settings import Settings, load
 from tests.advantage.gae_oracle import Case, oracle
 from tests.episodes import with_turns
@@ -170,7 +170,7 @@ def test_nothing_is_learned_from_a_token_that_the_policy_would_not_draw_though_v
     assert chosen.algorithm.whiten_advantages
     assert all(s.advantages is not None and abs(s.advantages[1]) > 0.1 for s in estimated)
     gradient, _ = loss_and_gradient(
-        make_policy_loss(chosen.algorithm, several_updates=True),
+        make_policy_loss(chosen.algorithm),
         np.zeros((6, vocabulary), np.float32),
         estimated,
         one_a_row(2, rows_per_micro_batch=2, num_tokens=8, num_targets=4),
@@ -229,15 +229,13 @@ def test_a_masked_logit_has_no_gradient_whatever_its_turn_earned() -> None:
     one = replace(one, completion_ids=one.completion_ids % 5)
     table = np.random.default_rng(3).normal(0, 1, (9, 5)).astype(np.float32)
     plan = one_a_row(1, rows_per_micro_batch=1, num_tokens=12, num_targets=9)
-    loss = replace(PLAIN_LOSS, proximal_logprobs_fn=detached_logprobs)
-    gradient, _ = loss_and_gradient(loss, table, [one], plan, weights=token_mean)
+    gradient, _ = loss_and_gradient(PLAIN_LOSS, table, [one], plan, weights=token_mean)
     assert (np.abs(gradient).max(axis=1) > 0).tolist() == one.mask.tolist()
 
 
 def test_other_observations_leave_the_gradient_of_earlier_turns_as_it_is() -> None:
     definition = DecoderDefinition.create(replace(ODD, num_layers=1))
-    loss = replace(PLAIN_LOSS, proximal_logprobs_fn=detached_logprobs)
-    objective = make_policy_objective(definition, loss, dtype=jnp.dtype("float32"), remat="none", logits_chunk=6)
+    objective = make_policy_objective(definition, PLAIN_LOSS, dtype=jnp.dtype("float32"), remat="none", logits_chunk=6)
     plan = one_a_row(1, rows_per_micro_batch=1, num_tokens=12, num_targets=9)
 
     def gradient(observation: int, *, learned_turns: int) -> Any:

@@ -17,9 +17,8 @@ from app.batching.micro_batcher import FixedRowBatcher, MicroBatcher, PackedRowB
 from app.batching.token_batch import pack_tokens
 from app.mesh.placement import abstract_arrays
 from app.mesh.program_cache import CompilationCounter
-from app.model.architecture import Architecture
+from app.model.architecture import Architecture, forward_flops
 from app.model.decoder import DecoderDefinition, Params
-from app.model.flops import forward_flops
 from app.model.segment_layout import single_segment_layout
 from app.records.sample import Sample
 from app.score.scorer import Scorer
@@ -44,7 +43,7 @@ def score(
     samples, *, architecture=ODD, temperature=1.0, cut: MicroBatcher = ONE_PASS, run=Scorer.run_looped, logits_chunk=128
 ) -> list[np.ndarray]:
     scorer = scorer_of(architecture, logits_chunk)
-    return scorer.logprobs(
+    return scorer.per_token(
         params_of(architecture),
         samples,
         cut(samples, scorer.mesh).local_plan,
@@ -125,7 +124,7 @@ def test_each_row_shape_is_compiled_once_and_no_other(cut, run, shapes):
         for count in counts:
             samples = [SAMPLES[i % len(SAMPLES)] for i in range(count)]
             plan = cut(samples, scorer.mesh).local_plan
-            scorer.logprobs(params_of(ODD), samples, plan, temperature=1.0, runner=functools.partial(run, scorer))
+            scorer.per_token(params_of(ODD), samples, plan, temperature=1.0, runner=functools.partial(run, scorer))
         assert compilations.take_count() == shapes
 
 
@@ -149,7 +148,7 @@ def test_packed_rows_of_random_lengths_compile_once_for_each_row_shape():
             samples = random_samples(seed % 5 + 1, 3, vocab_size=ODD.vocab_size, seed=seed)
             plan = cut(samples, scorer.mesh).local_plan
             shapes |= {(len(one.rows), one.shape) for one in plan.micro_batches}
-            scorer.logprobs(params_of(ODD), samples, plan, temperature=1.0)
+            scorer.per_token(params_of(ODD), samples, plan, temperature=1.0)
         assert compilations.take_count() == len(shapes) <= 16
 
 
@@ -218,7 +217,7 @@ def test_samples_that_share_a_row_or_a_prompt_score_as_they_do_alone(row_of, ord
         row = rows[row_of[i]]
         (row if len(row) < 3 else rows[3 + i]).append(i)
     plan = MicroBatchPlan((MicroBatch(tuple(segments(row, shared) for row in rows), RowShape(48, 32)),))
-    assert_close(scorer_of(ODD, 32).logprobs(params_of(ODD), SAMPLES, plan, temperature=1.0), score(SAMPLES))
+    assert_close(scorer_of(ODD, 32).per_token(params_of(ODD), SAMPLES, plan, temperature=1.0), score(SAMPLES))
 
 
 def segments(row: list[int], shared: bool) -> tuple[tuple[int, ...], ...]:

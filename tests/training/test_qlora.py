@@ -17,7 +17,7 @@ from app.checkpoint.saved_policy import PolicyCheckpoint
 from app.checkpoint.train_progress import TrainProgress
 from app.evaluation.standalone import read_evaluation_input
 from app.model import quantization
-from app.model.flops import forward_flops
+from app.model.architecture import forward_flops
 from app.model.io.hf_weights import load_weights
 from app.model.lora import LORA_A, LORA_B, combine_params, merge_adapters
 from app.records.sample_json import sample_from_record

@@ -10,10 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from app.update.log_ratio import sequence_log_ratio, token_log_ratio
 from app.update.loss_aggregation import AggregationFn, StepTotals, sequence_mean_token_mean, token_mean
-from app.update.policy_loss import PolicyLoss, detached_logprobs
-from app.update.surrogate import SurrogateFn, cispo_surrogate, clipped_surrogate
+from app.update.policy_loss import PolicyLoss, SurrogateFn, cispo_surrogate, clipped_surrogate
+from app.update.ratios import sequence_log_ratio, token_log_ratio
 from tests.tiny import PLAIN_LOSS, assert_trees_close, pack_update
 from tests.update.table_policy import loss_and_gradient
 from tests.update.test_policy_loss import LAYOUTS, SAMPLES, STARTS, TABLE, WHOLE
@@ -115,8 +114,9 @@ def test_a_mean_over_a_sample_is_beside_all_of_its_targets_and_sees_nothing_else
 def test_with_one_update_every_kind_of_ratio_is_exactly_one_and_the_gradient_that_of_reinforce(
     surrogate: SurrogateFn, log_ratio
 ):
-    loss = replace(PLAIN_LOSS, proximal_logprobs_fn=detached_logprobs, surrogate=surrogate, log_ratio=log_ratio)
-    gradient, parts = loss_and_gradient(loss, TABLE, SAMPLES, LAYOUTS[1], weights=token_mean)
+    loss = replace(PLAIN_LOSS, surrogate=surrogate, log_ratio=log_ratio)
+    unscored = [replace(sample, policy_logprobs=None) for sample in SAMPLES]
+    gradient, parts = loss_and_gradient(loss, TABLE, unscored, LAYOUTS[1], weights=token_mean)
     assert float(parts.maxima["policy/ratio_max"]) == 1.0
     _, expected = oracle(SAMPLES, token_mean, lambda sample, current: (current, -sample.advantages))
     assert_trees_close(gradient, expected)

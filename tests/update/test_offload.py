@@ -19,8 +19,15 @@ from app.mesh.placement import HOST_MEMORY, abstract_arrays, bytes_per_device
 from app.model.architecture import Architecture
 from app.model.decoder import DecoderDefinition
 from app.model.lora import LoRAConfig
-from app.update.offload import update_at_once, update_by_layer
-from app.update.optimizer import TrainState, init_train_state, make_optimizer, make_schedule, train_state_shardings
+from app.update.optimizer import (
+    TrainState,
+    init_train_state,
+    make_optimizer,
+    make_schedule,
+    train_state_shardings,
+    update_at_once,
+    update_by_layer,
+)
 from app.update.policy_loss import LossStats
 from app.update.step import POLICY_METRICS, AccumulatedGradients, apply_gradients
 from settings.schema.algorithm import OptimizerSettings

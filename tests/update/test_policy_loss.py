@@ -17,8 +17,7 @@ from app.batching.micro_batch_plan import MicroBatchPlan
 from app.records.sample import Sample
 from app.update.kl import KL_ESTIMATORS
 from app.update.loss_aggregation import AggregationFn, StepTotals, aggregations
-from app.update.policy_loss import PolicyLoss
-from app.update.surrogate import clipped_surrogate, dual_clipped_surrogate
+from app.update.policy_loss import PolicyLoss, clipped_surrogate, dual_clipped_surrogate
 from tests.tiny import PLAIN_LOSS, assert_trees_close, one_a_row, packed_plan, plan_of, random_samples
 from tests.update.table_policy import loss_and_gradient
 

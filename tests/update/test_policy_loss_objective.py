@@ -14,7 +14,7 @@ from app.model.decoder import DecoderDefinition
 from app.records.sample import Sample
 from app.update.kl import KLEstimator, k1, k3
 from app.update.loss_aggregation import AggregationFn, sequence_mean_token_mean, token_mean
-from app.update.policy_loss import PolicyBatch, detached_logprobs, make_policy_objective
+from app.update.policy_loss import PolicyBatch, make_policy_objective
 from tests.tiny import (
     ODD,
     PLAIN_LOSS,
@@ -54,7 +54,6 @@ def loss_and_gradient(beta: float = 0.0, kl_estimator: KLEstimator | None = None
     """Returns loss and gradient; with `beta` the penalty is in the loss, with only `kl_estimator` it is measured."""
     loss = replace(
         PLAIN_LOSS,
-        proximal_logprobs_fn=detached_logprobs,
         kl_estimator=k3 if beta else kl_estimator,
         beta=beta,
         entropy_coef=entropy_coef,

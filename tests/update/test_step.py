@@ -12,13 +12,12 @@ import pytest
 
 from app.batching.micro_batch_plan import MicroBatchPlan
 from app.model.decoder import DecoderDefinition
-from app.update.importance_correction import ImportanceCorrection, geometric_log_weight, mask_weights
 from app.update.kl import k3
 from app.update.loss_aggregation import aggregations
 from app.update.optimizer import TrainState, init_train_state, make_optimizer, train_state_shardings
-from app.update.policy_loss import PolicyLoss, make_policy_objective
+from app.update.policy_loss import PolicyLoss, dual_clipped_surrogate, make_policy_objective
+from app.update.ratios import ImportanceCorrection, geometric_log_weight, mask_weights
 from app.update.step import UpdateStep
-from app.update.surrogate import dual_clipped_surrogate
 from settings.schema.algorithm import OptimizerSettings
 from tests.tiny import (
     ODD,

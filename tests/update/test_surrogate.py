@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.update.surrogate import (
+from app.update.policy_loss import (
     LOG_RATIO_LIMIT,
     SurrogateOutput,
     cispo_surrogate,

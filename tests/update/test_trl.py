@@ -13,12 +13,14 @@ import pytest
 
 from app.advantage.group import assign_group_advantages, kl_penalized_rewards, rloo_advantages
 from app.records.sample import Sample
-from app.training.learner import LOG_RATIOS, LOG_WEIGHTS
-from app.update.importance_correction import ImportanceCorrection, mask_weights, truncate_weights
 from app.update.kl import k1, k3
 from app.update.loss_aggregation import aggregations
-from app.update.policy_loss import detached_logprobs, scored_logprobs
-from app.update.surrogate import cispo_surrogate, clipped_surrogate, dual_clipped_surrogate
+from app.update.policy_loss import (
+    cispo_surrogate,
+    clipped_surrogate,
+    dual_clipped_surrogate,
+)
+from app.update.ratios import LOG_RATIOS, LOG_WEIGHTS, ImportanceCorrection, mask_weights, truncate_weights
 from tests.golden.trl_numbers import (
     CASES,
     CORRECTION_BOUNDS,
@@ -81,7 +83,6 @@ def ours(case: dict[str, Any], inputs: dict[str, Any], aggregation: str):
         surrogate = partial(dual_clipped_surrogate, dual_clip=settings["delta"], **clips)
     loss = replace(
         PLAIN_LOSS,
-        proximal_logprobs_fn=scored_logprobs if settings["old"] else detached_logprobs,
         surrogate=surrogate,
         kl_estimator=k3 if settings["beta"] else None,
         beta=settings["beta"],
@@ -92,7 +93,7 @@ def ours(case: dict[str, Any], inputs: dict[str, Any], aggregation: str):
     return loss_and_gradient(
         loss,
         rows_of(inputs["logits"]),
-        samples_of(inputs),
+        [s if settings["old"] else replace(s, policy_logprobs=None) for s in samples_of(inputs)],
         one_a_row(ROWS, rows_per_micro_batch=3, num_tokens=16, num_targets=9),
         weights=aggregations(max_new_tokens=LONGEST)[aggregation],
     )

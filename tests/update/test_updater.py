@@ -14,14 +14,14 @@ import pytest
 from app.batching.micro_batch_plan import TokenBudget
 from app.batching.micro_batcher import FixedRowBatcher, PackedRowBatcher
 from app.mesh.program_cache import CompilationCounter
+from app.model.architecture import forward_flops
 from app.model.decoder import DecoderDefinition
-from app.model.flops import forward_flops
 from app.records.sample import Sample
 from app.score.scorer import Scorer
 from app.update.loss_aggregation import token_mean
 from app.update.mini_batches import repeated_mini_batches, select_samples, split_by_group
 from app.update.optimizer import TrainState, init_train_state, make_optimizer, train_state_shardings
-from app.update.policy_loss import PolicyBatch, detached_logprobs, make_policy_objective, scored_logprobs
+from app.update.policy_loss import PolicyBatch, make_policy_objective
 from app.update.step import UpdateStep
 from app.update.updater import PolicyBatchPacker, Updater, UpdateStepFn, summarize_updates
 from settings.schema.algorithm import OptimizerSettings, ScoredRole
@@ -61,9 +61,8 @@ def shardings():
 
 
 @functools.cache
-def real_step(several: bool) -> UpdateStep:
-    loss = replace(PLAIN_LOSS, proximal_logprobs_fn=scored_logprobs if several else detached_logprobs)
-    objective = make_policy_objective(DEFINITION, loss, dtype=FLOAT32, remat="none", logits_chunk=6)
+def real_step() -> UpdateStep:
+    objective = make_policy_objective(DEFINITION, PLAIN_LOSS, dtype=FLOAT32, remat="none", logits_chunk=6)
     return UpdateStep(objective, OPTIMIZER, SCHEDULE, shardings())
 
 
@@ -170,7 +169,7 @@ def test_fill_is_the_share_of_real_tokens():
 
 def test_one_update_has_a_ratio_of_exactly_one_without_a_scoring_pass():
     unscored = [replace(s, policy_logprobs=None, reference_logprobs=None) for s in SAMPLES]
-    state, metrics = make_updater(real_step(several=False)).update(fresh_state(), unscored, temperature=1.3)
+    state, metrics = make_updater(real_step()).update(fresh_state(), unscored, temperature=1.3)
     assert metrics["policy/ratio_max"] == 1.0
     assert int(state.num_updates) == 1
 
@@ -178,7 +177,7 @@ def test_one_update_has_a_ratio_of_exactly_one_without_a_scoring_pass():
 @pytest.fixture(scope="module")
 def scored():
     """Returns samples with the logprobs of the initial weights, scored in other micro-batches than the update's."""
-    logprobs = scorer().logprobs(random_params(DEFINITION), SAMPLES, THREES, temperature=1.3)
+    logprobs = scorer().per_token(random_params(DEFINITION), SAMPLES, THREES, temperature=1.3)
     return [
         replace(s, policy_logprobs=x, behavior_logprobs=x, reference_logprobs=None)
         for s, x in zip(SAMPLES, logprobs, strict=True)
@@ -186,7 +185,7 @@ def scored():
 
 
 def test_at_the_first_of_several_updates_the_ratio_is_one_within_rounding(scored):
-    updater = make_updater(real_step(several=True), roles=["policy"])
+    updater = make_updater(real_step(), roles=["policy"])
     _, metrics = updater.update(fresh_state(), scored, temperature=1.3)
     assert abs(metrics["policy/ratio_max"] - 1) <= 1e-5
     # The same weights, so the sampler's logprobs differ from the update's by as little, in both directions.
@@ -196,8 +195,7 @@ def test_at_the_first_of_several_updates_the_ratio_is_one_within_rounding(scored
 def test_scorer_and_update_share_one_plan_of_packed_rows_and_every_mini_batch_starts_at_ratio_one():
     """Nothing is learned, so every mini-batch is like the first."""
     optimizer = make_optimizer(OptimizerSettings(), optax.constant_schedule(0.0))
-    loss = replace(PLAIN_LOSS, proximal_logprobs_fn=scored_logprobs)
-    objective = make_policy_objective(DEFINITION, loss, dtype=FLOAT32, remat="none", logits_chunk=6)
+    objective = make_policy_objective(DEFINITION, PLAIN_LOSS, dtype=FLOAT32, remat="none", logits_chunk=6)
     step = UpdateStep(objective, optimizer, optax.constant_schedule(0.0), shardings())
     budget = TokenBudget(16, 16, share_prompts=True, balance=True)
     cut = PackedRowBatcher(budget, forward_flops(ODD))
@@ -207,7 +205,7 @@ def test_scorer_and_update_share_one_plan_of_packed_rows_and_every_mini_batch_st
     for part in parts:
         plan = cut(part, updater.mesh).local_plan
         assert plan.num_micro_batches > 1
-        logprobs = scorer().logprobs(state.params, part, plan, temperature=1.3)
+        logprobs = scorer().per_token(state.params, part, plan, temperature=1.3)
         scored += [replace(s, policy_logprobs=x, behavior_logprobs=x) for s, x in zip(part, logprobs, strict=True)]
     _, metrics = updater.update(state, scored, temperature=1.3)
     assert abs(metrics["policy/ratio_max"] - 1) <= 1e-5
@@ -223,7 +221,7 @@ def test_a_host_without_samples_feeds_rows_of_the_same_kind():
 
 
 def test_several_updates_move_the_ratio_and_compile_once(scored):
-    updater = make_updater(real_step(several=True), roles=["policy"], num_mini_batches=2, epochs=2)
+    updater = make_updater(real_step(), roles=["policy"], num_mini_batches=2, epochs=2)
     state, metrics = updater.update(fresh_state(), scored, temperature=1.3)
     assert int(state.num_updates) == 4
     assert metrics["policy/ratio_max"] > 1.01
@@ -234,7 +232,7 @@ def test_several_updates_move_the_ratio_and_compile_once(scored):
 
 
 def test_steps_of_random_lengths_compile_each_row_shape_once():
-    step = real_step(several=False)
+    step = real_step()
     budget = TokenBudget(64, 32, share_prompts=True, balance=True)
     updater = make_updater(step, micro_batcher=PackedRowBatcher(budget, forward_flops(ODD)))
 
@@ -267,13 +265,11 @@ def test_updates_raise_the_logprobs_of_rewarded_samples_and_lower_those_of_the_o
         replace(s, advantages=np.full(len(s.completion_ids), 1.0 if s.sample_index else -1.0, np.float32))
         for s in scored
     ]
-    state, _ = make_updater(real_step(several=True), roles=["policy"], epochs=2).update(
-        fresh_state(), signed, temperature=1.3
-    )
+    state, _ = make_updater(real_step(), roles=["policy"], epochs=2).update(fresh_state(), signed, temperature=1.3)
     gains = []
     for before, after in zip(
-        scorer().logprobs(params, signed, THREES, temperature=1.3),
-        scorer().logprobs(state.params, signed, THREES, temperature=1.3),
+        scorer().per_token(params, signed, THREES, temperature=1.3),
+        scorer().per_token(state.params, signed, THREES, temperature=1.3),
         strict=True,
     ):
         gains.append(float(np.sum(after - before)))

@@ -16,11 +16,10 @@ from app.records.sample import Sample
 from app.score.scorer import ValueScorer, append_dummy_token
 from app.update.kl import k1
 from app.update.loss_aggregation import StepTotals
-from app.update.surrogate import clipped_surrogate
+from app.update.policy_loss import clipped_surrogate
 from app.update.value_loss import (
     ValueBatch,
     ValueBatchPacker,
-    ValueLoss,
     clipped_squared_error,
     make_value_objective,
     squared_error,
@@ -38,7 +37,7 @@ from tests.tiny import (
 FLOAT32 = jnp.dtype("float32")
 DEFINITION = DecoderDefinition.create(replace(ODD, num_layers=1), ValueDecoder)
 PARAMS = random_params(DEFINITION)
-CLIPPED = ValueLoss(functools.partial(clipped_squared_error, clip_range=0.2))
+CLIPPED = functools.partial(clipped_squared_error, clip_range=0.2)
 
 
 def valued_samples() -> list[Sample]:
@@ -62,7 +61,7 @@ def test_hand_numbers_of_the_clip():
     # Further off than the clip allows: away from the return the larger error counts, towards it the clipped one.
     np.testing.assert_allclose(error, [1.0, 0.81, 4.0, 0.64], rtol=1e-6)
     np.testing.assert_array_equal(clipped, [False, False, False, True])
-    np.testing.assert_allclose(squared_error(values, old, returns).error, [1.0, 0.81, 4.0, 0.49], rtol=1e-6)
+    np.testing.assert_allclose(squared_error(values, old, returns)[0], [1.0, 0.81, 4.0, 0.49], rtol=1e-6)
 
 
 def masked_mean(x: np.ndarray, mask: np.ndarray) -> np.ndarray:
@@ -83,9 +82,9 @@ def test_losses_and_penalty_equal_those_of_trl_on_identical_numbers():
 
     weights = (mask / mask.sum()).astype(np.float32)
     ours = clipped_surrogate(f32(new - old), f32(new), f32(advantages), clip_low=0.2, clip_high=0.2)
-    error = clipped_squared_error(f32(values), f32(old_values), f32(returns), clip_range=0.2)
+    error = clipped_squared_error(f32(values), f32(old_values), f32(returns), clip_range=0.2)[0]
     assert float(jnp.sum(weights * ours.loss)) == pytest.approx(masked_mean(policy, mask), abs=1e-5)
-    assert 0.5 * float(jnp.sum(weights * error.error)) == pytest.approx(0.5 * masked_mean(larger, mask), abs=1e-5)
+    assert 0.5 * float(jnp.sum(weights * error)) == pytest.approx(0.5 * masked_mean(larger, mask), abs=1e-5)
     np.testing.assert_allclose(-0.05 * k1(f32(old), f32(reference)), penalty, atol=1e-5)
 
 
@@ -120,11 +119,9 @@ def test_what_stands_at_masked_tokens_changes_nothing():
 
 def test_the_loss_is_half_the_mean_over_the_tokens_of_the_step():
     valuer = ValueScorer(DEFINITION, make_mesh(), dtype=FLOAT32)
-    values = valuer.values(PARAMS, SAMPLES, ALONE)
+    values = valuer.per_token(PARAMS, SAMPLES, ALONE)
     errors = [
-        clipped_squared_error(jnp.asarray(v), jnp.asarray(s.values), jnp.asarray(s.returns), clip_range=0.2).error[
-            s.mask
-        ]
+        clipped_squared_error(jnp.asarray(v), jnp.asarray(s.values), jnp.asarray(s.returns), clip_range=0.2)[0][s.mask]
         for v, s in zip(values, SAMPLES, strict=True)
     ]
     assert float(loss_and_gradient(PACKED)[0]["value/loss"]) == pytest.approx(
@@ -139,9 +136,9 @@ def test_a_value_is_read_from_the_state_before_its_token_and_the_last_one_from_b
     wide = one_a_row(len(SAMPLES), rows_per_micro_batch=3, num_tokens=18, num_targets=12)
 
     def values_of(samples: list[Sample]) -> list[np.ndarray]:
-        return valuer.values(PARAMS, [append_dummy_token(s) for s in samples], wide, runner=valuer.run_scanned)
+        return valuer.per_token(PARAMS, [append_dummy_token(s) for s in samples], wide, runner=valuer.run_scanned)
 
-    short, long = valuer.values(PARAMS, SAMPLES, ALONE), values_of(SAMPLES)
+    short, long = valuer.per_token(PARAMS, SAMPLES, ALONE), values_of(SAMPLES)
     for s, own, more in zip(SAMPLES, short, long, strict=True):
         assert len(more) == len(s.completion_ids) + 1 == len(own) + 1
         np.testing.assert_allclose(more[:-1], own, atol=1e-5)

@@ -9,12 +9,13 @@ Source: Dao et al. 2022, FlashAttention, algorithms 1 and 4; here as one loop ov
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Bool, Float, Float32, Int32
+from jaxtyping import Array, Float, Float32, Int32
 
 from app.mesh.axis_rules import shard_map_by_dims
 from app.model.attention.dense import MASK_VALUE, ScoreMod, apply_soft_cap
@@ -80,65 +81,16 @@ def _kernels(platform: Literal["tpu", "gpu"]) -> Any:
 block_attention.defvjp(_forward, _backward)
 
 
-class BlockLoop(NamedTuple):
-    """The inputs of the loop by block number, and the pairs of each iteration.
-
-    The G query heads that share a key head are stacked, so the scores of a pair take one product per key head.
-    """
-
-    query: Float[Array, "blocks K G*size H"]
-    keys: Float[Array, "blocks K size H"]
-    values: Float[Array, "blocks K size H"]
-    layout: SegmentLayout
-    window: Int32[Array, ""]
-    query_blocks: Int32[Array, "iterations pairs_at_once"]
-    key_blocks: Int32[Array, "iterations pairs_at_once"]
-    num_pairs: Int32[Array, ""]
-    """The number of pairs inside the window; others follow them."""
-
-    @classmethod
-    def from_rows(cls, inputs: PackedInputs, blocking: Blocking) -> BlockLoop:
-        query, keys, values, layout, pairs, window = inputs
-        size, at_once, _ = blocking
-
-        def by_iteration(pairs: Array) -> Array:
-            return jnp.pad(pairs, (0, -pairs.size % at_once)).reshape(-1, at_once)
-
-        query_blocks, key_blocks, num_pairs = pairs.inside(window)
-        return cls(
-            _to_query_blocks(query, keys.shape[1], size),
-            _to_key_blocks(keys, size),
-            _to_key_blocks(values, size),
-            SegmentLayout(*(x.reshape(-1, size) for x in layout)),
-            window,
-            by_iteration(query_blocks),
-            by_iteration(key_blocks),
-            num_pairs,
-        )
-
-    @property
-    def num_iterations(self) -> Array:
-        at_once = self.query_blocks.shape[1]
-        return (self.num_pairs + at_once - 1) // at_once
-
-    def visible_mask(self, iteration: Array) -> Bool[Array, "pairs_at_once size size"]:
-        """Returns the mask of visible entries of an iteration's pairs; False in the padding of the last iteration."""
-        at_once, size = self.query_blocks.shape[1], self.keys.shape[2]
-        query_blocks, key_blocks = self.query_blocks[iteration], self.key_blocks[iteration]
-        queries, keys = (SegmentLayout(*(x[blocks] for x in self.layout)) for blocks in (query_blocks, key_blocks))
-        offset = (query_blocks - key_blocks)[:, None] * size
-        is_pair = iteration * at_once + jnp.arange(at_once) < self.num_pairs
-        return attention_mask(queries, keys, offset, self.window) & is_pair[:, None, None]
-
-
 class PairScores(NamedTuple):
-    """The float32 inputs and scores of one iteration's pairs."""
+    """The float32 inputs and scores of one iteration's pairs of blocks."""
 
+    query_blocks: Int32[Array, "pairs"]
+    key_blocks: Int32[Array, "pairs"]
     scaled_query: Float32[Array, "pairs K G*size H"]
     keys: Float32[Array, "pairs K size H"]
     values: Float32[Array, "pairs K size H"]
     scores: Float32[Array, "pairs K G*size size"]
-    """Soft-capped scores; MASK_VALUE for invisible keys."""
+    """Soft-capped scores; MASK_VALUE for invisible keys, and for pairs that only fill the last iteration."""
     soft_cap_slope: Float32[Array, "pairs K G*size size"] | None
     """The derivative of the soft cap; None without one."""
 
@@ -147,27 +99,47 @@ class PairScores(NamedTuple):
         return jnp.where(self.scores > MASK_VALUE, jnp.exp(self.scores - normalizer[..., None]), 0.0)
 
 
-def _pair_scores(loop: BlockLoop, iteration: Array, score_mod: ScoreMod) -> PairScores:
-    query_blocks, key_blocks = loop.query_blocks[iteration], loop.key_blocks[iteration]
-    query = loop.query[query_blocks].astype(jnp.float32) * score_mod.scale_for(loop.query.shape[-1])
-    keys, values = (x[key_blocks].astype(jnp.float32) for x in (loop.keys, loop.values))
-    scores = apply_soft_cap(jnp.einsum("pkmh,pknh->pkmn", query, keys), score_mod.soft_cap)
-    slope = None if score_mod.soft_cap is None else 1 - jnp.square(scores / score_mod.soft_cap)
-    by_head = scores.reshape(*keys.shape[:2], -1, *[keys.shape[2]] * 2)
-    masked = jnp.where(loop.visible_mask(iteration)[:, None, None], by_head, MASK_VALUE)
-    return PairScores(query, keys, values, masked.reshape(scores.shape), slope)
+def _loop_over_pairs(
+    score_mod: ScoreMod, blocking: Blocking, inputs: PackedInputs
+) -> tuple[tuple[Array, Array, Array], Array, Callable[[Array], PairScores]]:
+    """Returns query, keys and values by block, the number of iterations, and the function of each iteration's scores.
+
+    The G query heads that share a key head are stacked, so the scores of a pair take one product per key head.
+    """
+    size, at_once, _ = blocking
+    query = _to_query_blocks(inputs.query, inputs.keys.shape[1], size)
+    keys, values = _to_key_blocks(inputs.keys, size), _to_key_blocks(inputs.values, size)
+    layout = SegmentLayout(*(x.reshape(-1, size) for x in inputs.layout))
+    *pairs, num_pairs = inputs.pairs.inside(inputs.window)
+    by_iteration = [jnp.pad(blocks, (0, -blocks.size % at_once)).reshape(-1, at_once) for blocks in pairs]
+
+    def pair_scores(iteration: Array) -> PairScores:
+        blocks = query_blocks, key_blocks = [x[iteration] for x in by_iteration]
+        scaled = query[query_blocks].astype(jnp.float32) * score_mod.scale_for(query.shape[-1])
+        of_keys, of_values = (x[key_blocks].astype(jnp.float32) for x in (keys, values))
+        scores = apply_soft_cap(jnp.einsum("pkmh,pknh->pkmn", scaled, of_keys), score_mod.soft_cap)
+        slope = None if score_mod.soft_cap is None else 1 - jnp.square(scores / score_mod.soft_cap)
+        by_head = scores.reshape(*of_keys.shape[:2], -1, size, size)
+        at_queries, at_keys = (SegmentLayout(*(x[numbers] for x in layout)) for numbers in blocks)
+        visible = attention_mask(at_queries, at_keys, (query_blocks - key_blocks)[:, None] * size, inputs.window)
+        visible &= (iteration * at_once + jnp.arange(at_once) < num_pairs)[:, None, None]
+        masked = jnp.where(visible[:, None, None], by_head, MASK_VALUE).reshape(scores.shape)
+        return PairScores(query_blocks, key_blocks, scaled, of_keys, of_values, masked, slope)
+
+    return (query, keys, values), (num_pairs + at_once - 1) // at_once, pair_scores
 
 
 def attend(
     score_mod: ScoreMod, blocking: Blocking, inputs: PackedInputs
 ) -> tuple[Float[Array, "R T Q H"], Float32[Array, "K G N"]]:
     """Returns one device's attention output, and the logarithm of each softmax normalizer, N = R * T."""
-    query, loop = inputs.query, BlockLoop.from_rows(inputs, blocking)
+    query, num_kv_heads = inputs.query, inputs.keys.shape[1]
+    (by_block, *_), num_iterations, pair_scores = _loop_over_pairs(score_mod, blocking, inputs)
 
     def add(iteration: Array, sums: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         mixed, highest, total = sums
-        blocks = loop.query_blocks[iteration]
-        scores = _pair_scores(loop, iteration, score_mod)
+        scores = pair_scores(iteration)
+        blocks = scores.query_blocks
         new_highest = highest.at[blocks].max(scores.scores.max(axis=-1))
         # Pairs computed together may share a query block, which must be rescaled only once.
         touched = blocks if blocking.pairs_per_iteration == 1 else slice(None)
@@ -178,15 +150,13 @@ def attend(
         total = total.at[touched].multiply(shrink).at[blocks].add(weights.sum(axis=-1))
         return mixed, new_highest, total
 
-    shape = loop.query.shape
+    shape = by_block.shape
     none = jnp.zeros(shape, jnp.float32), jnp.full(shape[:-1], MASK_VALUE), jnp.zeros(shape[:-1], jnp.float32)
-    mixed, highest, total = jax.lax.fori_loop(0, loop.num_iterations, add, none)
+    mixed, highest, total = jax.lax.fori_loop(0, num_iterations, add, none)
     total = jnp.where(total > 0, total, 1.0)
     # [blocks, K, G * size] -> [K, G, N], with the tokens of all rows in order.
-    num_kv_heads = highest.shape[1]
-    normalizer = (highest + jnp.log(total)).reshape(
-        -1, num_kv_heads, query.shape[2] // num_kv_heads, blocking.block_size
-    )
+    group_size = query.shape[2] // num_kv_heads
+    normalizer = (highest + jnp.log(total)).reshape(-1, num_kv_heads, group_size, blocking.block_size)
     normalizer = normalizer.transpose(1, 2, 0, 3).reshape(*normalizer.shape[1:3], -1)
     return _from_query_blocks(mixed / total[..., None], query), normalizer
 
@@ -201,7 +171,7 @@ def attention_grads(
 ) -> tuple[Float[Array, "R T Q H"], Float[Array, "R K T H"], Float[Array, "R K T H"]]:
     """Returns the gradients of one device's query, keys and values; each iteration recomputes its scores."""
     query, keys, values, *_ = inputs
-    loop = BlockLoop.from_rows(inputs, blocking)
+    blocks, num_iterations, pair_scores = _loop_over_pairs(score_mod, blocking, inputs)
     mixed, mixed_grad = (
         _to_query_blocks(x, keys.shape[1], blocking.block_size).astype(jnp.float32) for x in (mixed, mixed_grad)
     )
@@ -211,8 +181,7 @@ def attention_grads(
 
     def add(iteration: Array, sums: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         query_grad, keys_grad, values_grad = sums
-        query_blocks, key_blocks = loop.query_blocks[iteration], loop.key_blocks[iteration]
-        scores = _pair_scores(loop, iteration, score_mod)
+        query_blocks, key_blocks, *_ = scores = pair_scores(iteration)
         weights, output_grad = scores.weights(normalizer[query_blocks]), mixed_grad[query_blocks]
         weights_grad = jnp.einsum("pkmh,pknh->pkmn", output_grad, scores.values)
         scores_grad = weights * (weights_grad - mean[query_blocks][..., None])
@@ -223,8 +192,8 @@ def attention_grads(
             values_grad.at[key_blocks].add(jnp.einsum("pkmn,pkmh->pknh", weights, output_grad)),
         )
 
-    none = tuple(jnp.zeros(x.shape, jnp.float32) for x in (loop.query, loop.keys, loop.values))
-    query_grad, keys_grad, values_grad = jax.lax.fori_loop(0, loop.num_iterations, add, none)
+    none = tuple(jnp.zeros(x.shape, jnp.float32) for x in blocks)
+    query_grad, keys_grad, values_grad = jax.lax.fori_loop(0, num_iterations, add, none)
     query_grad = query_grad * score_mod.scale_for(query.shape[-1])
     return (
         _from_query_blocks(query_grad, query),

@@ -1,10 +1,15 @@
-"""Attention of one new token per row over blocks of a pool, by XLA or a backend's kernel."""
+"""Attention of one new token per row over a pool of blocks, by a backend's kernel, or in plain XLA: its oracle.
+
+A pool [N, K, T, H] holds the keys or the values of one layer. Tokens j T to (j + 1) T - 1 of row b are in the block
+`tables[b, j]`, and rows may share blocks that are full.
+
+Source: Kwon et al. 2023, PagedAttention; sums over blocks as in Dao et al. 2022, FlashAttention, algorithm 1.
+"""
 
 from __future__ import annotations
 
 import functools
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,12 +19,11 @@ from jaxtyping import Array, Bool, Float, Int32
 from app.mesh.axis_rules import current_device, shard_map_by_dims
 from app.mesh.chips import kernel_bytes
 from app.model.architecture import Architecture
-from app.model.attention import paged
 from app.model.attention.blockwise import KEY_DIMS, QUERY_DIMS
-from app.model.attention.dense import ATTENTION_SCOPE, DEFAULT_SCORE_MOD, ScoreMod
+from app.model.attention.dense import ATTENTION_SCOPE, DEFAULT_SCORE_MOD, MASK_VALUE, ScoreMod, apply_soft_cap
 from app.model.attention.packed import GPU_BLOCK_SIZE
 from app.model.kernels.triton_backend import has_triton
-from app.model.kv_cache import LayerCache, cache_block_bytes, cache_dims, to_codes
+from app.model.kv_cache import LayerCache, cache_block_bytes, cache_dims, to_codes, write_tokens
 
 DECODE_BLOCK_SIZES = (512, 256, 128, 64, 32, 16)
 """Tokens of a cache that the TPU's decode kernel reads at once: the first that fits the cache and the chip's memory."""
@@ -74,6 +78,63 @@ def cache_block_size(architecture: Architecture, max_length: int, dtype: DTypeLi
     return (decode_block_size(architecture, size, dtype) if platform == "tpu" else None) or size
 
 
+def attend_in_xla(
+    score_mod: ScoreMod,
+    window: int | None,
+    query: Float[Array, "B 1 Q H"],
+    new: LayerCache,
+    pool: LayerCache,
+    positions: Int32[Array, "B"],
+    active: Bool[Array, "B"],
+    tables: Int32[Array, "B M"],
+) -> tuple[Float[Array, "B 1 Q H"], LayerCache]:
+    """Returns one device's attention, meaningless for rows that are not active, and its pool with the new tokens.
+
+    Only blocks up to the longest active row are read, so that a row's result depends on no other row's length: what
+    is masked adds exactly 0.
+
+    Args:
+        new: of the new token, at `positions`. Only active rows are written.
+    """
+    _, num_kv_heads, block_size, head_dim = pool.keys.shape
+    num_rows = query.shape[0]
+    last = jnp.where(active, positions, 0) // block_size
+    pool = write_tokens(new, pool, positions, active, tables)
+    grouped = query.reshape(num_rows, num_kv_heads, query.shape[2] // num_kv_heads, head_dim)
+    scale = score_mod.scale_for(head_dim)
+    # XLA on CPU multiplies no bfloat16 arrays into float32 ones.
+    operand = jnp.float32 if current_device()[0] == "cpu" else query.dtype
+
+    def factors(scales: Array | None, blocks: Array) -> Array | float:
+        return 1.0 if scales is None else scales[blocks][:, :, None]
+
+    def add_block(j: Array, sums: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        highest, total, mixed = sums
+        blocks = jax.lax.dynamic_index_in_dim(tables, j, axis=1, keepdims=False)
+        token = j * block_size + jnp.arange(block_size)
+        visible = token <= positions[:, None]
+        if window is not None:
+            visible &= token > positions[:, None] - window
+        product = {"preferred_element_type": jnp.float32}
+        scores = jnp.einsum("bkgh,bkth->bkgt", grouped.astype(operand), pool.keys[blocks].astype(operand), **product)
+        scores = apply_soft_cap(scores * scale * factors(pool.key_scales, blocks), score_mod.soft_cap)
+        scores = jnp.where(visible[:, None, None], scores, MASK_VALUE)
+        new_highest = jnp.maximum(highest, jnp.max(scores, axis=-1, keepdims=True))
+        shrink, weights = jnp.exp(highest - new_highest), jnp.exp(scores - new_highest)
+        mixing = (weights * factors(pool.value_scales, blocks)).astype(operand)
+        added = jnp.einsum("bkgt,bkth->bkgh", mixing, pool.values[blocks].astype(operand), **product)
+        return new_highest, total * shrink + jnp.sum(weights, axis=-1, keepdims=True), mixed * shrink + added
+
+    first = jnp.int32(0)
+    if window is not None:
+        seen = jnp.where(active, jnp.maximum(positions - window + 1, 0), jnp.iinfo(jnp.int32).max)
+        first = jnp.minimum(jnp.min(seen) // block_size, jnp.max(last))
+    statistic = jnp.zeros((*grouped.shape[:3], 1), jnp.float32)
+    start = statistic + MASK_VALUE, statistic, jnp.zeros(grouped.shape, jnp.float32)
+    _, total, mixed = jax.lax.fori_loop(first, jnp.max(last) + 1, add_block, start)
+    return (mixed / total).reshape(query.shape).astype(query.dtype), pool
+
+
 def extend_cache(
     query: Float[Array, "B 1 Q H"],
     key: Float[Array, "B K 1 H"],
@@ -99,7 +160,7 @@ def extend_cache(
     query_dims = QUERY_DIMS if key_dims == KEY_DIMS else (key_dims[0], "tokens", "head", "head")
     # Pallas is slow to import and not needed on a CPU.
     if block_size is None:
-        attend = functools.partial(paged.attend, score_mod, window)
+        attend = functools.partial(attend_in_xla, score_mod, window)
     elif current_device()[0] == "gpu":
         from app.model.kernels import gpu_decode
 
@@ -112,14 +173,7 @@ def extend_cache(
     arrays = positions, active, tables
     dims_of_cache = jax.tree.map(lambda x: key_dims[: x.ndim], cache)
     in_dims = query_dims, dims_of_cache, dims_of_cache, *[(key_dims[0], "tokens")[: x.ndim] for x in arrays]
-    out_dims = query_dims, *(key_dims[: x.ndim] for x in jax.tree.leaves(cache))
-
-    def attend_flat(*arguments: Any) -> tuple[Array, ...]:
-        mixed, extended = attend(*arguments)
-        return mixed, *jax.tree.leaves(extended)
-
     with jax.named_scope(ATTENTION_SCOPE):
-        mixed, *extended = shard_map_by_dims(attend_flat, in_dims=in_dims, out_dims=out_dims)(
-            query, new, cache, *arrays
-        )
-    return mixed, LayerCache(*extended)
+        run = shard_map_by_dims(attend, in_dims=in_dims, out_dims=(query_dims, dims_of_cache))
+        mixed, extended = run(query, new, cache, *arrays)
+    return mixed, extended

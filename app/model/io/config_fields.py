@@ -1,10 +1,12 @@
-"""Typed access to the fields of a `config.json`; a missing or malformed field raises an InputError that names it."""
+"""Typed access to the fields of a `config.json`, and its rope; an InputError names a missing or malformed field."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
+from app.model.architecture import RopeConfig
 from settings.errors import InputError
 
 HfConfig = Mapping[str, Any]
@@ -20,10 +22,8 @@ T = TypeVar("T")
 
 
 def positive_int(fields: HfConfig, name: str, default: int | None = None, *, limit: int = MAX_INT) -> int:
-    value = _required_field(fields, name, default)
-    if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < limit:
-        raise InputError(f"config.json: {name} must be a positive integer below {limit:,}, got {value!r:.80}")
-    return value
+    expected = f"a positive integer below {limit:,}"
+    return _checked(fields, name, default, expected, lambda value: type(value) is int and 0 < value < limit)
 
 
 def read_num_layers(fields: HfConfig) -> int:
@@ -31,16 +31,22 @@ def read_num_layers(fields: HfConfig) -> int:
 
 
 def positive_float(fields: HfConfig, name: str, default: float | None = None) -> float:
-    value = _required_field(fields, name, default)
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < float("inf"):
-        raise InputError(f"config.json: {name} must be a positive number, got {value!r}")
-    return float(value)
+    kinds, expected = (int, float), "a positive number"
+    return float(_checked(fields, name, default, expected, lambda value: type(value) in kinds and 0 < value < math.inf))
 
 
 def boolean(fields: HfConfig, name: str, *, default: bool = False) -> bool:
-    value = _required_field(fields, name, default)
-    if not isinstance(value, bool):
-        raise InputError(f"config.json: {name} must be true or false, got {value!r}")
+    return _checked(fields, name, default, "true or false", lambda value: isinstance(value, bool))
+
+
+def _checked(fields: HfConfig, name: str, default: Any, expected: str, is_valid: Callable[[Any], bool]) -> Any:
+    """Returns the field's value; null counts as missing, since transformers writes null for derived values."""
+    value = fields.get(name)
+    value = default if value is None else value
+    if value is None:
+        raise InputError(f"config.json: {name} is missing")
+    if not is_valid(value):
+        raise InputError(f"config.json: {name} must be {expected}, got {value!r:.80}")
     return value
 
 
@@ -59,10 +65,37 @@ def nullable_field(read: Callable[[HfConfig, str], T], fields: HfConfig, name: s
     return None if fields[name] is None else read(fields, name)
 
 
-def _required_field(fields: HfConfig, name: str, default: Any) -> Any:
-    """Returns the field's value; null counts as missing, since transformers writes null for derived values."""
-    value = fields.get(name)
-    value = default if value is None else value
-    if value is None:
-        raise InputError(f"config.json: {name} is missing")
-    return value
+def parse_rope(fields: HfConfig, *, max_positions: int, default_theta: float = 10_000.0) -> RopeConfig:
+    """Parses the rope from an object with `rope_theta`, `rope_type` and the fields of that type.
+
+    Args:
+        max_positions: the original context length of a `llama3` rope if the object does not contain it.
+
+    Raises:
+        InputError: the type is not supported, or fields are missing or contradictory.
+    """
+    partial = fields.get("partial_rotary_factor")
+    if partial not in (None, 1):
+        raise InputError(f"config.json: partial_rotary_factor={partial!r} is not supported; it must be 1")
+    kind = fields.get("rope_type", fields.get("type", "default"))
+    theta = positive_float(fields, "rope_theta", default_theta)
+    if kind == "default":
+        return RopeConfig(theta)
+    if kind == "linear":
+        return RopeConfig(theta, kind, positive_float(fields, "factor"))
+    if kind != "llama3":
+        raise InputError(f"config.json: rope type {kind!r} is not supported; supported: default, linear, llama3")
+    rope = RopeConfig(
+        theta=theta,
+        rope_type=kind,
+        factor=positive_float(fields, "factor"),
+        low_frequency_factor=positive_float(fields, "low_freq_factor"),
+        high_frequency_factor=positive_float(fields, "high_freq_factor"),
+        original_max_positions=positive_int(fields, "original_max_position_embeddings", max_positions),
+    )
+    if rope.high_frequency_factor <= rope.low_frequency_factor:
+        raise InputError(
+            f"config.json: high_freq_factor={rope.high_frequency_factor} must exceed "
+            f"low_freq_factor={rope.low_frequency_factor}"
+        )
+    return rope

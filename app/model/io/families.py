@@ -10,17 +10,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from app.model.architecture import Architecture
+from app.model.architecture import Architecture, RopeConfig
 from app.model.io.config_fields import (
     HfConfig,
     boolean,
     json_object,
     nullable_field,
+    parse_rope,
     positive_float,
     positive_int,
     read_num_layers,
 )
-from app.model.rope import DEFAULT_THETA, RopeConfig, parse_rope
 from settings.errors import InputError
 from settings.schema.model import AttentionImplementation
 
@@ -48,8 +48,6 @@ class Family(NamedTuple):
     causal_lm: str
     """The `architectures` entry of the family's causal language model."""
     parse_config: Callable[[HfConfig], Architecture]
-    example: str
-    """A text-only checkpoint on the hub."""
     classifier: str | None = None
     """The `architectures` entry of sequence classification; None if it differs from `causal_lm` only in the suffix."""
 
@@ -82,7 +80,13 @@ def architecture_from_config(
         )
     model_type = config.get("model_type")
     if "text_config" in config or "vision_config" in config:
-        raise _multimodal_error(config)
+        inner = config.get("text_config")
+        inner_type = inner.get("model_type") if isinstance(inner, dict) else None
+        text_only = f" of model_type {inner_type!r}" if inner_type in list(FAMILIES) else ""
+        raise InputError(
+            f"config.json: model_type={model_type!r} combines a language model with an image or sound encoder, which "
+            f"is not supported; use a text-only checkpoint{text_only}"
+        )
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         known = [
             f" (`{field}`: {why.partition(';')[0]})" for field, why in UNSUPPORTED_FIELDS.items() if config.get(field)
@@ -209,23 +213,28 @@ def gemma3_text(config: HfConfig) -> Architecture:
 
 
 FAMILIES: dict[str, Family] = {
-    "llama": Family("LlamaForCausalLM", llama, "meta-llama/Llama-3.2-1B-Instruct"),
-    "mistral": Family("MistralForCausalLM", mistral, "mistralai/Mistral-7B-Instruct-v0.3"),
-    "qwen2": Family("Qwen2ForCausalLM", qwen2, "Qwen/Qwen2.5-0.5B-Instruct"),
-    "qwen3": Family("Qwen3ForCausalLM", qwen3, "Qwen/Qwen3-0.6B"),
-    "mixtral": Family("MixtralForCausalLM", mixtral, "mistralai/Mixtral-8x7B-Instruct-v0.1"),
-    "qwen3_moe": Family("Qwen3MoeForCausalLM", qwen3_moe, "Qwen/Qwen3-30B-A3B"),
-    "gemma2": Family("Gemma2ForCausalLM", gemma2, "google/gemma-2-2b-it"),
-    "gemma3_text": Family(
-        "Gemma3ForCausalLM", gemma3_text, "google/gemma-3-1b-it", classifier="Gemma3TextForSequenceClassification"
-    ),
+    "llama": Family("LlamaForCausalLM", llama),
+    "mistral": Family("MistralForCausalLM", mistral),
+    "qwen2": Family("Qwen2ForCausalLM", qwen2),
+    "qwen3": Family("Qwen3ForCausalLM", qwen3),
+    "mixtral": Family("MixtralForCausalLM", mixtral),
+    "qwen3_moe": Family("Qwen3MoeForCausalLM", qwen3_moe),
+    "gemma2": Family("Gemma2ForCausalLM", gemma2),
+    "gemma3_text": Family("Gemma3ForCausalLM", gemma3_text, classifier="Gemma3TextForSequenceClassification"),
 }
 """The supported families by `model_type`."""
 
 
 def _gemma(config: HfConfig, **switches: Any) -> Architecture:
     """Returns an architecture with the switches that Gemma 2 and 3 share, and the given ones."""
-    _check_gemma_activation(config)
+    activation = config.get("hidden_activation") or "gelu_pytorch_tanh"
+    if activation != "gelu_pytorch_tanh":
+        raise InputError(f"config.json: hidden_activation must be 'gelu_pytorch_tanh', got {activation!r}")
+    # Old files have "gelu", with the same meaning.
+    if config.get("hidden_act") not in (None, "gelu", "gelu_pytorch_tanh"):
+        raise InputError(
+            f"config.json: hidden_act={config['hidden_act']!r} contradicts hidden_activation={activation!r}"
+        )
     return _architecture(
         config,
         default_head_dim=256,
@@ -261,6 +270,15 @@ def _architecture(
             f"config.json: num_attention_heads={num_query_heads} is not a multiple of "
             f"num_key_value_heads={num_kv_heads}, so query heads cannot share key/value heads evenly"
         )
+    model_dim = positive_int(config, "hidden_size")
+    if config.get("head_dim") is None and default_head_dim is None and model_dim % num_query_heads:
+        raise InputError(
+            f"config.json: hidden_size={model_dim} is not a multiple of "
+            f"num_attention_heads={num_query_heads}, and head_dim is missing"
+        )
+    head_dim = positive_int(config, "head_dim", default=default_head_dim or model_dim // num_query_heads)
+    if head_dim % 2:
+        raise InputError(f"config.json: head_dim must be even, because rotary embedding rotates pairs; got {head_dim}")
     if "rope" not in switches:
         switches["rope"] = _rope(config)
     if "activation" not in switches and config.get("hidden_act", "silu") != "silu":
@@ -269,11 +287,11 @@ def _architecture(
         family=config["model_type"],
         vocab_size=positive_int(config, "vocab_size"),
         num_layers=read_num_layers(config),
-        model_dim=positive_int(config, "hidden_size"),
+        model_dim=model_dim,
         mlp_dim=positive_int(config, width_field),
         num_query_heads=num_query_heads,
         num_kv_heads=num_kv_heads,
-        head_dim=_head_dim(config, num_query_heads, default_head_dim),
+        head_dim=head_dim,
         norm_epsilon=positive_float(config, "rms_norm_eps", default=default_norm_epsilon),
         max_positions=positive_int(config, "max_position_embeddings"),
         tied_embeddings=boolean(config, "tie_word_embeddings", default=tied_by_default),
@@ -298,20 +316,7 @@ def _experts(config: HfConfig) -> dict[str, Any]:
     return {"num_experts": num_experts, "experts_per_token": per_token}
 
 
-def _head_dim(config: HfConfig, num_query_heads: int, default: int | None) -> int:
-    model_dim = positive_int(config, "hidden_size")
-    if config.get("head_dim") is None and default is None and model_dim % num_query_heads:
-        raise InputError(
-            f"config.json: hidden_size={model_dim} is not a multiple of "
-            f"num_attention_heads={num_query_heads}, and head_dim is missing"
-        )
-    head_dim = positive_int(config, "head_dim", default=default or model_dim // num_query_heads)
-    if head_dim % 2:
-        raise InputError(f"config.json: head_dim must be even, because rotary embedding rotates pairs; got {head_dim}")
-    return head_dim
-
-
-def _rope(config: HfConfig, default_theta: float = DEFAULT_THETA) -> RopeConfig:
+def _rope(config: HfConfig, default_theta: float = 10_000.0) -> RopeConfig:
     """Reads `rope_theta` and `rope_scaling`, or `rope_parameters`, which has both."""
     fields = json_object(config, "rope_scaling") or json_object(config, "rope_parameters")
     if any(isinstance(value, dict) for value in fields.values()):
@@ -398,25 +403,3 @@ def _layer_types(config: HfConfig) -> Sequence[str] | None:
             f"config.json: layer_types has {unknown[0]!r}, which is not supported; supported: {FULL}, {SLIDING}"
         )
     return types
-
-
-def _check_gemma_activation(config: HfConfig) -> None:
-    """Checks `hidden_activation`. Old files also have hidden_act="gelu", with the same meaning."""
-    activation = config.get("hidden_activation") or "gelu_pytorch_tanh"
-    if activation != "gelu_pytorch_tanh":
-        raise InputError(f"config.json: hidden_activation must be 'gelu_pytorch_tanh', got {activation!r}")
-    if config.get("hidden_act") not in (None, "gelu", "gelu_pytorch_tanh"):
-        raise InputError(
-            f"config.json: hidden_act={config['hidden_act']!r} contradicts hidden_activation={activation!r}"
-        )
-
-
-def _multimodal_error(config: HfConfig) -> InputError:
-    inner = config.get("text_config")
-    inner_type = inner.get("model_type") if isinstance(inner, dict) else None
-    family = FAMILIES.get(inner_type) if isinstance(inner_type, str) else None
-    text_only = f" of model_type {inner_type!r}, such as {family.example}" if family else ""
-    return InputError(
-        f"config.json: model_type={config.get('model_type')!r} combines a language model with an image or sound "
-        f"encoder, which is not supported; use a text-only checkpoint{text_only}"
-    )

@@ -17,7 +17,6 @@ import numpy as np
 from gguf import GGUFReader, ReaderTensor
 from gguf.quants import dequantize
 
-from app.model.io.fingerprint import ByteRanges
 from settings.errors import InputError
 
 HUGGING_FACE_CLASSES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM"}
@@ -65,6 +64,8 @@ class GgufFile:
         self._tensors = {self._hugging_face_name(tensor.name): tensor for tensor in self._reader.tensors}
         if "model.embed_tokens.weight" not in self._tensors:
             raise InputError(f"{path}: tensor 'token_embd.weight' is missing; this GGUF file is not a language model")
+        num_heads = self._positive_int("attention.head_count")
+        self._num_heads = {"attn_q": num_heads, "attn_k": self._positive_int("attention.head_count_kv", num_heads)}
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
@@ -72,12 +73,10 @@ class GgufFile:
         return {name: _shape(tensor) for name, tensor in self._tensors.items()}
 
     @property
-    def byte_ranges(self) -> ByteRanges:
-        """The byte ranges of the quantized tensors by Hugging Face tensor name."""
-        return {
-            name: range(start := int(tensor.data_offset), start + int(tensor.n_bytes))
-            for name, tensor in self._tensors.items()
-        }
+    def byte_ranges(self) -> dict[Path, dict[str, range]]:
+        """The byte ranges of the quantized tensors in the file by Hugging Face tensor name."""
+        edges = {name: (int(one.data_offset), int(one.n_bytes)) for name, one in self._tensors.items()}
+        return {self.path: {name: range(start, start + size) for name, (start, size) in edges.items()}}
 
     def read(self, name: str) -> np.ndarray:
         """Returns one tensor as float32, in Hugging Face's row order."""
@@ -87,11 +86,9 @@ class GgufFile:
         except NotImplementedError as error:
             raise InputError(f"{self.path}: tensor {tensor.name!r}: {error}; use another quantization") from error
         values = np.ascontiguousarray(values).reshape(_shape(tensor))
-        if self._family == "llama" and ".attn_q." in tensor.name:
-            return self._unpermute(values, self._positive_int("attention.head_count"))
-        if self._family == "llama" and ".attn_k." in tensor.name:
-            return self._unpermute(values, self._num_kv_heads())
-        return values
+        stem = tensor.name.split(".")[-2]
+        is_rotated = self._family == "llama" and stem in self._num_heads
+        return self._unpermute(values, self._num_heads[stem]) if is_rotated else values
 
     def metadata(self, key: str, default: Any = None) -> Any:
         """Returns a metadata value as a plain Python object.
@@ -112,8 +109,8 @@ class GgufFile:
 
     def config(self) -> dict[str, Any]:
         """Returns the `config.json` fields that determine the architecture."""
-        num_heads, model_dim = self._positive_int("attention.head_count"), self._positive_int("embedding_length")
-        head_dim = self._positive_int("attention.key_length", model_dim // num_heads)
+        model_dim = self._positive_int("embedding_length")
+        head_dim = self._positive_int("attention.key_length", model_dim // self._num_heads["attn_q"])
         scaling = self._family_metadata("rope.scaling.type", "none")
         if window := self._family_metadata("attention.sliding_window", 0):
             raise InputError(
@@ -127,8 +124,8 @@ class GgufFile:
             "hidden_size": model_dim,
             "intermediate_size": self._family_metadata("feed_forward_length"),
             "num_hidden_layers": self._family_metadata("block_count"),
-            "num_attention_heads": num_heads,
-            "num_key_value_heads": self._num_kv_heads(),
+            "num_attention_heads": self._num_heads["attn_q"],
+            "num_key_value_heads": self._num_heads["attn_k"],
             "head_dim": head_dim,
             "max_position_embeddings": self._family_metadata("context_length"),
             "rms_norm_eps": self._float32("attention.layer_norm_rms_epsilon"),
@@ -163,9 +160,6 @@ class GgufFile:
     def _float32(self, key: str, default: float | None = None) -> float:
         """Returns a float32 value as its shortest decimal: 1e-05, not 9.99999974e-06."""
         return float(str(np.float32(self._family_metadata(key, default))))
-
-    def _num_kv_heads(self) -> int:
-        return self._positive_int("attention.head_count_kv", self._positive_int("attention.head_count"))
 
     def _unpermute(self, values: np.ndarray, num_heads: int) -> np.ndarray:
         """Reorders the rows of each head from (H/2, 2) to (2, H/2).

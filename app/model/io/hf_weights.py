@@ -22,7 +22,6 @@ from jaxtyping import Array
 from app.model.architecture import Architecture
 from app.model.decoder import DecoderDefinition, ParamPath, Params, flatten_by_path
 from app.model.io.model_files import TensorSource
-from app.model.quantization import CODES, SCALES
 from settings.errors import InputError
 
 log = logging.getLogger(__name__)
@@ -205,14 +204,6 @@ def load_weights(
             stacked[entry.expert] = read(entry)[path]
         return {path: stacked}
 
-    log.info("loading %s tensors onto %d device%s", f"{len(entries):,}", mesh.size, "" if mesh.size == 1 else "s")
-    params: dict[ParamPath, Array] = {}
-
-    def allocate(paths: Iterable[ParamPath]) -> None:
-        for path in paths:
-            if path not in params:
-                params[path] = make_zeros_fn(shapes[path].shape, shapes[path].dtype, shardings[path])()
-
     def write(parts: dict[ParamPath, np.ndarray], layer: int) -> None:
         for path, part in parts.items():
             sharding = shardings[path]
@@ -220,14 +211,22 @@ def load_weights(
                 params[path], place_tensor(part, NamedSharding(mesh, PartitionSpec(*sharding.spec[1:]))), layer
             )
 
-    for (path, layer), (entry, *others) in itertools.groupby(entries, key=lambda entry: (entry.path, entry.layer)):
+    log.info("loading %s tensors onto %d device%s", f"{len(entries):,}", mesh.size, "" if mesh.size == 1 else "s")
+    params: dict[ParamPath, Array] = {
+        entry.path: place_tensor(read(entry)[entry.path], shardings[entry.path])
+        for entry in entries
+        if entry.layer is None
+    }
+    zeros = [path for path in shapes if path not in params]
+    params |= jax.jit(
+        lambda: {path: jnp.zeros(shapes[path].shape, shapes[path].dtype) for path in zeros},
+        out_shardings={path: shardings[path] for path in zeros},
+    )()
+    stacked = [entry for entry in entries if entry.layer is not None]
+    for (path, layer), (entry, *others) in itertools.groupby(stacked, key=lambda entry: (entry.path, entry.layer)):
+        assert layer is not None
         # No variable refers to the tensor here: it would stay in memory while the next one is read.
-        if layer is None:
-            params[path] = place_tensor(read(entry)[path], shardings[path])
-            continue
-        allocate([path] if path in shapes else [(*path[:-1], leaf) for leaf in (CODES, SCALES)])
         write(read(entry) if entry.expert is None else read_experts(path, [entry, *others]), layer)
-    allocate(shapes)
     return unflatten_dict(params)
 
 
@@ -240,12 +239,6 @@ def quantize_kernel(definition: DecoderDefinition, path: ParamPath, kernel: np.n
 def place_tensor(tensor: np.ndarray, sharding: NamedSharding) -> Array:
     """Returns the tensor as a sharded array. Every host must pass the whole tensor."""
     return jax.make_array_from_callback(tensor.shape, sharding, lambda index: tensor[index])
-
-
-@functools.cache
-def make_zeros_fn(shape: tuple[int, ...], dtype: np.dtype, sharding: NamedSharding) -> Callable[[], Array]:
-    """Returns a compiled function that creates zeros with this sharding."""
-    return jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=sharding)
 
 
 @functools.cache

@@ -78,7 +78,12 @@ def latest_commit(
     """
     try:
         if kind == "dataset":
-            return _latest_dataset_commit(hub_id, revision, timeout_s=timeout_s)
+            info = HfApi().dataset_info(hub_id, revision=revision, timeout=timeout_s)
+            if info.siblings:
+                # The hub lists the files of a gated data set for everybody, but refuses to serve them.
+                url = hf_hub_url(hub_id, info.siblings[0].rfilename, repo_type="dataset", revision=info.sha)
+                get_hf_file_metadata(url, timeout=timeout_s)
+            return str(info.sha)
         return str(get_hf_file_metadata(hf_hub_url(hub_id, file, revision=revision), timeout=timeout_s).commit_hash)
     except RepositoryNotFoundError as error:  # of which GatedRepoError is a kind
         page = f"datasets/{hub_id}" if kind == "dataset" else hub_id
@@ -89,15 +94,6 @@ def latest_commit(
     except (OSError, httpx2.HTTPError) as error:
         reason = " ".join(str(error).split()) or type(error).__name__
         raise ConnectionError(reason) from error
-
-
-def _latest_dataset_commit(hub_id: str, revision: str | None, *, timeout_s: float) -> str:
-    info = HfApi().dataset_info(hub_id, revision=revision, timeout=timeout_s)
-    if info.siblings:
-        # The hub lists the files of a gated data set for everybody, but refuses to serve them.
-        url = hf_hub_url(hub_id, info.siblings[0].rfilename, repo_type="dataset", revision=info.sha)
-        get_hf_file_metadata(url, timeout=timeout_s)
-    return str(info.sha)
 
 
 def _explain_hub_error(error: Exception, page: str, *, kind: str = "model") -> str:

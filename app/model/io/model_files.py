@@ -5,6 +5,7 @@ Opening a model reads only JSON and headers; tensors are read one at a time. Pic
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,7 +16,6 @@ import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from app.model.io.fingerprint import fingerprint, safetensors_byte_ranges
 from app.model.io.gguf import GgufFile
 from app.model.io.hub import fetch_from_hub
 from settings.errors import InputError
@@ -52,6 +52,9 @@ NUMPY_TYPES = {
     "F64": np.dtype(np.float64),
 }
 
+NUM_SPOTS, SPOT_BYTES = 4, 4096
+"""Number and size of the spots of each tensor in a fingerprint: 5 MB in total for a model with 300 tensors."""
+
 DERIVED_TENSOR_SUFFIX = ".rotary_emb.inv_freq"
 """The suffix of buffers in old Llama checkpoints, which can be computed from the configuration."""
 
@@ -84,7 +87,7 @@ class ModelFiles:
     fingerprint: str
     """A digest that is equal on all hosts with the same model, and different after training or merging adapters.
 
-    It may miss changes to a few numbers and does not prevent forgery: see `app.model.io.fingerprint`.
+    It may miss changes to a few numbers and does not prevent forgery: see `fingerprint`.
     """
     commit: str | None = None
     """The commit of the hub repository; None for other files."""
@@ -98,25 +101,46 @@ class SafetensorsFiles:
     """
 
     def __init__(self, directory: Path) -> None:
-        index = directory / INDEX_FILE
         if (directory / WEIGHTS_FILE).is_file():
-            handle = _open_safetensors(directory / WEIGHTS_FILE)
-            handles = dict.fromkeys(handle.keys(), (directory / WEIGHTS_FILE, handle))
-        elif index.is_file():
-            handles = _open_shards(directory, index)
+            names = _open_safetensors(directory / WEIGHTS_FILE).keys()
+            self._shards = dict.fromkeys(names, directory / WEIGHTS_FILE)
+        elif (directory / INDEX_FILE).is_file():
+            self._shards = _indexed_shards(directory, directory / INDEX_FILE)
         else:
-            raise _no_weights_error(directory)
-        self.paths = sorted({shard for shard, _ in handles.values()})
-        self._shards = {name: shard for name, (shard, _) in handles.items()}
+            pickles = sorted(file.name for pattern in PICKLE_PATTERNS for file in directory.glob(pattern))
+            found = f"neither {WEIGHTS_FILE} nor {INDEX_FILE}"
+            if pickles:
+                found = f"weights only as pickles ({', '.join(pickles[:3])}), which can run arbitrary code when opened"
+            raise InputError(f"model.path: {directory} has {found}; save the model as safetensors")
+        handles = {shard: _open_safetensors(shard) for shard in sorted(set(self._shards.values()))}
         self._shapes = {
-            name: _checked_shape(directory, name, handle)
-            for name, (_, handle) in handles.items()
+            name: _checked_shape(directory, name, handles[shard], shard)
+            for name, shard in self._shards.items()
             if not name.endswith(DERIVED_TENSOR_SUFFIX)
         }
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         return self._shapes
+
+    @property
+    def byte_ranges(self) -> dict[Path, dict[str, range]]:
+        """The byte range of each tensor in each file, by name, type and shape.
+
+        Source: the safetensors format, https://huggingface.co/docs/safetensors.
+        """
+        found = {}
+        for path in sorted(set(self._shards.values())):
+            with path.open("rb") as file:
+                length = int.from_bytes(file.read(8), "little")
+                header = json.loads(file.read(length))
+            ranges = {
+                f"{name}:{tensor['dtype']}:{tensor['shape']}": (8 + length + at for at in tensor["data_offsets"])
+                for name, tensor in header.items()
+                if name != "__metadata__"
+            }
+            found[path] = {name: range(*edges) for name, edges in ranges.items()}
+        return found
 
     def read(self, name: str) -> np.ndarray:
         """Returns one tensor as float32, float16, float64 or `ml_dtypes.bfloat16`, as stored."""
@@ -157,49 +181,47 @@ def open_model(path: str, *, config_only: bool = False) -> ModelFiles:
     elif local.is_dir():
         directory, name = local, local.resolve().name
     elif local.suffix == ".gguf":
-        return _open_gguf(local)
+        if not local.is_file():
+            raise InputError(f"model.path: there is no file {local}")
+        gguf = GgufFile(local)
+        config, generation = gguf.config(), gguf.generation_config()
+        return ModelFiles(local.stem, local, config, generation, gguf, fingerprint(config, gguf.byte_ranges))
     elif local.is_file():
         raise InputError(f"model.path: {path} is a file, but not a .gguf file; set it to the model's directory")
     else:
         directory = fetch_from_hub(path, files=(CONFIG_FILE,) if config_only else HUB_FILES)
         name, commit = split_revision(path)[0], directory.name
-    config = _read_config(directory)
-    if config_only:
-        return ModelFiles(name, directory, config, {}, ConfigOnlyTensors(), fingerprint(config, {}), commit)
-    generation = directory / "generation_config.json"
-    weights = SafetensorsFiles(directory)
-    return ModelFiles(
-        name=name,
-        path=directory,
-        config=config,
-        generation_config=_read_json(generation) if generation.is_file() else {},
-        weights=weights,
-        fingerprint=fingerprint(config, {path: safetensors_byte_ranges(path) for path in weights.paths}),
-        commit=commit,
-    )
-
-
-def _read_config(directory: Path) -> dict[str, Any]:
     if not (directory / CONFIG_FILE).is_file():
         gguf_files = sorted(file.name for file in directory.glob("*.gguf"))
         hint = f"; to use {gguf_files[0]}, set model.path to that file" if gguf_files else ""
         raise InputError(f"model.path: {directory} has no {CONFIG_FILE}, so it is not a Hugging Face model{hint}")
-    return _read_json(directory / CONFIG_FILE)
+    config = _read_json(directory / CONFIG_FILE)
+    if config_only:
+        return ModelFiles(name, directory, config, {}, ConfigOnlyTensors(), fingerprint(config, {}), commit)
+    generation, weights = directory / "generation_config.json", SafetensorsFiles(directory)
+    options = _read_json(generation) if generation.is_file() else {}
+    digest = fingerprint(config, weights.byte_ranges)
+    return ModelFiles(name, directory, config, options, weights, digest, commit)
 
 
-def _open_gguf(path: Path) -> ModelFiles:
-    if not path.is_file():
-        raise InputError(f"model.path: there is no file {path}")
-    weights = GgufFile(path)
-    config = weights.config()
-    return ModelFiles(
-        name=path.stem,
-        path=path,
-        config=config,
-        generation_config=weights.generation_config(),
-        weights=weights,
-        fingerprint=fingerprint(config, {path: weights.byte_ranges}),
-    )
+def fingerprint(config: Mapping[str, Any], files: Mapping[Path, Mapping[str, range]]) -> str:
+    """Returns the hex SHA-256 of a configuration and of each file's name, size, tensor names, byte ranges and spots.
+
+    Spots are the first and the last 4 KiB of a tensor and two between them; tensors up to 16 KiB are read whole. So
+    changes to a whole tensor are detected, but not changes to a few numbers between the spots.
+    """
+    digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
+    for path, extents in files.items():
+        digest.update(f"{path.name}:{path.stat().st_size}".encode())
+        with path.open("rb") as file:
+            for name, extent in extents.items():
+                digest.update(f"{name}:{extent.start}:{extent.stop}".encode())
+                last = max(len(extent) - SPOT_BYTES, 0)
+                for place in range(NUM_SPOTS):
+                    start = extent.start + last * place // (NUM_SPOTS - 1)
+                    file.seek(start)
+                    digest.update(file.read(min(SPOT_BYTES, extent.stop - start)))
+    return digest.hexdigest()
 
 
 def _builtin_directory(path: str) -> Path:
@@ -211,23 +233,17 @@ def _builtin_directory(path: str) -> Path:
     return BUILTIN_DIRECTORY / name
 
 
-def _open_shards(directory: Path, index: Path) -> dict[str, tuple[Path, Any]]:
-    """Returns the path of each tensor's shard, and the opened shard."""
+def _indexed_shards(directory: Path, index: Path) -> dict[str, Path]:
+    """Returns the path of each tensor's shard."""
     weight_map = _read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise InputError(f"{index} has no weight_map; download the model again")
-    shards = {}
     for shard in sorted(set(map(str, weight_map.values()))):
         if Path(shard).name != shard:
             raise InputError(f"{index}: shard {shard!r} must be a plain file name in the directory of the index")
         if not (directory / shard).is_file():
             raise InputError(f"{index}: shard {shard!r} is missing from {directory}; download the model again")
-        shards[shard] = _open_safetensors(directory / shard)
-    names = {shard: set(handle.keys()) for shard, handle in shards.items()}
-    for name, shard in weight_map.items():
-        if name not in names[shard]:
-            raise InputError(f"{index}: tensor {name!r} is not in shard {shard!r}, where the index places it")
-    return {name: (directory / shard, shards[shard]) for name, shard in weight_map.items()}
+    return {name: directory / str(shard) for name, shard in weight_map.items()}
 
 
 def _open_safetensors(path: Path) -> Any:
@@ -237,27 +253,18 @@ def _open_safetensors(path: Path) -> Any:
         raise InputError(f"{path} is truncated or not a safetensors file ({error}); download it again") from error
 
 
-def _checked_shape(directory: Path, name: str, handle: Any) -> tuple[int, ...]:
-    header = handle.get_slice(name)
+def _checked_shape(directory: Path, name: str, handle: Any, shard: Path) -> tuple[int, ...]:
+    try:
+        header = handle.get_slice(name)
+    except SafetensorError as error:
+        index = directory / INDEX_FILE
+        raise InputError(f"{index}: tensor {name!r} is not in shard {shard.name!r}, where it places it") from error
     if header.get_dtype() not in NUMPY_TYPES:
         raise InputError(
             f"{directory}: tensor {name!r} has type {header.get_dtype()}, which is not supported; "
             f"supported: {', '.join(NUMPY_TYPES)}; use the unquantized weights"
         )
     return tuple(header.get_shape())
-
-
-def _no_weights_error(directory: Path) -> InputError:
-    pickles = sorted(file.name for pattern in PICKLE_PATTERNS for file in directory.glob(pattern))
-    if pickles:
-        return InputError(
-            f"model.path: {directory} has weights only as pickles ({', '.join(pickles[:3])}), which can "
-            "run arbitrary code when opened; save the model as safetensors"
-        )
-    return InputError(
-        f"model.path: {directory} has neither {WEIGHTS_FILE} nor {INDEX_FILE}; "
-        "no other kind of weight file is supported"
-    )
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -33,7 +33,7 @@ KEYS_PARAMS = triton.CompilerParams(num_warps=8, num_stages=2)
 
 
 def attend(
-    score_mod: ScoreMod, blocking: Blocking, inputs: PackedInputs, *, interpret: bool = False
+    score_mod: ScoreMod, blocking: Blocking, inputs: PackedInputs
 ) -> tuple[Float[Array, "R T Q H"], Float32[Array, "K G N"]]:
     """Returns one device's attention output, and the logarithm of each softmax normalizer, N = R * T.
 
@@ -54,7 +54,6 @@ def attend(
         ],
         compiler_params=QUERY_PARAMS,
         name="attention_forward",
-        interpret=interpret,
     )(
         *(call.by_token(query), call.padded(keys), call.padded(values), token_info(layout), window.reshape(1)),
         *by_query,
@@ -69,8 +68,6 @@ def attention_grads(
     mixed: Float[Array, "R T Q H"],
     normalizer: Float32[Array, "K G N"],
     mixed_grad: Float[Array, "R T Q H"],
-    *,
-    interpret: bool = False,
 ) -> tuple[Float[Array, "R T Q H"], Float[Array, "R K T H"], Float[Array, "R K T H"]]:
     """Returns the gradients of one device's query, keys and values; scores are computed again."""
     query, keys, values, layout, pairs, window = inputs
@@ -93,7 +90,6 @@ def attention_grads(
         grid=call.grid,
         compiler_params=QUERY_PARAMS,
         name="attention_backward_query",
-        interpret=interpret,
     )(*arrays, *by_query)
     by_query_head = jax.ShapeDtypeStruct((*query.shape[::2], keys.shape[2], call.query_shape[2]), jnp.float32)
     parts = pl.pallas_call(
@@ -107,7 +103,6 @@ def attention_grads(
         grid=call.grid,
         compiler_params=KEYS_PARAMS,
         name="attention_backward_keys",
-        interpret=interpret,
     )(*arrays, *by_key)
     keys_grad, values_grad = (
         x.reshape(*keys.shape[:2], -1, *x.shape[2:]).sum(axis=2)[..., : keys.shape[3]].astype(keys.dtype) for x in parts

@@ -35,8 +35,6 @@ def attend(
     positions: Int32[Array, "B"],
     active: Bool[Array, "B"],
     tables: Int32[Array, "B M"],
-    *,
-    interpret: bool = False,
 ) -> tuple[Float[Array, "B 1 Q H"], LayerCache]:
     """Returns one device's attention, 0 for rows that are not active, and its pool with the new tokens.
 
@@ -55,7 +53,6 @@ def attend(
         out_shape=jax.ShapeDtypeStruct((num_rows, num_heads, head_dim), query.dtype),
         compiler_params=triton.CompilerParams(num_warps=4, num_stages=3),
         name="attention_decode",
-        interpret=interpret,
     )(*arrays)
     return mixed[:, None], pool
 

@@ -34,7 +34,6 @@ def rows_product(
     sizes: Int32[Array, "E"],
     *,
     contracted: int,
-    interpret: bool = False,
 ) -> Float[Array, "M O"]:
     """Multiplies each row with the matrix of its group, summing over dim `contracted` of the matrices.
 
@@ -64,14 +63,11 @@ def rows_product(
         out_shape=jax.ShapeDtypeStruct((num_rows, width), x.dtype),
         compiler_params=PARAMS,
         name="grouped_product",
-        interpret=interpret,
     )(x, matrices, own, first, num_own)
     return y[:, :outer]
 
 
-def matrix_gradient(
-    x: Float[Array, "M I"], dy: Float[Array, "M O"], sizes: Int32[Array, "E"], *, interpret: bool = False
-) -> Float[Array, "E I O"]:
+def matrix_gradient(x: Float[Array, "M I"], dy: Float[Array, "M O"], sizes: Int32[Array, "E"]) -> Float[Array, "E I O"]:
     """Returns x^T dy over the rows of each group."""
     dims = x.shape[1], dy.shape[1]
     tiles = _tile(dims[0], MAX_TILE), _tile(dims[1], MAX_TILE)
@@ -89,7 +85,6 @@ def matrix_gradient(
         out_shape=jax.ShapeDtypeStruct((len(sizes), x.shape[1], dy.shape[1]), x.dtype),
         compiler_params=PARAMS,
         name="grouped_matrix_gradient",
-        interpret=interpret,
     )(x, dy, ends - sizes, sizes)
     return whole[:, : dims[0], : dims[1]]
 

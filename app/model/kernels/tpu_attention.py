@@ -24,9 +24,13 @@ from app.model.attention.dense import MASK_VALUE, ScoreMod
 from app.model.attention.pairs import Blocking, PackedInputs
 from app.model.kernels.pair_scores import INFO_ROWS, is_visible, pair_scores, pair_scores_grad, product, token_info
 
+# Asking for no more than is needed, as decoding does, is no faster in all: for 1.5B on a v5e-8 the prefill of rollouts
+# takes 2 % less time, that of evaluations 4 % more, and gradients as long (libtpu 0.0.42.1).
+COMPILER_PARAMS = pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=MAX_KERNEL_BYTES)
+
 
 def attend(
-    score_mod: ScoreMod, blocking: Blocking, inputs: PackedInputs, *, interpret: bool = False
+    score_mod: ScoreMod, blocking: Blocking, inputs: PackedInputs
 ) -> tuple[Float[Array, "R T Q H"], Float32[Array, "K G N"]]:
     """Returns one device's attention output, and the logarithm of each softmax normalizer, N = R * T.
 
@@ -53,9 +57,8 @@ def attend(
             jax.ShapeDtypeStruct(call.query_shape, query.dtype),
             jax.ShapeDtypeStruct(call.query_shape[:3], jnp.float32),
         ],
-        compiler_params=_compiler_params(),
+        compiler_params=COMPILER_PARAMS,
         name="attention_forward",
-        interpret=interpret,
     )(*blocks, window.reshape(1), *call.arrays(query, keys, values), *[token_info(layout)] * 2)
     return call.from_heads(mixed), normalizer
 
@@ -67,8 +70,6 @@ def attention_grads(
     mixed: Float[Array, "R T Q H"],
     normalizer: Float32[Array, "K G N"],
     mixed_grad: Float[Array, "R T Q H"],
-    *,
-    interpret: bool = False,
 ) -> tuple[Float[Array, "R T Q H"], Float[Array, "R K T H"], Float[Array, "R K T H"]]:
     """Returns the gradients of one device's query, keys and values; scores are computed again."""
     query, keys, values, layout, pairs, window = inputs
@@ -93,9 +94,8 @@ def attention_grads(
             jax.ShapeDtypeStruct(call.query_shape, query.dtype),
             *[jax.ShapeDtypeStruct(arrays[1].shape, jnp.float32)] * 2,
         ],
-        compiler_params=_compiler_params(),
+        compiler_params=COMPILER_PARAMS,
         name="attention_backward",
-        interpret=interpret,
     )(
         *(*blocks, window.reshape(1), *arrays, *[token_info(layout)] * 2),
         *(output_grad.astype(query.dtype), normalizer, mean),
@@ -200,12 +200,6 @@ def _visible_mask(
         later <= blocks_apart * size,
         window,
     )
-
-
-def _compiler_params() -> pltpu.CompilerParams:
-    # Asking for no more than is needed, as decoding does, is no faster in all: for 1.5B on a v5e-8 the prefill of
-    # rollouts takes 2 % less time, that of evaluations 4 % more, and gradients as long (libtpu 0.0.42.1).
-    return pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=MAX_KERNEL_BYTES)
 
 
 class TpuCall:

@@ -40,8 +40,6 @@ def attend(
     positions: Int32[Array, "B"],
     active: Bool[Array, "B"],
     tables: Int32[Array, "B M"],
-    *,
-    interpret: bool = False,
 ) -> tuple[Float[Array, "B 1 Q H"], LayerCache]:
     """Returns one device's attention, 0 for rows that are not active, and its cache with the new tokens.
 
@@ -97,7 +95,6 @@ def attend(
         input_output_aliases={first + i: 1 + i for i in range(len(arrays))},
         compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",), vmem_limit_bytes=vmem_bytes),
         name="attention_decode",
-        interpret=interpret,
     )(*scalars, by_head, *jax.tree.leaves(new), *arrays)
     return jnp.where(active[:, None, None, None], mixed.reshape(query.shape), 0), LayerCache(*extended)
 

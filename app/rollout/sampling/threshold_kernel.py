@@ -39,7 +39,6 @@ def search(
     *,
     num_bits: int,
     available_bytes: int,
-    interpret: bool = False,
 ) -> Int32[Array, "B"]:
     """Returns the codes of what `truncation.lowest_reached` returns, for one device's rows."""
     num_rows, vocab_size = values.shape
@@ -62,7 +61,6 @@ def search(
             vmem_limit_bytes=2 * count * _block_bytes(vocab_size) + OTHER_BYTES,
         ),
         name="threshold_by_count" if weights is None else "threshold_by_weight",
-        interpret=interpret,
     )(held, *by_tokens)
     return found[:num_rows, 0]
 
