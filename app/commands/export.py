@@ -45,5 +45,5 @@ def export(
     show_progress(f"grpo export: {checkpoint}; loading JAX")
     from app.export import huggingface
 
-    export_policy = huggingface.export_adapter if adapter else huggingface.export
-    print_result(export_policy(resolved, checkpoint=checkpoint, out=out, dtype=dtype), as_json=as_json)
+    summary = huggingface.export(resolved, checkpoint=checkpoint, out=out, dtype=dtype, only_adapters=adapter)
+    print_result(summary, as_json=as_json)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from app.evaluation.comparison_report import EvaluationComparison, PairedMetric, is_shown, write_plot
 from app.evaluation.metadata import (
     CHECKPOINT,
     JUDGE,
@@ -19,6 +19,7 @@ from app.evaluation.metadata import (
     metadata_path,
     read_metadata,
 )
+from app.evaluation.printed_summary import format_estimate, is_shown
 from app.evaluation.prompt_metrics import (
     ACCURACY,
     DIFFICULTY,
@@ -31,14 +32,21 @@ from app.evaluation.prompt_metrics import (
     estimate_metrics,
     prompt_columns,
 )
+from app.records.atomic_write import write_atomic
 from app.records.identity import different_names
 from app.records.jsonl import check_distinct_paths, read_jsonl
 from app.records.sample import Prompt, Sample
 from app.records.sample_json import sample_from_record
+from app.records.text_format import format_interval, format_table
+from app.report.before_after import format_metric
 from app.report.confidence_intervals import MetricEstimate, mean_interval, sign_test
-from app.report.matplotlib_figures import check_picture_path
+from app.report.matplotlib_figures import check_picture_path, new_figure, save_figure
+from app.report.plots import BLUE, GREY, ORANGE, escape_label
 from app.reward.builtin_tasks import is_task_reward
 from settings.errors import InputError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 EXPECTED_DIFFERENCES = {MODEL, CHECKPOINT}
 """Facts that may differ without a note: the labels show them."""
@@ -46,6 +54,104 @@ HASHED_FACTS = {PROMPTS: "the prompts differ in their tokens or in other columns
 """Notes on facts that are digests."""
 CHANGE_DECIMALS = 9
 """Decimals kept of a difference; later ones may be rounding errors of the order of summation."""
+
+
+ROW_HEIGHT, MARGIN, WIDTH = 0.42, 1.5, 9.0
+"""Sizes in inches."""
+MARKER_OFFSET = 0.16
+"""Distance of the markers of before and after from the middle of their row, in rows."""
+MIN_SHOWN_P = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class PairedMetric:
+    """One metric before and after."""
+
+    name: str
+    """Name as in `metrics.jsonl`, such as `eval/accuracy`."""
+    before: MetricEstimate
+    after: MetricEstimate
+    difference: MetricEstimate
+    """Difference after - before, over the prompts that have a value in both."""
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationComparison:
+    """The result of comparing two evaluations prompt by prompt."""
+
+    before: str
+    after: str
+    """Label of the evaluated model."""
+    num_prompts: int
+    judge: str
+    has_plugin_judge: bool
+    """Whether the judge is a plug-in, whose values need not be shares."""
+    metrics: Sequence[PairedMetric]
+    num_better: int
+    num_worse: int
+    num_equal: int
+    """Prompts with higher, lower and equal accuracy; a prompt without a value on either side is not counted."""
+    test: str
+    p_value: float
+    notes: Sequence[str]
+    """Other differences between the two evaluations."""
+
+    def to_dict(self) -> dict[str, Any]:
+        metrics = {
+            row.name: {end: getattr(row, end)._asdict() for end in ("before", "after", "difference")}
+            for row in self.metrics
+        }
+        return {
+            "before": self.before,
+            "after": self.after,
+            "prompts": self.num_prompts,
+            "judge": self.judge,
+            "metrics": metrics,
+            "better": self.num_better,
+            "worse": self.num_worse,
+            "alike": self.num_equal,
+            "test": self.test,
+            "p": self.p_value,
+            "notes": [*self.notes],
+        }
+
+    @property
+    def verdict(self) -> str:
+        """The counts of changed prompts and the p-value."""
+        p = f"p < {MIN_SHOWN_P:g}" if self.p_value < MIN_SHOWN_P else f"p = {self.p_value:.2g}"
+        return f"{self.num_better} prompts better, {self.num_worse} worse, {self.num_equal} equal: {p} ({self.test})"
+
+    def to_text(self) -> str:
+        rows = [
+            (
+                row.name.removeprefix("eval/"),
+                *(" ".join(format_estimate(row.name, end, self.has_plugin_judge)) for end in (row.before, row.after)),
+                self._format_difference(row),
+            )
+            for row in self.metrics
+        ]
+        lines = [
+            f"before  {self.before}",
+            f"after   {self.after}",
+            f"{self.num_prompts} prompts, judged by {self.judge}; 95 % intervals in brackets",
+            "",
+            format_table(rows, header=("", "before", "after", "difference")),
+            "",
+            self.verdict,
+        ]
+        return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
+
+    def _format_difference(self, row: PairedMetric) -> str:
+        """Formats a difference with its sign; differences of shares are in percentage points."""
+        if row.difference.value is None:
+            return "–"
+
+        def signed(change: float) -> str:
+            text = format_metric(row.name, change, by_plug_in=self.has_plugin_judge)
+            return "+" * (not text.startswith("-")) + text
+
+        text = f"{signed(row.difference.value)} {format_interval(row.difference.interval, signed)}"
+        return text.replace(" %", " pp", 1).replace(" %", "").rstrip()
 
 
 @dataclass(frozen=True)
@@ -209,3 +315,51 @@ def _notes(first: EvaluationResults, second: EvaluationResults, *, num_unjudged:
         for name in different_names(old, new):
             if name not in EXPECTED_DIFFERENCES:
                 yield HASHED_FACTS.get(name, f"{name} was {old.get(name)} and is now {new.get(name)}")
+
+
+def write_plot(path: Path, comparison: EvaluationComparison) -> None:
+    """Plots before and after with their intervals, and the differences; equal comparisons produce equal bytes.
+
+    Only metrics that fit on one axis are drawn: shares, or the accuracies of a plug-in judge.
+    """
+    from matplotlib.ticker import PercentFormatter
+
+    by_plugin = comparison.has_plugin_judge
+    metrics = [
+        row
+        for row in comparison.metrics
+        if (row.name.startswith("eval/accuracy") if by_plugin else not row.name.endswith(("_length", "_count")))
+    ]
+    with new_figure(WIDTH, MARGIN + ROW_HEIGHT * max(len(metrics), 2)) as figure:
+        values, changes = figure.subplots(1, 2, sharey=True, width_ratios=[3, 2])
+        places = np.arange(len(metrics))
+        before, after, difference = (
+            [getattr(row, end) for row in metrics] for end in ("before", "after", "difference")
+        )
+        _draw_points(values, before, places - MARKER_OFFSET, GREY, f"before: {comparison.before}")
+        _draw_points(values, after, places + MARKER_OFFSET, BLUE, f"after: {comparison.after}")
+        _draw_points(changes, difference, places, ORANGE, "difference")
+        changes.axvline(0, color=GREY, linewidth=1.0, zorder=0)
+        values.set_yticks(places, [escape_label(row.name.removeprefix("eval/")) for row in metrics])
+        values.set_ylim(len(metrics) - 0.5, -0.5)
+        for axes in (values, changes):
+            axes.tick_params(axis="y", length=0)
+            axes.grid(axis="y", visible=False)
+            axes.margins(x=0.05)
+            if not by_plugin:
+                axes.xaxis.set_major_formatter(PercentFormatter(1.0, symbol=" %"))
+        if not by_plugin:
+            values.set_xlim(-0.02, 1.02)
+        values.set_xlabel("mean over prompts, 95 % interval")
+        changes.set_xlabel("after − before, per prompt")
+        figure.suptitle(f"{comparison.num_prompts} prompts. {comparison.verdict}", x=0.01, ha="left", fontsize=9)
+        figure.legend(loc="outside lower left", ncols=1, frameon=False)
+        write_atomic(path, save_figure(figure, "png"))
+
+
+def _draw_points(axes: Axes, estimates: Sequence[MetricEstimate], places: np.ndarray, color: str, label: str) -> None:
+    """Draws each estimate as a dot with its interval, at the given height."""
+    values = np.array([np.nan if one.value is None else one.value for one in estimates])
+    ends = np.array([one.interval or (value, value) for one, value in zip(estimates, values, strict=True)])
+    style = {"fmt": "o", "color": color, "markersize": 5, "elinewidth": 1.6, "label": escape_label(label)}
+    axes.errorbar(values, places, xerr=np.abs(ends.reshape(-1, 2).T - values), **style)

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from app.evaluation.comparison_report import format_estimate, is_shown
 from app.evaluation.metadata import JUDGE, EvaluationMetadata
 from app.evaluation.prompt_metrics import PASS_AT_PREFIX, pass_at_k_sizes
-from app.records.text_format import format_table
+from app.records.text_format import format_interval, format_table
+from app.report.before_after import format_metric
 from app.report.confidence_intervals import MetricEstimate
 from app.reward.builtin_tasks import is_task_reward
 
@@ -74,3 +74,17 @@ class EvaluationSummary:
             *(["two such files are compared by grpo evaluate --compare BEFORE AFTER"] if self.out else []),
         ]
         return "\n".join(lines)
+
+
+def format_estimate(name: str, estimate: MetricEstimate, has_plugin_judge: bool) -> tuple[str, str]:
+    """Returns a metric's value and its interval as text; the interval is empty if there is none."""
+
+    def format_value(value: float | None) -> str:
+        return format_metric(name, value, by_plug_in=has_plugin_judge)
+
+    return format_value(estimate.value), format_interval(estimate.interval, format_value)
+
+
+def is_shown(name: str, measured: MetricEstimate) -> bool:
+    """Returns whether a metric gets a row: it must have a value, and counts of errors must not be 0."""
+    return measured.value is not None and (not name.endswith("_count") or measured.value > 0)

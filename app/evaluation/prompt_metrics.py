@@ -148,18 +148,15 @@ def estimate_metrics(table: PromptTable, *, num_samples: int) -> dict[str, Metri
             estimates[name] = estimate_mean(column, mean_interval)
         elif name.startswith(PASS_AT_PREFIX) and not is_binary:
             estimates[name] = MetricEstimate(None, None)
+        elif name.startswith(PASS_AT_PREFIX):
+            # n // k trials for drawing k of n samples.
+            estimates[name] = share(column, num_samples // int(name.removeprefix(PASS_AT_PREFIX)))
         else:
-            estimates[name] = share(column, num_trials(name, num_samples))
+            # A vote of all samples is one trial.
+            estimates[name] = share(column, 1 if name.startswith(MAJORITY_PREFIX) else num_samples)
     for level in difficulty_levels(table):
         estimates[accuracy_metric_name(level)] = accuracy(table[ACCURACY][table[DIFFICULTY] == level])
     return estimates
-
-
-def num_trials(name: str, num_samples: int) -> int:
-    """Returns the number of trials per prompt: one for a vote of all samples, n // k for drawing k of n samples."""
-    if name.startswith(MAJORITY_PREFIX):
-        return 1
-    return num_samples // int(name.removeprefix(PASS_AT_PREFIX)) if name.startswith(PASS_AT_PREFIX) else num_samples
 
 
 def estimate_mean(column: np.ndarray, compute_interval: Callable[[np.ndarray], Interval | None]) -> MetricEstimate:

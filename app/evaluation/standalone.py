@@ -6,7 +6,6 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
 from pathlib import Path
 
 import jax
@@ -36,7 +35,6 @@ from app.evaluation.metadata import (
     write_metadata,
 )
 from app.evaluation.printed_summary import EvaluationSummary
-from app.prompts.encode import EncodeReport
 from app.records.identity import plugin_file_digests, prompts_digest
 from app.records.jsonl import check_output_path
 from app.records.sample import Prompt, Sample
@@ -55,20 +53,6 @@ from settings import Resolved, Settings
 from settings.loading.fields import value_of
 
 
-@dataclass(frozen=True)
-class EvaluationInput:
-    """Everything an evaluation reads, checked before any device is used."""
-
-    source: PolicySource
-    prompts: Sequence[Prompt]
-    encoding: EncodeReport
-    metadata: EvaluationMetadata
-
-    @property
-    def settings(self) -> Settings:
-        return self.source.settings
-
-
 def evaluate_model(resolved: Resolved, *, checkpoint: Path | None, out: Path | None) -> EvaluationSummary | None:
     """Generates answers to the held-out prompts, judges them and writes them to `out`.
 
@@ -80,33 +64,62 @@ def evaluate_model(resolved: Resolved, *, checkpoint: Path | None, out: Path | N
     """
     if out is not None:
         check_output_path(out)
-    inputs = read_evaluation_input(resolved.settings, checkpoint)
-    with join_hosts(inputs.settings, out=out or Path("evaluation")) as enter_phase:
+    source = read_policy_source(resolved.settings, checkpoint)
+    settings, model, saved = source
+    prompts, encoding = read_eval_prompts(settings, model.tokenizer)
+    metadata = _build_metadata(settings, model, saved, prompts)
+    with ExitStack() as stack:
+        enter_phase = stack.enter_context(join_hosts(settings, out=out or Path("evaluation")))
         # If only some hosts wrote, they and the others would wait for each other.
-        check_hosts_agree(resolved, {**inputs.metadata.facts, "--out": "not given" if out is None else "given"})
+        check_hosts_agree(resolved, {**metadata.facts, "--out": "not given" if out is None else "given"})
         start = time.perf_counter()
-        samples = _generate_and_judge(inputs, enter_phase)
+        with error_barrier():
+            columns = eval_columns(settings, prompts)
+            # Training adds up all reward functions; only the first one judges.
+            judge = settings.reward.model_copy(update={"functions": settings.reward.functions[:1]})
+            of_judge = settings.model_copy(update={"reward": judge})
+            rewards = stack.enter_context(make_rewards(of_judge, columns, columns))
+        samples = _generate(source, prompts, enter_phase)
+        # This phase has no time limit: a host judges its whole shard in it, and each call has a limit of its own.
+        enter_phase(WAIT_PHASE)
+        judged = rewards.grade_held_out(samples, StepInfo(metadata.step or 0, settings.run.steps))
+        for line in gather_lines_to_process_0((*rewards.plug_in_summaries, *judged.notices)):
+            print(line, file=sys.stderr)
+        check_rewards(judged)
         if out is not None:
-            _write_results(out, inputs.metadata, samples, enter_phase)
-        metrics = evaluation_estimates(samples, inputs.settings)
+            wait_for_other_hosts(enter_phase)
+            enter_phase("save")
+            with error_barrier():
+                if jax.process_index() == 0:
+                    # Before the samples, which could not be told apart without it.
+                    write_metadata(out, metadata)
+            write_collectively(out, [sample_json_lines(judged.samples, path=out)])
+        metrics = evaluation_estimates(judged.samples, settings)
     if jax.process_index() > 0:
         return None
     return EvaluationSummary(
-        inputs.metadata,
-        num_prompts=len(inputs.prompts),
-        num_dropped=inputs.encoding.dropped,
-        num_samples=inputs.settings.eval.num_samples,
+        metadata,
+        num_prompts=len(prompts),
+        num_dropped=encoding.dropped,
+        num_samples=settings.eval.num_samples,
         metrics=metrics,
         seconds=time.perf_counter() - start,
         out=out,
     )
 
 
-def read_evaluation_input(settings: Settings, checkpoint: Path | None) -> EvaluationInput:
-    """Reads the checkpoint, model and held-out prompts. Raises InputError if one of them cannot be used."""
-    source = read_policy_source(settings, checkpoint)
-    prompts, encoding = read_eval_prompts(source.settings, source.model.tokenizer)
-    return EvaluationInput(source, prompts, encoding, _build_metadata(*source, prompts))
+def _generate(source: PolicySource, prompts: Sequence[Prompt], enter_phase: PhaseCallback) -> list[Sample]:
+    """Returns the samples of this host's prompts; the model leaves the devices."""
+    scoring = ScoringSession.open(source.settings, source.model)
+    with closing(Session.open(scoring, generates="evaluations")) as session:
+        weights = source.load_decode_weights(session)
+        session.compile_evaluation()
+        num_samples = len(host_slice(len(prompts))) * source.settings.eval.num_samples
+        with RolloutProgress(num_samples=num_samples, enabled=jax.process_index() == 0) as progress:
+            for note in session.generation_notes:
+                progress.print_line(note)
+            samples = progress.track(generate_samples(session, weights, prompts))
+            return [*iterate_in_phase(samples, "evaluate", enter_phase)]
 
 
 def _build_metadata(
@@ -140,50 +153,3 @@ def _build_metadata(
     source = data.eval_source or data.sources[0].source
     dataset = f"{source} ({data.eval_split})" if source.startswith(("builtin:", "hf:")) else source
     return EvaluationMetadata(settings.model.path, None if saved_policy is None else saved_policy.step, dataset, facts)
-
-
-def _generate_and_judge(inputs: EvaluationInput, enter_phase: PhaseCallback) -> Sequence[Sample]:
-    """Returns the samples of this host's prompts, with their rewards by the first reward function."""
-    settings = inputs.settings
-    with ExitStack() as stack:
-        with error_barrier():
-            columns = eval_columns(settings, inputs.prompts)
-            # Training adds up all reward functions; only the first one judges.
-            judge = settings.reward.model_copy(update={"functions": settings.reward.functions[:1]})
-            of_judge = settings.model_copy(update={"reward": judge})
-            rewards = stack.enter_context(make_rewards(of_judge, columns, columns))
-        samples = _generate(inputs, enter_phase)
-        # This phase has no time limit: a host judges its whole shard in it, and each call has a limit of its own.
-        enter_phase(WAIT_PHASE)
-        judged = rewards.grade_held_out(samples, StepInfo(inputs.metadata.step or 0, settings.run.steps))
-        for line in gather_lines_to_process_0((*rewards.plug_in_summaries, *judged.notices)):
-            print(line, file=sys.stderr)
-    check_rewards(judged)
-    return judged.samples
-
-
-def _generate(inputs: EvaluationInput, enter_phase: PhaseCallback) -> list[Sample]:
-    """Returns the samples of this host's prompts."""
-    settings = inputs.settings
-    scoring = ScoringSession.open(settings, inputs.source.model)
-    with closing(Session.open(scoring, generates="evaluations")) as session:
-        weights = inputs.source.load_decode_weights(session)
-        session.compile_evaluation()
-        num_samples = len(host_slice(len(inputs.prompts))) * settings.eval.num_samples
-        with RolloutProgress(num_samples=num_samples, enabled=jax.process_index() == 0) as progress:
-            for note in session.generation_notes:
-                progress.print_line(note)
-            samples = progress.track(generate_samples(session, weights, inputs.prompts))
-            return [*iterate_in_phase(samples, "evaluate", enter_phase)]
-
-
-def _write_results(
-    out: Path, metadata: EvaluationMetadata, samples: Sequence[Sample], enter_phase: PhaseCallback
-) -> None:
-    """Writes the samples of all hosts, and before them the metadata, without which they could not be told apart."""
-    wait_for_other_hosts(enter_phase)
-    enter_phase("save")
-    with error_barrier():
-        if jax.process_index() == 0:
-            write_metadata(out, metadata)
-    write_collectively(out, [sample_json_lines(samples, path=out)])

@@ -1,16 +1,44 @@
-"""Converts our stacked parameters to the tensors of a Hugging Face checkpoint."""
+"""Our stacked parameters as the tensors of a Hugging Face checkpoint, adapters as those of PEFT, and their files.
+
+Files are written tensor by tensor, because the library's writer holds a whole file in memory.
+Source: Hu et al. 2021, LoRA; the checkpoint format of PEFT, https://huggingface.co/docs/peft; the safetensors format,
+https://huggingface.co/docs/safetensors (8 bytes of header length, little-endian, a JSON header of types, shapes and
+offsets, the tensors without gaps).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import jax
 import numpy as np
+from huggingface_hub import split_state_dict_into_shards_factory
 from jaxtyping import Array
 
-from app.model.decoder import DecoderDefinition, ParamPath, Params, flatten_by_path
-from app.model.io.hf_weights import TensorEntry, expected_tensors
+from app.model.decoder import DecoderDefinition, Params, flatten_by_path
+from app.model.io.hf_weights import LAYER_TENSORS, expected_tensors
+from app.model.io.model_files import INDEX_FILE, NUMPY_TYPES, TensorSource
 from app.model.lora import LORA_A, LORA_B, merge_adapters
+
+PREFIX = "base_model.model.model.layers"
+"""Path of the layers: the two levels added by PEFT, then those of a causal language model."""
+
+PROJECTIONS = {path[0]: name for name, path in LAYER_TENSORS.items() if name.endswith("_proj")}
+"""Our projection -> its module in a layer: `query` -> `self_attn.q_proj`."""
+
+
+SHARD_BYTES = 5_000_000_000
+"""Maximum size of a file, unless a single tensor is larger; hubs and file systems accept this size."""
+
+ALIGNMENT = 8
+"""Alignment of the first tensor in bytes, for readers that map the file."""
+
+DTYPE_CODES = {dtype: code for code, dtype in NUMPY_TYPES.items()}
+METADATA = {"format": "pt"}
+"""transformers rejects a file without the name of a framework; `pt` means that matrices are `[out, in]`."""
 
 
 class HfTensors:
@@ -30,17 +58,18 @@ class HfTensors:
         return {name: entry.file_shape for name, entry in self._entries.items()}
 
     def read(self, name: str) -> np.ndarray:
-        """Returns one tensor as float32, fetched from its devices."""
+        """Returns one tensor as float32, fetched from its devices; a kernel `[*in, *out]` as a matrix `[out, in]`."""
         entry = self._entries[name]
-        array = self._arrays[entry.path] if entry.layer is None else self._layer_array(entry, entry.layer)
-        return to_hf_layout(np.asarray(array), entry.path, entry.file_shape)
-
-    def _layer_array(self, entry: TensorEntry, layer: int) -> Array:
         *inside, leaf = entry.path
-        leaves = (leaf, LORA_A, LORA_B) if leaf == "kernel" else (leaf,)
-        stacked = {name: self._arrays[path] for name in leaves if (path := (*inside, name)) in self._arrays}
-        arrays = {name: slice_layer(array, layer, entry.expert) for name, array in stacked.items()}
-        return merge_adapters(arrays, self._lora)[leaf]
+        if entry.layer is None:
+            array = self._arrays[entry.path]
+        else:
+            leaves = (leaf, LORA_A, LORA_B) if leaf == "kernel" else (leaf,)
+            stacked = {one: self._arrays[path] for one in leaves if (path := (*inside, one)) in self._arrays}
+            arrays = {one: slice_layer(array, entry.layer, entry.expert) for one, array in stacked.items()}
+            array = merge_adapters(arrays, self._lora)[leaf]
+        tensor, shape = np.asarray(array), entry.file_shape
+        return tensor.reshape(shape[::-1]).T if leaf == "kernel" else tensor.reshape(shape)
 
 
 @jax.jit
@@ -54,8 +83,76 @@ def slice_layer(stacked: Array, layer: int, expert: int | None = None) -> Array:
     return stacked[layer, expert]
 
 
-def to_hf_layout(tensor: np.ndarray, path: ParamPath, file_shape: tuple[int, ...]) -> np.ndarray:
-    """Inverts `hf_weights.from_hf_layout`: turns our `[*in, *out]` kernel into the file's `[out, in]` matrix."""
-    if path[-1] == "kernel":
-        return tensor.reshape(file_shape[::-1]).T
-    return tensor.reshape(file_shape)
+class PeftTensors:
+    """The tensors of adapters under PEFT's names, layer by layer: a `TensorSource`.
+
+    `lora_A.weight` [r, in] = A^T and `lora_B.weight` [out, r] = B^T.
+    """
+
+    def __init__(self, adapters: Params) -> None:
+        flat = flatten_by_path(adapters)
+        self._adapters = {
+            path[-2]: (down, flat[*path[:-1], LORA_B]) for path, down in flat.items() if path[-1] == LORA_A
+        }
+        (num_layers,) = {len(down) for down, _ in self._adapters.values()}
+        self._places = {
+            f"{PREFIX}.{layer}.{PROJECTIONS[projection]}.{factor}.weight": (projection, layer, factor)
+            for layer in range(num_layers)
+            for projection in self._adapters
+            for factor in ("lora_A", "lora_B")
+        }
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return {name: self._shape(projection, factor) for name, (projection, _, factor) in self._places.items()}
+
+    def _shape(self, projection: str, factor: str) -> tuple[int, int]:
+        down, up = self._adapters[projection]
+        rank = down.shape[-1]
+        return (rank, math.prod(down.shape[1:-1])) if factor == "lora_A" else (math.prod(up.shape[2:]), rank)
+
+    def read(self, name: str) -> np.ndarray:
+        """Returns one tensor as float32, fetched from its devices."""
+        projection, layer, factor = self._places[name]
+        down, up = self._adapters[projection]
+        tensor = np.asarray(slice_layer(down if factor == "lora_A" else up, layer))
+        return tensor.reshape(self._shape(projection, factor)[::-1]).T
+
+
+def write_sharded_safetensors(
+    directory: Path, source: TensorSource, dtype: np.dtype, *, shard_bytes: int = SHARD_BYTES
+) -> list[str]:
+    """Writes every tensor of `source`, rounded to `dtype`; returns the names of the weight files.
+
+    The result is a single `model.safetensors`, or several shards and their index.
+    """
+    plan = split_state_dict_into_shards_factory(
+        {name: math.prod(shape) * dtype.itemsize for name, shape in source.shapes.items()},
+        get_storage_size=lambda num_bytes: num_bytes,
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=shard_bytes,
+    )
+    for file, names in plan.filename_to_tensors.items():
+        write_safetensors(directory / file, source, names, dtype)
+    if plan.is_sharded:
+        index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
+        (directory / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    return [*plan.filename_to_tensors]
+
+
+def write_safetensors(path: Path, source: TensorSource, names: Sequence[str], dtype: np.dtype) -> None:
+    """Writes the named tensors, each rounded once to `dtype`; only one at a time is in memory."""
+    header, end = {}, 0
+    for name in names:
+        start, end = end, end + math.prod(source.shapes[name]) * dtype.itemsize
+        header[name] = {"dtype": DTYPE_CODES[dtype], "shape": list(source.shapes[name]), "data_offsets": [start, end]}
+    encoded = json.dumps({"__metadata__": METADATA, **header}, separators=(",", ":")).encode()
+    encoded += b" " * (-len(encoded) % ALIGNMENT)
+    with path.open("wb") as file:
+        file.write(len(encoded).to_bytes(8, "little"))
+        file.write(encoded)
+        for name in names:
+            # Every platform supported by JAX is little-endian, like the format.
+            file.write(
+                np.ascontiguousarray(source.read(name).astype(dtype, copy=False)).reshape(-1).view(np.uint8).data
+            )

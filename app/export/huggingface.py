@@ -9,33 +9,32 @@ import json
 import logging
 import os
 import shlex
+import shutil
 import sys
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import jax.numpy as jnp
-from jax.sharding import Mesh
 
 from app.checkpoint.policy_weights import load_trained_params
 from app.checkpoint.saved_policy import PolicyCheckpoint
-from app.export.hf_files import GENERATION_CONFIG_FILE, export_config, export_generation_config, write_tokenizer
-from app.export.hf_tensors import HfTensors
-from app.export.model_card import ADAPTER, CARD_FILE, FULL_MODEL, MERGED_MODEL, ExportFormat, export_notes, model_card
-from app.export.peft import ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE, PeftTensors, adapter_config
-from app.export.safetensors_writer import write_safetensors, write_sharded_safetensors
+from app.export.hf_tensors import HfTensors, PeftTensors, write_safetensors, write_sharded_safetensors
+from app.export.model_card import ADAPTER, CARD_FILE, FULL_MODEL, MERGED_MODEL, export_notes, model_card
 from app.mesh import device_mesh, jax_startup
 from app.model.decoder import Params
+from app.model.io.config_fields import HfConfig
+from app.model.io.families import FAMILIES
 from app.model.io.gguf import GgufFile
 from app.model.io.hf_weights import load_weights
-from app.model.io.model_files import BUILTIN_PREFIX, CONFIG_FILE
-from app.model.lora import combine_params
+from app.model.io.model_files import BUILTIN_PREFIX, CONFIG_FILE, ModelFiles
+from app.model.lora import LoRAConfig, combine_params
+from app.prompts.tokenizer import TOKENIZER_FILE, load_fast_tokenizer
 from app.records.atomic_write import create_folder_atomic
 from app.runtime.model_spec import ModelSpec, read_model_spec
 from app.runtime.pinned_revisions import pin_revisions
-from settings import Resolved, Settings
+from settings import Resolved
 from settings.errors import InputError
 from settings.schema.mesh import MeshSettings
 
@@ -44,108 +43,94 @@ log = logging.getLogger(__name__)
 WeightType = Literal["float32", "bfloat16"]
 
 
-@dataclass(frozen=True)
-class ExportJob:
-    """A checkpoint, its model and the folder to write, checked for compatibility."""
+ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+GENERATION_CONFIG_FILE = "generation_config.json"
 
-    resolved: Resolved
-    settings: Settings
-    """The settings, with the hub commit used at the start of the run."""
-    saved_policy: PolicyCheckpoint
-    model: ModelSpec
-    out: Path
-    dtype: WeightType
-    start: float = field(default_factory=time.perf_counter)
+OMITTED_BASE_FIELDS = ("_name_or_path", "transformers_version", "torch_dtype", "dtype")
+"""Fields of the base model that do not apply to the export: its origin, its writer, and the type of its weights."""
+TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
+PORTABLE_TOKENIZER_CLASS = "PreTrainedTokenizerFast"
+"""A class known to both transformers 4 and 5; by default, version 5 writes a name unknown to version 4."""
 
-    @classmethod
-    def open(cls, resolved: Resolved, *, checkpoint: Path, out: Path, dtype: WeightType) -> ExportJob:
-        """Opens a job; raises InputError if checkpoint, settings and model differ, or `out` cannot be created."""
-        out = out.expanduser().absolute()
-        check_new_folder(out)
-        saved = PolicyCheckpoint.open(checkpoint)
-        settings = pin_revisions(resolved.settings, saved.run)
-        model = read_model_spec(settings)
-        saved.check_compatible(model, needs_quantizer=False)
-        return cls(resolved, settings, saved, model, out, dtype)
-
-    def write_directory(
-        self, export_format: ExportFormat, write_files: Callable[[Path], list[str]], *, num_parameters: int
-    ) -> dict[str, Any]:
-        """Creates the folder and returns the summary to print.
-
-        Args:
-            write_files: fills a folder and returns the names of its weight files.
-        """
-        card = model_card(self.resolved, self.saved_policy, self.model, export_format=export_format, dtype=self.dtype)
-        for note in export_notes(self.resolved, self.model, export_format=export_format, dtype=self.dtype):
-            print(f"note: {note}", file=sys.stderr)
-        with create_folder_atomic(self.out) as folder:
-            weight_files = write_files(folder)
-            (folder / CARD_FILE).write_text(card, encoding="utf-8")
-        return {
-            "run": str(self.saved_policy.run.path),
-            "step": self.saved_policy.step,
-            "model": self.model.files.name,
-            "parameters": num_parameters,
-            "weights": f"{self.dtype} in {len(weight_files)} file{'s' if len(weight_files) > 1 else ''}",
-            "bytes": sum(file.stat().st_size for file in self.out.iterdir()),
-            "seconds": round(time.perf_counter() - self.start, 2),
-            "written to": str(self.out),
-            "load it": f"{export_format.model_class}.from_pretrained({str(self.out)!r}), as in {CARD_FILE} there",
-            **({} if export_format is ADAPTER else {"measure it": self._evaluate_command()}),
-        }
-
-    def _evaluate_command(self) -> str:
-        run = self.saved_policy.run
-        config = ["--config", str(run.settings_path)] if run.has_settings else []
-        exact = [word for name in self.resolved.settings.rollout.rounding for word in ("--set", f"{name}=null")]
-        return shlex.join(["grpo", "evaluate", *config, "--set", f"model.path={self.out}", *exact])
+TOKENIZER_FILES = (
+    TOKENIZER_FILE,
+    TOKENIZER_CONFIG_FILE,
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.json",
+    "chat_template.jinja",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+)
+"""Files to copy; none of them contains code."""
 
 
-def export(resolved: Resolved, *, checkpoint: Path, out: Path, dtype: WeightType) -> dict[str, Any]:
-    """Writes the policy of a checkpoint to the new folder `out`, with adapters merged into the weights.
+def export(
+    resolved: Resolved, *, checkpoint: Path, out: Path, dtype: WeightType, only_adapters: bool = False
+) -> dict[str, Any]:
+    """Writes the policy of a checkpoint to the new folder `out`, and returns the summary to print.
+
+    Adapters are merged into the weights, or written without their base model if `only_adapters`.
 
     Raises:
-        InputError: checkpoint, settings and model do not match, or `out` cannot be created; nothing is written.
+        InputError: checkpoint, settings and model do not match, `out` cannot be created, or the checkpoint has no
+            adapters to write alone, or PEFT could not load their base model; nothing is written.
     """
-    job = ExportJob.open(resolved, checkpoint=checkpoint, out=out, dtype=dtype)
-    model, has_adapters = job.model, job.model.policy_definition.lora is not None
+    start, out = time.perf_counter(), out.expanduser().absolute()
+    check_new_folder(out)
+    saved = PolicyCheckpoint.open(checkpoint)
+    settings = pin_revisions(resolved.settings, saved.run)
+    model = read_model_spec(settings)
+    saved.check_compatible(model, needs_quantizer=False)
+    has_adapters = model.policy_definition.lora is not None
+    export_format = ADAPTER if only_adapters else MERGED_MODEL if has_adapters else FULL_MODEL
+    if only_adapters:
+        check_adapters(settings.model.path, saved, model)
+    card = model_card(resolved, saved, model, export_format=export_format, dtype=dtype)
+    for note in export_notes(resolved, model, export_format=export_format, dtype=dtype):
+        print(f"note: {note}", file=sys.stderr)
+    with create_folder_atomic(out) as folder:
+        cpu = MeshSettings(platform="cpu")
+        jax_startup.initialize_local(cpu)
+        mesh = device_mesh.make_mesh(cpu)
+        trained = load_trained_params(saved, model, mesh)
+        if only_adapters:
+            weight_files, num_parameters = [ADAPTER_WEIGHTS_FILE], model.policy_definition.num_trainable
+            tensors = PeftTensors(trained)
+            commit, lora = model.files.commit, model.policy_definition.lora
+            assert lora is not None
+            base = model.files.name if commit else str(model.files.path.resolve())
+            _write_json(folder / ADAPTER_CONFIG_FILE, adapter_config(lora, base=base, revision=commit))
+            write_tokenizer(model.files, folder)
+            write_safetensors(folder / ADAPTER_WEIGHTS_FILE, tensors, [*tensors.shapes], jnp.dtype(dtype))
+        else:
+            frozen = load_weights(model.definition, model.files.weights, mesh) if has_adapters else None
+            weight_files = write_model(folder, model, combine_params(trained, frozen), dtype=dtype)
+            num_parameters = model.definition.num_parameters
+        (folder / CARD_FILE).write_text(card, encoding="utf-8")
+    config = ["--config", str(saved.run.settings_path)] if saved.run.has_settings else []
+    exact = [word for name in resolved.settings.rollout.rounding for word in ("--set", f"{name}=null")]
+    evaluate = shlex.join(["grpo", "evaluate", *config, "--set", f"model.path={out}", *exact])
+    return {
+        "run": str(saved.run.path),
+        "step": saved.step,
+        "model": model.files.name,
+        "parameters": num_parameters,
+        "weights": f"{dtype} in {len(weight_files)} file{'s' if len(weight_files) > 1 else ''}",
+        "bytes": sum(file.stat().st_size for file in out.iterdir()),
+        "seconds": round(time.perf_counter() - start, 2),
+        "written to": str(out),
+        "load it": f"{export_format.model_class}.from_pretrained({str(out)!r}), as in {CARD_FILE} there",
+        **({} if only_adapters else {"measure it": evaluate}),
+    }
 
-    def write_files(folder: Path) -> list[str]:
-        mesh = make_cpu_mesh()
-        trained = load_trained_params(job.saved_policy, model, mesh)
-        frozen = load_weights(model.definition, model.files.weights, mesh) if has_adapters else None
-        return write_model(folder, model, combine_params(trained, frozen), dtype=dtype)
 
-    export_format = MERGED_MODEL if has_adapters else FULL_MODEL
-    return job.write_directory(export_format, write_files, num_parameters=model.definition.num_parameters)
-
-
-def export_adapter(resolved: Resolved, *, checkpoint: Path, out: Path, dtype: WeightType) -> dict[str, Any]:
-    """Writes the adapters of a checkpoint, without their base model, to the new folder `out`.
-
-    Raises:
-        InputError: as for `export`; also if the checkpoint has no adapters, or PEFT could not load their base model.
-    """
-    job = ExportJob.open(resolved, checkpoint=checkpoint, out=out, dtype=dtype)
-    model, config = job.model, build_adapter_config(job)
-
-    def write_files(folder: Path) -> list[str]:
-        tensors = PeftTensors(load_trained_params(job.saved_policy, model, make_cpu_mesh()))
-        _write_json(folder / ADAPTER_CONFIG_FILE, config)
-        write_tokenizer(model.files, folder)
-        write_safetensors(folder / ADAPTER_WEIGHTS_FILE, tensors, [*tensors.shapes], jnp.dtype(dtype))
-        return [ADAPTER_WEIGHTS_FILE]
-
-    return job.write_directory(ADAPTER, write_files, num_parameters=model.policy_definition.num_trainable)
-
-
-def build_adapter_config(job: ExportJob) -> dict[str, Any]:
-    """Returns PEFT's configuration; raises InputError without adapters, or if PEFT could not load the base model."""
-    model, path, lora = job.model, job.settings.model.path, job.model.policy_definition.lora
-    if lora is None:
+def check_adapters(path: str, saved_policy: PolicyCheckpoint, model: ModelSpec) -> None:
+    """Raises InputError if a checkpoint has no adapters, or if PEFT could not load their base model at `path`."""
+    if model.policy_definition.lora is None:
         raise InputError(
-            f"--adapter: {job.saved_policy.path} holds all weights and no adapters: its run had no model.lora.rank; "
+            f"--adapter: {saved_policy.path} holds all weights and no adapters: its run had no model.lora.rank; "
             "omit --adapter to export the whole model"
         )
     if path.startswith(BUILTIN_PREFIX) or isinstance(model.files.weights, GgufFile):
@@ -153,15 +138,29 @@ def build_adapter_config(job: ExportJob) -> dict[str, Any]:
             f"--adapter: PEFT needs a Hugging Face directory or hub id as the base model, but model.path = {path} is "
             "neither; omit --adapter to export the whole model, with the adapters merged into it"
         )
-    commit = model.files.commit
-    return adapter_config(lora, base=model.files.name if commit else str(model.files.path.resolve()), revision=commit)
 
 
-def make_cpu_mesh() -> Mesh:
-    """Returns a mesh of this host's CPU."""
-    settings = MeshSettings(platform="cpu")
-    jax_startup.initialize_local(settings)
-    return device_mesh.make_mesh(settings)
+def adapter_config(lora: LoRAConfig, *, base: str, revision: str | None) -> dict[str, Any]:
+    """Returns the content of `adapter_config.json`.
+
+    Args:
+        base: hub id or absolute path of the base model.
+        revision: commit of the hub id; None for a path.
+    """
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "revision": revision,
+        "r": lora.rank,
+        "lora_alpha": int(lora.alpha) if lora.alpha.is_integer() else lora.alpha,
+        "lora_dropout": 0.0,
+        "target_modules": list(lora.projections),
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "use_rslora": False,
+        "inference_mode": True,
+    }
 
 
 def write_model(folder: Path, model: ModelSpec, params: Params, *, dtype: WeightType) -> list[str]:
@@ -176,8 +175,44 @@ def write_model(folder: Path, model: ModelSpec, params: Params, *, dtype: Weight
     return write_sharded_safetensors(folder, HfTensors(model.policy_definition, params), jnp.dtype(dtype))
 
 
+def export_config(config: HfConfig, *, dtype: str, eos_ids: Sequence[int]) -> dict[str, Any]:
+    """Returns the base model's configuration with the type of the exported weights.
+
+    Adds fields that a GGUF file or a short config.json omits and for which transformers has other defaults.
+    """
+    kept = {name: value for name, value in config.items() if name not in OMITTED_BASE_FIELDS}
+    required = {"architectures": [FAMILIES[config["model_type"]].causal_lm], "eos_token_id": unwrap_single_id(eos_ids)}
+    missing = {name: value for name, value in required.items() if kept.get(name) is None}
+    # Uses the newer name only if the base does: every version of transformers reads the older one.
+    return {**kept, **missing, "dtype" if "dtype" in config else "torch_dtype": dtype}
+
+
+def export_generation_config(base: Mapping[str, Any], *, eos_ids: Sequence[int], pad_id: int) -> dict[str, Any]:
+    """Returns the base model's generation configuration, with the end tokens of the training samples."""
+    kept = {name: value for name, value in base.items() if name != "transformers_version"}
+    return {"pad_token_id": pad_id, **kept, "eos_token_id": unwrap_single_id(eos_ids)}
+
+
+def unwrap_single_id(ids: Sequence[int]) -> int | list[int]:
+    """Returns a list of ids, or a single id as an integer, which every reader accepts."""
+    return ids[0] if len(ids) == 1 else list(ids)
+
+
+def write_tokenizer(files: ModelFiles, directory: Path) -> None:
+    """Copies the tokenizer files of a model's directory, or writes equivalent ones for a GGUF file."""
+    if isinstance(files.weights, GgufFile):
+        load_fast_tokenizer(files).save_pretrained(directory)
+        config = json.loads((directory / TOKENIZER_CONFIG_FILE).read_text(encoding="utf-8"))
+        _write_json(directory / TOKENIZER_CONFIG_FILE, config | {"tokenizer_class": PORTABLE_TOKENIZER_CLASS})
+        return
+    for name in TOKENIZER_FILES:
+        # Copies the content: files from the hub are links into its cache.
+        if (files.path / name).is_file():
+            shutil.copyfile(files.path / name, directory / name)
+
+
 def _write_json(path: Path, value: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def check_new_folder(path: Path) -> None:

@@ -107,10 +107,10 @@ def model_card(
     algorithms = " and ".join(dict.fromkeys([*earlier, settings["algorithm.name"]]))
     # The opened model: its path may have been changed by --set.
     hub_id = model.files.name if model.files.commit is not None else None
-    settings["model.path"] = resolved.settings.model.path if hub_id is None else f"{hub_id}@{model.files.commit}"
-    for name in PATH_SETTINGS:
-        if name != "model.path" or hub_id is None:
-            settings[name] = _last_path_part(settings[name])
+    settings["model.path"] = resolved.settings.model.path
+    settings |= {name: _without_directories(settings[name], is_source=True) for name in PATH_SETTINGS}
+    if hub_id is not None:
+        settings["model.path"] = f"{hub_id}@{model.files.commit}"
     base = hub_id or model.files.name
     short_name = base.rpartition("/")[2].removeprefix(BUILTIN_PREFIX)
     system = settings["data.system_prompt"]
@@ -185,19 +185,12 @@ def _results_section(run: RunFiles, settings: Mapping[str, Any], *, step: int) -
 def _settings_table(settings: Mapping[str, Any], run: RunFiles | None) -> str:
     """Returns a table of the key settings and all settings changed from their defaults."""
     chosen = {setting.name for setting in run.non_default_settings() if setting.origin != "derived"} if run else set()
-    shown = {*KEY_SETTINGS, *chosen}
     rows = [
-        (f"`{name}`", _format_setting(value)) for name, value in settings.items() if name in shown and _is_public(name)
+        (f"`{name}`", f"`{json.dumps(_without_directories(value), ensure_ascii=False)}`")
+        for name, value in settings.items()
+        if name in {*KEY_SETTINGS, *chosen} - {*PRIVATE_SETTINGS} and name.partition(".")[0] in WANDB_SECTIONS
     ]
     return _table(("setting", "value"), rows)
-
-
-def _is_public(setting: str) -> bool:
-    return setting.partition(".")[0] in WANDB_SECTIONS and setting not in PRIVATE_SETTINGS
-
-
-def _format_setting(value: Any) -> str:
-    return f"`{json.dumps(_without_directories(value), ensure_ascii=False)}`"
 
 
 def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -207,20 +200,20 @@ def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in cells)
 
 
-def _without_directories(value: Any) -> Any:
-    """Returns the value with every local path in it shortened to its last part."""
+def _without_directories(value: Any, *, is_source: bool = False) -> Any:
+    """Returns the value with every local path in it shortened to its last part.
+
+    Args:
+        is_source: whether text is a path unless it names something built in or on the hub.
+    """
     if isinstance(value, Mapping):
-        return {name: _without_directories(item) for name, item in value.items()}
+        return {
+            name: _without_directories(item, is_source=is_source and name == "source") for name, item in value.items()
+        }
     if isinstance(value, list | tuple):
-        return [_without_directories(item) for item in value]
-    is_local = isinstance(value, str) and value.startswith(("/", "~", "./", "../"))
-    return _last_path_part(value) if is_local else value
-
-
-def _last_path_part(source: Any) -> Any:
-    """Returns the last part of a path, or of each in a mixture; built-in and hub sources, and None, are unchanged."""
-    if isinstance(source, list):
-        return [{**one, "source": _last_path_part(one["source"])} for one in source]
-    if not isinstance(source, str) or source.startswith((HUB_DATA_PREFIX, BUILTIN_PREFIX)):
-        return source
-    return source.rstrip("/").rpartition("/")[2]
+        return [_without_directories(item, is_source=is_source) for item in value]
+    if not isinstance(value, str):
+        return value
+    named_elsewhere = value.startswith((HUB_DATA_PREFIX, BUILTIN_PREFIX))
+    is_local = value.startswith(("/", "~", "./", "../")) or (is_source and not named_elsewhere)
+    return value.rstrip("/").rpartition("/")[2] if is_local else value

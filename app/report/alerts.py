@@ -6,7 +6,7 @@ chosen so that a run that learns raises no alert: people ignore alerts that are 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -69,15 +69,6 @@ class Alert:
     """The cause, and the settings to change."""
 
 
-@dataclass(frozen=True, slots=True)
-class AlertRule:
-    """A title and the condition of its alert."""
-
-    title: str
-    check: Callable[[StepRecords], str | None]
-    """Returns the text of an alert about the last of these steps, or None."""
-
-
 class StepRecords(list[MetricsRecord]):
     """The lines of the training steps so far."""
 
@@ -104,17 +95,13 @@ class AlertMonitor:
             self._steps.append(record)
         if finite_metric(record, "eval/accuracy") is not None:
             self._steps.evaluations.append((len(self._steps), record))
-        if not is_step:
-            return []
-        return [Alert(record["step"], rule.title, text) for rule in RULES if (text := self._check_rule(rule))]
-
-    def _check_rule(self, rule: AlertRule) -> str | None:
-        text = rule.check(self._steps)
-        if text is None:
-            self._absent_steps[rule] += 1
-            return None
-        absent, self._absent_steps[rule] = self._absent_steps[rule], 0
-        return text if absent >= REARM_STEPS else None
+        raised: list[Alert] = []
+        for title, check in RULES.items() if is_step else ():
+            text = check(self._steps)
+            if text is not None and self._absent_steps[title] >= REARM_STEPS:
+                raised.append(Alert(record["step"], title, text))
+            self._absent_steps[title] = self._absent_steps[title] + 1 if text is None else 0
+        return raised
 
 
 def find_alerts(history: History) -> list[Alert]:
@@ -145,10 +132,8 @@ def _nonfinite_update(steps: Sequence[MetricsRecord]) -> str | None:
 def _entropy_collapse(steps: Sequence[MetricsRecord]) -> str | None:
     if len(steps) < 2 * SHORT_WINDOW_STEPS or _is_solved(steps):
         return None
-    start, now = (
-        Series.from_history(steps[:SHORT_WINDOW_STEPS], "policy/entropy").values,
-        _last_values(steps, "policy/entropy", SHORT_WINDOW_STEPS),
-    )
+    start = Series.from_history(steps[:SHORT_WINDOW_STEPS], "policy/entropy").values
+    now = _last_values(steps, "policy/entropy", SHORT_WINDOW_STEPS)
     if not len(start) or now is None or not start.mean() > 0 or now.mean() >= ENTROPY_COLLAPSE_FRACTION * start.mean():
         return None
     return (
@@ -159,17 +144,13 @@ def _entropy_collapse(steps: Sequence[MetricsRecord]) -> str | None:
 
 
 def _constant_reward(steps: Sequence[MetricsRecord]) -> str | None:
-    means, deviations = (
-        _last_values(steps, "reward/mean", LONG_WINDOW_STEPS),
-        _last_values(steps, "reward/std", LONG_WINDOW_STEPS),
-    )
+    means, deviations = (_last_values(steps, f"reward/{name}", LONG_WINDOW_STEPS) for name in ("mean", "std"))
     if means is None or deviations is None or max(deviations.max(), np.ptp(means)) > ROUNDING_TOLERANCE:
         return None
+    cause = "Either every prompt is solved, or the reward function ignores the answer"
     if means[0] == 0:
         cause = "Either no answer is correct (prompts too hard, answers truncated, wrong chat template), or the "
         cause += "reward function does not recognize correct answers"
-    else:
-        cause = "Either every prompt is solved, or the reward function ignores the answer"
     return (
         f"Every sample of the last {LONG_WINDOW_STEPS} steps had reward {means[0]:g}, so the reward gives no learning "
         f"signal; only a KL penalty or an entropy bonus can change the policy. {cause}. Read some samples in "
@@ -345,17 +326,18 @@ def _is_solved(steps: Sequence[MetricsRecord]) -> bool:
     return bool(means) and all(len(values) and values.mean() >= SOLVED_REWARD for values in means)
 
 
-RULES = (
-    AlertRule("An update was skipped: NaN or infinity", _nonfinite_update),
-    AlertRule("Entropy has collapsed", _entropy_collapse),
-    AlertRule("All rewards are the same", _constant_reward),
-    AlertRule("Rewards are equal within almost every group", _equal_rewards),
-    AlertRule("Many answers are truncated", _truncation),
-    AlertRule("The policy is far from the initial model", _high_kl),
-    AlertRule("The policy moves too far within a step", _ratio_blow_up),
-    AlertRule("The reward has collapsed", _reward_collapse),
-    AlertRule("Held-out accuracy falls while the reward rises", _over_optimization),
-    AlertRule("Sampler and trainer disagree", _sampler_mismatch),
-    AlertRule("A reward function fails", _reward_errors),
-    AlertRule("Every step compiles", _recompilation),
-)
+RULES: Mapping[str, Callable[[StepRecords], str | None]] = {
+    "An update was skipped: NaN or infinity": _nonfinite_update,
+    "Entropy has collapsed": _entropy_collapse,
+    "All rewards are the same": _constant_reward,
+    "Rewards are equal within almost every group": _equal_rewards,
+    "Many answers are truncated": _truncation,
+    "The policy is far from the initial model": _high_kl,
+    "The policy moves too far within a step": _ratio_blow_up,
+    "The reward has collapsed": _reward_collapse,
+    "Held-out accuracy falls while the reward rises": _over_optimization,
+    "Sampler and trainer disagree": _sampler_mismatch,
+    "A reward function fails": _reward_errors,
+    "Every step compiles": _recompilation,
+}
+"""Title of an alert -> its condition, which returns the text of an alert about the last of these steps, or None."""

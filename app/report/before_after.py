@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -11,7 +11,6 @@ from app.records.text_format import format_count, format_percent
 from app.report.metrics_history import (
     EVAL_PROMPTS,
     History,
-    MetricsRecord,
     Series,
     accuracy_is_plug_in_mean,
     best_step,
@@ -23,8 +22,7 @@ EDGE_STEPS = 10
 """Number of training steps averaged at each end of a run: the reward of one step is mostly noise."""
 
 
-@dataclass(frozen=True, slots=True)
-class BeforeAfter:
+class BeforeAfter(NamedTuple):
     """Rows of (name, before, after), as text."""
 
     header: tuple[str, str, str] | None
@@ -43,11 +41,12 @@ def before_and_after(history: History) -> BeforeAfter:
         before, after = evaluations[0], evaluations[-1]
         header = ("held out", f"step {before['step']}", f"step {after['step']}")
         by_plug_in = accuracy_is_plug_in_mean(evaluations)
-        for name in _displayed_metrics(before, after):
-            start, end = (
-                format_metric(name, finite_metric(record, name), by_plug_in=by_plug_in) for record in (before, after)
-            )
-            rows.append((name.removeprefix("eval/"), start, end))
+        for name in (name for name in after if name.startswith("eval/") and name != EVAL_PROMPTS):
+            values = [finite_metric(record, name) for record in (before, after)]
+            # Errors are only worth a row if there were some.
+            if values != [None, None] and not (name.endswith("_count") and not any(values)):
+                start, end = (format_metric(name, value, by_plug_in=by_plug_in) for value in values)
+                rows.append((name.removeprefix("eval/"), start, end))
     if steps:
         edge = max(min(EDGE_STEPS, len(steps) // 2), 1)
         first, last = (Series.from_history(part, "reward/mean").values for part in (steps[:edge], steps[-edge:]))
@@ -98,15 +97,6 @@ def _best_text(history: History, step: int, metric: str, value: float) -> str:
     text = format_metric(metric, value, by_plug_in=accuracy_is_plug_in_mean(history))
     start = f"training has not improved {metric} on the start (step 0): {text}"
     return f"best {metric} {text} after step {step}" if step else start
-
-
-def _displayed_metrics(before: MetricsRecord, after: MetricsRecord) -> list[str]:
-    """Returns the evaluation metrics measured at the start or the end; error counts only if there were errors."""
-    names = [name for name in after if name.startswith("eval/") and name != EVAL_PROMPTS]
-    known = [
-        name for name in names if finite_metric(before, name) is not None or finite_metric(after, name) is not None
-    ]
-    return [name for name in known if not name.endswith("_count") or before.get(name) or after[name]]
 
 
 def format_metric(name: str, value: float | None, *, by_plug_in: bool) -> str:

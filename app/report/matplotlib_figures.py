@@ -6,14 +6,13 @@ import io
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from app.records.jsonl import check_output_path
-from app.report.panels import Panel
-from app.report.plots import PlotData
+from app.report.metrics_history import History
+from app.report.plots import Panel, draw_lines
 from settings.errors import InputError
 
 if TYPE_CHECKING:
@@ -42,8 +41,7 @@ TITLE_HEIGHT = 0.28
 """Height in inches of the title above a PNG's plot. In the page the title is a heading."""
 
 
-@dataclass(frozen=True, slots=True)
-class RenderedPlot:
+class RenderedPlot(NamedTuple):
     """A rendered panel."""
 
     svg: str
@@ -87,13 +85,16 @@ def check_picture_path(path: Path, option: str, suffixes: Sequence[str]) -> None
     check_output_path(path)
 
 
-def render_panel(panel: Panel, data: PlotData) -> RenderedPlot | None:
+def render_panel(panel: Panel, history: History) -> RenderedPlot | None:
     """Draws a panel; returns None if there is nothing to plot."""
-    if not panel.plot.has_data(data):
+    if not panel.has_data(history):
         return None
     with new_figure(FIGURE_WIDTH, TITLE_HEIGHT + panel.height, salt=panel.name) as figure:
         above, plot = figure.subfigures(2, 1, squeeze=False, height_ratios=[TITLE_HEIGHT, panel.height])[:, 0]
-        panel.plot.draw(plot, data)
+        if panel.draw is None:
+            draw_lines(plot, history, panel)
+        else:
+            panel.draw(plot, history)
         svg = save_figure(figure, "svg", transparent=True).decode()
         figure.set_layout_engine("none")  # keeps the layout computed for the SVG
         above.text(0.015, 0.5, panel.title, fontsize=11, fontweight="bold", va="center")

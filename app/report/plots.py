@@ -1,14 +1,15 @@
-"""Draws the plots of a run on matplotlib figures."""
+"""The plots of a run in the order of its page, with titles and captions, drawn on matplotlib figures."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from app.records.text_format import format_count, format_percent
+from app.report.alerts import MISMATCH_THRESHOLD
 from app.report.confidence_intervals import wilson_interval
 from app.report.metrics_history import (
     EVAL_PROMPTS,
@@ -39,49 +40,57 @@ PHASE_COLORS = {
 
 
 @dataclass(frozen=True)
-class PlotData:
-    """The data for all plots."""
+class Panel:
+    """One plot of the report."""
 
-    history: History
-
-    def series(self, name: str) -> Series:
-        return Series.from_history(self.history, name)
-
-    def points(self, name: str) -> Series:
-        """Returns the points that are drawn of a metric."""
-        return self.series(name).binned(self.bin_size)
-
-    @property
-    def bin_size(self) -> int:
-        """Number of steps averaged into one point."""
-        return -(-len(training_steps(self.history)) // MAX_POINTS)
-
-
-@dataclass(frozen=True)
-class Plot:
-    """What a panel draws."""
-
-    metrics: tuple[str, ...]
-    """It is drawn if one of them has a value."""
-    draw: Callable[[Figure, PlotData], None]
+    name: str
+    """Name of its PNG file and its anchor in the page."""
+    title: str
+    caption: str
+    """How to read the plot: what is healthy and what to change."""
+    metrics: Mapping[str, str]
+    """Metrics and their labels. The panel is drawn if one of them has a value."""
+    _: KW_ONLY
+    unit: str = ""
+    """Label of the axis; that of the first metric if it is empty."""
+    draw: Callable[[Figure, History], None] | None = None
+    """What draws the panel; None for lines of its metrics."""
+    axis: Literal["numbers", "shares", "counts"] = "numbers"
+    """Whether the metrics are any numbers, shares shown in percent, or integers."""
+    noisy: bool = False
+    """Whether the trailing mean is drawn as well."""
+    scale: float = 1.0
+    """What the values are divided by."""
     needs_nonzero: bool = False
     """Whether values that are all 0 count as none."""
+    height: float = 2.7
+    """Height in inches."""
 
-    def has_data(self, data: PlotData) -> bool:
-        found = [data.series(name).values for name in self.metrics]
+    def has_data(self, history: History) -> bool:
+        found = [Series.from_history(history, name).values for name in self.metrics]
         return any(values.any() if self.needs_nonzero else len(values) for values in found)
 
 
-def _axes(figure: Figure, data: PlotData, unit: str) -> Axes:
+def _bin_size(history: History) -> int:
+    """Returns the number of steps averaged into one point."""
+    return -(-len(training_steps(history)) // MAX_POINTS)
+
+
+def _points(history: History, name: str) -> Series:
+    """Returns the points that are drawn of a metric."""
+    return Series.from_history(history, name).binned(_bin_size(history))
+
+
+def _axes(figure: Figure, history: History, unit: str) -> Axes:
     axes = figure.add_subplot()
-    _label(axes, data, unit)
+    _label(axes, history, unit)
     return axes
 
 
-def _label(axes: Axes, data: PlotData, unit: str) -> None:
+def _label(axes: Axes, history: History, unit: str) -> None:
     from matplotlib.ticker import MaxNLocator
 
-    size = data.bin_size
+    size = _bin_size(history)
     axes.set_xlabel("step" if size == 1 else f"step (a point is the mean of {size})")
     axes.set_ylabel(unit)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
@@ -100,14 +109,14 @@ def _line(axes: Axes, points: Series, label: str, *, marker: str = "", **style: 
     axes.plot(points.steps, points.values, label=label, marker=marker, markersize=4, **style)
 
 
-def _noisy_line(axes: Axes, data: PlotData, series: Series, label: str) -> None:
+def _noisy_line(axes: Axes, history: History, series: Series, label: str) -> None:
     """Draws one metric as a thin line, and its trailing mean as a thick one."""
     if len(series) < MIN_POINTS_TO_SMOOTH:
         return _line(axes, series, label, color=BLUE)
     width = max(5, len(series) // 20)
     smooth = Series(series.steps, series.trailing_mean(width))
-    _line(axes, series.binned(data.bin_size), f"{label}, each step", color=BLUE, linewidth=0.8, alpha=0.55)
-    return _line(axes, smooth.binned(data.bin_size), f"mean of the last {width} steps", color=BLUE, linewidth=2)
+    _line(axes, series.binned(_bin_size(history)), f"{label}, each step", color=BLUE, linewidth=0.8, alpha=0.55)
+    return _line(axes, smooth.binned(_bin_size(history)), f"mean of the last {width} steps", color=BLUE, linewidth=2)
 
 
 def _lines_of_parts(axes: Axes, parts: Mapping[str, Series]) -> None:
@@ -133,31 +142,31 @@ def escape_label(name: str) -> str:
     return f" {text}" if text.startswith("_") else text
 
 
-def draw_reward(figure: Figure, data: PlotData) -> None:
-    axes = _axes(figure, data, "reward")
-    means, deviations = data.points("reward/mean"), data.points("reward/std")
+def draw_reward(figure: Figure, history: History) -> None:
+    axes = _axes(figure, history, "reward")
+    means, deviations = _points(history, "reward/mean"), _points(history, "reward/std")
     if len(means) == len(deviations):
         low, high = means.values - deviations.values, means.values + deviations.values
         axes.fill_between(means.steps, low, high, color=BLUE, alpha=0.13, linewidth=0, label="± std of the samples")
-    _noisy_line(axes, data, data.series("reward/mean"), "mean")
-    functions = matching_metric_names(data.history, "reward/", "/mean")
-    parts = {name.removeprefix("reward/").removesuffix("/mean"): data.points(name) for name in functions}
+    _noisy_line(axes, history, Series.from_history(history, "reward/mean"), "mean")
+    functions = matching_metric_names(history, "reward/", "/mean")
+    parts = {name.removeprefix("reward/").removesuffix("/mean"): _points(history, name) for name in functions}
     _lines_of_parts(axes, parts if len(parts) > 1 else {})
     _legend(figure)
 
 
-def draw_accuracy(figure: Figure, data: PlotData) -> None:
-    by_plug_in = accuracy_is_plug_in_mean(data.history)
-    axes = _axes(figure, data, "mean value of the plug-in" if by_plug_in else "right answers")
-    series = data.series("eval/accuracy")
+def draw_accuracy(figure: Figure, history: History) -> None:
+    by_plug_in = accuracy_is_plug_in_mean(history)
+    axes = _axes(figure, history, "mean value of the plug-in" if by_plug_in else "right answers")
+    series = Series.from_history(history, "eval/accuracy")
     if not by_plug_in:
-        counts = data.series(EVAL_PROMPTS)
+        counts = Series.from_history(history, EVAL_PROMPTS)
         _draw_intervals(axes, series, dict(zip(counts.steps, counts.values, strict=True)))
         axes.set_ylim(-0.03, 1.03)
         _format_as_percent(axes)
     _line(axes, series, "accuracy", color=BLUE, marker="o", linewidth=2)
-    levels = matching_metric_names(data.history, "eval/accuracy/", "")
-    _lines_of_parts(axes, {name.removeprefix("eval/accuracy/"): data.series(name) for name in levels})
+    levels = matching_metric_names(history, "eval/accuracy/", "")
+    _lines_of_parts(axes, {name.removeprefix("eval/accuracy/"): Series.from_history(history, name) for name in levels})
     _legend(figure)
 
 
@@ -174,28 +183,28 @@ def _draw_intervals(axes: Axes, shares: Series, num_prompts: Mapping[float, floa
     axes.errorbar(shares.steps[known], shares.values[known], reach, fmt="none", ecolor=BLUE, capsize=3, label=label)
 
 
-def draw_lengths(figure: Figure, data: PlotData) -> None:
+def draw_lengths(figure: Figure, history: History) -> None:
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=[2, 1])
-    _label(lower, data, "truncated")
+    _label(lower, history, "truncated")
     upper.set_ylabel("tokens")
     for end, style in (("max", "--"), ("mean", "-"), ("min", ":")):
-        _line(upper, data.points(f"completions/{end}_length"), end, color=BLUE, linestyle=style)
+        _line(upper, _points(history, f"completions/{end}_length"), end, color=BLUE, linestyle=style)
     upper.set_ylim(bottom=0)
-    _line(lower, data.points("completions/truncated_fraction"), "_", color=RED)
+    _line(lower, _points(history, "completions/truncated_fraction"), "_", color=RED)
     lower.set_ylim(-0.03, 1.03)
     _format_as_percent(lower)
     _legend(figure)
 
 
-def draw_times(figure: Figure, data: PlotData) -> None:
+def draw_times(figure: Figure, history: History) -> None:
     """Draws the seconds of each phase, stacked; the legend shows each phase's share of the whole run."""
-    axes = _axes(figure, data, "seconds per step")
-    parts = _seconds_by_phase(data)
+    axes = _axes(figure, history, "seconds per step")
+    parts = _seconds_by_phase(history)
     whole = sum(part.values.sum() for part in parts.values()) or 1.0
     below: np.ndarray | float = 0.0
     for name, part in parts.items():
-        points = part.binned(data.bin_size)
-        edges = np.append(points.steps - data.bin_size / 2, points.steps[-1] + data.bin_size / 2)
+        points = part.binned(_bin_size(history))
+        edges = np.append(points.steps - _bin_size(history) / 2, points.steps[-1] + _bin_size(history) / 2)
         above = below + np.repeat(points.values, 2)
         if share := part.values.sum() / whole:
             # Two digits also of phases that are nearly free, as advantages should be.
@@ -209,9 +218,9 @@ def draw_times(figure: Figure, data: PlotData) -> None:
     _legend(figure)
 
 
-def _seconds_by_phase(data: PlotData) -> dict[str, Series]:
+def _seconds_by_phase(history: History) -> dict[str, Series]:
     """Returns the seconds of each phase in every step. `rest` is the step's time outside its phases."""
-    records = training_steps(data.history)
+    records = training_steps(history)
     steps = np.array([float(record["step"]) for record in records])
 
     def column(name: str) -> np.ndarray:
@@ -233,42 +242,155 @@ def _clip_peaks(axes: Axes, totals: np.ndarray) -> None:
     axes.text(0.99, 0.97, text, transform=axes.transAxes, ha="right", va="top", fontsize=8)
 
 
-def lines(
-    names: Mapping[str, str],
-    unit: str,
-    *,
-    axis: Literal["numbers", "shares", "counts"] = "numbers",
-    noisy: bool = False,
-    scale: float = 1.0,
-    needs_nonzero: bool = False,
-) -> Plot:
-    """Returns a plot of metrics, divided by `scale`, on one axis.
+def draw_lines(figure: Figure, history: History, panel: Panel) -> None:
+    """Draws the metrics of a panel on one axis."""
+    from matplotlib.ticker import MaxNLocator
 
-    Args:
-        names: maps each metric to its label.
-        axis: whether the metrics are any numbers, shares shown in percent, or integers.
-        noisy: also draw the trailing mean.
-    """
+    axes = _axes(figure, history, panel.unit or next(iter(panel.metrics.values())))
+    drawn = [Series.from_history(history, name) for name in panel.metrics]
+    for i, (series, label) in enumerate(zip(drawn, panel.metrics.values(), strict=True)):
+        scaled = Series(series.steps, series.values / panel.scale)
+        if panel.noisy:
+            _noisy_line(axes, history, scaled, label)
+        else:
+            color, style = (BLUE, RED, ORANGE)[i % 3], ("-", "--", ":")[i % 3]
+            _line(axes, scaled.binned(_bin_size(history)), label, color=color, linestyle=style)
+    if panel.axis == "counts":
+        axes.yaxis.set_major_locator(MaxNLocator(integer=True))
+    if panel.axis == "shares":
+        _format_as_percent(axes)
+    if min(series.values.min(initial=0) for series in drawn) >= 0:
+        axes.set_ylim(bottom=0)
+    if panel.noisy or len(panel.metrics) > 1:
+        _legend(figure)
 
-    def draw(figure: Figure, data: PlotData) -> None:
-        from matplotlib.ticker import MaxNLocator
 
-        axes = _axes(figure, data, unit)
-        drawn = [data.series(name) for name in names]
-        for i, (series, label) in enumerate(zip(drawn, names.values(), strict=True)):
-            scaled = Series(series.steps, series.values / scale)
-            if noisy:
-                _noisy_line(axes, data, scaled, label)
-            else:
-                color, style = (BLUE, RED, ORANGE)[i % 3], ("-", "--", ":")[i % 3]
-                _line(axes, scaled.binned(data.bin_size), label, color=color, linestyle=style)
-        if axis == "counts":
-            axes.yaxis.set_major_locator(MaxNLocator(integer=True))
-        if axis == "shares":
-            _format_as_percent(axes)
-        if min(series.values.min(initial=0) for series in drawn) >= 0:
-            axes.set_ylim(bottom=0)
-        if noisy or len(names) > 1:
-            _legend(figure)
-
-    return Plot(tuple(names), draw, needs_nonzero)
+PANELS = (
+    Panel(
+        "reward",
+        "Reward",
+        "The reward should rise over tens of steps; single steps are noise. If it rises while accuracy does not, the "
+        "policy exploits the reward function: read some samples.",
+        {"reward/mean": ""},
+        draw=draw_reward,
+    ),
+    Panel(
+        "accuracy",
+        "Held-out accuracy",
+        "Share of right answers to prompts not used for training; if a plug-in judges, the mean of its values. "
+        "Differences within the interval may be chance: raise eval.num_prompts to narrow it.",
+        {"eval/accuracy": ""},
+        draw=draw_accuracy,
+    ),
+    Panel(
+        "lengths",
+        "Completion lengths and truncated share",
+        "Top: shortest, mean and longest completion of a step. Bottom: share truncated at rollout.max_new_tokens; if "
+        "it is above 10 %, raise that limit or reward short answers.",
+        {"completions/mean_length": ""},
+        draw=draw_lengths,
+        height=3.6,
+    ),
+    Panel(
+        "entropy",
+        "Entropy",
+        "Entropy of the policy. A slow fall is normal; a sudden fall to nearly 0 is a collapse: lower "
+        "optimizer.learning_rate, raise algorithm.clip_high, or set algorithm.beta.",
+        {"policy/entropy": "nats per token"},
+        noisy=True,
+    ),
+    Panel(
+        "zero_variance",
+        "Groups whose rewards are all equal",
+        "Share of prompts whose samples all got the same reward. Near 100 % the reward gives no learning "
+        "signal: prompts are too easy or too hard, or rollout.group_size is too small.",
+        {"reward/zero_variance_fraction": "share"},
+        unit="groups",
+        axis="shares",
+        noisy=True,
+    ),
+    Panel(
+        "reward_failures",
+        "Samples without a reward value",
+        "Failures of reward functions, None values, and samples dropped by reward.on_error: drop. There should be no "
+        "failures: read reward_errors in rollouts/, and run `grpo score --role reward` on a file there.",
+        {
+            "reward/error_count": "failures",
+            "reward/abstained_count": "None values",
+            "reward/dropped_count": "dropped samples",
+        },
+        unit="number per step",
+        axis="counts",
+        needs_nonzero=True,
+    ),
+    Panel(
+        "kl",
+        "KL to the initial model",
+        "KL of the policy to the initial model. Below 0.1 is usual; if it keeps growing, raise algorithm.beta "
+        "or lower optimizer.learning_rate.",
+        {"policy/kl": "nats per token"},
+        noisy=True,
+    ),
+    Panel(
+        "grad_norm",
+        "Gradient norm",
+        "Norm before clipping to optimizer.max_grad_norm. A steady norm is healthy; if spikes grow, lower "
+        "optimizer.learning_rate.",
+        {"policy/grad_norm": "norm"},
+        noisy=True,
+    ),
+    Panel(
+        "clip_fractions",
+        "Clipped tokens",
+        "Share of tokens whose gradient is limited because their ratio left the clip range or reached "
+        "algorithm.dual_clip. If it is above 20 %, lower optimizer.learning_rate or algorithm.epochs.",
+        {
+            "policy/clip_fraction_low": "below 1 − clip_low",
+            "policy/clip_fraction_high": "above 1 + clip_high",
+            "policy/clip_fraction_dual": "above dual_clip",
+        },
+        unit="tokens",
+        axis="shares",
+        needs_nonzero=True,
+    ),
+    Panel(
+        "sampler_mismatch",
+        "Difference between sampler and trainer",
+        "Mean difference between their logprobs of the same tokens, in nats: about 1e-7 in float32 and below "
+        f"{MISMATCH_THRESHOLD:g} in bfloat16; if it is larger, the gradient is not that of the policy that generated "
+        "the samples. With rollout.max_staleness, rollout.weights or rollout.kv_cache a difference is expected.",
+        {"rollout/sampler_scorer_logprob_diff_mean": "nats per token"},
+    ),
+    Panel(
+        "times",
+        "Where the time goes",
+        "Seconds of each phase, stacked, with shares of the whole run. `rest` is the saving of samples and metrics.",
+        {"time/step_s": ""},
+        draw=draw_times,
+        needs_nonzero=True,
+    ),
+    Panel(
+        "tokens_per_s",
+        "Speed",
+        "Completion tokens per second of the whole step. Steps that compile programs are slow: see below.",
+        {"perf/tokens_per_s": "tokens per second"},
+        noisy=True,
+    ),
+    Panel(
+        "memory",
+        "Peak memory so far",
+        "Memory of the device that uses most; on a CPU, of the whole process. To reduce it, lower "
+        "algorithm.max_tokens_per_device or set model.remat: block.",
+        {"perf/peak_memory_bytes": "GiB"},
+        scale=2**30,
+    ),
+    Panel(
+        "compilations",
+        "Compilations",
+        "XLA programs compiled in each step. There should be none after the first steps; later ones are caused by new "
+        "sequence lengths.",
+        {"perf/compilations": "programs"},
+        axis="counts",
+        needs_nonzero=True,
+    ),
+)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from app.records.jsonl import read_jsonl_tolerant
 from app.records.run_directory import RunDirectory, step_of_samples
@@ -16,8 +16,7 @@ from settings.errors import InputError
 from settings.loading.fields import FIELDS
 
 
-@dataclass(frozen=True, slots=True)
-class NonDefaultSetting:
+class NonDefaultSetting(NamedTuple):
     """A setting whose value is not the default."""
 
     name: str
@@ -45,18 +44,14 @@ class RunFiles:
             raise InputError(f"{path} {state}; expected a run directory, which `grpo train` creates in run.dir")
         run = RunDirectory(path)
         if not run.has_settings:
-            raise InputError(f"{path} holds no settings.yaml, so it is not a run directory{_list_runs_in(path)}")
+            runs = sorted(child.name for child in path.iterdir() if (child / "settings.yaml").is_file())
+            listed = f"; it holds the runs {', '.join(runs[:5])}{', ...' * (len(runs) > 5)}" if runs else ""
+            raise InputError(f"{path} holds no settings.yaml, so it is not a run directory{listed}")
         settings_history = SettingsHistory.read(run)
         history = _read_metrics(run.metrics_path) if run.metrics_path.is_file() else []
         if not training_steps(history):
             raise InputError(f"{path} has no finished training step yet, so there is nothing to report")
-        return cls(
-            path,
-            history,
-            settings_history,
-            sample_files(path / "rollouts"),
-            sample_files(path / "eval"),
-        )
+        return cls(path, history, settings_history, sample_files(path / "rollouts"), sample_files(path / "eval"))
 
     def setting(self, name: str) -> Any:
         """Returns the last value of a setting; None if its file lacks it."""
@@ -108,8 +103,3 @@ def sample_files(folder: Path) -> dict[int, Path]:
         return {}
     files = {step: path for path in folder.iterdir() if (step := step_of_samples(path)) is not None}
     return dict(sorted(files.items()))
-
-
-def _list_runs_in(path: Path) -> str:
-    runs = sorted(child.name for child in path.iterdir() if (child / "settings.yaml").is_file())
-    return f"; it holds the runs {', '.join(runs[:5])}{', ...' if len(runs) > 5 else ''}" if runs else ""

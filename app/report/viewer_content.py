@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from pydantic import ValidationError
@@ -39,13 +39,13 @@ class ViewerContent:
     damaged: list[str] = field(default_factory=list)
     """Error messages for skipped lines."""
 
-    def add(self, key: str, kind: str, samples: Sequence[SavedSample]) -> None:
+    def add(self, kind: str, samples: Sequence[SavedSample]) -> None:
         first = samples[0]
         self.num_shown += len(samples)
         self.groups.append(
             {
                 "kind": kind,
-                "name": key,
+                "name": first.prompt_uid,
                 "prompt": _truncate(first.prompt),
                 "answer": first.answer,
                 "samples": [sample.fields for sample in samples],
@@ -53,21 +53,17 @@ class ViewerContent:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class SavedSample:
+class SavedSample(NamedTuple):
     """A sample: what the page is selected by, and its fields in the page."""
 
     step: int
-    uid: str
+    prompt_uid: str
     group: str
     prompt: str
     answer: str | None
-    reward: float | None
+    reward: float
+    """0 without one."""
     fields: Mapping[str, Any]
-
-    @property
-    def prompt_uid(self) -> str:
-        return self.uid.rpartition("/s")[0] or self.uid
 
 
 def build_viewer(rollouts: Mapping[int, Path], evaluations: Mapping[int, Path], *, num_samples: int) -> ViewerContent:
@@ -87,38 +83,36 @@ def build_viewer(rollouts: Mapping[int, Path], evaluations: Mapping[int, Path], 
 
 def _add_rollouts(viewer: ViewerContent, files: Mapping[int, Path], quota: int) -> None:
     by_step = _read_files(viewer, files, quota)
+
+    def spread(group: Sequence[SavedSample]) -> float:
+        return float(np.std([sample.reward for sample in group]))
+
     ranked = [
-        sorted(_group_by(by_step[step], lambda s: s.group), key=_negative_reward_std) for step in reversed(by_step)
+        sorted(_group_by(by_step[step], lambda s: s.group), key=spread, reverse=True) for step in reversed(by_step)
     ]
-    chosen = _take_until_quota(_interleave(ranked), quota)
-    for group in sorted(chosen, key=lambda group: -group[0].step):
-        viewer.add(group[0].prompt_uid, "rollout", group)
+    # The first group of each step, then the second of each, and so on.
+    in_turn = (group for row in itertools.zip_longest(*ranked) for group in row if group is not None)
+    for group in sorted(_take_until_quota(in_turn, quota), key=lambda group: -group[0].step):
+        viewer.add("rollout", group)
 
 
 def _add_evaluations(viewer: ViewerContent, files: Mapping[int, Path], quota: int) -> None:
     by_step = _read_files(viewer, files, quota)
     prompts = _group_by(itertools.chain.from_iterable(by_step.values()), lambda s: s.prompt_uid)
-
-    def rank(prompt: Sequence[SavedSample]) -> tuple[float, float]:
-        first, last = prompt[0].reward or 0.0, prompt[-1].reward or 0.0
-        return -abs(last - first), last
-
-    for prompt in _take_until_quota(sorted(prompts, key=rank), quota):
-        viewer.add(prompt[0].prompt_uid, "evaluation", prompt)
+    prompts.sort(key=lambda prompt: (-abs(prompt[-1].reward - prompt[0].reward), prompt[-1].reward))
+    for prompt in _take_until_quota(prompts, quota):
+        viewer.add("evaluation", prompt)
 
 
 def _read_files(viewer: ViewerContent, files: Mapping[int, Path], quota: int) -> dict[int, list[SavedSample]]:
-    """Reads the samples of enough files to fill the quota, by step, oldest first."""
-    newest = _read_samples(viewer, max(files), files[max(files)])
-    *earlier, last = _evenly_spaced(sorted(files), max(MIN_FILES, -(-quota // max(len(newest), 1))))
+    """Reads the samples of enough files to fill the quota, spread evenly over the run, by step, oldest first."""
+    steps = sorted(files)
+    newest = _read_samples(viewer, steps[-1], files[steps[-1]])
+    count = min(max(MIN_FILES, -(-quota // max(len(newest), 1))), len(steps))
+    places = np.linspace(0, len(steps) - 1, count).round().astype(int)
+    *earlier, last = [steps[place] for place in dict.fromkeys(places.tolist())]
     viewer.num_unopened += len(files) - len(earlier) - 1
     return {step: _read_samples(viewer, step, files[step]) for step in earlier} | {last: newest}
-
-
-def _evenly_spaced(steps: Sequence[int], count: int) -> list[int]:
-    """Returns at most `count` evenly spaced steps, including the first and the last."""
-    places = np.linspace(0, len(steps) - 1, min(count, len(steps))).round().astype(int)
-    return [steps[place] for place in dict.fromkeys(places.tolist())]
 
 
 def _group_by(samples: Iterable[SavedSample], key_of: Callable[[SavedSample], str]) -> list[list[SavedSample]]:
@@ -126,16 +120,6 @@ def _group_by(samples: Iterable[SavedSample], key_of: Callable[[SavedSample], st
     for sample in samples:
         groups.setdefault(key_of(sample), []).append(sample)
     return list(groups.values())
-
-
-def _negative_reward_std(group: Sequence[SavedSample]) -> float:
-    return -float(np.std([sample.reward or 0.0 for sample in group]))
-
-
-def _interleave(columns: Sequence[Sequence[list[SavedSample]]]) -> Iterator[list[SavedSample]]:
-    """Yields the first group of each column, then the second of each, and so on."""
-    for row in itertools.zip_longest(*columns):
-        yield from (group for group in row if group is not None)
 
 
 def _take_until_quota(groups: Iterable[list[SavedSample]], quota: int) -> Iterator[list[SavedSample]]:
@@ -188,8 +172,9 @@ def _sample(record: Mapping[str, Any], *, step: int, where: str) -> SavedSample:
         "rewards": {name: _rounded(finite_metric(rewards, name)) for name in rewards},
         "advantage": _rounded(advantages[0]) if len(advantages) else None,
     }
-    group, prompt = str(record.get("group_id")), _prompt_text(record.get("prompt"))
-    return SavedSample(step, record["uid"], group, prompt, None if answer is None else str(answer), reward, fields)
+    prompt, answer = _prompt_text(record.get("prompt")), None if answer is None else str(answer)
+    prompt_uid = record["uid"].rpartition("/s")[0] or record["uid"]
+    return SavedSample(step, prompt_uid, str(record.get("group_id")), prompt, answer, reward or 0.0, fields)
 
 
 def _turns(record: Mapping[str, Any], advantages: Sequence[float | None]) -> list[dict[str, Any]]:

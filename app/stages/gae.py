@@ -81,23 +81,20 @@ def estimate_advantages(settings: Settings, *, input: Path, out: Path, backend: 
     start_local_devices(settings.mesh)
     with closing(CompilationCounter()) as compilations:
         # Whitening needs the moments of all advantages first.
-        moments = file.advantage_moments() if settings.algorithm.whiten_advantages else None
+        moments = None
+        if settings.algorithm.whiten_advantages:
+            moments = merge_moments(compute_moments(advantages, mask) for advantages, _, mask in file.estimates())
         written = WrittenAdvantages(moments)
         file.write(out, written)
     seconds = time.perf_counter() - start
-    algorithm = settings.algorithm
-    summary: dict[str, Any] = {
+    algorithm, adaptive = settings.algorithm, settings.algorithm.length_adaptive_lam
+    return {
         kind.ROW_NAME: written.num_rows,
         "tokens": written.num_tokens,
         "trainable tokens": written.num_trainable,
         "gamma": algorithm.gamma,
-        "lambda": algorithm.lam,
-    }
-    if algorithm.length_adaptive_lam is not None:
-        summary["lambda"] = f"1 - 1 / ({algorithm.length_adaptive_lam} x tokens)"
-    if settings.critic.lam is not None:
-        summary["lambda of returns"] = settings.critic.lam
-    summary |= {
+        "lambda": algorithm.lam if adaptive is None else f"1 - 1 / ({adaptive} x tokens)",
+        **({} if settings.critic.lam is None else {"lambda of returns": settings.critic.lam}),
         "mask mode": mask_mode,
         "backend": backend,
         "mean advantage": round(written.advantages.mean, 6),
@@ -105,10 +102,7 @@ def estimate_advantages(settings: Settings, *, input: Path, out: Path, backend: 
         "mean return": round(written.returns.mean, 6),
         "std of returns": round(written.returns.population_std, 6),
         "whitened": moments is not None,
-    }
-    if moments is not None:
-        summary["before whitening"] = f"mean {moments.mean:.6g}, std {moments.population_std:.6g}"
-    return summary | {
+        **({"before whitening": f"mean {moments.mean:.6g}, std {moments.population_std:.6g}"} if moments else {}),
         "compiling seconds": round(compilations.seconds, 2),
         "seconds": round(seconds, 2),
         "tokens/s": round(written.num_tokens / max(seconds, 1e-9)),

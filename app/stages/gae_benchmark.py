@@ -9,7 +9,7 @@ import re
 import statistics
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -26,11 +26,14 @@ from app.batching.micro_batch_shapes import bucket_length
 from app.records.atomic_write import write_atomic
 from app.records.jsonl import check_output_path
 from app.records.text_format import format_table
-from app.report.gae_benchmark_plot import ROW_NAMES, BackendTiming, render_benchmark
+from app.report.matplotlib_figures import new_figure, save_figure
+from app.report.plots import BLUE, GREEN, GREY, ORANGE
 from app.stages.gae import start_local_devices
 from settings import Settings
 from settings.errors import InputError
 
+COLORS = {"copy": GREY, "chunked": BLUE, "numpy": GREEN, "loop": ORANGE}
+ROW_NAMES = {"full": "full rows", "masked": "a mask", "packed": "packed samples"}
 CHUNK_SIZES = (64, 128, 256, 512)
 NUM_REPEATS = 21
 MIN_REPEAT_S = 1e-3
@@ -40,17 +43,39 @@ MAX_CALL_S = 2.0
 MAX_TOKENS = 1 << 30
 BYTES_PER_TOKEN = 16
 """Reward and value are read, advantage and return are written, in float32; a mask adds one byte."""
-MIN_SPEEDUP = 1.1
-"""Smallest ratio of two medians that counts as a difference on a shared machine."""
 MASKED_FRACTION = 0.1
 MASKED_RUN = 64
 """Consecutive tokens that are masked together, as the answer of a tool."""
 LENGTH_SIGMA = 0.6
 """Standard deviation of the logarithms of packed samples' lengths."""
-CHECKED_ROWS = 16
-"""Number of rows, or of packed samples, that are compared with float64: whole ones, as errors add up towards their
-starts."""
 HEADINGS = ("shape", "rows", "backend", "chunk", "compile s", "median ms", "p90 ms", "GB/s", "% of copy", "max error")
+
+
+@dataclass(frozen=True)
+class BackendTiming:
+    """Timing of one backend on one shape; all times but `first_call_s` are of warm calls."""
+
+    shape: str
+    rows: str
+    """One of `ROW_NAMES`."""
+    backend: str
+    """A GAE backend; `loop`, over time in numpy; or `copy`: a pass that reads two matrices and writes two."""
+    chunk_size: int | None = None
+    """Tokens per chunk; None if the backend has no chunks."""
+    is_auto: bool = False
+    first_call_s: float = 0.0
+    """Time of tracing and compiling."""
+    max_error: float | None = None
+    """Largest error of advantages and returns against float64, over max(1, max |A|)."""
+    median_s: float = 0.0
+    p90_s: float = 0.0
+    gb_per_s: float = 0.0
+    percent_of_copy: float = 100.0
+    """Throughput relative to the copy of the same shape; 100 = as fast."""
+
+    @property
+    def name(self) -> str:
+        return self.backend if self.chunk_size is None else f"{self.backend} in chunks of {self.chunk_size}"
 
 
 class GaeRule(NamedTuple):
@@ -139,22 +164,17 @@ class Workload(NamedTuple):
         result = generalized_advantages(self.rewards, self.values, **given, backend=backend, chunk_size=chunk_size)
         return [np.asarray(part) for part in result]
 
-    def places_of_rows(self, most: int | None = None) -> tuple[tuple[np.ndarray, np.ndarray], np.ndarray]:
-        """Returns the places of whole rows, or of the samples of a packed row, and which of them are their own.
-
-        Args:
-            most: number of rows, from the first to the last; None = all.
-        """
+    def places_of_rows(self) -> tuple[tuple[np.ndarray, np.ndarray], np.ndarray]:
+        """Returns the places of the rows, or of the samples of a packed row, and which of them are their own."""
         rows, stops = np.arange(len(self.rewards)), np.full(len(self.rewards), self.row_tokens)
         starts = np.zeros_like(stops)
         if self.ends is not None:
             rows, stops = np.nonzero(self.ends)
             stops = stops + 1
             starts = np.concatenate([[0], stops[:-1]])
-        of = np.unique(np.linspace(0, len(rows) - 1, most or len(rows)).astype(int))
-        tokens = starts[of, None] + np.arange((stops - starts)[of].max())
+        tokens = starts[:, None] + np.arange((stops - starts).max())
         # The tokens behind the end of a sample do not affect it.
-        return (rows[of, None], np.minimum(tokens, self.row_tokens - 1)), tokens < stops[of, None]
+        return (rows[:, None], np.minimum(tokens, self.row_tokens - 1)), tokens < stops[:, None]
 
     def loop(self, places: tuple[np.ndarray, np.ndarray], rule: GaeRule) -> Callable[[], Float64[np.ndarray, "2 B T"]]:
         """Returns a loop over time for these places, ready to run."""
@@ -163,7 +183,7 @@ class Workload(NamedTuple):
 
     def make_check(self, rule: GaeRule) -> Callable[[Sequence[np.ndarray]], float]:
         """Returns a function that returns the largest error of advantages and returns, over max(1, max |A|)."""
-        places, is_own = self.places_of_rows(CHECKED_ROWS)
+        places, is_own = self.places_of_rows()
         exact = self.loop(places, rule)()[:, is_own]
 
         def error_of(result: Sequence[np.ndarray]) -> float:
@@ -194,33 +214,29 @@ def make_workloads(shape: BenchmarkShape) -> list[Workload]:
 
 def measure_shape(rule: GaeRule, shape: BenchmarkShape, chunk_sizes: Sequence[int]) -> list[BackendTiming]:
     """Returns the times of every backend, of a loop over time, and of a copy."""
-    cases: list[BackendTiming] = []
-    calls: list[Callable[[], Any]] = []
-    sizes: list[int] = []
+    cases: list[tuple[BackendTiming, Callable[[], Any], int]] = []
     backends = [("numpy", None), *(("chunked", size) for size in chunk_sizes if size <= max(shape.tokens, 64))]
     for work in make_workloads(shape):
         print(f"{shape}: {ROW_NAMES[work.rows]}", file=sys.stderr, flush=True)
         num_tokens, error_of = len(work.rewards) * work.row_tokens, work.make_check(rule)
         case, num_bytes = BackendTiming(str(shape), work.rows, "copy"), num_tokens * BYTES_PER_TOKEN
+        cases.append((case, partial(np.copy, (work.rewards, work.values)), num_bytes))
         # The loop takes one row per sample, as it needs.
-        cases += [case, replace(case, backend="loop")]
-        calls += [partial(np.copy, (work.rewards, work.values)), work.loop(work.places_of_rows()[0], rule)]
-        sizes += [num_bytes, num_bytes]
+        cases.append((replace(case, backend="loop"), work.loop(work.places_of_rows()[0], rule), num_bytes))
+        num_bytes += num_tokens * (work.mask is not None)
         for backend, chunk_size in backends:
             call = partial(work.estimate, rule, backend, chunk_size)
             times = {"first_call_s": timeit(call, number=1), "max_error": error_of(call())}
-            is_auto = backend == "numpy"
-            cases.append(replace(case, backend=backend, chunk_size=chunk_size, is_auto=is_auto, **times))
-            calls.append(call)
-            sizes.append(num_bytes + num_tokens * (work.mask is not None))
+            chosen = {"backend": backend, "chunk_size": chunk_size, "is_auto": backend == "numpy"}
+            cases.append((replace(case, **chosen, **times), call, num_bytes))
     timings, copy_speed = [], 0.0
-    for case, num_bytes, seconds in zip(cases, sizes, time_shuffled(calls), strict=True):
-        speed = num_bytes / statistics.median(seconds) / 1e9
+    for (case, _, num_bytes), seconds in zip(cases, time_shuffled([call for _, call, _ in cases]), strict=True):
+        median = statistics.median(seconds)
+        speed = num_bytes / median / 1e9
         copy_speed = speed if case.backend == "copy" else copy_speed
-        timing = replace(case, median_s=statistics.median(seconds), p90_s=float(np.percentile(seconds, 90)))
-        compile_s = max(0.0, case.first_call_s - timing.median_s)
-        share = 100 * speed / copy_speed
-        timings.append(replace(timing, gb_per_s=speed, percent_of_copy=share, first_call_s=compile_s))
+        times = {"median_s": median, "p90_s": float(np.percentile(seconds, 90))}
+        times["first_call_s"] = max(0.0, case.first_call_s - median)
+        timings.append(replace(case, **times, gb_per_s=speed, percent_of_copy=100 * speed / copy_speed))
     return timings
 
 
@@ -263,21 +279,16 @@ def loop_over_time(
 
 
 def conclude(cases: Sequence[BackendTiming]) -> str:
-    """Returns, for each shape and kind of rows, whether the chunk scan pays and whether `auto` selects the fastest."""
+    """Returns, for each shape and kind of rows, how fast the best backend is, the loop, and what `auto` selects."""
     lines = []
     for (shape, rows), group in groupby(cases, key=lambda case: (case.shape, case.rows)):
         ranked = sorted(group, key=lambda case: case.median_s)
-        scan = next(case for case in ranked if case.backend != "loop")
-        loop = next(case for case in ranked if case.backend == "loop")
+        best, loop = (next(one for one in ranked if (one.backend == "loop") == is_loop) for is_loop in (False, True))
         auto = next(case for case in ranked if case.is_auto)
-        speedup, slowdown = loop.median_s / scan.median_s, auto.median_s / ranked[0].median_s
-        verdict = "pays" if speedup >= MIN_SPEEDUP else "makes no difference"
-        verdict = "does not pay" if speedup <= 1 / MIN_SPEEDUP else verdict
-        compared = ", ".join(f"{case.name}: {1e3 * case.median_s:.3g} ms" for case in (scan, loop))
-        line = f"{shape}, {ROW_NAMES[rows]}: chunk-scan {verdict} ({compared}); auto selects {auto.name}"
-        if slowdown >= MIN_SPEEDUP:
-            line += f", which takes {slowdown:.1f} x as long as the fastest, {ranked[0].name}"
-        lines.append(line)
+        lines.append(
+            f"{shape}, {ROW_NAMES[rows]}: {best.name} is the fastest, {loop.median_s / best.median_s:.1f} x as fast as "
+            f"the loop and {auto.median_s / best.median_s:.1f} x as fast as {auto.name}, which auto selects"
+        )
     return "\n".join(lines)
 
 
@@ -294,3 +305,30 @@ def format_report(report: dict[str, Any]) -> str:
     head = f"{machine['device']}, {machine['cpu_cores']} CPU cores, jax {machine['jax']}"
     note = f"* selected by auto; {NUM_REPEATS} warm repeats, shuffled; numpy in and out"
     return "\n".join([head, "", format_table(cells, header=HEADINGS, num_left=0), "", note, "", report["conclusion"]])
+
+
+def render_benchmark(timings: Sequence[BackendTiming], *, title: str) -> bytes:
+    """Returns a PNG with one panel per shape and kind of rows; equal timings give equal bytes."""
+    panels = list(dict.fromkeys((t.shape, t.rows) for t in timings))
+    with new_figure(max(6.0, 3.6 * len(panels)), 3.8) as figure:
+        for axes, (shape, rows) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+            axes.set_xscale("log", base=2)
+            axes.set_yscale("log")
+            for backend, color in COLORS.items():
+                shown = [t for t in timings if (t.shape, t.rows, t.backend) == (shape, rows, backend)]
+                label = f"{backend} (auto)" if any(t.is_auto for t in shown) else backend
+                medians, p90s = [1e3 * t.median_s for t in shown], [1e3 * t.p90_s for t in shown]
+                if backend == "chunked":
+                    sizes = [t.chunk_size or 0 for t in shown]
+                    axes.plot(sizes, medians, color=color, marker="o", markersize=4, label=label)
+                    axes.fill_between(sizes, medians, p90s, color=color, alpha=0.15, linewidth=0)
+                    axes.set_xticks(sizes, [str(size) for size in sizes])
+                else:
+                    axes.axhline(medians[0], color=color, linestyle="--" if backend == "copy" else "-", label=label)
+                    axes.axhspan(medians[0], p90s[0], color=color, alpha=0.15, linewidth=0)
+            axes.set_title(f"{shape}, {ROW_NAMES[rows]}", fontsize=9, loc="left")
+            axes.set_xlabel("chunk size, tokens")
+            axes.set_ylabel("milliseconds")
+            axes.legend(frameon=False, fontsize=7)
+        figure.suptitle(title, x=0.01, ha="left", fontsize=10, fontweight="bold")
+        return save_figure(figure, "png")

@@ -12,8 +12,6 @@ import numpy as np
 
 from app.advantage.token_advantages import truncation_bootstrap
 from app.records.jsonl import read_jsonl, write_jsonl
-from app.records.moments import Moments, joint_moments, merge_moments
-from app.records.sample import Sample
 from app.records.sample_json import LocatedSample, sample_for_advantages
 from app.runtime.advantages import make_gae_advantages
 from settings import Settings
@@ -67,12 +65,11 @@ class GaeSampleFile:
             raise InputError(f"--input: {self._path} holds no samples")
         return num_tokens, num_trainable
 
-    def advantage_moments(self) -> Moments:
-        """Returns the moments of the advantages of all unmasked tokens in the file."""
-        return merge_moments(
-            joint_moments([(_not_none(s.advantages), s.mask) for s in samples])
-            for samples, _ in self._advantage_windows()
-        )
+    def estimates(self) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+        """Yields the advantages, returns and masks of some samples at a time, concatenated."""
+        for parts, _ in self._windows():
+            advantages, returns, masks = map(np.concatenate, zip(*parts, strict=True))
+            yield advantages, returns, masks
 
     def write(self, out: Path, finish: Callable[..., np.ndarray]) -> None:
         """Writes every record unchanged, with `advantages` and `returns` added.
@@ -83,30 +80,36 @@ class GaeSampleFile:
         Raises:
             InputError: numbers are too large for float32; nothing is written.
         """
-        write_jsonl(out, self._records_with_advantages(finish))
+        write_jsonl(out, self._records(finish))
 
-    def _records_with_advantages(self, finish: Callable[..., np.ndarray]) -> Iterator[dict[str, Any]]:
+    def _records(self, finish: Callable[..., np.ndarray]) -> Iterator[dict[str, Any]]:
         done = 0
-        for samples, window in self._advantage_windows():
-            parts = [(_not_none(s.advantages), _not_none(s.returns), s.mask) for s in samples]
-            finished = finish(*map(np.concatenate, zip(*parts, strict=True)), num_rows=len(samples))
-            done += len(samples)
+        for parts, window in self._windows():
+            finished = finish(*map(np.concatenate, zip(*parts, strict=True)), num_rows=len(parts))
+            done += len(parts)
             if done < self._num_samples:
                 self._print_progress(f"estimated {done:,} of {self._num_samples:,} samples")
             ends = np.cumsum([len(mask) for *_, mask in parts])
             for one, advantages, (_, returns, _) in zip(window, np.split(finished, ends[:-1]), parts, strict=True):
                 yield {**one.record, "advantages": advantages.tolist(), "returns": returns.tolist()}
 
-    def _advantage_windows(self) -> Iterator[tuple[list[Sample], list[LocatedSample]]]:
-        beta = self._algorithm.beta
+    def _windows(self) -> Iterator[tuple[list[tuple[np.ndarray, ...]], list[LocatedSample]]]:
+        """Yields some samples at a time, with (advantages, returns, mask) of each."""
         for window in sample_windows(self._samples(), window_tokens=self._window_tokens):
-            samples = self._estimate([one.sample for one in window], beta)
-            if not _are_finite(samples):
+            parts = self._estimates_of(window)
+            if not all(np.isfinite(part).all() for one in parts for part in one):
                 # An infinity spreads over its whole row; with one sample per row, its sample can be found.
                 for one in window:
-                    if not _are_finite(self._estimate([one.sample], beta)):
+                    if not all(np.isfinite(part).all() for part in self._estimates_of([one])[0]):
                         raise InputError(f"{one.where}: rewards or values are too large: advantages exceed float32")
-            yield samples, window
+            yield parts, window
+
+    def _estimates_of(self, window: Sequence[LocatedSample]) -> list[tuple[np.ndarray, ...]]:
+        parts = []
+        for sample in self._estimate([one.sample for one in window], self._algorithm.beta):
+            assert sample.advantages is not None and sample.returns is not None
+            parts.append((sample.advantages, sample.returns, sample.mask))
+        return parts
 
     def _samples(self) -> Iterator[LocatedSample]:
         algorithm = self._algorithm
@@ -126,15 +129,6 @@ class GaeSampleFile:
         if now - self._last_progress_s >= PROGRESS_INTERVAL_S:
             self._last_progress_s = now
             print(line, file=sys.stderr, flush=True)
-
-
-def _not_none(array: np.ndarray | None) -> np.ndarray:
-    assert array is not None
-    return array
-
-
-def _are_finite(samples: Sequence[Sample]) -> bool:
-    return all(np.isfinite(_not_none(part)).all() for s in samples for part in (s.advantages, s.returns))
 
 
 def sample_windows(samples: Iterable[LocatedSample], *, window_tokens: int) -> Iterator[list[LocatedSample]]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 
@@ -14,7 +13,6 @@ from jaxtyping import Bool, Shaped
 
 from app.advantage.token_advantages import TokenAdvantages, TokenRows
 from app.records.atomic_write import open_atomic
-from app.records.moments import Moments, compute_moments
 from app.runtime.advantages import make_gae
 from settings import Settings
 from settings.errors import InputError
@@ -41,9 +39,9 @@ class GaeMatrixFile:
         """
         return self._rows.rewards.size, int(self._mask.sum())
 
-    def advantage_moments(self) -> Moments:
-        """Returns the moments of the advantages of all unmasked tokens."""
-        return compute_moments(self._estimates.advantages, self._mask)
+    def estimates(self) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+        """Yields the advantages, returns and mask of all rows, once."""
+        yield self._estimates.advantages, self._estimates.returns, self._mask
 
     def write(self, out: Path, finish: Callable[..., np.ndarray]) -> None:
         """Writes `advantages` and `returns`, [B, T] float32.
@@ -61,17 +59,31 @@ class GaeMatrixFile:
 
     @cached_property
     def _rows(self) -> TokenRows:
-        arrays = load_matrices(self._path)
-        rewards, values = arrays["rewards"], arrays["values"]
+        arrays, where = load_matrices(self._path), str(self._path)
+        rewards, values, mask = arrays["rewards"], arrays["values"], arrays.get("mask")
         if values.dtype == bool:
-            raise InputError(f"{self._path}: values: expected numbers, got dtype bool; is it the mask?")
-        mask = as_mask(arrays["mask"], f"{self._path}: mask") if "mask" in arrays else None
-        with self._errors_with_path():
-            check_inputs(rewards, values, mask=mask, mask_mode=self._mask_mode)
+            raise InputError(f"{where}: values: expected numbers, got dtype bool; is it the mask?")
+        shape = rewards.shape
+        for name, allowed in (("values", (shape, (shape[0], shape[1] + 1))), ("mask", (shape,))):
+            if name in arrays and arrays[name].shape not in allowed:
+                expected = " or ".join(str(list(one)) for one in allowed)
+                raise InputError(
+                    f"{where}: {name}: shape {list(arrays[name].shape)} does not match rewards of shape "
+                    f"{list(shape)}, expected {expected}"
+                )
+        if mask is not None:
+            if ((mask != 0) & (mask != 1)).any():
+                row, index = np.argwhere((mask != 0) & (mask != 1))[0]
+                raise InputError(f"{where}: mask: row {row}, index {index} is {mask[row, index]}, expected 0 or 1")
+            mask = mask.astype(bool)
+        # Masked tokens may hold any number in the modes that do not read them.
+        read_mask = None if self._mask_mode == "through" else mask
+        check_finite(f"{where}: rewards", rewards, read_mask=read_mask)
+        check_finite(f"{where}: values", values, read_mask=read_mask)
         with np.errstate(over="ignore"):  # Numbers at masked tokens may overflow.
             rewards, values = rewards.astype(np.float32), values.astype(np.float32)
-        counts = np.full((len(rewards), 1), rewards.shape[1]) if mask is None else mask.sum(axis=1, keepdims=True)
-        return TokenRows(rewards, values, np.broadcast_to(counts.astype(np.float32), rewards.shape), mask)
+        counts = np.full((len(rewards), 1), shape[1]) if mask is None else mask.sum(axis=1, keepdims=True)
+        return TokenRows(rewards, values, np.broadcast_to(counts.astype(np.float32), shape), mask)
 
     @property
     def _mask(self) -> Bool[np.ndarray, "B T"]:
@@ -82,17 +94,9 @@ class GaeMatrixFile:
     def _estimates(self) -> TokenAdvantages:
         rewards = self._rows.rewards
         estimates = self._gae(self._rows) if rewards.size else TokenAdvantages(rewards, rewards)
-        with self._errors_with_path():
-            for name, array in estimates._asdict().items():
-                check_finite(name, array, hint="the inputs are too large for float32")
+        for name, array in estimates._asdict().items():
+            check_finite(f"{self._path}: {name}", array, hint="the inputs are too large for float32")
         return estimates
-
-    @contextmanager
-    def _errors_with_path(self) -> Iterator[None]:
-        try:
-            yield
-        except ValueError as error:
-            raise InputError(f"{self._path}: {error}") from None
 
 
 def load_matrices(path: Path) -> dict[str, Shaped[np.ndarray, "B T"]]:
@@ -120,49 +124,6 @@ def load_matrices(path: Path) -> dict[str, Shaped[np.ndarray, "B T"]]:
     return matrices
 
 
-def as_mask(numbers: np.ndarray, where: str) -> Bool[np.ndarray, "B T"]:
-    """Converts a matrix of 0 and 1 to booleans.
-
-    Raises:
-        InputError: a number is neither 0 nor 1.
-    """
-    other = (numbers != 0) & (numbers != 1)
-    if other.any():
-        row, index = np.argwhere(other)[0]
-        raise InputError(f"{where}: row {row}, index {index} is {numbers[row, index]}, expected 0 or 1")
-    return numbers.astype(bool)
-
-
-def check_inputs(rewards: np.ndarray, values: np.ndarray, *, mask: np.ndarray | None, mask_mode: str) -> None:
-    """Checks that `generalized_advantages` is defined for these arrays.
-
-    Raises:
-        ValueError: shapes do not match, or a number that would be read is not finite in float32; the message gives its
-            row and index.
-    """
-    check_shapes(rewards.shape, values.shape, None if mask is None else mask.shape)
-    # Masked tokens may hold any number in the modes that do not read them.
-    read = None if mask is None or mask_mode == "through" else mask.astype(bool)
-    check_finite("rewards", rewards, read_mask=read)
-    check_finite("values", values, read_mask=read)
-
-
-def check_shapes(rewards: tuple[int, ...], values: tuple[int, ...], mask: tuple[int, ...] | None = None) -> None:
-    """Raises ValueError if the shape of values or mask does not match that of the rewards."""
-    if len(rewards) != 2:
-        raise ValueError(f"rewards: expected [B, T], got the shape {list(rewards)}")
-    num_rows, num_tokens = rewards
-    for name, shape, allowed in (
-        ("values", values, (rewards, (num_rows, num_tokens + 1))),
-        ("mask", rewards if mask is None else mask, (rewards,)),
-    ):
-        if tuple(shape) not in allowed:
-            expected = " or ".join(str(list(one)) for one in allowed)
-            raise ValueError(
-                f"{name}: shape {list(shape)} does not match rewards of shape {list(rewards)}, expected {expected}"
-            )
-
-
 def check_finite(
     name: str,
     x: np.ndarray,
@@ -170,7 +131,7 @@ def check_finite(
     read_mask: Bool[np.ndarray, "B T"] | None = None,
     hint: str = "expected a finite float32",
 ) -> None:
-    """Raises ValueError for the first NaN or infinity; columns beyond those of `read_mask` are also checked."""
+    """Raises InputError for the first NaN or infinity; columns beyond those of `read_mask` are also checked."""
     with np.errstate(over="ignore", invalid="ignore"):
         as_float32 = x.astype(np.float32, copy=False)
         # A sum takes a quarter of the time; it may overflow although every number is finite.
@@ -181,4 +142,4 @@ def check_finite(
         bad[:, : read_mask.shape[1]] &= read_mask
     if bad.any():
         row, column = np.argwhere(bad)[0].tolist()
-        raise ValueError(f"{name}: row {row}, index {column} is {x[row, column]}; {hint}")
+        raise InputError(f"{name}: row {row}, index {column} is {x[row, column]}; {hint}")

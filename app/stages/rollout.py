@@ -1,4 +1,4 @@
-"""Implements `grpo rollout`: samples prompts and writes the samples to a file."""
+"""`grpo rollout`: samples prompts and writes the samples to a file."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -14,32 +15,40 @@ import jax
 import numpy as np
 
 from app.checkpoint.policy_weights import read_policy_source
-from app.distributed.collective_files import per_host_path, sample_json_lines, write_collectively
+from app.checkpoint.saved_policy import PolicyCheckpoint
+from app.distributed.collective_files import host_slice, per_host_path, sample_json_lines, write_collectively
 from app.distributed.collectives import error_barrier, gather_over_hosts, sum_over_hosts
 from app.distributed.host_consistency import check_hosts_agree
 from app.model.decode_weights import DecodeWeights
 from app.prompts.data_sources import load_training_data
 from app.prompts.encode import EncodeReport
 from app.records.atomic_write import remove_partial_files
+from app.records.identity import Identity, prompts_digest
 from app.records.jsonl import check_distinct_paths, check_output_path
 from app.records.partial_samples import PartFile, PartialSamples, part_path, remove_parts
 from app.records.sample import Prompt, Sample
 from app.records.text_format import format_percent
 from app.report.matplotlib_figures import check_picture_path
-from app.report.slot_timeline import SUPPORTED_SUFFIXES, write_timeline
 from app.rollout.scheduling.sample_states import SampleTable
 from app.rollout.sequence import RolloutSequence
+from app.runtime.environments import environment_facts
 from app.runtime.host_supervision import PhaseCallback, iterate_in_phase, join_hosts, wait_for_other_hosts
 from app.runtime.inputs import encode_rows
 from app.runtime.model_spec import ModelSpec
 from app.runtime.scoring import ScoringSession
 from app.runtime.session import Session
-from app.stages.prompt_shards import PromptShard
-from app.stages.rollout_identity import rollout_identity
-from app.stages.rollout_timeline import rollout_timeline
+from app.stages.rollout_timeline import SUPPORTED_SUFFIXES, Timeline, write_timeline
 from app.tracking.console import RolloutProgress
 from settings import Resolved, Settings
 from settings.errors import InputError
+
+FREE = (
+    *("rollout.kv_blocks", "rollout.ray.address", "rollout.devices", "rollout.max_staleness"),
+    "rollout.max_length_total",
+)
+"""Settings that affect no sample of a rollout in exact mode, and at most its rounding in fast mode."""
+FREE_IN_FAST_MODE = ("rollout.slots", "rollout.workers.", "rollout.ray.", "rollout.prompts_per_step")
+"""Beginnings of the names of settings that affect only the rounding of samples, which matters in exact mode."""
 
 
 def rollout(
@@ -67,7 +76,12 @@ def rollout(
     check_distinct_paths({"--prompts": prompts, "--out": out, "--timeline": timeline})
     check_output_path(out)
     if timeline is not None:
-        _check_has_workers(settings)
+        if not settings.rollout.has_workers:
+            raise InputError(
+                "--timeline plots the activity of scheduled workers, but rollout.scheduler is null or "
+                "rollout.placement is global; set rollout.scheduler: adaptive and rollout.placement: island, or omit "
+                "--timeline"
+            )
         check_picture_path(timeline, "--timeline", SUPPORTED_SUFFIXES)
     source = read_policy_source(settings, checkpoint)
     settings, model, saved = source
@@ -84,7 +98,6 @@ def rollout(
             remove_partial_files(out)
         session = stack.enter_context(closing(Session.open(ScoringSession.open(settings, model))))
         weights = source.load_decode_weights(session)
-        counter = SampleCounter()
         session.compile_rollout()
         start = time.perf_counter()
         # Workers report only the samples generated now.
@@ -94,14 +107,18 @@ def rollout(
                 progress.print_line(note)
             if finished:
                 progress.print_line(f"continuing: {len(finished)} of {shard.num_samples} samples are done")
-            generation = Generation(session, weights, shard, finished, part_file, saved.step if saved else 0)
-            samples = generation.samples(progress, enter_phase)
-            _write_samples(out, shard, iterate_in_phase(counter.count(samples), "rollout", enter_phase), enter_phase)
+            samples = _generate(
+                *(session, weights, shard, finished, part_file),
+                policy_version=saved.step if saved else 0,
+                progress=progress,
+                enter_phase=enter_phase,
+            )
+            counts = _write_samples(out, shard, iterate_in_phase(samples, "rollout", enter_phase), enter_phase)
         seconds = time.perf_counter() - start
         with error_barrier():
             remove_parts(out)
         schedule = _schedule_metrics(session, timeline and per_host_path(timeline))
-        sampling = counter.metrics_over_hosts(finished, seconds)
+        sampling = _sampling_metrics(counts, finished, seconds)
     if jax.process_index() > 0:
         return None
     return {
@@ -114,18 +131,29 @@ def rollout(
     }
 
 
-def _write_samples(out: Path, shard: PromptShard, samples: Iterator[Sample], enter_phase: PhaseCallback) -> None:
-    """Writes the output. If there are several hosts, each keeps its lines in a temporary file until all are done."""
-    lines = sample_json_lines(samples, path=out)
+def _write_samples(out: Path, shard: PromptShard, samples: Iterator[Sample], enter_phase: PhaseCallback) -> np.ndarray:
+    """Writes the output; returns the numbers of this host's samples, of their tokens, and of truncated samples.
+
+    If there are several hosts, each keeps its lines in a temporary file until all are done.
+    """
+    counts = np.zeros(3, np.int64)
+
+    def counted() -> Iterator[Sample]:
+        for sample in samples:
+            counts[:] += (1, len(sample.completion_ids), sample.finish_reason == "length")
+            yield sample
+
+    lines = sample_json_lines(counted(), path=out)
     if jax.process_count() == 1:
         write_collectively(out, shard.split_by_round(lines))
-        return
+        return counts
     with tempfile.TemporaryFile(dir=out.absolute().parent) as file:
         file.writelines(lines)
         file.seek(0)
         wait_for_other_hosts(enter_phase)
         enter_phase("save")
         write_collectively(out, shard.split_by_round(file))
+    return counts
 
 
 def _read_prompts(
@@ -137,14 +165,6 @@ def _read_prompts(
     return encode_rows(settings, dataset.rows[:limit], model.tokenizer)
 
 
-def _check_has_workers(settings: Settings) -> None:
-    if not settings.rollout.has_workers:
-        raise InputError(
-            "--timeline plots the activity of scheduled workers, but rollout.scheduler is null or rollout.placement is "
-            "global; set rollout.scheduler: adaptive and rollout.placement: island, or omit --timeline"
-        )
-
-
 def _schedule_metrics(session: Session, timeline: Path | None) -> dict[str, Any]:
     """Returns the metrics of all hosts' schedules, empty without one, and plots the timeline of this host."""
     if session.workers is None:
@@ -152,8 +172,8 @@ def _schedule_metrics(session: Session, timeline: Path | None) -> dict[str, Any]
     (metrics,) = session.take_schedule_metrics()
     policy = session.workers.schedule.policy
     if timeline is not None:
-        model = session.settings.model.path
-        write_timeline(timeline, rollout_timeline(session.workers.records, metrics, model=model, policy=policy))
+        model, records = session.settings.model.path, session.workers.records
+        write_timeline(timeline, Timeline.from_records(records, metrics, model=model, policy=policy))
     local = (metrics.makespan_s, metrics.bubble, metrics.tail_fraction, metrics.suspensions, metrics.repacked_tokens)
     makespans, bubbles, tails, suspensions, recomputed = gather_over_hosts(np.asarray(local, np.float64)).T
     bubble, tail = (format_percent(np.average(shares, weights=makespans)) for shares in (bubbles, tails))
@@ -166,79 +186,142 @@ def _schedule_metrics(session: Session, timeline: Path | None) -> dict[str, Any]
     }
 
 
+def _generate(
+    session: Session,
+    weights: DecodeWeights,
+    shard: PromptShard,
+    finished: Mapping[str, Sample],
+    part_file: PartFile,
+    *,
+    policy_version: int,
+    progress: RolloutProgress,
+    enter_phase: PhaseCallback,
+) -> Iterator[Sample]:
+    """Yields this host's samples in order. New ones are appended to the part file as soon as they are finished.
+
+    Args:
+        finished: finished samples by uid.
+        policy_version: the training step of the weights, which is part of the sampling noise's key.
+    """
+    # A host without prompts still samples one and drops the results, so that its queue is not a special case.
+    prompts = shard.host_prompts or shard.prompts[:1]
+    request = session.rollout_request(policy_version=policy_version)
+    fresh = session.generator.stream(weights, prompts, request, skipped_uids=finished.keys())
+    workers = session.workers
+    if workers is None:
+        return progress.track(_in_order(part_file.write_through(fresh), shard, finished))
+
+    def report(table: SampleTable) -> None:
+        progress.update_rollout(table)
+        # Restarts the watchdog's limit, because the first sample in order may be the last to finish.
+        enter_phase("rollout")
+
+    def append(sequence: RolloutSequence) -> None:
+        part_file.append(workers.to_sample(sequence, 0, session.rollout_request()))
+
+    workers.on_progress, workers.on_sample_done = report, append
+    return _in_order(fresh, shard, finished)
+
+
+def _in_order(fresh: Iterator[Sample], shard: PromptShard, finished: Mapping[str, Sample]) -> Iterator[Sample]:
+    """Yields fresh and finished samples in the order of their prompts."""
+    for place in shard.prompt_indices:
+        for index in range(shard.group_size):
+            stored = finished.get(f"{shard.prompts[place].uid}/s{index}")
+            yield replace(next(fresh) if stored is None else stored, group_id=place)
+    for _ in fresh:
+        assert not shard.host_prompts
+
+
+def _sampling_metrics(counts: np.ndarray, finished: Mapping[str, Sample], seconds: float) -> dict[str, Any]:
+    """Returns the counts of all hosts' samples, and the speed at which those not yet finished were generated."""
+    before = [len(finished), sum(len(sample.completion_ids) for sample in finished.values())]
+    samples, tokens, truncated, num_before, tokens_before = sum_over_hosts(np.asarray([*counts, *before])).tolist()
+    return {
+        "samples": samples,
+        "completion tokens": tokens,
+        "mean length": round(tokens / max(samples, 1), 1),
+        "truncated": truncated,
+        "seconds": round(seconds, 2),
+        "tokens per second": round((tokens - tokens_before) / seconds, 1),
+        **({"sampled before": f"{num_before} samples, {tokens_before} tokens"} if num_before else {}),
+    }
+
+
 @dataclass(frozen=True)
-class Generation:
-    """Generation of this host's samples, some of which may already be finished."""
+class PromptShard:
+    """The prompts assigned to this host: a contiguous part of every round."""
 
-    session: Session
-    weights: DecodeWeights
-    shard: PromptShard
-    finished: Mapping[str, Sample]
-    """Finished samples by uid."""
-    part_file: PartFile
-    policy_version: int
-    """The training step of the weights, which is part of the sampling noise's key."""
+    prompts: Sequence[Prompt]
+    rounds: Sequence[range]
+    """Indices of this host's prompts in each round: `rollout.prompts_per_step` prompts for each host, as in a training
+    step; the last may be smaller."""
+    group_size: int
 
-    def samples(self, progress: RolloutProgress, enter_phase: PhaseCallback) -> Iterator[Sample]:
-        """Yields all samples in order. New ones are appended to the part file as soon as they are finished."""
-        if self.session.workers is not None:
+    @classmethod
+    def from_prompts(cls, prompts: Sequence[Prompt], settings: Settings) -> PromptShard:
+        size = settings.rollout.prompts_per_step * jax.process_count()
+        rounds = []
+        for first in range(0, len(prompts), size):
+            count = min(size, len(prompts) - first)
+            run = host_slice(count)
+            rounds.append(range(first + run.start, first + run.stop))
+        return cls(prompts, rounds, settings.rollout.group_size)
 
-            def report(table: SampleTable) -> None:
-                progress.update_rollout(table)
-                # Restarts the watchdog's limit, because the first sample in order may be the last to finish.
-                enter_phase("rollout")
+    @property
+    def prompt_indices(self) -> list[int]:
+        """Indices of this host's prompts in the file."""
+        return [place for one in self.rounds for place in one]
 
-            self.session.workers.on_progress, self.session.workers.on_sample_done = report, self._append
-            return self._from_queue(self._stream())
-        return progress.track(self._from_queue(self.part_file.write_through(self._stream())))
+    @property
+    def host_prompts(self) -> list[Prompt]:
+        return [self.prompts[place] for place in self.prompt_indices]
 
-    def _append(self, sequence: RolloutSequence) -> None:
-        assert self.session.workers is not None
-        self.part_file.append(self.session.workers.to_sample(sequence, 0, self.session.rollout_request()))
+    @property
+    def num_samples(self) -> int:
+        """Number of samples of this host."""
+        return len(self.prompt_indices) * self.group_size
 
-    def _stream(self) -> Iterator[Sample]:
-        # A host without prompts still samples one and drops the results, so that its queue is not a special case.
-        prompts = self.shard.host_prompts or self.shard.prompts[:1]
-        return self.session.generator.stream(
-            self.weights,
-            prompts,
-            self.session.rollout_request(policy_version=self.policy_version),
-            skipped_uids=self.finished.keys(),
-        )
-
-    def _from_queue(self, fresh: Iterator[Sample]) -> Iterator[Sample]:
-        for place in self.shard.prompt_indices:
-            for index in range(self.shard.group_size):
-                stored = self.finished.get(f"{self.shard.prompts[place].uid}/s{index}")
-                yield replace(next(fresh) if stored is None else stored, group_id=place)
-        for _ in fresh:
-            assert not self.shard.host_prompts
+    def split_by_round(self, lines: Iterator[bytes]) -> Iterator[Iterator[bytes]]:
+        """Yields the lines of this host's samples, round by round. Consume each round before the next."""
+        for one in self.rounds:
+            yield islice(lines, len(one) * self.group_size)
+        # Resumes the generator of the lines once more, because it finishes its work after the last line.
+        assert next(lines, None) is None
 
 
-class SampleCounter:
-    """Counts samples, their tokens, and truncated samples as they pass through."""
+def rollout_identity(
+    settings: Settings, model: ModelSpec, prompts: Sequence[Prompt], saved_policy: PolicyCheckpoint | None = None
+) -> Identity:
+    """Returns everything that determines the samples. The devices must have been started."""
+    exact = settings.rollout.mode == "exact"
+    rollout = dict(_flatten("rollout", settings.rollout.model_dump(mode="json")))
+    free = FREE if exact else (*FREE, *FREE_IN_FAST_MODE)
+    kept = {name: value for name, value in rollout.items() if not name.startswith(free)}
+    devices = f"{jax.local_device_count()} x {jax.local_devices()[0].device_kind}"
+    placed = {
+        "mesh.shape": settings.mesh.shape,
+        "the devices": devices,
+        "whether workers are Ray actors": settings.rollout.uses_ray,
+    }
+    return {
+        "the model's files": model.files.fingerprint,
+        "the tokenizer": model.tokenizer.fingerprint,
+        **({} if saved_policy is None else {"the checkpoint": saved_policy.describe()}),
+        "the prompts": prompts_digest(prompts),
+        "run.seed": settings.run.seed,
+        "model.dtype": settings.model.dtype,
+        "data.max_prompt_length": settings.data.max_prompt_length,
+        **kept,
+        **environment_facts(settings.env),
+        **(placed if exact else {}),
+    }
 
-    def __init__(self) -> None:
-        self.counts = np.zeros(3, np.int64)
 
-    def count(self, samples: Iterator[Sample]) -> Iterator[Sample]:
-        """Yields the samples and counts them."""
-        for sample in samples:
-            self.counts += (1, len(sample.completion_ids), sample.finish_reason == "length")
-            yield sample
-
-    def metrics_over_hosts(self, finished: Mapping[str, Sample], seconds: float) -> dict[str, Any]:
-        """Returns the counts of all hosts' samples, and the speed at which those not yet finished were generated."""
-        before = [len(finished), sum(len(sample.completion_ids) for sample in finished.values())]
-        samples, tokens, truncated, num_before, tokens_before = sum_over_hosts(
-            np.asarray([*self.counts, *before])
-        ).tolist()
-        return {
-            "samples": samples,
-            "completion tokens": tokens,
-            "mean length": round(tokens / max(samples, 1), 1),
-            "truncated": truncated,
-            "seconds": round(seconds, 2),
-            "tokens per second": round((tokens - tokens_before) / seconds, 1),
-            **({"sampled before": f"{num_before} samples, {tokens_before} tokens"} if num_before else {}),
-        }
+def _flatten(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yields (dotted setting name, value) for every setting in a section."""
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from _flatten(f"{name}.{key}", inner)
+    else:
+        yield name, value

@@ -1,36 +1,143 @@
-"""The schedule of a rollout as a timeline plot."""
+"""The timeline plot of a rollout: what every slot of every worker did over time."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
 
+from app.records.atomic_write import write_atomic
 from app.records.text_format import format_percent
-from app.report.slot_timeline import Activity, Timeline, TimelineBar
+from app.report.matplotlib_figures import POINTS_PER_INCH, inline_svg, new_figure, save_figure
+from app.report.plots import BLUE, GREY, ORANGE, PURPLE, RED, escape_label
+from app.report.write_report import render_page
 from app.rollout.scheduling.protocol import EventRecord, SampleRole, Submitted, WorkerJoined
-from app.rollout.scheduling.schedule_metrics import ScheduleMetrics, slot_spans
+from app.rollout.scheduling.schedule_metrics import ScheduleMetrics, Span, slot_spans
 
-ROLE_ACTIVITIES: dict[SampleRole | None, Activity] = {
-    **{"probe": "probe", "fast": "fast", "heavy": "heavy"},
-    **{"any": "fast", None: "suspended"},
-}
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+IDLE_COLOR, SUSPENDED_COLOR = "#e4e4e4", PURPLE
+COLORS: dict[SampleRole | None, str] = {"probe": ORANGE, "fast": BLUE, "any": BLUE, "heavy": RED}
+SLOT_HEIGHT, LANE_GAP = 0.11, 0.8
+"""Height of a slot, in inches, and gap between workers, in slots."""
+MERGE_GAP_S = 1e-6
+WIDTH, MIN_HEIGHT, MAX_HEIGHT = 10.0, 2.1, 16.5
+"""Width of the plot, and limits of its height, in inches; the slots of a higher one are thinner."""
+MARGIN = 1.45
+"""Height in inches of titles, axis and legend."""
+SUPPORTED_SUFFIXES = (".png", ".html")
 
 
-def rollout_timeline(records: Sequence[EventRecord], metrics: ScheduleMetrics, *, model: str, policy: str) -> Timeline:
-    """Returns the timeline of a rollout, which starts at its first submission."""
-    start = next((event.at for event, _ in records if isinstance(event, Submitted)), 0.0)
-    bars = tuple(
-        TimelineBar(
-            span.worker, span.slot, span.start_s - start, span.end_s - start, ROLE_ACTIVITIES[span.role], span.uid
+@dataclass(frozen=True)
+class Timeline:
+    """The schedule of a rollout, whose time starts at its first submission."""
+
+    heading: str
+    figures: str
+    """The metrics of the schedule, in a line."""
+    slots: dict[str, int]
+    """Each worker's number of slots by name."""
+    spans: Sequence[Span]
+    makespan_s: float
+
+    @classmethod
+    def from_records(
+        cls, records: Sequence[EventRecord], metrics: ScheduleMetrics, *, model: str, policy: str
+    ) -> Timeline:
+        start = next((event.at for event, _ in records if isinstance(event, Submitted)), 0.0)
+        spans = [one._replace(start_s=one.start_s - start, end_s=one.end_s - start) for one in slot_spans(records)]
+        slots = {event.worker: event.slots for event, _ in records if isinstance(event, WorkerJoined)}
+        bubble, tail = map(format_percent, (metrics.bubble, metrics.tail_fraction))
+        recall = "" if metrics.probe_recall is None else f", recall {metrics.probe_recall:.2f}"
+        figures = (
+            f"{policy}: {metrics.makespan_s:.3g} s, bubble {bubble}, tail {tail}{recall}, {metrics.breaker_trips} "
+            f"trips, {metrics.stolen} stolen, {metrics.suspensions} suspended, {metrics.truncated} truncated, "
+            f"{metrics.repacked_tokens:,} tokens recomputed, {metrics.segments} segments"
         )
-        for span in slot_spans(records)
-    )
-    slots = {event.worker: event.slots for event, _ in records if isinstance(event, WorkerJoined)}
-    bubble, tail = map(format_percent, (metrics.bubble, metrics.tail_fraction))
-    recall = "" if metrics.probe_recall is None else f", recall {metrics.probe_recall:.2f}"
-    figures = (
-        f"{policy}: {metrics.makespan_s:.3g} s, bubble {bubble}, tail {tail}{recall}, {metrics.breaker_trips} trips, "
-        f"{metrics.stolen} stolen, {metrics.suspensions} suspended, {metrics.truncated} truncated, "
-        f"{metrics.repacked_tokens:,} tokens recomputed, {metrics.segments} segments"
-    )
-    heading = f"{model}: {len(slots)} workers, {sum(slots.values())} slots"
-    return Timeline(heading, figures, tuple(slots.items()), bars, metrics.makespan_s)
+        heading = f"{model}: {len(slots)} workers, {sum(slots.values())} slots"
+        return cls(heading, figures, slots, spans, metrics.makespan_s)
+
+    @property
+    def size(self) -> tuple[float, float]:
+        """Width and height in inches, including a lane for suspended samples."""
+        lanes = sum(slots + LANE_GAP for slots in self.slots.values()) + 1 + LANE_GAP
+        return WIDTH, min(max(SLOT_HEIGHT * lanes + MARGIN, MIN_HEIGHT), MAX_HEIGHT)
+
+
+def write_timeline(path: Path, timeline: Timeline) -> None:
+    """Writes the plot as an image or, if `path` ends in .html, as a page."""
+    if path.suffix.lower() != ".html":
+        return write_atomic(path, render_timeline(timeline, kind="png"))
+    width, height = (inches * POINTS_PER_INCH for inches in timeline.size)
+    svg = render_timeline(timeline, kind="svg").decode("utf-8")
+    picture = inline_svg(svg, label=timeline.heading, box=f"0 0 {width:g} {height:g}")
+    return write_atomic(path, render_page("timeline.html", picture=picture, title=timeline.heading).encode("utf-8"))
+
+
+def render_timeline(timeline: Timeline, *, kind: Literal["png", "svg"]) -> bytes:
+    """Returns an image; equal timelines give equal bytes.
+
+    An SVG is for a page, which has the heading and whose background and fonts it uses.
+    """
+    with new_figure(*timeline.size, salt="timeline") as figure:
+        _draw(figure.add_subplot(), timeline)
+        if kind == "png":
+            figure.suptitle(escape_label(timeline.heading), x=0.01, ha="left", fontsize=10, fontweight="bold")
+        _add_legend(figure)
+        return save_figure(figure, kind, transparent=kind == "svg")
+
+
+def _draw(axes: Axes, timeline: Timeline) -> None:
+    top, tops, ticks, labels = 0.0, {}, [], []
+    for worker, slots in timeline.slots.items():
+        tops[worker] = top
+        axes.broken_barh([(0, timeline.makespan_s)], (top, slots), facecolors=IDLE_COLOR, linewidth=0)
+        ticks.append(top + slots / 2)
+        labels.append(escape_label(worker))
+        top += slots + LANE_GAP
+    rows = [span for span in timeline.spans if span.role is not None]
+    rows.sort(key=lambda span: (span.worker, span.slot, span.start_s))
+    for (worker, slot), spans in groupby(rows, key=lambda span: (span.worker, span.slot)):
+        merged = _merge_adjacent(spans)
+        axes.broken_barh(
+            [(span.start_s, span.end_s - span.start_s) for span in merged], (tops[worker] + slot, 0.92),
+            facecolors=[COLORS[span.role] for span in merged], edgecolor="white", linewidth=0.3,
+        )  # fmt: skip
+    suspended = [(span.start_s, span.end_s - span.start_s) for span in timeline.spans if span.role is None]
+    axes.broken_barh(suspended, (top, 1), facecolors=SUSPENDED_COLOR, linewidth=0)
+    axes.set_yticks([*ticks, top + 0.5], [*labels, "suspended"])
+    axes.axvline(timeline.makespan_s, color=GREY, linewidth=1.0)
+    axes.tick_params(axis="y", length=0)
+    axes.grid(visible=False)
+    axes.spines["left"].set_visible(False)
+    axes.set_ylim(top + 1.2, -0.3)
+    axes.set_title(escape_label(timeline.figures), fontsize=9, loc="left")
+    axes.set_xlabel("seconds")
+    axes.set_xlim(0, 1.01 * timeline.makespan_s)
+
+
+def _merge_adjacent(spans: Iterable[Span]) -> list[Span]:
+    """Merges consecutive segments of a sample into one span, because there may be hundreds."""
+    merged: list[Span] = []
+    for span in spans:
+        last = merged[-1] if merged else None
+        if last and (last.role, last.uid) == (span.role, span.uid) and span.start_s - last.end_s < MERGE_GAP_S:
+            merged[-1] = last._replace(end_s=span.end_s)
+        else:
+            merged.append(span)
+    return merged
+
+
+def _add_legend(figure: Figure) -> None:
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+
+    colors = {role: COLORS[role] for role in ("probe", "fast", "heavy")}
+    colors |= {"suspended": SUSPENDED_COLOR, "idle": IDLE_COLOR}
+    handles = [Patch(facecolor=color, label=label) for label, color in colors.items()]
+    end = Line2D([], [], color=GREY, linewidth=1.0, label="end")
+    figure.legend(handles=[*handles, end], loc="outside lower right", ncols=7, frameon=False)

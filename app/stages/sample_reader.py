@@ -21,9 +21,7 @@ from app.records.parquet import read_parquet
 from app.records.sample import Sample
 from app.records.sample_json import SCORING_FIELDS, LocatedSample, sample_for_scoring
 from app.stages.sample_text import SampleEncoder
-from settings import Resolved
 from settings.errors import InputError
-from settings.loading.fields import value_of
 
 WINDOW_SAMPLES = 4096
 """Number of samples in memory at once: enough to fill rows well, and only some tens of MB."""
@@ -104,8 +102,7 @@ class SampleReader:
         for index, (where, record) in enumerate(read_records(self._path)):
             with_ids = self._encoder.with_token_ids(record, where=where)
             sample = sample_for_scoring(with_ids, where=where, index=index, names=self._fields)
-            check_token_ids(sample.prompt.token_ids, sample.completion_ids, self._architecture, where=where)
-            check_routes(sample.routes, self._architecture, where=where)
+            check_fits(sample, self._architecture, where=where)
             yield LocatedSample(where, record, sample)
 
     def _check_unchanged(self) -> None:
@@ -148,10 +145,9 @@ def file_digest(path: Path) -> str:
         raise InputError(f"{path}: cannot be read: {error.strerror}") from error
 
 
-def check_token_ids(
-    prompt_ids: np.ndarray, completion_ids: np.ndarray, architecture: Architecture, *, where: str
-) -> None:
+def check_fits(sample: Sample, architecture: Architecture, *, where: str) -> None:
     """Raises InputError, starting with `where`, if this model cannot have generated the sample."""
+    prompt_ids, completion_ids = sample.prompt.token_ids, sample.completion_ids
     for name, ids in (("prompt_token_ids", prompt_ids), ("completion_token_ids", completion_ids)):
         beyond = np.flatnonzero(ids >= architecture.vocab_size)
         if len(beyond):
@@ -166,13 +162,12 @@ def check_token_ids(
             f"{length} tokens, but the context of model.path is {architecture.max_positions}; remove the sample, or "
             "use the model that generated it"
         )
+    if sample.routes is not None:
+        _check_routes(sample.routes, architecture, where=where)
 
 
-def check_routes(routes: UInt8[np.ndarray, "T L k"] | None, architecture: Architecture, *, where: str) -> None:
-    """Raises InputError, starting with `where`, if these are not routes through this model."""
+def _check_routes(routes: UInt8[np.ndarray, "T L k"], architecture: Architecture, *, where: str) -> None:
     shape, experts = architecture.route_shape, architecture.num_experts
-    if routes is None:
-        return
     way_out = "was it sampled with another model? Set model.path to that, or rollout.routing_replay: false"
     if shape is None or experts is None or routes.shape[1:] != shape:
         of_model = "none" if shape is None else f"{shape[1]} in each of {shape[0]} layers"
@@ -187,20 +182,4 @@ def check_routes(routes: UInt8[np.ndarray, "T L k"] | None, architecture: Archit
         raise InputError(
             f"{where}: routes sends token {token} through experts {routes[token, layer].tolist()} of layer {layer}; "
             f"model.path has {experts}, and a token passes each at most once; {way_out}"
-        )
-
-
-def check_token_quota(resolved: Resolved, scope: str, max_length: int, *, where: str) -> None:
-    """Checks that the longest sample of a file fits the token quota of a scope, such as `score.policy`.
-
-    Raises:
-        InputError: the sample does not fit; the message starts with `where`.
-    """
-    field = f"{scope}.max_tokens_per_device"
-    quota = value_of(resolved.settings, field)
-    if quota is not None and max_length > quota:
-        raise InputError(
-            f"{where}: the longest sample has {max_length} tokens, more than {field} = {quota} (from "
-            f"{resolved.origin(field)}), and samples are not split; raise it to {max_length} or more, or set "
-            f"{scope}.rows_per_device instead"
         )

@@ -17,17 +17,22 @@ from typing import Any, Literal, Protocol
 import jax
 import numpy as np
 
-from app.batching.micro_batch_plan import bucketed_row_shape
-from app.batching.micro_batcher import EqualShapeBatcher, FixedRowBatcher, GlobalPlan, PackedRowBatcher
+from app.batching.micro_batch_plan import MicroBatch, MicroBatchPlan, PackedRow, RowShape, bucketed_row_shape
+from app.batching.micro_batcher import (
+    EqualShapeBatcher,
+    FixedRowBatcher,
+    GlobalPlan,
+    PackedRowBatcher,
+    sequence_lengths,
+)
 from app.distributed.collective_files import host_slice, json_lines_by_part, write_collectively
 from app.distributed.collectives import iterate_in_lockstep, max_over_hosts, sum_over_hosts
 from app.distributed.host_consistency import check_hosts_agree
 from app.mesh.devices import peak_memory_bytes
-from app.mesh.placement import check_host_memory, to_device_memory, to_host_memory
+from app.mesh.placement import check_host_memory, num_local_row_shards, to_device_memory, to_host_memory
 from app.mesh.program_cache import CompilationCounter
 from app.model.architecture import Architecture
 from app.model.decoder import Params
-from app.model.io.model_files import ModelFiles
 from app.prompts.tokenizer import Tokenizer
 from app.records.jsonl import check_output_path
 from app.records.sample import Sample
@@ -36,15 +41,21 @@ from app.runtime.host_supervision import PhaseCallback, iterate_in_phase, join_h
 from app.runtime.micro_batching import MaxLengths, make_score_batcher, num_bootstrap_tokens
 from app.runtime.model_spec import CriticSpec, ModelSpec, read_critic_spec, read_model_spec
 from app.runtime.scoring import ScoringSession
-from app.stages.packing_check import check_packing
-from app.stages.sample_reader import WINDOW_SAMPLES, SampleFileExtent, SampleReader, check_token_quota, file_digest
+from app.stages.sample_reader import WINDOW_SAMPLES, SampleFileExtent, SampleReader, file_digest
 from app.stages.sample_text import SampleEncoder
 from settings import Resolved, Settings
 from settings.errors import InputError
+from settings.loading.fields import value_of
 from settings.schema.algorithm import ScoredRole
 
 NUM_CHECKED_SAMPLES = 3
 """Number of samples that `--check-packing` packs into one row."""
+TOLERANCES = {"float32": (1e-4, 1e-4), "bfloat16": (0.5, 0.05)}
+"""Largest and mean difference, in nats, that the order of summation explains, by compute type; seeing tokens of another
+sample causes far larger ones."""
+
+MAX_SAMPLE_TOKENS = 128
+"""Number of compared tokens of each sample. A row of three such samples uses block-wise attention on every backend."""
 
 
 class SavedNetworks(Protocol):
@@ -65,7 +76,6 @@ def score_logprobs(
     outputs: Mapping[Path, SavedNetworks | None],
     role: ScoredRole,
     checks_packing: bool = False,
-    window: int = WINDOW_SAMPLES,
 ) -> list[dict[str, Any]] | None:
     """Adds a role's logprobs or values to every sample of `input`, and returns the metrics of each output to print.
 
@@ -77,7 +87,6 @@ def score_logprobs(
     Args:
         outputs: output file -> checkpoint with the weights of the policy or the critic; None for those of the models.
         checks_packing: whether to compare the scores of a few samples in a shared row and in separate rows first.
-        window: number of samples in memory at once.
 
     Raises:
         InputError: the settings, model, checkpoint, samples or output file cannot be used.
@@ -102,22 +111,28 @@ def score_logprobs(
     replays = settings.rollout.routing_replay and role != "critic"
     file = SampleReader(input, architecture, encoder, replays_routes=replays)
     extent, drawn = file.check(num_picked=NUM_CHECKED_SAMPLES if checks_packing else 0, seed=settings.run.seed)
-    check_token_quota(
-        resolved,
-        f"score.{role}",
-        extent.max_length + num_bootstrap_tokens(settings, role),
-        where=extent.longest_location,
-    )
+    longest, quota = extent.max_length + num_bootstrap_tokens(settings, role), f"score.{role}.max_tokens_per_device"
+    if (most := value_of(settings, quota)) is not None and longest > most:
+        raise InputError(
+            f"{extent.longest_location}: the longest sample has {longest} tokens, more than {quota} = {most} (from "
+            f"{resolved.origin(quota)}), and samples are not split; raise it to {longest} or more, or set "
+            f"score.{role}.rows_per_device instead"
+        )
     with join_hosts(settings, out=next(iter(outputs))) as entered:
-        facts = input_facts(input, encoder, model.files, critic and critic.files)
-        if checkpoints:
+        facts = dict[str, str]()
+        if jax.process_count() > 1:
+            read = (model.files, critic.files) if critic else (model.files,)
+            facts = {"--input": file_digest(input)} | {f"the files of {one.name}": one.fingerprint for one in read}
             facts["--checkpoint"] = "; ".join(one.describe() for one in checkpoints)
+            # Each host encodes the texts of the input.
+            if isinstance(encoder.tokenizer, Tokenizer):
+                facts["the tokenizer"] = encoder.tokenizer.fingerprint
         check_hosts_agree(resolved, facts)
         session = ScoringSession.open(settings, model, critic)
         micro_batcher = _make_micro_batcher(settings, role, architecture, extent)
         shared = {"session": session, "role": role, "micro_batcher": micro_batcher, "num_samples": extent.num_samples}
         write = partial(write_scores, **shared, drawn=drawn, on_phase=entered)
-        metrics = [write(out, one, iterate_in_lockstep(file.windows(window))) for out, one in outputs.items()]
+        metrics = [write(out, one, iterate_in_lockstep(file.windows(WINDOW_SAMPLES))) for out, one in outputs.items()]
     return metrics if jax.process_index() == 0 else None
 
 
@@ -160,19 +175,6 @@ def _load_params(session: ScoringSession, checkpoint: SavedNetworks | None) -> P
     definition = session.model_spec.policy_definition
     shapes, shardings = map(definition.trainable, (definition.shapes, definition.shardings(session.mesh)))
     return session.full_params(checkpoint.restore_params(shapes, shardings))
-
-
-def input_facts(input: Path, encoder: SampleEncoder, *models: ModelFiles | None) -> dict[str, str]:
-    """Returns the facts that must be equal on all hosts, in addition to the settings.
-
-    The tokenizer is one of them if the input has text, which each host encodes.
-    """
-    if jax.process_count() == 1:
-        return {}
-    prints = {f"the files of {model.name}": model.fingerprint for model in models if model is not None}
-    if isinstance(encoder.tokenizer, Tokenizer):
-        prints["the tokenizer"] = encoder.tokenizer.fingerprint
-    return {"--input": file_digest(input), **prints}
 
 
 def _make_micro_batcher(
@@ -267,7 +269,7 @@ class WindowScorer:
         total = self._totals
         real, computed = total["real_tokens"], total["computed_tokens"]
         seconds = self._seconds - compilations.seconds
-        return {
+        metrics = {
             "tokens": total["tokens"],
             "real tokens": real,
             "padded tokens": computed - real,
@@ -279,13 +281,68 @@ class WindowScorer:
             "seconds": round(seconds, 3),
             "tokens/s": round(total["tokens"] / seconds, 1),
             "peak memory MiB": round(peak_memory_bytes() / 2**20, 1),
-            **self._sampler_differences(),
         }
-
-    def _sampler_differences(self) -> dict[str, float]:
         if self._role == "critic":
-            return {}
-        sums = (self._totals["difference"], self._totals["differences"])
-        total, count = sum_over_hosts(np.asarray(sums, np.float64)).tolist()
+            return metrics
+        difference, count = sum_over_hosts(np.asarray([total["difference"], total["differences"]], np.float64)).tolist()
         largest = float(max_over_hosts(np.asarray(self._max_difference)))
-        return {"mean |logprob - behavior|": total / count, "max |logprob - behavior|": largest} if count else {}
+        if count:
+            metrics |= {"mean |logprob - behavior|": difference / count, "max |logprob - behavior|": largest}
+        return metrics
+
+
+def check_packing(session: ScoringSession, params: Params, samples: Sequence[Sample]) -> float:
+    """Returns the largest |logprob in a shared row - logprob alone|, in nats, over all tokens of a few samples.
+
+    In the first arrangement each sample of the row has its own segment; in the second, if prompts are shared, samples
+    of the same prompt share its segment. Only the first tokens of long samples are compared.
+
+    Raises:
+        RuntimeError: a difference is larger than rounding explains, so packed rows would give wrong scores.
+    """
+    samples = [_truncate_sample(sample) for sample in samples]
+    apart = [(i,) for i in range(len(samples))]
+    prompts = sequence_lengths(samples).prompt_indices
+    by_prompt = [tuple(np.flatnonzero(prompts == number).tolist()) for number in range(prompts.max() + 1)]
+    alone, *together = _score_arrangements(session, params, samples, [apart, by_prompt])
+    # Scores that are not finite even alone are no leak.
+    known = np.isfinite(alone)
+    differences = np.concatenate([np.abs(shared - alone)[known] for shared in together])
+    local = differences.max(initial=0.0), differences.mean() if known.any() else 0.0
+    # The result must be the same on every host: if only one raised, the others would wait for it.
+    largest, mean = max_over_hosts(np.asarray(local)).tolist()
+    max_allowed, mean_allowed = TOLERANCES[session.settings.model.dtype]
+    # Not `>`: NaN must fail the check.
+    if not (largest <= max_allowed and mean <= mean_allowed):
+        raise RuntimeError(
+            f"scores in a shared row differ from those of a sample alone by up to {largest:.2g} nats: attention "
+            "leaks between samples on this backend. Please report it; until it is fixed, set score.dynamic: false "
+            "and algorithm.dynamic_microbatch: false, which the critic follows"
+        )
+    return largest
+
+
+def _truncate_sample(sample: Sample) -> Sample:
+    prompt, completion = (ids[: MAX_SAMPLE_TOKENS // 2] for ids in (sample.prompt.token_ids, sample.completion_ids))
+    return replace(sample, prompt=replace(sample.prompt, token_ids=prompt), completion_ids=completion, loss_mask=None)
+
+
+def _score_arrangements(
+    session: ScoringSession,
+    params: Params,
+    samples: Sequence[Sample],
+    arrangements: Sequence[Sequence[tuple[int, ...]]],
+) -> list[np.ndarray]:
+    """Scores all samples first in a row of their own, then together in one row per arrangement.
+
+    One program scores one row at a time while the other devices are idle, so it needs memory for one row only.
+    """
+    count, num_tokens = len(samples), len(samples) * MAX_SAMPLE_TOKENS
+    rows: list[PackedRow] = [((i,),) for i in range(count)]
+    for number, segments in enumerate(arrangements, start=1):
+        rows.append(tuple(tuple(i + number * count for i in segment) for segment in segments))
+    empty = ((),) * (num_local_row_shards(session.mesh) - 1)
+    plan = MicroBatchPlan(tuple(MicroBatch((row, *empty), RowShape(num_tokens, num_tokens)) for row in rows))
+    copies = [sample for _ in range(1 + len(arrangements)) for sample in samples]
+    scores = session.scorer.per_token(params, copies, plan, temperature=1.0)
+    return [np.concatenate(scores[first : first + count]) for first in range(0, len(copies), count)]

@@ -6,7 +6,7 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, nullcontext
-from dataclasses import asdict, replace
+from dataclasses import replace
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -15,14 +15,14 @@ import jax
 import numpy as np
 
 from app.distributed.collective_files import gather_lines_to_process_0, gather_samples_to_process_0, host_slice
-from app.distributed.collectives import error_barrier, gather_bytes_to_process_0
+from app.distributed.collectives import error_barrier
 from app.distributed.host_consistency import check_hosts_agree
 from app.distributed.watchdog import WAIT_PHASE
 from app.mesh import jax_startup
 from app.records.jsonl import check_output_path, write_jsonl
 from app.records.sample import Sample
 from app.records.sample_json import REWARD_FIELDS, TOKEN_IDS, LocatedSample, sample_for_scoring, sample_to_record
-from app.reward.aggregate import NO_REWARD_FINISH_REASON, RewardedSamples, RewardFunctionCounts, merge_rewarded
+from app.reward.aggregate import NO_REWARD_FINISH_REASON, RewardedSamples
 from app.reward.builtin_tasks import check_answers
 from app.reward.plugin import StepInfo
 from app.runtime.host_supervision import join_hosts, wait_for_other_hosts
@@ -31,7 +31,7 @@ from app.runtime.reward_model import RewardModel, read_reward_model_spec
 from app.runtime.scoring import open_mesh
 from app.stages.sample_reader import file_digest, read_records
 from app.stages.sample_text import VERL_NAMES, read_text
-from app.tracking.sample_metrics import local_reward_counts
+from app.tracking.sample_metrics import local_reward_counts, reward_counts
 from settings import Resolved, Settings
 from settings.errors import InputError
 
@@ -76,20 +76,29 @@ def score_rewards(resolved: Resolved, *, input: Path, out: Path) -> dict[str, An
         # No time limit: each call of a function has its own, and this phase covers the host's whole share.
         entered(WAIT_PHASE)
         scored = rewards.compute_rewards(local_samples, StepInfo(), model_outcomes=model_outcomes)
-        if len(hosts) > 1:
+        is_shared, notices, of_all = len(hosts) > 1, scored.notices, scored.samples
+        if is_shared:
             wait_for_other_hosts(entered)
             entered("save")
-            scored = _gather_scored(scored, hosts)
+            notices = gather_lines_to_process_0(notices)
         if number == 0:
-            _print_lines(scored.notices)
-        if scored.fatal_error is not None:
-            raise RuntimeError(scored.fatal_error)
-        with error_barrier() if len(hosts) > 1 else nullcontext():
+            _print_lines(notices)
+        with error_barrier() if is_shared else nullcontext():
+            if scored.fatal_error is not None:
+                raise RuntimeError(scored.fatal_error)
+        counts = reward_counts(scored) if is_shared else _reward_counts_here(scored)
+        if is_shared:
+            places = [place for of_host in hosts for place in of_host] if number == 0 else []
+            gathered = zip(places, gather_samples_to_process_0(of_all), strict=True)
+            of_all = [sample for _, sample in sorted(gathered, key=itemgetter(0))]
+        with error_barrier() if is_shared else nullcontext():
             if number == 0:
-                write_jsonl(out, map(_scored_record, located, scored.samples))
+                write_jsonl(out, map(_scored_record, located, of_all))
     if number > 0:
         return None
-    return {"samples": len(samples), **_reward_metrics(scored, rewards.reward_names), "written to": str(out)}
+    figures = {**_reward_means(of_all, rewards.reward_names), **counts}
+    rounded = {name: round(value, 4) if isinstance(value, float) else value for name, value in figures.items()}
+    return {"samples": len(samples), **rounded, "written to": str(out)}
 
 
 def _read_located(input: Path, settings: Settings) -> list[LocatedSample]:
@@ -157,42 +166,16 @@ def sample_indices_by_host(samples: Sequence[Sample]) -> list[Sequence[int]]:
     return [sorted(place for group in run for place in members[group]) for run in runs]
 
 
-def _gather_scored(local: RewardedSamples, hosts: Sequence[Sequence[int]]) -> RewardedSamples:
-    """Returns all samples on process 0, in the order of the file, and only the local ones on the others.
-
-    Raises:
-        RuntimeError: some host failed. Every host raises it.
-    """
-    with error_barrier():
-        if local.fatal_error is not None:
-            raise RuntimeError(local.fatal_error)
-    counts = {name: asdict(count) for name, count in local.function_counts.items()}
-    sent = gather_bytes_to_process_0(json.dumps([counts, local.num_without_reward]).encode())
-    notices = gather_lines_to_process_0(local.notices)
-    samples = gather_samples_to_process_0(local.samples)
-    if jax.process_index() > 0:
-        return local
-    parts = []
-    for host_counts, num_without_reward in map(json.loads, sent):
-        function_counts = {name: RewardFunctionCounts(**count) for name, count in host_counts.items()}
-        parts.append(RewardedSamples([], function_counts, num_without_reward, (), None))
-    in_order = sorted(zip((place for places in hosts for place in places), samples, strict=True), key=itemgetter(0))
-    return replace(merge_rewarded(parts), samples=[sample for _, sample in in_order], notices=tuple(notices))
-
-
-def _reward_metrics(scored: RewardedSamples, names: Sequence[str]) -> dict[str, Any]:
-    """Returns means over the samples with a value, None if there is none, and the same counts as in training."""
-
-    def mean(values: Sequence[float]) -> float | None:
-        return float(np.mean(values)) if values else None
-
-    kept = [s for s in scored.samples if s.reward is not None]
-    values = {name: [s.rewards[name] for s in kept if s.rewards and name in s.rewards] for name in names}
+def _reward_counts_here(scored: RewardedSamples) -> dict[str, float]:
+    """Returns the same as `reward_counts`, without starting a device."""
     counts, extras = local_reward_counts(scored)
-    figures: dict[str, Any] = {
-        **{f"reward/{name}/mean": mean(function_values) for name, function_values in values.items()},
-        "reward/mean": mean([s.reward or 0.0 for s in kept]),
-        **{name: total / count for name, (total, count) in extras.items()},
-        **counts,
-    }
-    return {name: round(value, 4) if isinstance(value, float) else value for name, value in figures.items()}
+    return {**{name: total / count for name, (total, count) in extras.items()}, **counts}
+
+
+def _reward_means(samples: Sequence[Sample], names: Sequence[str]) -> dict[str, float | None]:
+    """Returns means over the samples with a value, None if there is none."""
+    kept = [s for s in samples if s.reward is not None]
+    values = {name: [s.rewards[name] for s in kept if s.rewards and name in s.rewards] for name in names}
+    columns = {f"reward/{name}/mean": column for name, column in values.items()}
+    columns["reward/mean"] = [s.reward or 0.0 for s in kept]
+    return {name: float(np.mean(column)) if column else None for name, column in columns.items()}

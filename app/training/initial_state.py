@@ -18,31 +18,28 @@ from app.runtime.pinned_revisions import record_commits
 from app.runtime.scoring import ScoringSession
 from app.tracking.run_log import NullRunLog, RunLog
 from app.training.inputs import CHANGEABLE_FINGERPRINTS, MINI_BATCH_PROMPTS, PROMPTS_PER_STEP
-from app.training.learner import LearnerGroup
 from app.training.setup import RunSetup
 from app.update.optimizer import TrainState
 
 
-def open_checkpoints(setup: RunSetup, learner_group: LearnerGroup) -> Checkpoints:
+def open_checkpoints(setup: RunSetup) -> Checkpoints:
     settings = setup.resolved.settings.checkpoint
     policy = LatestAndBestPolicy(settings.keep, settings.best_metric)
     return Checkpoints(
         setup.run.checkpoints_dir,
         policy=policy,
-        shapes=learner_group.shapes,
-        shardings=learner_group.shardings,
+        shapes=setup.learning.shapes,
+        shardings=setup.learning.shardings,
         are_devices_shared=bool(setup.session.scoring.generation_devices),
     )
 
 
-def restore_or_initialize(
-    checkpoints: Checkpoints, setup: RunSetup, learner_group: LearnerGroup
-) -> tuple[RunState, TrainProgress]:
+def restore_or_initialize(checkpoints: Checkpoints, setup: RunSetup) -> tuple[RunState, TrainProgress]:
     """Returns the state to start from, and its progress.
 
     It is the newest good checkpoint's, else that of `--checkpoint`, else the models' own weights with fresh moments.
     """
-    settings, session, replay = setup.resolved.settings, setup.session, setup.inputs.replay
+    settings, session, learning = setup.resolved.settings, setup.session, setup.learning
     # Loaded now: the first step's time and compilations would include it otherwise.
     _ = session.scoring.frozen_params
     mini_batch = settings.algorithm.mini_batch_prompts or settings.rollout.prompts_per_step
@@ -57,11 +54,8 @@ def restore_or_initialize(
             return settings.algorithm.beta
         return saved.kl_coef
 
-    def check(saved: TrainProgress) -> None:
-        changeable, allowed = CHANGEABLE_FINGERPRINTS, setup.allow_changed
-        check_fingerprints(saved.fingerprints, fingerprints, changeable=changeable, allowed=allowed)
-
-    restored = checkpoints.restore(check)
+    allowed = {"changeable": CHANGEABLE_FINGERPRINTS, "allowed": setup.allow_changed}
+    restored = checkpoints.restore(lambda saved: check_fingerprints(saved.fingerprints, fingerprints, **allowed))
     if restored is not None:
         saved_networks, progress = restored
         progress = replace(progress, fingerprints=fingerprints)
@@ -69,20 +63,20 @@ def restore_or_initialize(
             fields = {"prompts": progress.lengths or {}, "finished": progress.finished_lengths or ()}
             session.workers.share_lengths([LearnedLengths.from_json(fields)])
         return RunState.from_networks(saved_networks, kl_coef=kl_coef(progress)), progress
-    start = None if replay is None else replay.initial_checkpoint
+    start = setup.inputs.replay and setup.inputs.replay.initial_checkpoint
     progress = TrainProgress(step=0, position=0, fingerprints=fingerprints)
     networks: dict[str, TrainState] = {}
     if start is not None:
         before = start.progress
         progress = replace(progress, step=start.step, position=before.position, total_tokens=before.total_tokens)
-        networks = dict(start.restore_states(learner_group.shapes, learner_group.shardings))
+        networks = dict(start.restore_states(learning.shapes, learning.shardings))
     if "policy" not in networks:
-        networks["policy"] = learner_group.policy.initial_state(session.scoring.initial_trained_params())
+        networks["policy"] = learning.policy.initial_state(session.scoring.initial_trained_params())
     # A checkpoint without a critic starts a run with one.
     critic = session.scoring.critic
     if critic is not None and "critic" not in networks:
-        assert learner_group.critic is not None
-        networks["critic"] = learner_group.critic.initial_state(critic.load_params(session.mesh))
+        assert learning.critic is not None
+        networks["critic"] = learning.critic.initial_state(critic.load_params(session.mesh))
     return RunState.from_networks(networks, kl_coef=kl_coef(progress if start is None else start.progress)), progress
 
 

@@ -6,7 +6,6 @@ import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -21,13 +20,20 @@ from app.checkpoint.network_states import NetworkStates, RunState
 from app.mesh.placement import abstract_arrays
 from app.model.architecture import Architecture
 from app.model.decoder import DecoderDefinition, Params
+from app.records.sample import Sample
 from app.runtime.advantages import AdvantageEstimator, make_advantage_estimator, make_kl_estimator
 from app.runtime.micro_batching import MaxLengths, make_score_batcher, make_update_batcher, num_bootstrap_tokens
 from app.runtime.reward_model import NetworkSpec, make_reward_batcher
 from app.runtime.scoring import CriticModel, ScoringSession
 from app.training.dynamic_sampling import GroupFilter, StepGroups, keeps_all, rewards_differ
 from app.update.loss_aggregation import StepTotals, aggregations
-from app.update.mini_batches import EpochMiniBatches, MiniBatchSplitter, repeated_mini_batches, shuffled_mini_batches
+from app.update.mini_batches import (
+    MiniBatchIndices,
+    MiniBatchSplitter,
+    repeated_mini_batches,
+    select_samples,
+    shuffled_mini_batches,
+)
 from app.update.optimizer import (
     TrainState,
     init_train_state,
@@ -44,7 +50,7 @@ from app.update.policy_loss import (
     dual_clipped_surrogate,
     make_policy_objective,
 )
-from app.update.ratios import LOG_RATIOS, LOG_WEIGHTS, BoundFn, ImportanceCorrection, mask_weights, truncate_weights
+from app.update.ratios import LOG_RATIOS, LOG_WEIGHTS, ImportanceCorrection, mask_weights, truncate_weights
 from app.update.step import POLICY_METRICS, VALUE_METRICS, MetricNames, UpdateStep
 from app.update.updater import BatchingMetricsFn, BatchPacker, PolicyBatchPacker, Updater
 from app.update.value_loss import (
@@ -56,7 +62,7 @@ from app.update.value_loss import (
 from settings import Settings
 from settings.schema.algorithm import AlgorithmSettings, OptimizerSettings, ScoredRole
 
-FILTERS: Mapping[str, GroupFilter] = MappingProxyType({"none": keeps_all, "zero_variance": rewards_differ})
+FILTERS: Mapping[str, GroupFilter] = {"none": keeps_all, "zero_variance": rewards_differ}
 """Group filters by `algorithm.filter`."""
 
 
@@ -90,7 +96,7 @@ class Learner:
 class LearnerGroup:
     """Advantages and updates, configured for a run."""
 
-    settings: Settings
+    session: ScoringSession
     advantage_estimator: AdvantageEstimator
     group_filter: GroupFilter
     """Decides which groups a step learns from."""
@@ -108,15 +114,15 @@ class LearnerGroup:
 
     def new_groups(self) -> StepGroups:
         """Returns the groups of a step, to which no round has been added yet."""
-        num_groups = self.settings.rollout.prompts_per_step
+        num_groups = self.session.settings.rollout.prompts_per_step
         return StepGroups(group_filter=self.group_filter, num_groups=num_groups, max_rounds=self.max_rounds)
 
     def trains_policy(self, step: int) -> bool:
         """Returns whether a step updates the policy: not while the critic warms up."""
-        return self.critic is None or step > self.settings.critic.warmup_steps
+        return self.critic is None or step > self.session.settings.critic.warmup_steps
 
     def update(
-        self, state: RunState, epochs: EpochMiniBatches, *, step: int, kl_coef: float, frozen: Params
+        self, state: RunState, samples: list[Sample], mini_batches: MiniBatchIndices, *, step: int, kl_coef: float
     ) -> tuple[RunState, dict[str, float | None]]:
         """Returns the state after the step's updates, and their metrics. Critic and policy use the same mini-batches.
 
@@ -124,9 +130,9 @@ class LearnerGroup:
 
         Args:
             kl_coef: the coefficient after an update of the policy.
-            frozen: the policy's frozen weights.
         """
-        temperature, metrics = self.settings.rollout.temperature, dict[str, float | None]()
+        epochs, frozen = select_samples(samples, mini_batches), self.session.frozen_params
+        temperature, metrics = self.session.settings.rollout.temperature, dict[str, float | None]()
         policy, critic = state.policy, state.critic
         if critic is not None:
             assert self.critic is not None
@@ -158,13 +164,17 @@ def make_learner_group(session: ScoringSession) -> LearnerGroup:
         role: make_score_batcher(settings, role, session.architecture_of(role), longest)
         for role in settings.scored_roles
     }
+    sizes = {"num_mini_batches": settings.num_mini_batches, "epochs": settings.algorithm.epochs}
+    split = functools.partial(repeated_mini_batches, **sizes)
+    if settings.algorithm.shuffle:
+        split = functools.partial(shuffled_mini_batches, seed=settings.run.seed, **sizes)
     return LearnerGroup(
-        settings,
+        session,
         make_advantage_estimator(settings),
         FILTERS[settings.algorithm.filter],
         1 if settings.algorithm.filter == "none" else settings.algorithm.max_rounds,
         cuts,
-        make_mini_batch_sampler(settings),
+        split,
         make_policy_learner(session, longest),
         None if session.critic is None else make_critic_learner(settings, session.critic, session.mesh, longest),
     )
@@ -205,10 +215,13 @@ def make_policy_learner(session: ScoringSession, max_lengths: MaxLengths) -> Lea
     )
     # The scored logprobs of the proximal policy, and those of the reference for any KL.
     is_in_loss = {"policy": settings.updates_per_step > 1, "reference": algorithm.beta > 0, "critic": False}
+    # Whether the loss of a token depends on other tokens of its sample.
+    corrects_samples = algorithm.correction_level != "token" or algorithm.correction_veto != 0
+    reads_samples = algorithm.ratio_level == "sequence" or (algorithm.correction != "none" and corrects_samples)
     pack = PolicyBatchPacker(
         aggregation=aggregations(max_new_tokens=settings.rollout.max_new_tokens)[algorithm.loss_aggregation],
         roles=[role for role in settings.scored_roles if is_in_loss[role]],
-        needs_sample_reducer=_reads_sample_means(algorithm),
+        needs_sample_reducer=reads_samples,
         route_shape=session.route_shape,
     )
     schedule = make_schedule(settings.optimizer, num_updates=settings.num_policy_updates)
@@ -255,14 +268,6 @@ def _make_learner(
     return Learner(step, updater, optimizer, shapes, shardings, frozen)
 
 
-def make_mini_batch_sampler(settings: Settings) -> MiniBatchSplitter:
-    """Returns the split into mini-batches: the same in every epoch, or shuffled."""
-    sizes = {"num_mini_batches": settings.num_mini_batches, "epochs": settings.algorithm.epochs}
-    if settings.algorithm.shuffle:
-        return functools.partial(shuffled_mini_batches, seed=settings.run.seed, **sizes)
-    return functools.partial(repeated_mini_batches, **sizes)
-
-
 def make_policy_loss(algorithm: AlgorithmSettings) -> PolicyLoss:
     """Builds the loss of each token, before aggregation."""
     assert algorithm.ratio_level is not None
@@ -281,7 +286,7 @@ def make_correction(algorithm: AlgorithmSettings) -> ImportanceCorrection | None
     if algorithm.correction == "none":
         return None
     assert algorithm.correction_level is not None and algorithm.correction_veto is not None
-    bounds: Mapping[str | None, BoundFn] = {
+    bounds = {
         "truncate": functools.partial(truncate_weights, max_weight=algorithm.correction_max),
         "mask": functools.partial(
             mask_weights, min_weight=algorithm.correction_min, max_weight=algorithm.correction_max
@@ -290,12 +295,6 @@ def make_correction(algorithm: AlgorithmSettings) -> ImportanceCorrection | None
     return ImportanceCorrection(
         LOG_WEIGHTS[algorithm.correction_level], bounds[algorithm.correction], veto=algorithm.correction_veto
     )
-
-
-def _reads_sample_means(algorithm: AlgorithmSettings) -> bool:
-    """Returns whether the loss of a token depends on other tokens of its sample."""
-    corrects_samples = algorithm.correction_level != "token" or algorithm.correction_veto != 0
-    return algorithm.ratio_level == "sequence" or (algorithm.correction != "none" and corrects_samples)
 
 
 def make_surrogate(algorithm: AlgorithmSettings) -> SurrogateFn:

@@ -16,7 +16,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,11 +29,10 @@ from app.records.settings_history import SettingsHistory
 from app.report.run_files import sample_files
 from app.reward.aggregate import was_dropped_in_rollout
 from app.reward.builtin_tasks import check_answers
-from app.reward.reward_functions import ComputeRewards, RewardFunctions
-from app.reward.saved_rewards import has_saved_reward, reuse_saved_rewards
+from app.reward.saved_rewards import has_saved_reward
 from app.runtime.model_spec import CriticSpec, ModelSpec
 from app.runtime.pinned_revisions import pin_revisions
-from app.stages.sample_reader import check_routes, check_token_ids, file_digest
+from app.stages.sample_reader import check_fits, file_digest
 from app.training.dynamic_sampling import Group, group_samples
 from settings import Settings, load
 from settings.errors import InputError
@@ -42,9 +40,6 @@ from settings.errors import InputError
 OPTION = "--from-rollouts"
 ROLLOUTS_DIR = "rollouts"
 """Folder of a run that holds its samples."""
-RESCORED_FIELDS = frozenset({"policy_logprobs", "reference_logprobs", "values"})
-"""Fields that the step computes again with its own networks."""
-SAVED_REWARD_FIELDS = frozenset({"reward", "rewards"})
 SAVED_ADVANTAGE_FIELDS = frozenset({"advantages", "returns"})
 ROUTES_FIELD = frozenset({"routes"})
 
@@ -120,12 +115,6 @@ class Replay:
         """Fields for the line of this start in `sessions.jsonl`."""
         checkpoint = {"checkpoint": str(self.initial_checkpoint.path)} if self.initial_checkpoint else {}
         return {"from_rollouts": str(self.request.rollouts), **checkpoint}
-
-    def choose_rewards(self, rewards: RewardFunctions) -> ComputeRewards:
-        """Returns the function that takes the rewards from the samples, or that computes them again."""
-        if self.uses_saved_rewards:
-            return partial(reuse_saved_rewards, names=rewards.fallible_names)
-        return rewards.compute_rewards
 
     def load_groups(self, step: int) -> list[Group]:
         """Loads the groups of a step, those of all hosts.
@@ -206,14 +195,15 @@ def read_replay(
                 "without an episode; replay samples that it took part in, or set env.source to null"
             )
     ignored = _ignored_fields(settings)
-    ignored |= frozenset() if uses_rewards else SAVED_REWARD_FIELDS
+    ignored |= frozenset() if uses_rewards else {"reward", "rewards"}
     ignored |= frozenset() if uses_advantages else SAVED_ADVANTAGE_FIELDS
     return Replay(request, start, files, tuple(prompts.values()), run, uses_rewards, uses_advantages, ignored)
 
 
 def _ignored_fields(settings: Settings) -> frozenset[str]:
-    """Returns the fields that no replay under these settings reads."""
-    return RESCORED_FIELDS | (frozenset() if settings.rollout.routing_replay else ROUTES_FIELD)
+    """Returns the fields that no replay under these settings reads: the step's own networks compute them again."""
+    computed = frozenset({"policy_logprobs", "reference_logprobs", "values"})
+    return computed if settings.rollout.routing_replay else computed | ROUTES_FIELD
 
 
 def _source_settings(run: RunDirectory, paths: Mapping[int, Path], settings: Settings) -> Settings:
@@ -330,14 +320,25 @@ def _read_step_file(
             f"{path} is incomplete: it holds a group of {smallest} samples, and its run drew "
             f"{source.rollout.group_size} for each prompt; restore it from a copy"
         )
-    _check_groups(path, group_sizes, settings)
+    per_host, hosts = settings.rollout.prompts_per_step, jax.process_count()
+    if len(group_sizes) != per_host * hosts:
+        each, rest = divmod(len(group_sizes), hosts)
+        way_out = f"{hosts} hosts cannot share them evenly" if rest else f"set rollout.prompts_per_step to {each}"
+        raise InputError(
+            f"{path} holds {len(group_sizes)} groups, and a step has rollout.prompts_per_step = {per_host}"
+            f"{f' on each of {hosts} hosts' if hosts > 1 else ''}; {way_out}"
+        )
+    if max(group_sizes.values()) > settings.rollout.group_size:
+        raise InputError(
+            f"{path} has a group of {max(group_sizes.values())} samples, more than rollout.group_size = "
+            f"{settings.rollout.group_size}; set it to {max(group_sizes.values())}"
+        )
     available = frozenset({"reward", "episode", *SAVED_ADVANTAGE_FIELDS, *ROUTES_FIELD} - missing)
     return StepFile(path, digest, available), prompts
 
 
 def _check_sample(sample: Sample, settings: Settings, model: ModelSpec, where: str) -> None:
-    check_token_ids(sample.prompt.token_ids, sample.completion_ids, model.architecture, where=where)
-    check_routes(sample.routes, model.architecture, where=where)
+    check_fits(sample, model.architecture, where=where)
     ids, turns = sample.completion_ids, sample.episode.turns if sample.episode is not None else ()
     written = [(ids[turn.start : turn.end], turn.text) for turn in turns] or [(ids, sample.completion)]
     for part, expected in written:
@@ -352,20 +353,3 @@ def _check_sample(sample: Sample, settings: Settings, model: ModelSpec, where: s
     ):
         if len(ids) > longest:
             raise InputError(f"{where}: {name} has {len(ids)} tokens, more than {field} = {longest}; raise that")
-
-
-def _check_groups(path: Path, group_sizes: Mapping[int, int], settings: Settings) -> None:
-    """Raises InputError if a step under these settings cannot take the file's groups."""
-    per_host, hosts = settings.rollout.prompts_per_step, jax.process_count()
-    if len(group_sizes) != per_host * hosts:
-        each, rest = divmod(len(group_sizes), hosts)
-        way_out = f"{hosts} hosts cannot share them evenly" if rest else f"set rollout.prompts_per_step to {each}"
-        raise InputError(
-            f"{path} holds {len(group_sizes)} groups, and a step has rollout.prompts_per_step = {per_host}"
-            f"{f' on each of {hosts} hosts' if hosts > 1 else ''}; {way_out}"
-        )
-    if max(group_sizes.values()) > settings.rollout.group_size:
-        raise InputError(
-            f"{path} has a group of {max(group_sizes.values())} samples, more than rollout.group_size = "
-            f"{settings.rollout.group_size}; set it to {max(group_sizes.values())}"
-        )

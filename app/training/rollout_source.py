@@ -86,10 +86,12 @@ class RoundPrompts:
 class SyncRolloutSource(RolloutSource):
     """Generates in turn with training."""
 
-    def __init__(self, session: Session, prompts: RoundPrompts):
+    def __init__(self, session: Session, prompts: RoundPrompts, *, max_rounds: int):
         self._session = session
         self._prompts = prompts
+        self._max_rounds = max_rounds
         self._weights: DecodeWeights | None = None
+        """The step's weights between its rounds; rewards may need the memory of the only round."""
         self.num_prompts = len(prompts.prompts)
 
     def compile(self) -> None:
@@ -104,7 +106,7 @@ class SyncRolloutSource(RolloutSource):
         prompts = self._prompts.prompts_at(position + number * self._prompts.global_prompts_per_round)
         samples = self._session.generator.generate(weights, prompts, request)
         # Not before: if generation is stopped, there is no next round.
-        self._weights = weights
+        self._weights = weights if self._max_rounds > 1 else None
         return samples
 
     def release_weights(self) -> None:
@@ -210,4 +212,4 @@ def make_rollout_source(session: Session, prompts: Sequence[Prompt], *, max_roun
     round_prompts = RoundPrompts(session.settings, prompts)
     if session.generates_async:
         return AsyncRolloutSource(session, round_prompts, max_rounds=max_rounds)
-    return SyncRolloutSource(session, round_prompts)
+    return SyncRolloutSource(session, round_prompts, max_rounds=max_rounds)

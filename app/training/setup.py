@@ -11,10 +11,7 @@ from typing import Literal
 import jax
 
 from app.distributed.collectives import error_barrier
-from app.distributed.host_consistency import (
-    check_hosts_agree,
-    check_shared_run_directory,
-)
+from app.distributed.host_consistency import check_hosts_agree, check_shared_run_directory
 from app.distributed.watchdog import Watchdog
 from app.mesh import jax_startup
 from app.mesh.device_mesh import num_hosts
@@ -39,7 +36,7 @@ from app.runtime.session import Session
 from app.training.inputs import TrainingInputs, read_training_inputs
 from app.training.learner import LearnerGroup, longest_rows, make_learner_group
 from app.training.network_memory import network_bytes
-from app.training.replay import Replay, ReplayRequest, find_model_run
+from app.training.replay import ReplayRequest, find_model_run
 from settings import Resolved, Settings
 from settings.checks.resumed_settings import changed_settings, check_allowed
 from settings.errors import InputError
@@ -114,7 +111,10 @@ def prepare_run(
         session, learning = open_session(scoring, read.reward_model, generates=generates)
         stack.enter_context(closing(session))
         if read.replay is not None:
-            learning = _for_replay(learning, read.replay)
+            estimator = learning.advantage_estimator
+            if read.replay.uses_saved_advantages:
+                estimator = with_saved_advantages(estimator)
+            learning = dataclasses.replace(learning, advantage_estimator=estimator, max_rounds=1)
         notes = (*changes, *setup_notes(settings, session))
         yield RunSetup(resolved, run, read, rewards, session, learning, watchdog, notes, allow_changed)
 
@@ -129,13 +129,6 @@ def check_mini_batch_alias(resolved: Resolved, *, num_hosts: int) -> None:
             f"{alias}: {count} ({resolved.origin(field)}) counts the prompts of all hosts in verl, but {field} "
             f"those of each of the {num_hosts} hosts; divide by the hosts: set {field}{way_out}"
         )
-
-
-def _for_replay(learning: LearnerGroup, replay: Replay) -> LearnerGroup:
-    estimator = learning.advantage_estimator
-    if replay.uses_saved_advantages:
-        estimator = with_saved_advantages(estimator)
-    return dataclasses.replace(learning, advantage_estimator=estimator, max_rounds=1)
 
 
 def _check_changed_settings(resolved: Resolved, run: RunDirectory, allowed: Sequence[str]) -> list[str]:

@@ -13,19 +13,19 @@ from app.checkpoint.checkpoints import Checkpoints
 from app.checkpoint.network_states import RunState
 from app.checkpoint.retention import SaveClock
 from app.checkpoint.train_progress import TrainProgress
+from app.distributed.collective_files import gather_lines_to_process_0
 from app.distributed.collectives import error_barrier, gather_bytes_over_hosts
 from app.distributed.preemption import PreemptionHandler, StopDecision
 from app.distributed.stop_check import StoppedError
-from app.distributed.watchdog import Watchdog
-from app.evaluation.evaluator import evaluation_metrics
+from app.evaluation.evaluator import evaluate, evaluation_metrics
 from app.mesh.program_cache import CompilationCounter
-from app.records.sample import Prompt, Sample
-from app.report.early_stopping import early_stopping_reason
-from app.report.metrics_history import EVAL_PROMPTS
-from app.runtime.health_checks import RewardError, stop_if_diverged
+from app.report.metrics_history import EVAL_PROMPTS, early_stopping_reason
+from app.reward.plugin import StepInfo
+from app.runtime.health_checks import RewardError, check_rewards, stop_if_diverged
 from app.tracking.performance import step_performance
 from app.tracking.run_reporter import RunReporter
 from app.tracking.timer import StepProfiler, StepTimer
+from app.training.setup import RunSetup
 from app.training.trainer import Trainer
 from settings import Settings
 
@@ -37,6 +37,7 @@ StepCallback = Callable[[Mapping[str, Any]], object]
 class StepLoop:
     """The loop over training steps and what happens between them."""
 
+    setup: RunSetup
     trainer: Trainer
     state: RunState
     progress: TrainProgress
@@ -46,10 +47,6 @@ class StepLoop:
     reporter: RunReporter
     profiler: StepProfiler
     compilations: CompilationCounter
-    watchdog: Watchdog
-    eval_prompts: Sequence[Prompt]
-    """The evaluation prompts of all hosts; empty without evaluations."""
-    last_step: int
     save_clock: SaveClock
     on_step: StepCallback | None = None
     early_end: str = ""
@@ -90,12 +87,16 @@ class StepLoop:
     def settings(self) -> Settings:
         return self.trainer.settings
 
+    @property
+    def last_step(self) -> int:
+        return self.setup.steps[-1]
+
     def _start(self) -> None:
         """Compiles, and evaluates if the start or an interrupted step needs it."""
         display = self.reporter.display
         display.set_phase("compile")
         self.trainer.source.compile()
-        if self.eval_prompts:
+        if self.setup.inputs.eval_prompts:
             self.trainer.session.compile_evaluation()
         if self.interrupts.sync_stop_decision().exit_code:
             raise StoppedError
@@ -109,7 +110,7 @@ class StepLoop:
             record = self._add_evaluation(self.progress.unevaluated)
             self.reporter.report_step(self.progress.step, record)
             self.checkpoints.update_progress(self.progress)
-        elif self.eval_prompts and not self.progress.step:
+        elif self.setup.inputs.eval_prompts and not self.progress.step:
             initial = self._evaluate(0)
             evaluation = self.progress.with_evaluation(initial).evaluation
             self.progress = replace(self.progress, initial_evaluation=evaluation)
@@ -119,7 +120,7 @@ class StepLoop:
 
     def _step(self, step: int) -> None:
         """Runs one step. Raises StoppedError on all hosts if it is interrupted, or after it if the run is to stop."""
-        self.watchdog.step = step
+        self.setup.watchdog.step = step
         self.profiler.start(step)
         timer = StepTimer(self.reporter.display)
         position, is_last = self.progress.position, step == self.last_step
@@ -127,9 +128,14 @@ class StepLoop:
         self.reporter.report_samples(step, samples)
         timer.stop()
         self.profiler.stop()
-        record = _step_metrics(metrics, samples, timer) | {"perf/compilations": self.compilations.take_count()}
+        seconds, flops = timer.seconds, metrics["perf/flops"]
+        assert flops is not None
+        performance = step_performance(samples, flops=flops, seconds=seconds["time/step_s"])
+        # The KL is null unless a penalty measures it.
+        record = {"policy/kl": None, **metrics, **seconds, **performance, "time/unix_s": time.time()}
+        record |= {"perf/compilations": self.compilations.take_count()}
         if self.trainer.session.generates_async:
-            record |= {"perf/training_bubble": timer.seconds["time/rollout_s"] / timer.seconds["time/step_s"]}
+            record |= {"perf/training_bubble": seconds["time/rollout_s"] / seconds["time/step_s"]}
         prompts_per_round = self.settings.rollout.prompts_per_step * jax.process_count()
         num_prompts = int(metrics["rollout/num_rounds"] or 1) * prompts_per_round
         num_tokens = int(metrics["data/num_tokens"] or 0)
@@ -139,7 +145,7 @@ class StepLoop:
         record |= {"data/total_tokens": self.progress.total_tokens}
         if self.trainer.source.num_prompts is not None:
             record |= {"data/epoch": self.progress.position / self.trainer.source.num_prompts}
-        if self.eval_prompts and (is_last or step % self.settings.eval.every_steps == 0):
+        if self.setup.inputs.eval_prompts and (is_last or step % self.settings.eval.every_steps == 0):
             record = self._add_evaluation(record)
         self.reporter.report_step(step, record)
         decision = self._decide({"step": step, **record})
@@ -182,16 +188,29 @@ class StepLoop:
         """Evaluates, and returns the step's record with the evaluation; if interrupted, it is repeated on resume."""
         self.progress = replace(self.progress, unevaluated=record)
         # A run that was resumed without evaluations skips the missing one.
-        evaluation = self._evaluate(self.progress.step) if self.eval_prompts else {}
+        evaluation = self._evaluate(self.progress.step) if self.setup.inputs.eval_prompts else {}
         self.progress = replace(self.progress.with_evaluation(evaluation), **self._carried_progress())
         return {**record, **evaluation}
 
     def _evaluate(self, step: int) -> dict[str, Any]:
         """Runs an evaluation, reports it and returns its metrics."""
         start = time.perf_counter()
-        policy = self.trainer.session.scoring.full_params(self.state.policy.params)
-        rewarded = self.trainer.evaluate(policy, self.eval_prompts, step=step, display=self.reporter.display)
-        metrics = {**evaluation_metrics(rewarded.samples, self.settings), EVAL_PROMPTS: len(self.eval_prompts)}
+        session, display, prompts = self.trainer.session, self.reporter.display, self.setup.inputs.eval_prompts
+        display.set_phase("evaluate")
+        rewarded = evaluate(
+            session,
+            session.to_decode_weights(session.scoring.full_params(self.state.policy.params)),
+            prompts,
+            self.trainer.reward_functions,
+            StepInfo(step, self.settings.run.steps),
+        )
+        if not session.generates_async:
+            # The next step must report its own rollouts only.
+            session.take_counters()
+            session.take_schedule_metrics()
+        display.print_lines(gather_lines_to_process_0(rewarded.notices))
+        check_rewards(rewarded)
+        metrics = {**evaluation_metrics(rewarded.samples, self.settings), EVAL_PROMPTS: len(prompts)}
         self.reporter.report_evaluation(step, metrics, rewarded.samples)
         return {**metrics, "time/eval_s": time.perf_counter() - start, "time/unix_s": time.time()}
 
@@ -207,15 +226,6 @@ class StepLoop:
         if not self.checkpoints.has_step(self.progress.step):
             self.checkpoints.save(self.state.networks, self.progress)
             self.save_clock.reset()
-
-
-def _step_metrics(metrics: dict[str, float | None], samples: Sequence[Sample], timer: StepTimer) -> dict[str, Any]:
-    """Returns a step's line of `metrics.jsonl`."""
-    flops = metrics["perf/flops"]
-    assert flops is not None
-    performance = step_performance(samples, flops=flops, seconds=timer.seconds["time/step_s"])
-    # Null unless a penalty measures it.
-    return {"policy/kl": None, **metrics, **timer.seconds, **performance, "time/unix_s": time.time()}
 
 
 def _stop_message(progress: TrainProgress, steps: int, requesting_hosts: Sequence[int]) -> str:

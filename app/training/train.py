@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,22 +18,17 @@ from app.distributed.preemption import PreemptionHandler
 from app.distributed.shutdown import broadcast_failure, exit_barrier
 from app.mesh.program_cache import CompilationCounter
 from app.records.run_directory import Resume, lock_run_directory
+from app.reward.saved_rewards import reuse_saved_rewards
 from app.runtime.reward_model import RewardModel
 from app.tracking.console import ProgressDisplay
 from app.tracking.run_reporter import RunReporter
 from app.tracking.timer import StepProfiler
-from app.training.initial_state import (
-    load_reference_params,
-    open_checkpoints,
-    open_run_log,
-    restore_or_initialize,
-)
+from app.training.initial_state import load_reference_params, open_checkpoints, open_run_log, restore_or_initialize
 from app.training.replay import ReplayRequest
-from app.training.reward_stage import RewardStage
 from app.training.rollout_source import ReplayRolloutSource, make_rollout_source
-from app.training.score_stage import ScoreStage
 from app.training.setup import RunSetup, prepare_run
 from app.training.step_loop import StepCallback, StepLoop
+from app.training.step_stages import RewardStage, ScoreStage
 from app.training.trainer import Trainer
 from settings import Resolved
 from settings.checks.unused_settings import launch_notices
@@ -93,24 +89,30 @@ def _train(setup: RunSetup, stack: ExitStack, clock: Callable[[], float], on_ste
     settings, session, is_process_0 = setup.resolved.settings, setup.session, jax.process_index() == 0
     # Signals are handled from here on, including the final report; a second Ctrl-C stops at once.
     interrupts = stack.enter_context(PreemptionHandler(setup.watchdog.status_board))
-    stack.push(_wait_for_hosts_on_exit(setup))
+
+    def wait_for_hosts(kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            setup.watchdog.enter_phase("report")
+            exit_barrier(setup.watchdog.status_board)
+
+    # On exit without an error, hosts wait for each other; process 0 writes a report meanwhile.
+    stack.push(wait_for_hosts)
     session.stop_when(interrupts.stop_requested)
-    learners = setup.learning
     compilations = stack.enter_context(closing(CompilationCounter()))
-    checkpoints = stack.enter_context(closing(open_checkpoints(setup, learners)))
-    state, progress = restore_or_initialize(checkpoints, setup, learners)
+    checkpoints = stack.enter_context(closing(open_checkpoints(setup)))
+    state, progress = restore_or_initialize(checkpoints, setup)
     reference = load_reference_params(state, progress, session.scoring)
     reward_model = setup.inputs.reward_model and RewardModel.load(settings, setup.inputs.reward_model, session.mesh)
-    replay = setup.inputs.replay
+    replay, compute_rewards = setup.inputs.replay, setup.rewards.compute_rewards
     if replay is None:
-        source = make_rollout_source(session, setup.inputs.prompts, max_rounds=learners.max_rounds)
-        compute_rewards = setup.rewards.compute_rewards
+        source = make_rollout_source(session, setup.inputs.prompts, max_rounds=setup.learning.max_rounds)
     else:
         source = ReplayRolloutSource(replay, num_groups=settings.rollout.prompts_per_step)
-        compute_rewards = replay.choose_rewards(setup.rewards)
+        if replay.uses_saved_rewards:
+            compute_rewards = partial(reuse_saved_rewards, names=setup.rewards.fallible_names)
     reward = RewardStage(compute_rewards, settings.run.steps, reward_model)
-    score = ScoreStage(session.scoring, learners.score_batchers, reference)
-    trainer = Trainer(session, source, reward, score, learners, setup.rewards)
+    score = ScoreStage(session.scoring, setup.learning.score_batchers, reference)
+    trainer = Trainer(session, source, reward, score, setup.learning, setup.rewards)
     on_phase = setup.watchdog.enter_phase
     display = stack.enter_context(
         ProgressDisplay(num_steps=setup.steps[-1], first_step=progress.step, enabled=is_process_0, on_phase=on_phase)
@@ -129,6 +131,7 @@ def _train(setup: RunSetup, stack: ExitStack, clock: Callable[[], float], on_ste
     stack.callback(profiler.stop)
     stack.enter_context(closing(source))
     loop = StepLoop(
+        setup,
         trainer,
         state,
         replace(progress, wandb_id=run_log.wandb_id),
@@ -137,9 +140,6 @@ def _train(setup: RunSetup, stack: ExitStack, clock: Callable[[], float], on_ste
         reporter=reporter,
         profiler=profiler,
         compilations=compilations,
-        watchdog=setup.watchdog,
-        eval_prompts=setup.inputs.eval_prompts,
-        last_step=setup.steps[-1],
         save_clock=SaveClock(settings.checkpoint.every_minutes if is_process_0 else None, clock),
         on_step=on_step,
     )
@@ -147,14 +147,3 @@ def _train(setup: RunSetup, stack: ExitStack, clock: Callable[[], float], on_ste
         exit_code = loop.run()
     is_complete = loop.progress.step == loop.last_step or bool(loop.early_end)
     return TrainingRun(setup.run.path, run_log.history, is_complete, exit_code, checkpoints.best, loop.early_end)
-
-
-def _wait_for_hosts_on_exit(setup: RunSetup) -> Callable[..., None]:
-    """Returns an exit callback in which a host waits for the others; process 0 writes a report meanwhile."""
-
-    def leave(kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:
-            setup.watchdog.enter_phase("report")
-            exit_barrier(setup.watchdog.status_board)
-
-    return leave

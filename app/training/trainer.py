@@ -7,25 +7,16 @@ from dataclasses import dataclass
 
 from app.batching.micro_batcher import gather_lengths
 from app.checkpoint.network_states import RunState
-from app.distributed.collective_files import gather_lines_to_process_0
 from app.distributed.preemption import cancellation_barrier
-from app.evaluation.evaluator import evaluate
-from app.model.decoder import Params
-from app.records.sample import Prompt, Sample
-from app.reward.aggregate import RewardedSamples
-from app.reward.plugin import StepInfo
+from app.records.sample import Sample
 from app.reward.reward_functions import RewardFunctions
-from app.runtime.health_checks import check_rewards
 from app.runtime.session import Session
-from app.tracking.console import ProgressDisplay
 from app.tracking.performance import async_metrics, make_step_flops, rollout_performance, schedule_performance
 from app.tracking.sample_metrics import episode_metrics, mismatch_metrics, sample_metrics
 from app.tracking.timer import StepTimer
 from app.training.learner import LearnerGroup
-from app.training.reward_stage import RewardedRound, RewardStage, model_passes, reward_stage_metrics
 from app.training.rollout_source import RolloutSource
-from app.training.score_stage import ScoreStage
-from app.update.mini_batches import select_samples
+from app.training.step_stages import RewardedRound, RewardStage, ScoreStage, model_passes, reward_stage_metrics
 from settings import Settings
 
 Metrics = dict[str, float | None]
@@ -64,13 +55,11 @@ class Trainer:
         self.source.release_weights()
         samples, filled = groups.fill()
         mini_batches = self.learners.mini_batch_sampler(samples, step)
-        with timer.phase("score"):
-            samples, scored = self.score(state, samples, mini_batches[0], timer)
+        samples, scored = self.score(state, samples, mini_batches[0], timer)
         with timer.phase("advantage"):
             samples, advantages, kl_coef = self.learners.advantage_estimator(samples, state.kl_coef)
         with timer.phase("update"):
-            epochs, frozen = select_samples(samples, mini_batches), self.session.scoring.frozen_params
-            state, updated = self.learners.update(state, epochs, step=step, kl_coef=kl_coef, frozen=frozen)
+            state, updated = self.learners.update(state, samples, mini_batches, step=step, kl_coef=kl_coef)
         self.publish(state, step=step, timer=timer)
         measured = self.measure(rounds, samples, step=step, timer=timer)
         return state, samples, {**filled, **scored, **advantages, **updated, **measured}
@@ -80,11 +69,7 @@ class Trainer:
         # The wait for the slowest host is part of the phase.
         with timer.phase("rollout"), cancellation_barrier():
             policy = self.session.scoring.full_params(state.policy.params)
-            samples = self.source.take(policy, step=step, position=position, number=number)
-        if number + 1 == self.learners.max_rounds:
-            # Rewards may need the memory.
-            self.source.release_weights()
-        return samples
+            return self.source.take(policy, step=step, position=position, number=number)
 
     def publish(self, state: RunState, *, step: int, timer: StepTimer) -> None:
         """Gives the step's policy to generation, if it runs during training."""
@@ -128,20 +113,3 @@ class Trainer:
             rewarded=[one.cut.lengths for one in model_passes(rounds)],
         )
         return {"perf/flops": flops, "data/num_tokens": int(of_rollout.totals.sum())}
-
-    def evaluate(
-        self, params: Params, prompts: Sequence[Prompt], *, step: int, display: ProgressDisplay
-    ) -> RewardedSamples:
-        """Samples and rewards this host's part of the evaluation prompts."""
-        display.set_phase("evaluate")
-        weights = self.session.to_decode_weights(params)
-        rewarded = evaluate(
-            self.session, weights, prompts, self.reward_functions, StepInfo(step, self.settings.run.steps)
-        )
-        if not self.session.generates_async:
-            # The next step must report its own rollouts only.
-            self.session.take_counters()
-            self.session.take_schedule_metrics()
-        display.print_lines(gather_lines_to_process_0(rewarded.notices))
-        check_rewards(rewarded)
-        return rewarded

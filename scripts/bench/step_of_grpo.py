@@ -20,10 +20,9 @@ from app.rollout.engine.engine import SlotEngine
 from app.runtime.session import Session
 from app.tracking.console import ProgressDisplay
 from app.tracking.timer import StepTimer
-from app.training.reward_stage import RewardStage
 from app.training.rollout_source import make_rollout_source
-from app.training.score_stage import ScoreStage
 from app.training.setup import RunSetup, prepare_run
+from app.training.step_stages import RewardStage, ScoreStage
 from app.training.trainer import Trainer
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from app.export.hf_files import export_config, export_generation_config
+from app.export.huggingface import export_config, export_generation_config
 
 BASE = {"model_type": "qwen2", "hidden_size": 8, "rope_theta": 1e6}
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from app.export.hf_files import write_tokenizer
+from app.export.huggingface import write_tokenizer
 from app.model.io.model_files import ModelFiles, open_model
 from app.prompts.tokenizer import load_fast_tokenizer, load_tokenizer
 from tests.prompts.test_tokenizer import write_directory, write_gguf

@@ -9,14 +9,8 @@ import jax
 import numpy as np
 import pytest
 
-from app.export.peft import (
-    ADAPTER_CONFIG_FILE,
-    ADAPTER_WEIGHTS_FILE,
-    PROJECTIONS,
-    PeftTensors,
-    adapter_config,
-)
-from app.export.safetensors_writer import write_safetensors
+from app.export.hf_tensors import PROJECTIONS, PeftTensors, write_safetensors
+from app.export.huggingface import ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE, adapter_config
 from app.model.decoder import DecoderDefinition, Params
 from app.model.lora import LoRAConfig, combine_params
 from settings.schema.model import PROJECTIONS as TARGETS

@@ -10,7 +10,7 @@ import pytest
 from safetensors import safe_open
 from safetensors.numpy import load_file
 
-from app.export.safetensors_writer import write_sharded_safetensors
+from app.export.hf_tensors import write_sharded_safetensors
 from app.model.io.model_files import INDEX_FILE, SafetensorsFiles
 from tests.model.io.test_hf_weights import Held, Watched
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from app.report.early_stopping import early_stopping_reason
+from app.report.metrics_history import early_stopping_reason
 
 METRIC = "eval/accuracy"
 

@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 
-from app.report.html_pages import json_for_html
-from app.report.write_report import write_report
+from app.report.write_report import json_for_html, write_report
 from tests.report.run_directories import quickstart_history, sample_record, step_record, write_run
 
 HOSTILE = (

@@ -9,8 +9,7 @@ import pytest
 
 from app.report.matplotlib_figures import render_panel
 from app.report.metrics_history import History
-from app.report.panels import PANELS, Panel
-from app.report.plots import PlotData
+from app.report.plots import PANELS, Panel
 from tests.report.run_directories import quickstart_history, step_record
 
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -28,7 +27,7 @@ EVERYTHING = {
 
 
 def svg_of(name: str, history: History) -> str:
-    drawn = render_panel(BY_NAME[name], PlotData(history))
+    drawn = render_panel(BY_NAME[name], history)
     assert drawn is not None
     return drawn.svg
 
@@ -42,7 +41,7 @@ def texts(svg: str) -> list[str]:
 @pytest.mark.parametrize("panel", PANELS, ids=lambda panel: panel.name)
 def test_every_plot_is_drawn_from_a_run_that_has_its_metrics(panel: Panel) -> None:
     history = [*quickstart_history(), step_record(101, **EVERYTHING)]
-    drawn = render_panel(panel, PlotData(history))
+    drawn = render_panel(panel, history)
     assert drawn is not None
     assert drawn.png.startswith(PNG) and 5_000 < len(drawn.png) < 150_000
     assert any(text == "step" for text in texts(drawn.svg))
@@ -53,18 +52,18 @@ def test_every_plot_is_drawn_from_a_run_that_has_its_metrics(panel: Panel) -> No
 @pytest.mark.parametrize("panel", PANELS, ids=lambda panel: panel.name)
 def test_a_plot_without_data_is_left_out(panel: Panel) -> None:
     nothing = {"step": 1, "reward/mean": None, "policy/clip_fraction_low": 0.0, "perf/compilations": 0}
-    assert render_panel(panel, PlotData([nothing])) is None
+    assert render_panel(panel, [nothing]) is None
 
 
 def test_one_step_is_enough() -> None:
-    evidence = PlotData([step_record(1, **EVERYTHING, eval__accuracy=0.5, eval__num_prompts=10)])
+    evidence = [step_record(1, **EVERYTHING, eval__accuracy=0.5, eval__num_prompts=10)]
     # Nothing was compiled in that step, which a sentence says.
     assert [panel.name for panel in PANELS if render_panel(panel, evidence) is None] == ["compilations"]
 
 
 def test_the_same_run_gives_the_same_bytes_and_leaves_matplotlib_as_it_was() -> None:
     before = dict(matplotlib.rcParams)
-    evidence = PlotData(quickstart_history())
+    evidence = quickstart_history()
     assert render_panel(BY_NAME["reward"], evidence) == render_panel(BY_NAME["reward"], evidence)
     assert dict(matplotlib.rcParams) == before
 

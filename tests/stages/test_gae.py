@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from app.records.jsonl import write_jsonl
+from app.records.moments import compute_moments, merge_moments
 from app.stages.gae import WrittenAdvantages
 from app.stages.gae_jsonl import GaeSampleFile
 from app.stages.gae_npz import GaeMatrixFile
@@ -132,7 +133,8 @@ def test_whitened_advantages_have_mean_0_and_variance_1_over_the_whole_file(tmp_
         if kind == "npz"
         else GaeSampleFile(source, settings_of(), window_tokens=32)
     )
-    file.write(tmp_path / f"out.{kind}", WrittenAdvantages(file.advantage_moments()))
+    whitening = merge_moments(compute_moments(advantages, mask) for advantages, _, mask in file.estimates())
+    file.write(tmp_path / f"out.{kind}", WrittenAdvantages(whitening))
     if kind == "npz":
         written = np.load(tmp_path / "out.npz")["advantages"]
     else:

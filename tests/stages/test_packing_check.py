@@ -15,7 +15,7 @@ import app.model.decoder as decoder
 from app.model.segment_layout import single_segment_layout
 from app.records.sample import Sample
 from app.runtime.scoring import ScoringSession
-from app.stages.packing_check import check_packing
+from app.stages.score import check_packing
 from app.training.setup import prepare_run
 from settings import load
 from tests.tiny import random_samples

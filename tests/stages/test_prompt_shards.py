@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from app.records.sample import Prompt
-from app.stages.prompt_shards import PromptShard
+from app.stages.rollout import PromptShard
 from settings import Settings
 from settings.schema.rollout import RolloutSettings
 

@@ -14,8 +14,7 @@ from app.checkpoint.policy_weights import read_policy_source
 from app.records.identity import Identity
 from app.records.partial_samples import PartFile, PartialSamples
 from app.runtime.model_spec import read_model_spec
-from app.stages.rollout import _read_prompts
-from app.stages.rollout_identity import rollout_identity
+from app.stages.rollout import _read_prompts, rollout_identity
 from settings import load
 from tests.program import DEADLINE_S, NUM_DEVICES, digest_of, here, records_of, settings, started, wait_until
 

@@ -21,10 +21,9 @@ from app.records.sample import Sample
 from app.tracking.console import ProgressDisplay
 from app.tracking.timer import StepTimer
 from app.training.learner import make_learner_group
-from app.training.reward_stage import RewardStage
 from app.training.rollout_source import make_rollout_source
-from app.training.score_stage import ScoreStage
 from app.training.setup import prepare_run
+from app.training.step_stages import RewardStage, ScoreStage
 from app.training.trainer import Trainer
 from settings import load
 from tests.program import (

@@ -12,10 +12,9 @@ import numpy as np
 import pytest
 
 from app.checkpoint.network_states import RunState
-from app.checkpoint.policy_weights import load_policy_params
+from app.checkpoint.policy_weights import load_policy_params, read_policy_source
 from app.checkpoint.saved_policy import PolicyCheckpoint
 from app.checkpoint.train_progress import TrainProgress
-from app.evaluation.standalone import read_evaluation_input
 from app.model import quantization
 from app.model.architecture import forward_flops
 from app.model.io.hf_weights import load_weights
@@ -188,4 +187,4 @@ def test_a_saved_policy_is_evaluated_as_its_run_did(run: Path, tmp_path: Path) -
 def test_an_evaluation_of_the_model_alone_has_floats(tiny_model: Path) -> None:
     chosen = load(None, [f"model.path={tiny_model}", "model.lora.rank=2", INT8], {}).settings
     assert read_model_spec(chosen).without_adapters.reference_definition.quantization is None
-    assert read_evaluation_input(chosen, None).source.model.policy_definition.quantization is None
+    assert read_policy_source(chosen, None).model.policy_definition.quantization is None

@@ -5,14 +5,8 @@ from pathlib import Path
 import pytest
 
 from app.report.matplotlib_figures import check_picture_path
-from app.report.slot_timeline import (
-    MAX_HEIGHT,
-    SUPPORTED_SUFFIXES,
-    Timeline,
-    TimelineBar,
-    render_timeline,
-    write_timeline,
-)
+from app.rollout.scheduling.schedule_metrics import Span
+from app.stages.rollout_timeline import MAX_HEIGHT, SUPPORTED_SUFFIXES, Timeline, render_timeline, write_timeline
 from settings.errors import InputError
 
 
@@ -20,13 +14,13 @@ def timeline(**changes) -> Timeline:
     values = {
         "heading": "tiny: 2 workers",
         "figures": "adaptive: 4 s",
-        "slots": (("fast-0", 2), ("heavy-0", 1)),
-        "bars": (
-            TimelineBar("fast-0", 0, 0.0, 1.0, "probe", "a"),
-            TimelineBar("fast-0", 0, 1.0, 2.0, "probe", "a"),
-            TimelineBar("fast-0", 1, 0.0, 3.0, "fast", "b"),
-            TimelineBar("fast-0", -1, 2.0, 2.5, "suspended", "a"),
-            TimelineBar("heavy-0", 0, 2.5, 4.0, "heavy", "a"),
+        "slots": {"fast-0": 2, "heavy-0": 1},
+        "spans": (
+            Span("fast-0", 0, 0.0, 1.0, "probe", "a"),
+            Span("fast-0", 0, 1.0, 2.0, "probe", "a"),
+            Span("fast-0", 1, 0.0, 3.0, "fast", "b"),
+            Span("fast-0", -1, 2.0, 2.5, None, "a"),
+            Span("heavy-0", 0, 2.5, 4.0, "heavy", "a"),
         ),
         "makespan_s": 4.0,
     }
@@ -45,20 +39,18 @@ def test_a_png_is_the_same_for_the_same_schedule() -> None:
 def test_every_activity_has_its_color() -> None:
     svg = drawn(timeline())
     for color in ("#e69f00", "#1f7fc4", "#d55e00", "#cc79a7"):
-        assert svg.count(color) > drawn(timeline(bars=())).count(color)
+        assert svg.count(color) > drawn(timeline(spans=())).count(color)
 
 
 def test_segments_of_a_sample_are_one_bar() -> None:
-    twice = timeline(bars=timeline().bars[:2])
-    once = timeline(bars=(TimelineBar("fast-0", 0, 0.0, 2.0, "probe", "a"),))
-    other = timeline(bars=(timeline().bars[0], timeline().bars[1]._replace(sample="b")))
+    twice = timeline(spans=timeline().spans[:2])
+    once = timeline(spans=(Span("fast-0", 0, 0.0, 2.0, "probe", "a"),))
+    other = timeline(spans=(timeline().spans[0], timeline().spans[1]._replace(uid="b")))
     assert drawn(twice) == drawn(once) != drawn(other)
 
 
 def test_many_slots_are_drawn_thinner() -> None:
-    wide = timeline(
-        slots=(("fast-0", 100), ("heavy-0", 1000)), bars=(TimelineBar("heavy-0", 99, 0.0, 1.0, "heavy", "a"),)
-    )
+    wide = timeline(slots={"fast-0": 100, "heavy-0": 1000}, spans=(Span("heavy-0", 99, 0.0, 1.0, "heavy", "a"),))
     assert wide.size[1] == MAX_HEIGHT > timeline().size[1]
     assert "#d55e00" in drawn(wide)
 

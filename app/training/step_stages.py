@@ -1,0 +1,124 @@
+"""The stages of a step that add to its samples: rewards, and the logprobs and values that its updates need."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from app.batching.micro_batcher import MicroBatcher
+from app.batching.packing_metrics import scoring_batching_metrics
+from app.checkpoint.network_states import RunState
+from app.distributed.collective_files import gather_lines_to_process_0
+from app.mesh.placement import to_device_memory
+from app.mesh.program_cache import CompilationCounter
+from app.model.decoder import Params
+from app.records.sample import Sample
+from app.reward.aggregate import RewardedSamples, merge_rewarded
+from app.reward.plugin import StepInfo
+from app.reward.reward_functions import ComputeRewards
+from app.runtime.health_checks import check_rewards
+from app.runtime.reward_model import RewardModel, RewardPass, reward_model_metrics
+from app.runtime.scoring import ScoringSession
+from app.tracking.sample_metrics import reward_counts
+from app.tracking.timer import StepTimer
+from settings.schema.algorithm import ScoredRole
+
+
+class RewardedRound(NamedTuple):
+    """This host's samples of a round with their rewards."""
+
+    rewarded: RewardedSamples
+    model_pass: RewardPass | None
+    """The reward model's pass over them; None without one."""
+
+
+@dataclass(frozen=True)
+class RewardStage:
+    """Rewards the samples of a step, round by round."""
+
+    compute_rewards: ComputeRewards
+    """Computes the rewards, or reuses those that are saved in the samples."""
+    num_steps: int
+    """Number of steps of the run."""
+    model: RewardModel | None = None
+
+    def __call__(self, samples: list[Sample], *, step: int, timer: StepTimer) -> RewardedRound:
+        """Returns the samples of a round with their rewards. All hosts must call it together.
+
+        Raises:
+            RewardError: training cannot go on with the rewards.
+        """
+        outcomes = model_pass = None
+        with timer.phase("reward"):
+            if self.model is not None:
+                with timer.phase("score_reward"), closing(CompilationCounter()) as compilations:
+                    outcomes, plan = self.model.score(samples)
+                model_pass = RewardPass(plan, compilations.take_count())
+            rewarded = self.compute_rewards(samples, StepInfo(step, self.num_steps), model_outcomes=outcomes)
+            timer.display.print_lines(gather_lines_to_process_0(rewarded.notices))
+            check_rewards(rewarded)
+        return RewardedRound(rewarded, model_pass)
+
+
+def model_passes(rounds: Sequence[RewardedRound]) -> list[RewardPass]:
+    """Returns the reward model's passes of a step; empty without a reward model."""
+    return [one.model_pass for one in rounds if one.model_pass is not None]
+
+
+def reward_stage_metrics(rounds: Sequence[RewardedRound], timer: StepTimer) -> dict[str, float]:
+    """Returns the metrics of all rounds of a step, over all hosts."""
+    seconds = timer.seconds.get("time/score_reward_s", 0.0)
+    counts = reward_counts(merge_rewarded([one.rewarded for one in rounds]))
+    return counts | reward_model_metrics(model_passes(rounds), seconds=seconds)
+
+
+@dataclass(frozen=True)
+class ScoreStage:
+    """Scores the samples of a step in every role that its algorithm needs."""
+
+    session: ScoringSession
+    batchers: Mapping[ScoredRole, MicroBatcher]
+    reference_params: Params | None
+    """Reference weights, maybe in host memory; None, and no memory, if `algorithm.beta` is 0."""
+
+    def __call__(
+        self, state: RunState, samples: list[Sample], mini_batches: Sequence[np.ndarray], timer: StepTimer
+    ) -> tuple[list[Sample], dict[str, float]]:
+        """Returns the samples with their logprobs and values, and the metrics of the passes.
+
+        Each mini-batch of the first epoch is scored by itself: with equal quotas the update has the same rows.
+
+        Args:
+            mini_batches: the indices of the samples in each of them.
+        """
+        metrics: dict[str, float] = {}
+        with timer.phase("score"):
+            for role, batcher in self.batchers.items():
+                plans, scored = [], dict[int, Sample]()
+                with timer.phase(f"score_{role}"), closing(CompilationCounter()) as compilations:
+                    weights = self._params_for_role(role, state)
+                    for part in mini_batches:
+                        mini_batch = [samples[i] for i in part]
+                        mini_batch, plan = self.session.score(weights, mini_batch, role, batcher=batcher)
+                        scored |= zip(part.tolist(), mini_batch, strict=True)
+                        plans.append(plan)
+                    del weights
+                samples = [scored[i] for i in range(len(samples))]
+                metrics |= {
+                    **scoring_batching_metrics(role, plans, seconds=timer.seconds[f"time/score_{role}_s"]),
+                    f"perf/score_{role}_compilations": compilations.take_count(),
+                }
+        return samples, metrics
+
+    def _params_for_role(self, role: ScoredRole, state: RunState) -> Params:
+        """Returns the weights that score for a role, on the devices."""
+        if role == "reference":
+            return to_device_memory(self.reference_params)
+        if role == "policy":
+            return self.session.full_params(state.policy.params)
+        assert state.critic is not None
+        return state.critic.params
