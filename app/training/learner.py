@@ -286,7 +286,7 @@ def make_correction(algorithm: AlgorithmSettings) -> ImportanceCorrection | None
     if algorithm.correction == "none":
         return None
     assert algorithm.correction_level is not None and algorithm.correction_veto is not None
-    bounds = {
+    bounds: dict[str | None, Any] = {
         "truncate": functools.partial(truncate_weights, max_weight=algorithm.correction_max),
         "mask": functools.partial(
             mask_weights, min_weight=algorithm.correction_min, max_weight=algorithm.correction_max
