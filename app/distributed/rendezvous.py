@@ -157,7 +157,7 @@ def resolve_bind_address(address: str) -> str:
 def _gather_processes(member: ClusterMember, patience: _Patience) -> None:
     """Runs the rendezvous on process 0: accepts the other processes and replies to them."""
     peers: dict[int, Peer] = {}
-    problem = None
+    problem: InputError | None = None
     with ExitStack() as stack:
         listener = stack.enter_context(_listen(member))
         try:
@@ -171,13 +171,13 @@ def _gather_processes(member: ClusterMember, patience: _Patience) -> None:
                     _accept_peer(member, peers, stack.enter_context(listener.accept()[0]))
                 peers = {number: peer for number, peer in peers.items() if peer.is_connected}
         except InputError as error:
-            problem = str(error)
-            raise
-        finally:
-            # JAX takes the port as soon as the others receive the reply.
-            listener.close()
-            for peer in peers.values():
-                _send_message(peer.connection, problem=problem)
+            problem = error
+        # JAX takes the port as soon as the others receive the reply.
+        listener.close()
+        for peer in peers.values():
+            _send_message(peer.connection, problem=problem and str(problem))
+    if problem is not None:
+        raise problem
 
 
 def _listen(member: ClusterMember) -> socket.socket:
@@ -242,7 +242,7 @@ def _wait_for_process_0(member: ClusterMember, patience: _Patience) -> None:
     while True:
         left_s = patience.left_s(reason)
         try:
-            if _query(member, left_s):
+            if _query(member, max(left_s, RETRY_S)):
                 return
             reason = f"{address} is used by another program, or by a run that has already started"
         except TimeoutError:
