@@ -13,9 +13,8 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from app.checkpoint.checkpoints import Checkpoints, check_fingerprints
-from app.checkpoint.network_states import NetworkStates
 from app.checkpoint.retention import LatestAndBestPolicy
-from app.checkpoint.train_progress import TrainProgress
+from app.checkpoint.train_progress import NetworkStates, TrainProgress
 from app.update.optimizer import TrainState
 from tests.free_address import free_address
 from tests.program import DEADLINE_S, REPOSITORY

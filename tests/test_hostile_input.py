@@ -17,6 +17,7 @@ from app.runtime.model_spec import read_model_spec
 from settings import InputError, Settings, load
 from settings.checks.commands import check_for_train
 from settings.loading.fields import FIELDS
+from settings.schema.data import DataSettings
 from tests.model.io.test_gguf import random_checkpoint, write_gguf
 from tests.program import REPOSITORY, here
 from tests.tiny_directory import write_model
@@ -180,4 +181,4 @@ def test_a_text_that_no_tokenizer_should_get_is_refused(prompt: str, answer: str
 
     rows = [DatasetRow(uid="data/0", prompt=prompt, answer=answer)]
     with pytest.raises(InputError, match=f"data/0: .*{message}"):
-        encode_prompts(rows, NoTokenizer(), system_prompt=None, max_prompt_length=8, overlong="drop")
+        encode_prompts(rows, NoTokenizer().chat_ids, DataSettings(max_prompt_length=8))

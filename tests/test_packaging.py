@@ -182,8 +182,7 @@ def test_an_environment_finds_the_modules_of_the_user_and_the_interface(user_fol
     )
     reward = user_folder.run(
         "import grpo; grpo.add_program_to_path()\n"
-        "from app.environments.episode import EpisodeStart\n"
-        "from app.environments.episode_pool import EpisodePool\n"
+        "from app.environments.episode_pool import EpisodePool, EpisodeStart\n"
         "from settings.schema.reward import EnvironmentSettings, PluginSettings\n"
         "pool = EpisodePool(EnvironmentSettings(source='game.py:Game'), PluginSettings())\n"
         "pool.load()\n"

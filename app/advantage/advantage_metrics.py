@@ -23,10 +23,15 @@ class AdvantageMoments(NamedTuple):
     @classmethod
     def from_samples(cls, samples: Sequence[Sample]) -> AdvantageMoments:
         """Computes the moments. This is a collective call: every host must make it, even one without samples."""
+        errors = [
+            (s.returns.astype(np.float64) - s.token_values, s.mask)
+            for s in samples
+            if s.values is not None and s.returns is not None
+        ]
         local = (
-            _token_moments([(s.advantages, s.mask) for s in samples]),
-            _token_moments([(s.returns, s.mask) for s in samples]),
-            _token_moments([(_value_error(s), s.mask) for s in samples]),
+            joint_moments([(s.advantages, s.mask) for s in samples if s.advantages is not None]),
+            joint_moments([(s.returns, s.mask) for s in samples if s.returns is not None]),
+            joint_moments(errors),
         )
         return cls(*moments_over_hosts(local))
 
@@ -43,24 +48,9 @@ def advantage_metrics(moments: AdvantageMoments) -> dict[str, float]:
     if returns.count:
         metrics |= {"returns/mean": returns.mean, "returns/std": returns.population_std}
     if errors.count:
-        explained = (
-            1 - errors.sum_squared_deviations / returns.sum_squared_deviations
-            if returns.sum_squared_deviations
-            else float("nan")
-        )
-        metrics["value/explained_variance"] = explained
+        total = returns.sum_squared_deviations
+        metrics["value/explained_variance"] = 1 - errors.sum_squared_deviations / total if total else float("nan")
     return metrics
-
-
-def _value_error(sample: Sample) -> np.ndarray | None:
-    if sample.values is None or sample.returns is None:
-        return None
-    return sample.returns.astype(np.float64) - sample.token_values
-
-
-def _token_moments(columns: Sequence[tuple[np.ndarray | None, np.ndarray]]) -> Moments:
-    """Computes the moments of the values where the mask is True; skips samples without values."""
-    return joint_moments([(values, mask) for values, mask in columns if values is not None])
 
 
 def moments_over_hosts(parts: Sequence[Moments]) -> list[Moments]:

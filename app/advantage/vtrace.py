@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from app.advantage.gae.numpy_scan import solve_variable_decay
+from app.advantage.gae.numpy_scan import Sequences, Steps, flatten, solve_variable_decay
 from app.advantage.gae.recurrence import Number, TokenAdvantages
-from app.advantage.gae.sequences import Sequences, Steps, flatten
 
 MAX_RATIO = 1.0
 """rho_bar, which determines whose values are estimated: with 1, the current policy's; c_bar is the same."""

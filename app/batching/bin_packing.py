@@ -62,7 +62,11 @@ class RowPacker:
             if self.num_candidates == 0 or largest == left or largest * 3 < left:
                 taken = [num_fitting - 1]
             else:
-                taken = self._best_items(num_fitting, left)
+                # Among an evenly spaced selection.
+                count = min(num_fitting, self.num_candidates)
+                candidates = [i * (num_fitting - 1) // max(count - 1, 1) for i in range(count)]
+                best = best_subset([self.items[i].num_tokens for i in candidates], left)
+                taken = [candidates[i] for i in best]
             for i in taken:
                 row.append(self.items.pop(i))
                 left -= row[-1].num_tokens
@@ -70,12 +74,6 @@ class RowPacker:
         if self.split_groups and (part := self._split_group(left)):
             row.append(part)
         return row
-
-    def _best_items(self, num_fitting: int, capacity: int) -> list[int]:
-        """Returns the indices, last first, of items that fill the capacity best; tries an evenly spaced selection."""
-        count = min(num_fitting, self.num_candidates)
-        candidates = [i * (num_fitting - 1) // max(count - 1, 1) for i in range(count)]
-        return [candidates[i] for i in best_subset([self.items[i].num_tokens for i in candidates], capacity)]
 
     def _split_group(self, capacity: int) -> PackingItem | None:
         """Removes and returns part of a group too large for a row, if its completions outweigh the repeated prompt."""

@@ -20,6 +20,7 @@ from app.batching.micro_batch_shapes import (
     bucket_length,
     candidate_shapes,
     pack_into_fewest,
+    packing_cost,
 )
 
 PackedSegment = tuple[int, ...]
@@ -66,12 +67,11 @@ class MicroBatchPlan:
 
     def part(self, index: int, num_parts: int) -> MicroBatchPlan:
         """Returns the rows of one of `num_parts` equal, contiguous blocks of devices."""
-
-        def rows_of_part(one: MicroBatch) -> tuple[PackedRow, ...]:
+        parts = []
+        for one in self.micro_batches:
             count = len(one.rows) // num_parts
-            return one.rows[index * count : (index + 1) * count]
-
-        return MicroBatchPlan(tuple(MicroBatch(rows_of_part(one), one.shape) for one in self.micro_batches))
+            parts.append(MicroBatch(one.rows[index * count : (index + 1) * count], one.shape))
+        return MicroBatchPlan(tuple(parts))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -141,22 +141,17 @@ def plan_fixed_rows(
     if trim_tail:
         tail = max(1, -(-(num_samples - (count - 1) * rows) // num_devices)) * num_devices
     shape = bucketed_row_shape(int(lengths.totals.max(initial=1)), int(lengths.completions.max(initial=1)))
-    return _plan_in_order(num_samples, [rows] * (count - 1) + [tail], shape)
+    micro_batches = []
+    for first in range(0, count * rows, rows):
+        samples = range(first, min(first + rows, num_samples))
+        padding = ((),) * ((tail if len(micro_batches) == count - 1 else rows) - len(samples))
+        micro_batches.append(MicroBatch(tuple(((i,),) for i in samples) + padding, shape))
+    return MicroBatchPlan(tuple(micro_batches))
 
 
 def bucketed_row_shape(num_tokens: int, num_completion_tokens: int) -> RowShape:
     """Returns the row shape for these numbers of tokens, each rounded up to a length bucket."""
     return RowShape(bucket_length(num_tokens), bucket_length(num_completion_tokens, min_bucket=MIN_COMPLETION_BUCKET))
-
-
-def _plan_in_order(num_samples: int, rows_per_micro_batch: Sequence[int], shape: RowShape) -> MicroBatchPlan:
-    micro_batches, first = [], 0
-    for rows in rows_per_micro_batch:
-        samples = range(first, min(first + rows, num_samples))
-        padding: tuple[PackedRow, ...] = ((),) * (rows - len(samples))
-        micro_batches.append(MicroBatch(tuple(((i,),) for i in samples) + padding, shape))
-        first += rows
-    return MicroBatchPlan(tuple(micro_batches))
 
 
 def plan_token_budget(
@@ -172,17 +167,6 @@ def plan_token_budget(
     Raises:
         ValueError: a sample is longer than a row.
     """
-    _check_lengths(lengths, budget)
-    shapes = candidate_shapes(budget.max_tokens_per_device, budget.row_length)
-    packings = [
-        pack_into_fewest(packer, shapes, num_devices, even_tail=budget.balance)
-        for packer in _packer_variants(lengths, budget)
-    ]
-    cheapest = min(packings, key=lambda packing: packing.cost)
-    return _assign_rows(cheapest, lengths, budget, sequence_cost, num_devices)
-
-
-def _check_lengths(lengths: SequenceLengths, budget: TokenBudget) -> None:
     too_long = np.flatnonzero(lengths.totals > budget.row_length)
     if len(too_long):
         i, quota = int(too_long[0]), budget.max_tokens_per_device
@@ -190,6 +174,13 @@ def _check_lengths(lengths: SequenceLengths, budget: TokenBudget) -> None:
         raise ValueError(
             f"sample {i} has {lengths.totals[i]} tokens, too many for a quota of {quota} tokens per device{rows}"
         )
+    shapes = candidate_shapes(budget.max_tokens_per_device, budget.row_length)
+    packings = [
+        pack_into_fewest(packer, shapes, num_devices, even_tail=budget.balance)
+        for packer in _packer_variants(lengths, budget)
+    ]
+    cheapest = min(packings, key=packing_cost)
+    return _assign_rows(cheapest, lengths, budget, sequence_cost, num_devices)
 
 
 def _packer_variants(lengths: SequenceLengths, budget: TokenBudget) -> Iterator[RowPacker]:
@@ -198,14 +189,15 @@ def _packer_variants(lengths: SequenceLengths, budget: TokenBudget) -> Iterator[
     if len(lengths.prompts) <= MAX_SAMPLES_FOR_SEARCH:
         splits = [False, True] if budget.share_prompts else [False]
         options = [(candidates, split) for split in splits for candidates in (64, 0)]
-    items = _prompt_group_items(lengths, budget.row_length) if budget.share_prompts else _single_sample_items(lengths)
+    if budget.share_prompts:
+        items = _prompt_group_items(lengths, budget.row_length)
+    else:
+        items = [
+            PackingItem(size, (i,), prompt)
+            for i, (size, prompt) in enumerate(zip(lengths.totals.tolist(), lengths.prompts.tolist(), strict=True))
+        ]
     for num_candidates, split_groups in options:
         yield RowPacker(items, lengths.completions.tolist(), num_candidates=num_candidates, split_groups=split_groups)
-
-
-def _single_sample_items(lengths: SequenceLengths) -> list[PackingItem]:
-    sizes, prompts = lengths.totals.tolist(), lengths.prompts.tolist()
-    return [PackingItem(size, (i,), prompts[i]) for i, size in enumerate(sizes)]
 
 
 def _prompt_group_items(lengths: SequenceLengths, max_tokens: int) -> list[PackingItem]:
@@ -229,18 +221,13 @@ def _assign_rows(
     micro_batches: list[MicroBatch] = []
     loads: list[float] = [0] * num_devices
     prompt_numbers = lengths.prompt_indices.tolist()
-    for (rows_per_device, num_tokens), num_micro_batches, rows in packing.shape_groups:
+    for (rows_per_device, num_tokens), num_micro_batches, rows in packing:
         if budget.share_prompts:
             rows = [merge_shared_prompts(row, prompt_numbers) for row in rows]
-        sizes = {
-            "num_micro_batches": num_micro_batches,
-            "num_devices": num_devices,
-            "rows_per_device": rows_per_device,
-        }
+        sizes = {"num_micro_batches": num_micro_batches, "num_devices": num_devices, "rows_per_device": rows_per_device}
         if budget.balance:
-            assigned, loads = assign_rows_balanced(
-                _row_costs(rows, lengths, sequence_cost), device_loads=loads, **sizes
-            )
+            costs = _row_costs(rows, lengths, sequence_cost)
+            assigned, loads = assign_rows_balanced(costs, device_loads=loads, **sizes)
         else:
             assigned = assign_rows_in_order(len(rows), **sizes)
         segments = [tuple(item.sample_indices for item in row) for row in rows]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from app.batching.bin_packing import PackingRow, RowPacker, pack_all
@@ -47,19 +46,16 @@ class ShapeGroup(NamedTuple):
     rows: Sequence[PackingRow]
 
 
-@dataclass(frozen=True, slots=True)
-class Packing:
-    """Groups of micro-batches, one after another, that contain all items."""
+Packing = tuple[ShapeGroup, ...]
+"""Groups of micro-batches, one after another, that contain all items."""
 
-    shape_groups: tuple[ShapeGroup, ...]
 
-    @property
-    def cost(self) -> tuple[int, int]:
-        """Cost for comparison: tokens computed per device, then tokens of all items."""
-        return (
-            sum(group.num_micro_batches * group.shape.tokens_per_device for group in self.shape_groups),
-            sum(item.num_tokens for group in self.shape_groups for row in group.rows for item in row),
-        )
+def packing_cost(packing: Packing) -> tuple[int, int]:
+    """Returns the cost for comparison: tokens computed per device, then tokens of all items."""
+    return (
+        sum(group.num_micro_batches * group.shape.tokens_per_device for group in packing),
+        sum(item.num_tokens for group in packing for row in group.rows for item in row),
+    )
 
 
 def candidate_shapes(max_tokens_per_device: int, row_length: int) -> list[MicroBatchShape]:
@@ -72,16 +68,14 @@ def candidate_shapes(max_tokens_per_device: int, row_length: int) -> list[MicroB
     def shape(num_tokens: float) -> MicroBatchShape:
         num_tokens = min(max(math.ceil(num_tokens / step) * step, smallest), largest)
         num_rows = -(-num_tokens // row_length)
-        return MicroBatchShape(num_rows, min(round_up_to_blocks(-(-num_tokens // num_rows)), row_length))
+        length = -(-num_tokens // num_rows)
+        if length > BLOCK_TOKENS:
+            length = -(-length // BLOCK_TOKENS) * BLOCK_TOKENS
+        return MicroBatchShape(num_rows, min(length, row_length))
 
     count = math.ceil(math.log(1 / MIN_TAIL_FRACTION, TAIL_GROWTH))
     shapes = {full, *(shape(largest / TAIL_GROWTH**power) for power in range(1, count + 1))}
     return sorted(shapes, key=lambda shape: (shape.tokens_per_device, shape == full))
-
-
-def round_up_to_blocks(num_tokens: int) -> int:
-    """Returns the length rounded up to whole blocks; lengths below one block are unchanged."""
-    return -(-num_tokens // BLOCK_TOKENS) * BLOCK_TOKENS if num_tokens > BLOCK_TOKENS else num_tokens
 
 
 def pack_into_fewest(
@@ -108,7 +102,7 @@ def pack_into_fewest(
             tail = _pack_tail(packer, shape, num_devices, even_lengths=even_tail)
             if tail is not None:
                 groups = (ShapeGroup(full, num_full, rows), ShapeGroup(shape, 1, tail))
-                return Packing(groups if num_full else groups[1:])
+                return groups if num_full else groups[1:]
         to_fill = 1
 
 

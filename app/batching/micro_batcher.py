@@ -112,17 +112,14 @@ class EqualShapeBatcher(MicroBatcher):
         return self.batcher.sequence_cost
 
     def plan(self, lengths: SequenceLengths, *, num_devices: int) -> MicroBatchPlan:
-        return _pad_tail_micro_batch(self.batcher.plan(lengths, num_devices=num_devices), num_devices)
-
-
-def _pad_tail_micro_batch(plan: MicroBatchPlan, num_devices: int) -> MicroBatchPlan:
-    *others, tail = plan.micro_batches
-    if not others:
-        return plan
-    count = len(tail.rows) // num_devices
-    empty = ((),) * (len(others[0].rows) // num_devices - count)
-    rows = [row for first in range(0, len(tail.rows), count) for row in (*tail.rows[first : first + count], *empty)]
-    return MicroBatchPlan((*others, MicroBatch(tuple(rows), others[0].shape)))
+        plan = self.batcher.plan(lengths, num_devices=num_devices)
+        *others, tail = plan.micro_batches
+        if not others:
+            return plan
+        count = len(tail.rows) // num_devices
+        empty = ((),) * (len(others[0].rows) // num_devices - count)
+        rows = [row for first in range(0, len(tail.rows), count) for row in (*tail.rows[first : first + count], *empty)]
+        return MicroBatchPlan((*others, MicroBatch(tuple(rows), others[0].shape)))
 
 
 def sequence_lengths(samples: Sequence[Sample]) -> SequenceLengths:

@@ -63,10 +63,14 @@ def fetch_rows(
     if len(global_plan.num_samples_by_host) == 1:
         return HostRows(samples, global_plan.plan)
     _check_equal_plans(global_plan.plan)
-    moves = replace(Moves.from_plan(global_plan), route_shape=route_shape)
+    moves = Moves.from_plan(global_plan, route_shape)
     fetched = moves.fetch(samples, fields)
-    numbers = {number: i for i, number in enumerate(moves.numbers_of(moves.here))}
-    return HostRows(fetched, _renumbered(global_plan.local_plan, numbers.__getitem__), moves)
+    index_of = {number: i for i, number in enumerate(moves.numbers_of(moves.here))}.__getitem__
+    local = [
+        replace(one, rows=tuple(tuple(tuple(map(index_of, segment)) for segment in row) for row in one.rows))
+        for one in global_plan.local_plan.micro_batches
+    ]
+    return HostRows(fetched, MicroBatchPlan(tuple(local)), moves)
 
 
 def _check_equal_plans(plan: MicroBatchPlan) -> None:
@@ -74,15 +78,6 @@ def _check_equal_plans(plan: MicroBatchPlan) -> None:
     for host, digest in enumerate(digests):
         if not np.array_equal(digest, digests[0]):
             raise RuntimeError(f"host {host} and process 0 plan different micro-batches for the same lengths: a bug")
-
-
-def _renumbered(plan: MicroBatchPlan, number_of: Callable[[int], int]) -> MicroBatchPlan:
-    return MicroBatchPlan(
-        tuple(
-            replace(one, rows=tuple(tuple(tuple(map(number_of, segment)) for segment in row) for row in one.rows))
-            for one in plan.micro_batches
-        )
-    )
 
 
 @dataclass(frozen=True)
@@ -97,11 +92,11 @@ class Moves:
     """Number of this host's first sample."""
     prompt_lengths: Int64[np.ndarray, "N"]
     completion_lengths: Int64[np.ndarray, "N"]
-    route_shape: RouteShape | None = None
+    route_shape: RouteShape | None
     """Sizes of the routes that go with the samples; None = none."""
 
     @classmethod
-    def from_plan(cls, global_plan: GlobalPlan) -> Moves:
+    def from_plan(cls, global_plan: GlobalPlan, route_shape: RouteShape | None) -> Moves:
         num_hosts = len(global_plan.num_samples_by_host)
         edges = np.cumsum([0, *global_plan.num_samples_by_host])
         in_rows = [np.sort(_members(global_plan.plan.part(host, num_hosts))) for host in range(num_hosts)]
@@ -110,7 +105,7 @@ class Moves:
             for first, last in pairwise(edges)
         ]
         here, lengths = jax.process_index(), global_plan.lengths
-        return cls(here, numbers, int(edges[here]), lengths.prompts, lengths.completions)
+        return cls(here, numbers, int(edges[here]), lengths.prompts, lengths.completions, route_shape)
 
     def numbers_of(self, host: int) -> list[int]:
         """Returns the numbers of the samples in a host's rows, ascending."""

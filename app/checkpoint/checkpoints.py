@@ -12,18 +12,22 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
-from app.checkpoint.checksums import CHECKSUM_MISMATCH, checksums, compile_checksums
-from app.checkpoint.network_states import NetworkStates
 from app.checkpoint.retention import BestCheckpoint, LatestAndBestPolicy
-from app.checkpoint.saved_dtypes import convert_dtypes, with_saved_dtypes
-from app.checkpoint.train_progress import OtherVersionError, ProgressRecord, TrainProgress, progress_path
+from app.checkpoint.saved_arrays import (
+    CHECKSUM_MISMATCH,
+    checksums,
+    compile_checksums,
+    convert_dtypes,
+    with_saved_dtypes,
+)
+from app.checkpoint.train_progress import NetworkStates, OtherVersionError, ProgressRecord, TrainProgress, progress_path
 from app.distributed.collectives import gather_bytes_over_hosts, max_over_hosts
 from app.mesh.placement import abstract_arrays
 from app.records.atomic_write import write_atomic
@@ -150,21 +154,25 @@ class Checkpoints:
         for step in steps:
             folder = self._directory / str(step)
             try:
-                record = self._read_on_all_hosts(step, functools.partial(ProgressRecord.read, folder))
+                record, reason = read_on_all_hosts(functools.partial(ProgressRecord.read, folder))
             except OtherVersionError as error:
                 raise InputError(f"--resume: {folder} {error}") from error
-            if record is not None:
+            if record is None:
+                _warn_damaged(step, reason)
+            else:
                 records[step] = record
                 self.record_evaluations(record.progress)
         damaged = [step for step in steps if step not in records]
         for step, record in records.items():
             self.record_evaluations(record.progress)
             check(record.progress)
-            state = self._restore_verified(step, record)
+            read = functools.partial(self._read_state, self._directory / str(step))
+            state, reason = read_verified(read, record.checksums, self._target)
             if state is not None:
                 self._move_aside(damaged)
                 self.update_best_link()
                 return state, record.progress
+            _warn_damaged(step, reason)
             damaged.append(step)
         if steps:
             raise InputError(
@@ -172,14 +180,6 @@ class Checkpoints:
                 "Start over with another run.name"
             )
         return None
-
-    def _restore_verified(self, step: int, record: ProgressRecord) -> NetworkStates | None:
-        """Restores the state of a checkpoint; returns None, with a warning, if it is damaged."""
-        state = self._read_on_all_hosts(step, functools.partial(self._read_state, self._directory / str(step)))
-        if state is not None and checksums(state) != record.checksums:
-            _warn_damaged(step, CHECKSUM_MISMATCH)
-            return None
-        return state and convert_dtypes(state, self._target)
 
     def _read_state(self, folder: Path) -> NetworkStates:
         """Reads a state with the dtypes that it was saved with."""
@@ -201,13 +201,6 @@ class Checkpoints:
                 "set run.dir to a folder shared by all hosts"
             )
         return steps
-
-    def _read_on_all_hosts(self, step: int, read: Callable[[], Content]) -> Content | None:
-        """Reads a part of a checkpoint; returns None on all hosts, with a warning, if it is damaged on any host."""
-        content, reason = read_on_all_hosts(read)
-        if content is None:
-            _warn_damaged(step, reason)
-        return content
 
     def _move_aside(self, damaged: Sequence[int]) -> None:
         """Renames damaged checkpoints, because Orbax saves only steps later than the newest one it finds."""
@@ -283,6 +276,20 @@ def read_on_all_hosts(read: Callable[[], Content]) -> tuple[Content | None, str]
         _silence_abandoned_reads()
         reason = " ".join(str(error).split())[:MAX_REASON_CHARS] or type(error).__name__
     return (None, reason) if max_over_hosts(np.asarray(content is None)) else (content, "")
+
+
+def read_verified(read: Callable[[], Any], sums: Mapping[str, int], target: Any) -> tuple[Any, str]:
+    """Returns the state that `read` returns, with the dtypes of `target`; or None and a reason if it is damaged.
+
+    Args:
+        sums: checksums of all arrays of the checkpoint, by path.
+    """
+    state, reason = read_on_all_hosts(read)
+    # Either every host has read the state, or none has.
+    if state is not None:
+        found = checksums(state)
+        reason = "" if found == {name: sums.get(name) for name in found} else CHECKSUM_MISMATCH
+    return (None, reason) if reason else (convert_dtypes(state, target), "")
 
 
 def is_damage(error: Exception) -> bool:

@@ -8,25 +8,33 @@ from collections.abc import Mapping
 from contextlib import closing, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import orbax.checkpoint as ocp
+from jax.sharding import Mesh
 
-from app.checkpoint.checkpoints import (
-    BEST_LINK,
-    open_reader,
-    read_on_all_hosts,
-)
-from app.checkpoint.checksums import CHECKSUM_MISMATCH, array_path, checksums
-from app.checkpoint.network_states import NetworkStates
-from app.checkpoint.saved_dtypes import convert_dtypes, with_saved_dtypes
-from app.checkpoint.train_progress import OtherVersionError, ProgressRecord, TrainProgress
+from app.checkpoint.checkpoints import BEST_LINK, open_reader, read_verified
+from app.checkpoint.saved_arrays import array_path, with_saved_dtypes
+from app.checkpoint.train_progress import NetworkStates, OtherVersionError, ProgressRecord, TrainProgress
 from app.mesh.placement import abstract_arrays
+from app.model.decode_weights import DecodeWeights
 from app.model.decoder import Params
 from app.records.run_directory import RunDirectory
 from app.records.versions import NOT_INSTALLED, QUANTIZATION_PACKAGE
-from app.runtime.model_spec import LORA_FINGERPRINT, QUANTIZER_FINGERPRINT, CriticSpec, ModelSpec
+from app.runtime.environments import prepare_turns
+from app.runtime.model_spec import (
+    LORA_FINGERPRINT,
+    QUANTIZER_FINGERPRINT,
+    CriticSpec,
+    ModelSpec,
+    check_context_length,
+    read_model_spec,
+)
+from app.runtime.pinned_revisions import pin_revisions
+from app.runtime.scoring import ScoringSession
+from app.runtime.session import Session
+from settings import Settings
 from settings.errors import InputError
 
 OPTION = "--checkpoint"
@@ -38,7 +46,9 @@ class PolicyCheckpoint:
 
     path: Path
     """`<run>/checkpoints/<step>`."""
-    record: ProgressRecord
+    progress: TrainProgress
+    checksums: Mapping[str, int]
+    """Checksums of all arrays of the checkpoint, by path."""
 
     @classmethod
     def open(cls, path: Path) -> PolicyCheckpoint:
@@ -49,7 +59,7 @@ class PolicyCheckpoint:
         """
         folder = _find_checkpoint(path)
         try:
-            return cls(folder, ProgressRecord.read(folder))
+            record = ProgressRecord.read(folder)
         except OtherVersionError as error:
             raise InputError(f"{OPTION}: {folder} {error}") from error
         except (OSError, ValueError) as error:
@@ -57,19 +67,11 @@ class PolicyCheckpoint:
                 f"{OPTION}: {folder} is damaged or not a checkpoint of this program ({error}); "
                 f"choose another one in {folder.parent}"
             ) from error
-
-    @property
-    def progress(self) -> TrainProgress:
-        return self.record.progress
+        return cls(folder, record.progress, record.checksums)
 
     @property
     def step(self) -> int:
         return self.progress.step
-
-    @property
-    def checksums(self) -> Mapping[str, int]:
-        """Checksums of all arrays of the checkpoint, by path."""
-        return self.record.checksums
 
     def describe(self) -> str:
         """Returns the step and a digest of all arrays."""
@@ -163,14 +165,10 @@ class PolicyCheckpoint:
                 args = ocp.args.PyTreeRestore(item=saved, restore_args=types, partial_restore=True)
                 return reader.restore(self.path, args=ocp.args.Composite(state=args))["state"]
 
-            state, reason = read_on_all_hosts(read)
-        # Either every host has read the state, or none has.
-        if state is not None:
-            sums = checksums(state)
-            reason = "" if sums == {name: self.checksums.get(name) for name in sums} else CHECKSUM_MISMATCH
-        if reason:
+            state, reason = read_verified(read, self.checksums, item)
+        if state is None:
             raise InputError(f"{OPTION}: {self.path} is damaged ({reason}); choose another one in {self.path.parent}")
-        return convert_dtypes(state, item)
+        return state
 
 
 def _find_checkpoint(path: Path) -> Path:
@@ -187,3 +185,57 @@ def _find_checkpoint(path: Path) -> Path:
     if not run.checkpoint_steps:
         raise InputError(f"{OPTION}: {path} holds no checkpoint; give <run>/checkpoints/<step>, or a run's folder")
     return run.checkpoints_dir / str(max(run.checkpoint_steps))
+
+
+class PolicySource(NamedTuple):
+    settings: Settings
+    """The settings, with hub models at the commits that the checkpoint's run used."""
+    model: ModelSpec
+    saved_policy: PolicyCheckpoint | None
+    """The checkpoint with the weights; None for those of `model.path`."""
+
+    def load_decode_weights(self, session: Session) -> DecodeWeights:
+        """Loads the decode weights; nothing else of the model stays on the devices. All hosts must call it together."""
+        scoring, saved = session.scoring, self.saved_policy
+        weights = session.to_decode_weights(
+            scoring.load_params() if saved is None else load_policy_params(saved, scoring)
+        )
+        scoring.free_frozen_params()
+        return weights
+
+
+def read_policy_source(settings: Settings, checkpoint: Path | None) -> PolicySource:
+    """Reads model files, tokenizer and checkpoint. Without a checkpoint, the model has no adapters.
+
+    Raises:
+        InputError: one of them cannot be used, they do not fit each other, or the context is too short.
+    """
+    saved = None if checkpoint is None else PolicyCheckpoint.open(checkpoint)
+    settings = settings if saved is None else pin_revisions(settings, saved.run)
+    model = read_model_spec(settings)
+    if saved is None:
+        model = model.without_adapters
+    else:
+        saved.check_compatible(model)
+    check_context_length(model.architecture, settings, path=settings.model.path)
+    prepare_turns(settings, model.tokenizer)
+    return PolicySource(settings, model, saved)
+
+
+def load_policy_params(checkpoint: PolicyCheckpoint, session: ScoringSession) -> Params:
+    """Loads all weights of a saved policy onto the mesh of the session.
+
+    With adapters, the result also contains the weights of `model.path`, which may be quantized; the rest is float32.
+    `checkpoint.check_compatible` must have passed. All hosts must call it together.
+
+    Raises:
+        InputError: the saved weights are damaged.
+    """
+    return session.full_params(load_trained_params(checkpoint, session.model_spec, session.mesh))
+
+
+def load_trained_params(checkpoint: PolicyCheckpoint, model: ModelSpec, mesh: Mesh) -> Params:
+    """Loads the trained weights: the adapters if there are any, else all. See `load_policy_params`."""
+    definition = model.policy_definition
+    shapes, shardings = map(definition.trainable, (definition.shapes, definition.shardings(mesh)))
+    return checkpoint.restore_params(shapes, shardings)

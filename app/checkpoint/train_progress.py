@@ -1,4 +1,4 @@
-"""The progress of a run, apart from its weights, and the record of it in every checkpoint.
+"""The state of a run: its networks, its progress apart from them, and the record of the progress in every checkpoint.
 
 The record is JSON inside JSON: `{"record": TEXT, "sha256": digest of TEXT}`. TEXT also holds the checksums of the
 arrays, so that the digest covers everything in a checkpoint that decides how a run continues.
@@ -13,8 +13,12 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from app.update.optimizer import TrainState
+
 FORMAT = 2
 """Version of the record and of the arrays beside it: raised when this program could not read what it wrote before."""
+NetworkStates = Mapping[str, TrainState]
+"""States of the trained networks, or their shapes or shardings: `policy`, and `critic` if there is one."""
 
 
 class OtherVersionError(Exception):
@@ -61,6 +65,25 @@ class TrainProgress:
         """Returns the progress after the step's evaluation, which gave these metrics."""
         evaluation = {name: value for name, value in metrics.items() if name.startswith("eval/")}
         return replace(self, evaluation=evaluation or None, unevaluated=None)
+
+
+@dataclass(frozen=True)
+class RunState:
+    policy: TrainState
+    critic: TrainState | None = None
+    """None for algorithms without a critic."""
+    kl_coef: float = 0.0
+    """Weight of the KL penalty in the reward; it changes if the penalty is adaptive."""
+
+    @property
+    def networks(self) -> NetworkStates:
+        """The tree stored in a checkpoint."""
+        return {"policy": self.policy} if self.critic is None else {"policy": self.policy, "critic": self.critic}
+
+    @classmethod
+    def from_networks(cls, networks: NetworkStates, *, kl_coef: float) -> RunState:
+        """Returns the state with these `networks`."""
+        return cls(networks["policy"], networks.get("critic"), kl_coef)
 
 
 @dataclass(frozen=True)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import TypeAdapter
 
 from app.distributed.stop_check import STOP_CHECK_INTERVAL_S, StopCheck, never_stop
-from app.environments.builtin import LOOKUP_VARIABLES
-from app.environments.episode import EpisodeReply, EpisodeStart
 from app.environments.interface import ToolCall
 from app.plugins.pool import Job, Limits, Pool, Request
 from app.plugins.values import Failure
@@ -21,6 +20,35 @@ from settings.schema.reward import EnvironmentSettings, PluginSettings
 
 EPISODE_TIMEOUT_S = 3600.0
 """That all steps of a sample may take together: each may take long, and a sample may have many."""
+
+
+@dataclass(frozen=True)
+class EpisodeStart:
+    """What opens an episode; the same for all samples of a prompt."""
+
+    seed: int
+    columns: Mapping[str, Any]
+    """The row of the data set, with `prompt` and `answer`."""
+
+
+class EpisodeReply(NamedTuple):
+    """What an environment said to a turn, and to the whole episode if it is over."""
+
+    key: str
+    messages: Messages = []  # noqa: RUF012  (never changed)
+    reward: float = 0.0
+    terminated: bool = False
+    truncated: bool = False
+    metrics: Mapping[str, float] = {}
+    scores: Mapping[str, float] = {}
+    """Rewards for the whole episode by name; only in the reply that ends it."""
+    seconds: float = 0.0
+    """Time that the environment took, without waiting for a free worker and without replays."""
+    failure: Failure | None = None
+    """Fault of the environment, which ends the episode."""
+    is_over: bool = False
+
+
 REPLY = TypeAdapter(EpisodeReply)
 
 
@@ -97,7 +125,7 @@ class EpisodePool(Pool):
                 memory_mib=plugins.memory_mib,
             ),
             # With many threads, the memory areas that glibc keeps for each core fill the address space.
-            environment=worker_environment([*plugins.env_vars, *LOOKUP_VARIABLES]) | {"MALLOC_ARENA_MAX": "2"},
+            environment=worker_environment(plugins.env_vars) | {"MALLOC_ARENA_MAX": "2"},
         )
 
     def openings(

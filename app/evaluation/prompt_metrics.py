@@ -17,7 +17,7 @@ from app.prompts.dataset import DatasetRow
 from app.records.sample import Prompt, Sample
 from app.report.confidence_intervals import Interval, MetricEstimate, clustered_share_interval, mean_interval
 from app.reward.aggregate import ERRORS_FIELD, was_dropped_in_rollout
-from app.reward.builtin_tasks import extract_answer, is_formatted, is_task_reward, reference_answer
+from app.reward.builtin_tasks import is_task_reward, task_of
 from settings.errors import InputError
 from settings.loading.fields import did_you_mean, nearest_names
 
@@ -85,7 +85,7 @@ def prompt_columns(samples: Sequence[Sample], *, judge: str, num_samples: int) -
     ]
     columns: dict[str, list[float]] = {
         ACCURACY: [_mean(group_values) for group_values in values],
-        FORMAT_RATE: [_mean([is_formatted(judge, s.completion) for s in group]) for group in groups]
+        FORMAT_RATE: [_mean([task_of(judge).is_formatted(s.completion) for s in group]) for group in groups]
         if is_task_reward(judge)
         else [math.nan] * len(groups),
         TRUNCATED_FRACTION: [_mean([s.finish_reason == "length" for s in group]) for group in groups],
@@ -109,10 +109,10 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _majority_correct(group: Sequence[Sample], judge: str) -> float:
-    reference = reference_answer(judge, group[0].prompt)
+    reference = task_of(judge).parse_reference(group[0].prompt.answer or "")
     if reference is None:
         return math.nan
-    votes = [None if was_dropped_in_rollout(s) else extract_answer(judge, s.completion) for s in group]
+    votes = [None if was_dropped_in_rollout(s) else task_of(judge).answer(s.completion) for s in group]
     return majority_vote_accuracy(votes, reference)
 
 

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import jax
 
-from app.checkpoint.policy_weights import PolicySource, read_policy_source
-from app.checkpoint.saved_policy import PolicyCheckpoint
+from app.checkpoint.saved_policy import PolicyCheckpoint, PolicySource, read_policy_source
 from app.distributed.collective_files import (
     gather_lines_to_process_0,
     host_slice,
@@ -100,7 +99,7 @@ def evaluate_model(resolved: Resolved, *, checkpoint: Path | None, out: Path | N
     return EvaluationSummary(
         metadata,
         num_prompts=len(prompts),
-        num_dropped=encoding.dropped,
+        num_dropped=encoding.num_dropped,
         num_samples=settings.eval.num_samples,
         metrics=metrics,
         seconds=time.perf_counter() - start,

@@ -18,8 +18,7 @@ from typing import Any, Literal
 
 import jax.numpy as jnp
 
-from app.checkpoint.policy_weights import load_trained_params
-from app.checkpoint.saved_policy import PolicyCheckpoint
+from app.checkpoint.saved_policy import PolicyCheckpoint, load_trained_params
 from app.export.hf_tensors import HfTensors, PeftTensors, write_safetensors, write_sharded_safetensors
 from app.export.model_card import ADAPTER, CARD_FILE, FULL_MODEL, MERGED_MODEL, export_notes, model_card
 from app.mesh import device_mesh, jax_startup

@@ -8,7 +8,7 @@ import inspect
 import os
 import sys
 import traceback
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any
@@ -33,7 +33,16 @@ def load_object(path: str, *, program_modules: Collection[str] = ()) -> Any:
     # As with `python file.py`, modules next to the file and in the working directory can be imported. The program's own
     # functions are found even if the working directory contains another `app`.
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]) if place in program_modules else os.getcwd())
-    module: Any = _import_file(Path(place)) if place.endswith(".py") else _import_module(place)
+    try:
+        module: Any = _import_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
+    except LoadError:
+        raise
+    except BaseException as error:  # including sys.exit in the module
+        absent = error.name if isinstance(error, ModuleNotFoundError) else None
+        if absent and f"{place}.".startswith(f"{absent}.") and not place.endswith(".py"):
+            where = f"in {os.getcwd()} or among the installed packages"
+            raise LoadError(f"there is no module `{absent}` {where}") from None
+        raise LoadError(f"importing {place} failed: {describe_error(error)}") from error
     target = module
     for name in attribute.split("."):
         if not hasattr(target, name):
@@ -54,26 +63,8 @@ def _import_file(path: Path) -> ModuleType:
     sys.path.insert(0, str(path.absolute().parent))
     module = importlib.util.module_from_spec(specification)
     sys.modules[name] = module
-    loader = specification.loader
-    return _run_import(str(path), lambda: loader.exec_module(module) or module)
-
-
-def _import_module(name: str) -> ModuleType:
-    try:
-        return _run_import(name, lambda: importlib.import_module(name))
-    except LoadError as refusal:
-        cause = refusal.__cause__
-        if isinstance(cause, ModuleNotFoundError) and cause.name and f"{name}.".startswith(f"{cause.name}."):
-            where = f"in {os.getcwd()} or among the installed packages"
-            raise LoadError(f"there is no module `{cause.name}` {where}") from None
-        raise
-
-
-def _run_import(place: str, load: Callable[[], ModuleType]) -> ModuleType:
-    try:
-        return load()
-    except BaseException as error:  # including sys.exit in the module
-        raise LoadError(f"importing {place} failed: {describe_error(error)}") from error
+    specification.loader.exec_module(module)
+    return module
 
 
 def describe_error(error: BaseException) -> str:
@@ -87,8 +78,8 @@ def describe_error(error: BaseException) -> str:
 
 def _error_location(trace: TracebackType | None) -> str | None:
     """Returns the location of the error in user code, or else in any code outside this program."""
-    lines = [(f.filename, f.lineno) for f in traceback.extract_tb(trace) if not f.filename.startswith(PROGRAM_FOLDER)]
-    lines = [(file, line) for file, line in lines if not file.startswith("<frozen")]
+    lines = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(trace)]
+    lines = [(file, line) for file, line in lines if not file.startswith((PROGRAM_FOLDER, "<frozen"))]
     user_lines = [(file, line) for file, line in lines if not file.startswith((sys.prefix, sys.base_prefix))]
     if not lines:
         return None

@@ -22,7 +22,6 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, ClassVar
 
 from app.plugins.values import Failure, one_line
@@ -117,10 +116,8 @@ class Job(ABC):
 class Worker(WorkerProcess):
     """A worker with its jobs."""
 
-    def __init__(self, program: str, environment: Mapping[str, str], *, is_trial: bool, is_retry: bool) -> None:
+    def __init__(self, program: str, environment: Mapping[str, str], *, is_retry: bool) -> None:
         super().__init__(program, environment)
-        self.is_trial = is_trial
-        """Whether `load` started it, before the run does any work."""
         self.is_retry = is_retry
         """Whether it was started because the start of another worker failed."""
         self.is_loaded = False
@@ -130,11 +127,15 @@ class Worker(WorkerProcess):
         self.running: dict[int, Job] = {}
         """Those with a request that is not answered yet."""
 
+    def deadline(self, limits: Limits) -> float:
+        """Returns when it must have loaded the plug-in, or answered the first of the running requests."""
+        return min([self.load_deadline, *(job.sent_at + limits.timeout_s for job in self.running.values())])
+
 
 class Pool:
     """Runs jobs of one plug-in. Its creator must close it.
 
-    Methods can be called from any thread. If a worker cannot be started, they raise InputError if `load` started it,
+    Methods can be called from any thread. If a worker cannot be started, they raise InputError in `load`,
     else, after a second attempt, WorkersLostError.
 
     Args:
@@ -162,6 +163,8 @@ class Pool:
         self._commands: deque[Callable[[], object]] = deque()
         self.changed = threading.Condition()
         """Notified after each change that a caller may wait for."""
+        self._is_trial = False
+        """Whether `load` was called, before the run does any work."""
         self._loaded: dict[str, Any] | None = None
         self._error: BaseException | None = None
         """Why the thread has ended."""
@@ -176,7 +179,8 @@ class Pool:
         Raises:
             InputError: the plug-in cannot be loaded.
         """
-        self.post(partial(self._start, is_trial=True))
+        self._is_trial = True
+        self.post(self._start)
         self.wait(lambda: self._loaded is not None)
         return self._loaded or {}
 
@@ -215,14 +219,20 @@ class Pool:
     def _run(self) -> None:
         try:
             while not self._is_closing:
-                timeout_s = self._next_deadline() - time.monotonic()
+                deadlines = [worker.deadline(self.limits) for worker in self._workers]
+                timeout_s = min(deadlines, default=math.inf) - time.monotonic()
                 for worker, answers in wait_for_answers(self._workers, timeout_s=timeout_s, alarm=self._alarm):
                     self._receive(worker, answers)
                 while self._commands:
                     self._commands.popleft()()
                 for worker in tuple(self._workers):
-                    self._end_if_overdue(worker)
-                self._place_jobs()
+                    if worker.deadline(self.limits) <= time.monotonic():
+                        limit_s = self.limits.timeout_s if worker.is_loaded else self.limits.load_timeout_s
+                        self._lose(worker, Failure("timeout", f"took more than {limit_s:g} s"))
+                for jobs in (self._suspects, self._waiting):
+                    while jobs and (worker := self._worker_for(jobs[0])):
+                        job = jobs.popleft()
+                        worker.jobs[job.number] = job
                 for worker in self._workers:
                     self._dispatch(worker)
             self._error = WorkersLostError(f"{self._name}: its processes have been closed")
@@ -242,21 +252,11 @@ class Pool:
         """Gives a job to a worker, as soon as there is one."""
         (self._suspects if job.is_suspect else self._waiting).append(job)
 
-    def _next_deadline(self) -> float:
-        requests = (job.sent_at + self.limits.timeout_s for worker in self._workers for job in worker.running.values())
-        return min([math.inf, *requests, *(worker.load_deadline for worker in self._workers)])
-
-    def _start(self, *, is_trial: bool = False) -> None:
-        worker = Worker(self._program, self._environment, is_trial=is_trial, is_retry=self._start_failed)
+    def _start(self) -> None:
+        worker = Worker(self._program, self._environment, is_retry=self._start_failed)
         self._workers.append(worker)
         worker.send(self._order)
         worker.load_deadline = time.monotonic() + self.limits.load_timeout_s
-
-    def _place_jobs(self) -> None:
-        for jobs in (self._suspects, self._waiting):
-            while jobs and (worker := self._worker_for(jobs[0])):
-                job = jobs.popleft()
-                worker.jobs[job.number] = job
 
     def _worker_for(self, job: Job) -> Worker | None:
         """Returns the worker with the fewest jobs, a new one if all have some; None if none can take the job now."""
@@ -348,13 +348,6 @@ class Pool:
         job.leave()
         self.notify()
 
-    def _end_if_overdue(self, worker: Worker) -> None:
-        now, limits = time.monotonic(), self.limits
-        if any(job.sent_at + limits.timeout_s <= now for job in worker.running.values()):
-            self._lose(worker, Failure("timeout", f"took more than {limits.timeout_s:g} s"))
-        elif worker.load_deadline <= now:
-            self._lose(worker, Failure("timeout", f"took more than {limits.load_timeout_s:g} s"))
-
     def _lose(self, worker: Worker, failure: Failure | None) -> None:
         """Kills a worker and recovers its jobs.
 
@@ -371,7 +364,7 @@ class Pool:
         if not worker.is_loaded:
             is_told = failure.kind == "refused"
             why = failure.text if is_told else f"during the import, it {failure.text.removeprefix('its process ')}"
-            if worker.is_trial:
+            if self._is_trial and self._loaded is None:
                 raise InputError(f"{self._name}: {why}")
             if worker.is_retry:
                 raise WorkersLostError(

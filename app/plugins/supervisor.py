@@ -42,15 +42,11 @@ def supervise() -> None:
 
 def _end_like(child: int) -> NoReturn:
     """Waits for the child and its descendants, then ends with its exit code or signal."""
-
-    def kill_child(*_: object) -> None:
-        os.kill(child, signal.SIGKILL)
-
     # Only the child may hold the pipes, so that the trainer notices its end.
     os.close(0)
     os.close(1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, kill_child)
+    signal.signal(signal.SIGTERM, lambda *_: os.kill(child, signal.SIGKILL))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
     # It stays a zombie, so that the handler cannot kill another process with its number.
     os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)

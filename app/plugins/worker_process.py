@@ -43,7 +43,7 @@ MAX_PRINTED_BYTES = 256 * 2**10
 PIPE_BYTES = 64 * 2**10
 """Capacity of a pipe."""
 MAX_KEY_BYTES = 4 * 2**10
-"""The longest key that is redacted wherever a long line is cut."""
+"""The longest key that is redacted where a long line is cut."""
 
 
 class StderrRelay:
@@ -64,13 +64,10 @@ class StderrRelay:
         except BlockingIOError:
             return
         self.is_open = bool(data)
-        lines, _, self._line = (self._line + data).rpartition(b"\n")
+        lines, end, self._line = (self._line + data).rpartition(b"\n")
+        if len(self._line) > MAX_PRINTED_BYTES + MAX_KEY_BYTES:  # a key where it is cut has arrived as a whole
+            lines, self._line = lines + end + self._line, b""
         self._print(lines)
-        if len(self._line) >= PIPE_BYTES:
-            # A key at the end may have arrived in part.
-            line = redact(self._line.decode(errors="surrogateescape")).encode(errors="surrogateescape")
-            self._print(line[:-MAX_KEY_BYTES])
-            self._line = line[-MAX_KEY_BYTES:]
 
     def flush(self) -> None:
         """Prints the rest of the pipe. Reads only once, because an escaped child of the worker could print forever."""
@@ -97,7 +94,9 @@ class WorkerProcess:
     """
 
     def __init__(self, program: str, environment: Mapping[str, str]) -> None:
-        hide_environment()
+        if sys.platform == "linux":
+            # Other processes of the same user cannot read the environment and memory of this one.
+            ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
         self.process = subprocess.Popen(
             [sys.executable, "-P", "-B", START_FILE, program],
             stdin=subprocess.PIPE,
@@ -177,7 +176,7 @@ Worker = TypeVar("Worker", bound=WorkerProcess)
 
 
 def wait_for_answers(
-    workers: Iterable[Worker], *, timeout_s: float = math.inf, alarm: int | None = None
+    workers: Iterable[Worker], *, timeout_s: float, alarm: int
 ) -> list[tuple[Worker, list[dict[str, Any]] | None]]:
     """Waits until a worker answers or ends, or a byte arrives at the descriptor `alarm`, and returns the answers.
 
@@ -191,8 +190,7 @@ def wait_for_answers(
                 selector.register(worker.stderr_relay.fd, selectors.EVENT_READ, worker)
             if worker.outgoing:
                 selector.register(worker.write_fd, selectors.EVENT_WRITE, worker)
-        if alarm is not None:
-            selector.register(alarm, selectors.EVENT_READ)
+        selector.register(alarm, selectors.EVENT_READ)
         events = selector.select(None if timeout_s == math.inf else max(timeout_s, 0))
     answered: list[tuple[Worker, list[dict[str, Any]] | None]] = []
     for key, event in events:
@@ -219,12 +217,6 @@ def describe_exit(status: int) -> str:
         known = {s.value: s.name for s in signal.Signals}
         return f"its process was ended by {known.get(-status, f'signal {-status}')}"
     return f"its process ended with exit code {status}"
-
-
-def hide_environment() -> None:
-    """Makes the environment and memory of this process unreadable to other processes of the same user, on Linux."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
 
 
 def lend_variables(names: Sequence[str]) -> None:

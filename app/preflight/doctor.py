@@ -33,6 +33,7 @@ from app.preflight.model_checks import (
 )
 from app.preflight.phase_memory import memory_by_phase, outline_step, peak_phase, state_bytes
 from app.prompts.dataset import Dataset
+from app.prompts.encode import encode_prompts
 from app.records.identity import prompts_digest
 from app.records.run_directory import RunDirectory, check_run_directory
 from app.records.sample import Prompt
@@ -42,7 +43,6 @@ from app.runtime.environments import prepare_turns, try_episode
 from app.runtime.health_checks import make_trial_samples
 from app.runtime.host_supervision import join_hosts
 from app.runtime.inputs import (
-    encode_rows,
     encode_train_rows,
     read_checked_reward_model,
     read_critic,
@@ -236,7 +236,7 @@ def _read_data(
         rows = read_eval_rows(settings)
         found = f"{len(rows):,} rows of {source}; {NO_TOKENIZER}"
         if tokenizer is not None:
-            inputs.held_out, _ = encode_rows(settings, rows, tokenizer)
+            inputs.held_out, _ = encode_prompts(rows, tokenizer.chat_ids, settings.data)
             check_chosen_metrics(settings, inputs.held_out)
             found = f"{len(inputs.held_out):,} prompts of {source}"
         recorder.ok("held-out data", found)

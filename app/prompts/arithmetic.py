@@ -65,13 +65,9 @@ def _to_row(problem: list[int], level: int) -> DatasetRow:
 def _sample(rng: np.random.Generator, level: int, codes: np.ndarray, count: int, split: str) -> Problems:
     operands = np.arange(10**level)
     grid = np.stack(np.meshgrid(codes, operands, operands, indexing="ij"), axis=-1).reshape(-1, 3)
-    problems = grid[_is_of_level(grid, level) & _is_in_split(grid, split)]
+    is_of_level = grid[:, 1:].max(axis=1) >= (10 ** (level - 1) if level > 1 else 0)
+    problems = grid[is_of_level & _is_in_split(grid, split)]
     return problems[rng.permutation(len(problems))[:count]]
-
-
-def _is_of_level(problems: Problems, level: int) -> Bool[np.ndarray, "P"]:
-    smallest = 10 ** (level - 1) if level > 1 else 0
-    return problems[:, 1:].max(axis=1) >= smallest
 
 
 def _is_in_split(problems: Problems, split: str) -> Bool[np.ndarray, "P"]:

@@ -93,17 +93,8 @@ def _load(data: DataSettings, source: str, *, split: str, num_problems: int, see
     log.info("reading %s", source)
     if source == ARITHMETIC:
         return make_problems(
-            difficulty=data.difficulty,
-            operators=data.operators,
-            num_problems=num_problems,
-            split=split,
-            seed=seed,
+            difficulty=data.difficulty, operators=data.operators, num_problems=num_problems, split=split, seed=seed
         )
     if source.startswith("builtin:"):
         raise InputError(f"data.source: there is no {source!r}; the only built-in data set is {ARITHMETIC}")
-    return load_dataset(
-        source,
-        split=split,
-        prompt_column=data.prompt_column,
-        answer_column=data.answer_column,
-    )
+    return load_dataset(source, split=split, prompt_column=data.prompt_column, answer_column=data.answer_column)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -69,11 +68,8 @@ class Dataset:
         return f"{self.source}: {len(self.rows):,} rows ({columns}{missing})"
 
 
-@dataclass(frozen=True, slots=True)
-class _RawRow:
-    where: str
-    """Location of the row, for the start of error messages."""
-    columns: Mapping[str, Any]
+RawRow = tuple[str, Mapping[str, Any]]
+"""Location of a row, for the start of error messages, and its columns."""
 
 
 def load_dataset(
@@ -101,11 +97,11 @@ def load_dataset(
     if not raw_rows:
         raise InputError(f"data.source: {source} holds no rows")
     mapping = _choose_columns(source, raw_rows, prompt_column, answer_column)
-    rows = [_to_row(f"{stem}/{index}", raw, mapping) for index, raw in enumerate(raw_rows)]
+    rows = [_to_row(f"{stem}/{index}", *raw, mapping) for index, raw in enumerate(raw_rows)]
     return Dataset(rows=rows, column_mapping=mapping, source=source)
 
 
-def _read_file(source: str) -> list[_RawRow]:
+def _read_file(source: str) -> list[RawRow]:
     path = Path(source)
     if not path.exists():
         hint = f"; for a hub data set, write hf:{source}" if source.count("/") == 1 and not path.suffix else ""
@@ -117,10 +113,10 @@ def _read_file(source: str) -> list[_RawRow]:
         )
     if path.suffix.lower() == ".parquet":
         try:
-            return list(itertools.starmap(_RawRow, read_parquet(path)))
+            return list(read_parquet(path))
         except InputError as error:
             raise InputError(f"data.source: {error}") from error
-    return [_RawRow(f"{path}:{line}", record) for line, record in read_jsonl(path)]
+    return [(f"{path}:{line}", record) for line, record in read_jsonl(path)]
 
 
 def split_hub_source(source: str) -> tuple[str, str | None, str | None]:
@@ -130,7 +126,7 @@ def split_hub_source(source: str) -> tuple[str, str | None, str | None]:
     return hub_id, config or None, revision
 
 
-def _read_hub(source: str, split: str) -> tuple[str, list[_RawRow]]:
+def _read_hub(source: str, split: str) -> tuple[str, list[RawRow]]:
     import datasets
     from datasets.exceptions import DatasetsError
 
@@ -145,14 +141,20 @@ def _read_hub(source: str, split: str) -> tuple[str, list[_RawRow]]:
             f"data.source: {source} (split {split!r}) cannot be loaded: {error}. Without a network, set it to the"
             " path of a .jsonl or .parquet file, or use builtin:arithmetic"
         ) from error
-    rows = [_RawRow(f"{source} {split} row {i}", record) for i, record in enumerate(table.to_list())]
+    rows = [(f"{source} {split} row {i}", record) for i, record in enumerate(table.to_list())]
     return f"{Path(hub_id).name}/{split}", rows
 
 
 def _choose_columns(
-    source: str, raw_rows: Sequence[_RawRow], prompt_column: str | None, answer_column: str | None
+    source: str, raw_rows: Sequence[RawRow], prompt_column: str | None, answer_column: str | None
 ) -> dict[str, str]:
-    available = _list_columns(raw_rows)
+    available: dict[str, None] = {}
+    """Columns of all rows, with fields of nested objects as `outer.inner`, in order of appearance."""
+    for _, columns in raw_rows:
+        for name, value in columns.items():
+            available[name] = None
+            if isinstance(value, Mapping):
+                available |= {f"{name}.{inner}": None for inner in value}
     mapping = {}
     for role, chosen, candidates in (
         ("prompt", prompt_column, PROMPT_COLUMNS),
@@ -169,27 +171,14 @@ def _choose_columns(
     return mapping
 
 
-def _list_columns(raw_rows: Sequence[_RawRow]) -> list[str]:
-    """Returns the columns of all rows, with fields of nested objects as `outer.inner`, in order of appearance."""
-    names: dict[str, None] = {}
-    for raw in raw_rows:
-        for name, value in raw.columns.items():
-            names[name] = None
-            if isinstance(value, Mapping):
-                names |= {f"{name}.{inner}": None for inner in value}
-    return list(names)
-
-
-def _to_row(uid: str, raw: _RawRow, mapping: Mapping[str, str]) -> DatasetRow:
-    used = set(mapping.values())
+def _to_row(uid: str, where: str, columns: Mapping[str, Any], mapping: Mapping[str, str]) -> DatasetRow:
+    prompt, answer = mapping["prompt"], mapping.get("answer")
     return DatasetRow(
         uid=uid,
-        prompt=_read_prompt(_look_up(raw.columns, mapping["prompt"]), f"{raw.where}: {mapping['prompt']}"),
-        answer=_read_answer(_look_up(raw.columns, mapping["answer"]), f"{raw.where}: {mapping['answer']}")
-        if "answer" in mapping
-        else None,
-        extra={name: v for name, v in raw.columns.items() if name not in used and _is_json(v)},
-        where=raw.where,
+        prompt=_read_prompt(_look_up(columns, prompt), f"{where}: {prompt}"),
+        answer=_read_answer(_look_up(columns, answer), f"{where}: {answer}") if answer else None,
+        extra={name: value for name, value in columns.items() if name not in (prompt, answer) and _is_json(value)},
+        where=where,
     )
 
 

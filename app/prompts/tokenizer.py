@@ -268,13 +268,8 @@ def _from_gguf(gguf: GgufFile) -> PreTrainedTokenizerFast:
     backend = Backend(models.BPE(vocab=vocabulary, merges=merges))
     backend.normalizer, backend.pre_tokenizer = _pre_tokenization(gguf)
     backend.decoder = decoders.ByteLevel()
-    backend.add_tokens(
-        [
-            AddedToken(token, special=kind == CONTROL, normalized=False)
-            for token, kind in zip(tokens, types, strict=True)
-            if kind in (CONTROL, USER_DEFINED)
-        ]
-    )
+    added = [(token, kind) for token, kind in zip(tokens, types, strict=True) if kind in (CONTROL, USER_DEFINED)]
+    backend.add_tokens([AddedToken(token, special=kind == CONTROL, normalized=False) for token, kind in added])
     eos_id = gguf.metadata("tokenizer.ggml.eos_token_id", -1)
     pad_id = gguf.metadata("tokenizer.ggml.padding_token_id", eos_id)
     bos_id = gguf.metadata("tokenizer.ggml.bos_token_id", -1)
@@ -290,21 +285,14 @@ def _from_gguf(gguf: GgufFile) -> PreTrainedTokenizerFast:
 def _pre_tokenization(gguf: GgufFile) -> tuple[Any, Any]:
     """Returns the normalizer and pre-tokenizer that `tokenizer.ggml.pre` names."""
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    qwen2 = [
+        pre_tokenizers.Split(Regex(QWEN2_SPLIT), behavior="isolated"),
+        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+    ]
     known = {
         "gpt-2": (None, byte_level),
-        "smollm": (
-            None,
-            pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), byte_level]),
-        ),
-        "qwen2": (
-            normalizers.NFC(),
-            pre_tokenizers.Sequence(
-                [
-                    pre_tokenizers.Split(Regex(QWEN2_SPLIT), behavior="isolated"),
-                    pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-                ]
-            ),
-        ),
+        "smollm": (None, pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), byte_level])),
+        "qwen2": (normalizers.NFC(), pre_tokenizers.Sequence(qwen2)),
     }
     name = gguf.metadata("tokenizer.ggml.pre")
     if name not in known:

@@ -27,12 +27,9 @@ def first_difference(before: Identity, now: Identity) -> str | None:
     names = different_names(before, now)
     if not names:
         return None
-    was, is_now = (_shorten(repr(one.get(names[0]))) for one in (before, now))
+    values = [repr(one.get(names[0])) for one in (before, now)]
+    was, is_now = (x if len(x) <= MAX_SHOWN_CHARS else f"{x[: MAX_SHOWN_CHARS - 3]}..." for x in values)
     return f"{names[0]} was {was} there, and is {is_now} now"
-
-
-def _shorten(text: str) -> str:
-    return text if len(text) <= MAX_SHOWN_CHARS else f"{text[: MAX_SHOWN_CHARS - 3]}..."
 
 
 def prompts_digest(prompts: Sequence[Prompt]) -> str:

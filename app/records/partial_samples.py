@@ -121,7 +121,9 @@ class PartFile:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
+        if not self._file.tell():
+            self.path.unlink(missing_ok=True)
+        self._file.close()
 
     def append(self, sample: Sample) -> None:
         """Writes a sample, which survives the end of this process from then on."""
@@ -135,12 +137,6 @@ class PartFile:
         for sample in samples:
             self.append(sample)
             yield sample
-
-    def close(self) -> None:
-        if not self._file.closed:
-            if not self._file.tell():
-                self.path.unlink(missing_ok=True)
-            self._file.close()
 
 
 def part_path(out: Path) -> Path:

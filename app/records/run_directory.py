@@ -17,12 +17,9 @@ from settings.schema.run import RunSettings
 Resume = Literal["auto", "never", "must"]
 
 
-SAMPLE_FILE_PATTERN = re.compile(r"step_(\d+)\.jsonl")
-
-
 def step_of_samples(path: Path) -> int | None:
     """Returns the step whose samples a run saved in a file; None for the name of another file."""
-    match = SAMPLE_FILE_PATTERN.fullmatch(path.name)
+    match = re.fullmatch(r"step_(\d+)\.jsonl", path.name)
     return int(match[1]) if match else None
 
 

@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import Annotated, Any, NamedTuple, cast
 
 import numpy as np
-from jaxtyping import UInt8
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from jaxtyping import Bool, UInt8
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-from app.records.episode_json import EPISODE, episode_from_record
 from app.records.jsonl import read_jsonl
-from app.records.sample import Prompt, Sample
+from app.records.sample import EPISODE_ENDS, Episode, Prompt, Sample
 from settings.errors import InputError
 
+EPISODE = TypeAdapter(Episode)
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 Float32 = Annotated[float, Field(ge=-FLOAT32_MAX, le=FLOAT32_MAX)]
 INT32_MAX = 2**31 - 1
@@ -81,18 +81,8 @@ class SampleRecord(BaseModel):
     returns: Floats = None
 
 
-REQUIRED_FIELDS = (
-    "uid",
-    "group_id",
-    "sample_index",
-    "prompt",
-    "completion",
-    "prompt_token_ids",
-    "completion_token_ids",
-    "behavior_logprobs",
-    "finish_reason",
-    "policy_version",
-)
+REQUIRED_FIELDS = tuple(SampleRecord.model_fields)[:10]
+"""From `uid` to `policy_version`."""
 PER_TOKEN_FIELDS = (
     "kept_mass_logs",
     "token_rewards",
@@ -103,6 +93,13 @@ PER_TOKEN_FIELDS = (
     "returns",
 )
 """Optional floats, one per completion token (`values` may have one more)."""
+DTYPES = {"loss_mask": np.bool_, "policy_versions": np.int32}
+"""Of the other numbers per completion token."""
+UNCHANGED_FIELDS = (
+    *("sample_index", "group_id", "completion", "finish_reason", "policy_version"),
+    *("worker", "segments", "elapsed_s", "rewards"),
+)
+"""Those that a sample has under the same name, with the same value."""
 TOKEN_IDS = "completion_token_ids"
 CONVERSATION = "messages"
 """The whole chat of a sample with an episode, written for other programs, and not read, as the episode has it all."""
@@ -150,11 +147,9 @@ def sample_to_record(sample: Sample) -> dict[str, Any]:
         "segments": sample.segments,
         "elapsed_s": sample.elapsed_s,
     }
-    for name in ("loss_mask", *PER_TOKEN_FIELDS):
+    for name in ("loss_mask", *PER_TOKEN_FIELDS, "policy_versions"):
         if (array := getattr(sample, name)) is not None:
             record[name] = array.tolist()
-    if sample.policy_versions is not None:
-        record["policy_versions"] = sample.policy_versions.tolist()
     if sample.routes is not None:
         _, layers, experts = sample.routes.shape
         ids = base64.b64encode(sample.routes.tobytes()).decode()
@@ -197,17 +192,14 @@ def sample_from_record(record: Mapping[str, Any], *, where: str) -> Sample:
     known = SampleRecord.model_fields
     fields = _validate_fields(record, known, required=REQUIRED_FIELDS, where=where)
     num_tokens = len(fields.completion_token_ids)
-    optional = _per_token_arrays(fields, ("behavior_logprobs", *PER_TOKEN_FIELDS), num_tokens, where=where)
-    if fields.policy_versions is not None:
-        _check_length("policy_versions", fields.policy_versions, num_tokens, where=where)
-        optional["policy_versions"] = np.array(fields.policy_versions, np.int32)
+    arrays = ("behavior_logprobs", *PER_TOKEN_FIELDS, "policy_versions")
+    optional = _per_token_arrays(fields, arrays, num_tokens, where=where)
     if fields.routes is not None:
         optional["routes"] = _decode_routes(fields.routes, len(fields.prompt_token_ids) + num_tokens, where=where)
     if not fields.prompt_token_ids:
         raise InputError(f"{where}: prompt_token_ids is empty; a completion needs a token before it")
     if fields.episode is not None:
-        mask = optional.get("loss_mask", np.ones(num_tokens, bool))
-        optional["episode"] = episode_from_record(fields.episode, mask, where=where)
+        optional["episode"] = _read_episode(fields.episode, optional.get("loss_mask"), num_tokens, where=where)
     suffix = f"/s{fields.sample_index}"
     if not fields.uid.endswith(suffix) or fields.uid == suffix:
         raise InputError(f"{where}: uid: expected `<prompt uid>{suffix}`, got {fields.uid!r}")
@@ -223,18 +215,10 @@ def sample_from_record(record: Mapping[str, Any], *, where: str) -> Sample:
             answer=fields.answer,
             extra=fields.columns if isinstance(fields.columns, dict) else {},
         ),
-        sample_index=fields.sample_index,
-        group_id=fields.group_id,
         completion_ids=np.array(fields.completion_token_ids, np.int32),
-        completion=fields.completion,
-        finish_reason=fields.finish_reason,
-        policy_version=fields.policy_version,
-        worker=fields.worker,
-        segments=fields.segments,
-        elapsed_s=fields.elapsed_s,
-        rewards=fields.rewards,
         reward=None if fields.reward is None else float(fields.reward),
         extra=unknown,
+        **{name: getattr(fields, name) for name in UNCHANGED_FIELDS},
         **optional,
     )
 
@@ -329,8 +313,7 @@ def sample_for_advantages(
             )
         optional["reward"] = float(fields.reward or 0.0)
     if fields.episode is not None:
-        mask = optional.get("loss_mask", np.ones(num_tokens, bool))
-        optional["episode"] = episode_from_record(fields.episode, mask, where=where)
+        optional["episode"] = _read_episode(fields.episode, optional.get("loss_mask"), num_tokens, where=where)
     return Sample(
         prompt=Prompt(uid="", token_ids=np.zeros(0, np.int32), source="", answer=None),
         sample_index=0,
@@ -382,8 +365,14 @@ def _per_token_arrays(
     arrays: dict[str, Any] = {}
     for name in (*names, "loss_mask"):
         if (entries := getattr(fields, name)) is not None:
-            _check_length(name, entries, num_tokens, where=where, length_field=length_field)
-            arrays[name] = np.array(entries, bool if name == "loss_mask" else np.float32)
+            allowed = (num_tokens, num_tokens + 1) if name == "values" else (num_tokens,)
+            if len(entries) not in allowed:
+                source = "" if length_field == TOKEN_IDS else f", as {length_field} has {num_tokens}"
+                raise InputError(
+                    f"{where}: {name} has {len(entries)} entries, expected {' or '.join(map(str, allowed))}:"
+                    f" one per completion token{source}"
+                )
+            arrays[name] = np.array(entries, DTYPES.get(name, np.float32))
     return arrays
 
 
@@ -401,13 +390,33 @@ def _decode_routes(record: RoutesRecord, num_tokens: int, *, where: str) -> UInt
     return ids.reshape(shape)
 
 
-def _check_length(
-    name: str, entries: Sequence[Any], num_tokens: int, *, where: str, length_field: str = TOKEN_IDS
-) -> None:
-    allowed = (num_tokens, num_tokens + 1) if name == "values" else (num_tokens,)
-    if len(entries) not in allowed:
-        source = "" if length_field == TOKEN_IDS else f", as {length_field} has {num_tokens}"
+def _read_episode(record: Any, mask: Bool[np.ndarray, "C"] | None, num_tokens: int, *, where: str) -> Episode:
+    """Returns the episode of a sample; `mask` is the sample's `loss_mask`.
+
+    Raises:
+        InputError: a field has the wrong type or range, the turns are not in order or outside the completion, or a
+            token between them counts as the policy's.
+    """
+    try:
+        episode = EPISODE.validate_python(record)
+    except ValidationError as error:
+        [problem, *_] = error.errors(include_url=False)
+        place = ".".join(map(str, ("episode", *problem["loc"])))
+        raise InputError(f"{where}: {place}: {problem['msg']}, got {problem['input']!r:.40}") from None
+    if episode.end not in EPISODE_ENDS:
+        raise InputError(f"{where}: episode.end: expected one of {', '.join(EPISODE_ENDS)}, got {episode.end!r:.40}")
+    place = 0
+    for number, turn in enumerate(episode.turns):
+        if not place <= turn.start <= turn.end <= num_tokens:
+            raise InputError(
+                f"{where}: episode.turns.{number} is from {turn.start} to {turn.end}; turns follow each other, so "
+                f"expected {place} <= start <= end <= {num_tokens}, the number of completion_token_ids"
+            )
+        place = turn.end
+    mask = np.ones(num_tokens, bool) if mask is None else mask
+    if len(wrong := np.flatnonzero(mask & ~episode.written_mask(num_tokens))):
         raise InputError(
-            f"{where}: {name} has {len(entries)} entries, expected {' or '.join(map(str, allowed))}:"
-            f" one per completion token{source}"
+            f"{where}: loss_mask[{wrong[0]}] is true, but that token is in no turn of the policy (episode.turns); "
+            "tokens of observations are false"
         )
+    return episode

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from pydantic import ValidationError
 
-from app.records.episode_json import EPISODE
 from app.records.jsonl import read_jsonl_tolerant
 from app.records.sample import DROPPED_PREFIX
+from app.records.sample_json import EPISODE
 from app.report.metrics_history import finite_metric, is_number
 from settings.errors import InputError
 

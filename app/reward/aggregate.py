@@ -8,12 +8,18 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Annotated, Literal
 
-from app.plugins.values import Failure
+from pydantic import Field
+
+from app.plugins.values import EXTRA_NAME_PATTERN, MAX_EXTRAS, Failure
 from app.records.sample import DROPPED_PREFIX, Sample
 from settings.schema.reward import MODEL_REWARD
 
+Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
+Extras = Annotated[
+    Mapping[Annotated[str, Field(pattern=rf"^{EXTRA_NAME_PATTERN.pattern}$")], Number], Field(max_length=MAX_EXTRAS)
+]
 OnError = Literal["raise", "zero", "drop"]
 
 NO_REWARD_FINISH_REASON = f"{DROPPED_PREFIX}reward"
@@ -32,9 +38,9 @@ ALL_ABSTAINED = Failure("no reward", "every reward function abstained")
 class RewardOutcome:
     """What a reward function gave for a sample: a value or a failure; with neither, the function abstained."""
 
-    value: float | None = None
+    value: Number | None = None
     failure: Failure | None = None
-    extras: Mapping[str, float] = field(default_factory=dict)
+    extras: Extras = field(default_factory=dict)
     """Additional metrics to log."""
 
     @property
@@ -79,13 +85,13 @@ class RewardedSamples:
 
 def merge_rewarded(parts: Sequence[RewardedSamples]) -> RewardedSamples:
     """Merges several batches of a step in order. None of them may have a fatal error."""
-    names = list(dict.fromkeys(name for part in parts for name in part.function_counts))
+    counts: dict[str, list[RewardFunctionCounts]] = {}
+    for part in parts:
+        for name, one in part.function_counts.items():
+            counts.setdefault(name, []).append(one)
     return RewardedSamples(
         samples=[sample for part in parts for sample in part.samples],
-        function_counts={
-            name: _sum_counts([part.function_counts[name] for part in parts if name in part.function_counts])
-            for name in names
-        },
+        function_counts={name: _sum_counts(found) for name, found in counts.items()},
         num_without_reward=sum(part.num_without_reward for part in parts),
         notices=tuple(notice for part in parts for notice in part.notices),
         fatal_error=None,

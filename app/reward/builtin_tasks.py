@@ -28,6 +28,11 @@ class Task:
     is_formatted: Callable[[str], bool]
     """Returns whether a completion has the expected format."""
 
+    def answer(self, completion: str) -> Fraction | None:
+        """Returns the number given as the answer in a completion; None if there is none."""
+        given = self.extract(completion)
+        return None if given is None else parse_number(given)
+
 
 _INTEGER = re.compile(rf"\s*+[-\u2212]?[0-9]{{1,{MAX_NUMBER_CHARACTERS}}}+\s*+")
 
@@ -57,6 +62,11 @@ def is_task_reward(name: str) -> bool:
     return name.removesuffix(FORMAT_SUFFIX) in TASKS
 
 
+def task_of(name: str) -> Task:
+    """Returns the task of one of its two reward functions."""
+    return TASKS[name.removesuffix(FORMAT_SUFFIX)]
+
+
 def grade(name: str, completion: str, prompt: HasAnswer) -> float:
     """Returns the value of one reward function, 0 or 1.
 
@@ -65,27 +75,12 @@ def grade(name: str, completion: str, prompt: HasAnswer) -> float:
     Raises:
         InputError: a correctness function is used, but the prompt has no usable reference answer.
     """
+    task = task_of(name)
     if name.endswith(FORMAT_SUFFIX):
-        return float(_task(name).is_formatted(completion))
+        return float(task.is_formatted(completion))
     check_answers([prompt], [name])
-    given = extract_answer(name, completion)
-    return float(given is not None and given == reference_answer(name, prompt))
-
-
-def is_formatted(name: str, completion: str) -> bool:
-    """Returns whether a completion has the format required by the task of function `name` (`eval/format_rate`)."""
-    return _task(name).is_formatted(completion)
-
-
-def extract_answer(name: str, completion: str) -> Fraction | None:
-    """Returns the number given as the answer in a completion, as the task of `name` reads it; None if there is none."""
-    given = _task(name).extract(completion)
-    return None if given is None else parse_number(given)
-
-
-def reference_answer(name: str, prompt: HasAnswer) -> Fraction | None:
-    """Returns the value of a prompt's reference answer, already verified by `check_answers`."""
-    return _task(name).parse_reference(prompt.answer or "")
+    given = task.answer(completion)
+    return float(given is not None and given == task.parse_reference(prompt.answer or ""))
 
 
 def check_answers(rows: Sequence[HasAnswer], names: Sequence[str], *, eval_source: str | None = None) -> None:
@@ -104,7 +99,7 @@ def check_answers(rows: Sequence[HasAnswer], names: Sequence[str], *, eval_sourc
         if name == MATH_VERIFY:
             bad = [row for row in rows if row.answer is None]
         elif is_task_reward(name) and not name.endswith(FORMAT_SUFFIX):
-            task = _task(name)
+            task = task_of(name)
             bad = [row for row in rows if row.answer is None or task.parse_reference(row.answer) is None]
         else:
             bad = []
@@ -127,7 +122,3 @@ def _describe_ungradable(name: str, bad: Sequence[HasAnswer], eval_source: str |
         f"reward.functions: {name} compares with a reference {expected}, but {where}{origin} has {problem}{others};"
         f" choose {other}the column of the answers with data.answer_column{instead}"
     )
-
-
-def _task(name: str) -> Task:
-    return TASKS[name.removesuffix(FORMAT_SUFFIX)]

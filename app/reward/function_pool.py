@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from app.plugins.pool import Job, Limits, Pool, Request, read_failure
-from app.plugins.values import EXTRA_NAME_PATTERN, MAX_EXTRAS, Failure
+from app.plugins.values import Failure
 from app.plugins.worker_process import worker_environment
 from app.reward.aggregate import RewardOutcome
 from app.reward.worker_main import call_function, describe_parameters
@@ -18,6 +20,7 @@ from settings.errors import InputError
 
 Result = list[RewardOutcome] | Failure
 """Outcomes of a call, or the failure of the whole call."""
+OUTCOMES = TypeAdapter(list[RewardOutcome])
 
 _callables: dict[str, Callable[..., Any]] = {}
 """The functions behind `callable:...` in `reward.functions`, by the names of the rewards."""
@@ -126,23 +129,5 @@ class InProcessPool:
 
 def read_outcomes(answer: Mapping[str, Any]) -> list[RewardOutcome]:
     """Returns the outcomes in a worker's answer, all of which are checked; raises ValueError and others otherwise."""
-    return [_read_outcome(outcome) for outcome in answer["outcomes"]]
-
-
-def _read_outcome(payload: Mapping[str, Any]) -> RewardOutcome:
-    if "failure" in payload:
-        return RewardOutcome(failure=read_failure(payload["failure"]))
-    extras = payload.get("extras", {})
-    if len(extras) > MAX_EXTRAS or not all(map(EXTRA_NAME_PATTERN.fullmatch, extras)):
-        raise ValueError
-    value = payload.get("value")
-    return RewardOutcome(
-        value=None if value is None else _read_finite(value),
-        extras={name: _read_finite(x) for name, x in extras.items()},
-    )
-
-
-def _read_finite(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise ValueError
-    return float(value)
+    outcomes = OUTCOMES.validate_python(answer["outcomes"])
+    return [replace(one, failure=read_failure(one.failure)) if one.failure else one for one in outcomes]

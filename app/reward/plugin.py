@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from app.plugins.loading import LoadError
-from app.plugins.pool import WorkersLostError
 from app.plugins.values import Failure
 from app.records.sample import Sample
 from app.reward.aggregate import RewardOutcome
@@ -17,15 +16,14 @@ from app.reward.plugin_signature import (
     TRAINER_ARGUMENTS,
     DataColumns,
     Parameter,
-    SignatureError,
     build_arguments,
     read_signature,
 )
 from settings.errors import InputError
 
 
-class PlugInUnavailableError(Exception):
-    """A plug-in cannot be loaded again, or returns values that belong to no sample."""
+class UnassignableRewardsError(Exception):
+    """A plug-in returned values that belong to no sample."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,14 +45,7 @@ class PlugIn:
         InputError: the function cannot be imported, or has a required parameter that the data cannot fill.
     """
 
-    def __init__(
-        self,
-        name: str,
-        pool: FunctionPool | InProcessPool,
-        columns: DataColumns,
-        *,
-        batch_size: int,
-    ) -> None:
+    def __init__(self, name: str, pool: FunctionPool | InProcessPool, columns: DataColumns, *, batch_size: int) -> None:
         self.name = name
         self._pool = pool
         self._columns = columns
@@ -65,7 +56,7 @@ class PlugIn:
             """Resources that this system cannot limit."""
             self._parameters = [Parameter(*parameter) for parameter in answer["parameters"]]
             self._signature = read_signature(self._parameters, columns)
-        except (LoadError, SignatureError) as problem:
+        except LoadError as problem:
             raise InputError(f"reward.functions: {pool.function}: {problem}") from problem
 
     @property
@@ -84,7 +75,7 @@ class PlugIn:
         held_out._columns = columns
         try:
             held_out._signature = read_signature(self._parameters, columns)
-        except SignatureError as problem:
+        except LoadError as problem:
             raise InputError(
                 f"data.eval_source: {self._pool.function} also grades held-out samples, but it {problem}"
             ) from None
@@ -96,8 +87,8 @@ class PlugIn:
         A batch that fails is retried group by group, and then sample by sample.
 
         Raises:
-            PlugInUnavailableError: a worker died, and its replacement failed twice to start; or a list has another
-                length than there are samples.
+            WorkersLostError: a worker died, and its replacement failed twice to start.
+            UnassignableRewardsError: a list has another length than there are samples.
         """
         outcomes: list[RewardOutcome | None] = [None] * len(samples)
         batches = list(self._batches(samples))
@@ -128,15 +119,12 @@ class PlugIn:
     ) -> list[tuple[int, ...]]:
         """Calls the function on each batch and stores the outcomes; returns the parts of failed batches to retry."""
         requests = [self._request([samples[i] for i in batch], step_info) for batch in batches]
-        try:
-            answers = self._pool.run(requests)
-        except WorkersLostError as error:
-            raise PlugInUnavailableError(str(error)) from None
+        answers = self._pool.run(requests)
         parts: list[tuple[int, ...]] = []
         for batch, answer in zip(batches, answers, strict=True):
             if isinstance(answer, Failure) and answer.kind == "length":
                 # A mistake of the function, which no smaller batch would mend.
-                raise PlugInUnavailableError(f"reward {self.name}: {self._pool.function} {answer.text}")
+                raise UnassignableRewardsError(f"reward {self.name}: {self._pool.function} {answer.text}")
             if isinstance(answer, Failure) and len(batch) > 1:
                 groups = list(group_indices(batch, samples))
                 parts += groups if len(groups) > 1 else [(index,) for index in batch]

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from app.plugins.loading import LoadError
 from app.records.sample import Sample
 
 StyleName = Literal["batch", "verl", "by name"]
@@ -102,35 +103,32 @@ class PlugInSignature:
         return f"called with {units[self.style]}: {', '.join(self.arguments)}"
 
 
-class SignatureError(ValueError):
-    """A function's parameters cannot be filled."""
-
-
 def read_signature(parameters: Sequence[Parameter], columns: DataColumns) -> PlugInSignature:
     """Returns the calling style of a function and the names of the arguments to pass.
 
     Raises:
-        SignatureError: a required parameter cannot be filled, or no parameter depends on the sample.
+        LoadError: a required parameter cannot be filled, or no parameter depends on the sample.
     """
     named = [p for p in parameters if p.kind in ("POSITIONAL_OR_KEYWORD", "KEYWORD_ONLY")]
     takes_everything = any(p.kind == "VAR_KEYWORD" for p in parameters)
     style = _style({p.name for p in named}, takes_everything)
-    fillable = _available_arguments(style, columns)
+    names = [*SAMPLE_ARGUMENTS[style], *sorted(columns.answers), *sorted(columns.extra), *sorted(columns.prompts)]
+    if style == "batch":
+        names += TRAINER_ARGUMENTS
+    fillable = [x for x in dict.fromkeys(names) if x != "completion_ids" or columns.without_token_ids is None]
     wanted = [p.name for p in parameters if p.kind == "POSITIONAL_ONLY" and not p.is_optional]
     if wanted:
-        raise SignatureError(f"takes {_quote_names(wanted)} by position only; arguments are passed by name")
+        raise LoadError(f"takes {_quote_names(wanted)} by position only; arguments are passed by name")
     unknown = [p.name for p in named if not p.is_optional and p.name not in fillable]
     arguments = [p.name for p in named if p.name in fillable]
     if takes_everything:
         again = columns.prompts - columns.extra - set(SAMPLE_ARGUMENTS[style])  # other names of the prompt
         arguments += [name for name in fillable if name not in arguments and name not in again]
     if unknown or not arguments:
-        problem = (
-            f"has parameters that cannot be filled: {_quote_names(unknown)}"
-            if unknown
-            else "has no parameter that a sample can fill"
-        )
-        raise SignatureError(f"{problem}. {_describe_available(columns)}")
+        problem = "has no parameter that a sample can fill"
+        if unknown:
+            problem = f"has parameters that cannot be filled: {_quote_names(unknown)}"
+        raise LoadError(f"{problem}. {_describe_available(columns)}")
     return PlugInSignature(style, tuple(arguments))
 
 
@@ -140,13 +138,6 @@ def _style(names: set[str], takes_everything: bool) -> StyleName:
     if "solution_str" in names:
         return "verl"
     return "batch" if takes_everything and not names else "by name"
-
-
-def _available_arguments(style: StyleName, columns: DataColumns) -> list[str]:
-    names = [*SAMPLE_ARGUMENTS[style], *sorted(columns.answers), *sorted(columns.extra), *sorted(columns.prompts)]
-    if style == "batch":
-        names += TRAINER_ARGUMENTS
-    return [name for name in dict.fromkeys(names) if name != "completion_ids" or columns.without_token_ids is None]
 
 
 def _describe_available(columns: DataColumns) -> str:

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from types import MappingProxyType, TracebackType
-from typing import Protocol
+from types import MappingProxyType
 
 import numpy as np
 
-from app.plugins.pool import Limits
+from app.plugins.pool import Limits, WorkersLostError
 from app.plugins.values import Failure
 from app.plugins.worker_process import lend_variables
 from app.records.sample import Episode, Sample
 from app.reward.aggregate import (
     ALL_ABSTAINED,
+    ERRORS_FIELD,
+    NO_REWARD_FINISH_REASON,
     OnError,
     RewardedSamples,
+    RewardFunctionCounts,
     RewardOutcome,
     aggregate_rewards,
     restore_dropped,
@@ -26,7 +28,7 @@ from app.reward.aggregate import (
 )
 from app.reward.builtin_tasks import FORMAT_SUFFIX, MATH_VERIFY, grade, is_task_reward
 from app.reward.function_pool import FunctionPool, InProcessPool
-from app.reward.plugin import PlugIn, PlugInUnavailableError, StepInfo
+from app.reward.plugin import PlugIn, StepInfo, UnassignableRewardsError
 from app.reward.plugin_signature import DataColumns
 from settings.errors import InputError
 from settings.schema.reward import (
@@ -43,12 +45,8 @@ BUILT_IN_PLUG_INS = {MATH_VERIFY: "app.reward.math_answers:math_verify"}
 """Built-in rewards that run as plug-ins: name -> function."""
 
 
-class ComputeRewards(Protocol):
-    """The signature of `RewardFunctions.compute_rewards`."""
-
-    def __call__(
-        self, samples: Sequence[Sample], step_info: StepInfo, *, model_outcomes: Sequence[RewardOutcome] | None = None
-    ) -> RewardedSamples: ...
+ComputeRewards = Callable[..., RewardedSamples]
+"""`RewardFunctions.compute_rewards`, or `reuse_saved_rewards` with the names bound."""
 
 
 class TaskReward:
@@ -177,9 +175,7 @@ class RewardFunctions:
         self.plug_in_summaries = tuple(f.summary for f in self._functions if isinstance(f, PlugIn))
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._exit_stack.close()
 
     @property
@@ -240,14 +236,9 @@ class RewardFunctions:
         assert self._held_out_function is not None
         on_error = "raise" if self._settings.on_error == "raise" else "zero"
         weights = {self._held_out_function.name: 1.0}
+        judges = [self._held_out_function]
         judged = _compute_rewards(
-            samples,
-            step_info,
-            [self._held_out_function],
-            weights,
-            on_error,
-            when_all_abstain=None,
-            unusable_fate="counted as 0",
+            samples, step_info, judges, weights, on_error, when_all_abstain=None, unusable_fate="counted as 0"
         )
         # Otherwise a policy would gain accuracy by failing on hard problems.
         wrong = {self._held_out_function.name: 0.0}
@@ -287,7 +278,7 @@ def _compute_rewards(
         outcomes: dict[str, Sequence[RewardOutcome]] = {
             function.name: function.compute_outcomes(usable, step_info) for function in functions
         }
-    except PlugInUnavailableError as error:
+    except (WorkersLostError, UnassignableRewardsError) as error:
         return RewardedSamples(list(samples), {}, 0, (), str(error))
     for name, all_outcomes in extra_outcomes.items():
         outcomes[name] = [
@@ -306,3 +297,38 @@ def accuracy_function_name(settings: RewardSettings) -> str:
         return ENVIRONMENT_REWARD
     name = settings.functions[0].name
     return name.removesuffix(FORMAT_SUFFIX) if is_task_reward(name) else name
+
+
+def has_saved_reward(sample: Sample) -> bool:
+    """Returns whether a sample has a saved reward, or was dropped and cannot have one."""
+    return (
+        sample.reward is not None or was_dropped_in_rollout(sample) or sample.finish_reason == NO_REWARD_FINISH_REASON
+    )
+
+
+def reuse_saved_rewards(
+    samples: Sequence[Sample],
+    step_info: StepInfo,
+    *,
+    model_outcomes: Sequence[RewardOutcome] | None = None,
+    names: Sequence[str],
+) -> RewardedSamples:
+    """Returns the samples unchanged, with counts of errors and abstentions restored from their records.
+
+    Additional metrics of plug-ins are not restored, because samples do not store them.
+
+    Args:
+        names: names of the reward functions and of the reward model.
+    """
+    del step_info, model_outcomes
+    usable = [sample for sample in samples if not was_dropped_in_rollout(sample)]
+    recorded = [sample.extra.get(ERRORS_FIELD) for sample in usable]
+    errors = [[x for x in lines if isinstance(x, str)] if isinstance(lines, list) else [] for lines in recorded]
+    nothing = f"{ALL_ABSTAINED.kind}: {ALL_ABSTAINED.text}"
+    counts = {}
+    for name in names:
+        failed = [any(line.startswith(f"{name}: ") for line in lines) for lines in errors]
+        num_abstained = sum(name not in (s.rewards or {}) and not f for s, f in zip(usable, failed, strict=True))
+        counts[name] = RewardFunctionCounts(num_errors=sum(failed), num_abstained=num_abstained, extras={})
+    num_without = sum(nothing in lines for lines in errors)
+    return RewardedSamples(list(samples), counts, num_without, notices=(), fatal_error=None)

@@ -47,21 +47,17 @@ def main() -> None:
 
 
 def load(order: Mapping[str, Any]) -> tuple[Callable[..., Any], dict[str, Any]]:
-    function = load_function(order["function"])
-    return function, {"parameters": describe_parameters(function)}
-
-
-def load_function(path: str) -> Callable[..., Any]:
-    """Imports the function `module:name` or `file.py:name`.
+    """Imports the function `module:name` or `file.py:name`, and describes its parameters.
 
     Raises:
         LoadError: it cannot be imported, or is not a function.
     """
+    path = order["function"]
     function = load_object(path, program_modules=PROGRAM_MODULES)
     if isinstance(function, type) or not callable(function):
         is_class = "a class" if isinstance(function, type) else f"a {type(function).__name__}"
         raise LoadError(f"{path.rpartition(':')[2]} is {is_class}, not a function")
-    return function
+    return function, {"parameters": describe_parameters(function)}
 
 
 def describe_parameters(function: Callable[..., Any]) -> list[list[Any]]:

@@ -17,8 +17,7 @@ import numpy as np
 from jaxtyping import Int32
 
 from app.distributed.stop_check import StopCheck, StoppedError, never_stop
-from app.environments.episode import EpisodeReply, EpisodeStart
-from app.environments.episode_pool import EpisodePool
+from app.environments.episode_pool import EpisodePool, EpisodeReply, EpisodeStart
 from app.environments.interface import ToolCall
 from app.plugins.values import Failure
 from app.prompts.chat import to_messages

@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import Float32, Int32, UInt8
 
 from app.distributed.collectives import gather_bytes_over_hosts
-from app.environments.episode import EpisodeStart
+from app.environments.episode_pool import EpisodeStart
 from app.model.architecture import RouteShape
 from app.model.experts import UNRECORDED, unpack_routes
 from app.model.kv_cache import KVCache

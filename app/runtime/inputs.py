@@ -10,7 +10,7 @@ import numpy as np
 
 from app.prompts.data_sources import evenly_spaced, load_held_out_data, load_training_data
 from app.prompts.dataset import Dataset, DatasetRow
-from app.prompts.encode import ChatTokenizer, EncodeReport, encode_prompts
+from app.prompts.encode import EncodeReport, encode_prompts
 from app.prompts.tokenizer import Tokenizer
 from app.records.sample import Prompt
 from app.records.text_format import format_percent
@@ -97,26 +97,13 @@ def read_train_rows(settings: Settings) -> Dataset:
     return dataset
 
 
-def encode_rows(
-    settings: Settings, rows: Sequence[DatasetRow], tokenizer: ChatTokenizer
-) -> tuple[list[Prompt], EncodeReport]:
-    """Tokenizes rows into prompts as `data.*` specifies."""
-    return encode_prompts(
-        rows,
-        tokenizer,
-        system_prompt=settings.data.system_prompt,
-        max_prompt_length=settings.data.max_prompt_length,
-        overlong=settings.data.overlong_prompts,
-    )
-
-
 def encode_train_rows(settings: Settings, dataset: Dataset, tokenizer: Tokenizer) -> tuple[list[Prompt], str]:
     """Tokenizes the training data, warns if the tokenizer does not know it, and returns a report on it for users.
 
     Raises:
         InputError: no prompt is left, or none of one of the sources of a mixture.
     """
-    prompts, report = encode_rows(settings, dataset.rows, tokenizer)
+    prompts, report = encode_prompts(dataset.rows, tokenizer.chat_ids, settings.data)
     left = {prompt.uid.partition("/")[0] for prompt in prompts}
     if empty := next((part.source for i, part in enumerate(dataset.parts) if str(i) not in left), None):
         raise InputError(f"data.source: every prompt of {empty} is longer than data.max_prompt_length; raise the limit")
@@ -128,7 +115,7 @@ def encode_train_rows(settings: Settings, dataset: Dataset, tokenizer: Tokenizer
             "a model for the language of the data",
             *(format_percent(share), settings.model.path),
         )
-    return prompts, f"{dataset.to_text()}\n{report.to_text()}"
+    return prompts, f"{dataset.to_text()}\n{report.text}"
 
 
 def read_eval_rows(settings: Settings) -> Sequence[DatasetRow]:
@@ -140,6 +127,6 @@ def read_eval_rows(settings: Settings) -> Sequence[DatasetRow]:
     return rows
 
 
-def read_eval_prompts(settings: Settings, tokenizer: ChatTokenizer) -> tuple[list[Prompt], EncodeReport]:
+def read_eval_prompts(settings: Settings, tokenizer: Tokenizer) -> tuple[list[Prompt], EncodeReport]:
     """Reads and tokenizes the prompts of an evaluation."""
-    return encode_rows(settings, read_eval_rows(settings), tokenizer)
+    return encode_prompts(read_eval_rows(settings), tokenizer.chat_ids, settings.data)

@@ -14,14 +14,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from app.checkpoint.policy_weights import read_policy_source
-from app.checkpoint.saved_policy import PolicyCheckpoint
+from app.checkpoint.saved_policy import PolicyCheckpoint, read_policy_source
 from app.distributed.collective_files import host_slice, per_host_path, sample_json_lines, write_collectively
 from app.distributed.collectives import error_barrier, gather_over_hosts, sum_over_hosts
 from app.distributed.host_consistency import check_hosts_agree
 from app.model.decode_weights import DecodeWeights
 from app.prompts.data_sources import load_training_data
-from app.prompts.encode import EncodeReport
+from app.prompts.encode import EncodeReport, encode_prompts
 from app.records.atomic_write import remove_partial_files
 from app.records.identity import Identity, prompts_digest
 from app.records.jsonl import check_distinct_paths, check_output_path
@@ -33,7 +32,6 @@ from app.rollout.scheduling.sample_states import SampleTable
 from app.rollout.sequence import RolloutSequence
 from app.runtime.environments import environment_facts
 from app.runtime.host_supervision import PhaseCallback, iterate_in_phase, join_hosts, wait_for_other_hosts
-from app.runtime.inputs import encode_rows
 from app.runtime.model_spec import ModelSpec
 from app.runtime.scoring import ScoringSession
 from app.runtime.session import Session
@@ -123,7 +121,7 @@ def rollout(
         return None
     return {
         "prompts": len(questions),
-        "dropped prompts": report.dropped,
+        "dropped prompts": report.num_dropped,
         **({} if jax.process_count() == 1 else {"hosts": jax.process_count()}),
         **sampling,
         **schedule,
@@ -162,7 +160,7 @@ def _read_prompts(
     """Returns the first `limit` prompts of the file, or of `data.source` if there is none."""
     data = settings.data if prompts is None else settings.data.model_copy(update={"source": str(prompts)})
     dataset = load_training_data(data, seed=settings.run.seed)
-    return encode_rows(settings, dataset.rows[:limit], model.tokenizer)
+    return encode_prompts(dataset.rows[:limit], model.tokenizer.chat_ids, settings.data)
 
 
 def _schedule_metrics(session: Session, timeline: Path | None) -> dict[str, Any]:

@@ -8,9 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from app.checkpoint.checkpoints import Checkpoints, check_fingerprints
-from app.checkpoint.network_states import RunState
 from app.checkpoint.retention import LatestAndBestPolicy
-from app.checkpoint.train_progress import TrainProgress
+from app.checkpoint.train_progress import RunState, TrainProgress
 from app.mesh.placement import to_host_memory
 from app.model.decoder import Params
 from app.rollout.scheduling.length_estimator import LearnedLengths

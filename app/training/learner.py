@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from app.batching.micro_batch_shapes import bucket_length
 from app.batching.micro_batcher import MicroBatcher, PackedRowBatcher
 from app.batching.packing_metrics import critic_batching_metrics, policy_batching_metrics
-from app.checkpoint.network_states import NetworkStates, RunState
+from app.checkpoint.train_progress import NetworkStates, RunState
 from app.mesh.placement import abstract_arrays
 from app.model.architecture import Architecture
 from app.model.decoder import DecoderDefinition, Params

@@ -29,7 +29,7 @@ from app.records.settings_history import SettingsHistory
 from app.report.run_files import sample_files
 from app.reward.aggregate import was_dropped_in_rollout
 from app.reward.builtin_tasks import check_answers
-from app.reward.saved_rewards import has_saved_reward
+from app.reward.reward_functions import has_saved_reward
 from app.runtime.model_spec import CriticSpec, ModelSpec
 from app.runtime.pinned_revisions import pin_revisions
 from app.stages.sample_reader import check_fits, file_digest

@@ -10,9 +10,8 @@ from typing import Any
 import jax
 
 from app.checkpoint.checkpoints import Checkpoints
-from app.checkpoint.network_states import RunState
 from app.checkpoint.retention import SaveClock
-from app.checkpoint.train_progress import TrainProgress
+from app.checkpoint.train_progress import RunState, TrainProgress
 from app.distributed.collective_files import gather_lines_to_process_0
 from app.distributed.collectives import error_barrier, gather_bytes_over_hosts
 from app.distributed.preemption import PreemptionHandler, StopDecision

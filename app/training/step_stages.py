@@ -11,7 +11,7 @@ import numpy as np
 
 from app.batching.micro_batcher import MicroBatcher
 from app.batching.packing_metrics import scoring_batching_metrics
-from app.checkpoint.network_states import RunState
+from app.checkpoint.train_progress import RunState
 from app.distributed.collective_files import gather_lines_to_process_0
 from app.mesh.placement import to_device_memory
 from app.mesh.program_cache import CompilationCounter

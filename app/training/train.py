@@ -18,7 +18,7 @@ from app.distributed.preemption import PreemptionHandler
 from app.distributed.shutdown import broadcast_failure, exit_barrier
 from app.mesh.program_cache import CompilationCounter
 from app.records.run_directory import Resume, lock_run_directory
-from app.reward.saved_rewards import reuse_saved_rewards
+from app.reward.reward_functions import reuse_saved_rewards
 from app.runtime.reward_model import RewardModel
 from app.tracking.console import ProgressDisplay
 from app.tracking.run_reporter import RunReporter

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from app.batching.micro_batcher import gather_lengths
-from app.checkpoint.network_states import RunState
+from app.checkpoint.train_progress import RunState
 from app.distributed.preemption import cancellation_barrier
 from app.records.sample import Sample
 from app.reward.reward_functions import RewardFunctions

@@ -14,7 +14,7 @@ import jax
 import workload
 
 import settings
-from app.checkpoint.network_states import RunState
+from app.checkpoint.train_progress import RunState
 from app.rollout.engine.continuous_batching import ContinuousBatchGenerator
 from app.rollout.engine.engine import SlotEngine
 from app.runtime.session import Session

@@ -29,6 +29,7 @@ from app.model.io.model_files import open_model
 from app.prompts.dataset import load_dataset
 from app.prompts.encode import encode_prompts
 from app.prompts.tokenizer import load_tokenizer
+from settings.schema.data import DataSettings
 
 HERE = Path(__file__).parent
 OURS, PEER = "grpo", "TRL"
@@ -95,12 +96,9 @@ def run_in_turn(options: argparse.Namespace) -> dict[str, Side]:
 
 def choose_rows(options: argparse.Namespace, out: Path, num_rows: int) -> None:
     """Returns the first rows whose templated prompt has `MIN_PROMPT_LENGTH` to `MAX_PROMPT_LENGTH` tokens."""
-    dataset = load_dataset(str(options.data), split="train", prompt_column=None, answer_column=None)
-    some = dataset.rows[: 10 * num_rows]
+    some = load_dataset(str(options.data)).rows[: 10 * num_rows]
     tokenizer = load_tokenizer(open_model(options.model))
-    prompts, _ = encode_prompts(
-        some, tokenizer, system_prompt=None, max_prompt_length=workload.MAX_PROMPT_LENGTH, overlong="drop"
-    )
+    prompts, _ = encode_prompts(some, tokenizer.chat_ids, DataSettings(max_prompt_length=workload.MAX_PROMPT_LENGTH))
     chosen = [p for p in prompts if len(p.token_ids) >= workload.MIN_PROMPT_LENGTH][:num_rows]
     if len(chosen) < num_rows:
         raise SystemExit(f"--data: {len(chosen)} prompts of the right length, {num_rows} needed")

@@ -134,9 +134,9 @@ class RewardSettings(Section):
     """Maximum number of samples per call of a batch-style plug-in. The samples of a prompt stay together."""
 
 
-BUILT_IN_ENVIRONMENTS = ("calculator", "guess_number", "lookup")
+BUILT_IN_ENVIRONMENTS = ("calculator", "guess_number")
 """Values of `env.source` beside paths."""
-BUILT_IN_TOOLS = ("calculator", "lookup")
+BUILT_IN_TOOLS = ("calculator",)
 """Values of `env.tools` beside paths."""
 
 DECISIVE_FIELDS = frozenset({"source", "tools", "max_turns", "max_turn_tokens", "max_observation_tokens", "parser"})
@@ -148,14 +148,14 @@ ToolCallFormat = Literal["auto", "json_tags", "json", "none"]
 
 class EnvironmentSettings(Section):
     source: Annotated[str, AfterValidator(partial(_validate_plugin, built_in=BUILT_IN_ENVIRONMENTS))] | None = None
-    """Environment that answers the policy after every turn: calculator, guess_number, lookup, `path/to/file.py:name` or
+    """Environment that answers the policy after every turn: calculator, guess_number, `path/to/file.py:name` or
     `module:name`. Its rewards are added to the sum under the name `env`. Null = none."""
     tools: Annotated[
         tuple[Annotated[str, AfterValidator(partial(_validate_plugin, built_in=BUILT_IN_TOOLS))], ...],
         Field(strict=False),
         BeforeValidator(as_list),
     ] = ()
-    """Functions that the policy may call: calculator, lookup, `path/to/file.py:name` or `module:name`. A turn without
+    """Functions that the policy may call: calculator, `path/to/file.py:name` or `module:name`. A turn without
     a call is the answer, which the reward functions judge. With `source`, tools beside those of the environment."""
     weight: float = Field(default=1.0, ge=-1e6, le=1e6)
     """Weight of the rewards of `source` in the sum; 0 = logged but not counted."""

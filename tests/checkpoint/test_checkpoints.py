@@ -10,7 +10,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from app.checkpoint.checksums import checksums
+from app.checkpoint.saved_arrays import checksums
 from tests.checkpoints import (
     assert_same,
     make_state,

@@ -11,9 +11,9 @@ import optax
 import pytest
 
 from app.checkpoint.checkpoints import Checkpoints
-from app.checkpoint.network_states import NetworkStates
 from app.checkpoint.retention import LatestAndBestPolicy
 from app.checkpoint.saved_policy import PolicyCheckpoint
+from app.checkpoint.train_progress import NetworkStates
 from app.mesh.placement import HOST_MEMORY, abstract_arrays
 from tests.checkpoints import SHAPES, make_state, of_this_run, progress, shardings, steps_in
 

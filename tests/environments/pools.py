@@ -8,8 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from app.environments.episode import EpisodeReply, EpisodeStart
-from app.environments.episode_pool import EPISODE_TIMEOUT_S, EpisodePool
+from app.environments.episode_pool import EPISODE_TIMEOUT_S, EpisodePool, EpisodeReply, EpisodeStart
 from app.environments.interface import ToolCall
 from settings.schema.reward import EnvironmentSettings, PluginSettings
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from app.environments.builtin import ENVIRONMENTS, TOOLS, GuessNumber, calculator, lookup
+from app.environments.builtin import ENVIRONMENTS, TOOLS, GuessNumber, calculator
 from app.environments.interface import ToolCall
 from settings.schema.reward import BUILT_IN_ENVIRONMENTS, BUILT_IN_TOOLS
 from tests.environments.pools import contents
@@ -83,18 +82,6 @@ def test_a_turn_without_a_call_is_scored_by_its_last_number(text: str, answer: s
     environment.reset(answer=answer)
     result = environment.step(text, [])
     assert (result.reward, result.terminated, result.messages) == (reward, True, ())
-
-
-def test_lookup_reads_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "table").write_text("a\t1\nb c\t2 3\n")
-    monkeypatch.setenv("GRPO_LOOKUP_FILE", str(tmp_path / "table"))
-    monkeypatch.setenv("GRPO_LOOKUP_LATENCY_MS", "1")
-    assert (lookup("a"), lookup("b c")) == ("1", "2 3")
-    environment = ENVIRONMENTS["lookup"]()
-    environment.reset(answer="2 3")
-    assert contents(environment.step("<<b c", [])) == ["2 3"]
-    assert contents(environment.step("<<z>>", [])) == ["Error: ValueError: there is no key 'z'"]
-    assert environment.step(" 2 3\n", []).reward == 1.0
 
 
 def play(secret: int, guesses: tuple[str, ...]) -> list[tuple[Any, float, bool]]:

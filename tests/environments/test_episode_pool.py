@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from app.environments.episode import EpisodeReply, EpisodeStart
+from app.environments.episode_pool import EpisodeReply, EpisodeStart
 from app.plugins.values import Failure
 from app.plugins.worker_process import MAX_PRINTED_BYTES
 from settings.errors import InputError
@@ -302,9 +302,9 @@ def test_messages_name_the_settings_of_what_cannot_be_loaded() -> None:
     with opened(tools=["calculator", "gone.py:f"]) as pool, pytest.raises(InputError) as refusal:
         pool.load()
     assert str(refusal.value).startswith("env.tools: calculator, gone.py:f: no such file: ")
-    with opened(source="lookup", tools=["gone.py:f"]) as pool, pytest.raises(InputError) as refusal:
+    with opened(source="calculator", tools=["gone.py:f"]) as pool, pytest.raises(InputError) as refusal:
         pool.load()
-    assert str(refusal.value).startswith("env.source: lookup and env.tools: gone.py:f: no such file: ")
+    assert str(refusal.value).startswith("env.source: calculator and env.tools: gone.py:f: no such file: ")
 
 
 def test_after_a_worker_that_cannot_be_replaced_all_calls_say_why_and_none_waits(story: str) -> None:

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 import pytest
 
-from app.checkpoint.policy_weights import read_policy_source
+from app.checkpoint.saved_policy import read_policy_source
 from app.records.jsonl import write_jsonl
 from app.runtime.scoring import ScoringSession
 from app.runtime.session import Session

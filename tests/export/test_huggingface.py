@@ -15,8 +15,7 @@ import pytest
 import yaml
 from typer.testing import Result
 
-from app.checkpoint.policy_weights import load_trained_params
-from app.checkpoint.saved_policy import PolicyCheckpoint
+from app.checkpoint.saved_policy import PolicyCheckpoint, load_trained_params
 from app.export.huggingface import write_model
 from app.export.model_card import ADAPTER, FULL_MODEL, front_matter, model_card
 from app.model.decoder import Params

@@ -6,6 +6,7 @@ import pytest
 from app.prompts.dataset import DatasetRow
 from app.prompts.encode import encode_prompts
 from settings.errors import InputError
+from settings.schema.data import DataSettings
 
 
 class WordTokenizer:
@@ -27,13 +28,8 @@ def row(prompt, uid="d/0", **columns):
 
 
 def encode(rows, system_prompt=None, max_prompt_length=4, overlong: Any = "drop"):
-    return encode_prompts(
-        rows,
-        WordTokenizer(),
-        system_prompt=system_prompt,
-        max_prompt_length=max_prompt_length,
-        overlong=overlong,
-    )
+    data = DataSettings(system_prompt=system_prompt, max_prompt_length=max_prompt_length, overlong_prompts=overlong)
+    return encode_prompts(rows, WordTokenizer().chat_ids, data)
 
 
 def test_text_becomes_one_user_message():
@@ -57,13 +53,16 @@ def test_the_system_prompt_stands_first_and_replaces_the_rows_own():
 def test_overlong_prompts_are_dropped_and_counted():
     prompts, report = encode([row("a", "d/0"), row("a b c d e", "d/1"), row("a b c", "d/2")])
     assert [prompt.uid for prompt in prompts] == ["d/0", "d/2"]
-    assert (report.kept, report.dropped, report.truncated, report.longest) == (2, 1, 0, 6)
+    assert report.num_dropped == 1
+    assert report.text.startswith("prompts: 2 kept, 1 dropped, 0 truncated") and report.text.endswith(
+        "longest 6 tokens"
+    )
 
 
 def test_truncation_keeps_the_last_tokens_and_is_counted():
     prompts, report = encode([row("a"), row("a bb ccc dddd eeeee")], overlong="truncate_left")
     assert [prompt.token_ids.tolist() for prompt in prompts] == [[USER, 1], [2, 3, 4, 5]]
-    assert (report.kept, report.dropped, report.truncated) == (2, 0, 1)
+    assert report.text.startswith("prompts: 2 kept, 0 dropped, 1 truncated")
 
 
 def test_an_overlong_prompt_is_an_error_where_that_is_asked_for():

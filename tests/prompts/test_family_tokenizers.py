@@ -17,6 +17,7 @@ from app.prompts.dataset import DatasetRow
 from app.prompts.encode import encode_prompts
 from app.prompts.tokenizer import Tokenizer, load_tokenizer
 from settings.errors import InputError
+from settings.schema.data import DataSettings
 
 MISTRAL_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}{% if message['role'] == 'user' %}"
@@ -123,7 +124,7 @@ def test_plain_text_gets_no_start_token_and_comes_back(name, tmp_path):
 def test_a_template_without_a_system_role_names_the_setting(tmp_path):
     tokenizer = tokenizer_of("mistral", tmp_path)
     rows = [DatasetRow(uid="row-0", prompt="he 12", answer=None, extra={})]
-    how: Any = {"max_prompt_length": 50, "overlong": "error"}
-    assert len(encode_prompts(rows, tokenizer, system_prompt=None, **how)[0]) == 1
+    data = DataSettings(max_prompt_length=50, overlong_prompts="error")
+    assert len(encode_prompts(rows, tokenizer.chat_ids, data)[0]) == 1
     with pytest.raises(InputError, match=r"\['system', 'user'\].*Only user.*data\.system_prompt: null"):
-        encode_prompts(rows, tokenizer, system_prompt="be brief", **how)
+        encode_prompts(rows, tokenizer.chat_ids, data.model_copy(update={"system_prompt": "be brief"}))

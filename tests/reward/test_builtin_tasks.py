@@ -6,11 +6,9 @@ import pytest
 
 from app.reward.builtin_tasks import (
     check_answers,
-    extract_answer,
     grade,
-    is_formatted,
     is_task_reward,
-    reference_answer,
+    task_of,
 )
 from settings.errors import InputError
 from settings.schema.reward import BUILT_IN_REWARDS
@@ -34,11 +32,11 @@ def test_equal_numbers_are_equal_however_they_are_written(completion):
 
 def test_votes_for_one_number_are_one_however_they_are_written():
     assert (
-        extract_answer("gsm8k", "#### 18")
-        == extract_answer("gsm8k", "so $18.00")
-        == reference_answer("gsm8k", make_prompt("1 + 17 #### 18"))
+        task_of("gsm8k").answer("#### 18")
+        == task_of("gsm8k").answer("so $18.00")
+        == task_of("gsm8k").parse_reference("1 + 17 #### 18")
     )
-    assert extract_answer("gsm8k", "who knows") is None
+    assert task_of("gsm8k").answer("who knows") is None
 
 
 def test_correctness_is_exact_and_not_within_a_tolerance():
@@ -86,8 +84,8 @@ def test_scoring_a_sample_without_its_answer_is_an_input_error():
 
 
 def test_the_format_predicate_belongs_to_the_correctness_function():
-    assert is_formatted("gsm8k", "#### 18") and not is_formatted("arithmetic", "#### 18")
-    assert is_formatted("arithmetic", "18") and not is_formatted("gsm8k", "18")
+    assert task_of("gsm8k").is_formatted("#### 18") and not task_of("arithmetic").is_formatted("#### 18")
+    assert task_of("arithmetic").is_formatted("18") and not task_of("gsm8k").is_formatted("18")
 
 
 def test_every_built_in_name_but_one_is_a_tasks():

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from app.plugins.loading import LoadError
 from app.prompts.dataset import ANSWER_COLUMNS, PROMPT_COLUMNS
 from app.reward.plugin_signature import (
     ANSWER_NAMES,
@@ -14,7 +15,6 @@ from app.reward.plugin_signature import (
     DataColumns,
     Parameter,
     PlugInSignature,
-    SignatureError,
     build_arguments,
     read_signature,
 )
@@ -100,7 +100,7 @@ def test_whoever_takes_everything_gets_everything() -> None:
 def test_a_signature_that_cannot_be_filled_is_refused_by_name(
     function: Callable[..., Any], columns: DataColumns, message: str
 ) -> None:
-    with pytest.raises(SignatureError) as caught:
+    with pytest.raises(LoadError) as caught:
         signature_of(function, columns)
     assert message in str(caught.value)
     if "position" not in message:

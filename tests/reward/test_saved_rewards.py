@@ -12,7 +12,7 @@ from app.records.sample import Sample
 from app.records.sample_json import sample_from_record, sample_to_record
 from app.reward.aggregate import OnError, RewardedSamples, RewardOutcome, aggregate_rewards, restore_dropped
 from app.reward.plugin import StepInfo
-from app.reward.saved_rewards import has_saved_reward, reuse_saved_rewards
+from app.reward.reward_functions import has_saved_reward, reuse_saved_rewards
 from tests.reward.samples import make_group
 
 BROKEN = RewardOutcome(failure=Failure("raised", "ValueError: no"))

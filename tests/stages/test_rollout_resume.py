@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from app.checkpoint.policy_weights import read_policy_source
+from app.checkpoint.saved_policy import read_policy_source
 from app.records.identity import Identity
 from app.records.partial_samples import PartFile, PartialSamples
 from app.runtime.model_spec import read_model_spec

@@ -11,10 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from app.checkpoint.network_states import RunState
-from app.checkpoint.policy_weights import load_policy_params
-from app.checkpoint.saved_policy import PolicyCheckpoint
-from app.checkpoint.train_progress import TrainProgress
+from app.checkpoint.saved_policy import PolicyCheckpoint, load_policy_params
+from app.checkpoint.train_progress import RunState, TrainProgress
 from app.model.architecture import forward_flops, lm_head_flops, token_flops
 from app.model.lora import LORA_A, LORA_B, merge_adapters
 from app.records.sample import Sample

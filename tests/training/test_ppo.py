@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 
 from app.batching.micro_batch_plan import MicroBatchPlan, SequenceLengths
 from app.batching.micro_batcher import GlobalPlan, MicroBatcher
-from app.checkpoint.network_states import RunState
+from app.checkpoint.train_progress import RunState
 from app.records.sample import Sample
 from app.tracking.console import ProgressDisplay
 from app.tracking.timer import StepTimer

@@ -11,10 +11,8 @@ import jax
 import numpy as np
 import pytest
 
-from app.checkpoint.network_states import RunState
-from app.checkpoint.policy_weights import load_policy_params, read_policy_source
-from app.checkpoint.saved_policy import PolicyCheckpoint
-from app.checkpoint.train_progress import TrainProgress
+from app.checkpoint.saved_policy import PolicyCheckpoint, load_policy_params, read_policy_source
+from app.checkpoint.train_progress import RunState, TrainProgress
 from app.model import quantization
 from app.model.architecture import forward_flops
 from app.model.io.hf_weights import load_weights

@@ -15,48 +15,24 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float32
 
-from app.advantage.gae.recurrence import (
-    MASK_MODES,
-    Discounts,
-    GaeRows,
-    HostOrDevice,
-    Number,
-    TokenAdvantages,
-    make_gae_rows,
-)
+from app.advantage.gae.recurrence import MASK_MODES, Discounts, GaeRows, TokenAdvantages
 
 CHUNK_SIZE = 128
 
 
-def solve_chunked(
-    rewards: HostOrDevice,
-    values: HostOrDevice,
-    *,
-    gamma: Number,
-    lam: Number,
-    mask: HostOrDevice | None,
-    ends: HostOrDevice | None,
-    bootstrap: HostOrDevice | None,
-    mask_mode: str,
-    chunk_size: int,
-) -> TokenAdvantages:
+@partial(jax.jit, static_argnums=(2, 3))
+def solve_chunked(rows: GaeRows, discounts: Discounts, mask_mode: str, chunk_size: int) -> TokenAdvantages:
     """Computes GAE in chunks: by matrix products for a constant decay, else by a scan of logarithmic depth.
 
-    Arguments are those of `app.advantage.gae.estimate.generalized_advantages`. Memory per row: O(T + C^2) for a
-    constant decay, O(T) for one decay per token.
+    Memory per row: O(T + C^2) for a constant decay, O(T) for one decay per token.
     """
-    rows = make_gae_rows(rewards, values, mask=mask, ends=ends, bootstrap=bootstrap)
-    return _solve_rows(rows, Discounts.create(gamma, lam), mask_mode, chunk_size)
-
-
-@partial(jax.jit, static_argnums=(2, 3))
-def _solve_rows(rows: GaeRows, discounts: Discounts, mask_mode: str, chunk_size: int) -> TokenAdvantages:
     terms = MASK_MODES[mask_mode](rows, discounts)
     if terms.one_minus_decay.ndim == 0:
         advantages = solve_constant_decay(terms.deltas, jnp.log1p(-terms.one_minus_decay), chunk_size=chunk_size)
     else:
         advantages = solve_variable_decay(terms.deltas, terms.one_minus_decay, chunk_size=chunk_size)
-    return terms.to_output(advantages)
+    results = advantages, advantages + terms.values
+    return TokenAdvantages(*(x if rows.mask is None else jnp.where(rows.mask, x, 0.0) for x in results))
 
 
 def solve_constant_decay(

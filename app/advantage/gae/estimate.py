@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from app.advantage.gae.chunked import CHUNK_SIZE, solve_chunked
 from app.advantage.gae.numpy_scan import solve_in_numpy
-from app.advantage.gae.recurrence import HostOrDevice, Number, TokenAdvantages
+from app.advantage.gae.recurrence import Discounts, HostOrDevice, Number, TokenAdvantages, make_gae_rows
 
 BACKENDS = ("numpy", "chunked")
 """Blocks of a chunk scan in numpy on the host, and a chunk scan in JAX on the device.
@@ -46,7 +46,8 @@ def generalized_advantages(
 
     Source: Schulman et al. 2016, eq. 16.
     """
-    given = {"gamma": gamma, "lam": lam, "mask": mask, "ends": ends, "bootstrap": bootstrap, "mask_mode": mask_mode}
+    given = {"mask": mask, "ends": ends, "bootstrap": bootstrap}
     if backend == "numpy":
-        return solve_in_numpy(rewards, values, **given)
-    return solve_chunked(rewards, values, **given, chunk_size=chunk_size or CHUNK_SIZE)
+        return solve_in_numpy(rewards, values, **given, gamma=gamma, lam=lam, mask_mode=mask_mode)
+    rows = make_gae_rows(rewards, values, **given)
+    return solve_chunked(rows, Discounts.create(gamma, lam), mask_mode, chunk_size or CHUNK_SIZE)

@@ -12,8 +12,6 @@ Source: Schulman et al. 2016, "High-Dimensional Continuous Control Using General
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -23,7 +21,7 @@ from jaxtyping import Array, Bool, Float32
 
 HostOrDevice = Any
 """numpy or `jax.Array`."""
-Number = float | np.ndarray | Array
+Number = float | np.ndarray
 PerToken = Float32[Array, ""] | Float32[Array, "B T"]
 
 
@@ -45,11 +43,8 @@ class Discounts(NamedTuple):
 
     @classmethod
     def create(cls, gamma: Number, lam: Number) -> Discounts:
-        """Converts numbers or [B, T] arrays in [0, 1], in float64 unless one of them is already on a device."""
-        if isinstance(gamma, Array) or isinstance(lam, Array):
-            gamma, lam = jnp.asarray(gamma, jnp.float32), jnp.asarray(lam, jnp.float32)
-        else:
-            gamma, lam = np.asarray(gamma, np.float64), np.asarray(lam, np.float64)
+        """Converts numbers or [B, T] arrays in [0, 1], in float64."""
+        gamma, lam = np.asarray(gamma, np.float64), np.asarray(lam, np.float64)
         parts = 1 - gamma, (1 - gamma) + gamma * (1 - lam)
         return cls(*(jnp.asarray(part, jnp.float32) for part in parts))
 
@@ -62,15 +57,6 @@ class RecurrenceTerms(NamedTuple):
     values: Float32[Array, "B T"]
     one_minus_decay: PerToken
     """1 at the end of a sequence, 0 on a skipped token. The advantage after the last step of a row is 0."""
-    mask: Bool[Array, "B T"] | None
-    """True on tokens whose results count; None = all."""
-
-    def to_output(self, advantages: Float32[Array, "B T"]) -> TokenAdvantages:
-        """Returns advantages and returns, 0 on masked tokens."""
-        returns = advantages + self.values
-        if self.mask is None:
-            return TokenAdvantages(advantages, returns)
-        return TokenAdvantages(jnp.where(self.mask, advantages, 0.0), jnp.where(self.mask, returns, 0.0))
 
 
 class GaeRows(NamedTuple):
@@ -81,6 +67,7 @@ class GaeRows(NamedTuple):
     last_values: Float32[Array, "B"]
     """Value after the row's last step."""
     mask: Bool[Array, "B T"] | None
+    """True on tokens whose results count; None = all."""
     ends: Bool[Array, "B T"] | None
     """True on the last token of each sequence; has no effect on the row's last token."""
     bootstrap: Float32[Array, "B T"] | None
@@ -101,15 +88,11 @@ class GaeRows(NamedTuple):
         return one_minus_decay if self.ends is None else jnp.where(self.ends, 1.0, one_minus_decay)
 
 
-MaskMode = Callable[[GaeRows, Discounts], RecurrenceTerms]
-"""(rows, gamma and lambda) -> terms of the recurrence; each mode treats masked tokens differently."""
-
-
 def step_through_masked(rows: GaeRows, discounts: Discounts) -> RecurrenceTerms:
     """Makes every token a step; the mask only selects the tokens whose advantages count."""
     next_values = rows.shift_to_next_step(rows.values)
     deltas = rows.rewards + ((next_values - rows.values) - discounts.one_minus_gamma * next_values)
-    return RecurrenceTerms(deltas, rows.values, rows.reset_at_ends(discounts.one_minus_decay), rows.mask)
+    return RecurrenceTerms(deltas, rows.values, rows.reset_at_ends(discounts.one_minus_decay))
 
 
 def zero_masked(rows: GaeRows, discounts: Discounts) -> RecurrenceTerms:
@@ -140,13 +123,11 @@ def skip_masked(rows: GaeRows, discounts: Discounts) -> RecurrenceTerms:
         deltas=jnp.where(mask, deltas, 0.0),
         values=values,
         one_minus_decay=rows.reset_at_ends(jnp.where(mask, discounts.one_minus_decay, 0.0)),
-        mask=mask,
     )
 
 
-MASK_MODES: Mapping[str, MaskMode] = MappingProxyType(
-    {"skip": skip_masked, "through": step_through_masked, "zero": zero_masked}
-)
+MASK_MODES = {"skip": skip_masked, "through": step_through_masked, "zero": zero_masked}
+"""Name -> (rows, gamma and lambda) -> terms of the recurrence."""
 
 
 def make_gae_rows(
