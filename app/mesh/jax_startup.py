@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import ctypes
-import logging
 import os
 import pkgutil
+import sys
 from importlib.util import find_spec
 
 import jax
@@ -30,8 +30,6 @@ from app.mesh.devices import (
 from app.mesh.program_cache import share_program_cache, use_program_cache
 from settings.errors import InputError
 from settings.schema.mesh import MeshSettings
-
-log = logging.getLogger(__name__)
 
 M_MMAP_THRESHOLD = -3
 """The constant of `man 3 mallopt` (glibc)."""
@@ -156,9 +154,8 @@ def _bypass_proxies(member: ClusterMember) -> None:
         host = member.coordinator_address.rpartition(":")[0]
         direct = os.environ.get(NO_PROXY_VARIABLE) or os.environ.get("no_proxy")
         os.environ[NO_PROXY_VARIABLE] = f"{direct},{host}" if direct else host
-        log.warning(
-            "%s is set; hosts connect to %s without a proxy. Unset it if they cannot connect", ", ".join(proxies), host
-        )
+        text = f"warning: {', '.join(proxies)} is set; hosts connect to {host} without a proxy"
+        print(f"{text}. Unset it if they cannot connect", file=sys.stderr, flush=True)
 
 
 def _check_backend_installed(platform: str) -> None:

@@ -91,7 +91,7 @@ class SyncRolloutSource(RolloutSource):
         self._prompts = prompts
         self._max_rounds = max_rounds
         self._weights: DecodeWeights | None = None
-        """The step's weights between its rounds; rewards may need the memory of the only round."""
+        """The step's weights while another of its rounds may follow; rewards may need the memory of the last."""
         self.num_prompts = len(prompts.prompts)
 
     def compile(self) -> None:
@@ -106,7 +106,7 @@ class SyncRolloutSource(RolloutSource):
         prompts = self._prompts.prompts_at(position + number * self._prompts.global_prompts_per_round)
         samples = self._session.generator.generate(weights, prompts, request)
         # Not before: if generation is stopped, there is no next round.
-        self._weights = weights if self._max_rounds > 1 else None
+        self._weights = weights if number + 1 < self._max_rounds else None
         return samples
 
     def release_weights(self) -> None:

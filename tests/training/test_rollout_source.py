@@ -119,7 +119,7 @@ def test_weights_are_laid_out_once_a_step_and_freed_when_they_are_released() -> 
         rollout_request=lambda **_: None,
         generator=SimpleNamespace(generate=lambda *_: []),
     )
-    rounds = SyncRolloutSource(cast(Session, session), RoundPrompts(settings, PROMPTS), max_rounds=2)
+    rounds = SyncRolloutSource(cast(Session, session), RoundPrompts(settings, PROMPTS), max_rounds=3)
     for step in (1, 2):
         for number in (0, 1):
             rounds.take({}, step=step, position=0, number=number)
