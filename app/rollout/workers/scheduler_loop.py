@@ -73,7 +73,10 @@ class RolloutExecutor:
         self._on_record, self._on_sample_done, self._on_progress = on_record, on_sample_done, on_progress
         self._stop_requested = stop_requested
         self._workers: dict[str, RolloutWorker] = {worker.name: worker for worker in workers}
-        self._start_s = time.perf_counter()
+        start_s = time.perf_counter()
+        # Not a method: workers outlive the rollout, and would keep its rows and their caches alive.
+        self.clock: Callable[[], float] = lambda: time.perf_counter() - start_s
+        """Returns the seconds since the start of the rollout."""
         for worker in workers:
             worker.clock = self.clock
         self._rows: dict[str, RolloutSequence] = {}
@@ -81,10 +84,6 @@ class RolloutExecutor:
         """Maps the name of a suspended row to its cache."""
         self._death: WorkerDiedError | None = None
         """Error of the worker that was lost last."""
-
-    def clock(self) -> float:
-        """Returns the seconds since the start of the rollout."""
-        return time.perf_counter() - self._start_s
 
     def run_in_order(self, rows: Iterable[RolloutSequence]) -> Iterator[RolloutSequence]:
         """Yields all rows in order, each once it is done. No other rows may be submitted."""
