@@ -43,7 +43,7 @@ MAX_PRINTED_BYTES = 256 * 2**10
 PIPE_BYTES = 64 * 2**10
 """Capacity of a pipe."""
 MAX_KEY_BYTES = 4 * 2**10
-"""The longest key that is redacted where a long line is cut."""
+"""The longest key that is redacted wherever a long line is cut."""
 
 
 class StderrRelay:
@@ -64,10 +64,13 @@ class StderrRelay:
         except BlockingIOError:
             return
         self.is_open = bool(data)
-        lines, end, self._line = (self._line + data).rpartition(b"\n")
-        if len(self._line) > MAX_PRINTED_BYTES + MAX_KEY_BYTES:  # a key where it is cut has arrived as a whole
-            lines, self._line = lines + end + self._line, b""
+        lines, _, self._line = (self._line + data).rpartition(b"\n")
         self._print(lines)
+        if len(self._line) >= PIPE_BYTES:
+            # A key at the end may have arrived in part.
+            line = redact(self._line.decode(errors="surrogateescape")).encode(errors="surrogateescape")
+            self._print(line[:-MAX_KEY_BYTES])
+            self._line = line[-MAX_KEY_BYTES:]
 
     def flush(self) -> None:
         """Prints the rest of the pipe. Reads only once, because an escaped child of the worker could print forever."""

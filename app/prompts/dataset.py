@@ -148,8 +148,8 @@ def _read_hub(source: str, split: str) -> tuple[str, list[RawRow]]:
 def _choose_columns(
     source: str, raw_rows: Sequence[RawRow], prompt_column: str | None, answer_column: str | None
 ) -> dict[str, str]:
+    # Columns of all rows, with fields of nested objects as `outer.inner`, in order of appearance.
     available: dict[str, None] = {}
-    """Columns of all rows, with fields of nested objects as `outer.inner`, in order of appearance."""
     for _, columns in raw_rows:
         for name, value in columns.items():
             available[name] = None

@@ -216,11 +216,13 @@ def fingerprint(config: Mapping[str, Any], files: Mapping[Path, Mapping[str, ran
         with path.open("rb") as file:
             for name, extent in extents.items():
                 digest.update(f"{name}:{extent.start}:{extent.stop}".encode())
-                last = max(len(extent) - SPOT_BYTES, 0)
-                for place in range(NUM_SPOTS):
-                    start = extent.start + last * place // (NUM_SPOTS - 1)
-                    file.seek(start)
-                    digest.update(file.read(min(SPOT_BYTES, extent.stop - start)))
+                last, spots = len(extent) - SPOT_BYTES, [extent]
+                if len(extent) > NUM_SPOTS * SPOT_BYTES:
+                    starts = [last * place // (NUM_SPOTS - 1) for place in range(NUM_SPOTS)]
+                    spots = [extent[start : start + SPOT_BYTES] for start in starts]
+                for spot in spots:
+                    file.seek(spot.start)
+                    digest.update(file.read(len(spot)))
     return digest.hexdigest()
 
 
