@@ -37,7 +37,7 @@ UpdateStepFn = Callable[[TrainState, Sequence[Any], Array, Params | None], tuple
 
 @dataclass(frozen=True)
 class PolicyBatchPacker:
-    """Packs the inputs of the policy's loss of one micro-batch, of samples of a mini-batch as it numbers them.
+    """Packs one micro-batch into the inputs of the policy's loss, given the samples that the micro-batch numbers.
 
     Args:
         aggregation: weight of each token's loss; see `app.update.loss_aggregation`.
