@@ -259,8 +259,9 @@ def _checked_shape(directory: Path, name: str, handle: Any, shard: Path) -> tupl
     try:
         header = handle.get_slice(name)
     except SafetensorError as error:
-        index = directory / INDEX_FILE
-        raise InputError(f"{index}: tensor {name!r} is not in shard {shard.name!r}, where it places it") from error
+        raise InputError(
+            f"{directory / INDEX_FILE}: tensor {name!r} is not in shard {shard.name!r}, where the index places it"
+        ) from error
     if header.get_dtype() not in NUMPY_TYPES:
         raise InputError(
             f"{directory}: tensor {name!r} has type {header.get_dtype()}, which is not supported; "
