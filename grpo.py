@@ -6,7 +6,7 @@ modules with these names.
 
 The functions use the code of the commands, log to stderr and print nothing on stdout. `overrides` maps settings to
 values, `{"run.steps": 20}` or `{"run": {"steps": 20}}`, in place of `--set`: the environment (`GRPO__RUN__STEPS`) wins
-over it. Invalid input raises `grpo.InputError` with the message of the command, whose options are arguments here.
+over it. Invalid input raises `grpo.InputError`, with the message of the command, which names the arguments.
 """
 
 from __future__ import annotations

@@ -275,11 +275,31 @@ def test_an_error_is_that_of_the_command() -> None:
     answer = here("train", *settings("run.steps=abc", "rollout.group_size=0"))
     with pytest.raises(InputError) as raised:
         grpo.train(overrides={"run.steps": "abc", "rollout": {"group_size": 0}})
-    assert answer.stderr == f"error: {raised.value}\n"
+    assert "from --set" in answer.stderr
+    assert answer.stderr.replace("from --set", "from overrides") == f"error: {raised.value}\n"
     with pytest.raises(InputError, match=r"unknown setting run\.step .*did you mean run\.steps"):
         grpo.evaluate(overrides={"run.step": 3})
     with pytest.raises(InputError, match=r"config file not found: .*/models--a--resume/ray --head\.yaml"):
         grpo.rollout(Path("models--a--resume/ray --head.yaml"))
+
+
+def test_an_error_names_the_arguments_instead_of_the_options(config: Path) -> None:
+    once = {"run.steps": 1, "eval.every_steps": 0}
+    with pytest.raises(InputError, match=r"^resume='must': .* has no checkpoint; use resume='auto' to start there$"):
+        train(config, overrides=once, resume="must")
+    train(config, overrides=once)
+    with pytest.raises(InputError, match=r"already holds a run; .* or continue it with resume='auto'$"):
+        train(config, overrides=once)
+    changed = {**once, "optimizer.weight_decay": 0.1, "rollout.top_k": 3}
+    with pytest.raises(InputError) as raised:
+        train(config, overrides=changed, resume="auto")
+    assert str(raised.value).startswith("resume: these settings differ")
+    names = "['rollout.top_k', 'optimizer.weight_decay']"
+    assert str(raised.value).endswith(f"accept the new values with allow_changed={names}")
+    with pytest.raises(InputError, match=r"^allow_changed: there is no setting or section rollout\.topk; did you mean"):
+        train(config, overrides=changed, resume="auto", allow_changed=["rollout.topk"])
+    with pytest.raises(InputError, match=r"^checkpoint: role='reference' uses only the weights of model\.path"):
+        grpo.score([sample("2", 0)], role="reference", checkpoint=run_of(config))
 
 
 def test_a_run_goes_on_when_nobody_reads_its_progress_any_more(config: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import tempfile
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -34,6 +35,15 @@ from settings.schema.reward import CALLABLE_PREFIX
 if TYPE_CHECKING:
     from app.evaluation.printed_summary import EvaluationSummary
     from app.training.train import TrainingRun
+
+OPTION = re.compile(
+    r"(?<![\w./-])--(allow-changed|checkpoint|config|input|limit|out|resume|role|set)\b(?!-)"
+    r"(?: (auto|must|never|policy|reference|critic|reward)\b)?"
+)
+"""An option in an error that is an argument here, with its value if it is that of `--resume` or `--role`."""
+ALLOWED_CHANGES = re.compile(r"--allow-changed [\w.]*\w(?: --allow-changed [\w.]*\w)*")
+ARGUMENTS = {"set": "overrides", "input": "samples", "allow-changed": "allow_changed"}
+"""The arguments whose names differ from those of their options."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +117,10 @@ def score(*, samples, role, checkpoint, out, **given: Any) -> Samples | None:
 
 @contextmanager
 def _call(*, config, overrides, rewards=None) -> Iterator[tuple[str | None, list[str], Path]]:
-    """Yields the arguments of `--config` and `--set`, and a temporary folder. The Python functions are at hand."""
+    """Yields the arguments of `--config` and `--set`, and a temporary folder. The Python functions are at hand.
+
+    An InputError of the block speaks of the arguments of these functions instead of the options of commands.
+    """
     if not isinstance(config, str | os.PathLike | None):
         raise InputError(
             f"config: expected a preset or a YAML file, got {config!r:.80}; settings belong in `overrides`"
@@ -118,7 +131,18 @@ def _call(*, config, overrides, rewards=None) -> Iterator[tuple[str | None, list
         options += set_options({"reward.functions": [_reward_item(reward, callables) for reward in several]})
     with tempfile.TemporaryDirectory(prefix="grpo-") as folder, callables_at_hand(callables), command_output():
         show_progress("loading JAX")
-        yield None if config is None else os.fspath(config), options, Path(folder)
+        try:
+            yield None if config is None else os.fspath(config), options, Path(folder)
+        except InputError as error:
+            message = ALLOWED_CHANGES.sub(lambda match: f"allow_changed={match[0].split()[1::2]}", str(error))
+            error.args = (OPTION.sub(_argument, message),)
+            raise
+
+
+def _argument(option: re.Match[str]) -> str:
+    """Returns the argument for an option in an error: `resume='auto'` for `--resume auto`."""
+    name = ARGUMENTS.get(option[1], option[1])
+    return name if option[2] is None else f"{name}={option[2]!r}"
 
 
 def _reward_item(reward: Any, callables: dict[str, Callable[..., Any]]) -> Any:
