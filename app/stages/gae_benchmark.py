@@ -279,16 +279,16 @@ def loop_over_time(
 
 
 def conclude(cases: Sequence[BackendTiming]) -> str:
-    """Returns, for each shape and kind of rows, how fast the best backend is, the loop, and what `auto` selects."""
+    """Returns, for each shape and kind of rows, the fastest, and how it compares with the loop and with `auto`."""
     lines = []
     for (shape, rows), group in groupby(cases, key=lambda case: (case.shape, case.rows)):
-        ranked = sorted(group, key=lambda case: case.median_s)
-        best, loop = (next(one for one in ranked if (one.backend == "loop") == is_loop) for is_loop in (False, True))
-        auto = next(case for case in ranked if case.is_auto)
-        lines.append(
-            f"{shape}, {ROW_NAMES[rows]}: {best.name} is the fastest, {loop.median_s / best.median_s:.1f} x as fast as "
-            f"the loop and {auto.median_s / best.median_s:.1f} x as fast as {auto.name}, which auto selects"
-        )
+        best, *others = sorted(group, key=lambda case: case.median_s)
+        ratios = {case.is_auto: case.median_s / best.median_s for case in others if case.is_auto or case.name == "loop"}
+        auto = next(case.name for case in (best, *others) if case.is_auto)
+        names = {False: "the loop", True: f"{auto}, which auto selects"}
+        compared = [f"{ratios[is_auto]:.1f} x as fast as {names[is_auto]}" for is_auto in sorted(ratios)]
+        fastest = f"{names[True]}," if best.is_auto else best.name
+        lines.append(f"{shape}, {ROW_NAMES[rows]}: {fastest} is the fastest, {' and '.join(compared)}")
     return "\n".join(lines)
 
 

@@ -63,7 +63,7 @@ def test_the_oracle_of_the_bench_is_that_of_the_tests(mode: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "16", "0x4", "4x-1", "4x4;5x5", "4x4,", "99999x99999"])
-def test_shapes_that_are_none_are_renumpy(text: str) -> None:
+def test_shapes_that_are_none_are_refused(text: str) -> None:
     with pytest.raises(InputError, match="--shapes: "):
         parse_shapes(text)
 
@@ -108,9 +108,15 @@ def test_the_conclusion_compares_the_fastest_with_the_loop_and_with_auto() -> No
         "1x9, full rows: chunked in chunks of 64 is the fastest, 6.0 x as fast as the loop and 2.0 x as fast as numpy, "
         "which auto selects"
     )
+    assert conclude([loop, numpy]) == (
+        "1x9, full rows: numpy, which auto selects, is the fastest, 3.0 x as fast as the loop"
+    )
+    assert conclude([loop, replace(numpy, median_s=6.0)]) == (
+        "1x9, full rows: loop is the fastest, 2.0 x as fast as numpy, which auto selects"
+    )
 
 
-def test_a_folder_that_is_a_file_is_renumpy(tmp_path: Path) -> None:
+def test_a_folder_that_is_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "bench").write_text("")
     result = here("gae", "--bench", "--out", tmp_path / "bench")
     assert result.exit_code == 2
