@@ -36,6 +36,8 @@ class _Command(TyperCommand):
                 near, text = suggest_fields(name.removeprefix("--"))
                 if near or "no counterpart" in text:
                     ctx.fail(f"No such option: {name}. Settings are given as --set NAME=VALUE{text}")
+        if args and (last := known.get(args[-1])) and args[-1].startswith("-") and not last.is_flag:
+            ctx.fail(f"{args[-1]} needs a value: {last.get_help_record(ctx)[0]}")
         extra, given = cast("Any", self.make_parser(ctx).parse_args([*args])[1:])
         if "--set" in known and (names := [word.partition("=")[0].lstrip("+") for word in extra if "=" in word]):
             hints = "".join(suggest_fields(name)[1] for name in names if name not in FIELDS)
@@ -105,7 +107,8 @@ def _show_version(is_requested: bool) -> None:
             installed = version("grpo-jax")
         except PackageNotFoundError:
             installed = "(not installed)"
-        write(f"grpo {installed}", sys.stdout)
+        with handle_errors(debug=False):
+            write(f"grpo {installed}", sys.stdout)
         raise typer.Exit
 
 

@@ -370,6 +370,16 @@ def test_a_setting_given_as_in_hydra_is_shown_as_an_option(argument: str, hint: 
     assert result.exit_code == 2 and "--set" not in result.stderr
 
 
+@pytest.mark.parametrize(
+    ("arguments", "values"),
+    [(("train", "--resume"), "<auto|never|must>"), (("evaluate", "--compare"), "BEFORE.jsonl AFTER.jsonl")],
+)
+def test_an_option_without_its_value_is_shown_with_one(arguments: Sequence[str], values: str) -> None:
+    result = here(*arguments)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.splitlines()[-1] == f"Error: {arguments[-1]} needs a value: {arguments[-1]} {values}"
+
+
 def test_an_option_with_one_value_is_given_once() -> None:
     result = here("train", "--config", "dapo", "--set", "run.steps=3", "--config=quickstart", "--print-config")
     assert (result.exit_code, result.stdout) == (2, "")
