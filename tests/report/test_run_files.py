@@ -115,6 +115,6 @@ def test_what_is_printed_as_yaml_is_read_back_with_its_provenance() -> None:
 
 def test_settings_of_another_version_are_shown_as_they_are() -> None:
     content = b"logging:\n  colour: red  # set\nnovel: {a: 1}  # default\n"
-    assert from_yaml(content, name="s") == {"logging.colour": ("red", "set"), "novel": ({"a": 1}, "default")}
+    assert from_yaml(content, name="s") == {"logging.colour": ("red", "set"), "novel.a": (1, "default")}
     with pytest.raises(InputError, match="s: the file is empty"):
         from_yaml(b"", name="s")

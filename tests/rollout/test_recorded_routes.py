@@ -69,8 +69,7 @@ def new_slots(
         prefill_length_min=4,
         segment_max=5,
         exact=exact,
-        **sizes,
-    )._replace(records_routes=True)
+    )._replace(records_routes=True, **sizes)
     return SlotEngine(DEFINITION, make_mesh(mesh), shapes, eos_ids=(), dtype=FLOAT32, exact=exact)
 
 

@@ -226,7 +226,7 @@ def test_rewards_of_turns_reach_every_token_as_in_serial_float64(name: str, gamm
 def test_a_masked_logit_has_no_gradient_whatever_its_turn_earned() -> None:
     settings = settings_of("algorithm.name=reinforce_plus_plus", "env.credit=turn", "env.turn_discount=0.5")
     (one,) = make_return_advantages(settings)([played([1.0, 2.0, 4.0])], 0.0)
-    one = replace(one, completion_ids=one.completion_ids % 5)
+    one = replace(one, completion_ids=one.completion_ids % 5, policy_logprobs=None)
     table = np.random.default_rng(3).normal(0, 1, (9, 5)).astype(np.float32)
     plan = one_a_row(1, rows_per_micro_batch=1, num_tokens=12, num_targets=9)
     gradient, _ = loss_and_gradient(PLAIN_LOSS, table, [one], plan, weights=token_mean)
