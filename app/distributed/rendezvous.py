@@ -164,8 +164,8 @@ def _gather_processes(member: ClusterMember, patience: _Patience) -> None:
             while missing := [number for number in range(1, member.num_processes) if number not in peers]:
                 names = f"process{'es' if len(missing) > 1 else ''} {', '.join(map(str, missing[:20]))}"
                 left_s = patience.left_s(
-                    f"{names}{', ...' if len(missing) > 20 else ''} of {member.num_processes} had not connected to "
-                    f"{member.coordinator_address}"
+                    f"no connection to {member.coordinator_address} from {names}"
+                    f"{', ...' if len(missing) > 20 else ''} of {member.num_processes}"
                 )
                 if select.select([listener], [], [], min(left_s, LIVENESS_POLL_S))[0]:
                     _accept_peer(member, peers, stack.enter_context(listener.accept()[0]))

@@ -81,8 +81,10 @@ class SampleRecord(BaseModel):
     returns: Floats = None
 
 
-REQUIRED_FIELDS = tuple(SampleRecord.model_fields)[:10]
-"""From `uid` to `policy_version`."""
+REQUIRED_FIELDS = (
+    *("uid", "group_id", "sample_index", "prompt", "completion", "prompt_token_ids", "completion_token_ids"),
+    *("behavior_logprobs", "finish_reason", "policy_version"),
+)
 PER_TOKEN_FIELDS = (
     "kept_mass_logs",
     "token_rewards",

@@ -99,7 +99,7 @@ def environment_notices(environment: Layer, overrides: Layer, flags: Layer) -> l
 def yaml_entries(file: ConfigFile) -> Iterator[Entry]:
     """Yields the values of a settings file."""
     for name, node in flatten(parse_settings_file(file.content, name=file.name)):
-        if name not in file.left_out:
+        if not (name in FIELDS and name in file.left_out):
             yield name, node, f"yaml:{file.name}:{node.line}", name
 
 
@@ -136,7 +136,7 @@ def environment_entries(environ: Mapping[str, str]) -> Iterator[Entry]:
 
 def _parse_text(text: str, *, source: str) -> YamlNode:
     if not text.strip():
-        raise InputError(f"{source} has no value; to reset the setting, make it null")
+        raise InputError(f"{source} has no value; for a setting without one, write null")
     return parse_yaml(text, name=source)
 
 

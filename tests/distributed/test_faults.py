@@ -129,4 +129,4 @@ def test_a_missing_host_is_named(config: Path) -> None:
     with started("inspect-mesh", "--config", config, *alone) as host:
         _, stderr = host.communicate(timeout=DEADLINE_S)
     assert host.returncode == 2, stderr
-    assert "process 1 of 2 had not connected" in stderr and "grpo inspect-mesh" in stderr and "Traceback" not in stderr
+    assert "from process 1 of 2" in stderr and "grpo inspect-mesh" in stderr and "Traceback" not in stderr

@@ -41,7 +41,7 @@ def test_a_host_that_never_comes_is_named_to_all_with_the_address_and_the_comman
     monkeypatch.setattr(sys, "argv", ["grpo", "train", "--config", "pod.yaml"])
     address = free_address()
     told = all_come(ClusterMember(address, 4, 0), ClusterMember(address, 4, 2), timeout_s=1.0)
-    assert f"after 1 s, processes 1, 3 of 4 had not connected to {address}" in told[0]
+    assert f"after 1 s, no connection to {address} from processes 1, 3 of 4" in told[0]
     assert "Every host must run the same command at the same time" in told[0]
     assert told[0].endswith("grpo train --config pod.yaml")
     # Who waited for them hears it from process 0, for which it waits a little longer than itself.
@@ -128,7 +128,7 @@ def test_a_person_hears_early_who_is_late(monkeypatch: pytest.MonkeyPatch, capsy
     come(ClusterMember(address, 3, 0), timeout_s=0.3)
     come(ClusterMember(address, 3, 1), timeout_s=0.3)
     assert capsys.readouterr().err.splitlines() == [
-        f"waiting: processes 1, 2 of 3 had not connected to {address}",
+        f"waiting: no connection to {address} from processes 1, 2 of 3",
         f"waiting: process 0 could not be reached at {address}",
     ]
 

@@ -105,7 +105,7 @@ class RowLimit(NamedTuple):
 
 @dataclass
 class SchedulingContext:
-    """State that all policies read and only the scheduler changes."""
+    """State that all policies read and only the scheduler changes, and the constants of P-DSR."""
 
     samples: SampleTable
     workers: dict[str, WorkerState]

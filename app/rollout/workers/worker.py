@@ -103,7 +103,7 @@ class RolloutWorker:
             self._queued_weights.append((self._place_weights(weights), policy_version))
 
     def take_counters(self) -> RolloutCounters:
-        """Returns the counts of the segments ended since the last call. May be called from any thread."""
+        """Returns the counts of the segments ended since the last call, which one thread at a time may make."""
         return RolloutCounters.sum([RolloutCounters(), *take_all(self._segment_counters)])
 
     def close(self) -> None:
@@ -170,5 +170,5 @@ class RolloutWorker:
 
 
 def take_all(items: deque[T]) -> list[T]:
-    """Removes and returns all items, to which another thread may append."""
+    """Removes and returns all items, to which another thread may append, but from which none may take."""
     return [items.popleft() for _ in range(len(items))]
