@@ -16,29 +16,29 @@ import typer
 from typer.testing import CliRunner
 
 import cli
-from app.commands.command_support import handle_errors
+from app.commands.command_support import find_run_settings, handle_errors, print_result
 from settings import InputError, load
 from settings.loading.config_file import preset_names
 from settings.loading.fields import FIELDS
-from tests.program import here
+from tests.program import REPOSITORY, here
 
-REPOSITORY = Path(__file__).resolve().parent.parent
 CANARY = "CANARY-0123456789abcdef"
-HINT = " (--debug shows the traceback)"
 WITH_SETTINGS = ("train", "evaluate", "rollout", "score", "gae", "inspect-mesh", "export", "doctor")
 COMMANDS = (*WITH_SETTINGS, "report", "settings", "presets")
 
 
-def grpo(
-    *arguments: str, cwd: Path = REPOSITORY, environ: dict[str, str] | None = None
-) -> subprocess.CompletedProcess[str]:
+@pytest.fixture(autouse=True)
+def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def grpo(*arguments: str, environ: dict[str, str] | None = None, **streams: int) -> subprocess.CompletedProcess[str]:
+    """Runs the program in another process."""
     return subprocess.run(
         [sys.executable, "-m", "cli", *arguments],
-        cwd=cwd,
         env={**os.environ, "PYTHONPATH": str(REPOSITORY), **(environ or {})},
-        capture_output=True,
+        **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **streams},
         text=True,
-        check=False,
         timeout=60,
     )
 
@@ -66,16 +66,12 @@ def test_help_version_and_print_config_do_not_import_jax() -> None:
     assert answer.stdout.count("\nmodel:\n") == len(WITH_SETTINGS) + 1
 
 
-@pytest.mark.parametrize("arguments", [("--help",), ("train", "--print-config")], ids=" ".join)
-def test_a_command_without_jax_answers_at_once(arguments: tuple[str, ...]) -> None:
+def test_print_config_answers_at_once() -> None:
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    answer = grpo(*arguments)
-    assert answer.returncode == 0
+    assert grpo("train", "--print-config").returncode == 0
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     # Processor seconds, which do not depend on what else runs; less than a second of time on a quiet machine.
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 5
-    if arguments == ("--help",):
-        assert all(command in answer.stdout for command in COMMANDS)
 
 
 def help_of(*command: str, **environ: str) -> str:
@@ -89,6 +85,8 @@ def test_help_lists_each_command_with_a_whole_sentence() -> None:
     rows = dict(line.split(maxsplit=1) for line in commands.split("\n\n")[0].splitlines())
     assert set(rows) == set(COMMANDS)
     assert [text for text in rows.values() if not text.endswith(".") or text.endswith("..")] == []
+    alone = here()
+    assert (alone.exit_code, alone.stdout + alone.stderr) == (2, help_of())
 
 
 @pytest.mark.parametrize("command", [(), *((command,) for command in COMMANDS)], ids=" ".join)
@@ -100,20 +98,15 @@ def test_help_fits_80_columns_in_plain_text_with_an_example(command: tuple[str, 
     assert text.splitlines()[-1].startswith(" ".join(["  Example: grpo", *command]))
 
 
-def test_the_program_alone_prints_its_help() -> None:
-    assert grpo().stdout + grpo().stderr == help_of()
-
-
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
         ("grpo pres", ["presets"]),
         ("grpo train --config quick", ["quickstart", "quickstart_ppo", "quickstart_tools"]),
-        ("grpo train --set rollout.gr", ["rollout.group_size="]),
         ("grpo train --config a --config b --num_generations 8 --set rollout.gr", ["rollout.group_size="]),
     ],
 )
-def test_the_shell_completes_commands_options_presets_and_settings(words: str, expected: list[str]) -> None:
+def test_shell_completes_commands_presets_and_settings(words: str, expected: list[str]) -> None:
     position = str(len(words.split()) - 1)
     answer = grpo(environ={"_GRPO_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": position})
     assert (answer.returncode, answer.stdout.split()) == (0, expected)
@@ -126,11 +119,10 @@ def test_the_shell_completes_commands_options_presets_and_settings(words: str, e
         ("use_dynamic_bsz", ["score.dynamic", "algorithm.dynamic_microbatch"], ""),
         ("num_generations", ["rollout.group_size"], "note: TRL's num_generations is rollout.group_size here\n"),
         ("groop_size", ["rollout.group_size"], "note: did you mean rollout.group_size?\n"),
+        ("score.", [field for field in FIELDS if field.startswith("score.")], ""),
     ],
 )
-def test_settings_finds_names_beginnings_endings_and_other_programs_names(
-    name: str, fields: list[str], note: str
-) -> None:
+def test_settings_are_found_by_name_beginning_and_foreign_name(name: str, fields: list[str], note: str) -> None:
     answer = here("settings", name, "--json")
     assert (list(json.loads(answer.stdout)), answer.stderr) == (fields, note)
 
@@ -141,11 +133,8 @@ def test_settings_lists_every_setting_with_type_default_and_meaning() -> None:
     assert here("settings", "rollout.group_size").stdout == (
         "rollout.group_size: integer ≥ 1 and ≤ 65536  [default: 8]\n    Samples per prompt.\n"
     )
-    assert json.loads(here("settings", "reward.functions", "--json").stdout)["reward.functions"]["default"] == [
-        {"name": "arithmetic", "weight": 1.0}
-    ]
-    sections = [field for field in FIELDS if field.startswith("score.")]
-    assert list(json.loads(here("settings", "score.", "--json").stdout)) == sections
+    shown = json.loads(here("settings", "reward.functions", "--json").stdout)["reward.functions"]
+    assert shown["default"] == [{"name": "arithmetic", "weight": 1.0}]
 
 
 def test_presets_lists_each_with_one_sentence_and_prints_one() -> None:
@@ -156,77 +145,83 @@ def test_presets_lists_each_with_one_sentence_and_prints_one() -> None:
     assert here("presets", "dapo").stdout == file.read_text(encoding="utf-8")
 
 
-def test_print_config_shows_all_layers_and_announces_the_environment(tmp_path: Path) -> None:
+def test_print_config_shows_the_layer_of_each_value(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NUM_PRE_Q", "5")
     (tmp_path / "c.yaml").write_text("batch_size: 4\n")
-    answer = grpo(
-        *("train", "--config", "c.yaml", "--set", "run.seed=3", "--set", "num_pre_q=6", "--print-config"),
-        cwd=tmp_path,
-        environ={"NUM_PRE_Q": "5"},
-    )
-    assert answer.returncode == 0
-    for line in (
+    changes = ("--set", "run.seed=3", "--set", "num_pre_q=6")
+    answer = here("train", "--config", "c.yaml", *changes, "--print-config")
+    assert answer.exit_code == 0
+    assert {
         "  name: c-seed3  # derived",
         "  seed: 3  # set",
         "  dir: runs  # default",
         "  prompts_per_step: 4  # yaml:c.yaml:1",
         "  group_size: 5  # env:NUM_PRE_Q",
-    ):
-        assert line in answer.stdout.splitlines()
+    } <= {*answer.stdout.splitlines()}
     assert answer.stderr == (
         "note: environment variable NUM_PRE_Q sets rollout.group_size to 5, instead of 6 from --set\n"
     )
 
 
-def test_the_flags_of_gae_override_their_settings() -> None:
-    flags = ("--gamma", "0.9", "--lam", "1", "--chunk-size", "32")
-    environ = {"GRPO__ALGORITHM__GAMMA": "0.5", "GRPO__ALGORITHM__LAM": "0.5"}
-    answer = grpo("gae", *flags, "--set", "algorithm.gamma=0.1", "--print-config", environ=environ)
-    assert answer.returncode == 0, answer.stderr
-    assert answer.stderr == ""
-    for line in (
-        "  gamma: 0.9  # --gamma",
-        "  lam: 1.0  # --lam",
-        "  gae_chunk_size: 32  # --chunk-size",
-    ):
-        assert line in answer.stdout.splitlines()
+def test_flags_of_gae_override_their_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GRPO__ALGORITHM__GAMMA", "0.5")
+    monkeypatch.setenv("GRPO__ALGORITHM__LAM", "0.5")
+    flags = ("--gamma", "0.9", "--lam", "1", "--chunk-size", "32", "--mask-mode", "through")
+    answer = here("gae", *flags, "--set", "algorithm.gamma=0.1", "--print-config")
+    assert (answer.exit_code, answer.stderr) == (0, "")
+    assert {"  gamma: 0.9  # --gamma", "  lam: 1.0  # --lam", "  gae_chunk_size: 32  # --chunk-size"} <= {
+        *answer.stdout.splitlines()
+    }
+
+
+SET = "Settings are given as --set NAME=VALUE"
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("train", "--config", "missing.yaml"), "error: config file not found: /"),
-        (("train", "--set", "run.stepz=3"), "did you mean run.steps?"),
-        (("evaluate", "--checkpoint", "."), "--checkpoint: no settings.yaml of a run was found in /"),
-        (("gae", "--bench", "--backend", "numpy"), "--backend cannot be combined with --bench"),
-        (("presets", "quickstar"), "unknown preset quickstar; did you mean quickstart?"),
+        ("train --config missing.yaml", "error: config file not found: /"),
+        ("train --set run.stepz=3", "did you mean run.steps?"),
+        ("evaluate --checkpoint .", "--checkpoint: no settings.yaml of a run was found in /"),
+        ("gae --bench --backend numpy", "--backend cannot be combined with --bench"),
+        ("presets quickstar", "unknown preset quickstar; did you mean quickstart?"),
+        ("train --json", "No such option: --json"),
+        ("train --max_steps", f"No such option: --max_steps. {SET}; TRL's max_steps is run.steps here"),
+        ("train --learning-rate=1", f"{SET}; did you mean optimizer.learning_rate?"),
+        ("train --confg", "Possible options: --config"),
+        ("train data.train_files=x", f"data.train_files=x. {SET}; verl's data.train_files is data.source here"),
+        ("train +learning_rate=1 --print-config", f"+learning_rate=1. {SET}; did you mean optimizer.learning_rate?"),
+        ("train run.steps=3", f"Error: Unexpected arguments: run.steps=3. {SET}\n"),
+        ("report a run.steps=3", "unexpected extra argument"),
+        ("train --resume", "Error: --resume needs a value: --resume <auto|never|must>\n"),
+        ("evaluate --compare", "Error: --compare needs a value: --compare BEFORE.jsonl AFTER.jsonl\n"),
+        ("train --config dapo --config=quickstart", "--config is given 2 times, but takes one value"),
     ],
 )
-def test_bad_input_is_one_message_on_stderr_and_exit_code_2(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], message: str
+def test_wrong_usage_and_bad_input_are_one_message_and_exit_code_2(
+    arguments: str, message: str, tmp_path: Path
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    answer = here(*arguments)
-    assert answer.exit_code == 2
-    assert answer.stdout == ""
-    assert answer.stderr.startswith("error: ")
-    assert message in answer.stderr
-    assert "Traceback" not in answer.stderr
-    assert len(answer.stderr.splitlines()) <= 3
+    answer = here(*arguments.split())
+    assert (answer.exit_code, answer.stdout) == (2, "")
+    assert message in answer.stderr and "Traceback" not in answer.stderr
+    assert answer.stderr.count("rror: ") == 1
+    assert len(answer.stderr.splitlines()) <= 3 or answer.stderr.startswith("Usage: ")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_set_and_flags_may_be_repeated() -> None:
+    result = here("train", "--set", "run.steps=3", "--set", "run.seed=1", "--debug", "--debug", "--print-config")
+    assert result.exit_code == 0, result.stderr
+    assert "steps: 3  # set" in result.stdout and "seed: 1  # set" in result.stdout
 
 
 @pytest.mark.parametrize(
     ("place", "is_in_run"),
-    [
-        *((place, True) for place in (".", "checkpoints/2", "rollouts/step_000001.jsonl")),
-        *((place, False) for place in ("mine/advantages.jsonl", "checkpoints/2/progress")),
-    ],
+    [(".", True), ("checkpoints/2", True), ("mine/advantages.jsonl", False), ("checkpoints/2/progress", False)],
 )
-def test_a_path_in_the_folders_of_a_run_uses_its_settings(
+def test_path_in_the_folders_of_a_run_uses_its_settings(
     tmp_path: Path, place: str, is_in_run: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from app.commands.command_support import find_run_settings
-
     file = tmp_path.resolve() / "run" / "settings.yaml"
     file.parent.mkdir()
     file.write_text("run:\n  name: mine\n")
@@ -237,10 +232,7 @@ def test_a_path_in_the_folders_of_a_run_uses_its_settings(
 
 
 @pytest.mark.parametrize(("command", "option"), [("train", "--from-rollouts"), ("evaluate", "--checkpoint")])
-def test_a_note_names_the_run_whose_settings_are_used(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, option: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_note_names_the_run_whose_settings_are_used(tmp_path: Path, command: str, option: str) -> None:
     (tmp_path / "settings.yaml").write_text(load(None, ["run.steps=3"], {}).to_yaml())
     answer = here(command, option, ".", "--print-config")
     assert answer.exit_code == 0, answer.stderr
@@ -250,33 +242,9 @@ def test_a_note_names_the_run_whose_settings_are_used(
 
 
 @pytest.mark.parametrize(
-    "arguments",
-    [
-        (),
-        ("train", "--sett", "a=b"),
-        ("train", "--json"),
-    ],
-)
-def test_wrong_usage_is_exit_code_2(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    answer = here(*arguments)
-    assert answer.exit_code == 2
-    assert "Traceback" not in answer.stderr
-
-
-def test_debug_shows_the_traceback_of_an_input_error() -> None:
-    answer = grpo("train", "--debug", "--set", "run.steps=abc")
-    assert answer.returncode == 2
-    assert "Traceback" in answer.stderr
-    assert answer.stderr.splitlines()[-1].startswith("error: run.steps")
-
-
-@pytest.mark.parametrize(
     ("error", "code", "stderr"),
     [
-        (OSError(f"401 for {CANARY}"), 1, f"error: OSError: 401 for <HF_TOKEN>{HINT}\n"),
+        (OSError(f"401 for {CANARY}"), 1, "error: OSError: 401 for <HF_TOKEN> (--debug shows the traceback)\n"),
         (InputError("line 3: no answer"), 2, "error: line 3: no answer\n"),
         (KeyboardInterrupt(), 130, "interrupted\n"),
         (typer.Exit(75), 75, ""),
@@ -291,34 +259,27 @@ def test_each_exception_has_its_message_and_exit_code(
     assert (ended.value.exit_code, capsys.readouterr().err) == (code, stderr)
 
 
-def test_a_closed_pipe_is_not_an_error(tmp_path: Path) -> None:
+@pytest.mark.parametrize("arguments", [("train", "--print-config"), ("--version",)], ids=" ".join)
+def test_closed_pipe_is_not_an_error(arguments: tuple[str, ...]) -> None:
     reading, writing = os.pipe()
     os.close(reading)
-    with open(writing, "w") as closed, open(tmp_path / "stderr", "w+") as stderr:
-        answer = subprocess.run(
-            [sys.executable, "-m", "cli", "train", "--print-config"],
-            cwd=REPOSITORY,
-            stdout=closed,
-            stderr=stderr,
-            check=False,
-            timeout=60,
-        )
-        stderr.seek(0)
-        assert (answer.returncode, stderr.read()) == (0, "")
+    answer = grpo(*arguments, stdout=writing)
+    os.close(writing)
+    assert (answer.returncode, answer.stderr) == (0, "")
 
 
-def test_secrets_are_never_printed(tmp_path: Path) -> None:
+def test_secrets_are_never_printed_and_debug_shows_the_traceback(tmp_path: Path) -> None:
     (tmp_path / ".env").write_text(f"WANDB_API_KEY={CANARY}\nGRPO__RUN__STEPS=7\n")
     (tmp_path / ".env").chmod(0o600)
-    for arguments in (("train", "--print-config"), ("train", "--debug", "--set", "run.steps=abc")):
-        answer = grpo(*arguments, cwd=tmp_path, environ={"HF_TOKEN": CANARY})
-        assert CANARY not in answer.stdout + answer.stderr
-    assert "env:GRPO__RUN__STEPS" not in grpo("train", "--print-config", cwd=tmp_path).stdout
+    shown = grpo("train", "--print-config", environ={"HF_TOKEN": CANARY})
+    failed = grpo("train", "--debug", "--set", "run.steps=abc", environ={"HF_TOKEN": CANARY})
+    assert CANARY not in shown.stdout + shown.stderr + failed.stdout + failed.stderr
+    assert "env:GRPO__RUN__STEPS" not in shown.stdout
+    assert failed.returncode == 2 and "Traceback" in failed.stderr
+    assert failed.stderr.splitlines()[-1].startswith("error: run.steps")
 
 
-def test_a_summary_is_json_or_a_table(capsys: pytest.CaptureFixture[str]) -> None:
-    from app.commands.command_support import print_result
-
+def test_result_is_json_or_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     print_result({"naïve": 1.5}, as_json=True)
     assert capsys.readouterr().out == '{\n  "naïve": 1.5\n}\n'
     print_result({"samples": 8, "out": "é"}, as_json=False)
@@ -326,68 +287,10 @@ def test_a_summary_is_json_or_a_table(capsys: pytest.CaptureFixture[str]) -> Non
     assert capsys.readouterr().out == "samples  8\nout      é\n"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "progress"),
-    [
-        (("gae", "--input", "missing.npz", "--out", "o.npz"), "grpo gae: missing.npz; loading JAX"),
-    ],
-)
-def test_the_first_line_appears_before_jax_is_loaded(arguments: tuple[str, ...], progress: str, tmp_path: Path) -> None:
-    answer = grpo(*arguments, *("--set", f"run.dir={tmp_path}", "--set", "model.path=nowhere/model"), cwd=tmp_path)
+def test_first_line_appears_before_jax_is_loaded() -> None:
+    answer = grpo("gae", "--input", "missing.npz", "--out", "o.npz")
     assert answer.returncode == 2
-    first, *_ = answer.stderr.splitlines()
-    assert re.fullmatch(rf"\[ +0\.\d s\] {re.escape(progress)}", first)
-
-
-@pytest.mark.parametrize(
-    ("option", "message"),
-    [
-        ("--max_steps", "Settings are given as --set NAME=VALUE; TRL's max_steps is run.steps here"),
-        ("--learning-rate=1", "Settings are given as --set NAME=VALUE; did you mean optimizer.learning_rate?"),
-        ("--confg", "Possible options: --config"),
-    ],
-)
-def test_a_setting_given_as_an_option_is_shown_as_one(option: str, message: str) -> None:
-    result = here("train", option)
-    assert result.exit_code == 2
-    assert f"No such option: {option.partition('=')[0]}" in result.stderr and message in result.stderr
-
-
-@pytest.mark.parametrize(
-    ("argument", "hint"),
-    [
-        ("data.train_files=x", "; verl's data.train_files is data.source here"),
-        ("+learning_rate=1", "; did you mean optimizer.learning_rate?"),
-        ("run.steps=3", ""),
-    ],
-)
-def test_a_setting_given_as_in_hydra_is_shown_as_an_option(argument: str, hint: str) -> None:
-    result = here("train", argument, "--print-config")
-    assert (result.exit_code, result.stdout) == (2, "")
-    expected = f"Error: Unexpected arguments: {argument}. Settings are given as --set NAME=VALUE{hint}"
-    assert result.stderr.splitlines()[-1] == expected
-    result = here("report", "a", argument)
-    assert result.exit_code == 2 and "--set" not in result.stderr
-
-
-@pytest.mark.parametrize(
-    ("arguments", "values"),
-    [(("train", "--resume"), "<auto|never|must>"), (("evaluate", "--compare"), "BEFORE.jsonl AFTER.jsonl")],
-)
-def test_an_option_without_its_value_is_shown_with_one(arguments: Sequence[str], values: str) -> None:
-    result = here(*arguments)
-    assert (result.exit_code, result.stdout) == (2, "")
-    assert result.stderr.splitlines()[-1] == f"Error: {arguments[-1]} needs a value: {arguments[-1]} {values}"
-
-
-def test_an_option_with_one_value_is_given_once() -> None:
-    result = here("train", "--config", "dapo", "--set", "run.steps=3", "--config=quickstart", "--print-config")
-    assert (result.exit_code, result.stdout) == (2, "")
-    assert "--config is given 2 times, but takes one value" in result.stderr
-    repeatable = ("--set", "run.steps=3", "--set", "run.seed=1", "--debug", "--debug", "--print-config")
-    result = here("train", *repeatable)
-    assert result.exit_code == 0, result.stderr
-    assert "steps: 3  # set" in result.stdout and "seed: 1  # set" in result.stdout
+    assert re.match(r"\[ +0\.\d s\] grpo gae: missing\.npz; loading JAX\n", answer.stderr)
 
 
 @pytest.mark.parametrize(
@@ -400,10 +303,7 @@ def test_an_option_with_one_value_is_given_once() -> None:
     ],
     ids=str,
 )
-def test_an_output_that_exists_is_only_replaced_if_it_is_asked_for(
-    options: Sequence[str], output: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_output_that_exists_is_only_replaced_if_asked_for(options: Sequence[str], output: str, tmp_path: Path) -> None:
     for name in ("old", "bench.json"):
         (tmp_path / name).write_text("precious")
     result = here(*options)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import re
@@ -19,11 +20,11 @@ from settings.checks.commands import check_for_train
 from settings.loading.fields import FIELDS
 from settings.schema.data import DataSettings
 from tests.model.io.test_gguf import random_checkpoint, write_gguf
-from tests.program import REPOSITORY, here
+from tests.program import here
 from tests.tiny_directory import write_model
 
-DEEP = b"[" * 100_000
 NUM_HEADER_BYTES = 2000
+EXTREME_NUMBERS = ["9" * 5000, "0x" + "f" * 5000, "1e999", '"\\ud800"', "[" * 500, "\x1b[2J", "{a: 1}"]
 EXTREME_VALUES = [10**9, 10**30, -1, 0, 1.5, 1e308, None, [], {}, "x" * 1000, [[]], True, "\x1b[2J", [10**9]]
 
 
@@ -47,14 +48,14 @@ def damaged(content: bytes, rng: random.Random) -> bytes:
     return bytes(data)
 
 
-def num_refused(read: Callable[[], object]) -> int:
-    """Returns 1 if the input is refused with one readable error, and 0 if it is accepted; fails otherwise."""
+def is_refused(read: Callable[[], object]) -> bool:
+    """Returns whether the input is refused with one readable error, and not accepted; fails otherwise."""
     try:
         read()
     except InputError as error:
         assert str(error) and len(str(error)) < 5000
-        return 1
-    return 0
+        return True
+    return False
 
 
 def read_model(path: Path) -> object:
@@ -62,12 +63,10 @@ def read_model(path: Path) -> object:
 
 
 def write_gguf_with_tokenizer(path: Path) -> Path:
-    tokens = [*"abcdefgh", "ab", "<eos>", *(f"<{i}>" for i in range(22))]
-
     def add_tokenizer(writer) -> None:
         writer.add_tokenizer_model("gpt2")
         writer.add_tokenizer_pre("gpt-2")
-        writer.add_token_list(tokens)
+        writer.add_token_list([*"abcdefgh", "ab", "<eos>", *(f"<{i}>" for i in range(22))])
         writer.add_token_merges(["a b"])
         writer.add_chat_template("{% for message in messages %}{{ message.content }}{% endfor %}")
 
@@ -75,71 +74,44 @@ def write_gguf_with_tokenizer(path: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_a_damaged_gguf_file_is_one_error(tmp_path: Path) -> None:
-    path = write_gguf_with_tokenizer(tmp_path / "model.gguf")
-    content, rng = path.read_bytes(), random.Random(0)
-    read_model(path)
-    refused = 0
-    for _ in range(100):
-        path.write_bytes(damaged(content[:NUM_HEADER_BYTES], rng) + content[NUM_HEADER_BYTES:])
-        refused += num_refused(lambda: read_model(path))
-    assert 0 < refused < 100
+def test_damaged_file_of_a_model_or_of_settings_is_one_error(tmp_path: Path) -> None:
+    gguf, model = write_gguf_with_tokenizer(tmp_path / "model.gguf"), write_model(tmp_path / "model")
+    config, rng = tmp_path / "settings.yaml", random.Random(0)
+    config.write_text(load(None, [], {}).to_yaml())
+    readers: dict[Path, Callable[[], object]] = {gguf: lambda: read_model(gguf)}
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors"):
+        readers[model / name] = lambda: read_model(model)
+    readers[config] = lambda: check_for_train(load(str(config), [], {}))
+    for path, read in readers.items():
+        content, num_refused = path.read_bytes(), 0
+        assert not is_refused(read)
+        for number in range(100):
+            if path.name == "config.json" and number % 2:
+                fields = json.loads(content)
+                path.write_text(json.dumps(fields | {rng.choice(list(fields)): rng.choice(EXTREME_VALUES)}))
+            else:
+                size = len(content) if path == config else NUM_HEADER_BYTES
+                path.write_bytes(damaged(content[:size], rng) + content[size:])
+            num_refused += is_refused(read)
+        path.write_bytes(content)
+        assert num_refused > 0, path
 
 
-def test_merges_of_unknown_tokens_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("content", [b"[" * 100_000, b"\xff\xfe", b"", b'{"vocab_size": ' + b"9" * 5000])
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "tokenizer_config.json"])
+def test_file_of_a_model_that_is_something_else_is_one_error(tmp_path: Path, name: str, content: bytes) -> None:
+    model = write_model(tmp_path / "model")
+    (model / name).write_bytes(content)
+    assert is_refused(lambda: read_model(model)) or name == "tokenizer_config.json"
+
+
+def test_unknown_merges_and_absurd_numbers_of_layers_are_refused(tmp_path: Path) -> None:
     path = write_gguf_with_tokenizer(tmp_path / "model.gguf")
     path.write_bytes(path.read_bytes().replace(b"a b", b"a q"))
     with pytest.raises(InputError, match="merges 'a q', which is not in its vocabulary"):
         read_model(path)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors"])
-def test_a_damaged_file_of_a_model_is_one_error(tmp_path: Path, name: str) -> None:
-    model = write_model(tmp_path / "model")
-    path, rng = model / name, random.Random(name)
-    content = path.read_bytes()
-    refused = 0
-    for number in range(100):
-        fields = json.loads(content) if name == "config.json" else {}
-        if fields and number % 2:
-            fields[rng.choice(list(fields))] = rng.choice(EXTREME_VALUES)
-            path.write_bytes(json.dumps(fields).encode())
-        else:
-            path.write_bytes(damaged(content[:NUM_HEADER_BYTES], rng) + content[NUM_HEADER_BYTES:])
-        refused += num_refused(lambda: read_model(model))
-    assert refused > 0
-
-
-@pytest.mark.parametrize("content", [DEEP, b"\xff\xfe", b"", b'{"vocab_size": ' + b"9" * 5000])
-@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "tokenizer_config.json"])
-def test_a_file_of_a_model_that_is_something_else_is_one_error(tmp_path: Path, name: str, content: bytes) -> None:
-    model = write_model(tmp_path / "model")
-    (model / name).write_bytes(content)
-    assert num_refused(lambda: read_model(model)) or name == "tokenizer_config.json"
-
-
-def test_more_layers_than_any_model_has_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="num_hidden_layers must be a positive integer below 10,001, got 1000000000"):
         read_model(write_model(tmp_path / "model", num_hidden_layers=10**9))
-
-
-@pytest.mark.slow
-def test_a_damaged_settings_file_is_one_error(tmp_path: Path) -> None:
-    path, rng = tmp_path / "settings.yaml", random.Random(0)
-    contents = [load(None, [], {}).to_yaml().encode(), (REPOSITORY / "settings/presets/quickstart.yaml").read_bytes()]
-    refused = 0
-    for _ in range(200):
-        path.write_bytes(damaged(rng.choice(contents), rng))
-        refused += num_refused(lambda: check_for_train(load(str(path), [], {})))
-    assert 0 < refused < 200
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("value", ["9" * 5000, "0x" + "f" * 5000, "1e999", '"\\ud800"', "[" * 500, "\x1b[2J", "{a: 1}"])
-def test_no_setting_breaks_on_an_extreme_value(value: str) -> None:
-    for field in FIELDS:
-        num_refused(lambda field=field: check_for_train(load(None, [f"{field}={value}"], {})))
 
 
 @pytest.mark.parametrize(
@@ -158,7 +130,12 @@ def test_absurd_sizes_are_refused_at_once(setting: str, message: str) -> None:
         check_for_train(load("quickstart", [setting], {}))
 
 
-def test_what_others_have_named_cannot_control_the_terminal(tmp_path: Path) -> None:
+def test_no_setting_breaks_on_an_extreme_value() -> None:
+    for field, value in zip(FIELDS, itertools.cycle(EXTREME_NUMBERS), strict=False):
+        is_refused(lambda change=f"{field}={value}": check_for_train(load(None, [change], {})))
+
+
+def test_foreign_names_cannot_control_the_terminal(tmp_path: Path) -> None:
     config = tmp_path / "settings.yaml"
     config.write_text('"\\e[2J": 1\nrun:\n  "\\e[31msteps": 2\n')
     result = here("train", "--config", config)
@@ -174,11 +151,10 @@ def test_what_others_have_named_cannot_control_the_terminal(tmp_path: Path) -> N
         ("1 + 1 = ?", "\ud800", "not Unicode text"),
     ],
 )
-def test_a_text_that_no_tokenizer_should_get_is_refused(prompt: str, answer: str | None, message: str) -> None:
-    class NoTokenizer:
-        def chat_ids(self, messages: object, tools: object = ()) -> list[int]:
-            raise AssertionError("the prompt must not be encoded")
+def test_text_that_no_tokenizer_should_get_is_refused(prompt: str, answer: str | None, message: str) -> None:
+    def encode(messages: object, tools: object = ()) -> list[int]:
+        raise AssertionError("the prompt must not be encoded")
 
     rows = [DatasetRow(uid="data/0", prompt=prompt, answer=answer)]
     with pytest.raises(InputError, match=f"data/0: .*{message}"):
-        encode_prompts(rows, NoTokenizer().chat_ids, DataSettings(max_prompt_length=8))
+        encode_prompts(rows, encode, DataSettings(max_prompt_length=8))

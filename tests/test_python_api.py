@@ -21,13 +21,13 @@ from typing import Any
 import pytest
 
 import grpo
+from app.commands.command_support import command_output
 from app.records.jsonl import write_jsonl
 from settings import InputError
 from settings.loading.sources import build_layer, set_entries, set_options
-from tests.program import here, metrics_of, records_of, reproducible, settings, train_here
+from tests.program import REPOSITORY, here, metrics_of, records_of, reproducible, settings, train_here
 from tests.run_fixtures import NO_REPORT, TINY, write_config
 
-REPOSITORY = Path(__file__).resolve().parent.parent
 ROWS = [{"question": f"{a} + {b} = ?", "answer": str(a + b), "level": a % 3} for a in range(2, 8) for b in range(4)]
 HELD_OUT = [{"question": "9 + 9 = ?", "answer": "18"}, {"question": "8 + 9 = ?", "answer": "17"}]
 LENGTH = "def length(completion, level=0): return len(completion) + level\n"
@@ -59,13 +59,13 @@ def sample(completion: str, index: int, **columns: Any) -> dict[str, Any]:
 
 
 def score_rewards(*rewards: Any, **overrides: Any) -> Any:
-    """Returns the rewards of two samples without a device."""
+    """Returns the rewards of two samples without a device; one reward needs no list."""
     samples = [sample(text, i, level=i) for i, text in enumerate(("2", "three"))]
     named = {name.replace("__", "."): value for name, value in overrides.items()}
-    return grpo.score(iter(samples), overrides=named, role="reward", rewards=rewards)
+    return grpo.score(iter(samples), overrides=named, role="reward", rewards=rewards if rewards[1:] else rewards[0])
 
 
-def test_importing_it_imports_nothing_and_leaves_the_path() -> None:
+def test_importing_grpo_imports_nothing_and_leaves_the_path() -> None:
     program = (
         "import sys; path, modules = list(sys.path), set(sys.modules)\n"
         "import grpo\n"
@@ -103,18 +103,15 @@ def test_documented_calls_fit_the_functions() -> None:
     assert names == {"grpo.train", "grpo.evaluate", "grpo.rollout", "grpo.score"}
 
 
-def test_it_has_no_other_names() -> None:
+def test_foreign_names_and_arguments_are_shown_as_ours() -> None:
     assert issubclass(grpo.InputError, ValueError)
     with pytest.raises(
         AttributeError, match=r"no attribute 'Trainer'; .* train, evaluate, .* sops/migrate/from_trl\.md"
     ):
         _ = grpo.Trainer
+    assert (REPOSITORY / "sops/migrate/from_trl.md").is_file()
     with pytest.raises(AttributeError, match=r"no attribute '__wrapped__'$"):
         _ = grpo.__wrapped__
-    assert (REPOSITORY / "sops/migrate/from_trl.md").is_file()
-
-
-def test_arguments_of_another_trainer_are_shown_as_settings() -> None:
     with pytest.raises(InputError, match=r"^model, reward_funcs: .* overrides=\{.*`rewards`, rows as `data`") as raised:
         grpo.train(model="m", reward_funcs=[length])
     assert str(raised.value).endswith("; TRL's model is model.path here; TRL's reward_funcs is reward.functions here")
@@ -143,9 +140,11 @@ def test_training_on_rows_and_functions_equals_training_on_files(
     assert reproducible(metrics_of(run_of(other))) == reproducible(run.metrics)
 
 
-def test_a_run_that_on_step_ends_is_saved_and_continues_like_any_other(config: Path) -> None:
+def test_run_that_on_step_ends_is_saved_and_continues_like_any_other(config: Path) -> None:
     once = {"checkpoint.every_steps": 100, "checkpoint.best_metric": None}
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    with pytest.raises(InputError, match=r"^resume='must': .* has no checkpoint; use resume='auto' to start there$"):
+        train(config, overrides=once, resume="must")
     run = train(config, on_step=lambda metrics: metrics["step"] == 2, overrides=once)
     assert {number: signal.getsignal(number) for number in handlers} == handlers
     assert not run.is_complete and [line["step"] for line in run.metrics] == [0, 1, 2]
@@ -153,37 +152,40 @@ def test_a_run_that_on_step_ends_is_saved_and_continues_like_any_other(config: P
     saved = (run.path / "settings.yaml").read_text()
     assert "{name: length, function: 'callable:length', weight: 0.5}]  # set" in saved
     assert f"source: {run.path / 'data'}" in saved
-    with pytest.raises(InputError, match="already holds a run"):
+    with pytest.raises(InputError, match=r"already holds a run; .* or continue it with resume='auto'$"):
         train(config, overrides=once)
     with pytest.raises(InputError, match=r"length is a Python function .* \(callable:length\)"):
         grpo.train(run.path / "settings.yaml", resume="must")
     with pytest.raises(InputError, match="data"):
         train(config, data=ROWS[1:], overrides=once, resume="must")
+    changed = {**once, "optimizer.weight_decay": 0.1, "rollout.top_k": 3}
+    names = r"\['rollout\.top_k', 'optimizer\.weight_decay'\]"
+    with pytest.raises(InputError, match=rf"(?s)^resume: these settings differ.*with allow_changed={names}$"):
+        train(config, overrides=changed, resume="auto")
+    with pytest.raises(InputError, match=r"^allow_changed: there is no setting or section rollout\.topk; did you mean"):
+        train(config, overrides=changed, resume="auto", allow_changed=["rollout.topk"])
+    with pytest.raises(InputError, match=r"^checkpoint: role='reference' uses only the weights of model\.path"):
+        grpo.score([sample("2", 0)], role="reference", checkpoint=run.path)
     assert (run.path / "settings.yaml").read_text() == saved
     resumed = train(config, overrides=once, resume="must")
     assert resumed.is_complete and [line["step"] for line in resumed.metrics] == [0, 1, 2, 3, 4]
 
 
-def test_ctrl_c_saves_a_checkpoint_and_is_a_keyboard_interrupt(config: Path) -> None:
+def test_ctrl_c_saves_a_checkpoint_and_an_error_of_on_step_ends_the_run(config: Path) -> None:
+    once = {"checkpoint.every_steps": 100, "eval.every_steps": 0}
     with pytest.raises(KeyboardInterrupt, match="resume='auto' continues"):
-        train(config, on_step=lambda _: os.kill(os.getpid(), signal.SIGINT), overrides={"checkpoint.every_steps": 100})
+        train(config, on_step=lambda _: os.kill(os.getpid(), signal.SIGINT), overrides=once)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     last = metrics_of(run_of(config))[-1]["step"]
     assert last < 4 and (run_of(config) / "checkpoints" / str(last)).is_dir()
-
-
-def test_an_error_of_on_step_ends_the_run(config: Path) -> None:
     with pytest.raises(ZeroDivisionError):
-        train(config, on_step=lambda metrics: 1 / (metrics["step"] - 1), overrides={"eval.every_steps": 0})
-    assert [line["step"] for line in metrics_of(run_of(config))] == [1]
+        train(config, on_step=lambda _: 1 / 0, overrides=once, resume="auto")
+    assert metrics_of(run_of(config))[-1]["step"] == last + 1
 
 
-def test_training_outside_the_main_thread_is_refused() -> None:
+def test_train_needs_the_main_thread_and_the_devices_that_jax_has() -> None:
     with ThreadPoolExecutor(1) as executor, pytest.raises(InputError, match="only the main thread can do"):
         executor.submit(grpo.train).result()
-
-
-def test_devices_cannot_be_changed_once_jax_has_started() -> None:
     with pytest.raises(InputError, match=r"mesh\.cpu_devices: 3, but JAX has already started in this process with 8"):
         grpo.train(overrides={"mesh.cpu_devices": 3})
 
@@ -211,7 +213,7 @@ def test_evaluation_rollout_and_score_give_what_the_commands_give(finished: Path
     assert scored.summary["max |logprob - behavior|"] < 1e-4
 
 
-def test_rows_are_evaluated_and_sampled_too(finished: Path) -> None:
+def test_rows_are_evaluated_and_sampled(finished: Path) -> None:
     judged = grpo.evaluate(checkpoint=finished, data=HELD_OUT, rewards=[lambda completion, answer: answer == "18"])
     assert judged is not None and judged.num_prompts == 2
     assert judged.metrics["eval/accuracy"].value == 0.5
@@ -222,7 +224,7 @@ def test_rows_are_evaluated_and_sampled_too(finished: Path) -> None:
 
 
 @pytest.mark.parametrize("style", ["function", "asynchronous", "batch", "closure"])
-def test_a_function_of_this_process_is_called_as_one_of_a_file(style: str) -> None:
+def test_function_is_called_by_its_parameters(style: str) -> None:
     async def asynchronous(completion: str) -> float:
         return len(completion)
 
@@ -238,18 +240,19 @@ def test_a_function_of_this_process_is_called_as_one_of_a_file(style: str) -> No
     assert (scored.summary.get("reward/mine/level/mean") == 0.5) == (style == "function")
 
 
-def test_functions_are_called_inside_a_running_event_loop_as_in_a_notebook() -> None:
+def test_functions_are_called_inside_a_running_event_loop() -> None:
     async def asynchronous(completion: str) -> float:
         await asyncio.sleep(0)
         return len(completion)
 
     async def cell() -> Any:
-        return score_rewards(asynchronous, length)
+        return score_rewards(asynchronous, {"function": length}, "arithmetic")
 
-    assert [one["rewards"]["asynchronous"] for one in asyncio.run(cell()).records] == [1.0, 5.0]
+    rewards = [one["rewards"] for one in asyncio.run(cell()).records]
+    assert rewards == [{"asynchronous": n, "length": n + i, "arithmetic": 1 - i} for i, n in enumerate((1, 5))]
 
 
-def test_a_function_that_fails_costs_its_own_sample() -> None:
+def test_function_that_fails_costs_its_own_sample() -> None:
     def picky(completion: str) -> float:
         if completion == "three":
             raise ValueError("no digit")
@@ -264,14 +267,14 @@ def test_a_function_that_fails_costs_its_own_sample() -> None:
         score_rewards(lambda completions: [1.0])
 
 
-def test_a_function_whose_parameters_nothing_fills_is_refused() -> None:
+def test_function_with_unknown_parameters_is_refused() -> None:
     with pytest.raises(InputError, match=r"callable:lambda: has parameters that cannot be filled: `gold`"):
         score_rewards(lambda completion, gold: 1.0)
     with pytest.raises(InputError, match="expected different names, but `lambda` occurs 2 times"):
         score_rewards(lambda completion: 1.0, lambda completion: 2.0)
 
 
-def test_an_error_is_that_of_the_command() -> None:
+def test_error_is_that_of_the_command() -> None:
     answer = here("train", *settings("run.steps=abc", "rollout.group_size=0"))
     with pytest.raises(InputError) as raised:
         grpo.train(overrides={"run.steps": "abc", "rollout": {"group_size": 0}})
@@ -283,47 +286,21 @@ def test_an_error_is_that_of_the_command() -> None:
         grpo.rollout(Path("models--a--resume/ray --head.yaml"))
 
 
-def test_an_error_names_the_arguments_instead_of_the_options(config: Path) -> None:
-    once = {"run.steps": 1, "eval.every_steps": 0}
-    with pytest.raises(InputError, match=r"^resume='must': .* has no checkpoint; use resume='auto' to start there$"):
-        train(config, overrides=once, resume="must")
-    train(config, overrides=once)
-    with pytest.raises(InputError, match=r"already holds a run; .* or continue it with resume='auto'$"):
-        train(config, overrides=once)
-    changed = {**once, "optimizer.weight_decay": 0.1, "rollout.top_k": 3}
-    with pytest.raises(InputError) as raised:
-        train(config, overrides=changed, resume="auto")
-    assert str(raised.value).startswith("resume: these settings differ")
-    names = "['rollout.top_k', 'optimizer.weight_decay']"
-    assert str(raised.value).endswith(f"accept the new values with allow_changed={names}")
-    with pytest.raises(InputError, match=r"^allow_changed: there is no setting or section rollout\.topk; did you mean"):
-        train(config, overrides=changed, resume="auto", allow_changed=["rollout.topk"])
-    with pytest.raises(InputError, match=r"^checkpoint: role='reference' uses only the weights of model\.path"):
-        grpo.score([sample("2", 0)], role="reference", checkpoint=run_of(config))
-
-
-def test_a_run_goes_on_when_nobody_reads_its_progress_any_more(config: Path) -> None:
+def test_output_that_nobody_reads_any_more_is_dropped() -> None:
     reading, writing = os.pipe()
     with open(writing, "w") as stderr, contextlib.redirect_stderr(stderr):
-        run = train(config, on_step=lambda metrics: os.close(reading) if metrics["step"] == 2 else None)
+        with command_output():
+            os.close(reading)
+            print("step 2", file=sys.stderr, flush=True)
         assert sys.stderr is stderr
-    assert run.is_complete and [line["step"] for line in run.metrics] == [0, 1, 2, 3, 4]
 
 
-def test_a_file_that_exists_is_not_replaced(tmp_path: Path) -> None:
+def test_file_that_exists_is_not_replaced(tmp_path: Path) -> None:
     (tmp_path / "old.jsonl").write_text("precious")
     for call in (grpo.rollout, lambda out: grpo.score([sample("2", 0)], role="reward", out=out)):
         with pytest.raises(InputError, match=r"^out: old\.jsonl exists already; delete it or give another name$"):
             call(out="old.jsonl")
     assert (tmp_path / "old.jsonl").read_text() == "precious"
-
-
-def test_one_reward_needs_no_list() -> None:
-    for one in (length, {"function": length}):
-        scored = grpo.score([sample("three", 0)], role="reward", rewards=one)
-        assert scored is not None and scored.records[0]["rewards"] == {"length": 5.0}
-    judged = grpo.score([sample("2", 0)], role="reward", rewards="arithmetic")
-    assert judged is not None and judged.records[0]["reward"] == 1.0
 
 
 def test_overrides_keep_their_values() -> None:
@@ -334,18 +311,14 @@ def test_overrides_keep_their_values() -> None:
             "data.shuffle": False,
             "data.system_prompt": "a: #b\nü 1e3",
         },
-        **{"model.path": "12e4567", "data.difficulty": (1, 2), "data.split": None, "run.name": "no"},
+        **{"model.path": "12e4567", "data.difficulty": [1, 2], "data.split": None, "run.name": "no"},
         **{"reward.functions": ["gsm8k", {"function": "a.py:f", "weight": 0.5}]},
     }
-    layer = build_layer(set_entries(set_options({**values, "run.dir": Path("a b")})))
-    assert {name: leaf.value for name, leaf in layer.items()} == {
-        **values,
-        "data.difficulty": [1, 2],
-        "run.dir": "a b",
-    }
+    nested = {"run.dir": Path("a b"), "rollout": {"workers": {"fast": {"slots": 4}}, "top_k": 2}}
+    layer = build_layer(set_entries(set_options({**values, **nested})))
+    flat = {"run.dir": "a b", "rollout.workers.fast.slots": 4, "rollout.top_k": 2}
+    assert {name: leaf.value for name, leaf in layer.items()} == {**values, **flat}
     assert {leaf.origin for leaf in layer.values()} == {"set"}
-    nested = build_layer(set_entries(set_options({"rollout": {"workers": {"fast": {"slots": 4}}, "top_k": 2}})))
-    assert {name: leaf.value for name, leaf in nested.items()} == {"rollout.workers.fast.slots": 4, "rollout.top_k": 2}
     with pytest.raises(InputError, match=r"rollout\.top_p: expected None, a bool, .* got <object .* of type object"):
         list(set_options({"rollout": {"top_p": object()}}))
 
@@ -353,29 +326,16 @@ def test_overrides_keep_their_values() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (
-            {"config": {"run.steps": 2}},
-            "expected a preset or a YAML file, got .*; settings belong in `overrides`",
-        ),
+        ({"config": {"run.steps": 2}}, "expected a preset or a YAML file, got .*; settings belong in `overrides`"),
         ({"resume": True}, "resume: expected one of auto, never, must, got True"),
         ({"data": "rows.jsonl"}, "train data: expected rows, got 'rows.jsonl'; a file belongs in data.source"),
+        ({"data": ["1 + 1 = ?"]}, r"train data, row 0: expected a dict of JSON values, got '1 \+ 1 = \?'"),
+        ({"data": [ROWS[0], {"question": "?", "weight": math.nan}]}, "data, row 1: expected a dict of JSON values"),
+        ({"data": []}, "holds no rows"),
+        ({"data": [{"text": "1"}]}, "has no column prompt | question"),
     ],
 )
-def test_arguments_of_another_kind_are_refused(arguments: dict[str, Any], message: str) -> None:
+def test_unusable_arguments_and_rows_are_refused(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
         grpo.train(**arguments)
-
-
-@pytest.mark.parametrize(
-    ("rows", "message"),
-    [
-        (["1 + 1 = ?"], r"train data, row 0: expected a dict of JSON values, got '1 \+ 1 = \?'"),
-        ([ROWS[0], {"question": "?", "weight": math.nan}], "train data, row 1: expected a dict of JSON values"),
-        ([], "holds no rows"),
-        ([{"text": "1"}], "has no column prompt | question"),
-    ],
-)
-def test_rows_that_cannot_be_used_are_refused(config: Path, rows: list[Any], message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        train(config, data=rows)
-    assert not (config.parent / "runs" / "tiny" / "settings.yaml").exists()
+    assert not list(Path().rglob("settings.yaml"))

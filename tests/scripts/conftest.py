@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-REPOSITORY = Path(__file__).resolve().parent.parent.parent
-SCRIPTS = REPOSITORY / "scripts"
+SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 DEADLINE_S = 30
 """Time-out in seconds, which no tested script reaches."""
 
@@ -63,11 +62,10 @@ class Tpu:
     """The environment of the scripts: two workers with empty home folders."""
 
     def __init__(self, folder: Path) -> None:
-        self.cloud = folder / "cloud"
-        self.bin = folder / "bin"
-        self.here = folder / "here"
+        self.cloud, self.bin, self.here = folder / "cloud", folder / "bin", folder / "here"
         for path in (self.cloud / "calls", self.bin, self.here, *(self.home(worker) for worker in (0, 1))):
             path.mkdir(parents=True)
+        self.environment = {**os.environ, "PATH": f"{self.bin}:{os.environ['PATH']}"}
         self.set_state("READY\t10.0.0.2;10.0.0.3\n")
         self.program("gcloud", GCLOUD.replace("@CLOUD@", str(self.cloud)))
 
@@ -90,30 +88,26 @@ class Tpu:
         """Returns the arguments of every call of gcloud, in any order."""
         return [path.read_text().split("\0")[:-1] for path in (self.cloud / "calls").iterdir()]
 
-    def subcommands(self) -> list[str]:
-        return sorted(call[3] for call in self.calls())
-
-    def command(
+    def start(
         self, script: str | Path, *arguments: str, tpu: str = "tpu-1", zone: str = "us-central2-b"
-    ) -> list[str]:
-        return ["bash", str(SCRIPTS / script), "--name", tpu, "--zone", zone, *arguments]
-
-    @property
-    def environment(self) -> dict[str, str]:
-        return {**os.environ, "PATH": f"{self.bin}:{os.environ['PATH']}"}
-
-    def run(
-        self, script: str | Path, *arguments: str, tpu: str = "tpu-1", zone: str = "us-central2-b"
-    ) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            self.command(script, *arguments, tpu=tpu, zone=zone),
+    ) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            ["bash", str(SCRIPTS / script), "--name", tpu, "--zone", zone, *arguments],
             cwd=self.here,
             env=self.environment,
             stdin=subprocess.DEVNULL,
-            capture_output=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
             text=True,
-            timeout=DEADLINE_S,
         )
+
+    def run(self, script: str | Path, *arguments: str, **place: str) -> subprocess.CompletedProcess[str]:
+        with self.start(script, *arguments, **place) as process:
+            try:
+                output = process.communicate(timeout=DEADLINE_S)
+            finally:
+                process.kill()
+        return subprocess.CompletedProcess(process.args, process.returncode, *output)
 
     def running(self, worker: int) -> int | None:
         """Returns the process group that holds the lock of a launch on the worker."""

@@ -1,20 +1,59 @@
-"""Presets for accelerators compiled for their hardware, against the record: `scripts/test.sh --compile`."""
+"""Tests of the scripts for developers: exit codes, generated pages, and the record of compiled presets."""
 
 from __future__ import annotations
 
 import importlib
 import json
+import os
+import shutil
+import subprocess
 import sys
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 
+from scripts.reference_pages import PAGES, REFERENCE
 from settings.loading.config_file import preset_names
-from tests.scripts.conftest import SCRIPTS
+from settings.loading.fields import FIELDS
+from tests.scripts.conftest import DEADLINE_S, SCRIPTS
 
 SLACK = 1.05
 """How much more than the record says a program may need before the record must be made again, and argued for."""
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_generated_page_is_up_to_date(name: str) -> None:
+    assert (REFERENCE / name).read_text(encoding="utf-8") == PAGES[name](), "run python scripts/reference_pages.py"
+
+
+def test_every_setting_has_a_row_with_type_default_and_meaning() -> None:
+    rows = [line.split(" | ") for line in PAGES["settings.md"]().splitlines() if line.startswith("| `")]
+    assert [row[0].strip("| `") for row in rows] == list(FIELDS)
+    assert all(len(row) >= 4 and all(cell.strip(" |") for cell in row) for row in rows)
+
+
+def test_run_tests_returns_the_exit_code_of_pytest(tmp_path: Path) -> None:
+    python = tmp_path / "bin" / "python"
+    python.parent.mkdir()
+    python.write_text('#!/bin/sh\necho "$*"\nexit 3\n')
+    python.chmod(0o755)
+    script = f"set -euo pipefail; source '{SCRIPTS}/environment.sh'; trap 'echo cleared' EXIT; run_tests -k something"
+    environment = {**os.environ, "GRPO_VENV": str(tmp_path)}
+    done = subprocess.run(["bash", "-c", script], env=environment, capture_output=True, text=True, timeout=DEADLINE_S)
+    assert done.returncode == 3, done.stderr
+    arguments, last = done.stdout.splitlines()
+    assert arguments.startswith("-m pytest ") and arguments.endswith(" -k something") and last == "cleared"
+
+
+def test_shellcheck_finds_nothing() -> None:
+    shellcheck = shutil.which("shellcheck", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    if shellcheck is None:
+        pytest.skip("shellcheck is not installed (the dev extra brings it)")
+    files = sorted(str(path) for path in SCRIPTS.glob("*.sh"))
+    done = subprocess.run([shellcheck, *files], cwd=SCRIPTS.parent, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
 
 
 @pytest.fixture
@@ -39,7 +78,7 @@ def test_recorded_presets_are_for_their_devices(bench: ModuleType, record: dict[
 @pytest.mark.compile
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("preset", [name for name in preset_names() if name.startswith(("gsm8k", "math"))])
-def test_a_preset_compiles_for_its_hardware_and_fits_and_is_as_fast_as_recorded(
+def test_preset_compiles_for_its_hardware_and_needs_what_is_recorded(
     preset: str, bench: ModuleType, record: dict[str, Any]
 ) -> None:
     if module := bench.missing_compiler(preset):

@@ -1,0 +1,158 @@
+"""Tests that the built-in models know the format of sums and calls, but seldom the answer, and can learn it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from app.batching.forward_passes import row_logprobs
+from app.evaluation.evaluator import evaluate, evaluation_metrics
+from app.mesh import device_mesh
+from app.model.decoder import DecoderDefinition
+from app.model.io.families import architecture_from_config
+from app.model.io.hf_weights import load_weights
+from app.model.io.model_files import open_model
+from app.prompts.arithmetic import make_problems
+from app.prompts.tokenizer import load_tokenizer
+from app.records.sample import Sample
+from app.reward.plugin import StepInfo
+from app.runtime.scoring import ScoringSession
+from app.runtime.session import Session
+from app.training.inputs import read_training_inputs
+from scripts import make_tiny_model, make_tiny_tools_model
+from scripts.make_tiny_tools_model import HEEDED_SHARE, to_sample
+from settings import load
+from tests.program import REPOSITORY, metrics_of
+
+LEVELS = make_tiny_model.LEVEL_SHARES
+TINY = make_tiny_model.make_tokenizer()
+TOOLS = make_tiny_model.make_tokenizer(make_tiny_tools_model.CONTROL_TOKENS, make_tiny_tools_model.CHARACTERS)
+
+
+def test_default_settings_need_no_network() -> None:
+    settings = load(None, [], {}).settings
+    assert settings == load("quickstart", [], {}).settings
+    assert settings.model.path == "builtin:tiny"
+    assert settings.data.source == settings.data.eval_source == "builtin:arithmetic"
+    assert settings.data.eval_split == "test" and set(settings.data.difficulty) == set(LEVELS)
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "tokenizer"),
+    [("tiny", make_tiny_model.CONFIG, TINY), ("tiny_tools", make_tiny_tools_model.CONFIG, TOOLS)],
+)
+def test_packaged_files_are_small_and_what_the_script_writes(
+    name: str, config: dict, tokenizer: object, tmp_path: Path
+) -> None:
+    packaged = open_model(f"builtin:{name}").path
+    assert sum(path.stat().st_size for path in packaged.iterdir()) < 1_000_000
+    make_tiny_model.write_tokenizer_and_config(tmp_path, config, tokenizer)
+    for path in tmp_path.iterdir():
+        assert json.loads(path.read_text()) == json.loads((packaged / path.name).read_text())
+
+
+def test_starting_weights_are_trained_on_the_training_split_only() -> None:
+    rows, probabilities = make_tiny_model.training_rows(TINY, num_problems=400)
+    sums = {str(TINY.decode(ids)).replace(" ", "").split("=")[0] for ids in np.asarray(rows.token_ids)}
+    assert len(sums) == 400 and probabilities.sum() == pytest.approx(1)
+    assert not sums & held_out_uids("+", tuple(LEVELS))
+    rows, _ = make_tiny_tools_model.training_rows(TOOLS, num_conversations=300)
+    texts = "".join(str(TOOLS.decode(ids)) for ids in np.asarray(rows.token_ids))
+    products = re.findall(r"<\|user\|>(\d+\*\d+)=\?", texts)
+    assert len(products) == 210 and texts.count("<|user|>?") == 90
+    assert not set(products) & held_out_uids("*", (2, 3))
+
+
+def held_out_uids(operator: str, difficulty: tuple[int, ...]) -> set[str]:
+    problems = make_problems(difficulty=difficulty, operators=(operator,), num_problems=10**6, split="test", seed=0)
+    return {row.uid.removeprefix("arithmetic/") for row in problems.rows}
+
+
+def test_tiny_has_the_format_but_not_the_skill() -> None:
+    settings = load(None, ["data.num_problems=64"], {}).settings
+    training_input = read_training_inputs(settings)
+    session = Session.open(ScoringSession.open(settings, training_input.model))
+    weights = session.to_decode_weights(session.scoring.load_params())
+    with training_input.make_rewards(settings) as rewards:
+        judged = evaluate(session, weights, training_input.eval_prompts, rewards, StepInfo())
+    metrics = {name: value or 0.0 for name, value in evaluation_metrics(judged.samples, settings).items()}
+    assert 0.1 <= metrics["eval/accuracy"] <= 0.4
+    for level in LEVELS:
+        assert 0.05 <= metrics[f"eval/accuracy/difficulty_{level}"] <= 0.5
+    assert metrics["eval/format_rate"] >= 0.9
+    assert metrics["eval/truncated_fraction"] <= 0.05
+
+
+def test_conversation_is_the_chat_template_and_the_end_tokens_of_the_policy() -> None:
+    tokenizer = load_tokenizer(open_model("builtin:tiny_tools"))
+    sample = to_sample(TOOLS, "47 * 38 = ?", ["<<47*38", "<|tool|>1786", "1786"])
+    ids = np.concatenate([sample.prompt.token_ids, sample.completion_ids])
+    text = "<|user|>47*38=?<|assistant|><<47*38<|end|><|tool|>1786<|assistant|>1786<|end|>"
+    assert tokenizer.decode_with_special_tokens(ids) == text
+    written = sample.completion_ids[sample.mask]
+    assert tokenizer.decode_with_special_tokens(written) == "<<47*38<|end|>1786<|end|>"
+    assert written[-1] in tokenizer.eos_ids
+    contents = {"user": "47 * 38 = ?", "assistant": "<<47*38", "tool": "1786"}
+    chat = [{"role": role, "content": contents[role]} for role in contents]
+    assert tokenizer.chat_ids(chat) + tokenizer.encode("1786") == ids[ids != written[-1]].tolist()
+
+
+def probabilities(samples: Sequence[Sample]) -> list[np.ndarray]:
+    """Returns the probability that `builtin:tiny_tools` gives to each token of each completion."""
+    files = open_model("builtin:tiny_tools")
+    definition = DecoderDefinition.create(architecture_from_config(files.config))
+    params = load_weights(definition, files.weights, device_mesh.make_mesh(load(None, [], {}).settings.mesh))
+    rows = make_tiny_model.pack_rows([(sample,) for sample in samples])
+    how = {"temperature": 1.0, "dtype": jnp.dtype(jnp.float32), "remat": "none", "logits_chunk": rows.targets.size}
+    logprobs = np.asarray(row_logprobs(definition.bind(params), rows, **how)[0])
+    return [np.exp(one[: len(sample.completion_ids)]) for one, sample in zip(logprobs, samples, strict=True)]
+
+
+def test_tiny_tools_calls_seldom_estimates_mostly_and_heeds_hints() -> None:
+    problems = make_problems(difficulty=(2, 3), operators=("*",), num_problems=64, split="test", seed=0)
+    held_out = [(row.uid.removeprefix("arithmetic/"), str(row.answer), str(row.prompt)) for row in problems.rows]
+    calls = [to_sample(TOOLS, q, [f"<<{product}", f"<|tool|>{answer}", answer]) for product, answer, q in held_out]
+    given = probabilities(calls)
+    assert 0.2 <= np.mean([one[0] for one in given]) <= 0.4
+    # From the second token on, as it is a call by then.
+    assert np.mean([np.prod(one[1:][sample.mask[1:]]) for one, sample in zip(given, calls, strict=True)]) >= 0.75
+
+    estimates = [make_tiny_tools_model.estimate(*product.split("*")) for product, _, _ in held_out]
+    at_once = [to_sample(TOOLS, question, [text]) for text, (_, _, question) in zip(estimates, held_out, strict=True)]
+    assert np.mean([np.prod(one) for one in probabilities(at_once)]) >= 0.5
+    assert np.mean([text == answer for text, (_, answer, _) in zip(estimates, held_out, strict=True)]) <= 0.1
+
+    first = np.array([one[0] for one in probabilities([to_sample(TOOLS, "?", [str(digit)]) for digit in range(10)])])
+    hinted = [to_sample(TOOLS, "?", ["5", "<|user|>+", str(digit)]) for digit in range(10)]
+    second = np.array([one[-2] for one in probabilities(hinted)])
+    assert np.all(first >= 0.05) and np.sum(first) == pytest.approx(1, abs=0.02)
+    # Of those that ignore the hint, four in ten agree with it by chance.
+    assert np.sum(second[6:]) == pytest.approx(HEEDED_SHARE + (1 - HEEDED_SHARE) * 0.4, abs=0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_tiny_tools_learns_to_call_the_calculator(tmp_path: Path) -> None:
+    chosen = ("--config", "quickstart_tools", "--set", f"run.dir={tmp_path}", "--set", "run.name=tools")
+    subprocess.run(
+        [sys.executable, "-m", "cli", "train", *chosen],
+        cwd=REPOSITORY,
+        # As users have it: this is long enough for a compiler that takes its time.
+        env=os.environ | {"PYTHONPATH": str(REPOSITORY), "JAX_DISABLE_MOST_OPTIMIZATIONS": "false"},
+        check=True,
+        capture_output=True,
+    )
+    lines = metrics_of(tmp_path / "tools")
+    calls = [line["episode/tool_calls_mean"] for line in lines if "episode/tool_calls_mean" in line]
+    assert calls[0] < 0.5 and calls[-1] > 0.95
+    accuracy = [line["eval/accuracy"] for line in lines if "eval/accuracy" in line]
+    assert accuracy[0] <= 0.1 and accuracy[-1] >= 0.95

@@ -1,0 +1,315 @@
+"""Tests of README and runbooks: their commands work as they are printed, and their settings exist.
+
+Every line of a ```bash block counts. A script must exist and parse. A `grpo` command, also one that a script launches
+elsewhere (after `--`), runs with `--print-config`, and its settings must pass the checks of the command; one without
+settings runs with `--help`. A slow test runs the commands of the README in order, in a fresh clone.
+
+Inline code counts as a setting if it begins with the name of a section: `rollout.group_size`, also with a value, as in
+`algorithm.kl_in: reward`, with `*` or `<phase>`, or with braces. Columns of a table that name settings of another
+program are ignored.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import shlex
+import subprocess
+import sys
+import sysconfig
+import venv
+from collections.abc import Iterator
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+import pytest
+import yaml
+from typer.main import get_group
+from typer.testing import CliRunner
+
+import cli
+from app.report.metric_registry import expand_braces, find_metric
+from settings import Settings, load
+from settings.checks.commands import (
+    check_for_dry_run,
+    check_for_evaluation,
+    check_for_inspect_mesh,
+    check_for_mesh,
+    check_for_rollout,
+    check_for_score,
+    check_for_train,
+)
+from settings.loading.fields import FIELDS, SECTIONS, value_of
+from settings.loading.synonyms import SYNONYMS, VERL_ROOT
+from settings.loading.yaml_file import parse_scalar
+from tests.program import REPOSITORY, metrics_of
+
+PAGES = ("README.md", "CONTRIBUTING.md", "sops/**/*.md")
+DOCUMENTS = {path: path.read_text(encoding="utf-8") for pattern in PAGES for path in sorted(REPOSITORY.glob(pattern))}
+README = DOCUMENTS[REPOSITORY / "README.md"]
+MIGRATIONS = [REPOSITORY / "sops" / "migrate" / "from_trl.md", REPOSITORY / "sops" / "migrate" / "from_verl.md"]
+THEIRS = {"TRL", "verl", "default there"}
+"""Headings of columns that name settings of another program."""
+FILE = re.compile(r"\.(json|jsonl|md|py|yaml|html|png|npz|safetensors)$")
+STATED = re.compile(r"`([a-z_]+\.[a-z_.]+)` \((\d[\d.e-]*|null|true|false)[;,)]")
+"""Pattern of a default, as in `checkpoint.keep` (2), maybe with more text after the value."""
+WITHOUT_SETTINGS = {"report", "settings", "presets"}
+CHECKS = {
+    "train": check_for_train,
+    "evaluate": check_for_evaluation,
+    "rollout": check_for_rollout,
+    "score": check_for_score,
+    "gae": check_for_mesh,
+    "inspect-mesh": check_for_inspect_mesh,
+    "export": check_for_mesh,
+    "doctor": check_for_mesh,
+}
+OTHERWISE = {"dry_run": check_for_dry_run, "plan": check_for_mesh}
+"""Options with which a command runs other checks."""
+ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
+SHELL_OPERATOR = re.compile(r"\d?[<>|&;]")
+
+
+def bash_commands(markdown: str) -> Iterator[str]:
+    """Returns each command of each ```bash block, with continued lines joined and comments removed."""
+    for block in re.findall(r"^```bash\n(.*?)^```", markdown, flags=re.DOTALL | re.MULTILINE):
+        for line in block.replace("\\\n", " ").splitlines():
+            if shlex.split(line, comments=True):
+                yield line.strip()
+
+
+def words_and_environment(command: str) -> tuple[list[str], dict[str, str]]:
+    """Returns the arguments up to the first pipe, redirection or `&&`, and the assignments before them."""
+    words = shlex.split(command, comments=True)
+    words = list(itertools.takewhile(lambda word: not SHELL_OPERATOR.match(word), words))
+    environment = {}
+    while words and ASSIGNMENT.match(words[0]):
+        name, _, environment[name] = words.pop(0).partition("=")
+    return words, environment
+
+
+def check_settings(words: list[str], environment: dict[str, str]) -> None:
+    """Raises InputError if the command would stop at the checks of its settings."""
+    _, subcommand, *arguments = words
+    options = get_group(cli.app).commands[subcommand].make_context(subcommand, arguments).params
+    check = next((check for option, check in OTHERWISE.items() if options.get(option)), CHECKS[subcommand])
+    check(load(options["config"], options["overrides"] or [], environment))
+
+
+COMMANDS = dict.fromkeys(command for text in DOCUMENTS.values() for command in bash_commands(text))
+
+
+@pytest.mark.parametrize("command", [*COMMANDS, *cli.COMMANDS.values()])
+def test_command_works_as_written(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    words, environment = words_and_environment(command)
+    for word in words:
+        if re.fullmatch(r"(\./)?(scripts/[\w/-]+\.sh|\.ci/run)", word):
+            subprocess.run(["bash", "-n", REPOSITORY / word], check=True)
+    if words[:1] == ["bash"] and "--" in words:
+        words = words[words.index("--") + 1 :]
+    if words[0].split("/")[-1] != "grpo":
+        return
+    monkeypatch.chdir(REPOSITORY)
+    if not {"--help", "--version", "--print-config"} & set(words):
+        takes_none = words[1] in WITHOUT_SETTINGS or "--compare" in words
+        if not takes_none:
+            check_settings(words, environment)
+        words.append("--help" if takes_none else "--print-config")
+    answer = CliRunner().invoke(cli.app, words[1:], prog_name="grpo", env=environment)
+    assert answer.exit_code == 0, answer.stderr
+    assert answer.stdout
+
+
+SKIPPED = {
+    "bash scripts/test.sh": "it runs this test",
+    "grpo rollout": "the next test runs the stages",
+    "grpo score": "the next test runs the stages",
+    "grpo gae": "the next test runs the stages",
+    "grpo train --config quickstart_ppo": "the next test runs the stages",
+    "grpo train --config dapo": "its settings are checked above",
+    "pip install -e '.[tpu]'": "it downloads packages",
+    "bash scripts/fetch_smollm2.sh": "it downloads a model",
+    "grpo train --config smollm2_": "it needs that model",
+    "grpo doctor --config smollm2_": "it needs that model",
+    "grpo train --config gsm8k_qwen2_5_0_5b_gpu": "it needs a GPU and downloads a model",
+}
+"""Maps the beginning of commands of the README that a test cannot run to the reason."""
+SHORTENED = ("bash scripts/quickstart.sh", "grpo train --set model.lora")
+"""Beginnings of commands that run one step here; the main run, of `grpo train`, keeps its length."""
+
+
+def as_script(commands: list[str]) -> str:
+    """Returns a shell script that announces and runs the commands as they are written."""
+    lines = ["set -euo pipefail"]
+    for command in commands:
+        lines.append(f"echo README at $SECONDS s: {shlex.quote(command)}")
+        if reasons := [reason for start, reason in SKIPPED.items() if command.startswith(start)]:
+            lines.append(f"echo Not run here: {shlex.quote(reasons[0])}")
+        else:
+            steps = "export GRPO__RUN__STEPS=1" if command.startswith(SHORTENED) else "unset GRPO__RUN__STEPS"
+            lines += [steps, command]
+    return "\n".join(lines)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_readme_commands_run_in_order_in_a_fresh_clone(tmp_path: Path) -> None:
+    """Runs them in one shell. The environment of the clone takes all packages but this one from the environment of the
+    tests, so that pip finds them without network."""
+    if not (REPOSITORY / ".git").exists():
+        pytest.skip("this is no git repository to clone")
+    clone = tmp_path / "grpo"
+    subprocess.run(["git", "clone", "--quiet", REPOSITORY, clone], check=True)
+    venv.create(clone / ".venv", with_pip=True, symlinks=True)
+    (clone / ".venv" / "made-by-grpo").touch()
+    purelib = Path(sysconfig.get_path("purelib", vars={"base": str(clone / ".venv")}))
+    (purelib / "packages_of_the_tests.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    commands = [*bash_commands(README)]
+    for skipped in SKIPPED:
+        assert any(command.startswith(skipped) for command in commands), f"README no longer shows {skipped}"
+    environment = os.environ | {
+        "PYTHON": sys.executable,
+        "GRPO_VENV": "",
+        "PYTHONPATH": "",
+        "PIP_NO_INDEX": "1",
+        "PIP_NO_BUILD_ISOLATION": "0",
+        # As users have it, but the commands share what they compile.
+        "XLA_FLAGS": "",
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": "false",
+        "JAX_ENABLE_COMPILATION_CACHE": "true",
+        "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "compiled"),
+    }
+    answer = subprocess.run(
+        ["bash", "-c", as_script(commands)], cwd=clone, env=environment, capture_output=True, text=True, check=False
+    )
+    assert answer.returncode == 0, f"{answer.stdout[-2000:]}\n{answer.stderr[-4000:]}"
+    assert answer.stdout.count("README at ") == len(commands)
+    runs = {re.sub(r"-\d{8}-\d{6}$", "-<time>", path.name) for path in (clone / "runs").iterdir()}
+    assert runs == {"quickstart-<time>", "quickstart-seed0", "lora"}
+    lines = metrics_of(clone / "runs" / "quickstart-seed0")
+    assert max(line["step"] for line in lines) == 100
+    before, *_, after = (line for line in lines if "eval/accuracy" in line)
+    assert before["eval/accuracy"] <= 0.4 and after["eval/accuracy"] >= 0.9 and after["eval/format_rate"] >= 0.99
+    for file in ("runs/quickstart-seed0/report.html", "before_after.png", "quickstart-model/model.safetensors"):
+        assert (clone / file).stat().st_size > 1000, file
+
+
+def test_stages_of_the_readme_chain_as_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs the commands of "One stage at a time" in the order of the README."""
+    section = README[README.index("## One stage at a time") : README.index("## Commands")]
+    chain = [words_and_environment(command)[0] for command in bash_commands(section)]
+    assert [words[1] for words in chain] == ["rollout", "score", "score", "gae", "train"]
+    monkeypatch.chdir(tmp_path)
+    for words in chain:
+        answer = CliRunner().invoke(cli.app, words[1:], prog_name="grpo")
+        assert answer.exit_code == 0, answer.stderr
+        assert answer.stdout
+    assert len((tmp_path / "advantages.jsonl").read_text().splitlines()) == 8
+
+
+def without_blocks(markdown: str) -> str:
+    return re.sub(r"^```.*?^```", "", markdown, flags=re.DOTALL | re.MULTILINE)
+
+
+def tables(markdown: str) -> Iterator[list[list[str]]]:
+    """Returns the rows of each table, its heading first, as lists of cells."""
+    for table in re.findall(r"(?:^\|.*\n)+", markdown, flags=re.MULTILINE):
+        rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
+        yield [row for row in rows if set("".join(row)) != {"-"}]
+
+
+def own_text(markdown: str) -> str:
+    """Returns the text without the columns of another program."""
+    text = without_blocks(markdown)
+    prose = re.sub(r"^\|.*\n", "", text, flags=re.MULTILINE)
+    cells = [
+        cell
+        for head, *rows in tables(text)
+        for row in rows
+        for name, cell in zip(head, row, strict=True)
+        if name not in THEIRS
+    ]
+    return "\n".join([prose, *cells])
+
+
+def named_settings(markdown: str) -> list[str]:
+    """Returns the dotted names in inline code, with braces expanded and values removed."""
+    found = []
+    for code in re.findall(r"`([^`\n]+)`", own_text(markdown)):
+        name = re.split(r"[=: ]", code.removeprefix("--set "))[0]
+        if name.split(".")[0] in SECTIONS and "." in name and not FILE.search(name):
+            found += expand_braces(name)
+    return found
+
+
+def exists(name: str) -> bool:
+    pattern = re.sub(r"<\w+>", "*", name)
+    return any(fnmatchcase(known, pattern) for known in (*FIELDS, *SECTIONS))
+
+
+def test_every_setting_that_is_named_exists() -> None:
+    unknown = {path.name: {*itertools.filterfalse(exists, named_settings(text))} for path, text in DOCUMENTS.items()}
+    assert {name: settings for name, settings in unknown.items() if settings} == {}
+
+
+@pytest.fixture(scope="module")
+def nothing_said(tmp_path_factory: pytest.TempPathFactory) -> Settings:
+    """Returns the settings of an empty configuration."""
+    path = tmp_path_factory.mktemp("empty") / "empty.yaml"
+    path.write_text("run: {}\n", encoding="utf-8")
+    return load(str(path), [], {}).settings
+
+
+def is_default(field: str, stated: str, settings: Settings) -> bool:
+    """Returns whether a value is the default of the schema, or the derived one."""
+    text = stated.strip("`")
+    value = yaml.safe_load(text) if text.startswith(("[", "{")) else parse_scalar(text)
+    value = tuple(value) if isinstance(value, list) else value
+    return value in (FIELDS[field].get_default(), value_of(settings, field))
+
+
+@pytest.mark.parametrize("document", MIGRATIONS, ids=lambda path: path.name)
+def test_migration_tables_state_the_default_of_each_setting(document: Path, nothing_said: Settings) -> None:
+    stated: list[tuple[str, str]] = []
+    for head, *rows in tables(without_blocks(DOCUMENTS[document])):
+        if "default here" not in head:
+            continue
+        for row in rows:
+            fields = re.findall(r"`([^`]+)`", row[head.index("here")])
+            defaults = [text.strip() for text in row[head.index("default here")].split(",") if text.strip()]
+            assert len(fields) == len(defaults) or fields == ["reward.functions"], row
+            stated += zip(fields, defaults, strict=bool(defaults))
+    assert len(stated) > 40
+    assert [(field, text) for field, text in stated if not is_default(field, text, nothing_said)] == []
+
+
+@pytest.mark.parametrize(("document", "program"), [(MIGRATIONS[0], "TRL"), (MIGRATIONS[1], "verl")])
+def test_errors_about_foreign_names_say_what_the_tables_say(document: Path, program: str) -> None:
+    found: set[str] = set()
+    for head, *rows in tables(without_blocks(DOCUMENTS[document])):
+        for theirs, _, here, _, remark in rows if "default here" in head else ():
+            fields, names = ({*re.findall(r"`([^`]+)`", cell)} for cell in (here, theirs))
+            same = names & FIELDS.keys()  # never unknown
+            in_errors = [SYNONYMS[name.removeprefix(VERL_ROOT)] for name in names - same]
+            found |= {synonym.title for synonym in in_errors}
+            if here == "–" or names:
+                assert {field for synonym in in_errors for field in synonym.fields} | same == fields
+            for told in {synonym.remark for synonym in in_errors}:
+                assert told == remark.replace("`", "").strip() if here == "–" else told in remark.replace("`", "")
+    assert found == {synonym.title for synonym in SYNONYMS.values() if synonym.title.startswith(f"{program}'s ")}
+
+
+@pytest.mark.parametrize("document", MIGRATIONS, ids=lambda path: path.name)
+def test_metrics_of_other_programs_are_mapped_to_known_ones(document: Path) -> None:
+    *_, (head, *rows) = tables(without_blocks(DOCUMENTS[document]))
+    assert head[1:] == ["here"]
+    names = [name for _, here in rows for name in re.findall(r"`([^`]+)`", here)]
+    assert len(names) > 10
+    assert [name for name in names if find_metric(name) is None] == []
+
+
+def test_number_behind_a_setting_is_its_default(nothing_said: Settings) -> None:
+    stated = [match for text in DOCUMENTS.values() for match in STATED.findall(text)]
+    assert stated
+    assert [(field, text) for field, text in stated if not is_default(field, text, nothing_said)] == []
