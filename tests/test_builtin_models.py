@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -51,7 +52,7 @@ def test_default_settings_need_no_network() -> None:
     [("tiny", make_tiny_model.CONFIG, TINY), ("tiny_tools", make_tiny_tools_model.CONFIG, TOOLS)],
 )
 def test_packaged_files_are_small_and_what_the_script_writes(
-    name: str, config: dict, tokenizer: object, tmp_path: Path
+    name: str, config: dict[str, Any], tokenizer: Any, tmp_path: Path
 ) -> None:
     packaged = open_model(f"builtin:{name}").path
     assert sum(path.stat().st_size for path in packaged.iterdir()) < 1_000_000

@@ -32,12 +32,15 @@ def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def grpo(*arguments: str, environ: dict[str, str] | None = None, **streams: int) -> subprocess.CompletedProcess[str]:
+def grpo(
+    *arguments: str, environ: dict[str, str] | None = None, stdout: int = subprocess.PIPE
+) -> subprocess.CompletedProcess[str]:
     """Runs the program in another process."""
     return subprocess.run(
         [sys.executable, "-m", "cli", *arguments],
         env={**os.environ, "PYTHONPATH": str(REPOSITORY), **(environ or {})},
-        **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **streams},
+        stdout=stdout,
+        stderr=subprocess.PIPE,
         text=True,
         timeout=60,
     )
@@ -185,7 +188,7 @@ SET = "Settings are given as --set NAME=VALUE"
         ("evaluate --checkpoint .", "--checkpoint: no settings.yaml of a run was found in /"),
         ("gae --bench --backend numpy", "--backend cannot be combined with --bench"),
         ("presets quickstar", "unknown preset quickstar; did you mean quickstart?"),
-        ("train --json", "No such option: --json"),
+        ("train --json", "error: --json needs --dry-run; the metrics of a run are in its metrics.jsonl"),
         ("train --max_steps", f"No such option: --max_steps. {SET}; TRL's max_steps is run.steps here"),
         ("train --learning-rate=1", f"{SET}; did you mean optimizer.learning_rate?"),
         ("train --confg", "Possible options: --config"),
