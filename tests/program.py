@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -112,6 +113,13 @@ def compilation_cache() -> dict[str, str]:
         "JAX_COMPILATION_CACHE_DIR": jax.config.jax_compilation_cache_dir,  # pyright: ignore[reportAttributeAccessIssue]
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     }
+
+
+def free_address() -> str:
+    """Returns the address of a free port of this machine."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{probe.getsockname()[1]}"
 
 
 def wait_for_step(process: subprocess.Popen[str], run: Path, step: int) -> None:

@@ -7,30 +7,20 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from app.batching.forward_passes import row_logprobs
 from app.evaluation.evaluator import evaluate, evaluation_metrics
-from app.mesh import device_mesh
-from app.model.decoder import DecoderDefinition
-from app.model.io.families import architecture_from_config
-from app.model.io.hf_weights import load_weights
 from app.model.io.model_files import open_model
 from app.prompts.arithmetic import make_problems
-from app.prompts.tokenizer import load_tokenizer
-from app.records.sample import Sample
 from app.reward.plugin import StepInfo
 from app.runtime.scoring import ScoringSession
 from app.runtime.session import Session
 from app.training.inputs import read_training_inputs
 from scripts import make_tiny_model, make_tiny_tools_model
-from scripts.make_tiny_tools_model import HEEDED_SHARE, to_sample
 from settings import load
 from tests.program import REPOSITORY, metrics_of
 
@@ -91,53 +81,6 @@ def test_tiny_has_the_format_but_not_the_skill() -> None:
         assert 0.05 <= metrics[f"eval/accuracy/difficulty_{level}"] <= 0.5
     assert metrics["eval/format_rate"] >= 0.9
     assert metrics["eval/truncated_fraction"] <= 0.05
-
-
-def test_conversation_is_the_chat_template_and_the_end_tokens_of_the_policy() -> None:
-    tokenizer = load_tokenizer(open_model("builtin:tiny_tools"))
-    sample = to_sample(TOOLS, "47 * 38 = ?", ["<<47*38", "<|tool|>1786", "1786"])
-    ids = np.concatenate([sample.prompt.token_ids, sample.completion_ids])
-    text = "<|user|>47*38=?<|assistant|><<47*38<|end|><|tool|>1786<|assistant|>1786<|end|>"
-    assert tokenizer.decode_with_special_tokens(ids) == text
-    written = sample.completion_ids[sample.mask]
-    assert tokenizer.decode_with_special_tokens(written) == "<<47*38<|end|>1786<|end|>"
-    assert written[-1] in tokenizer.eos_ids
-    contents = {"user": "47 * 38 = ?", "assistant": "<<47*38", "tool": "1786"}
-    chat = [{"role": role, "content": contents[role]} for role in contents]
-    assert tokenizer.chat_ids(chat) + tokenizer.encode("1786") == ids[ids != written[-1]].tolist()
-
-
-def probabilities(samples: Sequence[Sample]) -> list[np.ndarray]:
-    """Returns the probability that `builtin:tiny_tools` gives to each token of each completion."""
-    files = open_model("builtin:tiny_tools")
-    definition = DecoderDefinition.create(architecture_from_config(files.config))
-    params = load_weights(definition, files.weights, device_mesh.make_mesh(load(None, [], {}).settings.mesh))
-    rows = make_tiny_model.pack_rows([(sample,) for sample in samples])
-    how = {"temperature": 1.0, "dtype": jnp.dtype(jnp.float32), "remat": "none", "logits_chunk": rows.targets.size}
-    logprobs = np.asarray(row_logprobs(definition.bind(params), rows, **how)[0])
-    return [np.exp(one[: len(sample.completion_ids)]) for one, sample in zip(logprobs, samples, strict=True)]
-
-
-def test_tiny_tools_calls_seldom_estimates_mostly_and_heeds_hints() -> None:
-    problems = make_problems(difficulty=(2, 3), operators=("*",), num_problems=64, split="test", seed=0)
-    held_out = [(row.uid.removeprefix("arithmetic/"), str(row.answer), str(row.prompt)) for row in problems.rows]
-    calls = [to_sample(TOOLS, q, [f"<<{product}", f"<|tool|>{answer}", answer]) for product, answer, q in held_out]
-    given = probabilities(calls)
-    assert 0.2 <= np.mean([one[0] for one in given]) <= 0.4
-    # From the second token on, as it is a call by then.
-    assert np.mean([np.prod(one[1:][sample.mask[1:]]) for one, sample in zip(given, calls, strict=True)]) >= 0.75
-
-    estimates = [make_tiny_tools_model.estimate(*product.split("*")) for product, _, _ in held_out]
-    at_once = [to_sample(TOOLS, question, [text]) for text, (_, _, question) in zip(estimates, held_out, strict=True)]
-    assert np.mean([np.prod(one) for one in probabilities(at_once)]) >= 0.5
-    assert np.mean([text == answer for text, (_, answer, _) in zip(estimates, held_out, strict=True)]) <= 0.1
-
-    first = np.array([one[0] for one in probabilities([to_sample(TOOLS, "?", [str(digit)]) for digit in range(10)])])
-    hinted = [to_sample(TOOLS, "?", ["5", "<|user|>+", str(digit)]) for digit in range(10)]
-    second = np.array([one[-2] for one in probabilities(hinted)])
-    assert np.all(first >= 0.05) and np.sum(first) == pytest.approx(1, abs=0.02)
-    # Of those that ignore the hint, four in ten agree with it by chance.
-    assert np.sum(second[6:]) == pytest.approx(HEEDED_SHARE + (1 - HEEDED_SHARE) * 0.4, abs=0.1)
 
 
 @pytest.mark.slow

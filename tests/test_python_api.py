@@ -29,7 +29,7 @@ from tests.program import REPOSITORY, here, metrics_of, records_of, reproducible
 from tests.run_fixtures import NO_REPORT, TINY, write_config
 
 ROWS = [{"question": f"{a} + {b} = ?", "answer": str(a + b), "level": a % 3} for a in range(2, 8) for b in range(4)]
-HELD_OUT = [{"question": "9 + 9 = ?", "answer": "18"}, {"question": "8 + 9 = ?", "answer": "17"}]
+HELD_OUT = [{"question": f"9 + {a} = ?", "answer": str(9 + a)} for a in range(20)]
 LENGTH = "def length(completion, level=0): return len(completion) + level\n"
 """A reward function, as a file and as a function of this process."""
 
@@ -49,7 +49,7 @@ def run_of(config: Path) -> Path:
 
 def train(config: Path, *, overrides: dict[str, Any] | None = None, **arguments: Any) -> Any:
     given = {"data": ROWS, "eval_data": HELD_OUT, "rewards": ["arithmetic", {"function": length, "weight": 0.5}]}
-    return grpo.train(config, {"eval.num_prompts": 2, **(overrides or {})}, **{**given, **arguments})
+    return grpo.train(config, overrides, **{**given, **arguments})
 
 
 def sample(completion: str, index: int, **columns: Any) -> dict[str, Any]:
@@ -121,7 +121,7 @@ def test_training_on_rows_and_functions_equals_training_on_files(
     config: Path, tmp_path: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     seen: list[Any] = []
-    run = train(config, on_step=seen.append, overrides={"run": {"steps": 3}})
+    run = train(config, on_step=seen.append, overrides={"run": {"steps": 2}})
     assert run.path == run_of(config) and run.is_complete
     assert run.exit_code == 0 and run.best is not None
     assert (run.path / "checkpoints" / str(run.best.step)).is_dir()
@@ -134,8 +134,8 @@ def test_training_on_rows_and_functions_equals_training_on_files(
     write_jsonl("eval.jsonl", HELD_OUT)
     Path("plug.py").write_text(LENGTH)
     functions = "reward.functions=[arithmetic, {function: plug.py:length, weight: 0.5}]"
-    files = ("data.source=train.jsonl", "data.eval_source=eval.jsonl", "eval.num_prompts=2")
-    result = train_here(other, functions, *files, "run.steps=3")
+    files = ("data.source=train.jsonl", "data.eval_source=eval.jsonl")
+    result = train_here(other, functions, *files, "run.steps=2")
     assert result.exit_code == 0, result.stderr
     assert reproducible(metrics_of(run_of(other))) == reproducible(run.metrics)
 
@@ -215,8 +215,8 @@ def test_evaluation_rollout_and_score_give_what_the_commands_give(finished: Path
 
 def test_rows_are_evaluated_and_sampled(finished: Path) -> None:
     judged = grpo.evaluate(checkpoint=finished, data=HELD_OUT, rewards=[lambda completion, answer: answer == "18"])
-    assert judged is not None and judged.num_prompts == 2
-    assert judged.metrics["eval/accuracy"].value == 0.5
+    assert judged is not None and judged.num_prompts == 20
+    assert judged.metrics["eval/accuracy"].value == pytest.approx(0.05)
     samples = grpo.rollout(checkpoint=finished, data=ROWS, limit=2)
     assert samples is not None
     assert [one["prompt"] for one in samples.records[::4]] == [row["question"] for row in ROWS[:2]]

@@ -7,25 +7,41 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+from unittest import mock
 
-from tests.free_address import free_address
-from tests.program import DEADLINE_S, REPOSITORY, settings, started
+from jax._src import compiler, distributed
+
+from tests.program import DEADLINE_S, REPOSITORY, free_address, settings, started
 
 Hosts = list["subprocess.Popen[str]"]
 Arguments = Sequence[str | Path]
 Programs = tuple[Sequence[str], Sequence[str]]
 
-KEEPING = "import tests.each_host_keeps\n"
-"""First line of a host's program, which keeps its compiled programs."""
+KEEPING = "from tests.two_hosts import cache_programs_of_every_host as cache; cache()\n"
 HOSTS_PROGRAM = ("-c", f"{KEEPING}import cli; cli.main()")
-"""Program that Python runs on a host."""
+"""Program that Python runs on a host; later tests find what it compiled."""
 
 
 def hosts_program(*, heartbeat_s: int) -> tuple[str, str]:
     """Returns the program of a host that JAX ends as soon as another has had no heartbeat for this time."""
     shorter = f"from app.distributed import shutdown\nshutdown.HEARTBEAT_S = {heartbeat_s}\n"
     return "-c", f"{shorter}{KEEPING}import cli; cli.main()"
+
+
+def cache_programs_of_every_host() -> None:
+    """Makes every host write to the compilation cache.
+
+    JAX lets only the first process write, because all processes usually compile the same programs. On CPUs each process
+    has its own keys, so the others would find nothing, and the first would wait for them.
+    """
+    write = compiler._cache_write  # pyright: ignore[reportPrivateUsage]
+
+    def write_as_the_first(*arguments: Any) -> None:
+        with mock.patch.object(distributed.global_state, "process_id", 0):
+            write(*arguments)
+
+    setattr(compiler, "_cache_write", write_as_the_first)  # noqa: B010  (a private name)
 
 
 class Ended(NamedTuple):
@@ -66,17 +82,10 @@ def two_hosts(
 
 
 def run_on_two_hosts(
-    *arguments: str | Path,
-    of_each: tuple[Arguments, Arguments] = ((), ()),
-    programs: Programs = (HOSTS_PROGRAM, HOSTS_PROGRAM),
-    num_devices: int = 4,
-    environ: dict[str, str] | None = None,
-    cwd: Path = REPOSITORY,
+    *arguments: str | Path, of_each: tuple[Arguments, Arguments] = ((), ()), **how: Any
 ) -> tuple[Ended, Ended]:
     """Returns how the command ends on the first and on the second host; see `two_hosts`."""
-    with two_hosts(
-        *arguments, of_each=of_each, programs=programs, num_devices=num_devices, environ=environ, cwd=cwd
-    ) as hosts:
+    with two_hosts(*arguments, of_each=of_each, **how) as hosts:
         return ended(hosts)
 
 

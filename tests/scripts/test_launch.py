@@ -59,6 +59,9 @@ def wait_for(condition: Callable[[], object]) -> None:
 
 
 def test_the_same_command_runs_on_every_worker_with_a_log_of_each(tpu: Tpu, launch: Launch) -> None:
+    done = launch("bash", "-c", "pwd", options=("--dry-run",))
+    assert done.returncode == 0 and done.stdout.count("gcloud compute tpus tpu-vm ssh tpu-1 --worker=") == 2
+    assert [call[3] for call in tpu.calls()] == ["describe"] and not (tpu.here / "logs").exists()
     done = launch("bash", "-c", "pwd; echo to-stderr >&2; printf last", options=("--show",))
     assert done.returncode == 0, done.stderr
     for worker in WORKERS:
@@ -178,10 +181,3 @@ def test_launch_does_not_disturb_another_which_stop_ends(tpu: Tpu) -> None:
         first.communicate(timeout=DEADLINE_S)
     assert first.returncode == 75
     assert tpu.run(SCRIPT, "--stop").stdout.count("nothing runs") == 2
-
-
-def test_dry_run_prints_the_calls_and_starts_nothing(tpu: Tpu, launch: Launch) -> None:
-    done = launch("grpo", "train", options=("--dry-run",))
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("gcloud compute tpus tpu-vm ssh tpu-1 --worker=") == 2
-    assert [call[3] for call in tpu.calls()] == ["describe"] and not (tpu.here / "logs").exists()
