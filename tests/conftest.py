@@ -6,9 +6,11 @@ A test of a single device builds its mesh from `jax.devices()[:1]`.
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
@@ -35,7 +37,10 @@ for name in [name for name in os.environ if name in FOREIGN or name.startswith("
 # For this process and the ones it starts. Not WANDB_MODE: that is a historic name of `logging.wandb_mode` and
 # would be a setting of every test; wandb is not used while `logging.wandb_project` is null.
 os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
+# Shared by all processes of the suite and kept between runs. Every program is written, however fast it was compiled.
+PROGRAMS = REPOSITORY / ".pytest_cache" / "programs"
+os.environ["JAX_COMPILATION_CACHE_DIR"] = str(PROGRAMS)
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 # Most of the suite's time is the compiler's, on programs that run once and for next to no time. Set it to false to test
 # what users run, which takes longer.
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "true")
@@ -69,6 +74,38 @@ hypothesis.settings.register_profile(
     derandomize=os.environ.get("CI") == "true",
 )
 hypothesis.settings.load_profile("suite")
+
+
+MAX_BYTES = 2 * 2**30
+"""Of kept programs; if there are more, all are deleted."""
+COMPILING = "/jax/core/compile/backend_compile_duration"
+seconds_compiling: list[float] = []
+"""Of each program that a process of the suite compiled, or loaded from the compilation cache."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput") and sum(path.stat().st_size for path in PROGRAMS.glob("*")) > MAX_BYTES:
+        shutil.rmtree(PROGRAMS)
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda event, duration_secs, **_: seconds_compiling.append(duration_secs) if event == COMPILING else None
+    )
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["seconds_compiling"] = seconds_compiling  # pyright: ignore
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Takes over the times of a process that pytest-xdist started; one that died has none."""
+    seconds_compiling.extend(getattr(node, "workeroutput", {}).get("seconds_compiling", ()))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    terminalreporter.write_line(
+        f"compiling: {sum(seconds_compiling):.0f} s in all processes of the suite, {len(seconds_compiling)} programs"
+    )
 
 
 MAPS = Path("/proc/self/maps")

@@ -92,7 +92,7 @@ def started(
     process = subprocess.Popen(
         [sys.executable, *program, *map(str, arguments)],
         cwd=cwd,
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY), **compilation_cache(), **(environ or {})},
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY), **(environ or {})},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -104,15 +104,6 @@ def started(
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
         process.communicate(timeout=DEADLINE_S)
-
-
-def compilation_cache() -> dict[str, str]:
-    """Returns environment variables with which another process uses the compilation cache of this one."""
-    return {
-        "JAX_ENABLE_COMPILATION_CACHE": "true",
-        "JAX_COMPILATION_CACHE_DIR": jax.config.jax_compilation_cache_dir,  # pyright: ignore[reportAttributeAccessIssue]
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-    }
 
 
 def free_address() -> str:

@@ -1,15 +1,12 @@
-"""A tiny model and tiny runs that many tests share, and the compilation cache."""
+"""A tiny model and tiny runs that many tests share."""
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-import jax
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
 
 from app.mesh.program_cache import CompilationCounter
 from tests.program import here, of_tiny, train_here
@@ -52,30 +49,12 @@ LORA = {"rank": 3, "alpha": 6.0, "targets": ["q_proj", "v_proj", "mlp"]}
 """Settings of the run with adapters."""
 
 
-@pytest.fixture(scope="session")
-def cache_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One folder for all processes of pytest-xdist: its path is part of the keys of JAX's compilation cache."""
-    base = tmp_path_factory.getbasetemp()
-    directory = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "compiled"
-    directory.mkdir(exist_ok=True)
-    return directory
-
-
-@pytest.fixture(scope="module", autouse=True)
-def compiled_once(cache_directory: Path) -> Iterator[None]:
-    """Enables the compilation cache, since every run compiles the same dozen programs.
-
-    What it gives counts as compiled: it would be for users, who have no cache of the tests.
-    """
-    jax.config.update("jax_enable_compilation_cache", True)
-    jax.config.update("jax_compilation_cache_dir", str(cache_directory))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    compilation_cache.reset_cache()
+@pytest.fixture(scope="session", autouse=True)
+def programs_count_as_compiled() -> Iterator[None]:
+    """Counts what the compilation cache of the tests has as compiled, as it would be for users."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(CompilationCounter, "CACHE_HIT", "")
         yield
-    jax.config.update("jax_enable_compilation_cache", False)
-    compilation_cache.reset_cache()
 
 
 @pytest.fixture(scope="session")

@@ -26,7 +26,6 @@ from tests.program import (
     REPOSITORY,
     THE_PROGRAM,
     assert_same_run,
-    compilation_cache,
     metrics_of,
     newest_checkpoint,
     settings,
@@ -80,7 +79,7 @@ def test_a_lost_terminal_saves_as_sigterm_does(config: Path) -> None:
     process = subprocess.Popen(
         [sys.executable, "-c", IN_TERMINAL, *THE_PROGRAM, "train", "--config", str(config), *endless],
         cwd=REPOSITORY,
-        env={**os.environ, **compilation_cache()},
+        env={**os.environ},
         stdin=terminal,
         stdout=terminal,
         stderr=terminal,

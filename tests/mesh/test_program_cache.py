@@ -34,6 +34,8 @@ def unused_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[No
     before = {name: read_config(name) for name in CONFIG}
     jax.config.update("jax_enable_compilation_cache", True)
     jax.config.update("jax_compilation_cache_dir", None)
+    for name in ("JAX_COMPILATION_CACHE_DIR", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"):
+        monkeypatch.delenv(name)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)
     yield

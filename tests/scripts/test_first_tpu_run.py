@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from scripts.first_run_report import report
-from tests.program import DEADLINE_S, compilation_cache, here, settings
+from tests.program import DEADLINE_S, here, settings
 from tests.scripts.conftest import SCRIPTS
 
 NAMES = ("dry-run", "doctor", "inspect-mesh", "train")
@@ -23,7 +23,7 @@ def run_script(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str
     return subprocess.run(
         ["bash", str(SCRIPTS / "first_tpu_run.sh"), *arguments],
         cwd=folder,
-        env={**os.environ, **compilation_cache(), "GRPO_VENV": sys.prefix},
+        env={**os.environ, "GRPO_VENV": sys.prefix},
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
