@@ -31,15 +31,20 @@ def oracle(case: Case, *, gamma, lam, mask_mode: str = "skip") -> tuple[np.ndarr
     gamma, lam = np.broadcast_to(gamma, shape), np.broadcast_to(lam, shape)
     advantages = np.zeros(shape)
     for row in range(shape[0]):
-        advantage, next_value = 0.0, last[row]
+        # Python's own numbers are float64, too, and ten times as fast as single ones of numpy.
+        columns = (x[row].tolist() for x in (rewards, values, mask, ends, after, gamma, lam))
+        steps, found = list(zip(*columns, strict=True)), [0.0] * shape[1]
+        advantage, next_value = 0.0, float(last[row])
         for t in reversed(range(shape[1])):
-            if ends[row, t] and t < shape[1] - 1:
-                advantage, next_value = 0.0, after[row, t]
-            if mask_mode == "skip" and not mask[row, t]:
+            reward, value, is_written, is_end, value_after, gamma_t, lam_t = steps[t]
+            if is_end and t < shape[1] - 1:
+                advantage, next_value = 0.0, value_after
+            if mask_mode == "skip" and not is_written:
                 continue
-            delta = rewards[row, t] + gamma[row, t] * next_value - values[row, t]
-            advantage = delta + gamma[row, t] * lam[row, t] * advantage
-            advantages[row, t], next_value = advantage, values[row, t]
+            delta = reward + gamma_t * next_value - value
+            found[t] = advantage = delta + gamma_t * lam_t * advantage
+            next_value = value
+        advantages[row] = found
     return np.where(mask, advantages, 0), np.where(mask, advantages + values, 0)
 
 

@@ -1,6 +1,9 @@
+"""Tests of generalized advantage estimation on both backends, and of V-trace, against float64 loops."""
+
 from __future__ import annotations
 
 import itertools
+from contextlib import closing
 from functools import partial
 from typing import Any
 
@@ -8,122 +11,108 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from app.advantage.gae import numpy_scan
 from app.advantage.gae.chunked import solve_constant_decay, solve_variable_decay
 from app.advantage.gae.estimate import BACKENDS, generalized_advantages
 from app.advantage.gae.recurrence import MASK_MODES
+from app.advantage.vtrace import vtrace
+from app.mesh.program_cache import CompilationCounter
 from tests.advantage.gae_oracle import Case, oracle, random_case
 
 DISCOUNTS = list(itertools.product((0.0, 0.5, 0.95, 0.99, 1.0), repeat=2))
 
 
-def estimate(case: Case, **options) -> tuple[np.ndarray, np.ndarray]:
+def estimate(case: Case, **options: Any) -> tuple[np.ndarray, np.ndarray]:
     advantages, returns = generalized_advantages(
         case.rewards, case.values, mask=case.mask, ends=case.ends, bootstrap=case.bootstrap, **options
     )
     return np.asarray(advantages), np.asarray(returns)
 
 
-def assert_close(got, expected) -> None:
+def assert_close(got: Any, expected: Any) -> None:
     """Asserts equality within the contract: 1e-5 of the largest advantage."""
     limit = 1e-5 * max(1.0, float(np.abs(expected[0]).max(initial=0)))
     for one, truth in zip(got, expected, strict=True):
+        assert one.dtype == np.float32
         np.testing.assert_allclose(one, truth, rtol=0, atol=limit)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+def assert_backends_equal_the_loop(case: Case, **options: Any) -> None:
+    expected = oracle(case, **options)
+    for backend in BACKENDS:
+        assert_close(estimate(case, backend=backend, **options), expected)
+
+
 @pytest.mark.parametrize("mask_mode", MASK_MODES)
 @pytest.mark.parametrize("num_tokens", [1, 129])
-def test_every_backend_equals_a_float64_loop(backend, mask_mode, num_tokens):
+def test_backends_equal_a_float64_loop(mask_mode, num_tokens):
     case = random_case(np.random.default_rng(num_tokens), (3, num_tokens), masked=True, packed=True)
     for gamma, lam in DISCOUNTS:
-        got = estimate(case, gamma=gamma, lam=lam, mask_mode=mask_mode, backend=backend)
-        assert_close(got, oracle(case, gamma=gamma, lam=lam, mask_mode=mask_mode))
+        assert_backends_equal_the_loop(case, gamma=gamma, lam=lam, mask_mode=mask_mode)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_long_sums_without_decay_stay_exact(backend):
-    rewards = np.ones((1, 131_072), np.float32)
-    advantages, _ = estimate(Case(rewards, 0 * rewards), gamma=1.0, lam=1.0, backend=backend)
-    np.testing.assert_array_equal(advantages[0], np.arange(131_072, 0, -1))
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("mask_mode", MASK_MODES)
-def test_long_masked_rows_stay_within_the_contract(backend, mask_mode):
+def test_long_masked_rows_equal_a_float64_loop(mask_mode):
     case = random_case(np.random.default_rng(1), (1, 131_072), masked=True, packed=False)
-    for gamma, lam in ((1.0, 1.0), (0.99, 0.95), (1.0, 0.9999), (0.5, 0.5), (0.0, 1.0)):
-        options = {"gamma": gamma, "lam": lam, "mask_mode": mask_mode}
-        assert_close(estimate(case, backend=backend, **options), oracle(case, **options))
+    for gamma, lam in (
+        (1.0, 1.0),
+        (0.99, 0.95),
+        (1.0, 0.9999),
+        (0.9999, 1.0),
+        (0.9999, 0.9999),
+        (0.5, 0.5),
+        (0.0, 1.0),
+    ):
+        assert_backends_equal_the_loop(case, gamma=gamma, lam=lam, mask_mode=mask_mode)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("masked", [False, True])
-def test_discounts_close_to_one_keep_their_digits(backend, masked):
-    rewards = np.ones((1, 20_000), np.float32)
-    mask = np.arange(20_000)[None] % 3 > 0 if masked else None
-    case = Case(rewards, np.full((1, 20_001), 0.5, np.float32), mask)
-    for gamma, lam in ((0.999, 1.0), (0.9999, 1.0), (1.0, 0.9999), (0.9999, 0.9999)):
-        assert_close(estimate(case, gamma=gamma, lam=lam, backend=backend), oracle(case, gamma=gamma, lam=lam))
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("mask_mode", MASK_MODES)
-def test_long_rows_with_discounts_per_token_stay_within_the_contract(backend, mask_mode):
+def test_discounts_per_token_equal_a_float64_loop(mask_mode):
     rng = np.random.default_rng(9)
     case = random_case(rng, (2, 20_000), masked=True, packed=True)
     assert case.ends is not None
     case = case._replace(ends=case.ends & (rng.random(case.ends.shape) < 0.01))
-    options: Any = {"gamma": 1 - 1e-3 * rng.random((2, 20_000)), "lam": rng.random((2, 1)), "mask_mode": mask_mode}
-    assert_close(estimate(case, backend=backend, **options), oracle(case, **options))
-    options["lam"] = 1.0
-    assert_close(estimate(case, backend=backend, **options), oracle(case, **options))
+    for lam in (rng.random((2, 1)), 1.0):
+        assert_backends_equal_the_loop(case, gamma=1 - 1e-3 * rng.random((2, 20_000)), lam=lam, mask_mode=mask_mode)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("center", "num_tokens"), [(1.5, 131_072), (100, 4096)])
-@pytest.mark.parametrize(("masked", "bootstrapped"), [(False, True), (True, False)])
-def test_small_advantages_survive_large_values(backend, center, num_tokens, masked, bootstrapped):
+@pytest.mark.parametrize("masked", [False, True])
+def test_small_advantages_survive_large_values(center, num_tokens, masked):
     """The critic is nearly correct, so advantages are small differences of large numbers."""
     rng = np.random.default_rng(2)
     rewards = np.full((1, num_tokens), -0.001, np.float32)
-    values = np.float32(center) + rng.uniform(-0.1, 0.1, (1, num_tokens + bootstrapped)).astype(np.float32)
+    values = np.float32(center) + rng.uniform(-0.1, 0.1, (1, num_tokens + (not masked))).astype(np.float32)
     case = Case(rewards, values, np.arange(num_tokens)[None] % 5 > 0 if masked else None)
     for gamma, lam in ((1.0, 1.0), (1.0, 0.95), (0.999, 0.95), (0.99, 0.95)):
-        assert_close(estimate(case, gamma=gamma, lam=lam, backend=backend), oracle(case, gamma=gamma, lam=lam))
+        assert_backends_equal_the_loop(case, gamma=gamma, lam=lam)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_bfloat16_inputs_are_computed_in_float32(backend):
+def test_numbers_of_any_type_are_computed_in_float32(backend):
     case = random_case(np.random.default_rng(1), (2, 300), masked=False, packed=False)
     rounded = Case(*(np.asarray(jnp.asarray(x, jnp.bfloat16)) for x in case[:2]))
     exact = Case(*(x.astype(np.float32) for x in rounded[:2]))
-    got = estimate(rounded, gamma=0.99, lam=0.95, backend=backend)
-    assert got[0].dtype == got[1].dtype == np.float32
-    assert_close(got, oracle(exact, gamma=0.99, lam=0.95))
-
-
-@pytest.mark.parametrize("dtype", [np.int64, bool])
-def test_rewards_of_any_number_type_are_promoted(dtype):
-    rewards = np.array([[0, 0, 1]], dtype)
-    advantages, _ = estimate(Case(rewards, np.zeros((1, 3))), gamma=0.5, lam=1.0)
-    np.testing.assert_array_equal(advantages, [[0.25, 0.5, 1.0]])
+    assert_close(estimate(rounded, gamma=0.99, lam=0.95, backend=backend), oracle(exact, gamma=0.99, lam=0.95))
+    for dtype in (np.int64, bool):
+        whole = Case(np.array([[0, 0, 1]], dtype), np.zeros((1, 3)))
+        np.testing.assert_array_equal(estimate(whole, gamma=0.5, lam=1.0, backend=backend)[0], [[0.25, 0.5, 1.0]])
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize(
-    ("lam", "expected"),
-    [
-        (1.0, [[-1.45118, -4.4557, 2.5396, 0.5249, -0.49], [3, 2, 1, 0, -4.9]]),
-        (0.7, [[-0.676979, -5.248167, 2.4846, 0.6704, -0.49], [2.2899, 1.73, 1, 0, -4.9]]),
-    ],
-)
-def test_per_step_discounts_with_a_boundary_match_the_numbers_of_rlax(backend, lam, expected):
+def test_discounts_per_step_give_the_numbers_of_rlax(backend):
     rewards = np.array([[0, 0, 1, 0, -0.5], [0, 0, 0, 0, 1]])
     values = np.array([[1, 4, -3, -2, -1, -1], [-3, -2, -1, 0, 5, -1]])
     discounts = np.array([[0.99] * 5, [0.9, 0.9, 0.9, 0, 0.9]], np.float32)
-    advantages, _ = estimate(Case(rewards, values), gamma=discounts, lam=lam, backend=backend)
-    np.testing.assert_allclose(advantages, expected, atol=1e-3)
+    for lam, expected in (
+        (1.0, [[-1.45118, -4.4557, 2.5396, 0.5249, -0.49], [3, 2, 1, 0, -4.9]]),
+        (0.7, [[-0.676979, -5.248167, 2.4846, 0.6704, -0.49], [2.2899, 1.73, 1, 0, -4.9]]),
+    ):
+        advantages, _ = estimate(Case(rewards, values), gamma=discounts, lam=lam, backend=backend)
+        np.testing.assert_allclose(advantages, expected, atol=1e-3)
 
 
 TOOL_MASK = np.array([[0, 0, 1, 1, 1, 0, 0, 1, 1, 0, 0]], bool)
@@ -151,7 +140,7 @@ def test_tool_tokens_mean_what_the_mask_mode_says(backend, mask_mode, expected):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("mask_mode", ["skip", "zero"])
-def test_garbage_in_masked_slots_changes_nothing(backend, mask_mode):
+def test_garbage_at_masked_tokens_changes_nothing(backend, mask_mode):
     clean = random_case(np.random.default_rng(3), (2, 40), masked=True, packed=True)
     assert clean.mask is not None
     garbage = clean._replace(
@@ -162,18 +151,11 @@ def test_garbage_in_masked_slots_changes_nothing(backend, mask_mode):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_rows_without_any_token_of_the_policy_get_zeros(backend):
-    case = random_case(np.random.default_rng(5), (2, 9), masked=True, packed=False)
-    got = estimate(case._replace(mask=np.zeros((2, 9), bool)), gamma=0.9, lam=0.9, backend=backend)
-    np.testing.assert_array_equal(got, np.zeros((2, 2, 9)))
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("shape", [(3, 0), (0, 4)])
-def test_no_rows_and_no_tokens_are_defined(backend, shape):
-    case = random_case(np.random.default_rng(6), shape, masked=True, packed=False)
-    advantages, returns = estimate(case, gamma=0.9, lam=0.9, backend=backend)
-    assert advantages.shape == returns.shape == shape
+def test_rows_without_unmasked_tokens_get_zeros(backend):
+    for shape in ((2, 9), (3, 0), (0, 4)):
+        case = random_case(np.random.default_rng(5), shape, masked=True, packed=False)
+        got = estimate(case._replace(mask=np.zeros(shape, bool)), gamma=0.9, lam=0.9, backend=backend)
+        np.testing.assert_array_equal(got, np.zeros((2, *shape)))
 
 
 @pytest.mark.parametrize("chunk_size", [1, 5, 1000])
@@ -184,42 +166,106 @@ def test_the_chunk_size_changes_nothing(chunk_size, masked):
     assert_close(got, oracle(case, gamma=0.99, lam=0.95))
 
 
-def test_other_discounts_compile_nothing_anew():
+def test_other_discounts_compile_nothing():
     case = random_case(np.random.default_rng(8), (2, 33), masked=True, packed=False)
     estimate(case, gamma=0.9, lam=0.95, backend="chunked")
-    compilations = []
-
-    def count(event: str, duration_secs: float, **_: object) -> None:
-        compilations.append(event)
-
-    jax.monitoring.register_event_duration_secs_listener(count)
-    try:
+    with closing(CompilationCounter()) as compilations:
         for gamma, lam in DISCOUNTS:
             estimate(case, gamma=gamma, lam=lam, backend="chunked")
-    finally:
-        jax.monitoring.unregister_event_duration_listener(count)
-    assert not [event for event in compilations if "backend_compile" in event]
+        assert compilations.take_count() == 0
 
 
-def test_every_product_is_of_full_precision():
-    jaxpr = str(
-        jax.make_jaxpr(partial(solve_constant_decay, chunk_size=64))(
-            jax.ShapeDtypeStruct((2, 5000), jnp.float32), jax.ShapeDtypeStruct((), jnp.float32)
-        )
-    )
+def test_every_product_of_the_chunk_scan_has_full_precision():
+    inputs, log_decay = jax.ShapeDtypeStruct((2, 5000), jnp.float32), jax.ShapeDtypeStruct((), jnp.float32)
+    jaxpr = str(jax.make_jaxpr(partial(solve_constant_decay, chunk_size=64))(inputs, log_decay))
     assert jaxpr.count("dot_general") == jaxpr.count("precision=(Precision.HIGHEST, Precision.HIGHEST)") > 1
 
 
-@pytest.mark.parametrize("one_decay", [True, False])
-def test_memory_grows_with_the_tokens_and_not_with_their_square(one_decay):
-    solve, size = (solve_constant_decay if one_decay else solve_variable_decay), 128
+@pytest.mark.parametrize("solve", [solve_constant_decay, solve_variable_decay])
+def test_memory_of_the_chunk_scan_is_linear_in_the_tokens(solve):
+    size, num_tokens = 128, 65_536
+    inputs = jax.ShapeDtypeStruct((1, num_tokens), jnp.float32)
+    decays = jax.ShapeDtypeStruct(() if solve is solve_constant_decay else inputs.shape, jnp.float32)
+    analysis = jax.jit(partial(solve, chunk_size=size)).lower(inputs, decays).compile().memory_analysis()
+    assert analysis is not None
+    assert analysis.temp_size_in_bytes <= 4 * (12 * num_tokens + 4 * size**2)
 
-    def temporary_bytes(num_tokens: int) -> int:
-        inputs = jax.ShapeDtypeStruct((1, num_tokens), jnp.float32)
-        decays = jax.ShapeDtypeStruct(() if one_decay else inputs.shape, jnp.float32)
-        analysis = jax.jit(partial(solve, chunk_size=size)).lower(inputs, decays).compile().memory_analysis()
-        assert analysis is not None
-        return analysis.temp_size_in_bytes
 
-    for num_tokens in (16_384, 65_536):
-        assert temporary_bytes(num_tokens) <= 4 * (12 * num_tokens + 4 * size**2)
+@settings(max_examples=60, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 700), min_size=1, max_size=12),
+    few_steps=st.sampled_from([64, 100, 512]),
+    block_tokens=st.sampled_from([32, 256, 4096]),
+    thread_tokens=st.sampled_from([100, 1 << 19]),
+    masked_share=st.sampled_from([0.0, 0.1, 0.9]),
+    mask_mode=st.sampled_from(sorted(MASK_MODES)),
+    seed=st.integers(0, 1000),
+)
+def test_sequences_of_any_lengths_in_a_row_equal_a_float64_loop(
+    lengths, few_steps, block_tokens, thread_tokens, masked_share, mask_mode, seed
+):
+    rng = np.random.default_rng(seed)
+    shape = 1, sum(lengths)
+    rewards, values, bootstrap = rng.standard_normal((3, *shape), np.float32)
+    ends = np.zeros(shape, bool)
+    ends[0, np.cumsum(lengths) - 1] = True
+    case = Case(rewards, values, rng.random(shape) >= masked_share, ends, bootstrap)
+    options = {"gamma": 0.99, "lam": 0.95, "mask_mode": mask_mode}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(numpy_scan, "FEW_STEPS", few_steps)
+        patch.setattr(numpy_scan, "BLOCK_TOKENS", block_tokens)
+        patch.setattr(numpy_scan, "THREAD_TOKENS", thread_tokens)
+        assert_close(estimate(case, backend="numpy", **options), oracle(case, **options))
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_a_number_that_is_not_finite_stays_in_its_sequence(bad):
+    case = random_case(np.random.default_rng(0), (1, 4000), masked=False, packed=False)
+    ends = np.zeros((1, 4000), bool)
+    ends[0, [99, 1000, 1006, 1010, 3000]] = True
+    clean = estimate(case._replace(ends=ends), gamma=0.99, lam=0.95)
+    rewards = case.rewards.copy()
+    rewards[0, 1008] = bad
+    got = estimate(case._replace(rewards=rewards, ends=ends), gamma=0.99, lam=0.95)
+    for one, expected in zip(got, clean, strict=True):
+        assert not np.isfinite(one[0, 1007:1009]).any()
+        others = np.r_[0:1007, 1011:4000]
+        np.testing.assert_array_equal(one[0, others], expected[0, others])
+
+
+def test_arrays_of_any_layout_are_read_and_left_alone():
+    case = random_case(np.random.default_rng(0), (70, 1024), masked=True, packed=True)
+    by_time = case._replace(**{name: np.asfortranarray(x) for name, x in case._asdict().items()})
+    expected = oracle(case, gamma=0.99, lam=0.95, mask_mode="zero")
+    for layout in (case, by_time):
+        before = [x.copy() for x in layout if x is not None]
+        assert_close(estimate(layout, gamma=0.99, lam=0.95, mask_mode="zero"), expected)
+        for x, copy in zip(layout, before, strict=True):
+            np.testing.assert_array_equal(x, copy)
+
+
+def test_vtrace_on_policy_is_gae():
+    case = random_case(np.random.default_rng(0), (2, 150), masked=True, packed=True)
+    options: Any = {"mask": case.mask, "ends": case.ends, "bootstrap": case.bootstrap}
+    # Ratios at masked tokens are not read.
+    log_ratios = np.where(case.mask, 0.0, np.nan) if case.mask is not None else np.zeros((2, 150))
+    for lam in (1.0, 0.8, np.random.default_rng(1).random((2, 150))):
+        gae = generalized_advantages(case.rewards, case.values, gamma=0.9, lam=lam, **options)
+        got = vtrace(case.rewards, case.values, log_ratios, gamma=0.9, lam=lam, **options)
+        np.testing.assert_allclose(got, gae, atol=1e-5)
+
+
+def test_vtrace_off_policy_is_the_recursion_of_the_paper():
+    rng = np.random.default_rng(1)
+    rewards, values, log_ratios = (rng.standard_normal((1, n)) for n in (9, 10, 9))
+    gamma, lam = 0.9, 0.8
+    got = vtrace(rewards, values, log_ratios, gamma=gamma, lam=lam)
+    weights = np.minimum(1.0, np.exp(log_ratios[0]))
+    targets = values[0].copy()
+    for t in reversed(range(9)):
+        delta = weights[t] * (rewards[0, t] + gamma * values[0, t + 1] - values[0, t])
+        targets[t] = values[0, t] + delta + gamma * lam * weights[t] * (targets[t + 1] - values[0, t + 1])
+    behind = np.append(lam * targets[1:9] + (1 - lam) * values[0, 1:9], values[0, 9])
+    np.testing.assert_allclose(got.returns[0], targets[:9], atol=1e-5)
+    # The paper's advantages hold what tokens weigh; here the loss does that.
+    np.testing.assert_allclose(got.advantages[0], rewards[0] + gamma * behind - values[0, :9], atol=1e-5)
