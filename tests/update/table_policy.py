@@ -1,8 +1,12 @@
-"""A policy that is a table of logits, with one row per completion token, to test the loss without a decoder."""
+"""A policy that is a table of logits, with one row per completion token, to test the loss without a decoder.
+
+`oracle` computes loss and gradient in float64, token by token.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -12,9 +16,27 @@ from jaxtyping import Array, Float32
 from app.batching.micro_batch_plan import MicroBatchPlan
 from app.batching.token_batch import pack_per_token
 from app.records.sample import Sample
-from app.update.loss_aggregation import AggregationFn
+from app.update.loss_aggregation import AggregationFn, StepTotals, aggregations
 from app.update.policy_loss import LossStats, PolicyBatch, PolicyLoss
-from tests.tiny import pack_update
+from tests.tiny import one_a_row, pack_update, packed_plan, plan_of, random_samples
+
+VOCAB, LONGEST = 5, 9
+AGGREGATIONS = aggregations(max_new_tokens=LONGEST)
+# The last group has lost all of its members but one, and one sample has no token to learn from.
+SAMPLES = random_samples(4, 3, vocab_size=VOCAB, longest_completion=LONGEST, with_holes=True)[:-2]
+SAMPLES[4] = replace(SAMPLES[4], loss_mask=np.zeros(len(SAMPLES[4].completion_ids), bool))
+STARTS = np.cumsum([0, *(len(s.completion_ids) for s in SAMPLES)])
+TABLE = np.random.default_rng(0).normal(0, 1.5, (STARTS[-1], VOCAB)).astype(np.float32)
+# Few shapes: without jit, every operation is compiled for each of them.
+SHARED_ROWS = plan_of(((5, 0, 3), (1, 7), (), (9, 2, 6, 4, 8)), rows_per_micro_batch=1, num_tokens=80, num_targets=80)
+LAYOUTS = (
+    one_a_row(len(SAMPLES), rows_per_micro_batch=3, num_tokens=24, num_targets=12),
+    SHARED_ROWS,
+    packed_plan(SAMPLES, quota=160, row_length=80, share_prompts=True),
+)
+
+TokenTerm = Callable[[Sample, np.ndarray], tuple[np.ndarray, np.ndarray]]
+"""(sample, its current logprobs) -> loss of every token, and its slope by the logprob."""
 
 
 def loss_and_gradient(
@@ -48,3 +70,38 @@ def loss_and_gradient(
         gradients.append(gradient)
         parts.append(part)
     return sum(gradients[1:], gradients[0]), sum(parts[1:], parts[0])
+
+
+def float64_policy(index: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Returns logprobs [C, V], the logprob [C] of every token, and entropies [C] of one of `SAMPLES` in float64."""
+    logits = TABLE[STARTS[index] : STARTS[index + 1]].astype(np.float64)
+    logprobs = logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
+    chosen = logprobs[np.arange(len(logits)), SAMPLES[index].completion_ids]
+    return logprobs, chosen, -(np.exp(logprobs) * logprobs).sum(axis=-1)
+
+
+CURRENT = [float64_policy(i)[1] for i in range(len(SAMPLES))]
+ENTROPIES = [float64_policy(i)[2] for i in range(len(SAMPLES))]
+
+
+def oracle(
+    samples: Sequence[Sample], weights: AggregationFn, term: TokenTerm, *, entropy_coef: float = 0.0
+) -> tuple[float, np.ndarray]:
+    """Computes loss and gradient of the table in float64; the samples are `SAMPLES` with other fields."""
+    totals = StepTotals.from_samples(samples)
+    loss, gradient = 0.0, np.zeros(TABLE.shape)
+    for i, sample in enumerate(samples):
+        logprobs, current, entropies = float64_policy(i)
+        probabilities, chosen = np.exp(logprobs), np.eye(VOCAB)[sample.completion_ids]
+        losses, slopes = term(sample, current)
+        counted = weights(sample, totals).astype(np.float64)
+        loss += float(counted @ (losses - entropy_coef * entropies))
+        slopes_of_entropy = -probabilities * (logprobs + entropies[:, None])
+        slopes = slopes[:, None] * (chosen - probabilities) - entropy_coef * slopes_of_entropy
+        gradient[STARTS[i] : STARTS[i + 1]] = counted[:, None] * slopes
+    return loss, gradient
+
+
+def over_tokens(samples: Sequence[Sample], columns: Sequence[np.ndarray]) -> np.ndarray:
+    """Returns the values of all tokens that the policy wrote."""
+    return np.concatenate([x[s.mask] for x, s in zip(columns, samples, strict=True)])

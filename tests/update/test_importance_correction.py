@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,27 +16,28 @@ import pytest
 from app.batching.token_batch import pack_per_token
 from app.records.sample import Sample
 from app.update.kl import k3
-from app.update.loss_aggregation import StepTotals, aggregations
-from app.update.policy_loss import (
-    LossStats,
-    PolicyLoss,
-    cispo_surrogate,
-    clipped_surrogate,
-    dual_clipped_surrogate,
-)
 from app.update.ratios import (
-    LOG_RATIOS,
     LOG_WEIGHTS,
     BoundFn,
+    CorrectedWeights,
     ImportanceCorrection,
     mask_weights,
-    token_log_weight,
     truncate_weights,
 )
 from app.update.updater import pack_sample_reducer
 from tests.tiny import PLAIN_LOSS, assert_trees_close, make_sample, plan_of
-from tests.update.table_policy import loss_and_gradient
-from tests.update.test_policy_loss import LAYOUTS, LONGEST, SAMPLES, STARTS, TABLE, WHOLE
+from tests.update.table_policy import (
+    AGGREGATIONS,
+    CURRENT,
+    LAYOUTS,
+    SAMPLES,
+    SHARED_ROWS,
+    STARTS,
+    TABLE,
+    loss_and_gradient,
+    oracle,
+    over_tokens,
+)
 
 MIN, MAX, VETO = 0.7, 1.4, 0.4
 BOUNDS: dict[str, BoundFn] = {
@@ -43,62 +45,33 @@ BOUNDS: dict[str, BoundFn] = {
     "mask": partial(mask_weights, min_weight=MIN, max_weight=MAX),
 }
 KINDS = list(itertools.product(BOUNDS, LOG_WEIGHTS))
-CLIPS = {"clip_low": 0.2, "clip_high": 0.3}
-SURROGATES = {
-    "ppo": replace(PLAIN_LOSS, surrogate=partial(clipped_surrogate, **CLIPS)),
-    "dual": replace(PLAIN_LOSS, surrogate=partial(dual_clipped_surrogate, dual_clip=1.5, **CLIPS)),
-    "cispo": replace(PLAIN_LOSS, surrogate=partial(cispo_surrogate, clip_low=10.0, clip_high=0.2)),
-    "gspo": replace(PLAIN_LOSS, surrogate=partial(clipped_surrogate, **CLIPS), log_ratio=LOG_RATIOS["sequence"]),
-}
-AGGREGATIONS = aggregations(max_new_tokens=LONGEST)
+BETA, ENTROPY_COEF = 0.3, 0.2
+# Neither penalty nor bonus are corrected.
+PENALIZED = replace(PLAIN_LOSS, kl_estimator=k3, beta=BETA, entropy_coef=ENTROPY_COEF)
 
 
-@jax.jit
-def logprobs_of(table: jax.Array, ids: jax.Array) -> jax.Array:
-    return jnp.take_along_axis(jax.nn.log_softmax(table), ids[:, None], axis=-1)[:, 0]
-
-
-def current_logprobs() -> list[np.ndarray]:
-    """Returns the logprobs of each sample's tokens under the table, with the bits of the loss."""
-    ids = np.concatenate([s.completion_ids for s in SAMPLES])
-    return np.split(np.asarray(logprobs_of(jnp.asarray(TABLE), jnp.asarray(ids))), STARTS[1:-1])
-
-
-def stale(scale: float = 0.5) -> list[Sample]:
+def stale() -> list[Sample]:
     """Returns samples of a policy that differs from the scored one about as much as that differs from the table."""
     rng = np.random.default_rng(7)
 
     def drawn(sample: Sample, current: np.ndarray) -> Sample:
         scored = current + rng.normal(0, 0.2, len(current))
-        behavior = scored + rng.normal(0, scale, len(current))
-        return replace(
-            sample,
-            policy_logprobs=scored.astype(np.float32),
-            behavior_logprobs=behavior.astype(np.float32),
-        )
+        behavior = scored + rng.normal(0, 0.5, len(current))
+        return replace(sample, policy_logprobs=scored.astype(np.float32), behavior_logprobs=behavior.astype(np.float32))
 
-    return [drawn(s, current) for s, current in zip(SAMPLES, current_logprobs(), strict=True)]
+    return [drawn(s, current) for s, current in zip(SAMPLES, CURRENT, strict=True)]
 
 
-@dataclass(frozen=True)
-class Oracle:
-    """Float64 results of every sample."""
+class Weights(NamedTuple):
+    """Of the tokens of a sample, in float64."""
 
-    weights: list[np.ndarray]
-    unbounded: list[np.ndarray]
-    cut: list[np.ndarray]
-    vetoed: list[np.ndarray]
-
-    @classmethod
-    def of(cls, samples: Sequence[Sample], kind: str, level: str, veto: float) -> Oracle:
-        columns = [_weights(sample, kind, level, veto) for sample in samples]
-        return cls(*map(list, zip(*columns, strict=True)))
-
-    def over_tokens(self, samples: Sequence[Sample], name: str) -> np.ndarray:
-        return np.concatenate([x[s.mask] for x, s in zip(getattr(self, name), samples, strict=True)])
+    bounded: np.ndarray
+    unbounded: np.ndarray
+    cut: np.ndarray
+    vetoed: np.ndarray
 
 
-def _weights(sample: Sample, kind: str, level: str, veto: float):
+def float64_weights(sample: Sample, kind: str, level: str, veto: float) -> Weights:
     difference = np.asarray(sample.policy_logprobs, np.float64) - sample.behavior_logprobs
     written = difference[sample.mask]
     log_w = {
@@ -110,12 +83,7 @@ def _weights(sample: Sample, kind: str, level: str, veto: float):
     cut = w > MAX if kind == "truncate" else (w < MIN) | (w > MAX)
     vetoed = np.full_like(cut, (np.exp(written) < veto).any())
     bounded = np.minimum(w, MAX) if kind == "truncate" else np.where(cut, 0.0, w)
-    return np.where(vetoed, 0.0, bounded), w, cut, vetoed
-
-
-def ppo_term(sample: Sample, current: np.ndarray) -> np.ndarray:
-    ratio, advantages = np.exp(current - sample.policy_logprobs), np.asarray(sample.advantages, np.float64)
-    return np.maximum(-advantages * ratio, -advantages * np.clip(ratio, 0.8, 1.3))
+    return Weights(np.where(vetoed, 0.0, bounded), w, cut, vetoed)
 
 
 def sample_of(log_weights: Sequence[float], mask: Sequence[bool] | None = None) -> Sample:
@@ -125,7 +93,7 @@ def sample_of(log_weights: Sequence[float], mask: Sequence[bool] | None = None) 
     return make_sample(np.zeros(len(values), np.int32), behavior_logprobs=-values, loss_mask=loss_mask)
 
 
-def corrected(correction: ImportanceCorrection, samples: Sequence[Sample]):
+def corrected(correction: ImportanceCorrection, samples: Sequence[Sample]) -> CorrectedWeights:
     """Returns the correction of all samples in one row, in the order of the samples."""
     (micro_batch,) = plan_of([range(len(samples))], rows_per_micro_batch=1, num_tokens=40, num_targets=16).micro_batches
     log_weights = pack_per_token(samples, micro_batch, lambda s: np.where(s.mask, -s.behavior_logprobs, 0.0))
@@ -142,39 +110,18 @@ BY_HAND = (
 )
 
 
-@pytest.mark.parametrize(
-    ("bound", "level", "expected"),
-    [
-        ("truncate", "token", [2, 0.25, 1, 1, 3, 0.5, 0.5]),
-        ("truncate", "sequence", [2, 2, 2, 2, 2, 0.25, 0.25]),
-        ("truncate", "geometric", [2**0.25] * 5 + [0.5, 0.5]),
-        ("mask", "token", [2, 0, 1, 1, 0, 0.5, 0.5]),
-        ("mask", "sequence", [2, 2, 2, 2, 2, 0, 0]),
-        ("mask", "geometric", [2**0.25] * 5 + [0.5, 0.5]),
-    ],
-)
-def test_weights_by_hand(bound: str, level: str, expected: list[float]):
-    bounds = {
-        "truncate": partial(truncate_weights, max_weight=3.0),
-        "mask": partial(mask_weights, min_weight=0.4, max_weight=3.0),
-    }
-    found = corrected(ImportanceCorrection(LOG_WEIGHTS[level], bounds[bound]), BY_HAND)
-    assert found.weights == pytest.approx(expected, rel=1e-6)
-    assert not any(found.vetoed)
-
-
 @pytest.mark.parametrize("level", LOG_WEIGHTS)
-def test_one_token_that_the_policy_would_hardly_have_drawn_vetoes_its_sample_and_no_other(level: str):
-    found = corrected(ImportanceCorrection(LOG_WEIGHTS[level], BOUNDS["truncate"], veto=0.3), BY_HAND)
+def test_one_unlikely_unmasked_token_vetoes_its_whole_sample(level: str):
+    correction = ImportanceCorrection(LOG_WEIGHTS[level], BOUNDS["truncate"], veto=0.3)
+    found = corrected(correction, BY_HAND)
     assert found.vetoed == [True] * 5 + [False] * 2
-    assert found.weights[:5] == [0.0] * 5 and min(found.weights[5:]) > 0.2
-    # What a tool wrote vetoes nothing.
+    assert list(found.weights[:5]) == [0.0] * 5 and min(found.weights[5:]) > 0.2
     by_tool = sample_of([0.0, -15.0], [True, False])
-    assert not any(corrected(ImportanceCorrection(LOG_WEIGHTS[level], BOUNDS["truncate"], veto=0.3), [by_tool]).vetoed)
+    assert not any(corrected(correction, [by_tool]).vetoed)
 
 
 @pytest.mark.parametrize(("kind", "level"), KINDS)
-def test_no_distance_between_the_policies_overflows(kind: str, level: str):
+def test_weights_of_distant_policies_are_finite(kind: str, level: str):
     far = [sample_of([80.0] * 3), sample_of([-80.0] * 3)]
     found = corrected(ImportanceCorrection(LOG_WEIGHTS[level], BOUNDS[kind]), far)
     assert found.unbounded_weights == pytest.approx([np.exp(20)] * 3 + [np.exp(-20)] * 3, rel=1e-6)
@@ -182,19 +129,21 @@ def test_no_distance_between_the_policies_overflows(kind: str, level: str):
 
 
 @pytest.mark.parametrize(("kind", "level", "veto"), [*((*kind, VETO) for kind in KINDS), ("truncate", "token", 0.0)])
-def test_loss_gradient_and_metrics_equal_float64_however_samples_are_packed(kind: str, level: str, veto: float):
-    samples, weights = stale(), list(AGGREGATIONS.values())[KINDS.index((kind, level)) % len(AGGREGATIONS)]
-    oracle, totals = Oracle.of(samples, kind, level, veto), StepTotals.from_samples(samples)
-    loss = replace(PLAIN_LOSS, correction=ImportanceCorrection(LOG_WEIGHTS[level], BOUNDS[kind], veto))
-    expected_loss = sum(
-        float(weights(s, totals).astype(np.float64) @ (w * ppo_term(s, current)))
-        for s, w, current in zip(samples, oracle.weights, current_logprobs(), strict=True)
-    )
-    w, unbounded, cut, vetoed = (
-        oracle.over_tokens(samples, name) for name in ("weights", "unbounded", "cut", "vetoed")
-    )
+def test_loss_gradient_and_metrics_equal_float64_for_any_packing(kind: str, level: str, veto: float):
+    samples, aggregation = stale(), list(AGGREGATIONS.values())[KINDS.index((kind, level)) % len(AGGREGATIONS)]
+    weights = {s.uid: float64_weights(s, kind, level, veto) for s in samples}
+
+    def term(sample: Sample, current: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        ratio, advantages = np.exp(current - sample.policy_logprobs), np.asarray(sample.advantages, np.float64)
+        plain, clipped = -advantages * ratio, -advantages * np.clip(ratio, 0.8, 1.3)
+        w, d = weights[sample.uid].bounded, current - sample.reference_logprobs
+        losses = w * np.maximum(plain, clipped) + BETA * (np.exp(-d) - 1 + d)
+        return losses, w * np.where(plain >= clipped, plain, 0.0) + BETA * (1 - np.exp(-d))
+
+    loss, expected_gradient = oracle(samples, aggregation, term, entropy_coef=ENTROPY_COEF)
+    w, unbounded, cut, vetoed = (over_tokens(samples, columns) for columns in zip(*weights.values(), strict=True))
     expected = {
-        "loss": expected_loss,
+        "loss": loss,
         "policy/correction_mean": w.mean(),
         "policy/correction_max": unbounded.max(),
         "policy/correction_cut_fraction": cut.mean(),
@@ -203,60 +152,34 @@ def test_loss_gradient_and_metrics_equal_float64_however_samples_are_packed(kind
     }
     assert 0 < cut.mean() < 1 and 0 < expected["policy/correction_ess"] < 1
     assert (0 < vetoed.mean() < 1) == (veto > 0)
-    gradients = []
-    for layout in (WHOLE, *LAYOUTS[1:]):
-        gradient, parts = loss_and_gradient(loss, TABLE, samples, layout, weights=weights)
+    ours = replace(PENALIZED, correction=ImportanceCorrection(LOG_WEIGHTS[level], BOUNDS[kind], veto))
+    for layout in LAYOUTS:
+        gradient, parts = loss_and_gradient(ours, TABLE, samples, layout, weights=aggregation)
         metrics = {name: float(value) for name, value in parts.metrics().items()}
         assert {name: metrics[name] for name in expected} == pytest.approx(expected, rel=1e-5, abs=1e-6)
-        gradients.append(gradient)
-    for gradient in gradients[1:]:
-        assert_trees_close(gradient, gradients[0])
+        assert_trees_close(gradient, expected_gradient)
 
 
-def test_penalty_and_bonus_of_a_vetoed_sample_stay():
-    kept = replace(PLAIN_LOSS, kl_estimator=k3, beta=0.3, entropy_coef=0.2)
-    vetoing = replace(kept, correction=ImportanceCorrection(token_log_weight, BOUNDS["truncate"], veto=0.999))
-    # Every sample has such a token.
-    samples = [replace(s, behavior_logprobs=np.asarray(s.policy_logprobs) + np.float32(1)) for s in stale()]
-    without = [replace(s, advantages=np.zeros(len(s.completion_ids), np.float32)) for s in samples]
-    for weights in AGGREGATIONS.values():
-        ours, parts = loss_and_gradient(vetoing, TABLE, samples, WHOLE, weights=weights)
-        expected, of_penalty = loss_and_gradient(kept, TABLE, without, WHOLE, weights=weights)
-        assert float(parts.sums["policy/veto_fraction"]) == pytest.approx(1.0)
-        assert float(parts.metrics()["policy/correction_ess"]) == 0.0
-        assert float(parts.sums["loss"]) == float(of_penalty.sums["loss"])
-        assert_trees_close(ours, expected)
+@jax.jit
+def logprobs_of(table: jax.Array, ids: jax.Array) -> jax.Array:
+    return jnp.take_along_axis(jax.nn.log_softmax(table), ids[:, None], axis=-1)[:, 0]
 
 
-@pytest.mark.parametrize(("surrogate", "several"), [("ppo", True), ("dual", False), ("cispo", True), ("gspo", False)])
-def test_on_policy_every_correction_leaves_loss_and_gradient_as_they_are(surrogate: str, several: bool):
-    samples = on_policy(several)
-    plain = SURROGATES[surrogate]
-    for aggregation in ["constant-length", "token-mean"] if several else ["token-mean"]:
-        gradient, parts = of_packed_rows(plain, samples, aggregation)
-        assert np.abs(gradient).max() > 1e-3
-        for kind, level in KINDS:
-            loss = replace(plain, correction=ImportanceCorrection(LOG_WEIGHTS[level], BOUNDS[kind], VETO))
-            corrected_gradient, corrected_parts = of_packed_rows(loss, samples, aggregation)
-            # Weights are exactly 1; what is multiplied by them, compilers may add up in another order.
-            np.testing.assert_allclose(corrected_gradient, gradient, rtol=1e-6, atol=1e-8)
-            for name, value in parts.sums.items():
-                np.testing.assert_allclose(corrected_parts.sums[name], value, rtol=1e-6, atol=1e-8)
-            metrics = corrected_parts.metrics()
-            assert float(metrics["policy/correction_max"]) == pytest.approx(1.0, abs=1e-6)
-            assert float(metrics["policy/veto_fraction"]) == 0.0
-            assert float(metrics["policy/correction_ess"]) == pytest.approx(1.0)
-
-
-def on_policy(several: bool) -> list[Sample]:
-    """Returns samples of the policy before the step's updates, which is the table itself if there is only one."""
-    if several:
-        return [replace(s, behavior_logprobs=np.asarray(s.policy_logprobs)) for s in stale()]
-    return [
-        replace(s, behavior_logprobs=x, policy_logprobs=None) for s, x in zip(SAMPLES, current_logprobs(), strict=True)
-    ]
-
-
-def of_packed_rows(loss: PolicyLoss, samples: Sequence[Sample], aggregation: str) -> tuple[np.ndarray, LossStats]:
-    gradient, parts = loss_and_gradient(loss, TABLE, samples, LAYOUTS[1], weights=AGGREGATIONS[aggregation])
-    return np.asarray(gradient), parts
+def test_on_policy_no_correction_changes_loss_or_gradient():
+    ids = np.concatenate([s.completion_ids for s in SAMPLES])
+    # With the bits of the loss.
+    current = np.split(np.asarray(logprobs_of(jnp.asarray(TABLE), jnp.asarray(ids))), STARTS[1:-1])
+    samples = [replace(s, behavior_logprobs=x, policy_logprobs=None) for s, x in zip(SAMPLES, current, strict=True)]
+    gradient, parts = loss_and_gradient(PENALIZED, TABLE, samples, SHARED_ROWS, weights=AGGREGATIONS["token-mean"])
+    assert np.abs(gradient).max() > 1e-3
+    for kind, level in KINDS:
+        loss = replace(PENALIZED, correction=ImportanceCorrection(LOG_WEIGHTS[level], BOUNDS[kind], VETO))
+        ours, corrected_parts = loss_and_gradient(loss, TABLE, samples, SHARED_ROWS, weights=AGGREGATIONS["token-mean"])
+        # Weights are exactly 1; what is multiplied by them, compilers may add up in another order.
+        np.testing.assert_allclose(ours, gradient, rtol=1e-6, atol=1e-8)
+        for name, value in parts.sums.items():
+            np.testing.assert_allclose(corrected_parts.sums[name], value, rtol=1e-6, atol=1e-8)
+        metrics = corrected_parts.metrics()
+        assert float(metrics["policy/correction_max"]) == pytest.approx(1.0, abs=1e-6)
+        assert float(metrics["policy/veto_fraction"]) == 0.0
+        assert float(metrics["policy/correction_ess"]) == pytest.approx(1.0)

@@ -1,46 +1,48 @@
-"""Tests of combinations of surrogate, penalty, bonus, aggregation and advantages, on a table of logits."""
+"""Tests of loss, gradient and metrics of every surrogate, ratio, penalty and bonus, on a table of logits."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from app.advantage.group import GROUP_ADVANTAGES, assign_group_advantages, kl_penalized_rewards, task_rewards
-from app.batching.micro_batch_plan import MicroBatchPlan
 from app.records.sample import Sample
 from app.update.kl import KL_ESTIMATORS
-from app.update.loss_aggregation import AggregationFn, StepTotals, aggregations
-from app.update.policy_loss import PolicyLoss, clipped_surrogate, dual_clipped_surrogate
-from tests.tiny import PLAIN_LOSS, assert_trees_close, one_a_row, packed_plan, plan_of, random_samples
-from tests.update.table_policy import loss_and_gradient
+from app.update.loss_aggregation import AggregationFn, StepTotals, sequence_mean_token_mean, token_mean
+from app.update.policy_loss import PolicyLoss, cispo_surrogate, clipped_surrogate, dual_clipped_surrogate
+from app.update.ratios import (
+    LOG_RATIOS,
+    ImportanceCorrection,
+    geometric_log_weight,
+    sequence_log_ratio,
+    truncate_weights,
+)
+from tests.tiny import PLAIN_LOSS, assert_trees_close
+from tests.update.table_policy import (
+    AGGREGATIONS,
+    CURRENT,
+    ENTROPIES,
+    LAYOUTS,
+    SAMPLES,
+    SHARED_ROWS,
+    TABLE,
+    TokenTerm,
+    loss_and_gradient,
+    oracle,
+    over_tokens,
+)
 
-VOCAB, LONGEST = 5, 9
 CLIPS = {"clip_low": 0.2, "clip_high": 0.3}
 DUAL_CLIP, BETA, ENTROPY_COEF = 1.5, 0.3, 0.2
 SURROGATES = {
     "clip": partial(clipped_surrogate, **CLIPS),
     "dual": partial(dual_clipped_surrogate, dual_clip=DUAL_CLIP, **CLIPS),
 }
-AGGREGATIONS = aggregations(max_new_tokens=LONGEST)
-RNG = np.random.default_rng(0)
-# The last group has lost all of its members but one, and one sample has no token to learn from.
-SAMPLES = random_samples(4, 3, vocab_size=VOCAB, longest_completion=LONGEST, with_holes=True)[:-2]
-SAMPLES[4] = replace(SAMPLES[4], loss_mask=np.zeros(len(SAMPLES[4].completion_ids), bool))
-STARTS = np.cumsum([0, *(len(s.completion_ids) for s in SAMPLES)])
-TABLE = RNG.normal(0, 1.5, (STARTS[-1], VOCAB)).astype(np.float32)
-WHOLE = one_a_row(len(SAMPLES), rows_per_micro_batch=len(SAMPLES), num_tokens=16, num_targets=9)
-LAYOUTS = (
-    one_a_row(len(SAMPLES), rows_per_micro_batch=3, num_tokens=24, num_targets=12),
-    plan_of(((5, 0, 3), (1, 7), (), (9, 2, 6, 4, 8)), rows_per_micro_batch=2, num_tokens=80, num_targets=45),
-    packed_plan(SAMPLES, quota=160, row_length=80, share_prompts=True),
-)
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,7 @@ class Combination:
             PLAIN_LOSS,
             surrogate=SURROGATES[self.surrogate],
             kl_estimator=KL_ESTIMATORS[self.estimator] if self.estimator else None,
-            beta=BETA if self.estimator and self.place == "loss" else 0.0,
+            beta=BETA if self.place == "loss" else 0.0,
             entropy_coef=self.entropy_coef,
         )
 
@@ -66,110 +68,151 @@ class Combination:
             rewards = partial(kl_penalized_rewards, kl_estimator=KL_ESTIMATORS[self.estimator], beta=BETA)
         return assign_group_advantages(SAMPLES, advantages=GROUP_ADVANTAGES[name], rewards=rewards)
 
+    def kl(self, sample: Sample, current: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Returns estimates and their slopes in float64."""
+        d = current - sample.reference_logprobs
+        estimates = {"k1": (d, 1 + 0 * d), "k2": (d**2 / 2, d), "k3": (np.exp(-d) - 1 + d, 1 - np.exp(-d))}
+        return estimates[self.estimator or "k1"]
 
-PENALTIES = [(None, "loss"), *itertools.product(KL_ESTIMATORS, ("loss", "reward"))]
+    def term(self, sample: Sample, current: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        ratio, advantages = np.exp(current - sample.policy_logprobs), np.asarray(sample.advantages, np.float64)
+        plain, clipped = -advantages * ratio, -advantages * np.clip(ratio, 0.8, 1.3)
+        losses, slopes = np.maximum(plain, clipped), np.where(plain >= clipped, plain, 0.0)
+        if self.surrogate == "dual":
+            beyond = (advantages < 0) & (ratio > DUAL_CLIP)
+            losses, slopes = np.where(beyond, -advantages * DUAL_CLIP, losses), np.where(beyond, 0.0, slopes)
+        if self.estimator and self.place == "loss":
+            estimates, slopes_of_kl = self.kl(sample, current)
+            losses, slopes = losses + BETA * estimates, slopes + BETA * slopes_of_kl
+        return losses, slopes
+
+    def metrics(self, samples: Sequence[Sample]) -> dict[str, float]:
+        """Returns the metrics in float64, over the tokens that the policy wrote."""
+        current, policy, behavior, advantages = (
+            over_tokens(samples, columns)
+            for columns in (CURRENT, *([getattr(s, name) for s in samples] for name in PER_TOKEN))
+        )
+        ratio, d = np.exp(current - policy), current - behavior
+        is_beyond = (advantages < 0) & (ratio > DUAL_CLIP)
+        found = {
+            "policy/entropy": over_tokens(samples, ENTROPIES).mean(),
+            "policy/clip_fraction_low": ((ratio < 0.8) & (advantages < 0)).mean(),
+            "policy/clip_fraction_high": ((ratio > 1.3) & (advantages > 0)).mean(),
+            "policy/clip_fraction_dual": is_beyond.mean() if self.surrogate == "dual" else 0.0,
+            "policy/ratio_max": ratio.max(),
+            "rollout/sampler_scorer_kl": (np.exp(d) - 1 - d).mean(),
+            "rollout/sampler_scorer_logprob_diff_mean": np.abs(d).mean(),
+            "rollout/sampler_scorer_logprob_diff_max": np.abs(d).max(),
+        }
+        assert found["policy/clip_fraction_low"] > 0 and found["policy/clip_fraction_high"] > 0 and is_beyond.any()
+        if self.estimator:
+            kl = [self.kl(s, current)[0] for s, current in zip(samples, CURRENT, strict=True)]
+            found["policy/kl"] = over_tokens(samples, kl).mean()
+        return found
+
+
+PER_TOKEN = ("policy_logprobs", "behavior_logprobs", "advantages")
 COMBINATIONS = [
-    Combination(surrogate, estimator, place, entropy_coef)
-    for (surrogate, entropy_coef), (estimator, place) in itertools.product(
-        [("clip", 0.0), ("dual", ENTROPY_COEF)], PENALTIES
-    )
+    Combination("clip", None, "loss", 0.0),
+    Combination("dual", None, "loss", ENTROPY_COEF),
+    Combination("clip", "k1", "reward", ENTROPY_COEF),
+    Combination("clip", "k1", "loss", 0.0),
+    Combination("dual", "k2", "loss", 0.0),
+    Combination("clip", "k3", "loss", ENTROPY_COEF),
+    Combination("dual", "k3", "reward", 0.0),
 ]
 
 
 @pytest.mark.parametrize("combination", COMBINATIONS, ids=str)
-def test_micro_batches_padding_and_packing_change_neither_loss_nor_gradient_nor_metrics(combination: Combination):
+def test_loss_gradient_and_metrics_equal_float64_for_any_packing(combination: Combination):
     # Aggregations and advantages only change numbers: two aggregations with one kind of advantages each, in turn.
     first = COMBINATIONS.index(combination)
     for i in (first, first + 1):
-        name, weights = list(AGGREGATIONS.items())[i % len(AGGREGATIONS)]
-        samples = combination.with_advantages(list(GROUP_ADVANTAGES)[(i + first // 4) % len(GROUP_ADVANTAGES)])
-        expected = gradient, parts = of_layout(combination, samples, WHOLE, weights)
-        assert float(jnp.abs(gradient).max()) > 1e-3
-        assert float(parts.sums["loss"]) == pytest.approx(oracle(combination, samples, name), rel=1e-5, abs=1e-6)
+        weights = list(AGGREGATIONS.values())[i % len(AGGREGATIONS)]
+        samples = combination.with_advantages(list(GROUP_ADVANTAGES)[i % len(GROUP_ADVANTAGES)])
+        loss, expected = oracle(samples, weights, combination.term, entropy_coef=combination.entropy_coef)
+        metrics = {"loss": loss, **combination.metrics(samples)}
+        assert np.abs(expected).max() > 1e-3
         for layout in LAYOUTS:
-            assert_trees_close(of_layout(combination, samples, layout, weights), expected)
+            gradient, parts = loss_and_gradient(combination.loss, TABLE, samples, layout, weights=weights)
+            found = {name: float(value) for name, value in parts.metrics().items()}
+            assert found == pytest.approx(metrics, rel=1e-5, abs=1e-6)
+            assert_trees_close(gradient, expected)
 
 
-def oracle(combination: Combination, samples: Sequence[Sample], aggregation: str) -> float:
-    """Computes the loss in float64, token by token, from the definitions."""
-    by_sample = []
-    for sample, start in zip(samples, STARTS[:-1], strict=True):
-        losses = []
-        policy, reference, advantages = map(
-            np.asarray, (sample.policy_logprobs, sample.reference_logprobs, sample.advantages)
-        )
-        for t in np.flatnonzero(sample.mask):
-            logits = TABLE[start + t].astype(np.float64)
-            probabilities = np.exp(logits) / np.exp(logits).sum()
-            current = np.log(probabilities[sample.completion_ids[t]])
-            ratio, advantage = np.exp(current - policy[t]), advantages[t]
-            loss = max(-advantage * ratio, -advantage * min(max(ratio, 0.8), 1.3))
-            if combination.surrogate == "dual" and advantage < 0:
-                loss = min(loss, -advantage * DUAL_CLIP)
-            if combination.estimator and combination.place == "loss":
-                d = current - reference[t]
-                loss += BETA * {"k1": d, "k2": d**2 / 2, "k3": np.exp(-d) - 1 + d}[combination.estimator]
-            losses.append(loss + combination.entropy_coef * (probabilities * np.log(probabilities)).sum())
-        if losses:
-            by_sample.append(losses)
-    return float(
-        {
-            "token-mean": np.mean(np.concatenate(by_sample)),
-            "sequence-mean-token-mean": np.mean([np.mean(losses) for losses in by_sample]),
-            "sequence-mean-token-sum": np.mean([np.sum(losses) for losses in by_sample]),
-            "constant-length": np.mean([np.sum(losses) / LONGEST for losses in by_sample]),
-        }[aggregation]
-    )
+EVERYTHING = replace(
+    Combination("dual", "k3", "loss", ENTROPY_COEF).loss,
+    log_ratio=sequence_log_ratio,
+    correction=ImportanceCorrection(geometric_log_weight, partial(truncate_weights, max_weight=1.4), veto=0.1),
+)
 
 
-def of_layout(combination: Combination, samples: Sequence[Sample], layout: MicroBatchPlan, weights: AggregationFn):
-    """Returns the gradient, and loss and metrics."""
-    return loss_and_gradient(combination.loss, TABLE, samples, layout, weights=weights)
-
-
-def metrics_of(combination: Combination) -> dict[str, float]:
-    _, parts = of_layout(combination, combination.with_advantages("grpo"), WHOLE, AGGREGATIONS["token-mean"])
-    return {name: float(value) for name, value in parts.sums.items()}
-
-
-def test_the_kl_is_reported_alike_whether_loss_or_reward_pays_for_it():
-    in_loss, in_reward = (metrics_of(Combination("clip", "k1", place, 0.0)) for place in ("loss", "reward"))
-    assert in_loss["policy/kl"] == in_reward["policy/kl"] != 0.0
-
-
-def test_the_kl_of_the_sampler_is_that_of_its_logprobs_to_the_policys():
-    samples = Combination("clip", None, "loss", 0.0).with_advantages("grpo")
-    expected = []
-    for sample, start in zip(samples, STARTS[:-1], strict=True):
-        logits = TABLE[start : start + len(sample.completion_ids)].astype(np.float64)
-        logprobs = logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
-        current = np.take_along_axis(logprobs, np.asarray(sample.completion_ids)[:, None], axis=1)[:, 0]
-        d = (current - np.asarray(sample.behavior_logprobs))[np.asarray(sample.mask)]
-        expected += [*(np.exp(d) - 1 - d)]
-    found = metrics_of(Combination("clip", None, "loss", 0.0))["rollout/sampler_scorer_kl"]
-    assert found == pytest.approx(np.mean(expected), rel=1e-4) and found > 0
-
-
-def test_the_second_clip_is_counted_where_it_cuts_and_zero_where_it_is_off():
-    on, off = (metrics_of(Combination(surrogate, None, "loss", 0.0)) for surrogate in ("dual", "clip"))
-    assert on["policy/clip_fraction_dual"] > 0.05
-    assert off["policy/clip_fraction_dual"] == 0.0
-    assert on.keys() == off.keys()
-
-
-@pytest.mark.parametrize("combination", COMBINATIONS[::5], ids=str)
-def test_samples_without_an_advantage_are_moved_by_penalty_and_bonus_alone(combination: Combination):
-    samples = [replace(s, advantages=np.zeros(len(s.completion_ids), np.float32)) for s in SAMPLES]
-    gradient, parts = of_layout(combination, samples, WHOLE, AGGREGATIONS["constant-length"])
-    moved = combination.loss.beta > 0 or combination.entropy_coef > 0
-    assert bool(jnp.any(gradient != 0)) == moved
-    assert float(parts.sums["loss"]) == pytest.approx(oracle(combination, samples, "constant-length"), abs=1e-6)
-
-
-def test_a_step_without_a_single_token_has_neither_loss_nor_gradient():
+def test_a_step_without_tokens_has_neither_loss_nor_gradient():
     empty = [replace(s, loss_mask=np.zeros(len(s.completion_ids), bool)) for s in SAMPLES]
     assert StepTotals.from_samples(empty) == (0, 0)
-    for combination in COMBINATIONS[-3:]:
-        gradient, parts = of_layout(combination, empty, WHOLE, AGGREGATIONS["sequence-mean-token-sum"])
+    for weights in AGGREGATIONS.values():
+        gradient, parts = loss_and_gradient(EVERYTHING, TABLE, empty, SHARED_ROWS, weights=weights)
         assert not gradient.any()
         assert all(float(x) == 0.0 for x in jax.tree.leaves(parts))
+
+
+LOW, HIGH = 3e-4, 4e-4
+GSPO = replace(
+    PLAIN_LOSS, surrogate=partial(clipped_surrogate, clip_low=LOW, clip_high=HIGH), log_ratio=sequence_log_ratio
+)
+CISPO_LOW, CISPO_HIGH = 10.0, 0.2
+CISPO = replace(PLAIN_LOSS, surrogate=partial(cispo_surrogate, clip_low=CISPO_LOW, clip_high=CISPO_HIGH))
+
+
+def gspo_term(sample, current):
+    """Computes the terms of GSPO. Source: Zheng et al. 2025, eqs. 7 and 14."""
+    difference = (current - sample.policy_logprobs)[sample.mask]
+    ratio = np.exp(difference.mean()) if len(difference) else 1.0
+    advantages = sample.advantages.astype(np.float64)
+    plain, clipped = -advantages * ratio, -advantages * np.clip(ratio, 1 - LOW, 1 + HIGH)
+    return np.maximum(plain, clipped), np.where(plain >= clipped, plain, 0.0)
+
+
+def cispo_term(sample, current):
+    """Computes the terms of CISPO. Source: MiniMax 2025, eqs. 4 and 5."""
+    ratio = np.exp(current - sample.policy_logprobs)
+    weights = np.clip(ratio, 1 - CISPO_LOW, 1 + CISPO_HIGH) * sample.advantages
+    return -weights * current, -weights
+
+
+@pytest.mark.parametrize(
+    ("loss", "term", "weights", "scale"),
+    [
+        (GSPO, gspo_term, sequence_mean_token_mean, 3e-3),
+        (GSPO, gspo_term, token_mean, 3e-3),
+        (CISPO, cispo_term, token_mean, 0.5),
+    ],
+    ids=["gspo", "gspo over tokens", "cispo"],
+)
+def test_loss_and_gradient_equal_their_papers_for_any_packing(
+    loss: PolicyLoss, term: TokenTerm, weights: AggregationFn, scale: float
+):
+    # Scored by a policy near the table's, with which some ratios are clipped.
+    rng = np.random.default_rng(3)
+    samples = [
+        replace(s, policy_logprobs=(current + rng.normal(0, scale, len(current))).astype(np.float32))
+        for s, current in zip(SAMPLES, CURRENT, strict=True)
+    ]
+    expected_loss, expected = oracle(samples, weights, term)
+    for layout in LAYOUTS:
+        gradient, parts = loss_and_gradient(loss, TABLE, samples, layout, weights=weights)
+        assert float(parts.sums["loss"]) == pytest.approx(expected_loss, rel=1e-5, abs=1e-6)
+        assert_trees_close(gradient, expected)
+        clipped = float(parts.sums["policy/clip_fraction_high"]) + float(parts.sums["policy/clip_fraction_low"])
+        assert 0.05 < clipped < 0.95
+
+
+@pytest.mark.parametrize("loss", [GSPO, CISPO], ids=["gspo", "cispo"])
+@pytest.mark.parametrize("level", LOG_RATIOS)
+def test_on_policy_ratios_are_exactly_one_and_the_gradient_is_reinforces(loss: PolicyLoss, level: str):
+    loss = replace(loss, log_ratio=LOG_RATIOS[level])
+    unscored = [replace(sample, policy_logprobs=None) for sample in SAMPLES]
+    gradient, parts = loss_and_gradient(loss, TABLE, unscored, SHARED_ROWS, weights=token_mean)
+    assert float(parts.maxima["policy/ratio_max"]) == 1.0
+    _, expected = oracle(SAMPLES, token_mean, lambda sample, current: (current, -np.asarray(sample.advantages)))
+    assert_trees_close(gradient, expected)

@@ -22,10 +22,7 @@ LIVE = [
     [[0, 1], [0, 1], [2, 3], [0, 2], [1, 3], [0, 0]],
     [[3, 2], [3, 2], [3, 2], [3, 1], [0, 1], [0, 0]],
 ]
-RECORDED = [
-    [[0, 1], [1, 0], [2, 1], [NO, NO], [NO, NO]],
-    [[1, 0], [0, 3], [3, 2], [NO, NO], [NO, NO]],
-]
+RECORDED = [[[0, 1], [1, 0], [2, 1], [NO, NO], [NO, NO]], [[1, 0], [0, 3], [3, 2], [NO, NO], [NO, NO]]]
 
 
 def rows(*, replays: bool, mask: tuple[bool, ...] = (True, True, True)) -> TokenBatch:
@@ -43,12 +40,12 @@ def metrics_of(*batches: TokenBatch) -> dict[str, float]:
     return {name: float(value) for name, value in total.metrics().items()}
 
 
-def test_without_replay_the_load_is_that_of_the_routers_choices():
+def test_without_replay_the_load_is_of_the_routers_choices():
     # Layer 0: [0,1], [2,3], [0,2] = 2, 1, 2, 1 passes; layer 1: [3,2], [3,2], [3,1] = 0, 1, 2, 3; the mean is 1.5.
     assert metrics_of(rows(replays=False)) == {"rollout/fullest_expert": pytest.approx((2 / 1.5 + 3 / 1.5) / 2)}
 
 
-def test_with_replay_the_load_is_that_of_recorded_experts_and_sets_are_compared_where_there_are_any():
+def test_with_replay_the_load_is_of_recorded_experts_and_sets_are_compared():
     # Of the four recorded pairs, [1,0] is the same set as [0,1], and [2,1] and [0,3] are others than [2,3] and [3,2].
     # Layer 0: [1,0], [2,1], live [0,2] = 2, 2, 2, 0; layer 1: [0,3], [3,2], live [3,1] = 1, 1, 1, 3.
     metrics = metrics_of(rows(replays=True))
@@ -58,7 +55,7 @@ def test_with_replay_the_load_is_that_of_recorded_experts_and_sets_are_compared_
     }
 
 
-def test_tokens_that_the_policy_did_not_write_do_not_count_and_micro_batches_add_up():
+def test_masked_tokens_do_not_count_and_micro_batches_add_up():
     # The second token alone: [2,1] differs in layer 0.
     one = rows(replays=True, mask=(False, True, False))
     assert metrics_of(one)["rollout/route_difference"] == 1 / 2
@@ -67,7 +64,7 @@ def test_tokens_that_the_policy_did_not_write_do_not_count_and_micro_batches_add
     assert metrics_of(one)["rollout/fullest_expert"] == pytest.approx(2.0)
 
 
-def test_without_recorded_routes_the_share_is_no_number_and_without_tokens_the_load_is_zero():
+def test_no_recorded_routes_are_nan_and_no_tokens_have_no_load():
     routes = jnp.full((1, 6, 2, 2), UNRECORDED, jnp.uint8)
     assert np.isnan(metrics_of(replace(rows(replays=True), routes=routes))["rollout/route_difference"])
     assert metrics_of(rows(replays=False, mask=(False,) * 3))["rollout/fullest_expert"] == 0

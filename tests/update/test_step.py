@@ -1,7 +1,9 @@
+"""Tests of an optimizer step of the policy, and of adapters, with a decoder."""
+
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import jax
@@ -11,15 +13,22 @@ import optax
 import pytest
 
 from app.batching.micro_batch_plan import MicroBatchPlan
-from app.model.decoder import DecoderDefinition
+from app.model.decoder import DecoderDefinition, Params, flatten_by_path
+from app.model.io.hf_weights import load_weights
+from app.model.lora import LoRAConfig, combine_params, merge_adapters
 from app.update.kl import k3
 from app.update.loss_aggregation import aggregations
 from app.update.optimizer import TrainState, init_train_state, make_optimizer, train_state_shardings
-from app.update.policy_loss import PolicyLoss, dual_clipped_surrogate, make_policy_objective
+from app.update.policy_loss import Objective, PolicyBatch, PolicyLoss, dual_clipped_surrogate, make_policy_objective
 from app.update.ratios import ImportanceCorrection, geometric_log_weight, mask_weights
 from app.update.step import UpdateStep
 from settings.schema.algorithm import OptimizerSettings
+from settings.schema.model import PROJECTIONS, Quantization
+from tests.model.io.test_hf_weights import Held, random_file
+from tests.quantized import dequantized_params
 from tests.tiny import (
+    BIASED,
+    EVEN,
     ODD,
     PLAIN_LOSS,
     assert_trees_close,
@@ -33,13 +42,14 @@ from tests.tiny import (
 )
 
 DEFINITION = DecoderDefinition.create(replace(ODD, num_layers=1))
+ADAPTERS = LoRAConfig(3, 6.0, PROJECTIONS)
+ADAPTED = DecoderDefinition.create(replace(BIASED, num_layers=2), lora=ADAPTERS)
+TEMPERATURE = jnp.float32(1.3)
 SAMPLES = random_samples(4, 2, vocab_size=ODD.vocab_size, with_holes=True)
+FOURS, THREES = (one_a_row(len(SAMPLES), rows_per_micro_batch=rows, num_tokens=16, num_targets=12) for rows in (4, 3))
 SHARED_ROWS = plan_of(((5, 0, 3), (1, 7), (), (2, 6, 4)), rows_per_micro_batch=2, num_tokens=48, num_targets=30)
+SHARED_PROMPTS = packed_plan(SAMPLES, quota=72, row_length=24, share_prompts=True)
 
-AGGREGATIONS = aggregations(max_new_tokens=9)
-PLANNED = [
-    packed_plan(SAMPLES, quota=quota, row_length=24, share_prompts=share) for quota, share in ((24, True), (72, True))
-]
 EVERYTHING = replace(
     PLAIN_LOSS,
     surrogate=functools.partial(dual_clipped_surrogate, clip_low=0.2, clip_high=0.3, dual_clip=1.5),
@@ -52,58 +62,46 @@ EVERYTHING = replace(
 )
 
 
-def objective_of(loss: PolicyLoss):
-    return make_policy_objective(DEFINITION, loss, dtype=jnp.dtype("float32"), remat="none", logits_chunk=6)
-
-
-def fixed(rows: int) -> MicroBatchPlan:
-    return one_a_row(len(SAMPLES), rows_per_micro_batch=rows, num_tokens=16, num_targets=12)
-
-
-def update_step(loss: PolicyLoss) -> tuple[UpdateStep, Callable[[], TrainState]]:
+@functools.cache
+def update_step(loss: PolicyLoss, *, of_adapters: bool = False) -> tuple[UpdateStep, Callable[[], TrainState]]:
     """Returns a compiled update step and a function that makes initial states."""
-    mesh, schedule = make_mesh(), optax.linear_schedule(0.5, 0.0, 5)
+    definition, mesh = (ADAPTED, make_mesh((2, 2, 1))) if of_adapters else (DEFINITION, make_mesh())
+    schedule = optax.linear_schedule(0.5, 0.0, 5)
     optimizer = make_optimizer(OptimizerSettings(weight_decay=0.1), schedule)
-    shardings = train_state_shardings(optimizer, DEFINITION.shapes, DEFINITION.shardings(mesh), mesh)
+    shapes, places = map(definition.trainable, (definition.shapes, definition.shardings(mesh)))
+    shardings = train_state_shardings(optimizer, shapes, places, mesh)
+    objective = objective_of(definition, loss, remat="minimal" if of_adapters else "none")
 
     def fresh() -> TrainState:
-        return init_train_state(optimizer, random_params(DEFINITION), shardings)
+        params = jax.tree.map(np.array, definition.trainable(random_params(definition)))
+        return init_train_state(optimizer, jax.device_put(params, places), shardings)
 
-    return UpdateStep(objective_of(loss), optimizer, schedule, shardings), fresh
+    return UpdateStep(objective, optimizer, schedule, shardings), fresh
+
+
+def objective_of(definition: DecoderDefinition, loss: PolicyLoss = EVERYTHING, *, remat: str) -> Objective:
+    return make_policy_objective(definition, loss, dtype=jnp.dtype("float32"), remat=remat, logits_chunk=6)
 
 
 @pytest.mark.parametrize(
     ("loss", "plans"),
-    [(PLAIN_LOSS, [fixed(3), SHARED_ROWS]), (EVERYTHING, [fixed(1), fixed(2), fixed(4), *PLANNED])],
+    [(PLAIN_LOSS, [SHARED_ROWS]), (EVERYTHING, [THREES, SHARED_PROMPTS])],
     ids=["plain", "everything"],
 )
-def test_micro_batches_padding_shared_rows_and_shared_prompts_change_neither_gradient_nor_metrics(loss, plans):
+def test_packing_changes_neither_gradient_nor_metrics(loss: PolicyLoss, plans: list[MicroBatchPlan]):
     # test_policy_loss.py has every combination of terms; here the decoder stands below them.
     step, fresh = update_step(loss)
     state = fresh()
-    for weights in AGGREGATIONS.values():
+    for weights in aggregations(max_new_tokens=9).values():
 
         def summed(plan: MicroBatchPlan, weights=weights):
-            return step.accumulate(state.params, pack_update(SAMPLES, plan, weights=weights), jnp.float32(1.3))
+            return step.accumulate(state.params, pack_update(SAMPLES, plan, weights=weights), TEMPERATURE)
 
-        gradient, parts = expected = summed(fixed(8))
+        gradient, parts = expected = summed(FOURS)
         assert optax.tree.norm(gradient) > 1e-3
         assert float(parts.maxima["policy/ratio_max"]) > 1.5
         for plan in plans:
             assert_trees_close(summed(plan), expected)
-
-
-def test_what_a_step_will_measure_is_known_before_it_is_taken():
-    step, fresh = update_step(EVERYTHING)
-    names = step.metric_names(fresh().params, GOOD[0], jnp.float32(1.3))
-    _, metrics = step(fresh(), GOOD, jnp.float32(1.3))
-    assert sorted(names) == sorted(metrics)
-    assert 0 < float(metrics["policy/correction_ess"]) < 1
-
-
-@pytest.fixture(scope="module")
-def step():
-    return update_step(PLAIN_LOSS)
 
 
 def on_host(state: TrainState) -> TrainState:
@@ -111,38 +109,32 @@ def on_host(state: TrainState) -> TrainState:
     return jax.tree.map(np.array, state)
 
 
-GOOD = pack_update(SAMPLES, fixed(4))
+GOOD = pack_update(SAMPLES, FOURS)
+BAD = [replace(one, advantages=np.where(one.tokens.loss_mask, np.float32(np.nan), one.advantages)) for one in GOOD]
 
 
-def spoiled(values: np.ndarray, mask: np.ndarray) -> np.ndarray:
-    return np.where(mask, np.float32(np.nan), values)
-
-
-BAD = [replace(batch, advantages=spoiled(batch.advantages, batch.tokens.loss_mask)) for batch in GOOD]
-
-
-def test_a_good_step_moves_every_weight_and_is_counted(step):
-    update, fresh = step
+def test_a_step_moves_every_weight_and_is_counted():
+    update, fresh = update_step(PLAIN_LOSS)
     before = on_host(fresh())
-    state, metrics = update(fresh(), GOOD, jnp.float32(1.3))
+    state, metrics = update(fresh(), GOOD, TEMPERATURE)
     after = on_host(state)
     jax.tree.map(lambda a, b: np.array_equal(a, b) and pytest.fail(), after.params, before.params)
     assert (after.num_updates, after.nonfinite_in_a_row, after.nonfinite_total) == (1, 0, 0)
     assert float(metrics["policy/learning_rate"]) == pytest.approx(0.5)
     assert float(metrics["policy/grad_norm"]) > 0
-    _, second = update(state, GOOD, jnp.float32(1.3))
+    _, second = update(state, GOOD, TEMPERATURE)
     assert float(second["policy/learning_rate"]) == pytest.approx(0.4)
 
 
 @pytest.mark.parametrize(("field", "value"), [("advantages", np.inf), ("behavior_logprobs", np.nan)])
-def test_one_bad_number_changes_no_weight_and_no_moment(step, field, value):
-    update, fresh = step
-    state, _ = update(fresh(), GOOD, jnp.float32(1.3))
+def test_one_bad_number_changes_no_weight_and_no_moment(field, value):
+    update, fresh = update_step(PLAIN_LOSS)
+    state, _ = update(fresh(), GOOD, TEMPERATURE)
     before = on_host(state)
     # Sampler logprobs only feed a metric: a bad one must not cost the step.
     values = getattr(GOOD[0], field).copy()
     values[tuple(np.argwhere(GOOD[0].tokens.loss_mask)[0])] = value
-    state, metrics = update(state, [replace(GOOD[0], **{field: values}), *GOOD[1:]], jnp.float32(1.3))
+    state, metrics = update(state, [replace(GOOD[0], **{field: values}), *GOOD[1:]], TEMPERATURE)
     after = on_host(state)
     if field == "behavior_logprobs":
         assert (after.num_updates, after.nonfinite_total) == (2, 0)
@@ -152,11 +144,93 @@ def test_one_bad_number_changes_no_weight_and_no_moment(step, field, value):
     assert int(metrics["policy/nonfinite_updates"]) == 1
 
 
-def test_bad_steps_are_counted_until_a_good_one(step):
-    update, fresh = step
+def test_bad_steps_are_counted_until_a_good_one():
+    update, fresh = update_step(PLAIN_LOSS)
     state, counts = fresh(), []
     for batch in (BAD, BAD, GOOD, BAD):
-        state, metrics = update(state, batch, jnp.float32(1.3))
+        state, metrics = update(state, batch, TEMPERATURE)
         counts.append((int(metrics["policy/nonfinite_in_a_row"]), int(metrics["policy/nonfinite_updates"])))
     assert counts == [(1, 1), (2, 2), (0, 2), (1, 3)]
     assert int(state.num_updates) == 1
+
+
+PARAMS = random_params(ADAPTED)
+TRAINED, FROZEN = ADAPTED.trainable(PARAMS), ADAPTED.frozen(PARAMS)
+
+
+@pytest.fixture
+def adapted() -> Iterator[tuple[UpdateStep, TrainState, Params]]:
+    """A compiled update of adapters, an initial state, and the frozen weights on their shardings."""
+    step, fresh = update_step(EVERYTHING, of_adapters=True)
+    mesh = make_mesh((2, 2, 1))
+    with jax.set_mesh(mesh):
+        yield step, fresh(), jax.device_put(FROZEN, ADAPTED.frozen(ADAPTED.shardings(mesh)))
+
+
+@pytest.fixture(scope="module")
+def through_merged_kernels() -> Params:
+    """The gradient of the same loss with respect to the adapters, through merged kernels, on one device."""
+    plain = objective_of(DecoderDefinition.create(ADAPTED.architecture), remat="none")
+
+    def loss(trained: Params, batch: PolicyBatch) -> jax.Array:
+        return plain(merge_adapters(combine_params(trained, FROZEN), ADAPTERS), batch, TEMPERATURE)[0]
+
+    gradients = [jax.jit(jax.grad(loss))(TRAINED, batch) for batch in GOOD]
+    return jax.tree.map(lambda *parts: sum(parts), *gradients)
+
+
+def test_the_gradient_is_that_through_merged_kernels(through_merged_kernels, adapted):
+    assert all(float(jnp.abs(x).max()) > 1e-6 for x in jax.tree.leaves(through_merged_kernels))
+    step, state, frozen = adapted
+    found, _ = step.accumulate(state.params, GOOD, TEMPERATURE, frozen)
+    assert_trees_close(found, through_merged_kernels, tolerance=2e-5)
+
+
+def test_an_update_moves_every_adapter_and_no_frozen_weight(adapted):
+    step, state, frozen = adapted
+    names = step.metric_names(state.params, GOOD[0], TEMPERATURE, frozen)
+    state, metrics = step(state, GOOD, TEMPERATURE, frozen)
+    assert sorted(names) == sorted(metrics)
+    after = flatten_by_path(state.params)
+    assert after.keys() == ADAPTED.adapter_paths
+    assert all(not np.array_equal(after[path], x) for path, x in flatten_by_path(TRAINED).items())
+    jax.tree.map(np.testing.assert_array_equal, frozen, FROZEN)
+
+
+def test_gradients_and_moments_have_only_the_sizes_of_adapters(adapted):
+    step, state, frozen = adapted
+    lowered = step.lower(state, GOOD[0], TEMPERATURE, frozen)
+    trained = {x.shape for x in jax.tree.leaves(TRAINED)} | {()}
+    assert {x.shape for x in jax.tree.leaves(lowered["gradients"].out_info)} == trained
+    assert {x.shape for x in jax.tree.leaves(state)} == trained
+
+
+@pytest.mark.parametrize(
+    ("quantization", "remat", "mesh_shape"), [("int8", "block", (1, 1, 1)), ("nf4", "minimal", (2, 2, 2))], ids=str
+)
+def test_the_gradient_is_that_through_dequantized_kernels(
+    quantization: Quantization, remat: str, mesh_shape: tuple[int, int, int]
+) -> None:
+    pytest.importorskip("qwix", reason="Qwix is not installed: pip install -e '.[qlora]'")
+    architecture, mesh = replace(EVEN, num_layers=1), make_mesh(mesh_shape)
+    definition = DecoderDefinition.create(architecture, lora=ADAPTERS, quantization=quantization)
+    (batch,) = pack_update(SAMPLES, one_a_row(len(SAMPLES), rows_per_micro_batch=8, num_tokens=16, num_targets=12))
+
+    def gradient(definition: DecoderDefinition, trained: Params, frozen: Params, *, remat: str) -> Params:
+        objective = objective_of(definition, remat=remat)
+
+        def loss(trained: Params, frozen: Params) -> jax.Array:
+            return objective(combine_params(trained, frozen), batch, TEMPERATURE)[0]
+
+        return jax.jit(jax.grad(loss))(trained, frozen)
+
+    adapters = definition.trainable(random_params(definition.unquantized))
+    held = load_weights(definition.without_adapters, Held(random_file(architecture)[1]), mesh)
+    floats = dequantized_params(definition.without_adapters, held)
+    expected = gradient(definition.unquantized, adapters, floats, remat="none")
+    assert all(float(jnp.abs(x).max()) > 1e-6 for x in jax.tree.leaves(expected))
+    with jax.set_mesh(mesh):
+        placed = jax.device_put(adapters, definition.trainable(definition.shardings(mesh)))
+        found = gradient(definition, placed, held, remat=remat)
+    assert_trees_close(found, expected, tolerance=1e-5)
+    assert jax.tree.structure(combine_params(found, held)) == jax.tree.structure(definition.shapes)

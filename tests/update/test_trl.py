@@ -15,11 +15,7 @@ from app.advantage.group import assign_group_advantages, kl_penalized_rewards, r
 from app.records.sample import Sample
 from app.update.kl import k1, k3
 from app.update.loss_aggregation import aggregations
-from app.update.policy_loss import (
-    cispo_surrogate,
-    clipped_surrogate,
-    dual_clipped_surrogate,
-)
+from app.update.policy_loss import cispo_surrogate, clipped_surrogate, dual_clipped_surrogate
 from app.update.ratios import LOG_RATIOS, LOG_WEIGHTS, ImportanceCorrection, mask_weights, truncate_weights
 from tests.golden.trl_numbers import (
     CASES,
@@ -149,13 +145,10 @@ def assert_gradient(gradient, theirs: list) -> None:
     assert_trees_close(gradient, expected)
 
 
-def test_every_case_has_stored_numbers_that_say_where_they_come_from():
+def test_numbers_equal_those_stored_of_trl():
     assert [case["settings"] for case in GOLDEN["grpo"]] == list(CASES)
     assert [case["settings"] for case in GOLDEN["corrections"]] == list(CORRECTION_CASES)
     assert GOLDEN["provenance"].keys() == {"script", "trl", "torch", "date", "seed"}
-
-
-def test_numbers_equal_those_stored_of_trl():
     assert_all_equal_to_trl(GOLDEN)
 
 

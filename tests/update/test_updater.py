@@ -1,3 +1,5 @@
+"""Tests of mini-batches and of the updates over them."""
+
 from __future__ import annotations
 
 import functools
@@ -6,20 +8,21 @@ from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
 from app.batching.micro_batch_plan import TokenBudget
-from app.batching.micro_batcher import FixedRowBatcher, PackedRowBatcher
+from app.batching.micro_batcher import FixedRowBatcher, MicroBatcher, PackedRowBatcher
 from app.mesh.program_cache import CompilationCounter
 from app.model.architecture import forward_flops
 from app.model.decoder import DecoderDefinition
 from app.records.sample import Sample
 from app.score.scorer import Scorer
 from app.update.loss_aggregation import token_mean
-from app.update.mini_batches import repeated_mini_batches, select_samples, split_by_group
+from app.update.mini_batches import repeated_mini_batches, select_samples, shuffled_mini_batches, split_by_group
 from app.update.optimizer import TrainState, init_train_state, make_optimizer, train_state_shardings
 from app.update.policy_loss import PolicyBatch, make_policy_objective
 from app.update.step import UpdateStep
@@ -30,28 +33,27 @@ from tests.tiny import ODD, PLAIN_LOSS, make_mesh, make_sample, one_a_row, rando
 DEFINITION = DecoderDefinition.create(replace(ODD, num_layers=1))
 SAMPLES = random_samples(4, 2, vocab_size=ODD.vocab_size)
 THREES = one_a_row(len(SAMPLES), rows_per_micro_batch=3, num_tokens=16, num_targets=12)
+FOURS = FixedRowBatcher(4, trim_tail=False)
 SIX_GROUPS = random_samples(6, 4, vocab_size=ODD.vocab_size, seed=5)
 SCHEDULE = optax.constant_schedule(1e-2)
 OPTIMIZER = make_optimizer(OptimizerSettings(), SCHEDULE)
 FLOAT32 = jnp.dtype("float32")
 
 
-class InOrder(Updater):
-    """A splitter of a step's samples into the same mini-batches in every epoch."""
-
-    def __init__(self, *arguments: Any, num_mini_batches: int, epochs: int, **others: Any):
-        super().__init__(*arguments, **others)
-        self.mini_batches = functools.partial(
-            repeated_mini_batches, step=1, num_mini_batches=num_mini_batches, epochs=epochs
-        )
-
-    def update(self, state: Any, samples: Any, *, temperature: float) -> tuple[Any, dict[str, float]]:
-        return super().update(state, select_samples(samples, self.mini_batches(samples)), temperature=temperature)
-
-
-def make_updater(step: UpdateStepFn, *, roles: Collection[ScoredRole] = (), **changes) -> InOrder:
-    arguments = {"num_mini_batches": 1, "epochs": 1, "micro_batcher": FixedRowBatcher(4, trim_tail=False)}
-    return InOrder(step, make_mesh(), pack=PolicyBatchPacker(token_mean, roles), **(arguments | changes))
+def updated(
+    step: UpdateStepFn,
+    state: Any,
+    samples: Sequence[Sample],
+    *,
+    roles: Collection[ScoredRole] = (),
+    micro_batcher: MicroBatcher = FOURS,
+    temperature: float = 1.3,
+    **of_mini_batches: int,
+) -> tuple[Any, dict[str, float]]:
+    """Returns state and metrics after a step with the same mini-batches in every epoch."""
+    updater = Updater(step, make_mesh(), pack=PolicyBatchPacker(token_mean, roles), micro_batcher=micro_batcher)
+    indices = repeated_mini_batches(samples, 1, **({"num_mini_batches": 1, "epochs": 1} | of_mini_batches))
+    return updater.update(state, select_samples(samples, indices), temperature=temperature)
 
 
 @functools.cache
@@ -75,75 +77,36 @@ def fresh_state() -> TrainState:
     return init_train_state(OPTIMIZER, random_params(DEFINITION), shardings())
 
 
-COUNT: Any = 0
-"""State of a `Tape` before its first update."""
-
-
 class Tape:
     """A step that learns nothing; its state is a count, and it records its batches."""
 
     def __init__(self):
         self.updates: list[Sequence[PolicyBatch]] = []
 
-    def __call__(
-        self, state: Any, batches: Sequence[PolicyBatch], temperature: Any, frozen: Any
-    ) -> tuple[Any, dict[str, Any]]:
+    def __call__(self, state: Any, batches: Sequence[PolicyBatch], *_: Any) -> tuple[Any, dict[str, Any]]:
         self.updates.append(batches)
         metrics = {"loss": jnp.float32(state), "policy/ratio_max": jnp.float32(10 - state), "rollout/x": state}
         return state + 1, metrics
 
-    @property
-    def targets(self) -> list[list[int]]:
-        """Returns the completion tokens of every update."""
-        return [
-            [token for b in update for token in np.asarray(b.tokens.targets)[np.asarray(b.tokens.loss_mask)].tolist()]
-            for update in self.updates
-        ]
 
-
-def tokens_of(samples) -> list[int]:
-    return [int(token) for s in samples for token in s.completion_ids]
-
-
-def test_every_epoch_goes_over_every_mini_batch_in_the_same_order():
+def test_every_epoch_updates_on_every_mini_batch_in_order():
     tape = Tape()
-    state, metrics = make_updater(tape, num_mini_batches=2, epochs=3).update(COUNT, SAMPLES, temperature=1.0)
+    state, metrics = updated(tape, 0, SAMPLES, num_mini_batches=2, epochs=3)
     assert state == 6
-    first, second = SAMPLES[:2] + SAMPLES[4:6], SAMPLES[2:4] + SAMPLES[6:]
-    assert tape.targets == [tokens_of(first), tokens_of(second)] * 3
-    assert len({batch.tokens.token_ids.shape for update in tape.updates for batch in update}) == 1
+    mini_batches = [SAMPLES[:2] + SAMPLES[4:6], SAMPLES[2:4] + SAMPLES[6:]]
+    for update, samples in zip(tape.updates, mini_batches * 3, strict=True):
+        tokens = [np.asarray(one.tokens.targets)[np.asarray(one.tokens.loss_mask)] for one in update]
+        np.testing.assert_array_equal(np.concatenate(tokens), np.concatenate([s.completion_ids for s in samples]))
+        # Each mini-batch has denominators of its own.
+        for name in ("loss_weights", "token_weights"):
+            assert sum(float(np.sum(getattr(one, name))) for one in update) == pytest.approx(1.0)
+    assert len({one.tokens.token_ids.shape for update in tape.updates for one in update}) == 1
     assert metrics["loss"] == pytest.approx(2.5)
     assert metrics["policy/ratio_max"] == 10.0
     assert metrics["rollout/x"] == 0.0
 
 
-def test_each_mini_batch_has_denominators_of_its_own():
-    tape = Tape()
-    make_updater(tape, num_mini_batches=2).update(COUNT, SAMPLES, temperature=1.0)
-    for update in tape.updates:
-        assert sum(float(np.sum(batch.loss_weights)) for batch in update) == pytest.approx(1.0)
-        assert sum(float(np.sum(batch.token_weights)) for batch in update) == pytest.approx(1.0)
-
-
-def test_logprobs_that_were_not_scored_are_not_sent():
-    tape = Tape()
-    unscored = [replace(s, policy_logprobs=None, reference_logprobs=None) for s in SAMPLES]
-    make_updater(tape).update(COUNT, unscored, temperature=1.0)
-    assert tape.updates[0][0].policy_logprobs is None
-    assert tape.updates[0][0].reference_logprobs is None
-
-
-def test_each_mini_batch_has_whole_groups_one_of_every_block():
-    ids = [7, -1, 7, 30, -1, 7, 5, 5, 2]
-    samples = [make_sample([i], group_id=group, sample_index=i) for i, group in enumerate(ids)]
-    # Groups in the order they came: 7, -1, 30, 5, 2.
-    assert [part.tolist() for part in split_by_group(samples, 2)] == [[0, 2, 5, 3, 8], [1, 4, 6, 7]]
-    assert [part.tolist() for part in split_by_group(samples, 5)] == [
-        [0, 2, 5], [1, 4], [3], [6, 7], [8],
-    ]  # fmt: skip
-
-
-def test_a_step_summarises_its_updates():
+def test_metrics_are_summarized_over_the_updates_of_a_step():
     first = {"loss": 1.0, "policy/ratio_max": 3.0, "rollout/diff_max": 1.0, "policy/learning_rate": 0.2}
     second = {"loss": 2.0, "policy/ratio_max": 2.0, "rollout/diff_max": 9.0, "policy/learning_rate": 0.1}
     counters = {"policy/nonfinite_updates": 1.0, "policy/nonfinite_in_a_row": 1.0}
@@ -159,17 +122,17 @@ def test_a_step_summarises_its_updates():
 
 
 def test_fill_is_the_share_of_real_tokens():
-    tape = Tape()
-    samples = [make_sample([0] * 3, prompt_ids=[1] * 5), make_sample([0] * 2, prompt_ids=[1] * 2)]
-    samples = [replace(s, advantages=np.zeros(len(s.completion_ids), np.float32)) for s in samples]
-    _, metrics = make_updater(tape).update(COUNT, samples, temperature=1.0)
+    samples = [
+        make_sample([0] * length, prompt_ids=[1] * prompt, advantages=np.zeros(length, np.float32))
+        for prompt, length in ((5, 3), (2, 2))
+    ]
+    _, metrics = updated(Tape(), 0, samples)
     # Two rows of 16 tokens hold 8 and 4 real ones.
     assert metrics["batching/fill"] == pytest.approx(12 / 32)
 
 
-def test_one_update_has_a_ratio_of_exactly_one_without_a_scoring_pass():
-    unscored = [replace(s, policy_logprobs=None, reference_logprobs=None) for s in SAMPLES]
-    state, metrics = make_updater(real_step()).update(fresh_state(), unscored, temperature=1.3)
+def test_the_ratio_of_a_single_update_is_exactly_one():
+    state, metrics = updated(real_step(), fresh_state(), SAMPLES)
     assert metrics["policy/ratio_max"] == 1.0
     assert int(state.num_updates) == 1
 
@@ -184,93 +147,129 @@ def scored():
     ]
 
 
-def test_at_the_first_of_several_updates_the_ratio_is_one_within_rounding(scored):
-    updater = make_updater(real_step(), roles=["policy"])
-    _, metrics = updater.update(fresh_state(), scored, temperature=1.3)
-    assert abs(metrics["policy/ratio_max"] - 1) <= 1e-5
-    # The same weights, so the sampler's logprobs differ from the update's by as little, in both directions.
-    assert metrics["rollout/sampler_scorer_logprob_diff_max"] <= 1e-5
-
-
-def test_scorer_and_update_share_one_plan_of_packed_rows_and_every_mini_batch_starts_at_ratio_one():
+def test_scorer_and_every_mini_batch_have_a_ratio_of_one():
     """Nothing is learned, so every mini-batch is like the first."""
     optimizer = make_optimizer(OptimizerSettings(), optax.constant_schedule(0.0))
     objective = make_policy_objective(DEFINITION, PLAIN_LOSS, dtype=FLOAT32, remat="none", logits_chunk=6)
     step = UpdateStep(objective, optimizer, optax.constant_schedule(0.0), shardings())
     budget = TokenBudget(16, 16, share_prompts=True, balance=True)
     cut = PackedRowBatcher(budget, forward_flops(ODD))
-    updater, state = make_updater(step, micro_batcher=cut, roles=["policy"], num_mini_batches=3), fresh_state()
-    scored = []
+    state, scored = fresh_state(), []
     ((*parts,),) = select_samples(SIX_GROUPS, [split_by_group(SIX_GROUPS, 3)])
     for part in parts:
-        plan = cut(part, updater.mesh).local_plan
+        plan = cut(part, make_mesh()).local_plan
         assert plan.num_micro_batches > 1
         logprobs = scorer().per_token(state.params, part, plan, temperature=1.3)
         scored += [replace(s, policy_logprobs=x, behavior_logprobs=x) for s, x in zip(part, logprobs, strict=True)]
-    _, metrics = updater.update(state, scored, temperature=1.3)
+    _, metrics = updated(step, state, scored, roles=["policy"], micro_batcher=cut, num_mini_batches=3)
     assert abs(metrics["policy/ratio_max"] - 1) <= 1e-5
+    # The same weights, so the sampler's logprobs differ from the update's by as little, in both directions.
+    assert metrics["rollout/sampler_scorer_logprob_diff_max"] <= 1e-5
     assert metrics["batching/num_micro_batches"] >= 6
 
 
-def test_a_host_without_samples_feeds_rows_of_the_same_kind():
+def test_batches_have_the_logprobs_of_the_roles_even_without_samples():
     tape = Tape()
-    make_updater(tape, roles=["policy", "reference"]).update(COUNT, [], temperature=1.0)
-    (batch,) = tape.updates[0]
-    assert not np.asarray(batch.tokens.loss_mask).any()
-    assert batch.policy_logprobs is not None and batch.reference_logprobs is not None
+    of_both: list[ScoredRole] = ["policy", "reference"]
+    for roles in (of_both, ()):
+        updated(tape, 0, [], roles=roles)
+    for (batch,), is_scored in zip(tape.updates, (True, False), strict=True):
+        assert not np.asarray(batch.tokens.loss_mask).any()
+        assert (batch.policy_logprobs is not None) == (batch.reference_logprobs is not None) == is_scored
 
 
-def test_several_updates_move_the_ratio_and_compile_once(scored):
-    updater = make_updater(real_step(), roles=["policy"], num_mini_batches=2, epochs=2)
-    state, metrics = updater.update(fresh_state(), scored, temperature=1.3)
+def test_several_updates_move_the_ratio_and_compile_nothing_new(scored):
+    several = functools.partial(updated, real_step(), roles=["policy"], num_mini_batches=2, epochs=2)
+    state, metrics = several(fresh_state(), scored)
     assert int(state.num_updates) == 4
     assert metrics["policy/ratio_max"] > 1.01
     assert metrics["rollout/sampler_scorer_logprob_diff_max"] <= 1e-5
-    compilations = CompilationCounter()
-    updater.update(state, scored, temperature=0.7)
-    assert compilations.take_count() == 0
-
-
-def test_steps_of_random_lengths_compile_each_row_shape_once():
-    step = real_step()
-    budget = TokenBudget(64, 32, share_prompts=True, balance=True)
-    updater = make_updater(step, micro_batcher=PackedRowBatcher(budget, forward_flops(ODD)))
-
-    def shapes_of(samples: Sequence[Sample]) -> set:
-        return {
-            (len(one.rows), one.shape) for one in updater.micro_batcher(samples, updater.mesh).local_plan.micro_batches
-        }
-
-    state, warm = fresh_state(), shapes_of(steps_samples(0))
-    for _ in range(2):
-        state, _ = updater.update(state, steps_samples(0), temperature=1.0)
-    seen = set(warm)
     with closing(CompilationCounter()) as compilations:
-        for seed in range(200):
-            samples = steps_samples(seed)
-            seen |= shapes_of(samples)
-            state, _ = updater.update(state, samples, temperature=1.0)
+        several(state, scored, temperature=0.7)
+        assert compilations.take_count() == 0
+
+
+def test_random_lengths_compile_each_row_shape_once():
+    step, seen = real_step(), set()
+    cut = PackedRowBatcher(TokenBudget(64, 32, share_prompts=True, balance=True), forward_flops(ODD))
+
+    def after_seed(state: TrainState, seed: int) -> TrainState:
+        samples = random_samples(seed % 6 + 2, 3, vocab_size=ODD.vocab_size, seed=seed)
+        seen.update((len(one.rows), one.shape) for one in cut(samples, make_mesh()).local_plan.micro_batches)
+        return updated(step, state, samples, micro_batcher=cut)[0]
+
+    state = after_seed(after_seed(fresh_state(), 0), 0)
+    warm = set(seen)
+    with closing(CompilationCounter()) as compilations:
+        for seed in range(60):
+            state = after_seed(state, seed)
         assert compilations.take_count() == len(seen - warm)
-    assert len(seen) <= 16
+    assert 4 < len(seen) <= 16
 
 
-def steps_samples(seed: int) -> list[Sample]:
-    samples = random_samples(seed % 6 + 2, 3, vocab_size=ODD.vocab_size, seed=seed)
-    return [replace(s, policy_logprobs=None, reference_logprobs=None) for s in samples]
-
-
-def test_updates_raise_the_logprobs_of_rewarded_samples_and_lower_those_of_the_others(scored):
+def test_updates_raise_logprobs_of_positive_advantages_only(scored):
     params = random_params(DEFINITION)
     signed = [
         replace(s, advantages=np.full(len(s.completion_ids), 1.0 if s.sample_index else -1.0, np.float32))
         for s in scored
     ]
-    state, _ = make_updater(real_step(), roles=["policy"], epochs=2).update(fresh_state(), signed, temperature=1.3)
-    gains = []
-    for before, after in zip(
-        scorer().per_token(params, signed, THREES, temperature=1.3),
-        scorer().per_token(state.params, signed, THREES, temperature=1.3),
-        strict=True,
-    ):
-        gains.append(float(np.sum(after - before)))
+    state, _ = updated(real_step(), fresh_state(), signed, roles=["policy"], epochs=2)
+    before, after = (scorer().per_token(x, signed, THREES, temperature=1.3) for x in (params, state.params))
+    gains = [float(np.sum(y - x)) for x, y in zip(before, after, strict=True)]
     assert min(gains[1::2]) > 0 > max(gains[::2])
+
+
+PAIRS = [make_sample([i], group_id=i // 2, sample_index=i % 2) for i in range(24)]
+
+
+def groups_of(epochs) -> list[list[list[int]]]:
+    return [[[s.group_id for s in part] for part in epoch] for epoch in epochs]
+
+
+def drawn(step: int = 1, seed: int = 0) -> list[list[list[int]]]:
+    indices = shuffled_mini_batches(PAIRS, step, num_mini_batches=3, epochs=2, seed=seed)
+    return groups_of(select_samples(PAIRS, indices))
+
+
+def test_each_mini_batch_has_one_whole_group_of_every_block():
+    ids = [7, -1, 7, 30, -1, 7, 5, 5, 2]
+    samples = [make_sample([i], group_id=group, sample_index=i) for i, group in enumerate(ids)]
+    # Groups in the order they came: 7, -1, 30, 5, 2.
+    assert [part.tolist() for part in split_by_group(samples, 2)] == [[0, 2, 5, 3, 8], [1, 4, 6, 7]]
+    assert [part.tolist() for part in split_by_group(samples, 5)] == [[0, 2, 5], [1, 4], [3], [6, 7], [8]]
+
+
+def test_repeated_mini_batches_are_the_same_lists_in_every_epoch():
+    first, second = select_samples(PAIRS, repeated_mini_batches(PAIRS, 1, num_mini_batches=3, epochs=2))
+    assert all(part is again for part, again in zip(first, second, strict=True))
+    assert groups_of([first])[0][0] == [0, 0, 3, 3, 6, 6, 9, 9]
+
+
+def test_shuffled_epochs_hold_every_whole_group_once():
+    for epoch in drawn():
+        assert sorted(g for part in epoch for g in part) == sorted(s.group_id for s in PAIRS)
+        assert [len(part) for part in epoch] == [8, 8, 8]
+        assert all(part[i] == part[i + 1] for part in epoch for i in range(0, 8, 2))
+
+
+def test_shuffles_follow_from_seed_step_and_epoch_alone():
+    assert drawn() == drawn()
+    first, second = drawn()
+    assert first != second
+    assert drawn(step=2) != drawn() != drawn(seed=1)
+
+
+@pytest.mark.parametrize("num_hosts", [2, 4])
+@pytest.mark.parametrize("draw", [repeated_mini_batches, functools.partial(shuffled_mini_batches, seed=7)])
+def test_mini_batches_do_not_depend_on_the_number_of_hosts(draw, num_hosts: int, monkeypatch: pytest.MonkeyPatch):
+    def mini_batches(samples) -> list[list[list[int]]]:
+        return groups_of(select_samples(samples, draw(samples, 3, num_mini_batches=3, epochs=2)))
+
+    expected = mini_batches(PAIRS)
+    per_host = len(PAIRS) // num_hosts
+    joined: list[list[list[int]]] = [[[], [], []] for _ in range(2)]
+    for host in range(num_hosts):
+        monkeypatch.setattr(jax, "process_index", lambda host=host: host)
+        own = mini_batches(PAIRS[host * per_host : (host + 1) * per_host])
+        joined = [[a + b for a, b in zip(*epochs, strict=True)] for epochs in zip(joined, own, strict=True)]
+    assert joined == expected
