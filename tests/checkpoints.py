@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import jax
@@ -16,8 +14,6 @@ from app.checkpoint.checkpoints import Checkpoints, check_fingerprints
 from app.checkpoint.retention import LatestAndBestPolicy
 from app.checkpoint.train_progress import NetworkStates, TrainProgress
 from app.update.optimizer import TrainState
-from tests.free_address import free_address
-from tests.program import DEADLINE_S, REPOSITORY
 from tests.tiny import make_mesh
 
 FINGERPRINTS = {"model": "m", "tokenizer": "t", "data": "d"}
@@ -89,43 +85,3 @@ def restored(checkpoints: Checkpoints) -> tuple[NetworkStates, TrainProgress]:
     found = checkpoints.restore(of_this_run)
     assert found is not None
     return found
-
-
-JOIN = """
-import sys
-from pathlib import Path
-import jax
-address, process_id, folder = sys.argv[1:]
-jax.config.update("jax_num_cpu_devices", 1)
-jax.config.update("jax_cpu_collectives_implementation", "gloo")
-jax.distributed.initialize(address, 2, int(process_id))
-from settings import InputError
-from tests.checkpoints import make_state, of_this_run, opened, progress
-"""
-
-
-def said_by_hosts(*folders: Path, program: str) -> list[str]:
-    """Returns the last line that each of two processes with one device prints.
-
-    Args:
-        program: code that both run on `folder` after `JOIN`.
-    """
-    address = free_address()
-    hosts = [
-        subprocess.Popen(
-            [sys.executable, "-c", JOIN + program, address, str(i), str(folder)],
-            cwd=REPOSITORY,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for i, folder in enumerate(folders)
-    ]
-    try:
-        outputs = [host.communicate(timeout=DEADLINE_S) for host in hosts]
-    finally:
-        for host in hosts:
-            host.kill()
-            host.wait()
-    assert [host.returncode for host in hosts] == [0, 0], outputs
-    return [stdout.splitlines()[-1] for stdout, _ in outputs]

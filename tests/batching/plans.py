@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 
 from app.batching.micro_batch_plan import (
-    MicroBatch,
     MicroBatchPlan,
     RowShape,
     SequenceLengths,
@@ -73,15 +72,10 @@ def laid_out_tokens(plan: MicroBatchPlan, host: SequenceLengths) -> int:
     return sum(tokens_of(row, host) for m in plan.micro_batches for row in m.rows)
 
 
-def device_rows(micro_batch: MicroBatch, num_devices: int) -> list[tuple]:
-    per_device = len(micro_batch.rows) // num_devices
-    return [micro_batch.rows[d * per_device : (d + 1) * per_device] for d in range(num_devices)]
-
-
 def device_work(plan: MicroBatchPlan, host: SequenceLengths, num_devices: int) -> np.ndarray:
     """Returns the cost [M, devices] of samples that share nothing."""
-    work = flops(host.totals)
-    return np.asarray([[work[members(rows)].sum() for rows in device_rows(m, num_devices)] for m in plan.micro_batches])
+    work, parts = flops(host.totals), [plan.part(device, num_devices).micro_batches for device in range(num_devices)]
+    return np.asarray([[work[members(one.rows)].sum() for one in part] for part in parts]).T
 
 
 def random_case(seed: int) -> tuple[SequenceLengths, TokenBudget, int]:
@@ -89,12 +83,7 @@ def random_case(seed: int) -> tuple[SequenceLengths, TokenBudget, int]:
     rng = np.random.default_rng(seed)
     quota = int(rng.choice([64, 500, 1024, 4096]))
     longest = int(rng.integers(2, quota + 1))
-    budget = make_budget(
-        quota,
-        longest,
-        share_prompts=bool(rng.random() < 0.5),
-        balance=bool(rng.random() < 0.5),
-    )
+    budget = make_budget(quota, longest, share_prompts=bool(rng.random() < 0.5), balance=bool(rng.random() < 0.5))
     hosts = []
     for _ in range(int(rng.integers(1, 9))):
         count = int(rng.choice([0, 1, 10, 60]) * rng.random())

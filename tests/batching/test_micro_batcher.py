@@ -1,15 +1,25 @@
+"""Tests of the ways to split samples into micro-batches, and of their statistics."""
+
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from app.batching.micro_batcher import FixedRowBatcher, PackedRowBatcher, sequence_lengths
+from app.batching.micro_batch_plan import MicroBatch, MicroBatchPlan, RowShape, TokenBudget
+from app.batching.micro_batcher import (
+    EqualShapeBatcher,
+    FixedRowBatcher,
+    PackedRowBatcher,
+    sequence_lengths,
+    token_count_cost,
+)
+from app.batching.packing_stats import packing_stats
 from app.batching.token_batch import pack_tokens, unpack_per_token
-from tests.batching.plans import flops, make_budget, members
+from tests.batching.plans import flops, group, joined, lone, make_budget, members, per_token
 from tests.tiny import make_mesh, make_sample, random_samples
 
 
-def test_lengths_tell_which_samples_have_the_same_prompt():
+def test_lengths_number_equal_prompts_alike():
     samples = [
         make_sample([0] * 3, prompt_ids=[1, 2], group_id=0),
         make_sample([0], prompt_ids=[1, 3], group_id=1),
@@ -22,29 +32,8 @@ def test_lengths_tell_which_samples_have_the_same_prompt():
     assert lengths.totals.tolist() == [5, 3, 2]
 
 
-@pytest.mark.parametrize(
-    ("num_samples", "mesh_shape", "rows_per_device", "rows", "count"),
-    [
-        (5, (1, 1, 1), 2, 2, 3),
-        (5, (1, 1, 1), 8, 5, 1),
-        (12, (1, 4, 2), 1, 4, 3),
-        (12, (2, 2, 2), 2, 8, 2),
-        (12, (1, 8, 1), 8, 16, 1),
-        (3, (1, 8, 1), 1, 8, 1),
-    ],
-)
-def test_fixed_rows_fill_whole_devices_and_are_no_more_than_needed(
-    num_samples, mesh_shape, rows_per_device, rows, count
-):
-    samples = [make_sample([0])] * num_samples
-    cut = FixedRowBatcher(rows_per_device, trim_tail=False)(samples, make_mesh(mesh_shape))
-    assert [len(m.rows) for m in cut.local_plan.micro_batches] == [rows] * count
-    assert cut.plan == cut.local_plan
-    assert cut.packing_stats()["num_micro_batches"] == count
-
-
 @pytest.mark.parametrize("mesh_shape", [(1, 1, 1), (2, 2, 2)])
-def test_packed_rows_are_whole_on_every_device(mesh_shape):
+def test_packed_rows_fill_the_data_axes_of_the_mesh(mesh_shape):
     samples = random_samples(8, 4, vocab_size=97)
     cut = PackedRowBatcher(make_budget(64, 16, share_prompts=True), flops)(samples, make_mesh(mesh_shape))
     devices = mesh_shape[0] * mesh_shape[1]
@@ -61,7 +50,78 @@ def test_packed_rows_are_whole_on_every_device(mesh_shape):
 
 
 @pytest.mark.parametrize("rows", [FixedRowBatcher(2, trim_tail=True), PackedRowBatcher(make_budget(64), flops)])
-def test_a_host_without_samples_has_a_micro_batch_of_padding(rows):
+def test_no_samples_give_a_micro_batch_of_padding(rows):
     cut = rows([], make_mesh((2, 1, 1)))
     assert len(cut.local_plan.micro_batches) == 1
     assert cut.packing_stats()["dummy_fraction"] == 1.0
+
+
+def test_equal_shapes_pad_a_trimmed_tail_on_each_device() -> None:
+    cut = EqualShapeBatcher(FixedRowBatcher(2, trim_tail=True))
+    plan = cut.plan(lone(*[5] * 6, prompt=2), num_devices=2)
+    shape = RowShape(16, 4)
+    assert plan.micro_batches == (
+        MicroBatch((((0,),), ((1,),), ((2,),), ((3,),)), shape),
+        MicroBatch((((4,),), (), ((5,),), ()), shape),
+    )
+
+
+def test_equal_shapes_make_short_rows_full() -> None:
+    batcher = PackedRowBatcher(TokenBudget(64, 32, share_prompts=False, balance=True), token_count_cost)
+    for num_samples in range(9, 60, 5):
+        lengths = lone(*[7] * num_samples, prompt=2)
+        own, plan = (one.plan(lengths, num_devices=1) for one in (batcher, EqualShapeBatcher(batcher)))
+        assert [sorted(members(one.rows)) for one in plan.micro_batches] == [
+            sorted(members(one.rows)) for one in own.micro_batches
+        ]
+        assert {(len(one.rows), one.shape) for one in plan.micro_batches} == {(2, RowShape(32, 32))}
+
+    lone_one = FixedRowBatcher(8, trim_tail=True)
+    assert EqualShapeBatcher(lone_one).plan(lone(5), num_devices=2) == lone_one.plan(lone(5), num_devices=2)
+
+
+def test_fixed_rows_may_have_a_given_shape() -> None:
+    shape = RowShape(48, 24)
+    plan = FixedRowBatcher(2, trim_tail=False, shape=shape).plan(lone(16, 9, 3, prompt=2), num_devices=1)
+    assert [one.shape for one in plan.micro_batches] == [shape, shape]
+
+
+def test_statistics_by_hand():
+    plan = MicroBatchPlan(
+        (MicroBatch((((0, 1),), ((2,),)), RowShape(10, 10)), MicroBatch(((), ((3,),)), RowShape(2, 2)))
+    )
+    lengths = joined(group(2, 3, 4), lone(7, 1))
+    # Squared lengths: a shared prompt is worked on once.
+    by_square = packing_stats(plan, lengths, np.square, num_devices=2)["flops_imbalance"]
+    assert by_square == pytest.approx((4 + 21 + 32) / ((4 + 21 + 32 + 49 + 1) / 2))
+    assert packing_stats(plan, lengths, per_token, num_devices=2) == {
+        "real_tokens": 9 + 7 + 1,
+        "computed_tokens": 24,
+        "fill": 17 / 24,
+        "num_micro_batches": 2,
+        "num_rows": 4,
+        "num_dummy_rows": 1,
+        "dummy_fraction": 1 / 4,
+        "flops_imbalance": 9 / 8.5,
+        "seqlen_min": 8,
+        "seqlen_max": 11,
+        "seqlen_mean": 9.5,
+        "seqlen_minmax_diff": 3,
+        "seqlen_balanced_min": 8,
+        "seqlen_balanced_max": 11,
+    }
+
+
+def test_sequence_length_statistics_are_verls():
+    # github.com/verl-project/verl: 8..1 over two ranks: 26 and 10 in order, 18 and 18 dealt.
+    host = lone(*range(8, 0, -1))
+    plan = MicroBatchPlan((MicroBatch((((0,), (3,)), ((5,), (6,)), ((1,), (2,)), ((4,), (7,))), RowShape(15, 15)),))
+    found = packing_stats(plan, host, per_token, num_devices=2)
+    assert [found[f"seqlen_{name}"] for name in ("min", "max", "minmax_diff", "mean")] == [10, 26, 16, 18.0]
+    assert [found[f"seqlen_balanced_{name}"] for name in ("min", "max")] == [18, 18]
+
+
+def test_statistics_of_no_samples_are_defined():
+    nothing = MicroBatchPlan((MicroBatch(((),), RowShape(10, 10)),))
+    found = packing_stats(nothing, lone(), per_token, num_devices=1)
+    assert [found[name] for name in ("fill", "dummy_fraction", "flops_imbalance")] == [0.0, 1.0, 1.0]

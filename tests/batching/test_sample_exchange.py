@@ -1,8 +1,11 @@
-"""Tests of samples that move between hosts, on two hosts of four devices."""
+"""Tests of what two hosts of four devices exchange: samples, and which checkpoints they can read."""
 
 from __future__ import annotations
 
+import os
+import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,7 +16,9 @@ from app.batching.sample_exchange import fetch_rows
 from app.model.architecture import RouteShape
 from app.model.experts import UNRECORDED
 from app.records.sample import Sample
+from settings import InputError
 from tests.batching.plans import flops, make_budget, members
+from tests.checkpoints import of_this_run, opened, write
 from tests.tiny import make_mesh, random_samples
 from tests.two_hosts import run_on_two_hosts
 
@@ -23,20 +28,17 @@ BATCHERS = PackedRowBatcher(make_budget(64, 32, share_prompts=True), flops), Fix
 
 PROGRAM = """\
 import os, sys
+from pathlib import Path
 import jax
 address = next(one.partition("=")[2] for one in sys.argv if one.startswith("mesh.coordinator_address="))
 jax.config.update("jax_num_cpu_devices", 4)
 jax.config.update("jax_cpu_collectives_implementation", "gloo")
 jax.distributed.initialize(address, 2, int(os.environ["THIS_HOST"]))
-from tests.batching import test_sample_exchange
-test_sample_exchange.{check}(jax.process_index())
+from tests.batching import test_sample_exchange as tests
+tests.check_moves(jax.process_index())
+tests.check_other_plan(jax.process_index())
+tests.check_checkpoints(jax.process_index(), Path(sys.argv[1]))
 """
-
-
-def on_both_hosts(check: str) -> None:
-    program = ("-c", PROGRAM.format(check=check))
-    for host in run_on_two_hosts(programs=(program, program)):
-        assert host.exit_code == 0, host.stderr
 
 
 def num_tokens(sample: Sample) -> int:
@@ -99,13 +101,29 @@ def check_other_plan(host: int) -> None:
         fetch_rows(samples_of(host, num_prompts=2), replace(plan, plan=other) if host else plan, FIELDS)
 
 
+def check_checkpoints(host: int, folder: Path) -> None:
+    """What one host cannot read, none restores; hosts that see other checkpoints are told to share them."""
+    checkpoints = opened(folder / str(host), num_devices=8)
+    found = checkpoints.restore(of_this_run)
+    assert found is not None and found[1].step == 2
+    checkpoints.close()
+    with pytest.raises(InputError, match=r"see checkpoints of different steps .*\(host 0: \[2\]; host 1: \[\]\)"):
+        opened(folder / ("absent" if host else "0"), num_devices=8).restore(of_this_run)
+
+
 @pytest.mark.two_hosts
-@pytest.mark.parametrize("check", ["check_moves", "check_other_plan"])
-def test_two_hosts_exchange_the_samples_of_their_rows(check: str) -> None:
-    on_both_hosts(check)
+def test_two_hosts_exchange_samples_and_agree_on_checkpoints(tmp_path: Path) -> None:
+    write(tmp_path / "0", 2, 4)
+    (arrays, *_) = sorted(
+        shutil.copytree(tmp_path / "0", tmp_path / "1").glob("4/state/ocdbt.process_0/d/*"),
+        key=lambda path: -path.stat().st_size,
+    )
+    os.truncate(arrays, 1000)
+    for host in run_on_two_hosts(tmp_path, programs=(("-c", PROGRAM), ("-c", PROGRAM))):
+        assert host.exit_code == 0, host.stderr
 
 
-def test_one_host_keeps_its_samples_as_they_are() -> None:
+def test_one_host_keeps_its_samples() -> None:
     samples = samples_of(0, num_prompts=4)
     plan = BATCHERS[0](samples, make_mesh((1, 8, 1)))
     rows = fetch_rows(samples, plan, FIELDS)

@@ -1,4 +1,4 @@
-"""Tests that checkpoints are restored bit for bit, and that the best one is kept."""
+"""Tests that checkpoints are restored bit for bit, and that the newest and the best are kept."""
 
 from __future__ import annotations
 
@@ -6,53 +6,48 @@ import logging
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import jax
+import numpy as np
+import optax
 import pytest
 
+from app.checkpoint.checkpoints import Checkpoints
+from app.checkpoint.retention import LatestAndBestPolicy
 from app.checkpoint.saved_arrays import checksums
+from app.checkpoint.saved_policy import PolicyCheckpoint
+from app.checkpoint.train_progress import NetworkStates
+from app.mesh.placement import HOST_MEMORY, abstract_arrays
 from tests.checkpoints import (
+    SHAPES,
     assert_same,
     make_state,
     of_this_run,
     opened,
     progress,
     restored,
+    shardings,
     steps_in,
     write,
     write_evaluated,
 )
 
 
-def test_the_newest_comes_back_bit_for_bit(tmp_path: Path) -> None:
-    write(tmp_path, 2, 4)
-    checkpoints = opened(tmp_path)
+def test_the_newest_are_kept_and_restored_bit_for_bit_on_another_mesh(tmp_path: Path) -> None:
+    write(tmp_path, 1, 2, 4, keep=2, num_devices=4)
+    assert steps_in(tmp_path) == {"2", "4"}
+    checkpoints = opened(tmp_path, num_devices=2)
     state, where = restored(checkpoints)
     assert_same(state, make_state(4))
     assert where == progress(4)
+    assert len(state["policy"].params["kernel"].sharding.device_set) == 2
     checkpoints.close()
 
 
-def test_a_directory_without_checkpoints_has_none(tmp_path: Path) -> None:
-    checkpoints = opened(tmp_path / "new")
+def test_the_link_to_the_best_always_names_a_whole_checkpoint(tmp_path: Path) -> None:
+    checkpoints, named = opened(tmp_path, keep=1, best="eval/accuracy"), []
     assert checkpoints.restore(of_this_run) is None
-    checkpoints.close()
-
-
-def test_only_the_newest_are_kept(tmp_path: Path) -> None:
-    write(tmp_path / "kept", 1, 2, 3, keep=2)
-    assert steps_in(tmp_path / "kept") == {"2", "3"}
-
-
-def test_the_best_is_kept_beside_the_newest_and_a_link_names_it(tmp_path: Path) -> None:
-    write_evaluated(tmp_path, {1: 0.2, 2: 0.7, 3: 0.7, 4: None, 5: 0.6})
-    assert steps_in(tmp_path) == {"2", "5", "best"}
-    assert os.readlink(tmp_path / "best") == "2"
-
-
-def test_the_link_always_names_a_whole_checkpoint(tmp_path: Path) -> None:
-    checkpoints = opened(tmp_path, keep=1, best="eval/accuracy")
-    named = []
     for step in range(1, 6):
         checkpoints.save(make_state(step), progress(step, step / 10))
         named += [os.readlink(tmp_path / "best")] if step > 1 else []
@@ -64,8 +59,9 @@ def test_the_link_always_names_a_whole_checkpoint(tmp_path: Path) -> None:
     checkpoints.close()
 
 
-def test_the_best_is_read_back_from_the_checkpoints_and_the_newest_continues(tmp_path: Path) -> None:
+def test_a_resumed_run_knows_its_best_and_continues_the_newest(tmp_path: Path) -> None:
     write_evaluated(tmp_path, {1: 0.2, 2: 0.7, 3: 0.1, 4: 0.3})
+    assert steps_in(tmp_path) == {"2", "4", "best"}
     (tmp_path / "best").unlink()
     checkpoints = opened(tmp_path, keep=1, best="eval/accuracy")
     state, where = restored(checkpoints)
@@ -81,7 +77,7 @@ def test_the_best_is_read_back_from_the_checkpoints_and_the_newest_continues(tmp
     checkpoints.close()
 
 
-def test_killed_while_a_better_one_is_written_the_best_is_still_there(tmp_path: Path) -> None:
+def test_a_kill_during_a_save_leaves_the_best(tmp_path: Path) -> None:
     running = opened(tmp_path / "run", keep=1, best="eval/accuracy")
     running.save(make_state(1), progress(1, 0.5))
     running.save(make_state(2), progress(2, 0.6))
@@ -99,7 +95,7 @@ def test_killed_while_a_better_one_is_written_the_best_is_still_there(tmp_path: 
     checkpoints.close()
 
 
-def test_without_a_metric_nothing_is_the_best_and_no_link_is_left(tmp_path: Path) -> None:
+def test_without_a_metric_the_link_is_removed(tmp_path: Path) -> None:
     write_evaluated(tmp_path, {1: 0.9, 2: 0.5})
     checkpoints = opened(tmp_path, keep=1)
     restored(checkpoints)
@@ -110,9 +106,7 @@ def test_without_a_metric_nothing_is_the_best_and_no_link_is_left(tmp_path: Path
     checkpoints.close()
 
 
-def test_something_else_in_the_place_of_the_link_costs_a_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_folder_in_place_of_the_link_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     write_evaluated(tmp_path, {1: 0.5})
     (tmp_path / "best").unlink()
     shutil.copytree(tmp_path / "1", tmp_path / "best")
@@ -124,16 +118,7 @@ def test_something_else_in_the_place_of_the_link_costs_a_warning(
     checkpoints.close()
 
 
-def test_another_mesh_can_read_it(tmp_path: Path) -> None:
-    write(tmp_path / "four", 1, num_devices=4)
-    checkpoints = opened(tmp_path / "four", num_devices=2)
-    state, _ = restored(checkpoints)
-    assert_same(state, make_state(1))
-    assert len(state["policy"].params["kernel"].sharding.device_set) == 2
-    checkpoints.close()
-
-
-def test_checksums_see_every_array_and_no_mesh() -> None:
+def test_checksums_depend_on_every_array_and_on_no_mesh() -> None:
     state = make_state(1)
     expected = checksums(state)
     assert checksums(make_state(1, num_devices=8)) == expected
@@ -143,3 +128,47 @@ def test_checksums_see_every_array_and_no_mesh() -> None:
         changed = jax.tree.unflatten(tree, [*leaves[:i], leaf.at[(0,) * leaf.ndim].add(1), *leaves[i + 1 :]])
         found = checksums(changed)
         assert {path for path, value in found.items() if value != expected[path]} == {name}
+
+
+def target(dtype: str, kind: str) -> NetworkStates:
+    """Returns the shapes of a state on two devices, whose moments have this type and kind of memory."""
+    state = abstract_arrays(SHAPES, shardings(2))["policy"]
+
+    def moment(x: Any) -> Any:
+        return jax.ShapeDtypeStruct(x.shape, dtype, sharding=x.sharding.with_memory_kind(kind))
+
+    moments = {name: jax.tree.map(moment, optax.tree.get(state, name)) for name in ("mu", "nu")}
+    return {"policy": optax.tree.set(state, **moments)}
+
+
+def state_of(step: int, like: NetworkStates) -> NetworkStates:
+    return jax.tree.map(lambda x, y: jax.device_put(x.astype(y.dtype), y.sharding), make_state(step, 2), like)
+
+
+@pytest.mark.parametrize("is_rounded_when_saved", [False, True])
+def test_moments_of_another_type_and_memory_are_converted(
+    tmp_path: Path, is_rounded_when_saved: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    layouts = [target("float32", "device"), target("bfloat16", HOST_MEMORY)]
+    saved, wanted = reversed(layouts) if is_rounded_when_saved else layouts
+
+    def with_moments_like(layout: NetworkStates) -> Checkpoints:
+        where = jax.tree.map(lambda x: x.sharding, layout)
+        return Checkpoints(tmp_path, policy=LatestAndBestPolicy(3), shapes=layout, shardings=where)
+
+    writing = with_moments_like(saved)
+    writing.save(state_of(2, saved), progress(2))
+    writing.finish()
+    writing.close()
+    reading = with_moments_like(wanted)
+    found, _ = restored(reading)
+    # The run goes on in its own types.
+    reading.save(state_of(3, wanted), progress(3))
+    reading.finish()
+    reading.close()
+    assert steps_in(tmp_path) == {"2", "3"} and "damaged" not in caplog.text
+    where = jax.tree.map(lambda x: x.sharding, wanted)
+    for state in (found, PolicyCheckpoint.open(tmp_path / "2").restore_states(wanted, where)):
+        for x, before, like in zip(*map(jax.tree.leaves, (state, state_of(2, saved), wanted)), strict=True):
+            assert (x.dtype, x.sharding) == (like.dtype, like.sharding)
+            np.testing.assert_array_equal(x, np.asarray(before).astype(like.dtype))

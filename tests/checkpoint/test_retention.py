@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from orbax.checkpoint.checkpoint_managers import PreservationContext
@@ -34,25 +33,19 @@ def scored(scores: dict[int, float], **options) -> LatestAndBestPolicy:
     return policy
 
 
-def test_the_best_stays_beside_the_newest() -> None:
-    policy = scored({2: 0.5, 4: 0.9, 6: 0.1})
-    assert kept(policy, [2, 4, 6, 8, 10]) == [4, 8, 10]
-    assert policy.best_checkpoint([2, 4, 6, 8, 10]) == BestCheckpoint(4, "eval/accuracy", 0.9)
-
-
-def test_without_a_metric_or_an_evaluation_the_newest_alone_stay() -> None:
+def test_without_metric_or_evaluation_only_the_newest_stay() -> None:
     for policy in (scored({1: 0.5}, metric=None), scored({})):
         assert kept(policy, [1, 2, 3]) == [2, 3]
         assert policy.best_checkpoint([1, 2, 3]) is None
 
 
-@pytest.mark.parametrize(("metric", "best"), [("eval/accuracy", 1), ("eval/mean_length", 2)])
-def test_less_may_be_better(metric: str, best: int) -> None:
-    assert scored({1: 3.0, 2: 1.0, 3: 2.0}, metric=metric).best_step([1, 2, 3]) == best
-    assert scored({1: 0.5, 2: 0.5}, metric=metric).best_step([2, 1]) == 1
+def test_the_best_of_a_metric_may_be_the_lowest() -> None:
+    for metric, best in (("eval/accuracy", 1), ("eval/mean_length", 2)):
+        assert scored({1: 3.0, 2: 1.0, 3: 2.0}, metric=metric).best_step([1, 2, 3]) == best
+        assert scored({1: 0.5, 2: 0.5}, metric=metric).best_step([2, 1]) == 1
 
 
-def test_a_figure_that_is_none_or_not_finite_is_no_figure() -> None:
+def test_missing_and_infinite_values_are_never_the_best() -> None:
     policy = scored({1: float("nan"), 2: float("inf"), 3: 0.0})
     policy.record_evaluation(4, None)
     assert policy.best_step([1, 2, 3, 4]) == 3
@@ -70,7 +63,7 @@ def test_the_last_best_stays_until_the_new_one_is_on_disk() -> None:
 
 
 @given(st.lists(st.one_of(st.none(), st.integers(0, 5)), min_size=1, max_size=20), st.integers(1, 3))
-def test_the_best_of_all_is_never_given_up(scores: list[int | None], keep: int) -> None:
+def test_the_best_of_all_is_never_deleted(scores: list[int | None], keep: int) -> None:
     policy, steps, best = LatestAndBestPolicy(keep, "eval/accuracy"), [], None
     for step, score in enumerate(scores, start=1):
         policy.record_evaluation(step, None if score is None else {"eval/accuracy": float(score)})
@@ -82,15 +75,12 @@ def test_the_best_of_all_is_never_given_up(scores: list[int | None], keep: int) 
         assert len(steps) <= keep + 1
 
 
-def test_the_clock_asks_after_its_minutes_and_starts_anew_with_every_checkpoint() -> None:
+def test_the_clock_is_due_minutes_after_the_last_checkpoint() -> None:
     times = iter([0.0, 89.0, 90.0, 100.0, 189.0, 190.0])
     clock = SaveClock(1.5, times.__next__)
     assert [clock.is_due, clock.is_due] == [False, True]
     clock.reset()
     assert [clock.is_due, clock.is_due] == [False, True]
-
-
-def test_without_minutes_the_clock_never_asks() -> None:
     assert not SaveClock(None, iter([0.0, 1e9]).__next__).is_due
 
 

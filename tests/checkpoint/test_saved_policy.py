@@ -1,4 +1,4 @@
-"""Tests that the policy of a checkpoint is found by any of its names, and read without the rest of the state."""
+"""Tests of finding a saved policy by any of its names, and of reading it without the rest of the state."""
 
 from __future__ import annotations
 
@@ -56,50 +56,48 @@ def run(tmp_path_factory: pytest.TempPathFactory, model: ModelSpec) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def with_critic(tmp_path_factory: pytest.TempPathFactory, model: ModelSpec) -> Path:
+    """A run with a critic, of which step 3 is saved and nothing is evaluated; tests must not change it."""
+    folder = tmp_path_factory.mktemp("runs") / "run"
+    save(folder, 3, model=model, critic=True)
+    return folder
+
+
 def read(path: Path, num_devices: int = 1) -> Any:
     return PolicyCheckpoint.open(path).restore_params(SHAPES["policy"].params, shardings(num_devices)["policy"].params)
 
 
-@pytest.mark.parametrize(
-    ("name", "step"), [("", 6), ("checkpoints", 6), ("checkpoints/2", 2), ("checkpoints/best", 4)], ids=str
-)
-def test_it_is_found_by_any_of_its_names(run: Path, name: str, step: int) -> None:
-    found = PolicyCheckpoint.open(run / name)
-    assert (found.step, found.run.path) == (step, run.resolve())
+def test_a_checkpoint_is_found_by_any_of_its_names(run: Path) -> None:
+    for name, step in (("", 6), ("checkpoints", 6), ("checkpoints/2", 2), ("checkpoints/best", 4)):
+        found = PolicyCheckpoint.open(run / name)
+        assert (found.step, found.run.path) == (step, run.resolve())
 
 
-@pytest.mark.parametrize(("critic", "num_devices"), [(False, 1), (True, 4)], ids=["alone", "beside_a_critic"])
-def test_it_is_read_bit_for_bit_on_any_mesh(tmp_path: Path, model: ModelSpec, critic: bool, num_devices: int) -> None:
-    save(tmp_path / "run", 3, model=model, critic=critic)
-    params, expected = read(tmp_path / "run", num_devices), make_state(3)["policy"].params
-    assert jax.tree.structure(params) == jax.tree.structure(expected)
-    for leaf, wanted, sharding in zip(
-        *map(jax.tree.leaves, (params, expected, shardings(num_devices)["policy"].params)), strict=True
-    ):
+def assert_same(found: Any, expected: Any, where: Any) -> None:
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for leaf, wanted, sharding in zip(*map(jax.tree.leaves, (found, expected, where)), strict=True):
         np.testing.assert_array_equal(leaf, wanted)
         assert leaf.sharding == sharding
 
 
-@pytest.mark.parametrize(
-    ("path", "message"),
-    [
-        ("nowhere", "there is no folder"),
-        ("checkpoints/8", "there is no folder"),
-        ("checkpoints/2/state", "holds no checkpoint"),
-    ],
-)
-def test_a_folder_without_a_checkpoint_is_refused(run: Path, path: str, message: str) -> None:
-    with pytest.raises(InputError, match=f"--checkpoint: .*{message}.*give <run>/checkpoints/<step>"):
-        PolicyCheckpoint.open(run / path)
+def test_weights_are_read_bit_for_bit_on_any_mesh(run: Path, with_critic: Path) -> None:
+    for path, step, num_devices in ((run, 6, 1), (with_critic, 3, 4)):
+        where = shardings(num_devices)["policy"].params
+        assert_same(read(path, num_devices), make_state(step)["policy"].params, where)
 
 
-def test_without_evaluations_there_is_no_best(tmp_path: Path, model: ModelSpec) -> None:
-    save(tmp_path / "run", 1, model=model)
-    with pytest.raises(InputError, match="nothing was evaluated in that run"):
-        PolicyCheckpoint.open(tmp_path / "run" / "checkpoints" / "best")
+def test_a_folder_without_a_checkpoint_is_refused(run: Path, with_critic: Path) -> None:
+    for path, message in (
+        (run / "checkpoints" / "8", "there is no folder"),
+        (run / "checkpoints" / "2" / "state", "holds no checkpoint"),
+        (with_critic / "checkpoints" / "best", "nothing was evaluated in that run"),
+    ):
+        with pytest.raises(InputError, match=f"--checkpoint: .*{message}.*give <run>/checkpoints/<step>"):
+            PolicyCheckpoint.open(path)
 
 
-def test_flipped_bits_and_a_lost_record_are_damage(run: Path, tmp_path: Path) -> None:
+def test_flipped_bits_and_a_lost_record_are_refused(run: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(run / "checkpoints" / "6", tmp_path / "checkpoints" / "6")
     # Everywhere in the arrays: these files hold the moments, too, which are not read, in an order of their own.
     for arrays in (folder / "state").rglob("d/*"):
@@ -118,7 +116,7 @@ def no_tokenizer() -> Tokenizer:
     raise InputError("there is no tokenizer")
 
 
-def test_it_belongs_to_its_model_and_tokenizer(run: Path, model: ModelSpec) -> None:
+def test_a_checkpoint_belongs_to_its_model_and_tokenizer(run: Path, model: ModelSpec) -> None:
     saved = PolicyCheckpoint.open(run)
     saved.check_compatible(model)
     other = replace(model, files=replace(model.files, fingerprint="x"))
@@ -134,28 +132,24 @@ def test_it_belongs_to_its_model_and_tokenizer(run: Path, model: ModelSpec) -> N
         saved.check_compatible(without)
 
 
-def named(seed: int, *names: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    return dict.fromkeys(names, SHAPES["policy"]), dict.fromkeys(names, shardings(seed)["policy"])
+def named(*names: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    return dict.fromkeys(names, SHAPES["policy"]), dict.fromkeys(names, shardings(4)["policy"])
 
 
-@pytest.mark.parametrize(
-    ("critic", "roles"), [(True, ("policy",)), (False, ("policy", "critic")), (True, ("policy", "critic"))]
-)
-def test_whole_states_are_read_of_the_networks_that_are_asked_for_and_there(
-    tmp_path: Path, model: ModelSpec, critic: bool, roles: tuple[str, ...]
-) -> None:
-    save(tmp_path / "run", 3, model=model, critic=critic)
-    found = PolicyCheckpoint.open(tmp_path / "run").restore_states(*named(4, *roles))
-    expected = {"policy": make_state(3)["policy"], "critic": make_state(103)["policy"]}
-    assert set(found) == ({*roles} if critic else {"policy"})
-    for name, state in found.items():
-        assert jax.tree.structure(state) == jax.tree.structure(expected[name])
-        for leaf, wanted in zip(*map(jax.tree.leaves, (state, expected[name])), strict=True):
-            np.testing.assert_array_equal(leaf, wanted)
+def test_states_are_read_of_requested_networks_that_are_saved(run: Path, with_critic: Path) -> None:
+    for path, roles, seeds in (
+        (run, ("policy", "critic"), {"policy": 6}),
+        (with_critic, ("policy",), {"policy": 3}),
+        (with_critic, ("policy", "critic"), {"policy": 3, "critic": 103}),
+    ):
+        found = PolicyCheckpoint.open(path).restore_states(*named(*roles))
+        assert found.keys() == seeds.keys()
+        for name, seed in seeds.items():
+            assert_same(found[name], make_state(seed)["policy"], shardings(4)["policy"])
 
 
-def test_a_state_of_other_arrays_is_refused_and_is_no_damage(run: Path) -> None:
-    shapes, where = named(1, "policy")
+def test_a_state_with_other_arrays_is_refused(run: Path) -> None:
+    shapes, where = named("policy")
     more = replace(shapes["policy"], params={**shapes["policy"].params, "extra": shapes["policy"].num_updates})
     there = replace(where["policy"], params={**where["policy"].params, "extra": where["policy"].num_updates})
     with pytest.raises(InputError, match=r"--checkpoint: .*6 has no array policy/params/extra, because its run"):
