@@ -10,29 +10,26 @@ from tests.tiny import make_prompt
 BEFORE = {"the model": "m", "run.seed": 0, "rollout.stop": ["a"]}
 
 
-def test_the_first_difference_is_said_with_both_values() -> None:
+def test_the_first_difference_is_shown_with_both_values() -> None:
     assert first_difference(BEFORE, dict(BEFORE)) is None
     now = {**BEFORE, "run.seed": 1, "rollout.stop": []}
     assert different_names(BEFORE, now) == ["run.seed", "rollout.stop"]
     assert first_difference(BEFORE, now) == "run.seed was 0 there, and is 1 now"
-
-
-def test_what_is_missing_is_a_difference_and_long_values_are_cut() -> None:
-    text = first_difference(BEFORE, {**BEFORE, "the critic": "x" * 500})
-    assert (
-        text is not None and text.startswith("the critic was None there, and is 'xxx") and text.endswith("xxx... now")
-    )
+    # What is missing is a difference, and long values are cut.
+    text = first_difference(BEFORE, {**BEFORE, "the critic": "x" * 500}) or ""
+    assert text.startswith("the critic was None there, and is 'xxx") and text.endswith("xxx... now")
     assert len(text) < 120
 
 
-def test_prompts_are_told_apart_by_everything_that_samples_and_rewards_depend_on() -> None:
+def test_digests_of_prompts_depend_on_their_fields_and_order() -> None:
     prompts = [make_prompt("row-0", (1, 2)), make_prompt("row-1", (3,))]
     assert prompts_digest(prompts).startswith("2 prompts, ")
     assert prompts_digest(prompts) == prompts_digest([*prompts])
-    assert prompts_digest(prompts) != prompts_digest(prompts[::-1])
+    for others in (prompts[::-1], [prompts[0], make_prompt("row-2", (3,))], [prompts[0], make_prompt("row-1", (4,))]):
+        assert prompts_digest(prompts) != prompts_digest(others)
 
 
-def test_plug_ins_are_compared_by_their_files(tmp_path: Path) -> None:
+def test_plugins_are_compared_by_their_files(tmp_path: Path) -> None:
     path = tmp_path / "rewards.py"
     path.write_text("def brevity(completion): return 1.0\n")
     names = [f"{path}:brevity", None, "calculator", "judges:f"]

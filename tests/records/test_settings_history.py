@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -38,47 +37,38 @@ def _rates(history: SettingsHistory) -> dict[int, float]:
     return {period.first_step: period.settings["optimizer.learning_rate"][0] for period in history.periods}
 
 
-def test_each_session_has_its_settings(run: RunDirectory) -> None:
+def test_steps_have_the_settings_of_their_session(run: RunDirectory) -> None:
     history = SettingsHistory.read(run)
     assert _rates(history) == {1: 0.1, 4: 0.2} and history.gaps == []
     assert history.periods[-1].file.name == str(run.settings_path)
 
 
-def test_steps_that_a_later_session_trained_again_have_its_settings(run: RunDirectory) -> None:
+def test_steps_trained_again_have_the_later_settings(run: RunDirectory) -> None:
     resolved = load(None, ["optimizer.learning_rate=0.3"], {})
     _write_lines(run, [*_lines(run), {"after_step": 2, "settings": resolved.to_yaml()}])
     run.write_settings(resolved)
     assert _rates(SettingsHistory.read(run)) == {1: 0.1, 3: 0.3}
 
 
-@pytest.mark.parametrize(
-    ("change", "rates"),
-    [
-        (lambda lines: lines[1].update(after_step="3"), {1: 0.2}),
-        (lambda lines: lines.insert(1, {"after_step": 2}), {1: 0.1, 4: 0.2}),
-    ],
-)
-def test_a_line_without_settings_is_named(
-    run: RunDirectory, change: Callable[[list[dict[str, Any]]], object], rates: dict[int, float]
-) -> None:
-    lines = _lines(run)
-    change(lines)
-    _write_lines(run, lines)
-    history = SettingsHistory.read(run)
-    assert _rates(history) == rates
-    assert history.gaps == ["sessions.jsonl has no valid settings in line 2; others are taken instead"]
+def test_lines_without_settings_are_named_as_gaps(run: RunDirectory) -> None:
+    first, second = _lines(run)
+    for lines, rates in (
+        ([first, {**second, "after_step": "3"}], {1: 0.2}),
+        ([first, {"after_step": 2}, second], {1: 0.1, 4: 0.2}),
+    ):
+        _write_lines(run, lines)
+        history = SettingsHistory.read(run)
+        assert _rates(history) == rates
+        assert history.gaps == ["sessions.jsonl has no valid settings in line 2; others are taken instead"]
 
 
-def test_settings_that_were_changed_are_taken_from_the_last_session(
+def test_changed_and_lost_settings_are_taken_from_the_last_session(
     run: RunDirectory, caplog: pytest.LogCaptureFixture
 ) -> None:
     text = run.settings_path.read_text()
     run.settings_path.write_text(text.replace("learning_rate: 0.2", "learning_rate: 0.5"))
     assert _rates(SettingsHistory.read(run)) == {1: 0.1, 4: 0.2}
     assert f"{run.settings_path} was changed" in caplog.text
-
-
-def test_settings_that_are_lost_are_taken_from_the_last_session(run: RunDirectory) -> None:
     run.settings_path.unlink()
     assert _rates(SettingsHistory.read(run)) == {1: 0.1, 4: 0.2}
     run.sessions_path.unlink()
@@ -87,7 +77,7 @@ def test_settings_that_are_lost_are_taken_from_the_last_session(run: RunDirector
 
 
 @pytest.mark.parametrize("has_sessions", [True, False])
-def test_a_run_of_another_version_is_refused_as_it_is(run: RunDirectory, has_sessions: bool) -> None:
+def test_a_run_of_another_version_is_refused_and_unchanged(run: RunDirectory, has_sessions: bool) -> None:
     text = load(None, [], {}).to_yaml().replace("rollout:\n", "rollout:\n  decode_layout: gathered  # default\n")
     run.settings_path.write_text(text)
     _write_lines(run, [{"after_step": 0, "settings": text}] if has_sessions else [])
