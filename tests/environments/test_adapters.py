@@ -1,14 +1,15 @@
-"""Tests of the ways to write an environment, of which all are played in the same way."""
+"""Tests of the ways to write environments and tools, of which all are played in the same way."""
 
 from __future__ import annotations
 
 import json
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
+from transformers.utils.chat_template_utils import get_json_schema
 
 from app.environments.adapters import AdaptedEnvironment, load_environment
 from app.environments.interface import StepResult, ToolCall
@@ -34,6 +35,11 @@ def fail() -> str:
     raise RuntimeError("no luck")
 
 
+def half() -> str:
+    """Returns half of a character, which is replaced."""
+    return "\ud800."
+
+
 class Echo:
     def reset(self, *, seed, level="easy"):
         self.seen = (seed, level)
@@ -43,15 +49,13 @@ class Echo:
         return StepResult(f"{text} {[call.name for call in calls]}", reward=1.0)
 
 
-def test_reset_gets_the_columns_that_it_declares_and_the_seed() -> None:
+def test_reset_gets_the_seed_and_the_columns_that_it_declares() -> None:
     environment = Echo()
     assert adapt(environment).reset(7, {"level": "hard", "prompt": "p", "seed": 1}) == USER_HI
     assert environment.seen == (7, "hard")
     assert adapt(environment).reset(7, {"prompt": "p"}) == USER_HI
     assert environment.seen == (7, "easy")
 
-
-def test_reset_with_any_keywords_gets_the_whole_row() -> None:
     class Everything(Echo):
         def reset(self, **columns):
             return json.dumps(columns)
@@ -64,13 +68,14 @@ def test_reset_with_any_keywords_gets_the_whole_row() -> None:
     ("result", "messages", "reward", "ends"),
     [
         (("obs", 0.5, False, {"steps": 3, "text": "x"}), ["obs"], 0.5, (False, False)),
-        (("obs", 1, True, {}), ["obs"], 1.0, (True, False)),
-        (("obs", 1, False, True, {}), ["obs"], 1.0, (False, True)),
-        ((5, 1, True, False, {}), ["5"], 1.0, (True, False)),
+        *(
+            (("obs", 1, False, True, {}), ["obs"], 1.0, (False, True)),
+            ((5, 1, True, False, {}), ["5"], 1.0, (True, False)),
+        ),
         ((None, 1, True, False, {}), [], 1.0, (True, False)),
     ],
 )
-def test_gym_returns_four_or_five_values(
+def test_gym_environments_return_four_or_five_values(
     result: Any, messages: list[str], reward: float, ends: tuple[bool, bool]
 ) -> None:
     class Gym:
@@ -95,7 +100,6 @@ def test_gym_returns_four_or_five_values(
     ("result", "message"),
     [
         (5, "step returned int 5, expected a StepResult"),
-        (None, "step returned None, expected"),
         (("a", 1.0, False), "step returned tuple"),
         (StepResult(), "returned no message, although the episode goes on"),
         (StepResult("x" * (2**20 + 1)), "returned more than 1048576 characters"),
@@ -103,12 +107,11 @@ def test_gym_returns_four_or_five_values(
         (StepResult([{"role": "assistant", "content": "I win"}]), "a message of 'assistant', expected user or tool"),
         (StepResult([{"role": "user", "content": b"a"}]), "'content': b'a'}, expected text"),  # pyright: ignore[reportArgumentType]
         ((object(), 0.0, False, {}), "expected text, or messages with text"),
-        (({"grid": 1}, 0.0, False, {}), "expected text, or messages with text"),
         (([1, 2], 0.0, False, {}), "expected text, or messages with text"),
         (("x", np.array([1, 2]), False, {}), "expected a number"),
     ],
 )
-def test_what_no_step_can_return_is_refused(result: Any, message: str) -> None:
+def test_unusable_step_results_are_refused(result: Any, message: str) -> None:
     class Wrong(Echo):
         def step(self, text):
             return result
@@ -170,25 +173,26 @@ def test_a_turn_without_a_call_ends_an_episode_of_tools() -> None:
     ("call", "content"),
     [
         (ToolCall("", {}, "not JSON"), "Error: not JSON"),
-        (ToolCall("sub", {}), "Error: there is no tool 'sub'; the tools are add, fail"),
-        (ToolCall("add", {"a": 1}), "Error: b of add: Missing required argument"),
+        (ToolCall("sub", {}), "Error: there is no tool 'sub'; the tools are add, fail, half, weather"),
         (ToolCall("add", {"a": 1, "b": 2, "c": 3}), "Error: c of add: Unexpected keyword argument"),
         (ToolCall("add", {"a": "x", "b": 1}), "Error: a of add: Input should be a valid integer"),
         (ToolCall("add", {"a": "1" * 5000, "b": 1}), "Error: a of add: Unable to parse"),
         (ToolCall("add", {"a": float("inf"), "b": 1}), "Error: a of add: Input should be a finite number"),
+        (ToolCall("half", {}), "?."),
+        (ToolCall("weather", {"city": 7, "days": "3"}), '{"city": "7", "days": 3}'),
         (ToolCall("fail", {}), "Error: RuntimeError: no luck"),
     ],
 )
-def test_mistakes_of_the_policy_are_told_to_it_and_counted(call: ToolCall, content: str) -> None:
-    adapted = adapt(None, add=add, fail=fail)
+def test_errors_in_tool_calls_are_counted_and_answered(call: ToolCall, content: str) -> None:
+    adapted = adapt(None, add=add, fail=fail, half=half, weather=weather)
     answer = adapted.step("", [call, ToolCall("add", {"a": 1, "b": 1})])
     wrong, right = contents(answer)
     assert (wrong[: len(content)], right) == (content, "2")
-    assert answer.metrics == {"tool_calls": 2, "tool_errors": 1}
+    assert answer.metrics == {"tool_calls": 2} | ({"tool_errors": 1} if call.name not in ("half", "weather") else {})
     assert not answer.terminated
 
 
-def test_calls_of_tools_do_not_step_the_environment_and_other_turns_do() -> None:
+def test_only_turns_without_tool_calls_step_the_environment() -> None:
     adapted = adapt(Echo(), add=add)
     call, other = ToolCall("add", {"a": 1, "b": 1}), ToolCall("move", {})
     assert contents(adapted.step("t", [call])) == ["2"]
@@ -202,7 +206,6 @@ def test_calls_of_tools_do_not_step_the_environment_and_other_turns_do() -> None
 @pytest.mark.parametrize(
     ("observation", "messages"),
     [
-        ([{"role": "tool", "content": "x"}, {"role": "tool", "content": "y"}], ["2", "x", "4", "y"]),
         (
             [{"role": "tool", "content": "x"}, {"role": "tool", "content": "y"}, {"role": "user", "content": "z"}],
             ["2", "x", "4", "y", "z"],
@@ -211,7 +214,7 @@ def test_calls_of_tools_do_not_step_the_environment_and_other_turns_do() -> None
         ([{"role": "user", "content": "x"}, {"role": "tool", "content": "y"}], ["2", "4", "x", "y"]),
     ],
 )
-def test_results_are_in_the_order_of_the_calls_if_each_has_its_own(observation: Any, messages: list[str]) -> None:
+def test_results_are_in_the_order_of_the_calls(observation: Any, messages: list[str]) -> None:
     class Two(Echo):
         def step(self, text, calls):
             assert [call.name for call in calls] == ["move", "look"]
@@ -221,8 +224,8 @@ def test_results_are_in_the_order_of_the_calls_if_each_has_its_own(observation: 
     assert contents(adapt(Two(), add=add).step("t", [*calls, ToolCall("look", {})])) == messages
 
 
-@pytest.mark.parametrize("number", [np.int64(3), np.float32(0.1), np.array(3), np.array(0.1, np.float32), np.True_])
-def test_numbers_of_numpy_are_numbers(number: Any) -> None:
+@pytest.mark.parametrize("number", [np.int64(3), np.array(0.1, np.float32), np.True_])
+def test_numpy_numbers_are_numbers(number: Any) -> None:
     class Gym(Echo):
         def reset(self):
             return number, {}
@@ -248,15 +251,10 @@ def test_numbers_of_numpy_are_numbers(number: Any) -> None:
     assert json.loads(result) == {"n": number.item(), "all": [1, 2]}
 
 
-def test_halves_of_characters_in_results_are_replaced() -> None:
-    def half() -> str:
-        "Returns half of a character."
-        return "\ud800."
+def test_an_environment_without_tools_gets_all_calls() -> None:
+    answer = adapt(Echo()).step("t", [ToolCall("a", {}), ToolCall("", {}, "bad")])
+    assert contents(answer) == ["t ['a', '']"]
 
-    assert contents(adapt(None, half=half).step("", [ToolCall("half", {})])) == ["?."]
-
-
-def test_calls_may_be_optional() -> None:
     class Optional(Echo):
         def step(self, text, calls=()):
             return f"{len(calls)}"
@@ -264,35 +262,33 @@ def test_calls_may_be_optional() -> None:
     assert contents(adapt(Optional()).step("t", [ToolCall("a", {})])) == ["1"]
 
 
-def test_an_environment_without_tools_gets_all_calls() -> None:
-    answer = adapt(Echo()).step("t", [ToolCall("a", {}), ToolCall("", {}, "bad")])
-    assert contents(answer) == ["t ['a', '']"]
-
-
-@pytest.mark.parametrize(("scores", "expected"), [(0.5, {"score": 0.5}), ({"a": 1, "b": 2}, {"a": 1.0, "b": 2.0})])
-def test_scores_are_a_number_or_have_names(scores: Any, expected: dict[str, float]) -> None:
+@pytest.mark.parametrize(
+    ("scores", "expected"),
+    [
+        (0.5, {"score": 0.5}),
+        ({"a": 1, "b": 2}, {"a": 1.0, "b": 2.0}),
+        *((wrong, None) for wrong in (float("nan"), "high", {"a": None}, {"a b": 1}, {1: 1.0})),
+    ],
+)
+def test_scores_are_one_number_or_have_names(scores: Any, expected: dict[str, float] | None) -> None:
     class Scored(Echo):
         async def score(self):
             return scores
 
-    assert adapt(Scored()).score() == expected
-
-
-@pytest.mark.parametrize("scores", [float("nan"), "high", {"a": None}, {"a b": 1}, {1: 1.0}])
-def test_scores_that_are_no_numbers_are_refused(scores: Any) -> None:
-    class Scored(Echo):
-        def score(self):
-            return scores
-
+    if expected is not None:
+        assert adapt(Scored()).score() == expected
+        return
     with pytest.raises(PlugInValueError):
         adapt(Scored()).score()
 
 
-def test_environments_are_classes_or_functions_and_tools_have_different_names(tmp_path: Path) -> None:
+def test_environments_are_classes_or_functions_and_tool_names_differ(tmp_path: Path) -> None:
     source = """
         class Game:
             def reset(self): return "hi"
             def step(self, text, calls): return text
+        One = 1
+        class Empty: pass
         def make(): return Game()
         async def connect(): return Game()
         def twice(x: int): "Doubles."; return 2 * x
@@ -306,7 +302,86 @@ def test_environments_are_classes_or_functions_and_tools_have_different_names(tm
         make, schemas = load_environment(f"{path}:{name}", [f"{path}:twice", "calculator"])
         assert make().reset(0, {}) == USER_HI
         assert [schema["function"]["name"] for schema in schemas] == ["twice", "calculator"]
+    for name, message in {
+        "One": "One is int 1, not a class or a function",
+        "Empty": "is not an environment, which",
+    }.items():
+        with pytest.raises(LoadError, match=message):
+            load_environment(f"{path}:{name}", [])
     with pytest.raises(LoadError, match="there are two tools called twice"):
         load_environment(None, [f"{path}:twice", f"{path}:Calc.twice"])
     with pytest.raises(LoadError, match=r"the tool Game is type .*, not a function"):
         load_environment(None, [f"{path}:Game"])
+
+
+def weather(
+    city: str,
+    days: int = 1,
+    unit: Literal["C", "F"] = "C",
+    where: list[float] | None = None,
+    old: dict[str, list[int]] | None = None,
+) -> dict[str, Any]:
+    """
+    Tells the weather.
+
+    It is made up.
+
+    Args:
+        city: The name of the city,
+            with its country: all of it.
+        days (int): How many days.
+        unit: Of the temperature.
+        where: Latitude and longitude.
+        old: That of earlier days.
+
+    Returns:
+        Degrees by day.
+
+    Raises:
+        KeyError: no such city.
+    """
+    return {"city": city, "days": days}
+
+
+def test_tool_schemas_equal_those_of_transformers() -> None:
+    expected = get_json_schema(weather)["function"]
+    made = Tool("weather", weather).schema["function"]
+    assert (made["name"], made["description"]) == (expected["name"], expected["description"])
+    assert made["parameters"]["required"] == expected["parameters"]["required"]
+    for name, schema in expected["parameters"]["properties"].items():
+        own = made["parameters"]["properties"][name]
+        own.pop("default", None)
+        if schema.pop("nullable", False):
+            text = schema.pop("description")
+            schema = {"anyOf": [schema, {"type": "null"}], "description": text}
+        assert own == schema
+
+
+def undocumented(a: int) -> None: ...
+
+
+def unknown(a: LoadError) -> None:
+    """Takes what JSON does not have."""
+
+
+def unnamed(*numbers: int) -> None:
+    """Takes any number of arguments."""
+
+
+def unreadable(a: Nowhere) -> None:  # pyright: ignore[reportUndefinedVariable]
+    """Has the type of nothing."""
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (undocumented, "the tool f has no docstring"),
+        (unknown, "the parameters of the tool f cannot be described: Unable to generate .*LoadError"),
+        (unnamed, r"the tool f takes \(\*numbers"),
+        (unreadable, "the parameters of the tool f cannot be described: name 'Nowhere' is not defined"),
+        (int, "the tool f is type <class 'int'>, not a function"),
+    ],
+)
+def test_functions_that_cannot_be_described_are_refused(function: Any, message: str) -> None:
+    with pytest.raises(LoadError, match=message):
+        Tool("f", function)

@@ -6,31 +6,17 @@ from typing import Any
 
 import pytest
 
-from app.environments.builtin import ENVIRONMENTS, TOOLS, GuessNumber, calculator
+from app.environments.builtin import ENVIRONMENTS, GuessNumber, calculator
 from app.environments.interface import ToolCall
-from settings.schema.reward import BUILT_IN_ENVIRONMENTS, BUILT_IN_TOOLS
 from tests.environments.pools import contents
 
 
-def test_the_settings_name_all_of_them() -> None:
-    assert (set(ENVIRONMENTS), set(TOOLS)) == (set(BUILT_IN_ENVIRONMENTS), set(BUILT_IN_TOOLS))
-
-
-@pytest.mark.parametrize(
-    ("expression", "value"),
-    [
-        ("47*38", "1786"),
-        ("-3 + +4", "1"),
-        ("(12.5 + 3) * 4", "62"),
-        ("0.1+0.2", "0.3"),
-        ("1/8", "0.125"),
-        ("1/3", "0.333333333333333"),
-        ("1,250,000/2", "625000"),
-        ("1" + "0" * 20 + "/3", "33333333333333300000"),
-    ],
-)
-def test_the_calculator_is_exact(expression: str, value: str) -> None:
-    assert calculator(expression) == value
+def test_the_calculator_is_exact() -> None:
+    values = {
+        **{"47*38": "1786", "-3 + +4": "1", "(12.5 + 3) * 4": "62", "0.1+0.2": "0.3", "1/8": "0.125"},
+        **{"1/3": "0.333333333333333", "1,250,000/2": "625000", "1" + "0" * 20 + "/3": "33333333333333300000"},
+    }
+    assert {expression: calculator(expression) for expression in values} == values
 
 
 @pytest.mark.parametrize(
@@ -41,12 +27,12 @@ def test_the_calculator_is_exact(expression: str, value: str) -> None:
         "__import__('os')",
     ],
 )
-def test_the_calculator_refuses_everything_else_at_once(expression: str) -> None:
+def test_the_calculator_refuses_everything_else(expression: str) -> None:
     with pytest.raises(ValueError, match="expression"):
         calculator(expression)
 
 
-def test_a_division_by_zero_is_an_error_for_the_policy() -> None:
+def test_division_by_zero_is_answered_with_an_error() -> None:
     answer = ENVIRONMENTS["calculator"]().step("<<1/0", [])
     assert contents(answer) == ["Error: ZeroDivisionError: Fraction(1, 0)"]
     assert answer.metrics == {"tool_calls": 1, "tool_errors": 1}
@@ -61,7 +47,7 @@ def test_a_division_by_zero_is_an_error_for_the_policy() -> None:
         ("", [ToolCall("calculator", {"expression": "47*38"})]),
     ],
 )
-def test_the_calculator_reads_calls_and_the_annotations_of_gsm8k(text: str, calls: list[ToolCall]) -> None:
+def test_the_calculator_reads_calls_and_gsm8k_annotations(text: str, calls: list[ToolCall]) -> None:
     environment = ENVIRONMENTS["calculator"]()
     assert environment.reset(answer="#### 1786") is None
     answer = environment.step(text, calls)
@@ -69,19 +55,12 @@ def test_the_calculator_reads_calls_and_the_annotations_of_gsm8k(text: str, call
     assert (answer.reward, answer.terminated, answer.metrics) == (0.0, False, {"tool_calls": 1})
 
 
-@pytest.mark.parametrize(
-    ("text", "answer", "reward"),
-    [
-        ("It is 1,786.", "long division\n#### 1786", 1.0),
-        ("<<47*38=1786>>1786", "1786", 1.0),
-        ("1786 or 1787", "1786", 0.0),
-    ],
-)
-def test_a_turn_without_a_call_is_scored_by_its_last_number(text: str, answer: str, reward: float) -> None:
-    environment = ENVIRONMENTS["calculator"]()
-    environment.reset(answer=answer)
-    result = environment.step(text, [])
-    assert (result.reward, result.terminated, result.messages) == (reward, True, ())
+def test_a_turn_without_a_call_is_scored_by_its_last_number() -> None:
+    for text, reward in {"It is 1,786.": 1.0, "<<47*38=1786>>1786": 1.0, "1786 or 1787": 0.0}.items():
+        environment = ENVIRONMENTS["calculator"]()
+        environment.reset(answer="long division\n#### 1786")
+        result = environment.step(text, [])
+        assert (result.reward, result.terminated, result.messages) == (reward, True, ())
 
 
 def play(secret: int, guesses: tuple[str, ...]) -> list[tuple[Any, float, bool]]:
@@ -91,26 +70,8 @@ def play(secret: int, guesses: tuple[str, ...]) -> list[tuple[Any, float, bool]]
     return [(answer.messages, answer.reward, answer.terminated) for answer in answers]
 
 
-def test_a_guess_is_answered_and_the_third_is_the_last() -> None:
+def test_guesses_are_answered_and_the_third_is_the_last() -> None:
     assert play(7, ("5", "9", "8")) == [("+", 0.0, False), ("-", 0.0, False), ("-", 0.0, True)]
     assert play(7, ("5", "7")) == [("+", 0.0, False), ("=", 1.0, True)]
     assert play(7, ("seven", "77", "²")) == [("?", 0.0, False), ("?", 0.0, False), ("?", 0.0, True)]
     assert play(7, (" 7\n",)) == [("=", 1.0, True)]
-
-
-def test_the_best_policy_hits_exactly_seven_of_ten() -> None:
-    def best(secrets: frozenset[int], guesses: tuple[str, ...]) -> int:
-        """Most secrets that can be hit from here on, where the policy sees only the answers."""
-        return max(value(secrets, (*guesses, guess)) for guess in "0123456789")
-
-    def value(secrets: frozenset[int], guesses: tuple[str, ...]) -> int:
-        after: dict[str, set[int]] = {}
-        hits = 0
-        for secret in secrets:
-            messages, reward, is_over = play(secret, guesses)[-1]
-            hits += int(reward)
-            if not is_over:
-                after.setdefault(messages, set()).add(secret)
-        return hits + sum(best(frozenset(same), guesses) for same in after.values())
-
-    assert best(frozenset(range(10)), ()) == 7

@@ -55,6 +55,19 @@ def template_of(name: str) -> str:
     return (TEMPLATES / f"{name}.jinja").read_text(encoding="utf-8")
 
 
+def write_tokenizer(
+    folder: Path, backend: Backend, config: Any, *, generation_config: Any = None, vocab_size: int = 400
+) -> Path:
+    """Writes a model directory with this tokenizer and a single weight."""
+    backend.save(str(folder / "tokenizer.json"))
+    of_model = {"model_type": "llama", "vocab_size": vocab_size}
+    contents = {"tokenizer_config": config, "generation_config": generation_config or {}, "config": of_model}
+    for name, content in contents.items():
+        (folder / f"{name}.json").write_text(json.dumps(content))
+    save_file({"model.norm.weight": np.ones(2, np.float32)}, folder / "model.safetensors")
+    return folder
+
+
 def family_tokenizer(folder: Path, family: Family, template: str, **template_kwargs: Any) -> Tokenizer:
     """Writes a model directory of one token per byte, a few merges and these control tokens; returns its tokenizer."""
     tokens = [*BYTES, *("".join(pair) for pair in MERGES)]
@@ -65,16 +78,11 @@ def family_tokenizer(folder: Path, family: Family, template: str, **template_kwa
     backend.decoder = decoders.ByteLevel()
     backend.add_tokens([AddedToken(token, special=True, normalized=False) for token in family.special])
     backend.add_tokens([AddedToken(token, special=False, normalized=False) for token in family.plain])
-    backend.save(str(folder / "tokenizer.json"))
     ends = [backend.token_to_id(token) for token in family.special[: family.num_ends]]
-    config = {"eos_token": family.special[0], "chat_template": template} | (
-        {"bos_token": family.bos} if family.bos else {}
-    )
-    for name, content in {
-        "tokenizer_config": config,
-        "generation_config": {"eos_token_id": ends},
-        "config": {"model_type": "llama", "vocab_size": 400},
-    }.items():
-        (folder / f"{name}.json").write_text(json.dumps(content))
-    save_file({"model.norm.weight": np.ones(2, np.float32)}, folder / "model.safetensors")
+    config = {
+        "eos_token": family.special[0],
+        "chat_template": template,
+        **({"bos_token": family.bos} if family.bos else {}),
+    }
+    write_tokenizer(folder, backend, config, generation_config={"eos_token_id": ends})
     return load_tokenizer(open_model(str(folder)), template_kwargs)

@@ -1,10 +1,19 @@
-import json
-from pathlib import Path
+"""Tests of data sets (files, the hub, held-out rows, mixtures), and of rows encoded as prompts."""
 
+import json
+from typing import Any
+
+import datasets
+import numpy as np
 import pytest
 
-from app.prompts.dataset import load_dataset
+from app.prompts.data_sources import load_held_out_data, load_training_data, make_prompt_order
+from app.prompts.dataset import DatasetRow, load_dataset
+from app.prompts.encode import encode_prompts
+from app.prompts.prompt_order import MixtureOrder
+from app.records.sample import Prompt
 from settings.errors import InputError
+from settings.schema.data import DataSettings
 
 
 def write_lines(path, *records):
@@ -20,8 +29,12 @@ def write_parquet(path, records):
     return str(path)
 
 
+def write_rows(path, count):
+    return write_lines(path, *({"prompt": f"p{i}", "answer": str(i)} for i in range(count)))
+
+
 @pytest.mark.parametrize(("split", "size"), [("train", 7473), ("test", 1319)])
-def test_gsm8k_files_work_as_they_are(gsm8k_dir, split, size):
+def test_gsm8k_files_work_unchanged(gsm8k_dir, split, size):
     dataset = load_dataset(str(gsm8k_dir / f"{split}.jsonl"))
     assert len(dataset.rows) == size
     assert dataset.column_mapping == {"prompt": "question", "answer": "answer"}
@@ -29,37 +42,30 @@ def test_gsm8k_files_work_as_they_are(gsm8k_dir, split, size):
     assert all(row.answer and "\n#### " in row.answer for row in dataset.rows)
 
 
-@pytest.mark.parametrize("prompt_column", ["prompt", "question", "problem"])
-@pytest.mark.parametrize("answer_column", ["answer", "ground_truth", "solution"])
-def test_usual_column_names_are_found(tmp_path, prompt_column, answer_column):
-    path = write_lines(tmp_path / "d.jsonl", {"id": 9, prompt_column: "1 + 1?", answer_column: 2})
+@pytest.mark.parametrize(
+    ("prompt", "answer"), [("prompt", "ground_truth"), ("question", "solution"), ("problem", "answer")]
+)
+def test_usual_column_names_are_found(tmp_path, prompt, answer):
+    rows = [{"id": 9, prompt: "1 + 1?", answer: 2}, {prompt: "q"}, {prompt: "r"}]
+    path = write_lines(tmp_path / "d.jsonl", *rows)
     dataset = load_dataset(path)
-    (row,) = dataset.rows
+    row, without_answer, _ = dataset.rows
     assert (row.uid, row.prompt, row.answer, row.extra) == ("d/0", "1 + 1?", "2", {"id": 9})
-    assert dataset.column_mapping == {"prompt": prompt_column, "answer": answer_column}
+    assert without_answer.answer is None
+    assert dataset.column_mapping == {"prompt": prompt, "answer": answer}
+    columns = f"prompt from {prompt}, answer from {answer}, 2 without an answer"
+    assert dataset.to_text() == f"{path}: 3 rows ({columns})"
 
 
-def test_chosen_columns_win_over_usual_names(tmp_path):
-    path = write_lines(tmp_path / "d.jsonl", {"prompt": "p", "text": "t", "answer": "a", "meta": {"key": 1.5}})
-    dataset = load_dataset(path, prompt_column="text", answer_column="meta.key")
-    assert (dataset.rows[0].prompt, dataset.rows[0].answer) == ("t", "1.5")
-    assert dataset.to_text() == f"{path}: 1 rows (prompt from text, answer from meta.key)"
-
-
-def test_rows_without_an_answer_are_counted(tmp_path):
-    path = write_lines(tmp_path / "d.jsonl", {"prompt": "p", "answer": "a"}, {"prompt": "q"}, {"prompt": "r"})
-    assert load_dataset(path).to_text().endswith("3 rows (prompt from prompt, answer from answer, 2 without an answer)")
-
-
-def test_a_row_without_its_answer_has_none(tmp_path):
-    dataset = load_dataset(write_lines(tmp_path / "d.jsonl", {"prompt": "p", "answer": "1"}, {"prompt": "q"}))
-    assert [row.answer for row in dataset.rows] == ["1", None]
-
-
-def test_chat_messages_keep_role_and_content(tmp_path):
-    messages = [{"role": "system", "content": "s", "name": None}, {"role": "user", "content": "u"}]
-    dataset = load_dataset(write_lines(tmp_path / "d.jsonl", {"messages": messages}))
-    assert dataset.rows[0].prompt == [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
+def test_chosen_columns_precede_usual_names(tmp_path):
+    chat = [{"role": "system", "content": "s", "name": None}, {"role": "user", "content": "u"}]
+    record = {"prompt": "p", "messages": chat, "answer": "a", "meta": {"key": 1.5}}
+    dataset = load_dataset(
+        write_lines(tmp_path / "d.jsonl", record), prompt_column="messages", answer_column="meta.key"
+    )
+    (row,) = dataset.rows
+    assert (row.prompt, row.answer) == ([{"role": m["role"], "content": m["content"]} for m in chat], "1.5")
+    assert dataset.to_text().endswith("1 rows (prompt from messages, answer from meta.key)")
 
 
 def test_verl_parquet_files_are_understood(tmp_path):
@@ -88,83 +94,59 @@ def test_a_hub_data_set_is_read_through_datasets(tmp_path, monkeypatch):
     assert [row.answer for row in load_dataset(f"hf:{folder}", split="test").rows] == ["10"]
     with pytest.raises(InputError, match=r"split 'dev'.*cannot be loaded"):
         load_dataset(f"hf:{folder}", split="dev")
-
-
-def test_an_absent_hub_data_set_is_one_plain_error(tmp_path):
     with pytest.raises(InputError, match=r"data.source: hf:.*absent.*cannot be loaded"):
         load_dataset(f"hf:{tmp_path}/absent/too/deep", split="train")
 
 
-def test_the_fingerprint_follows_all_columns_and_order(tmp_path):
+def test_the_fingerprint_depends_on_all_columns_and_the_order(tmp_path):
     first, second = {"prompt": "a", "answer": "1"}, {"prompt": "b", "answer": "2"}
     prints = [
         load_dataset(write_lines(tmp_path / "d.jsonl", *records)).fingerprint
         for records in (
-            [first, second],
-            [{**first, "note": 1}, second],
-            [second, first],
-            [first],
+            *([first, second], [{**first, "note": 1}, second], [second, first], [first]),
             [first, {**second, "answer": "3"}],
         )
     ]
     assert len(set(prints)) == 5
 
 
-def test_an_absent_file_is_named_by_its_absolute_path(tmp_path, monkeypatch):
+def test_unusable_files_are_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(InputError, match=str(tmp_path / "absent.jsonl")):
-        load_dataset("absent.jsonl")
+    write_parquet(tmp_path / "d.parquet", [{"prompt": "p"}, {"prompt": None}])
+    (tmp_path / "cut.parquet").write_bytes((tmp_path / "d.parquet").read_bytes()[:-20])
+    files = {"d.txt": "hi", "empty.jsonl": "\n\n", "damaged.jsonl": '{"prompt": "p"}\n{"prompt": \n'}
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    for source, message in {
+        "absent.jsonl": f"data.source: {tmp_path / 'absent.jsonl'}: no such file",
+        "absent/data": "no such file; for a hub data set, write hf:absent/data",
+        "d.txt": r"d\.txt: expected a file ending in \.jsonl, \.json, \.parquet",
+        ".": r"expected a file ending in \.jsonl, \.json, \.parquet",
+        "empty.jsonl": "data.source: empty.jsonl holds no rows",
+        "damaged.jsonl": r"damaged\.jsonl:2: not JSON",
+        "d.parquet": r"d\.parquet row 1: prompt: the prompt is empty",
+        "cut.parquet": r"^data\.source: .*cut\.parquet: not a readable Parquet file",
+    }.items():
+        with pytest.raises(InputError, match=message):
+            load_dataset(source)
 
 
-def test_another_kind_of_file_is_refused_with_the_kinds_that_work(tmp_path):
-    (tmp_path / "d.txt").write_text("hi")
-    for path in (tmp_path, tmp_path / "d.txt"):
-        with pytest.raises(InputError, match=r"\.jsonl, \.json, \.parquet"):
-            load_dataset(str(path))
-
-
-@pytest.mark.parametrize("text", ["", "\n\n"])
-def test_an_empty_file_is_an_input_error(tmp_path, text):
-    (tmp_path / "d.jsonl").write_text(text)
-    with pytest.raises(InputError, match="holds no rows"):
-        load_dataset(str(tmp_path / "d.jsonl"))
-
-
-def test_a_malformed_line_is_named(tmp_path):
-    (tmp_path / "d.jsonl").write_text('{"prompt": "p"}\n{"prompt": \n')
-    with pytest.raises(InputError, match=r"d\.jsonl:2: not JSON"):
-        load_dataset(str(tmp_path / "d.jsonl"))
-
-
-def test_a_truncated_parquet_file_is_an_input_error(tmp_path):
-    path = Path(write_parquet(tmp_path / "d.parquet", [{"prompt": "p"}]))
-    path.write_bytes(path.read_bytes()[:-20])
-    with pytest.raises(InputError, match=rf"^data\.source: {path}: not a readable Parquet file"):
-        load_dataset(str(path))
-
-
-@pytest.mark.parametrize("chosen", [{}, {"prompt_column": "query"}, {"answer_column": "target"}])
-def test_a_missing_column_is_an_error_that_lists_those_found(tmp_path, chosen):
-    record = {"text": "t", "meta": {"key": 1}} | ({"prompt": "p"} if "answer_column" in chosen else {})
-    with pytest.raises(InputError, match=r"has no column .*it has: text, meta, meta\.key"):
-        load_dataset(write_lines(tmp_path / "d.jsonl", record), **chosen)
+def test_missing_column_error_lists_those_found(tmp_path):
+    path = write_lines(tmp_path / "d.jsonl", {"text": "t", "meta": {"key": 1}})
+    for chosen in ({}, {"prompt_column": "query"}, {"prompt_column": "text", "answer_column": "target"}):
+        with pytest.raises(InputError, match=r"has no column .*it has: text, meta, meta\.key"):
+            load_dataset(path, **chosen)
 
 
 @pytest.mark.parametrize(
     ("record", "message"),
     [
-        ({"prompt": None}, "prompt: the prompt is empty"),
-        ({"prompt": ""}, "prompt: the prompt is empty"),
-        ({"prompt": []}, "prompt: the prompt is empty"),
+        *((row, "prompt: the prompt is empty") for row in ({"prompt": None}, {"prompt": []}, {"other": 1})),
         ({"prompt": " \n"}, "prompt: the prompt is blank"),
-        ({"other": 1}, "prompt: the prompt is empty"),
         ({"prompt": 7}, "expected text or a list of chat messages, got int"),
         ({"prompt": ["hi"]}, "needs `role` and `content`"),
         ({"prompt": [{"role": "user", "content": [{"type": "image"}]}]}, "needs `role` and `content`"),
-        (
-            {"prompt": [{"role": "user", "content": "u"}, {"role": "assistant", "content": "a"}]},
-            "assistant's turn",
-        ),
+        ({"prompt": [{"role": "user", "content": "u"}, {"role": "assistant", "content": "a"}]}, "assistant's turn"),
         ({"prompt": "p", "answer": ["1"]}, "answer: expected text, a number or null, got list"),
         ({"prompt": "p", "answer": True}, "answer: expected text, a number or null, got bool"),
     ],
@@ -176,7 +158,144 @@ def test_an_unusable_row_is_named_by_its_line(tmp_path, record, message):
     assert f"{path}:2: " in str(raised.value)
 
 
-def test_an_unusable_parquet_row_is_named_by_its_number(tmp_path):
-    path = write_parquet(tmp_path / "d.parquet", [{"prompt": "p"}, {"prompt": None}])
-    with pytest.raises(InputError, match=r"d\.parquet row 1: prompt: the prompt is empty"):
-        load_dataset(path)
+def test_default_training_and_held_out_problems_differ():
+    train = load_training_data(DataSettings(num_problems=500), seed=3)
+    held_out = load_held_out_data(DataSettings(num_problems=500), num_prompts=64)
+    assert (len(train.rows), len(held_out.rows)) == (500, 64)
+    assert not {row.uid for row in train.rows} & {row.uid for row in held_out.rows}
+
+
+def test_held_out_rows_are_fixed_and_evenly_spaced(tmp_path):
+    data = DataSettings(source="unread.jsonl", eval_source=write_rows(tmp_path / "test.jsonl", 100))
+    chosen = load_held_out_data(data, num_prompts=4)
+    assert [row.prompt for row in chosen.rows] == ["p0", "p25", "p50", "p75"]
+    assert len(load_held_out_data(data, num_prompts=1000).rows) == 100
+
+
+def test_a_training_file_is_held_out_data_only_by_request(tmp_path):
+    path = write_rows(tmp_path / "train.jsonl", 3)
+    with pytest.raises(InputError, match=r"data\.eval_source is not set"):
+        load_held_out_data(DataSettings(source=path), num_prompts=2)
+    assert len(load_held_out_data(DataSettings(source=path, eval_source=path), num_prompts=2).rows) == 2
+
+
+def test_mixture_rows_name_their_source(tmp_path):
+    (tmp_path / "b").mkdir()
+    first, second = write_rows(tmp_path / "train.jsonl", 3), write_rows(tmp_path / "b" / "train.jsonl", 2)
+    own = tmp_path / "own.jsonl"
+    own.write_text('{"prompt": "p", "answer": "1", "data_source": "openai/gsm8k"}\n')
+    names = [first, second, str(own), "builtin:arithmetic"]
+    data = DataSettings.model_validate({"source": [{"source": name} for name in names], "num_problems": 4})
+    mixed = load_training_data(data, seed=0)
+    assert [row.uid.split("/")[0] for row in mixed.rows] == [*"000", *"11", "2", *"3333"]
+    assert len({row.uid for row in mixed.rows}) == 10
+    of = [row.extra["data_source"] for row in mixed.rows]
+    assert of == [*[first] * 3, *[second] * 2, "openai/gsm8k", *["builtin:arithmetic"] * 4]
+    assert mixed.to_text().splitlines()[:2] == [
+        f"{first}: 3 rows (prompt from prompt, answer from answer)",
+        f"{second}: 2 rows (prompt from prompt, answer from answer)",
+    ]
+    alone = load_training_data(DataSettings(source=first), seed=0)
+    assert "data_source" not in alone.rows[0].extra and alone.rows[0].uid == "train/0"
+    with pytest.raises(InputError, match=rf"data\.eval_source is not set, and training .* {first}, {second}, "):
+        load_held_out_data(data, num_prompts=2)
+    held_out = load_held_out_data(data.model_copy(update={"eval_source": first}), num_prompts=2)
+    assert [row.extra["data_source"] for row in held_out.rows] == [first] * 2
+
+
+def test_held_out_hub_data_has_the_revision_of_its_own_source(monkeypatch):
+    rows, commits = [{"question": "1 + 1?", "answer": "2"}], []
+    monkeypatch.setattr(
+        "datasets.load_dataset",
+        lambda *args, revision, split: commits.append((revision, split)) or datasets.Dataset.from_list(rows),
+    )
+    for sources in ({"source": "hf:a/b@abc"}, {"source": "a.jsonl", "eval_source": "hf:a/c:main"}):
+        load_held_out_data(DataSettings.model_validate(sources), num_prompts=1)
+    assert commits == [("abc", "test"), (None, "test")]
+
+
+def test_mixture_sources_have_their_own_splits_and_weights():
+    parts = [{"source": "builtin:arithmetic", "split": split} for split in ("train", "test")]
+    mixed = load_training_data(DataSettings.model_validate({"source": parts, "num_problems": 20}), seed=0)
+    assert len({str(row.prompt) for row in mixed.rows}) == 40
+    with pytest.raises(InputError, match="no 'builtin:algebra'; the only built-in data set is builtin:arithmetic"):
+        load_training_data(DataSettings(source="builtin:algebra"), seed=0)
+    data = DataSettings.model_validate({"source": ["a.jsonl", {"source": "b.jsonl", "weight": 3}]})
+    prompts = [Prompt(f"{i % 2}/x/{i}", np.zeros(1, np.int32), "p", None) for i in range(10)]
+    order = make_prompt_order(data, prompts, seed=1)
+    assert isinstance(order, MixtureOrder)
+    assert sum(index % 2 for index in order.row_indices(0, 8)) == 6
+
+
+class WordTokenizer:
+    """A tokenizer with one token per word, its length. The template adds 100 + first letter of the role to each
+    message."""
+
+    def chat_ids(self, messages):
+        ids = []
+        for message in messages:
+            ids += [100 + ord(message["role"][0]), *(len(word) for word in message["content"].split())]
+        return ids
+
+
+USER, SYSTEM, ASSISTANT = (100 + ord(letter) for letter in "usa")
+
+
+def row(prompt, uid="d/0", **columns):
+    return DatasetRow(uid=uid, prompt=prompt, answer="1", extra=columns)
+
+
+def encode(rows, system_prompt=None, max_prompt_length=4, overlong: Any = "drop"):
+    data = DataSettings(system_prompt=system_prompt, max_prompt_length=max_prompt_length, overlong_prompts=overlong)
+    return encode_prompts(rows, WordTokenizer().chat_ids, data)
+
+
+def test_a_text_prompt_becomes_one_user_message():
+    (prompt,), _ = encode([row("a bb ccc", level=3)])
+    np.testing.assert_array_equal(prompt.token_ids, np.array([USER, 1, 2, 3], np.int32))
+    assert prompt.token_ids.dtype == np.int32
+    assert (prompt.uid, prompt.source, prompt.answer, prompt.extra) == ("d/0", "a bb ccc", "1", {"level": 3})
+
+
+def test_the_system_prompt_comes_first_and_replaces_the_rows_own():
+    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "bb"}]
+    (one, two), _ = encode(
+        [row(chat), row([{"role": "system", "content": "own"}, *chat])],
+        system_prompt="dddd",
+        max_prompt_length=9,
+    )
+    assert one.token_ids.tolist() == two.token_ids.tolist() == [SYSTEM, 4, USER, 1, ASSISTANT, 2]
+    assert one.source == chat
+
+
+def test_overlong_prompts_are_dropped_and_counted():
+    prompts, report = encode([row("a", "d/0"), row("a b c d e", "d/1"), row("a b c", "d/2")])
+    assert ([prompt.uid for prompt in prompts], report.num_dropped) == (["d/0", "d/2"], 1)
+    assert report.text == "prompts: 2 kept, 1 dropped, 0 truncated (data.max_prompt_length 4); longest 6 tokens"
+
+
+def test_truncation_keeps_the_last_tokens_and_is_counted():
+    prompts, report = encode([row("a"), row("a bb ccc dddd eeeee")], overlong="truncate_left")
+    assert [prompt.token_ids.tolist() for prompt in prompts] == [[USER, 1], [2, 3, 4, 5]]
+    assert (report.num_dropped, report.text[:44]) == (0, "prompts: 2 kept, 0 dropped, 1 truncated (dat")
+
+
+def test_overlong_prompts_are_an_error_if_set():
+    rows = [row("a"), row("a b c d", "d/1"), row("a b c d e f", "d/2")]
+    with pytest.raises(InputError, match=r"2 of 3 .*max_prompt_length = 4 .*first is d/1 with 5.*longest has 7"):
+        encode(rows, overlong="error")
+    assert len(encode(rows[:1], overlong="error")[0]) == 1
+
+
+def test_no_prompt_left_is_an_error_with_counts_and_a_remedy():
+    with pytest.raises(InputError, match=r"2 of 2 .*data.max_prompt_length = 4.*shortest has 5.*truncate_left"):
+        encode([row("a b c d"), row("a b c d e")])
+
+
+def test_an_unencodable_row_is_named_by_its_location():
+    for where, shown in (("a.jsonl:3", "a.jsonl:3"), ("", "a/2")):
+        row = DatasetRow(uid="a/2", prompt="x" * 1_000_001, answer=None, where=where)
+        with pytest.raises(InputError, match=f"^{shown}: the prompt has 1,000,001 characters"):
+            encode([row])
+    with pytest.raises(InputError, match=r"^a/2: the answer is not Unicode text: surrogates not allowed"):
+        encode([DatasetRow(uid="a/2", prompt="x", answer="\ud800")])

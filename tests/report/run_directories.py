@@ -12,6 +12,8 @@ from settings import load
 
 QUICKSTART = Path(__file__).with_name("quickstart_metrics.jsonl")
 """Metrics of a healthy run: the quickstart, 100 steps on two CPU cores, rounded to four digits."""
+SMALL_HISTORY = [{"step": 1, "reward/mean": 0.5}]
+"""Metrics of a step that make a single plot, which saves time."""
 
 
 @functools.cache
@@ -32,20 +34,10 @@ def step_record(step: int, **metrics: float | None) -> dict[str, Any]:
 def sample_record(uid: str, completion: str = "12", **fields: Any) -> dict[str, Any]:
     """Returns a line of a sample file, with the uid `<prompt>/s<index>`."""
     return {
-        "uid": uid,
-        "group_id": 0,
-        "sample_index": int(uid.rpartition("/s")[2]),
-        "prompt": "5 + 7 = ?",
-        "completion": completion,
-        "answer": "12",
-        "prompt_token_ids": [1, 2],
-        "completion_token_ids": [3, 4],
-        "behavior_logprobs": [-0.5, -0.25],
-        "finish_reason": "stop",
-        "policy_version": 0,
-        "advantages": [1.0, 1.0],
-        "rewards": {"arithmetic": 1.0},
-        "reward": 1.0,
+        **{"uid": uid, "group_id": 0, "sample_index": int(uid.rpartition("/s")[2])},
+        **{"prompt": "5 + 7 = ?", "completion": completion, "answer": "12", "finish_reason": "stop"},
+        **{"prompt_token_ids": [1, 2], "completion_token_ids": [3, 4], "behavior_logprobs": [-0.5, -0.25]},
+        **{"policy_version": 0, "advantages": [1.0, 1.0], "rewards": {"arithmetic": 1.0}, "reward": 1.0},
         **fields,
     }
 

@@ -1,9 +1,28 @@
+"""Tests of the summary of a run, of early stopping, of series of metrics and of statistics, against slow oracles."""
+
 from __future__ import annotations
 
+import math
+from itertools import product
+from typing import Any
+
+import numpy as np
 import pytest
 
 from app.checkpoint.retention import BestCheckpoint
 from app.report.before_after import best_evaluation, summary_text
+from app.report.confidence_intervals import (
+    clustered_share_interval,
+    mean_interval,
+    sign_test,
+    wilson_interval,
+)
+from app.report.metrics_history import (
+    Series,
+    early_stopping_reason,
+    finite_metric,
+    matching_metric_names,
+)
 
 
 def step(number: int, reward: float, **evaluation: float) -> dict[str, float]:
@@ -11,7 +30,7 @@ def step(number: int, reward: float, **evaluation: float) -> dict[str, float]:
     return {"step": number, "reward/mean": reward, "time/step_s": float(number), **metrics}
 
 
-def test_before_and_after_stand_side_by_side() -> None:
+def test_summary_compares_start_and_end() -> None:
     before = {"step": 0, "eval/accuracy": 0.125, "eval/mean_length": 3.25}
     text = summary_text(
         [before, step(1, 0.0), step(2, 0.5), step(3, 1.0), step(4, 0.5, accuracy=0.9, mean_length=2.0)],
@@ -27,24 +46,21 @@ def test_before_and_after_stand_side_by_side() -> None:
     ]
 
 
-def test_the_best_checkpoint_is_named() -> None:
+def test_summary_names_the_best_checkpoint() -> None:
     lines = summary_text([step(1, 0.25)], path="runs/a", best=BestCheckpoint(80, "eval/accuracy", 0.949)).splitlines()
     assert lines[-2:] == ["best eval/accuracy 94.9 % after step 80: checkpoints/best", "everything is in runs/a"]
     lines = summary_text([], path="runs/a", best=BestCheckpoint(2, "eval/mean_length", 7.25)).splitlines()
-    assert lines[0] == "best eval/mean_length 7.2 after step 2: checkpoints/best"
-
-
-def test_a_run_that_is_never_better_than_its_start_says_so() -> None:
+    assert lines == ["best eval/mean_length 7.2 after step 2: checkpoints/best", "everything is in runs/a"]
     start, best = {"step": 0, "eval/accuracy": 0.5}, BestCheckpoint(0, "eval/accuracy", 0.5)
-    lines = summary_text([start, step(1, 0.25, accuracy=0.25)], path="runs/a", best=best).splitlines()
-    assert lines[-2] == (
-        "training has not improved eval/accuracy on the start (step 0): 50.0 %; there is no checkpoints/best"
+    worse = summary_text([start, step(1, 0.25, accuracy=0.25)], path="runs/a", best=best)
+    assert (
+        "training has not improved eval/accuracy on the start (step 0): 50.0 %; there is no checkpoints/best\n" in worse
     )
     # Nothing was evaluated since the start.
     assert "not improved" not in summary_text([start, step(1, 0.25)], path="runs/a", best=best)
 
 
-def test_tokens_and_epochs_of_the_run_are_counted() -> None:
+def test_summary_counts_tokens_and_epochs() -> None:
     last = step(2, 0.5) | {"data/total_tokens": 1234567, "data/epoch": 0.0625}
     lines = summary_text([step(1, 0.5), last], path="runs/a").splitlines()
     assert "2 steps, median 1.50 s a step, 3 s in all; 1,234,567 tokens, 0.0625 epochs of the data" in lines
@@ -52,39 +68,127 @@ def test_tokens_and_epochs_of_the_run_are_counted() -> None:
     assert "1 step, median 2.00 s a step, 2 s in all; 1,234,567 tokens" in lines
 
 
-def test_the_mean_of_a_plug_in_is_no_percentage() -> None:
-    before = {"step": 0, "eval/accuracy": 3.2, "eval/format_rate": None, "eval/truncated_fraction": 0.5}
-    history = [before, {**before, "step": 1, "eval/accuracy": -0.00125, "reward/mean": 0.5}]
-    lines = summary_text(history, path="runs/a", best=BestCheckpoint(1, "eval/accuracy", 3.2)).splitlines()
-    assert lines[1:3] == [
-        f"{'accuracy':<28}{'3.200':>12}{'-0.001':>12}",
-        f"{'truncated_fraction':<28}{'50.0 %':>12}{'50.0 %':>12}",
-    ]
-    assert "best eval/accuracy 3.200 after step 1: checkpoints/best" in lines
-
-
-def test_without_evaluation_only_the_reward_is_compared() -> None:
-    text = summary_text([step(1, 0.25)], path="runs/a")
-    assert text.splitlines() == [
-        f"{'reward, mean of 1 step':<28}{'0.250':>12}{'0.250':>12}",
-        "1 step, median 1.00 s a step, 1 s in all",
-        "everything is in runs/a",
-    ]
-
-
-def test_a_run_that_did_nothing_still_says_where_it_is() -> None:
-    assert summary_text([], path="runs/a") == "everything is in runs/a"
-
-
-@pytest.mark.parametrize(
-    ("accuracies", "sentence"),
-    [
+def test_best_evaluation_is_the_earliest_best_after_the_start() -> None:
+    for accuracies, sentence in (
         ([0.5, 0.25, 0.4], "Training has not improved eval/accuracy on the start (step 0): 50.0 %."),
         ([0.5, 0.25, 0.5], "Best eval/accuracy 50.0 % after step 2."),
         ([0.5, 0.75, 0.75], "Best eval/accuracy 75.0 % after step 1."),
         ([0.5, None, None], ""),
+    ):
+        history = [{"step": step, "eval/accuracy": value} for step, value in enumerate(accuracies)]
+        assert best_evaluation(history, "eval/accuracy") == sentence
+
+
+METRIC = "eval/accuracy"
+
+
+def lines(*values: float | None) -> list[dict[str, Any]]:
+    """Returns the metrics of an evaluation before the first step, and of every second step."""
+    evaluated = [{"step": 2 * i, METRIC: value} for i, value in enumerate(values)]
+    return [line for one in evaluated for line in ({"step": one["step"] - 1}, one)][1:]
+
+
+def reason(history: list[dict[str, Any]], **rules: Any) -> str | None:
+    return early_stopping_reason(history, **{"metric": METRIC, "patience": None, **rules})
+
+
+@pytest.mark.parametrize(
+    ("values", "patience", "ends"),
+    [
+        *(((0.5, 0.4, 0.3), 2, True), ((0.5, 0.4, 0.6), 2, False), ((0.5, 0.4, 0.6, 0.6, 0.6), 2, True)),
+        *(((0.5, 0.55), 1, False), ((0.5, None, None), 2, True), ((None, None), 1, True)),
+        *(((math.nan, 0.1), 1, False), ((0.9, 0.1, 0.1), None, False)),
     ],
 )
-def test_the_best_evaluation_is_named_or_that_there_is_none(accuracies: list[float | None], sentence: str) -> None:
-    history = [{"step": step, "eval/accuracy": value} for step, value in enumerate(accuracies)]
-    assert best_evaluation(history, "eval/accuracy") == sentence
+def test_a_run_stops_early_without_improvement(
+    values: tuple[float | None, ...], patience: int | None, ends: bool
+) -> None:
+    history = lines(*values)
+    assert (reason(history, patience=patience) is not None) == ends
+    # Only after an evaluation.
+    assert reason([*history, {"step": 99}], patience=patience) is None
+
+
+def test_early_stopping_reason_names_value_and_setting() -> None:
+    assert reason([], patience=1) is None
+    shorter = [{"step": step, "eval/mean_length": value} for step, value in enumerate((7.0, 6.0, 6.5))]
+    stops = [reason(shorter[:n], metric="eval/mean_length", patience=1) is not None for n in (2, 3)]
+    assert stops == [False, True]
+    assert reason(lines(0.5, 0.25, 0.4), patience=2) == (
+        "eval/accuracy has not improved in 2 evaluations (run.early_stopping.patience); its best value is 0.5"
+    )
+    assert reason(lines(None, None), patience=2) == (
+        "eval/accuracy has not improved in 2 evaluations (run.early_stopping.patience); it has had no value"
+    )
+
+
+def test_series_are_finite_and_can_be_averaged() -> None:
+    values = [0.5, None, float("nan"), "x", True, 10**400, 2]
+    history = [{"step": i, "a": value} for i, value in enumerate(values)] + [{"step": 9}]
+    series = Series.from_history(history, "a")
+    assert series.steps.tolist() == [0, 6] and series.values.tolist() == [0.5, 2]
+    assert finite_metric({"a": -1}, "a") == -1 and finite_metric({}, "a") is None
+    bins = Series(np.arange(1.0, 6.0), np.array([1.0, 3.0, 5.0, 9.0, 4.0])).binned(2)
+    assert (bins.steps.tolist(), bins.values.tolist()) == ([1.5, 3.5, 5.0], [2.0, 7.0, 4.0])
+    trailing = Series(np.arange(4.0), np.array([4.0, 0.0, 2.0, 7.0])).trailing_mean(3)
+    np.testing.assert_allclose(trailing, [4, 2, 2, 3])
+
+
+def test_metric_names_match_one_level_in_order() -> None:
+    judge = {"reward/judge/mean": 1, "reward/judge/length/mean": 300, "eval/accuracy/difficulty_1": 1}
+    history = [{"reward/mean": 1, "reward/b/mean": 1}, judge, {"reward/std": 1}]
+    assert matching_metric_names(history, "reward/", "/mean") == ["reward/b/mean", "reward/judge/mean"]
+    assert matching_metric_names(history, "eval/accuracy/", "") == ["eval/accuracy/difficulty_1"]
+
+
+@pytest.mark.parametrize(
+    ("share", "count", "low", "high"),
+    [(0.8, 10, 0.4902, 0.9433), (0.0, 10, 0.0, 0.2775), (1.0, 10, 0.7225, 1.0), (0.5, 1000, 0.4691, 0.5309)],
+)
+def test_the_interval_of_a_share_is_that_of_wilson(share: float, count: int, low: float, high: float) -> None:
+    assert wilson_interval(share, count) == pytest.approx((low, high), abs=1e-4)
+    for bound in wilson_interval(share, count):
+        # What defines it: the true shares that the observed one lies 1.96 of their standard errors away from.
+        if 0 < bound < 1:
+            assert abs(share - bound) == pytest.approx(1.959964 * np.sqrt(bound * (1 - bound) / count), abs=1e-7)
+
+
+def test_equal_samples_of_a_prompt_count_once_and_different_ones_all() -> None:
+    alike = np.repeat([1.0, 0.0], 20)
+    assert clustered_share_interval(alike, num_samples=8) == pytest.approx(wilson_interval(0.5, 40))
+    # A half of each prompt's: the prompts tell nothing apart, so the samples are all there is.
+    assert clustered_share_interval(np.full(40, 0.5), num_samples=8) == pytest.approx(wilson_interval(0.5, 320))
+    for num_samples in (1, 8):
+        assert clustered_share_interval(np.ones(40), num_samples=num_samples) == pytest.approx(wilson_interval(1.0, 40))
+    assert clustered_share_interval(alike[15:25], num_samples=1) == pytest.approx(wilson_interval(0.5, 10))
+
+
+def test_the_interval_of_shares_covers_the_truth_in_95_percent() -> None:
+    rng = np.random.default_rng(0)
+    hits = 0
+    for _ in range(1000):
+        # Prompts differ in how hard they are; over all of them two in three samples are right.
+        shares = rng.binomial(4, rng.beta(2, 1, size=60)) / 4
+        low, high = clustered_share_interval(shares, num_samples=4) or (0.0, 0.0)
+        hits += low <= 2 / 3 <= high
+    assert 0.93 <= hits / 1000 <= 0.97
+
+
+def test_one_prompt_and_equal_values_have_no_interval() -> None:
+    assert clustered_share_interval(np.array([0.5]), num_samples=8) is None
+    assert mean_interval(np.array([3.0])) is None and mean_interval(np.zeros(100)) is None
+
+
+def test_the_interval_of_a_mean_is_that_of_student() -> None:
+    # By hand: mean 2, deviation 1, error 1/sqrt(3), t = 4.302653.
+    assert mean_interval(np.array([1.0, 2.0, 3.0])) == pytest.approx(
+        (2 - 4.302653 / math.sqrt(3), 2 + 4.302653 / math.sqrt(3))
+    )
+
+
+@pytest.mark.parametrize(("better", "worse"), [(0, 0), (1, 0), (5, 5), (9, 2), (2, 9), (6, 0)])
+def test_the_sign_test_equals_counting_all_outcomes_of_coins(better: int, worse: int) -> None:
+    falls = [sum(coins) for coins in product((0, 1), repeat=better + worse)]
+    uneven = abs(better - worse)
+    expected = np.mean([abs(2 * heads - better - worse) >= uneven for heads in falls])
+    assert sign_test(better, worse) == pytest.approx(expected)

@@ -6,7 +6,9 @@ import base64
 import hashlib
 import json
 import re
-from dataclasses import dataclass, field
+import shutil
+import subprocess
+import sys
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -14,47 +16,46 @@ from typing import Any
 import pytest
 
 from app.report.write_report import json_for_html, write_report
-from tests.report.run_directories import quickstart_history, sample_record, step_record, write_run
+from tests.program import REPOSITORY, here
+from tests.report.run_directories import (
+    SMALL_HISTORY,
+    quickstart_history,
+    sample_record,
+    step_record,
+    write_lines,
+    write_run,
+)
 
 HOSTILE = (
     "</script><img src=x onerror=\"document.title='owned'\"><!-- <script>alert(1)</script> \u2028\u202e ]]> {{ 7*7 }}"
 )
-SETTINGS = (f"data.system_prompt={json.dumps(HOSTILE)}", "run.steps=200")
 
 
-@dataclass
 class Parsed(HTMLParser):
-    """The content of a page as a browser parses it."""
+    """A page as a browser parses it: the tag, the attributes and the text of each element."""
 
-    tags: list[tuple[str, dict[str, str | None]]] = field(default_factory=list)
-    contents: dict[str, list[str]] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
+    def __init__(self, path: Path) -> None:
         super().__init__()
-        self._open = ""
+        self.elements: list[tuple[str, dict[str, str | None], list[str]]] = []
+        self.feed(path.read_text(encoding="utf-8"))
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append((tag, dict(attrs)))
-        self._open = tag
-        self.contents.setdefault(tag, []).append("")
+        self.elements.append((tag, dict(attrs), []))
 
     def handle_data(self, data: str) -> None:
-        if self._open:
-            self.contents[self._open][-1] += data
+        if self.elements:
+            self.elements[-1][2].append(data)
 
     def handle_endtag(self, tag: str) -> None:
-        self._open = ""
+        self.elements.append(("", {}, []))
+
+    def texts(self, tag: str) -> list[str]:
+        return ["".join(text) for name, _, text in self.elements if name == tag]
 
     def policy(self) -> str:
-        (policy,) = [a["content"] for t, a in self.tags if a.get("http-equiv") == "Content-Security-Policy"]
+        (policy,) = [a["content"] for _, a, _ in self.elements if a.get("http-equiv") == "Content-Security-Policy"]
         assert policy is not None
         return policy
-
-
-def parsed(path: Path) -> Parsed:
-    page = Parsed()
-    page.feed(path.read_text(encoding="utf-8"))
-    return page
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +69,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         [quickstart_history()[0], *({**record, f"reward/{HOSTILE.replace('/', '')}/mean": 0.5} for record in cut)],
         rollouts={2: samples},
         evaluations={0: samples},
-        settings=SETTINGS,
+        settings=(f"data.system_prompt={json.dumps(HOSTILE)}", "run.steps=200"),
     )
     session = {"started": HOSTILE, "devices": "8 × TPU v4", "processes": 2, "from_rollouts": "runs/other"}
     (path / "sessions.jsonl").write_text(json.dumps(session) + "\n")
@@ -78,85 +79,101 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.parametrize("name", ["report.html", "rollouts.html"])
-def test_what_a_model_writes_becomes_no_element(run: Path, name: str) -> None:
-    page = parsed(run / name)
-    tags = [tag for tag, _ in page.tags]
-    assert "img" not in tags and "link" not in tags and "iframe" not in tags
-    assert tags.count("script") == (2 if name == "rollouts.html" else 0)
-    for tag, attributes in page.tags:
-        assert not [a for a in attributes if a.startswith("on")], tag
-        assert not {"src", "srcset", "action"} & attributes.keys(), tag
+@pytest.mark.parametrize(("name", "num_scripts"), [("report.html", 0), ("rollouts.html", 2)])
+def test_hostile_text_becomes_no_html_element(run: Path, name: str, num_scripts: int) -> None:
+    page = Parsed(run / name)
+    tags = [tag for tag, _, _ in page.elements]
+    assert not {"img", "link", "iframe"} & {*tags} and tags.count("script") == num_scripts
+    for tag, attributes, _ in page.elements:
+        assert not [a for a in attributes if a.startswith("on") or a in ("src", "srcset", "action")], tag
         for reference in ("href", "xlink:href"):
             target = attributes.get(reference)
             assert target is None or re.fullmatch(r"#\w+|report\.html|rollouts\.html", target), target
-    assert "49" not in "".join(page.contents.get("td", []))
+    assert "49" not in "".join(page.texts("td"))
 
 
-def test_the_report_allows_no_script_at_all(run: Path) -> None:
-    policy = parsed(run / "report.html").policy()
+def test_pages_allow_only_their_own_script_and_style(run: Path) -> None:
+    policy = Parsed(run / "report.html").policy()
     assert policy.startswith("default-src 'none'; style-src 'unsafe-inline'; ")
     assert "script-src" not in policy and "http" not in policy
-
-
-def test_the_viewer_allows_its_own_script_and_style_by_their_hashes(run: Path) -> None:
-    page = parsed(run / "rollouts.html")
-    (style,), (data, script) = page.contents["style"], page.contents["script"]
+    page = Parsed(run / "rollouts.html")
+    (style,), (data, script) = page.texts("style"), page.texts("script")
     for kind, content in (("script-src", script), ("style-src", style)):
         digest = base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
         assert f"{kind} 'sha256-{digest}'" in page.policy()
     assert "unsafe" not in page.policy() and "http" not in page.policy()
-    assert "innerHTML" not in script and "insertAdjacentHTML" not in script and "document.write" not in script
+    assert not re.search(r"innerHTML|insertAdjacentHTML|document\.write", script)
     groups = json.loads(data)
-    assert page.contents["option"][-7:-4] == ["truncated", "complete", "dropped"]
+    assert page.texts("option")[-7:-4] == ["truncated", "complete", "dropped"]
     assert {sample["completion"] for group in groups for sample in group["samples"]} == {HOSTILE}
     assert {group["prompt"] for group in groups} == {HOSTILE}
 
 
-def test_the_report_says_what_a_person_asks_first(run: Path) -> None:
-    text = re.sub(r"\s+", " ", (run / "report.html").read_text())
+def test_the_report_has_settings_alerts_plots_and_sessions(run: Path) -> None:
+    report, samples = (re.sub(r"\s+", " ", (run / f"{name}.html").read_text()) for name in ("report", "rollouts"))
     for part in (
-        "<h1>run</h1>",
-        "step 11 of 200",
-        "builtin:tiny",
-        "<b>Step 5: Many answers are truncated.</b>",
-        "<p>Without data in this run: ",
-        '<span id="kl">KL to the initial model</span>',
-        "8 × TPU v4",
-        "<th>from rollouts</th>",
-        "runs/other",
+        *("<h1>run</h1>", "step 11 of 200", "builtin:tiny", "<b>Step 5: Many answers are truncated.</b>"),
+        *("<p>Without data in this run: ", '<span id="kl">KL to the initial model</span>', "8 × TPU v4"),
+        *("<th>from rollouts</th>", "runs/other", f"grpo report {run}"),
         '<td><code>run.steps</code></td><td class="text"><code>200</code></td>',
-        f"grpo report {run}",
     ):
-        assert part in text, part
-    assert text.count("<svg ") == 11 and "<th>checkpoint</th>" not in text
+        assert part in report, part
+    assert report.count("<svg ") == 11 and "<th>checkpoint</th>" not in report
+    assert "6 of the 6 samples in 2 of 2 files" in samples
+    assert "1 damaged lines were skipped" in samples and "step_000002.jsonl:4: completion: expected text" in samples
 
 
-def test_the_viewer_says_what_was_left_out_and_which_lines_are_damaged(run: Path) -> None:
-    text = re.sub(r"\s+", " ", (run / "rollouts.html").read_text())
-    assert "6 of the 6 samples in 2 of 2 files" in text
-    assert "1 damaged lines were skipped" in text and "step_000002.jsonl:4: completion: expected text" in text
-    write_report(run, num_samples=4)
-    text = re.sub(r"\s+", " ", (run / "rollouts.html").read_text())
-    assert "4 of the 6 samples" in text and f"grpo report {run} --samples 40" in text
-    write_report(run)
-
-
-def test_text_that_is_no_unicode_can_be_written(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "run", [step_record(1)], rollouts={1: [sample_record("p/s0", "\ud800")]})
+def test_the_viewer_says_what_it_omits_and_why_it_is_empty(tmp_path: Path) -> None:
+    run = write_run(
+        tmp_path / "run", SMALL_HISTORY, rollouts={1: [sample_record(f"p/s{i}", "\ud800") for i in range(6)]}
+    )
     (run / "sessions.jsonl").write_text('{"devices": "\\ud800"}\n')
-    write_report(run)
-    assert "&#55296;" in (run / "report.html").read_text() and "\\ud800" in (run / "rollouts.html").read_text()
-
-
-def test_a_run_without_samples_says_why(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "run", [step_record(1)])
+    write_report(run, num_samples=4)
+    # Text that is no Unicode can be written.
+    assert "&#55296;" in (run / "report.html").read_text()
+    text = re.sub(r"\s+", " ", (run / "rollouts.html").read_text())
+    assert "\\ud800" in text and "4 of the 6 samples" in text and f"grpo report {run} --samples 40" in text
+    shutil.rmtree(run / "rollouts")
     write_report(run)
     assert "The run saved no samples: logging.save_rollouts is false" in (run / "rollouts.html").read_text()
 
 
 @pytest.mark.parametrize("value", [HOSTILE, "<!--", "\u2029&", {"<a>": ["</script>"]}, "\ud800", None, 1.5])
-def test_json_in_a_page_reads_back_and_holds_nothing_that_html_knows(value: Any) -> None:
+def test_json_in_a_page_has_no_html_characters(value: Any) -> None:
     text = json_for_html(value)
     assert json.loads(text) == value
     assert text.isascii() and not set("<>&") & set(text)
+
+
+def test_grpo_report_needs_no_jax_no_model_and_no_window(tmp_path: Path) -> None:
+    chosen = ("model.path=/nowhere/model", "logging.save_rollouts=false")
+    samples = [sample_record(f"p/s{i}") for i in range(3)]
+    run = write_run(tmp_path / "run", SMALL_HISTORY, rollouts={1: samples}, settings=chosen)
+    program = (
+        "import sys, cli\n"
+        "try: cli.main()\n"
+        "finally: print({'jax', 'transformers', 'wandb', 'matplotlib.pyplot'} & {*sys.modules}, file=sys.stderr)"
+    )
+    command = [sys.executable, "-c", program, "report", str(run), "--json"]
+    answer = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    assert answer.stderr == "set()\n"
+    files = {"report": "report.html", "samples": "rollouts.html", "plots": "plots"}
+    assert json.loads(answer.stdout) == {
+        **{"steps": 1, "alerts": 0, "samples shown": 3, "damaged lines": 0},
+        **{name: str(run / file) for name, file in files.items()},
+    }
+    assert not list(run.rglob("*.partial"))
+
+
+def test_reports_remove_plots_without_data_or_say_they_cannot_write(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", [{**SMALL_HISTORY[0], "policy/kl": 0.1}])
+    assert here("report", run).exit_code == 0
+    assert (run / "plots" / "kl.png").exists()
+    (run / "plots" / "mine.png").write_bytes(b"mine")
+    write_lines(run / "metrics.jsonl", SMALL_HISTORY)
+    assert here("report", run).exit_code == 0
+    assert not (run / "plots" / "kl.png").exists() and (run / "plots" / "mine.png").exists()
+    (run / "plots").rename(run / "other")
+    (run / "plots").write_text("in the way")
+    result = here("report", run)
+    assert (result.exit_code, result.stderr) == (2, f"error: {run / 'plots'}: cannot be written: File exists\n")

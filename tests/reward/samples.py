@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ import numpy as np
 
 from app.records.sample import Messages, Prompt, Sample
 from app.reward.aggregate import RewardedSamples
+from app.reward.function_pool import callables_at_hand
 from app.reward.plugin import StepInfo
 from app.reward.plugin_signature import DataColumns
 from app.reward.reward_functions import RewardFunctions
@@ -59,6 +60,12 @@ def opened(
 def score(functions: Sequence[str | Mapping[str, Any]], samples: Sequence[Sample], **settings: Any) -> RewardedSamples:
     with opened(functions, samples, **settings) as rewards:
         return rewards.compute_rewards(samples, StepInfo(step=3, num_steps=10))
+
+
+def score_by(function: Callable[..., Any], samples: Sequence[Sample], **settings: Any) -> RewardedSamples:
+    """Scores by a function of this process, without workers."""
+    with callables_at_hand({"f": function}):
+        return score([{"name": "f", "function": "callable:f"}], samples, **settings)
 
 
 def values_of(scored: RewardedSamples) -> list[float | None]:

@@ -1,17 +1,23 @@
-"""Tests of the aggregation of values, abstentions and failures, with hand-computed rewards."""
+"""Tests of the aggregation of values, abstentions and failures, new and saved, with hand-computed rewards."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from app.plugins.values import MAX_TEXT_CHARACTERS, Failure, one_line
-from app.reward.aggregate import OnError, RewardedSamples, RewardOutcome, aggregate_rewards
+from app.plugins.values import Failure
+from app.records.sample import Sample
+from app.records.sample_json import sample_from_record, sample_to_record
+from app.reward.aggregate import OnError, RewardedSamples, RewardOutcome, aggregate_rewards, restore_dropped
+from app.reward.plugin import StepInfo
+from app.reward.reward_functions import has_saved_reward, reuse_saved_rewards
 from tests.reward.samples import make_group
 
 BROKEN = RewardOutcome(failure=Failure("raised", "ValueError: no"))
+LATE = RewardOutcome(failure=Failure("timeout", "took more than 1 s"))
 SILENT = RewardOutcome()
 WEIGHTS = {"a": 1.0, "b": -0.5, "c": 0.0}
 
@@ -21,30 +27,31 @@ def weighed(on_error: OnError, **outcomes: list[RewardOutcome]) -> RewardedSampl
     return aggregate_rewards(samples, outcomes, WEIGHTS, on_error)
 
 
-def test_weight_zero_is_shown_but_not_counted_and_negative_weights_punish() -> None:
+def test_reward_is_the_weighted_sum_for_zero_and_negative_weights() -> None:
     (sample,) = weighed("raise", a=[RewardOutcome(2.0)], b=[RewardOutcome(1.0)], c=[RewardOutcome(7.0)]).samples
     assert (sample.reward, sample.rewards) == (1.5, {"a": 2.0, "b": 1.0, "c": 7.0})
 
 
-def test_who_abstains_has_no_part_in_the_sum() -> None:
+def test_abstentions_have_no_part_in_the_sum() -> None:
     scored = weighed("raise", a=[SILENT, RewardOutcome(1.0)], b=[RewardOutcome(1.0), SILENT])
     assert [(s.reward, s.rewards) for s in scored.samples] == [(-0.5, {"b": 1.0}), (1.0, {"a": 1.0})]
     assert (scored.num_abstained, scored.num_errors, scored.fatal_error) == (2, 0, None)
 
 
-def test_a_failure_counts_zero_and_is_kept_in_the_record() -> None:
-    scored = weighed("zero", a=[BROKEN, RewardOutcome(1.0)], b=[RewardOutcome(1.0), RewardOutcome(1.0)])
-    assert [s.rewards for s in scored.samples] == [{"a": 0.0, "b": 1.0}, {"a": 1.0, "b": 1.0}]
-    assert [s.reward for s in scored.samples] == [-0.5, 0.5]
+def test_on_error_zero_counts_failures_as_zero_and_records_them() -> None:
+    scored = weighed("zero", a=[BROKEN, RewardOutcome(1.0), LATE], b=[RewardOutcome(1.0), RewardOutcome(1.0), SILENT])
+    assert [s.rewards for s in scored.samples] == [{"a": 0.0, "b": 1.0}, {"a": 1.0, "b": 1.0}, {"a": 0.0}]
+    assert [s.reward for s in scored.samples] == [-0.5, 0.5, 0.0]
     assert scored.samples[0].extra == {"reward_errors": ["a: raised: ValueError: no"]}
     assert scored.samples[1].extra == {}
-    assert {name: t.num_errors for name, t in scored.function_counts.items()} == {"a": 1, "b": 0}
+    assert {name: t.num_errors for name, t in scored.function_counts.items()} == {"a": 2, "b": 0}
     assert scored.notices == (
-        "reward a failed on 1 of 2 samples (1 raised), counted as 0; first q/0/s0: ValueError: no",
+        "reward a failed on 2 of 3 samples (1 raised, 1 timeout), counted as 0; first q/0/s0: ValueError: no",
     )
+    assert scored.num_without_reward == 0
 
 
-def test_a_dropped_sample_keeps_what_is_known_and_has_no_reward() -> None:
+def test_on_error_drop_leaves_the_sample_without_reward() -> None:
     scored = weighed("drop", a=[BROKEN, RewardOutcome(1.0)], b=[RewardOutcome(1.0), SILENT])
     dropped, kept = scored.samples
     assert (dropped.reward, dropped.rewards, dropped.finish_reason) == (None, {"b": 1.0}, "dropped:reward")
@@ -53,7 +60,7 @@ def test_a_dropped_sample_keeps_what_is_known_and_has_no_reward() -> None:
     assert scored.notices[0].startswith("reward a failed on 1 of 2 samples (1 raised), left out;")
 
 
-def test_to_raise_names_function_sample_reason_and_the_way_out() -> None:
+def test_on_error_raise_names_function_sample_reason_and_remedy() -> None:
     scored = weighed("raise", a=[RewardOutcome(1.0), RewardOutcome(1.0)], b=[RewardOutcome(1.0), BROKEN])
     assert scored.fatal_error == (
         "reward.functions: b: raised: ValueError: no (sample q/0/s1). Fix the function, or set reward.on_error to "
@@ -62,7 +69,7 @@ def test_to_raise_names_function_sample_reason_and_the_way_out() -> None:
 
 
 @pytest.mark.parametrize(("on_error", "reward"), [("zero", 0.0), ("drop", None), ("raise", 0.0)])
-def test_a_sample_that_all_abstain_from_is_an_error_of_its_own(on_error: OnError, reward: float | None) -> None:
+def test_a_sample_without_any_value_is_an_error_of_its_own(on_error: OnError, reward: float | None) -> None:
     scored = weighed(on_error, a=[SILENT, RewardOutcome(1.0)], b=[SILENT, SILENT])
     assert scored.samples[0].reward == reward
     assert scored.samples[0].rewards == {}
@@ -72,7 +79,7 @@ def test_a_sample_that_all_abstain_from_is_an_error_of_its_own(on_error: OnError
     assert (scored.fatal_error is not None) == (on_error == "raise")
 
 
-def test_a_judge_that_abstains_has_not_failed_but_one_that_fails_has() -> None:
+def test_an_abstention_of_the_judge_is_no_failure() -> None:
     samples = make_group(*"xyz")
     scored = aggregate_rewards(
         samples, {"a": [SILENT, RewardOutcome(2.0), BROKEN]}, WEIGHTS, "raise", when_all_abstain=None
@@ -83,31 +90,13 @@ def test_a_judge_that_abstains_has_not_failed_but_one_that_fails_has() -> None:
     assert "sample q/0/s2" in (scored.fatal_error or "")
 
 
-def test_failing_where_others_abstain_is_not_abstaining() -> None:
-    scored = weighed("zero", a=[BROKEN], b=[SILENT])
-    assert scored.num_without_reward == 0 and scored.samples[0].reward == 0.0
-
-
-def test_failures_of_one_function_are_told_in_one_line_by_kind() -> None:
-    late = RewardOutcome(failure=Failure("timeout", "took more than 1 s"))
-    (notice,) = weighed("zero", a=[late, BROKEN, late]).notices
-    assert notice.startswith(
-        "reward a failed on 3 of 3 samples (2 timeout, 1 raised), counted as 0; first q/0/s0: took"
-    )
-
-
-def test_further_numbers_are_summed_with_their_counts() -> None:
-    outcomes = [RewardOutcome(1.0, extras={"acc": 1.0}), RewardOutcome(1.0, extras={"acc": 0.0, "len": 4.0}), SILENT]
-    assert weighed("zero", a=outcomes).function_counts["a"].extras == {"acc": (1.0, 2), "len": (4.0, 1)}
-
-
-def test_errors_of_an_earlier_scoring_do_not_stay() -> None:
+def test_scoring_again_removes_earlier_errors() -> None:
     failed = weighed("zero", a=[BROKEN]).samples
     again = aggregate_rewards(failed, {"a": [RewardOutcome(1.0)]}, WEIGHTS, "zero")
     assert again.samples[0].extra == {}
 
 
-def test_a_dropped_sample_that_gets_a_reward_after_all_is_as_it_was_sampled() -> None:
+def test_scoring_again_restores_a_dropped_sample() -> None:
     (sample,) = make_group("x")
     dropped = aggregate_rewards([replace(sample, finish_reason="length")], {"a": [BROKEN]}, WEIGHTS, "drop").samples
     masked = [replace(s, loss_mask=np.zeros(1, bool), advantages=np.zeros(1, np.float32)) for s in dropped]
@@ -118,6 +107,38 @@ def test_a_dropped_sample_that_gets_a_reward_after_all_is_as_it_was_sampled() ->
     assert mended.mask.all() and mended.advantages is None
 
 
-def test_what_goes_to_a_terminal_is_one_short_line_without_control_characters() -> None:
-    assert one_line("a\x1b[2J\n\tb \udc80") == "a\ufffd[2J b \ufffd"
-    assert len(one_line("x" * 10_000)) == MAX_TEXT_CHARACTERS
+OUTCOMES = {
+    "a": [RewardOutcome(1.0), BROKEN, SILENT, SILENT, RewardOutcome(0.5)],
+    "ab": [RewardOutcome(2.0), RewardOutcome(1.0), BROKEN, SILENT, SILENT],
+}
+
+
+def given(on_error: OnError) -> RewardedSamples:
+    """Samples with values, failures and abstentions; the last one was dropped in the rollout."""
+    group = make_group(*"vwxyz")
+    lost = replace(make_group("l")[0], sample_index=5, finish_reason="dropped:worker")
+    return restore_dropped(
+        aggregate_rewards(group, OUTCOMES, {"a": 1.0, "ab": 0.5}, on_error), [*group, lost], fate="left out"
+    )
+
+
+def through_a_file(sample: Sample) -> Sample:
+    return sample_from_record(json.loads(json.dumps(sample_to_record(sample))), where="here")
+
+
+@pytest.mark.parametrize("on_error", ["zero", "drop"])
+def test_saved_failures_and_abstentions_are_counted_again(on_error: OnError) -> None:
+    scored = given(on_error)
+    again = reuse_saved_rewards([through_a_file(s) for s in scored.samples], StepInfo(), names=["a", "ab"])
+    for name, counts in scored.function_counts.items():
+        found = again.function_counts[name]
+        assert (found.num_errors, found.num_abstained) == (counts.num_errors, counts.num_abstained) == (1, 2), name
+    assert (again.num_without_reward, again.num_errors) == (scored.num_without_reward, scored.num_errors) == (1, 3)
+    assert [s.reward for s in again.samples] == [s.reward for s in scored.samples]
+    assert (again.notices, again.fatal_error) == ((), None)
+
+
+def test_rewarded_and_dropped_samples_have_a_saved_reward() -> None:
+    assert all(has_saved_reward(through_a_file(s)) for s in given("drop").samples)
+    assert sum(s.reward is None for s in given("drop").samples) == 4
+    assert not has_saved_reward(make_group("x")[0])

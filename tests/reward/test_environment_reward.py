@@ -1,3 +1,5 @@
+"""Tests of rewards of environments and of the length penalty."""
+
 from __future__ import annotations
 
 from dataclasses import replace
@@ -33,8 +35,12 @@ def rewarded(
         return rewards.compute_rewards(samples, StepInfo())
 
 
-def test_the_environment_is_a_part_of_the_sum_with_its_weight(tmp_path: Path) -> None:
-    path = write_plug_in(tmp_path, "def last(completion): return float(completion == 'turn 2')")
+def test_reward_is_the_sum_of_functions_environment_and_penalty(tmp_path: Path) -> None:
+    path = write_plug_in(
+        tmp_path,
+        "def last(completion, completion_ids): return float(completion == 'turn 2' and len(completion_ids) == 3)",
+    )
+    # Functions get the last turn.
     (one,) = rewarded([GAME], [f"{path}:last"], weight=2.0, overlong=PENALTY).samples
     # All nine tokens behind the prompt count for the length, observations included.
     assert one.rewards == {"last": 1.0, "env": 3.5, "overlong": -1.0}
@@ -42,20 +48,15 @@ def test_the_environment_is_a_part_of_the_sum_with_its_weight(tmp_path: Path) ->
     assert one.token_rewards is None
 
 
-def test_the_environment_alone_rewards_without_any_function() -> None:
-    scored = rewarded([GAME])
-    assert [(s.rewards, s.reward) for s in scored.samples] == [({"env": 3.5}, 3.5)]
-    assert scored.function_counts["env"].num_errors == scored.num_without_reward == 0
-
-
-def test_a_sample_whose_environment_failed_has_no_reward_and_its_siblings_do() -> None:
+def test_a_sample_whose_environment_failed_has_no_reward() -> None:
     failed = replace(GAME, episode=None, finish_reason="dropped:environment timeout", sample_index=1)
     scored = rewarded([GAME, failed])
-    assert [s.reward for s in scored.samples] == [3.5, None]
+    assert [(s.rewards, s.reward) for s in scored.samples] == [({"env": 3.5}, 3.5), ({}, None)]
+    assert scored.num_errors == scored.num_without_reward == 0
     assert scored.notices == ("1 of 2 samples have environment timeout, left out; first row-0/s1",)
 
 
-def test_a_sample_that_had_been_dropped_learns_from_its_turns_again_and_not_from_observations() -> None:
+def test_a_restored_sample_learns_from_its_turns_only() -> None:
     extra = {"reward_errors": ["f: raised: x"], "finish_reason_before_drop": "length"}
     mask = np.zeros(9, bool)
     dropped = replace(GAME, finish_reason=NO_REWARD_FINISH_REASON, loss_mask=mask, extra=extra)
@@ -64,7 +65,7 @@ def test_a_sample_that_had_been_dropped_learns_from_its_turns_again_and_not_from
     assert one.token_rewards is not None and one.token_rewards[1] == 0.5
 
 
-def test_each_turn_is_rewarded_on_its_last_token_and_the_rest_on_the_last_of_all(tmp_path: Path) -> None:
+def test_turn_rewards_are_on_the_last_token_of_each_turn(tmp_path: Path) -> None:
     path = write_plug_in(tmp_path, "def last(completion): return 0.25")
     options: Any = {"weight": 2.0, "rewards_turns": True, "overlong": PENALTY}
     (one,) = rewarded([GAME], [f"{path}:last"], **options).samples
@@ -73,7 +74,7 @@ def test_each_turn_is_rewarded_on_its_last_token_and_the_rest_on_the_last_of_all
     assert one.token_rewards.dtype == np.float32 and one.token_rewards.sum() == one.reward
 
 
-def test_the_reward_of_a_turn_without_a_token_in_the_loss_is_not_lost() -> None:
+def test_the_reward_of_a_masked_turn_is_not_lost() -> None:
     masks = ([0, 0, 0, 0, 1, 0, 1, 1, 0], [1, 1, 0, 0, 0, 0, 0, 0, 0])
     samples = [replace(GAME, loss_mask=np.array(mask, bool)) for mask in masks]
     first, second = rewarded(samples, rewards_turns=True).samples
@@ -83,14 +84,8 @@ def test_the_reward_of_a_turn_without_a_token_in_the_loss_is_not_lost() -> None:
     assert masked.token_rewards is None and masked.reward == 3.5
 
 
-def test_functions_read_the_last_turn(tmp_path: Path) -> None:
-    source = "def f(completion, completion_ids): return float(completion == 'turn 2') + len(completion_ids)"
-    (one,) = rewarded([GAME], [f"{write_plug_in(tmp_path, source)}:f"]).samples
-    assert one.rewards == {"f": 1.0 + 3, "env": 3.5}
-
-
 @pytest.mark.parametrize(("win", "pass_at_2"), [(1.0, [1.0, 0.0]), (0.5, None)])
-def test_accuracy_without_functions_is_the_reward_of_the_environment(win: float, pass_at_2: Any) -> None:
+def test_accuracy_without_functions_is_the_environment_reward(win: float, pass_at_2: Any) -> None:
     ends = [[win, 0.0], [0.0, 0.0]]
     samples = [
         with_turns([(1, 1), (1, 0)], scores={"win": score}, group_id=group, sample_index=i)
@@ -109,3 +104,11 @@ def test_accuracy_without_functions_is_the_reward_of_the_environment(win: float,
     # A game that is won by half has no pass@k.
     assert metrics["eval/pass@2"].value == (None if pass_at_2 is None else np.mean(pass_at_2))
     assert metrics["eval/format_rate"].value is None
+
+
+def test_length_penalty_falls_linearly_over_the_buffer(tmp_path: Path) -> None:
+    penalty = OverlongPenalty(max_length=10, buffer=4, max_penalty=2.0)
+    penalties = {0: 0.0, 6: 0.0, 7: -0.5, 8: -1.0, 9: -1.5, 10: -2.0, 12: -2.0}
+    assert {num_tokens: penalty.penalty_for(num_tokens) for num_tokens in penalties} == penalties
+    assert str(penalty.penalty_for(0)) == "0.0"
+    assert penalty.apply(GAME) is GAME  # It has no reward.

@@ -1,15 +1,20 @@
+"""Tests of numbers and answers in texts of people and models."""
+
 import json
 import time
+from fractions import Fraction
 
-import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from app.records.sample import Prompt
 from app.reward import gsm8k
 from app.reward.builtin_tasks import TASKS, grade
+from app.reward.numbers import last_number, parse_number
+from tests.reward.samples import make_prompt
 
 
-def test_every_gsm8k_answer_parses_and_grades_itself_correct(gsm8k_dir):
+def test_all_gsm8k_references_are_parsed_and_correct(gsm8k_dir):
     count = 0
     for path in (gsm8k_dir / "train.jsonl", gsm8k_dir / "test.jsonl"):
         for line in path.read_text(encoding="utf-8").splitlines():
@@ -22,61 +27,29 @@ def test_every_gsm8k_answer_parses_and_grades_itself_correct(gsm8k_dir):
     assert count == 8792
 
 
-@pytest.mark.parametrize(
-    ("completion", "number"),
-    [
-        ("#### 18", "18"),
-        ("####18 eggs", "18"),
-        ("#### $1,000.", "$1,000"),
-        ("#### **-7**", "-7"),
-        ("#### 3/4", "3/4"),
-        (r"\boxed{18}", "18"),
-        (r"\boxed {18}", "18"),
-        (r"$\boxed{\frac{3}{4}}$", r"\frac{3}{4}"),
-        (r"\boxed{\$18.00}", r"\$18.00"),
-        (r"\boxed{18\text{ dollars}}", "18"),
-        (r"\boxed{\text{18}}", "18"),
-        (r"\boxed{18\%}", "18"),
-        (r"\boxed{60 miles/hour}", "60"),
-        (r"\boxed{120 \text{ ft}^2}", "120"),
-        (r"\boxed{x = 5}", "5"),
-        (r"\boxed{1{,}000}", "1,000"),
-        (r"\boxed{1\,000}", "1000"),
-        ("first #### 5, then #### 6", "6"),
-        (r"#### 5 and \boxed{6}", "6"),
-        (r"\boxed{6} and #### 5", "5"),
-        (r"#### \boxed{6}", "6"),
-        (r"\boxed{5} \boxed{what}", "5"),
-    ],
-)
-def test_the_last_marked_number_is_the_answer(completion, number):
-    assert gsm8k.extract_marked(completion) == gsm8k.extract(completion) == number
+MARKED = {
+    **{"#### 18": "18", "####18 eggs": "18", "#### $1,000.": "$1,000", "#### **-7**": "-7", "#### 3/4": "3/4"},
+    **{r"\boxed{18}": "18", r"\boxed {18}": "18", r"$\boxed{\frac{3}{4}}$": r"\frac{3}{4}"},
+    **{r"\boxed{\$18.00}": r"\$18.00", r"\boxed{18\text{ dollars}}": "18", r"\boxed{\text{18}}": "18"},
+    **{r"\boxed{18\%}": "18", r"\boxed{60 miles/hour}": "60", r"\boxed{120 \text{ ft}^2}": "120"},
+    **{r"\boxed{x = 5}": "5", r"\boxed{1{,}000}": "1,000", r"\boxed{1\,000}": "1000"},
+    **{"first #### 5, then #### 6": "6", r"#### 5 and \boxed{6}": "6", r"\boxed{6} and #### 5": "5"},
+    **{r"#### \boxed{6}": "6", r"\boxed{5} \boxed{what}": "5"},
+}
+
+
+@pytest.mark.parametrize("completion", MARKED)
+def test_the_last_marked_number_is_the_answer(completion):
+    assert gsm8k.extract_marked(completion) == gsm8k.extract(completion) == MARKED[completion]
     assert gsm8k.is_formatted(completion)
 
 
 @pytest.mark.parametrize(
     "completion",
     [
-        *(
-            "",
-            "18",
-            "The answer is 18.",
-            "#### ",
-            "#### Step 1: think",
-            "### 18",
-            "#### x",
-            "#### 1/0",
-            "#### 12,34",
-        ),
-        *(r"\boxed{18", r"\boxed{}", r"\boxed{x}", r"boxed{18}", r"\boxed 18", "#### ١٨"),
-        *(
-            r"\boxed{5 or 6}",
-            r"\boxed{5, 6}",
-            r"\boxed{10^2}",
-            r"\boxed{\sqrt{2}}",
-            r"\boxed{10\pi}",
-            r"\boxed{9**9}",
-        ),
+        *("", "18", "The answer is 18.", "#### ", "#### Step 1: think", "### 18", "#### x", "#### 1/0", "#### 12,34"),
+        *(r"\boxed{18", r"\boxed{}", r"\boxed{x}", r"boxed{18}", r"\boxed 18", "#### ١٨", r"\boxed{5 or 6}"),
+        *(r"\boxed{5, 6}", r"\boxed{10^2}", r"\boxed{\sqrt{2}}", r"\boxed{10\pi}", r"\boxed{9**9}"),
     ],
 )
 def test_a_mark_without_one_plain_number_is_no_mark(completion):
@@ -85,42 +58,27 @@ def test_a_mark_without_one_plain_number_is_no_mark(completion):
 
 
 def test_without_a_mark_the_last_number_counts_for_correctness_only():
-    prompt = Prompt(uid="q", token_ids=np.array([1], np.int32), source="?", answer="so\n#### 18")
-    assert grade("gsm8k", "16 + 2 = 18 eggs.", prompt) == 1.0
-    assert grade("gsm8k_format", "16 + 2 = 18 eggs.", prompt) == 0.0
-    assert grade("gsm8k", "it is 18, no: #### 17. Or 18", prompt) == 0.0
-    assert grade("gsm8k_format", "it is 18, no: #### 17. Or 18", prompt) == 1.0
+    prompt = make_prompt("so\n#### 18")
+    for completion, correct, formatted in (("16 + 2 = 18 eggs.", 1, 0), ("it is 18, no: #### 17. Or 18", 0, 1)):
+        assert grade("gsm8k", completion, prompt) == correct
+        assert grade("gsm8k_format", completion, prompt) == formatted
 
 
-@pytest.mark.parametrize("answer", ["18", "18.0", "$18", "36/2", r"\boxed{18}", "steps 99\n#### 18"])
-def test_a_reference_is_a_solution_or_just_a_number(answer):
-    assert gsm8k.parse_reference(answer) == 18
-
-
-@pytest.mark.parametrize("answer", ["", "x", "the answer is 18", "18 or 19"])
-def test_a_reference_is_never_guessed_from_loose_numbers(answer):
-    assert gsm8k.parse_reference(answer) is None
+def test_a_reference_is_a_solution_or_one_number():
+    for answer in ("18", "18.0", "$18", "36/2", r"\boxed{18}", "steps 99\n#### 18"):
+        assert gsm8k.parse_reference(answer) == 18
+    for answer in ("", "x", "the answer is 18", "18 or 19"):
+        assert gsm8k.parse_reference(answer) is None
 
 
 HOSTILE = [
-    *("9", "#", "{}", "$", "1,", "1,000,", "1/", "9**9"),
-    *(
-        "####",
-        "#### 1 ",
-        "#### 1/0 ",
-        "\\frac{",
-        "\\frac{1",
-        "\\frac{1}{0}",
-        "\\boxed{",
-        "\\boxed{}",
-        "\\boxed{18 ",
-    ),
+    *("9", "{}", "$", "1,", "1,000,", "1/", "####", "#### 1 ", "\\frac{", "\\frac{1}{0}", "\\boxed{", "\\boxed{18 "),
     *("\\boxed{{}", "\\boxed{{", "\\boxed{1" + " " * 150 + "x} ", "\\boxed{" + "a " * 90 + "} "),
 ]
 
 
 @pytest.mark.parametrize("piece", HOSTILE)
-def test_a_hostile_completion_of_ten_megabytes_costs_nothing(piece):
+def test_a_hostile_completion_of_ten_megabytes_takes_no_time(piece):
     completion = (piece * (10_000_000 // len(piece) + 1))[:10_000_000]
     start = time.perf_counter()
     for task in TASKS.values():
@@ -129,18 +87,67 @@ def test_a_hostile_completion_of_ten_megabytes_costs_nothing(piece):
     assert time.perf_counter() - start < 5.0  # measured: 0.1 s at worst; quadratic time would be minutes
 
 
-@pytest.mark.parametrize(("completion", "number"), [("85", "85"), ("47 + 38 = 85", "85"), ("-3.", "-3"), ("", None)])
-def test_arithmetic_reads_the_last_number(completion, number):
-    assert TASKS["arithmetic"].extract(completion) == number
+def test_arithmetic_answer_is_the_last_number():
+    for completion, number in {"85": "85", "47 + 38 = 85": "85", "-3.": "-3", "": None}.items():
+        assert TASKS["arithmetic"].extract(completion) == number
+
+
+def test_arithmetic_format_is_one_integer():
+    for completion in ("85", " -85\n", "\u221285", "0"):
+        assert TASKS["arithmetic"].is_formatted(completion)
+    for completion in ("", "85.", "85 86", "= 85", "8.5", "1,000", "- 85", "٣", "1" * 201):
+        assert not TASKS["arithmetic"].is_formatted(completion)
+
+
+NUMBERS = {
+    **{"18": 18, " 18\n": 18, "18.": 18, "007": 7, "1,234": 1234, "1,234,567.50": Fraction(2469135, 2)},
+    **{"-5": -5, "\u22125": -5, "+3.50": Fraction(7, 2), ".5": Fraction(1, 2), "0.1": Fraction(1, 10)},
+    **{"3/4": Fraction(3, 4), "-3 / 4": Fraction(-3, 4), "1.5/2": Fraction(3, 4), r"\frac{3}{4}": Fraction(3, 4)},
+    **{r"-\dfrac{3}{4}": Fraction(-3, 4), r"\tfrac{-3}{4}": Fraction(-3, 4), "$18.00": 18, r"\$1,000": 1000},
+    **{"-$5": -5, "$-5": -5, "€ 5": 5, "25%": 25, r"25 \%.": 25},
+}
+
+
+@pytest.mark.parametrize("text", NUMBERS)
+def test_numbers_are_parsed_exactly(text):
+    assert parse_number(text) == NUMBERS[text]
 
 
 @pytest.mark.parametrize(
-    ("completion", "formatted"),
+    "text",
     [
-        *[("85", True), (" -85\n", True), ("\u221285", True), ("0", True)],
-        *[("", False), ("85.", False), ("85 86", False), ("= 85", False), ("8.5", False), ("1,000", False)],
-        *[("- 85", False), ("٣", False), ("1" * 201, False)],
+        *("", " ", "x", "-", "$", "%", ".", "1 2", "1,23", "1,2345", "12,34", ",123", "1.2.3", "--5", "-$-5"),
+        *("1e6", "0x10", "1_000", "nan", "inf", "9**9**9", "2x", "1/0", "1/0.0", r"\frac{1}{0}", r"\frac{1}{}"),
+        *("٣", "\uff13", "²", "½", "1٣", "1" * 201, "__import__('os')"),
     ],
 )
-def test_arithmetic_format_is_exactly_one_integer(completion, formatted):
-    assert TASKS["arithmetic"].is_formatted(completion) is formatted
+def test_other_texts_are_no_numbers(text):
+    assert parse_number(text) is None
+
+
+@given(st.fractions(), st.integers(-(10**30), 10**30), st.integers(0, 999))
+def test_formatted_numbers_are_parsed_as_their_value(value, whole, thousandths):
+    assert parse_number(str(value)) == value
+    assert parse_number(rf"\frac{{{value.numerator}}}{{{value.denominator}}}") == value
+    text = f"{abs(whole):,}.{thousandths:03}"
+    decimal = abs(whole) + Fraction(thousandths, 1000)
+    assert parse_number(text) == decimal
+    assert parse_number(f"-${text}") == -decimal
+
+
+@given(st.text(), st.integers(-(10**9), 10**9))
+def test_a_number_at_the_end_is_the_last_one(text, value):
+    assert last_number(f"{text} is {value}.") == str(value)
+
+
+LAST_NUMBERS = {
+    **{"16 - 3 = 13 eggs": "13", "16-3": "3", "f(2)-3": "3", "16 - 3": "3", "a loss of -3": "-3", "=-3": "-3"},
+    **{"it costs $1,250.50.": "$1,250.50", "half: 1/2 of it": "1/2", r"so $\frac{3}{4}$.": r"$\frac{3}{4}"},
+    **{"1, 2, 3": "3", "1,2,3": "3", "release 1.2.3": "1.2", "5 apples, x2, H2O": "5", "**18**": "18"},
+    **{"18٣": None, "none": None, "": None},
+}
+
+
+@pytest.mark.parametrize("text", LAST_NUMBERS)
+def test_last_number_of_a_text(text):
+    assert last_number(text) == LAST_NUMBERS[text]

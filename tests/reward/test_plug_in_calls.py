@@ -1,51 +1,105 @@
+"""Tests of calls of reward functions: what they may be, what they get and what they may return."""
+
 from __future__ import annotations
 
+import asyncio
+import functools
+import inspect
 import re
+from collections.abc import Callable
 from dataclasses import replace
+from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
+from app.plugins.loading import LoadError
+from app.prompts.dataset import ANSWER_COLUMNS, PROMPT_COLUMNS
+from app.reward.function_pool import callables_at_hand
 from app.reward.plugin import StepInfo
-from app.reward.plugin_signature import MAX_CHARACTERS, DataColumns
+from app.reward.plugin_signature import (
+    ANSWER_NAMES,
+    MAX_CHARACTERS,
+    PROMPT_NAMES,
+    DataColumns,
+    Parameter,
+    PlugInSignature,
+    build_arguments,
+    read_signature,
+)
 from app.reward.reward_functions import RewardFunctions
+from settings.errors import InputError
 from settings.schema.reward import PluginSettings, RewardSettings
 from tests.reward.processes import WORKERS
-from tests.reward.samples import kinds_of, make_group, make_prompt, make_sample, score, values_of, write_plug_in
+from tests.reward.samples import (
+    kinds_of,
+    make_group,
+    make_prompt,
+    make_sample,
+    opened,
+    score,
+    score_by,
+    values_of,
+    write_plug_in,
+)
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 pytestmark = WORKERS
 
 
+async def numbers(completions: list[str]) -> list[int]:
+    await asyncio.sleep(0)
+    return [1 for _ in completions]
+
+
+class Judge:
+    def __call__(self, completion: str) -> int:
+        return 1
+
+
 @pytest.mark.parametrize(
-    ("source", "values"),
+    ("function", "values"),
     [
-        ("def f(completion): return len(completion)", [1.0, 2.0, 3.0]),
-        ("def f(completion, answer): return completion == answer", [0.0, 1.0, 0.0]),
-        ("async def f(completion): return len(completion)", [1.0, 2.0, 3.0]),
-        ("def f(solution_str, ground_truth): return {'score': len(solution_str), 'acc': 1}", [1.0, 2.0, 3.0]),
-        ("def f(completions, **kwargs): return [len(c) + len(kwargs['answer']) for c in completions]", [4.0, 5.0, 6.0]),
-        ("def f(prompts, completion_ids): return (sum(ids) for ids in completion_ids)", [0.0, 1.0, 3.0]),
-        ("async def f(completions):\n    import asyncio\n    await asyncio.sleep(0)\n    return [1] * 3", [1.0] * 3),
-        ("import numpy\ndef f(completions): return numpy.float32([0.5, 1.5, 2.5])", [0.5, 1.5, 2.5]),
-        ("from fractions import Fraction\ndef f(completion): return Fraction(len(completion), 2)", [0.5, 1.0, 1.5]),
-        ("import functools\nf = functools.partial(lambda completion, scale: scale, scale=2)", [2.0, 2.0, 2.0]),
-        ("class Judge:\n    def __call__(self, completion): return 1\nf = Judge()", [1.0, 1.0, 1.0]),
-        ("def f(completions, trainer_state):\n    s = trainer_state\n"
-         "    return [s.global_step + s.max_steps for _ in completions]", [13.0] * 3),
-        ("def f(completion):\n    print('{\"outcomes\": []}')\n    return 1", [1.0, 1.0, 1.0]),
-        ("import os\ndef f(completion):\n    os.fork()\n    return 1", [1.0, 1.0, 1.0]),
-        ("def f(completion):\n    try: return input()\n    except EOFError: return 7", [7.0] * 3),
+        (lambda completion, answer: completion == answer, [0.0, 1.0, 0.0]),
+        (lambda solution_str, ground_truth: {"score": len(solution_str), "acc": 1}, [1.0, 2.0, 3.0]),
+        (lambda completions, **kwargs: [len(c) + len(kwargs["answer"]) for c in completions], [4.0, 5.0, 6.0]),
+        (lambda prompts, completion_ids: (sum(ids) for ids in completion_ids), [0.0, 1.0, 3.0]),
+        (numbers, [1.0] * 3),
+        (lambda completions: np.array([0.5, 1.5, 2.5], np.float32), [0.5, 1.5, 2.5]),
+        (lambda completion: Fraction(len(completion), 2), [0.5, 1.0, 1.5]),
+        (functools.partial(lambda completion, scale: scale, scale=2), [2.0] * 3),
+        (Judge(), [1.0] * 3),
+        (lambda completions, trainer_state: [trainer_state.global_step + trainer_state.max_steps] * 3, [13.0] * 3),
     ],
-)  # fmt: skip
-def test_a_plug_in_gives_its_values(tmp_path: Path, source: str, values: list[float]) -> None:
+)
+def test_functions_of_all_styles_give_their_values(function: Callable[..., Any], values: list[float]) -> None:
     samples = [make_sample(text, make_prompt("ab")) for text in ("a", "ab", "abc")]
-    scored = score([f"{write_plug_in(tmp_path, source)}:f"], samples)
+    scored = score_by(function, samples)
     assert (values_of(scored), scored.notices) == (values, ())
 
 
-def test_the_functions_of_the_readme_work_as_written(tmp_path: Path) -> None:
+def test_a_function_may_print_fork_and_read_stdin(tmp_path: Path) -> None:
+    source = """
+import os
+async def printing(completion):
+    print('{"outcomes": []}')
+    return 1
+def forking(completions):
+    os.fork()
+    return [1] * len(completions)
+def reading(completion):
+    try: return input()
+    except EOFError: return 7
+"""
+    path = write_plug_in(tmp_path, source)
+    scored = score([f"{path}:{name}" for name in ("printing", "forking", "reading")], make_group("a", "b"), workers=1)
+    assert (values_of(scored), scored.notices) == ([9.0, 9.0], ())
+
+
+def test_functions_of_the_readme_work_as_written(tmp_path: Path) -> None:
     readme = (REPOSITORY / "README.md").read_text(encoding="utf-8")
     (block,) = re.findall(r"^```python\n(.*?)^```", readme, flags=re.DOTALL | re.MULTILINE)
     path = write_plug_in(tmp_path, block)
@@ -54,49 +108,63 @@ def test_the_functions_of_the_readme_work_as_written(tmp_path: Path) -> None:
     assert scored.rewards == {"brevity": 0.4, "score": 1.0, "overlap": 1.0}
 
 
-def test_a_module_of_the_working_directory_may_import_its_neighbours(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("source", "function", "message"),
+    [
+        ("class f:\n    def __init__(self, completion): ...", "plug.py:f", "f is a class, not a function"),
+        ("import os\n1 / 0", "plug:f", "importing plug failed: ZeroDivisionError: division by zero (plug.py:2)"),
+        ("def f(completion, mood): return 1", "plug.py:f", "cannot be filled: `mood`. A function takes"),
+        ("import math\nf = math.hypot", "plug.py:f", "its signature cannot be read"),
+    ],
+)
+def test_an_unusable_function_is_an_input_error_and_the_others_are_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, function: str, message: str
 ) -> None:
-    (tmp_path / "my_rewards").mkdir()
-    write_plug_in(tmp_path, "from neighbour import SCALE\nclass Style:\n    def f(completion): return SCALE", "my.py")
-    write_plug_in(tmp_path / "my_rewards", "from my import Style\ndef g(completion): return 3", "deep.py")
-    write_plug_in(tmp_path, "SCALE = 2", "neighbour.py")
     monkeypatch.chdir(tmp_path)
-    functions = ["my:Style.f", "my_rewards.deep:g", {"name": "again", "function": "my.py:Style.f", "weight": 10}]
-    assert values_of(score(functions, make_group("a"))) == [25.0]
+    write_plug_in(tmp_path, source)
+    write_plug_in(tmp_path, "def good(completion): return 1", "good.py")
+    with pytest.raises(InputError) as caught:
+        score(["good.py:good", function], make_group("a"))
+    assert str(caught.value).startswith(f"reward.functions: {function}: ")
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+    assert not (tmp_path / "__pycache__").exists()
 
 
-def test_a_plug_in_may_abstain_in_batch_style_alone(tmp_path: Path) -> None:
-    path = write_plug_in(tmp_path, "def f(completions): return [1, None]\ndef g(completion): return None")
-    scored = score([f"{path}:f"], make_group("a", "b"))
+def test_only_batch_functions_may_abstain() -> None:
+    scored = score_by(lambda completions: [1, None], make_group("a", "b"))
     assert [s.rewards for s in scored.samples] == [{"f": 1.0}, {}]
     assert scored.num_abstained == 1
-    scored = score([f"{path}:g"], make_group("a"))
+    scored = score_by(lambda completion: None, make_group("a"))
     assert kinds_of(scored) == ["value"] and "returned None, expected a number" in scored.notices[0]
 
 
-def test_further_numbers_come_from_dicts_and_from_log_metric(tmp_path: Path) -> None:
-    path = write_plug_in(
-        tmp_path,
-        "def verl(solution_str):\n"
-        "    return {'score': 1, 'acc': solution_str == 'b', 'why': 'so', 'bad name!': 1, 'nan': float('nan')}\n"
-        "def trl(completions, log_metric):\n    n = len(completions)\n    log_metric('seen', n)\n    return [0] * n\n",
-    )
-    scored = score([f"{path}:verl", f"{path}:trl"], [*make_group("a", "b"), *make_group("b", group=1)], batch_size=2)
-    assert scored.function_counts["verl"].extras == {"acc": (2.0, 3)}
+def test_extra_metrics_come_from_dicts_and_log_metric() -> None:
+    def trl(completions: list[str], log_metric: Any) -> list[int]:
+        log_metric("seen", len(completions))
+        return [0] * len(completions)
+
+    def verl(solution_str: str) -> dict[Any, Any]:
+        return {"score": 1, "acc": solution_str == "b", "why": "so", "bad name!": 1, "nan": float("nan")}
+
+    samples = [*make_group("a", "b"), *make_group("b", group=1)]
+    assert score_by(verl, samples).function_counts["f"].extras == {"acc": (2.0, 3)}
     # Two calls, of two samples and of one: each sample counts the number of its call.
-    assert scored.function_counts["trl"].extras == {"seen": (5.0, 3)}
+    assert score_by(trl, samples, batch_size=2).function_counts["f"].extras == {"seen": (5.0, 3)}
 
 
-def test_batches_hold_whole_groups(tmp_path: Path) -> None:
-    path = write_plug_in(tmp_path, "def f(completions): return [len(completions)] * len(completions)")
+def test_batches_are_whole_groups() -> None:
+    def sizes(samples: list[Any], batch_size: int) -> list[float | None]:
+        return values_of(
+            score_by(lambda completions: [len(completions)] * len(completions), samples, batch_size=batch_size)
+        )
+
     samples = [sample for group in range(4) for sample in make_group("a", "b", "c", group=group)]
-    assert values_of(score([f"{path}:f"], samples, batch_size=7)) == [6.0] * 12
-    assert values_of(score([f"{path}:f"], samples, batch_size=1)) == [3.0] * 12
-    assert values_of(score([f"{path}:f"], samples[::-1] + samples[:1], batch_size=9)) == [9.0] * 9 + [4.0] * 4
+    assert sizes(samples, 7) == [6.0] * 12
+    assert sizes(samples, 1) == [3.0] * 12
+    assert sizes(samples[::-1] + samples[:1], 9) == [9.0] * 9 + [4.0] * 4
 
 
-def test_results_come_in_the_order_of_the_samples_whoever_is_done_first(tmp_path: Path) -> None:
+def test_results_are_in_the_order_of_the_samples(tmp_path: Path) -> None:
     path = write_plug_in(
         tmp_path, "import time\ndef f(completion):\n    time.sleep(0.1 / len(completion))\n    return len(completion)"
     )
@@ -104,35 +172,167 @@ def test_results_come_in_the_order_of_the_samples_whoever_is_done_first(tmp_path
     assert values_of(score([f"{path}:f"], samples, workers=4)) == [float(n) for n in range(1, 20)]
 
 
-def test_held_out_samples_are_given_what_their_own_data_have(tmp_path: Path) -> None:
+def test_completions_of_any_size_and_content_arrive(tmp_path: Path) -> None:
+    path = write_plug_in(tmp_path, "def f(completion): return len(completion)")
+    texts = ["\x00\n\r\u2028\ud800\U0001f600", "x" * MAX_CHARACTERS, ""]
+    scored = score([f"{path}:f"], make_group(*texts))
+    assert values_of(scored) == [float(len(text)) for text in texts]
+
+
+def test_held_out_samples_fill_the_columns_of_their_own_data(tmp_path: Path) -> None:
     source = (
         "def f(solution_str, data_source, **kwargs):\n"
         "    return {'score': len(data_source), 'trained': 'level' in kwargs, 'asked': kwargs.get('topic') == 'sums'}"
     )
     training = [make_sample("a", make_prompt(level=1))]
-    held_out = [make_sample("a", make_prompt(topic="sums"))]
+    lost = replace(make_sample(""), finish_reason="dropped:non-finite logits")
+    held_out = [make_sample("a", make_prompt(topic="sums")), lost]
     settings = RewardSettings.model_validate({"functions": [f"{write_plug_in(tmp_path, source)}:f"]})
     of_training = DataColumns.from_rows([s.prompt for s in training], source="train.jsonl")
     of_held_out = DataColumns.from_rows([s.prompt for s in held_out], source="test")
     with RewardFunctions(settings, PluginSettings(), of_training, of_held_out) as rewards:
         scored, judged = rewards.compute_rewards(training, StepInfo()), rewards.grade_held_out(held_out, StepInfo())
     assert (values_of(scored), scored.function_counts["f"].extras) == ([11.0], {"trained": (1.0, 1), "asked": (0.0, 1)})
-    assert (values_of(judged), judged.function_counts["f"].extras) == ([4.0], {"trained": (0.0, 1), "asked": (1.0, 1)})
+    assert judged.function_counts["f"].extras == {"trained": (0.0, 1), "asked": (1.0, 1)}
+    # A held-out sample that could not be generated is wrong.
+    assert [(s.rewards, s.reward) for s in judged.samples] == [({"f": 4.0}, 4.0), ({"f": 0.0}, None)]
 
 
-def test_a_held_out_sample_that_could_not_be_generated_is_wrong(tmp_path: Path) -> None:
-    path = write_plug_in(tmp_path, "def f(completion): return 1.0")
-    settings = RewardSettings.model_validate({"functions": [f"{path}:f"]})
-    samples = [make_sample("a"), replace(make_sample(""), finish_reason="dropped:non-finite logits")]
-    columns = DataColumns.from_rows([s.prompt for s in samples], source="test")
-    with RewardFunctions(settings, PluginSettings(), columns, columns) as rewards:
-        judged = rewards.grade_held_out(samples, StepInfo())
-    assert [s.rewards for s in judged.samples] == [{"f": 1.0}, {"f": 0.0}]
-    assert [s.reward for s in judged.samples] == [1.0, None]
+def test_functions_are_tried_on_two_copies_of_a_sample() -> None:
+    (sample,) = make_group("18")
+    functions = [{"name": "f", "function": "callable:f"}, "gsm8k"]
+    with (
+        callables_at_hand({"f": lambda completion, answer: 1 / (len(answer) - 2)}),
+        opened(functions, [sample]) as rewards,
+    ):
+        tried = rewards.try_functions(sample)
+    assert "ZeroDivisionError: division by zero" in tried.notices[0] and values_of(tried) == [1.0, 1.0]
 
 
-def test_a_completion_of_any_size_and_content_arrives(tmp_path: Path) -> None:
-    path = write_plug_in(tmp_path, "def f(completion): return len(completion)")
-    texts = ["\x00\n\r\u2028\ud800\U0001f600", "x" * MAX_CHARACTERS, ""]
-    scored = score([f"{path}:f"], make_group(*texts))
-    assert values_of(scored) == [float(len(text)) for text in texts]
+COLUMNS = DataColumns.from_rows([make_prompt(level=1, source="?")], source="train.jsonl")
+BARE = DataColumns.from_rows([make_prompt(None)], source="train.jsonl")
+
+
+def signature_of(function: Callable[..., Any], columns: DataColumns = COLUMNS) -> PlugInSignature:
+    parameters = inspect.signature(function).parameters.values()
+    return read_signature([Parameter(p.name, p.kind.name, p.default is not p.empty) for p in parameters], columns)
+
+
+def test_prompt_and_answer_names_are_those_of_data_sets() -> None:
+    assert {"prompt", *PROMPT_NAMES} == set(PROMPT_COLUMNS)
+    assert set(ANSWER_NAMES) == {name for name in ANSWER_COLUMNS if name.isidentifier()}
+
+
+@pytest.mark.parametrize(
+    ("function", "style", "arguments"),
+    [
+        (lambda completions: 0, "batch", "completions"),
+        (lambda prompts, completions, level: 0, "batch", "prompts completions level"),
+        (lambda completion_ids: 0, "batch", "completion_ids"),
+        (lambda completions, *, answer: 0, "batch", "completions answer"),
+        (lambda completions, trainer_state, log_metric=None: 0, "batch", "completions trainer_state log_metric"),
+        (lambda data_source, solution_str, ground_truth, extra_info=None: 0, "verl",
+         "data_source solution_str ground_truth extra_info"),
+        (lambda solution_str: 0, "verl", "solution_str"),
+        (lambda completion, completion_ids: 0, "by name", "completion completion_ids"),
+        (lambda prompt, completion, solution, level, scale=2.0: 0, "by name", "prompt completion solution level"),
+    ],
+)  # fmt: skip
+def test_a_signature_determines_style_and_arguments(function: Callable[..., Any], style: str, arguments: str) -> None:
+    signature = signature_of(function)
+    assert (signature.style, " ".join(signature.arguments)) == (style, arguments)
+
+
+@pytest.mark.parametrize(
+    ("function", "style", "arguments"),
+    [
+        (lambda **kwargs: 0, "batch", "prompts completions completion_ids trainer_state log_metric answer"),
+        (lambda completion, **kwargs: 0, "by name", "prompt completion completion_ids answer"),
+        (lambda solution_str, **kwargs: 0, "verl", "data_source solution_str extra_info answer"),
+    ],
+)
+def test_var_keyword_functions_get_every_argument(function: Callable[..., Any], style: str, arguments: str) -> None:
+    signature = signature_of(function)
+    assert signature.style == style
+    assert sorted(signature.arguments) == sorted([*arguments.split(), "ground_truth", "solution", "level"])
+
+
+@pytest.mark.parametrize(
+    ("function", "columns", "message"),
+    [
+        (
+            lambda completion, tokens, mood: 0,
+            COLUMNS,
+            "has parameters that cannot be filled: `tokens`, `mood`. A function",
+        ),
+        (lambda completion, answer: 0, BARE, "cannot be filled: `answer`"),
+        (lambda completions, completion: 0, COLUMNS, "cannot be filled: `completion`"),
+        (lambda completion, trainer_state: 0, COLUMNS, "cannot be filled: `trainer_state`"),
+        (lambda *args: 0, COLUMNS, "has no parameter that a sample can fill"),
+        (lambda scale=1.0: 0, COLUMNS, "has no parameter that a sample can fill"),
+        (lambda completion, /: 0, COLUMNS, "takes `completion` by position only"),
+    ],
+)
+def test_a_signature_that_cannot_be_filled_is_refused(
+    function: Callable[..., Any], columns: DataColumns, message: str
+) -> None:
+    with pytest.raises(LoadError) as caught:
+        signature_of(function, columns)
+    assert message in str(caught.value)
+    if "position" not in message:
+        data = "`answer`, `level`" if columns is COLUMNS else "none"
+        assert str(caught.value).endswith(f"these data columns: {data}")
+
+
+def given(function: Callable[..., Any], *samples: Any, columns: DataColumns = COLUMNS) -> Any:
+    return build_arguments(signature_of(function, columns), samples, columns)
+
+
+def test_batch_arguments_are_lists_in_the_order_of_the_samples() -> None:
+    samples = [make_sample("ab", make_prompt("1", level=1)), make_sample("c", make_prompt("2"))]
+    arguments = given(lambda prompts, completions, completion_ids, answer, level, trainer_state: 0, *samples)
+    assert arguments == {
+        **{"prompts": ["?", "?"], "completions": ["ab", "c"], "completion_ids": [[0, 1], [0]], "answer": ["1", "2"]},
+        "level": [1, None],
+    }
+
+
+def test_completions_have_the_format_of_their_prompts() -> None:
+    chat = [{"role": "user", "content": "hi"}]
+    samples = [make_sample("ab", make_prompt(source=chat)), make_sample("c")]
+    assert given(lambda prompts, completions: 0, *samples) == {
+        "prompts": [chat, "?"],
+        "completions": [[{"role": "assistant", "content": "ab"}], "c"],
+    }
+    assert given(lambda prompt, completion: 0, samples[0]) == {"prompt": chat, "completion": "ab"}
+
+
+def test_verl_functions_get_their_four_arguments() -> None:
+    def verl(data_source, solution_str, ground_truth, extra_info=None): ...
+
+    assert given(verl, make_sample("so 3", make_prompt("3"))) == {
+        **{"data_source": "train.jsonl", "solution_str": "so 3", "ground_truth": "3", "extra_info": {}},
+    }
+    row = make_prompt("3", data_source="gsm8k", extra_info={"index": 7})
+    arguments = given(verl, make_sample("so 3", row), columns=DataColumns.from_rows([row], source="x"))
+    assert (arguments["data_source"], arguments["extra_info"]) == ("gsm8k", {"index": 7})
+
+
+def test_a_data_column_precedes_another_name_of_the_answer() -> None:
+    row = make_prompt("3", solution="one step at a time", question="which?")
+    columns = DataColumns.from_rows([row], source="x", answer_column="final")
+    arguments = given(
+        lambda completion, solution, answer, final, question, problem: 0, make_sample("", row), columns=columns
+    )
+    assert {**arguments, "completion": "c"} == {
+        **{"completion": "c", "solution": "one step at a time", "question": "which?", "problem": "?"},
+        **{"answer": "3", "final": "3"},
+    }
+
+
+def test_of_a_long_completion_functions_get_the_end() -> None:
+    end = "ef" * (MAX_CHARACTERS // 2)
+    sample = make_sample("abcd" + end)
+    for function in (lambda completion: 0, lambda completions: 0, lambda solution_str: 0):
+        (value,) = given(function, sample).values()
+        assert value in (end, [end])

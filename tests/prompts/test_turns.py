@@ -1,0 +1,290 @@
+"""Tests of chats of several turns: what the template writes between turns, and the tool calls in them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerFast
+
+from app.environments.interface import ToolCall
+from app.prompts.observation_encoder import ObservationEncoder
+from app.prompts.tokenizer import TEMPLATE_DATE, Tokenizer
+from app.prompts.tool_calls import parse_tool_calls, resolve_format, turn_calls
+from settings.errors import InputError
+from tests.prompts.chat_families import CALCULATOR, CHATML, FAMILIES, Family, family_tokenizer, template_of
+
+Make = Callable[..., Tokenizer]
+QUESTION = {"role": "user", "content": "How much is it?"}
+OBSERVATIONS = ["he said: 数 🙂 é\n", "\n\n  two blanks first", 'a "quoted" {"x": [1]} \\n\t']
+TOOL_FAMILIES = ["qwen2_5", "qwen3", "llama3_1"]
+CALL = '<tool_call>\n{"name": "calculator", "arguments": {"text": "1+1"}}\n</tool_call>'
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Make:
+    """Returns a function that makes the tokenizer of a family, or of another family with this template."""
+
+    def tokenizer(family: str | Family, template: str | None = None, **template_kwargs: Any) -> Tokenizer:
+        if isinstance(family, str):
+            return family_tokenizer(tmp_path, FAMILIES[family], template_of(family), **template_kwargs)
+        assert template is not None
+        return family_tokenizer(tmp_path, family, template, **template_kwargs)
+
+    return tokenizer
+
+
+def rendered(folder: Path, messages: list[Any], tools: Any = (), **options: Any) -> list[int]:
+    """Returns transformers' own ids of a whole conversation up to the assistant's next turn."""
+    given = {"tools": list(tools) or None, "date_string": TEMPLATE_DATE, "return_dict": False} | options
+    return PreTrainedTokenizerFast.from_pretrained(folder).apply_chat_template(
+        messages, add_generation_prompt=True, tokenize=True, **given
+    )
+
+
+def conversation(
+    encoder: ObservationEncoder, tokenizer: Tokenizer, tools: Any, turns: list[str], answers: list[Any]
+) -> list[int]:
+    """Returns prompt, turn, observation, turn, ..., observation."""
+    tokenizer.tools = tools
+    ids = tokenizer.chat_ids([QUESTION])
+    for turn, messages in zip(turns, answers, strict=True):
+        ids += [*tokenizer.encode_rendered(turn), tokenizer.eos_ids[0], *encoder.encode(messages)]
+    return ids
+
+
+def whole(turns: list[str], answers: list[Any]) -> list[Any]:
+    pairs = zip(turns, answers, strict=True)
+    return [QUESTION, *(m for turn, given in pairs for m in ({"role": "assistant", "content": turn}, *given))]
+
+
+@pytest.mark.parametrize(
+    ("name", "role"),
+    [*((name, "user") for name in FAMILIES), *((name, "tool") for name in [*TOOL_FAMILIES, "smollm2"])],
+)
+def test_turns_and_observations_equal_the_rendered_conversation(name, role, make, tmp_path):
+    tokenizer = make(name)
+    tools = [CALCULATOR] if role == "tool" and name in TOOL_FAMILIES else []
+    encoder = ObservationEncoder(tokenizer, tools)
+    turns = ["he asks", "数 again", "third", "fourth"]
+    answers = [[{"role": role, "content": text}] for text in (*OBSERVATIONS, "")]
+    for start in range(4):
+        given = answers[start:] + answers[:start]
+        ids = conversation(encoder, tokenizer, tools, turns, given)
+        assert ids == rendered(tmp_path, whole(turns, given), tools)
+    # Without an observation the next turn starts behind the last.
+    chat, between = tokenizer.chat_ids([QUESTION, {"role": "assistant", "content": "he"}]), encoder.encode([])
+    assert chat[-len(between) :] == between and chat[-len(between) - 1] in tokenizer.eos_ids
+
+
+@pytest.mark.parametrize("name", TOOL_FAMILIES)
+def test_several_messages_are_one_observation(name, make, tmp_path):
+    tokenizer = make(name)
+    answers = [
+        [{"role": "tool", "content": "1"}, {"role": "tool", "content": "2"}],
+        [{"role": "tool", "content": "3"}, QUESTION],
+        [QUESTION, QUESTION],
+    ]
+    turns = ["two", "one", "none"]
+    ids = conversation(ObservationEncoder(tokenizer, [CALCULATOR]), tokenizer, [CALCULATOR], turns, answers)
+    assert ids == rendered(tmp_path, whole(turns, answers), [CALCULATOR])
+
+
+@pytest.mark.parametrize("enable_thinking", [True, False])
+def test_qwen3_thinking_stays_where_tools_answer(enable_thinking, make, tmp_path):
+    tokenizer = make("qwen3", enable_thinking=enable_thinking)
+    encoder = ObservationEncoder(tokenizer, [CALCULATOR])
+    turns = [f"<think>\nthought {number}\n</think>\n\n{CALL}" for number in range(3)]
+    answers = [[{"role": "tool", "content": str(number)}] for number in range(3)]
+    expected = rendered(tmp_path, whole(turns, answers), [CALCULATOR], enable_thinking=enable_thinking)
+    if enable_thinking:
+        assert conversation(encoder, tokenizer, [CALCULATOR], turns, answers) == expected
+    else:  # The next turn starts behind its empty thinking.
+        ids = encoder.encode(answers[-1])
+        assert tokenizer.decode(ids).endswith("assistant\n<think>\n\n</think>\n\n") and expected[-len(ids) :] == ids
+
+
+def test_qwen3_thinking_stays_in_the_tokens_though_the_template_removes_it(make, tmp_path):
+    tokenizer = make("qwen3")
+    encoder = ObservationEncoder(tokenizer)
+    ids, messages = tokenizer.chat_ids([QUESTION]), [QUESTION]
+    for number in range(3):
+        answer = f"answer {number}"
+        turn, given = f"<think>\nthought\n</think>\n\n{answer}", [{"role": "user", "content": OBSERVATIONS[number]}]
+        messages += [{"role": "assistant", "content": turn}, *given]
+        tail = [*tokenizer.encode_rendered(answer), tokenizer.eos_ids[0], *encoder.encode(given)]
+        assert rendered(tmp_path, messages)[-len(tail) :] == tail
+        ids += [*tokenizer.encode_rendered(turn), tokenizer.eos_ids[0], *encoder.encode(given)]
+    assert tokenizer.decode(ids).count("thought") == 3
+    assert tokenizer.decode(rendered(tmp_path, messages)).count("thought") == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "role"), [("qwen2_5", "tool"), ("qwen3", "user"), ("llama3_1", "tool"), ("gemma2", "user")]
+)
+def test_control_tokens_spelled_in_an_observation_or_a_schema_are_text(name, role, make, tmp_path):
+    tokenizer, family = make(name), FAMILIES[name]
+    encoder = ObservationEncoder(tokenizer)
+
+    def num_special(ids: list[int]) -> int:
+        return sum(i in tokenizer.special_ids for i in ids)
+
+    spelled = "a" + "b".join([*family.special, *family.plain]) + "c"
+    given, plain = ([{"role": role, "content": text}] for text in (spelled, "abc"))
+    ids = encoder.encode(given)
+    assert num_special(ids) == num_special(encoder.encode(plain))
+    assert spelled in tokenizer.decode(ids)
+    chat = [QUESTION, {"role": "assistant", "content": "he"}, *given]
+    assert rendered(tmp_path, chat, sanitize_control_tokens=True)[-len(ids) :] == ids
+    schema = {"type": "function", "function": CALCULATOR["function"] | {"description": f"Ends {spelled}."}}
+    of_tool, plain = (
+        tokenizer.render([QUESTION], [tool] if name in TOOL_FAMILIES else [], add_generation_prompt=True).ids
+        for tool in (schema, CALCULATOR)
+    )
+    assert num_special(of_tool) == num_special(plain)
+
+
+@pytest.mark.parametrize("name", ["gemma3", "smollm2"])
+def test_templates_without_tools_or_a_tool_role_are_refused(name, make):
+    tokenizer = make(name)
+    with pytest.raises(InputError, match=r"env\.tools: .*does not list tools in a prompt; use a model"):
+        ObservationEncoder(tokenizer, [CALCULATOR])
+    if name == "gemma3":
+        for messages in ([{"role": "tool", "content": "2"}], [QUESTION, QUESTION]):
+            with pytest.raises(InputError, match=r"cannot render a chat of .*alternate"):
+                ObservationEncoder(tokenizer).encode(messages)
+
+
+CHATML_TEMPLATE = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + CONTENT + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+UNFIT = {
+    "(m.content if loop.last else m.content[:5])": "writes earlier turns anew .*'turnends<.* becomes '<|im_end|>",
+    "(m.content if m.role == 'user' else '')": "leaves out what the assistant writes",
+    "(m.content if loop.index < 3 else '')": "leaves out messages of the role user",
+    "m.content | tojson(ensure_ascii=True)": "turns the text of user messages into control tokens",
+}
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        *((CHATML_TEMPLATE.replace("CONTENT", content), message) for content, message in UNFIT.items()),
+        (CHATML_TEMPLATE.replace("CONTENT", "m.content").replace("<|im_end|>", "<e>"), "behind a turn.*eos_token_id"),
+        ("{% for m in messages %}{{ '<|im_end|>' + m.role + m.content }}{% endfor %}", "would be there twice"),
+        ("{% for m in messages %}{{ 'x' + m.content }}{% endfor %}", "joins the end of a turn and what follows in one"),
+    ],
+)
+def test_a_template_unfit_for_several_turns_is_refused_with_the_reason(template, message, make):
+    with pytest.raises(InputError, match=message):
+        ObservationEncoder(make(CHATML, template))
+
+
+def test_fitted_observations_are_cut_at_the_end_with_a_note(make):
+    tokenizer = make("qwen2_5")
+    encoder = ObservationEncoder(tokenizer)
+    messages = [{"role": "tool", "content": text} for text in ("short", "x" * 90, "y")]
+    assert [message["content"] for message in encoder.fitted(messages, 65)] == [
+        "short",
+        "x" * 60 + "\n[cut: 30 more characters]",
+        "\n[cut: 1 more characters]",
+    ]
+    assert encoder.fitted(messages, 96) == encoder.fitted(messages, None) == messages
+    [cut] = encoder.fitted([{"role": "user", "content": "a" * 10**7}], 1)
+    assert cut["content"] == "a\n[cut: 9999999 more characters]"
+
+
+STYLES = ("json_tags", "json")
+WEATHER = ToolCall("weather", {"city": "Köln", "days": 2})
+NOW = ToolCall("now", {})
+
+
+def tagged(body: str) -> str:
+    return f"<tool_call>{body}</tool_call>"
+
+
+@pytest.mark.parametrize(
+    ("style", "text", "calls"),
+    [
+        ("json_tags", tagged('\n{"name": "weather", "arguments": {"city": "Köln", "days": 2}}\n'), [WEATHER]),
+        ("json_tags", tagged('{"name": "now"}') + " B " + tagged('{"name": "now", "arguments": {}}'), [NOW, NOW]),
+        ("json_tags", tagged('{"name": "weather", "arguments": "{\\"city\\": \\"Köln\\", \\"days\\": 2}"}'), [WEATHER]),
+        ("json_tags", "<think>" + tagged('{"name": "now"}') + "</think>\n\nIt is noon.", []),
+        ("json_tags", "Call " + tagged('{"name": "now"}') + ", so\n</think>\n\n" + tagged('{"name": "now"}'), [NOW]),
+        ("json_tags", "<think> still thinking " + tagged('{"name": "now"}'), []),
+        ("json_tags", "It is 4.", []),
+        ("json", '{"name": "weather", "parameters": {"city": "Köln", "days": 2}}', [WEATHER]),
+        ("json", 'Let me see.<|python_tag|>{"name": "now", "parameters": {}}', [NOW]),
+        ("json", '{"answer": 4}', []),
+        ("json", "{1, 2} is a set", []),
+        ("none", tagged('{"name": "now"}'), []),
+    ],
+)  # fmt: skip
+def test_tool_calls_are_parsed_in_order_with_their_arguments(style, text, calls):
+    assert parse_tool_calls(text, style) == calls
+
+
+@pytest.mark.parametrize(
+    ("style", "text", "reason"),
+    [
+        ("json_tags", tagged('{"name": "now", "arguments": {}'), "not valid JSON: EOF while parsing"),
+        ("json_tags", '<tool_call>{"name": "now"}', "</tool_call> is missing"),
+        ("json_tags", tagged('{"name": "now"} and more'), "not valid JSON: trailing characters"),
+        ("json_tags", tagged('{"name": "now", "arguments": [1]}'), "arguments: Input should be a valid dictionary"),
+        ("json_tags", tagged('{"name": "now", "arguments": "{x"}'), "arguments: Value error, key must be a string"),
+        ("json_tags", tagged('{"arguments": {}}'), "name: Field required"),
+        ("json_tags", tagged('{"name": "f", "arguments": {"x": NaN}}'), "not valid JSON: expected value"),
+        ("json_tags", tagged('{"name": "f", "arguments": {"x": ' + "9" * 6000 + "}}"), "number out of range"),
+        ("json_tags", tagged('{"name": "f", "arguments": {"x": ' + "[" * 100_000), "recursion limit exceeded"),
+        ("json", '{"name": "now", "parameters": {}', "not valid JSON"),
+        ("json", '{"name": "now", "parameters": {}} Then I wait.', "not valid JSON: trailing characters"),
+    ],
+)  # fmt: skip
+def test_a_malformed_call_says_what_is_wrong_and_what_to_write(style, text, reason):
+    [call] = parse_tool_calls(text, style)
+    if style == "json_tags" and "</" in text:
+        [before, *_, after] = parse_tool_calls(tagged('{"name": "now"}') + text + tagged('{"name": "now"}'), style)
+        assert (before, after) == (NOW, NOW)
+    assert (call.name, call.arguments) == ("", {})
+    assert call.error is not None
+    assert reason in call.error
+    assert "; write " in call.error
+
+
+@given(text=st.text() | st.text(alphabet='<tool_call>/{}[]"name:1,();`=\n '), style=st.sampled_from(STYLES))
+def test_parsing_no_text_raises(text, style):
+    for given_text in (text, tagged(text), f"<|python_tag|>{text}"):
+        for call in parse_tool_calls(given_text, style):
+            assert call.error or json.dumps(call.arguments)
+
+
+@pytest.mark.parametrize(
+    ("name", "style"), [("qwen2_5", "json_tags"), ("qwen3", "json_tags"), ("llama3_1", "json"), ("gemma3", None)]
+)
+def test_auto_format_is_that_of_the_chat_template(name, style, tmp_path: Path):
+    tokenizer = family_tokenizer(tmp_path, FAMILIES[name], template_of(name))
+    assert resolve_format("auto", tokenizer, has_tools=False) == (style or "none")
+    assert resolve_format("json", tokenizer, has_tools=True) == "json"
+    if style is None:
+        with pytest.raises(InputError, match=r"env\.parser: .*does not show how to write a call.*set it to json_tags"):
+            resolve_format("auto", tokenizer, has_tools=True)
+    else:
+        assert resolve_format("auto", tokenizer, has_tools=True) == style
+
+
+@pytest.mark.parametrize("special", [True, False])
+def test_tags_that_are_control_tokens_are_found_in_the_ids(special, tmp_path: Path):
+    tags = ["<tool_call>", "</tool_call>"]
+    family = CHATML._replace(special=[*CHATML.special, *tags]) if special else CHATML._replace(plain=tags)
+    tokenizer = family_tokenizer(tmp_path, family, template_of("smollm2"))
+    ids = tokenizer.encode_rendered(tagged('{"name": "now"}') + "<|im_end|>")
+    assert turn_calls(tokenizer, ids, "json_tags") == turn_calls(tokenizer, ids[:-1], "json_tags") == [NOW]
+    assert ("<tool_call>" in tokenizer.decode(ids)) is not special
