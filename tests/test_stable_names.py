@@ -1,0 +1,79 @@
+"""Names on which scripts outside of the project rely: settings, historic names and metrics."""
+
+from __future__ import annotations
+
+import pytest
+
+from app.report.metric_registry import expand_braces, find_metric
+from settings import load
+from settings.loading.fields import FIELDS, SECTIONS, value_of
+
+HISTORIC = {
+    "steps=3": "run.steps",
+    "training_steps=3": "run.steps",
+    "batch_size=3": "rollout.prompts_per_step",
+    "num_pre_q=3": "rollout.group_size",
+    "max_length_sample=30": "rollout.max_new_tokens",
+    "max_length_total=300": "rollout.max_length_total",
+    "global_length=32": "rollout.prefill_length_min",
+    "mesh_shape=1,-1,1": "mesh.shape",
+    "model_path=builtin:tiny_tools": "model.path",
+    "wandb_project=mine": "logging.wandb_project",
+    "wandb_name=mine": "run.name",
+    "wandb_mode=offline": "logging.wandb_mode",
+    "rollout_logprob_mbs_per_gpu=3": "score.policy.rows_per_device",
+    "ref_logprob_mbs_per_gpu=3": "score.reference.rows_per_device",
+    "use_dynamic_bsz=false": "score.dynamic algorithm.dynamic_microbatch",
+    "log_prob_use_dynamic_bsz=false": "score.dynamic",
+    "ppo_max_token_len_per_gpu=3000": "algorithm.max_tokens_per_device",
+    "ppo_infer_max_token_len_per_gpu=3000": "score.max_tokens_per_device",
+    "log_prob_max_token_len_per_gpu=3000": "score.max_tokens_per_device",
+    "forward_max_token_len_per_gpu=3000": "score.critic.max_tokens_per_device score.reward.max_tokens_per_device",
+    "ppo_mini_batch_size=4": "algorithm.mini_batch_prompts",
+    "balance_batch=false": "algorithm.balance_batch",
+    "ppo_epochs=3": "algorithm.epochs",
+    "beta=0.5": "algorithm.beta",
+}
+"""Maps a historic name with a value to the settings that get it."""
+
+STABLE_SECTIONS = """
+run model data rollout reward score algorithm critic optimizer mesh checkpoint eval logging watchdog env
+"""
+
+SETTINGS = """
+run.{steps,seed,dir,name} model.{path,dtype} data.{source,max_prompt_length} rollout.{prompts_per_step,group_size}
+rollout.{max_new_tokens,temperature,top_k,top_p,min_p,scheduler,mode,placement,max_staleness} score.{strategy,dynamic}
+score.{rows_per_device,max_tokens_per_device} algorithm.{name,beta,clip_low,clip_high,loss_aggregation,gamma,lam}
+optimizer.learning_rate mesh.{shape,cpu_devices,coordinator_address,num_processes,process_id,pretend}
+checkpoint.{every_steps,keep} reward.{functions,on_error} eval.{every_steps,num_prompts,temperature} logging.wandb_mode
+"""
+
+METRICS = """
+step loss reward/{mean,std,zero_variance_fraction} reward/gsm8k/mean completions/{mean,min,max}_length
+completions/truncated_fraction policy/{entropy,kl,grad_norm,clip_fraction_low,clip_fraction_high,ratio_max}
+policy/learning_rate value/{loss,clip_fraction,explained_variance} advantage/{mean,std}
+eval/{accuracy,format_rate,truncated_fraction}
+rollout/sampler_scorer_logprob_diff_{mean,max} batching/fill time/{rollout,reward,score,advantage,update,step}_s
+perf/{tokens_per_s,mfu,peak_memory_bytes,compilations}
+"""
+
+
+@pytest.mark.parametrize("assignment", HISTORIC)
+def test_historic_name_sets_its_fields(assignment: str) -> None:
+    name, _, text = assignment.partition("=")
+    by_option, by_environment = load(None, [assignment], {}), load(None, [], {name.upper(): text})
+    for field in HISTORIC[assignment].split():
+        own = value_of(load(None, [f"{field}={text}"], {}).settings, field)
+        assert value_of(by_option.settings, field) == value_of(by_environment.settings, field) == own
+        assert own != value_of(load(None, [], {}).settings, field)
+    (notice,) = [notice for notice in by_environment.notices if name.upper() in notice]
+    assert HISTORIC[assignment].split()[0] in notice
+
+
+def test_settings_and_metrics_have_their_stable_names() -> None:
+    assert {*STABLE_SECTIONS.split()} <= {*SECTIONS}
+    assert {name for text in SETTINGS.split() for name in expand_braces(text)} <= FIELDS.keys()
+    names = {name for text in METRICS.split() for name in expand_braces(text)}
+    assert {name for name in names if find_metric(name) is None} == set()
+    assert FIELDS["algorithm.max_tokens_per_device"].get_default() == 16384
+    assert FIELDS["critic.max_tokens_per_device"].get_default() == 32768
