@@ -189,6 +189,7 @@ def test_several_updates_move_the_ratio_and_compile_nothing_new(scored):
         assert compilations.take_count() == 0
 
 
+@pytest.mark.slow
 def test_random_lengths_compile_each_row_shape_once():
     step, seen = real_step(), set()
     cut = PackedRowBatcher(TokenBudget(64, 32, share_prompts=True, balance=True), forward_flops(ODD))
