@@ -45,7 +45,7 @@ def without_clock(path: Path) -> list[dict[str, Any]]:
     return [{**record, "elapsed_s": 0} for record in records_of(path)]
 
 
-def test_a_checkpoint_is_worth_bit_for_bit_what_its_run_has_logged(finished: Path, tmp_path: Path) -> None:
+def test_evaluating_a_checkpoint_equals_its_run_bit_for_bit(finished: Path, tmp_path: Path) -> None:
     out = tmp_path / "after.jsonl"
     printed = here("evaluate", "--checkpoint", finished, "--out", out)
     assert printed.exit_code == 0, printed.stderr
@@ -62,7 +62,7 @@ def test_a_checkpoint_is_worth_bit_for_bit_what_its_run_has_logged(finished: Pat
     assert (base["metrics"], base["step"], base["written to"]) == (logged(finished, 0), None, None)
 
 
-def test_several_samples_through_slots_are_worth_the_same_too(config: Path, tmp_path: Path) -> None:
+def test_several_samples_through_slots_equal_the_run(config: Path, tmp_path: Path) -> None:
     several = ("run.steps=1", "eval.num_samples=2", "eval.temperature=1", "eval.num_prompts=5")
     result = train_here(config, "rollout.slots=8", "rollout.mode=exact", *several)
     assert result.exit_code == 0, result.stderr
@@ -76,7 +76,7 @@ def test_several_samples_through_slots_are_worth_the_same_too(config: Path, tmp_
     assert {"eval/pass@2", "eval/maj@2"} <= logged(run, 1).keys()
 
 
-def test_adapters_are_worth_what_their_run_has_logged_and_nothing_without_it(adapted: Path, tmp_path: Path) -> None:
+def test_evaluating_adapters_equals_their_run(adapted: Path, tmp_path: Path) -> None:
     files = {0: tmp_path / "0.jsonl", 2: tmp_path / "2.jsonl"}
     assert evaluated("--checkpoint", adapted, "--out", files[2])["metrics"] == logged(adapted, 2)
     # Without a checkpoint there are none, whatever rank is asked for.
@@ -90,33 +90,28 @@ def test_adapters_are_worth_what_their_run_has_logged_and_nothing_without_it(ada
     assert found == expected and expected[0] != expected[2]
 
 
-def test_a_judge_that_fails_ends_the_evaluation_and_one_of_other_values_counts_no_passes(
-    config: Path, tmp_path: Path
-) -> None:
+def test_evaluation_with_a_plug_in_as_judge(config: Path, tmp_path: Path) -> None:
     judge, out = tmp_path / "judge.py", tmp_path / "out.jsonl"
     judge.write_text("def judge(completion):\n    raise ValueError('not yet')\n")
     chosen = settings(f"reward.functions=['{judge}:judge']", "eval.num_samples=2", "eval.temperature=1")
-    arguments = ("--config", config, *chosen, *settings("eval.num_prompts=4"), "--out", out)
+    rows = tmp_path / "rows.jsonl"
+    write_jsonl(rows, [{"question": f"{i} + {i} = ?", "answer": str(2 * i)} for i in range(4)])
+    # Null is the whole data set.
+    whole = settings(f"data.eval_source={rows}", "eval.num_prompts=null", "eval.every_steps=0")
+    arguments = ("--config", config, *chosen, *whole, "--out", out)
     failed = here("evaluate", *arguments)
     assert failed.exit_code == 1 and "not yet" in failed.stderr
     assert not out.exists()
     judge.write_text("def judge(completion):\n    return 0.5 * len(completion)\n")
     found = evaluated(*arguments)
+    assert (found["prompts"], found["data"]) == (4, str(rows))
     lengths = [len(record["completion"]) for record in records_of(out)]
     assert len(lengths) == 8 and found["metrics"]["eval/accuracy"] == pytest.approx(0.5 * np.mean(lengths))
     assert found["metrics"]["eval/format_rate"] is None and found["metrics"]["eval/pass@2"] is None
     assert [line.split(":")[0] for line in found["not measured"]] == ["pass@k", "maj@k"]
 
 
-def test_null_asks_the_whole_data_set(config: Path, tmp_path: Path) -> None:
-    rows = [{"question": f"{i} + {i} = ?", "answer": str(2 * i)} for i in range(9)]
-    write_jsonl(tmp_path / "rows.jsonl", rows)
-    chosen = settings(f"data.eval_source={tmp_path / 'rows.jsonl'}", "eval.num_prompts=null", "eval.every_steps=0")
-    found = evaluated("--config", config, *chosen)
-    assert (found["prompts"], found["data"]) == (9, str(tmp_path / "rows.jsonl"))
-
-
-def test_input_that_cannot_be_evaluated(config: Path, finished: Path, tmp_path: Path) -> None:
+def test_what_cannot_be_evaluated_is_refused(config: Path, finished: Path, tmp_path: Path) -> None:
     of_run = ("--checkpoint", finished, "--out", tmp_path / "out.jsonl")
     other = write_model(tmp_path / "other", seed=5)
     assert "was trained from another model" in refused(*of_run, *settings(f"model.path={other}"))
@@ -133,7 +128,7 @@ def test_input_that_cannot_be_evaluated(config: Path, finished: Path, tmp_path: 
     assert "out.jsonl exists already; delete it or give another name, or add --overwrite" in refused(*of_run)
 
 
-def test_nothing_of_the_model_stays_on_the_devices_beside_what_decodes(adapted: Path) -> None:
+def test_only_decode_weights_stay_on_the_devices(adapted: Path) -> None:
     source = read_policy_source(load(str(adapted / "settings.yaml"), [], {}).settings, adapted)
     with closing(Session.open(ScoringSession.open(source.settings, source.model))) as session:
         frozen = [weakref.ref(array) for array in jax.tree.leaves(session.scoring.frozen_params)]

@@ -13,7 +13,7 @@ from tests.two_hosts import run_on_two_hosts
 pytestmark = pytest.mark.two_hosts
 
 
-def test_two_hosts_share_the_prompts_of_an_evaluation(finished: Path, tmp_path: Path) -> None:
+def test_two_hosts_evaluate_like_one(finished: Path, tmp_path: Path) -> None:
     # Seven prompts, which two hosts cannot share out evenly.
     chosen = ("--checkpoint", finished, *settings("eval.num_prompts=7", "eval.num_samples=2", "eval.temperature=1"))
     one = here("evaluate", *chosen, "--out", tmp_path / "one.jsonl", "--json")

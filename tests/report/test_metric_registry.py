@@ -14,7 +14,7 @@ from app.tracking.performance import rollout_performance
 from app.tracking.sample_metrics import episode_metrics
 from app.update.route_metrics import RouteCounts, route_metrics
 from tests.episodes import with_turns
-from tests.evaluation.test_evaluator import make_answers, table_of
+from tests.evaluation.test_metrics import make_answers, table_of
 from tests.program import REPOSITORY, metrics_of, train_here
 from tests.run_fixtures import NO_REPORT, TINY, write_config
 from tests.tiny_directory import write_reward_model
@@ -55,27 +55,16 @@ def metrics_of_real_runs(*runs: Path) -> set[str]:
     return {*several, *experts, *turns, *(name for run in runs for line in metrics_of(run) for name in line)}
 
 
-def test_a_run_writes_the_metrics_of_the_registry_and_no_others(
+def test_the_registry_has_exactly_the_metrics_of_runs(
     finished: Path, uninterrupted: Path, judged_by_plug_in: Path
 ) -> None:
     metrics = metrics_of_real_runs(finished, uninterrupted, judged_by_plug_in)
-    assert len(metrics) > 40
+    assert len(metrics) > 40 and len(NAMES) == len(set(NAMES))
     assert [name for name in sorted(metrics) if find_metric(name) is None] == []
     assert [entry for entry in NAMES if not any(matches(entry, name) for name in metrics)] == []
 
 
-def test_the_page_is_the_registry() -> None:
+def test_the_page_of_metrics_is_the_registry() -> None:
     page = (REPOSITORY / "sops" / "reference" / "metrics.md").read_text(encoding="utf-8")
+    assert all(map(all, METRICS))
     assert page == metrics_page(), "write metrics_page() to sops/reference/metrics.md"
-
-
-def test_every_entry_has_all_its_cells_and_a_name_of_its_own() -> None:
-    assert [entry for entry in METRICS if not all(entry)] == []
-    assert len(NAMES) == len(set(NAMES))
-
-
-def test_braces_are_expanded_and_placeholders_match() -> None:
-    entry = find_metric("time/score_policy_s")
-    assert entry is not None and entry.names[:2] == ["time/score_policy_s", "time/score_reference_s"]
-    assert not entry.is_reproducible
-    assert matches("reward/<function>/mean", "reward/gsm8k/mean") and not matches("reward/mean", "reward/gsm8k/mean")

@@ -1,38 +1,183 @@
+"""Tests of the console: lines of steps and evaluations, progress of rollouts, and samples with any text."""
+
 from __future__ import annotations
 
-from app.tracking.console import evaluation_line, step_line
+import os
+import pty
+import re
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from app.records.sample import Prompt, Sample
+from app.rollout.scheduling.protocol import NewSample, RowReport
+from app.rollout.scheduling.sample_states import SampleTable
+from app.tracking.console import ProgressDisplay, RolloutProgress, evaluation_line, rollout_status, step_line
+from app.tracking.run_reporter import sample_lines, truncate_middle
+from tests.tiny import make_sample
 
 METRICS = {
-    "eval/accuracy": 0.75,
-    "eval/format_rate": 0.5,
-    "eval/truncated_fraction": 0.25,
-    "eval/mean_length": 3.0,
-    "eval/error_count": 0.0,
-    "eval/accuracy/difficulty_1": 1.0,
+    **{"eval/accuracy": 0.75, "eval/format_rate": 0.5, "eval/truncated_fraction": 0.25, "eval/mean_length": 3.0},
+    **{"eval/error_count": 0.0, "eval/accuracy/difficulty_1": 1.0},
 }
 
 
-def test_right_answers_are_told_in_percent() -> None:
+def test_an_evaluation_line_has_percentages_or_the_mean_of_a_plug_in() -> None:
     assert evaluation_line(5, METRICS) == (
         "evaluation at step 5: accuracy 75.0 %  difficulty_1 100.0 %  format 50.0 %  truncated 25.0 %  length 3.0"
     )
-
-
-def test_the_mean_of_a_plug_in_is_told_as_a_plain_number() -> None:
-    metrics = METRICS | {"eval/accuracy": 3.2, "eval/format_rate": None, "eval/accuracy/difficulty_1": -120.5}
-    assert evaluation_line(5, metrics) == (
+    plug_in = METRICS | {"eval/accuracy": 3.2, "eval/format_rate": None, "eval/accuracy/difficulty_1": -120.5}
+    assert evaluation_line(5, plug_in) == (
         "evaluation at step 5: accuracy 3.200  difficulty_1 -120.500  truncated 25.0 %  length 3.0"
     )
+    zero, nothing = (METRICS | {"eval/accuracy": x, "eval/format_rate": None} for x in (-0.0, float("nan")))
+    assert evaluation_line(5, zero).startswith("evaluation at step 5: accuracy 0.000  difficulty_1 1.000  ")
+    assert evaluation_line(5, nothing).startswith("evaluation at step 5: accuracy –  ")
 
 
-def test_a_rounded_zero_has_no_sign() -> None:
-    metrics = METRICS | {"eval/accuracy": -0.0, "eval/format_rate": None, "eval/accuracy/difficulty_1": 1}
-    assert evaluation_line(5, metrics).startswith("evaluation at step 5: accuracy 0.000  difficulty_1 1.000  ")
+def test_a_step_line_has_no_sign_before_a_rounded_zero() -> None:
     step = {"reward/mean": -1e-9, "completions/mean_length": 3.0, "policy/entropy": 0.5, "loss": -1e-9}
     line = step_line(5, step | {"time/step_s": 1.0, "perf/tokens_per_s": 9.0})
     assert line == "step     5  reward 0.000  length 3.0  entropy 0.500  loss +0.0000  1.00 s (9 tokens/s)"
 
 
-def test_an_evaluation_without_a_value_says_so() -> None:
-    metrics = METRICS | {"eval/accuracy": float("nan"), "eval/format_rate": None}
-    assert evaluation_line(5, metrics).startswith("evaluation at step 5: accuracy –  ")
+def make_table(num_samples: int) -> SampleTable:
+    """Returns states in which one sample is done, one runs, one is suspended, and the others wait."""
+    table = SampleTable()
+    for i in range(num_samples):
+        table.add(NewSample(f"p/s{i}", "p", i, 4, 100))
+    for entry in [*table][:3]:
+        table.start(entry, "fast-0")
+    grow(table, 0, 10, "stop")
+    grow(table, 1, 20)
+    grow(table, 2, 30)
+    table.suspend(table["p/s2"], held_by=None, is_move=True)
+    return table
+
+
+def grow(table: SampleTable, index: int, num_tokens: int, finish: str | None = None) -> None:
+    assert table.commit("fast-0", RowReport(f"p/s{index}", num_tokens, finish), seconds=1.0, steps=1)
+
+
+def test_rollout_status_counts_each_sample_once() -> None:
+    table = make_table(8)
+    assert rollout_status(table) == "1 active  5 waiting  1 suspended  1 of 8 done"
+    table.commit("fast-0", RowReport("p/s1", 20, None, turn_end="stop"), seconds=1.0, steps=1)
+    assert rollout_status(table) == "0 active  5 waiting  1 suspended  1 acting  1 of 8 done"
+
+
+@pytest.mark.parametrize("is_notebook", [False, True])
+def test_without_a_terminal_a_line_is_printed_every_ten_seconds(
+    is_notebook: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if is_notebook:  # a kernel of Jupyter sets the variable
+        monkeypatch.setenv("FORCE_COLOR", "1")
+        monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    clock, table = [100.0], make_table(8)
+    with RolloutProgress(num_samples=8, clock=lambda: clock[0]) as progress:
+        for clock[0] in (100.0, 105.0, 109.9):
+            progress.update_rollout(table)
+        assert capsys.readouterr().err == ""
+        grow(table, 1, 70)
+        for clock[0] in (110.0, 119.0):
+            progress.update_rollout(table)
+    assert capsys.readouterr().err == "rollout: 1 active  5 waiting  1 suspended  1 of 8 done  5 tokens/s\n"
+
+
+def test_without_a_scheduler_samples_and_tokens_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
+    times = iter(range(0, 1000, 6))
+    samples = [make_sample([1] * 9, sample_index=index) for index in range(4)]
+    with RolloutProgress(num_samples=4, clock=lambda: float(next(times))) as progress:
+        assert list(progress.track(iter(samples))) == samples
+    first, *_ = capsys.readouterr().err.splitlines()
+    assert re.fullmatch(r"rollout: \d of 4 done  \d+ tokens/s", first)
+
+
+def on_a_terminal(monkeypatch: pytest.MonkeyPatch, show) -> str:
+    """Returns what `show` writes to stderr on a terminal."""
+    ours, theirs = pty.openpty()
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "160")
+    with os.fdopen(theirs, "w") as terminal:
+        monkeypatch.setattr("sys.stderr", terminal)
+        show()
+    written = b""
+    try:
+        while part := os.read(ours, 65536):
+            written += part
+    except OSError:
+        pass  # the other end is closed
+    os.close(ours)
+    return written.decode()
+
+
+def test_a_terminal_shows_progress_in_colour_unless_no_color_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    def progress() -> None:
+        with RolloutProgress(num_samples=8) as shown:
+            shown.update_rollout(make_table(8))
+
+    def board() -> None:
+        with ProgressDisplay(num_steps=2, first_step=0, enabled=True) as shown:
+            shown.set_phase("rollout")
+            shown.update_rollout(make_table(8))
+
+    state = "1 active  5 waiting  1 suspended  1 of 8 done"
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    written = on_a_terminal(monkeypatch, progress)
+    assert state in written and "\x1b[2K" in written
+    assert "\x1b[91m" in written or "\x1b[38" in written
+    assert state in on_a_terminal(monkeypatch, board)
+    monkeypatch.setenv("NO_COLOR", "1")
+    written = on_a_terminal(monkeypatch, progress)
+    assert state in written and re.search(r"\x1b\[(3|4|9|10)\d", written) is None
+
+
+HOSTILE = "[bold red]x[/] \x1b[31mred\x1b[0m \r over \u202egnp\n汉字 \ud800"
+
+
+def sample(group_id: int, index: int, reward: float | None, completion: str = "", **fields: object) -> Sample:
+    values = {
+        **{"reward": reward, "rewards": None if reward is None else {"right": reward}, "finish_reason": "stop"},
+        **{"completion": completion or f"answer {group_id}.{index}", "advantages": np.full(2, 0.5, np.float32)},
+        "prompt": Prompt(f"p{group_id}", np.array([1], np.int32), f"question {group_id}", "7"),
+    }
+    made = make_sample([3, 4], group_id=group_id, sample_index=index)
+    return replace(made, **(values | fields))  # pyright: ignore[reportArgumentType]
+
+
+def test_best_and_worst_of_the_most_different_groups_are_shown() -> None:
+    rewards = [[1, 1, 1], [0, 0.5, 0.2], [0.1, 0, 1], [0, 0.5, 0]]
+    lines = sample_lines([sample(g, i, r) for g, row in enumerate(rewards) for i, r in enumerate(row)], step=3)
+    assert lines == [
+        "completions of step 3",
+        "  question 2  [7]",
+        "    reward 1, right 1, advantage 0.5, stop: answer 2.2",
+        "    reward 0, right 0, advantage 0.5, stop: answer 2.1",
+        "  question 3  [7]",
+        "    reward 0.5, right 0.5, advantage 0.5, stop: answer 3.1",
+        "    reward 0, right 0, advantage 0.5, stop: answer 3.0",
+    ]
+
+
+def test_samples_without_reward_advantage_or_tokens_are_shown() -> None:
+    empty = {"advantages": np.empty(0, np.float32), "completion_ids": np.empty(0, np.int32)}
+    lines = sample_lines([sample(0, 0, None, **empty), sample(0, 1, 1.0, advantages=None)], step=1)
+    assert lines[2:] == [
+        "    reward 1, right 1, advantage –, stop: answer 0.1",
+        "    reward –, advantage –, stop: answer 0.0",
+    ]
+    assert sample_lines([], step=1) == []
+    # The last message of a chat is the question.
+    chat = [{"role": "system", "content": "Add."}, {"role": "user", "content": "5 + 7?"}]
+    lines = sample_lines([sample(0, 0, 1.0, prompt=Prompt("p", np.array([1], np.int32), chat, None))], step=1)
+    assert lines[1] == "  5 + 7?  [–]"
+
+
+def test_shown_texts_are_printable_and_short() -> None:
+    (_, _, line) = sample_lines([sample(0, 0, 1.0, HOSTILE, rewards={"[red]\x1b[1m": 1.0})], step=1)
+    assert line.isprintable()
+    assert "[red]\\x1b[1m 1" in line and r"[bold red]x[/] \x1b[31mred\x1b[0m \r over \u202egnp↵ 汉字 \ud800" in line
+    text = truncate_middle("a" * 1000 + " the answer is 42", limit=60)
+    assert text.startswith("aaaa") and text.endswith("the answer is 42") and len(text) == 63
+    assert truncate_middle("short", limit=60) == "short"

@@ -5,69 +5,47 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from app.advantage.advantage_metrics import AdvantageMoments, advantage_metrics
 from app.batching.micro_batch_plan import SequenceLengths
 from app.mesh.devices import host_memory_bytes
-from app.mesh.program_cache import CompilationCounter
 from app.model.decoder import Decoder, DecoderDefinition, ValueDecoder
-from app.records.sample import Prompt, Sample
+from app.records.sample import Sample
 from app.rollout.counters import RolloutCounters
 from app.tracking.performance import StepFlops, network_pass, rollout_performance, step_performance
-from app.tracking.sample_metrics import mismatch_metrics, sample_metrics
-from tests.tiny import ODD
+from app.tracking.sample_metrics import MAX_NAMES, episode_metrics, mismatch_metrics, sample_metrics
+from tests.episodes import with_turns
+from tests.tiny import ODD, make_sample
 
 FUNCTIONS = ("arithmetic", "arithmetic_format")
 
 
 def sample(group: int, reward: float, advantages: list[float], *, stop: bool = True, mask: list[bool] | None = None):
-    length = len(advantages)
-    return Sample(
-        prompt=Prompt(f"p{group}", np.array([1, 2], np.int32), "?", "1"),
-        sample_index=0,
-        group_id=group,
-        completion_ids=np.zeros(length, np.int32),
-        completion="",
-        behavior_logprobs=np.zeros(length, np.float32),
+    made = make_sample(np.zeros(len(advantages)), group_id=group, reward=reward)
+    return replace(
+        made,
         finish_reason="stop" if stop else "length",
-        policy_version=0,
         loss_mask=None if mask is None else np.array(mask),
         rewards={"arithmetic": float(reward >= 1), "arithmetic_format": 1.0},
-        reward=reward,
         advantages=np.array(advantages, np.float32),
     )
 
 
-def test_a_step_of_two_groups() -> None:
-    metrics = sample_metrics(
-        [
-            sample(0, 1.5, [1.0]),
-            sample(0, 0.5, [-1.0, -1.0, -1.0]),
-            sample(1, 0.5, [0.0, 0.0], stop=False),
-            sample(1, 0.5, [0.0, 0.0]),
-        ],
-        FUNCTIONS,
-    )
-    assert metrics == pytest.approx(
+def test_sample_metrics_of_two_groups_by_hand() -> None:
+    samples = [sample(0, 1.5, [1.0]), sample(0, 0.5, [-1.0] * 3), sample(1, 0.5, [0.0] * 2, stop=False)]
+    lengths = {"mean_length": 2.0, "min_length": 1.0, "max_length": 3.0, "truncated_fraction": 0.25}
+    assert sample_metrics([*samples, sample(1, 0.5, [0.0] * 2)], FUNCTIONS) == pytest.approx(
         {
-            "reward/mean": 0.75,
-            "reward/std": np.sqrt(0.1875),
-            "reward/zero_variance_fraction": 0.5,
-            "reward/arithmetic/mean": 0.25,
-            "reward/arithmetic_format/mean": 1.0,
-            "completions/mean_length": 2.0,
-            "completions/min_length": 1.0,
-            "completions/max_length": 3.0,
-            "completions/truncated_fraction": 0.25,
+            **{"reward/mean": 0.75, "reward/std": np.sqrt(0.1875), "reward/zero_variance_fraction": 0.5},
+            **{"reward/arithmetic/mean": 0.25, "reward/arithmetic_format/mean": 1.0},
+            **{f"completions/{name}": value for name, value in lengths.items()},
         }
     )
 
 
-def test_advantages_are_counted_token_by_token_where_the_policy_wrote() -> None:
+def test_advantage_metrics_are_over_unmasked_tokens() -> None:
     samples = [sample(0, 1.0, [2.0, 9.0, 4.0], mask=[True, False, True]), sample(0, 0.0, [-3.0])]
     metrics = advantage_metrics(AdvantageMoments.from_samples(samples))
     assert metrics == pytest.approx({"advantage/mean": 1.0, "advantage/std": np.sqrt((1 + 9 + 16) / 3)})
@@ -76,7 +54,7 @@ def test_advantages_are_counted_token_by_token_where_the_policy_wrote() -> None:
         assert advantage_metrics(AdvantageMoments.from_samples(empty)) == nothing
 
 
-def test_a_critic_is_measured_by_the_variance_that_it_leaves() -> None:
+def test_explained_variance_by_hand() -> None:
     def sample_with_values(values: list[float], returns: list[float], mask: list[bool]) -> Sample:
         made = sample(0, 1.0, [0.0] * len(returns), mask=mask)
         return replace(made, values=np.array(values, np.float32), returns=np.array(returns, np.float32))
@@ -96,23 +74,7 @@ def test_a_critic_is_measured_by_the_variance_that_it_leaves() -> None:
     }
 
 
-def test_compilations_are_counted_until_the_counter_is_closed() -> None:
-    counter = CompilationCounter()
-    double = jax.jit(lambda x: x * 2)
-    small, large = jnp.ones(3), jnp.ones(5)
-    counter.take_count()
-    double(small)
-    assert counter.take_count() == 1
-    double(small)
-    assert counter.take_count() == 0
-    double(large)
-    counter.close()
-    assert counter.take_count() == 1
-    double(jnp.ones(7))
-    assert counter.take_count() == 0
-
-
-def test_flops_of_a_step_by_hand() -> None:
+def test_flops_and_performance_of_a_step_by_hand() -> None:
     # ODD: 2 layers, D 36, F 44, 6 query and 3 key/value heads of 10.
     matrices = 2 * 2 * (36 * 60 + 2 * 36 * 30 + 60 * 36 + 3 * 36 * 44)
     pair, head = 2 * 4 * 6 * 10, 2 * 36 * ODD.vocab_size
@@ -132,9 +94,15 @@ def test_flops_of_a_step_by_hand() -> None:
     learning = 7 * each + 2 * reward.total(judged)
     assert work.total(sampled=lengths, learned=lengths, rewarded=[judged, judged]) == once + learning
     assert work.total(sampled=None, learned=lengths, rewarded=[judged, judged]) == learning
+    performance = step_performance([sample(0, 1.0, [0.0, 0.0])], flops=1e9, seconds=4.0)
+    # The peak of a CPU is unknown.
+    assert (performance["perf/mfu"], performance["perf/tokens_per_s"]) == (None, 0.5)
+    assert "perf/rollout/resumes" not in rollout_performance(RolloutCounters())
+    found = rollout_performance(RolloutCounters(resumed_rows=2, rebuilt_rows=1))
+    assert (found["perf/rollout/resumes"], found["perf/rollout/rebuilds"]) == (2, 1)
 
 
-def test_mismatch_of_sampler_and_trainer_by_hand() -> None:
+def test_mismatch_metrics_by_hand() -> None:
     def scored(behavior: list[float], policy: list[float], mask: list[bool]) -> Sample:
         columns = {"behavior_logprobs": behavior, "policy_logprobs": policy}
         return replace(
@@ -142,31 +110,21 @@ def test_mismatch_of_sampler_and_trainer_by_hand() -> None:
         )
 
     samples = [
-        scored([-1.0, -3.0, -9.0], [-1.5, -2.0, 0.0], [True, True, False]),
-        scored([-0.5], [-1.0], [True]),
-        scored([-5.0], [-7.0], [False]),
-        sample(0, 1.0, [0.0]),
+        *(scored([-1.0, -3.0, -9.0], [-1.5, -2.0, 0.0], [True, True, False]), scored([-0.5], [-1.0], [True])),
+        *(scored([-5.0], [-7.0], [False]), sample(0, 1.0, [0.0])),
     ]
     d = np.array([0.5, -1.0, 0.5])
     assert mismatch_metrics(samples) == pytest.approx(
         {
             "mismatch/training_ppl": (np.exp(1.75) + np.exp(1.0)) / 2,
-            "mismatch/rollout_ppl": (np.exp(2.0) + np.exp(0.5)) / 2,
-            "mismatch/log_ppl_diff": (-0.25 + 0.5) / 2,
-            "mismatch/kl": 0.0,
-            "mismatch/k3_kl": (np.exp(-d) + d - 1).mean(),
+            **{"mismatch/rollout_ppl": (np.exp(2.0) + np.exp(0.5)) / 2, "mismatch/log_ppl_diff": (-0.25 + 0.5) / 2},
+            **{"mismatch/kl": 0.0, "mismatch/k3_kl": (np.exp(-d) + d - 1).mean()},
         }
     )
     assert mismatch_metrics(samples[2:]) == {}
 
 
-def test_utilization_is_not_claimed_where_the_peak_is_unknown() -> None:
-    performance = step_performance([sample(0, 1.0, [0.0, 0.0])], flops=1e9, seconds=4.0)
-    assert performance["perf/mfu"] is None
-    assert performance["perf/tokens_per_s"] == 0.5
-
-
-def test_a_container_may_use_what_it_is_allowed_to(tmp_path: Path) -> None:
+def test_host_memory_is_at_most_that_of_the_container(tmp_path: Path) -> None:
     installed = host_memory_bytes(tmp_path / "absent")
     (tmp_path / "limit").write_text("1048576\n")
     assert host_memory_bytes(tmp_path / "limit") == 1 << 20
@@ -174,7 +132,31 @@ def test_a_container_may_use_what_it_is_allowed_to(tmp_path: Path) -> None:
     assert host_memory_bytes(tmp_path / "limit") == installed > 1 << 30
 
 
-def test_metrics_of_acting_rows_are_there_if_there_were_some() -> None:
-    assert "perf/rollout/resumes" not in rollout_performance(RolloutCounters())
-    found = rollout_performance(RolloutCounters(resumed_rows=2, rebuilt_rows=1))
-    assert (found["perf/rollout/resumes"], found["perf/rollout/rebuilds"]) == (2, 1)
+def test_episode_metrics_of_two_games_by_hand() -> None:
+    calls = [{"tool_calls": 2.0, "tool_errors": 1.0, "distance": 4.0}, {"tool_calls": 1.0, "distance": 2.0}, {}]
+    assert episode_metrics([make_sample([1, 2])]) == episode_metrics([]) == {}
+    samples = [
+        with_turns([(2, 3), (1, 1), (3, 0)], scores={"win": 1.0, "grace": 0.5}, metrics=calls, reward=1.5),
+        with_turns([(2, 0)], scores={"win": 0.0}, end="turns", reward=0.5),
+        replace(make_sample(np.zeros(100)), elapsed_s=100.0),
+    ]
+    samples[0] = replace(samples[0], elapsed_s=10.0)
+    samples[1] = replace(samples[1], elapsed_s=4.0)
+    assert episode_metrics(samples) == pytest.approx(
+        {
+            **{"episode/turns_mean": 2.0, "episode/turns_p90": 2.8},
+            **{f"episode/end/{end}": 0.5 for end in ("terminated", "turns")},
+            **{f"episode/end/{end}": 0.0 for end in ("truncated", "turn_tokens", "tokens", "observation", "dropped")},
+            **{"episode/written_tokens_mean": 4.0, "episode/observed_tokens_mean": 2.0, "episode/tool_calls_mean": 1.5},
+            **{"episode/tool_errors_mean": 0.5, "env/score/win": 0.5, "env/score/grace": 0.5, "env/distance": 3.0},
+            **{"time/env_turn_p50_s": 1.5, "time/env_turn_p99_s": 2.97, "perf/rollout/acting_share": 0.5},
+        }
+    )
+
+
+def test_an_environment_has_a_limited_number_of_metrics() -> None:
+    many = {f"number_{i:03}": 1.0 for i in range(100)} | {"a/path": 1.0}
+    names = [name for name in episode_metrics([with_turns([(1, 0)], metrics=[many])]) if name.startswith("env/")]
+    assert names == [f"env/number_{i:03}" for i in range(MAX_NAMES)]
+    dropped = replace(with_turns([(1, 0)], end="dropped"), finish_reason="dropped:environment exit")
+    assert episode_metrics([dropped, with_turns([(1, 0)], reward=1.0)])["episode/end/dropped"] == 0.5

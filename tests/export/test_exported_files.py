@@ -1,0 +1,234 @@
+"""Tests of the files of an export: tokenizer, configuration, tensors and adapters."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors import safe_open
+from safetensors.numpy import load_file
+from transformers import AutoTokenizer
+
+from app.export.hf_tensors import PROJECTIONS, HfTensors, PeftTensors, write_safetensors, write_sharded_safetensors
+from app.export.huggingface import (
+    ADAPTER_CONFIG_FILE,
+    ADAPTER_WEIGHTS_FILE,
+    adapter_config,
+    export_config,
+    export_generation_config,
+    write_tokenizer,
+)
+from app.model.decoder import DecoderDefinition, Params
+from app.model.io.hf_weights import load_weights
+from app.model.io.model_files import INDEX_FILE, ModelFiles, SafetensorsFiles, open_model
+from app.model.lora import LoRAConfig, combine_params
+from app.prompts.tokenizer import load_fast_tokenizer, load_tokenizer
+from settings.schema.model import PROJECTIONS as TARGETS
+from tests.model.io.test_hf_weights import Held, Watched, random_file
+from tests.model.test_parity import (
+    SHORT_ROWS,
+    PackedRows,
+    load_ours,
+    load_reference,
+    our_logits,
+    packed_rows,
+    reference_logits,
+    write_checkpoint,
+)
+from tests.prompts.test_tokenizer import write_directory, write_gguf
+from tests.tiny import BIASED, MIXTURE, ODD, SWITCHED, make_mesh
+
+MESSAGES = [{"role": "user", "content": "12 + 1 = a?\n\nna\u00efve 345"}]
+
+
+def written(files: ModelFiles, directory: Path) -> ModelFiles:
+    """Returns the model files of a folder to which only the tokenizer of `files` was written."""
+    directory.mkdir()
+    write_tokenizer(files, directory)
+    return replace(files, path=directory, weights=open_model("builtin:tiny").weights)
+
+
+@pytest.mark.parametrize("pre", ["smollm", "qwen2"])
+def test_the_tokenizer_of_a_gguf_file_equals_that_of_transformers(tmp_path, pre):
+    files = open_model(str(write_gguf(tmp_path / "a.gguf", pre=pre, padding=3)))
+    again = written(files, tmp_path / "out")
+    assert load_tokenizer(again).fingerprint == load_tokenizer(files).fingerprint
+    # transformers chooses by the model's type, as a whole export says it.
+    (tmp_path / "out" / "config.json").write_text(json.dumps(files.config))
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "out")
+    ours = load_fast_tokenizer(files)
+    assert theirs.eos_token == ours.eos_token == "<|im_end|>"
+    assert theirs.encode(MESSAGES[0]["content"]) == ours.encode(MESSAGES[0]["content"])
+    for generates in (False, True):
+        chats = [
+            tokenizer.apply_chat_template(MESSAGES, add_generation_prompt=generates, return_dict=False)
+            for tokenizer in (theirs, ours)
+        ]
+        assert chats[0] == chats[1]
+
+
+def test_tokenizer_files_are_copied_unchanged_without_code(tmp_path):
+    directory = write_directory(tmp_path / "base")
+    (directory / "tokenization_own.py").write_text("raise SystemExit")
+    (directory / "merges.txt").symlink_to(directory / "tokenizer.json")
+    files = open_model(str(directory))
+    again = written(files, tmp_path / "out")
+    copied = {path.name: path for path in (tmp_path / "out").iterdir()}
+    assert set(copied) == {"tokenizer.json", "tokenizer_config.json", "merges.txt"}
+    assert not copied["merges.txt"].is_symlink()
+    assert all(path.read_bytes() == (directory / name).read_bytes() for name, path in copied.items())
+    assert load_tokenizer(again).fingerprint == load_tokenizer(files).fingerprint
+
+
+BASE = {"model_type": "qwen2", "hidden_size": 8, "rope_theta": 1e6}
+
+
+def test_weight_type_has_the_name_of_the_base():
+    old = export_config(BASE | {"torch_dtype": "bfloat16"}, dtype="float32", eos_ids=(3,))
+    new = export_config(BASE | {"dtype": "bfloat16"}, dtype="float32", eos_ids=(3,))
+    assert (old["torch_dtype"], "dtype" in old) == ("float32", False)
+    assert (new["dtype"], "torch_dtype" in new) == ("float32", False)
+    assert export_config(BASE, dtype="bfloat16", eos_ids=(3,))["torch_dtype"] == "bfloat16"
+
+
+def test_exported_config_adds_only_what_the_base_lacks():
+    terse = export_config(BASE | {"eos_token_id": None}, dtype="float32", eos_ids=(3, 5))
+    assert terse == BASE | {
+        "architectures": ["Qwen2ForCausalLM"],
+        "eos_token_id": [3, 5],
+        "torch_dtype": "float32",
+    }
+    assert export_config(BASE | {"eos_token_id": 0}, dtype="float32", eos_ids=(0, 3))["eos_token_id"] == 0
+    named = BASE | {"_name_or_path": "/home/somebody/qwen", "transformers_version": "4.40.0"}
+    assert "_name_or_path" not in export_config(named, dtype="float32", eos_ids=(3,))
+    assert "transformers_version" not in export_generation_config(named, eos_ids=(3,), pad_id=0)
+
+
+@pytest.mark.parametrize(("eos_ids", "written"), [((7,), 7), ((2, 7), [2, 7])])
+def test_generation_config_has_the_eos_ids_of_training(eos_ids, written):
+    base = {"eos_token_id": 2, "temperature": 0.6, "pad_token_id": 9}
+    assert export_generation_config(base, eos_ids=eos_ids, pad_id=0) == base | {"eos_token_id": written}
+    assert export_generation_config({}, eos_ids=eos_ids, pad_id=4) == {"pad_token_id": 4, "eos_token_id": written}
+
+
+FLOAT32, BFLOAT16 = np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16)
+MIXTRAL = replace(MIXTURE, family="mixtral", query_key_norms=False)
+
+
+def random_tensors() -> dict[str, np.ndarray]:
+    """Returns tensors of odd sizes, one without dims, and one that is not contiguous in memory."""
+    rng = np.random.default_rng(0)
+    shapes = {"a": (5, 7), "b.weight": (3,), "c": (2, 3, 4), "d": (11, 2)}
+    tensors = {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+    tensors["d"] = np.asfortranarray(tensors["d"])
+    return tensors
+
+
+@pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16], ids=str)
+def test_the_safetensors_library_reads_what_was_written(tmp_path, dtype):
+    tensors = random_tensors()
+    assert write_sharded_safetensors(tmp_path, Held(tensors), dtype) == ["model.safetensors"]
+    read = load_file(tmp_path / "model.safetensors")
+    assert read.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        np.testing.assert_array_equal(read[name], tensor.astype(dtype), err_msg=name, strict=True)
+    with safe_open(tmp_path / "model.safetensors", framework="numpy") as file:
+        assert file.metadata() == {"format": "pt"}
+    assert int.from_bytes((tmp_path / "model.safetensors").read_bytes()[:8], "little") % 8 == 0
+
+
+def test_shards_are_bounded_and_the_index_finds_each_tensor(tmp_path):
+    tensors = random_tensors()
+    source = Watched(tensors)
+    files = write_sharded_safetensors(tmp_path, source, FLOAT32, shard_bytes=160)
+    # Each tensor is read once, and gone when the next one is read.
+    assert (source.num_reads, source.num_alive) == (dict.fromkeys(tensors, 1), [0] * len(tensors))
+    assert files == [f"model-0000{number}-of-00003.safetensors" for number in (1, 2, 3)]
+    assert {path.name for path in tmp_path.iterdir()} == {*files, INDEX_FILE}
+    index = json.loads((tmp_path / INDEX_FILE).read_text())
+    assert index["metadata"] == {"total_size": sum(tensor.nbytes for tensor in tensors.values())}
+    assert [sorted(load_file(tmp_path / file)) for file in files] == [["a", "b.weight"], ["c"], ["d"]]
+    read = SafetensorsFiles(tmp_path)
+    assert read.shapes == Held(tensors).shapes
+    for name, tensor in tensors.items():
+        np.testing.assert_array_equal(read.read(name), tensor, strict=True)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "mesh_shape"),
+    [(BIASED, (2, 2, 2)), (SWITCHED, (1, 8, 1)), (MIXTURE, (1, 2, 4)), (ODD, (1, 1, 1)), (MIXTRAL, (1, 1, 1))],
+    ids=["untied-biases", "every-switch", "qwen3_moe", "tied", "mixtral"],
+)
+def test_exported_tensors_equal_the_loaded_ones_bit_for_bit(architecture, mesh_shape):
+    params, tensors = random_file(architecture)
+    definition = DecoderDefinition.create(architecture)
+    out = HfTensors(definition, load_weights(definition, Held(tensors), make_mesh(mesh_shape)))
+    assert out.shapes == {name: tensor.shape for name, tensor in tensors.items()}
+    for name, tensor in tensors.items():
+        np.testing.assert_array_equal(out.read(name), tensor, err_msg=name, strict=True)
+    jax.tree.map(np.testing.assert_array_equal, load_weights(definition, out, make_mesh()), params)
+
+
+def random_adapters(definition: DecoderDefinition) -> Params:
+    rng = np.random.default_rng(0)
+    shapes = definition.trainable(definition.shapes)
+    return jax.tree.map(lambda leaf: jax.numpy.asarray(rng.normal(0, 0.2, leaf.shape), leaf.dtype), shapes)
+
+
+def write_adapters(directory: Path, base: Path, lora: LoRAConfig, trained: Params) -> Path:
+    directory.mkdir()
+    (directory / ADAPTER_CONFIG_FILE).write_text(json.dumps(adapter_config(lora, base=str(base), revision=None)))
+    tensors = PeftTensors(trained)
+    write_safetensors(directory / ADAPTER_WEIGHTS_FILE, tensors, [*tensors.shapes], np.dtype(np.float32))
+    return directory
+
+
+def assert_reference_logits(logits: np.ndarray, rows: PackedRows, reference: Any) -> None:
+    """Asserts that our logits of each segment equal those of a reference."""
+    for row, first, token_ids in rows.segments:
+        expected = reference_logits(reference, token_ids)
+        np.testing.assert_allclose(logits[row, first : first + len(token_ids)], expected, rtol=0, atol=1e-4)
+
+
+# peft asks transformers for a property by its old name.
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+@pytest.mark.parametrize(
+    ("family", "projections"),
+    [
+        ("llama", TARGETS),
+        ("gemma3_text", ("o_proj", "gate_proj", "down_proj")),
+    ],
+)
+def test_peft_logits_equal_ours_with_the_same_adapters(tmp_path, family, projections):
+    peft = pytest.importorskip("peft", reason="what loads adapters elsewhere")
+    base = write_checkpoint(tmp_path / "base", family)
+    plain, params = load_ours(base)
+    lora = LoRAConfig(rank=3, alpha=7.5, projections=projections)
+    definition = DecoderDefinition.create(plain.architecture, lora=lora)
+    trained = random_adapters(definition)
+    written = write_adapters(tmp_path / "adapter", base, lora, trained)
+    theirs = peft.PeftModel.from_pretrained(load_reference(base), str(written)).eval()
+    rows = packed_rows(*SHORT_ROWS)
+    ours = our_logits(definition, combine_params(trained, params), rows)
+    assert np.abs(ours - our_logits(plain, params, rows)).max() > 0.5
+    assert_reference_logits(ours, rows, theirs)
+
+
+def test_every_projection_has_its_name_in_hugging_face():
+    assert [name.rpartition(".")[2] for name in PROJECTIONS.values()] == list(TARGETS)
+
+
+def test_adapter_config_has_rank_alpha_and_base():
+    config = adapter_config(
+        LoRAConfig(rank=4, alpha=16.0, projections=("q_proj",)), base="some/model", revision="c0ffee"
+    )
+    assert (config["r"], config["lora_alpha"], config["target_modules"]) == (4, 16, ["q_proj"])
+    assert isinstance(config["lora_alpha"], int)
+    assert (config["base_model_name_or_path"], config["revision"]) == ("some/model", "c0ffee")
+    assert config["task_type"] == "CAUSAL_LM"
