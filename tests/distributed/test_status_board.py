@@ -1,12 +1,21 @@
-"""Tests of notices between hosts."""
+"""Tests of notices between hosts, and of how hosts end with them."""
 
 from __future__ import annotations
 
+import atexit
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from typing import Any
 
+import pytest
+
+from app.distributed import shutdown
+from app.distributed.shutdown import coordinated_shutdown, exit_barrier
 from app.distributed.status_board import KEY_PREFIX, StatusBoard
+from settings.errors import InputError
 
 DEADLINE_S = 30
 
@@ -66,3 +75,49 @@ def test_one_process_keeps_a_board_of_its_own() -> None:
     with StatusBoard(None, host=0) as board:
         board.post("stop", "SIGTERM")
         assert board.read("stop") == {0: "SIGTERM"}
+
+
+def ending(board: StatusBoard) -> AbstractContextManager[None]:
+    return coordinated_shutdown(board, enter_phase=lambda _: None)
+
+
+def end_together(errors: Sequence[Exception | None], monkeypatch: pytest.MonkeyPatch) -> tuple[list[str], list[Any]]:
+    """Returns the errors of hosts, as threads, that end with these errors or without one, and their exit handlers."""
+    store, exits = Shared(), []
+    monkeypatch.setattr(shutdown, "COMMON_FAILURE_WINDOW_S", 3.0)
+    monkeypatch.setattr(atexit, "register", lambda *handler: exits.append(handler[1:]))
+
+    def end(host: int) -> str:
+        with StatusBoard(store, host=host, num_hosts=len(errors)) as board:
+            try:
+                with ending(board):
+                    if (error := errors[host]) is not None:
+                        raise error
+                    exit_barrier(board)
+            except Exception as error:
+                return f"{type(error).__name__}: {error}"
+        return ""
+
+    with ThreadPoolExecutor(len(errors)) as pool:
+        return list(pool.map(end, range(len(errors)))), exits
+
+
+def test_hosts_end_together_whether_all_finish_or_all_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert end_together([None, None], monkeypatch) == (["", ""], [])
+    ours, theirs = KeyError("ours"), InputError("theirs")
+    assert end_together([ours, theirs], monkeypatch) == (["KeyError: 'ours'", "InputError: theirs"], [])
+
+
+@pytest.mark.parametrize(("error", "code"), [(InputError("mine"), 2), (RuntimeError("mine"), 1)])
+def test_a_host_that_fails_alone_exits_without_the_others(
+    error: Exception, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shutdown, "COMMON_FAILURE_WINDOW_S", 0.1)
+    store, exits = Shared(), []
+    monkeypatch.setattr(atexit, "register", lambda *handler: exits.append(handler[1]))
+    with StatusBoard(store, host=1, num_hosts=2) as board, pytest.raises(type(error)), ending(board):
+        raise error
+    assert exits == [code]
+    assert store.values[f"{KEY_PREFIX}leaving/1"] == "mine"
+    with StatusBoard(store, host=0, num_hosts=2) as board, pytest.raises(RuntimeError, match="host 1 has failed: mine"):
+        exit_barrier(board)

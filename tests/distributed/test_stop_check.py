@@ -72,5 +72,4 @@ def test_who_waits_for_a_round_that_is_generated_ahead_hears_that_it_does_not_co
         for _ in range(2):
             with pytest.raises(StoppedError):
                 generation.collect_round()
-    assert not generation._thread.is_alive()
     assert all(worker.engine.runner.weights is None for worker in made.workers)

@@ -33,7 +33,7 @@ from app.distributed.watchdog import Watchdog
 class Store:
     def key_value_set(self, key, value, allow_overwrite=False): pass
     def key_value_dir_get(self, prefix):
-        return [(f"{KEY_PREFIX}stuck/1", "host 1 has been in phase reward")]
+        return [(f"{KEY_PREFIX}{sys.argv[2]}/1", sys.argv[3])]
 
 with StatusBoard(Store(), host=0, num_hosts=2) as board, Watchdog(None, Path(sys.argv[1]), board) as dog:
     dog.enter_phase("report")
@@ -61,12 +61,19 @@ def test_a_phase_that_does_not_end_shows_every_stack_and_exits_70(tmp_path: Path
         assert "in in_python" in text
 
 
-def test_a_host_that_hears_of_another_that_hangs_shows_its_stacks_and_exits_alike(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", STUCK_ELSEWHERE, str(tmp_path / "crash")]
-    ended = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=DEADLINE_S)
+def told(folder: Path, topic: str, notice: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", STUCK_ELSEWHERE, str(folder), topic, notice]
+    return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=DEADLINE_S)
+
+
+def test_a_host_ends_as_another_that_hangs_or_fails(tmp_path: Path) -> None:
+    ended = told(tmp_path / "crash", "stuck", "host 1 has been in phase reward")
     assert ended.returncode == 70, ended.stderr
     assert "host 0 has been in phase report for " in ended.stderr
     assert "; host 1 has been in phase reward. The stacks" in (tmp_path / "crash" / "host_0.txt").read_text()
+    ended = told(tmp_path / "crash", "leaving", "no idea")
+    assert ended.returncode == 1, ended.stderr
+    assert "host 1 has failed, so this host exits: no idea" in ended.stderr
 
 
 def test_what_does_not_let_python_run_is_ended_all_the_same(tmp_path: Path) -> None:

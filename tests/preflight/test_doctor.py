@@ -17,6 +17,7 @@ from tests.program import digest_of, here, settings
 from tests.reward.processes import children
 from tests.run_fixtures import NO_REPORT, TINY, write_config
 from tests.tiny_directory import CONFIG, random_tensors, write_model, write_reward_model
+from tests.two_hosts import run_on_two_hosts
 
 CANARY = "CANARY-0123456789abcdef"
 Checks = Mapping[str, Mapping[str, Any]]
@@ -125,34 +126,21 @@ def test_a_mesh_that_does_not_fit_skips_only_the_checks_that_need_it(config: Pat
     assert "free at" in checks["disk"]["found"]
 
 
-def test_networks_that_do_not_fit_a_device_are_not_loaded(
+def test_the_memory_is_that_of_a_dry_run_and_what_does_not_fit_is_not_loaded(
     config: Path, judge: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(model_checks, "USABLE_MEMORY_FRACTION", 0.0)
-    _, checks, _ = run_doctor("--config", config, *settings(f"reward.model={judge}", *NO_EVALUATION))
-    assert verdicts(checks, "forward", "reward model") == ["skip", "skip"]
-    assert all("do not fit in a device's" in checks[name]["found"] for name in ("forward", "reward model"))
-
-
-def test_the_memory_is_that_of_a_dry_run(config: Path, judge: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     overrides = settings(f"reward.model={judge}", "model.lora.rank=2", *NO_EVALUATION)
     report = json.loads(here("train", "--config", config, "--dry-run", "--json", *overrides).stdout)
     peak = max(report["memory"], key=lambda phase: sum(report["memory"][phase].values()))
-    _, checks, _ = run_doctor("--config", config, *overrides)
-    found = f"{peak} needs most, arrays of {format_bytes(report['peak_bytes'])} on each device"
-    assert checks["memory"]["found"].startswith(found)
-    monkeypatch.setattr(doctor, "device_memory_bytes", lambda: report["peak_bytes"] - 1)
-    code, checks, _ = run_doctor("--config", config, *overrides)
-    assert (code, checks["memory"]["verdict"]) == (1, "fail")
-
-
-def test_a_reward_that_does_not_distinguish_answers_is_a_warning(config: Path, tmp_path: Path) -> None:
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text("".join(json.dumps({"prompt": "2+2=?", "answer": answer}) + "\n" for answer in ("4", "4.0")))
-    overrides = settings(f"data.source={rows}", *NO_EVALUATION, "mesh.shape='3,1,1'")
-    _, checks, _ = run_doctor("--config", config, *overrides)
-    assert checks["reward"]["found"].startswith("arithmetic: 1 for the reference answer, 1 for others; ")
-    assert checks["reward"]["verdict"] == "warn"
+    monkeypatch.setattr(model_checks, "USABLE_MEMORY_FRACTION", 0.0)
+    for available, expected in ((report["peak_bytes"], (0, "ok")), (report["peak_bytes"] - 1, (1, "fail"))):
+        monkeypatch.setattr(doctor, "device_memory_bytes", lambda available=available: available)
+        code, checks, _ = run_doctor("--config", config, *overrides)
+        found = f"{peak} needs most, arrays of {format_bytes(report['peak_bytes'])} on each device"
+        assert checks["memory"]["found"].startswith(found)
+        assert (code, checks["memory"]["verdict"]) == expected
+        assert verdicts(checks, "forward", "reward model") == ["skip", "skip"]
+        assert all("do not fit in a device's" in checks[name]["found"] for name in ("forward", "reward model"))
 
 
 def test_a_critic_that_cannot_be_used_fails_its_check(config: Path, tmp_path: Path) -> None:
@@ -162,3 +150,18 @@ def test_a_critic_that_cannot_be_used_fails_its_check(config: Path, tmp_path: Pa
     assert code == 2
     assert "= 20 tokens, but the context of" in checks["critic"]["found"]
     assert verdicts(checks, "model", "critic", "mesh") == ["ok", "fail", "skip"]
+
+
+@pytest.mark.two_hosts
+def test_a_host_without_the_model_does_not_block_the_other(tiny_model: Path, tmp_path: Path) -> None:
+    overrides = settings("eval.every_steps=0", "data.max_prompt_length=16", f"run.dir={tmp_path / 'runs'}")
+    of_each = settings(f"model.path={tiny_model}"), settings(f"model.path={tmp_path}/nowhere")
+    hosts = run_on_two_hosts("doctor", "--json", *overrides, of_each=of_each)
+    assert [host.exit_code for host in hosts] == [2, 2], hosts
+    assert "{" not in hosts[1].stdout
+    assert "error: model (host 1), hosts" in hosts[1].stderr
+    checks = json.loads(hosts[0].stdout[hosts[0].stdout.index("{") :])["checks"]
+    failed = {(one["check"], one["host"]) for one in checks if one["verdict"] == "fail"}
+    assert failed == {("model", 1), ("hosts", 0), ("hosts", 1)}
+    (forward,) = [one for one in checks if one["check"] == "forward"]
+    assert forward["verdict"] == "skip" and "or on another one" in forward["found"]

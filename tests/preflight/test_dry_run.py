@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -28,7 +27,6 @@ from tests.tiny_directory import CONFIG
 
 SHARDED = ("mesh.shape='2,2,2'", "algorithm.beta=0.1", "algorithm.epochs=2")
 ADAPTERS = ("model.lora.rank=2", "algorithm.beta=0.1")
-SLOW = pytest.mark.slow
 FIXED = (*SHARDED, "algorithm.rows_per_device=2", "score.rows_per_device=2")
 
 
@@ -53,17 +51,6 @@ def held(tree: Any) -> int:
     return max(on_device.values())
 
 
-def record_cache_size(function: Callable[..., Any], sizes: list[int], get_cache: Callable[[Any], Any]) -> Any:
-    """Returns the function, which also appends the bytes of the cache in its result to `sizes`."""
-
-    def recorded(*args: Any, **kwargs: Any) -> Any:
-        result = function(*args, **kwargs)
-        sizes.append(held(get_cache(result)))
-        return result
-
-    return recorded
-
-
 def longest_first(prompts: list[Prompt]) -> list[Prompt]:
     return sorted(prompts, key=lambda prompt: -len(prompt.token_ids))
 
@@ -71,12 +58,12 @@ def longest_first(prompts: list[Prompt]) -> list[Prompt]:
 @pytest.mark.parametrize(
     "overrides",
     [
-        pytest.param(SHARDED, id="sharded"),
+        pytest.param((*SHARDED, "model.dtype=bfloat16"), id="sharded"),
         pytest.param((*ADAPTERS, "mesh.shape='2,4,1'"), id="adapters"),
         pytest.param(("algorithm.name=ppo", "mesh.shape='2,2,2'"), id="critic"),
-        pytest.param(("model.dtype=bfloat16",), id="bfloat16", marks=SLOW),
-        pytest.param((*ADAPTERS, f"{QUANTIZE_BASE_SETTING}=int8", "model.dtype=bfloat16"), id="int8", marks=SLOW),
-        pytest.param((*ADAPTERS, f"{QUANTIZE_BASE_SETTING}=nf4", "mesh.shape='1,4,2'"), id="nf4", marks=SLOW),
+        pytest.param(
+            (*ADAPTERS, f"{QUANTIZE_BASE_SETTING}=nf4", "mesh.shape='1,4,2'"), id="nf4", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_the_bytes_equal_those_of_the_real_arrays(config: Path, overrides: tuple[str, ...]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -55,7 +56,6 @@ def check_hub(source: HubSource = MODEL) -> CheckResult:
 
 
 def test_the_hub_sources_are_those_that_a_run_uses(tmp_path: Path) -> None:
-    assert hub_sources(load_settings()) == ()
     assert hub_sources(load_settings(f"model.path={tmp_path}", f"data.source={tmp_path}/rows.jsonl")) == ()
     overrides = ("model.path=a/b@r1", "data.source=hf:c/d:main", "data.eval_source=hf:e/f")
     more = ("algorithm.name=ppo", "critic.path=g/h", "reward.model=i/j")
@@ -112,13 +112,13 @@ def test_a_gated_data_set_fails_although_the_hub_lists_its_files(hub: LocalHub, 
     (tmp_path / "rows").mkdir()
     (tmp_path / "rows" / "train.jsonl").write_text('{"prompt": "1+1=?", "answer": "2"}\n')
     commit = hub.commit("datasets/owner/rows", tmp_path / "rows")
-    for source in (ROWS, ROWS._replace(revision="main")):
-        result = check_hub(source)
-        assert result.verdict == "warn" and f"would download commit {commit[:12]}" in result.found
+    result = check_hub(ROWS._replace(revision="main"))
+    assert result.verdict == "warn" and f"would download commit {commit[:12]}" in result.found
+    assert result.advice.endswith("hf download owner/rows --repo-type dataset")
     hub.gated.add("datasets/owner/rows")
     result = check_hub(ROWS)
     assert (result.verdict, result.exit_code) == ("fail", 2)
-    assert "this user has no access; accept its license at https://huggingface.co/datasets/owner/rows" in result.found
+    assert "accept its license at https://huggingface.co/datasets/owner/rows" in result.found
     assert "there is no such dataset, or it is private" in check_hub(ROWS._replace(hub_id="owner/nothing")).found
 
 
@@ -164,15 +164,19 @@ def test_older_and_missing_packages_are_a_warning() -> None:
 def test_the_disk_must_have_space_for_the_checkpoints(
     tmp_path: Path, checkpoint_bytes: int | None, verdict: str, code: int
 ) -> None:
-    recorder = CheckRecorder()
-    check_disk(recorder, tmp_path / "runs" / "not-yet", Settings(), checkpoint_bytes)
-    (result,) = recorder.results
-    assert (result.verdict, result.exit_code) == (verdict, code)
-    assert f"free at {tmp_path}" in result.found
+    # The newest ones, the best one if there is one, and one that is being written.
+    for overrides, count in (((), 5), (("checkpoint.best_metric=null",), 4), (("eval.every_steps=0",), 4)):
+        recorder, chosen = CheckRecorder(), load_settings("checkpoint.keep=3", *overrides)
+        check_disk(recorder, tmp_path / "runs" / "not-yet", chosen, checkpoint_bytes)
+        (result,) = recorder.results
+        assert (result.verdict, result.exit_code) == (verdict, code)
+        assert f"free at {tmp_path}" in result.found
+        assert (f"a run needs space for {count} checkpoints of " in result.found) == (checkpoint_bytes is not None)
 
 
-def test_the_newest_checkpoints_the_best_and_one_being_written_count(tmp_path: Path) -> None:
-    for overrides, count in (((), 2 + Settings().checkpoint.keep), (("checkpoint.best_metric=null",), 4)):
+def test_the_space_that_is_free_suffices_exactly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=500))
+    for size, verdict in ((100, "ok"), (101, "fail")):
         recorder = CheckRecorder()
-        check_disk(recorder, tmp_path, load_settings("checkpoint.keep=3", *overrides) if overrides else Settings(), 1)
-        assert f"a run needs space for {count} checkpoints of " in recorder.results[0].found
+        check_disk(recorder, tmp_path, load_settings("checkpoint.keep=3"), size)
+        assert recorder.results[0].verdict == verdict

@@ -4,18 +4,30 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import jax
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 from app.mesh import devices
-from app.mesh.placement import bytes_per_device
-from app.preflight.inspect_mesh import MeshInspection, build_mesh_inspection, open_step_outline
-from app.records.text_format import format_bytes
+from app.mesh.axis_rules import partition_spec
+from app.mesh.chips import parse_slice
+from app.mesh.placement import bytes_per_device, row_sharding
+from app.preflight.inspect_mesh import (
+    HostParts,
+    MeshInspection,
+    build_mesh_inspection,
+    host_parts,
+    open_step_outline,
+    weight_placement,
+)
 from app.runtime.session import Session
 from settings import Resolved, load
 from tests.program import here, of_tiny, settings
+from tests.tiny import make_mesh
 
 GIB = 2**30
 
@@ -63,16 +75,6 @@ def test_only_the_configuration_of_a_model_is_read(tiny_model: Path, tmp_path: P
     assert inspect_json(tmp_path) == inspect_json(tiny_model)
 
 
-def test_a_preset_can_be_inspected(tiny_model: Path, tmp_path: Path) -> None:
-    config = json.loads((tiny_model / "config.json").read_text()) | {"max_position_embeddings": 32_768}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    result = here(
-        "inspect-mesh", "--config", "quickstart_ppo", *settings(f"model.path={tmp_path}", "mesh.pretend=v4-16")
-    )
-    assert result.exit_code == 0, result.stderr
-    assert "weights of the critic" in result.stdout
-
-
 def test_a_simulated_slice_has_its_hosts_memory_and_devices(tiny_model: Path) -> None:
     report = inspect_json(tiny_model, "mesh.pretend=v4-16")
     assert report["shape"] == {"dp": 2, "fsdp": 4, "tp": 1}
@@ -110,14 +112,6 @@ def test_the_notes_are_those_of_a_launch(tiny_model: Path) -> None:
     assert slots.startswith("rollout.slots: auto: 16 on each host for all samples of a step")
     assert f"{arithmetic}\n" in report.to_text()
     assert report.generation.startswith("16 slots with a cache of ")
-
-
-def test_the_report_has_the_bytes_of_weights_for_the_rollout(tiny_model: Path) -> None:
-    session, report = inspect(load_settings(tiny_model, "mesh.pretend=v4-16", "mesh.shape=1,8,1"))
-    # Each host holds all of them, of which a device had an eighth.
-    whole = bytes_per_device(session.to_decode_weights.abstract_weights)
-    assert report.transferred_bytes == pytest.approx(whole * 7 / 8, rel=0.01)
-    assert f"{format_bytes(report.transferred_bytes)} into each device for a policy version" in report.to_text()
 
 
 PHASES = ("rollout", "evaluation")
@@ -165,3 +159,58 @@ def test_only_a_slice_of_the_table_can_be_simulated_and_only_by_checks(tiny_mode
         assert result.exit_code == 2
         message = "mesh.pretend = 'v4-16' (from --set): only grpo train --dry-run and grpo inspect-mesh accept"
         assert message in result.stderr
+
+
+WEIGHTS = {
+    # embed is split over fsdp and vocab over tp; three heads cannot be split in two.
+    "embedding": (jax.ShapeDtypeStruct((48, 32), "float32"), ("vocab", "embed"), ("tp", "fsdp")),
+    "blocks.key.kernel": (
+        *(jax.ShapeDtypeStruct((2, 32, 3, 8), "float32"), ("layers", "embed", "kv_heads", "head")),
+        (None, "fsdp", None, None),
+    ),
+    # Two codes of a quantized kernel share a byte.
+    "blocks.up.codes": (
+        *(jax.ShapeDtypeStruct((2, 16, 48), "uint8"), ("layers", "embed", "mlp")),
+        (None, "fsdp", "tp"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_the_placement_of_a_weight_is_that_of_a_real_array(name: str) -> None:
+    (shape, dims, axes), mesh = WEIGHTS[name], make_mesh((2, 2, 2))
+    found = weight_placement(name, shape, dims, mesh)
+    array = jax.device_put(jax.numpy.zeros(shape.shape, shape.dtype), NamedSharding(mesh, PartitionSpec(*axes)))
+    assert partition_spec(dims, shape.shape, mesh) == PartitionSpec(*found.axes) == PartitionSpec(*axes)
+    assert array.addressable_shards[0].data.nbytes == found.bytes_per_device
+
+
+def test_the_parts_of_a_host_are_those_that_jax_gives_its_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Virtual devices of two hosts with four each.
+    monkeypatch.setattr(devices, "_simulated_slice", parse_slice("v4-16"))
+    mesh = make_mesh((2, 2, 2))
+    rows = row_sharding(mesh).devices_indices_map((4,))
+    weights = NamedSharding(mesh, PartitionSpec("fsdp", "tp")).devices_indices_map((2, 2))
+    for parts in host_parts(mesh):
+        of_host = [device for device in mesh.devices.flat if device.id in parts.devices]
+        assert len(of_host) == 4
+        assert {rows[device][0].start for device in of_host} == {*parts.rows}
+        assert {(one.start, two.start) for one, two in (weights[device] for device in of_host)} == {
+            *zip(parts.fsdp, parts.tp, strict=True)
+        }
+
+
+def test_the_text_is_a_table_that_lists_few_of_many_hosts(tiny_model: Path) -> None:
+    _, report = inspect(load_settings(tiny_model, "mesh.pretend=v4-16"))
+    lines = report.to_text().splitlines()
+    assert lines[:2] == [
+        "8 x TPU v4 (tpu), 32.00 GiB each, on 2 host(s)",
+        "host 0 of a simulated v4-16: devices 0-3",
+    ]
+    assert lines[3] == "mesh dp 2 x fsdp 4 x tp 1"
+    assert lines[4].startswith("host  devices  parts of rows (of 8)")
+    assert [line.split() for line in lines[5:7]] == [["0", "0-3", "0-3", "0-3", "0"], ["1", "4-7", "4-7", "0-3", "0"]]
+    assert "32 samples per step, 4 per device" in lines
+    hosts = [HostParts(i, (2 * i, 2 * i + 1), (2 * i, 2 * i + 1), (0, 1), (0, 0)) for i in range(10)]
+    rows = [line.split() for line in replace(report, hosts=hosts).to_text().splitlines()[5:9]]
+    assert [row[:2] for row in rows] == [["0", "0-1"], ["1", "2-3"], ["...", "..."], ["9", "18-19"]]

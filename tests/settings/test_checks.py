@@ -1,10 +1,13 @@
+"""Tests of the checks that involve several settings: what each refuses and accepts, and which command runs it."""
+
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
 
-from settings import InputError, Resolved, load
+from settings import load
+from settings.checks import commands, training
 from settings.checks.commands import (
     check_for_evaluation,
     check_for_mesh,
@@ -13,278 +16,178 @@ from settings.checks.commands import (
     check_for_train,
 )
 from settings.loading.config_file import preset_names
-from tests.settings.loading import load_text
+from tests.settings.loading import load_text, over_defaults, refusal, rows_of
+
+REFUSED_BY_TRAIN = rows_of("""
+reward.functions=judges:overlong reward.overlong_buffer=2 | =null | `overlong` is reserved for the length penalty of
+reward.functions=judges:env env.source=guess_number | =null | `env` is reserved for the reward of env.source
+reward.functions=judges:model reward.model=a/b | =null | `model` is reserved for the score of reward.model = 'a/b'
+max_length_sample=8 reward.overlong_buffer=8 | =7 | is not below rollout.max_new_tokens = 8 (from --set)
+rollout.prompts_per_step=131073 | =131072 | is more than 1,048,576 samples a step
+batch_size=12 algorithm.mini_batch_prompts=5 | =4 | does not divide rollout.prompts_per_step = 12 (from --set);
+  the nearest divisors: 4 or 6$
+batch_size=12 algorithm.mini_batch_prompts=13 | =12 | ; the nearest divisors: 12$
+max_length_sample=50 max_length_total=177 | =178 | set the latter to 178 or null, or lower rollout.max_new_tokens to 49$
+max_length_sample=50 max_length_total=128 | =null | set the latter to 178 or null$
+algorithm.max_tokens_per_device=191 | =192 | raise the quota to 192 or more
+algorithm.name=ppo critic.max_tokens_per_device=191 | =192 | = 192 tokens, and samples are not split
+algorithm.name=ppo algorithm.bootstrap_truncated=true score.critic.max_tokens_per_device=192 | =193
+   | + 1 token after it = 193 tokens
+reward.model=a/b score.reward.max_tokens_per_device=192 | =193 | raise the quota to 193 or more
+eval.num_samples=2 | eval.temperature=1 | eval.num_samples = 2 (from --set): with eval.temperature = 0.0 (from the
+eval.num_samples=2 | eval.every_steps=0 | all samples of a prompt are identical
+env.source=guess_number env.credit=turn | =trajectory | env.credit = 'turn' (from --set): algorithm.estimator = 'grpo'
+optimizer.second_moment=bfloat16 | optimizer.beta2=0.95 | would be lost with optimizer.beta2 = 0.999 (from the default)
+algorithm.name=ppo num_pre_q=1 algorithm.estimator=rloo | =gae | needs at least 2
+num_pre_q=1 | =2 | rollout.group_size = 1 (from --set): grpo compares the samples of a prompt with each other
+rollout.temperature=0 | =0.1 | = 0.0 (from --set): greedy samples of a prompt are identical, so grpo has nothing to
+algorithm.name=ppo rollout.temperature=0 | =1 | = 0.0 (from --set): greedy sampling does not explore
+env.source=guess_number env.weight=0 | =0.5 | all weights are 0
+reward.functions=[{name: gsm8k, weight: 0}]; reward.model=a/b; reward.model_weight=0 | =1 | all weights are 0
+algorithm.clip_low=1 | =0.9 | = 1.0 (from --set): algorithm.clip = 'ppo' (from other settings) clips ratios below
+algorithm.clip_low=1 | algorithm.clip=cispo | set it below 1
+algorithm.name=cispo algorithm.dual_clip=3 | =null | already bounds the weight of every token
+algorithm.name=ppo num_pre_q=1 algorithm.filter=zero_variance | =none | so no group would be kept
+algorithm.estimator=vtrace rollout.scheduler=adaptive rollout.max_staleness=2 algorithm.correction=none | =null
+   | tokens may come from an older policy, but algorithm.correction = 'none' (from --set) treats them as on-policy
+algorithm.correction=mask algorithm.correction_max=1 algorithm.correction_min=1 | =0.9 | is not below algorithm
+algorithm.kl_in=reward | algorithm.beta=0.05 | = 'reward' (from --set): with algorithm.beta = 0.0 (from the default)
+beta=0.05 algorithm.kl_target=0.1 | algorithm.kl_in=reward | only a penalty in the reward can be adapted
+algorithm.kl_target=0.1 | =null | algorithm.beta = 0.0 (from the default) would stay 0
+run.steps=1073741824 algorithm.epochs=2 | =1 | give more optimizer steps than the schedule can count
+algorithm.name=ppo run.steps=3 critic.warmup_steps=3 | =2 | lower it to at most 2$
+batch_size=8 steps=3 ppo_epochs=2 ppo_mini_batch_size=4 optimizer.warmup_steps=12 | =11
+   | gives 12 optimizer steps, so the warm-up would not end; lower it to at most 11$
+algorithm.name=ppo run.steps=3 critic.warmup_steps=1 optimizer.warmup_steps=2 | =1 | gives 2 optimizer steps, so
+run.steps=5 logging.profile_steps=[5,6,7] | =[1,5] | logging.profile_steps = (5, 6, 7) (from --set): step 6
+  is not part of the run, because run.steps = 5 (from --set); choose steps from 1 to 5$
+checkpoint.best_metric=eval/accuracy eval.every_steps=0 | =1 | is never measured, because eval.every_steps = 0
+run.early_stopping.patience=2 eval.every_steps=0 | =1 | compares evaluations, but eval.every_steps = 0 (from --set) and
+run.early_stopping.patience=2 checkpoint.best_metric=null | =x | = None (from --set) leave nothing to compare
+rollout.max_staleness=1 | rollout.scheduler=adaptive | during training; set rollout.scheduler: adaptive, or
+rollout.max_staleness=1 rollout.scheduler=sync rollout.placement=global | =island | set rollout.placement: island, or
+rollout.scheduler=adaptive rollout.devices=0.5 | rollout.max_staleness=1 | would wait for training, and training for
+rollout.scheduler=adaptive rollout.max_staleness=1 rollout.ray.address=auto rollout.devices=0.5 | =null
+   | with rollout.ray.address = 'auto' (from --set) no device of this host generates
+""")
+REFUSED_BY_ROLLOUT = rows_of("""
+rollout.segment.max=64 rollout.segment.min=65 | =64 | rollout.segment.min = 65 (from --set) exceeds rollout.segment.max
+rollout.workers.fast.count=0 rollout.workers.heavy.count=0 | =1 | there are no workers
+rollout.workers.fast.max_length=128 | =129 | leaves no token for a completion after a prompt of 128 tokens
+  (data.max_prompt_length = 128 (from the default)); raise it to 129 or more
+rollout.workers.heavy.count=0 rollout.workers.fast.max_length=191 | =192 | no worker is left for the longest sample
+rollout.placement=global rollout.scheduler=pdsr_v2 | =sync | one queue over all devices can only be scheduled by sync
+rollout.scheduler=adaptive rollout.slots=8 | =auto | with rollout.scheduler = 'adaptive' (from --set) each worker
+rollout.ray.address=auto | rollout.scheduler=adaptive | set rollout.scheduler: adaptive, or rollout.ray.address: null$
+rollout.ray.address=auto rollout.scheduler=sync rollout.placement=global | =island | set rollout.placement: island, or
+rollout.mode=exact | rollout.slots=16 | are bitwise reproducible only with a fixed number of slots
+rollout.mode=exact | rollout.scheduler=adaptive | are bitwise reproducible only with a fixed number of slots
+rollout.mode=exact rollout.slots=16 model.dtype=bfloat16 | =float32 | with model.dtype = 'bfloat16' (from --set)
+env.source=guess_number rollout.placement=global | =island | environments answer the samples of their own host
+env.tools=calculator rollout.stop=[x] | =[] | a turn ends with the model's own end-of-turn token
+rollout.routing_replay=true env.tools=calculator | =[] | routes of observations are not recorded
+env.source=guess_number rollout.pdsr.on_fast_limit=truncate rollout.scheduler=pdsr_v1 | =pdsr_v2 | has judged them
+mesh.coordinator_address=auto mesh.num_processes=2 | =null | must be null with mesh.coordinator_address: auto
+mesh.num_processes=2 | =null | also set mesh.coordinator_address and mesh.process_id, or only mesh.coordinator_address
+mesh.coordinator_address=h:1 mesh.num_processes=2 mesh.process_id=2 | =1 | ids range from 0 to 1$
+mesh.coordinator_address=h:1 mesh.num_processes=2 mesh.process_id=1 mesh.expect_processes=4 | =2
+   | mesh.expect_processes = 4 (from --set) differs from mesh.num_processes = 2 (from --set)
+mesh.cpu_devices=8 mesh.platform=tpu | =cpu | is for CPU hosts, but mesh.platform = 'tpu' (from --set)
+""")
+"""Settings; what else, or which other value of the last one, is accepted; and part of the message (its end: `$`)."""
 
 
-@pytest.fixture
-def resolve(tmp_path: Path):
-    """Loads `--set` overrides over the defaults of the schema."""
-    path = tmp_path / "c.yaml"
-    path.write_text("run: {seed: 0}")
-
-    def resolve(*overrides: str) -> Resolved:
-        return load(str(path), overrides, {})
-
-    return resolve
-
-
-def refusal(check, resolved: Resolved) -> str:
-    with pytest.raises(InputError) as caught:
-        check(resolved)
-    return str(caught.value)
+@pytest.mark.parametrize(("chosen", "way_out", "expected"), REFUSED_BY_TRAIN + REFUSED_BY_ROLLOUT)
+def test_settings_that_do_not_go_together_are_refused(chosen: str, way_out: str, expected: str) -> None:
+    overrides = chosen.split("; ") if ";" in chosen else chosen.split()
+    accepted = overrides[-1].partition("=")[0] + way_out if way_out.startswith("=") else way_out
+    message = refusal(check_for_train, over_defaults(*overrides))
+    assert expected in f"{message}$" and len(message.splitlines()) == 1
+    check_for_train(over_defaults(*overrides, accepted))
+    if [chosen, way_out, expected] in REFUSED_BY_ROLLOUT:
+        assert refusal(check_for_rollout, over_defaults(*overrides)) == message
+        check_for_rollout(over_defaults(*overrides, accepted))
 
 
-@pytest.mark.parametrize("preset", preset_names())
-def test_every_preset_can_be_trained_with(preset: str) -> None:
-    check_for_train(load(preset, [], {}))
-
-
-@pytest.mark.parametrize("preset", [name for name in preset_names() if "gsm8k" in name])
-def test_a_gsm8k_preset_asks_for_the_answer_where_it_is_looked_for(preset: str) -> None:
-    """YAML reads an unquoted text up to ` #`, which starts a comment."""
-    assert "####" in (load(preset, [], {}).settings.data.system_prompt or "")
-
-
-def test_greedy_sampling_is_refused_by_train_alone(resolve) -> None:
-    resolved = resolve("rollout.temperature=0", "rollout.group_size=1")
-    message = refusal(check_for_train, resolved)
-    assert "rollout.temperature = 0.0 (from --set): greedy samples of a prompt are identical" in message
-    assert "rollout.group_size = 1 (from --set)" in message and "at least 2" in message
-    assert len(message.splitlines()) == 2
-    message = refusal(check_for_train, resolve("rollout.temperature=0", "algorithm.name=ppo"))
-    assert "rollout.temperature = 0.0 (from --set): greedy sampling does not explore" in message
-    check_for_rollout(resolved)
-    check_for_score(resolved)
-
-
-def test_a_penalty_of_weight_zero_has_no_place_in_the_reward(resolve) -> None:
-    message = refusal(check_for_train, resolve("algorithm.kl_in=reward"))
-    assert message.startswith("algorithm.kl_in = 'reward' (from --set): with algorithm.beta = 0.0 (from the default) ")
-    assert "set algorithm.beta above 0" in message
-    refusal(check_for_train, resolve("algorithm.kl_in=reward", "algorithm.beta=0"))
-    check_for_train(resolve("algorithm.kl_in=reward", "algorithm.beta=0.05"))
-    check_for_train(resolve("algorithm.name=rloo"))
-
-
-def test_a_penalty_may_be_turned_off_by_a_later_layer_than_the_one_that_placed_it(tmp_path: Path) -> None:
-    path = tmp_path / "c.yaml"
-    for target in ("null", "0.1"):
-        path.write_text(f"algorithm: {{kl_in: reward, beta: 0.05, kl_target: {target}}}")
-        check_for_train(load(str(path), ["algorithm.beta=0"], {}))
-    path.write_text("algorithm: {beta: 0}")
-    refusal(check_for_train, load(str(path), ["algorithm.kl_in=reward"], {}))
-
-
-def test_a_penalty_is_adapted_only_where_there_is_one_in_the_reward(resolve) -> None:
-    penalty = ("algorithm.beta=0.05", "algorithm.kl_target=0.1")
-    check_for_train(resolve(*penalty, "algorithm.kl_in=reward"))
-    message = refusal(check_for_train, resolve(*penalty))
-    assert message.startswith("algorithm.kl_target = 0.1 (from --set): only a penalty in the reward can be adapted")
-    assert "algorithm.kl_in = 'loss'" in message and "set algorithm.kl_in: reward" in message
-    message = refusal(check_for_train, resolve("algorithm.kl_target=0.1"))
-    assert "algorithm.beta = 0.0 (from the default) would stay 0" in message
-
-
-def test_a_second_moment_of_8_bits_needs_a_fast_decay(resolve) -> None:
-    rounded = "optimizer.second_moment=bfloat16"
-    message = refusal(check_for_train, resolve(rounded))
-    assert "the change of one update would be lost with optimizer.beta2 = 0.999" in message
-    check_for_train(resolve(rounded, "optimizer.beta2=0.95"))
-    check_for_train(resolve("optimizer.first_moment=bfloat16"))
-
-
-def test_a_clip_that_cuts_nothing_below_belongs_to_cispo(resolve) -> None:
-    message = refusal(check_for_train, resolve("algorithm.clip_low=1.5"))
-    assert message.startswith("algorithm.clip_low = 1.5 (from --set): algorithm.clip = 'ppo' (from other settings)")
-    assert "set it below 1" in message
-    check_for_train(resolve("algorithm.clip_low=1.5", "algorithm.clip=cispo"))
-
-
-def test_the_second_clip_has_nothing_to_do_beside_cispo(resolve) -> None:
-    message = refusal(check_for_train, resolve("algorithm.name=cispo", "algorithm.dual_clip=3.0"))
-    assert "set algorithm.dual_clip to null" in message
-
-
-def test_an_estimator_that_compares_no_siblings_takes_groups_of_one_unless_they_are_filtered(resolve) -> None:
-    alone = ("algorithm.name=reinforce_plus_plus", "rollout.group_size=1")
-    check_for_train(resolve(*alone))
-    message = refusal(check_for_train, resolve(*alone, "algorithm.filter=zero_variance"))
-    assert "no group would be kept" in message
-    refusal(check_for_train, resolve(*alone, "algorithm.estimator=rloo"))
-
-
-@pytest.mark.parametrize("buffer", [8, 9])
-def test_a_buffer_as_long_as_the_longest_completion_is_refused(resolve, buffer: int) -> None:
-    message = refusal(check_for_train, resolve(f"reward.overlong_buffer={buffer}", "rollout.max_new_tokens=8"))
-    assert message.startswith(
-        f"reward.overlong_buffer = {buffer} (from --set) is not below rollout.max_new_tokens = 8 (from --set)"
-    )
-    check_for_train(resolve("reward.overlong_buffer=7", "rollout.max_new_tokens=8"))
-
-
-def test_the_name_of_the_penalty_for_length_is_taken_while_there_is_one(resolve) -> None:
-    function = "reward.functions=['judges:overlong']"
-    check_for_train(resolve(function))
-    assert "another `name:`" in refusal(check_for_train, resolve(function, "reward.overlong_buffer=2"))
-
-
-def test_an_environment_needs_no_functions_and_has_none_unless_they_are_set(resolve) -> None:
-    alone = resolve("env.source=guess_number")
-    assert alone.settings.reward.functions == () and alone.provenance["reward.functions"] == "derived"
-    check_for_train(alone)
-    assert [f.name for f in resolve("env.tools=calculator").settings.reward.functions] == ["arithmetic"]
-    both = resolve("env.source=guess_number", "reward.functions=gsm8k")
-    assert [f.name for f in both.settings.reward.functions] == ["gsm8k"]
-    with pytest.raises(InputError, match=r"reward.functions: expected at least one function, got \[\] \(from --set\)"):
-        resolve("reward.functions=[]")
-    assert "all weights are 0" in refusal(check_for_train, resolve("env.source=guess_number", "env.weight=0"))
-
-
-@pytest.mark.parametrize(("mini_batch", "nearest"), [(5, "4 or 6"), (7, "6 or 12"), (13, "12"), (500, "12")])
-def test_a_mini_batch_that_does_not_divide_the_step_is_told_its_neighbours(
-    resolve, mini_batch: int, nearest: str
-) -> None:
-    message = refusal(check_for_train, resolve("batch_size=12", f"ppo_mini_batch_size={mini_batch}"))
-    assert message.endswith(
-        f"does not divide rollout.prompts_per_step = 12 (from --set); the nearest divisors: {nearest}"
-    )
-    check_for_train(resolve("batch_size=12", "ppo_mini_batch_size=4"))
-
-
-def test_a_total_length_without_room_says_what_fits(resolve) -> None:
-    resolved = resolve("data.max_prompt_length=100", "max_length_sample=50", "max_length_total=120")
-    for check in (check_for_train, check_for_rollout):
-        assert refusal(check, resolved).endswith(
-            "more than rollout.max_length_total = 120 (from --set); "
-            "set the latter to 150 or null, or lower rollout.max_new_tokens to 20"
-        )
-    check_for_score(resolved)
-
-
-LONGEST = ("data.max_prompt_length=512", "max_length_sample=1024")
-WAY_OUT = (
-    "is less than the longest possible sample: data.max_prompt_length = 512 (from --set) + "
-    "rollout.max_new_tokens = 1024 (from --set) = 1536 tokens, and samples are not split; "
-    "raise the quota to 1536 or more, lower one of these lengths, or set"
+WRONG_EVERYWHERE = (
+    *("algorithm.mini_batch_prompts=3", "rollout.max_length_total=2", "rollout.segment.min=8192"),
+    *("env.tools=calculator", "rollout.stop=[x]", "rollout.max_staleness=1", "algorithm.max_tokens_per_device=191"),
+    *("score.max_tokens_per_device=192", "mesh.num_processes=2", "mesh.pretend=v4-8", "eval.num_samples=2"),
+    *("rollout.temperature=0", "algorithm.kl_in=reward", "reward.overlong_buffer=64", "optimizer.warmup_steps=1000"),
 )
+IN_SAMPLING = {"data.max_prompt_length", "rollout.segment.min", "rollout.stop", "mesh.num_processes"}
+IN_SIZES = IN_SAMPLING | {"algorithm.mini_batch_prompts", "rollout.max_staleness", "algorithm.max_tokens_per_device"}
+IN_TRAINING = IN_SIZES | {
+    *("rollout.temperature", "algorithm.kl_in", "reward.overlong_buffer", "optimizer.warmup_steps", "eval.num_samples")
+}
 
 
-def test_a_quota_must_hold_the_longest_sample_that_may_come(resolve) -> None:
-    check_for_train(resolve(*LONGEST, "ppo_max_token_len_per_gpu=1536"))
-    resolved = resolve(*LONGEST, "ppo_max_token_len_per_gpu=1535")
-    assert refusal(check_for_train, resolved) == (
-        f"algorithm.max_tokens_per_device = 1535 (from --set) {WAY_OUT} algorithm.rows_per_device instead"
-    )
-    check_for_rollout(resolved)
-    check_for_score(resolved)
-    check_for_train(resolve(*LONGEST, "algorithm.rows_per_device=2"))
+@pytest.mark.parametrize(
+    ("command", "expected"),
+    [
+        ("train", IN_TRAINING | {"mesh.pretend"}),
+        ("dry_run", IN_TRAINING),
+        ("inspect_mesh", IN_SIZES),
+        ("rollout", IN_SAMPLING | {"mesh.pretend"}),
+        ("evaluation", IN_SAMPLING | {"mesh.pretend", "eval.num_samples"}),
+        ("score", {"reward.overlong_buffer", "mesh.num_processes", "mesh.pretend"}),
+        ("mesh", {"mesh.num_processes", "mesh.pretend"}),
+    ],
+)
+def test_a_command_lists_all_that_is_wrong_in_what_it_uses(command: str, expected: set[str]) -> None:
+    message = refusal(getattr(commands, f"check_for_{command}"), over_defaults(*WRONG_EVERYWHERE))
+    assert sorted(line.partition(" ")[0] for line in message.splitlines()) == sorted(expected)
 
 
 @pytest.mark.parametrize(
     ("overrides", "roles"),
     [
-        ((), []),
-        (["algorithm.beta=0.1"], ["reference"]),
-        (["algorithm.epochs=2"], ["policy"]),
-        (["algorithm.beta=0.1", "algorithm.epochs=2"], ["policy", "reference"]),
-        (["algorithm.beta=0.1", "algorithm.epochs=2", "ref_logprob_mbs_per_gpu=2"], ["policy"]),
-        (["algorithm.beta=0.1", "algorithm.epochs=2", "score.policy.max_tokens_per_device=4096"], ["reference"]),
+        ("", []),
+        ("beta=0.1 ppo_epochs=2", ["policy", "reference"]),
+        ("beta=0.1 ppo_epochs=2 score.reference.rows_per_device=2", ["policy"]),
+        ("algorithm.estimator=vtrace score.critic.max_tokens_per_device=192", ["policy"]),
     ],
 )
-def test_only_the_quotas_of_roles_that_a_step_scores_are_checked(resolve, overrides, roles) -> None:
-    resolved = resolve(*LONGEST, "score.max_tokens_per_device=1535", *overrides)
-    if roles:
-        assert refusal(check_for_train, resolved).splitlines() == [
-            f"score.{role}.max_tokens_per_device = 1535 (from --set) {WAY_OUT} score.{role}.rows_per_device instead"
-            for role in roles
-        ]
-    else:
-        check_for_train(resolved)
+def test_only_the_quotas_of_roles_that_a_step_scores_are_checked(overrides: str, roles: list[str]) -> None:
+    resolved = over_defaults("score.max_tokens_per_device=191", *overrides.split())
+    lines = refusal(check_for_train, resolved).splitlines() if roles else [check_for_train(resolved)][1:]
+    assert lines == [
+        f"score.{role}.max_tokens_per_device = 191 (from --set) is less than the longest possible sample: "
+        "data.max_prompt_length = 128 (from the default) + rollout.max_new_tokens = 64 (from the default) = 192 tokens,"
+        " and samples are not split; raise the quota to 192 or more, lower one of these lengths, or set "
+        f"score.{role}.rows_per_device instead"
+        for role in roles
+    ]
 
 
-def test_a_warmup_must_end_within_the_run(resolve) -> None:
-    steps = ("run.steps=3", "algorithm.epochs=2", "batch_size=8", "ppo_mini_batch_size=4")
-    check_for_train(resolve(*steps, "optimizer.warmup_steps=11"))
-    message = refusal(check_for_train, resolve(*steps, "optimizer.warmup_steps=12"))
-    assert message.endswith("gives 12 optimizer steps, so the warm-up would not end; lower it to at most 11")
-
-
-def test_a_step_beyond_the_run_cannot_be_profiled(resolve) -> None:
-    check_for_train(resolve("run.steps=5", "logging.profile_steps=[1, 5]"))
-    message = refusal(check_for_train, resolve("run.steps=5", "logging.profile_steps=[5, 6, 7]"))
-    assert message == (
-        "logging.profile_steps = (5, 6, 7) (from --set): step 6 is not part of the run, because "
-        "run.steps = 5 (from --set); choose steps from 1 to 5"
-    )
-
-
-def test_without_evaluation_there_is_no_best_checkpoint(resolve, folder) -> None:
-    assert resolve().settings.checkpoint.best_metric == "eval/accuracy"
-    resolved = resolve("eval.every_steps=0")
+def test_tensorboard_needs_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    resolved = over_defaults("logging.tensorboard=true")
+    monkeypatch.setattr(training, "find_spec", lambda name: object())
     check_for_train(resolved)
-    assert resolved.settings.checkpoint.best_metric is None
-    assert resolved.origin("checkpoint.best_metric") == "other settings"
-    # As in every settings.yaml of a run, where the metric is written out.
-    resolved = load_text(folder, "checkpoint: {best_metric: eval/accuracy}", "eval.every_steps=0")
-    check_for_train(resolved)
-    assert resolved.settings.checkpoint.best_metric is None
-    message = refusal(check_for_train, resolve("eval.every_steps=0", "checkpoint.best_metric=eval/accuracy"))
-    assert "(from --set) is never measured, because eval.every_steps = 0 (from --set) disables evaluation" in message
+    monkeypatch.setattr(training, "find_spec", lambda name: None)
+    assert "tensorboardX is not installed; run pip install -e '.[tensorboard]'" in refusal(check_for_train, resolved)
 
 
-@pytest.mark.parametrize("check", [check_for_train, check_for_rollout, check_for_score, check_for_mesh])
-def test_processes_are_described_whole_or_not_at_all(resolve, check) -> None:
-    check(resolve("mesh.coordinator_address=h:1", "mesh.num_processes=2", "mesh.process_id=1"))
-    check(resolve("mesh.coordinator_address=auto"))
-    assert "must be null" in refusal(check, resolve("mesh.coordinator_address=auto", "mesh.num_processes=2"))
-    message = refusal(check, resolve("mesh.num_processes=2"))
-    assert "also set mesh.coordinator_address and mesh.process_id" in message
-    message = refusal(check, resolve("mesh.coordinator_address=h:1", "mesh.num_processes=2", "mesh.process_id=2"))
-    assert message.endswith("ids range from 0 to 1")
+def test_a_later_layer_may_turn_off_the_penalty(folder: Path) -> None:
+    for target in ("null", "0.1"):
+        text = f"algorithm: {{kl_in: reward, beta: 0.05, kl_target: {target}}}"
+        check_for_train(load_text(folder, text, "algorithm.beta=0"))
+    refusal(check_for_train, load_text(folder, "algorithm: {beta: 0}", "algorithm.kl_in=reward"))
 
 
-def test_as_many_hosts_as_expected_are_given(resolve) -> None:
-    trio = ("mesh.coordinator_address=h:1", "mesh.num_processes=2", "mesh.process_id=1")
-    check_for_mesh(resolve(*trio, "mesh.expect_processes=2"))
-    check_for_mesh(resolve("mesh.expect_processes=4"))
-    message = refusal(check_for_mesh, resolve(*trio, "mesh.expect_processes=4"))
-    assert "mesh.expect_processes = 4 (from --set) differs from mesh.num_processes = 2 (from --set)" in message
+def test_greedy_samples_of_one_prompt_are_refused_by_training_alone() -> None:
+    resolved = over_defaults("rollout.temperature=0", "rollout.group_size=1", "eval.every_steps=0")
+    assert len(refusal(check_for_train, resolved).splitlines()) == 2
+    for check in (check_for_rollout, check_for_score, check_for_evaluation):
+        check(resolved)
 
 
-def test_virtual_devices_are_of_a_cpu(resolve) -> None:
-    check_for_mesh(resolve("mesh.cpu_devices=8", "mesh.platform=cpu"))
-    message = refusal(check_for_mesh, resolve("mesh.cpu_devices=8", "mesh.platform=tpu"))
-    assert "mesh.cpu_devices = 8 (from --set) is for CPU hosts, but mesh.platform = 'tpu' (from --set)" in message
+def test_hosts_may_be_left_to_the_platform() -> None:
+    check_for_mesh(over_defaults("mesh.coordinator_address=auto"))
+    check_for_mesh(over_defaults("mesh.expect_processes=4"))
 
 
-def test_greedy_samples_are_drawn_once_where_anything_is_evaluated() -> None:
-    several = ["eval.num_samples=4"]
-    for check in (check_for_train, check_for_evaluation):
-        message = refusal(check, load(None, several, {}))
-        assert message.startswith(
-            "eval.num_samples = 4 (from --set): with eval.temperature = 0.0 (from the default) all samples"
-        )
-        check(load(None, [*several, "eval.temperature=1"], {}))
-    check_for_train(load(None, [*several, "eval.every_steps=0"], {}))
-
-
-def test_a_model_is_evaluated_also_where_training_is_not() -> None:
-    check_for_evaluation(load(None, ["eval.every_steps=0", "rollout.group_size=1", "rollout.temperature=0"], {}))
-
-
-def test_early_stopping_needs_evaluations_and_a_metric(resolve) -> None:
-    patience = "run.early_stopping.patience=2"
-    check_for_train(resolve(patience))
-    message = refusal(check_for_train, resolve(patience, "eval.every_steps=0"))
-    assert "compares evaluations, but eval.every_steps = 0 (from --set)" in message
-    message = refusal(check_for_train, resolve(patience, "checkpoint.best_metric=null"))
-    assert "checkpoint.best_metric = None (from --set) leave nothing to compare" in message
-
-
-def test_turns_are_rewarded_only_where_returns_are_per_token(resolve) -> None:
-    played = ("env.source=guess_number", "env.credit=turn", "env.turn_discount=0.5")
-    assert "env.credit = 'turn' (from --set): algorithm.estimator = 'grpo'" in refusal(
-        check_for_train, resolve(*played)
-    )
-    for algorithm in ("algorithm.name=ppo", "algorithm.estimator=vtrace", "algorithm.name=reinforce_plus_plus"):
-        check_for_train(resolve(*played, algorithm))
+def test_gsm8k_presets_ask_for_the_answer_where_it_is_looked_for() -> None:
+    """YAML reads an unquoted text up to ` #`, which starts a comment."""
+    for preset in (name for name in preset_names() if "gsm8k" in name):
+        assert "####" in (load(preset, [], {}).settings.data.system_prompt or ""), preset

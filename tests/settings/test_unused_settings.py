@@ -2,43 +2,41 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from settings import load
 from settings.checks.commands import check_for_train
 from settings.checks.unused_settings import launch_notices, unused_adapter_notices
-from tests.settings.loading import load_text, with_sets
+from tests.settings.loading import over_defaults, rows_of, with_sets
 
-CRITICS = "algorithm.estimator gae or vtrace"
+UNUSED = rows_of("""
+algorithm.gamma=0.9 | algorithm.estimator gae or reinforce_plus_plus or vtrace | algorithm.name=reinforce_plus_plus
+algorithm.gae_chunk_size=64 | grpo gae --backend chunked | -
+algorithm.lam=0.9 | algorithm.estimator gae or vtrace | algorithm.estimator=vtrace
+critic.learning_rate=1.0 | algorithm.estimator gae or vtrace | algorithm.name=ppo
+critic.max_tokens_per_device=4096 | algorithm.estimator gae or vtrace | algorithm.name=ppo
+critic.lam=0.5 | algorithm.estimator gae | algorithm.estimator=gae
+algorithm.correction_max=3.0 | algorithm.correction mask or truncate | algorithm.correction=truncate
+algorithm.correction_min=0.1 | algorithm.correction mask | algorithm.correction=mask
+model.lora.alpha=32.0 | model.lora.rank of 1 or more | model.lora.rank=2
+score.reference.offload=True | model.lora.rank null | model.lora.rank=0
+env.max_turns=3 | env.source or env.tools | env.tools=calculator
+env.weight=0.5 | env.source | env.source=guess_number
+env.turn_discount=0.5 | env.credit turn | env.credit=turn
+""")
 
 
-@pytest.mark.parametrize(
-    ("unused", "condition", "used_with"),
-    [
-        ("algorithm.gamma=0.9", "algorithm.estimator gae or reinforce_plus_plus or vtrace", "algorithm.name=ppo"),
-        ("algorithm.lam=0.9", CRITICS, "algorithm.estimator=vtrace"),
-        ("critic.learning_rate=1.0", CRITICS, "algorithm.name=ppo"),
-        ("critic.max_tokens_per_device=4096", CRITICS, "algorithm.name=ppo"),
-        ("critic.lam=0.5", "algorithm.estimator gae", "algorithm.estimator=gae"),
-        ("algorithm.correction_max=3.0", "algorithm.correction mask or truncate", "algorithm.correction=truncate"),
-        ("algorithm.correction_min=0.1", "algorithm.correction mask", "algorithm.correction=mask"),
-        ("model.lora.alpha=32.0", "model.lora.rank of 1 or more", "model.lora.rank=2"),
-        ("env.max_turns=3", "env.source or env.tools", "env.tools=calculator"),
-        ("env.weight=0.5", "env.source", "env.source=guess_number"),
-        ("env.turn_discount=0.5", "env.source", None),
-    ],
-)
+@pytest.mark.parametrize(("unused", "condition", "used_with"), UNUSED)
 def test_a_setting_that_nothing_reads_is_named_with_what_would_read_it(
-    unused: str, condition: str, used_with: str | None
+    unused: str, condition: str, used_with: str
 ) -> None:
-    resolved = with_sets(unused)
-    check_for_train(resolved)
+    needed = {"model.lora.rank null": "model.lora.rank=8", "env.credit turn": "env.source=guess_number"}
+    base = ("optimizer.learning_rate=1e-5", needed.get(condition, "algorithm.name=grpo"))
     field, _, value = unused.partition("=")
+    resolved = over_defaults(*base, unused)
     assert f"no effect without {condition}: {field} = {value} (from --set)" in launch_notices(resolved)
-    if used_with is not None:
-        notices = launch_notices(with_sets(unused, used_with, "optimizer.learning_rate=1e-5"))
+    if used_with != "-":
+        notices = launch_notices(over_defaults(*base, unused, used_with))
         assert [notice for notice in notices if notice.startswith("no effect")] == []
 
 
@@ -48,53 +46,40 @@ def test_what_a_preset_set_for_another_algorithm_is_told_in_one_line() -> None:
     resolved = load("quickstart_ppo", ["algorithm.name=grpo", "rollout.group_size=2"], {})
     check_for_train(resolved)
     (notice,) = launch_notices(resolved)
-    assert notice.startswith(f"no effect without {CRITICS}: algorithm.lam = 1.0 (from yaml:")
+    assert notice.startswith("no effect without algorithm.estimator gae or vtrace: algorithm.lam = 1.0 (from yaml:")
     assert ", critic.learning_rate = " in notice and ", critic.warmup_steps = " in notice
-
-
-def test_the_critic_s_micro_batches_are_not_named_where_they_are_the_policy_s() -> None:
+    # The micro-batches of the critic are the policy's.
     assert launch_notices(with_sets("algorithm.rows_per_device=2", "algorithm.dynamic_microbatch=false")) == ()
 
 
 def test_with_adapters_the_reference_is_not_moved_to_host_memory() -> None:
     offload = ("score.reference.offload=true", "algorithm.beta=0.1")
     assert with_sets(*offload).settings.offloads_reference is True
-    resolved = with_sets(*offload, "model.lora.rank=8", "optimizer.learning_rate=1e-5")
-    assert resolved.settings.offloads_reference is False
-    assert launch_notices(resolved) == (
-        "no effect without model.lora.rank null: score.reference.offload = True (from --set)",
-    )
+    assert with_sets(*offload, "model.lora.rank=8").settings.offloads_reference is False
 
 
-def test_the_default_learning_rate_is_called_too_low_for_adapters(folder: Path) -> None:
-    (line,) = launch_notices(load_text(folder, "model: {lora: {rank: 8}}"))
+def test_adapters_are_told_that_the_learning_rate_is_low_or_that_they_are_not_loaded() -> None:
+    resolved = over_defaults("model.lora.rank=8")
+    (line,) = launch_notices(resolved)
     assert line.startswith("optimizer.learning_rate = 1e-06 (from the default) suits training all weights")
-    assert unused_adapter_notices(with_sets("model.lora.rank=8")) == (
+    assert unused_adapter_notices(resolved) == (
         "model.lora.rank = 8 (from --set) has no effect here: model.path is loaded without adapters",
     )
+    for without in (over_defaults(), over_defaults("model.lora.rank=0")):
+        assert launch_notices(without) == () == unused_adapter_notices(without)
 
 
 @pytest.mark.parametrize(
-    ("overrides", "is_told"),
-    [(("env.tools=calculator",), True), (("env.tools=calculator", "rollout.mode=exact", "rollout.slots=4"), False)],
-)
-def test_a_launch_says_where_the_times_of_answers_decide_roundings(overrides: tuple[str, ...], is_told: bool) -> None:
-    notices = launch_notices(with_sets(*overrides))
-    assert [one.startswith("rollout.mode: fast: with an environment") for one in notices] == [True] * is_told
-
-
-@pytest.mark.parametrize(
-    ("source", "eval_source", "eval_split", "is_told"),
+    ("overrides", "start"),
     [
-        ("a.jsonl", "a.jsonl", None, True),
-        ("a.jsonl", "b.jsonl", None, False),
-        ("hf:a/b", "hf:a/b", None, False),
-        ("hf:a/b", "hf:a/b", "train", True),
+        ("env.tools=calculator", "rollout.mode: fast: with an environment"),
+        ("env.tools=calculator rollout.mode=exact rollout.slots=4", None),
+        ("data.source=a.jsonl data.eval_source=a.jsonl", "data.eval_source is data.source"),
+        ("data.source=a.jsonl data.eval_source=b.jsonl", None),
+        ("data.source=hf:a/b data.eval_source=hf:a/b", None),
+        ("data.source=hf:a/b data.eval_source=hf:a/b data.eval_split=train", "data.eval_source is data.source"),
     ],
 )
-def test_evaluating_on_the_training_data_is_told(
-    source: str, eval_source: str, eval_split: str | None, is_told: bool
-) -> None:
-    options = [f"data.source={source}", f"data.eval_source={eval_source}", f"data.eval_split={eval_split or 'null'}"]
-    told = [notice.startswith("data.eval_source is data.source") for notice in launch_notices(with_sets(*options))]
-    assert any(told) is is_told
+def test_a_launch_says_what_its_user_may_not_have_meant(overrides: str, start: str | None) -> None:
+    notices = launch_notices(with_sets(*overrides.split()))
+    assert [notice.startswith(start) for notice in notices] == [True] if start else notices == ()

@@ -1,0 +1,168 @@
+"""Tests of the values of settings that nobody set: they follow from other settings, never from devices."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import get_args
+
+import pytest
+
+from settings import load
+from settings.checks.commands import check_for_train
+from settings.checks.resumed_settings import SettingChange
+from settings.loading.algorithm_presets import ALGORITHM_PRESETS
+from settings.loading.fields import FIELDS
+from settings.schema.reward import DECISIVE_FIELDS, EnvironmentSettings
+from tests.settings.loading import load_text, over_defaults, with_sets
+
+STALE = ("rollout.max_staleness=2", "rollout.scheduler=adaptive")
+VTRACE = "algorithm.estimator=vtrace"
+
+
+def test_lengths_batches_and_sources_follow_from_others(folder: Path) -> None:
+    text = "rollout: {max_new_tokens: 1024, prompts_per_step: 6}\ndata: {max_prompt_length: 16, source: rows.jsonl}"
+    short = load_text(folder, text)
+    assert short.settings.rollout.max_length_total == 1024 + 128
+    assert short.provenance["rollout.max_length_total"] == "derived"
+    assert load_text(folder, text, "data.max_prompt_length=512").settings.rollout.max_length_total == 1024 + 512
+    settings = short.settings
+    assert (settings.algorithm.mini_batch_prompts, settings.mesh.shape) == (6, "auto")
+    assert (settings.data.eval_source, settings.data.eval_split) == (None, "test")
+    assert with_sets("data.source=hf:a/b").settings.data.eval_source == "hf:a/b"
+
+
+def test_a_run_is_named_after_its_config_and_seed(folder: Path) -> None:
+    assert with_sets("run.seed=3").settings.run.name == "quickstart-seed3"
+    (folder / "_my config!.yaml").write_text("run: {seed: 5}")
+    assert load("_my config!.yaml", [], {}).settings.run.name == "run_my-config--seed5"
+
+
+GRPO_PARTS = ("token", "ppo", 0.2, 0.2, "none")
+
+
+@pytest.mark.parametrize(
+    ("name", "parts", "aggregation", "penalty"),
+    [
+        ("grpo", ("grpo", *GRPO_PARTS), "token-mean", ("loss", "k3")),
+        ("dr_grpo", ("dr_grpo", *GRPO_PARTS), "constant-length", ("loss", "k3")),
+        ("rloo", ("rloo", *GRPO_PARTS), "sequence-mean-token-sum", ("reward", "k1")),
+        ("reinforce_plus_plus", ("reinforce_plus_plus", *GRPO_PARTS), "token-mean", ("reward", "k1")),
+        ("gspo", ("grpo", "sequence", "ppo", 3e-4, 4e-4, "none"), "sequence-mean-token-mean", ("loss", "k3")),
+        ("dapo", ("grpo", "token", "ppo", 0.2, 0.28, "zero_variance"), "token-mean", ("loss", "k3")),
+        ("cispo", ("grpo", "token", "cispo", 10.0, 0.2, "zero_variance"), "token-mean", ("loss", "k3")),
+        ("ppo", ("gae", *GRPO_PARTS), "token-mean", ("reward", "k1")),
+    ],
+)
+def test_an_algorithm_sets_what_its_paper_fixes_and_the_user_may_change_each_part(name, parts, aggregation, penalty):
+    fields = ("estimator", "ratio_level", "clip", "clip_low", "clip_high", "filter")
+    fields += ("loss_aggregation", "kl_in", "kl_estimator")
+    resolved = with_sets(f"algorithm.name={name}", "algorithm.beta=0.1")
+    assert tuple(getattr(resolved.settings.algorithm, f) for f in fields) == (*parts, aggregation, *penalty)
+    assert {resolved.provenance[f"algorithm.{field}"] for field in fields} == {"derived"}
+    chosen = {"filter": "zero_variance", "clip_high": 0.5, "loss_aggregation": "token-mean"}
+    changed = with_sets(f"algorithm.name={name}", *(f"algorithm.{field}={value}" for field, value in chosen.items()))
+    assert {field: getattr(changed.settings.algorithm, field) for field in chosen} == chosen
+    assert {changed.provenance[f"algorithm.{field}"] for field in chosen} == {"set"}
+    assert set(ALGORITHM_PRESETS) == set(get_args(FIELDS["algorithm.name"].annotation))
+
+
+def test_a_launch_says_what_the_algorithm_changes_and_not_what_the_user_chose() -> None:
+    dapo = "algorithm.name=dapo"
+    expected = "dapo (Yu et al. 2025): clip_high 0.28 (grpo: 0.2), filter zero_variance (grpo: none)"
+    assert with_sets(dapo).algorithm_changes == expected
+    chosen = with_sets(dapo, "algorithm.clip_high=0.28").algorithm_changes
+    assert chosen == expected.replace("clip_high 0.28 (grpo: 0.2), ", "")
+    assert with_sets().algorithm_changes is None
+    # Without a penalty it has no place.
+    assert "kl_in" not in str(with_sets("algorithm.name=rloo").algorithm_changes)
+    assert "kl_in reward (grpo: loss)" in str(with_sets("algorithm.name=rloo", "algorithm.beta=0.1").algorithm_changes)
+    # What follows from the estimator is told whoever chose that.
+    follows = "whiten_advantages true (grpo: false), shuffle true (grpo: false)"
+    ppo = f"ppo (Schulman et al. 2017): estimator gae (grpo: grpo), {follows}"
+    assert with_sets("algorithm.name=ppo").algorithm_changes == ppo
+    gae = (dapo, "algorithm.estimator=gae", "algorithm.clip_high=0.2", "algorithm.filter=none")
+    assert with_sets(*gae).algorithm_changes == f"dapo (Yu et al. 2025) with estimator gae: {follows}"
+
+
+def test_the_kl_estimator_follows_the_place_of_the_penalty() -> None:
+    for overrides, expected in (
+        (["algorithm.beta=0.1", "algorithm.kl_in=reward"], ("reward", "k1", True)),
+        (["algorithm.name=rloo", "algorithm.beta=0.1", "algorithm.kl_in=loss"], ("loss", "k3", False)),
+        # A penalty of weight 0 has neither.
+        (["algorithm.name=rloo"], (None, None, False)),
+    ):
+        ours = with_sets(*overrides).settings.algorithm
+        assert (ours.kl_in, ours.kl_estimator, ours.kl_in_reward) == expected
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ([], ("none", None, None)),
+        ([*STALE], ("truncate", "token", 1e-4)),
+        ([*STALE, "algorithm.name=gspo"], ("truncate", "geometric", 1e-4)),
+        ([*STALE, "algorithm.name=gspo", "algorithm.ratio_level=token"], ("truncate", "token", 1e-4)),
+        ([VTRACE], ("none", None, None)),
+        ([*STALE, VTRACE, "algorithm.correction=mask"], ("mask", "token", 1e-4)),
+        (["rollout.kv_cache=int8"], ("truncate", "token", 1e-4)),
+        (["algorithm.correction=mask", "algorithm.correction_veto=0"], ("mask", "token", 0.0)),
+        ([*STALE, "algorithm.correction_level=sequence"], ("truncate", "sequence", 1e-4)),
+    ],
+)
+def test_a_correction_follows_from_how_old_samples_may_be(overrides: list[str], expected: tuple) -> None:
+    resolved = with_sets(*overrides)
+    algorithm = resolved.settings.algorithm
+    assert (algorithm.correction, algorithm.correction_level, algorithm.correction_veto) == expected
+    check_for_train(resolved)
+    is_chosen = "algorithm.correction=mask" in overrides
+    assert resolved.provenance["algorithm.correction"] == ("set" if is_chosen else "derived")
+
+
+def test_an_environment_needs_no_functions_and_has_none_unless_they_are_set() -> None:
+    alone = over_defaults("env.source=guess_number")
+    assert alone.settings.reward.functions == () and alone.provenance["reward.functions"] == "derived"
+    check_for_train(alone)
+    assert [f.name for f in over_defaults("env.tools=calculator").settings.reward.functions] == ["arithmetic"]
+    both = over_defaults("env.source=guess_number", "reward.functions=gsm8k")
+    assert [f.name for f in both.settings.reward.functions] == ["gsm8k"]
+
+
+def test_without_evaluation_there_is_no_best_checkpoint(folder: Path) -> None:
+    assert over_defaults().settings.checkpoint.best_metric == "eval/accuracy"
+    # The second as in every settings.yaml of a run, where the metric is written out.
+    for text in ("run: {seed: 0}", "checkpoint: {best_metric: eval/accuracy}"):
+        resolved = load_text(folder, text, "eval.every_steps=0")
+        check_for_train(resolved)
+        assert resolved.settings.checkpoint.best_metric is None
+        assert resolved.origin("checkpoint.best_metric") == "other settings"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "roles", "updates"),
+    [
+        ([], (), 10),
+        (["algorithm.epochs=2", "algorithm.mini_batch_prompts=2"], ("policy",), 80),
+        (["algorithm.beta=0.1"], ("reference",), 10),
+        (["algorithm.beta=0.1", "algorithm.kl_in=reward"], ("policy", "reference"), 10),
+        (["algorithm.name=ppo", "critic.warmup_steps=3", "algorithm.epochs=2"], ("policy", "critic"), 14),
+        ([VTRACE], ("policy", "critic"), 10),
+    ],
+)
+def test_updates_and_scored_roles_follow_from_the_algorithm(
+    overrides: list[str], roles: tuple[str, ...], updates: int
+) -> None:
+    settings = over_defaults("run.steps=10", *overrides).settings
+    assert (settings.scored_roles, settings.num_policy_updates) == (roles, updates)
+
+
+def test_workers_of_unequal_slots_decode_equal_rows_together() -> None:
+    unequal = ("rollout.scheduler=adaptive", "rollout.workers.fast.slots=12", "rollout.workers.heavy.slots=8")
+    assert over_defaults(*unequal, "rollout.mode=exact").settings.rollout.rows_together == 4
+    for other in ("rollout.mode=fast", "rollout.placement=global", "rollout.workers.heavy.count=0"):
+        assert over_defaults("rollout.mode=exact", *unequal, other).settings.rollout.rows_together is None
+
+
+def test_a_resumed_run_may_change_what_does_not_decide_its_samples_or_rewards() -> None:
+    changes = [SettingChange(f"env.{name}", 1, 2, is_derived=False) for name in EnvironmentSettings.model_fields]
+    decisive = {change.name for change in changes if change.is_decisive}
+    assert decisive == {f"env.{name}" for name in (*DECISIVE_FIELDS, "weight", "credit", "turn_discount")}
