@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
-import functools
 import json
+import re
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
-from jax.sharding import Mesh
 
 from app.mesh import devices
-from app.mesh.axis_rules import AXES
 from app.mesh.chips import SLICE_SIZES, TPU_CHIPS, TpuChip, parse_slice
 from app.mesh.devices import compile_only_devices
-from app.mesh.placement import row_sharding
-from app.model.attention.packed import packed_attention
-from app.model.attention.pairs import Blocking
-from app.model.segment_layout import SegmentLayout
 from app.preflight import compiled_programs
-from app.preflight.compiled_programs import _compile, check_fits
+from app.preflight.compiled_programs import check_fits
 from settings import InputError
 from tests.program import here, of_tiny, settings
 from tests.tiny_directory import write_reward_model
@@ -139,21 +131,6 @@ def test_a_slice_that_libtpu_does_not_know_is_one_error(monkeypatch: pytest.Monk
         compile_only_devices(unknown)
 
 
-def test_a_kernel_too_large_for_the_chip_is_one_error_with_the_way_out(libtpu: None) -> None:
-    tpu = Mesh(np.array(compile_only_devices(parse_slice("v4-8"))).reshape(1, -1, 1), AXES)
-
-    def on_tpu(*shape: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((tpu.size, *shape), dtype, sharding=row_sharding(tpu))
-
-    keys, layout = on_tpu(1, 16_384, 128), SegmentLayout(*[on_tpu(16_384, dtype=jnp.int32)] * 3)
-    attend = functools.partial(packed_attention, blocking=Blocking(512, 1, kernel="tpu"))
-    with jax.set_mesh(tpu):
-        gradients = jax.jit(jax.grad(lambda *arrays: jnp.sum(attend(*arrays).astype(jnp.float32)), argnums=(0, 1, 2)))
-        lowered = gradients.lower(on_tpu(16_384, 1, 128), keys, keys, layout)
-    with pytest.raises(InputError, match=r"does not compile: the attention kernel needs more memory.*attention: xla"):
-        _compile(lowered, "update", "gradients")
-
-
 def total(buffers: Mapping[str, int]) -> int:
     return sum(buffers.values())
 
@@ -204,3 +181,42 @@ def test_a_run_that_does_not_fit_ends_before_it_starts(config: Path, monkeypatch
     result = here(*arguments, "--compile")
     assert result.exit_code == 2 and result.stdout == ""
     assert result.stderr.startswith("error: rollout: prefill does not fit: it needs ")
+
+
+TRITON_IS_DEPRECATED = "ignore:The Pallas Triton backend is deprecated:DeprecationWarning"
+
+
+@pytest.mark.skipif(find_spec("jax_plugins") is not None, reason="JAX for an accelerator is installed")
+def test_without_the_compiler_one_error_says_what_to_install(tiny_model: Path) -> None:
+    result = here("inspect-mesh", *of_tiny(tiny_model), *settings("mesh.pretend=h100-1"), "--compile")
+    assert result.exit_code == 2
+    [line] = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    assert re.match(r"error: mesh\.pretend: cannot compile for h100-1: .*pip install -e '\.\[cuda\]'", line)
+
+
+@pytest.mark.filterwarnings(TRITON_IS_DEPRECATED)
+def test_a_cpu_process_compiles_a_step_for_gpus_with_their_kernels(tiny_model: Path, tmp_path: Path) -> None:
+    pytest.importorskip("jax_plugins.xla_cuda13", reason="JAX for CUDA is not installed: pip install -e '.[cuda]'")
+    chosen = ("mesh.pretend=h100-1", "model.dtype=bfloat16", "algorithm.beta=0.1", "eval.every_steps=0")
+    report = compiled(tiny_model, *chosen, hlo=tmp_path)
+    programs = by_name(report)
+    forward, backward = {"attention_forward"}, {"attention_backward_query", "attention_backward_keys"}
+    kernels = {"prefill": forward, "reference": forward, "gradients": forward | backward}
+    for (phase, name), one in programs.items():
+        text = (tmp_path / f"{phase}_{name}.hlo").read_text()
+        found = {kernel for kernel in forward | backward if f'name = "{kernel}"' in text}
+        assert found == kernels.get(name, set())
+        assert one["backend"] == "gpu" and one["argument_bytes"] > 0 and one["collective_bytes"] is None
+    assert set(programs) == NAMES
+    optimizer, memory = programs["update", "optimizer"], report["memory"]["update"]
+    state = memory["weights"] + memory["optimizer"]
+    assert state <= optimizer["aliased_bytes"] <= optimizer["output_bytes"] <= state + 20_000
+
+
+@pytest.mark.filterwarnings(TRITON_IS_DEPRECATED)
+def test_slots_read_their_blocks_by_a_kernel(tiny_model: Path, tmp_path: Path) -> None:
+    pytest.importorskip("jax_plugins.xla_cuda13", reason="JAX for CUDA is not installed: pip install -e '.[cuda]'")
+    chosen = ("mesh.pretend=h100-1", "model.dtype=bfloat16", "rollout.slots=8", "rollout.top_p=0.95")
+    compiled(tiny_model, *chosen, hlo=tmp_path)
+    text = (tmp_path / "rollout_decode.hlo").read_text()
+    assert 'name = "attention_decode"' in text

@@ -17,7 +17,6 @@ from app.model.architecture import forward_flops, lm_head_flops
 from app.model.io.families import architecture_from_config
 from app.model.quantization import QUANTIZE_BASE_SETTING
 from app.preflight.dry_run import DryRunReport, make_dry_run_report
-from app.records.sample import Prompt
 from app.training.learner import LearnerGroup
 from app.training.setup import RunSetup, prepare_run
 from settings import load
@@ -49,10 +48,6 @@ def held(tree: Any) -> int:
         for shard in array.addressable_shards:
             on_device[shard.device] += shard.data.nbytes
     return max(on_device.values())
-
-
-def longest_first(prompts: list[Prompt]) -> list[Prompt]:
-    return sorted(prompts, key=lambda prompt: -len(prompt.token_ids))
 
 
 @pytest.mark.parametrize(
@@ -108,7 +103,8 @@ def test_the_micro_batches_equal_those_of_the_real_update(config: Path, override
     overrides = (*overrides, "algorithm.mini_batch_prompts=2")
     summary = foreseen(config, *overrides).update
     launch, learning = launched(config, *overrides)
-    longest, length = longest_first(list(launch.inputs.prompts))[0], launch.resolved.settings.rollout.max_new_tokens
+    longest = max(launch.inputs.prompts, key=lambda prompt: len(prompt.token_ids))
+    length = launch.resolved.settings.rollout.max_new_tokens
     zeros = np.zeros(length, np.float32)
     # Two groups of four, whose prompts are different but equally long, so that groups do not share them.
     samples = [
@@ -172,12 +168,12 @@ def test_the_text_is_a_table_with_the_notes_of_a_launch(config: Path) -> None:
 
 
 def test_the_json_report_has_only_the_phases_of_the_run(config: Path) -> None:
-    overrides = ("eval.every_steps=0",)
-    report = json.loads(here("train", "--config", config, "--dry-run", "--json", *settings(*overrides)).stdout)
-    assert report == json.loads(json.dumps(foreseen(config, *overrides).to_dict()))
+    report = json.loads(
+        here("train", "--config", config, "--dry-run", "--json", *settings("eval.every_steps=0")).stdout
+    )
+    assert report == json.loads(json.dumps(foreseen(config, "eval.every_steps=0").to_dict()))
     assert report["peak_bytes"] == max(sum(phase.values()) for phase in report["memory"].values())
-    assert list(report["memory"]) == ["rollout", "update"]
-    assert report["evaluation"] is None and report["score"] == {}
+    assert (list(report["memory"]), report["evaluation"], report["score"]) == (["rollout", "update"], None, {})
 
 
 def test_memory_that_does_not_fit_or_is_unknown_is_reported(config: Path) -> None:
@@ -192,21 +188,13 @@ def test_memory_that_does_not_fit_or_is_unknown_is_reported(config: Path) -> Non
     assert "on each device, whose memory is unknown" in text and "does not fit" not in text
 
 
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
+def test_a_dry_run_fails_where_the_launch_would(finished: Path, config: Path) -> None:
+    for override, message in (
         ("mesh.shape='3,1,1'", "mesh.shape"),
         ("data.max_prompt_length=2", "data.max_prompt_length"),
-    ],
-)
-def test_a_dry_run_fails_if_the_launch_would_fail(config: Path, override: str, message: str) -> None:
-    result = here("train", "--config", config, "--dry-run", *settings(override))
-    assert result.exit_code == 2
-    assert message in result.stderr
-    assert result.stdout == ""
-
-
-def test_an_occupied_directory_needs_resume(finished: Path, config: Path) -> None:
+    ):
+        result = here("train", "--config", config, "--dry-run", *settings(override))
+        assert (result.exit_code, result.stdout) == (2, "") and message in result.stderr
     occupied = settings(f"run.dir={finished.parent}")
     before = digest_of(finished)
     assert "already holds a run" in here("train", "--config", config, "--dry-run", *occupied).stderr
