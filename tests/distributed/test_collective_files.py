@@ -24,28 +24,16 @@ from tests.program import records_of
 from tests.tiny import make_sample
 
 
-@pytest.mark.parametrize(
-    ("count", "num_hosts", "runs"),
-    [
-        (6, 1, ["012345"]),
-        (6, 2, ["012", "345"]),
-        (7, 3, ["012", "34", "56"]),
-        (2, 3, ["0", "1", ""]),
-    ],
-)
-def test_hosts_have_runs_that_differ_by_one_at_most(
-    count: int, num_hosts: int, runs: list[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("runs", [["012345"], ["012", "345"], ["012", "34", "56"], ["0", "1", ""]])
+def test_hosts_have_runs_that_differ_by_one_at_most_and_files_of_their_own(
+    runs: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(jax, "process_count", lambda: num_hosts)
+    monkeypatch.setattr(jax, "process_count", lambda: len(runs))
     for host, run in enumerate(runs):
         monkeypatch.setattr(jax, "process_index", lambda host=host: host)
-        assert "".join(map(str, host_slice(count))) == run
-
-
-def test_only_where_hosts_are_several_a_file_tells_whose_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert per_host_path(Path("a/out.jsonl.log")) == Path("a/out.jsonl.log")
-    monkeypatch.setattr(jax, "process_count", lambda: 2)
-    assert per_host_path(Path("a/out.jsonl.log")) == Path("a/out.jsonl.host_0_of_2.log")
+        assert "".join(map(str, host_slice(len("".join(runs))))) == run
+        own = "out.jsonl" if len(runs) == 1 else f"out.jsonl.host_{host}_of_{len(runs)}"
+        assert per_host_path(Path("a/out.jsonl.log")) == Path(f"a/{own}.log")
 
 
 def test_a_sample_of_another_host_arrives_as_it_left() -> None:

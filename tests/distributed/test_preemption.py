@@ -88,7 +88,7 @@ def test_the_second_signal_stops_at_once_even_inside_a_compiled_program() -> Non
         process.communicate()
 
 
-def test_handlers_are_what_they_were_afterwards() -> None:
+def test_handlers_are_afterwards_what_they_were_before() -> None:
     before = [signal.getsignal(number) for number in SIGNALS]
     descriptor = signal.set_wakeup_fd(-1)
     signal.set_wakeup_fd(descriptor)

@@ -71,21 +71,15 @@ def test_hosts_started_with_other_counts_hear_both():
     assert "with 3; set the same number on every host" in told[0]
 
 
-def test_a_port_that_another_program_has_is_refused(monkeypatch: pytest.MonkeyPatch):
+def test_an_address_where_nobody_can_listen_or_come_is_refused(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(rendezvous, "LINE_TIMEOUT_S", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         error = come(ClusterMember(address, 2, 0))
     assert f"mesh.coordinator_address: port {address.rpartition(':')[2]} of {address} is in use" in error
     assert "choose another port on every host" in error
-
-
-def test_an_address_of_another_host_is_no_place_to_listen():
     # 192.0.2.0/24 is set aside for documentation (RFC 5737): nobody's.
     assert "must be an address of this host, which has mesh.process_id 0" in come(ClusterMember("192.0.2.1:8476", 2, 0))
-
-
-def test_a_host_that_nobody_knows_is_refused():
     assert "the host name 'nowhere.invalid' cannot be resolved" in come(ClusterMember("nowhere.invalid:8476", 2, 0))
 
 

@@ -38,9 +38,8 @@ def test_slots_are_free_when_they_were_asked_to_stop() -> None:
     assert bits(made.generate(weights_on(), PROMPTS, REQUEST)) == bits(expected())
 
 
-@pytest.mark.parametrize("in_turn", [True, False])
-def test_a_scheduled_rollout_that_was_stopped_draws_only_what_is_missing(in_turn: bool) -> None:
-    made = scheduled(workers_on(2), in_turn=in_turn)
+def test_a_scheduled_rollout_that_was_stopped_draws_only_what_is_missing() -> None:
+    made = scheduled(workers_on(2), in_turn=False)
     rows: list[RolloutSequence] = []
     made.on_sample_done = rows.append
     made.stop_requested = after(30)
@@ -58,9 +57,8 @@ def test_a_scheduled_rollout_that_was_stopped_draws_only_what_is_missing(in_turn
     assert bits([together[sample.uid] for sample in expected()]) == bits(expected())
 
 
-@pytest.mark.parametrize("in_turn", [True, False])
-def test_who_waits_for_a_round_that_is_generated_ahead_hears_that_it_does_not_come(in_turn: bool) -> None:
-    made = scheduled(workers_on(2), in_turn=in_turn)
+def test_who_waits_for_a_round_that_is_generated_ahead_hears_that_it_does_not_come() -> None:
+    made = scheduled(workers_on(2), in_turn=True)
     stop_event = threading.Event()
     made.stop_requested = stop_event.is_set
     generation = generation_of(made)
