@@ -24,6 +24,7 @@ from app.preflight.inspect_mesh import (
     open_step_outline,
     weight_placement,
 )
+from app.records.text_format import format_bytes
 from app.runtime.session import Session
 from settings import Resolved, load
 from tests.program import here, of_tiny, settings

@@ -13,10 +13,7 @@ from settings.checks.resumed_settings import SettingChange
 from settings.loading.algorithm_presets import ALGORITHM_PRESETS
 from settings.loading.fields import FIELDS
 from settings.schema.reward import DECISIVE_FIELDS, EnvironmentSettings
-from tests.settings.loading import load_text, over_defaults, with_sets
-
-STALE = ("rollout.max_staleness=2", "rollout.scheduler=adaptive")
-VTRACE = "algorithm.estimator=vtrace"
+from tests.settings.loading import load_text, over_defaults, rows_of, with_sets
 
 
 def test_lengths_batches_and_sources_follow_from_others(folder: Path) -> None:
@@ -37,32 +34,38 @@ def test_a_run_is_named_after_its_config_and_seed(folder: Path) -> None:
     assert load("_my config!.yaml", [], {}).settings.run.name == "run_my-config--seed5"
 
 
-GRPO_PARTS = ("token", "ppo", 0.2, 0.2, "none")
+PAPERS = rows_of("""
+grpo | grpo token ppo 0.2 0.2 none token-mean loss k3
+dr_grpo | dr_grpo token ppo 0.2 0.2 none constant-length loss k3
+rloo | rloo token ppo 0.2 0.2 none sequence-mean-token-sum reward k1
+reinforce_plus_plus | reinforce_plus_plus token ppo 0.2 0.2 none token-mean reward k1
+gspo | grpo sequence ppo 0.0003 0.0004 none sequence-mean-token-mean loss k3
+dapo | grpo token ppo 0.2 0.28 zero_variance token-mean loss k3
+cispo | grpo token cispo 10.0 0.2 zero_variance token-mean loss k3
+ppo | gae token ppo 0.2 0.2 none token-mean reward k1
+""")
+PARTS = [
+    "estimator",
+    "ratio_level",
+    "clip",
+    "clip_low",
+    "clip_high",
+    "filter",
+    "loss_aggregation",
+    "kl_in",
+    "kl_estimator",
+]
 
 
-@pytest.mark.parametrize(
-    ("name", "parts", "aggregation", "penalty"),
-    [
-        ("grpo", ("grpo", *GRPO_PARTS), "token-mean", ("loss", "k3")),
-        ("dr_grpo", ("dr_grpo", *GRPO_PARTS), "constant-length", ("loss", "k3")),
-        ("rloo", ("rloo", *GRPO_PARTS), "sequence-mean-token-sum", ("reward", "k1")),
-        ("reinforce_plus_plus", ("reinforce_plus_plus", *GRPO_PARTS), "token-mean", ("reward", "k1")),
-        ("gspo", ("grpo", "sequence", "ppo", 3e-4, 4e-4, "none"), "sequence-mean-token-mean", ("loss", "k3")),
-        ("dapo", ("grpo", "token", "ppo", 0.2, 0.28, "zero_variance"), "token-mean", ("loss", "k3")),
-        ("cispo", ("grpo", "token", "cispo", 10.0, 0.2, "zero_variance"), "token-mean", ("loss", "k3")),
-        ("ppo", ("gae", *GRPO_PARTS), "token-mean", ("reward", "k1")),
-    ],
-)
-def test_an_algorithm_sets_what_its_paper_fixes_and_the_user_may_change_each_part(name, parts, aggregation, penalty):
-    fields = ("estimator", "ratio_level", "clip", "clip_low", "clip_high", "filter")
-    fields += ("loss_aggregation", "kl_in", "kl_estimator")
+@pytest.mark.parametrize(("name", "expected"), PAPERS)
+def test_an_algorithm_sets_what_its_paper_fixes_and_the_user_may_change_each_part(name: str, expected: str) -> None:
     resolved = with_sets(f"algorithm.name={name}", "algorithm.beta=0.1")
-    assert tuple(getattr(resolved.settings.algorithm, f) for f in fields) == (*parts, aggregation, *penalty)
-    assert {resolved.provenance[f"algorithm.{field}"] for field in fields} == {"derived"}
+    assert " ".join(str(getattr(resolved.settings.algorithm, part)) for part in PARTS) == expected
+    assert {resolved.provenance[f"algorithm.{part}"] for part in PARTS} == {"derived"}
     chosen = {"filter": "zero_variance", "clip_high": 0.5, "loss_aggregation": "token-mean"}
-    changed = with_sets(f"algorithm.name={name}", *(f"algorithm.{field}={value}" for field, value in chosen.items()))
-    assert {field: getattr(changed.settings.algorithm, field) for field in chosen} == chosen
-    assert {changed.provenance[f"algorithm.{field}"] for field in chosen} == {"set"}
+    changed = with_sets(f"algorithm.name={name}", *(f"algorithm.{part}={value}" for part, value in chosen.items()))
+    assert {part: getattr(changed.settings.algorithm, part) for part in chosen} == chosen
+    assert {changed.provenance[f"algorithm.{part}"] for part in chosen} == {"set"}
     assert set(ALGORITHM_PRESETS) == set(get_args(FIELDS["algorithm.name"].annotation))
 
 
@@ -95,24 +98,24 @@ def test_the_kl_estimator_follows_the_place_of_the_penalty() -> None:
         assert (ours.kl_in, ours.kl_estimator, ours.kl_in_reward) == expected
 
 
-@pytest.mark.parametrize(
-    ("overrides", "expected"),
-    [
-        ([], ("none", None, None)),
-        ([*STALE], ("truncate", "token", 1e-4)),
-        ([*STALE, "algorithm.name=gspo"], ("truncate", "geometric", 1e-4)),
-        ([*STALE, "algorithm.name=gspo", "algorithm.ratio_level=token"], ("truncate", "token", 1e-4)),
-        ([VTRACE], ("none", None, None)),
-        ([*STALE, VTRACE, "algorithm.correction=mask"], ("mask", "token", 1e-4)),
-        (["rollout.kv_cache=int8"], ("truncate", "token", 1e-4)),
-        (["algorithm.correction=mask", "algorithm.correction_veto=0"], ("mask", "token", 0.0)),
-        ([*STALE, "algorithm.correction_level=sequence"], ("truncate", "sequence", 1e-4)),
-    ],
-)
-def test_a_correction_follows_from_how_old_samples_may_be(overrides: list[str], expected: tuple) -> None:
-    resolved = with_sets(*overrides)
-    algorithm = resolved.settings.algorithm
-    assert (algorithm.correction, algorithm.correction_level, algorithm.correction_veto) == expected
+CORRECTIONS = rows_of("""
+run.seed=0 | none None None
+rollout.max_staleness=2 | truncate token 0.0001
+rollout.max_staleness=2 algorithm.name=gspo | truncate geometric 0.0001
+rollout.max_staleness=2 algorithm.name=gspo algorithm.ratio_level=token | truncate token 0.0001
+rollout.max_staleness=2 algorithm.estimator=vtrace algorithm.correction=mask | mask token 0.0001
+rollout.max_staleness=2 algorithm.correction_level=sequence | truncate sequence 0.0001
+algorithm.estimator=vtrace | none None None
+rollout.kv_cache=int8 | truncate token 0.0001
+algorithm.correction=mask algorithm.correction_veto=0 | mask token 0.0
+""")
+
+
+@pytest.mark.parametrize(("overrides", "expected"), CORRECTIONS)
+def test_a_correction_follows_from_how_old_samples_may_be(overrides: str, expected: str) -> None:
+    resolved = with_sets("rollout.scheduler=adaptive", *overrides.split())
+    ours = resolved.settings.algorithm
+    assert f"{ours.correction} {ours.correction_level} {ours.correction_veto}" == expected
     check_for_train(resolved)
     is_chosen = "algorithm.correction=mask" in overrides
     assert resolved.provenance["algorithm.correction"] == ("set" if is_chosen else "derived")
@@ -145,7 +148,7 @@ def test_without_evaluation_there_is_no_best_checkpoint(folder: Path) -> None:
         (["algorithm.beta=0.1"], ("reference",), 10),
         (["algorithm.beta=0.1", "algorithm.kl_in=reward"], ("policy", "reference"), 10),
         (["algorithm.name=ppo", "critic.warmup_steps=3", "algorithm.epochs=2"], ("policy", "critic"), 14),
-        ([VTRACE], ("policy", "critic"), 10),
+        (["algorithm.estimator=vtrace"], ("policy", "critic"), 10),
     ],
 )
 def test_updates_and_scored_roles_follow_from_the_algorithm(
