@@ -9,8 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.free_address import free_address
-from tests.program import DEADLINE_S, metrics_of, newest_checkpoint, settings, started, train_here, wait_for_step
+from tests.program import (
+    DEADLINE_S,
+    free_address,
+    metrics_of,
+    newest_checkpoint,
+    settings,
+    started,
+    train_here,
+    wait_for_step,
+)
 from tests.two_hosts import HOSTS_PROGRAM, KEEPING, ended, hosts_program, of_host, run_on_two_hosts, two_hosts
 
 pytestmark = pytest.mark.two_hosts

@@ -12,7 +12,7 @@ import pytest
 from app.distributed import rendezvous
 from app.distributed.rendezvous import ClusterMember, resolve_bind_address, verify_processes
 from settings.errors import InputError
-from tests.free_address import free_address
+from tests.program import free_address
 
 DEADLINE_S = 20.0
 

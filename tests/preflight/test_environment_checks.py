@@ -22,9 +22,8 @@ from app.preflight.environment_checks import (
 )
 from app.records.versions import minimum_versions
 from settings import Settings, load
-from tests.free_address import free_address
 from tests.local_hub import LocalHub, serve, use_hub
-from tests.program import here, settings
+from tests.program import free_address, here, settings
 from tests.tiny_directory import write_model
 
 MODEL = HubSource("model.path", "model", "owner/model", None)
