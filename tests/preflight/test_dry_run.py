@@ -53,7 +53,8 @@ def held(tree: Any) -> int:
 @pytest.mark.parametrize(
     "overrides",
     [
-        pytest.param((*SHARDED, "model.dtype=bfloat16"), id="sharded"),
+        pytest.param(SHARDED, id="sharded"),
+        pytest.param(("model.dtype=bfloat16",), id="bfloat16"),
         pytest.param((*ADAPTERS, "mesh.shape='2,4,1'"), id="adapters"),
         pytest.param(("algorithm.name=ppo", "mesh.shape='2,2,2'"), id="critic"),
         pytest.param(
