@@ -123,6 +123,7 @@ SKIPPED = {
     "grpo gae": "the next test runs the stages",
     "grpo train --config quickstart_ppo": "the next test runs the stages",
     "grpo train --config dapo": "its settings are checked above",
+    "grpo train --set model.lora": "its settings are checked above",
     "pip install -e '.[tpu]'": "it downloads packages",
     "bash scripts/fetch_smollm2.sh": "it downloads a model",
     "grpo train --config smollm2_": "it needs that model",
@@ -130,8 +131,8 @@ SKIPPED = {
     "grpo train --config gsm8k_qwen2_5_0_5b_gpu": "it needs a GPU and downloads a model",
 }
 """Maps the beginning of commands of the README that a test cannot run to the reason."""
-SHORTENED = ("bash scripts/quickstart.sh", "grpo train --set model.lora")
-"""Beginnings of commands that run one step here; the main run, of `grpo train`, keeps its length."""
+SHORTENED = "bash scripts/quickstart.sh"
+"""Beginning of a command that runs one step here; the main run, of `grpo train`, keeps its length."""
 
 
 def as_script(commands: list[str]) -> str:
@@ -181,13 +182,25 @@ def test_readme_commands_run_in_order_in_a_fresh_clone(tmp_path: Path) -> None:
     assert answer.returncode == 0, f"{answer.stdout[-2000:]}\n{answer.stderr[-4000:]}"
     assert answer.stdout.count("README at ") == len(commands)
     runs = {re.sub(r"-\d{8}-\d{6}$", "-<time>", path.name) for path in (clone / "runs").iterdir()}
-    assert runs == {"quickstart-<time>", "quickstart-seed0", "lora"}
+    assert runs == {"quickstart-<time>", "quickstart-seed0"}
     lines = metrics_of(clone / "runs" / "quickstart-seed0")
     assert max(line["step"] for line in lines) == 100
     before, *_, after = (line for line in lines if "eval/accuracy" in line)
     assert before["eval/accuracy"] <= 0.4 and after["eval/accuracy"] >= 0.9 and after["eval/format_rate"] >= 0.99
     for file in ("runs/quickstart-seed0/report.html", "before_after.png", "quickstart-model/model.safetensors"):
         assert (clone / file).stat().st_size > 1000, file
+
+
+def test_every_promise_has_its_tests_and_every_folder_of_tests_a_promise() -> None:
+    contributing = DOCUMENTS[REPOSITORY / "CONTRIBUTING.md"]
+    section = contributing[contributing.index("## Promises and their tests") : contributing.index("## Packages")]
+    _, *rows = next(tables(section))
+    named = [{*re.findall(r"`([\w/]+\.py)`", files)} for _, files in rows]
+    assert all(named) and len(rows) > 40
+    tests = {path.relative_to(REPOSITORY / "tests") for path in (REPOSITORY / "tests").rglob("test_*.py")}
+    missing = set().union(*named) - set(map(str, tests))
+    assert missing == set()
+    assert {path.parent for path in tests} == {Path(name).parent for names in named for name in names}
 
 
 def test_stages_of_the_readme_chain_as_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
