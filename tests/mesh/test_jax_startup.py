@@ -8,7 +8,7 @@ import re
 import subprocess
 import sys
 
-import numpy as np
+import jax
 import pytest
 
 from app.distributed import rendezvous
@@ -18,13 +18,11 @@ from app.mesh.device_mesh import make_mesh
 from app.mesh.devices import global_devices, unused_accelerator
 from settings.errors import InputError
 from settings.schema.mesh import MeshSettings
-from tests.program import REPOSITORY
-
-DEADLINE_S = 120
+from tests.program import DEADLINE_S, REPOSITORY
 
 
 @pytest.mark.parametrize(("platform", "extra"), [("cuda", ".[cuda]"), ("tpu", ".[tpu]")])
-def test_a_platform_without_its_library_is_refused_at_once(monkeypatch, platform, extra):
+def test_a_platform_without_its_library_is_refused(monkeypatch, platform, extra):
     monkeypatch.setattr(jax_startup, "find_spec", lambda name: None)
     monkeypatch.delenv("TPU_LIBRARY_PATH", raising=False)
     with pytest.raises(InputError, match=re.escape(f"mesh.platform: {platform} is not available")) as e:
@@ -32,51 +30,58 @@ def test_a_platform_without_its_library_is_refused_at_once(monkeypatch, platform
     assert extra in str(e.value)
 
 
-def test_devices_of_another_platform_than_asked_for_are_refused():
+def test_devices_of_another_platform_are_refused():
     assert global_devices(MeshSettings(platform="cpu"))[0].platform == "cpu"
     with pytest.raises(InputError, match=r"mesh.platform: cuda is not available: JAX has started with cpu devices"):
         make_mesh(MeshSettings(platform="cuda"))
 
 
-@pytest.mark.parametrize(("command", "platform"), [("gae", "nonsense"), ("train", "tpu")])
-def test_a_platform_that_the_environment_asks_for_and_that_is_absent_is_one_clear_error(command, platform, tmp_path):
-    np.savez(tmp_path / "in.npz", rewards=np.ones((1, 2)), values=np.ones((1, 2)))
-    files = ("--input", tmp_path / "in.npz", "--out", tmp_path / "out.npz")
-    options = files if command == "gae" else ("--set", f"run.dir={tmp_path / 'runs'}")
-    process = subprocess.run(
-        [sys.executable, "-c", "import cli; cli.main()", command, *options],
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-        cwd=REPOSITORY,
-        env={**os.environ, "JAX_PLATFORMS": platform},
-    )
-    assert process.returncode == 2, process.stderr
-    assert f"error: JAX_PLATFORMS: '{platform}' is not available: JAX found no such device" in process.stderr
-    assert "unset JAX_PLATFORMS" in process.stderr and "Traceback" not in process.stderr
+@pytest.mark.parametrize("error", [RuntimeError("Unknown backend nonsense\nmore"), AssertionError()])
+def test_a_platform_unknown_to_jax_is_refused(error, monkeypatch):
+    def fail() -> None:
+        raise error
+
+    monkeypatch.setattr(jax, "devices", fail)
+    monkeypatch.setenv("JAX_PLATFORMS", "nonsense")
+    with pytest.raises(InputError, match=r"^JAX_PLATFORMS: 'nonsense' is not available: JAX found no such device"):
+        global_devices(MeshSettings())
+    with pytest.raises(InputError, match=r"^mesh.platform: tpu is not available: JAX found no such device"):
+        global_devices(MeshSettings(platform="tpu"))
 
 
-def test_a_run_on_the_cpu_of_a_machine_with_an_accelerator_warns_and_names_the_extra_to_install(
-    tmp_path, monkeypatch, caplog
-):
-    files = {str(tmp_path / "nvidia0"): "cuda", str(tmp_path / "vfio" / "0"): "tpu"}
+def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    outer = {name: value for name, value in os.environ.items() if not name.startswith(("TPU_", "JAX_PLATFORMS"))}
+    command, env = [sys.executable, *arguments], {**outer, **environment}
+    return subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, cwd=REPOSITORY, env=env)
+
+
+def test_an_absent_platform_of_the_environment_ends_a_command_with_exit_code_2(tmp_path):
+    done = run("-m", "cli", "train", "--set", f"run.dir={tmp_path}", JAX_PLATFORMS="tpu")
+    assert done.returncode == 2, done.stderr
+    assert "error: JAX_PLATFORMS: 'tpu' is not available: JAX found no such device" in done.stderr
+    assert "unset JAX_PLATFORMS" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_libtpu_that_only_compiles_does_not_complain() -> None:
+    pytest.importorskip("libtpu", reason="libtpu is not installed: pip install -e '.[tpu]'")
+    done = run("-m", "cli", "inspect-mesh")
+    assert done.returncode == 0, done.stderr
+    assert "TPU" not in done.stderr
+
+
+def test_an_accelerator_that_jax_does_not_use_is_one_warning(tmp_path, monkeypatch, caplog):
+    files = {str(tmp_path / "nvidia0"): "cuda", str(tmp_path / "accel0"): "tpu"}
     monkeypatch.setattr(devices, "ACCELERATOR_FILES", files)
-    devices._warn_once.cache_clear()
     assert unused_accelerator(MeshSettings(), "cpu") is None
-    (tmp_path / "vfio").mkdir()
-    (tmp_path / "vfio" / "0").touch()
+    (tmp_path / "accel0").touch()
     assert unused_accelerator(MeshSettings(), "cpu") == "tpu"
     (tmp_path / "nvidia0").touch()
     assert unused_accelerator(MeshSettings(), "cpu") == "cuda"
     assert unused_accelerator(MeshSettings(), "gpu") is None
-    for settings in (MeshSettings(platform="cpu"), MeshSettings(cpu_devices=8)):
+    for settings in (MeshSettings(platform="cpu"), MeshSettings(cpu_devices=8), MeshSettings(), MeshSettings()):
         global_devices(settings)
-    assert not caplog.messages
-    for _ in range(2):
-        global_devices(MeshSettings())
     (message,) = caplog.messages
     assert "but JAX runs on the CPU; run pip install -e '.[cuda]'" in message
-    devices._warn_once.cache_clear()
 
 
 @pytest.mark.parametrize("address", [None, "auto"])
@@ -90,7 +95,7 @@ def test_a_host_that_expects_others_does_not_start_alone(address):
 @pytest.mark.parametrize(
     ("expected", "said"), [(4, "2 processes join at 10.0.0.2:8482; missing: 2 to 3"), (1, "2 processes join at 10.")]
 )
-def test_a_platform_with_another_number_of_hosts_than_expected_is_refused(monkeypatch, expected, said):
+def test_another_number_of_hosts_than_expected_is_refused(monkeypatch, expected, said):
     monkeypatch.setattr(jax_startup, "is_cloud_tpu_vm", lambda: True)
     monkeypatch.setattr(jax_startup, "detect_cluster", lambda **_: ClusterMember("10.0.0.2:8482", 2, 0))
     with pytest.raises(InputError, match=f"expected {expected} processes, but {re.escape(said)}"):
@@ -98,35 +103,25 @@ def test_a_platform_with_another_number_of_hosts_than_expected_is_refused(monkey
     assert jax_startup.expects_other_hosts(MeshSettings())
     # With CPU devices it is nobody's pod.
     assert not jax_startup.expects_other_hosts(MeshSettings(platform="cpu"))
-    jax_startup.initialize_distributed(MeshSettings(platform="cpu", expect_processes=1))
 
 
-@pytest.mark.parametrize(
-    ("found", "member"),
-    [
-        (("10.0.0.2:8482", 2, 1, None), ClusterMember("10.0.0.2:8482", 2, 1)),
-        (("10.0.0.2:8482", 1, 0, None), None),
-        ((None, None, None, None), None),
-    ],
-)
-def test_the_platform_says_who_the_hosts_are(monkeypatch, found, member):
-    monkeypatch.setattr(rendezvous.ClusterEnv, "auto_detect_unset_distributed_params", lambda *_: found)
-    assert rendezvous.detect_cluster(timeout_s=1) == member
+def test_the_platform_says_who_the_hosts_are(monkeypatch):
+    def detect(found: object, *, required: bool = False) -> ClusterMember | None:
+        def answer(*_: object) -> object:
+            if isinstance(found, Exception):
+                raise found
+            return found
 
+        monkeypatch.setattr(rendezvous.ClusterEnv, "auto_detect_unset_distributed_params", answer)
+        return rendezvous.detect_cluster(timeout_s=1, required=required)
 
-@pytest.mark.parametrize(("error", "refused"), [(ConnectionError("no metadata"), False), (ValueError("odd"), True)])
-def test_tpus_without_metadata_work_alone_and_metadata_that_cannot_be_read_are_an_error(monkeypatch, error, refused):
-    def fail(*_: object) -> None:
-        raise error
-
-    monkeypatch.setattr(rendezvous.ClusterEnv, "auto_detect_unset_distributed_params", fail)
-    if refused:
-        with pytest.raises(InputError, match=r"the platform's description of its hosts cannot be read \(odd\); set"):
-            rendezvous.detect_cluster(timeout_s=1)
-    else:
-        assert rendezvous.detect_cluster(timeout_s=1) is None
-        with pytest.raises(InputError, match=r"auto, but the platform does not answer \(no metadata\); set"):
-            rendezvous.detect_cluster(timeout_s=1, required=True)
+    assert detect(("10.0.0.2:8482", 2, 1, None)) == ClusterMember("10.0.0.2:8482", 2, 1)
+    assert detect(("10.0.0.2:8482", 1, 0, None)) is detect((None, None, None, None)) is None
+    with pytest.raises(InputError, match=r"the platform's description of its hosts cannot be read \(odd\); set"):
+        detect(ValueError("odd"))
+    assert detect(ConnectionError("no metadata")) is None
+    with pytest.raises(InputError, match=r"auto, but the platform does not answer \(no metadata\); set"):
+        detect(ConnectionError("no metadata"), required=True)
 
 
 FREED_ARRAYS = """
@@ -152,15 +147,4 @@ print(resident() - before)
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="the C library is not glibc")
 def test_freed_arrays_go_back_to_the_system():
-    process = subprocess.run([sys.executable, "-c", FREED_ARRAYS], capture_output=True, text=True, check=True)
-    assert int(process.stdout) < 16 << 20
-
-
-@pytest.mark.slow
-def test_a_libtpu_that_is_installed_only_to_compile_does_not_complain() -> None:
-    pytest.importorskip("libtpu", reason="libtpu is not installed: pip install -e '.[tpu]'")
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("TPU_", "JAX_PLATFORMS"))}
-    command = [sys.executable, "-c", "import sys; from cli import main; sys.exit(main())", "inspect-mesh"]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=REPOSITORY, timeout=DEADLINE_S)
-    assert done.returncode == 0, done.stderr
-    assert "TPU" not in done.stderr
+    assert int(run("-c", FREED_ARRAYS, JAX_PLATFORMS="cpu").stdout) < 16 << 20

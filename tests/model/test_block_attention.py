@@ -1,10 +1,11 @@
-"""Tests of attention over rows of several blocks, compared with dense attention in float64."""
+"""Tests of attention over packed rows, by XLA and by the kernels in Pallas' interpreter, against float64 oracles."""
 
 from __future__ import annotations
 
 import functools
 import re
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import jax
@@ -13,13 +14,15 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.sharding import PartitionSpec
 from jaxtyping import Array
 
-from app.model.attention.blockwise import block_attention
-from app.model.attention.dense import DEFAULT_SCORE_MOD, ScoreMod
+from app.model.attention import blockwise
+from app.model.attention.dense import DEFAULT_SCORE_MOD, ScoreMod, dot_product_attention
 from app.model.attention.packed import make_block_pairs, packed_attention, platform_blocking
-from app.model.attention.pairs import UNREACHABLE, Blocking, PackedInputs, block_pairs
-from app.model.segment_layout import SegmentLayout
+from app.model.attention.pairs import UNREACHABLE, Blocking, BlockPairs, PackedInputs, block_pairs
+from app.model.kernels import gpu_attention, tpu_attention
+from app.model.segment_layout import SegmentLayout, attention_mask
 from tests.layouts import layout_of, seen, segments_of_rows
 from tests.tiny import make_mesh
 
@@ -88,13 +91,11 @@ def packed(rule: ScoreMod, *, windowed: bool) -> Any:
     return jax.jit(with_gradients(attention))
 
 
-@functools.cache
-def in_small_blocks(rule: ScoreMod, blocking: Blocking) -> Any:
-    def attention(query, keys, values, layout, window):
-        pairs = block_pairs(layout, [window], blocking.block_size)
-        return block_attention(PackedInputs(query, keys, values, layout, pairs, window), rule, blocking)
-
-    return jax.jit(with_gradients(attention))
+@pytest.mark.parametrize("rule", RULES)
+def test_dense_attention_equals_a_float64_oracle(rule):
+    visible = (np.random.default_rng(1).random((ROWS, 7, 7)) < 0.5) | np.eye(7, dtype=bool)
+    attention = with_gradients(lambda q, k, v: dot_product_attention(q, k, v, jnp.asarray(visible), rule))
+    assert_close(attention(*inputs(tokens=7)), oracle(*inputs(tokens=7), visible, rule))
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -102,53 +103,117 @@ def in_small_blocks(rule: ScoreMod, blocking: Blocking) -> Any:
 @given(
     segments=segments_of_rows(num_rows=ROWS, num_tokens=TOKENS, longest=90), window=st.sampled_from([None, 1, 7, 40])
 )
-def test_values_and_gradients_equal_a_float64_oracle_for_random_rows(rule, segments, window):
+def test_attention_over_random_rows_equals_a_float64_oracle(rule, segments, window):
     layout = layout_of(segments, num_tokens=TOKENS)
     ours = packed(rule, windowed=window is not None)(*inputs(), layout, window or 0)
     assert_close(ours, oracle(*inputs(), seen(layout, window), rule))
 
 
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("blocking", [Blocking(8, 1), Blocking(8, 5)], ids=str)
-@settings(max_examples=12)
-@given(
-    segments=segments_of_rows(num_rows=3, num_tokens=40, longest=30), window=st.sampled_from([1, 7, 30, UNREACHABLE])
+SMALL_TOKENS, SIZE = 64, 16
+IMPLEMENTATIONS = pytest.mark.parametrize(
+    ("implementation", "at_once"),
+    [(blockwise, 1), (blockwise, 5), (tpu_attention, 1), (gpu_attention, 1)],
+    ids=["xla", "xla-five-pairs-at-once", "tpu", "gpu"],
 )
-def test_pairs_one_by_one_or_several_at_once_equal_a_float64_oracle(rule, blocking, segments, window):
-    layout = layout_of(segments, num_tokens=40)
-    arrays = inputs(rows=3, tokens=40)
-    ours = in_small_blocks(rule, blocking)(*arrays, layout, window)
-    assert_close(ours, oracle(*arrays, seen(layout, window), rule))
+SMALL = layout_of([[(20, (9, 14)), (6, (5,))], [(3, (30,))]], num_tokens=SMALL_TOKENS)
+"""Rows with shared and unshared prompts; the second ends with whole blocks of padding."""
+
+
+@functools.cache
+def compiled(implementation: ModuleType, at_once: int, rule: ScoreMod) -> Any:
+    blocking = Blocking(SIZE, at_once)
+
+    def run(query, keys, values, weights, layout, window):
+        pairs = block_pairs(layout, [5, window, UNREACHABLE], SIZE, with_padding=True)
+        arguments = rule, blocking, PackedInputs(query, keys, values, layout, pairs, window)
+        mixed, normalizer = implementation.attend(*arguments)
+        return mixed, *implementation.attention_grads(*arguments, mixed, normalizer, weights)
+
+    return jax.jit(run)
+
+
+def at_tokens(implementation, at_once, arrays, layout, rule=DEFAULT_SCORE_MOD, window=None):
+    """Returns the results and gradients at the tokens; they have no meaning on padding."""
+    is_token = (layout.segment_ids != 0)[:, :, None, None]
+    query, keys, values, weights = arrays
+    weights, window_size = jnp.where(is_token, weights, 0.0), jnp.int32(window or UNREACHABLE)
+    run = compiled(implementation, at_once, rule)
+    mixed, *gradients = run(query, keys, values, weights, layout, window_size)
+    return jnp.where(is_token, mixed, 0.0), *gradients
+
+
+def exact(arrays, layout: SegmentLayout, rule=DEFAULT_SCORE_MOD, window: int | None = None):
+    query, keys, values, weights = arrays
+    weights = jnp.where((layout.segment_ids != 0)[:, :, None, None], weights, 0.0)
+    return oracle(query, keys, values, weights, seen(layout, window), rule)
+
+
+@IMPLEMENTATIONS
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.usefixtures("interpreted")
+@settings(max_examples=6)
+@given(
+    segments=segments_of_rows(num_rows=2, num_tokens=SMALL_TOKENS, longest=40),
+    window=st.sampled_from([None, 1, 7, SIZE, 40]),
+)
+def test_each_implementation_equals_a_float64_oracle(implementation, at_once, rule, segments, window):
+    layout, arrays = layout_of(segments, num_tokens=SMALL_TOKENS), inputs(tokens=SMALL_TOKENS)
+    ours = at_tokens(implementation, at_once, arrays, layout, rule, window)
+    assert_close(ours, exact(arrays, layout, rule, window))
+
+
+@IMPLEMENTATIONS
+@pytest.mark.usefixtures("interpreted")
+def test_seven_query_heads_in_bfloat16_share_a_key_head(implementation, at_once):
+    arrays = [x.astype(jnp.bfloat16) for x in inputs(tokens=SMALL_TOKENS, query_heads=7, kv_heads=1)]
+    ours = at_tokens(implementation, at_once, arrays, SMALL)
+    assert {x.dtype for x in ours[1:]} == {jnp.dtype(jnp.bfloat16)}
+    # Operands are rounded, and sums are not.
+    ours, rounded = ([x.astype(jnp.float32) for x in both] for both in (ours, arrays))
+    assert_close(ours, exact(rounded, SMALL), tolerance=2e-2)
+
+
+@IMPLEMENTATIONS
+@pytest.mark.usefixtures("interpreted")
+def test_padding_is_finite_and_changes_nothing(implementation, at_once):
+    arrays = inputs(tokens=SMALL_TOKENS)
+    padding = (SMALL.segment_ids == 0)[:, :, None, None]
+    by_key = padding.swapaxes(1, 2)
+    filled = [jnp.where(mask, 1e3, x) for mask, x in zip((padding, by_key, by_key, padding), arrays, strict=True)]
+    run = compiled(implementation, at_once, DEFAULT_SCORE_MOD)
+    assert np.isfinite(run(*filled, SMALL, jnp.int32(UNREACHABLE))[0]).all()
+    ours, expected = (at_tokens(implementation, at_once, x, SMALL) for x in (filled, arrays))
+    assert_close(ours, expected, tolerance=0)
+
+
+@pytest.mark.parametrize("implementation", [blockwise, tpu_attention, gpu_attention], ids=["xla", "tpu", "gpu"])
+@pytest.mark.usefixtures("interpreted")
+def test_only_pairs_inside_the_window_are_computed(implementation):
+    layout, window = layout_of([[(SMALL_TOKENS, ())]], num_tokens=SMALL_TOKENS), 7
+    query, keys, values, weights = inputs(rows=1, tokens=SMALL_TOKENS)
+    # A pair with these values is not finite even where the window hides all of them.
+    values = values.at[:, :, : 2 * SIZE].set(np.nan)
+    run = compiled(implementation, 1, DEFAULT_SCORE_MOD)
+    for by_query in run(query, keys, values, weights, layout, jnp.int32(window))[:2]:
+        is_finite = np.isfinite(by_query).reshape(SMALL_TOKENS // SIZE, -1).all(axis=1)
+        # A block sees itself and, through the window of its first token, the block before it.
+        assert is_finite.tolist() == [False, False, False, True]
 
 
 TWO_SEGMENTS = layout_of([[(70, (20, 30)), (10, (5,))], [(3, (60,)), (40, (4,))]], num_tokens=TOKENS)
 
 
-def test_padding_gets_zeros_and_gives_no_gradient():
-    *arrays, weights = inputs()
-    padding = np.asarray(TWO_SEGMENTS.segment_ids) == 0
-    mixed, by_query, by_keys, by_values = packed(DEFAULT_SCORE_MOD, windowed=False)(*arrays, weights, TWO_SEGMENTS, 0)
-    for x in (mixed, by_query, by_keys.swapaxes(1, 2), by_values.swapaxes(1, 2)):
-        np.testing.assert_array_equal(x[padding], 0.0)
-    # Whatever stands there.
-    leftover = [
-        arrays[0].at[padding].set(1e3),
-        *(x.swapaxes(1, 2).at[padding].set(-1e3).swapaxes(1, 2) for x in arrays[1:]),
-    ]
-    again, *_ = packed(DEFAULT_SCORE_MOD, windowed=False)(*leftover, weights, TWO_SEGMENTS, 0)
-    np.testing.assert_array_equal(again, mixed)
-
-
-def test_no_bit_of_a_segment_depends_on_another_nor_one_of_a_completion_on_its_sibling():
+def test_no_bit_depends_on_padding_or_another_completion():
     *arrays, weights = inputs()
     segment_ids, branch_ids, _ = map(np.asarray, TWO_SEGMENTS)
-    before, *_ = packed(DEFAULT_SCORE_MOD, windowed=False)(*arrays, weights, TWO_SEGMENTS, 0)
+    run = packed(DEFAULT_SCORE_MOD, windowed=False)
+    before, by_query, by_keys, by_values = run(*arrays, weights, TWO_SEGMENTS, 0)
+    for x in (before, by_query, by_keys.swapaxes(1, 2), by_values.swapaxes(1, 2)):
+        np.testing.assert_array_equal(x[segment_ids == 0], 0.0)
     for changed in (segment_ids == 2, (segment_ids == 1) & (branch_ids == 1)):
         others = [x.swapaxes(1, 2) if x.shape[1] == KV_HEADS else x for x in arrays]
         query, *keys = [jnp.where(changed[..., None, None], 9.0 - x, x) for x in others]
-        after, *_ = packed(DEFAULT_SCORE_MOD, windowed=False)(
-            query, *(x.swapaxes(1, 2) for x in keys), weights, TWO_SEGMENTS, 0
-        )
+        after, *_ = run(query, *(x.swapaxes(1, 2) for x in keys), weights, TWO_SEGMENTS, 0)
         assert not np.array_equal(after[changed], before[changed])
         np.testing.assert_array_equal(after[~changed], before[~changed])
 
@@ -170,37 +235,92 @@ def scanned(query, keys, values, layout):
     return jax.lax.scan(jax.checkpoint(layer), query, windows)[0]
 
 
-@pytest.mark.parametrize(
-    ("shape", "kv_heads", "num_rows"),
-    [((2, 2, 2), 2, 4), ((2, 2, 2), 3, 4), ((4, 1, 2), 2, 4), ((1, 4, 2), 2, 3)],
-    ids=["split-heads", "whole-heads", "data-parallel", "rows-that-do-not-divide"],
-)
-def test_any_mesh_gives_what_one_device_gives(shape, kv_heads, num_rows):
+@pytest.mark.parametrize(("shape", "kv_heads", "num_rows"), [((2, 2, 2), 2, 4), ((1, 4, 2), 3, 3)])
+def test_attention_on_a_mesh_equals_that_of_one_device(shape, kv_heads, num_rows):
     arrays, layout = jax.tree.map(lambda x: x[:num_rows], four_rows(kv_heads))
     run = jax.jit(with_gradients(scanned))
     expected = run(*arrays, layout)
     with jax.set_mesh(make_mesh(shape)):
-        ours = run(*arrays, layout)
+        # 3 rows and 3 key heads are whole on every device.
+        rows, heads = (("dp", "fsdp"), "tp") if num_rows == 4 else (None, None)
+        specs = PartitionSpec(rows, None, heads), *[PartitionSpec(rows, heads)] * 2, PartitionSpec(rows, None, heads)
+        placed = [jax.device_put(x, spec) for x, spec in zip(arrays, specs, strict=True)]
+        placed.append(jax.tree.map(lambda x: jax.device_put(x, PartitionSpec(rows)), layout))
+        text = str(run.lower(*placed).compile().as_text())
+        ours = run(*placed)
+    assert not re.findall(r"all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter", text)
     for a, b in zip(ours, expected, strict=True):
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * float(np.abs(b).max()))
 
 
-def test_no_device_waits_for_another():
-    arrays, layout = four_rows(kv_heads=2)
-    mesh = make_mesh((2, 2, 2))
-    with jax.set_mesh(mesh):
-        dims = jax.sharding.PartitionSpec
-        rows, heads = dims(("dp", "fsdp")), dims(("dp", "fsdp"), None, "tp")
-        keys = dims(("dp", "fsdp"), "tp")
-        placed = [jax.device_put(x, s) for x, s in zip(arrays, (heads, keys, keys, heads), strict=True)]
-        layout = jax.tree.map(lambda x: jax.device_put(x, rows), layout)
-        text = jax.jit(with_gradients(scanned)).lower(*placed, layout).compile().as_text()
-    assert not re.findall(r"all-reduce|all-gather|all-to-all|collective|reduce-scatter", str(text))
-
-
-def test_no_array_of_all_scores_stands_in_the_program():
+def test_no_array_holds_all_scores():
     tokens = 4 * 64 + 3
     arrays, layout = inputs(tokens=tokens), layout_of([[(200, (30,))]] * ROWS, num_tokens=tokens)
     text = str(packed(DEFAULT_SCORE_MOD, windowed=False).lower(*arrays, layout, 0).compile().as_text())
     shapes = {tuple(map(int, dims.split(","))) for dims in re.findall(r"\w\[([\d,]+)\]", text)}
     assert not [dims for dims in shapes if sum(size >= tokens for size in dims) > 1]
+
+
+BLOCK = 4
+
+
+def test_a_completion_sees_its_prompt_and_itself_and_no_sibling():
+    layout = layout_of([[(2, (2, 1)), (1, (1,))]], num_tokens=8)
+    expected = [
+        [1, 0, 0, 0, 0, 0, 0, 0],
+        [1, 1, 0, 0, 0, 0, 0, 0],
+        [1, 1, 1, 0, 0, 0, 0, 0],
+        [1, 1, 1, 1, 0, 0, 0, 0],
+        [1, 1, 0, 0, 1, 0, 0, 0],
+        [0, 0, 0, 0, 0, 1, 0, 0],
+        [0, 0, 0, 0, 0, 1, 1, 0],
+        [0, 0, 0, 0, 0, 0, 0, 0],
+    ]
+    np.testing.assert_array_equal(attention_mask(layout, layout, 0, None)[0], expected)
+
+
+def test_a_window_counts_positions_and_no_siblings():
+    layout = layout_of([[(2, (3, 1))]], num_tokens=6)
+    # The last token stands at position 2: one after the prompt, however long its sibling.
+    np.testing.assert_array_equal(attention_mask(layout, layout, 0, 2)[0, 5], [0, 1, 0, 0, 0, 1])
+
+
+@settings(max_examples=40)
+@given(segments_of_rows(num_rows=2, num_tokens=14, longest=6), st.sampled_from([None, 1, 2, 5]))
+def test_attention_mask_equals_the_rule_for_each_pair_of_tokens(rows, window):
+    layout = layout_of(rows, num_tokens=14)
+    np.testing.assert_array_equal(attention_mask(layout, layout, 0, window), seen(layout, window))
+
+
+@functools.cache
+def pairs_function(windows: tuple[int | None, ...], *, with_padding: bool):
+    return jax.jit(lambda layout: block_pairs(layout, windows, BLOCK, with_padding=with_padding))
+
+
+def visited(pairs: BlockPairs, window: int | None) -> list[tuple[int, int]]:
+    """Returns the part of the list that a layer with this window reads."""
+    *blocks, num = pairs.inside(jnp.int32(UNREACHABLE if window is None else window))
+    return list(zip(*(x[:num].tolist() for x in blocks), strict=True))
+
+
+def needed(layout: SegmentLayout, window: int | None, *, with_padding: bool) -> list[tuple[int, int]]:
+    """Returns the pairs of blocks with a visible entry, in the order of their query blocks, by looking at all entries.
+
+    With padding, a block is paired with itself.
+    """
+    entries = seen(layout, window)
+    rows, num_tokens, _ = entries.shape
+    blocks = num_tokens // BLOCK
+    some = entries.reshape(rows, blocks, BLOCK, blocks, BLOCK).any(axis=(2, 4))
+    some |= with_padding & np.eye(blocks, dtype=bool)
+    return [(row * blocks + query, row * blocks + key) for row, query, key in np.argwhere(some).tolist()]
+
+
+@pytest.mark.parametrize(("windows", "with_padding"), [((2, 7, None), False), ((5,), False), ((3, None), True)])
+@settings(max_examples=40)
+@given(rows=segments_of_rows(num_rows=2, num_tokens=5 * BLOCK, longest=12))
+def test_exactly_the_pairs_of_blocks_with_a_visible_entry_are_visited(windows, with_padding, rows):
+    layout = layout_of(rows, num_tokens=5 * BLOCK)
+    pairs = pairs_function(windows, with_padding=with_padding)(layout)
+    for window in windows:
+        assert visited(pairs, window) == needed(layout, window, with_padding=with_padding)

@@ -1,8 +1,9 @@
-"""Tests of mixtures of experts: the products, the routes, and the whole decoder on any mesh."""
+"""Tests of mixtures of experts: their products, a layer on any mesh, and routes that are recorded and replayed."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,15 +14,31 @@ import pytest
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from app.batching.token_batch import pack_tokens
 from app.mesh.axis_rules import AXES
 from app.mesh.chips import parse_slice
 from app.mesh.devices import compile_only_devices
+from app.mesh.placement import to_global
+from app.model.architecture import RouteShape
 from app.model.decoder import DecoderDefinition, Params
-from app.model.experts import Experts, Places, choose_experts, combine, dispatch
+from app.model.experts import UNRECORDED, Experts, choose_experts, pack_routes, unpack_routes
 from app.model.grouped_product import blockwise_matrix_gradient, grouped_product, tgmm_product
 from app.model.kernels import gpu_grouped_product
+from app.model.segment_layout import SegmentLayout
+from app.records.sample import Sample
+from app.score.scorer import Scorer
+from app.update.policy_loss import make_policy_objective
 from scripts.bench.hlo_collectives import program_collectives
-from tests.tiny import MIXTURE, make_mesh, random_params
+from tests.tiny import (
+    MIXTURE,
+    PLAIN_LOSS,
+    make_mesh,
+    one_a_row,
+    pack_update,
+    packed_plan,
+    random_params,
+    random_samples,
+)
 
 FLOAT32 = jnp.dtype("float32")
 
@@ -45,7 +62,7 @@ def product_inputs(sizes: tuple[int, ...]) -> tuple[jax.Array, jax.Array, jax.Ar
 
 
 @SIZES
-def test_a_grouped_product_and_its_gradients_equal_those_of_a_one_hot_product(sizes):
+def test_grouped_products_and_gradients_equal_one_hot_products(sizes):
     x, matrices, sizes = product_inputs(sizes)
     num_rows = int(sizes.sum())
     dy = jnp.asarray(np.random.default_rng(1).normal(size=(42, 5)), FLOAT32)
@@ -61,12 +78,8 @@ def test_a_grouped_product_and_its_gradients_equal_those_of_a_one_hot_product(si
 
 @SIZES
 @pytest.mark.usefixtures("interpreted")
-@pytest.mark.parametrize(
-    "gradient",
-    [tgmm_product, gpu_grouped_product.matrix_gradient],
-    ids=["tpu", "gpu"],
-)
-def test_the_kernels_for_gradients_equal_the_loop_of_the_cpu(gradient, sizes):
+@pytest.mark.parametrize("gradient", [tgmm_product, gpu_grouped_product.matrix_gradient], ids=["tpu", "gpu"])
+def test_kernels_for_gradients_equal_the_loop_of_the_cpu(gradient, sizes):
     x, _, sizes = product_inputs(sizes)
     num_rows = int(sizes.sum())
     dy = jnp.asarray(np.random.default_rng(1).normal(size=(42, 5)), FLOAT32)
@@ -88,9 +101,10 @@ def test_the_gpu_kernel_for_products_equals_a_one_hot_product(contracted, sizes)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [FLOAT32, jnp.bfloat16], ids=str)
-@pytest.mark.parametrize(("num_experts", "inner", "outer"), [(32, 2048, 768), (2, 4096, 14_336)])
-def test_products_compile_for_a_tpu_and_are_not_expanded(num_experts, inner, outer, dtype):
+@pytest.mark.parametrize(
+    ("num_experts", "inner", "outer", "dtype"), [(32, 2048, 768, jnp.bfloat16), (2, 4096, 14_336, FLOAT32)]
+)
+def test_grouped_products_compile_for_a_tpu_unexpanded(num_experts, inner, outer, dtype):
     pytest.importorskip("libtpu", reason="libtpu is not installed: pip install -e '.[tpu]'")
     tpu, num_rows = Mesh(np.array(compile_only_devices(parse_slice("v5e-1"))).reshape(1, 1, 1), AXES), 4096
 
@@ -109,7 +123,7 @@ def test_products_compile_for_a_tpu_and_are_not_expanded(num_experts, inner, out
     assert cost["flops"] == pytest.approx(3 * 2 * num_rows * inner * outer, rel=0.1)
 
 
-def one_hot_experts(params: Params, x: jax.Array, is_token: np.ndarray) -> jax.Array:
+def one_hot_experts(params: Params, x: jax.Array, is_token: jax.Array) -> jax.Array:
     """Computes every expert for every token, and multiplies with weights that are zero for those not chosen."""
     logits = jnp.einsum("rtd,ed->rte", x, jax.lax.stop_gradient(params["router"]), precision="highest")
     probabilities = jax.nn.softmax(logits)
@@ -122,19 +136,13 @@ def one_hot_experts(params: Params, x: jax.Array, is_token: np.ndarray) -> jax.A
     )
 
 
-@functools.cache
-def expert_layer() -> tuple[Any, Params]:
-    """Returns the graph of the experts of one layer, and their weights."""
+@pytest.mark.parametrize("shape", [(1, 1, 1), (1, 1, 4), (2, 2, 2)])
+def test_experts_on_any_mesh_equal_a_one_hot_mixture(shape):
     definition = DecoderDefinition.create(MIXTURE)
     graph, _ = nnx.split(nnx.eval_shape(lambda: Experts(MIXTURE, nnx.Rngs(0), stack={})))
-    return graph, jax.tree.map(lambda x: x[0], random_params(definition)["blocks"]["experts"])
-
-
-@pytest.mark.parametrize("shape", [(1, 1, 1), (1, 2, 2), (1, 1, 4), (2, 2, 2)])
-def test_experts_on_any_mesh_and_their_gradients_equal_a_one_hot_mixture(shape):
-    graph, params = expert_layer()
+    params = jax.tree.map(lambda x: x[0], random_params(definition)["blocks"]["experts"])
     rng = np.random.default_rng(3)
-    x, is_token = jnp.asarray(rng.normal(size=(4, 9, 36)), FLOAT32), rng.random((4, 9)) < 0.8
+    x, is_token = jnp.asarray(rng.normal(size=(4, 9, 36)), FLOAT32), jnp.asarray(rng.random((4, 9)) < 0.8)
     seed = jnp.asarray(rng.normal(size=x.shape), FLOAT32)
     expected, of_dense = jax.vjp(lambda params, x: one_hot_experts(params, x, is_token), params, x)
 
@@ -143,63 +151,135 @@ def test_experts_on_any_mesh_and_their_gradients_equal_a_one_hot_mixture(shape):
         y, gradients = jax.vjp(lambda params, x: nnx.merge(graph, params)(x, is_token)[0], params, x)
         return y, gradients(seed)
 
+    # What padding holds changes nothing.
+    arrays = params, jnp.where(is_token[..., None], x, 1e4), seed
     with jax.set_mesh(make_mesh(shape)):
-        y, (of_params, of_x) = ours(params, x, seed)
+        y, (of_params, of_x) = ours(*arrays)
+        # No step adds in an order that may vary, and devices only sum over tp.
+        assert "scatter" not in str(jax.make_jaxpr(ours)(*arrays))
+        if shape == (1, 1, 4):
+            moved = program_collectives(ours.lower(*arrays).compile())
+            assert {one.collective.kind for one in moved} == {"all-reduce"}
     np.testing.assert_allclose(y, expected, atol=1e-5)
-    assert not np.any(y[~is_token])
+    assert not np.any(y[~is_token]) and np.all(np.any(y[is_token], axis=-1))
     assert not np.any(of_params["router"])
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), (of_params, of_x), of_dense(seed))
 
 
-def test_a_router_gives_probabilities_of_all_experts_or_of_the_chosen_alone():
-    x, router = jnp.ones((1, 1)), jnp.log(jnp.array([[1.0], [4.0], [2.0], [1.0]]))
-    two = replace(MIXTURE, experts_per_token=2)
-    probabilities, chosen, _ = choose_experts(replace(two, normalized_routing=False), x, router)
-    np.testing.assert_array_equal(chosen, [[1, 2]])
-    np.testing.assert_allclose(probabilities, [[0.5, 0.25]], rtol=1e-6)
-    probabilities, *_ = choose_experts(two, x, router)
-    np.testing.assert_allclose(probabilities, [[2 / 3, 1 / 3]], rtol=1e-6)
+DEFINITION = DecoderDefinition.create(MIXTURE)
+SHAPE = RouteShape(MIXTURE.num_layers, MIXTURE.experts_per_token)
+SAMPLES = random_samples(3, 3, vocab_size=MIXTURE.vocab_size)
 
 
-def test_copies_go_out_in_order_and_come_back_as_sums_and_each_is_the_gradient_of_the_other():
-    x = jnp.asarray(np.random.default_rng(0).normal(size=(5, 3)), FLOAT32)
-    order = jnp.asarray(np.random.default_rng(1).permutation(10))
-    places = Places(order, jnp.argsort(order), jnp.int32(10))
-    sent, of_dispatch = jax.vjp(lambda x: dispatch(x, 2, places), x)
-    y = jnp.asarray(sent)
-    np.testing.assert_array_equal(y, x[order // 2])
-    total, of_combine = jax.vjp(lambda y: combine(y, 2, places), y)
-    np.testing.assert_allclose(np.asarray(total), 2 * x, rtol=1e-6)
-    np.testing.assert_array_equal(of_combine(x)[0], y)
-    np.testing.assert_allclose(of_dispatch(y)[0], 2 * x, rtol=1e-6)
-    # A copy without an expert here does not count, whatever it holds.
-    total = combine(y.at[9].set(jnp.nan), 2, places._replace(num_used=jnp.int32(9)))
-    np.testing.assert_allclose(np.asarray(total), 2 * x - jnp.zeros_like(x).at[order[9] // 2].set(y[9]), rtol=1e-6)
+@functools.cache
+def params() -> Params:
+    return random_params(DEFINITION)
 
 
-def test_no_step_of_a_pass_or_its_gradients_is_a_scatter():
-    graph, params = expert_layer()
-    x, is_token = jnp.ones((2, 6, 36)), np.ones((2, 6), bool)
-    program = jax.make_jaxpr(jax.grad(lambda *args: nnx.merge(graph, args[0])(args[1], is_token)[0].sum(), (0, 1)))(
-        params, x
-    )
-    assert "scatter" not in str(program)
+def scores(samples: Sequence[Sample], shape: tuple[int, int, int] = (1, 1, 1), *, replays: bool = True) -> np.ndarray:
+    scorer = Scorer(DEFINITION, make_mesh(shape), dtype=FLOAT32, logits_chunk=5, replays_routes=replays)
+    plan = packed_plan(samples, quota=64, row_length=32, share_prompts=True)
+    if shape != (1, 1, 1):
+        plan = one_a_row(len(samples), rows_per_micro_batch=12, num_tokens=16, num_targets=9)
+    return np.concatenate(scorer.per_token(params(), samples, plan, temperature=1.0))
 
 
-def test_sums_over_tp_are_all_that_devices_send_each_other():
-    graph, params = expert_layer()
-    x, is_token = jnp.ones((4, 9, 36)), np.ones((4, 9), bool)
-    program = jax.jit(jax.grad(lambda *args: jnp.vdot(nnx.merge(graph, args[0])(args[1], is_token)[0], x), (0, 1)))
-    with jax.set_mesh(make_mesh((1, 1, 4))):
-        moved = program_collectives(program.lower(params, x).compile())
-    assert {one.collective.kind for one in moved} == {"all-reduce"}
+@functools.cache
+def with_own_routes() -> list[Sample]:
+    """Returns the samples with the experts that the routers choose for them, each alone in a row."""
+    how = {"dtype": FLOAT32, "remat": "none"}
+    find = jax.jit(lambda params, *rows: DEFINITION.bind(params).hidden_and_routes(*rows, **how)[1])
+    plan, found = one_a_row(len(SAMPLES), rows_per_micro_batch=1, num_tokens=16, num_targets=9), []
+    for sample, micro_batch in zip(SAMPLES, plan.micro_batches, strict=True):
+        rows = pack_tokens(SAMPLES, micro_batch)
+        layout = SegmentLayout(rows.segment_ids, rows.branch_ids, rows.positions)
+        live = np.asarray(find(params(), rows.token_ids, layout))
+        length = len(sample.prompt.token_ids) + len(sample.completion_ids)
+        found.append(replace(sample, routes=np.moveaxis(live[:, 0, :length], 0, 1).astype(np.uint8)))
+    return found
 
 
-def test_what_padding_holds_changes_no_bit_of_a_token():
-    graph, params = expert_layer()
-    rng = np.random.default_rng(5)
-    x, is_token = rng.normal(size=(2, 9, 36)).astype(np.float32), rng.random((2, 9)) < 0.6
-    mix = jax.jit(lambda x: nnx.merge(graph, params)(x, is_token)[0])
-    y, other = mix(x), mix(np.where(is_token[..., None], x, np.float32(1e4)))
-    np.testing.assert_array_equal(y, other)
-    assert not np.any(y[~is_token]) and np.all(np.any(y[is_token], axis=-1))
+def rotated(samples: Sequence[Sample]) -> list[Sample]:
+    """Returns samples whose tokens pass through the next expert of each."""
+    return [replace(s, routes=((s.routes + 1) % 8).astype(np.uint8)) for s in samples if s.routes is not None]
+
+
+@pytest.mark.parametrize("shape", [RouteShape(2, 3), RouteShape(4, 2), RouteShape(1, 1)])
+def test_routes_come_back_from_their_words(shape):
+    chosen = np.random.default_rng(0).integers(0, 256, (shape.num_layers, 4, 5, shape.experts_per_token))
+    words = np.asarray(pack_routes(jnp.asarray(chosen, jnp.int32)))
+    assert words.shape == (4, 5, shape.num_words)
+    np.testing.assert_array_equal(unpack_routes(words, shape), np.moveaxis(chosen, 0, 2))
+
+
+def test_recorded_experts_get_the_router_s_probabilities():
+    x, router = jnp.ones((3, 1)), jnp.log(jnp.array([[1.0], [4.0], [2.0], [1.0]]))
+    recorded = jnp.array([[3, 0], [UNRECORDED, UNRECORDED], [2, 1]], jnp.uint8)
+    two = replace(MIXTURE, experts_per_token=2, normalized_routing=False)
+    probabilities, chosen, live = choose_experts(two, x, router, recorded)
+    np.testing.assert_array_equal(chosen, [[3, 0], [1, 2], [2, 1]])
+    np.testing.assert_array_equal(live, [[1, 2]] * 3)
+    # All of the probabilities are computed: those of two experts alone would add up to 1.
+    np.testing.assert_allclose(probabilities, [[1 / 8, 1 / 8], [1 / 2, 1 / 4], [1 / 4, 1 / 2]], rtol=1e-6)
+    normalized, *_ = choose_experts(replace(two, normalized_routing=True), x, router, recorded)
+    np.testing.assert_allclose(normalized, [[1 / 2, 1 / 2], [2 / 3, 1 / 3], [1 / 3, 2 / 3]], rtol=1e-6)
+
+    def of_third(router: jax.Array) -> jax.Array:
+        return choose_experts(two, x, router, recorded)[0][0, 0]
+
+    # An expert that is not chosen has a gradient, as in the pass that the sampler took.
+    np.testing.assert_allclose(jax.grad(of_third)(router)[:, 0], [-1 / 64, -4 / 64, -2 / 64, 7 / 64], rtol=1e-5)
+
+
+def test_scores_replay_routes_alike_on_any_mesh():
+    live = scores(SAMPLES, replays=False)
+    np.testing.assert_array_equal(scores(with_own_routes()), live)
+    np.testing.assert_array_equal(scores(SAMPLES), live)
+    foreign = scores(rotated(with_own_routes()))
+    assert np.abs(foreign - live).max() > 0.05
+    np.testing.assert_allclose(scores(rotated(with_own_routes()), (2, 2, 2)), foreign, atol=2e-5)
+
+
+@pytest.mark.parametrize("num_without", [0, 1])
+def test_a_shared_prompt_has_the_routes_of_its_first_sample_with_any(num_without):
+    samples = rotated(with_own_routes())[:3]
+    (micro_batch,) = packed_plan(samples, quota=64, row_length=64, share_prompts=True).micro_batches
+    [segment] = [segment for row in micro_batch.rows for segment in row]
+    for number in segment[:num_without]:
+        samples[number] = replace(samples[number], routes=None)
+    rows = pack_tokens(samples, micro_batch, SHAPE)
+    assert rows.routes is not None and rows.routes.dtype == np.uint8
+    at = length = len(samples[0].prompt.token_ids)
+    first = samples[segment[num_without]].routes
+    assert first is not None
+    np.testing.assert_array_equal(rows.routes[0, :length], first[:length])
+    for number in segment:
+        routes, end = samples[number].routes, at + len(samples[number].completion_ids)
+        expected = UNRECORDED if routes is None else routes[length:]
+        np.testing.assert_array_equal(rows.routes[0, at:end], np.broadcast_to(expected, rows.routes[0, at:end].shape))
+        at = end
+    assert np.all(rows.routes[0, at:] == UNRECORDED)
+
+
+def test_an_update_replays_routes():
+    objective = make_policy_objective(DEFINITION, PLAIN_LOSS, dtype=FLOAT32, remat="none", logits_chunk=5)
+    run = jax.jit(jax.value_and_grad(objective, has_aux=True))
+    plan = one_a_row(len(SAMPLES), rows_per_micro_batch=12, num_tokens=16, num_targets=9)
+
+    def update(samples: Sequence[Sample], *, replays: bool = True) -> Any:
+        (batch,) = pack_update(samples, plan)
+        if replays:
+            batch = replace(batch, tokens=pack_tokens(samples, plan.micro_batches[0], SHAPE))
+        with jax.set_mesh(mesh := make_mesh()):
+            (_, stats), gradient = run(params(), to_global(mesh, batch), jnp.float32(1))
+        return stats, gradient
+
+    stats, live = update(SAMPLES, replays=False)
+    own, gradient = update(with_own_routes())
+    jax.tree.map(np.testing.assert_array_equal, gradient, live)
+    assert "rollout/route_difference" not in stats.metrics() and own.metrics()["rollout/route_difference"] == 0
+    np.testing.assert_array_equal(own.routes.load, stats.routes.load)
+    foreign, expected = update(rotated(with_own_routes()))
+    assert foreign.metrics()["rollout/route_difference"] > 0.9
+    # The router stays frozen.
+    assert not np.any(expected["blocks"]["experts"]["router"])

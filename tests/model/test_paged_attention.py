@@ -50,14 +50,21 @@ def in_one_piece(pools: LayerCache, tables: np.ndarray) -> LayerCache:
     return jax.tree.map(lambda x: np.moveaxis(x[tables], 1, 2).reshape(ROWS, KV_HEADS, -1, *x.shape[3:]), pools)
 
 
+def random_arrays(
+    rng: np.random.Generator, *, num_rows: int = ROWS, block_size: int = BLOCK
+) -> tuple[np.ndarray, LayerCache, LayerCache]:
+    """Returns queries, their keys and values, and pools with blocks for `WIDTH` of each row and one more."""
+    normal = lambda *shape: rng.standard_normal(shape).astype(np.float32)  # noqa: E731
+    query, new = normal(num_rows, 1, KV_HEADS * GROUP, HEAD), LayerCache(*normal(2, num_rows, KV_HEADS, 1, HEAD))
+    return query, new, LayerCache(*normal(2, 1 + num_rows * WIDTH, KV_HEADS, block_size, HEAD))
+
+
 def assert_equal_attention(
     way: str, positions: list[int], *, active=(True,) * ROWS, window=None, rule=DEFAULT_SCORE_MOD, seed: int = 0
 ) -> None:
     """Asserts that rows whose blocks lie anywhere get the attention and the caches of rows that lie in one piece."""
     rng = np.random.default_rng(seed)
-    normal = lambda *shape: rng.standard_normal(shape).astype(np.float32)  # noqa: E731
-    query, new = normal(ROWS, 1, KV_HEADS * GROUP, HEAD), LayerCache(*normal(2, ROWS, KV_HEADS, 1, HEAD))
-    pools = LayerCache(*normal(2, 1 + ROWS * WIDTH, KV_HEADS, BLOCK, HEAD))
+    query, new, pools = random_arrays(rng)
     tables = 1 + rng.permutation(ROWS * WIDTH).reshape(ROWS, WIDTH).astype(np.int32)
     # A row needs no more blocks than it has tokens.
     tables = np.where(np.arange(WIDTH) <= np.asarray(positions)[:, None] // BLOCK, tables, 0)
@@ -78,8 +85,7 @@ def assert_equal_attention(
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("window", [None, 1, 20])
+@pytest.mark.parametrize(("rule", "window"), [(RULES[0], None), (RULES[0], 20), (RULES[1], 1)])
 def test_blocks_anywhere_equal_a_cache_in_one_piece(way: str, rule, window: int | None) -> None:
     for positions in ([0, 15, 16, 17, 63], [31, 32, 33, 47, 48]):
         assert_equal_attention(way, positions, window=window, rule=rule)
@@ -87,19 +93,16 @@ def test_blocks_anywhere_equal_a_cache_in_one_piece(way: str, rule, window: int 
 
 @pytest.mark.parametrize("way", WAYS)
 @given(data=st.data())
-@settings(max_examples=15)
-def test_rows_that_are_not_active_change_nothing(way: str, data: st.DataObject) -> None:
+@settings(max_examples=12)
+def test_rows_that_are_not_active_change_no_block(way: str, data: st.DataObject) -> None:
     positions = data.draw(st.lists(st.integers(0, BLOCK * WIDTH - 1), min_size=ROWS, max_size=ROWS))
     active = data.draw(st.lists(st.booleans(), min_size=ROWS, max_size=ROWS))
-    window = data.draw(st.sampled_from([None, 3, 24]))
+    window = data.draw(st.sampled_from([None, 20]))
     assert_equal_attention(way, positions, active=active, window=window, seed=data.draw(st.integers(0, 99)))
 
 
-def test_the_kernel_never_looks_at_a_block_beyond_the_live_ones() -> None:
-    rng = np.random.default_rng(0)
-    normal = lambda *shape: rng.standard_normal(shape).astype(np.float32)  # noqa: E731
-    query, new = normal(ROWS, 1, KV_HEADS * GROUP, HEAD), LayerCache(*normal(2, ROWS, KV_HEADS, 1, HEAD))
-    pools = LayerCache(*normal(2, 1 + ROWS * WIDTH, KV_HEADS, BLOCK, HEAD))
+def test_the_tpu_kernel_reads_no_block_beyond_the_live_ones() -> None:
+    query, new, pools = random_arrays(np.random.default_rng(0))
     tables = 1 + np.arange(ROWS * WIDTH, dtype=np.int32).reshape(ROWS, WIDTH)
     positions = np.array([3, 20, 31, 32, 50], np.int32)
     given = positions, np.ones(ROWS, bool), tables
@@ -111,14 +114,10 @@ def test_the_kernel_never_looks_at_a_block_beyond_the_live_ones() -> None:
     np.testing.assert_array_equal(attend(query, new, pools, *given)[0], before)
 
 
-@pytest.mark.parametrize("window", [None, 20])
-def test_a_longer_neighbour_changes_no_bit_of_a_row(window: int | None) -> None:
-    rng = np.random.default_rng(0)
-    normal = lambda *shape: rng.standard_normal(shape).astype(np.float32)  # noqa: E731
-    query, new = normal(2, 1, KV_HEADS * GROUP, HEAD), LayerCache(*normal(2, 2, KV_HEADS, 1, HEAD))
-    pools = LayerCache(*normal(2, 9, KV_HEADS, BLOCK, HEAD))
+def test_a_longer_neighbour_changes_no_bit_of_a_row() -> None:
+    query, new, pools = random_arrays(np.random.default_rng(0), num_rows=2)
     tables = np.array([[1, 2, 0, 0], [3, 4, 5, 6]], np.int32)
-    attend = compiled(DEFAULT_SCORE_MOD, window, "xla")
+    attend = compiled(DEFAULT_SCORE_MOD, None, "xla")
     for active in ([True, True], [True, False]):
         found = [
             attend(query, new, pools, np.array([25, at], np.int32), np.array(active), tables)[0] for at in (2, 40, 63)
@@ -129,12 +128,10 @@ def test_a_longer_neighbour_changes_no_bit_of_a_row(window: int | None) -> None:
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(("block_size", "window"), [(16, None), (64, 20)])
-def test_codes_give_the_attention_of_what_they_stand_for(way: str, block_size: int, window: int | None) -> None:
+def test_codes_give_the_attention_of_the_numbers_they_stand_for(way: str, block_size: int, window: int | None) -> None:
     """Blocks are one tile of codes, or several."""
     rng = np.random.default_rng(0)
-    normal = lambda *shape: rng.standard_normal(shape).astype(np.float32)  # noqa: E731
-    query, new = normal(ROWS, 1, KV_HEADS * GROUP, HEAD), LayerCache(*normal(2, ROWS, KV_HEADS, 1, HEAD))
-    pools = LayerCache(*normal(2, 1 + ROWS * WIDTH, KV_HEADS, block_size, HEAD))
+    query, new, pools = random_arrays(rng, block_size=block_size)
     tables = 1 + rng.permutation(ROWS * WIDTH).reshape(ROWS, WIDTH).astype(np.int32)
     last = WIDTH * block_size - 1
     positions, active = np.array([0, 31, 32, last // 2, last], np.int32), np.array([True, True, True, True, False])

@@ -3,6 +3,7 @@ from __future__ import annotations
 import functools
 import re
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,7 @@ from app.batching.forward_passes import row_logprobs
 from app.batching.token_batch import TokenBatch
 from app.model.decoder import DecoderDefinition, LMHead
 from app.model.segment_layout import single_segment_layout
-from app.model.token_logprobs import ShardedHead, scaled_logits, token_logprobs
+from app.model.token_logprobs import scaled_logits, token_logprobs
 from tests.tiny import ODD, assert_trees_close, make_mesh
 
 ROWS, TOKENS, WIDTH, VOCAB = 3, 14, 5, 23
@@ -22,51 +23,60 @@ EVERYWHERE = jnp.ones((ROWS, TOKENS), bool)
 
 
 @functools.cache
-def inputs() -> tuple[Array, ...]:
-    """Returns hidden states, head, targets, and the weight of each logprob in a loss."""
+def inputs(num_rows: int = ROWS) -> tuple[Array, Array, Array, Array]:
+    """Returns hidden states, head, targets, and the weights of each logprob and of each entropy in a loss."""
     rng = np.random.default_rng(0)
-    hidden = rng.normal(size=(ROWS, TOKENS, WIDTH)).astype(np.float32)
+    hidden = rng.normal(size=(num_rows, TOKENS, WIDTH)).astype(np.float32)
     head = 2 * rng.normal(size=(VOCAB, WIDTH)).astype(np.float32)
-    weights = rng.normal(size=(ROWS, TOKENS)).astype(np.float32)
-    return tuple(map(jnp.asarray, (hidden, head, rng.integers(0, VOCAB, (ROWS, TOKENS)), weights)))
+    weights = rng.normal(size=(2, num_rows, TOKENS)).astype(np.float32)
+    targets = jnp.asarray(rng.integers(0, VOCAB, (num_rows, TOKENS)))
+    return jnp.asarray(hidden), jnp.asarray(head), targets, jnp.asarray(weights)
 
 
-def oracle(temperature: float) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Computes logprobs, entropies, and the gradients of sum(weights * logprobs) in float64."""
-    hidden, head, targets, weights = map(np.asarray, inputs())
-    hidden, head = hidden.astype(np.float64), head.astype(np.float64)
-    logits = hidden @ head.T / temperature
-    log_softmax = logits - np.log(np.sum(np.exp(logits), axis=-1, keepdims=True))
+def oracle(
+    temperature: float, soft_cap: float | None, mask: Any = True, num_rows: int = ROWS
+) -> tuple[np.ndarray, ...]:
+    """Computes in float64 logprobs, entropies, and the gradients of their weighted sum by hidden states and head."""
+    hidden, head, targets, weights = map(np.asarray, inputs(num_rows))
+    hidden, head, weights = hidden.astype(np.float64), head.astype(np.float64), weights * np.asarray(mask)
+    capped = hidden @ head.T
+    capped = capped if soft_cap is None else soft_cap * np.tanh(capped / soft_cap)
+    log_softmax = capped / temperature - np.log(np.sum(np.exp(capped / temperature), axis=-1, keepdims=True))
     probabilities = np.exp(log_softmax)
+    entropies = -(probabilities * log_softmax).sum(axis=-1)
+    by_logits = weights[0, ..., None] * (np.eye(VOCAB)[targets] - probabilities)
+    # dH / dlogits = -p (log p + H)
+    by_logits -= weights[1, ..., None] * probabilities * (log_softmax + entropies[..., None])
+    by_product = by_logits / temperature * (1.0 if soft_cap is None else 1 - (capped / soft_cap) ** 2)
     logprobs = np.take_along_axis(log_softmax, targets[..., None], axis=-1)[..., 0]
-    by_logits = weights[..., None] * (np.eye(VOCAB)[targets] - probabilities) / temperature
-    by_head = np.einsum("rcv,rcd->vd", by_logits, hidden)
-    return logprobs, -(probabilities * log_softmax).sum(axis=-1), by_logits @ head, by_head
+    return logprobs, entropies, by_product @ head, np.einsum("rcv,rcd->vd", by_product, hidden)
 
 
 @functools.cache
-def values_and_gradients(chunk: int):
-    """Returns a compiled function of hidden states, head and temperature with the value and gradients of the loss."""
-    _, _, targets, weights = inputs()
+def values_and_gradients(chunk: int, soft_cap: float | None, num_rows: int = ROWS) -> Any:
+    """Returns a compiled function of hidden states, head, mask and temperature with what `oracle` computes."""
+    *_, targets, weights = inputs(num_rows)
 
-    def loss(hidden, head, temperature):
-        logprobs, entropy = token_logprobs(
-            hidden, LMHead(head), targets, EVERYWHERE, temperature=temperature, chunk=chunk
-        )
-        return jnp.sum(weights * logprobs), (logprobs, entropy)
+    def loss(hidden, head, mask, temperature):
+        how = {"temperature": temperature, "chunk": chunk, "entropy_gradient": True}
+        logprobs, entropies = token_logprobs(hidden, LMHead(head, soft_cap), targets, mask, **how)
+        return jnp.sum(jnp.where(mask, weights[0] * logprobs + weights[1] * entropies, 0.0)), (logprobs, entropies)
 
-    return jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))
+    def run(*arguments):
+        (_, values), gradients = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(*arguments)
+        return *values, *gradients
 
-
-@pytest.mark.parametrize("temperature", [0.3, 1.7])
-@pytest.mark.parametrize("chunk", [1, 3, 14, 128])
-def test_values_and_gradients_equal_a_float64_oracle_for_every_chunk(chunk, temperature):
-    (_, values), gradients = values_and_gradients(chunk)(*inputs()[:2], temperature)
-    for ours, exact in zip((*values, *gradients), oracle(temperature), strict=True):
-        np.testing.assert_allclose(ours, exact, rtol=1e-5, atol=1e-5)
+    return jax.jit(run)
 
 
-def test_entropy_of_uniform_logits_is_the_log_of_the_vocabulary_and_carries_no_gradient():
+@pytest.mark.parametrize(("chunk", "temperature", "soft_cap"), [(1, 1.7, None), (3, 0.3, 3.0), (128, 1.7, None)])
+def test_values_and_gradients_equal_a_float64_oracle(chunk, temperature, soft_cap):
+    ours = values_and_gradients(chunk, soft_cap)(*inputs()[:2], EVERYWHERE, temperature)
+    for value, exact in zip(ours, oracle(temperature, soft_cap), strict=True):
+        np.testing.assert_allclose(value, exact, rtol=1e-5, atol=1e-5 * max(1.0, np.abs(exact).max()))
+
+
+def test_entropy_of_uniform_logits_is_log_vocab_without_gradient():
     hidden, _, targets, _ = inputs()
     entropy = lambda head: token_logprobs(hidden, LMHead(head), targets, EVERYWHERE, temperature=1.0, chunk=4)[1]  # noqa: E731
     np.testing.assert_allclose(entropy(jnp.zeros((VOCAB, WIDTH))), np.log(VOCAB), rtol=1e-6)
@@ -74,89 +84,27 @@ def test_entropy_of_uniform_logits_is_the_log_of_the_vocabulary_and_carries_no_g
     np.testing.assert_array_equal(gradient, 0.0)
 
 
-@pytest.mark.parametrize("chunk", [3, 14])
-@pytest.mark.parametrize("temperature", [0.3, 1.7])
-def test_gradients_of_an_entropy_that_is_learned_from_equal_a_float64_oracle(chunk, temperature):
-    targets = inputs()[2]
-    hidden, head, _, weights = map(np.asarray, inputs())
-
-    def loss(hidden, head):
-        _, entropies = token_logprobs(
-            hidden, LMHead(head), targets, EVERYWHERE, temperature=temperature, chunk=chunk, entropy_gradient=True
-        )
-        return jnp.sum(weights * entropies)
-
-    logits = hidden.astype(np.float64) @ head.astype(np.float64).T / temperature
-    log_softmax = logits - np.log(np.sum(np.exp(logits), axis=-1, keepdims=True))
-    probabilities = np.exp(log_softmax)
-    entropies = -(probabilities * log_softmax).sum(axis=-1, keepdims=True)
-    # dH / dlogits = -p (log p + H)
-    by_logits = -weights[..., None] * probabilities * (log_softmax + entropies) / temperature
-    exact = by_logits @ head, np.einsum("rcv,rcd->vd", by_logits, hidden)
-    assert_trees_close(jax.jit(jax.grad(loss, argnums=(0, 1)))(hidden, head), exact)
+def test_chunks_without_targets_are_skipped():
+    hidden, head, *_ = inputs()
+    # Chunks of 3 contain targets of two rows, and the last three have none.
+    mask, first_skipped = jnp.arange(TOKENS) < jnp.array([[3], [5], [4]]), 6
+    # Nothing that is computed from these states would be a number.
+    broken = hidden.at[:, first_skipped:].set(jnp.nan)
+    *ours, by_hidden, by_head = values_and_gradients(3, None)(broken, head, mask, 0.7)
+    *exact, exact_by_hidden, exact_by_head = oracle(0.7, None, mask)
+    for value, expected in zip(ours, exact, strict=True):
+        np.testing.assert_allclose(np.asarray(value)[mask], expected[mask], rtol=1e-5, atol=1e-5)
+        np.testing.assert_array_equal(value[:, first_skipped:], 0.0)
+    assert_trees_close((by_hidden, by_head), (exact_by_hidden, exact_by_head))
 
 
-PLACES = jnp.arange(TOKENS) < jnp.array([[3], [5], [4]])
-"""Positions of targets, at the start of every row; chunks of 3 contain targets of two rows, and the last three have
-none."""
+def test_enormous_logits_keep_values_and_gradients_finite():
+    hidden, head, *_ = inputs()
+    assert all(np.isfinite(x).all() for x in values_and_gradients(3, None)(1e4 * hidden, head, EVERYWHERE, 1.0))
 
 
-@pytest.mark.parametrize("chunk", [2, 3])
-def test_chunks_without_targets_change_no_logprob_and_no_gradient(chunk):
-    hidden, head, targets, weights = inputs()
-
-    def loss(hidden, head, mask):
-        logprobs, entropies = token_logprobs(
-            hidden, LMHead(head), targets, mask, temperature=0.7, chunk=chunk, entropy_gradient=True
-        )
-        return jnp.sum(jnp.where(PLACES, weights * logprobs + entropies, 0.0)), (logprobs, entropies)
-
-    run = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))
-    (_, skipped), gradients = run(hidden, head, PLACES)
-    (_, full), expected = run(hidden, head, EVERYWHERE)
-    for ours, theirs in zip(skipped, full, strict=True):
-        np.testing.assert_array_equal(np.asarray(ours)[PLACES], np.asarray(theirs)[PLACES])
-        np.testing.assert_array_equal(ours[:, -(-5 // chunk) * chunk :], 0.0)
-    assert_trees_close(gradients, expected)
-
-
-def test_the_head_is_applied_as_often_as_there_are_chunks_with_targets(monkeypatch):
-    hidden, head, targets, _ = inputs()
-    passes = []
-    logits = ShardedHead._logits
-
-    def counted(self, *arguments):
-        jax.debug.callback(lambda: passes.append("pass"))
-        return logits(self, *arguments)
-
-    monkeypatch.setattr(ShardedHead, "_logits", counted)
-
-    def total(hidden, mask):
-        return jnp.sum(token_logprobs(hidden, LMHead(head), targets, mask, temperature=1.0, chunk=3)[0])
-
-    for mask, num_chunks in ((PLACES, 2), (EVERYWHERE, 5), (~EVERYWHERE, 0)):
-        jax.block_until_ready(jax.grad(total)(hidden, mask))
-        jax.effects_barrier()
-        # Once forward, once again backward.
-        assert len(passes) == 2 * num_chunks
-        passes.clear()
-
-
-def test_enormous_logits_keep_the_gradient_of_the_entropy_finite():
-    hidden, head, targets, _ = inputs()
-
-    def total(hidden):
-        return jnp.sum(
-            token_logprobs(hidden, LMHead(head), targets, EVERYWHERE, temperature=1.0, chunk=5, entropy_gradient=True)[
-                1
-            ]
-        )
-
-    assert np.isfinite(jax.grad(total)(1e4 * hidden)).all()
-
-
-def test_logits_of_bfloat16_states_are_accumulated_in_float32():
-    hidden, head, _, _ = inputs()
+def test_logits_of_bfloat16_states_are_summed_in_float32():
+    hidden, head, *_ = inputs()
     narrow = hidden.astype(jnp.bfloat16)
     logits = scaled_logits(narrow, LMHead(head), 2.0)
     assert logits.dtype == jnp.float32
@@ -164,68 +112,31 @@ def test_logits_of_bfloat16_states_are_accumulated_in_float32():
     np.testing.assert_allclose(logits, exact, rtol=1e-5, atol=1e-5)
 
 
-def test_logits_are_capped_before_the_temperature_divides_them():
-    hidden, head, _, _ = inputs()
-    exact = np.asarray(hidden, np.float64) @ np.asarray(head, np.float64).T
-    assert np.abs(exact).max() > 10
-    capped = scaled_logits(hidden, LMHead(head, soft_cap=3.0), 0.5)
-    np.testing.assert_allclose(capped, 3 * np.tanh(exact / 3) / 0.5, rtol=1e-5, atol=1e-5)
-
-
-# Sizes that meet nowhere else in the program: the vocabulary is a prime.
-ROW_TOKENS, COMPLETION_TOKENS = 22, 14
-
-
-def program(logits_chunk: int):
-    """Returns the compiled loss and gradient of rows with 22 tokens, of which 14 are scored."""
-    definition = DecoderDefinition.create(replace(ODD, num_layers=1))
-    shape = (ROWS, ROW_TOKENS)
+def test_only_a_chunk_of_completion_tokens_ever_has_logits():
+    # Sizes that meet nowhere else in the program: the vocabulary is a prime.
+    definition, shape, targets = DecoderDefinition.create(replace(ODD, num_layers=1)), (ROWS, 22), (ROWS, 14)
 
     def loss(params):
         segments, branches, positions = single_segment_layout(jnp.ones(shape, bool))
-        ones = jnp.ones((ROWS, COMPLETION_TOKENS), jnp.int32)
-        logprobs, entropy, _ = row_logprobs(
-            definition.bind(params),
-            TokenBatch(jnp.ones(shape, jnp.int32), positions, segments, branches, ones, ones, ones > 0),
-            temperature=1.0,
-            dtype=jnp.dtype("float32"),
-            remat="none",
-            logits_chunk=logits_chunk,
-        )
+        ones = jnp.ones(targets, jnp.int32)
+        rows = TokenBatch(jnp.ones(shape, jnp.int32), positions, segments, branches, ones, ones, ones > 0)
+        how = {"temperature": 1.0, "dtype": jnp.dtype("float32"), "remat": "none", "logits_chunk": 4 * ROWS}
+        logprobs, entropy, _ = row_logprobs(definition.bind(params), rows, **how)
         return jnp.sum(logprobs), entropy
 
-    return jax.jit(jax.value_and_grad(loss, has_aux=True)).lower(definition.shapes).compile()
-
-
-def most_tokens_with_logits(compiled) -> int:
-    """Returns the largest number of tokens whose logits any array of the optimized program holds."""
-    shapes = {tuple(map(int, dims.split(","))) for dims in re.findall(r"\w\[([\d,]+)\]", str(compiled.as_text()))}
+    text = str(jax.jit(jax.value_and_grad(loss, has_aux=True)).lower(definition.shapes).compile().as_text())
+    shapes = {tuple(map(int, dims.split(","))) for dims in re.findall(r"\w\[([\d,]+)\]", text)}
     logits = [dims for dims in shapes if ODD.vocab_size in dims and ODD.model_dim not in dims]
-    return max(int(np.prod(dims)) // ODD.vocab_size for dims in logits)
-
-
-def test_only_a_chunk_of_completion_tokens_ever_has_logits():
-    assert most_tokens_with_logits(program(logits_chunk=4 * ROWS)) == ROWS * 4
+    assert max(int(np.prod(dims)) // ODD.vocab_size for dims in logits) == ROWS * 4
 
 
 @pytest.mark.parametrize(
-    ("shape", "rows", "soft_cap"),
-    [((2, 2, 2), 4, 3.0), ((2, 2, 2), ROWS, None), ((1, 4, 1), 4, None), ((1, 1, 4), ROWS, 3.0)],
+    ("shape", "num_rows", "soft_cap"), [((2, 2, 2), 4, 3.0), ((2, 2, 2), ROWS, None), ((1, 4, 1), 4, None)]
 )
-def test_parts_of_the_vocabulary_on_a_mesh_give_the_numbers_of_one_device(shape, rows, soft_cap):
+def test_a_vocabulary_split_over_a_mesh_changes_nothing(shape, num_rows, soft_cap):
     # 23 tokens do not split evenly, and 3 rows stay whole on every device.
-    rng = np.random.default_rng(1)
-    hidden = jnp.asarray(rng.normal(size=(rows, TOKENS, WIDTH)).astype(np.float32))
-    weights = jnp.asarray(rng.normal(size=(2, rows, TOKENS)).astype(np.float32))
-    targets, mask = jnp.asarray(rng.integers(0, VOCAB, (rows, TOKENS))), jnp.asarray(rng.random((rows, TOKENS)) < 0.7)
-
-    def loss(hidden, table):
-        logprobs, entropies = token_logprobs(
-            hidden, LMHead(table, soft_cap), targets, mask, temperature=0.7, chunk=3, entropy_gradient=True
-        )
-        return jnp.sum(jnp.where(mask, weights[0] * logprobs + weights[1] * entropies, 0.0))
-
-    differentiated = jax.value_and_grad(loss, argnums=(0, 1))
-    alone = jax.jit(differentiated)(hidden, inputs()[1])
+    mask = jnp.asarray(np.random.default_rng(1).random((num_rows, TOKENS)) < 0.7)
+    run, arguments = values_and_gradients(3, soft_cap, num_rows), (*inputs(num_rows)[:2], mask, 0.7)
+    alone = run(*arguments)
     with jax.set_mesh(make_mesh(shape)):
-        assert_trees_close(jax.jit(differentiated)(hidden, inputs()[1]), alone)
+        assert_trees_close(run(*arguments), alone)

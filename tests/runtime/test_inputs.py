@@ -1,4 +1,4 @@
-"""Tests of what training data are checked for when they are tokenized."""
+"""Tests of the checks of models and data, and of the commits of hub models that a run keeps."""
 
 from __future__ import annotations
 
@@ -6,13 +6,23 @@ import json
 import logging
 from pathlib import Path
 
+import jax.numpy as jnp
 import pytest
+from typer.testing import Result
 
 from app.model.io.model_files import open_model
+from app.preflight.inspect_mesh import read_config_only_spec
 from app.prompts.tokenizer import load_tokenizer
+from app.records.run_directory import RunDirectory
 from app.runtime.inputs import encode_train_rows, read_train_rows
-from settings import load
-from settings.errors import InputError
+from app.runtime.model_spec import CriticSpec, adapter_notes, read_critic_spec, read_model_spec
+from app.runtime.pinned_revisions import pin_revisions, record_commits
+from app.runtime.reward_model import read_reward_model_spec
+from app.training.inputs import read_training_inputs
+from settings import InputError, Settings, load
+from tests.local_hub import serve, use_hub
+from tests.program import train_here
+from tests.tiny_directory import write_model, write_reward_model, write_tokenizer
 
 SHORT, LONG = "1 + 1?", "1 + 1? " * 50
 
@@ -29,16 +39,129 @@ def encode(folder: Path, *files: list[str]) -> list[str]:
     return [prompt.uid for prompt in encode_train_rows(settings, read_train_rows(settings), tokenizer)[0]]
 
 
-def test_a_source_of_which_no_prompt_is_left_is_named(tmp_path: Path) -> None:
+def test_a_source_without_short_prompts_is_refused(tmp_path: Path) -> None:
     assert encode(tmp_path, [SHORT, LONG], [SHORT]) == ["0/0/0", "1/1/0"]
     with pytest.raises(InputError, match=r"data\.source: every prompt of .*1\.jsonl is longer than"):
         encode(tmp_path, [SHORT], [LONG])
 
 
-def test_prompts_of_unknown_tokens_are_told_with_their_share(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_prompts_of_unknown_tokens_are_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         encode(tmp_path, ["ö + 1"], ["1" * 40])
         assert not caplog.messages
         encode(tmp_path, ["ö" * 40], ["1"])
     (message,) = caplog.messages
     assert " % of the tokens of the prompts are unknown to the tokenizer of builtin:tiny" in message
+
+
+def test_adapter_notes_say_which_weights_are_trained(tiny_model: Path) -> None:
+    model = read_model_spec(Settings.model_validate({"model": {"path": str(tiny_model), "lora": {"rank": 2}}}))
+    (alone,) = adapter_notes(model, has_critic=False)
+    assert alone.startswith("model.lora: 1,856 weights are trained (rank 2, alpha 16, q_proj")
+    assert alone.endswith(" weights of tiny are frozen")
+    assert adapter_notes(model, has_critic=True) == (f"{alone}; the critic trains all its weights",)
+    assert adapter_notes(model.without_adapters, has_critic=True) == ()
+
+
+def critic_input(policy: Path, critic: Path) -> CriticSpec:
+    settings = load(None, [f"model.path={policy}", f"critic.path={critic}"], {}).settings
+    return read_critic_spec(settings, read_model_spec(settings))
+
+
+def test_every_network_has_the_attention_of_the_setting(tiny_model: Path, tmp_path: Path) -> None:
+    other, judge = write_model(tmp_path / "critic"), write_reward_model(tmp_path / "judge")
+    chosen = [f"model.path={tiny_model}", "data.max_prompt_length=16", "algorithm.name=ppo", f"reward.model={judge}"]
+    settings = load(None, [*chosen, f"critic.path={other}", "model.attention=xla", "model.lora.rank=2"], {}).settings
+    policy, reward_model = read_model_spec(settings), read_reward_model_spec(settings)
+    definitions = [policy.definition, policy.policy_definition, policy.reference_definition]
+    definitions += [policy.decode_definition(jnp.dtype("float32")), read_critic_spec(settings, policy).definition]
+    without_files = read_config_only_spec(settings)
+    assert reward_model is not None and without_files.critic is not None and without_files.reward_model is not None
+    definitions += [reward_model.definition, without_files.model.policy_definition]
+    definitions += [without_files.critic.definition, without_files.reward_model.definition]
+    assert [one.architecture.attention_implementation for one in definitions] == ["xla"] * 9
+
+
+def change_tokenizer(model: Path, **changes: object) -> Path:
+    path = model / "tokenizer.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    return model
+
+
+def test_a_critic_needs_the_policy_s_token_ids_alone(tiny_model: Path, tmp_path: Path) -> None:
+    critic = write_model(tmp_path / "critic")
+    (critic / "chat_template.jinja").unlink()
+    write_tokenizer(critic, eos_token=None, chat_template=None)
+    assert critic_input(tiny_model, critic).files.path == critic
+    # What a trainer of classifiers leaves behind when it saves its tokenizer.
+    cut = {"direction": "Right", "max_length": 16, "strategy": "LongestFirst", "stride": 0}
+    assert critic_input(tiny_model, change_tokenizer(critic, truncation=cut)).files.path == critic
+
+
+def test_a_critic_with_another_vocabulary_is_refused(tiny_model: Path, tmp_path: Path) -> None:
+    split = change_tokenizer(write_model(tmp_path / "split"), pre_tokenizer=None)
+    with pytest.raises(InputError, match=r"critic\.path: the tokenizer of .* is not that of model\.path"):
+        critic_input(tiny_model, split)
+    small = write_model(tmp_path / "small", vocab_size=20)
+    with pytest.raises(InputError, match=r"critic\.path: the tokenizer has 22 tokens.* only 20 rows"):
+        critic_input(tiny_model, small)
+
+
+ID = "owner/tiny"
+
+
+def test_a_resumed_run_keeps_its_commit(
+    config: Path, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def train(steps: int, path: str = ID) -> Result:
+        return train_here(config, f"model.path={path}", "eval.every_steps=0", f"run.steps={steps}", resume="auto")
+
+    record = config.parent / "runs" / "tiny" / "model.json"
+    with serve() as hub:
+        use_hub(monkeypatch, hub.url, tmp_path / "cache")
+        first = hub.commit(ID, tiny_model)
+        result = train(1)
+        assert result.exit_code == 0, result.stderr
+        hub.commit(ID, write_model(tmp_path / "moved", seed=1))
+        assert open_model(ID).commit != first
+        assert json.loads(record.read_text()) == {"path": ID, "commit": first}
+        # Another revision that is asked for is a changed model.
+        result = train(2, f"{ID}@main")
+        assert result.exit_code == 2
+        assert "error: --resume: model changed since this run was started" in result.stderr
+        assert "(the old revision of a hub model, " in result.stderr
+        result = train(2)
+    assert result.exit_code == 0, result.stderr
+    assert "continuing after step 1 of 2" in result.stderr
+    assert json.loads(record.read_text())["commit"] == first
+
+
+def test_critic_and_reward_model_keep_their_commits(
+    config: Path, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids = {"model": "owner/policy", "critic": "owner/critic", "reward": "owner/judge"}
+    chosen = [f"model.path={ids['model']}", f"critic.path={ids['critic']}", f"reward.model={ids['reward']}"]
+    with serve() as hub:
+        use_hub(monkeypatch, hub.url, tmp_path / "cache")
+        judges = [write_reward_model(tmp_path / f"judge{seed}", seed=seed) for seed in (7, 8)]
+        moved = write_model(tmp_path / "moved", seed=1)
+        first = {section: hub.commit(ids[section], tiny_model) for section in ("model", "critic")}
+        first["reward"] = hub.commit(ids["reward"], judges[0])
+        settings = load(str(config), ["algorithm.name=ppo", *chosen], {}).settings
+        run = RunDirectory(tmp_path)
+        record_commits(run, settings, read_training_inputs(settings).model_commits)
+        hub.commit(ids["model"], moved)
+        hub.commit(ids["critic"], moved)
+        hub.commit(ids["reward"], judges[1])
+        assert read_training_inputs(pin_revisions(settings, run)).model_commits == first
+        # Those who ask for another revision get it, and of the others the commit they had.
+        other = load(str(config), ["algorithm.name=ppo", *chosen], {"GRPO__CRITIC__PATH": "owner/critic@main"}).settings
+        commits = read_training_inputs(pin_revisions(other, run)).model_commits
+        assert commits["critic"] != first["critic"] and commits["reward"] == first["reward"]
+
+
+@pytest.mark.parametrize("text", ["{", "[]"])
+def test_a_damaged_record_of_commits_is_refused(config: Path, tmp_path: Path, text: str) -> None:
+    (tmp_path / "model.json").write_text(text)
+    with pytest.raises(InputError, match=r"--resume: .*model\.json .*start another run\.name"):
+        pin_revisions(load(str(config), [], {}).settings, RunDirectory(tmp_path))

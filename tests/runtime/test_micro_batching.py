@@ -24,12 +24,9 @@ SAMPLES = random_samples(9, 4, vocab_size=ODD.vocab_size, longest_prompt=8, long
 
 def settings_of(*overrides: str) -> Settings:
     # One layer may not choose both ways: what the case chooses stands above the base.
-    environment = {f"GRPO__{name.replace('.', '__').upper()}": value for name, _, value in split(overrides)}
+    chosen = (override.partition("=") for override in overrides)
+    environment = {f"GRPO__{name.replace('.', '__').upper()}": value for name, _, value in chosen}
     return load(None, [*BASE, "algorithm.beta=0.1", "algorithm.epochs=2"], environment).settings
-
-
-def split(overrides: tuple[str, ...]):
-    return (override.partition("=") for override in overrides)
 
 
 def plan(cut: MicroBatcher, *, devices: int = 2) -> MicroBatchPlan:
@@ -55,33 +52,27 @@ def members(planned: MicroBatchPlan) -> list[int]:
     return sorted(i for row in rows for segment in row for i in segment)
 
 
-def num_prompts(planned: MicroBatchPlan) -> int:
-    return sum(len(row) for one in planned.micro_batches for row in one.rows)
-
-
 def test_score_and_update_cut_alike_unless_told_otherwise() -> None:
     assert update() == role("policy") == role("reference")
 
 
-def test_the_quota_sizes_micro_batches_of_the_update_and_so_of_the_roles() -> None:
+def test_the_token_budget_is_of_the_update_and_of_the_roles() -> None:
     assert max(rows * tokens for rows, tokens in shapes(update())) <= 2 * 64
     larger = update("algorithm.max_tokens_per_device=128")
     assert larger.num_micro_batches < update().num_micro_batches
     assert role("policy", "algorithm.max_tokens_per_device=128") == larger
 
 
-def test_a_role_takes_its_own_quota_then_that_of_scoring() -> None:
+def test_a_role_takes_its_own_budget_then_that_of_scoring() -> None:
     chosen = ("score.max_tokens_per_device=128", "score.reference.max_tokens_per_device=256")
     counts = [role(name, *chosen).num_micro_batches for name in ("policy", "reference")]
     assert update(*chosen) == update()
     assert counts[1] < counts[0] < update().num_micro_batches
 
 
-def test_prompts_are_packed_once() -> None:
-    assert num_prompts(update()) < len(SAMPLES)
-
-
-def test_balance_moves_rows_and_no_sample_out_of_the_step() -> None:
+def test_balance_moves_no_sample_out_of_the_step() -> None:
+    # Prompts are packed once.
+    assert sum(len(row) for one in update().micro_batches for row in one.rows) < len(SAMPLES)
     assert update("algorithm.balance_batch=false") != update()
     assert members(update("algorithm.balance_batch=false")) == members(update()) == list(range(len(SAMPLES)))
 
@@ -96,13 +87,10 @@ def test_fixed_rows_of_each_strategy() -> None:
     assert update(five) == update()
 
 
-def test_a_role_alone_is_fixed() -> None:
+def test_the_update_or_a_role_alone_is_fixed() -> None:
     chosen = "score.reference.rows_per_device=3"
     assert [rows for rows, _ in shapes(role("reference", chosen))] == [6] * 6
     assert role("policy", chosen) == role("policy")
-
-
-def test_the_update_alone_is_fixed() -> None:
     fixed = update("algorithm.dynamic_microbatch=false")
     assert [rows for rows, _ in shapes(fixed)] == [16, 16, 16]
     assert np.prod(shapes(fixed), axis=1).max() > 2 * 64

@@ -55,9 +55,7 @@ def size_of(session: Session) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("memory", [None, 100 * GIB])
-def test_all_samples_of_a_step_get_slots_and_blocks_where_memory_is_no_limit(
-    memory: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_samples_get_slots_where_memory_is_no_limit(memory: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     set_memory(monkeypatch, memory)
     session = opened()
     assert size_of(session) == (16, 2 * 4 + 2)
@@ -85,20 +83,16 @@ def test_evaluations_beside_busy_workers_have_slots(monkeypatch: pytest.MonkeyPa
 
 
 def test_evaluations_run_where_rollouts_do_unless_workers_are_busy() -> None:
-    for environment in ("null", "guess_number"):
-        with closing(opened(environment=environment, **WORKERS)) as session:
-            assert session.workers is not None and session.evaluation_generator is session.workers
-        with closing(opened(environment=environment, slots=8)) as session:
-            assert session.evaluation_generator is session.continuous_batching is not None
+    with closing(opened(environment="guess_number", **WORKERS)) as session:
+        assert session.workers is not None and session.evaluation_generator is session.workers
+    with closing(opened(environment="guess_number", slots=8)) as session:
+        assert session.evaluation_generator is session.continuous_batching is not None
     with closing(opened(**ASYNC)) as session:
         assert session.evaluation_generator is session.continuous_batching is not None
-
-
-def test_busy_workers_are_not_opened_for_evaluations_alone() -> None:
-    for environment in ("null", "guess_number"):
-        with closing(opened(environment=environment, generates="evaluations", **ASYNC)) as session:
-            assert session.workers is None and not session.generates_async
-            assert session.evaluation_generator is session.continuous_batching is not None
+    # Busy workers are not opened for evaluations alone.
+    with closing(opened(generates="evaluations", **ASYNC)) as session:
+        assert session.workers is None and not session.generates_async
+        assert session.evaluation_generator is session.continuous_batching is not None
     with closing(opened(generates="evaluations", **WORKERS)) as session:
         assert session.evaluation_generator is session.workers is not None
 
@@ -109,20 +103,15 @@ def needed_bytes(session: Session) -> tuple[int, int]:
     programs, sizes = session.continuous_batching.engine.programs, []
     for num_blocks in (6, 7):
         few = replace(programs, shapes=programs.shapes._replace(num_blocks=num_blocks))
-        compiled: list[Any] = [
-            one.compile().memory_analysis() for one in few.lower_programs(truncates=False, recomputes=True).values()
-        ]
-        sizes.append(
-            max(
-                one.argument_size_in_bytes + one.temp_size_in_bytes + one.output_size_in_bytes - one.alias_size_in_bytes
-                for one in compiled
-            )
-        )
+        lowered = few.lower_programs(truncates=False, recomputes=True).values()
+        found: list[Any] = [one.compile().memory_analysis() for one in lowered]
+        kept = [one.argument_size_in_bytes + one.temp_size_in_bytes - one.alias_size_in_bytes for one in found]
+        sizes.append(max(size + one.output_size_in_bytes for size, one in zip(kept, found, strict=True)))
     block = sizes[1] - sizes[0]
     return sizes[0] - 6 * block, block
 
 
-def test_blocks_fill_what_the_compiled_programs_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_fill_what_compiled_programs_leave(monkeypatch: pytest.MonkeyPatch) -> None:
     set_memory(monkeypatch, None)
     session = opened()
     assert session.continuous_batching is not None
@@ -135,7 +124,7 @@ def test_blocks_fill_what_the_compiled_programs_leave(monkeypatch: pytest.Monkey
         assert blocks_in_memory(engine, held_bytes=held + block, truncates=False) == 7
 
 
-def test_room_is_left_to_compute_preempted_samples_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_room_is_left_to_recompute_preempted_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     """The prefill of prompt and completion needs more than that of four prompts."""
     set_memory(monkeypatch, None)
     session = opened(max_new_tokens=512)
@@ -168,9 +157,7 @@ def test_what_training_holds_counts(monkeypatch: pytest.MonkeyPatch, caplog: pyt
     assert "compiling programs of slots, to see how much memory they leave" in caplog.text
 
 
-def test_what_busy_workers_hold_counts_for_the_slots_of_evaluations(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_busy_workers_hold_counts(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     set_memory(monkeypatch, None)
     with closing(opened(environment="guess_number", max_new_tokens=512, **ASYNC)) as session:
         assert session.workers is not None and session.continuous_batching is not None
@@ -186,13 +173,13 @@ def test_what_busy_workers_hold_counts_for_the_slots_of_evaluations(
             assert ("compiling programs of slots" in caplog.text) == scarce
 
 
-def test_without_generation_nothing_is_said_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_session_that_generates_nothing_has_no_notes(monkeypatch: pytest.MonkeyPatch) -> None:
     set_memory(monkeypatch, None)
     session, _ = open_session(opened().scoring, None, generates=None)
     assert not session.generation_notes
 
 
-def test_slots_are_as_many_as_the_blocks_hold_at_half_their_length(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slots_are_what_the_blocks_hold_at_half_their_length(monkeypatch: pytest.MonkeyPatch) -> None:
     set_memory(monkeypatch, None)
     full = opened(prompts_per_step=16)
     assert size_of(full) == (64, 8 * 4 + 2)
@@ -207,7 +194,7 @@ def test_slots_are_as_many_as_the_blocks_hold_at_half_their_length(monkeypatch: 
     assert size_of(opened(slots=64, kv_blocks="null")) == (64, 34)
 
 
-def test_samples_in_scarce_memory_are_those_of_slots_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scarce_memory_changes_no_sample(monkeypatch: pytest.MonkeyPatch) -> None:
     def samples(session: Session) -> list[Sample]:
         with closing(session):
             prompts = read_training_inputs(session.settings).prompts[:4]
@@ -222,9 +209,7 @@ def test_samples_in_scarce_memory_are_those_of_slots_for_all(monkeypatch: pytest
     assert [(x.uid, x.completion_ids.tolist()) for x in found] == [(x.uid, x.completion_ids.tolist()) for x in plenty]
 
 
-def test_memory_for_no_sample_is_a_warning_that_names_the_way_out(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_memory_for_no_sample_is_a_warning(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     set_memory(monkeypatch, 2**20)
     with caplog.at_level(logging.WARNING):
         session = opened(held_bytes=2**20)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import ml_dtypes
@@ -11,6 +12,7 @@ from safetensors.numpy import save_file
 from app.model.io import model_files
 from app.model.io.model_files import open_model
 from settings.errors import InputError
+from tests.local_hub import LocalHub, serve, use_hub
 
 CONFIG = {"model_type": "llama", "hidden_size": 4}
 TENSORS = {
@@ -47,21 +49,17 @@ def assert_holds_the_tensors(model: model_files.ModelFiles) -> None:
         np.testing.assert_array_equal(read, tensor)
 
 
-def test_a_directory_gives_its_tensors_bit_for_bit_bfloat16_included(tmp_path):
+def test_a_directory_gives_its_tensors_bit_for_bit(tmp_path):
     model = open_model(str(write_model(tmp_path / "tiny")))
     assert (model.name, model.path, model.config) == ("tiny", tmp_path / "tiny", CONFIG)
     assert model.generation_config == {}
     assert_holds_the_tensors(model)
+    (tmp_path / "tiny" / "generation_config.json").write_text('{"eos_token_id": [1, 2]}')
+    assert open_model(str(tmp_path / "tiny")).generation_config == {"eos_token_id": [1, 2]}
 
 
 def test_shards_are_read_through_their_index(tmp_path):
     assert_holds_the_tensors(open_model(str(write_sharded_model(tmp_path / "sharded"))))
-
-
-def test_the_generation_config_is_read_where_there_is_one(tmp_path):
-    write_model(tmp_path)
-    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [1, 2]}')
-    assert open_model(str(tmp_path)).generation_config == {"eos_token_id": [1, 2]}
 
 
 def test_the_rotary_buffer_of_old_checkpoints_is_not_a_weight(tmp_path):
@@ -88,7 +86,7 @@ def test_the_builtin_model_is_found_from_any_directory(tmp_path, monkeypatch):
         open_model("builtin:large")
 
 
-def test_the_fingerprint_follows_weights_and_config_not_the_place(tmp_path):
+def test_the_fingerprint_is_of_weights_and_config_alone(tmp_path):
     first = open_model(str(write_model(tmp_path / "a"))).fingerprint
     assert open_model(str(write_model(tmp_path / "b"))).fingerprint == first
     trained = TENSORS | {"model.norm.weight": TENSORS["model.norm.weight"] * ml_dtypes.bfloat16(1.01)}
@@ -107,71 +105,59 @@ def test_a_small_change_of_any_one_kernel_changes_the_fingerprint(tmp_path):
     assert len(found) == 9
 
 
-def test_a_directory_without_config_is_refused(tmp_path):
-    save_file(TENSORS, tmp_path / "model.safetensors")
-    with pytest.raises(InputError, match=r"no config\.json"):
-        open_model(str(tmp_path))
+def refuse(folder: Path, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        open_model(str(folder))
 
 
-def test_a_directory_with_only_a_gguf_file_says_how_to_name_it(tmp_path):
-    (tmp_path / "small.gguf").touch()
-    with pytest.raises(InputError, match=r"small\.gguf, set model\.path to that file"):
-        open_model(str(tmp_path))
-
-
-@pytest.mark.parametrize("pickle", ["consolidated.00.pth"])
-def test_pickled_weights_are_refused_with_the_reason(tmp_path, pickle):
-    (write_model(tmp_path, tensors=None) / pickle).write_bytes(b"never opened")
-    with pytest.raises(InputError, match=rf"{pickle}.*can run arbitrary code"):
-        open_model(str(tmp_path))
+def test_incomplete_directories_are_refused_by_name(tmp_path):
+    for folder in ("no_config", "gguf", "pickle", "no_shard"):
+        (tmp_path / folder).mkdir()
+    save_file(TENSORS, tmp_path / "no_config" / "model.safetensors")
+    refuse(tmp_path / "no_config", r"no config\.json")
+    (tmp_path / "gguf" / "small.gguf").touch()
+    refuse(tmp_path / "gguf", r"small\.gguf, set model\.path to that file")
+    (write_model(tmp_path / "pickle", tensors=None) / "consolidated.00.pth").write_bytes(b"never opened")
+    refuse(tmp_path / "pickle", r"consolidated.00.pth.*can run arbitrary code")
+    (write_sharded_model(tmp_path / "no_shard") / "model-00002-of-00002.safetensors").unlink()
+    refuse(tmp_path / "no_shard", r"model-00002-of-00002\.safetensors' is missing")
 
 
 @pytest.mark.parametrize("kept_bytes", [5, -1])
 def test_a_truncated_safetensors_file_is_refused(tmp_path, kept_bytes):
     file = write_model(tmp_path) / "model.safetensors"
     file.write_bytes(file.read_bytes()[:kept_bytes])
-    with pytest.raises(InputError, match=r"model\.safetensors is truncated"):
-        open_model(str(tmp_path))
+    refuse(tmp_path, r"model\.safetensors is truncated")
 
 
-def test_a_missing_shard_is_named(tmp_path):
-    (write_sharded_model(tmp_path) / "model-00002-of-00002.safetensors").unlink()
-    with pytest.raises(InputError, match=r"model-00002-of-00002\.safetensors' is missing"):
-        open_model(str(tmp_path))
-
-
-@pytest.mark.parametrize("shard", ["../secret.safetensors", "/etc/passwd"])
-def test_a_shard_outside_the_directory_is_refused(tmp_path, shard):
+@pytest.mark.parametrize(
+    ("weight_map", "message"),
+    [
+        ({"model.norm.weight": "../secret.safetensors"}, "must be a plain file name in the directory of the index"),
+        ({"model.norm.weight": "/etc/passwd"}, "must be a plain file name in the directory of the index"),
+        ({"model.lost.weight": "model-00001-of-00002.safetensors"}, r"'model\.lost\.weight' is not in shard"),
+    ],
+)
+def test_an_index_that_leads_elsewhere_is_refused(tmp_path, weight_map, message):
     save_file(TENSORS, tmp_path / "secret.safetensors")
-    directory = write_sharded_model(tmp_path / "model", {"model.norm.weight": shard})
-    with pytest.raises(InputError, match="must be a plain file name in the directory of the index"):
-        open_model(str(directory))
-
-
-def test_a_tensor_that_is_not_where_the_index_says_is_named(tmp_path):
-    write_sharded_model(tmp_path, {"model.lost.weight": "model-00001-of-00002.safetensors"})
-    with pytest.raises(InputError, match=r"'model\.lost\.weight' is not in shard"):
-        open_model(str(tmp_path))
+    refuse(write_sharded_model(tmp_path / "model", weight_map), message)
 
 
 @pytest.mark.parametrize("text", ["{", "[1]", '{"weight_map": {}}', '{"weight_map": 3}'])
 def test_a_malformed_index_is_refused(tmp_path, text):
     (write_sharded_model(tmp_path) / "model.safetensors.index.json").write_text(text)
-    with pytest.raises(InputError, match=r"index\.json"):
-        open_model(str(tmp_path))
+    refuse(tmp_path, r"index\.json")
 
 
-def test_quantised_tensors_are_refused_by_name(tmp_path):
+def test_quantized_tensors_are_refused_by_name(tmp_path):
     write_model(tmp_path, tensors=TENSORS | {"model.packed": np.ones(3, np.int32)})
-    with pytest.raises(InputError, match=r"'model\.packed' has type I32"):
-        open_model(str(tmp_path))
+    refuse(tmp_path, r"'model\.packed' has type I32")
 
 
 @pytest.mark.parametrize("text", ["{", "[1]", "\xff"])
 def test_a_malformed_config_is_refused(tmp_path, text):
     (write_model(tmp_path) / "config.json").write_bytes(text.encode("latin-1"))
-    with pytest.raises(InputError, match=r"config\.json(: expected a JSON object| cannot be read as JSON)"):
-        open_model(str(tmp_path))
+    refuse(tmp_path, r"config\.json(: expected a JSON object| cannot be read as JSON)")
 
 
 @pytest.mark.parametrize(
@@ -179,21 +165,100 @@ def test_a_malformed_config_is_refused(tmp_path, text):
     [
         ("./nowhere/model", "neither an existing directory or file nor a hub id"),
         ("nowhere.gguf", r"no file nowhere\.gguf"),
+        ("model.safetensors", r"not a \.gguf file; set it to the model's directory"),
         ("owner/model", r"'owner/model' is not a local path, and the newest revision.*HF_HUB_OFFLINE is set"),
     ],
 )
-def test_a_model_that_cannot_be_found_is_one_plain_error(tmp_path, monkeypatch, path, message):
+def test_a_path_that_is_no_model_is_refused(tmp_path, monkeypatch, path, message):
+    (tmp_path / "model.safetensors").touch()
     monkeypatch.chdir(tmp_path)
     with pytest.raises(InputError, match=message):
         open_model(path)
 
 
-def test_a_file_that_is_no_gguf_file_is_refused(tmp_path):
-    (tmp_path / "model.safetensors").touch()
-    with pytest.raises(InputError, match=r"not a \.gguf file; set it to the model's directory"):
-        open_model(str(tmp_path / "model.safetensors"))
-
-
-def test_nothing_that_can_run_code_is_fetched_from_the_hub():
-    assert not [name for name in model_files.HUB_FILES if name.endswith((".py", ".bin", ".pt", ".pth"))]
+def test_only_data_files_are_fetched_from_the_hub():
     assert all(name.endswith((".json", ".safetensors", ".jinja")) for name in model_files.HUB_FILES)
+
+
+ID = "owner/model"
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[LocalHub]:
+    with serve() as hub:
+        use_hub(monkeypatch, hub.url, tmp_path / "cache")
+        yield hub
+
+
+def write_files(folder: Path, *, version: int = 1) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps({"version": version}))
+    save_file({"model.norm.weight": np.full(3, version, np.float32)}, folder / "model.safetensors")
+    (folder / "modeling.py").write_text("raise SystemExit('remote code ran')")
+    (folder / "pytorch_model.bin").write_bytes(b"a pickle")
+    return folder
+
+
+def refusal(path: str = ID) -> str:
+    with pytest.raises(InputError) as caught:
+        open_model(path)
+    message = str(caught.value)
+    assert message.startswith(f"model.path: {path.partition('@')[0]!r} is not a local path")
+    assert message.endswith("or set it to a local directory")
+    assert "\n" not in message
+    return message
+
+
+def test_the_newest_commit_is_fetched_without_code_and_pickles(hub, tmp_path):
+    commit = hub.commit(ID, write_files(tmp_path / "first"))
+    files = open_model(ID)
+    assert (files.name, files.commit, files.config) == (ID, commit, {"version": 1})
+    assert {path.name for path in files.path.iterdir()} == {"config.json", "model.safetensors"}
+
+
+def test_a_commit_stays_when_its_branch_moves(hub, tmp_path):
+    old = hub.commit(ID, write_files(tmp_path / "first"))
+    open_model(ID)
+    new = hub.commit(ID, write_files(tmp_path / "second", version=2))
+    assert open_model(ID).commit == new
+    pinned = open_model(f"{ID}@{old}")
+    assert (pinned.commit, pinned.config) == (old, {"version": 1})
+
+
+def test_a_cached_model_opens_without_a_network(hub, tmp_path, monkeypatch):
+    commit = hub.commit(ID, write_files(tmp_path / "first"))
+    fetched = open_model(f"{ID}@main")
+    use_hub(monkeypatch, None, tmp_path / "cache")
+    for path in (ID, f"{ID}@main", f"{ID}@{commit}"):
+        assert open_model(path).fingerprint == fetched.fingerprint
+
+
+def test_refusals_of_the_hub_say_what_to_do(hub, tmp_path, monkeypatch):
+    assert "the newest revision cannot be downloaded" in refusal()
+    assert "there is no such model, or it is private; check the id, or log in with HF_TOKEN" in refusal()
+    hub.commit(ID, write_files(tmp_path / "first"))
+    absent = refusal(f"{ID}@v9")
+    assert "revision 'v9' cannot be downloaded" in absent
+    assert "it has no such revision; what follows the @" in absent
+    hub.gated.add(ID)
+    gated = refusal(f"{ID}@main")
+    assert "revision 'main' cannot be downloaded" in gated and "it is gated" in gated
+    assert f"accept its license at https://huggingface.co/{ID} and log in with HF_TOKEN" in gated
+    use_hub(monkeypatch, None, tmp_path / "cache")
+    assert "HF_HUB_OFFLINE is set, but this machine's cache lacks some of its files; unset it" in refusal()
+
+
+def test_a_half_fetched_model_is_not_used_offline(hub, tmp_path, monkeypatch):
+    hub.commit(ID, write_files(tmp_path / "first"))
+    (open_model(ID).path / "model.safetensors").unlink()
+    use_hub(monkeypatch, None, tmp_path / "cache")
+    assert "this machine's cache lacks some of its files" in refusal()
+
+
+def test_unreachable_hub_error_says_what_to_do(tmp_path, monkeypatch):
+    with serve() as hub:
+        gone = hub.url
+    use_hub(monkeypatch, gone, tmp_path / "cache")
+    message = refusal()
+    assert "this machine's cache lacks some of its files. Try again with a network" in message
+    assert "an accepted license and HF_TOKEN" in message
