@@ -1,8 +1,12 @@
-"""Tests of `grpo gae`: samples and matrices, memory, complete output files, and invalid input."""
+"""Tests of `grpo gae`: advantages of samples and matrices, the summary, windows, and unusable input."""
 
 from __future__ import annotations
 
+import io
 import json
+import zipfile
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,32 +15,34 @@ import pytest
 
 from app.records.jsonl import write_jsonl
 from app.records.moments import compute_moments, merge_moments
+from app.records.sample import Sample
+from app.records.sample_json import sample_for_advantages, sample_to_record
+from app.runtime.advantages import make_gae_advantages
 from app.stages.gae import WrittenAdvantages
-from app.stages.gae_jsonl import GaeSampleFile
-from app.stages.gae_npz import GaeMatrixFile
-from settings import Settings, load
+from app.stages.gae_jsonl import GaeSampleFile, LocatedSample, sample_windows
+from app.stages.gae_npz import load_matrices
+from settings import load
+from settings.errors import InputError
 from tests.advantage.gae_oracle import Case, oracle
-from tests.program import here, records_of
+from tests.episodes import with_turns
+from tests.program import here, records_of, settings
+from tests.tiny import make_sample
 
 GAMMA, LAM = 0.9, 0.8
-RULE = ("--gamma", str(GAMMA), "--lam", str(LAM))
 
 
 def expected(
     rewards: Any, values: Any, *, mask: Any = None, bootstrap: float = 0.0, lam: float = LAM, mode: str = "skip"
 ) -> tuple[np.ndarray, np.ndarray]:
     """Computes advantages and returns of one sequence in float64."""
-    case = Case(
-        np.asarray(rewards, float)[None],
-        np.append(values, bootstrap)[None],
-        None if mask is None else np.asarray(mask, bool)[None],
-    )
+    mask = None if mask is None else np.asarray(mask, bool)[None]
+    case = Case(np.asarray(rewards, float)[None], np.append(values, bootstrap)[None], mask)
     advantages, returns = oracle(case, gamma=GAMMA, lam=lam, mask_mode=mode)
     return advantages[0], returns[0]
 
 
 def gae(source: Path, out: Path, *arguments: Any) -> Any:
-    return here("gae", "--input", source, "--out", out, *map(str, RULE), *arguments, "--json")
+    return here("gae", "--input", source, "--out", out, "--gamma", str(GAMMA), "--lam", str(LAM), *arguments, "--json")
 
 
 def ragged_samples(count: int, *, longest: int = 20) -> list[dict[str, Any]]:
@@ -58,7 +64,7 @@ def ragged_samples(count: int, *, longest: int = 20) -> list[dict[str, Any]]:
     return records
 
 
-def credit_of(record: dict[str, Any], *, lam: float = LAM) -> tuple[np.ndarray, np.ndarray]:
+def expected_of(record: dict[str, Any], *, lam: float = LAM) -> tuple[np.ndarray, np.ndarray]:
     length = len(record["completion_token_ids"])
     mask = np.array(record.get("loss_mask", [True] * length), bool)
     rewards = np.zeros(length)
@@ -67,7 +73,7 @@ def credit_of(record: dict[str, Any], *, lam: float = LAM) -> tuple[np.ndarray, 
     return expected(rewards, record["values"][:length], mask=mask, bootstrap=sum(record["values"][length:]), lam=lam)
 
 
-def test_samples_go_through_with_their_other_fields_and_get_credit_by_their_masks(tmp_path: Path) -> None:
+def test_samples_keep_their_fields_and_get_advantages_and_returns(tmp_path: Path) -> None:
     records = ragged_samples(30)
     write_jsonl(tmp_path / "in.jsonl", records)
     result = gae(tmp_path / "in.jsonl", tmp_path / "out.jsonl")
@@ -78,35 +84,36 @@ def test_samples_go_through_with_their_other_fields_and_get_credit_by_their_mask
     for before, after in zip(records, records_of(tmp_path / "out.jsonl"), strict=True):
         got = after.pop("advantages"), after.pop("returns")
         assert after == before
-        for array, exact in zip(got, credit_of(before), strict=True):
+        for array, exact in zip(got, expected_of(before), strict=True):
             np.testing.assert_allclose(array, exact, atol=1e-5)
 
 
-def test_token_rewards_come_before_the_reward_and_booleans_are_numbers(tmp_path: Path) -> None:
-    record = {"values": [1, 2, 3], "token_rewards": [True, 0, 2], "reward": 100.0}
-    write_jsonl(tmp_path / "in.jsonl", [record])
-    assert gae(tmp_path / "in.jsonl", tmp_path / "out.jsonl").exit_code == 0
-    (written,) = records_of(tmp_path / "out.jsonl")
-    np.testing.assert_allclose(written["advantages"], expected([1, 0, 2], [1, 2, 3])[0], atol=1e-6)
+def test_token_rewards_replace_the_reward_and_the_output_may_replace_the_input(tmp_path: Path) -> None:
+    path = tmp_path / "in.jsonl"
+    masked: dict[str, Any] = {"values": [1.0, 2.0], "loss_mask": [False, False], "reward": None}
+    write_jsonl(path, [{"values": [1, 2, 3], "token_rewards": [True, 0, 2], "reward": 100.0}, masked])
+    assert gae(path, path, "--overwrite").exit_code == 0
+    rewarded, masked = records_of(path)
+    np.testing.assert_allclose(rewarded["advantages"], expected([1, 0, 2], [1, 2, 3])[0], atol=1e-6)
+    assert masked["advantages"] == masked["returns"] == [0.0, 0.0]
 
 
-@pytest.mark.parametrize(("with_mask", "extra_column"), [(False, 0), (True, 1)])
-def test_matrices_get_the_credit_of_their_rows(tmp_path: Path, with_mask: bool, extra_column: int) -> None:
+def test_matrices_get_the_advantages_of_their_rows(tmp_path: Path) -> None:
     rng = np.random.default_rng(1)
-    rewards, values = rng.integers(0, 3, (5, 40)), rng.standard_normal((5, 40 + extra_column))
-    mask = rng.random((5, 40)) < 0.6 if with_mask else np.ones((5, 40), bool)
-    members: dict[str, Any] = {"mask": mask.astype(int)} if with_mask else {}
-    np.savez(tmp_path / "in.npz", rewards=rewards, values=values, **members)
-    result = gae(tmp_path / "in.npz", tmp_path / "out.npz")
+    rewards, values, mask = rng.integers(0, 3, (5, 40)), rng.standard_normal((5, 41)), rng.random((5, 40)) < 0.6
+    np.savez(tmp_path / "in.npz", rewards=rewards, values=values, mask=mask.astype(int))
+    # Other hosts, which these settings name, have no part in it.
+    other_hosts = ("--config", "gsm8k_qwen2_5_3b_v4_16", "--set", "mesh.platform=auto")
+    result = gae(tmp_path / "in.npz", tmp_path / "out.npz", *other_hosts, "--set", "algorithm.whiten_advantages=false")
     assert result.exit_code == 0, result.stderr
     with np.load(tmp_path / "out.npz") as written:
         for row in range(5):
-            exact = expected(rewards[row], values[row, :40], mask=mask[row], bootstrap=values[row, 40:].sum())
+            exact = expected(rewards[row], values[row, :40], mask=mask[row], bootstrap=values[row, 40])
             np.testing.assert_allclose(written["advantages"][row], exact[0], atol=1e-5)
             np.testing.assert_allclose(written["returns"][row], exact[1], atol=1e-5)
 
 
-def test_another_lambda_for_the_returns_and_one_by_length(tmp_path: Path) -> None:
+def test_returns_have_their_own_lambda_and_advantages_one_by_length(tmp_path: Path) -> None:
     records = ragged_samples(6)
     write_jsonl(tmp_path / "in.jsonl", records)
     settings = ("--set", "critic.lam=1", "--set", "algorithm.length_adaptive_lam=0.2")
@@ -114,162 +121,112 @@ def test_another_lambda_for_the_returns_and_one_by_length(tmp_path: Path) -> Non
     for before, after in zip(records, records_of(tmp_path / "out.jsonl"), strict=True):
         length = sum(before.get("loss_mask", [True] * len(before["completion_token_ids"])))
         adapted = max(0.0, 1 - 1 / (0.2 * max(length, 1)))
-        np.testing.assert_allclose(after["advantages"], credit_of(before, lam=adapted)[0], atol=1e-5)
-        np.testing.assert_allclose(after["returns"], credit_of(before, lam=1.0)[1], atol=1e-5)
+        np.testing.assert_allclose(after["advantages"], expected_of(before, lam=adapted)[0], atol=1e-5)
+        np.testing.assert_allclose(after["returns"], expected_of(before, lam=1.0)[1], atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["npz", "jsonl"])
-def test_whitened_advantages_have_mean_0_and_variance_1_over_the_whole_file(tmp_path: Path, kind: str) -> None:
-    rng = np.random.default_rng(2)
-    rewards, values = rng.standard_normal((2, 7, 16))
-    np.savez(tmp_path / "in.npz", rewards=rewards, values=values)
-    write_jsonl(
-        tmp_path / "in.jsonl",
-        [{"token_rewards": r.tolist(), "values": v.tolist()} for r, v in zip(rewards, values, strict=True)],
-    )
-    source = tmp_path / f"in.{kind}"
-    file = (
-        GaeMatrixFile(source, settings_of())
-        if kind == "npz"
-        else GaeSampleFile(source, settings_of(), window_tokens=32)
-    )
-    whitening = merge_moments(compute_moments(advantages, mask) for advantages, _, mask in file.estimates())
-    file.write(tmp_path / f"out.{kind}", WrittenAdvantages(whitening))
-    if kind == "npz":
-        written = np.load(tmp_path / "out.npz")["advantages"]
-    else:
-        written = np.array([record["advantages"] for record in records_of(tmp_path / "out.jsonl")])
-    assert abs(written.mean()) < 1e-6
-    assert abs(written.var(ddof=1) - 1) < 1e-5
-
-
-def settings_of(*overrides: str) -> Settings:
-    return load(None, (f"algorithm.gamma={GAMMA}", f"algorithm.lam={LAM}", *overrides), {}).settings
+REWARDS, VALUES, MASK = [1.0, 3.0, -2.0, 0.5, 4.0], [0.5, -1.0, 0.25, 2.0, 1.0], [1, 0, 1, 1, 0]
+"""A sequence with masked tokens in the middle and at the end."""
 
 
 def holed(folder: Path, kind: str) -> Path:
-    """Returns a sequence with masked tokens in the middle and at the end."""
     if kind == "npz":
-        rewards, values, mask = (np.array([HOLED[name]]) for name in ("token_rewards", "values", "mask"))
-        np.savez(folder / "in.npz", rewards=rewards, values=values, mask=mask)
+        np.savez(folder / "in.npz", rewards=np.array([REWARDS]), values=np.array([VALUES]), mask=np.array([MASK]))
     else:
-        record = {name: HOLED[name] for name in ("values", "token_rewards")} | {"loss_mask": HOLED["mask"]}
-        write_jsonl(folder / "in.jsonl", [record])
+        write_jsonl(folder / "in.jsonl", [{"token_rewards": REWARDS, "values": VALUES, "loss_mask": MASK}])
     return folder / f"in.{kind}"
 
 
-HOLED: dict[str, list[Any]] = {
-    "values": [0.5, -1.0, 0.25, 2.0, 1.0],
-    "token_rewards": [1.0, 3.0, -2.0, 0.5, 4.0],
-    "mask": [1, 0, 1, 1, 0],
-}
-
-
-def credit_in(path: Path) -> dict[str, np.ndarray]:
-    """Returns the advantages of the first sequence of a file."""
+def written(path: Path) -> list[np.ndarray]:
+    """Returns advantages and returns of the only sequence of a file."""
     if path.suffix == ".npz":
-        with np.load(path) as written:
-            return {name: written[name][0] for name in ("advantages", "returns")}
+        with np.load(path) as arrays:
+            return [arrays["advantages"][0], arrays["returns"][0]]
     (record,) = records_of(path)
-    return {name: np.array(record[name]) for name in ("advantages", "returns")}
+    return [np.array(record["advantages"]), np.array(record["returns"])]
 
 
-@pytest.mark.parametrize(("kind", "mode"), [("npz", "skip"), ("jsonl", "through"), ("jsonl", "zero")])
-def test_masked_tokens_mean_what_the_mode_says(tmp_path: Path, kind: str, mode: str) -> None:
-    result = gae(holed(tmp_path, kind), tmp_path / f"out.{kind}", "--mask-mode", mode)
+@pytest.mark.parametrize(
+    ("kind", "mode", "backend"),
+    [("npz", "skip", "auto"), ("jsonl", "through", "auto"), ("jsonl", "zero", "chunked"), ("npz", "zero", "chunked")],
+)
+def test_mask_modes_and_backends_equal_the_oracle(tmp_path: Path, kind: str, mode: str, backend: str) -> None:
+    out = tmp_path / f"out.{kind}"
+    options = ("--mask-mode", mode, "--backend", backend, "--chunk-size", "3")
+    result = gae(holed(tmp_path, kind), out, *options)
     assert result.exit_code == 0, result.stderr
-    assert json.loads(result.stdout)["mask mode"] == mode
-    exact = expected(HOLED["token_rewards"], HOLED["values"], mask=HOLED["mask"], mode=mode)
-    for array, of_oracle in zip(credit_in(tmp_path / f"out.{kind}").values(), exact, strict=True):
-        np.testing.assert_allclose(array, of_oracle, atol=1e-6)
-    # The modes differ at the first token, by what the second one means.
-    step = GAMMA * LAM
-    third = {"skip": -2 + 0.9 * 2 - 0.25 + step * (0.5 - 2.0), "zero": -2 + 0.9 * 2 - 0.25 + step * (0.5 - 2.0)}
-    third["through"] = third["skip"] + step * (0.9 * 1.0 + step * 3.0)
-    first = {
-        "skip": 1 + 0.9 * 0.25 - 0.5 + step * third["skip"],
-        "zero": 1 - 0.5 + step * (0.9 * 0.25 + step * third["zero"]),
-        "through": 1 - 0.9 - 0.5 + step * (3 + 0.9 * 0.25 + 1 + step * third["through"]),
-    }
-    assert exact[0][0] == pytest.approx(first[mode])
-
-
-@pytest.mark.parametrize(("kind", "backend"), [("npz", "chunked"), ("jsonl", "chunked"), ("jsonl", "auto")])
-def test_every_backend_is_told_and_computes_the_same(tmp_path: Path, kind: str, backend: str) -> None:
-    result = gae(holed(tmp_path, kind), tmp_path / f"out.{kind}", "--backend", backend, "--chunk-size", "3")
-    assert result.exit_code == 0, result.stderr
-    assert json.loads(result.stdout)["backend"] == ("chunked" if backend == "chunked" else "numpy")
-    exact = expected(HOLED["token_rewards"], HOLED["values"], mask=HOLED["mask"])
-    for array, of_oracle in zip(credit_in(tmp_path / f"out.{kind}").values(), exact, strict=True):
+    figures = json.loads(result.stdout)
+    assert (figures["mask mode"], figures["backend"]) == (mode, "chunked" if backend == "chunked" else "numpy")
+    exact = expected(REWARDS, VALUES, mask=MASK, mode=mode)
+    for array, of_oracle in zip(written(out), exact, strict=True):
         np.testing.assert_allclose(array, of_oracle, atol=1e-6)
 
 
-BAD_LINES: list[tuple[dict[str, Any] | str, str]] = [
-    ({"reward": 1.0}, "in.jsonl:2: missing values"),
-    ({"values": [1.0, 2.0]}, "in.jsonl:2: missing reward, or token_rewards"),
-    (
-        {"values": [1.0] * 4, "token_rewards": [1.0] * 2},
-        "in.jsonl:2: values has 4 entries, expected 2 or 3: one per completion token, as token_rewards has 2",
-    ),
-    (
-        {"values": [1.0], "reward": 1.0, "loss_mask": [2]},
-        "in.jsonl:2: loss_mask[0]: expected booleans, or 0 and 1, got int 2",
-    ),
-    ({"values": [1e39], "reward": 1.0}, "in.jsonl:2: values[0]: expected finite float32 numbers"),
-    ({"values": [3e38], "reward": -3e38}, "in.jsonl:2: rewards or values are too large"),
-    (
-        '{"values": [1.0, NaN], "reward": 1.0}',
-        "in.jsonl:2: not usable JSON: values[1] is NaN",
-    ),
-]
+@pytest.mark.parametrize("kind", ["npz", "jsonl"])
+def test_summary_shows_moments_before_and_after_whitening(tmp_path: Path, kind: str) -> None:
+    source = holed(tmp_path, kind)
+    plain = json.loads(gae(source, tmp_path / f"plain.{kind}").stdout)
+    assert "before whitening" not in plain
+    white = json.loads(gae(source, tmp_path / f"white.{kind}", "--set", "algorithm.whiten_advantages=true").stdout)
+    advantages = written(tmp_path / f"white.{kind}")[0][np.array(MASK, bool)]
+    assert white["mean advantage"] == pytest.approx(advantages.mean(), abs=1e-6) == pytest.approx(0, abs=1e-6)
+    assert white["std of advantages"] == pytest.approx(advantages.std(), abs=1e-5) == pytest.approx((2 / 3) ** 0.5)
+    mean, std = plain["mean advantage"], plain["std of advantages"]
+    assert white["before whitening"] == f"mean {mean:.6g}, std {std:.6g}"
 
 
-@pytest.mark.parametrize(("line", "message"), BAD_LINES)
-def test_a_line_that_cannot_be_used_is_named_and_nothing_is_written(
-    tmp_path: Path, line: dict[str, Any] | str, message: str
-) -> None:
-    good = {"values": [1.0], "reward": 1.0}
-    lines = [json.dumps(good), line if isinstance(line, str) else json.dumps(line)]
-    (tmp_path / "in.jsonl").write_text("\n".join(lines))
+GOOD: dict[str, Any] = {"values": [1.0], "reward": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ([GOOD, {"reward": 1.0}], "in.jsonl:2: missing values"),
+        ([GOOD, {"values": [1.0, 2.0]}], "in.jsonl:2: missing reward, or token_rewards"),
+        (
+            [GOOD, {"values": [1.0] * 4, "token_rewards": [1.0] * 2}],
+            "in.jsonl:2: values has 4 entries, expected 2 or 3: one per completion token, as token_rewards has 2",
+        ),
+        ([GOOD | {"loss_mask": [2]}], "in.jsonl:1: loss_mask[0]: expected booleans, or 0 and 1, got int 2"),
+        ([GOOD, {"values": [3e38], "reward": -3e38}], "in.jsonl:2: rewards or values are too large"),
+        ([GOOD, '{"values": [1.0, NaN], "reward": 1.0}'], "in.jsonl:2: not usable JSON: values[1] is NaN"),
+        ([{"values": [1.0], "loss_mask": [False]}], "in.jsonl: the mask of all samples is False throughout"),
+        ([""], "holds no samples"),
+    ],
+)
+def test_unusable_line_is_named_and_nothing_is_written(tmp_path: Path, lines: list[Any], message: str) -> None:
+    (tmp_path / "in.jsonl").write_text("\n".join(one if isinstance(one, str) else json.dumps(one) for one in lines))
     assert_refused(gae(tmp_path / "in.jsonl", tmp_path / "out.jsonl"), message, tmp_path)
 
 
 ZEROS = np.zeros((2, 3))
 
 
-def with_number(number: float) -> np.ndarray:
-    """Returns zeros, except for the last column of the last row."""
+def with_last(number: float) -> np.ndarray:
     array = np.zeros((2, 3))
     array[-1, -1] = number
     return array
 
 
-BAD_MATRICES: list[tuple[dict[str, np.ndarray], str]] = [
-    ({"rewards": ZEROS}, "in.npz: expected an NPZ file with rewards, values and, optionally, mask"),
-    (
-        {"rewards": ZEROS, "values": np.zeros((2, 5))},
-        "in.npz: values: shape [2, 5] does not match rewards of shape [2, 3], expected [2, 3] or [2, 4]",
-    ),
-    (
-        {"rewards": ZEROS, "values": ZEROS, "mask": np.ones((3, 3), bool)},
-        "in.npz: mask: shape [3, 3] does not match rewards of shape [2, 3], expected [2, 3]",
-    ),
-    ({"rewards": with_number(np.nan), "values": ZEROS}, "in.npz: rewards: row 1, index 2 is nan"),
-    ({"rewards": with_number(1e300), "values": ZEROS}, "in.npz: rewards: row 1, index 2 is 1e+300"),
-    ({"rewards": ZEROS, "values": ZEROS, "mask": with_number(2)}, "in.npz: mask: row 1, index 2 is 2.0, expected 0 or"),
-    ({"rewards": ZEROS, "values": ZEROS, "mask": ZEROS}, "in.npz: the mask of all rows is False throughout"),
-    ({"rewards": ZEROS, "values": ZEROS > 0}, "in.npz: values: expected numbers, got dtype bool; is it the mask?"),
-    (
-        {"rewards": np.full((1, 1), -3e38), "values": np.full((1, 1), 3e38)},
-        "in.npz: advantages: row 0, index 0 is -inf",
-    ),
-]
-
-
-@pytest.mark.parametrize(("members", "message"), BAD_MATRICES)
-def test_matrices_that_cannot_be_used_are_named_and_nothing_is_written(
-    tmp_path: Path, members: dict[str, Any], message: str
-) -> None:
+@pytest.mark.parametrize(
+    ("arrays", "message"),
+    [
+        ((ZEROS,), "in.npz: expected an NPZ file with rewards, values and, optionally, mask"),
+        (
+            (ZEROS, np.zeros((2, 5))),
+            "in.npz: values: shape [2, 5] does not match rewards of shape [2, 3], expected [2, 3] or [2, 4]",
+        ),
+        ((ZEROS, ZEROS, np.ones((3, 3), bool)), "in.npz: mask: shape [3, 3] does not match rewards of shape [2, 3]"),
+        ((with_last(np.nan), ZEROS), "in.npz: rewards: row 1, index 2 is nan"),
+        ((ZEROS, with_last(1e300)), "in.npz: values: row 1, index 2 is 1e+300"),
+        ((ZEROS, ZEROS, with_last(2)), "in.npz: mask: row 1, index 2 is 2.0, expected 0 or"),
+        ((ZEROS, ZEROS, ZEROS), "in.npz: the mask of all rows is False throughout"),
+        ((ZEROS, ZEROS > 0), "in.npz: values: expected numbers, got dtype bool; is it the mask?"),
+        ((np.full((1, 1), -3e38), np.full((1, 1), 3e38)), "in.npz: advantages: row 0, index 0 is -inf"),
+    ],
+)
+def test_unusable_matrix_is_named_and_nothing_is_written(tmp_path: Path, arrays: Any, message: str) -> None:
+    members: dict[str, Any] = dict(zip(("rewards", "values", "mask"), arrays, strict=False))
     np.savez(tmp_path / "in.npz", **members)
     assert_refused(gae(tmp_path / "in.npz", tmp_path / "out.npz"), message, tmp_path)
 
@@ -282,72 +239,186 @@ def assert_refused(result: Any, message: str, folder: Path) -> None:
     assert [path.name.split(".")[0] for path in folder.iterdir()] == ["in"]
 
 
-@pytest.mark.parametrize(("mode", "is_read"), [("skip", False), ("through", True)])
-def test_what_stands_at_masked_tokens_may_be_anything_unless_it_is_read(
-    tmp_path: Path, mode: str, is_read: bool
+@pytest.mark.parametrize(("mode", "exit_code"), [("skip", 0), ("through", 2)])
+def test_masked_tokens_may_hold_any_number_unless_the_mode_reads_them(
+    tmp_path: Path, mode: str, exit_code: int
 ) -> None:
     mask = np.array([[True, True, False]])
     np.savez(tmp_path / "in.npz", rewards=np.array([[1, 2, np.nan]]), values=np.array([[0, 0, np.inf]]), mask=mask)
     result = gae(tmp_path / "in.npz", tmp_path / "out.npz", "--mask-mode", mode)
-    assert result.exit_code == (2 if is_read else 0), result.stderr
-    if not is_read:
-        written = np.load(tmp_path / "out.npz")["advantages"]
-        np.testing.assert_allclose(written, [[1 + 2 * GAMMA * LAM, 2, 0]], rtol=1e-6)
+    assert result.exit_code == exit_code, result.stderr
+    if exit_code == 0:
+        np.testing.assert_allclose(written(tmp_path / "out.npz")[0], [1 + 2 * GAMMA * LAM, 2, 0], rtol=1e-6)
 
 
 @pytest.mark.parametrize("shape", [(0, 5), (3, 0)])
-def test_matrices_without_tokens_give_matrices_without_tokens(tmp_path: Path, shape: tuple[int, int]) -> None:
+def test_matrices_without_tokens_give_empty_matrices(tmp_path: Path, shape: tuple[int, int]) -> None:
     np.savez(tmp_path / "in.npz", rewards=np.zeros(shape), values=np.zeros(shape))
     result = gae(tmp_path / "in.npz", tmp_path / "out.npz")
     assert result.exit_code == 0, result.stderr
-    with np.load(tmp_path / "out.npz") as written:
-        assert written["advantages"].shape == written["returns"].shape == shape
+    with np.load(tmp_path / "out.npz") as arrays:
+        assert arrays["advantages"].shape == arrays["returns"].shape == shape
 
 
-def test_a_row_or_sample_without_a_trainable_token_gets_zeros(tmp_path: Path) -> None:
-    dropped: dict[str, Any] = {"values": [1.0, 2.0], "loss_mask": [False, False], "reward": None}
-    write_jsonl(tmp_path / "in.jsonl", [dropped, {"values": [1.0], "reward": 2.0}])
-    assert gae(tmp_path / "in.jsonl", tmp_path / "out.jsonl").exit_code == 0
-    first, second = records_of(tmp_path / "out.jsonl")
-    assert first["advantages"] == first["returns"] == [0.0, 0.0]
-    assert second["returns"] == [2.0]
+def read(record: dict[str, Any]) -> Sample:
+    return sample_for_advantages(record, where="", bootstrap_truncated=False, needs_logprobs=False, needs_turns=False)
 
 
-def test_a_file_of_dropped_samples_alone_is_refused(tmp_path: Path) -> None:
-    write_jsonl(tmp_path / "in.jsonl", [{"values": [1.0, 2.0], "loss_mask": [False, False]}])
-    message = "in.jsonl: the mask of all samples is False throughout"
-    assert_refused(gae(tmp_path / "in.jsonl", tmp_path / "out.jsonl"), message, tmp_path)
+def located(length: int) -> LocatedSample:
+    record = {"values": [0.0] * length, "reward": 0.0}
+    return LocatedSample("", record, read(record))
 
 
-@pytest.mark.parametrize("content", ["", "\n\n"])
-def test_a_file_without_samples_is_refused(tmp_path: Path, content: str) -> None:
-    (tmp_path / "in.jsonl").write_text(content)
-    assert_refused(gae(tmp_path / "in.jsonl", tmp_path / "out.jsonl"), "holds no samples", tmp_path)
+def test_window_holds_at_most_its_tokens_or_one_sample() -> None:
+    taken = 0
+
+    def samples() -> Iterator[LocatedSample]:
+        nonlocal taken
+        for length in (30, 30, 30, 64, 65, 1, 0, 100, 2):
+            taken += 1
+            yield located(length)
+
+    found = [
+        ([len(one.sample.completion_ids) for one in window], taken)
+        for window in sample_windows(samples(), window_tokens=64)
+    ]
+    # Each ends with the sample that does not fit: no more of the file is held.
+    assert found == [([30, 30], 3), ([30], 4), ([64], 5), ([65], 6), ([1, 0], 8), ([100], 9), ([2], 9)]
 
 
-def test_the_output_may_replace_the_input(tmp_path: Path) -> None:
-    write_jsonl(tmp_path / "in.jsonl", [{"values": [1.0], "reward": 2.0}])
-    assert gae(tmp_path / "in.jsonl", tmp_path / "in.jsonl", "--overwrite").exit_code == 0
-    (record,) = records_of(tmp_path / "in.jsonl")
-    assert record["advantages"] == [1.0]
+def test_windows_are_whitened_over_the_whole_file(tmp_path: Path) -> None:
+    rewards, values = np.random.default_rng(2).standard_normal((2, 7, 16))
+    records = [{"token_rewards": r.tolist(), "values": v.tolist()} for r, v in zip(rewards, values, strict=True)]
+    write_jsonl(tmp_path / "in.jsonl", records)
+    file = GaeSampleFile(tmp_path / "in.jsonl", load(None, [], {}).settings, window_tokens=32)
+    plain = np.concatenate([advantages for advantages, _, _ in file.estimates()])
+    written = WrittenAdvantages(merge_moments(compute_moments(a, mask) for a, _, mask in file.estimates()))
+    file.write(tmp_path / "out.jsonl", written)
+    assert (written.num_rows, written.num_tokens) == (7, 7 * 16)
+    found = np.concatenate([record["advantages"] for record in records_of(tmp_path / "out.jsonl")])
+    np.testing.assert_allclose(found, (plain - plain.mean()) / plain.std(ddof=1), atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["npz", "jsonl"])
-def test_the_summary_tells_what_is_written_and_what_it_was_before_whitening(tmp_path: Path, kind: str) -> None:
-    source = holed(tmp_path, kind)
-    plain = json.loads(gae(source, tmp_path / f"plain.{kind}").stdout)
-    assert "before whitening" not in plain
-    white = json.loads(gae(source, tmp_path / f"white.{kind}", "--set", "algorithm.whiten_advantages=true").stdout)
-    written = credit_in(tmp_path / f"white.{kind}")["advantages"][np.array(HOLED["mask"], bool)]
-    assert white["mean advantage"] == pytest.approx(written.mean(), abs=1e-6) == pytest.approx(0, abs=1e-6)
-    assert white["std of advantages"] == pytest.approx(written.std(), abs=1e-5) == pytest.approx((2 / 3) ** 0.5)
-    mean, std = plain["mean advantage"], plain["std of advantages"]
-    assert white["before whitening"] == f"mean {mean:.6g}, std {std:.6g}"
+def drawn() -> list[Sample]:
+    """Returns a finished sample, a truncated one, and one with masked tokens; all have a value after the last token."""
+    rng = np.random.default_rng(0)
+    return [
+        make_sample(
+            np.zeros(6),
+            sample_index=i,
+            reward=float(rng.normal()),
+            policy_logprobs=rng.normal(-1, 0.3, 6).astype(np.float32),
+            reference_logprobs=rng.normal(-1, 0.3, 6).astype(np.float32),
+            values=rng.normal(0, 1, 7).astype(np.float32),
+            loss_mask=np.array([1, 1, i != 2, 1, 1, 1], bool),
+        )
+        for i in range(3)
+    ]
 
 
-V4_16 = ("--config", "gsm8k_qwen2_5_3b_v4_16", "--set", "mesh.platform=auto")
+RUN = ("--config", "smollm2_gsm8k_ppo", "--set", "algorithm.whiten_advantages=false")
 
 
-def test_other_hosts_have_no_part_in_a_file(tmp_path: Path) -> None:
-    result = gae(holed(tmp_path, "npz"), tmp_path / "out.npz", *V4_16)
+@pytest.mark.parametrize("bootstraps", ["true", "false"])
+def test_gae_equals_the_advantages_of_training(tmp_path: Path, bootstraps: str) -> None:
+    samples = [replace(one, finish_reason=end) for one, end in zip(drawn(), ("stop", "length", "stop"), strict=True)]
+    write_jsonl(tmp_path / "in.jsonl", map(sample_to_record, samples))
+    truncation = f"algorithm.bootstrap_truncated={bootstraps}"
+    arguments = (*RUN, "--set", truncation, "--set", "critic.lam=0.5", "--lam", "0.9")
+    result = here("gae", "--input", tmp_path / "in.jsonl", "--out", tmp_path / "out.jsonl", *arguments)
     assert result.exit_code == 0, result.stderr
+    chosen = load("smollm2_gsm8k_ppo", [truncation, "critic.lam=0.5", "algorithm.lam=0.9"], {}).settings
+    # The penalty counts: without it the numbers are others.
+    trained, unpenalised = (make_gae_advantages(chosen)(samples, beta) for beta in (chosen.algorithm.beta, 0.0))
+    for record, one, other in zip(records_of(tmp_path / "out.jsonl"), trained, unpenalised, strict=True):
+        assert one.advantages is not None and one.returns is not None and other.advantages is not None
+        np.testing.assert_array_equal(np.float32(record["advantages"]), one.advantages)
+        np.testing.assert_array_equal(np.float32(record["returns"]), one.returns)
+        assert not np.allclose(one.advantages, other.advantages, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"reference_logprobs": None}, "missing reference_logprobs, which the KL penalty in the reward needs"),
+        ({"policy_logprobs": [0.0]}, "policy_logprobs has 1 entries, expected 6"),
+        ({"finish_reason": "length", "values": [0.0] * 6}, "values has 6 entries, expected 7: the sample was"),
+        ({"values": None}, "missing values, a number for each completion token; `grpo score --role critic` adds them"),
+    ],
+)
+def test_field_that_training_would_need_is_missed(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    write_jsonl(tmp_path / "in.jsonl", [sample_to_record(drawn()[0]) | changes])
+    arguments = (*RUN, "--set", "algorithm.bootstrap_truncated=true")
+    result = here("gae", "--input", tmp_path / "in.jsonl", "--out", tmp_path / "out.jsonl", *arguments)
+    assert result.exit_code == 2
+    assert f"in.jsonl:1: {message}" in result.stderr
+    assert not (tmp_path / "out.jsonl").exists()
+
+
+def test_sample_without_finish_reason_continues_where_it_has_one_more_value() -> None:
+    record = {"reward": 1.0, "completion_token_ids": [7, 8]}
+    assert read(record | {"values": [0.0, 0.0, 0.0]}).finish_reason == "length"
+    assert read(record | {"values": [0.0, 0.0]}).finish_reason == "stop"
+    assert read(record | {"values": [0.0, 0.0, 0.0], "finish_reason": "length"}).finish_reason == "stop"
+
+
+def test_turns_are_discounted(tmp_path: Path) -> None:
+    played = with_turns([(1, 1), (1, 0)], values=np.zeros(3, np.float32), token_rewards=np.array([1, 0, 4], np.float32))
+    path, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    path.write_text(json.dumps(sample_to_record(played)) + "\n")
+    for discount, first in (("0.5", 3.0), ("1.0", 5.0)):
+        chosen = settings(f"env.turn_discount={discount}")
+        result = here("gae", *chosen, "--lam", "1", "--input", path, "--out", out, "--overwrite", "--gamma", "1")
+        assert result.exit_code == 0, result.stderr
+        assert records_of(out)[0]["returns"] == [first, 0.0, 4.0]
+
+
+def npy(array: np.ndarray) -> bytes:
+    file = io.BytesIO()
+    np.save(file, array)
+    return file.getvalue()
+
+
+def archive(path: Path, **members: bytes) -> Path:
+    with zipfile.ZipFile(path, "w") as file:
+        for name, content in members.items():
+            file.writestr(f"{name}.npy", content)
+    return path
+
+
+class Trap:
+    """An object that fails the test if it is unpickled."""
+
+    def __reduce__(self) -> tuple[Any, tuple[str]]:
+        return (pytest.fail, ("unpickled",))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (npy(np.array([[Trap()]])), "Object arrays cannot be loaded when allow_pickle=False"),
+        (npy(np.array([["text"]])), r"rewards: expected numbers or booleans of shape \[B, T\], got <U4"),
+        (npy(np.zeros(3)), r"got float64 of shape \[3\]"),
+        (npy(np.zeros((3, 2))).replace(b"(3, 2)", b"(9, 9)"), "expected an NPZ file"),
+        (b"no array", r"got \|S8 of shape \[1\]"),
+    ],
+)
+def test_member_that_is_no_matrix_of_numbers_is_refused(tmp_path: Path, content: bytes, message: str) -> None:
+    path = archive(tmp_path / "x.npz", rewards=content, values=npy(np.zeros((3, 2))))
+    with pytest.raises(InputError, match=message):
+        load_matrices(path)
+
+
+def test_damaged_archive_is_refused(tmp_path: Path) -> None:
+    path = archive(tmp_path / "x.npz", rewards=npy(np.zeros((3, 2))), values=npy(np.zeros((3, 2))))
+    flipped = bytearray(path.read_bytes())
+    flipped[flipped.index(b"\x93NUMPY") + 130] ^= 1
+    for content, message in (
+        (flipped, "Bad CRC"),
+        (b"", "expected an NPZ file"),
+        (b"no file of arrays", "expected an NPZ file"),
+        (npy(np.zeros((1, 1))), "expected an NPZ file"),
+    ):
+        path.write_bytes(content)
+        with pytest.raises(InputError, match=message):
+            load_matrices(path)

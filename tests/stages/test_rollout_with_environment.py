@@ -66,8 +66,16 @@ def ends(records: Sequence[dict[str, Any]]) -> set[tuple[str, str]]:
     return {(one["episode"]["end"], one["finish_reason"]) for one in records}
 
 
-def test_turns_are_joined_by_the_templates_tokens_and_score_as_sampled(file: Path, tmp_path: Path) -> None:
-    records = sampled(tmp_path / "samples.jsonl", f"env.source={file}:Echo")
+@pytest.fixture(scope="module")
+def echo(file: Path) -> Path:
+    """Samples of exact mode; tests must not change the file."""
+    out = file.with_name("samples.jsonl")
+    sampled(out, *EXACT, f"env.source={file}:Echo")
+    return out
+
+
+def test_turns_are_joined_by_tokens_of_the_template_and_scored_as_sampled(echo: Path, tmp_path: Path) -> None:
+    records = records_of(echo)
     tokenizer = load_tokenizer(open_model("builtin:tiny"))
     observation = tokenizer.encode_rendered("<|user|>12+3=?<|assistant|>")
     assert len(records) == 24 and ends(records) == {("terminated", "stop")}
@@ -82,66 +90,48 @@ def test_turns_are_joined_by_the_templates_tokens_and_score_as_sampled(file: Pat
             assert after is None or ids[turn["end"] : after["start"]] == observation
         assert mask == written.tolist() and record["completion"] == turns[-1]["text"]
         assert not np.asarray(record["behavior_logprobs"])[~written].any()
-    scored = here("score", "--input", tmp_path / "samples.jsonl", "--json", *few(), "--out", tmp_path / "scored.jsonl")
-    assert scored.exit_code == 0, scored.stderr
-    assert json.loads(scored.stdout)["max |logprob - behavior|"] < 1e-4
+    assert scored_difference(echo, tmp_path / "scored.jsonl") < 1e-4
 
 
-def test_exact_samples_do_not_depend_on_latency_suspension_or_the_schedule(
-    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def scored_difference(samples: Path, out: Path) -> float:
+    result = here("score", "--input", samples, "--json", *few(), "--out", out)
+    assert result.exit_code == 0, result.stderr
+    return json.loads(result.stdout)["max |logprob - behavior|"]
+
+
+def test_exact_samples_do_not_depend_on_latency_suspension_or_schedule(
+    echo: Path, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected = bits(sampled(tmp_path / "0.jsonl", *EXACT, f"env.source={file}:Echo"))
-    scarce = ("rollout.kv_blocks=7",)
-    for number, (name, overrides) in enumerate(
-        [
-            ("Slow", EXACT),
-            ("Echo", (*EXACT, "env.max_suspended=0")),
-            ("Slow", (*EXACT, *scarce)),
-            ("Slow", WORKERS),
-            ("Slow", (*WORKERS, *scarce)),
-            ("Echo", (*WORKERS, "rollout.max_staleness=1")),
-        ],
-        start=1,
-    ):
-        out = tmp_path / f"{number}.jsonl"
-        assert bits(sampled(out, *overrides, f"env.source={file}:{name}")) == expected, overrides
+    scarce = "rollout.kv_blocks=7"
+    for number, overrides in enumerate([(*EXACT, scarce), (*WORKERS, scarce, "rollout.max_staleness=1")]):
+        slow = sampled(tmp_path / f"{number}.jsonl", *overrides, f"env.source={file}:Slow")
+        assert bits(slow) == bits(records_of(echo)), overrides
     # Longer observations than a segment feeds.
     monkeypatch.setattr("app.rollout.engine.shapes.MAX_FORCED", 3)
-    assert bits(sampled(tmp_path / "few.jsonl", *EXACT, f"env.source={file}:Echo")) == expected
+    alone = sampled(tmp_path / "few.jsonl", *EXACT, f"env.source={file}:Echo", "env.max_suspended=0")
+    assert bits(alone) == bits(records_of(echo))
 
 
 def test_long_observations_are_prefilled_in_fast_mode(
     file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("app.rollout.engine.shapes.MAX_FORCED", 8)
-    wide = ("rollout.max_new_tokens=128", f"env.source={file}:Long")
-    records = sampled(tmp_path / "samples.jsonl", *wide)
+    records = sampled(tmp_path / "samples.jsonl", "rollout.max_new_tokens=128", f"env.source={file}:Long")
     assert ("terminated", "stop") in ends(records)
-    scored = here("score", "--input", tmp_path / "samples.jsonl", "--json", *few(), "--out", tmp_path / "scored.jsonl")
-    assert json.loads(scored.stdout)["max |logprob - behavior|"] < 1e-4
+    assert scored_difference(tmp_path / "samples.jsonl", tmp_path / "scored.jsonl") < 1e-4
 
 
-def test_an_environment_of_one_turn_changes_no_bit(file: Path, tmp_path: Path) -> None:
+def test_environment_of_one_turn_changes_no_bit(file: Path, tmp_path: Path) -> None:
     alone = sampled(tmp_path / "alone.jsonl", *EXACT)
     judged = sampled(tmp_path / "judged.jsonl", *EXACT, f"env.source={file}:Silent")
     assert bits(judged) == bits(alone)
-    assert all(
-        one["episode"]["turns"][0]["reward"] == (one["completion"] == one["answer"])
-        for one in judged
-        if one["finish_reason"] == "stop"
-    )
+    for one in judged:
+        if one["finish_reason"] == "stop":
+            assert one["episode"]["turns"][0]["reward"] == (one["completion"] == one["answer"])
 
 
-@pytest.mark.parametrize(
-    ("limit", "end"),
-    [
-        ("env.max_turns=2", "turns"),
-        ("rollout.max_new_tokens=12", "observation"),
-    ],
-)
-def test_limits_truncate_samples_which_their_environment_scores(
-    limit: str, end: str, file: Path, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize(("limit", "end"), [("env.max_turns=2", "turns"), ("rollout.max_new_tokens=12", "observation")])
+def test_truncated_sample_is_scored_by_its_environment(limit: str, end: str, file: Path, tmp_path: Path) -> None:
     records = sampled(tmp_path / "samples.jsonl", f"env.source={file}:Echo", limit)
     assert (end, "length") in ends(records)
     assert {one["finish_reason"] for one in records if one["episode"]["end"] != "terminated"} == {"length"}
@@ -150,59 +140,45 @@ def test_limits_truncate_samples_which_their_environment_scores(
     assert max(len(one["episode"]["turns"]) for one in records) <= most
 
 
-def test_samples_of_a_prompt_play_one_game_and_a_failure_costs_its_own_samples(file: Path, tmp_path: Path) -> None:
-    records = sampled(tmp_path / "samples.jsonl", f"env.source={file}:Game", "data.num_problems=12")
+def test_samples_of_a_prompt_play_one_game_and_failures_drop_their_samples(file: Path, tmp_path: Path) -> None:
+    records = sampled(tmp_path / "samples.jsonl", f"env.source={file}:Game")
     openings = {one["uid"].rpartition("/")[0]: one["prompt"] for one in records}
-    assert len(openings) == 12 and len({opening[0]["content"] for opening in openings.values()}) > 3
+    assert len(openings) == 6 and len({opening[0]["content"] for opening in openings.values()}) > 2
     assert all(one["prompt"] == openings[one["uid"].rpartition("/")[0]] for one in records)
     failed = Counter(one["finish_reason"] for one in records)
     assert set(failed) == {"stop", "dropped:environment raised"} and failed["stop"] % 4 == 0
 
 
-def test_a_prompt_that_is_not_opened_costs_its_own_samples_one_token_each(file: Path, tmp_path: Path) -> None:
-    more = (*EXACT, "data.num_problems=12")
-    expected = sampled(tmp_path / "all.jsonl", *more, f"env.source={file}:Echo")
-    records = sampled(tmp_path / "some.jsonl", *more, f"env.source={file}:Shut")
+def test_prompt_whose_environment_does_not_open_drops_its_samples(echo: Path, file: Path, tmp_path: Path) -> None:
+    records = sampled(tmp_path / "some.jsonl", *EXACT, f"env.source={file}:Shut")
     shut = {one["group_id"] for one in records if one["finish_reason"] == "dropped:environment raised"}
-    assert 0 < len(shut) < 12
-    for one, whole in zip(records, expected, strict=True):
+    assert 0 < len(shut) < 6
+    for one, whole in zip(records, records_of(echo), strict=True):
         if one["group_id"] in shut:
             assert one["finish_reason"].startswith("dropped") and len(one["completion_token_ids"]) == 1
         else:
             assert bits([one]) == bits([whole]) and one["episode"]["end"] == whole["episode"]["end"]
 
 
-def test_a_stop_is_noticed_while_environments_open(file: Path) -> None:
-    chosen = load(None, few(f"env.source={file}:Unborn")[1::2], {}).settings
+@pytest.mark.parametrize(
+    ("name", "overrides"), [("Unborn", ()), ("Asleep", ()), ("Asleep", WORKERS)], ids=["opening", "slots", "workers"]
+)
+def test_stop_ends_the_wait_for_environments(name: str, overrides: tuple[str, ...], file: Path) -> None:
+    chosen = load(None, few(*overrides, f"env.source={file}:{name}")[1::2], {}).settings
     read = read_training_inputs(chosen)
     with closing(Session.open(ScoringSession.open(chosen, read.model))) as session:
-        session.stop_when(lambda: True)
-        weights = session.to_decode_weights(session.scoring.load_params())
-        with pytest.raises(StoppedError):
-            session.generator.generate(weights, read.prompts[:1], session.rollout_request())
-
-
-@pytest.mark.parametrize("overrides", [(), WORKERS], ids=["slots", "workers"])
-def test_a_stop_is_noticed_while_all_samples_wait(overrides: tuple[str, ...], file: Path) -> None:
-    chosen = load(None, few(*overrides, f"env.source={file}:Asleep")[1::2], {}).settings
-    read = read_training_inputs(chosen)
-    waiting: list[int] = []
-    with closing(Session.open(ScoringSession.open(chosen, read.model))) as session:
-        made = session.generator
-        assert made is not None and made.conversations is not None
-        acting = made.conversations
-        engines = [made.engine] if session.workers is None else [one.engine for one in session.workers.workers]
+        conversations = session.generator.conversations
+        engines = [one.engine for one in session.workers.workers] if session.workers else [session.generator.engine]
+        assert conversations is not None
 
         def stop_requested() -> bool:
-            if acting.num_acting and not any(engine.active_rows for engine in engines):
-                waiting.append(acting.num_acting)
-            return len(waiting) == 2
+            is_waiting = conversations.num_acting > 0 and not any(engine.active_rows for engine in engines)
+            return is_waiting or name == "Unborn"
 
         session.stop_when(stop_requested)
         weights = session.to_decode_weights(session.scoring.load_params())
         with pytest.raises(StoppedError):
             session.generator.generate(weights, read.prompts[:1], session.rollout_request())
-    assert waiting[0] == waiting[1], "nothing was answered in between"
 
 
 @pytest.mark.parametrize(
@@ -215,7 +191,7 @@ def test_a_stop_is_noticed_while_all_samples_wait(overrides: tuple[str, ...], fi
         (("env.tools=[calculator]",), "does not list tools"),
     ],
 )
-def test_what_cannot_be_played_is_refused_before_any_work(
+def test_environment_that_cannot_be_used_is_refused(
     overrides: tuple[str, ...], message: str, file: Path, tmp_path: Path
 ) -> None:
     result = here("rollout", *few(*(one.format(file=file) for one in overrides)), "--out", tmp_path / "samples.jsonl")

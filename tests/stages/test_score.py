@@ -1,29 +1,37 @@
-"""Tests of `grpo score`: every role and strategy, complete output files, and invalid input."""
+"""Tests of `grpo score`: every role and strategy, the check of packed rows, windows, and invalid input."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
-from itertools import chain, islice
+from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from app.mesh import jax_startup
-from app.mesh.program_cache import CompilationCounter
+import app.model.decoder as decoder
+from app.model.segment_layout import single_segment_layout
+from app.prompts.tokenizer import Tokenizer
 from app.records.jsonl import write_jsonl
-from app.records.sample_json import LocatedSample, sample_from_record
-from app.reward.aggregate import RewardOutcome, aggregate_rewards
-from app.runtime.micro_batching import MaxLengths, make_score_batcher
-from app.runtime.model_spec import read_model_spec
+from app.records.sample import Prompt, Sample
+from app.records.sample_json import sample_to_record
 from app.runtime.scoring import ScoringSession
-from app.stages.score import WindowScorer
-from app.tracking.sample_metrics import reward_counts
-from settings import load
+from app.stages.rollout import PromptShard
+from app.stages.sample_reader import SampleFileExtent, SampleReader
+from app.stages.sample_text import SampleEncoder
+from app.stages.score import check_packing
+from app.stages.score_rewards import sample_indices_by_host
+from app.training.setup import prepare_run
+from settings import Settings, load
+from settings.errors import InputError
+from settings.schema.rollout import RolloutSettings
 from tests.program import DEADLINE_S, digest_of, here, of_tiny, records_of, settings, started
+from tests.tiny import ODD, make_sample, random_samples
 
 QUOTA = "score.max_tokens_per_device"
 
@@ -33,7 +41,7 @@ def score(model: Path, source: Path, out: Path, role: str, *overrides: str, over
     return here("score", *of_tiny(model), *settings(*overrides), *arguments)
 
 
-def test_the_chain_of_verbs_adds_its_fields_and_carries_the_rest(
+def test_roles_chained_by_files_add_their_fields_and_keep_the_others(
     sampled: Path, tiny_model: Path, tmp_path: Path
 ) -> None:
     records = [
@@ -47,15 +55,9 @@ def test_the_chain_of_verbs_adds_its_fields_and_carries_the_rest(
     for before, after in zip(records, records_of(tmp_path / "3.jsonl"), strict=True):
         added = {name: after.pop(name) for name in ("policy_logprobs", "reference_logprobs", "rewards", "reward")}
         assert after == before
+        np.testing.assert_allclose(added["policy_logprobs"], before["behavior_logprobs"], atol=1e-4)
         assert added["policy_logprobs"] == added["reference_logprobs"]
         assert added["reward"] == added["rewards"]["arithmetic"]
-
-
-def test_sampler_and_scorer_agree(sampled: Path, tiny_model: Path, tmp_path: Path) -> None:
-    result = score(tiny_model, sampled, tmp_path / "scored.jsonl", "policy")
-    for record in records_of(tmp_path / "scored.jsonl"):
-        np.testing.assert_allclose(record["policy_logprobs"], record["behavior_logprobs"], atol=1e-4)
-    assert 0 < json.loads(result.stdout)["max |logprob - behavior|"] < 1e-4
 
 
 @pytest.mark.parametrize(
@@ -64,11 +66,10 @@ def test_sampler_and_scorer_agree(sampled: Path, tiny_model: Path, tmp_path: Pat
         (("score.strategy=off",), 1),
         (("score.rows_per_device=2",), 2),
         (("score.strategy=scan", "score.rows_per_device=2"), 1),
-        ((f"{QUOTA}=32",), None),
-        (("score.reference.offload=true", "mesh.shape=2,2,2"), None),
+        ((f"{QUOTA}=32", "score.reference.offload=true", "mesh.shape=2,2,2"), None),
     ],
 )
-def test_every_strategy_gives_the_samplers_own_logprobs_in_the_order_of_the_file(
+def test_strategies_give_the_logprobs_of_the_sampler_in_order(
     sampled: Path, tiny_model: Path, tmp_path: Path, overrides: tuple[str, ...], shapes: int | None
 ) -> None:
     records = [record | {"note": number} for number, record in enumerate(records_of(sampled))][:17]
@@ -83,111 +84,65 @@ def test_every_strategy_gives_the_samplers_own_logprobs_in_the_order_of_the_file
         assert figures["shapes compiled"] == shapes
 
 
-def test_the_table_counts_what_was_laid_out(sampled: Path, tiny_model: Path, tmp_path: Path) -> None:
-    result = score(tiny_model, sampled, tmp_path / "scored.jsonl", "policy", "score.rows_per_device=1")
+def test_summary_counts_tokens_padding_and_packing(sampled: Path, tiny_model: Path, tmp_path: Path) -> None:
+    arguments = ("--input", sampled, "--out", tmp_path / "scored.jsonl", "--json", "--check-packing")
+    result = here("score", *of_tiny(tiny_model), *settings("score.rows_per_device=1"), *arguments)
     figures = json.loads(result.stdout)
     tokens = sum(len(r["prompt_token_ids"]) + len(r["completion_token_ids"]) for r in records_of(sampled))
     # 24 samples on 8 devices, each in a row of 16 tokens: none has more.
-    assert (
-        figures.items()
-        >= {
-            "samples": 24,
-            "tokens": tokens,
-            "real tokens": tokens,
-            "padded tokens": 24 * 16 - tokens,
-            "fill": round(tokens / (24 * 16), 4),
-            "micro-batches": 3,
-            "shapes compiled": 1,
-            "written to": str(tmp_path / "scored.jsonl"),
-        }.items()
-    )
+    counts = {
+        "samples": 24,
+        "tokens": tokens,
+        "real tokens": tokens,
+        "padded tokens": 24 * 16 - tokens,
+        "fill": round(tokens / (24 * 16), 4),
+        "micro-batches": 3,
+        "shapes compiled": 1,
+        "written to": str(tmp_path / "scored.jsonl"),
+    }
     measured = {"peak memory MiB", "loading seconds", "compiling seconds", "compilations", "seconds", "tokens/s"}
-    differences = {"mean |logprob - behavior|", "max |logprob - behavior|"}
-    assert all(figures[name] >= 0 for name in measured | differences)
-    assert len(figures) == 8 + len(measured) + len(differences)
+    differences = {"mean |logprob - behavior|", "max |logprob - behavior|", "max |packed - alone|"}
+    assert figures.keys() == {*counts, *measured, *differences}
+    assert {name: figures[name] for name in counts} == counts
+    assert all(figures[name] >= 0 for name in measured) and all(0 <= figures[name] < 1e-4 for name in differences)
 
 
-def test_memory_and_shapes_do_not_grow_with_the_number_of_windows(sampled: Path, tiny_model: Path) -> None:
-    """Every window is scored and written before the next is read, with the shapes of the first."""
-    given = [argument for argument in of_tiny(tiny_model) if argument != "--set"]
-    chosen = load(None, [*given, "mesh.shape=1,8,1", f"{QUOTA}=32"], {}).settings
-    jax_startup.initialize_distributed(chosen.mesh)
-    session = ScoringSession.open(chosen, read_model_spec(chosen))
-    records = records_of(sampled)
-    samples = [sample_from_record(r, where="") for r in records]
-    longest = max(len(s.prompt.token_ids) + len(s.completion_ids) for s in samples)
-    cut = make_score_batcher(chosen, "policy", session.model_spec.architecture, MaxLengths(longest))
-    passes = WindowScorer(session, session.load_params(), "policy", micro_batcher=cut)
-    read: list[int] = []
-
-    def windows(size: int) -> Any:
-        for first in range(0, len(samples), size):
-            read.append(first)
-            yield [LocatedSample("", r, s) for r, s in zip(records, samples, strict=True)][first : first + size]
-
-    counter = CompilationCounter()
-    scored: list[dict[str, Any]] = []
-    stream = chain.from_iterable(passes.score_windows(windows(11), num_samples=24))
-    for window in range(2):
-        scored += islice(stream, 11)
-        assert read == [0, 11][: window + 1]
-    first_windows = passes.metrics(counter)
-    scored += stream
-    last = passes.metrics(counter)
-    counter.close()
-    assert [record["uid"] for record in scored] == [s.uid for s in samples]
-    for record in scored:
-        np.testing.assert_allclose(record["policy_logprobs"], record["behavior_logprobs"], atol=1e-4)
-    assert last["shapes compiled"] <= first_windows["shapes compiled"] + 1
+def test_windows_are_scored_in_order_with_the_same_shapes(
+    sampled: Path, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shapes = []
+    for size in (11, 24):
+        monkeypatch.setattr("app.stages.score.WINDOW_SAMPLES", size)
+        out = tmp_path / f"{size}.jsonl"
+        result = score(tiny_model, sampled, out, "policy", "mesh.shape=1,8,1", f"{QUOTA}=32")
+        assert ("scored 22 of 24 samples" in result.stderr) == (size == 11)
+        for record, before in zip(records_of(out), records_of(sampled), strict=True):
+            np.testing.assert_allclose(record.pop("policy_logprobs"), before["behavior_logprobs"], atol=1e-4)
+            assert record == before
+        shapes.append(json.loads(result.stdout)["shapes compiled"])
+    assert shapes[0] <= shapes[1] + 1
 
 
-def test_packing_is_checked_on_samples_of_the_file(sampled: Path, tiny_model: Path, tmp_path: Path) -> None:
-    arguments = ("--input", sampled, "--out", tmp_path / "scored.jsonl", "--check-packing", "--json", "--overwrite")
-    for chosen in ((), settings("score.rows_per_device=8")):
-        result = here("score", *of_tiny(tiny_model), *chosen, *arguments)
-        assert result.exit_code == 0, result.stderr
-        assert 0 <= json.loads(result.stdout)["max |packed - alone|"] < 1e-5
-
-
-def test_rewards_need_no_model(sampled: Path, tmp_path: Path) -> None:
-    result = score(Path("no/such/model"), sampled, tmp_path / "rewarded.jsonl", "reward")
+def test_rewards_need_no_model_and_include_the_length_penalty(sampled: Path, tmp_path: Path) -> None:
+    out = tmp_path / "rewarded.jsonl"
+    result = score(Path("no/such/model"), sampled, out, "reward", "reward.overlong_buffer=2")
     assert result.exit_code == 0, result.stderr
-    rewards = [record["reward"] for record in records_of(tmp_path / "rewarded.jsonl")]
-    assert json.loads(result.stdout)["reward/mean"] == round(float(np.mean(rewards)), 4)
-
-
-def test_rewards_count_what_length_costs_as_in_training(sampled: Path, tmp_path: Path) -> None:
-    result = score(tmp_path, sampled, tmp_path / "rewarded.jsonl", "reward", "reward.overlong_buffer=2")
-    assert result.exit_code == 0, result.stderr
-    records = records_of(tmp_path / "rewarded.jsonl")
+    records, figures = records_of(out), json.loads(result.stdout)
     costs = [-max(len(record["completion_token_ids"]) - 2, 0) / 2 for record in records]
     assert len(set(costs)) > 1 and [record["rewards"]["overlong"] for record in records] == costs
     assert [record["reward"] - record["rewards"]["arithmetic"] for record in records] == costs
-    assert json.loads(result.stdout)["reward/overlong/mean"] == round(float(np.mean(costs)), 4)
+    assert figures["reward/overlong/mean"] == round(float(np.mean(costs)), 4)
+    assert figures["reward/mean"] == round(float(np.mean([record["reward"] for record in records])), 4)
 
 
-def test_rewards_take_no_device_from_whoever_trains(sampled: Path, tmp_path: Path) -> None:
+def test_rewards_start_no_device(sampled: Path, tmp_path: Path) -> None:
     arguments = ("--role", "reward", "--input", sampled, "--out", tmp_path / "rewarded.jsonl")
     with started("score", *arguments, environ={"JAX_PLATFORMS": "no_such_platform"}) as process:
         output = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == 0, output
 
 
-def test_the_figures_of_rewards_have_the_names_of_metrics(sampled: Path, tmp_path: Path) -> None:
-    (tmp_path / "plug.py").write_text("def f(solution_str): return {'score': len(solution_str), 'acc': 1 / 3}")
-    chosen = f"reward.functions=[{tmp_path / 'plug.py'}:f]"
-    result = score(Path("no/such/model"), sampled, tmp_path / "rewarded.jsonl", "reward", chosen)
-    figures = json.loads(result.stdout)
-    samples = [sample_from_record(r, where="") for r in records_of(tmp_path / "rewarded.jsonl")]
-    own = {"samples", "written to", "reward/mean", "reward/f/mean"}
-    outcomes = {"f": [RewardOutcome(1.0, extras={"acc": 1.0})] * len(samples)}
-    assert figures.keys() == own | reward_counts(aggregate_rewards(samples, outcomes, {"f": 1.0}, "raise")).keys()
-    assert figures["reward/f/acc/mean"] == 0.3333
-
-
-def test_an_existing_output_is_replaced_only_when_the_new_one_is_whole(
-    sampled: Path, tiny_model: Path, tmp_path: Path
-) -> None:
+def test_existing_output_is_replaced_only_by_a_whole_one(sampled: Path, tiny_model: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
     out.write_text("what was there before\n")
     records = records_of(sampled)
@@ -206,46 +161,20 @@ def with_fields(**fields: Any) -> Callable[[str], str]:
     return lambda line: json.dumps(json.loads(line) | fields)
 
 
-def as_nan(line: str) -> str:
-    record = json.loads(line)
-    return json.dumps(record | {"behavior_logprobs": [*record["behavior_logprobs"][:-1], float("nan")]})
-
-
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
         (lambda line: line[:-9], "not JSON"),
-        (
-            with_fields(completion_token_ids=None, completion=None),
-            "missing completion_token_ids or completion; a sample",
-        ),
-        (
-            with_fields(completion="not it"),
-            "completion: 'not it' is not what completion_token_ids decode",
-        ),
-        (
-            with_fields(behavior_logprobs=[0.5] * 4, completion_token_ids=[5] * 4, completion=None),
-            "[0] is 0.5, but a lo",
-        ),
-        (
-            with_fields(completion_token_ids=None, completion=[{"role": "user", "content": "1"}]),
-            "completion: expected a string or a list with one",
-        ),
-        (with_fields(prompt_token_ids=None, prompt="\ud800"), "prompt is not Unicode text: surrogates not allowed"),
-        (as_nan, "expected finite float32 numbers, got NoneType null or NaN"),
         (lambda line: line[:-1] + ', "note": [1, 2e999]}', "note[1] is Infinity, or too large for a float64"),
-        (
-            with_fields(prompt_token_ids=[2, 24]),
-            "prompt_token_ids[1] is token 24, but the vocabulary of",
-        ),
-        (
-            with_fields(prompt_token_ids=[2] * 128),
-            "tokens, but the context of model.path is 128; remove the",
-        ),
+        (with_fields(completion_token_ids=None, completion=None), "missing completion_token_ids or completion; a"),
+        (with_fields(completion="not it"), "completion: 'not it' is not what completion_token_ids decode"),
+        (with_fields(behavior_logprobs=[0.5] * 4, completion_token_ids=[5] * 4, completion=None), "[0] is 0.5, but a"),
+        (with_fields(prompt_token_ids=[2, 24]), "prompt_token_ids[1] is token 24, but the vocabulary of"),
+        (with_fields(prompt_token_ids=[2] * 128), "tokens, but the context of model.path is 128; remove the"),
         (with_fields(prompt_token_ids=[2] * 100), "tokens, more than score.policy.max_tokens_per_device = 64 (from"),
     ],
 )
-def test_a_line_that_cannot_be_scored_is_named_before_any_device_work(
+def test_unusable_line_is_named_before_any_device_work(
     sampled: Path, tiny_model: Path, tmp_path: Path, spoil: Callable[[str], str], message: str
 ) -> None:
     lines = sampled.read_text().splitlines()
@@ -262,88 +191,218 @@ def test_a_line_that_cannot_be_scored_is_named_before_any_device_work(
     assert digest_of(tmp_path) == before
 
 
-@pytest.mark.parametrize(
-    ("role", "content", "message"),
-    [
-        ("policy", "", "holds no samples"),
-        ("reward", "", "holds no samples"),
-        ("policy", '{"uid": "p/s0"}\n', "samples.jsonl:1: missing "),
-        ("reward", None, "samples.jsonl: no such file"),
-    ],
-)
-def test_a_file_without_samples_is_refused(
-    tiny_model: Path, tmp_path: Path, content: str | None, message: str, role: str
-) -> None:
-    if content is not None:
-        (tmp_path / "samples.jsonl").write_text(content)
-    result = score(tiny_model, tmp_path / "samples.jsonl", tmp_path / "out.jsonl", role)
-    assert result.exit_code == 2
-    assert message in result.stderr
+@pytest.mark.parametrize("role", ["policy", "reward"])
+def test_input_that_is_no_sample_file_is_refused(tiny_model: Path, tmp_path: Path, role: str) -> None:
+    source = tmp_path / "samples.jsonl"
+    for content, message in (
+        (None, "samples.jsonl: no such file"),
+        ("", "holds no samples"),
+        ('{"uid": "p/s0"}\n', "samples.jsonl:1: missing "),
+    ):
+        if content is not None:
+            source.write_text(content)
+        result = score(tiny_model, source, tmp_path / "out.jsonl", role)
+        assert result.exit_code == 2 and message in result.stderr
+    os.mkfifo(tmp_path / "pipe")
+    if role == "policy":
+        result = score(tiny_model, tmp_path / "pipe", tmp_path / "out.jsonl", role)
+        assert result.exit_code == 2 and "is not a regular file; it must be read twice" in result.stderr
     assert not (tmp_path / "out.jsonl").exists()
 
 
-def test_a_pipe_cannot_be_read_twice(tiny_model: Path, tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "pipe")
-    result = score(tiny_model, tmp_path / "pipe", tmp_path / "out.jsonl", "policy")
-    assert result.exit_code == 2
-    assert "is not a regular file; it must be read twice" in result.stderr
-
-
-def test_rewards_have_no_packing_to_check(sampled: Path, tmp_path: Path) -> None:
-    result = here("score", "--role", "reward", "--check-packing", "--input", sampled, "--out", tmp_path / "out.jsonl")
-    assert result.exit_code == 2
-    assert "--check-packing needs a model, but --role reward uses none" in result.stderr
+def test_options_that_a_role_cannot_use_are_refused(finished: Path, sampled: Path, tmp_path: Path) -> None:
+    checkpoint = ("--checkpoint", finished)
+    for role, options, message in (
+        ("critic", checkpoint, "holds no critic, because its run trained none"),
+        ("reference", checkpoint, "--role reference uses only the weights of model.path; omit one"),
+        ("reward", checkpoint, "--role reward uses only the weights of reward.model; omit one"),
+        ("reward", ("--check-packing",), "--check-packing needs a model, but --role reward uses none"),
+        ("critic", ("--check-packing",), "--check-packing compares logprobs, but --role critic has none"),
+    ):
+        result = here("score", *options, "--input", sampled, "--out", tmp_path / "out.jsonl", "--role", role)
+        assert result.exit_code == 2 and message in result.stderr, result.stderr
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_checkpoint_scores_as_the_sampler_that_had_its_weights(finished: Path, tmp_path: Path) -> None:
-    samples = finished / "rollouts" / "step_000003.jsonl"
-    differences = []
-    for step in ("2", "4"):
-        out = tmp_path / f"{step}.jsonl"
-        result = here(
-            *("score", "--checkpoint", finished / "checkpoints" / step, "--input", samples, "--out", out, "--json")
-        )
-        assert result.exit_code == 0, result.stderr
-        differences.append(json.loads(result.stdout)["max |logprob - behavior|"])
-    assert differences[0] < 1e-4 < differences[1]
+def test_several_checkpoints_share_programs_and_have_a_file_each(finished: Path, tmp_path: Path) -> None:
+    source = finished / "rollouts" / "step_000003.jsonl"
+    earlier, later = (["--checkpoint", finished / "checkpoints" / step] for step in ("2", "4"))
+    arguments = ("score", "--input", source, "--json", "--out")
+    both = here(*arguments, tmp_path / "{run}-{step}.jsonl", *earlier, *later)
+    assert both.exit_code == 0, both.stderr
+    first, second = json.loads(both.stdout)
+    # The sampler of step 3 had the weights of step 2.
+    difference = "max |logprob - behavior|"
+    assert first[difference] < 1e-4 < second[difference]
+    assert [first["written to"], second["written to"]] == [str(tmp_path / f"{finished.name}-{s}.jsonl") for s in "24"]
+    assert first["shapes compiled"] == second["shapes compiled"] and second["compilations"] == 0
+    twice = here(*arguments, tmp_path / "{index}.jsonl", *later, *later)
+    assert twice.exit_code == 0, twice.stderr
+    assert records_of(tmp_path / "0.jsonl") == records_of(tmp_path / "1.jsonl")
+    assert records_of(tmp_path / "1.jsonl") == records_of(tmp_path / f"{finished.name}-4.jsonl")
+    before = digest_of(tmp_path)
+    both_steps, own = ("--checkpoint", finished / "checkpoints" / "2", *later), tmp_path / f"{finished.name}-4.jsonl"
+    for out, options, message in (
+        ("out.jsonl", both_steps, "out.jsonl would hold the scores of two checkpoints"),
+        ("new-{step}.jsonl", (*later, *later), "new-4.jsonl would hold the scores of two checkpoints"),
+        ("{run}-{step}.jsonl", both_steps, "exists already"),
+        ("{step}.jsonl", (), "--out: {step} stands for that of a checkpoint, but the"),
+        ("{step}.jsonl", ("--role", "reward"), "--out: {step} stands for that of a checkpoint, but the"),
+        ("{run}-{step}.jsonl", (*both_steps, "--input", own, "--overwrite"), "--input and --out both name"),
+    ):
+        given = ("score", *options, *(() if "--input" in options else ("--input", source)), "--out", tmp_path / out)
+        result = here(*given)
+        assert result.exit_code == 2 and message in result.stderr, result.stderr
+        assert digest_of(tmp_path) == before
 
 
-def test_the_critic_of_a_checkpoint_gives_the_values_of_its_run(tiny_model: Path, tmp_path: Path) -> None:
-    ppo = settings("algorithm.name=ppo", "critic.learning_rate=1e-2", "reward.overlong_buffer=3", "run.steps=2")
-    of_run = settings(
-        f"run.dir={tmp_path}",
-        "run.name=ppo",
-        "checkpoint.every_steps=1",
-        "checkpoint.best_metric=null",
-        "logging.report=false",
+@pytest.fixture
+def session(config: Path) -> Iterator[ScoringSession]:
+    with prepare_run(load(str(config), [], {}), resume="never") as launch:
+        yield launch.session.scoring
+
+
+@pytest.fixture
+def strangers(session: ScoringSession) -> list[Sample]:
+    """Returns three samples, of which the first and the last have the same prompt."""
+    first, sibling, second = random_samples(2, 2, vocab_size=session.model_spec.architecture.vocab_size)[:3]
+    return [first, second, sibling]
+
+
+def test_samples_in_a_shared_row_score_as_alone(session: ScoringSession, strangers: list[Sample]) -> None:
+    assert check_packing(session, session.load_params(), strangers) <= 1e-4
+    # Weights that give no number are no leak.
+    assert check_packing(session, jax.tree.map(lambda x: x * np.nan, session.load_params()), strangers) == 0.0
+
+
+def test_attention_that_ignores_segments_is_found(
+    session: ScoringSession, strangers: list[Sample], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The attention treats every row as one sequence, like a backend that ignores segment ids."""
+    attention = decoder.packed_attention
+
+    def leaking(query: Any, keys: Any, values: Any, layout: Any, **rest: Any) -> Any:
+        everything = single_segment_layout(jnp.ones(layout.segment_ids.shape, bool))
+        rest["pairs"] = None
+        return attention(query, keys, values, everything, **rest)
+
+    monkeypatch.setattr(decoder, "packed_attention", leaking)
+    with pytest.raises(RuntimeError, match=r"attention leaks .* score\.dynamic: false"):
+        check_packing(session, session.load_params(), strangers)
+    # Of one prompt, or the same sample three times.
+    first, _, sibling = strangers
+    for related in ([first, sibling], [first] * 3):
+        with pytest.raises(RuntimeError, match="attention leaks"):
+            check_packing(session, session.load_params(), related)
+
+
+def reader(path: Path) -> SampleReader:
+    """Returns a reader for a model without a tokenizer."""
+
+    def load_tokenizer() -> Tokenizer:
+        raise InputError("there is no tokenizer.json")
+
+    return SampleReader(path, ODD, SampleEncoder(load_tokenizer, system_prompt=None))
+
+
+@pytest.fixture
+def drawn() -> list[Sample]:
+    return random_samples(5, 2, vocab_size=ODD.vocab_size)
+
+
+@pytest.fixture
+def path(tmp_path: Path, drawn: list[Sample]) -> Path:
+    write_jsonl(tmp_path / "samples.jsonl", map(sample_to_record, drawn))
+    return tmp_path / "samples.jsonl"
+
+
+def test_windows_and_extent_are_those_of_the_samples(path: Path, drawn: list[Sample]) -> None:
+    windows = list(reader(path).windows(4))
+    assert list(map(len, windows)) == [4, 4, 2]
+    assert [one.sample.uid for window in windows for one in window] == [s.uid for s in drawn]
+    lengths = [len(s.prompt.token_ids) + len(s.completion_ids) for s in drawn]
+    extent, picked = reader(path).check()
+    longest = f"{path}:{lengths.index(max(lengths)) + 1}"
+    assert extent == SampleFileExtent(10, max(lengths), longest, max(len(s.completion_ids) for s in drawn))
+    assert picked == []
+
+
+def test_samples_are_drawn_uniformly(path: Path) -> None:
+    file = reader(path)
+    draws = [[s.uid for s in file.check(num_picked=3, seed=seed)[1]] for seed in range(200)]
+    assert all(len(set(drawn)) == 3 for drawn in draws)
+    assert draws[7] == [s.uid for s in file.check(num_picked=3, seed=7)[1]]
+    counts = Counter(uid for drawn in draws for uid in drawn)
+    # 600 draws of 10: 60 each, within five standard deviations.
+    assert len(counts) == 10 and all(28 <= count <= 92 for count in counts.values())
+    assert len(file.check(num_picked=30)[1]) == 10
+
+
+@pytest.mark.parametrize("new", [None, "longer"])
+def test_file_that_changes_between_the_passes_is_refused(path: Path, new: str | None) -> None:
+    file = reader(path)
+    file.check()
+    content = path.read_text()
+    path.unlink()
+    if new is not None:
+        path.write_text(content + content)
+    with pytest.raises(InputError, match="has changed while it was being scored; nothing was written"):
+        list(file.windows(4))
+
+
+def test_file_that_changes_between_windows_is_refused(path: Path) -> None:
+    windows = reader(path).windows(4)
+    next(windows)
+    status = path.stat()
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns + 1))
+    with pytest.raises(InputError, match="has changed"):
+        next(windows)
+
+
+def shard_of(num_prompts: int, *, prompts_per_step: int) -> PromptShard:
+    prompts = [Prompt(str(i), np.array([1], np.int32), "?", None) for i in range(num_prompts)]
+    return PromptShard.from_prompts(
+        prompts, Settings(rollout=RolloutSettings(prompts_per_step=prompts_per_step, group_size=2))
     )
-    trained = here("train", *of_tiny(tiny_model), *ppo, *of_run, *settings("checkpoint.keep=2", "eval.every_steps=0"))
-    assert trained.exit_code == 0, trained.stderr
-    records = records_of(tmp_path / "ppo" / "rollouts" / "step_000002.jsonl")
-    write_jsonl(tmp_path / "in.jsonl", [{k: v for k, v in one.items() if k != "values"} for one in records])
-    values = []
-    for step in ("1", "2"):
-        out = tmp_path / f"{step}.jsonl"
-        result = here(
-            *("score", "--role", "critic", "--checkpoint", tmp_path / "ppo" / "checkpoints" / step),
-            *("--input", tmp_path / "in.jsonl", "--out", out),
-        )
-        assert result.exit_code == 0, result.stderr
-        values.append(np.concatenate([one["values"] for one in records_of(out)]))
-    expected = np.concatenate([one["values"] for one in records])
-    np.testing.assert_allclose(values[0], expected, atol=1e-5)
-    assert np.abs(values[1] - expected).max() > 1e-3
 
 
-def test_a_checkpoint_is_refused_where_it_has_no_part(finished: Path, sampled: Path, tmp_path: Path) -> None:
-    command = ("score", "--checkpoint", finished, "--input", sampled, "--out", tmp_path / "out.jsonl", "--role")
-    for role, reason in {
-        "critic": "holds no critic, because its run trained none",
-        "reference": "--role reference uses only the weights of model.path; omit one",
-        "reward": "--role reward uses only the weights of reward.model; omit one",
-    }.items():
-        result = here(*command, role)
-        assert result.exit_code == 2
-        assert "--checkpoint" in result.stderr and reason in result.stderr
-    assert list(tmp_path.iterdir()) == []
+def test_one_host_samples_all_prompts_in_rounds() -> None:
+    shard = shard_of(5, prompts_per_step=2)
+    assert shard.prompt_indices == [0, 1, 2, 3, 4] and shard.num_samples == 10
+    assert [list(one) for one in shard.rounds] == [[0, 1], [2, 3], [4]]
+
+
+@pytest.fixture
+def two_hosts(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Makes this process a host of two."""
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    return lambda host: monkeypatch.setattr(jax, "process_index", lambda: host)
+
+
+@pytest.mark.parametrize("num_prompts", [1, 4, 7, 9])
+def test_rounds_of_all_hosts_in_turn_are_the_file(num_prompts: int, two_hosts: Callable[[int], None]) -> None:
+    hosts = []
+    for host in range(2):
+        two_hosts(host)
+        hosts.append(shard_of(num_prompts, prompts_per_step=2))
+    rounds = list(zip(*(shard.rounds for shard in hosts), strict=True))
+    assert [place for of_hosts in rounds for one in of_hosts for place in one] == list(range(num_prompts))
+
+
+def test_lines_are_split_by_round_and_read_to_their_end() -> None:
+    has_ended = []
+
+    def lines() -> Iterator[bytes]:
+        yield from (b"%d" % i for i in range(10))
+        has_ended.append(True)
+
+    parts = [list(part) for part in shard_of(5, prompts_per_step=2).split_by_round(lines())]
+    assert parts == [[b"0", b"1", b"2", b"3"], [b"4", b"5", b"6", b"7"], [b"8", b"9"]]
+    assert has_ended
+
+
+def test_hosts_score_whole_groups_of_a_file(two_hosts: Callable[[int], None]) -> None:
+    samples = [make_sample([1], group_id=group) for group in (7, 7, 3, 5, 3, 9, 9, 5, 2)]
+    for host in range(2):
+        two_hosts(host)
+        assert sample_indices_by_host(samples) == [[0, 1, 2, 3, 4, 7], [5, 6, 8]]

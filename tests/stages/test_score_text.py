@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -36,15 +35,7 @@ def lines(folder: Path, *records: Mapping[str, Any]) -> Path:
     return folder / "in.jsonl"
 
 
-def test_ids_alone_are_scored_as_the_samples_they_came_from(sampled: Path, tiny_model: Path, tmp_path: Path) -> None:
-    samples = records_of(sampled)
-    source = lines(tmp_path, *({name: one[name] for name in IDS} for one in samples))
-    for before, after in zip(samples, scored(tiny_model, source), strict=True):
-        assert after.keys() == {*IDS, "policy_logprobs"}
-        np.testing.assert_allclose(after["policy_logprobs"], before["behavior_logprobs"], atol=1e-4)
-
-
-def test_a_chat_gets_the_ids_of_a_rollout_and_a_string_its_own(tiny_model: Path, sampled: Path, tmp_path: Path) -> None:
+def test_chat_gets_the_ids_of_a_rollout_and_a_string_its_own(tiny_model: Path, sampled: Path, tmp_path: Path) -> None:
     sample = records_of(sampled)[0]
     chat = [{"role": "user", "content": sample["prompt"]}]
     completion = [{"role": "assistant", "content": "3"}]
@@ -68,15 +59,11 @@ def test_a_chat_gets_the_ids_of_a_rollout_and_a_string_its_own(tiny_model: Path,
     assert ended["completion_token_ids"] == [*plain["completion_token_ids"], 0]
     assert ended["policy_logprobs"][:1] == pytest.approx(rendered["policy_logprobs"], abs=1e-5)
     assert plain["policy_logprobs"] != pytest.approx(rendered["policy_logprobs"], abs=1e-3)
+    (told, *_) = scored(tiny_model, tmp_path / "in.jsonl", "--overwrite", *settings("data.system_prompt=1"))
+    assert told["prompt_token_ids"][2:] == of_chat["prompt_token_ids"]
 
 
-def test_the_system_prompt_of_rollouts_comes_first_in_chats(tiny_model: Path, tmp_path: Path) -> None:
-    source = lines(tmp_path, {"prompt": CHAT, "completion": "3"})
-    (record,) = scored(tiny_model, source, *settings("data.system_prompt=1"))
-    assert record["prompt_token_ids"][2:] == scored(tiny_model, source, "--overwrite")[0]["prompt_token_ids"]
-
-
-def test_scored_text_chains_and_its_values_make_advantages(tiny_model: Path, tmp_path: Path) -> None:
+def test_text_goes_through_reward_critic_and_gae(tiny_model: Path, tmp_path: Path) -> None:
     source = lines(tmp_path, {"prompt": CHAT, "completion": "3", "answer": "3"})
     (judged,) = scored(tiny_model, source, role="reward")
     assert judged == {**records_of(source)[0], "reward": 1.0, "rewards": {"arithmetic": 1.0}}
@@ -89,67 +76,46 @@ def test_scored_text_chains_and_its_values_make_advantages(tiny_model: Path, tmp
 
 
 @pytest.mark.parametrize(
-    ("record", "message"),
+    ("record", "chosen", "message"),
     [
-        ({"answer": "3"}, "missing completion; a reward is of its text"),
-        ({"completion": "3"}, "in.jsonl:1 has no answer"),
-        ({"completion": "3", "answer": 3}, "answer: expected a string, got int 3"),
-        ({"completion": [{"role": "user", "content": "3"}], "answer": "3"}, "completion: expected a string or a list"),
+        ({"answer": "3"}, "run.seed=0", "missing completion; a reward is of its text"),
+        ({"completion": "3"}, "run.seed=0", "in.jsonl:1 has no answer"),
+        ({"completion": "3", "answer": 3}, "run.seed=0", "answer: expected a string, got int 3"),
+        ({"completion": CHAT, "answer": "3"}, "run.seed=0", "completion: expected a string or a list"),
+        ({"completion": "3", "answer": "3"}, "reward.functions=[{plug}:f]", "in.jsonl:1: missing prompt"),
+        ({"completion": "3", "answer": "3"}, "reward.overlong_buffer=2", "in.jsonl:1: missing completion_token_ids"),
     ],
 )
-def test_a_reward_names_the_line_without_what_it_reads(tmp_path: Path, record: Any, message: str) -> None:
+def test_line_without_what_a_reward_reads_is_named(tmp_path: Path, record: Any, chosen: str, message: str) -> None:
+    plug = tmp_path / "plug.py"
+    plug.write_text("def f(prompt, completion): return 1")
     source = lines(tmp_path, record)
-    result = here("score", "--role", "reward", "--input", source, "--out", tmp_path / "out.jsonl")
+    options = ("--input", source, "--out", tmp_path / "out.jsonl", *settings(chosen.format(plug=plug)))
+    result = here("score", "--role", "reward", *options)
     assert result.exit_code == 2 and f"{source}:1" in result.stderr and message in result.stderr
     assert not (tmp_path / "out.jsonl").exists()
 
 
-def test_rewards_need_the_fields_that_their_functions_read(tmp_path: Path) -> None:
-    (tmp_path / "plug.py").write_text("def f(prompt, completion): return 1")
-    source = lines(tmp_path, {"completion": "3", "answer": "3"})
-    for chosen, field in (
-        (f"reward.functions=[{tmp_path / 'plug.py'}:f]", "prompt"),
-        ("reward.overlong_buffer=2", IDS[1]),
-    ):
-        arguments = ("--input", source, "--out", tmp_path / "out.jsonl", *settings(chosen))
-        result = here("score", "--role", "reward", *arguments)
-        assert result.exit_code == 2 and f"{source}:1: missing {field}" in result.stderr
-
-
 FOREIGN = {
-    "uid": "g7-1",
-    "group_id": "g7",
-    "input": 3,
-    "output": {"text": "3"},
+    **{"uid": "g7-1", "group_id": "g7", "input": 3, "output": {"text": "3"}, "rewards": [0.1], "reward": "good"},
+    **{"worker": 3, "segments": [], "advantages": "high", "values": 0, "loss": {"now": [1.0, None]}},
     "prompt": [{"role": "user", "content": [{"type": "image"}]}],
-    "rewards": [0.1],
-    "reward": "good",
-    "worker": 3,
-    "segments": [],
-    "advantages": "high",
-    "values": 0,
-    "loss": {"now": [1.0, None]},
 }
 """Fields of another program that have our names or verl's, but mean something else."""
 
 
-def test_fields_that_nobody_reads_may_hold_anything(tiny_model: Path, tmp_path: Path) -> None:
+def test_unread_fields_may_be_missing_or_hold_anything(tiny_model: Path, sampled: Path, tmp_path: Path) -> None:
     turns = [{"role": "assistant", "content": "3"}, {"role": "user", "content": "4"}]
-    ids = {"prompt_token_ids": [2, 5], "completion_token_ids": [6]}
+    ids = [{name: one[name] for name in IDS} for one in records_of(sampled)]
     answers = {"prompt": [*CHAT, {"role": "assistant", "content": "3"}]}
-    policy = lines(tmp_path, FOREIGN | {"completion": turns} | ids, ids | answers)
-    for before, after in zip(records_of(policy), scored(tiny_model, policy), strict=True):
-        assert after == before | {"policy_logprobs": after["policy_logprobs"]}
+    policy = lines(tmp_path, FOREIGN | {"completion": turns} | ids[0], ids[1] | answers, *ids[2:])
+    records = zip(records_of(policy), scored(tiny_model, policy), records_of(sampled), strict=True)
+    for before, after, sample in records:
+        np.testing.assert_allclose(after.pop("policy_logprobs"), sample["behavior_logprobs"], atol=1e-4)
+        assert after == before
     reward = lines(tmp_path, FOREIGN | {"completion": "3", "answer": "3", "loss_mask": "none", IDS[1]: "none"})
     (judged,) = scored(tiny_model, reward, role="reward")
     assert judged == records_of(reward)[0] | {"reward": 1.0, "rewards": {"arithmetic": 1.0}}
-
-
-def test_nan_becomes_null(tiny_model: Path, tmp_path: Path) -> None:
-    source = tmp_path / "in.jsonl"
-    source.write_text(json.dumps({"prompt": CHAT, "completion": "3", "note": [{"a": float("nan")}]}))
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([json.loads(source.read_text())]), tmp_path / "in.parquet")
-    assert [scored(tiny_model, path)[0]["note"] for path in (source, tmp_path / "in.parquet")] == [[{"a": None}]] * 2
 
 
 def rewarded_by(folder: Path, function: str, source: Path, *arguments: str) -> list[dict[str, Any]]:
@@ -168,26 +134,18 @@ def test_any_value_of_group_id_names_a_group(tmp_path: Path) -> None:
     assert [one["group_id"] for one in records] == [*ids]
 
 
-def test_a_reference_of_verl_may_have_any_type(tmp_path: Path) -> None:
-    dump = {"input": "1", "output": "3", "score": 0.0}
-    source = lines(tmp_path, *({**dump, "gts": gts} for gts in (["3", "4"], {"3": 1}, "3", "4")))
-    function = "def f(solution_str, ground_truth): return solution_str in ground_truth"
-    assert [one["reward"] for one in rewarded_by(tmp_path, function, source)] == [1.0, 1.0, 1.0, 0.0]
-
-
-def test_a_function_that_takes_token_ids_gets_those_of_every_sample(tmp_path: Path) -> None:
+def test_function_that_takes_token_ids_needs_them_in_every_sample(tmp_path: Path) -> None:
     text = {"prompt": "1", "completion": "2"}
+    taking = "def f(completions, completion_ids): return [len(ids) for ids in completion_ids]"
+    source = lines(tmp_path, text | {IDS[1]: [3, 4]})
+    assert [one["reward"] for one in rewarded_by(tmp_path, taking, source)] == [2.0]
     source = lines(tmp_path, text | {IDS[1]: [3, 4]}, text)
-    (tmp_path / "plug.py").write_text("def f(completions, completion_ids): return [1] * len(completions)")
     chosen = settings(f"reward.functions=[{tmp_path / 'plug.py'}:f]")
     result = here("score", "--role", "reward", "--input", source, "--out", tmp_path / "out.jsonl", *chosen)
     assert result.exit_code == 2 and "cannot be filled: `completion_ids`" in result.stderr
     assert result.stderr.endswith(f"{source}:2 has no completion_token_ids\n")
     anything = "def f(completions, **kwargs): return ['completion_ids' in kwargs] * len(completions)"
     assert [one["reward"] for one in rewarded_by(tmp_path, anything, source)] == [0.0, 0.0]
-    source = lines(tmp_path, text | {IDS[1]: [3, 4]})
-    taking = "def f(completions, completion_ids): return [len(ids) for ids in completion_ids]"
-    assert [one["reward"] for one in rewarded_by(tmp_path, taking, source)] == [2.0]
 
 
 def test_only_text_needs_a_tokenizer_and_only_chats_a_template(tmp_path: Path) -> None:
@@ -211,7 +169,7 @@ def test_only_text_needs_a_tokenizer_and_only_chats_a_template(tmp_path: Path) -
     assert len(scored(model, lines(tmp_path, ids), "--overwrite")) == 1
 
 
-def test_completions_that_trl_logs_are_scored(tiny_model: Path, tmp_path: Path) -> None:
+def test_parquet_files_of_trl_are_scored(tiny_model: Path, tmp_path: Path) -> None:
     logged = {
         "step": [1, 1],
         "prompt": [RENDERED, "1+2=?"],
@@ -227,20 +185,16 @@ def test_completions_that_trl_logs_are_scored(tiny_model: Path, tmp_path: Path) 
     texts = [{"prompt": p, "completion": c} for p, c in zip(logged["prompt"], logged["completion"], strict=True)]
     as_lines = scored(tiny_model, lines(tmp_path, *texts))
     assert [one["policy_logprobs"] for one in records] == [one["policy_logprobs"] for one in as_lines]
-
-
-def test_a_parquet_row_that_cannot_be_used_is_named(tiny_model: Path, tmp_path: Path) -> None:
-    arguments = (*settings(f"model.path={tiny_model}"), "--out", tmp_path / "out.jsonl")
     for column, message in (
         ({"completion": ["1", None]}, "row 1: missing completion_token_ids or completion"),
         ({"completion": ["1", "2"], "raw": [b"", b""]}, "row 0: cannot be written as JSON"),
     ):
-        pyarrow.parquet.write_table(pyarrow.table({"prompt": ["1", "2"], **column}), tmp_path / "in.parquet")
-        result = here("score", *arguments, "--input", tmp_path / "in.parquet")
-        assert result.exit_code == 2 and f"in.parquet {message}" in result.stderr
+        pyarrow.parquet.write_table(pyarrow.table({"prompt": ["1", "2"], **column}), source)
+        result = here("score", *settings(f"model.path={tiny_model}"), "--input", source, "--out", tmp_path / "no.jsonl")
+        assert result.exit_code == 2 and f"{source.name} {message}" in result.stderr
 
 
-def test_rollouts_that_verl_dumps_are_scored_and_rewarded(tiny_model: Path, tmp_path: Path) -> None:
+def test_rollouts_of_verl_are_scored_and_rewarded(tiny_model: Path, tmp_path: Path) -> None:
     dump = {"input": "1+2=?", "output": "3", "gts": "3", "score": 1.0, "step": 7, "acc": True}
     source = lines(tmp_path, dump, {**dump, "output": "4", "gts": None, "answer": "3"})
     records = scored(tiny_model, source)
@@ -251,39 +205,3 @@ def test_rollouts_that_verl_dumps_are_scored_and_rewarded(tiny_model: Path, tmp_
     # Scores chain: ids do not take the place of the text.
     again = scored(tiny_model, lines(tmp_path, *records), "--overwrite", role="reward")
     assert again == [scored | rewarded for scored, rewarded in zip(records, judged, strict=True)]
-
-
-def test_several_checkpoints_share_programs_and_have_a_file_each(finished: Path, tmp_path: Path) -> None:
-    source = finished / "rollouts" / "step_000003.jsonl"
-    options = [["--checkpoint", finished / "checkpoints" / step] for step in ("2", "4")]
-    arguments = ("score", "--input", source, "--json", "--out")
-    both = here(*arguments, tmp_path / "{run}-{step}.jsonl", *options[0], *options[1])
-    assert both.exit_code == 0, both.stderr
-    first, second = json.loads(both.stdout)
-    assert [first["written to"], second["written to"]] == [str(tmp_path / f"{finished.name}-{s}.jsonl") for s in "24"]
-    assert first["shapes compiled"] == second["shapes compiled"] and second["compilations"] == 0
-    for step, option in zip("24", options, strict=True):
-        alone = here(*arguments, tmp_path / f"alone-{step}.jsonl", *option)
-        assert json.loads(alone.stdout)["written to"].endswith(f"alone-{step}.jsonl")
-        assert records_of(tmp_path / f"alone-{step}.jsonl") == records_of(tmp_path / f"{finished.name}-{step}.jsonl")
-    before = digest_of(tmp_path)
-    for out, repeated, message in (
-        ("out.jsonl", "4", "out.jsonl would hold the scores of two checkpoints"),
-        ("new-{step}.jsonl", "2", "new-2.jsonl would hold the scores of two checkpoints"),
-        ("{run}-{step}.jsonl", "4", "exists already"),
-    ):
-        result = here(*arguments, tmp_path / out, *options[0], "--checkpoint", finished / "checkpoints" / repeated)
-        assert result.exit_code == 2 and message in result.stderr
-        assert digest_of(tmp_path) == before
-    twice = here(*arguments, tmp_path / "{index}.jsonl", *options[0], *options[0])
-    assert records_of(tmp_path / "0.jsonl") == records_of(tmp_path / "1.jsonl"), twice.stderr
-    before = digest_of(tmp_path)
-    for role in ("policy", "reward"):
-        result = here(*arguments, tmp_path / "{step}.jsonl", "--role", role)
-        assert result.exit_code == 2 and "--out: {step} stands for that of a checkpoint, but the" in result.stderr
-        assert digest_of(tmp_path) == before
-    source = tmp_path / f"{finished.name}-4.jsonl"
-    onto_itself = ("--input", source, "--out", tmp_path / "{run}-{step}.jsonl", "--overwrite")
-    result = here("score", *onto_itself, *options[0], *options[1])
-    assert result.exit_code == 2 and "--input and --out both name" in result.stderr
-    assert digest_of(tmp_path) == before

@@ -1,16 +1,21 @@
-"""Tests of runs whose samples have several turns."""
+"""Tests of runs whose samples have several turns, and of stages over such samples from files."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from app.prompts.tokenizer import Tokenizer
+from app.runtime.inputs import read_policy
+from settings import load
+from settings.errors import InputError
 from tests.games import SOURCE
-from tests.program import metrics_of, records_of, train_here
-from tests.replays import replayed, step_file
+from tests.program import here, metrics_of, records_of, settings, train_here
+from tests.replays import looked, replayed, rewrite, step_file, train_on
 from tests.run_fixtures import NO_REPORT, write_config
 from tests.training.test_replay import assert_same_state
 
@@ -23,51 +28,44 @@ optimizer: {{learning_rate: 1e-3}}
 checkpoint: {{every_steps: 2}}
 eval: {{every_steps: 2, num_prompts: 16}}
 """
-PPO = (
-    "algorithm.name=ppo",
-    "algorithm.beta=0.05",
-    "algorithm.mini_batch_prompts=2",
-    "algorithm.bootstrap_truncated=true",
-)
 
 
 @pytest.fixture(scope="module")
-def config(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def played_config(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs")
     (folder / "games.py").write_text(SOURCE)
     return write_config(folder, RUN + NO_REPORT + f"env: {{{{source: '{folder / 'games.py'}:Even'}}}}\n", tiny_model)
 
 
 @pytest.fixture(scope="module")
-def finished(config: Path) -> Path:
-    result = train_here(config)
+def played_run(played_config: Path) -> Path:
+    result = train_here(played_config)
     assert result.exit_code == 0, result.stderr
-    return config.parent / "runs" / "tiny"
+    return played_config.parent / "runs" / "tiny"
 
 
-def test_a_run_learns_from_turns_and_evaluates_with_the_environment(finished: Path) -> None:
-    lines = metrics_of(finished)
+def test_run_learns_from_turns_and_evaluates_with_the_environment(played_run: Path) -> None:
+    lines = metrics_of(played_run)
     steps = [line for line in lines if "episode/turns_mean" in line]
     assert [line["step"] for line in steps] == [1, 2, 3, 4]
     assert all(line["episode/turns_mean"] > 1 and line["episode/observed_tokens_mean"] > 1 for line in steps)
     assert max(line["rollout/sampler_scorer_logprob_diff_mean"] for line in steps) < 1e-5
     assert all(0 < line["eval/accuracy"] <= 3.5 for line in lines if "eval/accuracy" in line)
-    [record, *_] = records_of(step_file(finished, 1))
+    [record, *_] = records_of(step_file(played_run, 1))
     assert [message["role"] for message in record["messages"]] == ["user", *["assistant", "user"] * 3]
-    assert np.asarray(record["advantages"])[~np.asarray(record["loss_mask"])].tolist() == [0.0] * (
-        len(record["loss_mask"]) - sum(record["loss_mask"])
-    )
+    mask = np.asarray(record["loss_mask"])
+    assert not mask.all() and not np.asarray(record["advantages"])[~mask].any()
 
 
-def test_equal_uids_in_training_and_evaluation_are_games_of_their_own(config: Path, tmp_path: Path) -> None:
+def test_equal_uids_in_training_and_evaluation_play_their_own_games(played_config: Path, tmp_path: Path) -> None:
     data = {"data.source": "1", "data.eval_source": "2"}
     for name, answer in data.items():
         path = tmp_path / name / "rows.jsonl"
         path.parent.mkdir()
         path.write_text("".join(json.dumps({"prompt": f"{n}+1=?", "answer": answer}) + "\n" for n in range(4)))
     sources = [f"{name}={tmp_path / name / 'rows.jsonl'}" for name in data]
-    told = f"env.source={config.parent / 'games.py'}:Told"
-    result = train_here(config, *sources, told, f"run.dir={tmp_path}", "run.steps=1", "eval.every_steps=1")
+    told = f"env.source={played_config.parent / 'games.py'}:Told"
+    result = train_here(played_config, *sources, told, f"run.dir={tmp_path}", "run.steps=1", "eval.every_steps=1")
     assert result.exit_code == 0, result.stderr
     files = sorted((tmp_path / "tiny" / "eval").glob("*.jsonl")), [step_file(tmp_path / "tiny", 1)]
     for of_kind, reward in zip(files, (2.0, 1.0), strict=True):
@@ -76,20 +74,91 @@ def test_equal_uids_in_training_and_evaluation_are_games_of_their_own(config: Pa
         assert {one["uid"].rpartition("/")[0] for one in ended} <= {f"rows/{n}" for n in range(4)}
 
 
-def test_a_replay_needs_no_environment(finished: Path, tmp_path: Path) -> None:
-    run = replayed(finished / "rollouts", tmp_path, "env.source=calculator", "eval.every_steps=0")
-    assert_same_state(run, finished, step=4)
+def test_replay_needs_no_environment(played_run: Path, tmp_path: Path) -> None:
+    run = replayed(played_run / "rollouts", tmp_path, "env.source=calculator", "eval.every_steps=0")
+    assert_same_state(run, played_run, step=4)
 
 
-@pytest.mark.slow
-def test_ppo_learns_from_turns(config: Path, tmp_path: Path) -> None:
-    result = train_here(config, *PPO, "env.credit=turn", f"run.dir={tmp_path}", "run.steps=2")
+ENVIRONMENT = (
+    *("env.source=guess_number", "env.credit=turn", "env.weight=2.0", "env.turn_discount=0.5"),
+    *("reward.functions=[]", "algorithm.name=reinforce_plus_plus", "rollout.max_new_tokens=8", "run.steps=1"),
+)
+OBSERVED = 5
+
+
+def add_turns(path: Path, tokenizer: Tokenizer) -> Path:
+    """Makes the first token of every sample a turn of its own, answered by a token, and removes all rewards."""
+
+    def add_turn(record: dict[str, Any]) -> None:
+        ids, logprobs = record["completion_token_ids"], record["behavior_logprobs"]
+        record["completion_token_ids"] = [ids[0], OBSERVED, *ids]
+        record["behavior_logprobs"] = [logprobs[0], 0.0, *logprobs]
+        record["loss_mask"] = [True, False, *[True] * len(ids)]
+        answer = [{"role": "user", "content": tokenizer.decode([OBSERVED])}]
+        first = {"start": 0, "end": 1, "text": tokenizer.decode(ids[:1]), "messages": answer, "reward": 0.25}
+        last = {"start": 2, "end": 2 + len(ids), "text": record["completion"]}
+        won = {"win": float(record["sample_index"] == 0)}
+        record["episode"] = {"turns": [first, last], "end": "terminated", "scores": won}
+        for name in ("reward", "rewards", "advantages", "returns"):
+            record.pop(name, None)
+
+    return rewrite(path, add_turn)
+
+
+@pytest.fixture
+def tokenizer(config: Path) -> Tokenizer:
+    return read_policy(load(str(config), [], {}).settings).tokenizer
+
+
+@pytest.fixture
+def played(loose: Path, tokenizer: Tokenizer) -> Path:
+    return add_turns(loose, tokenizer)
+
+
+def test_rewards_of_turns_are_computed_from_a_file_and_learned_from(played: Path, config: Path, tmp_path: Path) -> None:
+    scored = tmp_path / "scored.jsonl"
+    options = ("score", "--config", config, "--role", "reward", "--input")
+    result = here(*options, played, "--out", scored, *settings(*ENVIRONMENT))
     assert result.exit_code == 0, result.stderr
-    [record, *_] = [one for one in records_of(step_file(tmp_path / "tiny", 2)) if one["finish_reason"] == "stop"]
-    turns = record["episode"]["turns"]
-    rewards = np.zeros(len(record["completion_token_ids"]))
-    for turn in turns:
-        rewards[turn["end"] - 1] += turn["reward"]
-    rewards[turns[-1]["end"] - 1] += 0.5
-    np.testing.assert_allclose(record["token_rewards"], rewards)
-    assert record["reward"] == pytest.approx(sum(turn["reward"] for turn in turns) + 0.5)
+    for before, after in zip(records_of(played), records_of(scored), strict=True):
+        win = before["episode"]["scores"]["win"]
+        assert after["rewards"] == {"env": 0.25 + win} and after["reward"] == 2.0 * (0.25 + win)
+        assert after["token_rewards"] == [0.5, *[0.0] * (len(before["loss_mask"]) - 2), 2.0 * win]
+        assert after["episode"] == before["episode"]
+    # Scored for whole samples, what the turns had is not left behind.
+    result = here(*options, scored, "--out", tmp_path / "whole.jsonl")
+    assert result.exit_code == 0, result.stderr
+    for record in records_of(tmp_path / "whole.jsonl"):
+        assert record["rewards"].keys() == {"arithmetic", "arithmetic_format"} and "token_rewards" not in record
+
+    result = train_on(scored, config, *ENVIRONMENT)
+    assert result.exit_code == 0, result.stderr
+    assert "rewards: those of the samples" in result.stderr
+    run = tmp_path / "runs" / "tiny"
+    step = metrics_of(run)[-1]
+    assert (step["reward/env/mean"], step["env/score/win"], step["episode/turns_mean"]) == (0.5, 0.25, 2.0)
+    assert step["episode/end/terminated"] == 1.0 and step["episode/observed_tokens_mean"] == 1.0
+    for record in records_of(step_file(run, 1)):
+        assert record["advantages"][1] == record["returns"][1] == 0.0
+        # In the first turn, the score counts half.
+        win = 2.0 * record["episode"]["scores"]["win"]
+        np.testing.assert_allclose(record["returns"], [0.5 + 0.5 * win, 0, *[win] * (len(record["returns"]) - 2)])
+        assert [m["role"] for m in record["messages"][-3:]] == ["assistant", "user", "assistant"]
+
+
+def test_samples_that_their_environment_cannot_reward_are_refused(played: Path, source: Path, tmp_path: Path) -> None:
+    assert looked(source, *ENVIRONMENT, at=played).uses_saved_rewards is False
+    rewrite(played, lambda record: record["episode"]["turns"][0].update(text="other"))
+    with pytest.raises(InputError, match=r"completion_token_ids read .* and completion is 'other'"):
+        looked(source, *ENVIRONMENT, at=played)
+    alone = rewrite(step_file(source, 1), lambda record: record.pop("reward")).rename(tmp_path / "alone.jsonl")
+    with pytest.raises(InputError, match=r"env\.source: guess_number has none for samples without an episode"):
+        looked(source, "env.source=guess_number", at=alone)
+
+
+def test_filtered_sample_returns_to_the_loss_without_its_observations(source: Path, tokenizer: Tokenizer) -> None:
+    path = add_turns(step_file(source, 1), tokenizer)
+    rewrite(path, lambda record: record.update(loss_mask=[False] * len(record["loss_mask"]), token_rewards=None))
+    groups = looked(source, *ENVIRONMENT).load_groups(1)
+    for sample in (sample for group in groups for sample in group):
+        assert sample.mask.tolist() == [True, False, *[True] * (len(sample.completion_ids) - 2)]

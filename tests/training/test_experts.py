@@ -1,7 +1,10 @@
-"""Tests of runs of a tiny mixture of experts, and of what it refuses."""
+"""Tests of runs of a tiny mixture of experts: learning, replayed routes, and what is refused."""
 
 from __future__ import annotations
 
+import base64
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +13,11 @@ import pytest
 from safetensors.numpy import load_file
 
 from app.mesh import devices
-from tests.program import here, metrics_of, of_tiny, settings, train_here
+from tests.program import here, metrics_of, of_tiny, records_of, settings, train_here
+from tests.replays import assert_refused, replay, rewrite, step_file, train_on
 from tests.run_fixtures import NO_REPORT, TINY, write_config
 from tests.tiny_directory import write_model
+from tests.training.test_replay import assert_same_steps
 
 MIXTURE: dict[str, Any] = {
     "model_type": "qwen3_moe",
@@ -23,6 +28,12 @@ MIXTURE: dict[str, Any] = {
     "norm_topk_prob": True,
     "tie_word_embeddings": True,
 }
+REPLAYED = "rollout.routing_replay=true"
+# Small quotas, shared prompts and several updates, whose first one compares with scored logprobs.
+HOW = (
+    *("model.dtype=bfloat16", "mesh.cpu_devices=8", "mesh.shape=2,2,2", "rollout.slots=8"),
+    *("algorithm.mini_batch_prompts=2", "algorithm.max_tokens_per_device=40", "algorithm.beta=0.05"),
+)
 
 
 @pytest.fixture(autouse=True)
@@ -38,20 +49,23 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def trained(folder: Path, model: Path, *overrides: str) -> list[dict[str, Any]]:
     folder.mkdir()
-    result = train_here(write_config(folder, TINY + NO_REPORT, model), *overrides)
+    result = train_here(write_config(folder, TINY + NO_REPORT, model), *overrides, "run.steps=2", "eval.every_steps=0")
     assert result.exit_code == 0, result.stderr
     metrics = metrics_of(folder / "runs" / "tiny")
-    assert all(line["rollout/sampler_scorer_logprob_diff_max"] <= 1e-4 for line in metrics[1:])
+    assert all(line["rollout/sampler_scorer_logprob_diff_max"] <= 1e-4 for line in metrics)
+    assert all(line["rollout/fullest_expert"] > 1 and "rollout/route_difference" not in line for line in metrics)
     return metrics
 
 
-def test_experts_learn_alike_on_one_device_and_on_many_and_the_router_stays(mixture: Path, tmp_path: Path) -> None:
-    decay = "optimizer.weight_decay=0.1"
-    one = trained(tmp_path / "one", mixture, "mesh.cpu_devices=8", "mesh.shape=8,1,1", "rollout.slots=8", decay)
-    many = trained(tmp_path / "many", mixture, "mesh.cpu_devices=8", "mesh.shape=2,2,2", "rollout.slots=8", decay)
+@pytest.mark.slow
+def test_experts_learn_alike_on_any_mesh_and_the_router_stays(mixture: Path, tmp_path: Path) -> None:
+    shared = ("mesh.cpu_devices=8", "rollout.slots=8", "optimizer.weight_decay=0.1")
+    one = trained(tmp_path / "one", mixture, "mesh.shape=8,1,1", *shared)
+    many = trained(tmp_path / "many", mixture, "mesh.shape=2,2,2", *shared)
     for name in ("reward/mean", "policy/grad_norm", "policy/entropy"):
-        assert [line[name] for line in many[1:]] == pytest.approx([line[name] for line in one[1:]], rel=1e-4)
+        assert [line[name] for line in many] == pytest.approx([line[name] for line in one], rel=1e-4)
     run = tmp_path / "one" / "runs" / "tiny"
+    assert not any("routes" in record for record in records_of(step_file(run, 1)))
     result = here("export", "--checkpoint", run, "--out", tmp_path / "out", *settings("mesh.cpu_devices=8"))
     assert result.exit_code == 0, result.stderr
     before, after = load_file(mixture / "model.safetensors"), load_file(tmp_path / "out" / "model.safetensors")
@@ -59,12 +73,6 @@ def test_experts_learn_alike_on_one_device_and_on_many_and_the_router_stays(mixt
     equal = {name for name in before if np.array_equal(before[name], after[name])}
     # A weight decay, or a gradient, would move the router.
     assert equal == {name for name in before if name.endswith("mlp.gate.weight")}
-
-
-def test_adapters_of_attention_learn_beside_experts(mixture: Path, tmp_path: Path) -> None:
-    chosen = ("model.lora.rank=2", "model.lora.targets=attention", "optimizer.learning_rate=1e-2", "mesh.shape=1,4,2")
-    metrics = trained(tmp_path / "run", mixture, *chosen)
-    assert metrics[1]["policy/grad_norm"] > 0
 
 
 @pytest.mark.parametrize(
@@ -80,7 +88,104 @@ def test_adapters_of_attention_learn_beside_experts(mixture: Path, tmp_path: Pat
         ),
     ],
 )
-def test_what_experts_cannot_do_is_refused(mixture: Path, overrides: tuple[str, ...], message: str) -> None:
+def test_unsupported_settings_of_experts_are_refused(mixture: Path, overrides: tuple[str, ...], message: str) -> None:
     result = here("inspect-mesh", *of_tiny(mixture), *settings(*overrides))
     assert result.exit_code == 2
     assert result.stderr.count("error: ") == 1 and message in result.stderr
+
+
+@pytest.fixture(scope="module")
+def drawn(mixture: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Samples with their routes; tests must not change the file."""
+    out = tmp_path_factory.mktemp("drawn") / "samples.jsonl"
+    options = ("--limit", "4", "--out", out)
+    result = here("rollout", *of_tiny(mixture), *settings(REPLAYED, "model.dtype=bfloat16"), *options)
+    assert result.exit_code == 0, result.stderr
+    return out
+
+
+@pytest.fixture
+def routed_samples(drawn: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copy(drawn, tmp_path))
+
+
+def routes_of(record: dict[str, Any]) -> np.ndarray:
+    routes = record["routes"]
+    shape = -1, routes["num_layers"], routes["experts_per_token"]
+    return np.frombuffer(base64.b64decode(routes["ids"]), np.uint8).reshape(shape)
+
+
+def set_routes(record: dict[str, Any], routes: np.ndarray) -> None:
+    _, layers, experts = routes.shape
+    ids = base64.b64encode(routes.astype(np.uint8).tobytes()).decode()
+    record["routes"] = {"num_layers": layers, "experts_per_token": experts, "ids": ids}
+
+
+@pytest.mark.slow
+def test_routes_are_recorded_and_replayed_by_a_run_and_by_its_replay(mixture: Path, tmp_path: Path) -> None:
+    config = write_config(tmp_path, TINY + NO_REPORT, mixture)
+    result = train_here(config, *HOW, REPLAYED, "run.steps=2", "eval.every_steps=0")
+    assert result.exit_code == 0, result.stderr
+    run = tmp_path / "runs" / "tiny"
+    for line in metrics_of(run):
+        assert 0 <= line["rollout/route_difference"] < 0.1
+        # Two of six experts: three times the mean if all tokens pass through the same ones.
+        assert 1 < line["rollout/fullest_expert"] < 3
+        assert line["rollout/sampler_scorer_logprob_diff_mean"] < 0.02
+    for record in records_of(step_file(run, 1)):
+        num_tokens = len(record["prompt_token_ids"]) + len(record["completion_token_ids"])
+        routes = routes_of(record)
+        assert routes.shape == (num_tokens, 2, 2)
+        assert np.all(routes[:-1] < 6) and np.all(routes[-1] == 255)
+    result = replay(run, tmp_path / "again")
+    assert result.exit_code == 0, result.stderr
+    assert_same_steps(tmp_path / "again" / "tiny-replay", run, steps=(1, 2))
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        (lambda x: x[:, :1], r"samples.jsonl:1: routes has 2 experts in each of 1 layers, and model.path has 2 in"),
+        (lambda x: 0 * x, r"routes sends token 0 through experts \[0, 0\] of layer 0; .* each at most once"),
+    ],
+    ids=["layers", "twice"],
+)
+def test_routes_of_another_model_are_refused(
+    routed_samples: Path, tmp_path: Path, mixture: Path, changed: Callable[[np.ndarray], np.ndarray], message: str
+) -> None:
+    rewrite(routed_samples, lambda record: set_routes(record, changed(routes_of(record))))
+    config = write_config(tmp_path, TINY + NO_REPORT, mixture)
+    assert_refused(train_on(routed_samples, config, REPLAYED, "run.steps=1"), message, tmp_path / "runs")
+    out = tmp_path / "out.jsonl"
+    arguments = ("score", *of_tiny(mixture), "--input", routed_samples, "--out", out, "--role", "policy")
+    assert_refused(here(*arguments, *settings(REPLAYED)), message, out)
+    # Otherwise nobody reads them, and they are carried through.
+    result = here(*arguments)
+    assert result.exit_code == 0, result.stderr
+    assert records_of(out)[0]["routes"] == records_of(routed_samples)[0]["routes"]
+
+
+def test_file_is_scored_on_its_routes(routed_samples: Path, mixture: Path, tmp_path: Path) -> None:
+    def rotate(record: dict[str, Any]) -> None:
+        routes = routes_of(record)
+        set_routes(record, np.where(routes == 255, routes, (routes + 1) % 6))
+
+    logprobs = {}
+    behavior = np.concatenate([record["behavior_logprobs"] for record in records_of(routed_samples)])
+    for name in ("own", "foreign"):
+        arguments = "--input", routed_samples, "--out", tmp_path / name, "--role", "policy"
+        result = here("score", *of_tiny(mixture), *settings(REPLAYED, "model.dtype=bfloat16"), *arguments)
+        assert result.exit_code == 0, result.stderr
+        logprobs[name] = np.concatenate([record["policy_logprobs"] for record in records_of(tmp_path / name)])
+        rewrite(routed_samples, rotate)
+    assert np.abs(logprobs["own"] - behavior).mean() < 0.02 < np.abs(logprobs["foreign"] - behavior).mean()
+
+
+def test_routes_that_cannot_be_recorded_are_refused(tiny_model: Path, tmp_path: Path) -> None:
+    many = write_model(tmp_path / "model", **MIXTURE | {"num_experts": 256, "moe_intermediate_size": 2})
+    for model, message in (
+        (tiny_model, "rollout.routing_replay: true records the experts of each token, but .* is a dense model"),
+        (many, "rollout.routing_replay: .* is a mixture of 256 experts, of which a byte names 255; set it to false"),
+    ):
+        result = here("train", *of_tiny(model), *settings(REPLAYED, f"run.dir={tmp_path / 'runs'}"))
+        assert_refused(result, message, tmp_path / "runs")

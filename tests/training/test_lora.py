@@ -1,7 +1,9 @@
-"""Tests of a run with `model.lora`: only adapters are trained, saved and resumed, and the base is the reference."""
+"""Tests of runs with `model.lora`, also beside a quantized base: what learns, what is refused, and the reference."""
 
 from __future__ import annotations
 
+import json
+import re
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,50 +13,36 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from app.checkpoint.saved_policy import PolicyCheckpoint, load_policy_params
+from app.checkpoint.saved_policy import PolicyCheckpoint, load_policy_params, read_policy_source
 from app.checkpoint.train_progress import RunState, TrainProgress
-from app.model.architecture import forward_flops, lm_head_flops, token_flops
-from app.model.lora import LORA_A, LORA_B, merge_adapters
+from app.model.architecture import forward_flops
+from app.model.decoder import Params, flatten_by_path
+from app.model.io.hf_weights import load_weights
+from app.model.lora import LORA_A, LORA_B, combine_params, merge_adapters
+from app.model.prefill_and_decode import prefill
 from app.records.sample import Sample
 from app.records.sample_json import sample_from_record
+from app.runtime import model_spec
+from app.runtime.model_spec import read_model_spec
+from app.runtime.session import Session
 from app.tracking.performance import make_step_flops
 from app.training.initial_state import load_reference_params
 from app.training.learner import LearnerGroup
 from app.training.setup import RunSetup, prepare_run
 from settings import InputError, load
-from tests.program import (
-    digest_of,
-    here,
-    metrics_of,
-    of_tiny,
-    records_of,
-    saved_state,
-    settings,
-    train_here,
-)
+from tests.program import digest_of, here, metrics_of, of_tiny, records_of, saved_state, settings, train_here
+from tests.quantized import dequantized_params
+from tests.replays import step_file
+from tests.run_fixtures import LORA as OF_ADAPTED
 from tests.run_fixtures import NO_REPORT, TINY, write_config
-from tests.training.test_slot_engine import SLOTS, texts
-from tests.training.test_two_hosts import assert_same_steps
-from tests.two_hosts import run_on_two_hosts
+from tests.tiny import make_mesh
 
 LORA = ("model.lora.rank=2", "optimizer.learning_rate=1e-2")
-PENALISED = (*LORA, "algorithm.beta=0.05", "algorithm.epochs=2")
-"""Settings with which policy and reference are both scored in every step."""
-UNJUDGED = ("eval.every_steps=0", "checkpoint.best_metric=null")
-NUM_ADAPTERS = 14
-"""Number of arrays: two for each of the seven kernels."""
+SAVED = tuple(f"model.lora.{name}={value}" for name, value in OF_ADAPTED.items())
+"""Adapters of the run `adapted`."""
 NUM_WEIGHTS = 1856
-"""Number of weights in the adapters: 2 layers x rank 2 x (inputs + outputs of each kernel)."""
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
-    """A run of four steps without interruption, which tests must not change."""
-    folder = tmp_path_factory.mktemp("lora")
-    result = train_here(write_config(folder, TINY + NO_REPORT, tiny_model), *PENALISED)
-    assert result.exit_code == 0, result.stderr
-    assert "model.lora: 1,856 weights are trained (rank 2, alpha 16, q_proj" in result.stderr
-    return folder / "runs" / "tiny"
+"""Number of weights in adapters of rank 2: 2 layers x rank 2 x (inputs + outputs of each kernel)."""
+START = TrainProgress(step=0, position=0, fingerprints={})
 
 
 def launched(config: Path, *overrides: str) -> tuple[RunSetup, LearnerGroup]:
@@ -63,93 +51,8 @@ def launched(config: Path, *overrides: str) -> tuple[RunSetup, LearnerGroup]:
         return launch, launch.learning
 
 
-def test_a_checkpoint_holds_adapters_and_their_moments_and_no_weight_of_the_model(run: Path) -> None:
-    first, last = saved_state(run, 2), saved_state(run, 4)
-    arrays = {name: array for name, array in last.items() if array.ndim}
-    assert len(arrays) == 3 * NUM_ADAPTERS
-    assert all(name.endswith((f"['{LORA_A}']", f"['{LORA_B}']")) for name in arrays)
-    # Both matrices of all of them learn.
-    assert [name for name in arrays if np.array_equal(first[name], arrays[name])] == []
-    assert sum(array.nbytes for array in arrays.values()) == 3 * 4 * NUM_WEIGHTS
-
-
-def test_a_run_begins_with_the_model_as_it_is(run: Path, finished: Path) -> None:
-    with_adapters, without = (metrics_of(one)[0] for one in (run, finished))
-    evaluated = {name for name in without if name.startswith("eval/")}
-    assert len(evaluated) >= 5
-    assert {name: with_adapters[name] for name in evaluated} == {name: without[name] for name in evaluated}
-    # The first update starts where the reference is, and later ones do not.
-    assert all(line["rollout/sampler_scorer_logprob_diff_max"] <= 1e-4 for line in metrics_of(run)[1:])
-    assert 0 < metrics_of(run)[1]["policy/kl"] < metrics_of(run)[-1]["policy/kl"]
-
-
-@pytest.mark.parametrize(
-    ("overrides", "now"),
-    [
-        (("model.lora.rank=4",), r"rank 4, alpha 16, q_proj .*"),
-        ((), "none"),
-    ],
-    ids=["rank", "all_weights"],
-)
-def test_other_adapters_than_those_that_were_saved_are_refused(
-    run: Path, config: Path, overrides: tuple[str, ...], now: str
-) -> None:
-    resumed = config.parent / "runs" / "tiny"
-    shutil.copytree(run, resumed, symlinks=True)
-    before = digest_of(resumed)
-    of_run = ("algorithm.beta=0.05", "algorithm.epochs=2", "optimizer.learning_rate=1e-2")
-    result = train_here(config, *of_run, *overrides, resume="must")
-    assert result.exit_code == 2
-    assert "--resume: model.lora (rank 2, alpha 16, q_proj k_proj" in result.stderr
-    assert "-> " + now.removesuffix(".*") in result.stderr
-    assert digest_of(resumed) == before
-    launch, _ = launched(config, *overrides, "run.name=other")
-    with pytest.raises(InputError, match=rf"--checkpoint: .* holds adapters of rank 2, .*model\.lora requests {now}"):
-        PolicyCheckpoint.open(run).check_compatible(launch.session.model_spec)
-
-
-def test_the_reference_is_the_model_without_its_adapters_and_no_copy(run: Path, config: Path) -> None:
-    launch, learning = launched(config, *PENALISED)
-    session = launch.session
-    state = RunState(learning.policy.initial_state(session.scoring.initial_trained_params()))
-    reference = load_reference_params(state, TrainProgress(step=0, position=0, fingerprints={}), session.scoring)
-    assert reference is not None and reference is session.scoring.frozen_params
-    trained = load_policy_params(PolicyCheckpoint.open(run), session.scoring)
-    frozen = session.model_spec.policy_definition.frozen(trained)
-    assert all(a is b for a, b in zip(jax.tree.leaves(frozen), jax.tree.leaves(reference), strict=True))
-    records = records_of(run / "rollouts" / "step_000001.jsonl")[:4]
-    samples = [sample_from_record(record, where="") for record in records]
-    bare, learning = launched(config, "run.name=bare", "algorithm.beta=0.05", "algorithm.epochs=2")
-    cut = learning.score_batchers["reference"]
-    scored, _ = session.scoring.score(reference, samples, "reference", batcher=cut)
-    expected, _ = bare.session.scoring.score(bare.session.scoring.load_params(), samples, "reference", batcher=cut)
-    of_reference = field_of(scored, "reference_logprobs")
-    np.testing.assert_array_equal(of_reference, field_of(expected, "reference_logprobs"))
-    policy, _ = session.scoring.score(trained, samples, "policy", batcher=cut)
-    plain, _ = bare.session.scoring.score(
-        merge_adapters(trained, session.model_spec.policy_definition.lora), samples, "policy", batcher=cut
-    )
-    of_policy = field_of(policy, "policy_logprobs")
-    np.testing.assert_allclose(of_policy, field_of(plain, "policy_logprobs"), atol=1e-5)
-    assert np.abs(of_policy - of_reference).max() > 1e-3
-
-
-@pytest.mark.parametrize("step", [0, 1])
-def test_a_reference_in_the_compute_type_has_the_logprobs_of_one_in_float32(
-    step: int, config: Path, finished: Path
-) -> None:
-    launch, learning = launched(config, "run.name=half", "algorithm.beta=0.1", "model.dtype=bfloat16")
-    session = launch.session
-    params = session.scoring.initial_trained_params()
-    state = RunState(learning.policy.initial_state(params))
-    reference = load_reference_params(state, TrainProgress(step=step, position=0, fingerprints={}), session.scoring)
-    assert reference is not None
-    assert {leaf.dtype for leaf in jax.tree.leaves(reference)} == {jnp.dtype("bfloat16")}
-    records = records_of(finished / "rollouts" / "step_000001.jsonl")[:4]
-    samples = [sample_from_record(record, where="") for record in records]
-    cut = learning.score_batchers["reference"]
-    halves, floats = (session.scoring.score(one, samples, "reference", batcher=cut)[0] for one in (reference, params))
-    np.testing.assert_array_equal(field_of(halves, "reference_logprobs"), field_of(floats, "reference_logprobs"))
+def some_samples(run: Path) -> list[Sample]:
+    return [sample_from_record(record, where="") for record in records_of(step_file(run, 1))[:4]]
 
 
 def field_of(samples: Sequence[Sample], name: str) -> np.ndarray:
@@ -157,67 +60,232 @@ def field_of(samples: Sequence[Sample], name: str) -> np.ndarray:
     return np.concatenate([getattr(sample, name) for sample in samples])
 
 
-@pytest.mark.slow
-def test_beside_adapters_a_critic_learns_with_all_its_weights(config: Path) -> None:
-    """The samples are generated with slots."""
-    ppo = ("algorithm.name=ppo", "algorithm.beta=0.05", "critic.learning_rate=1e-2", SLOTS, *UNJUDGED)
-    result = train_here(config, *LORA, *ppo, "run.steps=3", "checkpoint.every_steps=1", "checkpoint.keep=3")
-    assert result.exit_code == 0, result.stderr
-    run = config.parent / "runs" / "tiny"
-    first, last = (saved_state(run, step) for step in (1, 3))
-    matrices = [name for name in last if last[name].ndim]
-    policy = [name for name in matrices if name.startswith("['policy']")]
-    critic = [name for name in matrices if name.startswith("['critic']")]
-    assert len(policy) == 3 * NUM_ADAPTERS and len(critic) == 3 * 12
-    assert all(name.endswith((f"['{LORA_A}']", f"['{LORA_B}']")) for name in policy)
-    assert [name for name in (*policy, *critic) if np.array_equal(first[name], last[name])] == []
-    lines = metrics_of(run)
-    assert [line["perf/compilations"] for line in lines[1:]] == [0, 0]
-    # The second and third step draw from adapters that have moved.
-    assert all(0 < line["rollout/sampler_scorer_logprob_diff_max"] <= 1e-4 for line in lines)
+def test_run_with_adapters_begins_with_the_model(adapted: Path, finished: Path) -> None:
+    with_adapters, without = (metrics_of(one)[0] for one in (adapted, finished))
+    evaluated = {name for name in without if name.startswith("eval/")}
+    assert len(evaluated) >= 5
+    assert {name: with_adapters[name] for name in evaluated} == {name: without[name] for name in evaluated}
+    assert all(line["rollout/sampler_scorer_logprob_diff_max"] <= 1e-4 for line in metrics_of(adapted)[1:])
 
 
-def test_work_is_counted_for_what_learns_and_for_what_only_passes_gradients_on(config: Path) -> None:
-    launch, _ = launched(config, *LORA, "algorithm.beta=0.05")
-    architecture, lengths = launch.session.model_spec.architecture, np.array([1, 5])
-    work = make_step_flops(launch.resolved.settings, launch.session, None)
-    reference, update = work.passes
-    forward, matrices = forward_flops(architecture)(lengths), token_flops(architecture) * lengths
-    for merged in (work.rollout, reference):
-        assert merged.sequence_flops(lengths).tolist() == forward.tolist()
-        assert merged.head_flops == lm_head_flops(architecture)
-    # Attention and adapters have all gradients, matrices and LM head only those of their inputs.
-    expected = 2 * matrices + 3 * (forward - matrices + 2 * NUM_WEIGHTS * lengths)
-    assert update.sequence_flops(lengths).tolist() == expected.tolist()
-    assert update.head_flops == 2 * lm_head_flops(architecture)
+@pytest.mark.parametrize(("rank", "now"), [(4, r"rank 4, alpha 6, q_proj .*"), (0, "none")])
+def test_other_adapters_than_the_saved_ones_are_refused(adapted: Path, config: Path, rank: int, now: str) -> None:
+    resumed = config.parent / "runs" / "tiny"
+    shutil.copytree(adapted, resumed, symlinks=True)
+    before = digest_of(resumed)
+    lora = (*SAVED[1:], f"model.lora.rank={rank}") if rank else ()
+    result = train_here(config, *lora, "run.steps=3", "optimizer.learning_rate=0.1", resume="must")
+    assert result.exit_code == 2
+    assert "--resume: model.lora (rank 3, alpha 6, q_proj v_proj" in result.stderr
+    assert "-> " + now.removesuffix(".*") in result.stderr
+    assert digest_of(resumed) == before
+    launch, _ = launched(config, *lora, "run.name=other")
+    with pytest.raises(InputError, match=rf"--checkpoint: .* holds adapters of rank 3, .*model\.lora requests {now}"):
+        PolicyCheckpoint.open(adapted).check_compatible(launch.session.model_spec)
 
 
-def test_without_a_checkpoint_the_model_is_sampled_and_scored_as_it_is(
-    sampled: Path, tiny_model: Path, tmp_path: Path
-) -> None:
+def test_reference_is_the_model_without_its_adapters_and_no_copy(adapted: Path, config: Path) -> None:
+    penalty = ("algorithm.beta=0.05", "algorithm.epochs=2")
+    launch, learning = launched(config, *SAVED, *penalty)
+    session = launch.session
+    state = RunState(learning.policy.initial_state(session.scoring.initial_trained_params()))
+    reference = load_reference_params(state, START, session.scoring)
+    assert reference is not None and reference is session.scoring.frozen_params
+    trained = load_policy_params(PolicyCheckpoint.open(adapted), session.scoring)
+    frozen = session.model_spec.policy_definition.frozen(trained)
+    assert all(a is b for a, b in zip(jax.tree.leaves(frozen), jax.tree.leaves(reference), strict=True))
+    samples = some_samples(adapted)
+    bare, learning = launched(config, "run.name=bare", *penalty)
+    cut = learning.score_batchers["reference"]
+    scored, _ = session.scoring.score(reference, samples, "reference", batcher=cut)
+    expected, _ = bare.session.scoring.score(bare.session.scoring.load_params(), samples, "reference", batcher=cut)
+    of_reference = field_of(scored, "reference_logprobs")
+    np.testing.assert_array_equal(of_reference, field_of(expected, "reference_logprobs"))
+    policy, _ = session.scoring.score(trained, samples, "policy", batcher=cut)
+    merged = merge_adapters(trained, session.model_spec.policy_definition.lora)
+    plain, _ = bare.session.scoring.score(merged, samples, "policy", batcher=cut)
+    of_policy = field_of(policy, "policy_logprobs")
+    np.testing.assert_allclose(of_policy, field_of(plain, "policy_logprobs"), atol=1e-5)
+    assert np.abs(of_policy - of_reference).max() > 1e-3
+
+
+def test_reference_in_the_compute_type_scores_as_in_float32(config: Path, finished: Path) -> None:
+    launch, learning = launched(config, "run.name=half", "algorithm.beta=0.1", "model.dtype=bfloat16")
+    session = launch.session
+    params = session.scoring.initial_trained_params()
+    state = RunState(learning.policy.initial_state(params))
+    cut, samples = learning.score_batchers["reference"], some_samples(finished)
+    floats, _ = session.scoring.score(params, samples, "reference", batcher=cut)
+    # Copied from a fresh state, or loaded again.
+    for step in (0, 1):
+        reference = load_reference_params(state, TrainProgress(step=step, position=0, fingerprints={}), session.scoring)
+        assert reference is not None
+        assert {leaf.dtype for leaf in jax.tree.leaves(reference)} == {jnp.dtype("bfloat16")}
+        halves, _ = session.scoring.score(reference, samples, "reference", batcher=cut)
+        np.testing.assert_array_equal(field_of(halves, "reference_logprobs"), field_of(floats, "reference_logprobs"))
+
+
+def test_without_a_checkpoint_adapters_have_no_effect(sampled: Path, tiny_model: Path, tmp_path: Path) -> None:
     out, note = tmp_path / "samples.jsonl", "note: model.lora.rank = 2 (from --set) has no effect here"
     chosen = (*of_tiny(tiny_model), *settings("model.lora.rank=2"))
     result = here("rollout", *chosen, "--limit", "6", "--out", out)
     assert result.exit_code == 0 and note in result.stderr, result.stderr
-    assert texts(out) == texts(sampled)
+    texts, expected = ([one["completion"] for one in records_of(path)] for path in (out, sampled))
+    assert texts == expected
     result = here("score", *chosen, "--input", out, "--out", tmp_path / "scored.jsonl")
     assert result.exit_code == 0 and note in result.stderr, result.stderr
     for record in records_of(tmp_path / "scored.jsonl"):
         np.testing.assert_allclose(record["policy_logprobs"], record["behavior_logprobs"], atol=1e-4)
 
 
-def test_a_rank_beyond_the_model_is_refused(config: Path) -> None:
-    result = train_here(config, "model.lora.rank=33")
+def with_small_adapters(session: Session) -> Params:
+    """Returns adapters as after a few steps: the entries of B are of size 1e-4."""
+    draw = np.random.default_rng(0)
+    return jax.tree.map_with_path(
+        lambda path, x: jnp.asarray(draw.normal(0, 1e-4, x.shape), x.dtype) if path[-1].key == LORA_B else x,
+        session.scoring.initial_trained_params(),
+    )
+
+
+def logprobs_by_the_sampler(session: Session, params: Params) -> np.ndarray:
+    """Returns logprobs under the weights that the sampler decodes with, computed in float32."""
+    exact = jax.tree.map(lambda x: x.astype(jnp.float32), session.to_decode_weights(params))
+    ids = jnp.arange(24, dtype=jnp.int32).reshape(4, 6)
+    definition = session.to_decode_weights.definition
+    hidden, *_ = prefill(definition, exact, ids, jnp.full(4, 6, jnp.int32))
+    return np.asarray(jax.nn.log_softmax(definition.bind(exact.params).head.logits(hidden)))
+
+
+def test_sampler_in_bfloat16_moves_as_far_as_the_policy(config: Path) -> None:
+    session, exact = (
+        launched(config, *LORA, f"model.dtype={dtype}", f"run.name={dtype}")[0].session
+        for dtype in ("bfloat16", "float32")
+    )
+    # A model as it is published, with weights that are representable in bfloat16.
+    base = jax.tree.map(lambda x: x.astype(jnp.bfloat16).astype(x.dtype), session.scoring.frozen_params)
+    fresh, moved = session.scoring.initial_trained_params(), with_small_adapters(session)
+    shift, expected = (
+        logprobs_by_the_sampler(one, combine_params(moved, base))
+        - logprobs_by_the_sampler(one, combine_params(fresh, base))
+        for one in (session, exact)
+    )
+    assert np.abs(expected).max() > 1e-5
+    np.testing.assert_allclose(shift, expected, atol=0.02 * np.abs(expected).max())
+    # In float32 adapters are merged into what decodes.
+    assert exact.to_decode_weights.definition is exact.model_spec.definition
+    whole = combine_params(moved, base)
+    plain = merge_adapters(whole, exact.model_spec.policy_definition.lora)["blocks"]
+    found = flatten_by_path(exact.to_decode_weights(whole).blocks[1])
+    assert found.keys() == flatten_by_path(plain).keys()
+    for path, stacked in flatten_by_path(plain).items():
+        np.testing.assert_allclose(found[path], stacked[1], atol=1e-6)
+
+
+BASE = "model.lora.quantize_base"
+INT8, NF4 = f"{BASE}=int8", f"{BASE}=nf4"
+PENALTY = ("algorithm.beta=0.05",)
+"""Settings with which the reference is scored in every step."""
+QLORA = (*LORA, *PENALTY, INT8)
+
+
+@pytest.fixture(scope="module")
+def quantized(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
+    """A run of four steps with a quantized base, which tests must not change."""
+    pytest.importorskip("qwix", reason="Qwix is not installed: pip install -e '.[qlora]'")
+    folder = tmp_path_factory.mktemp("qlora")
+    result = train_here(write_config(folder, TINY + NO_REPORT, tiny_model), *QLORA)
+    assert result.exit_code == 0, result.stderr
+    assert "are frozen, with the layers' matrices in int8" in result.stderr
+    return folder / "runs" / "tiny"
+
+
+def test_only_adapters_learn_and_are_saved(quantized: Path, tmp_path: Path) -> None:
+    first, last = saved_state(quantized, 2), saved_state(quantized, 4)
+    arrays = {name: array for name, array in last.items() if array.ndim}
+    # Two for each of seven kernels, with their moments.
+    assert len(arrays) == 3 * 14
+    assert all(name.endswith((f"['{LORA_A}']", f"['{LORA_B}']")) for name in arrays)
+    assert sum(array.nbytes for array in arrays.values()) == 3 * 4 * NUM_WEIGHTS
+    assert [name for name in arrays if np.array_equal(first[name], arrays[name])] == []
+    lines = metrics_of(quantized)[1:]
+    assert all(0 < line["rollout/sampler_scorer_logprob_diff_max"] <= 1e-4 for line in lines)
+    assert abs(lines[0]["policy/kl"]) < 1e-6 < lines[-1]["policy/kl"]
+    assert [line["perf/compilations"] for line in lines[1:]] == [0, 0, 0]
+    # A saved policy is evaluated as its run did.
+    result = here("evaluate", "--checkpoint", quantized, "--out", tmp_path / "found.jsonl", "--json")
+    assert result.exit_code == 0, result.stderr
+    logged = {name: value for name, value in metrics_of(quantized)[-1].items() if name.startswith("eval/")}
+    del logged["eval/num_prompts"]
+    found = json.loads(result.stdout)["metrics"]
+    assert logged and {name: found[name] for name in logged} == logged
+
+
+def test_another_base_or_quantizer_is_refused(quantized: Path, config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    resumed = config.parent / "runs" / "tiny"
+    shutil.copytree(quantized, resumed, symlinks=True)
+    before = digest_of(resumed)
+    result = train_here(config, *LORA, *PENALTY, NF4, resume="must")
     assert result.exit_code == 2
-    assert "model.lora.rank: 33 is more than the model's width 32" in result.stderr
-    assert not (config.parent / "runs").exists()
+    shown = " ".join(result.stderr.split())
+    assert "--resume: model.lora (rank 2, alpha 16, q_proj" in shown and "down_proj, beside int8 -> rank 2" in shown
+    assert re.findall(r", beside \w+", shown.partition("->")[2]) == [", beside nf4"]
+    evaluated = here("evaluate", "--checkpoint", quantized, *settings(NF4))
+    assert evaluated.exit_code == 2 and "beside int8, but model.lora requests rank 2" in evaluated.stderr
+
+    had = PolicyCheckpoint.open(quantized).progress.fingerprints[model_spec.QUANTIZER_FINGERPRINT]
+    monkeypatch.setattr(model_spec, "version_of", lambda name: "999.0")
+    result = train_here(config, *QLORA, resume="must")
+    assert result.exit_code == 2
+    assert f"codes of quantized kernels ({had} -> 999.0) changed" in " ".join(result.stderr.split())
+    evaluated = here("evaluate", "--checkpoint", quantized)
+    assert evaluated.exit_code == 2 and f"pip install 'qwix=={had}'" in evaluated.stderr
+    assert digest_of(resumed) == before
 
 
-@pytest.mark.two_hosts
-def test_two_hosts_train_the_adapters_that_one_would(run: Path, config: Path) -> None:
-    chosen = settings(*PENALISED, "rollout.prompts_per_step=2", "run.steps=2")
-    hosts = run_on_two_hosts("train", "--config", config, *chosen)
-    assert [host.exit_code for host in hosts] == [0, 0], hosts
-    two = config.parent / "runs" / "tiny"
-    assert_same_steps(two, run, steps=range(3))
-    assert PolicyCheckpoint.open(two).checksums.keys() == PolicyCheckpoint.open(run).checksums.keys()
+def test_reference_is_the_quantized_base_without_adapters_and_no_copy(quantized: Path, config: Path) -> None:
+    launch, learning = launched(config, *LORA, *PENALTY, NF4)
+    session = launch.session
+    state = RunState(learning.policy.initial_state(session.scoring.initial_trained_params()))
+    reference = load_reference_params(state, START, session.scoring)
+    assert reference is not None and reference is session.scoring.frozen_params
+    floats = dequantized_params(session.model_spec.reference_definition, reference)
+    samples = some_samples(quantized)
+    bare, learning = launched(config, "run.name=bare", *PENALTY)
+    cut = learning.score_batchers["reference"]
+    scored, _ = session.scoring.score(reference, samples, "reference", batcher=cut)
+    expected, exact = (
+        bare.session.scoring.score(params, samples, "reference", batcher=cut)[0]
+        for params in (floats, bare.session.scoring.load_params())
+    )
+    found = field_of(scored, "reference_logprobs")
+    np.testing.assert_allclose(found, field_of(expected, "reference_logprobs"), atol=1e-5)
+    assert np.abs(field_of(exact, "reference_logprobs") - found).max() > 1e-3
+    # Scales and codes do not count as work, and adapters beside them do.
+    assert session.to_decode_weights.definition is session.model_spec.policy_definition
+    one = np.ones(1, np.int64)
+    work = make_step_flops(launch.resolved.settings, session, None).rollout
+    assert work.sequence_flops(one) == forward_flops(session.model_spec.architecture)(one) + 2 * NUM_WEIGHTS
+
+
+def test_adapters_are_merged_into_the_base_in_floats(quantized: Path, config: Path, tmp_path: Path) -> None:
+    result = here("export", "--checkpoint", quantized, "--out", tmp_path / "out")
+    assert result.exit_code == 0 and "note: the adapters were trained on" in result.stderr, result.stderr
+    mesh, resolved = make_mesh(), load(str(config), [f"model.path={tmp_path / 'out'}"], {})
+    model = read_model_spec(resolved.settings)
+    found = load_weights(model.definition, model.files.weights, mesh)
+    launch, _ = launched(config, *QLORA)
+    session = launch.session
+    policy = session.model_spec.policy_definition
+    adapters = policy.trainable(load_policy_params(PolicyCheckpoint.open(quantized), session.scoring))
+    own = load_weights(session.model_spec.definition, session.model_spec.files.weights, mesh)
+    whole = merge_adapters(combine_params(*(jax.tree.map(np.asarray, one) for one in (adapters, own))), policy.lora)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), found, whole)
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert f"the adapters were trained on base weights quantized to int8 ({BASE})" in card
+    assert f'| `{BASE}` | `"int8"` |' in card
+
+
+def test_model_without_adapters_is_not_quantized(tiny_model: Path) -> None:
+    chosen = load(None, [f"model.path={tiny_model}", "model.lora.rank=2", INT8], {}).settings
+    assert read_model_spec(chosen).without_adapters.reference_definition.quantization is None
+    assert read_policy_source(chosen, None).model.policy_definition.quantization is None

@@ -1,41 +1,33 @@
-"""Tests of PPO in whole runs: the critic, and resumption from a checkpoint."""
+"""Tests of PPO with adapters in whole runs: the critic, its warm-up, advantages, and a run that is killed."""
 
 from __future__ import annotations
 
 import json
+import os
 import shutil
-from collections.abc import Sequence
-from dataclasses import replace
+import signal
 from pathlib import Path
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh
 
-from app.batching.micro_batch_plan import MicroBatchPlan, SequenceLengths
-from app.batching.micro_batcher import GlobalPlan, MicroBatcher
-from app.checkpoint.train_progress import RunState
-from app.records.sample import Sample
-from app.tracking.console import ProgressDisplay
-from app.tracking.timer import StepTimer
-from app.training.learner import make_learner_group
-from app.training.rollout_source import make_rollout_source
-from app.training.setup import prepare_run
-from app.training.step_stages import RewardStage, ScoreStage
-from app.training.trainer import Trainer
+from app.model.lora import LORA_A, LORA_B
+from app.records.jsonl import write_jsonl
 from settings import load
+from tests.advantage.gae_oracle import Case, oracle
 from tests.program import (
+    DEADLINE_S,
     assert_same_run,
     digest_of,
     here,
     metrics_of,
     records_of,
     saved_state,
-    settings,
+    started,
     train_here,
+    wait_for_step,
 )
+from tests.replays import step_file
 from tests.run_fixtures import NO_REPORT, write_config
 from tests.tiny_directory import write_model
 
@@ -50,16 +42,22 @@ algorithm:
    mini_batch_prompts: 4, bootstrap_truncated: true, max_tokens_per_device: 32}}
 critic: {{warmup_steps: 2, learning_rate: 1e-2}}
 optimizer: {{learning_rate: 1e-3, schedule: linear}}
+mesh: {{cpu_devices: 8}}
 checkpoint: {{every_steps: 1, keep: 4, best_metric: null}}
 eval: {{every_steps: 0}}
 """
+
+
+def write_ppo(folder: Path, model: Path) -> Path:
+    text = PPO.replace("path: {model}", "path: {model}, lora: {{rank: 2}}")
+    return write_config(folder, text + NO_REPORT, model)
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
     """A run of four steps without interruption, which tests must not change."""
     folder = tmp_path_factory.mktemp("ppo")
-    result = train_here(write_config(folder, PPO + NO_REPORT, tiny_model))
+    result = train_here(write_ppo(folder, tiny_model))
     assert result.exit_code == 0, result.stderr
     assert "critic only" in result.stderr
     return folder / "runs" / "ppo"
@@ -67,7 +65,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
 
 @pytest.fixture
 def config(tmp_path: Path, tiny_model: Path) -> Path:
-    return write_config(tmp_path, PPO + NO_REPORT, tiny_model)
+    return write_ppo(tmp_path, tiny_model)
 
 
 def part_of(run: Path, step: int, network: str) -> dict[str, np.ndarray]:
@@ -81,108 +79,79 @@ def changed(run: Path, network: str, steps: tuple[int, int]) -> list[str]:
     return [name for name in before if not np.array_equal(before[name], after[name])]
 
 
-def test_while_the_critic_warms_up_the_policy_stays_bitwise_as_it_is_its_counters_and_moments_too(whole: Path) -> None:
+def test_policy_with_its_moments_and_counters_is_frozen_while_the_critic_warms_up(whole: Path) -> None:
     assert changed(whole, "policy", (1, 2)) == []
     assert any("num_updates" in name for name in changed(whole, "critic", (1, 2)))
-    assert len(changed(whole, "policy", (2, 3))) > 30
     policy, critic = (part_of(whole, 4, network) for network in ("policy", "critic"))
     assert policy["['policy']['num_updates']"] == 2 * 4
     assert critic["['critic']['num_updates']"] == 4 * 4
-
-
-def test_what_the_policy_measures_is_null_while_it_is_frozen(whole: Path) -> None:
+    # All adapters learn, and all weights of the critic, which has none.
+    adapters = [name for name, leaf in policy.items() if leaf.ndim]
+    assert all(name.endswith((f"['{LORA_A}']", f"['{LORA_B}']")) for name in adapters)
+    assert {*adapters} <= {*changed(whole, "policy", (2, 4))}
+    assert len([name for name, leaf in critic.items() if leaf.ndim]) == 3 * 12
+    assert {name for name, leaf in critic.items() if leaf.ndim} <= {*changed(whole, "critic", (1, 4))}
     frozen, learning = metrics_of(whole)[1], metrics_of(whole)[2]
     assert frozen["policy/grad_norm"] is None and frozen["loss"] is None
     assert frozen.keys() == learning.keys()
-    assert learning["policy/grad_norm"] > 0 and frozen["value/grad_norm"] > 0
-    assert frozen["value/loss"] > 0
+    assert learning["policy/grad_norm"] > 0 and frozen["value/grad_norm"] > 0 and frozen["value/loss"] > 0
 
 
-def stopped_after(step: int, run: Path, whole: Path) -> None:
-    """Makes `run` the state of `whole` if it had been killed in the next step."""
-    shutil.copytree(whole, run)
-    for saved in (run / "checkpoints").iterdir():
-        if int(saved.name) > step:
-            shutil.rmtree(saved)
-    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
-    (run / "metrics.jsonl").write_text("".join(lines[:step]))
-
-
-@pytest.mark.slow
-def test_killed_while_the_critic_warms_up_it_ends_as_if_it_had_not_been(config: Path, whole: Path) -> None:
-    """The remaining steps include warm-up, updates of the policy and an adapted penalty; schedules end at step 4."""
-    run = config.parent / "runs" / "ppo"
-    stopped_after(1, run, whole)
-    result = train_here(config, resume="must")
-    assert result.exit_code == 0, result.stderr
-    assert "continuing after step 1 of 4" in result.stderr
-    assert_same_run(run, whole, step=4)
-
-
-def test_an_adapted_penalty_waits_for_the_policy_to_move(whole: Path) -> None:
+def test_adapted_penalty_and_learning_rate_wait_for_the_policy(whole: Path) -> None:
     coefficients = [line["policy/kl_coef"] for line in metrics_of(whole)]
     assert coefficients[:3] == [0.05] * 3 != coefficients[1:]
     rates = [line["policy/learning_rate"] for line in metrics_of(whole)]
     assert rates[:2] == [None, None] and rates[2] > rates[3] > 0
 
 
-class Noting(MicroBatcher):
-    """A batcher that records which samples it was called with."""
-
-    def __init__(self, cut: MicroBatcher, noted: list[list[str]]) -> None:
-        self.cut, self.sequence_cost, self.noted = cut, cut.sequence_cost, noted
-
-    def plan(self, lengths: SequenceLengths, *, num_devices: int) -> MicroBatchPlan:
-        return self.cut.plan(lengths, num_devices=num_devices)
-
-    def __call__(self, samples: Sequence[Sample], mesh: Mesh) -> GlobalPlan:
-        self.noted.append([sample.uid for sample in samples])
-        return super().__call__(samples, mesh)
-
-
-def test_shuffled_mini_batches_are_scored_as_they_are_first_learned_from(config: Path) -> None:
-    noted: dict[str, list[list[str]]] = {name: [] for name in ("policy", "reference", "critic", "update", "learn")}
-    with prepare_run(load(str(config), ["critic.warmup_steps=0"], {}), resume="never") as launch:
-        chosen, session = launch.resolved.settings, launch.session
-        wired = make_learner_group(session.scoring)
-        learning = replace(
-            wired, score_batchers={role: Noting(cut, noted[role]) for role, cut in wired.score_batchers.items()}
-        )
-        assert learning.critic is not None and session.scoring.critic is not None
-        for name, learner in (("update", learning.policy), ("learn", learning.critic)):
-            learner.updater.micro_batcher = Noting(learner.updater.micro_batcher, noted[name])
-        params = session.scoring.load_params()
-        critic = learning.critic.initial_state(session.scoring.critic.load_params(session.mesh))
-        state = RunState(learning.policy.initial_state(jax.tree.map(jnp.copy, params)), critic, kl_coef=0.05)
-        source = make_rollout_source(session, launch.inputs.prompts, max_rounds=1)
-        reward = RewardStage(launch.rewards.compute_rewards, chosen.run.steps)
-        score = ScoreStage(session.scoring, learning.score_batchers, params)
-        trainer = Trainer(session, source, reward, score, learning, launch.rewards)
-        timer = StepTimer(ProgressDisplay(num_steps=1, first_step=0, enabled=False))
-        _, samples, metrics = trainer.step(state, step=1, position=0, timer=timer)
-    first, second = noted["policy"]
-    assert first + second != [sample.uid for sample in samples]
-    # Two epochs of two mini-batches, of which the first two are those that were scored.
-    assert noted["reference"] == noted["critic"] == noted["update"][:2] == noted["learn"][:2] == [first, second]
-    assert len(noted["update"]) == 4
-    # So the first update finds the logprobs that were scored, to the bit.
-    apart = [np.abs(s.policy_logprobs - s.behavior_logprobs).max() for s in samples if s.uid in first]
-    assert metrics["rollout/sampler_scorer_logprob_diff_max"] == max(apart)
+def test_advantages_are_those_of_the_penalised_rewards_in_float64(whole: Path) -> None:
+    chosen = load(str(whole / "settings.yaml"), [], {}).settings
+    assert chosen.algorithm.lam is not None
+    found, expected = [], []
+    for record in records_of(step_file(whole, 4)):
+        policy, reference = (np.array(record[f"{role}_logprobs"], float) for role in ("policy", "reference"))
+        coefficient = metrics_of(whole)[3]["policy/kl_coef"]
+        rewards = -coefficient * (policy - reference)
+        rewards[-1] += record["reward"]
+        # A truncated sample goes on with one value more.
+        values = np.array(record["values"], float)
+        behind = values[len(rewards) :].sum() if record["finish_reason"] == "length" else 0.0
+        case = Case(rewards[None], np.append(values[: len(rewards)], behind)[None], None)
+        advantages, returns = oracle(case, gamma=chosen.algorithm.gamma, lam=chosen.algorithm.lam, mask_mode="skip")
+        np.testing.assert_allclose(record["returns"], returns[0], atol=1e-5)
+        found.append(record["advantages"])
+        expected.append(advantages[0])
+    whitened = np.concatenate(expected)
+    whitened = (whitened - whitened.mean()) / whitened.std(ddof=1)
+    np.testing.assert_allclose(np.concatenate(found), whitened, atol=1e-4)
 
 
-def test_a_run_with_a_critic_is_not_continued_without_one(config: Path, whole: Path) -> None:
+def test_run_killed_while_the_critic_warms_up_ends_with_the_same_bits(config: Path, whole: Path) -> None:
+    """The remaining steps include warm-up, updates of the adapters and an adapted penalty; schedules end at step 4."""
+    run = config.parent / "runs" / "ppo"
+    with started("train", "--config", config) as process:
+        wait_for_step(process, run, 2)
+        os.killpg(process.pid, signal.SIGKILL)
+        assert process.wait(timeout=DEADLINE_S) == -signal.SIGKILL
+    assert metrics_of(run)[-1]["step"] < 4
+    result = train_here(config, resume="must")
+    assert result.exit_code == 0, result.stderr
+    assert "continuing after step" in result.stderr
+    assert_same_run(run, whole, step=4)
+
+
+def test_run_with_a_critic_is_not_resumed_without_one(config: Path, whole: Path) -> None:
     run = config.parent / "runs" / "ppo"
     shutil.copytree(whole, run)
     before = digest_of(run)
-    result = train_here(
-        config, "algorithm.name=reinforce_plus_plus", "run.steps=5", resume="must", allow_changed=["algorithm"]
-    )
+    other = ("algorithm.name=reinforce_plus_plus", "run.steps=5")
+    result = train_here(config, *other, resume="must", allow_changed=["algorithm"])
     assert result.exit_code == 2
     assert "the critic changed since this run was started" in result.stderr
     assert digest_of(run) == before
 
 
-def test_a_critic_with_another_tokenizer_is_refused(config: Path, tiny_model: Path) -> None:
+def test_critic_that_cannot_be_trained_is_refused(config: Path, tiny_model: Path) -> None:
     other = write_model(config.parent / "other")
     tokenizer = json.loads((other / "tokenizer.json").read_text())
     vocabulary = tokenizer["model"]["vocab"]
@@ -190,26 +159,26 @@ def test_a_critic_with_another_tokenizer_is_refused(config: Path, tiny_model: Pa
     (other / "tokenizer.json").write_text(json.dumps(tokenizer))
     result = train_here(config, f"critic.path={other}")
     assert result.exit_code == 2
-    assert str(other) in result.stderr and str(tiny_model) in result.stderr
     assert "critic.path: the tokenizer of" in result.stderr
+    assert str(other) in result.stderr and str(tiny_model) in result.stderr
+    result = train_here(config, "critic.warmup_steps=4")
+    assert result.exit_code == 2 and "critic.warmup_steps" in result.stderr and "at most 3" in result.stderr
     assert not (config.parent / "runs").exists()
 
 
-def test_the_critic_warm_up_must_end(config: Path) -> None:
-    result = train_here(config, "critic.warmup_steps=4")
-    assert result.exit_code == 2
-    assert "critic.warmup_steps" in result.stderr and "at most 3" in result.stderr
-
-
-def test_score_adds_values_and_one_more_where_a_sample_was_cut(sampled: Path, tmp_path: Path, tiny_model: Path) -> None:
-    out = tmp_path / "values.jsonl"
-    arguments = ["--input", sampled, "--out", out, "--role", "critic", *settings(f"model.path={tiny_model}")]
-    assert here("score", *arguments).exit_code == 0
-    records = records_of(out)
-    assert all(record["values"] == [0.0] * len(record["completion_token_ids"]) for record in records)
-    result = here("score", *arguments, "--overwrite", *settings("algorithm.bootstrap_truncated=true"))
-    assert result.exit_code == 0, result.stderr
-    for record in records_of(out):
-        behind = 1 if record["finish_reason"] == "length" else 0
-        assert len(record["values"]) == len(record["completion_token_ids"]) + behind
-    assert {record["finish_reason"] for record in records} >= {"length"}
+def test_critic_of_a_checkpoint_gives_the_values_of_its_run(whole: Path, tmp_path: Path) -> None:
+    records = records_of(step_file(whole, 3))
+    write_jsonl(tmp_path / "in.jsonl", [{k: v for k, v in one.items() if k != "values"} for one in records])
+    values = []
+    for step in ("2", "3"):
+        files = ("--input", tmp_path / "in.jsonl", "--out", tmp_path / f"{step}.jsonl")
+        result = here("score", "--role", "critic", "--checkpoint", whole / "checkpoints" / step, *files)
+        assert result.exit_code == 0, result.stderr
+        scored = records_of(tmp_path / f"{step}.jsonl")
+        # One more where a sample was cut, since its last state is worth something.
+        for one in scored:
+            assert len(one["values"]) == len(one["completion_token_ids"]) + (one["finish_reason"] == "length")
+        values.append(np.concatenate([one["values"] for one in scored]))
+    expected = np.concatenate([one["values"] for one in records])
+    np.testing.assert_allclose(values[0], expected, atol=1e-5)
+    assert np.abs(values[1] - expected).max() > 1e-3

@@ -1,15 +1,26 @@
-"""Tests of training on saved samples: of a run, under other settings, and at the end of a chain of files."""
+"""Tests of training on saved samples: of a run, under other settings, of a chain of files, and of unusable files."""
 
 from __future__ import annotations
 
+import json
+import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
+from app.checkpoint.train_progress import ProgressRecord, progress_path
+from app.records.run_directory import RunDirectory
+from app.records.sample import DROPPED_PREFIX
+from app.training.inputs import read_training_inputs
+from app.training.replay import ReplayRequest, find_model_run
+from settings import load
+from settings.errors import InputError
 from tests.program import (
     digest_of,
     here,
@@ -21,8 +32,9 @@ from tests.program import (
     settings,
     train_here,
 )
-from tests.replays import assert_refused, replay, replayed, rewrite, step_file, train_on
+from tests.replays import assert_refused, looked, replay, replayed, rewrite, step_file, train_on, write
 from tests.run_fixtures import NO_REPORT, write_config
+from tests.tiny_directory import write_model, write_tokenizer
 from tests.training.test_async_training import SCHEDULED, UNJUDGED
 from tests.training.test_ppo import PPO
 
@@ -64,9 +76,7 @@ def assert_same_steps(run: Path, other: Path, *, steps: Sequence[int]) -> None:
         assert step_file(run, step).read_bytes() == step_file(other, step).read_bytes(), step
 
 
-def test_a_run_is_reproduced_bit_for_bit_under_its_own_settings_and_a_name_of_its_own(
-    finished: Path, tmp_path: Path
-) -> None:
+def test_run_is_replayed_bit_for_bit_under_its_own_settings(finished: Path, tmp_path: Path) -> None:
     result = replay(finished, tmp_path)
     assert result.exit_code == 0, result.stderr
     again = tmp_path / "tiny-replay"
@@ -81,24 +91,7 @@ def test_a_run_is_reproduced_bit_for_bit_under_its_own_settings_and_a_name_of_it
     assert "checkpoint" not in session
 
 
-def test_a_run_ends_completions_at_stop_strings_and_is_reproduced(config: Path, tmp_path: Path) -> None:
-    stop, engine = ("1", "+3"), ("rollout.slots=8", "rollout.mode=exact", "rollout.segment.min=1")
-    result = train_here(config, 'rollout.stop=["1", "+3"]', "run.steps=2", "eval.every_steps=2", *engine)
-    assert result.exit_code == 0, result.stderr
-    run = config.parent / "runs" / "tiny"
-    assert_same_steps(replayed(run, tmp_path / "again"), run, steps=(1, 2))
-    for path in (step_file(run, 1), run / "eval" / "step_000002.jsonl"):
-        records = records_of(path)
-        stopped = [one for one in records if any(string in one["completion"] for string in stop)]
-        assert 2 <= len(stopped) < len(records)
-        for one in stopped:
-            assert one["finish_reason"] == "stop" and one["completion"].endswith(stop)
-            assert not any(string in one["completion"][:-1] for string in stop)
-    cut = [one["finish_reason"] == "length" for one in records_of(step_file(run, 1))]
-    assert steps_of(run)[1]["completions/truncated_fraction"] == pytest.approx(np.mean(cut))
-
-
-def test_a_run_whose_settings_changed_midway_is_replayed_in_parts_only(config: Path, tmp_path: Path) -> None:
+def test_run_whose_settings_changed_is_replayed_in_parts_only(config: Path, tmp_path: Path) -> None:
     run = config.parent / "runs" / "tiny"
     assert train_here(config, "run.steps=2").exit_code == 0
     changed = ("algorithm.name=dr_grpo", "optimizer.learning_rate=0.01")
@@ -113,9 +106,7 @@ def test_a_run_whose_settings_changed_midway_is_replayed_in_parts_only(config: P
     assert steps_of(replayed(step_file(run, 1), tmp_path / "first", *first))[1] == steps_of(run)[1]
 
 
-def test_a_penalty_several_epochs_and_mini_batches_go_on_from_a_checkpoint_bit_for_bit(
-    uninterrupted: Path, tmp_path: Path
-) -> None:
+def test_replay_goes_on_from_a_checkpoint_bit_for_bit(uninterrupted: Path, tmp_path: Path) -> None:
     start = uninterrupted / "checkpoints" / "6"
     run = replayed(uninterrupted / "rollouts", tmp_path, "run.steps=9", options=["--checkpoint", start])
     assert [line["step"] for line in metrics_of(run)] == [7, 8, 9]
@@ -124,53 +115,49 @@ def test_a_penalty_several_epochs_and_mini_batches_go_on_from_a_checkpoint_bit_f
     assert (session["after_step"], session["checkpoint"]) == (6, str(start))
 
 
-def test_a_step_is_learned_again_under_another_algorithm(uninterrupted: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["dr_grpo", "rloo"])
+def test_step_is_learned_again_under_another_algorithm(name: str, uninterrupted: Path, tmp_path: Path) -> None:
     options = ["--checkpoint", uninterrupted / "checkpoints" / "6"]
-    other = ("algorithm.name=dr_grpo", "eval.every_steps=0")
+    other = (f"algorithm.name={name}", "eval.every_steps=0")
     run = replayed(step_file(uninterrupted, 7), tmp_path, *other, options=options)
     (line,) = metrics_of(run)
     expected = steps_of(uninterrupted)[7]
     assert line["step"] == 7
     assert line["reward/mean"] == expected["reward/mean"] and line["policy/entropy"] is not None
     assert line["advantage/std"] != pytest.approx(expected["advantage/std"], rel=0.01)
-    for record, before in zip(records_of(step_file(run, 7)), records_of(step_file(uninterrupted, 7)), strict=True):
+    records = records_of(step_file(run, 7))
+    for record, before in zip(records, records_of(step_file(uninterrupted, 7)), strict=True):
         # Before its updates the policy is the one that the run had.
         assert record["policy_logprobs"] == before["policy_logprobs"]
-    siblings = [r for r in records_of(step_file(run, 7)) if r["group_id"] == 0]
-    rewards = np.array([r["reward"] for r in siblings])
-    np.testing.assert_allclose([r["advantages"][0] for r in siblings], rewards - rewards.mean(), atol=1e-6)
+    for group in range(4):
+        siblings = [record for record in records if record["group_id"] == group]
+        rewards = np.array([record["reward"] for record in siblings])
+        advantages = rewards - rewards.mean()
+        if name == "rloo":
+            # The penalty is paid in the reward, and a sample is compared with its siblings.
+            policy, reference = (
+                np.array([np.sum(record[f"{role}_logprobs"]) for record in siblings])
+                for role in ("policy", "reference")
+            )
+            penalised = rewards - 0.05 * (policy - reference)
+            advantages = (penalised - penalised.mean()) * 4 / 3
+            assert np.abs(rewards - penalised).max() > 1e-4
+        np.testing.assert_allclose([record["advantages"][0] for record in siblings], advantages, atol=1e-5)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "overrides", [DAPO, (*SCHEDULED, *UNJUDGED, "rollout.max_staleness=1", "run.steps=2")], ids=["filtered", "ahead"]
-)
-def test_what_was_filtered_or_drawn_ahead_leads_to_the_same_weights(config: Path, overrides: tuple[str, ...]) -> None:
-    assert train_here(config, *overrides).exit_code == 0
+def test_filtered_run_that_generated_ahead_is_replayed_to_the_same_weights(config: Path) -> None:
+    assert train_here(config, *DAPO, *SCHEDULED, "rollout.max_staleness=1").exit_code == 0
     run = config.parent / "runs" / "tiny"
     again = replayed(run, config.parent / "again")
-    last = max(steps_of(run))
-    assert_same_state(again, run, step=last)
+    assert_same_state(again, run, step=2)
     for step, line in steps_of(run).items():
         assert line.keys() == steps_of(again)[step].keys()
         assert {name for name in line if steps_of(again)[step][name] != line[name]} <= OF_THE_LEFT_OUT
-    if overrides == DAPO:
-        assert max(line["rollout/num_rounds"] for line in steps_of(run).values()) > 1
+    assert max(line["rollout/num_rounds"] for line in steps_of(run).values()) > 1
 
 
-def test_rewards_are_judged_anew_where_the_run_had_other_functions(finished: Path, tmp_path: Path) -> None:
-    only_format = "reward.functions=[arithmetic_format]"
-    result = replay(finished, tmp_path, only_format, "run.steps=1", *UNJUDGED)
-    assert "rewards: computed again, reward.* differs from that of the samples' run" in result.stderr
-    (line,) = metrics_of(tmp_path / "tiny-replay")
-    was = steps_of(finished)[1]
-    assert line["reward/mean"] == line["reward/arithmetic_format/mean"] == was["reward/arithmetic_format/mean"]
-    assert line["reward/mean"] != was["reward/mean"]
-
-
-def test_of_a_file_that_is_no_run_s_everything_that_all_samples_have_is_taken(
-    loose: Path, config: Path, finished: Path
-) -> None:
+def test_rewards_and_advantages_of_a_loose_file_are_taken(loose: Path, config: Path, finished: Path) -> None:
     def by_hand(record: dict[str, Any]) -> None:
         record["reward"] = float(record["sample_index"])
         record["advantages"] = [0.25] * len(record["completion_token_ids"])
@@ -184,7 +171,7 @@ def test_of_a_file_that_is_no_run_s_everything_that_all_samples_have_is_taken(
     assert {tuple(r["advantages"]) for r in records_of(step_file(run, 1))} <= {(0.25,) * n for n in range(1, 5)}
 
 
-def test_what_a_sample_lacks_is_found_as_training_does(loose: Path, config: Path, finished: Path) -> None:
+def test_missing_fields_are_computed_as_in_training(loose: Path, config: Path, finished: Path) -> None:
     def drawn_only(record: dict[str, Any]) -> None:
         for name in ("reward", "rewards", "advantages", "policy_logprobs"):
             record.pop(name, None)
@@ -206,7 +193,7 @@ CHAINED = ("data.shuffle=false", "critic.warmup_steps=0", "run.steps=1")
 
 
 @pytest.mark.slow
-def test_rollout_score_gae_and_train_chained_by_files_are_one_step_of_train(tmp_path: Path, tiny_model: Path) -> None:
+def test_stages_chained_by_files_equal_a_step_of_train(tmp_path: Path, tiny_model: Path) -> None:
     config = write_config(tmp_path, PPO + NO_REPORT, tiny_model)
     assert train_here(config, *CHAINED).exit_code == 0
     whole, chosen = tmp_path / "runs" / "ppo", ["--config", config, *settings(*CHAINED)]
@@ -237,9 +224,7 @@ def test_rollout_score_gae_and_train_chained_by_files_are_one_step_of_train(tmp_
         assert line[name] == pytest.approx(wanted[name], rel=1e-4, abs=1e-5), name
 
 
-def test_a_replay_goes_on_after_it_was_stopped_and_only_on_the_same_samples(
-    finished: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_stopped_replay_resumes_on_the_same_samples_only(finished: Path, tmp_path: Path) -> None:
     source = Path(shutil.copytree(finished, tmp_path / "source"))
     run = replayed(source, tmp_path / "runs")
     shutil.rmtree(run / "checkpoints" / "4")
@@ -255,3 +240,200 @@ def test_a_replay_goes_on_after_it_was_stopped_and_only_on_the_same_samples(
         assert result.exit_code == 2
         assert "the samples of --from-rollouts changed since this run was started" in result.stderr
     assert digest_of(run) == before
+
+
+def check_refused(source: Path, message: str, *overrides: str, at: Path | None = None) -> None:
+    with pytest.raises(InputError, match=message):
+        looked(source, *overrides, at=at)
+
+
+def setting(name: str, value: Any) -> Callable[[dict[str, Any]], object]:
+    return lambda record: record.update({name: value})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (setting("prompt_token_ids", [99]), r"^--from-rollouts: .*:1: .*token 99, but the vocabulary"),
+        (setting("completion", "other"), r":1: completion_token_ids read '.*' with the .*, and completion is 'other'"),
+        (lambda r: r.pop("behavior_logprobs"), r":1: missing behavior_logprobs"),
+        (setting("group_id", 0), r":5: group_id 0 has samples of prompts .+ and .+; give their groups different"),
+        (setting("prompt_token_ids", [1] * 17), r"has 17 tokens, more than data\.max_prompt_length = 16"),
+        (lambda r: r.update(answer=None, reward=None), r"^--from-rollouts: .*no answer"),
+    ],
+    ids=["vocabulary", "text", "logprobs", "groups", "length", "answer"],
+)
+def test_unusable_sample_is_refused(
+    loose: Path, source: Path, change: Callable[[dict[str, Any]], object], message: str
+) -> None:
+    check_refused(source, message, at=rewrite(loose, change))
+
+
+def test_unusable_file_or_checkpoint_is_refused_before_anything_is_made(
+    loose: Path, config: Path, finished: Path, tmp_path: Path
+) -> None:
+    runs, start = config.parent / "runs", ["--checkpoint", finished / "checkpoints" / "2"]
+    other = f"model.path={write_model(tmp_path / 'seed1', seed=1)}"
+    message = r"--checkpoint: .* was trained from another model"
+    assert_refused(train_on(loose, config, other, options=start), message, runs)
+    write_tokenizer(write_model(tmp_path / "template"), chat_template="{{ messages[-1].content }}<|assistant|>")
+    template = f"model.path={tmp_path / 'template'}"
+    assert_refused(train_on(loose, config, template, options=start), "from another tokenizer", runs)
+    alone = here("train", "--config", config, *start)
+    assert_refused(alone, "--checkpoint needs --from-rollouts; to continue a run, use --resume", runs)
+    for content, message in (("", "holds no samples"), ("no json\n", "samples.jsonl:1: not JSON"), (None, "does not")):
+        loose.unlink() if content is None else loose.write_text(content)
+        assert_refused(train_on(loose, config), f"--from-rollouts: .*{message}", runs)
+    before = digest_of(finished)
+    result = replay(finished, finished.parent, f"run.name={finished.name}", options=["--resume", "auto"])
+    assert result.exit_code == 2
+    assert "is what --from-rollouts would replay; choose another run.name" in result.stderr
+    assert digest_of(finished) == before
+
+
+def asked_twice(path: Path) -> Path:
+    """Returns the groups with the first group again in place of the second."""
+    records = records_of(path)
+    again = [{**record, "group_id": 1} for record in records if record["group_id"] == 0]
+    return write(path, [*(record for record in records if record["group_id"] != 1), *again])
+
+
+def test_groups_that_do_not_make_a_step_are_refused(loose: Path, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    many = r"holds 4 groups, and a step has rollout\.prompts_per_step = 2; set .* to 4"
+    check_refused(source, many, "rollout.prompts_per_step=2", at=loose)
+    large = r"a group of 4 samples, more than rollout\.group_size = 3; set it to 4"
+    check_refused(source, large, "rollout.group_size=3", at=loose)
+    with monkeypatch.context() as patch:
+        patch.setattr(jax, "process_count", lambda: 2)
+        message = "holds 4 groups, and a step has rollout.prompts_per_step = 4 on each of 2 hosts; set .* to 2"
+        check_refused(source, message, at=loose)
+        write(loose, [record for record in records_of(loose) if record["group_id"] != 2])
+        check_refused(source, "2 hosts cannot share them evenly", at=loose)
+    file = Path(shutil.copy(step_file(source, 1), loose))
+    message = r"samples\.jsonl:13: group_id 0 and group_id 1 both have samples of prompt \S+, .*; join them under one"
+    check_refused(source, message, at=asked_twice(file))
+    # In a run, the step learns from the first, as the run did.
+    asked_twice(step_file(source, 1))
+    assert len(looked(source).load_groups(1)) == 4
+    write(step_file(source, 2), records_of(step_file(source, 2))[:-1])
+    check_refused(source, r"step_000002.jsonl is incomplete: it holds a group of 3 samples, .* drew 4")
+
+
+def test_path_without_sample_files_is_refused(source: Path) -> None:
+    file, option = step_file(source, 2), "^--from-rollouts: .*"
+    message = f"{option}/dev/null is neither a file nor a folder; give a file of samples"
+    check_refused(source, message, at=Path(os.devnull))
+    file.unlink()
+    file.mkdir()
+    check_refused(source, rf"{option}step_000002\.jsonl: cannot be read: Is a directory")
+    file.rmdir()
+    file.symlink_to("nowhere")
+    check_refused(source, rf"{option}step_000002\.jsonl: cannot be read: No such file or directory")
+    shutil.rmtree(source / "rollouts")
+    message = r"holds no step_<number>\.jsonl \(a run under logging\.save_rollouts: false writes none\)"
+    check_refused(source, f"{option}{message}")
+
+
+@pytest.mark.parametrize("new", [None, "longer"])
+def test_file_that_changes_during_the_run_is_refused(source: Path, new: str | None) -> None:
+    replay, file = looked(source), step_file(source, 2)
+    content = file.read_text()
+    file.unlink()
+    if new is not None:
+        file.write_text(content + content)
+    assert len(replay.load_groups(1)) == 4
+    with pytest.raises(InputError, match=r"--from-rollouts: .*step_000002\.jsonl has changed since the run began"):
+        replay.load_groups(2)
+
+
+def test_critic_of_another_model_than_the_checkpoint_is_refused(
+    source: Path, loose: Path, finished: Path, tmp_path: Path
+) -> None:
+    start = Path(shutil.copytree(finished / "checkpoints" / "2", tmp_path / "other" / "checkpoints" / "2"))
+    saved = ProgressRecord.read(start)
+    fingerprints = {**saved.progress.fingerprints, "the critic": "another"}
+    changed = replace(saved, progress=replace(saved.progress, fingerprints=fingerprints))
+    progress_path(start).write_text(json.dumps(changed.to_json()))
+    with pytest.raises(InputError, match=r"--checkpoint: .* holds a critic that was trained from another model"):
+        looked(source, "algorithm.estimator=gae", at=loose, checkpoint=start)
+    assert looked(source, at=loose, checkpoint=start).initial_checkpoint is not None
+
+
+def test_missing_steps_are_named_with_the_way_out(uninterrupted: Path, tmp_path: Path) -> None:
+    source, none = tmp_path / "source", tmp_path / "runs"
+    shutil.copytree(uninterrupted / "rollouts", source / "rollouts")
+    shutil.copy(uninterrupted / "settings.yaml", source)
+    step_file(source, 3).unlink()
+    check_refused(source, "has no samples of step 3; lower run.steps to end before it, or start behind it")
+    for step in (1, 2):
+        step_file(source, step).unlink()
+    check_refused(source, r"no samples of step 1; .*with --checkpoint after step 3")
+    start = ["--checkpoint", uninterrupted / "checkpoints" / "12"]
+    ended = r"is after step 12, and no step follows: .* run\.steps is 12"
+    assert_refused(replay(source, none, options=start), ended, none)
+    late = replay(source, none, "run.steps=14", options=start)
+    assert_refused(late, "ends with step 12, and run.steps is 14", none)
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    assert_refused(replay(empty, none), r"--from-rollouts: no settings\.yaml of a run was found in", none)
+
+
+def test_rewards_are_reused_if_the_run_had_the_same_reward_settings(source: Path) -> None:
+    assert looked(source, "plugins.workers=2", "plugins.timeout_s=20", "plugins.memory_mib=512").uses_saved_rewards
+    assert not looked(source, "plugins.env_vars=[HOME]").uses_saved_rewards
+    # A model of the hub has the commit of the run.
+    file = source / "settings.yaml"
+    file.write_text(load(str(file), ["reward.model=owner/judge"], {}).to_yaml())
+    pin = {"path": "owner/judge", "commit": "c" * 40}
+    (source / "model.json").write_text(json.dumps({"reward": pin}))
+    assert looked(source).uses_saved_rewards
+    moved = looked(source, "reward.model=owner/judge@main")
+    assert not moved.uses_saved_rewards
+    assert "rewards: computed again, reward.* differs from that of the samples' run" in moved.report
+
+
+def test_groups_that_the_filter_of_the_run_masked_return_to_the_loss(source: Path) -> None:
+    def left_out(record: dict[str, Any]) -> None:
+        if record["group_id"] < 2:
+            record["loss_mask"] = [False] * len(record["completion_token_ids"])
+        if record["group_id"] == 1:
+            record["finish_reason"] = f"{DROPPED_PREFIX}nonfinite"
+
+    file = rewrite(step_file(source, 1), left_out)
+    loose = Path(shutil.copy(file, source.with_name("samples.jsonl")))
+    # In another file somebody has masked them.
+    for at, in_loss in ((source, [0, 2, 3]), (loose, [2, 3])):
+        groups = looked(source, "algorithm.filter=none", at=at).load_groups(1)
+        assert [group[0].group_id for group in groups if all(sample.mask.any() for sample in group)] == in_loss
+
+
+def test_only_files_in_rollouts_are_those_of_the_run(source: Path, finished: Path, loose: Path) -> None:
+    beside = Path(shutil.copy(step_file(source, 1), source / "gae.jsonl"))
+    chain = looked(source, at=beside)
+    assert (chain.uses_saved_rewards, chain.uses_saved_advantages, chain.source_run) == (True, True, None)
+    for own in (source, source / "rollouts", step_file(source, 1)):
+        of_run = looked(source, at=own)
+        assert (of_run.uses_saved_advantages, of_run.source_run) == (False, RunDirectory(source.resolve()))
+    # Models are those of the run, or of the checkpoint's.
+    start = finished / "checkpoints" / "2"
+    assert find_model_run(ReplayRequest(source, start)) == RunDirectory(source.resolve())
+    assert find_model_run(ReplayRequest(loose, start)) == RunDirectory(finished.resolve())
+    assert find_model_run(ReplayRequest(loose)) is None
+
+
+def test_fingerprints_tell_samples_fields_and_checkpoints_apart(source: Path, finished: Path) -> None:
+    def fingerprints(at: Path, checkpoint: int | None = None) -> dict[str, str]:
+        settings = load(str(source / "settings.yaml"), ["run.name=again", "run.steps=9", *UNJUDGED], {}).settings
+        request = ReplayRequest(at, None if checkpoint is None else finished / "checkpoints" / str(checkpoint))
+        return read_training_inputs(settings, request).fingerprints
+
+    def differing(one: dict[str, str], other: dict[str, str]) -> list[str]:
+        assert one.keys() == other.keys()
+        return [name for name in one if one[name] != other[name]]
+
+    of_run, file = fingerprints(source), step_file(source, 3)
+    elsewhere = Path(shutil.copytree(source / "rollouts", source.with_name("elsewhere")))
+    assert differing(of_run, fingerprints(elsewhere)) == ["the fields taken from the samples"]
+    state = "the checkpoint of --checkpoint"
+    assert differing(fingerprints(file, 2), fingerprints(file, 4)) == ["the samples of --from-rollouts", state]
+    assert of_run[state] == "none" != fingerprints(source, 2)[state]

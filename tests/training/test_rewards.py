@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 from app.advantage.group import grpo_advantages
 from app.records.jsonl import read_jsonl, write_jsonl
-from app.records.sample import Sample
-from app.rollout.engine.continuous_batching import ContinuousBatchGenerator
-from app.rollout.sampling.token_sampling import FINISH_NON_FINITE
 from tests.program import here, metrics_of, reproducible, settings, train_here
 from tests.reward.processes import children
 from tests.training.test_trainer import samples_of
-from tests.two_hosts import run_on_two_hosts
 
 PLUG = """\
 import os
@@ -30,13 +23,12 @@ def broken(completion): raise ValueError("always")
 def picky(completion, answer):
     if completion != answer: raise ValueError("wrong")
     return 1
-def wrong_on_second(completions, trainer_state):
-    if os.environ["THIS_HOST"] == "1" and trainer_state.global_step == 2: raise ValueError("not on this host")
-    return [1.0 for _ in completions]
 def until_third(completions, trainer_state):
     if trainer_state.global_step == 3 and os.path.exists("runs/tiny"): raise ValueError("third")
     return [float(len(c)) for c in completions]
 def silent(completions): return [None] * len(completions)
+def wants(completion, mood): return 1
+def needs(completion, answer): return len(answer)
 """
 QUIET = ("eval.every_steps=0", "run.steps=2")
 
@@ -51,7 +43,7 @@ def run_of(config: Path) -> Path:
     return config.parent / "runs" / "tiny"
 
 
-def test_a_plug_in_is_learnt_from_beside_a_built_in(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plug_in_is_learned_from_beside_a_built_in(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     functions = "[{function: plug.py:length, weight: 0.5}, arithmetic_format]"
     monkeypatch.setenv("JUDGE_KEY", "CANARY")
     chosen = (f"reward.functions={functions}", "plugins.env_vars=[JUDGE_KEY]")
@@ -74,7 +66,7 @@ def test_a_plug_in_is_learnt_from_beside_a_built_in(config: Path, monkeypatch: p
     assert "accuracy" in result.stdout and "format_rate" not in result.stdout
 
 
-def test_dropped_samples_leave_their_groups_and_nothing_else_changes(config: Path) -> None:
+def test_dropped_samples_leave_their_groups(config: Path) -> None:
     result = train_here(config, "reward.functions=[plug.py:fussy]", "reward.on_error=drop", "run.steps=4", QUIET[0])
     assert result.exit_code == 0, result.stderr
     lines = metrics_of(run_of(config))
@@ -107,36 +99,7 @@ def test_dropped_samples_leave_their_groups_and_nothing_else_changes(config: Pat
     assert "reward fussy failed on" in result.stderr and "left out; first" in result.stderr
 
 
-def test_samples_that_broke_while_they_were_generated_leave_their_groups(
-    config: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    whole = ContinuousBatchGenerator.generate
-
-    def some_broken(generator: ContinuousBatchGenerator, *arguments: Any, **more: Any) -> list[Sample]:
-        return [broken(s, s.sample_index) if s.sample_index < 2 else s for s in whole(generator, *arguments, **more)]
-
-    def broken(sample: Sample, length: int) -> Sample:
-        kept = {name: getattr(sample, name)[:length] for name in ("completion_ids", "behavior_logprobs")}
-        return replace(sample, **kept, completion="", finish_reason=FINISH_NON_FINITE)
-
-    monkeypatch.setattr(ContinuousBatchGenerator, "generate", some_broken)
-    result = train_here(
-        config, "reward.functions=[plug.py:length]", "logging.save_rollouts=true", "run.steps=1", QUIET[0]
-    )
-    assert result.exit_code == 0, result.stderr
-    assert "samples have non-finite logits, left out" in result.stderr
-    (line,) = [line for line in metrics_of(run_of(config)) if line["step"] == 1]
-    samples = samples_of(run_of(config), 1)
-    dropped = [s for s in samples if s.finish_reason == FINISH_NON_FINITE]
-    assert 0 < len(dropped) == line["reward/dropped_count"] and line["reward/error_count"] == 0
-    assert {len(s.completion_ids) for s in dropped} == {0, 1}
-    assert all(s.reward is None and not s.mask.any() and not np.any(s.advantages) for s in dropped)
-    rewards = [s.reward for s in samples if s.reward is not None]
-    assert len(rewards) + len(dropped) == len(samples) and line["reward/mean"] == pytest.approx(np.mean(rewards))
-    assert line["policy/nonfinite_updates"] == 0 and math.isfinite(line["policy/grad_norm"])
-
-
-def test_a_failure_counts_zero_where_that_is_asked_for(config: Path) -> None:
+def test_failure_counts_zero_if_on_error_says_so(config: Path) -> None:
     functions = "reward.functions=[plug.py:broken, plug.py:length]"
     result = train_here(config, functions, "reward.on_error=zero", "run.steps=1", "eval.num_prompts=8")
     assert result.exit_code == 0, result.stderr
@@ -153,21 +116,15 @@ def test_a_failure_counts_zero_where_that_is_asked_for(config: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("functions", "on_error", "message"),
+    ("function", "on_error", "message"),
     [
-        ("plug.py:picky", "raise", "reward.functions: picky: raised: ValueError: wrong (plug.py:8) (sample "),
-        (
-            "plug.py:broken",
-            "drop",
-            "no sample of this step has a reward, because all were dropped (reward.on_error, or a failed environm",
-        ),
-        ("plug.py:silent", "raise", "reward.functions: no reward: every reward function abstained (sample "),
+        ("picky", "raise", "reward.functions: picky: raised: ValueError: wrong (plug.py:8) (sample "),
+        ("broken", "drop", "no sample of this step has a reward, because all were dropped (reward.on_error, or a fail"),
+        ("silent", "raise", "reward.functions: no reward: every reward function abstained (sample "),
     ],
 )
-def test_a_run_that_cannot_go_on_stops_with_the_way_out(
-    config: Path, functions: str, on_error: str, message: str
-) -> None:
-    result = train_here(config, f"reward.functions=[{functions}]", f"reward.on_error={on_error}", *QUIET)
+def test_run_without_rewards_ends_with_the_way_out(config: Path, function: str, on_error: str, message: str) -> None:
+    result = train_here(config, f"reward.functions=[plug.py:{function}]", f"reward.on_error={on_error}", *QUIET)
     assert result.exit_code == 1
     error = result.stderr.splitlines()[-1]
     assert error.startswith(f"error: RewardError: {message}")
@@ -175,7 +132,7 @@ def test_a_run_that_cannot_go_on_stops_with_the_way_out(
     assert metrics_of(run_of(config)) == [] and children() == []
 
 
-def test_a_run_whose_reward_function_fails_is_saved_and_goes_on_once_it_is_mended(config: Path) -> None:
+def test_run_whose_reward_function_fails_is_saved_and_resumes(config: Path) -> None:
     chosen = (
         *("reward.functions=[plug.py:until_third]", "reward.on_error=raise", "checkpoint.every_steps=100"),
         *("eval.every_steps=3", "eval.num_prompts=8", "checkpoint.best_metric=null"),
@@ -195,57 +152,36 @@ def test_a_run_whose_reward_function_fails_is_saved_and_goes_on_once_it_is_mende
     assert reproducible(metrics_of(run_of(config))) == reproducible(metrics_of(whole))
 
 
-def test_a_function_that_fails_on_a_real_answer_is_found_before_anything_is_compiled(config: Path) -> None:
-    for option in ("--dry-run", "--debug"):
-        result = here("train", "--config", config, option, *settings("reward.functions=[plug.py:broken]"))
-        assert result.exit_code == 2
-        error = next(line for line in result.stderr.splitlines() if line.startswith("error: "))
-        assert error.startswith("error: reward.functions: tried before the run, for the answer ")
-        assert "broken: raised: ValueError: always (plug.py:6)" in error
-    assert not run_of(config).exists() and children() == []
-
-
-def test_a_function_that_cannot_do_without_an_answer_is_found_before_anything_is_compiled(config: Path) -> None:
-    path = config.parent / "rows.jsonl"
+def test_reward_function_that_cannot_work_is_refused_before_anything_is_made(config: Path) -> None:
     rows = [{"prompt": f"{i} + 1 = ?", "answer": str(i + 1)} for i in range(4)] + [{"prompt": "5 + 1 = ?"}]
-    write_jsonl(path, rows)
-    (config.parent / "needs.py").write_text("def needs(completion, answer): return len(answer)\n")
-    options = (f"data.source={path}", "data.eval_source=builtin:arithmetic", "reward.functions=needs.py:needs")
-    result = here("train", "--config", config, "--dry-run", *settings(*options))
-    assert result.exit_code == 2
-    assert "to rows/4, one of 1 rows of 5 without a reference answer: " in result.stderr
-
-
-@pytest.mark.parametrize(
-    ("functions", "message"),
-    [
-        ("wants.py:f", "cannot be filled: `mood`"),
-    ],
-)
-def test_a_broken_plug_in_is_found_before_anything_is_made(config: Path, functions: str, message: str) -> None:
-    (config.parent / "wants.py").write_text("def f(completion, mood): return 1")
+    write_jsonl(config.parent / "rows.jsonl", rows)
+    for name, more in (("train", {"difficulty": 1}), ("test", {})):
+        write_jsonl(config.parent / f"{name}.jsonl", [{"question": "1+1=?", "answer": "2", **more}] * 8)
     before = sorted(config.parent.rglob("*"))
-    result = train_here(config, f"reward.functions=[{functions}]")
-    assert (result.exit_code, result.stdout) == (2, "")
-    assert message in result.stderr and len(result.stderr.splitlines()) == 1
-    assert sorted(config.parent.rglob("*")) == before
+    for function, data, messages in (
+        ("broken", (), ["tried before the run, for the answer ", "broken: raised: ValueError: always (plug.py:6)"]),
+        ("wants", (), ["cannot be filled: `mood`"]),
+        (
+            "needs",
+            ("data.source=rows.jsonl", "data.eval_source=builtin:arithmetic"),
+            ["to rows/4, one of 1 rows of 5 without a reference answer: "],
+        ),
+        (
+            "fussy",
+            ("data.source=train.jsonl", "data.eval_source=test.jsonl"),
+            ["plug.py:fussy also grades held-out samples, but it has parameters that cannot be filled: `difficulty`"],
+        ),
+    ):
+        for option in ("--dry-run", "--debug") if function == "broken" else ("--dry-run",):
+            chosen = settings(f"reward.functions=[plug.py:{function}]", *data)
+            result = here("train", "--config", config, option, *chosen)
+            assert (result.exit_code, result.stdout) == (2, "")
+            assert all(message in result.stderr for message in messages), result.stderr
+    assert sorted(path for path in config.parent.rglob("*") if path.suffix != ".pyc") == before
     assert children() == []
 
 
-def test_a_judge_must_fit_the_held_out_data_too(config: Path) -> None:
-    (config.parent / "train.jsonl").write_text('{"question": "1+1=?", "answer": "2", "difficulty": 1}\n' * 8)
-    (config.parent / "test.jsonl").write_text('{"question": "1+2=?", "answer": "3"}\n' * 8)
-    result = train_here(
-        config, "reward.functions=[plug.py:fussy]", "data.source=train.jsonl", "data.eval_source=test.jsonl"
-    )
-    assert result.exit_code == 2
-    assert (
-        "plug.py:fussy also grades held-out samples, but it has parameters that cannot be filled: `difficulty`"
-        in result.stderr
-    )
-
-
-def test_scoring_a_file_uses_the_same_functions(config: Path, tmp_path: Path) -> None:
+def test_score_uses_the_reward_functions_of_training(config: Path, tmp_path: Path) -> None:
     assert train_here(config, *QUIET).exit_code == 0
     samples = run_of(config) / "rollouts" / "step_000001.jsonl"
     arguments = ("score", "--config", config, "--role", "reward", "--input", samples, "--out", tmp_path / "out.jsonl")
@@ -270,16 +206,3 @@ def test_scoring_a_file_uses_the_same_functions(config: Path, tmp_path: Path) ->
     for (_, record), sampled in zip(read_jsonl(tmp_path / "new.jsonl"), before, strict=True):
         assert record.keys() | {"advantages"} == sampled.keys()
         assert record["finish_reason"] == sampled["finish_reason"]
-
-
-@pytest.mark.two_hosts
-def test_what_fails_on_one_host_stops_both(config: Path, tmp_path: Path) -> None:
-    chosen = settings(
-        "reward.functions=[plug.py:wrong_on_second]",
-        *("plugins.env_vars=[THIS_HOST]", "rollout.prompts_per_step=2", "run.steps=2", "eval.num_prompts=8"),
-    )
-    hosts = run_on_two_hosts("train", "--config", config, *chosen, cwd=tmp_path)
-    assert [host.exit_code for host in hosts] == [1, 1], hosts
-    assert "a reward function failed on another host; see its log" in hosts[0].stderr
-    assert "wrong_on_second: raised: ValueError: not on this host" in hosts[1].stderr
-    assert (run_of(config) / "checkpoints" / "1" / "state").is_dir()

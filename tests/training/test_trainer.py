@@ -1,12 +1,15 @@
-"""Tests of `grpo train`: its files, its output and its errors."""
+"""Tests of `grpo train`: its files, metrics, output and data, and how runs end."""
 
 from __future__ import annotations
 
 import itertools
 import json
 import os
+import shutil
 import time
+from collections import Counter
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -16,111 +19,35 @@ from app.records.jsonl import read_jsonl
 from app.records.sample import Sample
 from app.records.sample_json import sample_from_record
 from app.report import metrics_history
+from app.rollout.sampling.token_sampling import FINISH_NON_FINITE
 from app.training.train import train
 from settings import load
 from tests.program import (
-    DEADLINE_S,
     assert_same_run,
+    digest_of,
     here,
     metrics_of,
+    records_of,
     reproducible,
     saved_state,
-    settings,
-    started,
     train_here,
-    without_progress,
 )
+from tests.replays import step_file
+from tests.run_fixtures import NO_REPORT, TINY, write_config
 from tests.tiny_directory import CHARACTERS, CONFIG, CONTROL_TOKENS, random_tensors, write_model
 
 OF_A_STEP = {
-    "step",
-    "policy/kl",
-    "loss",
-    "reward/mean",
-    "reward/std",
-    "reward/arithmetic/mean",
-    "reward/arithmetic_format/mean",
-    "reward/arithmetic/error_count",
-    "reward/arithmetic_format/error_count",
-    "reward/error_count",
-    "reward/abstained_count",
-    "reward/dropped_count",
-    "reward/zero_variance_fraction",
-    "reward/filtered_group_fraction",
-    "reward/sampled_mean",
-    "rollout/num_rounds",
-    "rollout/surplus_group_count",
-    "rollout/filler_group_count",
-    "completions/mean_length",
-    "completions/min_length",
-    "completions/max_length",
-    "completions/truncated_fraction",
-    "policy/entropy",
-    "policy/grad_norm",
-    "policy/clip_fraction_low",
-    "policy/clip_fraction_high",
-    "policy/clip_fraction_dual",
-    "policy/ratio_max",
-    "policy/learning_rate",
-    "policy/nonfinite_updates",
-    "policy/nonfinite_in_a_row",
-    "advantage/mean",
-    "advantage/std",
-    "rollout/sampler_scorer_kl",
-    "rollout/sampler_scorer_logprob_diff_mean",
-    "rollout/sampler_scorer_logprob_diff_max",
-    "batching/fill",
-    "batching/num_micro_batches",
-    "batching/dummy_fraction",
-    "batching/flops_imbalance",
-    "global_seqlen/min",
-    "global_seqlen/max",
-    "global_seqlen/mean",
-    "global_seqlen/minmax_diff",
-    "global_seqlen/balanced_min",
-    "global_seqlen/balanced_max",
-    "time/rollout_s",
-    "time/reward_s",
-    "time/score_s",
-    "time/advantage_s",
-    "time/update_s",
-    "time/step_s",
-    "time/unix_s",
-    "data/epoch",
-    "data/num_tokens",
-    "data/total_tokens",
-    "perf/tokens_per_s",
-    "perf/flops",
-    "perf/mfu",
-    "perf/peak_memory_bytes",
-    "perf/compilations",
-    "perf/rollout/segments",
-    "perf/rollout/prefill_tokens_saved",
-    "perf/rollout/preemptions",
-    "perf/rollout/bubble",
+    *("step", "loss", "reward/mean", "reward/std", "reward/arithmetic/mean", "reward/arithmetic_format/mean"),
+    *("reward/zero_variance_fraction", "completions/mean_length", "completions/min_length", "completions/max_length"),
+    *("completions/truncated_fraction", "policy/entropy", "policy/kl", "policy/grad_norm", "policy/clip_fraction_low"),
+    *("policy/clip_fraction_high", "policy/ratio_max", "policy/learning_rate", "advantage/mean", "advantage/std"),
+    *("rollout/sampler_scorer_logprob_diff_mean", "rollout/sampler_scorer_logprob_diff_max", "batching/fill"),
+    *("time/rollout_s", "time/reward_s", "time/score_s", "time/advantage_s", "time/update_s", "time/step_s"),
+    *("perf/tokens_per_s", "perf/mfu", "perf/peak_memory_bytes", "perf/compilations", "data/epoch"),
 }
-OF_SCORING = {
-    name
-    for role in ("policy", "reference")
-    for name in (
-        f"score/{role}/fill",
-        f"score/{role}/num_micro_batches",
-        f"score/{role}/rows_per_device",
-        f"time/score_{role}_s",
-        f"perf/score_{role}_compilations",
-        f"perf/score_{role}_tokens_per_s",
-    )
-} | {f"mismatch/{name}" for name in ("training_ppl", "rollout_ppl", "log_ppl_diff", "kl", "k3_kl")}
 OF_AN_EVALUATION = {
-    "eval/accuracy",
-    "eval/accuracy/difficulty_1",
-    "eval/accuracy/difficulty_2",
-    "eval/format_rate",
-    "eval/truncated_fraction",
-    "eval/mean_length",
-    "eval/num_prompts",
-    "eval/error_count",
-    "time/eval_s",
+    *("eval/accuracy", "eval/accuracy/difficulty_1", "eval/accuracy/difficulty_2", "eval/format_rate"),
+    *("eval/truncated_fraction", "eval/mean_length", "eval/num_prompts", "eval/error_count", "time/eval_s"),
 }
 
 
@@ -129,7 +56,24 @@ def samples_of(run: Path, step: int) -> list[Sample]:
     return [sample_from_record(record, where=f"{path}:{line}") for line, record in read_jsonl(path)]
 
 
-def test_a_run_directory_holds_what_the_contract_names_and_nothing_else(finished: Path) -> None:
+class Repeated(NamedTuple):
+    """A second run of the settings of `finished`, which tests must not change."""
+
+    path: Path
+    stdout: str
+    stderr: str
+
+
+@pytest.fixture(scope="module")
+def repeated(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Repeated:
+    folder = tmp_path_factory.mktemp("repeated")
+    config = write_config(folder, TINY + NO_REPORT, tiny_model)
+    result = train_here(config, "logging.completions_every_steps=2")
+    assert result.exit_code == 0, result.stderr
+    return Repeated(folder / "runs" / "tiny", result.stdout, result.stderr)
+
+
+def test_run_directory_holds_what_the_contract_names(finished: Path) -> None:
     def names(folder: str) -> set[str]:
         return {path.name for path in (finished / folder).iterdir()}
 
@@ -140,23 +84,25 @@ def test_a_run_directory_holds_what_the_contract_names_and_nothing_else(finished
     assert names("rollouts") == {f"step_00000{step}.jsonl" for step in (1, 2, 3, 4)}
     assert names("eval") == {f"step_00000{step}.jsonl" for step in (0, 2, 4)}
     assert names("checkpoints") == {"2", "4", "best"}
-
-
-def test_settings_are_the_resolved_ones_with_what_set_each(finished: Path) -> None:
-    text = (finished / "settings.yaml").read_text()
-    config = finished.parents[1] / "config.yaml"
+    text, config = (finished / "settings.yaml").read_text(), finished.parents[1] / "config.yaml"
     assert f"  learning_rate: 0.001  # yaml:{config}:6" in text.splitlines()
     assert "  eval_split: test  # derived" in text.splitlines()
     assert load(str(finished / "settings.yaml"), [], {}).settings == load(str(config), [], {}).settings
+    (session,) = (record for _, record in read_jsonl(finished / "sessions.jsonl"))
+    assert session["after_step"] == 0 and session["processes"] == 1 and session["devices"] == "8 × cpu"
 
 
-def test_every_step_has_a_line_with_every_name(finished: Path) -> None:
-    lines = metrics_of(finished)
-    assert [line["step"] for line in lines] == [0, 1, 2, 3, 4]
-    assert lines[0].keys() == {"step", "time/unix_s"} | OF_AN_EVALUATION
-    for line in lines[1:]:
-        assert line.keys() == OF_A_STEP | (OF_AN_EVALUATION if line["step"] in (2, 4) else set())
+def test_every_step_has_a_line_with_every_metric(finished: Path, uninterrupted: Path) -> None:
+    start, *lines = metrics_of(finished)
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]
+    assert start.keys() == {"step", "time/unix_s"} | OF_AN_EVALUATION
+    assert lines[0].keys() >= OF_A_STEP and not lines[0].keys() & OF_AN_EVALUATION
+    for line in lines:
+        assert line.keys() == lines[0].keys() | (OF_AN_EVALUATION if line["step"] in (2, 4) else set())
         assert [name for name, value in line.items() if value is None] == ["policy/kl", "perf/mfu"]
+    with_penalty = metrics_of(uninterrupted)[1:]
+    scores = {f"time/score_{role}_s" for role in ("policy", "reference")}
+    assert all(line.keys() > lines[0].keys() | scores for line in with_penalty) and with_penalty[-1]["policy/kl"] > 0
 
 
 def test_epochs_and_tokens_are_counted_from_the_first_step(finished: Path) -> None:
@@ -171,16 +117,13 @@ def test_epochs_and_tokens_are_counted_from_the_first_step(finished: Path) -> No
     assert finished.stat().st_mtime - 3600 < times[0] < time.time()
 
 
-def test_a_run_with_a_penalty_says_how_far_it_went(uninterrupted: Path) -> None:
-    lines = [line for line in metrics_of(uninterrupted) if line["step"]]
-    assert all(line.keys() - OF_AN_EVALUATION == OF_A_STEP | OF_SCORING for line in lines)
-    assert lines[-1]["policy/kl"] > 0
-
-
-def test_with_one_update_the_ratio_is_exactly_one(finished: Path) -> None:
+def test_grpo_samples_one_round_and_its_single_update_has_ratio_one(finished: Path) -> None:
+    assert load(str(finished / "settings.yaml"), [], {}).algorithm_changes is None
     for line in metrics_of(finished)[1:]:
         assert line["policy/ratio_max"] == 1
         assert line["policy/clip_fraction_low"] == line["policy/clip_fraction_high"] == 0
+        assert (line["rollout/num_rounds"], line["reward/filtered_group_fraction"]) == (1, 0)
+        assert line["reward/sampled_mean"] == pytest.approx(line["reward/mean"])
 
 
 def test_sampler_and_trainer_agree(finished: Path, uninterrupted: Path) -> None:
@@ -195,7 +138,7 @@ def test_training_moves_the_weights(finished: Path) -> None:
     assert all(line["policy/grad_norm"] > 0 for line in metrics_of(finished)[1:])
 
 
-def test_the_samples_of_a_step_are_those_its_metrics_speak_of(finished: Path) -> None:
+def test_samples_of_a_step_are_those_of_its_metrics(finished: Path) -> None:
     for line in metrics_of(finished)[1:]:
         samples = samples_of(finished, line["step"])
         assert len({sample.uid for sample in samples}) == len(samples) == 16
@@ -207,7 +150,7 @@ def test_the_samples_of_a_step_are_those_its_metrics_speak_of(finished: Path) ->
             assert sample.advantages is not None and len(sample.advantages) == len(sample.completion_ids)
 
 
-def test_samples_carry_the_logprobs_that_their_algorithm_needed(finished: Path, uninterrupted: Path) -> None:
+def test_samples_carry_the_logprobs_that_their_algorithm_needs(finished: Path, uninterrupted: Path) -> None:
     for sample in samples_of(finished, 1):
         assert sample.policy_logprobs is None and sample.reference_logprobs is None
     for sample in samples_of(uninterrupted, 1):
@@ -217,100 +160,57 @@ def test_samples_carry_the_logprobs_that_their_algorithm_needed(finished: Path, 
         np.testing.assert_allclose(sample.policy_logprobs, sample.behavior_logprobs, atol=1e-4)
 
 
-SCORED = ("policy_logprobs", "reference_logprobs")
-
-
-@pytest.mark.slow
-def test_a_penalty_in_the_reward_is_paid_before_siblings_are_compared(config: Path) -> None:
-    result = train_here(
-        config,
-        *("algorithm.name=rloo", "algorithm.beta=0.5", "algorithm.dual_clip=3.0", "algorithm.entropy_coef=0.01"),
-        *("optimizer.learning_rate=1e-2", "run.steps=3", "eval.every_steps=0"),
-    )
-    assert result.exit_code == 0, result.stderr
-    run = config.parent / "runs" / "tiny"
-    first, *_, last = lines = metrics_of(run)
-    # One update a step: its ratio is taken to itself, although the reward had the policy scored.
-    assert [line["policy/ratio_max"] for line in lines] == [1.0] * 3
-    assert abs(first["policy/kl"]) < 1e-6 < abs(last["policy/kl"])
-    for step in (1, 3):
-        samples = samples_of(run, step)
-        policy, reference = ([np.asarray(getattr(s, name)) for s in samples] for name in SCORED)
-        penalties = np.array([0.5 * np.sum(p - r) for p, r in zip(policy, reference, strict=True)])
-        assert bool(penalties.any()) == (step == 3)
-        by_group = (np.array([s.reward for s in samples]) - penalties).reshape(4, 4)
-        expected = (by_group - (by_group.sum(1, keepdims=True) - by_group) / 3).ravel()
-        for sample, advantage in zip(samples, expected, strict=True):
-            assert sample.advantages is not None
-            np.testing.assert_allclose(sample.advantages, advantage, atol=1e-5)
-
-
-def test_no_prompt_comes_twice_before_all_have_come_once(uninterrupted: Path) -> None:
+def test_every_prompt_comes_once_in_an_epoch(uninterrupted: Path) -> None:
     uids = [sample.prompt.uid for step in range(1, 11) for sample in samples_of(uninterrupted, step)[::4]]
     assert len(set(uids)) == len(uids) == 40
 
 
-def test_the_same_settings_give_the_same_run_and_another_seed_another(config: Path, finished: Path) -> None:
-    assert train_here(config).exit_code == 0
-    assert_same_run(config.parent / "runs" / "tiny", finished, step=4)
-    assert train_here(config, "run.name=other", "run.seed=1", "run.steps=1").exit_code == 0
-    other = metrics_of(config.parent / "runs" / "other")
+def test_same_settings_give_the_same_run_and_another_seed_another(
+    config: Path, finished: Path, repeated: Repeated
+) -> None:
+    assert_same_run(repeated.path, finished, step=4)
+    assert train_here(config, "run.seed=1", "run.steps=1").exit_code == 0
+    other = metrics_of(config.parent / "runs" / "tiny")
     # Held-out prompts are the same for every seed, and so are the weights before the first step.
     assert reproducible(other)[0] == reproducible(metrics_of(finished))[0]
     assert other[1]["policy/entropy"] != metrics_of(finished)[1]["policy/entropy"]
 
 
-@pytest.fixture
-def same_length_data(tmp_path: Path) -> Path:
-    path = tmp_path / "data.jsonl"
+def test_result_goes_to_stdout_and_progress_to_stderr(repeated: Repeated) -> None:
+    result, progress = repeated.stdout.splitlines(), repeated.stderr.splitlines()
+    assert result[0].split() == ["held", "out", "step", "0", "step", "4"]
+    assert result[1].startswith("accuracy")
+    assert result[-2].startswith("best eval/accuracy ")
+    assert result[-1] == f"everything is in {repeated.path}"
+    assert len(result) == 11
+    assert progress[0].startswith("rollout.slots: auto: 16 on each host for all samples of a step, ")
+    assert progress[1] == "builtin:arithmetic: 40 rows (prompt from prompt, answer from answer)"
+    assert [line.split()[1] for line in progress if line.startswith("step ")] == ["1", "2", "3", "4"]
+    assert len([line for line in progress if line.startswith("evaluation at step ")]) == 3
+    # After the first step and then every second one.
+    shown = [line.split()[-1] for line in progress if line.startswith("completions of step")]
+    assert shown == ["1", "2", "4"]
+    assert any(line.startswith("    reward ") and "advantage" in line for line in progress)
+
+
+def test_nothing_is_compiled_after_the_first_step(config: Path, tmp_path: Path) -> None:
+    data = tmp_path / "data.jsonl"
     rows = [{"question": f"{10 + i} + {20 + i} = ?", "answer": str(30 + 2 * i)} for i in range(40)]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
-def test_nothing_is_compiled_after_the_first_step_and_no_evaluation_needs_no_held_out_data(
-    config: Path, same_length_data: Path
-) -> None:
-    result = train_here(
-        config,
-        f"data.source={same_length_data}",
-        "eval.every_steps=0",
-        "algorithm.beta=0.1",
-        "algorithm.epochs=2",
-        "logging.save_rollouts=false",
-        "run.steps=6",
-    )
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    chosen = ("eval.every_steps=0", "algorithm.beta=0.1", "algorithm.epochs=2", "logging.save_rollouts=false")
+    result = train_here(config, f"data.source={data}", *chosen, "run.steps=6")
     assert result.exit_code == 0, result.stderr
     run = config.parent / "runs" / "tiny"
     compilations = [line["perf/compilations"] for line in metrics_of(run)]
     assert compilations[0] > 5
     # The second step's samples may be the first to reach the longest length.
     assert compilations[2:] == [0, 0, 0, 0]
+    # Without evaluations, held-out data is not needed.
     assert not (run / "eval").exists() and not (run / "rollouts").exists()
     assert not any(name.startswith("eval/") for line in metrics_of(run) for name in line)
 
 
-@pytest.mark.slow
-def test_the_result_goes_to_stdout_and_progress_to_stderr(config: Path) -> None:
-    with started("train", "--config", config, *settings("logging.completions_every_steps=0")) as process:
-        stdout, stderr = process.communicate(timeout=DEADLINE_S)
-    assert process.returncode == 0, stderr
-    result = stdout.splitlines()
-    assert result[0].split() == ["held", "out", "step", "0", "step", "4"]
-    assert result[1].startswith("accuracy")
-    assert result[-1] == f"everything is in {config.parent / 'runs' / 'tiny'}"
-    assert result[-2].startswith("best eval/accuracy ")
-    assert len(result) == 11
-    progress = without_progress(stderr).splitlines()
-    assert progress[0].startswith("rollout.slots: auto: 16 on each host for all samples of a step, ")
-    assert progress[1] == "builtin:arithmetic: 40 rows (prompt from prompt, answer from answer)"
-    assert [line.split()[1] for line in progress if line.startswith("step ")] == ["1", "2", "3", "4"]
-    assert len([line for line in progress if line.startswith("evaluation at step ")]) == 3
-    assert len(progress) == 10, stderr
-
-
-@pytest.mark.slow
-def test_a_model_with_nan_in_it_is_given_up_after_some_steps(config: Path, tmp_path: Path) -> None:
+def test_repeated_nan_updates_end_the_run(config: Path, tmp_path: Path) -> None:
     broken = write_model(tmp_path / "broken")
     tensors = random_tensors(CONFIG)
     # Of one digit: prompts without it are answered, and those with it are in the same rows.
@@ -329,46 +229,36 @@ def test_a_model_with_nan_in_it_is_given_up_after_some_steps(config: Path, tmp_p
     lines = metrics_of(config.parent / "runs" / "tiny")[1:]
     assert [line["policy/nonfinite_in_a_row"] for line in lines] == [0, 1, 2, 3]
     assert lines[0]["loss"] is not None and lines[-1]["loss"] is None
-    assert all(line["reward/dropped_count"] > 0 for line in lines[1:])
+    for line in lines[1:]:
+        dropped = [s for s in samples_of(config.parent / "runs" / "tiny", line["step"]) if s.reward is None]
+        assert 0 < len(dropped) == line["reward/dropped_count"] and line["reward/error_count"] == 0
+        assert {s.finish_reason for s in dropped} == {FINISH_NON_FINITE}
+        assert not any(s.mask.any() or np.any(s.advantages) for s in dropped)
 
 
-def test_a_run_that_blows_up_is_stopped(config: Path) -> None:
-    result = train_here(config, "optimizer.learning_rate=1e30")
+def test_run_whose_samples_are_all_nonfinite_ends(config: Path) -> None:
+    result = train_here(config, "optimizer.learning_rate=1e30", "eval.every_steps=0")
     assert result.exit_code == 1
     error = result.stderr.splitlines()[-1]
     assert "error: RuntimeError: no sample of this step could be generated: 16 of 16 samples" in error
     assert "lower optimizer.learning_rate" in error
-    (first,) = metrics_of(config.parent / "runs" / "tiny")[1:]
+    (first,) = metrics_of(config.parent / "runs" / "tiny")
     assert first["policy/nonfinite_updates"] == 0 and first["loss"] is not None
 
 
-def test_a_finished_run_has_a_report_of_all_its_steps(finished: Path) -> None:
-    report = (finished / "report.html").read_text()
-    assert "step 4 of 4" in report
-    assert "<td>accuracy</td>" in report and "95 % interval (20 prompts)" in report
-    assert {"reward.png", "accuracy.png", "entropy.png", "times.png"} <= {
-        p.name for p in (finished / "plots").iterdir()
-    }
-    page = (finished / "rollouts.html").read_text()
-    assert "124 of the 124 samples in 7 of 7 files" in page.replace("\n", " ")
-    (session,) = (record for _, record in read_jsonl(finished / "sessions.jsonl"))
-    assert session["after_step"] == 0 and session["processes"] == 1 and session["devices"] == "8 × cpu"
-    assert session["devices"] in report and session["jax"] in report
-
-
-def test_completions_are_shown_after_the_first_step_and_then_in_their_turn(config: Path) -> None:
-    result = train_here(config, "run.steps=3", "logging.completions_every_steps=2", "eval.every_steps=0")
-    assert result.exit_code == 0, result.stderr
-    shown = [line.split()[-1] for line in result.stderr.splitlines() if line.startswith("completions of step")]
-    assert shown == ["1", "2"]
-    assert any(line.startswith("    reward ") and "advantage" in line for line in result.stderr.splitlines())
-
-
-@pytest.mark.slow
-def test_the_best_evaluation_is_saved_though_no_interval_falls_there(config: Path) -> None:
-    result = train_here(config, "run.steps=4", "eval.every_steps=1", "checkpoint.every_steps=100", "checkpoint.keep=1")
+def test_best_evaluation_is_saved_between_intervals_and_stop_strings_end_samples(config: Path) -> None:
+    few_slots = ("rollout.slots=8", "rollout.mode=exact", "rollout.segment.min=1", 'rollout.stop=["1", "+3"]')
+    saving = ("checkpoint.every_steps=100", "checkpoint.keep=1")
+    result = train_here(config, "eval.every_steps=1", *saving, *few_slots)
     assert result.exit_code == 0, result.stderr
     run = config.parent / "runs" / "tiny"
+    for folder in ("rollouts", "eval"):
+        records = records_of(run / folder / "step_000001.jsonl")
+        stopped = [one for one in records if any(string in one["completion"] for string in ("1", "+3"))]
+        assert 2 <= len(stopped) < len(records)
+        for one in stopped:
+            assert one["finish_reason"] == "stop" and one["completion"].endswith(("1", "+3"))
+            assert not any(string in one["completion"][:-1] for string in ("1", "+3"))
     accuracies = {line["step"]: line["eval/accuracy"] for line in metrics_of(run) if line["step"] > 0}
     best = max(accuracies, key=lambda step: (accuracies[step], -step))
     assert os.readlink(run / "checkpoints" / "best") == str(best)
@@ -376,32 +266,29 @@ def test_the_best_evaluation_is_saved_though_no_interval_falls_there(config: Pat
     assert f"best eval/accuracy {100 * accuracies[best]:.1f} % after step {best}: checkpoints/best\n" in result.stdout
 
 
-def test_if_the_start_was_best_there_is_no_best_checkpoint_and_the_run_says_so(
+def test_run_that_is_never_better_than_its_start_has_no_best_checkpoint(
     config: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # A spoiled model writes only numbers, which would count as better.
     monkeypatch.setattr(metrics_history, "LOWER_IS_BETTER", frozenset({"eval/format_rate"}))
     spoiled = ("optimizer.learning_rate=10.0", "checkpoint.best_metric=eval/format_rate")
-    result = train_here(config, *spoiled, "run.steps=2", "logging.report=true")
+    result = train_here(config, *spoiled, "run.steps=2")
     assert result.exit_code == 0, result.stderr
     run = config.parent / "runs" / "tiny"
     start, end = (line["eval/format_rate"] for line in metrics_of(run) if "eval/format_rate" in line)
     assert start < end
     assert {path.name for path in (run / "checkpoints").iterdir()} == {"2"}
-    said = f"raining has not improved eval/format_rate on the start (step 0): {100 * start:.1f} %"
-    assert f"t{said}; there is no checkpoints/best\n" in result.stdout
-    assert f"T{said}." in (run / "report.html").read_text()
+    said = f"training has not improved eval/format_rate on the start (step 0): {100 * start:.1f} %"
+    assert f"{said}; there is no checkpoints/best\n" in result.stdout
     result = here("evaluate", "--checkpoint", run / "checkpoints" / "best")
     assert result.exit_code == 2 and "nothing better than its start" in result.stderr
     # A resumed run still knows its start.
     result = train_here(config, *spoiled, "run.steps=3", resume="must")
     assert result.exit_code == 0, result.stderr
-    assert f"t{said}" in result.stdout and not (run / "checkpoints" / "best").is_symlink()
+    assert said in result.stdout and not (run / "checkpoints" / "best").is_symlink()
 
 
-def test_a_checkpoint_by_the_clock_comes_between_the_intervals_and_changes_no_metric(
-    config: Path, finished: Path
-) -> None:
+def test_checkpoint_by_the_clock_changes_no_metric(config: Path, finished: Path) -> None:
     overrides = ("checkpoint.every_minutes=1", "checkpoint.every_steps=100", "checkpoint.best_metric=null")
     clock = itertools.count(step=40).__next__
     # Read once at the start, at every step and at every checkpoint: due after 80 seconds, at steps 2 and 4.
@@ -411,12 +298,84 @@ def test_a_checkpoint_by_the_clock_comes_between_the_intervals_and_changes_no_me
     assert reproducible(metrics_of(run)) == reproducible(metrics_of(finished))
 
 
-@pytest.mark.slow
-def test_a_reference_that_waits_in_host_memory_changes_no_number(config: Path) -> None:
-    runs = []
-    for name, offload in (("here", "false"), ("away", "true")):
-        offloaded = (f"run.name={name}", f"score.reference.offload={offload}")
-        result = train_here(config, "run.steps=2", "eval.every_steps=0", "algorithm.beta=0.1", *offloaded)
-        assert result.exit_code == 0, result.stderr
-        runs.append(reproducible(metrics_of(config.parent / "runs" / name)))
-    assert runs[0] == runs[1]
+NEVER_BETTER = ("run.early_stopping.patience=1", "checkpoint.best_metric=eval/error_count")
+REASON = "eval/error_count has not improved in 1 evaluations (run.early_stopping.patience); its best value is "
+
+
+def test_run_that_ended_early_is_complete_until_its_settings_change(config: Path, finished: Path) -> None:
+    run = config.parent / "runs" / "tiny"
+    result = train_here(config, *NEVER_BETTER, "checkpoint.every_steps=100", "logging.report=true")
+    assert result.exit_code == 0, result.stderr
+    assert f"ended early, after step 2 of 4: {REASON}" in result.stderr
+    assert f"\nended early: {REASON}" in result.stdout
+    assert f"step 2 of 4, ended early: {REASON}" in (run / "report.html").read_text()
+    assert [line["step"] for line in metrics_of(run)] == [0, 1, 2]
+    before = {name: digest for name, digest in digest_of(run).items() if "rollouts/" in name}
+    again = train_here(config, *NEVER_BETTER, resume="must")
+    assert again.exit_code == 0, again.stderr
+    assert f"ended early, after step 2 of 4: {REASON}" in again.stderr
+    assert len(metrics_of(run)) == 3 and before.items() <= digest_of(run).items()
+    # Its last step would not be early.
+    last = train_here(config, *NEVER_BETTER, "run.steps=2", resume="must")
+    assert last.exit_code == 0 and "ended early" not in last.stdout + last.stderr
+    on = train_here(config, "logging.report=true", resume="must")
+    assert on.exit_code == 0, on.stderr
+    assert "ended early" not in on.stdout + on.stderr + (run / "report.html").read_text()
+    assert_same_run(run, finished, step=4)
+
+
+REWARDS = """
+def by_source(data_source, solution_str, ground_truth, extra_info=None):
+    assert data_source.endswith("sums.jsonl") or data_source == "builtin:arithmetic"
+    return float(data_source == "builtin:arithmetic")
+"""
+
+
+def mixed(folder: Path, template: str, model: Path, *, weight: int = 3) -> Path:
+    """Writes the configuration of a run on a file and on the generator, whose reward depends on the source."""
+    rows = [{"prompt": f"{i} + 1 = ?", "answer": str(i + 1)} for i in range(9)]
+    (folder / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "rewards.py").write_text(REWARDS)
+    source = f"[{{{{source: {folder}/sums.jsonl, weight: {weight}}}}}, {{{{source: 'builtin:arithmetic'}}}}]"
+    data = f"data: {{{{source: {source}, eval_source: 'builtin:arithmetic', "
+    function = f"{{{{name: of, function: '{folder}/rewards.py:by_source', weight: 0.5}}}}"
+    text = template.replace("data: {{", data).replace("functions: [arithmetic", f"functions: [arithmetic, {function}")
+    assert text.count("builtin:arithmetic") == 2 and text.count("by_source") == 1
+    return write_config(folder, text + NO_REPORT, model)
+
+
+def test_run_takes_sources_by_weight_and_resumes_where_it_was(tmp_path: Path, tiny_model: Path) -> None:
+    config, runs = mixed(tmp_path, TINY, tiny_model), tmp_path / "runs"
+    assert train_here(config).exit_code == 0
+    samples = [one for step in range(1, 5) for one in records_of(step_file(runs / "tiny", step))]
+    prompts = {(one["uid"].rpartition("/")[0], one["group_id"]): one["columns"]["data_source"] for one in samples}
+    file = str(tmp_path / "sums.jsonl")
+    assert Counter(prompts.values()) == {file: 12, "builtin:arithmetic": 4}
+    # Twelve prompts of nine rows: the second epoch has begun.
+    assert len({uid for uid, _ in prompts if uid.startswith("0/")}) == 9
+    for one in samples:
+        assert one["rewards"]["of"] == float(one["columns"]["data_source"] == "builtin:arithmetic")
+    judged = records_of(runs / "tiny" / "eval" / "step_000002.jsonl")
+    assert {one["columns"]["data_source"] for one in judged} == {"builtin:arithmetic"}
+    resumed = ("run.name=resumed",)
+    shutil.copytree(runs / "tiny", runs / "resumed", symlinks=True)
+    shutil.rmtree(runs / "resumed" / "checkpoints" / "4")
+    other = train_here(mixed(tmp_path, TINY, tiny_model, weight=2), *resumed, resume="must")
+    assert other.exit_code == 2 and "--resume: the weights of the sources in data.source changed" in other.stderr
+    result = train_here(mixed(tmp_path, TINY, tiny_model), *resumed, resume="must")
+    assert result.exit_code == 0, result.stderr
+    assert_same_run(runs / "resumed", runs / "tiny", step=4)
+
+
+def test_other_commands_read_a_mixture(tmp_path: Path, tiny_model: Path) -> None:
+    config = mixed(tmp_path, TINY, tiny_model)
+    report = here("doctor", "--config", config)
+    assert report.exit_code == 0, report.stdout
+    assert "sums.jsonl: 9 rows" in report.stdout
+    foreseen = here("train", "--config", config, "--dry-run", "--json")
+    assert foreseen.exit_code == 0, foreseen.stderr
+    assert json.loads(foreseen.stdout)["epochs_of_data"] == pytest.approx(4 * 4 / 49)
+    out = tmp_path / "samples.jsonl"
+    drawn = here("rollout", "--config", config, "--limit", "10", "--out", out)
+    assert drawn.exit_code == 0, drawn.stderr
+    assert Counter(one["uid"][0] for one in records_of(out)) == {"0": 9 * 4, "1": 4}

@@ -1,19 +1,129 @@
-"""Tests that two processes of four devices train as one process of eight, and resume from each other's checkpoints."""
+"""Tests that two processes of four devices sample and train as one process of eight."""
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import signal
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.program import metrics_of, records_of, reproducible, settings, train_here, wait_for_step
+from app.checkpoint.saved_policy import PolicyCheckpoint
+from tests.on_islands import WAYS, Found, describe
+from tests.program import (
+    DEADLINE_S,
+    metrics_of,
+    progress_of,
+    records_of,
+    reproducible,
+    settings,
+    train_here,
+    wait_for_step,
+)
+from tests.replays import step_file
+from tests.run_fixtures import LORA
 from tests.tiny_directory import write_reward_model
 from tests.two_hosts import ended, run_on_two_hosts, two_hosts
 
 pytestmark = pytest.mark.two_hosts
+
+SCHEDULED = (
+    *("rollout.scheduler=adaptive", "rollout.mode=exact", "model.dtype=float32"),
+    *("rollout.workers.fast.slots=4", "rollout.workers.heavy.slots=4"),
+    *("rollout.workers.fast.count=2", "rollout.workers.heavy.count=2"),
+)
+UNJUDGED = ("eval.every_steps=0", "checkpoint.best_metric=null", "logging.save_rollouts=true")
+
+
+@pytest.fixture(scope="module")
+def found(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """Results of each of two hosts."""
+    folder = tmp_path_factory.mktemp("islands")
+    files = folder / "0.json", folder / "1.json"
+    program = ("-m", "tests.on_islands")
+    with two_hosts(tiny_model, of_each=((files[0],), (files[1],)), programs=(program, program)) as hosts:
+        first, second = ended(hosts, deadline_s=2 * DEADLINE_S)
+    assert (first.exit_code, second.exit_code) == (0, 0), (first, second)
+    return [json.loads(file.read_text()) for file in files]
+
+
+@pytest.fixture(scope="module")
+def one_host(tiny_model: Path) -> list[list[Any]]:
+    """The samples of one host with eight devices."""
+    samples = describe(Found(tiny_model).samples("island"))
+    assert {reason for _, _, reason in samples} == {"stop", "length"}
+    return [list(sample) for sample in samples]
+
+
+@pytest.mark.parametrize("way", [*WAYS, "sync"])
+def test_two_hosts_sample_what_one_does(found: list[dict[str, Any]], one_host: list[list[Any]], way: str) -> None:
+    assert found[0][way] + found[1][way] == one_host
+    if way in ("global", "island", "slots", "adaptive"):
+        for i, host in enumerate(found):
+            assert host[f"workers of {way}"] == [f"host{i}/fast-0" if way == "adaptive" else str(i)]
+
+
+def test_island_uses_the_buffers_of_the_training_mesh_and_waits_for_no_host(found: list[dict[str, Any]]) -> None:
+    for host in found:
+        taken = host["taken"]
+        assert taken["same buffers"] and taken["are local"] and taken["num arrays"] > 20
+        assert (taken["devices of the mesh"], taken["devices of an array"]) == (8, [4])
+        # Nothing but the program on the mesh, which was there.
+        assert host["compilations of a second version"] == 0
+    assert found[1]["alone"] == found[1]["island"][:2]
+
+
+def test_stop_of_one_host_ends_global_generation_and_only_its_own_island(found: list[dict[str, Any]]) -> None:
+    first, second = found
+    assert first["stopped"] == {"global": "stopped", "island": "went on", "adaptive": "went on"}
+    assert second["stopped"] == {"global": "stopped", "island": "stopped", "adaptive": "stopped"}
+    assert first["together again"] == second["together again"] == [0, 1]
+
+
+REWARD = """\
+import os
+def fails_on_second(completions, trainer_state):
+    if os.environ["THIS_HOST"] == "1" and trainer_state.global_step == 4: raise ValueError("not on this host")
+    return [1.0] * len(completions)
+"""
+
+
+def test_two_hosts_generate_ahead_and_train_as_one_that_waits_until_a_reward_fails(
+    config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a learning rate of almost 0, samples equal those of one host that does not generate ahead."""
+    (config.parent / "plug.py").write_text(REWARD)
+    functions = f"[arithmetic, arithmetic_format, '{config.parent / 'plug.py'}:fails_on_second']"
+    shared = (f"reward.functions={functions}", "plugins.env_vars=[THIS_HOST]", "optimizer.learning_rate=1e-30")
+    ahead = (*SCHEDULED, "rollout.max_staleness=1", "rollout.prompts_per_step=2", "run.name=two", "run.steps=5")
+    with two_hosts("train", "--config", config, *settings(*shared, *UNJUDGED, *ahead)) as hosts:
+        ends = ended(hosts, deadline_s=2 * DEADLINE_S)
+    assert [end.exit_code for end in ends] == [1, 1], ends
+    assert "a reward function failed on another host; see its log" in ends[0].stderr
+    assert "fails_on_second: raised: ValueError: not on this host" in ends[1].stderr
+    monkeypatch.setenv("THIS_HOST", "0")
+    assert train_here(config, *shared, *UNJUDGED, "run.steps=3", "run.name=one").exit_code == 0
+    two, one = (config.parent / "runs" / name for name in ("two", "one"))
+    for ours, expected in zip(metrics_of(two), reproducible(metrics_of(one)), strict=True):
+        for name in (name for name in expected if not name.startswith(("batching/", "global_seqlen/"))):
+            assert (ours[name] or 0.0) == pytest.approx(expected[name] or 0.0, rel=1e-5, abs=1e-5), name
+    ages = [line["perf/rollout/staleness_max"] for line in metrics_of(two)]
+    assert ages[:2] == [0, 1] and max(ages) == 1
+    lengths = defaultdict[str, list[int]](list)
+    for step in (1, 2, 3):
+        for record in records_of(step_file(one, step)):
+            lengths[record["uid"].rpartition("/")[0]].append(len(record["completion_token_ids"]))
+    # The last step that was learned from is saved, with the lengths of both hosts.
+    saved = progress_of(two, 3)
+    assert {uid: saved["lengths"][uid] for uid in lengths} == {uid: sum(one) / len(one) for uid, one in lengths.items()}
+    assert len(lengths) == saved["position"] == 12
+    found = [tokens for tokens, _ in saved["finished_lengths"]]
+    assert {length for one in lengths.values() for length in one} <= set(found)
+
 
 PPO = ("algorithm.name=ppo", "algorithm.kl_target=0.1", "algorithm.filter=zero_variance", "algorithm.max_rounds=3")
 """PPO with whitening, an adapted penalty and dynamic sampling, for all of which hosts exchange values."""
@@ -25,10 +135,11 @@ HALF = ("rollout.prompts_per_step=2", "algorithm.mini_batch_prompts=1")
 """Half of the sizes per host, so that two hosts have the step of one."""
 
 
-@pytest.mark.slow
-def test_two_hosts_train_ppo_as_one_would_and_what_stops_one_stops_both_with_a_checkpoint(full_config: Path) -> None:
+def test_two_hosts_train_ppo_as_one_and_sigterm_at_one_saves_both(full_config: Path) -> None:
     two, one = (full_config.parent / "runs" / name for name in ("two", "one"))
-    both = (*PPO, *SHARED, TIMED)
+    # A reward model that is measured, but not counted, or all groups would differ.
+    judge = (f"reward.model={write_reward_model(full_config.parent / 'judge')}", "reward.model_weight=0")
+    both = (*PPO, *SHARED, TIMED, *judge)
     assert train_here(full_config, *both, "run.name=one", "run.steps=2").exit_code == 0
     endless = settings(*both, *HALF, "run.name=two", "run.steps=100000", "logging.report=true")
     with two_hosts("train", "--config", full_config, *endless) as hosts:
@@ -50,28 +161,6 @@ def test_two_hosts_train_ppo_as_one_would_and_what_stops_one_stops_both_with_a_c
     assert result.exit_code == 0, result.stderr
     assert f"continuing after step {last} of {last + 1}" in result.stderr
     assert [line["step"] for line in metrics_of(two)] == list(range(last + 2))
-
-
-@pytest.mark.slow
-def test_a_run_goes_from_two_hosts_to_one_and_back_and_is_the_run_of_one_host(full_config: Path) -> None:
-    """The run has GRPO with a KL penalty and a reward model, two epochs and two mini-batches per step."""
-    moved, stayed = (full_config.parent / "runs" / name for name in ("moved", "stayed"))
-    shared = (*SHARED, f"reward.model={write_reward_model(full_config.parent / 'judge')}")
-    assert train_here(full_config, *shared, "run.name=stayed", "run.steps=6").exit_code == 0
-
-    def on_two(steps: int, resume: str) -> None:
-        chosen = settings(*shared, *HALF, "run.name=moved", f"run.steps={steps}")
-        hosts = run_on_two_hosts("train", "--config", full_config, "--resume", resume, *chosen)
-        assert [host.exit_code for host in hosts] == [0, 0], hosts
-
-    on_two(2, "never")
-    result = train_here(full_config, *shared, "run.name=moved", "run.steps=4", resume="must")
-    assert result.exit_code == 0, result.stderr
-    on_two(6, "must")
-    assert_same_steps(moved, stayed, steps=range(7))
-    uids = [record["uid"] for step in range(1, 7) for record in records_of(moved / "rollouts" / name_of(step))]
-    # Forty problems: six steps of four do not come to the end of them.
-    assert len(set(uids)) == len(uids) == 6 * 4 * 4
 
 
 def assert_complete(run: Path) -> None:
@@ -105,3 +194,18 @@ def name_of(step: int) -> str:
 
 def texts(path: Path) -> list[tuple[Any, ...]]:
     return [(r["uid"], r["group_id"], r["completion_token_ids"], r.get("loss_mask")) for r in records_of(path)]
+
+
+def test_two_hosts_resume_the_adapters_of_one_and_train_as_one_would(adapted: Path, config: Path) -> None:
+    lora = tuple(f"model.lora.{name}={value}" for name, value in LORA.items())
+    more = (*lora, "optimizer.learning_rate=0.1", "run.steps=4")
+    two, one = (config.parent / "runs" / name for name in ("tiny", "one"))
+    for run in (two, one):
+        shutil.copytree(adapted, run, symlinks=True)
+    assert train_here(config, *more, "run.name=one", resume="must").exit_code == 0
+    chosen = settings(*more, "rollout.prompts_per_step=2")
+    hosts = run_on_two_hosts("train", "--config", config, "--resume", "must", *chosen)
+    assert [host.exit_code for host in hosts] == [0, 0], hosts
+    assert "continuing after step 2 of 4" in hosts[0].stderr
+    assert_same_steps(two, one, steps=range(5))
+    assert PolicyCheckpoint.open(two).checksums.keys() == PolicyCheckpoint.open(one).checksums.keys()

@@ -1,0 +1,236 @@
+"""Tests that settings select the functions of an algorithm, that every algorithm learns, and of dynamic sampling."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+from app.records.sample import Sample
+from app.reward.reward_functions import OverlongPenalty
+from app.training.dynamic_sampling import StepGroups, keeps_all, rewards_differ
+from app.training.learner import make_correction, make_policy_loss
+from app.update.kl import k1, k2, k3
+from app.update.policy_loss import cispo_surrogate, clipped_surrogate, dual_clipped_surrogate
+from app.update.ratios import (
+    geometric_log_weight,
+    mask_weights,
+    sequence_log_ratio,
+    sequence_log_weight,
+    token_log_ratio,
+    truncate_weights,
+)
+from settings import load
+from settings.loading.algorithm_presets import ALGORITHM_PRESETS
+from settings.loading.config_file import preset_names
+from settings.schema.algorithm import AlgorithmSettings
+from tests.program import assert_same_run, metrics_of, progress_of, train_here
+from tests.replays import replay
+from tests.tiny import make_sample
+from tests.training.test_trainer import samples_of
+
+
+def algorithm(*overrides: str) -> AlgorithmSettings:
+    return load(None, [f"algorithm.{override}" for override in overrides], {}).settings.algorithm
+
+
+def partial_of(function: Any) -> tuple[Any, dict[str, float]]:
+    assert isinstance(function, functools.partial)
+    return function.func, function.keywords
+
+
+def test_penalty_is_paid_in_the_loss_or_in_the_reward_or_nowhere() -> None:
+    loss = make_policy_loss(algorithm("beta=0.1"))
+    assert (loss.beta, loss.kl_estimator) == (0.1, k3)
+    loss = make_policy_loss(algorithm("beta=0.1", "kl_in=reward"))
+    assert (loss.beta, loss.kl_estimator) == (0.0, k1)
+    assert make_policy_loss(algorithm("beta=1", "kl_estimator=k2")).kl_estimator is k2
+    for place in ("loss", "reward"):
+        assert make_policy_loss(algorithm(f"kl_in={place}", "kl_estimator=k2")).kl_estimator is None
+
+
+def test_clip_and_level_of_the_ratio_are_chosen_independently() -> None:
+    loss = make_policy_loss(algorithm("clip_high=0.28"))
+    assert partial_of(loss.surrogate) == (clipped_surrogate, {"clip_low": 0.2, "clip_high": 0.28})
+    assert loss.log_ratio is token_log_ratio
+    twice = make_policy_loss(algorithm("dual_clip=3.0")).surrogate
+    assert partial_of(twice) == (dual_clipped_surrogate, {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": 3.0})
+    mixed = make_policy_loss(algorithm("name=cispo", "ratio_level=sequence"))
+    assert mixed.log_ratio is sequence_log_ratio
+    assert partial_of(mixed.surrogate) == (cispo_surrogate, {"clip_low": 10.0, "clip_high": 0.2})
+    assert make_policy_loss(algorithm("name=gspo")).log_ratio is sequence_log_ratio
+
+
+def test_older_policy_is_corrected_only_on_request() -> None:
+    assert make_policy_loss(algorithm()).correction is None
+    truncating = make_correction(algorithm("correction=truncate", "name=gspo", "correction_max=3.0"))
+    assert truncating is not None
+    assert (truncating.log_weight, truncating.veto) == (geometric_log_weight, 1e-4)
+    assert partial_of(truncating.bound) == (truncate_weights, {"max_weight": 3.0})
+    masking = make_correction(algorithm("correction=mask", "correction_level=sequence", "correction_veto=0"))
+    assert masking is not None
+    assert (masking.log_weight, masking.veto) == (sequence_log_weight, 0.0)
+    assert partial_of(masking.bound) == (mask_weights, {"min_weight": 0.5, "max_weight": 2.0})
+
+
+def test_every_algorithm_has_a_preset() -> None:
+    assert {load(preset, [], {}).settings.algorithm.name for preset in preset_names()} == set(ALGORITHM_PRESETS)
+
+
+@pytest.mark.parametrize("name", ["cispo", "gspo", "reinforce_plus_plus"])
+def test_algorithm_learns_a_step_and_prints_its_settings(name: str, finished: Path, tmp_path: Path) -> None:
+    """The others have tests of their own."""
+    chosen = (f"algorithm.name={name}", "algorithm.beta=0.05", "run.steps=1", "eval.every_steps=0")
+    result = replay(finished, tmp_path, *chosen, "checkpoint.best_metric=null")
+    assert result.exit_code == 0, result.stderr
+    resolved = load(str(finished.parents[1] / "config.yaml"), chosen[:2], {})
+    assert resolved.algorithm_changes and resolved.algorithm_changes in result.stderr
+    (line,) = metrics_of(tmp_path / "tiny-replay")
+    assert np.isfinite(line["loss"]) and line["policy/grad_norm"] > 0 and line["policy/nonfinite_updates"] == 0
+    # Policy and reference are the same weights; a single update has its ratio to itself.
+    assert abs(line["policy/kl"]) < 1e-6 and line["policy/ratio_max"] == 1.0
+    assert "value/loss" not in line
+
+
+def test_filtered_run_that_was_stopped_takes_the_same_prompts(config: Path) -> None:
+    filtered = (
+        *("algorithm.name=dapo", "algorithm.max_rounds=3", "reward.overlong_buffer=2", "eval.every_steps=0"),
+        *("algorithm.mini_batch_prompts=2", "algorithm.rows_per_device=1", "score.rows_per_device=1"),
+    )
+    straight, stopped = (config.parent / "runs" / name for name in ("straight", "tiny"))
+    assert train_here(config, *filtered, "run.name=straight").exit_code == 0
+    assert train_here(config, *filtered, "run.steps=2").exit_code == 0
+    result = train_here(config, *filtered, resume="must")
+    assert result.exit_code == 0, result.stderr
+    assert_same_run(stopped, straight, step=4)
+    lines = metrics_of(straight)
+    rounds = [line["rollout/num_rounds"] for line in lines]
+    assert max(rounds) > 1
+    assert progress_of(straight, 4)["position"] == 4 * sum(rounds)
+    for step, line in enumerate(lines, start=1):
+        samples = samples_of(straight, step)
+        by_group = {s.group_id: [t for t in samples if t.group_id == s.group_id] for s in samples}
+        assert len(by_group) == 4
+        fillers = [group for group in by_group.values() if not any(s.mask.any() for s in group)]
+        assert len(fillers) == line["rollout/filler_group_count"]
+        for group in by_group.values():
+            for sample in group:
+                beyond = max(len(sample.completion_ids) - 2, 0)
+                assert sample.rewards is not None and sample.rewards["overlong"] == -beyond / 2
+            # Equal but for what length cost.
+            reward_parts = [s.rewards or {} for s in group]
+            right = {rewards["arithmetic"] + 0.5 * rewards["arithmetic_format"] for rewards in reward_parts}
+            assert (len(right) == 1) == (group in fillers)
+
+
+Group = Sequence[float | None]
+"""Rewards of a group's samples."""
+SAME, MIXED = (1.0, 1.0), (0.0, 1.0)
+
+
+def sampled_groups(*groups: Group, first: int = 0) -> list[Sample]:
+    return [
+        make_sample([3, 4], group_id=first + i, sample_index=j, reward=reward)
+        for i, group in enumerate(groups)
+        for j, reward in enumerate(group)
+    ]
+
+
+class Filled(NamedTuple):
+    """A step's samples, and the metrics of its groups."""
+
+    samples: list[Sample]
+    metrics: dict[str, float]
+
+    @property
+    def counts(self) -> list[float]:
+        """Numbers of rounds, of groups that exceed the step, and of fillers, and the share of groups left out."""
+        names = ("rollout/num_rounds", "rollout/surplus_group_count", "rollout/filler_group_count")
+        return [self.metrics[name] for name in (*names, "reward/filtered_group_fraction")]
+
+    @property
+    def groups(self) -> list[int]:
+        return list(dict.fromkeys(s.group_id for s in self.samples))
+
+    @property
+    def in_loss(self) -> list[int]:
+        return list(dict.fromkeys(s.group_id for s in self.samples if s.mask.any()))
+
+
+def fill(rounds: Sequence[Sequence[Sample]], *, num_groups: int, max_rounds: int = 10, keep=rewards_differ) -> Filled:
+    """Adds rounds until the step is complete."""
+    groups, remaining = StepGroups(group_filter=keep, num_groups=num_groups, max_rounds=max_rounds), iter(rounds)
+    while not groups.are_complete:
+        groups.add_round(next(remaining))
+    return Filled(*groups.fill())
+
+
+def run(rounds: Sequence[Sequence[Group]], *, max_rounds: int = 10, keep=rewards_differ) -> Filled:
+    """Samples rounds with as many groups as a step has, numbered consecutively."""
+    size = len(rounds[0])
+    sampled = [sampled_groups(*groups, first=number * size) for number, groups in enumerate(rounds)]
+    return fill(sampled, num_groups=size, max_rounds=max_rounds, keep=keep)
+
+
+def test_without_a_filter_one_round_is_the_step():
+    filled = run([(SAME, MIXED, SAME)], keep=keeps_all)
+    assert filled.groups == filled.in_loss == [0, 1, 2]
+    assert filled.counts == [1, 0, 0, 0]
+    unrewarded = run([((None, None),)], keep=keeps_all, max_rounds=1)
+    assert np.isnan(unrewarded.metrics["reward/sampled_mean"])
+
+
+def test_rounds_are_taken_until_enough_groups_differ():
+    filled = run([(MIXED, SAME, SAME), (SAME, MIXED, SAME), (MIXED, MIXED, MIXED)])
+    assert filled.groups == filled.in_loss == [0, 4, 6]
+    assert filled.counts == [3, 2, 0, 4 / 9]
+    # The mean is of all that was sampled.
+    assert filled.metrics["reward/sampled_mean"] == pytest.approx((5 * 0.5 + 4) / 9)
+
+
+def test_dropped_groups_fill_up_masked_and_in_place_when_rounds_run_out():
+    filled = run([(SAME, MIXED, SAME), (SAME, SAME, MIXED)], max_rounds=2)
+    assert (filled.groups, filled.in_loss) == ([0, 1, 5], [1, 5])
+    assert filled.counts == [2, 0, 1, 4 / 6]
+    assert run([(SAME, MIXED, SAME, MIXED), (MIXED, SAME, SAME, SAME)], max_rounds=2).groups == [0, 1, 3, 4]
+    # Without any difference, the step keeps its shape.
+    filled = run([(SAME, SAME)] * 3, max_rounds=3)
+    assert (filled.groups, filled.in_loss, len(filled.samples)) == ([0, 1], [], 4)
+
+
+@pytest.mark.parametrize(
+    ("rewards", "differ"),
+    [((0.0, 1.0), True), ((1.0, 1.0), False), ((1.0, None), False), ((None, None), False), ((0.5, None, 1.0), True)],
+)
+def test_missing_rewards_do_not_differ(rewards, differ):
+    assert rewards_differ(sampled_groups(rewards)) == differ
+
+
+def test_length_penalty_is_no_difference():
+    penalty = OverlongPenalty(max_length=4, buffer=3, max_penalty=0.1)
+
+    def penalised(*rewards: float) -> list[Sample]:
+        lengths = [replace(s, completion_ids=np.zeros(i + 2, np.int32)) for i, s in enumerate(sampled_groups(rewards))]
+        return [penalty.apply(sample) for sample in lengths]
+
+    assert len({s.reward for s in penalised(0.3, 0.3, 0.3)}) == 3
+    assert not rewards_differ(penalised(0.3, 0.3, 0.3))
+    # Here it makes equal what is not: one is right.
+    right = penalised(0.3, 0.3 + 0.1 / 3, 0.3)
+    assert right[0].reward == pytest.approx(right[1].reward)
+    assert rewards_differ(right)
+
+
+def test_repeated_prompt_is_no_new_group():
+    # Prompts are named by the group's number: the second round has those of the first again.
+    again, new = [sampled_groups(MIXED, SAME)] * 2, sampled_groups(MIXED, MIXED, first=10)
+    filled = fill([*again, new], num_groups=2)
+    assert filled.groups == [0, 10] and filled.counts[:3] == [3, 1, 0]
+    # Nor in the same round.
+    once = sampled_groups(MIXED)
+    assert fill([[*once, *(replace(s, group_id=1) for s in once)], new], num_groups=2).groups == [0, 10]
