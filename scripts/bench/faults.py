@@ -38,7 +38,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPOSITORY))
 
 from app.records.run_directory import RunDirectory  # noqa: E402
-from tests.free_address import free_address  # noqa: E402
+from tests.program import free_address  # noqa: E402
 
 RESULTS = Path(__file__).resolve().parent / "results" / "faults.json"
 
