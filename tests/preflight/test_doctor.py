@@ -159,7 +159,7 @@ def test_a_host_without_the_model_does_not_block_the_other(tiny_model: Path, tmp
     hosts = run_on_two_hosts("doctor", "--json", *overrides, of_each=of_each)
     assert [host.exit_code for host in hosts] == [2, 2], hosts
     assert "{" not in hosts[1].stdout
-    assert "error: model (host 1), hosts" in hosts[1].stderr
+    assert "error: hosts, model (host 1), hosts (host 1): a run with these settings would fail" in hosts[1].stderr
     checks = json.loads(hosts[0].stdout[hosts[0].stdout.index("{") :])["checks"]
     failed = {(one["check"], one["host"]) for one in checks if one["verdict"] == "fail"}
     assert failed == {("model", 1), ("hosts", 0), ("hosts", 1)}
