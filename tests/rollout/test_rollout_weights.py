@@ -1,7 +1,9 @@
-"""Tests of generation by weights of fewer bits than those that learn."""
+"""Tests of the weights that generate: where they lie, on which mesh, and by how many bits."""
 
 from __future__ import annotations
 
+import functools
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax.traverse_util import unflatten_dict
+from jax.sharding import AxisType, Mesh
 
-from app.model.decode_weights import abstract_decode_weights
+from app.mesh.axis_rules import AXES
+from app.mesh.device_mesh import with_tp
+from app.mesh.placement import abstract_arrays, bytes_per_device
+from app.model import prefill_and_decode
+from app.model.architecture import Architecture
+from app.model.decode_weights import DecodeConversion, abstract_decode_weights, transferred_bytes
 from app.model.decoder import DecoderDefinition, Params, flatten_by_path
 from app.model.io.hf_weights import quantize_kernel
 from app.model.lora import LoRAConfig
@@ -19,16 +27,173 @@ from app.model.quantization import CODES, SCALES
 from app.records.sample import Sample
 from app.rollout.request import GenerationRequest
 from app.rollout.sampling.token_sampling import SamplingRules
-from settings import load
+from app.runtime import rollout_mesh as choice
+from app.runtime.rollout_mesh import rollout_mesh, rollout_mesh_notes
+from scripts.bench.hlo_collectives import program_collectives
+from scripts.bench.shapes import QWEN2_5_7B
+from settings import InputError, Settings, load
 from settings.checks.commands import check_for_train
 from tests.program import here, metrics_of, train_here
 from tests.quantized import dequantized_params
 from tests.replays import replay
-from tests.tiny import BIASED, EVEN, make_engine, make_mesh, random_params, random_prompts
+from tests.rollout.test_slot_engine import assert_same_samples
+from tests.tiny import BIASED, EVEN, SWITCHED, make_engine, make_mesh, random_params, random_prompts
 
 FLOAT32 = jnp.dtype("float32")
-PROMPTS = random_prompts(4, vocab_size=50, longest=8)
-REQUEST = GenerationRequest(group_size=2, max_new_tokens=6, rules=SamplingRules(1.0), seed=1, policy_version=2)
+TRAINING = (1, 8, 1)
+FEW_HEADS = replace(EVEN, num_query_heads=8, num_kv_heads=1)
+"""Its query heads can be split over 8 devices, and its only key head over none."""
+WINDOWED = replace(SWITCHED, num_query_heads=8, num_kv_heads=1)
+PROMPTS = random_prompts(4, vocab_size=50, longest=20)
+
+
+def request(top_p: float = 1.0) -> GenerationRequest:
+    rules = SamplingRules(1.0, top_p=top_p)
+    return GenerationRequest(group_size=2, max_new_tokens=6, rules=rules, seed=1, policy_version=2)
+
+
+def mesh_samples(
+    architecture: Architecture,
+    training: tuple[int, int, int] = (1, 1, 1),
+    tp: int | None = None,
+    *,
+    top_p: float = 1.0,
+    is_int8: bool = False,
+) -> list[Sample]:
+    """Returns samples by weights that are trained on one mesh and, if `tp` is given, generate on another."""
+    definition, trained = DecoderDefinition.create(architecture), make_mesh(training)
+    mesh = with_tp(trained, tp) if tp else trained
+    params = jax.device_put(random_params(definition), definition.shardings(trained))
+    held = definition.quantized("int8") if is_int8 else definition
+    engine = make_engine(held, mesh, training_mesh=trained, mesh_of_all_hosts=mesh)
+    return engine.generate(engine.to_decode_weights(params), PROMPTS, request(top_p))
+
+
+expected = functools.cache(mesh_samples)
+
+WAYS: dict[str, Any] = {
+    "fsdp": ((EVEN, TRAINING), {}),
+    "all axes": ((EVEN, (2, 2, 2)), {}),
+    "truncated": ((EVEN, TRAINING, 4), {"top_p": 0.9}),
+    "one head": ((FEW_HEADS, TRAINING, 8), {}),
+    "windows": ((WINDOWED, TRAINING, 4), {}),
+    "int8": ((EVEN, (2, 2, 2)), {"is_int8": True}),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_samples_do_not_depend_on_the_mesh(way: str) -> None:
+    where, how = WAYS[way]
+    assert_same_samples(mesh_samples(*where, **how), expected(where[0], **how))
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("way", ["all axes", "windows"])
+def test_the_decode_kernel_draws_the_samples_of_xla(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    where, _ = WAYS[way]
+    without = expected(where[0])
+    monkeypatch.setattr(prefill_and_decode, "decode_block_size", lambda *_, **__: 16)
+    assert_same_samples(mesh_samples(*where), without)
+
+
+@pytest.mark.parametrize(("shape", "tp"), [((1, 8, 1), 1), ((1, 8, 1), 2), ((2, 2, 2), 4)])
+def test_the_report_foresees_what_a_new_version_of_the_weights_moves(shape: tuple[int, int, int], tp: int) -> None:
+    definition, training = DecoderDefinition.create(EVEN), make_mesh(shape)
+    generating = with_tp(training, tp)
+    trained = abstract_arrays(definition.shapes, definition.shardings(training))
+    with jax.set_mesh(training):
+        conversion = jax.jit(DecodeConversion(definition, generating, FLOAT32).lay_out).lower(trained).compile()
+    moved = sum(one.bytes_per_device for one in program_collectives(conversion))
+    assert moved == transferred_bytes(definition, training, generating, FLOAT32) > 0
+
+
+def test_no_device_holds_what_another_one_does() -> None:
+    """Weights are split over tp; so are caches, by rows where the heads cannot be."""
+    definition, mesh = DecoderDefinition.create(FEW_HEADS), with_tp(make_mesh(TRAINING), 4)
+    engine = make_engine(definition, mesh, training_mesh=make_mesh(TRAINING), mesh_of_all_hosts=mesh)
+    generator = engine.of(PROMPTS[:1], replace(request(), group_size=16))
+    programs = generator.engine.programs
+    # Beside the two blocks that belong to no row.
+    assert (programs.num_shards, programs.num_blocks) == (8, 2 * programs.blocks_per_row + 2)
+    params = jax.device_put(random_params(definition), definition.shardings(make_mesh(TRAINING)))
+    weights, foreseen = engine.to_decode_weights(params), abstract_decode_weights(definition, mesh, FLOAT32)
+    assert all(jax.tree.leaves(jax.tree.map(lambda x, y: x.sharding == y.sharding, weights, foreseen)))
+    alone = make_engine(definition).to_decode_weights(random_params(definition))
+    assert bytes_per_device(generator.footprint().weights) < 0.4 * bytes_per_device(alone)
+    jax.tree.map(np.testing.assert_array_equal, weights, alone)
+
+
+def test_no_weights_and_no_caches_move_while_tokens_are_decoded() -> None:
+    definition, mesh = DecoderDefinition.create(FEW_HEADS), with_tp(make_mesh(TRAINING), 4)
+    generator = make_engine(definition, mesh).of(PROMPTS[:1], replace(request(), group_size=16, max_new_tokens=56))
+    program = generator.engine.programs.lower_programs(truncates=False, recomputes=False)["decode"].compile()
+    moved = [one for one in program_collectives(program) if one.is_in_dynamic_loop and one.dtype == "f32"]
+    cache = bytes_per_device(generator.footprint().slots[0].keys)
+    # Of the smallest matrix that tp splits, a device would send its quarter to three others.
+    matrix = 3 * FEW_HEADS.model_dim * FEW_HEADS.num_query_heads * FEW_HEADS.head_dim
+    assert moved and max(one.bytes_per_device for one in moved) < min(matrix, cache)
+
+
+# The choice ------------------------------------------------------------------------------------------------------
+
+
+def chosen(
+    *overrides: str, mesh: Mesh | None = None, architecture: Architecture = QWEN2_5_7B
+) -> tuple[Mesh, Settings, DecoderDefinition]:
+    settings = load(None, ["model.dtype=bfloat16", *overrides], {}).settings
+    definition = DecoderDefinition.create(architecture)
+    return rollout_mesh(settings, mesh or make_mesh(TRAINING), definition), settings, definition
+
+
+@pytest.fixture
+def v6e(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choice, "device_kind", lambda _: "TPU v6 lite")
+
+
+@pytest.mark.usefixtures("v6e")
+def test_auto_splits_weights_as_far_as_the_sums_cost_less() -> None:
+    mesh, settings, definition = chosen("rollout.prompts_per_step=16", "rollout.max_new_tokens=1024")
+    assert dict(mesh.shape) == {"dp": 2, "fsdp": 1, "tp": 4}
+    [note] = rollout_mesh_notes(settings, make_mesh(TRAINING), mesh, definition)
+    assert note.startswith("rollout.mesh: auto: weights split over tp=4 and rows over dp=2 during generation: ")
+    # A small model's weights are read sooner than the sums come back.
+    assert chosen(architecture=EVEN)[0] == make_mesh(TRAINING)
+    # Without heads to split, all devices share the slots out, if they can.
+    one_key_head = replace(QWEN2_5_7B, num_kv_heads=1)
+    assert chosen(architecture=one_key_head)[0].shape["tp"] == 4
+    assert chosen("rollout.slots=64", architecture=one_key_head)[0].shape["tp"] == 4
+    assert chosen("rollout.slots=60", architecture=one_key_head)[0] == make_mesh(TRAINING)
+    # A tp that training needs is kept.
+    assert chosen(mesh=make_mesh((1, 2, 4)))[0].shape["tp"] == 4
+    assert chosen("rollout.scheduler=adaptive")[0] == make_mesh(TRAINING)
+
+
+def test_without_a_table_of_its_speed_auto_keeps_the_training_mesh() -> None:
+    mesh, settings, definition = chosen()
+    assert mesh == make_mesh(TRAINING)
+    assert rollout_mesh_notes(settings, mesh, mesh, definition) == []
+
+
+def test_a_mesh_that_is_named_is_used() -> None:
+    for value, shape in [("training", TRAINING), ("tp=2", (4, 1, 2)), ("dp = 2, tp = 4", (2, 1, 4))]:
+        mesh = chosen(f"rollout.mesh={value}")[0]
+        assert mesh == Mesh(np.asarray(jax.devices()).reshape(shape), AXES, axis_types=(AxisType.Auto,) * 3)
+
+
+def test_what_is_no_mesh_or_divides_neither_devices_nor_heads_is_refused() -> None:
+    for value, reason in [
+        ("tp=3", r"'tp=3' does not divide the 8 devices of mesh.shape, 8 on each .* set tp=2 or 4"),
+        ("dp=4,tp=4", r"dp x tp must be 8, .* set tp=4, without dp, or"),
+        ("tp=8", r"'tp=8' does not divide the 28 query heads .* devices of a host: 4$"),
+        ("dp=2", "expected `auto`, `training`, or sizes"),
+        ("tp=0", "expected `auto`, `training`, or sizes"),
+    ]:
+        with pytest.raises(InputError, match=rf"rollout\.mesh.*{reason}"):
+            chosen(f"rollout.mesh={value}")
+
+
+# Fewer bits ------------------------------------------------------------------------------------------------------
+
 LORA = LoRAConfig(2, 4.0, ("q_proj", "down_proj"))
 
 
@@ -41,62 +206,39 @@ def quantized_params(definition: DecoderDefinition, params: Params) -> Params:
     return jax.tree.map(jnp.asarray, unflatten_dict(flat))
 
 
-def assert_same_samples(ours: list[Sample], others: list[Sample]) -> None:
-    for sample, other in zip(ours, others, strict=True):
-        np.testing.assert_array_equal(sample.completion_ids, other.completion_ids)
-        np.testing.assert_allclose(sample.behavior_logprobs, other.behavior_logprobs, atol=1e-5)
-
-
-@pytest.mark.parametrize("architecture", [EVEN, BIASED])
-@pytest.mark.parametrize("lora", [None, LORA])
-def test_samples_are_those_of_the_rounded_policy(architecture: Any, lora: LoRAConfig | None) -> None:
+@pytest.mark.parametrize(("architecture", "lora"), [(EVEN, LORA), (BIASED, None)])
+def test_samples_are_those_of_the_rounded_policy(architecture: Architecture, lora: LoRAConfig | None) -> None:
     policy = DecoderDefinition.create(architecture, lora=lora)
     params, held = random_params(policy), policy.quantized("int8")
     rounded = dequantized_params(held, quantized_params(held, params))
     engine, whole = make_engine(held), make_engine(policy)
-    ours = engine.generate(engine.to_decode_weights(params), PROMPTS, REQUEST)
-    assert_same_samples(ours, whole.generate(whole.to_decode_weights(rounded), PROMPTS, REQUEST))
-    exact = whole.generate(whole.to_decode_weights(params), PROMPTS, REQUEST)
+    ours = engine.generate(engine.to_decode_weights(params), PROMPTS, request())
+    assert_same_samples(ours, whole.generate(whole.to_decode_weights(rounded), PROMPTS, request()))
+    exact = whole.generate(whole.to_decode_weights(params), PROMPTS, request())
     assert any(not np.array_equal(a.behavior_logprobs, b.behavior_logprobs) for a, b in zip(ours, exact, strict=True))
 
 
-@pytest.mark.parametrize("shape", [(2, 2, 2), (1, 8, 1), (1, 1, 2)])
-def test_samples_do_not_depend_on_the_mesh(shape: tuple[int, int, int]) -> None:
-    policy = DecoderDefinition.create(EVEN)
-    held, one, mesh = policy.quantized("int8"), make_mesh((1, 1, 1)), make_mesh(shape)
-    alone, engine = make_engine(held, one), make_engine(held, mesh)
-    expected = alone.generate(alone.to_decode_weights(random_params(policy)), PROMPTS, REQUEST)
-    params = jax.device_put(random_params(policy), policy.shardings(mesh))
-    weights = engine.to_decode_weights(params)
-    assert_same_samples(engine.generate(weights, PROMPTS, REQUEST), expected)
-
-
 def test_matrices_take_a_byte_for_each_number() -> None:
-    weights = abstract_decode_weights(
-        DecoderDefinition.create(EVEN).quantized("int8"), make_mesh(), jnp.dtype("bfloat16")
-    )
+    held = DecoderDefinition.create(EVEN).quantized("int8")
+    weights = abstract_decode_weights(held, make_mesh(), jnp.dtype("bfloat16"))
     for path, leaf in flatten_by_path(weights.blocks[0]).items():
         expected = {CODES: jnp.int8, SCALES: jnp.float32}.get(path[-1], jnp.bfloat16)
         assert leaf.dtype == expected and path[-1] != "kernel"
 
 
-def test_the_importance_weights_correct_for_the_rounding_unless_told_otherwise() -> None:
-    assert load(None, [], {}).settings.algorithm.correction == "none"
-    assert load(None, ["rollout.weights=int8"], {}).settings.algorithm.correction == "truncate"
-    assert load(None, ["rollout.kv_cache=int8"], {}).settings.algorithm.correction == "truncate"
-    told = ["rollout.weights=int8", "algorithm.correction=none"]
-    assert load(None, told, {}).settings.algorithm.correction == "none"
+def test_importance_weights_correct_for_the_rounding_unless_told_otherwise(tmp_path: Path) -> None:
+    def correction(*overrides: str) -> str | None:
+        return load(None, list(overrides), {}).settings.algorithm.correction
 
-
-@pytest.mark.parametrize(
-    "layers", [{"rollout.weights": "int8"}, {"rollout.kv_cache": "int8"}, {"rollout.max_staleness": 1}]
-)
-def test_a_bound_of_a_correction_that_is_not_derived_any_more_is_a_notice(tmp_path: Path, layers: dict) -> None:
-    """A value of a file that a later layer makes useless is no error."""
-    (setting, value), file = next(iter(layers.items())), tmp_path / "settings.yaml"
-    file.write_text(f"{setting}: {value}\nalgorithm.correction_max: 3.0\n", encoding="utf-8")
-    off = "0" if setting == "rollout.max_staleness" else "null"
-    check_for_train(load(str(file), [f"{setting}={off}"], {}))
+    assert [correction(), correction("rollout.weights=int8"), correction("rollout.kv_cache=int8")] == [
+        *("none", "truncate", "truncate")
+    ]
+    assert correction("rollout.weights=int8", "algorithm.correction=none") == "none"
+    # A value of a file that a later layer makes useless is no error.
+    for setting, value, off in [("weights", "int8", "null"), ("kv_cache", "int8", "null"), ("max_staleness", 1, 0)]:
+        file = tmp_path / "settings.yaml"
+        file.write_text(f"rollout.{setting}: {value}\nalgorithm.correction_max: 3.0\n", encoding="utf-8")
+        check_for_train(load(str(file), [f"rollout.{setting}={off}"], {}))
 
 
 def test_kernels_that_have_few_bits_already_are_refused(config: Path) -> None:
@@ -106,35 +248,31 @@ def test_kernels_that_have_few_bits_already_are_refused(config: Path) -> None:
     assert not (config.parent / "runs").exists()
 
 
-@pytest.mark.parametrize(
-    "sets",
-    [
-        ("rollout.weights=int8",),
-        ("rollout.kv_cache=int8",),
-        pytest.param(
-            ("rollout.weights=int8", "rollout.kv_cache=int8", "rollout.scheduler=adaptive", "model.dtype=bfloat16"),
-            marks=pytest.mark.slow,
-        ),
-    ],
-    ids=["weights", "cache", "workers_in_bfloat16"],
-)
-def test_a_run_measures_the_rounding_of_its_sampler_and_corrects_for_it(config: Path, sets: tuple[str, ...]) -> None:
-    result = train_here(config, *sets)
-    assert result.exit_code == 0, result.stderr
-    lines = metrics_of(config.parent / "runs" / "tiny")[1:]
+def assert_rounding_is_measured_and_corrected(run: Path) -> None:
+    lines = metrics_of(run)[1:]
     assert all(line["rollout/sampler_scorer_logprob_diff_mean"] > 1e-6 for line in lines)
     assert all(0 < line["rollout/sampler_scorer_kl"] < 0.01 for line in lines)
     assert all(0.9 < line["policy/correction_ess"] < 1 for line in lines)
     assert [line["perf/compilations"] for line in lines[2:]] == [0] * (len(lines) - 2)
 
 
-def test_what_comes_of_such_a_run_says_so(config: Path, tmp_path: Path) -> None:
-    assert train_here(config, "rollout.weights=int8", "rollout.kv_cache=int8", "run.steps=2").exit_code == 0
+def test_a_run_with_rounded_weights_measures_it_and_its_export_says_so(config: Path, tmp_path: Path) -> None:
+    result = train_here(config, "rollout.weights=int8")
+    assert result.exit_code == 0, result.stderr
     run = config.parent / "runs" / "tiny"
+    assert_rounding_is_measured_and_corrected(run)
     exported = here("export", "--checkpoint", run, "--out", tmp_path / "out")
     assert exported.exit_code == 0, exported.stderr
-    note = "the run evaluated a rounded policy (rollout.weights: int8 and rollout.kv_cache: int8)"
+    note = "the run evaluated a rounded policy (rollout.weights: int8)"
     assert note in exported.stderr and note in (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
-    assert "--set rollout.weights=null --set rollout.kv_cache=null" in exported.stdout
+    assert "--set rollout.weights=null" in exported.stdout
     replayed = replay(run / "rollouts", tmp_path / "runs", "algorithm.correction=none")
     assert replayed.exit_code == 0, replayed.stderr
+
+
+def test_a_run_of_workers_with_a_rounded_cache_measures_it(config: Path) -> None:
+    result = train_here(
+        config, "rollout.kv_cache=int8", "rollout.scheduler=adaptive", "run.steps=3", "eval.every_steps=0"
+    )
+    assert result.exit_code == 0, result.stderr
+    assert_rounding_is_measured_and_corrected(config.parent / "runs" / "tiny")

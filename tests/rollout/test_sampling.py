@@ -1,7 +1,12 @@
+"""Tests of drawing tokens: noise and its keys, truncation, the search for thresholds, and a forward pass as oracle."""
+
 from __future__ import annotations
 
 import functools
 import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +15,14 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from app.model.architecture import Architecture
+from app.model.decode_weights import DecodeWeights
+from app.model.decoder import DecoderDefinition
+from app.model.segment_layout import single_segment_layout
+from app.records.sample import Prompt, Sample
+from app.rollout.request import GenerationRequest
+from app.rollout.sampling import threshold_kernel, truncation
+from app.rollout.sampling.threshold_codes import value_of_code
 from app.rollout.sampling.token_sampling import (
     SampledTokens,
     SamplingRules,
@@ -18,35 +31,38 @@ from app.rollout.sampling.token_sampling import (
     sample_tokens,
     sample_tokens_truncated,
 )
+from app.rollout.sampling.truncation import kept_tokens
+from app.score.scorer import Scorer
+from tests.tiny import BIASED, ODD, TinyEngine, make_engine, make_mesh, packed_plan, random_params, random_prompts
 
 VOCAB, ROWS = 11, 128
 sample_keys = jax.vmap(sample_key, in_axes=(None, None, 0, 0))
 
 
 @functools.cache
-def compiled(sampler):
-    return jax.jit(sampler)
+def compiled(function: Callable[..., Any]) -> Any:
+    return jax.jit(function)
 
 
-def keys_of(num_rows: int, *, seed=0, policy_version=0, uid="row") -> jax.Array:
+def keys_of(num_rows: int, *, seed: int = 0, policy_version: int = 0, uid: str = "row") -> jax.Array:
     """Returns the keys of this many samples of one prompt."""
     words = np.repeat(hash_uids([uid]), num_rows, axis=0)
     return compiled(sample_keys)(seed, policy_version, words, np.arange(num_rows, dtype=np.int32))
 
 
-def draw_rows(sampler, logits, rules: SamplingRules, num_rows: int = ROWS) -> SampledTokens:
+def draw_rows(sampler: Any, logits: Any, rules: SamplingRules, num_rows: int = ROWS) -> SampledTokens:
     """Draws many tokens from the same logits."""
     rows = jnp.broadcast_to(jnp.asarray(logits, jnp.float32), (num_rows, len(logits)))
     return SampledTokens._make(map(np.asarray, compiled(sampler)(rows, rules, keys_of(num_rows))))
 
 
-def slow_softmax(logits) -> np.ndarray:
+def slow_softmax(logits: Any) -> np.ndarray:
     logits = np.asarray(logits, np.float64)
     weights = np.exp(logits - logits.max())
     return weights / weights.sum()
 
 
-def slow_support(logits, rules: SamplingRules) -> list[int]:
+def slow_support(logits: Any, rules: SamplingRules) -> list[int]:
     """Returns the kept token ids by one rule after the other on lists; rejects examples that depend on rounding."""
     probabilities = slow_softmax(logits)
     ranked = sorted(range(len(logits)), key=lambda i: (-logits[i], i))
@@ -64,8 +80,8 @@ def slow_support(logits, rules: SamplingRules) -> list[int]:
     return [i for i in kept if i == ranked[0] or probabilities[i] >= rules.min_p * probabilities.max()]
 
 
-# XLA takes subnormal numbers for zero, so that logits which they tell apart are equal.
-LOGITS = st.lists(st.floats(-6, 6, width=32, allow_subnormal=False), min_size=VOCAB, max_size=VOCAB)
+# XLA takes subnormal numbers for zero, so that logits which they tell apart are equal. Whole ones are often equal.
+LOGIT = st.floats(-6, 6, width=32, allow_subnormal=False) | st.integers(-2, 2).map(float)
 RULES = st.builds(
     SamplingRules,
     temperature=st.just(1.0),
@@ -75,95 +91,198 @@ RULES = st.builds(
 )
 
 
-@given(LOGITS, RULES)
-def test_truncation_keeps_the_tokens_of_a_slow_oracle_and_reports_their_mass(logits, rules):
+@given(st.lists(LOGIT, min_size=VOCAB, max_size=VOCAB), RULES)
+def test_truncation_keeps_the_tokens_of_a_slow_oracle_and_reports_their_mass(
+    logits: list[float], rules: SamplingRules
+) -> None:
     support, probabilities = slow_support(logits, rules), slow_softmax(logits)
     drawn = draw_rows(sample_tokens_truncated, logits, rules)
     assert set(drawn.token_ids) <= set(support)
     np.testing.assert_allclose(drawn.kept_mass_logs, np.log(probabilities[support].sum()), atol=1e-5)
     # Of the whole distribution, whatever was cut.
     np.testing.assert_allclose(drawn.logprobs, np.log(probabilities[drawn.token_ids]), atol=1e-5)
+    values = jnp.asarray([logits], jnp.float32)
+    kept = compiled(kept_tokens)(values, jax.nn.softmax(values), *map(jnp.asarray, rules[1:]))
+    assert np.flatnonzero(kept[0]).tolist() == sorted(support)
 
 
-@pytest.mark.parametrize(
-    ("rules", "support"),
-    [
-        (SamplingRules(1.0, top_k=1), {1}),
-        (SamplingRules(1.0, top_k=3), {1, 3, 4}),
-        (SamplingRules(1.0, top_k=99), {0, 1, 2, 3, 4}),
-        (SamplingRules(1.0, top_p=1e-6), {1}),
-        (SamplingRules(1.0, top_p=0.45), {1, 3}),
-        (SamplingRules(1.0, top_p=0.75), {1, 3, 4}),
-        (SamplingRules(1.0, min_p=0.3), {1, 3, 4}),
-        (SamplingRules(1.0, min_p=0.9), {1}),
-        # .4 .3 .15 are left of top-k; half of their mass is .425.
-        (SamplingRules(1.0, top_k=3, top_p=0.5), {1, 3}),
-        (SamplingRules(1.0, top_p=0.9, min_p=0.6), {1, 3}),
-        (SamplingRules(0.0, top_k=4), {1}),
-    ],
-)
-def test_supports_by_hand(rules, support):
-    logits = np.log([0.05, 0.4, 0.1, 0.3, 0.15])
-    assert set(draw_rows(sample_tokens_truncated, logits, rules, num_rows=1000).token_ids) == support
-
-
-def test_equal_logits_are_ranked_by_token_id():
-    drawn = draw_rows(sample_tokens_truncated, [0.0] * 5, SamplingRules(1.0, top_k=2), num_rows=200)
-    assert set(drawn.token_ids) == {0, 1}
-
-
-@pytest.mark.parametrize("sampler", [sample_tokens, sample_tokens_truncated])
-def test_greedy_takes_the_likeliest_token_and_its_logprob(sampler):
-    logits = np.random.default_rng(0).normal(size=(ROWS, VOCAB)).astype(np.float32)
-    drawn = compiled(sampler)(logits, SamplingRules(0.0), keys_of(ROWS))
-    np.testing.assert_array_equal(drawn.token_ids, logits.argmax(axis=-1))
-    expected = [np.log(slow_softmax(row).max()) for row in logits]
-    np.testing.assert_allclose(drawn.logprobs, expected, atol=1e-6)
-
-
-def test_rules_that_cut_nothing_draw_the_same_tokens_as_the_plain_sampler():
-    logits = np.random.default_rng(1).normal(size=VOCAB)
-    plain = draw_rows(sample_tokens, logits, SamplingRules(1.0))
-    full = draw_rows(sample_tokens_truncated, logits, SamplingRules(1.0, top_k=VOCAB))
-    np.testing.assert_array_equal(plain.token_ids, full.token_ids)
-    np.testing.assert_allclose(plain.logprobs, full.logprobs, atol=1e-6)
-    np.testing.assert_allclose(full.kept_mass_logs, 0.0, atol=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("sampler", "rules", "support"),
-    [
-        (sample_tokens, SamplingRules(1.0), [0, 1, 2, 3, 4, 5, 6]),
-        (sample_tokens_truncated, SamplingRules(1.0, top_k=4, top_p=0.8), [1, 4, 5]),
-    ],
-)
-def test_frequencies_match_probabilities(sampler, rules, support):
+def test_draws_are_those_of_the_softmax_and_at_temperature_0_the_likeliest() -> None:
     num_rows, logits = 20_000, np.log([0.05, 0.3, 0.1, 0.01, 0.24, 0.2, 0.1])
-    expected = slow_softmax(logits)[support]
-    expected = num_rows * expected / expected.sum()
-    counts = np.bincount(draw_rows(sampler, logits, rules, num_rows).token_ids, minlength=len(logits))[support]
-    # chi-square of at most 6 degrees of freedom exceeds 27.9 once in ten thousand seeds.
+    expected = num_rows * slow_softmax(logits)
+    drawn = draw_rows(sample_tokens, logits, SamplingRules(1.0), num_rows)
+    counts = np.bincount(drawn.token_ids, minlength=len(logits))
+    # chi-square of 6 degrees of freedom exceeds 27.9 once in ten thousand seeds.
     assert np.sum((counts - expected) ** 2 / expected) < 27.9
-    assert counts.sum() == num_rows
+    np.testing.assert_allclose(drawn.logprobs, np.log(expected / num_rows)[drawn.token_ids], atol=1e-6)
+    for sampler in (sample_tokens, sample_tokens_truncated):
+        assert set(draw_rows(sampler, logits, SamplingRules(0.0), num_rows).token_ids) == {1}
+    plain, truncating = SamplingRules(1.0), [SamplingRules(1.0, top_k=1), SamplingRules(1.0, top_p=0.99)]
+    assert not plain.truncates and all(one.truncates for one in (*truncating, SamplingRules(1.0, min_p=0.01)))
 
 
-def test_noise_follows_seed_policy_version_uid_and_sample_and_nothing_else():
-    def noise(**changes) -> tuple:
+def test_noise_is_keyed_by_seed_policy_version_uid_and_sample() -> None:
+    def noise(**changes: Any) -> tuple:
         return tuple(map(tuple, np.asarray(jax.random.key_data(keys_of(4, **changes)))))
 
     variants = [noise(), noise(seed=1), noise(policy_version=1), noise(uid="other")]
     assert len({key for variant in variants for key in variant}) == 16
     assert noise() == noise()
-
-
-def test_uids_become_the_same_words_in_every_process():
     digest = hashlib.blake2b(b"gsm8k/7", digest_size=8).digest()
     expected = [int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little")]
-    np.testing.assert_array_equal(hash_uids(["gsm8k/7"]), [expected])
+    np.testing.assert_array_equal(hash_uids(["gsm8k/7"]), [expected], "the same in every process")
     assert hash_uids([]).shape == (0, 2)
 
 
-def test_only_rules_that_can_exclude_a_token_pay_for_the_search():
-    assert not any(rules.truncates for rules in (SamplingRules(1.0), SamplingRules(0.0)))
-    truncating = SamplingRules(1.0, top_k=1), SamplingRules(1.0, top_p=0.99), SamplingRules(1.0, min_p=0.01)
-    assert all(rules.truncates for rules in truncating)
+# The search for thresholds ---------------------------------------------------------------------------------------
+
+WIDE = 304
+EXTREMES = [-np.inf, -3e38, -1.0, -1e-30, -0.0, 0.0, 1e-30, 1.0, 3e38]
+
+
+def wide_rows(num_rows: int = 8) -> np.ndarray:
+    """Returns logits, half of the rows with many equal ones."""
+    logits = np.random.default_rng(0).normal(size=(num_rows, WIDE)) * 3
+    logits[::2] = np.round(logits[::2])
+    return logits.astype(np.float32)
+
+
+def slow_lowest(values: np.ndarray, weights: np.ndarray, limit: int) -> float:
+    """Returns the lowest value with less than the limit above it, or minus infinity if all have."""
+    if weights.sum() < limit:
+        return -np.inf if values.dtype == np.float32 else 0
+    return min(value for value in values if weights[values > value].sum() < limit)
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize(("dtype", "weighs"), [(np.float32, False), (np.float32, True), (np.int32, False)])
+def test_every_way_of_searching_finds_the_same_value(dtype: type, weighs: bool) -> None:
+    """One and four bits a pass, and the kernel in Pallas' interpreter."""
+    rng, num_bits = np.random.default_rng(3), 32 if dtype == np.float32 else 6
+    values = wide_rows(11) if dtype == np.float32 else rng.integers(0, 40, (11, WIDE)).astype(dtype)
+    if dtype == np.float32:
+        values[1:4, : len(EXTREMES)] = EXTREMES
+        values[4] = -np.inf
+    weights = rng.integers(0, 1000, values.shape).astype(np.int32) if weighs else None
+    held = np.ones_like(values, np.int32) if weights is None else weights
+    limits = np.array([1, 2, 50, 303, 304, 305, 10**6, 7, 30, 100, 200], np.int32)
+    expected = [slow_lowest(*row) for row in zip(values, held, limits, strict=True)]
+    passes = functools.partial(truncation._search, num_bits=num_bits)  # pyright: ignore[reportPrivateUsage]
+    kernel = functools.partial(threshold_kernel.search, num_bits=num_bits, available_bytes=2**24)
+    for way in (*(functools.partial(passes, bits_per_pass=bits) for bits in (1, 4)), kernel):
+        found = value_of_code(jax.jit(way)(values, weights, limits), values.dtype)
+        np.testing.assert_array_equal(np.asarray(found), expected)
+
+
+def test_blocks_fit_the_memory_on_each_chip() -> None:
+    v4, v5e = 16 * 2**20, 96 * 2**20
+    assert [threshold_kernel.num_buffers(151_936, size) for size in (v4, v5e)] == [1, 2]
+    assert threshold_kernel.num_buffers(262_144, v4) == 0
+
+
+@pytest.mark.parametrize(("shape", "num_rows"), [((1, 1, 8), 16), ((2, 2, 2), 16), ((2, 2, 2), 12)])
+def test_every_layout_draws_the_same_tokens(shape: tuple[int, int, int], num_rows: int) -> None:
+    """Sixteen rows are shared out among all devices, twelve only among those that share no weights."""
+    logits, rules = wide_rows(num_rows), SamplingRules(1.0, 20, 0.9, 0.01)
+    keys = jax.random.split(jax.random.key(0), num_rows)
+    alone = compiled(sample_tokens_truncated)(logits, rules, keys)
+    mesh = make_mesh(shape)
+    split = jax.sharding.NamedSharding(mesh, jax.P(("dp", "fsdp"), "tp"))
+    with jax.set_mesh(mesh):
+        drawn = jax.jit(sample_tokens_truncated)(jax.device_put(logits, split), rules, keys)
+    np.testing.assert_array_equal(drawn.token_ids, alone.token_ids)
+    np.testing.assert_allclose(drawn.kept_mass_logs, alone.kept_mass_logs, atol=1e-6)
+
+
+def test_a_row_that_is_not_finite_harms_no_other() -> None:
+    logits, rules = wide_rows(16), SamplingRules(1.0, 20, 0.9, 0.01)
+    logits[1, 5], logits[2, 6] = np.nan, np.inf
+    keys, sampler = jax.random.split(jax.random.key(0), 16), compiled(sample_tokens_truncated)
+    drawn, expected = sampler(logits, rules, keys), sampler(wide_rows(16), rules, keys)
+    is_whole = ~np.isin(np.arange(16), [1, 2])
+    np.testing.assert_array_equal(np.isfinite(drawn.logprobs), is_whole)
+    np.testing.assert_array_equal(drawn.token_ids[is_whole], expected.token_ids[is_whole])
+
+
+# Whole samples -------------------------------------------------------------------------------------------------
+
+PROMPTS = random_prompts(3, vocab_size=ODD.vocab_size)
+REQUEST = GenerationRequest(group_size=4, max_new_tokens=6, rules=SamplingRules(1.0), seed=5, policy_version=3)
+
+
+@functools.cache
+def engine_of(architecture: Architecture, eos_ids: tuple[int, ...] = ()) -> tuple[TinyEngine, DecodeWeights]:
+    definition = DecoderDefinition.create(architecture)
+    engine = make_engine(definition, eos_ids=eos_ids)
+    return engine, engine.to_decode_weights(random_params(definition))
+
+
+def generate(
+    prompts: Sequence[Prompt] = PROMPTS,
+    *,
+    architecture: Architecture = ODD,
+    eos_ids: tuple[int, ...] = (),
+    **changes,
+) -> list[Sample]:
+    engine, weights = engine_of(architecture, eos_ids)
+    return engine.generate(weights, prompts, replace(REQUEST, **changes))
+
+
+@pytest.mark.parametrize(
+    ("architecture", "rules"),
+    [
+        (ODD, SamplingRules(0.6)),
+        (ODD, SamplingRules(0.0)),
+        (ODD, SamplingRules(0.8, top_k=9, top_p=0.9)),
+        (BIASED, SamplingRules(1.5)),
+    ],
+    ids=["cold", "greedy", "truncated", "untied-biases"],
+)
+def test_sampler_and_scorer_agree_on_every_logprob(architecture: Architecture, rules: SamplingRules) -> None:
+    samples, definition = generate(architecture=architecture, rules=rules), DecoderDefinition.create(architecture)
+    plan = packed_plan(samples, quota=64, row_length=32, share_prompts=True)
+    scorer = Scorer(definition, make_mesh(), dtype=jnp.dtype("float32"), logits_chunk=5)
+    scored = scorer.per_token(random_params(definition), samples, plan, temperature=rules.temperature)
+    for sample, logprobs in zip(samples, scored, strict=True):
+        np.testing.assert_allclose(sample.behavior_logprobs, logprobs, atol=1e-4)
+        kept = sample.kept_mass_logs
+        assert (kept is not None) == rules.truncates
+        if kept is not None:
+            assert np.all((kept < 0) & (kept > np.log(9 * 0.9 / ODD.vocab_size)) & (kept >= logprobs))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_tokens_are_the_largest_of_a_forward_pass_plus_noise_of_their_positions(temperature: float) -> None:
+    definition = DecoderDefinition.create(ODD)
+    params = random_params(definition)
+    hidden = jax.jit(lambda *rows: definition.bind(params).hidden(*rows, dtype=jnp.dtype("float32")))
+    for sample in generate(rules=SamplingRules(temperature)):
+        num_prompt = len(sample.prompt.token_ids)
+        row = np.zeros((1, 16), np.int32)
+        row[0, : num_prompt + 6] = np.concatenate([sample.prompt.token_ids, sample.completion_ids])
+        states = hidden(row, single_segment_layout(jnp.ones((1, 16), bool)))[0, num_prompt - 1 : num_prompt + 5]
+        values = states @ params["embedding"].T
+        if temperature:
+            key = sample_key(5, 3, hash_uids([sample.prompt.uid])[0], sample.sample_index)  # pyright: ignore[reportArgumentType]
+            positions = num_prompt + jnp.arange(6)
+            noise = [jax.random.gumbel(jax.random.fold_in(key, place), (ODD.vocab_size,)) for place in positions]
+            values = values / temperature + jnp.stack(noise)
+        np.testing.assert_array_equal(sample.completion_ids, np.argmax(values, axis=-1))
+
+
+def test_every_end_token_ends_a_sample_and_those_in_prompts_do_not_matter() -> None:
+    unending = generate()
+    in_prompts = {int(t) for p in PROMPTS for t in p.token_ids}
+    # The first of a sample, one that also occurs in a prompt, as with SmolLM2, and another one.
+    first, drawn = int(unending[0].completion_ids[0]), [s.completion_ids.tolist() for s in unending]
+    within = next(ids[3] for ids in drawn if first not in ids[:4] and ids[3] in in_prompts)
+    eos_ids = first, within, next(ids[3] for ids in drawn if not {first, within} & set(ids[:4]))
+    expected = []
+    for ids in (s.completion_ids.tolist() for s in unending):
+        ends = [i for i, token in enumerate(ids) if token in eos_ids]
+        expected.append((ids[: ends[0] + 1], "stop") if ends else (ids, "length"))
+    samples = generate(eos_ids=eos_ids, first_group_id=10)
+    assert [s.group_id for s in samples] == [10] * 4 + [11] * 4 + [12] * 4
+    assert [(s.completion_ids.tolist(), s.finish_reason) for s in samples] == expected
+    assert {s.finish_reason for s in samples} == {"stop", "length"} and len(samples[0].completion_ids) == 1
+    assert {int(s.completion_ids[-1]) for s in samples if s.finish_reason == "stop"} == set(eos_ids)
+    assert all(len(s.behavior_logprobs) == len(s.completion_ids) for s in samples)

@@ -1,3 +1,5 @@
+"""Tests of expected lengths of samples, and of the lengths of segments that follow from them."""
+
 import json
 import math
 
@@ -9,18 +11,21 @@ from hypothesis import strategies as st
 from app.rollout.scheduling.length_estimator import FinishedLength, LearnedLengths, LengthEstimator, censored_quantile
 from app.rollout.scheduling.protocol import NewSample
 from app.rollout.scheduling.sample_states import SampleEntry
+from app.rollout.scheduling.segment_limits import OVERHEAD_STEPS, SegmentLimits, segment_limits
+from settings.schema.rollout import SegmentSettings
+
+DROPPED = "dropped:non-finite logits"
 
 
-def entry(uid: str = "a", *, tokens: int = 0, finish: str | None = None, prompt: str = "p") -> SampleEntry:
-    return SampleEntry(NewSample(uid, prompt, 0, 10, 1000), 0, num_tokens=tokens, finish=finish)
+def entry(uid: str = "a", *, tokens: int = 0, finish: str | None = None) -> SampleEntry:
+    return SampleEntry(NewSample(uid, "p", 0, 10, 1000), 0, num_tokens=tokens, finish=finish)
 
 
-def test_a_censored_quantile_by_hand() -> None:
+def test_censored_quantile_by_hand() -> None:
     # S after 1: 4/5; after 3, with 3 left (2 was censored): 4/5 * 2/3; after 5, the last: 0.
-    assert censored_quantile([1, 3, 5], [2, 4], 0.2) == 1
-    assert censored_quantile([1, 3, 5], [2, 4], 0.4) == 3
-    assert censored_quantile([1, 3, 5], [2, 4], 0.45) == 3
-    assert censored_quantile([1, 3, 5], [2, 4], 0.5) == 5
+    assert [censored_quantile([1, 3, 5], [2, 4], q) for q in (0.2, 0.4, 0.45, 0.5)] == [1, 3, 3, 5]
+    assert censored_quantile([10, 20, 30, 40, 50], [60] * 5, 0.5) == 50
+    assert censored_quantile([1], [2, 2, 2, 2], 0.8) == math.inf, "too many are still running"
 
 
 @given(st.lists(st.integers(1, 50), min_size=1), st.integers(1, 99))
@@ -29,46 +34,31 @@ def test_without_running_samples_it_is_the_quantile(lengths: list[int], percent:
     assert censored_quantile(lengths, [], percent / 100) == expected
 
 
-def test_running_samples_can_only_raise_it() -> None:
-    finished = [10, 20, 30, 40, 50]
-    assert censored_quantile(finished, [45], 0.5) > censored_quantile(finished, [], 0.5) - 1
-    assert censored_quantile(finished, [60] * 5, 0.5) == 50
-
-
-def test_nothing_is_learnt_from_a_sample_that_was_dropped() -> None:
+def test_dropped_samples_teach_nothing() -> None:
     lengths = LengthEstimator(window=4)
-    assert not lengths.observe(entry(tokens=5, finish="dropped:non-finite logits"))
+    assert not lengths.observe(entry(tokens=5, finish=DROPPED))
     assert lengths.num_finished == 0 and not lengths.finished and not lengths.has_estimate("p")
-
-
-def test_siblings_of_a_first_sample_that_was_dropped_are_as_unknown_as_before() -> None:
-    lengths = LengthEstimator(window=4)
     lengths.start_probe("p")
     assert lengths.has_estimate("p")
-    lengths.observe(entry(tokens=0, finish="dropped:non-finite logits"))
-    assert not lengths.has_estimate("p")
-
-
-def test_a_prompt_whose_samples_were_all_dropped_has_no_history() -> None:
-    lengths = LengthEstimator(window=4)
-    lengths.observe(entry(tokens=7, finish=None))
+    lengths.observe(entry(finish=DROPPED))
+    assert not lengths.has_estimate("p"), "siblings of a dropped probe are as unknown as before"
+    lengths.observe(entry(tokens=7))
     lengths.finish_prompt("p", mean=None)
-    assert not lengths.has_estimate("p") and not lengths.group_measure
+    assert not lengths.has_estimate("p") and not lengths.group_measure, "all its samples were dropped"
 
 
-def test_it_is_infinite_while_too_many_run() -> None:
-    assert censored_quantile([1], [2, 2, 2, 2], 0.8) == math.inf
-
-
-def test_there_is_no_threshold_before_enough_have_finished() -> None:
+def test_threshold_needs_enough_finished_samples_and_forgets_old_ones() -> None:
     lengths = LengthEstimator(window=4)
-    for i in range(3):
-        lengths.observe(entry(f"{i}", tokens=i + 1, finish="stop"))
-    assert lengths.threshold([], percentile=80, min_finished=4) is None
-    assert lengths.threshold([], percentile=80, min_finished=3) == 3
+    for i, length in enumerate([1000, 1000, 2, 3]):
+        assert lengths.threshold([], percentile=80, min_finished=i + 1) is None
+        lengths.observe(entry(f"{i}", tokens=length, finish="stop"))
+    assert lengths.threshold([], percentile=80, min_finished=4) == 1000
+    for i, length in enumerate([1, 1]):
+        lengths.observe(entry(f"later {i}", tokens=length, finish="stop"))
+    assert lengths.threshold([], percentile=80, min_finished=4) == 3
 
 
-def test_a_threshold_in_seconds_ignores_samples_that_were_only_counted_in_tokens() -> None:
+def test_threshold_in_seconds_ignores_samples_counted_in_tokens_only() -> None:
     learned = LearnedLengths({}, (FinishedLength(9, None), FinishedLength(5, 2.0), FinishedLength(7, 1.0)))
     lengths = LengthEstimator(window=4, unit="seconds", learned=learned)
     assert lengths.threshold([], percentile=80, min_finished=3) is None
@@ -77,7 +67,7 @@ def test_a_threshold_in_seconds_ignores_samples_that_were_only_counted_in_tokens
     assert LengthEstimator(window=4, learned=learned).threshold([], percentile=80, min_finished=3) == 9
 
 
-def test_what_was_learned_survives_json_and_is_joined_in_order() -> None:
+def test_learned_lengths_survive_json_and_are_joined_in_order() -> None:
     first = LearnedLengths({"p": 3.0, "q": 1.0}, (FinishedLength(1, None), FinishedLength(2, 0.5)))
     second = LearnedLengths({"p": 5.0}, (FinishedLength(3, None),))
     assert LearnedLengths.from_json(json.loads(json.dumps(first.to_json()))) == first
@@ -90,17 +80,23 @@ def test_what_was_learned_survives_json_and_is_joined_in_order() -> None:
     assert both.about(["q", "r"]) == LearnedLengths({"q": 1.0}, both.finished)
 
 
-def test_the_window_forgets() -> None:
-    lengths = LengthEstimator(window=4)
-    for i, length in enumerate([1000, 1000, 1, 1, 1, 1]):
-        lengths.observe(entry(f"{i}", tokens=length, finish="stop"))
-    assert lengths.threshold([], percentile=99, min_finished=1) == 1
+def limits(num_active: int, *, has_waiting: bool = False, mean: float = 512.0, least: int = 64) -> SegmentLimits:
+    state = {"mean_length": mean, "batch_sizes": (2, 4), "capacity": 8192}
+    return segment_limits(SegmentSettings(min=least, max=4096), num_active=num_active, has_waiting=has_waiting, **state)
 
 
-@pytest.mark.parametrize(("history", "sibling", "own", "expected"), [(5, 9, 2, 9), (50, 9, 2, 50), (5, 9, 20, 20)])
-def test_the_estimate_is_the_largest_of_history_group_and_own(
-    history: int, sibling: int, own: int, expected: int
-) -> None:
-    lengths = LengthEstimator(window=4, learned=LearnedLengths({"p": history}, ()))
-    lengths.observe(entry("sibling", tokens=sibling))
-    assert lengths.estimate(entry(tokens=own)) == expected
+def test_without_waiting_samples_active_rows_share_the_capacity_within_bounds() -> None:
+    assert [limits(active).length for active in (1, 4, 16, 1000)] == [4096, 2048, 512, 64]
+    assert [limits(active).leave_when_active for active in (1, 2, 3, 4, 5, 8)] == [0, 0, 2, 2, 4, 4]
+
+
+@pytest.mark.parametrize("mean", [50.0, 512.0, 100_000.0])
+def test_the_length_with_waiting_samples_loses_least(mean: float) -> None:
+    lengths = np.arange(1, 2000)
+    loss = OVERHEAD_STEPS / lengths + lengths / mean / 2
+    assert abs(limits(64, has_waiting=True, mean=mean, least=1).length - lengths[loss.argmin()]) <= 1
+
+
+def test_with_waiting_samples_length_is_bounded_and_many_short_rows_leave_together() -> None:
+    assert [limits(8, has_waiting=True, mean=mean).length for mean in (512.0, 1e9)] == [64, 4096]
+    assert [limits(64, has_waiting=True, mean=mean).leave_when_finished for mean in (1e6, 25.0)] == [1, 13]

@@ -1,144 +1,108 @@
+"""Tests of the scheduler under any policy: samples are admitted, moved, lost and released, and act between turns."""
+
+from collections.abc import Sequence
+from typing import Any
+
 import pytest
 
-from app.rollout.scheduling.protocol import Released, RunSegment, Submitted, WorkerLost
+from app.rollout.scheduling.protocol import Command, Released, RunSegment, Submitted
 from app.rollout.scheduling.sample_states import SampleState
-from app.rollout.scheduling.scheduler import POLICIES
-from app.rollout.scheduling.scheduling_policy import WorkerState
-from tests.rollout.scheduling.driving import Driven, admitted, make_scheduler, probes_of, samples
-from tests.rollout.scheduling.invariants import check_invariants, is_finished
-from tests.rollout.scheduling.storms import storm
+from tests.rollout.scheduling.driving import Driven, admitted, is_finished, make_scheduler, roles, samples
 
 
-def test_one_sample_from_submission_to_the_end() -> None:
-    driven = Driven(make_scheduler())
-    assert driven.join("w") == []
-    (run,) = driven.submit(samples(1, 1))
-    assert isinstance(run, RunSegment)
-    assert (run.worker, run.admit[0].uid, run.admit[0].how, run.admit[0].role) == ("w", "p0/s0", "recompute", "probe")
-    (run,) = driven.end("w", {"p0/s0": 64})
-    assert isinstance(run, RunSegment) and run.admit == () and driven.scheduler.samples["p0/s0"].num_tokens == 64
-    assert driven.end("w", {"p0/s0": 70}, finished=("p0/s0",)) == []
-    assert driven.scheduler.samples["p0/s0"].finish == "stop"
-    assert is_finished(driven.scheduler)
+def hows(commands: Sequence[Command]) -> list[tuple[str, int, str]]:
+    runs = (one for one in commands if isinstance(one, RunSegment))
+    return [(one.uid, one.num_tokens, one.how) for run in runs for one in run.admit]
 
 
-def test_samples_that_were_taken_are_forgotten_and_their_prompt_becomes_history() -> None:
+def test_released_samples_are_forgotten_and_their_prompt_becomes_history() -> None:
     driven = Driven(make_scheduler("pdsr_v2"))
     driven.join("w", slots=4)
     driven.submit(samples(1, 2), close=False)
-    driven.end("w", {"p0/s0": 5}, finished=("p0/s0",))
+    driven.end("w", {"p0/s0": 5}, finished=["p0/s0"])
     driven.end("w", {"p0/s1": 9})
-    driven.tell(Released(driven.at, ("p0/s0",)))
     table, lengths = driven.scheduler.samples, driven.scheduler.context.lengths
-    assert [entry.uid for entry in table] == ["p0/s1"], "the other one still runs"
-    assert "p0" not in lengths.history and probes_of(driven).verdicts == {"p0": "fast"}
-    driven.end("w", {"p0/s1": 12}, finished=("p0/s1",))
+    driven.tell(Released(driven.at, ("p0/s0",)))
+    assert [entry.uid for entry in table] == ["p0/s1"] and "p0" not in lengths.history, "the other one still runs"
+    driven.end("w", {"p0/s1": 12}, finished=["p0/s1"])
     driven.tell(Released(driven.at, ("p0/s1",)))
     assert not list(table) and lengths.history == {"p0": 12} and lengths.group_max == {}
-    probes = probes_of(driven)
-    assert (probes.probe_uids, probes.verdicts, probes.held_back) == ({}, {}, {})
-    (run,) = driven.submit(samples(1, 1))
-    assert isinstance(run, RunSegment) and run.admit[0].role == "probe"
+    assert roles(driven.submit(samples(1, 1))) == {"p0/s0": "probe"}, "the verdict is forgotten, too"
     assert table["p0/s0"].number == 2, "numbers are never given twice"
 
 
-def test_samples_are_dealt_evenly_to_idle_workers() -> None:
+def test_samples_are_dealt_evenly_to_idle_workers_and_refill_free_slots() -> None:
     driven = Driven(make_scheduler())
-    driven.join("a", slots=8)
-    driven.join("b", slots=8)
-    driven.submit(samples(6, 1))
-    assert (len(driven.rows("a")), len(driven.rows("b"))) == (3, 3)
+    for worker in ("a", "b"):
+        driven.join(worker, slots=3)
+    driven.submit(samples(4, 1), close=False)
+    assert (len(driven.rows("a")), len(driven.rows("b"))) == (2, 2)
+    driven.submit(samples(2, 1, first=4))
+    first, second = driven.rows("a")
+    commands = driven.end("a", {first: 5, second: 5}, finished=[first])
+    assert admitted(commands) == ["p4/s0", "p5/s0"] and driven.rows("a") == [second, "p4/s0", "p5/s0"]
 
 
-def test_a_freed_slot_is_refilled_at_the_next_edge() -> None:
+def test_samples_submitted_later_wake_idle_workers_until_the_end() -> None:
     driven = Driven(make_scheduler())
-    driven.join("w", slots=2)
-    driven.submit(samples(3, 1))
-    commands = driven.end("w", {"p0/s0": 5, "p1/s0": 5}, finished=("p0/s0",))
-    assert admitted(commands) == ["p2/s0"]
-    assert driven.rows("w") == ["p1/s0", "p2/s0"]
+    driven.join("w")
+    driven.submit(samples(1, 1), close=False)
+    assert driven.end("w", {"p0/s0": 5}, finished=["p0/s0"]) == [] and not is_finished(driven.scheduler)
+    assert admitted(driven.submit(samples(1, 1, first=1))) == ["p1/s0"]
+    with pytest.raises(AssertionError, match="Closed"):
+        driven.scheduler.handle(Submitted(0.0, samples(1, 1, first=5)))
 
 
-def test_a_lost_workers_rows_go_on_elsewhere() -> None:
-    driven = Driven(make_scheduler())
-    driven.join("a", slots=1)
-    driven.submit(samples(1, 1))
-    driven.end("a", {"p0/s0": 64})
-    driven.join("b", slots=1)
-    (run,) = driven.tell(WorkerLost(9.0, "a"))
-    assert isinstance(run, RunSegment) and run.worker == "b"
-    assert (run.admit[0].num_tokens, run.admit[0].how) == (64, "recompute")
-    assert driven.scheduler.samples["p0/s0"].state is SampleState.RUNNING
-
-
-def test_a_kept_cache_is_copied_and_forgotten_with_its_worker() -> None:
-    scheduler = make_scheduler("pdsr_v2", pdsr={"fast_limit_tokens": 10, "window_min": 1})
-    driven = Driven(scheduler)
-    driven.join("f", "fast", slots=1)
+@pytest.mark.parametrize(
+    ("keeps_caches", "is_lost", "how"), [(True, False, "copy"), (True, True, "recompute"), (False, False, "recompute")]
+)
+def test_a_moved_row_is_copied_if_its_worker_keeps_the_cache(keeps_caches: bool, is_lost: bool, how: str) -> None:
+    driven = Driven(make_scheduler("pdsr_v2", pdsr={"fast_limit_tokens": 10}))
+    driven.join("f", "fast", slots=1, keeps_caches=keeps_caches)
     driven.join("h", "heavy", slots=1)
     driven.submit(samples(3, 1))
     driven.end("f", {"p0/s0": 10})
-    assert scheduler.samples["p0/s0"].held_by == "f"
-    commands = driven.end("h", {"p1/s0": 3}, finished=("p1/s0",))
-    (run,) = [one for one in commands if isinstance(one, RunSegment)]
-    assert (run.admit[0].uid, run.admit[0].how) == ("p0/s0", "copy")
+    if is_lost:
+        driven.lose("f")
+    commands = driven.end("h", {"p1/s0": 3}, finished=["p1/s0"])
+    admits = [one for run in commands if isinstance(run, RunSegment) and run.worker == "h" for one in run.admit]
+    assert ("p0/s0", 10, how) in [(one.uid, one.num_tokens, one.how) for one in admits]
 
 
-def test_a_cache_that_its_worker_does_not_keep_is_computed_again() -> None:
-    driven = Driven(make_scheduler("pdsr_v2", pdsr={"fast_limit_tokens": 10}))
-    driven.join("f", "fast", slots=1, keeps_caches=False)
-    driven.submit(samples(2, 1))
-    driven.join("h", "heavy", slots=1)
-    driven.end("h", {"p1/s0": 3}, finished=("p1/s0",))
-    commands = driven.end("f", {"p0/s0": 10})
-    (run,) = [one for one in commands if isinstance(one, RunSegment)]
-    assert (run.worker, run.admit[0].uid, run.admit[0].how) == ("h", "p0/s0", "recompute")
-
-
-def test_a_segment_waits_for_slots_that_are_wanted_and_for_smaller_programs_when_none_is() -> None:
+def test_a_segment_waits_for_wanted_slots_or_for_smaller_programs() -> None:
     driven = Driven(make_scheduler(segment={"min": 10, "max": 500}))
     driven.join("w", slots=4, rungs=(2,), capacity=1000)
-    (run, *_) = driven.submit(samples(5, 1), close=False)
-    assert isinstance(run, RunSegment)
-    assert (run.limits.leave_when_finished, run.limits.leave_when_active) == (1, 0)
-    rows = {f"p{i}/s0": 5 for i in range(4)}
-    driven.end("w", rows, finished=("p0/s0",))
-    driven.submit((), close=True)
-    (run,) = driven.end("w", {f"p{i}/s0": 9 for i in (1, 2, 3, 4)})
-    assert isinstance(run, RunSegment)
-    assert (run.limits.leave_when_finished, run.limits.leave_when_active, run.limits.length) == (0, 2, 250)
+    driven.submit(samples(5, 1))
+    limits = driven.running["w"].limits
+    assert (limits.leave_when_finished, limits.leave_when_active) == (1, 0)
+    driven.end_all("w", 5, finished=1)
+    driven.end_all("w", 9)
+    limits = driven.running["w"].limits
+    assert (limits.leave_when_finished, limits.leave_when_active, limits.length) == (0, 2, 250)
 
 
-def test_a_segment_does_not_leave_for_samples_that_wait_for_a_verdict() -> None:
+def test_samples_held_back_for_a_verdict_are_waited_for_only_when_one_is_near() -> None:
     driven = Driven(make_scheduler("pdsr_v1", segment={"min": 10, "max": 500}))
     driven.join("w", slots=4, rungs=(2,), capacity=1000)
     driven.submit(samples(4, 3))
     assert driven.scheduler.samples.num_waiting == 8
-    probes = {f"p{i}/s0": 5 for i in range(4)}
-    (run,) = driven.end("w", probes)
-    assert isinstance(run, RunSegment)
-    assert run.limits == (250, 0, 2)
-    (run,) = driven.end("w", dict.fromkeys(probes, 9), finished=("p0/s0", "p1/s0", "p2/s0", "p3/s0"))
-    assert isinstance(run, RunSegment) and len(run.admit) == 4
-    assert run.limits.leave_when_finished > 0 and run.limits.leave_when_active == 0
-
-
-def test_samples_held_back_by_v2_wait_for_the_end_of_a_probe_and_for_free_slots_of_all_workers() -> None:
-    """Eight prompts of eight samples on 8 + 8 slots: without this, no worker would look up for 1,024 tokens."""
+    driven.end_all("w", 5)
+    assert driven.running["w"].limits == (250, 0, 2)
+    assert len(admitted(driven.end_all("w", 9, finished=4))) == 4
+    limits = driven.running["w"].limits
+    assert limits.leave_when_finished > 0 and limits.leave_when_active == 0
+    # v2 releases them at the end of any probe, and then free slots of all workers wait for them.
     driven = Driven(make_scheduler("pdsr_v2"))
     driven.submit(samples(8, 8))
     driven.join("fast", "fast", slots=8, rungs=(4,))
     driven.join("heavy", "heavy", slots=8, rungs=(4,))
-    assert len(driven.rows("fast")) == 8 and not driven.rows("heavy")
-    run = driven.running["fast"]
-    assert run.limits == (64, 1, 0)
-    driven.end("fast", {f"p{i}/s0": 40 for i in range(8)}, finished=("p3/s0",))
+    assert len(driven.rows("fast")) == 8 and not driven.rows("heavy") and driven.running["fast"].limits == (64, 1, 0)
+    driven.end_all("fast", 40, finished=1)
     assert (len(driven.rows("fast")), len(driven.rows("heavy"))) == (8, 6)
-    run = driven.running["heavy"]
-    assert run.limits == (64, 1, 0), "two slots are free"
+    assert driven.running["heavy"].limits == (64, 1, 0)
 
 
-def test_a_limit_in_seconds_ends_a_segment_by_the_steps_that_it_takes() -> None:
+def test_a_limit_in_seconds_ends_a_segment_by_the_duration_of_steps() -> None:
     rules = {"unit": "seconds", "fast_limit_s": 10.0, "window_min": 30}
     driven = Driven(make_scheduler("pdsr_v2", pdsr=rules))
     driven.submit(samples(3, 1))
@@ -151,47 +115,131 @@ def test_a_limit_in_seconds_ends_a_segment_by_the_steps_that_it_takes() -> None:
     assert driven.running["fast"].limits.length == 96, "the first of them has 6 s left, at 1/16 s a step"
 
 
-def test_submitting_after_closing_is_a_bug() -> None:
+# Turns -----------------------------------------------------------------------------------------------------------
+
+
+def worker_with(
+    num_samples: int, *, slots: int = 2, capacity: int = 8192, policy: str = "adaptive", **more: Any
+) -> Driven:
+    """Returns a scheduler with these samples, one of each prompt, on one worker."""
+    driven = Driven(make_scheduler(policy, **more))
+    driven.join("w", slots=slots, capacity=capacity)
+    driven.submit(samples(num_samples, 1))
+    return driven
+
+
+def test_an_acting_row_leaves_its_slot_and_goes_back_before_other_samples() -> None:
+    driven = worker_with(5)
+    assert admitted(driven.end("w", {"p0/s0": 5, "p1/s0": 5}, acting=["p0/s0"])) == ["p2/s0"]
+    driven.end("w", {"p1/s0": 9, "p2/s0": 4}, acting=["p1/s0"])
+    assert driven.rows("w") == ["p2/s0", "p3/s0"], "two slots, and two rows that act"
+    assert driven.answer("p1/s0", 12) == driven.answer("p0/s0", 8) == [], "no slot is free"
+    commands = driven.end("w", {"p2/s0": 8, "p3/s0": 4}, finished=["p2/s0", "p3/s0"])
+    assert hows(commands) == [("p1/s0", 12, "resume"), ("p0/s0", 8, "resume")], "in the order of their answers"
+    with pytest.raises(AssertionError, match="waits for no answer"):
+        driven.answer("p1/s0", 14)
+
+
+@pytest.mark.parametrize(("finish", "known"), [("stop", [7]), ("dropped:timeout", [])])
+def test_an_answer_may_end_the_sample(finish: str, known: list[int]) -> None:
+    driven = worker_with(1)
+    driven.end("w", {"p0/s0": 5}, acting=["p0/s0"])
+    assert driven.answer("p0/s0", 7, finish) == []
+    assert driven.scheduler.samples["p0/s0"].state == (SampleState.DONE if known else SampleState.DROPPED)
+    lengths = driven.scheduler.context.lengths
+    assert [one.num_tokens for one in lengths.finished] == known, "observations count"
+
+
+def test_acting_rows_lose_their_cache_with_its_worker_and_go_on_elsewhere() -> None:
+    driven = worker_with(3, slots=3)
+    rows = {f"p{i}/s0": 5 for i in range(3)}
+    driven.end("w", rows, acting=["p0/s0", "p1/s0"])
+    driven.answer("p1/s0", 8)
+    assert driven.lose("w") == []
+    table = driven.scheduler.samples
+    assert [table[uid].state for uid in rows] == [SampleState.ACTING, SampleState.SUSPENDED, SampleState.SUSPENDED]
+    assert [table[uid].held_by for uid in rows] == [None] * 3
+    assert set(hows(driven.join("v", slots=3))) == {("p1/s0", 8, "recompute"), ("p2/s0", 5, "recompute")}
+    driven.answer("p0/s0", 9)
+    assert hows(driven.end("v", {"p1/s0": 9, "p2/s0": 9})) == [("p0/s0", 9, "recompute")]
+
+
+def test_a_row_that_its_answer_makes_too_long_goes_on_where_it_fits() -> None:
     driven = Driven(make_scheduler())
+    driven.join("short", slots=1, max_length=20)
     driven.submit(samples(1, 1))
-    with pytest.raises(AssertionError, match="Closed"):
-        driven.scheduler.handle(Submitted(0.0, samples(1, 1, first=5)))
+    driven.join("long", "heavy", slots=1)
+    driven.end("short", {"p0/s0": 5}, acting=["p0/s0"])
+    commands = driven.answer("p0/s0", 10)  # its prompt has 10 tokens
+    assert hows(commands) == [("p0/s0", 10, "recompute")] and driven.rows("long") == ["p0/s0"]
 
 
-def test_nothing_submitted_is_finished_when_closed() -> None:
+@pytest.mark.parametrize(("max_suspended", "num_begun"), [(0, 2), (1, 3), (None, 10), (7, 9)])
+def test_no_more_samples_begin_than_may_be_suspended(max_suspended: int | None, num_begun: int) -> None:
+    driven = worker_with(20, max_suspended=max_suspended)
+    begun = driven.rows("w")
+    while rows := driven.rows("w"):
+        driven.end_all("w", 5, acting=rows)
+        begun += driven.rows("w")
+    assert len(begun) == num_begun and not driven.scheduler.is_stuck
+    driven.answer(begun[-1], 8)
+    assert driven.rows("w") == [begun[-1]]
+    driven.answer(begun[0], 8, "stop")
+    driven.end("w", {begun[-1]: 9}, acting=[begun[-1]])
+    assert len(driven.rows("w")) == 1, "another one for the one that has ended"
+
+
+@pytest.mark.parametrize("knows_at_once", [True, False])
+def test_segments_end_early_where_turns_end(knows_at_once: bool) -> None:
+    segment = {"min": 10, "max": 9000}
+    driven = worker_with(3, slots=3, capacity=9000, segment=segment, has_turns=knows_at_once)
+    driven.end_all("w", 5)
+    assert driven.running["w"].limits[:2] == ((32, 1) if knows_at_once else (3000, 0))
+    driven.end_all("w", 9, acting=["p1/s0"])
+    assert driven.running["w"].limits[:2] == (32, 1), "another turn may end"
+    for has_turns in (True, False):
+        limits = worker_with(4, policy="sync", has_turns=has_turns).running["w"].limits
+        assert (limits.leave_when_finished > 0) == has_turns, "under every policy"
+
+
+@pytest.mark.parametrize("policy", ["pdsr_v1", "pdsr_v2"])
+def test_siblings_are_held_back_while_the_probe_acts(policy: str) -> None:
+    driven = Driven(make_scheduler(policy))
+    driven.join("w", slots=4)
+    driven.submit(samples(1, 3))
+    driven.end("w", {"p0/s0": 5}, acting=["p0/s0"])
+    assert driven.rows("w") == [] and not driven.scheduler.is_stuck
+    assert roles(driven.answer("p0/s0", 8)) == {"p0/s0": "probe"}
+    driven.end("w", {"p0/s0": 9}, acting=["p0/s0"])
+    assert admitted(driven.answer("p0/s0", 9, "stop")) == ["p0/s1", "p0/s2"], "the answer gives the verdict, too"
+
+
+def test_sync_begins_nothing_while_rows_of_a_batch_act() -> None:
+    driven = worker_with(4, policy="sync")
+    driven.end("w", {"p0/s0": 5, "p1/s0": 5}, acting=["p0/s0"], finished=["p1/s0"])
+    assert driven.rows("w") == []
+    assert admitted(driven.answer("p0/s0", 8)) == ["p0/s0"]
+    assert admitted(driven.end("w", {"p0/s0": 9}, finished=["p0/s0"])) == ["p2/s0", "p3/s0"]
+
+
+def test_acting_rows_count_as_unfinished_in_the_threshold() -> None:
+    driven = worker_with(3, slots=3, pdsr={"window_min": 3}, finished=(10, 20, 30))
+    assert driven.scheduler.context.threshold == 30
+    driven.end("w", {"p0/s0": 100, "p1/s0": 100, "p2/s0": 5}, acting=["p0/s0", "p1/s0"])
+    driven.end("w", {"p2/s0": 25}, finished=["p2/s0"])
+    # Three of seven samples are longer than 25, and two of them nobody knows how long.
+    assert driven.scheduler.context.threshold is None
+
+
+def test_rows_spread_to_no_worker_that_others_come_back_to() -> None:
     driven = Driven(make_scheduler())
-    assert driven.submit(()) == [] and is_finished(driven.scheduler)
-
-
-def test_work_arriving_later_wakes_idle_workers() -> None:
-    driven = Driven(make_scheduler())
-    driven.join("w")
-    driven.submit(samples(1, 1), close=False)
-    assert driven.end("w", {"p0/s0": 5}, finished=("p0/s0",)) == []
-    assert admitted(driven.submit(samples(1, 1, first=1))) == ["p1/s0"]
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_the_same_events_have_the_same_commands(policy: str) -> None:
-    seeds = [seed for seed in range(120) if storm(seed).scheduler.policy.name == policy][:8]
-    for seed in seeds:
-        scheduler = storm(seed).scheduler
-        for event, commands in storm(seed).run():
-            assert tuple(scheduler.handle(event)) == commands, f"seed {seed}"
-
-
-def test_the_check_sees_an_idle_slot_beside_work() -> None:
-    driven = Driven(make_scheduler())
-    driven.join("w", slots=2)
-    driven.submit(samples(1, 1))
-    driven.scheduler.context.workers["w"].is_busy = False
-    with pytest.raises(AssertionError):
-        check_invariants(driven.scheduler)
-
-
-def test_the_check_sees_a_sample_that_nobody_holds() -> None:
-    driven = Driven(make_scheduler())
-    driven.submit(samples(2, 1))
-    driven.scheduler.policy.next_sample(WorkerState("w", "heavy", 1, (), None, 8192, None, True, 0))
-    with pytest.raises(AssertionError):
-        check_invariants(driven.scheduler)
+    driven.join("a", slots=4)
+    driven.join("b", slots=4)
+    driven.submit(samples(6, 1))
+    rows = driven.rows("b")
+    driven.end("b", dict.fromkeys(rows, 5), rows[1:], acting=rows[:1])
+    driven.end_all("a", 5)
+    assert len(driven.rows("a")) == 3 and driven.rows("b") == [], "another row comes back there"
+    driven.answer(rows[0], 8, "stop")
+    driven.end_all("a", 9)
+    assert len(driven.rows("b")) == 1
