@@ -53,12 +53,7 @@ def request(top_p: float = 1.0) -> GenerationRequest:
 
 
 def mesh_samples(
-    architecture: Architecture,
-    training: tuple[int, int, int] = (1, 1, 1),
-    tp: int | None = None,
-    *,
-    top_p: float = 1.0,
-    is_int8: bool = False,
+    architecture: Architecture, training: Any = (1, 1, 1), tp: int = 0, *, top_p: float = 1.0, is_int8: bool = False
 ) -> list[Sample]:
     """Returns samples by weights that are trained on one mesh and, if `tp` is given, generate on another."""
     definition, trained = DecoderDefinition.create(architecture), make_mesh(training)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -18,6 +18,8 @@ from app.rollout.scheduling.protocol import Command, NewSample, RowReport, RunSe
 from app.rollout.scheduling.sample_states import ENDED, WAITING, SampleEntry, SampleState
 from app.rollout.scheduling.scheduler import POLICIES, Scheduler
 from settings.schema.rollout import PdsrSettings, SegmentSettings
+
+Names = Sequence[str]
 
 
 def is_finished(scheduler: Scheduler) -> bool:
@@ -60,23 +62,15 @@ def check_entry(entry: SampleEntry) -> None:
 
 
 def make_scheduler(
-    policy: str = "adaptive",
-    *,
-    pdsr: Mapping[str, Any] | None = None,
-    segment: Mapping[str, Any] | None = None,
-    history: Mapping[str, float] | None = None,
-    finished: Sequence[int] = (),
-    **more: Any,
+    policy: str = "adaptive", *, pdsr: Any = None, history: Any = None, finished: Any = (), **more: Any
 ) -> Scheduler:
-    """Returns a scheduler that knows these mean lengths of prompts, and the tokens of these finished samples.
-
-    Args:
-        pdsr: settings and constants.
-    """
+    """Returns a scheduler with settings and constants, mean lengths of prompts, and tokens of finished samples."""
     learned = LearnedLengths(history or {}, tuple(FinishedLength(tokens, tokens / 100) for tokens in finished))
     constants = {name: value for name, value in (pdsr or {}).items() if name not in PdsrSettings.model_fields}
     rules = PdsrSettings(**{name: value for name, value in (pdsr or {}).items() if name not in constants})
-    scheduler = Scheduler(policy, pdsr=rules, segment=SegmentSettings(**(segment or {})), learned=learned, **more)
+    scheduler = Scheduler(
+        policy, pdsr=rules, segment=SegmentSettings(**more.pop("segment", {})), learned=learned, **more
+    )
     return with_constants(scheduler, **constants)
 
 
@@ -130,13 +124,7 @@ class Driven:
         return commands + (self.tell(protocol.Closed(self.at)) if close else [])
 
     def end(
-        self,
-        worker: str,
-        tokens: dict[str, int],
-        finished: Sequence[str] = (),
-        seconds: float = 1.0,
-        *,
-        acting: Sequence[str] = (),
+        self, worker: str, tokens: dict[str, int], finished: Names = (), seconds: float = 1.0, *, acting: Names = ()
     ) -> list[Command]:
         """Ends the worker's segment with these numbers of tokens."""
         self.at += seconds
