@@ -163,13 +163,9 @@ def test_auto_splits_weights_as_far_as_the_sums_cost_less() -> None:
     assert chosen("rollout.scheduler=adaptive")[0] == make_mesh(TRAINING)
 
 
-def test_without_a_table_of_its_speed_auto_keeps_the_training_mesh() -> None:
+def test_a_mesh_that_is_named_is_used_and_without_a_table_of_its_speed_that_of_training() -> None:
     mesh, settings, definition = chosen()
-    assert mesh == make_mesh(TRAINING)
-    assert rollout_mesh_notes(settings, mesh, mesh, definition) == []
-
-
-def test_a_mesh_that_is_named_is_used() -> None:
+    assert mesh == make_mesh(TRAINING) and rollout_mesh_notes(settings, mesh, mesh, definition) == []
     for value, shape in [("training", TRAINING), ("tp=2", (4, 1, 2)), ("dp = 2, tp = 4", (2, 1, 4))]:
         mesh = chosen(f"rollout.mesh={value}")[0]
         assert mesh == Mesh(np.asarray(jax.devices()).reshape(shape), AXES, axis_types=(AxisType.Auto,) * 3)

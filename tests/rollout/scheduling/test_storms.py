@@ -69,6 +69,8 @@ def handed_over() -> list[EventRecord]:
 def test_metrics_and_spans_by_hand() -> None:
     found = schedule_metrics(handed_over())
     assert (found.makespan_s, found.repacked_tokens, found.truncated) == (10, 10, 0)
+    # A slot counts while its worker is present: 4 s and 10 s.
+    assert found.bubble == pytest.approx(1 - 10 / 14)
     assert found.tail_fraction == pytest.approx(1 - 6 / 10)
     assert (found.useful_tokens, found.segments, found.breaker_trips, found.suspensions) == (21, 4, 1, 1)
     spans = [one for one in slot_spans(handed_over()) if one.uid == "p0/s0"]
@@ -83,22 +85,6 @@ def test_metrics_and_spans_by_hand() -> None:
     assert (second.makespan_s, second.useful_tokens, second.segments) == (4, 5, 1)
     assert schedule_metrics(handed_over()[:2]).probe_recall is None
     assert spans[0] == Span("fast", 0, 2.0, 4.0, "probe", "p0/s0") and spans[-1].role == "heavy"
-
-
-def test_slots_count_while_their_worker_is_present() -> None:
-    driven = Driven(make_scheduler())
-    driven.join("a", "fast", 1)
-    driven.at = 1.0
-    driven.submit(samples(2, 1), close=False)
-    driven.end("a", {"p0/s0": 4}, seconds=4.0)  # at 5
-    driven.lose("a")
-    driven.at = 7.0
-    driven.join("a#2", "fast", 2)
-    driven.end("a#2", {"p0/s0": 7, "p1/s0": 6}, finished=["p0/s0", "p1/s0"], seconds=3.0)  # at 10
-    driven.at = 20.0
-    driven.lose("a#2")
-    share = (3 / 6 + 6 / 6) * 3 + 4
-    assert schedule_metrics(driven.records).bubble == pytest.approx(1 - share / (1 * 4 + 2 * 3))
 
 
 def test_metrics_of_turns_by_hand() -> None:
