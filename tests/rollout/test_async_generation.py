@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from app.rollout.scheduling.protocol import RunSegment
-from app.rollout.scheduling.sample_states import ENDED, WAITING, SampleTable
+from app.rollout.scheduling.sample_states import ENDED, SampleState, SampleTable
 from app.rollout.scheduling.segment_limits import SegmentLimits
 from app.rollout.sequence import RolloutSequence
 from app.rollout.workers.async_generation import AsyncRollout
@@ -43,7 +43,7 @@ def test_rounds_come_in_order_with_the_samples_of_a_closed_rollout(policy: str, 
 
     def watch(table: SampleTable) -> None:
         newest = max((entry.uid.rpartition("@")[2] for entry in table), default="")
-        begun.setdefault(newest, any(one.state in WAITING for one in table if not one.uid.endswith(newest)))
+        begun.setdefault(newest, any(one.state is SampleState.NEW for one in table if not one.uid.endswith(newest)))
 
     made.on_progress = watch
     others = slots.PROMPTS[HALF : 2 * HALF]

@@ -133,7 +133,7 @@ def test_actors_return_routes_and_say_why_they_cannot_start(monkeypatch: pytest.
     of_actor: Any = {"spec": spec, "cluster": RayCluster("local", []), "resources": {}}
     worker = RayWorker(name="far", kind="fast", engine=engine, **of_actor)
     worker.wait_until_ready(never_stop)
-    worker.open(weights_on((1, 1, 1), routed.DEFINITION), routed.ROUTED, suspends=False)
+    worker.open(weights_on((1, 1, 1), MIXTURE), routed.ROUTED, suspends=False)
     waiting = deque(Admission(row, None) for row in rows)
     for _ in range(3):
         worker.start_segment(RunSegment("far", (), SegmentLimits(4)), waiting)

@@ -32,9 +32,7 @@ def slots(**how: Any) -> SlotEngine:
 
 
 def generate(engine: SlotEngine, shape: tuple[int, int, int] = (1, 1, 1), **changes: Any) -> list[Sample]:
-    return dense.batching(engine).generate(
-        dense.weights_on(shape, DEFINITION), dense.PROMPTS, replace(ROUTED, **changes)
-    )
+    return dense.batching(engine).generate(dense.weights_on(shape, MIXTURE), dense.PROMPTS, replace(ROUTED, **changes))
 
 
 @functools.cache
@@ -98,12 +96,12 @@ def sample_of(row: RolloutSequence) -> Sample:
 
 def test_suspended_rows_keep_the_routes_of_their_prompts_with_and_without_a_cache() -> None:
     engine, rows = slots(), [row_of(i) for i in range(4)]
-    engine.open(dense.weights_on((1, 1, 1), DEFINITION), dense.REQUEST, suspends=True)
+    engine.open(dense.weights_on((1, 1, 1), MIXTURE), dense.REQUEST, suspends=True)
     engine.admit(rows)
     engine.admit([engine.suspend(row) for row in rows[:2]])  # before their first segment
     dense.run_segment(engine, 4)
     kept, lost = map(engine.suspend, rows[1:3])
-    engine.load_weights(dense.weights_on((1, 1, 1), DEFINITION), policy_version=4)
+    engine.load_weights(dense.weights_on((1, 1, 1), MIXTURE), policy_version=4)
     engine.admit([kept, SuspendedSequence(lost.row, None)])
     dense.finish_rows(engine)
     engine.close()

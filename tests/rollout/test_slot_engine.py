@@ -16,6 +16,7 @@ import pytest
 
 from app.mesh.placement import bytes_per_device
 from app.mesh.program_cache import CompilationCounter
+from app.model.architecture import Architecture
 from app.model.decode_weights import DecodeWeights
 from app.model.decoder import DecoderDefinition
 from app.records.sample import Prompt, Sample
@@ -46,8 +47,9 @@ REQUEST = GenerationRequest(
 
 @functools.cache
 def weights_on(
-    shape: tuple[int, int, int] = (1, 1, 1), definition: DecoderDefinition = DEFINITION, seed: int = 0
+    shape: tuple[int, int, int] = (1, 1, 1), architecture: Architecture = ODD, seed: int = 0
 ) -> DecodeWeights:
+    definition = DecoderDefinition.create(architecture)
     return make_engine(definition, make_mesh(shape)).to_decode_weights(random_params(definition, seed))
 
 
