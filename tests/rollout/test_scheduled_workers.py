@@ -313,7 +313,7 @@ def test_the_first_token_that_completes_a_stop_string_is_found(
 def cut_by_hand() -> list[Sample]:
     """Samples without stop strings, cut afterwards."""
     cut = []
-    for sample in slots.unlimited_slots().generate(slots.weights_on(), slots.PROMPTS, UNSTOPPED):
+    for sample in slots.generate(slots.slots_of(True), max_new_tokens=slots.LONGEST):
         length = first_stop(sample.completion_ids.tolist(), STOP, spell)
         reason = sample.finish_reason if length is None else "stop"
         ids, logprobs = sample.completion_ids[:length], sample.behavior_logprobs[:length]

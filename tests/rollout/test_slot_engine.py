@@ -31,7 +31,7 @@ from app.rollout.sequence import RolloutSequence, SuspendedSequence
 from app.score.scorer import Scorer
 from settings.errors import InputError
 from settings.schema.rollout import KVCacheType, SegmentSettings
-from tests.tiny import ODD, TinyEngine, make_engine, make_mesh, packed_plan, random_params, random_prompts, spell
+from tests.tiny import ODD, make_engine, make_mesh, packed_plan, random_params, random_prompts, spell
 
 FLOAT32 = np.dtype("float32")
 DEFINITION = DecoderDefinition.create(ODD)
@@ -110,14 +110,9 @@ def generate(
 
 
 @functools.cache
-def unlimited_slots() -> TinyEngine:
-    return make_engine(DEFINITION)
-
-
-@functools.cache
 def at_once() -> list[Sample]:
     """Returns the samples of a slot for each of them."""
-    return unlimited_slots().generate(weights_on(), PROMPTS, REQUEST)
+    return make_engine(DEFINITION).generate(weights_on(), PROMPTS, REQUEST)
 
 
 def by_uid(rows: Sequence[RolloutSequence]) -> dict[str, tuple[list[int], bytes]]:
