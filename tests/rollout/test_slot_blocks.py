@@ -50,7 +50,7 @@ class HostSlots:
             for device, source, target in work.copies:
                 self.blocks[device, target] = 0 if source < 0 else self.blocks[device, source]
             for device, blocks, cache in work.insertions:
-                self.blocks[device, blocks] = cache
+                self.blocks[device, blocks[: len(cache)]] = cache
         self.check_accounts()
 
     def check_accounts(self) -> None:
