@@ -66,7 +66,6 @@ def mesh_samples(
 expected = functools.cache(mesh_samples)
 
 WAYS: dict[str, Any] = {
-    "all axes": ((EVEN, (2, 2, 2)), {}),
     "truncated": ((EVEN, TRAINING, 4), {"top_p": 0.9}),
     "one head": ((FEW_HEADS, TRAINING, 8), {}),
     "int8": ((EVEN, (2, 2, 2)), {"is_int8": True}),
@@ -229,29 +228,17 @@ def test_kernels_that_have_few_bits_already_are_refused(config: Path) -> None:
     assert not (config.parent / "runs").exists()
 
 
-def assert_rounding_is_measured_and_corrected(run: Path) -> None:
+def test_a_run_measures_the_rounding_of_its_sampler_and_its_export_says_so(config: Path, tmp_path: Path) -> None:
+    result = train_here(config, "rollout.weights=int8", "rollout.kv_cache=int8", "run.steps=3")
+    assert result.exit_code == 0, result.stderr
+    run = config.parent / "runs" / "tiny"
     lines = metrics_of(run)[1:]
     assert all(line["rollout/sampler_scorer_logprob_diff_mean"] > 1e-6 for line in lines)
     assert all(0 < line["rollout/sampler_scorer_kl"] < 0.01 for line in lines)
     assert all(0.9 < line["policy/correction_ess"] < 1 for line in lines)
-    assert [line["perf/compilations"] for line in lines[2:]] == [0] * (len(lines) - 2)
-
-
-def test_a_run_with_rounded_weights_measures_it_and_its_export_says_so(config: Path, tmp_path: Path) -> None:
-    result = train_here(config, "rollout.weights=int8", "run.steps=3")
-    assert result.exit_code == 0, result.stderr
-    run = config.parent / "runs" / "tiny"
-    assert_rounding_is_measured_and_corrected(run)
+    assert lines[-1]["perf/compilations"] == 0
     exported = here("export", "--checkpoint", run, "--out", tmp_path / "out")
     assert exported.exit_code == 0, exported.stderr
-    note = "the run evaluated a rounded policy (rollout.weights: int8)"
+    note = "the run evaluated a rounded policy (rollout.weights: int8 and rollout.kv_cache: int8)"
     assert note in exported.stderr and note in (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
-    assert "--set rollout.weights=null" in exported.stdout
-
-
-def test_a_run_of_workers_with_a_rounded_cache_measures_it(config: Path) -> None:
-    result = train_here(
-        config, "rollout.kv_cache=int8", "rollout.scheduler=adaptive", "run.steps=3", "eval.every_steps=0"
-    )
-    assert result.exit_code == 0, result.stderr
-    assert_rounding_is_measured_and_corrected(config.parent / "runs" / "tiny")
+    assert "--set rollout.weights=null --set rollout.kv_cache=null" in exported.stdout

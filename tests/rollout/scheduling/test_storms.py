@@ -32,7 +32,7 @@ def assert_spans_are_apart(rollout: Storm) -> None:
 @pytest.mark.parametrize("has_turns", [False, True])
 def test_no_invariant_breaks_in_random_rollouts_under_random_faults(has_turns: bool) -> None:
     seen = Counter[str]()
-    for seed in range(120):
+    for seed in range(90):
         rollout = storm(seed, has_turns=has_turns)
         rollout.run()
         assert is_finished(rollout.scheduler), f"seed {seed}"
@@ -44,7 +44,7 @@ def test_no_invariant_breaks_in_random_rollouts_under_random_faults(has_turns: b
             assert [tuple(again.handle(event)) for event, _ in rollout.records] == [made for _, made in rollout.records]
         seen.update(rollout.counts)
         seen.update(turns=sum(map(len, rollout.turns.values())), calm=not rollout.num_faults)
-    assert 30 < seen["calm"] < 90 and seen["copy"] > 100
+    assert 20 < seen["calm"] < 70 and seen["copy"] > 100
     assert (seen["turns"] > 1000 and seen["resume"] > 1000) == has_turns
 
 
