@@ -176,20 +176,6 @@ def test_every_way_of_searching_finds_the_same_value(dtype: type, weighs: bool) 
     assert threshold_kernel.num_buffers(262_144, v4) == 0
 
 
-@pytest.mark.parametrize(("shape", "num_rows"), [((1, 1, 8), 16), ((2, 2, 2), 16), ((2, 2, 2), 12)])
-def test_every_layout_draws_the_same_tokens(shape: tuple[int, int, int], num_rows: int) -> None:
-    """Sixteen rows are shared out among all devices, twelve only among those that share no weights."""
-    logits, rules = wide_rows(num_rows), SamplingRules(1.0, 20, 0.9, 0.01)
-    keys = jax.random.split(jax.random.key(0), num_rows)
-    alone = compiled(sample_tokens_truncated)(logits, rules, keys)
-    mesh = make_mesh(shape)
-    split = jax.sharding.NamedSharding(mesh, jax.P(("dp", "fsdp"), "tp"))
-    with jax.set_mesh(mesh):
-        drawn = jax.jit(sample_tokens_truncated)(jax.device_put(logits, split), rules, keys)
-    np.testing.assert_array_equal(drawn.token_ids, alone.token_ids)
-    np.testing.assert_allclose(drawn.kept_mass_logs, alone.kept_mass_logs, atol=1e-6)
-
-
 def test_a_row_that_is_not_finite_harms_no_other() -> None:
     logits, rules = wide_rows(16), SamplingRules(1.0, 20, 0.9, 0.01)
     logits[1, 5], logits[2, 6] = np.nan, np.inf

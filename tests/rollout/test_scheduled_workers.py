@@ -66,17 +66,14 @@ def unequal_engine(device: int, kind: WorkerKind) -> SlotEngine:
     return engine_with(device, shapes, True)
 
 
-GONE = WorkerDiedError("the process is gone")
-
-
 @contextmanager
-def dying(worker: RolloutWorker, *, lives: int, error: BaseException = GONE) -> Iterator[None]:
+def dying(worker: RolloutWorker, *, lives: int, error: BaseException | None = None) -> Iterator[None]:
     """Lets a worker end after so many segments, as by the death of its process."""
     finish, left = worker.engine.finish_segment, iter(range(lives))
 
     def finish_or_fail() -> SegmentResult:
         if next(left, None) is None:
-            raise error
+            raise error or WorkerDiedError("the process is gone")
         return finish()
 
     with pytest.MonkeyPatch.context() as patch:
