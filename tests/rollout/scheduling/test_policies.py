@@ -146,9 +146,6 @@ def test_v2_lets_probes_overtake_and_moves_only_a_share_of_a_worker_at_once() ->
     assert len(suspended(driven.end_all("fast", 60))) == 2, "12 %"
 
 
-# Both ------------------------------------------------------------------------------------------------------------
-
-
 def test_limits_in_seconds_end_probes_breakers_and_stealing() -> None:
     driven = driven_pair("pdsr_v1", unit="seconds", fast_limit_s=6.0)
     driven.submit(samples(1, 2))
