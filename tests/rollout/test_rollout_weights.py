@@ -229,14 +229,14 @@ def test_kernels_that_have_few_bits_already_are_refused(config: Path) -> None:
 
 
 def test_a_run_measures_the_rounding_of_its_sampler_and_its_export_says_so(config: Path, tmp_path: Path) -> None:
-    result = train_here(config, "rollout.weights=int8", "rollout.kv_cache=int8", "run.steps=3")
+    result = train_here(config, "rollout.weights=int8", "rollout.kv_cache=int8")
     assert result.exit_code == 0, result.stderr
     run = config.parent / "runs" / "tiny"
     lines = metrics_of(run)[1:]
     assert all(line["rollout/sampler_scorer_logprob_diff_mean"] > 1e-6 for line in lines)
     assert all(0 < line["rollout/sampler_scorer_kl"] < 0.01 for line in lines)
     assert all(0.9 < line["policy/correction_ess"] < 1 for line in lines)
-    assert lines[-1]["perf/compilations"] == 0
+    assert [line["perf/compilations"] for line in lines[2:]] == [0] * (len(lines) - 2)
     exported = here("export", "--checkpoint", run, "--out", tmp_path / "out")
     assert exported.exit_code == 0, exported.stderr
     note = "the run evaluated a rounded policy (rollout.weights: int8 and rollout.kv_cache: int8)"
