@@ -27,7 +27,6 @@ from app.rollout.workers.ray_worker import RayCluster, RayWorker
 from app.rollout.workers.worker import Admission, RolloutWorker, WorkerDiedError
 from app.rollout.workers.worker_pool import RolloutWorkerPool, ScheduleConfig
 from settings.errors import InputError
-from tests.program import compilation_cache
 from tests.rollout import test_recorded_routes as routed
 from tests.rollout import test_scheduled_workers as local
 from tests.rollout.test_slot_engine import LENGTHS, PROMPTS, REQUEST, other_weights, weights_on
@@ -54,10 +53,7 @@ def actors(*resources: dict[str, float], **changes: Any) -> RolloutWorkerPool:
 def pool(compiled_once: None) -> Iterator[RolloutWorkerPool]:
     """Two actors on a cluster of their own, all of whose cores they use."""
     made = actors({"CPU": 1.0}, {"CPU": 1.0, "large_memory": 1.0})
-    with pytest.MonkeyPatch.context() as environment:
-        for name, value in compilation_cache().items():
-            environment.setenv(name, value)
-        made.compile(REQUEST.rules)
+    made.compile(REQUEST.rules)
     yield made
     made.shut_down()
 

@@ -44,7 +44,7 @@ def test_no_invariant_breaks_in_random_rollouts_under_random_faults(has_turns: b
             assert [tuple(again.handle(event)) for event, _ in rollout.records] == [made for _, made in rollout.records]
         seen.update(rollout.counts)
         seen.update(turns=sum(map(len, rollout.turns.values())), calm=not rollout.num_faults)
-    assert 20 < seen["calm"] < 70 and seen["copy"] > 100
+    assert 20 < seen["calm"] < 70 and seen["copy"] > 80
     assert (seen["turns"] > 1000 and seen["resume"] > 1000) == has_turns
 
 
