@@ -50,7 +50,7 @@ def actors(*resources: dict[str, float], **changes: Any) -> RolloutWorkerPool:
 
 
 @pytest.fixture(scope="module")
-def pool(compiled_once: None) -> Iterator[RolloutWorkerPool]:
+def pool() -> Iterator[RolloutWorkerPool]:
     """Two actors on a cluster of their own, all of whose cores they use."""
     made = actors({"CPU": 1.0}, {"CPU": 1.0, "large_memory": 1.0})
     made.compile(REQUEST.rules)
@@ -93,10 +93,13 @@ def test_weights_of_a_version_are_stored_once(pool: RolloutWorkerPool, monkeypat
     with closing(AsyncRollout(pool, weights_on(), REQUEST)) as generation:
         generation.submit(PROMPTS, noise_step=version)
         first = generation.collect_round()
+        # None if an earlier rollout had the same weights.
+        assert len(puts) <= 1
+        puts.clear()
         generation.publish(other_weights(), policy_version=version + 1)
         generation.submit(PROMPTS, noise_step=version + 1)
         second = generation.collect_round()
-    assert len(puts) == 2 and local.bits(first) == local.bits(local.expected())
+    assert len(puts) == 1 and local.bits(first) == local.bits(local.expected())
     assert {s.policy_version for s in second} == {version + 1}
     newer = replace(REQUEST, policy_version=version + 1)
     alone = local.scheduled(local.workers_on(1)).generate(other_weights(), PROMPTS, newer)
@@ -151,7 +154,7 @@ def test_actors_return_routes_and_say_why_they_cannot_start(monkeypatch: pytest.
         made, looks = actors(resources, platforms=platforms), iter([False, True])
         monkeypatch.setattr(ray_worker, "START_TIMEOUT_S", 1.0 if "1 s" in match else 900.0)
         made.stop_requested = (lambda looks=looks: next(looks)) if error is StoppedError else never_stop
-        with pytest.raises(error, match=match):
+        with pytest.raises(error, match=match or None):
             made.compile(REQUEST.rules)
         made.shut_down()
         assert ray.is_initialized(), "the cluster is left by who joined it"
