@@ -182,7 +182,8 @@ def assert_same_steps(run: Path, other: Path, *, steps: range) -> None:
         line, expected = (reproducible(metrics_of(one))[step] for one in (run, other))
         assert line.keys() == expected.keys()
         for name in line:
-            assert line[name] == pytest.approx(expected[name], rel=1e-5, abs=1e-5), (step, name)
+            assert (line[name] is None) == (expected[name] is None), (step, name)
+            assert (line[name] or 0.0) == pytest.approx(expected[name] or 0.0, rel=1e-5, abs=1e-5), (step, name)
         for folder in ("rollouts", "eval"):
             if (other / folder / name_of(step)).exists():
                 assert texts(run / folder / name_of(step)) == texts(other / folder / name_of(step)), (step, folder)
