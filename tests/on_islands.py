@@ -147,8 +147,9 @@ def main(model: str, out: str, *options: str) -> None:
             session.generator.generate(weights, found.prompts[:1], session.rollout_request(policy_version=1))
         )
     # Weights that another version makes cost one run of the program that is there.
+    params = session.scoring.load_params()
     with closing(CompilationCounter()) as compilations:
-        session.to_decode_weights(session.scoring.load_params())
+        session.to_decode_weights(params)
         results["compilations of a second version"] = compilations.take_count()
     # One host is asked; in one batch all of them end.
     results["stopped"] = {

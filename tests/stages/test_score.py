@@ -111,7 +111,7 @@ def test_windows_are_scored_in_order_with_the_same_shapes(
     sampled: Path, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shapes = []
-    for size in (11, 24):
+    for size in (3, 11):
         monkeypatch.setattr("app.stages.score.WINDOW_SAMPLES", size)
         out = tmp_path / f"{size}.jsonl"
         result = score(tiny_model, sampled, out, "policy", "mesh.shape=1,8,1", f"{QUOTA}=32")
@@ -120,6 +120,7 @@ def test_windows_are_scored_in_order_with_the_same_shapes(
             np.testing.assert_allclose(record.pop("policy_logprobs"), before["behavior_logprobs"], atol=1e-4)
             assert record == before
         shapes.append(json.loads(result.stdout)["shapes compiled"])
+    # The last window alone may be shorter.
     assert shapes[0] <= shapes[1] + 1
 
 
