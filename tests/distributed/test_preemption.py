@@ -102,10 +102,15 @@ def test_handlers_are_afterwards_what_they_were_before() -> None:
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGHUP, 75), (signal.SIGINT, 130)])
 def test_generation_and_the_loop_hear_of_a_signal(number: int, code: int) -> None:
-    with PreemptionHandler(StatusBoard(None, host=0)) as interrupts:
-        os.kill(os.getpid(), number)
-        wait_for(interrupts)
-        assert interrupts.sync_stop_decision(save_is_due=True) == (code, True, False, (0,))
+    # The suite itself may have been started to ignore them, as by nohup.
+    before = signal.signal(number, signal.SIG_DFL)
+    try:
+        with PreemptionHandler(StatusBoard(None, host=0)) as interrupts:
+            os.kill(os.getpid(), number)
+            wait_for(interrupts)
+            assert interrupts.sync_stop_decision(save_is_due=True) == (code, True, False, (0,))
+    finally:
+        signal.signal(number, before)
 
 
 def test_a_signal_after_the_last_step_is_told_that_nothing_is_lost(
