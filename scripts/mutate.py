@@ -199,13 +199,18 @@ def main() -> None:
     chosen = parser.parse_args()
     drawn = (draw_faults(name, num_faults=chosen.faults, seed=chosen.seed) for name in chosen.packages)
     faults = survivors_of(chosen.only) if chosen.only else [fault for of_package in drawn for fault in of_package]
+    if not faults:
+        parser.error("no fault can be made: --packages names none with code, or --only a file without survivors")
     with tempfile.TemporaryDirectory(prefix="mutate-") as folder:
         tree = Path(folder) / "program"
         copy_tree(tree, chosen.tests)
         for package in dict.fromkeys(fault.package for fault in faults):
             folders = [name for name in (f"tests/{package}", *chosen.also) if (tree / name).exists()]
+            # Without a folder, all tests of the project would run.
+            if not folders:
+                sys.exit(f"{package}: there are no tests/{package}; name their folder with --also")
             without_fault = run_tests(tree, folders, limit_s=chosen.limit)
-            if without_fault["result"] != "survived" or not folders:
+            if without_fault["result"] != "survived":
                 sys.exit(f"{package}: the tests do not pass without a fault: {without_fault}")
             for fault in (fault for fault in faults if fault.package == package):
                 path = tree / fault.file
