@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -199,7 +200,8 @@ def test_setup_installs_python_and_names_a_worker_that_fails_or_is_in_use(tpu: T
     assert "failed on worker 1 of tpu-1; 1 of 2 are done" in done.stderr
     lock = tpu.home(0) / ".grpo-launch"
     lock.touch()
-    with subprocess.Popen(["flock", lock, "sh", "-c", "echo held; cat"], stdin=-1, stdout=-1, text=True) as holder:
+    pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen(["flock", lock, "sh", "-c", "echo held; cat"], **pipes) as holder:
         assert holder.stdout and holder.stdout.readline() == "held\n"
         done = tpu.run(checkout / "scripts" / SETUP)
         holder.communicate(timeout=DEADLINE_S)

@@ -105,7 +105,7 @@ def test_a_small_change_of_any_one_kernel_changes_the_fingerprint(tmp_path):
     assert len(found) == 9
 
 
-def refuse(folder: Path, message: str) -> None:
+def assert_refused(folder: Path, message: str) -> None:
     with pytest.raises(InputError, match=message):
         open_model(str(folder))
 
@@ -114,20 +114,20 @@ def test_incomplete_directories_are_refused_by_name(tmp_path):
     for folder in ("no_config", "gguf", "pickle", "no_shard"):
         (tmp_path / folder).mkdir()
     save_file(TENSORS, tmp_path / "no_config" / "model.safetensors")
-    refuse(tmp_path / "no_config", r"no config\.json")
+    assert_refused(tmp_path / "no_config", r"no config\.json")
     (tmp_path / "gguf" / "small.gguf").touch()
-    refuse(tmp_path / "gguf", r"small\.gguf, set model\.path to that file")
+    assert_refused(tmp_path / "gguf", r"small\.gguf, set model\.path to that file")
     (write_model(tmp_path / "pickle", tensors=None) / "consolidated.00.pth").write_bytes(b"never opened")
-    refuse(tmp_path / "pickle", r"consolidated.00.pth.*can run arbitrary code")
+    assert_refused(tmp_path / "pickle", r"consolidated.00.pth.*can run arbitrary code")
     (write_sharded_model(tmp_path / "no_shard") / "model-00002-of-00002.safetensors").unlink()
-    refuse(tmp_path / "no_shard", r"model-00002-of-00002\.safetensors' is missing")
+    assert_refused(tmp_path / "no_shard", r"model-00002-of-00002\.safetensors' is missing")
 
 
 @pytest.mark.parametrize("kept_bytes", [5, -1])
 def test_a_truncated_safetensors_file_is_refused(tmp_path, kept_bytes):
     file = write_model(tmp_path) / "model.safetensors"
     file.write_bytes(file.read_bytes()[:kept_bytes])
-    refuse(tmp_path, r"model\.safetensors is truncated")
+    assert_refused(tmp_path, r"model\.safetensors is truncated")
 
 
 @pytest.mark.parametrize(
@@ -140,24 +140,24 @@ def test_a_truncated_safetensors_file_is_refused(tmp_path, kept_bytes):
 )
 def test_an_index_that_leads_elsewhere_is_refused(tmp_path, weight_map, message):
     save_file(TENSORS, tmp_path / "secret.safetensors")
-    refuse(write_sharded_model(tmp_path / "model", weight_map), message)
+    assert_refused(write_sharded_model(tmp_path / "model", weight_map), message)
 
 
 @pytest.mark.parametrize("text", ["{", "[1]", '{"weight_map": {}}', '{"weight_map": 3}'])
 def test_a_malformed_index_is_refused(tmp_path, text):
     (write_sharded_model(tmp_path) / "model.safetensors.index.json").write_text(text)
-    refuse(tmp_path, r"index\.json")
+    assert_refused(tmp_path, r"index\.json")
 
 
 def test_quantized_tensors_are_refused_by_name(tmp_path):
     write_model(tmp_path, tensors=TENSORS | {"model.packed": np.ones(3, np.int32)})
-    refuse(tmp_path, r"'model\.packed' has type I32")
+    assert_refused(tmp_path, r"'model\.packed' has type I32")
 
 
 @pytest.mark.parametrize("text", ["{", "[1]", "\xff"])
 def test_a_malformed_config_is_refused(tmp_path, text):
     (write_model(tmp_path) / "config.json").write_bytes(text.encode("latin-1"))
-    refuse(tmp_path, r"config\.json(: expected a JSON object| cannot be read as JSON)")
+    assert_refused(tmp_path, r"config\.json(: expected a JSON object| cannot be read as JSON)")
 
 
 @pytest.mark.parametrize(
