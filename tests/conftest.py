@@ -5,6 +5,7 @@ A test of a single device builds its mesh from `jax.devices()[:1]`.
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 from collections.abc import Iterator
@@ -44,19 +45,18 @@ os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 # Most of the suite's time is the compiler's, on programs that run once and for next to no time. Set it to false to test
 # what users run, which takes longer.
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "true")
-os.environ["XLA_FLAGS"] = " ".join(
-    [
-        os.environ.get("XLA_FLAGS", ""),
-        # The fusion emitters take more than half of the suite's processor time to compile programs that run once. JAX
-        # 0.11 has nothing else, and ends the process at a flag that it does not know.
-        *["--xla_cpu_use_fusion_emitters=false"] * version("jaxlib").startswith("0.10."),
-        # pytest-xdist keeps all cores busy, so that splitting a program among compiler threads only adds work.
-        "--xla_cpu_parallel_codegen_split_count=1",
-        # Virtual devices share a few cores: on a busy machine a device may wait for another longer than the 40 s after
-        # which XLA ends the process.
-        "--xla_cpu_collective_call_terminate_timeout_seconds=240",
-    ]
-)
+FLAGS = [
+    # The fusion emitters take more than half of the suite's processor time to compile programs that run once. JAX
+    # 0.11 has nothing else, and ends the process at a flag that it does not know.
+    *["--xla_cpu_use_fusion_emitters=false"] * version("jaxlib").startswith("0.10."),
+    # pytest-xdist keeps all cores busy, so that splitting a program among compiler threads only adds work.
+    "--xla_cpu_parallel_codegen_split_count=1",
+    # Virtual devices share a few cores: on a busy machine a device may wait for another longer than the 40 s after
+    # which XLA ends the process.
+    "--xla_cpu_collective_call_terminate_timeout_seconds=240",
+]
+# Each once, also in a process that pytest-xdist starts with the variables of this one: programs are cached by flags.
+os.environ["XLA_FLAGS"] = " ".join(dict.fromkeys([*os.environ.get("XLA_FLAGS", "").split(), *FLAGS]))
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
 
@@ -64,6 +64,8 @@ import jax  # noqa: E402  (reads the variables above)
 from jax.experimental import pallas  # noqa: E402
 
 jax.config.update("jax_num_cpu_devices", 8)
+# Traced programs are many small objects that live long: by default, going over them takes a twentieth of the time.
+gc.set_threshold(50_000, 20, 100)
 
 # No clocks: the first example of a property may compile, and the machine may be busy with something else.
 # CI tries the same examples every time.
