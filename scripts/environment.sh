@@ -68,7 +68,8 @@ make_environment() {
 
 # run_tests [options of pytest]: on every core, four at most, since each process holds its own JAX. The tests of a file
 # stay together, with what they share and have compiled; a process that dies is one failure, not the end of all.
+# Bytecode is kept even where the environment says otherwise, as in containers: hundreds of processes load the sources.
 run_tests() {
     cd "$REPOSITORY" || exit 1
-    "$VENV/bin/python" -m pytest -q --numprocesses auto --maxprocesses 4 --dist loadfile "$@"
+    PYTHONDONTWRITEBYTECODE='' "$VENV/bin/python" -m pytest -q --numprocesses auto --maxprocesses 4 --dist loadfile "$@"
 }

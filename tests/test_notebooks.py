@@ -10,8 +10,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import matplotlib as mpl
-import matplotlib.pyplot as plt
 import pytest
 
 from tests.program import REPOSITORY, metrics_of
@@ -43,7 +41,7 @@ def run_notebook(name: str, **parameters: Any) -> dict[str, Any]:
 @pytest.fixture(autouse=True)
 def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    mpl.use("agg")
+    monkeypatch.setenv("MPLBACKEND", "agg")
 
 
 def test_notebook_is_stored_without_outputs_and_has_one_cell_of_parameters() -> None:
@@ -67,7 +65,6 @@ def test_laptop_notebook_trains_on_its_own_rows_and_rewards(tmp_path: Path, caps
     assert printed.count("of 8 held-out sums are right") == 2
     assert len(variables["judged"].records) == 8
     assert len(variables["figure"].axes[0].lines) == 2
-    plt.close("all")
 
 
 @pytest.mark.slow
@@ -84,4 +81,3 @@ def test_kaggle_notebook_runs_on_the_cpu_with_a_tiny_model(tmp_path: Path, capsy
     assert [line["step"] for line in metrics_of(run)] == [0, 1, 2, 3, 4]
     assert (tmp_path / "kept" / "gsm8k" / "metrics.jsonl").read_bytes() == (run / "metrics.jsonl").read_bytes()
     assert capsys.readouterr().out.count("of the held-out problems are solved") == 3
-    plt.close("all")

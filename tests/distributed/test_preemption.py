@@ -113,61 +113,40 @@ def test_generation_and_the_loop_hear_of_a_signal(number: int, code: int) -> Non
         signal.signal(number, before)
 
 
-def test_a_signal_after_the_last_step_is_told_that_nothing_is_lost(
-    config: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    report = RunReporter.write_final_report
-
-    def signalled_report(reporter: RunReporter) -> None:
-        os.kill(os.getpid(), signal.SIGTERM)
-        report(reporter)
-
-    monkeypatch.setattr(RunReporter, "write_final_report", signalled_report)
-    result = train_here(config, "run.steps=1", "eval.every_steps=0", "checkpoint.best_metric=null")
-    assert result.exit_code == 0, result.stderr
-    assert FINISHING_MESSAGE in result.stderr and SAID not in result.stderr
-    assert newest_checkpoint(config.parent / "runs" / "tiny") == 1
-
-
-def test_a_run_that_is_stopped_while_it_generates_goes_on_in_the_same_bits(
+def test_a_run_that_is_stopped_while_it_evaluates_goes_on_in_the_same_bits(
     config: Path, finished: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = config.parent / "runs" / "tiny"
-    # Generations of a start, evaluations among them, counted from one; and where the run stands then.
-    for resume, generation, stands in (
-        ("never", 4, "stopped after step 2 of 4, which is saved; --resume auto goes on, with the evaluation"),
-        ("must", 3, "stopped after step 3 of 4, which is saved; --resume auto goes on\n"),  # no step's turn to save
-    ):
-        with monkeypatch.context() as patch:
-            patch.setattr(SampleGenerator, "stream", stopping_at(generation))
-            result = train_here(config, "logging.report=true", resume=resume)
-        assert result.exit_code == 75, result.stderr
-        assert stands in result.stderr and SAID in result.stderr
-        step = int(stands.split()[3])
-        assert newest_checkpoint(run) == step
-        # Only what is complete is told of.
-        assert f"step {metrics_of(run)[-1]['step']} of 4" in (run / "report.html").read_text()
-        lines = [line for line in metrics_of(run) if "eval/accuracy" in line or line["step"] % 2]
-        assert lines == metrics_of(run)
-    result = train_here(config, resume="must")
-    assert result.exit_code == 0, result.stderr
-    assert_same_run(run, finished, step=4)
-    starts = [json.loads(line)["after_step"] for line in (run / "sessions.jsonl").read_text().splitlines()]
-    assert starts == [0, 2, 3]
-
-
-def stopping_at(generation: int) -> Any:
-    """Returns a version of `SampleGenerator.stream` in which one call is stopped as at the end of a segment."""
-    generate, calls = SampleGenerator.stream, itertools.count(1)
+    generate, report, calls = SampleGenerator.stream, RunReporter.write_final_report, itertools.count(1)
 
     def generate_or_stop(engine: SampleGenerator, *arguments: Any, **named: Any) -> Any:
-        if next(calls) != generation:
+        if next(calls) != 4:  # evaluation, steps 1 and 2, evaluation
             return generate(engine, *arguments, **named)
         os.kill(os.getpid(), signal.SIGTERM)
         wait_for(engine)
         raise StoppedError
 
-    return generate_or_stop
+    def signalled_report(reporter: RunReporter) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        report(reporter)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SampleGenerator, "stream", generate_or_stop)
+        result = train_here(config, "logging.report=true")
+    assert result.exit_code == 75 and SAID in result.stderr, result.stderr
+    assert "stopped after step 2 of 4, which is saved; --resume auto goes on, with the evaluation" in result.stderr
+    assert newest_checkpoint(run) == 2
+    # Only what is complete is told of.
+    assert [line["step"] for line in metrics_of(run)] == [0, 1]
+    assert "step 1 of 4" in (run / "report.html").read_text()
+    # After the last step, a signal is told that nothing is lost.
+    monkeypatch.setattr(RunReporter, "write_final_report", signalled_report)
+    result = train_here(config, resume="must")
+    assert result.exit_code == 0, result.stderr
+    assert FINISHING_MESSAGE in result.stderr and SAID not in result.stderr
+    assert_same_run(run, finished, step=4)
+    starts = [json.loads(line)["after_step"] for line in (run / "sessions.jsonl").read_text().splitlines()]
+    assert starts == [0, 2]
 
 
 def wait_for(listener: PreemptionHandler | SampleGenerator) -> None:

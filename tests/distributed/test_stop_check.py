@@ -28,7 +28,7 @@ def after(num_looks: int) -> Callable[[], bool]:
 
 
 def test_slots_are_free_when_they_were_asked_to_stop() -> None:
-    made = batching(engine_on(0))
+    made = batching(engine_on(0, True))
     for looks in (0, 2):
         made.stop_requested = after(looks)
         with pytest.raises(StoppedError):

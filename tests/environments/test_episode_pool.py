@@ -6,6 +6,7 @@ import json
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,7 +15,7 @@ from app.plugins.values import Failure
 from app.plugins.worker_process import MAX_PRINTED_BYTES
 from settings.errors import InputError
 from tests.environments.pools import WAIT_S, Game, contents, opened, take, write
-from tests.reward.processes import WORKERS
+from tests.reward.processes import WORKERS, ended
 
 pytestmark = WORKERS
 
@@ -32,6 +33,7 @@ STORY = """
         def reset(self, *, seed, prompt, **columns):
             self.told, self.seed = [], seed
             note("reset", seed)
+            note("process", os.getpid())
             return columns.get("opening")
 
         def step(self, text, calls):
@@ -89,7 +91,7 @@ def kind_of(reply: EpisodeReply) -> str | None:
     return reply.failure and reply.failure.kind
 
 
-def noted(what: str) -> list[list[object]]:
+def noted(what: str) -> list[list[Any]]:
     lines = map(json.loads, Path("log").read_text().splitlines())
     return [rest for word, *rest in lines if word == what]
 
@@ -201,11 +203,10 @@ def test_an_episode_that_always_kills_its_process_is_lost(story: str) -> None:
         pool.load()
         game = Game(pool, "a")
         game.play("time bomb")
-        while len(noted("reset")) <= 1:  # its process is idle, and dies again and again
+        while len(noted("process")) < 2:  # its process dies when it is idle, and so does the next one
             time.sleep(0.05)
-        while not (reply := game.play("on")).failure:
-            time.sleep(0.05)
-        assert reply.failure.kind == "exit"
+        assert ended(noted("process")[1][0])
+        assert kind_of(game.play("on")) == "exit"
         assert contents(Game(pool, "b").play("on")) == ["on"]
 
 

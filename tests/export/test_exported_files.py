@@ -11,9 +11,9 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
+import transformers
 from safetensors import safe_open
 from safetensors.numpy import load_file
-from transformers import AutoTokenizer
 
 from app.export.hf_tensors import PROJECTIONS, HfTensors, PeftTensors, write_safetensors, write_sharded_safetensors
 from app.export.huggingface import (
@@ -61,7 +61,7 @@ def test_the_tokenizer_of_a_gguf_file_equals_that_of_transformers(tmp_path, pre)
     assert load_tokenizer(again).fingerprint == load_tokenizer(files).fingerprint
     # transformers chooses by the model's type, as a whole export says it.
     (tmp_path / "out" / "config.json").write_text(json.dumps(files.config))
-    theirs = AutoTokenizer.from_pretrained(tmp_path / "out")
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     ours = load_fast_tokenizer(files)
     assert theirs.eos_token == ours.eos_token == "<|im_end|>"
     assert theirs.encode(MESSAGES[0]["content"]) == ours.encode(MESSAGES[0]["content"])

@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.test_util import check_grads
-from transformers import LlamaConfig
 
 from app.model.architecture import RopeConfig
 from app.model.io.families import architecture_from_config
@@ -49,7 +49,7 @@ def test_rope_frequencies_equal_transformers(rope, head_dim):
     pytest.importorskip("torch", reason="transformers computes its frequencies with torch")
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    config = LlamaConfig(**SIZES, head_dim=head_dim, rope_parameters={**rope, "rope_theta": 5e5})
+    config = transformers.LlamaConfig(**SIZES, head_dim=head_dim, rope_parameters={**rope, "rope_theta": 5e5})
     expected, attention_factor = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, device=None)
     ours = architecture_from_config(config.to_dict() | {"architectures": None})
     frequencies = rope_frequencies(ours.rope, ours.head_dim)

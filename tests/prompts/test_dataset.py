@@ -3,7 +3,6 @@
 import json
 from typing import Any
 
-import datasets
 import numpy as np
 import pytest
 
@@ -204,10 +203,11 @@ def test_mixture_rows_name_their_source(tmp_path):
 
 
 def test_held_out_hub_data_has_the_revision_of_its_own_source(monkeypatch):
-    rows, commits = [{"question": "1 + 1?", "answer": "2"}], []
+    import datasets
+
+    rows, commits = datasets.Dataset.from_list([{"question": "1 + 1?", "answer": "2"}]), []
     monkeypatch.setattr(
-        "datasets.load_dataset",
-        lambda *args, revision, split: commits.append((revision, split)) or datasets.Dataset.from_list(rows),
+        datasets, "load_dataset", lambda *_, revision, split: commits.append((revision, split)) or rows
     )
     for sources in ({"source": "hf:a/b@abc"}, {"source": "a.jsonl", "eval_source": "hf:a/c:main"}):
         load_held_out_data(DataSettings.model_validate(sources), num_prompts=1)

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+import transformers
 from gguf import GGUFWriter
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
-from transformers import Qwen2Tokenizer
 
 from app.model.io.model_files import open_model
 from app.prompts.tokenizer import Tokenizer, load_tokenizer
@@ -182,7 +182,7 @@ def test_gguf_text_is_split_as_its_pre_tokenizer_says(tmp_path):
 def test_qwen2_pre_tokenizer_equals_that_of_transformers(tmp_path):
     ours = tokenizer_at(write_gguf(tmp_path / "a.gguf", pre="qwen2"))
     vocabulary = {token: i for i, token in enumerate(VOCABULARY)}
-    theirs = Qwen2Tokenizer(vocab=vocabulary, merges=MERGES)
+    theirs = transformers.Qwen2Tokenizer(vocab=vocabulary, merges=MERGES)
     for text in ("I'LL  pay $12.50\n\n  1 2\r\n", "e\u0301 = é", "a\n\n12 a 1", "数12:\t\n\n a"):
         assert ours.encode(text) == theirs.encode(text)
 

@@ -35,7 +35,7 @@ from tests.tiny import MIXTURE, ODD, spell
 
 def actor_spec(**changes: Any) -> ActorSpec:
     names = {"kind": "fast", "dtype": "float32", "platforms": "cpu", "matmul_precision": "highest"}
-    usual: Any = {"shapes": local.engine_on(0).shapes, "architecture": ODD, "eos_ids": (), "exact": True, "tp": 1}
+    usual: Any = {"shapes": local.engine_on(0, True).shapes, "architecture": ODD, "eos_ids": (), "exact": True, "tp": 1}
     return ActorSpec(**(usual | names | changes))
 
 
@@ -44,7 +44,7 @@ def actors(*resources: dict[str, float], **changes: Any) -> RolloutWorkerPool:
     cluster, workers = RayCluster("local", resources), []
     for number, (kind, needed) in enumerate(zip(local.KINDS, resources, strict=False)):
         of_actor: Any = {"spec": actor_spec(kind=kind, **changes), "cluster": cluster, "resources": needed}
-        workers.append(RayWorker(name=f"{kind}-{number}", kind=kind, engine=local.engine_on(0), **of_actor))
+        workers.append(RayWorker(name=f"{kind}-{number}", kind=kind, engine=local.engine_on(0, True), **of_actor))
     schedule = ScheduleConfig("adaptive", local.EAGER, local.SHORT, in_order=False)
     return local.EagerPool(workers, schedule, decode_text=spell)
 

@@ -28,7 +28,9 @@ ROUTED = replace(dense.REQUEST, route_shape=SHAPE)
 
 @functools.cache
 def slots(**how: Any) -> SlotEngine:
-    return dense.new_slots(4, exact=bool(how), definition=DEFINITION, records_routes=True, **how)
+    return dense.new_slots(
+        4, exact=bool(how), definition=DEFINITION, records_routes=True, **dense.ONE_PREFILL, **how
+    )
 
 
 def generate(engine: SlotEngine, shape: tuple[int, int, int] = (1, 1, 1), **changes: Any) -> list[Sample]:

@@ -40,6 +40,8 @@ GROUP_SIZE = 4
 LENGTHS = [1, *np.random.default_rng(3).integers(1, 25, len(PROMPTS) * GROUP_SIZE - 1).tolist()]
 """Lengths of completions, which the tests force."""
 LONGEST = 24
+ONE_PREFILL: Any = {"prompt_buckets": (8,), "prefill_rows": (1,)}
+"""Shapes of fewer programs, where prompts of any length are prefilled alike."""
 REQUEST = GenerationRequest(
     group_size=GROUP_SIZE, max_new_tokens=LENGTHS, rules=SamplingRules(1.0), seed=0, policy_version=3
 )
@@ -89,13 +91,13 @@ def slots_of(exact: bool) -> SlotEngine:
 @functools.cache
 def few_blocks(exact: bool) -> SlotEngine:
     """Returns four slots with blocks for one of the longest samples, or a few shorter ones."""
-    return new_slots(4, exact=exact, num_blocks=12)
+    return new_slots(4, exact=exact, num_blocks=12, **ONE_PREFILL)
 
 
 @functools.cache
 def few_codes(exact: bool) -> SlotEngine:
     """Returns the same with a cache of 8 bits."""
-    return new_slots(4, exact=exact, num_blocks=12, kv_cache="int8")
+    return new_slots(4, exact=exact, num_blocks=12, kv_cache="int8", **ONE_PREFILL)
 
 
 def batching(engine: SlotEngine, **rule: object) -> ContinuousBatchGenerator:
@@ -240,7 +242,7 @@ def test_in_fast_mode_any_schedule_agrees_with_the_scorer(is_scarce: bool) -> No
 
 def test_in_exact_mode_rows_in_groups_round_as_fewer_slots_do() -> None:
     mesh_shape = (2, 1, 1)
-    few, many = (new_slots(n, exact=True, mesh_shape=mesh_shape, rows_together=4) for n in (4, 12))
+    few, many = (new_slots(n, exact=True, mesh_shape=mesh_shape, rows_together=4, **ONE_PREFILL) for n in (4, 12))
     made = [batching(engine).generate(weights_on(mesh_shape), PROMPTS, REQUEST) for engine in (few, many)]
     assert bits_of(made[0]) == bits_of(made[1])
     assert_same_samples(made[0], at_once())
@@ -256,7 +258,8 @@ def test_scarce_blocks_on_several_devices_make_the_same_samples(
     mesh_shape: tuple[int, int, int], kv_cache: KVCacheType | None, tolerance: float
 ) -> None:
     num_slots = 8 if mesh_shape[0] > 1 else 4
-    engine = new_slots(num_slots, exact=True, mesh_shape=mesh_shape, num_blocks=12, kv_cache=kv_cache)
+    few: Any = {"num_blocks": 12, "kv_cache": kv_cache, **ONE_PREFILL}
+    engine = new_slots(num_slots, exact=True, mesh_shape=mesh_shape, **few)
     samples = batching(engine).generate(weights_on(mesh_shape), PROMPTS, REQUEST)
     assert engine.counters.take().preempted_rows > 0
     assert_same_samples(samples, generate((few_codes if kv_cache else few_blocks)(True)), tolerance=tolerance)
@@ -384,13 +387,13 @@ def test_a_cache_of_8_bits_rounds_a_little_and_takes_a_byte_for_each_number() ->
 
 def test_blocks_are_copied_alike_at_once_and_one_after_another(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = jax.tree.map(
-        lambda x: jnp.arange(math.prod(x.shape)).reshape(x.shape).astype(x.dtype),
+        lambda x: np.arange(math.prod(x.shape)).reshape(x.shape).astype(x.dtype),
         few_codes(True).programs.abstract_pool,
     )
-    arguments = jnp.array([3, -1, 5, 7]), jnp.array([1, 2, 8, 9]), jnp.array([3])
-    one_by_one = copy_blocks(pool, *arguments)
+    arguments = np.array([3, -1, 5, 7]), np.array([1, 2, 8, 9]), np.array([3])
+    one_by_one = jax.jit(copy_blocks)(pool, *arguments)
     monkeypatch.setattr("app.rollout.engine.programs.current_device", lambda: ("gpu", ""))
-    at_once = copy_blocks(pool, *arguments)
+    at_once = jax.jit(functools.partial(copy_blocks))(pool, *arguments)
     for together, other, old in zip(*map(jax.tree.leaves, (at_once, one_by_one, pool)), strict=True):
         np.testing.assert_array_equal(together, other)
         np.testing.assert_array_equal(together[8], old[5])

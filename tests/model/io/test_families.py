@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from transformers import AutoConfig
+import transformers
 
 from app.model.architecture import RopeConfig
 from app.model.io.families import FAMILIES, architecture_from_config
@@ -45,7 +45,7 @@ def test_absent_fields_have_transformers_defaults(model_type):
     del fields["rms_norm_eps"]
     ours = architecture_from_config(fields)
     sizes = {name: value for name, value in SIZES.items() if name != "rms_norm_eps"}
-    theirs = AutoConfig.for_model(model_type, **sizes, **EXPERTS.get(model_type, {}))
+    theirs = transformers.AutoConfig.for_model(model_type, **sizes, **EXPERTS.get(model_type, {}))
     assert ours.norm_epsilon == theirs.rms_norm_eps
     assert ours.head_dim == (getattr(theirs, "head_dim", None) or 24 // 6)
     assert ours.tied_embeddings == theirs.tie_word_embeddings
