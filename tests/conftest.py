@@ -20,7 +20,7 @@ from settings.loading.synonyms import ALIASES, HISTORIC_NAMES
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
-pytest_plugins = ("tests.run_fixtures",)
+pytest_plugins = ("tests.run_fixtures", "tests.reward.processes")
 
 # Settings and secrets of whoever runs the suite, the width of their terminal, and what makes typer colour its errors.
 FOREIGN = {name.upper() for name in (*ALIASES, *HISTORIC_NAMES)} | {
@@ -91,6 +91,11 @@ def pytest_configure(config: pytest.Config) -> None:
     jax.monitoring.register_event_duration_secs_listener(
         lambda event, duration_secs, **_: seconds_compiling.append(duration_secs) if event == COMPILING else None
     )
+
+
+def pytest_collection_finish() -> None:
+    """Keeps what has been imported out of garbage collections, which otherwise search a million objects."""
+    gc.freeze()
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

@@ -13,8 +13,12 @@ from app.model.quantization import CODES, SCALES, KernelQuantizer
 
 
 def dequantized(held: KernelQuantizer, codes: ArrayLike, scales: ArrayLike) -> jax.Array:
-    kernel, factors = held.dequantize(jnp.asarray(codes), jnp.asarray(scales), depends_on=jnp.zeros((1, 1, 1)))
-    return kernel if factors is None else kernel * factors
+    @jax.jit
+    def dequantize(codes: jax.Array, scales: jax.Array) -> jax.Array:
+        kernel, factors = held.dequantize(codes, scales, depends_on=jnp.zeros((1, 1, 1)))
+        return kernel if factors is None else kernel * factors
+
+    return dequantize(codes, scales)
 
 
 def dequantized_params(definition: DecoderDefinition, params: Params) -> Params:

@@ -261,6 +261,11 @@ def test_kernels_are_loaded_only_by_the_functions_that_run_them() -> None:
     assert {module for module in loaded if KERNELS & reached({module}, SOURCES, lazily=False)} == KERNELS
 
 
+def test_training_starts_without_the_packages_of_extras() -> None:
+    started = reached({"app.training.train", "app.runtime.session"}, SOURCES, lazily=False)
+    assert started & {"qwix", "ray", "math_verify", "tensorboardX"} == set()
+
+
 def test_platform_is_that_of_the_devices_in_use() -> None:
     asking = [path for path in (REPOSITORY / "app").rglob("*.py") if "default_backend" in path.read_text()]
     assert asking == []

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from app.report.metric_registry import expand_braces, find_metric
 from settings import load
 from settings.loading.fields import FIELDS, SECTIONS, value_of
+from settings.loading.synonyms import ALIASES
 
 HISTORIC = {
     "steps=3": "run.steps",
@@ -59,13 +62,21 @@ perf/{tokens_per_s,mfu,peak_memory_bytes,compilations}
 
 
 @pytest.mark.parametrize("assignment", HISTORIC)
-def test_historic_name_sets_its_fields(assignment: str) -> None:
+def test_historic_name_sets_its_fields_in_every_layer(assignment: str, tmp_path: Path) -> None:
+    assert {one.partition("=")[0] for one in HISTORIC} == set(ALIASES)
     name, _, text = assignment.partition("=")
-    by_option, by_environment = load(None, [assignment], {}), load(None, [], {name.upper(): text})
+    (tmp_path / "c.yaml").write_text(f"{name}: {text}")
+    by_environment = load(None, [], {name.upper(): text})
+    layers = {
+        "set": load(None, [assignment], {}),
+        f"env:{name.upper()}": by_environment,
+        f"yaml:{tmp_path / 'c.yaml'}:1": load(str(tmp_path / "c.yaml"), [], {}),
+    }
     for field in HISTORIC[assignment].split():
         own = value_of(load(None, [f"{field}={text}"], {}).settings, field)
-        assert value_of(by_option.settings, field) == value_of(by_environment.settings, field) == own
         assert own != value_of(load(None, [], {}).settings, field)
+        for origin, resolved in layers.items():
+            assert (value_of(resolved.settings, field), resolved.provenance[field]) == (own, origin)
     (notice,) = [notice for notice in by_environment.notices if name.upper() in notice]
     assert HISTORIC[assignment].split()[0] in notice
 

@@ -41,18 +41,13 @@ with StatusBoard(Store(), host=0, num_hosts=2) as board, Watchdog(None, Path(sys
 """
 
 
-def stuck(where: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", STUCK, where, str(folder)],
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-    )
+def run_python(program: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", program, *map(str, arguments)]
+    return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=DEADLINE_S)
 
 
 def test_a_phase_that_does_not_end_shows_every_stack_and_exits_70(tmp_path: Path) -> None:
-    ended = stuck("in_python", tmp_path / "crash")
+    ended = run_python(STUCK, "in_python", tmp_path / "crash")
     assert ended.returncode == 70, ended.stderr
     written = (tmp_path / "crash" / "host_3.txt").read_text()
     for text in (ended.stderr, written):
@@ -61,22 +56,17 @@ def test_a_phase_that_does_not_end_shows_every_stack_and_exits_70(tmp_path: Path
         assert "in in_python" in text
 
 
-def told(folder: Path, topic: str, notice: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", STUCK_ELSEWHERE, str(folder), topic, notice]
-    return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=DEADLINE_S)
-
-
 def test_a_host_ends_as_another_that_hangs_or_fails(tmp_path: Path) -> None:
-    ended = told(tmp_path / "crash", "stuck", "host 1 has been in phase reward")
+    ended = run_python(STUCK_ELSEWHERE, tmp_path / "crash", "stuck", "host 1 has been in phase reward")
     assert ended.returncode == 70, ended.stderr
     assert "host 0 has been in phase report for " in ended.stderr
     assert "; host 1 has been in phase reward. The stacks" in (tmp_path / "crash" / "host_0.txt").read_text()
-    ended = told(tmp_path / "crash", "leaving", "no idea")
+    ended = run_python(STUCK_ELSEWHERE, tmp_path / "crash", "leaving", "no idea")
     assert ended.returncode == 1, ended.stderr
     assert "host 1 has failed, so this host exits: no idea" in ended.stderr
 
 
 def test_what_does_not_let_python_run_is_ended_all_the_same(tmp_path: Path) -> None:
-    ended = stuck("in_c_without_python", tmp_path / "crash")
+    ended = run_python(STUCK, "in_c_without_python", tmp_path / "crash")
     assert ended.returncode == 1, ended.stderr
     assert "in in_c_without_python" in ended.stderr

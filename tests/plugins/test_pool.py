@@ -19,17 +19,18 @@ from app.plugins.pool import Limits
 from app.plugins.values import Failure
 from app.reward.function_pool import FunctionPool
 from settings.errors import InputError
+from tests.program import REPOSITORY
 from tests.reward.processes import WORKERS, ended
 from tests.reward.samples import write_plug_in
-
-REPOSITORY = Path(__file__).resolve().parents[2]
 
 pytestmark = WORKERS
 
 
 @pytest.fixture(autouse=True)
-def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def in_folder_with_same_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "modules", sys.modules.copy())
 
 
 @contextmanager
@@ -187,13 +188,6 @@ def test_workers_and_their_children_end_with_the_trainer(tmp_path: Path) -> None
         trainer.kill()
     idle, idle_child, busy, busy_child = (int(pid) for path in waiting for pid in path.read_text().split())
     assert ended(idle) and ended(idle_child) and ended(busy) and ended(busy_child)
-
-
-@pytest.fixture(autouse=True)
-def same_path_and_modules(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setattr(sys, "modules", sys.modules.copy())
-    monkeypatch.chdir(tmp_path)
 
 
 def test_names_of_one_file_share_its_module_and_find_their_neighbours() -> None:

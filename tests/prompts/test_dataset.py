@@ -206,9 +206,7 @@ def test_held_out_hub_data_has_the_revision_of_its_own_source(monkeypatch):
     import datasets
 
     rows, commits = datasets.Dataset.from_list([{"question": "1 + 1?", "answer": "2"}]), []
-    monkeypatch.setattr(
-        datasets, "load_dataset", lambda *_, revision, split: commits.append((revision, split)) or rows
-    )
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, revision, split: commits.append((revision, split)) or rows)
     for sources in ({"source": "hf:a/b@abc"}, {"source": "a.jsonl", "eval_source": "hf:a/c:main"}):
         load_held_out_data(DataSettings.model_validate(sources), num_prompts=1)
     assert commits == [("abc", "test"), (None, "test")]

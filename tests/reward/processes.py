@@ -1,14 +1,17 @@
-"""Processes and files of this process, read from /proc."""
+"""Processes and files of this process, read from /proc, and the fixture of tests that start worker processes."""
 
 from __future__ import annotations
 
 import os
 import select
 import sys
+from collections.abc import Iterator
 from multiprocessing.resource_tracker import _resource_tracker
 from pathlib import Path
 
 import pytest
+
+from app.plugins.values import event_loop
 
 DEADLINE_S = 30
 
@@ -35,6 +38,16 @@ def children() -> list[int]:
 def open_files() -> int:
     """Returns the number of open files of this process."""
     return len(os.listdir("/proc/self/fd"))
+
+
+@pytest.fixture
+def nothing_is_left() -> Iterator[None]:
+    """Asserts that no process, zombie or open file remains after a block that opened rewards."""
+    event_loop()  # stays for all coroutines of this process
+    before = open_files()
+    yield
+    assert children() == []
+    assert open_files() == before
 
 
 def ended(pid: int) -> bool:

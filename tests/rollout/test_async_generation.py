@@ -1,10 +1,11 @@
-"""Tests of an open rollout: rounds are completed in order while the weights change."""
+"""Tests of open rollouts, whose rounds are completed in order while the weights change, and of stopped ones."""
 
 from __future__ import annotations
 
 import gc
 import threading
 from collections import deque
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
 
@@ -12,6 +13,7 @@ import jax
 import numpy as np
 import pytest
 
+from app.distributed.stop_check import StoppedError, never_stop
 from app.rollout.scheduling.protocol import RunSegment
 from app.rollout.scheduling.sample_states import ENDED, SampleState, SampleTable
 from app.rollout.scheduling.segment_limits import SegmentLimits
@@ -20,7 +22,7 @@ from app.rollout.workers.async_generation import AsyncRollout
 from app.rollout.workers.worker import Admission, RolloutWorker
 from app.rollout.workers.worker_pool import RolloutWorkerPool
 from tests.rollout import test_slot_engine as slots
-from tests.rollout.test_scheduled_workers import bits, dying, engine_on, expected, scheduled, workers_on
+from tests.rollout.test_scheduled_workers import bits, dying, engine_on, expected, samples_of, scheduled, workers_on
 from tests.tiny import make_engine, make_mesh, random_params
 
 KEY = slots.REQUEST.policy_version
@@ -150,3 +152,58 @@ def test_a_sample_without_a_token_is_of_the_version_that_dropped_it() -> None:
     )
     row.segment_versions, row.segment_tokens = [(3, 0)], [np.zeros((3, 0), np.int32)]
     assert row.to_sample(0, slots.REQUEST, decode_text=str).policy_version == 3
+
+
+# Stopped at the end of a segment --------------------------------------------------------------------------------------
+
+
+def after(num_looks: int) -> Callable[[], bool]:
+    """Returns a stop check that becomes true after this many calls."""
+    left = iter(range(num_looks))
+    return lambda: next(left, None) is None
+
+
+def test_slots_are_free_when_they_were_asked_to_stop() -> None:
+    made = slots.batching(engine_on(0, True))
+    for looks in (0, 2):
+        made.stop_requested = after(looks)
+        with pytest.raises(StoppedError):
+            made.generate(slots.weights_on(), slots.PROMPTS, slots.REQUEST)
+        assert made.engine.runner.weights is None
+    made.stop_requested = never_stop
+    assert bits(made.generate(slots.weights_on(), slots.PROMPTS, slots.REQUEST)) == bits(expected())
+
+
+def test_a_scheduled_rollout_that_was_stopped_draws_only_what_is_missing() -> None:
+    made = scheduled(workers_on(2), in_turn=False)
+    rows: list[RolloutSequence] = []
+    made.on_sample_done = rows.append
+    made.stop_requested = after(30)
+    with pytest.raises(StoppedError):
+        samples_of(made)
+    assert all(worker.engine.runner.weights is None for worker in made.workers)
+    assert not {"fast-0", "heavy-1"} & {thread.name for thread in threading.enumerate()}
+    groups = {sample.uid: sample.group_id for sample in expected()}
+    finished = {row.uid: made.to_sample(row, groups[row.uid], slots.REQUEST) for row in rows}
+    assert 0 < len(finished) < len(slots.LENGTHS)
+    made.stop_requested = never_stop
+    drawn = made.stream(slots.weights_on(), slots.PROMPTS, slots.REQUEST, skipped_uids=finished)
+    together = {sample.uid: sample for sample in (*finished.values(), *drawn)}
+    assert len(together) == len(rows) == len(slots.LENGTHS)
+    assert bits([together[sample.uid] for sample in expected()]) == bits(expected())
+
+
+def test_who_waits_for_a_round_that_is_generated_ahead_hears_that_it_does_not_come() -> None:
+    made = scheduled(workers_on(2), in_turn=True)
+    stop_event = threading.Event()
+    made.stop_requested = stop_event.is_set
+    generation = generation_of(made)
+    with closing(generation):
+        generation.submit(slots.PROMPTS[:HALF], noise_step=KEY)
+        generation.collect_round()
+        stop_event.set()
+        generation.submit(slots.PROMPTS[:HALF], noise_step=KEY)
+        for _ in range(2):
+            with pytest.raises(StoppedError):
+                generation.collect_round()
+    assert all(worker.engine.runner.weights is None for worker in made.workers)

@@ -175,9 +175,7 @@ def without_times(record: protocol.EventRecord) -> tuple[protocol.Event, Sequenc
 
 def test_where_blocks_run_out_rows_wait_in_their_worker_and_no_bit_changes() -> None:
     few = slots.few_blocks(True)
-    workers = [
-        RolloutWorker(kind, kind, engine_with(0, few.shapes, True, programs=few.programs)) for kind in KINDS[:2]
-    ]
+    workers = [RolloutWorker(kind, kind, engine_with(0, few.shapes, True, programs=few.programs)) for kind in KINDS[:2]]
     made = scheduled(workers, "pdsr_v2", in_turn=True)
     assert bits(samples_of(made)) == bits(expected())
     counts = made.take_counters()

@@ -40,26 +40,6 @@ def sizes_of(resolved: Resolved, section: str) -> tuple[int | None, int | None]:
     return scope.max_tokens_per_device, scope.rows_per_device
 
 
-def as_yaml(field: str, value: int) -> str:
-    section, _, name = field.partition(".")
-    return f"{section}: {{{name}: {value}}}"
-
-
-@pytest.mark.parametrize("section", SCOPES)
-def test_the_latest_layer_chooses_fixed_rows_or_a_quota(resolve, section: str) -> None:
-    rows, quota = f"{section}.rows_per_device", f"{section}.max_tokens_per_device"
-    default = resolve("")
-    assert (sizes_of(default, section), default.provenance[quota]) == ((16384, None), "default")
-    fixed = resolve("", f"{rows}=3")
-    assert (sizes_of(fixed, section), fixed.provenance[rows]) == ((None, 3), "set")
-    for resolved in (resolve(as_yaml(quota, 900), f"{rows}=3"), resolve("", f"{quota}=900", **{env_name(rows): "3"})):
-        assert sizes_of(resolved, section) == (None, 3)
-        assert resolved.provenance[quota] in ("derived", "default")
-    resolved = resolve(as_yaml(rows, 3), f"{quota}=900")
-    assert sizes_of(resolved, section) == (900, None)
-    assert resolved.provenance[rows] in ("derived", "default")
-
-
 CHOICES = rows_of("""
 run: {seed: 0} | score.dynamic=false | score | None 8
 run: {seed: 0} | score.dynamic=false score.rows_per_device=2 | score | None 2

@@ -17,24 +17,11 @@ from settings import Resolved, Settings, load
 from settings.checks.commands import check_for_train
 from settings.checks.unused_settings import launch_notices
 from settings.loading.config_file import ConfigFile, preset_names
-from settings.loading.fields import FIELDS, value_of
+from settings.loading.fields import FIELDS
 from settings.loading.sources import env_name
-from settings.loading.synonyms import ALIASES
 from settings.schema.model import PROJECTIONS
-from tests.settings.loading import load_text, over_defaults, refusal, with_sets
+from tests.settings.loading import load_text, refusal, with_sets
 
-EXAMPLES = {
-    **{"run.steps": 7, "run.name": "a-name", "model.path": "some/where", "mesh.shape": "1,-1,1"},
-    **{"rollout.prompts_per_step": 6, "rollout.group_size": 5, "rollout.max_new_tokens": 33},
-    **{"rollout.max_length_total": 999, "rollout.prefill_length_min": 48},
-    **{"logging.wandb_project": "a-project", "logging.wandb_mode": "offline"},
-    **{"score.policy.rows_per_device": 3, "score.reference.rows_per_device": 2, "score.dynamic": False},
-    **{"score.max_tokens_per_device": 3000, "score.critic.max_tokens_per_device": 4000},
-    **{"score.reward.max_tokens_per_device": 4000, "algorithm.max_tokens_per_device": 2000},
-    **{"algorithm.mini_batch_prompts": 4, "algorithm.dynamic_microbatch": False, "algorithm.balance_batch": False},
-    **{"algorithm.epochs": 2, "algorithm.beta": 0.04},
-}
-"""A value other than the default, for the fields of every alias."""
 MAX_SETTINGS = 180
 """Only falls: a new setting needs a user, and usually replaces another."""
 
@@ -108,23 +95,6 @@ def test_null_and_empty_sections_set_nothing(folder: Path) -> None:
     assert resolved.provenance["rollout.max_length_total"] == "derived"
     resolved = load_text(folder, "rollout:\n  # group_size: 4\nscore:\n  policy: null\n")
     assert set(resolved.provenance.values()) == {"default", "derived"}
-
-
-# Historic names
-
-
-@pytest.mark.parametrize("name", ALIASES)
-def test_historic_names_work_in_every_layer(folder: Path, name: str) -> None:
-    assert {field for fields in ALIASES.values() for field in fields} == set(EXAMPLES)
-    value = EXAMPLES[ALIASES[name][0]]
-    for resolved, origin in [
-        (load_text(folder, f"{name}: {value}"), "yaml:c.yaml:1"),
-        (with_sets(f"{name}={value}"), "set"),
-        (with_sets(**{name.upper(): str(value)}), f"env:{name.upper()}"),
-    ]:
-        for field in ALIASES[name]:
-            assert value_of(resolved.settings, field) == value != value_of(over_defaults().settings, field)
-            assert resolved.provenance[field] == origin
 
 
 # Printing

@@ -1,13 +1,23 @@
-"""Tests of what holds in whole rollouts: in random order with random faults, and their metrics by hand."""
+"""Tests of what holds in whole rollouts: in random order with random faults, on a clock, and their metrics by hand."""
 
 import math
 from collections import Counter
 
 import pytest
 
-from app.rollout.scheduling.protocol import EventRecord
+from app.rollout.scheduling.protocol import EventRecord, NewSample, WorkerJoined
 from app.rollout.scheduling.schedule_metrics import ScheduleMetricsTracker, Span, schedule_metrics, slot_spans
-from tests.rollout.scheduling.driving import Driven, Storm, is_finished, make_scheduler, samples, storm, suspended
+from tests.rollout.scheduling.driving import (
+    Driven,
+    Storm,
+    Traced,
+    is_finished,
+    joined,
+    make_scheduler,
+    samples,
+    storm,
+    suspended,
+)
 
 
 def assert_samples_are_whole(rollout: Storm) -> None:
@@ -46,6 +56,62 @@ def test_no_invariant_breaks_in_random_rollouts_under_random_faults(has_turns: b
         seen.update(turns=sum(map(len, rollout.turns.values())), calm=not rollout.num_faults)
     assert 20 < seen["calm"] < 70 and seen["copy"] > 80
     assert (seen["turns"] > 1000 and seen["resume"] > 1000) == has_turns
+
+
+# On a clock ------------------------------------------------------------------------------------------------------
+
+
+class Clocked(Storm):
+    """A calm rollout in which the segment that is done first ends first; each worker has a time for a step."""
+
+    def __init__(self, policy: str, lengths: list[list[int]], workers: dict[WorkerJoined, float]):
+        trace = [
+            Traced(NewSample(f"p{p}/s{i}", f"p{p}", i, 10, 400), length)
+            for p, group in enumerate(lengths)
+            for i, length in enumerate(group)
+        ]
+        scheduler = make_scheduler(
+            policy, segment={"min": 8, "max": 8}, pdsr={"fast_limit_tokens": 64, "probe_limit_tokens": 32}
+        )
+        super().__init__(scheduler, trace, list(workers), seed=0)
+        self.death = self.non_finite = 0.0
+        self.releases = False
+        self.step_s = {one.worker: seconds for one, seconds in workers.items()}
+
+    def run(self) -> None:
+        for event in self.script:
+            self.tell(event)
+        while self.started:
+            ends = {name: at + self.num_steps(name) * self.step_s[name] for name, at in self.started.items()}
+            name = min(ends, key=ends.__getitem__)
+            self.at = ends[name]
+            self.end_segment(name)
+
+
+def makespan_s(policy: str, lengths: list[list[int]], workers: dict[WorkerJoined, float]) -> float:
+    rollout = Clocked(policy, lengths, workers)
+    rollout.run()
+    assert is_finished(rollout.scheduler)
+    assert_samples_are_whole(rollout)
+    found = schedule_metrics(rollout.records)
+    assert found.makespan_s == rollout.at and found.useful_tokens == sum(map(sum, lengths))
+    return found.makespan_s
+
+
+def test_makespans_by_hand() -> None:
+    alone = {joined("w", "fast", 2): 1.0}
+    # A batch waits for its longest sample; a queue does not.
+    assert makespan_s("sync", [[200], [8], [8], [8]], alone) == 208
+    assert makespan_s("adaptive", [[200], [8], [8], [8]], alone) == 200
+
+
+def test_long_samples_on_a_heavy_worker_shorten_the_tail() -> None:
+    """Design note 1: one prompt of eight is long, and a heavy worker has few slots with fast steps."""
+    lengths = [[320 if p == 0 else 16] * 4 for p in range(8)]
+    workers = {joined("fast", "fast", 8): 1.0, joined("heavy", "heavy", 4): 0.25}
+    in_batches = makespan_s("sync", lengths, workers)
+    for policy in ("pdsr_v1", "pdsr_v2"):
+        assert makespan_s(policy, lengths, workers) < in_batches / 2
 
 
 # Metrics ---------------------------------------------------------------------------------------------------------
