@@ -3,8 +3,6 @@
 A test of a single device builds its mesh from `jax.devices()[:1]`.
 """
 
-from __future__ import annotations
-
 import gc
 import os
 import shutil

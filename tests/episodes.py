@@ -1,7 +1,5 @@
 """Samples with several turns, made by hand."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any

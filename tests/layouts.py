@@ -1,7 +1,5 @@
 """Packed rows with given segments, and their attention mask computed by numpy."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import jax.numpy as jnp

@@ -1,7 +1,5 @@
 """A Hugging Face hub on this machine, with the parts of its HTTP interface that models and data sets need."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import threading

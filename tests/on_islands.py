@@ -3,8 +3,6 @@
 `python -m tests.on_islands MODEL OUT [--set mesh....=...]...` writes its results to OUT as JSON.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable

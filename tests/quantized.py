@@ -1,7 +1,5 @@
 """Networks with quantized kernels, and their dequantized weights."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -1,7 +1,5 @@
 """Tests that the built-in models know the format of sums and calls, but seldom the answer, and can learn it."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """The command line: output, exit codes, and no import of JAX before it is needed."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

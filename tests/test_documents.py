@@ -9,8 +9,6 @@ Inline code counts as a setting if it begins with the name of a section: `rollou
 program are ignored.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 import re

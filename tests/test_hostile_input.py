@@ -1,7 +1,5 @@
 """Files from elsewhere, damaged at random or on purpose: each is read, or refused with one error."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import random
@@ -10,14 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from app.prompts.chat import MAX_CHARACTERS
-from app.prompts.dataset import DatasetRow
-from app.prompts.encode import encode_prompts
 from app.runtime.model_spec import read_model_spec
 from settings import InputError, Settings, load
 from settings.checks.commands import check_for_train
 from settings.loading.fields import FIELDS
-from settings.schema.data import DataSettings
 from tests.model.io.test_gguf import random_checkpoint, write_gguf
 from tests.program import here
 from tests.tiny_directory import write_model
@@ -124,20 +118,3 @@ def test_foreign_names_cannot_control_the_terminal(tmp_path: Path) -> None:
     result = here("train", "--config", config)
     assert result.exit_code == 2 and r"unknown setting run.\x1b[31msteps" in result.stderr
     assert "\x1b" not in result.stderr + result.stdout
-
-
-@pytest.mark.parametrize(
-    ("prompt", "answer", "message"),
-    [
-        ("x" * (MAX_CHARACTERS + 1), None, "has 1,000,001 characters"),
-        ("\ud800", None, "not Unicode text"),
-        ("1 + 1 = ?", "\ud800", "not Unicode text"),
-    ],
-)
-def test_text_that_no_tokenizer_should_get_is_refused(prompt: str, answer: str | None, message: str) -> None:
-    def encode(messages: object, tools: object = ()) -> list[int]:
-        raise AssertionError("the prompt must not be encoded")
-
-    rows = [DatasetRow(uid="data/0", prompt=prompt, answer=answer)]
-    with pytest.raises(InputError, match=f"data/0: .*{message}"):
-        encode_prompts(rows, encode, DataSettings(max_prompt_length=8))

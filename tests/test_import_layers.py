@@ -1,7 +1,5 @@
 """Tests of the import order between packages and of forbidden imports, read from the source."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import subprocess

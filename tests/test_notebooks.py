@@ -4,8 +4,6 @@ A notebook is run with other values in the cell tagged `parameters`, as papermil
 few steps on the CPU. The cell tagged `install` is left out.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

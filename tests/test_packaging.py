@@ -1,7 +1,5 @@
 """Tests that the wheel has everything that the program needs and nothing else, and runs beside modules of the user."""
 
-from __future__ import annotations
-
 import ast
 import os
 import re

@@ -1,7 +1,5 @@
 """Tests of `import grpo`: its functions do what the commands do, with Python functions, rows and callbacks."""
 
-from __future__ import annotations
-
 import ast
 import asyncio
 import contextlib

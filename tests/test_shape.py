@@ -1,7 +1,5 @@
 """Tests of the program's shape: no circles of imports, and sizes of files, functions and folders."""
 
-from __future__ import annotations
-
 import ast
 
 from tests.program import REPOSITORY

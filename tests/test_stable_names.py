@@ -1,7 +1,5 @@
 """Names on which scripts outside of the project rely: settings, historic names and metrics."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

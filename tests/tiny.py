@@ -1,7 +1,5 @@
 """Tiny models, meshes and samples that tests share; nothing is read from disk."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 from dataclasses import replace

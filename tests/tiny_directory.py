@@ -1,7 +1,5 @@
 """Writes a Hugging Face directory of a tiny model: random weights, one token per character."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Runs two processes with a few virtual devices, which are two hosts to JAX."""
 
-from __future__ import annotations
-
 import subprocess
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """Tests of shards, and of samples that are sent from one host to another."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

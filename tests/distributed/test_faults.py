@@ -1,7 +1,5 @@
 """Tests of two hosts of which one is stopped, dies or is missing; the other must never wait forever."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

@@ -1,7 +1,5 @@
 """Tests of the properties that two hosts must share, and of errors on one host, which end both."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -149,25 +147,14 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 @pytest.mark.two_hosts
-def test_hosts_agree_whatever_their_numbers_and_homes(reports):
-    assert [one["same"] for one in reports] == [None, None]
-
-
-@pytest.mark.two_hosts
-@pytest.mark.parametrize(
-    ("case", "message", "end"),
-    [
-        (
-            "settings",
-            "refused: rollout.group_size: the hosts differ: 4 (from --set) on host 0 (",
-            "; 5 (from --set)",
-        ),
-        ("data", "refused: data: the hosts differ: abc0 on host 0 (", "; abc1 on host 1 ("),
-    ],
-)
-def test_both_hosts_hear_what_they_differ_in(reports, case, message, end):
-    assert reports[0][case] == reports[1][case]
-    assert reports[0][case].startswith(message) and end in reports[0][case]
+def test_both_hosts_hear_what_they_differ_in(reports):
+    assert [one["same"] for one in reports] == [None, None], "whatever their numbers and homes"
+    for case, message, end in (
+        ("settings", "rollout.group_size: the hosts differ: 4 (from --set) on host 0 (", "; 5 (from --set)"),
+        ("data", "data: the hosts differ: abc0 on host 0 (", "; abc1 on host 1 ("),
+    ):
+        assert reports[0][case] == reports[1][case]
+        assert reports[0][case].startswith(f"refused: {message}") and end in reports[0][case]
 
 
 @pytest.mark.two_hosts

@@ -1,7 +1,5 @@
 """Tests of Ctrl-C, SIGTERM and a lost terminal."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

@@ -1,7 +1,5 @@
 """Tests of the rendezvous with hosts as threads: missing and duplicate processes, different counts, used ports."""
 
-from __future__ import annotations
-
 import socket
 import sys
 import time

@@ -1,7 +1,5 @@
 """Tests of notices between hosts, and of how hosts end with them."""
 
-from __future__ import annotations
-
 import atexit
 import threading
 import time

@@ -1,7 +1,5 @@
 """Tests of phases that exceed their limit."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

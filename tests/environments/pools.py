@@ -1,7 +1,5 @@
 """Environments written to files, and pools that play them."""
 
-from __future__ import annotations
-
 import textwrap
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

@@ -160,15 +160,6 @@ def test_trl_environments_have_tools_and_a_reward() -> None:
     assert adapted.score() == {"score": 2.5}
 
 
-def test_a_turn_without_a_call_ends_an_episode_of_tools() -> None:
-    adapted = adapt(None, add=add)
-    assert adapted.reset(0, {}) is None
-    answer = adapted.step("", [ToolCall("add", {"a": 1, "b": 2})])
-    assert (answer.messages, answer.terminated) == ([{"role": "tool", "content": "3"}], False)
-    assert adapted.step("3", []).terminated
-    assert adapted.score() == {}
-
-
 @pytest.mark.parametrize(
     ("call", "content"),
     [
@@ -254,12 +245,6 @@ def test_numpy_numbers_are_numbers(number: Any) -> None:
 def test_an_environment_without_tools_gets_all_calls() -> None:
     answer = adapt(Echo()).step("t", [ToolCall("a", {}), ToolCall("", {}, "bad")])
     assert contents(answer) == ["t ['a', '']"]
-
-    class Optional(Echo):
-        def step(self, text, calls=()):
-            return f"{len(calls)}"
-
-    assert contents(adapt(Optional()).step("t", [ToolCall("a", {})])) == ["1"]
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """Tests of the environments that come with the program."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

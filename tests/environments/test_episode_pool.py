@@ -1,7 +1,5 @@
 """Tests of episodes in processes: what hangs, dies or lies loses its own episode, and the others never notice."""
 
-from __future__ import annotations
-
 import json
 import threading
 import time

@@ -1,7 +1,5 @@
 """Tests of the import of plug-ins, and of workers and their replacement: none is left behind."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

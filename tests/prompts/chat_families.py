@@ -1,7 +1,5 @@
 """Small tokenizers with the chat templates and control tokens of real models."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

@@ -295,5 +295,6 @@ def test_an_unencodable_row_is_named_by_its_location():
         row = DatasetRow(uid="a/2", prompt="x" * 1_000_001, answer=None, where=where)
         with pytest.raises(InputError, match=f"^{shown}: the prompt has 1,000,001 characters"):
             encode([row])
-    with pytest.raises(InputError, match=r"^a/2: the answer is not Unicode text: surrogates not allowed"):
-        encode([DatasetRow(uid="a/2", prompt="x", answer="\ud800")])
+    for prompt, answer, what in (("\ud800", None, "prompt"), ("x", "\ud800", "answer")):
+        with pytest.raises(InputError, match=rf"^a/2: the {what} is not Unicode text: surrogates not allowed"):
+            encode([DatasetRow(uid="a/2", prompt=prompt, answer=answer)])

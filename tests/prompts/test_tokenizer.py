@@ -1,7 +1,5 @@
 """Tests of tokenizers in model directories and GGUF files, also of those that add start tokens and spaces."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tests of chats of several turns: what the template writes between turns, and the tool calls in them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

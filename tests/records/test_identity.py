@@ -1,7 +1,5 @@
 """Tests of the identity of a computation: what differs, and how it is said."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from app.records.identity import different_names, first_difference, plugin_file_digests, prompts_digest

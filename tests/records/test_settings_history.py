@@ -1,7 +1,5 @@
 """Tests of the settings of a run by step, read from sessions.jsonl and settings.yaml."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

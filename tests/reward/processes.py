@@ -1,7 +1,5 @@
 """Processes and files of this process, read from /proc, and the fixture of tests that start worker processes."""
 
-from __future__ import annotations
-
 import os
 import select
 import sys

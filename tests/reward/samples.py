@@ -1,9 +1,8 @@
 """Samples and reward functions that the tests of this package share."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from app.reward.plugin import StepInfo
 from app.reward.plugin_signature import DataColumns
 from app.reward.reward_functions import RewardFunctions
 from settings.schema.reward import PluginSettings, RewardSettings
+from tests import tiny
 
 
 def make_prompt(answer: str | None = "18", uid: str = "q/0", source: str | Messages = "?", **extra: Any) -> Prompt:
@@ -23,17 +23,9 @@ def make_prompt(answer: str | None = "18", uid: str = "q/0", source: str | Messa
 
 
 def make_sample(completion: str, prompt: Prompt | None = None, *, index: int = 0, group: int = 0) -> Sample:
-    ids = np.arange(max(len(completion), 1), dtype=np.int32)
-    return Sample(
-        prompt=prompt or make_prompt(uid=f"q/{group}"),
-        sample_index=index,
-        group_id=group,
-        completion_ids=ids,
-        completion=completion,
-        behavior_logprobs=np.full(len(ids), -0.5, np.float32),
-        finish_reason="stop",
-        policy_version=0,
-    )
+    ids = np.arange(max(len(completion), 1))
+    sample = tiny.make_sample(ids, group_id=group, sample_index=index)
+    return replace(sample, prompt=prompt or make_prompt(uid=f"q/{group}"), completion=completion, finish_reason="stop")
 
 
 def make_group(*completions: str, group: int = 0) -> list[Sample]:

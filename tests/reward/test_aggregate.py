@@ -1,7 +1,5 @@
 """Tests of the aggregation of values, abstentions and failures, new and saved, with hand-computed rewards."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Tests of the built-in tasks, and of math-verify in worker processes, in which it may hang."""
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 

@@ -1,7 +1,5 @@
 """Tests of rewards of environments and of the length penalty."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

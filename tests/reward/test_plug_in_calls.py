@@ -1,7 +1,5 @@
 """Tests of calls of reward functions: what they may be, what they get and what they may return."""
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import inspect

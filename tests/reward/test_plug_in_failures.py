@@ -1,7 +1,5 @@
 """Tests that a failure of a plug-in affects only its own sample, and what plug-ins see and print."""
 
-from __future__ import annotations
-
 import ctypes
 import json
 import os

@@ -1,7 +1,5 @@
 """Tests of open rollouts, whose rounds are completed in order while the weights change, and of stopped ones."""
 
-from __future__ import annotations
-
 import gc
 import threading
 from collections import deque

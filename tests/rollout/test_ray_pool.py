@@ -1,7 +1,5 @@
 """Tests of workers in Ray actors, on a cluster whose nodes are all on this machine."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections import deque

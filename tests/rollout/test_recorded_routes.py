@@ -1,7 +1,5 @@
 """Tests of the routes that samplers record: those of the trainer's pass over the same tokens."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 from dataclasses import replace

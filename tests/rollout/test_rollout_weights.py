@@ -1,7 +1,5 @@
 """Tests of the weights that generate: where they lie, on which mesh, and by how many bits."""
 
-from __future__ import annotations
-
 import functools
 from dataclasses import replace
 from pathlib import Path
@@ -32,7 +30,6 @@ from app.runtime.rollout_mesh import rollout_mesh, rollout_mesh_notes
 from scripts.bench.hlo_collectives import program_collectives
 from scripts.bench.shapes import QWEN2_5_7B
 from settings import InputError, Settings, load
-from settings.checks.commands import check_for_train
 from tests.program import here, metrics_of, train_here
 from tests.quantized import dequantized_params
 from tests.rollout.test_slot_engine import assert_same_samples
@@ -205,21 +202,6 @@ def test_matrices_take_a_byte_for_each_number() -> None:
     for path, leaf in flatten_by_path(weights.blocks[0]).items():
         expected = {CODES: jnp.int8, SCALES: jnp.float32}.get(path[-1], jnp.bfloat16)
         assert leaf.dtype == expected and path[-1] != "kernel"
-
-
-def test_importance_weights_correct_for_the_rounding_unless_told_otherwise(tmp_path: Path) -> None:
-    def correction(*overrides: str) -> str | None:
-        return load(None, list(overrides), {}).settings.algorithm.correction
-
-    assert [correction(), correction("rollout.weights=int8"), correction("rollout.kv_cache=int8")] == [
-        *("none", "truncate", "truncate")
-    ]
-    assert correction("rollout.weights=int8", "algorithm.correction=none") == "none"
-    # A value of a file that a later layer makes useless is no error.
-    for setting, value, off in [("weights", "int8", "null"), ("kv_cache", "int8", "null"), ("max_staleness", 1, 0)]:
-        file = tmp_path / "settings.yaml"
-        file.write_text(f"rollout.{setting}: {value}\nalgorithm.correction_max: 3.0\n", encoding="utf-8")
-        check_for_train(load(str(file), [f"rollout.{setting}={off}"], {}))
 
 
 def test_kernels_that_have_few_bits_already_are_refused(config: Path) -> None:

@@ -1,7 +1,5 @@
 """Tests of drawing tokens: noise and its keys, truncation, the search for thresholds, and a forward pass as oracle."""
 
-from __future__ import annotations
-
 import functools
 import hashlib
 from collections.abc import Callable, Sequence

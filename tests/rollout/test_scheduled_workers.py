@@ -1,7 +1,5 @@
 """Tests that real workers under every schedule generate the same samples, whatever happens to them."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager

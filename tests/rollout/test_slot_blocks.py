@@ -3,8 +3,6 @@
 Every step compares all blocks that a row reads with its tokens, so that a block given to two rows is found at once.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Sequence
 from typing import Any

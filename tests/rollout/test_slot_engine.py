@@ -1,7 +1,5 @@
 """Tests of slots on real devices: no schedule changes a sample, and what their programs and blocks cost."""
 
-from __future__ import annotations
-
 import functools
 import math
 from collections import deque

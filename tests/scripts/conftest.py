@@ -1,7 +1,5 @@
 """A fake `gcloud` for a TPU VM of two workers, which runs commands in a home folder per worker."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import shutil

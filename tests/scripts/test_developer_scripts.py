@@ -1,7 +1,5 @@
 """Tests of the scripts for developers: exit codes, generated pages, and the record of compiled presets."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import os

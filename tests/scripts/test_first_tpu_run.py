@@ -1,7 +1,5 @@
 """Tests of the script for the first run on new devices, and of the text that it prints."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

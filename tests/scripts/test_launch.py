@@ -1,7 +1,5 @@
 """Tests of the launcher with real processes: start, stop, restart and exit codes."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import time

@@ -1,7 +1,5 @@
 """Tests of the faults that `scripts/mutate.py` finds in a source."""
 
-from __future__ import annotations
-
 from scripts.mutate import find_faults
 
 SOURCE = '''\

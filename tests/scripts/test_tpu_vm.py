@@ -1,7 +1,5 @@
 """Tests of the scripts that install a commit and copy API keys to the workers of a TPU VM, and of shared checks."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """Loads settings from a text or from overrides, reads tables of cases, and returns what a check says."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from pathlib import Path

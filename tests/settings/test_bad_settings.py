@@ -1,7 +1,5 @@
 """Tests that every invalid setting gives one error with the value, the expectation and the source."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Tests of the checks that involve several settings: what each refuses and accepts, and which command runs it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Tests of the values of settings that nobody set: they follow from other settings, never from devices."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import get_args
 
@@ -107,6 +105,8 @@ rollout.max_staleness=2 algorithm.estimator=vtrace algorithm.correction=mask | m
 rollout.max_staleness=2 algorithm.correction_level=sequence | truncate sequence 0.0001
 algorithm.estimator=vtrace | none None None
 rollout.kv_cache=int8 | truncate token 0.0001
+rollout.weights=int8 | truncate token 0.0001
+rollout.weights=int8 algorithm.correction=none | none None None
 algorithm.correction=mask algorithm.correction_veto=0 | mask token 0.0
 """)
 
@@ -117,7 +117,7 @@ def test_a_correction_follows_from_how_old_samples_may_be(overrides: str, expect
     ours = resolved.settings.algorithm
     assert f"{ours.correction} {ours.correction_level} {ours.correction_veto}" == expected
     check_for_train(resolved)
-    is_chosen = "algorithm.correction=mask" in overrides
+    is_chosen = "algorithm.correction=" in overrides
     assert resolved.provenance["algorithm.correction"] == ("set" if is_chosen else "derived")
 
 

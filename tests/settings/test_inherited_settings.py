@@ -1,7 +1,5 @@
 """Tests of settings of a run as the base of another run, with another algorithm."""
 
-from __future__ import annotations
-
 import pytest
 
 from settings import Resolved, load

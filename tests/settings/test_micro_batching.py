@@ -1,7 +1,5 @@
 """Tests of the micro-batch settings of each scope: selection by layer, inheritance and contradictions."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

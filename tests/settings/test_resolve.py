@@ -1,7 +1,5 @@
 """Tests of the layers of settings, their precedence and provenance, aliases, printing, values and config files."""
 
-from __future__ import annotations
-
 import json
 from functools import reduce
 from operator import getitem
@@ -210,11 +208,3 @@ def test_a_preset_is_found_from_any_directory(folder: Path) -> None:
     (folder / "quickstart").mkdir()
     resolved = load("quickstart", [], {})
     assert resolved.provenance["model.path"].startswith("yaml:settings/presets/quickstart.yaml:")
-
-
-def test_the_preset_of_the_historic_runner_keeps_its_numbers() -> None:
-    settings = load("gsm8k_qwen2_5_3b_v4_16", [], {}).settings
-    rollout = settings.rollout
-    assert (rollout.prompts_per_step, rollout.group_size, rollout.max_new_tokens) == (16, 8, 1024)
-    assert (settings.mesh.shape, settings.model.path) == ("1,-1,1", "Qwen/Qwen2.5-3B-Instruct")
-    assert settings.optimizer.learning_rate == 1e-6

@@ -1,7 +1,5 @@
 """Tests that API keys reach the environment of the process and nothing else."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

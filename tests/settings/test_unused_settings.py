@@ -1,7 +1,5 @@
 """Tests of the notices at launch: settings without effect, and what a user may not have meant."""
 
-from __future__ import annotations
-
 import pytest
 
 from settings import load

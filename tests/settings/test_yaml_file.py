@@ -1,7 +1,5 @@
 """Tests of the strict YAML parser: line numbers, scalars and errors."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

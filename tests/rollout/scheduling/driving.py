@@ -1,7 +1,5 @@
 """Schedulers that tests drive by hand or in random order, and what must hold after every event."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections import Counter
