@@ -49,14 +49,16 @@ KINDS = {
 
 @pytest.mark.parametrize("style", ["verl", "batch"])
 def test_each_failure_affects_only_its_own_sample(tmp_path: Path, style: str) -> None:
-    path = write_plug_in(tmp_path, MISCHIEF)
-    texts = [text for kind in KINDS for text in (kind, "ok")]
+    path, is_batch = write_plug_in(tmp_path, MISCHIEF), style == "batch"
+    kinds = ["raise", "sleep", "segfault", "nan"] if is_batch else KINDS
+    texts = [text for kind in kinds for text in (kind, "ok")]
     scored = score([f"{path}:{style}"], make_group(*texts), workers=4)
     assert kinds_of(scored) == [KINDS.get(text) for text in texts]
     assert values_of(scored) == [0.0 if text in KINDS else 2.0 for text in texts]
-    assert scored.num_errors == len(KINDS)
+    assert scored.num_errors == len(kinds)
     (notice,) = scored.notices
-    assert f"reward {style} failed on {len(KINDS)} of {len(texts)} samples (3 raised, 2 timeout, 4 exit," in notice
+    counts = "1 raised, 1 timeout, 1 exit," if is_batch else "3 raised, 2 timeout, 4 exit,"
+    assert f"reward {style} failed on {len(kinds)} of {len(texts)} samples ({counts}" in notice
     assert "first q/0/s0: ValueError: no\ufffd[31mxxx" in notice and notice.isprintable() and len(notice) < 500
 
 

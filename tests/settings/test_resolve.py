@@ -120,7 +120,7 @@ def test_every_printed_value_says_what_set_it(folder: Path) -> None:
     assert "beta1: 0.9  # default" in lines
 
 
-@hypothesis.settings(max_examples=20)
+@hypothesis.settings(max_examples=10)
 @given(st.text(), st.floats(min_value=0, exclude_min=True, allow_infinity=False))
 def test_any_text_and_number_survives_printing(text: str, rate: float) -> None:
     resolved = with_sets()
