@@ -91,11 +91,6 @@ def pytest_configure(config: pytest.Config) -> None:
     )
 
 
-def pytest_collection_finish() -> None:
-    """Keeps what has been imported out of garbage collections, which otherwise search a million objects."""
-    gc.freeze()
-
-
 def pytest_sessionfinish(session: pytest.Session) -> None:
     if hasattr(session.config, "workeroutput"):
         session.config.workeroutput["seconds_compiling"] = seconds_compiling  # pyright: ignore
