@@ -4,7 +4,6 @@ import os
 import signal
 from collections import deque
 from collections.abc import Iterator
-from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +18,6 @@ from app.rollout.scheduling.sample_states import SampleTable
 from app.rollout.scheduling.schedule_metrics import schedule_metrics
 from app.rollout.scheduling.segment_limits import SegmentLimits
 from app.rollout.workers import ray_worker
-from app.rollout.workers.async_generation import AsyncRollout
 from app.rollout.workers.ray_actor import ActorSpec, check_slots_divide
 from app.rollout.workers.ray_worker import RayCluster, RayWorker
 from app.rollout.workers.worker import Admission, RolloutWorker, WorkerDiedError
@@ -27,7 +25,7 @@ from app.rollout.workers.worker_pool import RolloutWorkerPool, ScheduleConfig
 from settings.errors import InputError
 from tests.rollout import test_recorded_routes as routed
 from tests.rollout import test_scheduled_workers as local
-from tests.rollout.test_slot_engine import LENGTHS, PROMPTS, REQUEST, other_weights, weights_on
+from tests.rollout.test_slot_engine import LENGTHS, REQUEST, weights_on
 from tests.tiny import MIXTURE, ODD, spell
 
 
@@ -82,26 +80,6 @@ def test_actors_draw_what_local_workers_draw(pool: RolloutWorkerPool, monkeypatc
     assert any(isinstance(command, Suspend) for command in local.commands_of(pool))
     assert local.moved(pool) and all(one.how == "recompute" for one in local.moved(pool))
     assert pool.take_counters().recomputed_tokens == schedule_metrics(pool.records).repacked_tokens > 0
-
-
-@pytest.mark.slow
-def test_weights_of_a_version_are_stored_once(pool: RolloutWorkerPool, monkeypatch: pytest.MonkeyPatch) -> None:
-    puts, put, version = [], ray.put, REQUEST.policy_version
-    monkeypatch.setattr(ray, "put", lambda value: puts.append(1) or put(value))
-    with closing(AsyncRollout(pool, weights_on(), REQUEST)) as generation:
-        generation.submit(PROMPTS, noise_step=version)
-        first = generation.collect_round()
-        # None if an earlier rollout had the same weights.
-        assert len(puts) <= 1
-        puts.clear()
-        generation.publish(other_weights(), policy_version=version + 1)
-        generation.submit(PROMPTS, noise_step=version + 1)
-        second = generation.collect_round()
-    assert len(puts) == 1 and local.bits(first) == local.bits(local.expected())
-    assert {s.policy_version for s in second} == {version + 1}
-    newer = replace(REQUEST, policy_version=version + 1)
-    alone = local.scheduled(local.workers_on(1)).generate(other_weights(), PROMPTS, newer)
-    assert local.bits(second) == local.bits(alone)
 
 
 @pytest.mark.slow

@@ -346,25 +346,12 @@ def test_what_does_not_fit_is_refused_before_anything_runs() -> None:
 # Blocks ----------------------------------------------------------------------------------------------------------
 
 
-def test_blocks_follow_tokens_samples_share_those_of_their_prompt_and_all_come_back() -> None:
-    engine = slots_of(True)
-    assert engine.programs.num_blocks == 4 * 8 + 2
-    prompt = replace(PROMPTS[0], token_ids=np.arange(1, 8, dtype=np.int32))
-    engine.open(weights_on(), REQUEST)
-    slots, [device] = lambda: engine.scheduler.slots, engine.scheduler.devices
-    before = device.pool.num_available()
-    engine.admit([RolloutSequence(prompt, i, max_new_tokens=LONGEST, noise_step=3) for i in range(4)])
-    # Tokens 0 to 3 are shared, and each sample has its own block of the next three; so has the prompt.
-    assert [len(slot.blocks) for slot in slots()] == [2] * 4
-    assert [len({slot.blocks[i] for slot in slots()}) for i in range(2)] == [1, 4]
-    # The prompt's own last block is given up where others need it.
-    assert before - device.pool.num_available() == 1 + 4
-    engine.start_segment(SegmentLimits(4))
-    assert [len(slot.blocks) for slot in slots()] == [3] * 4
-    engine.finish_segment().collect()
-    finish_rows(engine)
-    assert device.pool.num_available() == before
-    engine.close()
+def test_samples_share_the_blocks_of_their_prompt() -> None:
+    engine = few_blocks(True)
+    engine.counters.take()
+    generate(engine, [replace(PROMPTS[0], token_ids=np.arange(1, 9, dtype=np.int32))], 4)
+    # Four rows of three blocks, of which they share the first, run at once in ten blocks.
+    assert engine.counters.take().segments == 1
 
 
 def test_a_cache_of_8_bits_rounds_a_little_and_takes_a_byte_for_each_number() -> None:
