@@ -5,8 +5,8 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -20,10 +20,10 @@ from app.rollout.sample_generator import SampleGenerator
 from app.tracking.run_reporter import RunReporter
 from tests.program import (
     DEADLINE_S,
-    REPOSITORY,
     assert_same_run,
     metrics_of,
     newest_checkpoint,
+    started,
     train_here,
 )
 
@@ -46,27 +46,25 @@ with PreemptionHandler(StatusBoard(None, host=0)):
 """
 
 
+@pytest.fixture(autouse=True)
+def hears_signals() -> Iterator[None]:
+    """Undoes what the suite may have been started with, as by nohup, and what tests do."""
+    before = [(number, signal.signal(number, signal.SIG_DFL)) for number in SIGNALS]
+    yield
+    for number, handler in before:
+        signal.signal(number, handler)
+
+
 def test_a_run_that_ignores_sighup_goes_on() -> None:
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        with PreemptionHandler(StatusBoard(None, host=0)) as interrupts:
-            os.kill(os.getpid(), signal.SIGHUP)
-            assert not interrupts.stop_requested()
-            assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-    finally:
-        signal.signal(signal.SIGHUP, before)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    with PreemptionHandler(StatusBoard(None, host=0)) as interrupts:
+        os.kill(os.getpid(), signal.SIGHUP)
+        assert not interrupts.stop_requested()
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
 
 
 def test_the_second_signal_stops_at_once_even_inside_a_compiled_program() -> None:
-    process = subprocess.Popen(
-        [sys.executable, "-c", BUSY],
-        cwd=REPOSITORY,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    try:
+    with started(program=("-c", BUSY)) as process:
         assert process.stdout is not None and process.stderr is not None
         assert process.stdout.readline() == "ready\n"
         os.kill(process.pid, signal.SIGTERM)
@@ -80,10 +78,6 @@ def test_the_second_signal_stops_at_once_even_inside_a_compiled_program() -> Non
                 process.wait(timeout=0.1)
         assert process.returncode == 130
         assert time.monotonic() > start + 0.9
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
 
 
 def test_handlers_are_afterwards_what_they_were_before() -> None:
@@ -100,18 +94,13 @@ def test_handlers_are_afterwards_what_they_were_before() -> None:
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGHUP, 75), (signal.SIGINT, 130)])
 def test_generation_and_the_loop_hear_of_a_signal(number: int, code: int) -> None:
-    # The suite itself may have been started to ignore them, as by nohup.
-    before = signal.signal(number, signal.SIG_DFL)
-    try:
-        with PreemptionHandler(StatusBoard(None, host=0)) as interrupts:
-            os.kill(os.getpid(), number)
-            wait_for(interrupts)
-            assert interrupts.sync_stop_decision(save_is_due=True) == (code, True, False, (0,))
-    finally:
-        signal.signal(number, before)
+    with PreemptionHandler(StatusBoard(None, host=0)) as interrupts:
+        os.kill(os.getpid(), number)
+        wait_for(interrupts)
+        assert interrupts.sync_stop_decision(save_is_due=True) == (code, True, False, (0,))
 
 
-def test_a_run_that_is_stopped_while_it_evaluates_goes_on_in_the_same_bits(
+def test_a_run_stopped_by_sighup_goes_on_in_the_same_bits(
     config: Path, finished: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = config.parent / "runs" / "tiny"
@@ -120,7 +109,7 @@ def test_a_run_that_is_stopped_while_it_evaluates_goes_on_in_the_same_bits(
     def generate_or_stop(engine: SampleGenerator, *arguments: Any, **named: Any) -> Any:
         if next(calls) != 4:  # evaluation, steps 1 and 2, evaluation
             return generate(engine, *arguments, **named)
-        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGHUP)
         wait_for(engine)
         raise StoppedError
 

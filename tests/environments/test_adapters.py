@@ -68,10 +68,7 @@ def test_reset_gets_the_seed_and_the_columns_that_it_declares() -> None:
     ("result", "messages", "reward", "ends"),
     [
         (("obs", 0.5, False, {"steps": 3, "text": "x"}), ["obs"], 0.5, (False, False)),
-        *(
-            (("obs", 1, False, True, {}), ["obs"], 1.0, (False, True)),
-            ((5, 1, True, False, {}), ["5"], 1.0, (True, False)),
-        ),
+        ((5, 1, False, True, {}), ["5"], 1.0, (False, True)),
         ((None, 1, True, False, {}), [], 1.0, (True, False)),
     ],
 )

@@ -77,7 +77,6 @@ installed = pytest.mark.skipif(
     [
         (r"so $\frac{36}{2}$", "18", 1.0),
         (r"\boxed{18}", "9 + 9 = 18\n#### 18", 1.0),
-        (r"the answer is \boxed{\frac{1}{2}}", r"\frac{1}{2}", 1.0),
         (r"the answer is \boxed{0.5}", r"$\frac{1}{2}$", 1.0),
         (r"\boxed{x + 1}", "1 + x", 1.0),
         (r"\boxed{\{1, 2\}}", r"\{2, 1\}", 1.0),

@@ -81,9 +81,9 @@ def test_samples_do_not_depend_on_the_mesh(way: str) -> None:
 def test_the_decode_kernel_draws_the_samples_of_xla(
     architecture: Architecture, training: Any, tp: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    without = expected(architecture)
+    without = expected(architecture, top_p=0.9)
     monkeypatch.setattr(prefill_and_decode, "decode_block_size", lambda *_, **__: 16)
-    assert_same_samples(mesh_samples(architecture, training, tp), without)
+    assert_same_samples(mesh_samples(architecture, training, tp, top_p=0.9), without)
 
 
 @pytest.mark.parametrize(("shape", "tp"), [((1, 8, 1), 1), ((1, 8, 1), 2), ((2, 2, 2), 4)])
