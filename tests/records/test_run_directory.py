@@ -1,9 +1,14 @@
+"""Tests of a run's directory: who may use it, and the settings of its steps, read from its files."""
+
+import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from app.records.run_directory import Resume, RunDirectory, check_run_directory, lock_run_directory
+from app.records.settings_history import SettingsHistory
 from settings import InputError, load
 from tests.program import digest_of, train_here
 
@@ -138,3 +143,80 @@ def test_settings_are_written_with_their_sources_and_load_again(run: RunDirector
     lines = run.settings_path.read_text().splitlines()
     assert {"  seed: 7  # set", "  group_size: 5  # env:NUM_PRE_Q", "  name: quickstart-seed7  # derived"} <= {*lines}
     assert load(str(run.settings_path), [], {}).settings == resolved.settings
+
+
+# Settings by step -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def trained(tmp_path: Path) -> RunDirectory:
+    """A run of two sessions under other settings, the second of which began after step 3."""
+    run = RunDirectory(tmp_path / "run")
+    run.path.mkdir()
+    resolved = [load(None, [f"optimizer.learning_rate={rate}"], {}) for rate in (0.1, 0.2)]
+    lines = [{"after_step": step, "settings": one.to_yaml()} for step, one in zip((0, 3), resolved, strict=True)]
+    write_lines(run, lines)
+    run.write_settings(resolved[-1])
+    return run
+
+
+def session_lines(trained: RunDirectory) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in trained.sessions_path.read_text().splitlines()]
+
+
+def write_lines(trained: RunDirectory, lines: list[dict[str, Any]]) -> None:
+    trained.sessions_path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def rates_of(history: SettingsHistory) -> dict[int, float]:
+    return {period.first_step: period.settings["optimizer.learning_rate"][0] for period in history.periods}
+
+
+def test_steps_have_the_settings_of_their_session(trained: RunDirectory) -> None:
+    history = SettingsHistory.read(trained)
+    assert rates_of(history) == {1: 0.1, 4: 0.2} and history.gaps == []
+    assert history.periods[-1].file.name == str(trained.settings_path)
+
+
+def test_steps_trained_again_have_the_later_settings(trained: RunDirectory) -> None:
+    resolved = load(None, ["optimizer.learning_rate=0.3"], {})
+    write_lines(trained, [*session_lines(trained), {"after_step": 2, "settings": resolved.to_yaml()}])
+    trained.write_settings(resolved)
+    assert rates_of(SettingsHistory.read(trained)) == {1: 0.1, 3: 0.3}
+
+
+def test_lines_without_settings_are_named_as_gaps(trained: RunDirectory) -> None:
+    first, second = session_lines(trained)
+    for lines, rates in (
+        ([first, {**second, "after_step": "3"}], {1: 0.2}),
+        ([first, {"after_step": 2}, second], {1: 0.1, 4: 0.2}),
+    ):
+        write_lines(trained, lines)
+        history = SettingsHistory.read(trained)
+        assert rates_of(history) == rates
+        assert history.gaps == ["sessions.jsonl has no valid settings in line 2; others are taken instead"]
+
+
+def test_changed_and_lost_settings_are_taken_from_the_last_session(
+    trained: RunDirectory, caplog: pytest.LogCaptureFixture
+) -> None:
+    text = trained.settings_path.read_text()
+    trained.settings_path.write_text(text.replace("learning_rate: 0.2", "learning_rate: 0.5"))
+    assert rates_of(SettingsHistory.read(trained)) == {1: 0.1, 4: 0.2}
+    assert f"{trained.settings_path} was changed" in caplog.text
+    trained.settings_path.unlink()
+    assert rates_of(SettingsHistory.read(trained)) == {1: 0.1, 4: 0.2}
+    trained.sessions_path.unlink()
+    with pytest.raises(InputError, match=r"sessions\.jsonl beside it holds no settings either"):
+        SettingsHistory.read(trained)
+
+
+@pytest.mark.parametrize("has_sessions", [True, False])
+def test_a_run_of_another_version_is_refused_and_unchanged(trained: RunDirectory, has_sessions: bool) -> None:
+    text = load(None, [], {}).to_yaml().replace("rollout:\n", "rollout:\n  decode_layout: gathered  # default\n")
+    trained.settings_path.write_text(text)
+    write_lines(trained, [{"after_step": 0, "settings": text}] if has_sessions else [])
+    before = trained.settings_path.read_bytes(), trained.sessions_path.read_bytes()
+    with pytest.raises(InputError, match=r"rollout\.decode_layout, which does not exist here, so another version"):
+        SettingsHistory.read(trained)
+    assert (trained.settings_path.read_bytes(), trained.sessions_path.read_bytes()) == before
