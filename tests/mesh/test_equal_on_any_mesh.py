@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import Mesh
 
 from app.batching.micro_batch_plan import TokenBudget
 from app.batching.micro_batcher import FixedRowBatcher, MicroBatcher, PackedRowBatcher
@@ -41,9 +42,8 @@ from tests.tiny import (
 )
 
 # One layer: the mesh never splits them.
-EVEN, BIASED = replace(EVEN, num_layers=1), replace(BIASED, num_layers=1)
-SWITCHED = replace(EVEN, **SWITCHES, windows=(3,))
-MIXTURE = replace(EVEN, **EXPERTS)
+BIASED = replace(BIASED, num_layers=1)
+SWITCHED_EXPERTS = replace(EVEN, num_layers=1, windows=(3,), **SWITCHES | EXPERTS | {"family": "gemma3_text"})
 FLOAT32 = jnp.dtype("float32")
 EVERYTHING = replace(
     PLAIN_LOSS,
@@ -52,18 +52,6 @@ EVERYTHING = replace(
     beta=0.1,
     entropy_coef=0.1,
 )
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """Results of rollout, scoring and one update."""
-
-    samples: list[Sample]
-    logprobs: list[np.ndarray]
-    params: Params
-    first_moments: Params
-    """First moments, which are a tenth of the gradient: this is the first update, and no gradient is clipped."""
-    metrics: dict[str, float]
 
 
 FIXED = FixedRowBatcher(1, trim_tail=False)
@@ -75,16 +63,33 @@ PACKED = PackedRowBatcher(
 
 
 @functools.cache
-def outcome(architecture: Architecture, shape: tuple[int, int, int], cut: MicroBatcher = PACKED) -> Outcome:
+def weights(architecture: Architecture, shape: tuple[int, int, int]) -> tuple[DecoderDefinition, Mesh, Params]:
     definition, mesh = DecoderDefinition.create(architecture), make_mesh(shape)
-    shardings = definition.shardings(mesh)
-    params = jax.device_put(random_params(definition), shardings)
+    return definition, mesh, jax.device_put(random_params(definition), definition.shardings(mesh))
+
+
+def generated(architecture: Architecture, shape: tuple[int, int, int]) -> list[Sample]:
+    definition, mesh, params = weights(architecture, shape)
     engine = make_engine(definition, mesh, eos_ids=(3, 5, 7, 11))
-    samples = engine.generate(
-        engine.to_decode_weights(params),
-        random_prompts(3, vocab_size=50),
-        GenerationRequest(group_size=3, max_new_tokens=8, rules=SamplingRules(1.0), seed=1, policy_version=2),
-    )
+    request = GenerationRequest(group_size=3, max_new_tokens=8, rules=SamplingRules(1.0), seed=1, policy_version=2)
+    return engine.generate(engine.to_decode_weights(params), random_prompts(3, vocab_size=50), request)
+
+
+@dataclass(frozen=True)
+class Learned:
+    """Logprobs of samples, and results of the first update on them."""
+
+    logprobs: list[np.ndarray]
+    params: Params
+    first_moments: Params
+    """First moments, which are a tenth of the gradient: no gradient is clipped."""
+    metrics: dict[str, float]
+
+
+@functools.cache
+def learned(architecture: Architecture, shape: tuple[int, int, int], cut: MicroBatcher = PACKED) -> Learned:
+    definition, mesh, params = weights(architecture, shape)
+    shardings = definition.shardings(mesh)
     scorer = Scorer(definition, mesh, dtype=FLOAT32, logits_chunk=3)
     trained = random_samples(4, 3, vocab_size=50, with_holes=True)
     logprobs = scorer.per_token(params, trained, cut(trained, mesh).local_plan, temperature=0.9)
@@ -99,43 +104,37 @@ def outcome(architecture: Architecture, shape: tuple[int, int, int], cut: MicroB
         micro_batcher=cut,
         pack=PolicyBatchPacker(aggregations(max_new_tokens=9)["constant-length"], roles=["policy", "reference"]),
     )
-    state, metrics = updater.update(init_train_state(optimizer, params, state_layout), [[trained]], temperature=0.9)
+    fresh = jax.device_put(random_params(definition), shardings)
+    state, metrics = updater.update(init_train_state(optimizer, fresh, state_layout), [[trained]], temperature=0.9)
     params, moments = jax.tree.map(np.asarray, (state.params, optax.tree.get(state.optimizer, "mu")))
-    return Outcome(samples, logprobs, params, moments, metrics)
+    return Learned(logprobs, params, moments, metrics)
 
 
-@pytest.mark.parametrize(
-    ("architecture", "shape"),
-    [(BIASED, (2, 2, 2)), (SWITCHED, (2, 2, 2)), (MIXTURE, (2, 2, 2))],
-    ids=["dims-that-do-not-divide", "every-switch", "experts"],
-)
-def test_eight_devices_sample_score_and_learn_as_one_does(architecture, shape):
-    one, eight = outcome(architecture, (1, 1, 1)), outcome(architecture, shape)
-    assert {s.finish_reason for s in one.samples} == {"stop", "length"}
-    for ours, expected in zip(eight.samples, one.samples, strict=True):
-        np.testing.assert_array_equal(ours.completion_ids, expected.completion_ids)
-        np.testing.assert_allclose(ours.behavior_logprobs, expected.behavior_logprobs, atol=1e-5)
-        assert (ours.uid, ours.finish_reason) == (expected.uid, expected.finish_reason)
-    for ours, expected in zip(eight.logprobs, one.logprobs, strict=True):
-        np.testing.assert_allclose(ours, expected, atol=1e-5)
-    assert_trees_close(eight.first_moments, one.first_moments)
-    assert_trees_close(eight.params, one.params)
-    assert_metrics_equal(eight, one)
-
-
-def assert_metrics_equal(ours: Outcome, expected: Outcome) -> None:
-    """Asserts equal metrics, except those of batching, which depend on the number of devices."""
+def assert_learned_alike(ours: Learned, expected: Learned) -> None:
+    for a, b in zip(ours.logprobs, expected.logprobs, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)
+    assert_trees_close(ours.first_moments, expected.first_moments)
+    assert_trees_close(ours.params, expected.params)
 
     def of_the_samples(metrics: dict[str, float]) -> dict[str, float]:
+        """Returns the metrics without those of batching, which depend on the number of devices."""
         return {k: v for k, v in metrics.items() if not k.startswith(("batching/", "global_seqlen/"))}
 
     assert of_the_samples(ours.metrics) == pytest.approx(of_the_samples(expected.metrics), rel=1e-5)
 
 
-@pytest.mark.parametrize("shape", [(1, 1, 1), (1, 4, 1)])
-def test_packed_rows_learn_as_one_sample_a_row_does(shape):
-    ours, expected = outcome(EVEN, shape), outcome(EVEN, (1, 1, 1), FIXED)
-    for a, b in zip(ours.logprobs, expected.logprobs, strict=True):
-        np.testing.assert_allclose(a, b, atol=1e-5)
-    assert_trees_close(ours.first_moments, expected.first_moments)
-    assert_metrics_equal(ours, expected)
+@pytest.mark.parametrize(
+    "architecture", [BIASED, SWITCHED_EXPERTS], ids=["dims-that-do-not-divide", "every-switch-and-experts"]
+)
+def test_eight_devices_sample_score_and_learn_as_one_does(architecture):
+    one, eight = generated(architecture, (1, 1, 1)), generated(architecture, (2, 2, 2))
+    assert {s.finish_reason for s in one} == {"stop", "length"}
+    for ours, expected in zip(eight, one, strict=True):
+        np.testing.assert_array_equal(ours.completion_ids, expected.completion_ids)
+        np.testing.assert_allclose(ours.behavior_logprobs, expected.behavior_logprobs, atol=1e-5)
+        assert (ours.uid, ours.finish_reason) == (expected.uid, expected.finish_reason)
+    assert_learned_alike(learned(architecture, (2, 2, 2)), learned(architecture, (1, 1, 1)))
+
+
+def test_packed_rows_learn_as_one_sample_a_row_does():
+    assert_learned_alike(learned(BIASED, (1, 1, 1)), learned(BIASED, (1, 1, 1), FIXED))

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import functools
 import re
 from dataclasses import replace
@@ -9,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh
 from jaxtyping import Array
 
 from app.batching.forward_passes import row_logprobs
@@ -18,7 +20,7 @@ from app.model import decoder
 from app.model.architecture import Architecture
 from app.model.attention.pairs import Blocking
 from app.model.decode_weights import DecodeConversion
-from app.model.decoder import DecoderDefinition, Params, ValueDecoder
+from app.model.decoder import DecoderDefinition, Params
 from app.model.layers import rope_frequencies
 from app.model.lora import LoRAConfig, combine_params
 from app.model.prefill_and_decode import decode_step, prefill
@@ -31,6 +33,7 @@ from tests.layouts import layout_of
 from tests.tiny import (
     BIASED,
     EVEN,
+    EXPERTS,
     MIXTURE,
     ODD,
     SWITCHED,
@@ -48,6 +51,11 @@ FLOAT32 = jnp.dtype("float32")
 # A prompt with three completions, a lone sample and padding: longer than a block of attention, and odd.
 SHARED = layout_of([[(40, (30, 21, 33)), (9, (14,))]], num_tokens=151)
 WINDOWED = replace(SWITCHED, windows=(35, None, 60))
+EVERYTHING = replace(
+    WINDOWED, **EXPERTS | {"family": "gemma3_text"}, tied_embeddings=False, qkv_bias=True, attention_output_bias=True
+)
+"""Every switch, biases and experts, with windows shorter than rows of many tokens."""
+SWITCHED_EXPERTS = replace(EVERYTHING, windows=SWITCHED.windows)
 
 
 def slow_hidden_states(arch: Architecture, params: Params, token_ids: np.ndarray) -> np.ndarray:
@@ -111,7 +119,7 @@ def slow_hidden_states(arch: Architecture, params: Params, token_ids: np.ndarray
     return norm(x, params["final_norm"])
 
 
-@pytest.mark.parametrize("architecture", [BIASED, WINDOWED, MIXTURE], ids=["biases", "every-switch", "experts"])
+@pytest.mark.parametrize("architecture", [BIASED, EVERYTHING], ids=["biases", "every-switch-and-experts"])
 def test_packed_rows_equal_a_slow_decoder_in_float64(architecture):
     definition = DecoderDefinition.create(architecture)
     params = random_params(definition)
@@ -151,17 +159,12 @@ def test_recomputing_changes_no_gradient_and_saves_memory():
     assert temporary_bytes[2] < 0.8 * temporary_bytes[1]
 
 
-@pytest.mark.parametrize(
-    "architecture",
-    [replace(SWITCHED, tied_embeddings=False, qkv_bias=True, attention_output_bias=True, mlp_bias=True), MIXTURE],
-    ids=["every-switch-and-biases", "experts"],
-)
-def test_weights_in_the_compute_type_give_the_same_logprobs(architecture):
-    definition, dtype = DecoderDefinition.create(architecture), jnp.dtype("bfloat16")
+def test_weights_in_the_compute_type_give_the_same_logprobs():
+    definition, dtype = DecoderDefinition.create(EVERYTHING), jnp.dtype("bfloat16")
     params = random_params(definition)
     held = jax.tree.map(lambda leaf, x: x.astype(leaf.dtype), definition.held_in(dtype).shapes, params)
     assert {leaf.dtype for leaf in jax.tree.leaves(held)} == {dtype}
-    token_ids = np.random.default_rng(7).integers(0, architecture.vocab_size, (1, 151))
+    token_ids = np.random.default_rng(7).integers(0, EVERYTHING.vocab_size, (1, 151))
     segments, branches, positions = SHARED
     indices, targets = np.arange(150)[None], token_ids[:, 1:]
     rows = TokenBatch(token_ids, positions, segments, branches, indices, targets, indices >= 0)
@@ -189,45 +192,36 @@ def test_initial_weights_follow_the_seed():
     assert not np.array_equal(layers[0], layers[1]) and np.std(layers) == pytest.approx(0.02, rel=0.1)
 
 
-ADAPTERS = LoRAConfig(3, 6.0, PROJECTIONS)
-DIVISIBLE = layout_of([[(40, (30, 21, 33)), (9, (14,))]], num_tokens=152)
-
-
-def drawn(definition: DecoderDefinition) -> Params:
-    """Returns random weights; codes of quantized kernels are random, too."""
-    rng = np.random.default_rng(7)
-    codes = lambda x, of: x if of.dtype == FLOAT32 else jnp.asarray(rng.integers(-1, 2, of.shape), of.dtype)  # noqa: E731
-    return jax.tree.map(codes, random_params(definition), definition.shapes)
-
-
-@pytest.mark.parametrize(
-    ("definition", "shape"),
-    [
-        (DecoderDefinition.create(WINDOWED, lora=ADAPTERS, quantization="int8"), (1, 2, 2)),
-        (DecoderDefinition.create(MIXTURE, ValueDecoder), (1, 4, 2)),
-    ],
-    ids=["windows-adapters-quantized", "experts-and-a-value-head"],
+TWO_ROWS = jax.tree.map(lambda x: np.tile(x, (2, 1)), layout_of([[(30, (11, 16)), (9, (6,))]], num_tokens=76))
+"""Rows of a block of attention and a part of one, with a shared prompt and padding."""
+NETWORK = DecoderDefinition.create(
+    replace(WINDOWED, windows=(20, None, 40)), lora=LoRAConfig(3, 6.0, PROJECTIONS), quantization="int8"
 )
-def test_residuals_split_by_tokens_over_tp_change_nothing(definition, shape):
-    params = drawn(definition)
-    token_ids = np.random.default_rng(5).integers(0, definition.architecture.vocab_size, (4, 152))
-    layout = jax.tree.map(lambda x: jnp.tile(x, (4, 1)), DIVISIBLE)
 
-    @jax.jit
-    def gradient(trained, frozen):
-        def loss(trained):
-            network = definition.bind(combine_params(trained, frozen))
-            hidden = network.hidden(token_ids, layout, dtype=FLOAT32, remat="block")
-            return jnp.sum(jnp.sin(hidden)), hidden
 
-        return jax.value_and_grad(loss, has_aux=True)(trained)
+def gradient(mesh: Mesh | None = None) -> Any:
+    """Returns a loss, the hidden states of tokens, and the gradient by adapters beside random codes of kernels."""
+    rng = np.random.default_rng(7)
+    codes = lambda x, of: x if of.dtype == FLOAT32 else rng.integers(-1, 2, of.shape).astype(of.dtype)  # noqa: E731
+    params = jax.tree.map(codes, random_params(NETWORK), NETWORK.shapes)
+    token_ids = rng.integers(0, NETWORK.architecture.vocab_size, (2, 76))
+    is_token = (TWO_ROWS.segment_ids != 0)[..., None]
 
-    parts = definition.trainable(params), definition.frozen(params)
-    mesh = make_mesh(shape)
-    with jax.set_mesh(mesh):
-        placed = jax.device_put(params, definition.shardings(mesh))
-        ours = gradient(definition.trainable(placed), definition.frozen(placed))
-    assert_trees_close(ours, gradient(*parts))
+    def loss(trained: Params, frozen: Params) -> tuple[Array, Array]:
+        network = NETWORK.bind(combine_params(trained, frozen))
+        hidden = jnp.where(is_token, network.hidden(token_ids, TWO_ROWS, dtype=FLOAT32, remat="block"), 0.0)
+        return jnp.sum(jnp.sin(hidden)), hidden
+
+    with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
+        params = params if mesh is None else jax.device_put(params, NETWORK.shardings(mesh))
+        return jax.jit(jax.value_and_grad(loss, has_aux=True))(NETWORK.trainable(params), NETWORK.frozen(params))
+
+
+on_one_device = functools.cache(gradient)
+
+
+def test_residuals_split_by_tokens_over_tp_change_nothing():
+    assert_trees_close(gradient(make_mesh((1, 2, 2))), on_one_device())
 
 
 @pytest.mark.parametrize(("num_tokens", "kept"), [(40, 10), (41, 41)], ids=["divides", "does-not-divide"])
@@ -246,19 +240,7 @@ def test_a_device_along_tp_keeps_its_share_of_the_tokens(num_tokens, kept):
 
 @pytest.mark.usefixtures("interpreted")
 def test_kernels_give_the_decoder_what_xla_gives_it(monkeypatch):
-    architecture = replace(SWITCHED, windows=(20, None, 60))
-    params = random_params(DecoderDefinition.create(architecture))
-    rows = np.random.default_rng(6).integers(0, architecture.vocab_size, (1, 151)), SHARED
-    is_token = (np.asarray(SHARED.segment_ids) != 0)[..., None]
-
-    def gradient() -> Any:
-        def loss(params):
-            hidden = DecoderDefinition.create(architecture).bind(params).hidden(*rows, dtype=FLOAT32, remat="minimal")
-            return jnp.sum(jnp.where(is_token, jnp.sin(hidden), 0.0))
-
-        return jax.jit(jax.value_and_grad(loss))(params)
-
-    expected = gradient()
+    expected = on_one_device()
     monkeypatch.setattr(decoder, "architecture_blocking", lambda *_: Blocking(16, 1, kernel="tpu"))
     assert_trees_close(gradient(), expected)
 
@@ -304,7 +286,7 @@ def grown(cache, size: int, filler: float = 0.0):
     return jax.tree.map(pad, cache)
 
 
-@pytest.mark.parametrize("architecture", [BIASED, SWITCHED, MIXTURE], ids=["biases", "every-switch", "experts"])
+@pytest.mark.parametrize("architecture", [BIASED, SWITCHED_EXPERTS], ids=["biases", "every-switch-and-experts"])
 def test_prefill_and_decode_equal_one_forward_pass(architecture):
     model = compiled(architecture)
     expected = model.expected
@@ -320,9 +302,8 @@ def test_prefill_and_decode_equal_one_forward_pass(architecture):
         np.testing.assert_allclose(hidden, expected[np.arange(3), positions], atol=2e-5)
 
 
-@pytest.mark.parametrize("architecture", [SWITCHED, MIXTURE], ids=["every-switch", "experts"])
-def test_prefill_ignores_what_lies_behind_a_prompt(architecture):
-    model = compiled(architecture)
+def test_prefill_ignores_what_lies_behind_a_prompt():
+    model = compiled(SWITCHED_EXPERTS)
     plain, plain_cache, _ = model.prefill(model.weights, right_padded(6), LENGTHS)
     other, other_cache, _ = model.prefill(model.weights, right_padded(11, filler=7), LENGTHS)
     np.testing.assert_allclose(other, plain, atol=1e-6)

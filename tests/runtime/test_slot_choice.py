@@ -10,9 +10,9 @@ from typing import Any, Literal
 import pytest
 
 from app.mesh import jax_startup
-from app.mesh.devices import program_memory_bytes
 from app.mesh.placement import bytes_per_device
 from app.records.sample import Sample
+from app.rollout.engine.programs import SlotPrograms
 from app.runtime import slot_choice
 from app.runtime.model_spec import read_model_spec
 from app.runtime.scoring import ScoringSession
@@ -97,80 +97,57 @@ def test_evaluations_run_where_rollouts_do_unless_workers_are_busy() -> None:
         assert session.evaluation_generator is session.workers is not None
 
 
-def needed_bytes(session: Session) -> tuple[int, int]:
-    """Returns the bytes on a device beside the blocks that the compiler counts, and those of a block."""
-    assert session.continuous_batching is not None
-    programs, sizes = session.continuous_batching.engine.programs, []
-    for num_blocks in (6, 7):
-        few = replace(programs, shapes=programs.shapes._replace(num_blocks=num_blocks))
-        lowered = few.lower_programs(truncates=False, recomputes=True).values()
-        found: list[Any] = [one.compile().memory_analysis() for one in lowered]
-        kept = [one.argument_size_in_bytes + one.temp_size_in_bytes - one.alias_size_in_bytes for one in found]
-        sizes.append(max(size + one.output_size_in_bytes for size, one in zip(kept, found, strict=True)))
-    block = sizes[1] - sizes[0]
-    return sizes[0] - 6 * block, block
-
-
-def test_blocks_fill_what_compiled_programs_leave(monkeypatch: pytest.MonkeyPatch) -> None:
-    set_memory(monkeypatch, None)
-    session = opened()
-    assert session.continuous_batching is not None
-    engine = session.continuous_batching.engine
-    others, block = needed_bytes(session)
-    for held, rest in ((0, block // 8), (3 * GIB, block // 8), (3 * GIB, block // 2)):
-        room = held + others + 8 * block + rest
-        set_memory(monkeypatch, int(room / (1 - slot_choice.SPARE_SHARE)) + 2)
-        assert blocks_in_memory(engine, held_bytes=held, truncates=False) == 8
-        assert blocks_in_memory(engine, held_bytes=held + block, truncates=False) == 7
-
-
-def test_room_is_left_to_recompute_preempted_samples(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The prefill of prompt and completion needs more than that of four prompts."""
-    set_memory(monkeypatch, None)
-    session = opened(max_new_tokens=512)
-    assert session.continuous_batching is not None
-    engine = session.continuous_batching.engine
-    few = engine.programs.with_scarce_blocks(1)
-    needed = {
-        name: program_memory_bytes(one.compile())
-        for name, one in few.lower_programs(truncates=False, recomputes=True).items()
+def needed_bytes(programs: SlotPrograms, num_blocks: int) -> dict[str, int]:
+    """Returns the bytes on a device that the compiler counts for each program."""
+    lowered = replace(programs, shapes=programs.shapes._replace(num_blocks=num_blocks)).lower_programs(
+        truncates=False, recomputes=True
+    )
+    found: dict[str, Any] = {name: one.compile().memory_analysis() for name, one in lowered.items()}
+    return {
+        name: one.argument_size_in_bytes + one.temp_size_in_bytes - one.alias_size_in_bytes + one.output_size_in_bytes
+        for name, one in found.items()
     }
-    assert needed["recompute"] > max(needed["prefill"], needed["decode"])
-    spare = 1 - slot_choice.SPARE_SHARE
-    set_memory(monkeypatch, int((GIB + needed["recompute"]) / spare) + 2)
-    found = blocks_in_memory(engine, held_bytes=GIB, truncates=False)
-    assert found is not None and found <= few.num_blocks + 1
 
 
-def test_what_training_holds_counts(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_blocks_fill_what_compiled_programs_leave(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     set_memory(monkeypatch, None)
+    caplog.set_level(logging.INFO)
     session = opened(max_new_tokens=512)
     assert session.continuous_batching is not None
-    programs = session.continuous_batching.engine.programs
-    alone = bytes_per_device(programs.abstract_weights)
-    alone += slot_choice.POOL_COPIES * bytes_per_device(programs.abstract_pool)
-    set_memory(monkeypatch, int(alone / slot_choice.SURE_SHARE) + 1)
-    caplog.set_level(logging.INFO)
-    Session.open(session.scoring)
+    engine = session.continuous_batching.engine
+    programs, held = engine.programs, 3 * GIB
+    arrays = bytes_per_device(programs.abstract_weights)
+    arrays += slot_choice.POOL_COPIES * bytes_per_device(programs.abstract_pool)
+    set_memory(monkeypatch, int((held + arrays) / slot_choice.SURE_SHARE) + 1)
+    assert blocks_in_memory(engine, held_bytes=held, truncates=False) is None
     assert "compiling" not in caplog.text
-    open_session(session.scoring, None)
+    first = programs.with_scarce_blocks(1).num_blocks
+    needed, more = (needed_bytes(programs, num_blocks) for num_blocks in (first, first + 1))
+    # The prefill of prompt and completion, which recomputes preempted samples, needs more than that of four prompts.
+    assert needed["recompute"] > max(needed["prefill"], needed["decode"])
+    block = more["recompute"] - needed["recompute"]
+    room = held + needed["recompute"] + 2 * block + block // 8
+    set_memory(monkeypatch, int(room / (1 - slot_choice.SPARE_SHARE)) + 2)
+    assert blocks_in_memory(engine, held_bytes=held, truncates=False) == first + 2
+    assert blocks_in_memory(engine, held_bytes=held + block, truncates=False) == first + 1
     assert "compiling programs of slots, to see how much memory they leave" in caplog.text
 
 
-def test_what_busy_workers_hold_counts(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    set_memory(monkeypatch, None)
-    with closing(opened(environment="guess_number", max_new_tokens=512, **ASYNC)) as session:
-        assert session.workers is not None and session.continuous_batching is not None
-        programs = session.continuous_batching.engine.programs
-        alone = bytes_per_device(programs.abstract_weights)
-        alone += slot_choice.POOL_COPIES * bytes_per_device(programs.abstract_pool)
-        of_workers = bytes_per_device(session.footprint(session.workers))
-        caplog.set_level(logging.INFO)
-        for held, scarce in ((of_workers, False), (of_workers - 1024, True)):
-            set_memory(monkeypatch, int((alone + held) / slot_choice.SURE_SHARE) + 1)
-            with closing(Session.open(session.scoring)):
-                pass
-            assert ("compiling programs of slots" in caplog.text) == scarce
+def test_what_training_and_busy_workers_hold_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(
+        "app.runtime.generators.blocks_in_memory", lambda *_, held_bytes, **__: asked.append(held_bytes)
+    )
+    session = opened()
+    open_session(session.scoring, None)
+    weights = 4 * session.scoring.model_spec.definition.num_parameters
+    # Two moments have the size of the weights; counters are small.
+    assert asked[0] == 0 and 3 * weights <= asked[1] < 3 * weights + 100
+    with closing(opened(environment="guess_number", **ASYNC)) as session:
+        assert session.workers is not None
+        assert asked[2:] == [bytes_per_device(session.footprint(session.workers))]
 
 
 def test_a_session_that_generates_nothing_has_no_notes(monkeypatch: pytest.MonkeyPatch) -> None:
