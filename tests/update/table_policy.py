@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +20,7 @@ from app.batching.token_batch import pack_per_token
 from app.records.sample import Sample
 from app.update.loss_aggregation import AggregationFn, StepTotals, aggregations
 from app.update.policy_loss import LossStats, PolicyBatch, PolicyLoss
-from tests.tiny import one_a_row, pack_update, packed_plan, plan_of, random_samples
+from tests.tiny import one_a_row, pack_update, plan_of, random_samples
 
 VOCAB, LONGEST = 5, 9
 AGGREGATIONS = aggregations(max_new_tokens=LONGEST)
@@ -27,16 +29,23 @@ SAMPLES = random_samples(4, 3, vocab_size=VOCAB, longest_completion=LONGEST, wit
 SAMPLES[4] = replace(SAMPLES[4], loss_mask=np.zeros(len(SAMPLES[4].completion_ids), bool))
 STARTS = np.cumsum([0, *(len(s.completion_ids) for s in SAMPLES)])
 TABLE = np.random.default_rng(0).normal(0, 1.5, (STARTS[-1], VOCAB)).astype(np.float32)
-# Few shapes: without jit, every operation is compiled for each of them.
-SHARED_ROWS = plan_of(((5, 0, 3), (1, 7), (), (9, 2, 6, 4, 8)), rows_per_micro_batch=1, num_tokens=80, num_targets=80)
-LAYOUTS = (
-    one_a_row(len(SAMPLES), rows_per_micro_batch=3, num_tokens=24, num_targets=12),
-    SHARED_ROWS,
-    packed_plan(SAMPLES, quota=160, row_length=80, share_prompts=True),
-)
+# Of one shape, for which a loss is compiled once.
+SHAPE = {"rows_per_micro_batch": 2, "num_tokens": 80, "num_targets": 80}
+SHARED_ROWS = plan_of(((5, 0, 3), (1, 7), (), (9, 2, 6, 4, 8)), **SHAPE)
+LAYOUTS = one_a_row(len(SAMPLES), **SHAPE), SHARED_ROWS
 
 TokenTerm = Callable[[Sample, np.ndarray], tuple[np.ndarray, np.ndarray]]
 """(sample, its current logprobs) -> loss of every token, and its slope by the logprob."""
+
+
+@functools.cache
+def gradient_of(loss: PolicyLoss) -> Callable[..., Any]:
+    def share(table: Array, batch: PolicyBatch, place: Array) -> tuple[Array, LossStats]:
+        log_softmax = jax.nn.log_softmax(table[place])
+        chosen = jnp.take_along_axis(log_softmax, batch.tokens.targets[..., None], axis=-1)[..., 0]
+        return loss(chosen, -jnp.sum(jnp.exp(log_softmax) * log_softmax, axis=-1), batch)
+
+    return jax.jit(jax.value_and_grad(share, has_aux=True))
 
 
 def loss_and_gradient(
@@ -46,7 +55,7 @@ def loss_and_gradient(
     plan: MicroBatchPlan,
     *,
     weights: AggregationFn,
-) -> tuple[Float32[Array, "tokens V"], LossStats]:
+) -> tuple[Float32[np.ndarray, "tokens V"], LossStats]:
     """Returns the gradient with respect to the table, and loss and metrics, summed over micro-batches.
 
     Args:
@@ -55,20 +64,15 @@ def loss_and_gradient(
     lengths = [len(s.completion_ids) for s in samples]
     starts = {s.uid: end - length for s, end, length in zip(samples, np.cumsum(lengths), lengths, strict=True)}
 
-    def share(table: Array, batch: PolicyBatch, place: Array) -> tuple[Array, LossStats]:
-        log_softmax = jax.nn.log_softmax(table[place])
-        chosen = jnp.take_along_axis(log_softmax, batch.tokens.targets[..., None], axis=-1)[..., 0]
-        return loss(chosen, -jnp.sum(jnp.exp(log_softmax) * log_softmax, axis=-1), batch)
-
     def places_of(sample: Sample) -> np.ndarray:
         return starts[sample.uid] + np.arange(len(sample.completion_ids))
 
     gradients, parts = [], []
     for batch, micro_batch in zip(pack_update(samples, plan, weights=weights), plan.micro_batches, strict=True):
-        place = jnp.asarray(pack_per_token(samples, micro_batch, places_of), jnp.int32)
-        (_, part), gradient = jax.value_and_grad(share, has_aux=True)(jnp.asarray(table), batch, place)
-        gradients.append(gradient)
-        parts.append(part)
+        place = pack_per_token(samples, micro_batch, places_of).astype(np.int32)
+        (_, part), gradient = gradient_of(loss)(table, batch, place)
+        gradients.append(np.asarray(gradient))
+        parts.append(jax.tree.map(np.asarray, part))
     return sum(gradients[1:], gradients[0]), sum(parts[1:], parts[0])
 
 

@@ -113,13 +113,11 @@ class Combination:
 
 PER_TOKEN = ("policy_logprobs", "behavior_logprobs", "advantages")
 COMBINATIONS = [
-    Combination("clip", None, "loss", 0.0),
     Combination("dual", None, "loss", ENTROPY_COEF),
     Combination("clip", "k1", "reward", ENTROPY_COEF),
     Combination("clip", "k1", "loss", 0.0),
     Combination("dual", "k2", "loss", 0.0),
     Combination("clip", "k3", "loss", ENTROPY_COEF),
-    Combination("dual", "k3", "reward", 0.0),
 ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
 from dataclasses import replace
@@ -15,7 +16,7 @@ from app.advantage.group import assign_group_advantages, kl_penalized_rewards, r
 from app.records.sample import Sample
 from app.update.kl import k1, k3
 from app.update.loss_aggregation import aggregations
-from app.update.policy_loss import cispo_surrogate, clipped_surrogate, dual_clipped_surrogate
+from app.update.policy_loss import PolicyLoss, cispo_surrogate, clipped_surrogate, dual_clipped_surrogate
 from app.update.ratios import LOG_RATIOS, LOG_WEIGHTS, ImportanceCorrection, mask_weights, truncate_weights
 from tests.golden.trl_numbers import (
     CASES,
@@ -69,28 +70,34 @@ def samples_of(inputs: dict[str, Any]) -> list[Sample]:
     return [sample(i) for i in range(ROWS)]
 
 
-def ours(case: dict[str, Any], inputs: dict[str, Any], aggregation: str):
-    settings = DEFAULTS | case
-    clips = {"clip_low": settings["epsilon_low"], "clip_high": settings["epsilon_high"]}
+@functools.cache
+def policy_loss(settings: tuple[tuple[str, Any], ...]) -> PolicyLoss:
+    chosen = dict(settings)
+    clips = {"clip_low": chosen["epsilon_low"], "clip_high": chosen["epsilon_high"]}
     surrogate = partial(clipped_surrogate, **clips)
-    if settings.get("loss_type") == "cispo":
-        surrogate = partial(cispo_surrogate, clip_low=10.0, clip_high=settings["epsilon_high"] - 1)
-    if settings["delta"] is not None:
-        surrogate = partial(dual_clipped_surrogate, dual_clip=settings["delta"], **clips)
-    loss = replace(
+    if chosen["is_cispo"]:
+        surrogate = partial(cispo_surrogate, clip_low=10.0, clip_high=chosen["epsilon_high"] - 1)
+    if chosen["delta"] is not None:
+        surrogate = partial(dual_clipped_surrogate, dual_clip=chosen["delta"], **clips)
+    return replace(
         PLAIN_LOSS,
         surrogate=surrogate,
-        kl_estimator=k3 if settings["beta"] else None,
-        beta=settings["beta"],
-        entropy_coef=settings["entropy_coef"],
-        log_ratio=LOG_RATIOS[settings["importance_sampling_level"]],
-        correction=correction_of(settings["mode"]) if "mode" in settings else None,
+        kl_estimator=k3 if chosen["beta"] else None,
+        beta=chosen["beta"],
+        entropy_coef=chosen["entropy_coef"],
+        log_ratio=LOG_RATIOS[chosen["importance_sampling_level"]],
+        correction=correction_of(chosen["mode"]) if "mode" in chosen else None,
     )
+
+
+def ours(case: dict[str, Any], inputs: dict[str, Any], aggregation: str):
+    settings = DEFAULTS | case
+    is_old, kind = settings.pop("old"), settings.pop("loss_type", None)
     return loss_and_gradient(
-        loss,
+        policy_loss((("is_cispo", kind == "cispo"), *sorted(settings.items()))),
         rows_of(inputs["logits"]),
-        [s if settings["old"] else replace(s, policy_logprobs=None) for s in samples_of(inputs)],
-        one_a_row(ROWS, rows_per_micro_batch=3, num_tokens=16, num_targets=9),
+        [s if is_old else replace(s, policy_logprobs=None) for s in samples_of(inputs)],
+        one_a_row(ROWS, rows_per_micro_batch=2, num_tokens=16, num_targets=9),
         weights=aggregations(max_new_tokens=LONGEST)[aggregation],
     )
 
