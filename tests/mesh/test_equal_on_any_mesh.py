@@ -86,12 +86,21 @@ class Learned:
     metrics: dict[str, float]
 
 
+def with_routes(sample: Sample, architecture: Architecture) -> Sample:
+    """Returns the sample with recorded experts that its routers may not have chosen, if it has experts."""
+    if architecture.route_shape is None:
+        return sample
+    rng = np.random.default_rng(sample.sample_index)
+    size = len(sample.prompt.token_ids) + len(sample.completion_ids), *architecture.route_shape
+    return replace(sample, routes=rng.integers(0, architecture.num_experts or 0, size).astype(np.uint8))
+
+
 @functools.cache
 def learned(architecture: Architecture, shape: tuple[int, int, int], cut: MicroBatcher = PACKED) -> Learned:
     definition, mesh, params = weights(architecture, shape)
-    shardings = definition.shardings(mesh)
-    scorer = Scorer(definition, mesh, dtype=FLOAT32, logits_chunk=3)
-    trained = random_samples(4, 3, vocab_size=50, with_holes=True)
+    shardings, routes = definition.shardings(mesh), architecture.route_shape
+    scorer = Scorer(definition, mesh, dtype=FLOAT32, logits_chunk=3, replays_routes=routes is not None)
+    trained = [with_routes(s, architecture) for s in random_samples(4, 3, vocab_size=50, with_holes=True)]
     logprobs = scorer.per_token(params, trained, cut(trained, mesh).local_plan, temperature=0.9)
     schedule = optax.constant_schedule(0.1)
     # A large epsilon keeps the update proportional to the gradient: else Adam makes steps of rounding errors.
@@ -102,7 +111,9 @@ def learned(architecture: Architecture, shape: tuple[int, int, int], cut: MicroB
         UpdateStep(objective, optimizer, schedule, state_layout),
         mesh,
         micro_batcher=cut,
-        pack=PolicyBatchPacker(aggregations(max_new_tokens=9)["constant-length"], roles=["policy", "reference"]),
+        pack=PolicyBatchPacker(
+            aggregations(max_new_tokens=9)["constant-length"], roles=["policy", "reference"], route_shape=routes
+        ),
     )
     fresh = jax.device_put(random_params(definition), shardings)
     state, metrics = updater.update(init_train_state(optimizer, fresh, state_layout), [[trained]], temperature=0.9)

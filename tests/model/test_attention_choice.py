@@ -37,38 +37,42 @@ LONG, SHORT = 200, 20
 """Tokens of a row of several of XLA's blocks, and of one of a single block."""
 
 
-def mesh_of(platform: str, kind: str = "") -> Any:
-    return AbstractMesh((1, 1, 1), AXES, (AxisType.Auto,) * 3, abstract_device=AbstractDevice(kind, None, platform))
+def mesh_of(platform: str, kind: str = "", shape: tuple[int, int, int] = (1, 1, 1)) -> Any:
+    return AbstractMesh(shape, AXES, (AxisType.Auto,) * 3, abstract_device=AbstractDevice(kind, None, platform))
 
 
 @functools.cache
-def traced(implementation, platform: str, num_tokens: int) -> tuple[str, str]:
+def traced(implementation, mesh: AbstractMesh, num_tokens: int) -> tuple[str, str]:
     """Returns the program of a forward and backward pass, and that of a prefill."""
     definition = DecoderDefinition.create(replace(EVEN, attention_implementation=implementation))
-    tokens = jax.ShapeDtypeStruct((2, num_tokens), jnp.int32)
+    tokens = jax.ShapeDtypeStruct((16, num_tokens), jnp.int32)
 
     def loss(params, tokens):
         layout = single_segment_layout(jnp.ones(tokens.shape, bool))
         return jnp.sum(definition.bind(params).hidden(tokens, layout, dtype=FLOAT32))
 
     def fill(weights, tokens):
-        return prefill(definition, weights, tokens, jnp.array([num_tokens, 3]))
+        return prefill(definition, weights, tokens, jnp.full(16, 3))
 
-    with jax.sharding.use_abstract_mesh(mesh_of(platform)):
-        weights = abstract_decode_weights(definition, mesh_of(platform), FLOAT32)
+    with jax.sharding.use_abstract_mesh(mesh):
+        weights = abstract_decode_weights(definition, mesh, FLOAT32)
         filled = jax.make_jaxpr(fill)(weights, tokens)
         return str(jax.make_jaxpr(jax.grad(loss))(definition.shapes, tokens)), str(filled)
 
 
+V5E_16 = mesh_of("tpu", "TPU v5 lite", (4, 4, 1))
+
+
 @pytest.mark.parametrize(
-    ("implementation", "platform", "num_tokens", "has_kernel"),
+    ("implementation", "mesh", "num_tokens", "has_kernel"),
     [
-        *(("auto", "tpu", LONG, True), ("auto", "tpu", SHORT, True), ("kernel", "tpu", SHORT, True)),
-        *(("xla", "tpu", LONG, False), ("auto", "cpu", LONG, False)),
+        *(("auto", V5E_16, LONG, True), ("auto", mesh_of("tpu"), SHORT, True), ("kernel", mesh_of("tpu"), SHORT, True)),
+        *(("xla", mesh_of("tpu"), LONG, False), ("auto", mesh_of("cpu"), LONG, False)),
     ],
+    ids=["v5e-16", "short", "kernel", "xla", "cpu"],
 )
-def test_programs_have_the_kernels_of_platform_and_setting(implementation, platform, num_tokens, has_kernel):
-    gradients, filled = traced(implementation, platform, num_tokens)
+def test_programs_have_the_kernels_of_platform_and_setting(implementation, mesh, num_tokens, has_kernel):
+    gradients, filled = traced(implementation, mesh, num_tokens)
     assert ("attention_forward" in gradients, "attention_backward" in gradients) == (has_kernel, has_kernel)
     assert ("attention_forward" in filled, "attention_backward" in filled) == (has_kernel, False)
 

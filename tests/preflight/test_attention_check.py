@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import pytest
 
 from app.model.attention import packed
+from app.model.attention.dense import ScoreMod
 from app.model.attention.pairs import Blocking
 from app.model.kernels import tpu_attention, tpu_decode
 from app.model.segment_layout import SegmentLayout
@@ -50,6 +51,14 @@ def without_segments(query: Any, keys: Any, values: Any, layout: SegmentLayout, 
     )
 
 
+def without_window(*arrays: Any, **rest: Any) -> Any:
+    return packed_attention(*arrays, **rest | {"window": None})
+
+
+def without_soft_cap(*arrays: Any, **rest: Any) -> Any:
+    return packed_attention(*arrays, **rest | {"score_mod": ScoreMod(rest["score_mod"].scale)})
+
+
 def without_gradient_of_keys(query: Any, keys: Any, *arrays: Any, **rest: Any) -> Any:
     return packed_attention(query, jax.lax.stop_gradient(keys), *arrays, **rest)
 
@@ -60,7 +69,7 @@ def with_a_nan(*arrays: Any, **rest: Any) -> Any:
 
 @pytest.mark.parametrize(
     "faulty",
-    [without_branches, without_segments, without_gradient_of_keys, with_a_nan],
+    [without_branches, without_segments, without_window, without_soft_cap, without_gradient_of_keys, with_a_nan],
     ids=lambda fault: fault.__name__,
 )
 def test_every_fault_is_more_than_rounding(faulty, monkeypatch: pytest.MonkeyPatch):

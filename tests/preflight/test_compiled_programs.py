@@ -56,16 +56,17 @@ def by_name(report: dict[str, Any]) -> dict[tuple[str, str], dict[str, Any]]:
     return {(one["phase"], one["name"]): one for one in report["programs"]}
 
 
-def test_the_arguments_and_temporaries_of_programs_are_those_of_the_table(tiny_model: Path) -> None:
-    report = compiled(tiny_model, *PENALISED)
-    arrays = report_of("inspect-mesh", *of_tiny(tiny_model), *settings(*PENALISED))["memory"]
+def test_the_arguments_and_temporaries_of_programs_are_those_of_the_table(tiny_model: Path, tmp_path: Path) -> None:
+    chosen = (*PENALISED, f"reward.model={write_reward_model(tmp_path / 'judge')}")
+    report = compiled(tiny_model, *chosen)
+    arrays = report_of("inspect-mesh", *of_tiny(tiny_model), *settings(*chosen))["memory"]
     programs, memory = by_name(report), report["memory"]
     assert set(memory) == set(arrays) == {phase for phase, _ in programs}
     for phase, buffers in arrays.items():
         largest = max(one["temporary_bytes"] for (of, _), one in programs.items() if of == phase)
         assert largest > 0 and memory[phase] == buffers | {"temporaries": largest, "padding": 0}
     assert report["peak_bytes"] == max(sum(buffers.values()) for buffers in memory.values())
-    assert set(programs) == NAMES
+    assert set(programs) == NAMES | {("reward", "model")}
     assert {(one["backend"], one["collective_bytes"]) for one in programs.values()} == {("cpu", None)}
     state = memory["update"]["weights"] + memory["update"]["optimizer"]
     # In addition to the buffers of the table, a few integers for each row.
@@ -135,6 +136,7 @@ def total(buffers: Mapping[str, int]) -> int:
     return sum(buffers.values())
 
 
+@pytest.mark.slow
 def test_a_dry_run_counts_the_programs_of_every_phase(config: Path, tmp_path: Path) -> None:
     """Evaluations have slots beside those of workers that are busy, and so programs of their own."""
     workers = ("rollout.scheduler=adaptive", "rollout.workers.fast.count=4", "rollout.workers.heavy.count=4")

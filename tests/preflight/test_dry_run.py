@@ -21,8 +21,9 @@ from app.training.learner import LearnerGroup
 from app.training.setup import RunSetup, prepare_run
 from settings import load
 from tests.program import digest_of, here, settings
+from tests.run_fixtures import NO_REPORT, TINY, write_config
 from tests.tiny import make_sample
-from tests.tiny_directory import CONFIG
+from tests.tiny_directory import CONFIG, write_model
 
 SHARDED = ("mesh.shape='2,2,2'", "algorithm.beta=0.1", "algorithm.epochs=2")
 ADAPTERS = ("model.lora.rank=2", "algorithm.beta=0.1")
@@ -139,15 +140,17 @@ def test_the_report_counts_steps_samples_tokens_and_flops(full_config: Path) -> 
     assert report.max_flops_per_step == (3 + 2 * 3) * forward
 
 
-def test_nothing_is_compiled_loaded_or_written(config: Path, tiny_model: Path) -> None:
-    before = digest_of(config.parent)
-    jax.clear_caches()
+def test_nothing_is_compiled_loaded_or_written(tmp_path: Path) -> None:
+    # No other test has compiled a program for these sizes.
+    sizes = {"hidden_size": 56, "intermediate_size": 72, "num_hidden_layers": 1}
+    config = write_config(tmp_path, TINY + NO_REPORT, write_model(tmp_path / "model", **sizes))
+    before = digest_of(tmp_path)
     with closing(CompilationCounter()) as counter:
         result = here("train", "--config", config, "--dry-run", *settings(*SHARDED))
         assert counter.take_count() == 0
     assert (result.exit_code, result.stderr) == (0, "")
-    assert digest_of(config.parent) == before
-    assert not (config.parent / "runs").exists()
+    assert digest_of(tmp_path) == before
+    assert not (tmp_path / "runs").exists()
 
 
 def test_the_text_is_a_table_with_the_notes_of_a_launch(config: Path) -> None:

@@ -22,7 +22,7 @@ from app.update.loss_aggregation import token_mean
 from settings import Settings, load
 from tests.advantage.gae_oracle import Case, oracle
 from tests.episodes import with_turns
-from tests.tiny import make_sample, one_a_row
+from tests.tiny import PLAIN_LOSS, make_sample, one_a_row
 from tests.update.table_policy import loss_and_gradient
 
 PENALTY = ("algorithm.beta=0.5", "algorithm.kl_in=reward")
@@ -183,6 +183,11 @@ def test_a_turn_has_the_discounted_return_of_itself_and_later_ones() -> None:
     expected = [first, first, 0, 0, second, 0, third, third, third]
     np.testing.assert_array_equal(one.advantages, np.array(expected, np.float32))
     np.testing.assert_array_equal(one.returns, np.array(expected, np.float32))
+    # What the environment wrote has no gradient.
+    one = replace(one, completion_ids=one.completion_ids % 3, policy_logprobs=None)
+    plan = one_a_row(1, rows_per_micro_batch=1, num_tokens=12, num_targets=10)
+    gradient, _ = loss_and_gradient(PLAIN_LOSS, np.zeros((9, 3), np.float32), [one], plan, weights=token_mean)
+    assert (np.abs(gradient).max(axis=1) > 0).tolist() == one.mask.tolist()
 
 
 @pytest.mark.parametrize(
