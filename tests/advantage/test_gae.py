@@ -57,15 +57,7 @@ def test_backends_equal_a_float64_loop(mask_mode, num_tokens):
 @pytest.mark.parametrize("mask_mode", MASK_MODES)
 def test_long_masked_rows_equal_a_float64_loop(mask_mode):
     case = random_case(np.random.default_rng(1), (1, 131_072), masked=True, packed=False)
-    for gamma, lam in (
-        (1.0, 1.0),
-        (0.99, 0.95),
-        (1.0, 0.9999),
-        (0.9999, 1.0),
-        (0.9999, 0.9999),
-        (0.5, 0.5),
-        (0.0, 1.0),
-    ):
+    for gamma, lam in ((1.0, 1.0), (0.99, 0.95), (1.0, 0.9999), (0.9999, 1.0)):
         assert_backends_equal_the_loop(case, gamma=gamma, lam=lam, mask_mode=mask_mode)
 
 
@@ -79,8 +71,7 @@ def test_discounts_per_token_equal_a_float64_loop(mask_mode):
         assert_backends_equal_the_loop(case, gamma=1 - 1e-3 * rng.random((2, 20_000)), lam=lam, mask_mode=mask_mode)
 
 
-@pytest.mark.parametrize(("center", "num_tokens"), [(1.5, 131_072), (100, 4096)])
-@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(("center", "num_tokens", "masked"), [(1.5, 131_072, True), (100, 4096, False)])
 def test_small_advantages_survive_large_values(center, num_tokens, masked):
     """The critic is nearly correct, so advantages are small differences of large numbers."""
     rng = np.random.default_rng(2)
@@ -100,19 +91,6 @@ def test_numbers_of_any_type_are_computed_in_float32(backend):
     for dtype in (np.int64, bool):
         whole = Case(np.array([[0, 0, 1]], dtype), np.zeros((1, 3)))
         np.testing.assert_array_equal(estimate(whole, gamma=0.5, lam=1.0, backend=backend)[0], [[0.25, 0.5, 1.0]])
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_discounts_per_step_give_the_numbers_of_rlax(backend):
-    rewards = np.array([[0, 0, 1, 0, -0.5], [0, 0, 0, 0, 1]])
-    values = np.array([[1, 4, -3, -2, -1, -1], [-3, -2, -1, 0, 5, -1]])
-    discounts = np.array([[0.99] * 5, [0.9, 0.9, 0.9, 0, 0.9]], np.float32)
-    for lam, expected in (
-        (1.0, [[-1.45118, -4.4557, 2.5396, 0.5249, -0.49], [3, 2, 1, 0, -4.9]]),
-        (0.7, [[-0.676979, -5.248167, 2.4846, 0.6704, -0.49], [2.2899, 1.73, 1, 0, -4.9]]),
-    ):
-        advantages, _ = estimate(Case(rewards, values), gamma=discounts, lam=lam, backend=backend)
-        np.testing.assert_allclose(advantages, expected, atol=1e-3)
 
 
 TOOL_MASK = np.array([[0, 0, 1, 1, 1, 0, 0, 1, 1, 0, 0]], bool)
@@ -158,8 +136,7 @@ def test_rows_without_unmasked_tokens_get_zeros(backend):
         np.testing.assert_array_equal(got, np.zeros((2, *shape)))
 
 
-@pytest.mark.parametrize("chunk_size", [1, 5, 1000])
-@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(("chunk_size", "masked"), [(1, True), (5, False), (1000, True)])
 def test_the_chunk_size_changes_nothing(chunk_size, masked):
     case = random_case(np.random.default_rng(7), (2, 200), masked=masked, packed=masked)
     got = estimate(case, gamma=0.99, lam=0.95, backend="chunked", chunk_size=chunk_size)

@@ -55,13 +55,6 @@ def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]
     return subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, cwd=REPOSITORY, env=env)
 
 
-def test_an_absent_platform_of_the_environment_ends_a_command_with_exit_code_2(tmp_path):
-    done = run("-m", "cli", "train", "--set", f"run.dir={tmp_path}", JAX_PLATFORMS="tpu")
-    assert done.returncode == 2, done.stderr
-    assert "error: JAX_PLATFORMS: 'tpu' is not available: JAX found no such device" in done.stderr
-    assert "unset JAX_PLATFORMS" in done.stderr and "Traceback" not in done.stderr
-
-
 def test_a_libtpu_that_only_compiles_does_not_complain() -> None:
     pytest.importorskip("libtpu", reason="libtpu is not installed: pip install -e '.[tpu]'")
     done = run("-m", "cli", "inspect-mesh")

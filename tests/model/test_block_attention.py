@@ -98,12 +98,12 @@ def test_dense_attention_equals_a_float64_oracle(rule):
     assert_close(attention(*inputs(tokens=7)), oracle(*inputs(tokens=7), visible, rule))
 
 
-@pytest.mark.parametrize("rule", RULES)
-@settings(max_examples=12)
+@settings(max_examples=16)
 @given(
     segments=segments_of_rows(num_rows=ROWS, num_tokens=TOKENS, longest=90), window=st.sampled_from([None, 1, 7, 40])
 )
-def test_attention_over_random_rows_equals_a_float64_oracle(rule, segments, window):
+def test_attention_over_random_rows_equals_a_float64_oracle(segments, window):
+    rule = RULES[window == 7]
     layout = layout_of(segments, num_tokens=TOKENS)
     ours = packed(rule, windowed=window is not None)(*inputs(), layout, window or 0)
     assert_close(ours, oracle(*inputs(), seen(layout, window), rule))
@@ -149,15 +149,14 @@ def exact(arrays, layout: SegmentLayout, rule=DEFAULT_SCORE_MOD, window: int | N
 
 
 @IMPLEMENTATIONS
-@pytest.mark.parametrize("rule", RULES)
 @pytest.mark.usefixtures("interpreted")
 @settings(max_examples=6)
 @given(
     segments=segments_of_rows(num_rows=2, num_tokens=SMALL_TOKENS, longest=40),
     window=st.sampled_from([None, 1, 7, SIZE, 40]),
 )
-def test_each_implementation_equals_a_float64_oracle(implementation, at_once, rule, segments, window):
-    layout, arrays = layout_of(segments, num_tokens=SMALL_TOKENS), inputs(tokens=SMALL_TOKENS)
+def test_each_implementation_equals_a_float64_oracle(implementation, at_once, segments, window):
+    rule, layout, arrays = RULES[1], layout_of(segments, num_tokens=SMALL_TOKENS), inputs(tokens=SMALL_TOKENS)
     ours = at_tokens(implementation, at_once, arrays, layout, rule, window)
     assert_close(ours, exact(arrays, layout, rule, window))
 
@@ -264,27 +263,6 @@ def test_no_array_holds_all_scores():
 BLOCK = 4
 
 
-def test_a_completion_sees_its_prompt_and_itself_and_no_sibling():
-    layout = layout_of([[(2, (2, 1)), (1, (1,))]], num_tokens=8)
-    expected = [
-        [1, 0, 0, 0, 0, 0, 0, 0],
-        [1, 1, 0, 0, 0, 0, 0, 0],
-        [1, 1, 1, 0, 0, 0, 0, 0],
-        [1, 1, 1, 1, 0, 0, 0, 0],
-        [1, 1, 0, 0, 1, 0, 0, 0],
-        [0, 0, 0, 0, 0, 1, 0, 0],
-        [0, 0, 0, 0, 0, 1, 1, 0],
-        [0, 0, 0, 0, 0, 0, 0, 0],
-    ]
-    np.testing.assert_array_equal(attention_mask(layout, layout, 0, None)[0], expected)
-
-
-def test_a_window_counts_positions_and_no_siblings():
-    layout = layout_of([[(2, (3, 1))]], num_tokens=6)
-    # The last token stands at position 2: one after the prompt, however long its sibling.
-    np.testing.assert_array_equal(attention_mask(layout, layout, 0, 2)[0, 5], [0, 1, 0, 0, 0, 1])
-
-
 @settings(max_examples=40)
 @given(segments_of_rows(num_rows=2, num_tokens=14, longest=6), st.sampled_from([None, 1, 2, 5]))
 def test_attention_mask_equals_the_rule_for_each_pair_of_tokens(rows, window):
@@ -316,7 +294,7 @@ def needed(layout: SegmentLayout, window: int | None, *, with_padding: bool) -> 
     return [(row * blocks + query, row * blocks + key) for row, query, key in np.argwhere(some).tolist()]
 
 
-@pytest.mark.parametrize(("windows", "with_padding"), [((2, 7, None), False), ((5,), False), ((3, None), True)])
+@pytest.mark.parametrize(("windows", "with_padding"), [((2, 7, None), False), ((3, None), True)])
 @settings(max_examples=40)
 @given(rows=segments_of_rows(num_rows=2, num_tokens=5 * BLOCK, longest=12))
 def test_exactly_the_pairs_of_blocks_with_a_visible_entry_are_visited(windows, with_padding, rows):

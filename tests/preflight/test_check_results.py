@@ -33,18 +33,3 @@ def test_an_exception_becomes_the_failure_of_its_check() -> None:
 def test_an_input_error_decides_the_exit_code(codes: tuple[int, ...], expected: int) -> None:
     results = [CheckResult("a", "fail" if code else "ok", "", exit_code=code) for code in codes]
     assert DoctorReport(results, 0.0).exit_code == expected
-
-
-def test_the_table_wraps_and_escapes_control_characters(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "90")
-    results = [
-        CheckResult("model", "fail", f"{'word ' * 20}\x1b[31m", "fix it", exit_code=2),
-        CheckResult("disk", "warn", "little", host=1),
-    ]
-    lines = DoctorReport(results, 1.26).to_text().splitlines()
-    assert lines[0] == "check          result  finding, and -> advice"
-    assert lines[1].startswith("model          fail    word word")
-    assert lines[2].startswith(" " * 23 + "word") and lines[2].endswith("\\x1b[31m")
-    assert lines[3] == " " * 23 + "-> fix it"
-    assert lines[4] == "disk (host 1)  warn    little"
-    assert lines[-1] == "1 warn, 1 fail in 1.3 s"

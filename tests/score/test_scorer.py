@@ -82,8 +82,10 @@ def test_logprobs_of_every_completion_token_equal_float64(architecture, temperat
     assert_close(score(SAMPLES, architecture=architecture, temperature=temperature), expected, atol=2e-5)
 
 
-@pytest.mark.parametrize(("run", "trim_tail"), [(Scorer.run_looped, True), (Scorer.run_scanned, False)])
-@pytest.mark.parametrize(("num_samples", "rows_per_device"), [(9, 2), (1, 100)])
+@pytest.mark.parametrize(
+    ("num_samples", "rows_per_device", "run", "trim_tail"),
+    [(9, 2, Scorer.run_looped, True), (1, 100, Scorer.run_scanned, False)],
+)
 def test_fixed_micro_batches_change_nothing(num_samples, rows_per_device, run, trim_tail):
     """Micro-batches of 2 leave an uneven last one of 9 samples."""
     cut = FixedRowBatcher(rows_per_device, trim_tail=trim_tail)
@@ -96,29 +98,7 @@ def test_loop_and_scan_of_equal_shapes_are_equal_bit_for_bit():
     assert_close(score(SAMPLES, cut=cut, run=Scorer.run_scanned), score(SAMPLES, cut=cut), atol=0)
 
 
-@pytest.mark.parametrize(
-    ("cut", "run", "shapes"),
-    [
-        (FixedRowBatcher(4, trim_tail=True), Scorer.run_looped, 4),
-        (FixedRowBatcher(4, trim_tail=False), Scorer.run_scanned, 1),
-    ],
-    ids=["loop", "scan"],
-)
-def test_each_row_shape_is_compiled_once(cut, run, shapes):
-    """The loop has a shape for micro-batches and one for each size of the last; the scan has one shape."""
-    scorer = Scorer(DecoderDefinition.create(ODD), make_mesh(), dtype=FLOAT32, logits_chunk=128)
-    counts = (9, 10, 11, 9, 12) if shapes > 1 else (9, 9, 9)
-    with closing(CompilationCounter()) as compilations:
-        for count in counts:
-            samples = [SAMPLES[i % len(SAMPLES)] for i in range(count)]
-            plan = cut(samples, scorer.mesh).local_plan
-            scorer.per_token(params_of(ODD), samples, plan, temperature=1.0, runner=functools.partial(run, scorer))
-        assert compilations.take_count() == shapes
-
-
-@pytest.mark.parametrize(
-    ("quota", "row_length", "share_prompts"), [(16, 16, False), (48, 16, True), (48, 48, False), (512, 512, True)]
-)
+@pytest.mark.parametrize(("quota", "row_length", "share_prompts"), [(48, 16, True), (48, 48, False)])
 def test_packed_rows_change_nothing(quota, row_length, share_prompts):
     cut = packed(quota, row_length, share_prompts=share_prompts)
     assert_close(score(SAMPLES, cut=cut), score(SAMPLES))
@@ -133,12 +113,16 @@ def test_random_lengths_compile_each_row_shape_once():
     scorer = Scorer(DecoderDefinition.create(ODD), make_mesh(), dtype=FLOAT32, logits_chunk=128)
     cut, shapes = packed(64, 32), set()
     with closing(CompilationCounter()) as compilations:
-        for seed in range(40):
-            samples = random_samples(seed % 5 + 1, 3, vocab_size=ODD.vocab_size, seed=seed)
+        for seed in range(12):
+            samples = random_samples(seed % 3 + 1, 3, vocab_size=ODD.vocab_size, seed=seed)
             plan = cut(samples, scorer.mesh).local_plan
             shapes |= {(len(one.rows), one.shape) for one in plan.micro_batches}
             scorer.per_token(params_of(ODD), samples, plan, temperature=1.0)
         assert compilations.take_count() == len(shapes) <= 16
+        for _ in range(2):
+            plan = FixedRowBatcher(4, trim_tail=False)(SAMPLES, scorer.mesh).local_plan
+            scorer.per_token(params_of(ODD), SAMPLES, plan, temperature=1.0, runner=scorer.run_scanned)
+        assert compilations.take_count() == 1
 
 
 def test_logits_of_all_tokens_are_never_in_memory():

@@ -36,18 +36,13 @@ def of_tokens(surrogate: SurrogateFn, ratios: list[float], advantages: list[floa
     ("surrogate", "ratio", "advantage", "loss", "slope"),
     [
         (CLIPPED, 1.1, 2.0, -2.2, -2.2),
-        (CLIPPED, 0.9, -2.0, 1.8, 1.8),
         (CLIPPED, 1.5, 2.0, -2.6, 0.0),
-        (CLIPPED, 0.5, 2.0, -1.0, -1.0),
         (CLIPPED, 1.5, -2.0, 3.0, 3.0),
         (CLIPPED, 0.5, -2.0, 1.6, 0.0),
-        (CLIPPED, 1.5, 0.0, 0.0, 0.0),
         (DUAL, 2.9, -2.0, 5.8, 5.8),  # below the second clip: as without it
         (DUAL, 3.1, -2.0, 6.0, 0.0),  # beyond it: -A c, and no pull
         (DUAL, 50.0, 2.0, -2.6, 0.0),  # advantaged: the first clip
-        (DUAL, 0.5, -2.0, 1.6, 0.0),
         (DUAL, 0.5, 2.0, -1.0, -1.0),
-        (DUAL, 50.0, 0.0, 0.0, 0.0),
     ],
 )
 def test_loss_and_slope_in_every_region(surrogate, ratio, advantage, loss, slope):
@@ -68,8 +63,7 @@ def test_each_clip_counts_the_gradients_that_it_cut():
     assert not once.clipped_dual.any()
 
 
-@pytest.mark.parametrize("difference", [-1e4, LOG_RATIO_LIMIT + 1])
-@pytest.mark.parametrize("advantage", [-1.0, 1.0])
+@pytest.mark.parametrize(("difference", "advantage"), [(-1e4, -1.0), (LOG_RATIO_LIMIT + 1, 1.0)])
 def test_extreme_ratios_stay_finite_and_have_no_slope(difference, advantage):
     def loss(current):
         return CLIPPED(current, jnp.float32(0), jnp.float32(advantage)).loss
@@ -117,21 +111,12 @@ def test_both_clips_equal_a_float64_oracle(log_ratio, advantage):
         assert float(found) == pytest.approx(expected, rel=1e-5, abs=1e-20)
 
 
-LOGPROB = st.floats(-15, 0, width=32)
-
-
 @pytest.mark.parametrize(
     ("estimator", "value", "slope"), [(k1, 0.5, 1.0), (k2, 0.125, 0.5), (k3, np.exp(-0.5) + 0.5 - 1, 1 - np.exp(-0.5))]
 )
 def test_values_and_slopes_at_a_difference_of_one_half(estimator, value, slope):
     assert float(estimator(jnp.float32(-1.0), jnp.float32(-1.5))) == pytest.approx(value, rel=1e-6)
     assert float(jax.grad(estimator)(jnp.float32(-1.0), jnp.float32(-1.5))) == pytest.approx(slope, rel=1e-6)
-
-
-@pytest.mark.parametrize("name", ["k2", "k3"])
-@given(policy=LOGPROB, reference=LOGPROB)
-def test_k2_and_k3_are_never_negative(name, policy, reference):
-    assert float(KL_ESTIMATORS[name](jnp.float32(policy), jnp.float32(reference))) >= 0.0
 
 
 @pytest.mark.parametrize("difference", [-1e4, DIFFERENCE_LIMIT + 1])

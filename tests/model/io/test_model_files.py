@@ -176,10 +176,6 @@ def test_a_path_that_is_no_model_is_refused(tmp_path, monkeypatch, path, message
         open_model(path)
 
 
-def test_only_data_files_are_fetched_from_the_hub():
-    assert all(name.endswith((".json", ".safetensors", ".jinja")) for name in model_files.HUB_FILES)
-
-
 ID = "owner/model"
 
 
@@ -209,28 +205,25 @@ def refusal(path: str = ID) -> str:
     return message
 
 
-def test_the_newest_commit_is_fetched_without_code_and_pickles(hub, tmp_path):
-    commit = hub.commit(ID, write_files(tmp_path / "first"))
-    files = open_model(ID)
-    assert (files.name, files.commit, files.config) == (ID, commit, {"version": 1})
-    assert {path.name for path in files.path.iterdir()} == {"config.json", "model.safetensors"}
-
-
-def test_a_commit_stays_when_its_branch_moves(hub, tmp_path):
+def test_a_commit_is_fetched_without_code_and_stays_when_its_branch_moves(hub, tmp_path):
     old = hub.commit(ID, write_files(tmp_path / "first"))
-    open_model(ID)
+    files = open_model(ID)
+    assert (files.name, files.commit, files.config) == (ID, old, {"version": 1})
+    assert {path.name for path in files.path.iterdir()} == {"config.json", "model.safetensors"}
     new = hub.commit(ID, write_files(tmp_path / "second", version=2))
     assert open_model(ID).commit == new
     pinned = open_model(f"{ID}@{old}")
     assert (pinned.commit, pinned.config) == (old, {"version": 1})
 
 
-def test_a_cached_model_opens_without_a_network(hub, tmp_path, monkeypatch):
+def test_a_cached_model_opens_without_a_network_if_it_is_whole(hub, tmp_path, monkeypatch):
     commit = hub.commit(ID, write_files(tmp_path / "first"))
     fetched = open_model(f"{ID}@main")
     use_hub(monkeypatch, None, tmp_path / "cache")
     for path in (ID, f"{ID}@main", f"{ID}@{commit}"):
         assert open_model(path).fingerprint == fetched.fingerprint
+    (fetched.path / "model.safetensors").unlink()
+    assert "this machine's cache lacks some of its files" in refusal()
 
 
 def test_refusals_of_the_hub_say_what_to_do(hub, tmp_path, monkeypatch):
@@ -246,13 +239,6 @@ def test_refusals_of_the_hub_say_what_to_do(hub, tmp_path, monkeypatch):
     assert f"accept its license at https://huggingface.co/{ID} and log in with HF_TOKEN" in gated
     use_hub(monkeypatch, None, tmp_path / "cache")
     assert "HF_HUB_OFFLINE is set, but this machine's cache lacks some of its files; unset it" in refusal()
-
-
-def test_a_half_fetched_model_is_not_used_offline(hub, tmp_path, monkeypatch):
-    hub.commit(ID, write_files(tmp_path / "first"))
-    (open_model(ID).path / "model.safetensors").unlink()
-    use_hub(monkeypatch, None, tmp_path / "cache")
-    assert "this machine's cache lacks some of its files" in refusal()
 
 
 def test_unreachable_hub_error_says_what_to_do(tmp_path, monkeypatch):
