@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import replace
 
 import numpy as np
@@ -43,6 +45,12 @@ def planned(host: SequenceLengths, budget: TokenBudget, num_devices: int = 1) ->
 def rows_of(plan: MicroBatchPlan) -> set[frozenset]:
     """Returns the sets of samples that share a row, independent of the row's position."""
     return {frozenset(members([row])) for m in plan.micro_batches for row in m.rows if row}
+
+
+def test_the_planner_needs_no_jax():
+    program = "import sys, app.batching.micro_batch_plan, app.batching.packing_stats; print('jax' in sys.modules)"
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert ran.stdout == "False\n"
 
 
 @pytest.mark.parametrize(

@@ -132,7 +132,7 @@ def compiled(implementation: ModuleType, at_once: int, rule: ScoreMod) -> Any:
     return jax.jit(run)
 
 
-def at_tokens(implementation, at_once, arrays, layout, rule=DEFAULT_SCORE_MOD, window=None):
+def at_tokens(implementation, at_once, arrays, layout, rule=RULES[1], window=None):
     """Returns the results and gradients at the tokens; they have no meaning on padding."""
     is_token = (layout.segment_ids != 0)[:, :, None, None]
     query, keys, values, weights = arrays
@@ -142,7 +142,7 @@ def at_tokens(implementation, at_once, arrays, layout, rule=DEFAULT_SCORE_MOD, w
     return jnp.where(is_token, mixed, 0.0), *gradients
 
 
-def exact(arrays, layout: SegmentLayout, rule=DEFAULT_SCORE_MOD, window: int | None = None):
+def exact(arrays, layout: SegmentLayout, rule=RULES[1], window: int | None = None):
     query, keys, values, weights = arrays
     weights = jnp.where((layout.segment_ids != 0)[:, :, None, None], weights, 0.0)
     return oracle(query, keys, values, weights, seen(layout, window), rule)
@@ -165,11 +165,11 @@ def test_each_implementation_equals_a_float64_oracle(implementation, at_once, se
 @pytest.mark.usefixtures("interpreted")
 def test_seven_query_heads_in_bfloat16_share_a_key_head(implementation, at_once):
     arrays = [x.astype(jnp.bfloat16) for x in inputs(tokens=SMALL_TOKENS, query_heads=7, kv_heads=1)]
-    ours = at_tokens(implementation, at_once, arrays, SMALL)
+    ours = at_tokens(implementation, at_once, arrays, SMALL, DEFAULT_SCORE_MOD)
     assert {x.dtype for x in ours[1:]} == {jnp.dtype(jnp.bfloat16)}
     # Operands are rounded, and sums are not.
     ours, rounded = ([x.astype(jnp.float32) for x in both] for both in (ours, arrays))
-    assert_close(ours, exact(rounded, SMALL), tolerance=2e-2)
+    assert_close(ours, exact(rounded, SMALL, DEFAULT_SCORE_MOD), tolerance=2e-2)
 
 
 @IMPLEMENTATIONS
@@ -179,7 +179,7 @@ def test_padding_is_finite_and_changes_nothing(implementation, at_once):
     padding = (SMALL.segment_ids == 0)[:, :, None, None]
     by_key = padding.swapaxes(1, 2)
     filled = [jnp.where(mask, 1e3, x) for mask, x in zip((padding, by_key, by_key, padding), arrays, strict=True)]
-    run = compiled(implementation, at_once, DEFAULT_SCORE_MOD)
+    run = compiled(implementation, at_once, RULES[1])
     assert np.isfinite(run(*filled, SMALL, jnp.int32(UNREACHABLE))[0]).all()
     ours, expected = (at_tokens(implementation, at_once, x, SMALL) for x in (filled, arrays))
     assert_close(ours, expected, tolerance=0)
@@ -188,13 +188,13 @@ def test_padding_is_finite_and_changes_nothing(implementation, at_once):
 @pytest.mark.parametrize("implementation", [blockwise, tpu_attention, gpu_attention], ids=["xla", "tpu", "gpu"])
 @pytest.mark.usefixtures("interpreted")
 def test_only_pairs_inside_the_window_are_computed(implementation):
-    layout, window = layout_of([[(SMALL_TOKENS, ())]], num_tokens=SMALL_TOKENS), 7
-    query, keys, values, weights = inputs(rows=1, tokens=SMALL_TOKENS)
+    layout, window = layout_of([[(SMALL_TOKENS, ())]] * 2, num_tokens=SMALL_TOKENS), 7
+    query, keys, values, weights = inputs(tokens=SMALL_TOKENS)
     # A pair with these values is not finite even where the window hides all of them.
     values = values.at[:, :, : 2 * SIZE].set(np.nan)
-    run = compiled(implementation, 1, DEFAULT_SCORE_MOD)
+    run = compiled(implementation, 1, RULES[1])
     for by_query in run(query, keys, values, weights, layout, jnp.int32(window))[:2]:
-        is_finite = np.isfinite(by_query).reshape(SMALL_TOKENS // SIZE, -1).all(axis=1)
+        is_finite = np.isfinite(by_query).reshape(2, SMALL_TOKENS // SIZE, -1).all(axis=(0, 2))
         # A block sees itself and, through the window of its first token, the block before it.
         assert is_finite.tolist() == [False, False, False, True]
 
@@ -217,11 +217,6 @@ def test_no_bit_depends_on_padding_or_another_completion():
         np.testing.assert_array_equal(after[~changed], before[~changed])
 
 
-def four_rows(kv_heads: int) -> tuple[Inputs, SegmentLayout]:
-    rows = [[(70, (20, 30)), (10, (5,))], [], [(3, (60,)), (40, (4,))], [(60, (90,))]]
-    return inputs(rows=4, query_heads=2 * kv_heads, kv_heads=kv_heads), layout_of(rows, num_tokens=TOKENS)
-
-
 def scanned(query, keys, values, layout):
     """Applies two layers as the decoder does, which computes the block pairs once."""
     windows = jnp.array([UNREACHABLE, 30], jnp.int32)
@@ -234,14 +229,13 @@ def scanned(query, keys, values, layout):
     return jax.lax.scan(jax.checkpoint(layer), query, windows)[0]
 
 
-@pytest.mark.parametrize(("shape", "kv_heads", "num_rows"), [((2, 2, 2), 2, 4), ((1, 4, 2), 3, 3)])
-def test_attention_on_a_mesh_equals_that_of_one_device(shape, kv_heads, num_rows):
-    arrays, layout = jax.tree.map(lambda x: x[:num_rows], four_rows(kv_heads))
+def test_attention_on_a_mesh_equals_that_of_one_device():
+    rows = [[(70, (20, 30)), (10, (5,))], [], [(3, (60,)), (40, (4,))], [(60, (90,))]]
+    arrays, layout = inputs(rows=4, query_heads=4, kv_heads=2), layout_of(rows, num_tokens=TOKENS)
     run = jax.jit(with_gradients(scanned))
     expected = run(*arrays, layout)
-    with jax.set_mesh(make_mesh(shape)):
-        # 3 rows and 3 key heads are whole on every device.
-        rows, heads = (("dp", "fsdp"), "tp") if num_rows == 4 else (None, None)
+    with jax.set_mesh(make_mesh((2, 2, 2))):
+        rows, heads = ("dp", "fsdp"), "tp"
         specs = PartitionSpec(rows, None, heads), *[PartitionSpec(rows, heads)] * 2, PartitionSpec(rows, None, heads)
         placed = [jax.device_put(x, spec) for x, spec in zip(arrays, specs, strict=True)]
         placed.append(jax.tree.map(lambda x: jax.device_put(x, PartitionSpec(rows)), layout))

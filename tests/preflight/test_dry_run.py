@@ -163,10 +163,6 @@ def test_the_text_is_a_table_with_the_notes_of_a_launch(config: Path) -> None:
         " " * 12 + "dapo (Yu et al. 2025): clip_high 0.28 (grpo: 0.2), filter zero_variance (grpo: none)",
         " " * 12 + "no effect without algorithm.estimator gae: critic.lam = 0.5 (from --set)",
     ]
-    header = next(i for i, line in enumerate(lines) if line.startswith("on each device"))
-    assert lines[header].split()[-3:] == ["rollout", "evaluation", "update"]
-    assert lines[header + 1].startswith("weights   ")
-    assert any(line.startswith("total ") for line in lines)
     assert any(line.startswith("peak: ") and " of its " in line for line in lines)
     assert "does not fit" not in result.stdout
 

@@ -64,7 +64,7 @@ def values_of(model: RewardModel, samples: list[Sample]) -> np.ndarray:
     return np.asarray([outcome.value for outcome in model.score(samples)[0]], float)
 
 
-@pytest.mark.parametrize("model_type", ["qwen2", "mixtral", "gemma3_text"])
+@pytest.mark.parametrize("model_type", ["qwen2", "gemma3_text"])
 def test_scores_equal_transformers(model_type: str, tmp_path: Path) -> None:
     torch, transformers = import_reference()
     config = transformers.AutoConfig.for_model(

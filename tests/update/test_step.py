@@ -121,32 +121,28 @@ def test_a_step_moves_every_weight_and_is_counted():
     assert float(second["policy/learning_rate"]) == pytest.approx(0.4)
 
 
-@pytest.mark.parametrize(("field", "value"), [("advantages", np.inf), ("behavior_logprobs", np.nan)])
-def test_one_bad_number_changes_no_weight_and_no_moment(field, value):
+def test_bad_numbers_change_no_weight_and_no_moment_and_are_counted_until_a_good_step():
+    def with_one(field: str, value: float) -> list[PolicyBatch]:
+        values = getattr(GOOD[0], field).copy()
+        values[tuple(np.argwhere(GOOD[0].tokens.loss_mask)[0])] = value
+        return [replace(GOOD[0], **{field: values}), *GOOD[1:]]
+
     update, fresh = update_step(PLAIN_LOSS)
-    state, _ = update(fresh(), GOOD, TEMPERATURE)
-    before = on_host(state)
     # Sampler logprobs only feed a metric: a bad one must not cost the step.
-    values = getattr(GOOD[0], field).copy()
-    values[tuple(np.argwhere(GOOD[0].tokens.loss_mask)[0])] = value
-    state, metrics = update(state, [replace(GOOD[0], **{field: values}), *GOOD[1:]], TEMPERATURE)
-    after = on_host(state)
-    if field == "behavior_logprobs":
-        assert (after.num_updates, after.nonfinite_total) == (2, 0)
-        return
-    jax.tree.map(np.testing.assert_array_equal, (after.params, after.optimizer), (before.params, before.optimizer))
-    assert (after.num_updates, after.nonfinite_in_a_row, after.nonfinite_total) == (1, 1, 1)
-    assert int(metrics["policy/nonfinite_updates"]) == 1
-
-
-def test_bad_steps_are_counted_until_a_good_one():
-    update, fresh = update_step(PLAIN_LOSS)
-    state, counts = fresh(), []
-    for batch in (BAD, BAD, GOOD, BAD):
+    state, metrics = update(fresh(), with_one("behavior_logprobs", np.nan), TEMPERATURE)
+    assert (int(state.num_updates), int(metrics["policy/nonfinite_updates"])) == (1, 0)
+    before, counts = on_host(state), []
+    for batch in (with_one("advantages", np.inf), BAD):
+        state, metrics = update(state, batch, TEMPERATURE)
+        after = on_host(state)
+        jax.tree.map(np.testing.assert_array_equal, (after.params, after.optimizer), (before.params, before.optimizer))
+        counts.append((int(metrics["policy/nonfinite_in_a_row"]), int(metrics["policy/nonfinite_updates"])))
+    for batch in (GOOD, BAD):
         state, metrics = update(state, batch, TEMPERATURE)
         counts.append((int(metrics["policy/nonfinite_in_a_row"]), int(metrics["policy/nonfinite_updates"])))
     assert counts == [(1, 1), (2, 2), (0, 2), (1, 3)]
-    assert int(state.num_updates) == 1
+    after = on_host(state)
+    assert (after.num_updates, after.nonfinite_in_a_row, after.nonfinite_total) == (2, 1, 3)
 
 
 PARAMS = random_params(ADAPTED)
