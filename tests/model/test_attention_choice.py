@@ -42,7 +42,7 @@ def mesh_of(platform: str, kind: str = "", shape: tuple[int, int, int] = (1, 1, 
 
 
 @functools.cache
-def traced(implementation, mesh: AbstractMesh, num_tokens: int) -> tuple[str, str]:
+def traced(implementation, mesh: Any, num_tokens: int) -> tuple[str, str]:
     """Returns the program of a forward and backward pass, and that of a prefill."""
     definition = DecoderDefinition.create(replace(EVEN, attention_implementation=implementation))
     tokens = jax.ShapeDtypeStruct((16, num_tokens), jnp.int32)

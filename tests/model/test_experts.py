@@ -142,7 +142,7 @@ def test_experts_on_any_mesh_equal_a_one_hot_mixture(shape):
     params = jax.tree.map(lambda x: np.asarray(x)[0], random_params(definition)["blocks"]["experts"])
     rng = np.random.default_rng(3)
     x, seed = (rng.normal(size=(4, 9, 36)).astype(np.float32) for _ in range(2))
-    is_token = rng.random((4, 9)) < 0.8
+    is_token = jnp.asarray(rng.random((4, 9)) < 0.8)
 
     def with_gradients(experts: Callable[..., jax.Array], params, x, seed):
         y, pull = jax.vjp(experts, params, x)
