@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -10,9 +9,9 @@ from settings import InputError, Resolved, load
 from settings.loading.config_file import ConfigFile
 
 
-def load_text(folder: Path, text: str, *overrides: str, **environ: str) -> Resolved:
-    (folder / "c.yaml").write_text(text)
-    return load("c.yaml", overrides, environ)
+def load_text(text: str, *overrides: str, **environ: str) -> Resolved:
+    """Loads the text of `c.yaml`, then `--set` overrides, then environment variables."""
+    return load(ConfigFile("c.yaml", "c", text.encode()), overrides, environ)
 
 
 def with_sets(*overrides: str, **environ: str) -> Resolved:
@@ -22,8 +21,7 @@ def with_sets(*overrides: str, **environ: str) -> Resolved:
 def over_defaults(*overrides: str) -> Resolved:
     """Loads overrides over the defaults of the schema; of several values of a setting, the last one counts."""
     values = dict(text.split("=", 1) for text in overrides)
-    file = ConfigFile("c.yaml", "c", b"run: {seed: 0}")
-    return load(file, [f"{name}={value}" for name, value in values.items()], {})
+    return load_text("run: {seed: 0}", *(f"{name}={value}" for name, value in values.items()))
 
 
 def refusal(function: Callable[..., object], *arguments: object) -> str:

@@ -1,18 +1,10 @@
 """Tests of the checks that involve several settings: what each refuses and accepts, and which command runs it."""
 
-from pathlib import Path
-
 import pytest
 
 from settings import load
 from settings.checks import commands, training
-from settings.checks.commands import (
-    check_for_evaluation,
-    check_for_mesh,
-    check_for_rollout,
-    check_for_score,
-    check_for_train,
-)
+from settings.checks.commands import check_for_mesh, check_for_rollout, check_for_train
 from settings.loading.config_file import preset_names
 from tests.settings.loading import load_text, over_defaults, refusal, rows_of
 
@@ -112,11 +104,13 @@ WRONG_EVERYWHERE = (
     *("env.tools=calculator", "rollout.stop=[x]", "rollout.max_staleness=1", "algorithm.max_tokens_per_device=191"),
     *("score.max_tokens_per_device=192", "mesh.num_processes=2", "mesh.pretend=v4-8", "eval.num_samples=2"),
     *("rollout.temperature=0", "algorithm.kl_in=reward", "reward.overlong_buffer=64", "optimizer.warmup_steps=1000"),
+    "rollout.group_size=1",
 )
 IN_SAMPLING = {"data.max_prompt_length", "rollout.segment.min", "rollout.stop", "mesh.num_processes"}
 IN_SIZES = IN_SAMPLING | {"algorithm.mini_batch_prompts", "rollout.max_staleness", "algorithm.max_tokens_per_device"}
 IN_TRAINING = IN_SIZES | {
-    *("rollout.temperature", "algorithm.kl_in", "reward.overlong_buffer", "optimizer.warmup_steps", "eval.num_samples")
+    *("rollout.temperature", "algorithm.kl_in", "reward.overlong_buffer", "optimizer.warmup_steps", "eval.num_samples"),
+    "rollout.group_size",
 }
 
 
@@ -166,18 +160,11 @@ def test_tensorboard_needs_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "tensorboardX is not installed; run pip install -e '.[tensorboard]'" in refusal(check_for_train, resolved)
 
 
-def test_a_later_layer_may_turn_off_the_penalty(folder: Path) -> None:
+def test_a_later_layer_may_turn_off_the_penalty() -> None:
     for target in ("null", "0.1"):
         text = f"algorithm: {{kl_in: reward, beta: 0.05, kl_target: {target}}}"
-        check_for_train(load_text(folder, text, "algorithm.beta=0"))
-    refusal(check_for_train, load_text(folder, "algorithm: {beta: 0}", "algorithm.kl_in=reward"))
-
-
-def test_greedy_samples_of_one_prompt_are_refused_by_training_alone() -> None:
-    resolved = over_defaults("rollout.temperature=0", "rollout.group_size=1", "eval.every_steps=0")
-    assert len(refusal(check_for_train, resolved).splitlines()) == 2
-    for check in (check_for_rollout, check_for_score, check_for_evaluation):
-        check(resolved)
+        check_for_train(load_text(text, "algorithm.beta=0"))
+    refusal(check_for_train, load_text("algorithm: {beta: 0}", "algorithm.kl_in=reward"))
 
 
 def test_hosts_may_be_left_to_the_platform() -> None:

@@ -1,7 +1,7 @@
 """Tests of the values of settings that nobody set: they follow from other settings, never from devices."""
 
-from pathlib import Path
-from typing import get_args
+from operator import attrgetter
+from typing import Any, get_args
 
 import pytest
 
@@ -9,27 +9,55 @@ from settings import load
 from settings.checks.commands import check_for_train
 from settings.checks.resumed_settings import SettingChange
 from settings.loading.algorithm_presets import ALGORITHM_PRESETS
+from settings.loading.config_file import ConfigFile
 from settings.loading.fields import FIELDS
+from settings.schema.model import PROJECTIONS
 from settings.schema.reward import DECISIVE_FIELDS, EnvironmentSettings
 from tests.settings.loading import load_text, over_defaults, rows_of, with_sets
 
+UNEQUAL = "rollout.mode=exact; rollout.scheduler=adaptive; rollout.workers.fast.slots=12; rollout.workers.heavy.slots=8"
+DERIVED: list[tuple[str, dict[str, Any]]] = [
+    ("rollout.max_new_tokens=1024; data.max_prompt_length=16", {"rollout.max_length_total": 1024 + 128}),
+    ("rollout.max_new_tokens=1024; data.max_prompt_length=512", {"rollout.max_length_total": 1024 + 512}),
+    ("rollout.prompts_per_step=6", {"algorithm.mini_batch_prompts": 6, "mesh.shape": "auto"}),
+    ("data.source=rows.jsonl", {"data.eval_source": None, "data.eval_split": "test"}),
+    ("data.source=hf:a/b", {"data.eval_source": "hf:a/b"}),
+    ("algorithm.beta=0.1; algorithm.kl_in=reward", {"algorithm.kl_estimator": "k1", "algorithm.kl_in_reward": True}),
+    ("algorithm.name=rloo; algorithm.beta=0.1; algorithm.kl_in=loss", {"algorithm.kl_estimator": "k3"}),
+    ("algorithm.name=rloo", {"algorithm.kl_in": None, "algorithm.kl_estimator": None}),  # a penalty of weight 0
+    (UNEQUAL, {"rollout.rows_together": 4}),
+    (f"{UNEQUAL}; rollout.mode=fast", {"rollout.rows_together": None}),
+    (f"{UNEQUAL}; rollout.placement=global", {"rollout.rows_together": None}),
+    (f"{UNEQUAL}; rollout.workers.heavy.count=0", {"rollout.rows_together": None}),
+    ("score.reference.offload=true; algorithm.beta=0.1", {"offloads_reference": True}),
+    ("score.reference.offload=true; algorithm.beta=0.1; model.lora.rank=8", {"offloads_reference": False}),
+    ("model.lora.targets=all", {"model.lora.projections": PROJECTIONS}),
+    ("model.lora.targets=attention", {"model.lora.projections": PROJECTIONS[:4]}),
+    ("model.lora.targets=[mlp, q_proj, mlp]", {"model.lora.projections": ("q_proj", *PROJECTIONS[4:])}),
+    ("mesh.shape=1, -1, 1; rollout.mesh=dp=2, tp=4", {"mesh.shape": "1,-1,1", "rollout.mesh": "dp=2,tp=4"}),
+    ("rollout.devices=[3, 1]", {"rollout.devices": (1, 3)}),
+    ("run.steps=10", {"scored_roles": (), "num_policy_updates": 10}),
+    ("run.steps=10; algorithm.epochs=2; algorithm.mini_batch_prompts=2", {"num_policy_updates": 80}),
+    ("run.steps=10; algorithm.name=ppo; critic.warmup_steps=3; algorithm.epochs=2", {"num_policy_updates": 14}),
+    ("algorithm.epochs=2", {"scored_roles": ("policy",)}),
+    ("algorithm.beta=0.1", {"scored_roles": ("reference",)}),
+    ("algorithm.beta=0.1; algorithm.kl_in=reward", {"scored_roles": ("policy", "reference")}),
+    ("algorithm.name=ppo; algorithm.epochs=2", {"scored_roles": ("policy", "critic")}),
+    ("algorithm.estimator=vtrace", {"scored_roles": ("policy", "critic")}),
+]
+"""Settings, and what follows from them."""
 
-def test_lengths_batches_and_sources_follow_from_others(folder: Path) -> None:
-    text = "rollout: {max_new_tokens: 1024, prompts_per_step: 6}\ndata: {max_prompt_length: 16, source: rows.jsonl}"
-    short = load_text(folder, text)
-    assert short.settings.rollout.max_length_total == 1024 + 128
-    assert short.provenance["rollout.max_length_total"] == "derived"
-    assert load_text(folder, text, "data.max_prompt_length=512").settings.rollout.max_length_total == 1024 + 512
-    settings = short.settings
-    assert (settings.algorithm.mini_batch_prompts, settings.mesh.shape) == (6, "auto")
-    assert (settings.data.eval_source, settings.data.eval_split) == (None, "test")
-    assert with_sets("data.source=hf:a/b").settings.data.eval_source == "hf:a/b"
+
+@pytest.mark.parametrize(("overrides", "expected"), DERIVED)
+def test_what_nobody_sets_follows_from_what_somebody_sets(overrides: str, expected: dict[str, Any]) -> None:
+    resolved = over_defaults(*overrides.split("; "))
+    assert {name: attrgetter(name)(resolved.settings) for name in expected} == expected
 
 
-def test_a_run_is_named_after_its_config_and_seed(folder: Path) -> None:
+def test_a_run_is_named_after_its_config_and_seed() -> None:
     assert with_sets("run.seed=3").settings.run.name == "quickstart-seed3"
-    (folder / "_my config!.yaml").write_text("run: {seed: 5}")
-    assert load("_my config!.yaml", [], {}).settings.run.name == "run_my-config--seed5"
+    file = ConfigFile("_my config!.yaml", "_my config!", b"run: {seed: 5}")
+    assert load(file, [], {}).settings.run.name == "run_my-config--seed5"
 
 
 PAPERS = rows_of("""
@@ -85,17 +113,6 @@ def test_a_launch_says_what_the_algorithm_changes_and_not_what_the_user_chose() 
     assert with_sets(*gae).algorithm_changes == f"dapo (Yu et al. 2025) with estimator gae: {follows}"
 
 
-def test_the_kl_estimator_follows_the_place_of_the_penalty() -> None:
-    for overrides, expected in (
-        (["algorithm.beta=0.1", "algorithm.kl_in=reward"], ("reward", "k1", True)),
-        (["algorithm.name=rloo", "algorithm.beta=0.1", "algorithm.kl_in=loss"], ("loss", "k3", False)),
-        # A penalty of weight 0 has neither.
-        (["algorithm.name=rloo"], (None, None, False)),
-    ):
-        ours = with_sets(*overrides).settings.algorithm
-        assert (ours.kl_in, ours.kl_estimator, ours.kl_in_reward) == expected
-
-
 CORRECTIONS = rows_of("""
 run.seed=0 | none None None
 rollout.max_staleness=2 | truncate token 0.0001
@@ -130,39 +147,14 @@ def test_an_environment_needs_no_functions_and_has_none_unless_they_are_set() ->
     assert [f.name for f in both.settings.reward.functions] == ["gsm8k"]
 
 
-def test_without_evaluation_there_is_no_best_checkpoint(folder: Path) -> None:
+def test_without_evaluation_there_is_no_best_checkpoint() -> None:
     assert over_defaults().settings.checkpoint.best_metric == "eval/accuracy"
     # The second as in every settings.yaml of a run, where the metric is written out.
     for text in ("run: {seed: 0}", "checkpoint: {best_metric: eval/accuracy}"):
-        resolved = load_text(folder, text, "eval.every_steps=0")
+        resolved = load_text(text, "eval.every_steps=0")
         check_for_train(resolved)
         assert resolved.settings.checkpoint.best_metric is None
         assert resolved.origin("checkpoint.best_metric") == "other settings"
-
-
-@pytest.mark.parametrize(
-    ("overrides", "roles", "updates"),
-    [
-        ([], (), 10),
-        (["algorithm.epochs=2", "algorithm.mini_batch_prompts=2"], ("policy",), 80),
-        (["algorithm.beta=0.1"], ("reference",), 10),
-        (["algorithm.beta=0.1", "algorithm.kl_in=reward"], ("policy", "reference"), 10),
-        (["algorithm.name=ppo", "critic.warmup_steps=3", "algorithm.epochs=2"], ("policy", "critic"), 14),
-        (["algorithm.estimator=vtrace"], ("policy", "critic"), 10),
-    ],
-)
-def test_updates_and_scored_roles_follow_from_the_algorithm(
-    overrides: list[str], roles: tuple[str, ...], updates: int
-) -> None:
-    settings = over_defaults("run.steps=10", *overrides).settings
-    assert (settings.scored_roles, settings.num_policy_updates) == (roles, updates)
-
-
-def test_workers_of_unequal_slots_decode_equal_rows_together() -> None:
-    unequal = ("rollout.scheduler=adaptive", "rollout.workers.fast.slots=12", "rollout.workers.heavy.slots=8")
-    assert over_defaults(*unequal, "rollout.mode=exact").settings.rollout.rows_together == 4
-    for other in ("rollout.mode=fast", "rollout.placement=global", "rollout.workers.heavy.count=0"):
-        assert over_defaults("rollout.mode=exact", *unequal, other).settings.rollout.rows_together is None
 
 
 def test_a_resumed_run_may_change_what_does_not_decide_its_samples_or_rewards() -> None:

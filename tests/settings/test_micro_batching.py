@@ -1,7 +1,7 @@
 """Tests of the micro-batch settings of each scope: selection by layer, inheritance and contradictions."""
 
 import json
-from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
@@ -12,21 +12,11 @@ from settings import InputError, Resolved, load
 from settings.loading.config_file import ConfigFile
 from settings.loading.fields import value_of
 from settings.loading.sources import env_name
-from tests.settings.loading import load_text, refusal, rows_of
+from tests.settings.loading import load_text, over_defaults, refusal, rows_of
 
 ROLES = ("policy", "reference", "reward")
 SWITCHES = {"algorithm": "dynamic_microbatch", "score": "dynamic"}
 SCOPES = (*SWITCHES, *(f"score.{role}" for role in ROLES))
-
-
-@pytest.fixture
-def resolve(folder: Path):
-    """Loads a YAML text, then `--set` overrides, then environment variables."""
-
-    def resolve(text: str, *overrides: str, **environ: str) -> Resolved:
-        return load_text(folder, text or "run: {seed: 0}", *overrides, **environ)
-
-    return resolve
 
 
 def sizes_of(resolved: Resolved, section: str) -> tuple[int | None, int | None]:
@@ -40,11 +30,9 @@ def sizes_of(resolved: Resolved, section: str) -> tuple[int | None, int | None]:
 
 CHOICES = rows_of("""
 run: {seed: 0} | score.dynamic=false | score | None 8
-run: {seed: 0} | score.dynamic=false score.rows_per_device=2 | score | None 2
 run: {seed: 0} | algorithm.dynamic_microbatch=false | algorithm | None 8
 algorithm: {dynamic_microbatch: true} | algorithm.rows_per_device=3 | algorithm | None 3
 score: {dynamic: false} | score.max_tokens_per_device=900 | score | 900 None
-score: {rows_per_device: 3} | score.max_tokens_per_device=900 score.dynamic=true | score | 900 None
 algorithm: {rows_per_device: 3} | algorithm.rows_per_device=null | algorithm | 16384 None
 algorithm: {max_tokens_per_device: null} | run.seed=0 | algorithm | 16384 None
 score: {strategy: scan} | score.strategy=null | score | 16384 None
@@ -54,7 +42,6 @@ score: {strategy: off} | score.rows_per_device=3 | score | None 3
 score: {strategy: off} | score.policy.rows_per_device=2 | score.policy | None 2
 score: {strategy: off} | score.policy.rows_per_device=2 | score.reference | None None
 score: {rows_per_device: 4} | score.reference.max_tokens_per_device=900 | score.reference | 900 None
-score: {rows_per_device: 4} | score.reference.max_tokens_per_device=900 | score.policy | None 4
 score: {reference: {max_tokens_per_device: 900}} | score.rows_per_device=4 | score.reference | 900 None
 algorithm: {max_tokens_per_device: 900} | score.max_tokens_per_device=1800 | algorithm | 900 None
 algorithm: {max_tokens_per_device: 900} | score.max_tokens_per_device=1800 | score.reward | 1800 None
@@ -64,7 +51,6 @@ algorithm: {rows_per_device: 3} | run.seed=0 | critic | None 3
 algorithm: {rows_per_device: 3} | critic.rows_per_device=2 | critic | None 2
 algorithm: {rows_per_device: 3} | critic.max_tokens_per_device=64 | critic | 64 None
 use_dynamic_bsz: true | ref_logprob_mbs_per_gpu=4 | score.reference | None 4
-use_dynamic_bsz: true | ref_logprob_mbs_per_gpu=4 | score.policy | 16384 None
 run: {seed: 0} | forward_max_token_len_per_gpu=900 | score.reward | 900 None
 """)
 """YAML, options of the command line, a section, and its quota and rows."""
@@ -72,37 +58,37 @@ run: {seed: 0} | forward_max_token_len_per_gpu=900 | score.reward | 900 None
 
 @pytest.mark.parametrize(("text", "overrides", "section", "expected"), CHOICES)
 def test_a_section_has_what_the_latest_layer_chose_or_inherits(
-    resolve, text: str, overrides: str, section: str, expected: str
+    text: str, overrides: str, section: str, expected: str
 ) -> None:
-    quota, rows = sizes_of(resolve(text, *overrides.split()), section)
+    quota, rows = sizes_of(load_text(text, *overrides.split()), section)
     assert f"{quota} {rows}" == expected
 
 
-def test_the_strategy_follows_from_fixed_rows_and_one_pass_has_none(resolve) -> None:
+def test_the_strategy_follows_from_fixed_rows_and_one_pass_has_none() -> None:
     for text, override, expected in (
         ("score: {strategy: off}", "score.rows_per_device=3", ("loop", "derived")),
         ("score: {rows_per_device: 3}", "score.strategy=off", ("off", "set")),
-        ("", "score.dynamic=false", ("loop", "derived")),
+        ("run: {seed: 0}", "score.dynamic=false", ("loop", "derived")),
     ):
-        resolved = resolve(text, override)
+        resolved = load_text(text, override)
         assert (resolved.settings.score.strategy, resolved.provenance["score.strategy"]) == expected
 
 
 @pytest.mark.parametrize("role", ROLES)
-def test_a_role_takes_from_score_what_it_does_not_set(resolve, role: str) -> None:
-    resolved = resolve(f"score:\n  rows_per_device: 3\n  strategy: scan\n  {role}:\n    rows_per_device: 2\n")
+def test_a_role_takes_from_score_what_it_does_not_set(role: Any) -> None:
+    resolved = load_text(f"score:\n  rows_per_device: 3\n  strategy: scan\n  {role}:\n    rows_per_device: 2\n")
     other = ROLES[ROLES.index(role) - 1]
     assert (sizes_of(resolved, f"score.{role}"), sizes_of(resolved, f"score.{other}")) == ((None, 2), (None, 3))
     assert resolved.provenance[f"score.{role}.rows_per_device"] == "yaml:c.yaml:5"
     assert resolved.provenance[f"score.{other}.rows_per_device"] == "yaml:c.yaml:2"
     assert resolved.settings.score.is_scanned(role) and resolved.settings.score.is_scanned(other)
-    quota = resolve("score: {rows_per_device: 3}", "score.strategy=scan", f"score.{role}.max_tokens_per_device=9")
+    quota = load_text("score: {rows_per_device: 3}", "score.strategy=scan", f"score.{role}.max_tokens_per_device=9")
     assert not quota.settings.score.is_scanned(role)
 
 
-def test_the_switch_of_verl_is_that_of_scoring_and_update(resolve) -> None:
+def test_the_switch_of_verl_is_that_of_scoring_and_update() -> None:
     for agreeing in ("", "\nlog_prob_use_dynamic_bsz: false"):
-        resolved = resolve(f"use_dynamic_bsz: false{agreeing}")
+        resolved = load_text(f"use_dynamic_bsz: false{agreeing}")
         assert [sizes_of(resolved, section) for section in SCOPES] == [(None, 8)] * len(SCOPES)
 
 
@@ -116,9 +102,9 @@ def test_the_switch_of_verl_is_that_of_scoring_and_update(resolve) -> None:
         ("algorithm", "max_tokens_per_device=900", "dynamic_microbatch=false"),
     ],
 )
-def test_one_layer_cannot_choose_both(resolve, section: str, dynamic: str, fixed: str) -> None:
+def test_one_layer_cannot_choose_both(section: str, dynamic: str, fixed: str) -> None:
     overrides = [f"{section}.{one}" for one in (dynamic, fixed)]
-    message = refusal(resolve, "", *overrides)
+    message = refusal(over_defaults, *overrides)
     assert message.startswith("a token quota follows from ") and len(message.splitlines()) == 1
     quota, rows = (one.partition("=")[0] for one in overrides)
     assert message.endswith(f"(from --set); remove {rows} for the quota, or {quota} for fixed rows")
@@ -126,16 +112,9 @@ def test_one_layer_cannot_choose_both(resolve, section: str, dynamic: str, fixed
     assert "; remove" in refusal(load, None, [], environ)
 
 
-def test_one_pass_and_a_number_of_rows_exclude_each_other(resolve) -> None:
-    assert refusal(resolve, "", "score.strategy=off", "score.rows_per_device=4") == (
-        "score.strategy = 'off' (from --set) selects one pass over all samples, but score.rows_per_device = 4 "
-        "(from --set) selects several; remove score.rows_per_device, or set score.strategy to loop or scan"
-    )
-
-
-def test_all_contradictions_are_listed_with_the_names_that_were_written(resolve) -> None:
+def test_all_contradictions_are_listed_with_the_names_that_were_written() -> None:
     text = "use_dynamic_bsz: true\nalgorithm:\n  rows_per_device: 4\nscore: {rows_per_device: 2}\n"
-    first, second = refusal(resolve, text).splitlines()
+    first, second = refusal(load_text, text).splitlines()
     assert first == (
         "a token quota follows from algorithm.dynamic_microbatch = True (from yaml:c.yaml:1), "
         "but fixed rows from algorithm.rows_per_device = 4 (from yaml:c.yaml:3); "
@@ -144,13 +123,13 @@ def test_all_contradictions_are_listed_with_the_names_that_were_written(resolve)
     assert second.startswith("a token quota follows from score.dynamic = True (from yaml:c.yaml:1)")
 
 
-def test_a_choice_of_the_environment_that_overrides_one_of_the_command_line_is_announced(resolve) -> None:
-    resolved = resolve("", "score.rows_per_device=4", GRPO__SCORE__MAX_TOKENS_PER_DEVICE="900")
+def test_a_choice_of_the_environment_that_overrides_one_of_the_command_line_is_announced() -> None:
+    resolved = load_text("run: {seed: 0}", "score.rows_per_device=4", GRPO__SCORE__MAX_TOKENS_PER_DEVICE="900")
     assert resolved.notices == (
         "environment variable GRPO__SCORE__MAX_TOKENS_PER_DEVICE overrides score.rows_per_device 4 from --set",
     )
-    assert resolve("score: {rows_per_device: 4}", "score.max_tokens_per_device=900").notices == ()
-    assert resolve("", "score.rows_per_device=4", GRPO__SCORE__DYNAMIC="false").notices == ()
+    assert load_text("score: {rows_per_device: 4}", "score.max_tokens_per_device=900").notices == ()
+    assert load_text("run: {seed: 0}", "score.rows_per_device=4", GRPO__SCORE__DYNAMIC="false").notices == ()
 
 
 SIZES = {"max_tokens_per_device": st.integers(1, 9), "rows_per_device": st.integers(1, 9)}

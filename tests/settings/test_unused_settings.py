@@ -50,12 +50,6 @@ def test_what_a_preset_set_for_another_algorithm_is_told_in_one_line() -> None:
     assert launch_notices(with_sets("algorithm.rows_per_device=2", "algorithm.dynamic_microbatch=false")) == ()
 
 
-def test_with_adapters_the_reference_is_not_moved_to_host_memory() -> None:
-    offload = ("score.reference.offload=true", "algorithm.beta=0.1")
-    assert with_sets(*offload).settings.offloads_reference is True
-    assert with_sets(*offload, "model.lora.rank=8").settings.offloads_reference is False
-
-
 def test_adapters_are_told_that_the_learning_rate_is_low_or_that_they_are_not_loaded() -> None:
     resolved = over_defaults("model.lora.rank=8")
     (line,) = launch_notices(resolved)

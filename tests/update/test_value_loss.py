@@ -71,7 +71,10 @@ def test_packing_changes_neither_loss_nor_gradient():
     alone, packed = loss_and_gradient(ALONE), loss_and_gradient(PACKED)
     assert_trees_close(packed, alone)
     assert float(alone[0]["value/clip_fraction"]) > 0
-    columns = valuer().per_token(PARAMS, SAMPLES, ALONE), *zip(*((s.values, s.returns, s.mask) for s in SAMPLES), strict=True)
+    columns = (
+        valuer().per_token(PARAMS, SAMPLES, ALONE),
+        *zip(*((s.values, s.returns, s.mask) for s in SAMPLES), strict=True),
+    )
     values, old, returns, mask = (jnp.asarray(np.concatenate(one)) for one in columns)
     # Half the mean over the tokens of the step.
     expected = 0.5 * np.asarray(CLIPPED(values, old, returns)[0])[mask].mean()
