@@ -176,6 +176,7 @@ def test_steps_have_the_settings_of_their_session(trained: RunDirectory) -> None
     history = SettingsHistory.read(trained)
     assert rates_of(history) == {1: 0.1, 4: 0.2} and history.gaps == []
     assert history.periods[-1].file.name == str(trained.settings_path)
+    assert [history.period_of(step).first_step for step in (0, 1, 3, 4, 9)] == [1, 1, 1, 4, 4]
 
 
 def test_steps_trained_again_have_the_later_settings(trained: RunDirectory) -> None:
