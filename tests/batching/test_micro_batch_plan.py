@@ -47,7 +47,7 @@ def rows_of(plan: MicroBatchPlan) -> set[frozenset]:
     return {frozenset(members([row])) for m in plan.micro_batches for row in m.rows if row}
 
 
-def test_the_planner_needs_no_jax():
+def test_micro_batches_are_planned_without_jax():
     program = "import sys, app.batching.micro_batch_plan, app.batching.packing_stats; print('jax' in sys.modules)"
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert ran.stdout == "False\n"

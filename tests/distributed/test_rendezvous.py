@@ -114,7 +114,7 @@ def connected(host: str, port: int, listening: Future[str]) -> socket.socket:
     raise AssertionError("nobody listens")
 
 
-def test_a_person_hears_early_who_is_late(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+def test_late_hosts_are_named_while_others_wait(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     monkeypatch.setattr(rendezvous, "LATE_NOTICE_S", 0.0)
     address = free_address()
     come(ClusterMember(address, 3, 0), timeout_s=0.3)

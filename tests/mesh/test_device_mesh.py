@@ -113,7 +113,7 @@ def test_tp_over_several_hosts_is_refused_with_the_tp_that_fit(shape, per_host, 
     ("wanted", "num_devices", "found"),
     [(0.5, 8, (4, 5, 6, 7)), (0.75, 4, (1, 2, 3)), (0.33, 3, (2,)), ((2, 5), 8, (2, 5))],
 )
-def test_a_share_of_devices_generates_the_last_ones(wanted, num_devices, found):
+def test_rollout_devices_are_the_last_ones(wanted, num_devices, found):
     assert generation_devices(wanted, num_devices=num_devices) == found
 
 

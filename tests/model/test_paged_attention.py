@@ -128,7 +128,7 @@ def test_a_longer_neighbour_changes_no_bit_of_a_row() -> None:
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(("block_size", "window"), [(16, None), (64, 20)])
-def test_codes_give_the_attention_of_the_numbers_they_stand_for(way: str, block_size: int, window: int | None) -> None:
+def test_int8_cache_attention_equals_that_of_dequantized_values(way: str, block_size: int, window: int | None) -> None:
     """Blocks are one tile of codes, or several."""
     rng = np.random.default_rng(0)
     query, new, pools = random_arrays(rng, block_size=block_size)

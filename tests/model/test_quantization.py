@@ -100,7 +100,7 @@ def test_int8_codes_are_those_of_qwix() -> None:
 
 
 @EACH
-def test_a_weight_takes_a_byte_or_half_of_one_beside_scales(quantization: Quantization) -> None:
+def test_int8_takes_a_byte_for_each_weight_and_nf4_half_a_byte(quantization: Quantization) -> None:
     definition, params, exact = loaded(WIDE, quantization)
     flat, kernels = flatten_by_path(params), [x for path, x in flatten_by_path(exact).items() if path[-1] == "kernel"]
     num_weights = sum(kernel.size for kernel in kernels)
@@ -168,7 +168,7 @@ def test_the_backward_pass_keeps_no_kernel_in_floats(quantization: Quantization,
 PAIR = GenerationRequest(rules=SamplingRules(1.0), seed=0, policy_version=0, group_size=2, max_new_tokens=4)
 
 
-def test_no_more_than_some_kernels_are_floats_while_decoding() -> None:
+def test_few_kernels_are_dequantized_at_once_while_decoding() -> None:
     architecture = replace(EVEN, num_layers=6, model_dim=256, mlp_dim=512)
     used = []
     for quantization in (None, "int8", "nf4"):

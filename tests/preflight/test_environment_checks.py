@@ -173,7 +173,7 @@ def test_the_disk_must_have_space_for_the_checkpoints(
         assert (f"a run needs space for {count} checkpoints of " in result.found) == (checkpoint_bytes is not None)
 
 
-def test_the_space_that_is_free_suffices_exactly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checkpoints_as_large_as_the_free_space_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=500))
     for size, verdict in ((100, "ok"), (101, "fail")):
         recorder = CheckRecorder()

@@ -153,7 +153,10 @@ def test_missing_fields_are_named_with_the_line():
         ({"group_id": 10**20}, "group_id: expected a 64-bit integer, got int 100000000000000000000"),
         ({"prompt": 2}, "prompt: expected text or chat messages"),
         ({"reward": float("inf")}, "reward: expected a finite float32 number"),
-        ({"routes": {"num_layers": "2", "experts_per_token": 1, "ids": ""}}, "routes.num_layers: expected an object of"),
+        (
+            {"routes": {"num_layers": "2", "experts_per_token": 1, "ids": ""}},
+            "routes.num_layers: expected an object of",
+        ),
         ({"routes": {"num_layers": 2, "ids": ""}}, "routes: expected an object of num_layers, experts_per_token and"),
         (
             {"routes": {"num_layers": 2, "experts_per_token": 1, "ids": "AAAA"}},

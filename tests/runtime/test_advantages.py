@@ -99,7 +99,7 @@ def test_gae_takes_its_settings_from_algorithm_and_critic() -> None:
     np.testing.assert_allclose(one.returns, [0.5, 1.0, 2.0])
 
 
-def test_an_adaptive_lambda_is_of_the_advantages_alone() -> None:
+def test_adaptive_lambda_applies_to_advantages_only() -> None:
     adaptive = settings_of("algorithm.length_adaptive_lam=0.1", "algorithm.lam=1.0")
     (one,) = by_gae(adaptive, samples_of(1.0))
     # Of three tokens: 1 - 1 / 0.3, at least 0.
@@ -143,7 +143,7 @@ def test_vtrace_clips_ratios_at_one() -> None:
     np.testing.assert_allclose(estimated.samples[0].returns[-1], 1.0, rtol=1e-5)
 
 
-def test_whitened_vtrace_learns_nothing_from_an_unlikely_token() -> None:
+def test_whitened_vtrace_advantage_of_a_token_with_ratio_zero_is_zero() -> None:
     chosen = settings_of("algorithm.estimator=vtrace", "rollout.max_staleness=1", "algorithm.correction_veto=0")
     vocabulary = 5
     scored = np.full(3, -np.log(vocabulary), np.float32)

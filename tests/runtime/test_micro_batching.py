@@ -52,7 +52,7 @@ def members(planned: MicroBatchPlan) -> list[int]:
     return sorted(i for row in rows for segment in row for i in segment)
 
 
-def test_score_and_update_cut_alike_unless_told_otherwise() -> None:
+def test_score_and_update_share_micro_batches_by_default() -> None:
     assert update() == role("policy") == role("reference")
 
 
@@ -70,7 +70,7 @@ def test_a_role_takes_its_own_budget_then_that_of_scoring() -> None:
     assert counts[1] < counts[0] < update().num_micro_batches
 
 
-def test_balance_moves_no_sample_out_of_the_step() -> None:
+def test_balancing_keeps_all_samples_of_the_step() -> None:
     # Prompts are packed once.
     assert sum(len(row) for one in update().micro_batches for row in one.rows) < len(SAMPLES)
     assert update("algorithm.balance_batch=false") != update()

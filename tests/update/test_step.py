@@ -121,7 +121,7 @@ def test_a_step_moves_every_weight_and_is_counted():
     assert float(second["policy/learning_rate"]) == pytest.approx(0.4)
 
 
-def test_bad_numbers_change_no_weight_and_no_moment_and_are_counted_until_a_good_step():
+def test_nonfinite_steps_change_no_state_and_are_counted_until_a_good_one():
     def with_one(field: str, value: float) -> list[PolicyBatch]:
         values = getattr(GOOD[0], field).copy()
         values[tuple(np.argwhere(GOOD[0].tokens.loss_mask)[0])] = value
