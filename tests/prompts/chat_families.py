@@ -49,10 +49,6 @@ FAMILIES = {
 }
 
 
-def template_of(name: str) -> str:
-    return (TEMPLATES / f"{name}.jinja").read_text(encoding="utf-8")
-
-
 def write_tokenizer(
     folder: Path, backend: Backend, config: Any, *, generation_config: Any = None, vocab_size: int = 400
 ) -> Path:
@@ -66,8 +62,12 @@ def write_tokenizer(
     return folder
 
 
-def family_tokenizer(folder: Path, family: Family, template: str, **template_kwargs: Any) -> Tokenizer:
-    """Writes a model directory of one token per byte, a few merges and these control tokens; returns its tokenizer."""
+def family_tokenizer(
+    folder: Path, family: str | Family, template: str | None = None, **template_kwargs: Any
+) -> Tokenizer:
+    """Writes a model directory of one token per byte, a few merges and a family's control tokens and template."""
+    if isinstance(family, str):
+        template, family = (TEMPLATES / f"{family}.jinja").read_text(encoding="utf-8"), FAMILIES[family]
     tokens = [*BYTES, *("".join(pair) for pair in MERGES)]
     backend = Backend(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=MERGES))
     split = pre_tokenizers.Split(Regex(QWEN2_SPLIT), behavior="isolated")

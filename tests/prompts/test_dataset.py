@@ -164,14 +164,11 @@ def test_default_training_and_held_out_problems_differ():
     assert not {row.uid for row in train.rows} & {row.uid for row in held_out.rows}
 
 
-def test_held_out_rows_are_fixed_and_evenly_spaced(tmp_path):
+def test_held_out_rows_are_evenly_spaced_and_those_of_training_only_by_request(tmp_path):
     data = DataSettings(source="unread.jsonl", eval_source=write_rows(tmp_path / "test.jsonl", 100))
     chosen = load_held_out_data(data, num_prompts=4)
     assert [row.prompt for row in chosen.rows] == ["p0", "p25", "p50", "p75"]
     assert len(load_held_out_data(data, num_prompts=1000).rows) == 100
-
-
-def test_a_training_file_is_held_out_data_only_by_request(tmp_path):
     path = write_rows(tmp_path / "train.jsonl", 3)
     with pytest.raises(InputError, match=r"data\.eval_source is not set"):
         load_held_out_data(DataSettings(source=path), num_prompts=2)
@@ -225,15 +222,12 @@ def test_mixture_sources_have_their_own_splits_and_weights():
     assert sum(index % 2 for index in order.row_indices(0, 8)) == 6
 
 
-class WordTokenizer:
-    """A tokenizer with one token per word, its length. The template adds 100 + first letter of the role to each
-    message."""
-
-    def chat_ids(self, messages):
-        ids = []
-        for message in messages:
-            ids += [100 + ord(message["role"][0]), *(len(word) for word in message["content"].split())]
-        return ids
+def chat_ids(messages):
+    """Returns one token per word, its length, after 100 + the first letter of the role of each message."""
+    ids = []
+    for message in messages:
+        ids += [100 + ord(message["role"][0]), *(len(word) for word in message["content"].split())]
+    return ids
 
 
 USER, SYSTEM, ASSISTANT = (100 + ord(letter) for letter in "usa")
@@ -245,7 +239,7 @@ def row(prompt, uid="d/0", **columns):
 
 def encode(rows, system_prompt=None, max_prompt_length=4, overlong: Any = "drop"):
     data = DataSettings(system_prompt=system_prompt, max_prompt_length=max_prompt_length, overlong_prompts=overlong)
-    return encode_prompts(rows, WordTokenizer().chat_ids, data)
+    return encode_prompts(rows, chat_ids, data)
 
 
 def test_a_text_prompt_becomes_one_user_message():
@@ -266,28 +260,19 @@ def test_the_system_prompt_comes_first_and_replaces_the_rows_own():
     assert one.source == chat
 
 
-def test_overlong_prompts_are_dropped_and_counted():
-    prompts, report = encode([row("a", "d/0"), row("a b c d e", "d/1"), row("a b c", "d/2")])
+def test_overlong_prompts_are_dropped_cut_or_refused_and_counted():
+    rows = [row("a", "d/0"), row("a bb ccc dddd eeeee", "d/1"), row("a b c", "d/2")]
+    prompts, report = encode(rows)
     assert ([prompt.uid for prompt in prompts], report.num_dropped) == (["d/0", "d/2"], 1)
     assert report.text == "prompts: 2 kept, 1 dropped, 0 truncated (data.max_prompt_length 4); longest 6 tokens"
-
-
-def test_truncation_keeps_the_last_tokens_and_is_counted():
-    prompts, report = encode([row("a"), row("a bb ccc dddd eeeee")], overlong="truncate_left")
-    assert [prompt.token_ids.tolist() for prompt in prompts] == [[USER, 1], [2, 3, 4, 5]]
-    assert (report.num_dropped, report.text[:44]) == (0, "prompts: 2 kept, 0 dropped, 1 truncated (dat")
-
-
-def test_overlong_prompts_are_an_error_if_set():
-    rows = [row("a"), row("a b c d", "d/1"), row("a b c d e f", "d/2")]
-    with pytest.raises(InputError, match=r"2 of 3 .*max_prompt_length = 4 .*first is d/1 with 5.*longest has 7"):
-        encode(rows, overlong="error")
+    prompts, report = encode(rows, overlong="truncate_left")
+    assert [prompt.token_ids.tolist() for prompt in prompts] == [[USER, 1], [2, 3, 4, 5], [USER, 1, 1, 1]]
+    assert (report.num_dropped, report.text[:44]) == (0, "prompts: 3 kept, 0 dropped, 1 truncated (dat")
+    with pytest.raises(InputError, match=r"2 of 4 .*max_prompt_length = 4 .*first is d/9 with 5.*longest has 6"):
+        encode([row("a b c d", "d/9"), *rows], overlong="error")
     assert len(encode(rows[:1], overlong="error")[0]) == 1
-
-
-def test_no_prompt_left_is_an_error_with_counts_and_a_remedy():
     with pytest.raises(InputError, match=r"2 of 2 .*data.max_prompt_length = 4.*shortest has 5.*truncate_left"):
-        encode([row("a b c d"), row("a b c d e")])
+        encode([row("a b c d"), rows[1]])
 
 
 def test_an_unencodable_row_is_named_by_its_location():

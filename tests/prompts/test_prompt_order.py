@@ -191,15 +191,12 @@ def test_both_splits_together_are_all_problems_of_a_level_and_the_test_split_is_
     assert sizes[1] == pytest.approx(total / 5, abs=2 * total**0.5)
 
 
-def test_levels_have_equal_shares():
+def test_levels_have_equal_shares_and_the_seed_determines_the_problems():
     with pytest.raises(InputError, match=r"data.split: expected train or test .*, got 'validation'"):
         make(split="validation")
     counts = Counter(row.extra["difficulty"] for row in make(difficulty=(2, 3), num_problems=301).rows)
     assert counts == {2: 150, 3: 151}
     counts = Counter(row.extra["difficulty"] for row in make(difficulty=(1, 3), num_problems=1000).rows)
     assert counts[1] + counts[3] == 1000 and 70 <= counts[1] <= 90
-
-
-def test_the_seed_determines_the_problems():
     first, same, other = (make(difficulty=(2,), seed=seed) for seed in (7, 7, 8))
     assert first.fingerprint == same.fingerprint != other.fingerprint

@@ -3,7 +3,7 @@
 import json
 import re
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
@@ -241,23 +241,21 @@ CHARACTERS = ["▁", *"abcdefghijklmnopqrstuvwxyz0123456789"]
 SENTENCEPIECE_MERGES: Any = [("h", "e"), ("▁", "h"), ("▁", "he")]
 
 
-class Kind(NamedTuple):
-    backend: Backend
-    chat: list[str]
-    """The tokens of the chat "he 12" up to the start of the answer."""
-
-
-def mistral(*, first_only: bool) -> Kind:
-    """Two kinds: a space is added after every control token, or only at the start of a text."""
+@pytest.mark.parametrize("first_only", [False, True])
+def test_a_chat_has_the_start_token_of_its_template_and_plain_text_has_none(first_only, tmp_path):
+    """With tokenizers that add a space after every control token, or only at the start of a text."""
     control = ["<unk>", "<s>", "</s>", "[INST]", "[/INST]"]
     vocabulary = {token: i for i, token in enumerate([*control, *BYTE_TOKENS, *CHARACTERS, "he", "▁h", "▁he"])}
     backend = Backend(
         models.BPE(vocab=vocabulary, merges=SENTENCEPIECE_MERGES, unk_token="<unk>", byte_fallback=True, fuse_unk=True)
     )
+    config = {"bos_token": "<s>", "eos_token": "</s>", "add_bos_token": True, "tokenizer_class": "LlamaTokenizer"}
     if first_only:
         backend.pre_tokenizer = pre_tokenizers.Metaspace(replacement="▁", prepend_scheme="first", split=False)
+        (tmp_path / "chat_template.jinja").write_text(MISTRAL_TEMPLATE)
     else:
         backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+        config["chat_template"] = MISTRAL_TEMPLATE
     backend.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
@@ -265,41 +263,11 @@ def mistral(*, first_only: bool) -> Kind:
     backend.post_processor = processors.TemplateProcessing(
         single="<s> $A", pair="<s> $A <s> $B", special_tokens=[("<s>", control.index("<s>"))]
     )
+    tokenizer = tokenizer_at(write_tokenizer(tmp_path, backend, config | {"clean_up_tokenization_spaces": True}))
     question = ["▁he", "▁", "1", "2", "▁"] if first_only else ["▁", "▁he", "▁", "1", "2", "▁"]
-    return Kind(backend, ["<s>", "[INST]", *question, "[/INST]"])
-
-
-KINDS = {"mistral": mistral(first_only=False), "mistral-v3": mistral(first_only=True)}
-
-
-def tokenizer_of(name: str, folder: Path, *, template_file: bool = False) -> Tokenizer:
-    """Returns the tokenizer of a model directory of this kind."""
-    config = {
-        **{"bos_token": "<s>", "eos_token": "</s>", "add_bos_token": True, "tokenizer_class": "LlamaTokenizer"},
-        **{"clean_up_tokenization_spaces": True},
-    }
-    if template_file:
-        (folder / "chat_template.jinja").write_text(MISTRAL_TEMPLATE)
-    else:
-        config["chat_template"] = MISTRAL_TEMPLATE
-    return load_tokenizer(open_model(str(write_tokenizer(folder, KINDS[name].backend, config))))
-
-
-def tokens_of(name: str, ids: list[int]) -> list[str]:
-    return [str(KINDS[name].backend.id_to_token(token_id)) for token_id in ids]
-
-
-@pytest.mark.parametrize(("name", "template_file"), [("mistral", False), ("mistral-v3", True)])
-def test_a_chat_has_one_start_token_which_its_template_writes(name, template_file, tmp_path):
-    tokenizer = tokenizer_of(name, tmp_path, template_file=template_file)
     ids = tokenizer.chat_ids([{"role": "user", "content": "he 12"}])
-    assert tokens_of(name, ids) == KINDS[name].chat
-
-
-@pytest.mark.parametrize("name", KINDS)
-def test_plain_text_gets_no_start_token_and_decodes_to_itself(name, tmp_path):
-    tokenizer = tokenizer_of(name, tmp_path)
+    assert [backend.id_to_token(i) for i in ids] == ["<s>", "[INST]", *question, "[/INST]"]
     for text in ("he 12", "a , b . c 's", "naïve 数 🙂", "he </s>"):
         ids = tokenizer.encode(text)
-        assert not {"<s>", "</s>"} & set(tokens_of(name, ids))
+        assert not {"<s>", "</s>"} & {backend.id_to_token(i) for i in ids}
         assert tokenizer.decode(ids) == text

@@ -1,7 +1,6 @@
 """Tests of chats of several turns: what the template writes between turns, and the tool calls in them."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,26 +14,12 @@ from app.prompts.observation_encoder import ObservationEncoder
 from app.prompts.tokenizer import TEMPLATE_DATE, Tokenizer
 from app.prompts.tool_calls import parse_tool_calls, resolve_format, turn_calls
 from settings.errors import InputError
-from tests.prompts.chat_families import CALCULATOR, CHATML, FAMILIES, Family, family_tokenizer, template_of
+from tests.prompts.chat_families import CALCULATOR, CHATML, FAMILIES, family_tokenizer
 
-Make = Callable[..., Tokenizer]
 QUESTION = {"role": "user", "content": "How much is it?"}
 OBSERVATIONS = ["he said: 数 🙂 é\n", "\n\n  two blanks first", 'a "quoted" {"x": [1]} \\n\t']
 TOOL_FAMILIES = ["qwen2_5", "qwen3", "llama3_1"]
 CALL = '<tool_call>\n{"name": "calculator", "arguments": {"text": "1+1"}}\n</tool_call>'
-
-
-@pytest.fixture
-def make(tmp_path: Path) -> Make:
-    """Returns a function that makes the tokenizer of a family, or of another family with this template."""
-
-    def tokenizer(family: str | Family, template: str | None = None, **template_kwargs: Any) -> Tokenizer:
-        if isinstance(family, str):
-            return family_tokenizer(tmp_path, FAMILIES[family], template_of(family), **template_kwargs)
-        assert template is not None
-        return family_tokenizer(tmp_path, family, template, **template_kwargs)
-
-    return tokenizer
 
 
 def rendered(folder: Path, messages: list[Any], tools: Any = (), **options: Any) -> list[int]:
@@ -65,8 +50,8 @@ def whole(turns: list[str], answers: list[Any]) -> list[Any]:
     ("name", "role"),
     [*((name, "user") for name in FAMILIES), *((name, "tool") for name in [*TOOL_FAMILIES, "smollm2"])],
 )
-def test_turns_and_observations_equal_the_rendered_conversation(name, role, make, tmp_path):
-    tokenizer = make(name)
+def test_turns_and_observations_equal_the_rendered_conversation(name, role, tmp_path):
+    tokenizer = family_tokenizer(tmp_path, name)
     tools = [CALCULATOR] if role == "tool" and name in TOOL_FAMILIES else []
     encoder = ObservationEncoder(tokenizer, tools)
     turns = ["he asks", "数 again", "third", "fourth"]
@@ -81,8 +66,8 @@ def test_turns_and_observations_equal_the_rendered_conversation(name, role, make
 
 
 @pytest.mark.parametrize("name", TOOL_FAMILIES)
-def test_several_messages_are_one_observation(name, make, tmp_path):
-    tokenizer = make(name)
+def test_several_messages_are_one_observation(name, tmp_path):
+    tokenizer = family_tokenizer(tmp_path, name)
     answers = [
         [{"role": "tool", "content": "1"}, {"role": "tool", "content": "2"}],
         [{"role": "tool", "content": "3"}, QUESTION],
@@ -94,8 +79,8 @@ def test_several_messages_are_one_observation(name, make, tmp_path):
 
 
 @pytest.mark.parametrize("enable_thinking", [True, False])
-def test_qwen3_thinking_stays_where_tools_answer(enable_thinking, make, tmp_path):
-    tokenizer = make("qwen3", enable_thinking=enable_thinking)
+def test_qwen3_thinking_stays_where_tools_answer(enable_thinking, tmp_path):
+    tokenizer = family_tokenizer(tmp_path, "qwen3", enable_thinking=enable_thinking)
     encoder = ObservationEncoder(tokenizer, [CALCULATOR])
     turns = [f"<think>\nthought {number}\n</think>\n\n{CALL}" for number in range(3)]
     answers = [[{"role": "tool", "content": str(number)}] for number in range(3)]
@@ -107,8 +92,8 @@ def test_qwen3_thinking_stays_where_tools_answer(enable_thinking, make, tmp_path
         assert tokenizer.decode(ids).endswith("assistant\n<think>\n\n</think>\n\n") and expected[-len(ids) :] == ids
 
 
-def test_qwen3_thinking_stays_in_the_tokens_though_the_template_removes_it(make, tmp_path):
-    tokenizer = make("qwen3")
+def test_qwen3_thinking_stays_in_the_tokens_though_the_template_removes_it(tmp_path):
+    tokenizer = family_tokenizer(tmp_path, "qwen3")
     encoder = ObservationEncoder(tokenizer)
     ids, messages = tokenizer.chat_ids([QUESTION]), [QUESTION]
     for number in range(3):
@@ -125,8 +110,8 @@ def test_qwen3_thinking_stays_in_the_tokens_though_the_template_removes_it(make,
 @pytest.mark.parametrize(
     ("name", "role"), [("qwen2_5", "tool"), ("qwen3", "user"), ("llama3_1", "tool"), ("gemma2", "user")]
 )
-def test_control_tokens_spelled_in_an_observation_or_a_schema_are_text(name, role, make, tmp_path):
-    tokenizer, family = make(name), FAMILIES[name]
+def test_control_tokens_spelled_in_an_observation_or_a_schema_are_text(name, role, tmp_path):
+    tokenizer, family = family_tokenizer(tmp_path, name), FAMILIES[name]
     encoder = ObservationEncoder(tokenizer)
 
     def num_special(ids: list[int]) -> int:
@@ -148,8 +133,8 @@ def test_control_tokens_spelled_in_an_observation_or_a_schema_are_text(name, rol
 
 
 @pytest.mark.parametrize("name", ["gemma3", "smollm2"])
-def test_templates_without_tools_or_a_tool_role_are_refused(name, make):
-    tokenizer = make(name)
+def test_templates_without_tools_or_a_tool_role_are_refused(name, tmp_path):
+    tokenizer = family_tokenizer(tmp_path, name)
     with pytest.raises(InputError, match=r"env\.tools: .*does not list tools in a prompt; use a model"):
         ObservationEncoder(tokenizer, [CALCULATOR])
     if name == "gemma3":
@@ -181,13 +166,13 @@ UNFIT = {
         ("{% for m in messages %}{{ 'x' + m.content }}{% endfor %}", "joins the end of a turn and what follows in one"),
     ],
 )
-def test_a_template_unfit_for_several_turns_is_refused_with_the_reason(template, message, make):
+def test_a_template_unfit_for_several_turns_is_refused_with_the_reason(template, message, tmp_path):
     with pytest.raises(InputError, match=message):
-        ObservationEncoder(make(CHATML, template))
+        ObservationEncoder(family_tokenizer(tmp_path, CHATML, template))
 
 
-def test_fitted_observations_are_cut_at_the_end_with_a_note(make):
-    tokenizer = make("qwen2_5")
+def test_fitted_observations_are_cut_at_the_end_with_a_note(tmp_path):
+    tokenizer = family_tokenizer(tmp_path, "qwen2_5")
     encoder = ObservationEncoder(tokenizer)
     messages = [{"role": "tool", "content": text} for text in ("short", "x" * 90, "y")]
     assert [message["content"] for message in encoder.fitted(messages, 65)] == [
@@ -267,8 +252,8 @@ def test_parsing_no_text_raises(text, style):
 @pytest.mark.parametrize(
     ("name", "style"), [("qwen2_5", "json_tags"), ("qwen3", "json_tags"), ("llama3_1", "json"), ("gemma3", None)]
 )
-def test_auto_format_is_that_of_the_chat_template(name, style, tmp_path: Path):
-    tokenizer = family_tokenizer(tmp_path, FAMILIES[name], template_of(name))
+def test_auto_format_is_that_of_the_chat_template(name, style, tmp_path):
+    tokenizer = family_tokenizer(tmp_path, name)
     assert resolve_format("auto", tokenizer, has_tools=False) == (style or "none")
     assert resolve_format("json", tokenizer, has_tools=True) == "json"
     if style is None:
@@ -279,10 +264,11 @@ def test_auto_format_is_that_of_the_chat_template(name, style, tmp_path: Path):
 
 
 @pytest.mark.parametrize("special", [True, False])
-def test_tags_that_are_control_tokens_are_found_in_the_ids(special, tmp_path: Path):
+def test_tags_that_are_control_tokens_are_found_in_the_ids(special, tmp_path):
     tags = ["<tool_call>", "</tool_call>"]
     family = CHATML._replace(special=[*CHATML.special, *tags]) if special else CHATML._replace(plain=tags)
-    tokenizer = family_tokenizer(tmp_path, family, template_of("smollm2"))
+    template = CHATML_TEMPLATE.replace("CONTENT", "m.content")
+    tokenizer = family_tokenizer(tmp_path, family, template)
     ids = tokenizer.encode_rendered(tagged('{"name": "now"}') + "<|im_end|>")
     assert turn_calls(tokenizer, ids, "json_tags") == turn_calls(tokenizer, ids[:-1], "json_tags") == [NOW]
     assert ("<tool_call>" in tokenizer.decode(ids)) is not special

@@ -33,19 +33,14 @@ def children() -> list[int]:
     return found
 
 
-def open_files() -> int:
-    """Returns the number of open files of this process."""
-    return len(os.listdir("/proc/self/fd"))
-
-
 @pytest.fixture
 def nothing_is_left() -> Iterator[None]:
     """Asserts that no process, zombie or open file remains after a block that opened rewards."""
     event_loop()  # stays for all coroutines of this process
-    before = open_files()
+    before = os.listdir("/proc/self/fd")
     yield
     assert children() == []
-    assert open_files() == before
+    assert len(os.listdir("/proc/self/fd")) == len(before)
 
 
 def ended(pid: int) -> bool:

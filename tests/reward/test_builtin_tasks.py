@@ -5,11 +5,7 @@ import sys
 
 import pytest
 
-from app.reward.builtin_tasks import (
-    check_answers,
-    grade,
-    task_of,
-)
+from app.reward.builtin_tasks import check_answers, grade, task_of
 from app.reward.math_answers import math_verify
 from settings.errors import InputError
 from tests.reward.samples import kinds_of, make_prompt, make_sample, score, values_of
@@ -48,13 +44,9 @@ def test_format_rewards_need_no_reference_answer():
         (
             ["1", "x^2", "3"],
             None,
-            r"q/1 has the answer 'x\^2', which is not a number; choose the column of the answers",
+            r"q/1 has the answer 'x\^2', which is not a number; choose the column of",
         ),
-        (
-            [None],
-            "a",
-            r"q/0 of the evaluation set \(data\.eval_source: a\) has no answer; choose another data\.eval",
-        ),
+        ([None], "a", r"q/0 of the evaluation set \(data\.eval_source: a\) has no answer; choose another data\.eval"),
     ],
 )
 def test_rows_without_a_usable_answer_are_refused(answers, source, message):
@@ -85,10 +77,6 @@ installed = pytest.mark.skipif(
 )
 def test_math_verify_compares_mathematics(completion: str, answer: str, value: float) -> None:
     assert math_verify(completion, answer) == value
-
-
-@installed
-def test_math_verify_refuses_a_reference_without_mathematics() -> None:
     with pytest.raises(ValueError, match="the reference answer ' ' is no mathematical expression"):
         math_verify("18", " ")
 
