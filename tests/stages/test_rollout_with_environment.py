@@ -15,6 +15,7 @@ import pytest
 from app.distributed.stop_check import StoppedError
 from app.model.io.model_files import open_model
 from app.prompts.tokenizer import load_tokenizer
+from app.records.jsonl import write_jsonl
 from app.runtime.scoring import ScoringSession
 from app.runtime.session import Session
 from app.training.inputs import read_training_inputs
@@ -39,10 +40,16 @@ WORKERS = (
 )
 
 
+SLOW_AND_SHUT = """
+class SlowAndShut(Slow, Shut):
+    pass
+"""
+
+
 @pytest.fixture(scope="module")
 def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("environments") / "games.py"
-    path.write_text(SOURCE)
+    path.write_text(SOURCE + SLOW_AND_SHUT)
     return path
 
 
@@ -74,7 +81,7 @@ def echo(file: Path) -> Path:
     return out
 
 
-def test_turns_are_joined_by_tokens_of_the_template_and_scored_as_sampled(echo: Path, tmp_path: Path) -> None:
+def test_turns_are_joined_by_tokens_of_the_template(echo: Path) -> None:
     records = records_of(echo)
     tokenizer = load_tokenizer(open_model("builtin:tiny"))
     observation = tokenizer.encode_rendered("<|user|>12+3=?<|assistant|>")
@@ -90,35 +97,38 @@ def test_turns_are_joined_by_tokens_of_the_template_and_scored_as_sampled(echo: 
             assert after is None or ids[turn["end"] : after["start"]] == observation
         assert mask == written.tolist() and record["completion"] == turns[-1]["text"]
         assert not np.asarray(record["behavior_logprobs"])[~written].any()
-    assert scored_difference(echo, tmp_path / "scored.jsonl") < 1e-4
 
 
-def scored_difference(samples: Path, out: Path) -> float:
-    result = here("score", "--input", samples, "--json", *few(), "--out", out)
-    assert result.exit_code == 0, result.stderr
-    return json.loads(result.stdout)["max |logprob - behavior|"]
-
-
-def test_exact_samples_do_not_depend_on_latency_suspension_or_schedule(
+def test_exact_samples_do_not_depend_on_latency_suspension_schedule_or_failures(
     echo: Path, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    scarce = "rollout.kv_blocks=7"
-    for number, overrides in enumerate([(*EXACT, scarce), (*WORKERS, scarce, "rollout.max_staleness=1")]):
-        slow = sampled(tmp_path / f"{number}.jsonl", *overrides, f"env.source={file}:Slow")
-        assert bits(slow) == bits(records_of(echo)), overrides
+    # Of one prompt in three, no environment opens.
+    scarce = ("rollout.kv_blocks=7", "rollout.max_staleness=1", f"env.source={file}:SlowAndShut")
+    records = sampled(tmp_path / "workers.jsonl", *WORKERS, *scarce)
+    shut = {one["group_id"] for one in records if one["finish_reason"] == "dropped:environment raised"}
+    assert 0 < len(shut) < 6
+    for one, whole in zip(records, records_of(echo), strict=True):
+        if one["group_id"] in shut:
+            assert one["finish_reason"].startswith("dropped") and len(one["completion_token_ids"]) == 1
+        else:
+            assert bits([one]) == bits([whole]) and one["episode"]["end"] == whole["episode"]["end"]
     # Longer observations than a segment feeds.
     monkeypatch.setattr("app.rollout.engine.shapes.MAX_FORCED", 3)
-    alone = sampled(tmp_path / "few.jsonl", *EXACT, f"env.source={file}:Echo", "env.max_suspended=0")
-    assert bits(alone) == bits(records_of(echo))
+    slots = ("rollout.kv_blocks=7", "env.max_suspended=0", f"env.source={file}:Slow")
+    assert bits(sampled(tmp_path / "slots.jsonl", *EXACT, *slots)) == bits(records_of(echo))
 
 
-def test_long_observations_are_prefilled_in_fast_mode(
-    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_turns_are_scored_as_sampled_also_after_long_observations(
+    echo: Path, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("app.rollout.engine.shapes.MAX_FORCED", 8)
-    records = sampled(tmp_path / "samples.jsonl", "rollout.max_new_tokens=128", f"env.source={file}:Long")
-    assert ("terminated", "stop") in ends(records)
-    assert scored_difference(tmp_path / "samples.jsonl", tmp_path / "scored.jsonl") < 1e-4
+    # Beyond this length, fast mode prefills them.
+    monkeypatch.setattr("app.rollout.engine.shapes.MAX_FORCED", 3)
+    records = sampled(tmp_path / "samples.jsonl", f"env.source={file}:Echo", "env.max_turns=2")
+    assert ends(records) == {("turns", "length")} and {len(one["episode"]["turns"]) for one in records} == {2}
+    write_jsonl(tmp_path / "both.jsonl", [*records, *records_of(echo)])
+    result = here("score", "--input", tmp_path / "both.jsonl", "--json", *few(), "--out", tmp_path / "scored.jsonl")
+    assert result.exit_code == 0, result.stderr
+    assert json.loads(result.stdout)["max |logprob - behavior|"] < 1e-4
 
 
 def test_environment_of_one_turn_changes_no_bit(file: Path, tmp_path: Path) -> None:
@@ -130,14 +140,10 @@ def test_environment_of_one_turn_changes_no_bit(file: Path, tmp_path: Path) -> N
             assert one["episode"]["turns"][0]["reward"] == (one["completion"] == one["answer"])
 
 
-@pytest.mark.parametrize(("limit", "end"), [("env.max_turns=2", "turns"), ("rollout.max_new_tokens=12", "observation")])
-def test_truncated_sample_is_scored_by_its_environment(limit: str, end: str, file: Path, tmp_path: Path) -> None:
-    records = sampled(tmp_path / "samples.jsonl", f"env.source={file}:Echo", limit)
-    assert (end, "length") in ends(records)
-    assert {one["finish_reason"] for one in records if one["episode"]["end"] != "terminated"} == {"length"}
+def test_truncated_samples_are_scored_by_their_environment(file: Path, tmp_path: Path) -> None:
+    records = sampled(tmp_path / "samples.jsonl", f"env.source={file}:Echo", "rollout.max_new_tokens=12")
+    assert ends(records) == {("tokens", "length"), ("observation", "length")}
     assert all(one["episode"]["scores"] == {"calm": 0.5} for one in records)
-    most = 2 if end == "turns" else 3
-    assert max(len(one["episode"]["turns"]) for one in records) <= most
 
 
 def test_samples_of_a_prompt_play_one_game_and_failures_drop_their_samples(file: Path, tmp_path: Path) -> None:
@@ -147,17 +153,6 @@ def test_samples_of_a_prompt_play_one_game_and_failures_drop_their_samples(file:
     assert all(one["prompt"] == openings[one["uid"].rpartition("/")[0]] for one in records)
     failed = Counter(one["finish_reason"] for one in records)
     assert set(failed) == {"stop", "dropped:environment raised"} and failed["stop"] % 4 == 0
-
-
-def test_prompt_whose_environment_does_not_open_drops_its_samples(echo: Path, file: Path, tmp_path: Path) -> None:
-    records = sampled(tmp_path / "some.jsonl", *EXACT, f"env.source={file}:Shut")
-    shut = {one["group_id"] for one in records if one["finish_reason"] == "dropped:environment raised"}
-    assert 0 < len(shut) < 6
-    for one, whole in zip(records, records_of(echo), strict=True):
-        if one["group_id"] in shut:
-            assert one["finish_reason"].startswith("dropped") and len(one["completion_token_ids"]) == 1
-        else:
-            assert bits([one]) == bits([whole]) and one["episode"]["end"] == whole["episode"]["end"]
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,13 @@ import pyarrow.parquet
 import pytest
 
 from app.records.jsonl import write_jsonl
-from tests.program import digest_of, here, records_of, settings
+from app.records.sample import Sample
+from app.runtime.model_spec import read_model_spec
+from app.stages.sample_reader import SampleReader
+from app.stages.sample_text import SampleEncoder
+from settings import load
+from settings.errors import InputError
+from tests.program import here, records_of, settings
 from tests.tiny_directory import END, write_model, write_tokenizer
 
 IDS = ("prompt_token_ids", "completion_token_ids")
@@ -35,32 +41,36 @@ def lines(folder: Path, *records: Mapping[str, Any]) -> Path:
     return folder / "in.jsonl"
 
 
+def samples_of(model: Path, source: Path, *, system_prompt: str | None = None) -> list[Sample]:
+    """Reads a file as `grpo score` does."""
+    spec = read_model_spec(load(None, [f"model.path={model}"], {}).settings, generates=False)
+    reader = SampleReader(source, spec.architecture, SampleEncoder(lambda: spec.tokenizer, system_prompt=system_prompt))
+    reader.check()
+    return [one.sample for window in reader.windows(100) for one in window]
+
+
 def test_chat_gets_the_ids_of_a_rollout_and_a_string_its_own(tiny_model: Path, sampled: Path, tmp_path: Path) -> None:
     sample = records_of(sampled)[0]
-    chat = [{"role": "user", "content": sample["prompt"]}]
-    completion = [{"role": "assistant", "content": "3"}]
-    of_chat, plain, rendered, ended = scored(
-        tiny_model,
-        lines(
-            tmp_path,
-            {"prompt": chat, "completion": completion, "note": None},
-            {"prompt": "1+2=?", "completion": "3", "uid": 17, "answer": 3},
-            {"prompt": RENDERED, "completion": "3"},
-            {"prompt": CHAT, "completion": f"3{END}"},
-        ),
+    source = lines(
+        tmp_path,
+        {
+            "prompt": [{"role": "user", "content": sample["prompt"]}],
+            "completion": [{"role": "assistant", "content": "3"}],
+        },
+        {"prompt": "1+2=?", "completion": "3"},
+        {"prompt": RENDERED, "completion": "3"},
+        {"prompt": CHAT, "completion": f"3{END}"},
     )
-    assert of_chat["prompt_token_ids"] == sample["prompt_token_ids"]
-    assert of_chat.keys() == {"prompt", "completion", "note", "policy_logprobs", *IDS}
-    assert (of_chat["prompt"], of_chat["completion"]) == (chat, completion)
+    found = samples_of(tiny_model, source)
+    of_chat, plain, rendered, ended = (one.prompt.token_ids.tolist() for one in found)
+    completions = [one.completion_ids.tolist() for one in found]
+    assert of_chat == sample["prompt_token_ids"]
     # 2 is <|user|> and 3 <|assistant|>; neither is added to a string, nor 0, the end, to a completion.
-    assert not {2, 3} & {*plain["prompt_token_ids"]} and len(plain["completion_token_ids"]) == 1
-    assert (plain["uid"], plain["answer"]) == (17, 3)
-    assert rendered["prompt_token_ids"] == ended["prompt_token_ids"] == [2, *plain["prompt_token_ids"], 3]
-    assert ended["completion_token_ids"] == [*plain["completion_token_ids"], 0]
-    assert ended["policy_logprobs"][:1] == pytest.approx(rendered["policy_logprobs"], abs=1e-5)
-    assert plain["policy_logprobs"] != pytest.approx(rendered["policy_logprobs"], abs=1e-3)
-    (told, *_) = scored(tiny_model, tmp_path / "in.jsonl", "--overwrite", *settings("data.system_prompt=1"))
-    assert told["prompt_token_ids"][2:] == of_chat["prompt_token_ids"]
+    assert not {2, 3} & {*plain} and len(completions[1]) == 1
+    assert rendered == ended == [2, *plain, 3]
+    assert completions == [completions[1]] * 3 + [[*completions[1], 0]]
+    told = samples_of(tiny_model, source, system_prompt="1")[0].prompt.token_ids
+    assert told[2:].tolist() == of_chat
 
 
 def test_text_goes_through_reward_critic_and_gae(tiny_model: Path, tmp_path: Path) -> None:
@@ -104,18 +114,29 @@ FOREIGN = {
 """Fields of another program that have our names or verl's, but mean something else."""
 
 
-def test_unread_fields_may_be_missing_or_hold_anything(tiny_model: Path, sampled: Path, tmp_path: Path) -> None:
+OF_VERL = {"input": "1+2=?", "output": "3", "gts": "3", "score": 1.0, "step": 7, "acc": True}
+
+
+def test_other_programs_fields_are_kept_and_need_no_meaning(tiny_model: Path, sampled: Path, tmp_path: Path) -> None:
     turns = [{"role": "assistant", "content": "3"}, {"role": "user", "content": "4"}]
     ids = [{name: one[name] for name in IDS} for one in records_of(sampled)]
     answers = {"prompt": [*CHAT, {"role": "assistant", "content": "3"}]}
-    policy = lines(tmp_path, FOREIGN | {"completion": turns} | ids[0], ids[1] | answers, *ids[2:])
-    records = zip(records_of(policy), scored(tiny_model, policy), records_of(sampled), strict=True)
-    for before, after, sample in records:
-        np.testing.assert_allclose(after.pop("policy_logprobs"), sample["behavior_logprobs"], atol=1e-4)
-        assert after == before
+    dumps = OF_VERL, {**OF_VERL, "output": "4", "gts": None, "answer": "3"}
+    chat = {"prompt": CHAT, "completion": [{"role": "assistant", "content": "3"}], "note": None, "uid": 17, "answer": 3}
+    source = lines(tmp_path, FOREIGN | {"completion": turns} | ids[0], ids[1] | answers, *ids[2:], chat, *dumps)
+    records = scored(tiny_model, source)
+    for before, after in zip(records_of(source), records, strict=True):
+        assert after.keys() == {*before, *IDS, "policy_logprobs"} and after == after | before
+    for after, sample in zip(records, records_of(sampled), strict=False):
+        np.testing.assert_allclose(after["policy_logprobs"], sample["behavior_logprobs"], atol=1e-4)
+    # Scores chain: ids do not take the place of the text.
+    judged = scored(tiny_model, lines(tmp_path, *dumps), role="reward")
+    assert [one["reward"] for one in judged] == [1.0, 0.0]
+    again = scored(tiny_model, lines(tmp_path, *records[-2:]), "--overwrite", role="reward")
+    assert again == [one | rewarded for one, rewarded in zip(records[-2:], judged, strict=True)]
     reward = lines(tmp_path, FOREIGN | {"completion": "3", "answer": "3", "loss_mask": "none", IDS[1]: "none"})
-    (judged,) = scored(tiny_model, reward, role="reward")
-    assert judged == records_of(reward)[0] | {"reward": 1.0, "rewards": {"arithmetic": 1.0}}
+    (only,) = scored(tiny_model, reward, "--overwrite", role="reward")
+    assert only == records_of(reward)[0] | {"reward": 1.0, "rewards": {"arithmetic": 1.0}}
 
 
 def rewarded_by(folder: Path, function: str, source: Path, *arguments: str) -> list[dict[str, Any]]:
@@ -149,24 +170,20 @@ def test_function_that_takes_token_ids_needs_them_in_every_sample(tmp_path: Path
 
 
 def test_only_text_needs_a_tokenizer_and_only_chats_a_template(tmp_path: Path) -> None:
-    model, out = write_model(tmp_path / "model"), tmp_path / "out.jsonl"
+    model = write_model(tmp_path / "model")
     ids = {"prompt_token_ids": [2, 5], "completion_token_ids": [6], "completion": "whatever"}
     text, chat = {"prompt": "1", "completion": "2"}, {"prompt": CHAT, "completion": "2"}
     write_tokenizer(model, chat_template=None)
     (model / "chat_template.jinja").unlink(missing_ok=True)
-    assert len(scored(model, lines(tmp_path, text))) == 1
-    arguments = ("score", *settings(f"model.path={model}"), "--input", tmp_path / "in.jsonl", "--out", out)
-    lines(tmp_path, text, chat)
-    before = digest_of(tmp_path)
-    result = here(*arguments)
-    assert result.exit_code == 2
-    assert "in.jsonl:2: prompt is a chat, but the tokenizer of model.path has no chat template; rend" in result.stderr
-    assert digest_of(tmp_path) == before
+    assert len(samples_of(model, lines(tmp_path, text))) == 1
+    without_template = r"in.jsonl:2: prompt is a chat, but the tokenizer of model.path has no chat template; rend"
+    with pytest.raises(InputError, match=without_template):
+        samples_of(model, lines(tmp_path, text, chat))
     (model / "tokenizer.json").unlink()
-    result = here(*arguments)
-    assert result.exit_code == 2
-    assert "in.jsonl:1: prompt is text, but model.path has no tokenizer for it; add the token ids" in result.stderr
-    assert len(scored(model, lines(tmp_path, ids), "--overwrite")) == 1
+    without_tokenizer = r"in.jsonl:1: prompt is text, but model.path has no tokenizer for it; add the token ids"
+    with pytest.raises(InputError, match=without_tokenizer):
+        samples_of(model, lines(tmp_path, text))
+    assert len(samples_of(model, lines(tmp_path, ids))) == 1
 
 
 def test_parquet_files_of_trl_are_scored(tiny_model: Path, tmp_path: Path) -> None:
@@ -183,25 +200,13 @@ def test_parquet_files_of_trl_are_scored(tiny_model: Path, tmp_path: Path) -> No
     assert [one["accuracy_reward"] for one in records] == [1.0, None]
     assert [one.keys() - {*IDS, "policy_logprobs"} for one in records] == [{*logged}] * 2
     texts = [{"prompt": p, "completion": c} for p, c in zip(logged["prompt"], logged["completion"], strict=True)]
-    as_lines = scored(tiny_model, lines(tmp_path, *texts))
-    assert [one["policy_logprobs"] for one in records] == [one["policy_logprobs"] for one in as_lines]
+    for record, sample in zip(records, samples_of(tiny_model, lines(tmp_path, *texts)), strict=True):
+        assert record["prompt_token_ids"] == sample.prompt.token_ids.tolist()
+        assert record["completion_token_ids"] == sample.completion_ids.tolist()
     for column, message in (
         ({"completion": ["1", None]}, "row 1: missing completion_token_ids or completion"),
         ({"completion": ["1", "2"], "raw": [b"", b""]}, "row 0: cannot be written as JSON"),
     ):
         pyarrow.parquet.write_table(pyarrow.table({"prompt": ["1", "2"], **column}), source)
-        result = here("score", *settings(f"model.path={tiny_model}"), "--input", source, "--out", tmp_path / "no.jsonl")
-        assert result.exit_code == 2 and f"{source.name} {message}" in result.stderr
-
-
-def test_rollouts_of_verl_are_scored_and_rewarded(tiny_model: Path, tmp_path: Path) -> None:
-    dump = {"input": "1+2=?", "output": "3", "gts": "3", "score": 1.0, "step": 7, "acc": True}
-    source = lines(tmp_path, dump, {**dump, "output": "4", "gts": None, "answer": "3"})
-    records = scored(tiny_model, source)
-    assert records[0] | dump == records[0]
-    assert records[0].keys() == {*dump, *IDS, "policy_logprobs"}
-    judged = scored(tiny_model, source, role="reward")
-    assert [one["reward"] for one in judged] == [1.0, 0.0]
-    # Scores chain: ids do not take the place of the text.
-    again = scored(tiny_model, lines(tmp_path, *records), "--overwrite", role="reward")
-    assert again == [scored | rewarded for scored, rewarded in zip(records, judged, strict=True)]
+        with pytest.raises(InputError, match=f"{source.name} {message}"):
+            samples_of(tiny_model, source)
