@@ -56,7 +56,9 @@ def params_of(model: ModelSpec) -> Params:
 def trained(params: Params) -> Params:
     """Returns weights that all differ, as after training."""
     rng = np.random.default_rng(0)
-    return jax.tree.map(lambda x: x + jax.numpy.asarray(rng.normal(0, 0.05, x.shape), x.dtype), params)
+    return jax.tree.map(
+        lambda x: jax.device_put(np.asarray(x) + rng.normal(0, 0.05, x.shape).astype(x.dtype), x.sharding), params
+    )
 
 
 def assert_comes_out_whole(folder: Path, model: ModelSpec, params: Params) -> None:
@@ -80,11 +82,14 @@ def assert_comes_out_whole(folder: Path, model: ModelSpec, params: Params) -> No
         ("qwen2", {"tie_word_embeddings": True, "dtype": "bfloat16"}),
         ("qwen3", {"attention_bias": True}),
         ("qwen3_moe", {"norm_topk_prob": False}),
-        ("gemma3_text", {}),
+        ("mistral", {}),
+        ("mixtral", {}),
+        ("gemma2", {}),
+        ("gemma3_text", {"sliding_window_pattern": 2}),
     ],
 )
 def test_transformers_logits_of_an_export_equal_ours(tmp_path, family, changes):
-    base = write_checkpoint(tmp_path / "base", family, **changes)
+    base = write_checkpoint(tmp_path / "base", family, num_hidden_layers=2, **changes)
     write_tokenizer(base)
     model = model_at(base)
     assert_comes_out_whole(tmp_path / "trained", model, trained(params_of(model)))
@@ -310,15 +315,28 @@ def test_a_card_without_readable_metrics_has_no_results(
     assert "note: the model card has no results of the run: " in capsys.readouterr().err
 
 
-def test_cards_shorten_local_paths_to_the_last_name(copied_run: Path, tiny_model: Path) -> None:
+def test_cards_name_sources_without_folders_and_what_is_not_default(copied_run: Path, tiny_model: Path) -> None:
+    assert "add_generation_prompt=True, return_tensors" in card_of(copied_run, tiny_model)
     change(copied_run, "source", "for_acme/secret/train.jsonl")
     change(copied_run, "eval_source", "for_acme/secret/test.jsonl")
+    change(copied_run, "chat_template_kwargs", "{enable_thinking: false}")
+    change(copied_run, "rank", "8")
     card = card_of(copied_run, tiny_model, "model.path=for_acme/secret/tiny")
     assert "acme" not in card
-    for name in ('`model.path` | `"tiny"`', '`data.source` | `"train.jsonl"`', "of `test.jsonl`, one answer each"):
-        assert name in card
-    change(copied_run, "source", "hf:openai/gsm8k")
-    assert '`data.source` | `"hf:openai/gsm8k"`' in card_of(copied_run, tiny_model)
+    assert "add_generation_prompt=True, enable_thinking=False, return_tensors" in card
+    for name, value in (
+        ("model.path", '"tiny"'),
+        ("model.lora.rank", "8"),
+        ("data.source", '"train.jsonl"'),
+        ("data.chat_template_kwargs", '{"enable_thinking": false}'),
+    ):
+        assert f"| `{name}` | `{value}` |" in card
+    assert "of `test.jsonl`, one answer each" in card
+    parts = "{source: for_acme/a.jsonl, weight: 3.0}, {source: 'hf:openai/gsm8k:main'}, {source: 'hf:a/b'}"
+    change(copied_run, "source", f"[{parts}]")
+    card = card_of(copied_run, tiny_model)
+    assert "on `a.jsonl`, `hf:openai/gsm8k:main`, `hf:a/b`: step" in card and "acme" not in card
+    assert yaml.safe_load(card.split("---\n")[1])["datasets"] == ["openai/gsm8k", "a/b"]
 
 
 def test_cards_name_a_hub_base_with_its_commit(copied_run: Path, tiny_model: Path) -> None:
@@ -330,21 +348,3 @@ def test_cards_name_a_hub_base_with_its_commit(copied_run: Path, tiny_model: Pat
     assert '| `model.path` | `"some/model@c0ffee"` |' in card
     assert "# model after 4 steps of grpo" in card
     assert str(tiny_model) in (copied_run / "settings.yaml").read_text() and str(tiny_model) not in card
-
-
-def test_cards_have_template_variables_and_adapters(copied_run: Path, tiny_model: Path) -> None:
-    assert "add_generation_prompt=True, return_tensors" in card_of(copied_run, tiny_model)
-    change(copied_run, "chat_template_kwargs", "{enable_thinking: false}")
-    change(copied_run, "rank", "8")
-    card = card_of(copied_run, tiny_model)
-    assert "| `model.lora.rank` | `8` |" in card
-    assert "add_generation_prompt=True, enable_thinking=False, return_tensors" in card
-    assert '| `data.chat_template_kwargs` | `{"enable_thinking": false}` |' in card
-
-
-def test_cards_name_all_sources_of_a_mixture(copied_run: Path, tiny_model: Path) -> None:
-    parts = "{source: for_acme/a.jsonl, weight: 3.0}, {source: 'hf:openai/gsm8k:main'}, {source: 'hf:a/b'}"
-    change(copied_run, "source", f"[{parts}]")
-    card = card_of(copied_run, tiny_model)
-    assert "on `a.jsonl`, `hf:openai/gsm8k:main`, `hf:a/b`: step" in card and "acme" not in card
-    assert yaml.safe_load(card.split("---\n")[1])["datasets"] == ["openai/gsm8k", "a/b"]

@@ -201,10 +201,14 @@ def test_a_collapse_in_the_first_update_is_noticed() -> None:
 
 def test_a_reward_collapses_from_the_mean_of_several_steps() -> None:
     def history(num_lucky: int) -> History:
-        rewards = [0.2] * 110 + [0.9] * num_lucky + [0.2] * 30
-        return [step_record(i, reward__mean=r, policy__kl=4.0) for i, r in enumerate(rewards, start=1)]
+        lucky = [(0.9, 0.1 * i) for i in range(1, num_lucky + 1)]
+        steps = [(0.2, 1.0)] * 110 + lucky + [(0.2, 2.0)] * 30
+        return [step_record(i, reward__mean=r, policy__entropy=e) for i, (r, e) in enumerate(steps, start=1)]
 
-    assert COLLAPSE not in titles(history(1)) and COLLAPSE in titles(history(5))
+    assert COLLAPSE not in titles(history(1))
+    (alert,) = [alert for alert in find_alerts(history(5)) if alert.title == COLLAPSE]
+    # The entropy before is that of the same five steps.
+    assert "fell from 0.76 (up to step 114)" in alert.text and "the entropy rose from 0.4 to 1.7" in alert.text
 
     def collapses(best: float, later: float, std: float) -> bool:
         history = [step_record(1, reward__mean=best, reward__std=std, policy__entropy=0.2)]

@@ -55,10 +55,8 @@ def metrics_of_real_runs(*runs: Path) -> set[str]:
     return {*several, *experts, *turns, *(name for run in runs for line in metrics_of(run) for name in line)}
 
 
-def test_the_registry_has_exactly_the_metrics_of_runs(
-    finished: Path, uninterrupted: Path, judged_by_plug_in: Path
-) -> None:
-    metrics = metrics_of_real_runs(finished, uninterrupted, judged_by_plug_in)
+def test_the_registry_has_exactly_the_metrics_of_runs(finished: Path, judged_by_plug_in: Path) -> None:
+    metrics = metrics_of_real_runs(finished, judged_by_plug_in)
     assert len(metrics) > 40 and len(NAMES) == len(set(NAMES))
     assert [name for name in sorted(metrics) if find_metric(name) is None] == []
     assert [entry for entry in NAMES if not any(matches(entry, name) for name in metrics)] == []
