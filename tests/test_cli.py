@@ -13,7 +13,7 @@ import typer
 from typer.testing import CliRunner
 
 import cli
-from app.commands.command_support import find_run_settings, handle_errors, print_result
+from app.commands.command_support import handle_errors, print_result
 from settings import InputError, load
 from settings.loading.config_file import preset_names
 from settings.loading.fields import FIELDS
@@ -201,29 +201,25 @@ def test_wrong_usage_and_bad_input_are_one_message_and_exit_code_2(
 
 
 @pytest.mark.parametrize(
-    ("place", "is_in_run"),
-    [(".", True), ("checkpoints/2", True), ("mine/advantages.jsonl", False), ("checkpoints/2/progress", False)],
+    ("command", "option", "place", "is_in_run"),
+    [
+        ("train", "--from-rollouts", ".", True),
+        ("evaluate", "--checkpoint", "checkpoints/2", True),
+        ("train", "--from-rollouts", "mine/advantages.jsonl", False),
+        ("train", "--from-rollouts", "checkpoints/2/progress", False),
+    ],
 )
 def test_path_in_the_folders_of_a_run_uses_its_settings(
-    tmp_path: Path, place: str, is_in_run: bool, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, command: str, option: str, place: str, is_in_run: bool
 ) -> None:
     file = tmp_path.resolve() / "run" / "settings.yaml"
     file.parent.mkdir()
-    file.write_text("run:\n  name: mine\n")
-    found = find_run_settings({"--from-rollouts": file.parent / place})
-    assert (found and found.name) == (str(file) if is_in_run else None)
-    note = f"note: --from-rollouts: using the settings in {file}\n" if is_in_run else ""
-    assert capsys.readouterr() == ("", note)
-
-
-@pytest.mark.parametrize(("command", "option"), [("train", "--from-rollouts"), ("evaluate", "--checkpoint")])
-def test_note_names_the_run_whose_settings_are_used(tmp_path: Path, command: str, option: str) -> None:
-    (tmp_path / "settings.yaml").write_text(load(None, ["run.steps=3"], {}).to_yaml())
-    answer = here(command, option, ".", "--print-config")
+    file.write_text(load(None, ["run.steps=3"], {}).to_yaml())
+    answer = here(command, option, file.parent / place, "--print-config")
     assert answer.exit_code == 0, answer.stderr
-    assert answer.stderr == f"note: {option}: using the settings in {tmp_path.resolve() / 'settings.yaml'}\n"
-    assert "\n  steps: 3  # yaml:" in answer.stdout
-    assert here(command, option, ".", "--config", "settings.yaml", "--print-config").stderr == ""
+    assert answer.stderr == (f"note: {option}: using the settings in {file}\n" if is_in_run else "")
+    assert ("\n  steps: 3  # yaml:" in answer.stdout) == is_in_run
+    assert here(command, option, file.parent / place, "--config", file, "--print-config").stderr == ""
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -76,29 +75,19 @@ def test_importing_grpo_imports_nothing_and_leaves_the_path() -> None:
     subprocess.run([sys.executable, "-c", program], env=os.environ | {"PYTHONPATH": str(REPOSITORY)}, check=True)
 
 
-def documented_calls() -> Iterator[Any]:
-    """Yields each documented call of the API, as its syntax tree."""
-    sops = REPOSITORY / "sops"
-    blocks = [
-        "\n".join(re.findall(r"^```python\n(.*?)^```", path.read_text(), flags=re.DOTALL | re.MULTILINE))
-        for path in (REPOSITORY / "README.md", *sops.rglob("*.md"))
-    ]
-    for function in (grpo.train, grpo.evaluate, grpo.rollout, grpo.score):
-        blocks += re.findall(r"\n\n((?: {4}.*\n+)+)Args:", inspect.cleandoc(function.__doc__ or ""))
-    for block in blocks:
-        for node in ast.walk(ast.parse(textwrap.dedent(block))):
-            if isinstance(node, ast.Call) and ast.unparse(node.func).startswith("grpo."):
-                yield node
-
-
 def test_documented_calls_fit_the_functions() -> None:
-    names = set()
-    for call in documented_calls():
-        names.add(ast.unparse(call.func))
-        function = getattr(grpo, ast.unparse(call.func).removeprefix("grpo."))
-        bound = inspect.signature(function).bind(*call.args, **{keyword.arg: None for keyword in call.keywords})
-        assert "unknown" not in bound.arguments
-    assert names == {"grpo.train", "grpo.evaluate", "grpo.rollout", "grpo.score"}
+    functions = {f"grpo.{one.__name__}": one for one in (grpo.train, grpo.evaluate, grpo.rollout, grpo.score)}
+    blocks, names = [], set()
+    for path in (REPOSITORY / "README.md", *(REPOSITORY / "sops").rglob("*.md")):
+        blocks += re.findall(r"^```python\n(.*?)^```", path.read_text(), flags=re.DOTALL | re.MULTILINE)
+    for function in functions.values():
+        blocks += re.findall(r"\n\n((?: {4}.*\n+)+)Args:", inspect.cleandoc(function.__doc__ or ""))
+    for call in (node for block in blocks for node in ast.walk(ast.parse(textwrap.dedent(block)))):
+        if isinstance(call, ast.Call) and (name := ast.unparse(call.func)).startswith("grpo."):
+            given: Any = {keyword.arg: None for keyword in call.keywords}
+            assert "unknown" not in inspect.signature(functions[name]).bind(*call.args, **given).arguments
+            names.add(name)
+    assert names == functions.keys()
 
 
 def test_foreign_names_and_arguments_are_shown_as_ours() -> None:
