@@ -18,7 +18,6 @@ from tests.evaluation.test_metrics import make_answers, table_of
 from tests.program import REPOSITORY, metrics_of, train_here
 from tests.run_fixtures import NO_REPORT, TINY, write_config
 from tests.tiny_directory import write_reward_model
-from tests.training.test_async_training import SCHEDULED
 
 
 @pytest.fixture(scope="module")
@@ -34,9 +33,11 @@ def judged_by_plug_in(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
     (folder / "judge.py").write_text("def judge(completion): return {'score': 1.0, 'length': len(completion)}\n")
     functions = f"reward.functions=['{folder / 'judge.py'}:judge']"
     ppo = ("algorithm.name=ppo", "algorithm.beta=0.1", "algorithm.kl_target=0.1", "algorithm.correction=truncate")
+    workers = ("rollout.scheduler=adaptive", "rollout.workers.fast.slots=8", "rollout.workers.heavy.count=0")
+    apart = ("rollout.max_staleness=1", "rollout.devices=0.5", "mesh.shape=1,4,1")
     result = train_here(
-        *(config, functions, model, *ppo, *SCHEDULED),
-        *("env.source=calculator", "rollout.max_staleness=1", "run.steps=1", "eval.every_steps=0"),
+        *(config, functions, model, *ppo, *workers, *apart),
+        *("env.source=calculator", "run.steps=1", "eval.every_steps=0"),
     )
     assert result.exit_code == 0, result.stderr
     return folder / "runs" / "tiny"
