@@ -89,32 +89,21 @@ def test_tokenizer_files_are_copied_unchanged_without_code(tmp_path):
 BASE = {"model_type": "qwen2", "hidden_size": 8, "rope_theta": 1e6}
 
 
-def test_weight_type_has_the_name_of_the_base():
-    old = export_config(BASE | {"torch_dtype": "bfloat16"}, dtype="float32", eos_ids=(3,))
-    new = export_config(BASE | {"dtype": "bfloat16"}, dtype="float32", eos_ids=(3,))
-    assert (old["torch_dtype"], "dtype" in old) == ("float32", False)
-    assert (new["dtype"], "torch_dtype" in new) == ("float32", False)
-    assert export_config(BASE, dtype="bfloat16", eos_ids=(3,))["torch_dtype"] == "bfloat16"
-
-
 def test_exported_config_adds_only_what_the_base_lacks():
     terse = export_config(BASE | {"eos_token_id": None}, dtype="float32", eos_ids=(3, 5))
-    assert terse == BASE | {
-        "architectures": ["Qwen2ForCausalLM"],
-        "eos_token_id": [3, 5],
-        "torch_dtype": "float32",
-    }
+    added = {"architectures": ["Qwen2ForCausalLM"], "eos_token_id": [3, 5], "torch_dtype": "float32"}
+    assert terse == BASE | added
     assert export_config(BASE | {"eos_token_id": 0}, dtype="float32", eos_ids=(0, 3))["eos_token_id"] == 0
+    for name, other in (("torch_dtype", "dtype"), ("dtype", "torch_dtype")):
+        config = export_config(BASE | {name: "bfloat16"}, dtype="float32", eos_ids=(3,))
+        assert config[name] == "float32" and other not in config
     named = BASE | {"_name_or_path": "/home/somebody/qwen", "transformers_version": "4.40.0"}
     assert "_name_or_path" not in export_config(named, dtype="float32", eos_ids=(3,))
     assert "transformers_version" not in export_generation_config(named, eos_ids=(3,), pad_id=0)
-
-
-@pytest.mark.parametrize(("eos_ids", "written"), [((7,), 7), ((2, 7), [2, 7])])
-def test_generation_config_has_the_eos_ids_of_training(eos_ids, written):
     base = {"eos_token_id": 2, "temperature": 0.6, "pad_token_id": 9}
-    assert export_generation_config(base, eos_ids=eos_ids, pad_id=0) == base | {"eos_token_id": written}
-    assert export_generation_config({}, eos_ids=eos_ids, pad_id=4) == {"pad_token_id": 4, "eos_token_id": written}
+    for eos_ids, written in (((7,), 7), ((2, 7), [2, 7])):
+        assert export_generation_config(base, eos_ids=eos_ids, pad_id=0) == base | {"eos_token_id": written}
+        assert export_generation_config({}, eos_ids=eos_ids, pad_id=4) == {"pad_token_id": 4, "eos_token_id": written}
 
 
 FLOAT32, BFLOAT16 = np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16)
@@ -199,15 +188,11 @@ def assert_reference_logits(logits: np.ndarray, rows: PackedRows, reference: Any
 # peft asks transformers for a property by its old name.
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 @pytest.mark.parametrize(
-    ("family", "projections"),
-    [
-        ("llama", TARGETS),
-        ("gemma3_text", ("o_proj", "gate_proj", "down_proj")),
-    ],
+    ("family", "projections"), [("llama", TARGETS), ("gemma3_text", ("o_proj", "gate_proj", "down_proj"))]
 )
 def test_peft_logits_equal_ours_with_the_same_adapters(tmp_path, family, projections):
     peft = pytest.importorskip("peft", reason="what loads adapters elsewhere")
-    base = write_checkpoint(tmp_path / "base", family)
+    base = write_checkpoint(tmp_path / "base", family, num_hidden_layers=2)
     plain, params = load_ours(base)
     lora = LoRAConfig(rank=3, alpha=7.5, projections=projections)
     definition = DecoderDefinition.create(plain.architecture, lora=lora)
@@ -220,15 +205,10 @@ def test_peft_logits_equal_ours_with_the_same_adapters(tmp_path, family, project
     assert_reference_logits(ours, rows, theirs)
 
 
-def test_every_projection_has_its_name_in_hugging_face():
+def test_adapter_config_has_rank_alpha_base_and_names_of_projections():
     assert [name.rpartition(".")[2] for name in PROJECTIONS.values()] == list(TARGETS)
-
-
-def test_adapter_config_has_rank_alpha_and_base():
-    config = adapter_config(
-        LoRAConfig(rank=4, alpha=16.0, projections=("q_proj",)), base="some/model", revision="c0ffee"
-    )
+    lora = LoRAConfig(rank=4, alpha=16.0, projections=("q_proj",))
+    config = adapter_config(lora, base="some/model", revision="c0ffee")
     assert (config["r"], config["lora_alpha"], config["target_modules"]) == (4, 16, ["q_proj"])
-    assert isinstance(config["lora_alpha"], int)
+    assert isinstance(config["lora_alpha"], int) and config["task_type"] == "CAUSAL_LM"
     assert (config["base_model_name_or_path"], config["revision"]) == ("some/model", "c0ffee")
-    assert config["task_type"] == "CAUSAL_LM"

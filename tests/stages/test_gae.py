@@ -180,25 +180,24 @@ GOOD: dict[str, Any] = {"values": [1.0], "reward": 1.0}
             [GOOD, {"values": [1.0] * 4, "token_rewards": [1.0] * 2}],
             "in.jsonl:2: values has 4 entries, expected 2 or 3: one per completion token, as token_rewards has 2",
         ),
-        ([GOOD | {"loss_mask": [2]}], "in.jsonl:1: loss_mask[0]: expected booleans, or 0 and 1, got int 2"),
         ([GOOD, {"values": [3e38], "reward": -3e38}], "in.jsonl:2: rewards or values are too large"),
-        ([GOOD, '{"values": [1.0, NaN], "reward": 1.0}'], "in.jsonl:2: not usable JSON: values[1] is NaN"),
+        ([GOOD, {"values": [float("nan")], "reward": 1.0}], "in.jsonl:2: not usable JSON: values[0] is NaN"),
         ([{"values": [1.0], "loss_mask": [False]}], "in.jsonl: the mask of all samples is False throughout"),
-        ([""], "holds no samples"),
+        ([], "holds no samples"),
     ],
 )
 def test_unusable_line_is_named_and_nothing_is_written(tmp_path: Path, lines: list[Any], message: str) -> None:
-    (tmp_path / "in.jsonl").write_text("\n".join(one if isinstance(one, str) else json.dumps(one) for one in lines))
+    (tmp_path / "in.jsonl").write_text("\n".join(map(json.dumps, lines)))
     assert_refused(gae(tmp_path / "in.jsonl", tmp_path / "out.jsonl"), message, tmp_path)
-
-
-ZEROS = np.zeros((2, 3))
 
 
 def with_last(number: float) -> np.ndarray:
     array = np.zeros((2, 3))
     array[-1, -1] = number
     return array
+
+
+ZEROS = with_last(0)
 
 
 @pytest.mark.parametrize(
@@ -376,34 +375,24 @@ class Trap:
         return (pytest.fail, ("unpickled",))
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
+def test_file_without_matrices_of_numbers_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "x.npz"
+    np.savez(path, rewards=np.zeros((3, 2)), values=np.zeros((3, 2)))
+    flipped = bytearray(path.read_bytes())
+    flipped[flipped.index(b"\x93NUMPY") + 130] ^= 1
+    files = [(flipped, "Bad CRC"), (b"", "expected an NPZ file"), (npy(np.zeros((1, 1))), "expected an NPZ file")]
+    for member, message in (
         (npy(np.array([[Trap()]])), "Object arrays cannot be loaded when allow_pickle=False"),
         (npy(np.array([["text"]])), r"rewards: expected numbers or booleans of shape \[B, T\], got <U4"),
         (npy(np.zeros(3)), r"got float64 of shape \[3\]"),
         (npy(np.zeros((3, 2))).replace(b"(3, 2)", b"(9, 9)"), "expected an NPZ file"),
         (b"no array", r"got \|S8 of shape \[1\]"),
-    ],
-)
-def test_member_that_is_no_matrix_of_numbers_is_refused(tmp_path: Path, content: bytes, message: str) -> None:
-    path = tmp_path / "x.npz"
-    with zipfile.ZipFile(path, "w") as file:
-        file.writestr("rewards.npy", content)
-        file.writestr("values.npy", npy(np.zeros((3, 2))))
-    with pytest.raises(InputError, match=message):
-        load_matrices(path)
-
-
-def test_damaged_archive_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "x.npz"
-    np.savez(path, rewards=np.zeros((3, 2)), values=np.zeros((3, 2)))
-    flipped = bytearray(path.read_bytes())
-    flipped[flipped.index(b"\x93NUMPY") + 130] ^= 1
-    for content, message in (
-        *((flipped, "Bad CRC"), (b"", "expected an NPZ file"), (b"no file of arrays", "expected an NPZ file")),
-        (npy(np.zeros((1, 1))), "expected an NPZ file"),
     ):
+        with zipfile.ZipFile(path, "w") as file:
+            file.writestr("rewards.npy", member)
+            file.writestr("values.npy", npy(np.zeros((3, 2))))
+        files.append((path.read_bytes(), message))
+    for content, message in files:
         path.write_bytes(content)
         with pytest.raises(InputError, match=message):
             load_matrices(path)

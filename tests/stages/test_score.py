@@ -128,21 +128,6 @@ def test_rewards_start_no_device(sampled: Path, tmp_path: Path) -> None:
     assert process.returncode == 0, output
 
 
-def test_existing_output_is_replaced_only_by_a_whole_one(sampled: Path, tiny_model: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out.jsonl"
-    out.write_text("what was there before\n")
-    records = records_of(sampled)
-    write_jsonl(tmp_path / "bad.jsonl", [*records[:-1], records[-1] | {"answer": "no number"}])
-    before = digest_of(tmp_path)
-    result = score(tiny_model, tmp_path / "bad.jsonl", out, "reward", overwrites=True)
-    assert result.exit_code == 2
-    assert "no number" in result.stderr
-    assert digest_of(tmp_path) == before
-    assert score(tiny_model, sampled, out, "reward", overwrites=True).exit_code == 0
-    assert len(records_of(out)) == 24
-    assert {path.name for path in tmp_path.iterdir()} == {"bad.jsonl", "out.jsonl"}
-
-
 def with_fields(**fields: Any) -> Callable[[str], str]:
     return lambda line: json.dumps(json.loads(line) | fields)
 

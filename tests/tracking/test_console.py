@@ -23,20 +23,14 @@ METRICS = {
 }
 
 
-def test_an_evaluation_line_has_percentages_or_the_mean_of_a_plug_in() -> None:
-    assert evaluation_line(5, METRICS) == (
-        "evaluation at step 5: accuracy 75.0 %  difficulty_1 100.0 %  format 50.0 %  truncated 25.0 %  length 3.0"
-    )
+def test_lines_of_steps_and_evaluations_have_percentages_or_means_without_minus_zero() -> None:
+    parts = ("accuracy 75.0 %", "difficulty_1 100.0 %", "format 50.0 %", "truncated 25.0 %", "length 3.0")
+    assert evaluation_line(5, METRICS) == f"evaluation at step 5: {'  '.join(parts)}"
     plug_in = METRICS | {"eval/accuracy": 3.2, "eval/format_rate": None, "eval/accuracy/difficulty_1": -120.5}
-    assert evaluation_line(5, plug_in) == (
-        "evaluation at step 5: accuracy 3.200  difficulty_1 -120.500  truncated 25.0 %  length 3.0"
-    )
+    assert "accuracy 3.200  difficulty_1 -120.500  truncated 25.0 %" in evaluation_line(5, plug_in)
     zero, nothing = (METRICS | {"eval/accuracy": x, "eval/format_rate": None} for x in (-0.0, float("nan")))
-    assert evaluation_line(5, zero).startswith("evaluation at step 5: accuracy 0.000  difficulty_1 1.000  ")
-    assert evaluation_line(5, nothing).startswith("evaluation at step 5: accuracy –  ")
-
-
-def test_a_step_line_has_no_sign_before_a_rounded_zero() -> None:
+    assert "accuracy 0.000  difficulty_1 1.000  " in evaluation_line(5, zero)
+    assert "accuracy –  " in evaluation_line(5, nothing)
     step = {"reward/mean": -1e-9, "completions/mean_length": 3.0, "policy/entropy": 0.5, "loss": -1e-9}
     line = step_line(5, step | {"time/step_s": 1.0, "perf/tokens_per_s": 9.0})
     assert line == "step     5  reward 0.000  length 3.0  entropy 0.500  loss +0.0000  1.00 s (9 tokens/s)"
@@ -162,16 +156,16 @@ def test_best_and_worst_of_the_most_different_groups_are_shown() -> None:
 
 def test_samples_without_reward_advantage_or_tokens_are_shown() -> None:
     empty = {"advantages": np.empty(0, np.float32), "completion_ids": np.empty(0, np.int32)}
-    lines = sample_lines([sample(0, 0, None, **empty), sample(0, 1, 1.0, advantages=None)], step=1)
-    assert lines[2:] == [
+    # The last message of a chat is the question.
+    chat = [{"role": "system", "content": "Add."}, {"role": "user", "content": "5 + 7?"}]
+    prompt = Prompt("p", np.array([1], np.int32), chat, None)
+    samples = [sample(0, 0, None, prompt=prompt, **empty), sample(0, 1, 1.0, prompt=prompt, advantages=None)]
+    assert sample_lines(samples, step=1)[1:] == [
+        "  5 + 7?  [–]",
         "    reward 1, right 1, advantage –, stop: answer 0.1",
         "    reward –, advantage –, stop: answer 0.0",
     ]
     assert sample_lines([], step=1) == []
-    # The last message of a chat is the question.
-    chat = [{"role": "system", "content": "Add."}, {"role": "user", "content": "5 + 7?"}]
-    lines = sample_lines([sample(0, 0, 1.0, prompt=Prompt("p", np.array([1], np.int32), chat, None))], step=1)
-    assert lines[1] == "  5 + 7?  [–]"
 
 
 def test_shown_texts_are_printable_and_short() -> None:

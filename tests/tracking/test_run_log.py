@@ -83,10 +83,6 @@ def test_a_start_killed_between_its_files_can_be_repeated(
     check_run_directory(run, "auto")
 
 
-def test_only_listed_sections_are_uploaded_to_wandb() -> None:
-    assert set(Settings.model_fields) - set(WANDB_SECTIONS) == {"logging", "mesh", "plugins", "watchdog"}
-
-
 def scalars_of(run: Path) -> dict[tuple[str, int], float]:
     """Returns the scalars that TensorBoard shows: the start of a session hides those of its step and later."""
     event_pb2 = pytest.importorskip("tensorboardX.proto.event_pb2", reason="pip install -e '.[tensorboard]'")
@@ -144,7 +140,10 @@ def test_wandb_offline_needs_no_key_and_writes_no_secret(config: Path) -> None:
     assert wandb_id is not None and wandb_id in offline.name
 
 
-def test_wandb_is_not_imported_unless_enabled(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_is_not_imported_unless_enabled_and_gets_only_listed_sections(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert set(Settings.model_fields) - set(WANDB_SECTIONS) == {"logging", "mesh", "plugins", "watchdog"}
     monkeypatch.setitem(sys.modules, "wandb", None)  # importing it would fail
     for overrides in ([], ["logging.wandb_project=tests", "logging.wandb_mode=disabled"]):
         run_log = RunLog(run, load(None, overrides, {}), last_step=None, wandb_id=None)
