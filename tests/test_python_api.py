@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import jax
 import pytest
 
 import grpo
@@ -166,6 +167,7 @@ def test_run_that_on_step_or_ctrl_c_ends_is_saved_and_continues_like_any_other(c
 def test_train_needs_the_main_thread_and_the_devices_that_jax_has() -> None:
     with ThreadPoolExecutor(1) as executor, pytest.raises(InputError, match="only the main thread can do"):
         executor.submit(grpo.train).result()
+    assert len(jax.devices()) == 8
     with pytest.raises(InputError, match=r"mesh\.cpu_devices: 3, but JAX has already started in this process with 8"):
         grpo.train(overrides={"mesh.cpu_devices": 3})
 
@@ -243,14 +245,14 @@ def test_file_that_exists_is_not_replaced(tmp_path: Path) -> None:
 
 def test_overrides_keep_their_values() -> None:
     values: dict[str, Any] = {
+        **{"optimizer.learning_rate": 1e-6, "run.steps": 3, "run.name": "no", "data.shuffle": False},
         **{
-            "optimizer.learning_rate": 1e-6,
-            "run.steps": 3,
-            "data.shuffle": False,
+            "model.path": "12e4567",
+            "data.split": None,
             "data.system_prompt": "a: #b\nü 1e3",
+            "data.difficulty": [1, 2],
         },
-        **{"model.path": "12e4567", "data.difficulty": [1, 2], "data.split": None, "run.name": "no"},
-        **{"reward.functions": ["gsm8k", {"function": "a.py:f", "weight": 0.5}]},
+        "reward.functions": ["gsm8k", {"function": "a.py:f", "weight": 0.5}],
     }
     nested = {"run.dir": Path("a b"), "rollout": {"workers": {"fast": {"slots": 4}}, "top_k": 2}}
     layer = build_layer(set_entries(set_options({**values, **nested})))
