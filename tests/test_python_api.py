@@ -246,13 +246,8 @@ def test_file_that_exists_is_not_replaced(tmp_path: Path) -> None:
 def test_overrides_keep_their_values() -> None:
     values: dict[str, Any] = {
         **{"optimizer.learning_rate": 1e-6, "run.steps": 3, "run.name": "no", "data.shuffle": False},
-        **{
-            "model.path": "12e4567",
-            "data.split": None,
-            "data.system_prompt": "a: #b\nü 1e3",
-            "data.difficulty": [1, 2],
-        },
-        "reward.functions": ["gsm8k", {"function": "a.py:f", "weight": 0.5}],
+        **{"data.split": None, "data.system_prompt": "a: #b\nü 1e3", "data.difficulty": [1, 2]},
+        **{"model.path": "12e4567", "reward.functions": ["gsm8k", {"function": "a.py:f", "weight": 0.5}]},
     }
     nested = {"run.dir": Path("a b"), "rollout": {"workers": {"fast": {"slots": 4}}, "top_k": 2}}
     layer = build_layer(set_entries(set_options({**values, **nested})))

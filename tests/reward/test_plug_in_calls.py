@@ -263,21 +263,13 @@ def given(function: Callable[..., Any], *samples: Any, columns: DataColumns = CO
     return build_arguments(signature_of(function, columns), samples, columns)
 
 
-def test_batch_arguments_are_lists_in_the_order_of_the_samples() -> None:
-    samples = [make_sample("ab", make_prompt("1", level=1)), make_sample("c", make_prompt("2"))]
-    arguments = given(lambda prompts, completions, completion_ids, answer, level, trainer_state: 0, *samples)
-    assert arguments == {
-        **{"prompts": ["?", "?"], "completions": ["ab", "c"], "completion_ids": [[0, 1], [0]], "answer": ["1", "2"]},
-        "level": [1, None],
-    }
-
-
-def test_completions_have_the_format_of_their_prompts() -> None:
+def test_batch_arguments_are_lists_of_the_samples_with_completions_in_the_format_of_their_prompts() -> None:
     chat = [{"role": "user", "content": "hi"}]
-    samples = [make_sample("ab", make_prompt(source=chat)), make_sample("c")]
-    assert given(lambda prompts, completions: 0, *samples) == {
+    samples = [make_sample("ab", make_prompt("1", source=chat, level=1)), make_sample("c", make_prompt("2"))]
+    assert given(lambda prompts, completions, completion_ids, answer, level, trainer_state: 0, *samples) == {
         "prompts": [chat, "?"],
         "completions": [[{"role": "assistant", "content": "ab"}], "c"],
+        **{"completion_ids": [[0, 1], [0]], "answer": ["1", "2"], "level": [1, None]},
     }
     assert given(lambda prompt, completion: 0, samples[0]) == {"prompt": chat, "completion": "ab"}
 

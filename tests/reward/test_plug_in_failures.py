@@ -144,28 +144,20 @@ def test_printing_is_limited_per_call_and_blocks_nothing(tmp_path: Path, capfd: 
     assert printed.count("the rest of this call is left out") == 2
 
 
-def test_a_lent_key_is_never_printed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("num_before", [0, 64 * 2**10 - 6, 256 * 2**10 - 6])
+def test_a_lent_key_is_never_printed_also_where_a_long_line_is_cut(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], num_before: int
 ) -> None:
     monkeypatch.setenv("JUDGE_KEY", "CANARY-0123456789")
     source = (
         "import os\nkey = os.environ['JUDGE_KEY']\nprint(key)\n"
-        "def f(completion):\n    print(key)\n    raise ValueError(key)"
+        f"def f(completion):\n    print('x' * {num_before} + key * 9)\n    raise ValueError(key)"
     )
     scored = score([f"{write_plug_in(tmp_path, source)}:f"], make_group("a"), env_vars=["JUDGE_KEY"])
     assert "ValueError: <JUDGE_KEY>" in scored.notices[0]
-    assert "CANARY" not in f"{scored}{capfd.readouterr()}"
-
-
-@pytest.mark.parametrize("num_before", [64 * 2**10 - 6, 256 * 2**10 - 6])
-def test_a_lent_key_is_redacted_where_a_long_line_is_cut(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], num_before: int
-) -> None:
-    monkeypatch.setenv("JUDGE_KEY", "CANARY-0123456789")
-    source = f"import os\ndef f(completion):\n    print('x' * {num_before} + os.environ['JUDGE_KEY'] * 9)\n    return 1"
-    score([f"{write_plug_in(tmp_path, source)}:f"], make_group("a"), env_vars=["JUDGE_KEY"])
-    printed = capfd.readouterr().err
-    assert printed.count("x") >= num_before - 100 and "CANARY" not in printed and "0123456789" not in printed
+    out, printed = capfd.readouterr()
+    assert printed.count("x") >= num_before - 100
+    assert "CANARY" not in f"{scored}{out}{printed}" and "0123456789" not in printed
 
 
 def test_gpus_and_keys_are_lent_by_name_only(monkeypatch: pytest.MonkeyPatch) -> None:

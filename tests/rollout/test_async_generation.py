@@ -77,7 +77,7 @@ def test_each_token_tells_which_weights_drew_it() -> None:
     def publish(table: SampleTable) -> None:
         if not published and sum(entry.state in ENDED for entry in table) >= 4:
             published.append(KEY + 1)
-            generation.publish(slots.other_weights(), policy_version=KEY + 1)
+            generation.publish(slots.weights_on(seed=1), policy_version=KEY + 1)
 
     made.on_progress = publish
     generation = AsyncRollout(made, slots.weights_on(), slots.REQUEST)

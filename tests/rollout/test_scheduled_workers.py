@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from jax.sharding import Mesh
 
 from app.mesh.device_mesh import make_submesh
 from app.mesh.program_cache import CompilationCounter
@@ -38,12 +37,9 @@ LIMIT = 16
 KINDS: tuple[WorkerKind, ...] = ("fast", "heavy", "fast")
 
 
-def mesh_of(*devices: int) -> Mesh:
-    return make_submesh(devices, template=make_mesh())
-
-
 def engine_with(device: int, shapes: SlotShapes, exact: bool, **more: Any) -> SlotEngine:
-    return SlotEngine(slots.DEFINITION, mesh_of(device), shapes, eos_ids=(), dtype=slots.FLOAT32, exact=exact, **more)
+    mesh = make_submesh([device], template=make_mesh())
+    return SlotEngine(slots.DEFINITION, mesh, shapes, eos_ids=(), dtype=slots.FLOAT32, exact=exact, **more)
 
 
 @functools.cache
@@ -321,15 +317,11 @@ def stopping_engine(device: int) -> SlotEngine:
     return engine_with(device, engine.shapes, True, programs=engine.programs, decode_text=spell)
 
 
-def tokens_of(samples: Sequence[Sample]) -> list[tuple[str, int, str, list[int]]]:
-    return [(s.uid, s.group_id, s.finish_reason, s.completion_ids.tolist()) for s in samples]
-
-
 def test_slots_end_samples_alike_and_are_free_earlier() -> None:
     made = slots.batching(stopping_engine(0), max=2)
     made.generate(slots.weights_on(), slots.PROMPTS, UNSTOPPED)
     num_unstopped = made.take_counters().generated_tokens
-    assert tokens_of(made.generate(slots.weights_on(), slots.PROMPTS, STOPPED)) == tokens_of(cut_by_hand())
+    assert bits(made.generate(slots.weights_on(), slots.PROMPTS, STOPPED)) == bits(cut_by_hand())
     assert 3 <= sum(sample.finish_reason == "stop" for sample in cut_by_hand()) < len(cut_by_hand())
     num_kept = sum(len(sample.completion_ids) for sample in cut_by_hand())
     # A row is found after its segment, of at most two tokens, and leaves after the next one.
@@ -340,8 +332,8 @@ def test_workers_end_samples_alike_in_a_rollout_and_during_training() -> None:
     workers = [RolloutWorker(kind, kind, stopping_engine(i)) for i, kind in enumerate(KINDS[:2])]
     made = scheduled(workers, "pdsr_v2", in_turn=True)
     samples = made.generate(slots.weights_on(), slots.PROMPTS, STOPPED)
-    assert tokens_of(samples) == tokens_of(cut_by_hand())
+    assert bits(samples) == bits(cut_by_hand())
     assert made.take_counters().generated_tokens < len(samples) * slots.LONGEST
     with closing(AsyncRollout(made, slots.weights_on(), STOPPED)) as rollout:
         rollout.submit(slots.PROMPTS, noise_step=STOPPED.policy_version)
-        assert tokens_of(rollout.collect_round()) == tokens_of(cut_by_hand())
+        assert bits(rollout.collect_round()) == bits(cut_by_hand())

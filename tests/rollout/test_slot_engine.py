@@ -53,10 +53,6 @@ def weights_on(
     return make_engine(definition, make_mesh(shape)).to_decode_weights(random_params(definition, seed))
 
 
-def other_weights() -> DecodeWeights:
-    return weights_on(seed=1)
-
-
 def new_slots(
     num_slots: int,
     *,
@@ -86,15 +82,12 @@ def slots_of(exact: bool) -> SlotEngine:
 
 
 @functools.cache
-def few_blocks(exact: bool) -> SlotEngine:
+def few_blocks(exact: bool, kv_cache: KVCacheType | None = None) -> SlotEngine:
     """Returns four slots with blocks for one of the longest samples, or a few shorter ones."""
-    return new_slots(4, exact=exact, num_blocks=12, **FEW_PROGRAMS)
+    return new_slots(4, exact=exact, num_blocks=12, kv_cache=kv_cache, **FEW_PROGRAMS)
 
 
-@functools.cache
-def few_codes(exact: bool) -> SlotEngine:
-    """Returns the same with a cache of 8 bits."""
-    return new_slots(4, exact=exact, num_blocks=12, kv_cache="int8", **FEW_PROGRAMS)
+few_codes = functools.partial(few_blocks, kv_cache="int8")
 
 
 def batching(engine: SlotEngine, **rule: object) -> ContinuousBatchGenerator:
@@ -169,18 +162,6 @@ def run_at_random(engine: SlotEngine, seed: int) -> list[RolloutSequence]:
     return rows
 
 
-def test_refilled_slots_make_the_samples_of_a_slot_for_each() -> None:
-    samples = generate(slots_of(False))
-    assert_same_samples(samples, at_once())
-    for number, (sample, length) in enumerate(zip(samples, LENGTHS, strict=True)):
-        group, index = divmod(number, GROUP_SIZE)
-        assert (sample.prompt, sample.sample_index, sample.group_id) == (PROMPTS[group], index, group)
-        assert len(sample.completion_ids) == len(sample.behavior_logprobs) == length
-        assert sample.completion == " ".join(map(str, sample.completion_ids))
-        assert (sample.finish_reason, sample.policy_version, sample.kept_mass_logs) == ("length", 3, None)
-        assert sample.worker == "0" and sample.segments > 0 and sample.elapsed_s > 0
-
-
 @pytest.mark.parametrize("cache", ["large", "scarce", "int8"])
 def test_in_exact_mode_no_schedule_and_no_scarcity_changes_a_bit(cache: str) -> None:
     engine = {"large": slots_of, "scarce": few_blocks, "int8": few_codes}[cache](True)
@@ -197,7 +178,7 @@ def test_in_exact_mode_no_schedule_and_no_scarcity_changes_a_bit(cache: str) -> 
 def test_new_weights_change_no_known_token_and_prompts_are_prefilled_anew() -> None:
     """In exact mode, also those whose cache is lost are fed again as they are."""
     engine, drawn, newer = slots_of(True), [], generate(slots_of(True), PROMPTS[:1], LONGEST)
-    for first in (weights_on(), other_weights()):
+    for first in (weights_on(), weights_on(seed=1)):
         row, beside, later = (RolloutSequence(PROMPTS[0], i, LONGEST, noise_step=3) for i in range(3))
         engine.open(first, REQUEST, suspends=True)
         engine.admit([row, beside])
@@ -236,35 +217,32 @@ def test_in_fast_mode_any_schedule_agrees_with_the_scorer(is_scarce: bool) -> No
         np.testing.assert_allclose(sample.behavior_logprobs, logprobs, atol=1e-4)
 
 
-def test_in_exact_mode_rows_in_groups_round_as_fewer_slots_do() -> None:
-    mesh_shape = (2, 1, 1)
-    few, many = (new_slots(n, exact=True, mesh_shape=mesh_shape, rows_together=4, **FEW_PROGRAMS) for n in (4, 12))
+def test_in_exact_mode_rows_in_groups_round_as_fewer_slots_do_also_with_few_blocks() -> None:
+    """On a mesh whose tp does not divide the key heads, so that it splits the rows."""
+    mesh_shape, sizes = (2, 1, 2), ((8, 12), (12, None))
+    few, many = (
+        new_slots(num_slots, exact=True, mesh_shape=mesh_shape, num_blocks=num_blocks, rows_together=4, **FEW_PROGRAMS)
+        for num_slots, num_blocks in sizes
+    )
     made = [batching(engine).generate(weights_on(mesh_shape), PROMPTS, REQUEST) for engine in (few, many)]
     assert bits_of(made[0]) == bits_of(made[1])
+    assert few.counters.preempted_rows > 0 == many.counters.preempted_rows
     assert_same_samples(made[0], at_once())
 
 
-@pytest.mark.parametrize(
-    ("mesh_shape", "kv_cache", "tolerance"),
-    # Key heads are split over tp (3), or, where it does not divide them (2), rows are.
+def test_scarce_codes_of_heads_on_several_devices_make_the_same_samples() -> None:
+    few: Any = {"num_blocks": 12, "kv_cache": "int8", **FEW_PROGRAMS}
+    engine = new_slots(4, exact=True, mesh_shape=(1, 1, 3), **few)
+    samples = batching(engine).generate(weights_on((1, 1, 3)), PROMPTS, REQUEST)
+    assert engine.counters.preempted_rows > 0
     # A number that lies between two codes may get either.
-    [((2, 1, 2), None, 1e-5), ((1, 1, 3), "int8", 2e-3)],
-)
-def test_scarce_blocks_on_several_devices_make_the_same_samples(
-    mesh_shape: tuple[int, int, int], kv_cache: KVCacheType | None, tolerance: float
-) -> None:
-    num_slots = 8 if mesh_shape[0] > 1 else 4
-    few: Any = {"num_blocks": 12, "kv_cache": kv_cache, **FEW_PROGRAMS}
-    engine = new_slots(num_slots, exact=True, mesh_shape=mesh_shape, **few)
-    samples = batching(engine).generate(weights_on(mesh_shape), PROMPTS, REQUEST)
-    assert engine.counters.take().preempted_rows > 0
-    assert_same_samples(samples, generate((few_codes if kv_cache else few_blocks)(True)), tolerance=tolerance)
+    assert_same_samples(samples, generate(few_codes(True)), tolerance=2e-3)
 
 
 # Programs --------------------------------------------------------------------------------------------------------
 
 
-def test_what_is_compiled_ahead_serves_any_rollout_and_any_rules() -> None:
+def test_refilled_slots_make_the_samples_of_a_slot_for_each_with_what_was_compiled_ahead() -> None:
     queue, weights = batching(new_slots(8, exact=False, batch_buckets=(4, 8))), weights_on()
     queue.compile(SamplingRules(1.0, top_k=3))
     queue.engine.compile(SamplingRules(1.0), suspends=True)
@@ -276,7 +254,13 @@ def test_what_is_compiled_ahead_serves_any_rollout_and_any_rules() -> None:
     assert compilations.take_count() == 0
     compilations.close()
     assert_same_samples(samples, at_once())
-    assert all(sample.kept_mass_logs is None for sample in samples)
+    for number, (sample, length) in enumerate(zip(samples, LENGTHS, strict=True)):
+        group, index = divmod(number, GROUP_SIZE)
+        assert (sample.prompt, sample.sample_index, sample.group_id) == (PROMPTS[group], index, group)
+        assert len(sample.completion_ids) == len(sample.behavior_logprobs) == length
+        assert sample.completion == " ".join(map(str, sample.completion_ids))
+        assert (sample.finish_reason, sample.policy_version, sample.kept_mass_logs) == ("length", 3, None)
+        assert sample.worker == "0" and sample.segments > 0 and sample.elapsed_s > 0
 
 
 def test_each_distinct_prompt_is_prefilled_once_and_few_rows_use_the_small_program() -> None:

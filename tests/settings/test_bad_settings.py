@@ -47,7 +47,6 @@ model.lora.targets=[q_proj, k_prj] | up_proj, down_proj (did you mean k_proj?), 
 mesh.shape=1,0,1 | three sizes `dp,fsdp,tp`
 mesh.shape=-1,-1,1 | at most one -1
 mesh.coordinator_address=localhost | expected `host:port`
-mesh.coordinator_address=localhost:0 | a port from 1 to 65535
 mesh.coordinator_address=localhost:65536 | a port from 1 to 65535
 run.name=../../etc/x | expected at most 100 letters
 run=3 | run (--set) is a section; set one of its settings
@@ -100,10 +99,7 @@ lr | verl's actor.optim.lr is optimizer.learning_rate here and verl's critic.opt
 vllm_mode | TRL's vllm_* has no counterpart here: rollout.slots is continuous batching
 num_train_epochs | TRL's num_train_epochs is run.steps here: epochs x prompts of the data / prompts of a step
 top_p | did you mean rollout.top_p?
-training.group_size | did you mean rollout.group_size?
 score.polcy.rows_per_device | did you mean score.policy.rows_per_device?
-run.sede | did you mean run.seed?
-critic.epsilon | `grpo settings critic` lists the settings
 run.epochs | `grpo settings run` lists the settings
 foo.bar | `grpo settings` lists the settings
 """)

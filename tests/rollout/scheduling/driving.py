@@ -282,19 +282,20 @@ def storm(seed: int, *, has_turns: bool = False) -> Storm:
     if has_turns:
         trace = [with_random_turns(rng, one) for one in trace]
     # Limits from below every sample (all are heavy) to above every sample (all are fast).
-    rules: dict[str, list[Any]] = {}
-    rules |= {
+    rules: dict[str, list[Any]] = {
         "probe_limit_tokens": [1, 30, 1000],
         "fast_limit_tokens": [1, 40, 1000],
         "fast_limit_s": [0.01, 1.0, 100.0],
-    }
-    rules |= {
         "unit": ["tokens", "seconds"],
         "on_fast_limit": ["suspend", "truncate"],
         "heavy_percent": [0.1, 10.0, 99.0],
+        "percentile": [1.0, 80.0, 99.0],
+        "window": [32, 128],
+        "window_min": [1, 4, 32],
+        "max_moves": [1, 2, 5],
+        "probe_advance": [0, 256],
+        "tripped_share": [0.12, 1.0],
     }
-    rules |= {"percentile": [1.0, 80.0, 99.0], "window": [32, 128], "window_min": [1, 4, 32], "max_moves": [1, 2, 5]}
-    rules |= {"probe_advance": [0, 256], "tripped_share": [0.12, 1.0]}
     least = rng.choice([1, 7, 64])
     scheduler = make_scheduler(
         rng.choice(list(POLICIES)),

@@ -31,7 +31,7 @@ def test_released_samples_are_forgotten_and_their_prompt_becomes_history() -> No
     assert table["p0/s0"].number == 2, "numbers are never given twice"
 
 
-def test_samples_are_dealt_evenly_to_idle_workers_and_refill_free_slots() -> None:
+def test_samples_are_dealt_evenly_to_idle_workers_refill_free_slots_and_wake_idle_workers() -> None:
     driven = Driven(make_scheduler())
     for worker in ("a", "b"):
         driven.join(worker, slots=3)
@@ -41,9 +41,6 @@ def test_samples_are_dealt_evenly_to_idle_workers_and_refill_free_slots() -> Non
     first, second = driven.rows("a")
     commands = driven.end("a", {first: 5, second: 5}, finished=[first])
     assert admitted(commands) == ["p4/s0", "p5/s0"] and driven.rows("a") == [second, "p4/s0", "p5/s0"]
-
-
-def test_samples_submitted_later_wake_idle_workers_until_the_end() -> None:
     driven = Driven(make_scheduler())
     driven.join("w")
     driven.submit(samples(1, 1), close=False)
