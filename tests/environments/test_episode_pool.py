@@ -18,7 +18,7 @@ from tests.reward.processes import WORKERS, ended
 pytestmark = WORKERS
 
 STORY = """
-    import contextlib, json, os, threading, time
+    import contextlib, json, os, signal, threading, time
     from grpo import StepResult
 
     barrier = threading.Barrier(3)
@@ -57,7 +57,7 @@ STORY = """
             if text == "meet": barrier.wait(60)
             if text == "raise": raise RuntimeError("out of luck")
             if text == "exit": os._exit(3)
-            if text == "crash": os.kill(os.getpid(), 11)
+            if text == "crash": signal.raise_signal(11)
             if text == "full": raise MemoryError
             if text == "scribble": os.write(1, b"\\xff\\x00" * 10**6)
             if text == "pipe":
