@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -36,6 +37,9 @@ THE_PROGRAM = ("-m", "cli")
 
 NUM_DEVICES = 8
 """Number of devices of every process, as in this one, so that programs and results are the same."""
+
+UNJUDGED = ("eval.every_steps=0", "checkpoint.best_metric=null")
+"""Settings of a run without evaluations."""
 
 
 def settings(*overrides: str) -> list[str]:
@@ -68,6 +72,11 @@ def of_tiny(model: Path) -> list[str]:
     )
 
 
+def run_of(config: Path) -> Path:
+    """Returns the directory of the run `tiny` of a configuration file."""
+    return config.parent / "runs" / "tiny"
+
+
 def records_of(path: Path) -> list[dict[str, Any]]:
     return [record for _, record in read_jsonl(path)]
 
@@ -75,6 +84,11 @@ def records_of(path: Path) -> list[dict[str, Any]]:
 def train_here(config: Path, *overrides: str, resume: str = "never", allow_changed: Sequence[str] = ()) -> Result:
     allowed = [word for name in allow_changed for word in ("--allow-changed", name)]
     return here("train", "--config", config, "--resume", resume, *allowed, *settings(*overrides))
+
+
+def succeeded(result: Result) -> Result:
+    assert result.exit_code == 0, result.stderr
+    return result
 
 
 @contextmanager
@@ -154,20 +168,35 @@ def saved_state(run: Path, step: int) -> dict[str, np.ndarray]:
     return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
 
 
-def assert_same_run(run: Path, other: Path, *, step: int) -> None:
-    """Asserts equal weights, optimizer, counters, position in the data and metrics, bit for bit."""
+def assert_same_state(run: Path, other: Path, *, step: int) -> None:
+    """Asserts equal weights, optimizer and counters, bit for bit."""
     state, expected = saved_state(run, step), saved_state(other, step)
     assert state.keys() == expected.keys()
     assert len(state) > 30
     for name in expected:
         np.testing.assert_array_equal(state[name], expected[name], err_msg=name)
+
+
+def assert_same_run(run: Path, other: Path, *, step: int) -> None:
+    """Asserts equal weights, optimizer, counters, position in the data and metrics, bit for bit."""
+    assert_same_state(run, other, step=step)
     assert progress_of(run, step) == progress_of(other, step)
-    assert reproducible(metrics_of(run)) == reproducible(metrics_of(other))
+    metrics, expected = (reproducible(metrics_of(one)) for one in (run, other))
+    assert metrics == [line for line in expected if line["step"] <= step]
 
 
 def newest_checkpoint(run: Path) -> int:
     """Returns the step of the newest checkpoint."""
     return max(RunDirectory(run).checkpoint_steps)
+
+
+def copy_until(run: Path, copy: Path, *, step: int) -> Path:
+    """Copies a run without the checkpoints after a step, as if it had been stopped soon after that step."""
+    shutil.copytree(run, copy, symlinks=True)
+    for later in RunDirectory(copy).checkpoint_steps:
+        if later > step:
+            shutil.rmtree(copy / "checkpoints" / str(later))
+    return copy
 
 
 def progress_of(run: Path, step: int) -> dict[str, Any]:

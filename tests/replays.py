@@ -15,8 +15,7 @@ from app.runtime.inputs import read_critic, read_policy
 from app.runtime.pinned_revisions import pin_revisions
 from app.training.replay import Replay, ReplayRequest, read_replay
 from settings import load
-from tests.program import here, records_of, settings
-from tests.training.test_async_training import UNJUDGED
+from tests.program import UNJUDGED, here, records_of, settings, succeeded
 
 
 def replay(rollouts: Path, folder: Path, *overrides: str, options: Sequence[str | Path] = ()) -> Result:
@@ -27,8 +26,7 @@ def replay(rollouts: Path, folder: Path, *overrides: str, options: Sequence[str 
 
 def replayed(rollouts: Path, folder: Path, *overrides: str, options: Sequence[str | Path] = ()) -> Path:
     """Returns the run directory of a finished replay."""
-    result = replay(rollouts, folder, *overrides, options=options)
-    assert result.exit_code == 0, result.stderr
+    succeeded(replay(rollouts, folder, *overrides, options=options))
     (run,) = folder.iterdir()
     return run
 

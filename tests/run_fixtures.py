@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from app.mesh.program_cache import CompilationCounter
-from tests.program import here, of_tiny, train_here
+from tests.program import here, of_tiny, succeeded, train_here
 from tests.tiny_directory import write_model
 
 TINY = """\
@@ -57,9 +59,24 @@ def programs_count_as_compiled() -> Iterator[None]:
         yield
 
 
+def made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], object]) -> Path:
+    """Returns a folder that the first process of the session fills, and all others only read."""
+    in_worker = "PYTEST_XDIST_WORKER" in os.environ
+    base = factory.getbasetemp().parent if in_worker else factory.getbasetemp()
+    folder, is_made = base / name, base / f"{name}.made"
+    with (base / f"{name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not is_made.exists():
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir()
+            make(folder)
+            is_made.touch()
+    return folder
+
+
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("models") / "tiny")
+    return made_once(tmp_path_factory, "models", lambda folder: write_model(folder / "tiny")) / "tiny"
 
 
 @pytest.fixture
@@ -80,13 +97,19 @@ def write_config(folder: Path, text: str, model: Path) -> Path:
     return path
 
 
+def run_once(
+    factory: pytest.TempPathFactory, name: str, model: Path, *overrides: str, text: str = TINY + NO_REPORT
+) -> Path:
+    """Returns the directory of a run that succeeded, in which tests must not change anything."""
+    folder = made_once(factory, name, lambda new: succeeded(train_here(write_config(new, text, model), *overrides)))
+    (run,) = (folder / "runs").iterdir()
+    return run
+
+
 @pytest.fixture(scope="session")
 def finished(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
     """Run directory of the smallest run, finished; tests must not change it."""
-    folder = tmp_path_factory.mktemp("finished")
-    result = train_here(write_config(folder, TINY, tiny_model))
-    assert result.exit_code == 0, result.stderr
-    return folder / "runs" / "tiny"
+    return run_once(tmp_path_factory, "finished", tiny_model, text=TINY)
 
 
 @pytest.fixture
@@ -107,27 +130,21 @@ def source(finished: Path, tmp_path: Path) -> Path:
 @pytest.fixture(scope="session")
 def adapted(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
     """Run directory of two steps with adapters; tests must not change it."""
-    folder = tmp_path_factory.mktemp("adapted")
-    config = write_config(folder, TINY + NO_REPORT, tiny_model)
     lora = [f"model.lora.{name}={value}" for name, value in LORA.items()]
-    result = train_here(config, *lora, "run.steps=2", "optimizer.learning_rate=0.1")
-    assert result.exit_code == 0, result.stderr
-    return folder / "runs" / "tiny"
+    return run_once(tmp_path_factory, "adapted", tiny_model, *lora, "run.steps=2", "optimizer.learning_rate=0.1")
 
 
 @pytest.fixture(scope="session")
 def sampled(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
     """Four samples each of six prompts, in batches of four prompts; tests must not change the file."""
-    folder = tmp_path_factory.mktemp("sampled")
-    result = here("rollout", *of_tiny(tiny_model), "--limit", "6", "--out", folder / "samples.jsonl")
-    assert result.exit_code == 0, result.stderr
-    return folder / "samples.jsonl"
+
+    def sample(folder: Path) -> None:
+        succeeded(here("rollout", *of_tiny(tiny_model), "--limit", "6", "--out", folder / "samples.jsonl"))
+
+    return made_once(tmp_path_factory, "sampled", sample) / "samples.jsonl"
 
 
 @pytest.fixture(scope="session")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
     """Run directory of twelve full steps without interruption; tests must not change it."""
-    folder = tmp_path_factory.mktemp("uninterrupted")
-    result = train_here(write_config(folder, FULL + NO_REPORT, tiny_model))
-    assert result.exit_code == 0, result.stderr
-    return folder / "runs" / "full"
+    return run_once(tmp_path_factory, "uninterrupted", tiny_model, text=FULL + NO_REPORT)

@@ -29,7 +29,7 @@ from settings import load
 from settings.loading.algorithm_presets import ALGORITHM_PRESETS
 from settings.loading.config_file import preset_names
 from settings.schema.algorithm import AlgorithmSettings
-from tests.program import assert_same_run, metrics_of, progress_of, train_here
+from tests.program import assert_same_run, copy_until, metrics_of, progress_of, run_of, succeeded, train_here
 from tests.replays import replay
 from tests.tiny import make_sample
 from tests.training.test_trainer import samples_of
@@ -84,10 +84,9 @@ def test_every_algorithm_has_a_preset() -> None:
 
 @pytest.mark.parametrize("name", ["cispo", "gspo", "reinforce_plus_plus"])
 def test_algorithm_learns_a_step_and_prints_its_settings(name: str, finished: Path, tmp_path: Path) -> None:
-    """The others have tests of their own."""
+    """So do the others: grpo in test_trainer.py, ppo in test_ppo.py, dapo below, dr_grpo and rloo in test_replay.py."""
     chosen = (f"algorithm.name={name}", "algorithm.beta=0.05", "run.steps=1", "eval.every_steps=0")
-    result = replay(finished, tmp_path, *chosen, "checkpoint.best_metric=null")
-    assert result.exit_code == 0, result.stderr
+    result = succeeded(replay(finished, tmp_path, *chosen, "checkpoint.best_metric=null"))
     resolved = load(str(finished.parents[1] / "config.yaml"), chosen[:2], {})
     assert resolved.algorithm_changes and resolved.algorithm_changes in result.stderr
     (line,) = metrics_of(tmp_path / "tiny-replay")
@@ -102,11 +101,10 @@ def test_filtered_run_that_was_stopped_takes_the_same_prompts(config: Path) -> N
         *("algorithm.name=dapo", "algorithm.max_rounds=3", "reward.overlong_buffer=2", "eval.every_steps=0"),
         *("algorithm.mini_batch_prompts=2", "algorithm.rows_per_device=1", "score.rows_per_device=1"),
     )
-    straight, stopped = (config.parent / "runs" / name for name in ("straight", "tiny"))
-    assert train_here(config, *filtered, "run.name=straight").exit_code == 0
-    assert train_here(config, *filtered, "run.steps=2").exit_code == 0
-    result = train_here(config, *filtered, resume="must")
-    assert result.exit_code == 0, result.stderr
+    straight = run_of(config)
+    succeeded(train_here(config, *filtered))
+    stopped = copy_until(straight, straight.with_name("stopped"), step=2)
+    succeeded(train_here(config, *filtered, "run.name=stopped", resume="must"))
     assert_same_run(stopped, straight, step=4)
     lines = metrics_of(straight)
     rounds = [line["rollout/num_rounds"] for line in lines]

@@ -16,22 +16,18 @@ from typing import Any, cast
 import pytest
 
 from app.records.sample import Prompt, Sample
+from app.runtime.scoring import open_mesh
 from app.runtime.session import Session
 from app.training.rollout_source import AsyncRolloutSource, RoundPrompts, SyncRolloutSource
 from app.training.train import train
 from settings import load
-from tests.program import assert_same_run, here, metrics_of, progress_of, records_of, settings, train_here
+from tests.program import UNJUDGED, assert_same_run, metrics_of, progress_of, records_of, run_of, succeeded, train_here
 from tests.tiny import make_prompt, make_sample
 
 SCHEDULED = (
     *("rollout.scheduler=adaptive", "rollout.workers.fast.slots=4", "rollout.workers.heavy.slots=4"),
     *("rollout.workers.fast.count=4", "rollout.workers.heavy.count=4"),
 )
-UNJUDGED = ("eval.every_steps=0", "checkpoint.best_metric=null")
-
-
-def run_of(config: Path) -> Path:
-    return config.parent / "runs" / "tiny"
 
 
 def steps_of(run: Path) -> list[dict[str, Any]]:
@@ -55,8 +51,7 @@ def test_no_token_of_workers_on_their_own_devices_is_older_than_max_staleness(co
     k = 2
     workers = ("rollout.workers.fast.count=3", "rollout.workers.heavy.count=0", "rollout.mesh=tp=2")
     chosen = (APART[0], f"rollout.max_staleness={k}", *APART[2:], *workers)
-    result = train_here(config, *chosen, "logging.save_rollouts=true")
-    assert result.exit_code == 0, result.stderr
+    result = succeeded(train_here(config, *chosen, "logging.save_rollouts=true"))
     assert "rollout.devices: of the 8 devices of each host, 2-7 generate and the others train" in result.stderr
     steps = steps_of(run_of(config))
     ages = oldest_of(steps)
@@ -76,10 +71,8 @@ def test_no_token_of_workers_on_their_own_devices_is_older_than_max_staleness(co
     assert "eval/accuracy" in metrics_of(run_of(config))[-1]
     assert progress_of(run_of(config), 4)["position"] == 16
     assert not [thread for thread in threading.enumerate() if thread.name in ("generation", "fast-0", "heavy-0")]
-    # A rollout alone uses all devices, for which that shape is none, and runs ahead of nothing.
-    out = config.parent / "samples.jsonl"
-    result = here("rollout", "--config", config, *settings(*chosen), "--limit", "4", "--out", out)
-    assert result.exit_code == 0, result.stderr
+    # A rollout alone uses all devices, for which that shape is none.
+    assert open_mesh(load(str(config), chosen, {}).settings).size == 8
 
 
 @pytest.mark.slow
@@ -104,8 +97,7 @@ def test_ctrl_c_ends_generation_ahead_and_the_run_goes_on_later(config: Path) ->
     assert progress_of(run_of(config), done)["position"] == 4 * done
     assert max(oldest_of(steps_of(run_of(config)))) == 1
     assert all(0 < step["policy/correction_ess"] <= 1 + 1e-5 for step in steps_of(run_of(config))[1:])
-    result = train_here(config, *chosen, f"run.steps={done + 2}", resume="must")
-    assert result.exit_code == 0, result.stderr
+    succeeded(train_here(config, *chosen, f"run.steps={done + 2}", resume="must"))
     ages = oldest_of([step for step in steps_of(run_of(config)) if step["step"] > done])
     assert ages[0] == 0 and len(ages) == 2
 
@@ -115,9 +107,9 @@ def test_resumed_run_schedules_by_the_lengths_it_knew(config: Path) -> None:
     """Prompts repeat, and the lengths of their earlier samples determine which rows share a program."""
     alone = ("rollout.workers.fast.slots=16", "rollout.workers.heavy.count=0")
     given = ("rollout.scheduler=adaptive", *alone, "rollout.segment.min=1", "data.num_problems=4", "eval.every_steps=0")
-    assert train_here(config, *given, "run.steps=4", "run.name=whole").exit_code == 0
+    succeeded(train_here(config, *given, "run.steps=4", "run.name=whole"))
     for steps, resume in ((2, "never"), (4, "must")):
-        assert train_here(config, *given, f"run.steps={steps}", "run.name=parts", resume=resume).exit_code == 0
+        succeeded(train_here(config, *given, f"run.steps={steps}", "run.name=parts", resume=resume))
     runs = config.parent / "runs"
     assert_same_run(runs / "parts", runs / "whole", step=4)
     saved = progress_of(runs / "parts", 2)

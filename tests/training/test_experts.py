@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from app.mesh import devices
-from tests.program import here, metrics_of, of_tiny, records_of, settings, train_here
+from tests.program import here, metrics_of, of_tiny, records_of, settings, succeeded, train_here
 from tests.replays import assert_refused, replay, rewrite, step_file, train_on
 from tests.run_fixtures import NO_REPORT, TINY, write_config
 from tests.tiny_directory import write_model
@@ -49,8 +48,9 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def trained(folder: Path, model: Path, *overrides: str) -> list[dict[str, Any]]:
     folder.mkdir()
-    result = train_here(write_config(folder, TINY + NO_REPORT, model), *overrides, "run.steps=2", "eval.every_steps=0")
-    assert result.exit_code == 0, result.stderr
+    succeeded(
+        train_here(write_config(folder, TINY + NO_REPORT, model), *overrides, "run.steps=2", "eval.every_steps=0")
+    )
     metrics = metrics_of(folder / "runs" / "tiny")
     assert all(line["rollout/sampler_scorer_logprob_diff_max"] <= 1e-4 for line in metrics)
     assert all(line["rollout/fullest_expert"] > 1 and "rollout/route_difference" not in line for line in metrics)
@@ -66,8 +66,7 @@ def test_experts_learn_alike_on_any_mesh_and_the_router_stays(mixture: Path, tmp
         assert [line[name] for line in many] == pytest.approx([line[name] for line in one], rel=1e-4)
     run = tmp_path / "one" / "runs" / "tiny"
     assert not any("routes" in record for record in records_of(step_file(run, 1)))
-    result = here("export", "--checkpoint", run, "--out", tmp_path / "out", *settings("mesh.cpu_devices=8"))
-    assert result.exit_code == 0, result.stderr
+    succeeded(here("export", "--checkpoint", run, "--out", tmp_path / "out", *settings("mesh.cpu_devices=8")))
     before, after = load_file(mixture / "model.safetensors"), load_file(tmp_path / "out" / "model.safetensors")
     assert before.keys() == after.keys()
     equal = {name for name in before if np.array_equal(before[name], after[name])}
@@ -99,8 +98,7 @@ def drawn(mixture: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Samples with their routes; tests must not change the file."""
     out = tmp_path_factory.mktemp("drawn") / "samples.jsonl"
     options = ("--limit", "4", "--out", out)
-    result = here("rollout", *of_tiny(mixture), *settings(REPLAYED, "model.dtype=bfloat16"), *options)
-    assert result.exit_code == 0, result.stderr
+    succeeded(here("rollout", *of_tiny(mixture), *settings(REPLAYED, "model.dtype=bfloat16"), *options))
     return out
 
 
@@ -124,8 +122,7 @@ def set_routes(record: dict[str, Any], routes: np.ndarray) -> None:
 @pytest.mark.slow
 def test_routes_are_recorded_and_replayed_by_a_run_and_by_its_replay(mixture: Path, tmp_path: Path) -> None:
     config = write_config(tmp_path, TINY + NO_REPORT, mixture)
-    result = train_here(config, *HOW, REPLAYED, "run.steps=2", "eval.every_steps=0")
-    assert result.exit_code == 0, result.stderr
+    succeeded(train_here(config, *HOW, REPLAYED, "run.steps=2", "eval.every_steps=0"))
     run = tmp_path / "runs" / "tiny"
     for line in metrics_of(run):
         assert 0 <= line["rollout/route_difference"] < 0.1
@@ -137,32 +134,24 @@ def test_routes_are_recorded_and_replayed_by_a_run_and_by_its_replay(mixture: Pa
         routes = routes_of(record)
         assert routes.shape == (num_tokens, 2, 2)
         assert np.all(routes[:-1] < 6) and np.all(routes[-1] == 255)
-    result = replay(run, tmp_path / "again")
-    assert result.exit_code == 0, result.stderr
+    succeeded(replay(run, tmp_path / "again"))
     assert_same_steps(tmp_path / "again" / "tiny-replay", run, steps=(1, 2))
 
 
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
+def test_routes_of_another_model_are_refused(drawn: Path, tmp_path: Path, mixture: Path) -> None:
+    config, out = write_config(tmp_path, TINY + NO_REPORT, mixture), tmp_path / "out.jsonl"
+    for changed, message in (
         (lambda x: x[:, :1], r"samples.jsonl:1: routes has 2 experts in each of 1 layers, and model.path has 2 in"),
         (lambda x: 0 * x, r"routes sends token 0 through experts \[0, 0\] of layer 0; .* each at most once"),
-    ],
-    ids=["layers", "twice"],
-)
-def test_routes_of_another_model_are_refused(
-    routed_samples: Path, tmp_path: Path, mixture: Path, changed: Callable[[np.ndarray], np.ndarray], message: str
-) -> None:
-    rewrite(routed_samples, lambda record: set_routes(record, changed(routes_of(record))))
-    config = write_config(tmp_path, TINY + NO_REPORT, mixture)
-    assert_refused(train_on(routed_samples, config, REPLAYED, "run.steps=1"), message, tmp_path / "runs")
-    out = tmp_path / "out.jsonl"
-    arguments = ("score", *of_tiny(mixture), "--input", routed_samples, "--out", out, "--role", "policy")
-    assert_refused(here(*arguments, *settings(REPLAYED)), message, out)
+    ):
+        samples = Path(shutil.copy(drawn, tmp_path))
+        rewrite(samples, lambda record, changed=changed: set_routes(record, changed(routes_of(record))))
+        assert_refused(train_on(samples, config, REPLAYED, "run.steps=1"), message, tmp_path / "runs")
+        arguments = ("score", *of_tiny(mixture), "--input", samples, "--out", out, "--role", "policy")
+        assert_refused(here(*arguments, *settings(REPLAYED)), message, out)
     # Otherwise nobody reads them, and they are carried through.
-    result = here(*arguments)
-    assert result.exit_code == 0, result.stderr
-    assert records_of(out)[0]["routes"] == records_of(routed_samples)[0]["routes"]
+    succeeded(here(*arguments))
+    assert records_of(out)[0]["routes"] == records_of(samples)[0]["routes"]
 
 
 def test_file_is_scored_on_its_routes(routed_samples: Path, mixture: Path, tmp_path: Path) -> None:
@@ -174,8 +163,7 @@ def test_file_is_scored_on_its_routes(routed_samples: Path, mixture: Path, tmp_p
     behavior = np.concatenate([record["behavior_logprobs"] for record in records_of(routed_samples)])
     for name in ("own", "foreign"):
         arguments = "--input", routed_samples, "--out", tmp_path / name, "--role", "policy"
-        result = here("score", *of_tiny(mixture), *settings(REPLAYED, "model.dtype=bfloat16"), *arguments)
-        assert result.exit_code == 0, result.stderr
+        succeeded(here("score", *of_tiny(mixture), *settings(REPLAYED, "model.dtype=bfloat16"), *arguments))
         logprobs[name] = np.concatenate([record["policy_logprobs"] for record in records_of(tmp_path / name)])
         rewrite(routed_samples, rotate)
     assert np.abs(logprobs["own"] - behavior).mean() < 0.02 < np.abs(logprobs["foreign"] - behavior).mean()

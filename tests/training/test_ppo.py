@@ -24,6 +24,7 @@ from tests.program import (
     records_of,
     saved_state,
     started,
+    succeeded,
     train_here,
     wait_for_step,
 )
@@ -57,8 +58,7 @@ def write_ppo(folder: Path, model: Path) -> Path:
 def whole(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
     """A run of four steps without interruption, which tests must not change."""
     folder = tmp_path_factory.mktemp("ppo")
-    result = train_here(write_ppo(folder, tiny_model))
-    assert result.exit_code == 0, result.stderr
+    result = succeeded(train_here(write_ppo(folder, tiny_model)))
     assert "critic only" in result.stderr
     return folder / "runs" / "ppo"
 
@@ -80,6 +80,8 @@ def changed(run: Path, network: str, steps: tuple[int, int]) -> list[str]:
 
 
 def test_policy_with_its_moments_and_counters_is_frozen_while_the_critic_warms_up(whole: Path) -> None:
+    (session,) = records_of(whole / "sessions.jsonl")
+    assert session["devices"] == "8 × cpu"
     assert changed(whole, "policy", (1, 2)) == []
     assert any("num_updates" in name for name in changed(whole, "critic", (1, 2)))
     policy, critic = (part_of(whole, 4, network) for network in ("policy", "critic"))
@@ -126,6 +128,7 @@ def test_advantages_are_those_of_the_penalised_rewards_in_float64(whole: Path) -
     np.testing.assert_allclose(np.concatenate(found), whitened, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_run_killed_while_the_critic_warms_up_ends_with_the_same_bits(config: Path, whole: Path) -> None:
     """The remaining steps include warm-up, updates of the adapters and an adapted penalty; schedules end at step 4."""
     run = config.parent / "runs" / "ppo"
@@ -134,8 +137,7 @@ def test_run_killed_while_the_critic_warms_up_ends_with_the_same_bits(config: Pa
         os.killpg(process.pid, signal.SIGKILL)
         assert process.wait(timeout=DEADLINE_S) == -signal.SIGKILL
     assert metrics_of(run)[-1]["step"] < 4
-    result = train_here(config, resume="must")
-    assert result.exit_code == 0, result.stderr
+    result = succeeded(train_here(config, resume="must"))
     assert "continuing after step" in result.stderr
     assert_same_run(run, whole, step=4)
 
@@ -172,8 +174,7 @@ def test_critic_of_a_checkpoint_gives_the_values_of_its_run(whole: Path, tmp_pat
     values = []
     for step in ("2", "3"):
         files = ("--input", tmp_path / "in.jsonl", "--out", tmp_path / f"{step}.jsonl")
-        result = here("score", "--role", "critic", "--checkpoint", whole / "checkpoints" / step, *files)
-        assert result.exit_code == 0, result.stderr
+        succeeded(here("score", "--role", "critic", "--checkpoint", whole / "checkpoints" / step, *files))
         scored = records_of(tmp_path / f"{step}.jsonl")
         # One more where a sample was cut, since its last state is worth something.
         for one in scored:

@@ -22,20 +22,25 @@ from app.training.replay import ReplayRequest, find_model_run
 from settings import load
 from settings.errors import InputError
 from tests.program import (
+    UNJUDGED,
+    assert_same_state,
+    copy_until,
     digest_of,
     here,
     metrics_of,
     progress_of,
     records_of,
     reproducible,
+    run_of,
     saved_state,
     settings,
+    succeeded,
     train_here,
 )
 from tests.replays import assert_refused, looked, replay, replayed, rewrite, step_file, train_on, write
 from tests.run_fixtures import NO_REPORT, write_config
 from tests.tiny_directory import write_model, write_tokenizer
-from tests.training.test_async_training import SCHEDULED, UNJUDGED
+from tests.training.test_async_training import SCHEDULED
 from tests.training.test_ppo import PPO
 
 DAPO = ("algorithm.name=dapo", "algorithm.max_rounds=3", "reward.overlong_buffer=2", "run.steps=2", *UNJUDGED)
@@ -56,14 +61,6 @@ def steps_of(run: Path) -> dict[int, dict[str, Any]]:
     return {line["step"]: line for line in lines_of(run)}
 
 
-def assert_same_state(run: Path, other: Path, *, step: int) -> None:
-    """Asserts equal weights, moments and counters, bit for bit."""
-    state, expected = (saved_state(one, step) for one in (run, other))
-    assert state.keys() == expected.keys() and len(state) > 30
-    for name in expected:
-        np.testing.assert_array_equal(state[name], expected[name], err_msg=name)
-
-
 def assert_same_steps(run: Path, other: Path, *, steps: Sequence[int]) -> None:
     """Asserts an equal final state, position and penalty, and equal metrics and files of all steps, bit for bit."""
     assert_same_state(run, other, step=steps[-1])
@@ -77,8 +74,7 @@ def assert_same_steps(run: Path, other: Path, *, steps: Sequence[int]) -> None:
 
 
 def test_run_is_replayed_bit_for_bit_under_its_own_settings(finished: Path, tmp_path: Path) -> None:
-    result = replay(finished, tmp_path)
-    assert result.exit_code == 0, result.stderr
+    result = succeeded(replay(finished, tmp_path))
     again = tmp_path / "tiny-replay"
     assert_same_steps(again, finished, steps=range(1, 5))
     assert lines_of(again) == lines_of(finished)
@@ -89,21 +85,31 @@ def test_run_is_replayed_bit_for_bit_under_its_own_settings(finished: Path, tmp_
     (session,) = records_of(again / "sessions.jsonl")
     assert (session["from_rollouts"], session["after_step"]) == (str(finished), 0)
     assert "checkpoint" not in session
+    # Stopped, it goes on, but with the same samples only.
+    shutil.rmtree(again / "checkpoints" / "4")
+    must = ["--resume", "must"]
+    result = succeeded(replay(finished, tmp_path, options=must))
+    assert "continuing after step 2 of 4" in result.stderr
+    assert_same_steps(again, finished, steps=range(1, 5))
+    before = digest_of(again)
+    for options, overrides in ((must, ("run.steps=3",)), ([*must, "--config", again / "settings.yaml"], ())):
+        where = finished if overrides else step_file(finished, 1)
+        result = replay(where, tmp_path, *overrides, options=options)
+        assert result.exit_code == 2
+        assert "the samples of --from-rollouts changed since this run was started" in result.stderr
+    assert digest_of(again) == before
 
 
-def test_run_whose_settings_changed_is_replayed_in_parts_only(config: Path, tmp_path: Path) -> None:
-    run = config.parent / "runs" / "tiny"
-    assert train_here(config, "run.steps=2").exit_code == 0
-    changed = ("algorithm.name=dr_grpo", "optimizer.learning_rate=0.01")
-    result = train_here(config, *changed, resume="must", allow_changed=["algorithm", "optimizer.learning_rate"])
-    assert result.exit_code == 0, result.stderr
+def test_run_whose_settings_changed_is_replayed_in_parts_only(finished: Path, config: Path, tmp_path: Path) -> None:
+    run = copy_until(finished, run_of(config), step=2)
+    changed = ("algorithm.name=dr_grpo", "optimizer.learning_rate=0.01", *UNJUDGED, "run.steps=3")
+    succeeded(train_here(config, *changed, resume="must", allow_changed=["algorithm", "optimizer.learning_rate"]))
     whole = replay(run, tmp_path / "whole")
     message = r"from step 3 on, the settings of .*tiny were others \(algorithm\.name was 'grpo' and is now 'dr_grpo'\)"
     assert_refused(whole, message, tmp_path / "whole")
     start = ["--checkpoint", run / "checkpoints" / "2"]
-    assert_same_steps(replayed(run, tmp_path / "rest", options=start), run, steps=(3, 4))
-    first = ("eval.every_steps=0", "checkpoint.best_metric=null")
-    assert steps_of(replayed(step_file(run, 1), tmp_path / "first", *first))[1] == steps_of(run)[1]
+    assert_same_steps(replayed(run, tmp_path / "rest", options=start), run, steps=(3,))
+    assert steps_of(replayed(step_file(run, 1), tmp_path / "first", *UNJUDGED))[1] == steps_of(run)[1]
 
 
 def test_replay_goes_on_from_a_checkpoint_bit_for_bit(uninterrupted: Path, tmp_path: Path) -> None:
@@ -147,8 +153,8 @@ def test_step_is_learned_again_under_another_algorithm(name: str, uninterrupted:
 
 @pytest.mark.slow
 def test_filtered_run_that_generated_ahead_is_replayed_to_the_same_weights(config: Path) -> None:
-    assert train_here(config, *DAPO, *SCHEDULED, "rollout.max_staleness=1").exit_code == 0
-    run = config.parent / "runs" / "tiny"
+    succeeded(train_here(config, *DAPO, *SCHEDULED, "rollout.max_staleness=1"))
+    run = run_of(config)
     again = replayed(run, config.parent / "again")
     assert_same_state(again, run, step=2)
     for step, line in steps_of(run).items():
@@ -162,10 +168,9 @@ def test_rewards_and_advantages_of_a_loose_file_are_taken(loose: Path, config: P
         record["reward"] = float(record["sample_index"])
         record["advantages"] = [0.25] * len(record["completion_token_ids"])
 
-    result = train_on(rewrite(loose, by_hand), config)
-    assert result.exit_code == 0, result.stderr
+    result = succeeded(train_on(rewrite(loose, by_hand), config))
     assert "advantages and returns: those of the samples" in result.stderr
-    run = config.parent / "runs" / "tiny"
+    run = run_of(config)
     (line,) = metrics_of(run)
     assert (line["reward/mean"], line["advantage/mean"], line["advantage/std"]) == (1.5, 0.25, 0.0)
     assert {tuple(r["advantages"]) for r in records_of(step_file(run, 1))} <= {(0.25,) * n for n in range(1, 5)}
@@ -176,10 +181,9 @@ def test_missing_fields_are_computed_as_in_training(loose: Path, config: Path, f
         for name in ("reward", "rewards", "advantages", "policy_logprobs"):
             record.pop(name, None)
 
-    result = train_on(rewrite(loose, drawn_only), config, "run.steps=1")
-    assert result.exit_code == 0, result.stderr
+    result = succeeded(train_on(rewrite(loose, drawn_only), config, "run.steps=1"))
     assert "rewards: computed again, not every sample has one\nadvantages: computed again\n" in result.stderr
-    run = config.parent / "runs" / "tiny"
+    run = run_of(config)
     line, expected = (
         {name: value for name, value in steps_of(one)[1].items() if not name.startswith("eval/")}
         for one in (run, finished)
@@ -195,22 +199,20 @@ CHAINED = ("data.shuffle=false", "critic.warmup_steps=0", "run.steps=1")
 @pytest.mark.slow
 def test_stages_chained_by_files_equal_a_step_of_train(tmp_path: Path, tiny_model: Path) -> None:
     config = write_config(tmp_path, PPO + NO_REPORT, tiny_model)
-    assert train_here(config, *CHAINED).exit_code == 0
+    succeeded(train_here(config, *CHAINED))
     whole, chosen = tmp_path / "runs" / "ppo", ["--config", config, *settings(*CHAINED)]
     files: Iterator[Path] = (tmp_path / f"{number}.jsonl" for number in range(10))
 
     def run(command: str, *options: str | Path) -> Path:
         out = next(files)
-        result = here(command, *options, *chosen, "--out", out)
-        assert result.exit_code == 0, result.stderr
+        succeeded(here(command, *options, *chosen, "--out", out))
         return out
 
     path = run("rollout", "--limit", "8")
     for role in ("reward", "policy", "reference", "critic"):
         path = run("score", "--role", role, "--input", path)
     path = run("gae", "--input", path)
-    result = here("train", "--from-rollouts", path, *chosen, *settings("run.name=chained"))
-    assert result.exit_code == 0, result.stderr
+    result = succeeded(here("train", "--from-rollouts", path, *chosen, *settings("run.name=chained")))
     assert "rewards: those of the samples\nadvantages and returns: those of the samples" in result.stderr
     chained = whole.with_name("chained")
     state, expected = saved_state(chained, 1), saved_state(whole, 1)
@@ -222,24 +224,6 @@ def test_stages_chained_by_files_equal_a_step_of_train(tmp_path: Path, tiny_mode
     # The file's are whitened already.
     for name in wanted.keys() - {"advantage/mean", "advantage/std"}:
         assert line[name] == pytest.approx(wanted[name], rel=1e-4, abs=1e-5), name
-
-
-def test_stopped_replay_resumes_on_the_same_samples_only(finished: Path, tmp_path: Path) -> None:
-    source = Path(shutil.copytree(finished, tmp_path / "source"))
-    run = replayed(source, tmp_path / "runs")
-    shutil.rmtree(run / "checkpoints" / "4")
-    must = ["--resume", "must"]
-    result = replay(source, tmp_path / "runs", options=must)
-    assert result.exit_code == 0, result.stderr
-    assert "continuing after step 2 of 4" in result.stderr
-    assert_same_steps(run, finished, steps=range(1, 5))
-    before = digest_of(run)
-    for options, overrides in ((must, ("run.steps=3",)), ([*must, "--config", run / "settings.yaml"], ())):
-        where = source if overrides else step_file(source, 1)
-        result = replay(where, tmp_path / "runs", *overrides, options=options)
-        assert result.exit_code == 2
-        assert "the samples of --from-rollouts changed since this run was started" in result.stderr
-    assert digest_of(run) == before
 
 
 def check_refused(source: Path, message: str, *overrides: str, at: Path | None = None) -> None:

@@ -21,6 +21,7 @@ from tests.program import (
     records_of,
     reproducible,
     settings,
+    succeeded,
     train_here,
     wait_for_step,
 )
@@ -106,7 +107,7 @@ def test_two_hosts_generate_ahead_and_train_as_one_that_waits_until_a_reward_fai
     assert "a reward function failed on another host; see its log" in ends[0].stderr
     assert "fails_on_second: raised: ValueError: not on this host" in ends[1].stderr
     monkeypatch.setenv("THIS_HOST", "0")
-    assert train_here(config, *shared, *UNJUDGED, "run.steps=3", "run.name=one").exit_code == 0
+    succeeded(train_here(config, *shared, *UNJUDGED, "run.steps=3", "run.name=one"))
     two, one = (config.parent / "runs" / name for name in ("two", "one"))
     for ours, expected in zip(metrics_of(two), reproducible(metrics_of(one)), strict=True):
         for name in (name for name in expected if not name.startswith(("batching/", "global_seqlen/"))):
@@ -140,7 +141,7 @@ def test_two_hosts_train_ppo_as_one_and_sigterm_at_one_saves_both(full_config: P
     # A reward model that is measured, but not counted, or all groups would differ.
     judge = (f"reward.model={write_reward_model(full_config.parent / 'judge')}", "reward.model_weight=0")
     both = (*PPO, *SHARED, TIMED, *judge)
-    assert train_here(full_config, *both, "run.name=one", "run.steps=2").exit_code == 0
+    succeeded(train_here(full_config, *both, "run.name=one", "run.steps=2"))
     endless = settings(*both, *HALF, "run.name=two", "run.steps=100000", "logging.report=true")
     with two_hosts("train", "--config", full_config, *endless) as hosts:
         wait_for_step(hosts[0], two, 2)
@@ -157,8 +158,7 @@ def test_two_hosts_train_ppo_as_one_and_sigterm_at_one_saves_both(full_config: P
     assert all(metrics_of(two)[step]["rollout/num_rounds"] > 1 for step in (1, 2))
     last = metrics_of(two)[-1]["step"]
     # What both have saved, another number of hosts goes on from.
-    result = train_here(full_config, *both, "run.name=two", f"run.steps={last + 1}", resume="must")
-    assert result.exit_code == 0, result.stderr
+    result = succeeded(train_here(full_config, *both, "run.name=two", f"run.steps={last + 1}", resume="must"))
     assert f"continuing after step {last} of {last + 1}" in result.stderr
     assert [line["step"] for line in metrics_of(two)] == list(range(last + 2))
 
@@ -203,7 +203,7 @@ def test_two_hosts_resume_the_adapters_of_one_and_train_as_one_would(adapted: Pa
     two, one = (config.parent / "runs" / name for name in ("tiny", "one"))
     for run in (two, one):
         shutil.copytree(adapted, run, symlinks=True)
-    assert train_here(config, *more, "run.name=one", resume="must").exit_code == 0
+    succeeded(train_here(config, *more, "run.name=one", resume="must"))
     chosen = settings(*more, "rollout.prompts_per_step=2")
     hosts = run_on_two_hosts("train", "--config", config, "--resume", "must", *chosen)
     assert [host.exit_code for host in hosts] == [0, 0], hosts
