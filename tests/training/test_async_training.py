@@ -43,16 +43,13 @@ def oldest_of(steps: list[dict[str, Any]]) -> list[int]:
     return [step["perf/rollout/staleness_max"] for step in steps]
 
 
-APART = ("rollout.scheduler=adaptive", "rollout.max_staleness=1", "rollout.devices=0.75", "mesh.shape=1,2,1")
-"""Two devices that train, and six that generate."""
-
-
 def test_no_token_of_workers_on_their_own_devices_is_older_than_max_staleness(config: Path) -> None:
     k = 2
-    workers = ("rollout.workers.fast.count=3", "rollout.workers.heavy.count=0", "rollout.mesh=tp=2")
-    chosen = (APART[0], f"rollout.max_staleness={k}", *APART[2:], *workers)
+    workers = ("rollout.workers.fast.count=2", "rollout.workers.heavy.count=0", "rollout.mesh=tp=2")
+    halves = ("rollout.devices=0.5", "mesh.shape=1,4,1")
+    chosen = ("rollout.scheduler=adaptive", f"rollout.max_staleness={k}", *halves, *workers)
     result = succeeded(train_here(config, *chosen, "logging.save_rollouts=true"))
-    assert "rollout.devices: of the 8 devices of each host, 2-7 generate and the others train" in result.stderr
+    assert "rollout.devices: of the 8 devices of each host, 4-7 generate and the others train" in result.stderr
     steps = steps_of(run_of(config))
     ages = oldest_of(steps)
     # What step 2 learns from was asked for before step 1.
@@ -135,7 +132,8 @@ FEW = "rollout.slots=8"
         ((AHEAD, SCHEDULED[0], "rollout.devices=0.3"), "rollout.devices: 0.3 of the 8 devices of a host is not a"),
         ((AHEAD, *SCHEDULED, "rollout.devices=[2,3]"), "8 workers need a device each, but there are only 2"),
         ((AHEAD, SCHEDULED[0], "rollout.devices=0.75", "mesh.shape=1,8,1"), "needs 8 devices, but there are 2"),
-        ((*APART[:1], *APART[2:], AHEAD, "rollout.mesh=tp=4"), "rollout.mesh: 'tp=4' does not divide the 2 devices"),
+        ((AHEAD, SCHEDULED[0], "rollout.devices=0.75", "mesh.shape=1,2,1", "rollout.mesh=tp=4"),
+         "rollout.mesh: 'tp=4' does not divide the 2 devices"),
         (("rollout.slots=6",), "rollout.slots: 6 cannot be split over the 8 devices"),
         (("rollout.mode=exact",), "rollout.mode = 'exact' (from --set): samples are bitwise reproducible only with"),
         ((FEW, "rollout.mode=exact", "model.dtype=bfloat16"), "model.dtype = 'bfloat16' (from --set) rounding"),
