@@ -61,7 +61,7 @@ def turns_of(angles):
     return jnp.stack([jnp.cos(angles), jnp.sin(angles)])
 
 
-def test_rotation_by_a_quarter_turn_swaps_the_halves():
+def test_rotation_by_a_quarter_turn_by_hand():
     x = jnp.array([1.0, 2.0, 3.0, 4.0]).reshape(1, 1, 1, 4)
     angles = turns_of(jnp.array([np.pi / 2, 0.0]).reshape(1, 1, 2))
     np.testing.assert_allclose(apply_rope(x, angles).ravel(), [-3.0, 2.0, 1.0, 4.0], atol=1e-6)

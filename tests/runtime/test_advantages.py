@@ -143,7 +143,7 @@ def test_vtrace_clips_ratios_at_one() -> None:
     np.testing.assert_allclose(estimated.samples[0].returns[-1], 1.0, rtol=1e-5)
 
 
-def test_whitened_vtrace_advantage_of_a_token_with_ratio_zero_is_zero() -> None:
+def test_vtrace_gradient_of_an_unlikely_token_vanishes_despite_whitening() -> None:
     chosen = settings_of("algorithm.estimator=vtrace", "rollout.max_staleness=1", "algorithm.correction_veto=0")
     vocabulary = 5
     scored = np.full(3, -np.log(vocabulary), np.float32)
