@@ -1,7 +1,5 @@
 """Checkpoints of a small state, whose arrays identify their step."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import jax

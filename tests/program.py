@@ -1,7 +1,5 @@
 """Runs the program in this process or in another one, and reads the files of a run."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Runs of replays for tests."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Iterable, Sequence

@@ -1,7 +1,5 @@
 """A tiny model and tiny runs that many tests share."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import shutil

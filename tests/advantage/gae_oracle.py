@@ -1,7 +1,5 @@
 """Generalized advantage estimation in float64, one token after another."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Tests of generalized advantage estimation on both backends, and of V-trace, against float64 loops."""
 
-from __future__ import annotations
-
 import itertools
 from contextlib import closing
 from functools import partial

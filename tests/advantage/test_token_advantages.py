@@ -1,7 +1,5 @@
 """Tests of token advantages: rewards, penalties, two lambdas, truncation and whitening, compared with TRL's PPO."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """Lengths and plans that tests of the planner share, and the invariants of every plan."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

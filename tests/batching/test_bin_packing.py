@@ -1,7 +1,5 @@
 """Tests of filling rows with samples, of sharing rows among devices, and of the ladder of lengths."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,7 +1,5 @@
 """Tests of the ways to split samples into micro-batches, and of their statistics."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

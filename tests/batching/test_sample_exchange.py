@@ -1,7 +1,5 @@
 """Tests of what two hosts of four devices exchange: samples, and which checkpoints they can read."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from dataclasses import replace

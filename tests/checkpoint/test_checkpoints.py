@@ -1,7 +1,5 @@
 """Tests that checkpoints are restored bit for bit, and that the newest and the best are kept."""
 
-from __future__ import annotations
-
 import logging
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Tests that damaged, incomplete, outdated and foreign checkpoints are not restored."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging

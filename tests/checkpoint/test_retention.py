@@ -1,7 +1,5 @@
 """Tests of the choice of checkpoints to keep, and of the save clock."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from hypothesis import given

@@ -1,7 +1,5 @@
 """Tests of finding a saved policy by any of its names, and of reading it without the rest of the state."""
 
-from __future__ import annotations
-
 import copy
 import os
 import shutil

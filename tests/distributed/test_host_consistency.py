@@ -61,7 +61,7 @@ def test_the_newest_checkpoint_is_that_of_the_highest_step(tmp_path: Path):
     assert run.describe_newest_checkpoint() == "step 10"
 
 
-def test_tp_that_divides_no_heads_is_refused_and_one_that_divides_some_is_told():
+def test_tp_must_divide_query_heads_and_uneven_key_heads_are_noted():
     # Six query heads on two kv heads.
     check_tp_divides_heads(make_mesh((1, 2, 2)), grouped(6, 2), path="model")
     check_tp_divides_heads(make_mesh((1, 1, 3)), grouped(6, 2), path="model")

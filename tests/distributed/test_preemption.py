@@ -80,7 +80,7 @@ def test_the_second_signal_stops_at_once_even_inside_a_compiled_program() -> Non
         assert time.monotonic() > start + 0.9
 
 
-def test_handlers_are_afterwards_what_they_were_before() -> None:
+def test_signal_handlers_are_restored() -> None:
     before = [signal.getsignal(number) for number in SIGNALS]
     descriptor = signal.set_wakeup_fd(-1)
     signal.set_wakeup_fd(descriptor)

@@ -30,7 +30,7 @@ def all_come(*members: ClusterMember, timeout_s: float = DEADLINE_S) -> list[str
         return list(pool.map(lambda member: come(member, timeout_s=timeout_s), members, timeout=2 * DEADLINE_S))
 
 
-def test_all_who_are_expected_come_in_any_order():
+def test_hosts_meet_in_any_order():
     address = free_address()
     assert all_come(*(ClusterMember(address, 3, i) for i in (2, 0, 1))) == ["", "", ""]
 
@@ -53,7 +53,7 @@ def test_process_0_that_never_comes_is_named():
 
 
 @pytest.mark.parametrize("numbers", [(0, 1, 1), (0, 0)])
-def test_a_number_given_twice_stops_all_hosts(numbers: tuple[int, ...]):
+def test_duplicate_process_ids_stop_all_hosts(numbers: tuple[int, ...]):
     address, twice = free_address(), numbers[1]
     told = all_come(*(ClusterMember(address, len(numbers), number) for number in numbers))
     assert len(set(told)) == 1
@@ -61,7 +61,7 @@ def test_a_number_given_twice_stops_all_hosts(numbers: tuple[int, ...]):
     assert f"its own number from 0 to {len(numbers) - 1}" in told[0]
 
 
-def test_hosts_started_with_other_counts_hear_both():
+def test_hosts_started_with_different_counts_are_told_both_counts():
     address = free_address()
     told = all_come(ClusterMember(address, 2, 0), ClusterMember(address, 3, 1))
     assert told[0] == told[1]
@@ -81,7 +81,7 @@ def test_an_address_where_nobody_can_listen_or_come_is_refused(monkeypatch: pyte
     assert "the host name 'nowhere.invalid' cannot be resolved" in come(ClusterMember("nowhere.invalid:8476", 2, 0))
 
 
-def test_a_host_that_left_and_comes_again_is_no_second_one(monkeypatch: pytest.MonkeyPatch):
+def test_a_host_can_reconnect_under_its_process_id(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(rendezvous, "LIVENESS_POLL_S", 0.01)
     address = free_address()
     with ThreadPoolExecutor(1) as pool:
@@ -91,7 +91,7 @@ def test_a_host_that_left_and_comes_again_is_no_second_one(monkeypatch: pytest.M
         assert [first.result(timeout=DEADLINE_S), *errors] == ["", "", ""]
 
 
-def test_strangers_do_not_disturb(monkeypatch: pytest.MonkeyPatch):
+def test_unknown_connections_do_not_disturb_the_rendezvous(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(rendezvous, "LINE_TIMEOUT_S", 0.2)
     address = free_address()
     host, port = address.split(":")

@@ -46,7 +46,7 @@ def eventually(happens: Callable[[], bool]) -> None:
         assert time.monotonic() < end
 
 
-def test_every_host_reads_what_one_has_posted_and_its_last_word_counts() -> None:
+def test_the_last_status_posted_by_a_host_reaches_all_hosts() -> None:
     store = Shared()
     with StatusBoard(store, host=0, num_hosts=2) as first, StatusBoard(store, host=1, num_hosts=2) as second:
         second.post("stop", "early")
@@ -57,7 +57,7 @@ def test_every_host_reads_what_one_has_posted_and_its_last_word_counts() -> None
         assert first.read("failed") == {}
 
 
-def test_a_store_that_cannot_be_reached_costs_the_news_and_nothing_else() -> None:
+def test_an_unreachable_status_store_loses_only_status() -> None:
     store = Shared()
     store.is_gone = True
     with StatusBoard(store, host=1, num_hosts=2) as board:
@@ -69,7 +69,7 @@ def test_a_store_that_cannot_be_reached_costs_the_news_and_nothing_else() -> Non
         assert board.read("stop") == {1: "SIGTERM"}
 
 
-def test_one_process_keeps_a_board_of_its_own() -> None:
+def test_a_single_process_has_a_status_board() -> None:
     with StatusBoard(None, host=0) as board:
         board.post("stop", "SIGTERM")
         assert board.read("stop") == {0: "SIGTERM"}

@@ -54,7 +54,7 @@ def test_a_phase_that_does_not_end_shows_every_stack_and_exits_70(tmp_path: Path
         assert "in in_python" in text
 
 
-def test_a_host_ends_as_another_that_hangs_or_fails(tmp_path: Path) -> None:
+def test_hosts_exit_with_the_code_of_a_host_that_hangs_or_fails(tmp_path: Path) -> None:
     ended = run_python(STUCK_ELSEWHERE, tmp_path / "crash", "stuck", "host 1 has been in phase reward")
     assert ended.returncode == 70, ended.stderr
     assert "host 0 has been in phase report for " in ended.stderr
@@ -64,7 +64,7 @@ def test_a_host_ends_as_another_that_hangs_or_fails(tmp_path: Path) -> None:
     assert "host 1 has failed, so this host exits: no idea" in ended.stderr
 
 
-def test_what_does_not_let_python_run_is_ended_all_the_same(tmp_path: Path) -> None:
+def test_watchdog_ends_a_process_whose_interpreter_is_blocked(tmp_path: Path) -> None:
     ended = run_python(STUCK, "in_c_without_python", tmp_path / "crash")
     assert ended.returncode == 1, ended.stderr
     assert "in in_c_without_python" in ended.stderr

@@ -1,7 +1,5 @@
 """Tests of the ways to write environments and tools, of which all are played in the same way."""
 
-from __future__ import annotations
-
 import json
 import re
 from contextlib import nullcontext
@@ -336,7 +334,7 @@ def unnamed(*numbers: int) -> None:
     """Takes any number of arguments."""
 
 
-def unreadable(a: Nowhere) -> None:  # pyright: ignore[reportUndefinedVariable]
+def unreadable(a: "Nowhere") -> None:  # pyright: ignore[reportUndefinedVariable]
     """Has the type of nothing."""
 
 

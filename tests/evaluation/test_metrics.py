@@ -1,7 +1,5 @@
 """Tests of the metrics of evaluations and of their comparison, against hand-computed values and slow oracles."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Tests that `grpo evaluate` gives the metrics of training."""
 
-from __future__ import annotations
-
 import gc
 import json
 import weakref

@@ -1,7 +1,5 @@
 """Tests that `grpo evaluate` on two hosts gives the result of one host."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Tests of the files of an export: tokenizer, configuration, tensors and adapters."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tests that transformers and this program load an export as the policy of the checkpoint."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

@@ -4,8 +4,6 @@
 file.
 """
 
-from __future__ import annotations
-
 import datetime
 import importlib
 import importlib.metadata

@@ -1,7 +1,5 @@
 """Tests of the mesh: its shape, hosts, submeshes and generating devices, the placement of arrays, and chips."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 

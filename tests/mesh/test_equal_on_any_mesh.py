@@ -1,7 +1,5 @@
 """Tests that eight virtual devices compute the same on every mesh as one device."""
 
-from __future__ import annotations
-
 import functools
 from dataclasses import dataclass, replace
 

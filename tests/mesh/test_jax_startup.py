@@ -1,7 +1,5 @@
 """Tests of the start of JAX: its platform, its hosts, and the memory that it gives back."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import re

@@ -1,7 +1,5 @@
 """Tests that a second start loads the programs of the first, and of folders that cannot keep any."""
 
-from __future__ import annotations
-
 import logging
 import os
 import platform

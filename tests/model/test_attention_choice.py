@@ -1,7 +1,5 @@
 """Tests of which programs contain the kernels, and that they compile, for TPUs and GPUs that need not be there."""
 
-from __future__ import annotations
-
 import functools
 import math
 import sys

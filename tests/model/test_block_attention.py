@@ -1,7 +1,5 @@
 """Tests of attention over packed rows, by XLA and by the kernels in Pallas' interpreter, against float64 oracles."""
 
-from __future__ import annotations
-
 import functools
 import re
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Tests of mixtures of experts: their products, a layer on any mesh, and routes that are recorded and replayed."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Tests that adapters compute what merged kernels compute, and change nothing at first."""
 
-from __future__ import annotations
-
 import functools
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Tests of attention over blocks, in XLA and by the kernels, compared with attention over whole caches."""
 
-from __future__ import annotations
-
 import functools
 
 import jax

@@ -4,8 +4,6 @@ Weights are large (standard deviation 0.3, norms around 1, every bias random). A
 over several units, and a wrong pairing, scale or bias shows in the first digits.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Tests of quantized kernels: precision, equality on any mesh, and memory."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Tests of rotary frequencies and rotations against numbers by hand and transformers."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import functools
 import re
 from dataclasses import replace

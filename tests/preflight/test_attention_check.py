@@ -1,7 +1,5 @@
 """Tests that the check of attention finds errors of every kind, and says how to avoid a kernel that has one."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Results of the checks: every exception becomes a result, and the report has one exit code."""
 
-from __future__ import annotations
-
 import pytest
 
 from app.preflight.check_results import CheckRecorder, CheckResult, DoctorReport

@@ -1,7 +1,5 @@
 """`grpo inspect-mesh --compile`: programs as compilers see them, for a CPU and for TPUs that are not there."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping

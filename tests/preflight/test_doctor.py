@@ -1,7 +1,5 @@
 """`grpo doctor` runs every check of a launch, reports all failures, and leaves no files."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`grpo train --dry-run` reports the sizes and the memory of a run, and loads, compiles and writes nothing."""
 
-from __future__ import annotations
-
 import json
 from contextlib import closing
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Checks of the hub, wandb, versions and the disk; the hub is a server on this machine. Nothing is downloaded."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

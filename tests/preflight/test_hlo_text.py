@@ -1,7 +1,5 @@
 """Tests of the text of compiled programs: what their collectives send, against hand-computed bytes."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import pytest

@@ -1,7 +1,5 @@
 """`grpo inspect-mesh`: placement and memory, on real and on simulated devices."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from dataclasses import replace

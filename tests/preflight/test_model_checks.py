@@ -1,7 +1,5 @@
 """Checks of the chat template and of the reward functions."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

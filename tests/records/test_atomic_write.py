@@ -78,7 +78,7 @@ def test_a_folder_that_is_not_finished_leaves_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [new] and list(new.iterdir()) == []
 
 
-def test_two_writers_of_one_file_do_not_meet(tmp_path: Path) -> None:
+def test_concurrent_atomic_writes_use_separate_temporary_files(tmp_path: Path) -> None:
     with open_atomic(tmp_path / "new") as first, open_atomic(tmp_path / "new") as second:
         first.write(b"same")
         second.write(b"same")

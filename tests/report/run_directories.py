@@ -1,7 +1,5 @@
 """Run directories as `grpo train` writes them, made without training."""
 
-from __future__ import annotations
-
 import functools
 import json
 from collections.abc import Mapping, Sequence

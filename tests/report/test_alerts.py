@@ -1,7 +1,5 @@
 """Tests that each alert is raised once if there is a problem, and none in a healthy run."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

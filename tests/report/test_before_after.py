@@ -1,7 +1,5 @@
 """Tests of the summary of a run, of early stopping, of series of metrics and of statistics, against slow oracles."""
 
-from __future__ import annotations
-
 import math
 from itertools import product
 from typing import Any

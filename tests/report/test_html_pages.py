@@ -1,7 +1,5 @@
 """Tests that pages need no network, and are harmless whatever models, data and settings contain."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """Tests of plots, of the text in them, and of reproducible output."""
 
-from __future__ import annotations
-
 from xml.etree import ElementTree
 
 import matplotlib

@@ -1,7 +1,5 @@
 """Tests that the registry lists exactly the metrics of runs."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import jax.numpy as jnp

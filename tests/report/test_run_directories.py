@@ -1,7 +1,5 @@
 """Tests of reading run directories, complete and damaged, and of the samples chosen for the viewer."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -144,7 +144,7 @@ def test_an_error_of_a_worker_surfaces_where_samples_are_collected() -> None:
     assert not has_thread()
 
 
-def test_a_sample_without_a_token_is_of_the_version_that_dropped_it() -> None:
+def test_a_sample_without_tokens_has_the_version_that_dropped_it() -> None:
     row = RolloutSequence(
         slots.PROMPTS[0], 0, max_new_tokens=4, noise_step=57, finish_reason="dropped:non-finite logits"
     )
@@ -161,7 +161,7 @@ def after(num_looks: int) -> Callable[[], bool]:
     return lambda: next(left, None) is None
 
 
-def test_slots_are_free_when_they_were_asked_to_stop() -> None:
+def test_stopped_slots_are_freed_at_the_next_segment() -> None:
     made = slots.batching(engine_on(0, True))
     for looks in (0, 2):
         made.stop_requested = after(looks)
@@ -191,7 +191,7 @@ def test_a_scheduled_rollout_that_was_stopped_draws_only_what_is_missing() -> No
     assert bits([together[sample.uid] for sample in expected()]) == bits(expected())
 
 
-def test_who_waits_for_a_round_that_is_generated_ahead_hears_that_it_does_not_come() -> None:
+def test_waiting_for_a_round_of_a_stopped_generator_raises() -> None:
     made = scheduled(workers_on(2), in_turn=True)
     stop_event = threading.Event()
     made.stop_requested = stop_event.is_set

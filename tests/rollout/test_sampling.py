@@ -154,7 +154,7 @@ def slow_lowest(values: np.ndarray, weights: np.ndarray, limit: int) -> float:
 
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize(("dtype", "weighs"), [(np.float32, False), (np.float32, True), (np.int32, False)])
-def test_every_way_of_searching_finds_the_same_value(
+def test_all_truncation_searches_find_the_same_threshold(
     dtype: type, weighs: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One and four bits a pass, and the kernel in Pallas' interpreter."""
@@ -179,7 +179,7 @@ def test_every_way_of_searching_finds_the_same_value(
     assert threshold_kernel.num_buffers(262_144, v4) == 0
 
 
-def test_a_row_that_is_not_finite_harms_no_other() -> None:
+def test_non_finite_logits_of_a_row_change_no_other_row() -> None:
     logits, rules = wide_rows(16), SamplingRules(1.0, 20, 0.9, 0.01)
     logits[1, 5], logits[2, 6] = np.nan, np.inf
     keys, sampler = jax.random.split(jax.random.key(0), 16), compiled(sample_tokens_truncated)

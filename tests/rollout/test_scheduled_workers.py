@@ -149,7 +149,7 @@ def test_in_exact_mode_neither_scheduler_nor_workers_change_a_bit(policy: str, i
     }
 
 
-def test_in_turn_the_same_rollout_has_the_same_log_and_compiles_nothing() -> None:
+def test_workers_in_turn_repeat_a_rollout_without_compiling() -> None:
     def log() -> list[tuple[protocol.Event, Sequence[Command]]]:
         made = scheduled(workers_on(3), "pdsr_v2", in_turn=True)
         samples_of(made)
@@ -167,7 +167,7 @@ def without_times(record: protocol.EventRecord) -> tuple[protocol.Event, Sequenc
     return replace(event, seconds=0.0) if isinstance(event, SegmentEnded) else event, record.commands
 
 
-def test_where_blocks_run_out_rows_wait_in_their_worker_and_no_bit_changes() -> None:
+def test_rows_wait_when_blocks_run_out_and_no_bit_changes() -> None:
     few = slots.few_blocks(True)
     workers = [RolloutWorker(kind, kind, engine_with(0, few.shapes, True, programs=few.programs)) for kind in KINDS[:2]]
     made = scheduled(workers, "pdsr_v2", in_turn=True)

@@ -1,7 +1,5 @@
 """Tests that the settings select the advantage estimator, by its results."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Tests of the checks of models and data, and of the commits of hub models that a run keeps."""
 
-from __future__ import annotations
-
 import json
 import logging
 from pathlib import Path

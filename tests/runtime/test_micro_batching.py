@@ -1,7 +1,5 @@
 """Tests that every micro-batch setting affects exactly the roles that it is for."""
 
-from __future__ import annotations
-
 from itertools import chain
 
 import numpy as np

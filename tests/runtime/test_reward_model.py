@@ -1,7 +1,5 @@
 """Tests of a reward model in a run and in `grpo score --role reward`."""
 
-from __future__ import annotations
-
 import math
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tests of what `rollout.slots: auto` and `rollout.kv_blocks: auto` stand for."""
 
-from __future__ import annotations
-
 import logging
 from contextlib import closing
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Tests of `rollout.workers`, on this host and as Ray actors."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import select

@@ -106,7 +106,7 @@ foo.bar | `grpo settings` lists the settings
 
 
 @pytest.mark.parametrize(("name", "suggestion"), UNKNOWN_NAMES)
-def test_an_unknown_name_is_explained_or_not_guessed_at(name: str, suggestion: str) -> None:
+def test_unknown_names_are_explained_only_when_the_guess_is_good(name: str, suggestion: str) -> None:
     message = refusal(with_sets, f"{name}=1")
     assert message.startswith(f"unknown setting {name} (--set); {suggestion}"), message
 

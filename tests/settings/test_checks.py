@@ -160,14 +160,14 @@ def test_tensorboard_needs_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "tensorboardX is not installed; run pip install -e '.[tensorboard]'" in refusal(check_for_train, resolved)
 
 
-def test_a_later_layer_may_turn_off_the_penalty() -> None:
+def test_later_layers_can_turn_off_the_kl_penalty() -> None:
     for target in ("null", "0.1"):
         text = f"algorithm: {{kl_in: reward, beta: 0.05, kl_target: {target}}}"
         check_for_train(load_text(text, "algorithm.beta=0"))
     refusal(check_for_train, load_text("algorithm: {beta: 0}", "algorithm.kl_in=reward"))
 
 
-def test_hosts_may_be_left_to_the_platform() -> None:
+def test_host_addresses_can_be_left_to_the_platform() -> None:
     check_for_mesh(over_defaults("mesh.coordinator_address=auto"))
     check_for_mesh(over_defaults("mesh.expect_processes=4"))
 

@@ -49,7 +49,7 @@ DERIVED: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("overrides", "expected"), DERIVED)
-def test_what_nobody_sets_follows_from_what_somebody_sets(overrides: str, expected: dict[str, Any]) -> None:
+def test_derived_settings_follow_from_the_chosen_ones(overrides: str, expected: dict[str, Any]) -> None:
     resolved = over_defaults(*overrides.split("; "))
     assert {name: attrgetter(name)(resolved.settings) for name in expected} == expected
 

@@ -21,21 +21,21 @@ def based_on(file: ConfigFile, *chosen: str) -> Resolved:
 
 
 @pytest.mark.parametrize(("before", "name"), [("ppo", name) for name in ALGORITHM_PRESETS] + [("grpo", "ppo")])
-def test_another_algorithm_is_what_it_would_be_without_the_run(before: str, name: str) -> None:
+def test_replay_under_another_algorithm_takes_its_own_defaults(before: str, name: str) -> None:
     quota = "algorithm.max_tokens_per_device=512"
     again = based_on(written(f"algorithm.name={before}", quota), f"algorithm.name={name}")
     check_for_train(again)
     assert again.settings.algorithm == with_sets(f"algorithm.name={name}", quota).settings.algorithm
 
 
-def test_what_somebody_has_set_stays() -> None:
+def test_replayed_settings_keep_what_was_set_explicitly() -> None:
     file = written("algorithm.name=dapo", "algorithm.filter=none")
     algorithm = based_on(file, "algorithm.name=grpo", "algorithm.clip_high=0.3").settings.algorithm
     assert (algorithm.filter, algorithm.clip_high) == ("none", 0.3)
     assert algorithm.loss_aggregation == ALGORITHM_PRESETS["grpo"].loss_aggregation
 
 
-def test_without_another_choice_everything_is_what_the_run_had() -> None:
+def test_replay_without_overrides_has_the_settings_of_the_run() -> None:
     file = written("algorithm.name=dapo", "score.strategy=off", "algorithm.rows_per_device=2")
     assert based_on(file).settings == load(file, [], {}).settings
     line = file.content.decode().split("\n").index("  name: dapo  # set") + 1

@@ -38,7 +38,7 @@ def test_a_setting_that_nothing_reads_is_named_with_what_would_read_it(
         assert [notice for notice in notices if notice.startswith("no effect")] == []
 
 
-def test_what_a_preset_set_for_another_algorithm_is_told_in_one_line() -> None:
+def test_settings_of_a_preset_for_another_algorithm_are_named_in_one_line() -> None:
     ppo = load("quickstart_ppo", [], {})
     assert launch_notices(ppo) == (ppo.algorithm_changes,)
     resolved = load("quickstart_ppo", ["algorithm.name=grpo", "rollout.group_size=2"], {})
@@ -50,7 +50,7 @@ def test_what_a_preset_set_for_another_algorithm_is_told_in_one_line() -> None:
     assert launch_notices(with_sets("algorithm.rows_per_device=2", "algorithm.dynamic_microbatch=false")) == ()
 
 
-def test_adapters_are_told_that_the_learning_rate_is_low_or_that_they_are_not_loaded() -> None:
+def test_adapter_notes_name_a_low_learning_rate_or_adapters_that_are_not_loaded() -> None:
     resolved = over_defaults("model.lora.rank=8")
     (line,) = launch_notices(resolved)
     assert line.startswith("optimizer.learning_rate = 1e-06 (from the default) suits training all weights")
@@ -72,6 +72,6 @@ def test_adapters_are_told_that_the_learning_rate_is_low_or_that_they_are_not_lo
         ("data.source=hf:a/b data.eval_source=hf:a/b data.eval_split=train", "data.eval_source is data.source"),
     ],
 )
-def test_a_launch_says_what_its_user_may_not_have_meant(overrides: str, start: str | None) -> None:
+def test_launch_notes_name_surprising_combinations_of_settings(overrides: str, start: str | None) -> None:
     notices = launch_notices(with_sets(*overrides.split()))
     assert [notice.startswith(start) for notice in notices] == [True] if start else notices == ()

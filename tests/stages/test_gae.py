@@ -1,7 +1,5 @@
 """Tests of `grpo gae`: advantages of samples and matrices, the summary, windows, and unusable input."""
 
-from __future__ import annotations
-
 import io
 import json
 import zipfile

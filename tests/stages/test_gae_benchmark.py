@@ -1,7 +1,5 @@
 """Tests of `grpo gae --bench`: cases, checks, report and plot, but not speed."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tests of `grpo rollout`: its samples and timeline, and how a killed one continues."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tests of samples with several turns, from the command to the file."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Sequence

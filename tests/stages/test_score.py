@@ -1,7 +1,5 @@
 """Tests of `grpo score`: every role and strategy, the check of packed rows, windows, and invalid input."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections import Counter

@@ -1,7 +1,5 @@
 """Tests of `grpo score` on samples of other programs: ids alone, text alone, chats, and files of TRL and verl."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Tests that stages on two hosts write the file of one host, and that a host that hangs ends both."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

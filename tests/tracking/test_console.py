@@ -1,7 +1,5 @@
 """Tests of the console: lines of steps and evaluations, progress of rollouts, and samples with any text."""
 
-from __future__ import annotations
-
 import os
 import pty
 import re

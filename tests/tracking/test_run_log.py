@@ -1,7 +1,5 @@
 """Tests of the log of a run: metrics, TensorBoard, wandb and traces."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import logging

@@ -1,7 +1,5 @@
 """Tests of the metrics of a step against hand-computed values."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Tests that settings select the functions of an algorithm, that every algorithm learns, and of dynamic sampling."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Tests of scheduled workers in runs, and of `rollout.max_staleness`: samples of earlier policies."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

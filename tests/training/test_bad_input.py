@@ -1,7 +1,5 @@
 """Tests that unusable input of `grpo train` gives one error with exit code 2, and changes nothing on disk."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tests of runs whose samples have several turns, and of stages over such samples from files."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,7 @@ from app.runtime.inputs import read_policy
 from settings import load
 from settings.errors import InputError
 from tests.games import SOURCE
-from tests.program import assert_same_state, here, metrics_of, records_of, settings, succeeded, train_here
+from tests.program import assert_same_state, here, metrics_of, records_of, run_of, settings, succeeded, train_here
 from tests.replays import looked, replayed, rewrite, step_file, train_on
 from tests.run_fixtures import NO_REPORT, write_config
 
@@ -39,7 +37,7 @@ def played_config(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) ->
 @pytest.fixture(scope="module")
 def played_run(played_config: Path) -> Path:
     succeeded(train_here(played_config))
-    return played_run_of(config)
+    return run_of(played_config)
 
 
 def test_run_learns_from_turns_and_evaluates_with_the_environment(played_run: Path) -> None:

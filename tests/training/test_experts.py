@@ -1,7 +1,5 @@
 """Tests of runs of a tiny mixture of experts: learning, replayed routes, and what is refused."""
 
-from __future__ import annotations
-
 import base64
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tests of runs with `model.lora`, also beside a quantized base: what learns, what is refused, and the reference."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

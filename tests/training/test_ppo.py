@@ -1,7 +1,5 @@
 """Tests of PPO with adapters in whole runs: the critic, its warm-up, advantages, and a run that is killed."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

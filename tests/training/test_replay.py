@@ -1,7 +1,5 @@
 """Tests of training on saved samples: of a run, under other settings, of a chain of files, and of unusable files."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

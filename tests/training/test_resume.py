@@ -1,7 +1,5 @@
 """Tests of runs that go on from their checkpoints, and of changes that a resumed run refuses."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

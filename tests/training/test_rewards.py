@@ -1,7 +1,5 @@
 """Tests of plug-in rewards in whole runs: samples, counts, messages and errors."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Tests of `grpo train`: its files, metrics, output and data, and how runs end."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

@@ -1,7 +1,5 @@
 """Tests that two processes of four devices sample and train as one process of eight."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

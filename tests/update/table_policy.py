@@ -3,8 +3,6 @@
 `oracle` computes loss and gradient in float64, token by token.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace

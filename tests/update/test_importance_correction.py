@@ -1,7 +1,5 @@
 """Tests of the importance correction against hand-computed and float64 values, packed and on-policy."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial

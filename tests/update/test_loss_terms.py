@@ -1,7 +1,5 @@
 """Tests of surrogates, KL estimators and aggregations, by hand and against float64."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import jax

@@ -1,7 +1,5 @@
 """Tests of learning rates, of AdamW and its moments, also of those in host memory."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 from typing import Any

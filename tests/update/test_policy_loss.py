@@ -1,7 +1,5 @@
 """Tests of loss, gradient and metrics of every surrogate, ratio, penalty and bonus, on a table of logits."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial

@@ -1,7 +1,5 @@
 """Tests of the metrics of routes, by hand."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import jax.numpy as jnp

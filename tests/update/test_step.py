@@ -1,7 +1,5 @@
 """Tests of an optimizer step of the policy, and of adapters, with a decoder."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Tests of losses, gradients, metrics and advantages against TRL: stored numbers, and TRL itself if it is installed."""
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 import json

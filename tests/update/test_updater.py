@@ -1,7 +1,5 @@
 """Tests of mini-batches and of the updates over them."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Collection, Sequence
 from contextlib import closing

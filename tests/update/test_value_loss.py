@@ -1,7 +1,5 @@
 """Tests of the critic's loss and values."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 from dataclasses import replace

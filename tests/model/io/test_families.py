@@ -1,7 +1,5 @@
 """Tests of `config.json` of every family in every accepted spelling, and of every refused configuration."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Tests that a GGUF file in the form of llama.cpp's converter loads as its source checkpoint."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from pathlib import Path
 

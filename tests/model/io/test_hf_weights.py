@@ -1,7 +1,5 @@
 """Tests of loading weights: strict names and shapes, one tensor at a time, bit for bit on any mesh."""
 
-from __future__ import annotations
-
 import re
 import weakref
 from collections import Counter

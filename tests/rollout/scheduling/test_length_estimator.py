@@ -34,7 +34,7 @@ def test_without_running_samples_it_is_the_quantile(lengths: list[int], percent:
     assert censored_quantile(lengths, [], percent / 100) == expected
 
 
-def test_dropped_samples_teach_nothing() -> None:
+def test_dropped_samples_do_not_enter_the_length_statistics() -> None:
     lengths = LengthEstimator(window=4)
     assert not lengths.observe(entry(tokens=5, finish=DROPPED))
     assert lengths.num_finished == 0 and not lengths.finished and not lengths.has_estimate("p")

@@ -136,7 +136,7 @@ def test_an_acting_row_leaves_its_slot_and_goes_back_before_other_samples() -> N
 
 
 @pytest.mark.parametrize(("finish", "known"), [("stop", [7]), ("dropped:timeout", [])])
-def test_an_answer_may_end_the_sample(finish: str, known: list[int]) -> None:
+def test_an_episode_can_end_with_an_answer_of_the_environment(finish: str, known: list[int]) -> None:
     driven = worker_with(1)
     driven.end("w", {"p0/s0": 5}, acting=["p0/s0"])
     assert driven.answer("p0/s0", 7, finish) == []
