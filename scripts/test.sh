@@ -5,7 +5,7 @@
 #
 # --all adds the slow tests and those that start two processes as hosts.
 # --compile runs only those that compile the presets for their hardware, minutes each and one at a time.
-# --lint, or CI=true, first checks style, formatting and types with ruff and pyright, and the scripts with shellcheck.
+# --lint, or CI=true, first checks style, formatting, imports and types, and the scripts with shellcheck.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
@@ -24,9 +24,10 @@ done
 if [ "$lint" = true ]; then make_environment dev; else make_environment test; fi
 cd "$REPOSITORY"
 if [ "$lint" = true ]; then
-    echo "Checking style, formatting and types"
+    echo "Checking style, formatting, imports and types"
     "$VENV/bin/ruff" check
     "$VENV/bin/ruff" format --check
+    "$VENV/bin/lint-imports"
     "$VENV/bin/pyright" --pythonpath "$VENV/bin/python"
     "$VENV/bin/shellcheck" scripts/*.sh .ci/run
 fi

@@ -1,29 +1,45 @@
-"""Tests of the program's shape: no circles of imports, and sizes of files, functions and folders."""
+"""Tests of the program's shape: what its modules load, and sizes of files, functions and folders."""
 
 import ast
+import re
+import subprocess
+import sys
 
 from tests.program import REPOSITORY
-from tests.test_import_layers import SOURCES, find_imports
 
 MAX_FILE_LINES = 450
 MAX_FUNCTION_LINES = 80
 MAX_FILES_IN_FOLDER = 26
 
-
-def imported_modules(module: str, source: str) -> set[str]:
-    """Returns the modules of the program that a module imports, also in functions and for types alone.
-
-    A module that lies in a package does not count as an import of the package's own file.
-    """
-    names = {name for found in find_imports(source) for name in (found.target, found.target.rpartition(".")[0])}
-    return names & SOURCES.keys() - {module}
+SOURCES = {
+    ".".join(path.relative_to(REPOSITORY).with_suffix("").parts).removesuffix(".__init__"): path.read_text()
+    for pattern in ("grpo.py", "cli.py", "app/**/*.py", "settings/**/*.py")
+    for path in sorted(REPOSITORY.glob(pattern))
+}
 
 
-def test_no_modules_import_each_other_in_a_circle() -> None:
-    imports = {module: imported_modules(module, source) for module, source in SOURCES.items()}
-    while leaves := {module for module, names in imports.items() if not names & imports.keys()}:
-        imports = {module: names for module, names in imports.items() if module not in leaves}
-    assert imports == {}
+def loaded_with(*modules: str) -> set[str]:
+    """Returns all modules that a new process has loaded after it has imported some."""
+    program = f"import sys, {', '.join(modules)}; print(*sys.modules)"
+    run = subprocess.run([sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    return set(run.stdout.split())
+
+
+def test_commands_and_host_packages_start_without_jax() -> None:
+    host_only = re.compile(r"cli|settings\b.*|app\.(environments|plugins|report|reward|records)\b.*")
+    loaded = loaded_with(*filter(host_only.fullmatch, SOURCES))
+    assert not loaded & {"jax", "jaxlib", "flax", "optax", "orbax"}
+
+
+def test_training_starts_without_kernels_and_extras() -> None:
+    """Pallas is slow to import, and its backends for GPUs and TPUs may not be there on other platforms."""
+    loaded = loaded_with("app.training.train", "app.runtime.session")
+    assert not loaded & {"jax.experimental.pallas", "qwix", "ray", "math_verify", "tensorboardX"}
+
+
+def test_downloaded_files_run_no_code() -> None:
+    allowed = re.compile(r"\b(allow_pickle|trust_remote_code)\s*=\s*(?!False)")
+    assert {module for module, source in SOURCES.items() if allowed.search(source)} == set()
 
 
 def test_no_file_function_or_folder_is_too_long() -> None:

@@ -23,8 +23,8 @@ from settings import InputError, Resolved, load
 from settings.checks.unused_settings import unused_adapter_notices
 from settings.loading.config_file import ConfigFile
 from settings.loading.printing import without_derived
-from settings.loading.secrets import load_secrets, redact
 from settings.loading.sources import NO_FLAGS, Flags
+from settings.secrets import load_secrets, redact
 
 RUN_SUBFOLDERS = ("checkpoints", "rollouts", "eval")
 """Subfolders of a run directory with files that command options accept."""

@@ -15,8 +15,8 @@ from app.plugins.pool import Job, Limits, Pool, Request
 from app.plugins.values import Failure
 from app.plugins.worker_process import worker_environment
 from app.records.sample import Messages
-from settings.loading.secrets import redact
 from settings.schema.reward import EnvironmentSettings, PluginSettings
+from settings.secrets import redact
 
 EPISODE_TIMEOUT_S = 3600.0
 """That all steps of a sample may take together: each may take long, and a sample may have many."""

@@ -26,8 +26,8 @@ from app.runtime.model_spec import ModelSpec
 from app.tracking.run_log import WANDB_SECTIONS
 from settings import InputError, Resolved
 from settings.loading.printing import from_yaml
-from settings.loading.secrets import redact
 from settings.schema.rollout import format_rounding
+from settings.secrets import redact
 
 CARD_FILE = "README.md"
 TEMPLATE_FILE = "model_card.md.jinja"

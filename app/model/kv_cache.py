@@ -19,7 +19,6 @@ from app.mesh.axis_rules import Dims, constrain, sharding_tree, spread_rows
 from app.mesh.chips import padded_head_dim
 from app.mesh.placement import abstract_arrays, num_row_shards
 from app.model.architecture import Architecture
-from app.model.attention.blockwise import KEY_DIMS
 
 INT8_END = 127
 
@@ -67,7 +66,7 @@ def cache_dims(cache: Array | jax.ShapeDtypeStruct, mesh: Mesh | None = None) ->
     num_rows, num_heads = cache.shape[:2]
     of_mesh = mesh or jax.sharding.get_abstract_mesh()
     splits_heads = of_mesh.empty or num_heads % of_mesh.shape["tp"] == 0
-    return ("rows" if splits_heads else spread_rows(num_rows, mesh), *KEY_DIMS[1:])[: len(cache.shape)]
+    return ("rows" if splits_heads else spread_rows(num_rows, mesh), "kv_heads", "tokens", "head")[: len(cache.shape)]
 
 
 def num_cache_shards(mesh: Mesh, num_kv_heads: int) -> int:

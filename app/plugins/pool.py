@@ -27,7 +27,7 @@ from typing import Any, ClassVar
 from app.plugins.values import Failure, one_line
 from app.plugins.worker_process import WorkerProcess, describe_exit, wait_for_answers
 from settings.errors import InputError
-from settings.loading.secrets import redact
+from settings.secrets import redact
 
 LOAD_TIMEOUT_S = 60.0
 """For importing a plug-in: libraries may take long from a cold disk."""

@@ -19,7 +19,7 @@ from typing import IO, Any, TypeVar
 from app.plugins.supervisor import KILL_LIMIT_S
 from app.plugins.values import replace_control_characters
 from settings.errors import InputError
-from settings.loading.secrets import redact, redact_also
+from settings.secrets import redact, redact_also
 
 START_FILE = str(Path(__file__).with_name("start_worker.py"))
 SOURCE_ROOT = str(Path(__file__).resolve().parents[2])

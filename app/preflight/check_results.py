@@ -12,7 +12,7 @@ import jax
 
 from app.records.text_format import format_table, to_printable
 from settings.errors import InputError
-from settings.loading.secrets import redact
+from settings.secrets import redact
 
 Verdict = Literal["ok", "warn", "fail", "skip"]
 """`warn`: a run would work, but maybe not as expected. `fail`: a run would not start, or would end early. `skip`: the

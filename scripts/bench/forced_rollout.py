@@ -29,10 +29,10 @@ from app.model.io.model_files import open_model
 from app.records.sample import Prompt
 from app.rollout.engine.engine import SlotEngine
 from app.rollout.engine.programs import ProgramSpec, SlotPrograms
+from app.rollout.engine.sample_generator import SampleGenerator
 from app.rollout.engine.segment import SegmentDecoder
 from app.rollout.engine.shapes import SlotShapes, make_slot_shapes
 from app.rollout.request import GenerationRequest
-from app.rollout.sample_generator import SampleGenerator
 from app.rollout.sampling.token_sampling import (
     SampledTokens,
     Sampler,

@@ -32,7 +32,7 @@ import numpy as np
 
 from app.records.sample import Prompt
 from app.rollout.engine.continuous_batching import ContinuousBatchGenerator
-from app.rollout.sample_generator import SampleGenerator
+from app.rollout.engine.sample_generator import SampleGenerator
 from scripts.bench import ceilings
 from scripts.bench.forced_rollout import (
     LONGEST_OVER_MEAN,

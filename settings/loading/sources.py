@@ -16,9 +16,9 @@ from settings.errors import InputError
 from settings.loading.config_file import ConfigFile
 from settings.loading.fields import FIELDS, SECTIONS, flatten, is_text, suggest_fields
 from settings.loading.printing import format_inline
-from settings.loading.secrets import SECRETS
 from settings.loading.synonyms import ALIASES, HISTORIC_NAMES
 from settings.loading.yaml_file import YamlNode, parse_settings_file, parse_yaml
+from settings.secrets import SECRETS
 
 ENV_PREFIX = "GRPO__"
 MAX_PROBLEMS = 10

@@ -15,9 +15,9 @@ from pydantic import (
     model_validator,
 )
 
-from settings.loading.secrets import SECRETS
 from settings.schema.rollout import MAX_SLOTS, MAX_TOKENS
 from settings.schema.section import Section, as_list
+from settings.secrets import SECRETS
 
 BUILT_IN_REWARDS = ("gsm8k", "arithmetic", "gsm8k_format", "arithmetic_format", "math_verify")
 """Names of the built-in functions of `reward.functions`."""

@@ -28,7 +28,7 @@ ON_ONE_HOST = ("eval.every_steps=0", "checkpoint.best_metric=null")
 STOPPED = """\
 import os, signal, time
 import cli
-from app.rollout.sample_generator import SampleGenerator
+from app.rollout.engine.sample_generator import SampleGenerator
 from app.distributed.stop_check import StoppedError
 
 generate, calls = SampleGenerator.generate, []

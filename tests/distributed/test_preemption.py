@@ -16,7 +16,7 @@ import pytest
 from app.distributed.preemption import FINISHING_MESSAGE, PreemptionHandler
 from app.distributed.status_board import StatusBoard
 from app.distributed.stop_check import StoppedError
-from app.rollout.sample_generator import SampleGenerator
+from app.rollout.engine.sample_generator import SampleGenerator
 from app.tracking.run_reporter import RunReporter
 from tests.program import (
     DEADLINE_S,

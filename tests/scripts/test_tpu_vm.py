@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from settings.loading.secrets import SECRETS, load_secrets
+from settings.secrets import SECRETS, load_secrets
 from tests.scripts.conftest import DEADLINE_S, SCRIPTS, Tpu
 
 SYNC, SETUP, LAUNCH = "sync_env_to_tpu_vm.sh", "setup_tpu_vm.sh", "launch_on_tpu_vm.sh"

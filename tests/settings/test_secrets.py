@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from settings.loading.secrets import load_secrets, redact
+from settings.secrets import load_secrets, redact
 
 CANARY = "CANARY-0123456789abcdef"
 

@@ -14,9 +14,9 @@ from app.mesh.device_mesh import num_hosts
 from app.model.decode_weights import DecodeWeights
 from app.rollout.counters import RolloutCounters
 from app.rollout.engine.engine import SegmentResult, SlotEngine
+from app.rollout.engine.sample_generator import SampleGenerator
 from app.rollout.engine.shapes import Footprint
 from app.rollout.request import GenerationRequest
-from app.rollout.sample_generator import SampleGenerator
 from app.rollout.sampling.token_sampling import SamplingRules
 from app.rollout.scheduling.scheduling_policy import admission_budget
 from app.rollout.scheduling.segment_limits import SegmentLimits, prior_mean_length, segment_limits

@@ -12,9 +12,9 @@ import numpy as np
 from app.mesh.placement import bytes_per_device
 from app.model.decode_weights import DecodeWeights
 from app.rollout.counters import RolloutCounters
+from app.rollout.engine.sample_generator import SampleGenerator
 from app.rollout.engine.shapes import Footprint
 from app.rollout.request import GenerationRequest
-from app.rollout.sample_generator import SampleGenerator
 from app.rollout.sampling.token_sampling import SamplingRules
 from app.rollout.scheduling.length_estimator import NOTHING_LEARNED, LearnedLengths
 from app.rollout.scheduling.protocol import EventRecord
