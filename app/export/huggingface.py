@@ -27,7 +27,7 @@ from app.model.io.config_fields import HfConfig
 from app.model.io.families import FAMILIES
 from app.model.io.gguf import GgufFile
 from app.model.io.hf_weights import load_weights
-from app.model.io.model_files import BUILTIN_PREFIX, CONFIG_FILE, ModelFiles
+from app.model.io.model_files import ADAPTER_CONFIG_FILE, BUILTIN_PREFIX, CONFIG_FILE, ModelFiles
 from app.model.lora import LoRAConfig, combine_params
 from app.prompts.tokenizer import TOKENIZER_FILE, load_fast_tokenizer
 from app.records.atomic_write import create_folder_atomic
@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 WeightType = Literal["float32", "bfloat16"]
 
 
-ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+ADAPTER_WEIGHTS_FILE = "adapter_model.safetensors"
 GENERATION_CONFIG_FILE = "generation_config.json"
 
 OMITTED_BASE_FIELDS = ("_name_or_path", "transformers_version", "torch_dtype", "dtype")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -13,7 +14,7 @@ from app.model.architecture import Architecture
 from app.model.decoder import DecoderDefinition, ValueDecoder
 from app.model.experts import UNRECORDED
 from app.model.io.families import CAUSAL_LM, SEQUENCE_CLASSIFICATION, architecture_from_config
-from app.model.io.hf_weights import check_tensors, critic_tensors, expected_tensors
+from app.model.io.hf_weights import LM_HEAD, check_tensors, critic_tensors, expected_tensors, has_own_head
 from app.model.io.model_files import ModelFiles, open_model
 from app.model.lora import LoRAConfig
 from app.model.quantization import QUANTIZE_BASE_SETTING, check_quantization
@@ -24,6 +25,8 @@ from settings import Settings
 from settings.errors import InputError
 from settings.schema.model import PROJECTION_GROUPS, LoRASettings
 from settings.schema.rollout import RolloutWeights
+
+log = logging.getLogger(__name__)
 
 LORA_FINGERPRINT = "model.lora"
 """Name of the fingerprint of the adapters."""
@@ -113,6 +116,14 @@ def read_model_spec(settings: Settings, *, generates: bool = True) -> ModelSpec:
     """
     files = open_model(settings.model.path)
     architecture = architecture_from_config(files.config, attention=settings.model.attention)
+    if architecture.tied_embeddings and has_own_head(files.weights):
+        log.warning(
+            "model.path: config.json of %s ties %s to the embedding, but it has other values in the file, so it is "
+            "used as it is, as in transformers; set tie_word_embeddings: false in config.json",
+            *(files.name, LM_HEAD),
+        )
+        files = replace(files, config=files.config | {"tie_word_embeddings": False})
+        architecture = replace(architecture, tied_embeddings=False)
     definition = DecoderDefinition.create(architecture)
     check_routing_replay(architecture, settings)
     check_tensors(expected_tensors(definition), files.weights.shapes, architecture)

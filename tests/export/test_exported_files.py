@@ -15,7 +15,6 @@ from safetensors.numpy import load_file
 
 from app.export.hf_tensors import PROJECTIONS, HfTensors, PeftTensors, write_safetensors, write_sharded_safetensors
 from app.export.huggingface import (
-    ADAPTER_CONFIG_FILE,
     ADAPTER_WEIGHTS_FILE,
     adapter_config,
     export_config,
@@ -24,7 +23,7 @@ from app.export.huggingface import (
 )
 from app.model.decoder import DecoderDefinition, Params
 from app.model.io.hf_weights import load_weights
-from app.model.io.model_files import INDEX_FILE, ModelFiles, SafetensorsFiles, open_model
+from app.model.io.model_files import ADAPTER_CONFIG_FILE, INDEX_FILE, ModelFiles, SafetensorsFiles, open_model
 from app.model.lora import LoRAConfig, combine_params
 from app.prompts.tokenizer import load_fast_tokenizer, load_tokenizer
 from settings.schema.model import PROJECTIONS as TARGETS

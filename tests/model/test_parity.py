@@ -18,14 +18,16 @@ import numpy as np
 import pytest
 from jaxtyping import Array
 from safetensors import safe_open
+from safetensors.numpy import load_file, save_file
 
 from app.model.decoder import DecoderDefinition, Params
-from app.model.io.families import architecture_from_config
 from app.model.io.hf_weights import load_weights
 from app.model.io.model_files import open_model
 from app.model.segment_layout import SegmentLayout, single_segment_layout
 from app.rollout.request import GenerationRequest
 from app.rollout.sampling.token_sampling import SamplingRules
+from app.runtime.model_spec import read_model_spec
+from settings import load
 from tests.tiny import make_engine, make_mesh, make_prompt
 
 SIZES: dict[str, Any] = {
@@ -171,9 +173,8 @@ def reference_logits(model: Any, token_ids: np.ndarray) -> np.ndarray:
 
 
 def load_ours(path: Path) -> tuple[DecoderDefinition, Params]:
-    files = open_model(str(path))
-    definition = DecoderDefinition.create(architecture_from_config(files.config))
-    return definition, load_weights(definition, files.weights, make_mesh())
+    model = read_model_spec(load(None, [f"model.path={path}"], {}).settings, generates=False)
+    return model.definition, load_weights(model.definition, model.files.weights, make_mesh())
 
 
 def our_logits(definition: DecoderDefinition, params: Params, rows: PackedRows) -> np.ndarray:
@@ -225,6 +226,18 @@ NO_CAPS = {"attn_logit_softcapping": None, "final_logit_softcapping": None}
 )
 def test_logits_of_packed_rows_equal_transformers(tmp_path, model_type, changes):
     assert_every_segment_has_the_reference_logits(write_checkpoint(tmp_path, model_type, **changes))
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gemma3_text"])
+def test_a_head_of_its_own_in_a_tied_model_gives_the_logits_of_transformers(tmp_path, caplog, model_type):
+    tensors = load_file(write_checkpoint(tmp_path, model_type, tie_word_embeddings=True) / "model.safetensors")
+    trained = np.random.default_rng(1).normal(0, 0.3, tensors["model.embed_tokens.weight"].shape).astype(np.float32)
+    save_file(tensors | {"lm_head.weight": trained}, tmp_path / "model.safetensors", {"format": "pt"})
+    assert_every_segment_has_the_reference_logits(tmp_path)
+    assert "model.path: config.json of" in caplog.text and "ties lm_head.weight to the embedding" in caplog.text
+    caplog.clear()
+    save_file(tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"]}, tmp_path / "model.safetensors")
+    assert "output" not in load_ours(tmp_path)[1] and not caplog.messages
 
 
 @pytest.mark.parametrize(

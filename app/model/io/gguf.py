@@ -175,10 +175,9 @@ class GgufFile:
     def _hugging_face_name(self, name: str) -> str:
         match = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", name)
         layer, stem, leaf = match.groups() if match else (None, None, None)
-        if layer is None and stem in OUTER_TENSORS:
-            return f"{OUTER_TENSORS[stem]}.{leaf}"
-        if layer is not None and stem in BLOCK_TENSORS:
-            return f"model.layers.{layer}.{BLOCK_TENSORS[stem]}.{leaf}"
+        module = OUTER_TENSORS.get(stem) if layer is None else BLOCK_TENSORS.get(stem)
+        if module is not None and (leaf == "weight" or module.endswith("_proj")):
+            return f"{module}.{leaf}" if layer is None else f"model.layers.{layer}.{module}.{leaf}"
         why = "scales rotary frequencies one by one" if stem == "rope_freqs" else "is unknown in this architecture"
         raise InputError(f"{self.path}: GGUF tensor {name!r} is not supported, because it {why}; {WORKAROUND}")
 

@@ -63,16 +63,14 @@ POST_NORM_TENSORS: dict[str, ParamPath] = {
 }
 """In families with norms after attention and MLP, `post_attention_layernorm` is a different norm."""
 
+EMBEDDING, LM_HEAD, VALUE_HEAD = "model.embed_tokens.weight", "lm_head.weight", "score.weight"
 TOP_TENSORS: dict[str, ParamPath] = {
-    "model.embed_tokens.weight": ("embedding",),
+    EMBEDDING: ("embedding",),
     "model.norm.weight": ("final_norm", "scale"),
-    "lm_head.weight": ("output",),
-    "score.weight": ("value",),
+    LM_HEAD: ("output",),
+    VALUE_HEAD: ("value",),
 }
 """`score.weight` is the head of a sequence classification checkpoint with one label."""
-
-VALUE_HEAD = "score.weight"
-LM_HEAD = "lm_head.weight"
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,14 +137,20 @@ def critic_tensors(definition: DecoderDefinition, shapes: Mapping[str, tuple[int
     return entries if VALUE_HEAD in shapes else [entry for entry in entries if entry.name != VALUE_HEAD]
 
 
+def has_own_head(source: TensorSource) -> bool:
+    """Returns whether the file has an LM head whose values are not those of the embedding."""
+    if not source.shapes.keys() >= {EMBEDDING, LM_HEAD}:
+        return False
+    return not np.array_equal(source.read(EMBEDDING), source.read(LM_HEAD))
+
+
 def check_tensors(
     entries: list[TensorEntry], shapes: Mapping[str, tuple[int, ...]], architecture: Architecture
 ) -> None:
     """Raises InputError with the name of the first missing, extra or mis-shaped tensor."""
     expected = {entry.name: entry.file_shape for entry in entries}
     # The file of a tied model may repeat the embedding as the head; a critic ignores a language model's head.
-    has_head = LM_HEAD in expected or VALUE_HEAD in expected
-    optional = {LM_HEAD} if architecture.tied_embeddings or not has_head else set()
+    optional = set() if VALUE_HEAD in expected else {LM_HEAD}
     missing = [name for name in expected if name not in shapes]
     extra = [n for n in shapes if n not in expected and n not in optional]
     if missing:

@@ -25,12 +25,14 @@ BUILTIN_PREFIX = "builtin:"
 BUILTIN_DIRECTORY = Path(__file__).parent.parent / "builtin"
 
 CONFIG_FILE = "config.json"
+ADAPTER_CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 PICKLE_PATTERNS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 
 HUB_FILES = (
     CONFIG_FILE,
+    ADAPTER_CONFIG_FILE,
     "generation_config.json",
     WEIGHTS_FILE,
     INDEX_FILE,
@@ -102,17 +104,26 @@ class SafetensorsFiles:
 
     def __init__(self, directory: Path) -> None:
         if (directory / WEIGHTS_FILE).is_file():
-            names = _open_safetensors(directory / WEIGHTS_FILE).keys()
-            self._shards = dict.fromkeys(names, directory / WEIGHTS_FILE)
+            indexed, paths = {}, [directory / WEIGHTS_FILE]
         elif (directory / INDEX_FILE).is_file():
-            self._shards = _indexed_shards(directory, directory / INDEX_FILE)
+            indexed = _indexed_shards(directory, directory / INDEX_FILE)
+            paths = sorted(set(indexed.values()))
         else:
             pickles = sorted(file.name for pattern in PICKLE_PATTERNS for file in directory.glob(pattern))
             found = f"neither {WEIGHTS_FILE} nor {INDEX_FILE}"
             if pickles:
                 found = f"weights only as pickles ({', '.join(pickles[:3])}), which can run arbitrary code when opened"
             raise InputError(f"model.path: {directory} has {found}; save the model as safetensors")
-        handles = {shard: _open_safetensors(shard) for shard in sorted(set(self._shards.values()))}
+        handles = {path: _open_safetensors(path) for path in paths}
+        held = {path: list(handle.keys()) for path, handle in handles.items()}
+        # A tensor that the index leaves out is there all the same.
+        self._shards = {name: path for path, names in held.items() for name in names} | indexed
+        for path, names in held.items():
+            if twice := next((name for name in names if self._shards[name] != path), None):
+                raise InputError(
+                    f"{directory}: tensor {twice!r} is in {path.name} and in {self._shards[twice].name}; remove one of "
+                    "the two, or save the model again"
+                )
         self._shapes = {
             name: _checked_shape(directory, name, handles[shard], shard)
             for name, shard in self._shards.items()
@@ -189,8 +200,14 @@ def open_model(path: str, *, config_only: bool = False) -> ModelFiles:
     elif local.is_file():
         raise InputError(f"model.path: {path} is a file, but not a .gguf file; set it to the model's directory")
     else:
-        directory = fetch_from_hub(path, files=(CONFIG_FILE,) if config_only else HUB_FILES)
+        directory = fetch_from_hub(path, files=(CONFIG_FILE, ADAPTER_CONFIG_FILE) if config_only else HUB_FILES)
         name, commit = split_revision(path)[0], directory.name
+    if (directory / ADAPTER_CONFIG_FILE).is_file():
+        base = _read_json(directory / ADAPTER_CONFIG_FILE).get("base_model_name_or_path")
+        raise InputError(
+            f"model.path: {directory} holds a PEFT adapter ({ADAPTER_CONFIG_FILE}) of the model {base!r}; merge the "
+            "two (peft: merge_and_unload, then save_pretrained, with the tokenizer), and set model.path to the result"
+        )
     if not (directory / CONFIG_FILE).is_file():
         gguf_files = sorted(file.name for file in directory.glob("*.gguf"))
         hint = f"; to use {gguf_files[0]}, set model.path to that file" if gguf_files else ""

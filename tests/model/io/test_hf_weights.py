@@ -12,10 +12,12 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from app.model.architecture import Architecture
-from app.model.decoder import DecoderDefinition, Params, ValueDecoder
-from app.model.io.hf_weights import critic_tensors, load_weights
+from app.model.decoder import Decoder, DecoderDefinition, Params, ValueDecoder
+from app.model.io.families import FAMILIES, architecture_from_config
+from app.model.io.hf_weights import check_tensors, critic_tensors, expected_tensors, load_weights
 from settings.errors import InputError
 from tests.tiny import BIASED, EVEN, EXPERTS, MIXTURE, ODD, SWITCHED, make_mesh, random_params
+from tests.tiny_directory import CONFIG
 
 Tensors = dict[str, np.ndarray]
 
@@ -199,15 +201,6 @@ QUERY_0, RENAMED = "model.layers.0.self_attn.q_proj.weight", "model.layers.0.sel
         (SWITCHED, "model.layers.2.self_attn.q_norm.weight", {}, "q_norm.weight'. config.json describes a gemma3_text"),
         (SWITCHED, "model.layers.0.pre_feedforward_layernorm.weight", {}, "layers.0.pre_feedforward_layernorm.weight'"),
         (ODD, QUERY_0, {RENAMED: (60, 36)}, f"first '{QUERY_0}'; the file has '{RENAMED}', which is not expected"),
-        # There are two layers.
-        (
-            ODD,
-            None,
-            {"model.layers.2.mlp.up_proj.weight": (44, 36)},
-            "unknown to a llama model: 1, first 'model.layers.2",
-        ),
-        (ODD, None, {"model.layers.0.self_attn.q_proj.bias": (60,)}, "tensors unknown to a llama model: 1, first"),
-        (ODD, None, {"model.layers.0.post_feedforward_layernorm.weight": (36,)}, "unknown to a llama model: 1, first"),
         (BIASED, None, {"model.norm.weight": (36, 1)}, "'model.norm.weight' has shape (36, 1), expected (36,) from"),
         # The same number of values, and still another matrix: [in, out] instead of [out, in].
         (BIASED, None, {QUERY_0: (36, 60)}, f"'{QUERY_0}' has shape (36, 60), expected (60, 36) from config.json"),
@@ -221,6 +214,41 @@ def test_a_tensor_that_does_not_fit_is_refused_unread(architecture, missing, add
     with pytest.raises(InputError, match=re.escape(message)):
         load(architecture, source)
     assert not source.num_reads
+
+
+FAMILY_FIELDS = {
+    "mixtral": {"num_local_experts": 2, "num_experts_per_tok": 1},
+    "qwen3_moe": {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16},
+    "gemma2": {"query_pre_attn_scalar": 8},
+}
+
+
+@pytest.mark.parametrize("head", ["ForCausalLM", "ForSequenceClassification"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_tensor_too_many_is_refused_by_name(family, head):
+    """And one with a row too many. A language model uses a head of its own; a classifier has no place for one."""
+    fields = {
+        "sliding_window": 8,
+        "tie_word_embeddings": True,
+        "architectures": [FAMILIES[family].architecture_name(head)],
+    }
+    config = CONFIG | fields | FAMILY_FIELDS.get(family, {}) | {"model_type": family}
+    architecture = architecture_from_config(config, heads=(head,))
+    classifies = head != "ForCausalLM"
+    entries = expected_tensors(DecoderDefinition.create(architecture, ValueDecoder if classifies else Decoder))
+    shapes = {entry.name: entry.file_shape for entry in entries}
+    check_tensors(entries, shapes, architecture)
+    modules = {name.rpartition(".")[0] for name in shapes}
+    extra = {f"{module}.{leaf}" for module in modules for leaf in ("bias", "lora_A.weight", "lora_B.default.weight")}
+    extra |= {name.replace("layers.1.", "layers.2.") for name in shapes} | {f"base_model.{name}" for name in shapes}
+    extra |= {"model.layers.0.self_attn.sinks", "v_head.summary.weight", "lm_head.bias"}
+    extra |= {"lm_head.weight"} if classifies else {"score.weight", "score.bias"}
+    for name in extra - shapes.keys():
+        with pytest.raises(InputError, match=re.escape(f"unknown to a {family} model: 1, first '{name}'")):
+            check_tensors(entries, shapes | {name: (3,)}, architecture)
+    for name, (rows, *rest) in shapes.items():
+        with pytest.raises(InputError, match=re.escape(f"tensor '{name}' has shape {(rows + 1, *rest)}")):
+            check_tensors(entries, shapes | {name: (rows + 1, *rest)}, architecture)
 
 
 def test_the_head_of_a_tied_model_is_not_read():

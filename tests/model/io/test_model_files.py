@@ -60,6 +60,23 @@ def test_shards_are_read_through_their_index(tmp_path):
     assert_holds_the_tensors(open_model(str(write_sharded_model(tmp_path / "sharded"))))
 
 
+def test_a_tensor_that_the_index_leaves_out_is_read_and_one_in_two_shards_refused(tmp_path):
+    first, second = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
+    *indexed, last = sorted(TENSORS)
+    folder = write_sharded_model(tmp_path, dict(zip(indexed, (first, second), strict=True)))
+    assert_holds_the_tensors(open_model(str(folder)))
+    save_file({name: TENSORS[name] for name in (indexed[0], last)}, folder / first)
+    assert_refused(folder, f"'{last}' is in {first} and in {second}; remove one")
+
+
+def test_adapters_are_refused_with_the_way_out(tmp_path):
+    (write_model(tmp_path) / "adapter_config.json").write_text('{"base_model_name_or_path": "owner/base"}')
+    way_out = r"a PEFT adapter .* of the model 'owner/base'; merge the two \(peft: merge_and_unload"
+    assert_refused(tmp_path, way_out)
+    (tmp_path / "config.json").unlink()
+    assert_refused(tmp_path, way_out)
+
+
 def test_the_rotary_buffer_of_old_checkpoints_is_not_a_weight(tmp_path):
     buffer = {"model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(2, np.float32)}
     model = open_model(str(write_model(tmp_path, tensors=TENSORS | buffer)))
