@@ -14,6 +14,7 @@ import numpy as np
 from app.distributed.collectives import error_barrier, gather_bytes_over_hosts, max_over_hosts
 from app.distributed.host_consistency import check_hosts_agree, check_shared_run_directory
 from app.mesh.devices import device_memory_bytes, global_devices, host_memory_bytes, unused_accelerator
+from app.preflight.answer_check import check_answer
 from app.preflight.attention_check import check_attention
 from app.preflight.check_results import CheckRecorder, CheckResult, DoctorReport
 from app.preflight.environment_checks import (
@@ -84,7 +85,7 @@ class PreflightInputs:
     @property
     def weight_checks(self) -> tuple[str, ...]:
         """Names of the checks that load weights; an unreadable reward model already has a result."""
-        return ("forward",) if self.reward_model is None else ("forward", "reward model")
+        return ("forward", "answer", *(() if self.reward_model is None else ("reward model",)))
 
 
 def run_doctor(resolved: Resolved) -> DoctorReport:
@@ -330,11 +331,19 @@ def _check_networks(
     if max_over_hosts(np.asarray(int(not inputs.prompts))):
         recorder.skip(*inputs.weight_checks, reason="the prompts are missing on this host or on another one")
         return
-    if (reason := too_large_reason(session, session.model_spec.reference_definition)) is not None:
+    params, definition = None, session.model_spec.reference_definition
+    if (reason := too_large_reason(session, definition)) is not None:
         recorder.skip("forward", reason=reason)
     else:
         with recorder.run_check("forward"):
-            check_forward_pass(recorder, session, inputs.prompts[0])
+            params = check_forward_pass(recorder, session, inputs.prompts[0])
+        # Weights of a layout of their own generate.
+        reason = too_large_reason(session, definition, num_copies=2)
+    if params is None or reason is not None:
+        recorder.skip("answer", reason=reason or "the forward pass fails")
+    else:
+        with recorder.run_check("answer"):
+            check_answer(recorder, session, params, inputs.prompts[0])
     if inputs.reward_model is not None:
         with recorder.run_check("reward model"):
             samples = make_trial_samples(session.model_spec.tokenizer, inputs.prompts)

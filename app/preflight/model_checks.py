@@ -25,6 +25,7 @@ from app.model.segment_layout import single_segment_layout
 from app.preflight.check_results import CheckRecorder
 from app.prompts.chat import to_messages
 from app.prompts.tokenizer import Tokenizer
+from app.prompts.turn_end import unended_turn
 from app.records.sample import Prompt, Sample
 from app.records.text_format import format_bytes
 from app.reward.builtin_tasks import FORMAT_SUFFIX, MATH_VERIFY, is_task_reward
@@ -47,7 +48,7 @@ MAX_PARAMETERS = {"cpu": 10**9, "gpu": 3 * 10**9, "tpu": 3 * 10**9}
 
 
 def check_chat_template(recorder: CheckRecorder, settings: Settings, tokenizer: Tokenizer, prompt: Prompt) -> None:
-    """Checks that the chat template starts the assistant's turn at the end of the prompt."""
+    """Checks that the chat template starts the assistant's turn at the end of the prompt, and that turns can end."""
     messages = to_messages(prompt.source, settings.data.system_prompt)
     text = tokenizer.decode_with_special_tokens(prompt.token_ids)
     if len(text) > MAX_SHOWN_CHARACTERS:
@@ -56,15 +57,21 @@ def check_chat_template(recorder: CheckRecorder, settings: Settings, tokenizer: 
     if tokenizer.chat_ids(messages) == tokenizer.conversation_ids(messages):
         advice = "fix the template's add_generation_prompt: without it the model continues the question"
         recorder.warn("template", f"the template does not start the assistant's turn; {shown}", advice)
+    elif (fault := unended_turn(tokenizer, settings.rollout.stop)) is not None:
+        recorder.warn("template", f"{fault[0]}; {shown}", fault[1])
     else:
         recorder.ok("template", shown)
 
 
-def too_large_reason(session: Session, definition: DecoderDefinition) -> str | None:
-    """Returns why a host cannot load a network for these checks, or None. All hosts must call it together."""
+def too_large_reason(session: Session, definition: DecoderDefinition, *, num_copies: int = 1) -> str | None:
+    """Returns why a host cannot load a network for these checks, or None. All hosts must call it together.
+
+    Args:
+        num_copies: how many times its weights are on the devices.
+    """
     count, available = definition.num_parameters, device_memory_bytes()
     limit = MAX_PARAMETERS[device_platform(session.mesh.devices.flat[0])]
-    needed = bytes_per_device(abstract_arrays(definition.shapes, definition.shardings(session.mesh)))
+    needed = num_copies * bytes_per_device(abstract_arrays(definition.shapes, definition.shardings(session.mesh)))
     reason = ""
     if count > limit:
         reason = f"not loaded: a network of {count:,} parameters, more than {limit:,}, would take too long"
@@ -73,8 +80,11 @@ def too_large_reason(session: Session, definition: DecoderDefinition) -> str | N
     return next((host.decode() for host in gather_bytes_over_hosts(reason.encode()) if host), None)
 
 
-def check_forward_pass(recorder: CheckRecorder, session: Session, prompt: Prompt) -> None:
-    """Checks that the real weights give finite logits after one prompt. All hosts must call it together."""
+def check_forward_pass(recorder: CheckRecorder, session: Session, prompt: Prompt) -> Params | None:
+    """Checks that the real weights give finite logits after one prompt, and returns the weights if they do.
+
+    All hosts must call it together.
+    """
     start, tokenizer = time.perf_counter(), session.model_spec.tokenizer
     with error_barrier():
         params = session.scoring.load_params()
@@ -83,7 +93,7 @@ def check_forward_pass(recorder: CheckRecorder, session: Session, prompt: Prompt
     if not np.isfinite(logits).all():
         advice = "the weights contain NaN or infinities, or overflow in model.dtype: try model.dtype: float32"
         recorder.fail("forward", "logits are not finite", advice)
-        return
+        return None
     exp_logits = np.exp(np.float64(logits) - logits.max())
     probabilities = exp_logits / exp_logits.sum()
     shown = ", ".join(
@@ -92,6 +102,7 @@ def check_forward_pass(recorder: CheckRecorder, session: Session, prompt: Prompt
     )
     times = f"loaded in {loaded - start:.1f} s, compiled and run in {time.perf_counter() - loaded:.1f} s"
     recorder.ok("forward", f"logits are finite; likeliest tokens after the prompt: {shown}; {times}")
+    return params
 
 
 def next_token_logits(session: Session, params: Params, token_ids: Int32[np.ndarray, "T"]) -> Float32[np.ndarray, "V"]:

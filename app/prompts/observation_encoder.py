@@ -14,13 +14,13 @@ from functools import lru_cache
 from typing import Any
 
 from app.prompts.tokenizer import Tokenizer
+from app.prompts.turn_end import DUMMY, MARK
 from app.records.sample import Messages
 from settings.errors import InputError
 
-MARK, PROBE = "dummyturnends", "dummyobservation"
+PROBE = "dummyobservation"
 EMPTY_THINKING = re.compile(r"<think>\s*</think>\s*")
 """What Qwen3's template adds to the last turn only."""
-DUMMY: Messages = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": MARK}]
 MAX_TOKEN_CHARACTERS = 128
 """Characters for each token of a limit, above which a text is cut before it is encoded."""
 
@@ -111,7 +111,7 @@ class ObservationEncoder:
         elif text[end:]:
             raise InputError(
                 f"the chat template writes {text[end:]!r} behind a turn, but no end-of-sequence token of the model; "
-                "add the token that ends a turn to eos_token_id of generation_config.json"
+                "set model.eos_tokens to the token that ends a turn"
             )
         return text[:end]
 

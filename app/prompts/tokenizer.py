@@ -50,20 +50,19 @@ class Tokenizer:
 
     Args:
         template_kwargs: variables for every rendering of the template.
+        eos_tokens: texts and ids of more tokens that end a completion.
 
     Raises:
         InputError: there is no end-of-sequence token, or the ids exceed the model's vocabulary.
     """
 
     def __init__(
-        self, hf_tokenizer: PreTrainedTokenizerFast, files: ModelFiles, template_kwargs: Mapping[str, Any] = NO_KWARGS
+        self,
+        hf_tokenizer: PreTrainedTokenizerFast,
+        files: ModelFiles,
+        template_kwargs: Mapping[str, Any] = NO_KWARGS,
+        eos_tokens: Sequence[str | int] = (),
     ) -> None:
-        eos_id, pad_id = hf_tokenizer.eos_token_id, hf_tokenizer.pad_token_id
-        if not isinstance(eos_id, int):
-            raise InputError(
-                f"{files.path}: the tokenizer has no end-of-sequence token, so no completion could end; "
-                "set eos_token in tokenizer_config.json"
-            )
         self.has_chat_template = bool(hf_tokenizer.chat_template)
         self.template_kwargs = dict(template_kwargs)
         self.tools: Sequence[Mapping[str, Any]] = ()
@@ -72,11 +71,12 @@ class Tokenizer:
         self._hf_tokenizer = hf_tokenizer
         self.vocab_size: int = max(hf_tokenizer.get_vocab().values()) + 1
         """Largest token id plus 1; the model's embedding may have more rows."""
-        self.eos_ids: tuple[int, ...] = _eos_ids(files, eos_id)
-        """Ids that end a completion: those of the generation configuration and of the tokenizer."""
+        self.eos_ids: tuple[int, ...] = _eos_ids(files, hf_tokenizer, eos_tokens)
+        """Ids that end a completion: those of the configuration, of the tokenizer and of `model.eos_tokens`."""
         self.eos_names = re.compile("|".join(re.escape(str(hf_tokenizer.decode([end]))) for end in self.eos_ids))
         """Finds the names of these ids in rendered text."""
-        self.pad_id: int = pad_id if isinstance(pad_id, int) else eos_id
+        known = (hf_tokenizer.pad_token_id, hf_tokenizer.eos_token_id, *self.eos_ids)
+        self.pad_id: int = next(token_id for token_id in known if isinstance(token_id, int))
         """Padding id. It may equal an end-of-sequence id, so masks must be computed from lengths."""
         unk_id = hf_tokenizer.unk_token_id
         self.unk_id: int | None = unk_id if isinstance(unk_id, int) and unk_id not in self.eos_ids else None
@@ -188,17 +188,22 @@ def render_chat(
 
 
 def load_tokenizer(
-    files: ModelFiles, template_kwargs: Mapping[str, Any] = NO_KWARGS, *, needs_template: bool = True
+    files: ModelFiles,
+    template_kwargs: Mapping[str, Any] = NO_KWARGS,
+    *,
+    eos_tokens: Sequence[str | int] = (),
+    needs_template: bool = True,
 ) -> Tokenizer:
     """Loads the tokenizer of an opened model, for chats rendered with these variables of its template.
 
     Args:
+        eos_tokens: texts and ids of tokens that end a completion, besides those of the model's files.
         needs_template: False if it may have to encode texts only.
 
     Raises:
         InputError: the model has no tokenizer, or it cannot be used.
     """
-    tokenizer = Tokenizer(load_fast_tokenizer(files, template_kwargs), files, template_kwargs)
+    tokenizer = Tokenizer(load_fast_tokenizer(files, template_kwargs), files, template_kwargs, eos_tokens)
     if needs_template and not tokenizer.has_chat_template:
         raise InputError(
             f"{files.path}: the tokenizer has no chat template; add chat_template.jinja or use an instruct model"
@@ -309,16 +314,50 @@ def _token_from_id(gguf: GgufFile, tokens: list[str], token_id: int) -> str | No
     return tokens[token_id]
 
 
-def _eos_ids(files: ModelFiles, tokenizer_eos_id: int) -> tuple[int, ...]:
-    named = files.generation_config.get("eos_token_id")
-    ids = named if isinstance(named, list) else [] if named is None else [named]
+def _eos_ids(
+    files: ModelFiles, hf_tokenizer: PreTrainedTokenizerFast, eos_tokens: Sequence[str | int]
+) -> tuple[int, ...]:
+    """Returns the ids that end a completion, in ascending order.
+
+    Those of the generation configuration, which transformers derives from `config.json` if there is none, then that of
+    the tokenizer, as in vLLM, and those of `model.eos_tokens`.
+    """
+    place, named = "generation_config.json", files.generation_config.get("eos_token_id")
+    if named is None:
+        place, named = "config.json", files.config.get("eos_token_id")
+    ids = [*named] if isinstance(named, list) else [] if named is None else [named]
     for token_id in ids:
         if not isinstance(token_id, int) or not 0 <= token_id < _num_rows(files):
             raise InputError(
-                f"{files.path}: generation_config.json: eos_token_id={named!r} is not an id, "
+                f"{files.path}: {place}: eos_token_id={named!r} is not an id, "
                 f"or a list of ids, below vocab_size={_num_rows(files)}"
             )
-    return tuple(sorted({*ids, tokenizer_eos_id}))
+    if isinstance(hf_tokenizer.eos_token_id, int):
+        ids.append(hf_tokenizer.eos_token_id)
+    ids += [_chosen_eos_id(files, hf_tokenizer, token) for token in eos_tokens]
+    if not ids:
+        raise InputError(
+            f"{files.path}: neither generation_config.json, config.json nor the tokenizer has an end-of-sequence "
+            "token, so no completion could end; set model.eos_tokens"
+        )
+    return tuple(sorted({*ids}))
+
+
+def _chosen_eos_id(files: ModelFiles, hf_tokenizer: PreTrainedTokenizerFast, token: str | int) -> int:
+    """Returns the id of an entry of `model.eos_tokens`."""
+    if isinstance(token, int):
+        if token >= _num_rows(files):
+            raise InputError(
+                f"model.eos_tokens: {token} is not an id of {files.path}, whose vocab_size is {_num_rows(files)}"
+            )
+        return token
+    ids = hf_tokenizer.encode(token, add_special_tokens=False)
+    if len(ids) != 1 or ids[0] == hf_tokenizer.unk_token_id:
+        raise InputError(
+            f"model.eos_tokens: {token!r} is not one token of the tokenizer of {files.path}, but is encoded as "
+            f"{hf_tokenizer.convert_ids_to_tokens(ids)}; correct it, or use rollout.stop, which takes any text"
+        )
+    return ids[0]
 
 
 def _num_rows(files: ModelFiles) -> int:

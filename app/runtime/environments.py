@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from contextlib import closing
 from functools import partial
 from typing import Any
@@ -13,12 +14,15 @@ from app.plugins.worker_process import lend_variables
 from app.prompts.observation_encoder import ObservationEncoder
 from app.prompts.tokenizer import Tokenizer
 from app.prompts.tool_calls import resolve_format, turn_calls
+from app.prompts.turn_end import unended_turn
 from app.records.identity import plugin_file_digests
 from app.records.sample import Prompt
 from app.rollout.conversations import Conversations, TurnLimits
 from settings import Settings
 from settings.errors import InputError
 from settings.schema.reward import DECISIVE_FIELDS, EnvironmentSettings
+
+log = logging.getLogger(__name__)
 
 
 def open_pool(settings: Settings) -> EpisodePool:
@@ -30,11 +34,15 @@ def open_pool(settings: Settings) -> EpisodePool:
 def prepare_turns(settings: Settings, tokenizer: Tokenizer) -> None:
     """Adds the tools of environment and `env.tools`, which are imported once, to the prompts of a tokenizer.
 
+    Without an environment, only warns if turns of the chat template have no end.
+
     Raises:
         InputError: environment, tools, the chat template, or how it writes calls, cannot be used.
     """
     env = settings.env
     if not env.is_used:
+        if (fault := unended_turn(tokenizer, settings.rollout.stop)) is not None:
+            log.warning("%s: %s; %s", settings.model.path, *fault)
         return
     with closing(open_pool(settings)) as pool:
         tokenizer.tools = pool.load()["tools"]

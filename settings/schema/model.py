@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
@@ -42,6 +42,12 @@ def _validate_target(value: str) -> str:
     return value
 
 
+def _validate_eos_token(value: Any) -> str | int:
+    if (isinstance(value, str) and value) or (type(value) is int and value >= 0):
+        return value
+    raise ValueError("expected the text of a token, or its id")
+
+
 class LoRASettings(Section):
     rank: int | None = Field(default=None, ge=0, le=MAX_RANK)
     """Rank of LoRA adapters, which learn while the model's own weights are frozen; 8 to 64 are usual. Null or 0 trains
@@ -72,6 +78,14 @@ class ModelSettings(Section):
     """The model: Hugging Face directory, hub id, `.gguf` file, `builtin:tiny` or `builtin:tiny_tools`. A hub id can end
     with a commit, tag or branch, as in `owner/name@v1.0`; otherwise its newest commit is used. A resumed run keeps its
     commit."""
+    eos_tokens: Annotated[
+        tuple[Annotated[str | int, BeforeValidator(_validate_eos_token)], ...],
+        BeforeValidator(lambda value: [value] if isinstance(value, str | int) else value),
+        Field(strict=False),
+    ] = ()
+    """Tokens, as texts or ids, that end a completion besides the model's own: `eos_token_id` in
+    `generation_config.json`, or else in `config.json`, and the tokenizer's `eos_token`. For a base model, add the token
+    that ends a turn in its chat template."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Compute dtype. Trained weights, optimizer state, softmax and losses are always float32."""
     remat: Literal["none", "minimal", "block"] = "minimal"

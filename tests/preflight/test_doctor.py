@@ -14,7 +14,7 @@ from app.records.text_format import format_bytes
 from tests.program import digest_of, here, settings
 from tests.reward.processes import children
 from tests.run_fixtures import NO_REPORT, TINY, write_config
-from tests.tiny_directory import CONFIG, random_tensors, write_model, write_reward_model
+from tests.tiny_directory import CONFIG, random_tensors, write_model, write_reward_model, write_tokenizer
 from tests.two_hosts import run_on_two_hosts
 
 CANARY = "CANARY-0123456789abcdef"
@@ -39,7 +39,7 @@ def test_the_quickstart_passes_every_check_and_leaves_nothing(tmp_path: Path) ->
     assert (code, stderr) == (0, "")
     assert list(checks) == [
         *("devices", "settings", "versions", "run directory", "model", "data", "held-out data", "template", "reward"),
-        *("mesh", "memory", "attention", "forward", "disk"),
+        *("mesh", "memory", "attention", "forward", "answer", "disk"),
     ]
     assert {one["verdict"] for one in checks.values()} == {"ok"}
     assert list(tmp_path.iterdir()) == [] and children() == []
@@ -49,6 +49,7 @@ def test_the_quickstart_passes_every_check_and_leaves_nothing(tmp_path: Path) ->
     assert found["template"].startswith("arithmetic/") and found["template"].endswith("=?<|assistant|>'")
     assert found["reward"] == "arithmetic: 1 for the reference answer, 0 for others"
     assert "logits are finite; likeliest tokens after the prompt: '" in found["forward"]
+    assert found["answer"].startswith("the likeliest one ends after ") and found["answer"].endswith("<|end|>'")
     assert found["mesh"].startswith("dp 1, fsdp 8, tp 1")
     assert "space for 4 checkpoints of 1.3 MiB" in found["disk"]
 
@@ -84,6 +85,7 @@ def test_all_failures_are_reported(broken: tuple[int, Checks, str]) -> None:
     assert checks["run directory"]["advice"] == "continue it with --resume auto, or choose another run.name"
     assert checks["forward"]["found"] == "logits are not finite"
     assert "model.dtype: float32" in checks["forward"]["advice"]
+    assert checks["answer"]["verdict"] == "skip"
 
 
 def test_a_plugin_error_is_one_line_without_secrets(broken: tuple[int, Checks, str]) -> None:
@@ -92,6 +94,24 @@ def test_a_plugin_error_is_one_line_without_secrets(broken: tuple[int, Checks, s
     error, plugin = checks["reward"]["found"].splitlines()
     assert "reward.functions: judge: raised: ValueError: no luck with <HF_TOKEN>" in error
     assert plugin.startswith("reward judge: ") and CANARY not in json.dumps(checks) + stderr
+
+
+def test_an_end_of_turn_that_is_no_end_token_is_found_in_template_and_answer(config: Path, tmp_path: Path) -> None:
+    """The model says the name of the user after every token."""
+    model, tensors = write_model(tmp_path / "model"), random_tensors(CONFIG)
+    tensors["model.embed_tokens.weight"][:, 0] = 100
+    tensors["lm_head.weight"][:] = 0
+    tensors["lm_head.weight"][2, 0] = 1
+    save_file(tensors, model / "model.safetensors")
+    turn = "{% for m in messages %}{{ m.content | replace(' ', '') }}<|user|>{% endfor %}"
+    write_tokenizer(model, chat_template=turn + "{% if add_generation_prompt %}<|assistant|>{% endif %}")
+    _, checks, stderr = run_doctor("--config", config, *settings(f"model.path={model}", "model.lora.rank=2"))
+    assert verdicts(checks, "template", "answer") == ["warn", "warn"]
+    assert "ends a turn with '<|user|>', but only <|end|> ends a completion" in checks["template"]["found"]
+    assert checks["template"]["advice"] == "set model.eos_tokens: ['<|user|>']"
+    assert checks["answer"]["found"].endswith("behind the control token '<|user|>', which is no end token: '<|user|>'")
+    assert checks["answer"]["advice"] == "if <|user|> ends a turn, set model.eos_tokens: ['<|user|>']"
+    assert f"{model}: {checks['template']['found'].partition('; ')[0]}; set model.eos_tokens" in stderr
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +126,8 @@ def test_without_model_and_devices_the_other_checks_still_run(config: Path, judg
     assert {name: one["verdict"] for name, one in checks.items()} == {
         **{"devices": "fail", "settings": "ok", "versions": "ok", "run directory": "ok", "model": "fail"},
         **{"data": "ok", "held-out data": "ok", "template": "skip", "reward": "skip", "mesh": "skip"},
-        **{"memory": "skip", "attention": "skip", "forward": "skip", "reward model": "skip", "disk": "skip"},
+        **{"memory": "skip", "attention": "skip", "forward": "skip", "answer": "skip", "reward model": "skip"},
+        "disk": "skip",
     }
     assert "mesh.platform: tpu is not available" in checks["devices"]["found"]
     assert "nowhere' is neither an existing directory or file nor a hub id" in checks["model"]["found"]
@@ -138,8 +159,8 @@ def test_the_memory_is_that_of_a_dry_run_and_what_does_not_fit_is_not_loaded(
         found = f"{peak} needs most, arrays of {format_bytes(report['peak_bytes'])} on each device"
         assert checks["memory"]["found"].startswith(found)
         assert (code, checks["memory"]["verdict"]) == expected
-        assert verdicts(checks, "forward", "reward model") == ["skip", "skip"]
-        assert all("do not fit in a device's" in checks[name]["found"] for name in ("forward", "reward model"))
+        assert verdicts(checks, *(unloaded := ("forward", "answer", "reward model"))) == ["skip"] * 3
+        assert all("do not fit in a device's" in checks[name]["found"] for name in unloaded)
 
 
 def test_a_critic_that_cannot_be_used_fails_its_check(config: Path, tmp_path: Path) -> None:

@@ -104,10 +104,27 @@ def test_decoding_inverts_encoding_without_control_tokens_and_unknown_ids(tiny):
 def test_eos_pad_and_unk_ids_are_those_of_the_files(tmp_path, tiny):
     for named, eos_ids in (({}, (2,)), ({"eos_token_id": 0}, (0, 2)), ({"eos_token_id": [2, 0, 1]}, (0, 1, 2))):
         assert tokenizer_at(write_directory(tmp_path, generation_config=named)).eos_ids == eos_ids
+    folder = write_directory(tmp_path)
+    for named, in_config, eos_ids in (({}, 1, (1, 2)), ({}, [1, 0], (0, 1, 2)), ({"eos_token_id": 0}, 1, (0, 2))):
+        (folder / "config.json").write_text(json.dumps({"vocab_size": 300, "eos_token_id": in_config}))
+        (folder / "generation_config.json").write_text(json.dumps(named))
+        assert tokenizer_at(folder).eos_ids == eos_ids
+    alone = write_directory(tmp_path, generation_config={"eos_token_id": 1}, tokenizer_config={"eos_token": None})
+    assert (tokenizer_at(alone).eos_ids, tokenizer_at(alone).pad_id) == ((1,), 1)
     for named, unk_id in ((None, None), ("<|endoftext|>", 0), ("<|im_end|>", None)):
         assert tokenizer_at(write_directory(tmp_path, tokenizer_config={"unk_token": named})).unk_id == unk_id
     padded = tokenizer_at(write_directory(tmp_path, tokenizer_config={"pad_token": "<|endoftext|>"}))
     assert (tiny.pad_id, padded.pad_id) == (2, 0)
+
+
+def test_chosen_eos_tokens_are_texts_or_ids_of_one_token(tmp_path):
+    files = open_model(str(write_directory(tmp_path)))
+    chosen = load_tokenizer(files, eos_tokens=["<|endoftext|>", "12", 9])
+    assert chosen.eos_ids == tuple(sorted((0, 2, 9, VOCABULARY.index("12"))))
+    assert chosen.fingerprint != load_tokenizer(files).fingerprint
+    for token, message in (("<|end|>", r"is encoded as \['<', '\|', 'e',"), (300, "300 is not an id of .* is 300")):
+        with pytest.raises(InputError, match=rf"model\.eos_tokens: .*{message}"):
+            load_tokenizer(files, eos_tokens=[token])
 
 
 @pytest.mark.parametrize(
@@ -115,7 +132,7 @@ def test_eos_pad_and_unk_ids_are_those_of_the_files(tmp_path, tiny):
     [
         *(({"generation_config": {"eos_token_id": ids}}, f"eos_token_id={re.escape(repr(ids))} is not an id")
           for ids in (300, -1, [2, 300], ["2"])),
-        ({"tokenizer_config": {"eos_token": None}}, "no end-of-sequence token"),
+        ({"tokenizer_config": {"eos_token": None}}, "nor the tokenizer has an end-of-sequence token.*model.eos_tokens"),
         ({"tokenizer_config": {"chat_template": None}}, "no chat template"),
         ({"vocab_size": 100}, f"ids up to {len(VOCABULARY) - 1}.*vocab_size is 100"),
     ],
@@ -197,7 +214,10 @@ def test_unusable_gguf_tokenizers_are_refused(tmp_path):
     refusals: list[tuple[dict[str, Any], str]] = [
         ({"pre": "llama-bpe"}, "'llama-bpe' is not supported; supported: gpt-2, smollm, qwen2"),
         ({"model": "llama"}, "tokenizer model 'llama' is not supported"),
-        *(({"eos_id": None}, "no end-of-sequence token"), ({"eos_id": 5000}, "5000 is outside the vocabulary")),
+        *(
+            ({"eos_id": None}, "has an end-of-sequence token"),
+            ({"eos_id": 5000}, "5000 is outside the vocabulary"),
+        ),
     ]
     for i, (change, message) in enumerate(refusals):
         with pytest.raises(InputError, match=message):

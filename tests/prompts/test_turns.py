@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 from typing import Any
+from unittest.mock import ANY
 
 import pytest
 from hypothesis import given
@@ -13,6 +14,7 @@ from app.environments.interface import ToolCall
 from app.prompts.observation_encoder import ObservationEncoder
 from app.prompts.tokenizer import TEMPLATE_DATE, Tokenizer
 from app.prompts.tool_calls import parse_tool_calls, resolve_format, turn_calls
+from app.prompts.turn_end import unended_turn
 from settings.errors import InputError
 from tests.prompts.chat_families import CALCULATOR, CHATML, FAMILIES, family_tokenizer
 
@@ -161,7 +163,10 @@ UNFIT = {
     ("template", "message"),
     [
         *((CHATML_TEMPLATE.replace("CONTENT", content), message) for content, message in UNFIT.items()),
-        (CHATML_TEMPLATE.replace("CONTENT", "m.content").replace("<|im_end|>", "<e>"), "behind a turn.*eos_token_id"),
+        (
+            CHATML_TEMPLATE.replace("CONTENT", "m.content").replace("<|im_end|>", "<e>"),
+            "behind a turn.*eos_tokens",
+        ),
         ("{% for m in messages %}{{ '<|im_end|>' + m.role + m.content }}{% endfor %}", "would be there twice"),
         ("{% for m in messages %}{{ 'x' + m.content }}{% endfor %}", "joins the end of a turn and what follows in one"),
     ],
@@ -169,6 +174,19 @@ UNFIT = {
 def test_a_template_unfit_for_several_turns_is_refused_with_the_reason(template, message, tmp_path):
     with pytest.raises(InputError, match=message):
         ObservationEncoder(family_tokenizer(tmp_path, CHATML, template))
+
+
+def test_a_turn_that_ends_with_no_end_token_is_found_with_what_to_set(tmp_path):
+    for family in FAMILIES:
+        assert unended_turn(family_tokenizer(tmp_path, family), ()) is None
+    chatml = CHATML_TEMPLATE.replace("CONTENT", "m.content")
+    base = CHATML._replace(special=["<|endoftext|>", "<|im_end|>", "<|im_start|>"], num_ends=1)
+    ends = {"<|im_end|>": "model.eos_tokens: ['<|im_end|>']", "### End": "rollout.stop: ['### End']"}
+    for end, way_out in ends.items():
+        tokenizer = family_tokenizer(tmp_path, base, chatml.replace("<|im_end|>", end))
+        assert unended_turn(tokenizer, ["END"]) == (ANY, f"set {way_out}")
+        assert unended_turn(tokenizer, ["END", end]) is None
+    assert unended_turn(family_tokenizer(tmp_path, base, chatml.replace("<|im_end|>", "")), ()) is None
 
 
 def test_fitted_observations_are_cut_at_the_end_with_a_note(tmp_path):

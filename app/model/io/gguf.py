@@ -141,8 +141,8 @@ class GgufFile:
         }
 
     def generation_config(self) -> dict[str, Any]:
-        """Returns the end-of-sequence and end-of-turn ids in the format of `generation_config.json`."""
-        keys = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id")
+        """Returns the ids that end sequence, turn and message in the format of `generation_config.json`."""
+        keys = [f"tokenizer.ggml.{end}_token_id" for end in ("eos", "eot", "eom")]
         ids = [self.metadata(key) for key in keys if self._reader.get_field(key) is not None]
         return {"eos_token_id": sorted(set(ids))}
 

@@ -148,8 +148,8 @@ def tiny_llama(
 
 
 def test_all_end_ids_are_in_the_generation_config(tmp_path):
-    path = tiny_llama(tmp_path, lambda writer: writer.add_eot_token_id(7))
-    assert open_model(path).generation_config == {"eos_token_id": [2, 7]}
+    path = tiny_llama(tmp_path, lambda writer: writer.add_eot_token_id(7), lambda writer: writer.add_eom_token_id(9))
+    assert open_model(path).generation_config == {"eos_token_id": [2, 7, 9]}
 
 
 def tensor(name: str) -> Callable[[GGUFWriter], None]:
