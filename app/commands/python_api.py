@@ -25,6 +25,7 @@ from app.commands.score import score_file
 from app.records.atomic_write import write_atomic
 from app.records.jsonl import read_jsonl, to_json_line
 from app.records.run_directory import Resume, RunDirectory, check_run_directory
+from app.records.shared_rows import SharedRows
 from app.reward.function_pool import callables_at_hand
 from settings import InputError, load
 from settings.checks.commands import check_for_evaluation, check_for_rollout, check_for_score, check_for_train
@@ -188,4 +189,6 @@ def _write_rows(rows: Iterable[Mapping[str, Any]], path: Path) -> Path:
 
 def _read_samples(path: Path, summary: Mapping[str, Any]) -> Samples:
     figures = {name: value for name, value in summary.items() if name != "written to"}
-    return Samples([record for _, record in read_jsonl(path)], figures)
+    rows = SharedRows()
+    records = [dict(rows.restore(record, where=f"{path}:{line}")) for line, record in read_jsonl(path)]
+    return Samples(records, figures)

@@ -17,6 +17,7 @@ from app.records.atomic_write import open_atomic
 from app.records.jsonl import check_output_path, to_json_line
 from app.records.sample import Sample
 from app.records.sample_json import PER_TOKEN_FIELDS, sample_from_record, sample_to_record
+from app.records.shared_rows import share_rows
 
 TOKEN_ARRAY_FIELDS = ("behavior_logprobs", *PER_TOKEN_FIELDS)
 
@@ -38,7 +39,7 @@ def host_slice(num_items: int, *, host: int | None = None) -> range:
 
 def sample_json_lines(samples: Iterable[Sample], *, path: Path) -> Iterator[bytes]:
     """Yields the lines of a JSON Lines file of samples; see `json_lines`."""
-    return json_lines(map(sample_to_record, samples), path=path)
+    return json_lines(share_rows(map(sample_to_record, samples)), path=path)
 
 
 def json_lines(records: Iterable[Mapping[str, Any]], *, path: Path, first_record: int = 1) -> Iterator[bytes]:

@@ -34,9 +34,9 @@ from app.evaluation.prompt_metrics import (
 )
 from app.records.atomic_write import write_atomic
 from app.records.identity import different_names
-from app.records.jsonl import check_distinct_paths, read_jsonl
+from app.records.jsonl import check_distinct_paths
 from app.records.sample import Prompt, Sample
-from app.records.sample_json import sample_from_record
+from app.records.sample_json import read_samples
 from app.records.text_format import format_interval, format_table
 from app.report.before_after import format_metric
 from app.report.confidence_intervals import MetricEstimate, mean_interval, sign_test
@@ -222,8 +222,7 @@ def read_evaluation_results(path: Path) -> EvaluationResults:
         InputError: the file cannot be read, or does not hold all judged samples of an evaluation.
     """
     groups: dict[str, list[Sample]] = {}
-    for line, record in read_jsonl(path):
-        sample = sample_from_record(record, where=f"{path}:{line}")
+    for _, sample in read_samples(path):
         groups.setdefault(sample.prompt.uid, []).append(sample)
     if not groups:
         raise InputError(f"--compare: {path} holds no samples")

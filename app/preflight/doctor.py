@@ -33,6 +33,7 @@ from app.preflight.model_checks import (
     too_large_reason,
 )
 from app.preflight.phase_memory import memory_by_phase, outline_step, peak_phase, state_bytes
+from app.preflight.sample_file_size import estimate_sample_files
 from app.prompts.dataset import Dataset
 from app.prompts.encode import encode_prompts
 from app.records.identity import prompts_digest
@@ -113,7 +114,11 @@ def run_doctor(resolved: Resolved) -> DoctorReport:
         else:
             recorder.skip("mesh", "memory", "attention", *inputs.weight_checks, reason="there are no devices")
         with recorder.run_check("disk"):
-            check_disk(recorder, run.path, settings, checkpoint_bytes)
+            samples = None
+            if inputs.prompts:
+                hosts = jax.process_count() if has_devices else 1
+                samples = estimate_sample_files(settings, inputs.prompts, inputs.held_out, num_hosts=hosts)
+            check_disk(recorder, run.path, settings, checkpoint_bytes, samples)
         host = jax.process_index() if has_devices else 0
         results = _gather_results(recorder.results) if has_devices else recorder.results
     return DoctorReport(results, time.perf_counter() - start, host)

@@ -15,6 +15,7 @@ from huggingface_hub import constants, get_token
 from app.model.io.hub import is_cached, is_hub_id, latest_commit
 from app.model.io.model_files import CONFIG_FILE, HUB_FILES, is_from_hub
 from app.preflight.check_results import EXIT_INPUT, CheckRecorder
+from app.preflight.sample_file_size import SampleFileSize
 from app.prompts.dataset import split_hub_source
 from app.records.text_format import format_bytes
 from app.records.versions import (
@@ -140,11 +141,18 @@ def check_versions(recorder: CheckRecorder, lower_bounds: Mapping[str, str]) -> 
         recorder.ok("versions", found)
 
 
-def check_disk(recorder: CheckRecorder, folder: Path, settings: Settings, checkpoint_bytes: int | None) -> None:
-    """Checks that the disk of the run directory has enough space for the checkpoints.
+def check_disk(
+    recorder: CheckRecorder,
+    folder: Path,
+    settings: Settings,
+    checkpoint_bytes: int | None,
+    samples: SampleFileSize | None,
+) -> None:
+    """Checks that the disk of the run directory has enough space for the checkpoints and the samples.
 
     Args:
         checkpoint_bytes: size of one checkpoint; None if unknown.
+        samples: size of the sample files; None if unknown.
     """
     parent = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     free = shutil.disk_usage(parent).free
@@ -156,7 +164,12 @@ def check_disk(recorder: CheckRecorder, folder: Path, settings: Settings, checkp
     keeps_best = bool(settings.eval.every_steps and settings.checkpoint.best_metric)
     count = settings.checkpoint.keep + keeps_best + 1
     found += f"; a run needs space for {count} checkpoints of {format_bytes(checkpoint_bytes)}"
+    found += "" if samples is None else f", and {samples.to_text()}"
     if count * checkpoint_bytes > free:
         recorder.fail("disk", found, "free some space, lower checkpoint.keep, or choose another run.dir")
+    elif samples is not None and count * checkpoint_bytes + samples.total > free:
+        advice = "free some space, set logging.save_rollouts: false, or choose another run.dir"
+        # Completions are usually shorter than the limit.
+        recorder.warn("disk", found, advice)
     else:
         recorder.ok("disk", found)

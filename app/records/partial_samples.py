@@ -17,6 +17,7 @@ from app.records.identity import Identity, first_difference
 from app.records.jsonl import read_jsonl_tolerant, to_json_line
 from app.records.sample import Prompt, Sample
 from app.records.sample_json import sample_from_record, sample_to_record
+from app.records.shared_rows import ROW_FIELDS
 from settings.errors import InputError
 
 PART_SUFFIX = ".part"
@@ -129,7 +130,11 @@ class PartFile:
         """Writes a sample, which survives the end of this process from then on."""
         if not self._file.tell():
             self._file.write(f"{self._header}\n".encode())
-        self._file.write(to_json_line(sample_to_record(sample), str(self.path)))
+        record = sample_to_record(sample)
+        # They come from the prompt, whose digest is in the header.
+        for name in ROW_FIELDS:
+            record.pop(name, None)
+        self._file.write(to_json_line(record, str(self.path)))
         self._file.flush()
 
     def write_through(self, samples: Iterable[Sample]) -> Iterator[Sample]:

@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from app.records.jsonl import read_jsonl
 from app.records.sample import EPISODE_ENDS, Episode, Prompt, Sample
+from app.records.shared_rows import SharedRows
 from settings.errors import InputError
 
 EPISODE = TypeAdapter(Episode)
@@ -64,6 +65,8 @@ class SampleRecord(BaseModel):
     elapsed_s: Annotated[float, Field(description="a number")] = 0.0
     answer: Annotated[str | None, Field(description="a string")] = None
     columns: Any = None
+    row_of: Text | None = None
+    """See `app.records.shared_rows`; whoever needs the row has restored it before."""
     loss_mask: Annotated[list[bool | Bit] | None, Field(description="booleans, or 0 and 1")] = None
     reward: Annotated[Float32 | bool | None, Field(description="a finite float32 number")] = None
     rewards: Annotated[dict[str, float] | None, Field(description="an object of numbers")] = None
@@ -129,8 +132,9 @@ def sample_to_record(sample: Sample) -> dict[str, Any]:
     """Returns the sample as a JSON object; fields of stages that have not run are absent.
 
     `policy_version` is the version of the oldest token; `policy_versions`, one per token, is present only if several
-    versions sampled them. `columns` holds the other columns of the data set's row. `messages`, the whole conversation,
-    accompanies `episode`. Unknown fields of the file that the sample came from follow at the end, unchanged.
+    versions sampled them. `columns` holds the other columns of the data set's row, which `share_rows` leaves out of all
+    but one sample of a file. `messages`, the whole conversation, accompanies `episode`. Unknown fields of the file that
+    the sample came from follow at the end, unchanged.
     """
     prompt = sample.prompt
     record: dict[str, Any] = {
@@ -177,9 +181,11 @@ def read_samples(path: str | Path, *, ignored_fields: Container[str] = ()) -> It
     Raises:
         InputError: as `read_jsonl` and `sample_from_record`.
     """
+    rows = SharedRows()
     for line, record in read_jsonl(path):
         where = f"{path}:{line}"
-        kept = {name: value for name, value in record.items() if name not in ignored_fields}
+        whole = rows.restore(record, where=where)
+        kept = {name: value for name, value in whole.items() if name not in ignored_fields}
         yield where, sample_from_record(kept, where=where)
 
 

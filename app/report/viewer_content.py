@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,6 +15,7 @@ from pydantic import ValidationError
 from app.records.jsonl import read_jsonl_tolerant
 from app.records.sample import DROPPED_PREFIX
 from app.records.sample_json import EPISODE
+from app.records.shared_rows import SharedRows
 from app.report.metrics_history import finite_metric, is_number
 from settings.errors import InputError
 
@@ -133,13 +135,17 @@ def _take_until_quota(groups: Iterable[list[SavedSample]], quota: int) -> Iterat
 
 def _read_samples(viewer: ViewerContent, step: int, path: Path) -> list[SavedSample]:
     """Reads the samples of a file; records and skips lines that cannot be read."""
-    samples = []
+    samples, rows = [], SharedRows()
     try:
         for line, record in read_jsonl_tolerant(path):
             try:
                 if isinstance(record, InputError):
                     raise record
-                samples.append(_sample(record, step=step, where=f"{path}:{line}"))
+                whole = record
+                # The page can do without a reference answer if its line is damaged.
+                with suppress(InputError):
+                    whole = rows.restore(record, where=f"{path}:{line}")
+                samples.append(_sample(whole, step=step, where=f"{path}:{line}"))
             except InputError as error:
                 viewer.damaged.append(str(error))
     except InputError as error:  # the file itself

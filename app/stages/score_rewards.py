@@ -22,6 +22,7 @@ from app.mesh import jax_startup
 from app.records.jsonl import check_output_path, write_jsonl
 from app.records.sample import Sample
 from app.records.sample_json import REWARD_FIELDS, TOKEN_IDS, LocatedSample, sample_for_scoring, sample_to_record
+from app.records.shared_rows import SharedRows
 from app.reward.aggregate import NO_REWARD_FINISH_REASON, RewardedSamples
 from app.reward.builtin_tasks import check_answers
 from app.reward.plugin import StepInfo
@@ -113,9 +114,11 @@ def _read_located(input: Path, settings: Settings) -> list[LocatedSample]:
     if settings.env.source is not None:
         needed["episode"] = f"env.source: {settings.env.source} rewards it"
     names = (*needed, *REWARD_FIELDS, *((TOKEN_IDS, "episode") if has_plug_ins else ()))
+    rows = SharedRows()
     for index, (where, record) in enumerate(read_records(input)):
         texts = {name: read_text(record, name, where=where)[1] for name in VERL_NAMES if name in needed}
-        fields = {**record, **texts, **_read_reference(record)}
+        whole = rows.restore(record, where=where)
+        fields = {**whole, **texts, **_read_reference(whole)}
         for name, reason in needed.items():
             if fields.get(name) is None:
                 raise InputError(f"{where}: missing {name}; {reason}; add the field or remove the line")

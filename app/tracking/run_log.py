@@ -21,6 +21,7 @@ from app.records.jsonl import parse_object, replace_floats, to_json_line
 from app.records.run_directory import RunDirectory
 from app.records.sample import Sample
 from app.records.sample_json import sample_to_record
+from app.records.shared_rows import share_rows
 from app.records.versions import version_of
 from app.report.alerts import Alert
 from settings import InputError, Resolved
@@ -59,7 +60,8 @@ def replace_nonfinite(value: Any) -> Any:
 
 def samples_to_jsonl(samples: Sequence[Sample]) -> bytes:
     """Returns samples serialized as JSON Lines."""
-    return b"".join(to_json_line(replace_nonfinite(sample_to_record(sample)), "a sample") for sample in samples)
+    records = share_rows(map(sample_to_record, samples))
+    return b"".join(to_json_line(replace_nonfinite(record), "a sample") for record in records)
 
 
 def session_record() -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,10 +19,12 @@ from app.preflight.environment_checks import (
     check_wandb,
     hub_sources,
 )
+from app.preflight.sample_file_size import SampleFileSize, estimate_sample_files
 from app.records.versions import minimum_versions
 from settings import Settings, load
 from tests.local_hub import LocalHub, serve, use_hub
 from tests.program import free_address, here, settings
+from tests.tiny import make_prompt
 from tests.tiny_directory import write_model
 
 MODEL = HubSource("model.path", "model", "owner/model", None)
@@ -164,16 +167,34 @@ def test_the_disk_must_have_space_for_the_checkpoints(
     # The newest ones, the best one if there is one, and one that is being written.
     for overrides, count in (((), 5), (("checkpoint.best_metric=null",), 4), (("eval.every_steps=0",), 4)):
         recorder, chosen = CheckRecorder(), load_settings("checkpoint.keep=3", *overrides)
-        check_disk(recorder, tmp_path / "runs" / "not-yet", chosen, checkpoint_bytes)
+        check_disk(recorder, tmp_path / "runs" / "not-yet", chosen, checkpoint_bytes, None)
         (result,) = recorder.results
         assert (result.verdict, result.exit_code) == (verdict, code)
         assert f"free at {tmp_path}" in result.found
         assert (f"a run needs space for {count} checkpoints of " in result.found) == (checkpoint_bytes is not None)
 
 
-def test_checkpoints_as_large_as_the_free_space_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checkpoints_and_samples_as_large_as_the_free_space_pass(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=500))
-    for size, verdict in ((100, "ok"), (101, "fail")):
+    for size, samples, verdict in ((100, 0, "ok"), (101, 0, "fail"), (90, 50, "ok"), (90, 51, "warn")):
         recorder = CheckRecorder()
-        check_disk(recorder, tmp_path, load_settings("checkpoint.keep=3"), size)
+        check_disk(recorder, tmp_path, load_settings("checkpoint.keep=3"), size, SampleFileSize(5, 0, samples))
         assert recorder.results[0].verdict == verdict
+
+
+def test_sample_files_grow_with_samples_and_not_with_samples_times_columns() -> None:
+    prompts = [replace(make_prompt(name, [1, 2]), extra={"tests": "x" * 100_000}) for name in "ab"]
+    overrides = ("rollout.prompts_per_step=2", "rollout.max_new_tokens=4", "run.steps=10", "eval.every_steps=5")
+    few, many = (
+        estimate_sample_files(
+            load_settings(f"rollout.group_size={size}", *overrides), prompts, prompts[:1], num_hosts=1
+        )
+        for size in (2, 16)
+    )
+    assert 200_000 < few.step < many.step < 250_000
+    assert 100_000 < many.evaluation < 101_000
+    assert many.total == 10 * many.step + 3 * many.evaluation
+    unsaved = load_settings("logging.save_rollouts=false", *overrides)
+    assert estimate_sample_files(unsaved, prompts, (), num_hosts=1).step == 0

@@ -26,16 +26,32 @@ from tests.tiny import make_sample
 
 
 def test_prompts_of_a_file_are_sampled_greedily(tiny_model: Path, tmp_path: Path) -> None:
-    (tmp_path / "prompts.jsonl").write_text('{"question": "1 + 2 = ?", "answer": "3", "level": 7}\n')
+    row = {"question": "1 + 2 = ?", "answer": "3", "level": 7}
+    write_jsonl(tmp_path / "prompts.jsonl", [row, row | {"level": 8, "tests": "x" * 300}])
     result = here(
         *("rollout", *of_tiny(tiny_model), *settings("rollout.temperature=0")),
         *("--prompts", tmp_path / "prompts.jsonl", "--out", tmp_path / "samples.jsonl"),
     )
     assert result.exit_code == 0, result.stderr
     records = records_of(tmp_path / "samples.jsonl")
-    assert len(records) == 4 and len({record["completion"] for record in records}) == 1
+    assert len(records) == 8 and len({record["completion"] for record in records[:4]}) == 1
     assert records[0]["prompt"] == "1 + 2 = ?" and records[0]["answer"] == "3"
-    assert records[0]["columns"] == {"level": 7}
+    assert [record.get("columns", record.get("row_of")) for record in records] == [
+        *[{"level": 7}] * 4,
+        {"level": 8, "tests": "x" * 300},
+        *[records[4]["uid"]] * 3,
+    ]
+    # Reward functions get the row of every sample, and what was read is written.
+    (tmp_path / "plug.py").write_text("def f(completion, level, tests=''): return level + len(tests or '')")
+    of_plug = settings(f"reward.functions=[{tmp_path / 'plug.py'}:f]")
+    result = here(
+        *("score", "--role", "reward", "--input", tmp_path / "samples.jsonl", "--out", tmp_path / "scored.jsonl"),
+        *of_plug,
+    )
+    assert result.exit_code == 0, result.stderr
+    scored = records_of(tmp_path / "scored.jsonl")
+    assert [record.pop("reward") for record in scored] == [7.0] * 4 + [308.0] * 4
+    assert [{**record, "rewards": None} for record in scored] == [{**record, "rewards": None} for record in records]
 
 
 def test_checkpoint_samples_what_its_run_sampled_next(finished: Path, tmp_path: Path) -> None:
