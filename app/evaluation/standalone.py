@@ -144,6 +144,7 @@ def _build_metadata(
         # Greedy decoding does not depend on the seed.
         **({"run.seed": settings.run.seed} if evaluation.temperature else {}),
         "rollout.max_new_tokens": settings.rollout.max_new_tokens,
+        **({"model.eos_tokens": list(settings.model.eos_tokens)} if settings.model.eos_tokens else {}),
         **({"rollout.stop": list(settings.rollout.stop)} if settings.rollout.stop else {}),
         "model.dtype": settings.model.dtype,
         **settings.rollout.rounding,

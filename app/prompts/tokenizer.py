@@ -71,8 +71,15 @@ class Tokenizer:
         self._hf_tokenizer = hf_tokenizer
         self.vocab_size: int = max(hf_tokenizer.get_vocab().values()) + 1
         """Largest token id plus 1; the model's embedding may have more rows."""
-        self.eos_ids: tuple[int, ...] = _eos_ids(files, hf_tokenizer, eos_tokens)
+        own_ends = _eos_ids(files, hf_tokenizer)
+        chosen_ends = [_chosen_eos_id(files, hf_tokenizer, token) for token in eos_tokens]
+        self.eos_ids: tuple[int, ...] = tuple(sorted({*own_ends, *chosen_ends}))
         """Ids that end a completion: those of the configuration, of the tokenizer and of `model.eos_tokens`."""
+        if not self.eos_ids:
+            raise InputError(
+                f"{files.path}: neither generation_config.json, config.json nor the tokenizer has an end-of-sequence "
+                "token, so no completion could end; set model.eos_tokens"
+            )
         self.eos_names = re.compile("|".join(re.escape(str(hf_tokenizer.decode([end]))) for end in self.eos_ids))
         """Finds the names of these ids in rendered text."""
         known = (hf_tokenizer.pad_token_id, hf_tokenizer.eos_token_id, *self.eos_ids)
@@ -89,9 +96,9 @@ class Tokenizer:
                 f"{files.path}: the tokenizer has ids up to {self.vocab_size - 1}, "
                 f"but the model's vocab_size is {_num_rows(files)}"
             )
-        parts = (hf_tokenizer.backend_tokenizer.to_str(), str(hf_tokenizer.chat_template), str(self.eos_ids))
+        parts = (hf_tokenizer.backend_tokenizer.to_str(), str(hf_tokenizer.chat_template), str(own_ends))
         self.fingerprint: str = hashlib.sha256("\0".join(parts).encode()).hexdigest()
-        """Hexadecimal SHA-256 of vocabulary, merges, splitting rules, chat template and end-of-sequence ids."""
+        """Hexadecimal SHA-256 of vocabulary, merges, splitting rules, chat template and end-of-sequence ids of the files."""
 
     @property
     def encoding_fingerprint(self) -> str:
@@ -314,13 +321,11 @@ def _token_from_id(gguf: GgufFile, tokens: list[str], token_id: int) -> str | No
     return tokens[token_id]
 
 
-def _eos_ids(
-    files: ModelFiles, hf_tokenizer: PreTrainedTokenizerFast, eos_tokens: Sequence[str | int]
-) -> tuple[int, ...]:
-    """Returns the ids that end a completion, in ascending order.
+def _eos_ids(files: ModelFiles, hf_tokenizer: PreTrainedTokenizerFast) -> tuple[int, ...]:
+    """Returns the ids that end a completion according to a model's files, in ascending order.
 
-    Those of the generation configuration, which transformers derives from `config.json` if there is none, then that of
-    the tokenizer, as in vLLM, and those of `model.eos_tokens`.
+    Those of the generation configuration, which transformers derives from `config.json` if there is none, and, as in
+    vLLM, that of the tokenizer.
     """
     place, named = "generation_config.json", files.generation_config.get("eos_token_id")
     if named is None:
@@ -334,12 +339,6 @@ def _eos_ids(
             )
     if isinstance(hf_tokenizer.eos_token_id, int):
         ids.append(hf_tokenizer.eos_token_id)
-    ids += [_chosen_eos_id(files, hf_tokenizer, token) for token in eos_tokens]
-    if not ids:
-        raise InputError(
-            f"{files.path}: neither generation_config.json, config.json nor the tokenizer has an end-of-sequence "
-            "token, so no completion could end; set model.eos_tokens"
-        )
     return tuple(sorted({*ids}))
 
 

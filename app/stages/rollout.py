@@ -305,6 +305,7 @@ def rollout_identity(
     return {
         "the model's files": model.files.fingerprint,
         "the tokenizer": model.tokenizer.fingerprint,
+        "model.eos_tokens": [*settings.model.eos_tokens],
         **({} if saved_policy is None else {"the checkpoint": saved_policy.describe()}),
         "the prompts": prompts_digest(prompts),
         "run.seed": settings.run.seed,

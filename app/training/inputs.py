@@ -30,7 +30,7 @@ from app.training.replay import Replay, ReplayRequest, read_replay
 from settings import Settings
 
 DATA, WEIGHTS = "data", "the weights of the sources in data.source"
-REWARD_MODEL, TEMPLATE_KWARGS = "the reward model", "data.chat_template_kwargs"
+REWARD_MODEL, TEMPLATE_KWARGS, EOS_TOKENS = "the reward model", "data.chat_template_kwargs", "model.eos_tokens"
 PROMPTS_PER_STEP = "rollout.prompts_per_step over all hosts"
 MINI_BATCH_PROMPTS = "algorithm.mini_batch_prompts over all hosts"
 PROMPT_ORDER = "the order of prompts (run.seed, data.shuffle, data.max_prompt_length, data.overlong_prompts)"
@@ -43,6 +43,7 @@ CHANGEABLE_FINGERPRINTS = {
     WEIGHTS: ("data",),
     REWARD_MODEL: ("reward",),
     TEMPLATE_KWARGS: (TEMPLATE_KWARGS,),
+    EOS_TOKENS: (EOS_TOKENS,),
     PROMPTS_PER_STEP: ("rollout.prompts_per_step",),
     MINI_BATCH_PROMPTS: ("algorithm.mini_batch_prompts", "rollout.prompts_per_step"),
 }
@@ -145,6 +146,7 @@ def input_fingerprints(
     fingerprints = {
         "model": model.files.fingerprint,
         "tokenizer": model.tokenizer.fingerprint,
+        EOS_TOKENS: str(model.tokenizer.eos_ids),
         **model.adapter_fingerprints,
         **data_fingerprints,
     }

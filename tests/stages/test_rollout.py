@@ -240,7 +240,8 @@ def test_identity_holds_only_settings_that_affect_samples(tiny_model: Path) -> N
     for mode, of_mode in (("exact", ()), ("fast", ("rollout.prompts_per_step=3", "rollout.workers.fast.slots=2"))):
         first = facts_of(tiny_model, f"rollout.mode={mode}", "rollout.ray.address=local")
         assert first == facts_of(tiny_model, f"rollout.mode={mode}", *UNREAD, *of_mode)
-        assert first != facts_of(tiny_model, f"rollout.mode={mode}", "rollout.ray.address=local", "rollout.top_k=9")
+        for read in ("rollout.top_k=9", "model.eos_tokens=[7]"):
+            assert first != facts_of(tiny_model, f"rollout.mode={mode}", "rollout.ray.address=local", read)
         # Actors may round otherwise than this host's devices.
         assert (first == facts_of(tiny_model, f"rollout.mode={mode}")) == (mode == "fast")
 

@@ -97,8 +97,8 @@ def test_allowed_change_and_lost_metrics_are_named(stopped: Path, full_config: P
     (stopped / "metrics.jsonl").unlink()
     sessions = stopped / "sessions.jsonl"
     sessions.write_bytes(sessions.read_bytes().replace(b"after_step", b"before_step") + sessions.read_bytes())
-    allowed = ["run.seed", "algorithm.name", "optimizer.first_moment", "optimizer.schedule"]
-    chosen = (*OTHER, "run.steps=7", "logging.report=true")
+    allowed = ["run.seed", "algorithm.name", "optimizer.first_moment", "optimizer.schedule", "model.eos_tokens"]
+    chosen = (*OTHER, "run.steps=7", "logging.report=true", "model.eos_tokens=[7]")
     result = succeeded(train_here(full_config, *chosen, resume="auto", allow_changed=allowed))
     for change in ("run.seed was 0", "algorithm.clip_high was 0.2", "logging.save_rollouts was"):
         assert f"changed: {change}" in result.stderr
