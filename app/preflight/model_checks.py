@@ -31,7 +31,7 @@ from app.records.text_format import format_bytes
 from app.reward.builtin_tasks import FORMAT_SUFFIX, MATH_VERIFY, is_task_reward
 from app.reward.plugin import StepInfo
 from app.runtime.inputs import data_columns, eval_columns, make_rewards
-from app.runtime.reward_model import RewardModel, RewardModelSpec
+from app.runtime.reward_model import RewardModel, RewardModelSpec, reward_model_notes
 from app.runtime.scoring import set_compute_dtype
 from app.runtime.session import Session
 from settings import Settings
@@ -180,4 +180,5 @@ def check_reward_model(
         recorder.fail("reward model", failed[0])
         return
     values = ", ".join(_format_reward(outcome.value) for outcome in outcomes)
-    recorder.ok("reward model", f"{session.settings.reward.model}: {values} for the same answers, in order")
+    scores = f"{session.settings.reward.model}: {values} for the same answers, in order"
+    recorder.ok("reward model", "\n".join((scores, *reward_model_notes(model, session.model_spec))))

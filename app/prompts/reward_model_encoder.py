@@ -9,7 +9,7 @@ from jaxtyping import Int32
 
 from app.model.io.model_files import ModelFiles
 from app.prompts.chat import to_messages
-from app.prompts.tokenizer import load_fast_tokenizer, render_chat
+from app.prompts.tokenizer import encoding_fingerprint, load_fast_tokenizer, render_chat
 from app.records.sample import Messages, Prompt
 from settings.errors import InputError
 
@@ -37,6 +37,11 @@ class ConversationEncoder:
             raise InputError(
                 f"{files.path}: the tokenizer has ids up to {largest}, but the model's vocab_size is {num_rows}"
             )
+
+    @property
+    def encoding_fingerprint(self) -> str:
+        """See the function `encoding_fingerprint`."""
+        return encoding_fingerprint(self._hf_tokenizer)
 
     def encode(self, prompt: Prompt, completion: str) -> Int32[np.ndarray, "T"]:
         """Returns the token ids of a conversation, at least one.

@@ -98,7 +98,7 @@ class Tokenizer:
             )
         parts = (hf_tokenizer.backend_tokenizer.to_str(), str(hf_tokenizer.chat_template), str(own_ends))
         self.fingerprint: str = hashlib.sha256("\0".join(parts).encode()).hexdigest()
-        """Hexadecimal SHA-256 of vocabulary, merges, splitting rules, chat template and end-of-sequence ids of the files."""
+        """Hexadecimal SHA-256 of vocabulary, merges, splitting rules, template and end-of-sequence ids of the files."""
 
     @property
     def encoding_fingerprint(self) -> str:

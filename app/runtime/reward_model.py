@@ -46,6 +46,18 @@ class RewardModelSpec(NamedTuple):
             self.conversations.encode(prompt, completion="")
 
 
+def reward_model_notes(reward_model: RewardModelSpec | None, policy: ModelSpec) -> tuple[str, ...]:
+    """Returns a note if the reward model has another tokenizer than the policy; none without one."""
+    if reward_model is None:
+        return ()
+    if reward_model.conversations.encoding_fingerprint == policy.tokenizer.encoding_fingerprint:
+        return ()
+    return (
+        f"reward.model: the tokenizer of {reward_model.files.name} is not that of {policy.files.name}, so it reads "
+        "completions as text, without the policy's control tokens",
+    )
+
+
 NetworkSpec = ModelSpec | CriticSpec | RewardModelSpec
 """Description of a network, without its weights."""
 

@@ -30,7 +30,7 @@ from app.runtime.host_supervision import watch_hosts
 from app.runtime.mesh_checks import check_experts, check_fixed_micro_batches, replicated_dim_notes
 from app.runtime.model_spec import adapter_notes
 from app.runtime.pinned_revisions import pin_revisions
-from app.runtime.reward_model import NetworkSpec
+from app.runtime.reward_model import NetworkSpec, reward_model_notes
 from app.runtime.scoring import ScoringSession
 from app.runtime.session import Session
 from app.training.inputs import TrainingInputs, read_training_inputs
@@ -115,7 +115,7 @@ def prepare_run(
             if read.replay.uses_saved_advantages:
                 estimator = with_saved_advantages(estimator)
             learning = dataclasses.replace(learning, advantage_estimator=estimator, max_rounds=1)
-        notes = (*changes, *setup_notes(settings, session))
+        notes = (*changes, *setup_notes(settings, session), *reward_model_notes(read.reward_model, read.model))
         yield RunSetup(resolved, run, read, rewards, session, learning, watchdog, notes, allow_changed)
 
 

@@ -15,7 +15,7 @@ from app.records.run_directory import RunDirectory
 from app.runtime.inputs import encode_train_rows, read_train_rows
 from app.runtime.model_spec import CriticSpec, adapter_notes, read_critic_spec, read_model_spec
 from app.runtime.pinned_revisions import pin_revisions, record_commits
-from app.runtime.reward_model import read_reward_model_spec
+from app.runtime.reward_model import read_reward_model_spec, reward_model_notes
 from app.training.inputs import read_training_inputs
 from settings import InputError, Settings, load
 from tests.local_hub import serve, use_hub
@@ -103,6 +103,17 @@ def test_a_critic_with_another_vocabulary_is_refused(tiny_model: Path, tmp_path:
     small = write_model(tmp_path / "small", vocab_size=20)
     with pytest.raises(InputError, match=r"critic\.path: the tokenizer has 22 tokens.* only 20 rows"):
         critic_input(tiny_model, small)
+
+
+def test_a_reward_model_with_another_tokenizer_is_named(tiny_model: Path, tmp_path: Path) -> None:
+    same = write_reward_model(tmp_path / "same")
+    other = change_tokenizer(write_reward_model(tmp_path / "other"), pre_tokenizer=None)
+    found = []
+    for judge in (same, other):
+        settings = load(None, [f"model.path={tiny_model}", f"reward.model={judge}"], {}).settings
+        found += reward_model_notes(read_reward_model_spec(settings), read_model_spec(settings))
+    (note,) = found
+    assert note.startswith("reward.model: the tokenizer of other is not that of tiny, so it reads completions as text")
 
 
 ID = "owner/tiny"
