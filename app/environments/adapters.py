@@ -84,7 +84,7 @@ class AdaptedEnvironment:
             raise LoadError(f"{describe_value(environment)} is not an environment, which has `reset` and `step`")
         self._takes_calls = self._has_step and "calls" in inspect.signature(environment.step).parameters
 
-    def reset(self, seed: int, columns: Mapping[str, Any]) -> list[dict[str, str]] | None:
+    def reset(self, seed: int, columns: Mapping[str, Any]) -> list[dict[str, Any]] | None:
         """Starts the episode and returns its opening; None = the prompt of the row."""
         if self._environment is None:
             return None
@@ -101,7 +101,9 @@ class AdaptedEnvironment:
         if not self._has_step and isinstance(opening, str):  # TRL: it follows the prompt
             prompt = columns["prompt"]
             chat = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-            return [*chat[:-1], {**chat[-1], "content": chat[-1]["content"] + opening}]
+            said = chat[-1]["content"]
+            said = [*said, {"type": "text", "text": opening}] if isinstance(said, list) else said + opening
+            return [*chat[:-1], {**chat[-1], "content": said}]
         return read_messages(opening, ("user", "system", "assistant", "tool"))
 
     def step(self, text: str, calls: Sequence[ToolCall]) -> StepResult:

@@ -171,7 +171,8 @@ def _read_inputs(recorder: CheckRecorder, settings: Settings) -> PreflightInputs
         recorder.skip(*skipped, reason="there is no prompt")
         return inputs
     with recorder.run_check("template"):
-        check_chat_template(recorder, settings, inputs.model.tokenizer, inputs.prompts[0])
+        rows = () if inputs.dataset is None else inputs.dataset.rows
+        check_chat_template(recorder, settings, inputs.model.tokenizer, inputs.prompts[0], rows)
     with recorder.run_check("reward"):
         samples = make_trial_samples(inputs.model.tokenizer, inputs.prompts)
         check_reward_functions(recorder, settings, samples, inputs.prompts, inputs.held_out)
@@ -242,7 +243,7 @@ def _read_data(
         rows = read_eval_rows(settings)
         found = f"{len(rows):,} rows of {source}; {NO_TOKENIZER}"
         if tokenizer is not None:
-            inputs.held_out, _ = encode_prompts(rows, tokenizer.chat_ids, settings.data)
+            inputs.held_out, _ = encode_prompts(rows, tokenizer, settings.data)
             check_chosen_metrics(settings, inputs.held_out)
             found = f"{len(inputs.held_out):,} prompts of {source}"
         recorder.ok("held-out data", found)

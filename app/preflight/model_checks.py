@@ -24,6 +24,8 @@ from app.model.decoder import DecoderDefinition, Params
 from app.model.segment_layout import single_segment_layout
 from app.preflight.check_results import CheckRecorder
 from app.prompts.chat import to_messages
+from app.prompts.dataset import DatasetRow
+from app.prompts.encode import misread_prompts
 from app.prompts.tokenizer import Tokenizer
 from app.prompts.turn_end import unended_turn
 from app.records.sample import Prompt, Sample
@@ -47,14 +49,24 @@ MAX_PARAMETERS = {"cpu": 10**9, "gpu": 3 * 10**9, "tpu": 3 * 10**9}
 """Platform -> parameters of the largest model to load, which takes about half a minute."""
 
 
-def check_chat_template(recorder: CheckRecorder, settings: Settings, tokenizer: Tokenizer, prompt: Prompt) -> None:
-    """Checks that the chat template starts the assistant's turn at the end of the prompt, and that turns can end."""
+def check_chat_template(
+    recorder: CheckRecorder,
+    settings: Settings,
+    tokenizer: Tokenizer,
+    prompt: Prompt,
+    rows: Sequence[DatasetRow],
+) -> None:
+    """Checks that prompts are for the chat template, that it starts the assistant's turn, and that turns can end."""
     messages = to_messages(prompt.source, settings.data.system_prompt)
     text = tokenizer.decode_with_special_tokens(prompt.token_ids)
     if len(text) > MAX_SHOWN_CHARACTERS:
         text = f"...{text[-MAX_SHOWN_CHARACTERS:]}"
     shown = f"{prompt.uid}, {len(prompt.token_ids)} tokens: {text!r}"
-    if tokenizer.chat_ids(messages) == tokenizer.conversation_ids(messages):
+    if settings.data.chat_template == "none":
+        recorder.ok("template", f"none (data.chat_template); {shown}")
+    elif (fault := misread_prompts(rows, tokenizer.template.control_tokens, settings.data)) is not None:
+        recorder.warn("template", f"{fault[0]}; {shown}", fault[1])
+    elif tokenizer.chat_ids(messages) == tokenizer.conversation_ids(messages):
         advice = "fix the template's add_generation_prompt: without it the model continues the question"
         recorder.warn("template", f"the template does not start the assistant's turn; {shown}", advice)
     elif (fault := unended_turn(tokenizer, settings.rollout.stop)) is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,22 +14,40 @@ MAX_CHARACTERS = 1_000_000
 
 
 def read_messages(values: list[Any], where: str) -> Messages:
-    """Returns a chat that the assistant continues, with only `role` and `content` of each message.
+    """Returns a chat that the assistant continues, with everything that its messages hold for the chat template.
+
+    Content is text, a list of parts of text, or null where a message has something else, such as `tool_calls`.
 
     Raises:
-        InputError: a message has no text, or the last one is the assistant's; the error starts with `where`.
+        InputError: a message has neither, or nothing that JSON can hold, or the last one is the assistant's; the error
+            starts with `where`.
     """
     messages = []
     for value in values:
-        role, content = (value.get("role"), value.get("content")) if isinstance(value, Mapping) else (None, None)
-        if not isinstance(role, str) or not isinstance(content, str):
-            raise InputError(f"{where}: a chat message needs `role` and `content`, both text; got {value!r:.80}")
-        messages.append({"role": role, "content": content})
+        if not isinstance(value, Mapping) or not isinstance(value.get("role"), str):
+            raise InputError(f"{where}: a chat message needs `role` and `content`; got {value!r:.80}")
+        content = value.get("content")
+        other = [part for part in content if not _is_text_part(part)] if isinstance(content, list) else []
+        if other:
+            raise InputError(f"{where}: the model reads only text, but `content` of a message has {other[0]!r:.80}")
+        # Tools may return nothing, and a call needs no words.
+        if not isinstance(content, str | list) and (content is not None or value["role"] not in ("assistant", "tool")):
+            raise InputError(f"{where}: `content` of a chat message must be text or a list of parts; got {value!r:.80}")
+        # Arrow's missing fields, which transformers leaves out, too.
+        messages.append({name: kept for name, kept in value.items() if kept is not None or name == "content"})
     if not messages:
         raise InputError(f"{where}: the prompt is empty")
     if messages[-1]["role"] == "assistant":
         raise InputError(f"{where}: the chat ends with the assistant's turn; leave that turn out of the prompt")
+    try:
+        json.dumps(messages, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise InputError(f"{where}: a chat message holds something that JSON cannot: {error}") from error
     return messages
+
+
+def _is_text_part(part: Any) -> bool:
+    return isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)
 
 
 def to_messages(prompt: str | Messages, system_prompt: str | None) -> Messages:
@@ -41,12 +60,33 @@ def to_messages(prompt: str | Messages, system_prompt: str | None) -> Messages:
     return [{"role": "system", "content": system_prompt}, *messages]
 
 
+def plain_text(prompt: str | Messages) -> str | None:
+    """Returns the text of a prompt that is text, or one user message of text, as in verl's files; else None."""
+    match prompt:
+        case str(text) | [{"role": "user", "content": str(text)}]:
+            return text
+    return None
+
+
+def message_texts(prompt: str | Messages) -> list[str]:
+    """Returns the text of a prompt, or those of its messages."""
+    if isinstance(prompt, str):
+        return [prompt]
+    contents = [message.get("content") for message in prompt]
+    return [text for content in contents for text in ([content] if isinstance(content, str) else _parts(content))]
+
+
+def _parts(content: Any) -> list[str]:
+    return [part["text"] for part in content or []]
+
+
 def check_text(text: str | Messages, name: str) -> None:
     """Raises InputError, which starts with the name of the text, if it is too long to encode or not Unicode."""
-    texts = [text] if isinstance(text, str) else [message["content"] for message in text]
-    if (count := sum(map(len, texts))) > MAX_CHARACTERS:
-        raise InputError(f"{name} has {count:,} characters, more than {MAX_CHARACTERS:,}; remove the row")
-    check_unicode("".join(texts), name)
+    # A chat also holds texts in calls of tools.
+    whole = text if isinstance(text, str) else json.dumps(text, ensure_ascii=False)
+    if len(whole) > MAX_CHARACTERS:
+        raise InputError(f"{name} has {len(whole):,} characters, more than {MAX_CHARACTERS:,}; remove the row")
+    check_unicode(whole, name)
 
 
 def check_unicode(text: str, name: str) -> None:

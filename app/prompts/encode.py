@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+import re
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from app.prompts.chat import check_text, check_unicode, to_messages
+from app.prompts.chat import check_text, check_unicode, message_texts, plain_text, to_messages
 from app.prompts.dataset import DatasetRow
 from app.records.sample import Messages, Prompt
 from settings.errors import InputError
@@ -24,28 +25,93 @@ class EncodeReport(NamedTuple):
     """One line with the numbers of prompts kept, dropped and truncated, and the longest before that."""
 
 
+class PromptTokenizer(Protocol):
+    def chat_ids(self, messages: Messages) -> list[int]:
+        """Returns the token ids of a chat, up to the start of the assistant's answer."""
+        ...
+
+    def text_ids(self, text: str) -> list[int]:
+        """Returns the token ids of text as it is, in which names of control tokens are those tokens."""
+        ...
+
+
+def encode_prompt(prompt: str | Messages, tokenizer: PromptTokenizer, data: DataSettings, *, where: str) -> list[int]:
+    """Returns the token ids of a prompt: as a chat, or under `data.chat_template: none` of its text as it is.
+
+    A text prompt becomes one user message. `data.system_prompt` is the first message and replaces a system message of
+    the row.
+
+    Raises:
+        InputError: the template rejects the chat, or there is none to render it; the error starts with `where`.
+    """
+    if data.chat_template == "none":
+        if (text := plain_text(prompt)) is None:
+            raise InputError(
+                f"{where}: the prompt is a chat, which data.chat_template: none leaves without a template; render it "
+                "to text, or remove that setting"
+            )
+        return tokenizer.text_ids(text)
+    messages = to_messages(prompt, data.system_prompt)
+    try:
+        return tokenizer.chat_ids(messages)
+    except InputError as error:
+        hint = ""
+        if any(message["role"] == "system" for message in messages):
+            own = "put the text of the row's system message at the start of the user's"
+            way_out = own if data.system_prompt is None else "set data.system_prompt: null"
+            hint = f"; if it takes no system message, {way_out}"
+        raise InputError(f"{where}: {error}{hint}") from error
+
+
+OPEN_END = re.compile(r"(?i)(\bassistant:|<think>)\s*\Z")
+"""How prompts for base models end, which the answer continues."""
+
+
+def misread_prompts(
+    rows: Sequence[DatasetRow], control_tokens: re.Pattern[str], data: DataSettings
+) -> tuple[str, str] | None:
+    """Returns why the chat template may be wrong for the prompts, and what to set: they are rendered, or need none.
+
+    Args:
+        control_tokens: finds the names of the control tokens that the template writes.
+    """
+    if data.chat_template == "none":
+        return None
+    for row in rows:
+        if match := next(filter(None, map(control_tokens.search, message_texts(row.prompt))), None):
+            return (
+                f"prompts contain control tokens of the chat template ({row.where or row.uid}: {match[0]!r}), which "
+                "become plain text in a message of the template",
+                "if the prompts are rendered already, set data.chat_template: none",
+            )
+    for row in rows:
+        if OPEN_END.search(text := plain_text(row.prompt) or ""):
+            return (
+                f"prompts end as if the answer continued them ({row.where or row.uid}: {text[-40:]!r}), but the chat "
+                "template makes them a user's message",
+                "if they are meant for a base model, set data.chat_template: none",
+            )
+    return None
+
+
 def encode_prompts(
-    rows: Sequence[DatasetRow], chat_ids: Callable[[Messages], list[int]], data: DataSettings
+    rows: Sequence[DatasetRow], tokenizer: PromptTokenizer, data: DataSettings
 ) -> tuple[list[Prompt], EncodeReport]:
     """Returns the rows as prompts of at most `data.max_prompt_length` tokens, in order, and a report.
 
-    A text prompt becomes one user message. `data.system_prompt` is the first message and replaces a system message of
-    the row. `data.overlong_prompts: truncate_left` keeps the last tokens of a prompt, which contain the end of the
-    question and the start of the assistant's turn.
-
-    Args:
-        chat_ids: returns the token ids of a chat, up to the start of the assistant's answer.
+    `data.overlong_prompts: truncate_left` keeps the last tokens of a prompt, which contain the end of the question and
+    the start of the assistant's turn.
 
     Raises:
-        InputError: a prompt is too long and `data.overlong_prompts` is `error`, a prompt has more than a million
-            characters, it or its answer is no Unicode text, or no prompt is left.
+        InputError: as `encode_prompt`; a prompt is too long and `data.overlong_prompts` is `error`, a prompt has more
+            than a million characters, it or its answer is no Unicode text, or no prompt is left.
     """
     log.info("encoding %s prompts", f"{len(rows):,}")
     for row in rows:
         where = row.where or row.uid
         check_text(row.prompt, f"{where}: the prompt")
         check_unicode(row.answer or "", f"{where}: the answer")
-    encoded = [chat_ids(to_messages(row.prompt, data.system_prompt)) for row in rows]
+    encoded = [encode_prompt(row.prompt, tokenizer, data, where=row.where or row.uid) for row in rows]
     if empty := next((row.uid for row, ids in zip(rows, encoded, strict=True) if not ids), None):
         raise InputError(f"{empty}: the tokenizer returns no tokens for this prompt")
     max_prompt_length, lengths = data.max_prompt_length, [len(ids) for ids in encoded]

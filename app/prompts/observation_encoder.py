@@ -36,7 +36,7 @@ class ObservationEncoder:
     """
 
     def __init__(self, tokenizer: Tokenizer, tools: Sequence[Mapping[str, Any]] = ()) -> None:
-        self._tokenizer, self._tools = tokenizer, tools
+        self._tokenizer, self._template, self._tools = tokenizer, tokenizer.template, tools
         self._encode_start = lru_cache(tokenizer.encode_rendered)
         self._check_role = lru_cache(self._check_observations)
         self._start = self._dummy_text()
@@ -82,7 +82,9 @@ class ObservationEncoder:
 
     def _render(self, messages: Messages) -> tuple[str, list[int]]:
         """Returns text (with control tokens, spelled ones included) and ids between two turns."""
-        text, ids = self._tokenizer.render([*DUMMY, *messages], self._tools, add_generation_prompt=True)
+        chat = [*DUMMY, *messages]
+        text = self._template.text(chat, self._tools, add_generation_prompt=True)
+        ids = self._template.ids(chat, self._tools, add_generation_prompt=True)
         end = text.find(MARK) + len(self._start) - self._start.rindex(MARK)
         if EMPTY_THINKING.sub("", text[:end]) != EMPTY_THINKING.sub("", self._start):
             where = len(os.path.commonprefix([self._start, text]))  # noqa: RUF071 -- no paths
@@ -102,7 +104,7 @@ class ObservationEncoder:
         return text[end:], ids[len(start) :]
 
     def _dummy_text(self) -> str:
-        text = self._tokenizer.render(DUMMY, self._tools, add_generation_prompt=False).text
+        text = self._template.text(DUMMY, self._tools, add_generation_prompt=False)
         if MARK not in text:
             raise InputError("the chat template leaves out what the assistant writes; use another one")
         end = text.rindex(MARK) + len(MARK)
@@ -117,7 +119,7 @@ class ObservationEncoder:
 
     def _check_tools(self) -> None:
         """Raises InputError unless the template lists the tools and has a role for their results."""
-        if self._start == self._tokenizer.render(DUMMY, add_generation_prompt=False).text[: len(self._start)]:
+        if self._start == self._template.text(DUMMY, add_generation_prompt=False)[: len(self._start)]:
             raise InputError(
                 "env.tools: the model's chat template does not list tools in a prompt; use a model whose template "
                 "does, or an environment (env.source) whose opening tells how to call them"

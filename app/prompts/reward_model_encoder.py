@@ -8,30 +8,32 @@ import numpy as np
 from jaxtyping import Int32
 
 from app.model.io.model_files import ModelFiles
-from app.prompts.chat import to_messages
-from app.prompts.tokenizer import encoding_fingerprint, load_fast_tokenizer, render_chat
+from app.prompts.chat import plain_text, to_messages
+from app.prompts.chat_template import ChatTemplate
+from app.prompts.tokenizer import encoding_fingerprint, load_fast_tokenizer, whole_text_ids
 from app.records.sample import Messages, Prompt
 from settings.errors import InputError
+from settings.schema.data import DataSettings
 
 
 class ConversationEncoder:
     """Encodes a prompt and its completion for a sequence classification model.
 
-    With a chat template, the completion becomes the assistant's turn of the chat. Without one, both texts are joined,
-    with the special tokens that the tokenizer adds. The ids end at the last token that is not the model's
-    `pad_token_id`, since transformers reads the score there.
+    With a chat template, the completion becomes the assistant's turn of the chat. Without one, or with
+    `data.chat_template: none`, both texts are joined, with the special tokens that the tokenizer adds. The ids end at
+    the last token that is not the model's `pad_token_id`, since transformers reads the score there.
 
     Raises:
         InputError: the model has no tokenizer, or one with ids that exceed its vocabulary.
     """
 
-    def __init__(self, files: ModelFiles, *, system_prompt: str | None) -> None:
+    def __init__(self, files: ModelFiles, data: DataSettings) -> None:
         hf_tokenizer = load_fast_tokenizer(files)
         # Callers check the context length; transformers would only warn.
         hf_tokenizer.model_max_length = 2**31
-        self._hf_tokenizer = hf_tokenizer
+        self._hf_tokenizer, self._template = hf_tokenizer, ChatTemplate(hf_tokenizer)
         self._pad_id = files.config.get("pad_token_id")
-        self._system_prompt = system_prompt
+        self._data = data
         largest, num_rows = max(hf_tokenizer.get_vocab().values()), files.config.get("vocab_size")
         if isinstance(num_rows, int) and largest >= num_rows:
             raise InputError(
@@ -56,10 +58,17 @@ class ConversationEncoder:
         return ids[: read[-1] + 1] if len(read) else ids[:1]
 
     def _encode_untrimmed(self, source: str | Messages, completion: str) -> Sequence[int]:
-        if self._hf_tokenizer.chat_template:
-            messages = [*to_messages(source, self._system_prompt), {"role": "assistant", "content": completion}]
-            return render_chat(self._hf_tokenizer, messages, add_generation_prompt=False).ids
-        if not isinstance(source, str) or self._system_prompt is not None:
+        if self._data.chat_template == "none" and (text := plain_text(source)) is not None:
+            special = [t.content for t in self._hf_tokenizer.added_tokens_decoder.values() if t.special]
+            if not any(name in completion for name in special):
+                return whole_text_ids(self._hf_tokenizer, text + completion)
+            # What the policy wrote holds no control tokens, whatever it spells.
+            written = self._hf_tokenizer.encode(completion, add_special_tokens=False, split_special_tokens=True)
+            return [*whole_text_ids(self._hf_tokenizer, text), *written]
+        if self._template.exists:
+            messages = [*to_messages(source, self._data.system_prompt), {"role": "assistant", "content": completion}]
+            return self._template.ids(messages, add_generation_prompt=False)
+        if not isinstance(source, str) or self._data.system_prompt is not None:
             raise InputError(
                 "the model's tokenizer has no chat template, so it can only encode plain-text prompts; add "
                 "chat_template.jinja, or choose another model"

@@ -8,25 +8,19 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
-import jinja2
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
 
 from app.model.io.gguf import GgufFile
 from app.model.io.model_files import ModelFiles
+from app.prompts.chat_template import NO_KWARGS, ChatTemplate
 from app.records.sample import Messages
 from settings.errors import InputError
 
 TOKENIZER_FILE = "tokenizer.json"
-
-TEMPLATE_DATE = "26 Jul 2024"
-"""Date for templates that print one (Llama 3's default), so that prompts do not change from day to day."""
-
-NO_KWARGS: Mapping[str, Any] = MappingProxyType({})
 
 QWEN2_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|"
@@ -35,14 +29,6 @@ QWEN2_SPLIT = (
 
 # GGUF `tokenizer.ggml.token_type`
 NORMAL, CONTROL, USER_DEFINED = 1, 3, 4
-
-
-class RenderedChat(NamedTuple):
-    """A chat as the chat template writes it."""
-
-    text: str
-    ids: list[int]
-    """Token ids of the text, in which names of control tokens in messages and tools are plain text."""
 
 
 class Tokenizer:
@@ -63,8 +49,7 @@ class Tokenizer:
         template_kwargs: Mapping[str, Any] = NO_KWARGS,
         eos_tokens: Sequence[str | int] = (),
     ) -> None:
-        self.has_chat_template = bool(hf_tokenizer.chat_template)
-        self.template_kwargs = dict(template_kwargs)
+        self.template = ChatTemplate(hf_tokenizer, template_kwargs)
         self.tools: Sequence[Mapping[str, Any]] = ()
         """Schemas of the functions that prompts list, as OpenAI defines them."""
         hf_tokenizer.model_max_length = 2**31  # The settings limit prompts; transformers would only warn.
@@ -106,32 +91,20 @@ class Tokenizer:
         return encoding_fingerprint(self._hf_tokenizer)
 
     def chat_ids(self, messages: Messages) -> list[int]:
-        """Returns the ids of a chat up to the start of the assistant's next turn; see the function `render_chat`."""
-        return self.render(messages, self.tools, add_generation_prompt=True).ids
+        """Returns the ids of a chat up to the start of the assistant's next turn; see `ChatTemplate`."""
+        return self.template.ids(messages, self.tools, add_generation_prompt=True)
 
     def conversation_ids(self, messages: Messages) -> list[int]:
-        """Returns the ids of a complete chat; see the function `render_chat`."""
-        return self.render(messages, self.tools, add_generation_prompt=False).ids
-
-    def render(
-        self,
-        messages: Sequence[dict[str, Any]],
-        tools: Sequence[Mapping[str, Any]] = (),
-        *,
-        add_generation_prompt: bool,
-    ) -> RenderedChat:
-        """Returns text and ids of a chat; see the function `render_chat`."""
-        return render_chat(
-            self._hf_tokenizer,
-            messages,
-            tools,
-            add_generation_prompt=add_generation_prompt,
-            template_kwargs=self.template_kwargs,
-        )
+        """Returns the ids of a complete chat; see `ChatTemplate`."""
+        return self.template.ids(messages, self.tools, add_generation_prompt=False)
 
     def encode(self, text: str) -> list[int]:
         """Returns the ids of plain text without adding tokens; names of control tokens are encoded as text."""
         return self._hf_tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
+
+    def text_ids(self, text: str) -> list[int]:
+        """Returns the ids of a whole text as it is; see the function `whole_text_ids`."""
+        return whole_text_ids(self._hf_tokenizer, text)
 
     def encode_rendered(self, text: str) -> list[int]:
         """Returns the ids of text that another program rendered: names of control tokens are those tokens."""
@@ -149,49 +122,22 @@ class Tokenizer:
         return str(self._hf_tokenizer.decode([int(token_id) for token_id in ids], clean_up_tokenization_spaces=False))
 
 
+def whole_text_ids(hf_tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
+    """Returns the ids of text in which names of control tokens are those tokens, with the tokenizer's start token.
+
+    As TRL encodes text prompts, except that a start token which the text has is not added again.
+    """
+    bos = hf_tokenizer.bos_token
+    has_start = bool(bos) and text.startswith(str(bos))
+    return hf_tokenizer.encode(text, add_special_tokens=not has_start)
+
+
 def encoding_fingerprint(hf_tokenizer: PreTrainedTokenizerFast) -> str:
     """Returns the hexadecimal SHA-256 of vocabulary, merges and splitting rules, which determine the ids of a text."""
     rules = json.loads(hf_tokenizer.backend_tokenizer.to_str())
     # These concern batches and depend on the program that saved the file.
     del rules["truncation"], rules["padding"]
     return hashlib.sha256(json.dumps(rules).encode()).hexdigest()
-
-
-def render_chat(
-    hf_tokenizer: PreTrainedTokenizerFast,
-    messages: Sequence[dict[str, Any]],
-    tools: Sequence[Mapping[str, Any]] = (),
-    *,
-    add_generation_prompt: bool,
-    template_kwargs: Mapping[str, Any] = NO_KWARGS,
-) -> RenderedChat:
-    """Returns text and ids of a chat; with `add_generation_prompt`, up to the start of the assistant's next turn.
-
-    Only the template inserts control tokens: the name of one in a message or a tool, such as `<|im_end|>`, is encoded
-    as text.
-
-    Args:
-        tools: schemas of functions, as OpenAI defines them.
-
-    Raises:
-        InputError: the template rejects the messages.
-    """
-    given_tools = {"tools": list(tools)} if tools else {}
-
-    def render(**options: Any) -> Any:
-        try:
-            return hf_tokenizer.apply_chat_template(
-                list(messages),
-                add_generation_prompt=add_generation_prompt,
-                **{"date_string": TEMPLATE_DATE, **template_kwargs, **given_tools, **options},
-            )
-        except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, MemoryError) as error:
-            roles = [message.get("role") for message in messages]
-            hint = "; try it without a system message (data.system_prompt: null)" if "system" in roles else ""
-            raise InputError(f"the model's chat template cannot render a chat of {roles}: {error}{hint}") from error
-
-    ids = render(tokenize=True, return_dict=False, sanitize_control_tokens=True)
-    return RenderedChat(render(tokenize=False), ids)
 
 
 def load_tokenizer(
@@ -211,9 +157,10 @@ def load_tokenizer(
         InputError: the model has no tokenizer, or it cannot be used.
     """
     tokenizer = Tokenizer(load_fast_tokenizer(files, template_kwargs), files, template_kwargs, eos_tokens)
-    if needs_template and not tokenizer.has_chat_template:
+    if needs_template and not tokenizer.template.exists:
         raise InputError(
-            f"{files.path}: the tokenizer has no chat template; add chat_template.jinja or use an instruct model"
+            f"{files.path}: the tokenizer has no chat template; for a base model, whose prompts are plain text, set "
+            "data.chat_template: none, else add chat_template.jinja, or use an instruct model"
         )
     return tokenizer
 

@@ -24,6 +24,7 @@ EXAMPLES = {
     "json": '{"name": "...", "parameters": {...}}',
 }
 TAGGED_CALL = re.compile(r"(?s)<tool_call>(.*?)(</tool_call>|(?=<tool_call>)|\Z)")
+LEADING_THINKING = re.compile(r"(?s)\A(\s*<think>.*?(</think>|\Z))+")
 PYTHON_TAG = "<|python_tag|>"
 """What Llama 3 may write before a call."""
 PROBE = ToolCall("probe_tool", {"x": 1})
@@ -73,8 +74,8 @@ def _templates_call(tokenizer: Tokenizer) -> str:
     call = {"id": "call00000", "type": "function", "function": {"name": PROBE.name, "arguments": PROBE.arguments}}
     turn = {"role": "assistant", "content": "", "tool_calls": [call]}
     try:
-        start = tokenizer.render([question], add_generation_prompt=True).text
-        text = tokenizer.render([question, turn], add_generation_prompt=False).text
+        start = tokenizer.template.text([question], add_generation_prompt=True)
+        text = tokenizer.template.text([question, turn], add_generation_prompt=False)
     except InputError:
         return ""
     turn = text[len(os.path.commonprefix([start, text])) :]  # noqa: RUF071 -- no paths
@@ -87,19 +88,18 @@ def turn_calls(tokenizer: Tokenizer, ids: Sequence[int], style: ToolCallFormat) 
     The text is that with control tokens: to some models tags like `<tool_call>` and `<|python_tag|>` are such tokens.
     """
     written = ids[:-1] if ids and ids[-1] in tokenizer.eos_ids else ids
-    return parse_tool_calls(tokenizer.decode_with_special_tokens(written), style)
+    text = tokenizer.decode_with_special_tokens(written)
+    return parse_tool_calls(f"<think>{text}" if tokenizer.template.opens_thinking else text, style)
 
 
 def parse_tool_calls(text: str, style: ToolCallFormat) -> list[ToolCall]:
-    """Returns the calls in the text of a turn, in order; thinking (up to `</think>`) has none.
+    """Returns the calls in the text of a turn, in order; thinking, with which a turn may begin, has none.
 
     - json_tags: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, any number anywhere in the text.
     - json: the text, or what follows `<|python_tag|>`, is `{"name": ..., "parameters": {...}}`.
     - none: no calls.
     """
-    if "</think>" in text:
-        text = text.partition("</think>")[2]
-    text = text.partition("<think>")[0]
+    text = LEADING_THINKING.sub("", text)
     if style == "json_tags":
         return [_read_call(body, style, is_closed=bool(end)) for body, end in TAGGED_CALL.findall(text)]
     _, tag, body = text.rpartition(PYTHON_TAG)

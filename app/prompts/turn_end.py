@@ -23,7 +23,7 @@ def unended_turn(tokenizer: Tokenizer, stop: Sequence[str]) -> tuple[str, str] |
     Raises:
         InputError: the template rejects a chat that ends with the assistant's turn.
     """
-    text = tokenizer.render(DUMMY, tokenizer.tools, add_generation_prompt=False).text
+    text = tokenizer.template.text(DUMMY, tokenizer.tools, add_generation_prompt=False)
     _, is_there, end = text.rpartition(MARK)
     if not is_there or not end.strip() or tokenizer.eos_names.search(end) or any(one in end for one in stop):
         return None

@@ -14,6 +14,7 @@ Shape letters, used in every signature and docstring of the project:
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -25,8 +26,16 @@ from pydantic import FiniteFloat, NonNegativeFloat, NonNegativeInt
 DROPPED_PREFIX = "dropped:"
 """The prefix of `finish_reason` of a sample that must not be used; the reason follows."""
 
-Messages = list[dict[str, str]]
-"""A chat: dicts with `role` and `content`."""
+Messages = list[dict[str, Any]]
+"""A chat: dicts with `role`, `content` (text, parts of text, or None) and what else the chat template reads."""
+
+
+def message_text(message: Mapping[str, Any]) -> str:
+    """Returns what a message of a chat says, for people: its text, that of its parts, and its calls of tools."""
+    content, calls = message.get("content"), message.get("tool_calls")
+    parts = content if isinstance(content, list) else [{"text": content or ""}]
+    texts = [part.get("text", "") for part in parts if isinstance(part, Mapping)]
+    return "".join(map(str, [*texts, json.dumps(calls, ensure_ascii=False) if calls else ""]))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -52,7 +61,7 @@ class Turn:
     """Place of its first token among those of the completion."""
     end: NonNegativeInt
     """Place after its last token, where the observation starts, if there is one: up to the start of the next turn."""
-    messages: Messages = field(default_factory=list)
+    messages: list[dict[str, str]] = field(default_factory=list)
     """The observation: messages of the roles `tool` and `user`; none if the environment said nothing."""
     reward: FiniteFloat = 0.0
     """Reward of the environment for this turn."""

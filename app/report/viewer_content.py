@@ -13,7 +13,7 @@ import numpy as np
 from pydantic import ValidationError
 
 from app.records.jsonl import read_jsonl_tolerant
-from app.records.sample import DROPPED_PREFIX
+from app.records.sample import DROPPED_PREFIX, message_text
 from app.records.sample_json import EPISODE
 from app.records.shared_rows import SharedRows
 from app.report.metrics_history import finite_metric, is_number
@@ -205,7 +205,7 @@ def _turns(record: Mapping[str, Any], advantages: Sequence[float | None]) -> lis
 def _prompt_text(source: Any) -> str:
     """Returns the prompt as text, without the chat template."""
     if isinstance(source, list):
-        return "\n\n".join(f"{m.get('role')}: {m.get('content')}" for m in source if isinstance(m, dict))
+        return "\n\n".join(f"{m.get('role')}: {message_text(m)}" for m in source if isinstance(m, dict))
     return str(source)
 
 

@@ -41,7 +41,8 @@ def prepare_turns(settings: Settings, tokenizer: Tokenizer) -> None:
     """
     env = settings.env
     if not env.is_used:
-        if (fault := unended_turn(tokenizer, settings.rollout.stop)) is not None:
+        has_turns = settings.data.chat_template != "none"
+        if has_turns and (fault := unended_turn(tokenizer, settings.rollout.stop)) is not None:
             log.warning("%s: %s; %s", settings.model.path, *fault)
         return
     with closing(open_pool(settings)) as pool:

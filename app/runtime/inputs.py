@@ -10,7 +10,7 @@ import numpy as np
 
 from app.prompts.data_sources import evenly_spaced, load_held_out_data, load_training_data
 from app.prompts.dataset import Dataset, DatasetRow
-from app.prompts.encode import EncodeReport, encode_prompts
+from app.prompts.encode import EncodeReport, encode_prompts, misread_prompts
 from app.prompts.tokenizer import Tokenizer
 from app.records.sample import Prompt
 from app.records.text_format import format_percent
@@ -103,7 +103,9 @@ def encode_train_rows(settings: Settings, dataset: Dataset, tokenizer: Tokenizer
     Raises:
         InputError: no prompt is left, or none of one of the sources of a mixture.
     """
-    prompts, report = encode_prompts(dataset.rows, tokenizer.chat_ids, settings.data)
+    prompts, report = encode_prompts(dataset.rows, tokenizer, settings.data)
+    if (fault := misread_prompts(dataset.rows, tokenizer.template.control_tokens, settings.data)) is not None:
+        log.warning("%s; %s", *fault)
     left = {prompt.uid.partition("/")[0] for prompt in prompts}
     if empty := next((part.source for i, part in enumerate(dataset.parts) if str(i) not in left), None):
         raise InputError(f"data.source: every prompt of {empty} is longer than data.max_prompt_length; raise the limit")
@@ -129,4 +131,4 @@ def read_eval_rows(settings: Settings) -> Sequence[DatasetRow]:
 
 def read_eval_prompts(settings: Settings, tokenizer: Tokenizer) -> tuple[list[Prompt], EncodeReport]:
     """Reads and tokenizes the prompts of an evaluation."""
-    return encode_prompts(read_eval_rows(settings), tokenizer.chat_ids, settings.data)
+    return encode_prompts(read_eval_rows(settings), tokenizer, settings.data)

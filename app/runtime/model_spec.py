@@ -130,7 +130,8 @@ def read_model_spec(settings: Settings, *, generates: bool = True) -> ModelSpec:
     adapted = adapted_definition(definition, settings.model.lora)
 
     def read_tokenizer() -> Tokenizer:
-        chosen = {"eos_tokens": settings.model.eos_tokens, "needs_template": generates}
+        needs_template = generates and settings.data.chat_template != "none"
+        chosen = {"eos_tokens": settings.model.eos_tokens, "needs_template": needs_template}
         tokenizer = load_tokenizer(files, settings.data.chat_template_kwargs, **chosen)
         _check_vocab_size(tokenizer, architecture)
         return tokenizer

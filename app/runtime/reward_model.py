@@ -82,7 +82,7 @@ def read_reward_model_spec(settings: Settings) -> RewardModelSpec | None:
                 f"{(1, architecture.model_dim)}); a reward model must have one (num_labels: 1)"
             )
         check_tensors(expected_tensors(definition), files.weights.shapes, architecture)
-        conversations = ConversationEncoder(files, system_prompt=settings.data.system_prompt)
+        conversations = ConversationEncoder(files, settings.data)
     return RewardModelSpec(files, architecture, definition, conversations)
 
 

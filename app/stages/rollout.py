@@ -160,7 +160,7 @@ def _read_prompts(
     """Returns the first `limit` prompts of the file, or of `data.source` if there is none."""
     data = settings.data if prompts is None else settings.data.model_copy(update={"source": str(prompts)})
     dataset = load_training_data(data, seed=settings.run.seed)
-    return encode_prompts(dataset.rows[:limit], model.tokenizer.chat_ids, settings.data)
+    return encode_prompts(dataset.rows[:limit], model.tokenizer, settings.data)
 
 
 def _schedule_metrics(session: Session, timeline: Path | None) -> dict[str, Any]:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
-from app.prompts.chat import check_text, read_messages, to_messages
+from app.prompts.chat import check_text, read_messages
+from app.prompts.encode import encode_prompt
 from app.prompts.tokenizer import Tokenizer
 from app.records.sample import Messages
 from settings.errors import InputError
+from settings.schema.data import DataSettings
 
 TextName = Literal["prompt", "completion"]
 
@@ -47,12 +49,12 @@ class SampleEncoder:
 
     Args:
         load_tokenizer: called when the first text is read.
-        system_prompt: `data.system_prompt`, the first message of chats.
+        data: how prompts are encoded.
     """
 
-    def __init__(self, load_tokenizer: Callable[[], Tokenizer], *, system_prompt: str | None) -> None:
+    def __init__(self, load_tokenizer: Callable[[], Tokenizer], data: DataSettings) -> None:
         self._load_tokenizer = load_tokenizer
-        self._system_prompt = system_prompt
+        self._data = data
         self.tokenizer: Tokenizer | InputError | None = None
         """None until a text was read; the reason if there is none that can be used."""
 
@@ -84,15 +86,12 @@ class SampleEncoder:
             )
         if isinstance(text, str):
             return tokenizer.encode_rendered(text)
-        if not tokenizer.has_chat_template:
+        if not tokenizer.template.exists and self._data.chat_template != "none":
             raise InputError(
                 f"{where} is a chat, but the tokenizer of model.path has no chat template; render it to a string, or "
                 "add chat_template.jinja"
             )
-        try:
-            return tokenizer.chat_ids(to_messages(text, self._system_prompt))
-        except InputError as error:
-            raise InputError(f"{where}: {error}") from error
+        return encode_prompt(text, tokenizer, self._data, where=where)
 
     def _use_tokenizer(self) -> Tokenizer | InputError:
         if self.tokenizer is None:

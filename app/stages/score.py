@@ -107,7 +107,7 @@ def score_logprobs(
         if critic is not None:
             checkpoint.check_critic(critic, is_required=True)
     architecture = (critic or model).architecture
-    encoder = SampleEncoder(lambda: model.tokenizer, system_prompt=settings.data.system_prompt)
+    encoder = SampleEncoder(lambda: model.tokenizer, settings.data)
     replays = settings.rollout.routing_replay and role != "critic"
     file = SampleReader(input, architecture, encoder, replays_routes=replays)
     extent, drawn = file.check(num_picked=NUM_CHECKED_SAMPLES if checks_packing else 0, seed=settings.run.seed)

@@ -15,7 +15,7 @@ from app.distributed.collective_files import gather_samples_to_process_0
 from app.distributed.collectives import gather_bytes_to_process_0
 from app.records.atomic_write import write_atomic
 from app.records.run_directory import RunDirectory
-from app.records.sample import Messages, Sample
+from app.records.sample import Messages, Sample, message_text
 from app.records.text_format import to_printable
 from app.report.alerts import Alert, AlertMonitor
 from app.report.metrics_history import training_steps
@@ -128,7 +128,7 @@ def _prompt_text(source: str | Messages) -> str:
     """Returns the text of a prompt, or of the last message of a chat."""
     if isinstance(source, str):
         return source
-    return str(source[-1].get("content", "")) if source and isinstance(source[-1], dict) else ""
+    return message_text(source[-1]) if source and isinstance(source[-1], dict) else ""
 
 
 def truncate_middle(text: str, *, limit: int) -> str:

@@ -150,8 +150,8 @@ def input_fingerprints(
         **model.adapter_fingerprints,
         **data_fingerprints,
     }
-    if model.tokenizer.template_kwargs:
-        fingerprints[TEMPLATE_KWARGS] = json.dumps(dict(model.tokenizer.template_kwargs), sort_keys=True)
+    if model.tokenizer.template.kwargs:
+        fingerprints[TEMPLATE_KWARGS] = json.dumps(model.tokenizer.template.kwargs, sort_keys=True)
     if critic is not None:
         fingerprints["the critic"] = critic.files.fingerprint
     if reward_model is not None:

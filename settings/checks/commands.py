@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
-from settings.checks.rollout import check_environment, check_staleness, check_workers
+from settings.checks.rollout import check_chat_template, check_environment, check_staleness, check_workers
 from settings.checks.training import (
     check_algorithm,
     check_batch,
@@ -62,7 +62,7 @@ def _check_no_pretend(resolved: Resolved) -> Iterator[str]:
         yield "<mesh.pretend>: only grpo train --dry-run and grpo inspect-mesh accept simulated devices; set it to null"
 
 
-ROLLOUT_CHECKS = (check_workers, check_environment)
+ROLLOUT_CHECKS = (check_workers, check_environment, check_chat_template)
 SIZE_CHECKS = (check_batch, check_max_length, *ROLLOUT_CHECKS, check_staleness, check_token_quotas, _check_hosts)
 SAMPLING_CHECKS = (check_max_length, *ROLLOUT_CHECKS, _check_hosts, _check_no_pretend)
 TRAIN_CHECKS = (check_algorithm, check_penalty, check_rewards, check_run, *SIZE_CHECKS)

@@ -58,6 +58,22 @@ def check_workers(resolved: Resolved) -> Iterator[str]:
         )
 
 
+def check_chat_template(resolved: Resolved) -> Iterator[str]:
+    settings = resolved.settings
+    if settings.data.chat_template != "none":
+        return
+    if settings.data.system_prompt is not None:
+        yield (
+            "<data.system_prompt> is a message of a chat, but <data.chat_template> makes none; write it into the "
+            "prompts, or remove one of the two"
+        )
+    if settings.env.is_used:
+        yield (
+            "<data.chat_template>: turns of an environment are joined by the chat template; remove the setting, or "
+            "env.source and env.tools"
+        )
+
+
 def check_environment(resolved: Resolved) -> Iterator[str]:
     rollout = resolved.settings.rollout
     if not resolved.settings.env.is_used:

@@ -49,6 +49,7 @@ USAGE_CONDITIONS: tuple[tuple[str, Callable[[Settings], bool], tuple[str, ...]],
     ),
     # With adapters, the reference weights are the policy's frozen weights, which training needs on the devices.
     (f"{RANK} null", lambda s: not s.model.lora.rank, ("score.reference.offload",)),
+    ("data.chat_template model", lambda s: s.data.chat_template == "model", ("data.chat_template_kwargs",)),
     ("env.source or env.tools", lambda s: s.env.is_used, FIELDS_OF_ENVIRONMENTS),
     ("env.source", lambda s: s.env.source is not None, FIELDS_OF_SOURCE),
     ("env.credit turn", lambda s: s.env.credit == "turn" or s.env.source is None, ("env.turn_discount",)),

@@ -65,6 +65,11 @@ class DataSettings(Section):
     """Column of the reference answers. When null, the first of answer, ground_truth, solution that exists."""
     system_prompt: str | None = None
     """System message before every prompt; none when null."""
+    chat_template: Literal["model", "none"] = "model"
+    """`model` makes every prompt a chat and applies the model's template; a text prompt is one user message. `none`
+    encodes text as it is, for base models and prompts that are rendered already: names of control tokens are those
+    tokens, and a start token that the tokenizer adds comes first. A reward model then reads prompt and completion as
+    one text, too."""
     chat_template_kwargs: dict[str, JsonValue] = Field(default={})
     """Variables of the model's chat template, such as `{enable_thinking: false}` of Qwen3. A reward model's own
     template does not get them."""

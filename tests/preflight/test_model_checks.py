@@ -45,7 +45,7 @@ def make_prompt(tokenizer: Tokenizer, uid: str = "p", answer: str | None = "12")
 )
 def test_a_template_must_start_the_assistants_turn(directory: Path, template: str, verdict: str, start: str) -> None:
     tokenizer, recorder = tokenizer_with(directory, template), CheckRecorder()
-    check_chat_template(recorder, Settings(), tokenizer, make_prompt(tokenizer))
+    check_chat_template(recorder, Settings(), tokenizer, make_prompt(tokenizer), [])
     (result,) = recorder.results
     assert result.verdict == verdict and result.found.startswith(start) and "<|user|>1+1=?" in result.found
 

@@ -144,7 +144,8 @@ def test_missing_column_error_lists_those_found(tmp_path):
         ({"prompt": " \n"}, "prompt: the prompt is blank"),
         ({"prompt": 7}, "expected text or a list of chat messages, got int"),
         ({"prompt": ["hi"]}, "needs `role` and `content`"),
-        ({"prompt": [{"role": "user", "content": [{"type": "image"}]}]}, "needs `role` and `content`"),
+        ({"prompt": [{"role": "user", "content": [{"type": "image"}]}]}, "reads only text, but .*'image'"),
+        ({"prompt": [{"role": "user", "content": None}]}, "must be text or a list of parts"),
         ({"prompt": [{"role": "user", "content": "u"}, {"role": "assistant", "content": "a"}]}, "assistant's turn"),
         ({"prompt": "p", "answer": ["1"]}, "answer: expected text, a number or null, got list"),
         ({"prompt": "p", "answer": True}, "answer: expected text, a number or null, got bool"),
@@ -222,12 +223,16 @@ def test_mixture_sources_have_their_own_splits_and_weights():
     assert sum(index % 2 for index in order.row_indices(0, 8)) == 6
 
 
-def chat_ids(messages):
-    """Returns one token per word, its length, after 100 + the first letter of the role of each message."""
-    ids = []
-    for message in messages:
-        ids += [100 + ord(message["role"][0]), *(len(word) for word in message["content"].split())]
-    return ids
+class WordTokenizer:
+    def chat_ids(self, messages):
+        """Returns one token per word, its length, after 100 + the first letter of the role of each message."""
+        ids = []
+        for message in messages:
+            ids += [100 + ord(message["role"][0]), *self.text_ids(message["content"])]
+        return ids
+
+    def text_ids(self, text):
+        return [len(word) for word in text.split()]
 
 
 USER, SYSTEM, ASSISTANT = (100 + ord(letter) for letter in "usa")
@@ -239,7 +244,7 @@ def row(prompt, uid="d/0", **columns):
 
 def encode(rows, system_prompt=None, max_prompt_length=4, overlong: Any = "drop"):
     data = DataSettings(system_prompt=system_prompt, max_prompt_length=max_prompt_length, overlong_prompts=overlong)
-    return encode_prompts(rows, chat_ids, data)
+    return encode_prompts(rows, WordTokenizer(), data)
 
 
 def test_a_text_prompt_becomes_one_user_message():

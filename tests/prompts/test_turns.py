@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from app.environments.interface import ToolCall
+from app.prompts.chat_template import TEMPLATE_DATE
 from app.prompts.observation_encoder import ObservationEncoder
-from app.prompts.tokenizer import TEMPLATE_DATE, Tokenizer
+from app.prompts.tokenizer import Tokenizer
 from app.prompts.tool_calls import parse_tool_calls, resolve_format, turn_calls
 from app.prompts.turn_end import unended_turn
 from settings.errors import InputError
@@ -119,7 +120,7 @@ def test_control_tokens_spelled_in_an_observation_or_a_schema_are_text(name, rol
     def num_special(ids: list[int]) -> int:
         return sum(i in tokenizer.special_ids for i in ids)
 
-    spelled = "a" + "b".join([*family.special, *family.plain]) + "c"
+    spelled = "a" + "b".join(family.special) + "c"
     given, plain = ([{"role": role, "content": text}] for text in (spelled, "abc"))
     ids = encoder.encode(given)
     assert num_special(ids) == num_special(encoder.encode(plain))
@@ -128,7 +129,7 @@ def test_control_tokens_spelled_in_an_observation_or_a_schema_are_text(name, rol
     assert rendered(tmp_path, chat, sanitize_control_tokens=True)[-len(ids) :] == ids
     schema = {"type": "function", "function": CALCULATOR["function"] | {"description": f"Ends {spelled}."}}
     of_tool, plain = (
-        tokenizer.render([QUESTION], [tool] if name in TOOL_FAMILIES else [], add_generation_prompt=True).ids
+        tokenizer.template.ids([QUESTION], [tool] if name in TOOL_FAMILIES else [], add_generation_prompt=True)
         for tool in (schema, CALCULATOR)
     )
     assert num_special(of_tool) == num_special(plain)
@@ -206,6 +207,7 @@ def test_fitted_observations_are_cut_at_the_end_with_a_note(tmp_path):
 STYLES = ("json_tags", "json")
 WEATHER = ToolCall("weather", {"city": "Köln", "days": 2})
 NOW = ToolCall("now", {})
+SAY = ToolCall("say", {"x": "<think> </think>"})
 
 
 def tagged(body: str) -> str:
@@ -219,7 +221,9 @@ def tagged(body: str) -> str:
         ("json_tags", tagged('{"name": "now"}') + " B " + tagged('{"name": "now", "arguments": {}}'), [NOW, NOW]),
         ("json_tags", tagged('{"name": "weather", "arguments": "{\\"city\\": \\"Köln\\", \\"days\\": 2}"}'), [WEATHER]),
         ("json_tags", "<think>" + tagged('{"name": "now"}') + "</think>\n\nIt is noon.", []),
-        ("json_tags", "Call " + tagged('{"name": "now"}') + ", so\n</think>\n\n" + tagged('{"name": "now"}'), [NOW]),
+        ("json_tags", "<think>a</think> <think>" + tagged("{}") + "</think>" + tagged('{"name": "now"}'), [NOW]),
+        ("json_tags", tagged('{"name": "say", "arguments": {"x": "<think> </think>"}}'), [SAY]),
+        ("json", '{"name": "say", "parameters": {"x": "<think> </think>"}}', [SAY]),
         ("json_tags", "<think> still thinking " + tagged('{"name": "now"}'), []),
         ("json_tags", "It is 4.", []),
         ("json", '{"name": "weather", "parameters": {"city": "Köln", "days": 2}}', [WEATHER]),
@@ -290,3 +294,12 @@ def test_tags_that_are_control_tokens_are_found_in_the_ids(special, tmp_path):
     ids = tokenizer.encode_rendered(tagged('{"name": "now"}') + "<|im_end|>")
     assert turn_calls(tokenizer, ids, "json_tags") == turn_calls(tokenizer, ids[:-1], "json_tags") == [NOW]
     assert ("<tool_call>" in tokenizer.decode(ids)) is not special
+
+
+@pytest.mark.parametrize("opened", ["", "<think>\n"])
+def test_a_turn_that_the_template_begins_with_thinking_has_calls_only_behind_it(opened, tmp_path):
+    template = CHATML_TEMPLATE.replace("CONTENT", "m.content").replace("assistant\n", f"assistant\n{opened}")
+    tokenizer = family_tokenizer(tmp_path, CHATML, template)
+    turn = "Call " + tagged('{"name": "now"}') + ", so\n</think>\n\n" + tagged('{"name": "say"}')
+    calls = turn_calls(tokenizer, tokenizer.encode_rendered(turn), "json_tags")
+    assert [call.name for call in calls] == (["say"] if opened else ["now", "say"])

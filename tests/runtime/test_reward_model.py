@@ -20,6 +20,7 @@ from app.runtime.reward_model import RewardModel, read_reward_model_spec
 from settings import Settings, load
 from settings.errors import InputError
 from settings.schema.algorithm import MicroBatchSettings, ScoreSettings
+from settings.schema.data import DataSettings
 from settings.schema.reward import RewardSettings
 from tests.model.test_parity import SIZES, SWITCHES, import_reference
 from tests.program import here, metrics_of, records_of, settings, train_here
@@ -175,7 +176,7 @@ def test_a_reward_model_has_its_own_tokens_and_may_lack_a_template(judge: Path, 
     model = write_reward_model(tmp_path / "judge")
     (model / "chat_template.jinja").unlink()
     write_tokenizer(model, chat_template=None)
-    conversations = ConversationEncoder(open_model(str(model)), system_prompt=None)
+    conversations = ConversationEncoder(open_model(str(model)), DataSettings())
     vocab = load_fast_tokenizer(open_model(str(model))).get_vocab()
     sample = dialogues()[0]
     spelled = [vocab[c] for c in "1+2=?3"]

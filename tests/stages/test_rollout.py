@@ -155,7 +155,7 @@ def facts_of(model: Path, *overrides: str) -> Identity:
 def header_of(chosen: Settings, model: ModelSpec, *saved: PolicyCheckpoint | None, limit: int = 6) -> str:
     """Returns the header of this rollout's part file."""
     rows = load_training_data(chosen.data, seed=chosen.run.seed).rows[:limit]
-    prompts, _ = encode_prompts(rows, model.tokenizer.chat_ids, chosen.data)
+    prompts, _ = encode_prompts(rows, model.tokenizer, chosen.data)
     return PartialSamples(Path(), rollout_identity(chosen, model, prompts, *saved)).header
 
 

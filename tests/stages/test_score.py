@@ -28,6 +28,7 @@ from app.stages.score import check_packing
 from app.stages.score_rewards import sample_indices_by_host
 from settings import Settings, load
 from settings.errors import InputError
+from settings.schema.data import DataSettings
 from settings.schema.rollout import RolloutSettings
 from tests.program import DEADLINE_S, digest_of, here, of_tiny, records_of, settings, started
 from tests.tiny import ODD, make_sample, random_samples
@@ -292,7 +293,7 @@ def reader(path: Path) -> SampleReader:
     def load_tokenizer() -> Tokenizer:
         raise InputError("there is no tokenizer.json")
 
-    return SampleReader(path, ODD, SampleEncoder(load_tokenizer, system_prompt=None))
+    return SampleReader(path, ODD, SampleEncoder(load_tokenizer, DataSettings()))
 
 
 @pytest.fixture

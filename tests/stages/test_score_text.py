@@ -16,6 +16,7 @@ from app.stages.sample_reader import SampleReader
 from app.stages.sample_text import SampleEncoder
 from settings import load
 from settings.errors import InputError
+from settings.schema.data import DataSettings
 from tests.program import here, records_of, settings
 from tests.tiny_directory import END, write_model, write_tokenizer
 
@@ -42,7 +43,9 @@ def lines(folder: Path, *records: Mapping[str, Any]) -> Path:
 def samples_of(model: Path, source: Path, *, system_prompt: str | None = None) -> list[Sample]:
     """Reads a file as `grpo score` does."""
     spec = read_model_spec(load(None, [f"model.path={model}"], {}).settings, generates=False)
-    reader = SampleReader(source, spec.architecture, SampleEncoder(lambda: spec.tokenizer, system_prompt=system_prompt))
+    reader = SampleReader(
+        source, spec.architecture, SampleEncoder(lambda: spec.tokenizer, DataSettings(system_prompt=system_prompt))
+    )
     reader.check()
     return [one.sample for window in reader.windows(100) for one in window]
 

@@ -1,0 +1,95 @@
+"""Chats as the chat template of a model writes them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from types import MappingProxyType
+from typing import Any
+
+import jinja2
+from transformers import PreTrainedTokenizerFast
+
+from app.records.sample import Messages
+from settings.errors import InputError
+
+TEMPLATE_DATE = "26 Jul 2024"
+"""Date for templates that print one (Llama 3's default), so that prompts do not change from day to day."""
+
+NO_KWARGS: Mapping[str, Any] = MappingProxyType({})
+
+PLAIN_CHAT: Messages = [{"role": role, "content": "text"} for role in ("user", "assistant", "user")]
+THINKING_TAGS = ("<think>", "</think>")
+
+
+class ChatTemplate:
+    """The chat template of a tokenizer: text and ids of chats are those of transformers' `apply_chat_template`.
+
+    Only the template inserts control tokens: the name of one in a message or a tool, such as `<|im_end|>`, is text.
+    Control tokens are special tokens, those that the template writes around plain messages (DeepSeek's token of a
+    user's turn is not special), and `chat_control_tokens` of the tokenizer's configuration. Other added tokens, such as
+    `<think>` and `<tool_call>`, are those tokens wherever they occur.
+
+    Args:
+        kwargs: variables for every rendering.
+    """
+
+    def __init__(self, hf_tokenizer: PreTrainedTokenizerFast, kwargs: Mapping[str, Any] = NO_KWARGS) -> None:
+        self.exists = bool(hf_tokenizer.chat_template)
+        self.kwargs = dict(kwargs)
+        self._hf_tokenizer = hf_tokenizer
+        added = [t for t in hf_tokenizer.added_tokens_decoder.values() if not t.content.isspace()]
+        written = self._plain_chat()
+        around = [t for t in added if t.content in written and t.content not in THINKING_TAGS]
+        if hf_tokenizer.chat_control_tokens is None:
+            # Without it, transformers takes for control tokens all that occur anywhere in the template.
+            hf_tokenizer.chat_control_tokens = [token.content for token in around if not token.special]
+        self.control_tokens = re.compile("|".join(re.escape(token.content) for token in around) or "(?!)")
+        """Finds the names of the control tokens that the template writes around messages."""
+
+    def text(self, messages: Messages, tools: Sequence[Mapping[str, Any]] = (), *, add_generation_prompt: bool) -> str:
+        """Returns the text of a chat, in which names of control tokens in messages look like the template's own.
+
+        With `add_generation_prompt`, it goes up to the start of the assistant's next turn.
+
+        Args:
+            tools: schemas of functions, as OpenAI defines them.
+
+        Raises:
+            InputError: the template rejects the messages.
+        """
+        return self._apply(messages, tools, add_generation_prompt=add_generation_prompt, tokenize=False)
+
+    def ids(
+        self, messages: Messages, tools: Sequence[Mapping[str, Any]] = (), *, add_generation_prompt: bool
+    ) -> list[int]:
+        """Returns the token ids of a chat; see `text`."""
+        options = {"tokenize": True, "return_dict": False, "sanitize_control_tokens": True}
+        return self._apply(messages, tools, add_generation_prompt=add_generation_prompt, **options)
+
+    @cached_property
+    def opens_thinking(self) -> bool:
+        """Whether the template begins the assistant's turn with `<think>`, so that the model does not write it."""
+        return self.text(PLAIN_CHAT, add_generation_prompt=True).rstrip().endswith("<think>")
+
+    def _apply(self, messages: Messages, tools: Sequence[Mapping[str, Any]], **options: Any) -> Any:
+        given = {"tools": list(tools)} if tools else {}
+        variables = {"date_string": TEMPLATE_DATE, **self.kwargs, **given}
+        try:
+            return self._hf_tokenizer.apply_chat_template(list(messages), **variables, **options)
+        except (
+            *(jinja2.TemplateError, AttributeError, LookupError, TypeError, ValueError, ArithmeticError),
+            *(MemoryError, RecursionError),
+        ) as error:
+            roles = [message.get("role") for message in messages]
+            has_parts = any(isinstance(message.get("content"), list) for message in messages)
+            hint = "; it may want text for `content`, not a list of parts" if has_parts else ""
+            raise InputError(f"the model's chat template cannot render a chat of {roles}: {error}{hint}") from error
+
+    def _plain_chat(self) -> str:
+        """Returns what the template writes for plain messages; nothing if it rejects them."""
+        try:
+            return self.text(PLAIN_CHAT, add_generation_prompt=True) if self.exists else ""
+        except InputError:
+            return ""
