@@ -156,7 +156,9 @@ class TinyEngine:
                 self.definition, self.mesh, shapes, eos_ids=self._eos_ids, dtype=self.dtype, exact=False
             )
             rule = SegmentSettings.model_validate({"min": 1})
-            self._generators[sizes] = ContinuousBatchGenerator(engine, decode_text=spell, segment_rule=rule)
+            self._generators[sizes] = ContinuousBatchGenerator(
+                engine, decode_text=spell, stop_text=spell, segment_rule=rule
+            )
         return self._generators[sizes]
 
 

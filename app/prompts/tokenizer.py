@@ -7,6 +7,7 @@ import inspect
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,10 @@ class Tokenizer:
         unk_id = hf_tokenizer.unk_token_id
         self.unk_id: int | None = unk_id if isinstance(unk_id, int) and unk_id not in self.eos_ids else None
         """Id of unknown text; None if there is none. Byte-level tokenizers name their end-of-sequence token for it."""
+        vocabulary = hf_tokenizer.get_vocab()
+        byte_ids = [vocabulary.get(f"<0x{value:02X}>") for value in range(256)]
+        self._byte_values = {} if None in byte_ids else {byte_id: value for value, byte_id in enumerate(byte_ids)}
+        """Id -> byte of the tokens for single bytes; empty for tokenizers without them, such as byte-level ones."""
         added = hf_tokenizer.added_tokens_decoder
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special) - {self.unk_id}
         """Ids of control tokens, which are no text."""
@@ -116,6 +121,36 @@ class Tokenizer:
         text = self._hf_tokenizer.decode(plain, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         assert isinstance(text, str)
         return text
+
+    def stop_text(self, ids: Iterable[int]) -> str:
+        """Returns the text in which stop strings are found: with the names of control tokens, and every valid byte.
+
+        The decoder of SentencePiece's byte tokens takes a run of them for text only as a whole, so that a stray byte
+        would hide the newline before it. Here each invalid byte is U+FFFD by itself.
+        """
+        plain = [int(token_id) for token_id in ids]
+        text = self.decode_with_special_tokens(plain)
+        if not self._byte_values or "\ufffd" not in text:
+            return text
+        parts: list[list[int]] = [[]]
+        for is_byte, group in groupby(plain, key=self._byte_values.__contains__):
+            run = list(group)
+            if not is_byte:
+                parts[-1] += run
+                continue
+            start = 0
+            for character in bytes(map(self._byte_values.__getitem__, run)).decode("utf-8", "surrogateescape"):
+                length = len(character.encode("utf-8", "surrogateescape"))
+                if "\ud800" <= character <= "\udfff":
+                    parts.append([])
+                else:
+                    parts[-1] += run[start : start + length]
+                start += length
+        # The decoder drops a space at the start of a text, so one more character comes before every part but the first.
+        letter = next(token_id for token_id, value in self._byte_values.items() if value == ord("a"))
+        first, *others = parts
+        texts = (self.decode_with_special_tokens([letter, *part])[1:] for part in others)
+        return "\ufffd".join([self.decode_with_special_tokens(first), *texts])
 
     def decode_with_special_tokens(self, ids: Iterable[int]) -> str:
         """Returns the text of the ids, with the names of control tokens."""

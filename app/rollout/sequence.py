@@ -153,18 +153,20 @@ class RolloutSequence:
         """Whether all drawn tokens have been copied from the devices."""
         return sum(count for _, count in self.segment_versions) == self.num_tokens
 
-    def newly_contains(self, stop: tuple[str, ...], decode_text: DecodeText) -> bool:
+    def newly_contains(self, stop: tuple[str, ...], stop_text: DecodeText) -> bool:
         """Returns whether the text of the last collected segment, with that before it, contains a stop string."""
         if not stop or not self.segment_tokens:
             return False
         ids, overlap = self.token_ids.tolist(), max(len(string.encode()) for string in stop)
         last = ids[-(self.segment_tokens[-1].shape[1] + overlap) :]
         # The text of the last tokens alone may differ from that of all tokens, which decides.
-        return all(stop_length(some, stop, decode_text) is not None for some in (last, ids))
+        return all(stop_length(some, stop, stop_text) is not None for some in (last, ids))
 
-    def to_sample(self, group_id: int, request: GenerationRequest, *, decode_text: DecodeText) -> Sample:
+    def to_sample(
+        self, group_id: int, request: GenerationRequest, *, decode_text: DecodeText, stop_text: DecodeText
+    ) -> Sample:
         """Returns the record of a finished row, which ends at the first stop string of the request."""
-        length = stop_length(self.token_ids.tolist(), request.stop, decode_text)
+        length = stop_length(self.token_ids.tolist(), request.stop, stop_text)
         row = self if length is None else replace(self.rewound(length), finish_reason="stop")
         assert row.finish_reason is not None
         ids, versions = row.token_ids, row.policy_versions
@@ -256,21 +258,20 @@ def gather_sequences(own: Sequence[RolloutSequence]) -> list[RolloutSequence]:
     return [row for row in chain(*zip_longest(*by_host)) if row is not None]
 
 
-def stop_length(token_ids: Sequence[int], stop: Sequence[str], decode_text: DecodeText) -> int | None:
+def stop_length(token_ids: Sequence[int], stop: Sequence[str], stop_text: DecodeText) -> int | None:
     """Returns the number of tokens up to the first with which the text contains a stop string; None if there is none.
 
     Devices draw tokens without knowing their text, so the host cuts a finished sample, as in vLLM and TRL. What is cut
     off changes nothing before it: not a token, a logprob or another sample. Between segments, slots free the rows that
     contain a stop string.
 
-    A text of valid UTF-8 that contains a stop string still does with more tokens. Only while a character of up to four
-    byte tokens is incomplete, some tokenizers (SentencePiece's) do not decode the byte tokens before it either.
+    Args:
+        stop_text: converts token ids to text that still contains a stop string with more tokens.
     """
 
     def is_stopped(count: int) -> bool:
-        text = decode_text(token_ids[:count])
-        shorter = (decode_text(token_ids[: max(count - num, 0)]) for num in (1, 2, 3) if text.endswith("\ufffd"))
-        return any(string in one for one in (text, *shorter) for string in stop)
+        text = stop_text(token_ids[:count])
+        return any(string in text for string in stop)
 
     if not stop or not is_stopped(len(token_ids)):
         return None

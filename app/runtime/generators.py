@@ -72,7 +72,8 @@ def open_continuous_batching(
         engine = engine if num_blocks is None else make_engine(num_slots, num_blocks)
     if is_auto and engine.programs.preempts:
         engine = make_engine(slots_in_blocks(engine.programs), num_blocks)
-    return ContinuousBatchGenerator(engine, decode_text=tokenizer.decode, segment_rule=settings.rollout.segment)
+    texts = {"decode_text": tokenizer.decode, "stop_text": tokenizer.stop_text}
+    return ContinuousBatchGenerator(engine, segment_rule=settings.rollout.segment, **texts)
 
 
 def open_workers(
@@ -97,7 +98,7 @@ def open_workers(
     # Workers that share a device take turns on it.
     in_order = rollout.mode == "exact" or any(worker.device is not None for worker in workers)
     schedule = ScheduleConfig(rollout.scheduler, rollout.pdsr, rollout.segment, in_order)
-    return RolloutWorkerPool(workers, schedule, decode_text=tokenizer.decode)
+    return RolloutWorkerPool(workers, schedule, decode_text=tokenizer.decode, stop_text=tokenizer.stop_text)
 
 
 def _open_local_workers(
@@ -159,7 +160,7 @@ def _open_ray_workers(
             matmul_precision="highest" if settings.model.dtype == "float32" else None,
             lora=definition.lora,
             quantization=definition.quantization,
-            decode_text=tokenizer.decode if settings.rollout.stop else None,
+            stop_text=tokenizer.stop_text if settings.rollout.stop else None,
         )
         for kind, engine in engines.items()
     }
@@ -254,6 +255,6 @@ def _make_slot_engine(
         eos_ids=tokenizer.eos_ids,
         dtype=jnp.dtype(settings.model.dtype),
         exact=settings.rollout.mode == "exact",
-        decode_text=tokenizer.decode,
+        stop_text=tokenizer.stop_text,
         programs=programs,
     )

@@ -154,7 +154,7 @@ class RolloutSettings(Section):
     """Longest completion, in tokens."""
     stop: Annotated[tuple[Annotated[str, AfterValidator(_validate_stop_string)], ...], Field(strict=False)] = ()
     """Texts that end a completion, also in evaluations. It ends with the token that completes the first of them, and
-    counts as finished. Control tokens are not part of the text."""
+    counts as finished. A control token is found by its name, such as `<|im_end|>`."""
     max_length_total: int | None = Field(default=None, ge=2)
     """Longest prompt plus completion, in tokens; max_new_tokens + max(128, max_prompt_length) when null."""
     prefill_length_min: int = Field(default=16, ge=1)

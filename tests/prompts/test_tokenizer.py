@@ -9,11 +9,14 @@ import numpy as np
 import pytest
 import transformers
 from gguf import GGUFWriter
+from hypothesis import given
+from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
 
 from app.model.io.model_files import open_model
 from app.prompts.tokenizer import Tokenizer, load_tokenizer
+from app.rollout.sequence import stop_length
 from settings.errors import InputError
 from tests.prompts.chat_families import write_tokenizer
 
@@ -289,3 +292,28 @@ def test_a_chat_has_the_start_token_of_its_template_and_plain_text_has_none(firs
         ids = tokenizer.encode(text)
         assert not {"<s>", "</s>"} & {backend.id_to_token(i) for i in ids}
         assert tokenizer.decode(ids) == text
+
+
+@pytest.fixture(scope="module")
+def byte_fallback(tmp_path_factory) -> Tokenizer:
+    """Returns a tokenizer with byte tokens like Llama 2's, whose id of a byte is its value + 2."""
+    vocabulary = {token: i for i, token in enumerate(["<s>", "</s>", *BYTE_TOKENS, "▁", "▁b", "é", "a"])}
+    backend = Backend(models.BPE(vocab=vocabulary, merges=[], byte_fallback=True))
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in ("<s>", "</s>")])
+    config = {"eos_token": "</s>", "chat_template": TEMPLATE}
+    return tokenizer_at(write_tokenizer(tmp_path_factory.mktemp("bytes"), backend, config))
+
+
+@given(
+    st.lists(st.integers(1, 261) | st.sampled_from([12, 242, 197, 171, *range(1, 5), *range(258, 262)]), max_size=12),
+    st.lists(st.sampled_from(["\n", "a\n", " b", "é b", "b\n", "é", "</s>", "aa", "\n</s>"]), min_size=1, max_size=2),
+)
+def test_stop_strings_are_found_at_their_byte_and_control_token(byte_fallback, ids, stop):
+    texts = {1: b"</s>", 258: b" ", 259: b" b", 260: "é".encode(), 261: b"a"}
+    written = [texts[i] if i in texts else bytes([i - 2]) for i in ids]
+    prefixes = [b"".join(written[: n + 1]).removeprefix(b" ").decode("utf-8", "replace") for n in range(len(ids))]
+    expected = next((n + 1 for n, text in enumerate(prefixes) if any(string in text for string in stop)), None)
+    assert stop_length(ids, stop, byte_fallback.stop_text) == expected

@@ -149,7 +149,7 @@ def test_a_sample_without_tokens_has_the_version_that_dropped_it() -> None:
         slots.PROMPTS[0], 0, max_new_tokens=4, noise_step=57, finish_reason="dropped:non-finite logits"
     )
     row.segment_versions, row.segment_tokens = [(3, 0)], [np.zeros((3, 0), np.int32)]
-    assert row.to_sample(0, slots.REQUEST, decode_text=str).policy_version == 3
+    assert row.to_sample(0, slots.REQUEST, decode_text=str, stop_text=str).policy_version == 3
 
 
 # Stopped at the end of a segment --------------------------------------------------------------------------------------

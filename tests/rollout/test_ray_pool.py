@@ -42,7 +42,7 @@ def actors(*resources: dict[str, float], **changes: Any) -> RolloutWorkerPool:
         of_actor: Any = {"spec": actor_spec(kind=kind, **changes), "cluster": cluster, "resources": needed}
         workers.append(RayWorker(name=f"{kind}-{number}", kind=kind, engine=local.engine_on(0, True), **of_actor))
     schedule = ScheduleConfig("adaptive", local.EAGER, local.SHORT, in_order=False)
-    return local.EagerPool(workers, schedule, decode_text=spell)
+    return local.EagerPool(workers, schedule, decode_text=spell, stop_text=spell)
 
 
 @pytest.fixture(scope="module")

@@ -89,7 +89,7 @@ def row_of(prompt: int) -> RolloutSequence:
 
 
 def sample_of(row: RolloutSequence) -> Sample:
-    return row.to_sample(0, ROUTED, decode_text=spell)
+    return row.to_sample(0, ROUTED, decode_text=spell, stop_text=spell)
 
 
 def test_suspended_rows_keep_the_routes_of_their_prompts_with_and_without_a_cache() -> None:

@@ -92,7 +92,7 @@ few_codes = functools.partial(few_blocks, kv_cache="int8")
 
 def batching(engine: SlotEngine, **rule: object) -> ContinuousBatchGenerator:
     settings = SegmentSettings.model_validate({"min": 1, **rule})
-    return ContinuousBatchGenerator(engine, decode_text=spell, segment_rule=settings)
+    return ContinuousBatchGenerator(engine, decode_text=spell, stop_text=spell, segment_rule=settings)
 
 
 def generate(

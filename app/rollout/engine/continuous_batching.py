@@ -34,8 +34,10 @@ class ContinuousBatchGenerator(SampleGenerator):
         segment_rule: rule for the length of segments. It depends only on token counts, so runs are exactly repeatable.
     """
 
-    def __init__(self, engine: SlotEngine, *, decode_text: DecodeText, segment_rule: SegmentSettings):
-        super().__init__(engine, decode_text=decode_text)
+    def __init__(
+        self, engine: SlotEngine, *, decode_text: DecodeText, stop_text: DecodeText, segment_rule: SegmentSettings
+    ):
+        super().__init__(engine, decode_text=decode_text, stop_text=stop_text)
         self._segment_rule = segment_rule
         self._spans_hosts = num_hosts(engine.programs.mesh) > 1
 

@@ -73,7 +73,8 @@ class SlotEngine:
         eos_ids: every token id that ends a sequence.
         exact: whether the tokens of a suspended sample without a cache are fed again through the program that drew
             them; otherwise a prefill recomputes the cache, which rounds differently.
-        decode_text: converts token ids to text, to find stop strings between segments; None = only when they are cut.
+        stop_text: converts token ids to the text in which to find stop strings between segments; None = only when they
+            are cut.
         programs: programs of another engine with the same arguments, shared so that they are compiled only once.
 
     Raises:
@@ -89,7 +90,7 @@ class SlotEngine:
         eos_ids: Sequence[int],
         dtype: jnp.dtype,
         exact: bool,
-        decode_text: DecodeText | None = None,
+        stop_text: DecodeText | None = None,
         programs: SlotPrograms | None = None,
     ):
         self.shapes = shapes
@@ -98,7 +99,7 @@ class SlotEngine:
         self.programs = programs or SlotPrograms(definition, mesh, shapes, dtype=dtype, num_eos=len(eos_ids))
         self.scheduler = SlotScheduler(self.programs, self.counters, exact=exact)
         self.runner = SlotRunner(self.programs, eos_ids=eos_ids)
-        self._decode_text = decode_text
+        self._stop_text = stop_text
         self._stop: tuple[str, ...] = ()
         self._running: tuple[ScheduledSegment, Array, Array] | None = None
         """The running segment, its `RowStatus` and its tokens."""
@@ -250,7 +251,7 @@ class SlotEngine:
         return self._contains_stop(row)
 
     def _contains_stop(self, row: RolloutSequence) -> bool:
-        return self._decode_text is not None and row.newly_contains(self._stop, self._decode_text)
+        return self._stop_text is not None and row.newly_contains(self._stop, self._stop_text)
 
     # Sizes -------------------------------------------------------------------------------------------------------
 

@@ -23,11 +23,12 @@ class SampleGenerator(ABC):
     Args:
         engine: the slots, or those with the largest cache.
         decode_text: converts token ids to text.
+        stop_text: converts token ids to the text in which stop strings are found; see `stop_length`.
     """
 
-    def __init__(self, engine: SlotEngine, *, decode_text: DecodeText):
+    def __init__(self, engine: SlotEngine, *, decode_text: DecodeText, stop_text: DecodeText):
         self.engine = engine
-        self._decode_text = decode_text
+        self._decode_text, self._stop_text = decode_text, stop_text
         self.conversations: Conversations | None = None
         """Answers the turns of samples; None = samples have one turn."""
         self.stop_requested: StopCheck = never_stop
@@ -96,4 +97,4 @@ class SampleGenerator(ABC):
 
     def to_sample(self, row: RolloutSequence, group_id: int, request: GenerationRequest) -> Sample:
         """Returns the record of a finished row."""
-        return row.to_sample(group_id, request, decode_text=self._decode_text)
+        return row.to_sample(group_id, request, decode_text=self._decode_text, stop_text=self._stop_text)

@@ -71,7 +71,7 @@ class ActorSpec:
     """Adapters that stay separate from the kernels during decoding."""
     quantization: Quantization | None = None
     """Quantization of the adapted kernels."""
-    decode_text: DecodeText | None = None
+    stop_text: DecodeText | None = None
     """Converts token ids to text, if there are stop strings. It takes a tokenizer to the actor."""
 
 
@@ -123,7 +123,7 @@ class RolloutActor:
             eos_ids=spec.eos_ids,
             dtype=np.dtype(spec.dtype),
             exact=spec.exact,
-            decode_text=spec.decode_text,
+            stop_text=spec.stop_text,
         )
         self._worker = RolloutWorker("", spec.kind, self._engine)
         self._rows: dict[str, RolloutSequence] = {}

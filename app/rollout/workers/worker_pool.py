@@ -53,9 +53,11 @@ class RolloutWorkerPool(SampleGenerator):
         schedule: ScheduleConfig,
         *,
         decode_text: DecodeText,
+        stop_text: DecodeText,
     ):
         engines = [worker.engine for worker in workers]
-        super().__init__(max(engines, key=lambda engine: engine.programs.capacity), decode_text=decode_text)
+        largest = max(engines, key=lambda engine: engine.programs.capacity)
+        super().__init__(largest, decode_text=decode_text, stop_text=stop_text)
         self.workers = tuple(workers)
         self.schedule = schedule
         self.records: list[EventRecord] = []
