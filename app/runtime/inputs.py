@@ -97,6 +97,12 @@ def read_train_rows(settings: Settings) -> Dataset:
     return dataset
 
 
+def warn_of_misread_prompts(settings: Settings, rows: Sequence[DatasetRow], tokenizer: Tokenizer) -> None:
+    """Warns if the prompts seem to be rendered already, or to be for a base model; see `misread_prompts`."""
+    if (fault := misread_prompts(rows, tokenizer.template.control_tokens, settings.data)) is not None:
+        log.warning("%s; %s", *fault)
+
+
 def encode_train_rows(settings: Settings, dataset: Dataset, tokenizer: Tokenizer) -> tuple[list[Prompt], str]:
     """Tokenizes the training data, warns if the tokenizer does not know it, and returns a report on it for users.
 
@@ -104,8 +110,7 @@ def encode_train_rows(settings: Settings, dataset: Dataset, tokenizer: Tokenizer
         InputError: no prompt is left, or none of one of the sources of a mixture.
     """
     prompts, report = encode_prompts(dataset.rows, tokenizer, settings.data)
-    if (fault := misread_prompts(dataset.rows, tokenizer.template.control_tokens, settings.data)) is not None:
-        log.warning("%s; %s", *fault)
+    warn_of_misread_prompts(settings, dataset.rows, tokenizer)
     left = {prompt.uid.partition("/")[0] for prompt in prompts}
     if empty := next((part.source for i, part in enumerate(dataset.parts) if str(i) not in left), None):
         raise InputError(f"data.source: every prompt of {empty} is longer than data.max_prompt_length; raise the limit")
@@ -131,4 +136,6 @@ def read_eval_rows(settings: Settings) -> Sequence[DatasetRow]:
 
 def read_eval_prompts(settings: Settings, tokenizer: Tokenizer) -> tuple[list[Prompt], EncodeReport]:
     """Reads and tokenizes the prompts of an evaluation."""
-    return encode_prompts(read_eval_rows(settings), tokenizer, settings.data)
+    rows = read_eval_rows(settings)
+    warn_of_misread_prompts(settings, rows, tokenizer)
+    return encode_prompts(rows, tokenizer, settings.data)

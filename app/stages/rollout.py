@@ -32,6 +32,7 @@ from app.rollout.scheduling.sample_states import SampleTable
 from app.rollout.sequence import RolloutSequence
 from app.runtime.environments import environment_facts
 from app.runtime.host_supervision import PhaseCallback, iterate_in_phase, join_hosts, wait_for_other_hosts
+from app.runtime.inputs import warn_of_misread_prompts
 from app.runtime.model_spec import ModelSpec
 from app.runtime.scoring import ScoringSession
 from app.runtime.session import Session
@@ -160,7 +161,9 @@ def _read_prompts(
     """Returns the first `limit` prompts of the file, or of `data.source` if there is none."""
     data = settings.data if prompts is None else settings.data.model_copy(update={"source": str(prompts)})
     dataset = load_training_data(data, seed=settings.run.seed)
-    return encode_prompts(dataset.rows[:limit], model.tokenizer, settings.data)
+    rows = dataset.rows[:limit]
+    warn_of_misread_prompts(settings, rows, model.tokenizer)
+    return encode_prompts(rows, model.tokenizer, settings.data)
 
 
 def _schedule_metrics(session: Session, timeline: Path | None) -> dict[str, Any]:
