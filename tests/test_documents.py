@@ -224,7 +224,7 @@ def without_blocks(markdown: str) -> str:
 def tables(markdown: str) -> Iterator[list[list[str]]]:
     """Returns the rows of each table, its heading first, as lists of cells."""
     for table in re.findall(r"(?:^\|.*\n)+", markdown, flags=re.MULTILINE):
-        rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
+        rows = [[cell.strip() for cell in re.split(r"(?<!\\)\|", line.strip("|"))] for line in table.splitlines()]
         yield [row for row in rows if set("".join(row)) != {"-"}]
 
 
