@@ -7,9 +7,17 @@ from typing import Annotated
 
 import typer
 
-from app.commands.command_support import print_result, refuse_existing, require_path, resolve_policy, show_progress
+from app.commands.command_support import (
+    print_notices,
+    print_result,
+    refuse_existing,
+    require_path,
+    resolve_policy,
+    show_progress,
+)
 from app.commands.options import AsJson, Checkpoint, Config, Overrides, Overwrite, PrintConfig
 from settings.checks.commands import check_for_rollout
+from settings.checks.unused_settings import unused_setting_notices
 
 
 def rollout(
@@ -30,6 +38,7 @@ def rollout(
 ) -> None:
     """Sample completions; run again to continue after a stop."""
     resolved = resolve_policy(config, overrides, checkpoint, check=check_for_rollout, print_config=print_config)
+    print_notices(unused_setting_notices(resolved, ("rollout.", "env.")))
     out = require_path(out, "--out")
     refuse_existing({"--out": out}, overwrite=overwrite, resumes=True)
     refuse_existing({"--timeline": timeline}, overwrite=overwrite)

@@ -1,16 +1,19 @@
 """The notices at launch: settings without effect, and others that a user may not have meant.
 
-A setting has no effect if no estimator, correction, adapters or environment that reads it is used. It is not refused,
-because `--set algorithm.name=grpo` may override the algorithm of a preset with such settings.
+A setting has no effect if nothing that reads it is used, such as an estimator, a scheduler or a model. It is not
+refused, because `--set algorithm.name=grpo` may override the algorithm of a preset with such settings.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from settings.loading.fields import FIELDS, value_of
 from settings.loading.printing import MICRO_BATCH_TWINS
 from settings.loading.resolve import Resolved
+from settings.schema.algorithm import ForwardRole, MicroBatchSettings
+from settings.schema.reward import CALLABLE_PREFIX
 from settings.schema.settings import Settings
 
 LEARNING_RATE, RANK = "optimizer.learning_rate", "model.lora.rank"
@@ -21,7 +24,159 @@ FIELDS_OF_ENVIRONMENTS = tuple(
     for field in FIELDS
     if field.startswith("env.") and field not in ("env.source", "env.tools", *FIELDS_OF_SOURCE)
 )
+FIELDS_OF_SCORING = tuple(field for field in FIELDS if field.startswith("score.") and field.count(".") == 1)
+FIELDS_OF_ARITHMETIC = ("data.difficulty", "data.operators", "data.num_problems")
+WITH_SPLITS, ARITHMETIC = ("builtin:", "hf:"), "builtin:arithmetic"
+SCHEDULERS = "rollout.scheduler {} and rollout.placement island"
+
+
+def _micro_batches_of(role: ForwardRole) -> tuple[str, ...]:
+    return tuple(f"score.{role}.{part}" for part in MicroBatchSettings.model_fields)
+
+
+def _has_scheduler(*names: str) -> Callable[[Settings], bool]:
+    return lambda s: s.rollout.has_workers and s.rollout.scheduler in names
+
+
+def _uses_segment_rule(s: Settings) -> bool:
+    """Returns whether segments end before all their rows do; those of the scheduler sync do so only for turns."""
+    return not (s.rollout.has_workers and s.rollout.scheduler == "sync") or s.env.is_used
+
+
+def _held_out_source(s: Settings) -> str:
+    """Returns the source of the evaluation data; empty without evaluations."""
+    return (s.data.eval_source or s.data.sources[0].source) if s.eval.every_steps else ""
+
+
+def _sources(s: Settings) -> list[str]:
+    return [*(one.source for one in s.data.sources), _held_out_source(s)]
+
+
+def _plug_ins(s: Settings) -> list[str]:
+    """Returns the reward functions that are called with batches, as in `RewardFunctionSettings.function`."""
+    return [one.function or one.name for one in s.reward.functions if one.function or one.name == "math_verify"]
+
+
+def _has_processes(s: Settings) -> bool:
+    return s.env.is_used or any(not one.startswith(CALLABLE_PREFIX) for one in _plug_ins(s))
+
+
 USAGE_CONDITIONS: tuple[tuple[str, Callable[[Settings], bool], tuple[str, ...]], ...] = (
+    # Data and evaluations.
+    (
+        "data.source that is built in or on the hub",
+        lambda s: any(one.source.startswith(WITH_SPLITS) and one.split is None for one in s.data.sources),
+        ("data.split",),
+    ),
+    (
+        "data in files or on the hub",
+        lambda s: any(source and not source.startswith("builtin:") for source in _sources(s)),
+        ("data.prompt_column", "data.answer_column"),
+    ),
+    (
+        f"{ARITHMETIC} as data.source or data.eval_source",
+        lambda s: ARITHMETIC in _sources(s),
+        FIELDS_OF_ARITHMETIC,
+    ),
+    ("data.chat_template model", lambda s: s.data.chat_template == "model", ("data.chat_template_kwargs",)),
+    (
+        "eval.every_steps above 0",
+        lambda s: s.eval.every_steps > 0,
+        ("data.eval_source", "data.eval_split", "eval.num_prompts", "eval.num_samples", "eval.temperature"),
+    ),
+    (
+        "evaluation data that is built in or on the hub",
+        lambda s: not _held_out_source(s) or _held_out_source(s).startswith(WITH_SPLITS),
+        ("data.eval_split",),
+    ),
+    ("logging.wandb_project", lambda s: s.logging.wandb_project is not None, ("logging.wandb_mode",)),
+    # Rollouts.
+    (
+        SCHEDULERS.format("set"),
+        lambda s: s.rollout.has_workers,
+        ("rollout.workers.fast.count", "rollout.workers.heavy.count"),
+    ),
+    *(
+        (
+            f"{SCHEDULERS.format('set')}, and rollout.workers.{kind}.count of 1 or more",
+            lambda s, kind=kind: s.rollout.has_workers and getattr(s.rollout.workers, kind).count > 0,
+            tuple(field for field in FIELDS if field.startswith(f"rollout.workers.{kind}.") and field[-6:] != ".count"),
+        )
+        for kind in ("fast", "heavy")
+    ),
+    *(
+        (
+            f"rollout.ray.address, and rollout.workers.{kind}.count of 1 or more",
+            lambda s, kind=kind: s.rollout.uses_ray and getattr(s.rollout.workers, kind).count > 0,
+            (f"rollout.ray.{kind}_resources",),
+        )
+        for kind in ("fast", "heavy")
+    ),
+    ("another rollout.scheduler than sync", _uses_segment_rule, ("rollout.segment.min",)),
+    (
+        SCHEDULERS.format("pdsr_v1, pdsr_v2 or adaptive"),
+        lambda s: s.rollout.has_workers and _uses_segment_rule(s),
+        ("rollout.pdsr.window",),
+    ),
+    (
+        SCHEDULERS.format("pdsr_v1, pdsr_v2 or adaptive"),
+        _has_scheduler("pdsr_v1", "pdsr_v2", "adaptive"),
+        ("rollout.pdsr.unit",),
+    ),
+    (
+        SCHEDULERS.format("pdsr_v1"),
+        _has_scheduler("pdsr_v1"),
+        ("rollout.pdsr.heavy_percent", "rollout.pdsr.probe_limit_tokens", "rollout.pdsr.on_fast_limit"),
+    ),
+    (
+        SCHEDULERS.format("pdsr_v1 or pdsr_v2"),
+        _has_scheduler("pdsr_v1", "pdsr_v2"),
+        ("rollout.pdsr.fast_limit_tokens",),
+    ),
+    (
+        f"rollout.pdsr.unit seconds, {SCHEDULERS.format('pdsr_v1 or pdsr_v2')}",
+        lambda s: s.rollout.pdsr.unit == "seconds" and _has_scheduler("pdsr_v1", "pdsr_v2")(s),
+        ("rollout.pdsr.fast_limit_s",),
+    ),
+    (
+        SCHEDULERS.format("pdsr_v2 or adaptive"),
+        _has_scheduler("pdsr_v2", "adaptive"),
+        ("rollout.pdsr.percentile",),
+    ),
+    ("env.source or env.tools", lambda s: s.env.is_used, FIELDS_OF_ENVIRONMENTS),
+    ("env.source", lambda s: s.env.source is not None, FIELDS_OF_SOURCE),
+    ("env.credit turn", lambda s: s.env.credit == "turn" or s.env.source is None, ("env.turn_discount",)),
+    # Rewards.
+    ("reward.model", lambda s: s.reward.model is not None, ("reward.model_weight", *_micro_batches_of("reward"))),
+    ("reward.overlong_buffer", lambda s: s.reward.overlong_buffer is not None, ("reward.overlong_penalty",)),
+    ("a reward function in Python", lambda s: bool(_plug_ins(s)), ("reward.batch_size",)),
+    (
+        "a reward function in a file or module, env.source or env.tools",
+        _has_processes,
+        ("plugins.workers", "plugins.timeout_s", "plugins.memory_mib", "plugins.env_vars"),
+    ),
+    # Scoring. Advantages need the policy's logprobs of several updates, of a penalty in the reward, and of V-trace.
+    (
+        "several optimizer steps in a training step, algorithm.kl_in reward, or algorithm.estimator vtrace",
+        lambda s: "policy" in s.scored_roles,
+        _micro_batches_of("policy"),
+    ),
+    (
+        "algorithm.beta above 0",
+        lambda s: s.algorithm.beta > 0,
+        ("algorithm.kl_in", "algorithm.kl_estimator", *_micro_batches_of("reference"), "score.reference.offload"),
+    ),
+    ("a scored role or reward.model", lambda s: bool(s.scored_roles or s.reward.model), FIELDS_OF_SCORING),
+    # With adapters, the reference weights are the policy's frozen weights, which training needs on the devices.
+    (f"{RANK} null", lambda s: not s.model.lora.rank, ("score.reference.offload",)),
+    # Algorithm, critic and optimizer.
+    ("algorithm.filter zero_variance", lambda s: s.algorithm.filter != "none", ("algorithm.max_rounds",)),
+    (
+        "token quotas for micro-batches",
+        lambda s: any(value_of(s, field) for field in FIELDS if field.endswith("max_tokens_per_device")),
+        ("algorithm.balance_batch",),
+    ),
+    ("algorithm.mini_batch_prompts", lambda s: s.num_mini_batches > 1, ("algorithm.shuffle",)),
     (
         "algorithm.estimator gae or reinforce_plus_plus or vtrace",
         lambda s: s.has_critic or s.algorithm.estimator == "reinforce_plus_plus",
@@ -32,7 +187,10 @@ USAGE_CONDITIONS: tuple[tuple[str, Callable[[Settings], bool], tuple[str, ...]],
     (
         "algorithm.estimator gae or vtrace",
         lambda s: s.has_critic,
-        ("algorithm.lam", "algorithm.length_adaptive_lam", "algorithm.bootstrap_truncated", *CRITIC_FIELDS),
+        (
+            *("algorithm.lam", "algorithm.length_adaptive_lam", "algorithm.bootstrap_truncated"),
+            *(*CRITIC_FIELDS, *_micro_batches_of("critic")),
+        ),
     ),
     # V-trace uses one lambda for advantages and targets.
     ("algorithm.estimator gae", lambda s: s.algorithm.estimator == "gae", ("critic.lam",)),
@@ -43,16 +201,15 @@ USAGE_CONDITIONS: tuple[tuple[str, Callable[[Settings], bool], tuple[str, ...]],
     ),
     ("algorithm.correction mask", lambda s: s.algorithm.correction == "mask", ("algorithm.correction_min",)),
     (
+        "optimizer.schedule linear or cosine",
+        lambda s: s.optimizer.schedule != "constant",
+        ("optimizer.final_fraction",),
+    ),
+    (
         f"{RANK} of 1 or more",
         lambda s: bool(s.model.lora.rank),
         ("model.lora.alpha", "model.lora.targets", "model.lora.quantize_base"),
     ),
-    # With adapters, the reference weights are the policy's frozen weights, which training needs on the devices.
-    (f"{RANK} null", lambda s: not s.model.lora.rank, ("score.reference.offload",)),
-    ("data.chat_template model", lambda s: s.data.chat_template == "model", ("data.chat_template_kwargs",)),
-    ("env.source or env.tools", lambda s: s.env.is_used, FIELDS_OF_ENVIRONMENTS),
-    ("env.source", lambda s: s.env.source is not None, FIELDS_OF_SOURCE),
-    ("env.credit turn", lambda s: s.env.credit == "turn" or s.env.source is None, ("env.turn_discount",)),
 )
 """A condition as worded in notices, whether it is met, and the settings that have no effect otherwise."""
 
@@ -60,9 +217,7 @@ USAGE_CONDITIONS: tuple[tuple[str, Callable[[Settings], bool], tuple[str, ...]],
 def launch_notices(resolved: Resolved) -> tuple[str, ...]:
     """Returns the notices at launch: algorithm, unused settings, learning rate, reproducibility, data."""
     lines = [] if resolved.algorithm_changes is None else [resolved.algorithm_changes]
-    for condition, is_met, fields in USAGE_CONDITIONS:
-        if not is_met(resolved.settings) and (unused := [field for field in fields if _is_set(resolved, field)]):
-            lines.append(f"no effect without {condition}: {', '.join(map(resolved.describe, unused))}")
+    lines += unused_setting_notices(resolved)
     if resolved.settings.model.lora.rank and resolved.provenance[LEARNING_RATE] == "default":
         lines.append(
             f"{resolved.describe(LEARNING_RATE)} suits training all weights and is too low for adapters "
@@ -79,6 +234,20 @@ def launch_notices(resolved: Resolved) -> tuple[str, ...]:
     return tuple(lines)
 
 
+def unused_setting_notices(resolved: Resolved, sections: tuple[str, ...] = ("",)) -> tuple[str, ...]:
+    """Returns a line for each condition that is not met, with the settings that somebody set and that need it.
+
+    Args:
+        sections: beginnings of the names of the settings that a command reads.
+    """
+    lines = []
+    for condition, is_met, fields in USAGE_CONDITIONS:
+        named = [field for field in fields if field.startswith(sections) and _is_set(resolved, field)]
+        if named and not is_met(resolved.settings):
+            lines.append(f"no effect without {condition}: {', '.join(map(resolved.describe, named))}")
+    return tuple(lines)
+
+
 def unused_adapter_notices(resolved: Resolved) -> tuple[str, ...]:
     """Returns the notice of a command that ignores the configured adapters."""
     if not resolved.settings.model.lora.rank:
@@ -89,7 +258,15 @@ def unused_adapter_notices(resolved: Resolved) -> tuple[str, ...]:
 def _is_set(resolved: Resolved, field: str) -> bool:
     """Returns whether somebody set the field to another value than the default."""
     value, origin = value_of(resolved.settings, field), resolved.provenance[field]
-    # The micro-batches of the critic are the policy's unless they were set.
-    twin = MICRO_BATCH_TWINS.get(field)
-    is_inherited = twin and (value_of(resolved.settings, twin), resolved.provenance[twin]) == (value, origin)
-    return origin not in ("default", "derived") and value != FIELDS[field].default and not is_inherited
+    # Whoever gives a preset other data has not set those of the preset's own.
+    if field in FIELDS_OF_ARITHMETIC and resolved.is_later("data.source", field):
+        return False
+    return field in resolved.given and origin != "derived" and value not in _values_if_unset(resolved.settings, field)
+
+
+def _values_if_unset(settings: Settings, field: str) -> list[Any]:
+    """Returns the default, and what stands for it where all settings have been printed, and are read again."""
+    unset = [FIELDS[field].default]
+    if (twin := MICRO_BATCH_TWINS.get(field)) is not None:
+        unset.append(value_of(settings, twin))
+    return unset + {"score.dynamic": [True], "algorithm.shuffle": [settings.has_critic]}.get(field, [])

@@ -58,6 +58,8 @@ class Resolved:
     """Messages for the user on stderr."""
     aliases: Mapping[str, str] = dataclasses.field(default_factory=dict[str, str])
     """Dotted field -> alias by which its value was given."""
+    given: frozenset[str] = frozenset()
+    """Dotted fields that somebody set; the others have defaults, or values that follow from those of other fields."""
 
     def to_yaml(self) -> str:
         """Returns YAML that `--config` accepts, with the provenance of each value as a comment."""
@@ -102,7 +104,7 @@ def load(
     in_environment = build_layer(environment_entries(environ))
     in_flags = build_layer(flag_entries(flags))
     layers = [in_flags, in_environment, in_set, in_yaml]
-    given = _validate(layers)
+    given, given_fields = _validate(layers), frozenset[str]().union(*layers)
     micro_batching, notices = resolve_micro_batching(layers)
     derived = _derive(given, _provenance(layers), config_stem=file.stem)
     layers.insert(0, micro_batching | derived)
@@ -113,6 +115,7 @@ def load(
         aliases={
             field: name for field, leaf in ChainMap(*layers).items() if (name := leaf.given_name.lower()) in ALIASES
         },
+        given=given_fields,
     )
     if not resolved.settings.reward.functions and resolved.settings.env.source is None:
         raise InputError(

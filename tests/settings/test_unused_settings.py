@@ -4,7 +4,14 @@ import pytest
 
 from settings import load
 from settings.checks.commands import check_for_train
-from settings.checks.unused_settings import launch_notices, unused_adapter_notices
+from settings.checks.resumed_settings import is_in
+from settings.checks.unused_settings import (
+    USAGE_CONDITIONS,
+    launch_notices,
+    unused_adapter_notices,
+    unused_setting_notices,
+)
+from settings.loading.fields import FIELDS, value_of
 from tests.settings.loading import over_defaults, rows_of, with_sets
 
 UNUSED = rows_of("""
@@ -21,21 +28,103 @@ score.reference.offload=True | model.lora.rank null | model.lora.rank=0
 env.max_turns=3 | env.source or env.tools | env.tools=calculator
 env.weight=0.5 | env.source | env.source=guess_number
 env.turn_discount=0.5 | env.credit turn | env.credit=turn
+rollout.pdsr.heavy_percent=20.0 | rollout.scheduler pdsr_v1 and rollout.placement island | rollout.scheduler=pdsr_v1
+rollout.pdsr.percentile=90.0 | rollout.scheduler pdsr_v2 or adaptive and rollout.placement island |
+  rollout.scheduler=adaptive
+rollout.pdsr.fast_limit_tokens=9 | rollout.scheduler pdsr_v1 or pdsr_v2 and rollout.placement island |
+  rollout.scheduler=pdsr_v2
+rollout.pdsr.unit=seconds | rollout.scheduler pdsr_v1, pdsr_v2 or adaptive and rollout.placement island |
+  rollout.scheduler=pdsr_v2
+rollout.pdsr.window=64 | rollout.scheduler pdsr_v1, pdsr_v2 or adaptive and rollout.placement island |
+  rollout.scheduler=adaptive
+rollout.workers.heavy.count=2 | rollout.scheduler set and rollout.placement island | rollout.scheduler=sync
+rollout.workers.fast.slots=2 | rollout.scheduler set and rollout.placement island, and
+  rollout.workers.fast.count of 1 or more | rollout.scheduler=sync
+rollout.ray.heavy_resources={'GPU': 1.0} | rollout.ray.address, and rollout.workers.heavy.count of 1 or more |
+  rollout.ray.address=local
+score.policy.rows_per_device=4 | several optimizer steps in a training step, algorithm.kl_in reward, or
+  algorithm.estimator vtrace | algorithm.epochs=2
+score.reference.max_tokens_per_device=4096 | algorithm.beta above 0 | algorithm.beta=0.1
+score.critic.rows_per_device=4 | algorithm.estimator gae or vtrace | algorithm.name=ppo
+score.reward.rows_per_device=4 | reward.model | reward.model=judge
+score.strategy=scan | a scored role or reward.model | algorithm.beta=0.1
+score.max_tokens_per_device=4096 | a scored role or reward.model | reward.model=judge
+reward.overlong_penalty=2.0 | reward.overlong_buffer | reward.overlong_buffer=8
+reward.batch_size=8 | a reward function in Python | reward.functions=a.py:f
+plugins.timeout_s=5.0 | a reward function in a file or module, env.source or env.tools |
+  reward.functions=math_verify
+algorithm.max_rounds=3 | algorithm.filter zero_variance | algorithm.filter=zero_variance
+algorithm.kl_estimator=k1 | algorithm.beta above 0 | algorithm.beta=0.1
+algorithm.shuffle=True | algorithm.mini_batch_prompts | algorithm.mini_batch_prompts=2
+optimizer.final_fraction=0.1 | optimizer.schedule linear or cosine | optimizer.schedule=cosine
+eval.num_prompts=3 | eval.every_steps above 0 | eval.every_steps=2
+data.eval_split=dev | evaluation data that is built in or on the hub | data.eval_source=hf:a/b
+data.split=dev | data.source that is built in or on the hub | data.source=hf:a/b
+data.answer_column=a | data in files or on the hub | data.source=a.jsonl
+data.num_problems=9 | builtin:arithmetic as data.source or data.eval_source | data.source=builtin:arithmetic
+logging.wandb_mode=offline | logging.wandb_project | logging.wandb_project=p
 """)
+NEEDED = {
+    "model.lora.rank null": ("model.lora.rank=8", "algorithm.beta=0.1"),
+    "env.credit turn": ("env.source=guess_number",),
+    "eval.every_steps above 0": ("eval.every_steps=0",),
+    "evaluation data that is built in or on the hub": ("data.eval_source=a.jsonl",),
+    "data.source that is built in or on the hub": ("data.source=a.jsonl", "data.eval_source=b.jsonl"),
+    "builtin:arithmetic as data.source or data.eval_source": ("data.source=a.jsonl", "data.eval_source=b.jsonl"),
+}
+ALWAYS_READ = (
+    *("run", "mesh", "watchdog", "checkpoint", "model.path", "model.eos_tokens", "model.dtype", "model.remat"),
+    *("model.attention", "model.logits_chunk", "model.lora.rank", "data.source", "data.system_prompt"),
+    *("data.chat_template", "data.max_prompt_length", "data.overlong_prompts", "data.shuffle"),
+    *("eval.every_steps", "env.source", "env.tools", "reward.functions", "reward.model", "reward.overlong_buffer"),
+    *("reward.on_error", "logging.wandb_project", "logging.tensorboard", "logging.profile_steps"),
+    *("logging.save_rollouts", "logging.completions_every_steps", "logging.report", "rollout.segment.max"),
+    *("rollout.prompts_per_step", "rollout.group_size", "rollout.max_new_tokens", "rollout.stop"),
+    *("rollout.max_length_total", "rollout.prefill_length_min", "rollout.temperature", "rollout.top_k"),
+    *("rollout.top_p", "rollout.min_p", "rollout.kv_blocks", "rollout.mode", "rollout.scheduler"),
+    *("rollout.placement", "rollout.mesh", "rollout.weights", "rollout.kv_cache", "algorithm.name"),
+    *("algorithm.estimator", "algorithm.ratio_level", "algorithm.clip", "algorithm.beta", "algorithm.clip_low"),
+    *("algorithm.clip_high", "algorithm.entropy_coef", "algorithm.loss_aggregation", "algorithm.filter"),
+    *("algorithm.correction", "algorithm.epochs", "algorithm.mini_batch_prompts", "algorithm.dynamic_microbatch"),
+    *("algorithm.max_tokens_per_device", "algorithm.rows_per_device", "algorithm.whiten_advantages"),
+    *("optimizer.learning_rate", "optimizer.schedule", "optimizer.warmup_steps", "optimizer.beta1"),
+    *("optimizer.beta2", "optimizer.first_moment", "optimizer.second_moment", "optimizer.offload"),
+    *("optimizer.epsilon", "optimizer.weight_decay", "optimizer.max_grad_norm"),
+)
+"""Settings and sections without a condition."""
+REFUSED = (
+    *("algorithm.dual_clip", "algorithm.kl_target", "rollout.slots", "rollout.routing_replay", "rollout.devices"),
+    *("rollout.max_staleness", "rollout.ray.address"),
+)
+"""Settings that are refused where nothing reads them."""
+
+
+def test_every_setting_has_a_condition_or_is_always_read_or_refused() -> None:
+    conditional = {field for *_, fields in USAGE_CONDITIONS for field in fields}
+    others = {field for field in FIELDS if is_in(field, (*ALWAYS_READ, *REFUSED))}
+    assert not conditional & others and conditional | others == {*FIELDS}
 
 
 @pytest.mark.parametrize(("unused", "condition", "used_with"), UNUSED)
 def test_a_setting_that_nothing_reads_is_named_with_what_would_read_it(
     unused: str, condition: str, used_with: str
 ) -> None:
-    needed = {"model.lora.rank null": "model.lora.rank=8", "env.credit turn": "env.source=guess_number"}
-    base = ("optimizer.learning_rate=1e-5", needed.get(condition, "algorithm.name=grpo"))
+    base = ("optimizer.learning_rate=1e-5", *NEEDED.get(condition, ()))
     field, _, value = unused.partition("=")
     resolved = over_defaults(*base, unused)
-    assert f"no effect without {condition}: {field} = {value} (from --set)" in launch_notices(resolved)
+    shown = repr(value_of(resolved.settings, field))
+    assert shown.strip("'") == value
+    assert f"no effect without {condition}: {field} = {shown} (from --set)" in launch_notices(resolved)
     if used_with != "-":
         notices = launch_notices(over_defaults(*base, unused, used_with))
         assert [notice for notice in notices if notice.startswith("no effect")] == []
+
+
+def test_command_names_only_settings_of_its_own_and_a_given_data_source_replaces_a_presets_own() -> None:
+    resolved = load("quickstart", ["data.source=a.jsonl", "rollout.pdsr.window=64", "score.strategy=scan"], {})
+    (notice,) = unused_setting_notices(resolved, ("rollout.", "env."))
+    assert notice.endswith("rollout.placement island: rollout.pdsr.window = 64 (from --set)")
+    assert [notice.partition(": ")[2][:6] for notice in unused_setting_notices(resolved)] == ["rollou", "score."]
 
 
 def test_settings_of_a_preset_for_another_algorithm_are_named_in_one_line() -> None:
