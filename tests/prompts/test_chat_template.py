@@ -5,14 +5,18 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
+from app.model.io.model_files import open_model
 from app.prompts.dataset import load_dataset
 from app.prompts.encode import encode_prompts, misread_prompts
+from app.prompts.reward_model_encoder import ConversationEncoder
 from app.prompts.tokenizer import Tokenizer
+from app.records.sample import Prompt
 from settings.errors import InputError
 from settings.schema.data import DataSettings
 from tests.prompts.chat_families import CHATML, FAMILIES, GEMMA, THINKING, Family, family_tokenizer
@@ -157,6 +161,16 @@ def test_without_a_template_a_prompt_is_its_text_with_one_start_token(tmp_path):
     assert read_prompts(tmp_path / "data.jsonl", tokenizer, [question], **none) == ids
     with pytest.raises(InputError, match=r"data.jsonl:1: the prompt is a chat, which data\.chat_template: none"):
         read_prompts(tmp_path / "data.jsonl", tokenizer, [{"role": "system", "content": "s"}, question], **none)
+
+
+def test_a_reward_model_reads_rendered_text_and_its_completion_as_they_are(tmp_path):
+    tokenizer = family_tokenizer(tmp_path, *TRAITS["drops earlier thinking"])
+    encoder = ConversationEncoder(open_model(str(tmp_path)), DataSettings(chat_template="none"))
+    prompt = Prompt("p", np.zeros(1, np.int32), RENDERED, None)
+    assert encoder.encode(prompt, "It is 3.").tolist() == tokenizer.text_ids(f"{RENDERED}It is 3.")
+    # What the policy spells is no control token.
+    ids = encoder.encode(prompt, "<|im_end|>").tolist()
+    assert ids == [*tokenizer.text_ids(RENDERED), *tokenizer.encode("<|im_end|>")]
 
 
 @pytest.mark.parametrize(
