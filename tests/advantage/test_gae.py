@@ -105,7 +105,7 @@ TOOL_VALUES = np.array([[50, 0.3, 4, 5, 6, -20, 0.7, 7, 9, 0, 0]])
         ("zero", [-2.495815, -3.620836, -4.819691, -5.64, -8]),
     ],
 )
-def test_tool_tokens_mean_what_the_mask_mode_says(backend, mask_mode, expected):
+def test_mask_mode_skips_passes_or_zeroes_tool_tokens(backend, mask_mode, expected):
     case = Case(TOOL_REWARDS, TOOL_VALUES, TOOL_MASK)
     advantages, returns = estimate(case, gamma=0.9, lam=0.95, mask_mode=mask_mode, backend=backend)
     np.testing.assert_allclose(advantages[TOOL_MASK], expected, atol=1e-5)
@@ -208,7 +208,7 @@ def test_a_number_that_is_not_finite_stays_in_its_sequence(bad):
         np.testing.assert_array_equal(one[0, others], expected[0, others])
 
 
-def test_arrays_of_any_layout_are_read_and_left_alone():
+def test_gae_reads_any_memory_layout_and_writes_to_none():
     case = random_case(np.random.default_rng(0), (70, 1024), masked=True, packed=True)
     by_time = case._replace(**{name: np.asfortranarray(x) for name, x in case._asdict().items()})
     expected = oracle(case, gamma=0.99, lam=0.95, mask_mode="zero")

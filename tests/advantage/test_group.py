@@ -87,7 +87,7 @@ def test_the_kl_penalty_is_summed_over_unmasked_tokens():
     np.testing.assert_allclose(ours, [1.0 + 0.05, 0.5 - 0.2, 0.25], rtol=1e-6)
 
 
-def test_groups_compare_penalized_rewards_and_rewards_stay():
+def test_groups_compare_penalized_rewards_but_report_task_rewards():
     samples = [scored([-1.0], [-2.0], reward=1.0), scored([-2.0], [-1.0], reward=1.0, sample_index=1)]
     rewards = partial(kl_penalized_rewards, kl_estimator=k1, beta=0.25)
     with_advantages = assign_group_advantages(samples, advantages=rloo_advantages, rewards=rewards)

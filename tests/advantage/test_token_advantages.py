@@ -97,7 +97,7 @@ def test_kl_moments_are_over_tokens_not_samples():
     assert kl_moments([], k1).count == 0
 
 
-def test_samples_in_a_row_are_credited_each_by_itself():
+def test_samples_in_a_row_have_independent_advantages():
     masks = [np.ones(5, bool), np.array([1, 0, 0, 1, 1, 0], bool), np.ones(1, bool), np.ones(0, bool), np.ones(9, bool)]
     samples = [sample(len(mask), seed=i, mask=mask) for i, mask in enumerate(masks)]
     for one in samples:
@@ -126,7 +126,7 @@ def test_a_row_has_a_bucketed_length_and_zeros_after_its_samples():
     assert not any(part[0, 17:].any() for part in behind)
 
 
-def test_only_a_truncated_sample_goes_on_with_the_critics_value():
+def test_only_truncated_samples_bootstrap_with_the_value():
     cut, stopped = sample(4, stop=False), sample(4, stop=True, seed=1)
     tool_last = sample(4, stop=False, mask=[1, 1, 0, 0], seed=2)
     samples, after = [cut, stopped, tool_last], (cut.values[4], 0.0, tool_last.values[4])

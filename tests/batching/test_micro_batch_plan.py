@@ -91,7 +91,7 @@ def test_fixed_micro_batches_fill_whole_devices(count, rows_per_device, num_devi
     assert {m.shape for m in plan.micro_batches} == {RowShape(24, 12)}
 
 
-def test_a_part_of_a_plan_has_the_rows_of_its_devices():
+def test_parts_of_a_plan_join_to_the_whole_plan():
     plan = plan_token_budget(lone(*range(100, 164)), make_budget(1024), flops, num_devices=8)
     parts = [plan.part(host, 4).micro_batches for host in range(4)]
     for number, whole in enumerate(plan.micro_batches):

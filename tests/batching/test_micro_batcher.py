@@ -17,7 +17,7 @@ from tests.batching.plans import flops, group, joined, lone, make_budget, member
 from tests.tiny import make_mesh, make_sample, random_samples
 
 
-def test_lengths_number_equal_prompts_alike():
+def test_samples_with_equal_prompts_share_a_prompt_index():
     samples = [
         make_sample([0] * 3, prompt_ids=[1, 2], group_id=0),
         make_sample([0], prompt_ids=[1, 3], group_id=1),
@@ -64,7 +64,7 @@ def test_equal_shapes_pad_a_trimmed_tail_on_each_device() -> None:
     )
 
 
-def test_equal_shapes_make_short_rows_full() -> None:
+def test_equal_shapes_lengthen_short_rows_to_the_longest() -> None:
     batcher = PackedRowBatcher(TokenBudget(64, 32, share_prompts=False, balance=True), token_count_cost)
     for num_samples in range(9, 60, 5):
         lengths = lone(*[7] * num_samples, prompt=2)

@@ -121,7 +121,7 @@ def test_two_hosts_exchange_samples_and_agree_on_checkpoints(tmp_path: Path) -> 
         assert host.exit_code == 0, host.stderr
 
 
-def test_one_host_keeps_its_samples() -> None:
+def test_fetch_rows_copies_nothing_on_one_host() -> None:
     samples = samples_of(0, num_prompts=4)
     plan = BATCHERS[0](samples, make_mesh((1, 8, 1)))
     rows = fetch_rows(samples, plan, FIELDS)

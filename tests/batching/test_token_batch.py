@@ -106,7 +106,7 @@ def test_unpacking_undoes_packing(packing):
 
 
 @given(packings())
-def test_every_sample_reads_as_if_it_were_alone(packing):
+def test_packed_samples_have_the_tokens_and_positions_of_their_own_row(packing):
     samples, plan = packing
     seen = []
     for micro_batch in plan.micro_batches:

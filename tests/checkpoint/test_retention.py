@@ -73,7 +73,7 @@ def test_the_best_of_all_is_never_deleted(scores: list[int | None], keep: int) -
         assert len(steps) <= keep + 1
 
 
-def test_the_clock_is_due_minutes_after_the_last_checkpoint() -> None:
+def test_save_clock_counts_from_the_last_checkpoint() -> None:
     times = iter([0.0, 89.0, 90.0, 100.0, 189.0, 190.0])
     clock = SaveClock(1.5, times.__next__)
     assert [clock.is_due, clock.is_due] == [False, True]

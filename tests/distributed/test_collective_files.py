@@ -23,9 +23,7 @@ from tests.tiny import make_sample
 
 
 @pytest.mark.parametrize("runs", [["012345"], ["012", "345"], ["012", "34", "56"], ["0", "1", ""]])
-def test_hosts_have_runs_that_differ_by_one_at_most_and_files_of_their_own(
-    runs: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_host_slices_differ_by_one_sample_and_have_own_files(runs: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jax, "process_count", lambda: len(runs))
     for host, run in enumerate(runs):
         monkeypatch.setattr(jax, "process_index", lambda host=host: host)
@@ -34,7 +32,7 @@ def test_hosts_have_runs_that_differ_by_one_at_most_and_files_of_their_own(
         assert per_host_path(Path("a/out.jsonl.log")) == Path(f"a/{own}.log")
 
 
-def test_a_sample_of_another_host_arrives_as_it_left() -> None:
+def test_gathered_samples_keep_nan_and_infinite_values() -> None:
     sample = make_sample([3, 4], group_id=1, sample_index=0, reward=1.0)
     nan, infinite = np.array([-0.5, np.nan], np.float32), np.array([0.1, -np.inf, 2.0], np.float32)
     sample = replace(sample, behavior_logprobs=nan, values=infinite)
@@ -44,7 +42,7 @@ def test_a_sample_of_another_host_arrives_as_it_left() -> None:
     assert (came.uid, came.reward, came.policy_logprobs) == (sample.uid, 1.0, None)
 
 
-def test_one_host_writes_part_after_part_and_raises_what_stops_it(tmp_path: Path) -> None:
+def test_write_collectively_keeps_the_order_and_raises_errors(tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
     samples = [make_sample([3], group_id=i, sample_index=0) for i in range(3)]
     write_collectively(

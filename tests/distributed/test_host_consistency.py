@@ -147,7 +147,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 @pytest.mark.two_hosts
-def test_both_hosts_hear_what_they_differ_in(reports):
+def test_differing_settings_and_data_are_named_on_both_hosts(reports):
     assert [one["same"] for one in reports] == [None, None], "whatever their numbers and homes"
     for case, message, end in (
         ("settings", "rollout.group_size: the hosts differ: 4 (from --set) on host 0 (", "; 5 (from --set)"),
@@ -158,7 +158,7 @@ def test_both_hosts_hear_what_they_differ_in(reports):
 
 
 @pytest.mark.two_hosts
-def test_what_one_host_cannot_use_ends_both(reports):
+def test_an_error_on_one_host_is_raised_on_both(reports):
     assert reports[0]["one fails"].startswith("refused: on host 1 (")
     assert reports[0]["one fails"].endswith("): model.path: no such folder")
     assert reports[1]["one fails"] == "refused: model.path: no such folder"

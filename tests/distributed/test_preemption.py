@@ -93,7 +93,7 @@ def test_signal_handlers_are_restored() -> None:
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGHUP, 75), (signal.SIGINT, 130)])
-def test_generation_and_the_loop_hear_of_a_signal(number: int, code: int) -> None:
+def test_signal_requests_a_stop_with_its_exit_code(number: int, code: int) -> None:
     with PreemptionHandler(StatusBoard(None, host=0)) as interrupts:
         os.kill(os.getpid(), number)
         wait_for(interrupts)

@@ -125,7 +125,7 @@ def test_late_hosts_are_named_while_others_wait(monkeypatch: pytest.MonkeyPatch,
     ]
 
 
-def test_process_0_listens_where_the_others_were_sent_and_nowhere_else(monkeypatch: pytest.MonkeyPatch):
+def test_process_0_binds_only_the_coordinator_address(monkeypatch: pytest.MonkeyPatch):
     assert resolve_bind_address("127.0.0.1:8476") == "127.0.0.1:8476"
     assert resolve_bind_address("localhost:8476") in ("127.0.0.1:8476", "[::1]:8476")
     assert resolve_bind_address("10.0.0.2:8476") == "10.0.0.2:8476"

@@ -207,7 +207,7 @@ def test_results_are_in_the_order_of_the_calls(roles: list[str], messages: list[
 
 
 @pytest.mark.parametrize("number", [np.int64(3), np.array(0.1, np.float32), np.True_])
-def test_numpy_numbers_are_numbers(number: Any) -> None:
+def test_numpy_numbers_become_python_floats_and_json(number: Any) -> None:
     class Gym(Echo):
         def reset(self):
             return number, {}

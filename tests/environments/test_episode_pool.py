@@ -182,7 +182,7 @@ def test_episodes_of_a_dead_worker_are_replayed_and_count_once(story: str) -> No
 
 
 @pytest.mark.parametrize(("text", "kind"), [("culprit", "exit"), ("hung culprit", "timeout")])
-def test_a_suspect_runs_alone_and_only_the_guilty_fails(story: str, text: str, kind: str) -> None:
+def test_suspected_episodes_run_alone_and_only_the_killer_fails(story: str, text: str, kind: str) -> None:
     with opened(source=story, step_timeout_s=4 if kind == "timeout" else 60) as pool:
         pool.load()
         games = [Game(pool, name, seed=n) for n, name in enumerate("abc")]

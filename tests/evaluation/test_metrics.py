@@ -145,7 +145,7 @@ def test_intervals_count_independent_draws_of_k_samples() -> None:
         assert figures[name].interval == pytest.approx(wilson_interval(0.5, 6 * trials)), name
 
 
-def test_a_judge_of_other_values_measures_no_passes_and_votes() -> None:
+def test_pass_at_k_and_votes_need_values_of_0_or_1() -> None:
     samples = [replace(sample, reward=0.25 * i) for i, sample in enumerate(make_answers(("a", "b"), ("c", "d")))]
     figures = estimate_metrics(table_of(samples, 2, "brevity"), num_samples=2)
     assert figures["eval/pass@2"] == (None, None)
@@ -337,7 +337,7 @@ def test_damaged_metadata_of_an_evaluation_is_refused(tmp_path: Path, facts: Any
     assert f"{damaged}: cannot be read as the metadata of an evaluation" in message and "facts" in message
 
 
-def test_the_values_of_a_plug_in_are_no_shares_and_independent_of_order(tmp_path: Path) -> None:
+def test_plug_in_values_are_compared_as_means_in_any_order(tmp_path: Path) -> None:
     values = [0.1, 0.2, 0.3]
     assert sum(values) != sum(reversed(values))
     before, after = (write(tmp_path / name, [("2",) * 3] * 20, judge="brevity") for name in ("b.jsonl", "a.jsonl"))

@@ -185,7 +185,7 @@ def test_constrain_splits_on_the_current_mesh_alone():
 
 
 @pytest.mark.parametrize(("shape", "row_dim"), [((1, 8, 1), 0), ((2, 2, 2), 1), ((1, 1, 8), 0)])
-def test_rows_come_back_as_they_went(shape, row_dim):
+def test_to_local_inverts_to_global(shape, row_dim):
     mesh = tiny_mesh(shape)
     assert num_local_row_shards(mesh) == num_row_shards(mesh) == shape[0] * shape[1]
     rows = np.arange(8 * 16 * 3).reshape((16, 8, 3) if row_dim == 0 else (8, 16, 3))

@@ -96,7 +96,7 @@ def test_another_number_of_hosts_than_expected_is_refused(monkeypatch, expected,
     assert not jax_startup.expects_other_hosts(MeshSettings(platform="cpu"))
 
 
-def test_the_platform_says_who_the_hosts_are(monkeypatch):
+def test_cluster_members_are_detected_from_the_platform(monkeypatch):
     def detect(found: object, *, required: bool = False) -> ClusterMember | None:
         def answer(*_: object) -> object:
             if isinstance(found, Exception):

@@ -57,7 +57,7 @@ def test_programs_are_kept_in_a_private_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("name", "value"), [(CONFIG[0], False), (CONFIG[1], "/elsewhere")])
-def test_jax_s_own_settings_win(name: str, value: object, tmp_path: Path) -> None:
+def test_cache_settings_of_jax_override_ours(name: str, value: object, tmp_path: Path) -> None:
     jax.config.update(name, value)
     use_program_cache()
     assert read_config(name) == value and not (tmp_path / "grpo").exists()

@@ -83,7 +83,7 @@ def assert_equal_attention(
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_blocks_anywhere_equal_a_cache_in_one_piece(way: str) -> None:
+def test_paged_attention_equals_a_contiguous_cache(way: str) -> None:
     for positions in ([0, 15, 16, 17, 63], [31, 32, 33, 47, 48]):
         for rule, window in ((RULES[0], 20), (RULES[1], 1)):
             assert_equal_attention(way, positions, window=window, rule=rule)

@@ -70,7 +70,7 @@ def with_a_nan(*arrays: Any, **rest: Any) -> Any:
     [without_branches, without_segments, without_window, without_soft_cap, without_gradient_of_keys, with_a_nan],
     ids=lambda fault: fault.__name__,
 )
-def test_every_fault_is_more_than_rounding(faulty, monkeypatch: pytest.MonkeyPatch):
+def test_attention_check_finds_every_injected_fault(faulty, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(attention_check, "packed_attention", faulty)
     differences = in_blocks(SWITCHED, make_mesh(), BFLOAT16, window=WINDOW)
     assert not differences.max() <= 2 * attention_check.TOLERANCES["bfloat16"], differences

@@ -297,7 +297,7 @@ def test_a_data_column_precedes_another_name_of_the_answer() -> None:
     }
 
 
-def test_of_a_long_completion_functions_get_the_end() -> None:
+def test_functions_get_the_end_of_a_long_completion() -> None:
     end = "ef" * (MAX_CHARACTERS // 2)
     sample = make_sample("abcd" + end)
     for function in (lambda completion: 0, lambda completions: 0, lambda solution_str: 0):

@@ -98,7 +98,7 @@ def test_the_report_foresees_what_a_new_version_of_the_weights_moves(shape: tupl
     assert moved == transferred_bytes(definition, training, generating, FLOAT32) > 0
 
 
-def test_no_device_holds_what_another_one_does() -> None:
+def test_decode_weights_and_caches_are_split_over_devices() -> None:
     """Weights are split over tp; so are caches, by rows where the heads cannot be."""
     definition, mesh = DecoderDefinition.create(FEW_HEADS), with_tp(make_mesh(TRAINING), 4)
     engine = make_engine(definition, mesh, training_mesh=make_mesh(TRAINING), mesh_of_all_hosts=mesh)
@@ -193,7 +193,7 @@ def test_samples_are_those_of_the_rounded_policy() -> None:
     assert any(not np.array_equal(a.behavior_logprobs, b.behavior_logprobs) for a, b in zip(ours, exact, strict=True))
 
 
-def test_matrices_take_a_byte_for_each_number() -> None:
+def test_int8_rollout_weights_take_a_byte_per_number() -> None:
     held = DecoderDefinition.create(EVEN).quantized("int8")
     weights = abstract_decode_weights(held, make_mesh(), jnp.dtype("bfloat16"))
     for path, leaf in flatten_by_path(weights.blocks[0]).items():

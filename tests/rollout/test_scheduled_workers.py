@@ -302,7 +302,7 @@ def stopping_engine(device: int) -> SlotEngine:
     return engine_with(device, engine.shapes, True, programs=engine.programs, stop_text=spell)
 
 
-def test_slots_end_samples_alike_and_are_free_earlier() -> None:
+def test_stop_strings_end_samples_in_slots_and_free_them() -> None:
     made = slots.batching(stopping_engine(0), max=2)
     made.generate(slots.weights_on(), slots.PROMPTS, UNSTOPPED)
     num_unstopped = made.take_counters().generated_tokens

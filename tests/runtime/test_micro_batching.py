@@ -85,7 +85,7 @@ def test_fixed_rows_of_each_strategy() -> None:
     assert update(five) == update()
 
 
-def test_the_update_or_a_role_alone_is_fixed() -> None:
+def test_fixed_rows_apply_to_one_role_or_the_update_alone() -> None:
     chosen = "score.reference.rows_per_device=3"
     assert [rows for rows, _ in shapes(role("reference", chosen))] == [6] * 6
     assert role("policy", chosen) == role("policy")

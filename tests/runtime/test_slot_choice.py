@@ -133,7 +133,7 @@ def test_blocks_fill_what_compiled_programs_leave(
     assert "compiling programs of slots, to see how much memory they leave" in caplog.text
 
 
-def test_what_training_and_busy_workers_hold_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_of_training_and_workers_reduces_the_kv_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
     monkeypatch.setattr(
         "app.runtime.generators.blocks_in_memory", lambda *_, held_bytes, **__: asked.append(held_bytes)

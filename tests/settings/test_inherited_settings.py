@@ -64,6 +64,6 @@ def test_a_run_of_several_hosts_is_the_base_of_one_on_a_single_host() -> None:
     ],
     ids=["lengths", "quota", "rows", "role", "critic", "quota of a role"],
 )
-def test_what_nobody_has_set_follows_what_somebody_now_sets(before: list[str], chosen: list[str]) -> None:
+def test_derived_values_of_a_replay_follow_its_new_settings(before: list[str], chosen: list[str]) -> None:
     kept = [one for one in before if one.partition("=")[0] not in [other.partition("=")[0] for other in chosen]]
     assert based_on(written(*before), *chosen).settings == with_sets(*kept, *chosen).settings

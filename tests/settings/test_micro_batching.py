@@ -86,7 +86,7 @@ def test_a_role_takes_from_score_what_it_does_not_set(role: Any) -> None:
     assert not quota.settings.score.is_scanned(role)
 
 
-def test_the_switch_of_verl_is_that_of_scoring_and_update() -> None:
+def test_use_dynamic_bsz_switches_scoring_and_update() -> None:
     for agreeing in ("", "\nlog_prob_use_dynamic_bsz: false"):
         resolved = load_text(f"use_dynamic_bsz: false{agreeing}")
         assert [sizes_of(resolved, section) for section in SCOPES] == [(None, 8)] * len(SCOPES)
@@ -102,7 +102,7 @@ def test_the_switch_of_verl_is_that_of_scoring_and_update() -> None:
         ("algorithm", "max_tokens_per_device=900", "dynamic_microbatch=false"),
     ],
 )
-def test_one_layer_cannot_choose_both(section: str, dynamic: str, fixed: str) -> None:
+def test_one_layer_cannot_set_a_token_quota_and_fixed_rows(section: str, dynamic: str, fixed: str) -> None:
     overrides = [f"{section}.{one}" for one in (dynamic, fixed)]
     message = refusal(over_defaults, *overrides)
     assert message.startswith("a token quota follows from ") and len(message.splitlines()) == 1

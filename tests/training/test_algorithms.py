@@ -207,7 +207,7 @@ def test_missing_rewards_do_not_differ(rewards, differ):
     assert rewards_differ(sampled_groups(rewards)) == differ
 
 
-def test_length_penalty_is_no_difference():
+def test_length_penalty_alone_does_not_keep_a_group():
     penalty = OverlongPenalty(max_length=4, buffer=3, max_penalty=0.1)
 
     def penalised(*rewards: float) -> list[Sample]:

@@ -219,7 +219,7 @@ def test_adaptive_compares_seconds_with_seconds() -> None:
     assert roles(commands) == {"p0/s1": "fast"}
 
 
-def test_adaptive_lets_nobody_starve() -> None:
+def test_adaptive_starts_short_samples_before_all_long_ones_end() -> None:
     driven = Driven(make_scheduler("adaptive", history={"p0": 1} | {f"p{i}": 4000 for i in range(1, 400)}))
     driven.join("w", slots=1)
     driven.submit(samples(1, 2), close=False)

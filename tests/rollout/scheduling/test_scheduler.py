@@ -226,7 +226,7 @@ def test_acting_rows_count_as_unfinished_in_the_threshold() -> None:
     assert driven.scheduler.context.threshold is None
 
 
-def test_rows_spread_to_no_worker_that_others_come_back_to() -> None:
+def test_last_rows_are_not_moved_to_a_worker_with_acting_rows() -> None:
     driven = Driven(make_scheduler())
     driven.join("a", slots=4)
     driven.join("b", slots=4)
