@@ -27,7 +27,7 @@ FULL = """\
 run: {{dir: {runs}, name: full, steps: 12}}
 model: {{path: {model}}}
 data: {{max_prompt_length: 16, num_problems: 40}}
-rollout: {{prompts_per_step: 4, group_size: 4, max_new_tokens: 4}}
+rollout: {{prompts_per_step: 4, group_size: 4, max_new_tokens: 4, temperature: 0.7, top_p: 0.9, min_p: 0.02}}
 reward: {{functions: [arithmetic, {{name: arithmetic_format, weight: 0.5}}]}}
 algorithm: {{beta: 0.05, epochs: 2, mini_batch_prompts: 2, max_tokens_per_device: 20}}
 optimizer: {{learning_rate: 1e-3}}
@@ -35,7 +35,7 @@ mesh: {{cpu_devices: 8, shape: "1,2,4"}}
 checkpoint: {{every_steps: 3, keep: 4}}
 eval: {{every_steps: 3, num_prompts: 16}}
 """
-"""A run with a KL penalty, several epochs, mini-batches and micro-batches.
+"""A run with truncated sampling, a KL penalty, several epochs, mini-batches and micro-batches.
 
 Its 12 steps extend into a second epoch of the 40 problems.
 """

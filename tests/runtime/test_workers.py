@@ -106,7 +106,7 @@ def test_actors_write_the_same_samples_and_outlive_no_command(
     )
     assert ours == expected
     assert "scheduler" in stdout and "ray" not in stdout.lower()
-    assert living(short_folder) == []
+    assert_all_end(living(short_folder))
 
 
 def test_ray_is_needed_to_generate_and_not_to_score(

@@ -27,8 +27,18 @@ from settings import load
 from settings.loading.algorithm_presets import ALGORITHM_PRESETS
 from settings.loading.config_file import preset_names
 from settings.schema.algorithm import AlgorithmSettings
-from tests.program import assert_same_run, copy_until, metrics_of, progress_of, run_of, succeeded, train_here
-from tests.replays import replay
+from tests.program import (
+    UNJUDGED,
+    assert_same_run,
+    copy_until,
+    metrics_of,
+    progress_of,
+    records_of,
+    run_of,
+    succeeded,
+    train_here,
+)
+from tests.replays import replay, step_file
 from tests.tiny import make_sample
 from tests.training.test_trainer import samples_of
 
@@ -80,18 +90,46 @@ def test_every_algorithm_has_a_preset() -> None:
     assert {load(preset, [], {}).settings.algorithm.name for preset in preset_names()} == set(ALGORITHM_PRESETS)
 
 
-@pytest.mark.parametrize("name", ["cispo", "gspo", "reinforce_plus_plus"])
-def test_algorithm_learns_a_step_and_prints_its_settings(name: str, finished: Path, tmp_path: Path) -> None:
-    """So do the others: grpo in test_trainer.py, ppo in test_ppo.py, dapo below, dr_grpo and rloo in test_replay.py."""
-    chosen = (f"algorithm.name={name}", "algorithm.beta=0.05", "run.steps=1", "eval.every_steps=0")
-    result = succeeded(replay(finished, tmp_path, *chosen, "checkpoint.best_metric=null"))
-    resolved = load(str(finished.parents[1] / "config.yaml"), chosen[:2], {})
+def mean_over_samples(losses: Sequence[np.ndarray]) -> float:
+    return float(np.mean([loss.mean() for loss in losses]))
+
+
+def mean_over_tokens(losses: Sequence[np.ndarray]) -> float:
+    return float(np.concatenate(losses).mean())
+
+
+@pytest.mark.parametrize(
+    ("name", "aggregate"),
+    [
+        ("cispo", mean_over_tokens),
+        ("gspo", mean_over_samples),
+        ("dr_grpo", lambda losses: sum(loss.sum() for loss in losses) / len(losses) / 4),
+        ("rloo", lambda losses: sum(loss.sum() for loss in losses) / len(losses)),
+        ("reinforce_plus_plus", mean_over_tokens),
+    ],
+)
+def test_loss_of_a_step_is_that_of_its_algorithm_in_float64(
+    name: str, aggregate: Any, uninterrupted: Path, tmp_path: Path
+) -> None:
+    """So are the others': grpo and dapo in test_rewards.py, ppo in test_ppo.py."""
+    chosen = f"algorithm.name={name}"
+    # The metric is the mean over all tokens, and so is the bonus where losses are.
+    coefficient = 0.5 if aggregate is mean_over_tokens else 0.0
+    once = ("algorithm.epochs=1", "algorithm.mini_batch_prompts=4", f"algorithm.entropy_coef={coefficient}")
+    result = succeeded(replay(uninterrupted, tmp_path, chosen, *once, "run.steps=1", *UNJUDGED))
+    resolved = load(str(uninterrupted.parents[1] / "config.yaml"), [chosen], {})
     assert resolved.algorithm_changes and resolved.algorithm_changes in result.stderr
-    (line,) = metrics_of(tmp_path / "tiny-replay")
-    assert np.isfinite(line["loss"]) and line["policy/grad_norm"] > 0 and line["policy/nonfinite_updates"] == 0
+    (line,) = metrics_of(tmp_path / "full-replay")
+    assert line["policy/grad_norm"] > 0 and line["policy/nonfinite_updates"] == 0
     # Policy and reference are the same weights; a single update has its ratio to itself.
     assert abs(line["policy/kl"]) < 1e-6 and line["policy/ratio_max"] == 1.0
     assert "value/loss" not in line
+    # A filter leaves groups out.
+    records = [one for one in records_of(step_file(tmp_path / "full-replay", 1)) if any(one.get("loss_mask", [True]))]
+    losses = [-np.array(record["advantages"], float) for record in records]
+    if name == "cispo":
+        losses = [loss * record["behavior_logprobs"] for loss, record in zip(losses, records, strict=True)]
+    assert line["loss"] == pytest.approx(aggregate(losses) - coefficient * line["policy/entropy"], abs=1e-4)
 
 
 def test_filtered_run_that_was_stopped_takes_the_same_prompts(config: Path) -> None:

@@ -39,7 +39,7 @@ reward: {{functions: [{{name: arithmetic_format, weight: 0.5}}]}}
 algorithm:
   {{name: ppo, beta: 0.05, kl_target: 0.01, epochs: 2,
    mini_batch_prompts: 4, bootstrap_truncated: true, max_tokens_per_device: 32}}
-critic: {{warmup_steps: 2, learning_rate: 1e-2}}
+critic: {{warmup_steps: 2, learning_rate: 1e-2, clip_range: 1e-3}}
 optimizer: {{learning_rate: 1e-3, schedule: linear}}
 mesh: {{cpu_devices: 8}}
 checkpoint: {{every_steps: 1, keep: 4, best_metric: null}}
@@ -95,6 +95,15 @@ def test_policy_with_its_moments_and_counters_is_frozen_while_the_critic_warms_u
     assert frozen["policy/grad_norm"] is None and frozen["loss"] is None
     assert frozen.keys() == learning.keys()
     assert learning["policy/grad_norm"] > 0 and frozen["value/grad_norm"] > 0 and frozen["value/loss"] > 0
+
+
+def test_critic_has_its_own_learning_rate_and_clip_range(whole: Path) -> None:
+    lines = metrics_of(whole)
+    # Four updates in each step, of which the last is logged, and sixteen in the run.
+    rates = [1e-2 * (17 - 4 * step) / 16 for step in (1, 2, 3, 4)]
+    np.testing.assert_allclose([line["value/learning_rate"] for line in lines], rates, rtol=1e-5)
+    # The first update of a step changes no value, and this rate moves some of them beyond the range.
+    assert all(0.05 < line["value/clip_fraction"] < 1 for line in lines)
 
 
 def test_adapted_penalty_and_learning_rate_wait_for_the_policy(whole: Path) -> None:
