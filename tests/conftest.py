@@ -71,7 +71,7 @@ hypothesis.settings.register_profile(
     "suite",
     deadline=None,
     suppress_health_check=[hypothesis.HealthCheck.too_slow],
-    derandomize=os.environ.get("CI") == "true",
+    derandomize=os.environ.get("CI") in ("1", "true"),
 )
 hypothesis.settings.load_profile("suite")
 

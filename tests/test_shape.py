@@ -54,12 +54,3 @@ def test_no_file_function_or_folder_is_too_long() -> None:
     assert {name for name, lines in functions if lines > MAX_FUNCTION_LINES} == set()
     folders = {path.parent for package in ("app", "settings") for path in (REPOSITORY / package).rglob("*.py")}
     assert {folder for folder in folders if len(list(folder.glob("*.py"))) > MAX_FILES_IN_FOLDER} == set()
-
-
-def test_class_name_has_one_meaning() -> None:
-    places: dict[str, list[str]] = {}
-    for module, source in SOURCES.items():
-        for node in ast.walk(ast.parse(source)):
-            if isinstance(node, ast.ClassDef):
-                places.setdefault(node.name, []).append(module)
-    assert {name for name, modules in places.items() if len(modules) > 1} == set()

@@ -1,4 +1,4 @@
-"""Names on which scripts outside of the project rely: settings, historic names and metrics."""
+"""Names on which scripts outside of the project rely: settings, historic names, metrics and fields of samples."""
 
 from pathlib import Path
 
@@ -8,6 +8,8 @@ from app.report.metric_registry import expand_braces, find_metric
 from settings import load
 from settings.loading.fields import FIELDS, value_of
 from settings.loading.synonyms import ALIASES
+from tests.program import records_of
+from tests.replays import step_file
 
 HISTORIC = {
     "steps=3": "run.steps",
@@ -54,6 +56,11 @@ eval/{accuracy,format_rate,truncated_fraction}
 rollout/sampler_scorer_logprob_diff_{mean,max} batching/fill time/{rollout,reward,score,advantage,update,step}_s
 perf/{tokens_per_s,mfu,peak_memory_bytes,compilations}
 """
+SAMPLE_FIELDS = (
+    *("uid", "group_id", "sample_index", "prompt", "completion", "answer", "prompt_token_ids", "completion_token_ids"),
+    *("behavior_logprobs", "kept_mass_logs", "policy_logprobs", "reference_logprobs", "reward", "rewards"),
+    *("advantages", "finish_reason", "policy_version", "segments", "elapsed_s"),
+)
 
 
 @pytest.mark.parametrize("assignment", HISTORIC)
@@ -82,3 +89,8 @@ def test_settings_and_metrics_have_their_stable_names() -> None:
     assert {name for name in names if find_metric(name) is None} == set()
     assert FIELDS["algorithm.max_tokens_per_device"].get_default() == 16384
     assert FIELDS["critic.max_tokens_per_device"].get_default() == 32768
+
+
+def test_samples_of_a_run_have_the_stable_fields(uninterrupted: Path) -> None:
+    record = records_of(step_file(uninterrupted, 1))[0]
+    assert {*SAMPLE_FIELDS} <= record.keys()

@@ -18,13 +18,11 @@ from app.preflight import attention_check
 from app.preflight.attention_check import WINDOW, attention_differences, check_attention
 from app.preflight.check_results import CheckRecorder, CheckResult
 from app.preflight.inspect_mesh import read_config_only_spec
-from app.runtime.reward_model import read_reward_model_spec
 from app.runtime.scoring import ScoringSession
 from app.training.learner import make_learner_group
 from settings import load
 from tests.program import of_tiny
 from tests.tiny import SWITCHED, make_mesh
-from tests.tiny_directory import write_reward_model
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 
@@ -122,24 +120,3 @@ def test_the_kernel_that_a_run_would_use_is_compared_and_fails_with_the_way_out(
     result = check(session)
     assert (result.verdict, result.exit_code, result.advice) == ("fail", 1, "set model.attention: xla")
     assert "the cache of keys differs from that of dense attention by" in result.found
-
-
-def test_attention_is_compared_as_it_is_computed_for_the_rows_of_each_network(
-    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    judge = write_reward_model(tmp_path / "judge")
-    budgets = ("algorithm.max_tokens_per_device=44", "score.reward.max_tokens_per_device=60")
-    settings = load(None, (*of_tiny(tiny_model)[1::2], f"reward.model={judge}", *budgets), {}).settings
-    session = ScoringSession.open(settings, read_config_only_spec(settings).model)
-    asked = []
-
-    def blocking_of(architecture: Any, num_tokens: int, dtype: Any) -> Blocking:
-        asked.append(num_tokens)
-        return packed.BLOCKING_BY_PLATFORM["cpu"]
-
-    monkeypatch.setattr(attention_check, "architecture_blocking", blocking_of)
-    recorder = CheckRecorder()
-    check_attention(recorder, session, make_learner_group(session), read_reward_model_spec(settings))
-    assert recorder.results[0].verdict == "ok"
-    assert recorder.results[0].found.startswith("attention on cpu without a kernel equals dense attention of single")
-    assert asked == [44, 60, 16]

@@ -135,16 +135,6 @@ def test_a_run_directory_is_locked_by_one_process_at_a_time(finished: Path, conf
     lock_run_directory(run).close()
 
 
-def test_settings_are_written_with_their_sources_and_load_again(run: RunDirectory) -> None:
-    resolved = load(None, ["run.seed=7", "optimizer.learning_rate=1e-3"], {"NUM_PRE_Q": "5"})
-    run.path.mkdir(parents=True)
-    run.write_settings(resolved)
-    assert [path.name for path in run.path.iterdir()] == ["settings.yaml"]
-    lines = run.settings_path.read_text().splitlines()
-    assert {"  seed: 7  # set", "  group_size: 5  # env:NUM_PRE_Q", "  name: quickstart-seed7  # derived"} <= {*lines}
-    assert load(str(run.settings_path), [], {}).settings == resolved.settings
-
-
 # Settings by step -----------------------------------------------------------------------------------------------------
 
 

@@ -1,17 +1,14 @@
 """Tests of `grpo gae --bench`: cases, checks, report and plot, but not speed."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from app.stages.gae_benchmark import (
-    BackendTiming,
     BenchmarkShape,
     GaeRule,
-    conclude,
     loop_over_time,
     make_workloads,
     parse_shapes,
@@ -74,18 +71,3 @@ def test_check_finds_an_error_in_any_row(mode: str) -> None:
             wrong = [part.copy() for part in result]
             wrong[1][row, token if token == 0 else work.row_tokens - 1] += 1.0
             assert error_of(wrong) > 0.01
-
-
-def test_conclusion_compares_the_fastest_with_loop_and_auto() -> None:
-    loop = BackendTiming("1x9", "full", "loop", median_s=3.0)
-    chunked = replace(loop, backend="chunked", chunk_size=64, median_s=0.5)
-    numpy = replace(loop, backend="numpy", median_s=1.0, is_auto=True)
-    for timings, parts in (
-        (
-            [loop, chunked, numpy],
-            ("chunked in chunks of 64 is the f", "6.0 x as fast as the loop", "2.0 x as fast as numpy"),
-        ),
-        ([loop, numpy], ("numpy, which auto selects, is the fastest", "3.0 x as fast as the loop")),
-        ([loop, replace(numpy, median_s=6.0)], ("loop is the fastest", "2.0 x as fast as numpy")),
-    ):
-        assert all(part in conclude(timings) for part in parts)

@@ -105,17 +105,6 @@ def drawn(one: Timeline) -> str:
     return render_timeline(one, kind="svg").decode()
 
 
-def test_bars_have_the_color_of_their_role_and_join_the_segments_of_a_sample() -> None:
-    spans = timeline().spans
-    once = drawn(timeline(spans=(Span("fast-0", 0, 0.0, 2.0, "probe", "a"),)))
-    of_two = drawn(timeline(spans=(spans[0], spans[1]._replace(uid="b"))))
-    assert drawn(timeline(spans=spans[:2])) == once
-    assert of_two.count("#e69f00") > once.count("#e69f00")
-    whole = drawn(timeline())
-    for color in ("#1f7fc4", "#d55e00", "#cc79a7"):
-        assert whole.count(color) > once.count(color)
-
-
 def test_suffix_chooses_png_or_a_page_that_is_escaped_and_loads_nothing(tmp_path: Path) -> None:
     for name, head in (("a.PNG", b"\x89PNG"), ("a.html", b"<!doctype html>")):
         write_timeline(tmp_path / name, timeline(heading='one <b> & "two"'))

@@ -4,9 +4,8 @@ import json
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -244,26 +243,6 @@ def test_samples_in_a_shared_row_score_as_alone(session: ScoringSession, strange
     assert check_packing(session, params, strangers) <= 1e-4
     # Weights that give no number are no leak.
     assert check_packing(session, jax.tree.map(lambda x: jnp.full_like(x, np.nan), params), strangers) == 0.0
-
-
-def test_packing_is_checked_on_the_beginnings_of_prompts_and_completions(
-    session: ScoringSession, strangers: list[Sample]
-) -> None:
-    class Recorder:
-        """Keeps the samples that are scored, all alike."""
-
-        def per_token(self, params: Any, samples: list[Sample], plan: Any, *, temperature: float) -> list[np.ndarray]:
-            self.samples = samples
-            return [np.zeros(len(sample.completion_ids)) for sample in samples]
-
-    recorder, ids = Recorder(), np.arange(200, dtype=np.int32) % 24
-    long = make_sample(ids[100:], prompt_ids=ids[:90])
-    assert check_packing(replace(session, scorer=cast(Any, recorder)), {}, [long, *strangers[1:]]) == 0
-    checked = {(*one.prompt.token_ids.tolist(), -1, *one.completion_ids.tolist()) for one in recorder.samples}
-    assert checked == {
-        (*ids[:64], -1, *ids[100:164]),
-        *((*one.prompt.token_ids, -1, *one.completion_ids) for one in strangers[1:]),
-    }
 
 
 def test_attention_that_ignores_segments_is_found(

@@ -144,7 +144,7 @@ def test_run_killed_while_the_critic_warms_up_ends_with_the_same_bits(config: Pa
         os.killpg(process.pid, signal.SIGKILL)
         assert process.wait(timeout=DEADLINE_S) == -signal.SIGKILL
     assert metrics_of(run)[-1]["step"] < 4
-    result = succeeded(train_here(config, resume="must"))
+    result = succeeded(train_here(config, resume="auto"))
     assert "continuing after step" in result.stderr
     assert_same_run(run, whole, step=4)
 

@@ -1,7 +1,7 @@
-"""Computes the results of TRL's trainers for a few small tensors.
+"""Writes `tests/golden/trl_numbers.json`, the results of TRL's trainers for a few small tensors.
 
-`python -m tests.golden.trl_numbers` writes trl_numbers.json again if TRL is installed. The tests compare with that
-file.
+pip install trl
+python -m scripts.make_trl_numbers
 """
 
 import datetime
@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-PATH = Path(__file__).with_name("trl_numbers.json")
+PATH = Path(__file__).parents[1] / "tests" / "golden" / "trl_numbers.json"
 SEED = 0
 ROWS, TOKENS, VOCAB, LONGEST = 4, 6, 5, 8
 LENGTHS = (6, 2, 5, 3)
@@ -311,7 +311,7 @@ def numbers(seed: int) -> dict[str, Any]:
 
 def main() -> None:
     provenance = {
-        "script": "python -m tests.golden.trl_numbers",
+        "script": "python -m scripts.make_trl_numbers",
         "trl": importlib.metadata.version("trl"),
         "torch": importlib.metadata.version("torch"),
         "date": datetime.date.today().isoformat(),
