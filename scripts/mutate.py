@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
 import json
 import os
 import random
@@ -166,7 +167,7 @@ def copy_tree(target: Path, tests: Path) -> None:
     shutil.copytree(tests, target / "tests", ignore=shutil.ignore_patterns("__pycache__"))
 
 
-def end_session(process: subprocess.Popen[str]) -> None:
+def end_session(process: subprocess.Popen[bytes]) -> None:
     """Ends a process, asked first, so that it ends the processes that its tests have started."""
     if process.poll() is None:
         os.killpg(process.pid, signal.SIGINT)

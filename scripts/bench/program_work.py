@@ -114,7 +114,7 @@ def packed_pass_work(
     if logits_chunk is not None:
         rows_on_device = len(targets) // num_local_row_shards(mesh)
         chunk = min(max(1, logits_chunk // rows_on_device), targets.shape[1])
-        padded = np.pad(targets, ((0, 0), (0, -targets.shape[1] % chunk)))
+        padded = np.pad(targets, ((0, 0), (0, int(-targets.shape[1] % chunk))))
         turns[LM_HEAD_SCOPE] = int(padded.reshape(len(targets), -1, chunk).any(axis=(0, 2)).sum())
     return ProgramWork(work.model_flops * (BACKWARD_FACTOR if has_gradients else 1), turns)
 
