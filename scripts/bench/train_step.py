@@ -98,7 +98,7 @@ def choose_rows(options: argparse.Namespace, out: Path, num_rows: int) -> None:
     """Returns the first rows whose templated prompt has `MIN_PROMPT_LENGTH` to `MAX_PROMPT_LENGTH` tokens."""
     some = load_dataset(str(options.data)).rows[: 10 * num_rows]
     tokenizer = load_tokenizer(open_model(options.model))
-    prompts, _ = encode_prompts(some, tokenizer.chat_ids, DataSettings(max_prompt_length=workload.MAX_PROMPT_LENGTH))
+    prompts, _ = encode_prompts(some, tokenizer, DataSettings(max_prompt_length=workload.MAX_PROMPT_LENGTH))
     chosen = [p for p in prompts if len(p.token_ids) >= workload.MIN_PROMPT_LENGTH][:num_rows]
     if len(chosen) < num_rows:
         raise SystemExit(f"--data: {len(chosen)} prompts of the right length, {num_rows} needed")
