@@ -27,6 +27,7 @@ from app.environments.interface import ToolCall
 from app.plugins.loading import describe_error
 from app.plugins.values import event_loop, failure_of
 from app.plugins.worker_program import TrainerChannel, start
+from app.records.typed_values import from_json
 
 STACK_BYTES = 2 * 2**20
 """Of a thread: with those of the system, many episodes would fill the address space."""
@@ -85,7 +86,7 @@ def serve(environment: AdaptedEnvironment, request: Mapping[str, Any]) -> tuple[
     do, is_over = request["do"], request["is_last"]
     answer: dict[str, Any] = {}
     if do == "reset":
-        answer = {"messages": environment.reset(request["seed"], request["columns"]) or []}
+        answer = {"messages": environment.reset(request["seed"], from_json(request["columns"])) or []}
     elif do == "step":
         step = environment.step(request["text"], [ToolCall(*call) for call in request["calls"]])
         answer, is_over = step._asdict(), is_over or step.terminated or step.truncated

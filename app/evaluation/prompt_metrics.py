@@ -15,6 +15,7 @@ import numpy as np
 
 from app.prompts.dataset import DatasetRow
 from app.records.sample import Prompt, Sample
+from app.records.typed_values import to_text
 from app.report.confidence_intervals import Interval, MetricEstimate, clustered_share_interval, mean_interval
 from app.reward.aggregate import ERRORS_FIELD, was_dropped_in_rollout
 from app.reward.builtin_tasks import is_task_reward, task_of
@@ -109,7 +110,7 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _majority_correct(group: Sequence[Sample], judge: str) -> float:
-    reference = task_of(judge).parse_reference(group[0].prompt.answer or "")
+    reference = task_of(judge).parse_reference(to_text(group[0].prompt.answer))
     if reference is None:
         return math.nan
     votes = [None if was_dropped_in_rollout(s) else task_of(judge).answer(s.completion) for s in group]

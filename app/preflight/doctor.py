@@ -42,7 +42,6 @@ from app.records.sample import Prompt
 from app.records.text_format import format_bytes
 from app.records.versions import minimum_versions
 from app.runtime.environments import prepare_turns, try_episode
-from app.runtime.health_checks import make_trial_samples
 from app.runtime.host_supervision import join_hosts
 from app.runtime.inputs import (
     encode_train_rows,
@@ -55,6 +54,7 @@ from app.runtime.inputs import (
 from app.runtime.model_spec import CriticSpec, ModelSpec
 from app.runtime.pinned_revisions import pin_revisions
 from app.runtime.reward_model import RewardModelSpec
+from app.runtime.reward_trial import make_trial_samples
 from app.runtime.scoring import ScoringSession
 from app.runtime.session import Session
 from app.training.inputs import check_chosen_metrics, dataset_fingerprints, input_fingerprints

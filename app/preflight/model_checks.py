@@ -30,10 +30,10 @@ from app.prompts.tokenizer import Tokenizer
 from app.prompts.turn_end import unended_turn
 from app.records.sample import Prompt, Sample
 from app.records.text_format import format_bytes
-from app.reward.builtin_tasks import FORMAT_SUFFIX, MATH_VERIFY, is_task_reward
 from app.reward.plugin import StepInfo
 from app.runtime.inputs import data_columns, eval_columns, make_rewards
 from app.runtime.reward_model import RewardModel, RewardModelSpec, reward_model_notes
+from app.runtime.reward_trial import describe_indifferent, find_indifferent
 from app.runtime.scoring import set_compute_dtype
 from app.runtime.session import Session
 from settings import Settings
@@ -149,25 +149,23 @@ def check_reward_functions(
     held_out_columns = eval_columns(settings, held_out) if held_out else None
     with make_rewards(functions, data_columns(settings, prompts), held_out_columns) as rewards:
         scored = rewards.compute_rewards(samples, StepInfo(0, settings.run.steps))
+        indifferent = find_indifferent(rewards, samples, scored)
         plugins = "".join(f"\n{summary}" for summary in rewards.plug_in_summaries)
     if scored.fatal_error is not None or scored.notices:
         recorder.fail("reward", f"{scored.fatal_error or '; '.join(scored.notices)}{plugins}")
         return
     has_answer = samples[0].prompt.answer is not None
-    texts, constant = [], []
+    texts = []
     for name in rewards.reward_names:
         values = [(sample.rewards or {}).get(name) for sample in scored.samples]
         known = [value for value in values[has_answer:] if value is not None]
         others = float(np.mean(known)) if known else None
         right = values[0] if has_answer else None
-        judges_correctness = name == MATH_VERIFY or (is_task_reward(name) and not name.endswith(FORMAT_SUFFIX))
-        if has_answer and judges_correctness and (right or 0.0) <= (others or 0.0):
-            constant.append(name)
         reference = f"{_format_reward(right)} for the reference answer, " if has_answer else ""
         texts.append(f"{name}: {reference}{_format_reward(others)} for others")
     found = f"{'; '.join(texts)}{plugins}"
-    if constant:
-        advice = f"check data.answer_column, and whether {', '.join(constant)} fits the data"
+    if indifferent:
+        advice = "; ".join(describe_indifferent(name, samples, scored) for name in indifferent)
         recorder.warn("reward", found, advice)
     else:
         recorder.ok("reward", found)

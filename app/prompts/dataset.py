@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+import logging
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -14,13 +17,18 @@ from app.prompts.chat import read_messages
 from app.records.jsonl import read_jsonl
 from app.records.parquet import read_parquet
 from app.records.sample import Messages
+from app.records.typed_values import to_json
 from settings.errors import InputError
 from settings.schema.model import split_revision
+
+log = logging.getLogger(__name__)
 
 PROMPT_COLUMNS = ("prompt", "question", "problem", "messages")
 ANSWER_COLUMNS = ("answer", "ground_truth", "solution", "reward_model.ground_truth")
 """Default column names, in order of preference; a dot denotes a field of a nested object, as in verl's files."""
-FILE_SUFFIXES = (".jsonl", ".json", ".parquet")
+FILE_SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".parquet")
+SPLIT_NAMES = ("train", "test", "val", "dev")
+"""How names of files of a split start; files of several are not read together by accident."""
 DEFAULT_CONFIGS = {"openai/gsm8k": "main", "gsm8k": "main"}
 """Configurations of hub data sets that have several and no default."""
 
@@ -31,10 +39,10 @@ class DatasetRow:
 
     uid: str
     prompt: str | Messages
-    answer: str | None
-    """Reference answer as in the data set; reward functions parse it."""
+    answer: Any
+    """Reference answer as in the data set, of any type; None without one. See `app.records.typed_values`."""
     extra: Mapping[str, Any] = field(default_factory=dict)
-    """Other columns whose values can be represented in JSON."""
+    """All other columns."""
     where: str = ""
     """File and line, or another location, for error messages; empty if the row was generated."""
 
@@ -68,8 +76,8 @@ class Dataset:
         return f"{self.source}: {len(self.rows):,} rows ({columns}{missing})"
 
 
-RawRow = tuple[str, Mapping[str, Any]]
-"""Location of a row, for the start of error messages, and its columns."""
+RawRow = tuple[str, str, Mapping[str, Any]]
+"""The uid of a row, its location for the start of error messages, and its columns."""
 
 
 def load_dataset(
@@ -82,7 +90,8 @@ def load_dataset(
     """Reads a data set and finds its prompt and answer columns.
 
     Args:
-        source: `hf:<hub id>[:<config>][@<revision>]`, or the path of a .jsonl, .json (lines) or .parquet file.
+        source: `hf:<hub id>[:<config>][@<revision>]`, or the path of a .jsonl, .json (lines) or .parquet file, of a
+            folder of them, or of several by a pattern such as `data/train-*.parquet`. JSON files may be in gzip (.gz).
         split: split of a hub data set; a file has only one.
         prompt_column: None for the first of `PROMPT_COLUMNS` that exists.
         answer_column: None for the first of `ANSWER_COLUMNS` that exists; there may be none.
@@ -90,33 +99,72 @@ def load_dataset(
     Raises:
         InputError: the source does not exist, is empty or malformed, or a row has no usable prompt.
     """
-    if source.startswith("hf:"):
-        stem, raw_rows = _read_hub(source, split)
-    else:
-        stem, raw_rows = Path(source).stem, _read_file(source)
+    raw_rows = _read_hub(source, split) if source.startswith("hf:") else _read_files(source)
     if not raw_rows:
         raise InputError(f"data.source: {source} holds no rows")
+    raw_rows = _without_foreign_columns(raw_rows)
     mapping = _choose_columns(source, raw_rows, prompt_column, answer_column)
-    rows = [_to_row(f"{stem}/{index}", *raw, mapping) for index, raw in enumerate(raw_rows)]
+    rows = [_to_row(*raw, mapping) for raw in raw_rows]
     return Dataset(rows=rows, column_mapping=mapping, source=source)
 
 
-def _read_file(source: str) -> list[RawRow]:
+def _read_files(source: str) -> list[RawRow]:
     path = Path(source)
+    if path.is_dir():
+        files = sorted(file for file in path.rglob("*") if _suffix(file) and not _is_hidden(file.relative_to(path)))
+        _check_shards(path, files)
+    elif not path.exists() and glob.has_magic(source):
+        files = [Path(file) for file in sorted(glob.glob(source, recursive=True))]
+        if not files:
+            raise InputError(f"data.source: no file matches {path.absolute()}")
+    else:
+        files = [path]
+    # Shards may have the same name in different folders.
+    folder = Path(os.path.commonpath([file.parent for file in files]))
+    return [
+        (f"{file.relative_to(folder).as_posix().removesuffix(_suffix(file))}/{index}", where, columns)
+        for file in files
+        for index, (where, columns) in enumerate(_read_file(file))
+    ]
+
+
+def _is_hidden(path: Path) -> bool:
+    return any(part.startswith((".", "_")) for part in path.parts)
+
+
+def _check_shards(folder: Path, files: Sequence[Path]) -> None:
+    """Raises InputError unless all files of a folder may be shards of one split."""
+    way_out = f"name those to read by a pattern such as {folder}/train*.parquet"
+    if not files:
+        raise InputError(f"data.source: {folder.absolute()}: no file in it ends in {', '.join(FILE_SUFFIXES)}")
+    for kind_of in (_suffix, lambda file: next((name for name in SPLIT_NAMES if file.name.startswith(name)), "")):
+        different = {kind_of(file): file for file in files}
+        if len(different) > 1:
+            names = ", ".join(str(file.relative_to(folder)) for file in different.values())
+            raise InputError(f"data.source: {folder.absolute()} holds more than one split: {names}; {way_out}")
+
+
+def _suffix(path: Path) -> str:
+    """Returns the end of a file's name that says how to read it; empty if that is unknown."""
+    return next((path.name[-len(suffix) :] for suffix in FILE_SUFFIXES if path.name.lower().endswith(suffix)), "")
+
+
+def _read_file(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     if not path.exists():
-        hint = f"; for a hub data set, write hf:{source}" if source.count("/") == 1 and not path.suffix else ""
+        hint = f"; for a hub data set, write hf:{path}" if str(path).count("/") == 1 and not path.suffix else ""
         raise InputError(f"data.source: {path.absolute()}: no such file{hint}")
-    if path.suffix.lower() not in FILE_SUFFIXES or not path.is_file():
+    if not _suffix(path) or not path.is_file():
         raise InputError(
-            f"data.source: {path.absolute()}: expected a file ending in {', '.join(FILE_SUFFIXES)},"
-            " `hf:<hub id>` or `builtin:arithmetic`"
+            f"data.source: {path.absolute()}: expected a file ending in {', '.join(FILE_SUFFIXES)}, a folder or a "
+            "pattern of such files, `hf:<hub id>` or `builtin:arithmetic`"
         )
-    if path.suffix.lower() == ".parquet":
-        try:
-            return list(read_parquet(path))
-        except InputError as error:
-            raise InputError(f"data.source: {error}") from error
-    return [(f"{path}:{line}", record) for line, record in read_jsonl(path)]
+    if path.suffix.lower() != ".parquet":
+        yield from ((f"{path}:{line}", record) for line, record in read_jsonl(path))
+        return
+    try:
+        yield from read_parquet(path)
+    except InputError as error:
+        raise InputError(f"data.source: {error}") from error
 
 
 def split_hub_source(source: str) -> tuple[str, str | None, str | None]:
@@ -126,7 +174,7 @@ def split_hub_source(source: str) -> tuple[str, str | None, str | None]:
     return hub_id, config or None, revision
 
 
-def _read_hub(source: str, split: str) -> tuple[str, list[RawRow]]:
+def _read_hub(source: str, split: str) -> list[RawRow]:
     import datasets
     from datasets.exceptions import DatasetsError
 
@@ -141,8 +189,35 @@ def _read_hub(source: str, split: str) -> tuple[str, list[RawRow]]:
             f"data.source: {source} (split {split!r}) cannot be loaded: {error}. Without a network, set it to the"
             " path of a .jsonl or .parquet file, or use builtin:arithmetic"
         ) from error
-    rows = [(f"{source} {split} row {i}", record) for i, record in enumerate(table.to_list())]
-    return f"{Path(hub_id).name}/{split}", rows
+    stem = f"{Path(hub_id).name}/{split}"
+    return [(f"{stem}/{i}", f"{source} {split} row {i}", to_json(row)) for i, row in enumerate(table.to_list())]
+
+
+def _without_foreign_columns(raw_rows: Sequence[RawRow]) -> Sequence[RawRow]:
+    """Returns the rows without columns that hold objects of other types than `to_json` knows; names these columns."""
+    foreign: dict[str, None] = {}
+    for _, where, columns in raw_rows:
+        for name, value in columns.items():
+            if name not in foreign and (problem := _json_problem(value)):
+                log.warning("%s: the column %s is left out: %s", where, name, problem)
+                foreign[name] = None
+    if not foreign:
+        return raw_rows
+    return [
+        (uid, where, {name: value for name, value in columns.items() if name not in foreign})
+        for uid, where, columns in raw_rows
+    ]
+
+
+def _json_problem(value: Any) -> str | None:
+    """Returns why a value cannot be written as JSON, None if it can."""
+    if isinstance(value, str | int | float) or value is None:
+        return None
+    try:
+        json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        return str(error)
+    return None
 
 
 def _choose_columns(
@@ -150,7 +225,7 @@ def _choose_columns(
 ) -> dict[str, str]:
     # Columns of all rows, with fields of nested objects as `outer.inner`, in order of appearance.
     available: dict[str, None] = {}
-    for _, columns in raw_rows:
+    for _, _, columns in raw_rows:
         for name, value in columns.items():
             available[name] = None
             if isinstance(value, Mapping):
@@ -176,8 +251,8 @@ def _to_row(uid: str, where: str, columns: Mapping[str, Any], mapping: Mapping[s
     return DatasetRow(
         uid=uid,
         prompt=_read_prompt(_look_up(columns, prompt), f"{where}: {prompt}"),
-        answer=_read_answer(_look_up(columns, answer), f"{where}: {answer}") if answer else None,
-        extra={name: value for name, value in columns.items() if name not in (prompt, answer) and _is_json(value)},
+        answer=_look_up(columns, answer) if answer else None,
+        extra={name: value for name, value in columns.items() if name not in (prompt, answer)},
         where=where,
     )
 
@@ -198,19 +273,3 @@ def _read_prompt(value: Any, where: str) -> str | Messages:
     if isinstance(value, str | None):
         raise InputError(f"{where}: the prompt is {'blank' if value else 'empty'}")
     raise InputError(f"{where}: expected text or a list of chat messages, got {type(value).__name__}")
-
-
-def _read_answer(value: Any, where: str) -> str | None:
-    if value is None or isinstance(value, str):
-        return value
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        return str(value)
-    raise InputError(f"{where}: expected text, a number or null, got {type(value).__name__}")
-
-
-def _is_json(value: Any) -> bool:
-    try:
-        json.dumps(value, allow_nan=False)
-    except (TypeError, ValueError):
-        return False
-    return True

@@ -12,6 +12,7 @@ import numpy as np
 from app.prompts.chat import check_text, check_unicode, message_texts, plain_text, to_messages
 from app.prompts.dataset import DatasetRow
 from app.records.sample import Messages, Prompt
+from app.records.typed_values import to_text
 from settings.errors import InputError
 from settings.schema.data import DataSettings
 
@@ -110,7 +111,7 @@ def encode_prompts(
     for row in rows:
         where = row.where or row.uid
         check_text(row.prompt, f"{where}: the prompt")
-        check_unicode(row.answer or "", f"{where}: the answer")
+        check_unicode(to_text(row.answer), f"{where}: the answer")
     encoded = [encode_prompt(row.prompt, tokenizer, data, where=row.where or row.uid) for row in rows]
     if empty := next((row.uid for row, ids in zip(rows, encoded, strict=True) if not ids), None):
         raise InputError(f"{empty}: the tokenizer returns no tokens for this prompt")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import math
 import os
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -23,7 +25,7 @@ these patterns after the translation. A regular expression would take thirty tim
 def read_jsonl(path: str | Path, *, reads_nan: bool = False) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yields (line number from 1, object) for every line that is not blank.
 
-    Accepts a byte-order mark and CRLF line ends.
+    Accepts a byte-order mark and CRLF line ends. A file whose name ends in .gz is decompressed.
 
     Args:
         reads_nan: a NaN is read as None, since other programs write it; none of our own files has one.
@@ -48,7 +50,7 @@ def read_jsonl_tolerant(
     """
     path = Path(path)
     try:
-        with path.open("rb") as file:
+        with gzip.open(path) if path.suffix.lower() == ".gz" else path.open("rb") as file:
             for number, raw in enumerate(file, start=1):
                 if number == 1:
                     raw = raw.removeprefix(b"\xef\xbb\xbf")
@@ -61,8 +63,8 @@ def read_jsonl_tolerant(
                 yield number, record
     except FileNotFoundError:
         raise InputError(f"{path.absolute()}: no such file") from None
-    except OSError as error:
-        raise InputError(f"{path.absolute()}: cannot be read: {error.strerror}") from error
+    except (OSError, EOFError, zlib.error) as error:
+        raise InputError(f"{path.absolute()}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
 
 
 def parse_object(raw: bytes, where: str, *, reads_nan: bool = False) -> dict[str, Any]:

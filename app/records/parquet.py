@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from app.records.jsonl import replace_floats
+from app.records.typed_values import to_json
 from settings.errors import InputError
 
 
 def read_parquet(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields (`FILE row INDEX` from 0, row) for every row, with None for NaN, which JSON does not have.
+    """Yields (`FILE row INDEX` from 0, row as `to_json` gives it) for every row.
 
     Raises:
         InputError: the file cannot be read.
@@ -25,9 +24,9 @@ def read_parquet(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
         with pyarrow.parquet.ParquetFile(path) as file:
             for batch in file.iter_batches():
                 for row in batch.to_pylist():
-                    yield f"{path} row {index}", replace_floats(row, math.isnan)
+                    yield f"{path} row {index}", to_json(row)
                     index += 1
     except FileNotFoundError:
         raise InputError(f"{path.absolute()}: no such file") from None
-    except (pyarrow.ArrowException, OSError) as error:
+    except (pyarrow.ArrowException, OSError, ValueError) as error:
         raise InputError(f"{path.absolute()}: not a readable Parquet file: {error}") from error

@@ -47,10 +47,10 @@ class Prompt:
     token_ids: Int32[np.ndarray, "S"]
     source: str | Messages
     """The text or chat of the dataset, before the chat template."""
-    answer: str | None
-    """The reference answer, as in the dataset."""
+    answer: Any
+    """The reference answer, as in the dataset: JSON of any type (see `app.records.typed_values`), None without one."""
     extra: Mapping[str, Any] = field(default_factory=dict)
-    """All other columns of the row."""
+    """All other columns of the row, as JSON."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -63,7 +63,7 @@ class SampleRecord(BaseModel):
     worker: Text = "0"
     segments: Integer = 1
     elapsed_s: Annotated[float, Field(description="a number")] = 0.0
-    answer: Annotated[str | None, Field(description="a string")] = None
+    answer: Any = None
     columns: Any = None
     row_of: Text | None = None
     """See `app.records.shared_rows`; whoever needs the row has restored it before."""

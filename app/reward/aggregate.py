@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from app.plugins.values import EXTRA_NAME_PATTERN, MAX_EXTRAS, Failure
+from app.plugins.values import EXTRA_NAME_PATTERN, MAX_EXTRAS, MAX_TEXT_CHARACTERS, Failure
 from app.records.sample import DROPPED_PREFIX, Sample
 from settings.schema.reward import MODEL_REWARD
 
@@ -20,6 +20,7 @@ Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 Extras = Annotated[
     Mapping[Annotated[str, Field(pattern=rf"^{EXTRA_NAME_PATTERN.pattern}$")], Number], Field(max_length=MAX_EXTRAS)
 ]
+Logged = Mapping[Annotated[str, Field(max_length=MAX_TEXT_CHARACTERS)], bool | int | Number | str | None]
 OnError = Literal["raise", "zero", "drop"]
 
 NO_REWARD_FINISH_REASON = f"{DROPPED_PREFIX}reward"
@@ -27,6 +28,9 @@ NO_REWARD_FINISH_REASON = f"{DROPPED_PREFIX}reward"
 
 ERRORS_FIELD = "reward_errors"
 """Field of a sample's record with its failures, one line of text each."""
+
+LOGGED_FIELD = "log_extra"
+"""Field of a sample's record with what functions logged for it, by TRL's function of that name."""
 
 ORIGINAL_FINISH_FIELD = "finish_reason_before_drop"
 """Field of a dropped sample's record with the finish reason of its generation."""
@@ -42,6 +46,8 @@ class RewardOutcome:
     failure: Failure | None = None
     extras: Extras = field(default_factory=dict)
     """Additional metrics to log."""
+    logged: Logged = field(default_factory=dict)
+    """What the function logged for the sample, by TRL's `log_extra`."""
 
     @property
     def abstained(self) -> bool:
@@ -161,7 +167,8 @@ def aggregate_rewards(
         if on_error != "drop":
             values |= dict.fromkeys(failures[index].keys() & outcomes.keys(), 0.0)
         rewards = {name: value for name, value in values.items() if value is not None}
-        rewarded.append(_with_reward(sample, rewards, weights, failures[index], on_error))
+        logged = {name: value for o in outcomes.values() for name, value in o[index].logged.items()}
+        rewarded.append(_with_reward(sample, rewards, weights, failures[index], on_error, logged))
     num_without = sum("" in by_function for by_function in failures)
     notices = [_failure_notice(name, samples, failures, on_error) for name in (*outcomes, "")]
     return RewardedSamples(
@@ -189,9 +196,10 @@ def _with_reward(
     weights: Mapping[str, float],
     failures: Mapping[str, Failure],
     on_error: OnError,
+    logged: Logged,
 ) -> Sample:
     sample = _undo_drop(sample)
-    extra = dict(sample.extra)
+    extra = {**sample.extra, **({LOGGED_FIELD: logged} if logged else {})}
     if failures:
         extra[ERRORS_FIELD] = [_format_failure(name, failure) for name, failure in failures.items()]
     if failures and on_error == "drop":
@@ -203,7 +211,8 @@ def _with_reward(
 
 def _undo_drop(sample: Sample) -> Sample:
     """Returns the sample as it was before an earlier aggregation recorded failures."""
-    extra = {name: value for name, value in sample.extra.items() if name not in (ERRORS_FIELD, ORIGINAL_FINISH_FIELD)}
+    of_rewards = (ERRORS_FIELD, LOGGED_FIELD, ORIGINAL_FINISH_FIELD)
+    extra = {name: value for name, value in sample.extra.items() if name not in of_rewards}
     if sample.finish_reason != NO_REWARD_FINISH_REASON:
         return replace(sample, extra=extra)
     finish_reason = str(sample.extra.get(ORIGINAL_FINISH_FIELD, NO_REWARD_FINISH_REASON))

@@ -10,8 +10,9 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Protocol
+from typing import Any, Protocol
 
+from app.records.typed_values import is_text_or_number, to_text
 from app.reward import gsm8k
 from app.reward.numbers import MAX_NUMBER_CHARACTERS, last_number, parse_number
 from settings.errors import InputError
@@ -47,6 +48,8 @@ FORMAT_SUFFIX = "_format"
 MATH_VERIFY = "math_verify"
 """A built-in reward that is not a task: it runs in worker processes (`app.reward.math_answers`)."""
 
+_MATH_PUNCTUATION = re.compile(r"\\boxed|[$\\{}()\[\]\s]")
+
 
 class HasAnswer(Protocol):
     """A data-set row or a prompt, with an id and an optional reference answer."""
@@ -54,7 +57,7 @@ class HasAnswer(Protocol):
     @property
     def uid(self) -> str: ...
     @property
-    def answer(self) -> str | None: ...
+    def answer(self) -> Any: ...
 
 
 def is_task_reward(name: str) -> bool:
@@ -72,15 +75,13 @@ def grade(name: str, completion: str, prompt: HasAnswer) -> float:
 
     Correctness compares exact fractions: `0.5`, `1/2` and `50/100` are the same answer.
 
-    Raises:
-        InputError: a correctness function is used, but the prompt has no usable reference answer.
+    Requires of a correctness function that `check_answers` accepts the prompt.
     """
     task = task_of(name)
     if name.endswith(FORMAT_SUFFIX):
         return float(task.is_formatted(completion))
-    check_answers([prompt], [name])
     given = task.answer(completion)
-    return float(given is not None and given == task.parse_reference(prompt.answer or ""))
+    return float(given is not None and given == task.parse_reference(to_text(prompt.answer)))
 
 
 def check_answers(rows: Sequence[HasAnswer], names: Sequence[str], *, eval_source: str | None = None) -> None:
@@ -92,27 +93,40 @@ def check_answers(rows: Sequence[HasAnswer], names: Sequence[str], *, eval_sourc
         eval_source: source of the rows if they are evaluation rows, for the error message.
 
     Raises:
-        InputError: a row's reference answer is missing, or is not a number although a correctness function needs one.
-            The message names the first such row and counts the others.
+        InputError: a row's reference answer is missing, or is not the number or the mathematical expression that a
+            function needs. The message names the first such row and counts the others.
     """
     for name in names:
-        if name == MATH_VERIFY:
-            bad = [row for row in rows if row.answer is None]
-        elif is_task_reward(name) and not name.endswith(FORMAT_SUFFIX):
-            task = task_of(name)
-            bad = [row for row in rows if row.answer is None or task.parse_reference(row.answer) is None]
-        else:
-            bad = []
+        bad = [row for row in rows if not _is_gradable(name, row.answer)]
         if bad:
             raise InputError(_describe_ungradable(name, bad, eval_source))
 
 
+def _is_gradable(name: str, answer: Any) -> bool:
+    if name != MATH_VERIFY and (not is_task_reward(name) or name.endswith(FORMAT_SUFFIX)):
+        return True
+    if not is_text_or_number(answer):
+        return False
+    text = to_text(answer)
+    if name == MATH_VERIFY:
+        return bool(_MATH_PUNCTUATION.sub("", math_reference(text)))
+    return task_of(name).parse_reference(text) is not None
+
+
+def math_reference(answer: str) -> str:
+    """Returns the expression of a reference answer of `math_verify`, which may end a GSM8K solution (`... #### 72`)."""
+    return answer.rpartition("####")[2].strip()
+
+
 def _describe_ungradable(name: str, bad: Sequence[HasAnswer], eval_source: str | None) -> str:
     first = bad[0]
-    problem = "no answer" if first.answer is None else f"the answer {first.answer[-80:]!r}, which is not a number"
-    others = f" (and {len(bad) - 1:,} more like it)" if len(bad) > 1 else ""
     is_task = is_task_reward(name)
     expected, instead = ("number", f", or reward only {name}{FORMAT_SUFFIX}") if is_task else ("answer", "")
+    problem = "no answer"
+    if first.answer is not None:
+        wanted = "a number" if is_task else "a mathematical expression"
+        problem = f"the answer {to_text(first.answer)[-80:]!r}, which is not {wanted}"
+    others = f" (and {len(bad) - 1:,} more like it)" if len(bad) > 1 else ""
     origin, other = "", ""
     if eval_source is not None:
         origin, other = f" of the evaluation set (data.eval_source: {eval_source})", "another data.eval_source, or "

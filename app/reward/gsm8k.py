@@ -13,7 +13,14 @@ from __future__ import annotations
 import re
 from fractions import Fraction
 
-from app.reward.numbers import MAX_NUMBER_CHARACTERS, MAX_SEARCHED_CHARACTERS, NUMBER_PATTERN, last_number, parse_number
+from app.reward.numbers import (
+    MAX_NUMBER_CHARACTERS,
+    MAX_SEARCHED_CHARACTERS,
+    NUMBER_PATTERN,
+    last_number,
+    parse_number,
+    to_ascii,
+)
 
 _HASHES = re.compile(rf"####[ \t*]*+(?P<number>{NUMBER_PATTERN})")
 _BOX = re.compile(r"\\boxed[ ]?\{(?P<content>(?:[^{}]++|\{[^{}]*+\})*+)\}")
@@ -33,7 +40,7 @@ def extract(completion: str) -> str | None:
 
 def extract_marked(completion: str) -> str | None:
     r"""Returns the text of the number in the last `#### n` or `\boxed{n}`, or None."""
-    completion = completion[-MAX_SEARCHED_CHARACTERS:]
+    completion = to_ascii(completion[-MAX_SEARCHED_CHARACTERS:])
     marked = [(match.start(), match["number"]) for match in _HASHES.finditer(completion)]
     for match in _BOX.finditer(completion):
         if (number := _number_in_box(match["content"])) is not None:

@@ -6,6 +6,10 @@ It runs like a plug-in, in a killable process, because SymPy may never finish fo
 from __future__ import annotations
 
 import logging
+import re
+from decimal import Decimal
+
+from app.reward.builtin_tasks import math_reference
 
 try:
     from math_verify import parse, verify
@@ -15,23 +19,19 @@ except ModuleNotFoundError:  # RewardFunctions reports that the extra [math] is 
 # Hides its warning that its own time-outs, which need signals, are off; the worker has a time-out.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
-MATH_DELIMITERS = ("$", "\\boxed", "\\(", "\\[")
+_DELIMITED = re.compile(r"\\boxed\s*\{|(?<!\\)\$(?:[^$\\]|\\.)+\$|\\\(.+?\\\)|\\\[.+?\\\]", re.DOTALL)
+"""Mathematics that math-verify finds in a text; the dollar of `\\$36` delimits nothing."""
 
 
-def math_verify(completion: str, answer: str) -> float:
+def math_verify(completion: str, answer: str | float | Decimal) -> float:
     """Returns 1.0 if the last answer in the completion equals the reference answer, else 0.0.
 
-    The reference can be a GSM8K solution (`... #### 72`), LaTeX with or without dollar signs, or plain text.
-
-    Raises:
-        ValueError: the reference answer cannot be parsed as a mathematical expression.
+    The reference can be a GSM8K solution (`... #### 72`), LaTeX with or without dollar signs, a number or plain text.
     """
     assert parse is not None and verify is not None
-    reference = answer.rpartition("####")[2].strip()
-    if not any(mark in reference for mark in MATH_DELIMITERS):
-        reference = f"${reference}$"
-    expected = parse(reference, parsing_timeout=0)
-    if not expected:
-        raise ValueError(f"the reference answer {answer[-80:]!r} is no mathematical expression")
+    reference = math_reference(str(answer))
+    delimited = reference if _DELIMITED.search(reference) else f"${' '.join(reference.split())}$"
+    # What math-verify cannot read is compared as text.
+    expected = parse(delimited, parsing_timeout=0) or [reference]
     given = parse(completion, parsing_timeout=0)
     return float(verify(expected, given, timeout_seconds=0))

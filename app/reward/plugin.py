@@ -13,7 +13,6 @@ from app.records.sample import Sample
 from app.reward.aggregate import RewardOutcome
 from app.reward.function_pool import FunctionPool, InProcessPool
 from app.reward.plugin_signature import (
-    TRAINER_ARGUMENTS,
     DataColumns,
     Parameter,
     build_arguments,
@@ -64,6 +63,11 @@ class PlugIn:
         """One-line description of how the function is called."""
         unlimited = f"; this system cannot limit {', '.join(self._unlimited)}" if self._unlimited else ""
         return f"reward {self.name}: {self._pool.function}, {self._signature.to_text()}{unlimited}"
+
+    @property
+    def gets_answer(self) -> bool:
+        """Whether it declares the reference answer as a parameter."""
+        return any(parameter.name in self._columns.answers for parameter in self._parameters)
 
     def for_held_out(self, columns: DataColumns) -> PlugIn:
         """Returns this plug-in, with the same workers, for the columns of the evaluation data.
@@ -137,13 +141,13 @@ class PlugIn:
     def _request(self, samples: Sequence[Sample], step_info: StepInfo) -> dict[str, Any]:
         signature = self._signature
         arguments = build_arguments(signature, samples, self._columns)
-        request = {"arguments": arguments, "is_batch": signature.is_batch, "num_samples": len(samples)}
-        requested = [name for name in TRAINER_ARGUMENTS if name in signature.arguments and name not in arguments]
-        if "trainer_state" in requested:
-            request["trainer_state"] = {"global_step": step_info.step, "max_steps": step_info.num_steps}
-        if "log_metric" in requested:
-            request["log_metric"] = True
-        return request
+        return {
+            "arguments": arguments,
+            "is_batch": signature.is_batch,
+            "num_samples": len(samples),
+            "trainer_arguments": [name for name in signature.arguments if name not in arguments],
+            "trainer_state": {"global_step": step_info.step, "max_steps": step_info.num_steps},
+        }
 
 
 def group_indices(indices: Sequence[int], samples: Sequence[Sample]) -> Iterator[tuple[int, ...]]:

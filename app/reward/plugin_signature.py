@@ -34,8 +34,9 @@ SAMPLE_ARGUMENTS: Mapping[StyleName, tuple[str, ...]] = {
 MAX_CHARACTERS = 100_000
 """Functions get only this many last characters of longer completions, about 25,000 tokens."""
 
-TRAINER_ARGUMENTS = ("trainer_state", "log_metric")
-"""Additional arguments of a batch-style function: the training progress, and a function that logs a number."""
+TRAINER_ARGUMENTS = ("trainer_state", "log_metric", "log_extra")
+"""Additional arguments of a batch-style function, as in TRL: the training progress, a function that logs a number, and
+one that logs a value for each sample."""
 
 
 @dataclass(frozen=True, slots=True)

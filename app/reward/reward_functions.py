@@ -54,6 +54,7 @@ class TaskReward:
 
     def __init__(self, name: str) -> None:
         self.name = name
+        self.gets_answer = not name.endswith(FORMAT_SUFFIX)
 
     def compute_outcomes(self, samples: Sequence[Sample], step_info: StepInfo) -> list[RewardOutcome]:
         return [RewardOutcome(grade(self.name, sample.completion, sample.prompt)) for sample in samples]
@@ -154,7 +155,7 @@ class RewardFunctions:
         self._environment = environment
         self._columns = columns
         self._held_out_columns = held_out_columns
-        self._functions: list[RewardFunc] = []
+        self._functions: list[TaskReward | PlugIn] = []
         self._held_out_function: RewardFunc | None = None
         self._exit_stack = ExitStack()
         self.plug_in_summaries: tuple[str, ...] = ()
@@ -216,15 +217,19 @@ class RewardFunctions:
             scored = replace(scored, samples=[self._environment.set_token_rewards(s) for s in scored.samples])
         return scored
 
-    def try_functions(self, sample: Sample) -> RewardedSamples:
-        """Calls every function on two copies of a sample, which shows whether a list has one value for each.
+    @property
+    def names_of_judges(self) -> tuple[str, ...]:
+        """Names of the functions that get the reference answer."""
+        return tuple(function.name for function in self._functions if function.gets_answer)
+
+    def try_functions(self, samples: Sequence[Sample]) -> RewardedSamples:
+        """Calls every function on several samples of a prompt, which shows whether a list has one value for each.
 
         The reward model and the environment are left out.
         """
-        pair = [sample, replace(sample, sample_index=sample.sample_index + 1)]
         weights = {function.name: function.weight for function in self._settings.functions}
         on_error = self._settings.on_error
-        return _compute_rewards(pair, StepInfo(), self._functions, weights, on_error, when_all_abstain=None)
+        return _compute_rewards(samples, StepInfo(), self._functions, weights, on_error, when_all_abstain=None)
 
     def grade_held_out(self, samples: Sequence[Sample], step_info: StepInfo) -> RewardedSamples:
         """Returns held-out samples whose only reward is their accuracy; none if the function abstained.
@@ -246,7 +251,7 @@ class RewardFunctions:
             judged, samples=[replace(s, rewards=wrong) if was_dropped_in_rollout(s) else s for s in judged.samples]
         )
 
-    def _make_function(self, item: RewardFunctionSettings) -> RewardFunc:
+    def _make_function(self, item: RewardFunctionSettings) -> TaskReward | PlugIn:
         if is_task_reward(item.name):
             return TaskReward(item.name)
         if item.name == MATH_VERIFY and importlib.util.find_spec("math_verify") is None:

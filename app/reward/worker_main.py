@@ -5,17 +5,22 @@ request, beside what `app.plugins.worker_program` says:
 
     {"function": "rewards.py:brevity", ...}                 ->  {"parameters": [...], ...}
     {"arguments": {...}, "num_samples": 4, ...}             ->  {"outcomes": [...]}
+
+What JSON lacks is tagged in the arguments; see `app.records.typed_values`.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import islice
 from types import SimpleNamespace
 from typing import Any
 
 from app.plugins.loading import LoadError, load_object
 from app.plugins.values import (
+    MAX_EXTRAS,
+    MAX_TEXT_CHARACTERS,
     Failure,
     PlugInValueError,
     collect_extras,
@@ -25,7 +30,10 @@ from app.plugins.values import (
     to_number,
 )
 from app.plugins.worker_program import start
+from app.records.typed_values import from_json
 
+MAX_LOGGED_CHARACTERS = 10_000
+"""Of a text that a function logs for a sample."""
 PROGRAM_MODULES = {"app.reward.math_answers"}
 """Modules of this program that contain reward functions."""
 
@@ -71,23 +79,33 @@ def describe_parameters(function: Callable[..., Any]) -> list[list[Any]]:
 
 def call_function(function: Callable[..., Any], request: Mapping[str, Any]) -> dict[str, Any]:
     """Calls the function and returns its outcomes; any error is returned as a failure."""
-    arguments = dict(request["arguments"])
-    logged: dict[str, float] = {}
-    if "trainer_state" in request:
-        arguments["trainer_state"] = SimpleNamespace(**request["trainer_state"])
-    if "log_metric" in request:
-        arguments["log_metric"] = logged.__setitem__
+    arguments, num_samples = from_json(request["arguments"]), request["num_samples"]
+    metrics: dict[str, float] = {}
+    columns: dict[str, Iterable[Any]] = {}
+    for_function = {
+        "trainer_state": SimpleNamespace(**request["trainer_state"]),
+        "log_metric": metrics.__setitem__,
+        "log_extra": columns.__setitem__,
+    }
+    arguments |= {name: for_function[name] for name in request["trainer_arguments"]}
     try:
         result = finished(function(**arguments))
         if request["is_batch"]:
-            return {"outcomes": batch_outcomes(result, request["num_samples"], collect_extras(logged))}
+            logged = collect_columns(columns, num_samples)
+            return {"outcomes": batch_outcomes(result, num_samples, collect_extras(metrics), logged)}
         return {"outcomes": [sample_outcome(result)]}
     except BaseException as error:  # no error may affect another call
         return failure_of(error)
 
 
-def batch_outcomes(result: Any, num_samples: int, extras: dict[str, float]) -> list[dict[str, Any]]:
+def batch_outcomes(
+    result: Any, num_samples: int, extras: Mapping[str, float], logged: Sequence[Mapping[str, Any]]
+) -> list[dict[str, Any]]:
     """Returns one outcome per sample; None means an abstention. An item of another type fails only its own sample.
+
+    Args:
+        extras: metrics of the call, which count for each of its samples.
+        logged: what the function logged for each sample.
 
     Raises:
         PlugInValueError: the result is not a list of `num_samples` items.
@@ -97,14 +115,42 @@ def batch_outcomes(result: Any, num_samples: int, extras: dict[str, float]) -> l
     values = list(result)
     if len(values) != num_samples:
         raise RewardLengthError(f"returned {len(values)} values for {num_samples} samples, expected one for each")
-    return [{} if value is None else _value_outcome(value, extras) for value in values]
+    return [
+        {"logged": of_sample} | ({} if value is None else _value_outcome(value, extras))
+        for value, of_sample in zip(values, logged, strict=True)
+    ]
 
 
-def _value_outcome(value: Any, extras: dict[str, float]) -> dict[str, Any]:
+def _value_outcome(value: Any, extras: Mapping[str, float]) -> dict[str, Any]:
     try:
         return {"value": to_number(value), "extras": extras}
     except PlugInValueError as error:
         return {"failure": Failure(error.kind, str(error))}
+
+
+def collect_columns(columns: Mapping[Any, Iterable[Any]], num_samples: int) -> list[dict[str, Any]]:
+    """Returns what TRL's `log_extra(column, values)` was called with, by sample: at most `MAX_EXTRAS` columns.
+
+    Raises:
+        PlugInValueError: a column has not one value for each sample.
+    """
+    rows: list[dict[str, Any]] = [{} for _ in range(num_samples)]
+    for name, values in islice(columns.items(), MAX_EXTRAS):
+        of_samples = list(values)
+        if len(of_samples) != num_samples:
+            raise PlugInValueError(f"logged {len(of_samples)} values of {name!r} for {num_samples} samples")
+        for row, value in zip(rows, of_samples, strict=True):
+            row[str(name)[:MAX_TEXT_CHARACTERS]] = _loggable(value)
+    return rows
+
+
+def _loggable(value: Any) -> str | float | None:
+    if value is None or isinstance(value, bool | int):
+        return value
+    try:
+        return to_number(value)
+    except PlugInValueError:
+        return str(value)[:MAX_LOGGED_CHARACTERS]
 
 
 def sample_outcome(result: Any) -> dict[str, Any]:

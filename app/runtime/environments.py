@@ -17,6 +17,7 @@ from app.prompts.tool_calls import resolve_format, turn_calls
 from app.prompts.turn_end import unended_turn
 from app.records.identity import plugin_file_digests
 from app.records.sample import Prompt
+from app.records.typed_values import to_text
 from app.rollout.conversations import Conversations, TurnLimits
 from settings import Settings
 from settings.errors import InputError
@@ -95,7 +96,7 @@ def try_episode(settings: Settings, tokenizer: Tokenizer, prompt: Prompt) -> str
     """
     conversations = open_conversations(settings, tokenizer)
     assert conversations is not None
-    turn = prompt.answer or ""
+    turn = to_text(prompt.answer)
     with closing(conversations.pool) as pool:
         [opening] = conversations.open([prompt])
         if opening.failure is not None:

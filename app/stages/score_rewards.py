@@ -135,13 +135,12 @@ def _read_located(input: Path, settings: Settings) -> list[LocatedSample]:
 
 
 def _read_reference(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns answer and columns, with verl's `gts` of any type as `ground_truth`, since an answer is text."""
-    columns, answer, reference = record.get("columns"), record.get("answer"), record.get("gts")
-    columns = columns if isinstance(columns, dict) else {}
-    if answer is not None or reference is None:
-        return {"answer": answer, "columns": columns}
-    answer = reference if isinstance(reference, str) else None
-    return {"answer": answer, "columns": {"ground_truth": reference, **columns}}
+    """Returns answer and columns; verl calls the answer `gts`."""
+    columns, answer = record.get("columns"), record.get("answer")
+    return {
+        "answer": record.get("gts") if answer is None else answer,
+        "columns": columns if isinstance(columns, dict) else {},
+    }
 
 
 def _scored_record(one: LocatedSample, scored: Sample) -> Mapping[str, Any]:

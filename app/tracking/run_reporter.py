@@ -17,6 +17,7 @@ from app.records.atomic_write import write_atomic
 from app.records.run_directory import RunDirectory
 from app.records.sample import Messages, Sample, message_text
 from app.records.text_format import to_printable
+from app.records.typed_values import to_text
 from app.report.alerts import Alert, AlertMonitor
 from app.report.metrics_history import training_steps
 from app.report.write_report import write_report
@@ -103,7 +104,7 @@ def sample_lines(samples: Sequence[Sample], *, step: int) -> list[str]:
     lines = [f"completions of step {step}"] if selected else []
     for group in selected:
         best, worst = max(group, key=_reward_or_zero), min(group, key=_reward_or_zero)
-        answer = truncate_middle(best.prompt.answer or "–", limit=NAME_CHARACTERS)
+        answer = truncate_middle(to_text(best.prompt.answer) or "–", limit=NAME_CHARACTERS)
         lines.append(f"  {truncate_middle(_prompt_text(best.prompt.source), limit=PROMPT_CHARACTERS)}  [{answer}]")
         lines += [f"    {_to_text(sample)}" for sample in ([best] if best is worst else [best, worst])]
     return lines

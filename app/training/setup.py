@@ -25,12 +25,12 @@ from app.reward.reward_functions import RewardFunctions
 from app.runtime.advantages import with_saved_advantages
 from app.runtime.environments import try_episode
 from app.runtime.generators import check_async_workers
-from app.runtime.health_checks import try_reward_functions
 from app.runtime.host_supervision import watch_hosts
 from app.runtime.mesh_checks import check_experts, check_fixed_micro_batches, replicated_dim_notes
 from app.runtime.model_spec import adapter_notes
 from app.runtime.pinned_revisions import pin_revisions
 from app.runtime.reward_model import NetworkSpec, reward_model_notes
+from app.runtime.reward_trial import try_reward_functions
 from app.runtime.scoring import ScoringSession
 from app.runtime.session import Session
 from app.training.inputs import TrainingInputs, read_training_inputs

@@ -49,9 +49,9 @@ class DataSettings(Section):
         Annotated[str, Field(min_length=1), Tag(SINGLE_TAG)] | Annotated[Mixture, Tag(MIXTURE_TAG)],
         Discriminator(_kind_of_source),
     ] = "builtin:arithmetic"
-    """Training prompts: `builtin:arithmetic`, `hf:<hub id>[:<config>][@<commit>]`, or a .jsonl / .parquet file. A list
-    of them, as in `[{source: a.jsonl, weight: 3}, b.jsonl]`, is a mixture: reward functions get a column
-    data_source."""
+    """Training prompts: `builtin:arithmetic`, `hf:<hub id>[:<config>][@<commit>]`, a .jsonl, .jsonl.gz or .parquet
+    file, a folder of such files, or a pattern such as `data/train-*.parquet`. A list of them, as in `[{source: a.jsonl,
+    weight: 3}, b.jsonl]`, is a mixture: reward functions get a column data_source."""
     split: str = "train"
     """Split of a hub data set or of the arithmetic generator."""
     eval_source: str | None = None
@@ -62,7 +62,8 @@ class DataSettings(Section):
     prompt_column: str | None = None
     """Column of the prompts. When null, the first of prompt, question, problem, messages that exists."""
     answer_column: str | None = None
-    """Column of the reference answers. When null, the first of answer, ground_truth, solution that exists."""
+    """Column of the reference answers, of any type. When null, the first of answer, ground_truth, solution,
+    reward_model.ground_truth that exists."""
     system_prompt: str | None = None
     """System message before every prompt; none when null."""
     chat_template: Literal["model", "none"] = "model"

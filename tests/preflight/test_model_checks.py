@@ -10,7 +10,7 @@ from app.preflight.check_results import CheckRecorder, CheckResult
 from app.preflight.model_checks import check_chat_template, check_reward_functions
 from app.prompts.tokenizer import Tokenizer, load_tokenizer
 from app.records.sample import Prompt
-from app.runtime.health_checks import make_trial_samples
+from app.runtime.reward_trial import NO_ANSWERS, make_trial_samples
 from settings import Settings, load
 from tests.tiny_directory import TEMPLATE, write_model, write_tokenizer
 
@@ -27,7 +27,7 @@ def tokenizer_with(directory: Path, template: str = TEMPLATE) -> Tokenizer:
     return load_tokenizer(open_model(str(directory)))
 
 
-def make_prompt(tokenizer: Tokenizer, uid: str = "p", answer: str | None = "12") -> Prompt:
+def make_prompt(tokenizer: Tokenizer, uid: str = "p", answer: object = "12") -> Prompt:
     return Prompt(uid, np.asarray(tokenizer.chat_ids(MESSAGES), np.int32), "1+1=?", answer)
 
 
@@ -58,8 +58,10 @@ def test_the_first_prompt_with_an_answer_gets_right_and_wrong_answers(directory:
     assert (right.prompt.uid, right.completion) == ("1", "2")
     assert right.completion_ids.tolist() == [*tokenizer.encode("2"), 0]
     assert [(other.prompt.uid, other.completion) for other in others] == [("1", "3"), ("1", "4"), ("1", "5")]
-    (alone,) = make_trial_samples(tokenizer, prompts[:1])
-    assert alone.completion == "I do not know."
+    for numbers in ([None], [7, 7]):
+        prompts = [make_prompt(tokenizer, "p", answer) for answer in numbers]
+        *_, one, other = [sample.completion for sample in make_trial_samples(tokenizer, prompts)]
+        assert (one, other) == NO_ANSWERS
 
 
 def check_rewards(directory: Path, answers: str, *overrides: str) -> CheckResult:
@@ -81,5 +83,5 @@ def test_a_reward_function_that_exceeds_its_timeout_fails(directory: Path, tmp_p
 def test_a_reward_that_does_not_distinguish_answers_is_a_warning(directory: Path) -> None:
     assert check_rewards(directory, "4 5").found == "arithmetic: 1 for the reference answer, 0 for others"
     result = check_rewards(directory, "4 4.0")
-    assert result.verdict == "warn" and result.advice.startswith("check data.answer_column, and whether arithmetic")
+    assert result.verdict == "warn" and "check data.answer_column, and whether arithmetic fits" in result.advice
     assert result.found == "arithmetic: 1 for the reference answer, 1 for others"

@@ -18,7 +18,7 @@ from settings.schema.reward import PluginSettings, RewardSettings
 from tests import tiny
 
 
-def make_prompt(answer: str | None = "18", uid: str = "q/0", source: str | Messages = "?", **extra: Any) -> Prompt:
+def make_prompt(answer: Any = "18", uid: str = "q/0", source: str | Messages = "?", **extra: Any) -> Prompt:
     return Prompt(uid=uid, token_ids=np.array([1], np.int32), source=source, answer=answer, extra=extra)
 
 

@@ -3,18 +3,24 @@
 import asyncio
 import functools
 import inspect
+import json
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import UTC, date, datetime, time, timedelta
+from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
+from uuid import UUID
 
 import numpy as np
 import pytest
 
 from app.plugins.loading import LoadError
 from app.prompts.dataset import ANSWER_COLUMNS, PROMPT_COLUMNS
+from app.records.sample_json import sample_from_record, sample_to_record
+from app.records.typed_values import to_json
 from app.reward.function_pool import callables_at_hand
 from app.reward.plugin import StepInfo
 from app.reward.plugin_signature import (
@@ -136,6 +142,23 @@ def test_only_batch_functions_may_abstain() -> None:
     assert kinds_of(scored) == ["value"] and "returned None, expected a number" in scored.notices[0]
 
 
+TYPED = {
+    **{"target": 16, "numbers": [3, 5, 8], "parity": True, "aliases": ["Ada", "A. L."], "due": None},
+    **{"at": datetime(2025, 1, 1, 12, tzinfo=UTC), "day": date(2025, 1, 1), "price": Decimal("1.50")},
+    **{"lasts": timedelta(hours=1), "clock": time(9, 30), "raw": b"\xff", "id": UUID(int=7), "top": float("inf")},
+}
+
+
+def test_functions_get_answers_and_columns_of_any_type_as_they_were() -> None:
+    values = to_json(TYPED)
+    assert json.loads(json.dumps(values, allow_nan=False)) == values
+    row = make_prompt(values, row=values, other={"python_type": "decimal.Decimal", "value": "many"})
+    sample = sample_from_record(sample_to_record(make_sample("a", row)), where="f:1")
+    seen: list[Any] = []
+    score_by(lambda completions, answer, row, other: seen.append((answer, row, other)), [sample])
+    assert seen == [([TYPED], [TYPED], [{"python_type": "decimal.Decimal", "value": "many"}])]
+
+
 def test_extra_metrics_come_from_dicts_and_log_metric() -> None:
     def trl(completions: list[str], log_metric: Any) -> list[int]:
         log_metric("seen", len(completions))
@@ -148,6 +171,25 @@ def test_extra_metrics_come_from_dicts_and_log_metric() -> None:
     assert score_by(verl, samples).function_counts["f"].extras == {"acc": (2.0, 3)}
     # Two calls, of two samples and of one: each sample counts the number of its call.
     assert score_by(trl, samples, batch_size=2).function_counts["f"].extras == {"seen": (5.0, 3)}
+
+
+def test_values_of_log_extra_are_kept_with_their_samples() -> None:
+    def trl(completions: list[str], log_extra: Any) -> list[int | None]:
+        log_extra("found it", [np.float32(0.5), None, float("nan")][: len(completions)])
+        log_extra("words", ({"a": 1}, "b", True)[: len(completions)])
+        return [1, None, 0][: len(completions)]
+
+    samples = [*make_group("a", "b"), *make_group("b", group=1)]
+    scored = score_by(trl, samples)
+    assert [sample.extra["log_extra"] for sample in scored.samples] == [
+        {"found it": 0.5, "words": "{'a': 1}"},
+        {"found it": None, "words": "b"},
+        {"found it": "nan", "words": True},
+    ]
+    again = score_by(lambda completion: 1, scored.samples)
+    assert not any("log_extra" in sample.extra for sample in again.samples)
+    wrong = score_by(lambda completions, log_extra: log_extra("n", [1, 2]) or [1] * len(completions), samples)
+    assert kinds_of(wrong) == [None, None, "value"] and "logged 2 values of 'n' for 1 samples" in wrong.notices[0]
 
 
 def test_batches_are_whole_groups() -> None:
@@ -188,18 +230,20 @@ def test_held_out_samples_fill_the_columns_of_their_own_data(tmp_path: Path) -> 
     assert [(s.rewards, s.reward) for s in judged.samples] == [({"f": 4.0}, 4.0), ({"f": 0.0}, None)]
 
 
-def test_functions_are_tried_on_two_copies_of_a_sample() -> None:
-    (sample,) = make_group("18")
+def test_functions_are_tried_without_a_model_and_may_abstain() -> None:
+    samples = make_group("18", "17")
     functions = [{"name": "f", "function": "callable:f"}, "gsm8k"]
     with (
         callables_at_hand({"f": lambda completion, answer: 1 / (len(answer) - 2)}),
-        opened(functions, [sample]) as rewards,
+        opened(functions, samples) as rewards,
     ):
-        tried = rewards.try_functions(sample)
-    assert "ZeroDivisionError: division by zero" in tried.notices[0] and values_of(tried) == [1.0, 1.0]
+        tried = rewards.try_functions(samples)
+        assert rewards.names_of_judges == ("f", "gsm8k")
+    assert "ZeroDivisionError: division by zero" in tried.notices[0] and values_of(tried) == [1.0, 0.0]
 
 
 COLUMNS = DataColumns.from_rows([make_prompt(level=1, source="?")], source="train.jsonl")
+TRAINER = "trainer_state log_metric log_extra"
 ALL_COLUMNS = "answer ground_truth solution level"
 BARE = DataColumns.from_rows([make_prompt(None)], source="train.jsonl")
 
@@ -227,7 +271,7 @@ def test_prompt_and_answer_names_are_those_of_data_sets() -> None:
         (lambda solution_str: 0, "verl", "solution_str"),
         (lambda completion, completion_ids: 0, "by name", "completion completion_ids"),
         (lambda prompt, completion, solution, level, scale=2.0: 0, "by name", "prompt completion solution level"),
-        (lambda **kwargs: 0, "batch", f"prompts completions completion_ids trainer_state log_metric {ALL_COLUMNS}"),
+        (lambda **kwargs: 0, "batch", f"prompts completions completion_ids {TRAINER} {ALL_COLUMNS}"),
         (lambda completion, **kwargs: 0, "by name", f"prompt completion completion_ids {ALL_COLUMNS}"),
         (lambda solution_str, **kwargs: 0, "verl", f"data_source solution_str extra_info {ALL_COLUMNS}"),
     ],

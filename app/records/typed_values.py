@@ -1,0 +1,93 @@
+"""Values that data files have and JSON has not, written as tagged objects in every record and message.
+
+    {"python_type": "decimal.Decimal", "value": "1.50"}
+
+Rows of data sets hold only such JSON, from the file on, so that what a reward function gets does not depend on whether
+the sample went through a file. The tagged objects become Python objects again in the process of the user's function.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+from collections.abc import Callable, Mapping
+from datetime import date, datetime, time, timedelta
+from decimal import Decimal
+from typing import Any, NamedTuple
+from uuid import UUID
+
+TYPE, VALUE = "python_type", "value"
+DECIMAL = "decimal.Decimal"
+MICROSECOND = timedelta(microseconds=1)
+
+
+class Codec(NamedTuple):
+    """How a type is written as text."""
+
+    python_type: type
+    write: Callable[[Any], str]
+    read: Callable[[str], Any]
+
+
+CODECS = {
+    # A datetime is a date, too, so it comes first. Its time zone is kept as an offset.
+    "datetime.datetime": Codec(datetime, datetime.isoformat, datetime.fromisoformat),
+    "datetime.date": Codec(date, date.isoformat, date.fromisoformat),
+    "datetime.time": Codec(time, time.isoformat, time.fromisoformat),
+    "datetime.timedelta": Codec(timedelta, lambda x: str(x // MICROSECOND), lambda text: int(text) * MICROSECOND),
+    DECIMAL: Codec(Decimal, str, Decimal),
+    "uuid.UUID": Codec(UUID, str, UUID),
+    "bytes": Codec(bytes, lambda x: base64.b64encode(x).decode(), lambda text: base64.b64decode(text, validate=True)),
+    "float": Codec(float, str, float),
+}
+"""By the name in `TYPE`. The only floats among them are infinities."""
+
+
+def to_json(value: Any) -> Any:
+    """Returns a value of a data file as JSON: null for NaN, a list for a tuple, tagged objects for what JSON lacks.
+
+    An object of any other type is left as it is.
+    """
+    if isinstance(value, Mapping):
+        return {name: to_json(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [to_json(item) for item in value]
+    if value is None or isinstance(value, str | int) or (isinstance(value, float) and math.isfinite(value)):
+        return value
+    if isinstance(value, float) and math.isnan(value):
+        return None
+    return next(
+        ({TYPE: name, VALUE: one.write(value)} for name, one in CODECS.items() if isinstance(value, one.python_type)),
+        value,
+    )
+
+
+def from_json(value: Any) -> Any:
+    """Returns JSON with the objects for which `to_json` wrote tagged ones; one that it did not write stays as it is."""
+    if isinstance(value, list):
+        return [from_json(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if value.keys() == {TYPE, VALUE} and isinstance(value[VALUE], str) and (codec := CODECS.get(str(value[TYPE]))):
+        try:
+            return codec.read(value[VALUE])
+        except (ValueError, ArithmeticError):
+            return value
+    return {name: from_json(item) for name, item in value.items()}
+
+
+def is_text_or_number(value: Any) -> bool:
+    """Returns whether JSON is text or a number; a tagged decimal is one, a boolean is not."""
+    is_decimal = isinstance(value, dict) and value.get(TYPE) == DECIMAL
+    return is_decimal or (isinstance(value, str | int | float) and not isinstance(value, bool))
+
+
+def to_text(value: Any) -> str:
+    """Returns JSON as people write it: text as it is, a tagged object as its value, null as nothing."""
+    if value is None or isinstance(value, str):
+        return value or ""
+    tagged = from_json(value)
+    if isinstance(value, dict) and not isinstance(tagged, dict):
+        return str(value[VALUE])
+    return json.dumps(value, ensure_ascii=False)

@@ -1,0 +1,121 @@
+"""A trial of the reward functions before a run: the reference answer of a prompt, and other answers to it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from app.prompts.tokenizer import Tokenizer
+from app.records.sample import Prompt, Sample
+from app.records.typed_values import from_json, is_text_or_number, to_text
+from app.reward.aggregate import RewardedSamples
+from app.reward.reward_functions import RewardFunctions
+from settings.errors import InputError
+
+log = logging.getLogger(__name__)
+NUM_WRONG_ANSWERS = 3
+"""Maximum number of wrong answers; several are used because one may be right by chance."""
+NO_ANSWERS = ("I do not know.", "Nobody can say.")
+USUAL_FORMS = (r"The answer is \boxed{{{0}}}.", "<think>\n{0}\n</think>\n<answer>{0}</answer>", "#### {0}")
+"""How policies are told to answer; many functions find an answer only in one of them."""
+
+
+def make_trial_samples(tokenizer: Tokenizer, prompts: Sequence[Prompt]) -> tuple[Sample, ...]:
+    """Returns samples of the first prompt with a reference answer: that answer, then answers to other prompts."""
+    prompt = next((one for one in prompts if one.answer is not None), prompts[0])
+    reference = None if prompt.answer is None else to_text(prompt.answer)
+    known = dict.fromkeys(to_text(one.answer) for one in prompts if one.answer is not None)
+    others = [answer for answer in known if answer != reference][:NUM_WRONG_ANSWERS] or [*NO_ANSWERS]
+    samples = []
+    for index, answer in enumerate(others if reference is None else [reference, *others]):
+        ids = np.asarray([*tokenizer.encode(answer), tokenizer.eos_ids[0]], np.int32)
+        samples.append(
+            Sample(
+                prompt=prompt,
+                sample_index=index,
+                group_id=0,
+                completion_ids=ids,
+                completion=answer,
+                behavior_logprobs=np.zeros(len(ids), np.float32),
+                finish_reason="stop",
+                policy_version=0,
+            )
+        )
+    return tuple(samples)
+
+
+def try_reward_functions(rewards: RewardFunctions, tokenizer: Tokenizer, prompts: Sequence[Prompt]) -> None:
+    """Calls every reward function for a prompt with a reference answer, and for one that has none, if any.
+
+    Logs failures, and functions that give the reference answer no more and no less than other answers.
+
+    Raises:
+        InputError: a function fails such that a run would stop, too.
+    """
+    trials = [make_trial_samples(tokenizer, prompts)]
+    unanswered = [prompt for prompt in prompts if prompt.answer is None]
+    if unanswered and trials[0][0].prompt.answer is not None:
+        trials.append(make_trial_samples(tokenizer, unanswered))
+    for samples in trials:
+        tried, first = rewards.try_functions(samples), samples[0]
+        place = f"for the answer {first.completion!r:.60} to {first.prompt.uid}"
+        if first.prompt.answer is None:
+            place += f", one of {len(unanswered):,} rows of {len(prompts):,} without a reference answer"
+        if tried.fatal_error is not None:
+            raise InputError(f"reward.functions: tried before the run, {place}: {tried.fatal_error}")
+        for notice in tried.notices:
+            log.warning("a reward function fails in a trial %s: %s", place, notice)
+        for name in find_indifferent(rewards, samples, tried):
+            log.warning("%s", describe_indifferent(name, samples, tried))
+
+
+def find_indifferent(rewards: RewardFunctions, samples: Sequence[Sample], tried: RewardedSamples) -> list[str]:
+    """Returns the functions that give all answers of a trial the same reward, in each of the usual forms.
+
+    One that does not get the reference answer may judge the form alone: its rewards are the same in all forms.
+
+    Args:
+        samples: those of `make_trial_samples`.
+        tried: their rewards by `RewardFunctions.try_functions`.
+    """
+    # As a completion, an object, a list or a boolean is hardly the answer that a function expects.
+    if not is_text_or_number(samples[0].prompt.answer) or tried.notices:
+        return []
+    by_form = [_values(tried)]
+    suspects = [name for name, values in by_form[0].items() if len(values) == 1 and None not in values]
+    for form in USUAL_FORMS:
+        if not suspects:
+            break
+        texts = [form.format(sample.completion.rpartition("####")[2].strip()) for sample in samples]
+        by_form.append(_values(rewards.try_functions(_with_texts(samples, texts))))
+        suspects = [name for name in suspects if len(by_form[-1][name]) == 1]
+    return [
+        name
+        for name in suspects
+        if name in rewards.names_of_judges or len({value for form in by_form for value in form[name]}) == 1
+    ]
+
+
+def describe_indifferent(name: str, samples: Sequence[Sample], tried: RewardedSamples) -> str:
+    """Returns a warning about one of the functions of `find_indifferent`."""
+    answer: Any = from_json(samples[0].prompt.answer)
+    (value,) = _values(tried)[name]
+    return (
+        f"reward.functions: {name} gives {value:g} for the reference answer {answer!r:.60} ({type(answer).__name__}) "
+        f"of {samples[0].prompt.uid}, and for {len(samples) - 1} other answers; check data.answer_column, and whether "
+        f"{name} fits the data"
+    )
+
+
+def _values(tried: RewardedSamples) -> dict[str, set[float | None]]:
+    """Returns the different values of each function."""
+    return {name: {(one.rewards or {}).get(name) for one in tried.samples} for name in tried.function_counts}
+
+
+def _with_texts(samples: Sequence[Sample], texts: Sequence[str]) -> list[Sample]:
+    # Token ids stay those of the bare answer: what judges them has seen them already.
+    return [replace(sample, completion=text) for sample, text in zip(samples, texts, strict=True)]
