@@ -75,8 +75,9 @@ class Tokenizer:
         self.unk_id: int | None = unk_id if isinstance(unk_id, int) and unk_id not in self.eos_ids else None
         """Id of unknown text; None if there is none. Byte-level tokenizers name their end-of-sequence token for it."""
         vocabulary = hf_tokenizer.get_vocab()
-        byte_ids = [vocabulary.get(f"<0x{value:02X}>") for value in range(256)]
-        self._byte_values = {} if None in byte_ids else {byte_id: value for value, byte_id in enumerate(byte_ids)}
+        names = [f"<0x{value:02X}>" for value in range(256)]
+        byte_ids = [vocabulary[name] for name in names if name in vocabulary]
+        self._byte_values = dict(zip(byte_ids, range(256), strict=True)) if len(byte_ids) == 256 else {}
         """Id -> byte of the tokens for single bytes; empty for tokenizers without them, such as byte-level ones."""
         added = hf_tokenizer.added_tokens_decoder
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special) - {self.unk_id}

@@ -166,7 +166,7 @@ class ForcedRollout:
             for i, (kind, engine) in enumerate(zip(kinds, self.engines, strict=True))
         ]
         schedule = ScheduleConfig(policy, self.pdsr, rule or self.rule, in_order=True)
-        return RolloutWorkerPool(workers[:num_workers], schedule, decode_text=lambda _: "")
+        return RolloutWorkerPool(workers[:num_workers], schedule, decode_text=lambda _: "", stop_text=lambda _: "")
 
     def generate(self, made: SampleGenerator, *, seed: int = 0) -> float:
         """Generates all samples and returns the seconds, with opening and closing the slots and making records."""

@@ -25,7 +25,9 @@ from settings.schema.rollout import SegmentSettings
 def measure(rollout: ForcedRollout, num_slots: int, num_blocks: int | None) -> tuple[SlotEngine, float]:
     """Returns the engine after a rollout, and its seconds, compiling and a first rollout left out."""
     engine = rollout.new_engine(num_slots, num_blocks=num_blocks)
-    batching = ContinuousBatchGenerator(engine, decode_text=lambda _: "", segment_rule=rollout.rule)
+    batching = ContinuousBatchGenerator(
+        engine, decode_text=lambda _: "", stop_text=lambda _: "", segment_rule=rollout.rule
+    )
     rollout.generate(batching)
     engine.counters.take()
     return engine, rollout.generate(batching)

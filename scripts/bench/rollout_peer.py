@@ -113,7 +113,9 @@ def ours(rollout: ForcedRollout, num_rows: int, *, workers: bool) -> dict[str, C
     engine, start = rollout.new_engine(num_rows), time.perf_counter()
     engine.programs.compile(suspends=False, recomputes=False, truncates=False)
     ways: dict[str, Callable[[], SampleGenerator]] = {
-        "slots": lambda: ContinuousBatchGenerator(engine, decode_text=lambda _: "", segment_rule=rollout.rule)
+        "slots": lambda: ContinuousBatchGenerator(
+            engine, decode_text=lambda _: "", stop_text=lambda _: "", segment_rule=rollout.rule
+        )
     }
     if workers:
         rollout.compile()

@@ -100,8 +100,9 @@ def endless(session: Session) -> ContinuousBatchGenerator:
     engine = SlotEngine(
         programs.definition, programs.mesh, programs.shapes, eos_ids=(), dtype=programs.dtype, exact=False
     )
-    decode_text = session.model_spec.tokenizer.decode
-    return ContinuousBatchGenerator(engine, decode_text=decode_text, segment_rule=chosen.rollout.segment)
+    tokenizer = session.model_spec.tokenizer
+    texts = {"decode_text": tokenizer.decode, "stop_text": tokenizer.stop_text}
+    return ContinuousBatchGenerator(engine, **texts, segment_rule=chosen.rollout.segment)
 
 
 if __name__ == "__main__":

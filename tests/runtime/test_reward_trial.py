@@ -17,7 +17,8 @@ def found_for(function: Any, answer: Any, *others: str) -> list[str]:
     texts = [to_text(answer), *(others or ("132", "7", "8"))]
     samples = [make_sample(text, prompt, index=index) for index, text in enumerate(texts)]
     named: list[Any] = [function if isinstance(function, str) else {"name": "f", "function": "callable:f"}]
-    with callables_at_hand({"f": function}), opened(named, samples) as rewards:
+    functions: dict[str, Any] = {"f": function}
+    with callables_at_hand(functions), opened(named, samples) as rewards:
         tried = rewards.try_functions(samples)
         return [describe_indifferent(one, samples, tried) for one in find_indifferent(rewards, samples, tried)]
 

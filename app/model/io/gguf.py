@@ -174,10 +174,10 @@ class GgufFile:
 
     def _hugging_face_name(self, name: str) -> str:
         match = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", name)
-        layer, stem, leaf = match.groups() if match else (None, None, None)
-        module = OUTER_TENSORS.get(stem) if layer is None else BLOCK_TENSORS.get(stem)
+        layer, stem, leaf = match.groups("") if match else ("", "", "")
+        module = BLOCK_TENSORS.get(stem) if layer else OUTER_TENSORS.get(stem)
         if module is not None and (leaf == "weight" or module.endswith("_proj")):
-            return f"{module}.{leaf}" if layer is None else f"model.layers.{layer}.{module}.{leaf}"
+            return f"model.layers.{layer}.{module}.{leaf}" if layer else f"{module}.{leaf}"
         why = "scales rotary frequencies one by one" if stem == "rope_freqs" else "is unknown in this architecture"
         raise InputError(f"{self.path}: GGUF tensor {name!r} is not supported, because it {why}; {WORKAROUND}")
 
