@@ -19,7 +19,7 @@ def fussy(completion, difficulty):
     return len(completion) / 4
 def broken(completion): raise ValueError("always")
 def picky(completion, answer):
-    if completion != answer: raise ValueError("wrong")
+    if completion != answer and os.path.exists("runs/tiny"): raise ValueError("wrong")
     return 1
 def until_third(completions, trainer_state):
     if trainer_state.global_step == 3 and os.path.exists("runs/tiny"): raise ValueError("third")
