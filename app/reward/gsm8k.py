@@ -26,8 +26,8 @@ _HASHES = re.compile(rf"####[ \t*]*+(?P<number>{NUMBER_PATTERN})")
 _BOX = re.compile(r"\\boxed[ ]?\{(?P<content>(?:[^{}]++|\{[^{}]*+\})*+)\}")
 # A number, with an optional name before it (`x =`) and units after it (`dollars`, `miles/hour`, `cm^2`).
 _BOX_CONTENT = re.compile(
-    rf"(?:[A-Za-z]\w*+\s*+=\s*+)?(?P<number>{NUMBER_PATTERN})"
-    r"\s*+(?:\\?%)?[\s.]*+(?:[A-Za-z/°]++(?:\^\{?[23]\}?)?[\s.]*+)*+"
+    rf"(?:[^\W\d]\w*+\s*+=\s*+)?(?P<number>{NUMBER_PATTERN})"
+    r"\s*+(?:\\?%)?[\s.]*+(?:(?:[^\W\d_]|[/°])++(?:\^\{?[23]\}?)?[\s.]*+)*+"
 )
 _TEXT_COMMAND = re.compile(r"\\(?:text|textbf|textrm|mathrm|mathbf|mbox)\{([^{}]*+)\}")
 _SPACING_COMMAND = re.compile(r"\\[,;:! ]|~")

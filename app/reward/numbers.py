@@ -20,13 +20,15 @@ MAX_SEARCHED_CHARACTERS = 100_000
 
 _NO_BREAK_SPACE = r"[\u00a0\u2009\u202f]"
 _CURRENCY = r"(?:\\?[$€£¥₹]|US\$|USD|EUR|GBP|INR|CNY|JPY)"
+_WORD = r"[^\W\u0e00-\uffff]"
+"""A character of a word, in scripts that put spaces between words and numbers; Chinese does not."""
 _FULL_WIDTH = {code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F)}
 
 
 def _pattern(*separators: str) -> str:
     """Returns the pattern of a number, whose digits may be in groups of three; it can be used once in another."""
     groups = "".join(rf"[0-9]{{1,3}}(?:{separator}[0-9]{{3}}){{1,40}}+|" for separator in separators)
-    unsigned = rf"(?:(?:{groups}[0-9]++)(?:\.[0-9]++)?|\.[0-9]++)(?:[eE][-+]?[0-9]{{1,2}}(?!\w))?"
+    unsigned = rf"(?:(?:{groups}[0-9]++)(?:\.[0-9]++)?|\.[0-9]++)(?:[eE][-+]?[0-9]{{1,2}}(?!{_WORD}))?"
     return (
         rf"(?P<sign>[-+\u2212]?)(?:{_CURRENCY}[ ]?)?(?P<inner_sign>[-+\u2212]?)"
         r"(?:(?:(?P<frac_whole>[0-9]{1,9})[ ]?)?\\[dt]?frac[ ]?"
@@ -45,7 +47,7 @@ _WHOLE_TEXT = re.compile(rf"{NUMBER_PATTERN}[ ]?(?:\\?%)?\.?")
 # A sign right after a letter, a digit or a bracket is a minus between two terms. Digits inside a word (`x2`), or after
 # the decimal point of the preceding number (`1.2.3`), are not a number. In a text, `5 100` may be two numbers,
 # but `5 000` is one.
-_IN_TEXT = re.compile(r"(?<![\w)])(?<![0-9]\.)" + _pattern(",", r"\x20(?=0)", _NO_BREAK_SPACE))
+_IN_TEXT = re.compile(rf"(?<!{_WORD})(?<!\))(?<![0-9]\.)" + _pattern(",", r"\x20(?=0)", _NO_BREAK_SPACE))
 
 
 def to_ascii(text: str) -> str:
