@@ -168,7 +168,7 @@ def sample_to_record(sample: Sample) -> dict[str, Any]:
     if sample.reward is not None:
         record["reward"] = sample.reward
     if prompt.extra:
-        record["columns"] = dict(prompt.extra)
+        record["columns"] = prompt.extra
     assert not record.keys() & sample.extra.keys(), "Sample.extra holds a known field"
     return record | dict(sample.extra)
 

@@ -5,7 +5,6 @@ A row may have 100 kB of test cases, and a step many samples of each row.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -22,18 +21,23 @@ MAX_REPEATED_CHARS = 256
 
 def share_rows(records: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
     """Yields the records of one file, with `row_of` in place of the long fields that an earlier one has."""
-    holders: dict[str, tuple[bytes, str]] = {}
+    holders: dict[str, tuple[str, dict[str, Any], list[str]]] = {}
     for record in records:
-        texts = {name: json.dumps(record[name], default=str) for name in ROW_FIELDS if name in record}
-        long = {name: text for name, text in texts.items() if len(text) > MAX_REPEATED_CHARS}
-        uid = str(record.get("uid"))
-        prompt, digest = uid.rpartition("/s")[0], hashlib.sha256(json.dumps([long, [*texts]]).encode()).digest()
-        before, holder = holders.get(prompt, (b"", uid))
-        if long and prompt and before == digest and holder != uid:
-            yield {name: value for name, value in record.items() if name not in long} | {ROW_OF: holder}
+        uid, row = str(record.get("uid")), {name: record[name] for name in ROW_FIELDS if name in record}
+        prompt = uid.rpartition("/s")[0]
+        holder, held, long = holders.get(prompt, (uid, {}, []))
+        if holder != uid and _are_same(row, held):
+            yield {name: x for name, x in record.items() if name not in long} | {ROW_OF: holder} if long else record
         else:
-            holders[prompt] = digest, uid
+            long = [name for name in row if len(json.dumps(row[name], default=str)) > MAX_REPEATED_CHARS]
+            holders[prompt] = uid, row, long
             yield record
+
+
+def _are_same(row: Mapping[str, Any], held: Mapping[str, Any]) -> bool:
+    # In a file, 1, 1.0 and True are different. Most samples of a prompt have the same objects.
+    values = zip(row.values(), held.values(), strict=True)
+    return [*row] == [*held] and all(one is other or repr(one) == repr(other) for one, other in values)
 
 
 class SharedRows:

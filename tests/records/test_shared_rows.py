@@ -1,4 +1,5 @@
 import json
+import math
 
 import pytest
 from hypothesis import given
@@ -21,7 +22,7 @@ def restored(records):
             {"uid": st.builds("{}/s{}".format, st.sampled_from("ab"), st.integers(0, 2))},
             optional={
                 "answer": st.sampled_from([None, "4", "4" * 300, ["4" * 300], 4]),
-                "columns": st.sampled_from([{}, TESTS, {**TESTS, "level": 1}, {**TESTS, "level": True}]),
+                "columns": st.sampled_from([{}, TESTS, *({**TESTS, "level": x} for x in (1, True, 1.0, math.nan))]),
                 "note": st.just("unknown"),
             },
         )
