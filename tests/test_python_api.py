@@ -196,10 +196,12 @@ def test_rows_are_evaluated_and_sampled(finished: Path) -> None:
     judged = grpo.evaluate(checkpoint=finished, data=HELD_OUT, rewards=[lambda completion, answer: answer == "18"])
     assert judged is not None and judged.num_prompts == 20
     assert judged.metrics["eval/accuracy"].value == pytest.approx(0.05)
-    samples = grpo.rollout(checkpoint=finished, data=ROWS, limit=2)
+    rows = [{**row, "tests": "x" * 300} for row in ROWS]
+    samples = grpo.rollout(checkpoint=finished, data=rows, limit=2)
     assert samples is not None
     assert [one["prompt"] for one in samples.records[::4]] == [row["question"] for row in ROWS[:2]]
-    assert samples.records[0]["uid"] == "train/0/s0" and samples.records[0]["columns"] == {"level": 2}
+    assert samples.records[0]["uid"] == "train/0/s0"
+    assert all(one["columns"] == {"level": 2, "tests": "x" * 300} and "row_of" not in one for one in samples.records)
 
 
 def test_functions_are_called_inside_a_running_event_loop() -> None:

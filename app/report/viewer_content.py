@@ -179,7 +179,7 @@ def _sample(record: Mapping[str, Any], *, step: int, where: str) -> SavedSample:
         "rewards": {name: _rounded(finite_metric(rewards, name)) for name in rewards},
         "advantage": _rounded(advantages[0]) if len(advantages) else None,
     }
-    prompt, answer = _prompt_text(record.get("prompt")), None if answer is None else to_text(answer)
+    prompt, answer = _prompt_text(record.get("prompt")), None if answer is None else _truncate(to_text(answer))
     prompt_uid = record["uid"].rpartition("/s")[0] or record["uid"]
     return SavedSample(step, prompt_uid, str(record.get("group_id")), prompt, answer, reward or 0.0, fields)
 

@@ -24,6 +24,7 @@ from app.evaluation.prompt_metrics import (
 )
 from app.records.jsonl import read_jsonl, write_jsonl
 from app.records.sample import DROPPED_PREFIX, Prompt, Sample
+from app.records.shared_rows import share_rows
 from app.report.confidence_intervals import wilson_interval
 from app.reward.aggregate import RewardedSamples, RewardOutcome, aggregate_rewards
 from settings import InputError, load
@@ -190,14 +191,14 @@ def write(
             **{"uid": f"q/{place}/s{index}", "group_id": place, "sample_index": index, "policy_version": 0},
             **{"prompt": "1 + 1 = ?", "completion": answer, "answer": "2", "finish_reason": "stop"},
             **{"prompt_token_ids": [1], "completion_token_ids": [1] * len(answer)},
-            **{"behavior_logprobs": [-0.5] * len(answer), "columns": {"difficulty": 1 + place % 2}},
+            **{"behavior_logprobs": [-0.5] * len(answer), "columns": {"difficulty": 1 + place % 2, "tests": "x" * 300}},
             **({} if judge is None else {"rewards": {judge: float(answer == "2")}}),
             **changed,
         }
         for place, of_prompt in enumerate(answers)
         for index, answer in enumerate(of_prompt)
     ]
-    write_jsonl(path, records)
+    write_jsonl(path, share_rows(records))
     if facts is not None:
         known = {JUDGE: judge, JUDGE_FILE: None, CHECKPOINT: "none", "eval.temperature": 0.0, **facts}
         write_metadata(path, EvaluationMetadata("tiny", facts.get("step"), "rows.jsonl", known))

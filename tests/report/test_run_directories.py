@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 
 from app.records.sample_json import sample_to_record
+from app.records.shared_rows import share_rows
 from app.report.run_files import NonDefaultSetting, RunFiles
 from app.report.viewer_content import MAX_CHARACTERS, ViewerContent, build_viewer
 from settings import InputError, load
 from settings.loading.printing import from_yaml
 from tests.episodes import with_turns
 from tests.program import digest_of, here
-from tests.report.run_directories import SMALL_HISTORY, sample_record, step_record, write_run
+from tests.report.run_directories import SMALL_HISTORY, sample_record, step_record, write_lines, write_run
 
 STEPS = [step_record(1), step_record(2)]
 
@@ -195,6 +196,10 @@ def test_samples_are_shown_with_end_roles_turns_and_bounded_texts(sampled_run: P
     shown = only_sample(sampled_run, sample_record("p/s0", "x" * 50_000, prompt="y" * 50_000))
     assert shown["completion"] == "x" * MAX_CHARACTERS + " … (30,000 more characters)"
     assert len(shown["prompt"]) < MAX_CHARACTERS + 50
+    groups = [sample_record(f"p/s{i}", group_id=i, answer="z" * 50_000) for i in range(2)]
+    write_lines(sampled_run / "rollouts" / "step_000003.jsonl", [*share_rows(groups)])
+    answers = [group["answer"] for group in viewer(sampled_run, 100).groups if group["name"] == "p"]
+    assert answers == ["z" * MAX_CHARACTERS + " … (30,000 more characters)"] * 2
     chat = [{"role": "system", "content": "Add."}, {"role": "user", "content": "5 + 7 = ?"}]
     assert only_sample(sampled_run, sample_record("p/s0", prompt=chat))["prompt"] == "system: Add.\n\nuser: 5 + 7 = ?"
     played = with_turns([(1, 2), (2, 0)], [0.5, 1.0], reward=1.5, advantages=np.array([2, 0, 0, 1, 1], np.float32))

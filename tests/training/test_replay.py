@@ -15,6 +15,7 @@ import pytest
 from app.checkpoint.train_progress import ProgressRecord, progress_path
 from app.records.run_directory import RunDirectory
 from app.records.sample import DROPPED_PREFIX
+from app.records.shared_rows import share_rows
 from app.training.inputs import read_training_inputs
 from app.training.replay import ReplayRequest, find_model_run
 from settings import load
@@ -358,7 +359,11 @@ def test_missing_steps_are_named_with_the_way_out(uninterrupted: Path, tmp_path:
 
 def test_rewards_are_reused_if_the_run_had_the_same_reward_settings(source: Path) -> None:
     assert looked(source, "plugins.workers=2", "plugins.timeout_s=20", "plugins.memory_mib=512").uses_saved_rewards
-    assert not looked(source, "plugins.env_vars=[HOME]").uses_saved_rewards
+    file = step_file(source, 1)
+    write(file, share_rows({**record, "columns": {"tests": "x" * 300}} for record in records_of(file)))
+    again = looked(source, "plugins.env_vars=[HOME]")
+    assert not again.uses_saved_rewards and "row_of" in file.read_text()
+    assert {sample.prompt.extra["tests"] for group in again.load_groups(1) for sample in group} == {"x" * 300}
     # A model of the hub has the commit of the run.
     file = source / "settings.yaml"
     file.write_text(load(str(file), ["reward.model=owner/judge"], {}).to_yaml())
