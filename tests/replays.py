@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,7 @@ def rewrite(path: Path, change: Callable[[dict[str, Any]], object]) -> Path:
     return write(path, records)
 
 
-def write(path: Path, records: Iterable[dict[str, Any]]) -> Path:
+def write(path: Path, records: Iterable[Mapping[str, Any]]) -> Path:
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
     return path
 

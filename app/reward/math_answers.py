@@ -19,8 +19,10 @@ except ModuleNotFoundError:  # RewardFunctions reports that the extra [math] is 
 # Hides its warning that its own time-outs, which need signals, are off; the worker has a time-out.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
-_DELIMITED = re.compile(r"\\boxed\s*\{|(?<!\\)\$(?:[^$\\]|\\.)+\$|\\\(.+?\\\)|\\\[.+?\\\]", re.DOTALL)
-"""Mathematics that math-verify finds in a text; the dollar of `\\$36` delimits nothing."""
+_ESCAPED_DOLLAR = re.compile(r"(?<!\\)\\\$")
+"""A currency, which math-verify would take for the end of a formula, or not read outside of one."""
+_DELIMITED = re.compile(r"\\boxed\s*\{|\$[^$]+\$|\\\(.+?\\\)|\\\[.+?\\\]", re.DOTALL)
+"""Mathematics that math-verify finds in a text."""
 
 
 def math_verify(completion: str, answer: str | float | Decimal) -> float:
@@ -29,7 +31,7 @@ def math_verify(completion: str, answer: str | float | Decimal) -> float:
     The reference can be a GSM8K solution (`... #### 72`), LaTeX with or without dollar signs, a number or plain text.
     """
     assert parse is not None and verify is not None
-    reference = math_reference(str(answer))
+    reference, completion = (_ESCAPED_DOLLAR.sub("", text) for text in (math_reference(str(answer)), completion))
     delimited = reference if _DELIMITED.search(reference) else f"${' '.join(reference.split())}$"
     # What math-verify cannot read is compared as text.
     expected = parse(delimited, parsing_timeout=0) or [reference]

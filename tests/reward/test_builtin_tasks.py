@@ -86,7 +86,11 @@ installed = pytest.mark.skipif(
         (r"the answer is \boxed{0.5}", r"$\frac{1}{2}$", 1.0),
         (r"\boxed{x + 1}", "1 + x", 1.0),
         (r"\boxed{\{1, 2\}}", r"\{2, 1\}", 1.0),
-        *((text, answer, 1.0) for text in (r"\boxed{\$36}", "it is 36") for answer in (r"\$36", "$36", r"$\$36$", 36)),
+        *(
+            (text, answer, 1.0)
+            for text in (r"\boxed{\$36}", r"it is \$36.")
+            for answer in (r"\$36", "$36", r"$\$36$", 36)
+        ),
         (r"\boxed{32348}", r"\$32,\!348", 1.0),
         (r"\boxed{\frac{1}{2}}", "\\frac{1}\n{2}", 1.0),
         ("٣", "٣", 0.0),

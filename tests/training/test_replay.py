@@ -360,7 +360,8 @@ def test_missing_steps_are_named_with_the_way_out(uninterrupted: Path, tmp_path:
 def test_rewards_are_reused_if_the_run_had_the_same_reward_settings(source: Path) -> None:
     assert looked(source, "plugins.workers=2", "plugins.timeout_s=20", "plugins.memory_mib=512").uses_saved_rewards
     file = step_file(source, 1)
-    write(file, share_rows({**record, "columns": {"tests": "x" * 300}} for record in records_of(file)))
+    rewrite(file, lambda record: record.update(columns={"tests": "x" * 300}))
+    write(file, share_rows(records_of(file)))
     again = looked(source, "plugins.env_vars=[HOME]")
     assert not again.uses_saved_rewards and "row_of" in file.read_text()
     assert {sample.prompt.extra["tests"] for group in again.load_groups(1) for sample in group} == {"x" * 300}
