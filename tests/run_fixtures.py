@@ -5,10 +5,13 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from app.mesh.devices import simulate_slice
 from app.mesh.program_cache import CompilationCounter
+from app.rollout.workers.async_generation import AsyncRollout
 from tests.program import here, of_tiny, succeeded, train_here
 from tests.tiny_directory import write_model
 
@@ -55,6 +58,30 @@ def programs_count_as_compiled() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(CompilationCounter, "CACHE_HIT", "")
         yield
+
+
+@pytest.fixture
+def calls_of_generation(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The calls in which training submits and collects rounds ahead and publishes weights, in their order."""
+    calls: list[str] = []
+
+    def record(name: str, call: Callable[..., Any]) -> None:
+        def recorded(*arguments: Any, **named: Any) -> Any:
+            calls.append(name.removesuffix("_round"))
+            return call(*arguments, **named)
+
+        monkeypatch.setattr(AsyncRollout, name, recorded)
+
+    for name in ("submit", "collect_round", "publish"):
+        record(name, getattr(AsyncRollout, name))
+    return calls
+
+
+@pytest.fixture
+def real_devices_again() -> Iterator[None]:
+    """Ends the simulation of a slice, or of a host with GPUs, with the test."""
+    yield
+    simulate_slice(None)
 
 
 def made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], object]) -> Path:

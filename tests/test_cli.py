@@ -17,9 +17,8 @@ from app.commands.command_support import handle_errors, print_result
 from settings import InputError, load
 from settings.loading.config_file import preset_names
 from settings.loading.fields import FIELDS
-from tests.program import REPOSITORY, here
+from tests.program import CANARY, REPOSITORY, here
 
-CANARY = "CANARY-0123456789abcdef"
 WITH_SETTINGS = ("train", "evaluate", "rollout", "score", "gae", "inspect-mesh", "export", "doctor")
 COMMANDS = (*WITH_SETTINGS, "report", "settings", "presets")
 
@@ -268,9 +267,11 @@ def test_result_is_json_or_a_table(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_first_line_appears_before_jax_is_loaded() -> None:
-    answer = grpo("gae", "--input", "missing.npz", "--out", "o.npz")
-    assert answer.returncode == 2
-    assert re.match(r"\[ +0\.\d s\] grpo gae: missing\.npz; loading JAX\n", answer.stderr)
+    without_jax = "import sys, cli; sys.modules['jax'] = None; cli.main()"
+    command = [sys.executable, "-c", without_jax, "gae", "--input", "missing.npz", "--out", "o.npz"]
+    answer = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(REPOSITORY)}, capture_output=True, text=True)
+    assert re.match(r"\[ *\d+\.\d s\] grpo gae: missing\.npz; loading JAX\n", answer.stderr)
+    assert answer.returncode == 1 and "jax" in answer.stderr.splitlines()[-1]
 
 
 @pytest.mark.parametrize(

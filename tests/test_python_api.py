@@ -23,7 +23,7 @@ from app.commands.command_support import command_output
 from app.records.jsonl import write_jsonl
 from settings import InputError
 from settings.loading.sources import build_layer, set_entries, set_options
-from tests.program import REPOSITORY, here, metrics_of, records_of, reproducible, settings, train_here
+from tests.program import REPOSITORY, here, metrics_of, records_of, reproducible, run_of, settings, train_here
 from tests.run_fixtures import NO_REPORT, TINY, write_config
 
 ROWS = [{"question": f"{a} + {b} = ?", "answer": str(a + b), "level": a % 3} for a in range(2, 8) for b in range(4)]
@@ -39,10 +39,6 @@ def length(completion: str, level: int = 0) -> float:
 @pytest.fixture(autouse=True)
 def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-
-
-def run_of(config: Path) -> Path:
-    return config.parent / "runs" / "tiny"
 
 
 def train(config: Path, *, overrides: dict[str, Any] | None = None, **arguments: Any) -> Any:

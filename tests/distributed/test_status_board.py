@@ -14,8 +14,7 @@ from app.distributed import shutdown
 from app.distributed.shutdown import coordinated_shutdown, exit_barrier
 from app.distributed.status_board import KEY_PREFIX, StatusBoard
 from settings.errors import InputError
-
-DEADLINE_S = 30
+from tests.program import DEADLINE_S
 
 
 class Shared:

@@ -107,7 +107,7 @@ def test_evaluation_with_a_plug_in_as_judge(config: Path, tmp_path: Path) -> Non
     assert [line.split(":")[0] for line in found["not measured"]] == ["pass@k", "maj@k"]
 
 
-def test_what_cannot_be_evaluated_is_refused(config: Path, finished: Path, tmp_path: Path) -> None:
+def test_what_cannot_be_evaluated_is_refused(finished: Path, tmp_path: Path) -> None:
     of_run = ("--checkpoint", finished, "--out", tmp_path / "out.jsonl")
     other = write_model(tmp_path / "other", seed=5)
     assert "was trained from another model" in refused(*of_run, *settings(f"model.path={other}"))

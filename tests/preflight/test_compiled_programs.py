@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from app.mesh import devices
 from app.mesh.chips import SLICE_SIZES, TPU_CHIPS, TpuChip, parse_slice
 from app.mesh.devices import compile_only_devices
 from app.preflight import compiled_programs
@@ -26,11 +25,7 @@ GIB = 2**30
 PENALISED = ("algorithm.beta=0.1", "eval.every_steps=0")
 
 
-@pytest.fixture(autouse=True)
-def no_simulated_slice(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ends the simulation of a slice with the test."""
-    monkeypatch.setattr(devices, "_simulated_slice", None)
-    monkeypatch.setattr(devices, "_simulated_devices", None)
+pytestmark = pytest.mark.usefixtures("real_devices_again")
 
 
 @pytest.fixture

@@ -11,13 +11,12 @@ from safetensors.numpy import save_file
 
 from app.preflight import doctor, model_checks
 from app.records.text_format import format_bytes
-from tests.program import digest_of, here, settings
+from tests.program import CANARY, digest_of, here, settings
 from tests.reward.processes import children
 from tests.run_fixtures import NO_REPORT, TINY, write_config
 from tests.tiny_directory import CONFIG, random_tensors, write_model, write_reward_model, write_tokenizer
 from tests.two_hosts import run_on_two_hosts
 
-CANARY = "CANARY-0123456789abcdef"
 Checks = Mapping[str, Mapping[str, Any]]
 NO_EVALUATION = ("eval.every_steps=0",)
 

@@ -84,7 +84,7 @@ def test_the_bytes_equal_those_of_the_real_arrays(config: Path, overrides: tuple
     assert report.num_trained_parameters == sum(x.size for x in jax.tree.leaves(states[""].params))
 
 
-def test_the_bytes_of_caches_equal_those_of_the_real_arrays(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_bytes_of_caches_equal_those_of_the_real_arrays(config: Path) -> None:
     memory = foreseen(config, *SHARDED).memory
     launch, _ = launched(config, *SHARDED)
     session = launch.session

@@ -10,9 +10,9 @@ import jax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from app.mesh import devices
 from app.mesh.axis_rules import partition_spec
 from app.mesh.chips import parse_slice
+from app.mesh.devices import simulate_slice
 from app.mesh.placement import bytes_per_device, row_sharding
 from app.preflight.inspect_mesh import (
     HostParts,
@@ -31,10 +31,7 @@ from tests.tiny import make_mesh
 GIB = 2**30
 
 
-@pytest.fixture(autouse=True)
-def no_simulated_slice(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ends the simulation of a slice with the test."""
-    monkeypatch.setattr(devices, "_simulated_slice", None)
+pytestmark = pytest.mark.usefixtures("real_devices_again")
 
 
 def inspect_json(model: Path, *overrides: str) -> dict[str, Any]:
@@ -171,9 +168,9 @@ def test_the_placement_of_a_weight_is_that_of_a_real_array(name: str) -> None:
     assert array.addressable_shards[0].data.nbytes == found.bytes_per_device
 
 
-def test_the_parts_of_a_host_are_those_that_jax_gives_its_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_parts_of_a_host_are_those_that_jax_gives_its_devices() -> None:
     # Virtual devices of two hosts with four each.
-    monkeypatch.setattr(devices, "_simulated_slice", parse_slice("v4-16"))
+    simulate_slice(parse_slice("v4-16"))
     mesh = make_mesh((2, 2, 2))
     rows = row_sharding(mesh).devices_indices_map((4,))
     weights = NamedSharding(mesh, PartitionSpec("fsdp", "tp")).devices_indices_map((2, 2))

@@ -4,11 +4,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from app.records.atomic_write import create_folder_atomic, is_partial_file, open_atomic, write_atomic
-
-REPOSITORY = Path(__file__).parents[2]
+from app.records.jsonl import write_jsonl
+from tests.program import REPOSITORY, here, of_tiny, settings, succeeded
 
 
 @pytest.fixture
@@ -56,6 +57,30 @@ def test_a_program_killed_while_it_writes_keeps_the_old_file(path: Path) -> None
     assert path.read_bytes() == b"old"
     (partial,) = set(path.parent.iterdir()) - {path}
     assert is_partial_file(partial, target=path)
+
+
+def test_no_command_writes_its_output_in_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, finished: Path, sampled: Path, tiny_model: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    np.savez("in.npz", rewards=np.ones((1, 2)), values=np.ones((1, 2)))
+    write_jsonl(Path("in.jsonl"), [{"values": [1.0, 2.0], "reward": 1.0}])
+    outputs = ("a.npz", "a.jsonl", "bench.json", "bench.png", "scored.jsonl", "picture.png", "drawn.jsonl", "time.html")
+    for name in outputs:
+        Path(name).write_text("old")
+        os.link(name, f"kept {name}")
+    evaluated = (finished / "eval" / f"step_00000{step}.jsonl" for step in (0, 4))
+    drawing = (*of_tiny(tiny_model), *settings("rollout.scheduler=adaptive"))
+    for command in (
+        *(("gae", "--input", f"in.{kind}", "--out", f"a.{kind}") for kind in ("npz", "jsonl")),
+        ("gae", "--bench", "--shapes", "1x2", "--out", "."),
+        ("score", "--role", "reward", "--input", sampled, "--out", "scored.jsonl"),
+        ("evaluate", "--compare", *evaluated, "--picture", "picture.png"),
+        ("rollout", *drawing, "--limit", "2", "--out", "drawn.jsonl", "--timeline", "time.html"),
+    ):
+        succeeded(here(*command, "--overwrite"))
+    for name in outputs:
+        assert Path(name).read_bytes() != b"old" == Path(f"kept {name}").read_bytes(), name
 
 
 def test_a_folder_appears_when_all_of_it_is_written(tmp_path: Path) -> None:

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from app.plugins.values import event_loop
-
-DEADLINE_S = 30
+from tests.program import DEADLINE_S
 
 WORKERS = [
     pytest.mark.skipif(sys.platform != "linux", reason="looks at processes in /proc"),

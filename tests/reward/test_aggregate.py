@@ -237,7 +237,7 @@ def test_accuracy_without_functions_is_the_environment_reward(win: float, pass_a
     assert metrics["eval/format_rate"].value is None
 
 
-def test_length_penalty_falls_linearly_over_the_buffer(tmp_path: Path) -> None:
+def test_length_penalty_falls_linearly_over_the_buffer() -> None:
     penalty = OverlongPenalty(max_length=10, buffer=4, max_penalty=2.0)
     penalties = {0: 0.0, 6: 0.0, 7: -0.5, 8: -1.0, 9: -1.5, 10: -2.0, 12: -2.0}
     assert {num_tokens: penalty.penalty_for(num_tokens) for num_tokens in penalties} == penalties

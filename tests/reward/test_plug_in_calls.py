@@ -36,6 +36,7 @@ from app.reward.plugin_signature import (
 from app.reward.reward_functions import RewardFunctions
 from settings.errors import InputError
 from settings.schema.reward import PluginSettings, RewardSettings
+from tests.program import REPOSITORY
 from tests.reward.processes import WORKERS
 from tests.reward.samples import (
     kinds_of,
@@ -48,8 +49,6 @@ from tests.reward.samples import (
     values_of,
     write_plug_in,
 )
-
-REPOSITORY = Path(__file__).resolve().parents[2]
 
 pytestmark = WORKERS
 

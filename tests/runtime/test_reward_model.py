@@ -172,7 +172,7 @@ def test_a_conversation_over_the_context_fails_alone(judge: Path) -> None:
     np.testing.assert_allclose(np.asarray([outcomes[i].value for i in kept], float), expected[kept], atol=1e-5)
 
 
-def test_a_reward_model_has_its_own_tokens_and_may_lack_a_template(judge: Path, tmp_path: Path) -> None:
+def test_a_reward_model_has_its_own_tokens_and_may_lack_a_template(tmp_path: Path) -> None:
     model = write_reward_model(tmp_path / "judge")
     (model / "chat_template.jinja").unlink()
     write_tokenizer(model, chat_template=None)

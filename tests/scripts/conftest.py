@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
-DEADLINE_S = 30
-"""Time-out in seconds, which no tested script reaches."""
+from tests.program import DEADLINE_S, REPOSITORY
+
+SCRIPTS = REPOSITORY / "scripts"
 
 # Records its arguments, one file a call. `ssh` runs the command through the login shell, and once more where the
 # connection broke, as gcloud does.

@@ -15,7 +15,8 @@ from scripts.mutate import find_faults
 from scripts.reference_pages import PAGES, REFERENCE
 from settings.loading.config_file import preset_names
 from settings.loading.fields import FIELDS
-from tests.scripts.conftest import DEADLINE_S, SCRIPTS
+from tests.program import DEADLINE_S
+from tests.scripts.conftest import SCRIPTS
 
 SLACK = 1.05
 """How much more than the record says a program may need before the record must be made again, and argued for."""

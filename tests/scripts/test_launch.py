@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.scripts.conftest import DEADLINE_S, Tpu
+from tests.program import DEADLINE_S
+from tests.scripts.conftest import Tpu
 
 SCRIPT = "launch_on_tpu_vm.sh"
 QUICK = ("--settle", "0", "--wait", "0", "--grace", "5", "--logs", "logs")

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from settings.secrets import SECRETS, load_secrets
-from tests.scripts.conftest import DEADLINE_S, SCRIPTS, Tpu
+from tests.program import CANARY, DEADLINE_S
+from tests.scripts.conftest import SCRIPTS, Tpu
 
 SYNC, SETUP, LAUNCH = "sync_env_to_tpu_vm.sh", "setup_tpu_vm.sh", "launch_on_tpu_vm.sh"
 CALLS = {SYNC: (), SETUP: (), LAUNCH: ("--", "true")}
 """Arguments of each script besides name and zone."""
-CANARY = "canary-5f2b81c0"
 
 # In the place of `scripts/environment.sh`, which would fetch some gigabytes: what it is asked for, and what it leaves.
 ENVIRONMENT = """make_environment() {

@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from settings.secrets import load_secrets, redact
-
-CANARY = "CANARY-0123456789abcdef"
+from tests.program import CANARY
 
 
 @pytest.fixture

@@ -18,9 +18,7 @@ from app.records.run_directory import RunDirectory, check_run_directory
 from app.tracking.run_log import WANDB_SECTIONS, RunLog
 from app.tracking.timer import StepProfiler
 from settings import Settings, load
-from tests.program import DEADLINE_S, metrics_of, reproducible, settings, started, train_here
-
-CANARY = "CANARY0123456789abcdef0123456789abcdef01"
+from tests.program import CANARY, DEADLINE_S, metrics_of, reproducible, settings, started, train_here
 
 
 @pytest.fixture

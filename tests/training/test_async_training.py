@@ -1,26 +1,27 @@
 """Tests of scheduled workers in runs, and of `rollout.max_staleness`: samples of earlier policies."""
 
+import gc
 import os
 import signal
 import threading
 import weakref
-from collections import deque
-from collections.abc import Sequence
-from dataclasses import replace
+from contextlib import closing
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
+import jax
 import pytest
 
-from app.records.sample import Prompt, Sample
-from app.runtime.scoring import open_mesh
+from app.model.decode_weights import DecodeWeights
+from app.model.decoder import Params
+from app.runtime.model_spec import read_model_spec
+from app.runtime.scoring import ScoringSession, open_mesh
 from app.runtime.session import Session
-from app.training.rollout_source import AsyncRolloutSource, RoundPrompts, SyncRolloutSource
+from app.training.rollout_source import RoundPrompts, SyncRolloutSource
 from app.training.train import train
 from settings import load
 from tests.program import UNJUDGED, assert_same_run, metrics_of, progress_of, records_of, run_of, succeeded, train_here
-from tests.tiny import make_prompt, make_sample
+from tests.tiny import make_prompt
 
 SCHEDULED = (
     *("rollout.scheduler=adaptive", "rollout.workers.fast.slots=4", "rollout.workers.heavy.slots=4"),
@@ -41,13 +42,18 @@ def oldest_of(steps: list[dict[str, Any]]) -> list[int]:
     return [step["perf/rollout/staleness_max"] for step in steps]
 
 
-def test_no_token_of_workers_on_their_own_devices_is_older_than_max_staleness(config: Path) -> None:
+def test_no_token_of_workers_on_their_own_devices_is_older_than_max_staleness(
+    config: Path, calls_of_generation: list[str]
+) -> None:
     k = 2
     workers = ("rollout.workers.fast.count=2", "rollout.workers.heavy.count=0", "rollout.mesh=tp=2")
     halves = ("rollout.devices=0.5", "mesh.shape=1,4,1")
     chosen = ("rollout.scheduler=adaptive", f"rollout.max_staleness={k}", *halves, *workers)
     result = succeeded(train_here(config, *chosen, "logging.save_rollouts=true"))
     assert "rollout.devices: of the 8 devices of each host, 4-7 generate and the others train" in result.stderr
+    # Between steps k + 1 rounds are pending, in a step k; near the end, no round is submitted that no step takes.
+    calls = "submit submit submit " + "collect publish submit " + "collect publish " * 3
+    assert calls_of_generation == calls.split()
     steps = steps_of(run_of(config))
     ages = oldest_of(steps)
     # What step 2 learns from was asked for before step 1.
@@ -146,104 +152,24 @@ def test_generation_that_does_not_fit_is_refused(config: Path, overrides: tuple[
     assert not (config.parent / "runs").exists()
 
 
-MAX_ROUNDS = 3
-NUM_STEPS = 8
-PROMPTS = [make_prompt(f"row-{i}", (1,)) for i in range(5)]
+def test_weights_are_converted_once_a_step_and_freed_by_release(config: Path) -> None:
+    settings = load(str(config), [], {}).settings
+    with closing(Session.open(ScoringSession.open(settings, read_model_spec(settings)))) as session:
+        convert, converted = session.to_decode_weights, []
 
+        def recorded(params: Params) -> DecodeWeights:
+            weights = convert(params)
+            converted.append(weakref.ref(jax.tree.leaves(weights)[0]))
+            return weights
 
-class EagerGeneration:
-    """A generator that draws every token of a round when it is submitted, the earliest time possible."""
-
-    def __init__(self) -> None:
-        self.newest = 0
-        self.waiting: deque[Sample] = deque()
-        self.noise_steps: list[int] = []
-
-    def submit(self, prompts: Sequence[Prompt], *, noise_step: int) -> None:
-        self.waiting.append(replace(make_sample([0]), policy_version=self.newest))
-        self.noise_steps.append(noise_step)
-
-    def publish(self, weights: Any, *, policy_version: int) -> None:
-        assert policy_version == self.newest + 1
-        self.newest = policy_version
-
-    @property
-    def num_ready(self) -> int:
-        return len(self.waiting)
-
-    def collect_round(self, *, first_group_id: int) -> list[Sample]:
-        return [self.waiting.popleft()]
-
-
-class Walk:
-    """Steps that take rounds."""
-
-    def __init__(self, *, k: int, num_steps: int):
-        chosen = [f"run.steps={num_steps}", f"rollout.max_staleness={k}", "rollout.prompts_per_step=2"]
-        settings = load(None, chosen, {}).settings
-        self.generation, self.prompts = EagerGeneration(), RoundPrompts(settings, PROMPTS)
-        session = SimpleNamespace(
-            settings=settings,
-            to_decode_weights=lambda params: params,
-            open_async_generation=lambda *_, **__: self.generation,
-        )
-        self.source = AsyncRolloutSource(cast(Session, session), self.prompts, max_rounds=MAX_ROUNDS)
-        self.ages: list[int] = []
-        """Age in steps of each round when it was taken."""
-
-    def step(self, step: int, *, num_rounds: int) -> tuple[int, list[int], int]:
-        """Returns the numbers of pending rounds before the first is taken, after each, and after the step."""
-        position = len(self.ages) * self.prompts.global_prompts_per_round
-        before, after = len(self.generation.waiting), []
-        for number in range(num_rounds):
-            (sample,) = self.source.take({}, step=step, position=position, number=number)
-            self.ages.append(step - 1 - sample.policy_version)
-            after.append(len(self.generation.waiting))
-        self.source.publish({}, step=step)
-        return before, after, len(self.generation.waiting)
-
-
-@pytest.mark.parametrize("k", [1, 2, 3])
-@pytest.mark.parametrize("rounds_of_steps", [(1,) * NUM_STEPS, (1, 3, 2, 1, 1, 3, 3, 1), (MAX_ROUNDS,) * NUM_STEPS])
-def test_pending_rounds_are_as_many_as_staleness_allows(k: int, rounds_of_steps: tuple[int, ...]) -> None:
-    walk = Walk(k=k, num_steps=100)
-    for step, num_rounds in enumerate(rounds_of_steps, start=1):
-        # The first take of all asks for those that wait with it.
-        before = k + 1 if step > 1 else 0
-        assert walk.step(step, num_rounds=num_rounds) == (before, [k] * num_rounds, k + 1)
-    # Where every step takes a single round, the last that was asked for is as old as may be.
-    assert max(walk.ages) == k if set(rounds_of_steps) == {1} else 1 <= max(walk.ages) <= k
-    assert walk.generation.noise_steps == list(range(sum(rounds_of_steps) + k + 1))
-    # Near the end, no round is submitted that no step takes.
-    walk = Walk(k=k, num_steps=2)
-    for step in (1, 2):
-        walk.step(step, num_rounds=MAX_ROUNDS)
-    assert not walk.generation.waiting and walk.generation.noise_steps == list(range(2 * MAX_ROUNDS))
-
-
-class Weights:
-    """Weights for generation, of which a test sees when they are freed."""
-
-
-def test_weights_are_converted_once_a_step_and_freed_by_release() -> None:
-    settings = load(None, ["rollout.prompts_per_step=2"], {}).settings
-    converted: list[weakref.ref[Weights]] = []
-
-    def to_decode_weights(_: Any) -> Weights:
-        weights = Weights()
-        converted.append(weakref.ref(weights))
-        return weights
-
-    session = SimpleNamespace(
-        settings=settings,
-        to_decode_weights=to_decode_weights,
-        rollout_request=lambda **_: None,
-        generator=SimpleNamespace(generate=lambda *_: []),
-    )
-    source = SyncRolloutSource(cast(Session, session), RoundPrompts(settings, PROMPTS), max_rounds=3)
-    for step in (1, 2):
-        for number in (0, 1):
-            source.take({}, step=step, position=0, number=number)
-        assert len(converted) == step and converted[-1]() is not None
-        source.release_weights()
-        assert converted[-1]() is None
+        object.__setattr__(session, "to_decode_weights", recorded)
+        prompts = [make_prompt(f"row-{i}", (1,)) for i in range(5)]
+        source = SyncRolloutSource(session, RoundPrompts(settings, prompts), max_rounds=3)
+        params = session.scoring.load_params()
+        for step in (1, 2):
+            for number in (0, 1):
+                source.take(params, step=step, position=0, number=number)
+            assert len(converted) == step and converted[-1]() is not None
+            source.release_weights()
+            gc.collect()
+            assert converted[-1]() is None

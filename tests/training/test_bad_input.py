@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from app.mesh import devices
 from app.mesh.placement import num_local_row_shards
 from app.training.setup import check_mini_batch_alias, prepare_run
 from settings import load
@@ -70,14 +69,13 @@ def test_impossible_setting_is_refused(config: Path, overrides: tuple[str, ...],
     assert all(text in message for text in messages), message
 
 
+@pytest.mark.usefixtures("real_devices_again")
 @pytest.mark.parametrize(("new_tokens", "length"), [(14500, "16,384"), (100, "15,001")])
 def test_rows_too_long_for_the_attention_kernel_are_refused(
-    new_tokens: int, length: str, config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    new_tokens: int, length: str, config: Path, tmp_path: Path
 ) -> None:
     """The rows of an update and, where those are short, of a reward model."""
     pytest.importorskip("libtpu", reason="libtpu is not installed: pip install -e '.[tpu]'")
-    for name in ("_simulated_slice", "_simulated_devices"):
-        monkeypatch.setattr(devices, name, None)
     long = write_model(tmp_path / "long", max_position_embeddings=15_000)
     judge = write_reward_model(tmp_path / "judge", max_position_embeddings=15_000)
     rewarding = (f"reward.model={judge}", "score.reward.max_tokens_per_device=15001")

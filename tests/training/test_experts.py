@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from app.mesh import devices
 from tests.program import here, metrics_of, of_tiny, records_of, settings, succeeded, train_here
 from tests.replays import assert_refused, replay, rewrite, step_file, train_on
 from tests.run_fixtures import NO_REPORT, TINY, write_config
@@ -33,10 +32,7 @@ HOW = (
 )
 
 
-@pytest.fixture(autouse=True)
-def no_simulated_slice(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ends the simulation of a host with GPUs with the test."""
-    monkeypatch.setattr(devices, "_simulated_slice", None)
+pytestmark = pytest.mark.usefixtures("real_devices_again")
 
 
 @pytest.fixture(scope="module")

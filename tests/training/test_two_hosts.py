@@ -14,6 +14,7 @@ from app.checkpoint.saved_policy import PolicyCheckpoint
 from tests.on_islands import WAYS, Found, describe
 from tests.program import (
     DEADLINE_S,
+    UNJUDGED,
     metrics_of,
     progress_of,
     records_of,
@@ -35,7 +36,6 @@ SCHEDULED = (
     *("rollout.workers.fast.slots=4", "rollout.workers.heavy.slots=4"),
     *("rollout.workers.fast.count=2", "rollout.workers.heavy.count=2"),
 )
-UNJUDGED = ("eval.every_steps=0", "checkpoint.best_metric=null", "logging.save_rollouts=true")
 
 
 @pytest.fixture(scope="module")
