@@ -78,6 +78,11 @@ def calls_of_generation(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.fixture
+def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
 def real_devices_again() -> Iterator[None]:
     """Ends the simulation of a slice, or of a host with GPUs, with the test."""
     yield

@@ -23,9 +23,7 @@ WITH_SETTINGS = ("train", "evaluate", "rollout", "score", "gae", "inspect-mesh",
 COMMANDS = (*WITH_SETTINGS, "report", "settings", "presets")
 
 
-@pytest.fixture(autouse=True)
-def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("in_folder")
 
 
 def grpo(

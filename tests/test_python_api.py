@@ -36,9 +36,7 @@ def length(completion: str, level: int = 0) -> float:
     return len(completion) + level
 
 
-@pytest.fixture(autouse=True)
-def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("in_folder")
 
 
 def train(config: Path, *, overrides: dict[str, Any] | None = None, **arguments: Any) -> Any:

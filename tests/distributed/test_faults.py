@@ -2,7 +2,6 @@
 
 import os
 import signal
-import time
 from pathlib import Path
 
 import pytest
@@ -71,12 +70,9 @@ def test_a_dead_host_ends_the_other_and_the_run_goes_on(config: Path) -> None:
     with two_hosts(*arguments, num_devices=2, programs=(program, program)) as hosts:
         wait_for_step(hosts[0], run, 2)
         os.kill(hosts[1].pid, signal.SIGKILL)
-        start = time.monotonic()
         first, second = ended(hosts)
-        seconds = time.monotonic() - start
     # 134 and 137, to a shell.
     assert (first.exit_code, second.exit_code) == (-signal.SIGABRT, -signal.SIGKILL), first.stderr + second.stderr
-    assert seconds < HEARTBEAT_S + 10
     assert "another task died" in first.stderr
     assert "stopped after" not in first.stderr and "Traceback" not in first.stderr
     last = newest_checkpoint(run)
