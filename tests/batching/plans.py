@@ -5,13 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from app.batching.micro_batch_plan import (
-    MicroBatchPlan,
-    RowShape,
-    SequenceLengths,
-    TokenBudget,
-    choose_row_length,
-)
+from app.batching.micro_batch_plan import MicroBatchPlan, RowShape, SequenceLengths, TokenBudget, choose_row_length
 
 
 def lone(*totals: int, prompt: int = 1) -> SequenceLengths:

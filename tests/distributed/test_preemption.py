@@ -18,14 +18,7 @@ from app.distributed.status_board import StatusBoard
 from app.distributed.stop_check import StoppedError
 from app.rollout.engine.sample_generator import SampleGenerator
 from app.tracking.run_reporter import RunReporter
-from tests.program import (
-    DEADLINE_S,
-    assert_same_run,
-    metrics_of,
-    newest_checkpoint,
-    started,
-    train_here,
-)
+from tests.program import DEADLINE_S, assert_same_run, metrics_of, newest_checkpoint, started, train_here
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 

@@ -40,11 +40,7 @@ def logits(definition: DecoderDefinition, params: Params) -> jax.Array:
     return jax.jit(forward)(params)
 
 
-@pytest.mark.parametrize(
-    ("architecture", "lora"),
-    [(BIASED, SOME), (SWITCHED, EVERYWHERE)],
-    ids=["biased", "switched"],
-)
+@pytest.mark.parametrize(("architecture", "lora"), [(BIASED, SOME), (SWITCHED, EVERYWHERE)], ids=["biased", "switched"])
 def test_adapters_compute_what_merged_kernels_do(architecture, lora):
     definition, base = adapted(architecture, lora)
     params = random_params(definition)

@@ -24,10 +24,7 @@ BLENDED = (1 - KEPT) * 0.1 / 8 + KEPT * 0.1
     [
         (RopeConfig(10_000.0), [1, 0.1, 0.01, 0.001]),
         (RopeConfig(10_000.0, "linear", 4.0), [0.25, 0.025, 0.0025, 0.00025]),
-        (
-            RopeConfig(10_000.0, "llama3", 8.0, 1.0, 4.0, 100),
-            [1, BLENDED, 0.01 / 8, 0.001 / 8],
-        ),
+        (RopeConfig(10_000.0, "llama3", 8.0, 1.0, 4.0, 100), [1, BLENDED, 0.01 / 8, 0.001 / 8]),
     ],
     ids=["default", "linear", "llama3"],
 )

@@ -298,9 +298,7 @@ def test_a_text_prompt_becomes_one_user_message():
 def test_the_system_prompt_comes_first_and_replaces_the_rows_own():
     chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "bb"}]
     (one, two), _ = encode(
-        [row(chat), row([{"role": "system", "content": "own"}, *chat])],
-        system_prompt="dddd",
-        max_prompt_length=9,
+        [row(chat), row([{"role": "system", "content": "own"}, *chat])], system_prompt="dddd", max_prompt_length=9
     )
     assert one.token_ids.tolist() == two.token_ids.tolist() == [SYSTEM, 4, USER, 1, ASSISTANT, 2]
     assert one.source == chat

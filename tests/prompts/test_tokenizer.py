@@ -160,8 +160,7 @@ def test_tokenizer_class_does_not_replace_the_pre_tokenizer(tmp_path, tiny):
 
 
 @pytest.mark.parametrize(
-    "template",
-    ["{{ raise_exception('no') }}", "{% for %}", "{{ messages + 1 }}", "{{ ''.__class__.__mro__[1].x }}"],
+    "template", ["{{ raise_exception('no') }}", "{% for %}", "{{ messages + 1 }}", "{{ ''.__class__.__mro__[1].x }}"]
 )
 def test_a_broken_or_hostile_template_is_refused(tmp_path, template):
     tokenizer = tokenizer_at(write_directory(tmp_path, tokenizer_config={"chat_template": template}))
@@ -177,20 +176,14 @@ def test_the_template_date_is_the_same_every_day(tmp_path):
 
 def test_fingerprint_depends_on_splitting_template_and_eos_ids(tmp_path, tiny):
     assert tokenizer_at(write_directory(tmp_path)).fingerprint == tiny.fingerprint
-    changes = [
-        {"tokenizer_config": {"chat_template": TEMPLATE + " "}},
-        {"generation_config": {"eos_token_id": 0}},
-    ]
+    changes = [{"tokenizer_config": {"chat_template": TEMPLATE + " "}}, {"generation_config": {"eos_token_id": 0}}]
     changed = [tokenizer_at(write_directory(tmp_path, **change)) for change in changes]
     changed.append(tokenizer_at(write_gguf(tmp_path / "a.gguf", pre="smollm")))
     assert len({tiny.fingerprint, *(tokenizer.fingerprint for tokenizer in changed)}) == 4
 
 
 def test_gguf_text_is_split_as_its_pre_tokenizer_says(tmp_path):
-    for pre, expected in {
-        "smollm": ["ĊĊ", "1", "2", "Ġa", "Ġ", "1"],
-        "gpt-2": ["Ċ", "Ċ", "12", "Ġa", "Ġ1"],
-    }.items():
+    for pre, expected in {"smollm": ["ĊĊ", "1", "2", "Ġa", "Ġ", "1"], "gpt-2": ["Ċ", "Ċ", "12", "Ġa", "Ġ1"]}.items():
         assert pieces(tokenizer_at(write_gguf(tmp_path / f"{pre}.gguf", pre=pre)), "\n\n12 a 1") == expected
 
 
@@ -214,10 +207,7 @@ def test_unusable_gguf_tokenizers_are_refused(tmp_path):
     refusals: list[tuple[dict[str, Any], str]] = [
         ({"pre": "llama-bpe"}, "'llama-bpe' is not supported; supported: gpt-2, smollm, qwen2"),
         ({"model": "llama"}, "tokenizer model 'llama' is not supported"),
-        *(
-            ({"eos_id": None}, "has an end-of-sequence token"),
-            ({"eos_id": 5000}, "5000 is outside the vocabulary"),
-        ),
+        *(({"eos_id": None}, "has an end-of-sequence token"), ({"eos_id": 5000}, "5000 is outside the vocabulary")),
     ]
     for i, (change, message) in enumerate(refusals):
         with pytest.raises(InputError, match=message):

@@ -164,10 +164,7 @@ UNFIT = {
     ("template", "message"),
     [
         *((CHATML_TEMPLATE.replace("CONTENT", content), message) for content, message in UNFIT.items()),
-        (
-            CHATML_TEMPLATE.replace("CONTENT", "m.content").replace("<|im_end|>", "<e>"),
-            "behind a turn.*eos_tokens",
-        ),
+        (CHATML_TEMPLATE.replace("CONTENT", "m.content").replace("<|im_end|>", "<e>"), "behind a turn.*eos_tokens"),
         ("{% for m in messages %}{{ '<|im_end|>' + m.role + m.content }}{% endfor %}", "would be there twice"),
         ("{% for m in messages %}{{ 'x' + m.content }}{% endfor %}", "joins the end of a turn and what follows in one"),
     ],

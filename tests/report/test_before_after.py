@@ -9,18 +9,8 @@ import pytest
 
 from app.checkpoint.retention import BestCheckpoint
 from app.report.before_after import best_evaluation, summary_text
-from app.report.confidence_intervals import (
-    clustered_share_interval,
-    mean_interval,
-    sign_test,
-    wilson_interval,
-)
-from app.report.metrics_history import (
-    Series,
-    early_stopping_reason,
-    finite_metric,
-    matching_metric_names,
-)
+from app.report.confidence_intervals import clustered_share_interval, mean_interval, sign_test, wilson_interval
+from app.report.metrics_history import Series, early_stopping_reason, finite_metric, matching_metric_names
 
 
 def step(number: int, reward: float, **evaluation: float) -> dict[str, float]:

@@ -43,11 +43,7 @@ def test_format_rewards_need_no_reference_answer():
     ("answers", "source", "message"),
     [
         (["1", None, None], None, r"gsm8k compares .* q/1 has no answer \(and 1 more like it\)"),
-        (
-            ["1", "x^2", "3"],
-            None,
-            r"q/1 has the answer 'x\^2', which is not a number; choose the column of",
-        ),
+        (["1", "x^2", "3"], None, r"q/1 has the answer 'x\^2', which is not a number; choose the column of"),
         ([1, True], None, "q/1 has the answer 'true', which is not a number"),
         ([["1"]], None, r"q/0 has the answer '\[\"1\"\]', which is not a number"),
         ([None], "a", r"q/0 of the evaluation set \(data\.eval_source: a\) has no answer; choose another data\.eval"),

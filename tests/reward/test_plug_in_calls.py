@@ -321,7 +321,7 @@ def test_verl_functions_get_their_four_arguments() -> None:
     def verl(data_source, solution_str, ground_truth, extra_info=None): ...
 
     assert given(verl, make_sample("so 3", make_prompt("3"))) == {
-        **{"data_source": "train.jsonl", "solution_str": "so 3", "ground_truth": "3", "extra_info": {}},
+        **{"data_source": "train.jsonl", "solution_str": "so 3", "ground_truth": "3", "extra_info": {}}
     }
     row = make_prompt("3", data_source="gsm8k", extra_info={"index": 7})
     arguments = given(verl, make_sample("so 3", row), columns=DataColumns.from_rows([row], source="x"))

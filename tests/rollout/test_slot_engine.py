@@ -354,8 +354,7 @@ def test_a_cache_of_8_bits_rounds_a_little_and_takes_a_byte_for_each_number() ->
 
 def test_blocks_are_copied_alike_at_once_and_one_after_another(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = jax.tree.map(
-        lambda x: np.arange(math.prod(x.shape)).reshape(x.shape).astype(x.dtype),
-        few_codes(True).programs.abstract_pool,
+        lambda x: np.arange(math.prod(x.shape)).reshape(x.shape).astype(x.dtype), few_codes(True).programs.abstract_pool
     )
     arguments = np.array([3, -1, 5, 7]), np.array([1, 2, 8, 9]), np.array([3])
     one_by_one = jax.jit(copy_blocks)(pool, *arguments)

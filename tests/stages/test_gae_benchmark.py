@@ -6,13 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from app.stages.gae_benchmark import (
-    BenchmarkShape,
-    GaeRule,
-    loop_over_time,
-    make_workloads,
-    parse_shapes,
-)
+from app.stages.gae_benchmark import BenchmarkShape, GaeRule, loop_over_time, make_workloads, parse_shapes
 from settings.errors import InputError
 from tests.advantage import gae_oracle
 from tests.advantage.gae_oracle import random_case

@@ -187,10 +187,7 @@ def updated(
 
 @pytest.mark.parametrize(
     ("architecture", "lora", "shape", "types"),
-    [
-        (replace(EVEN, **EXPERTS), None, (1, 2, 2), {}),
-        (DEEP, ADAPTERS, (1, 1, 1), ROUNDED),
-    ],
+    [(replace(EVEN, **EXPERTS), None, (1, 2, 2), {}), (DEEP, ADAPTERS, (1, 1, 1), ROUNDED)],
     ids=["experts", "adapters"],
 )
 def test_moments_in_host_memory_change_no_update(

@@ -15,16 +15,7 @@ from app.update.kl import k1, k3
 from app.update.loss_aggregation import aggregations
 from app.update.policy_loss import PolicyLoss, cispo_surrogate, clipped_surrogate, dual_clipped_surrogate
 from app.update.ratios import LOG_RATIOS, LOG_WEIGHTS, ImportanceCorrection, mask_weights, truncate_weights
-from scripts.make_trl_numbers import (
-    CASES,
-    CORRECTION_BOUNDS,
-    CORRECTION_CASES,
-    DEFAULTS,
-    LENGTHS,
-    LONGEST,
-    PATH,
-    ROWS,
-)
+from scripts.make_trl_numbers import CASES, CORRECTION_BOUNDS, CORRECTION_CASES, DEFAULTS, LENGTHS, LONGEST, PATH, ROWS
 from tests.tiny import PLAIN_LOSS, assert_trees_close, make_sample, one_a_row
 from tests.update.table_policy import loss_and_gradient
 
