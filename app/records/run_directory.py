@@ -65,6 +65,10 @@ class RunDirectory:
         """The stack traces of each host's threads at the time when the watchdog ended it."""
         return self.path / "crash"
 
+    @property
+    def timeline_path(self) -> Path:
+        return self.path / "timeline.html"
+
     def rollouts_path(self, step: int) -> Path:
         return self.path / "rollouts" / f"step_{step:06d}.jsonl"
 

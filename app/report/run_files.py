@@ -53,6 +53,10 @@ class RunFiles:
             raise InputError(f"{path} has no finished training step yet, so there is nothing to report")
         return cls(path, history, settings_history, sample_files(path / "rollouts"), sample_files(path / "eval"))
 
+    @property
+    def has_timeline(self) -> bool:
+        return RunDirectory(self.path).timeline_path.is_file()
+
     def setting(self, name: str) -> Any:
         """Returns the last value of a setting; None if its file lacks it."""
         return self.settings_history.periods[-1].settings.get(name, (None, ""))[0]

@@ -16,7 +16,7 @@ import numpy as np
 
 from app.checkpoint.saved_policy import PolicyCheckpoint, read_policy_source
 from app.distributed.collective_files import host_slice, per_host_path, sample_json_lines, write_collectively
-from app.distributed.collectives import error_barrier, gather_over_hosts, sum_over_hosts
+from app.distributed.collectives import error_barrier, sum_over_hosts
 from app.distributed.host_consistency import check_hosts_agree
 from app.model.decode_weights import DecodeWeights
 from app.prompts.data_sources import load_training_data
@@ -26,7 +26,6 @@ from app.records.identity import Identity, prompts_digest
 from app.records.jsonl import check_distinct_paths, check_output_path
 from app.records.partial_samples import PartFile, PartialSamples, part_path, remove_parts
 from app.records.sample import Prompt, Sample
-from app.records.text_format import format_percent
 from app.report.matplotlib_figures import check_picture_path
 from app.rollout.scheduling.sample_states import SampleTable
 from app.rollout.sequence import RolloutSequence
@@ -36,8 +35,9 @@ from app.runtime.inputs import warn_of_misread_prompts
 from app.runtime.model_spec import ModelSpec
 from app.runtime.scoring import ScoringSession
 from app.runtime.session import Session
-from app.stages.rollout_timeline import SUPPORTED_SUFFIXES, Timeline, write_timeline
 from app.tracking.console import RolloutProgress
+from app.tracking.performance import schedule_performance
+from app.tracking.rollout_timeline import SUPPORTED_SUFFIXES, Timeline, write_timeline
 from settings import Resolved, Settings
 from settings.errors import InputError
 
@@ -167,22 +167,17 @@ def _read_prompts(
 
 
 def _schedule_metrics(session: Session, timeline: Path | None) -> dict[str, Any]:
-    """Returns the metrics of all hosts' schedules, empty without one, and plots the timeline of this host."""
+    """Returns the metrics of all hosts' schedules, as in training, and plots this host's; empty without a schedule."""
     if session.workers is None:
         return {}
-    (metrics,) = session.take_schedule_metrics()
+    (metrics,) = schedules = session.take_schedule_metrics()
     policy = session.workers.schedule.policy
     if timeline is not None:
         model, records = session.settings.model.path, session.workers.records
-        write_timeline(timeline, Timeline.from_records(records, metrics, model=model, policy=policy))
-    local = (metrics.makespan_s, metrics.bubble, metrics.tail_fraction, metrics.suspensions, metrics.repacked_tokens)
-    makespans, bubbles, tails, suspensions, recomputed = gather_over_hosts(np.asarray(local, np.float64)).T
-    bubble, tail = (format_percent(np.average(shares, weights=makespans)) for shares in (bubbles, tails))
+        write_timeline(timeline, Timeline.from_records(records, metrics, heading=model, policy=policy))
     return {
         "scheduler": policy,
-        "makespan": f"{makespans.max():.3g} s, bubble {bubble}, tail {tail}",
-        "suspended": int(suspensions.sum()),
-        "recomputed tokens": int(recomputed.sum()),
+        **schedule_performance(schedules),
         **({} if timeline is None else {"timeline": str(timeline)}),
     }
 

@@ -166,7 +166,8 @@ def schedule_performance(schedules: Sequence[ScheduleMetrics]) -> dict[str, floa
     """Returns the schedule metrics of a step's rollouts, over all hosts; empty without schedules.
 
     Hosts wait for each other after every rollout, so the makespan is that of the slowest host. Fractions are averaged
-    over time. The recall is None if no sample was longer than the others, the tail if rollouts are asynchronous.
+    over time. The recall is None if no sample was longer than the others, the tail if rollouts are asynchronous, and
+    what says something about verdicts if the policy gives none.
     """
     if not schedules:
         return {}
@@ -176,15 +177,22 @@ def schedule_performance(schedules: Sequence[ScheduleMetrics]) -> dict[str, floa
     makespan_s = sum(max(one.makespan_s for one in rollout) for rollout in zip(*hosts, strict=True))
     seconds = np.asarray([one.makespan_s for one in schedules])
     tail = float(np.average([one.tail_fraction for one in schedules], weights=seconds))
-    recalls = [one.probe_recall for one in schedules if one.probe_recall is not None]
+
+    def known(name: str) -> list[float]:
+        return [value for one in schedules if (value := getattr(one, name)) is not None]
+
+    def mean(name: str) -> float | None:
+        return float(np.mean(known(name))) if known(name) else None
+
+    totals = ("breaker_trips", "truncated", "suspensions", "stolen_by_fast", "stolen_by_heavy", "repacked_tokens")
     return {
         "perf/rollout/makespan_s": makespan_s,
         "perf/rollout/bubble": float(np.average([one.bubble for one in schedules], weights=seconds)),
         "perf/rollout/tail_fraction": None if math.isnan(tail) else tail,
-        "perf/rollout/probe_recall": float(np.mean(recalls)) if recalls else None,
-        "perf/rollout/breaker_trips": sum(one.breaker_trips for one in schedules),
-        "perf/rollout/stolen": sum(one.stolen for one in schedules),
-        "perf/rollout/repacked_tokens": sum(one.repacked_tokens for one in schedules),
+        **{f"perf/rollout/{name}": mean(name) for name in ("probe_recall", "threshold", "heavy_share")},
+        "perf/rollout/last_verdict_s": max(known("last_verdict_s"), default=None),
+        "perf/rollout/last_verdict_tokens": max(known("last_verdict_tokens"), default=None),
+        **{f"perf/rollout/{name}": sum(getattr(one, name) for one in schedules) for name in totals},
     }
 
 

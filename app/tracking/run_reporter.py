@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from app.report.alerts import Alert, AlertMonitor
 from app.report.metrics_history import training_steps
 from app.report.write_report import write_report
 from app.tracking.console import ProgressDisplay, evaluation_line
+from app.tracking.rollout_timeline import Timeline, write_timeline
 from app.tracking.run_log import NullRunLog, RunLog, samples_to_jsonl
 from settings.schema.run import LoggingSettings
 
@@ -40,6 +41,8 @@ class RunReporter:
     settings: LoggingSettings
     display: ProgressDisplay
     run_log: RunLog | NullRunLog
+    timeline: Callable[[], Timeline | None]
+    """Returns that of the last step's rollout on this host, if there is one."""
     _alerts: AlertMonitor = field(init=False)
 
     def __post_init__(self) -> None:
@@ -79,11 +82,13 @@ class RunReporter:
             write_atomic(path, b"".join(lines))
 
     def write_final_report(self) -> None:
-        """Writes the report, regardless of how the run ended."""
+        """Writes the report and the timeline, regardless of how the run ended."""
         if not self.settings.report or not training_steps(self.run_log.history):
             return
         self.display.set_phase("report")
         try:
+            if (timeline := self.timeline()) is not None:
+                write_timeline(self.run.timeline_path, timeline)
             self.display.print_line(f"report: {write_report(self.run.path)['report']}")
         # A blanket except: no bug in the report may change how a run ends.
         except Exception as error:

@@ -125,7 +125,7 @@ def _train(setup: RunSetup, stack: ExitStack, clock: Callable[[], float], on_ste
     resumed = checkpoints.has_step(progress.step)
     with error_barrier():
         run_log = stack.enter_context(closing(open_run_log(setup, progress, resumed=resumed)))
-    reporter = RunReporter(setup.run, settings.logging, display, run_log)
+    reporter = RunReporter(setup.run, settings.logging, display, run_log, trainer.timeline)
     stack.callback(reporter.write_final_report)
     profiler = StepProfiler(settings.logging.profile_steps if is_process_0 else (), setup.run.profile_dir)
     stack.callback(profiler.stop)

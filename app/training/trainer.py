@@ -10,8 +10,11 @@ from app.checkpoint.train_progress import RunState
 from app.distributed.preemption import cancellation_barrier
 from app.records.sample import Sample
 from app.reward.reward_functions import RewardFunctions
+from app.rollout.scheduling.protocol import EventRecord
+from app.rollout.scheduling.schedule_metrics import ScheduleMetrics
 from app.runtime.session import Session
 from app.tracking.performance import async_metrics, make_step_flops, rollout_performance, schedule_performance
+from app.tracking.rollout_timeline import Timeline
 from app.tracking.sample_metrics import episode_metrics, mismatch_metrics, sample_metrics
 from app.tracking.timer import StepTimer
 from app.training.learner import LearnerGroup
@@ -22,7 +25,7 @@ from settings import Settings
 Metrics = dict[str, float | None]
 
 
-@dataclass(frozen=True)
+@dataclass
 class Trainer:
     """The stages of a training step, configured for a run."""
 
@@ -33,6 +36,8 @@ class Trainer:
     learners: LearnerGroup
     reward_functions: RewardFunctions
     """Those of the run; a replay of saved rewards calls them in evaluations only."""
+    last_schedule: tuple[int, Sequence[EventRecord], ScheduleMetrics] | None = None
+    """The last step, and what this host's workers did in its last rollout; None if they do not wait for steps."""
 
     @property
     def settings(self) -> Settings:
@@ -86,11 +91,14 @@ class Trainer:
             samples: those that the step has learned from.
         """
         sampled = [sample for one in rounds for sample in one.rewarded.samples]
+        schedules = self.session.take_schedule_metrics()
+        if self.session.workers is not None and not self.session.generates_async:
+            self.last_schedule = step, self.session.workers.records, schedules[-1]
         parts = [
             sample_metrics(samples, self.reward_functions.reward_names),
             reward_stage_metrics(rounds, timer),
             rollout_performance(self.session.take_counters()),
-            schedule_performance(self.session.take_schedule_metrics()),
+            schedule_performance(schedules),
             mismatch_metrics(samples),
             self._work_metrics(sampled, samples, rounds, step=step),
         ]
@@ -99,6 +107,14 @@ class Trainer:
         if self.settings.env.is_used:
             parts.append(episode_metrics(samples))
         return {name: value for part in parts for name, value in part.items()}
+
+    def timeline(self) -> Timeline | None:
+        """Returns the timeline of this host's last rollout of the last step, if there is one."""
+        if self.last_schedule is None or self.session.workers is None:
+            return None
+        step, records, metrics = self.last_schedule
+        policy, heading = self.session.workers.schedule.policy, f"{self.settings.run.name}, step {step}"
+        return Timeline.from_records(records, metrics, heading=heading, policy=policy)
 
     def _work_metrics(
         self, sampled: Sequence[Sample], learned: Sequence[Sample], rounds: Sequence[RewardedRound], *, step: int

@@ -18,7 +18,7 @@ from app.report.matplotlib_figures import check_picture_path
 from app.rollout.scheduling.schedule_metrics import Span
 from app.runtime.model_spec import ModelSpec, read_model_spec
 from app.stages.rollout import rollout_identity
-from app.stages.rollout_timeline import SUPPORTED_SUFFIXES, Timeline, render_timeline, write_timeline
+from app.tracking.rollout_timeline import SUPPORTED_SUFFIXES, Timeline, render_timeline, write_timeline
 from settings import Settings, load
 from settings.errors import InputError
 from tests.program import NUM_DEVICES, digest_of, here, of_tiny, records_of, settings

@@ -5,8 +5,6 @@ Judges probes by a sliding percentile, and corrects wrong verdicts by a breaker 
 
 from __future__ import annotations
 
-import math
-
 from app.rollout.scheduling.priority_queue import PriorityQueue
 from app.rollout.scheduling.protocol import SampleRole, Suspend, WorkerKind
 from app.rollout.scheduling.sample_states import SampleEntry
@@ -90,8 +88,6 @@ class PdsrV2Policy(SchedulingPolicy):
             return []
         rows = running_rows(self.context, worker)
         tripped = [entry for entry in rows if self.context.is_over_limit(entry, self._breaker_limit(entry))]
-        tripped.sort(key=lambda entry: -entry.num_tokens)
-        tripped = tripped[: max(1, math.ceil(self.context.tripped_share * worker.slots))]
         for entry in tripped:
             self._neutral.pop(entry.prompt, None)
             self._apply_verdict(entry.prompt, "heavy")

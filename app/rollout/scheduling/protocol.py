@@ -171,7 +171,17 @@ class RunSegment:
     limits: SegmentLimits
 
 
-Command = Suspend | RunSegment
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Says where P-DSR wants to run the samples of a prompt; the executor has nothing to do."""
+
+    prompt: str
+    kind: WorkerKind
+    threshold: float | None
+    """Length above which a prompt is heavy, in `rollout.pdsr.unit`; None if too few samples have finished."""
+
+
+Command = Suspend | RunSegment | Verdict
 
 
 class EventRecord(NamedTuple):

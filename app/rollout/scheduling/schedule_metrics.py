@@ -22,7 +22,9 @@ from app.rollout.scheduling.protocol import (
     SegmentEnded,
     Submitted,
     Suspend,
+    Verdict,
     WorkerJoined,
+    WorkerKind,
     WorkerLost,
 )
 
@@ -30,7 +32,10 @@ HEAVY_PERCENTILE = 80
 """Percentile of lengths above which a sample counts as long in the recall."""
 TAIL_SHARE = 0.9
 """Share of the samples that must be done before the tail begins."""
-COUNTS = ("breaker_trips", "stolen", "suspensions", "truncated", "segments", "useful_tokens", "repacked_tokens")
+COUNTS = (
+    *("breaker_trips", "stolen_by_fast", "stolen_by_heavy", "suspensions", "truncated", "segments", "useful_tokens"),
+    "repacked_tokens",
+)
 """Fields of `ScheduleMetrics` that are counts."""
 
 
@@ -62,10 +67,20 @@ class ScheduleMetrics:
 
     None if there was no expectation for any of them.
     """
+    threshold: float | None
+    """Length above which a prompt was heavy at the last verdict, in `rollout.pdsr.unit`; None without one."""
+    heavy_share: float | None
+    """Share of the judged prompts whose samples were sent to heavy workers in the end; None without verdicts."""
+    last_verdict_s: float | None
+    """Time from the first submission to the last verdict."""
+    last_verdict_tokens: int | None
+    """Tokens decoded up to then."""
     breaker_trips: int
-    stolen: int
-    """Number of times that a worker of the other kind admitted a row."""
+    stolen_by_fast: int
+    """Number of times that a fast worker admitted a row of the heavy ones."""
+    stolen_by_heavy: int
     suspensions: int
+    """Number of times that a sample left its worker, to go on later."""
     truncated: int
     """Number of samples truncated at the fast limit."""
     segments: int
@@ -90,6 +105,9 @@ class ScheduleMetricsTracker:
         self.lengths: dict[str, int] = {}
         self.expected_heavy: dict[str, bool] = {}
         """Uid of an ended sample with an expected length -> whether it was expected to be heavy."""
+        self.verdicts: dict[str, WorkerKind] = {}
+        self.last_verdict: tuple[float | None, float, int] | None = None
+        """The threshold, the time, and the tokens decoded up to then."""
         self.busy_s = 0.0
         self.counts: Counter[str] = Counter()
         """Those of `ScheduleMetrics`, by its fields."""
@@ -117,20 +135,25 @@ class ScheduleMetricsTracker:
                     for known in (self.num_tokens, self.first_role):
                         known.pop(uid, None)
         for command in commands:
-            if isinstance(command, RunSegment):
-                for one in command.admit:
-                    self._admit(command.worker, one)
-                continue
-            self.counts["suspensions"] += 1
-            self.counts["breaker_trips"] += command.why in ("breaker", "probe limit")
-            if command.why == "truncated":
-                self.counts["truncated"] += 1
-                self._record_end(command.uid, FINISH_LENGTH, at=event.at)
+            match command:
+                case Verdict():
+                    self.verdicts[command.prompt] = command.kind
+                    self.last_verdict = command.threshold, event.at, self.counts["useful_tokens"]
+                case RunSegment():
+                    for one in command.admit:
+                        self._admit(command.worker, one)
+                case Suspend(why="truncated"):
+                    self.counts["truncated"] += 1
+                    self._record_end(command.uid, FINISH_LENGTH, at=event.at)
+                case Suspend():
+                    self.counts["suspensions"] += 1
+                    self.counts["breaker_trips"] += command.why in ("breaker", "probe limit")
 
     def _admit(self, worker: str, one: Admit) -> None:
         self.first_role.setdefault(one.uid, one.role)
-        other: SampleRole = "heavy" if self.workers[worker].kind == "fast" else "fast"
-        self.counts["stolen"] += one.role == other and one.how != "resume"
+        kind = self.workers[worker].kind
+        other: SampleRole = "heavy" if kind == "fast" else "fast"
+        self.counts[f"stolen_by_{kind}"] += one.role == other and one.how != "resume"
         if one.how == "recompute":
             self.counts["repacked_tokens"] += one.num_tokens
 
@@ -165,6 +188,7 @@ class ScheduleMetricsTracker:
         # Workers have slots while they are present.
         stays = ((one.slots, one.at, self.worker_lost_s.get(name, math.inf)) for name, one in self.workers.items())
         capacity_s = sum(n * max(min(end, start + makespan) - max(begin, start), 0.0) for n, begin, end in stays)
+        threshold, verdict_at, verdict_tokens = self.last_verdict or (None, None, None)
         ends = sorted(self.end_times)
         ninety = ends[max(int(TAIL_SHARE * len(ends)) - 1, 0)] - start if ends else makespan
         return ScheduleMetrics(
@@ -172,6 +196,10 @@ class ScheduleMetricsTracker:
             bubble=1 - self.busy_s / capacity_s if capacity_s else 0.0,
             tail_fraction=1 - ninety / makespan,
             probe_recall=self._recall(),
+            threshold=threshold,
+            heavy_share=np.mean([kind == "heavy" for kind in self.verdicts.values()]).item() if self.verdicts else None,
+            last_verdict_s=None if verdict_at is None else max(verdict_at - start, 0.0),
+            last_verdict_tokens=verdict_tokens,
             **{name: self.counts[name] for name in COUNTS},
         )
 

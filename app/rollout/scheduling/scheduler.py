@@ -95,7 +95,9 @@ class Scheduler:
             case Answered():
                 for row in event.rows:
                     self._answered(row)
-        return self._issue_commands()
+        commands = self._issue_commands()
+        verdicts, self.context.new_verdicts = self.context.new_verdicts, []
+        return [*verdicts, *commands]
 
     @property
     def is_stuck(self) -> bool:

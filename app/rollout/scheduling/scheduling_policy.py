@@ -10,7 +10,7 @@ from typing import ClassVar, NamedTuple, TypeVar
 
 from app.rollout.scheduling.length_estimator import LengthEstimator
 from app.rollout.scheduling.priority_queue import PriorityQueue
-from app.rollout.scheduling.protocol import SampleRole, Suspend, WorkerKind
+from app.rollout.scheduling.protocol import SampleRole, Suspend, Verdict, WorkerKind
 from app.rollout.scheduling.sample_states import SampleEntry, SampleState, SampleTable
 from settings.schema.rollout import PDSR_WINDOW_MIN, PdsrSettings
 
@@ -116,13 +116,12 @@ class SchedulingContext:
     """Longest row that workers of a kind hold, lost ones included."""
     threshold: float | None = None
     """Length above which a sample is heavy; updated when a sample finishes."""
+    new_verdicts: list[Verdict] = field(default_factory=list)
+    """Those of the present event."""
     window_min: int = PDSR_WINDOW_MIN
     probe_advance: int = 256
     """Number of samples that a probe may overtake in the queue. Without a bound, new prompts would starve the samples
     of old ones."""
-    tripped_share: float = 0.12
-    """Largest share of a fast worker's slots that samples at the limit leave at once. More would only overload the
-    heavy workers."""
     max_moves: int = 2
     """Number of moves after which `adaptive` moves a sample no more, and `pdsr_v2` leaves it to heavy workers. Samples
     that a fast worker gives back, and those too long for their slots, move in any case."""
@@ -283,8 +282,9 @@ class Probes:
 
     def admit_or_hold_back(self, entry: SampleEntry) -> bool:
         """Returns whether the sample may run: a probe, or one whose prompt has a verdict. Otherwise holds it back."""
-        if entry.prompt not in self.probe_uids and (known := self._context.known_verdict(entry.prompt)) is not None:
-            self.verdicts.setdefault(entry.prompt, known)
+        is_new = entry.prompt not in self.probe_uids and entry.prompt not in self.verdicts
+        if is_new and (known := self._context.known_verdict(entry.prompt)) is not None:
+            self.set_verdict(entry.prompt, known)
         if entry.prompt in self.verdicts or self.probe_uids.setdefault(entry.prompt, entry.uid) == entry.uid:
             return True
         self.held_back.setdefault(entry.prompt, []).append(entry.uid)
@@ -295,7 +295,9 @@ class Probes:
 
     def set_verdict(self, prompt: str, verdict: WorkerKind) -> list[str]:
         """Sets the verdict of a prompt and returns the samples held back until now."""
-        self.verdicts[prompt] = verdict
+        if self.verdicts.get(prompt) != verdict:
+            self.verdicts[prompt] = verdict
+            self._context.new_verdicts.append(Verdict(prompt, verdict, self._context.threshold))
         return self.held_back.pop(prompt, [])
 
     def forget(self, prompt: str) -> None:

@@ -199,9 +199,10 @@ class Storm(Driven):
             self.workers[event.worker] = event
         commands = super().tell(event)
         for command in commands:
-            if isinstance(command, Suspend):
-                if self.workers[command.worker].keeps_caches and command.why != "truncated":
-                    self.kept[command.uid] = command.worker
+            is_kept = isinstance(command, Suspend) and command.why != "truncated"
+            if is_kept and self.workers[command.worker].keeps_caches:
+                self.kept[command.uid] = command.worker
+            if not isinstance(command, RunSegment):
                 continue
             self.started[command.worker] = self.at
             for one in command.admit:
@@ -294,7 +295,6 @@ def storm(seed: int, *, has_turns: bool = False) -> Storm:
         "window_min": [1, 4, 32],
         "max_moves": [1, 2, 5],
         "probe_advance": [0, 256],
-        "tripped_share": [0.12, 1.0],
     }
     least = rng.choice([1, 7, 64])
     scheduler = make_scheduler(

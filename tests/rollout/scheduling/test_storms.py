@@ -54,7 +54,7 @@ def test_no_invariant_breaks_in_random_rollouts_under_random_faults(has_turns: b
             assert [tuple(again.handle(event)) for event, _ in rollout.records] == [made for _, made in rollout.records]
         seen.update(rollout.counts)
         seen.update(turns=sum(map(len, rollout.turns.values())), calm=not rollout.num_faults)
-    assert 20 < seen["calm"] < 70 and seen["copy"] > 80
+    assert 20 < seen["calm"] < 70 and seen["copy"] > 60
     assert (seen["turns"] > 1000 and seen["resume"] > 1000) == has_turns
 
 
@@ -139,6 +139,8 @@ def test_metrics_and_spans_by_hand() -> None:
     assert found.bubble == pytest.approx(1 - 10 / 14)
     assert found.tail_fraction == pytest.approx(1 - 6 / 10)
     assert (found.useful_tokens, found.segments, found.breaker_trips, found.suspensions) == (21, 4, 1, 1)
+    # p0 is heavy as it trips at 4, p1 fast as its probe ends at 6.
+    assert (found.threshold, found.heavy_share, found.last_verdict_s, found.last_verdict_tokens) == (None, 0.5, 6, 16)
     spans = [one for one in slot_spans(handed_over()) if one.uid == "p0/s0"]
     tracker = ScheduleMetricsTracker()
     for number, record in enumerate(handed_over()):
@@ -174,6 +176,6 @@ def test_metrics_of_turns_by_hand() -> None:
     answered_at(20.0, 21, "stop")
     found = schedule_metrics(driven.records)
     assert (found.useful_tokens, found.repacked_tokens, found.suspensions) == (8, 20, 0)
-    assert (found.makespan_s, found.stolen) == (20, 1), "a short one began on a heavy worker"
+    assert (found.makespan_s, found.stolen_by_heavy) == (20, 1), "a short one began on a heavy worker"
     outside = [(one.start_s, one.end_s) for one in slot_spans(driven.records) if one.slot < 0]
     assert outside == [(6.0, 9.0), (10.0, 14.0)]

@@ -46,7 +46,7 @@ class Timeline:
 
     @classmethod
     def from_records(
-        cls, records: Sequence[EventRecord], metrics: ScheduleMetrics, *, model: str, policy: str
+        cls, records: Sequence[EventRecord], metrics: ScheduleMetrics, *, heading: str, policy: str
     ) -> Timeline:
         start = next((event.at for event, _ in records if isinstance(event, Submitted)), 0.0)
         spans = [one._replace(start_s=one.start_s - start, end_s=one.end_s - start) for one in slot_spans(records)]
@@ -55,10 +55,11 @@ class Timeline:
         recall = "" if metrics.probe_recall is None else f", recall {metrics.probe_recall:.2f}"
         figures = (
             f"{policy}: {metrics.makespan_s:.3g} s, bubble {bubble}, tail {tail}{recall}, {metrics.breaker_trips} "
-            f"trips, {metrics.stolen} stolen, {metrics.suspensions} suspended, {metrics.truncated} truncated, "
+            f"trips, {metrics.stolen_by_fast} + {metrics.stolen_by_heavy} stolen by fast and heavy, "
+            f"{metrics.suspensions} suspended, {metrics.truncated} truncated, "
             f"{metrics.repacked_tokens:,} tokens recomputed, {metrics.segments} segments"
         )
-        heading = f"{model}: {len(slots)} workers, {sum(slots.values())} slots"
+        heading += f": {len(slots)} workers, {sum(slots.values())} slots"
         return cls(heading, figures, slots, spans, metrics.makespan_s)
 
     @property
