@@ -18,6 +18,7 @@ from typer.core import TyperCommand
 
 from app.commands import doctor, evaluate, export, gae, inspect_mesh, presets, report, rollout, score, settings, train
 from app.commands.command_support import handle_errors, write
+from settings.loading.config_file import is_config
 from settings.loading.fields import FIELDS, suggest_fields
 
 
@@ -33,6 +34,8 @@ class _Command(TyperCommand):
         known: dict[str, Any] = {option: parameter for parameter in self.get_params(ctx) for option in parameter.opts}
         for name in (argument.partition("=")[0] for argument in args if argument.startswith("--")):
             if name not in known and len(name) > 2:
+                if name == "--preset" and "--config" in known:
+                    ctx.fail("No such option: --preset. Presets and files of settings are given as --config NAME")
                 near, text = suggest_fields(name.removeprefix("--"))
                 if near or "no counterpart" in text:
                     ctx.fail(f"No such option: {name}. Settings are given as --set NAME=VALUE{text}")
@@ -42,6 +45,8 @@ class _Command(TyperCommand):
         if "--set" in known and (names := [word.partition("=")[0].lstrip("+") for word in extra if "=" in word]):
             hints = "".join(suggest_fields(name)[1] for name in names if name not in FIELDS)
             ctx.fail(f"Unexpected arguments: {' '.join(extra)}. Settings are given as --set NAME=VALUE{hints}")
+        if "--config" in known and (files := [word for word in extra if is_config(word)]):
+            ctx.fail(f"Unexpected argument: {files[0]}. Presets and files of settings are given as --config {files[0]}")
         for parameter in given:
             if given.count(parameter) > 1 and not (parameter.multiple or parameter.is_flag):
                 ctx.fail(f"{parameter.opts[0]} is given {given.count(parameter)} times, but takes one value")

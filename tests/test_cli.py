@@ -180,6 +180,11 @@ SET = "Settings are given as --set NAME=VALUE"
         ("train data.train_files=x", f"data.train_files=x. {SET}; verl's data.train_files is data.source here"),
         ("train +learning_rate=1 --print-config", f"+learning_rate=1. {SET}; did you mean optimizer.learning_rate?"),
         ("train run.steps=3", f"Error: Unexpected arguments: run.steps=3. {SET}\n"),
+        (
+            "train my.yaml",
+            "Error: Unexpected argument: my.yaml. Presets and files of settings are given as --config my",
+        ),
+        ("train --preset dapo", "Error: No such option: --preset. Presets and files of settings are given as --config"),
         ("report a run.steps=3", "unexpected extra argument"),
         ("train --resume", "Error: --resume needs a value: --resume <auto|never|must>\n"),
         ("evaluate --compare", "Error: --compare needs a value: --compare BEFORE.jsonl AFTER.jsonl\n"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 import types
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -26,7 +27,7 @@ def settings(
         str,
         typer.Argument(
             metavar="NAME",
-            help="A setting, a section, the start of a name, or what another program calls a setting.",
+            help="A setting, a section, the start of a name, what another program calls a setting, or any word.",
             autocompletion=lambda: list(FIELDS),
         ),
     ] = "",
@@ -41,17 +42,28 @@ def settings(
 
 
 def _find_settings(name: str) -> list[str]:
-    """Returns the settings that begin with `name`, or else those that it stands for, in the order of the schema."""
+    """Returns the settings that begin with `name`, or else those that it stands for, or whose texts have the word.
+
+    They are in the order of the schema.
+    """
     starts = [name] if any(field.startswith(name) for field in FIELDS) else [*ALIASES.get(name, ())]
     if not starts:
         same_ending = [field for field in FIELDS if field.endswith(f".{name}")]
         suggested, explanation = suggest_fields(name)
         starts = [*same_ending, *(field for other in suggested for field in ALIASES.get(other, (other,)))]
+        if not starts and (found := [field for field in FIELDS if _mentions(field, name)]):
+            return found
         if not starts:
             raise InputError(f"unknown setting {name}{explanation}")
         if not {*same_ending}.issuperset(suggested):
             print_notices([explanation.removeprefix("; ")])
     return [field for field in FIELDS if field.startswith(tuple(starts))]
+
+
+def _mentions(field: str, word: str) -> bool:
+    """Returns whether a setting's name contains a word, or its meaning a word that starts like it."""
+    parts = re.split(r"[\W_]+", f"{field} {FIELDS[field].description}".lower())
+    return any(part.startswith(word.lower()) for part in parts)
 
 
 def _format_setting(name: str, type: str, default: str, meaning: str) -> str:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import inspect
 import os
 import sys
 import traceback
 from collections.abc import Collection
+from difflib import get_close_matches
 from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any
@@ -46,8 +46,11 @@ def load_object(path: str, *, program_modules: Collection[str] = ()) -> Any:
     target = module
     for name in attribute.split("."):
         if not hasattr(target, name):
-            known = [n for n, v in vars(module).items() if inspect.isroutine(v) and not n.startswith("_")]
-            raise LoadError(f"{place} has no `{name}`; its functions: {', '.join(sorted(known)[:20]) or 'none'}")
+            of_user = {n: v for n, v in vars(module).items() if callable(v) and not n.startswith("_")}
+            known = sorted(n for n, v in of_user.items() if getattr(v, "__module__", None) == module.__name__)
+            hint = "".join(f"; did you mean {near}?" for near in get_close_matches(name, known, n=1))
+            there = ", ".join(known[:20]) or "no functions or classes"
+            raise LoadError(f"{place} has no `{name}`{hint or f'; it has {there}'}")
         target = getattr(target, name)
     return target
 

@@ -75,11 +75,12 @@ def parse_object(raw: bytes, where: str, *, reads_nan: bool = False) -> dict[str
     except UnicodeDecodeError as error:
         raise InputError(f"{where}: not UTF-8 text: {error.reason} at byte {error.start + 1}") from None
     except json.JSONDecodeError as error:
-        raise InputError(f"{where}: not JSON: {error.msg} at column {error.colno}") from None
+        raise InputError(f"{where}: not JSON: {error.msg.removesuffix(' at')} at column {error.colno}") from None
     except (ValueError, RecursionError) as error:
         raise InputError(f"{where}: not usable JSON: {error}") from None
     if not isinstance(value, dict):
-        raise InputError(f"{where}: expected a JSON object, got {type(value).__name__}")
+        hint = "; a file needs one object a line, as `jq -c '.[]'` makes of a list" if isinstance(value, list) else ""
+        raise InputError(f"{where}: expected a JSON object, got {type(value).__name__}{hint}")
     shape = raw.translate(NUMBER_SHAPE_TABLE)
     if any(part in shape for part in NON_FINITE_PATTERNS):
         value = replace_floats(value, math.isnan) if reads_nan else value

@@ -30,6 +30,11 @@ def preset_names() -> list[str]:
     return sorted(entry.name.removesuffix(".yaml") for entry in folder.iterdir() if entry.name.endswith(".yaml"))
 
 
+def is_config(name: str) -> bool:
+    """Returns whether this looks like a value of `--config`."""
+    return name in preset_names() or name.endswith((".yaml", ".yml"))
+
+
 def find_config_file(config: str | ConfigFile | None) -> ConfigFile:
     """Returns the preset with this name, else the file at this path; the default preset for None.
 

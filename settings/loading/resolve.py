@@ -38,6 +38,7 @@ from settings.loading.sources import (
     environment_entries,
     environment_notices,
     flag_entries,
+    last_overrides,
     precedence,
     set_entries,
     yaml_entries,
@@ -100,6 +101,7 @@ def load(
     """
     file = find_config_file(config)
     in_yaml = build_layer(yaml_entries(file))
+    overrides, repeated = last_overrides(overrides)
     in_set = build_layer(set_entries(overrides))
     in_environment = build_layer(environment_entries(environ))
     in_flags = build_layer(flag_entries(flags))
@@ -111,7 +113,7 @@ def load(
     resolved = Resolved(
         settings=_validate(layers),
         provenance=_provenance(layers),
-        notices=(*environment_notices(in_environment, in_set, in_flags), *notices),
+        notices=(*repeated, *environment_notices(in_environment, in_set, in_flags), *notices),
         aliases={
             field: name for field, leaf in ChainMap(*layers).items() if (name := leaf.given_name.lower()) in ALIASES
         },

@@ -103,6 +103,18 @@ def yaml_entries(file: ConfigFile) -> Iterator[Entry]:
             yield name, node, f"yaml:{file.name}:{node.line}", name
 
 
+def last_overrides(overrides: Iterable[str]) -> tuple[list[str], list[str]]:
+    """Returns the last `--set` option of each name, as launch scripts append theirs, and a notice for each lost one."""
+    last: dict[str, str] = {}
+    notices = []
+    for override in overrides:
+        name = override.partition("=")[0].strip()
+        if (earlier := last.pop(name, override)) != override:
+            notices.append(f"--set {override} replaces the earlier --set {earlier}")
+        last[name] = override
+    return [*last.values()], notices
+
+
 def set_entries(overrides: Iterable[str]) -> Iterator[Entry]:
     """Yields the values of `--set NAME=VALUE` options, which are YAML."""
     for override in overrides:

@@ -226,7 +226,7 @@ def test_errors_are_located_in_the_users_file() -> None:
         ("gone.py:f", r"no such file: .*gone\.py"),
         ("gone.deeper:f", "there is no module `gone` in .* or among the installed packages"),
         ("leaves:f", r"importing leaves failed: SystemExit: 0 \(leaves.py:1\)"),
-        ("json:load_all", "json has no `load_all`; its functions: .*dumps, load, loads"),
+        ("json:load_all", "json has no `load_all`; did you mean load"),
     ],
 )
 def test_missing_files_modules_and_names_are_named(path: str, message: str) -> None:

@@ -62,6 +62,9 @@ def test_the_environment_overriding_a_set_and_historic_variables_are_announced_o
     ):
         assert with_sets(*overrides, **environ).notices == (f"environment variable {notice}",)
     assert with_sets(GRPO__ROLLOUT__GROUP_SIZE="4").notices == ()
+    repeated = with_sets("run.steps=3", "run.seed=1", "run.steps=5", "run.seed=1")
+    assert repeated.notices == ("--set run.steps=5 replaces the earlier --set run.steps=3",)
+    assert (repeated.settings.run.steps, repeated.settings.run.seed) == (5, 1)
 
 
 def test_a_commands_option_wins_over_every_layer_and_is_named() -> None:
