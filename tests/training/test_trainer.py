@@ -296,17 +296,20 @@ REASON = "eval/error_count has not improved in 1 evaluations (run.early_stopping
 
 def test_run_that_ended_early_is_complete_until_its_settings_change(config: Path, finished: Path) -> None:
     run = run_of(config)
-    chosen = ("eval.every_steps=1", "run.steps=2")
+    workers = ("rollout.scheduler=sync", "rollout.workers.fast.slots=16", "rollout.workers.heavy.count=0")
+    chosen = (*workers, "eval.every_steps=1", "run.steps=2")
     result = succeeded(train_here(config, *chosen, *NEVER_BETTER, "logging.report=true"))
     assert f"ended early, after step 1 of 2: {REASON}" in result.stderr
     assert f"\nended early: {REASON}" in result.stdout
-    assert f"step 1 of 2, ended early: {REASON}" in (run / "report.html").read_text()
+    report = (run / "report.html").read_text()
+    assert f"step 1 of 2, ended early: {REASON}" in report and 'href="timeline.html"' in report
+    assert "<h1>tiny, step 1: 1 workers, 16 slots</h1>" in (run / "timeline.html").read_text()
     before = metrics_of(run), digest_of(run / "rollouts")
     again = succeeded(train_here(config, *chosen, *NEVER_BETTER, resume="must"))
     assert f"ended early, after step 1 of 2: {REASON}" in again.stderr
     assert (metrics_of(run), digest_of(run / "rollouts")) == before
     # Its last step would not be early.
-    last = succeeded(train_here(config, chosen[0], *NEVER_BETTER, "run.steps=1", resume="must"))
+    last = succeeded(train_here(config, *chosen[:-1], *NEVER_BETTER, "run.steps=1", resume="must"))
     on = succeeded(train_here(config, *chosen, resume="must"))
     assert "ended early" not in last.stdout + last.stderr + on.stdout + on.stderr
     assert [line["step"] for line in metrics_of(run)] == [0, 1, 2]

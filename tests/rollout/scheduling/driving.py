@@ -194,13 +194,15 @@ class Storm(Driven):
         parts = [protocol.Submitted(0.0, tuple(new[a:b])) for a, b in itertools.pairwise(cuts)]
         self.script: list[Any] = [*workers, *parts, protocol.Closed(0.0)]
 
+    def keeps_caches(self, worker: str) -> bool:
+        return self.workers[worker].keeps_caches
+
     def tell(self, event: Any) -> list[Command]:
         if isinstance(event, WorkerJoined):
             self.workers[event.worker] = event
         commands = super().tell(event)
         for command in commands:
-            is_kept = isinstance(command, Suspend) and command.why != "truncated"
-            if is_kept and self.workers[command.worker].keeps_caches:
+            if isinstance(command, Suspend) and command.why != "truncated" and self.keeps_caches(command.worker):
                 self.kept[command.uid] = command.worker
             if not isinstance(command, RunSegment):
                 continue
