@@ -4,7 +4,6 @@ import ast
 import asyncio
 import contextlib
 import inspect
-import math
 import os
 import re
 import signal
@@ -261,7 +260,7 @@ def test_overrides_keep_their_values() -> None:
         ({"resume": True}, "resume: expected one of auto, never, must, got True"),
         ({"data": "rows.jsonl"}, "train data: expected rows, got 'rows.jsonl'; a file belongs in data.source"),
         ({"data": ["1 + 1 = ?"]}, r"train data, row 0: expected a dict of JSON values, got '1 \+ 1 = \?'"),
-        ({"data": [ROWS[0], {"question": "?", "weight": math.nan}]}, "data, row 1: expected a dict of JSON values"),
+        ({"data": [ROWS[0], {"question": "?", "weight": object()}]}, "data, row 1: expected a dict of JSON values"),
         ({"data": []}, "holds no rows"),
         ({"data": [{"text": "1"}]}, "has no column prompt | question"),
     ],

@@ -26,6 +26,7 @@ from app.records.atomic_write import write_atomic
 from app.records.jsonl import read_jsonl, to_json_line
 from app.records.run_directory import Resume, RunDirectory, check_run_directory
 from app.records.shared_rows import SharedRows
+from app.records.typed_values import to_json
 from app.reward.function_pool import callables_at_hand
 from settings import InputError, load
 from settings.checks.commands import check_for_evaluation, check_for_rollout, check_for_score, check_for_train
@@ -176,7 +177,7 @@ def _write_rows(rows: Iterable[Mapping[str, Any]], path: Path) -> Path:
     lines = []
     for index, row in enumerate(rows):
         try:
-            lines.append(to_json_line({**row}, f"row {index}"))
+            lines.append(to_json_line(to_json({**row}), f"row {index}"))
         except (TypeError, ValueError) as error:
             where = f"{path.stem} data, row {index}"
             raise InputError(f"{where}: expected a dict of JSON values, got {row!r:.80} ({error})") from None

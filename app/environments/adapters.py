@@ -102,7 +102,7 @@ class AdaptedEnvironment:
             prompt = columns["prompt"]
             chat = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
             said = chat[-1]["content"]
-            said = [*said, {"type": "text", "text": opening}] if isinstance(said, list) else said + opening
+            said = [*said, {"type": "text", "text": opening}] if isinstance(said, list) else (said or "") + opening
             return [*chat[:-1], {**chat[-1], "content": said}]
         return read_messages(opening, ("user", "system", "assistant", "tool"))
 

@@ -114,6 +114,7 @@ def model_card(
     base = hub_id or model.files.name
     short_name = base.rpartition("/")[2].removeprefix(BUILTIN_PREFIX)
     system = settings["data.system_prompt"]
+    messages = [*([{"role": "system", "content": system}] if system else []), {"role": "user", "content": "..."}]
     chosen = settings["data.source"]
     sources = [chosen] if isinstance(chosen, str) else [one["source"] for one in chosen]
     precision = "in float32" if dtype == "float32" else f"rounded once to {dtype}"
@@ -131,7 +132,7 @@ def model_card(
         results="" if run is None else _results_section(run, settings, step=step),
         settings_table=_settings_table(settings, run),
         format=export_format,
-        messages=[*([{"role": "system", "content": system}] if system else []), {"role": "user", "content": "..."}],
+        messages=None if settings["data.chat_template"] == "none" else messages,
         template_arguments="".join(f", {name}={value!r}" for name, value in settings[TEMPLATE_KWARGS].items()),
         max_new_tokens=settings["rollout.max_new_tokens"],
     )

@@ -7,8 +7,7 @@ import jax
 from app.model.decoder import Params
 from app.model.lora import combine_params
 from app.preflight.check_results import CheckRecorder
-from app.prompts.tokenizer import Tokenizer
-from app.prompts.turn_end import set_eos_token
+from app.prompts.turn_end import overlooked_end, set_eos_token
 from app.records.sample import Prompt, Sample
 from app.rollout.request import GenerationRequest
 from app.rollout.sampling.token_sampling import SamplingRules
@@ -29,7 +28,7 @@ def check_answer(recorder: CheckRecorder, session: Session, params: Params, prom
     """
     sample, tokenizer = greedy_answer(session, params, prompt), session.model_spec.tokenizer
     ids, num_tokens = sample.completion_ids, len(sample.completion_ids)
-    place = overlooked_end(sample, tokenizer)
+    place = overlooked_end(ids.tolist(), tokenizer)
     text = tokenizer.decode_with_special_tokens(ids if place is None else ids[: place + 1])
     shown = repr(text if len(text) <= MAX_SHOWN_CHARACTERS else f"...{text[-MAX_SHOWN_CHARACTERS:]}")
     if place is not None:
@@ -44,12 +43,6 @@ def check_answer(recorder: CheckRecorder, session: Session, params: Params, prom
         recorder.ok("answer", f"the likeliest one ends after {num_tokens} tokens: {shown}")
     else:
         recorder.ok("answer", f"the likeliest one has not ended after {num_tokens} tokens: {shown}")
-
-
-def overlooked_end(sample: Sample, tokenizer: Tokenizer) -> int | None:
-    """Returns the position of the first control token in a completion that does not end it; None if there is none."""
-    ends = tokenizer.special_ids.difference(tokenizer.eos_ids)
-    return next((place for place, token_id in enumerate(sample.completion_ids) if int(token_id) in ends), None)
 
 
 def greedy_answer(session: Session, params: Params, prompt: Prompt) -> Sample:

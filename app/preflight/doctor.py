@@ -345,9 +345,10 @@ def _check_networks(
             params = check_forward_pass(recorder, session, inputs.prompts[0])
         # Weights of a layout of their own generate.
         reason = too_large_reason(session, definition, num_copies=2)
-    if params is None or reason is not None:
-        recorder.skip("answer", reason=reason or "the forward pass fails")
+    if max_over_hosts(np.asarray(int(params is None or reason is not None))):
+        recorder.skip("answer", reason=reason or "the forward pass fails on this host or on another one")
     else:
+        assert params is not None
         with recorder.run_check("answer"):
             check_answer(recorder, session, params, inputs.prompts[0])
     if inputs.reward_model is not None:

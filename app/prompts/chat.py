@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from app.records.sample import Messages
+from app.records.sample import Messages, message_text
 from settings.errors import InputError
 
 MAX_CHARACTERS = 1_000_000
@@ -70,14 +70,7 @@ def plain_text(prompt: str | Messages) -> str | None:
 
 def message_texts(prompt: str | Messages) -> list[str]:
     """Returns the text of a prompt, or those of its messages."""
-    if isinstance(prompt, str):
-        return [prompt]
-    contents = [message.get("content") for message in prompt]
-    return [text for content in contents for text in ([content] if isinstance(content, str) else _parts(content))]
-
-
-def _parts(content: Any) -> list[str]:
-    return [part["text"] for part in content or []]
+    return [prompt] if isinstance(prompt, str) else [message_text(message) for message in prompt]
 
 
 def check_text(text: str | Messages, name: str) -> None:

@@ -20,15 +20,23 @@ TEMPLATE_DATE = "26 Jul 2024"
 NO_KWARGS: Mapping[str, Any] = MappingProxyType({})
 
 PLAIN_CHAT: Messages = [{"role": role, "content": "text"} for role in ("user", "assistant", "user")]
-THINKING_TAGS = ("<think>", "</think>")
+CALL = {"id": "call00000", "type": "function", "function": {"name": "f", "arguments": {}}}
+WITH_SYSTEM: Messages = [{"role": "system", "content": "text"}, *PLAIN_CHAT]
+WITH_CALL: Messages = [
+    *PLAIN_CHAT,
+    {"role": "assistant", "content": "", "tool_calls": [CALL]},
+    {"role": "tool", "content": "text"},
+]
+TAG = re.compile(r"</?\w+>")
+"""Tags such as `<think>` and `<tool_response>`, which messages may contain as they are unless they are special."""
 
 
 class ChatTemplate:
     """The chat template of a tokenizer: text and ids of chats are those of transformers' `apply_chat_template`.
 
     Only the template inserts control tokens: the name of one in a message or a tool, such as `<|im_end|>`, is text.
-    Control tokens are special tokens, those that the template writes around plain messages (DeepSeek's token of a
-    user's turn is not special), and `chat_control_tokens` of the tokenizer's configuration. Other added tokens, such as
+    Control tokens are special tokens, those that the template writes around messages (DeepSeek's token of a user's turn
+    is not special), and `chat_control_tokens` of the tokenizer's configuration. Other added tokens, such as
     `<think>` and `<tool_call>`, are those tokens wherever they occur.
 
     Args:
@@ -40,8 +48,14 @@ class ChatTemplate:
         self.kwargs = dict(kwargs)
         self._hf_tokenizer = hf_tokenizer
         added = [t for t in hf_tokenizer.added_tokens_decoder.values() if not t.content.isspace()]
-        written = self._plain_chat()
-        around = [t for t in added if t.content in written and t.content not in THINKING_TAGS]
+        plain = self._text_or_nothing(PLAIN_CHAT) + self._text_or_nothing(WITH_SYSTEM)
+        with_call = self._text_or_nothing(WITH_CALL)
+        around = [
+            t
+            for t in added
+            if (t.content in plain and t.content not in ("<think>", "</think>"))
+            or (t.content in with_call and (t.special or not TAG.fullmatch(t.content)))
+        ]
         if hf_tokenizer.chat_control_tokens is None:
             # Without it, transformers takes for control tokens all that occur anywhere in the template.
             hf_tokenizer.chat_control_tokens = [token.content for token in around if not token.special]
@@ -87,9 +101,9 @@ class ChatTemplate:
             hint = "; it may want text for `content`, not a list of parts" if has_parts else ""
             raise InputError(f"the model's chat template cannot render a chat of {roles}: {error}{hint}") from error
 
-    def _plain_chat(self) -> str:
-        """Returns what the template writes for plain messages; nothing if it rejects them."""
+    def _text_or_nothing(self, messages: Messages) -> str:
+        """Returns what the template writes for messages; nothing if it rejects them."""
         try:
-            return self.text(PLAIN_CHAT, add_generation_prompt=True) if self.exists else ""
+            return self.text(messages, add_generation_prompt=True) if self.exists else ""
         except InputError:
             return ""

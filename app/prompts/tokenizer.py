@@ -66,7 +66,9 @@ class Tokenizer:
                 f"{files.path}: neither generation_config.json, config.json nor the tokenizer has an end-of-sequence "
                 "token, so no completion could end; set model.eos_tokens"
             )
-        self.eos_names = re.compile("|".join(re.escape(str(hf_tokenizer.decode([end]))) for end in self.eos_ids))
+        # An unused row of the vocabulary has no name.
+        names = [name for end in self.eos_ids if (name := str(hf_tokenizer.decode([end])))]
+        self.eos_names = re.compile("|".join(map(re.escape, names)) or "(?!)")
         """Finds the names of these ids in rendered text."""
         known = (hf_tokenizer.pad_token_id, hf_tokenizer.eos_token_id, *self.eos_ids)
         self.pad_id: int = next(token_id for token_id in known if isinstance(token_id, int))
@@ -75,8 +77,8 @@ class Tokenizer:
         self.unk_id: int | None = unk_id if isinstance(unk_id, int) and unk_id not in self.eos_ids else None
         """Id of unknown text; None if there is none. Byte-level tokenizers name their end-of-sequence token for it."""
         vocabulary = hf_tokenizer.get_vocab()
-        names = [f"<0x{value:02X}>" for value in range(256)]
-        byte_ids = [vocabulary[name] for name in names if name in vocabulary]
+        byte_names = [f"<0x{value:02X}>" for value in range(256)]
+        byte_ids = [vocabulary[name] for name in byte_names if name in vocabulary]
         self._byte_values = dict(zip(byte_ids, range(256), strict=True)) if len(byte_ids) == 256 else {}
         """Id -> byte of the tokens for single bytes; empty for tokenizers without them, such as byte-level ones."""
         added = hf_tokenizer.added_tokens_decoder
@@ -333,6 +335,9 @@ def _chosen_eos_id(files: ModelFiles, hf_tokenizer: PreTrainedTokenizerFast, tok
                 f"model.eos_tokens: {token} is not an id of {files.path}, whose vocab_size is {_num_rows(files)}"
             )
         return token
+    if (known := hf_tokenizer.get_vocab().get(token)) is not None:
+        return known
+    # The vocabulary may have it under another name, as `Ċ` for a newline.
     ids = hf_tokenizer.encode(token, add_special_tokens=False)
     if len(ids) != 1 or ids[0] == hf_tokenizer.unk_token_id:
         raise InputError(

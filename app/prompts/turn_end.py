@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 from app.prompts.tokenizer import Tokenizer
 from app.records.sample import Messages
+from settings.errors import InputError
 
+OVERLOOKED_SHARE = 0.1
+"""Of the samples; an untrained model may write any token now and then."""
 MARK = "dummyturnends"
 DUMMY: Messages = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": MARK}]
 """A chat whose last turn is easily found in a rendering."""
@@ -15,15 +19,16 @@ DUMMY: Messages = [{"role": "user", "content": "Q"}, {"role": "assistant", "cont
 def unended_turn(tokenizer: Tokenizer, stop: Sequence[str]) -> tuple[str, str] | None:
     """Returns how the chat template ends a turn if the sampler would not end there, and what to set; otherwise None.
 
-    A template that writes nothing behind a turn is no fault: the policy may end it with any end token.
+    A template that writes nothing behind a turn is no fault: the policy may end it with any end token. Neither is one
+    that rejects a chat that ends with the assistant's turn.
 
     Args:
         stop: the texts of `rollout.stop`.
-
-    Raises:
-        InputError: the template rejects a chat that ends with the assistant's turn.
     """
-    text = tokenizer.template.text(DUMMY, tokenizer.tools, add_generation_prompt=False)
+    try:
+        text = tokenizer.template.text(DUMMY, tokenizer.tools, add_generation_prompt=False)
+    except InputError:
+        return None
     _, is_there, end = text.rpartition(MARK)
     if not is_there or not end.strip() or tokenizer.eos_names.search(end) or any(one in end for one in stop):
         return None
@@ -36,6 +41,25 @@ def unended_turn(tokenizer: Tokenizer, stop: Sequence[str]) -> tuple[str, str] |
         "would go on up to rollout.max_new_tokens",
         f"set {way_out}",
     )
+
+
+def overlooked_end(completion_ids: Sequence[int], tokenizer: Tokenizer) -> int | None:
+    """Returns the position of the first control token in a completion that does not end it; None if there is none."""
+    ends = tokenizer.special_ids.difference(tokenizer.eos_ids)
+    return next((place for place, token_id in enumerate(completion_ids) if int(token_id) in ends), None)
+
+
+def overlooked_end_notices(completions: Sequence[Sequence[int]], tokenizer: Tokenizer) -> list[str]:
+    """Returns a line with what to set if a tenth of the completions, or more, go on behind the same control token."""
+    places = [(ids, place) for ids in completions if (place := overlooked_end(ids, tokenizer)) is not None]
+    for token_id, count in Counter(int(ids[place]) for ids, place in places).most_common(1):
+        if count >= OVERLOOKED_SHARE * len(completions):
+            name = tokenizer.decode_with_special_tokens([token_id])
+            return [
+                f"{count} of {len(completions)} samples go on behind the control token {name!r}, which is no end "
+                f"token; if it ends a turn, set {set_eos_token(tokenizer, token_id)}"
+            ]
+    return []
 
 
 def set_eos_token(tokenizer: Tokenizer, token_id: int) -> str:

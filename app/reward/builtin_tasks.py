@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from fractions import Fraction
 from typing import Any, Protocol
 
@@ -48,6 +49,7 @@ FORMAT_SUFFIX = "_format"
 MATH_VERIFY = "math_verify"
 """A built-in reward that is not a task: it runs in worker processes (`app.reward.math_answers`)."""
 
+_WITH_EXPONENT = re.compile(r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)[eE][-+]?[0-9]{1,3}")
 _MATH_PUNCTUATION = re.compile(r"\\boxed|[$\\{}()\[\]\s]")
 
 
@@ -115,7 +117,9 @@ def _is_gradable(name: str, answer: Any) -> bool:
 
 def math_reference(answer: str) -> str:
     """Returns the expression of a reference answer of `math_verify`, which may end a GSM8K solution (`... #### 72`)."""
-    return answer.rpartition("####")[2].strip()
+    text = answer.rpartition("####")[2].strip()
+    # Where a program writes a number as 1e-05, mathematics has e for Euler's number.
+    return format(Decimal(text), "f") if _WITH_EXPONENT.fullmatch(text) else text
 
 
 def _describe_ungradable(name: str, bad: Sequence[HasAnswer], eval_source: str | None) -> str:

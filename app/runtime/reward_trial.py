@@ -80,7 +80,10 @@ def find_indifferent(rewards: RewardFunctions, samples: Sequence[Sample], tried:
 
     Args:
         samples: those of `make_trial_samples`.
-        tried: their rewards by `RewardFunctions.try_functions`.
+        tried: their rewards.
+
+    Raises:
+        InputError: a function fails in one of the forms such that a run would stop, too.
     """
     # As a completion, an object, a list or a boolean is hardly the answer that a function expects.
     if not is_text_or_number(samples[0].prompt.answer) or tried.notices:
@@ -91,7 +94,12 @@ def find_indifferent(rewards: RewardFunctions, samples: Sequence[Sample], tried:
         if not suspects:
             break
         texts = [form.format(sample.completion.rpartition("####")[2].strip()) for sample in samples]
-        by_form.append(_values(rewards.try_functions(_with_texts(samples, texts))))
+        of_form = rewards.try_functions(_with_texts(samples, texts))
+        if of_form.fatal_error is not None:
+            raise InputError(f"reward.functions: tried before the run, for {texts[0]!r:.60}: {of_form.fatal_error}")
+        if of_form.notices:
+            return []
+        by_form.append(_values(of_form))
         suspects = [name for name in suspects if len(by_form[-1][name]) == 1]
     return [
         name

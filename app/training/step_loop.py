@@ -18,6 +18,8 @@ from app.distributed.preemption import PreemptionHandler, StopDecision
 from app.distributed.stop_check import StoppedError
 from app.evaluation.evaluator import evaluate, evaluation_metrics
 from app.mesh.program_cache import CompilationCounter
+from app.prompts.turn_end import overlooked_end_notices
+from app.records.sample import Sample
 from app.report.metrics_history import EVAL_PROMPTS, early_stopping_reason
 from app.reward.plugin import StepInfo
 from app.runtime.health_checks import RewardError, check_rewards, stop_if_diverged
@@ -48,6 +50,7 @@ class StepLoop:
     compilations: CompilationCounter
     save_clock: SaveClock
     on_step: StepCallback | None = None
+    has_looked_for_ends: bool = False
     early_end: str = ""
     """Why the run ends before its last step, once it does."""
 
@@ -125,6 +128,7 @@ class StepLoop:
         position, is_last = self.progress.position, step == self.last_step
         self.state, samples, metrics = self.trainer.step(self.state, step=step, position=position, timer=timer)
         self.reporter.report_samples(step, samples)
+        self._look_for_ends(samples)
         timer.stop()
         self.profiler.stop()
         seconds, flops = timer.seconds, metrics["perf/flops"]
@@ -211,7 +215,17 @@ class StepLoop:
         check_rewards(rewarded)
         metrics = {**evaluation_metrics(rewarded.samples, self.settings), EVAL_PROMPTS: len(prompts)}
         self.reporter.report_evaluation(step, metrics, rewarded.samples)
+        self._look_for_ends(rewarded.samples)
         return {**metrics, "time/eval_s": time.perf_counter() - start, "time/unix_s": time.time()}
+
+    def _look_for_ends(self, samples: Sequence[Sample]) -> None:
+        """Warns once, after the first samples, of a token that seems to end them and does not. A collective call."""
+        if self.has_looked_for_ends:
+            return
+        self.has_looked_for_ends = True
+        ids = [sample.completion_ids.tolist() for sample in samples]
+        notices = overlooked_end_notices(ids, self.trainer.session.model_spec.tokenizer)
+        self.reporter.display.print_lines(gather_lines_to_process_0(notices))
 
     def _check_early_stopping(self) -> None:
         """Sets `early_end` from the metrics of the run, which only process 0 has. All hosts call it together."""

@@ -89,7 +89,11 @@ USAGE_CONDITIONS: tuple[tuple[str, Callable[[Settings], bool], tuple[str, ...]],
         lambda s: not _held_out_source(s) or _held_out_source(s).startswith(WITH_SPLITS),
         ("data.eval_split",),
     ),
-    ("logging.wandb_project", lambda s: s.logging.wandb_project is not None, ("logging.wandb_mode",)),
+    (
+        "logging.wandb_project",
+        lambda s: s.logging.wandb_project is not None or s.logging.wandb_mode == "disabled",
+        ("logging.wandb_mode",),
+    ),
     # Rollouts.
     (
         SCHEDULERS.format("set"),

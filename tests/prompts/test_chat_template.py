@@ -136,6 +136,13 @@ def test_tokens_around_messages_are_control_tokens_though_they_are_not_special(t
     )
     assert [ids.count(token) for token in (user, assistant, think, end, eos)] == [1, 1, 1, 1, 0]
     assert tokenizer.template.opens_thinking
+    # Tokens around results of tools and system messages are control tokens, too; tags that templates explain are not.
+    others = ["<System>", "<|result|>", "<tool_call>"]
+    writes = "{%- if m.role == 'system' -%}<System>{%- endif -%}{%- if m.role == 'tool' -%}<|result|><tool_call>"
+    template = template.replace("{{-", f"{writes}{{%- endif -%}}{{{{-", 1)
+    tokenizer = family_tokenizer(tmp_path, family._replace(plain=[*family.plain, *others]), template)
+    ids = tokenizer.chat_ids([{"role": "user", "content": "".join(others)}])
+    assert [ids.count(tokenizer.encode_rendered(name)[0]) for name in others] == [0, 0, 1]
 
 
 @pytest.mark.parametrize("own", [True, False])

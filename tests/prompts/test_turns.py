@@ -15,7 +15,7 @@ from app.prompts.chat_template import TEMPLATE_DATE
 from app.prompts.observation_encoder import ObservationEncoder
 from app.prompts.tokenizer import Tokenizer
 from app.prompts.tool_calls import parse_tool_calls, resolve_format, turn_calls
-from app.prompts.turn_end import unended_turn
+from app.prompts.turn_end import overlooked_end_notices, unended_turn
 from settings.errors import InputError
 from tests.prompts.chat_families import CALCULATOR, CHATML, FAMILIES, family_tokenizer
 
@@ -185,6 +185,19 @@ def test_a_turn_that_ends_with_no_end_token_is_found_with_what_to_set(tmp_path):
         assert unended_turn(tokenizer, ["END"]) == (ANY, f"set {way_out}")
         assert unended_turn(tokenizer, ["END", end]) is None
     assert unended_turn(family_tokenizer(tmp_path, base, chatml.replace("<|im_end|>", "")), ()) is None
+    refusing = "{%- if messages[-1].role != 'user' -%}{{- raise_exception('no') -}}{%- endif -%}" + chatml
+    assert unended_turn(family_tokenizer(tmp_path, base, refusing), ()) is None
+
+
+def test_samples_that_go_on_behind_a_control_token_are_a_warning(tmp_path):
+    base = CHATML._replace(special=["<|endoftext|>", "<|im_end|>", "<|im_start|>"], num_ends=1)
+    tokenizer = family_tokenizer(tmp_path, base, CHATML_TEMPLATE.replace("CONTENT", "m.content"))
+    end, (last,) = tokenizer.encode_rendered("<|im_end|>")[0], tokenizer.eos_ids
+    going_on, plain = [5, end, 6, last], [5, 6, last]
+    (notice,) = overlooked_end_notices([going_on, *[plain] * 9], tokenizer)
+    assert notice.startswith("1 of 10 samples go on behind the control token '<|im_end|>'")
+    assert notice.endswith("set model.eos_tokens: ['<|im_end|>']")
+    assert overlooked_end_notices([going_on, *[plain] * 10], tokenizer) == []
 
 
 def test_fitted_observations_are_cut_at_the_end_with_a_note(tmp_path):

@@ -88,6 +88,7 @@ installed = pytest.mark.skipif(
             for answer in (r"\$36", "$36", r"$\$36$", 36)
         ),
         (r"\boxed{32348}", r"\$32,\!348", 1.0),
+        *((r"\boxed{0.00001}", answer, 1.0) for answer in (1e-05, Decimal("1e-5"), "1e-05")),
         (r"\boxed{\frac{1}{2}}", "\\frac{1}\n{2}", 1.0),
         ("٣", "٣", 0.0),
         *((text, "18", 0.0) for text in ("17", r"\boxed{\frac{1}{0}}", "", "no idea")),

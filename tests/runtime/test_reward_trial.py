@@ -8,6 +8,7 @@ import pytest
 from app.records.typed_values import to_text
 from app.reward.function_pool import callables_at_hand
 from app.runtime.reward_trial import describe_indifferent, find_indifferent
+from settings.errors import InputError
 from tests.reward.samples import make_prompt, make_sample, opened
 
 
@@ -68,3 +69,11 @@ def test_a_function_that_gives_all_answers_the_same_is_named_with_the_type(
 ) -> None:
     (warning,) = found_for(function, answer)
     assert f"f gives {value} of q/0, and for 3 other answers; check data.answer_column" in warning
+
+
+def test_a_function_that_loses_samples_in_one_form_is_named() -> None:
+    def loses(completions: list[str], answer: list[Any]) -> list[float]:
+        return [0.0 for text in completions if "boxed" not in text]
+
+    with pytest.raises(InputError, match=r"tried before the run, for '.*boxed.*391.*: reward f: .* returned 0 values"):
+        found_for(loses, "391")
