@@ -133,6 +133,23 @@ def test_presets_lists_each_with_one_sentence_and_prints_one() -> None:
     assert here("presets", "dapo").stdout == file.read_text(encoding="utf-8")
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (("reward.functions=[gone.py:f]",), "reward.functions: gone.py:f: no such file: "),
+        (("env.tools=[gone.py:f]",), "env.tools: gone.py:f: no such file: "),
+        (("data.source=gone.jsonl", "eval.every_steps=0"), "data.source: "),
+        (("data.eval_source=gone.jsonl",), "data.source: "),
+        (("run.name=used",), "run.name: runs/used already holds a run; "),
+    ],
+)
+def test_missing_files_and_used_folders_are_found_before_jax_is_loaded(changes: tuple[str, ...], message: str) -> None:
+    Path("runs/used").mkdir(parents=True)
+    Path("runs/used/settings.yaml").touch()
+    answer = here("train", *(word for change in changes for word in ("--set", change)))
+    assert answer.exit_code == 2 and answer.stderr.startswith(f"error: {message}"), answer.stderr
+
+
 def test_print_config_shows_the_layer_of_each_value(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NUM_PRE_Q", "5")
     (tmp_path / "c.yaml").write_text("batch_size: 4\n")

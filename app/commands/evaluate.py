@@ -62,6 +62,9 @@ def evaluate(
             raise InputError("--picture needs --compare BEFORE.jsonl AFTER.jsonl")
         resolved = resolve_policy(config, overrides, checkpoint, check=check_for_evaluation, print_config=print_config)
         refuse_existing({"--out": out}, overwrite=overwrite)
+        from app.commands.named_files import check_named_files
+
+        check_named_files(resolved.settings)
         show_progress(f"grpo evaluate: model {resolved.settings.model.path}; loading JAX")
         from app.evaluation.standalone import evaluate_model
 

@@ -71,6 +71,9 @@ def train(
     base = inherit_run_settings(config, run_paths)
     flags = _replay_run_name(base, overrides) if isinstance(base, ConfigFile) else NO_FLAGS
     resolved = resolve(base, overrides, flags=flags, print_config=print_config, check=check)
+    from app.commands.named_files import check_train_files
+
+    check_train_files(resolved.settings, resume=resume, is_replay=from_rollouts is not None)
     show_progress(f"grpo train: {resolved.settings.run.name}, model {resolved.settings.model.path}; loading JAX")
     from app.training.replay import ReplayRequest
 

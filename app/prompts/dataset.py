@@ -108,7 +108,12 @@ def load_dataset(
     return Dataset(rows=rows, column_mapping=mapping, source=source)
 
 
-def _read_files(source: str) -> list[RawRow]:
+def find_files(source: str) -> list[Path]:
+    """Returns the files of a source on disk, in order.
+
+    Raises:
+        InputError: there is none, or one that is no data file.
+    """
     path = Path(source)
     if path.is_dir():
         files = sorted(file for file in path.rglob("*") if _suffix(file) and not _is_hidden(file.relative_to(path)))
@@ -119,6 +124,13 @@ def _read_files(source: str) -> list[RawRow]:
             raise InputError(f"data.source: no file matches {path.absolute()}")
     else:
         files = [path]
+    for file in files:
+        _check_file(file)
+    return files
+
+
+def _read_files(source: str) -> list[RawRow]:
+    files = find_files(source)
     # Shards may have the same name in different folders.
     folder = Path(os.path.commonpath([file.parent for file in files]))
     return [
@@ -149,7 +161,7 @@ def _suffix(path: Path) -> str:
     return next((path.name[-len(suffix) :] for suffix in FILE_SUFFIXES if path.name.lower().endswith(suffix)), "")
 
 
-def _read_file(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+def _check_file(path: Path) -> None:
     if not path.exists():
         hint = f"; for a hub data set, write hf:{path}" if str(path).count("/") == 1 and not path.suffix else ""
         raise InputError(f"data.source: {path.absolute()}: no such file{hint}")
@@ -158,6 +170,9 @@ def _read_file(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             f"data.source: {path.absolute()}: expected a file ending in {', '.join(FILE_SUFFIXES)}, a folder or a "
             "pattern of such files, `hf:<hub id>` or `builtin:arithmetic`"
         )
+
+
+def _read_file(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     if path.suffix.lower() != ".parquet":
         yield from ((f"{path}:{line}", record) for line, record in read_jsonl(path))
         return

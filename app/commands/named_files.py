@@ -1,0 +1,50 @@
+"""Checks of the files that settings name, in the time of a look at the disk: before JAX is loaded.
+
+Only a host alone checks them here: several check theirs together, once they have joined.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from app.prompts.dataset import find_files
+from app.records.run_directory import Resume, RunDirectory, check_run_directory
+from settings import InputError, Settings
+from settings.checks.unused_settings import WITH_SPLITS
+
+
+def check_train_files(settings: Settings, *, resume: Resume, is_replay: bool) -> None:
+    """Checks the run directory, and what `check_named_files` checks unless samples are replayed.
+
+    Raises:
+        InputError: a run cannot start there, or a file does not exist.
+    """
+    if settings.mesh.coordinator_address is None:
+        check_run_directory(RunDirectory.from_settings(settings.run), resume)
+    if not is_replay:
+        check_named_files(settings)
+
+
+def check_named_files(settings: Settings) -> None:
+    """Checks that the files of data, reward functions, environments and tools exist.
+
+    Raises:
+        InputError: one does not exist.
+    """
+    if settings.mesh.coordinator_address is not None:
+        return
+    evaluated = settings.data.eval_source if settings.eval.every_steps else None
+    for source in (*(one.source for one in settings.data.sources), evaluated):
+        if source and not source.startswith(WITH_SPLITS):
+            find_files(source)
+    for place, function in _plug_ins(settings):
+        file = Path(function.rpartition(":")[0])
+        if file.suffix == ".py" and not file.is_file():
+            raise InputError(f"{place}: {function}: no such file: {file.absolute()}")
+
+
+def _plug_ins(settings: Settings) -> Iterator[tuple[str, str]]:
+    yield from (("reward.functions", one.function) for one in settings.reward.functions if one.function)
+    yield from (("env.source", one) for one in (settings.env.source,) if one)
+    yield from (("env.tools", tool) for tool in settings.env.tools)
