@@ -6,6 +6,7 @@ A test of a single device builds its mesh from `jax.devices()[:1]`.
 import gc
 import os
 import shutil
+import signal
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
@@ -29,6 +30,9 @@ FOREIGN = {name.upper() for name in (*ALIASES, *HISTORIC_NAMES)} | {
     "PY_COLORS",
     "GITHUB_ACTIONS",
 }
+
+# What a shell starts in the background ignores Ctrl-C, and so would the programs that tests interrupt.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 for name in [name for name in os.environ if name in FOREIGN or name.startswith("GRPO__")]:
     del os.environ[name]
