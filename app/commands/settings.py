@@ -51,9 +51,9 @@ def _find_settings(name: str) -> list[str]:
         same_ending = [field for field in FIELDS if field.endswith(f".{name}")]
         suggested, explanation = suggest_fields(name)
         starts = [*same_ending, *(field for other in suggested for field in ALIASES.get(other, (other,)))]
-        if not starts and (found := [field for field in FIELDS if _mentions(field, name)]):
-            return found
         if not starts:
+            if found := [field for field in FIELDS if _mentions(field, name)]:
+                return found
             raise InputError(f"unknown setting {name}{explanation}")
         if not {*same_ending}.issuperset(suggested):
             print_notices([explanation.removeprefix("; ")])
@@ -61,7 +61,7 @@ def _find_settings(name: str) -> list[str]:
 
 
 def _mentions(field: str, word: str) -> bool:
-    """Returns whether a setting's name contains a word, or its meaning a word that starts like it."""
+    """Returns whether a setting's name or meaning has a word that starts like this."""
     parts = re.split(r"[\W_]+", f"{field} {FIELDS[field].description}".lower())
     return any(part.startswith(word.lower()) for part in parts)
 

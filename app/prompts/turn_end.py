@@ -51,8 +51,8 @@ def overlooked_end(completion_ids: Sequence[int], tokenizer: Tokenizer) -> int |
 
 def overlooked_end_notices(completions: Sequence[Sequence[int]], tokenizer: Tokenizer) -> list[str]:
     """Returns a line with what to set if a tenth of the completions, or more, go on behind the same control token."""
-    places = [(ids, place) for ids in completions if (place := overlooked_end(ids, tokenizer)) is not None]
-    for token_id, count in Counter(int(ids[place]) for ids, place in places).most_common(1):
+    tokens = (ids[place] for ids in completions if (place := overlooked_end(ids, tokenizer)) is not None)
+    for token_id, count in Counter(tokens).most_common(1):
         if count >= OVERLOOKED_SHARE * len(completions):
             name = tokenizer.decode_with_special_tokens([token_id])
             return [

@@ -92,7 +92,8 @@ class Trainer:
         """
         sampled = [sample for one in rounds for sample in one.rewarded.samples]
         schedules = self.session.take_schedule_metrics()
-        if self.session.workers is not None and not self.session.generates_async:
+        # A replay generates nothing.
+        if schedules and self.session.workers is not None and not self.session.generates_async:
             self.last_schedule = step, self.session.workers.records, schedules[-1]
         parts = [
             sample_metrics(samples, self.reward_functions.reward_names),

@@ -170,10 +170,12 @@ def test_rewards_and_advantages_of_a_loose_file_are_taken(loose: Path, config: P
         record["reward"] = float(record["sample_index"])
         record["advantages"] = [0.25] * len(record["completion_token_ids"])
 
-    result = succeeded(train_on(rewrite(loose, by_hand), config))
+    # The workers of its evaluations have no schedule of a rollout.
+    workers = ("rollout.scheduler=sync", "rollout.workers.fast.slots=16", "rollout.workers.heavy.count=0")
+    result = succeeded(train_on(rewrite(loose, by_hand), config, *workers, "eval.every_steps=1"))
     assert "advantages and returns: those of the samples" in result.stderr
     run = run_of(config)
-    (line,) = metrics_of(run)
+    _, line = metrics_of(run)
     assert (line["reward/mean"], line["advantage/mean"], line["advantage/std"]) == (1.5, 0.25, 0.0)
     assert {tuple(r["advantages"]) for r in records_of(step_file(run, 1))} <= {(0.25,) * n for n in range(1, 5)}
 
