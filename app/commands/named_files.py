@@ -9,7 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from app.prompts.dataset import find_files
+from app.records.jsonl import read_jsonl_tolerant
 from app.records.run_directory import Resume, RunDirectory, check_run_directory
+from app.report.metrics_history import History
 from settings import InputError, Settings
 from settings.checks.unused_settings import WITH_SPLITS
 
@@ -24,6 +26,17 @@ def check_train_files(settings: Settings, *, resume: Resume, is_replay: bool) ->
         check_run_directory(RunDirectory.from_settings(settings.run), resume)
     if not is_replay:
         check_named_files(settings)
+
+
+def finished_history(settings: Settings) -> History | None:
+    """Returns the metrics of a run that has saved and measured its last step; None if something is left to do."""
+    run, last = RunDirectory.from_settings(settings.run), settings.run.steps
+    if settings.mesh.coordinator_address is not None or max(run.checkpoint_steps, default=0) < last:
+        return None
+    lines = read_jsonl_tolerant(run.metrics_path) if run.metrics_path.is_file() else ()
+    history = [record for _, record in lines if not isinstance(record, InputError)]
+    # The line of a step is written after its evaluation.
+    return history if history and history[-1].get("step", 0) >= last else None
 
 
 def check_named_files(settings: Settings) -> None:

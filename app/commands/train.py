@@ -9,10 +9,17 @@ from typing import Annotated
 
 import typer
 
-from app.commands.command_support import inherit_run_settings, print_result, resolve, show_progress, write
+from app.commands.command_support import (
+    inherit_run_settings,
+    print_notices,
+    print_result,
+    resolve,
+    show_progress,
+    write,
+)
 from app.commands.options import Compiles, Config, Overrides, PrintConfig
-from app.records.run_directory import Resume
-from settings import InputError, load
+from app.records.run_directory import Resume, RunDirectory
+from settings import InputError, Settings, load
 from settings.checks.commands import check_for_dry_run, check_for_train
 from settings.loading.config_file import ConfigFile
 from settings.loading.sources import NO_FLAGS, Flags
@@ -73,8 +80,11 @@ def train(
     resolved = resolve(base, overrides, flags=flags, print_config=print_config, check=check)
     from app.commands.named_files import check_train_files
 
-    check_train_files(resolved.settings, resume=resume, is_replay=from_rollouts is not None)
-    show_progress(f"grpo train: {resolved.settings.run.name}, model {resolved.settings.model.path}; loading JAX")
+    settings, is_replay = resolved.settings, from_rollouts is not None
+    check_train_files(settings, resume=resume, is_replay=is_replay)
+    if resume != "never" and not (is_replay or dry_run):
+        _exit_if_finished(settings)
+    show_progress(f"grpo train: {settings.run.name}, model {settings.model.path}; loading JAX")
     from app.training.replay import ReplayRequest
 
     request = None if from_rollouts is None else ReplayRequest(from_rollouts, checkpoint)
@@ -95,6 +105,17 @@ def train(
     if jax.process_index() == 0:
         write(summary_text(run.metrics, path=str(run.path), best=run.best, early_end=run.early_end), sys.stdout)
     raise typer.Exit(run.exit_code)
+
+
+def _exit_if_finished(settings: Settings) -> None:
+    from app.commands.named_files import finished_history
+    from app.report.before_after import summary_text
+
+    if (history := finished_history(settings)) is not None:
+        last, path = settings.run.steps, RunDirectory.from_settings(settings.run).path
+        print_notices([f"no step is left after step {last}; --set run.steps={2 * last} continues the training"])
+        write(summary_text(history, path=str(path)), sys.stdout)
+        raise typer.Exit
 
 
 def _replay_run_name(config: ConfigFile, overrides: list[str] | None) -> Flags:

@@ -74,9 +74,7 @@ class ScoringSession:
         Args:
             trains: whether the session is for training, so that the devices of `rollout.devices` only generate.
         """
-        set_aside = ()
-        if trains and settings.rollout.devices is not None:
-            set_aside = generation_devices(settings.rollout.devices, num_devices=len(local_devices()))
+        set_aside = devices_set_aside(settings) if trains else ()
         set_exchange_devices(first_devices(global_devices(settings.mesh)) if set_aside else None)
         if model.policy_definition.quantization is not None:
             check_qwix_installed()
@@ -193,6 +191,16 @@ class ScoringSession:
 
     def _batch_runner(self, scorer: PackedForward, role: ScoredRole) -> BatchRunner:
         return scorer.run_scanned if self.settings.score.is_scanned(role) else scorer.run_looped
+
+
+def devices_set_aside(settings: Settings) -> tuple[int, ...]:
+    """Returns the numbers of each host's devices that only generate while a run trains.
+
+    Raises:
+        InputError: `rollout.devices` does not fit the devices.
+    """
+    wanted = settings.rollout.devices
+    return () if wanted is None else generation_devices(wanted, num_devices=len(local_devices()))
 
 
 def open_mesh(settings: Settings, *, set_aside: Collection[int] = ()) -> Mesh:

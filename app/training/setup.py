@@ -31,7 +31,7 @@ from app.runtime.model_spec import adapter_notes
 from app.runtime.pinned_revisions import pin_revisions
 from app.runtime.reward_model import NetworkSpec, reward_model_notes
 from app.runtime.reward_trial import try_reward_functions
-from app.runtime.scoring import ScoringSession
+from app.runtime.scoring import ScoringSession, devices_set_aside, open_mesh
 from app.runtime.session import Session
 from app.training.inputs import TrainingInputs, read_training_inputs
 from app.training.learner import LearnerGroup, longest_rows, make_learner_group
@@ -90,6 +90,8 @@ def prepare_run(
         check_mini_batch_alias(resolved, num_hosts=jax.process_count())
         watchdog = stack.enter_context(watch_hosts(settings, run.crash_dir))
         with error_barrier():
+            # First, because data and models take longer to read.
+            check_fixed_micro_batches(settings, open_mesh(settings, set_aside=devices_set_aside(settings)))
             check_run_directory(run, resume)
             changes = _check_changed_settings(resolved, run, allow_changed)
             # A hub model is at the commit of this run, or of the run that it replays.

@@ -40,7 +40,7 @@ FIXED = "algorithm.rows_per_device=1"
         (("data.max_prompt_length=200",), ["200 + 4 = 204 tokens, but the context of"]),
         (("checkpoint.best_metric=eval/acuracy",), ["or null to keep no best checkpoint; did you mean eval/accuracy?"]),
         (("model.attention=kernel",), ["there is no attention kernel for cpu devices (cpu)"]),
-        (("mesh.shape='3,1,1'",), ["mesh.shape: '3,1,1' needs 3 devices, but there are 8"]),
+        (("mesh.shape='3,1,1'", "model.path=gone"), ["mesh.shape: '3,1,1' needs 3 devices, but there are 8"]),
         (("model.lora.rank=33",), ["model.lora.rank: 33 is more than the model's width 32"]),
         (
             ("rollout.prompts_per_step=5", FIXED),
@@ -51,7 +51,7 @@ FIXED = "algorithm.rows_per_device=1"
             ],
         ),
         (
-            ("algorithm.mini_batch_prompts=1", FIXED),
+            ("algorithm.mini_batch_prompts=1", FIXED, "model.path=gone"),
             ["algorithm.mini_batch_prompts: 1 prompts", "set it to a multiple of 2, or"],
         ),
         (

@@ -12,7 +12,6 @@ from tests.program import (
     copy_until,
     digest_of,
     here,
-    metrics_of,
     records_of,
     run_of,
     saved_state,
@@ -42,15 +41,20 @@ def test_resumed_run_has_the_same_bits_wherever_its_arrays_wait(
     assert_same_run(stopped, uninterrupted, step=9)
 
 
-def test_finished_run_has_no_step_left_and_a_failing_report_costs_a_warning(
-    finished: Path, config: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_finished_run_ends_before_anything_is_loaded(finished: Path, config: Path) -> None:
+    run = Path(shutil.copytree(finished, run_of(config)))
+    before = digest_of(run)
+    result = succeeded(train_here(config, "model.path=gone", resume="must"))
+    assert result.stderr == "note: no step is left after step 4; --set run.steps=8 continues the training\n"
+    assert result.stdout.splitlines()[-1] == f"everything is in {run}"
+    assert digest_of(run) == before
+
+
+def test_failing_report_costs_a_warning(finished: Path, config: Path, caplog: pytest.LogCaptureFixture) -> None:
     run = Path(shutil.copytree(finished, run_of(config)))
     shutil.rmtree(run / "plots")
     (run / "plots").write_text("in the way")
-    result = succeeded(train_here(config, "logging.report=true", resume="must"))
-    assert "continuing after step 4 of 4\nno step is left; --set run.steps=8 continues the training\n" in result.stderr
-    assert metrics_of(run) == metrics_of(finished)
+    result = succeeded(train_here(config, "logging.report=true", "run.steps=5", resume="must"))
     assert [record["after_step"] for record in records_of(run / "sessions.jsonl")] == [0, 4]
     assert "the report could not be written (InputError" in caplog.text
     assert f"try again with `grpo report {run}`" in caplog.text
