@@ -111,13 +111,12 @@ def _generate(source: PolicySource, prompts: Sequence[Prompt], enter_phase: Phas
     """Returns the samples of this host's prompts; the model leaves the devices."""
     scoring = ScoringSession.open(source.settings, source.model)
     with closing(Session.open(scoring, generates="evaluations")) as session:
-        weights = source.load_decode_weights(session)
-        session.compile_evaluation()
         num_samples = len(host_slice(len(prompts))) * source.settings.eval.num_samples
         with RolloutProgress(num_samples=num_samples, enabled=jax.process_index() == 0) as progress:
-            for note in session.generation_notes:
-                progress.print_line(note)
-            samples = progress.track(generate_samples(session, weights, prompts))
+            weights = source.load_decode_weights(session)
+            session.compile_evaluation()
+            progress.follow(session)
+            samples = generate_samples(session, weights, prompts)
             return [*iterate_in_phase(samples, "evaluate", enter_phase)]
 
 

@@ -96,14 +96,13 @@ def rollout(
             part_file = stack.enter_context(PartFile(per_host_path(part_path(out)), header=partial.header))
             remove_partial_files(out)
         session = stack.enter_context(closing(Session.open(ScoringSession.open(settings, model))))
-        weights = source.load_decode_weights(session)
-        session.compile_rollout()
-        start = time.perf_counter()
-        # Workers report only the samples generated now.
-        num_shown = shard.num_samples - (len(finished) if session.workers else 0)
+        # Generators report only the samples generated now.
+        num_shown = shard.num_samples - len(finished)
         with RolloutProgress(num_samples=num_shown, enabled=jax.process_index() == 0) as progress:
-            for note in session.generation_notes:
-                progress.print_line(note)
+            weights = source.load_decode_weights(session)
+            session.compile_rollout()
+            start = time.perf_counter()
+            progress.follow(session)
             if finished:
                 progress.print_line(f"continuing: {len(finished)} of {shard.num_samples} samples are done")
             samples = _generate(
@@ -205,7 +204,7 @@ def _generate(
     fresh = session.generator.stream(weights, prompts, request, skipped_uids=finished.keys())
     workers = session.workers
     if workers is None:
-        return progress.track(_in_order(part_file.write_through(fresh), shard, finished))
+        return _in_order(part_file.write_through(fresh), shard, finished)
 
     def report(table: SampleTable) -> None:
         progress.update_rollout(table)

@@ -1,22 +1,25 @@
-"""Console output of a run: a live progress bar on a terminal, one line per step elsewhere."""
+"""Console output of a run: one line per step, and a live progress bar below them on a terminal."""
 
 from __future__ import annotations
 
 import logging
 import sys
+import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from datetime import timedelta
 from typing import Any, Self
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from app.records.sample import Sample
-from app.records.text_format import to_printable_lines
+from app.records.text_format import format_percent, to_printable_lines
 from app.report.alerts import Alert
 from app.report.before_after import format_metric
 from app.report.metrics_history import accuracy_is_plug_in_mean, finite_metric, matching_metric_names
 from app.rollout.scheduling.sample_states import ENDED, SampleState, SampleTable
+from app.runtime.session import Session
 
 log = logging.getLogger(__name__)
 
@@ -24,18 +27,28 @@ ANNOUNCED_PHASES = {"compile": "compiling the programs of the first phases", "ev
 """Long phases, logged when they begin if there is no terminal."""
 REDRAW_INTERVAL_S, LOG_INTERVAL_S = 0.1, 10.0
 """Intervals between states of a rollout on a terminal, and between its lines elsewhere."""
+MAX_SILENCE_S, POLL_INTERVAL_S = 60.0, 1.0
+"""Without a terminal, longest time without a line, and how often it is looked at."""
+NUM_TIMED_STEPS = 10
+"""Steps behind the estimate of the time that is left."""
 
 
-def step_line(step: int, metrics: Mapping[str, Any]) -> str:
-    """Returns the main metrics of a step in one line."""
-    # None while only the critic is trained.
-    entropy, loss = metrics["policy/entropy"], metrics["loss"]
-    learned = "critic only" if loss is None else f"entropy {entropy:.3f}  loss {loss:+z.4f}"
-    return (
-        f"step {step:>5}  reward {metrics['reward/mean']:z.3f}  length {metrics['completions/mean_length']:.1f}  "
-        f"{learned}  {metrics['time/step_s']:.2f} s "
-        f"({metrics['perf/tokens_per_s']:.0f} tokens/s)"
-    )
+def step_line(step: int, metrics: Mapping[str, Any], *, num_steps: int, left_s: float) -> str:
+    """Returns the main metrics of a step in one line. Those of the policy are None while only the critic is trained."""
+    parts = [f"step {step:>{len(str(num_steps))}}/{num_steps}", f"reward {metrics['reward/mean']:z.3f}"]
+    parts.append(f"length {metrics['completions/mean_length']:.1f}")
+    if metrics["loss"] is None:
+        parts.append("critic only")
+    else:
+        parts += [f"entropy {metrics['policy/entropy']:.3f}", f"loss {metrics['loss']:+z.4f}"]
+        if (kl := metrics.get("policy/kl")) is not None:
+            parts.append(f"kl {kl:z.4f}")
+        # Nothing is clipped in the only update of a batch.
+        if clipped := metrics["policy/clip_fraction_low"] + metrics["policy/clip_fraction_high"]:
+            parts.append(f"clipped {format_percent(clipped)}")
+        parts += [f"grad {metrics['policy/grad_norm']:.3g}", f"lr {metrics['policy/learning_rate']:.3g}"]
+    parts.append(f"{metrics['time/step_s']:.2f} s ({metrics['perf/tokens_per_s']:.0f} tokens/s)")
+    return "  ".join(parts) + (f"  {timedelta(seconds=round(left_s))} left" if step < num_steps else "")
 
 
 def evaluation_line(step: int, metrics: Mapping[str, Any]) -> str:
@@ -72,16 +85,23 @@ def _num_done(samples: SampleTable) -> int:
 
 
 class ProgressDisplay:
-    """Shows the phase, the progress and the last step's metrics on stderr. Silent unless `enabled`.
+    """Shows steps, the phase and its progress on stderr. Silent unless `enabled`, and without a terminal never long.
 
     Args:
         on_phase: called with the name of each phase.
+        clock: returns a monotonic time in seconds.
     """
 
     def __init__(
-        self, *, num_steps: int, first_step: int, enabled: bool, on_phase: Callable[[str], None] = lambda phase: None
+        self,
+        *,
+        num_steps: int,
+        first_step: int,
+        enabled: bool,
+        on_phase: Callable[[str], None] = lambda phase: None,
+        clock: Callable[[], float] = time.monotonic,
     ):
-        self._entered = on_phase
+        self._entered, self._num_steps, self._clock = on_phase, num_steps, clock
         # Live on a terminal only: a notebook would keep every state of a bar.
         self._live = sys.stderr.isatty()
         self._console = Console(
@@ -99,15 +119,34 @@ class ProgressDisplay:
         self._task = self._progress.add_task("start", total=num_steps, completed=first_step, figures="")
         self._figures = ""
         """Metrics of the last step."""
+        self._phase, self._status = "", ""
+        """The phase, and the state of its samples."""
+        self._phase_began = self._last_line = clock()
+        self._step_ends = deque[float](maxlen=NUM_TIMED_STEPS + 1)
+        self._closed = threading.Event()
 
     def __enter__(self) -> Self:
         self._progress.start()
+        if not (self._live or self._console.quiet):
+            threading.Thread(target=self._break_silence, name="progress", daemon=True).start()
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._closed.set()
         self._progress.stop()
 
+    def _break_silence(self) -> None:
+        while not self._closed.wait(POLL_INTERVAL_S):
+            self.show_wait()
+
+    def show_wait(self) -> None:
+        """Says what goes on, and for how long, if no line was printed for a while."""
+        now, name = self._clock(), ANNOUNCED_PHASES.get(self._phase, self._phase)
+        if now - self._last_line >= MAX_SILENCE_S:
+            self.print_line(f"{name}: {now - self._phase_began:.0f} s so far{self._status and f', {self._status}'}")
+
     def print_line(self, text: str, *, style: str | None = None) -> None:
+        self._last_line = self._clock()
         self._console.print(to_printable_lines(text), style=style, markup=False, soft_wrap=True)
 
     def show_alert(self, alert: Alert) -> None:
@@ -119,53 +158,64 @@ class ProgressDisplay:
 
     def set_phase(self, name: str) -> None:
         self._entered(name)
+        self._phase, self._status, self._phase_began = name, "", self._clock()
         if name in ANNOUNCED_PHASES and not (self._live or self._console.quiet):
             log.info(ANNOUNCED_PHASES[name])
+            self._last_line = self._phase_began
         self._progress.update(self._task, description=name, figures=self._figures)
+
+    def follow(self, session: Session) -> None:
+        """Shows how far the generation of a session is from now on."""
+        if session.workers is not None:
+            session.workers.on_progress = self.update_rollout
+        if session.continuous_batching is not None:
+            session.continuous_batching.on_progress = self.update_samples
 
     def update_rollout(self, samples: SampleTable) -> None:
         """Shows the state of a scheduled rollout after an event."""
-        if self._live:
-            self._progress.update(self._task, figures=rollout_status(samples))
+        self._status = rollout_status(samples)
+        self._progress.update(self._task, figures=self._status)
+
+    def update_samples(self, num_done: int, num_samples: int, num_tokens: int) -> None:
+        """Shows the state of a rollout without a scheduler after a segment."""
+        self._status = f"{num_done} of {num_samples} done"
+        self._progress.update(self._task, figures=self._status)
 
     def show_step(self, step: int, metrics: Mapping[str, Any]) -> None:
-        if self._live:
-            self._figures = (
-                f"reward {metrics['reward/mean']:z.3f}  {metrics['time/step_s']:.2f} s/step  "
-                f"{metrics['perf/tokens_per_s']:.0f} tokens/s"
-            )
-            self._progress.update(self._task, completed=step, figures=self._figures)
-        else:
-            self.print_line(step_line(step, metrics))
+        now = self._clock()
+        if not self._step_ends:
+            self._step_ends.append(now - metrics["time/step_s"])
+        self._step_ends.append(now)
+        pace_s = (now - self._step_ends[0]) / (len(self._step_ends) - 1)
+        left_s = pace_s * (self._num_steps - step)
+        self.print_line(step_line(step, metrics, num_steps=self._num_steps, left_s=left_s))
+        self._figures = f"reward {metrics['reward/mean']:z.3f}  {metrics['time/step_s']:.2f} s/step"
+        self._progress.update(self._task, completed=step, figures=self._figures)
 
 
 class RolloutProgress(ProgressDisplay):
-    """Shows the progress of one rollout: a bar of its samples on a terminal, otherwise a line every ten seconds.
-
-    Args:
-        clock: returns a monotonic time in seconds.
-    """
+    """Shows the progress of one rollout: a bar of its samples on a terminal, otherwise a line every ten seconds."""
 
     def __init__(self, *, num_samples: int, enabled: bool = True, clock: Callable[[], float] = time.monotonic):
-        super().__init__(num_steps=num_samples, first_step=0, enabled=enabled)
-        self.set_phase("rollout")
-        self._num_samples, self._clock = num_samples, clock
+        super().__init__(num_steps=num_samples, first_step=0, enabled=enabled, clock=clock)
+        self.set_phase("compile")
         self._next = clock() + (0.0 if self._live else LOG_INTERVAL_S)
         self._first: tuple[float, int] | None = None
         """Time and number of tokens at the first count."""
+
+    def follow(self, session: Session) -> None:
+        super().follow(session)
+        for note in session.generation_notes:
+            self.print_line(note)
+        self.set_phase("rollout")
 
     def update_rollout(self, samples: SampleTable) -> None:
         if self._is_due():
             self._show(_num_done(samples), sum(entry.num_tokens for entry in samples), rollout_status(samples))
 
-    def track(self, samples: Iterator[Sample]) -> Iterator[Sample]:
-        """Yields the samples of a rollout without a scheduler, and shows how many are done."""
-        num_tokens = 0
-        for number, sample in enumerate(samples, start=1):
-            num_tokens += len(sample.completion_ids)
-            if self._is_due():
-                self._show(number, num_tokens, f"{number} of {self._num_samples} done")
-            yield sample
+    def update_samples(self, num_done: int, num_samples: int, num_tokens: int) -> None:
+        if self._is_due():
+            self._show(num_done, num_tokens, f"{num_done} of {num_samples} done")
 
     def _is_due(self) -> bool:
         return self._first is None or self._clock() >= self._next

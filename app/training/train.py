@@ -117,8 +117,7 @@ def _train(setup: RunSetup, stack: ExitStack, clock: Callable[[], float], on_ste
     display = stack.enter_context(
         ProgressDisplay(num_steps=setup.steps[-1], first_step=progress.step, enabled=is_process_0, on_phase=on_phase)
     )
-    if session.workers is not None:
-        session.workers.on_progress = display.update_rollout
+    display.follow(session)
     display.print_lines(
         (*launch_notices(setup.resolved), *setup.notes, setup.inputs.data_report, *setup.rewards.plug_in_summaries)
     )

@@ -29,9 +29,42 @@ def test_lines_of_steps_and_evaluations_have_percentages_or_means_without_minus_
     zero, nothing = (METRICS | {"eval/accuracy": x, "eval/format_rate": None} for x in (-0.0, float("nan")))
     assert "accuracy 0.000  difficulty_1 1.000  " in evaluation_line(5, zero)
     assert "accuracy –  " in evaluation_line(5, nothing)
-    step = {"reward/mean": -1e-9, "completions/mean_length": 3.0, "policy/entropy": 0.5, "loss": -1e-9}
-    line = step_line(5, step | {"time/step_s": 1.0, "perf/tokens_per_s": 9.0})
-    assert line == "step     5  reward 0.000  length 3.0  entropy 0.500  loss +0.0000  1.00 s (9 tokens/s)"
+
+
+STEP = {
+    **{"reward/mean": -1e-9, "completions/mean_length": 3.0, "time/step_s": 1.0, "perf/tokens_per_s": 9.0},
+    **{"loss": -1e-9, "policy/entropy": 0.5, "policy/kl": None, "policy/grad_norm": 0.8125},
+    **{"policy/learning_rate": 1e-6, "policy/clip_fraction_low": 0.0, "policy/clip_fraction_high": 0.0},
+}
+"""Metrics of a step."""
+
+
+def test_line_of_a_step_has_what_is_left_and_kl_and_clipping_where_they_are_measured() -> None:
+    line = step_line(5, STEP, num_steps=100, left_s=3725.4)
+    learned = "entropy 0.500  loss +0.0000  grad 0.812  lr 1e-06"
+    assert line == f"step   5/100  reward 0.000  length 3.0  {learned}  1.00 s (9 tokens/s)  1:02:05 left"
+    more = STEP | {"policy/kl": 0.0123, "policy/clip_fraction_low": 0.01, "policy/clip_fraction_high": 0.02}
+    assert "loss +0.0000  kl 0.0123  clipped 3.0 %  grad" in step_line(5, more, num_steps=5, left_s=0.0)
+    critic_only = step_line(5, STEP | {"loss": None}, num_steps=5, left_s=0.0)
+    assert critic_only == "step 5/5  reward 0.000  length 3.0  critic only  1.00 s (9 tokens/s)"
+
+
+def test_no_minute_passes_without_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    clock = [0.0]
+    display = ProgressDisplay(num_steps=3, first_step=0, enabled=True, clock=lambda: clock[0])
+    shown = []
+    for clock[0], phase in ((0.0, "compile"), (59.0, ""), (61.0, ""), (90.0, "rollout"), (150.0, ""), (180.0, "")):
+        if phase:
+            display.set_phase(phase)
+        if phase == "rollout":
+            display.update_samples(2, 8, 30)
+        display.show_wait()
+        shown.append(capsys.readouterr().err)
+    waits = ["compiling the programs of the first phases: 61 s so far\n", "rollout: 60 s so far, 2 of 8 done\n"]
+    assert shown == ["", "", waits[0], "", waits[1], ""]
+    for step, clock[0] in ((1, 200.0), (2, 230.0)):
+        display.show_step(step, STEP | {"time/step_s": 20.0})
+    assert capsys.readouterr().err.split("  ")[-1] == "0:00:25 left\n"
 
 
 def make_table(num_samples: int) -> SampleTable:
@@ -78,12 +111,11 @@ def test_without_a_terminal_a_line_is_printed_every_ten_seconds(
 
 
 def test_without_a_scheduler_samples_and_tokens_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
-    times = iter(range(0, 1000, 6))
-    samples = [make_sample([1] * 9, sample_index=index) for index in range(4)]
-    with RolloutProgress(num_samples=4, clock=lambda: float(next(times))) as progress:
-        assert list(progress.track(iter(samples))) == samples
-    first, *_ = capsys.readouterr().err.splitlines()
-    assert re.fullmatch(r"rollout: \d of 4 done  \d+ tokens/s", first)
+    clock = [0.0]
+    progress = RolloutProgress(num_samples=4, clock=lambda: clock[0])
+    for clock[0], num_done in ((1.0, 0), (5.0, 1), (11.0, 2)):
+        progress.update_samples(num_done, 4, 20 * num_done)
+    assert capsys.readouterr().err == "rollout: 2 of 4 done  4 tokens/s\n"
 
 
 def on_a_terminal(monkeypatch: pytest.MonkeyPatch, show) -> str:
@@ -111,6 +143,7 @@ def test_a_terminal_shows_progress_in_colour_unless_no_color_is_set(monkeypatch:
 
     def board() -> None:
         with ProgressDisplay(num_steps=2, first_step=0, enabled=True) as shown:
+            shown.show_step(1, STEP)
             shown.set_phase("rollout")
             shown.update_rollout(make_table(8))
 
@@ -119,7 +152,8 @@ def test_a_terminal_shows_progress_in_colour_unless_no_color_is_set(monkeypatch:
     written = on_a_terminal(monkeypatch, progress)
     assert state in written and "\x1b[2K" in written
     assert "\x1b[91m" in written or "\x1b[38" in written
-    assert state in on_a_terminal(monkeypatch, board)
+    written = on_a_terminal(monkeypatch, board)
+    assert "step 1/2  reward" in written and state in written
     monkeypatch.setenv("NO_COLOR", "1")
     written = on_a_terminal(monkeypatch, progress)
     assert state in written and re.search(r"\x1b\[(3|4|9|10)\d", written) is None

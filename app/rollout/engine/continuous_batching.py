@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 
 import jax
 import numpy as np
@@ -40,6 +40,8 @@ class ContinuousBatchGenerator(SampleGenerator):
         super().__init__(engine, decode_text=decode_text, stop_text=stop_text)
         self._segment_rule = segment_rule
         self._spans_hosts = num_hosts(engine.programs.mesh) > 1
+        self.on_progress: Callable[[int, int, int], None] | None = None
+        """Called in each segment with the number of samples that are done, of all samples, and of generated tokens."""
 
     def compile(self, rules: SamplingRules) -> None:
         """Compiles the engine's programs; see `SampleGenerator.compile`."""
@@ -73,11 +75,13 @@ class ContinuousBatchGenerator(SampleGenerator):
 
     def _decode_segments(self, rows: Sequence[RolloutSequence]) -> Iterator[None]:
         """Decodes until every row is done; yields each time rows may be done and collected."""
-        engine, waiting, lengths = self.engine, deque(rows), list[int]()
+        engine, waiting, lengths, num_rows = self.engine, deque(rows), list[int](), len(rows)
         answered: deque[RolloutSequence] = deque()
         segment: SegmentResult | None = None
         while waiting or answered or engine.active_rows or segment is not None or self._num_acting:
             self._raise_if_stopped()
+            if self.on_progress is not None:
+                self.on_progress(len(lengths), num_rows, engine.counters.generated_tokens)
             self._admit(answered, waiting, num_unsent=0 if segment is None else len(segment.acting))
             if engine.active_rows:
                 engine.start_segment(self._limits(has_waiting=bool(answered or waiting), lengths=lengths))
