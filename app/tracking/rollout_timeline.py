@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-IDLE_COLOR, SUSPENDED_COLOR = "#e4e4e4", PURPLE
+IDLE_COLOR, SUSPENDED_COLOR = "#8888883a", PURPLE
 COLORS: dict[SampleRole | None, str] = {"probe": ORANGE, "fast": BLUE, "any": BLUE, "heavy": RED}
 SLOT_HEIGHT, LANE_GAP = 0.11, 0.8
 """Height of a slot, in inches, and gap between workers, in slots."""
