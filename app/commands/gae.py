@@ -22,7 +22,11 @@ def gae(
     print_config: PrintConfig = False,
     source: Annotated[
         Path | None,
-        typer.Option("--input", metavar="FILE.jsonl|FILE.npz", help="Samples with values, or matrices. Required."),
+        typer.Option(
+            "--input",
+            metavar="FILE.jsonl|FILE.npz",
+            help="Samples with values, or matrices. Required, except by --bench.",
+        ),
     ] = None,
     out: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Output file in the format of --input; with --bench, a folder.")
@@ -44,11 +48,16 @@ def gae(
         ),
     ] = "skip",
     bench: Annotated[
-        bool, typer.Option("--bench", help="Time every backend and chunk size on this machine instead.")
+        bool,
+        typer.Option(
+            "--bench", help="Time every backend and chunk size on this machine instead, on --input or random data."
+        ),
     ] = False,
     shapes: Annotated[
         str | None,
-        typer.Option(metavar="BxT,...", help=f"Shapes to time with --bench.  [default: {DEFAULT_BENCH_SHAPES}]"),
+        typer.Option(
+            metavar="BxT,...", help=f"Shapes of the random data of --bench.  [default: {DEFAULT_BENCH_SHAPES}]"
+        ),
     ] = None,
     overwrite: Overwrite = False,
     as_json: AsJson = False,
@@ -69,9 +78,10 @@ def gae(
     resolved = resolve(config, overrides, flags=given, print_config=print_config, check=check_for_mesh)
     if shapes is not None and not bench:
         raise InputError("--shapes is only used with --bench; add --bench or omit --shapes")
-    for option, is_given in (("--input", source is not None), ("--backend", backend != "auto")):
-        if is_given and bench:
-            raise InputError(f"{option} cannot be combined with --bench, which times every backend on random data")
+    if bench and backend != "auto":
+        raise InputError("--backend cannot be combined with --bench, which times every backend")
+    if shapes is not None and source is not None:
+        raise InputError("--shapes cannot be combined with --input, whose samples are timed; omit one of them")
     if bench:
         folder = out or DEFAULT_BENCH_FOLDER
         refuse_existing({"--out": folder / "bench.json"}, overwrite=overwrite)
@@ -79,7 +89,7 @@ def gae(
         from app.stages import gae_benchmark
 
         report = gae_benchmark.run_benchmark(
-            resolved.settings, shapes=shapes or DEFAULT_BENCH_SHAPES, folder=folder, mask_mode=mask_mode
+            resolved.settings, input=source, shapes=shapes or DEFAULT_BENCH_SHAPES, folder=folder, mask_mode=mask_mode
         )
         print_result(report, as_json=as_json, text=gae_benchmark.format_report(report))
     else:

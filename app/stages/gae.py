@@ -64,20 +64,17 @@ def estimate_advantages(settings: Settings, *, input: Path, out: Path, backend: 
     Raises:
         InputError: the settings, samples, matrices or output file cannot be used.
     """
-    kind, kind_of_out = (GaeMatrixFile if path.suffix.lower() == NPZ_SUFFIX else GaeSampleFile for path in (input, out))
-    if kind != kind_of_out:
+    if is_npz(input) != is_npz(out):
         raise InputError(
             f"--out: expected the format of --input, {input.name}, got {out.name}; both or neither must end in "
             f"{NPZ_SUFFIX}"
         )
     check_output_path(out)
-    if input.exists() and not input.is_file():
-        raise InputError(f"--input: {input} is not a file")
     start = time.perf_counter()
-    file = kind(input, settings, backend=backend, mask_mode=mask_mode)
+    file = open_input(input, settings, backend=backend, mask_mode=mask_mode)
     num_tokens, num_trainable = file.check()
     if num_tokens and not num_trainable:
-        raise InputError(f"{input}: the mask of all {kind.ROW_NAME} is False throughout; no token gets an advantage")
+        raise InputError(f"{input}: the mask of all {file.ROW_NAME} is False throughout; no token gets an advantage")
     start_local_devices(settings.mesh)
     with closing(CompilationCounter()) as compilations:
         # Whitening needs the moments of all advantages first.
@@ -89,7 +86,7 @@ def estimate_advantages(settings: Settings, *, input: Path, out: Path, backend: 
     seconds = time.perf_counter() - start
     algorithm, adaptive = settings.algorithm, settings.algorithm.length_adaptive_lam
     return {
-        kind.ROW_NAME: written.num_rows,
+        file.ROW_NAME: written.num_rows,
         "tokens": written.num_tokens,
         "trainable tokens": written.num_trainable,
         "gamma": algorithm.gamma,
@@ -109,6 +106,24 @@ def estimate_advantages(settings: Settings, *, input: Path, out: Path, backend: 
         "peak memory MiB": round(peak_memory_bytes() / 2**20),
         "written to": str(out),
     }
+
+
+def is_npz(path: Path) -> bool:
+    """Returns whether a file's name says that it holds matrices."""
+    return path.suffix.lower() == NPZ_SUFFIX
+
+
+def open_input(
+    path: Path, settings: Settings, *, backend: str = "numpy", mask_mode: str = "skip"
+) -> GaeMatrixFile | GaeSampleFile:
+    """Returns the reader of `--input`.
+
+    Raises:
+        InputError: the path is a folder or something else that is no file.
+    """
+    if path.exists() and not path.is_file():
+        raise InputError(f"--input: {path} is not a file")
+    return (GaeMatrixFile if is_npz(path) else GaeSampleFile)(path, settings, backend=backend, mask_mode=mask_mode)
 
 
 def start_local_devices(mesh: MeshSettings) -> None:

@@ -8,6 +8,7 @@ import os
 import re
 import statistics
 import sys
+import tracemalloc
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -20,15 +21,16 @@ import jax
 import numpy as np
 from jaxtyping import Bool, Float32, Float64
 
-from app.advantage.gae.chunked import CHUNK_SIZE
+from app.advantage.gae.chunked import CHUNK_SIZE, solve_chunked
 from app.advantage.gae.estimate import generalized_advantages
+from app.advantage.gae.recurrence import Discounts, make_gae_rows
 from app.batching.micro_batch_shapes import bucket_length
 from app.records.atomic_write import write_atomic
 from app.records.jsonl import check_output_path
 from app.records.text_format import format_table
 from app.report.matplotlib_figures import new_figure, save_figure
 from app.report.plots import BLUE, GREEN, GREY, ORANGE
-from app.stages.gae import start_local_devices
+from app.stages.gae import open_input, start_local_devices
 from settings import Settings
 from settings.errors import InputError
 
@@ -48,7 +50,9 @@ MASKED_RUN = 64
 """Consecutive tokens that are masked together, as the answer of a tool."""
 LENGTH_SIGMA = 0.6
 """Standard deviation of the logarithms of packed samples' lengths."""
-HEADINGS = ("shape", "rows", "backend", "chunk", "compile s", "median ms", "p90 ms", "GB/s", "% of copy", "max error")
+HEADINGS = (
+    "shape", "rows", "backend", "chunk", "compile s", "median ms", "p90 ms", "x loop", "% of copy", "MiB", "max error"
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -72,6 +76,10 @@ class BackendTiming:
     gb_per_s: float = 0.0
     percent_of_copy: float = 100.0
     """Throughput relative to the copy of the same shape; 100 = as fast."""
+    times_loop: float = 1.0
+    """How many times as fast as the loop."""
+    memory_bytes: int | None = None
+    """Results and temporaries: numpy's allocations, or those of the compiled program."""
 
     @property
     def name(self) -> str:
@@ -94,15 +102,24 @@ class BenchmarkShape(NamedTuple):
         return f"{self.rows}x{self.tokens}"
 
 
-def run_benchmark(settings: Settings, *, shapes: str, folder: Path, mask_mode: str) -> dict[str, Any]:
+def run_benchmark(
+    settings: Settings, *, input: Path | None, shapes: str, folder: Path, mask_mode: str
+) -> dict[str, Any]:
     """Times all backends with the settings' gamma, lambda and chunk size, and writes bench.json and bench.png.
+
+    Args:
+        input: samples or matrices to time; None = random ones of `shapes`.
 
     Returns the content of bench.json.
 
     Raises:
-        InputError: the shapes are malformed, or the folder cannot be written to.
+        InputError: the shapes or the input cannot be used, or the folder cannot be written to.
     """
-    parsed_shapes, algorithm = parse_shapes(shapes), settings.algorithm
+    algorithm = settings.algorithm
+    if input is None:
+        workloads = map(make_workloads, parse_shapes(shapes))
+    else:
+        workloads = [[read_workload(input, settings, mask_mode=mask_mode)]]
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -115,9 +132,10 @@ def run_benchmark(settings: Settings, *, shapes: str, folder: Path, mask_mode: s
     device = jax.devices()[0].device_kind
     rule = GaeRule(algorithm.gamma, algorithm.lam, mask_mode)
     sizes = sorted({*CHUNK_SIZES, algorithm.gae_chunk_size or CHUNK_SIZE})
-    timings = [timing for shape in parsed_shapes for timing in measure_shape(rule, shape, sizes)]
+    timings = [timing for group in workloads for work in group for timing in measure_workload(rule, work, sizes)]
     report = {
         "machine": {"device": device, "cpu_cores": os.cpu_count(), "jax": jax.__version__, "numpy": np.__version__},
+        "input": None if input is None else str(input),
         "settings": rule._asdict(),
         "cases": [asdict(timing) for timing in timings],
         "conclusion": conclude([timing for timing in timings if timing.backend != "copy"]),
@@ -150,6 +168,8 @@ def parse_shapes(text: str) -> list[BenchmarkShape]:
 class Workload(NamedTuple):
     """Arrays that every backend gets, in the host's memory."""
 
+    shape: BenchmarkShape
+    """Number of rows or samples, and tokens of the longest."""
     rows: str
     row_tokens: int
     """Number of tokens of each row, without padding at its end."""
@@ -163,6 +183,21 @@ class Workload(NamedTuple):
         given = {"mask": self.mask, "ends": self.ends, **rule._asdict()}
         result = generalized_advantages(self.rewards, self.values, **given, backend=backend, chunk_size=chunk_size)
         return [np.asarray(part) for part in result]
+
+    def memory_bytes(self, rule: GaeRule, backend: str, chunk_size: int | None) -> int:
+        """Returns the bytes of the results and temporaries of a call."""
+        if backend == "chunked":
+            rows = make_gae_rows(self.rewards, self.values, mask=self.mask, ends=self.ends, bootstrap=None)
+            discounts = Discounts.create(rule.gamma, rule.lam)
+            program = solve_chunked.lower(rows, discounts, rule.mask_mode, chunk_size or CHUNK_SIZE).compile()
+            memory = program.memory_analysis()
+            return memory.temp_size_in_bytes + memory.output_size_in_bytes
+        tracemalloc.start()
+        try:
+            self.estimate(rule, backend, chunk_size)
+            return tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
 
     def places_of_rows(self) -> tuple[tuple[np.ndarray, np.ndarray], np.ndarray]:
         """Returns the places of the rows, or of the samples of a packed row, and which of them are their own."""
@@ -206,38 +241,68 @@ def make_workloads(shape: BenchmarkShape) -> list[Workload]:
     is_token, ends = np.arange(row)[None] < num_tokens, np.zeros((1, row), bool)
     ends[0, np.cumsum(lengths) - 1] = True
     return [
-        Workload("full", shape.tokens, rewards, values),
-        Workload("masked", shape.tokens, rewards, values, mask),
-        Workload("packed", num_tokens, packed[0], packed[1], is_token, ends),
+        Workload(shape, "full", shape.tokens, rewards, values),
+        Workload(shape, "masked", shape.tokens, rewards, values, mask),
+        Workload(shape, "packed", num_tokens, packed[0], packed[1], is_token, ends),
     ]
 
 
-def measure_shape(rule: GaeRule, shape: BenchmarkShape, chunk_sizes: Sequence[int]) -> list[BackendTiming]:
-    """Returns the times of every backend, of a loop over time, and of a copy."""
-    cases: list[tuple[BackendTiming, Callable[[], Any], int]] = []
-    backends = [("numpy", None), *(("chunked", size) for size in chunk_sizes if size <= max(shape.tokens, 64))]
-    for work in make_workloads(shape):
-        print(f"{shape}: {ROW_NAMES[work.rows]}", file=sys.stderr, flush=True)
-        num_tokens, error_of = len(work.rewards) * work.row_tokens, work.make_check(rule)
-        case, num_bytes = BackendTiming(str(shape), work.rows, "copy"), num_tokens * BYTES_PER_TOKEN
-        cases.append((case, partial(np.copy, (work.rewards, work.values)), num_bytes))
-        # The loop takes one row per sample, as it needs.
-        cases.append((replace(case, backend="loop"), work.loop(work.places_of_rows()[0], rule), num_bytes))
-        num_bytes += num_tokens * (work.mask is not None)
-        for backend, chunk_size in backends:
-            call = partial(work.estimate, rule, backend, chunk_size)
-            times = {"first_call_s": timeit(call, number=1), "max_error": error_of(call())}
-            chosen = {"backend": backend, "chunk_size": chunk_size, "is_auto": backend == "numpy"}
-            cases.append((replace(case, **chosen, **times), call, num_bytes))
-    timings, copy_speed = [], 0.0
-    for (case, _, num_bytes), seconds in zip(cases, time_shuffled([call for _, call, _ in cases]), strict=True):
-        median = statistics.median(seconds)
-        speed = num_bytes / median / 1e9
-        copy_speed = speed if case.backend == "copy" else copy_speed
-        times = {"median_s": median, "p90_s": float(np.percentile(seconds, 90))}
-        times["first_call_s"] = max(0.0, case.first_call_s - median)
-        timings.append(replace(case, **times, gb_per_s=speed, percent_of_copy=100 * speed / copy_speed))
-    return timings
+def read_workload(path: Path, settings: Settings, *, mask_mode: str) -> Workload:
+    """Returns the samples of a file in one row, as in training, or the rows of its matrices.
+
+    Raises:
+        InputError: the file cannot be used, or has no tokens or too many.
+    """
+    file = open_input(path, settings, mask_mode=mask_mode)
+    num_tokens, _ = file.check()
+    if not 0 < num_tokens <= MAX_TOKENS:
+        raise InputError(f"--input: {path} has {num_tokens:,} tokens; --bench can time 1 to {MAX_TOKENS:,}")
+    rows = file.read_rows()
+    arrays = rows.rewards, rows.values, rows.mask
+    if rows.ends is None:
+        shape = BenchmarkShape(*rows.rewards.shape)
+        return Workload(shape, "full" if rows.mask is None else "masked", shape.tokens, *arrays)
+    stops = np.flatnonzero(rows.ends) + 1
+    longest = int(np.diff(stops, prepend=0).max())
+    return Workload(BenchmarkShape(len(stops), longest), "packed", num_tokens, *arrays, rows.ends)
+
+
+def measure_workload(rule: GaeRule, work: Workload, chunk_sizes: Sequence[int]) -> list[BackendTiming]:
+    """Returns the times of a copy, of a loop over time, and of every backend."""
+    print(f"{work.shape}: {ROW_NAMES[work.rows]}", file=sys.stderr, flush=True)
+    num_tokens, error_of = len(work.rewards) * work.row_tokens, work.make_check(rule)
+    case, num_bytes = BackendTiming(str(work.shape), work.rows, "copy"), num_tokens * BYTES_PER_TOKEN
+    # The loop takes one row per sample, as it needs.
+    cases: list[tuple[BackendTiming, Callable[[], Any], int]] = [
+        (case, partial(np.copy, (work.rewards, work.values)), num_bytes),
+        (replace(case, backend="loop"), work.loop(work.places_of_rows()[0], rule), num_bytes),
+    ]
+    num_bytes += num_tokens * (work.mask is not None)
+    sizes = [size for size in chunk_sizes if size <= max(work.shape.tokens, CHUNK_SIZES[0])]
+    for backend, chunk_size in [("numpy", None), *(("chunked", size) for size in sizes)]:
+        call = partial(work.estimate, rule, backend, chunk_size)
+        found = {
+            "first_call_s": timeit(call, number=1),
+            "max_error": error_of(call()),
+            "memory_bytes": work.memory_bytes(rule, backend, chunk_size),
+        }
+        chosen = replace(case, backend=backend, chunk_size=chunk_size, is_auto=backend == "numpy")
+        cases.append((replace(chosen, **found), call, num_bytes))
+    seconds = time_shuffled([call for _, call, _ in cases])
+    medians = [statistics.median(times) for times in seconds]
+    speeds = [num_bytes / median / 1e9 for (_, _, num_bytes), median in zip(cases, medians, strict=True)]
+    return [
+        replace(
+            case,
+            first_call_s=max(0.0, case.first_call_s - median),
+            median_s=median,
+            p90_s=float(np.percentile(times, 90)),
+            gb_per_s=speed,
+            percent_of_copy=100 * speed / speeds[0],
+            times_loop=medians[1] / median,
+        )
+        for (case, _, _), times, median, speed in zip(cases, seconds, medians, speeds, strict=True)
+    ]
 
 
 def time_shuffled(calls: Sequence[Callable[[], Any]]) -> list[list[float]]:
@@ -299,8 +364,11 @@ def format_report(report: dict[str, Any]) -> str:
         error = "" if case["max_error"] is None else f"{case['max_error']:.0e}"
         name, chunk = f"{case['backend']}{'*' if case['is_auto'] else ''}", str(case["chunk_size"] or "")
         times = f"{1e3 * case['median_s']:.3f}", f"{1e3 * case['p90_s']:.3f}"
-        speeds = f"{case['gb_per_s']:.1f}", f"{case['percent_of_copy']:.0f}"
-        cells.append((case["shape"], case["rows"], name, chunk, f"{case['first_call_s']:.2f}", *times, *speeds, error))
+        factor = "" if case["backend"] == "copy" else f"{case['times_loop']:.1f}"
+        speeds = factor, f"{case['percent_of_copy']:.0f}"
+        memory = "" if case["memory_bytes"] is None else f"{case['memory_bytes'] / 2**20:.1f}"
+        first = f"{case['first_call_s']:.2f}"
+        cells.append((case["shape"], case["rows"], name, chunk, first, *times, *speeds, memory, error))
     machine = report["machine"]
     head = f"{machine['device']}, {machine['cpu_cores']} CPU cores, jax {machine['jax']}"
     note = f"* selected by auto; {NUM_REPEATS} warm repeats, shuffled; numpy in and out"

@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from app.advantage.token_advantages import truncation_bootstrap
+from app.advantage.token_advantages import TokenRows, concatenate_samples, truncation_bootstrap, zero_bootstrap
+from app.advantage.token_rewards import task_token_rewards
 from app.records.jsonl import read_jsonl, write_jsonl
 from app.records.sample_json import LocatedSample, sample_for_advantages
 from app.runtime.advantages import make_gae_advantages
@@ -64,6 +65,13 @@ class GaeSampleFile:
         if not self._num_samples:
             raise InputError(f"--input: {self._path} holds no samples")
         return num_tokens, num_trainable
+
+    def read_rows(self) -> TokenRows:
+        """Returns all samples in one row, as training concatenates them; a truncated sample counts as complete."""
+        samples = [one.sample for one in self._samples()]
+        return concatenate_samples(
+            samples, token_rewards=task_token_rewards, values=lambda s: s.token_values, bootstrap=zero_bootstrap
+        )
 
     def estimates(self) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
         """Yields the advantages, returns and masks of some samples at a time, concatenated."""

@@ -57,6 +57,11 @@ class GaeMatrixFile:
         with open_atomic(out) as file:
             np.savez(file, advantages=advantages, returns=returns)
 
+    def read_rows(self) -> TokenRows:
+        """Returns the matrices; their rows count as complete."""
+        rows = self._rows
+        return rows._replace(values=rows.values[:, : rows.rewards.shape[1]])
+
     @cached_property
     def _rows(self) -> TokenRows:
         arrays, where = load_matrices(self._path), str(self._path)
