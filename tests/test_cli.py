@@ -150,6 +150,20 @@ def test_missing_files_and_used_folders_are_found_before_jax_is_loaded(changes: 
     assert answer.exit_code == 2 and answer.stderr.startswith(f"error: {message}"), answer.stderr
 
 
+def test_missing_inputs_are_found_before_jax_is_loaded() -> None:
+    Path("runs/one/checkpoints").mkdir(parents=True)
+    best = "runs/one/checkpoints/best"
+    for command, option, path in (
+        ("evaluate", "--checkpoint", best), ("rollout --out new", "--checkpoint", "gone"),
+        ("export --out new", "--checkpoint", "gone"), ("score --out new", "--input", "gone.jsonl"),
+        ("gae --out new", "--input", "gone.jsonl"), ("train", "--from-rollouts", "gone"),
+    ):  # fmt: skip
+        answer = here(*command.split(), option, path)
+        hint = "; nothing was evaluated in that run" if path == best else ""
+        line = f"error: {option}: {Path(path).absolute()}: no such file or folder{hint}\n"
+        assert (answer.exit_code, answer.stderr) == (2, line)
+
+
 def test_print_config_shows_the_layer_of_each_value(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NUM_PRE_Q", "5")
     (tmp_path / "c.yaml").write_text("batch_size: 4\n")

@@ -14,7 +14,7 @@ import jax
 import orbax.checkpoint as ocp
 from jax.sharding import Mesh
 
-from app.checkpoint.checkpoints import BEST_LINK, open_reader, read_verified
+from app.checkpoint.checkpoints import open_reader, read_verified
 from app.checkpoint.saved_arrays import array_path, with_saved_dtypes
 from app.checkpoint.train_progress import NetworkStates, OtherVersionError, ProgressRecord, TrainProgress
 from app.mesh.placement import abstract_arrays
@@ -175,9 +175,7 @@ def _find_checkpoint(path: Path) -> Path:
     """Returns the folder of the checkpoint at `path`; see `PolicyCheckpoint.open`."""
     path = path.expanduser()
     if not path.is_dir():
-        is_absent_best = path.name == BEST_LINK and path.parent.is_dir()
-        hint = "; nothing was evaluated in that run, or nothing better than its start" if is_absent_best else ""
-        raise InputError(f"{OPTION}: there is no folder {path}{hint}; give <run>/checkpoints/<step>, or a run's folder")
+        raise InputError(f"{OPTION}: there is no folder {path}; give <run>/checkpoints/<step>, or a run's folder")
     folder = path.resolve()
     if folder.name.isdigit() and (folder / "state").is_dir():
         return folder

@@ -19,7 +19,7 @@ import typer
 from app.records.run_directory import RunDirectory, step_of_samples
 from app.records.settings_history import SettingsHistory
 from app.records.text_format import to_printable_lines
-from settings import InputError, Resolved, load
+from settings import InputError, Resolved, Settings, load
 from settings.checks.unused_settings import unused_adapter_notices
 from settings.loading.config_file import ConfigFile
 from settings.loading.printing import without_derived
@@ -66,6 +66,7 @@ def resolve_policy(
     """Resolves like `resolve`; without `--config`, the settings are those of the checkpoint's run."""
     base = inherit_run_settings(config, {"--checkpoint": checkpoint})
     resolved = resolve(base, overrides, print_config=print_config, check=check)
+    require_inputs(resolved.settings, {"--checkpoint": checkpoint})
     if loads_policy and checkpoint is None:
         print_notices(unused_adapter_notices(resolved))
     return resolved
@@ -178,6 +179,18 @@ def require_path(path: Path | None, option: str) -> Path:
     if path is None:
         raise InputError(f"missing option {option}")
     return path
+
+
+def require_inputs(settings: Settings, inputs: Mapping[str, Path | None]) -> None:
+    """Raises InputError if a path that an option names does not exist, before JAX is loaded.
+
+    Several hosts find out when they read it, once they have joined.
+    """
+    for option, path in inputs.items():
+        if settings.mesh.coordinator_address is None and path is not None and not path.expanduser().exists():
+            # The link to the best checkpoint is absent, not misspelt.
+            hint = "; nothing was evaluated in that run" if path.name == "best" and path.parent.is_dir() else ""
+            raise InputError(f"{option}: {path.expanduser().absolute()}: no such file or folder{hint}")
 
 
 def refuse_existing(outputs: Mapping[str, Path | None], *, overwrite: bool, resumes: bool = False) -> None:

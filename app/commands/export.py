@@ -7,7 +7,14 @@ from typing import Annotated, Literal
 
 import typer
 
-from app.commands.command_support import find_run_settings, print_result, require_path, resolve, show_progress
+from app.commands.command_support import (
+    find_run_settings,
+    print_result,
+    require_inputs,
+    require_path,
+    resolve,
+    show_progress,
+)
 from app.commands.options import AsJson, Config, Overrides, PrintConfig
 from settings.checks.commands import check_for_mesh
 
@@ -42,6 +49,7 @@ def export(
     base = config or find_run_settings({"--checkpoint": checkpoint})
     resolved = resolve(base, overrides, print_config=print_config, check=check_for_mesh)
     checkpoint, out = require_path(checkpoint, "--checkpoint"), require_path(out, "--out")
+    require_inputs(resolved.settings, {"--checkpoint": checkpoint})
     show_progress(f"grpo export: {checkpoint}; loading JAX")
     from app.export import huggingface
 

@@ -7,7 +7,14 @@ from typing import Annotated, Literal
 
 import typer
 
-from app.commands.command_support import print_result, refuse_existing, require_path, resolve, show_progress
+from app.commands.command_support import (
+    print_result,
+    refuse_existing,
+    require_inputs,
+    require_path,
+    resolve,
+    show_progress,
+)
 from app.commands.options import AsJson, Config, Overrides, Overwrite, PrintConfig
 from settings import InputError
 from settings.checks.commands import check_for_mesh
@@ -82,6 +89,7 @@ def gae(
         raise InputError("--backend cannot be combined with --bench, which times every backend")
     if shapes is not None and source is not None:
         raise InputError("--shapes cannot be combined with --input, whose samples are timed; omit one of them")
+    require_inputs(resolved.settings, {"--input": source})
     if bench:
         folder = out or DEFAULT_BENCH_FOLDER
         refuse_existing({"--out": folder / "bench.json"}, overwrite=overwrite)

@@ -10,7 +10,14 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from app.commands.command_support import print_result, refuse_existing, require_path, resolve_policy, show_progress
+from app.commands.command_support import (
+    print_result,
+    refuse_existing,
+    require_inputs,
+    require_path,
+    resolve_policy,
+    show_progress,
+)
 from app.commands.options import CHECKPOINT_HELP, AsJson, Config, Overrides, Overwrite, PrintConfig
 from app.records.jsonl import check_distinct_paths
 from settings import InputError, Resolved
@@ -65,6 +72,7 @@ def score(
         config, overrides, first, check=check_for_score, print_config=print_config, loads_policy=is_policy
     )
     samples, out = require_path(samples, "--input"), require_path(out, "--out")
+    require_inputs(resolved.settings, {"--input": samples})
     show_progress(f"grpo score: role {role}; loading JAX")
     summaries = score_file(
         resolved, samples, out, role=role, checkpoints=checkpoints, check_packing=check_packing, overwrite=overwrite

@@ -13,6 +13,7 @@ from app.commands.command_support import (
     inherit_run_settings,
     print_notices,
     print_result,
+    require_inputs,
     resolve,
     show_progress,
     write,
@@ -81,6 +82,7 @@ def train(
     from app.commands.named_files import check_train_files
 
     settings, is_replay = resolved.settings, from_rollouts is not None
+    require_inputs(settings, run_paths)
     check_train_files(settings, resume=resume, is_replay=is_replay)
     if resume != "never" and not (is_replay or dry_run):
         _exit_if_finished(settings)

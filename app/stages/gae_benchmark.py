@@ -191,6 +191,7 @@ class Workload(NamedTuple):
             discounts = Discounts.create(rule.gamma, rule.lam)
             program = solve_chunked.lower(rows, discounts, rule.mask_mode, chunk_size or CHUNK_SIZE).compile()
             memory = program.memory_analysis()
+            assert memory is not None
             return memory.temp_size_in_bytes + memory.output_size_in_bytes
         tracemalloc.start()
         try:

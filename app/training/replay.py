@@ -247,8 +247,7 @@ def _choose_files(path: Path, *, after_step: int, steps: int) -> dict[int, Path]
     elif path.is_dir():
         files = sample_files(path / ROLLOUTS_DIR if (path / ROLLOUTS_DIR).is_dir() else path)
     else:
-        problem = "is neither a file nor a folder" if path.exists() else "does not exist"
-        raise InputError(f"{OPTION}: {path} {problem}; give a file of samples, or a run's folder")
+        raise InputError(f"{OPTION}: {path} is neither a file nor a folder; give a file of samples, or a run's folder")
     if not files:
         raise InputError(
             f"{OPTION}: {path} holds no step_<number>.jsonl (a run under logging.save_rollouts: false writes none); "

@@ -117,7 +117,7 @@ def test_what_cannot_be_evaluated_is_refused(finished: Path, tmp_path: Path) -> 
         f"{tmp_path / 'rows.jsonl'}:1 of the evaluation set ({unanswered.replace('=', ': ')}) has no answer"
         in refused(*of_run, *settings(unanswered))
     )
-    assert "--checkpoint: there is no folder" in refused("--checkpoint", finished / "checkpoints" / "3")
+    assert "3: no such file or folder" in refused("--checkpoint", finished / "checkpoints" / "3")
     assert "the folder" in refused("--checkpoint", finished, "--out", tmp_path / "no" / "out.jsonl")
     assert not list(tmp_path.glob("out*"))
     (tmp_path / "out.jsonl").write_text("")

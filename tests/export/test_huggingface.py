@@ -204,7 +204,7 @@ def test_what_cannot_be_exported_is_refused(finished, tmp_path):
         (out, "missing option --checkpoint"),
         ((*out, "--checkpoint", tmp_path), "--checkpoint: no settings.yaml of a run was found in"),
         ((*out, "--checkpoint", tmp_path, "--config", finished / "settings.yaml"), "holds no checkpoint; give"),
-        ((*out, "--checkpoint", finished / "checkpoints" / "99"), "there is no folder"),
+        ((*out, "--checkpoint", finished / "checkpoints" / "99"), "no such file or folder"),
         ((*out, *run, "--set", f"model.path={other}"), "was trained from another model, not from that of model.path"),
     ):
         result = here("export", *arguments)
