@@ -300,11 +300,12 @@ def test_result_is_json_or_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == "samples  8\nout      é\n"
 
 
-def test_first_line_appears_before_jax_is_loaded() -> None:
+def test_first_line_appears_before_jax_is_loaded(tmp_path: Path) -> None:
+    (tmp_path / "rows.npz").touch()
     without_jax = "import sys, cli; sys.modules['jax'] = None; cli.main()"
-    command = [sys.executable, "-c", without_jax, "gae", "--input", "missing.npz", "--out", "o.npz"]
+    command = [sys.executable, "-c", without_jax, "gae", "--input", tmp_path / "rows.npz", "--out", "o.npz"]
     answer = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(REPOSITORY)}, capture_output=True, text=True)
-    assert re.match(r"\[ *\d+\.\d s\] grpo gae: missing\.npz; loading JAX\n", answer.stderr)
+    assert re.match(r"\[ *\d+\.\d s\] grpo gae: .*rows\.npz; loading JAX\n", answer.stderr)
     assert answer.returncode == 1 and "jax" in answer.stderr.splitlines()[-1]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -16,7 +16,7 @@ from app.commands.command_support import (
     show_progress,
 )
 from app.commands.options import AsJson, Config, Overrides, Overwrite, PrintConfig
-from settings import InputError
+from settings import InputError, Settings
 from settings.checks.commands import check_for_mesh
 
 DEFAULT_BENCH_SHAPES = "16x8192,128x65536"
@@ -76,30 +76,23 @@ def gae(
     is in the reward. Matrices hold no logprobs, so they get no penalty. The estimator is GAE, whatever
     algorithm.estimator is.
     """
-    flags = {
-        "--gamma": ("algorithm.gamma", gamma),
-        "--lam": ("algorithm.lam", lam),
-        "--chunk-size": ("algorithm.gae_chunk_size", chunk_size),
-    }
-    given = {option: (field, text) for option, (field, text) in flags.items() if text is not None}
+    names = {"--gamma": "gamma", "--lam": "lam", "--chunk-size": "gae_chunk_size"}
+    texts = zip(names.items(), (gamma, lam, chunk_size), strict=True)
+    given = {option: (f"algorithm.{name}", text) for (option, name), text in texts if text is not None}
     resolved = resolve(config, overrides, flags=given, print_config=print_config, check=check_for_mesh)
-    if shapes is not None and not bench:
-        raise InputError("--shapes is only used with --bench; add --bench or omit --shapes")
-    if bench and backend != "auto":
-        raise InputError("--backend cannot be combined with --bench, which times every backend")
-    if shapes is not None and source is not None:
-        raise InputError("--shapes cannot be combined with --input, whose samples are timed; omit one of them")
+    for is_refused, reason in (
+        (shapes and not bench, "--shapes is only used with --bench; add --bench or omit --shapes"),
+        (shapes and source, "--shapes cannot be combined with --input, whose samples are timed; omit one of them"),
+        (bench and backend != "auto", "--backend cannot be combined with --bench, which times every backend"),
+    ):
+        if is_refused:
+            raise InputError(reason)
     require_inputs(resolved.settings, {"--input": source})
     if bench:
         folder = out or DEFAULT_BENCH_FOLDER
         refuse_existing({"--out": folder / "bench.json"}, overwrite=overwrite)
-        show_progress("grpo gae --bench: loading JAX")
-        from app.stages import gae_benchmark
-
-        report = gae_benchmark.run_benchmark(
-            resolved.settings, input=source, shapes=shapes or DEFAULT_BENCH_SHAPES, folder=folder, mask_mode=mask_mode
-        )
-        print_result(report, as_json=as_json, text=gae_benchmark.format_report(report))
+        workload = {"input": source, "shapes": shapes or DEFAULT_BENCH_SHAPES, "mask_mode": mask_mode}
+        _benchmark(resolved.settings, folder, as_json=as_json, **workload)
     else:
         source, out = require_path(source, "--input"), require_path(out, "--out")
         refuse_existing({"--out": out}, overwrite=overwrite)
@@ -109,3 +102,11 @@ def gae(
         solver = "numpy" if backend == "auto" else backend
         summary = gae.estimate_advantages(resolved.settings, input=source, out=out, backend=solver, mask_mode=mask_mode)
         print_result(summary, as_json=as_json)
+
+
+def _benchmark(settings: Settings, folder: Path, *, as_json: bool, **workload: Any) -> None:
+    show_progress("grpo gae --bench: loading JAX")
+    from app.stages.gae_benchmark import format_report, run_benchmark
+
+    report = run_benchmark(settings, folder=folder, **workload)
+    print_result(report, as_json=as_json, text=format_report(report))

@@ -72,7 +72,6 @@ def score(
         config, overrides, first, check=check_for_score, print_config=print_config, loads_policy=is_policy
     )
     samples, out = require_path(samples, "--input"), require_path(out, "--out")
-    require_inputs(resolved.settings, {"--input": samples})
     show_progress(f"grpo score: role {role}; loading JAX")
     summaries = score_file(
         resolved, samples, out, role=role, checkpoints=checkpoints, check_packing=check_packing, overwrite=overwrite
@@ -103,6 +102,7 @@ def score_file(
         if field := CHECKPOINT_FIELD.search(str(out)):
             raise InputError(f"--out: {field[0]} stands for that of a checkpoint, but there is no --checkpoint")
         refuse_existing({"--out": out}, overwrite=overwrite)
+    require_inputs(resolved.settings, {"--input": samples})
     if checkpoints and role in ("reference", "reward"):
         weights = "model.path" if role == "reference" else "reward.model"
         raise InputError(f"--checkpoint: --role {role} uses only the weights of {weights}; omit one of the two options")

@@ -66,26 +66,22 @@ def train(
     as_json: Annotated[bool, typer.Option("--json", help="Print the report of --dry-run as JSON.")] = False,
 ) -> None:
     """Train by rollout, reward, score, advantage and update."""
-    if as_json and not dry_run:
-        raise InputError("--json needs --dry-run; the metrics of a run are in its metrics.jsonl")
-    if compiles and not dry_run:
-        raise InputError("--compile needs --dry-run; a run compiles its programs anyway")
-    if checkpoint is not None and from_rollouts is None:
-        raise InputError("--checkpoint needs --from-rollouts; to continue a run, use --resume")
-    if allow_changed and resume == "never":
-        raise InputError("--allow-changed needs --resume auto or must; a new run has no earlier settings")
+    for option, given, is_usable, needed in (
+        ("--json", as_json, dry_run, "--dry-run; the metrics of a run are in its metrics.jsonl"),
+        ("--compile", compiles, dry_run, "--dry-run; a run compiles its programs anyway"),
+        ("--checkpoint", checkpoint, from_rollouts, "--from-rollouts; to continue a run, use --resume"),
+        ("--allow-changed", allow_changed, resume != "never", "--resume auto; a new run has no earlier settings"),
+    ):
+        if given and not is_usable:
+            raise InputError(f"{option} needs {needed}")
     check = check_for_dry_run if dry_run else check_for_train
     run_paths = {"--from-rollouts": from_rollouts, "--checkpoint": checkpoint}
     base = inherit_run_settings(config, run_paths)
     flags = _replay_run_name(base, overrides) if isinstance(base, ConfigFile) else NO_FLAGS
     resolved = resolve(base, overrides, flags=flags, print_config=print_config, check=check)
-    from app.commands.named_files import check_train_files
-
-    settings, is_replay = resolved.settings, from_rollouts is not None
+    settings = resolved.settings
     require_inputs(settings, run_paths)
-    check_train_files(settings, resume=resume, is_replay=is_replay)
-    if resume != "never" and not (is_replay or dry_run):
-        _exit_if_finished(settings)
+    _check_start(settings, resume=resume, is_replay=from_rollouts is not None, dry_run=dry_run)
     show_progress(f"grpo train: {settings.run.name}, model {settings.model.path}; loading JAX")
     from app.training.replay import ReplayRequest
 
@@ -109,10 +105,14 @@ def train(
     raise typer.Exit(run.exit_code)
 
 
-def _exit_if_finished(settings: Settings) -> None:
-    from app.commands.named_files import finished_history
+def _check_start(settings: Settings, *, resume: Resume, is_replay: bool, dry_run: bool) -> None:
+    """Checks the files that the settings name, and ends the command if the run that it would continue is finished."""
+    from app.commands.named_files import check_train_files, finished_history
     from app.report.before_after import summary_text
 
+    check_train_files(settings, resume=resume, is_replay=is_replay)
+    if resume == "never" or is_replay or dry_run:
+        return
     if (history := finished_history(settings)) is not None:
         last, path = settings.run.steps, RunDirectory.from_settings(settings.run).path
         print_notices([f"no step is left after step {last}; --set run.steps={2 * last} continues the training"])
