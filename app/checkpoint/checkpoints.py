@@ -93,6 +93,7 @@ class Checkpoints:
         )
         self._manager = ocp.CheckpointManager(self._directory, options=options)
         disable_slicing_of_small_arrays()
+        _silence_abandoned_work()
         self._reader = open_reader(ocp.CompositeCheckpointHandler())
         self._target = abstract_arrays(shapes, shardings)
         # Compiled here: a compilation during a step would be reported as an anomaly.
@@ -273,7 +274,7 @@ def read_on_all_hosts(read: Callable[[], Content]) -> tuple[Content | None, str]
     except Exception as error:
         if not is_damage(error):
             raise
-        _silence_abandoned_reads()
+        _silence_abandoned_work()
         reason = " ".join(str(error).split())[:MAX_REASON_CHARS] or type(error).__name__
     return (None, reason) if max_over_hosts(np.asarray(content is None)) else (content, "")
 
@@ -315,10 +316,11 @@ def _warn_of_link_once(reason: str) -> None:
 
 
 @functools.cache
-def _silence_abandoned_reads() -> None:
-    """Suppresses the tracebacks of the concurrent reads that Orbax abandons when one fails: they tell nothing new."""
+def _silence_abandoned_work() -> None:
+    """Suppresses tracebacks of what Orbax does at the same time when a read or write fails: its error is raised."""
     before, noise = sys.unraisablehook, ("Event loop is closed", "Encountered error while reading")
     sys.unraisablehook = lambda raised: None if str(raised.exc_value).startswith(noise) else before(raised)
+    logging.getLogger("absl").addFilter(lambda record: record.exc_info is None)
 
 
 def check_fingerprints(

@@ -12,7 +12,7 @@ from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 import jax
 
@@ -104,18 +104,30 @@ class RunLog:
         # The file is replaced, so that a link is not written through.
         write_atomic(run.sessions_path, earlier + separator + line)
         write_atomic(run.metrics_path, b"".join(line for line, _ in kept))
-        self._file = run.metrics_path.open("a", encoding="utf-8", buffering=1)
+        self._file = self._open()
         self._wandb = open_wandb(run, resolved, wandb_id)
         next_step = self.history[-1]["step"] + 1 if self.history else 0
         self._tensorboard = open_tensorboard(run, resolved, next_step=next_step)
+
+    def _open(self) -> TextIO:
+        return self.run.metrics_path.open("a", encoding="utf-8", buffering=1)
 
     @property
     def wandb_id(self) -> str | None:
         return self._wandb.id if self._wandb is not None else None
 
     def write_metrics(self, step: int, metrics: Metrics) -> None:
-        """Appends a line in a single write, so that it is either complete or missing."""
+        """Appends a line in a single write, so that it is either complete or missing.
+
+        If the file was deleted, it is written again with all lines.
+        """
         record = replace_nonfinite({"step": step, **metrics})
+        if not self.run.metrics_path.exists():
+            log.warning("%s was deleted during the run, and is written again", self.run.metrics_path)
+            lines = "".join(json.dumps(line, allow_nan=False) + "\n" for line in self.history)
+            write_atomic(self.run.metrics_path, lines.encode())
+            self._file.close()
+            self._file = self._open()
         self.history.append(record)
         self._file.write(json.dumps(record, allow_nan=False) + "\n")
         known = {name: value for name, value in record.items() if value is not None}

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 
+from app.checkpoint.full_disk import explain_full_disk
 from app.checkpoint.retention import BestCheckpoint, SaveClock
 from app.distributed.collectives import error_barrier
 from app.distributed.preemption import PreemptionHandler
@@ -142,7 +143,7 @@ def _train(setup: RunSetup, stack: ExitStack, clock: Callable[[], float], on_ste
         save_clock=SaveClock(settings.checkpoint.every_minutes if is_process_0 else None, clock),
         on_step=on_step,
     )
-    with broadcast_failure(setup.watchdog.status_board):
+    with broadcast_failure(setup.watchdog.status_board), explain_full_disk(setup.run, setup.learning.shapes):
         exit_code = loop.run()
     is_complete = loop.progress.step == loop.last_step or bool(loop.early_end)
     return TrainingRun(setup.run.path, run_log.history, is_complete, exit_code, checkpoints.best, loop.early_end)

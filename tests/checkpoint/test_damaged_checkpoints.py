@@ -1,5 +1,6 @@
 """Tests that damaged, incomplete, outdated and foreign checkpoints are not restored."""
 
+import errno
 import hashlib
 import json
 import logging
@@ -10,11 +11,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import jax
+import numpy as np
 import pytest
 
 from app.checkpoint.checkpoints import Checkpoints, check_fingerprints, is_damage
+from app.checkpoint.full_disk import DiskFullError, explain_full_disk
 from app.checkpoint.saved_policy import PolicyCheckpoint
 from app.checkpoint.train_progress import ProgressRecord, progress_path
+from app.records.run_directory import RunDirectory
 from settings import InputError
 from tests.checkpoints import (
     FINGERPRINTS,
@@ -168,6 +172,24 @@ def test_errors_of_machine_or_program_are_no_damage() -> None:
         wrapped = Exception("Encountered error while reading array")
         wrapped.__cause__ = error
         assert not is_damage(error) and not is_damage(wrapped), error
+
+
+def test_full_disk_is_one_error_with_sizes_and_the_last_checkpoint(tmp_path: Path) -> None:
+    no_space = 'RESOURCE_EXHAUSTED: Error writing "a" in OCDBT database at local file "b/": No space left on device'
+    wrapped = Exception("Encountered error while writing array")
+    wrapped.__cause__ = ValueError(no_space)
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "metrics.jsonl")
+    messages = []
+    for error in (ValueError(no_space), wrapped, full):
+        with pytest.raises(DiskFullError) as caught, explain_full_disk(RunDirectory(tmp_path), np.zeros(2048, "f4")):
+            raise error
+        messages.append(str(caught.value))
+        (tmp_path / "checkpoints" / "12").mkdir(parents=True, exist_ok=True)
+    assert messages[0].startswith("no space is left to write a checkpoint: a checkpoint takes about 8.0 KiB, and ")
+    assert "there is no checkpoint. Free" in messages[0] and "checkpoint 12 is whole. Free some space" in messages[1]
+    assert messages[2].startswith("no space is left to write metrics.jsonl: ")
+    with pytest.raises(ValueError, match="a bug"), explain_full_disk(RunDirectory(tmp_path), ()):
+        raise ValueError("a bug")
 
 
 def test_changed_fingerprints_are_named() -> None:

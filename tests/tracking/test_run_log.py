@@ -38,12 +38,16 @@ def written(run: RunDirectory, steps: range, last_step: int | None = None) -> Ru
     return run_log
 
 
-def test_a_line_of_metrics_is_written_at_once(run: RunDirectory) -> None:
+def test_a_line_of_metrics_is_written_at_once_and_a_deleted_file_again(run: RunDirectory) -> None:
     run_log = opened(run)
     run_log.write_metrics(1, {"loss": 0.5, "perf/mfu": None, "a": np.float64(2), "b": np.nan, "c": -np.inf})
     # A number that is not finite is null.
     line = '{"step": 1, "loss": 0.5, "perf/mfu": null, "a": 2.0, "b": null, "c": null}\n'
     assert run.metrics_path.read_text() == line
+    run.metrics_path.unlink()
+    for step in (2, 3):
+        run_log.write_metrics(step, {"loss": 0.25})
+    assert run.metrics_path.read_text() == line + '{"step": 2, "loss": 0.25}\n{"step": 3, "loss": 0.25}\n'
     run_log.close()
 
 

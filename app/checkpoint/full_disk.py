@@ -1,0 +1,45 @@
+"""A full disk: one error that says what could not be written, what is left, and how to go on."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+
+from app.records.run_directory import RunDirectory
+from app.records.text_format import format_bytes
+
+FULL_DISK = tuple(map(os.strerror, (errno.ENOSPC, errno.EDQUOT)))
+"""What the operating system, and TensorStore with its words, says of a full disk or quota."""
+
+
+class DiskFullError(OSError):
+    """A file of a run could not be written, because the disk is full."""
+
+
+@contextmanager
+def explain_full_disk(run: RunDirectory, shapes: Any) -> Iterator[None]:
+    """Raises DiskFullError if the block fails because the disk is full.
+
+    Args:
+        shapes: those of what a checkpoint stores.
+    """
+    try:
+        yield
+    # Every exception, because Orbax raises TensorStore's as ValueError, or wraps it in a bare Exception.
+    except Exception as error:
+        if not any(text in f"{error} {error.__cause__}" for text in FULL_DISK):
+            raise
+        file = getattr(error, "filename", None) or "a checkpoint"
+        needed = sum(array.size * array.dtype.itemsize for array in jax.tree.leaves(shapes))
+        saved = f"checkpoint {max(run.checkpoint_steps)} is whole" if run.has_checkpoint else "there is no checkpoint"
+        raise DiskFullError(
+            f"no space is left to write {file}: a checkpoint takes about {format_bytes(needed)}, and "
+            f"{format_bytes(shutil.disk_usage(run.path).free)} are free where {run.path} is; {saved}. Free some space, "
+            "or lower checkpoint.keep, and continue with --resume auto"
+        ) from error
