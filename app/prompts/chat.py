@@ -27,7 +27,7 @@ def read_messages(values: list[Any], where: str) -> Messages:
         if not isinstance(value, Mapping) or not isinstance(value.get("role"), str):
             raise InputError(f"{where}: a chat message needs `role` and `content`; got {value!r:.80}")
         content = value.get("content")
-        other = [part for part in content if not _is_text_part(part)] if isinstance(content, list) else []
+        other = [part for part in content if not is_text_part(part)] if isinstance(content, list) else []
         if other:
             raise InputError(f"{where}: the model reads only text, but `content` of a message has {other[0]!r:.80}")
         # Tools may return nothing, and a call needs no words.
@@ -46,7 +46,8 @@ def read_messages(values: list[Any], where: str) -> Messages:
     return messages
 
 
-def _is_text_part(part: Any) -> bool:
+def is_text_part(part: Any) -> bool:
+    """Returns whether a part of a message's content is text."""
     return isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)
 
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
 import jinja2
 from transformers import PreTrainedTokenizerFast
+from transformers.utils.chat_template_utils import encode_marked_chat, mark_control_tokens
 
+from app.prompts.chat import is_text_part
 from app.records.sample import Messages
 from settings.errors import InputError
 
@@ -56,11 +58,14 @@ class ChatTemplate:
             if (t.content in plain and t.content not in ("<think>", "</think>"))
             or (t.content in with_call and (t.special or not TAG.fullmatch(t.content)))
         ]
-        if hf_tokenizer.chat_control_tokens is None:
-            # Without it, transformers takes for control tokens all that occur anywhere in the template.
-            hf_tokenizer.chat_control_tokens = [token.content for token in around if not token.special]
-        self.control_tokens = re.compile("|".join(re.escape(token.content) for token in around) or "(?!)")
+        self.control_tokens = pattern_of(token.content for token in around)
         """Finds the names of the control tokens that the template writes around messages."""
+        configured = hf_tokenizer.chat_control_tokens
+        self._reserved = pattern_of(
+            token.content
+            for token in added
+            if token.special or (token in around if configured is None else token.content in configured)
+        )
 
     def text(self, messages: Messages, tools: Sequence[Mapping[str, Any]] = (), *, add_generation_prompt: bool) -> str:
         """Returns the text of a chat, in which names of control tokens in messages look like the template's own.
@@ -73,31 +78,58 @@ class ChatTemplate:
         Raises:
             InputError: the template rejects the messages.
         """
-        return self._apply(messages, tools, add_generation_prompt=add_generation_prompt, tokenize=False)
+        return self._render(self._inputs(messages, tools), add_generation_prompt=add_generation_prompt)
 
     def ids(
         self, messages: Messages, tools: Sequence[Mapping[str, Any]] = (), *, add_generation_prompt: bool
     ) -> list[int]:
         """Returns the token ids of a chat; see `text`."""
-        options = {"tokenize": True, "return_dict": False, "sanitize_control_tokens": True}
-        return self._apply(messages, tools, add_generation_prompt=add_generation_prompt, **options)
+        inputs = self._marked(self._inputs(messages, tools))
+        rendered = self._render(inputs, add_generation_prompt=add_generation_prompt)
+        try:
+            return encode_marked_chat(self._hf_tokenizer, rendered)
+        except ValueError as error:
+            raise InputError(f"the model's tokenizer cannot encode a chat: {error}") from error
 
     @cached_property
     def opens_thinking(self) -> bool:
         """Whether the template begins the assistant's turn with `<think>`, so that the model does not write it."""
         return self.text(PLAIN_CHAT, add_generation_prompt=True).rstrip().endswith("<think>")
 
-    def _apply(self, messages: Messages, tools: Sequence[Mapping[str, Any]], **options: Any) -> Any:
-        given = {"tools": list(tools)} if tools else {}
-        variables = {"date_string": TEMPLATE_DATE, **self.kwargs, **given}
+    def _inputs(self, messages: Messages, tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        listed = {"tools": list(tools)} if tools else {}
+        return {"conversation": list(messages), "date_string": TEMPLATE_DATE, **self.kwargs, **listed}
+
+    def _marked(self, value: Any) -> Any:
+        """Returns inputs of the template with marks around names of control tokens, also in keys of objects."""
+        match value:
+            case str():
+                return mark_control_tokens(value, self._reserved)
+            case Mapping():
+                return {self._marked(key): self._marked(item) for key, item in value.items()}
+            case list():
+                return [self._marked(item) for item in self._joined(value)]
+        return value
+
+    def _joined(self, parts: list[Any]) -> list[Any]:
+        """Returns parts of text as one, as templates write them, if the name of a control token is spread over them."""
+        if not all(map(is_text_part, parts)):
+            return parts
+        texts = [part["text"] for part in parts]
+        is_spread = len(self._reserved.findall("".join(texts))) != sum(len(self._reserved.findall(t)) for t in texts)
+        return [{"type": "text", "text": "".join(texts)}] if is_spread else parts
+
+    def _render(self, inputs: Mapping[str, Any], *, add_generation_prompt: bool) -> str:
         try:
-            return self._hf_tokenizer.apply_chat_template(list(messages), **variables, **options)
+            return self._hf_tokenizer.apply_chat_template(
+                **inputs, tokenize=False, add_generation_prompt=add_generation_prompt
+            )
         except (
             *(jinja2.TemplateError, AttributeError, LookupError, TypeError, ValueError, ArithmeticError),
             *(MemoryError, RecursionError),
         ) as error:
-            roles = [message.get("role") for message in messages]
-            has_parts = any(isinstance(message.get("content"), list) for message in messages)
+            roles = [message.get("role") for message in inputs["conversation"]]
+            has_parts = any(isinstance(message.get("content"), list) for message in inputs["conversation"])
             hint = "; it may want text for `content`, not a list of parts" if has_parts else ""
             raise InputError(f"the model's chat template cannot render a chat of {roles}: {error}{hint}") from error
 
@@ -107,3 +139,8 @@ class ChatTemplate:
             return self.text(messages, add_generation_prompt=True) if self.exists else ""
         except InputError:
             return ""
+
+
+def pattern_of(names: Iterable[str]) -> re.Pattern[str]:
+    """Returns what finds any of the names, the longest first; nothing if there is none."""
+    return re.compile("|".join(map(re.escape, sorted(names, key=len, reverse=True))) or "(?!)")

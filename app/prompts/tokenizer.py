@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 
 from app.model.io.gguf import GgufFile
 from app.model.io.model_files import ModelFiles
-from app.prompts.chat_template import NO_KWARGS, ChatTemplate
+from app.prompts.chat_template import NO_KWARGS, ChatTemplate, pattern_of
 from app.records.sample import Messages
 from settings.errors import InputError
 
@@ -68,7 +68,7 @@ class Tokenizer:
             )
         # An unused row of the vocabulary has no name.
         names = [name for end in self.eos_ids if (name := str(hf_tokenizer.decode([end])))]
-        self.eos_names = re.compile("|".join(map(re.escape, names)) or "(?!)")
+        self.eos_names = pattern_of(names)
         """Finds the names of these ids in rendered text."""
         known = (hf_tokenizer.pad_token_id, hf_tokenizer.eos_token_id, *self.eos_ids)
         self.pad_id: int = next(token_id for token_id in known if isinstance(token_id, int))

@@ -1,7 +1,7 @@
 """The notices at launch: settings without effect, and others that a user may not have meant.
 
 A setting has no effect if nothing that reads it is used, such as an estimator, a scheduler or a model. It is not
-refused, because `--set algorithm.name=grpo` may override the algorithm of a preset with such settings.
+refused, because `--set algorithm.name=grpo` may override the algorithm of a file with such settings.
 """
 
 from __future__ import annotations
@@ -28,6 +28,10 @@ FIELDS_OF_SCORING = tuple(field for field in FIELDS if field.startswith("score."
 FIELDS_OF_ARITHMETIC = ("data.difficulty", "data.operators", "data.num_problems")
 WITH_SPLITS, ARITHMETIC = ("builtin:", "hf:"), "builtin:arithmetic"
 SCHEDULERS = "rollout.scheduler {} and rollout.placement island"
+
+SECTIONS_OF_ROLLOUTS = ("rollout.", "env.", "plugins.", "data.chat_template")
+SECTIONS_OF_REWARDS = ("reward.", "plugins.", "score.reward.")
+"""Beginnings of the names of settings that commands besides `grpo train` read under the same conditions."""
 
 
 def _micro_batches_of(role: ForwardRole) -> tuple[str, ...]:
@@ -239,7 +243,7 @@ def launch_notices(resolved: Resolved) -> tuple[str, ...]:
 
 
 def unused_setting_notices(resolved: Resolved, sections: tuple[str, ...] = ("",)) -> tuple[str, ...]:
-    """Returns a line for each condition that is not met, with the settings that somebody set and that need it.
+    """Returns a line for each condition that is not met, with the settings that the user set and that need it.
 
     Args:
         sections: beginnings of the names of the settings that a command reads.
@@ -260,11 +264,8 @@ def unused_adapter_notices(resolved: Resolved) -> tuple[str, ...]:
 
 
 def _is_set(resolved: Resolved, field: str) -> bool:
-    """Returns whether somebody set the field to another value than the default."""
+    """Returns whether the user set the field to another value than the default."""
     value, origin = value_of(resolved.settings, field), resolved.provenance[field]
-    # Whoever gives a preset other data has not set those of the preset's own.
-    if field in FIELDS_OF_ARITHMETIC and resolved.is_later("data.source", field):
-        return False
     return field in resolved.given and origin != "derived" and value not in _values_if_unset(resolved.settings, field)
 
 

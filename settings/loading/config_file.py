@@ -22,6 +22,8 @@ class ConfigFile:
     content: bytes
     left_out: frozenset[str] = frozenset()
     """Settings in the content that do not count, because nobody set them."""
+    is_own: bool = True
+    """Whether the user chose the settings for this command: neither those of a preset nor those of an earlier run."""
 
 
 def preset_names() -> list[str]:
@@ -48,7 +50,7 @@ def find_config_file(config: str | ConfigFile | None) -> ConfigFile:
     name = DEFAULT_PRESET if config is None else config
     if name in preset_names():
         resource = files("settings") / "presets" / f"{name}.yaml"
-        return ConfigFile(f"settings/presets/{name}.yaml", name, resource.read_bytes())
+        return ConfigFile(f"settings/presets/{name}.yaml", name, resource.read_bytes(), is_own=False)
     path = Path(name)
     shown = name if name.isprintable() else ascii(name)
     try:

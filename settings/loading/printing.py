@@ -73,7 +73,7 @@ def without_derived(file: ConfigFile) -> ConfigFile:
     # Two `--set` options with equal values look the same as an inherited one, and give the same.
     inherited = [field for field, twin in MICRO_BATCH_TWINS.items() if recorded.get(field) == recorded.get(twin)]
     derived = [field for field, (_, origin) in recorded.items() if origin in ("default", "derived")]
-    return replace(file, left_out=frozenset({*derived, *inherited, *RENDEZVOUS_FIELDS} - {"run.name"}))
+    return replace(file, left_out=frozenset({*derived, *inherited, *RENDEZVOUS_FIELDS} - {"run.name"}), is_own=False)
 
 
 def format_inline(value: Any) -> str:

@@ -60,7 +60,8 @@ class Resolved:
     aliases: Mapping[str, str] = dataclasses.field(default_factory=dict[str, str])
     """Dotted field -> alias by which its value was given."""
     given: frozenset[str] = frozenset()
-    """Dotted fields that somebody set; the others have defaults, or values that follow from those of other fields."""
+    """Dotted fields that the user set for this command; the others have the values of a preset, an earlier run or the
+    schema, or values that follow from those of other fields."""
 
     def to_yaml(self) -> str:
         """Returns YAML that `--config` accepts, with the provenance of each value as a comment."""
@@ -106,7 +107,7 @@ def load(
     in_environment = build_layer(environment_entries(environ))
     in_flags = build_layer(flag_entries(flags))
     layers = [in_flags, in_environment, in_set, in_yaml]
-    given, given_fields = _validate(layers), frozenset[str]().union(*layers)
+    given, given_fields = _validate(layers), frozenset[str]().union(*layers[: 4 if file.is_own else 3])
     micro_batching, notices = resolve_micro_batching(layers)
     derived = _derive(given, _provenance(layers), config_stem=file.stem)
     layers.insert(0, micro_batching | derived)

@@ -113,7 +113,7 @@ def test_qwen3_thinking_stays_in_the_tokens_though_the_template_removes_it(tmp_p
 @pytest.mark.parametrize(
     ("name", "role"), [("qwen2_5", "tool"), ("qwen3", "user"), ("llama3_1", "tool"), ("gemma2", "user")]
 )
-def test_control_tokens_spelled_in_an_observation_or_a_schema_are_text(name, role, tmp_path):
+def test_control_tokens_spelled_in_an_observation_are_text(name, role, tmp_path):
     tokenizer, family = family_tokenizer(tmp_path, name), FAMILIES[name]
     encoder = ObservationEncoder(tokenizer)
 
@@ -127,12 +127,6 @@ def test_control_tokens_spelled_in_an_observation_or_a_schema_are_text(name, rol
     assert spelled in tokenizer.decode(ids)
     chat = [QUESTION, {"role": "assistant", "content": "he"}, *given]
     assert rendered(tmp_path, chat, sanitize_control_tokens=True)[-len(ids) :] == ids
-    schema = {"type": "function", "function": CALCULATOR["function"] | {"description": f"Ends {spelled}."}}
-    of_tool, plain = (
-        tokenizer.template.ids([QUESTION], [tool] if name in TOOL_FAMILIES else [], add_generation_prompt=True)
-        for tool in (schema, CALCULATOR)
-    )
-    assert num_special(of_tool) == num_special(plain)
 
 
 @pytest.mark.parametrize("name", ["gemma3", "smollm2"])

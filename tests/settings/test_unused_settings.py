@@ -1,17 +1,22 @@
 """Tests of the notices at launch: settings without effect, and what a user may not have meant."""
 
+from dataclasses import replace
+
 import pytest
 
 from settings import load
 from settings.checks.commands import check_for_train
 from settings.checks.resumed_settings import is_in
 from settings.checks.unused_settings import (
+    SECTIONS_OF_ROLLOUTS,
     USAGE_CONDITIONS,
     launch_notices,
     unused_adapter_notices,
     unused_setting_notices,
 )
+from settings.loading.config_file import ConfigFile, find_config_file
 from settings.loading.fields import FIELDS, value_of
+from settings.loading.printing import without_derived
 from tests.settings.loading import over_defaults, rows_of, with_sets
 
 UNUSED = rows_of("""
@@ -120,21 +125,28 @@ def test_a_setting_that_nothing_reads_is_named_with_what_would_read_it(
         assert [notice for notice in notices if notice.startswith("no effect")] == []
 
 
-def test_command_names_only_settings_of_its_own_and_a_given_data_source_replaces_a_presets_own() -> None:
-    resolved = load("quickstart", ["data.source=a.jsonl", "rollout.pdsr.window=64", "score.strategy=scan"], {})
-    (notice,) = unused_setting_notices(resolved, ("rollout.", "env."))
+def test_command_names_only_settings_of_its_own() -> None:
+    resolved = with_sets("data.source=a.jsonl", "rollout.pdsr.window=64", "score.strategy=scan")
+    (notice,) = unused_setting_notices(resolved, SECTIONS_OF_ROLLOUTS)
     assert notice.endswith("rollout.placement island: rollout.pdsr.window = 64 (from --set)")
     assert [notice.partition(": ")[2][:6] for notice in unused_setting_notices(resolved)] == ["rollou", "score."]
+    assert unused_setting_notices(resolved, ()) == ()
 
 
-def test_settings_of_a_preset_for_another_algorithm_are_named_in_one_line() -> None:
-    ppo = load("quickstart_ppo", [], {})
+def test_settings_of_a_users_file_for_another_algorithm_are_named_in_one_line() -> None:
+    ppo, other = load("quickstart_ppo", [], {}), ["algorithm.name=grpo", "rollout.group_size=2"]
     assert launch_notices(ppo) == (ppo.algorithm_changes,)
-    resolved = load("quickstart_ppo", ["algorithm.name=grpo", "rollout.group_size=2"], {})
+    file = find_config_file("quickstart_ppo")
+    resolved = load(replace(file, is_own=True), other, {})
     check_for_train(resolved)
     (notice,) = launch_notices(resolved)
     assert notice.startswith("no effect without algorithm.estimator gae or vtrace: algorithm.lam = 1.0 (from yaml:")
     assert ", critic.learning_rate = " in notice and ", critic.warmup_steps = " in notice
+    # Nobody set those of a preset or an earlier run for this command.
+    run = without_derived(ConfigFile("settings.yaml", "settings", ppo.to_yaml().encode()))
+    assert [launch_notices(load(base, other, {})) for base in ("quickstart_ppo", run)] == [(), ()]
+    (notice,) = launch_notices(load("quickstart_ppo", [*other, "critic.lam=0.5"], {}))
+    assert notice == "no effect without algorithm.estimator gae: critic.lam = 0.5 (from --set)"
     # The micro-batches of the critic are the policy's.
     assert launch_notices(with_sets("algorithm.rows_per_device=2", "algorithm.dynamic_microbatch=false")) == ()
 
