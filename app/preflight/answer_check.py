@@ -26,26 +26,21 @@ def check_answer(recorder: CheckRecorder, session: Session, params: Params, prom
     Args:
         params: the weights of `model.path`, as `ScoringSession.load_params` returns them.
     """
-    sample, tokenizer = greedy_answer(session, params, prompt), session.model_spec.tokenizer
-    ids, num_tokens = sample.completion_ids, len(sample.completion_ids)
-    place = overlooked_end(ids.tolist(), tokenizer)
+    sample, tokenizer = _greedy_answer(session, params, prompt), session.model_spec.tokenizer
+    ids = sample.completion_ids.tolist()
+    place = overlooked_end(ids, tokenizer)
     text = tokenizer.decode_with_special_tokens(ids if place is None else ids[: place + 1])
     shown = repr(text if len(text) <= MAX_SHOWN_CHARACTERS else f"...{text[-MAX_SHOWN_CHARACTERS:]}")
     if place is not None:
-        token_id = int(ids[place])
-        name = tokenizer.decode_with_special_tokens([token_id])
-        recorder.warn(
-            "answer",
-            f"the likeliest answer goes on behind the control token {name!r}, which is no end token: {shown}",
-            f"if {name} ends a turn, set {set_eos_token(tokenizer, token_id)}",
-        )
-    elif sample.finish_reason == "stop":
-        recorder.ok("answer", f"the likeliest one ends after {num_tokens} tokens: {shown}")
+        name = tokenizer.decode_with_special_tokens([ids[place]])
+        found = f"the likeliest answer goes on behind the control token {name!r}, which is no end token: {shown}"
+        recorder.warn("answer", found, f"if {name} ends a turn, set {set_eos_token(tokenizer, ids[place])}")
     else:
-        recorder.ok("answer", f"the likeliest one has not ended after {num_tokens} tokens: {shown}")
+        ends = "ends" if sample.finish_reason == "stop" else "has not ended"
+        recorder.ok("answer", f"the likeliest one {ends} after {len(ids)} tokens: {shown}")
 
 
-def greedy_answer(session: Session, params: Params, prompt: Prompt) -> Sample:
+def _greedy_answer(session: Session, params: Params, prompt: Prompt) -> Sample:
     """Returns one sample at temperature 0, from an engine of its own. All hosts must call it together."""
     scoring, settings = session.scoring, session.settings
     if session.model_spec.policy_definition.lora is not None:

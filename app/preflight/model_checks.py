@@ -33,7 +33,7 @@ from app.records.text_format import format_bytes
 from app.reward.plugin import StepInfo
 from app.runtime.inputs import data_columns, eval_columns, make_rewards
 from app.runtime.reward_model import RewardModel, RewardModelSpec, reward_model_notes
-from app.runtime.reward_trial import describe_indifferent, find_indifferent
+from app.runtime.reward_trial import indifference_warnings
 from app.runtime.scoring import set_compute_dtype
 from app.runtime.session import Session
 from settings import Settings
@@ -149,7 +149,7 @@ def check_reward_functions(
     held_out_columns = eval_columns(settings, held_out) if held_out else None
     with make_rewards(functions, data_columns(settings, prompts), held_out_columns) as rewards:
         scored = rewards.compute_rewards(samples, StepInfo(0, settings.run.steps))
-        indifferent = find_indifferent(rewards, samples, scored)
+        warnings = indifference_warnings(rewards, samples, scored)
         plugins = "".join(f"\n{summary}" for summary in rewards.plug_in_summaries)
     if scored.fatal_error is not None or scored.notices:
         recorder.fail("reward", f"{scored.fatal_error or '; '.join(scored.notices)}{plugins}")
@@ -164,9 +164,8 @@ def check_reward_functions(
         reference = f"{_format_reward(right)} for the reference answer, " if has_answer else ""
         texts.append(f"{name}: {reference}{_format_reward(others)} for others")
     found = f"{'; '.join(texts)}{plugins}"
-    if indifferent:
-        advice = "; ".join(describe_indifferent(name, samples, scored) for name in indifferent)
-        recorder.warn("reward", found, advice)
+    if warnings:
+        recorder.warn("reward", found, "; ".join(warnings))
     else:
         recorder.ok("reward", found)
 

@@ -34,11 +34,6 @@ class ConversationEncoder:
         self._hf_tokenizer, self._template = hf_tokenizer, ChatTemplate(hf_tokenizer)
         self._pad_id = files.config.get("pad_token_id")
         self._data = data
-        largest, num_rows = max(hf_tokenizer.get_vocab().values()), files.config.get("vocab_size")
-        if isinstance(num_rows, int) and largest >= num_rows:
-            raise InputError(
-                f"{files.path}: the tokenizer has ids up to {largest}, but the model's vocab_size is {num_rows}"
-            )
 
     @property
     def encoding_fingerprint(self) -> str:

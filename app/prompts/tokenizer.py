@@ -28,6 +28,8 @@ QWEN2_SPLIT = (
     r"\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
+INVALID_BYTE = re.compile("[\udc80-\udcff]")
+"""What stands for a byte that is not UTF-8 in text decoded with `surrogateescape`."""
 # GGUF `tokenizer.ggml.token_type`
 NORMAL, CONTROL, USER_DEFINED = 1, 3, 4
 
@@ -40,7 +42,7 @@ class Tokenizer:
         eos_tokens: texts and ids of more tokens that end a completion.
 
     Raises:
-        InputError: there is no end-of-sequence token, or the ids exceed the model's vocabulary.
+        InputError: there is no end-of-sequence token.
     """
 
     def __init__(
@@ -55,7 +57,8 @@ class Tokenizer:
         """Schemas of the functions that prompts list, as OpenAI defines them."""
         hf_tokenizer.model_max_length = 2**31  # The settings limit prompts; transformers would only warn.
         self._hf_tokenizer = hf_tokenizer
-        self.vocab_size: int = max(hf_tokenizer.get_vocab().values()) + 1
+        vocabulary = hf_tokenizer.get_vocab()
+        self.vocab_size: int = max(vocabulary.values()) + 1
         """Largest token id plus 1; the model's embedding may have more rows."""
         own_ends = _eos_ids(files, hf_tokenizer)
         chosen_ends = [_chosen_eos_id(files, hf_tokenizer, token) for token in eos_tokens]
@@ -76,19 +79,13 @@ class Tokenizer:
         unk_id = hf_tokenizer.unk_token_id
         self.unk_id: int | None = unk_id if isinstance(unk_id, int) and unk_id not in self.eos_ids else None
         """Id of unknown text; None if there is none. Byte-level tokenizers name their end-of-sequence token for it."""
-        vocabulary = hf_tokenizer.get_vocab()
         byte_names = [f"<0x{value:02X}>" for value in range(256)]
         byte_ids = [vocabulary[name] for name in byte_names if name in vocabulary]
-        self._byte_values = dict(zip(byte_ids, range(256), strict=True)) if len(byte_ids) == 256 else {}
-        """Id -> byte of the tokens for single bytes; empty for tokenizers without them, such as byte-level ones."""
+        self._byte_ids = byte_ids if len(byte_ids) == 256 else []
+        """Ids of the tokens for single bytes; empty for tokenizers without them, such as byte-level ones."""
         added = hf_tokenizer.added_tokens_decoder
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special) - {self.unk_id}
         """Ids of control tokens, which are no text."""
-        if self.vocab_size > _num_rows(files):
-            raise InputError(
-                f"{files.path}: the tokenizer has ids up to {self.vocab_size - 1}, "
-                f"but the model's vocab_size is {_num_rows(files)}"
-            )
         parts = (hf_tokenizer.backend_tokenizer.to_str(), str(hf_tokenizer.chat_template), str(own_ends))
         self.fingerprint: str = hashlib.sha256("\0".join(parts).encode()).hexdigest()
         """Hexadecimal SHA-256 of vocabulary, merges, splitting rules, template and end-of-sequence ids of the files."""
@@ -133,24 +130,20 @@ class Tokenizer:
         """
         plain = [int(token_id) for token_id in ids]
         text = self.decode_with_special_tokens(plain)
-        if not self._byte_values or "\ufffd" not in text:
+        if not self._byte_ids or "\ufffd" not in text:
             return text
+        byte_of = {token_id: byte for byte, token_id in enumerate(self._byte_ids)}
         parts: list[list[int]] = [[]]
-        for is_byte, group in groupby(plain, key=self._byte_values.__contains__):
-            run = list(group)
+        for is_byte, run in groupby(plain, key=byte_of.__contains__):
             if not is_byte:
                 parts[-1] += run
                 continue
-            start = 0
-            for character in bytes(map(self._byte_values.__getitem__, run)).decode("utf-8", "surrogateescape"):
-                length = len(character.encode("utf-8", "surrogateescape"))
-                if "\ud800" <= character <= "\udfff":
-                    parts.append([])
-                else:
-                    parts[-1] += run[start : start + length]
-                start += length
+            pieces = INVALID_BYTE.split(bytes(map(byte_of.__getitem__, run)).decode("utf-8", "surrogateescape"))
+            valid, *others = ([self._byte_ids[byte] for byte in piece.encode()] for piece in pieces)
+            parts[-1] += valid
+            parts += others
         # The decoder drops a space at the start of a text, so one more character comes before every part but the first.
-        letter = next(token_id for token_id, value in self._byte_values.items() if value == ord("a"))
+        letter = self._byte_ids[ord("a")]
         first, *others = parts
         texts = (self.decode_with_special_tokens([letter, *part])[1:] for part in others)
         return "\ufffd".join([self.decode_with_special_tokens(first), *texts])
@@ -207,8 +200,8 @@ def load_fast_tokenizer(files: ModelFiles, template_kwargs: Mapping[str, Any] = 
     """Loads `tokenizer.json` from an opened model's directory, or the tokenizer in its GGUF file.
 
     Raises:
-        InputError: the model has no tokenizer, it cannot be read, or its chat template has no variable of a name in
-            `template_kwargs`.
+        InputError: the model has no tokenizer, it cannot be read, its ids exceed the model's vocabulary, or its chat
+            template has no variable of a name in `template_kwargs`.
     """
     if isinstance(files.weights, GgufFile):
         try:
@@ -219,6 +212,11 @@ def load_fast_tokenizer(files: ModelFiles, template_kwargs: Mapping[str, Any] = 
             raise InputError(f"{files.path}: the metadata of the tokenizer are damaged ({error})") from error
     else:
         tokenizer = _from_directory(files.path)
+    if (largest := max(tokenizer.get_vocab().values())) >= _num_rows(files):
+        raise InputError(
+            f"{files.path}: the tokenizer has ids up to {largest}, but the model's vocab_size is {_num_rows(files)}; "
+            "use a model together with its own tokenizer"
+        )
     # Jinja ignores variables that a template does not read. The arguments of transformers are not for the user to set.
     own = inspect.signature(type(tokenizer).apply_chat_template).parameters.keys() - {"tools", "documents"}
     for name in template_kwargs:

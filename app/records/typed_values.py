@@ -14,40 +14,34 @@ import math
 from collections.abc import Callable, Mapping
 from datetime import date, datetime, time, timedelta
 from decimal import Decimal
-from typing import Any, NamedTuple
+from typing import Any
 from uuid import UUID
+
+from settings.errors import InputError
 
 TYPE, VALUE = "python_type", "value"
 DECIMAL = "decimal.Decimal"
 MICROSECOND = timedelta(microseconds=1)
 
-
-class Codec(NamedTuple):
-    """How a type is written as text."""
-
-    python_type: type
-    write: Callable[[Any], str]
-    read: Callable[[str], Any]
-
-
-CODECS = {
+CODECS: dict[str, tuple[type, Callable[[Any], str], Callable[[str], Any]]] = {
     # A datetime is a date, too, so it comes first. Its time zone is kept as an offset.
-    "datetime.datetime": Codec(datetime, datetime.isoformat, datetime.fromisoformat),
-    "datetime.date": Codec(date, date.isoformat, date.fromisoformat),
-    "datetime.time": Codec(time, time.isoformat, time.fromisoformat),
-    "datetime.timedelta": Codec(timedelta, lambda x: str(x // MICROSECOND), lambda text: int(text) * MICROSECOND),
-    DECIMAL: Codec(Decimal, str, Decimal),
-    "uuid.UUID": Codec(UUID, str, UUID),
-    "bytes": Codec(bytes, lambda x: base64.b64encode(x).decode(), lambda text: base64.b64decode(text, validate=True)),
-    "float": Codec(float, str, float),
+    "datetime.datetime": (datetime, datetime.isoformat, datetime.fromisoformat),
+    "datetime.date": (date, date.isoformat, date.fromisoformat),
+    "datetime.time": (time, time.isoformat, time.fromisoformat),
+    "datetime.timedelta": (timedelta, lambda x: str(x // MICROSECOND), lambda text: int(text) * MICROSECOND),
+    DECIMAL: (Decimal, str, Decimal),
+    "uuid.UUID": (UUID, str, UUID),
+    "bytes": (bytes, lambda x: base64.b64encode(x).decode(), lambda text: base64.b64decode(text, validate=True)),
+    "float": (float, str, float),
 }
-"""By the name in `TYPE`. The only floats among them are infinities."""
+"""Name in `TYPE` -> type, how to write it as text, and how to read it. The only floats among them are infinities."""
 
 
 def to_json(value: Any) -> Any:
     """Returns a value of a data file as JSON: null for NaN, a list for a tuple, tagged objects for what JSON lacks.
 
-    An object of any other type is left as it is.
+    Raises:
+        InputError: there is an object of another type.
     """
     if isinstance(value, Mapping):
         return {name: to_json(item) for name, item in value.items()}
@@ -57,10 +51,10 @@ def to_json(value: Any) -> Any:
         return value
     if isinstance(value, float) and math.isnan(value):
         return None
-    return next(
-        ({TYPE: name, VALUE: one.write(value)} for name, one in CODECS.items() if isinstance(value, one.python_type)),
-        value,
-    )
+    for name, (python_type, write, _) in CODECS.items():
+        if isinstance(value, python_type):
+            return {TYPE: name, VALUE: write(value)}
+    raise InputError(f"objects of type {type(value).__name__} cannot be carried; leave their column out")
 
 
 def from_json(value: Any) -> Any:
@@ -71,7 +65,7 @@ def from_json(value: Any) -> Any:
         return value
     if value.keys() == {TYPE, VALUE} and isinstance(value[VALUE], str) and (codec := CODECS.get(str(value[TYPE]))):
         try:
-            return codec.read(value[VALUE])
+            return codec[2](value[VALUE])
         except (ValueError, ArithmeticError):
             return value
     return {name: from_json(item) for name, item in value.items()}

@@ -132,9 +132,7 @@ def read_model_spec(settings: Settings, *, generates: bool = True) -> ModelSpec:
     def read_tokenizer() -> Tokenizer:
         needs_template = generates and settings.data.chat_template != "none"
         chosen = {"eos_tokens": settings.model.eos_tokens, "needs_template": needs_template}
-        tokenizer = load_tokenizer(files, settings.data.chat_template_kwargs, **chosen)
-        _check_vocab_size(tokenizer, architecture)
-        return tokenizer
+        return load_tokenizer(files, settings.data.chat_template_kwargs, **chosen)
 
     model = ModelSpec(files, architecture, definition, read_tokenizer, adapted)
     if generates:
@@ -211,7 +209,6 @@ def read_critic_spec(settings: Settings, policy: ModelSpec) -> CriticSpec:
         architecture = architecture_from_config(files.config, heads=heads, attention=settings.model.attention)
         definition = DecoderDefinition.create(architecture, ValueDecoder)
         check_tensors(critic_tensors(definition, files.weights.shapes), files.weights.shapes, architecture)
-        _check_vocab_size(policy.tokenizer, architecture)
         same_ids = encoding_fingerprint(load_fast_tokenizer(files)) == policy.tokenizer.encoding_fingerprint
     if not same_ids:
         raise InputError(
@@ -230,14 +227,6 @@ def model_setting_in_errors(setting: str) -> Iterator[None]:
     except InputError as error:
         text = str(error).replace("model.path", setting)
         raise InputError(text if setting in text else f"{setting}: {text}") from error
-
-
-def _check_vocab_size(tokenizer: Tokenizer, architecture: Architecture) -> None:
-    if tokenizer.vocab_size > architecture.vocab_size:
-        raise InputError(
-            f"model.path: the tokenizer has {tokenizer.vocab_size} tokens, but the model's embedding has only "
-            f"{architecture.vocab_size} rows; use a model together with its own tokenizer"
-        )
 
 
 def adapter_notes(model: ModelSpec, *, has_critic: bool) -> tuple[str, ...]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
@@ -69,12 +68,12 @@ def try_reward_functions(rewards: RewardFunctions, tokenizer: Tokenizer, prompts
             raise InputError(f"reward.functions: tried before the run, {place}: {tried.fatal_error}")
         for notice in tried.notices:
             log.warning("a reward function fails in a trial %s: %s", place, notice)
-        for name in find_indifferent(rewards, samples, tried):
-            log.warning("%s", describe_indifferent(name, samples, tried))
+        for warning in indifference_warnings(rewards, samples, tried):
+            log.warning("%s", warning)
 
 
-def find_indifferent(rewards: RewardFunctions, samples: Sequence[Sample], tried: RewardedSamples) -> list[str]:
-    """Returns the functions that give all answers of a trial the same reward, in each of the usual forms.
+def indifference_warnings(rewards: RewardFunctions, samples: Sequence[Sample], tried: RewardedSamples) -> list[str]:
+    """Returns a warning for each function that gives all answers of a trial the same reward, in all usual forms.
 
     One that does not get the reference answer may judge the form alone: its rewards are the same in all forms.
 
@@ -101,22 +100,14 @@ def find_indifferent(rewards: RewardFunctions, samples: Sequence[Sample], tried:
             return []
         by_form.append(_values(of_form))
         suspects = [name for name in suspects if len(by_form[-1][name]) == 1]
+    answer = from_json(samples[0].prompt.answer)
     return [
-        name
+        f"reward.functions: {name} gives {next(iter(by_form[0][name])):g} for the reference answer {answer!r:.60} "
+        f"({type(answer).__name__}) of {samples[0].prompt.uid}, and for {len(samples) - 1} other answers; check "
+        f"data.answer_column, and whether {name} fits the data"
         for name in suspects
         if name in rewards.names_of_judges or len({value for form in by_form for value in form[name]}) == 1
     ]
-
-
-def describe_indifferent(name: str, samples: Sequence[Sample], tried: RewardedSamples) -> str:
-    """Returns a warning about one of the functions of `find_indifferent`."""
-    answer: Any = from_json(samples[0].prompt.answer)
-    (value,) = _values(tried)[name]
-    return (
-        f"reward.functions: {name} gives {value:g} for the reference answer {answer!r:.60} ({type(answer).__name__}) "
-        f"of {samples[0].prompt.uid}, and for {len(samples) - 1} other answers; check data.answer_column, and whether "
-        f"{name} fits the data"
-    )
 
 
 def _values(tried: RewardedSamples) -> dict[str, set[float | None]]:

@@ -26,6 +26,7 @@ FIELDS_OF_ENVIRONMENTS = tuple(
 )
 FIELDS_OF_SCORING = tuple(field for field in FIELDS if field.startswith("score.") and field.count(".") == 1)
 FIELDS_OF_ARITHMETIC = ("data.difficulty", "data.operators", "data.num_problems")
+FIELDS_OF_PDSR_V1 = ("rollout.pdsr.heavy_percent", "rollout.pdsr.probe_limit_tokens", "rollout.pdsr.on_fast_limit")
 WITH_SPLITS, ARITHMETIC = ("builtin:", "hf:"), "builtin:arithmetic"
 SCHEDULERS = "rollout.scheduler {} and rollout.placement island"
 
@@ -38,8 +39,13 @@ def _micro_batches_of(role: ForwardRole) -> tuple[str, ...]:
     return tuple(f"score.{role}.{part}" for part in MicroBatchSettings.model_fields)
 
 
-def _has_scheduler(*names: str) -> Callable[[Settings], bool]:
-    return lambda s: s.rollout.has_workers and s.rollout.scheduler in names
+def _has_scheduler(names: str) -> Callable[[Settings], bool]:
+    """Returns the condition that `rollout.scheduler` is one of those in the text."""
+    return lambda s: s.rollout.has_workers and str(s.rollout.scheduler) in names
+
+
+def _read_by_schedulers(names: str, *fields: str) -> tuple[str, Callable[[Settings], bool], tuple[str, ...]]:
+    return SCHEDULERS.format(names), _has_scheduler(names), fields
 
 
 def _uses_segment_rule(s: Settings) -> bool:
@@ -77,11 +83,7 @@ USAGE_CONDITIONS: tuple[tuple[str, Callable[[Settings], bool], tuple[str, ...]],
         lambda s: any(source and not source.startswith("builtin:") for source in _sources(s)),
         ("data.prompt_column", "data.answer_column"),
     ),
-    (
-        f"{ARITHMETIC} as data.source or data.eval_source",
-        lambda s: ARITHMETIC in _sources(s),
-        FIELDS_OF_ARITHMETIC,
-    ),
+    (f"{ARITHMETIC} as data.source or data.eval_source", lambda s: ARITHMETIC in _sources(s), FIELDS_OF_ARITHMETIC),
     ("data.chat_template model", lambda s: s.data.chat_template == "model", ("data.chat_template_kwargs",)),
     (
         "eval.every_steps above 0",
@@ -126,31 +128,15 @@ USAGE_CONDITIONS: tuple[tuple[str, Callable[[Settings], bool], tuple[str, ...]],
         lambda s: s.rollout.has_workers and _uses_segment_rule(s),
         ("rollout.pdsr.window",),
     ),
-    (
-        SCHEDULERS.format("pdsr_v1, pdsr_v2 or adaptive"),
-        _has_scheduler("pdsr_v1", "pdsr_v2", "adaptive"),
-        ("rollout.pdsr.unit",),
-    ),
-    (
-        SCHEDULERS.format("pdsr_v1"),
-        _has_scheduler("pdsr_v1"),
-        ("rollout.pdsr.heavy_percent", "rollout.pdsr.probe_limit_tokens", "rollout.pdsr.on_fast_limit"),
-    ),
-    (
-        SCHEDULERS.format("pdsr_v1 or pdsr_v2"),
-        _has_scheduler("pdsr_v1", "pdsr_v2"),
-        ("rollout.pdsr.fast_limit_tokens",),
-    ),
+    _read_by_schedulers("pdsr_v1, pdsr_v2 or adaptive", "rollout.pdsr.unit"),
+    _read_by_schedulers("pdsr_v1", *FIELDS_OF_PDSR_V1),
+    _read_by_schedulers("pdsr_v1 or pdsr_v2", "rollout.pdsr.fast_limit_tokens"),
     (
         f"rollout.pdsr.unit seconds, {SCHEDULERS.format('pdsr_v1 or pdsr_v2')}",
-        lambda s: s.rollout.pdsr.unit == "seconds" and _has_scheduler("pdsr_v1", "pdsr_v2")(s),
+        lambda s: s.rollout.pdsr.unit == "seconds" and _has_scheduler("pdsr_v1 or pdsr_v2")(s),
         ("rollout.pdsr.fast_limit_s",),
     ),
-    (
-        SCHEDULERS.format("pdsr_v2 or adaptive"),
-        _has_scheduler("pdsr_v2", "adaptive"),
-        ("rollout.pdsr.percentile",),
-    ),
+    _read_by_schedulers("pdsr_v2 or adaptive", "rollout.pdsr.percentile"),
     ("env.source or env.tools", lambda s: s.env.is_used, FIELDS_OF_ENVIRONMENTS),
     ("env.source", lambda s: s.env.source is not None, FIELDS_OF_SOURCE),
     ("env.credit turn", lambda s: s.env.credit == "turn" or s.env.source is None, ("env.turn_discount",)),

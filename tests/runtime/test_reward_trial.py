@@ -7,7 +7,7 @@ import pytest
 
 from app.records.typed_values import to_text
 from app.reward.function_pool import callables_at_hand
-from app.runtime.reward_trial import describe_indifferent, find_indifferent
+from app.runtime.reward_trial import indifference_warnings
 from settings.errors import InputError
 from tests.reward.samples import make_prompt, make_sample, opened
 
@@ -21,7 +21,7 @@ def found_for(function: Any, answer: Any, *others: str) -> list[str]:
     functions: dict[str, Any] = {"f": function}
     with callables_at_hand(functions), opened(named, samples) as rewards:
         tried = rewards.try_functions(samples)
-        return [describe_indifferent(one, samples, tried) for one in find_indifferent(rewards, samples, tried)]
+        return indifference_warnings(rewards, samples, tried)
 
 
 def exact(completions: list[str], answer: list[Any], **kwargs: Any) -> list[float]:
