@@ -5,7 +5,6 @@ Only a host alone checks them here: several check theirs together, once they hav
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 from app.prompts.dataset import find_files
@@ -51,13 +50,9 @@ def check_named_files(settings: Settings) -> None:
     for source in (*(one.source for one in settings.data.sources), evaluated):
         if source and not source.startswith(WITH_SPLITS):
             find_files(source)
-    for place, function in _plug_ins(settings):
-        file = Path(function.rpartition(":")[0])
+    named = [("reward.functions", one.function) for one in settings.reward.functions]
+    named += [("env.source", settings.env.source), *(("env.tools", tool) for tool in settings.env.tools)]
+    for place, plug_in in named:
+        file = Path((plug_in or "").rpartition(":")[0])
         if file.suffix == ".py" and not file.is_file():
-            raise InputError(f"{place}: {function}: no such file: {file.absolute()}")
-
-
-def _plug_ins(settings: Settings) -> Iterator[tuple[str, str]]:
-    yield from (("reward.functions", one.function) for one in settings.reward.functions if one.function)
-    yield from (("env.source", one) for one in (settings.env.source,) if one)
-    yield from (("env.tools", tool) for tool in settings.env.tools)
+            raise InputError(f"{place}: {plug_in}: no such file: {file.absolute()}")

@@ -121,9 +121,8 @@ class ChatTemplate:
 
     def _render(self, inputs: Mapping[str, Any], *, add_generation_prompt: bool) -> str:
         try:
-            return self._hf_tokenizer.apply_chat_template(
-                **inputs, tokenize=False, add_generation_prompt=add_generation_prompt
-            )
+            options = {"tokenize": False, "add_generation_prompt": add_generation_prompt}
+            return str(self._hf_tokenizer.apply_chat_template(**inputs, **options))
         except (
             *(jinja2.TemplateError, AttributeError, LookupError, TypeError, ValueError, ArithmeticError),
             *(MemoryError, RecursionError),

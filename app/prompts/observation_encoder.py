@@ -14,7 +14,7 @@ from functools import lru_cache
 from typing import Any
 
 from app.prompts.tokenizer import Tokenizer
-from app.prompts.turn_end import DUMMY, MARK
+from app.prompts.turn_end import DUMMY, MARK, render_turn
 from app.records.sample import Messages
 from settings.errors import InputError
 
@@ -39,7 +39,14 @@ class ObservationEncoder:
         self._tokenizer, self._template, self._tools = tokenizer, tokenizer.template, tools
         self._encode_start = lru_cache(tokenizer.encode_rendered)
         self._check_role = lru_cache(self._check_observations)
-        self._start = self._dummy_text()
+        written, end = render_turn(tokenizer, tools)
+        match = tokenizer.eos_names.search(end)
+        if end and not match:
+            raise InputError(
+                f"the chat template writes {end!r} behind a turn, but no end-of-sequence token of the model; set "
+                "model.eos_tokens to the token that ends a turn"
+            )
+        self._start = written + end[: match.end() if match else 0]
         """What the template writes for the dummy, up to and with the token that ends its turn."""
         if tools:
             self._check_tools()
@@ -102,20 +109,6 @@ class ObservationEncoder:
                 "twice; use another one"
             )
         return text[end:], ids[len(start) :]
-
-    def _dummy_text(self) -> str:
-        text = self._template.text(DUMMY, self._tools, add_generation_prompt=False)
-        if MARK not in text:
-            raise InputError("the chat template leaves out what the assistant writes; use another one")
-        end = text.rindex(MARK) + len(MARK)
-        if match := self._tokenizer.eos_names.search(text, end):
-            end = match.end()
-        elif text[end:]:
-            raise InputError(
-                f"the chat template writes {text[end:]!r} behind a turn, but no end-of-sequence token of the model; "
-                "set model.eos_tokens to the token that ends a turn"
-            )
-        return text[:end]
 
     def _check_tools(self) -> None:
         """Raises InputError unless the template lists the tools and has a role for their results."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from app.prompts.tokenizer import Tokenizer
 from app.records.sample import Messages
@@ -16,6 +17,18 @@ DUMMY: Messages = [{"role": "user", "content": "Q"}, {"role": "assistant", "cont
 """A chat whose last turn is easily found in a rendering."""
 
 
+def render_turn(tokenizer: Tokenizer, tools: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
+    """Returns what the chat template writes for the dummy: up to and with its last turn's text, and behind it.
+
+    Raises:
+        InputError: the template leaves out that text, or rejects the chat.
+    """
+    start, mark, end = tokenizer.template.text(DUMMY, tools, add_generation_prompt=False).rpartition(MARK)
+    if not mark:
+        raise InputError("the chat template leaves out what the assistant writes; use another one")
+    return start + mark, end
+
+
 def unended_turn(tokenizer: Tokenizer, stop: Sequence[str]) -> tuple[str, str] | None:
     """Returns how the chat template ends a turn if the sampler would not end there, and what to set; otherwise None.
 
@@ -26,11 +39,10 @@ def unended_turn(tokenizer: Tokenizer, stop: Sequence[str]) -> tuple[str, str] |
         stop: the texts of `rollout.stop`.
     """
     try:
-        text = tokenizer.template.text(DUMMY, tokenizer.tools, add_generation_prompt=False)
+        _, end = render_turn(tokenizer, tokenizer.tools)
     except InputError:
         return None
-    _, is_there, end = text.rpartition(MARK)
-    if not is_there or not end.strip() or tokenizer.eos_names.search(end) or any(one in end for one in stop):
+    if not end.strip() or tokenizer.eos_names.search(end) or any(one in end for one in stop):
         return None
     ids = tokenizer.encode_rendered(end.strip())
     control = next((token_id for token_id in ids if token_id in tokenizer.special_ids or len(ids) == 1), None)

@@ -97,19 +97,18 @@ def merge_rewarded(parts: Sequence[RewardedSamples]) -> RewardedSamples:
             counts.setdefault(name, []).append(one)
     return RewardedSamples(
         samples=[sample for part in parts for sample in part.samples],
-        function_counts={name: _sum_counts(found) for name, found in counts.items()},
+        function_counts={
+            name: RewardFunctionCounts(
+                num_errors=sum(one.num_errors for one in found),
+                num_abstained=sum(one.num_abstained for one in found),
+                extras=_sum_extras((extra, *pair) for one in found for extra, pair in one.extras.items()),
+            )
+            for name, found in counts.items()
+        },
         num_without_reward=sum(part.num_without_reward for part in parts),
         notices=tuple(notice for part in parts for notice in part.notices),
         fatal_error=None,
         failure_kinds=frozenset(kind for part in parts for kind in part.failure_kinds),
-    )
-
-
-def _sum_counts(parts: Sequence[RewardFunctionCounts]) -> RewardFunctionCounts:
-    return RewardFunctionCounts(
-        num_errors=sum(part.num_errors for part in parts),
-        num_abstained=sum(part.num_abstained for part in parts),
-        extras=_sum_extras((name, *pair) for part in parts for name, pair in part.extras.items()),
     )
 
 

@@ -93,7 +93,10 @@ def indifference_warnings(rewards: RewardFunctions, samples: Sequence[Sample], t
         if not suspects:
             break
         texts = [form.format(sample.completion.rpartition("####")[2].strip()) for sample in samples]
-        of_form = rewards.try_functions(_with_texts(samples, texts))
+        # Token ids stay those of the bare answer: what judges them has seen them already.
+        of_form = rewards.try_functions(
+            [replace(sample, completion=text) for sample, text in zip(samples, texts, strict=True)]
+        )
         if of_form.fatal_error is not None:
             raise InputError(f"reward.functions: tried before the run, for {texts[0]!r:.60}: {of_form.fatal_error}")
         if of_form.notices:
@@ -113,8 +116,3 @@ def indifference_warnings(rewards: RewardFunctions, samples: Sequence[Sample], t
 def _values(tried: RewardedSamples) -> dict[str, set[float | None]]:
     """Returns the different values of each function."""
     return {name: {(one.rewards or {}).get(name) for one in tried.samples} for name in tried.function_counts}
-
-
-def _with_texts(samples: Sequence[Sample], texts: Sequence[str]) -> list[Sample]:
-    # Token ids stay those of the bare answer: what judges them has seen them already.
-    return [replace(sample, completion=text) for sample, text in zip(samples, texts, strict=True)]

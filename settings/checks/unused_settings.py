@@ -67,10 +67,6 @@ def _plug_ins(s: Settings) -> list[str]:
     return [one.function or one.name for one in s.reward.functions if one.function or one.name == "math_verify"]
 
 
-def _has_processes(s: Settings) -> bool:
-    return s.env.is_used or any(not one.startswith(CALLABLE_PREFIX) for one in _plug_ins(s))
-
-
 USAGE_CONDITIONS: tuple[tuple[str, Callable[[Settings], bool], tuple[str, ...]], ...] = (
     # Data and evaluations.
     (
@@ -146,7 +142,7 @@ USAGE_CONDITIONS: tuple[tuple[str, Callable[[Settings], bool], tuple[str, ...]],
     ("a reward function in Python", lambda s: bool(_plug_ins(s)), ("reward.batch_size",)),
     (
         "a reward function in a file or module, env.source or env.tools",
-        _has_processes,
+        lambda s: s.env.is_used or any(not one.startswith(CALLABLE_PREFIX) for one in _plug_ins(s)),
         ("plugins.workers", "plugins.timeout_s", "plugins.memory_mib", "plugins.env_vars"),
     ),
     # Scoring. Advantages need the policy's logprobs of several updates, of a penalty in the reward, and of V-trace.
