@@ -1,6 +1,7 @@
 """The command line: output, exit codes, and no import of JAX before it is needed."""
 
 import json
+import logging
 import os
 import re
 import subprocess
@@ -13,7 +14,7 @@ import typer
 from typer.testing import CliRunner
 
 import cli
-from app.commands.command_support import handle_errors, print_result
+from app.commands.command_support import handle_errors, print_result, show_progress
 from settings import InputError, load
 from settings.loading.config_file import preset_names
 from settings.loading.fields import FIELDS
@@ -298,6 +299,17 @@ def test_result_is_json_or_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     print_result({"samples": 8, "out": "é"}, as_json=False)
     print_result(None, as_json=False)
     assert capsys.readouterr().out == "samples  8\nout      é\n"
+
+
+def test_warning_of_a_library_that_writes_its_own_is_not_written_twice(capsys: pytest.CaptureFixture[str]) -> None:
+    own, library = logging.StreamHandler(), logging.getLogger("a_library")
+    with handle_errors(debug=False):
+        show_progress("loading")
+        library.addHandler(own)
+        for name in ("a_library.part", "another"):
+            logging.getLogger(name).warning("retrying")
+    library.removeHandler(own)
+    assert capsys.readouterr().err.count("retrying") == 2
 
 
 def test_first_line_appears_before_jax_is_loaded(tmp_path: Path) -> None:

@@ -85,6 +85,8 @@ class _ProgressHandler(logging.Handler):
         super().__init__()
         # Drops informational messages of libraries, which do not report this program's progress.
         self.addFilter(lambda record: record.levelno >= logging.WARNING or record.name.split(".")[0] == "app")
+        # Some libraries, such as huggingface_hub, write their warnings themselves, too.
+        self.addFilter(lambda record: not logging.getLogger(record.name.split(".")[0]).handlers)
         self._started_s = time.monotonic()
 
     def emit(self, record: logging.LogRecord) -> None:

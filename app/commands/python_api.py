@@ -24,7 +24,7 @@ from app.commands.command_support import (
 from app.commands.score import score_file
 from app.records.atomic_write import write_atomic
 from app.records.jsonl import read_jsonl, to_json_line
-from app.records.run_directory import Resume, RunDirectory, check_run_directory
+from app.records.run_directory import Resume, RunDirectory, check_run_directory, with_run_name
 from app.records.shared_rows import SharedRows
 from app.records.typed_values import to_json
 from app.reward.function_pool import callables_at_hand
@@ -68,12 +68,12 @@ def train(*, data, eval_data, on_step, resume, allow_changed, unknown, **given: 
     if threading.current_thread() is not threading.main_thread():
         raise InputError("grpo.train handles signals, which only the main thread can do; call it there")
     with _call(**given) as (config, options, _):
-        run = RunDirectory.from_settings(load(config, options, os.environ).settings.run)
+        run = RunDirectory.from_settings(with_run_name(load(config, options, os.environ), resume).settings.run)
         if data is not None or eval_data is not None:
             check_run_directory(run, resume)
         options += _data_options("data.source", data, run.data_dir / "train.jsonl")
         options += _data_options("data.eval_source", eval_data, run.data_dir / "eval.jsonl")
-        resolved = resolve(config, options, print_config=False, check=check_for_train)
+        resolved = with_run_name(resolve(config, options, print_config=False, check=check_for_train), resume)
         from app.training.train import train
 
         result = train(resolved, resume=resume, allow_changed=allow_changed, on_step=on_step)

@@ -19,7 +19,7 @@ from app.commands.command_support import (
     write,
 )
 from app.commands.options import Compiles, Config, Overrides, PrintConfig
-from app.records.run_directory import Resume, RunDirectory
+from app.records.run_directory import Resume, RunDirectory, with_run_name
 from settings import InputError, Settings, load
 from settings.checks.commands import check_for_dry_run, check_for_train
 from settings.loading.config_file import ConfigFile
@@ -78,7 +78,7 @@ def train(
     run_paths = {"--from-rollouts": from_rollouts, "--checkpoint": checkpoint}
     base = inherit_run_settings(config, run_paths)
     flags = _replay_run_name(base, overrides) if isinstance(base, ConfigFile) else NO_FLAGS
-    resolved = resolve(base, overrides, flags=flags, print_config=print_config, check=check)
+    resolved = with_run_name(resolve(base, overrides, flags=flags, print_config=print_config, check=check), resume)
     settings = resolved.settings
     require_inputs(settings, run_paths)
     _check_start(settings, resume=resume, is_replay=from_rollouts is not None, dry_run=dry_run)

@@ -100,9 +100,10 @@ def check_hub_source(recorder: CheckRecorder, source: HubSource, *, is_cached: b
     except InputError as error:
         recorder.fail(check, f"{source.hub_id}: {error}", exit_code=EXIT_INPUT)
     except ConnectionError as error:
-        reason = "HF_HUB_OFFLINE is set" if constants.is_offline_mode() else f"{endpoint} cannot be reached: {error}"
-        advice = "unset HF_HUB_OFFLINE, fix the network (proxy, HF_ENDPOINT), or use a local path"
-        recorder.fail(check, f"{state}, and {reason}", advice)
+        reason, way = f"{endpoint} cannot be reached: {error}", "fix the network (proxy, HF_ENDPOINT)"
+        if constants.is_offline_mode():
+            reason, way = "HF_HUB_OFFLINE is set", "unset HF_HUB_OFFLINE"
+        recorder.fail(check, f"{state}, and {reason}", f"{way}, or use a local path")
     else:
         token = f"HF_TOKEN {'is set' if get_token() else 'is not set'}"
         fetch = f"hf download {source.hub_id}{' --repo-type dataset' if source.kind == 'dataset' else ''}"

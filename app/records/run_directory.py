@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 from dataclasses import dataclass
@@ -117,6 +118,24 @@ class RunDirectory:
         return not all(
             child.name in ours or is_partial_file(child, target=self.sessions_path) for child in self.path.iterdir()
         )
+
+
+def with_run_name(resolved: Resolved, resume: Resume) -> Resolved:
+    """Returns the settings with the name of the run to start or, if it may be resumed, of the newest one of its name.
+
+    Only a derived name changes: a second run of `quickstart-seed0` is `quickstart-seed0-2`.
+    """
+    if resolved.provenance["run.name"] != "derived":
+        return resolved
+    settings, path = resolved.settings, RunDirectory.from_settings(resolved.settings.run).path
+    pattern = re.compile(rf"{re.escape(path.name)}(?:-([2-9]|[1-9]\d+))?")
+    found = [(RunDirectory(child), pattern.fullmatch(child.name)) for child in path.parent.glob(f"{path.name}*")]
+    numbers = [int(match[1] or 1) for run, match in found if match and (run.has_settings or run.has_checkpoint)]
+    number = max(numbers, default=0) + (resume == "never")
+    if number <= 1:
+        return resolved
+    run = settings.run.model_copy(update={"name": f"{path.name}-{number}"})
+    return dataclasses.replace(resolved, settings=settings.model_copy(update={"run": run}))
 
 
 def check_run_directory(run: RunDirectory, resume: Resume) -> None:

@@ -26,7 +26,8 @@ class EarlyStoppingSettings(Section):
 
 class RunSettings(Section):
     name: Annotated[str, AfterValidator(_validate_run_name)] | None = None
-    """Name of the run directory; `<config>-seed<seed>` when null."""
+    """Name of the run directory; when null `<config>-seed<seed>`, then `-2`, `-3` and so on behind it for further runs,
+    of which `--resume` continues the newest."""
     dir: str = Field(default="runs", min_length=1)
     """Directory that contains the run directories."""
     seed: int = Field(default=0, ge=0, lt=2**31)

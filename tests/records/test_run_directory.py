@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from app.records.run_directory import Resume, RunDirectory, check_run_directory, lock_run_directory
+from app.records.run_directory import Resume, RunDirectory, check_run_directory, lock_run_directory, with_run_name
 from app.records.settings_history import SettingsHistory
 from settings import InputError, load
 from tests.program import digest_of, train_here
@@ -47,6 +47,22 @@ def test_new_directories_and_those_of_failed_starts_are_free(run: RunDirectory, 
     run.checkpoints_dir.mkdir()
     (run.path / ".sessions.jsonl.77.partial").touch()  # killed while it wrote its first file
     assert accepted(run) == ["never", "auto"]
+
+
+def test_runs_without_a_name_are_numbered_and_the_newest_is_continued(tmp_path: Path) -> None:
+    def name(resume: Resume, *overrides: str) -> str | None:
+        return with_run_name(load(None, [f"run.dir={tmp_path}", *overrides], {}), resume).settings.run.name
+
+    first, names = "quickstart-seed0", list[str | None]()
+    for taken in ("", first, f"{first}-3", f"{first}-12", f"{first}-best", f"{first}0"):
+        if taken:
+            (tmp_path / taken).mkdir()
+            (tmp_path / taken / "settings.yaml").touch()
+        (tmp_path / f"{first}-20").mkdir(exist_ok=True)  # that of a failed start
+        names += [name("never"), name("auto")]
+    numbers = ["", "", "-2", "", "-4", "-3", *["-13", "-12"] * 3]
+    assert names == [f"{first}{number}" for number in numbers]
+    assert name("never", "run.name=quickstart-seed0") == first and name("must", "run.seed=1") == "quickstart-seed1"
 
 
 def test_a_run_is_continued_only_if_asked(occupied: RunDirectory) -> None:
