@@ -14,7 +14,6 @@ import numpy as np
 from app.distributed.collectives import error_barrier, gather_bytes_over_hosts, max_over_hosts
 from app.distributed.host_consistency import check_hosts_agree, check_shared_run_directory
 from app.mesh.devices import device_memory_bytes, global_devices, host_memory_bytes, unused_accelerator
-from app.preflight.answer_check import check_answer
 from app.preflight.attention_check import check_attention
 from app.preflight.check_results import CheckRecorder, CheckResult, DoctorReport
 from app.preflight.environment_checks import (
@@ -26,6 +25,7 @@ from app.preflight.environment_checks import (
     hub_sources,
 )
 from app.preflight.model_checks import (
+    check_answer,
     check_chat_template,
     check_forward_pass,
     check_reward_functions,

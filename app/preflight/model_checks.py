@@ -21,16 +21,20 @@ from app.mesh.placement import (
     to_local,
 )
 from app.model.decoder import DecoderDefinition, Params
+from app.model.lora import combine_params
 from app.model.segment_layout import single_segment_layout
 from app.preflight.check_results import CheckRecorder
 from app.prompts.chat import to_messages
 from app.prompts.dataset import DatasetRow
 from app.prompts.encode import misread_prompts
 from app.prompts.tokenizer import Tokenizer
-from app.prompts.turn_end import unended_turn
+from app.prompts.turn_end import overlooked_end, set_eos_token, unended_turn
 from app.records.sample import Prompt, Sample
 from app.records.text_format import format_bytes
 from app.reward.plugin import StepInfo
+from app.rollout.request import GenerationRequest
+from app.rollout.sampling.token_sampling import SamplingRules
+from app.runtime.generators import open_continuous_batching
 from app.runtime.inputs import data_columns, eval_columns, make_rewards
 from app.runtime.reward_model import RewardModel, RewardModelSpec, reward_model_notes
 from app.runtime.reward_trial import indifference_warnings
@@ -41,6 +45,8 @@ from settings.schema.reward import EnvironmentSettings
 
 MAX_SHOWN_CHARACTERS = 240
 """Maximum number of characters shown of the end of a prompt."""
+MAX_ANSWER_TOKENS, MAX_SHOWN_OF_ANSWER = 128, 120
+"""Most tokens of an answer, which take the largest model half a minute, and characters shown of its end."""
 NUM_TOP_TOKENS = 5
 """Number of likeliest tokens shown."""
 USABLE_MEMORY_FRACTION = 0.9
@@ -130,6 +136,48 @@ def next_token_logits(session: Session, params: Params, token_ids: Int32[np.ndar
     rows = np.tile(token_ids, (num_local_row_shards(mesh), 1))
     with jax.set_mesh(mesh):
         return to_local(jax.jit(forward, out_shardings=row_sharding(mesh))(params, to_global(mesh, rows)))[0, 0]
+
+
+def check_answer(recorder: CheckRecorder, session: Session, params: Params, prompt: Prompt) -> None:
+    """Checks that the greedy answer to a prompt has no end that the sampler overlooks. All hosts must call it together.
+
+    Args:
+        params: the weights of `model.path`, as `ScoringSession.load_params` returns them.
+    """
+    sample, tokenizer = _greedy_answer(session, params, prompt), session.model_spec.tokenizer
+    ids = sample.completion_ids.tolist()
+    place = overlooked_end(ids, tokenizer)
+    text = tokenizer.decode_with_special_tokens(ids if place is None else ids[: place + 1])
+    shown = repr(text if len(text) <= MAX_SHOWN_OF_ANSWER else f"...{text[-MAX_SHOWN_OF_ANSWER:]}")
+    if place is not None:
+        name = tokenizer.decode_with_special_tokens([ids[place]])
+        found = f"the likeliest answer goes on behind the control token {name!r}, which is no end token: {shown}"
+        recorder.warn("answer", found, f"if {name} ends a turn, set {set_eos_token(tokenizer, ids[place])}")
+    else:
+        ends = "ends" if sample.finish_reason == "stop" else "has not ended"
+        recorder.ok("answer", f"the likeliest one {ends} after {len(ids)} tokens: {shown}")
+
+
+def _greedy_answer(session: Session, params: Params, prompt: Prompt) -> Sample:
+    """Returns one sample at temperature 0, from an engine of its own. All hosts must call it together."""
+    scoring, settings = session.scoring, session.settings
+    if session.model_spec.policy_definition.lora is not None:
+        params = combine_params(scoring.initial_trained_params(), params)
+    num_tokens = min(settings.rollout.max_new_tokens, MAX_ANSWER_TOKENS)
+    of_one = {"prompts_per_step": 1, "group_size": 1, "slots": "auto", "kv_blocks": None, "max_new_tokens": num_tokens}
+    small = settings.model_copy(update={"rollout": settings.rollout.model_copy(update=of_one)})
+    tokenizer, conversion = session.model_spec.tokenizer, session.to_decode_weights
+    generator = open_continuous_batching(small, tokenizer, conversion, held_bytes=0, truncates=False)
+    request = GenerationRequest(
+        rules=SamplingRules(temperature=0.0),
+        seed=settings.run.seed,
+        policy_version=0,
+        group_size=1,
+        max_new_tokens=num_tokens,
+        stop=settings.rollout.stop,
+        first_group_id=jax.process_index(),
+    )
+    return generator.generate(conversion(params), [prompt], request)[0]
 
 
 def check_reward_functions(

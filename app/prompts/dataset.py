@@ -112,7 +112,8 @@ def find_files(source: str) -> list[Path]:
     """
     path = Path(source)
     if path.is_dir():
-        files = sorted(file for file in path.rglob("*") if _suffix(file) and not _is_hidden(file.relative_to(path)))
+        found = (file.relative_to(path) for file in path.rglob("*") if _suffix(file))
+        files = sorted(path / file for file in found if not any(part.startswith((".", "_")) for part in file.parts))
         _check_shards(path, files)
     elif not path.exists() and glob.has_magic(source):
         files = [Path(file) for file in sorted(glob.glob(source, recursive=True))]
@@ -134,10 +135,6 @@ def _read_files(source: str) -> list[RawRow]:
         for file in files
         for index, (where, columns) in enumerate(_read_file(file))
     ]
-
-
-def _is_hidden(path: Path) -> bool:
-    return any(part.startswith((".", "_")) for part in path.parts)
 
 
 def _check_shards(folder: Path, files: Sequence[Path]) -> None:
