@@ -20,7 +20,7 @@ from app.records.run_directory import RunDirectory, step_of_samples
 from app.records.settings_history import SettingsHistory
 from app.records.text_format import to_printable_lines
 from settings import InputError, Resolved, Settings, load
-from settings.checks.unused_settings import unused_adapter_notices, unused_setting_notices
+from settings.checks.unused_settings import unused_adapter_notices
 from settings.loading.config_file import ConfigFile
 from settings.loading.printing import without_derived
 from settings.loading.sources import NO_FLAGS, Flags
@@ -62,19 +62,13 @@ def resolve_policy(
     check: Callable[[Resolved], None],
     print_config: bool = False,
     loads_policy: bool = True,
-    sections: tuple[str, ...] = (),
 ) -> Resolved:
-    """Resolves like `resolve`; without `--config`, the settings are those of the checkpoint's run.
-
-    Args:
-        sections: see `unused_setting_notices`.
-    """
+    """Resolves like `resolve`; without `--config`, the settings are those of the checkpoint's run."""
     base = inherit_run_settings(config, {"--checkpoint": checkpoint})
     resolved = resolve(base, overrides, print_config=print_config, check=check)
     require_inputs(resolved.settings, {"--checkpoint": checkpoint})
     if loads_policy and checkpoint is None:
         print_notices(unused_adapter_notices(resolved))
-    print_notices(unused_setting_notices(resolved, sections))
     return resolved
 
 

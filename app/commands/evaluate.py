@@ -11,7 +11,7 @@ from app.commands.command_support import print_notices, print_result, refuse_exi
 from app.commands.options import AsJson, Checkpoint, Config, Overrides, Overwrite, PrintConfig
 from settings import InputError
 from settings.checks.commands import check_for_evaluation
-from settings.checks.unused_settings import SECTIONS_OF_ROLLOUTS
+from settings.checks.unused_settings import SECTIONS_OF_ROLLOUTS, unused_setting_notices
 
 
 def evaluate(
@@ -61,14 +61,8 @@ def evaluate(
     else:
         if picture is not None:
             raise InputError("--picture needs --compare BEFORE.jsonl AFTER.jsonl")
-        resolved = resolve_policy(
-            config,
-            overrides,
-            checkpoint,
-            check=check_for_evaluation,
-            print_config=print_config,
-            sections=(*SECTIONS_OF_ROLLOUTS, "reward."),
-        )
+        resolved = resolve_policy(config, overrides, checkpoint, check=check_for_evaluation, print_config=print_config)
+        print_notices(unused_setting_notices(resolved, (*SECTIONS_OF_ROLLOUTS, "reward.")))
         refuse_existing({"--out": out}, overwrite=overwrite)
         from app.commands.named_files import check_named_files
 

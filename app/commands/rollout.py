@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from app.commands.command_support import (
+    print_notices,
     print_result,
     refuse_existing,
     require_path,
@@ -16,7 +17,7 @@ from app.commands.command_support import (
 )
 from app.commands.options import AsJson, Checkpoint, Config, Overrides, Overwrite, PrintConfig
 from settings.checks.commands import check_for_rollout
-from settings.checks.unused_settings import SECTIONS_OF_ROLLOUTS
+from settings.checks.unused_settings import SECTIONS_OF_ROLLOUTS, unused_setting_notices
 
 
 def rollout(
@@ -36,14 +37,8 @@ def rollout(
     as_json: AsJson = False,
 ) -> None:
     """Sample completions; run again to continue after a stop."""
-    resolved = resolve_policy(
-        config,
-        overrides,
-        checkpoint,
-        check=check_for_rollout,
-        print_config=print_config,
-        sections=SECTIONS_OF_ROLLOUTS,
-    )
+    resolved = resolve_policy(config, overrides, checkpoint, check=check_for_rollout, print_config=print_config)
+    print_notices(unused_setting_notices(resolved, SECTIONS_OF_ROLLOUTS))
     out = require_path(out, "--out")
     refuse_existing({"--out": out}, overwrite=overwrite, resumes=True)
     refuse_existing({"--timeline": timeline}, overwrite=overwrite)

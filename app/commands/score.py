@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from app.commands.command_support import (
+    print_notices,
     print_result,
     refuse_existing,
     require_inputs,
@@ -22,7 +23,7 @@ from app.commands.options import CHECKPOINT_HELP, AsJson, Config, Overrides, Ove
 from app.records.jsonl import check_distinct_paths
 from settings import InputError, Resolved
 from settings.checks.commands import check_for_score
-from settings.checks.unused_settings import SECTIONS_OF_REWARDS
+from settings.checks.unused_settings import SECTIONS_OF_REWARDS, unused_setting_notices
 
 Role = Literal["policy", "reference", "critic", "reward"]
 CHECKPOINT_FIELD = re.compile(r"\{(run|step|index)\}")
@@ -70,14 +71,9 @@ def score(
     is_policy, checkpoints = role == "policy", checkpoint or []
     first = checkpoints[0] if checkpoints else None
     resolved = resolve_policy(
-        config,
-        overrides,
-        first,
-        check=check_for_score,
-        print_config=print_config,
-        loads_policy=is_policy,
-        sections=SECTIONS_OF_REWARDS if role == "reward" else (),
+        config, overrides, first, check=check_for_score, print_config=print_config, loads_policy=is_policy
     )
+    print_notices(unused_setting_notices(resolved, SECTIONS_OF_REWARDS if role == "reward" else ()))
     samples, out = require_path(samples, "--input"), require_path(out, "--out")
     show_progress(f"grpo score: role {role}; loading JAX")
     summaries = score_file(
