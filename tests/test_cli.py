@@ -137,6 +137,7 @@ def test_presets_lists_each_with_one_sentence_and_prints_one() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        (("model.path=./gone",), "model.path: './gone' is neither an existing directory or file nor a hub id\n"),
         (("reward.functions=[gone.py:f]",), "reward.functions: gone.py:f: no such file: "),
         (("env.tools=[gone.py:f]",), "env.tools: gone.py:f: no such file: "),
         (("data.source=gone.jsonl", "eval.every_steps=0"), "data.source: "),

@@ -39,13 +39,16 @@ def finished_history(settings: Settings) -> History | None:
 
 
 def check_named_files(settings: Settings) -> None:
-    """Checks that the files of data, reward functions, environments and tools exist.
+    """Checks that the files of the model, data, reward functions, environments and tools exist.
 
     Raises:
         InputError: one does not exist.
     """
     if settings.mesh.coordinator_address is not None:
         return
+    model = settings.model.path
+    if model.startswith(("/", ".", "~")) and not Path(model).expanduser().exists():
+        raise InputError(f"model.path: {model!r} is neither an existing directory or file nor a hub id")
     evaluated = settings.data.eval_source if settings.eval.every_steps else None
     for source in (*(one.source for one in settings.data.sources), evaluated):
         if source and not source.startswith(WITH_SPLITS):
