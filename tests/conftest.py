@@ -126,14 +126,12 @@ def programs_are_let_go() -> Iterator[None]:
 
 @pytest.fixture
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs the kernels that a test traces in Pallas' interpreter."""
     call = pallas.pallas_call
     monkeypatch.setattr(pallas, "pallas_call", lambda *kernel, **how: call(*kernel, **{**how, "interpret": True}))
 
 
 @pytest.fixture(scope="session")
 def gsm8k_dir() -> Path:
-    """Folder with `train.jsonl` and `test.jsonl` of GSM8K."""
     folder = REPOSITORY.parent / "shared" / "data" / "gsm8k"
     if not (folder / "train.jsonl").is_file():
         pytest.skip(f"GSM8K is not at {folder}")

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 from hypothesis import strategies as st
 
+from app.model.attention.dense import DEFAULT_SCORE_MOD, ScoreMod
 from app.model.segment_layout import SegmentLayout
 
 Lengths = tuple[int, tuple[int, ...]]
@@ -59,3 +60,6 @@ def seen(layout: SegmentLayout, window: int | None = None) -> np.ndarray:
             same = segment_ids[row, query] == segment_ids[row, key]
             visible[row, query, key] = same and of_prompt_or_own_branch and near
     return visible
+
+
+RULES = [DEFAULT_SCORE_MOD, ScoreMod(0.4, 0.6)]

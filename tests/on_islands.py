@@ -86,13 +86,11 @@ def describe(samples: list[Sample]) -> list[tuple[str, list[int], str]]:
 
 
 def counted(most: int) -> Callable[[], bool]:
-    """Returns a stop check that becomes true after this many calls."""
     calls = iter(range(most))
     return lambda: next(calls, None) is None
 
 
 def stopped(found: Found, way: str, stop_requested: Callable[[], bool]) -> str:
-    """Returns how a rollout that is stopped ends."""
     session = found.session(way)
     weights = session.to_decode_weights(session.scoring.load_params())
     session.stop_when(stop_requested)

@@ -63,7 +63,6 @@ def without_progress(stderr: str) -> str:
 
 
 def of_tiny(model: Path) -> list[str]:
-    """Returns settings of a small rollout of a tiny model."""
     return settings(
         f"model.path={model}",
         "data.max_prompt_length=16",
@@ -74,7 +73,6 @@ def of_tiny(model: Path) -> list[str]:
 
 
 def run_of(config: Path) -> Path:
-    """Returns the directory of the run `tiny` of a configuration file."""
     return config.parent / "runs" / "tiny"
 
 
@@ -122,19 +120,16 @@ def started(
 
 
 def free_address() -> str:
-    """Returns the address of a free port of this machine."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return f"127.0.0.1:{probe.getsockname()[1]}"
 
 
 def wait_for_step(process: subprocess.Popen[str], run: Path, step: int) -> None:
-    """Waits until metrics.jsonl contains a step."""
     wait_until(process, lambda: any(line["step"] >= step for line in metrics_of(run)))
 
 
 def wait_until(process: subprocess.Popen[str], happened: Callable[[], bool]) -> None:
-    """Waits for an event that a living process causes."""
     end = time.monotonic() + DEADLINE_S
     while not happened():
         assert time.monotonic() < end, f"it did not happen in {DEADLINE_S} s"
@@ -146,7 +141,6 @@ def wait_until(process: subprocess.Popen[str], happened: Callable[[], bool]) -> 
 
 
 def metrics_of(run: Path) -> list[dict[str, Any]]:
-    """Returns the complete lines of metrics.jsonl."""
     path = run / "metrics.jsonl"
     lines = path.read_text().split("\n")[:-1] if path.exists() else []
     return [json.loads(line) for line in lines]
@@ -160,7 +154,6 @@ def reproducible(metrics: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def saved_state(run: Path, step: int) -> dict[str, np.ndarray]:
-    """Returns every array of a checkpoint's state by its path."""
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
         path = run / "checkpoints" / str(step) / "state"
         metadata = checkpointer.metadata(path).item_metadata.tree
@@ -170,7 +163,6 @@ def saved_state(run: Path, step: int) -> dict[str, np.ndarray]:
 
 
 def assert_same_state(run: Path, other: Path, *, step: int) -> None:
-    """Asserts equal weights, optimizer and counters, bit for bit."""
     state, expected = saved_state(run, step), saved_state(other, step)
     assert state.keys() == expected.keys()
     assert len(state) > 30
@@ -179,7 +171,6 @@ def assert_same_state(run: Path, other: Path, *, step: int) -> None:
 
 
 def assert_same_run(run: Path, other: Path, *, step: int) -> None:
-    """Asserts equal weights, optimizer, counters, position in the data and metrics, bit for bit."""
     assert_same_state(run, other, step=step)
     assert progress_of(run, step) == progress_of(other, step)
     metrics, expected = (reproducible(metrics_of(one)) for one in (run, other))
@@ -187,7 +178,6 @@ def assert_same_run(run: Path, other: Path, *, step: int) -> None:
 
 
 def newest_checkpoint(run: Path) -> int:
-    """Returns the step of the newest checkpoint."""
     return max(RunDirectory(run).checkpoint_steps)
 
 

@@ -21,7 +21,6 @@ def dequantized_params(definition: DecoderDefinition, params: Params) -> Params:
 
     @jax.jit
     def kernels(layers: list[tuple[jax.Array, jax.Array]]) -> list[jax.Array]:
-        """Returns the kernels of one layer."""
         return [dequantize(path, *layer) for path, layer in zip(coded, layers, strict=True)]
 
     pairs = [(flat[*path, CODES], flat[*path, SCALES]) for path in coded]

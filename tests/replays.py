@@ -8,22 +8,33 @@ from typing import Any
 
 from typer.testing import Result
 
+from app.records.jsonl import read_jsonl
 from app.records.run_directory import RunDirectory
+from app.records.sample import Sample
+from app.records.sample_json import sample_from_record
 from app.runtime.inputs import read_critic, read_policy
 from app.runtime.pinned_revisions import pin_revisions
 from app.training.replay import Replay, ReplayRequest, read_replay
 from settings import load
-from tests.program import UNJUDGED, here, records_of, settings, succeeded
+from tests.program import (
+    UNJUDGED,
+    assert_same_state,
+    here,
+    metrics_of,
+    progress_of,
+    records_of,
+    reproducible,
+    settings,
+    succeeded,
+)
 
 
 def replay(rollouts: Path, folder: Path, *overrides: str, options: Sequence[str | Path] = ()) -> Result:
-    """Replays saved samples under the settings of their run."""
     chosen = settings(f"run.dir={folder}", "logging.report=false", *overrides)
     return here("train", "--from-rollouts", rollouts, *options, *chosen)
 
 
 def replayed(rollouts: Path, folder: Path, *overrides: str, options: Sequence[str | Path] = ()) -> Path:
-    """Returns the run directory of a finished replay."""
     succeeded(replay(rollouts, folder, *overrides, options=options))
     (run,) = folder.iterdir()
     return run
@@ -69,3 +80,29 @@ def assert_refused(result: Result, message: str, runs: Path) -> None:
     assert re.search(message, result.stderr), result.stderr
     assert result.stderr.count("error: ") == 1 and "Traceback" not in result.stderr
     assert not runs.exists()
+
+
+def samples_of(run: Path, step: int) -> list[Sample]:
+    path = run / "rollouts" / f"step_{step:06d}.jsonl"
+    return [sample_from_record(record, where=f"{path}:{line}") for line, record in read_jsonl(path)]
+
+
+def lines_of(run: Path) -> list[dict[str, Any]]:
+    """Returns the metrics that a replay reproduces; it does not know the size of the data set."""
+    return [{k: v for k, v in line.items() if k != "data/epoch"} for line in reproducible(metrics_of(run))]
+
+
+def steps_of(run: Path) -> dict[int, dict[str, Any]]:
+    return {line["step"]: line for line in lines_of(run)}
+
+
+def assert_same_steps(run: Path, other: Path, *, steps: Sequence[int]) -> None:
+    """Asserts an equal final state, position and penalty, and equal metrics and files of all steps, bit for bit."""
+    assert_same_state(run, other, step=steps[-1])
+    # A replay from a checkpoint begins without an evaluation.
+    unlike = {"fingerprints": None, "initial_evaluation": None}
+    place, wanted = ({**progress_of(one, steps[-1]), **unlike} for one in (run, other))
+    assert place == wanted
+    for step in steps:
+        assert steps_of(run)[step] == steps_of(other)[step], step
+        assert step_file(run, step).read_bytes() == step_file(other, step).read_bytes(), step

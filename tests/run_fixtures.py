@@ -51,6 +51,27 @@ NO_REPORT = "logging: {{report: false}}\n"
 LORA = {"rank": 3, "alpha": 6.0, "targets": ["q_proj", "v_proj", "mlp"]}
 """Settings of the run with adapters."""
 
+PPO = """\
+run: {{dir: {runs}, name: ppo, steps: 4}}
+model: {{path: {model}}}
+data: {{max_prompt_length: 16, num_problems: 40}}
+rollout: {{prompts_per_step: 8, group_size: 1, max_new_tokens: 4}}
+reward: {{functions: [{{name: arithmetic_format, weight: 0.5}}]}}
+algorithm:
+  {{name: ppo, beta: 0.05, kl_target: 0.01, epochs: 2,
+   mini_batch_prompts: 4, bootstrap_truncated: true, max_tokens_per_device: 32}}
+critic: {{warmup_steps: 2, learning_rate: 1e-2, clip_range: 1e-3}}
+optimizer: {{learning_rate: 1e-3, schedule: linear}}
+mesh: {{cpu_devices: 8}}
+checkpoint: {{every_steps: 1, keep: 4, best_metric: null}}
+eval: {{every_steps: 0}}
+"""
+
+SCHEDULED = (
+    *("rollout.scheduler=adaptive", "rollout.workers.fast.slots=4", "rollout.workers.heavy.slots=4"),
+    *("rollout.workers.fast.count=4", "rollout.workers.heavy.count=4"),
+)
+
 
 @pytest.fixture(scope="session", autouse=True)
 def programs_count_as_compiled() -> Iterator[None]:
@@ -150,7 +171,6 @@ def loose(finished: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def source(finished: Path, tmp_path: Path) -> Path:
-    """Settings and samples of a run that tests may change."""
     folder = tmp_path / "source"
     shutil.copytree(finished / "rollouts", folder / "rollouts")
     shutil.copy(finished / "settings.yaml", folder)

@@ -6,7 +6,6 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -39,9 +38,7 @@ def test_default_settings_need_no_network() -> None:
     ("name", "config", "tokenizer"),
     [("tiny", make_tiny_model.CONFIG, TINY), ("tiny_tools", make_tiny_tools_model.CONFIG, TOOLS)],
 )
-def test_packaged_files_are_small_and_what_the_script_writes(
-    name: str, config: dict[str, Any], tokenizer: Any, tmp_path: Path
-) -> None:
+def test_packaged_files_are_small_and_what_the_script_writes(name, config, tokenizer, tmp_path):
     packaged = open_model(f"builtin:{name}").path
     assert sum(path.stat().st_size for path in packaged.iterdir()) < 1_000_000
     make_tiny_model.write_tokenizer_and_config(tmp_path, config, tokenizer)

@@ -18,7 +18,7 @@ from app.commands.command_support import handle_errors, print_result, show_progr
 from settings import InputError, load
 from settings.loading.config_file import preset_names
 from settings.loading.fields import FIELDS
-from tests.program import CANARY, REPOSITORY, here
+from tests.program import CANARY, REPOSITORY, here, succeeded
 
 WITH_SETTINGS = ("train", "evaluate", "rollout", "score", "gae", "inspect-mesh", "export", "doctor")
 COMMANDS = (*WITH_SETTINGS, "report", "settings", "presets")
@@ -30,7 +30,6 @@ pytestmark = pytest.mark.usefixtures("in_folder")
 def grpo(
     *arguments: str, environ: dict[str, str] | None = None, stdout: int = subprocess.PIPE
 ) -> subprocess.CompletedProcess[str]:
-    """Runs the program in another process."""
     return subprocess.run(
         [sys.executable, "-m", "cli", *arguments],
         env={**os.environ, "PYTHONPATH": str(REPOSITORY), **(environ or {})},
@@ -170,8 +169,7 @@ def test_print_config_shows_the_layer_of_each_value(tmp_path: Path, monkeypatch:
     monkeypatch.setenv("NUM_PRE_Q", "5")
     (tmp_path / "c.yaml").write_text("batch_size: 4\n")
     changes = ("--set", "run.seed=3", "--set", "num_pre_q=6", "--debug", "--debug")
-    answer = here("train", "--config", "c.yaml", *changes, "--print-config")
-    assert answer.exit_code == 0
+    answer = succeeded(here("train", "--config", "c.yaml", *changes, "--print-config"))
     assert {
         "  name: c-seed3  # derived",
         "  seed: 3  # set",
@@ -213,10 +211,7 @@ SET = "Settings are given as --set NAME=VALUE"
         ("train data.train_files=x", f"data.train_files=x. {SET}; verl's data.train_files is data.source here"),
         ("train +learning_rate=1 --print-config", f"+learning_rate=1. {SET}; did you mean optimizer.learning_rate?"),
         ("train run.steps=3", f"Error: Unexpected arguments: run.steps=3. {SET}\n"),
-        (
-            "train my.yaml",
-            "Error: Unexpected argument: my.yaml. Presets and files of settings are given as --config my",
-        ),
+        ("train my.yaml", "Error: Unexpected argument: my.yaml. Presets and files of settings are given as --config"),
         ("train --preset dapo", "Error: No such option: --preset. Presets and files of settings are given as --config"),
         ("report a run.steps=3", "unexpected extra argument"),
         ("train --resume", "Error: --resume needs a value: --resume <auto|never|must>\n"),
@@ -224,9 +219,7 @@ SET = "Settings are given as --set NAME=VALUE"
         ("train --config dapo --config=quickstart", "--config is given 2 times, but takes one value"),
     ],
 )
-def test_wrong_usage_and_bad_input_are_one_message_and_exit_code_2(
-    arguments: str, message: str, tmp_path: Path
-) -> None:
+def test_wrong_usage_and_bad_input_are_one_message_and_exit_code_2(arguments, message, tmp_path):
     answer = here(*arguments.split())
     assert (answer.exit_code, answer.stdout) == (2, "")
     assert message in answer.stderr and "Traceback" not in answer.stderr
@@ -244,14 +237,11 @@ def test_wrong_usage_and_bad_input_are_one_message_and_exit_code_2(
         ("train", "--from-rollouts", "checkpoints/2/progress", False),
     ],
 )
-def test_path_in_the_folders_of_a_run_uses_its_settings(
-    tmp_path: Path, command: str, option: str, place: str, is_in_run: bool
-) -> None:
+def test_path_in_the_folders_of_a_run_uses_its_settings(tmp_path, command, option, place, is_in_run):
     file = tmp_path.resolve() / "run" / "settings.yaml"
     file.parent.mkdir()
     file.write_text(load(None, ["run.steps=3"], {}).to_yaml())
-    answer = here(command, option, file.parent / place, "--print-config")
-    assert answer.exit_code == 0, answer.stderr
+    answer = succeeded(here(command, option, file.parent / place, "--print-config"))
     assert answer.stderr == (f"note: {option}: using the settings in {file}\n" if is_in_run else "")
     assert ("\n  steps: 3  # yaml:" in answer.stdout) == is_in_run
     assert here(command, option, file.parent / place, "--config", file, "--print-config").stderr == ""
@@ -266,9 +256,7 @@ def test_path_in_the_folders_of_a_run_uses_its_settings(
         (typer.Exit(75), 75, ""),
     ],
 )
-def test_each_exception_has_its_message_and_exit_code(
-    error: BaseException, code: int, stderr: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_each_exception_has_its_message_and_exit_code(error, code, stderr, monkeypatch, capsys):
     monkeypatch.setenv("HF_TOKEN", CANARY)
     with pytest.raises(typer.Exit) as ended, handle_errors(debug=False):
         raise error

@@ -12,7 +12,7 @@ from app.runtime.model_spec import read_model_spec
 from settings import InputError, Settings, load
 from settings.checks.commands import check_for_train
 from settings.loading.fields import FIELDS
-from tests.model.io.test_gguf import random_checkpoint, write_gguf
+from tests.model.io.gguf_files import random_checkpoint, write_gguf
 from tests.program import here
 from tests.tiny_directory import write_model
 

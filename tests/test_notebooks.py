@@ -24,7 +24,6 @@ def tags(cell: dict[str, Any]) -> list[str]:
 
 
 def run_notebook(name: str, **parameters: Any) -> dict[str, Any]:
-    """Runs the cells of a notebook and returns its variables."""
     variables: dict[str, Any] = {"__name__": "__main__"}
     for number, cell in enumerate(code_cells(RECIPES / name), start=1):
         if "install" in tags(cell):

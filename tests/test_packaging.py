@@ -54,7 +54,6 @@ def test_dependencies_are_what_the_program_imports_with_lower_bounds() -> None:
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder into which the wheel is unpacked."""
     pytest.importorskip("hatchling", reason="hatchling (of the test extra) builds the wheel")
     folder = tmp_path_factory.mktemp("wheel")
     build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", folder]
@@ -129,9 +128,7 @@ print(scored.records[0]["reward"], sys.modules["app"].__file__)
 """
 
 
-def test_python_api_and_rewards_find_the_modules_of_the_user(
-    run: Callable[..., str], installed: Path, tmp_path: Path
-) -> None:
+def test_python_api_and_rewards_find_the_modules_of_the_user(run, installed, tmp_path):
     (tmp_path / "rewards.py").write_text(
         "import app, settings\ndef score(completion): return app.REWARD * settings.FACTOR"
     )

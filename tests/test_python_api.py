@@ -22,7 +22,17 @@ from app.commands.command_support import command_output
 from app.records.jsonl import write_jsonl
 from settings import InputError
 from settings.loading.sources import build_layer, set_entries, set_options
-from tests.program import REPOSITORY, here, metrics_of, records_of, reproducible, run_of, settings, train_here
+from tests.program import (
+    REPOSITORY,
+    here,
+    metrics_of,
+    records_of,
+    reproducible,
+    run_of,
+    settings,
+    succeeded,
+    train_here,
+)
 from tests.run_fixtures import NO_REPORT, TINY, write_config
 
 ROWS = [{"question": f"{a} + {b} = ?", "answer": str(a + b), "level": a % 3} for a in range(2, 8) for b in range(4)]
@@ -98,9 +108,7 @@ def test_foreign_names_and_arguments_are_shown_as_ours() -> None:
     assert str(raised.value).endswith("; TRL's model is model.path here; TRL's reward_funcs is reward.functions here")
 
 
-def test_training_on_rows_and_functions_equals_training_on_files(
-    config: Path, tmp_path: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_training_on_rows_and_functions_equals_training_on_files(config, tmp_path, tiny_model, capsys):
     seen: list[Any] = []
     run = train(config, on_step=seen.append, overrides={"run": {"steps": 2}})
     assert run.path == run_of(config) and run.is_complete
@@ -116,8 +124,7 @@ def test_training_on_rows_and_functions_equals_training_on_files(
     Path("plug.py").write_text(LENGTH)
     functions = "reward.functions=[arithmetic, {function: plug.py:length, weight: 0.5}]"
     files = ("data.source=train.jsonl", "data.eval_source=eval.jsonl")
-    result = train_here(other, functions, *files, "run.steps=2")
-    assert result.exit_code == 0, result.stderr
+    succeeded(train_here(other, functions, *files, "run.steps=2"))
     assert reproducible(metrics_of(run_of(other))) == reproducible(run.metrics)
 
 
@@ -171,8 +178,7 @@ def test_evaluation_rollout_and_score_give_what_the_commands_give(finished: Path
     assert evaluation is not None and evaluation.metadata.step == 2
     logged = next(line for line in metrics_of(finished) if line["step"] == 2)
     assert {name: logged[name] for name in evaluation.metrics} == {n: e.value for n, e in evaluation.metrics.items()}
-    command = here("rollout", "--checkpoint", checkpoint, "--limit", "3", "--out", out)
-    assert command.exit_code == 0, command.stderr
+    succeeded(here("rollout", "--checkpoint", checkpoint, "--limit", "3", "--out", out))
     samples = grpo.rollout(checkpoint=str(checkpoint), limit=3)
     assert samples is not None and samples.summary["prompts"] == 3
 

@@ -136,7 +136,6 @@ class TinyEngine:
         return self.of(prompts, request).generate(weights, prompts, request)
 
     def of(self, prompts: Sequence[Prompt], request: GenerationRequest) -> ContinuousBatchGenerator:
-        """Returns the generator for such prompts and samples."""
         shards = num_cache_shards(self.mesh, self.definition.architecture.num_kv_heads)
         num_rows = -(-len(prompts) * request.group_size // shards) * shards
         longest = max(len(prompt.token_ids) for prompt in prompts)
@@ -176,7 +175,6 @@ def make_prompt(uid: str, token_ids: ArrayLike) -> Prompt:
 
 
 def random_prompts(num_prompts: int, *, vocab_size: int, longest: int = 9, seed: int = 0) -> list[Prompt]:
-    """Returns prompts of 1 to `longest` tokens."""
     rng = np.random.default_rng(seed)
     return [
         make_prompt(f"row-{i}", rng.integers(0, vocab_size, rng.integers(1, longest + 1))) for i in range(num_prompts)

@@ -6,8 +6,6 @@ import numpy as np
 
 
 class Case(NamedTuple):
-    """The arguments of an estimate."""
-
     rewards: np.ndarray
     values: np.ndarray
     mask: np.ndarray | None = None

@@ -1,4 +1,3 @@
-from functools import partial
 from statistics import fmean, stdev
 
 import numpy as np
@@ -85,17 +84,6 @@ def test_the_kl_penalty_is_summed_over_unmasked_tokens():
     # 0.5 - 1.0 over the first and the third token; 2.0.
     ours = kl_penalized_rewards(samples, kl_estimator=k1, beta=0.1)
     np.testing.assert_allclose(ours, [1.0 + 0.05, 0.5 - 0.2, 0.25], rtol=1e-6)
-
-
-def test_groups_compare_penalized_rewards_but_report_task_rewards():
-    samples = [scored([-1.0], [-2.0], reward=1.0), scored([-2.0], [-1.0], reward=1.0, sample_index=1)]
-    rewards = partial(kl_penalized_rewards, kl_estimator=k1, beta=0.25)
-    with_advantages = assign_group_advantages(samples, advantages=rloo_advantages, rewards=rewards)
-    # 0.75 and 1.25.
-    assert [np.asarray(s.advantages).tolist() for s in with_advantages] == [[-0.5], [0.5]]
-    assert [s.reward for s in with_advantages] == [1.0, 1.0]
-    unpenalised = assign_group_advantages(samples, advantages=rloo_advantages)
-    assert [np.asarray(s.advantages).tolist() for s in unpenalised] == [[0.0], [0.0]]
 
 
 @pytest.mark.parametrize("estimator", KL_ESTIMATORS.values(), ids=KL_ESTIMATORS)

@@ -58,7 +58,6 @@ def by_gae(samples, *, gamma: Any = 1.0, lam: Any = 0.95, **changes) -> Any:
 
 
 def serial(rewards, values, *, gamma: float, lam: float, after: float = 0.0) -> tuple[np.ndarray, np.ndarray]:
-    """Computes advantages and returns of one sample by serial GAE in float64."""
     following, carry = np.append(values[1:], after).astype(np.float64), 0.0
     advantages = np.zeros(len(rewards))
     for t in reversed(range(len(rewards))):
@@ -177,7 +176,6 @@ def test_without_a_critic_advantages_are_discounted_returns():
 
 
 def white(samples) -> Any:
-    """Whitens advantages over all samples."""
     return whiten_advantages(samples, joint_moments([(s.advantages, s.mask) for s in samples]))
 
 

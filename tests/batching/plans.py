@@ -16,7 +16,6 @@ def lone(*totals: int, prompt: int = 1) -> SequenceLengths:
 
 
 def group(prompt: int, *completions: int) -> SequenceLengths:
-    """Returns the samples of one prompt."""
     return joined(
         SequenceLengths(np.full(len(completions), prompt), np.asarray(completions), np.zeros(len(completions), int))
     )

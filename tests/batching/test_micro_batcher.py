@@ -117,9 +117,3 @@ def test_sequence_length_statistics_are_verls():
     found = packing_stats(plan, host, per_token, num_devices=2)
     assert [found[f"seqlen_{name}"] for name in ("min", "max", "minmax_diff", "mean")] == [10, 26, 16, 18.0]
     assert [found[f"seqlen_balanced_{name}"] for name in ("min", "max")] == [18, 18]
-
-
-def test_statistics_of_no_samples_are_defined():
-    nothing = MicroBatchPlan((MicroBatch(((),), RowShape(10, 10)),))
-    found = packing_stats(nothing, lone(), per_token, num_devices=1)
-    assert [found[name] for name in ("fill", "dummy_fraction", "flops_imbalance")] == [0.0, 1.0, 1.0]

@@ -16,7 +16,6 @@ THREE_OF_TWO_PROMPTS = [*TWO, make_sample([50, 51], prompt_ids=[10, 11])]
 
 
 def alone(*rows: tuple[int, ...], shape: RowShape) -> MicroBatch:
-    """Returns rows in which no prompt is shared."""
     return MicroBatch(tuple(tuple((i,) for i in row) for row in rows), shape)
 
 
@@ -51,14 +50,6 @@ def test_a_completion_without_tokens_has_no_target():
         index = batch.logits_indices[0, 0]
         assert batch.logits_indices[0, 1:].tolist() == [-1, -1]
         assert batch.token_ids[0, index : index + 2].tolist() == [2, 7]
-
-
-def test_values_per_token_are_aligned_with_targets():
-    micro_batch = alone((1, 0), (), shape=RowShape(num_tokens=9, num_completion_tokens=5))
-    packed = pack_per_token(TWO, micro_batch, lambda s: s.completion_ids.astype(np.float32))
-    assert packed.dtype == np.float32
-    np.testing.assert_array_equal(packed, [[40, 20, 21, 22, 0], [0] * 5])
-    np.testing.assert_array_equal(packed, pack_tokens(TWO, micro_batch).targets)
 
 
 @pytest.mark.parametrize("shape", [RowShape(8, 6), RowShape(9, 3)])

@@ -1,6 +1,5 @@
 """Tests that checkpoints are restored bit for bit, and that the newest and the best are kept."""
 
-import logging
 import os
 import shutil
 from pathlib import Path
@@ -103,18 +102,6 @@ def test_without_a_metric_the_link_is_removed(tmp_path: Path) -> None:
     checkpoints.close()
 
 
-def test_a_folder_in_place_of_the_link_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    write_evaluated(tmp_path, {1: 0.5})
-    (tmp_path / "best").unlink()
-    shutil.copytree(tmp_path / "1", tmp_path / "best")
-    checkpoints = opened(tmp_path, keep=1, best="eval/accuracy")
-    with caplog.at_level(logging.WARNING):
-        restored(checkpoints)
-    assert "checkpoints: cannot create the link to the best one" in caplog.text
-    assert checkpoints.best == (1, "eval/accuracy", 0.5)
-    checkpoints.close()
-
-
 def test_checksums_depend_on_every_array_and_on_no_mesh() -> None:
     state = make_state(1)
     expected = checksums(state)
@@ -143,9 +130,7 @@ def state_of(step: int, like: NetworkStates) -> NetworkStates:
 
 
 @pytest.mark.parametrize("is_rounded_when_saved", [False, True])
-def test_moments_of_another_type_and_memory_are_converted(
-    tmp_path: Path, is_rounded_when_saved: bool, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_moments_of_another_type_and_memory_are_converted(tmp_path, is_rounded_when_saved, caplog):
     layouts = [target("float32", "device"), target("bfloat16", HOST_MEMORY)]
     saved, wanted = reversed(layouts) if is_rounded_when_saved else layouts
 

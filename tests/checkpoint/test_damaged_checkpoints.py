@@ -7,7 +7,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax
@@ -96,13 +96,7 @@ DAMAGES = [
 
 
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
-def test_a_damaged_checkpoint_gives_way_to_the_one_before(
-    folder: Path,
-    checkpoints: Checkpoints,
-    damage: Callable[[Path], None],
-    caplog: pytest.LogCaptureFixture,
-    capfd: pytest.CaptureFixture[str],
-) -> None:
+def test_a_damaged_checkpoint_gives_way_to_the_one_before(folder, checkpoints, damage, caplog, capfd):
     damage(folder / "4")
     with caplog.at_level(logging.WARNING):
         state, where = restored(checkpoints)

@@ -11,8 +11,6 @@ from app.checkpoint.retention import BestCheckpoint, LatestAndBestPolicy, SaveCl
 
 @dataclass
 class Info:
-    """Orbax's description of a checkpoint."""
-
     step: int
     metrics: None = None
     time: None = None

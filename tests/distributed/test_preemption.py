@@ -8,7 +8,6 @@ import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +17,7 @@ from app.distributed.status_board import StatusBoard
 from app.distributed.stop_check import StoppedError
 from app.rollout.engine.sample_generator import SampleGenerator
 from app.tracking.run_reporter import RunReporter
-from tests.program import DEADLINE_S, assert_same_run, metrics_of, newest_checkpoint, started, train_here
+from tests.program import DEADLINE_S, assert_same_run, metrics_of, newest_checkpoint, started, succeeded, train_here
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -93,9 +92,7 @@ def test_signal_requests_a_stop_with_its_exit_code(number: int, code: int) -> No
         assert interrupts.sync_stop_decision(save_is_due=True) == (code, True, False, (0,))
 
 
-def test_a_run_stopped_by_sighup_goes_on_in_the_same_bits(
-    config: Path, finished: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_stopped_by_sighup_goes_on_in_the_same_bits(config, finished, monkeypatch):
     run = config.parent / "runs" / "tiny"
     generate, report, calls = SampleGenerator.stream, RunReporter.write_final_report, itertools.count(1)
 
@@ -121,8 +118,7 @@ def test_a_run_stopped_by_sighup_goes_on_in_the_same_bits(
     assert "step 1 of 4" in (run / "report.html").read_text()
     # After the last step, a signal is told that nothing is lost.
     monkeypatch.setattr(RunReporter, "write_final_report", signalled_report)
-    result = train_here(config, resume="must")
-    assert result.exit_code == 0, result.stderr
+    result = succeeded(train_here(config, resume="must"))
     assert FINISHING_MESSAGE in result.stderr and SAID not in result.stderr
     assert_same_run(run, finished, step=4)
     starts = [json.loads(line)["after_step"] for line in (run / "sessions.jsonl").read_text().splitlines()]
@@ -130,7 +126,6 @@ def test_a_run_stopped_by_sighup_goes_on_in_the_same_bits(
 
 
 def wait_for(listener: PreemptionHandler | SampleGenerator) -> None:
-    """Waits until the handler has recorded the signal."""
     end = time.monotonic() + DEADLINE_S
     is_asked = listener.stop_requested
     while not is_asked():

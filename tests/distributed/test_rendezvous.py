@@ -25,7 +25,6 @@ def come(member: ClusterMember, *, timeout_s: float = DEADLINE_S) -> str:
 
 
 def all_come(*members: ClusterMember, timeout_s: float = DEADLINE_S) -> list[str]:
-    """Joins all hosts at the same time."""
     with ThreadPoolExecutor(len(members)) as pool:
         return list(pool.map(lambda member: come(member, timeout_s=timeout_s), members, timeout=2 * DEADLINE_S))
 

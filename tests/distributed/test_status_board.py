@@ -106,9 +106,7 @@ def test_hosts_end_together_whether_all_finish_or_all_fail(monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize(("error", "code"), [(InputError("mine"), 2), (RuntimeError("mine"), 1)])
-def test_a_host_that_fails_alone_exits_without_the_others(
-    error: Exception, code: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_host_that_fails_alone_exits_without_the_others(error, code, monkeypatch):
     monkeypatch.setattr(shutdown, "COMMON_FAILURE_WINDOW_S", 0.1)
     store, exits = Shared(), []
     monkeypatch.setattr(atexit, "register", lambda *handler: exits.append(handler[1]))

@@ -4,7 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.program import DEADLINE_S, REPOSITORY
+from tests.program import DEADLINE_S, REPOSITORY, run_of, settings
 
 STUCK = """\
 import ctypes, sys, threading, time
@@ -39,6 +39,16 @@ with StatusBoard(Store(), host=0, num_hosts=2) as board, Watchdog(None, Path(sys
 """
 
 
+STUCK_RUN = """\
+import threading
+import cli
+from app.training import setup
+def hang_while_reading(*_): threading.Event().wait()
+setup.read_training_inputs = hang_while_reading
+cli.main()
+"""
+
+
 def run_python(program: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", program, *map(str, arguments)]
     return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=DEADLINE_S)
@@ -52,6 +62,13 @@ def test_a_phase_that_does_not_end_shows_every_stack_and_exits_70(tmp_path: Path
         assert "watchdog: host 3 has been in phase rollout of step 5 for 1 s, longer than " in text
         assert "2 x watchdog.phase_s = 0.7" in text
         assert "in in_python" in text
+
+
+def test_a_run_that_hangs_is_watched_from_its_start(config: Path) -> None:
+    ended = run_python(STUCK_RUN, "train", "--config", config, *settings("watchdog.phase_s=1"))
+    assert ended.returncode == 70, ended.stderr
+    for text in (ended.stderr, (run_of(config) / "crash" / "host_0.txt").read_text()):
+        assert "host 0 has been in phase compile for " in text and "in hang_while_reading" in text
 
 
 def test_hosts_exit_with_the_code_of_a_host_that_hangs_or_fails(tmp_path: Path) -> None:

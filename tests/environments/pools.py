@@ -15,7 +15,6 @@ WAIT_S = 120
 
 
 def write(folder: Path, source: str) -> str:
-    """Writes a module; returns its path."""
     (folder / "plug.py").write_text(textwrap.dedent(source))
     return str(folder / "plug.py")
 
@@ -65,5 +64,4 @@ def take(pool: EpisodePool, number: int) -> list[EpisodeReply]:
 
 
 def contents(reply: Any) -> list[str]:
-    """Returns the texts of a reply or an answer."""
     return [message["content"] for message in reply.messages]

@@ -71,9 +71,7 @@ def test_reset_gets_the_seed_and_the_columns_that_it_declares() -> None:
         ((None, 1, True, False, {}), [], 1.0, (True, False)),
     ],
 )
-def test_gym_environments_return_four_or_five_values(
-    result: Any, messages: list[str], reward: float, ends: tuple[bool, bool]
-) -> None:
+def test_gym_environments_return_four_or_five_values(result, messages, reward, ends):
     class Gym:
         def reset(self, seed=None, options=None):
             return "start", {"info": 1}

@@ -28,7 +28,7 @@ from app.records.shared_rows import share_rows
 from app.report.confidence_intervals import wilson_interval
 from app.reward.aggregate import RewardedSamples, RewardOutcome, aggregate_rewards
 from settings import InputError, load
-from tests.program import here, metrics_of
+from tests.program import here, succeeded
 from tests.tiny import make_sample
 
 
@@ -90,7 +90,6 @@ def test_only_measured_metrics_can_choose_the_best_checkpoint() -> None:
 
 
 def make_answers(*answers: tuple[str, ...], **extra: object) -> list[Sample]:
-    """Returns samples of prompts with the answer 2."""
     return [
         replace(
             graded(answer == "2", answer, stop=answer != "cut"),
@@ -210,8 +209,7 @@ AFTER = [("2",)] * 6 + [("2",), ("7",)] + [("5",)] * 4
 
 
 def compared(*arguments: str | Path) -> dict[str, Any]:
-    result = here("evaluate", "--json", "--compare", *arguments)
-    assert result.exit_code == 0, result.stderr
+    result = succeeded(here("evaluate", "--json", "--compare", *arguments))
     return json.loads(result.stdout)
 
 
@@ -296,14 +294,6 @@ def test_failures_are_counted_and_not_averaged(tmp_path: Path) -> None:
     ]
 
 
-def test_files_of_a_runs_own_evaluations_can_be_compared(finished: Path) -> None:
-    found = compared(*(finished / "eval" / f"step_00000{step}.jsonl" for step in (0, 4)))
-    accuracies = [line["eval/accuracy"] for line in metrics_of(finished) if "eval/accuracy" in line]
-    ends = found["metrics"]["eval/accuracy"]
-    assert [ends["before"]["value"], ends["after"]["value"]] == [accuracies[0], accuracies[-1]]
-    assert len(found["notes"]) == 2
-
-
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
@@ -313,11 +303,7 @@ def test_files_of_a_runs_own_evaluations_can_be_compared(finished: Path) -> None
         ({"judge": None}, "a.jsonl has no values; use a file from grpo evaluate --out"),
         ({"rewards": {"a": 1, "b": 0}}, "a.jsonl has the values of a, b"),
         ({"answers": [*AFTER[:11], ("2", "2")]}, "is incomplete: q/0 does not have each of the samples 0 to 1 once"),
-        (
-            {"answers": [(answer, answer) for (answer,) in AFTER]},
-            "eval.num_samples is 1 in the first and 2 in the second. The sign test would be biased even for one model; "
-            "evaluate one of them again with the eval.num_samples of the other",
-        ),
+        ({"answers": [one * 2 for one in AFTER]}, "eval.num_samples is 1 in the first and 2 in the second. The"),
     ],
 )
 def test_files_that_cannot_be_compared_are_refused(tmp_path: Path, changed: dict[str, Any], message: str) -> None:
@@ -347,7 +333,6 @@ def test_plug_in_values_are_compared_as_means_in_any_order(tmp_path: Path) -> No
     found = compared(before, after)
     assert (found["better"], found["worse"], found["alike"], found["p"]) == (0, 0, 20, 1.0)
     assert found["metrics"]["eval/accuracy"]["difference"]["value"] == 0
-    result = here("evaluate", "--compare", before, after, "--picture", tmp_path / "p.png")
-    assert result.exit_code == 0, result.stderr
+    result = succeeded(here("evaluate", "--compare", before, after, "--picture", tmp_path / "p.png"))
     (row,) = [line for line in result.stdout.splitlines() if line.startswith("accuracy ")]
     assert "0.200" in row and "%" not in row

@@ -16,13 +16,12 @@ from app.records.jsonl import write_jsonl
 from app.runtime.scoring import ScoringSession
 from app.runtime.session import Session
 from settings import load
-from tests.program import here, metrics_of, records_of, settings, train_here
+from tests.program import here, metrics_of, records_of, settings, succeeded, train_here
 from tests.tiny_directory import write_model
 
 
 def evaluated(*arguments: str | Path) -> dict[str, Any]:
-    result = here("evaluate", "--json", *arguments)
-    assert result.exit_code == 0, result.stderr
+    result = succeeded(here("evaluate", "--json", *arguments))
     return json.loads(result.stdout)
 
 
@@ -45,8 +44,7 @@ def without_clock(path: Path) -> list[dict[str, Any]]:
 
 def test_evaluating_a_checkpoint_equals_its_run_bit_for_bit(finished: Path, tmp_path: Path) -> None:
     out = tmp_path / "after.jsonl"
-    printed = here("evaluate", "--checkpoint", finished, "--out", out)
-    assert printed.exit_code == 0, printed.stderr
+    printed = succeeded(here("evaluate", "--checkpoint", finished, "--out", out))
     assert {path.name for path in tmp_path.iterdir()} == {out.name, f"{out.name}.facts.json"}
     assert without_clock(out) == without_clock(finished / "eval" / "step_000004.jsonl")
     assert "step 4: 20 prompts of builtin:arithmetic (test), greedy, judged by arithmetic" in printed.stdout
@@ -60,8 +58,7 @@ def test_evaluating_a_checkpoint_equals_its_run_bit_for_bit(finished: Path, tmp_
 
 def test_several_samples_through_slots_equal_the_run(config: Path, tmp_path: Path) -> None:
     several = ("run.steps=1", "eval.num_samples=2", "eval.temperature=1", "eval.num_prompts=5")
-    result = train_here(config, "rollout.slots=8", "rollout.mode=exact", *several)
-    assert result.exit_code == 0, result.stderr
+    succeeded(train_here(config, "rollout.slots=8", "rollout.mode=exact", *several))
     run, out = config.parent / "runs" / "tiny", tmp_path / "out.jsonl"
     assert evaluated("--checkpoint", run, "--out", out)["metrics"] == logged(run, 1)
     saved, fresh = (
@@ -76,8 +73,7 @@ def test_evaluating_adapters_equals_their_run(adapted: Path, tmp_path: Path) -> 
     files = {0: tmp_path / "0.jsonl", 2: tmp_path / "2.jsonl"}
     assert evaluated("--checkpoint", adapted, "--out", files[2])["metrics"] == logged(adapted, 2)
     # Without a checkpoint there are none, whatever rank is asked for.
-    base = here("evaluate", "--config", adapted / "settings.yaml", "--out", files[0])
-    assert base.exit_code == 0, base.stderr
+    base = succeeded(here("evaluate", "--config", adapted / "settings.yaml", "--out", files[0]))
     assert "model.lora.rank" in base.stderr and "has no effect here" in base.stderr
     found, expected = (
         {step: [record["behavior_logprobs"] for record in records_of(path)] for step, path in paths.items()}

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.program import here, records_of, settings
+from tests.program import here, records_of, settings, succeeded
 from tests.two_hosts import run_on_two_hosts
 
 pytestmark = pytest.mark.two_hosts
@@ -14,8 +14,7 @@ pytestmark = pytest.mark.two_hosts
 def test_two_hosts_evaluate_like_one(finished: Path, tmp_path: Path) -> None:
     # Seven prompts, which two hosts cannot share out evenly.
     chosen = ("--checkpoint", finished, *settings("eval.num_prompts=7", "eval.num_samples=2", "eval.temperature=1"))
-    one = here("evaluate", *chosen, "--out", tmp_path / "one.jsonl", "--json")
-    assert one.exit_code == 0, one.stderr
+    one = succeeded(here("evaluate", *chosen, "--out", tmp_path / "one.jsonl", "--json"))
     first, second = run_on_two_hosts("evaluate", *chosen, "--out", tmp_path / "two.jsonl", "--json")
     assert (first.exit_code, second.exit_code) == (0, 0), first.stderr + second.stderr
     assert "{" not in second.stdout

@@ -3,7 +3,6 @@
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import jax
 import ml_dtypes
@@ -27,18 +26,17 @@ from app.model.io.model_files import ADAPTER_CONFIG_FILE, INDEX_FILE, ModelFiles
 from app.model.lora import LoRAConfig, combine_params
 from app.prompts.tokenizer import load_fast_tokenizer, load_tokenizer
 from settings.schema.model import PROJECTIONS as TARGETS
-from tests.model.io.test_hf_weights import Held, Watched, random_file
-from tests.model.test_parity import (
+from tests.model.io.tensors_in_memory import Held, Watched, random_file
+from tests.model.reference import (
     SHORT_ROWS,
-    PackedRows,
+    assert_reference_logits,
     load_ours,
     load_reference,
     our_logits,
     packed_rows,
-    reference_logits,
     write_checkpoint,
 )
-from tests.prompts.test_tokenizer import write_directory, write_gguf
+from tests.prompts.tokenizers import write_directory, write_gguf
 from tests.tiny import BIASED, MIXTURE, ODD, SWITCHED, make_mesh
 
 MESSAGES = [{"role": "user", "content": "12 + 1 = a?\n\nna\u00efve 345"}]
@@ -173,13 +171,6 @@ def write_adapters(directory: Path, base: Path, lora: LoRAConfig, trained: Param
     tensors = PeftTensors(trained)
     write_safetensors(directory / ADAPTER_WEIGHTS_FILE, tensors, [*tensors.shapes], np.dtype(np.float32))
     return directory
-
-
-def assert_reference_logits(logits: np.ndarray, rows: PackedRows, reference: Any) -> None:
-    """Asserts that our logits of each segment equal those of a reference."""
-    for row, first, token_ids in rows.segments:
-        expected = reference_logits(reference, token_ids)
-        np.testing.assert_allclose(logits[row, first : first + len(token_ids)], expected, rtol=0, atol=1e-4)
 
 
 # peft asks transformers for a property by its old name.

@@ -78,9 +78,7 @@ def test_hosts_share_the_folder_that_the_first_writes(monkeypatch: pytest.Monkey
     assert read_config("jax_compilation_cache_dir") is None
 
 
-def test_a_folder_that_cannot_be_used_is_a_warning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_folder_that_cannot_be_used_is_a_warning(tmp_path, monkeypatch, caplog):
     def assert_refused(reason: str) -> None:
         caplog.clear()
         with caplog.at_level(logging.WARNING, logger="app.mesh.program_cache"):

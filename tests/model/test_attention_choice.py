@@ -242,9 +242,7 @@ def test_grouped_products_compile_for_an_h100_unexpanded(dim: int, num_rows: int
     ("head_dim", "block_size", "window", "is_int8"),
     [(64, 16, None, True), (128, 256, 100, True), (256, 64, None, False)],
 )
-def test_the_decode_kernel_compiles_for_an_h100(
-    head_dim: int, block_size: int, window: int | None, is_int8: bool
-) -> None:
+def test_the_decode_kernel_compiles_for_an_h100(head_dim, block_size, window, is_int8):
     architecture = replace(EVEN, num_kv_heads=2, num_query_heads=12, head_dim=head_dim)
     mesh = gpus_of("h100-1")
     with jax.set_mesh(mesh):

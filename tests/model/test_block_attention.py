@@ -21,13 +21,12 @@ from app.model.attention.packed import make_block_pairs, packed_attention, platf
 from app.model.attention.pairs import UNREACHABLE, Blocking, BlockPairs, PackedInputs, block_pairs
 from app.model.kernels import gpu_attention, tpu_attention
 from app.model.segment_layout import SegmentLayout, attention_mask
-from tests.layouts import layout_of, seen, segments_of_rows
+from tests.layouts import RULES, layout_of, seen, segments_of_rows
 from tests.tiny import make_mesh
 
 ROWS, TOKENS, QUERY_HEADS, KV_HEADS, HEAD = 2, 150, 6, 3, 5
 """Rows of two whole blocks and a part of one, for the blocks of a CPU."""
 Inputs = tuple[Array, Array, Array, Array]
-RULES = [DEFAULT_SCORE_MOD, ScoreMod(0.4, 0.6)]
 
 
 def inputs(rows=ROWS, tokens=TOKENS, query_heads=QUERY_HEADS, kv_heads=KV_HEADS, seed=0) -> Inputs:

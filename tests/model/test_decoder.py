@@ -157,20 +157,6 @@ def test_recomputing_changes_no_gradient_and_saves_memory():
     assert temporary_bytes[2] < 0.8 * temporary_bytes[1]
 
 
-def test_weights_in_the_compute_type_give_the_same_logprobs():
-    definition, dtype = DecoderDefinition.create(EVERYTHING), jnp.dtype("bfloat16")
-    params = random_params(definition)
-    held = jax.tree.map(lambda leaf, x: x.astype(leaf.dtype), definition.held_in(dtype).shapes, params)
-    assert {leaf.dtype for leaf in jax.tree.leaves(held)} == {dtype}
-    token_ids = np.random.default_rng(7).integers(0, EVERYTHING.vocab_size, (1, 151))
-    segments, branches, positions = SHARED
-    indices, targets = np.arange(150)[None], token_ids[:, 1:]
-    rows = TokenBatch(token_ids, positions, segments, branches, indices, targets, indices >= 0)
-    how: Any = {"temperature": 0.7, "dtype": dtype, "remat": "none", "logits_chunk": 40}
-    logprobs = jax.jit(lambda params: row_logprobs(definition.bind(params), rows, **how)[0])
-    np.testing.assert_array_equal(logprobs(held), logprobs(params))
-
-
 def test_parameters_are_counted_by_hand():
     attention, mlp, norms = 36 * 60 + 2 * 36 * 30 + 60 * 36, 3 * 36 * 44, 2 * 36
     biases = 60 + 2 * 30 + 36 + 2 * 44 + 36
@@ -248,8 +234,6 @@ LENGTHS = np.array([1, 5, 4])
 
 
 class Compiled:
-    """The compiled decoder of one architecture."""
-
     def __init__(self, architecture: Architecture):
         definition = DecoderDefinition.create(architecture)
         params = random_params(definition)

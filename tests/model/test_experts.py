@@ -46,7 +46,6 @@ SIZES = [(5, 0, 30, 7), (0, 0, 42, 0), (11, 1, 0, 0), (0, 0, 0, 0)]
 
 @jax.jit
 def dense_product(x: jax.Array, matrices: jax.Array, sizes: jax.Array) -> jax.Array:
-    """Multiplies all rows with all matrices."""
     group = jnp.searchsorted(jnp.cumsum(sizes), jnp.arange(len(x)), side="right")
     return jnp.einsum("me,mi,eio->mo", jax.nn.one_hot(group, len(sizes)), x, matrices, precision="highest")
 

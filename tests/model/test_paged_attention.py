@@ -13,7 +13,7 @@ from app.model.attention.cached import attend_in_xla
 from app.model.attention.dense import DEFAULT_SCORE_MOD, dot_product_attention
 from app.model.kernels import gpu_decode, tpu_decode
 from app.model.kv_cache import LayerCache, to_codes
-from tests.model.test_block_attention import RULES
+from tests.layouts import RULES
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 
@@ -149,6 +149,5 @@ def test_int8_cache_attention_equals_that_of_dequantized_values(way: str, block_
 
 
 def stood_for(cache: LayerCache) -> LayerCache:
-    """Returns the numbers that codes stand for."""
     assert cache.key_scales is not None and cache.value_scales is not None
     return LayerCache(cache.keys * cache.key_scales[..., None], cache.values * cache.value_scales[..., None])

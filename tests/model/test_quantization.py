@@ -23,9 +23,9 @@ from app.rollout.request import GenerationRequest
 from app.rollout.sampling.token_sampling import SamplingRules
 from settings.errors import InputError
 from settings.schema.model import PROJECTIONS, Quantization
-from tests.model.io.test_hf_weights import Held, random_file
+from tests.model.io.tensors_in_memory import Held, random_file
 from tests.quantized import dequantized_params
-from tests.tiny import BIASED, EVEN, make_engine, make_mesh, make_prompt, random_params, random_prompts
+from tests.tiny import BIASED, EVEN, make_engine, make_mesh, make_prompt
 
 qwix = pytest.importorskip("qwix", reason="Qwix is not installed: pip install -e '.[qlora]'")
 
@@ -130,9 +130,7 @@ def logits(definition: DecoderDefinition, params: Params, *, dtype: Any = FLOAT3
         *(("int8", "bfloat16", (1, 1, 1), 5e-2), ("nf4", "bfloat16", (1, 1, 1), 2e-2)),
     ],
 )
-def test_a_network_computes_what_its_kernels_in_floats_would(
-    quantization: Quantization, dtype: str, mesh_shape: tuple[int, int, int], tolerance: float
-) -> None:
+def test_a_network_computes_what_its_kernels_in_floats_would(quantization, dtype, mesh_shape, tolerance):
     architecture = replace(WIDE, qkv_bias=True, attention_output_bias=True, mlp_bias=True)
     definition, params, exact = loaded(architecture, quantization, mesh_shape)
     # Codes are the same on every mesh, and split as kernels are.
@@ -178,23 +176,6 @@ def test_few_kernels_are_dequantized_at_once_while_decoding() -> None:
     blocks = flatten_by_path(DecoderDefinition.create(architecture).shapes["blocks"])
     a_third = sum(4 * x.size for path, x in blocks.items() if path[-1] == "kernel") / 3
     assert max(used[1:]) - used[0] <= a_third
-
-
-def test_samples_are_those_of_the_kernels_in_floats() -> None:
-    """The network has adapters that are not merged."""
-    base, held, _ = loaded(WIDE, "nf4", (1, 1, 2))
-    adapted, mesh = DecoderDefinition.create(WIDE, lora=LORA, quantization="nf4"), make_mesh((1, 1, 2))
-    adapters = adapted.trainable(random_params(adapted.unquantized))
-    whole = combine_params(jax.device_put(adapters, adapted.trainable(adapted.shardings(mesh))), held)
-    floats = combine_params(adapters, dequantized_params(base, held))
-    prompts = random_prompts(2, vocab_size=WIDE.vocab_size)
-    both = []
-    for definition, params, on in ((adapted, whole, mesh), (adapted.unquantized, floats, make_mesh())):
-        engine = make_engine(definition, on)
-        both.append(engine.generate(engine.to_decode_weights(params), prompts, PAIR))
-    for ours, expected in zip(*both, strict=True):
-        assert ours.completion == expected.completion
-        np.testing.assert_allclose(ours.behavior_logprobs, expected.behavior_logprobs, atol=1e-4)
 
 
 @EACH

@@ -12,7 +12,7 @@ from jax.test_util import check_grads
 from app.model.architecture import RopeConfig
 from app.model.io.families import architecture_from_config
 from app.model.layers import apply_rope, rope_frequencies
-from tests.model.io.test_families import LLAMA3_SCALING, SIZES
+from tests.model.reference import LLAMA3, SIZES
 
 # The part kept of the second of wavelengths 6.28, 62.8, 628, ... between original/high = 25 and original/low = 100.
 KEPT = (100 * 0.1 / (2 * np.pi) - 1) / 3
@@ -36,15 +36,15 @@ def test_rope_frequencies_equal_numbers_by_hand(rope, by_hand):
     ("rope", "head_dim"),
     [
         ({"rope_type": "linear", "factor": 3.0}, 10),
-        ({**LLAMA3_SCALING, "original_max_position_embeddings": 8192}, 10),
-        ({**LLAMA3_SCALING, "original_max_position_embeddings": 8192}, 128),
+        ({**LLAMA3, "original_max_position_embeddings": 8192}, 10),
+        ({**LLAMA3, "original_max_position_embeddings": 8192}, 128),
     ],
 )
 def test_rope_frequencies_equal_transformers(rope, head_dim):
     pytest.importorskip("torch", reason="transformers computes its frequencies with torch")
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    config = transformers.LlamaConfig(**SIZES, head_dim=head_dim, rope_parameters={**rope, "rope_theta": 5e5})
+    config = transformers.LlamaConfig(**SIZES | {"head_dim": head_dim}, rope_parameters={**rope, "rope_theta": 5e5})
     expected, attention_factor = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, device=None)
     ours = architecture_from_config(config.to_dict() | {"architectures": None})
     frequencies = rope_frequencies(ours.rope, ours.head_dim)

@@ -46,7 +46,6 @@ def opened(source: str, **limits: Any) -> Iterator[FunctionPool]:
 
 
 def call(pool: FunctionPool, *texts: str) -> list[float | str]:
-    """Calls the function for each text; returns its value or the kind of its failure."""
     fields = {"is_batch": False, "num_samples": 1, "trainer_arguments": [], "trainer_state": {}}
     results = pool.run([fields | {"arguments": {"text": text}} for text in texts])
     return [result.kind if isinstance(result, Failure) else result[0].value or 0.0 for result in results]

@@ -102,9 +102,7 @@ def use_kernel(monkeypatch: pytest.MonkeyPatch, **kernels: Callable[..., Any]) -
         monkeypatch.setattr(tpu_attention, name, kernel)
 
 
-def test_the_kernel_that_a_run_would_use_is_compared_and_fails_with_the_way_out(
-    session: ScoringSession, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_kernel_that_a_run_would_use_is_compared_and_fails_with_the_way_out(session, monkeypatch):
     use_kernel(monkeypatch)
     result = check(session)
     assert result.verdict == "ok", result

@@ -2,7 +2,7 @@
 
 import pytest
 
-from app.preflight.check_results import CheckRecorder, CheckResult, DoctorReport
+from app.preflight.check_results import CheckRecorder
 from settings.errors import InputError
 
 
@@ -25,9 +25,3 @@ def test_an_exception_becomes_the_failure_of_its_check() -> None:
     assert [one.advice for one in recorder.results] == ["", "", "set another", "wait"]
     with pytest.raises(KeyboardInterrupt), recorder.run_check("disk"):
         raise KeyboardInterrupt
-
-
-@pytest.mark.parametrize(("codes", "expected"), [((), 0), ((0, 0), 0), ((0, 1), 1), ((2, 1, 0), 2)])
-def test_an_input_error_decides_the_exit_code(codes: tuple[int, ...], expected: int) -> None:
-    results = [CheckResult("a", "fail" if code else "ok", "", exit_code=code) for code in codes]
-    assert DoctorReport(results, 0.0).exit_code == expected

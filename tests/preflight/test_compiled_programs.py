@@ -14,7 +14,7 @@ from app.mesh.devices import compile_only_devices
 from app.preflight import compiled_programs
 from app.preflight.compiled_programs import check_fits
 from settings import InputError
-from tests.program import here, of_tiny, settings
+from tests.program import here, of_tiny, settings, succeeded
 from tests.tiny_directory import write_reward_model
 
 NAMES = {
@@ -34,13 +34,11 @@ def libtpu() -> None:
 
 
 def report_of(*arguments: str | Path) -> dict[str, Any]:
-    result = here(*arguments, "--json")
-    assert result.exit_code == 0, result.stderr
+    result = succeeded(here(*arguments, "--json"))
     return json.loads(result.stdout)
 
 
 def compiled(model: Path, *overrides: str, hlo: Path | None = None) -> dict[str, Any]:
-    """Returns the report on a tiny run."""
     folder = [] if hlo is None else ["--hlo", hlo]
     return report_of("inspect-mesh", *of_tiny(model), *settings(*overrides), "--compile", *folder)
 
@@ -79,9 +77,7 @@ KERNELS = ATTENTION | {"threshold_by_count", "threshold_by_weight"}
 
 
 @pytest.mark.slow
-def test_a_cpu_process_compiles_a_step_for_tpus_with_their_kernels(
-    tiny_model: Path, tmp_path: Path, libtpu: None
-) -> None:
+def test_a_cpu_process_compiles_a_step_for_tpus_with_their_kernels(tiny_model, tmp_path, libtpu):
     overrides = (*PENALISED, "rollout.top_p=0.95", "mesh.pretend=v4-16")
     report = compiled(tiny_model, *overrides, hlo=tmp_path / "texts")
     programs = by_name(report)

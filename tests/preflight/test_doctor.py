@@ -22,7 +22,6 @@ NO_EVALUATION = ("eval.every_steps=0",)
 
 
 def run_doctor(*arguments: str | Path) -> tuple[int, Checks, str]:
-    """Returns the exit code, the results by check, and stderr."""
     result = here("doctor", "--json", *arguments)
     report = json.loads(result.stdout)
     assert report["exit_code"] == result.exit_code, result.stderr
@@ -144,9 +143,7 @@ def test_a_mesh_that_does_not_fit_skips_only_the_checks_that_need_it(config: Pat
     assert "free at" in checks["disk"]["found"]
 
 
-def test_the_memory_is_that_of_a_dry_run_and_what_does_not_fit_is_not_loaded(
-    config: Path, judge: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_memory_is_that_of_a_dry_run_and_what_does_not_fit_is_not_loaded(config, judge, monkeypatch):
     overrides = settings(f"reward.model={judge}", "model.lora.rank=2", *NO_EVALUATION)
     report = json.loads(here("train", "--config", config, "--dry-run", "--json", *overrides).stdout)
     peak = max(report["memory"], key=lambda phase: sum(report["memory"][phase].values()))

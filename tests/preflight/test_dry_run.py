@@ -79,21 +79,13 @@ def test_the_bytes_equal_those_of_the_real_arrays(config: Path, overrides: tuple
             assert phase[f"{name}_optimizer".removeprefix("_")] == held(state) - held(state.params)
     assert ("reference" in report.memory["update"]) == ("algorithm.beta=0.1" in overrides and not has_adapters)
     assert report.memory["update"]["gradients"] == held(states[""].params)
-    assert report.memory["rollout"]["decode_weights"] == held(session.to_decode_weights(policy))
+    decode_weights, slots = session.to_decode_weights(policy), session.continuous_batching
+    assert slots is not None and report.memory["rollout"]["decode_weights"] == held(decode_weights)
+    slots.engine.open(decode_weights, session.rollout_request())
+    assert report.memory["rollout"]["kv_cache"] == held(slots.engine.runner.cache)
+    slots.engine.close()
     assert report.checkpoint_bytes == sum(array.nbytes for array in jax.tree.leaves(states))
     assert report.num_trained_parameters == sum(x.size for x in jax.tree.leaves(states[""].params))
-
-
-def test_the_bytes_of_caches_equal_those_of_the_real_arrays(config: Path) -> None:
-    memory = foreseen(config, *SHARDED).memory
-    launch, _ = launched(config, *SHARDED)
-    session = launch.session
-    weights = session.to_decode_weights(session.scoring.load_params())
-    assert session.continuous_batching is not None
-    engine = session.continuous_batching.engine
-    engine.open(weights, session.rollout_request())
-    assert memory["rollout"]["kv_cache"] == held(engine.runner.cache)
-    engine.close()
 
 
 @pytest.mark.parametrize(

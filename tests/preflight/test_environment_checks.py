@@ -84,9 +84,7 @@ def test_a_model_that_is_not_cached_is_a_warning_and_is_not_downloaded(hub: Loca
 
 
 @pytest.mark.parametrize("is_offline", [False, True], ids=["unreachable", "offline mode"])
-def test_without_the_hub_the_cache_decides(
-    hub: LocalHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_offline: bool
-) -> None:
+def test_without_the_hub_the_cache_decides(hub, tmp_path, monkeypatch, is_offline):
     fetch_from_hub(MODEL.hub_id, files=HUB_FILES)
     url = None if is_offline else f"http://{free_address()}"
     use_hub(monkeypatch, url, tmp_path / "cache")
@@ -161,9 +159,7 @@ def test_older_and_missing_packages_are_a_warning() -> None:
 
 
 @pytest.mark.parametrize(("checkpoint_bytes", "verdict", "code"), [(1, "ok", 0), (2**60, "fail", 1), (None, "skip", 0)])
-def test_the_disk_must_have_space_for_the_checkpoints(
-    tmp_path: Path, checkpoint_bytes: int | None, verdict: str, code: int
-) -> None:
+def test_the_disk_must_have_space_for_the_checkpoints(tmp_path, checkpoint_bytes, verdict, code):
     # The newest ones, the best one if there is one, and one that is being written.
     for overrides, count in (((), 5), (("checkpoint.best_metric=null",), 4), (("eval.every_steps=0",), 4)):
         recorder, chosen = CheckRecorder(), load_settings("checkpoint.keep=3", *overrides)
@@ -174,9 +170,7 @@ def test_the_disk_must_have_space_for_the_checkpoints(
         assert (f"a run needs space for {count} checkpoints of " in result.found) == (checkpoint_bytes is not None)
 
 
-def test_checkpoints_and_samples_as_large_as_the_free_space_pass(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_checkpoints_and_samples_as_large_as_the_free_space_pass(tmp_path, monkeypatch):
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=500))
     for size, samples, verdict in ((100, 0, "ok"), (101, 0, "fail"), (90, 50, "ok"), (90, 51, "warn")):
         recorder = CheckRecorder()

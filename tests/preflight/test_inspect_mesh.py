@@ -25,7 +25,7 @@ from app.preflight.inspect_mesh import (
 from app.records.text_format import format_bytes
 from app.runtime.session import Session
 from settings import Resolved, load
-from tests.program import here, of_tiny, settings
+from tests.program import here, of_tiny, settings, succeeded
 from tests.tiny import make_mesh
 
 GIB = 2**30
@@ -35,8 +35,7 @@ pytestmark = pytest.mark.usefixtures("real_devices_again")
 
 
 def inspect_json(model: Path, *overrides: str) -> dict[str, Any]:
-    result = here("inspect-mesh", *of_tiny(model), *settings(*overrides), "--json")
-    assert result.exit_code == 0, result.stderr
+    result = succeeded(here("inspect-mesh", *of_tiny(model), *settings(*overrides), "--json"))
     return json.loads(result.stdout)
 
 
@@ -52,8 +51,7 @@ def inspect(run: Resolved) -> tuple[Session, MeshInspection]:
 
 
 def test_the_report_is_text_or_json_and_needs_only_the_configuration(tiny_model: Path, tmp_path: Path) -> None:
-    text = here("inspect-mesh", *of_tiny(tiny_model), *settings("mesh.shape=2,2,2"))
-    assert text.exit_code == 0, text.stderr
+    text = succeeded(here("inspect-mesh", *of_tiny(tiny_model), *settings("mesh.shape=2,2,2")))
     assert text.stdout.startswith("8 x cpu (cpu), ")
     for part in ("mesh dp 2 x fsdp 2 x tp 2", "MiB", "rollout: 16 slots with", "which --compile adds"):
         assert part in text.stdout
@@ -131,8 +129,7 @@ def test_a_dry_run_can_simulate_a_slice(config: Path) -> None:
     # Settings of real devices, as those of a preset for a pod, have no effect on simulated ones.
     real = settings("mesh.platform=tpu", "mesh.coordinator_address=auto", "mesh.expect_processes=4")
     pretended = settings("mesh.pretend=v5p-16", "model.attention=kernel")
-    result = here("train", "--config", config, "--dry-run", *real, *pretended)
-    assert result.exit_code == 0, result.stderr
+    result = succeeded(here("train", "--config", config, "--dry-run", *real, *pretended))
     assert "mesh        8 x TPU v5 on 2 host(s): dp 2, fsdp 4, tp 1 (simulated)" in result.stdout
     assert "of its 95.00 GiB" in result.stdout
 

@@ -52,7 +52,6 @@ FAMILIES = {
 def write_tokenizer(
     folder: Path, backend: Backend, config: Any, *, generation_config: Any = None, vocab_size: int = 400
 ) -> Path:
-    """Writes a model directory with this tokenizer and a single weight."""
     backend.save(str(folder / "tokenizer.json"))
     of_model = {"model_type": "llama", "vocab_size": vocab_size}
     contents = {"tokenizer_config": config, "generation_config": generation_config or {}, "config": of_model}

@@ -96,7 +96,6 @@ def model(request, tmp_path_factory) -> tuple[Path, Tokenizer]:
 
 
 def read_prompts(path: Path, tokenizer: Tokenizer, prompt: Any, **data: Any) -> list[int]:
-    """Returns the ids of a prompt of a file."""
     path.write_text(json.dumps({"prompt": prompt}) + "\n")
     [encoded], _ = encode_prompts(
         load_dataset(str(path)).rows, tokenizer, DataSettings(max_prompt_length=10**6, **data)

@@ -59,9 +59,7 @@ def test_a_program_killed_while_it_writes_keeps_the_old_file(path: Path) -> None
     assert is_partial_file(partial, target=path)
 
 
-def test_no_command_writes_its_output_in_place(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, finished: Path, sampled: Path, tiny_model: Path
-) -> None:
+def test_no_command_writes_its_output_in_place(tmp_path, monkeypatch, finished, sampled, tiny_model):
     monkeypatch.chdir(tmp_path)
     np.savez("in.npz", rewards=np.ones((1, 2)), values=np.ones((1, 2)))
     write_jsonl(Path("in.jsonl"), [{"values": [1.0, 2.0], "reward": 1.0}])

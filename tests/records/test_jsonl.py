@@ -5,6 +5,8 @@ import pytest
 from app.records.jsonl import check_output_path, read_jsonl, write_jsonl
 from settings.errors import InputError
 
+NUMBERS = {"a": [1e308, -1e-400, 10**400], "1e999": "1e999"}
+
 
 @pytest.fixture
 def path(tmp_path):
@@ -17,10 +19,7 @@ def path(tmp_path):
         (b'{"a": 1}\n\n   \n{"a": 2}\n', [(1, {"a": 1}), (4, {"a": 2})]),  # blank lines count
         (b'\xef\xbb\xbf{"a": "\xc3\xa9"}\r\n{"a": 2}', [(1, {"a": "é"}), (2, {"a": 2})]),  # of Windows
         ('{"a": "x\u2028y\x85z"}\n'.encode(), [(1, {"a": "x\u2028y\x85z"})]),  # separators inside a string
-        (
-            json.dumps({"a": [1e308, -1e-400, 10**400], "1e999": "1e999"}).encode(),
-            [(1, {"a": [1e308, -1e-400, 10**400], "1e999": "1e999"})],
-        ),
+        (json.dumps(NUMBERS).encode(), [(1, NUMBERS)]),
     ],
 )
 def test_objects_are_read_with_their_line_numbers(path, content, expected):

@@ -1,7 +1,6 @@
 """Tests of a run's directory: who may use it, and the settings of its steps, read from its files."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -115,9 +114,7 @@ def link_checkpoints(run: RunDirectory) -> Path:
         (link_checkpoints, "is a symbolic link"),
     ],
 )
-def test_links_and_folders_in_place_of_files_are_refused(
-    occupied: RunDirectory, change: Callable[[RunDirectory], Path], message: str
-) -> None:
+def test_links_and_folders_in_place_of_files_are_refused(occupied, change, message):
     path = change(occupied)
     with pytest.raises(InputError, match=f"{path} {message}"):
         check_run_directory(occupied, "auto")
@@ -144,7 +141,7 @@ def test_a_run_directory_is_locked_by_one_process_at_a_time(finished: Path, conf
         with pytest.raises(InputError, match="another process is running in"):
             lock_run_directory(run)
         before = digest_of(finished)
-        result = train_here(config, f"run.dir={finished.parent}", resume="auto")
+        result = train_here(config, f"run.dir={finished.parent}", "run.steps=5", resume="auto")
     assert result.exit_code == 2
     assert result.stderr.splitlines()[-1].startswith("error: run.name: another process is running in")
     assert digest_of(finished) == before
@@ -204,9 +201,7 @@ def test_lines_without_settings_are_named_as_gaps(trained: RunDirectory) -> None
         assert history.gaps == ["sessions.jsonl has no valid settings in line 2; others are taken instead"]
 
 
-def test_changed_and_lost_settings_are_taken_from_the_last_session(
-    trained: RunDirectory, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_changed_and_lost_settings_are_taken_from_the_last_session(trained, caplog):
     text = trained.settings_path.read_text()
     trained.settings_path.write_text(text.replace("learning_rate: 0.2", "learning_rate: 0.5"))
     assert rates_of(SettingsHistory.read(trained)) == {1: 0.1, 4: 0.2}

@@ -25,6 +25,7 @@ RECORD: dict[str, Any] = {
     "finish_reason": "stop",
     "policy_version": 4,
 }
+ROUTES = {"num_layers": 2, "experts_per_token": 1, "ids": ""}
 FLOAT32 = st.floats(width=32, allow_nan=False, allow_infinity=False)
 
 
@@ -153,16 +154,10 @@ def test_missing_fields_are_named_with_the_line():
         ({"group_id": 10**20}, "group_id: expected a 64-bit integer, got int 100000000000000000000"),
         ({"prompt": 2}, "prompt: expected text or chat messages"),
         ({"reward": float("inf")}, "reward: expected a finite float32 number"),
-        (
-            {"routes": {"num_layers": "2", "experts_per_token": 1, "ids": ""}},
-            "routes.num_layers: expected an object of",
-        ),
+        ({"routes": ROUTES | {"num_layers": "2"}}, "routes.num_layers: expected an object of"),
         ({"routes": {"num_layers": 2, "ids": ""}}, "routes: expected an object of num_layers, experts_per_token and"),
-        (
-            {"routes": {"num_layers": 2, "experts_per_token": 1, "ids": "AAAA"}},
-            "routes.ids has 3 bytes, expected 10: one for each of 5 tokens of prompt and completion, 2 layers and 1 ex",
-        ),
-        ({"routes": {"num_layers": 2, "experts_per_token": 1, "ids": "~"}}, "routes.ids: expected Base64, got '~'"),
+        ({"routes": ROUTES | {"ids": "AAAA"}}, "routes.ids has 3 bytes, expected 10: one for each of 5 tokens of"),
+        ({"routes": ROUTES | {"ids": "~"}}, "routes.ids: expected Base64, got '~'"),
         ({"rewards": {"gsm8k": "1"}}, "rewards.gsm8k: expected a number, got str"),
     ],
 )

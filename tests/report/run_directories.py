@@ -48,7 +48,6 @@ def write_run(
     evaluations: Mapping[int, Sequence[Mapping[str, Any]]] | None = None,
     settings: Sequence[str] = (),
 ) -> Path:
-    """Writes the run directory `path` with these lines and samples."""
     path.mkdir(parents=True)
     overrides = [f"run.dir={path.parent}", f"run.name={path.name}", *settings]
     (path / "settings.yaml").write_text(load(None, overrides, {}).to_yaml())

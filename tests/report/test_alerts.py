@@ -35,6 +35,7 @@ def test_a_healthy_run_raises_no_alert() -> None:
 SKIPPED, MOVES = "An update was skipped: NaN or infinity", "The policy moves too far within a step"
 EQUAL, SAME = "Rewards are equal within almost every group", "All rewards are the same"
 LOW, HIGH, DUAL = (f"policy__clip_fraction_{side}" for side in ("low", "high", "dual"))
+CORRECTED = "policy__correction_mean"
 TRUNCATED, ZERO_VARIANCE = "completions__truncated_fraction", "reward__zero_variance_fraction"
 MISMATCH, DIFFERENCE = "Sampler and trainer disagree", "rollout__sampler_scorer_logprob_diff_mean"
 
@@ -44,16 +45,12 @@ MISMATCH, DIFFERENCE = "Sampler and trainer disagree", "rollout__sampler_scorer_
     [
         # An update of a step was skipped though a later one was finite.
         (SKIPPED, {"policy__nonfinite_in_a_row": 0, "policy__nonfinite_updates": 1}, {"policy__nonfinite_updates": 0}),
-        (
-            SKIPPED,
-            {"policy__nonfinite_in_a_row": 1, "loss": None, "policy__grad_norm": None},
-            {"policy__grad_norm": 50.0},
-        ),
+        (SKIPPED, {"policy__nonfinite_in_a_row": 1, "loss": None}, {"policy__grad_norm": 50.0}),
         ("Entropy has collapsed", {"policy__entropy": 0.015}, {"policy__entropy": 0.03}),
         (
             SAME,
             {"reward__mean": 0.0, "reward__std": 0.0, ZERO_VARIANCE: 1.0},
-            {"reward__mean": 0.001, "reward__std": 0.03, ZERO_VARIANCE: 0.9},
+            {"reward__std": 0.03, ZERO_VARIANCE: 0.9},
         ),
         (EQUAL, {ZERO_VARIANCE: 0.97}, {ZERO_VARIANCE: 0.9}),
         ("Many answers are truncated", {TRUNCATED: 0.3}, {TRUNCATED: 0.2}),
@@ -64,18 +61,12 @@ MISMATCH, DIFFERENCE = "Sampler and trainer disagree", "rollout__sampler_scorer_
         (MISMATCH, {DIFFERENCE: 0.05}, {DIFFERENCE: 0.004, "rollout__sampler_scorer_logprob_diff_max": 0.2}),
         # Samples of an older policy differ, and importance weights correct for more.
         (MISMATCH, {DIFFERENCE: 0.05}, {DIFFERENCE: 0.05, "perf__rollout__staleness_max": 1}),
-        (
-            MISMATCH,
-            {DIFFERENCE: 0.2, "policy__correction_mean": 1.0},
-            {DIFFERENCE: 0.05, "policy__correction_mean": 1.0},
-        ),
+        (MISMATCH, {DIFFERENCE: 0.2, CORRECTED: 1.0}, {DIFFERENCE: 0.05, CORRECTED: 1.0}),
         ("A reward function fails", {"reward__error_count": 3}, {"reward__error_count": 0}),
         ("Every step compiles", {"perf__compilations": 1}, {"perf__compilations": 0}),
     ],
 )
-def test_each_alert_is_raised_once_by_its_condition_and_not_by_less(
-    title: str, metrics: dict[str, float | None], harmless: dict[str, float | None]
-) -> None:
+def test_each_alert_is_raised_once_by_its_condition_and_not_by_less(title, metrics, harmless):
     # Beyond the steps in which compilation is expected.
     history = after_twenty_healthy_steps(20, **metrics)
     assert titles(history) == [title]
@@ -160,9 +151,7 @@ def test_accuracy_that_falls_while_the_reward_rises_is_over_optimization() -> No
         ({0: 60.0, 20: 40.0, 40: 35.0}, rising, 100),  # values of a plug-in, whose noise is unknown
     ],
 )
-def test_a_fall_by_chance_or_with_the_reward_is_no_over_optimization(
-    accuracies: dict[int, float], reward: Callable[[int], float], num_prompts: Any
-) -> None:
+def test_a_fall_by_chance_or_with_the_reward_is_no_over_optimization(accuracies, reward, num_prompts):
     assert FALLS not in titles(evaluated(accuracies, reward, num_prompts))
 
 
@@ -178,9 +167,7 @@ COLLAPSE = "The reward has collapsed"
         ({"policy__grad_norm": 500.0}, "the gradient norm rose from"),
     ],
 )
-def test_a_collapse_of_the_reward_names_its_signs_and_the_learning_rate(
-    sign: dict[str, float | None], figures: str
-) -> None:
+def test_a_collapse_of_the_reward_names_its_signs_and_the_learning_rate(sign, figures):
     found = {alert.title: alert for alert in find_alerts(after_twenty_healthy_steps(LONG, **COLLAPSED, **sign))}
     text = found[COLLAPSE].text
     assert "The mean reward of 5 steps fell from 0.8" in text and figures in text

@@ -76,9 +76,7 @@ def reason(history: list[dict[str, Any]], **rules: Any) -> str | None:
         *(((math.nan, 0.1), 1, False), ((0.9, 0.1, 0.1), None, False)),
     ],
 )
-def test_a_run_stops_early_without_improvement(
-    values: tuple[float | None, ...], patience: int | None, ends: bool
-) -> None:
+def test_a_run_stops_early_without_improvement(values, patience, ends):
     history = lines(*values)
     assert (reason(history, patience=patience) is not None) == ends
     # Only after an evaluation.

@@ -45,12 +45,6 @@ def test_each_plot_is_drawn_if_the_run_has_its_metrics(panel: Panel) -> None:
     assert render_panel(panel, [nothing]) is None
 
 
-def test_one_step_is_enough_for_a_plot() -> None:
-    evidence = [step_record(1, **EVERYTHING, eval__accuracy=0.5, eval__num_prompts=10)]
-    for name in ("reward", "accuracy", "lengths", "times", "clip_fractions"):
-        assert "step" in texts(svg_of(name, evidence))
-
-
 def test_smoothing_and_averaging_are_labelled_and_plots_are_reproducible() -> None:
     history = quickstart_history()
     assert render_panel(BY_NAME["reward"], history) == render_panel(BY_NAME["reward"], history)

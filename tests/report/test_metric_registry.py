@@ -3,17 +3,18 @@
 from pathlib import Path
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
-from app.evaluation.prompt_metrics import estimate_metrics
+from app.evaluation.prompt_metrics import estimate_metrics, prompt_columns
 from app.report.metric_registry import METRICS, find_metric, matches, metrics_page
 from app.rollout.counters import RolloutCounters
 from app.tracking.performance import rollout_performance
 from app.tracking.sample_metrics import episode_metrics
 from app.update.route_metrics import RouteCounts, route_metrics
 from tests.episodes import with_turns
-from tests.evaluation.test_metrics import make_answers, table_of
-from tests.program import REPOSITORY, metrics_of, train_here
+from tests.program import REPOSITORY, metrics_of, succeeded, train_here
+from tests.replays import samples_of
 from tests.run_fixtures import NO_REPORT, TINY, write_config
 from tests.tiny_directory import write_reward_model
 
@@ -33,11 +34,12 @@ def judged_by_plug_in(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
     ppo = ("algorithm.name=ppo", "algorithm.beta=0.1", "algorithm.kl_target=0.1", "algorithm.correction=truncate")
     workers = ("rollout.scheduler=adaptive", "rollout.workers.fast.slots=8", "rollout.workers.heavy.count=0")
     apart = ("rollout.max_staleness=1", "rollout.devices=0.5", "mesh.shape=1,4,1")
-    result = train_here(
-        *(config, functions, model, *ppo, *workers, *apart),
-        *("env.source=calculator", "run.steps=1", "eval.every_steps=0"),
+    succeeded(
+        train_here(
+            *(config, functions, model, *ppo, *workers, *apart),
+            *("env.source=calculator", "run.steps=1", "eval.every_steps=0"),
+        )
     )
-    assert result.exit_code == 0, result.stderr
     return folder / "runs" / "tiny"
 
 
@@ -46,7 +48,8 @@ NAMES = [name for entry in METRICS for name in entry.names]
 
 def metrics_of_real_runs(*runs: Path) -> set[str]:
     """Returns the metrics of these runs, of an evaluation with several samples per prompt, of experts and episodes."""
-    several = estimate_metrics(table_of(make_answers(("2", "3"), ("2", "2")), 2), num_samples=2)
+    columns = prompt_columns(samples_of(runs[0], 1), judge="arithmetic", num_samples=4)
+    several = estimate_metrics({name: np.array(column, float) for name, column in columns.items()}, num_samples=4)
     experts = route_metrics(RouteCounts(jnp.ones((2, 4)), differing=jnp.zeros(()), recorded=jnp.ones(())))
     metrics = ({"tool_calls": 1.0, "distance": 2.0}, {})
     turns = episode_metrics([with_turns([(1, 1), (1, 0)], scores={"win": 1.0}, metrics=metrics)])

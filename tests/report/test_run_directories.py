@@ -39,9 +39,7 @@ def run(tmp_path: Path) -> Path:
         ("settings.yaml", b"\xff\xfe", "settings.yaml:1: not UTF-8"),
     ],
 )
-def test_a_directory_that_cannot_be_reported_is_refused_and_unchanged(
-    run: Path, file: str, content: bytes | None, message: str
-) -> None:
+def test_a_directory_that_cannot_be_reported_is_refused_and_unchanged(run, file, content, message):
     if content is None:
         (run / file).unlink()
     else:

@@ -43,7 +43,6 @@ def nothing_is_left() -> Iterator[None]:
 
 
 def ended(pid: int) -> bool:
-    """Returns whether a killed process has ended."""
     try:
         descriptor = os.pidfd_open(pid)
     except ProcessLookupError:

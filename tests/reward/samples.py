@@ -65,13 +65,11 @@ def values_of(scored: RewardedSamples) -> list[float | None]:
 
 
 def kinds_of(scored: RewardedSamples) -> list[str | None]:
-    """Returns the kind of each sample's first failure."""
     errors = [sample.extra.get("reward_errors") for sample in scored.samples]
     return [found[0].split(": ")[1] if found else None for found in errors]
 
 
 def write_plug_in(folder: Path, text: str, name: str = "plug.py") -> str:
-    """Writes a module to `folder` and returns its path."""
     path = folder / name
     path.write_text(text)
     return str(path)

@@ -1,6 +1,8 @@
 """Tests of numbers and answers in texts of people and models."""
 
 import json
+import subprocess
+import sys
 from fractions import Fraction
 
 import pytest
@@ -10,6 +12,7 @@ from hypothesis import strategies as st
 from app.reward import gsm8k
 from app.reward.builtin_tasks import TASKS, grade
 from app.reward.numbers import last_number, parse_number
+from tests.program import DEADLINE_S, REPOSITORY
 from tests.reward.samples import make_prompt
 
 
@@ -79,13 +82,20 @@ HOSTILE = [
 ]
 
 
-@pytest.mark.parametrize("piece", HOSTILE)
-def test_a_hostile_completion_of_ten_megabytes_is_read(piece):
-    """It takes a tenth of a second; quadratic time would be hours."""
-    completion = (piece * (10_000_000 // len(piece) + 1))[:10_000_000]
-    for task in TASKS.values():
-        task.extract(completion)
-        task.is_formatted(completion)
+READING = """\
+import sys
+from app.reward.builtin_tasks import TASKS
+for piece in sys.stdin.read().split("\\0"):
+    text = (piece * (10_000_000 // len(piece) + 1))[:10_000_000] + "\\n#### 18"
+    assert [task.extract(text) for task in TASKS.values()] == ["18", "18"], piece
+    assert [task.is_formatted(text) for task in TASKS.values()] == [True, False], piece
+"""
+
+
+def test_the_answer_behind_ten_hostile_megabytes_is_read():
+    """In a process that is killed, since no signal ends a search: in quadratic time it takes hours."""
+    program, pieces = [sys.executable, "-c", READING], "\0".join(HOSTILE)
+    subprocess.run(program, input=pieces, text=True, cwd=REPOSITORY, timeout=DEADLINE_S, check=True)
 
 
 def test_arithmetic_answer_is_the_last_number_and_its_format_one_integer():

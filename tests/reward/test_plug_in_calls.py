@@ -291,9 +291,7 @@ def test_a_signature_determines_style_and_arguments(function: Callable[..., Any]
         (lambda completion, /: 0, COLUMNS, "takes `completion` by position only"),
     ],
 )
-def test_a_signature_that_cannot_be_filled_is_refused(
-    function: Callable[..., Any], columns: DataColumns, message: str
-) -> None:
+def test_a_signature_that_cannot_be_filled_is_refused(function, columns, message):
     with pytest.raises(LoadError) as caught:
         signature_of(function, columns)
     assert message in str(caught.value)

@@ -19,8 +19,8 @@ from app.rollout.sequence import RolloutSequence
 from app.rollout.workers.async_generation import AsyncRollout
 from app.rollout.workers.worker import Admission, RolloutWorker
 from app.rollout.workers.worker_pool import RolloutWorkerPool
-from tests.rollout import test_slot_engine as slots
-from tests.rollout.test_scheduled_workers import bits, dying, engine_on, expected, samples_of, scheduled, workers_on
+from tests.rollout import slots
+from tests.rollout.worker_pools import bits, dying, engine_on, expected, samples_of, scheduled, workers_on
 from tests.tiny import make_engine, make_mesh, random_params
 
 KEY = slots.REQUEST.policy_version
@@ -156,7 +156,6 @@ def test_a_sample_without_tokens_has_the_version_that_dropped_it() -> None:
 
 
 def after(num_looks: int) -> Callable[[], bool]:
-    """Returns a stop check that becomes true after this many calls."""
     left = iter(range(num_looks))
     return lambda: next(left, None) is None
 

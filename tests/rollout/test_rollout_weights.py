@@ -30,9 +30,9 @@ from app.runtime.rollout_mesh import rollout_mesh, rollout_mesh_notes
 from scripts.bench.hlo_collectives import program_collectives
 from scripts.bench.shapes import QWEN2_5_7B
 from settings import InputError, Settings, load
-from tests.program import here, metrics_of, train_here
+from tests.program import here, metrics_of, succeeded, train_here
 from tests.quantized import dequantized_params
-from tests.rollout.test_slot_engine import assert_same_samples
+from tests.rollout.slots import assert_same_samples
 from tests.tiny import BIASED, EVEN, SWITCHED, make_engine, make_mesh, random_params, random_prompts
 
 FLOAT32 = jnp.dtype("float32")
@@ -79,9 +79,7 @@ def test_samples_do_not_depend_on_the_mesh(architecture: Architecture, meshes: A
 
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize(("architecture", "training", "tp"), [(SHALLOW, TRAINING, 0), (WINDOWED, TRAINING, 4)])
-def test_the_decode_kernel_draws_the_samples_of_xla(
-    architecture: Architecture, training: Any, tp: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_decode_kernel_draws_the_samples_of_xla(architecture, training, tp, monkeypatch):
     without = expected(architecture, top_p=0.9)
     monkeypatch.setattr(prefill_and_decode, "decode_block_size", lambda *_, **__: 16)
     assert_same_samples(mesh_samples(architecture, training, tp, top_p=0.9), without)
@@ -210,16 +208,14 @@ def test_kernels_that_have_few_bits_already_are_refused(config: Path) -> None:
 
 def test_a_run_measures_the_rounding_of_its_sampler_and_its_export_says_so(config: Path, tmp_path: Path) -> None:
     rounded = ("rollout.weights=int8", "rollout.kv_cache=int8")
-    result = train_here(config, *rounded, "run.steps=2", "eval.every_steps=0", "checkpoint.best_metric=null")
-    assert result.exit_code == 0, result.stderr
+    succeeded(train_here(config, *rounded, "run.steps=2", "eval.every_steps=0", "checkpoint.best_metric=null"))
     run = config.parent / "runs" / "tiny"
     lines = metrics_of(run)
     assert all(line["rollout/sampler_scorer_logprob_diff_mean"] > 1e-6 for line in lines)
     assert all(0 < line["rollout/sampler_scorer_kl"] < 0.01 for line in lines)
     assert all(0.9 < line["policy/correction_ess"] < 1 for line in lines)
     assert lines[1]["perf/compilations"] == 0
-    exported = here("export", "--checkpoint", run, "--out", tmp_path / "out")
-    assert exported.exit_code == 0, exported.stderr
+    exported = succeeded(here("export", "--checkpoint", run, "--out", tmp_path / "out"))
     note = "the run evaluated a rounded policy (rollout.weights: int8 and rollout.kv_cache: int8)"
     assert note in exported.stderr and note in (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
     assert "--set rollout.weights=null --set rollout.kv_cache=null" in exported.stdout

@@ -43,13 +43,11 @@ def compiled(function: Callable[..., Any]) -> Any:
 
 
 def keys_of(num_rows: int, *, seed: int = 0, policy_version: int = 0, uid: str = "row") -> jax.Array:
-    """Returns the keys of this many samples of one prompt."""
     words = np.repeat(hash_uids([uid]), num_rows, axis=0)
     return compiled(sample_keys)(seed, policy_version, words, np.arange(num_rows, dtype=np.int32))
 
 
 def draw_rows(sampler: Any, logits: Any, rules: SamplingRules, num_rows: int = ROWS) -> SampledTokens:
-    """Draws many tokens from the same logits."""
     rows = jnp.broadcast_to(jnp.asarray(logits, jnp.float32), (num_rows, len(logits)))
     return SampledTokens._make(map(np.asarray, compiled(sampler)(rows, rules, keys_of(num_rows))))
 
@@ -91,9 +89,7 @@ RULES = st.builds(
 
 @settings(max_examples=50)
 @given(st.lists(LOGIT, min_size=VOCAB, max_size=VOCAB), RULES)
-def test_truncation_keeps_the_tokens_of_a_slow_oracle_and_reports_their_mass(
-    logits: list[float], rules: SamplingRules
-) -> None:
+def test_truncation_keeps_the_tokens_of_a_slow_oracle_and_reports_their_mass(logits, rules):
     support, probabilities = slow_support(logits, rules), slow_softmax(logits)
     drawn = draw_rows(sample_tokens_truncated, logits, rules)
     assert set(drawn.token_ids) <= set(support)
@@ -154,9 +150,7 @@ def slow_lowest(values: np.ndarray, weights: np.ndarray, limit: int) -> float:
 
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize(("dtype", "weighs"), [(np.float32, False), (np.float32, True), (np.int32, False)])
-def test_all_truncation_searches_find_the_same_threshold(
-    dtype: type, weighs: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_truncation_searches_find_the_same_threshold(dtype, weighs, monkeypatch):
     """One and four bits a pass, and the kernel in Pallas' interpreter."""
     rng, num_bits = np.random.default_rng(3), 32 if dtype == np.float32 else 6
     values = wide_rows(11) if dtype == np.float32 else rng.integers(0, 40, (11, WIDE)).astype(dtype)

@@ -97,24 +97,6 @@ def test_gae_takes_its_settings_from_algorithm_and_critic() -> None:
     np.testing.assert_allclose(one.returns, [0.5, 1.0, 2.0])
 
 
-def test_adaptive_lambda_applies_to_advantages_only() -> None:
-    adaptive = settings_of("algorithm.length_adaptive_lam=0.1", "algorithm.lam=1.0")
-    (one,) = by_gae(adaptive, samples_of(1.0))
-    # Of three tokens: 1 - 1 / 0.3, at least 0.
-    np.testing.assert_allclose(one.advantages, [0.25 - 0.5, 0.75 - 0.25, 1 - 0.75])
-    np.testing.assert_allclose(one.returns, 1.0)
-
-
-@pytest.mark.parametrize(("mask_mode", "backend"), [("skip", "chunked"), ("through", "numpy"), ("zero", "chunked")])
-def test_masked_tokens_are_those_of_the_mode(mask_mode: str, backend: str) -> None:
-    chosen = settings_of("algorithm.gamma=0.5", "algorithm.lam=0", "algorithm.gae_chunk_size=2")
-    (holed,) = samples_of(1.0)
-    estimate: Any = make_gae_advantages(chosen, backend=backend, mask_mode=mask_mode)
-    (one,) = estimate([replace(holed, loss_mask=np.array([True, False, True]))], 0.0)
-    behind_the_first = {"skip": 0.75, "through": 0.25, "zero": 0.0}[mask_mode]
-    np.testing.assert_allclose(one.advantages, [0.5 * behind_the_first - 0.5, 0, 0.25])
-
-
 def test_token_returns_have_the_penalty() -> None:
     estimator: Any = make_return_advantages(settings_of(*PENALTY, "algorithm.gamma=0.5"))
     (one,) = estimator(samples_of(1.0), 0.5)
@@ -130,15 +112,6 @@ def test_a_coefficient_is_adapted_once_a_step_by_the_tokens_kl() -> None:
     assert estimator_from(*target)([], 0.5).kl_coef == 0.5
     broken = [replace(samples_of(1.0)[0], policy_logprobs=np.full(3, np.nan, np.float32))]
     assert estimator_from(*target)(broken, 0.5).kl_coef == 0.5
-
-
-def test_vtrace_clips_ratios_at_one() -> None:
-    (one,) = samples_of(1.0)
-    assert one.policy_logprobs is not None
-    doubled = replace(one, behavior_logprobs=one.policy_logprobs - np.float32(np.log(2)))
-    chosen = ("algorithm.estimator=vtrace", "algorithm.gamma=0.5", "algorithm.lam=0")
-    estimated = estimator_from(*chosen, "algorithm.whiten_advantages=false")([doubled], 0.0)
-    np.testing.assert_allclose(estimated.samples[0].returns[-1], 1.0, rtol=1e-5)
 
 
 def test_vtrace_gradient_of_an_unlikely_token_vanishes_despite_whitening() -> None:

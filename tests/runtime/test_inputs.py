@@ -119,9 +119,7 @@ def test_a_reward_model_with_another_tokenizer_is_named(tiny_model: Path, tmp_pa
 ID = "owner/tiny"
 
 
-def test_a_resumed_run_keeps_its_commit(
-    config: Path, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_resumed_run_keeps_its_commit(config, tiny_model, tmp_path, monkeypatch):
     def train(steps: int, path: str = ID) -> Result:
         return train_here(config, f"model.path={path}", "eval.every_steps=0", f"run.steps={steps}", resume="auto")
 
@@ -143,9 +141,7 @@ def test_a_resumed_run_keeps_its_commit(
         assert read_training_inputs(again).model_commits["model"] == first
 
 
-def test_critic_and_reward_model_keep_their_commits(
-    config: Path, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_critic_and_reward_model_keep_their_commits(config, tiny_model, tmp_path, monkeypatch):
     ids = {"model": "owner/policy", "critic": "owner/critic", "reward": "owner/judge"}
     chosen = [f"model.path={ids['model']}", f"critic.path={ids['critic']}", f"reward.model={ids['reward']}"]
     with serve() as hub:

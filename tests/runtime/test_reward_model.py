@@ -22,8 +22,8 @@ from settings.errors import InputError
 from settings.schema.algorithm import MicroBatchSettings, ScoreSettings
 from settings.schema.data import DataSettings
 from settings.schema.reward import RewardSettings
-from tests.model.test_parity import SIZES, SWITCHES, import_reference
-from tests.program import here, metrics_of, records_of, settings, train_here
+from tests.model.reference import SIZES, SWITCHES, import_reference
+from tests.program import here, metrics_of, records_of, settings, succeeded, train_here
 from tests.tiny import make_mesh, make_sample
 from tests.tiny_directory import write_reward_model, write_tokenizer
 
@@ -102,8 +102,7 @@ def test_scores_equal_transformers(model_type: str, tmp_path: Path) -> None:
 
 def test_a_run_adds_the_score_to_the_rewards(config: Path, judge: Path) -> None:
     chosen = (f"reward.model={judge}", "reward.model_weight=0.25", "run.steps=2", "eval.every_steps=0")
-    result = train_here(config, *chosen)
-    assert result.exit_code == 0, result.stderr
+    succeeded(train_here(config, *chosen))
     run = config.parent / "runs" / "tiny"
     model = loaded(judge)
     lines = metrics_of(run)
@@ -123,8 +122,7 @@ def test_a_run_adds_the_score_to_the_rewards(config: Path, judge: Path) -> None:
 
 def test_grpo_score_writes_the_score_of_every_sample(sampled: Path, judge: Path, tmp_path: Path) -> None:
     chosen = settings(f"reward.model={judge}", "reward.functions=[{name: arithmetic, weight: 0}]")
-    result = here("score", *chosen, "--role", "reward", "--input", sampled, "--out", tmp_path / "out.jsonl")
-    assert result.exit_code == 0, result.stderr
+    result = succeeded(here("score", *chosen, "--role", "reward", "--input", sampled, "--out", tmp_path / "out.jsonl"))
     records = records_of(tmp_path / "out.jsonl")
     assert all(record["reward"] == record["rewards"]["model"] for record in records)
     assert len({record["reward"] for record in records}) > 3 and "reward/model/mean" in result.stdout

@@ -64,9 +64,7 @@ def test_functions_that_judge_answers_or_their_form_are_in_order(function: Any, 
         (lambda completion: 0.5, "391", "0.5 for the reference answer '391' (str)"),
     ],
 )
-def test_a_function_that_gives_all_answers_the_same_is_named_with_the_type(
-    function: Any, answer: Any, value: str
-) -> None:
+def test_a_function_that_gives_all_answers_the_same_is_named_with_the_type(function, answer, value):
     (warning,) = found_for(function, answer)
     assert f"f gives {value} of q/0, and for 3 other answers; check data.answer_column" in warning
 

@@ -9,14 +9,12 @@ import pytest
 
 from app.mesh import jax_startup
 from app.mesh.placement import bytes_per_device
-from app.records.sample import Sample
 from app.rollout.engine.programs import SlotPrograms
 from app.runtime import slot_choice
 from app.runtime.model_spec import read_model_spec
 from app.runtime.scoring import ScoringSession
 from app.runtime.session import Session
 from app.runtime.slot_choice import blocks_in_memory
-from app.training.inputs import read_training_inputs
 from app.training.setup import open_session
 from settings import load
 
@@ -46,7 +44,6 @@ def set_memory(monkeypatch: pytest.MonkeyPatch, size: int | None) -> None:
 
 
 def size_of(session: Session) -> tuple[int, int]:
-    """Returns the numbers of slots, and of blocks on each device."""
     assert session.continuous_batching is not None
     programs = session.continuous_batching.engine.programs
     return programs.shapes.num_slots, programs.num_blocks
@@ -107,9 +104,7 @@ def needed_bytes(programs: SlotPrograms, num_blocks: int) -> dict[str, int]:
     }
 
 
-def test_blocks_fill_what_compiled_programs_leave(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_blocks_fill_what_compiled_programs_leave(monkeypatch, caplog):
     set_memory(monkeypatch, None)
     caplog.set_level(logging.INFO)
     session = opened(max_new_tokens=512)
@@ -167,21 +162,6 @@ def test_slots_are_what_the_blocks_hold_at_half_their_length(monkeypatch: pytest
     # A number that somebody set stays.
     assert size_of(opened(prompts_per_step=16, slots=64)) == (64, 12)
     assert size_of(opened(slots=64, kv_blocks="null")) == (64, 34)
-
-
-def test_scarce_memory_changes_no_sample(monkeypatch: pytest.MonkeyPatch) -> None:
-    def samples(session: Session) -> list[Sample]:
-        with closing(session):
-            prompts = read_training_inputs(session.settings).prompts[:4]
-            weights = session.to_decode_weights(session.scoring.load_params())
-            return session.generator.generate(weights, prompts, session.rollout_request(policy_version=1))
-
-    plenty = samples(opened())
-    monkeypatch.setattr("app.runtime.generators.blocks_in_memory", lambda *_, **__: 6)
-    scarce = opened(slots=16)
-    found = samples(scarce)
-    assert size_of(scarce) == (16, 6)  # one of a device's two rows waits for the other
-    assert [(x.uid, x.completion_ids.tolist()) for x in found] == [(x.uid, x.completion_ids.tolist()) for x in plenty]
 
 
 def test_memory_for_no_sample_is_a_warning(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

@@ -17,7 +17,7 @@ from app.runtime.model_spec import read_model_spec
 from app.runtime.scoring import ScoringSession
 from app.runtime.session import Session
 from settings import load
-from tests.program import DEADLINE_S, here, of_tiny, records_of, settings, started, train_here, wait_until
+from tests.program import DEADLINE_S, here, of_tiny, records_of, settings, started, succeeded, train_here, wait_until
 
 SCHEDULED = ("rollout.scheduler=adaptive", "rollout.workers.fast.slots=4", "rollout.workers.heavy.slots=4")
 ACTORS = (*SCHEDULED, "rollout.ray.address=local")
@@ -84,9 +84,7 @@ def short_folder() -> Iterator[Path]:
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="it reads /proc")
-def test_actors_write_the_same_samples_and_outlive_no_command(
-    sampled: Path, tiny_model: Path, tmp_path: Path, short_folder: Path
-) -> None:
+def test_actors_write_the_same_samples_and_outlive_no_command(sampled, tiny_model, tmp_path, short_folder):
     """One command is killed, and the next one keeps its finished samples; neither leaves an actor behind."""
     pytest.importorskip("ray", reason="Ray is not installed: pip install -e '.[ray]'")
     out, part = tmp_path / "samples.jsonl", tmp_path / "samples.jsonl.part"
@@ -109,16 +107,13 @@ def test_actors_write_the_same_samples_and_outlive_no_command(
     assert_all_end(living(short_folder))
 
 
-def test_ray_is_needed_to_generate_and_not_to_score(
-    config: Path, sampled: Path, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ray_is_needed_to_generate_and_not_to_score(config, sampled, tiny_model, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     for result in (train_here(config, *ACTORS), here(*rollout_of(tiny_model, tmp_path / "samples.jsonl"))):
         assert result.exit_code == 2 and "pip install -e '.[ray]'" in result.stderr
     assert not (config.parent / "runs").exists()
     files = ("--input", sampled, "--out", tmp_path / "scored.jsonl")
-    result = here("score", *of_tiny(tiny_model), *settings(*ACTORS), *files)
-    assert result.exit_code == 0, result.stderr
+    succeeded(here("score", *of_tiny(tiny_model), *settings(*ACTORS), *files))
 
 
 def test_a_dry_run_starts_no_actors_and_counts_no_cache_of_theirs(config: Path) -> None:

@@ -111,7 +111,7 @@ def test_random_lengths_compile_each_row_shape_once():
     scorer = Scorer(DecoderDefinition.create(ODD), make_mesh(), dtype=FLOAT32, logits_chunk=128)
     cut, shapes = packed(64, 32), set()
     with closing(CompilationCounter()) as compilations:
-        for seed in range(12):
+        for seed in range(6):
             samples = random_samples(seed % 3 + 1, 3, vocab_size=ODD.vocab_size, seed=seed)
             plan = cut(samples, scorer.mesh).local_plan
             shapes |= {(len(one.rows), one.shape) for one in plan.micro_batches}

@@ -132,9 +132,7 @@ def test_command_that_gcloud_repeats_after_a_lost_connection_runs_once(tpu: Tpu,
     ],
     ids=["error", "no restarts left", "TPU is gone"],
 )
-def test_run_that_cannot_go_on_is_not_started_again(
-    tpu: Tpu, launch: Launch, program: str, command: str, restarts: str, code: int, num_calls: int
-) -> None:
+def test_run_that_cannot_go_on_is_not_started_again(tpu, launch, program, command, restarts, code, num_calls):
     install_grpo(tpu, program.replace("@CLOUD@", str(tpu.cloud)))
     done = launch("grpo", *command.split(), options=("--restarts", restarts))
     assert done.returncode == code

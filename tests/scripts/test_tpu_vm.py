@@ -52,9 +52,7 @@ def write_env(tpu: Tpu, text: str = f"WANDB_API_KEY={CANARY}\n", *, mode: int = 
     ],
     ids=repr,
 )
-def test_options_are_checked_before_gcloud_is_called(
-    tpu: Tpu, script: str, arguments: tuple[str, ...], complaint: str
-) -> None:
+def test_options_are_checked_before_gcloud_is_called(tpu, script, arguments, complaint):
     write_env(tpu)
     done = tpu.run(script, *arguments)
     assert (done.returncode, tpu.calls()) == (2, [])
@@ -128,9 +126,7 @@ def test_values_of_keys_are_on_no_command_line_and_in_no_output(tpu: Tpu, broken
         (f"HF_TOKEN={CANARY}\n", 0o640, "chmod 600 .env"),
     ],
 )
-def test_file_of_keys_that_is_unusable_or_open_to_others_is_refused(
-    tpu: Tpu, text: str, mode: int, complaint: str
-) -> None:
+def test_file_of_keys_that_is_unusable_or_open_to_others_is_refused(tpu, text, mode, complaint):
     write_env(tpu, text, mode=mode)
     done = tpu.run(SYNC)
     assert (done.returncode, tpu.calls()) == (2, [])

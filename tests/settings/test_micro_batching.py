@@ -20,7 +20,6 @@ SCOPES = (*SWITCHES, *(f"score.{role}" for role in ROLES))
 
 
 def sizes_of(resolved: Resolved, section: str) -> tuple[int | None, int | None]:
-    """Returns the quota and the number of rows of a section."""
     scope = value_of(resolved.settings, section)
     if section in SWITCHES:
         switch = value_of(resolved.settings, f"{section}.{SWITCHES[section]}")
@@ -57,9 +56,7 @@ run: {seed: 0} | forward_max_token_len_per_gpu=900 | score.reward | 900 None
 
 
 @pytest.mark.parametrize(("text", "overrides", "section", "expected"), CHOICES)
-def test_a_section_has_what_the_latest_layer_chose_or_inherits(
-    text: str, overrides: str, section: str, expected: str
-) -> None:
+def test_a_section_has_what_the_latest_layer_chose_or_inherits(text, overrides, section, expected):
     quota, rows = sizes_of(load_text(text, *overrides.split()), section)
     assert f"{quota} {rows}" == expected
 

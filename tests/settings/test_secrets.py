@@ -34,9 +34,7 @@ def test_a_dotenv_gives_the_secrets_and_no_other_name(folder: Path) -> None:
     assert not {"LD_PRELOAD", "GRPO__RUN__STEPS"} & set(os.environ)
 
 
-def test_the_environment_comes_before_the_nearest_parent_and_that_before_the_last_resort(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_environment_comes_before_the_nearest_parent_and_that_before_the_last_resort(folder, monkeypatch):
     write(folder / "a/.env", "WANDB_API_KEY=near\n")
     write(folder / ".env", "WANDB_API_KEY=far\nHF_TOKEN=far\n")
     write(folder / "a/b/root/.env", "WANDB_API_KEY=last\nHF_TOKEN=last\n")

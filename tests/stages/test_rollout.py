@@ -18,21 +18,22 @@ from app.report.matplotlib_figures import check_picture_path
 from app.rollout.scheduling.schedule_metrics import Span
 from app.runtime.model_spec import ModelSpec, read_model_spec
 from app.stages.rollout import rollout_identity
-from app.tracking.rollout_timeline import SUPPORTED_SUFFIXES, Timeline, render_timeline, write_timeline
+from app.tracking.rollout_timeline import SUPPORTED_SUFFIXES, Timeline, write_timeline
 from settings import Settings, load
 from settings.errors import InputError
-from tests.program import NUM_DEVICES, digest_of, here, of_tiny, records_of, settings
+from tests.program import NUM_DEVICES, digest_of, here, of_tiny, records_of, settings, succeeded
 from tests.tiny import make_sample
 
 
 def test_prompts_of_a_file_are_sampled_greedily(tiny_model: Path, tmp_path: Path) -> None:
     row = {"question": "1 + 2 = ?", "answer": "3", "level": 7}
     write_jsonl(tmp_path / "prompts.jsonl", [row, row | {"level": 8, "tests": "x" * 300}])
-    result = here(
-        *("rollout", *of_tiny(tiny_model), *settings("rollout.temperature=0")),
-        *("--prompts", tmp_path / "prompts.jsonl", "--out", tmp_path / "samples.jsonl"),
+    succeeded(
+        here(
+            *("rollout", *of_tiny(tiny_model), *settings("rollout.temperature=0")),
+            *("--prompts", tmp_path / "prompts.jsonl", "--out", tmp_path / "samples.jsonl"),
+        )
     )
-    assert result.exit_code == 0, result.stderr
     records = records_of(tmp_path / "samples.jsonl")
     assert len(records) == 8 and len({record["completion"] for record in records[:4]}) == 1
     assert records[0]["prompt"] == "1 + 2 = ?" and records[0]["answer"] == "3"
@@ -44,11 +45,12 @@ def test_prompts_of_a_file_are_sampled_greedily(tiny_model: Path, tmp_path: Path
     # Reward functions get the row of every sample, and what was read is written.
     (tmp_path / "plug.py").write_text("def f(completion, level, tests=''): return level + len(tests or '')")
     of_plug = settings(f"reward.functions=[{tmp_path / 'plug.py'}:f]")
-    result = here(
-        *("score", "--role", "reward", "--input", tmp_path / "samples.jsonl", "--out", tmp_path / "scored.jsonl"),
-        *of_plug,
+    succeeded(
+        here(
+            *("score", "--role", "reward", "--input", tmp_path / "samples.jsonl", "--out", tmp_path / "scored.jsonl"),
+            *of_plug,
+        )
     )
-    assert result.exit_code == 0, result.stderr
     scored = records_of(tmp_path / "scored.jsonl")
     assert [record.pop("reward") for record in scored] == [7.0] * 4 + [308.0] * 4
     assert [{**record, "rewards": None} for record in scored] == [{**record, "rewards": None} for record in records]
@@ -56,8 +58,7 @@ def test_prompts_of_a_file_are_sampled_greedily(tiny_model: Path, tmp_path: Path
 
 def test_checkpoint_samples_what_its_run_sampled_next(finished: Path, tmp_path: Path) -> None:
     out = tmp_path / "samples.jsonl"
-    result = here("rollout", "--checkpoint", finished / "checkpoints" / "2", "--limit", "40", "--out", out)
-    assert result.exit_code == 0, result.stderr
+    result = succeeded(here("rollout", "--checkpoint", finished / "checkpoints" / "2", "--limit", "40", "--out", out))
     assert "--checkpoint: using the settings in" in result.stderr
     samples = {record["uid"]: record for record in records_of(out)}
     of_run = records_of(finished / "rollouts" / "step_000003.jsonl")
@@ -71,13 +72,11 @@ def test_checkpoint_samples_what_its_run_sampled_next(finished: Path, tmp_path: 
 
 def test_adapters_of_a_checkpoint_are_sampled_and_scored(adapted: Path, tmp_path: Path) -> None:
     samples, scored = tmp_path / "samples.jsonl", tmp_path / "scored.jsonl"
-    drawn = here("rollout", "--checkpoint", adapted, "--limit", "4", "--out", samples)
-    assert drawn.exit_code == 0, drawn.stderr
+    succeeded(here("rollout", "--checkpoint", adapted, "--limit", "4", "--out", samples))
     # Before the first step the adapters changed nothing.
     before = records_of(adapted / "eval" / "step_000000.jsonl")
     write_jsonl(samples, [*records_of(samples), *before])
-    result = here("score", "--checkpoint", adapted, "--input", samples, "--out", scored)
-    assert result.exit_code == 0, result.stderr
+    succeeded(here("score", "--checkpoint", adapted, "--input", samples, "--out", scored))
     differences = [
         np.abs(np.subtract(one["policy_logprobs"], one["behavior_logprobs"])).max() for one in records_of(scored)
     ]
@@ -99,10 +98,6 @@ def timeline(**changes) -> Timeline:
         "makespan_s": 4.0,
     }
     return Timeline(**(values | changes))
-
-
-def drawn(one: Timeline) -> str:
-    return render_timeline(one, kind="svg").decode()
 
 
 def test_suffix_chooses_png_or_a_page_that_is_escaped_and_loads_nothing(tmp_path: Path) -> None:
@@ -142,7 +137,6 @@ def facts_of(model: Path, *overrides: str) -> Identity:
 
 
 def header_of(chosen: Settings, model: ModelSpec, *saved: PolicyCheckpoint | None, limit: int = 6) -> str:
-    """Returns the header of this rollout's part file."""
     rows = load_training_data(chosen.data, seed=chosen.run.seed).rows[:limit]
     prompts, _ = encode_prompts(rows, model.tokenizer, chosen.data)
     return PartialSamples(Path(), rollout_identity(chosen, model, prompts, *saved)).header
@@ -153,9 +147,7 @@ def header_under(overrides: list[str]) -> str:
     return header_of(chosen, read_model_spec(chosen).without_adapters)
 
 
-def test_killed_rollout_of_workers_continues_with_the_same_samples(
-    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_killed_rollout_of_workers_continues_with_the_same_samples(tiny_model, tmp_path, monkeypatch):
     whole, out = tmp_path / "whole.jsonl", tmp_path / "samples.jsonl"
     with monkeypatch.context() as patch:
         patch.setattr("app.stages.rollout.remove_parts", lambda path: None)
@@ -169,17 +161,14 @@ def test_killed_rollout_of_workers_continues_with_the_same_samples(
     (tmp_path / "samples.jsonl.part").write_bytes(stored)
     (tmp_path / ".samples.jsonl.4.partial").touch()
     (tmp_path / "whole.jsonl.part").unlink()
-    result = here(*command(tiny_model, out, *SCHEDULED))
-    assert result.exit_code == 0, result.stderr
+    result = succeeded(here(*command(tiny_model, out, *SCHEDULED)))
     assert "continuing: 9 of 24 samples are done" in result.stderr and "sampled before" in result.stdout
     assert content(out) == content(whole)
     assert sum(record["elapsed_s"] == 123.0 for record in records_of(out)) == 9
     assert {path.name for path in tmp_path.iterdir()} == {"samples.jsonl", "whole.jsonl", "slots.html"}
 
 
-def test_only_missing_samples_are_drawn_again_in_rounds_of_any_size(
-    sampled: Path, tiny_model: Path, tmp_path: Path
-) -> None:
+def test_only_missing_samples_are_drawn_again_in_rounds_of_any_size(sampled, tiny_model, tmp_path):
     records = [{**record, "elapsed_s": 123.0} for record in records_of(sampled)]
     assert [(record["group_id"], record["policy_version"]) for record in records] == [(i // 4, 0) for i in range(24)]
     assert len({record["uid"] for record in records}) == 24
@@ -190,8 +179,7 @@ def test_only_missing_samples_are_drawn_again_in_rounds_of_any_size(
         (tmp_path / "samples.jsonl.part").write_text("".join(f"{line}\n" for line in (header, *stored)))
         of_step = f"rollout.prompts_per_step={prompts_per_step}"
         chosen = [of_step if "prompts_per_step" in one else one for one in of_tiny(tiny_model)]
-        result = here("rollout", "--json", *chosen, "--limit", "6", "--out", out)
-        assert result.exit_code == 0, result.stderr
+        result = succeeded(here("rollout", "--json", *chosen, "--limit", "6", "--out", out))
         for record, other in zip(content(out), content(sampled), strict=True):
             np.testing.assert_allclose(record.pop("behavior_logprobs"), other.pop("behavior_logprobs"), atol=1e-5)
             assert record == other
@@ -242,9 +230,7 @@ def test_identity_holds_only_settings_that_affect_samples(tiny_model: Path) -> N
         (("run.seed=8",), 5, "the prompts was '6 prompts, "),
     ],
 )
-def test_part_file_of_another_rollout_is_refused(
-    tiny_model: Path, tmp_path: Path, overrides: tuple[str, ...], limit: int, message: str
-) -> None:
+def test_part_file_of_another_rollout_is_refused(tiny_model, tmp_path, overrides, limit, message):
     chosen = settings(f"model.path={tiny_model}", *SMALL)
     (tmp_path / "samples.jsonl.part").write_text(header_under(chosen) + "\n")
     before = digest_of(tmp_path)
@@ -272,17 +258,7 @@ def test_file_that_is_no_part_is_left_as_it_is(line: bytes, tiny_model: Path, tm
     assert (tmp_path / "samples.jsonl.part").read_bytes() == line
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (settings(*SCHEDULED, "rollout.workers.fast.count=99"), "workers need a device each"),
-        (settings(SCHEDULED[0], "rollout.workers.heavy.slots=6"), "rollout.workers.heavy.slots: 6 cannot be split"),
-        (["--timeline", "slots.png"], "--timeline plots the activity of scheduled workers"),
-    ],
-)
-def test_error_before_the_first_sample_leaves_no_file(
-    tiny_model: Path, tmp_path: Path, arguments: list[str], message: str
-) -> None:
-    result = here(*command(tiny_model, tmp_path / "samples.jsonl"), *arguments)
-    assert result.exit_code == 2 and message in result.stderr
+def test_a_timeline_needs_scheduled_workers(tiny_model: Path, tmp_path: Path) -> None:
+    result = here(*command(tiny_model, tmp_path / "samples.jsonl"), "--timeline", "slots.png")
+    assert result.exit_code == 2 and "--timeline plots the activity of scheduled workers" in result.stderr
     assert list(tmp_path.iterdir()) == []

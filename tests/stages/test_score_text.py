@@ -17,7 +17,7 @@ from app.stages.sample_text import SampleEncoder
 from settings import load
 from settings.errors import InputError
 from settings.schema.data import DataSettings
-from tests.program import here, records_of, settings
+from tests.program import here, records_of, settings, succeeded
 from tests.tiny_directory import END, write_model, write_tokenizer
 
 IDS = ("prompt_token_ids", "completion_token_ids")
@@ -26,12 +26,10 @@ RENDERED = "<|user|>1+2=?<|assistant|>"
 
 
 def scored(model: Path, source: Path, *arguments: str | Path, role: str = "policy") -> list[dict[str, Any]]:
-    """Scores a file; returns the lines of the output."""
     out = source.with_name(f"{source.name}.{role}.out")
-    result = here(
-        "score", *settings(f"model.path={model}"), "--input", source, "--out", out, "--role", role, *arguments
+    succeeded(
+        here("score", *settings(f"model.path={model}"), "--input", source, "--out", out, "--role", role, *arguments)
     )
-    assert result.exit_code == 0, result.stderr
     return records_of(out)
 
 
@@ -41,7 +39,6 @@ def lines(folder: Path, *records: Mapping[str, Any]) -> Path:
 
 
 def samples_of(model: Path, source: Path, *, system_prompt: str | None = None) -> list[Sample]:
-    """Reads a file as `grpo score` does."""
     spec = read_model_spec(load(None, [f"model.path={model}"], {}).settings, generates=False)
     reader = SampleReader(
         source, spec.architecture, SampleEncoder(lambda: spec.tokenizer, DataSettings(system_prompt=system_prompt))
@@ -81,8 +78,7 @@ def test_text_goes_through_reward_critic_and_gae(tiny_model: Path, tmp_path: Pat
     (valued,) = scored(tiny_model, lines(tmp_path, judged), *settings("algorithm.name=ppo"), role="critic")
     assert valued.keys() == {*judged, *IDS, "values"}
     needed = {name: valued[name] for name in ("values", "reward")}
-    result = here("gae", "--input", lines(tmp_path, needed), "--out", tmp_path / "gae.jsonl")
-    assert result.exit_code == 0, result.stderr
+    succeeded(here("gae", "--input", lines(tmp_path, needed), "--out", tmp_path / "gae.jsonl"))
     assert records_of(tmp_path / "gae.jsonl")[0].keys() == {"values", "reward", "advantages", "returns"}
 
 

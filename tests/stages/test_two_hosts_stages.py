@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from app.records.jsonl import write_jsonl
-from tests.program import here, of_tiny, records_of, settings
+from tests.program import here, of_tiny, records_of, settings, succeeded
 from tests.two_hosts import HOSTS_PROGRAM, KEEPING, run_on_two_hosts
 
 pytestmark = pytest.mark.two_hosts
@@ -32,8 +32,7 @@ def test_two_hosts_with_workers_write_the_samples_of_one(tiny_model: Path, tmp_p
         settings(f"rollout.workers.fast.count={count}", f"rollout.prompts_per_step={count // 2}") for count in (8, 4)
     )
     chosen = (*chosen, "--prompts", prompts)
-    one = here(*chosen, *of_one, "--out", tmp_path / "one.jsonl")
-    assert one.exit_code == 0, one.stderr
+    one = succeeded(here(*chosen, *of_one, "--out", tmp_path / "one.jsonl"))
     files = ("--out", tmp_path / "two.jsonl", "--timeline", tmp_path / "timeline.html")
     first, second = run_on_two_hosts(*chosen, *of_two, *files)
     assert (first.exit_code, second.exit_code) == (0, 0), first.stderr + second.stderr
@@ -87,8 +86,7 @@ def test_two_hosts_score_packed_rows_of_several_windows(sampled: Path, tiny_mode
     write_jsonl(tmp_path / "many.jsonl", records[:4219])
     quota = settings("score.max_tokens_per_device=1024")
     arguments = ("score", *of_tiny(tiny_model), *quota, "--input", tmp_path / "many.jsonl", "--check-packing", "--json")
-    one = here(*arguments, "--out", tmp_path / "one.jsonl")
-    assert one.exit_code == 0, one.stderr
+    one = succeeded(here(*arguments, "--out", tmp_path / "one.jsonl"))
     first, second = run_on_two_hosts(*arguments, "--out", tmp_path / "two.jsonl")
     assert (first.exit_code, second.exit_code) == (0, 0), first.stderr + second.stderr
     assert "{" not in second.stdout

@@ -93,9 +93,7 @@ def test_rollout_status_counts_each_sample_once() -> None:
 
 
 @pytest.mark.parametrize("is_notebook", [False, True])
-def test_without_a_terminal_a_line_is_printed_every_ten_seconds(
-    is_notebook: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_a_terminal_a_line_is_printed_every_ten_seconds(is_notebook, monkeypatch, capsys):
     if is_notebook:  # a kernel of Jupyter sets the variable
         monkeypatch.setenv("FORCE_COLOR", "1")
         monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
@@ -119,7 +117,6 @@ def test_without_a_scheduler_samples_and_tokens_are_counted(capsys: pytest.Captu
 
 
 def on_a_terminal(monkeypatch: pytest.MonkeyPatch, show) -> str:
-    """Returns what `show` writes to stderr on a terminal."""
     ours, theirs = pty.openpty()
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "160")

@@ -38,9 +38,8 @@ from tests.program import (
     succeeded,
     train_here,
 )
-from tests.replays import replay, step_file
+from tests.replays import replay, samples_of, step_file
 from tests.tiny import make_sample
-from tests.training.test_trainer import samples_of
 
 
 def algorithm(*overrides: str) -> AlgorithmSettings:
@@ -108,9 +107,7 @@ def mean_over_tokens(losses: Sequence[np.ndarray]) -> float:
         ("reinforce_plus_plus", mean_over_tokens),
     ],
 )
-def test_loss_of_a_step_is_that_of_its_algorithm_in_float64(
-    name: str, aggregate: Any, uninterrupted: Path, tmp_path: Path
-) -> None:
+def test_loss_of_a_step_is_that_of_its_algorithm_in_float64(name, aggregate, uninterrupted, tmp_path):
     """So are the others': grpo and dapo in test_rewards.py, ppo in test_ppo.py."""
     chosen = f"algorithm.name={name}"
     # The metric is the mean over all tokens, and so is the bonus where losses are.
@@ -197,7 +194,6 @@ class Filled(NamedTuple):
 
 
 def fill(rounds: Sequence[Sequence[Sample]], *, num_groups: int, max_rounds: int = 10, keep=rewards_differ) -> Filled:
-    """Adds rounds until the step is complete."""
     groups, remaining = StepGroups(group_filter=keep, num_groups=num_groups, max_rounds=max_rounds), iter(rounds)
     while not groups.are_complete:
         groups.add_round(next(remaining))

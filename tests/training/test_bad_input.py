@@ -31,49 +31,32 @@ def refused(config: Path, *overrides: str) -> str:
 
 
 FIXED = "algorithm.rows_per_device=1"
+PROMPTS = "set it to a multiple of 2, or set algorithm.max_tokens_per_device instead of algorithm.rows_per_device"
+ROWS = "4 does not divide the 6 samples of an optimizer step on each device (12 prompts x rollout.group_size 4 over"
 
 
 @pytest.mark.parametrize(
-    ("overrides", "messages"),
+    ("overrides", "message"),
     [
-        (("run.stepz=3",), ["did you mean run.steps?"]),
-        (("data.max_prompt_length=200",), ["200 + 4 = 204 tokens, but the context of"]),
-        (("checkpoint.best_metric=eval/acuracy",), ["or null to keep no best checkpoint; did you mean eval/accuracy?"]),
-        (("model.attention=kernel",), ["there is no attention kernel for cpu devices (cpu)"]),
-        (("mesh.shape='3,1,1'", "model.path=gone"), ["mesh.shape: '3,1,1' needs 3 devices, but there are 8"]),
-        (("model.lora.rank=33",), ["model.lora.rank: 33 is more than the model's width 32"]),
-        (
-            ("rollout.prompts_per_step=5", FIXED),
-            [
-                "rollout.prompts_per_step: 5 prompts x rollout.group_size 4 = 20 samples",
-                "set it to a multiple of 2, or set algo",
-                "or set algorithm.max_tokens_per_device instead of algorithm.rows_per_device, for any number",
-            ],
-        ),
-        (
-            ("algorithm.mini_batch_prompts=1", FIXED, "model.path=gone"),
-            ["algorithm.mini_batch_prompts: 1 prompts", "set it to a multiple of 2, or"],
-        ),
-        (
-            ("rollout.prompts_per_step=12", "algorithm.rows_per_device=4"),
-            [
-                "algorithm.rows_per_device: 4 does not divide the 6 samples of an optimizer step on each device",
-                "(12 prompts x rollout.group_size 4 over 8 devices); set it to 2, which does, or set algo",
-            ],
-        ),
-        (("algorithm.dynamic_microbatch=false",), ["set it to 2, which does, or set algo"]),
+        (("data.max_prompt_length=200",), "200 + 4 = 204 tokens, but the context of"),
+        (("checkpoint.best_metric=eval/acuracy",), "or null to keep no best checkpoint; did you mean eval/accuracy?"),
+        (("model.attention=kernel",), "there is no attention kernel for cpu devices (cpu)"),
+        (("mesh.shape='3,1,1'", "model.path=gone"), "mesh.shape: '3,1,1' needs 3 devices, but there are 8"),
+        (("model.lora.rank=33",), "model.lora.rank: 33 is more than the model's width 32"),
+        (("rollout.prompts_per_step=5", FIXED), "rollout.prompts_per_step: 5 prompts x rollout.group_size 4 = 20"),
+        (("rollout.prompts_per_step=5", FIXED), PROMPTS),
+        (("algorithm.mini_batch_prompts=1", FIXED, "model.path=gone"), "algorithm.mini_batch_prompts: 1 prompts"),
+        (("rollout.prompts_per_step=12", "algorithm.rows_per_device=4"), ROWS),
+        (("algorithm.dynamic_microbatch=false",), "set it to 2, which does, or set algo"),
     ],
 )
-def test_impossible_setting_is_refused(config: Path, overrides: tuple[str, ...], messages: list[str]) -> None:
-    message = refused(config, *overrides)
-    assert all(text in message for text in messages), message
+def test_impossible_setting_is_refused(config: Path, overrides: tuple[str, ...], message: str) -> None:
+    assert message in refused(config, *overrides)
 
 
 @pytest.mark.usefixtures("real_devices_again")
 @pytest.mark.parametrize(("new_tokens", "length"), [(14500, "16,384"), (100, "15,001")])
-def test_rows_too_long_for_the_attention_kernel_are_refused(
-    new_tokens: int, length: str, config: Path, tmp_path: Path
-) -> None:
+def test_rows_too_long_for_the_attention_kernel_are_refused(new_tokens, length, config, tmp_path):
     """The rows of an update and, where those are short, of a reward model."""
     pytest.importorskip("libtpu", reason="libtpu is not installed: pip install -e '.[tpu]'")
     long = write_model(tmp_path / "long", max_position_embeddings=15_000)

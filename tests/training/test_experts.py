@@ -10,10 +10,9 @@ import pytest
 from safetensors.numpy import load_file
 
 from tests.program import here, metrics_of, of_tiny, records_of, settings, succeeded, train_here
-from tests.replays import assert_refused, replay, rewrite, step_file, train_on
+from tests.replays import assert_refused, assert_same_steps, replay, rewrite, step_file, train_on
 from tests.run_fixtures import NO_REPORT, TINY, write_config
 from tests.tiny_directory import write_model
-from tests.training.test_replay import assert_same_steps
 
 MIXTURE: dict[str, Any] = {
     "model_type": "qwen3_moe",

@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -15,7 +16,7 @@ from app.checkpoint.saved_policy import PolicyCheckpoint, load_policy_params, re
 from app.checkpoint.train_progress import RunState, TrainProgress
 from app.model.architecture import forward_flops
 from app.model.decode_weights import DecodeWeights
-from app.model.decoder import Params, flatten_by_path
+from app.model.decoder import DecoderDefinition, Params, flatten_by_path
 from app.model.io.hf_weights import load_weights
 from app.model.lora import LORA_A, LORA_B, combine_params, merge_adapters
 from app.model.prefill_and_decode import prefill
@@ -29,18 +30,7 @@ from app.training.initial_state import load_reference_params
 from app.training.learner import LearnerGroup
 from app.training.setup import RunSetup, prepare_run
 from settings import InputError, load
-from tests.program import (
-    digest_of,
-    here,
-    metrics_of,
-    of_tiny,
-    records_of,
-    run_of,
-    saved_state,
-    settings,
-    succeeded,
-    train_here,
-)
+from tests.program import digest_of, here, metrics_of, records_of, run_of, saved_state, settings, succeeded, train_here
 from tests.quantized import dequantized_params
 from tests.replays import step_file
 from tests.run_fixtures import LORA as OF_ADAPTED
@@ -66,7 +56,6 @@ def some_samples(run: Path) -> list[Sample]:
 
 
 def field_of(samples: Sequence[Sample], name: str) -> np.ndarray:
-    """Returns a field of all tokens."""
     return np.concatenate([getattr(sample, name) for sample in samples])
 
 
@@ -135,19 +124,6 @@ def test_reference_in_the_compute_type_scores_as_in_float32(config: Path, finish
         np.testing.assert_array_equal(field_of(halves, "reference_logprobs"), field_of(floats, "reference_logprobs"))
 
 
-def test_without_a_checkpoint_adapters_have_no_effect(sampled: Path, tiny_model: Path, tmp_path: Path) -> None:
-    out, note = tmp_path / "samples.jsonl", "note: model.lora.rank = 2 (from --set) has no effect here"
-    chosen = (*of_tiny(tiny_model), *settings("model.lora.rank=2"))
-    result = here("rollout", *chosen, "--limit", "6", "--out", out)
-    assert result.exit_code == 0 and note in result.stderr, result.stderr
-    texts, expected = ([one["completion"] for one in records_of(path)] for path in (out, sampled))
-    assert texts == expected
-    result = here("score", *chosen, "--input", out, "--out", tmp_path / "scored.jsonl")
-    assert result.exit_code == 0 and note in result.stderr, result.stderr
-    for record in records_of(tmp_path / "scored.jsonl"):
-        np.testing.assert_allclose(record["policy_logprobs"], record["behavior_logprobs"], atol=1e-4)
-
-
 def with_small_adapters(session: Session) -> Params:
     """Returns adapters as after a few steps: the entries of B are of size 1e-4."""
     draw = np.random.default_rng(0)
@@ -157,18 +133,17 @@ def with_small_adapters(session: Session) -> Params:
     )
 
 
+@partial(jax.jit, static_argnums=0)
+def logprobs_of(definition: DecoderDefinition, weights: DecodeWeights) -> jax.Array:
+    ids = jnp.arange(24, dtype=jnp.int32).reshape(4, 6)
+    hidden, *_ = prefill(definition, weights, ids, jnp.full(4, 6, jnp.int32))
+    return jax.nn.log_softmax(definition.bind(weights.params).head.logits(hidden))
+
+
 def logprobs_by_the_sampler(session: Session, params: Params) -> np.ndarray:
     """Returns logprobs under the weights that the sampler decodes with, computed in float32."""
     exact = jax.tree.map(lambda x: x.astype(jnp.float32), session.to_decode_weights(params))
-    ids = jnp.arange(24, dtype=jnp.int32).reshape(4, 6)
-    definition = session.to_decode_weights.definition
-
-    @jax.jit
-    def logprobs_of(weights: DecodeWeights) -> jax.Array:
-        hidden, *_ = prefill(definition, weights, ids, jnp.full(4, 6, jnp.int32))
-        return jax.nn.log_softmax(definition.bind(weights.params).head.logits(hidden))
-
-    return np.asarray(logprobs_of(exact))
+    return np.asarray(logprobs_of(session.to_decode_weights.definition, exact))
 
 
 def test_sampler_in_bfloat16_moves_as_far_as_the_policy(config: Path) -> None:

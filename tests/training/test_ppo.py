@@ -27,24 +27,8 @@ from tests.program import (
     wait_for_step,
 )
 from tests.replays import step_file
-from tests.run_fixtures import NO_REPORT, write_config
+from tests.run_fixtures import NO_REPORT, PPO, write_config
 from tests.tiny_directory import write_model
-
-PPO = """\
-run: {{dir: {runs}, name: ppo, steps: 4}}
-model: {{path: {model}}}
-data: {{max_prompt_length: 16, num_problems: 40}}
-rollout: {{prompts_per_step: 8, group_size: 1, max_new_tokens: 4}}
-reward: {{functions: [{{name: arithmetic_format, weight: 0.5}}]}}
-algorithm:
-  {{name: ppo, beta: 0.05, kl_target: 0.01, epochs: 2,
-   mini_batch_prompts: 4, bootstrap_truncated: true, max_tokens_per_device: 32}}
-critic: {{warmup_steps: 2, learning_rate: 1e-2, clip_range: 1e-3}}
-optimizer: {{learning_rate: 1e-3, schedule: linear}}
-mesh: {{cpu_devices: 8}}
-checkpoint: {{every_steps: 1, keep: 4, best_metric: null}}
-eval: {{every_steps: 0}}
-"""
 
 
 def write_ppo(folder: Path, model: Path) -> Path:

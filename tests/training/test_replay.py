@@ -3,7 +3,7 @@
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,20 +26,28 @@ from tests.program import (
     digest_of,
     here,
     metrics_of,
-    progress_of,
     records_of,
-    reproducible,
     run_of,
     saved_state,
     settings,
     succeeded,
     train_here,
 )
-from tests.replays import assert_refused, looked, replay, replayed, rewrite, step_file, train_on, write
-from tests.run_fixtures import NO_REPORT, write_config
+from tests.replays import (
+    assert_refused,
+    assert_same_steps,
+    lines_of,
+    looked,
+    replay,
+    replayed,
+    rewrite,
+    step_file,
+    steps_of,
+    train_on,
+    write,
+)
+from tests.run_fixtures import NO_REPORT, PPO, SCHEDULED, write_config
 from tests.tiny_directory import write_model, write_tokenizer
-from tests.training.test_async_training import SCHEDULED
-from tests.training.test_ppo import PPO
 
 DAPO = ("algorithm.name=dapo", "algorithm.max_rounds=3", "reward.overlong_buffer=2", "run.steps=2", *UNJUDGED)
 OF_THE_LEFT_OUT = {
@@ -48,27 +56,6 @@ OF_THE_LEFT_OUT = {
     *("data/num_tokens", "data/total_tokens"),
 }
 """Metrics that count groups which a filter left out, which are in no file."""
-
-
-def lines_of(run: Path) -> list[dict[str, Any]]:
-    """Returns the metrics that a replay reproduces; it does not know the size of the data set."""
-    return [{k: v for k, v in line.items() if k != "data/epoch"} for line in reproducible(metrics_of(run))]
-
-
-def steps_of(run: Path) -> dict[int, dict[str, Any]]:
-    return {line["step"]: line for line in lines_of(run)}
-
-
-def assert_same_steps(run: Path, other: Path, *, steps: Sequence[int]) -> None:
-    """Asserts an equal final state, position and penalty, and equal metrics and files of all steps, bit for bit."""
-    assert_same_state(run, other, step=steps[-1])
-    # A replay from a checkpoint begins without an evaluation.
-    unlike = {"fingerprints": None, "initial_evaluation": None}
-    place, wanted = ({**progress_of(one, steps[-1]), **unlike} for one in (run, other))
-    assert place == wanted
-    for step in steps:
-        assert steps_of(run)[step] == steps_of(other)[step], step
-        assert step_file(run, step).read_bytes() == step_file(other, step).read_bytes(), step
 
 
 def test_run_is_replayed_bit_for_bit_under_its_own_settings(finished: Path, tmp_path: Path) -> None:
@@ -147,9 +134,7 @@ def test_step_is_learned_again_under_another_algorithm(uninterrupted: Path, tmp_
 
 
 @pytest.mark.slow
-def test_filtered_run_that_generated_ahead_is_replayed_to_the_same_weights(
-    config: Path, calls_of_generation: list[str]
-) -> None:
+def test_filtered_run_that_generated_ahead_is_replayed_to_the_same_weights(config, calls_of_generation):
     succeeded(train_here(config, *DAPO, *SCHEDULED, "rollout.max_staleness=1"))
     run = run_of(config)
     again = replayed(run, config.parent / "again")
@@ -251,15 +236,11 @@ def setting(name: str, value: Any) -> Callable[[dict[str, Any]], object]:
     ],
     ids=["vocabulary", "text", "logprobs", "groups", "length", "answer"],
 )
-def test_unusable_sample_is_refused(
-    loose: Path, source: Path, change: Callable[[dict[str, Any]], object], message: str
-) -> None:
+def test_unusable_sample_is_refused(loose, source, change, message):
     check_refused(source, message, at=rewrite(loose, change))
 
 
-def test_unusable_file_or_checkpoint_is_refused_before_anything_is_made(
-    loose: Path, config: Path, finished: Path, tmp_path: Path
-) -> None:
+def test_unusable_file_or_checkpoint_is_refused_before_anything_is_made(loose, config, finished, tmp_path):
     runs, start = config.parent / "runs", ["--checkpoint", finished / "checkpoints" / "2"]
     other = f"model.path={write_model(tmp_path / 'seed1', seed=1)}"
     message = r"--checkpoint: .* was trained from another model"
@@ -334,9 +315,7 @@ def test_file_that_changes_during_the_run_is_refused(source: Path, new: str | No
         replay.load_groups(2)
 
 
-def test_critic_of_another_model_than_the_checkpoint_is_refused(
-    source: Path, loose: Path, finished: Path, tmp_path: Path
-) -> None:
+def test_critic_of_another_model_than_the_checkpoint_is_refused(source, loose, finished, tmp_path):
     start = Path(shutil.copytree(finished / "checkpoints" / "2", tmp_path / "other" / "checkpoints" / "2"))
     saved = ProgressRecord.read(start)
     fingerprints = {**saved.progress.fingerprints, "the critic": "another"}

@@ -30,9 +30,7 @@ def stopped(uninterrupted: Path, full_config: Path) -> Path:
     return run
 
 
-def test_resumed_run_has_the_same_bits_wherever_its_arrays_wait(
-    stopped: Path, full_config: Path, uninterrupted: Path
-) -> None:
+def test_resumed_run_has_the_same_bits_wherever_its_arrays_wait(stopped, full_config, uninterrupted):
     """The moments and the reference move to host memory."""
     offloaded = ("optimizer.offload=true", "score.reference.offload=true")
     result = succeeded(train_here(full_config, *offloaded, "run.steps=9", resume="auto"))

@@ -8,8 +8,8 @@ import pytest
 from app.advantage.group import grpo_advantages
 from app.records.jsonl import read_jsonl, write_jsonl
 from tests.program import here, metrics_of, progress_of, run_of, settings, succeeded, train_here
+from tests.replays import samples_of
 from tests.reward.processes import children
-from tests.training.test_trainer import samples_of
 
 PLUG = """\
 import os
@@ -18,9 +18,6 @@ def fussy(completion, difficulty):
     assert len(completion) % 4, "four characters"
     return len(completion) / 4
 def broken(completion): raise ValueError("always")
-def picky(completion, answer):
-    if completion != answer and os.path.exists("runs/tiny"): raise ValueError("wrong")
-    return 1
 def until_third(completions, trainer_state):
     if trainer_state.global_step == 3 and os.path.exists("runs/tiny"): raise ValueError("third")
     return [float(len(c)) for c in completions]
@@ -93,25 +90,9 @@ def test_dropped_samples_leave_their_groups(config: Path) -> None:
     assert "reward fussy failed on" in result.stderr and "left out; first" in result.stderr
 
 
-def test_failure_counts_zero_if_on_error_says_so(config: Path) -> None:
-    functions = "reward.functions=[plug.py:broken, plug.py:length]"
-    result = succeeded(train_here(config, functions, "reward.on_error=zero", "run.steps=1", "eval.num_prompts=8"))
-    before, line = metrics_of(run_of(config))
-    assert (before["eval/accuracy"], before["eval/error_count"]) == (0, 8)
-    assert (line["reward/broken/mean"], line["reward/broken/error_count"]) == (0, 16)
-    assert line["reward/mean"] == line["reward/length/mean"] > 0
-    errors = [text for text in result.stderr.splitlines() if text.startswith("reward broken failed on")]
-    assert (
-        "16 of 16 samples (16 raised), counted as 0; first" in errors[1]
-        and "ValueError: always (plug.py:6)" in errors[1]
-    )
-    assert len(errors) == 3, "two evaluations and a step"
-
-
 @pytest.mark.parametrize(
     ("function", "on_error", "message"),
     [
-        ("picky", "raise", "reward.functions: picky: raised: ValueError: wrong (plug.py:8) (sample "),
         ("broken", "drop", "no sample of this step has a reward, because all were dropped (reward.on_error, or a fail"),
         ("silent", "raise", "reward.functions: no reward: every reward function abstained (sample "),
     ],
@@ -156,11 +137,7 @@ def test_reward_function_that_cannot_work_is_refused_before_anything_is_made(con
             ("data.source=rows.jsonl", "data.eval_source=builtin:arithmetic"),
             ["to rows/4, one of 1 rows of 5 without a reference answer: "],
         ),
-        (
-            "fussy",
-            ("data.source=train.jsonl", "data.eval_source=test.jsonl"),
-            ["plug.py:fussy also grades held-out samples, but it has parameters that cannot be filled: `difficulty`"],
-        ),
+        ("fussy", ("data.source=train.jsonl", "data.eval_source=test.jsonl"), ["plug.py:fussy also grades held-out"]),
     ):
         for option in ("--dry-run", "--debug") if function == "broken" else ("--dry-run",):
             chosen = settings(f"reward.functions=[plug.py:{function}]", *data)

@@ -13,8 +13,6 @@ from safetensors.numpy import save_file
 from typer.testing import Result
 
 from app.records.jsonl import read_jsonl
-from app.records.sample import Sample
-from app.records.sample_json import sample_from_record
 from app.report import metrics_history
 from app.rollout.sampling.token_sampling import FINISH_NON_FINITE
 from app.training.train import train
@@ -34,7 +32,7 @@ from tests.program import (
     succeeded,
     train_here,
 )
-from tests.replays import step_file
+from tests.replays import samples_of, step_file
 from tests.run_fixtures import NO_REPORT, TINY, write_config
 from tests.tiny_directory import CHARACTERS, CONFIG, CONTROL_TOKENS, random_tensors, write_model
 
@@ -51,11 +49,6 @@ OF_AN_EVALUATION = {
     *("eval/accuracy", "eval/accuracy/difficulty_1", "eval/accuracy/difficulty_2", "eval/format_rate"),
     *("eval/truncated_fraction", "eval/mean_length", "eval/num_prompts", "eval/error_count", "time/eval_s"),
 }
-
-
-def samples_of(run: Path, step: int) -> list[Sample]:
-    path = run / "rollouts" / f"step_{step:06d}.jsonl"
-    return [sample_from_record(record, where=f"{path}:{line}") for line, record in read_jsonl(path)]
 
 
 @pytest.fixture(scope="module")
@@ -160,9 +153,7 @@ def test_every_prompt_comes_once_in_an_epoch(uninterrupted: Path) -> None:
     assert len(set(uids)) == len(uids) == 40
 
 
-def test_same_settings_give_the_same_run_and_another_seed_another(
-    config: Path, finished: Path, repeated: tuple[Path, Result]
-) -> None:
+def test_same_settings_give_the_same_run_and_another_seed_another(config, finished, repeated):
     assert_same_run(repeated[0], finished, step=4)
     succeeded(train_here(config, "run.seed=1", "run.steps=1"))
     other = metrics_of(run_of(config))
@@ -189,20 +180,12 @@ def test_result_goes_to_stdout_and_progress_to_stderr(repeated: tuple[Path, Resu
     assert any(line.startswith("    reward ") and "advantage" in line for line in progress)
 
 
-def test_nothing_is_compiled_after_the_first_step(config: Path, tmp_path: Path) -> None:
-    data = tmp_path / "data.jsonl"
-    rows = [{"question": f"{10 + i} + {20 + i} = ?", "answer": str(30 + 2 * i)} for i in range(40)]
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    chosen = ("eval.every_steps=0", "algorithm.beta=0.1", "algorithm.epochs=2", "logging.save_rollouts=false")
-    succeeded(train_here(config, f"data.source={data}", *chosen, "run.steps=4"))
-    run = run_of(config)
-    compilations = [line["perf/compilations"] for line in metrics_of(run)]
-    assert compilations[0] > 5
-    # The second step's samples may be the first to reach the longest length.
-    assert compilations[2:] == [0, 0]
-    # Without evaluations, held-out data is not needed.
-    assert not (run / "eval").exists() and not (run / "rollouts").exists()
-    assert not any(name.startswith("eval/") for line in metrics_of(run) for name in line)
+def test_nothing_is_compiled_after_the_first_step(finished: Path, uninterrupted: Path) -> None:
+    for run in (finished, uninterrupted):
+        compilations = [line["perf/compilations"] for line in metrics_of(run)[1:]]
+        assert compilations[0] > 5
+        # The second step's samples may be the first to reach the longest length.
+        assert not any(compilations[2:])
 
 
 def test_repeated_nan_updates_end_the_run(config: Path, tmp_path: Path) -> None:
@@ -232,8 +215,11 @@ def test_repeated_nan_updates_end_the_run(config: Path, tmp_path: Path) -> None:
 
 
 def test_run_whose_samples_are_all_nonfinite_ends(config: Path) -> None:
-    result = train_here(config, "optimizer.learning_rate=1e30", "eval.every_steps=0")
+    # Without evaluations, held-out data is not needed.
+    chosen = ("eval.every_steps=0", "data.eval_source=null", "logging.save_rollouts=false")
+    result = train_here(config, "optimizer.learning_rate=1e30", *chosen)
     assert result.exit_code == 1
+    assert not (run_of(config) / "eval").exists() and not (run_of(config) / "rollouts").exists()
     error = result.stderr.splitlines()[-1]
     assert "error: RuntimeError: no sample of this step could be generated: 16 of 16 samples" in error
     assert "lower optimizer.learning_rate" in error
@@ -260,9 +246,7 @@ def test_best_evaluation_is_saved_between_intervals_and_stop_strings_end_samples
     assert f"best eval/accuracy {100 * accuracies[best]:.1f} % after step {best}: checkpoints/best\n" in result.stdout
 
 
-def test_run_that_is_never_better_than_its_start_has_no_best_checkpoint(
-    config: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_run_that_is_never_better_than_its_start_has_no_best_checkpoint(config, monkeypatch):
     # A spoiled model writes only numbers, which would count as better.
     monkeypatch.setattr(metrics_history, "LOWER_IS_BETTER", frozenset({"eval/format_rate"}))
     spoiled = ("optimizer.learning_rate=10.0", "checkpoint.best_metric=eval/format_rate", "eval.every_steps=1")
@@ -359,9 +343,6 @@ def test_run_takes_sources_by_weight_and_resumes_where_it_was(tmp_path: Path, ti
 
 def test_other_commands_read_a_mixture(tmp_path: Path, tiny_model: Path) -> None:
     config = mixed(tmp_path, TINY, tiny_model)
-    report = here("doctor", "--config", config)
-    assert report.exit_code == 0, report.stdout
-    assert "sums.jsonl: 9 rows" in report.stdout
     foreseen = succeeded(here("train", "--config", config, "--dry-run", "--json"))
     assert json.loads(foreseen.stdout)["epochs_of_data"] == pytest.approx(4 * 4 / 49)
     out = tmp_path / "samples.jsonl"

@@ -40,7 +40,6 @@ SCHEDULED = (
 
 @pytest.fixture(scope="module")
 def found(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """Results of each of two hosts."""
     folder = tmp_path_factory.mktemp("islands")
     files = folder / "0.json", folder / "1.json"
     program = ("-m", "tests.on_islands")
@@ -52,7 +51,6 @@ def found(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[di
 
 @pytest.fixture(scope="module")
 def one_host(tiny_model: Path) -> list[list[Any]]:
-    """The samples of one host with eight devices."""
     samples = describe(Found(tiny_model).samples("island"))
     assert {reason for _, _, reason in samples} == {"stop", "length"}
     return [list(sample) for sample in samples]
@@ -91,9 +89,7 @@ def fails_on_second(completions, trainer_state):
 """
 
 
-def test_two_hosts_generate_ahead_and_train_as_one_that_waits_until_a_reward_fails(
-    config: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_hosts_generate_ahead_and_train_as_one_that_waits_until_a_reward_fails(config, monkeypatch):
     """With a learning rate of almost 0, samples equal those of one host that does not generate ahead."""
     (config.parent / "plug.py").write_text(REWARD)
     functions = f"[arithmetic, arithmetic_format, '{config.parent / 'plug.py'}:fails_on_second']"

@@ -15,7 +15,6 @@ from app.mesh.axis_rules import AXES
 from app.mesh.chips import parse_slice
 from app.mesh.devices import compile_only_devices, program_memory_bytes
 from app.mesh.placement import HOST_MEMORY, abstract_arrays, bytes_per_device
-from app.model.architecture import Architecture
 from app.model.decoder import DecoderDefinition
 from app.model.lora import LoRAConfig
 from app.update.optimizer import (
@@ -190,9 +189,7 @@ def updated(
     [(replace(EVEN, **EXPERTS), None, (1, 2, 2), {}), (DEEP, ADAPTERS, (1, 1, 1), ROUNDED)],
     ids=["experts", "adapters"],
 )
-def test_moments_in_host_memory_change_no_update(
-    architecture: Architecture, lora: LoRAConfig | None, shape: tuple[int, int, int], types: dict[str, str]
-) -> None:
+def test_moments_in_host_memory_change_no_update(architecture, lora, shape, types):
     definition = DecoderDefinition.create(architecture, lora=lora)
     here, expected = updated(definition, shape, offload=False, spoiled=1, **types)
     away, metrics = updated(definition, shape, offload=True, spoiled=1, **types)

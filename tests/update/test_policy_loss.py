@@ -11,7 +11,7 @@ import pytest
 from app.advantage.group import GROUP_ADVANTAGES, assign_group_advantages, kl_penalized_rewards, task_rewards
 from app.records.sample import Sample
 from app.update.kl import KL_ESTIMATORS
-from app.update.loss_aggregation import AggregationFn, StepTotals, sequence_mean_token_mean, token_mean
+from app.update.loss_aggregation import StepTotals, sequence_mean_token_mean, token_mean
 from app.update.policy_loss import PolicyLoss, cispo_surrogate, clipped_surrogate, dual_clipped_surrogate
 from app.update.ratios import (
     LOG_RATIOS,
@@ -29,7 +29,6 @@ from tests.update.table_policy import (
     SAMPLES,
     SHARED_ROWS,
     TABLE,
-    TokenTerm,
     loss_and_gradient,
     oracle,
     over_tokens,
@@ -185,9 +184,7 @@ def cispo_term(sample, current):
     ],
     ids=["gspo", "gspo over tokens", "cispo"],
 )
-def test_loss_and_gradient_equal_their_papers_for_any_packing(
-    loss: PolicyLoss, term: TokenTerm, weights: AggregationFn, scale: float
-):
+def test_loss_and_gradient_equal_their_papers_for_any_packing(loss, term, weights, scale):
     # Scored by a policy near the table's, with which some ratios are clipped.
     rng = np.random.default_rng(3)
     samples = [

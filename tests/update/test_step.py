@@ -21,8 +21,8 @@ from app.update.policy_loss import Objective, PolicyBatch, PolicyLoss, dual_clip
 from app.update.ratios import ImportanceCorrection, geometric_log_weight, mask_weights
 from app.update.step import UpdateStep
 from settings.schema.algorithm import OptimizerSettings
-from settings.schema.model import PROJECTIONS, Quantization
-from tests.model.io.test_hf_weights import Held, random_file
+from settings.schema.model import PROJECTIONS
+from tests.model.io.tensors_in_memory import Held, random_file
 from tests.quantized import dequantized_params
 from tests.tiny import (
     BIASED,
@@ -62,7 +62,6 @@ EVERYTHING = replace(
 
 @functools.cache
 def update_step(loss: PolicyLoss, *, of_adapters: bool = False) -> tuple[UpdateStep, Callable[[], TrainState]]:
-    """Returns a compiled update step and a function that makes initial states."""
     definition, mesh = (ADAPTED, make_mesh((2, 2, 1))) if of_adapters else (DEFINITION, make_mesh())
     schedule = optax.linear_schedule(0.5, 0.0, 5)
     optimizer = make_optimizer(OptimizerSettings(weight_decay=0.1), schedule)
@@ -98,7 +97,6 @@ def test_packing_changes_neither_gradient_nor_metrics():
 
 
 def on_host(state: TrainState) -> TrainState:
-    """Returns a copy on the host, which donation of the state does not invalidate."""
     return jax.tree.map(np.array, state)
 
 
@@ -111,7 +109,7 @@ def test_a_step_moves_every_weight_and_is_counted():
     before = on_host(fresh())
     state, metrics = update(fresh(), GOOD, TEMPERATURE)
     after = on_host(state)
-    jax.tree.map(lambda a, b: np.array_equal(a, b) and pytest.fail(), after.params, before.params)
+    assert not any(map(np.array_equal, jax.tree.leaves(after.params), jax.tree.leaves(before.params)))
     assert (after.num_updates, after.nonfinite_in_a_row, after.nonfinite_total) == (1, 0, 0)
     assert float(metrics["policy/learning_rate"]) == pytest.approx(0.5)
     assert float(metrics["policy/grad_norm"]) > 0
@@ -197,9 +195,7 @@ def test_gradients_and_moments_have_only_the_sizes_of_adapters(adapted):
 @pytest.mark.parametrize(
     ("quantization", "remat", "mesh_shape"), [("int8", "block", (1, 1, 1)), ("nf4", "minimal", (2, 2, 2))], ids=str
 )
-def test_the_gradient_is_that_through_dequantized_kernels(
-    quantization: Quantization, remat: str, mesh_shape: tuple[int, int, int]
-) -> None:
+def test_the_gradient_is_that_through_dequantized_kernels(quantization, remat, mesh_shape):
     pytest.importorskip("qwix", reason="Qwix is not installed: pip install -e '.[qlora]'")
     architecture, mesh = replace(EVEN, num_layers=1), make_mesh(mesh_shape)
     definition = DecoderDefinition.create(architecture, lora=ADAPTERS, quantization=quantization)

@@ -36,7 +36,6 @@ METRICS = {
 
 
 def samples_of(inputs: dict[str, Any]) -> list[Sample]:
-    """Returns the samples of one group of four."""
 
     def sample(i: int) -> Sample:
         def per_token(name: str) -> np.ndarray:
@@ -101,7 +100,6 @@ def correction_of(mode: str) -> ImportanceCorrection:
 
 
 def rows_of(padded: list) -> np.ndarray:
-    """Returns the rows of real tokens of [B, C, V]."""
     return np.concatenate([np.asarray(row[:length], np.float32) for row, length in zip(padded, LENGTHS, strict=True)])
 
 

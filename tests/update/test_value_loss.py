@@ -56,7 +56,6 @@ def objective_and_gradient():
 
 
 def loss_and_gradient(plan: MicroBatchPlan, samples: Sequence[Sample] = SAMPLES) -> tuple[Any, Any]:
-    """Returns the metrics, and the gradient, summed over micro-batches."""
     totals, parts = StepTotals.from_samples(samples), []
     for micro_batch in plan.micro_batches:
         batch = ValueBatchPacker()(samples, micro_batch, totals)

@@ -21,7 +21,6 @@ Names = Sequence[str]
 
 
 def is_finished(scheduler: Scheduler) -> bool:
-    """Returns whether every sample has ended and no more will come."""
     return scheduler.is_closed and all(entry.state in ENDED for entry in scheduler.samples)
 
 
@@ -124,7 +123,6 @@ class Driven:
     def end(
         self, worker: str, tokens: dict[str, int], finished: Names = (), seconds: float = 1.0, *, acting: Names = ()
     ) -> list[Command]:
-        """Ends the worker's segment with these numbers of tokens."""
         self.at += seconds
         gained = [count - self.scheduler.samples[uid].num_tokens for uid, count in tokens.items()]
         rows = tuple(
@@ -146,7 +144,6 @@ class Driven:
 
 
 def admitted(commands: Iterable[Command], worker: str | None = None) -> list[str]:
-    """Returns the uids in the order of admission."""
     runs = [one for one in commands if isinstance(one, RunSegment) and worker in (None, one.worker)]
     return [one.uid for run in runs for one in run.admit]
 
@@ -220,7 +217,6 @@ class Storm(Driven):
             self.rng.choice(moves)()
 
     def moves(self) -> Iterable[Callable[[], object]]:
-        """Yields what may happen now."""
         yield from (partial(self.end_segment, name) for name in self.started)
         if self.script:
             yield lambda: self.tell(self.script.pop(0))

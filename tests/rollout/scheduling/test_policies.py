@@ -223,13 +223,12 @@ def test_adaptive_starts_short_samples_before_all_long_ones_end() -> None:
     driven = Driven(make_scheduler("adaptive", history={"p0": 1} | {f"p{i}": 4000 for i in range(1, 400)}))
     driven.join("w", slots=1)
     driven.submit(samples(1, 2), close=False)
+    order = []
     for i in range(1, 300):
         driven.submit(samples(1, 1, first=i), close=False)
-        (uid,) = driven.rows("w")
-        if i > 1 and uid == "p0/s1":
-            return
-        driven.end("w", {uid: 10}, finished=[uid])
-    pytest.fail("a short sample waited for all long ones")
+        order += driven.rows("w")
+        driven.end("w", {order[-1]: 10}, finished=order[-1:])
+    assert "p0/s1" in order[1:], "a short sample waited for all long ones"
 
 
 def test_adaptive_moves_no_row_while_samples_wait_and_continues_lost_ones_first() -> None:

@@ -31,7 +31,6 @@ def assert_samples_are_whole(rollout: Storm) -> None:
 
 
 def assert_spans_are_apart(rollout: Storm) -> None:
-    """Asserts that no two rows have a slot at the same time."""
     ends: dict[tuple[str, int], float] = {}
     for one in slot_spans(rollout.records):
         if one.slot >= 0:
