@@ -14,7 +14,6 @@ from numpy.typing import ArrayLike
 
 from app.batching.micro_batch_plan import MicroBatch, MicroBatchPlan, RowShape, TokenBudget, plan_token_budget
 from app.batching.micro_batcher import sequence_lengths
-from app.batching.token_batch import pack_per_token, pack_tokens
 from app.mesh.axis_rules import AXES
 from app.model.architecture import Architecture, RopeConfig
 from app.model.decode_weights import DecodeConversion, DecodeWeights
@@ -27,7 +26,7 @@ from app.rollout.engine.shapes import make_slot_shapes
 from app.rollout.request import GenerationRequest
 from app.update.loss_aggregation import AggregationFn, StepTotals, token_mean
 from app.update.policy_loss import PolicyBatch, PolicyLoss, clipped_surrogate
-from app.update.updater import pack_sample_reducer
+from app.update.updater import PolicyBatchPacker
 from settings.schema.rollout import SegmentSettings
 
 ODD = Architecture(
@@ -272,27 +271,10 @@ def pack_update(
     samples: Sequence[Sample], plan: MicroBatchPlan, *, weights: AggregationFn = token_mean
 ) -> list[PolicyBatch]:
     """Returns numpy micro-batches of an optimizer step, with the logprobs of policy and reference if there are any."""
+    roles: list[Any] = [one for one in ("policy", "reference") if getattr(samples[0], f"{one}_logprobs") is not None]
+    pack = PolicyBatchPacker(weights, roles, needs_sample_reducer=True, measures_mismatch="policy" not in roles)
     totals = StepTotals.from_samples(samples)
-
-    def batch_of(micro_batch: MicroBatch) -> PolicyBatch:
-        def packed(value_of) -> np.ndarray:
-            return pack_per_token(samples, micro_batch, value_of)
-
-        def scored(name: str) -> np.ndarray | None:
-            return None if getattr(samples[0], name) is None else packed(lambda s: getattr(s, name))
-
-        return PolicyBatch(
-            tokens=pack_tokens(samples, micro_batch),
-            behavior_logprobs=packed(lambda s: s.behavior_logprobs),
-            advantages=packed(lambda s: s.advantages),
-            loss_weights=packed(lambda s: weights(s, totals)),
-            token_weights=packed(lambda s: token_mean(s, totals)),
-            policy_logprobs=scored("policy_logprobs"),
-            reference_logprobs=scored("reference_logprobs"),
-            sample_reducer=pack_sample_reducer(samples, micro_batch),
-        )
-
-    return [batch_of(micro_batch) for micro_batch in plan.micro_batches]
+    return [pack(samples, micro_batch, totals) for micro_batch in plan.micro_batches]
 
 
 def assert_trees_close(ours: Any, expected: Any, *, tolerance: float = 1e-5) -> None:

@@ -217,9 +217,9 @@ METRICS = (
         "estimator k3",
         "below 1e-3 in bfloat16, below 0.01 with `rollout.weights` or `kv_cache`", "as for the differences"),
     Metric("mismatch/{training,rollout}_ppl",
-        "perplexity of the step's completions for the trainer (the policy's scoring pass) and for the sampler: "
-        "exp(−mean logprob of a sample's tokens), in the mean over samples; all under `mismatch/` as verl defines "
-        "it, and only if the policy scores",
+        "perplexity of the step's completions for the trainer (the policy's scoring pass, or else the update) and for "
+        "the sampler: exp(−mean logprob of a sample's tokens), in the mean over samples; all under `mismatch/` as verl "
+        "defines it",
         "nearly equal", "as for `rollout/sampler_scorer_logprob_diff_mean`"),
     Metric("mismatch/log_ppl_diff", "mean over samples of log(training perplexity / rollout perplexity)",
         "within 0.02 of 0", "as for `rollout/sampler_scorer_logprob_diff_mean`"),

@@ -25,7 +25,7 @@ from app.records.atomic_write import remove_partial_files
 from app.records.identity import Identity, prompts_digest
 from app.records.jsonl import check_distinct_paths, check_output_path
 from app.records.partial_samples import PartFile, PartialSamples, part_path, remove_parts
-from app.records.sample import Prompt, Sample
+from app.records.sample import DROPPED_PREFIX, Prompt, Sample
 from app.report.matplotlib_figures import check_picture_path
 from app.rollout.scheduling.sample_states import SampleTable
 from app.rollout.sequence import RolloutSequence
@@ -130,15 +130,16 @@ def rollout(
 
 
 def _write_samples(out: Path, shard: PromptShard, samples: Iterator[Sample], enter_phase: PhaseCallback) -> np.ndarray:
-    """Writes the output; returns the numbers of this host's samples, of their tokens, and of truncated samples.
+    """Writes the output; returns the numbers of this host's samples, their tokens, truncated and dropped ones.
 
     If there are several hosts, each keeps its lines in a temporary file until all are done.
     """
-    counts = np.zeros(3, np.int64)
+    counts = np.zeros(4, np.int64)
 
     def counted() -> Iterator[Sample]:
         for sample in samples:
-            counts[:] += (1, len(sample.completion_ids), sample.finish_reason == "length")
+            end = sample.finish_reason
+            counts[:] += (1, len(sample.completion_ids), end == "length", end.startswith(DROPPED_PREFIX))
             yield sample
 
     lines = sample_json_lines(counted(), path=out)
@@ -229,14 +230,22 @@ def _in_order(fresh: Iterator[Sample], shard: PromptShard, finished: Mapping[str
 
 
 def _sampling_metrics(counts: np.ndarray, finished: Mapping[str, Sample], seconds: float) -> dict[str, Any]:
-    """Returns the counts of all hosts' samples, and the speed at which those not yet finished were generated."""
+    """Returns the counts of all hosts' samples, and the speed at which those not yet finished were generated.
+
+    Raises:
+        RuntimeError: all samples were dropped; raised on every host.
+    """
     before = [len(finished), sum(len(sample.completion_ids) for sample in finished.values())]
-    samples, tokens, truncated, num_before, tokens_before = sum_over_hosts(np.asarray([*counts, *before])).tolist()
+    samples, tokens, truncated, dropped, *earlier = sum_over_hosts(np.asarray([*counts, *before])).tolist()
+    num_before, tokens_before = earlier
+    if samples and dropped == samples:
+        raise RuntimeError(f"all {samples} samples were dropped; their finish_reason and the lines above say why")
     return {
         "samples": samples,
         "completion tokens": tokens,
         "mean length": round(tokens / max(samples, 1), 1),
         "truncated": truncated,
+        "dropped samples": dropped,
         "seconds": round(seconds, 2),
         "tokens per second": round((tokens - tokens_before) / seconds, 1),
         **({"sampled before": f"{num_before} samples, {tokens_before} tokens"} if num_before else {}),

@@ -222,6 +222,7 @@ def make_policy_learner(session: ScoringSession, max_lengths: MaxLengths) -> Lea
         aggregation=aggregations(max_new_tokens=settings.rollout.max_new_tokens)[algorithm.loss_aggregation],
         roles=[role for role in settings.scored_roles if is_in_loss[role]],
         needs_sample_reducer=reads_samples,
+        measures_mismatch="policy" not in settings.scored_roles,
         route_shape=session.route_shape,
     )
     schedule = make_schedule(settings.optimizer, num_updates=settings.num_policy_updates)

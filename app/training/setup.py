@@ -118,6 +118,8 @@ def prepare_run(
                 estimator = with_saved_advantages(estimator)
             learning = dataclasses.replace(learning, advantage_estimator=estimator, max_rounds=1)
         notes = (*changes, *setup_notes(settings, session), *reward_model_notes(read.reward_model, read.model))
+        if read.replay is None:
+            notes += repeated_prompts_notes(settings, num_prompts=len(read.prompts))
         yield RunSetup(resolved, run, read, rewards, session, learning, watchdog, notes, allow_changed)
 
 
@@ -192,6 +194,17 @@ def file_fingerprints(settings: Settings, run: RunDirectory) -> dict[str, str]:
         **plugin_file_digests("env.tools", settings.env.tools),
         f"the newest checkpoint in {run.path}": run.describe_newest_checkpoint(),
     }
+
+
+def repeated_prompts_notes(settings: Settings, *, num_prompts: int) -> tuple[str, ...]:
+    """Returns a note if a step has more prompts than the data."""
+    step = settings.rollout.prompts_per_step * jax.process_count()
+    if step <= num_prompts:
+        return ()
+    return (
+        f"a step has {step:,} prompts and data.source only {num_prompts:,}, so each of them is in a step "
+        f"{step / num_prompts:.3g} times; lower rollout.prompts_per_step, or add data",
+    )
 
 
 def setup_notes(settings: Settings, session: Session) -> tuple[str, ...]:

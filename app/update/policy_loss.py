@@ -30,7 +30,7 @@ from jaxtyping import Array, Bool, Float32
 from app.batching.forward_passes import row_logprobs
 from app.batching.token_batch import HostOrDevice, TokenBatch
 from app.model.decoder import DecoderDefinition, Params
-from app.update.kl import KLEstimator, k3
+from app.update.kl import KLEstimator, k1, k3
 from app.update.ratios import ImportanceCorrection, LogRatioFn, SampleReducer, token_log_ratio
 from app.update.route_metrics import RouteCounts, count_routes, route_metrics
 
@@ -152,7 +152,9 @@ class PolicyBatch:
     reference_logprobs: Float32[HostOrDevice, "R C"] | None
     """None without a KL penalty in the loss or in the reward."""
     sample_reducer: SampleReducer | None = None
-    """None if ratios and corrections are per token."""
+    """None if ratios, corrections and metrics are per token."""
+    sample_weights: Float32[HostOrDevice, "R C"] | None = None
+    """1 / (tokens of the sample * samples of the step), for means over samples in the metrics; None = not measured."""
 
 
 @jax.tree_util.register_dataclass
@@ -185,6 +187,19 @@ class LossStats:
             for name, square in self.squares.items()
         }
         return {**self.sums, **self.maxima, **shares, **(route_metrics(self.routes) if self.routes else {})}
+
+
+def mismatch_sums(batch: PolicyBatch, current: Float32[Array, "R C"]) -> dict[str, Float32[Array, ""]]:
+    """Returns this micro-batch's shares of the metrics that `mismatch_metrics` computes from scored logprobs."""
+    assert batch.sample_reducer is not None and batch.sample_weights is not None
+    behavior, reducer, weights = batch.behavior_logprobs, batch.sample_reducer, batch.sample_weights
+    return {
+        "mismatch/training_ppl": jnp.sum(weights * jnp.exp(-reducer.mean(current))),
+        "mismatch/rollout_ppl": jnp.sum(weights * jnp.exp(-reducer.mean(behavior))),
+        "mismatch/log_ppl_diff": jnp.sum(weights * (behavior - current)),
+        "mismatch/kl": jnp.sum(batch.token_weights * k1(behavior, current)),
+        "mismatch/k3_kl": jnp.sum(batch.token_weights * k3(behavior, current)),
+    }
 
 
 Objective = Callable[[Params, PolicyBatch, Array], tuple[Array, LossStats]]
@@ -237,6 +252,8 @@ class PolicyLoss:
             "policy/ratio_max": jnp.max(jnp.where(mask, surrogate.ratio, 0.0)),
             "rollout/sampler_scorer_logprob_diff_max": jnp.max(difference),
         }
+        if batch.policy_logprobs is None and batch.sample_weights is not None:
+            sums |= mismatch_sums(batch, current)
         squares, per_token = {}, surrogate.loss
         if self.correction is not None:
             corrected = self.correction(proximal_logprobs - batch.behavior_logprobs, batch.sample_reducer)

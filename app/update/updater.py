@@ -43,12 +43,14 @@ class PolicyBatchPacker:
         aggregation: weight of each token's loss; see `app.update.loss_aggregation`.
         roles: roles whose scored logprobs the loss reads.
         needs_sample_reducer: whether the loss reads `PolicyBatch.sample_reducer`.
+        measures_mismatch: whether the loss measures how sampler and trainer differ, which scoring does otherwise.
         route_shape: sizes of the routes to replay; None = none.
     """
 
     aggregation: AggregationFn
     roles: Collection[ScoredRole]
     needs_sample_reducer: bool = False
+    measures_mismatch: bool = False
     route_shape: RouteShape | None = None
 
     @property
@@ -70,7 +72,12 @@ class PolicyBatchPacker:
             token_weights=packed(lambda s: token_mean(s, totals)),
             policy_logprobs=scored_logprobs("policy"),
             reference_logprobs=scored_logprobs("reference"),
-            sample_reducer=pack_sample_reducer(samples, micro_batch) if self.needs_sample_reducer else None,
+            sample_reducer=(
+                pack_sample_reducer(samples, micro_batch)
+                if self.needs_sample_reducer or self.measures_mismatch
+                else None
+            ),
+            sample_weights=packed(lambda s: sequence_mean_token_mean(s, totals)) if self.measures_mismatch else None,
         )
 
 

@@ -86,6 +86,16 @@ def test_one_bad_step_raises_no_alert_and_several_name_a_setting() -> None:
         assert titles(after_twenty_healthy_steps(1, **metrics)) == []
 
 
+def test_first_steps_without_a_signal_raise_an_alert_at_once() -> None:
+    def raised(**metrics: Any) -> list[tuple[int, str]]:
+        return [(one.step, one.title) for one in find_alerts([step_record(step, **metrics) for step in range(1, 5)])]
+
+    assert raised(**{TRUNCATED: 0.8}) == [(1, "Many answers are truncated")]
+    assert raised(**{ZERO_VARIANCE: 1.0}) == [(2, EQUAL)]
+    assert raised(**{ZERO_VARIANCE: 1.0, "reward__mean": 0.0, "reward__std": 0.0}) == [(2, SAME)]
+    assert raised(**{TRUNCATED: 0.7, ZERO_VARIANCE: 0.97}) == []
+
+
 def test_an_alert_returns_only_after_enough_steps_without_its_cause() -> None:
     def skipped(*steps: int) -> list[int]:
         history = [step_record(step, policy__nonfinite_in_a_row=int(step in steps)) for step in range(1, 100)]

@@ -41,6 +41,11 @@ WORKERS = (
 SLOW_AND_SHUT = """
 class SlowAndShut(Slow, Shut):
     pass
+
+
+class Closed(Echo):
+    def reset(self, **columns):
+        raise RuntimeError("closed")
 """
 
 
@@ -147,6 +152,14 @@ def test_samples_of_a_prompt_play_one_game_and_failures_drop_their_samples(file:
     assert all(one["prompt"] == openings[one["uid"].rpartition("/")[0]] for one in records)
     failed = Counter(one["finish_reason"] for one in records)
     assert set(failed) == {"stop", "dropped:environment raised"} and failed["stop"] % 4 == 0
+
+
+def test_rollout_whose_environment_always_fails_ends_with_an_error(file: Path, tmp_path: Path) -> None:
+    out = tmp_path / "samples.jsonl"
+    result = here("rollout", *few(f"env.source={file}:Closed"), "--limit", "1", "--out", out)
+    assert result.exit_code == 1 and "closed" in result.stderr
+    assert result.stderr.splitlines()[-1].startswith("error: RuntimeError: all 4 samples were dropped")
+    assert len(records_of(out)) == 4
 
 
 @pytest.mark.parametrize(("name", "overrides"), [("Unborn", ()), ("Asleep", WORKERS)], ids=["opening", "workers"])

@@ -10,6 +10,7 @@ import pytest
 
 from app.advantage.group import GROUP_ADVANTAGES, assign_group_advantages, kl_penalized_rewards, task_rewards
 from app.records.sample import Sample
+from app.tracking.sample_metrics import mismatch_metrics
 from app.update.kl import KL_ESTIMATORS
 from app.update.loss_aggregation import StepTotals, sequence_mean_token_mean, token_mean
 from app.update.policy_loss import PolicyLoss, cispo_surrogate, clipped_surrogate, dual_clipped_surrogate
@@ -207,5 +208,8 @@ def test_on_policy_ratios_are_exactly_one_and_the_gradient_is_reinforces(loss: P
     unscored = [replace(sample, policy_logprobs=None) for sample in SAMPLES]
     gradient, parts = loss_and_gradient(loss, TABLE, unscored, SHARED_ROWS, weights=token_mean)
     assert float(parts.maxima["policy/ratio_max"]) == 1.0
+    scored = [replace(sample, policy_logprobs=x.astype(np.float32)) for sample, x in zip(SAMPLES, CURRENT, strict=True)]
+    mismatch = mismatch_metrics(scored)
+    assert len(mismatch) == 5 and {name: parts.sums[name] for name in mismatch} == pytest.approx(mismatch, rel=1e-5)
     _, expected = oracle(SAMPLES, token_mean, lambda sample, current: (current, -np.asarray(sample.advantages)))
     assert_trees_close(gradient, expected)
