@@ -160,7 +160,7 @@ def test_missing_inputs_are_found_before_jax_is_loaded() -> None:
         ("gae --out new", "--input", "gone.jsonl"), ("train", "--from-rollouts", "gone"),
     ):  # fmt: skip
         answer = here(*command.split(), option, path)
-        hint = "; nothing was evaluated in that run" if path == best else ""
+        hint = "; nothing was evaluated in that run, or nothing better than its start" if path == best else ""
         line = f"error: {option}: {Path(path).absolute()}: no such file or folder{hint}\n"
         assert (answer.exit_code, answer.stderr) == (2, line)
 

@@ -191,7 +191,8 @@ def require_inputs(settings: Settings, inputs: Mapping[str, Path | None]) -> Non
     for option, path in inputs.items():
         if settings.mesh.coordinator_address is None and path is not None and not path.expanduser().exists():
             # The link to the best checkpoint is absent, not misspelt.
-            hint = "; nothing was evaluated in that run" if path.name == "best" and path.parent.is_dir() else ""
+            is_absent_best = path.name == "best" and path.parent.is_dir()
+            hint = "; nothing was evaluated in that run, or nothing better than its start" if is_absent_best else ""
             raise InputError(f"{option}: {path.expanduser().absolute()}: no such file or folder{hint}")
 
 
