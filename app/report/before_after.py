@@ -23,44 +23,43 @@ EDGE_STEPS = 10
 
 
 class BeforeAfter(NamedTuple):
-    """Rows of (name, before, after), as text."""
+    """What a run has changed, as text."""
 
-    header: tuple[str, str, str] | None
-    """Column headings; None with fewer than two evaluations."""
-    rows: Sequence[tuple[str, str, str]]
+    table: Sequence[tuple[str, str, str]]
+    """Column headings, and a row for each metric; empty with fewer than two evaluations."""
     pace: str
-    """Number of steps and their times; empty before the first step."""
+    """Training reward, number of steps and their times; empty before the first step."""
 
 
 def before_and_after(history: History) -> BeforeAfter:
-    """Returns evaluation and reward metrics at the start and at the end, and the time per step."""
+    """Returns evaluation metrics and the training reward at the start and at the end, and the time per step."""
     evaluations = [record for record in history if finite_metric(record, "eval/accuracy") is not None]
     steps = training_steps(history)
-    header, rows, pace = None, [], ""
+    table, pace = [], ""
     if len(evaluations) >= 2:
         before, after = evaluations[0], evaluations[-1]
-        header = ("held out", f"step {before['step']}", f"step {after['step']}")
+        table.append(("held out", f"step {before['step']}", f"step {after['step']}"))
         by_plug_in = accuracy_is_plug_in_mean(evaluations)
         for name in (name for name in after if name.startswith("eval/") and name != EVAL_PROMPTS):
             values = [finite_metric(record, name) for record in (before, after)]
             # Errors are only worth a row if there were some.
             if values != [None, None] and not (name.endswith("_count") and not any(values)):
                 start, end = (format_metric(name, value, by_plug_in=by_plug_in) for value in values)
-                rows.append((name.removeprefix("eval/"), start, end))
+                table.append((name.removeprefix("eval/"), start, end))
     if steps:
         edge = max(min(EDGE_STEPS, len(steps) // 2), 1)
         first, last = (Series.from_history(part, "reward/mean").values for part in (steps[:edge], steps[-edge:]))
         if len(first) and len(last):
-            name = f"reward, mean of {format_count(edge, 'step')}"
-            rows.append((name, f"{np.mean(first):z.3f}", f"{np.mean(last):z.3f}"))
+            pace = f"training reward {np.mean(first):z.3f} in the first {format_count(edge, 'step')}, "
+            pace += f"{np.mean(last):z.3f} in the last; "
         seconds = Series.from_history(steps, "time/step_s").values
         if len(seconds):
-            pace = f"{format_count(len(steps), 'step')}, median {np.median(seconds):.2f} s a step, "
+            pace += f"{format_count(len(steps), 'step')}, median {np.median(seconds):.2f} s a step, "
             pace += f"{sum(seconds):.0f} s in all"
         if (tokens := finite_metric(steps[-1], "data/total_tokens")) is not None:
             epoch = finite_metric(steps[-1], "data/epoch")
             pace += f"; {tokens:,.0f} tokens" + ("" if epoch is None else f", {epoch:.3g} epochs of the data")
-    return BeforeAfter(header, rows, pace)
+    return BeforeAfter(table, pace)
 
 
 def summary_text(
@@ -73,10 +72,9 @@ def summary_text(
         early_end: why the run ended before its last step; empty if it did not.
     """
     result = before_and_after(history)
-    table = [row for row in (result.header, *result.rows) if row is not None]
-    lines = [f"{name:<28}{before:>12}{after:>12}" for name, before, after in table]
+    lines = [f"{name:<28}{before:>12}{after:>12}" for name, before, after in result.table]
     lines += filter(None, [result.pace, early_end and f"ended early: {early_end}"])
-    if best is not None and (best[0] or result.header):
+    if best is not None and (best[0] or result.table):
         lines.append(
             _best_text(history, *best) + (": checkpoints/best" if best[0] else "; there is no checkpoints/best")
         )

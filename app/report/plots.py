@@ -49,7 +49,7 @@ class Panel:
     caption: str
     """How to read the plot: what is healthy and what to change."""
     metrics: Mapping[str, str]
-    """Metrics and their labels. The panel is drawn if one of them has a value."""
+    """Metrics and their labels; `env/*` stands for every name in its place. The panel is drawn if one has a value."""
     _: KW_ONLY
     unit: str = ""
     """Label of the axis; that of the first metric if it is empty."""
@@ -67,8 +67,18 @@ class Panel:
     """Height in inches."""
 
     def has_data(self, history: History) -> bool:
-        found = [Series.from_history(history, name).values for name in self.metrics]
+        found = [series.values for series in self.series(history).values()]
         return any(values.any() if self.needs_nonzero else len(values) for values in found)
+
+    def series(self, history: History) -> dict[str, Series]:
+        """Returns the values of the metrics that have some, by label."""
+        labels: dict[str, str] = {}
+        for name, label in self.metrics.items():
+            prefix, is_pattern, _ = name.partition("*")
+            found = matching_metric_names(history, prefix, "") if is_pattern else [name]
+            labels |= {one: escape_label(one.removeprefix(prefix)) if is_pattern else label for one in found}
+        drawn = {label: Series.from_history(history, name) for name, label in labels.items()}
+        return {label: one for label, one in drawn.items() if len(one)}
 
 
 def _bin_size(history: History) -> int:
@@ -247,21 +257,21 @@ def draw_lines(figure: Figure, history: History, panel: Panel) -> None:
     from matplotlib.ticker import MaxNLocator
 
     axes = _axes(figure, history, panel.unit or next(iter(panel.metrics.values())))
-    drawn = [Series.from_history(history, name) for name in panel.metrics]
-    for i, (series, label) in enumerate(zip(drawn, panel.metrics.values(), strict=True)):
+    drawn = panel.series(history)
+    for i, (label, series) in enumerate(drawn.items()):
         scaled = Series(series.steps, series.values / panel.scale)
         if panel.noisy:
             _noisy_line(axes, history, scaled, label)
         else:
-            color, style = (BLUE, RED, ORANGE)[i % 3], ("-", "--", ":")[i % 3]
+            color, style = (BLUE, RED, ORANGE, GREEN, PURPLE, SKY)[i % 6], ("-", "--", ":")[i % 3]
             _line(axes, scaled.binned(_bin_size(history)), label, color=color, linestyle=style)
     if panel.axis == "counts":
         axes.yaxis.set_major_locator(MaxNLocator(integer=True))
     if panel.axis == "shares":
         _format_as_percent(axes)
-    if min(series.values.min(initial=0) for series in drawn) >= 0:
+    if min(series.values.min(initial=0) for series in drawn.values()) >= 0:
         axes.set_ylim(bottom=0)
-    if panel.noisy or len(panel.metrics) > 1:
+    if panel.noisy or len(drawn) > 1:
         _legend(figure)
 
 
@@ -338,6 +348,56 @@ PANELS = (
         "optimizer.learning_rate.",
         {"policy/grad_norm": "norm"},
         noisy=True,
+    ),
+    Panel(
+        "loss",
+        "Loss",
+        "Loss of a step. With one update per step it is minus the mean advantage, about 0, and says nothing about "
+        "progress; that of the critic should fall.",
+        {"loss": "policy", "value/loss": "critic"},
+        unit="loss",
+    ),
+    Panel(
+        "learning_rate",
+        "Learning rate",
+        "That of the last update of each step, as optimizer.schedule sets it.",
+        {"policy/learning_rate": "policy", "value/learning_rate": "critic"},
+        unit="learning rate",
+    ),
+    Panel(
+        "explained_variance",
+        "What the critic explains",
+        "Share of the returns' variance that the critic's values explain. It starts at about 0 and should rise; if it "
+        "stays there, raise critic.learning_rate or critic.warmup_steps.",
+        {"value/explained_variance": "explained variance"},
+        noisy=True,
+    ),
+    Panel(
+        "turns",
+        "Turns and tool calls",
+        "Means over the samples. If failed calls do not become fewer, read the answers of the tools in rollouts.html.",
+        {
+            "episode/turns_mean": "turns",
+            "episode/tool_calls_mean": "tool calls",
+            "episode/tool_errors_mean": "failed calls",
+        },
+        unit="number per sample",
+    ),
+    Panel(
+        "ends",
+        "How episodes end",
+        "Share of samples by their end. `terminated` is the environment's own; `turns`, `tokens` and the like are "
+        "limits of env.* and rollout.max_new_tokens, and `dropped` is a failure.",
+        {"episode/end/*": ""},
+        unit="samples",
+        axis="shares",
+    ),
+    Panel(
+        "environment",
+        "Numbers of the environment",
+        "Means of the numbers and scores that the environment reports.",
+        {"env/*": "", "env/score/*": ""},
+        unit="mean",
     ),
     Panel(
         "clip_fractions",

@@ -116,7 +116,7 @@ def test_the_report_has_settings_alerts_plots_and_sessions(run: Path) -> None:
         '<td><code>run.steps</code></td><td class="text"><code>200</code></td>',
     ):
         assert part in report, part
-    assert report.count("<svg ") == 11 and "<th>checkpoint</th>" not in report
+    assert report.count("<svg ") == 13 and "<th>checkpoint</th>" not in report
     assert "6 of the 6 samples in 2 of 2 files" in samples
     assert "1 damaged lines were skipped" in samples and "step_000002.jsonl:4: completion: expected text" in samples
 

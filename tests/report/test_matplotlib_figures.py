@@ -15,7 +15,8 @@ BY_NAME = {panel.name: panel for panel in PANELS}
 EVERYTHING = {
     **{"policy__kl": 0.01, "policy__clip_fraction_low": 0.02, "policy__clip_fraction_high": 0.0},
     **{"policy__clip_fraction_dual": 0.01, "reward__error_count": 2, "reward__abstained_count": 64},
-    **{"reward__dropped_count": 2, "reward__arithmetic_format__mean": 0.9},
+    **{"reward__dropped_count": 2, "reward__arithmetic_format__mean": 0.9, "value__explained_variance": 0.5},
+    **{"episode__turns_mean": 2.5, "episode__end__turns": 0.5, "env__moves": 3.0, "env__score___luck": 0.5},
 }
 
 
@@ -43,6 +44,12 @@ def test_each_plot_is_drawn_if_the_run_has_its_metrics(panel: Panel) -> None:
     assert dict(matplotlib.rcParams) == before
     nothing = {"step": 1, "reward/mean": None, "policy/clip_fraction_low": 0.0, "perf/compilations": 0}
     assert render_panel(panel, [nothing]) is None
+
+
+def test_a_pattern_stands_for_every_metric_that_fits() -> None:
+    history = [step_record(step, env__moves=1.0, env__score___luck=0.5, env__a__b=1.0) for step in (1, 2)]
+    assert {*BY_NAME["environment"].series(history)} == {"moves", " _luck"}
+    assert {"moves", "_luck"} <= {text.strip() for text in texts(svg_of("environment", history))}
 
 
 def test_smoothing_and_averaging_are_labelled_and_plots_are_reproducible() -> None:

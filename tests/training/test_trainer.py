@@ -169,7 +169,7 @@ def test_result_goes_to_stdout_and_progress_to_stderr(repeated: tuple[Path, Resu
     assert result[1].startswith("accuracy")
     assert result[-2].startswith("best eval/accuracy ")
     assert result[-1] == f"everything is in {run}"
-    assert len(result) == 11
+    assert len(result) == 10
     assert progress[0].startswith("rollout.slots: auto: 16 on each host for all samples of a step, ")
     assert progress[1] == "builtin:arithmetic: 40 rows (prompt from prompt, answer from answer)"
     assert [line.split()[1] for line in progress if line.startswith("step ")] == ["1/4", "2/4", "3/4", "4/4"]
