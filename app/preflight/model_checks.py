@@ -70,7 +70,7 @@ def check_chat_template(
     shown = f"{prompt.uid}, {len(prompt.token_ids)} tokens: {text!r}"
     if settings.data.chat_template == "none":
         recorder.ok("template", f"none (data.chat_template); {shown}")
-    elif (fault := misread_prompts(rows, tokenizer.template.control_tokens, settings.data)) is not None:
+    elif (fault := misread_prompts(rows, tokenizer.template, settings.data)) is not None:
         recorder.warn("template", f"{fault[0]}; {shown}", fault[1])
     elif tokenizer.chat_ids(messages) == tokenizer.conversation_ids(messages):
         advice = "fix the template's add_generation_prompt: without it the model continues the question"

@@ -48,6 +48,9 @@ class ChatTemplate:
     def __init__(self, hf_tokenizer: PreTrainedTokenizerFast, kwargs: Mapping[str, Any] = NO_KWARGS) -> None:
         self.exists = bool(hf_tokenizer.chat_template)
         self.kwargs = dict(kwargs)
+        source = str(hf_tokenizer.chat_template or "")
+        self.unread_kwargs = [name for name in kwargs if not re.search(rf"\b{re.escape(name)}\b", source)]
+        """Names in `kwargs` that the template does not mention, and Jinja therefore ignores."""
         self._hf_tokenizer = hf_tokenizer
         added = [t for t in hf_tokenizer.added_tokens_decoder.values() if not t.content.isspace()]
         plain = self._text_or_nothing(PLAIN_CHAT) + self._text_or_nothing(WITH_SYSTEM)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
@@ -15,6 +15,9 @@ from app.records.sample import Messages, Prompt
 from app.records.typed_values import to_text
 from settings.errors import InputError
 from settings.schema.data import DataSettings
+
+if TYPE_CHECKING:
+    from app.prompts.chat_template import ChatTemplate
 
 log = logging.getLogger(__name__)
 
@@ -68,18 +71,18 @@ OPEN_END = re.compile(r"(?i)(\bassistant:|<think>)\s*\Z")
 """How prompts for base models end, which the answer continues."""
 
 
-def misread_prompts(
-    rows: Sequence[DatasetRow], control_tokens: re.Pattern[str], data: DataSettings
-) -> tuple[str, str] | None:
-    """Returns why the chat template may be wrong for the prompts, and what to set: they are rendered, or need none.
-
-    Args:
-        control_tokens: finds the names of the control tokens that the template writes.
-    """
+def misread_prompts(rows: Sequence[DatasetRow], template: ChatTemplate, data: DataSettings) -> tuple[str, str] | None:
+    """Returns why the chat template may be wrong for the prompts or variables, and what to set."""
     if data.chat_template == "none":
         return None
+    if template.unread_kwargs:
+        return (
+            f"the chat template has no variable {template.unread_kwargs[0]}, so data.chat_template_kwargs does not "
+            "change it",
+            "correct the name, or remove it where other models do not need it",
+        )
     for row in rows:
-        if match := next(filter(None, map(control_tokens.search, message_texts(row.prompt))), None):
+        if match := next(filter(None, map(template.control_tokens.search, message_texts(row.prompt))), None):
             return (
                 f"prompts contain control tokens of the chat template ({row.where or row.uid}: {match[0]!r}), which "
                 "become plain text in a message of the template",

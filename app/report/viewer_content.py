@@ -164,14 +164,14 @@ def _sample(record: Mapping[str, Any], *, step: int, where: str) -> SavedSample:
     ids, rewards = ids if isinstance(ids, list) else None, rewards if isinstance(rewards, dict) else {}
     advantages, finish = record.get("advantages"), str(record.get("finish_reason", ""))
     advantages = [v if is_number(v) else None for v in advantages] if isinstance(advantages, list) else []
-    turns = _turns(record, advantages)
+    episode = _episode(record, advantages)
     is_dropped, is_truncated = finish.startswith(DROPPED_PREFIX), finish == "length"
     reward = finite_metric(record, "reward")
     fields = {
         "step": step,
         "uid": record["uid"],
         "completion": _truncate(record["completion"]),
-        **({"turns": turns, "episode_end": record["episode"]["end"]} if turns else {}),
+        **episode,
         "finish": finish,
         "end": "dropped" if is_dropped else "truncated" if is_truncated else "complete",
         "tokens": None if ids is None else len(ids),
@@ -184,13 +184,13 @@ def _sample(record: Mapping[str, Any], *, step: int, where: str) -> SavedSample:
     return SavedSample(step, prompt_uid, str(record.get("group_id")), prompt, answer, reward or 0.0, fields)
 
 
-def _turns(record: Mapping[str, Any], advantages: Sequence[float | None]) -> list[dict[str, Any]]:
-    """Returns the turns of a sample; none if it has no episode that can be read."""
+def _episode(record: Mapping[str, Any], advantages: Sequence[float | None]) -> dict[str, Any]:
+    """Returns the fields of a sample's episode; none if it has no episode that can be read."""
     try:
         episode = EPISODE.validate_python(record.get("episode"))
     except ValidationError:
-        return []
-    return [
+        return {}
+    turns = [
         {
             "start": turn.start,
             "end": turn.end,
@@ -198,9 +198,12 @@ def _turns(record: Mapping[str, Any], advantages: Sequence[float | None]) -> lis
             "messages": [message | {"content": _truncate(message.get("content", ""))} for message in turn.messages],
             "reward": _rounded(turn.reward),
             "advantage": _rounded(advantages[turn.start]) if turn.start < len(advantages) else None,
+            "metrics": {name: _rounded(value) for name, value in turn.metrics.items()},
         }
         for turn in episode.turns
     ]
+    scores = {name: _rounded(value) for name, value in episode.scores.items()}
+    return {"turns": turns, "episode_end": episode.end, "scores": scores}
 
 
 def _prompt_text(source: Any) -> str:

@@ -99,7 +99,7 @@ def read_train_rows(settings: Settings) -> Dataset:
 
 def warn_of_misread_prompts(settings: Settings, rows: Sequence[DatasetRow], tokenizer: Tokenizer) -> None:
     """Warns if the prompts seem to be rendered already, or to be for a base model; see `misread_prompts`."""
-    if (fault := misread_prompts(rows, tokenizer.template.control_tokens, settings.data)) is not None:
+    if (fault := misread_prompts(rows, tokenizer.template, settings.data)) is not None:
         log.warning("%s; %s", *fault)
 
 

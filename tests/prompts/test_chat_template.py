@@ -218,10 +218,10 @@ def test_prompts_that_are_rendered_or_for_a_base_model_are_found(prompt, found, 
     tokenizer = family_tokenizer(tmp_path, *TRAITS["drops earlier thinking"])
     (tmp_path / "data.jsonl").write_text(json.dumps({"prompt": prompt}) + "\n")
     rows = load_dataset(str(tmp_path / "data.jsonl")).rows
-    fault = misread_prompts(rows, tokenizer.template.control_tokens, DataSettings())
+    fault = misread_prompts(rows, tokenizer.template, DataSettings())
     if found is None:
         assert fault is None
     else:
         assert fault is not None and "data.jsonl:1" in fault[0] and "set data.chat_template: none" in fault[1]
         assert re.search(found, fault[0])
-    assert misread_prompts(rows, tokenizer.template.control_tokens, DataSettings(chat_template="none")) is None
+    assert misread_prompts(rows, tokenizer.template, DataSettings(chat_template="none")) is None

@@ -14,9 +14,11 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from app.model.io.model_files import open_model
+from app.prompts.encode import misread_prompts
 from app.prompts.tokenizer import Tokenizer, load_tokenizer
 from app.rollout.sequence import stop_length
 from settings.errors import InputError
+from settings.schema.data import DataSettings
 from tests.prompts.chat_families import write_tokenizer
 from tests.prompts.tokenizers import CONTROL_TOKENS, MERGES, TEMPLATE, VOCABULARY, write_directory, write_gguf
 
@@ -184,10 +186,12 @@ def test_template_variables_reach_every_rendering(tmp_path):
     added = plain.encode("<think></think>xx")
     assert brief.chat_ids(messages) == [*plain.chat_ids(messages), *added]
     assert brief.conversation_ids(messages) == [*plain.conversation_ids(messages), *added]
-    for name in ("thinking_enabled", "tokenize", "messages", "a-b"):  # no variables of the template
-        expected = rf"data\.chat_template_kwargs: .* has no variable {re.escape(name)} to set"
-        with pytest.raises(InputError, match=expected):
+    for name in ("tokenize", "messages"):
+        with pytest.raises(InputError, match=f"chat_template_kwargs: {name} is not for the user"):
             tokenizer_at(folder, **{name: False})
+    other = tokenizer_at(folder, thinking_enabled=True, enable_thinking=True)
+    fault = misread_prompts([], other.template, DataSettings())
+    assert fault is not None and "has no variable thinking_enabled," in fault[0]
 
 
 MISTRAL_TEMPLATE = (

@@ -44,11 +44,14 @@ function allText(sample) {
 
 function matches(group, wanted) {
   if (wanted.kind !== "" && group.kind !== wanted.kind) return null;
-  if (!group.name.toLowerCase().includes(wanted.prompt.trim().toLowerCase())) return null;
+  const name = wanted.prompt.trim().toLowerCase();
+  const isNamed = group.name.toLowerCase().includes(name);
   const text = wanted.text.toLowerCase();
   const inPrompt = `${group.prompt}\n${group.answer ?? ""}`.toLowerCase().includes(text);
   const fits = sampleFilter(wanted);
-  const samples = group.samples.filter((s) => fits(s) && (inPrompt || allText(s).toLowerCase().includes(text)));
+  const samples = group.samples.filter(
+    (s) => fits(s) && (isNamed || s.uid.toLowerCase() === name) && (inPrompt || allText(s).toLowerCase().includes(text))
+  );
   return samples.length ? { ...group, samples } : null;
 }
 
@@ -80,15 +83,25 @@ function drawTurns(sample) {
     fact(facts, "tokens", turn.end - turn.start);
     if (turn.reward) fact(facts, "reward", turn.reward);
     if (turn.advantage !== null) fact(facts, "advantage", turn.advantage);
+    for (const [name, value] of Object.entries(turn.metrics)) fact(facts, name, value);
     return [made, ...turn.messages.map((m) => drawMessage("observed", m.role, m.content).made)];
   });
 }
 
-function drawSample(sample) {
+// Equal samples of a step are drawn once, with their number.
+function drawEqualSamples(samples) {
+  const equal = Map.groupBy(samples, (s) => JSON.stringify({ ...s, uid: null }));
+  return [...equal.values()].map((same) => drawSample(same[0], same.length));
+}
+
+function drawSample(sample, count) {
   const isGood = (sample.advantage ?? reward(sample) - 0.5) > 0;
   const made = element("div", sample.advantage === 0 ? "sample" : `sample ${isGood ? "good" : "bad"}`);
   const facts = element("div", "facts");
-  fact(facts, "step", sample.step);
+  const link = element("a", "", `step ${sample.step}`);
+  link.href = `#${new URLSearchParams({ step: sample.step, prompt: sample.uid })}`;
+  facts.append(link);
+  if (count > 1) fact(facts, "samples", count);
   fact(facts, "reward", sample.reward);
   for (const [name, value] of Object.entries(sample.rewards)) fact(facts, name, value);
   if (sample.advantage !== null) fact(facts, "advantage", sample.advantage);
@@ -97,6 +110,7 @@ function drawSample(sample) {
   if (sample.turns) {
     fact(facts, "turns", sample.turns.length);
     fact(facts, "ended by", sample.episode_end);
+    for (const [name, value] of Object.entries(sample.scores)) fact(facts, `score ${name}`, value);
   }
   made.append(facts, ...(sample.turns ? drawTurns(sample) : [element("pre", "", sample.completion)]));
   return made;
@@ -111,7 +125,7 @@ function drawGroup(group) {
   fact(facts, "samples", group.samples.length);
   fact(facts, "mean reward", Number(mean(group.samples.map(reward)).toFixed(4)));
   fact(facts, "gold answer", group.answer);
-  made.append(facts, element("pre", "", group.prompt), ...group.samples.map(drawSample));
+  made.append(facts, element("pre", "", group.prompt), ...drawEqualSamples(group.samples));
   return made;
 }
 
@@ -141,8 +155,17 @@ function fillChoices() {
   document.getElementById("names").append(...names.map((name) => new Option(name, name)));
 }
 
+// The address names a step and a prompt or sample, so that one can be linked to.
+function readAddress() {
+  for (const [name, value] of new URLSearchParams(location.hash.slice(1))) {
+    if (name in form.elements) form.elements[name].value = value;
+  }
+  update();
+}
+
 fillChoices();
+window.addEventListener("hashchange", readAddress);
 form.addEventListener("input", update);
 form.addEventListener("submit", (event) => event.preventDefault());
 more.addEventListener("click", drawMore);
-update();
+readAddress();
