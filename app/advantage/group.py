@@ -80,9 +80,13 @@ GROUP_ADVANTAGES: Mapping[str, GroupAdvantageFn] = MappingProxyType(
 
 
 def zero_variance_fraction(rewards: Float[np.ndarray, "N"], group_ids: Int[np.ndarray, "N"]) -> float:
-    """Returns the fraction of groups whose rewards are all equal; these groups contribute no policy gradient."""
-    spans = {int(g): np.ptp(rewards[group_ids == g]) for g in np.unique(group_ids)}
-    return float(np.mean([span == 0 for span in spans.values()])) if spans else 0.0
+    """Returns the fraction of groups whose rewards are all equal, among those of several samples; NaN without any.
+
+    These groups contribute nothing to the gradient of an estimator that compares the samples of a group.
+    """
+    groups = [rewards[group_ids == g] for g in np.unique(group_ids)]
+    spans = [np.ptp(group) for group in groups if len(group) > 1]
+    return float(np.mean(np.equal(spans, 0))) if spans else np.nan
 
 
 def task_rewards(samples: Sequence[Sample]) -> Float[np.ndarray, "N"]:

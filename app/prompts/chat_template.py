@@ -124,7 +124,7 @@ class ChatTemplate:
 
     def _render(self, inputs: Mapping[str, Any], *, add_generation_prompt: bool) -> str:
         try:
-            options = {"tokenize": False, "add_generation_prompt": add_generation_prompt}
+            options: dict[str, Any] = {"tokenize": False, "add_generation_prompt": add_generation_prompt}
             return str(self._hf_tokenizer.apply_chat_template(**inputs, **options))
         except (
             *(jinja2.TemplateError, AttributeError, LookupError, TypeError, ValueError, ArithmeticError),

@@ -174,7 +174,8 @@ def _equal_rewards(steps: Sequence[MetricsRecord]) -> str | None:
     shares = _since_start(steps, name, count, at_least=EARLY_EQUAL_STEPS)
     if shares is None or shares.mean() < (ZERO_VARIANCE_THRESHOLD if len(shares) == count else 1):
         return None
-    if _constant_reward(steps):
+    # With advantages per token, groups are not compared.
+    if _constant_reward(steps) or finite_metric(steps[-1], "returns/mean") is not None:
         return None
     remedy = "Nearly every prompt is solved: use harder prompts, or stop here."
     if not _is_solved(steps):

@@ -97,7 +97,8 @@ METRICS = (
         "logits were not finite",
         "0", "fix the function or the environment that fails"),
     Metric("reward/zero_variance_fraction",
-        "share of groups whose rewards are all equal, which give no learning signal",
+        "share of groups whose rewards are all equal, which give no learning signal where samples of a group are "
+        "compared; null with one sample a prompt",
         "below 0.7", "easier or harder prompts, larger `rollout.group_size`"),
     Metric("reward/filtered_group_fraction",
         "share of the sampled groups dropped by `algorithm.filter`; 0 without a filter",

@@ -94,6 +94,7 @@ def test_first_steps_without_a_signal_raise_an_alert_at_once() -> None:
     assert raised(**{ZERO_VARIANCE: 1.0}) == [(2, EQUAL)]
     assert raised(**{ZERO_VARIANCE: 1.0, "reward__mean": 0.0, "reward__std": 0.0}) == [(2, SAME)]
     assert raised(**{TRUNCATED: 0.7, ZERO_VARIANCE: 0.97}) == []
+    assert raised(**{ZERO_VARIANCE: 1.0, "returns__mean": 0.5}) == []
 
 
 def test_an_alert_returns_only_after_enough_steps_without_its_cause() -> None:

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from app.stages.gae_benchmark import BenchmarkShape, GaeRule, make_workloads, parse_shapes
