@@ -171,9 +171,10 @@ def _results_section(run: RunFiles, settings: Mapping[str, Any], *, step: int) -
     """Returns the evaluations of the run up to this step, and how they were made."""
     history = [record for record in run.history if record["step"] <= step]
     result = before_and_after(history)
-    text = _table(result.header or ("", "first", "last"), result.rows) if result.rows else "Nothing was measured yet."
-    if not result.header:
-        return text
+    reward = f"{result.pace[:1].upper()}{result.pace[1:]}."
+    if not result.table:
+        return reward if result.pace else "Nothing was measured yet."
+    text = f"{_table(result.table[0], result.table[1:])}\n\n{reward}"
     limit, num_samples = settings["eval.num_prompts"], settings.get("eval.num_samples", 1)
     prompts = "All held-out prompts" if limit is None else f"At most {limit} held-out prompts"
     answers = "one answer" if num_samples == 1 else f"{num_samples} answers"
