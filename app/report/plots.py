@@ -352,8 +352,7 @@ PANELS = (
     Panel(
         "loss",
         "Loss",
-        "Loss of a step. With one update per step it is minus the mean advantage, about 0, and says nothing about "
-        "progress; that of the critic should fall.",
+        "With one update per step, that of the policy is about 0, whatever it learns; that of the critic should fall.",
         {"loss": "policy", "value/loss": "critic"},
         unit="loss",
     ),
@@ -376,18 +375,13 @@ PANELS = (
         "turns",
         "Turns and tool calls",
         "Means over the samples. If failed calls do not become fewer, read the answers of the tools in rollouts.html.",
-        {
-            "episode/turns_mean": "turns",
-            "episode/tool_calls_mean": "tool calls",
-            "episode/tool_errors_mean": "failed calls",
-        },
+        {"episode/turns_mean": "turns", "episode/tool_calls_mean": "tool calls", "episode/tool_errors_mean": "failed"},
         unit="number per sample",
     ),
     Panel(
         "ends",
         "How episodes end",
-        "Share of samples by their end. `terminated` is the environment's own; `turns`, `tokens` and the like are "
-        "limits of env.* and rollout.max_new_tokens, and `dropped` is a failure.",
+        "Share of samples by their end: `terminated` by the environment, by a limit, or `dropped` after a failure.",
         {"episode/end/*": ""},
         unit="samples",
         axis="shares",
