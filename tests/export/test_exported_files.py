@@ -26,16 +26,8 @@ from app.model.io.model_files import ADAPTER_CONFIG_FILE, INDEX_FILE, ModelFiles
 from app.model.lora import LoRAConfig, combine_params
 from app.prompts.tokenizer import load_fast_tokenizer, load_tokenizer
 from settings.schema.model import PROJECTIONS as TARGETS
+from tests.model import reference
 from tests.model.io.tensors_in_memory import Held, Watched, random_file
-from tests.model.reference import (
-    SHORT_ROWS,
-    assert_reference_logits,
-    load_ours,
-    load_reference,
-    our_logits,
-    packed_rows,
-    write_checkpoint,
-)
 from tests.prompts.tokenizers import write_directory, write_gguf
 from tests.tiny import BIASED, MIXTURE, ODD, SWITCHED, make_mesh
 
@@ -180,17 +172,17 @@ def write_adapters(directory: Path, base: Path, lora: LoRAConfig, trained: Param
 )
 def test_peft_logits_equal_ours_with_the_same_adapters(tmp_path, family, projections):
     peft = pytest.importorskip("peft", reason="what loads adapters elsewhere")
-    base = write_checkpoint(tmp_path / "base", family, num_hidden_layers=2)
-    plain, params = load_ours(base)
+    base = reference.write_checkpoint(tmp_path / "base", family, num_hidden_layers=2)
+    plain, params = reference.load_ours(base)
     lora = LoRAConfig(rank=3, alpha=7.5, projections=projections)
     definition = DecoderDefinition.create(plain.architecture, lora=lora)
     trained = random_adapters(definition)
     written = write_adapters(tmp_path / "adapter", base, lora, trained)
-    theirs = peft.PeftModel.from_pretrained(load_reference(base), str(written)).eval()
-    rows = packed_rows(*SHORT_ROWS)
-    ours = our_logits(definition, combine_params(trained, params), rows)
-    assert np.abs(ours - our_logits(plain, params, rows)).max() > 0.5
-    assert_reference_logits(ours, rows, theirs)
+    theirs = peft.PeftModel.from_pretrained(reference.load_reference(base), str(written)).eval()
+    rows = reference.packed_rows(*reference.SHORT_ROWS)
+    ours = reference.our_logits(definition, combine_params(trained, params), rows)
+    assert np.abs(ours - reference.our_logits(plain, params, rows)).max() > 0.5
+    reference.assert_reference_logits(ours, rows, theirs)
 
 
 def test_adapter_config_has_rank_alpha_base_and_names_of_projections():

@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import Mesh as DeviceMesh
 from jax.sharding import PartitionSpec
 
-from app.mesh import device_mesh
+from app.mesh import device_mesh, placement
 from app.mesh.axis_rules import AXES, axis_size, constrain, partition_spec
 from app.mesh.chips import TPU_CHIPS, GpuHost, find_chip, parse_pretended
 from app.mesh.device_mesh import (
@@ -25,16 +25,6 @@ from app.mesh.device_mesh import (
     without_generation_devices,
 )
 from app.mesh.devices import check_equal_device_counts, first_devices
-from app.mesh.placement import (
-    check_rows_per_host,
-    num_local_row_shards,
-    num_row_shards,
-    supports_host_memory,
-    to_device_memory,
-    to_global,
-    to_host_memory,
-    to_local,
-)
 from settings.errors import InputError
 from settings.schema.mesh import MeshSettings
 from tests.tiny import make_mesh as tiny_mesh
@@ -86,7 +76,7 @@ def test_hosts_with_different_numbers_of_devices_are_refused():
 def test_the_rows_of_a_host_lie_together(shape):
     mesh = DeviceMesh(np.array(devices_of(4, 4)).reshape(shape), AXES)
     assert is_grouped_by_host(mesh) and num_hosts(mesh) == 2
-    check_rows_per_host(mesh)
+    placement.check_rows_per_host(mesh)
     first, second, third, fourth = devices_of(2, 2)
     assert not is_grouped_by_host(DeviceMesh(np.array([first, third, second, fourth]).reshape(4, 1, 1), AXES))
 
@@ -103,7 +93,7 @@ def test_tp_over_several_hosts_is_refused_with_the_tp_that_fit(shape, per_host, 
     mesh = DeviceMesh(np.array(devices_of(*per_host)).reshape(shape), AXES)
     fitting = " or ".join(str(n) for n in range(1, per_host[0] + 1) if per_host[0] % n == 0)
     with pytest.raises(InputError, match=re.escape(f"mesh.shape: {found}")) as caught:
-        check_rows_per_host(mesh)
+        placement.check_rows_per_host(mesh)
     assert str(caught.value).endswith(f"keep tp within a host: {fitting}")
 
 
@@ -187,20 +177,20 @@ def test_constrain_splits_on_the_current_mesh_alone():
 @pytest.mark.parametrize(("shape", "row_dim"), [((1, 8, 1), 0), ((2, 2, 2), 1), ((1, 1, 8), 0)])
 def test_to_local_inverts_to_global(shape, row_dim):
     mesh = tiny_mesh(shape)
-    assert num_local_row_shards(mesh) == num_row_shards(mesh) == shape[0] * shape[1]
+    assert placement.num_local_row_shards(mesh) == placement.num_row_shards(mesh) == shape[0] * shape[1]
     rows = np.arange(8 * 16 * 3).reshape((16, 8, 3) if row_dim == 0 else (8, 16, 3))
-    tree = to_global(mesh, {"rows": rows}, row_dim=row_dim)
-    np.testing.assert_array_equal(to_local(tree["rows"], row_dim=row_dim), rows)
-    assert tree["rows"].sharding.shard_shape(rows.shape)[row_dim] == 16 // num_row_shards(mesh)
+    tree = placement.to_global(mesh, {"rows": rows}, row_dim=row_dim)
+    np.testing.assert_array_equal(placement.to_local(tree["rows"], row_dim=row_dim), rows)
+    assert tree["rows"].sharding.shard_shape(rows.shape)[row_dim] == 16 // placement.num_row_shards(mesh)
 
 
 def test_arrays_return_from_host_memory_as_they_were():
     mesh = tiny_mesh((2, 2, 2))
-    tree = {"x": to_global(mesh, np.arange(32.0).reshape(8, 4)), "y": jnp.float32(3)}
-    assert supports_host_memory(mesh)
-    waiting = to_host_memory(tree)
+    tree = {"x": placement.to_global(mesh, np.arange(32.0).reshape(8, 4)), "y": jnp.float32(3)}
+    assert placement.supports_host_memory(mesh)
+    waiting = placement.to_host_memory(tree)
     assert {leaf.sharding.memory_kind for leaf in jax.tree.leaves(waiting)} == {"pinned_host"}
-    back = to_device_memory(waiting)
+    back = placement.to_device_memory(waiting)
     assert jax.tree.map(lambda x: x.sharding, back) == jax.tree.map(lambda x: x.sharding, tree)
     jax.tree.map(np.testing.assert_array_equal, back, tree)
 

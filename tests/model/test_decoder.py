@@ -27,33 +27,24 @@ from app.rollout.request import GenerationRequest
 from app.rollout.sampling.token_sampling import SamplingRules
 from app.score.scorer import Scorer
 from settings.schema.model import PROJECTIONS
+from tests import tiny
 from tests.layouts import layout_of
-from tests.tiny import (
-    BIASED,
-    EVEN,
-    EXPERTS,
-    MIXTURE,
-    ODD,
-    SWITCHED,
-    assert_trees_close,
-    make_engine,
-    make_mesh,
-    packed_plan,
-    random_params,
-    random_prompts,
-)
 
 FLOAT32 = jnp.dtype("float32")
 
 
 # A prompt with three completions, a lone sample and padding: longer than a block of attention, and odd.
 SHARED = layout_of([[(40, (30, 21, 33)), (9, (14,))]], num_tokens=151)
-WINDOWED = replace(SWITCHED, windows=(35, None, 60))
+WINDOWED = replace(tiny.SWITCHED, windows=(35, None, 60))
 EVERYTHING = replace(
-    WINDOWED, **EXPERTS | {"family": "gemma3_text"}, tied_embeddings=False, qkv_bias=True, attention_output_bias=True
+    WINDOWED,
+    **tiny.EXPERTS | {"family": "gemma3_text"},
+    tied_embeddings=False,
+    qkv_bias=True,
+    attention_output_bias=True,
 )
 """Every switch, biases and experts, with windows shorter than rows of many tokens."""
-SWITCHED_EXPERTS = replace(EVERYTHING, windows=SWITCHED.windows)
+SWITCHED_EXPERTS = replace(EVERYTHING, windows=tiny.SWITCHED.windows)
 
 
 def slow_hidden_states(arch: Architecture, params: Params, token_ids: np.ndarray) -> np.ndarray:
@@ -117,10 +108,10 @@ def slow_hidden_states(arch: Architecture, params: Params, token_ids: np.ndarray
     return norm(x, params["final_norm"])
 
 
-@pytest.mark.parametrize("architecture", [BIASED, EVERYTHING], ids=["biases", "every-switch-and-experts"])
+@pytest.mark.parametrize("architecture", [tiny.BIASED, EVERYTHING], ids=["biases", "every-switch-and-experts"])
 def test_packed_rows_equal_a_slow_decoder_in_float64(architecture):
     definition = DecoderDefinition.create(architecture)
-    params = random_params(definition)
+    params = tiny.random_params(definition)
     token_ids = np.random.default_rng(3).integers(0, architecture.vocab_size, (1, 151))
     run = jax.jit(lambda params: definition.bind(params).hidden(token_ids, SHARED, dtype=FLOAT32)[0])
     packed = np.asarray(run(params))
@@ -133,9 +124,9 @@ def test_packed_rows_equal_a_slow_decoder_in_float64(architecture):
 
 
 def test_recomputing_changes_no_gradient_and_saves_memory():
-    definition = DecoderDefinition.create(BIASED)
-    params = random_params(definition)
-    token_ids = np.random.default_rng(4).integers(0, BIASED.vocab_size, (2, 40)).astype(np.int32)
+    definition = DecoderDefinition.create(tiny.BIASED)
+    params = tiny.random_params(definition)
+    token_ids = np.random.default_rng(4).integers(0, tiny.BIASED.vocab_size, (2, 40)).astype(np.int32)
     weights = np.random.default_rng(5).normal(size=(2, 39)).astype(np.float32)
     segments, branches, positions = single_segment_layout(np.ones(token_ids.shape, bool))
     indices, targets = np.broadcast_to(np.arange(39), (2, 39)), token_ids[:, 1:]
@@ -151,7 +142,7 @@ def test_recomputing_changes_no_gradient_and_saves_memory():
 
     kept, *recomputed = programs = [compiled(remat) for remat in ("none", "minimal", "block")]
     for program in recomputed:
-        assert_trees_close(program(params), kept(params))
+        tiny.assert_trees_close(program(params), kept(params))
     temporary_bytes = [program.memory_analysis().temp_size_in_bytes for program in programs]
     assert temporary_bytes[1] < 0.8 * temporary_bytes[0]
     assert temporary_bytes[2] < 0.8 * temporary_bytes[1]
@@ -161,14 +152,14 @@ def test_parameters_are_counted_by_hand():
     attention, mlp, norms = 36 * 60 + 2 * 36 * 30 + 60 * 36, 3 * 36 * 44, 2 * 36
     biases = 60 + 2 * 30 + 36 + 2 * 44 + 36
     expected = 2 * 53 * 36 + 2 * (attention + mlp + norms + biases) + 36
-    assert DecoderDefinition.create(BIASED).num_parameters == expected
+    assert DecoderDefinition.create(tiny.BIASED).num_parameters == expected
     experts, norms = 8 * (3 * 36 * 14 + 36), 2 * 36 + 2 * 10
     expected = 53 * 36 + 2 * (attention + experts + norms) + 36
-    assert DecoderDefinition.create(MIXTURE).num_parameters == expected
+    assert DecoderDefinition.create(tiny.MIXTURE).num_parameters == expected
 
 
 def test_initial_weights_follow_the_seed():
-    definition = DecoderDefinition.create(BIASED)
+    definition = DecoderDefinition.create(tiny.BIASED)
     first, again, other = (definition.initialise(seed) for seed in (0, 0, 1))
     jax.tree.map(np.testing.assert_array_equal, first, again)
     assert not np.array_equal(first["embedding"], other["embedding"])
@@ -187,7 +178,7 @@ def gradient(mesh: Mesh | None = None) -> Any:
     """Returns a loss, the hidden states of tokens, and the gradient by adapters beside random codes of kernels."""
     rng = np.random.default_rng(7)
     codes = lambda x, of: x if of.dtype == FLOAT32 else rng.integers(-1, 2, of.shape).astype(of.dtype)  # noqa: E731
-    params = jax.tree.map(codes, random_params(NETWORK), NETWORK.shapes)
+    params = jax.tree.map(codes, tiny.random_params(NETWORK), NETWORK.shapes)
     token_ids = rng.integers(0, NETWORK.architecture.vocab_size, (2, 76))
     is_token = (TWO_ROWS.segment_ids != 0)[..., None]
 
@@ -205,12 +196,12 @@ on_one_device = functools.cache(gradient)
 
 
 def test_residuals_split_by_tokens_over_tp_change_nothing():
-    assert_trees_close(gradient(make_mesh((1, 2, 2))), on_one_device())
+    tiny.assert_trees_close(gradient(tiny.make_mesh((1, 2, 2))), on_one_device())
 
 
 @pytest.mark.parametrize(("num_tokens", "kept"), [(40, 10), (41, 41)], ids=["divides", "does-not-divide"])
 def test_a_device_along_tp_keeps_its_share_of_the_tokens(num_tokens, kept):
-    definition, mesh = DecoderDefinition.create(replace(EVEN, num_layers=3)), make_mesh((1, 1, 4))
+    definition, mesh = DecoderDefinition.create(replace(tiny.EVEN, num_layers=3)), tiny.make_mesh((1, 1, 4))
 
     def loss(params, token_ids):
         layout = single_segment_layout(jnp.ones(token_ids.shape, bool))
@@ -226,7 +217,7 @@ def test_a_device_along_tp_keeps_its_share_of_the_tokens(num_tokens, kept):
 def test_kernels_give_the_decoder_what_xla_gives_it(monkeypatch):
     expected = on_one_device()
     monkeypatch.setattr(decoder, "architecture_blocking", lambda *_: Blocking(16, 1, kernel="tpu"))
-    assert_trees_close(gradient(), expected)
+    tiny.assert_trees_close(gradient(), expected)
 
 
 LENGTHS = np.array([1, 5, 4])
@@ -236,8 +227,8 @@ LENGTHS = np.array([1, 5, 4])
 class Compiled:
     def __init__(self, architecture: Architecture):
         definition = DecoderDefinition.create(architecture)
-        params = random_params(definition)
-        self.weights = DecodeConversion(definition, make_mesh(), FLOAT32)(params)
+        params = tiny.random_params(definition)
+        self.weights = DecodeConversion(definition, tiny.make_mesh(), FLOAT32)(params)
         self.prefill = jax.jit(functools.partial(prefill, definition))
         self.decode_step = jax.jit(functools.partial(decode_step, definition))
         whole = single_segment_layout(np.ones((3, 9), bool))
@@ -251,7 +242,7 @@ compiled = functools.cache(Compiled)
 
 @functools.cache
 def token_ids(seed: int = 0) -> np.ndarray:
-    return np.random.default_rng(seed).integers(0, ODD.vocab_size, (3, 9)).astype(np.int32)
+    return np.random.default_rng(seed).integers(0, tiny.ODD.vocab_size, (3, 9)).astype(np.int32)
 
 
 def right_padded(size: int, filler: int = 0) -> np.ndarray:
@@ -268,7 +259,7 @@ def grown(cache, size: int, filler: float = 0.0):
     return jax.tree.map(pad, cache)
 
 
-@pytest.mark.parametrize("architecture", [BIASED, SWITCHED_EXPERTS], ids=["biases", "every-switch-and-experts"])
+@pytest.mark.parametrize("architecture", [tiny.BIASED, SWITCHED_EXPERTS], ids=["biases", "every-switch-and-experts"])
 def test_prefill_and_decode_equal_one_forward_pass(architecture):
     model = compiled(architecture)
     expected = model.expected
@@ -298,10 +289,10 @@ def test_prefill_ignores_what_lies_behind_a_prompt_even_an_empty_one():
 
 
 def test_decode_weights_are_one_array_a_layer_in_the_compute_type():
-    definition = DecoderDefinition.create(ODD)
-    params = random_params(definition)
-    weights = DecodeConversion(definition, make_mesh(), jnp.dtype("bfloat16"))(params)
-    assert len(weights.blocks) == ODD.num_layers
+    definition = DecoderDefinition.create(tiny.ODD)
+    params = tiny.random_params(definition)
+    weights = DecodeConversion(definition, tiny.make_mesh(), jnp.dtype("bfloat16"))(params)
+    assert len(weights.blocks) == tiny.ODD.num_layers
     assert {leaf.dtype for leaf in jax.tree.leaves(weights)} == {jnp.dtype("bfloat16")}
     for layer, block in enumerate(weights.blocks):
         np.testing.assert_array_equal(
@@ -312,18 +303,18 @@ def test_decode_weights_are_one_array_a_layer_in_the_compute_type():
 
 
 def test_sampler_and_scorer_agree_in_bfloat16_near_float32():
-    definition = DecoderDefinition.create(SWITCHED)
-    params = random_params(definition)
-    prompts = random_prompts(6, vocab_size=SWITCHED.vocab_size)
-    engine = make_engine(definition, dtype=jnp.dtype("bfloat16"))
+    definition = DecoderDefinition.create(tiny.SWITCHED)
+    params = tiny.random_params(definition)
+    prompts = tiny.random_prompts(6, vocab_size=tiny.SWITCHED.vocab_size)
+    engine = tiny.make_engine(definition, dtype=jnp.dtype("bfloat16"))
     rules = {"rules": SamplingRules(temperature=1.0), "seed": 0, "policy_version": 0}
     request = GenerationRequest(group_size=2, max_new_tokens=20, **rules)
     samples = engine.generate(engine.to_decode_weights(params), prompts, request)
     sampled = np.concatenate([sample.behavior_logprobs for sample in samples])
 
     def scored(dtype: str) -> np.ndarray:
-        scorer = Scorer(definition, make_mesh(), dtype=jnp.dtype(dtype), logits_chunk=8)
-        plan = packed_plan(samples, quota=256, row_length=128, share_prompts=True)
+        scorer = Scorer(definition, tiny.make_mesh(), dtype=jnp.dtype(dtype), logits_chunk=8)
+        plan = tiny.packed_plan(samples, quota=256, row_length=128, share_prompts=True)
         return np.concatenate(scorer.per_token(params, samples, plan, temperature=1.0))
 
     in_bfloat16, in_float32 = scored("bfloat16"), scored("float32")

@@ -27,16 +27,7 @@ from app.records.sample import Sample
 from app.score.scorer import Scorer
 from app.update.policy_loss import make_policy_objective
 from scripts.bench.hlo_collectives import program_collectives
-from tests.tiny import (
-    MIXTURE,
-    PLAIN_LOSS,
-    make_mesh,
-    one_a_row,
-    pack_update,
-    packed_plan,
-    random_params,
-    random_samples,
-)
+from tests import tiny
 
 FLOAT32 = jnp.dtype("float32")
 
@@ -123,7 +114,7 @@ def one_hot_experts(params: Params, x: jax.Array, is_token: jax.Array) -> jax.Ar
     """Computes every expert for every token, and multiplies with weights that are zero for those not chosen."""
     logits = jnp.einsum("rtd,ed->rte", x, jax.lax.stop_gradient(params["router"]), precision="highest")
     probabilities = jax.nn.softmax(logits)
-    _, chosen = jax.lax.top_k(probabilities, MIXTURE.experts_per_token)
+    _, chosen = jax.lax.top_k(probabilities, tiny.MIXTURE.experts_per_token)
     kept = probabilities * jax.nn.one_hot(chosen, 8).sum(axis=-2)
     weights = kept / kept.sum(axis=-1, keepdims=True) * is_token[..., None]
     gate, up = (jnp.einsum("rtd,edf->rtef", x, params[name]["kernel"], precision="highest") for name in ("gate", "up"))
@@ -134,9 +125,9 @@ def one_hot_experts(params: Params, x: jax.Array, is_token: jax.Array) -> jax.Ar
 
 @pytest.mark.parametrize("shape", [(1, 1, 4), (2, 2, 2)])
 def test_experts_on_any_mesh_equal_a_one_hot_mixture(shape):
-    definition = DecoderDefinition.create(MIXTURE)
-    graph, _ = nnx.split(nnx.eval_shape(lambda: Experts(MIXTURE, nnx.Rngs(0), stack={})))
-    params = jax.tree.map(lambda x: np.asarray(x)[0], random_params(definition)["blocks"]["experts"])
+    definition = DecoderDefinition.create(tiny.MIXTURE)
+    graph, _ = nnx.split(nnx.eval_shape(lambda: Experts(tiny.MIXTURE, nnx.Rngs(0), stack={})))
+    params = jax.tree.map(lambda x: np.asarray(x)[0], tiny.random_params(definition)["blocks"]["experts"])
     rng = np.random.default_rng(3)
     x, seed = (rng.normal(size=(4, 9, 36)).astype(np.float32) for _ in range(2))
     is_token = jnp.asarray(rng.random((4, 9)) < 0.8)
@@ -150,7 +141,7 @@ def test_experts_on_any_mesh_equal_a_one_hot_mixture(shape):
     expected, of_dense = dense(params, x, seed)
     # What padding holds changes nothing.
     arrays = params, np.where(is_token[..., None], x, np.float32(1e4)), seed
-    with jax.set_mesh(make_mesh(shape)):
+    with jax.set_mesh(tiny.make_mesh(shape)):
         y, (of_params, of_x) = ours(*arrays)
         # No step adds in an order that may vary, and devices only sum over tp.
         assert "scatter" not in str(jax.make_jaxpr(ours)(*arrays))
@@ -163,23 +154,23 @@ def test_experts_on_any_mesh_equal_a_one_hot_mixture(shape):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), (of_params, of_x), of_dense)
 
 
-DEFINITION = DecoderDefinition.create(MIXTURE)
-SHAPE = RouteShape(MIXTURE.num_layers, MIXTURE.experts_per_token)
-SAMPLES = random_samples(3, 3, vocab_size=MIXTURE.vocab_size)
+DEFINITION = DecoderDefinition.create(tiny.MIXTURE)
+SHAPE = RouteShape(tiny.MIXTURE.num_layers, tiny.MIXTURE.experts_per_token)
+SAMPLES = tiny.random_samples(3, 3, vocab_size=tiny.MIXTURE.vocab_size)
 
 
 @functools.cache
 def params() -> Params:
-    return random_params(DEFINITION)
+    return tiny.random_params(DEFINITION)
 
 
 @functools.cache
 def scorer(*, replays: bool) -> Scorer:
-    return Scorer(DEFINITION, make_mesh(), dtype=FLOAT32, logits_chunk=5, replays_routes=replays)
+    return Scorer(DEFINITION, tiny.make_mesh(), dtype=FLOAT32, logits_chunk=5, replays_routes=replays)
 
 
 def scores(samples: Sequence[Sample], *, replays: bool = True) -> np.ndarray:
-    plan = packed_plan(samples, quota=64, row_length=32, share_prompts=True)
+    plan = tiny.packed_plan(samples, quota=64, row_length=32, share_prompts=True)
     return np.concatenate(scorer(replays=replays).per_token(params(), samples, plan, temperature=1.0))
 
 
@@ -188,7 +179,7 @@ def with_own_routes() -> list[Sample]:
     """Returns the samples with the experts that the routers choose for them, each alone in a row."""
     how = {"dtype": FLOAT32, "remat": "none"}
     find = jax.jit(lambda params, *rows: DEFINITION.bind(params).hidden_and_routes(*rows, **how)[1])
-    plan, found = one_a_row(len(SAMPLES), rows_per_micro_batch=1, num_tokens=16, num_targets=9), []
+    plan, found = tiny.one_a_row(len(SAMPLES), rows_per_micro_batch=1, num_tokens=16, num_targets=9), []
     for sample, micro_batch in zip(SAMPLES, plan.micro_batches, strict=True):
         rows = pack_tokens(SAMPLES, micro_batch)
         layout = SegmentLayout(rows.segment_ids, rows.branch_ids, rows.positions)
@@ -214,7 +205,7 @@ def test_packed_routes_unpack_to_themselves(shape):
 def test_recorded_experts_get_the_router_s_probabilities():
     x, router = jnp.ones((3, 1)), jnp.log(jnp.array([[1.0], [4.0], [2.0], [1.0]]))
     recorded = jnp.array([[3, 0], [UNRECORDED, UNRECORDED], [2, 1]], jnp.uint8)
-    two = replace(MIXTURE, experts_per_token=2, normalized_routing=False)
+    two = replace(tiny.MIXTURE, experts_per_token=2, normalized_routing=False)
     probabilities, chosen, live = choose_experts(two, x, router, recorded)
     np.testing.assert_array_equal(chosen, [[3, 0], [1, 2], [2, 1]])
     np.testing.assert_array_equal(live, [[1, 2]] * 3)
@@ -240,7 +231,7 @@ def test_scores_replay_routes():
 @pytest.mark.parametrize("num_without", [0, 1])
 def test_a_shared_prompt_has_the_routes_of_its_first_sample_with_any(num_without):
     samples = rotated(with_own_routes())[:3]
-    (micro_batch,) = packed_plan(samples, quota=64, row_length=64, share_prompts=True).micro_batches
+    (micro_batch,) = tiny.packed_plan(samples, quota=64, row_length=64, share_prompts=True).micro_batches
     [segment] = [segment for row in micro_batch.rows for segment in row]
     for number in segment[:num_without]:
         samples[number] = replace(samples[number], routes=None)
@@ -260,15 +251,15 @@ def test_a_shared_prompt_has_the_routes_of_its_first_sample_with_any(num_without
 
 def test_an_update_replays_routes():
     """mesh/test_equal_on_any_mesh.py replays on eight devices."""
-    objective = make_policy_objective(DEFINITION, PLAIN_LOSS, dtype=FLOAT32, remat="none", logits_chunk=5)
+    objective = make_policy_objective(DEFINITION, tiny.PLAIN_LOSS, dtype=FLOAT32, remat="none", logits_chunk=5)
     run = jax.jit(jax.value_and_grad(objective, has_aux=True))
-    plan = one_a_row(len(SAMPLES), rows_per_micro_batch=12, num_tokens=16, num_targets=9)
+    plan = tiny.one_a_row(len(SAMPLES), rows_per_micro_batch=12, num_tokens=16, num_targets=9)
 
     def update(samples: Sequence[Sample], *, replays: bool = True) -> Any:
-        (batch,) = pack_update(samples, plan)
+        (batch,) = tiny.pack_update(samples, plan)
         if replays:
             batch = replace(batch, tokens=pack_tokens(samples, plan.micro_batches[0], SHAPE))
-        with jax.set_mesh(mesh := make_mesh()):
+        with jax.set_mesh(mesh := tiny.make_mesh()):
             (_, stats), gradient = run(params(), to_global(mesh, batch), jnp.float32(1))
         return stats, gradient
 

@@ -14,14 +14,7 @@ from app.mesh.axis_rules import partition_spec
 from app.mesh.chips import parse_slice
 from app.mesh.devices import simulate_slice
 from app.mesh.placement import bytes_per_device, row_sharding
-from app.preflight.inspect_mesh import (
-    HostParts,
-    MeshInspection,
-    build_mesh_inspection,
-    host_parts,
-    open_step_outline,
-    weight_placement,
-)
+from app.preflight import inspect_mesh
 from app.records.text_format import format_bytes
 from app.runtime.session import Session
 from settings import Resolved, load
@@ -45,9 +38,9 @@ def load_settings(model: Path, *overrides: str) -> Resolved:
     return load(None, [f"{name}={value}" for name, value in values.items()], {})
 
 
-def inspect(run: Resolved) -> tuple[Session, MeshInspection]:
-    step = open_step_outline(run, compiles=False)
-    return step.session, build_mesh_inspection(step, compiles=False)
+def inspect(run: Resolved) -> tuple[Session, inspect_mesh.MeshInspection]:
+    step = inspect_mesh.open_step_outline(run, compiles=False)
+    return step.session, inspect_mesh.build_mesh_inspection(step, compiles=False)
 
 
 def test_the_report_is_text_or_json_and_needs_only_the_configuration(tiny_model: Path, tmp_path: Path) -> None:
@@ -159,7 +152,7 @@ WEIGHTS = {
 @pytest.mark.parametrize("name", WEIGHTS)
 def test_the_placement_of_a_weight_is_that_of_a_real_array(name: str) -> None:
     (shape, dims, axes), mesh = WEIGHTS[name], make_mesh((2, 2, 2))
-    found = weight_placement(name, shape, dims, mesh)
+    found = inspect_mesh.weight_placement(name, shape, dims, mesh)
     array = jax.device_put(jax.numpy.zeros(shape.shape, shape.dtype), NamedSharding(mesh, PartitionSpec(*axes)))
     assert partition_spec(dims, shape.shape, mesh) == PartitionSpec(*found.axes) == PartitionSpec(*axes)
     assert array.addressable_shards[0].data.nbytes == found.bytes_per_device
@@ -171,7 +164,7 @@ def test_the_parts_of_a_host_are_those_that_jax_gives_its_devices() -> None:
     mesh = make_mesh((2, 2, 2))
     rows = row_sharding(mesh).devices_indices_map((4,))
     weights = NamedSharding(mesh, PartitionSpec("fsdp", "tp")).devices_indices_map((2, 2))
-    for parts in host_parts(mesh):
+    for parts in inspect_mesh.host_parts(mesh):
         of_host = [device for device in mesh.devices.flat if device.id in parts.devices]
         assert len(of_host) == 4
         assert {rows[device][0].start for device in of_host} == {*parts.rows}
@@ -184,6 +177,6 @@ def test_the_text_is_a_table_that_lists_few_of_many_hosts(tiny_model: Path) -> N
     _, report = inspect(load_settings(tiny_model, "mesh.pretend=v4-16"))
     lines = report.to_text().splitlines()
     assert [line.split() for line in lines[5:7]] == [["0", "0-3", "0-3", "0-3", "0"], ["1", "4-7", "4-7", "0-3", "0"]]
-    hosts = [HostParts(i, (2 * i, 2 * i + 1), (2 * i, 2 * i + 1), (0, 1), (0, 0)) for i in range(10)]
+    hosts = [inspect_mesh.HostParts(i, (2 * i, 2 * i + 1), (2 * i, 2 * i + 1), (0, 1), (0, 0)) for i in range(10)]
     rows = [line.split() for line in replace(report, hosts=hosts).to_text().splitlines()[5:9]]
     assert [row[:2] for row in rows] == [["0", "0-1"], ["1", "2-3"], ["...", "..."], ["9", "18-19"]]

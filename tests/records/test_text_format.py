@@ -2,35 +2,28 @@ import sys
 
 import pytest
 
-from app.records.text_format import (
-    format_bytes,
-    format_count,
-    format_interval,
-    format_percent,
-    format_table,
-    to_printable,
-)
+from app.records import text_format
 
 
 def test_characters_that_a_terminal_executes_are_spelled_out() -> None:
-    assert to_printable("plain 汉字 é\nb") == "plain 汉字 é↵ b"
+    assert text_format.to_printable("plain 汉字 é\nb") == "plain 汉字 é↵ b"
     for text in ("\x1b[2J\r\x07", "over\u202egnp\u2028\x85", "\ud800\ue000"):
-        assert to_printable(text) == text.encode("unicode_escape").decode()
-    shown = to_printable("".join(map(chr, range(sys.maxunicode + 1))))
+        assert text_format.to_printable(text) == text.encode("unicode_escape").decode()
+    shown = text_format.to_printable("".join(map(chr, range(sys.maxunicode + 1))))
     assert shown.isprintable()
     shown.encode("utf-8")
 
 
 def test_numbers_are_formatted_for_people() -> None:
-    assert [format_count(count, "step") for count in (0, 1, 2000)] == ["0 steps", "1 step", "2,000 steps"]
-    assert (format_bytes(2**30 - 2**20), format_bytes(2**30)) == ("1,023.0 MiB", "1.00 GiB")
-    assert (format_bytes(2**20 // 10 + 1), format_bytes(512)) == ("0.1 MiB", "0.5 KiB")
-    assert format_interval((0.22, 0.295), format_percent) == "[22.0 %, 29.5 %]"
-    assert format_interval(None, format_percent) == ""
+    assert [text_format.format_count(count, "step") for count in (0, 1, 2000)] == ["0 steps", "1 step", "2,000 steps"]
+    assert (text_format.format_bytes(2**30 - 2**20), text_format.format_bytes(2**30)) == ("1,023.0 MiB", "1.00 GiB")
+    assert (text_format.format_bytes(2**20 // 10 + 1), text_format.format_bytes(512)) == ("0.1 MiB", "0.5 KiB")
+    assert text_format.format_interval((0.22, 0.295), text_format.format_percent) == "[22.0 %, 29.5 %]"
+    assert text_format.format_interval(None, text_format.format_percent) == ""
 
 
 def test_a_table_is_plain_aligned_text(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
-    text = format_table([("[bold]a[/]", "1"), ("b", "10")], header=("", "number"))
+    text = text_format.format_table([("[bold]a[/]", "1"), ("b", "10")], header=("", "number"))
     assert text.splitlines() == ["            number", "[bold]a[/]       1", "b               10"]

@@ -13,31 +13,14 @@ from app.records.sample import Sample
 from app.reward.reward_functions import OverlongPenalty
 from app.training.dynamic_sampling import StepGroups, keeps_all, rewards_differ
 from app.training.learner import make_correction, make_policy_loss
+from app.update import ratios
 from app.update.kl import k1, k2, k3
 from app.update.policy_loss import cispo_surrogate, clipped_surrogate, dual_clipped_surrogate
-from app.update.ratios import (
-    geometric_log_weight,
-    mask_weights,
-    sequence_log_ratio,
-    sequence_log_weight,
-    token_log_ratio,
-    truncate_weights,
-)
 from settings import load
 from settings.loading.algorithm_presets import ALGORITHM_PRESETS
 from settings.loading.config_file import preset_names
 from settings.schema.algorithm import AlgorithmSettings
-from tests.program import (
-    UNJUDGED,
-    assert_same_run,
-    copy_until,
-    metrics_of,
-    progress_of,
-    records_of,
-    run_of,
-    succeeded,
-    train_here,
-)
+from tests import program
 from tests.replays import replay, samples_of, step_file
 from tests.tiny import make_sample
 
@@ -64,25 +47,25 @@ def test_penalty_is_paid_in_the_loss_or_in_the_reward_or_nowhere() -> None:
 def test_clip_and_level_of_the_ratio_are_chosen_independently() -> None:
     loss = make_policy_loss(algorithm("clip_high=0.28"))
     assert partial_of(loss.surrogate) == (clipped_surrogate, {"clip_low": 0.2, "clip_high": 0.28})
-    assert loss.log_ratio is token_log_ratio
+    assert loss.log_ratio is ratios.token_log_ratio
     twice = make_policy_loss(algorithm("dual_clip=3.0")).surrogate
     assert partial_of(twice) == (dual_clipped_surrogate, {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": 3.0})
     mixed = make_policy_loss(algorithm("name=cispo", "ratio_level=sequence"))
-    assert mixed.log_ratio is sequence_log_ratio
+    assert mixed.log_ratio is ratios.sequence_log_ratio
     assert partial_of(mixed.surrogate) == (cispo_surrogate, {"clip_low": 10.0, "clip_high": 0.2})
-    assert make_policy_loss(algorithm("name=gspo")).log_ratio is sequence_log_ratio
+    assert make_policy_loss(algorithm("name=gspo")).log_ratio is ratios.sequence_log_ratio
 
 
 def test_older_policy_is_corrected_only_on_request() -> None:
     assert make_policy_loss(algorithm()).correction is None
     truncating = make_correction(algorithm("correction=truncate", "name=gspo", "correction_max=3.0"))
     assert truncating is not None
-    assert (truncating.log_weight, truncating.veto) == (geometric_log_weight, 1e-4)
-    assert partial_of(truncating.bound) == (truncate_weights, {"max_weight": 3.0})
+    assert (truncating.log_weight, truncating.veto) == (ratios.geometric_log_weight, 1e-4)
+    assert partial_of(truncating.bound) == (ratios.truncate_weights, {"max_weight": 3.0})
     masking = make_correction(algorithm("correction=mask", "correction_level=sequence", "correction_veto=0"))
     assert masking is not None
-    assert (masking.log_weight, masking.veto) == (sequence_log_weight, 0.0)
-    assert partial_of(masking.bound) == (mask_weights, {"min_weight": 0.5, "max_weight": 2.0})
+    assert (masking.log_weight, masking.veto) == (ratios.sequence_log_weight, 0.0)
+    assert partial_of(masking.bound) == (ratios.mask_weights, {"min_weight": 0.5, "max_weight": 2.0})
 
 
 def test_every_algorithm_has_a_preset() -> None:
@@ -113,16 +96,18 @@ def test_loss_of_a_step_is_that_of_its_algorithm_in_float64(name, aggregate, uni
     # The metric is the mean over all tokens, and so is the bonus where losses are.
     coefficient = 0.5 if aggregate is mean_over_tokens else 0.0
     once = ("algorithm.epochs=1", "algorithm.mini_batch_prompts=4", f"algorithm.entropy_coef={coefficient}")
-    result = succeeded(replay(uninterrupted, tmp_path, chosen, *once, "run.steps=1", *UNJUDGED))
+    result = program.succeeded(replay(uninterrupted, tmp_path, chosen, *once, "run.steps=1", *program.UNJUDGED))
     resolved = load(str(uninterrupted.parents[1] / "config.yaml"), [chosen], {})
     assert resolved.algorithm_changes and resolved.algorithm_changes in result.stderr
-    (line,) = metrics_of(tmp_path / "full-replay")
+    (line,) = program.metrics_of(tmp_path / "full-replay")
     assert line["policy/grad_norm"] > 0 and line["policy/nonfinite_updates"] == 0
     # Policy and reference are the same weights; a single update has its ratio to itself.
     assert abs(line["policy/kl"]) < 1e-6 and line["policy/ratio_max"] == 1.0
     assert "value/loss" not in line
     # A filter leaves groups out.
-    records = [one for one in records_of(step_file(tmp_path / "full-replay", 1)) if any(one.get("loss_mask", [True]))]
+    records = [
+        one for one in program.records_of(step_file(tmp_path / "full-replay", 1)) if any(one.get("loss_mask", [True]))
+    ]
     losses = [-np.array(record["advantages"], float) for record in records]
     if name == "cispo":
         losses = [loss * record["behavior_logprobs"] for loss, record in zip(losses, records, strict=True)]
@@ -134,15 +119,15 @@ def test_filtered_run_that_was_stopped_takes_the_same_prompts(config: Path) -> N
         *("algorithm.name=dapo", "algorithm.max_rounds=3", "reward.overlong_buffer=2", "eval.every_steps=0"),
         *("algorithm.mini_batch_prompts=2", "algorithm.rows_per_device=1", "score.rows_per_device=1"),
     )
-    straight = run_of(config)
-    succeeded(train_here(config, *filtered))
-    stopped = copy_until(straight, straight.with_name("stopped"), step=2)
-    succeeded(train_here(config, *filtered, "run.name=stopped", resume="must"))
-    assert_same_run(stopped, straight, step=4)
-    lines = metrics_of(straight)
+    straight = program.run_of(config)
+    program.succeeded(program.train_here(config, *filtered))
+    stopped = program.copy_until(straight, straight.with_name("stopped"), step=2)
+    program.succeeded(program.train_here(config, *filtered, "run.name=stopped", resume="must"))
+    program.assert_same_run(stopped, straight, step=4)
+    lines = program.metrics_of(straight)
     rounds = [line["rollout/num_rounds"] for line in lines]
     assert max(rounds) > 1
-    assert progress_of(straight, 4)["position"] == 4 * sum(rounds)
+    assert program.progress_of(straight, 4)["position"] == 4 * sum(rounds)
     for step, line in enumerate(lines, start=1):
         samples = samples_of(straight, step)
         by_group = {s.group_id: [t for t in samples if t.group_id == s.group_id] for s in samples}

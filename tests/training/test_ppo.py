@@ -12,20 +12,8 @@ import pytest
 from app.model.lora import LORA_A, LORA_B
 from app.records.jsonl import write_jsonl
 from settings import load
+from tests import program
 from tests.advantage.gae_oracle import Case, oracle
-from tests.program import (
-    DEADLINE_S,
-    assert_same_run,
-    digest_of,
-    here,
-    metrics_of,
-    records_of,
-    saved_state,
-    started,
-    succeeded,
-    train_here,
-    wait_for_step,
-)
 from tests.replays import step_file
 from tests.run_fixtures import NO_REPORT, PPO, write_config
 from tests.tiny_directory import write_model
@@ -40,7 +28,7 @@ def write_ppo(folder: Path, model: Path) -> Path:
 def whole(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
     """A run of four steps without interruption, which tests must not change."""
     folder = tmp_path_factory.mktemp("ppo")
-    result = succeeded(train_here(write_ppo(folder, tiny_model)))
+    result = program.succeeded(program.train_here(write_ppo(folder, tiny_model)))
     assert "critic only" in result.stderr
     return folder / "runs" / "ppo"
 
@@ -51,7 +39,7 @@ def config(tmp_path: Path, tiny_model: Path) -> Path:
 
 
 def part_of(run: Path, step: int, network: str) -> dict[str, np.ndarray]:
-    state = saved_state(run, step)
+    state = program.saved_state(run, step)
     return {name: leaf for name, leaf in state.items() if name.startswith(f"['{network}']")}
 
 
@@ -62,7 +50,7 @@ def changed(run: Path, network: str, steps: tuple[int, int]) -> list[str]:
 
 
 def test_policy_with_its_moments_and_counters_is_frozen_while_the_critic_warms_up(whole: Path) -> None:
-    (session,) = records_of(whole / "sessions.jsonl")
+    (session,) = program.records_of(whole / "sessions.jsonl")
     assert session["devices"] == "8 × cpu"
     assert changed(whole, "policy", (1, 2)) == []
     assert any("num_updates" in name for name in changed(whole, "critic", (1, 2)))
@@ -75,14 +63,14 @@ def test_policy_with_its_moments_and_counters_is_frozen_while_the_critic_warms_u
     assert {*adapters} <= {*changed(whole, "policy", (2, 4))}
     assert len([name for name, leaf in critic.items() if leaf.ndim]) == 3 * 12
     assert {name for name, leaf in critic.items() if leaf.ndim} <= {*changed(whole, "critic", (1, 4))}
-    frozen, learning = metrics_of(whole)[1], metrics_of(whole)[2]
+    frozen, learning = program.metrics_of(whole)[1], program.metrics_of(whole)[2]
     assert frozen["policy/grad_norm"] is None and frozen["loss"] is None
     assert frozen.keys() == learning.keys()
     assert learning["policy/grad_norm"] > 0 and frozen["value/grad_norm"] > 0 and frozen["value/loss"] > 0
 
 
 def test_critic_has_its_own_learning_rate_and_clip_range(whole: Path) -> None:
-    lines = metrics_of(whole)
+    lines = program.metrics_of(whole)
     # Four updates in each step, of which the last is logged, and sixteen in the run.
     rates = [1e-2 * (17 - 4 * step) / 16 for step in (1, 2, 3, 4)]
     np.testing.assert_allclose([line["value/learning_rate"] for line in lines], rates, rtol=1e-5)
@@ -91,9 +79,9 @@ def test_critic_has_its_own_learning_rate_and_clip_range(whole: Path) -> None:
 
 
 def test_adapted_penalty_and_learning_rate_wait_for_the_policy(whole: Path) -> None:
-    coefficients = [line["policy/kl_coef"] for line in metrics_of(whole)]
+    coefficients = [line["policy/kl_coef"] for line in program.metrics_of(whole)]
     assert coefficients[:3] == [0.05] * 3 != coefficients[1:]
-    rates = [line["policy/learning_rate"] for line in metrics_of(whole)]
+    rates = [line["policy/learning_rate"] for line in program.metrics_of(whole)]
     assert rates[:2] == [None, None] and rates[2] > rates[3] > 0
 
 
@@ -101,9 +89,9 @@ def test_advantages_are_those_of_the_penalised_rewards_in_float64(whole: Path) -
     chosen = load(str(whole / "settings.yaml"), [], {}).settings
     assert chosen.algorithm.lam is not None
     found, expected = [], []
-    for record in records_of(step_file(whole, 4)):
+    for record in program.records_of(step_file(whole, 4)):
         policy, reference = (np.array(record[f"{role}_logprobs"], float) for role in ("policy", "reference"))
-        coefficient = metrics_of(whole)[3]["policy/kl_coef"]
+        coefficient = program.metrics_of(whole)[3]["policy/kl_coef"]
         rewards = -coefficient * (policy - reference)
         rewards[-1] += record["reward"]
         # A truncated sample goes on with one value more.
@@ -123,25 +111,25 @@ def test_advantages_are_those_of_the_penalised_rewards_in_float64(whole: Path) -
 def test_run_killed_while_the_critic_warms_up_ends_with_the_same_bits(config: Path, whole: Path) -> None:
     """The remaining steps include warm-up, updates of the adapters and an adapted penalty; schedules end at step 4."""
     run = config.parent / "runs" / "ppo"
-    with started("train", "--config", config) as process:
-        wait_for_step(process, run, 2)
+    with program.started("train", "--config", config) as process:
+        program.wait_for_step(process, run, 2)
         os.killpg(process.pid, signal.SIGKILL)
-        assert process.wait(timeout=DEADLINE_S) == -signal.SIGKILL
-    assert metrics_of(run)[-1]["step"] < 4
-    result = succeeded(train_here(config, resume="auto"))
+        assert process.wait(timeout=program.DEADLINE_S) == -signal.SIGKILL
+    assert program.metrics_of(run)[-1]["step"] < 4
+    result = program.succeeded(program.train_here(config, resume="auto"))
     assert "continuing after step" in result.stderr
-    assert_same_run(run, whole, step=4)
+    program.assert_same_run(run, whole, step=4)
 
 
 def test_run_with_a_critic_is_not_resumed_without_one(config: Path, whole: Path) -> None:
     run = config.parent / "runs" / "ppo"
     shutil.copytree(whole, run)
-    before = digest_of(run)
+    before = program.digest_of(run)
     other = ("algorithm.name=reinforce_plus_plus", "run.steps=5")
-    result = train_here(config, *other, resume="must", allow_changed=["algorithm"])
+    result = program.train_here(config, *other, resume="must", allow_changed=["algorithm"])
     assert result.exit_code == 2
     assert "the critic changed since this run was started" in result.stderr
-    assert digest_of(run) == before
+    assert program.digest_of(run) == before
 
 
 def test_critic_that_cannot_be_trained_is_refused(config: Path, tiny_model: Path) -> None:
@@ -150,23 +138,25 @@ def test_critic_that_cannot_be_trained_is_refused(config: Path, tiny_model: Path
     vocabulary = tokenizer["model"]["vocab"]
     vocabulary["7"], vocabulary["8"] = vocabulary["8"], vocabulary["7"]
     (other / "tokenizer.json").write_text(json.dumps(tokenizer))
-    result = train_here(config, f"critic.path={other}")
+    result = program.train_here(config, f"critic.path={other}")
     assert result.exit_code == 2
     assert "critic.path: the tokenizer of" in result.stderr
     assert str(other) in result.stderr and str(tiny_model) in result.stderr
-    result = train_here(config, "critic.warmup_steps=4")
+    result = program.train_here(config, "critic.warmup_steps=4")
     assert result.exit_code == 2 and "critic.warmup_steps" in result.stderr and "at most 3" in result.stderr
     assert not (config.parent / "runs").exists()
 
 
 def test_critic_of_a_checkpoint_gives_the_values_of_its_run(whole: Path, tmp_path: Path) -> None:
-    records = records_of(step_file(whole, 3))
+    records = program.records_of(step_file(whole, 3))
     write_jsonl(tmp_path / "in.jsonl", [{k: v for k, v in one.items() if k != "values"} for one in records])
     values = []
     for step in ("2", "3"):
         files = ("--input", tmp_path / "in.jsonl", "--out", tmp_path / f"{step}.jsonl")
-        succeeded(here("score", "--role", "critic", "--checkpoint", whole / "checkpoints" / step, *files))
-        scored = records_of(tmp_path / f"{step}.jsonl")
+        program.succeeded(
+            program.here("score", "--role", "critic", "--checkpoint", whole / "checkpoints" / step, *files)
+        )
+        scored = program.records_of(tmp_path / f"{step}.jsonl")
         # One more where a sample was cut, since its last state is worth something.
         for one in scored:
             assert len(one["values"]) == len(one["completion_token_ids"]) + (one["finish_reason"] == "length")

@@ -7,24 +7,14 @@ import pytest
 
 from app.records.run_directory import RunDirectory
 from app.records.settings_history import SettingsHistory
-from tests.program import (
-    assert_same_run,
-    copy_until,
-    digest_of,
-    here,
-    records_of,
-    run_of,
-    saved_state,
-    succeeded,
-    train_here,
-)
+from tests import program
 from tests.tiny_directory import write_model, write_tokenizer
 
 
 @pytest.fixture
 def stopped(uninterrupted: Path, full_config: Path) -> Path:
     """The same run after step 6, with what a killed process leaves."""
-    run = copy_until(uninterrupted, full_config.parent / "runs" / "full", step=6)
+    run = program.copy_until(uninterrupted, full_config.parent / "runs" / "full", step=6)
     lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
     (run / "metrics.jsonl").write_text("".join(lines[:9]) + lines[9][:40])
     return run
@@ -33,34 +23,34 @@ def stopped(uninterrupted: Path, full_config: Path) -> Path:
 def test_resumed_run_has_the_same_bits_wherever_its_arrays_wait(stopped, full_config, uninterrupted):
     """The moments and the reference move to host memory."""
     offloaded = ("optimizer.offload=true", "score.reference.offload=true")
-    result = succeeded(train_here(full_config, *offloaded, "run.steps=9", resume="auto"))
+    result = program.succeeded(program.train_here(full_config, *offloaded, "run.steps=9", resume="auto"))
     assert "continuing after step 6 of 9" in result.stderr
     assert "changed: optimizer.offload was False and is now True\n" in result.stderr
-    assert_same_run(stopped, uninterrupted, step=9)
+    program.assert_same_run(stopped, uninterrupted, step=9)
 
 
 def test_finished_run_ends_before_anything_is_loaded(finished: Path, config: Path) -> None:
-    run = Path(shutil.copytree(finished, run_of(config)))
-    before = digest_of(run)
-    result = succeeded(train_here(config, "model.path=gone", resume="must"))
+    run = Path(shutil.copytree(finished, program.run_of(config)))
+    before = program.digest_of(run)
+    result = program.succeeded(program.train_here(config, "model.path=gone", resume="must"))
     assert result.stderr == "note: no step is left after step 4; --set run.steps=8 continues the training\n"
     assert result.stdout.splitlines()[-1] == f"everything is in {run}"
-    assert digest_of(run) == before
+    assert program.digest_of(run) == before
 
 
 def test_failing_report_costs_a_warning(finished: Path, config: Path, caplog: pytest.LogCaptureFixture) -> None:
-    run = Path(shutil.copytree(finished, run_of(config)))
+    run = Path(shutil.copytree(finished, program.run_of(config)))
     shutil.rmtree(run / "plots")
     (run / "plots").write_text("in the way")
-    result = succeeded(train_here(config, "logging.report=true", "run.steps=5", resume="must"))
-    assert [record["after_step"] for record in records_of(run / "sessions.jsonl")] == [0, 4]
+    result = program.succeeded(program.train_here(config, "logging.report=true", "run.steps=5", resume="must"))
+    assert [record["after_step"] for record in program.records_of(run / "sessions.jsonl")] == [0, 4]
     assert "the report could not be written (InputError" in caplog.text
     assert f"try again with `grpo report {run}`" in caplog.text
     assert result.stdout.splitlines()[-1] == f"everything is in {run}"
 
 
 def test_other_data_or_tokenizer_is_refused(stopped: Path, full_config: Path, tmp_path: Path) -> None:
-    before = digest_of(stopped)
+    before = program.digest_of(stopped)
     other = tmp_path / "other.jsonl"
     other.write_text('{"prompt": "1 + 1 = ?", "answer": "2"}\n' * 40)
     changed = write_model(tmp_path / "changed")
@@ -69,10 +59,10 @@ def test_other_data_or_tokenizer_is_refused(stopped: Path, full_config: Path, tm
         ("data", (f"data.source={other}", f"data.eval_source={other}")),
         ("tokenizer", (f"model.path={changed}",)),
     ):
-        result = train_here(full_config, *overrides, resume="auto")
+        result = program.train_here(full_config, *overrides, resume="auto")
         assert result.exit_code == 2
         assert f"error: --resume: {name} changed since this run was started" in result.stderr
-        assert digest_of(stopped) == before
+        assert program.digest_of(stopped) == before
 
 
 OTHER = (
@@ -85,14 +75,16 @@ OTHER = (
 def test_decisive_change_is_refused_unless_it_is_allowed(stopped: Path, full_config: Path) -> None:
     # A checkpoint that is damaged stays where it is, too.
     (stopped / "checkpoints" / "6" / "progress" / "metadata").write_text("{}")
-    before = digest_of(stopped)
-    result = train_here(full_config, *OTHER, resume="auto", allow_changed=["run.seed", "optimizer"])
+    before = program.digest_of(stopped)
+    result = program.train_here(full_config, *OTHER, resume="auto", allow_changed=["run.seed", "optimizer"])
     assert result.exit_code == 2
     assert "\n  algorithm.name was 'grpo' and is now 'dapo'\nSet them as before" in result.stderr
     assert result.stderr.rstrip().endswith("accept the new values with --allow-changed algorithm.name")
-    assert "did you mean algorithm?" in train_here(full_config, resume="auto", allow_changed=["algoritm"]).stderr
-    assert "--allow-changed needs --resume" in train_here(full_config, allow_changed=["algorithm"]).stderr
-    assert digest_of(stopped) == before
+    assert (
+        "did you mean algorithm?" in program.train_here(full_config, resume="auto", allow_changed=["algoritm"]).stderr
+    )
+    assert "--allow-changed needs --resume" in program.train_here(full_config, allow_changed=["algorithm"]).stderr
+    assert program.digest_of(stopped) == before
 
 
 def test_allowed_change_and_lost_metrics_are_named(stopped: Path, full_config: Path) -> None:
@@ -101,7 +93,7 @@ def test_allowed_change_and_lost_metrics_are_named(stopped: Path, full_config: P
     sessions.write_bytes(sessions.read_bytes().replace(b"after_step", b"before_step") + sessions.read_bytes())
     allowed = ["run.seed", "algorithm.name", "optimizer.first_moment", "optimizer.schedule", "model.eos_tokens"]
     chosen = (*OTHER, "run.steps=7", "logging.report=true", "model.eos_tokens=[7]")
-    result = succeeded(train_here(full_config, *chosen, resume="auto", allow_changed=allowed))
+    result = program.succeeded(program.train_here(full_config, *chosen, resume="auto", allow_changed=allowed))
     for change in ("run.seed was 0", "algorithm.clip_high was 0.2", "logging.save_rollouts was"):
         assert f"changed: {change}" in result.stderr
     assert (
@@ -109,7 +101,7 @@ def test_allowed_change_and_lost_metrics_are_named(stopped: Path, full_config: P
         "linear schedule ends at the last one\n"
     ) in result.stderr and "no step is left" not in result.stderr
     assert result.stderr.count("warning: sessions.jsonl has no valid settings in line 1; others are taken") == 1
-    assert {array.dtype.name for name, array in saved_state(stopped, 7).items() if "mu" in name} == {"bfloat16"}
+    assert {array.dtype.name for name, array in program.saved_state(stopped, 7).items() if "mu" in name} == {"bfloat16"}
     first, second = SettingsHistory.read(RunDirectory(stopped)).periods
     assert (first.first_step, second.first_step) == (1, 7)
     assert (first.settings["algorithm.name"][0], second.settings["algorithm.name"][0]) == ("grpo", "dapo")
@@ -117,5 +109,5 @@ def test_allowed_change_and_lost_metrics_are_named(stopped: Path, full_config: P
     assert "Changed by a resume" in report and "metrics.jsonl has no line for steps 1-6." in report
     for checkpoint, text in ((stopped, "after 7 steps of grpo and dapo"), (stopped / "checkpoints" / "6", "of grpo\n")):
         exported = stopped.parent / f"exported-{checkpoint.name}"
-        succeeded(here("export", "--checkpoint", checkpoint, "--out", exported))
+        program.succeeded(program.here("export", "--checkpoint", checkpoint, "--out", exported))
         assert text in (exported / "README.md").read_text()

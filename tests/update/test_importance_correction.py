@@ -12,15 +12,8 @@ import pytest
 
 from app.batching.token_batch import pack_per_token
 from app.records.sample import Sample
+from app.update import ratios
 from app.update.kl import k3
-from app.update.ratios import (
-    LOG_WEIGHTS,
-    BoundFn,
-    CorrectedWeights,
-    ImportanceCorrection,
-    mask_weights,
-    truncate_weights,
-)
 from app.update.updater import pack_sample_reducer
 from tests.tiny import PLAIN_LOSS, assert_trees_close, make_sample, plan_of
 from tests.update.table_policy import (
@@ -37,9 +30,9 @@ from tests.update.table_policy import (
 )
 
 MIN, MAX, VETO = 0.7, 1.4, 0.4
-BOUNDS: dict[str, BoundFn] = {
-    "truncate": partial(truncate_weights, max_weight=MAX),
-    "mask": partial(mask_weights, min_weight=MIN, max_weight=MAX),
+BOUNDS: dict[str, ratios.BoundFn] = {
+    "truncate": partial(ratios.truncate_weights, max_weight=MAX),
+    "mask": partial(ratios.mask_weights, min_weight=MIN, max_weight=MAX),
 }
 KINDS = [("truncate", "token"), ("mask", "sequence"), ("truncate", "geometric"), ("mask", "token")]
 BETA, ENTROPY_COEF = 0.3, 0.2
@@ -90,7 +83,7 @@ def sample_of(log_weights: Sequence[float], mask: Sequence[bool] | None = None) 
     return make_sample(np.zeros(len(values), np.int32), behavior_logprobs=-values, loss_mask=loss_mask)
 
 
-def corrected(correction: ImportanceCorrection, samples: Sequence[Sample]) -> CorrectedWeights:
+def corrected(correction: ratios.ImportanceCorrection, samples: Sequence[Sample]) -> ratios.CorrectedWeights:
     """Returns the correction of all samples in one row, in the order of the samples."""
     (micro_batch,) = plan_of([range(len(samples))], rows_per_micro_batch=1, num_tokens=40, num_targets=16).micro_batches
     log_weights = pack_per_token(samples, micro_batch, lambda s: np.where(s.mask, -s.behavior_logprobs, 0.0))
@@ -107,9 +100,9 @@ BY_HAND = (
 )
 
 
-@pytest.mark.parametrize("level", LOG_WEIGHTS)
+@pytest.mark.parametrize("level", ratios.LOG_WEIGHTS)
 def test_one_unlikely_unmasked_token_vetoes_its_whole_sample(level: str):
-    correction = ImportanceCorrection(LOG_WEIGHTS[level], BOUNDS["truncate"], veto=0.3)
+    correction = ratios.ImportanceCorrection(ratios.LOG_WEIGHTS[level], BOUNDS["truncate"], veto=0.3)
     found = corrected(correction, BY_HAND)
     assert found.vetoed == [True] * 5 + [False] * 2
     assert list(found.weights[:5]) == [0.0] * 5 and min(found.weights[5:]) > 0.2
@@ -120,7 +113,7 @@ def test_one_unlikely_unmasked_token_vetoes_its_whole_sample(level: str):
 @pytest.mark.parametrize(("kind", "level"), KINDS)
 def test_weights_of_distant_policies_are_finite(kind: str, level: str):
     far = [sample_of([80.0] * 3), sample_of([-80.0] * 3)]
-    found = corrected(ImportanceCorrection(LOG_WEIGHTS[level], BOUNDS[kind]), far)
+    found = corrected(ratios.ImportanceCorrection(ratios.LOG_WEIGHTS[level], BOUNDS[kind]), far)
     assert found.unbounded_weights == pytest.approx([np.exp(20)] * 3 + [np.exp(-20)] * 3, rel=1e-6)
     assert np.isfinite(found.weights).all()
 
@@ -150,7 +143,7 @@ def test_loss_gradient_and_metrics_equal_float64_for_any_packing(kind: str, leve
     }
     assert 0 < cut.mean() < 1 and 0 < expected["policy/correction_ess"] < 1
     assert (0 < vetoed.mean() < 1) == (veto > 0)
-    ours = replace(PENALIZED, correction=ImportanceCorrection(LOG_WEIGHTS[level], BOUNDS[kind], veto))
+    ours = replace(PENALIZED, correction=ratios.ImportanceCorrection(ratios.LOG_WEIGHTS[level], BOUNDS[kind], veto))
     for layout in LAYOUTS:
         gradient, parts = loss_and_gradient(ours, TABLE, samples, layout, weights=aggregation)
         metrics = {name: float(value) for name, value in parts.metrics().items()}
@@ -171,7 +164,7 @@ def test_on_policy_no_correction_changes_loss_or_gradient():
     gradient, parts = loss_and_gradient(PENALIZED, TABLE, samples, SHARED_ROWS, weights=AGGREGATIONS["token-mean"])
     assert np.abs(gradient).max() > 1e-3
     for kind, level in KINDS[1:3]:
-        loss = replace(PENALIZED, correction=ImportanceCorrection(LOG_WEIGHTS[level], BOUNDS[kind], VETO))
+        loss = replace(PENALIZED, correction=ratios.ImportanceCorrection(ratios.LOG_WEIGHTS[level], BOUNDS[kind], VETO))
         ours, corrected_parts = loss_and_gradient(loss, TABLE, samples, SHARED_ROWS, weights=AGGREGATIONS["token-mean"])
         # Weights are exactly 1; what is multiplied by them, compilers may add up in another order.
         np.testing.assert_allclose(ours, gradient, rtol=1e-6, atol=1e-8)

@@ -11,16 +11,10 @@ import pytest
 from app.advantage.group import GROUP_ADVANTAGES, assign_group_advantages, kl_penalized_rewards, task_rewards
 from app.records.sample import Sample
 from app.tracking.sample_metrics import mismatch_metrics
+from app.update import ratios
 from app.update.kl import KL_ESTIMATORS
 from app.update.loss_aggregation import StepTotals, sequence_mean_token_mean, token_mean
 from app.update.policy_loss import PolicyLoss, cispo_surrogate, clipped_surrogate, dual_clipped_surrogate
-from app.update.ratios import (
-    LOG_RATIOS,
-    ImportanceCorrection,
-    geometric_log_weight,
-    sequence_log_ratio,
-    truncate_weights,
-)
 from tests.tiny import PLAIN_LOSS, assert_trees_close
 from tests.update.table_policy import (
     AGGREGATIONS,
@@ -138,8 +132,10 @@ def test_loss_gradient_and_metrics_equal_float64_for_any_packing(combination: Co
 
 EVERYTHING = replace(
     Combination("dual", "k3", "loss", ENTROPY_COEF).loss,
-    log_ratio=sequence_log_ratio,
-    correction=ImportanceCorrection(geometric_log_weight, partial(truncate_weights, max_weight=1.4), veto=0.1),
+    log_ratio=ratios.sequence_log_ratio,
+    correction=ratios.ImportanceCorrection(
+        ratios.geometric_log_weight, partial(ratios.truncate_weights, max_weight=1.4), veto=0.1
+    ),
 )
 
 
@@ -154,7 +150,7 @@ def test_a_step_without_tokens_has_neither_loss_nor_gradient():
 
 LOW, HIGH = 3e-4, 4e-4
 GSPO = replace(
-    PLAIN_LOSS, surrogate=partial(clipped_surrogate, clip_low=LOW, clip_high=HIGH), log_ratio=sequence_log_ratio
+    PLAIN_LOSS, surrogate=partial(clipped_surrogate, clip_low=LOW, clip_high=HIGH), log_ratio=ratios.sequence_log_ratio
 )
 CISPO_LOW, CISPO_HIGH = 10.0, 0.2
 CISPO = replace(PLAIN_LOSS, surrogate=partial(cispo_surrogate, clip_low=CISPO_LOW, clip_high=CISPO_HIGH))
@@ -202,9 +198,9 @@ def test_loss_and_gradient_equal_their_papers_for_any_packing(loss, term, weight
 
 
 @pytest.mark.parametrize("loss", [GSPO, CISPO], ids=["gspo", "cispo"])
-@pytest.mark.parametrize("level", LOG_RATIOS)
+@pytest.mark.parametrize("level", ratios.LOG_RATIOS)
 def test_on_policy_ratios_are_exactly_one_and_the_gradient_is_reinforces(loss: PolicyLoss, level: str):
-    loss = replace(loss, log_ratio=LOG_RATIOS[level])
+    loss = replace(loss, log_ratio=ratios.LOG_RATIOS[level])
     unscored = [replace(sample, policy_logprobs=None) for sample in SAMPLES]
     gradient, parts = loss_and_gradient(loss, TABLE, unscored, SHARED_ROWS, weights=token_mean)
     assert float(parts.maxima["policy/ratio_max"]) == 1.0

@@ -22,34 +22,21 @@ from app.update.ratios import ImportanceCorrection, geometric_log_weight, mask_w
 from app.update.step import UpdateStep
 from settings.schema.algorithm import OptimizerSettings
 from settings.schema.model import PROJECTIONS
+from tests import tiny
 from tests.model.io.tensors_in_memory import Held, random_file
 from tests.quantized import dequantized_params
-from tests.tiny import (
-    BIASED,
-    EVEN,
-    ODD,
-    PLAIN_LOSS,
-    assert_trees_close,
-    make_mesh,
-    one_a_row,
-    pack_update,
-    packed_plan,
-    plan_of,
-    random_params,
-    random_samples,
-)
 
-DEFINITION = DecoderDefinition.create(replace(ODD, num_layers=1))
+DEFINITION = DecoderDefinition.create(replace(tiny.ODD, num_layers=1))
 ADAPTERS = LoRAConfig(3, 6.0, PROJECTIONS)
-ADAPTED = DecoderDefinition.create(replace(BIASED, num_layers=2), lora=ADAPTERS)
+ADAPTED = DecoderDefinition.create(replace(tiny.BIASED, num_layers=2), lora=ADAPTERS)
 TEMPERATURE = jnp.float32(1.3)
-SAMPLES = random_samples(4, 2, vocab_size=ODD.vocab_size, with_holes=True)
-FOURS = one_a_row(len(SAMPLES), rows_per_micro_batch=4, num_tokens=16, num_targets=12)
-SHARED_ROWS = plan_of(((5, 0, 3), (1, 7), (), (2, 6, 4)), rows_per_micro_batch=2, num_tokens=48, num_targets=30)
-SHARED_PROMPTS = packed_plan(SAMPLES, quota=72, row_length=24, share_prompts=True)
+SAMPLES = tiny.random_samples(4, 2, vocab_size=tiny.ODD.vocab_size, with_holes=True)
+FOURS = tiny.one_a_row(len(SAMPLES), rows_per_micro_batch=4, num_tokens=16, num_targets=12)
+SHARED_ROWS = tiny.plan_of(((5, 0, 3), (1, 7), (), (2, 6, 4)), rows_per_micro_batch=2, num_tokens=48, num_targets=30)
+SHARED_PROMPTS = tiny.packed_plan(SAMPLES, quota=72, row_length=24, share_prompts=True)
 
 EVERYTHING = replace(
-    PLAIN_LOSS,
+    tiny.PLAIN_LOSS,
     surrogate=functools.partial(dual_clipped_surrogate, clip_low=0.2, clip_high=0.3, dual_clip=1.5),
     kl_estimator=k3,
     beta=0.3,
@@ -62,7 +49,7 @@ EVERYTHING = replace(
 
 @functools.cache
 def update_step(loss: PolicyLoss, *, of_adapters: bool = False) -> tuple[UpdateStep, Callable[[], TrainState]]:
-    definition, mesh = (ADAPTED, make_mesh((2, 2, 1))) if of_adapters else (DEFINITION, make_mesh())
+    definition, mesh = (ADAPTED, tiny.make_mesh((2, 2, 1))) if of_adapters else (DEFINITION, tiny.make_mesh())
     schedule = optax.linear_schedule(0.5, 0.0, 5)
     optimizer = make_optimizer(OptimizerSettings(weight_decay=0.1), schedule)
     shapes, places = map(definition.trainable, (definition.shapes, definition.shardings(mesh)))
@@ -70,7 +57,7 @@ def update_step(loss: PolicyLoss, *, of_adapters: bool = False) -> tuple[UpdateS
     objective = objective_of(definition, loss, remat="minimal" if of_adapters else "none")
 
     def fresh() -> TrainState:
-        params = jax.tree.map(np.array, definition.trainable(random_params(definition)))
+        params = jax.tree.map(np.array, definition.trainable(tiny.random_params(definition)))
         return init_train_state(optimizer, jax.device_put(params, places), shardings)
 
     return UpdateStep(objective, optimizer, schedule, shardings), fresh
@@ -87,25 +74,25 @@ def test_packing_changes_neither_gradient_nor_metrics():
     for weights in aggregations(max_new_tokens=9).values():
 
         def summed(plan: MicroBatchPlan, weights=weights):
-            return step.accumulate(state.params, pack_update(SAMPLES, plan, weights=weights), TEMPERATURE)
+            return step.accumulate(state.params, tiny.pack_update(SAMPLES, plan, weights=weights), TEMPERATURE)
 
         gradient, parts = expected = summed(FOURS)
         assert optax.tree.norm(gradient) > 1e-3
         assert float(parts.maxima["policy/ratio_max"]) > 1.5
         for plan in (SHARED_ROWS, SHARED_PROMPTS):
-            assert_trees_close(summed(plan), expected)
+            tiny.assert_trees_close(summed(plan), expected)
 
 
 def on_host(state: TrainState) -> TrainState:
     return jax.tree.map(np.array, state)
 
 
-GOOD = pack_update(SAMPLES, FOURS)
+GOOD = tiny.pack_update(SAMPLES, FOURS)
 BAD = [replace(one, advantages=np.where(one.tokens.loss_mask, np.float32(np.nan), one.advantages)) for one in GOOD]
 
 
 def test_a_step_moves_every_weight_and_is_counted():
-    update, fresh = update_step(PLAIN_LOSS)
+    update, fresh = update_step(tiny.PLAIN_LOSS)
     before = on_host(fresh())
     state, metrics = update(fresh(), GOOD, TEMPERATURE)
     after = on_host(state)
@@ -123,7 +110,7 @@ def test_nonfinite_steps_change_no_state_and_are_counted_until_a_good_one():
         values[tuple(np.argwhere(GOOD[0].tokens.loss_mask)[0])] = value
         return [replace(GOOD[0], **{field: values}), *GOOD[1:]]
 
-    update, fresh = update_step(PLAIN_LOSS)
+    update, fresh = update_step(tiny.PLAIN_LOSS)
     # Sampler logprobs only feed a metric: a bad one must not cost the step.
     state, metrics = update(fresh(), with_one("behavior_logprobs", np.nan), TEMPERATURE)
     assert (int(state.num_updates), int(metrics["policy/nonfinite_updates"])) == (1, 0)
@@ -141,7 +128,7 @@ def test_nonfinite_steps_change_no_state_and_are_counted_until_a_good_one():
     assert (after.num_updates, after.nonfinite_in_a_row, after.nonfinite_total) == (2, 1, 3)
 
 
-PARAMS = random_params(ADAPTED)
+PARAMS = tiny.random_params(ADAPTED)
 TRAINED, FROZEN = ADAPTED.trainable(PARAMS), ADAPTED.frozen(PARAMS)
 
 
@@ -149,7 +136,7 @@ TRAINED, FROZEN = ADAPTED.trainable(PARAMS), ADAPTED.frozen(PARAMS)
 def adapted() -> Iterator[tuple[UpdateStep, TrainState, Params]]:
     """A compiled update of adapters, an initial state, and the frozen weights on their shardings."""
     step, fresh = update_step(EVERYTHING, of_adapters=True)
-    mesh = make_mesh((2, 2, 1))
+    mesh = tiny.make_mesh((2, 2, 1))
     with jax.set_mesh(mesh):
         yield step, fresh(), jax.device_put(FROZEN, ADAPTED.frozen(ADAPTED.shardings(mesh)))
 
@@ -170,7 +157,7 @@ def test_the_gradient_is_that_through_merged_kernels(through_merged_kernels, ada
     assert all(float(jnp.abs(x).max()) > 1e-6 for x in jax.tree.leaves(through_merged_kernels))
     step, state, frozen = adapted
     found, _ = step.accumulate(state.params, GOOD, TEMPERATURE, frozen)
-    assert_trees_close(found, through_merged_kernels, tolerance=2e-5)
+    tiny.assert_trees_close(found, through_merged_kernels, tolerance=2e-5)
 
 
 def test_an_update_moves_every_adapter_and_no_frozen_weight(adapted):
@@ -197,9 +184,11 @@ def test_gradients_and_moments_have_only_the_sizes_of_adapters(adapted):
 )
 def test_the_gradient_is_that_through_dequantized_kernels(quantization, remat, mesh_shape):
     pytest.importorskip("qwix", reason="Qwix is not installed: pip install -e '.[qlora]'")
-    architecture, mesh = replace(EVEN, num_layers=1), make_mesh(mesh_shape)
+    architecture, mesh = replace(tiny.EVEN, num_layers=1), tiny.make_mesh(mesh_shape)
     definition = DecoderDefinition.create(architecture, lora=ADAPTERS, quantization=quantization)
-    (batch,) = pack_update(SAMPLES, one_a_row(len(SAMPLES), rows_per_micro_batch=8, num_tokens=16, num_targets=12))
+    (batch,) = tiny.pack_update(
+        SAMPLES, tiny.one_a_row(len(SAMPLES), rows_per_micro_batch=8, num_tokens=16, num_targets=12)
+    )
 
     def gradient(definition: DecoderDefinition, trained: Params, frozen: Params, *, remat: str) -> Params:
         objective = objective_of(definition, remat=remat)
@@ -209,7 +198,7 @@ def test_the_gradient_is_that_through_dequantized_kernels(quantization, remat, m
 
         return jax.jit(jax.grad(loss))(trained, frozen)
 
-    adapters = definition.trainable(random_params(definition.unquantized))
+    adapters = definition.trainable(tiny.random_params(definition.unquantized))
     held = load_weights(definition.without_adapters, Held(random_file(architecture)[1]), mesh)
     floats = dequantized_params(definition.without_adapters, held)
     expected = gradient(definition.unquantized, adapters, floats, remat="none")
@@ -217,5 +206,5 @@ def test_the_gradient_is_that_through_dequantized_kernels(quantization, remat, m
     with jax.set_mesh(mesh):
         placed = jax.device_put(adapters, definition.trainable(definition.shardings(mesh)))
         found = gradient(definition, placed, held, remat=remat)
-    assert_trees_close(found, expected, tolerance=1e-5)
+    tiny.assert_trees_close(found, expected, tolerance=1e-5)
     assert jax.tree.structure(combine_params(found, held)) == jax.tree.structure(definition.shapes)

@@ -7,22 +7,12 @@ import pytest
 
 from app.rollout.scheduling.protocol import EventRecord, NewSample, WorkerJoined
 from app.rollout.scheduling.schedule_metrics import ScheduleMetricsTracker, Span, schedule_metrics, slot_spans
-from tests.rollout.scheduling.driving import (
-    Driven,
-    Storm,
-    Traced,
-    is_finished,
-    joined,
-    make_scheduler,
-    samples,
-    storm,
-    suspended,
-)
+from tests.rollout.scheduling import driving
 
 
-def assert_samples_are_whole(rollout: Storm) -> None:
+def assert_samples_are_whole(rollout: driving.Storm) -> None:
     """Asserts that samples, unless a limit of the policy truncated them, have the lengths and turns of the trace."""
-    cut = {uid for _, made in rollout.records for uid, why in suspended(made) if why == "truncated"}
+    cut = {uid for _, made in rollout.records for uid, why in driving.suspended(made) if why == "truncated"}
     for entry in rollout.scheduler.samples:
         if entry.uid not in cut:
             traced = rollout.trace[entry.uid]
@@ -30,7 +20,7 @@ def assert_samples_are_whole(rollout: Storm) -> None:
             assert rollout.turns[entry.uid] == [end for end, *_ in traced.turns], "each turn is given once"
 
 
-def assert_spans_are_apart(rollout: Storm) -> None:
+def assert_spans_are_apart(rollout: driving.Storm) -> None:
     ends: dict[tuple[str, int], float] = {}
     for one in slot_spans(rollout.records):
         if one.slot >= 0:
@@ -42,14 +32,14 @@ def assert_spans_are_apart(rollout: Storm) -> None:
 def test_no_invariant_breaks_in_random_rollouts_under_random_faults(has_turns: bool) -> None:
     seen = Counter[str]()
     for seed in range(90):
-        rollout = storm(seed, has_turns=has_turns)
+        rollout = driving.storm(seed, has_turns=has_turns)
         rollout.run()
-        assert is_finished(rollout.scheduler), f"seed {seed}"
+        assert driving.is_finished(rollout.scheduler), f"seed {seed}"
         if not rollout.num_faults:
             assert_samples_are_whole(rollout)
             assert_spans_are_apart(rollout)
         if seed % 4 == 0:
-            again = storm(seed, has_turns=has_turns).scheduler
+            again = driving.storm(seed, has_turns=has_turns).scheduler
             assert [tuple(again.handle(event)) for event, _ in rollout.records] == [made for _, made in rollout.records]
         seen.update(rollout.counts)
         seen.update(turns=sum(map(len, rollout.turns.values())), calm=not rollout.num_faults)
@@ -60,16 +50,16 @@ def test_no_invariant_breaks_in_random_rollouts_under_random_faults(has_turns: b
 # On a clock ------------------------------------------------------------------------------------------------------
 
 
-class Clocked(Storm):
+class Clocked(driving.Storm):
     """A calm rollout in which the segment that is done first ends first; each worker has a time for a step."""
 
     def __init__(self, policy: str, lengths: list[list[int]], workers: dict[WorkerJoined, float]):
         trace = [
-            Traced(NewSample(f"p{p}/s{i}", f"p{p}", i, 10, 400), length)
+            driving.Traced(NewSample(f"p{p}/s{i}", f"p{p}", i, 10, 400), length)
             for p, group in enumerate(lengths)
             for i, length in enumerate(group)
         ]
-        scheduler = make_scheduler(
+        scheduler = driving.make_scheduler(
             policy, segment={"min": 8, "max": 8}, pdsr={"fast_limit_tokens": 64, "probe_limit_tokens": 32}
         )
         super().__init__(scheduler, trace, list(workers), seed=0)
@@ -90,7 +80,7 @@ class Clocked(Storm):
 def makespan_s(policy: str, lengths: list[list[int]], workers: dict[WorkerJoined, float]) -> float:
     rollout = Clocked(policy, lengths, workers)
     rollout.run()
-    assert is_finished(rollout.scheduler)
+    assert driving.is_finished(rollout.scheduler)
     assert_samples_are_whole(rollout)
     found = schedule_metrics(rollout.records)
     assert found.makespan_s == rollout.at and found.useful_tokens == sum(map(sum, lengths))
@@ -98,7 +88,7 @@ def makespan_s(policy: str, lengths: list[list[int]], workers: dict[WorkerJoined
 
 
 def test_makespans_by_hand() -> None:
-    alone = {joined("w", "fast", 2): 1.0}
+    alone = {driving.joined("w", "fast", 2): 1.0}
     # A batch waits for its longest sample; a queue does not.
     assert makespan_s("sync", [[200], [8], [8], [8]], alone) == 208
     assert makespan_s("adaptive", [[200], [8], [8], [8]], alone) == 200
@@ -107,7 +97,7 @@ def test_makespans_by_hand() -> None:
 def test_long_samples_on_a_heavy_worker_shorten_the_tail() -> None:
     """Design note 1: one prompt of eight is long, and a heavy worker has few slots with fast steps."""
     lengths = [[320 if p == 0 else 16] * 4 for p in range(8)]
-    workers = {joined("fast", "fast", 8): 1.0, joined("heavy", "heavy", 4): 0.25}
+    workers = {driving.joined("fast", "fast", 8): 1.0, driving.joined("heavy", "heavy", 4): 0.25}
     in_batches = makespan_s("sync", lengths, workers)
     for policy in ("pdsr_v1", "pdsr_v2"):
         assert makespan_s(policy, lengths, workers) < in_batches / 2
@@ -119,10 +109,10 @@ def test_long_samples_on_a_heavy_worker_shorten_the_tail() -> None:
 def handed_over() -> list[EventRecord]:
     """Returns the events of two samples; one trips the breaker of the fast worker, which dies, and continues on the
     heavy one."""
-    driven = Driven(make_scheduler("pdsr_v2", pdsr={"fast_limit_tokens": 10}))
+    driven = driving.Driven(driving.make_scheduler("pdsr_v2", pdsr={"fast_limit_tokens": 10}))
     driven.join("fast", "fast", 1)
     driven.join("heavy", "heavy", 1)
-    driven.submit(samples(2, 1))
+    driven.submit(driving.samples(2, 1))
     driven.end("heavy", {"p1/s0": 4}, seconds=2.0)
     driven.end("fast", {"p0/s0": 10}, seconds=2.0)  # at 4
     driven.lose("fast")
@@ -155,14 +145,14 @@ def test_metrics_and_spans_by_hand() -> None:
 
 
 def test_metrics_of_turns_by_hand() -> None:
-    driven = Driven(make_scheduler(history={"p0": 5}))
+    driven = driving.Driven(driving.make_scheduler(history={"p0": 5}))
 
     def answered_at(at: float, num_tokens: int, finish: str | None = None) -> None:
         driven.at = at
         driven.answer("p0/s0", num_tokens, finish)
 
     driven.join("a", "heavy", 1)
-    driven.submit(samples(1, 1))
+    driven.submit(driving.samples(1, 1))
     driven.end("a", {"p0/s0": 4}, seconds=4.0)
     driven.end("a", {"p0/s0": 6}, acting=["p0/s0"], seconds=2.0)  # at 6
     answered_at(9.0, 16)
