@@ -16,26 +16,16 @@ from app.runtime.inputs import read_critic, read_policy
 from app.runtime.pinned_revisions import pin_revisions
 from app.training.replay import Replay, ReplayRequest, read_replay
 from settings import load
-from tests.program import (
-    UNJUDGED,
-    assert_same_state,
-    here,
-    metrics_of,
-    progress_of,
-    records_of,
-    reproducible,
-    settings,
-    succeeded,
-)
+from tests import program
 
 
 def replay(rollouts: Path, folder: Path, *overrides: str, options: Sequence[str | Path] = ()) -> Result:
-    chosen = settings(f"run.dir={folder}", "logging.report=false", *overrides)
-    return here("train", "--from-rollouts", rollouts, *options, *chosen)
+    chosen = program.settings(f"run.dir={folder}", "logging.report=false", *overrides)
+    return program.here("train", "--from-rollouts", rollouts, *options, *chosen)
 
 
 def replayed(rollouts: Path, folder: Path, *overrides: str, options: Sequence[str | Path] = ()) -> Path:
-    succeeded(replay(rollouts, folder, *overrides, options=options))
+    program.succeeded(replay(rollouts, folder, *overrides, options=options))
     (run,) = folder.iterdir()
     return run
 
@@ -45,7 +35,7 @@ def step_file(run: Path, step: int) -> Path:
 
 
 def rewrite(path: Path, change: Callable[[dict[str, Any]], object]) -> Path:
-    records = records_of(path)
+    records = program.records_of(path)
     for record in records:
         change(record)
     return write(path, records)
@@ -58,21 +48,17 @@ def write(path: Path, records: Iterable[Mapping[str, Any]]) -> Path:
 
 def looked(source: Path, *overrides: str, at: Path | None = None, checkpoint: Path | None = None) -> Replay:
     """Reads the samples at a path under the settings of a run, without using devices."""
-    settings = load(str(source / "settings.yaml"), ["run.name=again", *overrides], {}).settings
-    settings = pin_revisions(settings, RunDirectory(source))
-    model = read_policy(settings)
-    critic = read_critic(settings, model)
-    return read_replay(
-        ReplayRequest(at or source, checkpoint),
-        settings,
-        model,
-        critic,
-        target_run=RunDirectory.from_settings(settings.run),
-    )
+    chosen = load(str(source / "settings.yaml"), ["run.name=again", *overrides], {}).settings
+    chosen = pin_revisions(chosen, RunDirectory(source))
+    model = read_policy(chosen)
+    request, target = ReplayRequest(at or source, checkpoint), RunDirectory.from_settings(chosen.run)
+    return read_replay(request, chosen, model, read_critic(chosen, model), target_run=target)
 
 
 def train_on(path: Path, config: Path, *overrides: str, options: Sequence[str | Path] = ()) -> Result:
-    return here("train", "--config", config, "--from-rollouts", path, *options, *settings(*UNJUDGED, *overrides))
+    return program.here(
+        "train", "--config", config, "--from-rollouts", path, *options, *program.settings(*program.UNJUDGED, *overrides)
+    )
 
 
 def assert_refused(result: Result, message: str, runs: Path) -> None:
@@ -89,7 +75,9 @@ def samples_of(run: Path, step: int) -> list[Sample]:
 
 def lines_of(run: Path) -> list[dict[str, Any]]:
     """Returns the metrics that a replay reproduces; it does not know the size of the data set."""
-    return [{k: v for k, v in line.items() if k != "data/epoch"} for line in reproducible(metrics_of(run))]
+    return [
+        {k: v for k, v in line.items() if k != "data/epoch"} for line in program.reproducible(program.metrics_of(run))
+    ]
 
 
 def steps_of(run: Path) -> dict[int, dict[str, Any]]:
@@ -98,10 +86,10 @@ def steps_of(run: Path) -> dict[int, dict[str, Any]]:
 
 def assert_same_steps(run: Path, other: Path, *, steps: Sequence[int]) -> None:
     """Asserts an equal final state, position and penalty, and equal metrics and files of all steps, bit for bit."""
-    assert_same_state(run, other, step=steps[-1])
+    program.assert_same_state(run, other, step=steps[-1])
     # A replay from a checkpoint begins without an evaluation.
     unlike = {"fingerprints": None, "initial_evaluation": None}
-    place, wanted = ({**progress_of(one, steps[-1]), **unlike} for one in (run, other))
+    place, wanted = ({**program.progress_of(one, steps[-1]), **unlike} for one in (run, other))
     assert place == wanted
     for step in steps:
         assert steps_of(run)[step] == steps_of(other)[step], step

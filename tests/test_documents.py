@@ -29,15 +29,7 @@ from typer.testing import CliRunner
 import cli
 from app.report.metric_registry import expand_braces, find_metric
 from settings import Settings, load
-from settings.checks.commands import (
-    check_for_dry_run,
-    check_for_evaluation,
-    check_for_inspect_mesh,
-    check_for_mesh,
-    check_for_rollout,
-    check_for_score,
-    check_for_train,
-)
+from settings.checks import commands as checks
 from settings.loading.fields import FIELDS, SECTIONS, value_of
 from settings.loading.synonyms import SYNONYMS, VERL_ROOT
 from settings.loading.yaml_file import parse_scalar
@@ -53,16 +45,16 @@ FILE = re.compile(r"\.(json|jsonl|md|py|yaml|html|png|npz|safetensors)$")
 STATED = re.compile(r"`([a-z_]+\.[a-z_.]+)` \((\d[\d.e-]*|null|true|false)[;,)]")
 """Pattern of a default, as in `checkpoint.keep` (2), maybe with more text after the value."""
 CHECKS = {
-    "train": check_for_train,
-    "evaluate": check_for_evaluation,
-    "rollout": check_for_rollout,
-    "score": check_for_score,
-    "gae": check_for_mesh,
-    "inspect-mesh": check_for_inspect_mesh,
-    "export": check_for_mesh,
-    "doctor": check_for_mesh,
+    "train": checks.check_for_train,
+    "evaluate": checks.check_for_evaluation,
+    "rollout": checks.check_for_rollout,
+    "score": checks.check_for_score,
+    "gae": checks.check_for_mesh,
+    "inspect-mesh": checks.check_for_inspect_mesh,
+    "export": checks.check_for_mesh,
+    "doctor": checks.check_for_mesh,
 }
-OTHERWISE = {"dry_run": check_for_dry_run, "plan": check_for_mesh}
+OTHERWISE = {"dry_run": checks.check_for_dry_run, "plan": checks.check_for_mesh}
 """Options with which a command runs other checks."""
 ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
 SHELL_OPERATOR = re.compile(r"\d?[<>|&;]")

@@ -22,17 +22,7 @@ from app.commands.command_support import command_output
 from app.records.jsonl import write_jsonl
 from settings import InputError
 from settings.loading.sources import build_layer, set_entries, set_options
-from tests.program import (
-    REPOSITORY,
-    here,
-    metrics_of,
-    records_of,
-    reproducible,
-    run_of,
-    settings,
-    succeeded,
-    train_here,
-)
+from tests import program
 from tests.run_fixtures import NO_REPORT, TINY, write_config
 
 ROWS = [{"question": f"{a} + {b} = ?", "answer": str(a + b), "level": a % 3} for a in range(2, 8) for b in range(4)]
@@ -67,7 +57,7 @@ def score_rewards(*rewards: Any, **overrides: Any) -> Any:
 
 
 def test_importing_grpo_imports_nothing_and_leaves_the_path() -> None:
-    program = (
+    source = (
         "import sys; path, modules = list(sys.path), set(sys.modules)\n"
         "import grpo\n"
         "loaded = {name.partition('.')[0] for name in set(sys.modules) - modules}\n"
@@ -76,13 +66,13 @@ def test_importing_grpo_imports_nothing_and_leaves_the_path() -> None:
         "grpo.InputError\n"
         "assert 'app' in sys.modules and 'jax' not in sys.modules and sys.path == path\n"
     )
-    subprocess.run([sys.executable, "-c", program], env=os.environ | {"PYTHONPATH": str(REPOSITORY)}, check=True)
+    subprocess.run([sys.executable, "-c", source], env=os.environ | {"PYTHONPATH": str(program.REPOSITORY)}, check=True)
 
 
 def test_documented_calls_fit_the_functions() -> None:
     functions = {f"grpo.{one.__name__}": one for one in (grpo.train, grpo.evaluate, grpo.rollout, grpo.score)}
     blocks, names = [], set()
-    for path in (REPOSITORY / "README.md", *(REPOSITORY / "sops").rglob("*.md")):
+    for path in (program.REPOSITORY / "README.md", *(program.REPOSITORY / "sops").rglob("*.md")):
         blocks += re.findall(r"^```python\n(.*?)^```", path.read_text(), flags=re.DOTALL | re.MULTILINE)
     for function in functions.values():
         blocks += re.findall(r"\n\n((?: {4}.*\n+)+)Args:", inspect.cleandoc(function.__doc__ or ""))
@@ -100,7 +90,7 @@ def test_foreign_names_and_arguments_are_shown_as_ours() -> None:
         AttributeError, match=r"no attribute 'Trainer'; .* train, evaluate, .* sops/migrate/from_trl\.md"
     ):
         _ = grpo.Trainer
-    assert (REPOSITORY / "sops/migrate/from_trl.md").is_file()
+    assert (program.REPOSITORY / "sops/migrate/from_trl.md").is_file()
     with pytest.raises(AttributeError, match=r"no attribute '__wrapped__'$"):
         _ = grpo.__wrapped__
     with pytest.raises(InputError, match=r"^model, reward_funcs: .* overrides=\{.*`rewards`, rows as `data`") as raised:
@@ -111,10 +101,10 @@ def test_foreign_names_and_arguments_are_shown_as_ours() -> None:
 def test_training_on_rows_and_functions_equals_training_on_files(config, tmp_path, tiny_model, capsys):
     seen: list[Any] = []
     run = train(config, on_step=seen.append, overrides={"run": {"steps": 2}})
-    assert run.path == run_of(config) and run.is_complete
+    assert run.path == program.run_of(config) and run.is_complete
     assert run.exit_code == 0 and run.best is not None
     assert (run.path / "checkpoints" / str(run.best.step)).is_dir()
-    assert list(run.metrics) == metrics_of(run.path) and seen == metrics_of(run.path)[1:]
+    assert list(run.metrics) == program.metrics_of(run.path) and seen == program.metrics_of(run.path)[1:]
     assert capsys.readouterr().out == ""
     # The same by the command.
     (tmp_path / "other").mkdir()
@@ -124,8 +114,8 @@ def test_training_on_rows_and_functions_equals_training_on_files(config, tmp_pat
     Path("plug.py").write_text(LENGTH)
     functions = "reward.functions=[arithmetic, {function: plug.py:length, weight: 0.5}]"
     files = ("data.source=train.jsonl", "data.eval_source=eval.jsonl")
-    succeeded(train_here(other, functions, *files, "run.steps=2"))
-    assert reproducible(metrics_of(run_of(other))) == reproducible(run.metrics)
+    program.succeeded(program.train_here(other, functions, *files, "run.steps=2"))
+    assert program.reproducible(program.metrics_of(program.run_of(other))) == program.reproducible(run.metrics)
 
 
 def test_run_that_on_step_or_ctrl_c_ends_is_saved_and_continues_like_any_other(config: Path) -> None:
@@ -157,11 +147,11 @@ def test_run_that_on_step_or_ctrl_c_ends_is_saved_and_continues_like_any_other(c
     with pytest.raises(KeyboardInterrupt, match="resume='auto' continues"):
         train(config, on_step=lambda _: os.kill(os.getpid(), signal.SIGINT), overrides=once, resume="must")
     assert {number: signal.getsignal(number) for number in handlers} == handlers
-    last = metrics_of(run.path)[-1]["step"]
+    last = program.metrics_of(run.path)[-1]["step"]
     assert last < 4 and (run.path / "checkpoints" / str(last)).is_dir()
     with pytest.raises(ZeroDivisionError):
         train(config, on_step=lambda _: 1 / 0, overrides=once, resume="auto")
-    assert [line["step"] for line in metrics_of(run.path)] == [*range(1, last + 2)]
+    assert [line["step"] for line in program.metrics_of(run.path)] == [*range(1, last + 2)]
 
 
 def test_train_needs_the_main_thread_and_the_devices_that_jax_has() -> None:
@@ -176,18 +166,18 @@ def test_evaluation_rollout_and_score_give_what_the_commands_give(finished: Path
     checkpoint, out = finished / "checkpoints" / "2", tmp_path / "samples.jsonl"
     evaluation = grpo.evaluate(checkpoint=checkpoint)
     assert evaluation is not None and evaluation.metadata.step == 2
-    logged = next(line for line in metrics_of(finished) if line["step"] == 2)
+    logged = next(line for line in program.metrics_of(finished) if line["step"] == 2)
     assert {name: logged[name] for name in evaluation.metrics} == {n: e.value for n, e in evaluation.metrics.items()}
-    succeeded(here("rollout", "--checkpoint", checkpoint, "--limit", "3", "--out", out))
+    program.succeeded(program.here("rollout", "--checkpoint", checkpoint, "--limit", "3", "--out", out))
     samples = grpo.rollout(checkpoint=str(checkpoint), limit=3)
     assert samples is not None and samples.summary["prompts"] == 3
 
     def without_clock(records: Any) -> list[dict[str, Any]]:
         return [{name: value for name, value in one.items() if name != "elapsed_s"} for one in records]
 
-    assert without_clock(samples.records) == without_clock(records_of(out))
+    assert without_clock(samples.records) == without_clock(program.records_of(out))
     scored = grpo.score(out, checkpoint=checkpoint, out=tmp_path / "scored.jsonl")
-    assert scored is not None and list(scored.records) == records_of(tmp_path / "scored.jsonl")
+    assert scored is not None and list(scored.records) == program.records_of(tmp_path / "scored.jsonl")
     assert scored.summary["max |logprob - behavior|"] < 1e-4
 
 
@@ -216,7 +206,7 @@ def test_functions_are_called_inside_a_running_event_loop() -> None:
 
 
 def test_error_is_that_of_the_command() -> None:
-    answer = here("train", *settings("run.steps=abc", "rollout.group_size=0"))
+    answer = program.here("train", *program.settings("run.steps=abc", "rollout.group_size=0"))
     with pytest.raises(InputError) as raised:
         grpo.train(overrides={"run.steps": "abc", "rollout": {"group_size": 0}})
     assert "from --set" in answer.stderr

@@ -6,17 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.program import (
-    DEADLINE_S,
-    free_address,
-    metrics_of,
-    newest_checkpoint,
-    settings,
-    started,
-    succeeded,
-    train_here,
-    wait_for_step,
-)
+from tests import program
 from tests.two_hosts import HOSTS_PROGRAM, KEEPING, ended, hosts_program, of_host, run_on_two_hosts, two_hosts
 
 pytestmark = pytest.mark.two_hosts
@@ -48,7 +38,7 @@ cli.main()
 
 
 def command(config: Path, *overrides: str) -> list[str | Path]:
-    return ["train", "--config", config, *settings(*overrides)]
+    return ["train", "--config", config, *program.settings(*overrides)]
 
 
 def test_a_signal_to_one_host_stops_both_with_a_checkpoint(config: Path) -> None:
@@ -60,31 +50,31 @@ def test_a_signal_to_one_host_stops_both_with_a_checkpoint(config: Path) -> None
         "stopped after step 2 of 100000, which is saved; --resume auto goes on (asked to stop: host 1)" in first.stderr
     )
     assert "stopping with a checkpoint" in second.stderr and "stopping with a checkpoint" not in first.stderr
-    assert [line["step"] for line in metrics_of(run)] == [1, 2]
-    assert newest_checkpoint(run) == 2
+    assert [line["step"] for line in program.metrics_of(run)] == [1, 2]
+    assert program.newest_checkpoint(run) == 2
 
 
 def test_a_dead_host_ends_the_other_and_the_run_goes_on(config: Path) -> None:
     run = config.parent / "runs" / "tiny"
-    program = hosts_program(heartbeat_s=HEARTBEAT_S)
+    launched = hosts_program(heartbeat_s=HEARTBEAT_S)
     arguments = command(config, *SMALL, "checkpoint.every_steps=1")
-    with two_hosts(*arguments, num_devices=2, programs=(program, program)) as hosts:
-        wait_for_step(hosts[0], run, 2)
+    with two_hosts(*arguments, num_devices=2, programs=(launched, launched)) as hosts:
+        program.wait_for_step(hosts[0], run, 2)
         os.kill(hosts[1].pid, signal.SIGKILL)
         first, second = ended(hosts)
     # 134 and 137, to a shell.
     assert (first.exit_code, second.exit_code) == (-signal.SIGABRT, -signal.SIGKILL), first.stderr + second.stderr
     assert "another task died" in first.stderr
     assert "stopped after" not in first.stderr and "Traceback" not in first.stderr
-    last = newest_checkpoint(run)
-    assert metrics_of(run)[-1]["step"] >= last
-    succeeded(train_here(config, *ON_ONE_HOST, f"run.steps={last + 1}", resume="must"))
-    assert [line["step"] for line in metrics_of(run)] == list(range(1, last + 2))
+    last = program.newest_checkpoint(run)
+    assert program.metrics_of(run)[-1]["step"] >= last
+    program.succeeded(program.train_here(config, *ON_ONE_HOST, f"run.steps={last + 1}", resume="must"))
+    assert [line["step"] for line in program.metrics_of(run)] == list(range(1, last + 2))
 
 
 def test_a_missing_host_is_named(config: Path) -> None:
-    alone = settings(*of_host(0, free_address()), "mesh.start_timeout_s=1")
-    with started("inspect-mesh", "--config", config, *alone) as host:
-        _, stderr = host.communicate(timeout=DEADLINE_S)
+    alone = program.settings(*of_host(0, program.free_address()), "mesh.start_timeout_s=1")
+    with program.started("inspect-mesh", "--config", config, *alone) as host:
+        _, stderr = host.communicate(timeout=program.DEADLINE_S)
     assert host.returncode == 2, stderr
     assert "from process 1 of 2" in stderr and "grpo inspect-mesh" in stderr and "Traceback" not in stderr

@@ -23,17 +23,8 @@ from app.model.io.hf_weights import load_weights
 from app.model.lora import combine_params
 from app.runtime.model_spec import ModelSpec, read_model_spec
 from settings import Settings, load
+from tests.model import reference
 from tests.model.io import gguf_files
-from tests.model.reference import (
-    LLAMA3,
-    SHORT_ROWS,
-    assert_every_segment_has_the_reference_logits,
-    assert_reference_logits,
-    load_reference,
-    our_logits,
-    packed_rows,
-    write_checkpoint,
-)
 from tests.program import digest_of, here, metrics_of, settings, succeeded
 from tests.run_fixtures import LORA
 from tests.tiny import make_mesh
@@ -68,22 +59,22 @@ def assert_comes_out_whole(folder: Path, model: ModelSpec, params: Params) -> No
     assert again.architecture == model.architecture
     assert again.tokenizer.fingerprint == model.tokenizer.fingerprint
     jax.tree.map(np.testing.assert_array_equal, params_of(again), params)
-    assert_every_segment_has_the_reference_logits(
-        folder, packed_rows(*SHORT_ROWS, vocab_size=model.architecture.vocab_size)
+    reference.assert_every_segment_has_the_reference_logits(
+        folder, reference.packed_rows(*reference.SHORT_ROWS, vocab_size=model.architecture.vocab_size)
     )
 
 
 @pytest.mark.parametrize(
     ("family", "changes"),
     [
-        ("llama", {"tie_word_embeddings": True, "rope_parameters": LLAMA3, "dtype": "float16"}),
+        ("llama", {"tie_word_embeddings": True, "rope_parameters": reference.LLAMA3, "dtype": "float16"}),
         ("qwen3", {"attention_bias": True, "dtype": "bfloat16"}),
         ("mixtral", {}),
         ("gemma3_text", {"sliding_window_pattern": 2}),
     ],
 )
 def test_transformers_logits_of_an_export_equal_ours(tmp_path, family, changes):
-    base = write_checkpoint(tmp_path / "base", family, num_hidden_layers=2, **changes)
+    base = reference.write_checkpoint(tmp_path / "base", family, num_hidden_layers=2, **changes)
     write_tokenizer(base)
     model = model_at(base)
     assert_comes_out_whole(tmp_path / "trained", model, trained(params_of(model)))
@@ -139,7 +130,7 @@ def test_the_newest_checkpoint_is_exported_and_loaded_again(exported, finished, 
     jax.tree.map(np.testing.assert_array_equal, params_of(again), policy)
     assert not np.array_equal(policy["output"], params_of(base)["output"])
     assert again.tokenizer.fingerprint == base.tokenizer.fingerprint
-    assert_logits_are_those_of_the_run(load_reference(exported), finished, tiny_model)
+    assert_logits_are_those_of_the_run(reference.load_reference(exported), finished, tiny_model)
 
 
 @pytest.mark.parametrize(("name", "step"), [("checkpoints/2", 2), ("checkpoints/best", None)])
@@ -207,16 +198,19 @@ def test_what_cannot_be_exported_is_refused(finished, tmp_path):
     assert digest_of(tmp_path) == before
 
 
-def assert_logits_are_those_of_the_run(reference: Any, run: Path, base: Path, **lora: Any) -> None:
+def assert_logits_are_those_of_the_run(theirs: Any, run: Path, base: Path, **lora: Any) -> None:
     """Asserts that the logits equal those of the run's unmerged network, and differ from those of the base."""
     model = model_at(base, **lora)
     frozen = params_of(model)
     policy = load_trained_params(PolicyCheckpoint.open(run), model, make_mesh())
     policy = combine_params(policy, frozen if lora else None)
-    rows = packed_rows(*SHORT_ROWS, vocab_size=24)
-    logits, of_base = our_logits(model.policy_definition, policy, rows), our_logits(model.definition, frozen, rows)
+    rows = reference.packed_rows(*reference.SHORT_ROWS, vocab_size=24)
+    logits, of_base = (
+        reference.our_logits(model.policy_definition, policy, rows),
+        reference.our_logits(model.definition, frozen, rows),
+    )
     assert np.abs(logits - of_base).max() > (0.1 if lora else 0.01)
-    assert_reference_logits(logits, rows, reference)
+    reference.assert_reference_logits(logits, rows, theirs)
 
 
 def test_merged_adapters_are_a_whole_model(adapted, exported, tiny_model, tmp_path):
@@ -226,7 +220,7 @@ def test_merged_adapters_are_a_whole_model(adapted, exported, tiny_model, tmp_pa
     assert model_at(tmp_path / "out").architecture == model_at(tiny_model).architecture
     card = (tmp_path / "out" / "README.md").read_text()
     assert "merged into them, in float32" in card and "to rounding" not in card + result.stderr
-    assert_logits_are_those_of_the_run(load_reference(tmp_path / "out"), adapted, tiny_model, **LORA)
+    assert_logits_are_those_of_the_run(reference.load_reference(tmp_path / "out"), adapted, tiny_model, **LORA)
 
 
 # peft asks transformers for a property by its old name.

@@ -25,26 +25,16 @@ from app.update.policy_loss import dual_clipped_surrogate, make_policy_objective
 from app.update.step import UpdateStep
 from app.update.updater import PolicyBatchPacker, Updater
 from settings.schema.algorithm import OptimizerSettings
-from tests.tiny import (
-    BIASED,
-    EVEN,
-    EXPERTS,
-    PLAIN_LOSS,
-    SWITCHES,
-    assert_trees_close,
-    make_engine,
-    make_mesh,
-    random_params,
-    random_prompts,
-    random_samples,
-)
+from tests import tiny
 
 # One layer: the mesh never splits them.
-BIASED = replace(BIASED, num_layers=1)
-SWITCHED_EXPERTS = replace(EVEN, num_layers=1, windows=(3,), **SWITCHES | EXPERTS | {"family": "gemma3_text"})
+ONE_LAYER = replace(tiny.BIASED, num_layers=1)
+SWITCHED_EXPERTS = replace(
+    tiny.EVEN, num_layers=1, windows=(3,), **tiny.SWITCHES | tiny.EXPERTS | {"family": "gemma3_text"}
+)
 FLOAT32 = jnp.dtype("float32")
 EVERYTHING = replace(
-    PLAIN_LOSS,
+    tiny.PLAIN_LOSS,
     surrogate=functools.partial(dual_clipped_surrogate, clip_low=0.2, clip_high=0.3, dual_clip=2.0),
     kl_estimator=k3,
     beta=0.1,
@@ -56,21 +46,21 @@ FIXED = FixedRowBatcher(1, trim_tail=False)
 PACKED = PackedRowBatcher(
     # Rows of one block of attention and a tail; prompts shared, and repeated where a group fills a row.
     TokenBudget(max_tokens_per_device=48, row_length=24, share_prompts=True, balance=True),
-    forward_flops(EVEN),
+    forward_flops(tiny.EVEN),
 )
 
 
 @functools.cache
 def weights(architecture: Architecture, shape: tuple[int, int, int]) -> tuple[DecoderDefinition, Mesh, Params]:
-    definition, mesh = DecoderDefinition.create(architecture), make_mesh(shape)
-    return definition, mesh, jax.device_put(random_params(definition), definition.shardings(mesh))
+    definition, mesh = DecoderDefinition.create(architecture), tiny.make_mesh(shape)
+    return definition, mesh, jax.device_put(tiny.random_params(definition), definition.shardings(mesh))
 
 
 def generated(architecture: Architecture, shape: tuple[int, int, int]) -> list[Sample]:
     definition, mesh, params = weights(architecture, shape)
-    engine = make_engine(definition, mesh, eos_ids=(3, 5, 7, 11))
+    engine = tiny.make_engine(definition, mesh, eos_ids=(3, 5, 7, 11))
     request = GenerationRequest(group_size=3, max_new_tokens=8, rules=SamplingRules(1.0), seed=1, policy_version=2)
-    return engine.generate(engine.to_decode_weights(params), random_prompts(3, vocab_size=50), request)
+    return engine.generate(engine.to_decode_weights(params), tiny.random_prompts(3, vocab_size=50), request)
 
 
 @dataclass(frozen=True)
@@ -98,7 +88,7 @@ def learned(architecture: Architecture, shape: tuple[int, int, int], cut: MicroB
     definition, mesh, params = weights(architecture, shape)
     shardings, routes = definition.shardings(mesh), architecture.route_shape
     scorer = Scorer(definition, mesh, dtype=FLOAT32, logits_chunk=3, replays_routes=routes is not None)
-    trained = [with_routes(s, architecture) for s in random_samples(4, 3, vocab_size=50, with_holes=True)]
+    trained = [with_routes(s, architecture) for s in tiny.random_samples(4, 3, vocab_size=50, with_holes=True)]
     logprobs = scorer.per_token(params, trained, cut(trained, mesh).local_plan, temperature=0.9)
     schedule = optax.constant_schedule(0.1)
     # A large epsilon keeps the update proportional to the gradient: else Adam makes steps of rounding errors.
@@ -113,7 +103,7 @@ def learned(architecture: Architecture, shape: tuple[int, int, int], cut: MicroB
             aggregations(max_new_tokens=9)["constant-length"], roles=["policy", "reference"], route_shape=routes
         ),
     )
-    fresh = jax.device_put(random_params(definition), shardings)
+    fresh = jax.device_put(tiny.random_params(definition), shardings)
     state, metrics = updater.update(init_train_state(optimizer, fresh, state_layout), [[trained]], temperature=0.9)
     params, moments = jax.tree.map(np.asarray, (state.params, optax.tree.get(state.optimizer, "mu")))
     return Learned(logprobs, params, moments, metrics)
@@ -122,8 +112,8 @@ def learned(architecture: Architecture, shape: tuple[int, int, int], cut: MicroB
 def assert_learned_alike(ours: Learned, expected: Learned) -> None:
     for a, b in zip(ours.logprobs, expected.logprobs, strict=True):
         np.testing.assert_allclose(a, b, atol=1e-5)
-    assert_trees_close(ours.first_moments, expected.first_moments)
-    assert_trees_close(ours.params, expected.params)
+    tiny.assert_trees_close(ours.first_moments, expected.first_moments)
+    tiny.assert_trees_close(ours.params, expected.params)
 
     def of_the_samples(metrics: dict[str, float]) -> dict[str, float]:
         """Returns the metrics without those of batching, which depend on the number of devices."""
@@ -133,7 +123,7 @@ def assert_learned_alike(ours: Learned, expected: Learned) -> None:
 
 
 @pytest.mark.parametrize(
-    "architecture", [BIASED, SWITCHED_EXPERTS], ids=["dims-that-do-not-divide", "every-switch-and-experts"]
+    "architecture", [ONE_LAYER, SWITCHED_EXPERTS], ids=["dims-that-do-not-divide", "every-switch-and-experts"]
 )
 def test_eight_devices_sample_score_and_learn_as_one_does(architecture):
     one, eight = generated(architecture, (1, 1, 1)), generated(architecture, (2, 2, 2))
@@ -146,4 +136,4 @@ def test_eight_devices_sample_score_and_learn_as_one_does(architecture):
 
 
 def test_packed_rows_learn_as_one_sample_a_row_does():
-    assert_learned_alike(learned(BIASED, (1, 1, 1)), learned(BIASED, (1, 1, 1), FIXED))
+    assert_learned_alike(learned(ONE_LAYER, (1, 1, 1)), learned(ONE_LAYER, (1, 1, 1), FIXED))

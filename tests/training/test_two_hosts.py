@@ -11,19 +11,8 @@ from typing import Any
 import pytest
 
 from app.checkpoint.saved_policy import PolicyCheckpoint
+from tests import program
 from tests.on_islands import WAYS, Found, describe
-from tests.program import (
-    DEADLINE_S,
-    UNJUDGED,
-    metrics_of,
-    progress_of,
-    records_of,
-    reproducible,
-    settings,
-    succeeded,
-    train_here,
-    wait_for_step,
-)
 from tests.replays import step_file
 from tests.run_fixtures import LORA
 from tests.tiny_directory import write_reward_model
@@ -42,9 +31,9 @@ SCHEDULED = (
 def found(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("islands")
     files = folder / "0.json", folder / "1.json"
-    program = ("-m", "tests.on_islands")
-    with two_hosts(tiny_model, of_each=((files[0],), (files[1],)), programs=(program, program)) as hosts:
-        first, second = ended(hosts, deadline_s=2 * DEADLINE_S)
+    on_islands = ("-m", "tests.on_islands")
+    with two_hosts(tiny_model, of_each=((files[0],), (files[1],)), programs=(on_islands, on_islands)) as hosts:
+        first, second = ended(hosts, deadline_s=2 * program.DEADLINE_S)
     assert (first.exit_code, second.exit_code) == (0, 0), (first, second)
     return [json.loads(file.read_text()) for file in files]
 
@@ -95,25 +84,25 @@ def test_two_hosts_generate_ahead_and_train_as_one_that_waits_until_a_reward_fai
     functions = f"[arithmetic, arithmetic_format, '{config.parent / 'plug.py'}:fails_on_second']"
     shared = (f"reward.functions={functions}", "plugins.env_vars=[THIS_HOST]", "optimizer.learning_rate=1e-30")
     ahead = (*SCHEDULED, "rollout.max_staleness=1", "rollout.prompts_per_step=2", "run.name=two", "run.steps=5")
-    with two_hosts("train", "--config", config, *settings(*shared, *UNJUDGED, *ahead)) as hosts:
-        ends = ended(hosts, deadline_s=2 * DEADLINE_S)
+    with two_hosts("train", "--config", config, *program.settings(*shared, *program.UNJUDGED, *ahead)) as hosts:
+        ends = ended(hosts, deadline_s=2 * program.DEADLINE_S)
     assert [end.exit_code for end in ends] == [1, 1], ends
     assert "a reward function failed on another host; see its log" in ends[0].stderr
     assert "fails_on_second: raised: ValueError: not on this host" in ends[1].stderr
     monkeypatch.setenv("THIS_HOST", "0")
-    succeeded(train_here(config, *shared, *UNJUDGED, "run.steps=3", "run.name=one"))
+    program.succeeded(program.train_here(config, *shared, *program.UNJUDGED, "run.steps=3", "run.name=one"))
     two, one = (config.parent / "runs" / name for name in ("two", "one"))
-    for ours, expected in zip(metrics_of(two), reproducible(metrics_of(one)), strict=True):
+    for ours, expected in zip(program.metrics_of(two), program.reproducible(program.metrics_of(one)), strict=True):
         for name in (name for name in expected if not name.startswith(("batching/", "global_seqlen/"))):
             assert (ours[name] or 0.0) == pytest.approx(expected[name] or 0.0, rel=1e-5, abs=1e-5), name
-    ages = [line["perf/rollout/staleness_max"] for line in metrics_of(two)]
+    ages = [line["perf/rollout/staleness_max"] for line in program.metrics_of(two)]
     assert ages[:2] == [0, 1] and max(ages) == 1
     lengths = defaultdict[str, list[int]](list)
     for step in (1, 2, 3):
-        for record in records_of(step_file(one, step)):
+        for record in program.records_of(step_file(one, step)):
             lengths[record["uid"].rpartition("/")[0]].append(len(record["completion_token_ids"]))
     # The last step that was learned from is saved, with the lengths of both hosts.
-    saved = progress_of(two, 3)
+    saved = program.progress_of(two, 3)
     assert {uid: saved["lengths"][uid] for uid in lengths} == {uid: sum(one) / len(one) for uid, one in lengths.items()}
     assert len(lengths) == saved["position"] == 12
     found = [tokens for tokens, _ in saved["finished_lengths"]]
@@ -135,10 +124,10 @@ def test_two_hosts_train_ppo_as_one_and_sigterm_at_one_saves_both(full_config: P
     # A reward model that is measured, but not counted, or all groups would differ.
     judge = (f"reward.model={write_reward_model(full_config.parent / 'judge')}", "reward.model_weight=0")
     both = (*PPO, *SHARED, TIMED, *judge)
-    succeeded(train_here(full_config, *both, "run.name=one", "run.steps=2"))
-    endless = settings(*both, *HALF, "run.name=two", "run.steps=100000", "logging.report=true")
+    program.succeeded(program.train_here(full_config, *both, "run.name=one", "run.steps=2"))
+    endless = program.settings(*both, *HALF, "run.name=two", "run.steps=100000", "logging.report=true")
     with two_hosts("train", "--config", full_config, *endless) as hosts:
-        wait_for_step(hosts[0], two, 2)
+        program.wait_for_step(hosts[0], two, 2)
         os.kill(hosts[1].pid, signal.SIGTERM)
         first, second = ended(hosts)
     assert (first.exit_code, second.exit_code) == (75, 75), first.stderr + second.stderr
@@ -149,16 +138,18 @@ def test_two_hosts_train_ppo_as_one_and_sigterm_at_one_saves_both(full_config: P
     assert_complete(two)
     assert_same_steps(two, one, steps=range(3))
     # Groups were left out, so one host has some that the other has sampled.
-    assert all(metrics_of(two)[step]["rollout/num_rounds"] > 1 for step in (1, 2))
-    last = metrics_of(two)[-1]["step"]
+    assert all(program.metrics_of(two)[step]["rollout/num_rounds"] > 1 for step in (1, 2))
+    last = program.metrics_of(two)[-1]["step"]
     # What both have saved, another number of hosts goes on from.
-    result = succeeded(train_here(full_config, *both, "run.name=two", f"run.steps={last + 1}", resume="must"))
+    result = program.succeeded(
+        program.train_here(full_config, *both, "run.name=two", f"run.steps={last + 1}", resume="must")
+    )
     assert f"continuing after step {last} of {last + 1}" in result.stderr
-    assert [line["step"] for line in metrics_of(two)] == list(range(last + 2))
+    assert [line["step"] for line in program.metrics_of(two)] == list(range(last + 2))
 
 
 def assert_complete(run: Path) -> None:
-    last = metrics_of(run)[-1]["step"]
+    last = program.metrics_of(run)[-1]["step"]
     assert {path.name for path in run.iterdir()} == {
         *(".lock", "settings.yaml", "metrics.jsonl", "sessions.jsonl", "rollouts", "checkpoints", "eval"),
         *("report.html", "rollouts.html", "plots"),
@@ -173,7 +164,7 @@ def assert_complete(run: Path) -> None:
 def assert_same_steps(run: Path, other: Path, *, steps: range) -> None:
     """Asserts metrics within 1e-5, and the same samples and texts in one order."""
     for step in steps:
-        line, expected = (reproducible(metrics_of(one))[step] for one in (run, other))
+        line, expected = (program.reproducible(program.metrics_of(one))[step] for one in (run, other))
         assert line.keys() == expected.keys()
         for name in line:
             assert (line[name] is None) == (expected[name] is None), (step, name)
@@ -188,7 +179,7 @@ def name_of(step: int) -> str:
 
 
 def texts(path: Path) -> list[tuple[Any, ...]]:
-    return [(r["uid"], r["group_id"], r["completion_token_ids"], r.get("loss_mask")) for r in records_of(path)]
+    return [(r["uid"], r["group_id"], r["completion_token_ids"], r.get("loss_mask")) for r in program.records_of(path)]
 
 
 def test_two_hosts_resume_the_adapters_of_one_and_train_as_one_would(adapted: Path, config: Path) -> None:
@@ -197,8 +188,8 @@ def test_two_hosts_resume_the_adapters_of_one_and_train_as_one_would(adapted: Pa
     two, one = (config.parent / "runs" / name for name in ("tiny", "one"))
     for run in (two, one):
         shutil.copytree(adapted, run, symlinks=True)
-    succeeded(train_here(config, *more, "run.name=one", resume="must"))
-    chosen = settings(*more, "rollout.prompts_per_step=2")
+    program.succeeded(program.train_here(config, *more, "run.name=one", resume="must"))
+    chosen = program.settings(*more, "rollout.prompts_per_step=2")
     hosts = run_on_two_hosts("train", "--config", config, "--resume", "must", *chosen)
     assert [host.exit_code for host in hosts] == [0, 0], hosts
     assert "continuing after step 2 of 4" in hosts[0].stderr
