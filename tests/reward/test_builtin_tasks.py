@@ -13,16 +13,6 @@ from settings.errors import InputError
 from tests.reward.samples import kinds_of, make_prompt, make_sample, score, values_of
 
 
-def test_reward_is_the_weighted_sum_with_its_breakdown():
-    samples = [make_sample(text) for text in ("#### 18", "so 18", "#### 17", "")]
-    scored = score(["gsm8k", {"name": "gsm8k_format", "weight": 0.25}], samples)
-    assert values_of(scored) == [1.25, 1.0, 0.25, 0.0]
-    assert scored.samples[0].rewards == {"gsm8k": 1.0, "gsm8k_format": 1.0}
-    assert scored.samples[2].rewards == {"gsm8k": 0.0, "gsm8k_format": 1.0}
-    assert samples[0].reward is None and scored.samples[0].completion_ids is samples[0].completion_ids
-    assert (scored.num_errors, scored.num_abstained, scored.notices, scored.fatal_error) == (0, 0, (), None)
-
-
 def test_correctness_compares_exact_numbers():
     for completion in ("18", "18.0", "36/2", "$18"):
         assert grade("gsm8k", f"it is {completion}", make_prompt()) == 1.0

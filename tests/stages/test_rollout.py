@@ -70,19 +70,6 @@ def test_checkpoint_samples_what_its_run_sampled_next(finished: Path, tmp_path: 
         np.testing.assert_allclose(again["behavior_logprobs"], record["behavior_logprobs"], atol=1e-4)
 
 
-def test_adapters_of_a_checkpoint_are_sampled_and_scored(adapted: Path, tmp_path: Path) -> None:
-    samples, scored = tmp_path / "samples.jsonl", tmp_path / "scored.jsonl"
-    succeeded(here("rollout", "--checkpoint", adapted, "--limit", "4", "--out", samples))
-    # Before the first step the adapters changed nothing.
-    before = records_of(adapted / "eval" / "step_000000.jsonl")
-    write_jsonl(samples, [*records_of(samples), *before])
-    succeeded(here("score", "--checkpoint", adapted, "--input", samples, "--out", scored))
-    differences = [
-        np.abs(np.subtract(one["policy_logprobs"], one["behavior_logprobs"])).max() for one in records_of(scored)
-    ]
-    assert max(differences[: -len(before)]) < 1e-4 < min(differences[-len(before) :])
-
-
 def timeline(**changes) -> Timeline:
     values = {
         "heading": "tiny: 2 workers",

@@ -58,28 +58,6 @@ def test_roles_chained_by_files_add_their_fields_and_keep_the_others(sampled, ti
         assert added["reward"] == added["rewards"]["arithmetic"]
 
 
-@pytest.mark.parametrize(
-    ("overrides", "shapes"),
-    [
-        (("score.strategy=off",), 1),
-        (("score.strategy=scan", "score.rows_per_device=2"), 1),
-        ((f"{QUOTA}=32", "score.reference.offload=true", "mesh.shape=2,2,2"), None),
-    ],
-)
-def test_strategies_give_the_logprobs_of_the_sampler_in_order(sampled, tiny_model, tmp_path, overrides, shapes):
-    records = [record | {"note": number} for number, record in enumerate(records_of(sampled))][:17]
-    write_jsonl(tmp_path / "samples.jsonl", records)
-    result = succeeded(
-        score(tiny_model, tmp_path / "samples.jsonl", tmp_path / "scored.jsonl", "reference", *overrides)
-    )
-    for before, after in zip(records, records_of(tmp_path / "scored.jsonl"), strict=True):
-        np.testing.assert_allclose(after.pop("reference_logprobs"), before["behavior_logprobs"], atol=1e-5)
-        assert after == before
-    figures = json.loads(result.stdout)
-    if shapes is not None:
-        assert figures["shapes compiled"] == shapes
-
-
 def test_summary_counts_tokens_padding_and_packing(sampled: Path, tiny_model: Path, tmp_path: Path) -> None:
     arguments = ("--input", sampled, "--out", tmp_path / "scored.jsonl", "--json", "--check-packing")
     result = here("score", *of_tiny(tiny_model), *settings("score.rows_per_device=1"), *arguments)
