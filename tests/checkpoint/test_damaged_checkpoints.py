@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -71,31 +72,20 @@ def flip_a_bit(folder: Path) -> None:
     path.write_bytes(content)
 
 
-def remove_arrays(folder: Path) -> None:
-    shutil.rmtree(folder / "state" / "ocdbt.process_0")
+def copy_of_the_step_before(folder: Path, part: str) -> None:
+    shutil.rmtree(folder / part)
+    shutil.copytree(folder.with_name("2") / part, folder / part)
 
 
-def copy_the_step_before(folder: Path) -> None:
-    shutil.rmtree(folder)
-    shutil.copytree(folder.with_name("2"), folder)
-
-
-def copy_the_arrays_of_the_step_before(folder: Path) -> None:
-    shutil.rmtree(folder / "state")
-    shutil.copytree(folder.with_name("2") / "state", folder / "state")
-
-
-def remove_progress(folder: Path) -> None:
-    shutil.rmtree(folder / "progress")
-
-
-DAMAGES = [
-    *(truncate_arrays, flip_a_bit, remove_arrays, remove_progress, copy_the_step_before),
-    copy_the_arrays_of_the_step_before,
-]
-
-
-@pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
+@pytest.mark.parametrize(
+    "damage",
+    [
+        *(truncate_arrays, flip_a_bit),
+        *(lambda folder, part=part: shutil.rmtree(folder / part) for part in ("state/ocdbt.process_0", "progress")),
+        *(partial(copy_of_the_step_before, part=part) for part in ("", "state")),
+    ],
+    ids=["truncated", "a bit", "no arrays", "no progress", "another step", "arrays of another"],
+)
 def test_a_damaged_checkpoint_gives_way_to_the_one_before(folder, checkpoints, damage, caplog, capfd):
     damage(folder / "4")
     with caplog.at_level(logging.WARNING):

@@ -13,7 +13,6 @@ from app.model.attention import packed
 from app.model.attention.dense import ScoreMod
 from app.model.attention.pairs import Blocking
 from app.model.kernels import tpu_attention, tpu_decode
-from app.model.segment_layout import SegmentLayout
 from app.preflight import attention_check
 from app.preflight.attention_check import WINDOW, attention_differences, check_attention
 from app.preflight.check_results import CheckRecorder, CheckResult
@@ -37,42 +36,29 @@ def test_attention_in_blocks_is_within_rounding():
     assert 1e-4 < rounded < attention_check.TOLERANCES["bfloat16"]
 
 
-def without_branches(query: Any, keys: Any, values: Any, layout: SegmentLayout, **rest: Any) -> Any:
-    return packed_attention(query, keys, values, layout._replace(branch_ids=jnp.zeros_like(layout.branch_ids)), **rest)
+FAULTS: dict[str, Callable[..., Any]] = {
+    "branches": lambda q, k, v, layout, **rest: packed_attention(
+        *(q, k, v, layout._replace(branch_ids=jnp.zeros_like(layout.branch_ids))), **rest
+    ),
+    "segments": lambda q, k, v, layout, **rest: packed_attention(
+        *(q, k, v, layout._replace(segment_ids=jnp.minimum(layout.segment_ids, 1))), **rest
+    ),
+    "window": lambda *arrays, **rest: packed_attention(*arrays, **rest | {"window": None}),
+    "soft cap": lambda *arrays, **rest: packed_attention(
+        *arrays, **rest | {"score_mod": ScoreMod(rest["score_mod"].scale)}
+    ),
+    "gradient of keys": lambda q, k, *rest, **how: packed_attention(q, jax.lax.stop_gradient(k), *rest, **how),
+    "a nan": lambda *arrays, **rest: packed_attention(*arrays, **rest).at[0, 0, 0, 0].set(jnp.nan),
+}
+"""Attention that ignores what its name says, or has a number that is none."""
 
 
-def without_segments(query: Any, keys: Any, values: Any, layout: SegmentLayout, **rest: Any) -> Any:
-    return packed_attention(
-        query, keys, values, layout._replace(segment_ids=jnp.minimum(layout.segment_ids, 1)), **rest
-    )
-
-
-def without_window(*arrays: Any, **rest: Any) -> Any:
-    return packed_attention(*arrays, **rest | {"window": None})
-
-
-def without_soft_cap(*arrays: Any, **rest: Any) -> Any:
-    return packed_attention(*arrays, **rest | {"score_mod": ScoreMod(rest["score_mod"].scale)})
-
-
-def without_gradient_of_keys(query: Any, keys: Any, *arrays: Any, **rest: Any) -> Any:
-    return packed_attention(query, jax.lax.stop_gradient(keys), *arrays, **rest)
-
-
-def with_a_nan(*arrays: Any, **rest: Any) -> Any:
-    return packed_attention(*arrays, **rest).at[0, 0, 0, 0].set(jnp.nan)
-
-
-@pytest.mark.parametrize(
-    "faulty",
-    [without_branches, without_segments, without_window, without_soft_cap, without_gradient_of_keys, with_a_nan],
-    ids=lambda fault: fault.__name__,
-)
-def test_attention_check_finds_every_injected_fault(faulty, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(attention_check, "packed_attention", faulty)
+@pytest.mark.parametrize("fault", FAULTS)
+def test_attention_check_finds_every_injected_fault(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention_check, "packed_attention", FAULTS[fault])
     differences = in_blocks(SWITCHED, make_mesh(), BFLOAT16, window=WINDOW)
     assert not differences.max() <= 2 * attention_check.TOLERANCES["bfloat16"], differences
-    if faulty is without_gradient_of_keys:
+    if fault == "gradient of keys":
         assert differences.argmax() == 2 and differences[2] == 1
 
 

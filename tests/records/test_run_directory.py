@@ -88,35 +88,16 @@ def test_a_folder_with_other_files_is_refused(run: RunDirectory, name: str) -> N
         check_run_directory(run, "auto")
 
 
-def replace_by_folder(run: RunDirectory) -> Path:
-    run.settings_path.unlink()
-    run.settings_path.mkdir()
-    return run.settings_path
-
-
-def link_a_file(run: RunDirectory) -> Path:
-    run.metrics_path.symlink_to(run.path.parent)
-    return run.metrics_path
-
-
-def link_checkpoints(run: RunDirectory) -> Path:
-    (run.checkpoints_dir / "3").mkdir(parents=True)
-    run.checkpoints_dir.rename(run.path.parent / "moved")
-    run.checkpoints_dir.symlink_to(run.path.parent / "moved")
-    return run.checkpoints_dir
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (replace_by_folder, "is a folder instead of a file"),
-        (link_a_file, "is a symbolic link"),
-        (link_checkpoints, "is a symbolic link"),
-    ],
-)
-def test_links_and_folders_in_place_of_files_are_refused(occupied, change, message):
-    path = change(occupied)
-    with pytest.raises(InputError, match=f"{path} {message}"):
+def test_links_and_folders_in_place_of_files_are_refused(occupied: RunDirectory) -> None:
+    (occupied.path.parent / "moved" / "3").mkdir(parents=True)
+    for path in (occupied.checkpoints_dir, occupied.metrics_path):
+        path.symlink_to(occupied.path.parent / "moved")
+        with pytest.raises(InputError, match=f"{path} is a symbolic link"):
+            check_run_directory(occupied, "auto")
+        path.unlink()
+    occupied.settings_path.unlink()
+    occupied.settings_path.mkdir()
+    with pytest.raises(InputError, match=f"{occupied.settings_path} is a folder instead of a file"):
         check_run_directory(occupied, "auto")
 
 

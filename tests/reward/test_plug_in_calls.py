@@ -262,13 +262,10 @@ def test_prompt_and_answer_names_are_those_of_data_sets() -> None:
     [
         (lambda completions: 0, "batch", "completions"),
         (lambda prompts, completions, level: 0, "batch", "prompts completions level"),
-        (lambda completion_ids: 0, "batch", "completion_ids"),
         (lambda completions, *, answer: 0, "batch", "completions answer"),
         (lambda completions, trainer_state, log_metric=None: 0, "batch", "completions trainer_state log_metric"),
         (lambda data_source, solution_str, ground_truth, extra_info=None: 0, "verl",
          "data_source solution_str ground_truth extra_info"),
-        (lambda solution_str: 0, "verl", "solution_str"),
-        (lambda completion, completion_ids: 0, "by name", "completion completion_ids"),
         (lambda prompt, completion, solution, level, scale=2.0: 0, "by name", "prompt completion solution level"),
         (lambda **kwargs: 0, "batch", f"prompts completions completion_ids {TRAINER} {ALL_COLUMNS}"),
         (lambda completion, **kwargs: 0, "by name", f"prompt completion completion_ids {ALL_COLUMNS}"),

@@ -289,15 +289,12 @@ def test_groups_that_do_not_make_a_step_are_refused(loose: Path, source: Path, m
 
 
 def test_path_without_sample_files_is_refused(source: Path) -> None:
-    file, option = step_file(source, 2), "^--from-rollouts: .*"
+    option = "^--from-rollouts: .*"
     message = f"{option}/dev/null is neither a file nor a folder; give a file of samples"
     check_refused(source, message, at=Path(os.devnull))
-    file.unlink()
-    file.mkdir()
+    step_file(source, 2).unlink()
+    step_file(source, 2).mkdir()
     check_refused(source, rf"{option}step_000002\.jsonl: cannot be read: Is a directory")
-    file.rmdir()
-    file.symlink_to("nowhere")
-    check_refused(source, rf"{option}step_000002\.jsonl: cannot be read: No such file or directory")
     shutil.rmtree(source / "rollouts")
     message = r"holds no step_<number>\.jsonl \(a run under logging\.save_rollouts: false writes none\)"
     check_refused(source, f"{option}{message}")

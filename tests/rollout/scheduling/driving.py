@@ -29,7 +29,13 @@ def check_invariants(scheduler: Scheduler) -> None:
     table, workers = scheduler.samples, scheduler.context.workers
     assert +table.counts == Counter(entry.state for entry in table), "counts differ from states"
     for entry in table:
-        check_entry(entry)
+        uid, state = entry.uid, entry.state
+        assert (state is SampleState.RUNNING) == (entry.worker is not None), f"{uid}: {state} on {entry.worker}"
+        assert (state in ENDED) == (entry.finish is not None), f"{uid}: {state}, {entry.finish}"
+        keeps = state in WAITING or state is SampleState.ACTING
+        assert entry.held_by is None or (entry.num_tokens and keeps), f"{uid}: {state} with a kept cache"
+        assert 0 <= entry.num_tokens <= entry.sample.max_new, f"{uid}: {entry.num_tokens} tokens"
+        assert state is not SampleState.SUSPENDED or entry.num_tokens, f"{uid}: suspended without tokens"
         assert entry.held_by is None or entry.held_by in workers, f"{entry.uid}: its cache is lost"
     running = [entry for entry in table if entry.state is SampleState.RUNNING]
     acting = [entry for entry in table if entry.state is SampleState.ACTING]
@@ -45,17 +51,6 @@ def check_invariants(scheduler: Scheduler) -> None:
             assert entry.state in WAITING and entry.held_by == name and worker.fits(entry), f"{entry.uid}: not back"
     has_place = any(worker.fits(entry) for entry in table if entry.state in WAITING for worker in workers.values())
     assert running or acting or not has_place, "samples wait, but no worker is running"
-
-
-def check_entry(entry: SampleEntry) -> None:
-    """Raises AssertionError if an entry contradicts itself."""
-    uid, state = entry.uid, entry.state
-    assert (state is SampleState.RUNNING) == (entry.worker is not None), f"{uid}: {state} on {entry.worker}"
-    assert (state in ENDED) == (entry.finish is not None), f"{uid}: {state}, {entry.finish}"
-    keeps = state in WAITING or state is SampleState.ACTING
-    assert entry.held_by is None or (entry.num_tokens and keeps), f"{uid}: {state} with a kept cache"
-    assert 0 <= entry.num_tokens <= entry.sample.max_new, f"{uid}: {entry.num_tokens} tokens"
-    assert state is not SampleState.SUSPENDED or entry.num_tokens, f"{uid}: suspended without tokens"
 
 
 def make_scheduler(
