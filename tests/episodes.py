@@ -20,10 +20,7 @@ def with_turns(
     metrics: Sequence[Mapping[str, float]] = (),
     **fields: Any,
 ) -> Sample:
-    """Returns a sample of turns, given the number of tokens of each and of the observation after it.
-
-    The sample was truncated unless the environment terminated it.
-    """
+    """Returns a sample of turns with these numbers of tokens, and of tokens of the observation after each."""
     turns, start = [], 0
     for i, (written, observed) in enumerate(lengths):
         turns.append(

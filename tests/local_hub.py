@@ -13,10 +13,7 @@ from huggingface_hub import constants
 
 
 class LocalHub:
-    """A server of models by id and data sets by `datasets/<id>`, as folders by branch or commit.
-
-    Repositories in `gated` have metadata but no readable files.
-    """
+    """Serves folders of models, and of data sets by `datasets/<id>`; those in `gated` have no readable files."""
 
     def __init__(self, url: str) -> None:
         self.url = url

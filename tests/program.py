@@ -48,18 +48,11 @@ def settings(*overrides: str) -> list[str]:
 
 
 def here(*arguments: str | Path) -> Result:
-    """Runs a command in this process, which saves the time of starting another.
-
-    Progress lines are removed from its stderr, because they have their own tests.
-    """
+    """Runs a command in this process; its stderr is without lines of progress, such as `[  0.3 s] reading FILE`."""
     result = CliRunner().invoke(cli.app, list(map(str, arguments)), prog_name="grpo")
-    result.stderr_bytes = without_progress(result.stderr).encode()
+    lines = result.stderr.splitlines(keepends=True)
+    result.stderr_bytes = "".join(line for line in lines if not re.match(r"\[ *\d+\.\d s\] ", line)).encode()
     return result
-
-
-def without_progress(stderr: str) -> str:
-    """Returns the lines of stderr that are not progress of a start-up: `[  0.3 s] reading FILE`."""
-    return "".join(line for line in stderr.splitlines(keepends=True) if not re.match(r"\[ *\d+\.\d s\] ", line))
 
 
 def of_tiny(model: Path) -> list[str]:
@@ -97,11 +90,7 @@ def started(
     cwd: Path = REPOSITORY,
     program: Sequence[str] = THE_PROGRAM,
 ) -> Iterator[subprocess.Popen[str]]:
-    """Runs a command in another process, whose process group does not outlive the block.
-
-    Args:
-        program: arguments of Python; may be a version of the program with an injected fault.
-    """
+    """Runs a command, or arguments of Python, in another process, whose group does not outlive the block."""
     process = subprocess.Popen(
         [sys.executable, *program, *map(str, arguments)],
         cwd=cwd,

@@ -126,7 +126,6 @@ SHORTENED = "bash scripts/quickstart.sh"
 
 
 def as_script(commands: list[str]) -> str:
-    """Returns a shell script that announces and runs the commands as they are written."""
     lines = ["set -euo pipefail"]
     for command in commands:
         lines.append(f"echo README at $SECONDS s: {shlex.quote(command)}")
@@ -141,8 +140,7 @@ def as_script(commands: list[str]) -> str:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_readme_commands_run_in_order_in_a_fresh_clone(tmp_path: Path) -> None:
-    """Runs them in one shell. The environment of the clone takes all packages but this one from the environment of the
-    tests, so that pip finds them without network."""
+    """The clone takes all packages but this one from the environment of the tests, so that pip needs no network."""
     if not (REPOSITORY / ".git").exists():
         pytest.skip("this is no git repository to clone")
     clone = tmp_path / "grpo"

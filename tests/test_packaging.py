@@ -29,7 +29,6 @@ def distribution(requirement: str) -> str:
 
 
 def imported_packages() -> set[str]:
-    """Returns every foreign top-level package that the program imports anywhere."""
     names = set()
     for pattern in ("grpo.py", "cli.py", "app/**/*.py", "settings/**/*.py"):
         for path in REPOSITORY.glob(pattern):

@@ -19,7 +19,6 @@ SOURCES = {
 
 
 def loaded_with(*modules: str) -> set[str]:
-    """Returns all modules that a new process has loaded after it has imported some."""
     program = f"import sys, {', '.join(modules)}; print(*sys.modules)"
     run = subprocess.run([sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True, check=True)
     return set(run.stdout.split())

@@ -110,10 +110,7 @@ def make_mesh(shape: tuple[int, int, int] = (1, 1, 1)) -> Mesh:
 
 
 class TinyEngine:
-    """Generates samples of any shape, each in a slot of its own.
-
-    Completions end only by length unless `eos_ids` are given.
-    """
+    """Generates samples, each in a slot of its own, which end only by length unless `eos_ids` are given."""
 
     def __init__(
         self,
@@ -262,7 +259,6 @@ def one_a_row(num_samples: int, **sizes: int) -> MicroBatchPlan:
 
 
 def packed_plan(samples: Sequence[Sample], *, quota: int, row_length: int, share_prompts: bool) -> MicroBatchPlan:
-    """Returns the planner's plan for one device."""
     budget = TokenBudget(quota, row_length, share_prompts, balance=True)
     return plan_token_budget(sequence_lengths(samples), budget, lambda lengths: lengths**2, num_devices=1)
 

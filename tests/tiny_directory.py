@@ -60,7 +60,6 @@ def write_tokenizer(directory: Path, *, eos_token: str | None = END, chat_templa
 
 
 def write_model(directory: Path, *, seed: int = 0, **changes: Any) -> Path:
-    """Writes a complete model directory; `changes` are applied to its config.json."""
     directory.mkdir(parents=True, exist_ok=True)
     config = CONFIG | changes
     (directory / "config.json").write_text(json.dumps(config))
@@ -70,7 +69,6 @@ def write_model(directory: Path, *, seed: int = 0, **changes: Any) -> Path:
 
 
 def write_reward_model(directory: Path, *, seed: int = 7, num_labels: int = 1, **changes: Any) -> Path:
-    """Writes a directory of a sequence classification model; `changes` are applied to its config.json."""
     changes = {"architectures": ["LlamaForSequenceClassification"]} | changes
     write_model(directory, seed=seed)
     (directory / "config.json").write_text(json.dumps(CONFIG | changes))

@@ -28,11 +28,7 @@ def hosts_program(*, heartbeat_s: int) -> tuple[str, str]:
 
 
 def cache_programs_of_every_host() -> None:
-    """Makes every host write to the compilation cache.
-
-    JAX lets only the first process write, because all processes usually compile the same programs. On CPUs each process
-    has its own keys, so the others would find nothing, and the first would wait for them.
-    """
+    """Makes every host write to the compilation cache, as JAX lets only the first; on CPUs each has its own keys."""
     write = compiler._cache_write  # pyright: ignore[reportPrivateUsage]
 
     def write_as_the_first(*arguments: Any) -> None:
@@ -57,13 +53,7 @@ def two_hosts(
     environ: dict[str, str] | None = None,
     cwd: Path = REPOSITORY,
 ) -> Iterator[Hosts]:
-    """Runs the same command on two hosts, which do not outlive the block; `THIS_HOST` holds the host's number.
-
-    Args:
-        of_each: further arguments of the first and of the second command.
-        programs: programs of the first and of the second host.
-        num_devices: devices of each host.
-    """
+    """Runs a command on two hosts, which do not outlive the block; `THIS_HOST` holds the host's number."""
     address = free_address()
     with ExitStack() as stack:
         yield [

@@ -180,10 +180,7 @@ def white(samples) -> Any:
 
 
 def trl_ppo(samples, *, gamma: float, lam: float, kl_coef: float) -> tuple[np.ndarray, np.ndarray]:
-    """Computes whitened advantages and returns [N, C] by steps 4 to 6 of TRL's PPOTrainer.train, in numpy.
-
-    All samples fill the row: after shorter ones, TRL keeps one more token of padding, with the reward on it.
-    """
+    """Computes whitened advantages and returns [N, C] of equally long samples as TRL's PPOTrainer.train does."""
     logprobs, reference = (
         np.stack([getattr(s, f"{role}_logprobs") for s in samples]) for role in ("policy", "reference")
     )

@@ -42,8 +42,7 @@ def inputs(rows=ROWS, tokens=TOKENS, query_heads=QUERY_HEADS, kv_heads=KV_HEADS,
 
 
 def oracle(query, keys, values, weights, visible, rule: ScoreMod) -> tuple[np.ndarray, ...]:
-    """Computes the result and the gradients of sum(weights * result) with respect to queries, keys and values in
-    float64."""
+    """Computes the result in float64, and the gradients of sum(weights * result) by queries, keys and values."""
     query, keys, values, weights = (np.asarray(x, np.float64) for x in (query, keys, values, weights))
     rows, tokens, _, head = query.shape
     kv_heads = keys.shape[1]
@@ -273,10 +272,7 @@ def visited(pairs: BlockPairs, window: int | None) -> list[tuple[int, int]]:
 
 
 def needed(layout: SegmentLayout, window: int | None, *, with_padding: bool) -> list[tuple[int, int]]:
-    """Returns the pairs of blocks with a visible entry, in the order of their query blocks, by looking at all entries.
-
-    With padding, a block is paired with itself.
-    """
+    """Returns the pairs of blocks with a visible entry, in order; with padding, also of each block with itself."""
     entries = seen(layout, window)
     rows, num_tokens, _ = entries.shape
     blocks = num_tokens // BLOCK

@@ -22,7 +22,6 @@ SOME = LoRAConfig(2, 1.0, ("q_proj", "o_proj", "down_proj"))
 
 
 def adapted(architecture: Architecture, lora: LoRAConfig) -> tuple[DecoderDefinition, DecoderDefinition]:
-    """Returns the network with adapters, and without them."""
     return DecoderDefinition.create(architecture, lora=lora), DecoderDefinition.create(architecture)
 
 

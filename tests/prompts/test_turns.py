@@ -36,7 +36,6 @@ def rendered(folder: Path, messages: list[Any], tools: Any = (), **options: Any)
 def conversation(
     encoder: ObservationEncoder, tokenizer: Tokenizer, tools: Any, turns: list[str], answers: list[Any]
 ) -> list[int]:
-    """Returns prompt, turn, observation, turn, ..., observation."""
     tokenizer.tools = tools
     ids = tokenizer.chat_ids([QUESTION])
     for turn, messages in zip(turns, answers, strict=True):

@@ -30,7 +30,6 @@ def step_record(step: int, **metrics: float | None) -> dict[str, Any]:
 
 
 def sample_record(uid: str, completion: str = "12", **fields: Any) -> dict[str, Any]:
-    """Returns a line of a sample file, with the uid `<prompt>/s<index>`."""
     return {
         **{"uid": uid, "group_id": 0, "sample_index": int(uid.rpartition("/s")[2])},
         **{"prompt": "5 + 7 = ?", "completion": completion, "answer": "12", "finish_reason": "stop"},

@@ -53,7 +53,6 @@ def new_slots(
     num_blocks: int | None = None,
     **changes: Any,
 ) -> SlotEngine:
-    """Returns slots with blocks of four tokens."""
     shapes = make_slot_shapes(
         num_slots,
         max_prompt_length=8,
@@ -120,7 +119,6 @@ def rows_of(lengths: Sequence[int] = LENGTHS) -> list[RolloutSequence]:
 
 
 def run_segment(engine: SlotEngine, length: int = 16, **limits: int) -> int:
-    """Decodes a segment and returns its steps."""
     engine.start_segment(SegmentLimits(length, **limits))
     segment = engine.finish_segment()
     segment.collect()

@@ -83,7 +83,6 @@ class Tpu:
         path.chmod(0o755)
 
     def calls(self) -> list[list[str]]:
-        """Returns the arguments of every call of gcloud, in any order."""
         return [path.read_text().split("\0")[:-1] for path in (self.cloud / "calls").iterdir()]
 
     def start(

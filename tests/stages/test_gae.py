@@ -32,7 +32,6 @@ GAMMA, LAM = 0.9, 0.8
 def expected(
     rewards: Any, values: Any, *, mask: Any = None, bootstrap: float = 0.0, lam: float = LAM, mode: str = "skip"
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Computes advantages and returns of one sequence in float64."""
     mask = None if mask is None else np.asarray(mask, bool)[None]
     case = Case(np.asarray(rewards, float)[None], np.append(values, bootstrap)[None], mask)
     advantages, returns = oracle(case, gamma=GAMMA, lam=lam, mask_mode=mode)
@@ -133,7 +132,6 @@ def holed(folder: Path, kind: str) -> Path:
 
 
 def written(path: Path) -> list[np.ndarray]:
-    """Returns advantages and returns of the only sequence of a file."""
     if path.suffix == ".npz":
         with np.load(path) as arrays:
             return [arrays["advantages"][0], arrays["returns"][0]]

@@ -54,11 +54,7 @@ def loss_and_gradient(
     *,
     weights: AggregationFn,
 ) -> tuple[Float32[np.ndarray, "tokens V"], LossStats]:
-    """Returns the gradient with respect to the table, and loss and metrics, summed over micro-batches.
-
-    Args:
-        table: logits of every completion token of all samples, concatenated.
-    """
+    """Returns the gradient by the logits of all completion tokens, and loss and metrics, summed over micro-batches."""
     lengths = [len(s.completion_ids) for s in samples]
     starts = {s.uid: end - length for s, end, length in zip(samples, np.cumsum(lengths), lengths, strict=True)}
 

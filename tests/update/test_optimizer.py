@@ -141,8 +141,6 @@ ADAPTERS = LoRAConfig(2, 4.0, ("q_proj", "down_proj"))
 
 
 class Update:
-    """The program of an update, and the layout of its state."""
-
     def __init__(self, definition: DecoderDefinition, mesh: Mesh, *, offload: bool, **settings: Any):
         chosen = OptimizerSettings(learning_rate=0.01, **settings)
         schedule = make_schedule(chosen, num_updates=4)

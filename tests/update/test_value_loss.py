@@ -92,8 +92,7 @@ def test_returns_at_masked_tokens_change_nothing():
 
 
 def test_a_value_is_that_of_the_state_before_its_token():
-    """The value depends on every earlier token and on no later one; the additional value also depends on the last
-    token."""
+    """It depends on every earlier token and on no later one; the additional value, also on the last token."""
     wide = one_a_row(len(SAMPLES), rows_per_micro_batch=3, num_tokens=18, num_targets=12)
 
     def values_of(samples: list[Sample]) -> list[np.ndarray]:

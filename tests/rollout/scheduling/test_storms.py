@@ -107,8 +107,7 @@ def test_long_samples_on_a_heavy_worker_shorten_the_tail() -> None:
 
 
 def handed_over() -> list[EventRecord]:
-    """Returns the events of two samples; one trips the breaker of the fast worker, which dies, and continues on the
-    heavy one."""
+    """Returns the events of two samples, one of which trips the breaker of a worker that dies."""
     driven = driving.Driven(driving.make_scheduler("pdsr_v2", pdsr={"fast_limit_tokens": 10}))
     driven.join("fast", "fast", 1)
     driven.join("heavy", "heavy", 1)
