@@ -79,7 +79,6 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("suite")
 
-
 MAX_BYTES = 2 * 2**30
 """Of kept programs; if there are more, all are deleted."""
 COMPILING = "/jax/core/compile/backend_compile_duration"

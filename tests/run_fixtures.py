@@ -43,10 +43,8 @@ eval: {{every_steps: 3, num_prompts: 16}}
 Its 12 steps extend into a second epoch of the 40 problems.
 """
 
-
 NO_REPORT = "logging: {{report: false}}\n"
 """Settings without the report, which takes two seconds."""
-
 
 LORA = {"rank": 3, "alpha": 6.0, "targets": ["q_proj", "v_proj", "mlp"]}
 """Settings of the run with adapters."""

@@ -23,7 +23,6 @@ from tests.program import CANARY, REPOSITORY, here, succeeded
 WITH_SETTINGS = ("train", "evaluate", "rollout", "score", "gae", "inspect-mesh", "export", "doctor")
 COMMANDS = (*WITH_SETTINGS, "report", "settings", "presets")
 
-
 pytestmark = pytest.mark.usefixtures("in_folder")
 
 

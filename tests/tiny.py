@@ -81,7 +81,6 @@ MIXTURE = replace(ODD, **EXPERTS)
 EVEN = replace(ODD, vocab_size=64, model_dim=32, mlp_dim=48, num_query_heads=4, num_kv_heads=2, head_dim=8)
 """A model whose weights can all be split over 8 devices by fsdp, or 2 by tp."""
 
-
 PLAIN_LOSS = PolicyLoss(
     surrogate=functools.partial(clipped_surrogate, clip_low=0.2, clip_high=0.3),
     kl_estimator=None,

@@ -26,7 +26,6 @@ SAID = (
     "a second signal stops at once"
 )
 
-
 BUSY = """\
 import jax
 from app.distributed.status_board import StatusBoard

@@ -21,7 +21,6 @@ with watchdog.Watchdog(0.35, Path(sys.argv[2]), StatusBoard(None, host=3)) as do
     {"in_python": in_python, "in_c_without_python": in_c_without_python}[sys.argv[1]]()
 """
 
-
 STUCK_ELSEWHERE = """\
 import sys, threading
 from pathlib import Path
@@ -37,7 +36,6 @@ with StatusBoard(Store(), host=0, num_hosts=2) as board, Watchdog(None, Path(sys
     dog.enter_phase("report")
     threading.Event().wait()
 """
-
 
 STUCK_RUN = """\
 import threading

@@ -41,7 +41,6 @@ EVERYTHING = replace(
     entropy_coef=0.1,
 )
 
-
 FIXED = FixedRowBatcher(1, trim_tail=False)
 PACKED = PackedRowBatcher(
     # Rows of one block of attention and a tail; prompts shared, and repeated where a group fills a row.

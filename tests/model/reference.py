@@ -32,7 +32,6 @@ SIZES: dict[str, Any] = {
 
 ONE_KV_HEAD: dict[str, Any] = {"hidden_size": 40, "num_attention_heads": 5, "num_key_value_heads": 1, "head_dim": 8}
 
-
 LLAMA3 = {
     "rope_type": "llama3",
     "factor": 8.0,

@@ -32,7 +32,6 @@ from tests.layouts import layout_of
 
 FLOAT32 = jnp.dtype("float32")
 
-
 # A prompt with three completions, a lone sample and padding: longer than a block of attention, and odd.
 SHARED = layout_of([[(40, (30, 21, 33)), (9, (14,))]], num_tokens=151)
 WINDOWED = replace(tiny.SWITCHED, windows=(35, None, 60))

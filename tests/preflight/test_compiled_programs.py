@@ -24,7 +24,6 @@ NAMES = {
 GIB = 2**30
 PENALISED = ("algorithm.beta=0.1", "eval.every_steps=0")
 
-
 pytestmark = pytest.mark.usefixtures("real_devices_again")
 
 

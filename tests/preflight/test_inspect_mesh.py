@@ -23,7 +23,6 @@ from tests.tiny import make_mesh
 
 GIB = 2**30
 
-
 pytestmark = pytest.mark.usefixtures("real_devices_again")
 
 

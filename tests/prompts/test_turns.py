@@ -144,7 +144,6 @@ CHATML_TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 
-
 UNFIT = {
     "(m.content if loop.last else m.content[:5])": "writes earlier turns anew .*'turnends<.* becomes '<|im_end|>",
     "(m.content if m.role == 'user' else '')": "leaves out what the assistant writes",

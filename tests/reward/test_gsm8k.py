@@ -81,7 +81,6 @@ HOSTILE = [
     *("\\boxed{{}", "\\boxed{{", "\\boxed{1" + " " * 150 + "x} ", "\\boxed{" + "a " * 90 + "} "),
 ]
 
-
 READING = """\
 import sys
 from app.reward.builtin_tasks import TASKS

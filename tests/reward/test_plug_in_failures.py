@@ -16,7 +16,6 @@ from tests.reward.samples import kinds_of, make_group, score, score_by, values_o
 
 pytestmark = WORKERS
 
-
 MISCHIEF = """
 import contextlib, os, re, signal, sys, time
 def act(text):

@@ -37,7 +37,6 @@ WORKERS = (
     "rollout.workers.heavy.count=0",
 )
 
-
 SLOW_AND_SHUT = """
 class SlowAndShut(Slow, Shut):
     pass

@@ -36,7 +36,6 @@ STEP = {
     **{"loss": -1e-9, "policy/entropy": 0.5, "policy/kl": None, "policy/grad_norm": 0.8125},
     **{"policy/learning_rate": 1e-6, "policy/clip_fraction_low": 0.0, "policy/clip_fraction_high": 0.0},
 }
-"""Metrics of a step."""
 
 
 def test_line_of_a_step_has_what_is_left_and_kl_and_clipping_where_they_are_measured() -> None:

@@ -30,7 +30,6 @@ HOW = (
     *("algorithm.mini_batch_prompts=2", "algorithm.max_tokens_per_device=40", "algorithm.beta=0.05"),
 )
 
-
 pytestmark = pytest.mark.usefixtures("real_devices_again")
 
 
