@@ -262,6 +262,7 @@ def test_prompt_and_answer_names_are_those_of_data_sets() -> None:
     [
         (lambda completions: 0, "batch", "completions"),
         (lambda prompts, completions, level: 0, "batch", "prompts completions level"),
+        (lambda completion_ids: 0, "batch", "completion_ids"),
         (lambda completions, *, answer: 0, "batch", "completions answer"),
         (lambda completions, trainer_state, log_metric=None: 0, "batch", "completions trainer_state log_metric"),
         (lambda data_source, solution_str, ground_truth, extra_info=None: 0, "verl",

@@ -60,7 +60,8 @@ def test_roles_chained_by_files_add_their_fields_and_keep_the_others(sampled, ti
 
 def test_summary_counts_tokens_padding_and_packing(sampled: Path, tiny_model: Path, tmp_path: Path) -> None:
     arguments = ("--input", sampled, "--out", tmp_path / "scored.jsonl", "--json", "--check-packing")
-    result = here("score", *of_tiny(tiny_model), *settings("score.rows_per_device=1"), *arguments)
+    chosen = settings("score.strategy=scan", "score.rows_per_device=1")
+    result = here("score", *of_tiny(tiny_model), *chosen, *arguments)
     figures = json.loads(result.stdout)
     tokens = sum(len(r["prompt_token_ids"]) + len(r["completion_token_ids"]) for r in records_of(sampled))
     # 24 samples on 8 devices, each in a row of 16 tokens: none has more.
