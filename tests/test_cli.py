@@ -140,6 +140,8 @@ def test_presets_lists_each_with_one_sentence_and_prints_one() -> None:
         (("env.tools=[gone.py:f]",), "env.tools: gone.py:f: no such file: "),
         (("data.source=gone.jsonl", "eval.every_steps=0"), "data.source: "),
         (("data.eval_source=gone.jsonl",), "data.source: "),
+        (("model.path=gone.gguf",), "model.path: 'gone.gguf' is neither"),
+        (("reward.model=./gone",), "reward.model: './gone' is neither"),
         (("run.name=used",), "run.name: runs/used already holds a run; "),
     ],
 )

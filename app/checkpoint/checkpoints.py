@@ -320,7 +320,12 @@ def _silence_abandoned_work() -> None:
     """Suppresses tracebacks of what Orbax does at the same time when a read or write fails: its error is raised."""
     before, noise = sys.unraisablehook, ("Event loop is closed", "Encountered error while reading")
     sys.unraisablehook = lambda raised: None if str(raised.exc_value).startswith(noise) else before(raised)
-    logging.getLogger("absl").addFilter(lambda record: record.exc_info is None)
+
+    def without_traceback(record: logging.LogRecord) -> bool:
+        record.exc_info = None
+        return True
+
+    logging.getLogger("absl").addFilter(without_traceback)
 
 
 def check_fingerprints(

@@ -35,7 +35,7 @@ def explain_full_disk(run: RunDirectory, shapes: Any) -> Iterator[None]:
     except Exception as error:
         if not any(text in f"{error} {error.__cause__}" for text in FULL_DISK):
             raise
-        file = getattr(error, "filename", None) or "a checkpoint"
+        file = getattr(error, "filename", None) or ("a file" if isinstance(error, OSError) else "a checkpoint")
         needed = sum(array.size * array.dtype.itemsize for array in jax.tree.leaves(shapes))
         saved = f"checkpoint {max(run.checkpoint_steps)} is whole" if run.has_checkpoint else "there is no checkpoint"
         raise DiskFullError(

@@ -11,6 +11,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from glob import glob
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -24,6 +25,7 @@ from settings.checks.unused_settings import unused_adapter_notices
 from settings.loading.config_file import ConfigFile
 from settings.loading.printing import without_derived
 from settings.loading.sources import NO_FLAGS, Flags
+from settings.schema.mesh import MeshSettings
 from settings.secrets import load_secrets, redact
 
 RUN_SUBFOLDERS = ("checkpoints", "rollouts", "eval")
@@ -72,6 +74,11 @@ def resolve_policy(
     return resolved
 
 
+def _writes_itself(library: str) -> bool:
+    """Returns whether a library, such as huggingface_hub, writes its warnings itself, too."""
+    return library != "root" and any(type(one) is logging.StreamHandler for one in logging.getLogger(library).handlers)
+
+
 class _ProgressHandler(logging.Handler):
     """Writes log records to stderr; progress messages of `app` start with the seconds since the command started."""
 
@@ -79,8 +86,7 @@ class _ProgressHandler(logging.Handler):
         super().__init__()
         # Drops informational messages of libraries, which do not report this program's progress.
         self.addFilter(lambda record: record.levelno >= logging.WARNING or record.name.split(".")[0] == "app")
-        # Some libraries, such as huggingface_hub, write their warnings themselves, too.
-        self.addFilter(lambda record: not logging.getLogger(record.name.split(".")[0]).handlers)
+        self.addFilter(lambda record: not _writes_itself(record.name.split(".")[0]))
         self._started_s = time.monotonic()
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -183,13 +189,19 @@ def require_path(path: Path | None, option: str) -> Path:
     return path
 
 
+def runs_alone(mesh: MeshSettings) -> bool:
+    """Returns whether no other host can join, as far as it can be told without JAX: each TPU may be one of a slice."""
+    may_have_tpus = mesh.platform in ("auto", "tpu") and any(map(glob, ("/dev/accel*", "/dev/vfio/[0-9]*")))
+    return mesh.coordinator_address is None and not may_have_tpus
+
+
 def require_inputs(settings: Settings, inputs: Mapping[str, Path | None]) -> None:
     """Raises InputError if a path that an option names does not exist, before JAX is loaded.
 
     Several hosts find out when they read it, once they have joined.
     """
     for option, path in inputs.items():
-        if settings.mesh.coordinator_address is None and path is not None and not path.expanduser().exists():
+        if runs_alone(settings.mesh) and path is not None and not path.expanduser().exists():
             # The link to the best checkpoint is absent, not misspelt.
             is_absent_best = path.name == "best" and path.parent.is_dir()
             hint = "; nothing was evaluated in that run, or nothing better than its start" if is_absent_best else ""

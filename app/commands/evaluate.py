@@ -66,7 +66,9 @@ def evaluate(
         refuse_existing({"--out": out}, overwrite=overwrite)
         from app.commands.named_files import check_named_files
 
-        check_named_files(resolved.settings)
+        settings = resolved.settings
+        held_out = [settings.data.eval_source or settings.data.sources[0].source]
+        check_named_files(settings, held_out, judges=[one.function for one in settings.reward.functions[:1]])
         show_progress(f"grpo evaluate: model {resolved.settings.model.path}; loading JAX")
         from app.evaluation.standalone import evaluate_model
 

@@ -32,7 +32,7 @@ def gae(
         typer.Option(
             "--input",
             metavar="FILE.jsonl|FILE.npz",
-            help="Samples with values, or matrices. Required, except by --bench.",
+            help="Samples with values, or matrices. Required, except with --bench.",
         ),
     ] = None,
     out: Annotated[

@@ -5,8 +5,10 @@ Only a host alone checks them here: several check theirs together, once they hav
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
+from app.commands.command_support import runs_alone
 from app.prompts.dataset import find_files
 from app.records.jsonl import read_jsonl_tolerant
 from app.records.run_directory import Resume, RunDirectory, check_run_directory
@@ -21,16 +23,20 @@ def check_train_files(settings: Settings, *, resume: Resume, is_replay: bool) ->
     Raises:
         InputError: a run cannot start there, or a file does not exist.
     """
-    if settings.mesh.coordinator_address is None:
+    if runs_alone(settings.mesh):
         check_run_directory(RunDirectory.from_settings(settings.run), resume)
+        _check_model("critic.path", settings.critic.path if settings.has_critic else None)
+        _check_model("reward.model", settings.reward.model)
     if not is_replay:
-        check_named_files(settings)
+        evaluated = settings.data.eval_source if settings.eval.every_steps else None
+        sources = [*(one.source for one in settings.data.sources), evaluated]
+        check_named_files(settings, sources, judges=[one.function for one in settings.reward.functions])
 
 
 def finished_history(settings: Settings) -> History | None:
     """Returns the metrics of a run that has saved and measured its last step; None if something is left to do."""
     run, last = RunDirectory.from_settings(settings.run), settings.run.steps
-    if settings.mesh.coordinator_address is not None or max(run.checkpoint_steps, default=0) < last:
+    if not runs_alone(settings.mesh) or max(run.checkpoint_steps, default=0) < last:
         return None
     lines = read_jsonl_tolerant(run.metrics_path) if run.metrics_path.is_file() else ()
     history = [record for _, record in lines if not isinstance(record, InputError)]
@@ -38,24 +44,31 @@ def finished_history(settings: Settings) -> History | None:
     return history if history and history[-1].get("step", 0) >= last else None
 
 
-def check_named_files(settings: Settings) -> None:
-    """Checks that the files of the model, data, reward functions, environments and tools exist.
+def check_named_files(settings: Settings, sources: Sequence[str | None], *, judges: Sequence[str | None] = ()) -> None:
+    """Checks that the files of models, data, reward functions, environments and tools exist.
+
+    Args:
+        sources: the data that the command reads.
+        judges: the reward functions that it calls.
 
     Raises:
         InputError: one does not exist.
     """
-    if settings.mesh.coordinator_address is not None:
+    if not runs_alone(settings.mesh):
         return
-    model = settings.model.path
-    if model.startswith(("/", ".", "~")) and not Path(model).expanduser().exists():
-        raise InputError(f"model.path: {model!r} is neither an existing directory or file nor a hub id")
-    evaluated = settings.data.eval_source if settings.eval.every_steps else None
-    for source in (*(one.source for one in settings.data.sources), evaluated):
+    _check_model("model.path", settings.model.path)
+    for source in sources:
         if source and not source.startswith(WITH_SPLITS):
             find_files(source)
-    named = [("reward.functions", one.function) for one in settings.reward.functions]
+    named = [("reward.functions", judge) for judge in judges]
     named += [("env.source", settings.env.source), *(("env.tools", tool) for tool in settings.env.tools)]
     for place, plug_in in named:
         file = Path((plug_in or "").rpartition(":")[0])
         if file.suffix == ".py" and not file.is_file():
             raise InputError(f"{place}: {plug_in}: no such file: {file.absolute()}")
+
+
+def _check_model(setting: str, path: str | None) -> None:
+    """Raises InputError if a model that can only be a local one does not exist."""
+    if path and (path.startswith(("/", ".", "~")) or path.endswith(".gguf")) and not Path(path).expanduser().exists():
+        raise InputError(f"{setting}: {path!r} is neither an existing directory or file nor a hub id")

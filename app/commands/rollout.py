@@ -42,6 +42,10 @@ def rollout(
     out = require_path(out, "--out")
     refuse_existing({"--out": out}, overwrite=overwrite, resumes=True)
     refuse_existing({"--timeline": timeline}, overwrite=overwrite)
+    from app.commands.named_files import check_named_files
+
+    sources = [str(prompts)] if prompts else [one.source for one in resolved.settings.data.sources]
+    check_named_files(resolved.settings, sources)
     show_progress(f"grpo rollout: model {resolved.settings.model.path}; loading JAX")
     from app.stages import rollout
 

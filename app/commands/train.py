@@ -70,7 +70,7 @@ def train(
         ("--json", as_json, dry_run, "--dry-run; the metrics of a run are in its metrics.jsonl"),
         ("--compile", compiles, dry_run, "--dry-run; a run compiles its programs anyway"),
         ("--checkpoint", checkpoint, from_rollouts, "--from-rollouts; to continue a run, use --resume"),
-        ("--allow-changed", allow_changed, resume != "never", "--resume auto; a new run has no earlier settings"),
+        ("--allow-changed", allow_changed, resume != "never", "--resume auto or must; a new run has none"),
     ):
         if given and not is_usable:
             raise InputError(f"{option} needs {needed}")
@@ -78,8 +78,10 @@ def train(
     run_paths = {"--from-rollouts": from_rollouts, "--checkpoint": checkpoint}
     base = inherit_run_settings(config, run_paths)
     flags = _replay_run_name(base, overrides) if isinstance(base, ConfigFile) else NO_FLAGS
-    resolved = with_run_name(resolve(base, overrides, flags=flags, print_config=print_config, check=check), resume)
-    settings = resolved.settings
+    derived = resolve(base, overrides, flags=flags, print_config=print_config, check=check)
+    settings = (resolved := with_run_name(derived, resume)).settings
+    if resume == "never" and settings.run.name != (taken := derived.settings.run.name):
+        print_notices([f"{taken} is a run, so this one is {settings.run.name}; --resume auto continues the newest"])
     require_inputs(settings, run_paths)
     _check_start(settings, resume=resume, is_replay=from_rollouts is not None, dry_run=dry_run)
     show_progress(f"grpo train: {settings.run.name}, model {settings.model.path}; loading JAX")
@@ -108,7 +110,7 @@ def train(
 def _check_start(settings: Settings, *, resume: Resume, is_replay: bool, dry_run: bool) -> None:
     """Checks the files that the settings name, and ends the command if the run that it would continue is finished."""
     from app.commands.named_files import check_train_files, finished_history
-    from app.report.before_after import summary_text
+    from app.report.before_after import find_best, summary_text
 
     check_train_files(settings, resume=resume, is_replay=is_replay)
     if resume == "never" or is_replay or dry_run:
@@ -116,7 +118,8 @@ def _check_start(settings: Settings, *, resume: Resume, is_replay: bool, dry_run
     if (history := finished_history(settings)) is not None:
         last, path = settings.run.steps, RunDirectory.from_settings(settings.run).path
         print_notices([f"no step is left after step {last}; --set run.steps={2 * last} continues the training"])
-        write(summary_text(history, path=str(path)), sys.stdout)
+        best = find_best(history, settings.checkpoint.best_metric)
+        write(summary_text(history, path=str(path), best=best), sys.stdout)
         raise typer.Exit
 
 

@@ -6,7 +6,6 @@ import ctypes
 import os
 import pkgutil
 import sys
-from contextlib import suppress
 from importlib.util import find_spec
 
 import jax
@@ -87,10 +86,7 @@ def initialize_distributed(settings: MeshSettings, *, compiles: bool = False) ->
         heartbeat_timeout_seconds=HEARTBEAT_S,
         shutdown_timeout_seconds=SHUTDOWN_TIMEOUT_S,
     )
-    devices = global_devices(settings)
-    if devices[0].platform == "cpu":
-        _quiet_gloo()
-    check_equal_device_counts(devices)
+    check_equal_device_counts(global_devices(settings))
     share_program_cache()
 
 
@@ -172,18 +168,6 @@ def _check_backend_installed(platform: str) -> None:
     }
     if not is_installed[platform]:
         raise missing_platform_error(platform, f"JAX's library for it is missing; run pip install -e '.[{platform}]'")
-
-
-def _quiet_gloo() -> None:
-    """Closes the C++ stream of stdout, to which the collectives of CPU hosts write a line for every connection."""
-    with suppress(OSError, ValueError, AttributeError):  # another C++ library
-        library = ctypes.CDLL("libstdc++.so.6")
-        stream = ctypes.addressof(ctypes.c_char.in_dll(library, "_ZSt4cout"))
-        # The offset of the virtual base class `std::ios` stands before the table of virtual functions.
-        table = ctypes.c_size_t.from_address(stream).value
-        offset = ctypes.c_ssize_t.from_address(table - 3 * ctypes.sizeof(ctypes.c_void_p)).value
-        set_state = library["_ZNSt9basic_iosIcSt11char_traitsIcEE5clearESt12_Ios_Iostate"]
-        set_state(ctypes.c_void_p(stream + offset), 1)  # std::ios::badbit
 
 
 def _configure_malloc() -> None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from app.prompts.tokenizer import Tokenizer
-from app.records.sample import Messages
+from app.records.sample import Messages, Sample
 from settings.errors import InputError
 
 OVERLOOKED_SHARE = 0.1
@@ -61,8 +61,18 @@ def overlooked_end(completion_ids: Sequence[int], tokenizer: Tokenizer) -> int |
     return next((place for place, token_id in enumerate(completion_ids) if int(token_id) in ends), None)
 
 
+def written_ids(sample: Sample) -> list[int]:
+    """Returns the tokens of a completion that the policy wrote, without those of observations."""
+    ids = sample.completion_ids
+    return (ids if sample.episode is None else ids[sample.episode.written_mask(len(ids))]).tolist()
+
+
 def overlooked_end_notices(completions: Sequence[Sequence[int]], tokenizer: Tokenizer) -> list[str]:
-    """Returns a line with what to set if a tenth of the completions, or more, go on behind the same control token."""
+    """Returns a line with what to set if a tenth of the completions, or more, go on behind the same control token.
+
+    Args:
+        completions: the tokens that the policy wrote.
+    """
     tokens = (ids[place] for ids in completions if (place := overlooked_end(ids, tokenizer)) is not None)
     for token_id, count in Counter(tokens).most_common(1):
         if count >= OVERLOOKED_SHARE * len(completions):

@@ -129,9 +129,12 @@ def with_run_name(resolved: Resolved, resume: Resume) -> Resolved:
         return resolved
     settings, path = resolved.settings, RunDirectory.from_settings(resolved.settings.run).path
     pattern = re.compile(rf"{re.escape(path.name)}(?:-([2-9]|[1-9]\d+))?")
-    found = [(RunDirectory(child), pattern.fullmatch(child.name)) for child in path.parent.glob(f"{path.name}*")]
-    numbers = [int(match[1] or 1) for run, match in found if match and (run.has_settings or run.has_checkpoint)]
-    number = max(numbers, default=0) + (resume == "never")
+    found = [(RunDirectory(child), pattern.fullmatch(child.name)) for child in path.parent.glob(f"{path.name}*/")]
+    # A run that is resumed may have died before its first file.
+    is_resumed = resume != "never"
+    taken = [match for run, match in found if is_resumed or run.has_settings or run.has_checkpoint]
+    numbers = [int(match[1] or 1) for match in taken if match]
+    number = max(numbers, default=0) + (not is_resumed)
     if number <= 1:
         return resolved
     run = settings.run.model_copy(update={"name": f"{path.name}-{number}"})

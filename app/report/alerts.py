@@ -36,8 +36,8 @@ TRUNCATION_THRESHOLD = 0.25
 """Fraction of truncated answers. Above a quarter, the policy mostly learns to be short."""
 EARLY_TRUNCATION_THRESHOLD = 0.75
 """The same in each of the first steps, which are not enough for a mean: a model that hardly ever ends."""
-EARLY_EQUAL_STEPS = 2
-"""First steps after which a run whose groups all have equal rewards has learnt nothing, which is no chance any more."""
+EARLY_EQUAL_STEPS = 3
+"""First steps after which a run whose groups all have equal rewards is worth a look: it has learned nothing yet."""
 KL_THRESHOLD = 0.5
 """KL to the initial model, in nats per token. Usual runs stay below 0.1; beyond 0.5 the text degenerates."""
 RATIO_THRESHOLD = 10.0

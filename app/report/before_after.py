@@ -83,12 +83,18 @@ def summary_text(
 
 def best_evaluation(history: History, metric: str | None) -> str:
     """Returns a sentence on the best value of `checkpoint.best_metric`; empty with fewer than two evaluations."""
+    best = find_best(history, metric)
+    if best is None:
+        return ""
+    text = _best_text(history, *best)
+    return f"{text[0].upper()}{text[1:]}."
+
+
+def find_best(history: History, metric: str | None) -> tuple[int, str, float] | None:
+    """Returns step, metric and value of the best evaluation; None with fewer than two."""
     evaluated = {r["step"]: value for r in history if (value := finite_metric(r, metric or "")) is not None}
     step = best_step(evaluated, metric)
-    if step is None or len(evaluated) < 2:
-        return ""
-    text = _best_text(history, step, str(metric), evaluated[step])
-    return f"{text[0].upper()}{text[1:]}."
+    return None if step is None or len(evaluated) < 2 else (step, str(metric), evaluated[step])
 
 
 def _best_text(history: History, step: int, metric: str, value: float) -> str:

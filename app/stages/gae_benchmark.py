@@ -184,15 +184,14 @@ class Workload(NamedTuple):
         result = generalized_advantages(self.rewards, self.values, **given, backend=backend, chunk_size=chunk_size)
         return [np.asarray(part) for part in result]
 
-    def memory_bytes(self, rule: GaeRule, backend: str, chunk_size: int | None) -> int:
-        """Returns the bytes of the results and temporaries of a call."""
+    def memory_bytes(self, rule: GaeRule, backend: str, chunk_size: int | None) -> int | None:
+        """Returns the bytes of the results and temporaries of a call; None if the backend does not tell."""
         if backend == "chunked":
             rows = make_gae_rows(self.rewards, self.values, mask=self.mask, ends=self.ends, bootstrap=None)
             discounts = Discounts.create(rule.gamma, rule.lam)
             program = solve_chunked.lower(rows, discounts, rule.mask_mode, chunk_size or CHUNK_SIZE).compile()
             memory = program.memory_analysis()
-            assert memory is not None
-            return memory.temp_size_in_bytes + memory.output_size_in_bytes
+            return None if memory is None else memory.temp_size_in_bytes + memory.output_size_in_bytes
         tracemalloc.start()
         try:
             self.estimate(rule, backend, chunk_size)
@@ -264,8 +263,10 @@ def read_workload(path: Path, settings: Settings, *, mask_mode: str) -> Workload
         shape = BenchmarkShape(*rows.rewards.shape)
         return Workload(shape, "full" if rows.mask is None else "masked", shape.tokens, *arrays)
     stops = np.flatnonzero(rows.ends) + 1
-    longest = int(np.diff(stops, prepend=0).max())
-    return Workload(BenchmarkShape(len(stops), longest), "packed", num_tokens, *arrays, rows.ends)
+    shape = BenchmarkShape(len(stops), int(np.diff(stops, prepend=0).max()))
+    if shape.rows * shape.tokens > MAX_TOKENS:
+        raise InputError(f"--input: {path}: the loop takes {shape} tokens, more than {MAX_TOKENS:,}; use fewer samples")
+    return Workload(shape, "packed", num_tokens, *arrays, rows.ends)
 
 
 def measure_workload(rule: GaeRule, work: Workload, chunk_sizes: Sequence[int]) -> list[BackendTiming]:

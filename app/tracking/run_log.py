@@ -146,7 +146,8 @@ class RunLog:
             self._wandb.alert(title=alert.title, text=f"Step {alert.step}. {alert.text}")
 
     def close(self) -> None:
-        self._file.close()
+        with suppress(OSError):  # A line that could not be written has raised it before, and is tried again here.
+            self._file.close()
         if self._tensorboard is not None:
             self._tensorboard.close()
         if self._wandb is not None:

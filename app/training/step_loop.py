@@ -18,7 +18,7 @@ from app.distributed.preemption import PreemptionHandler, StopDecision
 from app.distributed.stop_check import StoppedError
 from app.evaluation.evaluator import evaluate, evaluation_metrics
 from app.mesh.program_cache import CompilationCounter
-from app.prompts.turn_end import overlooked_end_notices
+from app.prompts.turn_end import overlooked_end_notices, written_ids
 from app.records.sample import Sample
 from app.report.metrics_history import EVAL_PROMPTS, early_stopping_reason
 from app.reward.plugin import StepInfo
@@ -223,8 +223,8 @@ class StepLoop:
         if self.has_looked_for_ends:
             return
         self.has_looked_for_ends = True
-        ids = [sample.completion_ids.tolist() for sample in samples]
-        notices = overlooked_end_notices(ids, self.trainer.session.model_spec.tokenizer)
+        tokenizer = self.trainer.session.model_spec.tokenizer
+        notices = overlooked_end_notices([written_ids(sample) for sample in samples], tokenizer)
         self.reporter.display.print_lines(gather_lines_to_process_0(notices))
 
     def _check_early_stopping(self) -> None:

@@ -6,6 +6,7 @@ refused, because `--set algorithm.name=grpo` may override the algorithm of a fil
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -41,7 +42,7 @@ def _micro_batches_of(role: ForwardRole) -> tuple[str, ...]:
 
 def _has_scheduler(names: str) -> Callable[[Settings], bool]:
     """Returns the condition that `rollout.scheduler` is one of those in the text."""
-    return lambda s: s.rollout.has_workers and str(s.rollout.scheduler) in names
+    return lambda s: s.rollout.has_workers and str(s.rollout.scheduler) in re.findall(r"\w+", names)
 
 
 def _read_by_schedulers(names: str, *fields: str) -> tuple[str, Callable[[Settings], bool], tuple[str, ...]]:

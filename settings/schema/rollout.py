@@ -40,6 +40,15 @@ class SegmentSettings(Section):
     """Maximum length of a segment, in tokens per row."""
 
 
+def _check_window(value: Any) -> Any:
+    if isinstance(value, int) and value < PDSR_WINDOW_MIN:
+        raise ValueError(
+            f"expected at least {PDSR_WINDOW_MIN} samples: fewer give no threshold, and pdsr_v1 would always rank the "
+            "probes of a step alone"
+        )
+    return value
+
+
 class PdsrSettings(Section):
     """Probe-based dynamic segment rollout: which samples count as long and move to heavy workers."""
 
@@ -61,9 +70,9 @@ class PdsrSettings(Section):
     rewards of hard prompts."""
     percentile: float = Field(default=80.0, gt=0, lt=100)
     """pdsr_v2, adaptive: samples longer than this percentile of the window are heavy."""
-    window: int = Field(default=256, ge=PDSR_WINDOW_MIN, le=MAX_SLOTS)
+    window: Annotated[int, BeforeValidator(_check_window)] = Field(default=256, ge=PDSR_WINDOW_MIN, le=MAX_SLOTS)
     """Number of recently finished samples, of earlier steps, too, whose lengths decide what is heavy, and whose mean
-    how long segments are."""
+    how long segments are. From 32 on, they give a threshold; before, pdsr_v1 ranks the probes alone."""
 
 
 class WorkerPoolSettings(Section):

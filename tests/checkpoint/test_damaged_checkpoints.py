@@ -162,7 +162,7 @@ def test_full_disk_is_one_error_with_sizes_and_the_last_checkpoint(tmp_path: Pat
     no_space = 'RESOURCE_EXHAUSTED: Error writing "a" in OCDBT database at local file "b/": No space left on device'
     wrapped = Exception("Encountered error while writing array")
     wrapped.__cause__ = ValueError(no_space)
-    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "metrics.jsonl")
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     messages = []
     for error in (ValueError(no_space), wrapped, full):
         with pytest.raises(DiskFullError) as caught, explain_full_disk(RunDirectory(tmp_path), np.zeros(2048, "f4")):
@@ -171,7 +171,7 @@ def test_full_disk_is_one_error_with_sizes_and_the_last_checkpoint(tmp_path: Pat
         (tmp_path / "checkpoints" / "12").mkdir(parents=True, exist_ok=True)
     assert messages[0].startswith("no space is left to write a checkpoint: a checkpoint takes about 8.0 KiB, and ")
     assert "there is no checkpoint. Free" in messages[0] and "checkpoint 12 is whole. Free some space" in messages[1]
-    assert messages[2].startswith("no space is left to write metrics.jsonl: ")
+    assert messages[2].startswith("no space is left to write a file: ")
     with pytest.raises(ValueError, match="a bug"), explain_full_disk(RunDirectory(tmp_path), ()):
         raise ValueError("a bug")
 

@@ -15,9 +15,11 @@ from app.prompts.chat_template import TEMPLATE_DATE
 from app.prompts.observation_encoder import ObservationEncoder
 from app.prompts.tokenizer import Tokenizer
 from app.prompts.tool_calls import parse_tool_calls, resolve_format, turn_calls
-from app.prompts.turn_end import overlooked_end_notices, unended_turn
+from app.prompts.turn_end import overlooked_end_notices, unended_turn, written_ids
+from app.records.sample import Episode, Turn
 from settings.errors import InputError
 from tests.prompts.chat_families import CALCULATOR, CHATML, FAMILIES, family_tokenizer
+from tests.tiny import make_sample
 
 QUESTION = {"role": "user", "content": "How much is it?"}
 OBSERVATIONS = ["he said: 数 🙂 é\n", "\n\n  two blanks first", 'a "quoted" {"x": [1]} \\n\t']
@@ -190,6 +192,10 @@ def test_samples_that_go_on_behind_a_control_token_are_a_warning(tmp_path):
     assert notice.startswith("1 of 10 samples go on behind the control token '<|im_end|>'")
     assert notice.endswith("set model.eos_tokens: ['<|im_end|>']")
     assert overlooked_end_notices([going_on, *[plain] * 10], tokenizer) == []
+    # An observation begins with control tokens.
+    turns = (Turn(0, 2, [{"role": "user", "content": "a"}], text="a"), Turn(4, 6, text="a"))
+    sample = make_sample([5, last, end, 7, 6, last], episode=Episode(turns, "turns"))
+    assert written_ids(sample) == [5, last, 6, last]
 
 
 def test_fitted_observations_are_cut_at_the_end_with_a_note(tmp_path):

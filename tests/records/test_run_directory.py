@@ -57,10 +57,10 @@ def test_runs_without_a_name_are_numbered_and_the_newest_is_continued(tmp_path: 
         if taken:
             (tmp_path / taken).mkdir()
             (tmp_path / taken / "settings.yaml").touch()
-        (tmp_path / f"{first}-20").mkdir(exist_ok=True)  # that of a failed start
+        (tmp_path / f"{first}-20").mkdir(exist_ok=True)  # a start that failed, and goes on if it is resumed
         names += [name("never"), name("auto")]
-    numbers = ["", "", "-2", "", "-4", "-3", *["-13", "-12"] * 3]
-    assert names == [f"{first}{number}" for number in numbers]
+    new = ("", "-2", "-4", "-13", "-13", "-13")
+    assert names == [f"{first}{number}" for one in new for number in (one, "-20")]
     assert name("never", "run.name=quickstart-seed0") == first and name("must", "run.seed=1") == "quickstart-seed1"
 
 
