@@ -62,13 +62,12 @@ class Panel:
     scale: float = 1.0
     """What the values are divided by."""
     needs_nonzero: bool = False
-    """Whether values that are all 0 count as none."""
+    """Whether a metric whose values are all 0 counts as none."""
     height: float = 2.7
     """Height in inches."""
 
     def has_data(self, history: History) -> bool:
-        found = [series.values for series in self.series(history).values()]
-        return any(values.any() if self.needs_nonzero else len(values) for values in found)
+        return bool(self.series(history))
 
     def series(self, history: History) -> dict[str, Series]:
         """Returns the values of the metrics that have some, by label."""
@@ -78,7 +77,7 @@ class Panel:
             found = matching_metric_names(history, prefix, "") if is_pattern else [name]
             labels |= {one: escape_label(one.removeprefix(prefix)) if is_pattern else label for one in found}
         drawn = {label: Series.from_history(history, name) for name, label in labels.items()}
-        return {label: one for label, one in drawn.items() if len(one)}
+        return {label: one for label, one in drawn.items() if (one.values.any() if self.needs_nonzero else len(one))}
 
 
 def _bin_size(history: History) -> int:
@@ -352,7 +351,7 @@ PANELS = (
     Panel(
         "loss",
         "Loss",
-        "With one update per step, that of the policy is about 0, whatever it learns; that of the critic should fall.",
+        "At ratio 1, that of the policy is minus the mean advantage, and tells little; that of the critic should fall.",
         {"loss": "policy", "value/loss": "critic"},
         unit="loss",
     ),
@@ -385,6 +384,7 @@ PANELS = (
         {"episode/end/*": ""},
         unit="samples",
         axis="shares",
+        needs_nonzero=True,
     ),
     Panel(
         "environment",
