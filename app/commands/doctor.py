@@ -8,6 +8,7 @@ import typer
 
 from app.commands.command_support import print_result, resolve, show_progress, write
 from app.commands.options import AsJson, Config, Overrides, PrintConfig
+from app.records.run_directory import with_run_name
 from settings.checks.commands import check_for_mesh
 
 
@@ -19,7 +20,7 @@ def doctor(
 ) -> None:
     """Check everything that a run needs, without downloads."""
     # All other checks of the settings are part of the report.
-    resolved = resolve(config, overrides, print_config=print_config, check=check_for_mesh)
+    resolved = with_run_name(resolve(config, overrides, print_config=print_config, check=check_for_mesh), "never")
     show_progress(f"grpo doctor: {resolved.settings.run.name}, model {resolved.settings.model.path}; loading JAX")
     from app.preflight.doctor import run_doctor
 
