@@ -17,8 +17,6 @@ from decimal import Decimal
 from typing import Any
 from uuid import UUID
 
-from settings.errors import InputError
-
 TYPE, VALUE = "python_type", "value"
 DECIMAL = "decimal.Decimal"
 MICROSECOND = timedelta(microseconds=1)
@@ -54,6 +52,8 @@ def to_json(value: Any) -> Any:
     for name, (python_type, write, _) in CODECS.items():
         if isinstance(value, python_type):
             return {TYPE: name, VALUE: write(value)}
+    from settings.errors import InputError  # Here, because workers import this module and not the settings.
+
     raise InputError(f"objects of type {type(value).__name__} cannot be carried; leave their column out")
 
 

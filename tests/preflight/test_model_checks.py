@@ -35,7 +35,11 @@ def make_prompt(tokenizer: Tokenizer, uid: str = "p", answer: object = "12") -> 
     ("template", "verdict", "start"),
     [
         (TEMPLATE, "ok", "p, "),
-        (TEMPLATE.replace("add_generation_prompt", "false"), "warn", "does not start the assistant's turn; "),
+        (
+            TEMPLATE.replace("add_generation_prompt", "false"),
+            "warn",
+            "the template does not start the assistant's turn; ",
+        ),
     ],
     ids=["starts the turn", "does not start the turn"],
 )

@@ -206,6 +206,6 @@ def test_samples_are_shown_with_end_roles_turns_and_bounded_texts(sampled_run: P
     first, last = shown["turns"]
     assert first == {
         **{"start": 0, "end": 1, "text": "turn 0", "reward": 0.5, "advantage": 2.0},
-        "messages": [{"role": "tool", "content": "observation 0"}],
+        **{"messages": [{"role": "tool", "content": "observation 0"}], "metrics": {}},
     }
     assert (last["start"], last["end"], last["messages"], last["advantage"]) == (3, 5, [], 1.0)

@@ -4,7 +4,6 @@ import json
 import re
 import shutil
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
 import jax
@@ -16,7 +15,7 @@ from app.checkpoint.saved_policy import PolicyCheckpoint, load_policy_params, re
 from app.checkpoint.train_progress import RunState, TrainProgress
 from app.model.architecture import forward_flops
 from app.model.decode_weights import DecodeWeights
-from app.model.decoder import DecoderDefinition, Params, flatten_by_path
+from app.model.decoder import Params, flatten_by_path
 from app.model.io.hf_weights import load_weights
 from app.model.lora import LORA_A, LORA_B, combine_params, merge_adapters
 from app.model.prefill_and_decode import prefill
@@ -133,17 +132,18 @@ def with_small_adapters(session: Session) -> Params:
     )
 
 
-@partial(jax.jit, static_argnums=0)
-def logprobs_of(definition: DecoderDefinition, weights: DecodeWeights) -> jax.Array:
-    ids = jnp.arange(24, dtype=jnp.int32).reshape(4, 6)
-    hidden, *_ = prefill(definition, weights, ids, jnp.full(4, 6, jnp.int32))
-    return jax.nn.log_softmax(definition.bind(weights.params).head.logits(hidden))
-
-
 def logprobs_by_the_sampler(session: Session, params: Params) -> np.ndarray:
     """Returns logprobs under the weights that the sampler decodes with, computed in float32."""
     exact = jax.tree.map(lambda x: x.astype(jnp.float32), session.to_decode_weights(params))
-    return np.asarray(logprobs_of(session.to_decode_weights.definition, exact))
+    ids = jnp.arange(24, dtype=jnp.int32).reshape(4, 6)
+    definition = session.to_decode_weights.definition
+
+    @jax.jit
+    def logprobs_of(weights: DecodeWeights) -> jax.Array:
+        hidden, *_ = prefill(definition, weights, ids, jnp.full(4, 6, jnp.int32))
+        return jax.nn.log_softmax(definition.bind(weights.params).head.logits(hidden))
+
+    return np.asarray(logprobs_of(exact))
 
 
 def test_sampler_in_bfloat16_moves_as_far_as_the_policy(config: Path) -> None:
