@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 import hashlib
 import json
+import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +20,8 @@ from app.records.sample import Messages
 from app.records.typed_values import to_json
 from settings.errors import InputError
 from settings.schema.model import split_revision
+
+log = logging.getLogger(__name__)
 
 PROMPT_COLUMNS = ("prompt", "question", "problem", "messages")
 ANSWER_COLUMNS = ("answer", "ground_truth", "solution", "reward_model.ground_truth")
@@ -99,6 +102,7 @@ def load_dataset(
     raw_rows = _read_hub(source, split) if source.startswith("hf:") else _read_files(source)
     if not raw_rows:
         raise InputError(f"data.source: {source} holds no rows")
+    raw_rows = _without_foreign_columns(raw_rows)
     mapping = _choose_columns(source, raw_rows, prompt_column, answer_column)
     rows = [_to_row(*raw, mapping) for raw in raw_rows]
     return Dataset(rows=rows, column_mapping=mapping, source=source)
@@ -199,6 +203,33 @@ def _read_hub(source: str, split: str) -> list[RawRow]:
         ) from error
     stem = f"{Path(hub_id).name}/{split}"
     return [(f"{stem}/{i}", f"{source} {split} row {i}", to_json(row)) for i, row in enumerate(table.to_list())]
+
+
+def _without_foreign_columns(raw_rows: Sequence[RawRow]) -> Sequence[RawRow]:
+    """Returns the rows without columns that hold objects of other types than `to_json` knows; names these columns."""
+    foreign: dict[str, None] = {}
+    for _, where, columns in raw_rows:
+        for name, value in columns.items():
+            if name not in foreign and (problem := _json_problem(value)):
+                log.warning("%s: the column %s is left out: %s", where, name, problem)
+                foreign[name] = None
+    if not foreign:
+        return raw_rows
+    return [
+        (uid, where, {name: value for name, value in columns.items() if name not in foreign})
+        for uid, where, columns in raw_rows
+    ]
+
+
+def _json_problem(value: Any) -> str | None:
+    """Returns why a value cannot be written as JSON, None if it can."""
+    if isinstance(value, str | int | float) or value is None:
+        return None
+    try:
+        json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        return str(error)
+    return None
 
 
 def _choose_columns(

@@ -38,8 +38,7 @@ CODECS: dict[str, tuple[type, Callable[[Any], str], Callable[[str], Any]]] = {
 def to_json(value: Any) -> Any:
     """Returns a value of a data file as JSON: null for NaN, a list for a tuple, tagged objects for what JSON lacks.
 
-    Raises:
-        InputError: there is an object of another type.
+    An object of any other type is left as it is.
     """
     if isinstance(value, Mapping):
         return {name: to_json(item) for name, item in value.items()}
@@ -52,9 +51,7 @@ def to_json(value: Any) -> Any:
     for name, (python_type, write, _) in CODECS.items():
         if isinstance(value, python_type):
             return {TYPE: name, VALUE: write(value)}
-    from settings.errors import InputError  # Here, because workers import this module and not the settings.
-
-    raise InputError(f"objects of type {type(value).__name__} cannot be carried; leave their column out")
+    return value
 
 
 def from_json(value: Any) -> Any:

@@ -4,6 +4,7 @@ import gzip
 import json
 from datetime import datetime
 from decimal import Decimal
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -120,6 +121,16 @@ def test_shards_of_a_folder_or_a_pattern_are_one_data_set(tmp_path, monkeypatch)
     write_parquet(tmp_path / "d" / "test.parquet", [{"prompt": "p"}])
     with pytest.raises(InputError, match=r"d holds more than one split: .*test\.parquet.* such as d/train\*\.parquet"):
         load_dataset("d")
+
+
+def test_a_column_that_cannot_be_passed_on_is_named(monkeypatch, caplog):
+    import datasets
+
+    rows = [{"question": "1?", "image": None}, {"question": "2?", "image": object()}]
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: SimpleNamespace(to_list=lambda: rows))
+    assert [row.extra for row in load_dataset("hf:a/b").rows] == [{}, {}]
+    (record,) = caplog.records
+    assert record.getMessage().startswith("hf:a/b train row 1: the column image is left out: Object of type object")
 
 
 def test_the_fingerprint_depends_on_all_columns_and_the_order(tmp_path):
