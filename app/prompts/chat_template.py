@@ -87,8 +87,12 @@ class ChatTemplate:
         self, messages: Messages, tools: Sequence[Mapping[str, Any]] = (), *, add_generation_prompt: bool
     ) -> list[int]:
         """Returns the token ids of a chat; see `text`."""
-        inputs = self._marked(self._inputs(messages, tools))
-        rendered = self._render(inputs, add_generation_prompt=add_generation_prompt)
+        inputs = self._inputs(messages, tools)
+        marked = self._marked(inputs)
+        rendered = self._render(marked, add_generation_prompt=add_generation_prompt)
+        if marked == inputs:
+            # Most chats have no marks. Looking for them would take longer than encoding a short prompt.
+            return self._hf_tokenizer.encode(rendered, add_special_tokens=False)
         try:
             return encode_marked_chat(self._hf_tokenizer, rendered)
         except ValueError as error:
