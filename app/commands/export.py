@@ -15,7 +15,9 @@ from app.commands.command_support import (
     resolve,
     show_progress,
 )
+from app.commands.named_files import check_named_files
 from app.commands.options import AsJson, Config, Overrides, PrintConfig
+from settings import InputError
 from settings.checks.commands import check_for_mesh
 
 
@@ -28,7 +30,8 @@ def export(
         typer.Option(
             metavar="DIR",
             help="Checkpoint to export: <run>/checkpoints/<step> or best, or a run directory for its newest "
-            "checkpoint. Without --config, the settings of that run are used. Required.",
+            "checkpoint. Without --config, the settings of that run are used. Without --checkpoint, the untrained "
+            "model of --config or --set model.path is exported.",
         ),
     ] = None,
     out: Annotated[
@@ -42,15 +45,23 @@ def export(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Export the policy as a Hugging Face model directory.
+    """Export the policy, or the model that it starts from, as a Hugging Face model directory.
 
     Adapters are merged into the model's weights, unless --adapter exports them alone.
     """
     base = config or find_run_settings({"--checkpoint": checkpoint})
     resolved = resolve(base, overrides, print_config=print_config, check=check_for_mesh)
-    checkpoint, out = require_path(checkpoint, "--checkpoint"), require_path(out, "--out")
+    out = require_path(out, "--out")
+    if checkpoint is None and (adapter or not (config or overrides)):
+        untrained = (
+            "an untrained model has no adapters" if adapter else "--config or --set model.path name a base model"
+        )
+        raise InputError(f"missing option --checkpoint: {untrained}")
     require_inputs(resolved.settings, {"--checkpoint": checkpoint})
-    show_progress(f"grpo export: {checkpoint}; loading JAX")
+    if checkpoint is None:
+        check_named_files(resolved.settings, [])
+    source = checkpoint or f"the untrained model of model.path = {resolved.settings.model.path}"
+    show_progress(f"grpo export: {source}; loading JAX")
     from app.export import huggingface
 
     summary = huggingface.export(resolved, checkpoint=checkpoint, out=out, dtype=dtype, only_adapters=adapter)

@@ -1,4 +1,4 @@
-"""`grpo export`: writes the policy of a checkpoint as a Hugging Face directory, or its adapters for PEFT.
+"""`grpo export`: writes a policy, or a base model, as a Hugging Face directory, or adapters for PEFT.
 
 It runs on the CPU of one host, regardless of `mesh` and of the number of hosts in training: it only copies weights.
 """
@@ -20,7 +20,15 @@ import jax.numpy as jnp
 
 from app.checkpoint.saved_policy import PolicyCheckpoint, load_trained_params
 from app.export.hf_tensors import HfTensors, PeftTensors, write_safetensors, write_sharded_safetensors
-from app.export.model_card import ADAPTER, CARD_FILE, FULL_MODEL, MERGED_MODEL, export_notes, model_card
+from app.export.model_card import (
+    ADAPTER,
+    CARD_FILE,
+    FULL_MODEL,
+    MERGED_MODEL,
+    base_model_card,
+    export_notes,
+    model_card,
+)
 from app.mesh import device_mesh, jax_startup
 from app.model.decoder import Params
 from app.model.io.config_fields import HfConfig
@@ -33,7 +41,7 @@ from app.prompts.tokenizer import TOKENIZER_FILE, load_fast_tokenizer
 from app.records.atomic_write import create_folder_atomic
 from app.runtime.model_spec import ModelSpec, read_model_spec
 from app.runtime.pinned_revisions import pin_revisions
-from settings import Resolved
+from settings import Resolved, Settings
 from settings.errors import InputError
 from settings.schema.mesh import MeshSettings
 
@@ -66,11 +74,12 @@ TOKENIZER_FILES = (
 
 
 def export(
-    resolved: Resolved, *, checkpoint: Path, out: Path, dtype: WeightType, only_adapters: bool = False
+    resolved: Resolved, *, checkpoint: Path | None, out: Path, dtype: WeightType, only_adapters: bool = False
 ) -> dict[str, Any]:
     """Writes the policy of a checkpoint to the new folder `out`, and returns the summary to print.
 
-    Adapters are merged into the weights, or written without their base model if `only_adapters`.
+    Adapters are merged into the weights, or written without their base model if `only_adapters`. Without a checkpoint,
+    which `only_adapters` needs, the model of `model.path` is written, from which a run would start.
 
     Raises:
         InputError: checkpoint, settings and model do not match, `out` cannot be created, or the checkpoint has no
@@ -78,22 +87,22 @@ def export(
     """
     start, out = time.perf_counter(), out.expanduser().absolute()
     check_new_folder(out)
-    saved = PolicyCheckpoint.open(checkpoint)
-    settings = pin_revisions(resolved.settings, saved.run)
-    model = read_model_spec(settings)
-    saved.check_compatible(model, needs_quantizer=False)
+    saved, model = _read_policy(resolved.settings, checkpoint)
     has_adapters = model.policy_definition.lora is not None
     export_format = ADAPTER if only_adapters else MERGED_MODEL if has_adapters else FULL_MODEL
-    if only_adapters:
-        check_adapters(settings.model.path, saved, model)
-    card = model_card(resolved, saved, model, export_format=export_format, dtype=dtype)
-    for note in export_notes(resolved, model, export_format=export_format, dtype=dtype):
-        print(f"note: {note}", file=sys.stderr)
+    if saved is None:
+        card = base_model_card(resolved, model, dtype=dtype)
+    else:
+        if only_adapters:
+            check_adapters(resolved.settings.model.path, saved, model)
+        card = model_card(resolved, saved, model, export_format=export_format, dtype=dtype)
+        for note in export_notes(resolved, model, export_format=export_format, dtype=dtype):
+            print(f"note: {note}", file=sys.stderr)
     with create_folder_atomic(out) as folder:
         cpu = MeshSettings(platform="cpu")
         jax_startup.initialize_local(cpu)
         mesh = device_mesh.make_mesh(cpu)
-        trained = load_trained_params(saved, model, mesh)
+        trained: Params = {} if saved is None else load_trained_params(saved, model, mesh)
         if only_adapters:
             weight_files, num_parameters = [ADAPTER_WEIGHTS_FILE], model.policy_definition.num_trainable
             tensors = PeftTensors(trained)
@@ -104,25 +113,45 @@ def export(
             write_tokenizer(model.files, folder)
             write_safetensors(folder / ADAPTER_WEIGHTS_FILE, tensors, [*tensors.shapes], jnp.dtype(dtype))
         else:
-            frozen = load_weights(model.definition, model.files.weights, mesh) if has_adapters else None
+            needs_base = saved is None or has_adapters
+            frozen = load_weights(model.definition, model.files.weights, mesh) if needs_base else None
             weight_files = write_model(folder, model, combine_params(trained, frozen), dtype=dtype)
             num_parameters = model.definition.num_parameters
         (folder / CARD_FILE).write_text(card, encoding="utf-8")
-    config = ["--config", str(saved.run.settings_path)] if saved.run.has_settings else []
-    exact = [word for name in resolved.settings.rollout.rounding for word in ("--set", f"{name}=null")]
-    evaluate = shlex.join(["grpo", "evaluate", *config, "--set", f"model.path={out}", *exact])
     return {
-        "run": str(saved.run.path),
-        "step": saved.step,
-        "model": model.files.name,
+        **({} if saved is None else {"run": str(saved.run.path), "step": saved.step}),
+        "model": model.files.name if saved is not None else f"{model.files.name}, the untrained base",
         "parameters": num_parameters,
         "weights": f"{dtype} in {len(weight_files)} file{'s' if len(weight_files) > 1 else ''}",
         "bytes": sum(file.stat().st_size for file in out.iterdir()),
         "seconds": round(time.perf_counter() - start, 2),
         "written to": str(out),
         "load it": f"{export_format.model_class}.from_pretrained({str(out)!r}), as in {CARD_FILE} there",
-        **({} if only_adapters else {"measure it": evaluate}),
+        **_next_command(resolved.settings, saved, out, only_adapters=only_adapters),
     }
+
+
+def _read_policy(settings: Settings, checkpoint: Path | None) -> tuple[PolicyCheckpoint | None, ModelSpec]:
+    """Reads the checkpoint and its model; without a checkpoint, the model has no adapters."""
+    if checkpoint is None:
+        return None, read_model_spec(settings).without_adapters
+    saved = PolicyCheckpoint.open(checkpoint)
+    model = read_model_spec(pin_revisions(settings, saved.run))
+    saved.check_compatible(model, needs_quantizer=False)
+    return saved, model
+
+
+def _next_command(
+    settings: Settings, saved: PolicyCheckpoint | None, out: Path, *, only_adapters: bool
+) -> dict[str, str]:
+    """Returns what the exported model is for: training, or a measurement."""
+    if only_adapters:
+        return {}
+    if saved is None:
+        return {"train from it": f"--set {shlex.quote(f'model.path={out}')}"}
+    config = ["--config", str(saved.run.settings_path)] if saved.run.has_settings else []
+    exact = [word for name in settings.rollout.rounding for word in ("--set", f"{name}=null")]
+    return {"measure it": shlex.join(["grpo", "evaluate", *config, "--set", f"model.path={out}", *exact])}
 
 
 def check_adapters(path: str, saved_policy: PolicyCheckpoint, model: ModelSpec) -> None:
@@ -133,9 +162,11 @@ def check_adapters(path: str, saved_policy: PolicyCheckpoint, model: ModelSpec) 
             "omit --adapter to export the whole model"
         )
     if path.startswith(BUILTIN_PREFIX) or isinstance(model.files.weights, GgufFile):
+        base = shlex.join(["grpo", "export", "--set", f"model.path={path}", "--out", "base-hf"])
         raise InputError(
             f"--adapter: PEFT needs a Hugging Face directory or hub id as the base model, but model.path = {path} is "
-            "neither; omit --adapter to export the whole model, with the adapters merged into it"
+            "neither; omit --adapter to export the whole model, with the adapters merged into it, or write the base "
+            f"as such a directory with `{base}` and train with `--set model.path=base-hf`"
         )
 
 

@@ -31,6 +31,7 @@ from settings.secrets import redact
 
 CARD_FILE = "README.md"
 TEMPLATE_FILE = "model_card.md.jinja"
+TASK = "text-generation"
 HUB_DATA_PREFIX = "hf:"
 
 KEY_SETTINGS = (
@@ -90,13 +91,25 @@ def export_notes(resolved: Resolved, model: ModelSpec, *, export_format: ExportF
         )
 
 
+def base_model_card(resolved: Resolved, model: ModelSpec, *, dtype: str) -> str:
+    """Returns the README.md of an exported model that was not trained."""
+    card_data = ModelCardData(library_name=FULL_MODEL.library, pipeline_tag=TASK, base_model=_hub_id(model))
+    return _fill_in(
+        _settings_by_name(resolved),
+        card_data,
+        title=f"{_short_name(model)} as a base model",
+        origin=f"This is `{model.files.name}` as a run starts from it, not trained, {_precision(dtype)}.",
+        export_format=FULL_MODEL,
+    )
+
+
 def model_card(
     resolved: Resolved, saved_policy: PolicyCheckpoint, model: ModelSpec, *, export_format: ExportFormat, dtype: str
 ) -> str:
     """Returns the README.md of an export, without results if the files of the run cannot be read."""
     run = _read_run_files(saved_policy.run)
     step = saved_policy.step
-    settings = {name: value for name, (value, _) in from_yaml(resolved.to_yaml().encode(), name="settings").items()}
+    settings = _settings_by_name(resolved)
     if run is not None:
         settings |= {name: value for name, (value, _) in run.settings_history.period_of(step).settings.items()}
     earlier = [
@@ -106,31 +119,62 @@ def model_card(
     ]
     algorithms = " and ".join(dict.fromkeys([*earlier, settings["algorithm.name"]]))
     # The opened model: its path may have been changed by --set.
-    hub_id = model.files.name if model.files.commit is not None else None
     settings["model.path"] = resolved.settings.model.path
     settings |= {name: _without_directories(settings[name], is_source=True) for name in PATH_SETTINGS}
-    if hub_id is not None:
+    if (hub_id := _hub_id(model)) is not None:
         settings["model.path"] = f"{hub_id}@{model.files.commit}"
-    base = hub_id or model.files.name
-    short_name = base.rpartition("/")[2].removeprefix(BUILTIN_PREFIX)
-    system = settings["data.system_prompt"]
-    messages = [*([{"role": "system", "content": system}] if system else []), {"role": "user", "content": "..."}]
     chosen = settings["data.source"]
     sources = [chosen] if isinstance(chosen, str) else [one["source"] for one in chosen]
-    precision = "in float32" if dtype == "float32" else f"rounded once to {dtype}"
     notes = export_notes(resolved, model, export_format=export_format, dtype=dtype)
-    card = ModelCard.from_template(
+    weights = [f"{export_format.weights_description}, {_precision(dtype)}.", *(f"Note: {note}." for note in notes)]
+    return _fill_in(
+        settings,
         front_matter(export_format, hub_id, *sources),
-        template_str=(files("app.export") / TEMPLATE_FILE).read_text(encoding="utf-8"),
-        title=f"{short_name} after {format_count(step, 'step')} of {algorithms}",
-        base=base,
-        algorithm=algorithms,
-        source="`, `".join(sources),
-        step=step,
-        run_name=settings["run.name"],
-        weights=" ".join([f"{export_format.weights_description}, {precision}.", *(f"Note: {note}." for note in notes)]),
+        title=f"{_short_name(model)} after {format_count(step, 'step')} of {algorithms}",
+        origin=f"`{model.files.name}`, trained with the algorithm `{algorithms}` on `{'`, `'.join(sources)}`: "
+        f"step {step} of the run `{settings['run.name']}`, written by `grpo export`. {' '.join(weights)}",
+        export_format=export_format,
         results="" if run is None else _results_section(run, settings, step=step),
         settings_table=_settings_table(settings, run),
+    )
+
+
+def _settings_by_name(resolved: Resolved) -> dict[str, Any]:
+    return {name: value for name, (value, _) in from_yaml(resolved.to_yaml().encode(), name="settings").items()}
+
+
+def _hub_id(model: ModelSpec) -> str | None:
+    return model.files.name if model.files.commit is not None else None
+
+
+def _short_name(model: ModelSpec) -> str:
+    return model.files.name.rpartition("/")[2].removeprefix(BUILTIN_PREFIX)
+
+
+def _precision(dtype: str) -> str:
+    return "in float32" if dtype == "float32" else f"rounded once to {dtype}"
+
+
+def _fill_in(
+    settings: Mapping[str, Any],
+    card_data: ModelCardData,
+    *,
+    title: str,
+    origin: str,
+    export_format: ExportFormat,
+    results: str = "",
+    settings_table: str = "",
+) -> str:
+    """Returns the card with its metadata, these texts, and how the model is used."""
+    system = settings["data.system_prompt"]
+    messages = [*([{"role": "system", "content": system}] if system else []), {"role": "user", "content": "..."}]
+    card = ModelCard.from_template(
+        card_data,
+        template_str=(files("app.export") / TEMPLATE_FILE).read_text(encoding="utf-8"),
+        title=title,
+        origin=origin,
+        results=results,
+        settings_table=settings_table,
         format=export_format,
         messages=None if settings["data.chat_template"] == "none" else messages,
         template_arguments="".join(f", {name}={value!r}" for name, value in settings[TEMPLATE_KWARGS].items()),
@@ -159,7 +203,7 @@ def front_matter(export_format: ExportFormat, hub_id: str | None, *sources: str)
     hub_data = [split_hub_source(one)[0] for one in sources if one.startswith(HUB_DATA_PREFIX)]
     return ModelCardData(
         library_name=export_format.library,
-        pipeline_tag="text-generation",
+        pipeline_tag=TASK,
         base_model=hub_id,
         base_model_relation=None if hub_id is None else export_format.base_model_relation,
         datasets=hub_data or None,

@@ -16,13 +16,13 @@ import yaml
 from typer.testing import Result
 
 from app.checkpoint.saved_policy import PolicyCheckpoint, load_trained_params
-from app.export.huggingface import write_model
+from app.export.huggingface import check_adapters, write_model
 from app.export.model_card import ADAPTER, FULL_MODEL, front_matter, model_card
 from app.model.decoder import Params
 from app.model.io.hf_weights import load_weights
 from app.model.lora import combine_params
 from app.runtime.model_spec import ModelSpec, read_model_spec
-from settings import Settings, load
+from settings import InputError, Settings, load
 from tests.model import reference
 from tests.model.io import gguf_files
 from tests.program import digest_of, here, metrics_of, settings, succeeded
@@ -118,6 +118,19 @@ def exported(finished: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+def test_a_base_model_is_exported_without_a_checkpoint(exported, tiny_model, tmp_path):
+    summary = json.loads(
+        succeeded(here("export", *settings(f"model.path={tiny_model}"), "--out", tmp_path / "out", "--json")).stdout
+    )
+    assert (summary["model"], summary["parameters"]) == ("tiny, the untrained base", 17_056)
+    again, base = model_at(tmp_path / "out"), model_at(tiny_model)
+    jax.tree.map(np.testing.assert_array_equal, params_of(again), params_of(base))
+    assert again.tokenizer.fingerprint == base.tokenizer.fingerprint
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {path.name for path in exported.iterdir()}
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "# tiny as a base model" in card and "not trained, in float32" in card and "## Training" not in card
+
+
 def policy_of(checkpoint: Path, model: ModelSpec) -> Params:
     mesh = make_mesh()
     return PolicyCheckpoint.open(checkpoint).restore_params(model.definition.shapes, model.definition.shardings(mesh))
@@ -186,7 +199,8 @@ def test_what_cannot_be_exported_is_refused(finished, tmp_path):
             for name in ("other", "link")
         ),
         (run, "missing option --out"),
-        (out, "missing option --checkpoint"),
+        (out, "missing option --checkpoint: --config or --set model.path name a base model"),
+        ((*out, "--adapter", *settings(f"model.path={other}")), "--checkpoint: an untrained model has no adapters"),
         ((*out, "--checkpoint", tmp_path), "--checkpoint: no settings.yaml of a run was found in"),
         ((*out, "--checkpoint", tmp_path, "--config", finished / "settings.yaml"), "holds no checkpoint; give"),
         ((*out, "--checkpoint", finished / "checkpoints" / "99"), "no such file or folder"),
@@ -242,7 +256,9 @@ def test_peft_loads_exported_adapters(adapted, tiny_model, tmp_path):
     assert_logits_are_those_of_the_run(theirs, adapted, tiny_model, **LORA)
 
 
-def test_missing_or_different_adapters_are_refused_and_rounding_is_noted(adapted, finished, tmp_path):
+def test_missing_or_different_adapters_are_refused_and_rounding_is_noted(adapted, finished, tiny_model, tmp_path):
+    with pytest.raises(InputError, match="`grpo export --set model.path=builtin:tiny --out base-hf` and"):
+        check_adapters("builtin:tiny", PolicyCheckpoint.open(adapted), model_at(tiny_model, **LORA))
     for run, arguments, message in (
         (finished, ["--adapter"], "holds all weights and no adapters: its run had no model.lora.rank"),
         (adapted, settings("model.lora.rank=4"), "holds adapters of rank 3, alpha 6,"),
