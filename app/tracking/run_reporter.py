@@ -109,7 +109,9 @@ def sample_lines(samples: Sequence[Sample], *, step: int) -> list[str]:
     lines = [f"completions of step {step}"] if selected else []
     for group in selected:
         best, worst = max(group, key=_reward_or_zero), min(group, key=_reward_or_zero)
-        answer = truncate_middle(to_text(best.prompt.answer) or "–", limit=NAME_CHARACTERS)
+        # The solution of a problem ends with what is graded.
+        graded = (to_text(best.prompt.answer) or "–").strip().rpartition("\n")[2]
+        answer = truncate_middle(graded, limit=NAME_CHARACTERS)
         lines.append(f"  {truncate_middle(_prompt_text(best.prompt.source), limit=PROMPT_CHARACTERS)}  [{answer}]")
         lines += [f"    {_to_text(sample)}" for sample in ([best] if best is worst else [best, worst])]
     return lines
@@ -127,7 +129,18 @@ def _to_text(sample: Sample) -> str:
         for name, value in numbers.items()
     )
     end = truncate_middle(sample.finish_reason, limit=NAME_CHARACTERS)
-    return f"{', '.join(figures)}, {end}: {truncate_middle(sample.completion, limit=COMPLETION_CHARACTERS)}"
+    return f"{', '.join(figures)}, {end}: {_written_text(sample)}"
+
+
+def _written_text(sample: Sample) -> str:
+    """Returns what the policy wrote, turn by turn, with what its tools and its environment answered."""
+    texts = [sample.completion]
+    if sample.episode is not None:
+        texts = []
+        for turn in sample.episode.turns:
+            texts += [turn.text, *(f"{one['role']}: {message_text(one)}" for one in turn.messages)]
+    limit = max(NAME_CHARACTERS, COMPLETION_CHARACTERS // max(1, len(texts)))
+    return " → ".join(truncate_middle(text, limit=limit) for text in texts)
 
 
 def _prompt_text(source: str | Messages) -> str:

@@ -257,7 +257,7 @@ def test_peft_loads_exported_adapters(adapted, tiny_model, tmp_path):
 
 
 def test_missing_or_different_adapters_are_refused_and_rounding_is_noted(adapted, finished, tiny_model, tmp_path):
-    with pytest.raises(InputError, match="`grpo export --set model.path=builtin:tiny --out base-hf` and"):
+    with pytest.raises(InputError, match=r"`grpo export --set model.path=builtin:tiny --out base-hf` and"):
         check_adapters("builtin:tiny", PolicyCheckpoint.open(adapted), model_at(tiny_model, **LORA))
     for run, arguments, message in (
         (finished, ["--adapter"], "holds all weights and no adapters: its run had no model.lora.rank"),

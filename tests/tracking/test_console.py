@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from app.records.sample import Prompt, Sample
+from app.records.sample import Episode, Prompt, Sample, Turn
 from app.rollout.scheduling.protocol import NewSample, RowReport
 from app.rollout.scheduling.sample_states import SampleTable
 from app.tracking.console import ProgressDisplay, RolloutProgress, evaluation_line, rollout_status, step_line
@@ -194,6 +194,13 @@ def test_samples_without_reward_advantage_or_tokens_are_shown() -> None:
         "    reward –, advantage –, stop: answer 0.0",
     ]
     assert sample_lines([], step=1) == []
+    # Turns of tools are shown, and of a solution the last line.
+    turns = (Turn(0, 1, [{"role": "tool", "content": "12"}], text="<<5+7"), Turn(1, 2, text="12"))
+    one = sample(0, 0, 1.0, prompt=replace(prompt, answer="5 and 7\n#### 12\n"), episode=Episode(turns, "terminated"))
+    assert sample_lines([one], step=1)[1:] == [
+        "  5 + 7?  [#### 12]",
+        "    reward 1, right 1, advantage 0.5, stop: <<5+7 → tool: 12 → 12",
+    ]
 
 
 def test_shown_texts_are_printable_and_short() -> None:
