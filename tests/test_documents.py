@@ -115,7 +115,7 @@ SKIPPED = {
     "grpo train --config dapo": "its settings are checked above",
     "grpo train --set model.lora": "its settings are checked above",
     "pip install -e '.[tpu]'": "it downloads packages",
-    "bash scripts/fetch_smollm2.sh": "it downloads a model",
+    "bash scripts/fetch_": "it downloads a model",
     "grpo train --config smollm2_": "it needs that model",
     "grpo doctor --config smollm2_": "it needs that model",
     "grpo train --config gsm8k_qwen2_5_0_5b_gpu": "it needs a GPU and downloads a model",
