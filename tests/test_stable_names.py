@@ -57,7 +57,8 @@ rollout/sampler_scorer_logprob_diff_{mean,max} batching/fill time/{rollout,rewar
 perf/{tokens_per_s,mfu,peak_memory_bytes,compilations}
 """
 SAMPLE_FIELDS = (
-    *("uid", "group_id", "sample_index", "prompt", "completion", "answer", "prompt_token_ids", "completion_token_ids"),
+    *("step", "uid", "group_id", "sample_index", "prompt", "completion", "answer", "prompt_token_ids"),
+    "completion_token_ids",
     *("behavior_logprobs", "kept_mass_logs", "policy_logprobs", "reference_logprobs", "reward", "rewards"),
     *("advantages", "finish_reason", "policy_version", "segments", "elapsed_s"),
 )

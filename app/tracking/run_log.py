@@ -58,9 +58,9 @@ def replace_nonfinite(value: Any) -> Any:
     return replace_floats(value, lambda number: not math.isfinite(number))
 
 
-def samples_to_jsonl(samples: Sequence[Sample]) -> bytes:
-    """Returns samples serialized as JSON Lines."""
-    records = share_rows(map(sample_to_record, samples))
+def samples_to_jsonl(samples: Sequence[Sample], *, step: int) -> bytes:
+    """Returns the samples of a step serialized as JSON Lines."""
+    records = ({"step": step, **record} for record in share_rows(map(sample_to_record, samples)))
     return b"".join(to_json_line(replace_nonfinite(record), "a sample") for record in records)
 
 

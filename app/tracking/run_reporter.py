@@ -64,19 +64,19 @@ class RunReporter:
     def report_samples(self, step: int, samples: Sequence[Sample]) -> None:
         """Saves the samples of a step, and shows some of them every few steps. All hosts must call it together."""
         if self.settings.save_rollouts:
-            self._write_samples(self.run.rollouts_path(step), samples)
+            self._write_samples(self.run.rollouts_path(step), samples, step=step)
         every = self.settings.completions_every_steps
         if every and (step == 1 or step % every == 0):
             self.display.print_lines(sample_lines(gather_samples_to_process_0(samples), step=step))
 
     def report_evaluation(self, step: int, metrics: dict[str, Any], samples: Sequence[Sample]) -> None:
         """Saves the samples of an evaluation and shows its metrics. All hosts must call it together."""
-        self._write_samples(self.run.evaluation_path(step), samples)
+        self._write_samples(self.run.evaluation_path(step), samples, step=step)
         self.display.print_line(evaluation_line(step, metrics))
 
-    def _write_samples(self, path: Path, samples: Sequence[Sample]) -> None:
+    def _write_samples(self, path: Path, samples: Sequence[Sample], *, step: int) -> None:
         """Writes the samples of all hosts; the file does not depend on the number of hosts."""
-        lines = gather_bytes_to_process_0(samples_to_jsonl(samples))
+        lines = gather_bytes_to_process_0(samples_to_jsonl(samples, step=step))
         if jax.process_index() == 0:
             path.parent.mkdir(exist_ok=True)
             write_atomic(path, b"".join(lines))

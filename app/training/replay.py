@@ -201,8 +201,8 @@ def read_replay(
 
 
 def _ignored_fields(settings: Settings) -> frozenset[str]:
-    """Returns the fields that no replay under these settings reads: the step's own networks compute them again."""
-    computed = frozenset({"policy_logprobs", "reference_logprobs", "values"})
+    """Returns the fields that no replay under these settings reads: a step computes them again, or has its own."""
+    computed = frozenset({"policy_logprobs", "reference_logprobs", "values", "step"})
     return computed if settings.rollout.routing_replay else computed | ROUTES_FIELD
 
 

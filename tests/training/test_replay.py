@@ -152,7 +152,7 @@ def test_filtered_run_that_generated_ahead_is_replayed_to_the_same_weights(confi
 
 def test_rewards_and_advantages_of_a_loose_file_are_taken(loose: Path, config: Path) -> None:
     def by_hand(record: dict[str, Any]) -> None:
-        record["reward"] = float(record["sample_index"])
+        record |= {"reward": float(record["sample_index"]), "step": 9}
         record["advantages"] = [0.25] * len(record["completion_token_ids"])
 
     # The workers of its evaluations have no schedule of a rollout.
@@ -162,7 +162,9 @@ def test_rewards_and_advantages_of_a_loose_file_are_taken(loose: Path, config: P
     run = run_of(config)
     _, line = metrics_of(run)
     assert (line["reward/mean"], line["advantage/mean"], line["advantage/std"]) == (1.5, 0.25, 0.0)
-    assert {tuple(r["advantages"]) for r in records_of(step_file(run, 1))} <= {(0.25,) * n for n in range(1, 5)}
+    records = records_of(step_file(run, 1))
+    assert {tuple(r["advantages"]) for r in records} <= {(0.25,) * n for n in range(1, 5)}
+    assert {r["step"] for r in records} == {1}
 
 
 def test_missing_fields_are_computed_as_in_training(loose: Path, config: Path, finished: Path) -> None:
