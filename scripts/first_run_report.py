@@ -22,7 +22,7 @@ PHASES = ("rollout", "score", "update", "step")
 """Phases with a time of their own in `metrics.jsonl`."""
 NUM_WARM_UP_STEPS = 2
 """Steps that may compile, which the median leaves out."""
-SHOWN_CHECKS = ("devices", "versions", "mesh", "memory", "attention", "forward")
+SHOWN_CHECKS = ("devices", "versions", "mesh", "memory", "attention", "forward", "gradients")
 """Checks of `grpo doctor` whose findings are shown even if they are `ok`."""
 MAX_LINES_OF_ERROR = 8
 LINE = "-" * 60

@@ -62,6 +62,7 @@ def of_tiny(model: Path) -> list[str]:
         "rollout.prompts_per_step=4",
         "rollout.group_size=4",
         "rollout.max_new_tokens=4",
+        "algorithm.max_tokens_per_device=4096",
     )
 
 

@@ -35,7 +35,7 @@ from app.model.io.config_fields import HfConfig
 from app.model.io.families import FAMILIES
 from app.model.io.gguf import GgufFile
 from app.model.io.hf_weights import load_weights
-from app.model.io.model_files import ADAPTER_CONFIG_FILE, BUILTIN_PREFIX, CONFIG_FILE, ModelFiles
+from app.model.io.model_files import ADAPTER_CONFIG_FILE, CONFIG_FILE, ModelFiles
 from app.model.lora import LoRAConfig, combine_params
 from app.prompts.tokenizer import TOKENIZER_FILE, load_fast_tokenizer
 from app.records.atomic_write import create_folder_atomic
@@ -44,6 +44,7 @@ from app.runtime.pinned_revisions import pin_revisions
 from settings import Resolved, Settings
 from settings.errors import InputError
 from settings.schema.mesh import MeshSettings
+from settings.schema.model import BUILTIN_PREFIX
 
 log = logging.getLogger(__name__)
 

@@ -15,7 +15,6 @@ from typing import Any
 from huggingface_hub import ModelCard, ModelCardData
 
 from app.checkpoint.saved_policy import PolicyCheckpoint
-from app.model.io.model_files import BUILTIN_PREFIX
 from app.model.quantization import QUANTIZE_BASE_SETTING
 from app.prompts.dataset import split_hub_source
 from app.records.run_directory import RunDirectory
@@ -26,6 +25,7 @@ from app.runtime.model_spec import ModelSpec
 from app.tracking.run_log import WANDB_SECTIONS
 from settings import InputError, Resolved
 from settings.loading.printing import from_yaml
+from settings.schema.model import BUILTIN_PREFIX
 from settings.schema.rollout import format_rounding
 from settings.secrets import redact
 

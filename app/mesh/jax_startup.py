@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-import pkgutil
 import sys
-from importlib.util import find_spec
 
 import jax
 
@@ -29,6 +27,7 @@ from app.mesh.devices import (
 )
 from app.mesh.program_cache import share_program_cache, use_program_cache
 from settings.errors import InputError
+from settings.loading.backends import is_backend_installed
 from settings.schema.mesh import MeshSettings
 
 M_MMAP_THRESHOLD = -3
@@ -160,13 +159,7 @@ def _bypass_proxies(member: ClusterMember) -> None:
 
 def _check_backend_installed(platform: str) -> None:
     """Raises InputError if JAX's library for the platform is missing, before other hosts wait for this one."""
-    folders = getattr(find_spec("jax_plugins"), "submodule_search_locations", None) or []
-    is_installed = {
-        "cpu": True,
-        "tpu": find_spec("libtpu") is not None or "TPU_LIBRARY_PATH" in os.environ,
-        "cuda": any("cuda" in module.name for module in pkgutil.iter_modules(folders)),
-    }
-    if not is_installed[platform]:
+    if not is_backend_installed(platform):
         raise missing_platform_error(platform, f"JAX's library for it is missing; run pip install -e '.[{platform}]'")
 
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from app.distributed.collectives import error_barrier, gather_bytes_over_hosts, max_over_hosts
 from app.distributed.host_consistency import check_hosts_agree, check_shared_run_directory
-from app.mesh.devices import device_memory_bytes, global_devices, host_memory_bytes, unused_accelerator
+from app.mesh.devices import device_memory_bytes, device_platform, global_devices, host_memory_bytes, unused_accelerator
 from app.preflight.attention_check import check_attention
 from app.preflight.check_results import CheckRecorder, CheckResult, DoctorReport
 from app.preflight.environment_checks import (
@@ -24,6 +24,7 @@ from app.preflight.environment_checks import (
     hub_offline,
     hub_sources,
 )
+from app.preflight.gradient_check import check_gradients
 from app.preflight.model_checks import (
     check_answer,
     check_chat_template,
@@ -343,7 +344,7 @@ def _check_networks(
     else:
         with recorder.run_check("forward"):
             params = check_forward_pass(recorder, session, inputs.prompts[0])
-        # Weights of a layout of their own generate.
+        # Weights of a layout of their own generate, and gradients are as large.
         reason = too_large_reason(session, definition, num_copies=2)
     if max_over_hosts(np.asarray(int(params is None or reason is not None))):
         recorder.skip("answer", reason=reason or "the forward pass fails on this host or on another one")
@@ -351,6 +352,8 @@ def _check_networks(
         assert params is not None
         with recorder.run_check("answer"):
             check_answer(recorder, session, params, inputs.prompts[0])
+        if device_platform(session.mesh.devices.flat[0]) != "cpu":
+            check_gradients(recorder, session, learning, params)
     if inputs.reward_model is not None:
         with recorder.run_check("reward model"):
             samples = make_trial_samples(session.model_spec.tokenizer, inputs.prompts)

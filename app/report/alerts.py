@@ -34,8 +34,8 @@ ZERO_VARIANCE_THRESHOLD = 0.95
 """Fraction of groups whose rewards are all equal. At 0.95, only a twentieth of the samples give a learning signal."""
 TRUNCATION_THRESHOLD = 0.25
 """Fraction of truncated answers. Above a quarter, the policy mostly learns to be short."""
-EARLY_TRUNCATION_THRESHOLD = 0.75
-"""The same in each of the first steps, which are not enough for a mean: a model that hardly ever ends."""
+EARLY_TRUNCATION_THRESHOLD = 0.5
+"""The same in each of the first steps, which are not enough for a mean."""
 EARLY_EQUAL_STEPS = 3
 """First steps after which a run whose groups all have equal rewards is worth a look: it has learned nothing yet."""
 KL_THRESHOLD = 0.5
@@ -191,7 +191,7 @@ def _truncation(steps: Sequence[MetricsRecord]) -> str | None:
     if shares is None:
         return None
     is_early = len(shares) < SHORT_WINDOW_STEPS
-    if shares.min() < EARLY_TRUNCATION_THRESHOLD if is_early else shares.mean() < TRUNCATION_THRESHOLD:
+    if shares.min() <= EARLY_TRUNCATION_THRESHOLD if is_early else shares.mean() < TRUNCATION_THRESHOLD:
         return None
     when = "the first step" if len(steps) == 1 else f"the last {len(shares)} steps"
     return (

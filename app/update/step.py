@@ -34,6 +34,8 @@ class MetricNames(NamedTuple):
 
 OPTIMIZER_METRICS = ("grad_norm", "learning_rate", "nonfinite_updates", "nonfinite_in_a_row")
 """Metrics of the optimizer, in the order of `apply_gradients`."""
+BROKEN_GRADIENTS = "broken_gradients"
+"""Whether each parameter's gradient contains NaN or infinity, in the order of `jax.tree.leaves`."""
 POLICY_METRICS = MetricNames("loss", "policy")
 VALUE_METRICS = MetricNames("value/loss", "value")
 
@@ -43,7 +45,7 @@ class UpdateStep:
 
     `frozen` contains the network's frozen weights, which have no gradients or moments; None if all are trained.
     Micro-batches run one by one through a program compiled once per shape. The old state is donated: its memory is
-    reused.
+    reused. The metrics are those of `metric_names`, and `BROKEN_GRADIENTS`.
     """
 
     def __init__(
@@ -167,4 +169,5 @@ def apply_gradients(
     learning_rate: Any = schedule(state.num_updates)
     measured = gradient_norm, learning_rate, new_state.nonfinite_total, new_state.nonfinite_in_a_row
     added = {f"{names.prefix}/{name}": value for name, value in zip(OPTIMIZER_METRICS, measured, strict=True)}
-    return new_state, {**parts.metrics(), **added}
+    broken = jnp.stack([~jnp.isfinite(optax.tree.norm(gradient)) for gradient in jax.tree.leaves(gradients)])
+    return new_state, {**parts.metrics(), **added, BROKEN_GRADIENTS: broken}

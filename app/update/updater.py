@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
@@ -16,7 +17,7 @@ from jaxtyping import Array
 from app.batching.micro_batch_plan import MicroBatch
 from app.batching.micro_batcher import GlobalPlan, MicroBatcher
 from app.batching.packing_metrics import policy_batching_metrics
-from app.batching.sample_exchange import fetch_rows
+from app.batching.sample_exchange import HostRows, fetch_rows
 from app.batching.token_batch import pack_last_target_indices, pack_per_token, pack_tokens
 from app.distributed.collectives import sum_over_hosts
 from app.mesh.placement import to_global
@@ -28,8 +29,11 @@ from app.update.mini_batches import EpochMiniBatches
 from app.update.optimizer import TrainState
 from app.update.policy_loss import PolicyBatch
 from app.update.ratios import SampleReducer
+from app.update.step import BROKEN_GRADIENTS
 from app.update.value_loss import ValueBatchPacker
 from settings.schema.algorithm import ScoredRole
+
+log = logging.getLogger(__name__)
 
 UpdateStepFn = Callable[[TrainState, Sequence[Any], Array, Params | None], tuple[TrainState, dict[str, Array]]]
 """(state, micro-batches, temperature, frozen) -> (new state, metrics); see `app.update.step.UpdateStep`."""
@@ -124,14 +128,39 @@ class Updater:
         rows = {key: fetch_rows(samples, plans[key], *reads) for key, samples in mini_batches.items()}
         history = []
         for samples in itertools.chain(*epochs):
-            totals = StepTotals(*sum_over_hosts(np.asarray(StepTotals.from_samples(samples))).tolist())
-            local, plan = rows[id(samples)].samples, rows[id(samples)].plan
-            micro_batches = [to_global(self.mesh, self.pack(local, one, totals)) for one in plan.micro_batches]
+            micro_batches = self.place(samples, rows[id(samples)])
             with jax.set_mesh(self.mesh):
                 state, metrics = self.step(state, micro_batches, jnp.float32(temperature), frozen)
             history.append(metrics)
-        metrics = summarize_updates([{k: float(v) for k, v in m.items()} for m in jax.device_get(history)])
+        history = jax.device_get(history)
+        for one in history:
+            _warn_of_broken_gradients(one.pop(BROKEN_GRADIENTS, ()), state.params)
+        metrics = summarize_updates([{k: float(v) for k, v in m.items()} for m in history])
         return state, {**metrics, **self.batching_metrics([plans[id(samples)] for samples in epochs[0]])}
+
+    def place(self, samples: Sequence[Sample], rows: HostRows) -> list[Any]:
+        """Returns the micro-batches of an optimizer step on the devices. All hosts must call it together.
+
+        Args:
+            samples: this host's samples of the step.
+            rows: the samples of this host's rows, and its part of the plan.
+        """
+        totals = StepTotals(*sum_over_hosts(np.asarray(StepTotals.from_samples(samples))).tolist())
+        packed = (self.pack(rows.samples, one, totals) for one in rows.plan.micro_batches)
+        return [to_global(self.mesh, one) for one in packed]
+
+
+def parameter_names(params: Params) -> list[str]:
+    """Returns the dotted name of each parameter, in the order of `jax.tree.leaves`."""
+    return [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in jax.tree.leaves_with_path(params)]
+
+
+def _warn_of_broken_gradients(is_broken: Sequence[bool], params: Params) -> None:
+    """Names the parameters whose gradients contain NaN or infinity, if any; see `BROKEN_GRADIENTS`."""
+    names = parameter_names(params)
+    if broken := [name for name, one in zip(names, is_broken, strict=False) if one]:
+        shown = "all parameters" if broken == names else ", ".join(broken)
+        log.warning("an update was skipped: NaN or infinity in the gradient of %s", shown)
 
 
 FIRST_UPDATE_ONLY = "rollout/"

@@ -12,7 +12,7 @@ from typing import Any
 
 from settings.loading.fields import FIELDS, value_of
 from settings.loading.printing import MICRO_BATCH_TWINS
-from settings.loading.resolve import Resolved
+from settings.loading.resolve import MODEL_DEFAULTS, Resolved
 from settings.schema.algorithm import ForwardRole, MicroBatchSettings
 from settings.schema.reward import CALLABLE_PREFIX
 from settings.schema.settings import Settings
@@ -208,6 +208,9 @@ USAGE_CONDITIONS: tuple[tuple[str, Callable[[Settings], bool], tuple[str, ...]],
 def launch_notices(resolved: Resolved) -> tuple[str, ...]:
     """Returns the notices at launch: algorithm, unused settings, learning rate, reproducibility, data."""
     lines = [] if resolved.algorithm_changes is None else [resolved.algorithm_changes]
+    if defaults := [name for name in MODEL_DEFAULTS if resolved.provenance[name] == "derived"]:
+        values = ", ".join(f"{name} {value_of(resolved.settings, name)}" for name in defaults)
+        lines.append(f"defaults for models that are not built in: {values}")
     lines += unused_setting_notices(resolved)
     if resolved.settings.model.lora.rank and resolved.provenance[LEARNING_RATE] == "default":
         lines.append(

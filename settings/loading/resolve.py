@@ -10,6 +10,7 @@ import re
 from collections import ChainMap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
@@ -24,6 +25,7 @@ from settings.loading.algorithm_presets import (
     describe_changes,
     estimator_defaults,
 )
+from settings.loading.backends import expects_accelerator
 from settings.loading.config_file import ConfigFile, find_config_file
 from settings.loading.fields import FIELDS, ITEM_KEYS, did_you_mean, nearest_names, nested, value_of
 from settings.loading.micro_batching import resolve_micro_batching
@@ -45,7 +47,11 @@ from settings.loading.sources import (
 )
 from settings.loading.synonyms import ALIASES
 from settings.schema.data import MIXTURE_TAG, SINGLE_TAG
+from settings.schema.model import BUILTIN_PREFIX
 from settings.schema.settings import LEGACY_PROMPT_ALLOWANCE, Settings
+
+MODEL_DEFAULTS = ("model.dtype", "data.max_prompt_length", "rollout.max_new_tokens")
+"""Settings whose defaults differ for models that are not built in."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +98,8 @@ def load(
     """Loads the settings of a command.
 
     Args:
-        config: a file, its path or the name of a preset; None for the default preset.
+        config: a file, its path or the name of a preset; None for the default preset if the model is a built-in one,
+            else none.
         overrides: the `--set` options.
         environ: the environment variables.
         flags: command options that set a setting.
@@ -100,14 +107,16 @@ def load(
     Raises:
         InputError: the file, an override, an environment variable or a flag is invalid.
     """
-    file = find_config_file(config)
-    in_yaml = build_layer(yaml_entries(file))
     overrides, repeated = last_overrides(overrides)
     in_set = build_layer(set_entries(overrides))
     in_environment = build_layer(environment_entries(environ))
     in_flags = build_layer(flag_entries(flags))
-    layers = [in_flags, in_environment, in_set, in_yaml]
-    given, given_fields = _validate(layers), frozenset[str]().union(*layers[: 4 if file.is_own else 3])
+    layers = [in_flags, in_environment, in_set]
+    file = find_config_file(_model_config(layers) if config is None else config)
+    layers.append(build_layer(yaml_entries(file)))
+    given_fields = frozenset[str]().union(*layers[: 4 if file.is_own else 3])
+    layers.append(_model_defaults(_validate(layers), environ))
+    given = _validate(layers)
     micro_batching, notices = resolve_micro_batching(layers)
     derived = _derive(given, _provenance(layers), config_stem=file.stem)
     layers.insert(0, micro_batching | derived)
@@ -146,8 +155,26 @@ def _provenance(layers: Sequence[Layer]) -> dict[str, str]:
     return {field: leaves[field].origin if field in leaves else "default" for field in FIELDS}
 
 
+def _model_config(layers: Sequence[Layer]) -> ConfigFile | None:
+    """Returns a file without settings for a model of the user's own, None for a built-in one: the default preset."""
+    leaf = ChainMap(*layers).get("model.path")
+    path = leaf.value if leaf and isinstance(leaf.value, str) else BUILTIN_PREFIX
+    is_builtin = path.startswith(BUILTIN_PREFIX)
+    return None if is_builtin else ConfigFile("no preset", Path(path).name.removesuffix(".gguf"), b"{}", is_own=False)
+
+
+def _model_defaults(given: Settings, environ: Mapping[str, str]) -> Layer:
+    """Returns defaults for other models than the built-in ones, whose prompts and answers have only a few tokens."""
+    if given.model.path.startswith(BUILTIN_PREFIX):
+        return {}
+    values: dict[str, Any] = {"data.max_prompt_length": 512, "rollout.max_new_tokens": 512}
+    if given.rollout.mode != "exact" and expects_accelerator(given.mesh, environ):
+        values["model.dtype"] = "bfloat16"
+    return {field: SourcedValue(value, "derived") for field, value in values.items()}
+
+
 def _derive(given: Settings, provenance: Mapping[str, str], *, config_stem: str) -> Layer:
-    """Returns values for null fields, derived from other settings but never from devices or model files."""
+    """Returns values for null fields, derived from other settings."""
     rollout, data = given.rollout, given.data
     prompt_allowance = max(LEGACY_PROMPT_ALLOWANCE, data.max_prompt_length)
     values = {

@@ -19,6 +19,8 @@ def split_revision(source: str) -> tuple[str, str | None]:
     return name, revision or None
 
 
+BUILTIN_PREFIX = "builtin:"
+"""How the paths of the models in this package start."""
 MAX_RANK = 4096
 """Upper bound that catches typing errors."""
 PROJECTION_GROUPS: Mapping[str, tuple[str, ...]] = {
@@ -87,7 +89,8 @@ class ModelSettings(Section):
     `generation_config.json`, or else in `config.json`, and the tokenizer's `eos_token`. For a base model, add the token
     that ends a turn in its chat template."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Compute dtype. Trained weights, optimizer state, softmax and losses are always float32."""
+    """Compute dtype; unless it is set, bfloat16 on TPUs and GPUs, except for built-in models and with `rollout.mode:
+    exact`. Trained weights, optimizer state, softmax and losses are always float32."""
     remat: Literal["none", "minimal", "block"] = "minimal"
     """What the backward pass recomputes: nothing, everything except the products with weights (minimal), or whole
     blocks. Each uses less memory and more time than the one before."""

@@ -1,16 +1,22 @@
 """Checks of the chat template and of the reward functions."""
 
+from contextlib import closing
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
 from app.model.io.model_files import open_model
 from app.preflight.check_results import CheckRecorder, CheckResult
+from app.preflight.gradient_check import check_gradients
 from app.preflight.model_checks import check_chat_template, check_reward_functions
 from app.prompts.tokenizer import Tokenizer, load_tokenizer
 from app.records.sample import Prompt
+from app.runtime.inputs import read_policy
 from app.runtime.reward_trial import NO_ANSWERS, make_trial_samples
+from app.runtime.scoring import ScoringSession
+from app.training.setup import open_session
 from settings import Settings, load
 from tests.tiny_directory import TEMPLATE, write_model, write_tokenizer
 
@@ -85,3 +91,19 @@ def test_a_reward_that_does_not_distinguish_answers_is_a_warning(directory: Path
     result = check_rewards(directory, "4 4.0")
     assert result.verdict == "warn" and "check data.answer_column, and whether arithmetic fits" in result.advice
     assert result.found == "arithmetic: 1 for the reference answer, 1 for others"
+
+
+def test_gradients_are_checked_in_every_size_of_a_micro_batch(directory: Path) -> None:
+    short = ["data.max_prompt_length=16", "rollout.max_new_tokens=8", "algorithm.max_tokens_per_device=128"]
+    settings = load(None, [f"model.path={directory}", "mesh.shape=2,2,2", *short], {}).settings
+    recorder, scoring = CheckRecorder(), ScoringSession.open(settings, read_policy(settings), None, trains=True)
+    session, learning = open_session(scoring, None)
+    with closing(session):
+        params = scoring.load_params()
+        check_gradients(recorder, session, learning, params)
+        check_gradients(recorder, session, learning, jax.tree.map(lambda x: x * np.nan, params))
+    finite, broken = recorder.results
+    assert (finite.verdict, broken.verdict) == ("ok", "fail"), finite
+    assert (
+        finite.found.count("(") > 2 and "NaN or infinity for blocks.attention_norm.scale in rows of (" in broken.found
+    )

@@ -68,8 +68,9 @@ def critic_input(policy: Path, critic: Path) -> CriticSpec:
 
 def test_every_network_has_the_attention_of_the_setting(tiny_model: Path, tmp_path: Path) -> None:
     other, judge = write_model(tmp_path / "critic"), write_reward_model(tmp_path / "judge")
-    chosen = [f"model.path={tiny_model}", "data.max_prompt_length=16", "algorithm.name=ppo", f"reward.model={judge}"]
-    settings = load(None, [*chosen, f"critic.path={other}", "model.attention=xla", "model.lora.rank=2"], {}).settings
+    chosen = [f"model.path={tiny_model}", "algorithm.name=ppo", f"reward.model={judge}", f"critic.path={other}"]
+    chosen += ["data.max_prompt_length=16", "rollout.max_new_tokens=4", "model.attention=xla", "model.lora.rank=2"]
+    settings = load(None, chosen, {}).settings
     policy, reward_model = read_model_spec(settings), read_reward_model_spec(settings)
     definitions = [policy.definition, policy.policy_definition, policy.reference_definition]
     definitions += [policy.decode_definition(jnp.dtype("float32")), read_critic_spec(settings, policy).definition]

@@ -8,6 +8,7 @@ import pytest
 from settings import load
 from settings.checks.commands import check_for_train
 from settings.checks.resumed_settings import SettingChange
+from settings.checks.unused_settings import launch_notices
 from settings.loading.algorithm_presets import ALGORITHM_PRESETS
 from settings.loading.config_file import ConfigFile
 from settings.loading.fields import FIELDS
@@ -152,3 +153,21 @@ def test_a_resumed_run_may_change_what_does_not_decide_its_samples_or_rewards() 
     changes = [SettingChange(f"env.{name}", 1, 2, is_derived=False) for name in EnvironmentSettings.model_fields]
     decisive = {change.name for change in changes if change.is_decisive}
     assert decisive == {f"env.{name}" for name in (*DECISIVE_FIELDS, "weight", "credit", "turn_discount")}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "environ", "expected"),
+    [
+        ("model.path=builtin:tiny mesh.pretend=v5e-8", {}, (64, 16, 8, "float32")),
+        ("model.path=owner/name mesh.pretend=v5e-8", {}, (8, 512, 512, "bfloat16")),
+        ("model.path=owner/name mesh.pretend=v5e-8 rollout.mode=exact", {}, (8, 512, 512, "float32")),
+        ("model.path=owner/name mesh.platform=cpu rollout.max_new_tokens=9", {}, (8, 512, 9, "float32")),
+        ("mesh.platform=cuda model.dtype=float32", {"GRPO__MODEL__PATH": "a.gguf"}, (8, 512, 512, "float32")),
+    ],
+)
+def test_without_a_file_only_built_in_models_have_the_settings_of_the_quickstart(overrides, environ, expected) -> None:
+    resolved = load(None, overrides.split(), environ)
+    names = "rollout.prompts_per_step", "data.max_prompt_length", "rollout.max_new_tokens", "model.dtype"
+    assert attrgetter(*names)(resolved.settings) == expected
+    is_told = any(line.startswith("defaults for models") for line in launch_notices(resolved))
+    assert is_told == (resolved.settings.model.path != "builtin:tiny")

@@ -275,6 +275,7 @@ def test_adapters_are_merged_into_the_base_in_floats(quantized: Path, config: Pa
 
 
 def test_model_without_adapters_is_not_quantized(tiny_model: Path) -> None:
-    chosen = load(None, [f"model.path={tiny_model}", "model.lora.rank=2", INT8], {}).settings
+    short = ["data.max_prompt_length=16", "rollout.max_new_tokens=4"]
+    chosen = load(None, [f"model.path={tiny_model}", "model.lora.rank=2", INT8, *short], {}).settings
     assert read_model_spec(chosen).without_adapters.reference_definition.quantization is None
     assert read_policy_source(chosen, None).model.policy_definition.quantization is None

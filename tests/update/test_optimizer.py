@@ -177,7 +177,7 @@ def updated(
         if i == spoiled:
             gradients = jax.tree.map(lambda x: x * np.float32(np.nan), gradients)
         state, measured = run.program(state, jax.device_put(gradients, run.layout.params))
-        metrics.append({name: float(value) for name, value in measured.items()})
+        metrics.append({name: np.asarray(value).tolist() for name, value in measured.items()})
     assert memory_kinds(state) == {(False, "device"), (True, HOST_MEMORY if offload else "device")}
     return jax.tree.map(np.asarray, state), metrics
 

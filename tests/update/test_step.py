@@ -19,7 +19,7 @@ from app.update.loss_aggregation import aggregations
 from app.update.optimizer import TrainState, init_train_state, make_optimizer, train_state_shardings
 from app.update.policy_loss import Objective, PolicyBatch, PolicyLoss, dual_clipped_surrogate, make_policy_objective
 from app.update.ratios import ImportanceCorrection, geometric_log_weight, mask_weights
-from app.update.step import UpdateStep
+from app.update.step import BROKEN_GRADIENTS, UpdateStep
 from settings.schema.algorithm import OptimizerSettings
 from settings.schema.model import PROJECTIONS
 from tests import tiny
@@ -120,6 +120,7 @@ def test_nonfinite_steps_change_no_state_and_are_counted_until_a_good_one():
         after = on_host(state)
         jax.tree.map(np.testing.assert_array_equal, (after.params, after.optimizer), (before.params, before.optimizer))
         counts.append((int(metrics["policy/nonfinite_in_a_row"]), int(metrics["policy/nonfinite_updates"])))
+        assert metrics[BROKEN_GRADIENTS].all()
     for batch in (GOOD, BAD):
         state, metrics = update(state, batch, TEMPERATURE)
         counts.append((int(metrics["policy/nonfinite_in_a_row"]), int(metrics["policy/nonfinite_updates"])))
@@ -164,7 +165,7 @@ def test_an_update_moves_every_adapter_and_no_frozen_weight(adapted):
     step, state, frozen = adapted
     names = step.metric_names(state.params, GOOD[0], TEMPERATURE, frozen)
     state, metrics = step(state, GOOD, TEMPERATURE, frozen)
-    assert sorted(names) == sorted(metrics)
+    assert sorted([*names, BROKEN_GRADIENTS]) == sorted(metrics)
     after = flatten_by_path(state.params)
     assert after.keys() == ADAPTED.adapter_paths
     assert all(not np.array_equal(after[path], x) for path, x in flatten_by_path(TRAINED).items())

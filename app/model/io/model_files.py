@@ -19,9 +19,8 @@ from safetensors import SafetensorError, safe_open
 from app.model.io.gguf import GgufFile
 from app.model.io.hub import fetch_from_hub
 from settings.errors import InputError
-from settings.schema.model import split_revision
+from settings.schema.model import BUILTIN_PREFIX, split_revision
 
-BUILTIN_PREFIX = "builtin:"
 BUILTIN_DIRECTORY = Path(__file__).parent.parent / "builtin"
 
 CONFIG_FILE = "config.json"

@@ -1,0 +1,34 @@
+"""Finds out without loading JAX which devices it would use."""
+
+from __future__ import annotations
+
+import os
+import pkgutil
+from collections.abc import Mapping
+from glob import glob
+from importlib.util import find_spec
+
+from settings.schema.mesh import MeshSettings
+
+
+def may_have_tpus() -> bool:
+    """Returns whether this host has devices that may be TPUs."""
+    return any(map(glob, ("/dev/accel*", "/dev/vfio/[0-9]*")))
+
+
+def is_backend_installed(platform: str) -> bool:
+    """Returns whether JAX's library for a value of `mesh.platform` is installed."""
+    if platform == "tpu":
+        return find_spec("libtpu") is not None or "TPU_LIBRARY_PATH" in os.environ
+    folders = getattr(find_spec("jax_plugins"), "submodule_search_locations", None) or []
+    return platform == "cpu" or any(platform in module.name for module in pkgutil.iter_modules(folders))
+
+
+def expects_accelerator(mesh: MeshSettings, environ: Mapping[str, str]) -> bool:
+    """Returns whether the devices will most likely be TPUs or GPUs, real or simulated ones."""
+    if mesh.pretend is not None or mesh.platform in ("tpu", "cuda"):
+        return True
+    if mesh.platform == "cpu" or environ.get("JAX_PLATFORMS", "").startswith("cpu"):
+        return False
+    has_gpus = any(map(glob, ("/dev/nvidia[0-9]*", "/dev/dxg")))  # the latter in Windows' Linux
+    return (may_have_tpus() and is_backend_installed("tpu")) or (has_gpus and is_backend_installed("cuda"))
