@@ -32,6 +32,7 @@ from app.distributed.collectives import gather_bytes_over_hosts, max_over_hosts
 from app.mesh.placement import abstract_arrays
 from app.records.atomic_write import write_atomic
 from app.records.identity import Identity, different_names
+from app.records.run_directory import BEST_LINK
 from app.runtime.model_spec import LORA_FINGERPRINT, QUANTIZER_FINGERPRINT
 from settings.checks.resumed_settings import OPTION, is_in
 from settings.errors import InputError
@@ -39,9 +40,6 @@ from settings.errors import InputError
 log = logging.getLogger(__name__)
 
 Content = TypeVar("Content")
-
-BEST_LINK = "best"
-"""Name of the relative link to the best checkpoint, in the folder of checkpoints."""
 
 MIN_SLICE_BYTES = 64 << 20
 """Size from which each replica of an array writes a slice of it; adapters are smaller."""

@@ -16,7 +16,7 @@ from typing import Any, TextIO
 
 import typer
 
-from app.records.run_directory import RunDirectory, step_of_samples
+from app.records.run_directory import BEST_LINK, RunDirectory, step_of_samples
 from app.records.settings_history import SettingsHistory
 from app.records.text_format import to_printable_lines
 from settings import InputError, Resolved, Settings, load
@@ -202,7 +202,7 @@ def require_inputs(settings: Settings, inputs: Mapping[str, Path | None]) -> Non
     for option, path in inputs.items():
         if runs_alone(settings.mesh) and path is not None and not path.expanduser().exists():
             # The link to the best checkpoint is absent, not misspelt.
-            is_absent_best = path.name == "best" and path.parent.is_dir()
+            is_absent_best = path.name == BEST_LINK and path.parent.is_dir()
             hint = "; nothing was evaluated in that run, or nothing better than its start" if is_absent_best else ""
             raise InputError(f"{option}: {path.expanduser().absolute()}: no such file or folder{hint}")
 

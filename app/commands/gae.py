@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import typer
 
@@ -16,7 +16,7 @@ from app.commands.command_support import (
     show_progress,
 )
 from app.commands.options import AsJson, Config, Overrides, Overwrite, PrintConfig
-from settings import InputError, Settings
+from settings import InputError, Resolved
 from settings.checks.commands import check_for_mesh
 
 DEFAULT_BENCH_SHAPES = "16x8192,128x65536"
@@ -91,8 +91,7 @@ def gae(
     if bench:
         folder = out or DEFAULT_BENCH_FOLDER
         refuse_existing({"--out": folder / "bench.json"}, overwrite=overwrite)
-        workload = {"input": source, "shapes": shapes or DEFAULT_BENCH_SHAPES, "mask_mode": mask_mode}
-        _benchmark(resolved.settings, folder, as_json=as_json, **workload)
+        _benchmark(resolved, source, folder, shapes=shapes, mask_mode=mask_mode, as_json=as_json)
     else:
         source, out = require_path(source, "--input"), require_path(out, "--out")
         refuse_existing({"--out": out}, overwrite=overwrite)
@@ -104,9 +103,12 @@ def gae(
         print_result(summary, as_json=as_json)
 
 
-def _benchmark(settings: Settings, folder: Path, *, as_json: bool, **workload: Any) -> None:
+def _benchmark(
+    resolved: Resolved, source: Path | None, folder: Path, *, shapes: str | None, mask_mode: str, as_json: bool
+) -> None:
     show_progress("grpo gae --bench: loading JAX")
     from app.stages.gae_benchmark import format_report, run_benchmark
 
-    report = run_benchmark(settings, folder=folder, **workload)
+    shapes = shapes or DEFAULT_BENCH_SHAPES
+    report = run_benchmark(resolved.settings, folder=folder, input=source, shapes=shapes, mask_mode=mask_mode)
     print_result(report, as_json=as_json, text=format_report(report))

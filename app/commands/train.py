@@ -110,15 +110,14 @@ def train(
 def _check_start(settings: Settings, *, resume: Resume, is_replay: bool, dry_run: bool) -> None:
     """Checks the files that the settings name, and ends the command if the run that it would continue is finished."""
     from app.commands.named_files import check_train_files, finished_history
-    from app.report.before_after import find_best, summary_text
+    from app.report.before_after import find_best, no_step_left, summary_text
 
     check_train_files(settings, resume=resume, is_replay=is_replay)
     if resume == "never" or is_replay or dry_run:
         return
     if (history := finished_history(settings)) is not None:
-        last, path = settings.run.steps, RunDirectory.from_settings(settings.run).path
-        print_notices([f"no step is left after step {last}; --set run.steps={2 * last} continues the training"])
-        best = find_best(history, settings.checkpoint.best_metric)
+        print_notices([no_step_left(settings.run.steps)])
+        path, best = RunDirectory.from_settings(settings.run).path, find_best(history, settings.checkpoint.best_metric)
         write(summary_text(history, path=str(path), best=best), sys.stdout)
         raise typer.Exit
 

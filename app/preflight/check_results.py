@@ -14,7 +14,7 @@ from app.records.text_format import format_table, to_printable
 from settings.errors import InputError
 from settings.secrets import redact
 
-Verdict = Literal["ok", "warn", "fail", "skip"]
+CheckVerdict = Literal["ok", "warn", "fail", "skip"]
 """`warn`: a run would work, but maybe not as expected. `fail`: a run would not start, or would end early. `skip`: the
 check did not run, because something it needs is missing."""
 EXIT_ENVIRONMENT, EXIT_INPUT = 1, 2
@@ -27,7 +27,7 @@ class CheckResult:
     """Result of one check on one host."""
 
     check: str
-    verdict: Verdict
+    verdict: CheckVerdict
     found: str
     advice: str = ""
     exit_code: int = 0
@@ -59,7 +59,7 @@ class CheckRecorder:
         for check in checks:
             self._add(check, "skip", reason)
 
-    def _add(self, check: str, verdict: Verdict, message: str, advice: str = "", exit_code: int = 0) -> None:
+    def _add(self, check: str, verdict: CheckVerdict, message: str, advice: str = "", exit_code: int = 0) -> None:
         # A library's message may contain a secret key.
         self.results.append(CheckResult(check, verdict, redact(message), redact(advice), exit_code))
 
@@ -111,5 +111,5 @@ class DoctorReport:
         header = ("check", "result", "finding, and -> advice")
         table = format_table(rows, header=header, num_left=3, width=width)
         verdicts = [result.verdict for result in self.results]
-        counts = ", ".join(f"{verdicts.count(kind)} {kind}" for kind in get_args(Verdict) if kind in verdicts)
+        counts = ", ".join(f"{verdicts.count(kind)} {kind}" for kind in get_args(CheckVerdict) if kind in verdicts)
         return f"{table}\n\n{counts} in {self.seconds:.1f} s"

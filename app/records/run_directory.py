@@ -16,6 +16,8 @@ from settings.errors import InputError
 from settings.schema.run import RunSettings
 
 Resume = Literal["auto", "never", "must"]
+BEST_LINK = "best"
+"""Name of the relative link to the best checkpoint, in the folder of checkpoints."""
 
 
 def step_of_samples(path: Path) -> int | None:

@@ -81,6 +81,11 @@ def summary_text(
     return "\n".join([*lines, f"everything is in {path}"])
 
 
+def no_step_left(last_step: int) -> str:
+    """Returns what a run that is continued after its last step says."""
+    return f"no step is left after step {last_step}; --set run.steps={2 * last_step} continues the training"
+
+
 def best_evaluation(history: History, metric: str | None) -> str:
     """Returns a sentence on the best value of `checkpoint.best_metric`; empty with fewer than two evaluations."""
     best = find_best(history, metric)
@@ -99,8 +104,11 @@ def find_best(history: History, metric: str | None) -> tuple[int, str, float] | 
 
 def _best_text(history: History, step: int, metric: str, value: float) -> str:
     text = format_metric(metric, value, by_plug_in=accuracy_is_plug_in_mean(history))
-    start = f"training has not improved {metric} on the start (step 0): {text}"
-    return f"best {metric} {text} after step {step}" if step else start
+    if not step:
+        return f"training has not improved {metric} on the start (step 0): {text}"
+    # Of equals the checkpoint counts, as it can be used.
+    is_equal = any(record["step"] == 0 and finite_metric(record, metric) == value for record in history)
+    return f"best {metric} {text} after step {step}{', no better than the start (step 0)' if is_equal else ''}"
 
 
 def format_metric(name: str, value: float | None, *, by_plug_in: bool) -> str:

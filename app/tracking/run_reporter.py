@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -86,18 +87,20 @@ class RunReporter:
         if not self.settings.report or not training_steps(self.run_log.history):
             return
         self.display.set_phase("report")
-        try:
+        with _warn_if_unwritten("timeline"):
             if (timeline := self.timeline()) is not None:
                 write_timeline(self.run.timeline_path, timeline)
+        with _warn_if_unwritten("report", advice=f"; try again with `grpo report {self.run.path}`"):
             self.display.print_line(f"report: {write_report(self.run.path)['report']}")
-        # A blanket except: no bug in the report may change how a run ends.
-        except Exception as error:
-            log.warning(
-                "the report could not be written (%s: %s); try again with `grpo report %s`",
-                type(error).__name__,
-                error,
-                self.run.path,
-            )
+
+
+@contextmanager
+def _warn_if_unwritten(what: str, *, advice: str = "") -> Iterator[None]:
+    """Logs what files, their content or the disk did to a page: none of it changes how a run ends."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        log.warning("the %s could not be written (%s: %s)%s", what, type(error).__name__, error, advice)
 
 
 def sample_lines(samples: Sequence[Sample], *, step: int) -> list[str]:

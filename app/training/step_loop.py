@@ -20,6 +20,7 @@ from app.evaluation.evaluator import evaluate, evaluation_metrics
 from app.mesh.program_cache import CompilationCounter
 from app.prompts.turn_end import overlooked_end_notices, written_ids
 from app.records.sample import Sample
+from app.report.before_after import no_step_left
 from app.report.metrics_history import EVAL_PROMPTS, early_stopping_reason
 from app.reward.plugin import StepInfo
 from app.runtime.health_checks import RewardError, check_rewards, stop_if_diverged
@@ -107,7 +108,7 @@ class StepLoop:
             # The evaluation of the last step may be missing; the steps of a replay are those of its files.
             is_complete = self.progress.step >= self.last_step and self.progress.unevaluated is None
             if is_complete and self.trainer.source.num_prompts is not None:
-                display.print_line(f"no step is left; --set run.steps={2 * self.last_step} continues the training")
+                display.print_line(no_step_left(self.last_step))
         if self.progress.unevaluated is not None:
             record = self._add_evaluation(self.progress.unevaluated)
             self.reporter.report_step(self.progress.step, record)
