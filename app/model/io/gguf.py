@@ -9,18 +9,22 @@ Source: the GGUF specification (ggml-org/ggml, docs/gguf.md) and llama.cpp, `con
 from __future__ import annotations
 
 import re
+import struct
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from gguf import GGUFReader, ReaderTensor
+from gguf import GGUFReader, GGUFValueType, ReaderTensor
 from gguf.quants import dequantize
 
 from settings.errors import InputError
 
 HUGGING_FACE_CLASSES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM"}
 """The class named in the rebuilt `config.json`, by `general.architecture`."""
+
+CHUNK_BYTES = 1 << 16
+"""Number of bytes that are dequantized at a time: what is made of them on the way stays in a core's cache."""
 
 WORKAROUND = "use the model's safetensors checkpoint, as a directory or a hub id"
 
@@ -42,6 +46,30 @@ BLOCK_TENSORS = {
 }
 
 
+class FastListReader(GGUFReader):
+    """Reads lists such as vocabularies whole; the package makes arrays of each entry, which takes seconds."""
+
+    def _get_field_parts(self, orig_offs: int, raw_type: int) -> tuple[int, list[Any], list[int], list[GGUFValueType]]:
+        if raw_type != GGUFValueType.ARRAY or self.byte_order != "I":
+            return super()._get_field_parts(orig_offs, raw_type)
+        start = orig_offs + 12
+        kind, count = int(self._get(orig_offs, np.uint32)[0]), int(self._get(orig_offs + 4, np.uint64)[0])
+        types = [GGUFValueType.ARRAY, GGUFValueType(kind)]
+        if kind in self.gguf_scalar_to_np:
+            values = self._get(start, self.gguf_scalar_to_np[types[1]], count)
+            if len(values) != count:
+                raise ValueError(f"a list of {count} values goes beyond the end of the file")
+            return 12 + values.nbytes, [values], [0], types
+        if kind != GGUFValueType.STRING:
+            return super()._get_field_parts(orig_offs, raw_type)
+        texts, end, data = [], start, self.data.data
+        for _ in range(count):
+            (size,) = struct.unpack_from("<Q", data, end)
+            texts.append(data[end + 8 : end + 8 + size])
+            end += 8 + size
+        return end - orig_offs, texts, list(range(count)), types
+
+
 class GgufFile:
     """A GGUF file: tensors by Hugging Face name, dequantized when read; metadata; rebuilt configurations.
 
@@ -52,8 +80,8 @@ class GgufFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            self._reader = GGUFReader(path)
-        except (OSError, ValueError, KeyError, IndexError) as error:
+            self._reader = FastListReader(path)
+        except (OSError, ValueError, KeyError, IndexError, struct.error) as error:
             raise InputError(f"{path} is not a complete GGUF file ({error}); download it again") from error
         self._family = self.metadata("general.architecture")
         if self._family not in HUGGING_FACE_CLASSES:
@@ -81,11 +109,17 @@ class GgufFile:
     def read(self, name: str) -> np.ndarray:
         """Returns one tensor as float32, in Hugging Face's row order."""
         tensor = self._tensors[name]
+        values = np.empty(_shape(tensor), np.float32)
+        data = np.asarray(tensor.data)
+        rows = values.reshape(len(data), -1)
+        step = max(1, CHUNK_BYTES * len(data) // data.nbytes)
         try:
-            values = dequantize(tensor.data, tensor.tensor_type).astype(np.float32, copy=False)
+            for start in range(0, len(data), step):
+                part = rows[start : start + step]
+                # As one row, since the package takes 16 rows at a time, of whatever length.
+                part[:] = dequantize(data[start : start + step].reshape(1, -1), tensor.tensor_type).reshape(part.shape)
         except NotImplementedError as error:
             raise InputError(f"{self.path}: tensor {tensor.name!r}: {error}; use another quantization") from error
-        values = np.ascontiguousarray(values).reshape(_shape(tensor))
         stem = tensor.name.split(".")[-2]
         is_rotated = self._family == "llama" and stem in self._num_heads
         return self._unpermute(values, self._num_heads[stem]) if is_rotated else values

@@ -215,7 +215,9 @@ def load_weights(
                 params[path], place_tensor(part, NamedSharding(mesh, PartitionSpec(*sharding.spec[1:]))), layer
             )
 
-    log.info("loading %s tensors onto %d device%s", f"{len(entries):,}", mesh.size, "" if mesh.size == 1 else "s")
+    num_values = sum(int(np.prod(entry.file_shape)) for entry in entries)
+    size, plural = f"{len(entries):,} tensors of {num_values:,} values", "" if mesh.size == 1 else "s"
+    log.info("loading %s onto %d device%s", size, mesh.size, plural)
     params: dict[ParamPath, Array] = {
         entry.path: place_tensor(read(entry)[entry.path], shardings[entry.path])
         for entry in entries
