@@ -9,7 +9,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -52,7 +52,7 @@ ARGUMENTS = {"set": "overrides", "input": "samples", "allow-changed": "allow_cha
 class Samples:
     """Samples, and the summary that the command prints."""
 
-    records: Sequence[Mapping[str, Any]]
+    records: Sequence[Mapping[str, Any]] = field(repr=False)
     """One dict per sample, with the fields of a sample file: `uid`, `prompt`, `completion`, ..."""
     summary: Mapping[str, Any]
 
@@ -68,10 +68,17 @@ def train(*, data, eval_data, on_step, resume, allow_changed, unknown, **given: 
     if threading.current_thread() is not threading.main_thread():
         raise InputError("grpo.train handles signals, which only the main thread can do; call it there")
     with _call(**given) as (config, options, _):
-        run = RunDirectory.from_settings(with_run_name(load(config, options, os.environ), resume).settings.run)
+        loaded = with_run_name(load(config, options, os.environ), resume)
+        run, every = RunDirectory.from_settings(loaded.settings.run), loaded.settings.eval.every_steps
         if data is not None or eval_data is not None:
             check_run_directory(run, resume)
         options += _data_options("data.source", data, run.data_dir / "train.jsonl")
+        has_held_out = eval_data is not None or loaded.provenance["data.eval_source"] not in ("default", "derived")
+        if every and data is not None and not has_held_out:
+            raise InputError(
+                f"eval_data: the run evaluates every {every} steps, and learns from all rows of `data`; pass held-out "
+                "rows as eval_data, or set data.eval_source, or eval.every_steps to 0"
+            )
         options += _data_options("data.eval_source", eval_data, run.data_dir / "eval.jsonl")
         resolved = with_run_name(resolve(config, options, print_config=False, check=check_for_train), resume)
         from app.training.train import train

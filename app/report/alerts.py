@@ -59,6 +59,8 @@ COLLAPSE_FRACTION = 0.5
 """Share of its best mean over a short window that the reward loses in a collapse."""
 COLLAPSE_STD = 0.25
 """Smallest such loss, in standard deviations of the samples: twice the noise of a step of 64 samples."""
+MAX_LEARNING_RATE = 1e-3
+"""Highest rate to advise after a collapse; even the smallest of models, the quickstart's, takes half of it."""
 ENTROPY_EXPLOSION, GRAD_NORM_EXPLOSION = 3.0, 10.0
 """Growth since the best step that healthy updates do not cause: the quickstart's entropy only falls."""
 
@@ -263,12 +265,12 @@ def _reward_collapse(steps: Sequence[MetricsRecord]) -> str | None:
     if not any(is_seen for _, is_seen in signs):
         return None
     rate = Series.from_history(recent, "policy/learning_rate").values.max(initial=0.0)
+    highest = min(rate / 3, MAX_LEARNING_RATE)
     return (
         f"The mean reward of {SHORT_WINDOW_STEPS} steps fell from {means[best]:.3g} (up to step "
         f"{recent[best]['step']}) to {now:.3g}, and {' and '.join(text for text, is_seen in signs if is_seen)}: the "
-        "updates were too large. The usual cause is "
-        f"optimizer.learning_rate, which reached {rate:.3g}: lower it to between {rate / 10:.2g} and {rate / 3:.2g}, "
-        "and start again, or from a checkpoint before the fall."
+        f"updates were too large. The usual cause is optimizer.learning_rate, which reached {rate:.3g}: lower it to "
+        f"between {0.3 * highest:.2g} and {highest:.2g}, and start again, or from a checkpoint before the fall."
     )
 
 

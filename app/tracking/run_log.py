@@ -96,6 +96,11 @@ class RunLog:
         self.run = run
         kept = [] if last_step is None else _read_metrics_lines(run.metrics_path, last_step=last_step)
         self.history: list[dict[str, Any]] = [record for _, record in kept]
+        last_line = max((record["step"] for record in self.history), default=0)
+        # The line of the last step is missing if its evaluation was interrupted.
+        if last_step is not None and last_line < last_step - 1:
+            missing = f"steps {last_line + 1} to {last_step}"
+            log.warning("%s has no lines of %s; report and alerts go without them", run.metrics_path, missing)
         # First, because it marks the folder as a run's, in which a killed start may be repeated.
         earlier = run.sessions_path.read_bytes() if last_step is not None and run.sessions_path.exists() else b""
         # The last line is incomplete if the program was killed.

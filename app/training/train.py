@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,7 @@ class TrainingRun:
 
     path: Path
     """The run directory."""
-    metrics: Sequence[Mapping[str, Any]]
+    metrics: Sequence[Mapping[str, Any]] = field(repr=False)
     """The lines of `metrics.jsonl`; empty on all processes but process 0."""
     is_complete: bool
     """False if a signal or `on_step` ended the run before its last step, with a checkpoint."""

@@ -51,7 +51,7 @@ def test_a_line_of_metrics_is_written_at_once_and_a_deleted_file_again(run: RunD
     run_log.close()
 
 
-def test_a_resumed_log_keeps_the_readable_lines_up_to_the_checkpoint(run: RunDirectory) -> None:
+def test_a_resumed_log_keeps_the_readable_lines_up_to_the_checkpoint(run, caplog) -> None:
     written(run, range(6))
     run_log = written(run, range(4, 7), last_step=3)
     assert [line["step"] for line in metrics_of(run.path)] == list(range(7))
@@ -59,6 +59,8 @@ def test_a_resumed_log_keeps_the_readable_lines_up_to_the_checkpoint(run: RunDir
     lines = run.metrics_path.read_bytes().splitlines(keepends=True)
     run.metrics_path.write_bytes(b"".join([lines[0], b"\xff\n{}\n", *lines[2:], b'{"step": 7, "lo']))
     assert [line["step"] for line in written(run, range(7, 8), last_step=9).history] == [0, *range(2, 8)]
+    # The file has no last line for the step of the checkpoint only if an evaluation was interrupted.
+    assert caplog.messages == [f"{run.metrics_path} has no lines of steps 7 to 9; report and alerts go without them"]
     assert written(run, range(0)).history == []
     assert run.metrics_path.read_text() == ""
 
