@@ -119,13 +119,9 @@ def exported(finished: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_base_model_is_exported_without_a_checkpoint(exported, tiny_model, tmp_path):
-    summary = json.loads(
-        succeeded(here("export", *settings(f"model.path={tiny_model}"), "--out", tmp_path / "out", "--json")).stdout
-    )
-    assert (summary["model"], summary["parameters"]) == ("tiny, the untrained base", 17_056)
-    again, base = model_at(tmp_path / "out"), model_at(tiny_model)
-    jax.tree.map(np.testing.assert_array_equal, params_of(again), params_of(base))
-    assert again.tokenizer.fingerprint == base.tokenizer.fingerprint
+    result = succeeded(here("export", *settings(f"model.path={tiny_model}"), "--out", tmp_path / "out"))
+    assert "tiny, the untrained base" in result.stdout
+    jax.tree.map(np.testing.assert_array_equal, params_of(model_at(tmp_path / "out")), params_of(model_at(tiny_model)))
     assert {path.name for path in (tmp_path / "out").iterdir()} == {path.name for path in exported.iterdir()}
     card = (tmp_path / "out" / "README.md").read_text()
     assert "# tiny as a base model" in card and "not trained, in float32" in card and "## Training" not in card
@@ -289,10 +285,8 @@ def change(copied_run: Path, name: str, value: str) -> None:
 
 
 def card_of(copied_run: Path, model: Path, *overrides: str) -> str:
-    read = read_model_spec(Settings.model_validate({"model": {"path": str(model)}}))
-    return model_card(
-        load(None, overrides, {}), PolicyCheckpoint.open(copied_run), read, export_format=FULL_MODEL, dtype="float32"
-    )
+    saved, read = PolicyCheckpoint.open(copied_run), model_at(model)
+    return model_card(load(None, overrides, {}), saved, read, export_format=FULL_MODEL, dtype="float32")
 
 
 def test_the_card_says_how_many_prompts_and_answers_were_evaluated(copied_run: Path, tiny_model: Path) -> None:
@@ -337,7 +331,7 @@ def test_cards_name_sources_without_folders_and_what_is_not_default(copied_run: 
 
 
 def test_cards_name_a_hub_base_with_its_commit(copied_run: Path, tiny_model: Path) -> None:
-    model = read_model_spec(Settings.model_validate({"model": {"path": str(tiny_model)}}))
+    model = model_at(tiny_model)
     fetched = replace(model, files=replace(model.files, name="some/model", commit="c0ffee"))
     resolved = load(None, ["model.path=some/model"], {})
     card = model_card(resolved, PolicyCheckpoint.open(copied_run), fetched, export_format=FULL_MODEL, dtype="float32")
