@@ -37,7 +37,7 @@ class DecodeWeights:
 class DecodeConversion:
     """Unstacks, casts and lays out a policy's weights on a mesh, with adapters merged into the kernels.
 
-    Float kernels are quantized if those of the definition are.
+    Float kernels are quantized, or have their output dims first, if those of the definition are or have.
 
     One small program serves every layer: a program of all layers takes seconds to compile, and merging adapters in it
     would hold all layers both in float32 and in the compute type.
@@ -70,7 +70,7 @@ class DecodeConversion:
         shardings = tree_shardings(abstract_decode_weights(definition, self.mesh_of_all_hosts, dtype))
 
         def lay_out(params: Params, dims: Any) -> Params:
-            converted = _cast(_quantize_kernels(definition, merge(params)), dtype)
+            converted = _cast(_turn_kernels(definition, _quantize_kernels(definition, merge(params))), dtype)
             # Gathered over fsdp first; a mesh with another tp then takes its part. XLA would do the same to move them
             # there at once, and complain.
             return jax.tree.map(lambda x, dims: constrain(x, *decode_dims(dims)), converted, dims)
@@ -119,6 +119,16 @@ def _quantize_kernels(definition: DecoderDefinition, params: Params) -> Params:
         parts = jax.vmap(definition.quantizer(path).quantize)(flat.pop(path).astype(jnp.float32))
         flat |= {(*path[:-1], leaf): part for leaf, part in parts.items()}
     return unflatten_dict(flat)
+
+
+def _turn_kernels(definition: DecoderDefinition, params: Params) -> Params:
+    """Moves the output dims of stacked kernels to the front if those of the definition are there."""
+    if not definition.outputs_first:
+        return params
+    stored = DecoderDefinition.create(definition.architecture, definition.network_class, lora=definition.lora)
+    given = flatten_by_path(stored.dims)
+    wanted, flat = flatten_by_path(definition.dims), flatten_by_path(params)
+    return unflatten_dict({path: x.transpose(map(given[path].index, wanted[path])) for path, x in flat.items()})
 
 
 def _cast(params: Params, dtype: jnp.dtype) -> Params:

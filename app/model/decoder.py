@@ -35,6 +35,7 @@ from app.model.layers import (
     Projection,
     RMSNorm,
     apply_rope,
+    contract_last_dims,
     identity,
     make_param,
     rope_frequencies,
@@ -98,7 +99,14 @@ class Block(nnx.Module):
     al. 2022, arXiv 2205.05198, section 4.2.2.
     """
 
-    def __init__(self, arch: Architecture, rngs: nnx.Rngs, lora: LoRAConfig | None, quantization: Quantization | None):
+    def __init__(
+        self,
+        arch: Architecture,
+        rngs: nnx.Rngs,
+        lora: LoRAConfig | None,
+        quantization: Quantization | None,
+        outputs_first: bool,
+    ):
         stack = {"layers": arch.num_layers}
         embed = {"embed": arch.model_dim}
         head = {"head": arch.head_dim}
@@ -109,7 +117,8 @@ class Block(nnx.Module):
 
         def project(name: str, inputs: dict[str, int], outputs: dict[str, int], *, bias: bool) -> Projection:
             adapter = lora if lora and name in lora.projections else None
-            return Projection(rngs, inputs, outputs, bias=bias, stack=stack, lora=adapter, quantization=quantization)
+            stored: Any = {"lora": adapter, "quantization": quantization, "outputs_first": outputs_first}
+            return Projection(rngs, inputs, outputs, bias=bias, stack=stack, **stored)
 
         self.activation = arch.activation
         self.attention_norm = norm(embed)
@@ -178,18 +187,23 @@ no [tokens, tokens] array or elementwise result is kept. `block`: everything exc
 `prevent_cse` is not needed, since the forward and the backward scan are separate loops."""
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["table"], meta_fields=["soft_cap"])
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["table"], meta_fields=["soft_cap", "outputs_first"])
 @dataclass(frozen=True)
 class LMHead:
     """The map from final hidden states to logits."""
 
     table: Float[Array, "V D"]
     soft_cap: float | None = None
+    outputs_first: bool = False
+    """Whether the table is the first factor of the product; see `contract_last_dims`."""
 
     def logits(self, hidden: Float[Array, "*rows D"]) -> Float32[Array, "*rows V"]:
         """Returns hidden @ table^T in float32, soft-capped if the family caps its logits."""
         table = self.table.astype(hidden.dtype)
-        logits = jnp.einsum("...d,vd->...v", hidden, table, preferred_element_type=jnp.float32)
+        if self.outputs_first:
+            logits = contract_last_dims(hidden, table, num_dims=1)
+        else:
+            logits = jnp.einsum("...d,vd->...v", hidden, table, preferred_element_type=jnp.float32)
         return apply_soft_cap(logits, self.soft_cap)
 
 
@@ -202,10 +216,11 @@ class Trunk(nnx.Module):
         rngs: nnx.Rngs,
         lora: LoRAConfig | None = None,
         quantization: Quantization | None = None,
+        outputs_first: bool = False,
     ):
-        self.architecture = arch
+        self.architecture, self.outputs_first = arch, outputs_first
         self.embedding = make_param(rngs, {"vocab": arch.vocab_size, "embed": arch.model_dim})
-        self.blocks = Block(arch, rngs, lora, quantization)
+        self.blocks = Block(arch, rngs, lora, quantization, outputs_first)
         self.final_norm = RMSNorm(arch, rngs, {"embed": arch.model_dim}, stack={})
         self.make_head(arch, rngs)
 
@@ -308,7 +323,7 @@ class Decoder(Trunk):
     @property
     def head(self) -> LMHead:
         table = self.embedding[...] if self.architecture.tied_embeddings else self.output[...]
-        return LMHead(table, self.architecture.logit_soft_cap)
+        return LMHead(table, self.architecture.logit_soft_cap, self.outputs_first)
 
 
 class ValueDecoder(Trunk):
@@ -342,6 +357,8 @@ class DecoderDefinition:
     """Paths of the adapters, the only trainable weights; empty if all weights are trainable."""
     quantization: Quantization | None = None
     """Quantization of the kernels; None if they are float32."""
+    outputs_first: bool = False
+    """Whether kernels have their output dims first, for fast products with few tokens on CPUs."""
 
     @classmethod
     def create(
@@ -351,12 +368,14 @@ class DecoderDefinition:
         *,
         lora: LoRAConfig | None = None,
         quantization: Quantization | None = None,
+        outputs_first: bool = False,
     ) -> DecoderDefinition:
-        graph, state = nnx.split(nnx.eval_shape(lambda: network_class(arch, nnx.Rngs(0), lora, quantization)))
+        network = nnx.eval_shape(lambda: network_class(arch, nnx.Rngs(0), lora, quantization, outputs_first))
+        graph, state = nnx.split(network)
         shapes = nnx.to_pure_dict(state)
         dims = unflatten_dict({path: variable.get_metadata()["dims"] for path, variable in nnx.to_flat_state(state)})
         adapters = frozenset(flatten_by_path(nnx.to_pure_dict(nnx.filter_state(state, LoRAParam))))
-        return cls(arch, network_class, graph, shapes, dims, lora, adapters, quantization)
+        return cls(arch, network_class, graph, shapes, dims, lora, adapters, quantization, outputs_first)
 
     @cached_property
     def unquantized(self) -> DecoderDefinition:
@@ -380,6 +399,11 @@ class DecoderDefinition:
         if self.lora is None:
             return self
         return self.create(self.architecture, self.network_class, quantization=self.quantization)
+
+    def with_outputs_first(self) -> DecoderDefinition:
+        """Returns the same network with the output dims of its kernels first."""
+        assert self.quantization is None
+        return self.create(self.architecture, self.network_class, lora=self.lora, outputs_first=True)
 
     def held_in(self, dtype: jnp.dtype) -> DecoderDefinition:
         """Returns the same network with weights of this type, which it computes in, apart from quantized kernels.

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -74,6 +75,8 @@ PROJECTION_CHECKPOINT_NAME = "product"
 class Projection(nnx.Module):
     """A product with a kernel, input dims first, and a bias if the family has one.
 
+    Kernels for decoding may have their output dims first; see `DecoderDefinition.outputs_first`.
+
     With an adapter it computes x W + scale (x A) B; A and B are zeros until `app.model.lora.init_adapters`. A quantized
     W, also zeros at first, is dequantized for each product.
     """
@@ -88,9 +91,10 @@ class Projection(nnx.Module):
         stack: dict[str, int],
         lora: LoRAConfig | None,
         quantization: Quantization | None,
+        outputs_first: bool = False,
     ):
-        self.num_input_dims = len(inputs)
-        sizes, is_int8 = {**inputs, **outputs}, quantization == "int8"
+        self.num_input_dims, self.outputs_first = len(inputs), outputs_first
+        sizes, is_int8 = {**outputs, **inputs} if outputs_first else {**inputs, **outputs}, quantization == "int8"
         if quantization is None:
             self.kernel = make_param(rngs, {**stack, **sizes})
         else:
@@ -115,6 +119,8 @@ class Projection(nnx.Module):
         return y + self.bias[...].astype(x.dtype) if hasattr(self, "bias") else y
 
     def _product(self, x: Float[Array, "*tokens *inputs"]) -> Float[Array, "*tokens *outputs"]:
+        if self.outputs_first:
+            return contract_last_dims(x, self.kernel[...], num_dims=self.num_input_dims).astype(x.dtype)
         if hasattr(self, "kernel"):
             return contract_dims(x, self.kernel[...], num_dims=self.num_input_dims)
 
@@ -132,8 +138,54 @@ def contract_dims(
     x: Float[Array, "*tokens *inputs"], matrix: Float[Array, "*inputs *outputs"], *, num_dims: int
 ) -> Float[Array, "*tokens *outputs"]:
     """Contracts the last `num_dims` dims of `x` with the first `num_dims` dims of the matrix."""
-    dims = tuple(range(x.ndim - num_dims, x.ndim)), tuple(range(num_dims))
-    return jax.lax.dot_general(x, matrix.astype(x.dtype), (dims, ((), ())))
+    matrix = matrix.astype(x.dtype)
+    if x.dtype == jnp.bfloat16 and current_device()[0] == "cpu":
+        return _contract_on_cpu(num_dims, x, matrix)
+    return _contract(x, matrix, range(x.ndim - num_dims, x.ndim), range(num_dims), x.dtype)
+
+
+def _contract(x: Array, y: Array, dims_of_x: Sequence[int], dims_of_y: Sequence[int], dtype: Any) -> Array:
+    return jax.lax.dot_general(x, y, ((tuple(dims_of_x), tuple(dims_of_y)), ((), ())), preferred_element_type=dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _contract_on_cpu(num_dims: int, x: Array, matrix: Array) -> Array:
+    """Returns `contract_dims` of bfloat16 factors.
+
+    Many CPUs have instructions for products of bfloat16, several times as fast as those of float32. XLA uses them only
+    if the result is float32, in the backward pass, too, and both factors are bfloat16.
+    """
+    return _contract(x, matrix, range(x.ndim - num_dims, x.ndim), range(num_dims), jnp.float32).astype(x.dtype)
+
+
+def _contract_on_cpu_backward(num_dims: int, saved: tuple[Array, Array], gradient: Array) -> tuple[Array, Array]:
+    x, matrix = saved
+    tokens, num_outputs = range(x.ndim - num_dims), matrix.ndim - num_dims
+    outputs = range(gradient.ndim - num_outputs, gradient.ndim)
+    of_x = _contract(gradient, matrix, outputs, range(num_dims, matrix.ndim), jnp.float32)
+    of_matrix = _contract(x, gradient, tokens, tokens, jnp.float32)
+    return of_x.astype(x.dtype), of_matrix.astype(matrix.dtype)
+
+
+_contract_on_cpu.defvjp(
+    lambda num_dims, x, matrix: (_contract_on_cpu(num_dims, x, matrix), (x, matrix)), _contract_on_cpu_backward
+)
+
+
+def contract_last_dims(
+    x: Float[Array, "*tokens *inputs"], matrix: Float[Array, "*outputs *inputs"], *, num_dims: int
+) -> Float32[Array, "*tokens *outputs"]:
+    """Contracts the last `num_dims` dims of both, in float32: the fast order of a matrix's dims on CPUs for few tokens.
+
+    In float32, the matrix is the first factor, 1.4 to 2 times as fast; the barrier keeps XLA from turning them round.
+    """
+    tokens, outputs = x.shape[: x.ndim - num_dims], matrix.shape[: matrix.ndim - num_dims]
+    rows, factor = x.reshape(math.prod(tokens), -1), matrix.astype(x.dtype).reshape(math.prod(outputs), -1)
+    if x.dtype == jnp.float32:
+        product = jax.lax.optimization_barrier(_contract(factor, rows, (1,), (1,), jnp.float32)).T
+    else:
+        product = _contract(rows, factor, (1,), (1,), jnp.float32)
+    return product.reshape(*tokens, *outputs)
 
 
 def rope_frequencies(rope: RopeConfig, head_dim: int) -> Float32[np.ndarray, " H/2"]:

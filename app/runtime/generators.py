@@ -160,6 +160,7 @@ def _open_ray_workers(
             matmul_precision="highest" if settings.model.dtype == "float32" else None,
             lora=definition.lora,
             quantization=definition.quantization,
+            outputs_first=definition.outputs_first,
             stop_text=tokenizer.stop_text if settings.rollout.stop else None,
         )
         for kind, engine in engines.items()

@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from app.distributed.collectives import gather_bytes_over_hosts
 from app.distributed.stop_check import StopCheck
 from app.mesh.device_mesh import host_submesh
-from app.mesh.devices import local_devices
+from app.mesh.devices import device_platform, local_devices
 from app.mesh.placement import bytes_per_device
 from app.model.decode_weights import DecodeConversion, DecodeWeights
 from app.model.lora import merge_adapters
@@ -36,6 +36,9 @@ from app.runtime.slot_choice import slots_note
 from settings import Settings
 
 Generator = ContinuousBatchGenerator | RolloutWorkerPool
+
+MIN_TURNED_DIM = 512
+"""Model dim from which kernels have their output dims first on CPUs; smaller ones are in the processor's cache."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,6 +224,9 @@ def _decode_conversion(scoring: ScoringSession, *, generates: bool) -> DecodeCon
     settings, model, mesh = scoring.settings, scoring.model_spec, scoring.mesh
     dtype, lora = jnp.dtype(settings.model.dtype), model.policy_definition.lora
     decoder = model.decode_definition(dtype, settings.rollout.weights if generates else None)
+    is_large = decoder.architecture.model_dim >= MIN_TURNED_DIM and decoder.quantization is None
+    if is_large and device_platform(mesh.devices.flat[0]) == "cpu":
+        decoder = decoder.with_outputs_first()
     of_all_hosts = rollout_mesh(settings, mesh, decoder) if generates else mesh
     return DecodeConversion(
         decoder,

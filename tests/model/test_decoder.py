@@ -19,7 +19,7 @@ from app.model.architecture import Architecture
 from app.model.attention.pairs import Blocking
 from app.model.decode_weights import DecodeConversion
 from app.model.decoder import DecoderDefinition, Params
-from app.model.layers import rope_frequencies
+from app.model.layers import contract_dims, rope_frequencies
 from app.model.lora import LoRAConfig, combine_params
 from app.model.prefill_and_decode import decode_step, prefill
 from app.model.segment_layout import single_segment_layout
@@ -224,12 +224,13 @@ LENGTHS = np.array([1, 5, 4])
 
 
 class Compiled:
-    def __init__(self, architecture: Architecture):
+    def __init__(self, architecture: Architecture, *, outputs_first: bool = False):
         definition = DecoderDefinition.create(architecture)
         params = tiny.random_params(definition)
-        self.weights = DecodeConversion(definition, tiny.make_mesh(), FLOAT32)(params)
-        self.prefill = jax.jit(functools.partial(prefill, definition))
-        self.decode_step = jax.jit(functools.partial(decode_step, definition))
+        decoding = definition.with_outputs_first() if outputs_first else definition
+        self.weights = DecodeConversion(decoding, tiny.make_mesh(), FLOAT32)(params)
+        self.prefill = jax.jit(functools.partial(prefill, decoding))
+        self.decode_step = jax.jit(functools.partial(decode_step, decoding))
         whole = single_segment_layout(np.ones((3, 9), bool))
         self.expected = np.asarray(
             jax.jit(definition.bind(params).hidden, static_argnames="dtype")(token_ids(), whole, dtype=FLOAT32)
@@ -258,9 +259,10 @@ def grown(cache, size: int, filler: float = 0.0):
     return jax.tree.map(pad, cache)
 
 
+@pytest.mark.parametrize("outputs_first", [False, True], ids=["inputs-first", "outputs-first"])
 @pytest.mark.parametrize("architecture", [tiny.BIASED, SWITCHED_EXPERTS], ids=["biases", "every-switch-and-experts"])
-def test_prefill_and_decode_equal_one_forward_pass(architecture):
-    model = compiled(architecture)
+def test_prefill_and_decode_equal_one_forward_pass(architecture, outputs_first):
+    model = compiled(architecture, outputs_first=outputs_first)
     expected = model.expected
     hidden, cache, _ = model.prefill(model.weights, right_padded(6), LENGTHS)
     np.testing.assert_allclose(hidden, expected[np.arange(3), LENGTHS - 1], atol=2e-5)
@@ -301,11 +303,30 @@ def test_decode_weights_are_one_array_a_layer_in_the_compute_type():
     assert sum(leaf.size for leaf in jax.tree.leaves(weights)) == definition.num_parameters
 
 
-def test_sampler_and_scorer_agree_in_bfloat16_near_float32():
+def test_products_of_bfloat16_have_float32_results_on_a_cpu_and_right_gradients():
+    rng = np.random.default_rng(0)
+    x, matrix = (jnp.asarray(rng.normal(size=size), jnp.bfloat16) for size in ((3, 5, 2, 8), (2, 8, 6)))
+
+    def total(x: jax.Array, matrix: jax.Array) -> jax.Array:
+        return jnp.square(contract_dims(x, matrix, num_dims=2).astype(jnp.float32)).sum()
+
+    gradient = jax.value_and_grad(total, argnums=(0, 1))
+    products = re.findall(
+        r"dot_general.*?: \((.*?)\) -> tensor<.*x(\w+)>", jax.jit(gradient).lower(x, matrix).as_text()
+    )
+    assert [out for _, out in products] == ["f32"] * 3 and not any("f32" in operands for operands, _ in products)
+    found, exact = gradient(x, matrix), gradient(x.astype(jnp.float32), matrix.astype(jnp.float32))
+    for ours, expected in zip(jax.tree.leaves(found), jax.tree.leaves(exact), strict=True):
+        np.testing.assert_allclose(np.float32(ours), expected, atol=0.01 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("outputs_first", [False, True], ids=["inputs-first", "outputs-first"])
+def test_sampler_and_scorer_agree_in_bfloat16_near_float32(outputs_first):
     definition = DecoderDefinition.create(tiny.SWITCHED)
     params = tiny.random_params(definition)
     prompts = tiny.random_prompts(6, vocab_size=tiny.SWITCHED.vocab_size)
-    engine = tiny.make_engine(definition, dtype=jnp.dtype("bfloat16"))
+    decoding = definition.with_outputs_first() if outputs_first else definition
+    engine = tiny.make_engine(decoding, dtype=jnp.dtype("bfloat16"))
     rules = {"rules": SamplingRules(temperature=1.0), "seed": 0, "policy_version": 0}
     request = GenerationRequest(group_size=2, max_new_tokens=20, **rules)
     samples = engine.generate(engine.to_decode_weights(params), prompts, request)

@@ -21,6 +21,7 @@ from jaxtyping import Array, Bool, Int32
 
 from app.mesh.axis_rules import LOGICAL_AXIS_RULES, current_device, shard_map_by_dims, sharding_tree
 from app.mesh.compiler_options import compiler_options
+from app.mesh.devices import device_platform
 from app.mesh.placement import abstract_arrays, tree_shardings
 from app.model.attention.cached import cache_block_size
 from app.model.decode_weights import DecodeWeights, abstract_decode_weights
@@ -311,7 +312,9 @@ class SlotPrograms:
 
     def _cache_shapes(self, num_blocks: int) -> KVCache:
         is_int8 = self.shapes.kv_cache == "int8"
-        return cache_shapes(self.definition.architecture, num_blocks, self.block_size, self.dtype, is_int8=is_int8)
+        # On a CPU, XLA would convert a whole pool of bfloat16 to write a token into it.
+        dtype = jnp.float32 if device_platform(self.mesh.devices.flat[0]) == "cpu" else self.dtype
+        return cache_shapes(self.definition.architecture, num_blocks, self.block_size, dtype, is_int8=is_int8)
 
     @functools.cached_property
     def abstract_weights(self) -> DecodeWeights:

@@ -71,6 +71,8 @@ class ActorSpec:
     """Adapters that stay separate from the kernels during decoding."""
     quantization: Quantization | None = None
     """Quantization of the adapted kernels."""
+    outputs_first: bool = False
+    """The order of the kernels' dims; see `DecoderDefinition`."""
     stop_text: DecodeText | None = None
     """Converts token ids to text, if there are stop strings. It takes a tokenizer to the actor."""
 
@@ -117,7 +119,12 @@ class RolloutActor:
         mesh = device_mesh.make_mesh(MeshSettings(shape=f"1,-1,{spec.tp}"))
         check_slots_divide(spec, num_cache_shards(mesh, spec.architecture.num_kv_heads))
         self._engine = SlotEngine(
-            DecoderDefinition.create(spec.architecture, lora=spec.lora, quantization=spec.quantization),
+            DecoderDefinition.create(
+                spec.architecture,
+                lora=spec.lora,
+                quantization=spec.quantization,
+                outputs_first=spec.outputs_first,
+            ),
             mesh,
             spec.shapes,
             eos_ids=spec.eos_ids,
