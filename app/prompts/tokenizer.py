@@ -11,7 +11,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
 
@@ -31,7 +31,7 @@ QWEN2_SPLIT = (
 INVALID_BYTE = re.compile("[\udc80-\udcff]")
 """What stands for a byte that is not UTF-8 in text decoded with `surrogateescape`."""
 # GGUF `tokenizer.ggml.token_type`
-NORMAL, CONTROL, USER_DEFINED = 1, 3, 4
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6
 
 
 class Tokenizer:
@@ -238,19 +238,48 @@ def _from_directory(directory: Path) -> PreTrainedTokenizerFast:
 
 
 def _from_gguf(gguf: GgufFile) -> PreTrainedTokenizerFast:
-    """Builds a byte-level BPE tokenizer from GGUF metadata.
+    """Builds a BPE tokenizer from GGUF metadata.
 
     Source: llama.cpp, `convert_hf_to_gguf.py` (token types) and `llama-vocab.cpp` (pre-tokenizer names).
     """
-    if (model := gguf.metadata("tokenizer.ggml.model")) != "gpt2":
-        raise InputError(f"{gguf.path}: tokenizer model {model!r} is not supported; supported: 'gpt2' (byte-level BPE)")
+    builders = {"gpt2": _byte_level_bpe, "llama": _sentencepiece_bpe}
+    if (model := gguf.metadata("tokenizer.ggml.model")) not in builders:
+        raise InputError(
+            f"{gguf.path}: tokenizer model {model!r} is not supported; supported: 'gpt2' (byte-level BPE) and 'llama' "
+            "(SentencePiece)"
+        )
     tokens = gguf.metadata("tokenizer.ggml.tokens")
+    if model == "llama":
+        # llama.cpp stores tokens of several spaces as such, and every other space as this sign.
+        tokens = [token if token.strip(" ") else "▁" * len(token) for token in tokens]
     types = gguf.metadata("tokenizer.ggml.token_type", [NORMAL] * len(tokens))
+    # llama.cpp fills a padded vocabulary with made-up tokens of type "unused".
+    kept = {NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE}
+    vocabulary = {token: i for i, (token, kind) in enumerate(zip(tokens, types, strict=True)) if kind in kept}
+    keys = {"eos": "eos", "pad": "padding", "bos": "bos"} | ({"unk": "unknown"} if model == "llama" else {})
+    names = {
+        f"{name}_token": _token_from_id(gguf, tokens, gguf.metadata(f"tokenizer.ggml.{key}_token_id", -1))
+        for name, key in keys.items()
+    }
+    backend = builders[model](gguf, vocabulary, names.get("unk_token"))
+    kinds = zip(tokens, types, strict=True)
+    added = [(token, kind) for token, kind in kinds if kind in (CONTROL, USER_DEFINED) and token.strip("▁")]
+    backend.add_tokens([AddedToken(token, special=kind == CONTROL, normalized=False) for token, kind in added])
+    bos = names["bos_token"]
+    if bos in vocabulary and gguf.metadata("tokenizer.ggml.add_bos_token", model == "llama"):
+        start = [(bos, vocabulary[bos])]
+        backend.post_processor = processors.TemplateProcessing(single=f"{bos} $A", special_tokens=start)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        **{**names, "pad_token": names["pad_token"] or names["eos_token"]},
+        chat_template=gguf.metadata("tokenizer.chat_template", ""),
+    )
+
+
+def _byte_level_bpe(gguf: GgufFile, vocabulary: dict[str, int], unk: str | None) -> Backend:
+    """Builds a byte-level BPE tokenizer, to which no text is unknown."""
     parts = (str(merge).partition(" ") for merge in gguf.metadata("tokenizer.ggml.merges"))
     merges = [(left, right) for left, _, right in parts]
-    # llama.cpp fills a padded vocabulary with made-up tokens of type "unused".
-    kept = {NORMAL, CONTROL, USER_DEFINED}
-    vocabulary = {token: i for i, (token, kind) in enumerate(zip(tokens, types, strict=True)) if kind in kept}
     # The tokenizers library would abort.
     unknown = next((merge for merge in merges if not vocabulary.keys() >= {*merge, "".join(merge)}), None)
     if unknown is not None:
@@ -258,18 +287,28 @@ def _from_gguf(gguf: GgufFile) -> PreTrainedTokenizerFast:
     backend = Backend(models.BPE(vocab=vocabulary, merges=merges))
     backend.normalizer, backend.pre_tokenizer = _pre_tokenization(gguf)
     backend.decoder = decoders.ByteLevel()
-    added = [(token, kind) for token, kind in zip(tokens, types, strict=True) if kind in (CONTROL, USER_DEFINED)]
-    backend.add_tokens([AddedToken(token, special=kind == CONTROL, normalized=False) for token, kind in added])
-    eos_id = gguf.metadata("tokenizer.ggml.eos_token_id", -1)
-    pad_id = gguf.metadata("tokenizer.ggml.padding_token_id", eos_id)
-    bos_id = gguf.metadata("tokenizer.ggml.bos_token_id", -1)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        eos_token=_token_from_id(gguf, tokens, eos_id),
-        pad_token=_token_from_id(gguf, tokens, pad_id),
-        bos_token=_token_from_id(gguf, tokens, bos_id),
-        chat_template=gguf.metadata("tokenizer.chat_template", ""),
-    )
+    return backend
+
+
+def _sentencepiece_bpe(gguf: GgufFile, vocabulary: dict[str, int], unk: str | None) -> Backend:
+    """Builds Gemma's tokenizer, whose merges are all ways to put a token together, in the order of the vocabulary.
+
+    Source: transformers, `GemmaTokenizer` and its reading of GGUF files. The scores in the file have another order.
+    """
+    if gguf.metadata("general.architecture") != "gemma3" or gguf.metadata("tokenizer.ggml.add_space_prefix", True):
+        raise InputError(f"{gguf.path}: a SentencePiece tokenizer (model 'llama') is supported for Gemma 3 only")
+    merges = [
+        (token[:cut], token[cut:])
+        for token in vocabulary
+        for cut in range(len(token) - 1, 0, -1)
+        if token[:cut] in vocabulary and token[cut:] in vocabulary
+    ]
+    bpe = models.BPE(vocab=vocabulary, merges=merges, unk_token=unk, fuse_unk=True, byte_fallback=True)
+    backend = Backend(bpe)
+    backend.normalizer = normalizers.Replace(" ", "▁")
+    backend.pre_tokenizer = pre_tokenizers.Split(" ", behavior="merged_with_previous")
+    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    return backend
 
 
 def _pre_tokenization(gguf: GgufFile) -> tuple[Any, Any]:

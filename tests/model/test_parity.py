@@ -5,19 +5,12 @@ over several units, and a wrong pairing, scale or bias shows in the first digits
 """
 
 import json
-import subprocess
-import sys
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
-from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
-from app.model.io.model_files import open_model
-from app.model.segment_layout import single_segment_layout
 from app.rollout.request import GenerationRequest
 from app.rollout.sampling.token_sampling import SamplingRules
 from tests.model.reference import (
@@ -26,12 +19,10 @@ from tests.model.reference import (
     ONE_KV_HEAD,
     SIZES,
     SWITCHES,
-    PackedRows,
     assert_every_segment_has_the_reference_logits,
     import_reference,
     load_ours,
     load_reference,
-    our_logits,
     reference_logits,
     write_checkpoint,
 )
@@ -154,40 +145,3 @@ def test_greedy_generation_equals_transformers_token_for_token(tmp_path):
         logprobs = torch.log_softmax(logits, dim=-1).numpy()
         chosen = np.take_along_axis(logprobs, sample.completion_ids[:, None], axis=1)[:, 0]
         np.testing.assert_allclose(sample.behavior_logprobs, chosen, rtol=0, atol=1e-4)
-
-
-CONVERTER = Path(__file__).resolve().parents[3] / "shared" / "tools" / "convert_smollm2.py"
-
-
-@pytest.fixture
-def converted_smollm2(smollm2_gguf) -> Iterator[Path]:
-    """The Hugging Face directory that an independent converter writes from the GGUF file."""
-    if not CONVERTER.is_file():
-        pytest.skip("the independent converter is not beside this repository")
-    with tempfile.TemporaryDirectory() as folder:  # not tmp_path: pytest would keep half a gigabyte
-        command = [sys.executable, str(CONVERTER), "--gguf", str(smollm2_gguf), "--out", folder]
-        subprocess.run(command, check=True, capture_output=True, timeout=240)
-        yield Path(folder)
-
-
-@pytest.mark.slow
-def test_smollm2_from_gguf_has_the_converter_s_weights_and_transformers_logits(
-    smollm2_gguf, converted_smollm2, gsm8k_dir
-):
-    weights = open_model(str(smollm2_gguf)).weights
-    with safe_open(converted_smollm2 / "model.safetensors", framework="numpy") as converted:
-        assert set(weights.shapes) == set(converted.keys())
-        assert len(weights.shapes) == 272
-        for name in converted.keys():  # noqa: SIM118 - not a mapping
-            np.testing.assert_array_equal(weights.read(name), converted.get_tensor(name), err_msg=name)
-
-    _, transformers = import_reference()
-    with (gsm8k_dir / "train.jsonl").open(encoding="utf-8") as lines:
-        question = json.loads(next(lines))["question"]
-    tokenizer = transformers.AutoTokenizer.from_pretrained(converted_smollm2)
-    chat = tokenizer.apply_chat_template([{"role": "user", "content": question}], add_generation_prompt=True)
-    token_ids = np.asarray(chat["input_ids"], np.int32)
-    expected = reference_logits(load_reference(converted_smollm2), token_ids)
-    one_row = token_ids[None]
-    rows = PackedRows([], one_row, single_segment_layout(np.ones_like(one_row, bool)))
-    np.testing.assert_allclose(our_logits(*load_ours(smollm2_gguf), rows)[0], expected, rtol=0, atol=1e-3)

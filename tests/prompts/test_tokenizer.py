@@ -22,6 +22,9 @@ from settings.schema.data import DataSettings
 from tests.prompts.chat_families import write_tokenizer
 from tests.prompts.tokenizers import MERGES, TEMPLATE, VOCABULARY, write_directory, write_gguf
 
+BYTE_TOKENS = [f"<0x{byte:02X}>" for byte in range(256)]
+CHARACTERS = ["▁", *"abcdefghijklmnopqrstuvwxyz0123456789"]
+
 
 def tokenizer_at(path: Path, **template_kwargs: Any) -> Tokenizer:
     return load_tokenizer(open_model(str(path)), template_kwargs)
@@ -144,12 +147,37 @@ def test_a_gguf_tokenizer_equals_that_of_the_directory(tmp_path, tiny):
 def test_unusable_gguf_tokenizers_are_refused(tmp_path):
     refusals: list[tuple[dict[str, Any], str]] = [
         ({"pre": "llama-bpe"}, "'llama-bpe' is not supported; supported: gpt-2, smollm, qwen2"),
-        ({"model": "llama"}, "tokenizer model 'llama' is not supported"),
+        ({"model": "bert"}, "tokenizer model 'bert' is not supported"),
+        ({"model": "llama"}, r"\(model 'llama'\) is supported for Gemma 3 only"),
         *(({"eos_id": None}, "has an end-of-sequence token"), ({"eos_id": 5000}, "5000 is outside the vocabulary")),
     ]
     for i, (change, message) in enumerate(refusals):
         with pytest.raises(InputError, match=message):
             tokenizer_at(write_gguf(tmp_path / f"{i}.gguf", **change))
+
+
+def test_a_gemma_gguf_tokenizer_equals_that_of_transformers(tmp_path):
+    """Its file has no merges, tokens of several spaces as such, and scores that say nothing about the order."""
+    kinds = {
+        "<pad>": "control",
+        "<eos>": "control",
+        "<bos>": "control",
+        "<unk>": "unknown",
+        "\n\n": "user",
+        "  ": "user",
+    }
+    kinds |= dict.fromkeys(BYTE_TOKENS, "byte") | dict.fromkeys(["he", "▁h", "▁he", "12", *CHARACTERS], "normal")
+    path = write_gguf(tmp_path / "a.gguf", model="llama", pre="default", eos_id=1, family="gemma3", vocabulary=kinds)
+    ours = tokenizer_at(path)
+    vocabulary = {token.replace(" ", "▁"): i for i, token in enumerate(kinds)}
+    merges: Any = [("▁", "▁"), ("h", "e"), ("▁", "h"), ("▁h", "e"), ("▁", "he"), ("1", "2")]
+    theirs = transformers.GemmaTokenizer(vocab=vocabulary, merges=merges)
+    theirs.add_tokens([AddedToken("\n\n", normalized=False)])
+    for text in ("he  he 12\n\n\n", " the   he▁▁", "naïve 数 🙂\t"):
+        assert ours.encode(text) == theirs.encode(text, add_special_tokens=False)
+        assert ours.text_ids(text) == [2, *ours.encode(text)]
+    assert ours.decode(ours.text_ids("he  he é\n\n")) == "he  he é\n\n"
+    assert (ours.eos_ids, ours.unk_id, ours.special_ids) == ((1,), 3, {0, 1, 2})
 
 
 def test_smollm2_is_read_from_gguf(smollm2_gguf):
@@ -186,8 +214,6 @@ MISTRAL_TEMPLATE = (
     "{{ message['content'] + eos_token }}{% else %}{{ raise_exception('Only user and assistant roles!') }}{% endif %}"
     "{% endfor %}"
 )
-BYTE_TOKENS = [f"<0x{byte:02X}>" for byte in range(256)]
-CHARACTERS = ["▁", *"abcdefghijklmnopqrstuvwxyz0123456789"]
 SENTENCEPIECE_MERGES: Any = [("h", "e"), ("▁", "h"), ("▁", "he")]
 
 

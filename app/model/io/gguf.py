@@ -20,8 +20,12 @@ from gguf.quants import dequantize
 
 from settings.errors import InputError
 
-HUGGING_FACE_CLASSES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM"}
-"""The class named in the rebuilt `config.json`, by `general.architecture`."""
+HUGGING_FACE_CLASSES = {
+    "llama": ("llama", "LlamaForCausalLM"),
+    "qwen2": ("qwen2", "Qwen2ForCausalLM"),
+    "gemma3": ("gemma3_text", "Gemma3ForCausalLM"),
+}
+"""The `model_type` and the class named in the rebuilt `config.json`, by `general.architecture`."""
 
 CHUNK_BYTES = 1 << 16
 """Number of bytes that are dequantized at a time: what is made of them on the way stays in a core's cache."""
@@ -39,11 +43,19 @@ BLOCK_TENSORS = {
     "attn_k": "self_attn.k_proj",
     "attn_v": "self_attn.v_proj",
     "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
     "ffn_norm": "post_attention_layernorm",
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+GEMMA_TENSORS = {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+LAYERS_OF_GEMMA_3_27B = 62
 
 
 class FastListReader(GGUFReader):
@@ -112,7 +124,7 @@ class GgufFile:
         values = np.empty(_shape(tensor), np.float32)
         data = np.asarray(tensor.data)
         rows = values.reshape(len(data), -1)
-        step = max(1, CHUNK_BYTES * len(data) // data.nbytes)
+        step = max(1, CHUNK_BYTES * len(data) // max(1, data.nbytes))
         try:
             for start in range(0, len(data), step):
                 part = rows[start : start + step]
@@ -121,6 +133,8 @@ class GgufFile:
         except NotImplementedError as error:
             raise InputError(f"{self.path}: tensor {tensor.name!r}: {error}; use another quantization") from error
         stem = tensor.name.split(".")[-2]
+        if self._family == "gemma3" and stem.endswith("norm"):
+            return values - 1  # llama.cpp stores the whole factor, Gemma its difference from 1.
         is_rotated = self._family == "llama" and stem in self._num_heads
         return self._unpermute(values, self._num_heads[stem]) if is_rotated else values
 
@@ -146,18 +160,25 @@ class GgufFile:
         model_dim = self._positive_int("embedding_length")
         head_dim = self._positive_int("attention.key_length", model_dim // self._num_heads["attn_q"])
         scaling = self._family_metadata("rope.scaling.type", "none")
-        if window := self._family_metadata("attention.sliding_window", 0):
+        model_type, class_name = HUGGING_FACE_CLASSES[self._family]
+        num_layers, own = self._family_metadata("block_count"), {"hidden_act": "silu"}
+        if self._family == "gemma3":
+            # Not in the file: llama.cpp, too, knows the scale of queries by the number of layers.
+            scale = model_dim // self._num_heads["attn_q"] if num_layers == LAYERS_OF_GEMMA_3_27B else head_dim
+            window = self._positive_int("attention.sliding_window")
+            own = {"sliding_window": window, "query_pre_attn_scalar": scale}
+        elif window := self._family_metadata("attention.sliding_window", 0):
             raise InputError(
                 f"{self.path}: GGUF metadata '{self._family}.attention.sliding_window' = {window} is not supported; "
                 f"{WORKAROUND}"
             )
         return {
-            "architectures": [HUGGING_FACE_CLASSES[self._family]],
-            "model_type": self._family,
+            "architectures": [class_name],
+            "model_type": model_type,
             "vocab_size": self.shapes["model.embed_tokens.weight"][0],
             "hidden_size": model_dim,
             "intermediate_size": self._family_metadata("feed_forward_length"),
-            "num_hidden_layers": self._family_metadata("block_count"),
+            "num_hidden_layers": num_layers,
             "num_attention_heads": self._num_heads["attn_q"],
             "num_key_value_heads": self._num_heads["attn_k"],
             "head_dim": head_dim,
@@ -171,7 +192,7 @@ class GgufFile:
             "tie_word_embeddings": "lm_head.weight" not in self._tensors,
             "attention_bias": "model.layers.0.self_attn.q_proj.bias" in self._tensors,
             "mlp_bias": "model.layers.0.mlp.up_proj.bias" in self._tensors,
-            "hidden_act": "silu",
+            **own,
         }
 
     def generation_config(self) -> dict[str, Any]:
@@ -209,7 +230,8 @@ class GgufFile:
     def _hugging_face_name(self, name: str) -> str:
         match = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", name)
         layer, stem, leaf = match.groups("") if match else ("", "", "")
-        module = BLOCK_TENSORS.get(stem) if layer else OUTER_TENSORS.get(stem)
+        block_tensors = BLOCK_TENSORS | (GEMMA_TENSORS if self._family == "gemma3" else {})
+        module = block_tensors.get(stem) if layer else OUTER_TENSORS.get(stem)
         if module is not None and (leaf == "weight" or module.endswith("_proj")):
             return f"model.layers.{layer}.{module}.{leaf}" if layer else f"{module}.{leaf}"
         why = "scales rotary frequencies one by one" if stem == "rope_freqs" else "is unknown in this architecture"

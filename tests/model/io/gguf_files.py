@@ -25,9 +25,16 @@ LLAMA_CPP_NAMES = {
     "mlp.up_proj.weight": "ffn_up.weight",
     "mlp.down_proj.weight": "ffn_down.weight",
 }
+GEMMA_NAMES = {
+    "self_attn.q_norm.weight": "attn_q_norm.weight",
+    "self_attn.k_norm.weight": "attn_k_norm.weight",
+    "post_attention_layernorm.weight": "post_attention_norm.weight",
+    "pre_feedforward_layernorm.weight": "ffn_norm.weight",
+    "post_feedforward_layernorm.weight": "post_ffw_norm.weight",
+}
 
 
-def random_checkpoint(*, biases: bool, tied: bool) -> dict[str, np.ndarray]:
+def random_checkpoint(*, biases: bool, tied: bool, family: str = "llama") -> dict[str, np.ndarray]:
     layer = {
         "input_layernorm.weight": (MODEL_DIM,),
         "post_attention_layernorm.weight": (MODEL_DIM,),
@@ -41,6 +48,8 @@ def random_checkpoint(*, biases: bool, tied: bool) -> dict[str, np.ndarray]:
     }
     if biases:
         layer |= {f"self_attn.{p}_proj.bias": layer[f"self_attn.{p}_proj.weight"][:1] for p in "qkv"}
+    if family == "gemma3":
+        layer |= {name: (HEAD_DIM if "self_attn" in name else MODEL_DIM,) for name in GEMMA_NAMES}
     shapes = {"model.embed_tokens.weight": (VOCAB, MODEL_DIM), "model.norm.weight": (MODEL_DIM,)}
     shapes |= {} if tied else {"lm_head.weight": (VOCAB, MODEL_DIM)}
     shapes |= {f"model.layers.{i}.{name}": shape for i in range(LAYERS) for name, shape in layer.items()}
@@ -74,10 +83,15 @@ def write_gguf(path: Path, family: str, checkpoint: dict[str, np.ndarray], *, ex
         writer.add_block_count(LAYERS)
     for add in extra or ():
         add(writer)
+    if family == "gemma3":
+        writer.add_sliding_window(4)
+    names = LLAMA_CPP_NAMES | (GEMMA_NAMES if family == "gemma3" else {})
     for name, values in checkpoint.items():
         layer, _, rest = name.removeprefix("model.layers.").partition(".")
         in_layer = name.startswith("model.layers.")
-        new = f"blk.{layer}.{LLAMA_CPP_NAMES[rest]}" if in_layer else LLAMA_CPP_NAMES[name]
+        new = f"blk.{layer}.{names[rest]}" if in_layer else names[name]
+        if family == "gemma3" and "norm" in name:
+            values = values + 1
         if family == "llama" and ("q_proj" in name or "k_proj" in name):
             values = permuted_as_llama_cpp_does(values, HEADS if "q_proj" in name else KV_HEADS)
         if "mlp" in name:

@@ -8,8 +8,10 @@ import pytest
 from gguf import GGMLQuantizationType, GGUFWriter
 from gguf.quants import dequantize, quantize
 
+from app.model.decoder import DecoderDefinition
 from app.model.io.families import architecture_from_config
 from app.model.io.gguf import GgufFile
+from app.model.io.hf_weights import check_tensors, expected_tensors
 from app.model.io.model_files import open_model
 from settings.errors import InputError
 from tests.model.io.gguf_files import finish, random_checkpoint, write_gguf
@@ -25,9 +27,9 @@ def test_byte_ranges_are_those_of_the_tensors(tmp_path):
         assert content[extents[name].start : extents[name].stop] == stored.tobytes(), name
 
 
-@pytest.mark.parametrize(("family", "tied"), [("llama", True), ("qwen2", False)])
+@pytest.mark.parametrize(("family", "tied"), [("llama", True), ("qwen2", False), ("gemma3", True)])
 def test_tensors_have_hugging_face_s_names_and_row_order(tmp_path, family, tied):
-    checkpoint = random_checkpoint(biases=True, tied=tied)
+    checkpoint = random_checkpoint(biases=family != "gemma3", tied=tied, family=family)
     model = open_model(str(write_gguf(tmp_path / "tiny.gguf", family, checkpoint)))
     assert model.weights.shapes == {name: values.shape for name, values in checkpoint.items()}
     q8 = GGMLQuantizationType.Q8_0
@@ -36,7 +38,10 @@ def test_tensors_have_hugging_face_s_names_and_row_order(tmp_path, family, tied)
         read = model.weights.read(name)
         assert type(read) is np.ndarray
         assert read.dtype == np.float32
-        np.testing.assert_array_equal(read, expected, err_msg=name)
+        np.testing.assert_allclose(read, expected, rtol=0, atol=3e-7 if family == "gemma3" else 0, err_msg=name)
+    if family != "llama":  # A Llama with biases has one on the attention output, too.
+        architecture = architecture_from_config(model.config)
+        check_tensors(expected_tensors(DecoderDefinition.create(architecture)), model.weights.shapes, architecture)
 
 
 def test_metadata_and_tensors_give_the_architecture(tmp_path):
@@ -49,6 +54,10 @@ def test_metadata_and_tensors_give_the_architecture(tmp_path):
     assert (architecture.num_query_heads, architecture.num_kv_heads, architecture.head_dim) == (4, 2, 32)
     assert (architecture.vocab_size, architecture.max_positions) == (40, 512)
     assert (architecture.tied_embeddings, architecture.qkv_bias) == (True, True)
+    checkpoint = random_checkpoint(biases=False, tied=True, family="gemma3")
+    gemma = architecture_from_config(open_model(str(write_gguf(path, "gemma3", checkpoint))).config)
+    assert (gemma.family, gemma.windows, gemma.query_scale) == ("gemma3_text", (4, 4), 32**-0.5)
+    assert gemma.windowed_rope is not None and (gemma.rope.theta, gemma.windowed_rope.theta) == (1e5, 1e4)
 
 
 def tiny_llama(
@@ -89,8 +98,8 @@ def test_what_the_decoder_cannot_do_is_refused_by_name(tmp_path, add, message):
 
 
 def test_unknown_architecture_and_missing_metadata_are_refused_by_name(tmp_path):
-    with pytest.raises(InputError, match=r"'gemma3' is not supported; supported: llama, qwen2\. For others, use"):
-        open_model(tiny_llama(tmp_path, family="gemma3"))
+    with pytest.raises(InputError, match=r"'gemma2' is not supported; supported: llama, qwen2, gemma3\. For others"):
+        open_model(tiny_llama(tmp_path, family="gemma2"))
     with pytest.raises(InputError, match=r"'llama\.block_count' is missing"):
         open_model(tiny_llama(tmp_path, skip=("block_count",)))
 
