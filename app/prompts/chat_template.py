@@ -10,7 +10,6 @@ from typing import Any
 
 import jinja2
 from transformers import PreTrainedTokenizerFast
-from transformers.utils.chat_template_utils import encode_marked_chat, mark_control_tokens
 
 from app.prompts.chat import is_text_part
 from app.records.sample import Messages
@@ -31,6 +30,8 @@ WITH_CALL: Messages = [
 ]
 TAG = re.compile(r"</?\w+>")
 """Tags such as `<think>` and `<tool_response>`, which messages may contain as they are unless they are special."""
+MARKS = ("\U000f0000", "\U000f0001")
+"""Private characters before and behind the name of a control token in an input of a template."""
 
 
 class ChatTemplate:
@@ -63,12 +64,14 @@ class ChatTemplate:
         ]
         self.control_tokens = pattern_of(token.content for token in around)
         """Finds the names of the control tokens that the template writes around messages."""
-        configured = hf_tokenizer.chat_control_tokens
+        configured = hf_tokenizer.init_kwargs.get("chat_control_tokens")
         self._reserved = pattern_of(
             token.content
             for token in added
             if token.special or (token in around if configured is None else token.content in configured)
         )
+        names = pattern_of(hf_tokenizer.added_tokens_encoder)
+        self._marked_name = re.compile(f"{MARKS[0]}({names.pattern}){MARKS[1]}|[{''.join(MARKS)}]")
 
     def text(self, messages: Messages, tools: Sequence[Mapping[str, Any]] = (), *, add_generation_prompt: bool) -> str:
         """Returns the text of a chat, in which names of control tokens in messages look like the template's own.
@@ -92,11 +95,39 @@ class ChatTemplate:
         rendered = self._render(marked, add_generation_prompt=add_generation_prompt)
         if marked == inputs:
             # Most chats have no marks. Looking for them would take longer than encoding a short prompt.
-            return self._hf_tokenizer.encode(rendered, add_special_tokens=False)
-        try:
-            return encode_marked_chat(self._hf_tokenizer, rendered)
-        except ValueError as error:
-            raise InputError(f"the model's tokenizer cannot encode a chat: {error}") from error
+            return self._encode_rendered(rendered)
+        # Text and names alternate; a name is None where the template separated a mark from it.
+        first, *others = self._marked_name.split(rendered)
+        ids = self._encode_rendered(first)
+        newline = self._encode_rendered("\n")
+        for index, piece in enumerate(others):
+            if not piece:
+                continue
+            is_name = index % 2 == 0
+            encode = self._encode_as_text if is_name else self._encode_rendered
+            # SentencePiece adds a space to the start of a text, but not behind a newline.
+            behind = encode(f"\n{piece}")
+            piece_ids = behind[len(newline) :] if behind[: len(newline)] == newline else encode(piece)
+            if is_name and self._hf_tokenizer.convert_tokens_to_ids(piece) in piece_ids:
+                raise InputError(
+                    f"a message contains {piece!r}, which the model's tokenizer takes for its control token even where "
+                    "it is text; remove it from the data, or use another model"
+                )
+            ids += piece_ids
+        return ids
+
+    def _encode_rendered(self, text: str) -> list[int]:
+        return self._hf_tokenizer.encode(text, add_special_tokens=False)
+
+    def _encode_as_text(self, text: str) -> list[int]:
+        """Returns the ids of text in which the name of an added token, special or not, is text like any other."""
+        backend = self._hf_tokenizer.backend_tokenizer
+        if backend.normalizer is not None:
+            text = backend.normalizer.normalize_str(text)
+        words = [text]
+        if backend.pre_tokenizer is not None:
+            words = [word for word, _ in backend.pre_tokenizer.pre_tokenize_str(text)]
+        return [token.id for word in words for token in backend.model.tokenize(word)]
 
     @cached_property
     def opens_thinking(self) -> bool:
@@ -111,7 +142,8 @@ class ChatTemplate:
         """Returns inputs of the template with marks around names of control tokens, also in keys of objects."""
         match value:
             case str():
-                return mark_control_tokens(value, self._reserved)
+                # Marks in the input would forge others.
+                return self._reserved.sub("\\g<0>".join(MARKS), value.translate(dict.fromkeys(map(ord, MARKS))))
             case Mapping():
                 return {self._marked(key): self._marked(item) for key, item in value.items()}
             case list():

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 from pathlib import Path
 from typing import IO
-
-from filelock import lock_descriptor
 
 
 class FileLockedError(Exception):
@@ -23,8 +22,10 @@ def lock_file(path: Path) -> IO[bytes]:
     while True:
         file = path.open("ab")
         try:
-            if not lock_descriptor(file.fileno(), blocking=False):
-                raise FileLockedError
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise FileLockedError from None
             # The process that held the lock may have removed the file in the meantime.
             if os.fstat(file.fileno()).st_nlink:
                 return file

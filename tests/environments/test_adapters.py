@@ -307,9 +307,11 @@ def weather(
     return {"city": city, "days": days}
 
 
-def test_tool_schemas_equal_those_of_transformers() -> None:
-    expected = get_json_schema(weather)["function"]
+def test_tool_schemas_equal_those_of_transformers(monkeypatch) -> None:
     made = Tool("weather", weather).schema["function"]
+    # Not all versions of transformers read types in docstrings.
+    monkeypatch.setattr(weather, "__doc__", str(weather.__doc__).replace(" (int)", ""))
+    expected = get_json_schema(weather)["function"]
     assert (made["name"], made["description"]) == (expected["name"], expected["description"])
     assert made["parameters"]["required"] == expected["parameters"]["required"]
     for name, schema in expected["parameters"]["properties"].items():

@@ -337,7 +337,9 @@ def _ropes_by_layer_type(config: HfConfig) -> tuple[RopeConfig, RopeConfig]:
     Reads `rope_theta`, `rope_scaling` and `rope_local_base_freq`, or `rope_parameters` with an object per layer type.
     """
     by_type = json_object(config, "rope_parameters")
-    if extra := sorted(set(by_type) - {FULL, SLIDING}):
+    # transformers 5.0 wrote a `rope_theta` beside the objects, which its models do not read.
+    known = {FULL, SLIDING, "rope_theta"} if FULL in by_type else {FULL, SLIDING}
+    if extra := sorted(set(by_type) - known):
         raise InputError(
             f"config.json: rope_parameters of model_type={config['model_type']!r} has {extra[0]!r}; expected "
             f"an object for {FULL!r} and one for {SLIDING!r}"

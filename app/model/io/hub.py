@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-import httpx2
 from huggingface_hub import HfApi, get_hf_file_metadata, hf_hub_url, snapshot_download
 from huggingface_hub.errors import (
     EntryNotFoundError,
     GatedRepoError,
     HFValidationError,
+    HTTPError,  # pyright: ignore[reportPrivateImportUsage] - of the HTTP library, which depends on the hub's version
     LocalEntryNotFoundError,
     OfflineModeIsEnabled,
     RepositoryNotFoundError,
@@ -38,7 +38,7 @@ def fetch_from_hub(path: str, *, files: Sequence[str]) -> Path:
         return Path(snapshot_download(hub_id, revision=revision, allow_patterns=list(files)))
     except HFValidationError as error:
         raise InputError(f"model.path: {path!r} is neither an existing directory or file nor a hub id") from error
-    except (OSError, httpx2.HTTPError) as error:
+    except (OSError, HTTPError) as error:
         which = f"revision {revision!r}" if revision else "the newest revision"
         raise InputError(
             f"model.path: {hub_id!r} is not a local path, and {which} cannot be downloaded from the hub: "
@@ -91,7 +91,7 @@ def latest_commit(
     except (EntryNotFoundError, RevisionNotFoundError) as error:
         at = f"no revision {revision!r}" if isinstance(error, RevisionNotFoundError) else f"no {file}"
         raise InputError(f"it has {at}; choose another") from error
-    except (OSError, httpx2.HTTPError) as error:
+    except (OSError, HTTPError) as error:
         reason = " ".join(str(error).split()) or type(error).__name__
         raise ConnectionError(reason) from error
 

@@ -55,9 +55,9 @@ def test_absent_fields_have_transformers_defaults(model_type):
     if model_type.startswith("gemma"):
         assert ours.query_scale == theirs.query_pre_attn_scalar**-0.5
     ropes = {FULL: ours.rope, SLIDING: ours.windowed_rope}
-    nested = theirs.rope_parameters if FULL in theirs.rope_parameters else None
-    for kind, rope in (nested or {FULL: theirs.rope_parameters}).items():
-        assert ropes[kind] == RopeConfig(rope["rope_theta"])
+    by_kind = theirs.rope_parameters if FULL in theirs.rope_parameters else {FULL: theirs.rope_parameters}
+    for kind in ropes.keys() & by_kind:
+        assert ropes[kind] == RopeConfig(by_kind[kind]["rope_theta"])
 
 
 def test_both_spellings_of_rope_mean_the_same():
