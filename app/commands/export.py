@@ -15,7 +15,6 @@ from app.commands.command_support import (
     resolve,
     show_progress,
 )
-from app.commands.named_files import check_named_files
 from app.commands.options import AsJson, Config, Overrides, PrintConfig
 from settings import InputError
 from settings.checks.commands import check_for_mesh
@@ -45,7 +44,7 @@ def export(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Export the policy, or the model that it starts from, as a Hugging Face model directory.
+    """Export the policy or its base model for Hugging Face.
 
     Adapters are merged into the model's weights, unless --adapter exports them alone.
     """
@@ -59,6 +58,8 @@ def export(
         raise InputError(f"missing option --checkpoint: {untrained}")
     require_inputs(resolved.settings, {"--checkpoint": checkpoint})
     if checkpoint is None:
+        from app.commands.named_files import check_named_files
+
         check_named_files(resolved.settings, [])
     source = checkpoint or f"the untrained model of model.path = {resolved.settings.model.path}"
     show_progress(f"grpo export: {source}; loading JAX")
