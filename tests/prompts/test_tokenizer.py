@@ -172,7 +172,8 @@ def test_a_gemma_gguf_tokenizer_equals_that_of_transformers(tmp_path):
     vocabulary = {token.replace(" ", "▁"): i for i, token in enumerate(kinds)}
     merges: Any = [("▁", "▁"), ("h", "e"), ("▁", "h"), ("▁h", "e"), ("▁", "he"), ("1", "2")]
     theirs = transformers.GemmaTokenizer(vocab=vocabulary, merges=merges)
-    theirs.add_tokens([AddedToken("\n\n", normalized=False)])
+    newlines: Any = AddedToken("\n\n", normalized=False)
+    theirs.add_tokens([newlines])
     for text in ("he  he 12\n\n\n", " the   he▁▁", "naïve 数 🙂\t"):
         assert ours.encode(text) == theirs.encode(text, add_special_tokens=False)
         assert ours.text_ids(text) == [2, *ours.encode(text)]
