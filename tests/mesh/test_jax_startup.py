@@ -15,13 +15,14 @@ from app.mesh import devices, jax_startup
 from app.mesh.device_mesh import make_mesh
 from app.mesh.devices import global_devices, unused_accelerator
 from settings.errors import InputError
+from settings.loading import backends
 from settings.schema.mesh import MeshSettings
 from tests.program import DEADLINE_S, REPOSITORY
 
 
 @pytest.mark.parametrize(("platform", "extra"), [("cuda", ".[cuda]"), ("tpu", ".[tpu]")])
 def test_a_platform_without_its_library_is_refused(monkeypatch, platform, extra):
-    monkeypatch.setattr(jax_startup, "find_spec", lambda name: None)
+    monkeypatch.setattr(backends, "find_spec", lambda name: None)
     monkeypatch.delenv("TPU_LIBRARY_PATH", raising=False)
     with pytest.raises(InputError, match=re.escape(f"mesh.platform: {platform} is not available")) as e:
         jax_startup.initialize_distributed(MeshSettings(platform=platform))
