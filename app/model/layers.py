@@ -160,10 +160,13 @@ def _contract_on_cpu(num_dims: int, x: Array, matrix: Array) -> Array:
 
 def _contract_on_cpu_backward(num_dims: int, saved: tuple[Array, Array], gradient: Array) -> tuple[Array, Array]:
     x, matrix = saved
-    tokens, num_outputs = range(x.ndim - num_dims), matrix.ndim - num_dims
+    num_outputs = matrix.ndim - num_dims
     outputs = range(gradient.ndim - num_outputs, gradient.ndim)
     of_x = _contract(gradient, matrix, outputs, range(num_dims, matrix.ndim), jnp.float32)
-    of_matrix = _contract(x, gradient, tokens, tokens, jnp.float32)
+    rows = gradient.reshape(-1, math.prod(matrix.shape[num_dims:]))
+    # XLA cannot run this product if it folds the transposition into it, which the barrier prevents.
+    columns = jax.lax.optimization_barrier(x.reshape(len(rows), -1).T)
+    of_matrix = _contract(columns, rows, (1,), (0,), jnp.float32).reshape(matrix.shape)
     return of_x.astype(x.dtype), of_matrix.astype(matrix.dtype)
 
 

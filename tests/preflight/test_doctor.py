@@ -170,7 +170,8 @@ def test_a_critic_that_cannot_be_used_fails_its_check(config: Path, tmp_path: Pa
 
 @pytest.mark.two_hosts
 def test_a_host_without_the_model_does_not_block_the_other(tiny_model: Path, tmp_path: Path) -> None:
-    overrides = settings("eval.every_steps=0", "data.max_prompt_length=16", f"run.dir={tmp_path / 'runs'}")
+    lengths = "data.max_prompt_length=16", "rollout.max_new_tokens=4"
+    overrides = settings("eval.every_steps=0", *lengths, f"run.dir={tmp_path / 'runs'}")
     of_each = settings(f"model.path={tiny_model}"), settings(f"model.path={tmp_path}/nowhere")
     hosts = run_on_two_hosts("doctor", "--json", *overrides, of_each=of_each)
     assert [host.exit_code for host in hosts] == [2, 2], hosts

@@ -93,7 +93,7 @@ class GgufFile:
         self.path = path
         try:
             self._reader = FastListReader(path)
-        except (OSError, ValueError, KeyError, IndexError, struct.error) as error:
+        except (OSError, ValueError, KeyError, IndexError, OverflowError, struct.error) as error:
             raise InputError(f"{path} is not a complete GGUF file ({error}); download it again") from error
         self._family = self.metadata("general.architecture")
         if self._family not in HUGGING_FACE_CLASSES:
