@@ -72,13 +72,13 @@ def train(*, data, eval_data, on_step, resume, allow_changed, unknown, **given: 
         run, every = RunDirectory.from_settings(loaded.settings.run), loaded.settings.eval.every_steps
         if data is not None or eval_data is not None:
             check_run_directory(run, resume)
-        options += _data_options("data.source", data, run.data_dir / "train.jsonl")
         has_held_out = eval_data is not None or loaded.provenance["data.eval_source"] not in ("default", "derived")
         if every and data is not None and not has_held_out:
             raise InputError(
                 f"eval_data: the run evaluates every {every} steps, and learns from all rows of `data`; pass held-out "
                 "rows as eval_data, or set data.eval_source, or eval.every_steps to 0"
             )
+        options += _data_options("data.source", data, run.data_dir / "train.jsonl")
         options += _data_options("data.eval_source", eval_data, run.data_dir / "eval.jsonl")
         resolved = with_run_name(resolve(config, options, print_config=False, check=check_for_train), resume)
         from app.training.train import train
