@@ -122,7 +122,7 @@ class GgufFile:
         """Returns one tensor as float32, in Hugging Face's row order."""
         tensor = self._tensors[name]
         values = np.empty(_shape(tensor), np.float32)
-        data = np.asarray(tensor.data)
+        data = np.asarray(tensor.data).reshape(-1, tensor.data.shape[-1])  # a vector is one row
         rows = values.reshape(len(data), -1)
         step = max(1, CHUNK_BYTES * len(data) // max(1, data.nbytes))
         try:
