@@ -21,7 +21,7 @@ from app.records.settings_history import SettingsHistory
 from app.records.text_format import to_printable_lines
 from settings import InputError, Resolved, Settings, load
 from settings.checks.unused_settings import unused_adapter_notices
-from settings.loading.backends import may_have_tpus
+from settings.loading.backends import may_have
 from settings.loading.config_file import ConfigFile
 from settings.loading.printing import without_derived
 from settings.loading.sources import NO_FLAGS, Flags
@@ -191,7 +191,7 @@ def require_path(path: Path | None, option: str) -> Path:
 
 def runs_alone(mesh: MeshSettings) -> bool:
     """Returns whether no other host can join, as far as it can be told without JAX: each TPU may be one of a slice."""
-    return mesh.coordinator_address is None and not (mesh.platform in ("auto", "tpu") and may_have_tpus())
+    return mesh.coordinator_address is None and not (mesh.platform in ("auto", "tpu") and may_have("tpu"))
 
 
 def require_inputs(settings: Settings, inputs: Mapping[str, Path | None]) -> None:

@@ -20,14 +20,13 @@ from jax.stages import Compiled
 from app.mesh.chips import GpuHost, TpuSlice
 from app.records.versions import version_of
 from settings.errors import InputError
+from settings.loading.backends import DEVICE_FILES, may_have
 from settings.schema.mesh import MeshSettings
 
 _warn_once = functools.cache(logging.getLogger(__name__).warning)
 
 DEVICE_PLATFORMS = {"cpu": "cpu", "cuda": "gpu", "tpu": "tpu"}
 """The `platform` of JAX devices by `mesh.platform`."""
-ACCELERATOR_FILES = {"/dev/nvidia0": "cuda", "/dev/accel0": "tpu", "/dev/vfio/0": "tpu"}
-"""Package extra for each device file of an accelerator."""
 _simulated_slice: TpuSlice | GpuHost | None = None
 """The slice, or the host with GPUs, that the virtual devices of this process simulate."""
 _simulated_devices: list[Any] | None = None
@@ -92,7 +91,7 @@ def unused_accelerator(settings: MeshSettings, platform: str) -> str | None:
     """Returns the package extra to install if JAX falls back to the CPU of a machine with an accelerator; else None."""
     if platform != "cpu" or settings.platform != "auto" or settings.cpu_devices is not None:
         return None
-    return next((extra for file, extra in ACCELERATOR_FILES.items() if Path(file).exists()), None)
+    return next(filter(may_have, DEVICE_FILES), None)
 
 
 def check_equal_device_counts(devices: Sequence[Any]) -> None:

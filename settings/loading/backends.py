@@ -10,10 +10,13 @@ from importlib.util import find_spec
 
 from settings.schema.mesh import MeshSettings
 
+DEVICE_FILES = {"cuda": ("/dev/nvidia[0-9]*", "/dev/dxg"), "tpu": ("/dev/accel*", "/dev/vfio/[0-9]*")}
+"""Patterns of the device files of accelerators by `mesh.platform`; `dxg` is a GPU in Windows' Linux."""
 
-def may_have_tpus() -> bool:
-    """Returns whether this host has devices that may be TPUs."""
-    return any(map(glob, ("/dev/accel*", "/dev/vfio/[0-9]*")))
+
+def may_have(platform: str) -> bool:
+    """Returns whether this host has devices that may be accelerators of this platform."""
+    return any(map(glob, DEVICE_FILES[platform]))
 
 
 def is_backend_installed(platform: str) -> bool:
@@ -30,5 +33,4 @@ def expects_accelerator(mesh: MeshSettings, environ: Mapping[str, str]) -> bool:
         return True
     if mesh.platform == "cpu" or environ.get("JAX_PLATFORMS", "").startswith("cpu"):
         return False
-    has_gpus = any(map(glob, ("/dev/nvidia[0-9]*", "/dev/dxg")))  # the latter in Windows' Linux
-    return (may_have_tpus() and is_backend_installed("tpu")) or (has_gpus and is_backend_installed("cuda"))
+    return any(may_have(platform) and is_backend_installed(platform) for platform in DEVICE_FILES)

@@ -11,7 +11,7 @@ import pytest
 
 from app.distributed import rendezvous
 from app.distributed.rendezvous import ClusterMember
-from app.mesh import devices, jax_startup
+from app.mesh import jax_startup
 from app.mesh.device_mesh import make_mesh
 from app.mesh.devices import global_devices, unused_accelerator
 from settings.errors import InputError
@@ -62,8 +62,8 @@ def test_a_libtpu_that_only_compiles_does_not_complain() -> None:
 
 
 def test_an_accelerator_that_jax_does_not_use_is_one_warning(tmp_path, monkeypatch, caplog):
-    files = {str(tmp_path / "nvidia0"): "cuda", str(tmp_path / "accel0"): "tpu"}
-    monkeypatch.setattr(devices, "ACCELERATOR_FILES", files)
+    for platform, name in (("cuda", "nvidia[0-9]*"), ("tpu", "accel*")):
+        monkeypatch.setitem(backends.DEVICE_FILES, platform, (str(tmp_path / name),))
     assert unused_accelerator(MeshSettings(), "cpu") is None
     (tmp_path / "accel0").touch()
     assert unused_accelerator(MeshSettings(), "cpu") == "tpu"
