@@ -95,7 +95,7 @@ def rollout(
             finished = partial.read(shard.host_prompts, num_samples=shard.group_size)
             part_file = stack.enter_context(PartFile(per_host_path(part_path(out)), header=partial.header))
             remove_partial_files(out)
-        session = stack.enter_context(closing(Session.open(ScoringSession.open(settings, model))))
+        session = stack.enter_context(closing(Session.open(ScoringSession.open(few_slots(settings, questions), model))))
         # Generators report only the samples generated now.
         num_shown = shard.num_samples - len(finished)
         with RolloutProgress(num_samples=num_shown, enabled=jax.process_index() == 0) as progress:
@@ -164,6 +164,13 @@ def _read_prompts(
     rows = dataset.rows[:limit]
     warn_of_misread_prompts(settings, rows, model.tokenizer)
     return encode_prompts(rows, model.tokenizer, settings.data)
+
+
+def few_slots(settings: Settings, prompts: Sequence[Prompt]) -> Settings:
+    """Returns settings with `auto` slots for these prompts only, but in exact mode, where slots decide the samples."""
+    rollout, per_host = settings.rollout, -(-len(prompts) // jax.process_count())
+    few = rollout.prompts_per_step if rollout.mode == "exact" else min(rollout.prompts_per_step, per_host)
+    return settings.model_copy(update={"rollout": rollout.model_copy(update={"prompts_per_step": few})})
 
 
 def _schedule_metrics(session: Session, timeline: Path | None) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from app.records.partial_samples import PartFile, PartialSamples
 from app.report.matplotlib_figures import check_picture_path
 from app.rollout.scheduling.schedule_metrics import Span
 from app.runtime.model_spec import ModelSpec, read_model_spec
-from app.stages.rollout import rollout_identity
+from app.stages.rollout import few_slots, rollout_identity
 from app.tracking.rollout_timeline import SUPPORTED_SUFFIXES, Timeline, write_timeline
 from settings import Settings, load
 from settings.errors import InputError
@@ -28,12 +28,8 @@ from tests.tiny import make_sample
 def test_prompts_of_a_file_are_sampled_greedily(tiny_model: Path, tmp_path: Path) -> None:
     row = {"question": "1 + 2 = ?", "answer": "3", "level": 7}
     write_jsonl(tmp_path / "prompts.jsonl", [row, row | {"level": 8, "tests": "x" * 300}])
-    succeeded(
-        here(
-            *("rollout", *of_tiny(tiny_model), *settings("rollout.temperature=0")),
-            *("--prompts", tmp_path / "prompts.jsonl", "--out", tmp_path / "samples.jsonl"),
-        )
-    )
+    greedy = *of_tiny(tiny_model), *settings("rollout.temperature=0"), "--prompts", tmp_path / "prompts.jsonl"
+    succeeded(here("rollout", *greedy, "--out", tmp_path / "samples.jsonl"))
     records = records_of(tmp_path / "samples.jsonl")
     assert len(records) == 8 and len({record["completion"] for record in records[:4]}) == 1
     assert records[0]["prompt"] == "1 + 2 = ?" and records[0]["answer"] == "3"
@@ -192,12 +188,16 @@ def test_part_file_has_every_sample_at_once_and_is_used_by_one_process(tiny_mode
 UNREAD = (
     *("rollout.max_staleness=2", "rollout.max_length_total=99", "rollout.kv_blocks=64"),
     *("rollout.ray.address=auto", "rollout.devices=0.5"),
-    "eval.num_prompts=3",
-    "reward.on_error=zero",
-    "optimizer.learning_rate=0.1",
-    "algorithm.beta=0.5",
-    "run.steps=3",
+    *("eval.num_prompts=3", "reward.on_error=zero", "optimizer.learning_rate=0.1"),
+    *("algorithm.beta=0.5", "run.steps=3"),
 )
+
+
+@pytest.mark.parametrize(("mode", "num_slots"), [("exact", 12), ("fast", 9)])
+def test_slots_are_for_no_more_samples_than_there_are_unless_they_decide_them(mode: str, num_slots: int) -> None:
+    step = ["rollout.prompts_per_step=4", "rollout.group_size=3", f"rollout.mode={mode}"]
+    few = few_slots(load(None, step, {}).settings, [make_sample([1]).prompt] * 3)
+    assert few.rollout.num_rows == num_slots
 
 
 def test_identity_holds_only_settings_that_affect_samples(tiny_model: Path) -> None:
