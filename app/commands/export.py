@@ -52,10 +52,8 @@ def export(
     resolved = resolve(base, overrides, print_config=print_config, check=check_for_mesh)
     out = require_path(out, "--out")
     if checkpoint is None and (adapter or not (config or overrides)):
-        untrained = (
-            "an untrained model has no adapters" if adapter else "--config or --set model.path name a base model"
-        )
-        raise InputError(f"missing option --checkpoint: {untrained}")
+        why = "an untrained model has no adapters" if adapter else "--config or --set model.path name a base model"
+        raise InputError(f"missing option --checkpoint: {why}")
     require_inputs(resolved.settings, {"--checkpoint": checkpoint})
     if checkpoint is None:
         from app.commands.named_files import check_named_files

@@ -14,7 +14,7 @@ Config = Annotated[
     str | None,
     typer.Option(
         metavar="FILE|PRESET",
-        help="YAML file, or one of `grpo presets`.  [default: quickstart]",
+        help="YAML file, or one of `grpo presets`.  [default: quickstart if the model is built in, else none]",
         show_default=False,
         autocompletion=preset_names,
         rich_help_panel="Settings",

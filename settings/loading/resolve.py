@@ -50,8 +50,8 @@ from settings.schema.data import MIXTURE_TAG, SINGLE_TAG
 from settings.schema.model import BUILTIN_PREFIX
 from settings.schema.settings import LEGACY_PROMPT_ALLOWANCE, Settings
 
-MODEL_DEFAULTS = ("model.dtype", "data.max_prompt_length", "rollout.max_new_tokens")
-"""Settings whose defaults differ for models that are not built in."""
+MODEL_DEFAULTS = {"model.dtype": "bfloat16", "data.max_prompt_length": 512, "rollout.max_new_tokens": 512}
+"""Defaults for models that are not built in; the type on accelerators only."""
 
 
 @dataclass(frozen=True)
@@ -167,10 +167,9 @@ def _model_defaults(given: Settings, environ: Mapping[str, str]) -> Layer:
     """Returns defaults for other models than the built-in ones, whose prompts and answers have only a few tokens."""
     if given.model.path.startswith(BUILTIN_PREFIX):
         return {}
-    values: dict[str, Any] = {"data.max_prompt_length": 512, "rollout.max_new_tokens": 512}
-    if given.rollout.mode != "exact" and expects_accelerator(given.mesh, environ):
-        values["model.dtype"] = "bfloat16"
-    return {field: SourcedValue(value, "derived") for field, value in values.items()}
+    is_rounded = given.rollout.mode != "exact" and expects_accelerator(given.mesh, environ)
+    defaults = {name: SourcedValue(value, "derived") for name, value in MODEL_DEFAULTS.items()}
+    return {name: default for name, default in defaults.items() if is_rounded or name != "model.dtype"}
 
 
 def _derive(given: Settings, provenance: Mapping[str, str], *, config_stem: str) -> Layer:

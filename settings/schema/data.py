@@ -75,8 +75,7 @@ class DataSettings(Section):
     """Variables of the model's chat template, such as `{enable_thinking: false}` of Qwen3. A reward model's own
     template does not get them."""
     max_prompt_length: int = Field(default=128, ge=1)
-    """Longest prompt, in tokens, including the chat template. Unless it is set, 512 for a model that is not
-    built in."""
+    """Longest prompt, in tokens, with the chat template. Unless it is set, 512 for a model that is not built in."""
     overlong_prompts: Literal["drop", "error", "truncate_left"] = "drop"
     """How to handle longer prompts: drop them, stop, or keep only their last tokens. Their number is reported."""
     shuffle: bool = True

@@ -204,7 +204,7 @@ class RolloutSettings(Section):
     `algorithm.correction` corrects. `model.dtype` when null."""
     kv_cache: KVCacheType | None = None
     """Precision of the KV cache, evaluations included: 8 bits (int8), about half as much to
-    hold as in bfloat16; otherwise as `rollout.weights`. `model.dtype` when null."""
+    hold as in bfloat16; otherwise as `rollout.weights`. When null, `model.dtype`, but float32 on CPUs."""
     routing_replay: bool = False
     """With a mixture of experts: records which experts each token passes through during generation, and sends it
     through the same ones in scores of the policy and the reference and in updates, where rounding would choose others
