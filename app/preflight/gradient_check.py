@@ -29,6 +29,7 @@ def check_gradients(recorder: CheckRecorder, session: Session, learning: Learner
     trained, frozen = (scoring.initial_trained_params(), params) if adapts else (params, {})
     names = parameter_names(trained)
     broken, shapes = dict[str, str](), list[str]()
+    are_finite = jax.jit(lambda tree: jax.tree.map(lambda x: jnp.isfinite(x).all(), tree))
     with recorder.run_check("gradients"):
         while True:
             samples = [_random_sample(session, number) for number in range(2 ** len(shapes))]
@@ -40,10 +41,8 @@ def check_gradients(recorder: CheckRecorder, session: Session, learning: Learner
             shapes.append(f"{batches[0].tokens.token_ids.shape}")
             with jax.set_mesh(updater.mesh):
                 total = learning.policy.update_step.accumulate(trained, batches, jnp.float32(1), frozen)
-                finite = jax.device_get(
-                    jax.jit(lambda x: jax.tree.map(lambda g: jnp.isfinite(g).all(), x))(total.gradients)
-                )
-            broken |= {name: shapes[-1] for name, one in zip(names, jax.tree.leaves(finite), strict=True) if not one}
+                finite = jax.tree.leaves(jax.device_get(are_finite(total.gradients)))
+            broken |= {name: shapes[-1] for name, one in zip(names, finite, strict=True) if not one}
         if broken:
             found = "; ".join(f"NaN or infinity for {name} in rows of {shape}" for name, shape in broken.items())
             advice = "the update skips such steps; set another algorithm.max_tokens_per_device, or model.dtype: float32"

@@ -104,6 +104,5 @@ def test_gradients_are_checked_in_every_size_of_a_micro_batch(directory: Path) -
         check_gradients(recorder, session, learning, jax.tree.map(lambda x: x * np.nan, params))
     finite, broken = recorder.results
     assert (finite.verdict, broken.verdict) == ("ok", "fail"), finite
-    assert (
-        finite.found.count("(") > 2 and "NaN or infinity for blocks.attention_norm.scale in rows of (" in broken.found
-    )
+    assert finite.found.count("(") > 2
+    assert "NaN or infinity for blocks.attention_norm.scale in rows of (" in broken.found

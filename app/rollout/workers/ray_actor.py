@@ -120,10 +120,7 @@ class RolloutActor:
         check_slots_divide(spec, num_cache_shards(mesh, spec.architecture.num_kv_heads))
         self._engine = SlotEngine(
             DecoderDefinition.create(
-                spec.architecture,
-                lora=spec.lora,
-                quantization=spec.quantization,
-                outputs_first=spec.outputs_first,
+                spec.architecture, lora=spec.lora, quantization=spec.quantization, outputs_first=spec.outputs_first
             ),
             mesh,
             spec.shapes,
