@@ -16,13 +16,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Float32, Int32, UInt8
 
 from app.mesh.axis_rules import shard_map_by_dims
 from app.model.architecture import Architecture, RouteShape
 from app.model.grouped_product import grouped_product
-from app.model.layers import ACTIVATIONS, PROJECTION_CHECKPOINT_NAME, make_param
+from app.model.layers import ACTIVATIONS, PROJECTION_CHECKPOINT_NAME, keep_result, make_param
 
 UNRECORDED = 255
 """Takes the place of all experts of a token in a layer for which none are recorded."""
@@ -124,7 +123,7 @@ def _add_own_experts(
     places = Places(order, jnp.argsort(order), jnp.sum(sizes))
     y = dispatch(x, arch.experts_per_token, places)
     gate, up = (
-        checkpoint_name(grouped_product(y, weights[name], sizes), PROJECTION_CHECKPOINT_NAME) for name in ("gate", "up")
+        keep_result(grouped_product(y, weights[name], sizes), PROJECTION_CHECKPOINT_NAME) for name in ("gate", "up")
     )
     # The probability is applied before `down`, so that its gradient does not need the output, which is k times as wide.
     factors = dispatch(probabilities.reshape(-1, 1), 1, places)

@@ -72,6 +72,25 @@ PROJECTION_CHECKPOINT_NAME = "product"
 """Name of the projection outputs in `jax.checkpoint` policies."""
 
 
+def keep_result(x: Array, name: str) -> Array:
+    """Names a result of a layer, so that `jax.checkpoint` policies can keep it for the backward pass.
+
+    On CPUs, XLA writes one layer's bfloat16 results to those of all layers by converting all of them to float32 and
+    back. It has no need to convert integers, so the bits are kept as such.
+    """
+    is_converted = x.dtype == jnp.bfloat16 and current_device()[0] == "cpu"
+    return _keep_bits(name, x) if is_converted else checkpoint_name(x, name)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _keep_bits(name: str, x: Array) -> Array:
+    bits = checkpoint_name(jax.lax.bitcast_convert_type(x, jnp.uint16), name)
+    return jax.lax.bitcast_convert_type(bits, x.dtype)
+
+
+_keep_bits.defvjp(lambda name, x: (_keep_bits(name, x), None), lambda name, _, gradient: (gradient,))
+
+
 class Projection(nnx.Module):
     """A product with a kernel, input dims first, and a bias if the family has one.
 
@@ -115,7 +134,7 @@ class Projection(nnx.Module):
         if hasattr(self, "lora_a"):
             low = contract_dims(x, self.lora_a[...], num_dims=self.num_input_dims)
             y = y + self.lora_scale * contract_dims(low, self.lora_b[...], num_dims=1)
-        y = checkpoint_name(y, PROJECTION_CHECKPOINT_NAME)
+        y = keep_result(y, PROJECTION_CHECKPOINT_NAME)
         return y + self.bias[...].astype(x.dtype) if hasattr(self, "bias") else y
 
     def _product(self, x: Float[Array, "*tokens *inputs"]) -> Float[Array, "*tokens *outputs"]:

@@ -62,8 +62,11 @@ class StepProfiler:
         """Begins a trace if the step is selected."""
         if step not in self._steps:
             return
+        options = jax.profiler.ProfileOptions()
+        # A trace keeps a million events at most, and calls of Python functions would take the place of the devices'.
+        options.python_tracer_level = 0
         try:
-            jax.profiler.start_trace(self._folder_of(step))
+            jax.profiler.start_trace(self._folder_of(step), profiler_options=options)
         except PROFILER_ERRORS as error:
             self._disable(error)
             return

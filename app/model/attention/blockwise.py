@@ -14,12 +14,12 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Float32, Int32
 
 from app.mesh.axis_rules import shard_map_by_dims
 from app.model.attention.dense import MASK_VALUE, ScoreMod, apply_soft_cap
 from app.model.attention.pairs import Blocking, BlockPairs, PackedInputs
+from app.model.layers import keep_result
 from app.model.segment_layout import SegmentLayout, attention_mask
 
 # Query heads are split over devices only if their shared key heads are.
@@ -55,7 +55,7 @@ def _forward(inputs: PackedInputs, score_mod: ScoreMod, blocking: Blocking) -> t
     mix = shard_map_by_dims(
         functools.partial(compute, score_mod, blocking), in_dims=(INPUT_DIMS,), out_dims=(QUERY_DIMS, NORMALIZER_DIMS)
     )
-    mixed, normalizer = checkpoint_name(mix(inputs), ATTENTION_CHECKPOINT_NAME)
+    mixed, normalizer = (keep_result(result, ATTENTION_CHECKPOINT_NAME) for result in mix(inputs))
     return mixed, (inputs, mixed, normalizer)
 
 
