@@ -2,9 +2,9 @@
 
     python scripts/bench/step_of_trl.py --model DIR --rows FILE.jsonl --beta 0 --steps 3 --warmup 1
 
-Set otherwise than TRL's defaults: float32 on a CPU, as ours; no gradient checkpointing, which is faster
+Set otherwise than TRL's defaults: on a CPU, float32 or what `--dtype` says; no gradient checkpointing, which is faster
 (`--checkpointing` turns TRL's default on: slower, and less memory); all samples in one update, of `--micro-batches`;
-completions of exactly `workload.NEW_TOKENS` tokens.
+completions of exactly `workload.NEW_TOKENS` tokens. `--lora-rank` trains adapters, as `model.lora` does on our side.
 """
 
 # TRL is not among the packages of this project's environment.
@@ -19,6 +19,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
+import peft
 import torch
 import transformers
 import trl
@@ -71,6 +72,8 @@ def main() -> None:
     parser = workload.parser_of(__doc__)
     parser.add_argument("--checkpointing", action="store_true")
     parser.add_argument("--micro-batches", type=int, default=1, help="of an update")
+    parser.add_argument("--lora-rank", type=int, default=0, help="0: all weights are trained")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the weights")
     options = parser.parse_args()
     transformers.logging.set_verbosity_error()
     stopwatch = Stopwatch()
@@ -86,7 +89,9 @@ def main() -> None:
 
 def train(options: argparse.Namespace, stopwatch: Stopwatch, folder: str) -> None:
     tokenizer = transformers.AutoTokenizer.from_pretrained(options.model, padding_side="left")
-    model = transformers.AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32)
+    dtype, rank = getattr(torch, options.dtype), options.lora_rank
+    model = transformers.AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype)
+    adapters = peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear") if rank else None
     rows = workload.read_rows(options.rows)
     conversations = [
         {"prompt": [{"role": "user", "content": row["question"]}], "answer": row["answer"]} for row in rows
@@ -95,7 +100,7 @@ def train(options: argparse.Namespace, stopwatch: Stopwatch, folder: str) -> Non
     settings = trl.GRPOConfig(
         output_dir=folder,
         use_cpu=not ON_GPU,
-        bf16=ON_GPU,
+        bf16=ON_GPU or options.dtype == "bfloat16",
         gradient_checkpointing=options.checkpointing,
         beta=options.beta,
         learning_rate=workload.LEARNING_RATE,
@@ -119,6 +124,7 @@ def train(options: argparse.Namespace, stopwatch: Stopwatch, folder: str) -> Non
         train_dataset=Dataset.from_list(conversations),
         processing_class=tokenizer,
         callbacks=[stopwatch],
+        peft_config=adapters,
     )
     for method in ("_generate_single_turn", "_get_per_token_logps_and_entropies", "_prepare_inputs"):
         stopwatch.watch(trainer, method)
