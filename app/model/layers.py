@@ -82,13 +82,14 @@ def keep_result(x: Array, name: str) -> Array:
     return _keep_bits(name, x) if is_converted else checkpoint_name(x, name)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _keep_bits(name: str, x: Array) -> Array:
+def _name_bits(name: str, x: Array) -> Array:
     bits = checkpoint_name(jax.lax.bitcast_convert_type(x, jnp.uint16), name)
     return jax.lax.bitcast_convert_type(bits, x.dtype)
 
 
-_keep_bits.defvjp(lambda name, x: (_keep_bits(name, x), None), lambda name, _, gradient: (gradient,))
+_keep_bits = jax.custom_vjp(_name_bits, nondiff_argnums=(0,))
+# The forward pass is the plain function: policies do not see names inside of a function with its own gradient.
+_keep_bits.defvjp(lambda name, x: (_name_bits(name, x), None), lambda name, _, gradient: (gradient,))
 
 
 class Projection(nnx.Module):

@@ -1,5 +1,6 @@
 import contextlib
 import functools
+import math
 import re
 from dataclasses import replace
 from typing import Any
@@ -131,9 +132,9 @@ def test_recomputing_changes_no_gradient_and_saves_memory():
     indices, targets = np.broadcast_to(np.arange(39), (2, 39)), token_ids[:, 1:]
     rows = TokenBatch(token_ids, positions, segments, branches, indices, targets, indices >= 0)
 
-    def compiled(remat: str) -> Any:
+    def compiled(remat: str, dtype: str = "float32") -> Any:
         def loss(params: Params) -> Array:
-            how = {"dtype": jnp.dtype("float32"), "remat": remat, "logits_chunk": 10}
+            how = {"dtype": jnp.dtype(dtype), "remat": remat, "logits_chunk": 10}
             logprobs, *_ = row_logprobs(definition.bind(params), rows, temperature=1.0, **how)
             return jnp.sum(logprobs * weights)
 
@@ -145,6 +146,10 @@ def test_recomputing_changes_no_gradient_and_saves_memory():
     temporary_bytes = [program.memory_analysis().temp_size_in_bytes for program in programs]
     assert temporary_bytes[1] < 0.8 * temporary_bytes[0]
     assert temporary_bytes[2] < 0.8 * temporary_bytes[1]
+    # XLA's CPU compiler would hold bfloat16 that is written layer by layer as float32.
+    arrays = re.findall(r"(\w+)\[([\d,]+)\]", compiled("minimal", "bfloat16").as_text())
+    held = {dtype for dtype, dims in arrays if math.prod(map(int, dims.split(","))) == 2 * 2 * 40 * 44}
+    assert "u16" in held and "f32" not in held
 
 
 def test_parameters_are_counted_by_hand():

@@ -154,6 +154,8 @@ def test_profiled_steps_have_a_trace_and_unchanged_metrics(config: Path, finishe
     events = {event.get("name"): event for event in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]}
     assert {"rollout", "reward", "score", "advantage", "update"} <= events.keys()
     assert events["step"]["args"]["step_num"] == "2"
+    # Names of Python functions begin so.
+    assert not any((name or "").startswith("$") for name in events)
 
 
 def test_a_profiler_in_use_elsewhere_is_left_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
