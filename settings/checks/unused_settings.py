@@ -12,10 +12,10 @@ from typing import Any
 
 from settings.loading.fields import FIELDS, value_of
 from settings.loading.printing import MICRO_BATCH_TWINS
-from settings.loading.resolve import MODEL_DEFAULTS, Resolved
+from settings.loading.resolve import Resolved
 from settings.schema.algorithm import ForwardRole, MicroBatchSettings
 from settings.schema.reward import CALLABLE_PREFIX
-from settings.schema.settings import Settings
+from settings.schema.settings import MODEL_DEFAULTS, Settings
 
 LEARNING_RATE, RANK = "optimizer.learning_rate", "model.lora.rank"
 CRITIC_FIELDS = tuple(field for field in FIELDS if field.startswith("critic.") and field != "critic.lam")

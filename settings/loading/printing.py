@@ -12,7 +12,7 @@ from settings.loading.config_file import ConfigFile
 from settings.loading.fields import flatten
 from settings.loading.yaml_file import parse_scalar, parse_settings_file
 from settings.schema.algorithm import ForwardRole
-from settings.schema.settings import Settings
+from settings.schema.settings import MODEL_DEFAULTS, Settings
 
 RENDEZVOUS_FIELDS = ("mesh.coordinator_address", "mesh.num_processes", "mesh.process_id")
 """Fields that describe the hosts of the earlier run, which do not take part in the new one."""
@@ -73,7 +73,9 @@ def without_derived(file: ConfigFile) -> ConfigFile:
     # Two `--set` options with equal values look the same as an inherited one, and give the same.
     inherited = [field for field, twin in MICRO_BATCH_TWINS.items() if recorded.get(field) == recorded.get(twin)]
     derived = [field for field, (_, origin) in recorded.items() if origin in ("default", "derived")]
-    return replace(file, left_out=frozenset({*derived, *inherited, *RENDEZVOUS_FIELDS} - {"run.name"}), is_own=False)
+    # A policy samples on other devices as it did in its run.
+    kept = {"run.name", *MODEL_DEFAULTS}
+    return replace(file, left_out=frozenset({*derived, *inherited, *RENDEZVOUS_FIELDS} - kept), is_own=False)
 
 
 def format_inline(value: Any) -> str:

@@ -48,10 +48,7 @@ from settings.loading.sources import (
 from settings.loading.synonyms import ALIASES
 from settings.schema.data import MIXTURE_TAG, SINGLE_TAG
 from settings.schema.model import BUILTIN_PREFIX
-from settings.schema.settings import LEGACY_PROMPT_ALLOWANCE, Settings
-
-MODEL_DEFAULTS = {"model.dtype": "bfloat16", "data.max_prompt_length": 512, "rollout.max_new_tokens": 512}
-"""Defaults for models that are not built in; the type on accelerators only."""
+from settings.schema.settings import LEGACY_PROMPT_ALLOWANCE, MODEL_DEFAULTS, Settings
 
 
 @dataclass(frozen=True)

@@ -36,8 +36,10 @@ def test_replayed_settings_keep_what_was_set_explicitly() -> None:
 
 
 def test_replay_without_overrides_has_the_settings_of_the_run() -> None:
-    file = written("algorithm.name=dapo", "score.strategy=off", "algorithm.rows_per_device=2")
+    on_gpu = "model.path=owner/name", "mesh.platform=cuda"
+    file = written("algorithm.name=dapo", "score.strategy=off", "algorithm.rows_per_device=2", *on_gpu)
     assert based_on(file).settings == load(file, [], {}).settings
+    assert based_on(file, "mesh.platform=cpu").settings.model.dtype == "bfloat16"
     line = file.content.decode().split("\n").index("  name: dapo  # set") + 1
     assert based_on(file).provenance["algorithm.name"] == f"yaml:settings.yaml:{line}"
 
