@@ -56,9 +56,9 @@ def export(
         raise InputError(f"missing option --checkpoint: {why}")
     require_inputs(resolved.settings, {"--checkpoint": checkpoint})
     if checkpoint is None:
-        from app.commands.named_files import check_named_files
+        from app.commands.named_files import check_model_path
 
-        check_named_files(resolved.settings, [])
+        check_model_path("model.path", resolved.settings.model.path)
     source = checkpoint or f"the untrained model of model.path = {resolved.settings.model.path}"
     show_progress(f"grpo export: {source}; loading JAX")
     from app.export import huggingface

@@ -25,8 +25,8 @@ def check_train_files(settings: Settings, *, resume: Resume, is_replay: bool) ->
     """
     if runs_alone(settings.mesh):
         check_run_directory(RunDirectory.from_settings(settings.run), resume)
-        _check_model("critic.path", settings.critic.path if settings.has_critic else None)
-        _check_model("reward.model", settings.reward.model)
+        check_model_path("critic.path", settings.critic.path if settings.has_critic else None)
+        check_model_path("reward.model", settings.reward.model)
     if not is_replay:
         evaluated = settings.data.eval_source if settings.eval.every_steps else None
         sources = [*(one.source for one in settings.data.sources), evaluated]
@@ -56,7 +56,7 @@ def check_named_files(settings: Settings, sources: Sequence[str | None], *, judg
     """
     if not runs_alone(settings.mesh):
         return
-    _check_model("model.path", settings.model.path)
+    check_model_path("model.path", settings.model.path)
     for source in sources:
         if source and not source.startswith(WITH_SPLITS):
             find_files(source)
@@ -68,7 +68,7 @@ def check_named_files(settings: Settings, sources: Sequence[str | None], *, judg
             raise InputError(f"{place}: {plug_in}: no such file: {file.absolute()}")
 
 
-def _check_model(setting: str, path: str | None) -> None:
+def check_model_path(setting: str, path: str | None) -> None:
     """Raises InputError if a model that can only be a local one does not exist."""
     if path and (path.startswith(("/", ".", "~")) or path.endswith(".gguf")) and not Path(path).expanduser().exists():
         raise InputError(f"{setting}: {path!r} is neither an existing directory or file nor a hub id")

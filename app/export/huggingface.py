@@ -121,7 +121,7 @@ def export(
         (folder / CARD_FILE).write_text(card, encoding="utf-8")
     return {
         **({} if saved is None else {"run": str(saved.run.path), "step": saved.step}),
-        "model": model.files.name if saved is not None else f"{model.files.name}, the untrained base",
+        "model": model.files.name,
         "parameters": num_parameters,
         "weights": f"{dtype} in {len(weight_files)} file{'s' if len(weight_files) > 1 else ''}",
         "bytes": sum(file.stat().st_size for file in out.iterdir()),

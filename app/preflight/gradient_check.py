@@ -24,6 +24,9 @@ def check_gradients(recorder: CheckRecorder, session: Session, learning: Learner
     Args:
         params: the weights of `model.path`, as `ScoringSession.load_params` returns them.
     """
+    if session.settings.rollout.routing_replay:
+        recorder.skip("gradients", reason="samples for rollout.routing_replay need the routes of a rollout")
+        return
     scoring, updater = session.scoring, learning.policy.updater
     adapts = session.model_spec.policy_definition.lora is not None
     trained, frozen = (scoring.initial_trained_params(), params) if adapts else (params, {})
@@ -60,8 +63,14 @@ def _random_sample(session: Session, seed: int) -> Sample:
     )
     logprobs = np.full(length, -np.log(vocab_size), np.float32)
     return Sample(
-        Prompt(f"random/{seed}", prompt_ids, "", None),
-        *(0, seed, completion_ids, "", logprobs, "length", 0),
+        prompt=Prompt(f"random/{seed}", prompt_ids, "", None),
+        sample_index=0,
+        group_id=seed,
+        completion_ids=completion_ids,
+        completion="",
+        behavior_logprobs=logprobs,
+        finish_reason="length",
+        policy_version=0,
         policy_logprobs=logprobs,
         reference_logprobs=logprobs,
         advantages=np.full(length, 1 - 2 * (seed % 2), np.float32),

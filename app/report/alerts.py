@@ -36,8 +36,6 @@ TRUNCATION_THRESHOLD = 0.25
 """Fraction of truncated answers. Above a quarter, the policy mostly learns to be short."""
 EARLY_TRUNCATION_THRESHOLD = 0.5
 """The same in each of the first steps, which are not enough for a mean."""
-EARLY_EQUAL_STEPS = 3
-"""First steps after which a run whose groups all have equal rewards is worth a look: it has learned nothing yet."""
 KL_THRESHOLD = 0.5
 """KL to the initial model, in nats per token. Usual runs stay below 0.1; beyond 0.5 the text degenerates."""
 RATIO_THRESHOLD = 10.0
@@ -121,9 +119,13 @@ def _last_values(steps: Sequence[MetricsRecord], name: str, count: int) -> np.nd
     return values if len(values) == count else None
 
 
-def _since_start(steps: Sequence[MetricsRecord], name: str, count: int, *, at_least: int) -> np.ndarray | None:
-    """Returns the values of the last `count` steps; of all steps of a younger run, if they are `at_least` so many."""
-    return _last_values(steps, name, min(count, max(len(steps), at_least)))
+def _since_start(steps: Sequence[MetricsRecord], name: str, count: int) -> np.ndarray | None:
+    """Returns the values of the last `count` steps, or of all steps of a younger run."""
+    return _last_values(steps, name, min(count, len(steps)))
+
+
+def _of_last(steps: Sequence[float]) -> str:
+    return "the first step" if len(steps) == 1 else f"the last {len(steps)} steps"
 
 
 def _nonfinite_update(steps: Sequence[MetricsRecord]) -> str | None:
@@ -155,9 +157,7 @@ def _entropy_collapse(steps: Sequence[MetricsRecord]) -> str | None:
 
 
 def _constant_reward(steps: Sequence[MetricsRecord]) -> str | None:
-    means, deviations = (
-        _since_start(steps, f"reward/{name}", LONG_WINDOW_STEPS, at_least=EARLY_EQUAL_STEPS) for name in ("mean", "std")
-    )
+    means, deviations = (_since_start(steps, f"reward/{name}", LONG_WINDOW_STEPS) for name in ("mean", "std"))
     if means is None or deviations is None or max(deviations.max(), np.ptp(means)) > ROUNDING_TOLERANCE:
         return None
     cause = "Either every prompt is solved, or the reward function ignores the answer"
@@ -165,7 +165,7 @@ def _constant_reward(steps: Sequence[MetricsRecord]) -> str | None:
         cause = "Either no answer is correct (prompts too hard, answers truncated, wrong chat template), or the "
         cause += "reward function does not recognize correct answers"
     return (
-        f"Every sample of the last {len(means)} steps had reward {means[0]:g}, so the reward gives no learning "
+        f"Every sample of {_of_last(means)} had reward {means[0]:g}, so the reward gives no learning "
         f"signal; only a KL penalty or an entropy bonus can change the policy. {cause}. Read some samples in "
         "rollouts.html, and run `grpo score --role reward` on them."
     )
@@ -173,7 +173,7 @@ def _constant_reward(steps: Sequence[MetricsRecord]) -> str | None:
 
 def _equal_rewards(steps: Sequence[MetricsRecord]) -> str | None:
     name, count = "reward/zero_variance_fraction", LONG_WINDOW_STEPS
-    shares = _since_start(steps, name, count, at_least=EARLY_EQUAL_STEPS)
+    shares = _since_start(steps, name, count)
     if shares is None or shares.mean() < (ZERO_VARIANCE_THRESHOLD if len(shares) == count else 1):
         return None
     # With advantages per token, groups are not compared.
@@ -183,21 +183,20 @@ def _equal_rewards(steps: Sequence[MetricsRecord]) -> str | None:
     if not _is_solved(steps):
         remedy = "Use prompts that are sometimes solved (easier or harder ones), or raise rollout.group_size."
     return (
-        f"In {format_percent(shares.mean())} of the groups of the last {len(shares)} steps all samples had the "
+        f"In {format_percent(shares.mean())} of the groups of {_of_last(shares)} all samples had the "
         f"same reward, and such groups give no learning signal. {remedy}"
     )
 
 
 def _truncation(steps: Sequence[MetricsRecord]) -> str | None:
-    shares = _since_start(steps, "completions/truncated_fraction", SHORT_WINDOW_STEPS, at_least=1)
+    shares = _since_start(steps, "completions/truncated_fraction", SHORT_WINDOW_STEPS)
     if shares is None:
         return None
     is_early = len(shares) < SHORT_WINDOW_STEPS
     if shares.min() <= EARLY_TRUNCATION_THRESHOLD if is_early else shares.mean() < TRUNCATION_THRESHOLD:
         return None
-    when = "the first step" if len(steps) == 1 else f"the last {len(shares)} steps"
     return (
-        f"{format_percent(shares.mean())} of the completions of {when} were truncated at "
+        f"{format_percent(shares.mean())} of the completions of {_of_last(shares)} were truncated at "
         "rollout.max_new_tokens. Raise it, ask for short answers in data.system_prompt, or reward short answers. If "
         "all are truncated, the model may never generate its end-of-sequence token: check that it is an "
         "instruct model with its own chat template."

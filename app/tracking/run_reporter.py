@@ -96,10 +96,11 @@ class RunReporter:
 
 @contextmanager
 def _warn_if_unwritten(what: str, *, advice: str = "") -> Iterator[None]:
-    """Logs what files, their content or the disk did to a page: none of it changes how a run ends."""
+    """Logs why a page could not be written."""
     try:
         yield
-    except (OSError, ValueError) as error:
+    # Every exception: whatever files, plots or templates do, a run ends as it would without pages.
+    except Exception as error:
         log.warning("the %s could not be written (%s: %s)%s", what, type(error).__name__, error, advice)
 
 

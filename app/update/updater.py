@@ -133,8 +133,9 @@ class Updater:
                 state, metrics = self.step(state, micro_batches, jnp.float32(temperature), frozen)
             history.append(metrics)
         history = jax.device_get(history)
+        names = parameter_names(state.params)
         for one in history:
-            _warn_of_broken_gradients(one.pop(BROKEN_GRADIENTS, ()), state.params)
+            _warn_of_broken_gradients(one, dict(zip(names, one.pop(BROKEN_GRADIENTS, ()), strict=False)))
         metrics = summarize_updates([{k: float(v) for k, v in m.items()} for m in history])
         return state, {**metrics, **self.batching_metrics([plans[id(samples)] for samples in epochs[0]])}
 
@@ -155,12 +156,13 @@ def parameter_names(params: Params) -> list[str]:
     return [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in jax.tree.leaves_with_path(params)]
 
 
-def _warn_of_broken_gradients(is_broken: Sequence[bool], params: Params) -> None:
+def _warn_of_broken_gradients(metrics: Mapping[str, Any], is_broken: Mapping[str, bool]) -> None:
     """Names the parameters whose gradients contain NaN or infinity, if any; see `BROKEN_GRADIENTS`."""
-    names = parameter_names(params)
-    if broken := [name for name, one in zip(names, is_broken, strict=False) if one]:
-        shown = "all parameters" if broken == names else ", ".join(broken)
-        log.warning("an update was skipped: NaN or infinity in the gradient of %s", shown)
+    broken = [name for name, one in is_broken.items() if one]
+    if broken and jax.process_index() == 0:
+        (network,) = {name.partition("/")[0] for name in metrics if name.endswith("/grad_norm")}
+        shown = "all parameters" if len(broken) == len(is_broken) else ", ".join(broken)
+        log.warning("an update of the %s was skipped: NaN or infinity in the gradient of %s", network, shown)
 
 
 FIRST_UPDATE_ONLY = "rollout/"

@@ -210,7 +210,7 @@ def launch_notices(resolved: Resolved) -> tuple[str, ...]:
     lines = [] if resolved.algorithm_changes is None else [resolved.algorithm_changes]
     if defaults := [name for name in MODEL_DEFAULTS if resolved.provenance[name] == "derived"]:
         values = ", ".join(f"{name} {value_of(resolved.settings, name)}" for name in defaults)
-        lines.append(f"defaults for models that are not built in: {values}")
+        lines.append(f"a model that is not built in has defaults of its own: {values}")
     lines += unused_setting_notices(resolved)
     if resolved.settings.model.lora.rank and resolved.provenance[LEARNING_RATE] == "default":
         lines.append(

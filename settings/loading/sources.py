@@ -76,7 +76,7 @@ def precedence(origin: str) -> int:
 
 def describe_origin(origin: str) -> str:
     """Returns a provenance as worded in messages."""
-    return {"set": "--set", "default": "the default", "derived": "other settings"}.get(origin, origin)
+    return {"set": "--set", "default": "the default", "derived": "other settings or devices"}.get(origin, origin)
 
 
 def environment_notices(environment: Layer, overrides: Layer, flags: Layer) -> list[str]:

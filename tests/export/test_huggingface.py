@@ -119,8 +119,7 @@ def exported(finished: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_base_model_is_exported_without_a_checkpoint(exported, tiny_model, tmp_path):
-    result = succeeded(here("export", *settings(f"model.path={tiny_model}"), "--out", tmp_path / "out"))
-    assert "tiny, the untrained base" in result.stdout
+    succeeded(here("export", *settings(f"model.path={tiny_model}"), "--out", tmp_path / "out"))
     jax.tree.map(np.testing.assert_array_equal, params_of(model_at(tmp_path / "out")), params_of(model_at(tiny_model)))
     assert {path.name for path in (tmp_path / "out").iterdir()} == {path.name for path in exported.iterdir()}
     card = (tmp_path / "out" / "README.md").read_text()

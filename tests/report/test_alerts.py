@@ -91,8 +91,8 @@ def test_first_steps_without_a_signal_raise_an_alert_at_once() -> None:
         return [(one.step, one.title) for one in find_alerts([step_record(step, **metrics) for step in range(1, 5)])]
 
     assert raised(**{TRUNCATED: 0.51}) == [(1, "Many answers are truncated")]
-    assert raised(**{ZERO_VARIANCE: 1.0}) == [(3, EQUAL)]
-    assert raised(**{ZERO_VARIANCE: 1.0, "reward__mean": 0.0, "reward__std": 0.0}) == [(3, SAME)]
+    assert raised(**{ZERO_VARIANCE: 1.0}) == [(1, EQUAL)]
+    assert raised(**{ZERO_VARIANCE: 1.0, "reward__mean": 0.0, "reward__std": 0.0}) == [(1, SAME)]
     assert raised(**{TRUNCATED: 0.5, ZERO_VARIANCE: 0.97}) == []
     assert raised(**{ZERO_VARIANCE: 1.0, "returns__mean": 0.5}) == []
 

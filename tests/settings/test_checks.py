@@ -34,7 +34,7 @@ rollout.temperature=0 | =0.1 | = 0.0 (from --set): greedy samples of a prompt ar
 algorithm.name=ppo rollout.temperature=0 | =1 | = 0.0 (from --set): greedy sampling does not explore
 env.source=guess_number env.weight=0 | =0.5 | all weights are 0
 reward.functions=[{name: gsm8k, weight: 0}]; reward.model=a/b; reward.model_weight=0 | =1 | all weights are 0
-algorithm.clip_low=1 | =0.9 | = 1.0 (from --set): algorithm.clip = 'ppo' (from other settings) clips ratios below
+algorithm.clip_low=1 | =0.9 | = 1.0 (from --set): algorithm.clip = 'ppo' (from other settings or devices) clips ratios
 algorithm.clip_low=1 | algorithm.clip=cispo | set it below 1
 algorithm.name=cispo algorithm.dual_clip=3 | =null | already bounds the weight of every token
 algorithm.name=ppo num_pre_q=1 algorithm.filter=zero_variance | =none | so no group would be kept

@@ -1,4 +1,4 @@
-"""Tests of the values of settings that nobody set: they follow from other settings, never from devices."""
+"""Tests of the values of settings that nobody set: they follow from other settings, only `model.dtype` from devices."""
 
 from operator import attrgetter
 from typing import Any, get_args
@@ -146,7 +146,7 @@ def test_without_evaluation_there_is_no_best_checkpoint() -> None:
         resolved = load_text(text, "eval.every_steps=0")
         check_for_train(resolved)
         assert resolved.settings.checkpoint.best_metric is None
-        assert resolved.origin("checkpoint.best_metric") == "other settings"
+        assert resolved.origin("checkpoint.best_metric") == "other settings or devices"
 
 
 def test_a_resumed_run_may_change_what_does_not_decide_its_samples_or_rewards() -> None:

@@ -186,7 +186,7 @@ def test_repeated_nan_updates_end_the_run(config: Path, tmp_path: Path) -> None:
     # Said once, though each step is like it; and it is in the report that a failed run leaves, too.
     assert result.stderr.count("alert at step 2: An update was skipped: NaN or infinity\n") == 1
     assert result.stderr.count("An update was skipped") == 1
-    assert result.stderr.count("an update was skipped: NaN or infinity in the gradient of all parameters") == 3
+    assert result.stderr.count("of the policy was skipped: NaN or infinity in the gradient of all parameters") == 3
     report = (run_of(config) / "report.html").read_text()
     assert "step 4 of 4" in report.replace("\n", " ") and "Step 2: An update was skipped" in report
     error = result.stderr.splitlines()[-1]
