@@ -22,6 +22,8 @@ from app.rollout.request import GenerationRequest
 from app.rollout.sampling import threshold_kernel, truncation
 from app.rollout.sampling.threshold_codes import value_of_code
 from app.rollout.sampling.token_sampling import (
+    BLOCK_SIZE,
+    MIN_BLOCKS,
     SampledTokens,
     SamplingRules,
     hash_uids,
@@ -101,16 +103,19 @@ def test_truncation_keeps_the_tokens_of_a_slow_oracle_and_reports_their_mass(log
     assert np.flatnonzero(kept[0]).tolist() == sorted(support)
 
 
-def test_draws_are_those_of_the_softmax_and_at_temperature_0_the_likeliest() -> None:
-    num_rows, logits = 20_000, np.log([0.05, 0.3, 0.1, 0.01, 0.24, 0.2, 0.1])
+@pytest.mark.parametrize("vocab_size", [7, MIN_BLOCKS * BLOCK_SIZE + 9], ids=["whole", "by-blocks"])
+def test_draws_are_those_of_the_softmax_and_at_temperature_0_the_likeliest(vocab_size: int) -> None:
+    num_rows, places = 5_000, np.linspace(0, vocab_size - 1, 7).astype(int)
+    logits = np.full(vocab_size, -1e9)
+    logits[places] = np.log([0.05, 0.3, 0.1, 0.01, 0.24, 0.2, 0.1])
     expected = num_rows * slow_softmax(logits)
     drawn = draw_rows(sample_tokens, logits, SamplingRules(1.0), num_rows)
-    counts = np.bincount(drawn.token_ids, minlength=len(logits))
+    counts = np.bincount(drawn.token_ids, minlength=vocab_size)
     # chi-square of 6 degrees of freedom exceeds 27.9 once in ten thousand seeds.
-    assert np.sum((counts - expected) ** 2 / expected) < 27.9
-    np.testing.assert_allclose(drawn.logprobs, np.log(expected / num_rows)[drawn.token_ids], atol=1e-6)
+    assert np.sum((counts - expected)[places] ** 2 / expected[places]) < 27.9 and counts[places].sum() == num_rows
+    np.testing.assert_allclose(drawn.logprobs, logits[drawn.token_ids], atol=1e-6)
     for sampler in (sample_tokens, sample_tokens_truncated):
-        assert set(draw_rows(sampler, logits, SamplingRules(0.0), num_rows).token_ids) == {1}
+        assert set(draw_rows(sampler, logits, SamplingRules(0.0)).token_ids) == {places[1]}
     plain, truncating = SamplingRules(1.0), [SamplingRules(1.0, top_k=1), SamplingRules(1.0, top_p=0.99)]
     assert not plain.truncates and all(one.truncates for one in (*truncating, SamplingRules(1.0, min_p=0.01)))
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Float32, Int32, Key, UInt32
 
-from app.mesh.axis_rules import constrain, spread_rows
+from app.mesh.axis_rules import constrain, current_device, spread_rows
 from app.model.decoder import LMHead
 from app.model.token_logprobs import scaled_logits
 from app.records.sample import DROPPED_PREFIX
@@ -48,6 +48,9 @@ class SampledTokens(NamedTuple):
 FINISH_NON_FINITE = f"{DROPPED_PREFIX}non-finite logits"
 """Finish reason of a sample whose next token cannot be drawn, because its logits are NaN or infinite."""
 
+
+BLOCK_SIZE, MIN_BLOCKS = 512, 16
+"""Tokens of a block, and blocks of the smallest vocabulary for which drawing a block first saves noise."""
 
 Sampler = Callable[[Array, SamplingRules, Array], SampledTokens]
 
@@ -104,8 +107,32 @@ def _draw(
     logits: Float32[Array, "B V"], candidates: Float32[Array, "B V"], rules: SamplingRules, keys: Key[Array, "B"]
 ) -> tuple[Int32[Array, "B"], Float32[Array, "B"]]:
     """Draws from softmax(candidates); returns the tokens and their logits."""
-    token_ids = jnp.argmax(candidates + gumbel_noise(keys, rules, logits.shape[-1]), axis=-1).astype(jnp.int32)
+    vocab_size = candidates.shape[-1]
+    if current_device()[0] == "cpu" and vocab_size >= MIN_BLOCKS * BLOCK_SIZE:
+        token_ids = _draw_by_blocks(candidates, rules, keys)
+    else:
+        token_ids = jnp.argmax(candidates + gumbel_noise(keys, rules, vocab_size), axis=-1).astype(jnp.int32)
     return token_ids, jnp.take_along_axis(logits, token_ids[:, None], axis=-1)[:, 0]
+
+
+def _draw_by_blocks(
+    candidates: Float32[Array, "B V"], rules: SamplingRules, keys: Key[Array, "B"]
+) -> Int32[Array, "B"]:
+    """Draws a block of the vocabulary by its mass, and a token of the block: the same distribution with less noise.
+
+    On a CPU, noise for a whole vocabulary of 150,000 takes a third of the time of decoding with half a billion weights.
+    """
+    num_blocks = -(-candidates.shape[-1] // BLOCK_SIZE)
+    padding = (0, 0), (0, num_blocks * BLOCK_SIZE - candidates.shape[-1])
+    blocks = jnp.pad(candidates, padding, constant_values=-jnp.inf).reshape(-1, num_blocks, BLOCK_SIZE)
+    highest = blocks.max(axis=-1)
+    masses = jax.nn.logsumexp(blocks, axis=-1)
+    noise = gumbel_noise(keys, rules, num_blocks + BLOCK_SIZE)
+    scores = jnp.where(jnp.asarray(rules.temperature) == 0, highest, masses + noise[:, :num_blocks])
+    chosen = jnp.argmax(scores, axis=-1)
+    inside = jnp.take_along_axis(blocks, chosen[:, None, None], axis=1)[:, 0]
+    token_ids = chosen * BLOCK_SIZE + jnp.argmax(inside + noise[:, num_blocks:], axis=-1)
+    return token_ids.astype(jnp.int32)
 
 
 def draw_tokens(
