@@ -70,6 +70,9 @@ def train(*, data, eval_data, on_step, resume, allow_changed, unknown, **given: 
     with _call(**given) as (config, options, _):
         loaded = with_run_name(load(config, options, os.environ), resume)
         run, every = RunDirectory.from_settings(loaded.settings.run), loaded.settings.eval.every_steps
+        files = {"data.source": run.data_dir / "train.jsonl", "data.eval_source": run.data_dir / "eval.jsonl"}
+        given_rows = [one for one in zip(files, (data, eval_data), strict=True) if one[1] is not None]
+        lines = {setting: _to_lines(rows, files[setting]) for setting, rows in given_rows}
         if data is not None or eval_data is not None:
             check_run_directory(run, resume)
         has_held_out = eval_data is not None or loaded.provenance["data.eval_source"] not in ("default", "derived")
@@ -78,8 +81,7 @@ def train(*, data, eval_data, on_step, resume, allow_changed, unknown, **given: 
                 f"eval_data: the run evaluates every {every} steps, and learns from all rows of `data`; pass held-out "
                 "rows as eval_data, or set data.eval_source, or eval.every_steps to 0"
             )
-        options += _data_options("data.source", data, run.data_dir / "train.jsonl")
-        options += _data_options("data.eval_source", eval_data, run.data_dir / "eval.jsonl")
+        options += set_options({setting: _write_lines(content, files[setting]) for setting, content in lines.items()})
         resolved = with_run_name(resolve(config, options, print_config=False, check=check_for_train), resume)
         from app.training.train import train
 
@@ -113,7 +115,8 @@ def rollout(*, checkpoint, data, limit, out, **given: Any) -> Samples | None:
 
 def score(*, samples, role, checkpoint, out, **given: Any) -> Samples | None:
     with _call(**given) as (config, options, folder):
-        source = samples if isinstance(samples, str | os.PathLike) else _write_rows(samples, folder / "samples.jsonl")
+        own = folder / "samples.jsonl"
+        source = samples if isinstance(samples, str | os.PathLike) else _write_lines(_to_lines(samples, own), own)
         resolved = resolve_policy(
             config, options, _path(checkpoint), check=check_for_score, loads_policy=role == "policy"
         )
@@ -171,14 +174,11 @@ def _path(file: str | os.PathLike[str] | None) -> Path | None:
 
 
 def _data_options(setting: str, rows: Iterable[Mapping[str, Any]] | None, path: Path) -> Iterator[str]:
-    return set_options({} if rows is None else {setting: _write_rows(rows, path)})
+    return set_options({} if rows is None else {setting: _write_lines(_to_lines(rows, path), path)})
 
 
-def _write_rows(rows: Iterable[Mapping[str, Any]], path: Path) -> Path:
-    """Writes rows as JSON Lines into a folder beside `path` that is named by their content; returns the path there.
-
-    Uids have the name of the file only, so that the same rows have the same ones everywhere.
-    """
+def _to_lines(rows: Iterable[Mapping[str, Any]], path: Path) -> bytes:
+    """Returns rows as JSON Lines, for a file named as `path`."""
     if isinstance(rows, str | os.PathLike):
         raise InputError(f"{path.stem} data: expected rows, got {rows!r:.80}; a file belongs in data.source")
     lines = []
@@ -188,7 +188,14 @@ def _write_rows(rows: Iterable[Mapping[str, Any]], path: Path) -> Path:
         except (TypeError, ValueError) as error:
             where = f"{path.stem} data, row {index}"
             raise InputError(f"{where}: expected a dict of JSON values, got {row!r:.80} ({error})") from None
-    content = b"".join(lines)
+    return b"".join(lines)
+
+
+def _write_lines(content: bytes, path: Path) -> Path:
+    """Writes JSON Lines into a folder beside `path` that is named by their content; returns the path there.
+
+    Uids have the name of the file only, so that the same rows have the same ones everywhere.
+    """
     path = path.absolute().parent / hashlib.sha256(content).hexdigest()[:16] / path.name
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(path, content)
