@@ -74,6 +74,10 @@ def records_of(path: Path) -> list[dict[str, Any]]:
     return [record for _, record in read_jsonl(path)]
 
 
+def without_clock(path: Path) -> list[dict[str, Any]]:
+    return [{**record, "elapsed_s": 0} for record in records_of(path)]
+
+
 def train_here(config: Path, *overrides: str, resume: str = "never", allow_changed: Sequence[str] = ()) -> Result:
     allowed = [word for name in allow_changed for word in ("--allow-changed", name)]
     return here("train", "--config", config, "--resume", resume, *allowed, *settings(*overrides))

@@ -1,6 +1,9 @@
 """Runs two processes with a few virtual devices, which are two hosts to JAX."""
 
+import errno
+import os
 import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -25,6 +28,31 @@ def hosts_program(*, heartbeat_s: int) -> tuple[str, str]:
     """Returns the program of a host that JAX ends as soon as another has had no heartbeat for this time."""
     shorter = f"from app.distributed import shutdown\nshutdown.HEARTBEAT_S = {heartbeat_s}\n"
     return "-c", f"{shorter}{KEEPING}import cli; cli.main()"
+
+
+def blind_host(folder: Path) -> tuple[str, str]:
+    """Returns the program of a host on whose disk there is no `folder`."""
+    return "-c", f"from tests.two_hosts import hide; hide({str(folder)!r})\n{HOSTS_PROGRAM[1]}"
+
+
+def hide(folder: str) -> None:
+    """Makes a folder, and whatever is in it, absent for Python in this process."""
+    stat = os.stat
+
+    def is_hidden(path: Any) -> bool:
+        return isinstance(path, str | os.PathLike) and os.path.abspath(path).startswith(folder)
+
+    def stat_visible(path: Any, *arguments: Any, **options: Any) -> os.stat_result:
+        if is_hidden(path):
+            raise FileNotFoundError(errno.ENOENT, "hidden", str(path))
+        return stat(path, *arguments, **options)
+
+    def refuse(event: str, arguments: tuple[Any, ...]) -> None:
+        if event in ("open", "os.mkdir", "os.listdir", "os.scandir", "os.rename") and is_hidden(arguments[0]):
+            raise FileNotFoundError(errno.ENOENT, "hidden", str(arguments[0]))
+
+    os.stat = stat_visible
+    sys.addaudithook(refuse)
 
 
 def cache_programs_of_every_host() -> None:

@@ -7,28 +7,21 @@ import json
 import logging
 import os
 import shutil
-import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, TypeVar
 
 import jax
-import numpy as np
 import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
+from app.checkpoint.process_0 import Process0Manager, restore_from_process_0
+from app.checkpoint.reading import open_reader, read_on_all_hosts, read_verified, silence_abandoned_work
 from app.checkpoint.retention import BestCheckpoint, LatestAndBestPolicy
-from app.checkpoint.saved_arrays import (
-    CHECKSUM_MISMATCH,
-    checksums,
-    compile_checksums,
-    convert_dtypes,
-    with_saved_dtypes,
-)
+from app.checkpoint.saved_arrays import checksums, compile_checksums, with_saved_dtypes
 from app.checkpoint.train_progress import NetworkStates, OtherVersionError, ProgressRecord, TrainProgress, progress_path
-from app.distributed.collectives import gather_bytes_over_hosts, max_over_hosts
+from app.distributed.collectives import gather_bytes_over_hosts
 from app.mesh.placement import abstract_arrays
 from app.records.atomic_write import write_atomic
 from app.records.identity import Identity, different_names
@@ -39,22 +32,11 @@ from settings.errors import InputError
 
 log = logging.getLogger(__name__)
 
-Content = TypeVar("Content")
-
 MIN_SLICE_BYTES = 64 << 20
 """Size from which each replica of an array writes a slice of it; adapters are smaller."""
 
 READABLE_FINGERPRINTS = (LORA_FINGERPRINT, QUANTIZER_FINGERPRINT)
 """Fingerprints whose values are readable text, shown in error messages."""
-
-MAX_REASON_CHARS = 200
-"""Maximum length of a library's error message as shown; TensorStore's have thousands of characters."""
-
-NON_DAMAGE_PREFIXES = (
-    "RESOURCE_EXHAUSTED", "UNAVAILABLE", "DEADLINE_EXCEEDED", "ABORTED", "CANCELLED",
-    "PERMISSION_DENIED", "UNAUTHENTICATED", "INTERNAL", "UNIMPLEMENTED",
-)  # fmt: skip
-"""Prefixes of TensorStore errors that do not mean damaged files; it raises ValueError for these, too."""
 
 
 class Checkpoints:
@@ -65,6 +47,8 @@ class Checkpoints:
     Args:
         shapes: shapes of the saved state, by network.
         shardings: shardings of the restored state; the mesh may differ from the one on which it was saved.
+        is_seen_by_all: whether all hosts see the directory; otherwise that of process 0 counts, and the others have
+            copies of the records of progress in it.
         are_devices_shared: whether other threads run programs of several devices on some of this host's devices.
     """
 
@@ -75,13 +59,14 @@ class Checkpoints:
         policy: LatestAndBestPolicy,
         shapes: NetworkStates,
         shardings: NetworkStates,
+        is_seen_by_all: bool = True,
         are_devices_shared: bool = False,
     ):
         self._directory = directory.absolute()
-        self._policy = policy
+        self._policy, self._is_seen_by_all = policy, is_seen_by_all
         self._directory.mkdir(parents=True, exist_ok=True)
         # Processes that are named wait for each other without a program on all devices, but no longer than 5 minutes.
-        named = set(range(jax.process_count())) if are_devices_shared else None
+        named = set(range(jax.process_count())) if are_devices_shared else None if is_seen_by_all else {0}
         options = ocp.CheckpointManagerOptions(
             preservation_policy=policy,
             cleanup_tmp_directories=True,
@@ -89,11 +74,14 @@ class Checkpoints:
             create=False,
             multiprocessing_options=ocp.options.MultiprocessingOptions(active_processes=named),
         )
-        self._manager = ocp.CheckpointManager(self._directory, options=options)
-        disable_slicing_of_small_arrays()
-        _silence_abandoned_work()
-        self._reader = open_reader(ocp.CompositeCheckpointHandler())
         self._target = abstract_arrays(shapes, shardings)
+        if is_seen_by_all:
+            self._manager = ocp.CheckpointManager(self._directory, options=options)
+        else:
+            self._manager = Process0Manager(self._directory, options, self._target)
+        disable_slicing_of_small_arrays()
+        silence_abandoned_work()
+        self._reader = open_reader(ocp.CompositeCheckpointHandler())
         # Compiled here: a compilation during a step would be reported as an anomaly.
         compile_checksums(self._target)
 
@@ -182,6 +170,8 @@ class Checkpoints:
 
     def _read_state(self, folder: Path) -> NetworkStates:
         """Reads a state with the dtypes that it was saved with."""
+        if not self._is_seen_by_all:
+            return restore_from_process_0(folder, self._target)
         target = ocp.args.StandardRestore(with_saved_dtypes(folder, self._target))
         return self._reader.restore(folder, args=ocp.args.Composite(state=target))["state"]
 
@@ -216,7 +206,7 @@ class Checkpoints:
         if jax.process_index() != 0:
             return
         # A checkpoint directory is renamed to its final name once all of it is written.
-        written = [step for step in self._manager.all_steps() if (self._directory / str(step)).is_dir()]
+        written = [int(child.name) for child in self._directory.iterdir() if child.name.isdigit()]
         link, best = self._directory / BEST_LINK, self._policy.best_step(written)
         try:
             if best is None and link.is_symlink():
@@ -258,52 +248,6 @@ def disable_slicing_of_small_arrays() -> None:
     orbax_log.setLevel(level)
 
 
-def open_reader(handler: ocp.CompositeCheckpointHandler) -> ocp.Checkpointer:
-    """Opens a reader for this host alone: a host that cannot read would never reach the barrier of a joint restore."""
-    alone = ocp.options.MultiprocessingOptions(primary_host=jax.process_index(), active_processes={jax.process_index()})
-    return ocp.Checkpointer(handler, multiprocessing_options=alone)
-
-
-def read_on_all_hosts(read: Callable[[], Content]) -> tuple[Content | None, str]:
-    """Returns the result of `read` and ""; or None and a reason on all hosts, if files are damaged on any host."""
-    content, reason = None, "another host cannot read it"
-    try:
-        content = read()
-    except Exception as error:
-        if not is_damage(error):
-            raise
-        _silence_abandoned_work()
-        reason = " ".join(str(error).split())[:MAX_REASON_CHARS] or type(error).__name__
-    return (None, reason) if max_over_hosts(np.asarray(content is None)) else (content, "")
-
-
-def read_verified(read: Callable[[], Any], sums: Mapping[str, int], target: Any) -> tuple[Any, str]:
-    """Returns the state that `read` returns, with the dtypes of `target`; or None and a reason if it is damaged.
-
-    Args:
-        sums: checksums of all arrays of the checkpoint, by path.
-    """
-    state, reason = read_on_all_hosts(read)
-    # Either every host has read the state, or none has.
-    if state is not None:
-        found = checksums(state)
-        reason = "" if found == {name: sums.get(name) for name in found} else CHECKSUM_MISMATCH
-    return (None, reason) if reason else (convert_dtypes(state, target), "")
-
-
-def is_damage(error: Exception) -> bool:
-    """Returns whether an error is caused by damaged files, not by memory, the network, a permission or a bug.
-
-    If a good checkpoint is mistaken for a damaged one, it is renamed and its steps are trained again.
-    """
-    # Orbax asserts that its metadata match the arrays. It wraps any error that occurs during a read, even running out
-    # of memory, in a bare Exception.
-    cause = error.__cause__ if type(error) is Exception else error
-    return isinstance(cause, (ValueError, KeyError, FileNotFoundError, AssertionError)) and not str(cause).startswith(
-        NON_DAMAGE_PREFIXES
-    )
-
-
 def _warn_damaged(step: int, reason: str) -> None:
     log.warning("checkpoint of step %d is damaged (%s); it is skipped", step, reason)
 
@@ -311,19 +255,6 @@ def _warn_damaged(step: int, reason: str) -> None:
 @functools.cache
 def _warn_of_link_once(reason: str) -> None:
     log.warning("checkpoints: cannot create the link to the best one (%s); the summary shows its step", reason)
-
-
-@functools.cache
-def _silence_abandoned_work() -> None:
-    """Suppresses tracebacks of what Orbax does at the same time when a read or write fails: its error is raised."""
-    before, noise = sys.unraisablehook, ("Event loop is closed", "Encountered error while reading")
-    sys.unraisablehook = lambda raised: None if str(raised.exc_value).startswith(noise) else before(raised)
-
-    def without_traceback(record: logging.LogRecord) -> bool:
-        record.exc_info = None
-        return True
-
-    logging.getLogger("absl").addFilter(without_traceback)
 
 
 def check_fingerprints(

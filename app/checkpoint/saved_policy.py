@@ -14,7 +14,7 @@ import jax
 import orbax.checkpoint as ocp
 from jax.sharding import Mesh
 
-from app.checkpoint.checkpoints import open_reader, read_verified
+from app.checkpoint.reading import open_reader, read_verified
 from app.checkpoint.saved_arrays import array_path, with_saved_dtypes
 from app.checkpoint.train_progress import NetworkStates, OtherVersionError, ProgressRecord, TrainProgress
 from app.mesh.placement import abstract_arrays

@@ -138,6 +138,14 @@ def gather_bytes_to_process_0(local_bytes: bytes) -> list[bytes]:
     return list(map(bytes, received)) if jax.process_index() == 0 else []
 
 
+def broadcast_bytes(local_bytes: bytes) -> bytes:
+    """Returns the bytes of process 0 on every host, sent in messages of at most `MAX_MESSAGE_BYTES`."""
+    size = int(gather_over_hosts(np.asarray(len(local_bytes)))[0])
+    sent = local_bytes if jax.process_index() == 0 else b""
+    starts = range(0, size, MAX_MESSAGE_BYTES)
+    return b"".join(gather_bytes_over_hosts(sent[start : start + MAX_MESSAGE_BYTES])[0] for start in starts)
+
+
 @contextmanager
 def error_barrier() -> Iterator[None]:
     """Collective error barrier: if the block raises on any process, it raises on every process.

@@ -9,16 +9,13 @@ from __future__ import annotations
 import json
 import os
 import socket
-import uuid
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
 
 import jax
 
-from app.distributed.collectives import error_barrier, gather_bytes_over_hosts
+from app.distributed.collectives import gather_bytes_over_hosts
 from app.records.identity import Identity
 from app.records.versions import TRAINING_PACKAGES, program_versions
 from settings import Resolved
@@ -26,9 +23,12 @@ from settings.errors import InputError
 from settings.loading.fields import FIELDS, value_of
 
 PER_HOST_SETTINGS = frozenset(
-    f"mesh.{field}" for field in ("coordinator_address", "num_processes", "process_id", "start_timeout_s")
+    (
+        "run.dir",
+        *(f"mesh.{field}" for field in ("coordinator_address", "num_processes", "process_id", "start_timeout_s")),
+    )
 )
-"""Settings that may differ between hosts: they are used only to find the other hosts."""
+"""Settings that may differ between hosts: that of process 0 counts, or they are used only to find the other hosts."""
 MAX_SHOWN = 120
 """Maximum length of a value shown in an error message."""
 
@@ -95,40 +95,3 @@ def _comparable(value: object) -> str:
     """Returns a value as text, a file without its folder, which may differ: what is read from it is compared, too."""
     text = value if isinstance(value, str) else repr(value)
     return os.path.basename(text) if os.path.isfile(text) else text
-
-
-def check_shared_run_directory(path: Path) -> None:
-    """Checks that the run directory is the same folder on all hosts. Removes its probe file afterwards.
-
-    All hosts must call it together.
-
-    Raises:
-        InputError: some host does not see the probe file written by process 0. Every host raises it.
-    """
-    if jax.process_count() == 1:
-        return
-    is_process_0 = jax.process_index() == 0
-    parents = list(path.absolute().parents)
-    depth = next(i for i, folder in enumerate(parents) if folder.is_dir())
-    depth, name = json.loads(gather_bytes_over_hosts(json.dumps([depth, f".grpo-{uuid.uuid4().hex}"]).encode())[0])
-    note = parents[min(depth, len(parents) - 1)] / name
-
-    try:
-        with error_barrier():
-            try:
-                if is_process_0:
-                    note.touch(exist_ok=False)
-            except OSError as error:
-                raise InputError(
-                    f"run.dir: cannot write to {note.parent}: {error.strerror}; choose another folder"
-                ) from error
-        with error_barrier():
-            if not note.exists():
-                raise InputError(
-                    f"run.dir: {path.absolute()} is not the same folder on all hosts: this host does not see a "
-                    f"file just written by process 0 in {note.parent}. Set run.dir to a folder shared by all hosts"
-                )
-    finally:
-        if is_process_0:
-            with suppress(OSError):
-                note.unlink()

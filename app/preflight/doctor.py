@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from app.distributed.collectives import error_barrier, gather_bytes_over_hosts, max_over_hosts
-from app.distributed.host_consistency import check_hosts_agree, check_shared_run_directory
+from app.distributed.host_consistency import check_hosts_agree
 from app.mesh.devices import device_memory_bytes, device_platform, global_devices, host_memory_bytes, unused_accelerator
 from app.preflight.attention_check import check_attention
 from app.preflight.check_results import CheckRecorder, CheckResult, DoctorReport
@@ -61,6 +61,7 @@ from app.runtime.session import Session
 from app.training.inputs import check_chosen_metrics, dataset_fingerprints, input_fingerprints
 from app.training.learner import LearnerGroup
 from app.training.network_memory import host_bytes, network_bytes
+from app.training.run_folder import take_run_directory
 from app.training.setup import file_fingerprints, open_session, setup_notes
 from settings import Resolved, Settings
 from settings.checks.commands import check_for_train
@@ -258,12 +259,13 @@ def _open_session(
     if jax.process_count() > 1:
         agreed = False
         with recorder.run_check("hosts"):
+            resolved, run, is_seen_by_all = stack.enter_context(take_run_directory(resolved))
             with error_barrier():
                 facts = _host_facts(settings, run, inputs)
             check_hosts_agree(resolved, facts)
-            check_shared_run_directory(run.path)
             agreed = True
-            recorder.ok("hosts", "all hosts have the same settings, code, packages, files and run directory")
+            which = "; all see run.dir" if is_seen_by_all else "; process 0 keeps the run, since not all see run.dir"
+            recorder.ok("hosts", f"all hosts have the same settings, code, packages and files{which}")
         if not agreed:
             # The collectives of different programs would wait for each other forever.
             recorder.skip("mesh", reason="the hosts differ")

@@ -11,7 +11,7 @@ from typing import Literal
 import jax
 
 from app.distributed.collectives import error_barrier
-from app.distributed.host_consistency import check_hosts_agree, check_shared_run_directory
+from app.distributed.host_consistency import check_hosts_agree
 from app.distributed.watchdog import Watchdog
 from app.mesh import jax_startup
 from app.mesh.device_mesh import num_hosts
@@ -37,6 +37,7 @@ from app.training.inputs import TrainingInputs, read_training_inputs
 from app.training.learner import LearnerGroup, longest_rows, make_learner_group
 from app.training.network_memory import network_bytes
 from app.training.replay import ReplayRequest, find_model_run
+from app.training.run_folder import take_run_directory
 from settings import Resolved, Settings
 from settings.checks.resumed_settings import changed_settings, check_allowed
 from settings.errors import InputError
@@ -49,6 +50,9 @@ class RunSetup:
 
     resolved: Resolved
     run: RunDirectory
+    """On a host that does not see the one of process 0, copies of its small files."""
+    is_seen_by_all: bool
+    """Whether all hosts see the run directory; otherwise process 0 keeps all files."""
     inputs: TrainingInputs
     rewards: RewardFunctions
     """The reward functions, with their workers running."""
@@ -84,15 +88,18 @@ def prepare_run(
     Raises:
         InputError: one of them cannot be used, on this host or another, or hosts have different inputs.
     """
-    settings, run = resolved.settings, RunDirectory.from_settings(resolved.settings.run)
     with ExitStack() as stack:
-        jax_startup.initialize_distributed(settings.mesh, compiles=compiles)
+        jax_startup.initialize_distributed(resolved.settings.mesh, compiles=compiles)
         check_mini_batch_alias(resolved, num_hosts=jax.process_count())
-        watchdog = stack.enter_context(watch_hosts(settings, run.crash_dir))
+        crash_dir = RunDirectory.from_settings(resolved.settings.run).crash_dir
+        watchdog = stack.enter_context(watch_hosts(resolved.settings, crash_dir))
+        resolved, run, is_seen_by_all = stack.enter_context(take_run_directory(resolved))
+        settings = resolved.settings
         with error_barrier():
             # First, because data and models take longer to read.
             check_fixed_micro_batches(settings, open_mesh(settings, set_aside=devices_set_aside(settings)))
-            check_run_directory(run, resume)
+            if is_seen_by_all or jax.process_index() == 0:
+                check_run_directory(run, resume)
             changes = _check_changed_settings(resolved, run, allow_changed)
             # A hub model is at the commit of this run, or of the run that it replays.
             known = None if replay_request is None or run.model_path.is_file() else find_model_run(replay_request)
@@ -107,7 +114,6 @@ def prepare_run(
                 facts = read.fingerprints | {"the evaluation prompts": prompts_digest(read.eval_prompts)}
                 facts |= file_fingerprints(settings, run)
         check_hosts_agree(resolved, facts)
-        check_shared_run_directory(run.path)
         generates = "rollouts" if read.replay is None else "evaluations" if read.eval_prompts else None
         scoring = ScoringSession.open(settings, read.model, read.critic, trains=True)
         session, learning = open_session(scoring, read.reward_model, generates=generates)
@@ -118,9 +124,13 @@ def prepare_run(
                 estimator = with_saved_advantages(estimator)
             learning = dataclasses.replace(learning, advantage_estimator=estimator, max_rounds=1)
         notes = (*changes, *setup_notes(settings, session), *reward_model_notes(read.reward_model, read.model))
+        if jax.process_count() > 1:
+            writers = "all hosts see it, and each writes its part of a checkpoint"
+            alone = "not all hosts see it, so process 0 keeps all files of the run"
+            notes += (f"run.dir: {run.path}: {writers if is_seen_by_all else alone}",)
         if read.replay is None:
             notes += repeated_prompts_notes(settings, num_prompts=len(read.prompts))
-        yield RunSetup(resolved, run, read, rewards, session, learning, watchdog, notes, allow_changed)
+        yield RunSetup(resolved, run, is_seen_by_all, read, rewards, session, learning, watchdog, notes, allow_changed)
 
 
 def check_mini_batch_alias(resolved: Resolved, *, num_hosts: int) -> None:
@@ -192,7 +202,7 @@ def file_fingerprints(settings: Settings, run: RunDirectory) -> dict[str, str]:
         **plugin_file_digests("reward.functions", [one.function for one in settings.reward.functions]),
         **plugin_file_digests("env.source", [settings.env.source]),
         **plugin_file_digests("env.tools", settings.env.tools),
-        f"the newest checkpoint in {run.path}": run.describe_newest_checkpoint(),
+        "the newest checkpoint in run.dir": run.describe_newest_checkpoint(),
     }
 
 

@@ -18,7 +18,7 @@ from app.distributed.collectives import error_barrier
 from app.distributed.preemption import PreemptionHandler
 from app.distributed.shutdown import broadcast_failure, exit_barrier
 from app.mesh.program_cache import CompilationCounter
-from app.records.run_directory import Resume, lock_run_directory
+from app.records.run_directory import Resume, RunDirectory, lock_run_directory
 from app.reward.reward_functions import reuse_saved_rewards
 from app.runtime.reward_model import RewardModel
 from app.tracking.console import ProgressDisplay
@@ -146,4 +146,5 @@ def _train(setup: RunSetup, stack: ExitStack, clock: Callable[[], float], on_ste
     with broadcast_failure(setup.watchdog.status_board), explain_full_disk(setup.run, setup.learning.shapes):
         exit_code = loop.run()
     is_complete = loop.progress.step == loop.last_step or bool(loop.early_end)
-    return TrainingRun(setup.run.path, run_log.history, is_complete, exit_code, checkpoints.best, loop.early_end)
+    path = RunDirectory.from_settings(settings.run).path
+    return TrainingRun(path, run_log.history, is_complete, exit_code, checkpoints.best, loop.early_end)

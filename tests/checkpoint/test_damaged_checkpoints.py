@@ -15,8 +15,9 @@ import jax
 import numpy as np
 import pytest
 
-from app.checkpoint.checkpoints import Checkpoints, check_fingerprints, is_damage
+from app.checkpoint.checkpoints import Checkpoints, check_fingerprints
 from app.checkpoint.full_disk import DiskFullError, explain_full_disk
+from app.checkpoint.reading import is_damage
 from app.checkpoint.saved_policy import PolicyCheckpoint
 from app.checkpoint.train_progress import ProgressRecord, progress_path
 from app.records.run_directory import RunDirectory

@@ -89,10 +89,12 @@ import jax, numpy as np
 from app.mesh.device_mesh import make_mesh
 from app.mesh.jax_startup import initialize_distributed
 from app.mesh.placement import check_rows_per_host, row_sharding, to_global, to_local
-from app.distributed.host_consistency import check_hosts_agree, check_shared_run_directory
+from app.distributed.host_consistency import check_hosts_agree
+from app.distributed.host_files import is_seen_by_all
 from app.distributed.collectives import error_barrier
 from settings import load
 from settings.errors import InputError
+from tests.two_hosts import hide
 
 resolved = load(None, joins, {})
 initialize_distributed(resolved.settings.mesh)
@@ -126,8 +128,10 @@ note("data", lambda: check_hosts_agree(resolved, {"data": f"abc{host}"}))
 note("one fails", lambda: fail_there(InputError("model.path: no such folder")))
 note("one has a bug", lambda: fail_there(KeyError("x")))
 note("none fails", lambda: fail_there(None))
-note("shared", lambda: check_shared_run_directory(other / "runs" / "new"))
-note("not shared", lambda: check_shared_run_directory(other / str(host) / "runs" / "new"))
+note("seen", lambda: is_seen_by_all(other / "runs" / "new"))
+if host == 1:
+    hide(str(other / "0"))
+note("hidden", lambda: is_seen_by_all(other / "0" / "runs" / "new"))
 for shape in ("2,4,1", "1,-1,1", "2,2,2", "1,2,4", "auto", "1,1,8"):
     note(shape, lambda: rows_of(shape))
 Path(other / f"report{host}.json").write_text(json.dumps(report))
@@ -169,12 +173,8 @@ def test_an_error_on_one_host_is_raised_on_both(reports):
 
 
 @pytest.mark.two_hosts
-def test_a_folder_that_the_hosts_do_not_share_is_refused(reports):
-    assert [one["shared"] for one in reports] == [None, None]
-    assert reports[0]["not shared"].startswith("refused: on host 1 (")
-    for one in reports:
-        assert "is not the same folder on all hosts" in one["not shared"]
-        assert "Set run.dir to a folder shared by all hosts" in one["not shared"]
+def test_all_hosts_know_whether_all_see_a_folder(reports):
+    assert [(one["seen"], one["hidden"]) for one in reports] == [(True, False)] * 2
 
 
 SHAPES = {"2,4,1": (2, 4, 1), "1,-1,1": (1, 8, 1), "2,2,2": (2, 2, 2), "1,2,4": (1, 2, 4), "auto": (2, 4, 1)}

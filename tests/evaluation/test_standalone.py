@@ -16,7 +16,7 @@ from app.records.jsonl import write_jsonl
 from app.runtime.scoring import ScoringSession
 from app.runtime.session import Session
 from settings import load
-from tests.program import here, metrics_of, records_of, settings, succeeded, train_here
+from tests.program import here, metrics_of, records_of, settings, succeeded, train_here, without_clock
 from tests.tiny_directory import write_model
 
 
@@ -36,10 +36,6 @@ def logged(run: Path, step: int) -> dict[str, Any]:
     """Returns the metrics that a run logged for its evaluation, without its number of prompts."""
     (line,) = [line for line in metrics_of(run) if line["step"] == step]
     return {k: value for k, value in line.items() if k.startswith("eval/") and k != "eval/num_prompts"}
-
-
-def without_clock(path: Path) -> list[dict[str, Any]]:
-    return [{**record, "elapsed_s": 0} for record in records_of(path)]
 
 
 def test_evaluating_a_checkpoint_equals_its_run_bit_for_bit(finished: Path, tmp_path: Path) -> None:

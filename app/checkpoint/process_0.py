@@ -1,0 +1,173 @@
+"""Checkpoints in a folder that only process 0 has: arrays reach it, and come back, one after the other."""
+
+from __future__ import annotations
+
+import functools
+import json
+import shutil
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from jax.experimental import multihost_utils
+from jax.sharding import NamedSharding, PartitionSpec
+from jax.stages import Compiled
+from jaxtyping import Array
+
+from app.checkpoint.reading import open_reader, read_on_all_hosts
+from app.checkpoint.saved_arrays import with_saved_dtypes
+from app.distributed.collectives import broadcast_bytes, error_barrier
+
+GATHERED_DIR = ".gathered"
+"""Folder of arrays that process 0 has gathered and not yet written to a checkpoint."""
+
+
+class Process0Manager:
+    """What `Checkpoints` uses of Orbax's manager, with the folder of process 0 for all hosts.
+
+    All hosts must call each method together. An error of process 0 is raised on all of them.
+    """
+
+    def __init__(self, directory: Path, options: ocp.CheckpointManagerOptions, target: Any):
+        self._gathered_dir = directory / GATHERED_DIR
+        self._manager = None
+        with error_barrier():
+            if jax.process_index() == 0:
+                self._manager = ocp.CheckpointManager(directory, options=options)
+        # Compiled here: a compilation during a step would be reported as an anomaly.
+        for x in jax.tree.leaves(target):
+            if not _is_on_process_0(x):
+                _replication(x.shape, x.dtype, x.sharding)
+
+    def _run_on_process_0(self, call: Callable[[ocp.CheckpointManager], object]) -> None:
+        with error_barrier():
+            if self._manager is not None:
+                call(self._manager)
+
+    def all_steps(self) -> Sequence[int]:
+        steps = [] if self._manager is None else list(self._manager.all_steps())
+        return json.loads(broadcast_bytes(json.dumps(steps).encode()))
+
+    def save(self, step: int, *, args: ocp.args.Composite) -> None:
+        state = ocp.args.StandardSave(gather_to_process_0(args["state"].item, self._gathered_dir))
+        moved = ocp.args.Composite(state=state, progress=args["progress"])
+        self._run_on_process_0(lambda manager: manager.save(step, args=moved))
+
+    def wait_until_finished(self) -> None:
+        self._run_on_process_0(lambda manager: manager.wait_until_finished())
+        if self._manager is not None:
+            shutil.rmtree(self._gathered_dir, ignore_errors=True)
+
+    def delete(self, step: int) -> None:
+        self._run_on_process_0(lambda manager: manager.delete(step))
+
+    def reload(self) -> None:
+        self._run_on_process_0(lambda manager: manager.reload())
+
+    def close(self) -> None:
+        if self._manager is not None:
+            self._manager.close()
+
+
+class GatheredArray(np.memmap):
+    """An array in a file, which Orbax writes without a copy in memory: nothing changes it meanwhile."""
+
+    def __deepcopy__(self, _: object) -> GatheredArray:
+        return self
+
+
+def gather_to_process_0(state: Any, folder: Path) -> Any:
+    """Returns the state with arrays in files on process 0, and with None on the others.
+
+    Host memory holds the part of one array that is on one device, or one whole array if the hosts have different parts
+    of it. All hosts must call it together.
+    """
+    shutil.rmtree(folder, ignore_errors=True)
+    with error_barrier():
+        if jax.process_index() == 0:
+            folder.mkdir(parents=True)
+    leaves, structure = jax.tree.flatten(state)
+    return structure.unflatten([_gather(x, folder / str(number)) for number, x in enumerate(leaves)])
+
+
+def _gather(x: Array, file: Path) -> GatheredArray | None:
+    if not _is_on_process_0(x):
+        x = _replication(x.shape, x.dtype, x.sharding)(x)
+    whole = None
+    with error_barrier():
+        if jax.process_index() == 0:
+            whole = GatheredArray(file, x.dtype, "w+", shape=x.shape)
+            for index, data in {str(shard.index): (shard.index, shard.data) for shard in x.addressable_shards}.values():
+                whole[index] = np.asarray(data)
+            whole.flush()
+    return whole
+
+
+def _is_on_process_0(x: Array | jax.ShapeDtypeStruct) -> bool:
+    """Returns whether the devices of process 0 hold all parts of an array; the same on every host."""
+    assert x.sharding is not None
+    parts = {device: str(index) for device, index in x.sharding.devices_indices_map(x.shape).items()}
+    return {part for device, part in parts.items() if device.process_index == 0} == set(parts.values())
+
+
+@functools.cache
+def _replication(shape: tuple[int, ...], dtype: Any, sharding: NamedSharding) -> Compiled:
+    """Returns the program that copies an array to every device."""
+    everywhere = NamedSharding(sharding.mesh, PartitionSpec())
+    copy = jax.jit(lambda x: jax.device_put(x, jax.memory.Space.Device), out_shardings=everywhere)
+    return copy.lower(jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)).compile()
+
+
+def restore_from_process_0(folder: Path, target: Any) -> Any:
+    """Returns the state in a checkpoint's folder, which only process 0 needs to have, with the saved dtypes.
+
+    Host memory holds one whole array at a time. All hosts must call it together.
+
+    Raises:
+        ValueError: an array cannot be read.
+    """
+    types, reason = read_on_all_hosts(lambda: _saved_types(folder, target) if jax.process_index() == 0 else "[]")
+    if types is None:
+        raise ValueError(reason)
+    leaves, structure = jax.tree.flatten(target)
+    restored = []
+    for number, dtype in enumerate(json.loads(broadcast_bytes(types.encode()))):
+        like = jax.ShapeDtypeStruct(leaves[number].shape, dtype, sharding=leaves[number].sharding)
+        chosen = [like if i == number else ocp.PLACEHOLDER for i in range(len(leaves))]
+        read = functools.partial(_read_array, folder, structure.unflatten(chosen), like)
+        whole, reason = read_on_all_hosts(read)
+        if whole is None:
+            raise ValueError(reason)
+        restored.append(_broadcast_array(whole, like))
+    return structure.unflatten(restored)
+
+
+def _saved_types(folder: Path, target: Any) -> str:
+    return json.dumps([x.dtype.name for x in jax.tree.leaves(with_saved_dtypes(folder, target))])
+
+
+def _read_array(folder: Path, item: Any, like: jax.ShapeDtypeStruct) -> np.ndarray:
+    """Returns the only array of `item` on process 0, and zeros on the others."""
+    if jax.process_index() > 0:
+        return np.zeros(like.shape, like.dtype)
+    with closing(open_reader(ocp.CompositeCheckpointHandler(state=ocp.PyTreeCheckpointHandler()))) as reader:
+        types = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), item)
+        args = ocp.args.PyTreeRestore(item=item, restore_args=types)
+        state = reader.restore(folder, args=ocp.args.Composite(state=args))["state"]
+    (array,) = (x for x in jax.tree.leaves(state) if x is not ocp.PLACEHOLDER)
+    if array.shape != like.shape:
+        raise ValueError(f"it holds an array of shape {list(array.shape)}, expected {list(like.shape)}")
+    return array
+
+
+def _broadcast_array(whole: np.ndarray, like: jax.ShapeDtypeStruct) -> Array:
+    """Returns the array of process 0 with the sharding of `like`."""
+    # As integers: the sum with the zeros of the other hosts would lose the sign of a zero.
+    bits = np.dtype(f"uint{8 * whole.dtype.itemsize}")
+    sent = np.asarray(multihost_utils.broadcast_one_to_all(np.ascontiguousarray(whole).view(bits)))
+    received = sent.astype(bits).view(whole.dtype).reshape(like.shape)
+    return jax.make_array_from_callback(like.shape, like.sharding, lambda index: received[index])

@@ -1,0 +1,72 @@
+"""Folders that only the host of process 0 may have, and copies of their small files for the others."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from app.distributed.collectives import broadcast_bytes, error_barrier, max_over_hosts
+from settings.errors import InputError
+
+
+def is_seen_by_all(folder: Path) -> bool:
+    """Returns whether a folder of process 0, which need not exist yet, is the same one on all hosts.
+
+    Process 0 writes a probe file and removes it again. All hosts must call it together, with the same path.
+
+    Raises:
+        InputError: process 0 cannot write there.
+    """
+    if jax.process_count() == 1:
+        return True
+    is_process_0, probe = jax.process_index() == 0, Path()
+    try:
+        with error_barrier():
+            if is_process_0:
+                parent = next(parent for parent in folder.absolute().parents if parent.is_dir())
+                probe = parent / f".grpo-{uuid.uuid4().hex}"
+                try:
+                    probe.touch(exist_ok=False)
+                except OSError as error:
+                    raise InputError(
+                        f"run.dir: cannot write to {parent}: {error.strerror}; choose another folder"
+                    ) from error
+        seen = Path(broadcast_bytes(str(probe).encode()).decode()).exists()
+        return not max_over_hosts(np.asarray(not seen))
+    finally:
+        if is_process_0:
+            with suppress(OSError):
+                probe.unlink()
+
+
+@contextmanager
+def copy_from_process_0(folder: Path, patterns: Sequence[str]) -> Iterator[Path]:
+    """Yields a folder of process 0; on the others, a temporary one with copies of those of its files that match.
+
+    All hosts must enter the block together.
+    """
+    is_process_0, names = jax.process_index() == 0, list[str]()
+    with tempfile.TemporaryDirectory(prefix="grpo-") as temporary:
+        with error_barrier():
+            if is_process_0:
+                found = (path for pattern in patterns for path in sorted(folder.glob(pattern)) if path.is_file())
+                names = [path.relative_to(folder).as_posix() for path in found]
+        for name in json.loads(broadcast_bytes(json.dumps(names).encode())):
+            content = b""
+            with error_barrier():
+                if is_process_0:
+                    content = (folder / name).read_bytes()
+            content = broadcast_bytes(content)
+            with error_barrier():
+                if not is_process_0:
+                    copy = Path(temporary) / name
+                    copy.parent.mkdir(parents=True, exist_ok=True)
+                    copy.write_bytes(content)
+        yield folder if is_process_0 else Path(temporary)

@@ -1,0 +1,49 @@
+"""Tests of runs on two hosts of which only the first has the run directory."""
+
+from pathlib import Path
+
+import pytest
+
+from tests import program
+from tests.two_hosts import HOSTS_PROGRAM, blind_host, run_on_two_hosts
+
+pytestmark = pytest.mark.two_hosts
+
+HALF = ("rollout.prompts_per_step=2", "algorithm.mini_batch_prompts=1")
+"""Half of the sizes per host, so that two hosts have the step of one."""
+
+
+# Process 0 has all parts of the weights, or half of them.
+@pytest.mark.parametrize("shape", ["2,4,1", "1,8,1"])
+def test_run_of_process_0_alone_equals_one_of_both_and_goes_on_anywhere(config: Path, shape: str) -> None:
+    runs = config.parent / "runs"
+    runs.mkdir()
+    blind = {"programs": (HOSTS_PROGRAM, blind_host(runs))}
+    shared = ("checkpoint.every_steps=1", "checkpoint.keep=9", f"mesh.shape={shape}")
+
+    def train(name: str, steps: int, *options: str, **how: tuple) -> str:
+        overrides = program.settings(*HALF, *shared, f"run.name={name}", f"run.steps={steps}")
+        hosts = run_on_two_hosts("train", "--config", config, *options, *overrides, **how)
+        assert [host.exit_code for host in hosts] == [0, 0], hosts
+        return hosts[0].stderr
+
+    assert f"run.dir: {runs / 'both'}: all hosts see it" in train("both", 3)
+    assert f"run.dir: {runs / 'alone'}: not all hosts see it" in train("alone", 2, **blind)
+    assert "continuing after step 2 of 3" in train("alone", 3, "--resume", "must", **blind)
+    program.assert_same_run(runs / "alone", runs / "both", step=3)
+    for path in (*(runs / "both" / "rollouts").iterdir(), *(runs / "both" / "eval").iterdir()):
+        assert program.without_clock(runs / "alone" / path.parent.name / path.name) == program.without_clock(path)
+    of_one = ("mesh.cpu_devices=8", "algorithm.mini_batch_prompts=2", *shared)
+    result = program.train_here(config, *of_one, "run.name=alone", "run.steps=4", resume="must")
+    assert "continuing after step 3 of 4" in program.succeeded(result).stderr
+
+
+def test_another_run_on_another_host_is_refused(config: Path) -> None:
+    runs, other = config.parent / "runs", config.parent / "other"
+    for folder in (runs, other / "tiny" / "checkpoints" / "7"):
+        folder.mkdir(parents=True)
+    own = (), program.settings(f"run.dir={other}")
+    hosts = run_on_two_hosts("train", "--config", config, of_each=own, programs=(HOSTS_PROGRAM, blind_host(runs)))
+    assert [host.exit_code for host in hosts] == [2, 2], hosts
+    assert f"run.dir: this host has a run in {other / 'tiny'} (newest checkpoint: step 7)" in hosts[1].stderr
+    assert "on host 1 (" in hosts[0].stderr and not any(runs.iterdir())
