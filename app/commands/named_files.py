@@ -11,7 +11,7 @@ from pathlib import Path
 from app.commands.command_support import runs_alone
 from app.prompts.dataset import find_files
 from app.records.jsonl import read_jsonl_tolerant
-from app.records.run_directory import Resume, RunDirectory, check_run_directory
+from app.records.run_directory import Resume, RunDirectory, check_run_directory, is_address
 from app.report.metrics_history import History
 from settings import InputError, Settings
 from settings.checks.unused_settings import WITH_SPLITS
@@ -24,7 +24,8 @@ def check_train_files(settings: Settings, *, resume: Resume, is_replay: bool) ->
         InputError: a run cannot start there, or a file does not exist.
     """
     if runs_alone(settings.mesh):
-        check_run_directory(RunDirectory.from_settings(settings.run), resume)
+        if not is_address(settings.run.dir):  # What is in a bucket is fetched first.
+            check_run_directory(RunDirectory.from_settings(settings.run), resume)
         check_model_path("critic.path", settings.critic.path if settings.has_critic else None)
         check_model_path("reward.model", settings.reward.model)
     if not is_replay:

@@ -259,12 +259,15 @@ def _open_session(
     if jax.process_count() > 1:
         agreed = False
         with recorder.run_check("hosts"):
-            resolved, run, is_seen_by_all = stack.enter_context(take_run_directory(resolved))
+            resolved, folder = stack.enter_context(take_run_directory(resolved, "auto"))
+            run = folder.run
             with error_barrier():
                 facts = _host_facts(settings, run, inputs)
             check_hosts_agree(resolved, facts)
             agreed = True
-            which = "; all see run.dir" if is_seen_by_all else "; process 0 keeps the run, since not all see run.dir"
+            which = (
+                "; all see run.dir" if folder.is_seen_by_all else "; process 0 keeps the run, since not all see run.dir"
+            )
             recorder.ok("hosts", f"all hosts have the same settings, code, packages and files{which}")
         if not agreed:
             # The collectives of different programs would wait for each other forever.

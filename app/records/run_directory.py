@@ -26,6 +26,11 @@ def step_of_samples(path: Path) -> int | None:
     return int(match[1]) if match else None
 
 
+def is_address(place: str) -> bool:
+    """Returns whether a `run.dir` is an address in a bucket, and not a folder."""
+    return "://" in place
+
+
 @dataclass(frozen=True)
 class RunDirectory:
     """The paths of a run's files in `<run.dir>/<run.name>/`."""
@@ -35,7 +40,10 @@ class RunDirectory:
     @classmethod
     def from_settings(cls, settings: RunSettings) -> RunDirectory:
         assert settings.name is not None, "null is replaced by a derived name"
-        return cls(Path(settings.dir).expanduser() / settings.name)
+        # The directory of a run whose copy is in a bucket.
+        scheme, separator, place = settings.dir.partition("://")
+        local = Path("runs") / scheme / place if separator else Path(settings.dir).expanduser()
+        return cls(local / settings.name)
 
     @property
     def settings_path(self) -> Path:

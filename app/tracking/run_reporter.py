@@ -25,6 +25,7 @@ from app.report.write_report import write_report
 from app.tracking.console import ProgressDisplay, evaluation_line
 from app.tracking.rollout_timeline import Timeline, write_timeline
 from app.tracking.run_log import NullRunLog, RunLog, samples_to_jsonl
+from app.tracking.run_mirror import RunMirror
 from settings.schema.run import LoggingSettings
 
 log = logging.getLogger(__name__)
@@ -44,6 +45,8 @@ class RunReporter:
     run_log: RunLog | NullRunLog
     timeline: Callable[[], Timeline | None]
     """Returns that of the last step's rollout on this host, if there is one."""
+    mirror: RunMirror | None = None
+    """What copies the run to a bucket."""
     _alerts: AlertMonitor = field(init=False)
 
     def __post_init__(self) -> None:
@@ -56,6 +59,8 @@ class RunReporter:
         for alert in alerts:
             self.display.show_alert(alert)
             self.run_log.alert(alert)
+        if self.mirror is not None:
+            self.mirror.request()
 
     def write_metrics(self, step: int, metrics: dict[str, Any]) -> list[Alert]:
         """Writes a line of metrics, and returns the alerts that it raises."""

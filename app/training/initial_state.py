@@ -29,7 +29,7 @@ def open_checkpoints(setup: RunSetup) -> Checkpoints:
         policy=policy,
         shapes=setup.learning.shapes,
         shardings=setup.learning.shardings,
-        is_seen_by_all=setup.is_seen_by_all,
+        is_seen_by_all=setup.folder.is_seen_by_all,
         are_devices_shared=bool(setup.session.scoring.generation_devices),
     )
 

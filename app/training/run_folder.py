@@ -3,31 +3,49 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import replace
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 
 import jax
 
 from app.distributed.collectives import broadcast_bytes, error_barrier
 from app.distributed.host_files import copy_from_process_0, is_seen_by_all
-from app.records.run_directory import RunDirectory
+from app.records.run_directory import Resume, RunDirectory
+from app.tracking.run_mirror import RunMirror, bucket_of, fetch_run
 from settings import Resolved
 from settings.errors import InputError
+from settings.schema.run import RunSettings
+
+log = logging.getLogger(__name__)
 
 RUN_FILES = ("settings.yaml", "sessions.jsonl", "model.json", "checkpoints/*/progress/*")
 """What a host reads of a run before it continues it."""
 
 
-@contextmanager
-def take_run_directory(resolved: Resolved) -> Iterator[tuple[Resolved, RunDirectory, bool]]:
-    """Yields the settings with the run of process 0, its directory, and whether all hosts see that.
+@dataclass(frozen=True)
+class RunFolder:
+    run: RunDirectory
+    """On a host that does not see the one of process 0, copies of its small files."""
+    is_seen_by_all: bool
+    """Whether all hosts see the run directory; otherwise process 0 keeps all files."""
+    mirror: RunMirror | None
+    """What copies the run to a bucket, on process 0, once it is started."""
 
-    A host that does not see it gets a temporary folder with copies of its small files. All hosts must enter the block
-    together.
+
+@contextmanager
+def take_run_directory(
+    resolved: Resolved, resume: Resume, *, writes: bool = False
+) -> Iterator[tuple[Resolved, RunFolder]]:
+    """Yields the settings with the run of process 0, and its directory. All hosts must enter the block together.
+
+    Args:
+        writes: whether the run will be written: a copy in a bucket is then this process's alone, and is fetched if it
+            has a newer checkpoint.
 
     Raises:
-        InputError: process 0 cannot write there, or another host holds a run of its own.
+        InputError: process 0 cannot write there, or another process or host has the run.
     """
     own = RunDirectory.from_settings(resolved.settings.run)
     # A derived name depends on the runs that a host has; names that were given are compared later.
@@ -35,9 +53,19 @@ def take_run_directory(resolved: Resolved) -> Iterator[tuple[Resolved, RunDirect
     sent = broadcast_bytes(resolved.settings.run.model_dump_json(include=shared).encode())
     settings = resolved.settings.model_copy(update={"run": resolved.settings.run.model_copy(update=json.loads(sent))})
     resolved, run = replace(resolved, settings=settings), RunDirectory.from_settings(settings.run)
-    if is_seen_by_all(run.path):
-        yield resolved, run, True
-        return
+    with ExitStack() as stack:
+        with error_barrier():
+            mirror = _open_mirror(settings.run, run, resume, stack, writes=writes) if jax.process_index() == 0 else None
+        if is_seen_by_all(run.path):
+            yield resolved, RunFolder(run, True, mirror)
+            return
+        _check_other_hosts(own, run)
+        path = stack.enter_context(copy_from_process_0(run.path, RUN_FILES))
+        yield resolved, RunFolder(RunDirectory(path), False, mirror)
+
+
+def _check_other_hosts(own: RunDirectory, run: RunDirectory) -> None:
+    """Raises InputError on all hosts if one that does not see the run of process 0 has one of its own."""
     with error_barrier():
         if jax.process_index() > 0 and (own.has_settings or own.has_checkpoint):
             raise InputError(
@@ -45,5 +73,22 @@ def take_run_directory(resolved: Resolved) -> Iterator[tuple[Resolved, RunDirect
                 f"but process 0 keeps the run in a folder that this host does not see, {run.path}; start process 0 on "
                 "this host, copy the run to process 0, or choose another run.name"
             )
-    with copy_from_process_0(run.path, RUN_FILES) as path:
-        yield resolved, RunDirectory(path), False
+
+
+def _open_mirror(
+    settings: RunSettings, run: RunDirectory, resume: Resume, stack: ExitStack, *, writes: bool
+) -> RunMirror | None:
+    """Checks the bucket that gets a copy of the run; if it will be written, takes it and fetches what it has more."""
+    if (bucket := bucket_of(settings)) is None:
+        return None
+    bucket.check()
+    if resume == "never" and "sessions.jsonl" in bucket.sizes():
+        raise InputError(
+            f"run.name: {bucket.address} already holds a run; choose another name, or continue it with --resume auto"
+        )
+    if not writes:
+        return None
+    mirror = stack.enter_context(RunMirror(run, bucket))
+    if resume != "never" and (line := fetch_run(bucket, run)):
+        log.warning("%s", line)
+    return mirror

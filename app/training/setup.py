@@ -37,7 +37,7 @@ from app.training.inputs import TrainingInputs, read_training_inputs
 from app.training.learner import LearnerGroup, longest_rows, make_learner_group
 from app.training.network_memory import network_bytes
 from app.training.replay import ReplayRequest, find_model_run
-from app.training.run_folder import take_run_directory
+from app.training.run_folder import RunFolder, take_run_directory
 from settings import Resolved, Settings
 from settings.checks.resumed_settings import changed_settings, check_allowed
 from settings.errors import InputError
@@ -49,10 +49,7 @@ class RunSetup:
     """A run that has passed all checks. Nothing on disk has changed."""
 
     resolved: Resolved
-    run: RunDirectory
-    """On a host that does not see the one of process 0, copies of its small files."""
-    is_seen_by_all: bool
-    """Whether all hosts see the run directory; otherwise process 0 keeps all files."""
+    folder: RunFolder
     inputs: TrainingInputs
     rewards: RewardFunctions
     """The reward functions, with their workers running."""
@@ -64,6 +61,10 @@ class RunSetup:
     """Text for users about mesh and adapters."""
     allow_changed: Sequence[str] = ()
     """Settings and sections that a resumed run may change although they change what it learns."""
+
+    @property
+    def run(self) -> RunDirectory:
+        return self.folder.run
 
     @property
     def steps(self) -> range:
@@ -80,10 +81,12 @@ def prepare_run(
     replay_request: ReplayRequest | None = None,
     allow_changed: Sequence[str] = (),
     compiles: bool = False,
+    writes: bool = False,
 ) -> Iterator[RunSetup]:
     """Joins the other hosts, then checks run directory, model, tokenizer, data, reward functions and mesh.
 
-    The arguments are those of `train`; `compiles` is that of `initialize_distributed`.
+    The arguments are those of `train`; `compiles` is that of `initialize_distributed`, `writes` that of
+    `take_run_directory`.
 
     Raises:
         InputError: one of them cannot be used, on this host or another, or hosts have different inputs.
@@ -93,12 +96,12 @@ def prepare_run(
         check_mini_batch_alias(resolved, num_hosts=jax.process_count())
         crash_dir = RunDirectory.from_settings(resolved.settings.run).crash_dir
         watchdog = stack.enter_context(watch_hosts(resolved.settings, crash_dir))
-        resolved, run, is_seen_by_all = stack.enter_context(take_run_directory(resolved))
-        settings = resolved.settings
+        resolved, folder = stack.enter_context(take_run_directory(resolved, resume, writes=writes))
+        settings, run = resolved.settings, folder.run
         with error_barrier():
             # First, because data and models take longer to read.
             check_fixed_micro_batches(settings, open_mesh(settings, set_aside=devices_set_aside(settings)))
-            if is_seen_by_all or jax.process_index() == 0:
+            if folder.is_seen_by_all or jax.process_index() == 0:
                 check_run_directory(run, resume)
             changes = _check_changed_settings(resolved, run, allow_changed)
             # A hub model is at the commit of this run, or of the run that it replays.
@@ -127,10 +130,10 @@ def prepare_run(
         if jax.process_count() > 1:
             writers = "all hosts see it, and each writes its part of a checkpoint"
             alone = "not all hosts see it, so process 0 keeps all files of the run"
-            notes += (f"run.dir: {run.path}: {writers if is_seen_by_all else alone}",)
+            notes += (f"run.dir: {run.path}: {writers if folder.is_seen_by_all else alone}",)
         if read.replay is None:
             notes += repeated_prompts_notes(settings, num_prompts=len(read.prompts))
-        yield RunSetup(resolved, run, is_seen_by_all, read, rewards, session, learning, watchdog, notes, allow_changed)
+        yield RunSetup(resolved, folder, read, rewards, session, learning, watchdog, notes, allow_changed)
 
 
 def check_mini_batch_alias(resolved: Resolved, *, num_hosts: int) -> None:

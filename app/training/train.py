@@ -22,6 +22,7 @@ from app.records.run_directory import Resume, RunDirectory, lock_run_directory
 from app.reward.reward_functions import reuse_saved_rewards
 from app.runtime.reward_model import RewardModel
 from app.tracking.console import ProgressDisplay
+from app.tracking.run_mirror import STOP_S
 from app.tracking.run_reporter import RunReporter
 from app.tracking.timer import StepProfiler
 from app.training.initial_state import load_reference_params, open_checkpoints, open_run_log, restore_or_initialize
@@ -77,11 +78,15 @@ def train(
     """
     with ExitStack() as stack:
         setup = stack.enter_context(
-            prepare_run(resolved, resume=resume, replay_request=replay_request, allow_changed=allow_changed)
+            prepare_run(
+                resolved, resume=resume, replay_request=replay_request, allow_changed=allow_changed, writes=True
+            )
         )
         with error_barrier():
             if jax.process_index() == 0:
                 stack.enter_context(lock_run_directory(setup.run))
+        if setup.folder.mirror is not None:
+            setup.folder.mirror.start()
         return _train(setup, stack, clock, on_step)
 
 
@@ -125,7 +130,7 @@ def _train(setup: RunSetup, stack: ExitStack, clock: Callable[[], float], on_ste
     resumed = checkpoints.has_step(progress.step)
     with error_barrier():
         run_log = stack.enter_context(closing(open_run_log(setup, progress, resumed=resumed)))
-    reporter = RunReporter(setup.run, settings.logging, display, run_log, trainer.timeline)
+    reporter = RunReporter(setup.run, settings.logging, display, run_log, trainer.timeline, setup.folder.mirror)
     stack.callback(reporter.write_final_report)
     profiler = StepProfiler(settings.logging.profile_steps if is_process_0 else (), setup.run.profile_dir)
     stack.callback(profiler.stop)
@@ -145,6 +150,8 @@ def _train(setup: RunSetup, stack: ExitStack, clock: Callable[[], float], on_ste
     )
     with broadcast_failure(setup.watchdog.status_board), explain_full_disk(setup.run, setup.learning.shapes):
         exit_code = loop.run()
+    if setup.folder.mirror is not None and exit_code:
+        setup.folder.mirror.timeout_s = STOP_S
     is_complete = loop.progress.step == loop.last_step or bool(loop.early_end)
     path = RunDirectory.from_settings(settings.run).path
     return TrainingRun(path, run_log.history, is_complete, exit_code, checkpoints.best, loop.early_end)

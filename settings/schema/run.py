@@ -29,7 +29,8 @@ class RunSettings(Section):
     """Name of the run directory; when null `<config>-seed<seed>`, then `-2`, `-3` and so on behind it for further runs,
     of which `--resume` continues the newest."""
     dir: str = Field(default="runs", min_length=1)
-    """Directory that contains the run directories."""
+    """Directory that contains the run directories. With an address, `gs://BUCKET/FOLDER` or `s3://BUCKET/FOLDER`, they
+    are in `runs/gs/BUCKET/FOLDER` or `runs/s3/BUCKET/FOLDER`, and a copy of each is kept there."""
     seed: int = Field(default=0, ge=0, lt=2**31)
     """Seed of all randomness: data order and sampling noise."""
     steps: int = Field(default=100, ge=1)

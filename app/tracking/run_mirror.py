@@ -1,0 +1,343 @@
+"""A copy of a run in a bucket: written by a thread of its own while the run goes on, and fetched where it goes on.
+
+Objects are replaced whole, so that each is old or new. A checkpoint counts once its last object, the marker with the
+sizes of all others, is there.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import fsspec
+
+from app.records.run_directory import RunDirectory, is_address
+from settings.errors import InputError
+from settings.schema.run import RunSettings
+
+log = logging.getLogger(__name__)
+
+MARKER = ".complete"
+"""End of the name of a checkpoint's marker."""
+LEASE = "lease.json"
+RENEW_S, LEASE_S = 10.0, 30.0
+"""Seconds between the renewals of a lease, and after which one that was not renewed is over."""
+FINISH_S, STOP_S = 600.0, 25.0
+"""Longest time that the end of a run waits for its copy; after a signal or an error."""
+MAX_DELAY_S = 60.0
+"""Longest wait before an attempt to write again."""
+LEFT_OUT = frozenset({".lock", "checkpoints", "wandb", ".gathered"})
+"""Files and folders of a run that are mirrored in another way, or not at all."""
+EXTRAS = {"gs": "gcs", "gcs": "gcs", "s3": "s3"}
+"""Package extra for each scheme."""
+
+
+def bucket_of(run: RunSettings) -> Bucket | None:
+    """Returns the folder of a bucket to which the settings send a copy of the run, if there is one."""
+    return Bucket(f"{run.dir.rstrip('/')}/{run.name}") if is_address(run.dir) else None
+
+
+class Bucket:
+    """A folder of a bucket.
+
+    Raises:
+        InputError: it cannot be listed or written.
+    """
+
+    def __init__(self, address: str):
+        self.address = address
+        scheme = address.partition("://")[0]
+        try:
+            self._files, self._root = fsspec.url_to_fs(address, use_listings_cache=False, skip_instance_cache=True)
+        except (ImportError, ValueError) as error:
+            way = f"pip install 'grpo-jax[{EXTRAS[scheme]}]'" if scheme in EXTRAS else "use gs:// or s3://"
+            raise InputError(f"run.dir: {address} cannot be opened ({error}); {way}") from error
+
+    def check(self) -> None:
+        """Raises InputError if the folder cannot be written, read and cleared."""
+        probe = f".grpo-{uuid.uuid4().hex}"
+        try:
+            self.write(probe, b"probe")
+            assert self.read(probe) == b"probe"
+            self.delete(probe)
+        # Every exception: each library has its own for a missing bucket, permission or key.
+        except Exception as error:
+            raise InputError(
+                f"run.dir: {self.address} cannot be written ({type(error).__name__}: {error}); check that the bucket "
+                "exists and that this machine's account may read, write and delete there"
+            ) from error
+
+    def sizes(self) -> dict[str, int]:
+        """Returns the size of each object, by its name in this folder."""
+        found = self._files.find(self._root, detail=True)
+        return {name[len(self._root) + 1 :]: int(facts["size"]) for name, facts in found.items()}
+
+    def read(self, name: str) -> bytes:
+        return self._files.cat_file(f"{self._root}/{name}")
+
+    def write(self, name: str, content: bytes) -> None:
+        self._files.pipe_file(f"{self._root}/{name}", content)
+
+    def upload(self, source: Path, name: str) -> int:
+        """Uploads a file as it is now; returns its size."""
+        self._files.put_file(str(source), f"{self._root}/{name}")
+        return source.stat().st_size
+
+    def download(self, name: str, target: Path) -> None:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        self._files.get_file(f"{self._root}/{name}", str(target))
+
+    def delete(self, *names: str) -> None:
+        self._files.rm([f"{self._root}/{name}" for name in names])
+
+
+def complete_steps(bucket: Bucket, sizes: Mapping[str, int]) -> dict[int, list[str]]:
+    """Returns the objects of each complete checkpoint, by its step."""
+    found = {}
+    for name in sizes:
+        step = name.removeprefix("checkpoints/").removesuffix(MARKER)
+        if name == f"checkpoints/{step}{MARKER}" and step.isdigit():
+            expected = json.loads(bucket.read(name))
+            if all(sizes.get(part) == size for part, size in expected.items()):
+                found[int(step)] = [part for part in sizes if part.startswith(f"checkpoints/{step}/")]
+    return found
+
+
+def fetch_run(bucket: Bucket, run: RunDirectory) -> str:
+    """Fetches a run whose copy has a newer checkpoint than the directory; returns a line about it, or "".
+
+    Its small files come first; checkpoints appear whole, under a temporary name before.
+    """
+    sizes = bucket.sizes()
+    steps = complete_steps(bucket, sizes)
+    newest = max(run.checkpoint_steps, default=-1)
+    has_more = max(steps, default=-1) > newest or (not run.has_settings and "sessions.jsonl" in sizes)
+    if not has_more:
+        return ""
+    for name in sizes:
+        if not name.startswith("checkpoints/") and name != LEASE:
+            bucket.download(name, run.path / name)
+    for step in sorted(steps, reverse=True):
+        folder = run.checkpoints_dir / str(step)
+        if not folder.exists():
+            run.checkpoints_dir.mkdir(parents=True, exist_ok=True)
+            partial = run.checkpoints_dir / f".fetched-{step}"
+            shutil.rmtree(partial, ignore_errors=True)
+            for name in steps[step]:
+                bucket.download(name, partial / Path(name).relative_to(f"checkpoints/{step}"))
+            partial.rename(folder)
+    return f"fetched from {bucket.address}: {run.describe_newest_checkpoint()}"
+
+
+class LeaseLostError(RuntimeError):
+    """Another process has begun to write this run."""
+
+
+class RunMirror:
+    """Holds the lease of a run's copy in a bucket and, once it is started, writes the run's files there.
+
+    A thread of its own does so until the block ends, for which nothing but the end of the block waits. What could not
+    be written is tried again, and told.
+
+    Raises:
+        InputError: another process writes this run.
+    """
+
+    def __init__(self, run: RunDirectory, bucket: Bucket):
+        self._run, self._bucket = run, bucket
+        self._owner = uuid.uuid4().hex
+        self._renewed, self._num_renewals = 0.0, 0
+        self._sent: dict[str, tuple[int, int]] = {}
+        """Size and time of the files that are in the bucket, by name."""
+        self._begun: set[int] = set()
+        self._steps: set[int] = set()
+        """Steps of this directory whose checkpoints are in the bucket, at least in part, and whole."""
+        self.num_bytes = 0
+        """Bytes written so far."""
+        self._wake, self._is_ending, self._is_started = threading.Event(), threading.Event(), threading.Event()
+        self._problem: LeaseLostError | None = None
+        self._behind_since: float | None = None
+        self.timeout_s = FINISH_S
+        """Longest time that the end of the block waits for what is missing."""
+        self._thread = threading.Thread(target=self._work, name="run mirror", daemon=True)
+
+    def __enter__(self) -> RunMirror:
+        self._take_lease()
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        self.finish(timeout_s=self.timeout_s if kind is None else min(STOP_S, self.timeout_s))
+
+    def start(self) -> None:
+        """Begins to write: the directory has what the copy had."""
+        self._is_started.set()
+        self._wake.set()
+
+    def request(self) -> None:
+        """Says that files may have changed.
+
+        Raises:
+            LeaseLostError: another process has begun to write this run.
+        """
+        if self._problem is not None:
+            raise self._problem
+        self._wake.set()
+
+    def finish(self, *, timeout_s: float) -> None:
+        """Writes what is missing and gives the lease back; after the time, a warning says what is in the bucket."""
+        self._is_ending.set()
+        self._wake.set()
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            last = (
+                f"its newest checkpoint there is step {max(self._steps)}"
+                if self._steps
+                else "it has no checkpoint there"
+            )
+            log.warning(
+                "%s is not complete after %g s: %s; --resume auto on this machine completes it", self._bucket.address,
+                timeout_s, last,
+            )  # fmt: skip
+
+    def _work(self) -> None:
+        delay = 0.0
+        while self._problem is None:
+            self._wake.wait(RENEW_S)
+            self._wake.clear()
+            is_last = self._is_ending.is_set()
+            try:
+                self._renew_lease()
+                if self._is_started.is_set():
+                    self._write_changes()
+                if is_last:
+                    self._bucket.delete(LEASE)
+                    return
+            except LeaseLostError as error:
+                self._problem = error
+            # Every exception: the network and each library have their own, and the run goes on without its copy.
+            except Exception as error:
+                delay = min(MAX_DELAY_S, 2 * delay or 1.0)
+                self._tell_behind(error, delay)
+                self._is_ending.wait(delay) if not is_last else time.sleep(min(delay, 2.0))
+                self._wake.set()
+            else:
+                delay = 0.0
+                self._tell_caught_up()
+
+    def _tell_behind(self, error: Exception, delay: float) -> None:
+        if self._behind_since is None:
+            self._behind_since = time.monotonic()
+            text = f"{type(error).__name__}: {error}"
+            log.warning("%s cannot be written (%s); the run goes on, and it is tried again", self._bucket.address, text)
+
+    def _tell_caught_up(self) -> None:
+        if self._behind_since is not None:
+            log.warning(
+                "%s is written again, after %.0f s", self._bucket.address, time.monotonic() - self._behind_since
+            )
+            self._behind_since = None
+
+    def _write_changes(self) -> None:
+        self._write_files()
+        steps = set(self._run.checkpoint_steps)
+        for step in sorted(steps - self._steps, reverse=True):
+            self._write_checkpoint(step)
+        for step in sorted(self._begun - steps):
+            self._delete_checkpoint(step)
+        self._write_files()
+
+    def _write_files(self) -> None:
+        for path in self._run.path.rglob("*"):
+            name = path.relative_to(self._run.path)
+            if name.parts[0] not in LEFT_OUT and path.is_file() and path.suffix != ".partial":
+                self._write_file(path, name.as_posix())
+        # Progress records are replaced when an interrupted evaluation is completed.
+        for step in self._steps:
+            for path in (self._run.checkpoints_dir / str(step) / "progress").glob("*"):
+                self._write_file(path, path.relative_to(self._run.path).as_posix())
+
+    def _write_file(self, path: Path, name: str) -> None:
+        try:
+            found = path.stat()
+            state = found.st_size, found.st_mtime_ns
+            if self._sent.get(name) != state:
+                self.num_bytes += self._bucket.upload(path, name)
+                self._sent[name] = state
+        except FileNotFoundError:
+            if path.exists():
+                raise
+
+    def _write_checkpoint(self, step: int) -> None:
+        folder = self._run.checkpoints_dir / str(step)
+        self._begun.add(step)
+        sizes = {}
+        for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+            name = path.relative_to(self._run.path).as_posix()
+            self._write_file(path, name)
+            if not folder.is_dir():  # It was deleted meanwhile, as the run keeps only the newest.
+                return
+            if path.parent.name != "progress":
+                sizes[name] = self._sent[name][0]
+            self._renew_lease()
+            self._write_files()
+        if sizes:
+            self._bucket.write(f"checkpoints/{step}{MARKER}", json.dumps(sizes).encode())
+            self._steps.add(step)
+
+    def _delete_checkpoint(self, step: int) -> None:
+        if step in self._steps:
+            self._bucket.delete(f"checkpoints/{step}{MARKER}")
+            self._steps.remove(step)
+        if parts := [name for name in self._bucket.sizes() if name.startswith(f"checkpoints/{step}/")]:
+            self._bucket.delete(*parts)
+        self._begun.remove(step)
+
+    def _take_lease(self) -> None:
+        """Takes the lease, once another one that is there is given back or over."""
+        end = time.monotonic() + LEASE_S
+        first = last = self._read_lease()
+        if first is not None:
+            log.warning("%s: the last process did not end well; waiting up to %g s", self._bucket.address, LEASE_S)
+        while last is not None and time.monotonic() < end:
+            if last != first:
+                raise InputError(
+                    f"run.dir: {self._bucket.address} is being written by another process, on {last.get('host')}; "
+                    "choose another run.name, or end that one first"
+                )
+            time.sleep(RENEW_S / 5)
+            last = self._read_lease()
+        self._write_lease()
+        # Of two that start at once, the later one's stays.
+        time.sleep(1.0)
+        if (self._read_lease() or {}).get("owner") != self._owner:
+            raise InputError(f"run.dir: another process has begun to write {self._bucket.address}; start again later")
+
+    def _renew_lease(self) -> None:
+        if time.monotonic() - self._renewed < RENEW_S:
+            return
+        found = self._read_lease()
+        if found is not None and found["owner"] != self._owner:
+            raise LeaseLostError(f"another process, on {found.get('host')}, has begun to write {self._bucket.address}")
+        self._write_lease()
+
+    def _write_lease(self) -> None:
+        self._num_renewals += 1
+        lease = {"owner": self._owner, "host": socket.gethostname(), "renewals": self._num_renewals}
+        self._bucket.write(LEASE, json.dumps(lease).encode())
+        self._renewed = time.monotonic()
+
+    def _read_lease(self) -> dict[str, Any] | None:
+        try:
+            return json.loads(self._bucket.read(LEASE))
+        except FileNotFoundError:
+            return None
