@@ -73,7 +73,7 @@ def test_packed_micro_batches_take_any_number_of_samples(config: Path) -> None:
     odd = ("rollout.prompts_per_step=5", "rollout.group_size=3", "algorithm.mini_batch_prompts=1")
     resolved = load(str(config), odd, {})
     with prepare_run(resolved, resume="never") as launch:
-        assert launch.resolved is resolved
+        assert launch.resolved == resolved
 
 
 def write_rows(path: Path, *, count: int, **fields: str) -> Path:
