@@ -94,7 +94,7 @@ def gather_to_process_0(state: Any, folder: Path) -> Any:
     return structure.unflatten([_gather(x, folder / str(number)) for number, x in enumerate(leaves)])
 
 
-def _gather(x: Array, file: Path) -> GatheredArray | None:
+def _gather(x: Array, file: Path) -> np.ndarray | None:
     if not _is_on_process_0(x):
         x = _replication(x.shape, x.dtype, x.sharding)(x)
     whole = None

@@ -124,7 +124,7 @@ def _since_start(steps: Sequence[MetricsRecord], name: str, count: int) -> np.nd
     return _last_values(steps, name, min(count, len(steps)))
 
 
-def _of_last(steps: Sequence[float]) -> str:
+def _of_last(steps: np.ndarray) -> str:
     return "the first step" if len(steps) == 1 else f"the last {len(steps)} steps"
 
 
