@@ -1,5 +1,6 @@
 """Tests of the copy of a run in a bucket: what arrives, who may write, and what a network that fails does to it."""
 
+import itertools
 import random
 import shutil
 import time
@@ -102,7 +103,9 @@ def test_cut_connections_lose_nothing_and_no_half_is_taken_for_whole(run, server
         near = Bucket(address)
         with RunMirror(run, near) as mirror:
             mirror.start()
-            for step in range(2, 12):
+            for step in itertools.count(2):
+                if network.num_cuts > 5 and step > 8:
+                    break
                 network.fault_rate = steps.choice([0.05, 0.1, 0.2])
                 save(run, step)
                 mirror.request()
@@ -117,7 +120,6 @@ def test_cut_connections_lose_nothing_and_no_half_is_taken_for_whole(run, server
                     for path in (kept.checkpoints_dir / str(found) / "state" / "d").iterdir():
                         assert path.read_bytes() == random.Random(f"{found} state/d/{path.name}").randbytes(50_000)
             network.fault_rate = 0.0
-    assert network.num_cuts > 5
     whole = RunDirectory(tmp_path / "whole")
     fetch_run(Bucket(address), whole)
     assert checkpoints_of(whole) == checkpoints_of(run)
