@@ -134,8 +134,8 @@ def test_two_hosts_train_ppo_as_one_and_sigterm_at_one_saves_both(full_config: P
     # Only the first process speaks, and not gloo, below JAX.
     assert "evaluation at step 0" in first.stderr and "step      2/100000  reward" in first.stderr
     assert "reward" not in second.stderr and "report" not in second.stderr
-    # Gloo writes lines of its own.
-    assert all(line.startswith("[Gloo]") for line in second.stdout.splitlines())
+    # Gloo writes lines of its own, and the end of one at times after the next.
+    assert all("[Gloo]" in line for line in second.stdout.splitlines() if line)
     assert_complete(two)
     assert_same_steps(two, one, steps=range(3))
     # Groups were left out, so one host has some that the other has sampled.
