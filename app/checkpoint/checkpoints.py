@@ -66,7 +66,9 @@ class Checkpoints:
         self._policy, self._is_seen_by_all = policy, is_seen_by_all
         self._directory.mkdir(parents=True, exist_ok=True)
         # Processes that are named wait for each other without a program on all devices, but no longer than 5 minutes.
-        named = set(range(jax.process_count())) if are_devices_shared else None if is_seen_by_all else {0}
+        named = set(range(jax.process_count())) if are_devices_shared else None
+        if not is_seen_by_all:
+            named = {0}
         options = ocp.CheckpointManagerOptions(
             preservation_policy=policy,
             cleanup_tmp_directories=True,
