@@ -35,7 +35,7 @@ FINISH_S, STOP_S = 600.0, 25.0
 """Longest time that the end of a run waits for its copy; after a signal or an error."""
 MAX_DELAY_S = 60.0
 """Longest wait before an attempt to write again."""
-LEFT_OUT = frozenset({".lock", "checkpoints", "wandb", ".gathered"})
+LEFT_OUT = frozenset({".lock", "checkpoints", "wandb"})
 """Files and folders of a run that are mirrored in another way, or not at all."""
 EXTRAS = {"gs": "gcs", "gcs": "gcs", "s3": "s3"}
 """Package extra for each scheme."""
@@ -87,10 +87,8 @@ class Bucket:
     def write(self, name: str, content: bytes) -> None:
         self._files.pipe_file(f"{self._root}/{name}", content)
 
-    def upload(self, source: Path, name: str) -> int:
-        """Uploads a file as it is now; returns its size."""
+    def upload(self, source: Path, name: str) -> None:
         self._files.put_file(str(source), f"{self._root}/{name}")
-        return source.stat().st_size
 
     def download(self, name: str, target: Path) -> None:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -161,8 +159,6 @@ class RunMirror:
         self._begun: set[int] = set()
         self._steps: set[int] = set()
         """Steps of this directory whose checkpoints are in the bucket, at least in part, and whole."""
-        self.num_bytes = 0
-        """Bytes written so far."""
         self._wake, self._is_ending, self._is_started = threading.Event(), threading.Event(), threading.Event()
         self._problem: LeaseLostError | None = None
         self._behind_since: float | None = None
@@ -176,7 +172,16 @@ class RunMirror:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        self.finish(timeout_s=self.timeout_s if kind is None else min(STOP_S, self.timeout_s))
+        """Writes what is missing and gives the lease back; after the time, a warning says what is in the bucket."""
+        timeout_s = self.timeout_s if kind is None else min(STOP_S, self.timeout_s)
+        self._is_ending.set()
+        self._wake.set()
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            newest = max(self._steps, default=None)
+            last = "it has no checkpoint there" if newest is None else f"its newest checkpoint there is step {newest}"
+            text = "%s is not complete after %g s: %s; --resume auto on this machine completes it"
+            log.warning(text, self._bucket.address, timeout_s, last)
 
     def start(self) -> None:
         """Begins to write: the directory has what the copy had."""
@@ -192,22 +197,6 @@ class RunMirror:
         if self._problem is not None:
             raise self._problem
         self._wake.set()
-
-    def finish(self, *, timeout_s: float) -> None:
-        """Writes what is missing and gives the lease back; after the time, a warning says what is in the bucket."""
-        self._is_ending.set()
-        self._wake.set()
-        self._thread.join(timeout_s)
-        if self._thread.is_alive():
-            last = (
-                f"its newest checkpoint there is step {max(self._steps)}"
-                if self._steps
-                else "it has no checkpoint there"
-            )
-            log.warning(
-                "%s is not complete after %g s: %s; --resume auto on this machine completes it", self._bucket.address,
-                timeout_s, last,
-            )  # fmt: skip
 
     def _work(self) -> None:
         delay = 0.0
@@ -227,14 +216,17 @@ class RunMirror:
             # Every exception: the network and each library have their own, and the run goes on without its copy.
             except Exception as error:
                 delay = min(MAX_DELAY_S, 2 * delay or 1.0)
-                self._tell_behind(error, delay)
-                self._is_ending.wait(delay) if not is_last else time.sleep(min(delay, 2.0))
+                self._tell_behind(error)
+                if is_last:
+                    time.sleep(min(delay, 2.0))
+                else:
+                    self._is_ending.wait(delay)
                 self._wake.set()
             else:
                 delay = 0.0
                 self._tell_caught_up()
 
-    def _tell_behind(self, error: Exception, delay: float) -> None:
+    def _tell_behind(self, error: Exception) -> None:
         if self._behind_since is None:
             self._behind_since = time.monotonic()
             text = f"{type(error).__name__}: {error}"
@@ -271,7 +263,7 @@ class RunMirror:
             found = path.stat()
             state = found.st_size, found.st_mtime_ns
             if self._sent.get(name) != state:
-                self.num_bytes += self._bucket.upload(path, name)
+                self._bucket.upload(path, name)
                 self._sent[name] = state
         except FileNotFoundError:
             if path.exists():
@@ -289,7 +281,8 @@ class RunMirror:
             if path.parent.name != "progress":
                 sizes[name] = self._sent[name][0]
             self._renew_lease()
-            self._write_files()
+            if self._wake.is_set():  # A step has ended meanwhile: its lines need not wait for the other arrays.
+                self._write_files()
         if sizes:
             self._bucket.write(f"checkpoints/{step}{MARKER}", json.dumps(sizes).encode())
             self._steps.add(step)
