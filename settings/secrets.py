@@ -3,27 +3,27 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from dotenv import dotenv_values
 
 SECRETS = ("WANDB_API_KEY", "HF_TOKEN")
-FALLBACK_DOTENV = Path("/root/.env")
-"""Location of the `.env` on TPU VMs."""
+FALLBACK_DOTENVS = (Path(__file__).parents[1] / ".env", Path("/root/.env"))
+"""The `.env` of the checkout, for commands that are started elsewhere, and the one of root on TPU VMs."""
 MIN_SECRET_LENGTH = 8
 """Minimum length, in characters, of a value to redact; shorter values are placeholders."""
 _further_secrets: set[str] = set()
 
 
-def load_secrets(directory: Path, *, fallback: Path = FALLBACK_DOTENV) -> list[str]:
+def load_secrets(directory: Path, *, fallbacks: Sequence[Path] = FALLBACK_DOTENVS) -> list[str]:
     """Adds the secrets in a `.env` to the environment of this process, where libraries look for them.
 
-    Reads the `.env` of `directory` or of its nearest parent, then `fallback`. Existing environment variables take
-    precedence, and other names are ignored. Returns notices for stderr, which never contain values.
+    Reads the `.env` of `directory` or of its nearest parent, then `fallbacks`. Existing environment variables take
+    precedence, and other names are not taken. Returns notices for stderr, which never contain values.
     """
     notices = []
-    for path in (_nearest_dotenv(directory), fallback):
+    for path in dict.fromkeys((_nearest_dotenv(directory), *fallbacks)):
         if path is None or not path.is_file():
             continue
         try:
@@ -31,6 +31,10 @@ def load_secrets(directory: Path, *, fallback: Path = FALLBACK_DOTENV) -> list[s
         except (OSError, UnicodeDecodeError) as error:
             notices.append(f"{path} is ignored: it cannot be read ({type(error).__name__})")
             continue
+        # A name without a value may be a key that stands alone.
+        if others := [name for name, value in values.items() if value is not None and name not in SECRETS]:
+            taken, left = " and ".join(SECRETS), ", ".join(others[:3]) + (", ..." if others[3:] else "")
+            notices.append(f"{path}: only {taken} are read from it; export {left}, if needed")
         secrets = {name: value for name in SECRETS if (value := values.get(name))}
         if secrets and path.stat().st_mode & 0o077:
             notices.append(f"{path} contains secrets and is readable by other users; run: chmod 600 {path}")

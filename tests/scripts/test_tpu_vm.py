@@ -92,7 +92,7 @@ def test_every_worker_gets_the_keys_where_the_program_reads_them(tpu: Tpu, monke
         for name in SECRETS:
             monkeypatch.setenv(name, "")
             monkeypatch.delenv(name)
-        assert load_secrets(there.parent, fallback=Path("/nowhere")) == []
+        assert load_secrets(there.parent, fallbacks=[]) == []
         assert (os.environ["WANDB_API_KEY"], os.environ["HF_TOKEN"]) == (f"{CANARY} $x", f"{CANARY}-2")
         assert f"worker {worker}: {there}, mode 600" in done.stdout
     assert (tpu.cloud / "modes").read_text() == "600\n" * 2

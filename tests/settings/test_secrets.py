@@ -24,21 +24,27 @@ def write(path: Path, text: str, mode: int = 0o600) -> None:
 
 
 def secrets_of(folder: Path) -> tuple[list[str], str | None, str | None]:
-    notices = load_secrets(folder, fallback=folder / "root" / ".env")
+    notices = load_secrets(folder, fallbacks=[folder / "checkout" / ".env", folder / "root" / ".env"])
     return notices, os.environ.get("WANDB_API_KEY"), os.environ.get("HF_TOKEN")
 
 
-def test_a_dotenv_gives_the_secrets_and_no_other_name(folder: Path) -> None:
-    write(folder / ".env", f"export WANDB_API_KEY='{CANARY}$HOME'\r\nLD_PRELOAD=x\nGRPO__RUN__STEPS=3\nHF_TOKEN=\n")
-    assert secrets_of(folder) == ([], f"{CANARY}$HOME", None)
+def test_a_dotenv_gives_the_secrets_and_names_the_others(folder: Path) -> None:
+    keys = f"export WANDB_API_KEY='{CANARY}$HOME'\r\nHF_TOKEN=\n{CANARY}\n"
+    write(folder / ".env", f"{keys}LD_PRELOAD=x\nGRPO__RUN__STEPS=3\n")
+    left = "export LD_PRELOAD, GRPO__RUN__STEPS, if needed"
+    told = f"{folder}/.env: only WANDB_API_KEY and HF_TOKEN are read from it; {left}"
+    assert secrets_of(folder) == ([told], f"{CANARY}$HOME", None)
     assert not {"LD_PRELOAD", "GRPO__RUN__STEPS"} & set(os.environ)
 
 
-def test_the_environment_comes_before_the_nearest_parent_and_that_before_the_last_resort(folder, monkeypatch):
+def test_the_environment_comes_first_then_the_nearest_parent_the_checkout_and_root(folder, monkeypatch):
     write(folder / "a/.env", "WANDB_API_KEY=near\n")
     write(folder / ".env", "WANDB_API_KEY=far\nHF_TOKEN=far\n")
     write(folder / "a/b/root/.env", "WANDB_API_KEY=last\nHF_TOKEN=last\n")
     assert secrets_of(folder / "a/b") == ([], "near", "last")
+    monkeypatch.delenv("HF_TOKEN")
+    write(folder / "a/b/checkout/.env", "WANDB_API_KEY=checkout\nHF_TOKEN=checkout\n")
+    assert secrets_of(folder / "a/b") == ([], "near", "checkout")
     monkeypatch.setenv("HF_TOKEN", "real")
     assert secrets_of(folder)[2] == "real"
 
