@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from settings.schema.section import Section
 
@@ -20,6 +20,16 @@ MAX_TOKENS_PER_DEVICE = 2**24
 """Upper bound of token quotas, which catches typing errors."""
 CRITIC_ESTIMATORS = frozenset({"gae", "vtrace"})
 """Values of `algorithm.estimator` that need a critic."""
+VERL_AGGREGATIONS = {
+    "seq-mean-token-mean": "sequence-mean-token-mean",
+    "seq-mean-token-sum": "sequence-mean-token-sum",
+    "seq-mean-token-sum-norm": "constant-length",
+}
+"""Values of verl's `loss_agg_mode` that have another name here."""
+
+
+def _own_aggregation(value: Any) -> Any:
+    return VERL_AGGREGATIONS.get(value, value) if isinstance(value, str) else value
 
 
 class AlgorithmSettings(Section):
@@ -48,18 +58,20 @@ class AlgorithmSettings(Section):
     """Ratios are clipped below 1 - clip_low; values of 1 or more disable the bound and need `clip: cispo`. When null:
     0.2, 3e-4 for gspo, 10 for cispo."""
     clip_high: float | None = Field(default=None, gt=0)
-    """Ratios are clipped above 1 + clip_high. When null: 0.2, 0.28 for dapo, 4e-4 for gspo."""
+    """Ratios are clipped above 1 + clip_high. With `clip: cispo` that is the largest weight of a token's gradient;
+    TRL's `epsilon_high` is that weight itself, so 5 there is 4 here. When null: 0.2, 0.28 for dapo, 4e-4 for gspo."""
     dual_clip: float | None = Field(default=None, gt=1)
     """Upper bound on the ratio of tokens with a negative advantage, beyond which they give no gradient; 3.0 is usual.
     Null disables it."""
     entropy_coef: float = Field(default=0.0, ge=0)
     """Weight of the entropy bonus, which is aggregated like the loss. 0 disables it."""
-    loss_aggregation: (
-        Literal["token-mean", "sequence-mean-token-mean", "sequence-mean-token-sum", "constant-length"] | None
-    ) = None
+    loss_aggregation: Annotated[
+        Literal["token-mean", "sequence-mean-token-mean", "sequence-mean-token-sum", "constant-length"] | None,
+        BeforeValidator(_own_aggregation),
+    ] = None
     """Mean over all tokens, or mean over samples of each sample's token mean, token sum, or token sum divided by
-    `rollout.max_new_tokens`. When null: constant-length for dr_grpo, sequence-mean-token-sum for rloo,
-    sequence-mean-token-mean for gspo, token-mean for the others."""
+    `rollout.max_new_tokens`. verl's names of them are accepted, too. When null: constant-length for dr_grpo,
+    sequence-mean-token-sum for rloo, sequence-mean-token-mean for gspo, token-mean for the others."""
     filter: Literal["none", "zero_variance"] | None = None
     """Dynamic sampling: `zero_variance` drops groups whose rewards are all equal and replaces them with groups of the
     next prompts. When null: zero_variance for dapo and cispo, none for the others."""

@@ -45,6 +45,15 @@ DERIVED: list[tuple[str, dict[str, Any]]] = [
     ("algorithm.beta=0.1; algorithm.kl_in=reward", {"scored_roles": ("policy", "reference")}),
     ("algorithm.name=ppo; algorithm.epochs=2", {"scored_roles": ("policy", "critic")}),
     ("algorithm.estimator=vtrace", {"scored_roles": ("policy", "critic")}),
+    *(
+        (f"algorithm.loss_aggregation={of_verl}", {"algorithm.loss_aggregation": ours})
+        for of_verl, ours in (
+            ("token-mean", "token-mean"),
+            ("seq-mean-token-mean", "sequence-mean-token-mean"),
+            ("seq-mean-token-sum", "sequence-mean-token-sum"),
+            ("seq-mean-token-sum-norm", "constant-length"),
+        )
+    ),
 ]
 """Settings, and what follows from them."""
 
