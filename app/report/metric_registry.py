@@ -10,8 +10,6 @@ import re
 from typing import NamedTuple
 
 PLACEHOLDERS = {"<function>": "[^/]+", "<name>": "[^/]+", "<n>": "[0-9]+", "<k>": "[0-9]+"}
-NOT_REPRODUCIBLE = ("time/", "perf/")
-"""Prefixes of metrics that depend on clocks and devices; the settings determine all others bit for bit."""
 
 
 class Metric(NamedTuple):
@@ -26,10 +24,6 @@ class Metric(NamedTuple):
     def names(self) -> list[str]:
         """The names with braces expanded; placeholders remain."""
         return [name for pattern in self.pattern.split(", ") for name in expand_braces(pattern)]
-
-    @property
-    def is_reproducible(self) -> bool:
-        return not self.pattern.startswith(NOT_REPRODUCIBLE)
 
 
 def expand_braces(pattern: str) -> list[str]:
@@ -51,28 +45,6 @@ def find_metric(metric: str) -> Metric | None:
     """Returns the registry entry of a metric, or None if it has none."""
     return next((entry for entry in METRICS if any(matches(name, metric) for name in entry.names)), None)
 
-
-def metrics_page() -> str:
-    """Returns the glossary as Markdown."""
-    rows = [
-        f"| {', '.join(f'`{name}`' for name in entry.pattern.split(', '))} | {entry.meaning} | {entry.healthy} | "
-        f"{entry.remedy} | {'yes' if entry.is_reproducible else 'no'} |"
-        for entry in METRICS
-    ]
-    return "\n".join([*PAGE_HEAD, *rows, ""])
-
-
-PAGE_HEAD = (
-    "# Metrics",
-    "",
-    "All metrics that `metrics.jsonl` can contain; numbers that are not finite are written as null.",
-    "Reproducible metrics are determined bit for bit by the settings, unless a plug-in is random, or an environment is",
-    "used in `rollout.mode: fast`, where the times of answers decide roundings. Generated from",
-    "`app/report/metric_registry.py`; edit the table there.",
-    "",
-    "| name | meaning | healthy | otherwise | reproducible |",
-    "|---|---|---|---|---|",
-)
 
 # fmt: off
 METRICS = (
@@ -178,7 +150,7 @@ METRICS = (
     Metric("policy/clip_fraction_dual", "share of tokens clipped by `algorithm.dual_clip`; 0 if that is null",
         "near 0", "lower `algorithm.epochs`"),
     Metric("policy/correction_mean",
-        "mean importance weight of a token (this row and the next four: only with `algorithm.correction`)",
+        "mean importance weight of a token; like the other metrics of the correction, only with `algorithm.correction`",
         "0.9 to 1.1", "lower `rollout.max_staleness` or the learning rate"),
     Metric("policy/correction_max", "largest importance weight before truncation",
         "below 10; any with `correction_level: sequence`", "as for `correction_mean`"),
@@ -270,13 +242,13 @@ METRICS = (
     Metric("eval/accuracy/difficulty_<n>", "accuracy on the prompts with this `difficulty` in the data",
         "hard prompts follow the easy ones", "use more prompts of the weak level"),
     Metric("eval/pass@<k>",
-        "share of held-out prompts with a correct answer among k samples, k = 2, 4, 8, ... and all (this row and the "
-        "next: only with `eval.num_samples` above 1; null if the judge returns values other than 0 and 1)",
+        "share of held-out prompts with a correct answer among k samples, k = 2, 4, 8, ... and all; only with "
+        "`eval.num_samples` above 1; null if the judge returns values other than 0 and 1",
         "above `eval/accuracy`, and not falling",
         "falls while accuracy rises: the policy only becomes more certain of what it could solve before"),
     Metric("eval/maj@<n>",
-        "share of held-out prompts whose most frequent answer among n samples is correct (absent if the judge "
-        "extracts no answers)",
+        "share of held-out prompts whose most frequent answer among n samples is correct; only with "
+        "`eval.num_samples` above 1; absent if the judge extracts no answers",
         "above `eval/accuracy`", "far above: accuracy can still rise that much with more steps"),
     Metric("eval/format_rate", "share of held-out answers in the requested format (null if a plug-in judges)",
         "near 1", "if accuracy rises only with the format, the policy has not become better at the task"),
@@ -333,8 +305,8 @@ METRICS = (
         "they share a device"),
     Metric("perf/rollout/makespan_s",
         "seconds from the first submission to the last token, summed over the rollouts of a step; with "
-        "`rollout.max_staleness`, from the end of one round to the end of the next (this row to `repacked_tokens`: "
-        "only with `rollout.scheduler`)",
+        "`rollout.max_staleness`, from the end of one round to the end of the next. From here to "
+        "`repacked_tokens`: only with `rollout.scheduler`",
         "most of `time/rollout_s`", "the rest is spent on compiling and moving weights"),
     Metric("perf/rollout/tail_fraction",
         "share of the makespan after 90 % of the samples were finished; null with `rollout.max_staleness`",
@@ -345,7 +317,7 @@ METRICS = (
         "above 0.5 if samples of a prompt are alike",
         "always low if the samples of a prompt differ as much as those of different prompts"),
     Metric("perf/rollout/threshold", "length above which a prompt was heavy at the last verdict of P-DSR, in "
-        "`rollout.pdsr.unit` (this row to `last_verdict_tokens`: null with other schedulers)",
+        "`rollout.pdsr.unit`. From here to `last_verdict_tokens`: null with other schedulers",
         "near the percentile of the lengths that `rollout.pdsr` says",
         "null: fewer samples have finished than a threshold needs"),
     Metric("perf/rollout/heavy_share",
