@@ -8,13 +8,14 @@ from typing import Any
 
 from typer.testing import Result
 
+from app.checkpoint.saved_policy import PolicyCheckpoint
 from app.records.jsonl import read_jsonl
 from app.records.run_directory import RunDirectory
 from app.records.sample import Sample
 from app.records.sample_json import sample_from_record
 from app.runtime.inputs import read_critic, read_policy
 from app.runtime.pinned_revisions import pin_revisions
-from app.training.replay import Replay, ReplayRequest, read_replay
+from app.training.replay import Replay, read_replay
 from settings import load
 from tests import program
 
@@ -51,8 +52,9 @@ def looked(source: Path, *overrides: str, at: Path | None = None, checkpoint: Pa
     chosen = load(str(source / "settings.yaml"), ["run.name=again", *overrides], {}).settings
     chosen = pin_revisions(chosen, RunDirectory(source))
     model = read_policy(chosen)
-    request, target = ReplayRequest(at or source, checkpoint), RunDirectory.from_settings(chosen.run)
-    return read_replay(request, chosen, model, read_critic(chosen, model), target_run=target)
+    start = None if checkpoint is None else PolicyCheckpoint.open(checkpoint)
+    target = RunDirectory.from_settings(chosen.run)
+    return read_replay(at or source, start, chosen, model, read_critic(chosen, model), target_run=target)
 
 
 def train_on(path: Path, config: Path, *overrides: str, options: Sequence[str | Path] = ()) -> Result:

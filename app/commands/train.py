@@ -52,7 +52,9 @@ def train(
     checkpoint: Annotated[
         Path | None,
         typer.Option(
-            metavar="DIR", help="With --from-rollouts: start from a checkpoint of another run instead of step 0."
+            metavar="DIR",
+            help="Start from the policy of another run, with a fresh optimizer; with --from-rollouts, go on from its "
+            "step. Without --config, uses the settings of that run and the run name <its name>-warm-start.",
         ),
     ] = None,
     allow_changed: Annotated[
@@ -69,7 +71,6 @@ def train(
     for option, given, is_usable, needed in (
         ("--json", as_json, dry_run, "--dry-run; the metrics of a run are in its metrics.jsonl"),
         ("--compile", compiles, dry_run, "--dry-run; a run compiles its programs anyway"),
-        ("--checkpoint", checkpoint, from_rollouts, "--from-rollouts; to continue a run, use --resume"),
         ("--allow-changed", allow_changed, resume != "never", "--resume auto or must; a new run has none"),
     ):
         if given and not is_usable:
@@ -77,31 +78,30 @@ def train(
     check = check_for_dry_run if dry_run else check_for_train
     run_paths = {"--from-rollouts": from_rollouts, "--checkpoint": checkpoint}
     base = inherit_run_settings(config, run_paths)
-    flags = _replay_run_name(base, overrides) if isinstance(base, ConfigFile) else NO_FLAGS
+    is_replay = from_rollouts is not None
+    flags = _new_run_name(base, overrides, is_replay=is_replay) if isinstance(base, ConfigFile) else NO_FLAGS
     derived = resolve(base, overrides, flags=flags, print_config=print_config, check=check)
     settings = (resolved := with_run_name(derived, resume)).settings
     if resume == "never" and settings.run.name != (taken := derived.settings.run.name):
         print_notices([f"{taken} is a run, so this one is {settings.run.name}; --resume auto continues the newest"])
     require_inputs(settings, run_paths)
-    _check_start(settings, resume=resume, is_replay=from_rollouts is not None, dry_run=dry_run)
+    _check_start(settings, resume=resume, is_replay=is_replay, dry_run=dry_run)
     show_progress(f"grpo train: {settings.run.name}, model {settings.model.path}; loading JAX")
-    from app.training.replay import ReplayRequest
+    from app.training.replay import StartRequest
 
-    request = None if from_rollouts is None else ReplayRequest(from_rollouts, checkpoint)
+    start = StartRequest(from_rollouts, checkpoint)
+    launch = {"resume": resume, "start_request": start, "allow_changed": allow_changed or ()}
     if dry_run:
         from app.preflight.dry_run import make_dry_run_report
 
-        report = make_dry_run_report(
-            resolved, resume=resume, replay_request=request, allow_changed=allow_changed or (), compiles=compiles
-        )
-        print_result(report, as_json=as_json)
+        print_result(make_dry_run_report(resolved, **launch, compiles=compiles), as_json=as_json)
         raise typer.Exit
     import jax
 
     from app.report.before_after import summary_text
     from app.training.train import train
 
-    run = train(resolved, resume=resume, replay_request=request, allow_changed=allow_changed or ())
+    run = train(resolved, **launch)
     if jax.process_index() == 0:
         write(summary_text(run.metrics, path=str(run.path), best=run.best, early_end=run.early_end), sys.stdout)
     raise typer.Exit(run.exit_code)
@@ -122,9 +122,10 @@ def _check_start(settings: Settings, *, resume: Resume, is_replay: bool, dry_run
         raise typer.Exit
 
 
-def _replay_run_name(config: ConfigFile, overrides: list[str] | None) -> Flags:
-    """Returns flags that rename a replay with another run's settings, unless its name was set explicitly."""
+def _new_run_name(config: ConfigFile, overrides: list[str] | None, *, is_replay: bool) -> Flags:
+    """Returns flags that rename a run with another run's settings, unless its name was set explicitly."""
+    option, suffix = ("--from-rollouts", "replay") if is_replay else ("--checkpoint", "warm-start")
     resolved = load(config, overrides or [], os.environ)
     if not resolved.provenance["run.name"].startswith("yaml:"):
         return NO_FLAGS
-    return {"--from-rollouts": ("run.name", f"{resolved.settings.run.name}-replay")}
+    return {option: ("run.name", f"{resolved.settings.run.name}-{suffix}")}

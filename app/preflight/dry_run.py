@@ -20,7 +20,7 @@ from app.records.run_directory import Resume
 from app.records.text_format import format_bytes, format_count, format_table
 from app.tracking.performance import make_step_flops
 from app.training.network_memory import MemoryBreakdown
-from app.training.replay import ReplayRequest
+from app.training.replay import NO_OPTIONS, StartRequest
 from app.training.setup import RunSetup, prepare_run
 from settings import Resolved
 from settings.checks.unused_settings import launch_notices
@@ -157,7 +157,7 @@ def make_dry_run_report(
     resolved: Resolved,
     *,
     resume: Resume,
-    replay_request: ReplayRequest | None = None,
+    start_request: StartRequest = NO_OPTIONS,
     allow_changed: Sequence[str] = (),
     compiles: bool = False,
 ) -> DryRunReport | None:
@@ -171,7 +171,7 @@ def make_dry_run_report(
     Raises:
         InputError: the run could not start, or a program does not fit. The checkpoint of a resumed run is not checked.
     """
-    run = {"resume": resume, "replay_request": replay_request, "allow_changed": allow_changed}
+    run = {"resume": resume, "start_request": start_request, "allow_changed": allow_changed}
     with prepare_run(resolved, **run, compiles=compiles) as launch:
         session, learning, inputs = launch.session, launch.learning, launch.inputs
         step = outline_step(session, learning, inputs.prompts, inputs.eval_prompts, inputs.reward_model)

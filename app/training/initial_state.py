@@ -9,12 +9,12 @@ import jax.numpy as jnp
 
 from app.checkpoint.checkpoints import Checkpoints, check_fingerprints
 from app.checkpoint.retention import LatestAndBestPolicy
+from app.checkpoint.saved_policy import load_trained_params
 from app.checkpoint.train_progress import RunState, TrainProgress
 from app.mesh.placement import to_host_memory
 from app.model.decoder import Params
 from app.rollout.scheduling.length_estimator import LearnedLengths
 from app.runtime.pinned_revisions import record_commits
-from app.runtime.scoring import ScoringSession
 from app.tracking.run_log import NullRunLog, RunLog
 from app.training.inputs import CHANGEABLE_FINGERPRINTS, MINI_BATCH_PROMPTS, PROMPTS_PER_STEP
 from app.training.setup import RunSetup
@@ -37,7 +37,8 @@ def open_checkpoints(setup: RunSetup) -> Checkpoints:
 def restore_or_initialize(checkpoints: Checkpoints, setup: RunSetup) -> tuple[RunState, TrainProgress]:
     """Returns the state to start from, and its progress.
 
-    It is the newest good checkpoint's, else that of `--checkpoint`, else the models' own weights with fresh moments.
+    It is the newest good checkpoint's; else, in a replay, that of `--checkpoint`; else that policy, or the models' own
+    weights, with fresh moments.
     """
     settings, session, learning = setup.resolved.settings, setup.session, setup.learning
     # Loaded now: the first step's time and compilations would include it otherwise.
@@ -63,21 +64,25 @@ def restore_or_initialize(checkpoints: Checkpoints, setup: RunSetup) -> tuple[Ru
             fields = {"prompts": progress.lengths or {}, "finished": progress.finished_lengths or ()}
             session.workers.share_lengths([LearnedLengths.from_json(fields)])
         return RunState.from_networks(saved_networks, kl_coef=kl_coef(progress)), progress
-    start = setup.inputs.replay and setup.inputs.replay.initial_checkpoint
-    progress = TrainProgress(step=0, position=0, fingerprints=fingerprints)
+    start, progress = setup.inputs.start, TrainProgress(step=0, position=0, fingerprints=fingerprints)
     networks: dict[str, TrainState] = {}
-    if start is not None:
+    before = progress
+    if start is not None and setup.inputs.replay is not None:
         before = start.progress
         progress = replace(progress, step=start.step, position=before.position, total_tokens=before.total_tokens)
         networks = dict(start.restore_states(learning.shapes, learning.shardings))
     if "policy" not in networks:
-        networks["policy"] = learning.policy.initial_state(session.scoring.initial_trained_params())
+        if start is None:
+            params = session.scoring.initial_trained_params()
+        else:
+            params = load_trained_params(start, session.model_spec, session.mesh)
+        networks["policy"] = learning.policy.initial_state(params)
     # A checkpoint without a critic starts a run with one.
     critic = session.scoring.critic
     if critic is not None and "critic" not in networks:
         assert learning.critic is not None
         networks["critic"] = learning.critic.initial_state(critic.load_params(session.mesh))
-    return RunState.from_networks(networks, kl_coef=kl_coef(progress if start is None else start.progress)), progress
+    return RunState.from_networks(networks, kl_coef=kl_coef(before)), progress
 
 
 def open_run_log(setup: RunSetup, progress: TrainProgress, *, resumed: bool) -> RunLog | NullRunLog:
@@ -87,8 +92,10 @@ def open_run_log(setup: RunSetup, progress: TrainProgress, *, resumed: bool) -> 
     # The line of a step is written after its evaluation, and the line of step 0 is always the evaluation.
     is_to_come = progress.step == 0 or progress.unevaluated is not None
     last_step = progress.step - is_to_come if resumed else None
-    replayed = setup.inputs.replay.session_fields if setup.inputs.replay else {}
-    session = {"after_step": progress.step, **replayed, "settings": setup.resolved.to_yaml()}
+    replay, start = setup.inputs.replay, setup.inputs.start
+    began = {"from_rollouts": replay and str(replay.rollouts), "checkpoint": start and str(start.path)}
+    given = {name: path for name, path in began.items() if path}
+    session = {"after_step": progress.step, **given, "settings": setup.resolved.to_yaml()}
     run_log = RunLog(setup.run, setup.resolved, last_step=last_step, wandb_id=progress.wandb_id, session_fields=session)
     # After the session's line, which marks the folder as a run's.
     setup.run.write_settings(setup.resolved)
@@ -96,19 +103,24 @@ def open_run_log(setup: RunSetup, progress: TrainProgress, *, resumed: bool) -> 
     return run_log
 
 
-def load_reference_params(state: RunState, progress: TrainProgress, session: ScoringSession) -> Params | None:
-    """Returns the weights of `model.path`, copied from a fresh state or loaded again if the state was restored.
+def load_reference_params(state: RunState, progress: TrainProgress, setup: RunSetup) -> Params | None:
+    """Returns the policy's start, copied from a fresh state or loaded again if the state was restored.
 
     They are held in the compute type, to which the network would convert them anyway: bfloat16 takes half the bytes.
     With adapters they are the frozen weights, quantized or not, and there is no second copy.
     """
+    session = setup.session.scoring
     if "reference" not in session.settings.scored_roles:
         return None
     if session.model_spec.policy_definition.lora is not None:
         return session.frozen_params
     dtype = jnp.dtype(session.settings.model.dtype)
-    if progress.step:
+    start = None if setup.inputs.replay else setup.inputs.start
+    if not progress.step:
+        params = jax.tree.map(lambda x: jnp.array(x, dtype), state.policy.params)
+    elif start is None:
         params = session.load_reference()
     else:
-        params = jax.tree.map(lambda x: jnp.array(x, dtype), state.policy.params)
+        trained = load_trained_params(start, session.model_spec, session.mesh)
+        params = jax.tree.map(lambda x: x.astype(dtype), trained)
     return to_host_memory(params) if session.settings.offloads_reference else params

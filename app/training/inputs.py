@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
+from app.checkpoint.saved_policy import PolicyCheckpoint
 from app.evaluation.prompt_metrics import check_is_measured
 from app.prompts.dataset import Dataset
 from app.records.run_directory import RunDirectory
@@ -26,8 +28,9 @@ from app.runtime.inputs import (
 )
 from app.runtime.model_spec import CriticSpec, ModelSpec
 from app.runtime.reward_model import RewardModelSpec
-from app.training.replay import Replay, ReplayRequest, read_replay
+from app.training.replay import NO_OPTIONS, Replay, StartRequest, read_replay
 from settings import Settings
+from settings.errors import InputError
 
 DATA, WEIGHTS = "data", "the weights of the sources in data.source"
 REWARD_MODEL, TEMPLATE_KWARGS, EOS_TOKENS = "the reward model", "data.chat_template_kwargs", "model.eos_tokens"
@@ -68,6 +71,8 @@ class TrainingInputs:
     reward_model: RewardModelSpec | None = None
     replay: Replay | None = None
     """The samples to learn from; None if they are generated."""
+    start: PolicyCheckpoint | None = None
+    """The checkpoint of --checkpoint: a replay goes on from its step, another run starts from its policy."""
 
     @property
     def model_commits(self) -> dict[str, str | None]:
@@ -98,27 +103,25 @@ def check_chosen_metrics(settings: Settings, eval_rows: PromptsOrRows) -> None:
         )
 
 
-def read_training_inputs(settings: Settings, replay_request: ReplayRequest | None = None) -> TrainingInputs:
-    """Reads and checks model files, tokenizer, training and evaluation prompts.
-
-    Args:
-        replay_request: files of samples to learn from, which contain their prompts.
+def read_training_inputs(settings: Settings, start_request: StartRequest = NO_OPTIONS) -> TrainingInputs:
+    """Reads and checks model files, tokenizer, training and evaluation prompts, and what the run starts from.
 
     Raises:
         InputError: something in them cannot be used.
     """
     model = read_policy(settings)
-    if replay_request is None or settings.eval.every_steps:
+    rollouts, start = start_request.rollouts, _open_start(settings, model, start_request.checkpoint)
+    if rollouts is None or settings.eval.every_steps:
         prepare_turns(settings, model.tokenizer)
     critic = read_critic(settings, model)
     replay = None
-    if replay_request is None:
+    if rollouts is None:
         dataset = read_train_rows(settings)
         prompts, data_report = encode_train_rows(settings, dataset, model.tokenizer)
         data_fingerprints = dataset_fingerprints(settings, dataset)
     else:
         target_run = RunDirectory.from_settings(settings.run)
-        replay = read_replay(replay_request, settings, model, critic, target_run=target_run)
+        replay = read_replay(rollouts, start, settings, model, critic, target_run=target_run)
         prompts, data_report, data_fingerprints = replay.prompts, replay.report, replay.fingerprints
     # Saved rewards need no reward model.
     reward_model = None if replay is not None and replay.uses_saved_rewards else read_checked_reward_model(settings)
@@ -129,7 +132,24 @@ def read_training_inputs(settings: Settings, replay_request: ReplayRequest | Non
         held_out, _ = read_eval_prompts(settings, model.tokenizer)
         check_chosen_metrics(settings, held_out)
     fingerprints = input_fingerprints(model, data_fingerprints, critic, reward_model)
-    return TrainingInputs(model, critic, prompts, held_out, fingerprints, data_report, reward_model, replay)
+    if start is not None:
+        fingerprints["the checkpoint of --checkpoint"] = start.describe()
+        data_report = f"starts from the {'state' if replay else 'policy'} of {start.path}\n{data_report}"
+    return TrainingInputs(model, critic, prompts, held_out, fingerprints, data_report, reward_model, replay, start)
+
+
+def _open_start(settings: Settings, model: ModelSpec, checkpoint: Path | None) -> PolicyCheckpoint | None:
+    """Returns the checkpoint of --checkpoint; raises InputError if it is this run's own or does not fit the model."""
+    if checkpoint is None:
+        return None
+    start, own = PolicyCheckpoint.open(checkpoint), RunDirectory.from_settings(settings.run)
+    if start.run.path == own.path.resolve():
+        raise InputError(
+            f"run.name: {own.path} is the run of --checkpoint; choose another run.name, or continue that run "
+            "with --resume auto, without --checkpoint"
+        )
+    start.check_compatible(model)
+    return start
 
 
 def input_fingerprints(

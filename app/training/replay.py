@@ -44,12 +44,16 @@ SAVED_ADVANTAGE_FIELDS = frozenset({"advantages", "returns"})
 ROUTES_FIELD = frozenset({"routes"})
 
 
-class ReplayRequest(NamedTuple):
-    """The options of `grpo train` for a replay."""
+class StartRequest(NamedTuple):
+    """The options of `grpo train` that say where a run starts."""
 
-    rollouts: Path
+    rollouts: Path | None = None
+    """Files of samples to learn from, instead of generating them; the run ends with them."""
     checkpoint: Path | None = None
     """The checkpoint to start from, instead of the models' own weights."""
+
+
+NO_OPTIONS = StartRequest()
 
 
 @dataclass(frozen=True)
@@ -66,9 +70,8 @@ class StepFile:
 class Replay:
     """Steps whose samples are in files."""
 
-    request: ReplayRequest
-    initial_checkpoint: PolicyCheckpoint | None
-    """The checkpoint of --checkpoint; None for the models' own weights."""
+    rollouts: Path
+    """The file or folder of --from-rollouts."""
     files: Mapping[int, StepFile]
     """Files by step, without gaps."""
     prompts: Sequence[Prompt]
@@ -82,17 +85,14 @@ class Replay:
 
     @property
     def fingerprints(self) -> dict[str, str]:
-        """Fingerprints of the samples, of the fields taken from them, and of the initial checkpoint."""
+        """Fingerprints of the samples, and of the fields taken from them."""
         digests = " ".join(f"{step} {file.digest}" for step, file in self.files.items())
-        start = self.initial_checkpoint
-        state = "" if start is None else f"{start.step} {sorted(start.checksums.items())}"
         return {
             "the samples of --from-rollouts": hashlib.sha256(digests.encode()).hexdigest(),
             "the fields taken from the samples": (
                 f"rewards {self.uses_saved_rewards}, advantages {self.uses_saved_advantages}, masks "
                 f"{self.source_run is None}"
             ),
-            "the checkpoint of --checkpoint": hashlib.sha256(state.encode()).hexdigest() if state else "none",
         }
 
     @property
@@ -100,21 +100,14 @@ class Replay:
         """Text for users: what is replayed, and which fields are taken from the samples."""
         first, last = min(self.files), max(self.files)
         steps = f"step {first}" if first == last else f"steps {first} to {last}"
-        start = f", from the state of {self.initial_checkpoint.path}" if self.initial_checkpoint else ""
         have_rewards = all("reward" in file.available_fields for file in self.files.values())
         differs = "reward.* differs from that of the samples' run" if have_rewards else "not every sample has one"
         rewards = "those of the samples" if self.uses_saved_rewards else f"computed again, {differs}"
         advantages = "advantages and returns: those of the samples; without these fields algorithm.* would decide"
         return (
-            f"{OPTION}: {steps} on the samples of {self.request.rollouts}{start}; nothing is generated for them\n"
+            f"{OPTION}: {steps} on the samples of {self.rollouts}; nothing is generated for them\n"
             f"rewards: {rewards}\n{advantages if self.uses_saved_advantages else 'advantages: computed again'}"
         )
-
-    @property
-    def session_fields(self) -> dict[str, str]:
-        """Fields for the line of this start in `sessions.jsonl`."""
-        checkpoint = {"checkpoint": str(self.initial_checkpoint.path)} if self.initial_checkpoint else {}
-        return {"from_rollouts": str(self.request.rollouts), **checkpoint}
 
     def load_groups(self, step: int) -> list[Group]:
         """Loads the groups of a step, those of all hosts.
@@ -147,32 +140,37 @@ def find_source_run(path: Path) -> RunDirectory | None:
     return run if samples.name == ROLLOUTS_DIR and samples.is_dir() and run.has_settings else None
 
 
-def find_model_run(request: ReplayRequest) -> RunDirectory | None:
-    """Returns the run whose models a replay uses: that of the samples, else that of the checkpoint."""
-    run = find_source_run(request.rollouts)
+def find_model_run(request: StartRequest) -> RunDirectory | None:
+    """Returns the run whose models a run uses: that of the samples, else that of the checkpoint."""
+    run = None if request.rollouts is None else find_source_run(request.rollouts)
     return PolicyCheckpoint.open(request.checkpoint).run if run is None and request.checkpoint is not None else run
 
 
 def read_replay(
-    request: ReplayRequest, settings: Settings, model: ModelSpec, critic: CriticSpec | None, *, target_run: RunDirectory
+    rollouts: Path,
+    start: PolicyCheckpoint | None,
+    settings: Settings,
+    model: ModelSpec,
+    critic: CriticSpec | None,
+    *,
+    target_run: RunDirectory,
 ) -> Replay:
-    """Reads and checks every line of the files, and the checkpoint to start from.
+    """Reads and checks every line of the files.
 
     Args:
+        rollouts: a file, or the folder of a run or of its files.
+        start: the checkpoint to start from, which fits the model.
         target_run: the run that replays.
 
     Raises:
         InputError: something cannot be replayed with this model and these settings.
     """
-    run = find_source_run(request.rollouts)
+    run = find_source_run(rollouts)
     if run is not None and run.path == target_run.path.resolve():
         raise InputError(f"run.name: {target_run.path} is what {OPTION} would replay; choose another run.name")
-    start = None if request.checkpoint is None else PolicyCheckpoint.open(request.checkpoint)
-    if start is not None:
-        start.check_compatible(model)
-        if critic is not None:
-            start.check_critic(critic)
-    paths = _choose_files(request.rollouts, after_step=start.step if start else 0, steps=settings.run.steps)
+    if start is not None and critic is not None:
+        start.check_critic(critic)
+    paths = _choose_files(rollouts, after_step=start.step if start else 0, steps=settings.run.steps)
     source = None if run is None else _source_settings(run, paths, settings)
     files: dict[int, StepFile] = {}
     prompts: dict[tuple[str, bytes], Prompt] = {}
@@ -197,7 +195,7 @@ def read_replay(
     ignored = _ignored_fields(settings)
     ignored |= frozenset() if uses_rewards else {"reward", "rewards"}
     ignored |= frozenset() if uses_advantages else SAVED_ADVANTAGE_FIELDS
-    return Replay(request, start, files, tuple(prompts.values()), run, uses_rewards, uses_advantages, ignored)
+    return Replay(rollouts, files, tuple(prompts.values()), run, uses_rewards, uses_advantages, ignored)
 
 
 def _ignored_fields(settings: Settings) -> frozenset[str]:

@@ -36,7 +36,7 @@ from app.runtime.session import Session
 from app.training.inputs import TrainingInputs, read_training_inputs
 from app.training.learner import LearnerGroup, longest_rows, make_learner_group
 from app.training.network_memory import network_bytes
-from app.training.replay import ReplayRequest, find_model_run
+from app.training.replay import NO_OPTIONS, StartRequest, find_model_run
 from app.training.run_folder import RunFolder, take_run_directory
 from settings import Resolved, Settings
 from settings.checks.resumed_settings import changed_settings, check_allowed
@@ -78,7 +78,7 @@ def prepare_run(
     resolved: Resolved,
     *,
     resume: Resume,
-    replay_request: ReplayRequest | None = None,
+    start_request: StartRequest = NO_OPTIONS,
     allow_changed: Sequence[str] = (),
     compiles: bool = False,
     writes: bool = False,
@@ -104,9 +104,9 @@ def prepare_run(
             if folder.is_seen_by_all or jax.process_index() == 0:
                 check_run_directory(run, resume)
             changes = _check_changed_settings(resolved, run, allow_changed)
-            # A hub model is at the commit of this run, or of the run that it replays.
-            known = None if replay_request is None or run.model_path.is_file() else find_model_run(replay_request)
-            read = read_training_inputs(pin_revisions(settings, known or run), replay_request)
+            # A hub model is at the commit of this run, or of the run that it replays or starts from.
+            known = None if run.model_path.is_file() else find_model_run(start_request)
+            read = read_training_inputs(pin_revisions(settings, known or run), start_request)
             rewards = stack.enter_context(read.make_rewards(settings))
             if read.replay is None or not read.replay.uses_saved_rewards:
                 try_reward_functions(rewards, read.model.tokenizer, read.prompts)

@@ -26,7 +26,7 @@ from app.tracking.run_mirror import STOP_S
 from app.tracking.run_reporter import RunReporter
 from app.tracking.timer import StepProfiler
 from app.training.initial_state import load_reference_params, open_checkpoints, open_run_log, restore_or_initialize
-from app.training.replay import ReplayRequest
+from app.training.replay import NO_OPTIONS, StartRequest
 from app.training.rollout_source import ReplayRolloutSource, make_rollout_source
 from app.training.setup import RunSetup, prepare_run
 from app.training.step_loop import StepCallback, StepLoop
@@ -58,7 +58,7 @@ def train(
     resolved: Resolved,
     *,
     resume: Resume,
-    replay_request: ReplayRequest | None = None,
+    start_request: StartRequest = NO_OPTIONS,
     allow_changed: Sequence[str] = (),
     on_step: StepCallback | None = None,
     clock: Callable[[], float] = time.monotonic,
@@ -66,7 +66,7 @@ def train(
     """Trains to `run.steps`.
 
     Args:
-        replay_request: files of samples to learn from; the run ends with them.
+        start_request: what the run starts from, and files of samples to learn from.
         allow_changed: settings and sections that a resumed run may change although they change what it learns.
         on_step: called on every host; a true value on any of them ends the run with a checkpoint.
         clock: in seconds, decides when `checkpoint.every_minutes` have passed; process 0's counts.
@@ -78,9 +78,7 @@ def train(
     """
     with ExitStack() as stack:
         setup = stack.enter_context(
-            prepare_run(
-                resolved, resume=resume, replay_request=replay_request, allow_changed=allow_changed, writes=True
-            )
+            prepare_run(resolved, resume=resume, start_request=start_request, allow_changed=allow_changed, writes=True)
         )
         with error_barrier():
             if jax.process_index() == 0:
@@ -107,7 +105,7 @@ def _train(setup: RunSetup, stack: ExitStack, clock: Callable[[], float], on_ste
     compilations = stack.enter_context(closing(CompilationCounter()))
     checkpoints = stack.enter_context(closing(open_checkpoints(setup)))
     state, progress = restore_or_initialize(checkpoints, setup)
-    reference = load_reference_params(state, progress, session.scoring)
+    reference = load_reference_params(state, progress, setup)
     reward_model = setup.inputs.reward_model and RewardModel.load(settings, setup.inputs.reward_model, session.mesh)
     replay, compute_rewards = setup.inputs.replay, setup.rewards.compute_rewards
     if replay is None:
