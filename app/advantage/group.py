@@ -74,8 +74,20 @@ def rloo_advantages(rewards: Float[np.ndarray, "N"], group_ids: Int[np.ndarray, 
     return group.sizes / np.maximum(group.sizes - 1, 1) * (rewards - group.means)
 
 
+def maxrl_advantages(rewards: Float[np.ndarray, "N"], group_ids: Int[np.ndarray, "N"]) -> Float[np.ndarray, "N"]:
+    """Computes A_i = (r_i - mean(group)) / mean(group) for rewards of at least 0; 0 in a group whose rewards are all 0.
+
+    With rewards 0 and 1, and success of probability p, a group of n samples has the expected gradient of
+    log p = -sum_k (1 - p)^k / k, cut off after n - 1 terms; that of `rloo_advantages` has the first one.
+
+    Source: Tajwar et al. 2026, "Maximum Likelihood Reinforcement Learning", algorithm 1.
+    """
+    means = group_moments(rewards.astype(np.float64), group_ids).means
+    return np.divide(rewards - means, means, out=np.zeros(len(rewards)), where=means > 0)
+
+
 GROUP_ADVANTAGES: Mapping[str, GroupAdvantageFn] = MappingProxyType(
-    {"grpo": grpo_advantages, "dr_grpo": dr_grpo_advantages, "rloo": rloo_advantages}
+    {"grpo": grpo_advantages, "dr_grpo": dr_grpo_advantages, "rloo": rloo_advantages, "maxrl": maxrl_advantages}
 )
 
 

@@ -40,6 +40,17 @@ def check_rewards(scored: RewardedSamples) -> None:
         )
 
 
+def check_rewards_for_maxrl(scored: RewardedSamples) -> None:
+    """Checks the same, and that no reward is negative: a group with a mean below 0 would learn its worst answers."""
+    check_rewards(scored)
+    smallest = min((s.reward for s in scored.samples if s.reward is not None), default=0.0)
+    if (below := max_over_hosts(np.asarray(-smallest))) > 0:
+        raise RewardError(
+            f"a sample has reward {-below:g}, but algorithm.estimator: maxrl divides by the mean reward of a group "
+            "and needs rewards of at least 0; change the reward functions, or choose another estimator, such as grpo"
+        )
+
+
 def stop_if_diverged(metrics: Mapping[str, float | None]) -> None:
     """Raises RuntimeError if too many updates in a row were not finite."""
     for network, section in (("policy", "optimizer"), ("value", "critic")):

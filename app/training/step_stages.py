@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -45,6 +45,8 @@ class RewardStage:
     num_steps: int
     """Number of steps of the run."""
     model: RewardModel | None = None
+    check: Callable[[RewardedSamples], None] = check_rewards
+    """Raises `RewardError` if training cannot go on with the rewards of a round."""
 
     def __call__(self, samples: list[Sample], *, step: int, timer: StepTimer) -> RewardedRound:
         """Returns the samples of a round with their rewards. All hosts must call it together.
@@ -60,7 +62,7 @@ class RewardStage:
                 model_pass = RewardPass(plan, compilations.take_count())
             rewarded = self.compute_rewards(samples, StepInfo(step, self.num_steps), model_outcomes=outcomes)
             timer.display.print_lines(gather_lines_to_process_0(rewarded.notices))
-            check_rewards(rewarded)
+            self.check(rewarded)
         return RewardedRound(rewarded, model_pass)
 
 

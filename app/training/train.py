@@ -20,6 +20,7 @@ from app.distributed.shutdown import broadcast_failure, exit_barrier
 from app.mesh.program_cache import CompilationCounter
 from app.records.run_directory import Resume, RunDirectory, lock_run_directory
 from app.reward.reward_functions import reuse_saved_rewards
+from app.runtime.health_checks import check_rewards, check_rewards_for_maxrl
 from app.runtime.reward_model import RewardModel
 from app.tracking.console import ProgressDisplay
 from app.tracking.run_mirror import STOP_S
@@ -114,7 +115,8 @@ def _train(setup: RunSetup, stack: ExitStack, clock: Callable[[], float], on_ste
         source = ReplayRolloutSource(replay, num_groups=settings.rollout.prompts_per_step)
         if replay.uses_saved_rewards:
             compute_rewards = partial(reuse_saved_rewards, names=setup.rewards.fallible_names)
-    reward = RewardStage(compute_rewards, settings.run.steps, reward_model)
+    check = check_rewards_for_maxrl if settings.algorithm.estimator == "maxrl" else check_rewards
+    reward = RewardStage(compute_rewards, settings.run.steps, reward_model, check)
     score = ScoreStage(session.scoring, setup.learning.score_batchers, reference)
     trainer = Trainer(session, source, reward, score, setup.learning, setup.rewards)
     on_phase = setup.watchdog.enter_phase

@@ -111,6 +111,13 @@ def check_algorithm(resolved: Resolved) -> Iterator[str]:
             f"<rollout.group_size>: {algorithm.name} compares the samples of a prompt with each other, so it needs at "
             "least 2 (8 is usual)"
         )
+    lowering = [("<algorithm.kl_in>", "loss")] if algorithm.kl_in_reward else []
+    lowering += [("<reward.overlong_buffer>", "null")] if settings.reward.overlong_buffer is not None else []
+    for lowered_by, instead in lowering if algorithm.estimator == "maxrl" else ():
+        yield (
+            f"{lowered_by} lowers rewards below 0, but <algorithm.estimator> divides by the mean reward of a group; "
+            f"set {lowered_by[1:-1]} to {instead}, or algorithm.estimator: grpo"
+        )
     if settings.rollout.temperature == 0:
         reason = "greedy sampling does not explore, and logprobs at temperature 0 are undefined"
         if is_relative:

@@ -32,6 +32,7 @@ ALGORITHM_PRESETS: Mapping[str, AlgorithmPreset] = {
     "rloo": AlgorithmPreset(
         "Ahmadian et al. 2024", estimator="rloo", loss_aggregation="sequence-mean-token-sum", kl_in="reward"
     ),
+    "maxrl": AlgorithmPreset("Tajwar et al. 2026", estimator="maxrl"),
     "reinforce_plus_plus": AlgorithmPreset("Hu 2025", estimator="reinforce_plus_plus", kl_in="reward"),
     # The ratio of a sequence changes far less than that of a token, hence the narrow clip (section 5.1).
     "gspo": AlgorithmPreset(
@@ -55,7 +56,7 @@ DEFAULT_KL_ESTIMATORS: Mapping[str, str] = {"loss": "k3", "reward": "k1"}
 DEFAULT_CORRECTION_VETO = 1e-4
 """Default of `algorithm.correction_veto` if a correction is enabled: the usual value in verl."""
 
-GROUP_RELATIVE_ESTIMATORS = frozenset({"grpo", "dr_grpo", "rloo"})
+GROUP_RELATIVE_ESTIMATORS = frozenset({"grpo", "dr_grpo", "rloo", "maxrl"})
 """Estimators that compare a sample with the other samples of its group."""
 
 PRESET_FIELDS = tuple(field.name for field in fields(AlgorithmPreset) if field.name != "source")

@@ -33,13 +33,13 @@ def _own_aggregation(value: Any) -> Any:
 
 
 class AlgorithmSettings(Section):
-    name: Literal["grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "gspo", "dapo", "cispo", "ppo"] = "grpo"
+    name: Literal["grpo", "dr_grpo", "rloo", "maxrl", "reinforce_plus_plus", "gspo", "dapo", "cispo", "ppo"] = "grpo"
     """Published algorithm. It only sets those of `estimator`, `ratio_level`, `clip`, `clip_low`, `clip_high`,
     `loss_aggregation`, `kl_in`, `filter`, `whiten_advantages` and `shuffle` that are null."""
-    estimator: Literal["grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "gae", "vtrace"] | None = None
-    """Advantage estimator: comparison with the other samples of the prompt (grpo, dr_grpo, rloo), discounted rewards
-    per token (reinforce_plus_plus), GAE with a critic (gae), or GAE whose values and targets are corrected for
-    off-policy samples (vtrace). When null, it follows from `algorithm.name`."""
+    estimator: Literal["grpo", "dr_grpo", "rloo", "maxrl", "reinforce_plus_plus", "gae", "vtrace"] | None = None
+    """Advantage estimator: comparison with the other samples of the prompt (grpo, dr_grpo, rloo, and maxrl, which needs
+    rewards of at least 0), discounted rewards per token (reinforce_plus_plus), GAE with a critic (gae), or GAE whose
+    values and targets are corrected for off-policy samples (vtrace). When null, it follows from `algorithm.name`."""
     ratio_level: Literal["token", "sequence"] | None = None
     """Level of the probability ratio: one per token, or one per sample, the geometric mean over its tokens. When null,
     it follows from `algorithm.name`."""

@@ -1,3 +1,4 @@
+from math import comb
 from statistics import fmean, stdev
 
 import numpy as np
@@ -11,6 +12,7 @@ from app.advantage.group import (
     dr_grpo_advantages,
     grpo_advantages,
     kl_penalized_rewards,
+    maxrl_advantages,
     rloo_advantages,
     task_rewards,
     zero_variance_fraction,
@@ -49,6 +51,27 @@ def test_estimators_equal_their_papers_in_float64(graded):
         assert grpo[i] == pytest.approx((reward - fmean(siblings)) / (deviation + 1e-6), rel=1e-6, abs=1e-6)
         assert without_deviation[i] == pytest.approx(reward - fmean(siblings), rel=1e-9, abs=1e-9)
         assert leave_one_out[i] == pytest.approx(reward - fmean(others) if others else 0.0, rel=1e-9, abs=1e-9)
+
+
+def test_maxrl_divides_by_the_success_rate():
+    rewards, groups = np.array([1.0, 0, 0, 0, 1, 1, 0, 1, 0, 0]), np.array([5, 5, 5, 5, 2, 2, 2, 2, 7, 7])
+    expected = [3, -1, -1, -1, 1 / 3, 1 / 3, -1, 1 / 3, 0, 0]
+    np.testing.assert_allclose(maxrl_advantages(rewards, groups), expected, rtol=1e-15)
+    assert maxrl_advantages(np.array([0.5, 0.0]), np.array([0, 0])).tolist() == [1, -1]
+
+
+@pytest.mark.parametrize("size", [2, 5, 16])
+@pytest.mark.parametrize("p", [0.01, 0.3, 0.9])
+def test_maxrl_climbs_the_log_of_the_success_rate_cut_off_after_one_term_less_than_samples(size, p):
+    """Of samples that succeed with probability p, the mean of A dlog(probability)/dp, over all possible groups."""
+    expected_slope = 0.0
+    for num_right in range(size + 1):
+        rewards = np.array([1.0] * num_right + [0.0] * (size - num_right))
+        slopes = np.where(rewards == 1, 1 / p, -1 / (1 - p))
+        probability = comb(size, num_right) * p**num_right * (1 - p) ** (size - num_right)
+        expected_slope += probability * np.mean(maxrl_advantages(rewards, np.zeros(size, int)) * slopes)
+    # The slope of -sum_k (1 - p)^k / k.
+    assert expected_slope == pytest.approx(sum((1 - p) ** (k - 1) for k in range(1, size)), rel=1e-12)
 
 
 def test_groups_without_variance_are_counted_as_a_share_of_groups():

@@ -28,6 +28,8 @@ eval.num_samples=2 | eval.temperature=1 | eval.num_samples = 2 (from --set): wit
 eval.num_samples=2 | eval.every_steps=0 | all samples of a prompt are identical
 env.source=guess_number env.credit=turn | =trajectory | env.credit = 'turn' (from --set): algorithm.estimator = 'grpo'
 optimizer.second_moment=bfloat16 | optimizer.beta2=0.95 | would be lost with optimizer.beta2 = 0.999 (from the default)
+algorithm.name=maxrl reward.overlong_buffer=8 | =null | lowers rewards below 0, but algorithm.estimator = 'maxrl' (
+algorithm.name=maxrl beta=0.1 algorithm.kl_in=reward | =loss | = 'reward' (from --set) lowers rewards below 0, but
 algorithm.name=ppo num_pre_q=1 algorithm.estimator=rloo | =gae | needs at least 2
 num_pre_q=1 | =2 | rollout.group_size = 1 (from --set): grpo compares the samples of a prompt with each other
 rollout.temperature=0 | =0.1 | = 0.0 (from --set): greedy samples of a prompt are identical, so grpo has nothing to

@@ -74,6 +74,7 @@ PAPERS = rows_of("""
 grpo | grpo token ppo 0.2 0.2 none token-mean loss k3
 dr_grpo | dr_grpo token ppo 0.2 0.2 none constant-length loss k3
 rloo | rloo token ppo 0.2 0.2 none sequence-mean-token-sum reward k1
+maxrl | maxrl token ppo 0.2 0.2 none token-mean loss k3
 reinforce_plus_plus | reinforce_plus_plus token ppo 0.2 0.2 none token-mean reward k1
 gspo | grpo sequence ppo 0.0003 0.0004 none sequence-mean-token-mean loss k3
 dapo | grpo token ppo 0.2 0.28 zero_variance token-mean loss k3

@@ -86,6 +86,7 @@ def mean_over_tokens(losses: Sequence[np.ndarray]) -> float:
         ("cispo", mean_over_tokens),
         ("gspo", mean_over_samples),
         ("dr_grpo", lambda losses: sum(loss.sum() for loss in losses) / len(losses) / 4),
+        ("maxrl", mean_over_tokens),
         ("rloo", lambda losses: sum(loss.sum() for loss in losses) / len(losses)),
         ("reinforce_plus_plus", mean_over_tokens),
     ],

@@ -24,6 +24,7 @@ def until_third(completions, trainer_state):
 def silent(completions): return [None] * len(completions)
 def wants(completion, mood): return 1
 def needs(completion, answer): return len(answer)
+def judged(completions): return [1.0] + [-1.0] * (len(completions) - 1)
 """
 QUIET = ("eval.every_steps=0", "run.steps=2")
 
@@ -104,6 +105,14 @@ def test_run_without_rewards_ends_with_the_way_out(config: Path, function: str, 
     assert error.startswith(f"error: RewardError: {message}")
     assert "Fix the" in error and "Traceback" not in result.stderr
     assert metrics_of(run_of(config)) == [] and children() == []
+
+
+def test_maxrl_refuses_negative_rewards(config: Path) -> None:
+    result = train_here(config, "reward.functions=[plug.py:judged]", "algorithm.name=maxrl", *QUIET)
+    assert result.exit_code == 1
+    message = "error: RewardError: a sample has reward -1, but algorithm.estimator: maxrl divides by the mean reward"
+    assert result.stderr.splitlines()[-1].startswith(message)
+    assert metrics_of(run_of(config)) == []
 
 
 def test_run_whose_reward_function_fails_is_saved_and_resumes(config: Path) -> None:
