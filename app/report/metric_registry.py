@@ -70,7 +70,7 @@ METRICS = (
         "0", "fix the function or the environment that fails"),
     Metric("reward/zero_variance_fraction",
         "share of groups whose rewards are all equal, which give no learning signal where samples of a group are "
-        "compared; null with one sample a prompt",
+        "compared; null with one sample a prompt; without truncated samples under `algorithm.mask_truncated`",
         "below 0.7", "easier or harder prompts, larger `rollout.group_size`"),
     Metric("reward/filtered_group_fraction",
         "share of the sampled groups dropped by `algorithm.filter`; 0 without a filter",
@@ -101,6 +101,9 @@ METRICS = (
     Metric("completions/truncated_fraction",
         "share of completions truncated at `rollout.max_new_tokens` or, as `episode/end/` tells, by another limit",
         "below 0.1", "raise that limit, or reward short answers"),
+    Metric("completions/masked_token_fraction",
+        "share of the policy's tokens that `algorithm.mask_truncated` leaves out of the loss; only with it",
+        "below 0.2", "as for `completions/truncated_fraction`; at 1 a step learns nothing"),
     Metric("episode/turns_{mean,p90}",
         "mean and 90th percentile of the turns of a sample; everything under `episode/` and `env/` exists only with "
         "`env.source` or `env.tools`",

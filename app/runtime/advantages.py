@@ -11,7 +11,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from app.advantage.advantage_metrics import AdvantageMoments, advantage_metrics, moments_over_hosts
+from app.advantage.advantage_metrics import (
+    AdvantageMoments,
+    advantage_metrics,
+    missing_token_fraction,
+    moments_over_hosts,
+)
 from app.advantage.gae.estimate import generalized_advantages
 from app.advantage.group import (
     GROUP_ADVANTAGES,
@@ -67,8 +72,8 @@ class AdvantageResult(NamedTuple):
 class AdvantageEstimator:
     """The advantage estimator of a run. Every host must call it, even if all its samples were dropped.
 
-    Samples without a reward stay in place, masked out of the loss: shapes, and the parts of mini-batches and hosts, do
-    not depend on their number.
+    Samples that it does not learn from stay in place, masked out of the loss: shapes, and the parts of mini-batches and
+    hosts, do not depend on their number.
     """
 
     estimate: EstimateAdvantages
@@ -76,19 +81,28 @@ class AdvantageEstimator:
     """Whether advantages are whitened over all hosts, after their metrics are computed."""
     has_kl_penalty: bool
     next_kl_coef: NextKLCoef
+    masks_truncated: bool = False
+    """Whether it does not learn from truncated samples."""
+
+    def learns_from(self, sample: Sample) -> bool:
+        """Returns whether a sample takes part in the statistics of its group and in the loss."""
+        return sample.reward is not None and not (self.masks_truncated and sample.finish_reason == "length")
 
     def __call__(self, samples: Sequence[Sample], kl_coef: float) -> AdvantageResult:
-        estimated = self.estimate([s for s in samples if s.reward is not None], kl_coef)
+        estimated = self.estimate([s for s in samples if self.learns_from(s)], kl_coef)
         moments = AdvantageMoments.from_samples(estimated)
         metrics = advantage_metrics(moments) | ({"policy/kl_coef": float(kl_coef)} if self.has_kl_penalty else {})
+        if self.masks_truncated:
+            rewarded = [s for s in samples if s.reward is not None]
+            metrics["completions/masked_token_fraction"] = missing_token_fraction(rewarded, estimated)
         next_kl_coef = self.next_kl_coef(estimated, kl_coef)
-        rewarded = iter(whiten_advantages(estimated, moments.advantages) if self.whiten_advantages else estimated)
+        learned = iter(whiten_advantages(estimated, moments.advantages) if self.whiten_advantages else estimated)
 
-        def without_reward(sample: Sample) -> Sample:
+        def masked(sample: Sample) -> Sample:
             zeros = np.zeros(len(sample.completion_ids), np.float32)
             return replace(sample, advantages=zeros, returns=zeros, loss_mask=zeros.astype(bool))
 
-        samples = [next(rewarded) if s.reward is not None else without_reward(s) for s in samples]
+        samples = [next(learned) if self.learns_from(s) else masked(s) for s in samples]
         return AdvantageResult(samples, metrics, next_kl_coef)
 
 
@@ -101,6 +115,7 @@ def make_advantage_estimator(settings: Settings) -> AdvantageEstimator:
         whiten_advantages=algorithm.whiten_advantages,
         has_kl_penalty=algorithm.kl_in_reward,
         next_kl_coef=make_next_kl_coef(algorithm),
+        masks_truncated=algorithm.mask_truncated,
     )
 
 

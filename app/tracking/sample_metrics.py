@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -21,28 +21,32 @@ MAX_NAMES = 32
 """Most scores, and most numbers of its own, that are recorded of an environment."""
 
 
-def sample_metrics(samples: Sequence[Sample], functions: Sequence[str]) -> dict[str, float]:
+def sample_metrics(
+    samples: Sequence[Sample], functions: Sequence[str], is_compared: Callable[[Sample], bool]
+) -> dict[str, float]:
     """Returns statistics of rewards and lengths over the samples that have a reward.
 
     Standard deviations are of the population (ddof = 0). A metric without values is NaN.
 
     Args:
         functions: names of the reward functions; some samples may have no value for a function.
+        is_compared: whether a sample with a reward takes part in the statistics of its group.
     """
     kept = [s for s in samples if s.reward is not None]
     columns: dict[str, Sequence[float]] = {
         "reward": [s.reward or 0.0 for s in kept],
         "group": [s.group_id for s in kept],
+        "compared": [is_compared(s) for s in kept],
         "length": [len(s.completion_ids) for s in kept],
         "truncated": [s.finish_reason == "length" for s in kept],
     }
     values = {f"reward/{name}/mean": [(s.rewards or {}).get(name, np.nan) for s in kept] for name in functions}
     table = gather_table({**columns, **values})
-    rewards, lengths = table["reward"], table["length"]
+    rewards, lengths, compared = table["reward"], table["length"], table["compared"].astype(bool)
     metrics = {
         "reward/mean": rewards.mean(),
         "reward/std": rewards.std(),
-        "reward/zero_variance_fraction": zero_variance_fraction(rewards, table["group"]),
+        "reward/zero_variance_fraction": zero_variance_fraction(rewards[compared], table["group"][compared]),
         "completions/mean_length": lengths.mean(),
         "completions/min_length": lengths.min(),
         "completions/max_length": lengths.max(),

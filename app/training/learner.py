@@ -164,14 +164,15 @@ def make_learner_group(session: ScoringSession) -> LearnerGroup:
         role: make_score_batcher(settings, role, session.architecture_of(role), longest)
         for role in settings.scored_roles
     }
+    estimator, differs = make_advantage_estimator(settings), FILTERS[settings.algorithm.filter]
     sizes = {"num_mini_batches": settings.num_mini_batches, "epochs": settings.algorithm.epochs}
     split = functools.partial(repeated_mini_batches, **sizes)
     if settings.algorithm.shuffle:
         split = functools.partial(shuffled_mini_batches, seed=settings.run.seed, **sizes)
     return LearnerGroup(
         session,
-        make_advantage_estimator(settings),
-        FILTERS[settings.algorithm.filter],
+        estimator,
+        lambda group: differs([*filter(estimator.learns_from, group)]),
         1 if settings.algorithm.filter == "none" else settings.algorithm.max_rounds,
         cuts,
         split,

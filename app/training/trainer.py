@@ -96,7 +96,7 @@ class Trainer:
         if schedules and self.session.workers is not None and not self.session.generates_async:
             self.last_schedule = step, self.session.workers.records, schedules[-1]
         parts = [
-            sample_metrics(samples, self.reward_functions.reward_names),
+            sample_metrics(samples, self.reward_functions.reward_names, self.learners.advantage_estimator.learns_from),
             reward_stage_metrics(rounds, timer),
             rollout_performance(self.session.take_counters()),
             schedule_performance(schedules),

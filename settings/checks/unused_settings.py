@@ -161,6 +161,7 @@ USAGE_CONDITIONS: tuple[tuple[str, Callable[[Settings], bool], tuple[str, ...]],
     # With adapters, the reference weights are the policy's frozen weights, which training needs on the devices.
     (f"{RANK} null", lambda s: not s.model.lora.rank, ("score.reference.offload",)),
     # Algorithm, critic and optimizer.
+    ("algorithm.mask_truncated false", lambda s: not s.algorithm.mask_truncated, ("algorithm.bootstrap_truncated",)),
     ("algorithm.filter zero_variance", lambda s: s.algorithm.filter != "none", ("algorithm.max_rounds",)),
     (
         "token quotas for micro-batches",

@@ -75,6 +75,9 @@ class AlgorithmSettings(Section):
     filter: Literal["none", "zero_variance"] | None = None
     """Dynamic sampling: `zero_variance` drops groups whose rewards are all equal and replaces them with groups of the
     next prompts. When null: zero_variance for dapo and cispo, none for the others."""
+    mask_truncated: bool = False
+    """Leaves samples that were truncated, at `rollout.max_new_tokens` or by a limit or the environment of `env`, out of
+    the loss, its denominators and the statistics of their groups; `reward/mean` still counts them."""
     max_rounds: int = Field(default=10, ge=1, le=1000)
     """Maximum number of rollouts per step, including the first, if a filter keeps fewer groups than
     `rollout.prompts_per_step`. After the last one, dropped groups fill the batch but do not count in the loss."""

@@ -16,11 +16,11 @@ from app.runtime.advantages import (
     make_return_advantages,
 )
 from app.training.learner import make_policy_loss
-from app.update.loss_aggregation import token_mean
+from app.update.loss_aggregation import aggregations, token_mean
 from settings import Settings, load
 from tests.advantage.gae_oracle import Case, oracle
 from tests.episodes import with_turns
-from tests.tiny import PLAIN_LOSS, make_sample, one_a_row
+from tests.tiny import PLAIN_LOSS, make_sample, one_a_row, random_samples
 from tests.update.table_policy import loss_and_gradient
 
 PENALTY = ("algorithm.beta=0.5", "algorithm.kl_in=reward")
@@ -85,6 +85,62 @@ def test_advantages_are_measured_before_they_are_whitened() -> None:
     # Six tokens at 1.5 from 0, ddof = 1.
     np.testing.assert_allclose(white.samples[1].advantages, 1.5 / np.sqrt(6 * 1.5**2 / 5), rtol=1e-6)
     np.testing.assert_array_equal(plain.samples[1].advantages, 1.5)
+
+
+ALL_ESTIMATORS = (*GROUP_ADVANTAGES, *TOKEN_ADVANTAGES)
+ONE_A_ROW = {"rows_per_micro_batch": 1, "num_tokens": 16, "num_targets": 9}
+
+
+@pytest.mark.parametrize("name", ALL_ESTIMATORS)
+def test_truncated_samples_are_masked_as_if_they_had_never_been(name: str) -> None:
+    """The second group has one member left, and the third none."""
+    kl_in_reward = () if name == "maxrl" else (*PENALTY, "algorithm.kl_target=0.4")
+    settings = settings_of(f"algorithm.estimator={name}", "algorithm.mask_truncated=true", *kl_in_reward)
+    estimator = make_advantage_estimator(settings)
+    rng, is_cut = np.random.default_rng(1), [0, 1, 0, 1, 1, 0, 1, 1, 1, 0, 0, 0]
+    samples = [
+        replace(
+            sample,
+            reward=abs(sample.reward or 0),
+            values=rng.normal(0, 1, len(sample.completion_ids)).astype(np.float32),
+            finish_reason="length" if cut else "stop",
+        )
+        for sample, cut in zip(random_samples(4, 3, vocab_size=5, with_holes=True), is_cut, strict=True)
+    ]
+    complete = [sample for sample in samples if sample.finish_reason == "stop"]
+    masked, without = estimator(samples, 0.5), estimator(complete, 0.5)
+    assert masked.kl_coef == without.kl_coef
+    share = "completions/masked_token_fraction"
+    left_out = 1 - sum(s.mask.sum() for s in complete) / sum(s.mask.sum() for s in samples)
+    assert masked.metrics == pytest.approx({**without.metrics, share: left_out}) and without.metrics[share] == 0
+    ends = np.cumsum([len(s.completion_ids) for s in samples])
+    table = rng.normal(0, 1.5, (ends[-1], 5)).astype(np.float32)
+    is_complete = np.repeat(np.equal(is_cut, 0), np.diff(ends, prepend=0))
+    for weights in aggregations(max_new_tokens=9).values():
+        gradient, parts = loss_and_gradient(
+            PLAIN_LOSS, table, masked.samples, one_a_row(12, **ONE_A_ROW), weights=weights
+        )
+        expected, of_complete = loss_and_gradient(
+            PLAIN_LOSS, table[is_complete], without.samples, one_a_row(6, **ONE_A_ROW), weights=weights
+        )
+        np.testing.assert_array_equal(gradient[is_complete], expected)
+        assert np.abs(expected).max() > 1e-3 and not gradient[~is_complete].any()
+        assert float(parts.sums["loss"]) == pytest.approx(float(of_complete.sums["loss"]), rel=1e-6)
+    for sample, other in zip([s for s in masked.samples if s.finish_reason == "stop"], without.samples, strict=True):
+        np.testing.assert_array_equal(sample.advantages, other.advantages)
+        if settings.has_critic:
+            np.testing.assert_array_equal(sample.returns, other.returns)
+
+
+@pytest.mark.parametrize("name", ALL_ESTIMATORS)
+def test_step_of_truncated_samples_only_has_advantages_of_zero(name: str) -> None:
+    estimated = estimator_from(f"algorithm.estimator={name}", "algorithm.mask_truncated=true")(samples_of(1, 0), 0.0)
+    for sample in estimated.samples:
+        assert not sample.mask.any() and not sample.advantages.any() and not sample.returns.any()
+    assert estimated.metrics["completions/masked_token_fraction"] == 1.0
+    assert (estimated.metrics["advantage/mean"], estimated.metrics["advantage/std"]) == (0, 0)
+    unmasked = estimator_from(f"algorithm.estimator={name}")(samples_of(1, 0), 0.0)
+    assert all(sample.mask.all() for sample in unmasked.samples)
 
 
 def test_gae_takes_its_settings_from_algorithm_and_critic() -> None:

@@ -58,6 +58,7 @@ reward.overlong_penalty=2.0 | reward.overlong_buffer | reward.overlong_buffer=8
 reward.batch_size=8 | a reward function in Python | reward.functions=a.py:f
 plugins.timeout_s=5.0 | a reward function in a file or module, env.source or env.tools |
   reward.functions=math_verify
+algorithm.bootstrap_truncated=True | algorithm.mask_truncated false | algorithm.mask_truncated=false
 algorithm.max_rounds=3 | algorithm.filter zero_variance | algorithm.filter=zero_variance
 algorithm.kl_estimator=k1 | algorithm.beta above 0 | algorithm.beta=0.1
 algorithm.shuffle=True | algorithm.mini_batch_prompts | algorithm.mini_batch_prompts=2
@@ -70,6 +71,7 @@ data.num_problems=9 | builtin:arithmetic as data.source or data.eval_source | da
 logging.wandb_mode=offline | logging.wandb_project | logging.wandb_project=p
 """)
 NEEDED = {
+    "algorithm.mask_truncated false": ("algorithm.name=ppo", "algorithm.mask_truncated=true"),
     "model.lora.rank null": ("model.lora.rank=8", "algorithm.beta=0.1"),
     "env.credit turn": ("env.source=guess_number",),
     "eval.every_steps above 0": ("eval.every_steps=0",),
@@ -90,6 +92,7 @@ ALWAYS_READ = (
     *("rollout.placement", "rollout.mesh", "rollout.weights", "rollout.kv_cache", "algorithm.name"),
     *("algorithm.estimator", "algorithm.ratio_level", "algorithm.clip", "algorithm.beta", "algorithm.clip_low"),
     *("algorithm.clip_high", "algorithm.entropy_coef", "algorithm.loss_aggregation", "algorithm.filter"),
+    "algorithm.mask_truncated",
     *("algorithm.correction", "algorithm.epochs", "algorithm.mini_batch_prompts", "algorithm.dynamic_microbatch"),
     *("algorithm.max_tokens_per_device", "algorithm.rows_per_device", "algorithm.whiten_advantages"),
     *("optimizer.learning_rate", "optimizer.schedule", "optimizer.warmup_steps", "optimizer.beta1"),

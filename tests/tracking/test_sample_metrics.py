@@ -34,13 +34,21 @@ def sample(group: int, reward: float, advantages: list[float], *, stop: bool = T
 def test_sample_metrics_of_two_groups_by_hand() -> None:
     samples = [sample(0, 1.5, [1.0]), sample(0, 0.5, [-1.0] * 3), sample(1, 0.5, [0.0] * 2, stop=False)]
     lengths = {"mean_length": 2.0, "min_length": 1.0, "max_length": 3.0, "truncated_fraction": 0.25}
-    assert sample_metrics([*samples, sample(1, 0.5, [0.0] * 2)], FUNCTIONS) == pytest.approx(
+    samples.append(sample(1, 0.5, [0.0] * 2))
+    assert sample_metrics(samples, FUNCTIONS, lambda sample: True) == pytest.approx(
         {
             **{"reward/mean": 0.75, "reward/std": np.sqrt(0.1875), "reward/zero_variance_fraction": 0.5},
             **{"reward/arithmetic/mean": 0.25, "reward/arithmetic_format/mean": 1.0},
             **{f"completions/{name}": value for name, value in lengths.items()},
         }
     )
+
+
+def test_samples_that_are_not_compared_do_not_make_a_group_differ() -> None:
+    samples = [sample(0, 1.0, [1.0]), sample(0, 1.0, [1.0]), sample(0, 0.0, [1.0], stop=False)]
+    metrics = sample_metrics(samples, FUNCTIONS, lambda sample: sample.finish_reason == "stop")
+    assert metrics["reward/zero_variance_fraction"] == 1.0
+    assert metrics["reward/mean"] == pytest.approx(2 / 3)
 
 
 def test_advantage_metrics_are_over_unmasked_tokens() -> None:

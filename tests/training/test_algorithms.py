@@ -1,7 +1,8 @@
 """Tests that settings select the functions of an algorithm, that every algorithm learns, and of dynamic sampling."""
 
 import functools
-from collections.abc import Sequence
+import shutil
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,7 +22,7 @@ from settings.loading.algorithm_presets import ALGORITHM_PRESETS
 from settings.loading.config_file import preset_names
 from settings.schema.algorithm import AlgorithmSettings
 from tests import program
-from tests.replays import replay, samples_of, step_file
+from tests.replays import replay, replayed, rewrite, samples_of, step_file, steps_of
 from tests.tiny import make_sample
 
 
@@ -113,6 +114,48 @@ def test_loss_of_a_step_is_that_of_its_algorithm_in_float64(name, aggregate, uni
     if name == "cispo":
         losses = [loss * record["behavior_logprobs"] for loss, record in zip(losses, records, strict=True)]
     assert line["loss"] == pytest.approx(aggregate(losses) - coefficient * line["policy/entropy"], abs=1e-4)
+
+
+def changed_copy(run: Path, folder: Path, change: Callable[[dict[str, Any]], object]) -> Path:
+    """Returns a copy of the samples and settings of a run, with another first step."""
+    shutil.copytree(run / "rollouts", folder / "rollouts")
+    shutil.copy(run / "settings.yaml", folder)
+    rewrite(step_file(folder, 1), change)
+    return folder
+
+
+def test_masked_step_equals_one_from_which_truncated_samples_were_dropped(uninterrupted: Path, tmp_path: Path) -> None:
+    """Bit for bit, with several epochs and mini-batches, and a penalty."""
+
+    def drop_truncated(record: dict[str, Any]) -> None:
+        if record["finish_reason"] == "length":
+            record |= {"reward": None, "rewards": {}, "finish_reason": "dropped:reward"}
+
+    once = ("run.steps=1", *program.UNJUDGED)
+    dropped = replayed(changed_copy(uninterrupted, tmp_path / "source", drop_truncated), tmp_path / "dropped", *once)
+    masked = replayed(uninterrupted, tmp_path / "masked", "algorithm.mask_truncated=true", *once)
+    program.assert_same_state(masked, dropped, step=1)
+    line, expected = steps_of(masked)[1], steps_of(dropped)[1]
+    assert 0 < line["completions/masked_token_fraction"] < 1 and line["policy/grad_norm"] > 0
+    compared = [name for name in line if name.startswith(("loss", "policy/", "advantage/", "rollout/sampler"))]
+    assert len(compared) > 10
+    for name in (*compared, "reward/zero_variance_fraction"):
+        assert line[name] == expected[name], name
+    # What is left out of learning is still told.
+    assert line["reward/mean"] == steps_of(uninterrupted)[1]["reward/mean"] != expected["reward/mean"]
+    assert any(sample.reward is not None and not sample.mask.any() for sample in samples_of(masked, 1))
+
+
+def test_step_of_truncated_samples_only_changes_nothing(uninterrupted: Path, tmp_path: Path) -> None:
+    source = changed_copy(uninterrupted, tmp_path / "source", lambda record: record.update(finish_reason="length"))
+    filtered = ("algorithm.filter=zero_variance", "algorithm.max_rounds=1")
+    chosen = ("algorithm.mask_truncated=true", "run.steps=1", *program.UNJUDGED)
+    run = replayed(source, tmp_path / "runs", *filtered, *chosen)
+    (line,) = program.metrics_of(run)
+    assert (line["loss"], line["policy/grad_norm"], line["policy/nonfinite_updates"]) == (0, 0, 0)
+    assert (line["completions/masked_token_fraction"], line["reward/filtered_group_fraction"]) == (None, 1)
+    moments = [leaf for name, leaf in program.saved_state(run, 1).items() if "mu" in name or "nu" in name]
+    assert len(moments) > 10 and not any(np.any(leaf) for leaf in moments)
 
 
 def test_filtered_run_that_was_stopped_takes_the_same_prompts(config: Path) -> None:
