@@ -56,6 +56,27 @@ CORRECTION_CASES: tuple[dict[str, Any], ...] = (
 """Settings of GRPOTrainer for samples of another engine; `mode` is `vllm_importance_sampling_mode`."""
 CORRECTION_BOUNDS = (0.75, 1.2)
 """Bounds of masks; truncation uses only the upper one."""
+DECOUPLED_CASES: tuple[dict[str, Any], ...] = (
+    {
+        "group_size": 4,
+        "weights": [1.0, 0.25],
+        "rewards": [[1.0, -120.0], [0.0, -100.0], [1.0, -60.0], [0.0, -80.0]],
+    },
+    {
+        "group_size": 2,
+        "weights": [2.0, -0.5, 1.0],
+        "rewards": [[3.0, None, 7.0], [1.0, 0.5, 7.0], [None, 2.0, -1.0], [None, -2.0, 1.0]],
+    },
+    {
+        "group_size": 4,
+        "weights": [0.7, 1.0, 1.0],
+        "rewards": [[0.5, 10.0, None], [2.0, 10.0, 40.0], [None, 10.0, 10.0], [-1.0, 10.0, 25.0]],
+    },
+)
+"""Weights of reward functions, and what they gave to each sample, for GRPOTrainer's `normalize_then_sum`.
+
+None is of a function that abstained.
+"""
 DEFAULTS = {
     "old": True,
     "beta": 0.0,
@@ -173,6 +194,20 @@ def _sampler_of_another_engine(settings: dict[str, Any], inputs: dict[str, Any])
     trainer._calculate_rewards = lambda *_: torch.tensor(inputs["rewards"])[:, None]
     trainer._get_per_token_logps_and_entropies = lambda *_, **__: (torch.tensor(inputs["old_logprobs"]), None, None)
     return trainer
+
+
+def decoupled_advantages(case: dict[str, Any], inputs: dict[str, Any]) -> dict[str, Any]:
+    """Returns the advantages of GRPOTrainer that normalizes each reward before their sum."""
+    import torch
+
+    trainer = _sampler_of_another_engine(DEFAULTS | {"loss_type": "grpo", "mode": "token_truncate"}, inputs)
+    trainer.multi_objective_aggregation, trainer.num_generations = "normalize_then_sum", case["group_size"]
+    trainer.reward_func_names = [f"reward_{i}" for i in range(len(case["weights"]))]
+    trainer.reward_funcs, trainer.reward_weights = trainer.reward_func_names, torch.tensor(case["weights"])
+    rewards = torch.tensor([[float("nan") if x is None else x for x in row] for row in case["rewards"]])
+    trainer._calculate_rewards = lambda *_: rewards
+    output = _trl("grpo").GRPOTrainer._generate_and_score_completions(trainer, [{"prompt": ""}] * ROWS)
+    return {**case, "advantages": output["advantages"].tolist()}
 
 
 def rloo_numbers(inputs: dict[str, Any]) -> dict[str, Any]:
@@ -304,6 +339,7 @@ def numbers(seed: int) -> dict[str, Any]:
         "inputs": inputs,
         "grpo": [grpo_numbers(case, inputs) for case in CASES],
         "corrections": [correction_numbers(case, inputs) for case in CORRECTION_CASES],
+        "decoupled_advantages": [decoupled_advantages(case, inputs) for case in DECOUPLED_CASES],
         "rloo": rloo_numbers(inputs),
         "rloo_advantages": [rloo_advantages(inputs, beta=beta) for beta in (0.0, 0.05)],
     }

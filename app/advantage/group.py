@@ -128,9 +128,12 @@ def kl_penalized_rewards(
 def assign_group_advantages(
     samples: Sequence[Sample], *, advantages: GroupAdvantageFn, rewards: GroupRewardFn = task_rewards
 ) -> list[Sample]:
+    """Returns the samples with their advantage among their siblings on every token that the policy wrote."""
+    return spread_over_tokens(samples, advantages(rewards(samples), np.asarray([s.group_id for s in samples])))
+
+
+def spread_over_tokens(samples: Sequence[Sample], by_sample: Float[np.ndarray, "N"]) -> list[Sample]:
     """Returns the samples with their advantage on every token that the policy wrote, 0 elsewhere."""
-    group_ids = np.asarray([s.group_id for s in samples])
-    by_sample = advantages(rewards(samples), group_ids)
     return [
         replace(s, advantages=np.where(s.mask, np.float32(a), np.float32(0)))
         for s, a in zip(samples, by_sample, strict=True)

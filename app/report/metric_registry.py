@@ -72,6 +72,13 @@ METRICS = (
         "share of groups whose rewards are all equal, which give no learning signal where samples of a group are "
         "compared; null with one sample a prompt; without truncated samples under `algorithm.mask_truncated`",
         "below 0.7", "easier or harder prompts, larger `rollout.group_size`"),
+    Metric("reward/<function>/zero_variance_fraction",
+        "share of groups in which all values of the function are equal; only with `algorithm.reward_normalization: "
+        "each_first`, also the next",
+        "below 0.9", "the function teaches little: give it finer values, or weight 0"),
+    Metric("advantage/<function>/share",
+        "share of the function in the advantages, in absolute values: weight × normalized value",
+        "near its share of the weights", "near 0: its values are nearly always equal"),
     Metric("reward/filtered_group_fraction",
         "share of the sampled groups dropped by `algorithm.filter`; 0 without a filter",
         "below 0.7", "easier or harder prompts, larger `rollout.group_size`"),

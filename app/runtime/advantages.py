@@ -24,6 +24,7 @@ from app.advantage.group import (
     kl_penalized_rewards,
     task_rewards,
 )
+from app.advantage.reward_parts import RewardParts
 from app.advantage.token_advantages import (
     BootstrapFn,
     DiscountFn,
@@ -83,6 +84,8 @@ class AdvantageEstimator:
     next_kl_coef: NextKLCoef
     masks_truncated: bool = False
     """Whether it does not learn from truncated samples."""
+    parts: RewardParts | None = None
+    """The parts of the reward that `estimate` compares by themselves; None if it compares their sum."""
 
     def learns_from(self, sample: Sample) -> bool:
         """Returns whether a sample takes part in the statistics of its group and in the loss."""
@@ -92,6 +95,8 @@ class AdvantageEstimator:
         estimated = self.estimate([s for s in samples if self.learns_from(s)], kl_coef)
         moments = AdvantageMoments.from_samples(estimated)
         metrics = advantage_metrics(moments) | ({"policy/kl_coef": float(kl_coef)} if self.has_kl_penalty else {})
+        if self.parts is not None:
+            metrics |= self.parts.metrics(estimated)
         if self.masks_truncated:
             rewarded = [s for s in samples if s.reward is not None]
             metrics["completions/masked_token_fraction"] = missing_token_fraction(rewarded, estimated)
@@ -110,18 +115,23 @@ def make_advantage_estimator(settings: Settings) -> AdvantageEstimator:
     """Builds the advantage estimator from `algorithm.*`."""
     algorithm = settings.algorithm
     assert algorithm.estimator is not None and algorithm.whiten_advantages is not None
+    parts = None
+    if algorithm.reward_normalization == "each_first":
+        parts = RewardParts(settings.reward_weights, GROUP_ADVANTAGES[algorithm.estimator])
+    make = TOKEN_ADVANTAGES.get(algorithm.estimator, make_group_advantages)
     return AdvantageEstimator(
-        estimate=TOKEN_ADVANTAGES.get(algorithm.estimator, make_group_advantages)(settings),
+        estimate=make(settings) if parts is None else lambda samples, kl_coef: parts.assign(samples),
         whiten_advantages=algorithm.whiten_advantages,
         has_kl_penalty=algorithm.kl_in_reward,
         next_kl_coef=make_next_kl_coef(algorithm),
         masks_truncated=algorithm.mask_truncated,
+        parts=parts,
     )
 
 
 def with_saved_advantages(estimator: AdvantageEstimator) -> AdvantageEstimator:
     """Returns an estimator that keeps the samples' saved advantages and returns; the KL coefficient still adapts."""
-    return replace(estimator, estimate=lambda samples, kl_coef: list(samples), whiten_advantages=False)
+    return replace(estimator, estimate=lambda samples, kl_coef: list(samples), whiten_advantages=False, parts=None)
 
 
 def make_group_advantages(settings: Settings) -> EstimateAdvantages:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import jax
@@ -40,6 +40,12 @@ def rewards_differ(group: Sequence[Sample]) -> bool:
     """
     rewards = [s.reward - (s.rewards or {}).get(OVERLONG_REWARD, 0.0) for s in group if s.reward is not None]
     return len(rewards) > 1 and max(rewards) - min(rewards) > REWARD_TOLERANCE
+
+
+def any_value_differs(group: Sequence[Sample], *, names: Iterable[str]) -> bool:
+    """Returns whether the values of one of these reward functions differ; functions that abstained are ignored."""
+    values = [[s.rewards[name] for s in group if s.rewards and name in s.rewards] for name in names]
+    return any(len(one) > 1 and max(one) - min(one) > REWARD_TOLERANCE for one in values)
 
 
 class StepGroups:

@@ -25,7 +25,7 @@ from app.runtime.advantages import AdvantageEstimator, make_advantage_estimator,
 from app.runtime.micro_batching import MaxLengths, make_score_batcher, make_update_batcher, num_bootstrap_tokens
 from app.runtime.reward_model import NetworkSpec, make_reward_batcher
 from app.runtime.scoring import CriticModel, ScoringSession
-from app.training.dynamic_sampling import GroupFilter, StepGroups, keeps_all, rewards_differ
+from app.training.dynamic_sampling import GroupFilter, StepGroups, any_value_differs, keeps_all, rewards_differ
 from app.update.loss_aggregation import StepTotals, aggregations
 from app.update.mini_batches import (
     MiniBatchIndices,
@@ -61,6 +61,7 @@ from app.update.value_loss import (
 )
 from settings import Settings
 from settings.schema.algorithm import AlgorithmSettings, OptimizerSettings, ScoredRole
+from settings.schema.reward import OVERLONG_REWARD
 
 FILTERS: Mapping[str, GroupFilter] = {"none": keeps_all, "zero_variance": rewards_differ}
 """Group filters by `algorithm.filter`."""
@@ -164,7 +165,7 @@ def make_learner_group(session: ScoringSession) -> LearnerGroup:
         role: make_score_batcher(settings, role, session.architecture_of(role), longest)
         for role in settings.scored_roles
     }
-    estimator, differs = make_advantage_estimator(settings), FILTERS[settings.algorithm.filter]
+    estimator = make_advantage_estimator(settings)
     sizes = {"num_mini_batches": settings.num_mini_batches, "epochs": settings.algorithm.epochs}
     split = functools.partial(repeated_mini_batches, **sizes)
     if settings.algorithm.shuffle:
@@ -172,13 +173,23 @@ def make_learner_group(session: ScoringSession) -> LearnerGroup:
     return LearnerGroup(
         session,
         estimator,
-        lambda group: differs([*filter(estimator.learns_from, group)]),
+        make_group_filter(settings, estimator),
         1 if settings.algorithm.filter == "none" else settings.algorithm.max_rounds,
         cuts,
         split,
         make_policy_learner(session, longest),
         None if session.critic is None else make_critic_learner(settings, session.critic, session.mesh, longest),
     )
+
+
+def make_group_filter(settings: Settings, estimator: AdvantageEstimator) -> GroupFilter:
+    """Returns the filter of `algorithm.filter`, which looks only at samples that the step learns from."""
+    algorithm = settings.algorithm
+    assert algorithm.filter is not None
+    keeps = FILTERS[algorithm.filter]
+    if algorithm.filter == "zero_variance" and algorithm.reward_normalization == "each_first":
+        keeps = functools.partial(any_value_differs, names={*settings.reward_weights} - {OVERLONG_REWARD})
+    return lambda group: keeps([*filter(estimator.learns_from, group)])
 
 
 def longest_rows(

@@ -290,6 +290,8 @@ def _read_step_file(
     prompt_of_group: dict[int, str] = {}
     group_of_prompt: dict[str, int] = {}
     missing = set[str]()
+    # What a step compares, if not the sum.
+    parts = settings.reward_weights if settings.algorithm.reward_normalization == "each_first" else {}
     for where, sample in read_samples(path, ignored_fields=_ignored_fields(settings)):
         _check_sample(sample, settings, model, where)
         group, uid = sample.group_id, sample.prompt.uid
@@ -307,7 +309,8 @@ def _read_step_file(
             )
         prompts.setdefault((uid, sample.prompt.token_ids.tobytes()), sample.prompt)
         missing |= {name for name in SAVED_ADVANTAGE_FIELDS | ROUTES_FIELD if getattr(sample, name) is None}
-        missing |= set() if has_saved_reward(sample) else {"reward"}
+        has_parts = sample.reward is None or not parts or any(name in parts for name in sample.rewards or ())
+        missing |= set() if has_saved_reward(sample) and has_parts else {"reward"}
         missing |= {"episode"} if sample.episode is None and not was_dropped_in_rollout(sample) else set()
     if not group_sizes:
         raise InputError(f"{path} holds no samples")

@@ -101,6 +101,8 @@ def check_algorithm(resolved: Resolved) -> Iterator[str]:
             "group would be biased, because the policy itself decides which samples get that far. Set env.credit: "
             "trajectory, or an algorithm.name with returns per token, ppo or reinforce_plus_plus"
         )
+    if algorithm.reward_normalization == "each_first":
+        yield from _check_decoupled_rewards(resolved, is_relative=is_relative)
     if settings.optimizer.second_moment == "bfloat16" and settings.optimizer.beta2 > 0.95:
         yield (
             "<optimizer.second_moment> has 8 bits, in which the change of one update would be lost with "
@@ -151,6 +153,26 @@ def check_algorithm(resolved: Resolved) -> Iterator[str]:
         yield (
             "<algorithm.correction_min> is not below <algorithm.correction_max>, so rounding alone would mask every "
             "token; lower the former (0.5 is usual) or raise the latter (2.0 is usual)"
+        )
+
+
+def _check_decoupled_rewards(resolved: Resolved, *, is_relative: bool) -> Iterator[str]:
+    names = [*resolved.settings.reward_weights]
+    sum_first = "set algorithm.reward_normalization: sum_first"
+    if not is_relative:
+        yield (
+            "<algorithm.reward_normalization> compares each reward among the samples of a prompt, which "
+            f"<algorithm.estimator> does not; {sum_first}, or algorithm.estimator: grpo"
+        )
+    elif len(names) < 2:
+        yield (
+            f"<algorithm.reward_normalization>: only {names[0] if names else 'nothing'} counts in the reward, so there "
+            f"is nothing to balance; {sum_first}, or give a second one of <reward.functions> a weight"
+        )
+    if is_relative and resolved.settings.algorithm.kl_in_reward:
+        yield (
+            "<algorithm.reward_normalization>: a KL penalty in the reward (<algorithm.kl_in>) is none of the rewards "
+            f"that are normalized, so its weight would be arbitrary; set algorithm.kl_in: loss, or {sum_first[4:]}"
         )
 
 

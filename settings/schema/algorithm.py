@@ -40,6 +40,10 @@ class AlgorithmSettings(Section):
     """Advantage estimator: comparison with the other samples of the prompt (grpo, dr_grpo, rloo, and maxrl, which needs
     rewards of at least 0), discounted rewards per token (reinforce_plus_plus), GAE with a critic (gae), or GAE whose
     values and targets are corrected for off-policy samples (vtrace). When null, it follows from `algorithm.name`."""
+    reward_normalization: Literal["sum_first", "each_first"] = "sum_first"
+    """What an estimator that compares samples of a prompt compares: their weighted sums of rewards (sum_first), or the
+    values of each reward function by themselves, whose advantages are weighted, summed and divided by their deviation
+    over the step (each_first: GDPO), so that one that varies much does not drown the others."""
     ratio_level: Literal["token", "sequence"] | None = None
     """Level of the probability ratio: one per token, or one per sample, the geometric mean over its tokens. When null,
     it follows from `algorithm.name`."""

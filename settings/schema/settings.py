@@ -23,7 +23,14 @@ from settings.schema.algorithm import (
 from settings.schema.data import DataSettings
 from settings.schema.mesh import MeshSettings
 from settings.schema.model import ModelSettings
-from settings.schema.reward import EnvironmentSettings, PluginSettings, RewardSettings
+from settings.schema.reward import (
+    ENVIRONMENT_REWARD,
+    MODEL_REWARD,
+    OVERLONG_REWARD,
+    EnvironmentSettings,
+    PluginSettings,
+    RewardSettings,
+)
 from settings.schema.rollout import RolloutSettings
 from settings.schema.run import CheckpointSettings, EvalSettings, LoggingSettings, RunSettings, WatchdogSettings
 
@@ -70,6 +77,15 @@ class Settings(BaseSettings):
     def has_critic(self) -> bool:
         """Whether a critic learns values for the advantages."""
         return self.algorithm.estimator in CRITIC_ESTIMATORS
+
+    @property
+    def reward_weights(self) -> dict[str, float]:
+        """Weights of all parts of the reward that count, by name; the length penalty has 1."""
+        weights = {function.name: function.weight for function in self.reward.functions}
+        weights |= {ENVIRONMENT_REWARD: self.env.weight} if self.env.source is not None else {}
+        weights |= {MODEL_REWARD: self.reward.model_weight} if self.reward.model is not None else {}
+        weights |= {OVERLONG_REWARD: 1.0} if self.reward.overlong_buffer is not None else {}
+        return {name: weight for name, weight in weights.items() if weight}
 
     @property
     def offloads_reference(self) -> bool:

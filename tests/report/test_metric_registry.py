@@ -9,9 +9,11 @@ import pytest
 from app.evaluation.prompt_metrics import estimate_metrics, prompt_columns
 from app.report.metric_registry import METRICS, find_metric, matches
 from app.rollout.counters import RolloutCounters
+from app.runtime.advantages import make_advantage_estimator
 from app.tracking.performance import rollout_performance
 from app.tracking.sample_metrics import episode_metrics
 from app.update.route_metrics import RouteCounts, route_metrics
+from settings import load
 from tests.episodes import with_turns
 from tests.program import metrics_of, succeeded, train_here
 from tests.replays import samples_of
@@ -50,7 +52,10 @@ def metrics_of_real_runs(*runs: Path) -> set[str]:
     metrics = ({"tool_calls": 1.0, "distance": 2.0}, {})
     turns = episode_metrics([with_turns([(1, 1), (1, 0)], scores={"win": 1.0}, metrics=metrics)])
     turns |= rollout_performance(RolloutCounters(resumed_rows=1))
-    return {*several, *experts, *turns, *(name for run in runs for line in metrics_of(run) for name in line)}
+    compared = ("algorithm.mask_truncated=true", "algorithm.reward_normalization=each_first")
+    advantages = make_advantage_estimator(load(None, compared, {}).settings)(samples_of(runs[0], 1), 0.0).metrics
+    of_runs = {name for run in runs for line in metrics_of(run) for name in line}
+    return of_runs | several.keys() | experts.keys() | turns.keys() | advantages.keys()
 
 
 def test_the_registry_has_exactly_the_metrics_of_runs(finished: Path, judged_by_plug_in: Path) -> None:

@@ -27,6 +27,13 @@ reward.model=a/b score.reward.max_tokens_per_device=192 | =193 | raise the quota
 eval.num_samples=2 | eval.temperature=1 | eval.num_samples = 2 (from --set): with eval.temperature = 0.0 (from the
 eval.num_samples=2 | eval.every_steps=0 | all samples of a prompt are identical
 env.source=guess_number env.credit=turn | =trajectory | env.credit = 'turn' (from --set): algorithm.estimator = 'grpo'
+algorithm.reward_normalization=each_first | =sum_first | only arithmetic counts in the reward, so there is nothing to
+reward.functions=[gsm8k, {name: gsm8k_format, weight: 0}]; algorithm.reward_normalization=each_first | =sum_first
+  | only gsm8k counts
+algorithm.name=ppo reward.overlong_buffer=8 algorithm.reward_normalization=each_first | =sum_first
+  | which algorithm.estimator = 'gae' (from other settings or devices) does not; set algorithm.reward_normalization
+algorithm.name=rloo beta=0.1 reward.overlong_buffer=8 algorithm.reward_normalization=each_first | algorithm.kl_in=loss
+  | (algorithm.kl_in = 'reward' (from other settings or devices)) is none of the rewards that are normalized
 optimizer.second_moment=bfloat16 | optimizer.beta2=0.95 | would be lost with optimizer.beta2 = 0.999 (from the default)
 algorithm.name=maxrl reward.overlong_buffer=8 | =null | lowers rewards below 0, but algorithm.estimator = 'maxrl' (
 algorithm.name=maxrl beta=0.1 algorithm.kl_in=reward | =loss | = 'reward' (from --set) lowers rewards below 0, but

@@ -101,6 +101,7 @@ ALWAYS_READ = (
 )
 """Settings and sections without a condition."""
 REFUSED = (
+    "algorithm.reward_normalization",
     *("algorithm.dual_clip", "algorithm.kl_target", "rollout.slots", "rollout.routing_replay", "rollout.devices"),
     *("rollout.max_staleness", "rollout.ray.address"),
 )

@@ -12,8 +12,9 @@ import pytest
 
 from app.records.sample import Sample
 from app.reward.reward_functions import OverlongPenalty
+from app.runtime.advantages import make_advantage_estimator
 from app.training.dynamic_sampling import StepGroups, keeps_all, rewards_differ
-from app.training.learner import make_correction, make_policy_loss
+from app.training.learner import make_correction, make_group_filter, make_policy_loss
 from app.update import ratios
 from app.update.kl import k1, k2, k3
 from app.update.policy_loss import cispo_surrogate, clipped_surrogate, dual_clipped_surrogate
@@ -127,13 +128,18 @@ def changed_copy(run: Path, folder: Path, change: Callable[[dict[str, Any]], obj
 def test_masked_step_equals_one_from_which_truncated_samples_were_dropped(uninterrupted: Path, tmp_path: Path) -> None:
     """Bit for bit, with several epochs and mini-batches, and a penalty."""
 
-    def drop_truncated(record: dict[str, Any]) -> None:
-        if record["finish_reason"] == "length":
+    def truncate_last(record: dict[str, Any]) -> None:
+        record["finish_reason"] = "length" if record["sample_index"] == 3 else "stop"
+
+    def drop_last(record: dict[str, Any]) -> None:
+        record["finish_reason"] = "stop"
+        if record["sample_index"] == 3:
             record |= {"reward": None, "rewards": {}, "finish_reason": "dropped:reward"}
 
     once = ("run.steps=1", *program.UNJUDGED)
-    dropped = replayed(changed_copy(uninterrupted, tmp_path / "source", drop_truncated), tmp_path / "dropped", *once)
-    masked = replayed(uninterrupted, tmp_path / "masked", "algorithm.mask_truncated=true", *once)
+    sources = [changed_copy(uninterrupted, tmp_path / change.__name__, change) for change in (truncate_last, drop_last)]
+    masked = replayed(sources[0], tmp_path / "masked", "algorithm.mask_truncated=true", *once)
+    dropped = replayed(sources[1], tmp_path / "dropped", *once)
     program.assert_same_state(masked, dropped, step=1)
     line, expected = steps_of(masked)[1], steps_of(dropped)[1]
     assert 0 < line["completions/masked_token_fraction"] < 1 and line["policy/grad_norm"] > 0
@@ -154,8 +160,30 @@ def test_step_of_truncated_samples_only_changes_nothing(uninterrupted: Path, tmp
     (line,) = program.metrics_of(run)
     assert (line["loss"], line["policy/grad_norm"], line["policy/nonfinite_updates"]) == (0, 0, 0)
     assert (line["completions/masked_token_fraction"], line["reward/filtered_group_fraction"]) == (None, 1)
-    moments = [leaf for name, leaf in program.saved_state(run, 1).items() if "mu" in name or "nu" in name]
+    state = program.saved_state(run, 1)
+    moments = [leaf for name, leaf in state.items() if ("mu" in name or "nu" in name) and np.ndim(leaf)]
     assert len(moments) > 10 and not any(np.any(leaf) for leaf in moments)
+
+
+def test_step_whose_rewards_are_normalized_each_learns_from_their_sum(uninterrupted: Path, tmp_path: Path) -> None:
+    chosen = ("algorithm.reward_normalization=each_first", "algorithm.epochs=1", "algorithm.mini_batch_prompts=4")
+    run = replayed(uninterrupted, tmp_path, *chosen, "algorithm.beta=0", "run.steps=1", *program.UNJUDGED)
+    (line,), samples = program.metrics_of(run), samples_of(run, 1)
+    groups = np.array([s.group_id for s in samples])
+    parts = {}
+    for name, weight in (("arithmetic", 1.0), ("arithmetic_format", 0.5)):
+        values = np.array([(s.rewards or {})[name] for s in samples])
+        rows = [values[groups == group] for group in range(4)]
+        parts[name] = weight * np.concatenate([(row - row.mean()) / (row.std(ddof=1) + 1e-6) for row in rows])
+        assert line[f"reward/{name}/zero_variance_fraction"] == np.mean([np.ptp(row) == 0 for row in rows])
+    summed = np.sum([*parts.values()], axis=0)
+    expected = summed / (summed.std(ddof=1) + 1e-6)
+    assert np.abs(expected).max() > 0.5
+    np.testing.assert_allclose([np.asarray(s.advantages)[0] for s in samples], expected, rtol=1e-5, atol=1e-6)
+    for name, part in parts.items():
+        size = sum(np.abs(one).sum() for one in parts.values())
+        assert line[f"advantage/{name}/share"] == pytest.approx(np.abs(part).sum() / size)
+    assert line["loss"] == pytest.approx(-line["advantage/mean"], abs=1e-5) and line["policy/grad_norm"] > 0
 
 
 def test_filtered_run_that_was_stopped_takes_the_same_prompts(config: Path) -> None:
@@ -268,6 +296,28 @@ def test_dropped_groups_fill_up_masked_and_in_place_when_rounds_run_out():
 )
 def test_missing_rewards_do_not_differ(rewards, differ):
     assert rewards_differ(sampled_groups(rewards)) == differ
+
+
+@pytest.mark.parametrize(
+    ("rewards", "finishes", "of_sums", "of_each"),
+    [
+        ([{"a": 1, "b": 0}, {"a": 0, "b": 1}], "stop stop", False, True),
+        ([{"a": 1, "b": 0}, {"a": 0, "b": 0}], "stop stop", True, True),
+        ([{"a": 1, "b": 0}, {"a": 0, "b": 0}], "stop length", False, False),  # masked samples make no difference
+        ([{"a": 1, "b": 1}, {"a": 2}], "stop stop", False, True),
+        ([{"b": 1}, {"a": 1}], "stop stop", False, False),  # each function has only one sample
+    ],
+)
+def test_groups_are_kept_if_what_is_compared_differs(rewards, finishes, of_sums, of_each) -> None:
+    group = [
+        replace(make_sample([3], sample_index=i, reward=float(sum(row.values())), rewards=row), finish_reason=finish)
+        for i, (row, finish) in enumerate(zip(rewards, finishes.split(), strict=True))
+    ]
+    functions = "reward.functions=[{name: a, function: m:f}, {name: b, function: m:f}]"
+    for normalization, is_kept in (("sum_first", of_sums), ("each_first", of_each)):
+        chosen = ("algorithm.name=dapo", "algorithm.mask_truncated=true", functions)
+        settings = load(None, [*chosen, f"algorithm.reward_normalization={normalization}"], {}).settings
+        assert make_group_filter(settings, make_advantage_estimator(settings))(group) == is_kept
 
 
 def test_length_penalty_alone_does_not_keep_a_group():

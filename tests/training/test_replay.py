@@ -183,6 +183,14 @@ def test_missing_fields_are_computed_as_in_training(loose: Path, config: Path, f
     assert step_file(run, 1).read_bytes() == step_file(finished, 1).read_bytes()
 
 
+def test_rewards_without_their_parts_are_computed_again_where_parts_are_compared(loose: Path, source: Path) -> None:
+    each = "algorithm.reward_normalization=each_first"
+    assert looked(source, each, at=loose).uses_saved_rewards
+    rewrite(loose, lambda record: record.pop("rewards"))
+    assert looked(source, at=loose).uses_saved_rewards
+    assert not looked(source, each, at=loose).uses_saved_rewards
+
+
 CHAINED = ("data.shuffle=false", "critic.warmup_steps=0", "run.steps=1")
 """Settings with which the first step has the first prompts, and updates its policy."""
 

@@ -187,14 +187,20 @@ def texts(path: Path) -> list[tuple[Any, ...]]:
 
 def test_two_hosts_resume_the_adapters_of_one_and_train_as_one_would(adapted: Path, config: Path) -> None:
     lora = tuple(f"model.lora.{name}={value}" for name, value in LORA.items())
-    more = (*lora, "optimizer.learning_rate=0.1", "run.steps=4")
+    # Hosts exchange the statistics of what is new, for which about half of the samples end by themselves.
+    new = ("algorithm.reward_normalization=each_first", "algorithm.mask_truncated=true", "rollout.stop=['1','2','3']")
+    more = (*lora, *new, "optimizer.learning_rate=0.1", "run.steps=4")
     two, one = (config.parent / "runs" / name for name in ("tiny", "one"))
     for run in (two, one):
         shutil.copytree(adapted, run, symlinks=True)
-    program.succeeded(program.train_here(config, *more, "run.name=one", resume="must"))
-    chosen = program.settings(*more, "rollout.prompts_per_step=2")
+    changed = ("algorithm", "rollout")
+    program.succeeded(program.train_here(config, *more, "run.name=one", resume="must", allow_changed=changed))
+    allowed = [word for name in changed for word in ("--allow-changed", name)]
+    chosen = [*allowed, *program.settings(*more, "rollout.prompts_per_step=2")]
     hosts = run_on_two_hosts("train", "--config", config, "--resume", "must", *chosen)
     assert [host.exit_code for host in hosts] == [0, 0], hosts
     assert "continuing after step 2 of 4" in hosts[0].stderr
     assert_same_steps(two, one, steps=range(5))
+    for line in program.metrics_of(two)[-2:]:
+        assert 0.1 < line["completions/masked_token_fraction"] < 0.9 and line["advantage/arithmetic_format/share"] > 0
     assert PolicyCheckpoint.open(two).checksums.keys() == PolicyCheckpoint.open(one).checksums.keys()

@@ -9,7 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from app.advantage.group import assign_group_advantages, kl_penalized_rewards, rloo_advantages
+from app.advantage.group import (
+    EPSILON,
+    assign_group_advantages,
+    group_moments,
+    kl_penalized_rewards,
+    rloo_advantages,
+)
+from app.advantage.reward_parts import RewardParts
 from app.records.sample import Sample
 from app.update.kl import k1, k3
 from app.update.loss_aggregation import aggregations
@@ -119,6 +126,17 @@ def assert_all_equal_to_trl(expected: dict[str, Any]) -> None:
             [np.asarray(w[: len(s.mask)])[s.mask] for w, s in zip(case["weights"], samples_of(inputs), strict=True)]
         )
         assert float(parts.sums["policy/correction_mean"]) == pytest.approx(weights.mean(), rel=1e-5)
+    for case in expected["decoupled_advantages"]:
+        samples, parts = decoupled(case)
+        deviation = parts.advantages_of(samples).sum(axis=0).std(ddof=1)
+        # What it adds to deviations, also to that of the step, is 1e-4.
+        scale = (deviation + EPSILON) / (deviation + 1e-4)
+        np.testing.assert_allclose(
+            [scale * np.asarray(s.advantages)[0] for s in parts.assign(samples)],
+            case["advantages"],
+            rtol=1e-5,
+            atol=1e-6,
+        )
     # Its loss has one ratio a sample, ours one a token: at ratio 1 other numbers of the same gradient.
     gradient, _ = ours({"old": False}, inputs, "sequence-mean-token-sum")
     assert_gradient(gradient, expected["rloo"]["gradient"])
@@ -129,6 +147,21 @@ def assert_all_equal_to_trl(expected: dict[str, Any]) -> None:
         np.testing.assert_allclose(
             [np.asarray(s.advantages)[0] for s in with_advantages], case["advantages"], rtol=1e-5, atol=1e-6
         )
+
+
+def decoupled(case: dict[str, Any]) -> tuple[list[Sample], RewardParts]:
+    """Returns samples with several rewards, and how TRL compares each."""
+
+    def advantages(rewards: np.ndarray, group_ids: np.ndarray) -> np.ndarray:
+        group = group_moments(rewards, group_ids)
+        return (rewards - group.means) / (group.stds + 1e-4)
+
+    rewards = [{str(k): x for k, x in enumerate(row) if x is not None} for row in case["rewards"]]
+    samples = [
+        make_sample([0], sample_index=i, group_id=i // case["group_size"], reward=0.0, rewards=row)
+        for i, row in enumerate(rewards)
+    ]
+    return samples, RewardParts({str(k): weight for k, weight in enumerate(case["weights"])}, advantages)
 
 
 def assert_gradient(gradient, theirs: list) -> None:
