@@ -63,6 +63,7 @@ def train(
 
     Args:
         config: a preset, a YAML file, or None for the preset `quickstart` if the model is built in, else for none.
+        overrides: settings by name. The value of `algorithm.estimator` may also be a Python function.
         rewards: the value of `reward.functions`, in which `function` may also be a Python function. It is called in
             this process: an exception costs its own sample, but no limit of `reward.*` applies. A resumed run needs it
             again; in the settings it is `callable:NAME`.

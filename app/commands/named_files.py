@@ -31,7 +31,8 @@ def check_train_files(settings: Settings, *, resume: Resume, is_replay: bool) ->
     if not is_replay:
         evaluated = settings.data.eval_source if settings.eval.every_steps else None
         sources = [*(one.source for one in settings.data.sources), evaluated]
-        check_named_files(settings, sources, judges=[one.function for one in settings.reward.functions])
+        judges = [one.function for one in settings.reward.functions]
+        check_named_files(settings, sources, judges=judges, estimator=settings.algorithm.estimator)
 
 
 def finished_history(settings: Settings) -> History | None:
@@ -45,12 +46,19 @@ def finished_history(settings: Settings) -> History | None:
     return history if history and history[-1].get("step", 0) >= last else None
 
 
-def check_named_files(settings: Settings, sources: Sequence[str | None], *, judges: Sequence[str | None] = ()) -> None:
+def check_named_files(
+    settings: Settings,
+    sources: Sequence[str | None],
+    *,
+    judges: Sequence[str | None] = (),
+    estimator: str | None = None,
+) -> None:
     """Checks that the files of models, data, reward functions, environments and tools exist.
 
     Args:
         sources: the data that the command reads.
         judges: the reward functions that it calls.
+        estimator: the advantage estimator that it calls.
 
     Raises:
         InputError: one does not exist.
@@ -61,7 +69,7 @@ def check_named_files(settings: Settings, sources: Sequence[str | None], *, judg
     for source in sources:
         if source and not source.startswith(WITH_SPLITS):
             find_files(source)
-    named = [("reward.functions", judge) for judge in judges]
+    named = [("algorithm.estimator", estimator), *(("reward.functions", judge) for judge in judges)]
     named += [("env.source", settings.env.source), *(("env.tools", tool) for tool in settings.env.tools)]
     for place, plug_in in named:
         file = Path((plug_in or "").rpartition(":")[0])

@@ -137,7 +137,11 @@ def _call(*, config, overrides, rewards=None) -> Iterator[tuple[str | None, list
         raise InputError(
             f"config: expected a preset or a YAML file, got {config!r:.80}; settings belong in `overrides`"
         )
-    options, callables = [*set_options(overrides or {})], dict[str, Callable[..., Any]]()
+    callables, values = dict[str, Callable[..., Any]](), dict(overrides or {})
+    if callable(estimator := values.get("algorithm.estimator")):
+        callables["algorithm.estimator"] = estimator
+        values["algorithm.estimator"] = _callable_name(estimator)
+    options = [*set_options(values)]
     if rewards is not None:
         several = [rewards] if callable(rewards) or isinstance(rewards, str | Mapping) else rewards
         options += set_options({"reward.functions": [_reward_item(reward, callables) for reward in several]})
@@ -163,10 +167,15 @@ def _reward_item(reward: Any, callables: dict[str, Callable[..., Any]]) -> Any:
     function = item.get("function")
     if not callable(function):
         return reward
-    own_name = getattr(function, "__name__", type(function).__name__).strip("<>")
-    item = {"name": own_name, **item, "function": CALLABLE_PREFIX + own_name}
+    name = _callable_name(function)
+    item = {"name": name.removeprefix(CALLABLE_PREFIX), **item, "function": name}
     callables[item["name"]] = function
     return item
+
+
+def _callable_name(function: Callable[..., Any]) -> str:
+    """Returns how settings name a Python function."""
+    return CALLABLE_PREFIX + getattr(function, "__name__", type(function).__name__).strip("<>")
 
 
 def _path(file: str | os.PathLike[str] | None) -> Path | None:

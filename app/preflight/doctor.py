@@ -46,6 +46,7 @@ from app.runtime.environments import prepare_turns, try_episode
 from app.runtime.host_supervision import join_hosts
 from app.runtime.inputs import (
     encode_train_rows,
+    open_custom_estimator,
     read_checked_reward_model,
     read_critic,
     read_eval_rows,
@@ -178,6 +179,10 @@ def _read_inputs(recorder: CheckRecorder, settings: Settings) -> PreflightInputs
     with recorder.run_check("reward"):
         samples = make_trial_samples(inputs.model.tokenizer, inputs.prompts)
         check_reward_functions(recorder, settings, samples, inputs.prompts, inputs.held_out)
+        with open_custom_estimator(settings, inputs.prompts) as custom:
+            if custom is not None:
+                custom.try_on(samples)
+                recorder.ok("advantage", f"{custom.function}: {custom.summary}")
     if settings.env.is_used:
         with recorder.run_check("environment"):
             recorder.ok("environment", try_episode(settings, inputs.model.tokenizer, inputs.prompts[0]))

@@ -43,6 +43,8 @@ class RewardOutcome:
     """What a reward function gave for a sample: a value or a failure; with neither, the function abstained."""
 
     value: Number | None = None
+    token_values: Sequence[Number] | None = None
+    """A value for each token in place of `value`, which only advantage estimators give."""
     failure: Failure | None = None
     extras: Extras = field(default_factory=dict)
     """Additional metrics to log."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -17,13 +17,14 @@ from app.plugins.worker_process import worker_environment
 from app.reward.aggregate import RewardOutcome
 from app.reward.worker_main import call_function, describe_parameters
 from settings.errors import InputError
+from settings.schema.reward import CALLABLE_PREFIX, PluginSettings
 
 Result = list[RewardOutcome] | Failure
 """Outcomes of a call, or the failure of the whole call."""
 OUTCOMES = TypeAdapter(list[RewardOutcome])
 
 _callables: dict[str, Callable[..., Any]] = {}
-"""The functions behind `callable:...` in `reward.functions`, by the names of the rewards."""
+"""The functions behind `callable:...` in settings, by the names of the rewards, or by the setting."""
 
 
 class FunctionCall(Job):
@@ -53,15 +54,16 @@ class FunctionPool(Pool):
 
     Args:
         function: `module:name` or `file.py:name`.
+        setting: the setting that names it.
         env_vars: names of environment variables that they get in addition to `ALLOWED_ENVIRONMENT`.
     """
 
-    def __init__(self, function: str, *, limits: Limits, env_vars: Sequence[str] = ()) -> None:
+    def __init__(self, function: str, *, limits: Limits, setting: str, env_vars: Sequence[str] = ()) -> None:
         self.function = function
         super().__init__(
             "app.reward.worker_main",
             {"function": function},
-            name=f"reward.functions: {function}",
+            name=f"{setting}: {function}",
             limits=limits,
             environment=worker_environment(env_vars),
         )
@@ -80,9 +82,29 @@ class FunctionPool(Pool):
         return [call.result for call in calls if call.result is not None]
 
 
+def open_pool(
+    function: str, plugins: PluginSettings, exit_stack: ExitStack, *, name: str, setting: str = "reward.functions"
+) -> FunctionPool | InProcessPool:
+    """Returns the pool of a function, which the stack closes.
+
+    Args:
+        name: the name under which `callables_at_hand` has it, if it is a Python function.
+        setting: the setting that names it.
+
+    Raises:
+        InputError: it is a Python function that this process does not have.
+    """
+    if function.startswith(CALLABLE_PREFIX):
+        return InProcessPool(name, function, setting=setting)
+    limits = Limits(workers=plugins.workers, timeout_s=plugins.timeout_s, memory_mib=plugins.memory_mib)
+    pool = FunctionPool(function, limits=limits, setting=setting, env_vars=plugins.env_vars)
+    exit_stack.callback(pool.close)
+    return pool
+
+
 @contextmanager
 def callables_at_hand(functions: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
-    """Makes functions available inside the block, by the names of their rewards."""
+    """Makes functions available inside the block, by the names of their rewards, or by their settings."""
     _callables.update(functions)
     try:
         yield
@@ -94,22 +116,22 @@ class InProcessPool:
     """Calls one function like `FunctionPool`, but in this process: nothing limits its time and memory or contains it.
 
     Args:
-        reward: name of the reward.
+        name: the reward's, or the setting.
         function: how settings and messages call the function, such as `callable:brevity`.
+        setting: the setting that names it.
 
     Raises:
         InputError: this process does not have the function.
     """
 
-    def __init__(self, reward: str, function: str) -> None:
-        if reward not in _callables:
+    def __init__(self, name: str, function: str, *, setting: str) -> None:
+        if name not in _callables:
             raise InputError(
-                f"reward.functions: {reward} is a Python function that was passed to grpo.train ({function}), and this "
-                "process does not have it; pass it again in `rewards`, or write it to a file and set reward.functions "
-                "to file.py:function"
+                f"{setting}: {function} is a Python function that was passed to grpo.train, and this process does not "
+                f"have it; pass it again, or write it to a file and set {setting} to file.py:function"
             )
         self.function = function
-        self._callable = _callables[reward]
+        self._callable = _callables[name]
 
     def load(self) -> dict[str, Any]:
         """Returns the description of the function. Raises LoadError if its signature cannot be read."""

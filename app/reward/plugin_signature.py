@@ -104,18 +104,23 @@ class PlugInSignature:
         return f"called with {units[self.style]}: {', '.join(self.arguments)}"
 
 
-def read_signature(parameters: Sequence[Parameter], columns: DataColumns) -> PlugInSignature:
+def read_signature(
+    parameters: Sequence[Parameter], columns: DataColumns, *, estimator_arguments: Sequence[str] = ()
+) -> PlugInSignature:
     """Returns the calling style of a function and the names of the arguments to pass.
+
+    Args:
+        estimator_arguments: further arguments of an advantage estimator, which is called in batch style.
 
     Raises:
         LoadError: a required parameter cannot be filled, or no parameter depends on the sample.
     """
     named = [p for p in parameters if p.kind in ("POSITIONAL_OR_KEYWORD", "KEYWORD_ONLY")]
     takes_everything = any(p.kind == "VAR_KEYWORD" for p in parameters)
-    style = _style({p.name for p in named}, takes_everything)
+    style = "batch" if estimator_arguments else _style({p.name for p in named}, takes_everything)
     names = [*SAMPLE_ARGUMENTS[style], *sorted(columns.answers), *sorted(columns.extra), *sorted(columns.prompts)]
     if style == "batch":
-        names += TRAINER_ARGUMENTS
+        names += estimator_arguments or TRAINER_ARGUMENTS
     fillable = [x for x in dict.fromkeys(names) if x != "completion_ids" or columns.without_token_ids is None]
     wanted = [p.name for p in parameters if p.kind == "POSITIONAL_ONLY" and not p.is_optional]
     if wanted:
@@ -129,7 +134,7 @@ def read_signature(parameters: Sequence[Parameter], columns: DataColumns) -> Plu
         problem = "has no parameter that a sample can fill"
         if unknown:
             problem = f"has parameters that cannot be filled: {_quote_names(unknown)}"
-        raise LoadError(f"{problem}. {_describe_available(columns)}")
+        raise LoadError(f"{problem}. {_describe_available(columns, estimator_arguments)}")
     return PlugInSignature(style, tuple(arguments))
 
 
@@ -141,8 +146,11 @@ def _style(names: set[str], takes_everything: bool) -> StyleName:
     return "batch" if takes_everything and not names else "by name"
 
 
-def _describe_available(columns: DataColumns) -> str:
+def _describe_available(columns: DataColumns, estimator_arguments: Sequence[str]) -> str:
     data = _quote_names([*(["answer"] if columns.answers else []), *sorted(columns.extra)]) or "none"
+    if estimator_arguments:
+        given = _quote_names([*estimator_arguments, *SAMPLE_ARGUMENTS["batch"]])
+        return f"An estimator takes {given}, and these data columns: {data}"
     return (
         "A function takes a batch (prompts, completions, completion_ids), or one sample (prompt, completion, or verl's "
         f"data_source, solution_str, ground_truth, extra_info), and in either case these data columns: {data}"

@@ -10,7 +10,7 @@ from types import MappingProxyType
 
 import numpy as np
 
-from app.plugins.pool import Limits, WorkersLostError
+from app.plugins.pool import WorkersLostError
 from app.plugins.values import Failure
 from app.plugins.worker_process import lend_variables
 from app.records.sample import Episode, Sample
@@ -27,12 +27,11 @@ from app.reward.aggregate import (
     was_dropped_in_rollout,
 )
 from app.reward.builtin_tasks import FORMAT_SUFFIX, MATH_VERIFY, grade, is_task_reward
-from app.reward.function_pool import FunctionPool, InProcessPool
+from app.reward.function_pool import open_pool
 from app.reward.plugin import PlugIn, StepInfo, UnassignableRewardsError
 from app.reward.plugin_signature import DataColumns
 from settings.errors import InputError
 from settings.schema.reward import (
-    CALLABLE_PREFIX,
     ENVIRONMENT_REWARD,
     MODEL_REWARD,
     OVERLONG_REWARD,
@@ -257,13 +256,7 @@ class RewardFunctions:
         if item.name == MATH_VERIFY and importlib.util.find_spec("math_verify") is None:
             raise InputError(f"reward.functions: {item.name} needs an optional package; pip install -e '.[math]'")
         function = item.function or BUILT_IN_PLUG_INS[item.name]
-        if function.startswith(CALLABLE_PREFIX):
-            pool = InProcessPool(item.name, function)
-        else:
-            plugins = self._plugins
-            limits = Limits(workers=plugins.workers, timeout_s=plugins.timeout_s, memory_mib=plugins.memory_mib)
-            pool = FunctionPool(function, limits=limits, env_vars=plugins.env_vars)
-            self._exit_stack.callback(pool.close)
+        pool = open_pool(function, self._plugins, self._exit_stack, name=item.name)
         return PlugIn(item.name, pool, self._columns, batch_size=self._settings.batch_size)
 
 

@@ -90,12 +90,31 @@ def call_function(function: Callable[..., Any], request: Mapping[str, Any]) -> d
     arguments |= {name: for_function[name] for name in request["trainer_arguments"]}
     try:
         result = finished(function(**arguments))
+        if "token_counts" in request:
+            return {"outcomes": estimator_outcomes(result, request["token_counts"])}
         if request["is_batch"]:
             logged = collect_columns(columns, num_samples)
             return {"outcomes": batch_outcomes(result, num_samples, collect_extras(metrics), logged)}
         return {"outcomes": [sample_outcome(result)]}
     except BaseException as error:  # no error may affect another call
         return failure_of(error)
+
+
+def estimator_outcomes(result: Any, token_counts: Sequence[int]) -> list[dict[str, Any]]:
+    """Returns what an advantage estimator gave for each sample: a number, or one for each of its tokens.
+
+    Raises:
+        PlugInValueError: the result is anything else.
+    """
+    outcomes = []
+    for value, num_tokens in zip(_items(result, len(token_counts), "numbers or lists"), token_counts, strict=True):
+        if not hasattr(type(value), "__len__") or getattr(value, "ndim", 1) == 0:
+            outcomes.append({"value": to_number(value)})
+            continue
+        if len(value) != num_tokens:
+            raise PlugInValueError(f"returned {len(value)} advantages for a sample of {num_tokens} tokens")
+        outcomes.append({"token_values": [to_number(one) for one in value]})
+    return outcomes
 
 
 def batch_outcomes(
@@ -110,15 +129,19 @@ def batch_outcomes(
     Raises:
         PlugInValueError: the result is not a list of `num_samples` items.
     """
+    return [
+        {"logged": of_sample} | ({} if value is None else _value_outcome(value, extras))
+        for value, of_sample in zip(_items(result, num_samples, "numbers or None"), logged, strict=True)
+    ]
+
+
+def _items(result: Any, num_samples: int, kind: str) -> list[Any]:
     if isinstance(result, str | bytes | Mapping) or not hasattr(type(result), "__iter__"):
-        raise PlugInValueError(f"returned {describe_value(result)}, expected a list of {num_samples} numbers or None")
+        raise PlugInValueError(f"returned {describe_value(result)}, expected a list of {num_samples} {kind}")
     values = list(result)
     if len(values) != num_samples:
         raise RewardLengthError(f"returned {len(values)} values for {num_samples} samples, expected one for each")
-    return [
-        {"logged": of_sample} | ({} if value is None else _value_outcome(value, extras))
-        for value, of_sample in zip(values, logged, strict=True)
-    ]
+    return values
 
 
 def _value_outcome(value: Any, extras: Mapping[str, float]) -> dict[str, Any]:

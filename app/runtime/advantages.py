@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,6 +18,8 @@ from app.advantage.advantage_metrics import (
     missing_token_fraction,
     moments_over_hosts,
 )
+from app.advantage.custom_estimator import SETTING as ESTIMATOR_SETTING
+from app.advantage.custom_estimator import CustomEstimator
 from app.advantage.gae.estimate import generalized_advantages
 from app.advantage.group import (
     GROUP_ADVANTAGES,
@@ -49,9 +52,12 @@ from app.advantage.token_rewards import (
 )
 from app.distributed.collectives import sum_over_hosts
 from app.records.sample import Sample
+from app.runtime.health_checks import check_advantages
 from app.update.kl import KL_ESTIMATORS, KLEstimator
 from settings import Settings
 from settings.schema.algorithm import AlgorithmSettings
+
+log = logging.getLogger(__name__)
 
 EstimateAdvantages = Callable[[Sequence[Sample], float], list[Sample]]
 """Samples with a reward, and the coefficient of the KL penalty -> the same samples with advantages."""
@@ -111,16 +117,24 @@ class AdvantageEstimator:
         return AdvantageResult(samples, metrics, next_kl_coef)
 
 
-def make_advantage_estimator(settings: Settings) -> AdvantageEstimator:
-    """Builds the advantage estimator from `algorithm.*`."""
+def make_advantage_estimator(settings: Settings, custom: CustomEstimator | None = None) -> AdvantageEstimator:
+    """Builds the advantage estimator from `algorithm.*`.
+
+    Args:
+        custom: the plug-in of `algorithm.estimator`; None if it names none, or if nothing is learned.
+    """
     algorithm = settings.algorithm
     assert algorithm.estimator is not None and algorithm.whiten_advantages is not None
     parts = None
-    if algorithm.reward_normalization == "each_first":
+    if algorithm.has_custom_estimator:
+        estimate = make_custom_advantages(settings, custom)
+    elif algorithm.reward_normalization == "each_first":
         parts = RewardParts(settings.reward_weights, GROUP_ADVANTAGES[algorithm.estimator])
-    make = TOKEN_ADVANTAGES.get(algorithm.estimator, make_group_advantages)
+        estimate = _from_parts(parts)
+    else:
+        estimate = TOKEN_ADVANTAGES.get(algorithm.estimator, make_group_advantages)(settings)
     return AdvantageEstimator(
-        estimate=make(settings) if parts is None else lambda samples, kl_coef: parts.assign(samples),
+        estimate=estimate,
         whiten_advantages=algorithm.whiten_advantages,
         has_kl_penalty=algorithm.kl_in_reward,
         next_kl_coef=make_next_kl_coef(algorithm),
@@ -139,10 +153,43 @@ def make_group_advantages(settings: Settings) -> EstimateAdvantages:
     algorithm = settings.algorithm
     assert algorithm.estimator is not None
     assign = partial(assign_group_advantages, advantages=GROUP_ADVANTAGES[algorithm.estimator])
+    rewards = _make_sample_rewards(algorithm)
+    return lambda samples, kl_coef: assign(samples, rewards=partial(rewards, kl_coef=kl_coef))
+
+
+def _from_parts(parts: RewardParts) -> EstimateAdvantages:
+    return lambda samples, kl_coef: parts.assign(samples)
+
+
+def make_custom_advantages(settings: Settings, custom: CustomEstimator | None) -> EstimateAdvantages:
+    """Returns the function that computes advantages by the plug-in. All hosts must call it together."""
+    rewards, on_error = _make_sample_rewards(settings.algorithm), settings.reward.on_error
+    fate = "left out" if on_error == "drop" else "with advantages of 0"
+
+    def estimate(samples: Sequence[Sample], kl_coef: float) -> list[Sample]:
+        assert custom is not None, "opened without the plug-in"
+        estimated, failures = custom(samples, rewards(samples, kl_coef=kl_coef))
+        first = f"{failures[0][0]}: {failures[0][1].kind}: {failures[0][1].text}" if failures else None
+        check_advantages(
+            f"{ESTIMATOR_SETTING}: {custom.function}: {first}. Fix the function, or set reward.on_error to zero "
+            "(advantages of 0) or drop (the samples are left out)"
+            if first and on_error == "raise"
+            else None
+        )
+        if first:
+            counts = f"{len(failures)} of {len(samples)} samples"
+            log.warning("%s: %s failed on %s, %s; first %s", ESTIMATOR_SETTING, custom.function, counts, fate, first)
+        return estimated
+
+    return estimate
+
+
+def _make_sample_rewards(algorithm: AlgorithmSettings) -> Callable[..., np.ndarray]:
+    """Returns the function of samples and `kl_coef` that computes a reward for each, with or without KL penalty."""
     if not algorithm.kl_in_reward:
-        return lambda samples, kl_coef: assign(samples, rewards=task_rewards)
+        return lambda samples, kl_coef: task_rewards(samples)
     penalized = partial(kl_penalized_rewards, kl_estimator=make_kl_estimator(algorithm))
-    return lambda samples, kl_coef: assign(samples, rewards=partial(penalized, beta=kl_coef))
+    return lambda samples, kl_coef: penalized(samples, beta=kl_coef)
 
 
 def make_gae(

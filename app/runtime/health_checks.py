@@ -15,7 +15,7 @@ MAX_NONFINITE_STEPS = 3
 
 
 class RewardError(RuntimeError):
-    """The reward functions have failed for good; raised on every host."""
+    """The reward functions, or the advantage estimator, have failed for good; raised on every host."""
 
 
 def check_rewards(scored: RewardedSamples) -> None:
@@ -49,6 +49,12 @@ def check_rewards_for_maxrl(scored: RewardedSamples) -> None:
             f"a sample has reward {-below:g}, but algorithm.estimator: maxrl divides by the mean reward of a group "
             "and needs rewards of at least 0; change the reward functions, or choose another estimator, such as grpo"
         )
+
+
+def check_advantages(fatal_error: str | None) -> None:
+    """Raises RewardError if a custom advantage estimator ends the run, on this host or another."""
+    if max_over_hosts(np.asarray(fatal_error is not None)):
+        raise RewardError(fatal_error or "the advantage estimator failed on another host; see its log")
 
 
 def stop_if_diverged(metrics: Mapping[str, float | None]) -> None:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
 import numpy as np
 
+from app.advantage.custom_estimator import SETTING as ESTIMATOR_SETTING
+from app.advantage.custom_estimator import CustomEstimator
+from app.plugins.worker_process import lend_variables
 from app.prompts.data_sources import evenly_spaced, load_held_out_data, load_training_data
 from app.prompts.dataset import Dataset, DatasetRow
 from app.prompts.encode import EncodeReport, encode_prompts, misread_prompts
@@ -15,6 +19,7 @@ from app.prompts.tokenizer import Tokenizer
 from app.records.sample import Prompt
 from app.records.text_format import format_percent
 from app.reward.builtin_tasks import check_answers
+from app.reward.function_pool import open_pool
 from app.reward.plugin_signature import DataColumns
 from app.reward.reward_functions import EnvironmentReward, OverlongPenalty, RewardFunctions, accuracy_function_name
 from app.runtime.model_spec import CriticSpec, ModelSpec, check_context_length, read_critic_spec, read_model_spec
@@ -47,6 +52,24 @@ def make_rewards(
     if env.source is not None:
         environment = EnvironmentReward(weight=env.weight, rewards_turns=env.credit == "turn")
     return RewardFunctions(reward, settings.plugins, columns, held_out_columns, overlong, environment)
+
+
+@contextmanager
+def open_custom_estimator(settings: Settings, rows: PromptsOrRows) -> Iterator[CustomEstimator | None]:
+    """Yields the plug-in of `algorithm.estimator`; None if it names none.
+
+    Raises:
+        InputError: the function cannot be used.
+    """
+    name = settings.algorithm.estimator
+    if name is None or not settings.algorithm.has_custom_estimator:
+        yield None
+        return
+    lend_variables(settings.plugins.env_vars)
+    with ExitStack() as stack:
+        pool = open_pool(name, settings.plugins, stack, name=ESTIMATOR_SETTING, setting=ESTIMATOR_SETTING)
+        columns = data_columns(settings, rows)
+        yield CustomEstimator(pool, columns, drops_failures=settings.reward.on_error == "drop")
 
 
 def data_columns(settings: Settings, rows: PromptsOrRows) -> DataColumns:

@@ -3,9 +3,10 @@
 Tokens, behavior logprobs, masks and versions are always taken from the files. Logprobs and values are always computed
 again by the step's own networks.
 
-From the `rollouts/` of a run, rewards are taken unless `reward.*` differs from that run's, and advantages are
-computed again under the current settings. Any other file is the end of a chain (`grpo rollout`, `score`, `gae`):
-rewards, and advantages and returns, are taken if every sample has them, and computed otherwise.
+From the `rollouts/` of a run, rewards are taken unless `reward.*` differs from that run's, with them the advantages of
+a plug-in, and all other advantages are computed again under the current settings. Any other file is the end of a chain
+(`grpo rollout`, `score`, `gae`): rewards, and advantages and returns, are taken if every sample has them, and computed
+otherwise.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from app.stages.sample_reader import check_fits, file_digest
 from app.training.dynamic_sampling import Group, group_samples
 from settings import Settings, load
 from settings.errors import InputError
+from settings.schema.algorithm import AlgorithmSettings
 
 OPTION = "--from-rollouts"
 ROLLOUTS_DIR = "rollouts"
@@ -183,7 +185,9 @@ def read_replay(
     pinned = settings if run is None else pin_revisions(settings, run)
     uses_rewards = "reward" in available and (source is None or _same_rewards(pinned, source))
     needed = {"advantages", "returns"} if settings.has_critic else {"advantages"}
-    uses_advantages = source is None and needed <= available
+    uses_advantages = needed <= available and (
+        source is None or (uses_rewards and pinned.algorithm.has_custom_estimator and _same_estimator(pinned, source))
+    )
     if not uses_rewards:
         with _option_in_errors():
             check_answers(list(prompts.values()), [function.name for function in settings.reward.functions])
@@ -235,6 +239,16 @@ def _same_rewards(settings: Settings, source: Settings) -> bool:
         return settings.reward, settings.plugins.env_vars, max_tokens, of_env
 
     return decisive(settings) == decisive(source)
+
+
+def _same_estimator(settings: Settings, source: Settings) -> bool:
+    """Returns whether a plug-in gets the same rewards under both settings, and is the same one."""
+
+    def decisive(algorithm: AlgorithmSettings) -> tuple[Any, ...]:
+        penalty = (algorithm.beta, algorithm.kl_estimator) if algorithm.kl_in_reward else None
+        return algorithm.estimator, algorithm.whiten_advantages, penalty
+
+    return decisive(settings.algorithm) == decisive(source.algorithm)
 
 
 def _choose_files(path: Path, *, after_step: int, steps: int) -> dict[int, Path]:

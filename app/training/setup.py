@@ -22,15 +22,16 @@ from app.records.run_directory import Resume, RunDirectory, check_run_directory
 from app.records.settings_history import SettingsHistory
 from app.records.text_format import format_count
 from app.reward.reward_functions import RewardFunctions
-from app.runtime.advantages import with_saved_advantages
+from app.runtime.advantages import make_advantage_estimator, with_saved_advantages
 from app.runtime.environments import try_episode
 from app.runtime.generators import check_async_workers
 from app.runtime.host_supervision import watch_hosts
+from app.runtime.inputs import open_custom_estimator
 from app.runtime.mesh_checks import check_experts, check_fixed_micro_batches, replicated_dim_notes
 from app.runtime.model_spec import adapter_notes
 from app.runtime.pinned_revisions import pin_revisions
 from app.runtime.reward_model import NetworkSpec, reward_model_notes
-from app.runtime.reward_trial import try_reward_functions
+from app.runtime.reward_trial import make_trial_samples, try_reward_functions
 from app.runtime.scoring import ScoringSession, devices_set_aside, open_mesh
 from app.runtime.session import Session
 from app.training.inputs import TrainingInputs, read_training_inputs
@@ -110,6 +111,11 @@ def prepare_run(
             rewards = stack.enter_context(read.make_rewards(settings))
             if read.replay is None or not read.replay.uses_saved_rewards:
                 try_reward_functions(rewards, read.model.tokenizer, read.prompts)
+            custom = None
+            if read.replay is None or not read.replay.uses_saved_advantages:
+                custom = stack.enter_context(open_custom_estimator(settings, read.prompts))
+                if custom is not None:
+                    custom.try_on(make_trial_samples(read.model.tokenizer, read.prompts))
             if read.replay is None and settings.env.is_used:
                 try_episode(settings, read.model.tokenizer, read.prompts[0])
             facts = dict[str, str]()
@@ -121,6 +127,9 @@ def prepare_run(
         scoring = ScoringSession.open(settings, read.model, read.critic, trains=True)
         session, learning = open_session(scoring, read.reward_model, generates=generates)
         stack.enter_context(closing(session))
+        if custom is not None:
+            estimator = make_advantage_estimator(settings, custom)
+            learning = dataclasses.replace(learning, advantage_estimator=estimator)
         if read.replay is not None:
             estimator = learning.advantage_estimator
             if read.replay.uses_saved_advantages:
@@ -203,6 +212,7 @@ def file_fingerprints(settings: Settings, run: RunDirectory) -> dict[str, str]:
     """Returns the fingerprints that need no model and no data."""
     return {
         **plugin_file_digests("reward.functions", [one.function for one in settings.reward.functions]),
+        **plugin_file_digests("algorithm.estimator", [settings.algorithm.estimator]),
         **plugin_file_digests("env.source", [settings.env.source]),
         **plugin_file_digests("env.tools", settings.env.tools),
         "the newest checkpoint in run.dir": run.describe_newest_checkpoint(),

@@ -65,7 +65,8 @@ PRESET_FIELDS = tuple(field.name for field in fields(AlgorithmPreset) if field.n
 
 def estimator_defaults(estimator: str) -> dict[str, bool]:
     """Returns the values that the estimator gives to null fields of `algorithm`."""
-    return {"whiten_advantages": estimator not in GROUP_RELATIVE_ESTIMATORS, "shuffle": estimator in CRITIC_ESTIMATORS}
+    has_critic = estimator in CRITIC_ESTIMATORS
+    return {"whiten_advantages": has_critic or estimator == "reinforce_plus_plus", "shuffle": has_critic}
 
 
 def describe_changes(algorithm: AlgorithmSettings, provenance: Mapping[str, str]) -> str | None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
-from settings.schema.section import Section
+from settings.schema.section import Section, validate_plugin
 
 ScoredRole = Literal["policy", "reference", "critic"]
 """Roles whose logprobs or values are added to samples by scoring."""
@@ -18,6 +19,8 @@ ForwardRole = Literal[ScoredRole, "reward"]
 
 MAX_TOKENS_PER_DEVICE = 2**24
 """Upper bound of token quotas, which catches typing errors."""
+BUILT_IN_ESTIMATORS = ("grpo", "dr_grpo", "rloo", "maxrl", "reinforce_plus_plus", "gae", "vtrace")
+"""Values of `algorithm.estimator` beside paths."""
 CRITIC_ESTIMATORS = frozenset({"gae", "vtrace"})
 """Values of `algorithm.estimator` that need a critic."""
 VERL_AGGREGATIONS = {
@@ -36,10 +39,12 @@ class AlgorithmSettings(Section):
     name: Literal["grpo", "dr_grpo", "rloo", "maxrl", "reinforce_plus_plus", "gspo", "dapo", "cispo", "ppo"] = "grpo"
     """Published algorithm. It only sets those of `estimator`, `ratio_level`, `clip`, `clip_low`, `clip_high`,
     `loss_aggregation`, `kl_in`, `filter`, `whiten_advantages` and `shuffle` that are null."""
-    estimator: Literal["grpo", "dr_grpo", "rloo", "maxrl", "reinforce_plus_plus", "gae", "vtrace"] | None = None
+    estimator: Annotated[str, AfterValidator(partial(validate_plugin, built_in=BUILT_IN_ESTIMATORS))] | None = None
     """Advantage estimator: comparison with the other samples of the prompt (grpo, dr_grpo, rloo, and maxrl, which needs
-    rewards of at least 0), discounted rewards per token (reinforce_plus_plus), GAE with a critic (gae), or GAE whose
-    values and targets are corrected for off-policy samples (vtrace). When null, it follows from `algorithm.name`."""
+    rewards of at least 0), discounted rewards per token (reinforce_plus_plus), GAE with a critic (gae), GAE whose
+    values and targets are corrected for off-policy samples (vtrace), or a plug-in, `path/to/file.py:function` or
+    `module:function`, that returns a number for each sample or each token. When null, it follows from
+    `algorithm.name`."""
     reward_normalization: Literal["sum_first", "each_first"] = "sum_first"
     """What an estimator that compares samples of a prompt compares: their weighted sums of rewards (sum_first), or the
     values of each reward function by themselves, whose advantages are weighted, summed and divided by their deviation
@@ -141,6 +146,11 @@ class AlgorithmSettings(Section):
     kl_target: float | None = Field(default=None, gt=0)
     """Target KL in nats per token for the penalty in the reward: `beta` is the initial weight and is adapted after
     every step, by at most about 20 % over 10,000 samples. Null keeps `beta` fixed."""
+
+    @property
+    def has_custom_estimator(self) -> bool:
+        """Whether a plug-in computes the advantages."""
+        return self.estimator is not None and self.estimator not in BUILT_IN_ESTIMATORS
 
     @property
     def kl_in_reward(self) -> bool:

@@ -16,7 +16,7 @@ from pydantic import (
 )
 
 from settings.schema.rollout import MAX_SLOTS, MAX_TOKENS
-from settings.schema.section import Section, as_list
+from settings.schema.section import Section, as_list, validate_plugin
 from settings.secrets import SECRETS
 
 BUILT_IN_REWARDS = ("gsm8k", "arithmetic", "gsm8k_format", "arithmetic_format", "math_verify")
@@ -52,21 +52,12 @@ def _validate_reward_name(value: str) -> str:
     return value
 
 
-def _validate_plugin(value: str, *, built_in: tuple[str, ...] = ()) -> str:
-    place, _, attribute = value.rpartition(":")
-    is_place = place.endswith(".py") or all(part.isidentifier() for part in place.split("."))
-    if value not in built_in and not (is_place and all(part.isidentifier() for part in attribute.split("."))):
-        options = f"one of {', '.join(built_in)}, " if built_in else ""
-        raise ValueError(f"expected {options}`module:name` or `path/to/file.py:name`")
-    return value
-
-
 class RewardFunctionSettings(Section):
     name: Annotated[str, AfterValidator(_validate_reward_name)] = Field(
         description="Name of a built-in reward (" + ", ".join(BUILT_IN_REWARDS) + ") or of a plug-in; the name of the "
         "plug-in's function when absent."
     )
-    function: Annotated[str, AfterValidator(_validate_plugin)] | None = None
+    function: Annotated[str, AfterValidator(validate_plugin)] | None = None
     """Plug-in: `module:function` or `path/to/file.py:function`; null for a built-in reward. `callable:function` is a
     Python function that was passed to `grpo.train`."""
     weight: float = 1.0
@@ -147,11 +138,11 @@ ToolCallFormat = Literal["auto", "json_tags", "json", "none"]
 
 
 class EnvironmentSettings(Section):
-    source: Annotated[str, AfterValidator(partial(_validate_plugin, built_in=BUILT_IN_ENVIRONMENTS))] | None = None
+    source: Annotated[str, AfterValidator(partial(validate_plugin, built_in=BUILT_IN_ENVIRONMENTS))] | None = None
     """Environment that answers the policy after every turn: calculator, guess_number, `path/to/file.py:name` or
     `module:name`. Its rewards are added to the sum under the name `env`. Null = none."""
     tools: Annotated[
-        tuple[Annotated[str, AfterValidator(partial(_validate_plugin, built_in=BUILT_IN_TOOLS))], ...],
+        tuple[Annotated[str, AfterValidator(partial(validate_plugin, built_in=BUILT_IN_TOOLS))], ...],
         Field(strict=False),
         BeforeValidator(as_list),
     ] = ()

@@ -14,6 +14,16 @@ def as_list(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
+def validate_plugin(value: str, *, built_in: tuple[str, ...] = ()) -> str:
+    """Accepts `module:name`, `path/to/file.py:name` and the names in `built_in`."""
+    place, _, attribute = value.rpartition(":")
+    is_place = place.endswith(".py") or all(part.isidentifier() for part in place.split("."))
+    if value not in built_in and not (is_place and all(part.isidentifier() for part in attribute.split("."))):
+        options = f"one of {', '.join(built_in)}, " if built_in else ""
+        raise ValueError(f"expected {options}`module:name` or `path/to/file.py:name`")
+    return value
+
+
 class Section(BaseModel):
     model_config = ConfigDict(
         extra="forbid",

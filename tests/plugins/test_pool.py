@@ -37,7 +37,7 @@ def opened(source: str, **limits: Any) -> Iterator[FunctionPool]:
     """Opens a pool of two workers, with a time-out of 1 s, for the function `f` of a module."""
     write_plug_in(Path(), source)
     given = {"workers": 2, "timeout_s": 1, "memory_mib": 4096, **limits}
-    pool = FunctionPool("plug.py:f", limits=Limits(**given))
+    pool = FunctionPool("plug.py:f", limits=Limits(**given), setting="reward.functions")
     try:
         pool.load()
         yield pool

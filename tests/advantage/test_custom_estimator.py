@@ -1,0 +1,135 @@
+"""Tests of advantages by a function of the user: its arguments, its result, and what a failed call costs."""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from app.advantage.custom_estimator import SETTING, CustomEstimator
+from app.records.sample import Sample
+from app.reward.function_pool import callables_at_hand, open_pool
+from settings import load
+from settings.errors import InputError
+from settings.schema.reward import PluginSettings
+from tests import program
+from tests.replays import assert_same_steps, replay
+from tests.reward.samples import columns_of, make_group
+
+SAMPLES = [*make_group("a", "bb", group=7), *make_group("cccc", group=3)]
+REWARDS = np.array([1.0, 0.0, 2.0])
+
+
+@contextmanager
+def opened(function: Callable[..., Any] | str, *, drops: bool = False) -> Iterator[CustomEstimator]:
+    name = function if isinstance(function, str) else "callable:f"
+    with callables_at_hand({} if isinstance(function, str) else {SETTING: function}), ExitStack() as stack:
+        pool = open_pool(name, PluginSettings(timeout_s=1.0), stack, name=SETTING, setting=SETTING)
+        yield CustomEstimator(pool, columns_of(SAMPLES), drops_failures=drops)
+
+
+def advantages_by(function: Callable[..., Any] | str, **how: bool) -> tuple[list[list[float]], list[str]]:
+    """Returns the advantages of all tokens, and the kinds of the failures."""
+    with opened(function, **how) as estimator:
+        samples, failures = estimator(SAMPLES, REWARDS)
+    return [advantages_of(sample) for sample in samples], [failure.kind for _, failure in failures]
+
+
+def advantages_of(sample: Sample) -> list[float]:
+    assert sample.advantages is not None
+    return sample.advantages.tolist()
+
+
+def test_function_gets_one_prompt_or_with_group_ids_all() -> None:
+    calls = []
+
+    def of_prompt(rewards, lengths, policy_versions, completions, answer):
+        calls.append((rewards, lengths, policy_versions, completions, answer))
+        return [reward - max(rewards) for reward in rewards]
+
+    assert advantages_by(of_prompt) == ([[0], [-1, -1], [0, 0, 0, 0]], [])
+    assert calls == [
+        ([1, 0], [1, 2], [0, 0], ["a", "bb"], ["18", "18"]),
+        ([2], [4], [0], ["cccc"], ["18"]),
+    ]
+    by_batch = advantages_by(lambda rewards, group_ids: [r * g for r, g in zip(rewards, group_ids, strict=True)])
+    assert by_batch == ([[7], [0, 0], [6] * 4], [])
+    assert advantages_by(lambda **columns: [len(columns)] * len(columns["rewards"]))[0][0][0] > len(calls[0])
+
+
+def test_tokens_may_have_advantages_of_their_own_in_any_sequence() -> None:
+    def ramp(rewards, lengths):
+        return [np.arange(n) * r if r else list(range(n)) for r, n in zip(rewards, lengths, strict=True)]
+
+    assert advantages_by(ramp)[0] == [[0], [0, 1], [0, 2, 4, 6]]
+    masked = [s if s.group_id == 7 else _masked(s, [True, False, True, False]) for s in SAMPLES]
+    with opened(ramp) as estimator:
+        assert advantages_of(estimator(masked, REWARDS).samples[2]) == [0, 0, 4, 0]
+
+
+def _masked(sample: Sample, mask: list[bool]) -> Sample:
+    return replace(sample, loss_mask=np.asarray(mask))
+
+
+@pytest.mark.parametrize("drops", [False, True])
+def test_failed_call_costs_its_own_prompt(drops: bool) -> None:
+    def fails(rewards):
+        return [1 / (2 - reward) for reward in rewards]
+
+    with opened(fails, drops=drops) as estimator:
+        samples, failures = estimator(SAMPLES, REWARDS)
+    assert [advantages_of(sample) for sample in samples] == [[1], [0.5, 0.5], [0] * 4]
+    assert [sample.mask.any() for sample in samples] == [True, True, not drops]
+    assert [(uid, failure.kind) for uid, failure in failures] == [(SAMPLES[2].uid, "raised")]
+
+
+@pytest.mark.parametrize(
+    ("result", "message"),
+    [
+        (1.0, "value: returned float 1.0, expected a list of 2 numbers or lists"),
+        ([1.0], "length: returned 1 values for 2 samples"),
+        ([1.0, None], "value: returned None, expected a number"),
+        ([1.0, float("nan")], "value: returned nan, expected a finite number"),
+        ([1.0, [1.0]], "value: returned 1 advantages for a sample of 2 tokens"),
+        ([1.0, ["x", 1]], "value: returned str 'x', expected a number"),
+        ([1.0, "12"], "value: returned str '1', expected a number"),
+    ],
+)
+def test_unusable_result_is_refused_before_the_run(result: Any, message: str) -> None:
+    with opened(lambda rewards: result) as estimator, pytest.raises(InputError) as error:
+        estimator.try_on(SAMPLES[:2])
+    assert str(error.value).startswith(f"algorithm.estimator: callable:f: tried before the run: {message}")
+
+
+def test_unusable_functions_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"cannot be filled: `baseline`. An estimator takes `rewards`, `lengths`,"):
+        advantages_by(lambda rewards, baseline: rewards)
+    with pytest.raises(InputError, match=r"^algorithm.estimator: callable:f is a Python function that was passed to"):
+        advantages_by("callable:f")
+    (tmp_path / "own.py").write_text("def f(rewards):\n    while rewards[0] == 2: pass\n    return rewards")
+    assert advantages_by(f"{tmp_path}/own.py:f") == ([[1], [0, 0], [0] * 4], ["timeout"])
+    for value in ("gea", "own.py"):
+        with pytest.raises(InputError, match=r"algorithm.estimator: expected one of grpo, .*path/to/file.py:name"):
+            load(None, [f"algorithm.estimator={value}"], {})
+
+
+def test_run_equals_that_of_the_built_in_estimator_and_is_replayed_without_the_function(
+    config: Path, tmp_path: Path
+) -> None:
+    own = tmp_path / "own.py"
+    own.write_text(
+        "def centered(rewards):\n    mean = sum(rewards) / len(rewards)\n    return [r - mean for r in rewards]\n"
+    )
+    chosen = ("run.steps=2", *program.UNJUDGED)
+    for name, estimator in (("custom", f"{own}:centered"), ("built_in", "dr_grpo")):
+        overrides = (*chosen, f"run.name={name}", f"algorithm.estimator={estimator}")
+        program.succeeded(program.train_here(config, *overrides))
+    runs = config.parent / "runs"
+    program.assert_same_run(runs / "custom", runs / "built_in", step=2)
+    own.unlink()
+    program.succeeded(replay(runs / "custom", tmp_path / "replays", *chosen))
+    (again,) = (tmp_path / "replays").iterdir()
+    assert_same_steps(again, runs / "custom")
