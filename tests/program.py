@@ -113,6 +113,14 @@ def started(
         process.communicate(timeout=DEADLINE_S)
 
 
+def run_python(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    """Runs Python with arguments in another process until it ends."""
+    environ = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    return subprocess.run(
+        [sys.executable, *arguments], cwd=REPOSITORY, env=environ, capture_output=True, text=True, timeout=DEADLINE_S
+    )
+
+
 def free_address() -> str:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -124,14 +132,15 @@ def wait_for_step(process: subprocess.Popen[str], run: Path, step: int) -> None:
 
 
 def wait_until(process: subprocess.Popen[str], happened: Callable[[], bool]) -> None:
+    wait_for(lambda: happened() or process.poll() is not None)
+    assert happened(), f"ended too early, with {process.returncode}: {process.communicate()}"
+
+
+def wait_for(happened: Callable[[], object]) -> None:
     end = time.monotonic() + DEADLINE_S
     while not happened():
         assert time.monotonic() < end, f"it did not happen in {DEADLINE_S} s"
-        try:
-            process.wait(timeout=0.005)
-        except subprocess.TimeoutExpired:
-            continue
-        raise AssertionError(f"ended too early, with {process.returncode}: {process.communicate()}")
+        time.sleep(0.005)
 
 
 def metrics_of(run: Path) -> list[dict[str, Any]]:

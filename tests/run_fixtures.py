@@ -12,6 +12,9 @@ import pytest
 from app.mesh.devices import simulate_slice
 from app.mesh.program_cache import CompilationCounter
 from app.rollout.workers.async_generation import AsyncRollout
+from app.training.learner import LearnerGroup
+from app.training.setup import RunSetup, prepare_run
+from settings import load
 from tests.program import here, of_tiny, succeeded, train_here
 from tests.tiny_directory import write_model
 
@@ -144,6 +147,11 @@ def write_config(folder: Path, text: str, model: Path) -> Path:
     path = folder / "config.yaml"
     path.write_text(text.format(runs=folder / "runs", model=model))
     return path
+
+
+def launched(config: Path, *overrides: str) -> tuple[RunSetup, LearnerGroup]:
+    with prepare_run(load(str(config), overrides, {}), resume="never") as launch:
+        return launch, launch.learning
 
 
 def run_once(

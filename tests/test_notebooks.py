@@ -36,8 +36,7 @@ def run_notebook(name: str, **parameters: Any) -> dict[str, Any]:
 
 
 @pytest.fixture(autouse=True)
-def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def without_windows(in_folder: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MPLBACKEND", "agg")
 
 

@@ -7,7 +7,6 @@ import inspect
 import os
 import re
 import signal
-import subprocess
 import sys
 import textwrap
 from concurrent.futures import ThreadPoolExecutor
@@ -66,7 +65,8 @@ def test_importing_grpo_imports_nothing_and_leaves_the_path() -> None:
         "grpo.InputError\n"
         "assert 'app' in sys.modules and 'jax' not in sys.modules and sys.path == path\n"
     )
-    subprocess.run([sys.executable, "-c", source], env=os.environ | {"PYTHONPATH": str(program.REPOSITORY)}, check=True)
+    done = program.run_python("-c", source)
+    assert done.returncode == 0, done.stderr
 
 
 def test_documented_calls_fit_the_functions() -> None:

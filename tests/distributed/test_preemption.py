@@ -17,7 +17,7 @@ from app.distributed.status_board import StatusBoard
 from app.distributed.stop_check import StoppedError
 from app.rollout.engine.sample_generator import SampleGenerator
 from app.tracking.run_reporter import RunReporter
-from tests.program import DEADLINE_S, assert_same_run, metrics_of, newest_checkpoint, started, succeeded, train_here
+from tests import program
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -55,7 +55,7 @@ def test_a_run_that_ignores_sighup_goes_on() -> None:
 
 
 def test_the_second_signal_stops_at_once_even_inside_a_compiled_program() -> None:
-    with started(program=("-c", BUSY)) as process:
+    with program.started(program=("-c", BUSY)) as process:
         assert process.stdout is not None and process.stderr is not None
         assert process.stdout.readline() == "ready\n"
         os.kill(process.pid, signal.SIGTERM)
@@ -63,7 +63,7 @@ def test_the_second_signal_stops_at_once_even_inside_a_compiled_program() -> Non
         assert process.stderr.readline() + process.stderr.readline() == f"\n{SAID}\n"
         start = time.monotonic()
         # What follows the first within a second is its echo.
-        while process.poll() is None and time.monotonic() < start + DEADLINE_S:
+        while process.poll() is None and time.monotonic() < start + program.DEADLINE_S:
             os.kill(process.pid, signal.SIGTERM)
             with suppress(subprocess.TimeoutExpired):
                 process.wait(timeout=0.1)
@@ -87,7 +87,7 @@ def test_signal_handlers_are_restored() -> None:
 def test_signal_requests_a_stop_with_its_exit_code(number: int, code: int) -> None:
     with PreemptionHandler(StatusBoard(None, host=0)) as interrupts:
         os.kill(os.getpid(), number)
-        wait_for(interrupts)
+        program.wait_for(interrupts.stop_requested)
         assert interrupts.sync_stop_decision(save_is_due=True) == (code, True, False, (0,))
 
 
@@ -99,7 +99,7 @@ def test_a_run_stopped_by_sighup_goes_on_in_the_same_bits(config, finished, monk
         if next(calls) != 4:  # evaluation, steps 1 and 2, evaluation
             return generate(engine, *arguments, **named)
         os.kill(os.getpid(), signal.SIGHUP)
-        wait_for(engine)
+        program.wait_for(engine.stop_requested)
         raise StoppedError
 
     def signalled_report(reporter: RunReporter) -> None:
@@ -108,25 +108,17 @@ def test_a_run_stopped_by_sighup_goes_on_in_the_same_bits(config, finished, monk
 
     with monkeypatch.context() as patch:
         patch.setattr(SampleGenerator, "stream", generate_or_stop)
-        result = train_here(config, "logging.report=true")
+        result = program.train_here(config, "logging.report=true")
     assert result.exit_code == 75 and SAID in result.stderr, result.stderr
     assert "stopped after step 2 of 4, which is saved; --resume auto goes on, with the evaluation" in result.stderr
-    assert newest_checkpoint(run) == 2
+    assert program.newest_checkpoint(run) == 2
     # Only what is complete is told of.
-    assert [line["step"] for line in metrics_of(run)] == [0, 1]
+    assert [line["step"] for line in program.metrics_of(run)] == [0, 1]
     assert "step 1 of 4" in (run / "report.html").read_text()
     # After the last step, a signal is told that nothing is lost.
     monkeypatch.setattr(RunReporter, "write_final_report", signalled_report)
-    result = succeeded(train_here(config, resume="must"))
+    result = program.succeeded(program.train_here(config, resume="must"))
     assert FINISHING_MESSAGE in result.stderr and SAID not in result.stderr
-    assert_same_run(run, finished, step=4)
+    program.assert_same_run(run, finished, step=4)
     starts = [json.loads(line)["after_step"] for line in (run / "sessions.jsonl").read_text().splitlines()]
     assert starts == [0, 2]
-
-
-def wait_for(listener: PreemptionHandler | SampleGenerator) -> None:
-    end = time.monotonic() + DEADLINE_S
-    is_asked = listener.stop_requested
-    while not is_asked():
-        assert time.monotonic() < end
-        os.sched_yield()

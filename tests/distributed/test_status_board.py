@@ -2,8 +2,7 @@
 
 import atexit
 import threading
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from typing import Any
@@ -14,7 +13,7 @@ from app.distributed import shutdown
 from app.distributed.shutdown import coordinated_shutdown, exit_barrier
 from app.distributed.status_board import KEY_PREFIX, StatusBoard
 from settings.errors import InputError
-from tests.program import DEADLINE_S
+from tests.program import DEADLINE_S, wait_for
 
 
 class Shared:
@@ -39,12 +38,6 @@ class Shared:
             raise RuntimeError("UNAVAILABLE")
 
 
-def eventually(happens: Callable[[], bool]) -> None:
-    end = time.monotonic() + DEADLINE_S
-    while not happens():
-        assert time.monotonic() < end
-
-
 def test_the_last_status_posted_by_a_host_reaches_all_hosts() -> None:
     store = Shared()
     with StatusBoard(store, host=0, num_hosts=2) as first, StatusBoard(store, host=1, num_hosts=2) as second:
@@ -52,7 +45,7 @@ def test_the_last_status_posted_by_a_host_reaches_all_hosts() -> None:
         second.post("stop", "late")
         first.post("stuck", "rollout")
         assert second.read("stop") == {1: "late"}
-        eventually(lambda: first.read("stop") == {1: "late"} and second.read("stuck") == {0: "rollout"})
+        wait_for(lambda: first.read("stop") == {1: "late"} and second.read("stuck") == {0: "rollout"})
         assert first.read("failed") == {}
 
 
@@ -64,14 +57,8 @@ def test_an_unreachable_status_store_loses_only_status() -> None:
         assert store.was_asked.wait(DEADLINE_S)
         store.is_gone = False
         store.values[f"{KEY_PREFIX}stuck/0"] = "rollout"
-        eventually(lambda: board.read("stuck") == {0: "rollout"})
+        wait_for(lambda: board.read("stuck") == {0: "rollout"})
         assert board.read("stop") == {1: "SIGTERM"}
-
-
-def test_a_single_process_has_a_status_board() -> None:
-    with StatusBoard(None, host=0) as board:
-        board.post("stop", "SIGTERM")
-        assert board.read("stop") == {0: "SIGTERM"}
 
 
 def ending(board: StatusBoard) -> AbstractContextManager[None]:

@@ -1,10 +1,8 @@
 """Tests of phases that exceed their limit."""
 
-import subprocess
-import sys
 from pathlib import Path
 
-from tests.program import DEADLINE_S, REPOSITORY, run_of, settings
+from tests.program import run_of, run_python, settings
 
 STUCK = """\
 import ctypes, sys, threading, time
@@ -47,13 +45,8 @@ cli.main()
 """
 
 
-def run_python(program: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", program, *map(str, arguments)]
-    return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=DEADLINE_S)
-
-
 def test_a_phase_that_does_not_end_shows_every_stack_and_exits_70(tmp_path: Path) -> None:
-    ended = run_python(STUCK, "in_python", tmp_path / "crash")
+    ended = run_python("-c", STUCK, "in_python", tmp_path / "crash")
     assert ended.returncode == 70, ended.stderr
     written = (tmp_path / "crash" / "host_3.txt").read_text()
     for text in (ended.stderr, written):
@@ -63,23 +56,23 @@ def test_a_phase_that_does_not_end_shows_every_stack_and_exits_70(tmp_path: Path
 
 
 def test_a_run_that_hangs_is_watched_from_its_start(config: Path) -> None:
-    ended = run_python(STUCK_RUN, "train", "--config", config, *settings("watchdog.phase_s=1"))
+    ended = run_python("-c", STUCK_RUN, "train", "--config", config, *settings("watchdog.phase_s=1"))
     assert ended.returncode == 70, ended.stderr
     for text in (ended.stderr, (run_of(config) / "crash" / "host_0.txt").read_text()):
         assert "host 0 has been in phase compile for " in text and "in hang_while_reading" in text
 
 
 def test_hosts_exit_with_the_code_of_a_host_that_hangs_or_fails(tmp_path: Path) -> None:
-    ended = run_python(STUCK_ELSEWHERE, tmp_path / "crash", "stuck", "host 1 has been in phase reward")
+    ended = run_python("-c", STUCK_ELSEWHERE, tmp_path / "crash", "stuck", "host 1 has been in phase reward")
     assert ended.returncode == 70, ended.stderr
     assert "host 0 has been in phase report for " in ended.stderr
     assert "; host 1 has been in phase reward. The stacks" in (tmp_path / "crash" / "host_0.txt").read_text()
-    ended = run_python(STUCK_ELSEWHERE, tmp_path / "crash", "leaving", "no idea")
+    ended = run_python("-c", STUCK_ELSEWHERE, tmp_path / "crash", "leaving", "no idea")
     assert ended.returncode == 1, ended.stderr
     assert "host 1 has failed, so this host exits: no idea" in ended.stderr
 
 
 def test_watchdog_ends_a_process_whose_interpreter_is_blocked(tmp_path: Path) -> None:
-    ended = run_python(STUCK, "in_c_without_python", tmp_path / "crash")
+    ended = run_python("-c", STUCK, "in_c_without_python", tmp_path / "crash")
     assert ended.returncode == 1, ended.stderr
     assert "in in_c_without_python" in ended.stderr

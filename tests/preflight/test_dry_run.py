@@ -15,23 +15,15 @@ from app.model.architecture import forward_flops, lm_head_flops
 from app.model.io.families import architecture_from_config
 from app.model.quantization import QUANTIZE_BASE_SETTING
 from app.preflight.dry_run import DryRunReport, make_dry_run_report
-from app.training.learner import LearnerGroup
-from app.training.setup import RunSetup, prepare_run
 from settings import load
 from tests.program import digest_of, here, settings
-from tests.run_fixtures import NO_REPORT, TINY, write_config
+from tests.run_fixtures import NO_REPORT, TINY, launched, write_config
 from tests.tiny import make_sample
 from tests.tiny_directory import CONFIG, write_model
 
 SHARDED = ("mesh.shape='2,2,2'", "algorithm.beta=0.1", "algorithm.epochs=2")
 ADAPTERS = ("model.lora.rank=2", "algorithm.beta=0.1")
 FIXED = (*SHARDED, "algorithm.rows_per_device=2", "score.rows_per_device=2")
-
-
-def launched(config: Path, *overrides: str) -> tuple[RunSetup, LearnerGroup]:
-    resolved = load(str(config), overrides, {})
-    with prepare_run(resolved, resume="never") as launch:
-        return launch, launch.learning
 
 
 def foreseen(config: Path, *overrides: str) -> DryRunReport:

@@ -1,7 +1,5 @@
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +7,7 @@ import pytest
 
 from app.records.atomic_write import create_folder_atomic, is_partial_file, open_atomic, write_atomic
 from app.records.jsonl import write_jsonl
-from tests.program import REPOSITORY, here, of_tiny, settings, succeeded
+from tests.program import here, of_tiny, run_python, settings, succeeded
 
 
 @pytest.fixture
@@ -51,9 +49,7 @@ def test_a_program_killed_while_it_writes_keeps_the_old_file(path: Path) -> None
         "    file.write(b'x' * 1_000_000)\n"
         "    os.kill(os.getpid(), signal.SIGKILL)\n"
     )
-    environ = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    result = subprocess.run([sys.executable, "-c", program, str(path)], check=False, env=environ)
-    assert result.returncode == -signal.SIGKILL
+    assert run_python("-c", program, path).returncode == -signal.SIGKILL
     assert path.read_bytes() == b"old"
     (partial,) = set(path.parent.iterdir()) - {path}
     assert is_partial_file(partial, target=path)

@@ -1,15 +1,14 @@
 """Tests of a run's directory: who may use it, and the settings of its steps, read from its files."""
 
-import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from app.records.jsonl import write_jsonl
 from app.records.run_directory import Resume, RunDirectory, check_run_directory, lock_run_directory, with_run_name
 from app.records.settings_history import SettingsHistory
 from settings import InputError, load
-from tests.program import digest_of, train_here
+from tests.program import digest_of, records_of, train_here
 
 RESUMES: tuple[Resume, ...] = ("never", "auto", "must")
 
@@ -139,17 +138,9 @@ def trained(tmp_path: Path) -> RunDirectory:
     run.path.mkdir()
     resolved = [load(None, [f"optimizer.learning_rate={rate}"], {}) for rate in (0.1, 0.2)]
     lines = [{"after_step": step, "settings": one.to_yaml()} for step, one in zip((0, 3), resolved, strict=True)]
-    write_lines(run, lines)
+    write_jsonl(run.sessions_path, lines)
     run.write_settings(resolved[-1])
     return run
-
-
-def session_lines(trained: RunDirectory) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in trained.sessions_path.read_text().splitlines()]
-
-
-def write_lines(trained: RunDirectory, lines: list[dict[str, Any]]) -> None:
-    trained.sessions_path.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
 def rates_of(history: SettingsHistory) -> dict[int, float]:
@@ -165,18 +156,19 @@ def test_steps_have_the_settings_of_their_session(trained: RunDirectory) -> None
 
 def test_steps_trained_again_have_the_later_settings(trained: RunDirectory) -> None:
     resolved = load(None, ["optimizer.learning_rate=0.3"], {})
-    write_lines(trained, [*session_lines(trained), {"after_step": 2, "settings": resolved.to_yaml()}])
+    again = {"after_step": 2, "settings": resolved.to_yaml()}
+    write_jsonl(trained.sessions_path, [*records_of(trained.sessions_path), again])
     trained.write_settings(resolved)
     assert rates_of(SettingsHistory.read(trained)) == {1: 0.1, 3: 0.3}
 
 
 def test_lines_without_settings_are_named_as_gaps(trained: RunDirectory) -> None:
-    first, second = session_lines(trained)
+    first, second = records_of(trained.sessions_path)
     for lines, rates in (
         ([first, {**second, "after_step": "3"}], {1: 0.2}),
         ([first, {"after_step": 2}, second], {1: 0.1, 4: 0.2}),
     ):
-        write_lines(trained, lines)
+        write_jsonl(trained.sessions_path, lines)
         history = SettingsHistory.read(trained)
         assert rates_of(history) == rates
         assert history.gaps == ["sessions.jsonl has no valid settings in line 2; others are taken instead"]
@@ -198,7 +190,7 @@ def test_changed_and_lost_settings_are_taken_from_the_last_session(trained, capl
 def test_a_run_of_another_version_is_refused_and_unchanged(trained: RunDirectory, has_sessions: bool) -> None:
     text = load(None, [], {}).to_yaml().replace("rollout:\n", "rollout:\n  decode_layout: gathered  # default\n")
     trained.settings_path.write_text(text)
-    write_lines(trained, [{"after_step": 0, "settings": text}] if has_sessions else [])
+    write_jsonl(trained.sessions_path, [{"after_step": 0, "settings": text}] if has_sessions else [])
     before = trained.settings_path.read_bytes(), trained.sessions_path.read_bytes()
     with pytest.raises(InputError, match=r"rollout\.decode_layout, which does not exist here, so another version"):
         SettingsHistory.read(trained)

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from app.records.jsonl import write_jsonl
 from settings import load
 
 QUICKSTART = Path(__file__).with_name("quickstart_metrics.jsonl")
@@ -50,13 +51,9 @@ def write_run(
     path.mkdir(parents=True)
     overrides = [f"run.dir={path.parent}", f"run.name={path.name}", *settings]
     (path / "settings.yaml").write_text(load(None, overrides, {}).to_yaml())
-    write_lines(path / "metrics.jsonl", history)
+    write_jsonl(path / "metrics.jsonl", history)
     for folder, files in (("rollouts", rollouts or {}), ("eval", evaluations or {})):
         for step, records in files.items():
             (path / folder).mkdir(exist_ok=True)
-            write_lines(path / folder / f"step_{step:06d}.jsonl", records)
+            write_jsonl(path / folder / f"step_{step:06d}.jsonl", records)
     return path
-
-
-def write_lines(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))

@@ -5,24 +5,16 @@ import hashlib
 import json
 import re
 import shutil
-import subprocess
-import sys
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from app.records.jsonl import write_jsonl
 from app.report.write_report import json_for_html, write_report
-from tests.program import REPOSITORY, here
-from tests.report.run_directories import (
-    SMALL_HISTORY,
-    quickstart_history,
-    sample_record,
-    step_record,
-    write_lines,
-    write_run,
-)
+from tests.program import here, run_python
+from tests.report.run_directories import SMALL_HISTORY, quickstart_history, sample_record, step_record, write_run
 
 HOSTILE = (
     "</script><img src=x onerror=\"document.title='owned'\"><!-- <script>alert(1)</script> \u2028\u202e ]]> {{ 7*7 }}"
@@ -152,8 +144,7 @@ def test_grpo_report_needs_no_jax_no_model_and_no_window(tmp_path: Path) -> None
         "try: cli.main()\n"
         "finally: print({'jax', 'transformers', 'wandb', 'matplotlib.pyplot'} & {*sys.modules}, file=sys.stderr)"
     )
-    command = [sys.executable, "-c", program, "report", str(run), "--json"]
-    answer = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    answer = run_python("-c", program, "report", run, "--json")
     assert answer.stderr == "set()\n"
     files = {"report": "report.html", "samples": "rollouts.html", "plots": "plots"}
     assert json.loads(answer.stdout) == {
@@ -168,7 +159,7 @@ def test_reports_remove_plots_without_data_or_say_they_cannot_write(tmp_path: Pa
     assert here("report", run).exit_code == 0
     assert (run / "plots" / "kl.png").exists()
     (run / "plots" / "mine.png").write_bytes(b"mine")
-    write_lines(run / "metrics.jsonl", SMALL_HISTORY)
+    write_jsonl(run / "metrics.jsonl", SMALL_HISTORY)
     assert here("report", run).exit_code == 0
     assert not (run / "plots" / "kl.png").exists() and (run / "plots" / "mine.png").exists()
     (run / "plots").rename(run / "other")

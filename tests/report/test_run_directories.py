@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from app.records.jsonl import write_jsonl
 from app.records.sample_json import sample_to_record
 from app.records.shared_rows import share_rows
 from app.report.run_files import NonDefaultSetting, RunFiles
@@ -16,7 +17,7 @@ from settings import InputError, load
 from settings.loading.printing import from_yaml
 from tests.episodes import with_turns
 from tests.program import digest_of, here
-from tests.report.run_directories import SMALL_HISTORY, sample_record, step_record, write_lines, write_run
+from tests.report.run_directories import SMALL_HISTORY, sample_record, step_record, write_run
 
 STEPS = [step_record(1), step_record(2)]
 
@@ -195,7 +196,7 @@ def test_samples_are_shown_with_end_roles_turns_and_bounded_texts(sampled_run: P
     assert shown["completion"] == "x" * MAX_CHARACTERS + " … (30,000 more characters)"
     assert len(shown["prompt"]) < MAX_CHARACTERS + 50
     groups = [sample_record(f"p/s{i}", group_id=i, answer="z" * 50_000) for i in range(2)]
-    write_lines(sampled_run / "rollouts" / "step_000003.jsonl", [*share_rows(groups)])
+    write_jsonl(sampled_run / "rollouts" / "step_000003.jsonl", [*share_rows(groups)])
     answers = [group["answer"] for group in viewer(sampled_run, 100).groups if group["name"] == "p"]
     assert answers == ["z" * MAX_CHARACTERS + " … (30,000 more characters)"] * 2
     chat = [{"role": "system", "content": "Add."}, {"role": "user", "content": "5 + 7 = ?"}]

@@ -2,13 +2,12 @@
 
 import signal
 import subprocess
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.program import DEADLINE_S
+from tests.program import DEADLINE_S, wait_for
 from tests.scripts.conftest import Tpu
 
 SCRIPT = "launch_on_tpu_vm.sh"
@@ -48,13 +47,6 @@ def log(tpu: Tpu, worker: int) -> str:
 
 def calls_of(tpu: Tpu, worker: int) -> list[str]:
     return (tpu.home(worker) / "calls").read_text().splitlines()
-
-
-def wait_for(condition: Callable[[], object]) -> None:
-    end = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < end, "what was waited for never came"
-        time.sleep(0.02)
 
 
 def test_the_same_command_runs_on_every_worker_with_a_log_of_each(tpu: Tpu, launch: Launch) -> None:

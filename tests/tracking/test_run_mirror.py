@@ -4,7 +4,7 @@ import itertools
 import random
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import fsspec
@@ -14,7 +14,7 @@ from app.records.run_directory import RunDirectory
 from app.tracking import run_mirror
 from app.tracking.run_mirror import Bucket, LeaseLostError, RunMirror, fetch_run
 from settings.errors import InputError
-from tests.program import DEADLINE_S, assert_same_run, here, metrics_of, settings, succeeded
+from tests.program import assert_same_run, here, metrics_of, settings, succeeded, wait_for
 from tests.tracking.buckets import Network, bucket_server, reached_at
 
 
@@ -52,13 +52,6 @@ def save(run: RunDirectory, step: int) -> None:
         file.write(f'{{"step": {step}}}\n')
     for old in sorted(run.checkpoint_steps)[:-2]:
         shutil.rmtree(run.checkpoints_dir / str(old))
-
-
-def wait_for(condition: Callable[[], object]) -> None:
-    end = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < end, "what was waited for never came"
-        time.sleep(0.05)
 
 
 def checkpoints_of(run: RunDirectory) -> dict[str, bytes]:

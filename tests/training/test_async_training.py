@@ -21,16 +21,13 @@ from app.training.rollout_source import RoundPrompts, SyncRolloutSource
 from app.training.train import train
 from settings import load
 from tests.program import UNJUDGED, assert_same_run, metrics_of, progress_of, records_of, run_of, succeeded, train_here
+from tests.replays import step_file
 from tests.run_fixtures import SCHEDULED
 from tests.tiny import make_prompt
 
 
 def steps_of(run: Path) -> list[dict[str, Any]]:
     return [line for line in metrics_of(run) if "loss" in line]
-
-
-def samples_of(run: Path, step: int) -> list[dict[str, Any]]:
-    return records_of(run / "rollouts" / f"step_{step:06d}.jsonl")
 
 
 def oldest_of(steps: list[dict[str, Any]]) -> list[int]:
@@ -53,7 +50,7 @@ def test_no_token_of_workers_on_their_own_devices_is_older_than_max_staleness(co
     # What step 2 learns from was asked for before step 1.
     assert ages[:2] == [0, 1] and max(ages) <= k and len(ages) == 4
     for number, step in enumerate(steps, start=1):
-        for record in samples_of(run_of(config), number):
+        for record in records_of(step_file(run_of(config), number)):
             versions = record.get("policy_versions", [record["policy_version"]])
             assert min(versions) == record["policy_version"] >= number - 1 - step["perf/rollout/staleness_max"]
             assert max(versions) <= number - 1
