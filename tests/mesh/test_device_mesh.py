@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 
 from app.mesh import device_mesh, placement
 from app.mesh.axis_rules import AXES, axis_size, constrain, partition_spec
-from app.mesh.chips import TPU_CHIPS, GpuHost, find_chip, parse_pretended
+from app.mesh.chips import TPU_CHIPS, find_chip, parse_pretended
 from app.mesh.device_mesh import (
     assign_worker_devices,
     generation_devices,
@@ -208,11 +208,6 @@ def test_arrays_return_from_host_memory_as_they_were():
 def test_a_slice_has_the_chips_hosts_and_memory_of_its_name(name, num_chips, num_hosts, gib):
     found = parse_pretended(name)
     assert (found.num_chips, found.num_hosts, found.chip.hbm_bytes) == (num_chips, num_hosts, gib * 2**30)
-
-
-def test_a_gpu_host_has_the_cards_of_its_name():
-    host = parse_pretended(" H100-8")
-    assert isinstance(host, GpuHost) and (host.num_chips, host.num_hosts, host.chips_per_host) == (8, 1, 8)
 
 
 def test_a_chip_is_found_by_jax_s_name():

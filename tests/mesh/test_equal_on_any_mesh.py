@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import Mesh
 
 from app.batching.micro_batch_plan import TokenBudget
-from app.batching.micro_batcher import FixedRowBatcher, MicroBatcher, PackedRowBatcher
+from app.batching.micro_batcher import PackedRowBatcher
 from app.model.architecture import Architecture, forward_flops
 from app.model.decoder import DecoderDefinition, Params
 from app.records.sample import Sample
@@ -40,8 +40,6 @@ EVERYTHING = replace(
     beta=0.1,
     entropy_coef=0.1,
 )
-
-FIXED = FixedRowBatcher(1, trim_tail=False)
 PACKED = PackedRowBatcher(
     # Rows of one block of attention and a tail; prompts shared, and repeated where a group fills a row.
     TokenBudget(max_tokens_per_device=48, row_length=24, share_prompts=True, balance=True),
@@ -83,12 +81,12 @@ def with_routes(sample: Sample, architecture: Architecture) -> Sample:
 
 
 @functools.cache
-def learned(architecture: Architecture, shape: tuple[int, int, int], cut: MicroBatcher = PACKED) -> Learned:
+def learned(architecture: Architecture, shape: tuple[int, int, int]) -> Learned:
     definition, mesh, params = weights(architecture, shape)
     shardings, routes = definition.shardings(mesh), architecture.route_shape
     scorer = Scorer(definition, mesh, dtype=FLOAT32, logits_chunk=3, replays_routes=routes is not None)
     trained = [with_routes(s, architecture) for s in tiny.random_samples(4, 3, vocab_size=50, with_holes=True)]
-    logprobs = scorer.per_token(params, trained, cut(trained, mesh).local_plan, temperature=0.9)
+    logprobs = scorer.per_token(params, trained, PACKED(trained, mesh).local_plan, temperature=0.9)
     schedule = optax.constant_schedule(0.1)
     # A large epsilon keeps the update proportional to the gradient: else Adam makes steps of rounding errors.
     optimizer = make_optimizer(OptimizerSettings(epsilon=1.0, weight_decay=0.1, max_grad_norm=1e6), schedule)
@@ -97,7 +95,7 @@ def learned(architecture: Architecture, shape: tuple[int, int, int], cut: MicroB
     updater = Updater(
         UpdateStep(objective, optimizer, schedule, state_layout),
         mesh,
-        micro_batcher=cut,
+        micro_batcher=PACKED,
         pack=PolicyBatchPacker(
             aggregations(max_new_tokens=9)["constant-length"], roles=["policy", "reference"], route_shape=routes
         ),
@@ -132,7 +130,3 @@ def test_eight_devices_sample_score_and_learn_as_one_does(architecture):
         np.testing.assert_allclose(ours.behavior_logprobs, expected.behavior_logprobs, atol=1e-5)
         assert (ours.uid, ours.finish_reason) == (expected.uid, expected.finish_reason)
     assert_learned_alike(learned(architecture, (2, 2, 2)), learned(architecture, (1, 1, 1)))
-
-
-def test_packed_rows_learn_as_one_sample_a_row_does():
-    assert_learned_alike(learned(ONE_LAYER, (1, 1, 1)), learned(ONE_LAYER, (1, 1, 1), FIXED))

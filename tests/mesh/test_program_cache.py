@@ -14,7 +14,7 @@ import jax
 import pytest
 
 from app.mesh import program_cache
-from app.mesh.program_cache import MAX_BYTES, CompilationCounter, share_program_cache, use_program_cache
+from app.mesh.program_cache import MAX_BYTES, share_program_cache, use_program_cache
 from tests.program import DEADLINE_S, REPOSITORY, metrics_of, of_tiny, reproducible, settings
 
 CONFIG = (
@@ -116,19 +116,6 @@ def test_interrupted_and_oldest_programs_are_removed(tmp_path: Path, monkeypatch
     use_program_cache()
     left = {path.name for path in folder_in(tmp_path).glob("*-[ac]*e")}
     assert left == {"newest-cache", "newest-atime", "older-cache", "older-atime"}
-
-
-def test_programs_from_the_cache_do_not_count_as_compiled() -> None:
-    hit = "/jax/compilation_cache/cache_hits"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(CompilationCounter, "CACHE_HIT", hit)
-        counter = CompilationCounter()
-        for seconds, is_hit in ((2.0, False), (1.0, True)):
-            jax.monitoring.record_event_duration_secs(CompilationCounter.REQUEST, seconds)
-            if is_hit:
-                jax.monitoring.record_event(hit)
-        assert (counter.take_count(), counter.take_count(), counter.seconds) == (1, 0, 3.0)
-        counter.close()
 
 
 @pytest.mark.slow

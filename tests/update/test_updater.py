@@ -172,18 +172,6 @@ def test_several_updates_move_the_ratio_and_compile_nothing_new(scored):
         assert compilations.take_count() == 0
 
 
-def test_updates_raise_logprobs_of_positive_advantages_only(scored):
-    params = random_params(DEFINITION)
-    signed = [
-        replace(s, advantages=np.full(len(s.completion_ids), 1.0 if s.sample_index else -1.0, np.float32))
-        for s in scored
-    ]
-    state, _ = updated(real_step(), fresh_state(), signed, roles=["policy"], epochs=2)
-    before, after = (scorer().per_token(x, signed, THREES, temperature=1.3) for x in (params, state.params))
-    gains = [float(np.sum(y - x)) for x, y in zip(before, after, strict=True)]
-    assert min(gains[1::2]) > 0 > max(gains[::2])
-
-
 PAIRS = [make_sample([i], group_id=i // 2, sample_index=i % 2) for i in range(24)]
 
 
