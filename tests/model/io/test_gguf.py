@@ -85,7 +85,6 @@ UNKNOWN = "is not supported, because it is unknown in this architecture; use the
         (tensor("blk.0.ffn_gate_exps.weight"), f"'blk.0.ffn_gate_exps.weight' {UNKNOWN}"),
         (tensor("blk.0.token_embd.weight"), f"'blk.0.token_embd.weight' {UNKNOWN}"),
         (tensor("blk.1.attn_norm.bias"), f"'blk.1.attn_norm.bias' {UNKNOWN}"),
-        (tensor("output_norm.bias"), f"'output_norm.bias' {UNKNOWN}"),
         (tensor("blk.0.attn_q.weight.lora_a"), f"'blk.0.attn_q.weight.lora_a' {UNKNOWN}"),
         (lambda writer: writer.add_sliding_window(256), r"llama\.attention\.sliding_window' = 256 is not supported"),
         (lambda writer: writer.add_rope_dimension_count(16), "partial_rotary_factor=0.5"),

@@ -4,10 +4,8 @@ import re
 from dataclasses import replace
 
 import jax
-import ml_dtypes
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec
 
 from app.model.architecture import Architecture
 from app.model.decoder import Decoder, DecoderDefinition, Params, ValueDecoder
@@ -21,17 +19,6 @@ from tests.tiny_directory import CONFIG
 
 def load(architecture: Architecture, source: Held, mesh_shape: tuple[int, int, int] = (1, 1, 1)) -> Params:
     return load_weights(DecoderDefinition.create(architecture), source, make_mesh(mesh_shape))
-
-
-def shardings(params: Params) -> dict[str, PartitionSpec]:
-    """Returns the spec of each weight by its dotted path, without trailing Nones."""
-    specs = {}
-    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-        axes = list(leaf.sharding.spec)
-        while axes and axes[-1] is None:
-            axes.pop()
-        specs[".".join(key.key for key in path)] = PartitionSpec(*axes)
-    return specs
 
 
 @pytest.mark.parametrize(
@@ -54,48 +41,6 @@ def test_every_tensor_is_read_once_and_alone_bit_for_bit(architecture, mesh_shap
     assert sum(source.num_alive) <= num_unstacked_matrices
 
 
-AXES = PartitionSpec
-
-
-@pytest.mark.parametrize(
-    ("architecture", "expected"),
-    [
-        (
-            EVEN,
-            {
-                "embedding": AXES("tp", "fsdp"),
-                "blocks.attention_norm.scale": AXES(None, "fsdp"),
-                "blocks.query.kernel": AXES(None, "fsdp", "tp"),
-                "blocks.attention_output.kernel": AXES(None, "tp", None, "fsdp"),
-                "blocks.gate.kernel": AXES(None, "fsdp", "tp"),
-                "blocks.down.kernel": AXES(None, "tp", "fsdp"),
-            },
-        ),
-        (
-            replace(EVEN, **EXPERTS),
-            {
-                "blocks.experts.router": AXES(None, None, "fsdp"),
-                "blocks.experts.gate.kernel": AXES(None, "tp", "fsdp"),
-                "blocks.experts.down.kernel": AXES(None, "tp", None, "fsdp"),
-            },
-        ),
-    ],
-    ids=["dense", "experts"],
-)
-def test_weights_are_split_as_the_rule_table_says(architecture, expected):
-    specs = shardings(load(architecture, Held(random_file(architecture)[1]), (2, 2, 2)))
-    assert {path: specs[path] for path in expected} == expected
-
-
-@pytest.mark.parametrize("dtype", [np.float64, ml_dtypes.bfloat16], ids=lambda dtype: dtype.__name__)
-def test_every_stored_type_becomes_float32(dtype):
-    params, tensors = random_file(ODD)
-    stored = load(ODD, Held({name: tensor.astype(dtype) for name, tensor in tensors.items()}))
-    rounded = jax.tree.map(lambda x: np.asarray(x).astype(dtype).astype(np.float32), params)
-    jax.tree.map(np.testing.assert_array_equal, stored, rounded)
-    assert {leaf.dtype for leaf in jax.tree.leaves(stored)} == {np.dtype(np.float32)}
-
-
 QUERY_0, RENAMED = "model.layers.0.self_attn.q_proj.weight", "model.layers.0.self_attn.qq_proj.weight"
 
 
@@ -105,12 +50,9 @@ QUERY_0, RENAMED = "model.layers.0.self_attn.q_proj.weight", "model.layers.0.sel
         (BIASED, "lm_head.weight", {}, "model.path: missing tensors: 1, first 'lm_head.weight'."),
         (BIASED, "model.layers.1.self_attn.o_proj.bias", {}, "first 'model.layers.1.self_attn.o_proj.bias'."),
         (SWITCHED, "model.layers.2.self_attn.q_norm.weight", {}, "q_norm.weight'. config.json describes a gemma3_text"),
-        (SWITCHED, "model.layers.0.pre_feedforward_layernorm.weight", {}, "layers.0.pre_feedforward_layernorm.weight'"),
         (ODD, QUERY_0, {RENAMED: (60, 36)}, f"first '{QUERY_0}'; the file has '{RENAMED}', which is not expected"),
-        (BIASED, None, {"model.norm.weight": (36, 1)}, "'model.norm.weight' has shape (36, 1), expected (36,) from"),
         # The same number of values, and still another matrix: [in, out] instead of [out, in].
         (BIASED, None, {QUERY_0: (36, 60)}, f"'{QUERY_0}' has shape (36, 60), expected (60, 36) from config.json"),
-        (BIASED, None, {"model.layers.1.self_attn.k_proj.bias": (3, 10)}, "has shape (3, 10), expected (30,) from"),
     ],
 )
 def test_a_tensor_that_does_not_fit_is_refused_unread(architecture, missing, added, message):

@@ -86,17 +86,6 @@ def test_an_existing_directory_is_taken_before_a_hub_id(tmp_path, monkeypatch):
     assert open_model("owner/model").name == "model"
 
 
-def test_the_builtin_model_is_found_from_any_directory(tmp_path, monkeypatch):
-    monkeypatch.setattr(model_files, "BUILTIN_DIRECTORY", tmp_path / "builtin")
-    (tmp_path / "builtin").mkdir()
-    write_model(tmp_path / "builtin" / "tiny")
-    model = open_model("builtin:tiny")
-    assert model.name == "builtin:tiny"
-    assert_holds_the_tensors(model)
-    with pytest.raises(InputError, match=r"builtin:large.*known: builtin:tiny"):
-        open_model("builtin:large")
-
-
 def test_the_fingerprint_is_of_weights_and_config_alone(tmp_path):
     first = open_model(str(write_model(tmp_path / "a"))).fingerprint
     assert open_model(str(write_model(tmp_path / "b"))).fingerprint == first
@@ -169,6 +158,7 @@ def test_quantized_tensors_are_refused_by_name(tmp_path):
     ("path", "message"),
     [
         ("./nowhere/model", "neither an existing directory or file nor a hub id"),
+        ("builtin:large", "known: builtin:tiny"),
         ("nowhere.gguf", r"no file nowhere\.gguf"),
         ("model.safetensors", r"not a \.gguf file; set it to the model's directory"),
         ("owner/model", r"'owner/model' is not a local path, and the newest revision.*HF_HUB_OFFLINE is set"),
