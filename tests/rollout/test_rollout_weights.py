@@ -21,7 +21,6 @@ from app.model.decode_weights import DecodeConversion, abstract_decode_weights, 
 from app.model.decoder import DecoderDefinition, Params, flatten_by_path
 from app.model.io.hf_weights import quantize_kernel
 from app.model.lora import LoRAConfig
-from app.model.quantization import CODES, SCALES
 from app.records.sample import Sample
 from app.rollout.request import GenerationRequest
 from app.rollout.sampling.token_sampling import SamplingRules
@@ -189,21 +188,6 @@ def test_samples_are_those_of_the_rounded_policy() -> None:
     assert_same_samples(ours, whole.generate(whole.to_decode_weights(rounded), PROMPTS, request()))
     exact = whole.generate(whole.to_decode_weights(params), PROMPTS, request())
     assert any(not np.array_equal(a.behavior_logprobs, b.behavior_logprobs) for a, b in zip(ours, exact, strict=True))
-
-
-def test_int8_rollout_weights_take_a_byte_per_number() -> None:
-    held = DecoderDefinition.create(EVEN).quantized("int8")
-    weights = abstract_decode_weights(held, make_mesh(), jnp.dtype("bfloat16"))
-    for path, leaf in flatten_by_path(weights.blocks[0]).items():
-        expected = {CODES: jnp.int8, SCALES: jnp.float32}.get(path[-1], jnp.bfloat16)
-        assert leaf.dtype == expected and path[-1] != "kernel"
-
-
-def test_kernels_that_have_few_bits_already_are_refused(config: Path) -> None:
-    result = train_here(config, "rollout.weights=int8", "model.lora.rank=2", "model.lora.quantize_base=nf4")
-    assert result.exit_code == 2
-    assert "rollout.weights: int8 rounds weights for generation, which model.lora.quantize_base: nf4" in result.stderr
-    assert not (config.parent / "runs").exists()
 
 
 def test_a_run_measures_the_rounding_of_its_sampler_and_its_export_says_so(config: Path, tmp_path: Path) -> None:
