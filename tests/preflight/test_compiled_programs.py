@@ -93,17 +93,6 @@ def test_a_cpu_process_compiles_a_step_for_tpus_with_their_kernels(tiny_model, t
     assert programs["update", "gradients"]["collective_bytes"].get("all-gather", 0) > 0
 
 
-@pytest.mark.slow
-def test_the_programs_of_ppo_with_slots_and_adapters_compile_for_a_tpu(tiny_model: Path, libtpu: None) -> None:
-    slots = ("rollout.mode=fast", "rollout.slots=16", "rollout.kv_blocks=3")
-    lora = by_name(compiled(tiny_model, "mesh.pretend=v5e-8", "model.lora.rank=2", *slots))
-    generation = {("rollout", "prefill"), ("rollout", "decode"), ("rollout", "recompute")}
-    assert {*generation, ("update", "gradients")} <= set(lora)
-    ppo = by_name(compiled(tiny_model, "mesh.pretend=v5e-8", "algorithm.name=ppo"))
-    assert {("score", "critic"), ("critic", "gradients"), ("critic", "optimizer")} <= set(ppo)
-    assert {one["backend"] for one in (*lora.values(), *ppo.values())} == {"tpu"}
-
-
 @pytest.mark.parametrize("chip", TPU_CHIPS.values(), ids=list(TPU_CHIPS))
 def test_libtpu_describes_every_slice_of_the_table(chip: TpuChip, libtpu: None) -> None:
     for size in SLICE_SIZES[chip.cores_in_name]:
@@ -171,9 +160,6 @@ def test_a_run_that_does_not_fit_ends_before_it_starts(config: Path, monkeypatch
     assert result.stderr.startswith("error: rollout: prefill does not fit: it needs ")
 
 
-TRITON_IS_DEPRECATED = "ignore:The Pallas Triton backend is deprecated:DeprecationWarning"
-
-
 @pytest.mark.skipif(find_spec("jax_plugins") is not None, reason="JAX for an accelerator is installed")
 def test_without_the_compiler_one_error_says_what_to_install(tiny_model: Path) -> None:
     result = here("inspect-mesh", *of_tiny(tiny_model), *settings("mesh.pretend=h100-1"), "--compile")
@@ -182,7 +168,7 @@ def test_without_the_compiler_one_error_says_what_to_install(tiny_model: Path) -
     assert re.match(r"error: mesh\.pretend: cannot compile for h100-1: .*pip install -e '\.\[cuda\]'", line)
 
 
-@pytest.mark.filterwarnings(TRITON_IS_DEPRECATED)
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
 def test_a_cpu_process_compiles_a_step_for_gpus_with_their_kernels(tiny_model: Path, tmp_path: Path) -> None:
     pytest.importorskip("jax_plugins.xla_cuda13", reason="JAX for CUDA is not installed: pip install -e '.[cuda]'")
     chosen = ("mesh.pretend=h100-1", "model.dtype=bfloat16", "algorithm.beta=0.1", "eval.every_steps=0")
@@ -199,12 +185,3 @@ def test_a_cpu_process_compiles_a_step_for_gpus_with_their_kernels(tiny_model: P
     optimizer, memory = programs["update", "optimizer"], report["memory"]["update"]
     state = memory["weights"] + memory["optimizer"]
     assert state <= optimizer["aliased_bytes"] <= optimizer["output_bytes"] <= state + 20_000
-
-
-@pytest.mark.filterwarnings(TRITON_IS_DEPRECATED)
-def test_slots_read_their_blocks_by_a_kernel(tiny_model: Path, tmp_path: Path) -> None:
-    pytest.importorskip("jax_plugins.xla_cuda13", reason="JAX for CUDA is not installed: pip install -e '.[cuda]'")
-    chosen = ("mesh.pretend=h100-1", "model.dtype=bfloat16", "rollout.slots=8", "rollout.top_p=0.95")
-    compiled(tiny_model, *chosen, hlo=tmp_path)
-    text = (tmp_path / "rollout_decode.hlo").read_text()
-    assert 'name = "attention_decode"' in text

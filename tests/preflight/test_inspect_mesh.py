@@ -126,13 +126,6 @@ def test_a_dry_run_can_simulate_a_slice(config: Path) -> None:
     assert "of its 95.00 GiB" in result.stdout
 
 
-def test_only_a_slice_of_the_table_can_be_simulated(tiny_model: Path) -> None:
-    unknown = here("inspect-mesh", *of_tiny(tiny_model), *settings("mesh.pretend=v4-17"))
-    assert unknown.exit_code == 2
-    assert "error: mesh.pretend: got 'v4-17'; known: v4-8, v4-16, " in unknown.stderr
-    assert unknown.stderr.endswith("; did you mean v4-16?\n")
-
-
 WEIGHTS = {
     # embed is split over fsdp and vocab over tp; three heads cannot be split in two.
     "embedding": (jax.ShapeDtypeStruct((48, 32), "float32"), ("vocab", "embed"), ("tp", "fsdp")),
