@@ -18,7 +18,7 @@ from app.commands.command_support import handle_errors, print_result, show_progr
 from settings import InputError, load
 from settings.loading.config_file import preset_names
 from settings.loading.fields import FIELDS
-from tests.program import CANARY, REPOSITORY, here, succeeded
+from tests.program import CANARY, REPOSITORY, here, run_python, succeeded
 
 WITH_SETTINGS = ("train", "evaluate", "rollout", "score", "gae", "inspect-mesh", "export", "doctor")
 COMMANDS = (*WITH_SETTINGS, "report", "settings", "presets")
@@ -54,9 +54,7 @@ def test_help_version_and_print_config_do_not_import_jax() -> None:
         "    except SystemExit as end: assert not end.code, arguments\n"
         "print({'jax', 'flax', 'numpy', 'transformers'} & set(sys.modules), file=sys.stderr)"
     )
-    answer = subprocess.run(
-        [sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True, check=True, timeout=60
-    )
+    answer = run_python("-c", program)
     assert answer.stderr == "set()\n"
     assert answer.stdout.count("Usage: grpo") == 1 + len(COMMANDS)
     assert answer.stdout.count("\nmodel:\n") == len(WITH_SETTINGS) + 1
@@ -204,6 +202,8 @@ SET = "Settings are given as --set NAME=VALUE"
         ("train --set run.stepz=3", "did you mean run.steps?"),
         ("evaluate --checkpoint .", "--checkpoint: no settings.yaml of a run was found in /"),
         ("gae --bench --backend numpy", "--backend cannot be combined with --bench"),
+        ("gae --gamma 2 --print-config", "got 2 (from --gamma)"),
+        ("gae --gamma [ --print-config", "--gamma:1:2: not valid YAML"),
         ("presets quickstar", "unknown preset quickstar; did you mean quickstart?"),
         ("train --json", "error: --json needs --dry-run; the metrics of a run are in its metrics.jsonl"),
         ("train --max_steps", f"No such option: --max_steps. {SET}; TRL's max_steps is run.steps here"),
@@ -305,8 +305,7 @@ def test_warning_of_a_library_that_writes_its_own_is_not_written_twice(capsys: p
 def test_first_line_appears_before_jax_is_loaded(tmp_path: Path) -> None:
     (tmp_path / "rows.npz").touch()
     without_jax = "import sys, cli; sys.modules['jax'] = None; cli.main()"
-    command = [sys.executable, "-c", without_jax, "gae", "--input", tmp_path / "rows.npz", "--out", "o.npz"]
-    answer = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(REPOSITORY)}, capture_output=True, text=True)
+    answer = run_python("-c", without_jax, "gae", "--input", tmp_path / "rows.npz", "--out", tmp_path / "o.npz")
     assert re.match(r"\[ *\d+\.\d s\] grpo gae: .*rows\.npz; loading JAX\n", answer.stderr)
     assert answer.returncode == 1 and "jax" in answer.stderr.splitlines()[-1]
 

@@ -50,22 +50,11 @@ def members(planned: MicroBatchPlan) -> list[int]:
     return sorted(i for row in rows for segment in row for i in segment)
 
 
-def test_score_and_update_share_micro_batches_by_default() -> None:
-    assert update() == role("policy") == role("reference")
-
-
 def test_the_token_budget_is_of_the_update_and_of_the_roles() -> None:
     assert max(rows * tokens for rows, tokens in shapes(update())) <= 2 * 64
     larger = update("algorithm.max_tokens_per_device=128")
     assert larger.num_micro_batches < update().num_micro_batches
     assert role("policy", "algorithm.max_tokens_per_device=128") == larger
-
-
-def test_a_role_takes_its_own_budget_then_that_of_scoring() -> None:
-    chosen = ("score.max_tokens_per_device=128", "score.reference.max_tokens_per_device=256")
-    counts = [role(name, *chosen).num_micro_batches for name in ("policy", "reference")]
-    assert update(*chosen) == update()
-    assert counts[1] < counts[0] < update().num_micro_batches
 
 
 def test_balancing_keeps_all_samples_of_the_step() -> None:

@@ -7,13 +7,11 @@ import pytest
 
 from settings import load
 from settings.checks.commands import check_for_train
-from settings.checks.resumed_settings import SettingChange
 from settings.checks.unused_settings import launch_notices
 from settings.loading.algorithm_presets import ALGORITHM_PRESETS
 from settings.loading.config_file import ConfigFile
 from settings.loading.fields import FIELDS
 from settings.schema.model import PROJECTIONS
-from settings.schema.reward import DECISIVE_FIELDS, EnvironmentSettings
 from tests.settings.loading import load_text, over_defaults, rows_of, with_sets
 
 UNEQUAL = "rollout.mode=exact; rollout.scheduler=adaptive; rollout.workers.fast.slots=12; rollout.workers.heavy.slots=8"
@@ -157,12 +155,6 @@ def test_without_evaluation_there_is_no_best_checkpoint() -> None:
         check_for_train(resolved)
         assert resolved.settings.checkpoint.best_metric is None
         assert resolved.origin("checkpoint.best_metric") == "other settings or devices"
-
-
-def test_a_resumed_run_may_change_what_does_not_decide_its_samples_or_rewards() -> None:
-    changes = [SettingChange(f"env.{name}", 1, 2, is_derived=False) for name in EnvironmentSettings.model_fields]
-    decisive = {change.name for change in changes if change.is_decisive}
-    assert decisive == {f"env.{name}" for name in (*DECISIVE_FIELDS, "weight", "credit", "turn_discount")}
 
 
 @pytest.mark.parametrize(

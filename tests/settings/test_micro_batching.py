@@ -49,6 +49,8 @@ algorithm: {max_tokens_per_device: 900} | run.seed=0 | critic | 32768 None
 algorithm: {rows_per_device: 3} | run.seed=0 | critic | None 3
 algorithm: {rows_per_device: 3} | critic.rows_per_device=2 | critic | None 2
 algorithm: {rows_per_device: 3} | critic.max_tokens_per_device=64 | critic | 64 None
+use_dynamic_bsz: false | run.seed=0 | algorithm | None 8
+use_dynamic_bsz: false | log_prob_use_dynamic_bsz=false | score.reward | None 8
 use_dynamic_bsz: true | ref_logprob_mbs_per_gpu=4 | score.reference | None 4
 run: {seed: 0} | forward_max_token_len_per_gpu=900 | score.reward | 900 None
 """)
@@ -81,12 +83,6 @@ def test_a_role_takes_from_score_what_it_does_not_set(role: Any) -> None:
     assert resolved.settings.score.is_scanned(role) and resolved.settings.score.is_scanned(other)
     quota = load_text("score: {rows_per_device: 3}", "score.strategy=scan", f"score.{role}.max_tokens_per_device=9")
     assert not quota.settings.score.is_scanned(role)
-
-
-def test_use_dynamic_bsz_switches_scoring_and_update() -> None:
-    for agreeing in ("", "\nlog_prob_use_dynamic_bsz: false"):
-        resolved = load_text(f"use_dynamic_bsz: false{agreeing}")
-        assert [sizes_of(resolved, section) for section in SCOPES] == [(None, 8)] * len(SCOPES)
 
 
 @pytest.mark.parametrize(

@@ -67,16 +67,6 @@ def test_the_environment_overriding_a_set_and_historic_variables_are_announced_o
     assert (repeated.settings.run.steps, repeated.settings.run.seed) == (5, 1)
 
 
-def test_a_commands_option_wins_over_every_layer_and_is_named() -> None:
-    environ, options = {"GRPO__ALGORITHM__GAMMA": "0.5"}, {"--gamma": ("algorithm.gamma", "0.9")}
-    resolved = load(None, ["algorithm.gamma=0.1"], environ, options)
-    assert resolved.settings.algorithm.gamma == 0.9
-    assert resolved.provenance["algorithm.gamma"] == resolved.origin("algorithm.gamma") == "--gamma"
-    assert resolved.notices == ()
-    for value, message in (("2", "got 2 (from --gamma)"), (" ", "--gamma has no value"), ("[", "--gamma:1:2: not")):
-        assert message in refusal(load, None, [], {}, {"--gamma": ("algorithm.gamma", value)})
-
-
 def test_variables_of_other_programs_are_left_alone() -> None:
     assert with_sets(MODEL="x", RUN="y", EVAL="1", steps="9", GRPO="z").settings == with_sets().settings
 

@@ -24,7 +24,6 @@ algorithm.gamma=0.9 | algorithm.estimator gae or reinforce_plus_plus or vtrace |
 algorithm.gae_chunk_size=64 | grpo gae --backend chunked | -
 algorithm.lam=0.9 | algorithm.estimator gae or vtrace | algorithm.estimator=vtrace
 critic.learning_rate=1.0 | algorithm.estimator gae or vtrace | algorithm.name=ppo
-critic.max_tokens_per_device=4096 | algorithm.estimator gae or vtrace | algorithm.name=ppo
 critic.lam=0.5 | algorithm.estimator gae | algorithm.estimator=gae
 algorithm.correction_max=3.0 | algorithm.correction mask or truncate | algorithm.correction=truncate
 algorithm.correction_min=0.1 | algorithm.correction mask | algorithm.correction=mask
@@ -38,8 +37,6 @@ rollout.pdsr.percentile=90.0 | rollout.scheduler pdsr_v2 or adaptive and rollout
   rollout.scheduler=adaptive
 rollout.pdsr.fast_limit_tokens=9 | rollout.scheduler pdsr_v1 or pdsr_v2 and rollout.placement island |
   rollout.scheduler=pdsr_v2
-rollout.pdsr.unit=seconds | rollout.scheduler pdsr_v1, pdsr_v2 or adaptive and rollout.placement island |
-  rollout.scheduler=pdsr_v2
 rollout.pdsr.window=64 | rollout.scheduler pdsr_v1, pdsr_v2 or adaptive and rollout.placement island |
   rollout.scheduler=adaptive
 rollout.workers.heavy.count=2 | rollout.scheduler set and rollout.placement island | rollout.scheduler=sync
@@ -50,7 +47,6 @@ rollout.ray.heavy_resources={'GPU': 1.0} | rollout.ray.address, and rollout.work
 score.policy.rows_per_device=4 | several optimizer steps in a training step, algorithm.kl_in reward, or
   algorithm.estimator vtrace | algorithm.epochs=2
 score.reference.max_tokens_per_device=4096 | algorithm.beta above 0 | algorithm.beta=0.1
-score.critic.rows_per_device=4 | algorithm.estimator gae or vtrace | algorithm.name=ppo
 score.reward.rows_per_device=4 | reward.model | reward.model=judge
 score.strategy=scan | a scored role or reward.model | algorithm.beta=0.1
 score.max_tokens_per_device=4096 | a scored role or reward.model | reward.model=judge
@@ -60,7 +56,6 @@ plugins.timeout_s=5.0 | a reward function in a file or module, env.source or env
   reward.functions=math_verify
 algorithm.bootstrap_truncated=True | algorithm.mask_truncated false | algorithm.mask_truncated=false
 algorithm.max_rounds=3 | algorithm.filter zero_variance | algorithm.filter=zero_variance
-algorithm.kl_estimator=k1 | algorithm.beta above 0 | algorithm.beta=0.1
 algorithm.shuffle=True | algorithm.mini_batch_prompts | algorithm.mini_batch_prompts=2
 optimizer.final_fraction=0.1 | optimizer.schedule linear or cosine | optimizer.schedule=cosine
 eval.num_prompts=3 | eval.every_steps above 0 | eval.every_steps=2
