@@ -13,7 +13,6 @@ from app.advantage.token_advantages import (
     assign_return_advantages,
     assign_vtrace_advantages,
     compute_gae,
-    concatenate_samples,
     fixed_discount,
     length_adaptive_lambda,
     truncation_bootstrap,
@@ -29,6 +28,7 @@ from app.advantage.token_rewards import (
 )
 from app.records.moments import EMPTY_MOMENTS, joint_moments
 from app.update.kl import k1, k3
+from tests.advantage.gae_oracle import Case, oracle
 from tests.tiny import make_sample
 
 
@@ -58,12 +58,8 @@ def by_gae(samples, *, gamma: Any = 1.0, lam: Any = 0.95, **changes) -> Any:
 
 
 def serial(rewards, values, *, gamma: float, lam: float, after: float = 0.0) -> tuple[np.ndarray, np.ndarray]:
-    following, carry = np.append(values[1:], after).astype(np.float64), 0.0
-    advantages = np.zeros(len(rewards))
-    for t in reversed(range(len(rewards))):
-        carry = rewards[t] + gamma * following[t] - values[t] + gamma * lam * carry
-        advantages[t] = carry
-    return advantages, advantages + values
+    advantages, returns = oracle(Case(rewards[None], np.append(values, after)[None]), gamma=gamma, lam=lam)
+    return advantages[0], returns[0]
 
 
 def assert_same(found, expected) -> None:
@@ -108,21 +104,6 @@ def test_samples_in_a_row_have_independent_advantages():
         assert_same(one.returns[one.mask], returns)
         assert not one.advantages[~one.mask].any() and not one.returns[~one.mask].any()
         assert one.advantages.dtype == one.returns.dtype == np.float32
-
-
-def test_a_row_has_a_bucketed_length_and_zeros_after_its_samples():
-    row = concatenate_samples(
-        [sample(5), sample(12)],
-        token_rewards=task_token_rewards,
-        values=lambda s: np.ones(len(s.mask)),
-        bootstrap=zero_bootstrap,
-    )
-    assert row.ends is not None
-    assert {part.shape for part in row if part is not None} == {(1, 24)}
-    np.testing.assert_array_equal(np.flatnonzero(row.ends), [4, 16])
-    np.testing.assert_array_equal(row.lengths[0], [5] * 5 + [12] * 12 + [1] * 7)
-    behind: Any = [part for name, part in row._asdict().items() if name != "lengths"]
-    assert not any(part[0, 17:].any() for part in behind)
 
 
 def test_only_truncated_samples_bootstrap_with_the_value():

@@ -1,4 +1,4 @@
-"""Tests of the choice of checkpoints to keep, and of the save clock."""
+"""Tests of the choice of checkpoints to keep."""
 
 from dataclasses import dataclass
 
@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from orbax.checkpoint.checkpoint_managers import PreservationContext
 
-from app.checkpoint.retention import BestCheckpoint, LatestAndBestPolicy, SaveClock
+from app.checkpoint.retention import BestCheckpoint, LatestAndBestPolicy
 
 
 @dataclass
@@ -27,12 +27,6 @@ def scored(scores: dict[int, float], **options) -> LatestAndBestPolicy:
     for step, score in scores.items():
         policy.record_evaluation(step, {policy.metric or "eval/accuracy": score})
     return policy
-
-
-def test_without_metric_or_evaluation_only_the_newest_stay() -> None:
-    for policy in (scored({1: 0.5}, metric=None), scored({})):
-        assert kept(policy, [1, 2, 3]) == [2, 3]
-        assert policy.best_checkpoint([1, 2, 3]) is None
 
 
 def test_the_best_of_a_metric_may_be_the_lowest() -> None:
@@ -69,15 +63,6 @@ def test_the_best_of_all_is_never_deleted(scores: list[int | None], keep: int) -
         assert policy.best_step(steps) == best
         assert steps[-keep:] == list(range(1, step + 1))[-keep:]
         assert len(steps) <= keep + 1
-
-
-def test_save_clock_counts_from_the_last_checkpoint() -> None:
-    times = iter([0.0, 89.0, 90.0, 100.0, 189.0, 190.0])
-    clock = SaveClock(1.5, times.__next__)
-    assert [clock.is_due, clock.is_due] == [False, True]
-    clock.reset()
-    assert [clock.is_due, clock.is_due] == [False, True]
-    assert not SaveClock(None, iter([0.0, 1e9]).__next__).is_due
 
 
 def test_the_best_is_never_worse_than_the_start() -> None:

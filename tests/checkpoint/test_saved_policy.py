@@ -113,12 +113,9 @@ def no_tokenizer() -> Tokenizer:
     raise InputError("there is no tokenizer")
 
 
-def test_a_checkpoint_belongs_to_its_model_and_tokenizer(run: Path, model: ModelSpec) -> None:
+def test_a_checkpoint_belongs_to_its_tokenizer(run: Path, model: ModelSpec) -> None:
     saved = PolicyCheckpoint.open(run)
     saved.check_compatible(model)
-    other = replace(model, files=replace(model.files, fingerprint="x"))
-    with pytest.raises(InputError, match=r"was trained from another model, not from that of model\.path"):
-        saved.check_compatible(other)
     tokenizer = copy.copy(model.tokenizer)
     tokenizer.fingerprint = "x"
     with pytest.raises(InputError, match="another tokenizer"):

@@ -5,11 +5,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import jax
-import ml_dtypes
 import numpy as np
 import pytest
 import transformers
-from safetensors import safe_open
 from safetensors.numpy import load_file
 
 from app.export.hf_tensors import PROJECTIONS, HfTensors, PeftTensors, write_safetensors, write_sharded_safetensors
@@ -29,7 +27,7 @@ from settings.schema.model import PROJECTIONS as TARGETS
 from tests.model import reference
 from tests.model.io.tensors_in_memory import Held, Watched, random_file
 from tests.prompts.tokenizers import write_directory, write_gguf
-from tests.tiny import BIASED, MIXTURE, ODD, SWITCHED, make_mesh
+from tests.tiny import BIASED, MIXTURE, ODD, SWITCHED, make_mesh, random_params
 
 MESSAGES = [{"role": "user", "content": "12 + 1 = a?\n\nna\u00efve 345"}]
 
@@ -93,7 +91,6 @@ def test_exported_config_adds_only_what_the_base_lacks():
         assert export_generation_config({}, eos_ids=eos_ids, pad_id=4) == {"pad_token_id": 4, "eos_token_id": written}
 
 
-FLOAT32, BFLOAT16 = np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16)
 MIXTRAL = replace(MIXTURE, family="mixtral", query_key_norms=False)
 
 
@@ -106,23 +103,10 @@ def random_tensors() -> dict[str, np.ndarray]:
     return tensors
 
 
-@pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16], ids=str)
-def test_the_safetensors_library_reads_what_was_written(tmp_path, dtype):
-    tensors = random_tensors()
-    assert write_sharded_safetensors(tmp_path, Held(tensors), dtype) == ["model.safetensors"]
-    read = load_file(tmp_path / "model.safetensors")
-    assert read.keys() == tensors.keys()
-    for name, tensor in tensors.items():
-        np.testing.assert_array_equal(read[name], tensor.astype(dtype), err_msg=name, strict=True)
-    with safe_open(tmp_path / "model.safetensors", framework="numpy") as file:
-        assert file.metadata() == {"format": "pt"}
-    assert int.from_bytes((tmp_path / "model.safetensors").read_bytes()[:8], "little") % 8 == 0
-
-
 def test_shards_are_bounded_and_the_index_finds_each_tensor(tmp_path):
     tensors = random_tensors()
     source = Watched(tensors)
-    files = write_sharded_safetensors(tmp_path, source, FLOAT32, shard_bytes=160)
+    files = write_sharded_safetensors(tmp_path, source, np.dtype(np.float32), shard_bytes=160)
     # Each tensor is read once, and gone when the next one is read.
     assert (source.num_reads, source.num_alive) == (dict.fromkeys(tensors, 1), [0] * len(tensors))
     assert files == [f"model-0000{number}-of-00003.safetensors" for number in (1, 2, 3)]
@@ -151,12 +135,6 @@ def test_exported_tensors_equal_the_loaded_ones_bit_for_bit(architecture, mesh_s
     jax.tree.map(np.testing.assert_array_equal, load_weights(definition, out, make_mesh()), params)
 
 
-def random_adapters(definition: DecoderDefinition) -> Params:
-    rng = np.random.default_rng(0)
-    shapes = definition.trainable(definition.shapes)
-    return jax.tree.map(lambda leaf: jax.numpy.asarray(rng.normal(0, 0.2, leaf.shape), leaf.dtype), shapes)
-
-
 def write_adapters(directory: Path, base: Path, lora: LoRAConfig, trained: Params) -> Path:
     directory.mkdir()
     (directory / ADAPTER_CONFIG_FILE).write_text(json.dumps(adapter_config(lora, base=str(base), revision=None)))
@@ -176,7 +154,7 @@ def test_peft_logits_equal_ours_with_the_same_adapters(tmp_path, family, project
     plain, params = reference.load_ours(base)
     lora = LoRAConfig(rank=3, alpha=7.5, projections=projections)
     definition = DecoderDefinition.create(plain.architecture, lora=lora)
-    trained = random_adapters(definition)
+    trained = definition.trainable(random_params(definition))
     written = write_adapters(tmp_path / "adapter", base, lora, trained)
     theirs = peft.PeftModel.from_pretrained(reference.load_reference(base), str(written)).eval()
     rows = reference.packed_rows(*reference.SHORT_ROWS)

@@ -141,19 +141,17 @@ def test_the_newest_checkpoint_is_exported_and_loaded_again(exported, finished, 
     assert_logits_are_those_of_the_run(reference.load_reference(exported), finished, tiny_model)
 
 
-@pytest.mark.parametrize(("name", "step"), [("checkpoints/2", 2), ("checkpoints/best", None)])
-def test_any_checkpoint_can_be_exported_and_rounded(finished, tiny_model, tmp_path, name, step):
-    before = digest_of(finished)
-    succeeded(export(finished / name, tmp_path / "out", "--dtype", "bfloat16"))
-    step = step or int((finished / name).resolve().name)
-    policy = policy_of(finished / "checkpoints" / str(step), model_at(tiny_model))
+def test_an_earlier_checkpoint_can_be_exported_and_rounded(finished, tiny_model, tmp_path):
+    before, checkpoint = digest_of(finished), finished / "checkpoints" / "2"
+    succeeded(export(checkpoint, tmp_path / "out", "--dtype", "bfloat16"))
+    policy = policy_of(checkpoint, model_at(tiny_model))
     rounded = jax.tree.map(lambda x: np.asarray(x).astype(ml_dtypes.bfloat16).astype(np.float32), policy)
     again = model_at(tmp_path / "out")
     jax.tree.map(np.testing.assert_array_equal, params_of(again), rounded)
     assert again.files.config["torch_dtype"] == "bfloat16"
     assert digest_of(finished) == before
     card = (tmp_path / "out" / "README.md").read_text()
-    assert f"| held out | step 0 | step {step} |" in card and (step == 4 or "step 4" not in card)
+    assert "| held out | step 0 | step 2 |" in card and "step 4" not in card
 
 
 def test_the_card_has_settings_and_results(exported, finished):

@@ -199,13 +199,6 @@ def test_an_unusable_row_is_named_by_its_line(tmp_path, record, message):
     assert f"{path}:2: " in str(raised.value)
 
 
-def test_default_training_and_held_out_problems_differ():
-    train = load_training_data(DataSettings(num_problems=500), seed=3)
-    held_out = load_held_out_data(DataSettings(num_problems=500), num_prompts=64)
-    assert (len(train.rows), len(held_out.rows)) == (500, 64)
-    assert not {row.uid for row in train.rows} & {row.uid for row in held_out.rows}
-
-
 def test_held_out_rows_are_evenly_spaced_and_those_of_training_only_by_request(tmp_path):
     data = DataSettings(source="unread.jsonl", eval_source=write_rows(tmp_path / "test.jsonl", 100))
     chosen = load_held_out_data(data, num_prompts=4)

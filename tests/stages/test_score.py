@@ -3,7 +3,7 @@
 import json
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -283,13 +283,6 @@ def test_file_that_changes_between_passes_or_windows_is_refused(path: Path, chan
         next(windows)
 
 
-def shard_of(num_prompts: int, *, prompts_per_step: int) -> PromptShard:
-    prompts = [Prompt(str(i), np.array([1], np.int32), "?", None) for i in range(num_prompts)]
-    return PromptShard.from_prompts(
-        prompts, Settings(rollout=RolloutSettings(prompts_per_step=prompts_per_step, group_size=2))
-    )
-
-
 @pytest.fixture
 def two_hosts(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     monkeypatch.setattr(jax, "process_count", lambda: 2)
@@ -298,24 +291,13 @@ def two_hosts(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 
 @pytest.mark.parametrize("num_prompts", [1, 4, 7, 9])
 def test_rounds_of_all_hosts_in_turn_are_the_file(num_prompts: int, two_hosts: Callable[[int], None]) -> None:
-    hosts = []
+    prompts = [Prompt(str(i), np.array([1], np.int32), "?", None) for i in range(num_prompts)]
+    chosen, hosts = Settings(rollout=RolloutSettings(prompts_per_step=2, group_size=2)), []
     for host in range(2):
         two_hosts(host)
-        hosts.append(shard_of(num_prompts, prompts_per_step=2))
+        hosts.append(PromptShard.from_prompts(prompts, chosen))
     rounds = list(zip(*(shard.rounds for shard in hosts), strict=True))
     assert [place for of_hosts in rounds for one in of_hosts for place in one] == list(range(num_prompts))
-
-
-def test_lines_are_split_by_round_and_read_to_their_end() -> None:
-    has_ended = []
-
-    def lines() -> Iterator[bytes]:
-        yield from (b"%d" % i for i in range(10))
-        has_ended.append(True)
-
-    parts = [list(part) for part in shard_of(5, prompts_per_step=2).split_by_round(lines())]
-    assert parts == [[b"0", b"1", b"2", b"3"], [b"4", b"5", b"6", b"7"], [b"8", b"9"]]
-    assert has_ended
 
 
 def test_hosts_score_whole_groups_of_a_file(two_hosts: Callable[[int], None]) -> None:

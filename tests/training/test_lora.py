@@ -15,7 +15,7 @@ from app.checkpoint.saved_policy import PolicyCheckpoint, load_policy_params, re
 from app.checkpoint.train_progress import RunState, TrainProgress
 from app.model.architecture import forward_flops
 from app.model.decode_weights import DecodeWeights
-from app.model.decoder import Params, flatten_by_path
+from app.model.decoder import Params
 from app.model.io.hf_weights import load_weights
 from app.model.lora import LORA_A, LORA_B, combine_params, merge_adapters
 from app.model.prefill_and_decode import prefill
@@ -26,14 +26,12 @@ from app.runtime.model_spec import read_model_spec
 from app.runtime.session import Session
 from app.tracking.performance import make_step_flops
 from app.training.initial_state import load_reference_params
-from app.training.learner import LearnerGroup
-from app.training.setup import RunSetup, prepare_run
-from settings import InputError, load
+from settings import load
 from tests.program import digest_of, here, metrics_of, records_of, run_of, saved_state, settings, succeeded, train_here
 from tests.quantized import dequantized_params
 from tests.replays import step_file
 from tests.run_fixtures import LORA as OF_ADAPTED
-from tests.run_fixtures import NO_REPORT, TINY, write_config
+from tests.run_fixtures import NO_REPORT, TINY, launched, write_config
 from tests.tiny import make_mesh
 
 LORA = ("model.lora.rank=2", "optimizer.learning_rate=1e-2")
@@ -42,12 +40,6 @@ SAVED = tuple(f"model.lora.{name}={value}" for name, value in OF_ADAPTED.items()
 NUM_WEIGHTS = 1856
 """Number of weights in adapters of rank 2: 2 layers x rank 2 x (inputs + outputs of each kernel)."""
 START = TrainProgress(step=0, position=0, fingerprints={})
-
-
-def launched(config: Path, *overrides: str) -> tuple[RunSetup, LearnerGroup]:
-    resolved = load(str(config), overrides, {})
-    with prepare_run(resolved, resume="auto") as launch:
-        return launch, launch.learning
 
 
 def some_samples(run: Path) -> list[Sample]:
@@ -66,7 +58,7 @@ def test_run_with_adapters_begins_with_the_model(adapted: Path, finished: Path) 
     assert all(line["rollout/sampler_scorer_logprob_diff_max"] <= 1e-4 for line in metrics_of(adapted)[1:])
 
 
-@pytest.mark.parametrize(("rank", "now"), [(4, r"rank 4, alpha 6, q_proj .*"), (0, "none")])
+@pytest.mark.parametrize(("rank", "now"), [(4, "rank 4, alpha 6, q_proj "), (0, "none")])
 def test_other_adapters_than_the_saved_ones_are_refused(adapted: Path, config: Path, rank: int, now: str) -> None:
     resumed = run_of(config)
     shutil.copytree(adapted, resumed, symlinks=True)
@@ -75,11 +67,8 @@ def test_other_adapters_than_the_saved_ones_are_refused(adapted: Path, config: P
     result = train_here(config, *lora, "run.steps=3", "optimizer.learning_rate=0.1", resume="must")
     assert result.exit_code == 2
     assert "--resume: model.lora (rank 3, alpha 6, q_proj v_proj" in result.stderr
-    assert "-> " + now.removesuffix(".*") in result.stderr
+    assert "-> " + now in result.stderr
     assert digest_of(resumed) == before
-    launch, _ = launched(config, *lora, "run.name=other")
-    with pytest.raises(InputError, match=rf"--checkpoint: .* holds adapters of rank 3, .*model\.lora requests {now}"):
-        PolicyCheckpoint.open(adapted).check_compatible(launch.session.model_spec)
 
 
 def test_reference_is_the_model_without_its_adapters_and_no_copy(adapted: Path, config: Path) -> None:
@@ -163,12 +152,6 @@ def test_sampler_in_bfloat16_moves_as_far_as_the_policy(config: Path) -> None:
     np.testing.assert_allclose(shift, expected, atol=0.02 * np.abs(expected).max())
     # In float32 adapters are merged into what decodes.
     assert exact.to_decode_weights.definition is exact.model_spec.definition
-    whole = combine_params(moved, base)
-    plain = merge_adapters(whole, exact.model_spec.policy_definition.lora)["blocks"]
-    found = flatten_by_path(exact.to_decode_weights(whole).blocks[1])
-    assert found.keys() == flatten_by_path(plain).keys()
-    for path, stacked in flatten_by_path(plain).items():
-        np.testing.assert_allclose(found[path], stacked[1], atol=1e-6)
 
 
 BASE = "model.lora.quantize_base"
