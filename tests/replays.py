@@ -1,15 +1,14 @@
 """Runs of replays for tests."""
 
-import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from typer.testing import Result
 
 from app.checkpoint.saved_policy import PolicyCheckpoint
-from app.records.jsonl import read_jsonl
+from app.records.jsonl import read_jsonl, write_jsonl
 from app.records.run_directory import RunDirectory
 from app.records.sample import Sample
 from app.records.sample_json import sample_from_record
@@ -39,11 +38,7 @@ def rewrite(path: Path, change: Callable[[dict[str, Any]], object]) -> Path:
     records = program.records_of(path)
     for record in records:
         change(record)
-    return write(path, records)
-
-
-def write(path: Path, records: Iterable[Mapping[str, Any]]) -> Path:
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    write_jsonl(path, records)
     return path
 
 

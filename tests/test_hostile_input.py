@@ -4,6 +4,7 @@ import itertools
 import json
 import random
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from app.runtime.model_spec import read_model_spec
 from settings import InputError, Settings, load
 from settings.checks.commands import check_for_train
 from settings.loading.fields import FIELDS
-from tests.model.io.gguf_files import random_checkpoint, write_gguf
+from tests.model.io.gguf_files import add_tokenizer, random_checkpoint, write_gguf
 from tests.program import here
 from tests.tiny_directory import write_model
 
@@ -56,14 +57,9 @@ def read_model(path: Path) -> object:
 
 
 def write_gguf_with_tokenizer(path: Path) -> Path:
-    def add_tokenizer(writer) -> None:
-        writer.add_tokenizer_model("gpt2")
-        writer.add_tokenizer_pre("gpt-2")
-        writer.add_token_list([*"abcdefgh", "ab", "<eos>", *(f"<{i}>" for i in range(22))])
-        writer.add_token_merges(["a b"])
-        writer.add_chat_template("{% for message in messages %}{{ message.content }}{% endfor %}")
-
-    return write_gguf(path, "qwen2", random_checkpoint(biases=True, tied=False), extra=[add_tokenizer])
+    tokens = [*"abcdefgh", "ab", "<eos>", *(f"<{i}>" for i in range(22))]
+    tokenizer = partial(add_tokenizer, tokens=tokens, merge="a b")
+    return write_gguf(path, "qwen2", random_checkpoint(biases=True, tied=False), extra=[tokenizer])
 
 
 @pytest.mark.slow

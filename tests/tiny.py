@@ -156,10 +156,6 @@ class TinyEngine:
         return self._generators[sizes]
 
 
-def make_engine(definition: DecoderDefinition, mesh: Mesh | None = None, **changes: Any) -> TinyEngine:
-    return TinyEngine(definition, mesh, **changes)
-
-
 def spell(token_ids: Sequence[int]) -> str:
     return " ".join(map(str, token_ids))
 

@@ -9,9 +9,7 @@ from typing import Any
 from app.environments.episode_pool import EPISODE_TIMEOUT_S, EpisodePool, EpisodeReply, EpisodeStart
 from app.environments.interface import ToolCall
 from settings.schema.reward import EnvironmentSettings, PluginSettings
-
-WAIT_S = 120
-"""Longer than anything takes on a busy machine."""
+from tests.program import DEADLINE_S
 
 
 def write(folder: Path, source: str) -> str:
@@ -56,7 +54,7 @@ def take(pool: EpisodePool, number: int) -> list[EpisodeReply]:
     """Returns exactly so many replies, sorted by key."""
     replies: list[EpisodeReply] = []
     while len(replies) < number:
-        new = pool.take(WAIT_S)
+        new = pool.take(DEADLINE_S)
         assert new, f"no reply, after {replies}"
         replies += new
     assert len(replies) == number

@@ -11,7 +11,8 @@ from app.environments.episode_pool import EpisodeReply, EpisodeStart
 from app.plugins.values import Failure
 from app.plugins.worker_process import MAX_PRINTED_BYTES
 from settings.errors import InputError
-from tests.environments.pools import WAIT_S, Game, contents, opened, take, write
+from tests.environments.pools import Game, contents, opened, take, write
+from tests.program import DEADLINE_S
 from tests.reward.processes import WORKERS
 
 pytestmark = WORKERS
@@ -263,7 +264,7 @@ def test_a_stop_ends_the_wait_for_openings(story: str) -> None:
 def test_callers_of_a_busy_pool_do_not_wait_and_a_wake_ends_one_wait(story: str) -> None:
     with opened(source=story) as pool:
         go_on, waits = threading.Event(), list[bool]()
-        pool.on_reply = lambda: waits.append(go_on.wait(WAIT_S))
+        pool.on_reply = lambda: waits.append(go_on.wait(DEADLINE_S))
         pool.load()
         for _ in range(2**16 + 1):  # more than the pipe holds
             pool.abandon("a")

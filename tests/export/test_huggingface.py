@@ -5,6 +5,7 @@ import re
 import shlex
 import shutil
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -80,21 +81,13 @@ def test_transformers_logits_of_an_export_equal_ours(tmp_path, family, changes):
     assert_comes_out_whole(tmp_path / "trained", model, trained(params_of(model)))
 
 
-def tokenizer_of_gguf(writer: Any) -> None:
-    tokens = [*CONTROL_TOKENS, *CHARACTERS, "12"]
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("smollm")
-    writer.add_token_list(tokens)
-    writer.add_token_types([3] * len(CONTROL_TOKENS) + [1] * (len(tokens) - len(CONTROL_TOKENS)))
-    writer.add_token_merges(["1 2"])
-    writer.add_chat_template("{% for message in messages %}{{ message.content }}{% endfor %}")
-
-
 def test_transformers_logits_of_an_exported_gguf_policy_equal_ours(tmp_path):
     tensors = gguf_files.random_checkpoint(biases=False, tied=False)
     # As large as in the other families: such sharp attention leaves no digits to compare.
     tensors = {name: 0.5 * tensor for name, tensor in tensors.items()}
-    path = gguf_files.write_gguf(tmp_path / "a.gguf", "llama", tensors, extra=[tokenizer_of_gguf])
+    tokens = [*CONTROL_TOKENS, *CHARACTERS, "12"]
+    tokenizer = partial(gguf_files.add_tokenizer, tokens=tokens, merge="1 2", num_control=len(CONTROL_TOKENS))
+    path = gguf_files.write_gguf(tmp_path / "a.gguf", "llama", tensors, extra=[tokenizer])
     model = model_at(path)
     assert_comes_out_whole(tmp_path / "out", model, trained(params_of(model)))
 

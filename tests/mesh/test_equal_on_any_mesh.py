@@ -55,7 +55,7 @@ def weights(architecture: Architecture, shape: tuple[int, int, int]) -> tuple[De
 
 def generated(architecture: Architecture, shape: tuple[int, int, int]) -> list[Sample]:
     definition, mesh, params = weights(architecture, shape)
-    engine = tiny.make_engine(definition, mesh, eos_ids=(3, 5, 7, 11))
+    engine = tiny.TinyEngine(definition, mesh, eos_ids=(3, 5, 7, 11))
     request = GenerationRequest(group_size=3, max_new_tokens=8, rules=SamplingRules(1.0), seed=1, policy_version=2)
     return engine.generate(engine.to_decode_weights(params), tiny.random_prompts(3, vocab_size=50), request)
 

@@ -306,7 +306,7 @@ def test_sampler_and_scorer_agree_in_bfloat16_near_float32(outputs_first):
     params = tiny.random_params(definition)
     prompts = tiny.random_prompts(6, vocab_size=tiny.SWITCHED.vocab_size)
     decoding = definition.with_outputs_first() if outputs_first else definition
-    engine = tiny.make_engine(decoding, dtype=jnp.dtype("bfloat16"))
+    engine = tiny.TinyEngine(decoding, dtype=jnp.dtype("bfloat16"))
     rules = {"rules": SamplingRules(temperature=1.0), "seed": 0, "policy_version": 0}
     request = GenerationRequest(group_size=2, max_new_tokens=20, **rules)
     samples = engine.generate(engine.to_decode_weights(params), prompts, request)

@@ -26,7 +26,7 @@ from tests.model.reference import (
     reference_logits,
     write_checkpoint,
 )
-from tests.tiny import make_engine, make_prompt
+from tests.tiny import TinyEngine, make_prompt
 
 LINEAR = {"rope_type": "linear", "factor": 2.5, "rope_theta": 1e4}
 QWEN_WINDOWS = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
@@ -121,7 +121,7 @@ def test_greedy_generation_equals_transformers_token_for_token(tmp_path):
         for length in (1, 3, 4, 8, 17, 6, 11, 2)
     ]
     eos_ids = (5, 11, 23)
-    engine = make_engine(definition, eos_ids=eos_ids)
+    engine = TinyEngine(definition, eos_ids=eos_ids)
     samples = engine.generate(
         engine.to_decode_weights(params),
         prompts,

@@ -25,7 +25,7 @@ from settings.errors import InputError
 from settings.schema.model import PROJECTIONS, Quantization
 from tests.model.io.tensors_in_memory import Held, random_file
 from tests.quantized import dequantized_params
-from tests.tiny import BIASED, EVEN, make_engine, make_mesh, make_prompt
+from tests.tiny import BIASED, EVEN, TinyEngine, make_mesh, make_prompt
 
 pytest.importorskip("qwix", reason="Qwix is not installed: pip install -e '.[qlora]'")
 
@@ -160,7 +160,7 @@ def test_few_kernels_are_dequantized_at_once_while_decoding() -> None:
     used = []
     for quantization in (None, "int8", "nf4"):
         definition = DecoderDefinition.create(architecture, quantization=quantization)
-        slots = make_engine(definition).of([make_prompt("row", range(4))], PAIR)
+        slots = TinyEngine(definition).of([make_prompt("row", range(4))], PAIR)
         lowered = slots.engine.programs.lower_programs(truncates=False, recomputes=False)["decode"]
         found: Any = lowered.compile().memory_analysis()
         used.append(found.temp_size_in_bytes)

@@ -20,7 +20,7 @@ from app.rollout.sampling.token_sampling import SamplingRules
 from app.rollout.scheduling.segment_limits import SegmentLimits
 from app.rollout.sequence import RolloutSequence, SuspendedSequence
 from settings.schema.rollout import KVCacheType, SegmentSettings
-from tests.tiny import ODD, make_engine, make_mesh, random_params, random_prompts, spell
+from tests.tiny import ODD, TinyEngine, make_mesh, random_params, random_prompts, spell
 
 FLOAT32 = np.dtype("float32")
 DEFINITION = DecoderDefinition.create(ODD)
@@ -41,7 +41,7 @@ def weights_on(
     shape: tuple[int, int, int] = (1, 1, 1), architecture: Architecture = ODD, seed: int = 0
 ) -> DecodeWeights:
     definition = DecoderDefinition.create(architecture)
-    return make_engine(definition, make_mesh(shape)).to_decode_weights(random_params(definition, seed))
+    return TinyEngine(definition, make_mesh(shape)).to_decode_weights(random_params(definition, seed))
 
 
 def new_slots(
@@ -94,7 +94,7 @@ def generate(
 @functools.cache
 def at_once() -> list[Sample]:
     """Returns the samples of a slot for each of them."""
-    return make_engine(DEFINITION).generate(weights_on(), PROMPTS, REQUEST)
+    return TinyEngine(DEFINITION).generate(weights_on(), PROMPTS, REQUEST)
 
 
 def by_uid(rows: Sequence[RolloutSequence]) -> dict[str, tuple[list[int], bytes]]:

@@ -21,7 +21,7 @@ from app.rollout.workers.worker import Admission, RolloutWorker
 from app.rollout.workers.worker_pool import RolloutWorkerPool
 from tests.rollout import slots
 from tests.rollout.worker_pools import bits, dying, engine_on, expected, samples_of, scheduled, workers_on
-from tests.tiny import make_engine, make_mesh, random_params
+from tests.tiny import TinyEngine, make_mesh, random_params
 
 KEY = slots.REQUEST.policy_version
 HALF = len(slots.PROMPTS) // 2
@@ -99,7 +99,7 @@ def test_each_token_tells_which_weights_drew_it() -> None:
 
 def test_published_weights_outlive_the_state_that_they_were_made_of() -> None:
     params = jax.device_put(random_params(slots.DEFINITION), make_mesh().devices.item())
-    weights = make_engine(slots.DEFINITION).to_decode_weights(params)
+    weights = TinyEngine(slots.DEFINITION).to_decode_weights(params)
     before = jax.tree.map(np.asarray, weights)
     update = jax.jit(lambda tree: jax.tree.map(lambda x: x - 1, tree), donate_argnums=0)
     jax.block_until_ready(update(params))

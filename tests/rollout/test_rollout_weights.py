@@ -32,7 +32,7 @@ from settings import InputError, Settings, load
 from tests.program import here, metrics_of, succeeded, train_here
 from tests.quantized import dequantized_params
 from tests.rollout.slots import assert_same_samples
-from tests.tiny import BIASED, EVEN, SWITCHED, make_engine, make_mesh, random_params, random_prompts
+from tests.tiny import BIASED, EVEN, SWITCHED, TinyEngine, make_mesh, random_params, random_prompts
 
 FLOAT32 = jnp.dtype("float32")
 TRAINING = (1, 8, 1)
@@ -56,7 +56,7 @@ def mesh_samples(
     mesh = with_tp(trained, tp) if tp else trained
     params = jax.device_put(random_params(definition), definition.shardings(trained))
     held = definition.quantized("int8") if is_int8 else definition
-    engine = make_engine(held, mesh, training_mesh=trained, mesh_of_all_hosts=mesh)
+    engine = TinyEngine(held, mesh, training_mesh=trained, mesh_of_all_hosts=mesh)
     return engine.generate(engine.to_decode_weights(params), PROMPTS, request(top_p))
 
 
@@ -98,7 +98,7 @@ def test_the_report_foresees_what_a_new_version_of_the_weights_moves(shape: tupl
 def test_decode_weights_and_caches_are_split_over_devices() -> None:
     """Weights are split over tp; so are caches, by rows where the heads cannot be."""
     definition, mesh = DecoderDefinition.create(FEW_HEADS), with_tp(make_mesh(TRAINING), 4)
-    engine = make_engine(definition, mesh, training_mesh=make_mesh(TRAINING), mesh_of_all_hosts=mesh)
+    engine = TinyEngine(definition, mesh, training_mesh=make_mesh(TRAINING), mesh_of_all_hosts=mesh)
     generator = engine.of(PROMPTS[:1], replace(request(), group_size=16))
     programs = generator.engine.programs
     # Beside the two blocks that belong to no row.
@@ -106,14 +106,14 @@ def test_decode_weights_and_caches_are_split_over_devices() -> None:
     params = jax.device_put(random_params(definition), definition.shardings(make_mesh(TRAINING)))
     weights, foreseen = engine.to_decode_weights(params), abstract_decode_weights(definition, mesh, FLOAT32)
     assert all(jax.tree.leaves(jax.tree.map(lambda x, y: x.sharding == y.sharding, weights, foreseen)))
-    alone = make_engine(definition).to_decode_weights(random_params(definition))
+    alone = TinyEngine(definition).to_decode_weights(random_params(definition))
     assert bytes_per_device(generator.footprint().weights) < 0.4 * bytes_per_device(alone)
     jax.tree.map(np.testing.assert_array_equal, weights, alone)
 
 
 def test_no_weights_and_no_caches_move_while_tokens_are_decoded() -> None:
     definition, mesh = DecoderDefinition.create(FEW_HEADS), with_tp(make_mesh(TRAINING), 4)
-    generator = make_engine(definition, mesh).of(PROMPTS[:1], replace(request(), group_size=16, max_new_tokens=56))
+    generator = TinyEngine(definition, mesh).of(PROMPTS[:1], replace(request(), group_size=16, max_new_tokens=56))
     program = generator.engine.programs.lower_programs(truncates=False, recomputes=False)["decode"].compile()
     moved = [one for one in program_collectives(program) if one.is_in_dynamic_loop and one.dtype == "f32"]
     cache = bytes_per_device(generator.footprint().slots[0].keys)
@@ -183,7 +183,7 @@ def test_samples_are_those_of_the_rounded_policy() -> None:
     policy = DecoderDefinition.create(replace(BIASED, num_layers=1), lora=LoRAConfig(2, 4.0, ("q_proj", "down_proj")))
     params, held = random_params(policy), policy.quantized("int8")
     rounded = dequantized_params(held, quantized_params(held, params))
-    engine, whole = make_engine(held), make_engine(policy)
+    engine, whole = TinyEngine(held), TinyEngine(policy)
     ours = engine.generate(engine.to_decode_weights(params), PROMPTS, request())
     assert_same_samples(ours, whole.generate(whole.to_decode_weights(rounded), PROMPTS, request()))
     exact = whole.generate(whole.to_decode_weights(params), PROMPTS, request())

@@ -33,7 +33,7 @@ from app.rollout.sampling.token_sampling import (
 )
 from app.rollout.sampling.truncation import kept_tokens
 from app.score.scorer import Scorer
-from tests.tiny import BIASED, ODD, TinyEngine, make_engine, make_mesh, packed_plan, random_params, random_prompts
+from tests.tiny import BIASED, ODD, TinyEngine, make_mesh, packed_plan, random_params, random_prompts
 
 VOCAB, ROWS = 11, 128
 sample_keys = jax.vmap(sample_key, in_axes=(None, None, 0, 0))
@@ -197,7 +197,7 @@ REQUEST = GenerationRequest(group_size=4, max_new_tokens=6, rules=SamplingRules(
 @functools.cache
 def engine_of(architecture: Architecture, eos_ids: tuple[int, ...] = ()) -> tuple[TinyEngine, DecodeWeights]:
     definition = DecoderDefinition.create(architecture)
-    engine = make_engine(definition, eos_ids=eos_ids)
+    engine = TinyEngine(definition, eos_ids=eos_ids)
     return engine, engine.to_decode_weights(random_params(definition))
 
 

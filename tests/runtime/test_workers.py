@@ -1,11 +1,8 @@
 """Tests of `rollout.workers`, on this host and as Ray actors."""
 
 import contextlib
-import os
-import select
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,6 +15,7 @@ from app.runtime.scoring import ScoringSession
 from app.runtime.session import Session
 from settings import load
 from tests.program import DEADLINE_S, here, of_tiny, records_of, settings, started, succeeded, train_here, wait_until
+from tests.reward.processes import ended
 
 SCHEDULED = ("rollout.scheduler=adaptive", "rollout.workers.fast.slots=4", "rollout.workers.heavy.slots=4")
 ACTORS = (*SCHEDULED, "rollout.ray.address=local")
@@ -65,16 +63,6 @@ def living(folder: Path) -> list[int]:
     return found
 
 
-def assert_all_end(processes: list[int]) -> None:
-    end = time.monotonic() + DEADLINE_S
-    for process in processes:
-        with contextlib.suppress(ProcessLookupError):
-            opened = os.pidfd_open(process)
-            ended, _, _ = select.select([opened], [], [], max(end - time.monotonic(), 0))
-            os.close(opened)
-            assert ended, f"process {process} does not end"
-
-
 @pytest.fixture
 def short_folder() -> Iterator[Path]:
     """A folder with a short path, because the paths of Ray's sockets are limited."""
@@ -95,7 +83,7 @@ def test_actors_write_the_same_samples_and_outlive_no_command(sampled, tiny_mode
         process.kill()
         process.wait(timeout=DEADLINE_S)
     assert len(others) > 3
-    assert_all_end(others)
+    assert all(map(ended, others))
     with started(*command, environ={"RAY_TMPDIR": str(short_folder)}) as process:
         stdout, stderr = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == 0 and "continuing: " in stderr, stderr
@@ -104,7 +92,7 @@ def test_actors_write_the_same_samples_and_outlive_no_command(sampled, tiny_mode
     )
     assert ours == expected
     assert "scheduler" in stdout and "ray" not in stdout.lower()
-    assert_all_end(living(short_folder))
+    assert all(map(ended, living(short_folder)))
 
 
 def test_ray_is_needed_to_generate_and_not_to_score(config, sampled, tiny_model, tmp_path, monkeypatch):

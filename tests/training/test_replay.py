@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from app.checkpoint.train_progress import ProgressRecord, progress_path
+from app.records.jsonl import write_jsonl
 from app.records.run_directory import RunDirectory
 from app.records.sample import DROPPED_PREFIX
 from app.records.shared_rows import share_rows
@@ -44,7 +45,6 @@ from tests.replays import (
     step_file,
     steps_of,
     train_on,
-    write,
 )
 from tests.run_fixtures import NO_REPORT, PPO, SCHEDULED, write_config
 from tests.tiny_directory import write_model, write_tokenizer
@@ -89,7 +89,7 @@ def test_run_whose_settings_changed_is_replayed_in_parts_only(source: Path, fini
     (session,) = records_of(finished / "sessions.jsonl")
     later = load(str(source / "settings.yaml"), ["algorithm.name=dr_grpo", "optimizer.learning_rate=0.01"], {})
     (source / "settings.yaml").write_text(later.to_yaml())
-    write(source / "sessions.jsonl", [session, {**session, "after_step": 2, "settings": later.to_yaml()}])
+    write_jsonl(source / "sessions.jsonl", [session, {**session, "after_step": 2, "settings": later.to_yaml()}])
     changed = r"from step 3 on, the settings of .* were others \(algorithm\.name was 'grpo' and is now 'dr_grpo'\)"
     check_refused(source, changed)
     rest = looked(source, checkpoint=finished / "checkpoints" / "2")
@@ -276,7 +276,8 @@ def asked_twice(path: Path) -> Path:
     """Returns the groups with the first group again in place of the second."""
     records = records_of(path)
     again = [{**record, "group_id": 1} for record in records if record["group_id"] == 0]
-    return write(path, [*(record for record in records if record["group_id"] != 1), *again])
+    write_jsonl(path, [*(record for record in records if record["group_id"] != 1), *again])
+    return path
 
 
 def test_groups_that_do_not_make_a_step_are_refused(loose: Path, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -288,7 +289,7 @@ def test_groups_that_do_not_make_a_step_are_refused(loose: Path, source: Path, m
         patch.setattr(jax, "process_count", lambda: 2)
         message = "holds 4 groups, and a step has rollout.prompts_per_step = 4 on each of 2 hosts; set .* to 2"
         check_refused(source, message, at=loose)
-        write(loose, [record for record in records_of(loose) if record["group_id"] != 2])
+        write_jsonl(loose, [record for record in records_of(loose) if record["group_id"] != 2])
         check_refused(source, "2 hosts cannot share them evenly", at=loose)
     file = Path(shutil.copy(step_file(source, 1), loose))
     message = r"samples\.jsonl:13: group_id 0 and group_id 1 both have samples of prompt \S+, .*; join them under one"
@@ -296,7 +297,7 @@ def test_groups_that_do_not_make_a_step_are_refused(loose: Path, source: Path, m
     # In a run, the step learns from the first, as the run did.
     asked_twice(step_file(source, 1))
     assert len(looked(source).load_groups(1)) == 4
-    write(step_file(source, 2), records_of(step_file(source, 2))[:-1])
+    write_jsonl(step_file(source, 2), records_of(step_file(source, 2))[:-1])
     check_refused(source, r"step_000002.jsonl is incomplete: it holds a group of 3 samples, .* drew 4")
 
 
@@ -358,7 +359,7 @@ def test_rewards_are_reused_if_the_run_had_the_same_reward_settings(source: Path
     assert looked(source, "plugins.workers=2", "plugins.timeout_s=20", "plugins.memory_mib=512").uses_saved_rewards
     file = step_file(source, 1)
     rewrite(file, lambda record: record.update(columns={"tests": "x" * 300}))
-    write(file, share_rows(records_of(file)))
+    write_jsonl(file, share_rows(records_of(file)))
     again = looked(source, "plugins.env_vars=[HOME]")
     assert not again.uses_saved_rewards and "row_of" in file.read_text()
     assert {sample.prompt.extra["tests"] for group in again.load_groups(1) for sample in group} == {"x" * 300}

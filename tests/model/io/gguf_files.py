@@ -67,6 +67,15 @@ def permuted_as_llama_cpp_does(weights: np.ndarray, num_heads: int) -> np.ndarra
     return out
 
 
+def add_tokenizer(writer: GGUFWriter, tokens: list[str], *, merge: str, num_control: int = 0) -> None:
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("smollm")
+    writer.add_token_list(tokens)
+    writer.add_token_types([3] * num_control + [1] * (len(tokens) - num_control))
+    writer.add_token_merges([merge])
+    writer.add_chat_template("{% for message in messages %}{{ message.content }}{% endfor %}")
+
+
 def write_gguf(path: Path, family: str, checkpoint: dict[str, np.ndarray], *, extra=None, skip=()) -> Path:
     """Writes all matrices of the MLPs as Q8_0, and other tensors as F32."""
     writer = GGUFWriter(path, family)
