@@ -37,23 +37,13 @@ def make_prompt(tokenizer: Tokenizer, uid: str = "p", answer: object = "12") -> 
     return Prompt(uid, np.asarray(tokenizer.chat_ids(MESSAGES), np.int32), "1+1=?", answer)
 
 
-@pytest.mark.parametrize(
-    ("template", "verdict", "start"),
-    [
-        (TEMPLATE, "ok", "p, "),
-        (
-            TEMPLATE.replace("add_generation_prompt", "false"),
-            "warn",
-            "the template does not start the assistant's turn; ",
-        ),
-    ],
-    ids=["starts the turn", "does not start the turn"],
-)
-def test_a_template_must_start_the_assistants_turn(directory: Path, template: str, verdict: str, start: str) -> None:
-    tokenizer, recorder = tokenizer_with(directory, template), CheckRecorder()
+def test_a_template_that_does_not_start_the_assistants_turn_is_a_warning(directory: Path) -> None:
+    tokenizer = tokenizer_with(directory, TEMPLATE.replace("add_generation_prompt", "false"))
+    recorder = CheckRecorder()
     check_chat_template(recorder, Settings(), tokenizer, make_prompt(tokenizer), [])
     (result,) = recorder.results
-    assert result.verdict == verdict and result.found.startswith(start) and "<|user|>1+1=?" in result.found
+    assert result.verdict == "warn" and "<|user|>1+1=?" in result.found
+    assert result.found.startswith("the template does not start the assistant's turn; ")
 
 
 def test_the_first_prompt_with_an_answer_gets_right_and_wrong_answers(directory: Path) -> None:

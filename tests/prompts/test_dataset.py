@@ -281,13 +281,6 @@ def encode(rows, system_prompt=None, max_prompt_length=4, overlong: Any = "drop"
     return encode_prompts(rows, WordTokenizer(), data)
 
 
-def test_a_text_prompt_becomes_one_user_message():
-    (prompt,), _ = encode([row("a bb ccc", level=3)])
-    np.testing.assert_array_equal(prompt.token_ids, np.array([USER, 1, 2, 3], np.int32))
-    assert prompt.token_ids.dtype == np.int32
-    assert (prompt.uid, prompt.source, prompt.answer, prompt.extra) == ("d/0", "a bb ccc", "1", {"level": 3})
-
-
 def test_the_system_prompt_comes_first_and_replaces_the_rows_own():
     chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "bb"}]
     (one, two), _ = encode(

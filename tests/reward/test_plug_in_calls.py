@@ -21,7 +21,6 @@ from app.plugins.loading import LoadError
 from app.prompts.dataset import ANSWER_COLUMNS, PROMPT_COLUMNS
 from app.records.sample_json import sample_from_record, sample_to_record
 from app.records.typed_values import to_json
-from app.reward.function_pool import callables_at_hand
 from app.reward.plugin import StepInfo
 from app.reward.plugin_signature import (
     ANSWER_NAMES,
@@ -43,7 +42,6 @@ from tests.reward.samples import (
     make_group,
     make_prompt,
     make_sample,
-    opened,
     score,
     score_by,
     values_of,
@@ -227,18 +225,6 @@ def test_held_out_samples_fill_the_columns_of_their_own_data(tmp_path: Path) -> 
     assert judged.function_counts["f"].extras == {"trained": (0.0, 1), "asked": (1.0, 1)}
     # A held-out sample that could not be generated is wrong.
     assert [(s.rewards, s.reward) for s in judged.samples] == [({"f": 4.0}, 4.0), ({"f": 0.0}, None)]
-
-
-def test_functions_are_tried_without_a_model_and_may_abstain() -> None:
-    samples = make_group("18", "17")
-    functions = [{"name": "f", "function": "callable:f"}, "gsm8k"]
-    with (
-        callables_at_hand({"f": lambda completion, answer: 1 / (len(answer) - 2)}),
-        opened(functions, samples) as rewards,
-    ):
-        tried = rewards.try_functions(samples)
-        assert rewards.names_of_judges == ("f", "gsm8k")
-    assert "ZeroDivisionError: division by zero" in tried.notices[0] and values_of(tried) == [1.0, 0.0]
 
 
 COLUMNS = DataColumns.from_rows([make_prompt(level=1, source="?")], source="train.jsonl")

@@ -143,12 +143,6 @@ def test_memory_of_training_and_workers_reduces_the_kv_blocks(monkeypatch: pytes
         assert asked[2:] == [bytes_per_device(session.footprint(session.workers))]
 
 
-def test_a_session_that_generates_nothing_has_no_notes(monkeypatch: pytest.MonkeyPatch) -> None:
-    set_memory(monkeypatch, None)
-    session, _ = open_session(opened().scoring, None, generates=None)
-    assert not session.generation_notes
-
-
 def test_slots_are_what_the_blocks_hold_at_half_their_length(monkeypatch: pytest.MonkeyPatch) -> None:
     set_memory(monkeypatch, None)
     full = opened(prompts_per_step=16)
