@@ -76,7 +76,7 @@ def test_reference_is_the_model_without_its_adapters_and_no_copy(adapted: Path, 
     launch, learning = launched(config, *SAVED, *penalty)
     session = launch.session
     state = RunState(learning.policy.initial_state(session.scoring.initial_trained_params()))
-    reference = load_reference_params(state, START, session.scoring)
+    reference = load_reference_params(state, START, launch)
     assert reference is not None and reference is session.scoring.frozen_params
     trained = load_policy_params(PolicyCheckpoint.open(adapted), session.scoring)
     frozen = session.model_spec.policy_definition.frozen(trained)
@@ -105,7 +105,7 @@ def test_reference_in_the_compute_type_scores_as_in_float32(config: Path, finish
     floats, _ = session.scoring.score(params, samples, "reference", batcher=cut)
     # Copied from a fresh state, or loaded again.
     for step in (0, 1):
-        reference = load_reference_params(state, TrainProgress(step=step, position=0, fingerprints={}), session.scoring)
+        reference = load_reference_params(state, TrainProgress(step=step, position=0, fingerprints={}), launch)
         assert reference is not None
         assert {leaf.dtype for leaf in jax.tree.leaves(reference)} == {jnp.dtype("bfloat16")}
         halves, _ = session.scoring.score(reference, samples, "reference", batcher=cut)
@@ -218,7 +218,7 @@ def test_reference_is_the_quantized_base_without_adapters_and_no_copy(quantized:
     launch, learning = launched(config, *LORA, *PENALTY, NF4)
     session = launch.session
     state = RunState(learning.policy.initial_state(session.scoring.initial_trained_params()))
-    reference = load_reference_params(state, START, session.scoring)
+    reference = load_reference_params(state, START, launch)
     assert reference is not None and reference is session.scoring.frozen_params
     floats = dequantized_params(session.model_spec.reference_definition, reference)
     samples = some_samples(quantized)
