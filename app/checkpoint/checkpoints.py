@@ -189,7 +189,7 @@ class Checkpoints:
             by_host = "; ".join(f"host {i}: {host}" for i, host in enumerate(seen))
             raise InputError(
                 f"run.dir: the hosts see checkpoints of different steps in {self._directory} ({by_host}); "
-                "set run.dir to a folder shared by all hosts"
+                "start again once all of them see the same files there"
             )
         return steps
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import tempfile
 import uuid
 from collections.abc import Iterator, Sequence
@@ -19,18 +20,19 @@ from settings.errors import InputError
 def is_seen_by_all(folder: Path) -> bool:
     """Returns whether a folder of process 0, which need not exist yet, is the same one on all hosts.
 
-    Process 0 writes a probe file and removes it again. All hosts must call it together, with the same path.
+    Process 0 writes a probe file and removes it again. All hosts must call it together, with the same path; a relative
+    one is that of each host's working directory.
 
     Raises:
         InputError: process 0 cannot write there.
     """
     if jax.process_count() == 1:
         return True
-    is_process_0, probe = jax.process_index() == 0, Path()
+    is_process_0, probe, folder = jax.process_index() == 0, Path(), folder.absolute()
     try:
         with error_barrier():
             if is_process_0:
-                parent = next(parent for parent in folder.absolute().parents if parent.is_dir())
+                parent = next(parent for parent in folder.parents if parent.is_dir())
                 probe = parent / f".grpo-{uuid.uuid4().hex}"
                 try:
                     probe.touch(exist_ok=False)
@@ -38,8 +40,8 @@ def is_seen_by_all(folder: Path) -> bool:
                     raise InputError(
                         f"run.dir: cannot write to {parent}: {error.strerror}; choose another folder"
                     ) from error
-        seen = Path(broadcast_bytes(str(probe).encode()).decode()).exists()
-        return not max_over_hosts(np.asarray(not seen))
+        way = broadcast_bytes(os.path.relpath(probe, folder).encode()).decode()
+        return not max_over_hosts(np.asarray(not os.path.exists(os.path.normpath(folder / way))))
     finally:
         if is_process_0:
             with suppress(OSError):
