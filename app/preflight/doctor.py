@@ -62,7 +62,7 @@ from app.runtime.session import Session
 from app.training.inputs import check_chosen_metrics, dataset_fingerprints, input_fingerprints
 from app.training.learner import LearnerGroup
 from app.training.network_memory import host_bytes, network_bytes
-from app.training.run_folder import take_run_directory
+from app.training.run_folder import RunFolder, take_run_directory
 from app.training.setup import file_fingerprints, open_session, setup_notes
 from settings import Resolved, Settings
 from settings.checks.commands import check_for_train
@@ -109,19 +109,21 @@ def run_doctor(resolved: Resolved) -> DoctorReport:
             _check_run_directory(recorder, run, settings)
         check_wandb(recorder, settings)
         inputs = _read_inputs(recorder, settings)
-        checkpoint_bytes = None
+        checkpoint_bytes, folder = None, RunFolder(run, True, None)
         if has_devices:
-            opened = _open_session(recorder, resolved, run, inputs, stack)
+            folder = _take_run_directory(recorder, resolved, folder, inputs, stack)
+            opened = None if folder is None else _open_session(recorder, settings, inputs, stack)
             checkpoint_bytes = _check_memory(recorder, opened, inputs)
             _check_networks(recorder, opened, inputs)
         else:
             recorder.skip("mesh", "memory", "attention", *inputs.weight_checks, reason="there are no devices")
         with recorder.run_check("disk"):
-            samples = None
+            samples, gathers = None, folder is not None and not folder.is_seen_by_all
             if inputs.prompts:
                 hosts = jax.process_count() if has_devices else 1
                 samples = estimate_sample_files(settings, inputs.prompts, inputs.held_out, num_hosts=hosts)
-            check_disk(recorder, run.path, settings, checkpoint_bytes, samples)
+            if not gathers or jax.process_index() == 0:
+                check_disk(recorder, run.path, settings, checkpoint_bytes, samples, gathers=gathers)
         host = jax.process_index() if has_devices else 0
         results = _gather_results(recorder.results) if has_devices else recorder.results
     return DoctorReport(results, time.perf_counter() - start, host)
@@ -256,28 +258,30 @@ def _read_data(
         recorder.ok("held-out data", found)
 
 
+def _take_run_directory(
+    recorder: CheckRecorder, resolved: Resolved, own: RunFolder, inputs: PreflightInputs, stack: ExitStack
+) -> RunFolder | None:
+    """Returns the run directory that counts for all hosts; None if the hosts differ. All must call it together."""
+    if jax.process_count() == 1:
+        return own
+    with recorder.run_check("hosts"):
+        resolved, folder = stack.enter_context(take_run_directory(resolved, "auto"))
+        with error_barrier():
+            facts = _host_facts(resolved.settings, folder.run, inputs)
+        check_hosts_agree(resolved, facts)
+        which = "all see run.dir" if folder.is_seen_by_all else "process 0 keeps the run, since not all see run.dir"
+        recorder.ok("hosts", f"all hosts have the same settings, code, packages and files; {which}")
+        return folder
+    # The collectives of different programs would wait for each other forever.
+    recorder.skip("mesh", reason="the hosts differ")
+    return None
+
+
 def _open_session(
-    recorder: CheckRecorder, resolved: Resolved, run: RunDirectory, inputs: PreflightInputs, stack: ExitStack
+    recorder: CheckRecorder, settings: Settings, inputs: PreflightInputs, stack: ExitStack
 ) -> tuple[Session, LearnerGroup] | None:
     """Returns what a launch would open; None if it cannot be opened. All hosts must call it together."""
-    settings, opened = resolved.settings, None
-    if jax.process_count() > 1:
-        agreed = False
-        with recorder.run_check("hosts"):
-            resolved, folder = stack.enter_context(take_run_directory(resolved, "auto"))
-            run = folder.run
-            with error_barrier():
-                facts = _host_facts(settings, run, inputs)
-            check_hosts_agree(resolved, facts)
-            agreed = True
-            which = (
-                "; all see run.dir" if folder.is_seen_by_all else "; process 0 keeps the run, since not all see run.dir"
-            )
-            recorder.ok("hosts", f"all hosts have the same settings, code, packages and files{which}")
-        if not agreed:
-            # The collectives of different programs would wait for each other forever.
-            recorder.skip("mesh", reason="the hosts differ")
-            return None
+    opened = None
     if inputs.model is None or (settings.has_critic and inputs.critic is None):
         recorder.skip("mesh", reason="the model could not be read")
         return None

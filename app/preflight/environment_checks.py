@@ -148,12 +148,15 @@ def check_disk(
     settings: Settings,
     checkpoint_bytes: int | None,
     samples: SampleFileSize | None,
+    *,
+    gathers: bool = False,
 ) -> None:
     """Checks that the disk of the run directory has enough space for the checkpoints and the samples.
 
     Args:
         checkpoint_bytes: size of one checkpoint; None if unknown.
         samples: size of the sample files; None if unknown.
+        gathers: whether process 0 gathers the arrays of a checkpoint in files, before it is written.
     """
     parent = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     free = shutil.disk_usage(parent).free
@@ -161,9 +164,9 @@ def check_disk(
     if checkpoint_bytes is None:
         recorder.skip("disk", reason=f"{found}; the size of a checkpoint is unknown without the model")
         return
-    # The newest ones, the best one, and the one being written.
+    # The newest ones, the best one, the one being written, and what was gathered for it.
     keeps_best = bool(settings.eval.every_steps and settings.checkpoint.best_metric)
-    count = settings.checkpoint.keep + keeps_best + 1
+    count = settings.checkpoint.keep + keeps_best + 1 + gathers
     found += f"; a run needs space for {count} checkpoints of {format_bytes(checkpoint_bytes)}"
     found += "" if samples is None else f", and {samples.to_text()}"
     if count * checkpoint_bytes > free:

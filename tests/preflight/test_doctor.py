@@ -11,11 +11,11 @@ from safetensors.numpy import save_file
 
 from app.preflight import doctor, model_checks
 from app.records.text_format import format_bytes
-from tests.program import CANARY, digest_of, here, settings
+from tests.program import CANARY, UNJUDGED, digest_of, here, settings
 from tests.reward.processes import children
 from tests.run_fixtures import NO_REPORT, TINY, write_config
 from tests.tiny_directory import CONFIG, random_tensors, write_model, write_reward_model, write_tokenizer
-from tests.two_hosts import run_on_two_hosts
+from tests.two_hosts import HOSTS_PROGRAM, blind_host, run_on_two_hosts
 
 Checks = Mapping[str, Mapping[str, Any]]
 NO_EVALUATION = ("eval.every_steps=0",)
@@ -182,3 +182,17 @@ def test_a_host_without_the_model_does_not_block_the_other(tiny_model: Path, tmp
     assert failed == {("model", 1), ("hosts", 0), ("hosts", 1)}
     (forward,) = [one for one in checks if one["check"] == "forward"]
     assert forward["verdict"] == "skip" and "or on another one" in forward["found"]
+
+
+@pytest.mark.two_hosts
+def test_the_disk_of_a_host_that_keeps_nothing_does_not_count(tmp_path: Path) -> None:
+    (tmp_path / "runs").mkdir()
+    option, blind = blind_host(tmp_path / "runs")
+    full = "import shutil, types\nshutil.disk_usage = lambda _: types.SimpleNamespace(free=0)\n"
+    overrides = settings(f"run.dir={tmp_path / 'runs'}", *UNJUDGED)
+    hosts = run_on_two_hosts("doctor", "--json", *overrides, programs=(HOSTS_PROGRAM, (option, full + blind)))
+    assert [host.exit_code for host in hosts] == [0, 0], hosts
+    checks = {one["check"]: one for one in json.loads(hosts[0].stdout[hosts[0].stdout.index("{") :])["checks"]}
+    assert "; process 0 keeps the run" in checks["hosts"]["found"]
+    # Two that are kept, the one being written, and its arrays.
+    assert "a run needs space for 4 checkpoints" in checks["disk"]["found"]

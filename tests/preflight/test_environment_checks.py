@@ -168,6 +168,8 @@ def test_the_disk_must_have_space_for_the_checkpoints(tmp_path, checkpoint_bytes
         assert (result.verdict, result.exit_code) == (verdict, code)
         assert f"free at {tmp_path}" in result.found
         assert (f"a run needs space for {count} checkpoints of " in result.found) == (checkpoint_bytes is not None)
+        check_disk(recorder, tmp_path, chosen, 1, None, gathers=True)
+        assert f"a run needs space for {count + 1} checkpoints of " in recorder.results[1].found
 
 
 def test_checkpoints_and_samples_as_large_as_the_free_space_pass(tmp_path, monkeypatch):
