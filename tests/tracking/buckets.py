@@ -12,6 +12,8 @@ from urllib.parse import urlsplit
 from tests.program import free_address
 
 KEYS = {"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b", "AWS_DEFAULT_REGION": "us-east-1"}
+# Without these, gcsfs looks for an account before every request, to ask what kind of bucket it is.
+NO_ACCOUNT = {"GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false", "NO_GCE_CHECK": "true"}
 
 
 @contextmanager
@@ -24,23 +26,24 @@ def bucket_server(scheme: str) -> Iterator[str]:
         server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
         server.start()
         host, port = server.get_host_and_port()
-        with reached_at(scheme, url := f"http://{host}:{port}"):
-            client("s3").create_bucket(Bucket="bucket")
-            yield url
     else:
         from gcp_storage_emulator.server import create_server
 
         host, _, port = free_address().partition(":")
         server = create_server(host, int(port), in_memory=True, default_bucket="bucket")
         server.start()
+    try:
         with reached_at(scheme, url := f"http://{host}:{port}"):
+            if scheme == "s3":
+                client("s3").create_bucket(Bucket="bucket")
             yield url
-    server.stop()
+    finally:  # Its thread would keep the process of the tests.
+        server.stop()
 
 
 @contextmanager
 def reached_at(scheme: str, url: str) -> Iterator[None]:
-    names = {"AWS_ENDPOINT_URL": url, **KEYS} if scheme == "s3" else {"STORAGE_EMULATOR_HOST": url}
+    names = {"AWS_ENDPOINT_URL": url, **KEYS} if scheme == "s3" else {"STORAGE_EMULATOR_HOST": url, **NO_ACCOUNT}
     with mock.patch.dict(os.environ, names):
         yield
 
