@@ -8,7 +8,7 @@
 # Four commands run one after the other, each even if another fails: `grpo train --dry-run`, which downloads what is
 # missing; `grpo doctor`; `grpo inspect-mesh --compile` for the devices that are here; and ten steps of `grpo train`.
 # Ctrl-C ends the one that runs. What they print is in launches/, the run in its run.dir. With several hosts, start it
-# on all of them, with the same run.name and a run.dir that they share. Exit code: 0, or that of the first that failed.
+# on all of them, with the same run.name. Exit code: 0, or that of the first that failed.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Puts this checkout on every worker of a Cloud TPU VM and installs it there, with the extra [tpu], in a .venv.
+# Puts this checkout on every worker of a Cloud TPU VM and installs it there, with the extras [tpu,gcs], in a .venv.
 # Running it again brings the newest commit; what has not changed is not done again.
 #
 #   bash scripts/setup_tpu_vm.sh --name TPU --zone ZONE [options]
@@ -9,6 +9,7 @@
 #   --folder NAME   folder below the home directory there (default: grpo)
 #   --python NAME   interpreter there, python3.11 or python3.12 (default: the first that is there; where neither is,
 #                   python3.11 is installed by apt)
+#   --extras NAMES  further extras of the package, such as math,qlora
 #   --dry-run       says what would be sent, and the steps; asks only gcloud which workers there are
 #
 # What is sent is the last commit: every worker gets the same code. Files of an earlier commit that are gone are
@@ -18,22 +19,24 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/tpu_vm.sh"
 
 repository=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-python=''
+python='' extras=tpu,gcs
 own_option() {
     case $1 in
         --python) python=$2 ;;
+        --extras) extras=tpu,gcs,$2 ;;
         *) return 1 ;;
     esac
 }
 read_options "$@"
 check_tpu
 [ -z "$python" ] || require --python "$python" 'python3\.1[12]' "python3.11 or python3.12"
+require --extras "$extras" '[a-z0-9]+(,[a-z0-9]+)*' "names of extras, such as math,qlora"
 
 # The list of what was unpacked stays beside it, so that the next commit can remove what it no longer has.
 # shellcheck disable=SC2016  # the worker's shell expands it
 INSTALL='
 set -eu
-archive=$HOME/$1 folder=$HOME/$2 python=$3 commit=$4
+archive=$HOME/$1 folder=$HOME/$2 python=$3 commit=$4 extras=$5
 trap "rm -f -- \"\$archive\"" EXIT
 if [ -e "$HOME/.grpo-launch" ] && ! flock -n "$HOME/.grpo-launch" true; then
     echo "a launch still runs on this worker; end it first: launch_on_tpu_vm.sh --stop" >&2
@@ -57,7 +60,7 @@ if [ -e .files ]; then
 fi
 tar -xzf "$archive"
 mv -f .files.new .files
-PYTHON=$python bash -c "set -euo pipefail; source scripts/environment.sh; make_environment tpu" >&2
+PYTHON=$python bash -c "set -euo pipefail; source scripts/environment.sh; make_environment $extras" >&2
 echo "$(.venv/bin/grpo --version), commit $commit, in $folder"
 '
 
@@ -66,7 +69,7 @@ install_on() { # WORKER
         on_worker "$1" "rm -f -- $incoming" || true
         return 1
     fi
-    on_worker "$1" "$(remote_command "$INSTALL" install "$incoming" "$tpu_folder" "$python" "$commit")"
+    on_worker "$1" "$(remote_command "$INSTALL" install "$incoming" "$tpu_folder" "$python" "$commit" "$extras")"
 }
 
 commit=$(git -C "$repository" rev-parse --short HEAD 2>/dev/null) ||
@@ -79,7 +82,7 @@ changed=$(git -C "$repository" status --porcelain | wc -l)
 [ "$changed" -eq 0 ] || echo "not sent: $((changed)) files with changes that are not committed (git status lists them)"
 if [ "$dry_run" = true ]; then
     echo "would send commit $commit ($(wc -c <"$scratch/source.tar.gz" | tr -d ' ') bytes) to worker ${workers[*]} of $tpu_name,"
-    echo "unpack it in ~/$tpu_folder and install it with [tpu] in ~/$tpu_folder/.venv (${python:-python3.11 or python3.12})"
+    echo "unpack it in ~/$tpu_folder and install it with [$extras] in ~/$tpu_folder/.venv (${python:-python3.11 or python3.12})"
     exit
 fi
 echo "sending commit $commit to worker ${workers[*]} of $tpu_name and installing it in ~/$tpu_folder; minutes the first time"

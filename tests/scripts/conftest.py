@@ -14,8 +14,8 @@ from tests.program import DEADLINE_S, REPOSITORY
 
 SCRIPTS = REPOSITORY / "scripts"
 
-# Records its arguments, one file a call. `ssh` runs the command through the login shell, and once more where the
-# connection broke, as gcloud does.
+# Records its arguments, one file a call. `create` brings two workers with empty disks. `ssh` runs the command through
+# the login shell, and once more where the connection broke, as gcloud does.
 GCLOUD = """#!/usr/bin/env bash
 cloud=@CLOUD@
 printf '%s\\0' "$@" >"$(mktemp "$cloud/calls/XXXXXX")"
@@ -37,6 +37,12 @@ if [ -e "$cloud/fail-$subcommand-${worker:-0}" ]; then
 fi
 home=$cloud/home-$worker
 case $subcommand in
+    create)
+        rm -rf "$cloud"/home-*
+        mkdir "$cloud/home-0" "$cloud/home-1"
+        printf 'READY\\t10.0.0.2;10.0.0.3\\n' >"$cloud/describe"
+        ;;
+    delete) rm -rf "$cloud"/home-* "$cloud/describe" ;;
     describe) cat "$cloud/describe" ;;
     scp)
         stat -c %a "${places[0]}" >>"$cloud/modes"
@@ -117,6 +123,27 @@ class Tpu:
             except BlockingIOError:
                 return int(file.read().split()[0])
         return None
+
+
+def make_checkout(tpu: Tpu, environment: str) -> Path:
+    """Makes a repository with the scripts, and with another text in the place of `scripts/environment.sh`."""
+    folder = tpu.here / "checkout"
+    (folder / "scripts").mkdir(parents=True)
+    for script in SCRIPTS.glob("*tpu_vm.sh"):
+        shutil.copy(script, folder / "scripts")
+    (folder / "scripts" / "environment.sh").write_text(environment)
+    subprocess.run(["git", "init", "--quiet", folder], check=True)
+    commit(folder)
+    for python in ("python3.11", "python3.12"):
+        tpu.program(python, "#!/bin/sh\nexit 0\n")
+    tpu.program("sudo", f'#!/bin/sh\necho "$*" >>{tpu.cloud}/sudo\n')
+    return folder
+
+
+def commit(folder: Path) -> None:
+    who = ("-c", "user.name=T", "-c", "user.email=t@example.org", "-c", "commit.gpgsign=false")
+    for command in (("add", "--all"), (*who, "commit", "--quiet", "--message", "a commit")):
+        subprocess.run(["git", *command], cwd=folder, check=True)
 
 
 @pytest.fixture

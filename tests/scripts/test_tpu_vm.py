@@ -10,7 +10,7 @@ import pytest
 
 from settings.secrets import SECRETS, load_secrets
 from tests.program import CANARY, DEADLINE_S
-from tests.scripts.conftest import SCRIPTS, Tpu
+from tests.scripts.conftest import SCRIPTS, Tpu, commit, make_checkout
 
 SYNC, SETUP, LAUNCH = "sync_env_to_tpu_vm.sh", "setup_tpu_vm.sh", "launch_on_tpu_vm.sh"
 CALLS = {SYNC: (), SETUP: (), LAUNCH: ("--", "true")}
@@ -45,6 +45,7 @@ def write_env(tpu: Tpu, text: str = f"WANDB_API_KEY={CANARY}\n", *, mode: int = 
         (LAUNCH, ("--folder", "/root"), "--folder is /root"),
         *((script, ("stray",), "unknown argument stray") for script in CALLS),
         (SETUP, ("--zone",), "--zone needs a value"),
+        (SETUP, ("--extras", "math;id"), "; expected names of extras, such as math,qlora"),
         (SETUP, ("--python", "python3.10"), "--python is python3.10; expected python3.11 or python3.12"),
         (LAUNCH, ("--",), "nothing to run"),
         (LAUNCH, ("--restarts", "-1", "--", "true"), "--restarts is -1; expected a whole number"),
@@ -138,24 +139,10 @@ def test_file_of_keys_that_is_unusable_or_open_to_others_is_refused(tpu, text, m
 @pytest.fixture
 def checkout(tpu: Tpu) -> Path:
     """A repository to which a test may commit."""
-    folder = tpu.here / "checkout"
-    (folder / "scripts").mkdir(parents=True)
-    for name in (SETUP, "tpu_vm.sh"):
-        shutil.copy(SCRIPTS / name, folder / "scripts" / name)
-    (folder / "scripts" / "environment.sh").write_text(ENVIRONMENT)
+    folder = make_checkout(tpu, ENVIRONMENT)
     (folder / "old name.txt").write_text("first\n")
-    subprocess.run(["git", "init", "--quiet", folder], check=True)
     commit(folder)
-    for python in ("python3.11", "python3.12"):
-        tpu.program(python, "#!/bin/sh\nexit 0\n")
-    tpu.program("sudo", f'#!/bin/sh\necho "$*" >>{tpu.cloud}/sudo\n')
     return folder
-
-
-def commit(folder: Path) -> None:
-    who = ("-c", "user.name=T", "-c", "user.email=t@example.org", "-c", "commit.gpgsign=false")
-    for command in (("add", "--all"), (*who, "commit", "--quiet", "--message", "a commit")):
-        subprocess.run(["git", *command], cwd=folder, check=True)
 
 
 def test_every_worker_gets_the_newest_commit_and_keeps_other_files(tpu: Tpu, checkout: Path) -> None:
@@ -165,7 +152,7 @@ def test_every_worker_gets_the_newest_commit_and_keeps_other_files(tpu: Tpu, che
     for worker in (0, 1):
         there = tpu.home(worker) / "grpo"
         assert (there / "old name.txt").read_text() == "first\n"
-        assert (there / ".venv" / "arguments").read_text() == "tpu python3.11\n"
+        assert (there / ".venv" / "arguments").read_text() == "tpu,gcs python3.11\n"
         assert f"worker {worker}: grpo 1.2.3, commit " in done.stdout
         assert not list(tpu.home(worker).glob(".grpo-incoming*"))
     assert not (tpu.cloud / "sudo").exists()
@@ -186,9 +173,9 @@ def test_setup_installs_python_and_names_a_worker_that_fails_or_is_in_use(tpu: T
         tpu.program(python, "#!/bin/sh\nexit 1\n")
     (tpu.home(1) / "grpo").mkdir()
     (tpu.home(1) / "grpo" / "unusable").touch()
-    done = tpu.run(checkout / "scripts" / SETUP, "--python", "python3.12")
+    done = tpu.run(checkout / "scripts" / SETUP, "--python", "python3.12", "--extras", "math,qlora")
     assert "install -y python3.12 python3.12-venv" in (tpu.cloud / "sudo").read_text()
-    assert (tpu.home(0) / "grpo" / ".venv" / "arguments").read_text() == "tpu python3.12\n"
+    assert (tpu.home(0) / "grpo" / ".venv" / "arguments").read_text() == "tpu,gcs,math,qlora python3.12\n"
     assert done.returncode == 1 and "worker 1: FAILED" in done.stdout
     assert "pip could not install the package" in done.stderr
     assert "failed on worker 1 of tpu-1; 1 of 2 are done" in done.stderr
