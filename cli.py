@@ -15,8 +15,10 @@ from typing import Annotated, Any, cast
 
 import typer
 from typer.core import TyperCommand
+from typer.models import ArgumentInfo
 
 from app.commands import doctor, evaluate, export, gae, inspect_mesh, presets, report, rollout, score, settings, train
+from app.commands.addresses import local_paths
 from app.commands.command_support import handle_errors, write
 from settings.loading.config_file import is_config
 from settings.loading.fields import FIELDS, suggest_fields
@@ -88,18 +90,30 @@ COMMANDS = {
 
 
 def _with_errors_handled(command: Callable[..., None]) -> Callable[..., None]:
-    """Returns a command with the option `--debug`, whose errors are a message and an exit code."""
+    """Returns a command with the option `--debug`, whose errors are a message and an exit code.
+
+    It gets local paths for the addresses in its options.
+    """
+    without = signature(command, eval_str=True)
 
     @functools.wraps(command)
     def run(*, debug: bool, **arguments: Any) -> None:
         with handle_errors(debug):
-            command(**arguments)
+            named = {_option_of(without.parameters[name]): name for name in arguments}
+            command(**{name: local_paths(option, arguments[name]) for option, name in named.items()})
 
     option = typer.Option("--debug", help="Show a traceback with errors.")
     debug = Parameter("debug", Parameter.KEYWORD_ONLY, default=False, annotation=Annotated[bool, option])
-    without = signature(command, eval_str=True)
     setattr(run, "__signature__", without.replace(parameters=[*without.parameters.values(), debug]))  # noqa: B010
     return run
+
+
+def _option_of(parameter: Parameter) -> str:
+    info = parameter.annotation.__metadata__[0]
+    if isinstance(info, ArgumentInfo):
+        return info.metavar or parameter.name
+    # typer takes the default of an annotation for the option's name.
+    return info.default if isinstance(info.default, str) else f"--{parameter.name.replace('_', '-')}"
 
 
 for command, example in COMMANDS.items():

@@ -21,7 +21,8 @@ Config = Annotated[
     ),
 ]
 CHECKPOINT_HELP = (
-    "Checkpoint to use: <run>/checkpoints/<step> or best, or a run directory for its newest checkpoint. "
+    "Checkpoint to use: <run>/checkpoints/<step> or best, or a run directory for its newest checkpoint; <run> may be "
+    "an address in a bucket. "
     "Without --config, the settings of that run are used."
 )
 Checkpoint = Annotated[Path | None, typer.Option(metavar="DIR", help=CHECKPOINT_HELP)]

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
+from app.commands.addresses import local_paths
 from app.commands.command_support import (
     EXIT_INTERRUPTED,
     command_output,
@@ -93,37 +94,39 @@ def train(*, data, eval_data, on_step, resume, allow_changed, unknown, **given: 
 
 def evaluate(*, checkpoint, data, out, **given: Any) -> EvaluationSummary | None:
     with _call(**given) as (config, options, folder):
+        checkpoint, out = _path("--checkpoint", checkpoint), _path("--out", out)
         options += _data_options("data.eval_source", data, folder / "eval.jsonl")
-        resolved = resolve_policy(config, options, _path(checkpoint), check=check_for_evaluation)
-        refuse_existing({"out": _path(out)}, overwrite=False)
+        resolved = resolve_policy(config, options, checkpoint, check=check_for_evaluation)
+        refuse_existing({"out": out}, overwrite=False)
         from app.evaluation.standalone import evaluate_model
 
-        return evaluate_model(resolved, checkpoint=_path(checkpoint), out=_path(out))
+        return evaluate_model(resolved, checkpoint=checkpoint, out=out)
 
 
 def rollout(*, checkpoint, data, limit, out, **given: Any) -> Samples | None:
     with _call(**given) as (config, options, folder):
+        checkpoint, out = _path("--checkpoint", checkpoint), _path("--out", out)
         options += _data_options("data.source", data, folder / "train.jsonl")
-        resolved = resolve_policy(config, options, _path(checkpoint), check=check_for_rollout)
+        resolved = resolve_policy(config, options, checkpoint, check=check_for_rollout)
         from app.stages.rollout import rollout
 
-        file = _path(out) or folder / "samples.jsonl"
+        file = out or folder / "samples.jsonl"
         refuse_existing({"out": file}, overwrite=False, resumes=True)
-        summary = rollout(resolved, prompts=None, limit=limit, out=file, checkpoint=_path(checkpoint))
+        summary = rollout(resolved, prompts=None, limit=limit, out=file, checkpoint=checkpoint)
         return None if summary is None else _read_samples(file, summary)
 
 
 def score(*, samples, role, checkpoint, out, **given: Any) -> Samples | None:
     with _call(**given) as (config, options, folder):
+        checkpoint, out = _path("--checkpoint", checkpoint), _path("--out", out)
         own = folder / "samples.jsonl"
-        source = samples if isinstance(samples, str | os.PathLike) else _write_lines(_to_lines(samples, own), own)
-        resolved = resolve_policy(
-            config, options, _path(checkpoint), check=check_for_score, loads_policy=role == "policy"
-        )
-        file = _path(out) or folder / "scored.jsonl"
+        is_file = isinstance(samples, str | os.PathLike)
+        source = local_paths("--input", Path(samples)) if is_file else _write_lines(_to_lines(samples, own), own)
+        resolved = resolve_policy(config, options, checkpoint, check=check_for_score, loads_policy=role == "policy")
+        file = out or folder / "scored.jsonl"
         refuse_existing({"out": file}, overwrite=False)
-        checkpoints = [path for path in (_path(checkpoint),) if path is not None]
-        summaries = score_file(resolved, Path(source), file, role=role, checkpoints=checkpoints)
+        checkpoints = [] if checkpoint is None else [checkpoint]
+        summaries = score_file(resolved, source, file, role=role, checkpoints=checkpoints)
         return _read_samples(Path(summaries[0]["written to"]), summaries[0]) if summaries else None
 
 
@@ -178,8 +181,8 @@ def _callable_name(function: Callable[..., Any]) -> str:
     return CALLABLE_PREFIX + getattr(function, "__name__", type(function).__name__).strip("<>")
 
 
-def _path(file: str | os.PathLike[str] | None) -> Path | None:
-    return None if file is None else Path(file).expanduser()
+def _path(option: str, file: str | os.PathLike[str] | None) -> Path | None:
+    return None if file is None else local_paths(option, Path(file)).expanduser()
 
 
 def _data_options(setting: str, rows: Iterable[Mapping[str, Any]] | None, path: Path) -> Iterator[str]:

@@ -31,6 +31,12 @@ def is_address(place: str) -> bool:
     return "://" in place
 
 
+def local_folder(address: str) -> Path:
+    """Returns where what an address names is on this disk."""
+    scheme, _, place = address.partition("://")
+    return Path("runs") / scheme / place
+
+
 @dataclass(frozen=True)
 class RunDirectory:
     """The paths of a run's files in `<run.dir>/<run.name>/`."""
@@ -40,10 +46,8 @@ class RunDirectory:
     @classmethod
     def from_settings(cls, settings: RunSettings) -> RunDirectory:
         assert settings.name is not None, "null is replaced by a derived name"
-        # The directory of a run whose copy is in a bucket.
-        scheme, separator, place = settings.dir.partition("://")
-        local = Path("runs") / scheme / place if separator else Path(settings.dir).expanduser()
-        return cls(local / settings.name)
+        folder = local_folder(settings.dir) if is_address(settings.dir) else Path(settings.dir).expanduser()
+        return cls(folder / settings.name)
 
     @property
     def settings_path(self) -> Path:

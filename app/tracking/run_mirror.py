@@ -8,19 +8,21 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import shutil
 import socket
 import threading
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import fsspec
 
-from app.records.run_directory import RunDirectory, is_address
+from app.records.run_directory import BEST_LINK, RunDirectory, is_address
 from settings.errors import InputError
 from settings.schema.run import RunSettings
 
@@ -28,6 +30,8 @@ log = logging.getLogger(__name__)
 
 MARKER = ".complete"
 """End of the name of a checkpoint's marker."""
+BEST = f"checkpoints/{BEST_LINK}"
+"""Object with the step to which the link of that name points."""
 LEASE = "lease.json"
 RENEW_S, LEASE_S = 10.0, 30.0
 """Seconds between the renewals of a lease, and after which one that was not renewed is over."""
@@ -49,32 +53,48 @@ def bucket_of(run: RunSettings) -> Bucket | None:
 class Bucket:
     """A folder of a bucket.
 
+    Args:
+        option: what names it, in errors.
+
     Raises:
-        InputError: it cannot be listed or written.
+        InputError: the package for such addresses is not installed.
     """
 
-    def __init__(self, address: str):
-        self.address = address
+    def __init__(self, address: str, *, option: str = "run.dir"):
+        self.address, self._option = address, option
         scheme = address.partition("://")[0]
         try:
             self._files, self._root = fsspec.url_to_fs(address, use_listings_cache=False, skip_instance_cache=True)
-        except (ImportError, ValueError) as error:
-            way = f"pip install 'grpo-jax[{EXTRAS[scheme]}]'" if scheme in EXTRAS else "use gs:// or s3://"
-            raise InputError(f"run.dir: {address} cannot be opened ({error}); {way}") from error
+        except ImportError as error:
+            way = f"pip install 'grpo-jax[{EXTRAS[scheme]}]'"
+            raise InputError(f"{option}: {address} cannot be opened ({error}); {way}") from error
+        # It logs a traceback of each error that it raises.
+        logging.getLogger("gcsfs").setLevel(logging.CRITICAL)
 
     def check(self) -> None:
         """Raises InputError if the folder cannot be written, read and cleared."""
         probe = f".grpo-{uuid.uuid4().hex}"
-        try:
+        with self._explain_failure("read, written and cleared"):
             self.write(probe, b"probe")
             assert self.read(probe) == b"probe"
             self.delete(probe)
+
+    @contextmanager
+    def _explain_failure(self, what: str) -> Iterator[None]:
+        try:
+            yield
         # Every exception: each library has its own for a missing bucket, permission or key.
         except Exception as error:
+            reason = " ".join(f"{type(error).__name__}: {error}".split())
             raise InputError(
-                f"run.dir: {self.address} cannot be written ({type(error).__name__}: {error}); check that the bucket "
-                "exists and that this machine's account may read, write and delete there"
+                f"{self._option}: {self.address} cannot be {what} ({reason}); check that the bucket exists and what "
+                "this machine's account may do there"
             ) from error
+
+    @property
+    def has_run(self) -> bool:
+        with self._explain_failure("read"):
+            return self._files.exists(f"{self._root}/sessions.jsonl")
 
     def sizes(self) -> dict[str, int]:
         """Returns the size of each object, by its name in this folder."""
@@ -118,8 +138,10 @@ def fetch_run(bucket: Bucket, run: RunDirectory) -> str:
     sizes = bucket.sizes()
     steps = complete_steps(bucket, sizes)
     newest = max(run.checkpoint_steps, default=-1)
-    has_more = max(steps, default=-1) > newest or (not run.has_settings and "sessions.jsonl" in sizes)
-    if not has_more:
+    # Lines of later steps than the newest checkpoint are for reports.
+    num_bytes = run.metrics_path.stat().st_size if run.metrics_path.exists() else -1
+    has_more = (max(steps, default=-1), sizes.get(run.metrics_path.name, -1)) > (newest, num_bytes)
+    if not has_more and (run.has_settings or run.sessions_path.name not in sizes):
         return ""
     for name in sizes:
         if not name.startswith("checkpoints/") and name != LEASE:
@@ -133,6 +155,11 @@ def fetch_run(bucket: Bucket, run: RunDirectory) -> str:
             for name in steps[step]:
                 bucket.download(name, partial / Path(name).relative_to(f"checkpoints/{step}"))
             partial.rename(folder)
+    if BEST in sizes:
+        best, link = int(bucket.read(BEST)), run.path / BEST
+        with suppress(OSError):  # Some file systems have no links.
+            link.unlink(missing_ok=True)
+            link.symlink_to(str(best))
     return f"fetched from {bucket.address}: {run.describe_newest_checkpoint()}"
 
 
@@ -159,6 +186,8 @@ class RunMirror:
         self._begun: set[int] = set()
         self._steps: set[int] = set()
         """Steps of this directory whose checkpoints are in the bucket, at least in part, and whole."""
+        self._best = 0
+        """Step of the best checkpoint that the bucket names."""
         self._wake, self._is_ending, self._is_started = threading.Event(), threading.Event(), threading.Event()
         self._problem: LeaseLostError | None = None
         self._behind_since: float | None = None
@@ -244,6 +273,7 @@ class RunMirror:
         steps = set(self._run.checkpoint_steps)
         for step in sorted(steps - self._steps, reverse=True):
             self._write_checkpoint(step)
+        self._write_best_link()
         for step in sorted(self._begun - steps):
             self._delete_checkpoint(step)
         self._write_files()
@@ -286,6 +316,13 @@ class RunMirror:
         if sizes:
             self._bucket.write(f"checkpoints/{step}{MARKER}", json.dumps(sizes).encode())
             self._steps.add(step)
+
+    def _write_best_link(self) -> None:
+        link = self._run.path / BEST
+        best = int(os.readlink(link)) if link.is_symlink() else 0
+        if best != self._best and best in self._steps:
+            self._bucket.write(BEST, str(best).encode())
+            self._best = best
 
     def _delete_checkpoint(self, step: int) -> None:
         if step in self._steps:

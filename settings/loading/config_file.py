@@ -9,6 +9,7 @@ from pathlib import Path
 from settings.errors import InputError
 from settings.loading.fields import did_you_mean, nearest_names
 from settings.loading.yaml_file import MAX_BYTES
+from settings.schema.section import NO_ADDRESS
 
 DEFAULT_PRESET = "quickstart"
 
@@ -51,6 +52,8 @@ def find_config_file(config: str | ConfigFile | None) -> ConfigFile:
     if name in preset_names():
         resource = files("settings") / "presets" / f"{name}.yaml"
         return ConfigFile(f"settings/presets/{name}.yaml", name, resource.read_bytes(), is_own=False)
+    if "://" in name:
+        raise InputError(f"--config: {NO_ADDRESS}, got {name!r}")
     path = Path(name)
     shown = name if name.isprintable() else ascii(name)
     try:

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from settings.schema.section import Section, validate_plugin
+from settings.schema.section import LocalPath, Section, validate_plugin
 
 ScoredRole = Literal["policy", "reference", "critic"]
 """Roles whose logprobs or values are added to samples by scoring."""
@@ -159,7 +159,7 @@ class AlgorithmSettings(Section):
 
 
 class CriticSettings(Section):
-    path: str | None = Field(default=None, min_length=1)
+    path: LocalPath | None = Field(default=None, min_length=1)
     """Checkpoint that the critic starts from, with the policy's tokenizer: a causal language model, whose LM head is
     replaced by a zero value head, or a sequence classifier with one label. `model.path` when null."""
     learning_rate: float = Field(default=1e-5, gt=0)

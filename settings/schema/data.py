@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, JsonValue, Tag
 
-from settings.schema.section import Section
+from settings.schema.section import LocalPath, Section
 
 SINGLE_TAG, MIXTURE_TAG = "(single)", "(mixture)"
 """Parts of a pydantic error's location that are not part of a setting's name."""
@@ -15,7 +15,7 @@ SINGLE_TAG, MIXTURE_TAG = "(single)", "(mixture)"
 class DataSourceSettings(Section):
     """One source of a mixture."""
 
-    source: str = Field(min_length=1)
+    source: LocalPath = Field(min_length=1)
     """As a single `data.source`."""
     weight: float = Field(default=1.0, gt=0)
     """Its share of the prompts, relative to the other weights."""
@@ -46,7 +46,7 @@ def _kind_of_source(value: Any) -> str:
 
 class DataSettings(Section):
     source: Annotated[
-        Annotated[str, Field(min_length=1), Tag(SINGLE_TAG)] | Annotated[Mixture, Tag(MIXTURE_TAG)],
+        Annotated[LocalPath, Field(min_length=1), Tag(SINGLE_TAG)] | Annotated[Mixture, Tag(MIXTURE_TAG)],
         Discriminator(_kind_of_source),
     ] = "builtin:arithmetic"
     """Training prompts: `builtin:arithmetic`, `hf:<hub id>[:<config>][@<commit>]`, a .jsonl, .jsonl.gz or .parquet
@@ -54,7 +54,7 @@ class DataSettings(Section):
     weight: 3}, b.jsonl]`, is a mixture: reward functions get a column data_source."""
     split: str = "train"
     """Split of a hub data set or of the arithmetic generator."""
-    eval_source: str | None = None
+    eval_source: LocalPath | None = None
     """Evaluation prompts, as in `data.source`. When null, `data.source` if that is built in or on the hub; required if
     that is a file or a mixture."""
     eval_split: str | None = None

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from settings.schema.section import Section, as_list
+from settings.schema.section import LocalPath, Section, as_list
 
 AttentionImplementation = Literal["auto", "kernel", "xla"]
 
@@ -76,7 +76,7 @@ class LoRASettings(Section):
 
 
 class ModelSettings(Section):
-    path: str = Field(default="builtin:tiny", min_length=1)
+    path: LocalPath = Field(default="builtin:tiny", min_length=1)
     """The model: Hugging Face directory, hub id, `.gguf` file, `builtin:tiny` or `builtin:tiny_tools`. A hub id can end
     with a commit, tag or branch, as in `owner/name@v1.0`; otherwise its newest commit is used. A resumed run keeps its
     commit."""

@@ -16,7 +16,7 @@ from pydantic import (
 )
 
 from settings.schema.rollout import MAX_SLOTS, MAX_TOKENS
-from settings.schema.section import Section, as_list, validate_plugin
+from settings.schema.section import LocalPath, Section, as_list, validate_plugin
 from settings.secrets import SECRETS
 
 BUILT_IN_REWARDS = ("gsm8k", "arithmetic", "gsm8k_format", "arithmetic_format", "math_verify")
@@ -108,7 +108,7 @@ class RewardSettings(Section):
     """Reward functions; a sample's reward is their weighted sum. The first one determines `eval/accuracy`. They judge
     what the policy wrote in its last turn. With `env.source`, none unless set: the environment's reward is the reward,
     and determines `eval/accuracy`."""
-    model: str | None = Field(default=None, min_length=1)
+    model: LocalPath | None = Field(default=None, min_length=1)
     """Reward model: directory or hub id of a sequence classifier with one label. Its score of the whole conversation
     (of several turns, the prompt and the last) is added to the sum under the name `model`. Null = no reward model."""
     model_weight: float = Field(default=1.0, ge=-1e6, le=1e6)

@@ -16,6 +16,12 @@ def _validate_run_name(value: str) -> str:
     return value
 
 
+def _validate_run_dir(value: str) -> str:
+    if "://" in value and not re.fullmatch(r"(gs|gcs|s3)://[^/]+(/.*)?", value):
+        raise ValueError("expected a folder, gs://BUCKET/FOLDER or s3://BUCKET/FOLDER")
+    return value
+
+
 class EarlyStoppingSettings(Section):
     """When a run ends before its last step. Evaluations are compared by `checkpoint.best_metric`."""
 
@@ -28,7 +34,7 @@ class RunSettings(Section):
     name: Annotated[str, AfterValidator(_validate_run_name)] | None = None
     """Name of the run directory; when null `<config>-seed<seed>`, then `-2`, `-3` and so on behind it for further runs,
     of which `--resume` continues the newest."""
-    dir: str = Field(default="runs", min_length=1)
+    dir: Annotated[str, AfterValidator(_validate_run_dir)] = Field(default="runs", min_length=1)
     """Directory that contains the run directories. With an address, `gs://BUCKET/FOLDER` or `s3://BUCKET/FOLDER`, they
     are in `runs/gs/BUCKET/FOLDER` or `runs/s3/BUCKET/FOLDER`, and a copy of each is kept there."""
     seed: int = Field(default=0, ge=0, lt=2**31)

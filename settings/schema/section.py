@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, field_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, field_validator
 
 INT64_LIMIT = 2**63
 
@@ -14,9 +14,24 @@ def as_list(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
+COPYING = "`gcloud storage cp` and `aws s3 cp` copy from and to buckets"
+NO_ADDRESS = f"expected a local path, or a name, instead of an address ({COPYING})"
+
+
+def refuse_address(value: str) -> str:
+    """Refuses `gs://bucket/file` and the like, which as a path would be a folder `gs:` in the working directory."""
+    if "://" in value:
+        raise ValueError(NO_ADDRESS)
+    return value
+
+
+LocalPath = Annotated[str, AfterValidator(refuse_address)]
+"""A path, or another name that is no address, such as a hub id."""
+
+
 def validate_plugin(value: str, *, built_in: tuple[str, ...] = ()) -> str:
     """Accepts `module:name`, `path/to/file.py:name` and the names in `built_in`."""
-    place, _, attribute = value.rpartition(":")
+    place, _, attribute = refuse_address(value).rpartition(":")
     is_place = place.endswith(".py") or all(part.isidentifier() for part in place.split("."))
     if value not in built_in and not (is_place and all(part.isidentifier() for part in attribute.split("."))):
         options = f"one of {', '.join(built_in)}, " if built_in else ""

@@ -120,12 +120,8 @@ def test_cut_connections_lose_nothing_and_no_half_is_taken_for_whole(run, server
 
 
 def test_unusable_buckets_are_named(server: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(
-        InputError, match=rf"run.dir: {server[0]}://nowhere/x cannot be written .*; check that the bucket"
-    ):
+    with pytest.raises(InputError, match=rf"run.dir: {server[0]}://nowhere/x cannot be .*; check that the bucket"):
         Bucket(f"{server[0]}://nowhere/x").check()
-    with pytest.raises(InputError, match=r"^run.dir: ftq://a/b cannot be opened \(Protocol .*; use gs:// or s3://"):
-        Bucket("ftq://a/b")
 
     def no_library(*_: object, **__: object) -> None:
         raise ImportError("Install it")

@@ -1,0 +1,45 @@
+"""Addresses of buckets in the options of commands: runs there are fetched; nothing else is read or written there."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from app.commands.command_support import print_notices
+from app.records.run_directory import RunDirectory, local_folder, lock_run_directory
+from settings import InputError
+from settings.schema.section import COPYING, NO_ADDRESS
+
+OUTPUTS = ("--out", "--timeline", "--picture", "--hlo")
+
+
+def local_paths(option: str, value: Any) -> Any:
+    """Returns the value of an option; for the address of a run, or of a part of one, the path of its fetched copy.
+
+    Raises:
+        InputError: there is no run, or the option names what is written.
+    """
+    if isinstance(value, list | tuple):
+        return type(value)(local_paths(option, one) for one in value)
+    # A `Path` has only one of the slashes.
+    if isinstance(value, Path) and (match := re.fullmatch(r"([a-z][a-z0-9+.-]*):/+(.+)", str(value))):
+        return _fetch(option, f"{match[1]}://{match[2]}")
+    return value
+
+
+def _fetch(option: str, address: str) -> Path:
+    from app.tracking.run_mirror import EXTRAS, Bucket, fetch_run
+
+    if option in OUTPUTS or address.partition("://")[0] not in EXTRAS:
+        raise InputError(f"{option}: {NO_ADDRESS}, got {address}")
+    # The run, or what is one or two levels below it: `<run>/checkpoints/<step>`.
+    for depth in range(min(3, address.count("/") - 2)):
+        bucket = Bucket(address.rsplit("/", depth)[0], option=option)
+        if bucket.has_run:
+            run = RunDirectory(local_folder(bucket.address))
+            with lock_run_directory(run):
+                if line := fetch_run(bucket, run):
+                    print_notices([f"{option}: {line}"])
+            return local_folder(address)
+    raise InputError(f"{option}: there is no run at {address}, and nothing else is fetched ({COPYING})")

@@ -1,0 +1,131 @@
+"""Tests of addresses in buckets where users could name them: a run is fetched, anything else is one error."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import grpo
+from app.records.run_directory import RunDirectory
+from app.tracking.run_mirror import Bucket, RunMirror
+from settings.errors import InputError
+from tests.program import digest_of, here, settings, succeeded
+from tests.tracking.buckets import bucket_server
+
+PLACE = "gs://bucket/place"
+ELSEWHERE = f"{PLACE}/file.jsonl"
+NO_ADDRESS = "expected a local path, or a name, instead of an address (`gcloud storage cp` and `aws s3 cp` copy"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (settings(f"model.path={PLACE}"), "model.path"),
+        (settings(f"critic.path={PLACE}", "algorithm.name=ppo"), "critic.path"),
+        (settings(f"reward.model={PLACE}"), "reward.model"),
+        (settings(f"data.source={PLACE}"), "data.source"),
+        (settings(f"data.source=[a.jsonl, {ELSEWHERE}]"), "data.source[1].source"),
+        (settings(f"data.eval_source={ELSEWHERE}"), "data.eval_source"),
+        (settings(f"reward.functions=[{PLACE}/rewards.py:brevity]"), "reward.functions[0].function"),
+        (settings(f"env.source={PLACE}/games.py:Game"), "env.source"),
+        (settings(f"env.tools=[{PLACE}/tools.py:search]"), "env.tools[0]"),
+        (("--config", f"{PLACE}/settings.yaml"), "--config"),
+    ],
+)
+def test_setting_takes_no_address(arguments: tuple[str, ...], named: str, in_folder: None, tmp_path: Path) -> None:
+    refused(tmp_path, "train", *arguments, message=f"error: {named}: {NO_ADDRESS}")
+
+
+@pytest.mark.parametrize("place", ["ftq://a/b", "s3://", "gs:///folder"])
+def test_run_dir_is_a_folder_or_an_address_in_a_bucket(place: str, in_folder: None, tmp_path: Path) -> None:
+    expected = "error: run.dir: expected a folder, gs://BUCKET/FOLDER or s3://BUCKET/FOLDER, got "
+    refused(tmp_path, "train", *settings(f"run.dir={place}"), message=expected)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("rollout", "--limit", "1", "--out", ELSEWHERE),
+        ("rollout", "--out", "here.jsonl", "--timeline", ELSEWHERE),
+        ("score", "--input", "here.jsonl", "--out", ELSEWHERE),
+        ("score", "--out", "there.jsonl", "--input", "https://host/samples.jsonl"),
+        ("gae", "--input", "here.jsonl", "--out", ELSEWHERE),
+        ("gae", "--bench", "--shapes", "2x8", "--out", PLACE),
+        ("evaluate", "--out", ELSEWHERE),
+        ("evaluate", "--compare", "here.jsonl", "here.jsonl", "--picture", ELSEWHERE),
+        ("export", "--config", "quickstart", "--out", PLACE),
+        ("inspect-mesh", "--compile", "--hlo", PLACE),
+    ],
+)
+def test_option_for_a_local_file_takes_no_address(arguments: tuple[str, ...], in_folder: None, tmp_path: Path) -> None:
+    refused(tmp_path, *arguments, message=f"error: {arguments[-2]}: {NO_ADDRESS}")
+
+
+@pytest.fixture(scope="module")
+def bucket() -> Iterator[None]:
+    with bucket_server("gs"):
+        yield
+
+
+@pytest.mark.usefixtures("bucket")
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("train", "--from-rollouts", PLACE),
+        ("train", "--config", "quickstart", "--from-rollouts", "here", "--checkpoint", PLACE),
+        ("rollout", "--out", "here.jsonl", "--prompts", ELSEWHERE),
+        ("rollout", "--out", "here.jsonl", "--checkpoint", f"{PLACE}/checkpoints/3"),
+        ("score", "--out", "there.jsonl", "--input", ELSEWHERE),
+        ("score", "--out", "there.jsonl", "--input", "here.jsonl", "--checkpoint", PLACE),
+        ("gae", "--out", "there.jsonl", "--input", ELSEWHERE),
+        ("evaluate", "--checkpoint", PLACE),
+        ("evaluate", "--compare", "here.jsonl", ELSEWHERE),
+        ("export", "--out", "here", "--checkpoint", PLACE),
+        ("report", PLACE),
+    ],
+)
+def test_option_for_a_run_needs_one_there(arguments: tuple[str, ...], in_folder: None, tmp_path: Path) -> None:
+    option = "RUN_DIR" if arguments[0] == "report" else next(word for word in arguments[::-1] if word[:2] == "--")
+    expected = f"error: {option}: there is no run at {arguments[-1]}, and nothing else is fetched (`gcloud storage cp`"
+    refused(tmp_path, *arguments, message=expected)
+
+
+def refused(folder: Path, *arguments: str, message: str) -> None:
+    """Checks that there is one error, before JAX is loaded and before anything is written."""
+    result = here(*arguments)
+    assert result.exit_code == 2 and result.stderr.startswith(message), result.stderr
+    assert result.stderr.count("\n") == 1 and "loading JAX" not in result.stderr and not result.stdout
+    assert not any(folder.iterdir())
+
+
+@pytest.mark.usefixtures("bucket", "in_folder")
+def test_run_in_a_bucket_is_fetched_where_an_option_names_it(finished: Path, tmp_path: Path) -> None:
+    address, copy = f"{PLACE}/{tmp_path.name}", Path("runs/gs/bucket/place") / tmp_path.name
+    with RunMirror(RunDirectory(finished), Bucket(address)) as mirror:
+        mirror.start()
+    names = "eval/step_000000.jsonl", "eval/step_000004.jsonl"
+    of_files = succeeded(here("evaluate", "--compare", *(finished / name for name in names)))
+    result = succeeded(here("evaluate", "--compare", *(f"{address}/{name}" for name in names)))
+    assert result.stdout.replace(str(copy), str(finished)) == of_files.stdout
+    assert f"note: --compare: fetched from {address}: step 4\n" in result.stderr
+    assert (copy / "checkpoints" / "best").resolve().name == (finished / "checkpoints" / "best").resolve().name
+    before = digest_of(copy)
+    for step in ("", "/checkpoints/4", "/checkpoints/best"):
+        result = succeeded(here("export", "--checkpoint", f"{address}{step}", "--out", f"model{len(step)}"))
+        assert "fetched" not in result.stderr
+    assert digest_of(copy) == before
+    table, expected = (succeeded(here("evaluate", "--checkpoint", run)).stdout for run in (address, finished))
+    assert table.splitlines()[:-1] == expected.splitlines()[:-1]
+    succeeded(here("report", address))
+    assert "runs/gs/bucket" in (copy / "report.html").read_text()
+    # Of a run that goes on, another machine gets later lines without a newer checkpoint.
+    (copy / "metrics.jsonl").write_text("")
+    assert "note: RUN_DIR: fetched" in succeeded(here("report", address)).stderr
+
+
+@pytest.mark.usefixtures("bucket", "in_folder")
+def test_functions_of_python_take_the_addresses_of_the_commands() -> None:
+    with pytest.raises(InputError, match=r"^checkpoint: there is no run at gs://bucket/place, "):
+        grpo.evaluate(checkpoint=PLACE)
+    with pytest.raises(InputError, match=r"^out: expected a local path, or a name, instead of an address"):
+        grpo.rollout(limit=1, out=ELSEWHERE)
