@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
+from app.checkpoint.saved_arrays import array_path
 from app.distributed.collectives import error_barrier
 from app.distributed.host_consistency import check_hosts_agree
 from app.mesh import jax_startup
@@ -47,6 +48,7 @@ from app.runtime.model_spec import (
 )
 from app.runtime.scoring import ScoringSession
 from app.runtime.session import Session
+from app.training.learner import LearnerGroup
 from app.training.network_memory import MemoryBreakdown, host_bytes
 from app.training.setup import open_session, setup_notes
 from settings import Resolved, Settings
@@ -80,6 +82,14 @@ class WeightPlacement:
 
 
 @dataclass(frozen=True)
+class SavedArray:
+    """An array of a checkpoint."""
+
+    name: str
+    bytes: int
+
+
+@dataclass(frozen=True)
 class MeshInspection:
     """Layout and memory, in bytes on each device, for the longest prompts and completions under the settings."""
 
@@ -107,6 +117,8 @@ class MeshInspection:
     peak_phase: str
     host_bytes: int
     """Bytes that settings keep in host memory for each device."""
+    largest_saved_array: SavedArray | None
+    """What is in a host's memory at most for a checkpoint, if hosts share no folder; None on one host."""
     notes: tuple[str, ...]
     programs: tuple[CompiledProgram, ...]
     """Compiled programs; empty without `--compile`."""
@@ -138,6 +150,11 @@ class MeshInspection:
         ]
         if self.host_bytes:
             lines.append(f"host memory: {format_bytes(self.host_bytes)} for each device")
+        if (array := self.largest_saved_array) is not None:
+            lines.append(
+                "checkpoints, if hosts share no folder: one array at a time in the memory of process 0, and of every "
+                f"host at a resume; the largest is {array.name}, {format_bytes(array.bytes)}"
+            )
         return "\n".join([*lines, "", format_step_memory(self.memory, self.programs, available_bytes=size)])
 
     def _host_table(self) -> str:
@@ -266,9 +283,16 @@ def build_mesh_inspection(
         peak_bytes=sum(memory[phase].values()),
         peak_phase=phase,
         host_bytes=host_bytes(session.scoring, step.learning),
+        largest_saved_array=largest_saved_array(step.learning) if num_hosts(mesh) > 1 else None,
         notes=setup_notes(session.settings, session),
         programs=programs,
     )
+
+
+def largest_saved_array(learning: LearnerGroup) -> SavedArray:
+    """Returns the largest array of what a checkpoint stores, the first of equal ones."""
+    arrays = jax.tree.leaves_with_path(learning.shapes)
+    return max((SavedArray(array_path(keys), x.size * x.dtype.itemsize) for keys, x in arrays), key=lambda x: x.bytes)
 
 
 def host_parts(mesh: Mesh) -> list[HostParts]:

@@ -1,6 +1,7 @@
 """`grpo inspect-mesh`: placement and memory, on real and on simulated devices."""
 
 import json
+import math
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -66,6 +67,11 @@ def test_a_simulated_slice_has_its_hosts_memory_and_devices(tiny_model: Path) ->
     # Split over four devices of a host, not over eight.
     on_one_host = inspect_json(tiny_model, "mesh.pretend=v5e-8")
     assert report["memory"]["update"]["weights"] == 2 * on_one_host["memory"]["update"]["weights"]
+    largest = max(report["weights"], key=lambda weight: math.prod(weight["shape"]))
+    array = report["largest_saved_array"]
+    name = largest["name"].replace(".", "/")
+    assert array == {"name": f"policy/params/{name}", "bytes": 4 * math.prod(largest["shape"])}
+    assert on_one_host["largest_saved_array"] is None
 
 
 @pytest.mark.parametrize("pretended", [("mesh.pretend=h100-8",), ()], ids=["gpus", "cpu"])
@@ -170,5 +176,7 @@ def test_the_text_is_a_table_that_lists_few_of_many_hosts(tiny_model: Path) -> N
     lines = report.to_text().splitlines()
     assert [line.split() for line in lines[5:7]] == [["0", "0-3", "0-3", "0-3", "0"], ["1", "4-7", "4-7", "0-3", "0"]]
     hosts = [inspect_mesh.HostParts(i, (2 * i, 2 * i + 1), (2 * i, 2 * i + 1), (0, 1), (0, 0)) for i in range(10)]
+    array = report.largest_saved_array
+    assert array is not None and f"the largest is {array.name}, {format_bytes(array.bytes)}" in report.to_text()
     rows = [line.split() for line in replace(report, hosts=hosts).to_text().splitlines()[5:9]]
     assert [row[:2] for row in rows] == [["0", "0-1"], ["1", "2-3"], ["...", "..."], ["9", "18-19"]]
