@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import shutil
-from collections.abc import Callable, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.stages import Compiled
 from jaxtyping import Array
 
+from app.checkpoint.full_disk import explain_full_disk
 from app.checkpoint.reading import open_reader, read_on_all_hosts
 from app.checkpoint.saved_arrays import with_saved_dtypes
 from app.distributed.collectives import broadcast_bytes, error_barrier
+from app.records.run_directory import RunDirectory
 
 GATHERED_DIR = ".gathered"
 """Folder of arrays that process 0 has gathered and not yet written to a checkpoint."""
@@ -34,6 +37,7 @@ class Process0Manager:
 
     def __init__(self, directory: Path, options: ocp.CheckpointManagerOptions, target: Any):
         self._gathered_dir = directory / GATHERED_DIR
+        self._run, self._target = RunDirectory(directory.parent), target
         self._manager = None
         with error_barrier():
             if jax.process_index() == 0:
@@ -43,8 +47,14 @@ class Process0Manager:
             if not _is_on_process_0(x):
                 _replication(x.shape, x.dtype, x.sharding)
 
+    @contextmanager
+    def _error_barrier(self) -> Iterator[None]:
+        # Explained where the disk is: the other hosts get the explanation.
+        with error_barrier(), explain_full_disk(self._run, self._target):
+            yield
+
     def _run_on_process_0(self, call: Callable[[ocp.CheckpointManager], object]) -> None:
-        with error_barrier():
+        with self._error_barrier():
             if self._manager is not None:
                 call(self._manager)
 
@@ -53,9 +63,39 @@ class Process0Manager:
         return json.loads(broadcast_bytes(json.dumps(steps).encode()))
 
     def save(self, step: int, *, args: ocp.args.Composite) -> None:
-        state = ocp.args.StandardSave(gather_to_process_0(args["state"].item, self._gathered_dir))
+        state = ocp.args.StandardSave(self._gather(args["state"].item))
         moved = ocp.args.Composite(state=state, progress=args["progress"])
         self._run_on_process_0(lambda manager: manager.save(step, args=moved))
+
+    def _gather(self, state: Any) -> Any:
+        """Returns the state with arrays in files on process 0, and with None on the others.
+
+        Host memory holds the part of one array that is on one device, or one whole array if the hosts have different
+        parts of it.
+        """
+        shutil.rmtree(self._gathered_dir, ignore_errors=True)
+        with self._error_barrier():
+            if jax.process_index() == 0:
+                self._gathered_dir.mkdir(parents=True)
+        leaves, structure = jax.tree.flatten(state)
+        return structure.unflatten([self._gather_array(x, str(number)) for number, x in enumerate(leaves)])
+
+    def _gather_array(self, x: Array, name: str) -> np.ndarray | None:
+        if not _is_on_process_0(x):
+            x = _replication(x.shape, x.dtype, x.sharding)(x)
+        whole = None
+        with self._error_barrier():
+            if jax.process_index() == 0:
+                file = self._gathered_dir / name
+                # The space is taken first: on a full disk, a write to the mapped file would end the process.
+                with file.open("wb") as empty:
+                    os.posix_fallocate(empty.fileno(), 0, x.nbytes)
+                whole = GatheredArray(file, x.dtype, "r+", shape=x.shape)
+                parts = {str(shard.index): (shard.index, shard.data) for shard in x.addressable_shards}
+                for index, data in parts.values():
+                    whole[index] = np.asarray(data)
+                whole.flush()
+        return whole
 
     def wait_until_finished(self) -> None:
         self._run_on_process_0(lambda manager: manager.wait_until_finished())
@@ -71,6 +111,8 @@ class Process0Manager:
     def close(self) -> None:
         if self._manager is not None:
             self._manager.close()
+            # After a failed save, it would keep the space that the next one needs.
+            shutil.rmtree(self._gathered_dir, ignore_errors=True)
 
 
 class GatheredArray(np.memmap):
@@ -78,33 +120,6 @@ class GatheredArray(np.memmap):
 
     def __deepcopy__(self, _: object) -> GatheredArray:
         return self
-
-
-def gather_to_process_0(state: Any, folder: Path) -> Any:
-    """Returns the state with arrays in files on process 0, and with None on the others.
-
-    Host memory holds the part of one array that is on one device, or one whole array if the hosts have different parts
-    of it. All hosts must call it together.
-    """
-    shutil.rmtree(folder, ignore_errors=True)
-    with error_barrier():
-        if jax.process_index() == 0:
-            folder.mkdir(parents=True)
-    leaves, structure = jax.tree.flatten(state)
-    return structure.unflatten([_gather(x, folder / str(number)) for number, x in enumerate(leaves)])
-
-
-def _gather(x: Array, file: Path) -> np.ndarray | None:
-    if not _is_on_process_0(x):
-        x = _replication(x.shape, x.dtype, x.sharding)(x)
-    whole = None
-    with error_barrier():
-        if jax.process_index() == 0:
-            whole = GatheredArray(file, x.dtype, "w+", shape=x.shape)
-            for index, data in {str(shard.index): (shard.index, shard.data) for shard in x.addressable_shards}.values():
-                whole[index] = np.asarray(data)
-            whole.flush()
-    return whole
 
 
 def _is_on_process_0(x: Array | jax.ShapeDtypeStruct) -> bool:

@@ -7,7 +7,7 @@ import os
 import tempfile
 import uuid
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import jax
@@ -53,22 +53,39 @@ def copy_from_process_0(folder: Path, patterns: Sequence[str]) -> Iterator[Path]
     """Yields a folder of process 0; on the others, a temporary one with copies of those of its files that match.
 
     All hosts must enter the block together.
+
+    Raises:
+        InputError: a host cannot write the copies.
     """
     is_process_0, names = jax.process_index() == 0, list[str]()
-    with tempfile.TemporaryDirectory(prefix="grpo-") as temporary:
-        with error_barrier():
+    with ExitStack() as stack:
+        with error_barrier(), _explain_failed_copy():
             if is_process_0:
                 found = (path for pattern in patterns for path in sorted(folder.glob(pattern)) if path.is_file())
                 names = [path.relative_to(folder).as_posix() for path in found]
+            else:
+                folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="grpo-")))
         for name in json.loads(broadcast_bytes(json.dumps(names).encode())):
             content = b""
             with error_barrier():
                 if is_process_0:
                     content = (folder / name).read_bytes()
             content = broadcast_bytes(content)
-            with error_barrier():
+            with error_barrier(), _explain_failed_copy():
                 if not is_process_0:
-                    copy = Path(temporary) / name
-                    copy.parent.mkdir(parents=True, exist_ok=True)
-                    copy.write_bytes(content)
-        yield folder if is_process_0 else Path(temporary)
+                    (folder / name).parent.mkdir(parents=True, exist_ok=True)
+                    (folder / name).write_bytes(content)
+        yield folder
+
+
+@contextmanager
+def _explain_failed_copy() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if jax.process_index() == 0:
+            raise
+        raise InputError(
+            f"run.dir: this host does not see the folder of process 0, and cannot copy its small files: {error}; set "
+            "TMPDIR to a folder with some space"
+        ) from error

@@ -128,7 +128,7 @@ def _train(setup: RunSetup, stack: ExitStack, clock: Callable[[], float], on_ste
         (*launch_notices(setup.resolved), *setup.notes, setup.inputs.data_report, *setup.rewards.plug_in_summaries)
     )
     resumed = checkpoints.has_step(progress.step)
-    with error_barrier():
+    with error_barrier(), explain_full_disk(setup.run, setup.learning.shapes):
         run_log = stack.enter_context(closing(open_run_log(setup, progress, resumed=resumed)))
     reporter = RunReporter(setup.run, settings.logging, display, run_log, trainer.timeline, setup.folder.mirror)
     stack.callback(reporter.write_final_report)

@@ -38,12 +38,25 @@ def test_run_of_process_0_alone_equals_one_of_both_and_goes_on_anywhere(config: 
     assert "continuing after step 3 of 4" in program.succeeded(result).stderr
 
 
-def test_another_run_on_another_host_is_refused(config: Path) -> None:
+@pytest.mark.parametrize(("resume", "steps"), [("must", ()), ("auto", (3,))], ids=["alone", "different"])
+def test_another_run_on_another_host_is_refused(config: Path, resume: str, steps: tuple[int, ...]) -> None:
     runs, other = config.parent / "runs", config.parent / "other"
-    for folder in (runs, other / "tiny" / "checkpoints" / "7"):
-        folder.mkdir(parents=True)
-    own = (), program.settings(f"run.dir={other}")
-    hosts = run_on_two_hosts("train", "--config", config, of_each=own, programs=(HOSTS_PROGRAM, blind_host(runs)))
+    runs.mkdir()
+    for checkpoint in (other / "tiny" / "checkpoints" / "7", *(runs / "tiny" / "checkpoints" / f"{n}" for n in steps)):
+        checkpoint.mkdir(parents=True)
+    own, programs = ((), program.settings(f"run.dir={other}")), (HOSTS_PROGRAM, blind_host(runs))
+    hosts = run_on_two_hosts("train", "--config", config, "--resume", resume, of_each=own, programs=programs)
     assert [host.exit_code for host in hosts] == [2, 2], hosts
     assert f"run.dir: this host has a run in {other / 'tiny'} (newest checkpoint: step 7)" in hosts[1].stderr
+    assert "on host 1 (" in hosts[0].stderr and not any(path.is_file() for path in runs.rglob("*"))
+
+
+def test_host_that_cannot_keep_copies_is_one_error_on_all_hosts(config: Path) -> None:
+    runs = config.parent / "runs"
+    runs.mkdir()
+    python, code = blind_host(runs)
+    without_space = python, f"import tempfile; tempfile.tempdir = '/proc'\n{code}"
+    hosts = run_on_two_hosts("train", "--config", config, programs=(HOSTS_PROGRAM, without_space))
+    assert [host.exit_code for host in hosts] == [2, 2], hosts
+    assert "run.dir: this host does not see the folder of process 0, and cannot copy its small files" in hosts[1].stderr
     assert "on host 1 (" in hosts[0].stderr and not any(runs.iterdir())
