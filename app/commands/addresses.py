@@ -3,15 +3,31 @@
 from __future__ import annotations
 
 import re
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
-from app.commands.command_support import print_notices
-from app.records.run_directory import RunDirectory, local_folder, lock_run_directory
-from settings import InputError
+from app.commands.command_support import print_notices, runs_alone
+from app.records.run_directory import Resume, RunDirectory, is_address, local_folder, lock_run_directory, with_run_name
+from settings import InputError, Resolved
 from settings.schema.section import COPYING, NO_ADDRESS
 
 OUTPUTS = ("--out", "--timeline", "--picture", "--hlo")
+
+
+def name_run(resolved: Resolved, resume: Resume) -> Resolved:
+    """Does what `with_run_name` does, with the runs that are in the bucket of `run.dir`.
+
+    Raises:
+        InputError: its runs cannot be listed, and there are no other hosts: of several, process 0 names the run.
+    """
+    run, names = resolved.settings.run, list[str]()
+    if is_address(run.dir) and resolved.provenance["run.name"] == "derived":
+        from app.tracking.run_mirror import Bucket
+
+        with nullcontext() if runs_alone(resolved.settings.mesh) else suppress(InputError):
+            names = Bucket(run.dir).run_names(f"{run.name}*")
+    return with_run_name(resolved, resume, names)
 
 
 def local_paths(option: str, value: Any) -> Any:

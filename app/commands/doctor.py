@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
 
 import typer
 
+from app.commands.addresses import name_run
 from app.commands.command_support import print_result, resolve, show_progress, write
 from app.commands.options import AsJson, Config, Overrides, PrintConfig
-from app.records.run_directory import with_run_name
+from settings import InputError
 from settings.checks.commands import check_for_mesh
 
 
@@ -20,7 +22,9 @@ def doctor(
 ) -> None:
     """Check everything that a run needs, without downloads."""
     # All other checks of the settings are part of the report.
-    resolved = with_run_name(resolve(config, overrides, print_config=print_config, check=check_for_mesh), "never")
+    resolved = resolve(config, overrides, print_config=print_config, check=check_for_mesh)
+    with suppress(InputError):  # The check of the run directory says why a bucket cannot be read.
+        resolved = name_run(resolved, "never")
     show_progress(f"grpo doctor: {resolved.settings.run.name}, model {resolved.settings.model.path}; loading JAX")
     from app.preflight.doctor import run_doctor
 

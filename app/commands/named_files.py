@@ -24,7 +24,11 @@ def check_train_files(settings: Settings, *, resume: Resume, is_replay: bool) ->
         InputError: a run cannot start there, or a file does not exist.
     """
     if runs_alone(settings.mesh):
-        if not is_address(settings.run.dir):  # What is in a bucket is fetched first.
+        if is_address(settings.run.dir):  # A run is fetched before its directory is checked.
+            from app.tracking.run_mirror import bucket_of
+
+            bucket_of(settings.run).check(resume)
+        else:
             check_run_directory(RunDirectory.from_settings(settings.run), resume)
         check_model_path("critic.path", settings.critic.path if settings.has_critic else None)
         check_model_path("reward.model", settings.reward.model)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
-from app.commands.addresses import local_paths
+from app.commands.addresses import local_paths, name_run
 from app.commands.command_support import (
     EXIT_INTERRUPTED,
     command_output,
@@ -25,7 +25,7 @@ from app.commands.command_support import (
 from app.commands.score import score_file
 from app.records.atomic_write import write_atomic
 from app.records.jsonl import read_jsonl, to_json_line
-from app.records.run_directory import Resume, RunDirectory, check_run_directory, with_run_name
+from app.records.run_directory import Resume, RunDirectory, check_run_directory
 from app.records.shared_rows import SharedRows
 from app.records.typed_values import to_json
 from app.reward.function_pool import callables_at_hand
@@ -69,7 +69,7 @@ def train(*, data, eval_data, on_step, resume, allow_changed, unknown, **given: 
     if threading.current_thread() is not threading.main_thread():
         raise InputError("grpo.train handles signals, which only the main thread can do; call it there")
     with _call(**given) as (config, options, _):
-        loaded = with_run_name(load(config, options, os.environ), resume)
+        loaded = name_run(load(config, options, os.environ), resume)
         run, every = RunDirectory.from_settings(loaded.settings.run), loaded.settings.eval.every_steps
         files = {"data.source": run.data_dir / "train.jsonl", "data.eval_source": run.data_dir / "eval.jsonl"}
         given_rows = [one for one in zip(files, (data, eval_data), strict=True) if one[1] is not None]
@@ -83,7 +83,7 @@ def train(*, data, eval_data, on_step, resume, allow_changed, unknown, **given: 
                 "rows as eval_data, or set data.eval_source, or eval.every_steps to 0"
             )
         options += set_options({setting: _write_lines(content, files[setting]) for setting, content in lines.items()})
-        resolved = with_run_name(resolve(config, options, print_config=False, check=check_for_train), resume)
+        resolved = name_run(resolve(config, options, print_config=False, check=check_for_train), resume)
         from app.training.train import train
 
         result = train(resolved, resume=resume, allow_changed=allow_changed, on_step=on_step)

@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from app.commands.addresses import name_run
 from app.commands.command_support import (
     inherit_run_settings,
     print_notices,
@@ -19,7 +20,7 @@ from app.commands.command_support import (
     write,
 )
 from app.commands.options import Compiles, Config, Overrides, PrintConfig
-from app.records.run_directory import Resume, RunDirectory, with_run_name
+from app.records.run_directory import Resume, RunDirectory
 from settings import InputError, Settings, load
 from settings.checks.commands import check_for_dry_run, check_for_train
 from settings.loading.config_file import ConfigFile
@@ -81,7 +82,7 @@ def train(
     is_replay = from_rollouts is not None
     flags = _new_run_name(base, overrides, is_replay=is_replay) if isinstance(base, ConfigFile) else NO_FLAGS
     derived = resolve(base, overrides, flags=flags, print_config=print_config, check=check)
-    settings = (resolved := with_run_name(derived, resume)).settings
+    settings = (resolved := name_run(derived, resume)).settings
     if resume == "never" and settings.run.name != (taken := derived.settings.run.name):
         print_notices([f"{taken} is a run, so this one is {settings.run.name}; --resume auto continues the newest"])
     require_inputs(settings, run_paths)

@@ -38,7 +38,7 @@ from app.preflight.sample_file_size import estimate_sample_files
 from app.prompts.dataset import Dataset
 from app.prompts.encode import encode_prompts
 from app.records.identity import prompts_digest
-from app.records.run_directory import RunDirectory, check_run_directory
+from app.records.run_directory import RunDirectory, check_run_directory, is_address
 from app.records.sample import Prompt
 from app.records.text_format import format_bytes
 from app.records.versions import minimum_versions
@@ -59,6 +59,7 @@ from app.runtime.reward_model import RewardModelSpec
 from app.runtime.reward_trial import make_trial_samples
 from app.runtime.scoring import ScoringSession
 from app.runtime.session import Session
+from app.tracking.run_mirror import bucket_of, check_lease
 from app.training.inputs import check_chosen_metrics, dataset_fingerprints, input_fingerprints
 from app.training.learner import LearnerGroup
 from app.training.network_memory import host_bytes, network_bytes
@@ -107,6 +108,9 @@ def run_doctor(resolved: Resolved) -> DoctorReport:
         check_versions(recorder, minimum_versions())
         with recorder.run_check("run directory"):
             _check_run_directory(recorder, run, settings)
+        if is_address(settings.run.dir) and not (has_devices and jax.process_index()):
+            with recorder.run_check("bucket"):
+                _check_bucket(recorder, settings)
         check_wandb(recorder, settings)
         inputs = _read_inputs(recorder, settings)
         checkpoint_bytes, folder = None, RunFolder(run, True, None)
@@ -159,6 +163,17 @@ def _check_run_directory(recorder: CheckRecorder, run: RunDirectory, settings: S
         recorder.warn("run directory", f"{run.path} already holds a run, {steps or 'without a checkpoint'}", advice)
     else:
         recorder.ok("run directory", f"{run.path} can be written to")
+
+
+def _check_bucket(recorder: CheckRecorder, settings: Settings) -> None:
+    bucket = bucket_of(settings.run)
+    bucket.check("auto")
+    check_lease(bucket)
+    if bucket.has_run:
+        advice = "continue it with --resume auto, or choose another run.name"
+        recorder.warn("bucket", f"{bucket.address} already holds a run", advice)
+    else:
+        recorder.ok("bucket", f"{bucket.address} can be written to, and no other process writes there")
 
 
 def _read_inputs(recorder: CheckRecorder, settings: Settings) -> PreflightInputs:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Literal
@@ -134,10 +135,13 @@ class RunDirectory:
         )
 
 
-def with_run_name(resolved: Resolved, resume: Resume) -> Resolved:
+def with_run_name(resolved: Resolved, resume: Resume, names: Iterable[str] = ()) -> Resolved:
     """Returns the settings with the name of the run to start or, if it may be resumed, of the newest one of its name.
 
     Only a derived name changes: a second run of `quickstart-seed0` is `quickstart-seed0-2`.
+
+    Args:
+        names: runs that are elsewhere.
     """
     if resolved.provenance["run.name"] != "derived":
         return resolved
@@ -147,7 +151,7 @@ def with_run_name(resolved: Resolved, resume: Resume) -> Resolved:
     # A run that is resumed may have died before its first file.
     is_resumed = resume != "never"
     taken = [match for run, match in found if is_resumed or run.has_settings or run.has_checkpoint]
-    numbers = [int(match[1] or 1) for match in taken if match]
+    numbers = [int(match[1] or 1) for match in (*taken, *map(pattern.fullmatch, names)) if match]
     number = max(numbers, default=0) + (not is_resumed)
     if number <= 1:
         return resolved

@@ -22,7 +22,7 @@ from typing import Any
 
 import fsspec
 
-from app.records.run_directory import BEST_LINK, RunDirectory, is_address
+from app.records.run_directory import BEST_LINK, Resume, RunDirectory
 from settings.errors import InputError
 from settings.schema.run import RunSettings
 
@@ -37,6 +37,8 @@ RENEW_S, LEASE_S = 10.0, 30.0
 """Seconds between the renewals of a lease, and after which one that was not renewed is over."""
 FINISH_S, STOP_S = 600.0, 25.0
 """Longest time that the end of a run waits for its copy; after a signal or an error."""
+SLOW_S = 5.0
+"""Seconds after which a line says that the first answer of a bucket is awaited."""
 MAX_DELAY_S = 60.0
 """Longest wait before an attempt to write again."""
 LEFT_OUT = frozenset({".lock", "checkpoints", "wandb"})
@@ -45,9 +47,9 @@ EXTRAS = {"gs": "gcs", "gcs": "gcs", "s3": "s3"}
 """Package extra for each scheme."""
 
 
-def bucket_of(run: RunSettings) -> Bucket | None:
-    """Returns the folder of a bucket to which the settings send a copy of the run, if there is one."""
-    return Bucket(f"{run.dir.rstrip('/')}/{run.name}") if is_address(run.dir) else None
+def bucket_of(run: RunSettings) -> Bucket:
+    """Returns the folder of a bucket to which the settings send a copy of the run."""
+    return Bucket(f"{run.dir.rstrip('/')}/{run.name}")
 
 
 class Bucket:
@@ -61,26 +63,33 @@ class Bucket:
     """
 
     def __init__(self, address: str, *, option: str = "run.dir"):
-        self.address, self._option = address, option
+        self.address, self._option = address.rstrip("/"), option
         scheme = address.partition("://")[0]
         try:
-            self._files, self._root = fsspec.url_to_fs(address, use_listings_cache=False, skip_instance_cache=True)
+            self._files, self._root = fsspec.url_to_fs(self.address, use_listings_cache=False, skip_instance_cache=True)
         except ImportError as error:
             way = f"pip install 'grpo-jax[{EXTRAS[scheme]}]'"
             raise InputError(f"{option}: {address} cannot be opened ({error}); {way}") from error
         # It logs a traceback of each error that it raises.
         logging.getLogger("gcsfs").setLevel(logging.CRITICAL)
 
-    def check(self) -> None:
-        """Raises InputError if the folder cannot be written, read and cleared."""
+    def check(self, resume: Resume) -> None:
+        """Raises InputError if the folder cannot be written, read and cleared, or has a run and `resume` is `never`."""
         probe = f".grpo-{uuid.uuid4().hex}"
         with self._explain_failure("read, written and cleared"):
             self.write(probe, b"probe")
             assert self.read(probe) == b"probe"
             self.delete(probe)
+        if resume == "never" and self.has_run:
+            raise InputError(
+                f"run.name: {self.address} already holds a run; choose another name, or continue it with --resume auto"
+            )
 
     @contextmanager
     def _explain_failure(self, what: str) -> Iterator[None]:
+        # The libraries try again for up to a minute.
+        timer = threading.Timer(SLOW_S, log.warning, ("%s has not answered yet", self.address))
+        timer.start()
         try:
             yield
         # Every exception: each library has its own for a missing bucket, permission or key.
@@ -90,11 +99,18 @@ class Bucket:
                 f"{self._option}: {self.address} cannot be {what} ({reason}); check that the bucket exists and what "
                 "this machine's account may do there"
             ) from error
+        finally:
+            timer.cancel()
 
     @property
     def has_run(self) -> bool:
         with self._explain_failure("read"):
             return self._files.exists(f"{self._root}/sessions.jsonl")
+
+    def run_names(self, pattern: str) -> list[str]:
+        """Returns the names of the runs in this folder that match."""
+        with self._explain_failure("read"):
+            return [path.split("/")[-2] for path in self._files.glob(f"{self._root}/{pattern}/sessions.jsonl")]
 
     def sizes(self) -> dict[str, int]:
         """Returns the size of each object, by its name in this folder."""
@@ -161,6 +177,33 @@ def fetch_run(bucket: Bucket, run: RunDirectory) -> str:
             link.unlink(missing_ok=True)
             link.symlink_to(str(best))
     return f"fetched from {bucket.address}: {run.describe_newest_checkpoint()}"
+
+
+def read_lease(bucket: Bucket) -> dict[str, Any] | None:
+    try:
+        return json.loads(bucket.read(LEASE))
+    except FileNotFoundError:
+        return None
+
+
+def check_lease(bucket: Bucket) -> None:
+    """Waits until the lease of a process that ended without giving it back is over.
+
+    Raises:
+        InputError: a process writes the copy.
+    """
+    end = time.monotonic() + LEASE_S
+    first = last = read_lease(bucket)
+    if first is not None:
+        log.warning("%s: the last process did not end well; waiting up to %g s", bucket.address, LEASE_S)
+    while last is not None and time.monotonic() < end:
+        if last != first:
+            raise InputError(
+                f"run.dir: {bucket.address} is being written by another process, on {last.get('host')}; choose another "
+                "run.name, or end that one first"
+            )
+        time.sleep(RENEW_S / 5)
+        last = read_lease(bucket)
 
 
 class LeaseLostError(RuntimeError):
@@ -334,28 +377,17 @@ class RunMirror:
 
     def _take_lease(self) -> None:
         """Takes the lease, once another one that is there is given back or over."""
-        end = time.monotonic() + LEASE_S
-        first = last = self._read_lease()
-        if first is not None:
-            log.warning("%s: the last process did not end well; waiting up to %g s", self._bucket.address, LEASE_S)
-        while last is not None and time.monotonic() < end:
-            if last != first:
-                raise InputError(
-                    f"run.dir: {self._bucket.address} is being written by another process, on {last.get('host')}; "
-                    "choose another run.name, or end that one first"
-                )
-            time.sleep(RENEW_S / 5)
-            last = self._read_lease()
+        check_lease(self._bucket)
         self._write_lease()
         # Of two that start at once, the later one's stays.
         time.sleep(1.0)
-        if (self._read_lease() or {}).get("owner") != self._owner:
+        if (read_lease(self._bucket) or {}).get("owner") != self._owner:
             raise InputError(f"run.dir: another process has begun to write {self._bucket.address}; start again later")
 
     def _renew_lease(self) -> None:
         if time.monotonic() - self._renewed < RENEW_S:
             return
-        found = self._read_lease()
+        found = read_lease(self._bucket)
         if found is not None and found["owner"] != self._owner:
             raise LeaseLostError(f"another process, on {found.get('host')}, has begun to write {self._bucket.address}")
         self._write_lease()
@@ -365,9 +397,3 @@ class RunMirror:
         lease = {"owner": self._owner, "host": socket.gethostname(), "renewals": self._num_renewals}
         self._bucket.write(LEASE, json.dumps(lease).encode())
         self._renewed = time.monotonic()
-
-    def _read_lease(self) -> dict[str, Any] | None:
-        try:
-            return json.loads(self._bucket.read(LEASE))
-        except FileNotFoundError:
-            return None

@@ -12,7 +12,7 @@ import jax
 
 from app.distributed.collectives import broadcast_bytes, error_barrier
 from app.distributed.host_files import copy_from_process_0, is_seen_by_all
-from app.records.run_directory import Resume, RunDirectory
+from app.records.run_directory import Resume, RunDirectory, is_address
 from app.tracking.run_mirror import RunMirror, bucket_of, fetch_run
 from settings import Resolved
 from settings.errors import InputError
@@ -79,13 +79,10 @@ def _open_mirror(
     settings: RunSettings, run: RunDirectory, resume: Resume, stack: ExitStack, *, writes: bool
 ) -> RunMirror | None:
     """Checks the bucket that gets a copy of the run; if it will be written, takes it and fetches what it has more."""
-    if (bucket := bucket_of(settings)) is None:
+    if not is_address(settings.dir):
         return None
-    bucket.check()
-    if resume == "never" and "sessions.jsonl" in bucket.sizes():
-        raise InputError(
-            f"run.name: {bucket.address} already holds a run; choose another name, or continue it with --resume auto"
-        )
+    bucket = bucket_of(settings)
+    bucket.check(resume)
     if not writes:
         return None
     mirror = stack.enter_context(RunMirror(run, bucket))

@@ -1,5 +1,6 @@
 """Servers of buckets on this machine, and a network that fails between them and a test."""
 
+import json
 import os
 import random
 import socket
@@ -8,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from unittest import mock
 from urllib.parse import urlsplit
+from urllib.request import Request, urlopen
 
 from tests.program import free_address
 
@@ -39,6 +41,33 @@ def bucket_server(scheme: str) -> Iterator[str]:
             yield url
     finally:  # Its thread would keep the process of the tests.
         server.stop()
+
+
+@contextmanager
+def reader_of(url: str) -> Iterator[None]:
+    """Lets the libraries use an account that may read the buckets of a server of S3, and not write there."""
+    from boto3 import client
+
+    iam, allowed = client("iam"), {"Effect": "Allow", "Action": ["s3:ListBucket", "s3:GetObject"], "Resource": "*"}
+    iam.create_user(UserName="reader")
+    policy = json.dumps({"Version": "2012-10-17", "Statement": [allowed]})
+    iam.put_user_policy(UserName="reader", PolicyName="read", PolicyDocument=policy)
+    key = iam.create_access_key(UserName="reader")["AccessKey"]
+    names = {"AWS_ACCESS_KEY_ID": key["AccessKeyId"], "AWS_SECRET_ACCESS_KEY": key["SecretAccessKey"]}
+    # From now on, moto checks what an account may do.
+    before = _count_unchecked(url, "0")
+    try:
+        with mock.patch.dict(os.environ, names):
+            yield
+    finally:
+        _count_unchecked(url, before)
+
+
+def _count_unchecked(url: str, count: str) -> str:
+    """Sets how many requests are not checked, and returns the number before."""
+    request = Request(f"{url}/moto-api/reset-auth", count.encode(), {"Content-Type": "text/plain"})
+    with urlopen(request) as answer:
+        return json.load(answer)["PREVIOUS_INITIAL_NO_AUTH_ACTION_COUNT"]
 
 
 @contextmanager

@@ -1,21 +1,24 @@
 """Tests of the copy of a run in a bucket: what arrives, who may write, and what a network that fails does to it."""
 
 import itertools
+import json
 import random
 import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import fsspec
 import pytest
 
-from app.records.run_directory import RunDirectory
+from app.commands.addresses import name_run
+from app.records.run_directory import Resume, RunDirectory
 from app.tracking import run_mirror
 from app.tracking.run_mirror import Bucket, LeaseLostError, RunMirror, fetch_run
+from settings import load
 from settings.errors import InputError
-from tests.program import assert_same_run, here, metrics_of, settings, succeeded, wait_for
-from tests.tracking.buckets import Network, bucket_server, reached_at
+from tests.program import DEADLINE_S, assert_same_run, here, metrics_of, settings, started, succeeded, wait_for
+from tests.tracking.buckets import Network, bucket_server, reached_at, reader_of
+from tests.two_hosts import run_on_two_hosts
 
 
 @pytest.fixture(scope="module", params=["s3", "gs"])
@@ -61,7 +64,7 @@ def checkpoints_of(run: RunDirectory) -> dict[str, bytes]:
 
 def test_a_copy_follows_the_run_and_is_fetched_once(run: RunDirectory, address: str, tmp_path: Path) -> None:
     bucket, elsewhere = Bucket(address), RunDirectory(tmp_path / "elsewhere")
-    bucket.check()
+    bucket.check("never")
     with RunMirror(run, bucket) as mirror:
         mirror.start()
         for step in (2, 3):
@@ -119,16 +122,78 @@ def test_cut_connections_lose_nothing_and_no_half_is_taken_for_whole(run, server
     network.close()
 
 
-def test_unusable_buckets_are_named(server: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(InputError, match=rf"run.dir: {server[0]}://nowhere/x cannot be .*; check that the bucket"):
-        Bucket(f"{server[0]}://nowhere/x").check()
+def test_unusable_bucket_is_one_error_before_jax_is_loaded(server, in_folder: None, tmp_path: Path) -> None:
+    nowhere = f"{server[0]}://nowhere/folder"
+    for overrides, what in ((("run.name=x",), "read, written and cleared"), ((), "read")):
+        address = "/".join([nowhere, *(name.partition("=")[2] for name in overrides)])
+        result = here("train", *settings(f"run.dir={nowhere}", *overrides))
+        assert result.exit_code == 2 and result.stderr.count("\n") == 1 and not any(tmp_path.iterdir())
+        assert result.stderr.startswith(f"error: run.dir: {address} cannot be {what} (FileNotFoundError: ")
+        assert "); check that the bucket exists and what this machine's account may do there" in result.stderr
 
-    def no_library(*_: object, **__: object) -> None:
-        raise ImportError("Install it")
 
-    monkeypatch.setattr(fsspec, "url_to_fs", no_library)
-    with pytest.raises(InputError, match=r"s3://a/b cannot be opened \(Install it\); pip install 'grpo-jax\[s3\]'"):
-        Bucket("s3://a/b")
+def test_bucket_without_permission_is_one_error(in_folder: None, tmp_path: Path) -> None:
+    with bucket_server("s3") as url, reader_of(url):
+        result = here("train", *settings("run.dir=s3://bucket/folder", "run.name=x"))
+    message = (
+        "error: run.dir: s3://bucket/folder/x cannot be read, written and cleared (PermissionError: Access Denied); "
+    )
+    assert result.exit_code == 2 and result.stderr.startswith(message), result.stderr
+    assert result.stderr.count("\n") == 1 and not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("package", "place", "extra"), [("s3fs", "s3://a", "s3"), ("gcsfs", "gs://a", "gcs")])
+def test_missing_extra_is_one_error(package: str, place: str, extra: str, tmp_path: Path) -> None:
+    without = "-c", f"import sys; sys.modules['{package}'] = None; import cli; cli.main()"
+    with started("train", *settings(f"run.dir={place}"), cwd=tmp_path, program=without) as process:
+        _, error = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 2 and error.count("\n") == 1 and not any(tmp_path.iterdir())
+    assert error.startswith(f"error: run.dir: {place} cannot be opened (") and package in error
+    assert error.endswith(f"); pip install 'grpo-jax[{extra}]'\n")
+
+
+def test_derived_name_counts_the_runs_in_the_bucket(address: str) -> None:
+    def name(resume: Resume, *overrides: str) -> str | None:
+        return name_run(load(None, [f"run.dir={address}", *overrides], {}), resume).settings.run.name
+
+    first = "quickstart-seed0"
+    assert (name("never"), name("auto")) == (first, first)
+    for run in (first, f"{first}-3", f"{first}-best", f"{first}0"):
+        Bucket(f"{address}/{run}").write("sessions.jsonl", b"{}")
+    assert (name("never"), name("auto"), name("never", "run.seed=1")) == (
+        f"{first}-4",
+        f"{first}-3",
+        "quickstart-seed1",
+    )
+
+
+@pytest.mark.slow
+def test_doctor_checks_the_bucket(config: Path, address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def found(place: str) -> tuple[str, str]:
+        result = here("doctor", "--json", "--config", config, *settings(f"run.dir={place}", "run.name=x"))
+        (check,) = (check for check in json.loads(result.stdout)["checks"] if check["check"] == "bucket")
+        return check["verdict"], check["found"]
+
+    monkeypatch.chdir(config.parent)
+    bucket = Bucket(f"{address}/x")
+    assert found(address) == ("ok", f"{bucket.address} can be written to, and no other process writes there")
+    bucket.write("sessions.jsonl", b"{}")
+    assert found(address) == ("warn", f"{bucket.address} already holds a run")
+    with RunMirror(RunDirectory(config.parent / "run"), bucket):
+        verdict, text = found(address)
+        assert verdict == "fail" and "is being written by another process, on " in text
+    assert found(f"{address.partition('://')[0]}://nowhere")[0] == "fail"
+    assert not (config.parent / "runs").exists()
+
+
+@pytest.mark.two_hosts
+def test_bucket_that_does_not_exist_is_one_error_on_all_hosts(config: Path, server: tuple[str, str]) -> None:
+    hosts = run_on_two_hosts("train", "--config", config, *settings(f"run.dir={server[0]}://nowhere"))
+    assert [host.exit_code for host in hosts] == [2, 2], hosts
+    errors = [[line for line in host.stderr.splitlines() if line.startswith("error: ")] for host in hosts]
+    message = f"run.dir: {server[0]}://nowhere/tiny cannot be read, written and cleared (FileNotFoundError: "
+    assert [len(lines) for lines in errors] == [1, 1] and all(message in lines[0] for lines in errors)
+    assert "on host 0 (" in errors[1][0]
 
 
 @pytest.mark.slow
