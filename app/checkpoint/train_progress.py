@@ -51,6 +51,8 @@ class TrainProgress:
     """Prompt -> mean length of its latest samples, used to schedule its next samples."""
     finished_lengths: Sequence[tuple[int, float | None]] | None = None
     """Tokens and seconds of the samples that finished last, oldest first, used to schedule the next ones."""
+    pass_rates: Mapping[str, float] | None = None
+    """Prompt -> its running pass rate, used to draw the next prompts of a curriculum."""
     evaluation: Mapping[str, float | None] | None = None
     """Metrics under `eval/` of this step; None if it was not evaluated."""
     unevaluated: Mapping[str, Any] | None = None

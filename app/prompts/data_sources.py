@@ -10,6 +10,7 @@ from typing import TypeVar
 import numpy as np
 
 from app.prompts.arithmetic import make_problems
+from app.prompts.curriculum import PassRateOrder
 from app.prompts.dataset import Dataset, DatasetRow, load_dataset
 from app.prompts.prompt_order import MixtureOrder, PromptOrder
 from app.records.sample import Prompt
@@ -51,13 +52,19 @@ def _with_data_source(dataset: Dataset, *, uid_prefix: str = "") -> list[Dataset
     ]
 
 
-def make_prompt_order(data: DataSettings, prompts: Sequence[Prompt], *, seed: int) -> PromptOrder | MixtureOrder:
+def make_prompt_order(
+    data: DataSettings, prompts: Sequence[Prompt], *, seed: int
+) -> PromptOrder | MixtureOrder | PassRateOrder:
     """Returns the order of the prompts of `load_training_data`."""
+    rows, weights = [np.arange(len(prompts))], [one.weight for one in data.sources]
+    if not isinstance(data.source, str):
+        sources = np.asarray([int(prompt.uid.partition("/")[0]) for prompt in prompts])
+        rows = [np.flatnonzero(sources == i) for i in range(len(data.source))]
+    if data.curriculum == "pass_rate":
+        return PassRateOrder(seed, [prompt.uid for prompt in prompts], rows, weights)
     if isinstance(data.source, str):
         return PromptOrder(seed, len(prompts), data.shuffle)
-    sources = np.asarray([int(prompt.uid.partition("/")[0]) for prompt in prompts])
-    rows = [np.flatnonzero(sources == i) for i in range(len(data.source))]
-    return MixtureOrder(seed, rows, [one.weight for one in data.source], data.shuffle)
+    return MixtureOrder(seed, rows, weights, data.shuffle)
 
 
 def load_held_out_data(data: DataSettings, *, num_prompts: int | None) -> Dataset:

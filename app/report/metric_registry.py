@@ -96,6 +96,17 @@ METRICS = (
         "passes over the training prompts so far, in a mixture over those of all sources together; absent in a "
         "replay, which does not read the data set",
         "below 1 for a first run", "the same prompts come again: use more data, and watch `eval/accuracy`"),
+    Metric("data/seen_fraction",
+        "share of the training prompts that have been drawn and graded so far; this and the next two exist only with "
+        "`data.curriculum`",
+        "rises to 1", "far below 1 at the end: few prompts came a second time; use fewer prompts, or more steps"),
+    Metric("data/pass_rate_mean",
+        "mean running pass rate of the prompts seen: the accuracy of their samples, judged as in `eval/accuracy`",
+        "rises", "read samples in `rollouts.html`, as for `reward/mean`"),
+    Metric("data/pass_rate_{low,middle,high}_fraction",
+        "share of the seen prompts whose running pass rate is below 0.1, from 0.1 to 0.9, above 0.9",
+        "prompts move from low over middle to high",
+        "few in the middle: nothing is left to learn from (high), or the prompts are too hard (low)"),
     Metric("data/num_tokens",
         "prompt and completion tokens of the step's samples over all rounds and hosts; a prompt counts once for each "
         "of its samples",

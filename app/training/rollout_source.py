@@ -7,7 +7,7 @@ of the step, `AsyncRolloutSource` generates it while earlier steps train, `Repla
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -16,6 +16,7 @@ import jax
 from app.distributed.collectives import error_barrier
 from app.model.decode_weights import DecodeWeights
 from app.model.decoder import Params
+from app.prompts.curriculum import PassRateOrder
 from app.prompts.data_sources import make_prompt_order
 from app.prompts.prompt_order import MixtureOrder, PromptOrder, host_slice
 from app.records.sample import Prompt, Sample
@@ -32,6 +33,8 @@ class RolloutSource(ABC):
     """Number of prompts in an epoch; None if nothing is generated."""
     num_ready = 0
     """Number of rounds that were complete when a step asked for its first one."""
+    curriculum: PassRateOrder | None = None
+    """What draws the prompts by the pass rates that it is told after every step, if anything does."""
 
     @abstractmethod
     def take(self, params: Params, *, step: int, position: int, number: int) -> list[Sample]:
@@ -64,12 +67,13 @@ class RoundPrompts:
     prompts: Sequence[Prompt]
 
     @cached_property
-    def _order(self) -> PromptOrder | MixtureOrder:
+    def order(self) -> PromptOrder | MixtureOrder | PassRateOrder:
+        """The order over all hosts; a curriculum draws each round once."""
         return make_prompt_order(self.settings.data, self.prompts, seed=self.settings.run.seed)
 
     def prompts_at(self, position: int) -> list[Prompt]:
         """Returns this host's prompts of the round that starts at a position of the global order."""
-        indices = self._order.row_indices(position, self.global_prompts_per_round)
+        indices = self.order.row_indices(position, self.global_prompts_per_round)
         local = host_slice(indices, process_index=jax.process_index(), process_count=jax.process_count())
         return [self.prompts[i] for i in local]
 
@@ -203,13 +207,19 @@ class ReplayRolloutSource(RolloutSource):
         return [sample for group in groups[first : first + self._num_groups] for sample in group]
 
 
-def make_rollout_source(session: Session, prompts: Sequence[Prompt], *, max_rounds: int) -> RolloutSource:
+def make_rollout_source(
+    session: Session, prompts: Sequence[Prompt], *, max_rounds: int, pass_rates: Mapping[str, float] | None = None
+) -> RolloutSource:
     """Returns an asynchronous source if `rollout.max_staleness` asks for one, else a synchronous one.
 
     Args:
         max_rounds: largest number of rounds of a step.
+        pass_rates: those of a resumed curriculum.
     """
     round_prompts = RoundPrompts(session.settings, prompts)
-    if session.generates_async:
-        return AsyncRolloutSource(session, round_prompts, max_rounds=max_rounds)
-    return SyncRolloutSource(session, round_prompts, max_rounds=max_rounds)
+    source_class = AsyncRolloutSource if session.generates_async else SyncRolloutSource
+    source = source_class(session, round_prompts, max_rounds=max_rounds)
+    if isinstance(round_prompts.order, PassRateOrder):
+        source.curriculum = round_prompts.order
+        source.curriculum.observe((pass_rates or {}).items())
+    return source

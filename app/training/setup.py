@@ -108,6 +108,8 @@ def prepare_run(
             # A hub model is at the commit of this run, or of the run that it replays or starts from.
             known = None if run.model_path.is_file() else find_model_run(start_request)
             read = read_training_inputs(pin_revisions(settings, known or run), start_request)
+            if read.replay is None:
+                check_curriculum_rows(settings, num_prompts=len(read.prompts))
             rewards = stack.enter_context(read.make_rewards(settings))
             if read.replay is None or not read.replay.uses_saved_rewards:
                 try_reward_functions(rewards, read.model.tokenizer, read.prompts)
@@ -217,6 +219,16 @@ def file_fingerprints(settings: Settings, run: RunDirectory) -> dict[str, str]:
         **plugin_file_digests("env.tools", settings.env.tools),
         "the newest checkpoint in run.dir": run.describe_newest_checkpoint(),
     }
+
+
+def check_curriculum_rows(settings: Settings, *, num_prompts: int) -> None:
+    """Raises InputError if a curriculum cannot draw as many different prompts as a step has."""
+    step = settings.rollout.prompts_per_step * jax.process_count()
+    if settings.data.curriculum != "none" and num_prompts < step:
+        raise InputError(
+            f"data.curriculum: {settings.data.curriculum} draws different prompts for a step, which has {step:,}, but "
+            f"data.source has only {num_prompts:,}; lower rollout.prompts_per_step, add data, or set it to none"
+        )
 
 
 def repeated_prompts_notes(settings: Settings, *, num_prompts: int) -> tuple[str, ...]:

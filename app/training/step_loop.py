@@ -181,11 +181,12 @@ class StepLoop:
 
     def _carried_progress(self) -> dict[str, Any]:
         """Returns the changed fields of the progress, except step and evaluation. All hosts must call it together."""
-        lengths = self.trainer.session.share_lengths()
+        lengths, curriculum = self.trainer.session.share_lengths(), self.trainer.source.curriculum
         return {
             "kl_coef": self.state.kl_coef,
             "lengths": lengths and lengths.prompts,
             "finished_lengths": lengths and lengths.finished,
+            "pass_rates": curriculum and curriculum.pass_rates,
         }
 
     def _add_evaluation(self, record: Mapping[str, Any]) -> dict[str, Any]:

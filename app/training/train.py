@@ -110,7 +110,9 @@ def _train(setup: RunSetup, stack: ExitStack, clock: Callable[[], float], on_ste
     reward_model = setup.inputs.reward_model and RewardModel.load(settings, setup.inputs.reward_model, session.mesh)
     replay, compute_rewards = setup.inputs.replay, setup.rewards.compute_rewards
     if replay is None:
-        source = make_rollout_source(session, setup.inputs.prompts, max_rounds=setup.learning.max_rounds)
+        source = make_rollout_source(
+            session, setup.inputs.prompts, max_rounds=setup.learning.max_rounds, pass_rates=progress.pass_rates
+        )
     else:
         source = ReplayRolloutSource(replay, num_groups=settings.rollout.prompts_per_step)
         if replay.uses_saved_rewards:

@@ -9,7 +9,7 @@ from app.batching.micro_batcher import gather_lengths
 from app.checkpoint.train_progress import RunState
 from app.distributed.preemption import cancellation_barrier
 from app.records.sample import Sample
-from app.reward.reward_functions import RewardFunctions
+from app.reward.reward_functions import RewardFunctions, accuracy_function_name
 from app.rollout.scheduling.protocol import EventRecord
 from app.rollout.scheduling.schedule_metrics import ScheduleMetrics
 from app.runtime.session import Session
@@ -19,7 +19,14 @@ from app.tracking.sample_metrics import episode_metrics, mismatch_metrics, sampl
 from app.tracking.timer import StepTimer
 from app.training.learner import LearnerGroup
 from app.training.rollout_source import RolloutSource
-from app.training.step_stages import RewardedRound, RewardStage, ScoreStage, model_passes, reward_stage_metrics
+from app.training.step_stages import (
+    RewardedRound,
+    RewardStage,
+    ScoreStage,
+    gather_pass_rates,
+    model_passes,
+    reward_stage_metrics,
+)
 from settings import Settings
 
 Metrics = dict[str, float | None]
@@ -65,6 +72,9 @@ class Trainer:
             samples, advantages, kl_coef = self.learners.advantage_estimator(samples, state.kl_coef)
         with timer.phase("update"):
             state, updated = self.learners.update(state, samples, mini_batches, step=step, kl_coef=kl_coef)
+        if self.source.curriculum is not None:
+            judge = accuracy_function_name(self.settings.reward)
+            self.source.curriculum.observe(gather_pass_rates(rounds, judge=judge))
         self.publish(state, step=step, timer=timer)
         measured = self.measure(rounds, samples, step=step, timer=timer)
         return state, samples, {**filled, **scored, **advantages, **updated, **measured}
@@ -107,6 +117,8 @@ class Trainer:
             parts.append(async_metrics(samples, step=step, num_ready=self.source.num_ready))
         if self.settings.env.is_used:
             parts.append(episode_metrics(samples))
+        if self.source.curriculum is not None:
+            parts.append(self.source.curriculum.metrics())
         return {name: value for part in parts for name, value in part.items()}
 
     def timeline(self) -> Timeline | None:

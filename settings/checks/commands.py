@@ -13,6 +13,7 @@ from settings.checks.rollout import check_chat_template, check_environment, chec
 from settings.checks.training import (
     check_algorithm,
     check_batch,
+    check_curriculum,
     check_evaluation_temperature,
     check_max_length,
     check_penalty,
@@ -65,7 +66,7 @@ def _check_no_pretend(resolved: Resolved) -> Iterator[str]:
 ROLLOUT_CHECKS = (check_workers, check_environment, check_chat_template)
 SIZE_CHECKS = (check_batch, check_max_length, *ROLLOUT_CHECKS, check_staleness, check_token_quotas, _check_hosts)
 SAMPLING_CHECKS = (check_max_length, *ROLLOUT_CHECKS, _check_hosts, _check_no_pretend)
-TRAIN_CHECKS = (check_algorithm, check_penalty, check_rewards, check_run, *SIZE_CHECKS)
+TRAIN_CHECKS = (check_algorithm, check_penalty, check_rewards, check_curriculum, check_run, *SIZE_CHECKS)
 
 
 check_for_train = partial(_run_checks, checks=(*TRAIN_CHECKS, _check_no_pretend))

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from settings.loading.algorithm_presets import GROUP_RELATIVE_ESTIMATORS
 from settings.loading.fields import value_of
 from settings.loading.resolve import Resolved
-from settings.schema.reward import ENVIRONMENT_REWARD, MODEL_REWARD, OVERLONG_REWARD
+from settings.schema.reward import BUILT_IN_REWARDS, ENVIRONMENT_REWARD, MODEL_REWARD, OVERLONG_REWARD
 
 
 def check_rewards(resolved: Resolved) -> Iterator[str]:
@@ -31,6 +31,18 @@ def check_rewards(resolved: Resolved) -> Iterator[str]:
         yield (
             "<reward.overlong_buffer> is not below <rollout.max_new_tokens>, so every completion would be penalized; "
             "lower it (a fifth of the latter is usual), or set it to null"
+        )
+
+
+def check_curriculum(resolved: Resolved) -> Iterator[str]:
+    settings = resolved.settings
+    names = [function.name for function in settings.reward.functions]
+    judge = names[0].removesuffix("_format") if names and names[0] in BUILT_IN_REWARDS else ""
+    is_graded = judge in names if judge else bool(names) or settings.env.source is not None
+    if settings.data.curriculum != "none" and not is_graded:
+        yield (
+            "<data.curriculum> draws prompts by how often the policy solves them, but <reward.functions> has no "
+            f"function that grades answers; add {judge or 'one'} to it, with weight: 0 if it is not to be learned from"
         )
 
 

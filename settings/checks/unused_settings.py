@@ -81,6 +81,7 @@ USAGE_CONDITIONS: tuple[tuple[str, Callable[[Settings], bool], tuple[str, ...]],
         ("data.prompt_column", "data.answer_column"),
     ),
     (f"{ARITHMETIC} as data.source or data.eval_source", lambda s: ARITHMETIC in _sources(s), FIELDS_OF_ARITHMETIC),
+    ("data.curriculum none", lambda s: s.data.curriculum == "none", ("data.shuffle",)),
     ("data.chat_template model", lambda s: s.data.chat_template == "model", ("data.chat_template_kwargs",)),
     (
         "eval.every_steps above 0",

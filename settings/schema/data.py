@@ -80,6 +80,9 @@ class DataSettings(Section):
     """How to handle longer prompts: drop them, stop, or keep only their last tokens. Their number is reported."""
     shuffle: bool = True
     """Uses a new order of prompts in every epoch, determined by `run.seed`."""
+    curriculum: Literal["none", "pass_rate"] = "none"
+    """`pass_rate` draws prompts that the policy solves sometimes more often than those that it always or never solves,
+    instead of each once in an epoch."""
     difficulty: Annotated[tuple[Annotated[int, Field(ge=1, le=3)], ...], Field(min_length=1, strict=False)] = (1, 2)
     """Levels of the arithmetic generator, 1 to 3: level n has numbers of up to n digits."""
     operators: Annotated[tuple[Literal["+", "-", "*"], ...], Field(min_length=1, strict=False)] = ("+",)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from app.prompts.curriculum import PassRateOrder
 from app.prompts.data_sources import load_held_out_data, load_training_data, make_prompt_order
 from app.prompts.dataset import DatasetRow, load_dataset
 from app.prompts.encode import encode_prompts
@@ -255,6 +256,12 @@ def test_mixture_sources_have_their_own_splits_and_weights():
     order = make_prompt_order(data, prompts, seed=1)
     assert isinstance(order, MixtureOrder)
     assert sum(index % 2 for index in order.row_indices(0, 8)) == 6
+    curriculum = make_prompt_order(data.model_copy(update={"curriculum": "pass_rate"}), prompts, seed=1)
+    assert isinstance(curriculum, PassRateOrder)
+    curriculum.observe((prompt.uid, 1.0) for prompt in prompts[1::2])
+    # The second source has three quarters, although all its prompts are solved.
+    first = [int(curriculum.row_indices(position, 10)[0]) for position in range(1000)]
+    assert np.mean([index % 2 for index in first]) == pytest.approx(0.75, abs=0.06)
 
 
 class WordTokenizer:

@@ -62,6 +62,7 @@ eval.num_prompts=3 | eval.every_steps above 0 | eval.every_steps=2
 data.eval_split=dev | evaluation data that is built in or on the hub | data.eval_source=hf:a/b
 data.split=dev | data.source that is built in or on the hub | data.source=hf:a/b
 data.answer_column=a | data in files or on the hub | data.source=a.jsonl
+data.shuffle=False | data.curriculum none | data.curriculum=none
 data.num_problems=9 | builtin:arithmetic as data.source or data.eval_source | data.source=builtin:arithmetic
 logging.wandb_mode=offline | logging.wandb_project | logging.wandb_project=p
 """)
@@ -70,6 +71,7 @@ NEEDED = {
     "model.lora.rank null": ("model.lora.rank=8", "algorithm.beta=0.1"),
     "env.credit turn": ("env.source=guess_number",),
     "eval.every_steps above 0": ("eval.every_steps=0",),
+    "data.curriculum none": ("data.curriculum=pass_rate",),
     "evaluation data that is built in or on the hub": ("data.eval_source=a.jsonl",),
     "data.source that is built in or on the hub": ("data.source=a.jsonl", "data.eval_source=b.jsonl"),
     "builtin:arithmetic as data.source or data.eval_source": ("data.source=a.jsonl", "data.eval_source=b.jsonl"),
@@ -77,7 +79,7 @@ NEEDED = {
 ALWAYS_READ = (
     *("run", "mesh", "watchdog", "checkpoint", "model.path", "model.eos_tokens", "model.dtype", "model.remat"),
     *("model.attention", "model.logits_chunk", "model.lora.rank", "data.source", "data.system_prompt"),
-    *("data.chat_template", "data.max_prompt_length", "data.overlong_prompts", "data.shuffle"),
+    *("data.chat_template", "data.max_prompt_length", "data.overlong_prompts", "data.curriculum"),
     *("eval.every_steps", "env.source", "env.tools", "reward.functions", "reward.model", "reward.overlong_buffer"),
     *("reward.on_error", "logging.wandb_project", "logging.tensorboard", "logging.profile_steps"),
     *("logging.save_rollouts", "logging.completions_every_steps", "logging.report", "rollout.segment.max"),
