@@ -36,7 +36,7 @@ def test_prompts_are_drawn_in_proportion_to_p_times_1_minus_p_and_the_floor():
     order = with_rates(make_order(6), RATES)
     weights = np.array([p * (1 - p) + FLOOR for p in [*RATES, 0.5]])
     assert weights.tolist() == pytest.approx([0.02, 0.27, 0.02, 0.2075, 0.11, 0.27])
-    num = 20_000
+    num = 5_000
     first = Counter(draw_freely(order, position, 2)[0] for position in range(num))
     expected = weights / weights.sum()
     for row, share in enumerate(expected):
@@ -46,11 +46,11 @@ def test_prompts_are_drawn_in_proportion_to_p_times_1_minus_p_and_the_floor():
 def test_the_second_prompt_of_a_round_is_drawn_from_the_others_by_their_weights():
     order = with_rates(make_order(3), RATES)
     weights = np.array([FLOOR, 0.25 + FLOOR, FLOOR])
-    pairs = Counter(tuple(draw_freely(order, position, 2)) for position in range(20_000))
+    pairs = Counter(tuple(draw_freely(order, position, 2)) for position in range(5_000))
     for (first, second), count in pairs.items():
         left = weights.sum() - weights[first]
         share = weights[first] / weights.sum() * weights[second] / left
-        assert abs(count / 20_000 - share) < 4 * math.sqrt(share / 20_000)
+        assert abs(count / 5_000 - share) < 4 * math.sqrt(share / 5_000)
     assert len(pairs) == 6
 
 

@@ -29,7 +29,8 @@ FEW = ("data.curriculum=pass_rate", "data.num_problems=12", *program.UNJUDGED)
 def graded(tmp_path_factory: pytest.TempPathFactory) -> str:
     path = tmp_path_factory.mktemp("judge") / "judge.py"
     path.write_text(JUDGE)
-    return f"reward.functions=['{path}:odd_digits', arithmetic_format]"
+    # It is not learned from, and the groups of the other function are often alike.
+    return f"reward.functions=[{{function: '{path}:odd_digits', weight: 0}}, arithmetic_format]"
 
 
 @pytest.fixture(scope="module")
