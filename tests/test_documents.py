@@ -1,4 +1,4 @@
-"""Tests of README and runbooks: their commands work as they are printed, and their settings exist.
+"""Tests of README and runbooks: their commands work as printed, their settings exist, and their links lead somewhere.
 
 Every line of a ```bash block counts. A script must exist and parse. A `grpo` command, also one that a script launches
 elsewhere (after `--`), must have options that exist and settings that pass its checks. A slow test runs the commands of
@@ -38,6 +38,12 @@ from tests.program import REPOSITORY, metrics_of
 PAGES = ("README.md", "CONTRIBUTING.md", "sops/**/*.md")
 DOCUMENTS = {path: path.read_text(encoding="utf-8") for pattern in PAGES for path in sorted(REPOSITORY.glob(pattern))}
 README = DOCUMENTS[REPOSITORY / "README.md"]
+RUNBOOKS = {path: text for path, text in DOCUMENTS.items() if REPOSITORY / "sops" in path.parents}
+INDEX = REPOSITORY / "sops" / "README.md"
+MAX_COLUMNS, MAX_CELLS = 120, 5
+"""Limits of a line of prose, in characters, and of a row of a table."""
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+PAGE_NAME = re.compile(r"\bsops/[\w/-]+\.(?:md|ipynb|png)\b")
 MIGRATIONS = [REPOSITORY / "sops" / "migrate" / "from_trl.md", REPOSITORY / "sops" / "migrate" / "from_verl.md"]
 THEIRS = {"TRL", "verl", "default there"}
 """Headings of columns that name settings of another program."""
@@ -298,3 +304,56 @@ def test_metrics_of_other_programs_are_mapped_to_known_ones() -> None:
         names = [name for _, here in rows for name in re.findall(r"`([^`]+)`", here)]
         assert len(names) > 10
         assert [name for name in names if find_metric(name) is None] == []
+
+
+def relative_links(document: Path) -> list[tuple[Path, str]]:
+    """Returns the file and the anchor, which may be empty, of each link of a document to a file of the repository."""
+    prose = re.sub(r"`[^`\n]*`", "", without_blocks(DOCUMENTS[document]))
+    links = [link.partition("#") for link in LINK.findall(prose) if not re.match(r"\w+:", link)]
+    return [((document.parent / file).resolve() if file else document, anchor) for file, _, anchor in links]
+
+
+def anchors(document: Path) -> set[str]:
+    """Returns the anchors that GitHub gives to the headings of a page."""
+    headings = re.findall(r"^#+ (.*)$", without_blocks(DOCUMENTS[document]), flags=re.MULTILINE)
+    texts = [re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading).lower() for heading in headings]
+    return {re.sub(r"[^\w -]", "", text).replace(" ", "-") for text in texts}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(REPOSITORY)))
+def test_every_relative_link_resolves(document: Path) -> None:
+    links = relative_links(document)
+    assert [str(file) for file, _ in links if not file.exists()] == []
+    assert [(file.name, anchor) for file, anchor in links if anchor and anchor not in anchors(file)] == []
+
+
+def test_the_index_lists_every_page_and_notebook() -> None:
+    pages = {*RUNBOOKS, *(REPOSITORY / "sops").rglob("*.ipynb")} - {INDEX}
+    listed = {file for file, _ in relative_links(INDEX)}
+    assert len(pages) > 40
+    assert sorted(str(page.relative_to(REPOSITORY)) for page in pages - listed) == [], "add a line to sops/README.md"
+
+
+def test_pages_link_to_pages_instead_of_naming_their_paths() -> None:
+    named = {str(path.relative_to(REPOSITORY)): PAGE_NAME.findall(text) for path, text in RUNBOOKS.items()}
+    assert {page: names for page, names in named.items() if names} == {}
+
+
+def test_pages_that_the_code_names_exist() -> None:
+    files = [path for suffix in ("py", "sh", "yaml", "ipynb", "toml") for path in REPOSITORY.rglob(f"*.{suffix}")]
+    sources = [path for path in files if not any(part.startswith(".") for part in path.relative_to(REPOSITORY).parts)]
+    sources += [REPOSITORY / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
+    named = {name for path in sources for name in PAGE_NAME.findall(path.read_text(encoding="utf-8"))}
+    assert len(named) > 10
+    assert [name for name in sorted(named) if not (REPOSITORY / name).exists()] == []
+
+
+@pytest.mark.parametrize("document", RUNBOOKS, ids=lambda path: str(path.relative_to(REPOSITORY)))
+def test_a_page_opens_with_sentences_and_can_be_read_on_narrow_screens(document: Path) -> None:
+    title, opening, *_ = without_blocks(DOCUMENTS[document]).split("\n\n")
+    assert title.startswith("# ") and "\n" not in title
+    assert re.match(r"[A-Z*]", opening) and len(opening.split()) >= 8, "say what the page is for and when to read it"
+    lines = [line for line in without_blocks(DOCUMENTS[document]).splitlines() if not line.lstrip().startswith("|")]
+    assert [line for line in lines if len(line) > MAX_COLUMNS] == []
+    heads = [head for head, *_ in tables(re.sub(r"^ +\|", "|", DOCUMENTS[document], flags=re.MULTILINE))]
+    assert [head for head in heads if len(head) > MAX_CELLS] == []
