@@ -35,7 +35,7 @@ def judged_by_plug_in(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
     succeeded(
         train_here(
             *(config, functions, model, *ppo, *workers, *apart),
-            *("env.source=calculator", "run.steps=1", "eval.every_steps=0"),
+            *("env.source=calculator", "data.curriculum=pass_rate", "run.steps=1", "eval.every_steps=0"),
         )
     )
     return folder / "runs" / "tiny"
