@@ -12,7 +12,6 @@ FLOOR = 0.02
 """Weight of a prompt with pass rate 0 or 1; one with pass rate 1/2 has 1/4 + `FLOOR`. So none is forgotten for good."""
 NEWEST_SHARE = 0.5
 """Weight of the newest observation in a running pass rate, whose earlier ones come from older policies."""
-UNSEEN_RATE = 0.5
 LOW_RATE, HIGH_RATE = 0.1, 0.9
 """Bounds of the metrics: after one other observation, a running pass rate comes back to 0 or 1 in the limit only."""
 
@@ -46,7 +45,7 @@ class PassRateOrder:
 
     def row_indices(self, position: int, count: int) -> Indices:
         """Draws the next round; see `PromptOrder.row_indices`."""
-        rates = np.nan_to_num(self._pass_rates, nan=UNSEEN_RATE)
+        rates = np.nan_to_num(self._pass_rates, nan=0.5)
         weights = rates * (1 - rates) + FLOOR
         for rows, share in self._sources:
             weights[rows] *= share / weights[rows].sum()

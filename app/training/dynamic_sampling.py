@@ -148,5 +148,19 @@ def group_samples(samples: Sequence[Sample]) -> list[Group]:
     return list(groups.values())
 
 
+def gather_pass_rates(samples: Sequence[Sample], *, judge: str) -> list[tuple[str, float | None]]:
+    """Returns the uid and the pass rate of every group.
+
+    A pass rate is the mean value of the judge, each clipped to [0, 1]; None if it graded no sample of the group. All
+    hosts must call it together, and get the groups of all.
+    """
+    local = []
+    for group in group_samples(samples):
+        grades = [sample.rewards[judge] for sample in group if sample.rewards and judge in sample.rewards]
+        local.append((group[0].prompt.uid, float(np.clip(grades, 0, 1).mean()) if grades else None))
+    of_hosts = map(json.loads, gather_bytes_over_hosts(json.dumps(local).encode()))
+    return [(uid, rate) for host in of_hosts for uid, rate in host]
+
+
 def _mask_out_of_loss(sample: Sample) -> Sample:
     return replace(sample, loss_mask=np.zeros(len(sample.completion_ids), bool))

@@ -174,12 +174,9 @@ def read_replay(
         start.check_critic(critic)
     paths = _choose_files(rollouts, after_step=start.step if start else 0, steps=settings.run.steps)
     source = None if run is None else _source_settings(run, paths, settings)
-    # The curriculum of the run that wrote the samples has drawn their prompts, and nothing is left for it to do.
+    # The curriculum of the run that wrote the samples has drawn their prompts.
     if settings.data.curriculum != "none" and (source is None or source.data.curriculum == "none"):
-        raise InputError(
-            f"{OPTION}: the samples decide which prompts come, so data.curriculum: {settings.data.curriculum} has none "
-            "to draw; set it to none"
-        )
+        raise InputError(f"{OPTION}: the samples decide which prompts come; set data.curriculum to none")
     files: dict[int, StepFile] = {}
     prompts: dict[tuple[str, bytes], Prompt] = {}
     with _option_in_errors():

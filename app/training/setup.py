@@ -108,8 +108,7 @@ def prepare_run(
             # A hub model is at the commit of this run, or of the run that it replays or starts from.
             known = None if run.model_path.is_file() else find_model_run(start_request)
             read = read_training_inputs(pin_revisions(settings, known or run), start_request)
-            if read.replay is None:
-                check_curriculum_rows(settings, num_prompts=len(read.prompts))
+            check_curriculum_rows(settings, num_prompts=len(read.prompts))
             rewards = stack.enter_context(read.make_rewards(settings))
             if read.replay is None or not read.replay.uses_saved_rewards:
                 try_reward_functions(rewards, read.model.tokenizer, read.prompts)
@@ -226,8 +225,8 @@ def check_curriculum_rows(settings: Settings, *, num_prompts: int) -> None:
     step = settings.rollout.prompts_per_step * jax.process_count()
     if settings.data.curriculum != "none" and num_prompts < step:
         raise InputError(
-            f"data.curriculum: {settings.data.curriculum} draws different prompts for a step, which has {step:,}, but "
-            f"data.source has only {num_prompts:,}; lower rollout.prompts_per_step, add data, or set it to none"
+            f"data.curriculum: the prompts of a step, {step:,}, must differ, but data.source has only {num_prompts:,}; "
+            "lower rollout.prompts_per_step, add data, or set it to none"
         )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -14,7 +13,6 @@ from app.batching.micro_batcher import MicroBatcher
 from app.batching.packing_metrics import scoring_batching_metrics
 from app.checkpoint.train_progress import RunState
 from app.distributed.collective_files import gather_lines_to_process_0
-from app.distributed.collectives import gather_bytes_over_hosts
 from app.mesh.placement import to_device_memory
 from app.mesh.program_cache import CompilationCounter
 from app.model.decoder import Params
@@ -27,7 +25,6 @@ from app.runtime.reward_model import RewardModel, RewardPass, reward_model_metri
 from app.runtime.scoring import ScoringSession
 from app.tracking.sample_metrics import reward_counts
 from app.tracking.timer import StepTimer
-from app.training.dynamic_sampling import group_samples
 from settings.schema.algorithm import ScoredRole
 
 
@@ -79,20 +76,6 @@ def reward_stage_metrics(rounds: Sequence[RewardedRound], timer: StepTimer) -> d
     seconds = timer.seconds.get("time/score_reward_s", 0.0)
     counts = reward_counts(merge_rewarded([one.rewarded for one in rounds]))
     return counts | reward_model_metrics(model_passes(rounds), seconds=seconds)
-
-
-def gather_pass_rates(rounds: Sequence[RewardedRound], *, judge: str) -> list[tuple[str, float | None]]:
-    """Returns the uid and the pass rate of every group of a step, also of those that its filter leaves out.
-
-    A pass rate is the mean value of the judge, each clipped to [0, 1]; None if it graded no sample of the group. All
-    hosts must call it together, and get the groups of all.
-    """
-    local = []
-    for group in group_samples([sample for one in rounds for sample in one.rewarded.samples]):
-        grades = [sample.rewards[judge] for sample in group if sample.rewards and judge in sample.rewards]
-        local.append((group[0].prompt.uid, float(np.clip(grades, 0, 1).mean()) if grades else None))
-    of_hosts = map(json.loads, gather_bytes_over_hosts(json.dumps(local).encode()))
-    return [(uid, rate) for host in of_hosts for uid, rate in host]
 
 
 @dataclass(frozen=True)

@@ -17,16 +17,10 @@ from app.tracking.performance import async_metrics, make_step_flops, rollout_per
 from app.tracking.rollout_timeline import Timeline
 from app.tracking.sample_metrics import episode_metrics, mismatch_metrics, sample_metrics
 from app.tracking.timer import StepTimer
+from app.training.dynamic_sampling import gather_pass_rates
 from app.training.learner import LearnerGroup
 from app.training.rollout_source import RolloutSource
-from app.training.step_stages import (
-    RewardedRound,
-    RewardStage,
-    ScoreStage,
-    gather_pass_rates,
-    model_passes,
-    reward_stage_metrics,
-)
+from app.training.step_stages import RewardedRound, RewardStage, ScoreStage, model_passes, reward_stage_metrics
 from settings import Settings
 
 Metrics = dict[str, float | None]
@@ -74,7 +68,8 @@ class Trainer:
             state, updated = self.learners.update(state, samples, mini_batches, step=step, kl_coef=kl_coef)
         if self.source.curriculum is not None:
             judge = accuracy_function_name(self.settings.reward)
-            self.source.curriculum.observe(gather_pass_rates(rounds, judge=judge))
+            sampled = [sample for one in rounds for sample in one.rewarded.samples]
+            self.source.curriculum.observe(gather_pass_rates(sampled, judge=judge))
         self.publish(state, step=step, timer=timer)
         measured = self.measure(rounds, samples, step=step, timer=timer)
         return state, samples, {**filled, **scored, **advantages, **updated, **measured}

@@ -48,7 +48,10 @@ ROWS = "4 does not divide the 6 samples of an optimizer step on each device (12 
         (("rollout.prompts_per_step=5", FIXED), PROMPTS),
         (("algorithm.mini_batch_prompts=1", FIXED, "model.path=gone"), "algorithm.mini_batch_prompts: 1 prompts"),
         (("rollout.prompts_per_step=12", "algorithm.rows_per_device=4"), ROWS),
-        (("data.curriculum=pass_rate", "rollout.prompts_per_step=41"), "which has 41, but data.source has only 40"),
+        (
+            ("data.curriculum=pass_rate", "rollout.prompts_per_step=41"),
+            "41, must differ, but data.source has only 40",
+        ),
         (("algorithm.dynamic_microbatch=false",), "set it to 2, which does, or set algo"),
     ],
 )

@@ -8,8 +8,7 @@ import pytest
 
 from app.prompts.curriculum import FLOOR
 from app.prompts.data_sources import load_training_data
-from app.reward.aggregate import RewardedSamples
-from app.training.step_stages import RewardedRound, gather_pass_rates
+from app.training.dynamic_sampling import gather_pass_rates
 from settings import load
 from settings.errors import InputError
 from tests import program
@@ -71,7 +70,7 @@ def test_replay_needs_no_curriculum_and_accepts_only_that_of_its_run(
     program.assert_same_state(again, drawn, step=8)
     assert not any(name.startswith("data/pass_rate") for name in program.metrics_of(again)[-1])
     for at in (finished, step_file(finished, 1)):
-        with pytest.raises(InputError, match=r"the samples decide which prompts come.*; set it to none"):
+        with pytest.raises(InputError, match=r"the samples decide which prompts come; set data.curriculum to none"):
             looked(finished, "data.curriculum=pass_rate", at=at)
 
 
@@ -101,10 +100,5 @@ def test_rounds_that_are_generated_together_have_different_prompts(graded: str, 
 
 def test_pass_rate_of_a_group_is_the_mean_over_its_graded_samples() -> None:
     grades = [[{"judge": 1.0}, {"judge": -3.0, "other": 9.0}], [{"judge": 0.5}, None, {"other": 1.0}], [None, {}]]
-    rounds = [
-        RewardedRound(
-            RewardedSamples([make_sample([1], group_id=i, rewards=one) for one in group], {}, 0, (), None), None
-        )
-        for i, group in enumerate(grades)
-    ]
-    assert gather_pass_rates(rounds, judge="judge") == [("row-0", 0.5), ("row-1", 0.5), ("row-2", None)]
+    samples = [make_sample([1], group_id=i, rewards=one) for i, group in enumerate(grades) for one in group]
+    assert gather_pass_rates(samples, judge="judge") == [("row-0", 0.5), ("row-1", 0.5), ("row-2", None)]
