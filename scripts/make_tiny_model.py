@@ -100,7 +100,9 @@ def without_carries(left: int, right: int) -> int:
     return int("".join(str((int(a) + int(b)) % 10) for a, b in columns))
 
 
-def training_rows(tokenizer: PreTrainedTokenizerFast, *, num_problems: int) -> tuple[TokenBatch, np.ndarray]:
+def training_rows(
+    tokenizer: PreTrainedTokenizerFast, *, num_problems: int, right_share: float = RIGHT_SHARE
+) -> tuple[TokenBatch, np.ndarray]:
     """Returns problems of the training split with correct and wrong answers, and each row's probability."""
     problems = make_problems(
         difficulty=tuple(LEVEL_SHARES), operators=("+",), num_problems=num_problems, split="train", seed=0
@@ -113,7 +115,7 @@ def training_rows(tokenizer: PreTrainedTokenizerFast, *, num_problems: int) -> t
         prompt = Prompt(row.uid, np.array(prompt_ids, np.int32), row.prompt, row.answer, row.extra)
         left, _, right = str(row.prompt).split()[:3]
         slip = str(without_carries(int(left), int(right)))
-        for answer, share in ((row.answer, RIGHT_SHARE), (slip, 1 - RIGHT_SHARE)):
+        for answer, share in ((row.answer, right_share), (slip, 1 - right_share)):
             ids = np.array(tokenizer.encode(f"{answer}{END}"), np.int32)
             samples.append(Sample(prompt, 0, 0, ids, f"{answer}", np.zeros(len(ids), np.float32), "stop", 0))
             probabilities.append(share * LEVEL_SHARES[level] / np.sum(levels == level))

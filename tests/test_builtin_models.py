@@ -17,7 +17,7 @@ from app.reward.plugin import StepInfo
 from app.runtime.scoring import ScoringSession
 from app.runtime.session import Session
 from app.training.inputs import read_training_inputs
-from scripts import make_tiny_model, make_tiny_tools_model
+from scripts import make_tiny_model, make_tiny_teacher, make_tiny_tools_model
 from settings import load
 from tests.program import REPOSITORY, metrics_of
 
@@ -36,7 +36,11 @@ def test_default_settings_need_no_network() -> None:
 
 @pytest.mark.parametrize(
     ("name", "config", "tokenizer"),
-    [("tiny", make_tiny_model.CONFIG, TINY), ("tiny_tools", make_tiny_tools_model.CONFIG, TOOLS)],
+    [
+        ("tiny", make_tiny_model.CONFIG, TINY),
+        ("tiny_teacher", make_tiny_teacher.TEACHER_CONFIG, TINY),
+        ("tiny_tools", make_tiny_tools_model.CONFIG, TOOLS),
+    ],
 )
 def test_packaged_files_are_small_and_what_the_script_writes(name, config, tokenizer, tmp_path):
     packaged = open_model(f"builtin:{name}").path
@@ -63,14 +67,19 @@ def held_out_uids(operator: str, difficulty: int) -> set[str]:
     return {row.uid.removeprefix("arithmetic/") for row in problems.rows}
 
 
-def test_tiny_has_the_format_but_not_the_skill() -> None:
-    settings = load(None, ["data.num_problems=64"], {}).settings
+def metrics_at_the_start(*overrides: str) -> dict[str, float]:
+    """Returns the metrics of an evaluation of a model before any training, as the quickstart evaluates."""
+    settings = load(None, ["data.num_problems=64", *overrides], {}).settings
     training_input = read_training_inputs(settings)
     session = Session.open(ScoringSession.open(settings, training_input.model))
     weights = session.to_decode_weights(session.scoring.load_params())
     with training_input.make_rewards(settings) as rewards:
         judged = evaluate(session, weights, training_input.eval_prompts, rewards, StepInfo())
-    metrics = {name: value or 0.0 for name, value in evaluation_metrics(judged.samples, settings).items()}
+    return {name: value or 0.0 for name, value in evaluation_metrics(judged.samples, settings).items()}
+
+
+def test_tiny_has_the_format_but_not_the_skill() -> None:
+    metrics = metrics_at_the_start()
     assert 0.1 <= metrics["eval/accuracy"] <= 0.4
     for level in LEVELS:
         assert 0.05 <= metrics[f"eval/accuracy/difficulty_{level}"] <= 0.5
@@ -78,10 +87,14 @@ def test_tiny_has_the_format_but_not_the_skill() -> None:
     assert metrics["eval/truncated_fraction"] <= 0.05
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_tiny_tools_learns_to_call_the_calculator(tmp_path: Path) -> None:
-    chosen = ("--config", "quickstart_tools", "--set", f"run.dir={tmp_path}", "--set", "run.name=tools")
+def test_the_tiny_teacher_has_the_skill() -> None:
+    metrics = metrics_at_the_start("model.path=builtin:tiny_teacher")
+    assert metrics["eval/accuracy"] >= 0.95
+
+
+def trained(preset: str, runs: Path) -> Path:
+    """Returns the directory of a run of a preset."""
+    chosen = ("--config", preset, "--set", f"run.dir={runs}", "--set", "run.name=run")
     subprocess.run(
         [sys.executable, "-m", "cli", "train", *chosen],
         cwd=REPOSITORY,
@@ -90,7 +103,23 @@ def test_tiny_tools_learns_to_call_the_calculator(tmp_path: Path) -> None:
         check=True,
         capture_output=True,
     )
-    lines = metrics_of(tmp_path / "tools")
+    return runs / "run"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_tiny_reaches_its_teacher_without_a_reward(tmp_path: Path) -> None:
+    lines = metrics_of(trained("quickstart_distill", tmp_path))
+    accuracy = [line["eval/accuracy"] for line in lines if "eval/accuracy" in line]
+    assert accuracy[0] <= 0.3
+    assert accuracy[-1] >= metrics_at_the_start("model.path=builtin:tiny_teacher")["eval/accuracy"] - 0.01
+    assert {line["reward/mean"] for line in lines[1:]} == {0.0}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_tiny_tools_learns_to_call_the_calculator(tmp_path: Path) -> None:
+    lines = metrics_of(trained("quickstart_tools", tmp_path))
     calls = [line["episode/tool_calls_mean"] for line in lines if "episode/tool_calls_mean" in line]
     assert calls[0] < 0.5 and calls[-1] > 0.95
     accuracy = [line["eval/accuracy"] for line in lines if "eval/accuracy" in line]

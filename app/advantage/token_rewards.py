@@ -1,8 +1,12 @@
-"""Rewards per token: the sample's reward on its last token, and a KL penalty, whose coefficient may adapt, on all."""
+"""Rewards per token: the sample's reward on its last token, and a KL penalty, whose coefficient may adapt, on all.
+
+The penalty may be in the advantages instead.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 from jaxtyping import Float64
@@ -47,6 +51,19 @@ def token_kl(sample: Sample, kl_estimator: TokenKLFn) -> Float64[np.ndarray, "C"
     kl = np.zeros(len(sample.completion_ids))
     kl[sample.mask] = kl_estimator(policy[sample.mask].astype(np.float64), reference[sample.mask].astype(np.float64))
     return kl
+
+
+def kl_penalized_advantages(sample: Sample, *, kl_estimator: TokenKLFn, kl_coef: float) -> Sample:
+    """Returns the sample with A_t - kl_coef * KL_t(policy || reference) on the tokens that the policy wrote.
+
+    With k1 and samples of the policy, the expected gradient is that of A and of kl_coef times the KL of each token
+    given those before it: what a token does to the KL of later ones is left aside, as by a discount of 0.
+
+    Source: Lu 2025, "On-Policy Distillation" (Thinking Machines Lab).
+    """
+    assert sample.advantages is not None
+    penalized = sample.advantages - kl_coef * token_kl(sample, kl_estimator)
+    return replace(sample, advantages=penalized.astype(np.float32))
 
 
 def kl_moments(samples: Sequence[Sample], kl_estimator: TokenKLFn) -> Moments:

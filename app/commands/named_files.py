@@ -30,6 +30,7 @@ def check_train_files(settings: Settings, *, resume: Resume, is_replay: bool) ->
             bucket_of(settings.run).check(resume)
         else:
             check_run_directory(RunDirectory.from_settings(settings.run), resume)
+        check_model_path("reference.path", settings.reference.path if settings.has_teacher else None)
         check_model_path("critic.path", settings.critic.path if settings.has_critic else None)
         check_model_path("reward.model", settings.reward.model)
     if not is_replay:

@@ -107,7 +107,8 @@ def score_file(
         refuse_existing({"--out": out}, overwrite=overwrite)
     require_inputs(resolved.settings, {"--input": samples})
     if checkpoints and role in ("reference", "reward"):
-        weights = "model.path" if role == "reference" else "reward.model"
+        of_reference = "reference.path" if resolved.settings.reference.path else "model.path"
+        weights = of_reference if role == "reference" else "reward.model"
         raise InputError(f"--checkpoint: --role {role} uses only the weights of {weights}; omit one of the two options")
     if role == "reward":
         if check_packing:

@@ -51,9 +51,10 @@ from app.runtime.inputs import (
     read_critic,
     read_eval_rows,
     read_policy,
+    read_reference,
     read_train_rows,
 )
-from app.runtime.model_spec import CriticSpec, ModelSpec
+from app.runtime.model_spec import CriticSpec, ModelSpec, ReferenceSpec
 from app.runtime.pinned_revisions import pin_revisions
 from app.runtime.reward_model import RewardModelSpec
 from app.runtime.reward_trial import make_trial_samples
@@ -82,6 +83,7 @@ class PreflightInputs:
 
     model: ModelSpec | None = None
     critic: CriticSpec | None = None
+    teacher: ReferenceSpec | None = None
     reward_model: RewardModelSpec | None = None
     dataset: Dataset | None = None
     prompts: Sequence[Prompt] = ()
@@ -207,7 +209,7 @@ def _read_inputs(recorder: CheckRecorder, settings: Settings) -> PreflightInputs
 
 
 def _read_models(recorder: CheckRecorder, settings: Settings, inputs: PreflightInputs, absent: set[str]) -> None:
-    """Reads policy, critic and reward model, except for those whose settings are in `absent`."""
+    """Reads policy, critic, teacher and reward model, except for those whose settings are in `absent`."""
     if "model.path" in absent:
         recorder.skip("model", reason=NOT_CACHED)
     else:
@@ -224,6 +226,12 @@ def _read_models(recorder: CheckRecorder, settings: Settings, inputs: PreflightI
         with recorder.run_check("critic"):
             inputs.critic = read_critic(settings, inputs.model)
             recorder.ok("critic", f"{settings.critic.path or settings.model.path}: its tokenizer equals the policy's")
+    if settings.has_teacher and (inputs.model is None or "reference.path" in absent):
+        recorder.skip("teacher", reason="the teacher or the policy could not be read")
+    elif settings.has_teacher and inputs.model is not None:
+        with recorder.run_check("teacher"):
+            inputs.teacher = read_reference(settings, inputs.model)
+            recorder.ok("teacher", f"{settings.reference.source}: its tokens are the policy's")
     if "reward.model" in absent:
         recorder.skip("reward model", reason=NOT_CACHED)
     else:
@@ -297,11 +305,11 @@ def _open_session(
 ) -> tuple[Session, LearnerGroup] | None:
     """Returns what a launch would open; None if it cannot be opened. All hosts must call it together."""
     opened = None
-    if inputs.model is None or (settings.has_critic and inputs.critic is None):
+    if inputs.model is None or not _has_other_networks(settings, inputs):
         recorder.skip("mesh", reason="the model could not be read")
         return None
     with recorder.run_check("mesh"):
-        scoring = ScoringSession.open(settings, inputs.model, inputs.critic, trains=True)
+        scoring = ScoringSession.open(settings, inputs.model, inputs.critic, inputs.teacher, trains=True)
         session, _ = opened = open_session(scoring, inputs.reward_model)
         stack.enter_context(closing(session))
         axes = ", ".join(f"{axis} {size}" for axis, size in session.mesh.shape.items())
@@ -312,13 +320,19 @@ def _open_session(
 def _host_facts(settings: Settings, run: RunDirectory, inputs: PreflightInputs) -> dict[str, str]:
     """Returns this host's fingerprints of everything that must be equal on all hosts."""
     facts = file_fingerprints(settings, run)
-    has_critic = inputs.critic is not None or not settings.has_critic
+    has_networks = _has_other_networks(settings, inputs)
     has_reward_model = inputs.reward_model is not None or settings.reward.model is None
-    if inputs.model is not None and inputs.dataset is not None and has_critic and has_reward_model:
+    if inputs.model is not None and inputs.dataset is not None and has_networks and has_reward_model:
         data = dataset_fingerprints(settings, inputs.dataset)
-        facts |= input_fingerprints(inputs.model, data, inputs.critic, inputs.reward_model)
+        facts |= input_fingerprints(inputs.model, data, inputs.critic, inputs.reward_model, inputs.teacher)
         facts["the evaluation prompts"] = prompts_digest(inputs.held_out)
     return facts
+
+
+def _has_other_networks(settings: Settings, inputs: PreflightInputs) -> bool:
+    """Returns whether the critic and the teacher were read, if the run has them."""
+    has_critic = inputs.critic is not None or not settings.has_critic
+    return has_critic and (inputs.teacher is not None or not settings.has_teacher)
 
 
 def _check_memory(

@@ -51,8 +51,13 @@ class HubSource(NamedTuple):
 
 def hub_sources(settings: Settings) -> tuple[HubSource, ...]:
     """Returns the hub models and data sets in the settings; empty if everything is local."""
-    data, critic_path = settings.data, settings.has_critic and settings.critic.path
-    models = {"model.path": settings.model.path, "critic.path": critic_path, "reward.model": settings.reward.model}
+    data, reference = settings.data, settings.reference
+    models = {
+        "model.path": settings.model.path,
+        "reference.path": settings.has_teacher and reference.source,
+        "critic.path": settings.has_critic and settings.critic.path,
+        "reward.model": settings.reward.model,
+    }
     single = isinstance(data.source, str)
     data_sets = {"data.source" if single else f"data.source[{i}]": one.source for i, one in enumerate(data.sources)}
     if settings.eval.every_steps and data.eval_source:

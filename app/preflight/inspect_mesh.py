@@ -41,9 +41,11 @@ from app.records.text_format import format_bytes, format_ranges, format_table
 from app.runtime.model_spec import (
     CriticSpec,
     ModelSpec,
+    ReferenceSpec,
     adapted_definition,
     check_context_length,
     check_routing_replay,
+    check_vocabulary,
     model_setting_in_errors,
 )
 from app.runtime.scoring import ScoringSession
@@ -174,6 +176,7 @@ class ConfigOnlySpec(NamedTuple):
     critic: CriticSpec | None
     reward_model: CriticSpec | None
     """The reward model, which is a value network like a critic."""
+    teacher: ReferenceSpec | None
 
 
 def read_config_only_spec(settings: Settings) -> ConfigOnlySpec:
@@ -203,7 +206,19 @@ def read_config_only_spec(settings: Settings) -> ConfigOnlySpec:
             critic = read_value_network("critic.path", path, CAUSAL_LM + SEQUENCE_CLASSIFICATION)
     if settings.reward.model is not None:
         reward_model = read_value_network("reward.model", settings.reward.model, SEQUENCE_CLASSIFICATION)
-    return ConfigOnlySpec(model, critic, reward_model)
+    return ConfigOnlySpec(model, critic, reward_model, _read_teacher_config(settings, model))
+
+
+def _read_teacher_config(settings: Settings, model: ModelSpec) -> ReferenceSpec | None:
+    path = settings.reference.source
+    if path is None or not settings.has_teacher:
+        return None
+    with model_setting_in_errors("reference.path"):
+        files = open_model(path, config_only=True)
+        architecture = architecture_from_config(files.config, attention=settings.model.attention)
+    check_vocabulary(settings, architecture, model)
+    check_context_length(architecture, settings, path=f"reference.path {path}")
+    return ReferenceSpec.cut(files, architecture, vocab_size=model.architecture.vocab_size)
 
 
 def open_step_outline(resolved: Resolved, *, compiles: bool) -> StepOutline:
@@ -218,7 +233,7 @@ def open_step_outline(resolved: Resolved, *, compiles: bool) -> StepOutline:
     spec = read_config_only_spec(settings)
     jax_startup.initialize_distributed(settings.mesh, compiles=compiles)
     check_hosts_agree(resolved)
-    scoring = ScoringSession.open(settings, spec.model, spec.critic, trains=True)
+    scoring = ScoringSession.open(settings, spec.model, spec.critic, spec.teacher, trains=True)
     session, learning = open_session(scoring, spec.reward_model)
     prompt = make_longest_prompt(settings.data.max_prompt_length)
     # Without the data, the number of held-out prompts is unknown: assumes full batches on all hosts.

@@ -189,7 +189,8 @@ def check_reward_functions(
 ) -> None:
     """Checks the value of a right answer and of wrong ones under each reward function, in its worker processes."""
     if not settings.reward.functions:
-        recorder.skip("reward", reason="the environment alone gives rewards")
+        giver = "environment alone gives rewards" if settings.env.source else "teacher needs no rewards"
+        recorder.skip("reward", reason=f"the {giver}")
         return
     # Reward model and environment have checks of their own.
     of_functions = {"reward": settings.reward.model_copy(update={"model": None}), "env": EnvironmentSettings()}

@@ -95,6 +95,11 @@ class Tokenizer:
         """See the function `encoding_fingerprint`."""
         return encoding_fingerprint(self._hf_tokenizer)
 
+    @property
+    def token_table(self) -> dict[int, str]:
+        """See the function `token_table`."""
+        return token_table(self._hf_tokenizer)
+
     def chat_ids(self, messages: Messages) -> list[int]:
         """Returns the ids of a chat up to the start of the assistant's next turn; see `ChatTemplate`."""
         return self.template.ids(messages, self.tools, add_generation_prompt=True)
@@ -169,6 +174,11 @@ def encoding_fingerprint(hf_tokenizer: PreTrainedTokenizerFast) -> str:
     # These concern batches and depend on the program that saved the file.
     del rules["truncation"], rules["padding"]
     return hashlib.sha256(json.dumps(rules).encode()).hexdigest()
+
+
+def token_table(hf_tokenizer: PreTrainedTokenizerFast) -> dict[int, str]:
+    """Returns the token of each id, control tokens included."""
+    return {token_id: token for token, token_id in hf_tokenizer.get_vocab().items()}
 
 
 def load_tokenizer(

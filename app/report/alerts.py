@@ -143,7 +143,7 @@ def _nonfinite_update(steps: Sequence[MetricsRecord]) -> str | None:
 
 
 def _entropy_collapse(steps: Sequence[MetricsRecord]) -> str | None:
-    if len(steps) < 2 * SHORT_WINDOW_STEPS or _is_solved(steps):
+    if len(steps) < 2 * SHORT_WINDOW_STEPS or _is_solved(steps) or _learns_from_teacher(steps):
         return None
     start = Series.from_history(steps[:SHORT_WINDOW_STEPS], "policy/entropy").values
     now = _last_values(steps, "policy/entropy", SHORT_WINDOW_STEPS)
@@ -159,6 +159,8 @@ def _entropy_collapse(steps: Sequence[MetricsRecord]) -> str | None:
 def _constant_reward(steps: Sequence[MetricsRecord]) -> str | None:
     means, deviations = (_since_start(steps, f"reward/{name}", LONG_WINDOW_STEPS) for name in ("mean", "std"))
     if means is None or deviations is None or max(deviations.max(), np.ptp(means)) > ROUNDING_TOLERANCE:
+        return None
+    if _learns_from_teacher(steps):
         return None
     cause = "Either every prompt is solved, or the reward function ignores the answer"
     if means[0] == 0:
@@ -178,6 +180,8 @@ def _equal_rewards(steps: Sequence[MetricsRecord]) -> str | None:
         return None
     # With advantages per token, groups are not compared.
     if _constant_reward(steps) or finite_metric(steps[-1], "returns/mean") is not None:
+        return None
+    if _learns_from_teacher(steps):
         return None
     remedy = "Nearly every prompt is solved: use harder prompts, or stop here."
     if not _is_solved(steps):
@@ -338,6 +342,11 @@ def _recompilation(steps: Sequence[MetricsRecord]) -> str | None:
         "Shapes should repeat after the first steps: please report it with settings.yaml and the lengths in "
         "metrics.jsonl."
     )
+
+
+def _learns_from_teacher(steps: Sequence[MetricsRecord]) -> bool:
+    """Returns whether the KL to a teacher is in the rewards or advantages: then entropy follows the teacher's."""
+    return all(finite_metric(steps[-1], name) is not None for name in ("policy/teacher_kl", "policy/kl_coef"))
 
 
 def _is_solved(steps: Sequence[MetricsRecord]) -> bool:

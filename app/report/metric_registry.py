@@ -51,7 +51,8 @@ METRICS = (
     Metric("step", "completed training steps; line 0 is the evaluation before the first",
         "rises by 1", "a gap: lines were deleted"),
     Metric("reward/mean, reward/std",
-        "weighted reward of the step's samples, before any KL penalty (`algorithm.kl_in: reward`)",
+        "weighted reward of the step's samples, before any KL penalty (`algorithm.kl_in: reward`); 0 where a teacher "
+        "alone is learned from",
         "the mean rises over tens of steps", "read samples in `rollouts.html` to check the reward"),
     Metric("reward/<function>/mean",
         "mean unweighted value of a reward function, of the reward model (`model`) or of the environment (`env`), over "
@@ -141,7 +142,8 @@ METRICS = (
         "rises with `reward/env/mean`", "one rises at the expense of another: change the environment"),
     Metric("env/<name>", "mean of a number that the environment reports with its answers; at most 32 of them",
         "as defined by its author", "ask its author"),
-    Metric("advantage/mean", "mean advantage over the tokens that the policy generated in the step, before whitening",
+    Metric("advantage/mean", "mean advantage over the tokens that the policy generated in the step, before whitening "
+        "and before a KL penalty in the advantage",
         "near 0", "far from 0: better answers are longer (above) or shorter (below) than worse ones"),
     Metric("advantage/std", "standard deviation of the advantage over the same tokens, before whitening",
         "0.3 to 1", "near 0: see `reward/zero_variance_fraction`"),
@@ -157,9 +159,13 @@ METRICS = (
     Metric("policy/entropy", "entropy of the policy, in nats per token",
         "falls slowly", "collapses: lower the learning rate, add `algorithm.beta` or `algorithm.entropy_coef`"),
     Metric("policy/kl",
-        "KL to the initial model, in nats per token, by `algorithm.kl_estimator` (null if `algorithm.beta` is 0)",
+        "KL to the initial model, in nats per token, by `algorithm.kl_estimator` (null if `algorithm.beta` is 0, and "
+        "with a teacher)",
         "below 0.1", "raise `algorithm.beta`"),
-    Metric("policy/kl_coef", "weight of the KL penalty in the step's rewards (`algorithm.kl_in: reward`)",
+    Metric("policy/teacher_kl", "the same to the teacher, the model of `reference.path`",
+        "falls under distillation", "it stays: raise `optimizer.learning_rate`; it rises: lower it"),
+    Metric("policy/kl_coef",
+        "weight of the KL penalty in the step's rewards or advantages (`algorithm.kl_in: reward` or `advantage`)",
         "steady, or converges with `algorithm.kl_target`",
         "keeps rising: raise `algorithm.kl_target`, or lower the learning rate"),
     Metric("policy/grad_norm", "norm of the gradient before it is clipped at `optimizer.max_grad_norm`",

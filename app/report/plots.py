@@ -334,10 +334,10 @@ PANELS = (
     ),
     Panel(
         "kl",
-        "KL to the initial model",
-        "KL of the policy to the initial model. Below 0.1 is usual; if it keeps growing, raise algorithm.beta "
-        "or lower optimizer.learning_rate.",
-        {"policy/kl": "nats per token"},
+        "KL to the initial model or the teacher",
+        "KL of the policy to the initial model. Below 0.1 is usual; if it keeps growing, raise algorithm.beta or "
+        "lower optimizer.learning_rate. That to a teacher falls.",
+        {"policy/kl": "nats per token", "policy/teacher_kl": "nats per token, to the teacher"},
         noisy=True,
     ),
     Panel(

@@ -207,9 +207,10 @@ class RewardFunctions:
             functions, weights[ENVIRONMENT_REWARD] = [*functions, self._environment], self._environment.weight
         if model_outcomes is not None:
             weights[MODEL_REWARD], outcomes[MODEL_REWARD] = self._settings.model_weight, model_outcomes
-        scored = _compute_rewards(
-            samples, step_info, functions, weights, self._settings.on_error, extra_outcomes=outcomes
-        )
+        # A teacher needs no reward.
+        when_all_abstain = ALL_ABSTAINED if weights else None
+        given = {"extra_outcomes": outcomes, "when_all_abstain": when_all_abstain}
+        scored = _compute_rewards(samples, step_info, functions, weights, self._settings.on_error, **given)
         if self._overlong is not None:
             scored = replace(scored, samples=[self._overlong.apply(sample) for sample in scored.samples])
         if self._environment is not None and self._environment.rewards_turns:

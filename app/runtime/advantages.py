@@ -46,6 +46,7 @@ from app.advantage.token_advantages import (
 )
 from app.advantage.token_rewards import (
     kl_moments,
+    kl_penalized_advantages,
     kl_penalized_token_rewards,
     task_token_rewards,
     update_kl_coef,
@@ -92,6 +93,8 @@ class AdvantageEstimator:
     """Whether it does not learn from truncated samples."""
     parts: RewardParts | None = None
     """The parts of the reward that `estimate` compares by themselves; None if it compares their sum."""
+    penalize: Callable[[Sample, float], Sample] | None = None
+    """Subtracts a KL penalty of this coefficient from a sample's advantages in the end; None = it is elsewhere."""
 
     def learns_from(self, sample: Sample) -> bool:
         """Returns whether a sample takes part in the statistics of its group and in the loss."""
@@ -107,7 +110,8 @@ class AdvantageEstimator:
             rewarded = [s for s in samples if s.reward is not None]
             metrics["completions/masked_token_fraction"] = missing_token_fraction(rewarded, estimated)
         next_kl_coef = self.next_kl_coef(estimated, kl_coef)
-        learned = iter(whiten_advantages(estimated, moments.advantages) if self.whiten_advantages else estimated)
+        finished = whiten_advantages(estimated, moments.advantages) if self.whiten_advantages else estimated
+        learned = iter([self.penalize(s, kl_coef) for s in finished] if self.penalize else finished)
 
         def masked(sample: Sample) -> Sample:
             zeros = np.zeros(len(sample.completion_ids), np.float32)
@@ -136,7 +140,8 @@ def make_advantage_estimator(settings: Settings, custom: CustomEstimator | None 
     return AdvantageEstimator(
         estimate=estimate,
         whiten_advantages=algorithm.whiten_advantages,
-        has_kl_penalty=algorithm.kl_in_reward,
+        penalize=_make_penalty(algorithm) if algorithm.kl_in_advantage else None,
+        has_kl_penalty=algorithm.penalizes_samples,
         next_kl_coef=make_next_kl_coef(algorithm),
         masks_truncated=algorithm.mask_truncated,
         parts=parts,
@@ -145,7 +150,9 @@ def make_advantage_estimator(settings: Settings, custom: CustomEstimator | None 
 
 def with_saved_advantages(estimator: AdvantageEstimator) -> AdvantageEstimator:
     """Returns an estimator that keeps the samples' saved advantages and returns; the KL coefficient still adapts."""
-    return replace(estimator, estimate=lambda samples, kl_coef: list(samples), whiten_advantages=False, parts=None)
+    return replace(
+        estimator, estimate=lambda samples, kl_coef: list(samples), whiten_advantages=False, parts=None, penalize=None
+    )
 
 
 def make_group_advantages(settings: Settings) -> EstimateAdvantages:
@@ -266,6 +273,11 @@ def _from_token_rewards(settings: Settings, assign: Callable[..., list[Sample]])
     return lambda samples, kl_coef: assign(samples, token_rewards=partial(penalized, kl_coef=kl_coef))
 
 
+def _make_penalty(algorithm: AlgorithmSettings) -> Callable[[Sample, float], Sample]:
+    kl_estimator = make_kl_estimator(algorithm)
+    return lambda sample, kl_coef: kl_penalized_advantages(sample, kl_estimator=kl_estimator, kl_coef=kl_coef)
+
+
 def make_kl_estimator(algorithm: AlgorithmSettings) -> KLEstimator:
     """Returns the estimator of the KL penalty, in the loss or in the reward."""
     assert algorithm.kl_estimator is not None
@@ -275,7 +287,7 @@ def make_kl_estimator(algorithm: AlgorithmSettings) -> KLEstimator:
 def make_next_kl_coef(algorithm: AlgorithmSettings) -> NextKLCoef:
     """Returns the rule for the KL coefficient: constant, or adapted towards the per-token KL `algorithm.kl_target`."""
     target = algorithm.kl_target
-    if target is None or not algorithm.kl_in_reward:
+    if target is None or not algorithm.penalizes_samples:
         return lambda samples, kl_coef: kl_coef
     kl_estimator = make_kl_estimator(algorithm)
 

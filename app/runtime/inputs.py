@@ -22,7 +22,15 @@ from app.reward.builtin_tasks import check_answers
 from app.reward.function_pool import open_pool
 from app.reward.plugin_signature import DataColumns
 from app.reward.reward_functions import EnvironmentReward, OverlongPenalty, RewardFunctions, accuracy_function_name
-from app.runtime.model_spec import CriticSpec, ModelSpec, check_context_length, read_critic_spec, read_model_spec
+from app.runtime.model_spec import (
+    CriticSpec,
+    ModelSpec,
+    ReferenceSpec,
+    check_context_length,
+    read_critic_spec,
+    read_model_spec,
+    read_reference_spec,
+)
 from app.runtime.reward_model import RewardModelSpec, read_reward_model_spec
 from settings import Settings
 from settings.errors import InputError
@@ -103,6 +111,16 @@ def read_critic(settings: Settings, model: ModelSpec) -> CriticSpec | None:
     critic = read_critic_spec(settings, model)
     check_context_length(critic.architecture, settings, path=settings.critic.path or settings.model.path)
     return critic
+
+
+def read_reference(settings: Settings, model: ModelSpec) -> ReferenceSpec | None:
+    """Reads the teacher; returns None if the run has none."""
+    if not settings.has_teacher:
+        return None
+    reference = read_reference_spec(settings, model)
+    if reference is not None:
+        check_context_length(reference.architecture, settings, path=f"reference.path {settings.reference.source}")
+    return reference
 
 
 def read_checked_reward_model(settings: Settings) -> RewardModelSpec | None:

@@ -14,16 +14,23 @@ from app.model.architecture import Architecture
 from app.model.decoder import DecoderDefinition, ValueDecoder
 from app.model.experts import UNRECORDED
 from app.model.io.families import CAUSAL_LM, SEQUENCE_CLASSIFICATION, architecture_from_config
-from app.model.io.hf_weights import LM_HEAD, check_tensors, critic_tensors, expected_tensors, has_own_head
-from app.model.io.model_files import ModelFiles, open_model
+from app.model.io.hf_weights import (
+    LM_HEAD,
+    FirstTokens,
+    check_tensors,
+    critic_tensors,
+    expected_tensors,
+    has_own_head,
+)
+from app.model.io.model_files import ModelFiles, is_from_hub, open_model
 from app.model.lora import LoRAConfig
 from app.model.quantization import QUANTIZE_BASE_SETTING, check_quantization
-from app.prompts.tokenizer import Tokenizer, encoding_fingerprint, load_fast_tokenizer, load_tokenizer
+from app.prompts.tokenizer import Tokenizer, encoding_fingerprint, load_fast_tokenizer, load_tokenizer, token_table
 from app.records.text_format import format_percent
 from app.records.versions import QUANTIZATION_PACKAGE, version_of
 from settings import Settings
 from settings.errors import InputError
-from settings.schema.model import PROJECTION_GROUPS, LoRASettings
+from settings.schema.model import PROJECTION_GROUPS, AttentionImplementation, LoRASettings
 from settings.schema.rollout import RolloutWeights
 
 log = logging.getLogger(__name__)
@@ -114,16 +121,7 @@ def read_model_spec(settings: Settings, *, generates: bool = True) -> ModelSpec:
     Raises:
         InputError: the model cannot be used; found here rather than later on the device.
     """
-    files = open_model(settings.model.path)
-    architecture = architecture_from_config(files.config, attention=settings.model.attention)
-    if architecture.tied_embeddings and has_own_head(files.weights):
-        log.warning(
-            "model.path: config.json of %s ties %s to the embedding, but it has other values in the file, so it is "
-            "used as it is, as in transformers; set tie_word_embeddings: false in config.json",
-            *(files.name, LM_HEAD),
-        )
-        files = replace(files, config=files.config | {"tie_word_embeddings": False})
-        architecture = replace(architecture, tied_embeddings=False)
+    files, architecture = _open_causal_lm(settings.model.path, settings.model.attention)
     definition = DecoderDefinition.create(architecture)
     check_routing_replay(architecture, settings)
     check_tensors(expected_tensors(definition), files.weights.shapes, architecture)
@@ -138,6 +136,21 @@ def read_model_spec(settings: Settings, *, generates: bool = True) -> ModelSpec:
     if generates:
         _ = model.tokenizer
     return model
+
+
+def _open_causal_lm(path: str, attention: AttentionImplementation) -> tuple[ModelFiles, Architecture]:
+    """Opens the files of a causal language model, whose embeddings are tied if its file has no other LM head."""
+    files = open_model(path)
+    architecture = architecture_from_config(files.config, attention=attention)
+    if architecture.tied_embeddings and has_own_head(files.weights):
+        log.warning(
+            "model.path: config.json of %s ties %s to the embedding, but it has other values in the file, so it is "
+            "used as it is, as in transformers; set tie_word_embeddings: false in config.json",
+            *(files.name, LM_HEAD),
+        )
+        files = replace(files, config=files.config | {"tie_word_embeddings": False})
+        architecture = replace(architecture, tied_embeddings=False)
+    return files, architecture
 
 
 def check_routing_replay(architecture: Architecture, settings: Settings) -> None:
@@ -217,6 +230,72 @@ def read_critic_spec(settings: Settings, policy: ModelSpec) -> CriticSpec:
             "critic.path: null"
         )
     return CriticSpec(files, architecture, definition)
+
+
+@dataclass(frozen=True)
+class ReferenceSpec:
+    """A teacher, the model of `reference.path`, checked but not loaded. Its vocabulary is cut to the policy's."""
+
+    files: ModelFiles
+    architecture: Architecture
+    definition: DecoderDefinition
+    num_tokens: int
+    """Size of its own vocabulary, padding included."""
+
+    @classmethod
+    def cut(cls, files: ModelFiles, architecture: Architecture, *, vocab_size: int) -> ReferenceSpec:
+        """Returns the model with the first tokens of its vocabulary, which are all that its softmax is over."""
+        files = replace(files, weights=FirstTokens(files.weights, vocab_size))
+        of_policy = replace(architecture, vocab_size=vocab_size)
+        return cls(files, of_policy, DecoderDefinition.create(of_policy), architecture.vocab_size)
+
+
+def read_reference_spec(settings: Settings, policy: ModelSpec) -> ReferenceSpec | None:
+    """Reads the model of `reference.path`; returns None without one.
+
+    Raises:
+        InputError: the model cannot be used as a teacher, for example because its tokens are not the policy's.
+    """
+    path = settings.reference.source
+    if path is None:
+        return None
+    if settings.reference.revision is not None and not is_from_hub(settings.reference.path or ""):
+        raise InputError(
+            f"reference.revision: {settings.reference.path} is not on the hub, so it has no revisions; set it to null"
+        )
+    with model_setting_in_errors("reference.path"):
+        files, architecture = _open_causal_lm(path, settings.model.attention)
+        check_tensors(expected_tensors(DecoderDefinition.create(architecture)), files.weights.shapes, architecture)
+        tokens = token_table(load_fast_tokenizer(files))
+    check_vocabulary(settings, architecture, policy)
+    own = sorted(policy.tokenizer.token_table.items())
+    if (other := next(((i, token) for i, token in own if tokens.get(i) != token), None)) is not None:
+        raise InputError(
+            f"reference.path: token {other[0]} of {path} is {tokens.get(other[0])!r}, but {other[1]!r} in "
+            f"{settings.model.path}, so the teacher would misread the policy's tokens; choose one of its family"
+        )
+    return ReferenceSpec.cut(files, architecture, vocab_size=policy.architecture.vocab_size)
+
+
+def check_vocabulary(settings: Settings, teacher: Architecture, policy: ModelSpec) -> None:
+    """Raises InputError if the teacher has fewer tokens than the policy, which could sample one without a logprob."""
+    if teacher.vocab_size < policy.architecture.vocab_size:
+        raise InputError(
+            f"reference.path: {settings.reference.source} has {teacher.vocab_size:,} tokens, fewer than the "
+            f"{policy.architecture.vocab_size:,} of {settings.model.path}; choose a teacher of the policy's family"
+        )
+
+
+def reference_notes(reference: ReferenceSpec | None) -> tuple[str, ...]:
+    """Returns a note on the teacher; none without one."""
+    if reference is None:
+        return ()
+    cut, num_tokens = reference.architecture.vocab_size, reference.num_tokens
+    left_out = "" if cut == num_tokens else f"; of its {num_tokens:,} tokens, the policy's first {cut:,} count"
+    return (
+        f"reference.path: the teacher is {reference.files.name} ({reference.architecture.family}), with "
+        f"{reference.definition.num_parameters:,} weights of its own{left_out}",
+    )
 
 
 @contextmanager

@@ -25,7 +25,7 @@ from app.model.lora import combine_params, init_adapters
 from app.model.quantization import check_qwix_installed
 from app.records.sample import Sample
 from app.runtime.mesh_checks import check_experts, check_tp_divides_heads
-from app.runtime.model_spec import CriticSpec, ModelSpec
+from app.runtime.model_spec import CriticSpec, ModelSpec, ReferenceSpec
 from app.score.scorer import BatchRunner, PackedForward, Scorer, ValueScorer, append_dummy_token
 from settings import Settings
 from settings.schema.algorithm import ScoredRole
@@ -58,14 +58,23 @@ class ScoringSession:
     scorer: Scorer
     """Scores with the policy, including its adapters if it has any."""
     reference_scorer: Scorer
-    """Scores with the weights of `model.path`, quantized like the policy's; equals `scorer` without adapters."""
+    """Scores with the weights of the teacher, or else of `model.path`, quantized like the policy's; the latter equals
+    `scorer` without adapters."""
     critic: CriticModel | None = None
+    teacher: ReferenceSpec | None = None
+    """The reference if it is another model than the policy's start."""
     generation_devices: tuple[int, ...] = ()
     """Numbers of this host's devices that only generate; empty if all are those of the mesh."""
 
     @classmethod
     def open(
-        cls, settings: Settings, model: ModelSpec, critic: CriticSpec | None = None, *, trains: bool = False
+        cls,
+        settings: Settings,
+        model: ModelSpec,
+        critic: CriticSpec | None = None,
+        teacher: ReferenceSpec | None = None,
+        *,
+        trains: bool = False,
     ) -> ScoringSession:
         """Opens the mesh, checks that it fits the model, and makes the scorers: the first use of the devices.
 
@@ -83,47 +92,55 @@ class ScoringSession:
             check(mesh, model.architecture, path=settings.model.path)
             if critic is not None:
                 check(mesh, critic.architecture, path=settings.critic.path or settings.model.path)
+            if teacher is not None:
+                check(mesh, teacher.architecture, path=teacher.files.name)
         dtype = set_compute_dtype(settings)
-        make_scorer = partial(
-            Scorer,
-            mesh=mesh,
-            dtype=dtype,
-            logits_chunk=settings.model.logits_chunk,
-            replays_routes=settings.rollout.routing_replay,
-        )
-        scorer, has_adapters = make_scorer(model.policy_definition), model.policy_definition.lora is not None
+        make_scorer = partial(Scorer, mesh=mesh, dtype=dtype, logits_chunk=settings.model.logits_chunk)
+        of_policy = partial(make_scorer, replays_routes=settings.rollout.routing_replay)
+        reference_scorer = scorer = of_policy(model.policy_definition)
+        if teacher is not None:
+            reference_scorer = make_scorer(teacher.definition)
+        elif model.policy_definition.lora is not None:
+            reference_scorer = of_policy(model.reference_definition)
         return cls(
             settings=settings,
             model_spec=model,
             mesh=mesh,
             scorer=scorer,
-            reference_scorer=make_scorer(model.reference_definition) if has_adapters else scorer,
+            reference_scorer=reference_scorer,
+            teacher=teacher,
             critic=critic and CriticModel(critic, ValueScorer(critic.definition, mesh, dtype=dtype)),
             generation_devices=set_aside,
         )
 
     def architecture_of(self, role: ScoredRole) -> Architecture:
         """Returns the architecture of the network that scores for a role."""
-        return self.critic.spec.architecture if role == "critic" and self.critic else self.model_spec.architecture
+        others = {"critic": self.critic and self.critic.spec, "reference": self.teacher}
+        return (others.get(role) or self.model_spec).architecture
+
+    @property
+    def has_own_reference(self) -> bool:
+        """Whether the reference has weights of its own. With adapters they may be the policy's frozen weights."""
+        return self.teacher is not None or self.model_spec.policy_definition.lora is None
+
+    @property
+    def reference_definition(self) -> DecoderDefinition:
+        """The reference policy as its files hold it, or quantized like the policy that it starts."""
+        return self.model_spec.reference_definition if self.teacher is None else self.teacher.definition
 
     @property
     def held_reference(self) -> DecoderDefinition:
-        """The reference policy as its weights are held: in the compute type, since they never learn.
-
-        With adapters they are the policy's own frozen weights.
-        """
-        definition = self.model_spec.reference_definition
-        if self.model_spec.policy_definition.lora is not None:
-            return definition
-        return definition.held_in(jnp.dtype(self.settings.model.dtype))
+        """The reference policy as its own weights are held: in the compute type, since they never learn."""
+        definition = self.reference_definition
+        return definition.held_in(jnp.dtype(self.settings.model.dtype)) if self.has_own_reference else definition
 
     def load_params(self) -> Params:
         """Loads the weights of `model.path`, sharded over the mesh and quantized if training quantizes them."""
         return load_weights(self.model_spec.reference_definition, self.model_spec.files.weights, self.mesh)
 
     def load_reference(self) -> Params:
-        """Loads the same weights as `held_reference` holds them."""
-        return load_weights(self.held_reference, self.model_spec.files.weights, self.mesh)
+        """Loads the weights of the teacher, or else of `model.path`, as `held_reference` holds them."""
+        return load_weights(self.held_reference, (self.teacher or self.model_spec).files.weights, self.mesh)
 
     @property
     def route_shape(self) -> RouteShape | None:
@@ -165,8 +182,8 @@ class ScoringSession:
         if role == "critic":
             return self._score_values(params, samples, batcher=batcher)
         plan = batcher(samples, self.mesh)
-        rows = fetch_rows(samples, plan, READ_BY_SCORING, self.route_shape)
         scorer = self.reference_scorer if role == "reference" else self.scorer
+        rows = fetch_rows(samples, plan, READ_BY_SCORING, scorer.route_shape)
         logprobs = scorer.per_token(
             params,
             rows.samples,

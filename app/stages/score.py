@@ -39,7 +39,7 @@ from app.records.sample import Sample
 from app.records.sample_json import TOKEN_IDS, LocatedSample
 from app.runtime.host_supervision import PhaseCallback, iterate_in_phase, join_hosts
 from app.runtime.micro_batching import MaxLengths, make_score_batcher, num_bootstrap_tokens
-from app.runtime.model_spec import CriticSpec, ModelSpec, read_critic_spec, read_model_spec
+from app.runtime.model_spec import CriticSpec, ModelSpec, read_critic_spec, read_model_spec, read_reference_spec
 from app.runtime.scoring import ScoringSession
 from app.stages.sample_reader import WINDOW_SAMPLES, SampleFileExtent, SampleReader, file_digest
 from app.stages.sample_text import SampleEncoder
@@ -102,13 +102,14 @@ def score_logprobs(
     if not checkpoints:
         model = model.without_adapters
     critic = read_critic_spec(settings, model) if role == "critic" else None
+    teacher = read_reference_spec(settings, model) if role == "reference" else None
     for checkpoint in checkpoints:
         checkpoint.check_compatible(model, needs_tokenizer=False)
         if critic is not None:
             checkpoint.check_critic(critic, is_required=True)
-    architecture = (critic or model).architecture
+    architecture = (critic or teacher or model).architecture
     encoder = SampleEncoder(lambda: model.tokenizer, settings.data)
-    replays = settings.rollout.routing_replay and role != "critic"
+    replays = settings.rollout.routing_replay and critic is None and teacher is None
     file = SampleReader(input, architecture, encoder, replays_routes=replays)
     extent, drawn = file.check(num_picked=NUM_CHECKED_SAMPLES if checks_packing else 0, seed=settings.run.seed)
     longest, quota = extent.max_length + num_bootstrap_tokens(settings, role), f"score.{role}.max_tokens_per_device"
@@ -121,14 +122,14 @@ def score_logprobs(
     with join_hosts(settings, out=next(iter(outputs))) as entered:
         facts = dict[str, str]()
         if jax.process_count() > 1:
-            read = (model.files, critic.files) if critic else (model.files,)
+            read = [one.files for one in (model, critic, teacher) if one is not None]
             facts = {"--input": file_digest(input)} | {f"the files of {one.name}": one.fingerprint for one in read}
             facts["--checkpoint"] = "; ".join(one.describe() for one in checkpoints)
             # Each host encodes the texts of the input.
             if isinstance(encoder.tokenizer, Tokenizer):
                 facts["the tokenizer"] = encoder.tokenizer.fingerprint
         check_hosts_agree(resolved, facts)
-        session = ScoringSession.open(settings, model, critic)
+        session = ScoringSession.open(settings, model, critic, teacher)
         micro_batcher = _make_micro_batcher(settings, role, architecture, extent)
         shared = {"session": session, "role": role, "micro_batcher": micro_batcher, "num_samples": extent.num_samples}
         write = partial(write_scores, **shared, drawn=drawn, on_phase=entered)
@@ -167,8 +168,10 @@ def write_scores(
 
 
 def _load_params(session: ScoringSession, checkpoint: SavedNetworks | None) -> Params:
+    if checkpoint is None and session.critic is not None:
+        return session.critic.load_params(session.mesh)
     if checkpoint is None:
-        return session.critic.load_params(session.mesh) if session.critic else session.load_params()
+        return session.load_params() if session.teacher is None else session.load_reference()
     if session.critic is not None:
         definition = session.critic.spec.definition
         return checkpoint.restore_params(definition.shapes, definition.shardings(session.mesh), network="critic")
@@ -344,5 +347,6 @@ def _score_arrangements(
     empty = ((),) * (num_local_row_shards(session.mesh) - 1)
     plan = MicroBatchPlan(tuple(MicroBatch((row, *empty), RowShape(num_tokens, num_tokens)) for row in rows))
     copies = [sample for _ in range(1 + len(arrangements)) for sample in samples]
-    scores = session.scorer.per_token(params, copies, plan, temperature=1.0)
+    scorer = session.scorer if session.teacher is None else session.reference_scorer
+    scores = scorer.per_token(params, copies, plan, temperature=1.0)
     return [np.concatenate(scores[first : first + count]) for first in range(0, len(copies), count)]

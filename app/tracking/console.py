@@ -41,8 +41,9 @@ def step_line(step: int, metrics: Mapping[str, Any], *, num_steps: int, left_s: 
         parts.append("critic only")
     else:
         parts += [f"entropy {metrics['policy/entropy']:.3f}", f"loss {metrics['loss']:+z.4f}"]
-        if (kl := metrics.get("policy/kl")) is not None:
-            parts.append(f"kl {kl:z.4f}")
+        for name, label in (("policy/kl", "kl"), ("policy/teacher_kl", "kl to the teacher")):
+            if (kl := metrics.get(name)) is not None:
+                parts.append(f"{label} {kl:z.4f}")
         # Nothing is clipped in the only update of a batch.
         if clipped := metrics["policy/clip_fraction_low"] + metrics["policy/clip_fraction_high"]:
             parts.append(f"clipped {format_percent(clipped)}")

@@ -92,7 +92,7 @@ def make_step_flops(
     critic = session.scoring.critic and session.scoring.critic.spec.definition
     networks: Mapping[ForwardRole, DecoderDefinition | None] = {
         "policy": policy,
-        "reference": session.model_spec.definition,
+        "reference": session.scoring.reference_definition,
         "critic": critic,
         "reward": reward_model and reward_model.definition,
     }

@@ -34,8 +34,8 @@ log = logging.getLogger(__name__)
 Metrics = Mapping[str, float | int | None]
 
 WANDB_SECTIONS = (
-    "run", "model", "data", "rollout", "reward", "score", "algorithm", "critic", "optimizer", "checkpoint",
-    "env", "eval",
+    "run", "model", "data", "rollout", "reward", "score", "algorithm", "reference", "critic", "optimizer",
+    "checkpoint", "env", "eval",
 )  # fmt: skip
 """Uploaded sections of the settings: an allow-list, so that a new section is private by default."""
 

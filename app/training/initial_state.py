@@ -104,21 +104,21 @@ def open_run_log(setup: RunSetup, progress: TrainProgress, *, resumed: bool) -> 
 
 
 def load_reference_params(state: RunState, progress: TrainProgress, setup: RunSetup) -> Params | None:
-    """Returns the policy's start, copied from a fresh state or loaded again if the state was restored.
+    """Returns the teacher, or the policy's start: copied from a fresh state, or loaded again if it was restored.
 
     They are held in the compute type, to which the network would convert them anyway: bfloat16 takes half the bytes.
-    With adapters they are the frozen weights, quantized or not, and there is no second copy.
+    With adapters and no teacher they are the frozen weights, quantized or not, and there is no second copy.
     """
     session = setup.session.scoring
     if "reference" not in session.settings.scored_roles:
         return None
-    if session.model_spec.policy_definition.lora is not None:
+    if not session.has_own_reference:
         return session.frozen_params
     dtype = jnp.dtype(session.settings.model.dtype)
     start = None if setup.inputs.replay else setup.inputs.start
-    if not progress.step:
+    if session.teacher is None and not progress.step:
         params = jax.tree.map(lambda x: jnp.array(x, dtype), state.policy.params)
-    elif start is None:
+    elif session.teacher is not None or start is None:
         params = session.load_reference()
     else:
         trained = load_trained_params(start, session.model_spec, session.mesh)

@@ -24,16 +24,18 @@ from app.runtime.inputs import (
     read_critic,
     read_eval_prompts,
     read_policy,
+    read_reference,
     read_train_rows,
 )
-from app.runtime.model_spec import CriticSpec, ModelSpec
+from app.runtime.model_spec import CriticSpec, ModelSpec, ReferenceSpec
 from app.runtime.reward_model import RewardModelSpec
 from app.training.replay import NO_OPTIONS, Replay, StartRequest, read_replay
 from settings import Settings
 from settings.errors import InputError
 
 DATA, WEIGHTS = "data", "the weights of the sources in data.source"
-REWARD_MODEL, TEMPLATE_KWARGS, EOS_TOKENS = "the reward model", "data.chat_template_kwargs", "model.eos_tokens"
+TEACHER, REWARD_MODEL = "the teacher, the model of reference.path", "the reward model"
+TEMPLATE_KWARGS, EOS_TOKENS = "data.chat_template_kwargs", "model.eos_tokens"
 PROMPTS_PER_STEP = "rollout.prompts_per_step over all hosts"
 MINI_BATCH_PROMPTS = "algorithm.mini_batch_prompts over all hosts"
 PROMPT_ORDER = "the order of prompts (run.seed, data.shuffle, data.max_prompt_length, data.overlong_prompts)"
@@ -44,6 +46,7 @@ CHANGEABLE_FINGERPRINTS = {
     DATA: ("data", "run.seed"),  # The seed draws the problems of builtin:arithmetic.
     PROMPT_ORDER: ("data", "run.seed"),
     WEIGHTS: ("data",),
+    TEACHER: ("reference",),
     REWARD_MODEL: ("reward",),
     TEMPLATE_KWARGS: (TEMPLATE_KWARGS,),
     EOS_TOKENS: (EOS_TOKENS,),
@@ -69,6 +72,8 @@ class TrainingInputs:
     data_report: str
     """Text for users about the data: column mapping, prompts kept and dropped."""
     reward_model: RewardModelSpec | None = None
+    teacher: ReferenceSpec | None = None
+    """Another model as the reference; None if that is the policy's start, or nothing."""
     replay: Replay | None = None
     """The samples to learn from; None if they are generated."""
     start: PolicyCheckpoint | None = None
@@ -77,9 +82,10 @@ class TrainingInputs:
     @property
     def model_commits(self) -> dict[str, str | None]:
         """Hub commits by section of the settings; None for models that are not from the hub."""
-        reward = self.reward_model
+        reward, teacher = self.reward_model, self.teacher
         return {
             "model": self.model.files.commit,
+            "reference": teacher and teacher.files.commit,
             "critic": self.critic and self.critic.files.commit,
             "reward": reward and reward.files.commit,
         }
@@ -113,7 +119,7 @@ def read_training_inputs(settings: Settings, start_request: StartRequest = NO_OP
     rollouts, start = start_request.rollouts, _open_start(settings, model, start_request.checkpoint)
     if rollouts is None or settings.eval.every_steps:
         prepare_turns(settings, model.tokenizer)
-    critic = read_critic(settings, model)
+    critic, teacher = read_critic(settings, model), read_reference(settings, model)
     replay = None
     if rollouts is None:
         dataset = read_train_rows(settings)
@@ -131,11 +137,13 @@ def read_training_inputs(settings: Settings, start_request: StartRequest = NO_OP
     if settings.eval.every_steps:
         held_out, _ = read_eval_prompts(settings, model.tokenizer)
         check_chosen_metrics(settings, held_out)
-    fingerprints = input_fingerprints(model, data_fingerprints, critic, reward_model)
+    fingerprints = input_fingerprints(model, data_fingerprints, critic, reward_model, teacher)
     if start is not None:
         fingerprints["the checkpoint of --checkpoint"] = start.describe()
         data_report = f"starts from the {'state' if replay else 'policy'} of {start.path}\n{data_report}"
-    return TrainingInputs(model, critic, prompts, held_out, fingerprints, data_report, reward_model, replay, start)
+    return TrainingInputs(
+        model, critic, prompts, held_out, fingerprints, data_report, reward_model, teacher, replay, start
+    )
 
 
 def _open_start(settings: Settings, model: ModelSpec, checkpoint: Path | None) -> PolicyCheckpoint | None:
@@ -157,6 +165,7 @@ def input_fingerprints(
     data_fingerprints: Mapping[str, str],
     critic: CriticSpec | None,
     reward_model: RewardModelSpec | None,
+    teacher: ReferenceSpec | None,
 ) -> dict[str, str]:
     """Returns the fingerprints of a run's inputs, which must be equal in a resumed run and on all hosts.
 
@@ -176,6 +185,8 @@ def input_fingerprints(
         fingerprints["the critic"] = critic.files.fingerprint
     if reward_model is not None:
         fingerprints[REWARD_MODEL] = reward_model.files.fingerprint
+    if teacher is not None:
+        fingerprints[TEACHER] = teacher.files.fingerprint
     return fingerprints
 
 

@@ -44,7 +44,9 @@ from app.update.optimizer import (
     update_by_layer,
 )
 from app.update.policy_loss import (
+    KL_METRIC,
     SURROGATES,
+    TEACHER_KL_METRIC,
     PolicyLoss,
     SurrogateFn,
     dual_clipped_surrogate,
@@ -220,7 +222,7 @@ def make_policy_learner(session: ScoringSession, max_lengths: MaxLengths) -> Lea
     assert algorithm.loss_aggregation is not None
     objective = make_policy_objective(
         definition,
-        make_policy_loss(algorithm),
+        make_policy_loss(algorithm, has_teacher=session.teacher is not None),
         dtype=jnp.dtype(model.dtype),
         remat=model.remat,
         logits_chunk=model.logits_chunk,
@@ -281,14 +283,15 @@ def _make_learner(
     return Learner(step, updater, optimizer, shapes, shardings, frozen)
 
 
-def make_policy_loss(algorithm: AlgorithmSettings) -> PolicyLoss:
+def make_policy_loss(algorithm: AlgorithmSettings, *, has_teacher: bool = False) -> PolicyLoss:
     """Builds the loss of each token, before aggregation."""
     assert algorithm.ratio_level is not None
     return PolicyLoss(
         surrogate=make_surrogate(algorithm),
         kl_estimator=make_kl_estimator(algorithm) if algorithm.beta > 0 else None,
-        beta=0.0 if algorithm.kl_in_reward else algorithm.beta,
+        beta=0.0 if algorithm.penalizes_samples else algorithm.beta,
         entropy_coef=algorithm.entropy_coef,
+        kl_metric=TEACHER_KL_METRIC if has_teacher else KL_METRIC,
         log_ratio=LOG_RATIOS[algorithm.ratio_level],
         correction=make_correction(algorithm),
     )

@@ -44,9 +44,9 @@ def network_bytes(
 
 
 def reference_bytes(session: ScoringSession) -> MemoryBreakdown:
-    """Returns the bytes of the reference policy's own copy of the weights; empty if it needs none."""
-    has_copy = "reference" in session.settings.scored_roles and session.model_spec.policy_definition.lora is None
-    return {"reference": _weight_bytes(session, session.held_reference)} if has_copy else {}
+    """Returns the bytes of the reference policy's own weights; empty if it has none."""
+    has_weights = "reference" in session.settings.scored_roles and session.has_own_reference
+    return {"reference": _weight_bytes(session, session.held_reference)} if has_weights else {}
 
 
 def _weight_bytes(session: ScoringSession, definition: DecoderDefinition) -> int:

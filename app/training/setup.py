@@ -15,12 +15,13 @@ from app.distributed.host_consistency import check_hosts_agree
 from app.distributed.watchdog import Watchdog
 from app.mesh import jax_startup
 from app.mesh.device_mesh import num_hosts
+from app.mesh.devices import device_memory_bytes
 from app.mesh.placement import check_host_memory, num_row_shards
 from app.model.attention.packed import architecture_blocking
 from app.records.identity import plugin_file_digests, prompts_digest
 from app.records.run_directory import Resume, RunDirectory, check_run_directory
 from app.records.settings_history import SettingsHistory
-from app.records.text_format import format_count
+from app.records.text_format import format_bytes, format_count
 from app.reward.reward_functions import RewardFunctions
 from app.runtime.advantages import make_advantage_estimator, with_saved_advantages
 from app.runtime.environments import try_episode
@@ -28,7 +29,7 @@ from app.runtime.generators import check_async_workers
 from app.runtime.host_supervision import watch_hosts
 from app.runtime.inputs import open_custom_estimator
 from app.runtime.mesh_checks import check_experts, check_fixed_micro_batches, replicated_dim_notes
-from app.runtime.model_spec import adapter_notes
+from app.runtime.model_spec import adapter_notes, reference_notes
 from app.runtime.pinned_revisions import pin_revisions
 from app.runtime.reward_model import NetworkSpec, reward_model_notes
 from app.runtime.reward_trial import make_trial_samples, try_reward_functions
@@ -36,7 +37,7 @@ from app.runtime.scoring import ScoringSession, devices_set_aside, open_mesh
 from app.runtime.session import Session
 from app.training.inputs import TrainingInputs, read_training_inputs
 from app.training.learner import LearnerGroup, longest_rows, make_learner_group
-from app.training.network_memory import network_bytes
+from app.training.network_memory import MemoryBreakdown, network_bytes, reference_bytes
 from app.training.replay import NO_OPTIONS, StartRequest, find_model_run
 from app.training.run_folder import RunFolder, take_run_directory
 from settings import Resolved, Settings
@@ -125,8 +126,8 @@ def prepare_run(
                 facts |= file_fingerprints(settings, run)
         check_hosts_agree(resolved, facts)
         generates = "rollouts" if read.replay is None else "evaluations" if read.eval_prompts else None
-        scoring = ScoringSession.open(settings, read.model, read.critic, trains=True)
-        session, learning = open_session(scoring, read.reward_model, generates=generates)
+        scoring = ScoringSession.open(settings, read.model, read.critic, read.teacher, trains=True)
+        session, learning = open_session(scoring, read.reward_model, generates=generates, must_fit=writes)
         stack.enter_context(closing(session))
         if custom is not None:
             estimator = make_advantage_estimator(settings, custom)
@@ -183,8 +184,12 @@ def open_session(
     reward_model: NetworkSpec | None,
     *,
     generates: Literal["rollouts", "evaluations"] | None = "rollouts",
+    must_fit: bool = False,
 ) -> tuple[Session, LearnerGroup]:
     """Builds the learners of a run, and opens its generators in the memory that these leave.
+
+    Args:
+        must_fit: whether a teacher for which there is no memory is refused; reports show what it lacks.
 
     Raises:
         InputError: the mesh cannot train under the settings.
@@ -202,11 +207,26 @@ def open_session(
         # Raises InputError if `model.attention` needs a kernel that cannot hold the longest rows.
         for network, num_tokens in longest_rows(scoring, learning, reward_model):
             architecture_blocking(network, num_tokens, settings.model.dtype)
-    held_bytes = sum(network_bytes(scoring, learning, reward_model).values())
+    networks = network_bytes(scoring, learning, reward_model)
+    held_bytes = sum(networks.values())
+    if must_fit and scoring.teacher is not None:
+        _check_teacher_fits(scoring, networks)
     session = Session.open(scoring, generates=generates, held_bytes=held_bytes)
     if session.workers is not None and session.generates_async and not scoring.generation_devices:
         check_async_workers(session.workers)
     return session, learning
+
+
+def _check_teacher_fits(scoring: ScoringSession, networks: MemoryBreakdown) -> None:
+    """Raises InputError if the teacher does not fit beside the networks of the run while it scores."""
+    available, weights = device_memory_bytes(), sum(reference_bytes(scoring).values())
+    beside = sum({**networks, "reference": 0}.values())
+    if available is not None and weights + beside > available:
+        raise InputError(
+            f"reference.path: the teacher's weights take {format_bytes(weights)} on each device, beside "
+            f"{format_bytes(beside)} of the other networks, more than its {format_bytes(available)}; set "
+            "optimizer.offload: true, choose a smaller teacher, or split them over more devices with mesh.shape"
+        )
 
 
 def file_fingerprints(settings: Settings, run: RunDirectory) -> dict[str, str]:
@@ -246,6 +266,7 @@ def setup_notes(settings: Settings, session: Session) -> tuple[str, ...]:
     mesh, rollout = session.mesh, settings.rollout
     notes = (
         *adapter_notes(session.model_spec, has_critic=settings.has_critic),
+        *reference_notes(session.scoring.teacher),
         *replicated_dim_notes(mesh, session.model_spec.architecture),
         *session.generation_notes,
     )

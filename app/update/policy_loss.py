@@ -202,6 +202,8 @@ def mismatch_sums(batch: PolicyBatch, current: Float32[Array, "R C"]) -> dict[st
     }
 
 
+KL_METRIC, TEACHER_KL_METRIC = "policy/kl", "policy/teacher_kl"
+
 Objective = Callable[[Params, PolicyBatch, Array], tuple[Array, LossStats]]
 
 
@@ -215,10 +217,12 @@ class PolicyLoss:
 
     surrogate: SurrogateFn
     kl_estimator: KLEstimator | None
-    """Estimator of the penalty and of `policy/kl`, even if the penalty is in the reward; None without a reference."""
+    """Estimator of the penalty and of its metric, wherever the penalty is; None without a reference."""
     beta: float
-    """Weight of the penalty in this loss; 0 if it is in the reward."""
+    """Weight of the penalty in this loss; 0 if it is in the reward or the advantage."""
     entropy_coef: float
+    kl_metric: str = KL_METRIC
+    """Name of the KL in the metrics, where that to a teacher is not taken for that to the policy's start."""
     log_ratio: LogRatioFn = token_log_ratio
     correction: ImportanceCorrection | None = None
     """None = the sampler is taken to be the policy before the step's updates."""
@@ -266,7 +270,7 @@ class PolicyLoss:
         if self.kl_estimator is not None:
             assert batch.reference_logprobs is not None
             kl = self.kl_estimator(current, jnp.where(mask, batch.reference_logprobs, current))
-            sums["policy/kl"] = mean(kl)
+            sums[self.kl_metric] = mean(kl)
             if self.beta:
                 per_token += self.beta * kl
         if self.entropy_coef:

@@ -14,9 +14,12 @@ from settings.checks.training import (
     check_algorithm,
     check_batch,
     check_curriculum,
+    check_distillation,
     check_evaluation_temperature,
+    check_judge,
     check_max_length,
     check_penalty,
+    check_reference,
     check_rewards,
     check_run,
     check_token_quotas,
@@ -66,7 +69,11 @@ def _check_no_pretend(resolved: Resolved) -> Iterator[str]:
 ROLLOUT_CHECKS = (check_workers, check_environment, check_chat_template)
 SIZE_CHECKS = (check_batch, check_max_length, *ROLLOUT_CHECKS, check_staleness, check_token_quotas, _check_hosts)
 SAMPLING_CHECKS = (check_max_length, *ROLLOUT_CHECKS, _check_hosts, _check_no_pretend)
-TRAIN_CHECKS = (check_algorithm, check_penalty, check_rewards, check_curriculum, check_run, *SIZE_CHECKS)
+LEARNING_CHECKS = (
+    *(check_algorithm, check_reference, check_distillation, check_penalty),
+    *(check_rewards, check_curriculum, check_run),
+)
+TRAIN_CHECKS = (*LEARNING_CHECKS, *SIZE_CHECKS)
 
 
 check_for_train = partial(_run_checks, checks=(*TRAIN_CHECKS, _check_no_pretend))
@@ -82,6 +89,6 @@ check_for_mesh = partial(_run_checks, checks=(_check_hosts, _check_no_pretend))
 """The checks of devices and hosts, for commands whose lengths follow from a file."""
 
 check_for_rollout = partial(_run_checks, checks=SAMPLING_CHECKS)
-check_for_evaluation = partial(_run_checks, checks=(check_evaluation_temperature, *SAMPLING_CHECKS))
-check_for_score = partial(_run_checks, checks=(check_rewards, _check_hosts, _check_no_pretend))
+check_for_evaluation = partial(_run_checks, checks=(check_evaluation_temperature, check_judge, *SAMPLING_CHECKS))
+check_for_score = partial(_run_checks, checks=(check_rewards, check_reference, _check_hosts, _check_no_pretend))
 """Lengths are not checked: the input sets them."""

@@ -29,7 +29,7 @@ FREE_SETTINGS = (
     *("reward.batch_size", "optimizer.offload"),
     *("plugins", "env.step_timeout_s", "env.concurrency", "env.max_suspended"),
     # Checkpoints contain fingerprints of the models and data that these select.
-    *("model.path", "model.lora", "critic.path"),
+    *("model.path", "model.lora", "reference", "critic.path"),
     "reward.model",
     *("rollout.prompts_per_step", "algorithm.mini_batch_prompts"),
     *("data.source", "data.split", "data.prompt_column", "data.answer_column"),

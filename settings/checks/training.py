@@ -120,7 +120,8 @@ def check_algorithm(resolved: Resolved) -> Iterator[str]:
             "<optimizer.second_moment> has 8 bits, in which the change of one update would be lost with "
             "<optimizer.beta2>; set optimizer.beta2 to 0.95 or less, or optimizer.second_moment: float32"
         )
-    if settings.rollout.group_size < 2 and is_relative:
+    compares = bool(settings.reward_weights) or algorithm.kl_in_reward
+    if settings.rollout.group_size < 2 and is_relative and compares:
         yield (
             f"<rollout.group_size>: {algorithm.name} compares the samples of a prompt with each other, so it needs at "
             "least 2 (8 is usual)"
@@ -137,9 +138,7 @@ def check_algorithm(resolved: Resolved) -> Iterator[str]:
         if is_relative:
             reason = f"greedy samples of a prompt are identical, so {algorithm.name} has nothing to compare"
         yield f"<rollout.temperature>: {reason}; set it above 0 (1.0 is usual)"
-    reward, env = settings.reward, settings.env
-    weights = [reward.model and reward.model_weight, env.source and env.weight]
-    if not any([*weights, *(function.weight for function in reward.functions)]):
+    if not (settings.has_reward or settings.has_teacher):
         yield "<reward.functions>: all weights are 0, so every sample would have reward 0; set at least one to 1.0"
     if algorithm.clip == "ppo" and algorithm.clip_low is not None and algorithm.clip_low >= 1:
         yield (
@@ -188,6 +187,40 @@ def _check_decoupled_rewards(resolved: Resolved, *, is_relative: bool) -> Iterat
         )
 
 
+def check_reference(resolved: Resolved) -> Iterator[str]:
+    reference = resolved.settings.reference
+    if reference.revision is not None and (reference.path is None or "@" in reference.path):
+        yield (
+            "<reference.revision> is that of a model on the hub, but <reference.path>; set reference.path to the "
+            "model's name alone, or reference.revision to null"
+        )
+
+
+def check_distillation(resolved: Resolved) -> Iterator[str]:
+    settings, algorithm = resolved.settings, resolved.settings.algorithm
+    if algorithm.name == "distill" and settings.reference.path is None:
+        yield (
+            "<reference.path>: <algorithm.name> learns from a teacher; set reference.path to a model with the policy's "
+            "vocabulary, or choose another algorithm.name"
+        )
+    if algorithm.name == "distill" and algorithm.beta == 0:
+        yield "<algorithm.beta>: <algorithm.name> learns from the KL to its teacher; set algorithm.beta to 1.0"
+    if settings.has_teacher and not settings.has_reward and algorithm.filter != "none":
+        yield (
+            "<algorithm.filter>: without a reward of weight above 0, those of a group are always equal, so no group "
+            "would be kept; set algorithm.filter: none"
+        )
+
+
+def check_judge(resolved: Resolved) -> Iterator[str]:
+    """Checks that something judges held-out samples."""
+    if not resolved.settings.reward.functions and resolved.settings.env.source is None:
+        yield (
+            "<reward.functions>: nothing judges the samples of an evaluation; name a function, as in "
+            "[{name: gsm8k, weight: 0}] if it is not to be learned from"
+        )
+
+
 def check_penalty(resolved: Resolved) -> Iterator[str]:
     algorithm, is_later = resolved.settings.algorithm, resolved.is_later
     # A weight of 0 from a later layer than the others turns the penalty off.
@@ -203,7 +236,7 @@ def check_penalty(resolved: Resolved) -> Iterator[str]:
             "<algorithm.kl_target>: <algorithm.beta> would stay 0, because it is adapted by multiplication; set "
             "algorithm.beta above 0 (0.05 is usual), or set algorithm.kl_target to null"
         )
-    if algorithm.beta > 0 and algorithm.kl_in != "reward":
+    if algorithm.beta > 0 and not algorithm.penalizes_samples:
         yield (
             "<algorithm.kl_target>: only a penalty in the reward can be adapted, but <algorithm.kl_in>; set "
             "algorithm.kl_in: reward, or set algorithm.kl_target to null"
@@ -237,6 +270,7 @@ def check_run(resolved: Resolved) -> Iterator[str]:
     best_metric = settings.checkpoint.best_metric
     if settings.eval.every_steps > 0:
         yield from check_evaluation_temperature(resolved)
+        yield from (f"{problem}, or set eval.every_steps: 0" for problem in check_judge(resolved))
     elif best_metric is not None:
         yield (
             "<checkpoint.best_metric> is never measured, because <eval.every_steps> disables evaluation; set it to "

@@ -149,18 +149,25 @@ USAGE_CONDITIONS: tuple[tuple[str, Callable[[Settings], bool], tuple[str, ...]],
     ),
     # Scoring. Advantages need the policy's logprobs of several updates, of a penalty in the reward, and of V-trace.
     (
-        "several optimizer steps in a training step, algorithm.kl_in reward, or algorithm.estimator vtrace",
+        "several optimizer steps in a training step, algorithm.kl_in reward or advantage, or estimator vtrace",
         lambda s: "policy" in s.scored_roles,
         _micro_batches_of("policy"),
     ),
     (
         "algorithm.beta above 0",
         lambda s: s.algorithm.beta > 0,
-        ("algorithm.kl_in", "algorithm.kl_estimator", *_micro_batches_of("reference"), "score.reference.offload"),
+        (
+            *("algorithm.kl_in", "algorithm.kl_estimator", "reference.path", "reference.revision"),
+            *(*_micro_batches_of("reference"), "score.reference.offload"),
+        ),
     ),
     ("a scored role or reward.model", lambda s: bool(s.scored_roles or s.reward.model), FIELDS_OF_SCORING),
-    # With adapters, the reference weights are the policy's frozen weights, which training needs on the devices.
-    (f"{RANK} null", lambda s: not s.model.lora.rank, ("score.reference.offload",)),
+    # With adapters, the policy's start is its frozen weights, which training needs on the devices.
+    (
+        f"{RANK} null or reference.path",
+        lambda s: not s.model.lora.rank or s.reference.path is not None,
+        ("score.reference.offload",),
+    ),
     # Algorithm, critic and optimizer.
     ("algorithm.mask_truncated false", lambda s: not s.algorithm.mask_truncated, ("algorithm.bootstrap_truncated",)),
     ("algorithm.filter zero_variance", lambda s: s.algorithm.filter != "none", ("algorithm.max_rounds",)),

@@ -48,10 +48,16 @@ ALGORITHM_PRESETS: Mapping[str, AlgorithmPreset] = {
     "cispo": AlgorithmPreset("MiniMax 2025", clip="cispo", clip_low=10.0, clip_high=0.2, filter="zero_variance"),
     # The KL penalty follows Stiennon et al. 2020.
     "ppo": AlgorithmPreset("Schulman et al. 2017", estimator="gae", kl_in="reward"),
+    # Task rewards, if there are any, are compared within groups as by GRPO.
+    "distill": AlgorithmPreset("Lu 2025", kl_in="advantage"),
 }
 
-DEFAULT_KL_ESTIMATORS: Mapping[str, str] = {"loss": "k3", "reward": "k1"}
-"""Default KL estimator for each value of `algorithm.kl_in`. Sources: Shao et al. 2024, eq. 4; Ahmadian et al. 2024."""
+DEFAULT_DISTILL_BETA = 1.0
+"""Default of `algorithm.beta` for `distill`: the KL to the teacher is all that there is to learn from."""
+
+DEFAULT_KL_ESTIMATORS: Mapping[str, str] = {"loss": "k3", "reward": "k1", "advantage": "k1"}
+"""Default KL estimator for each value of `algorithm.kl_in`. Sources: Shao et al. 2024, eq. 4; Ahmadian et al. 2024; Lu
+2025."""
 
 DEFAULT_CORRECTION_VETO = 1e-4
 """Default of `algorithm.correction_veto` if a correction is enabled: the usual value in verl."""

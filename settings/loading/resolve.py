@@ -20,6 +20,7 @@ from settings.errors import InputError
 from settings.loading.algorithm_presets import (
     ALGORITHM_PRESETS,
     DEFAULT_CORRECTION_VETO,
+    DEFAULT_DISTILL_BETA,
     DEFAULT_KL_ESTIMATORS,
     PRESET_FIELDS,
     describe_changes,
@@ -112,7 +113,8 @@ def load(
     file = find_config_file(_model_config(layers) if config is None else config)
     layers.append(build_layer(yaml_entries(file)))
     given_fields = frozenset[str]().union(*layers[: 4 if file.is_own else 3])
-    layers.append(_model_defaults(_validate(layers), environ))
+    given = _validate(layers)
+    layers.append(_model_defaults(given, environ) | _algorithm_defaults(given))
     given = _validate(layers)
     micro_batching, notices = resolve_micro_batching(layers)
     derived = _derive(given, _provenance(layers), config_stem=file.stem)
@@ -126,10 +128,11 @@ def load(
         },
         given=given_fields,
     )
-    if not resolved.settings.reward.functions and resolved.settings.env.source is None:
+    settings = resolved.settings
+    if not (settings.reward.functions or settings.env.source or settings.has_teacher):
         raise InputError(
             f"reward.functions: expected at least one function, got [] (from {resolved.origin('reward.functions')}); "
-            "only an environment (env.source) gives rewards without any"
+            "only an environment (env.source) gives rewards without any, and only a teacher (reference.path) needs none"
         )
     return resolved
 
@@ -167,6 +170,13 @@ def _model_defaults(given: Settings, environ: Mapping[str, str]) -> Layer:
     is_rounded = given.rollout.mode != "exact" and expects_accelerator(given.mesh, environ)
     defaults = {name: SourcedValue(value, "derived") for name, value in MODEL_DEFAULTS.items()}
     return {name: default for name, default in defaults.items() if is_rounded or name != "model.dtype"}
+
+
+def _algorithm_defaults(given: Settings) -> Layer:
+    """Returns other defaults than the schema's that the algorithm has."""
+    return (
+        {"algorithm.beta": SourcedValue(DEFAULT_DISTILL_BETA, "derived")} if given.algorithm.name == "distill" else {}
+    )
 
 
 def _derive(given: Settings, provenance: Mapping[str, str], *, config_stem: str) -> Layer:

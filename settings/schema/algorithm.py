@@ -36,9 +36,12 @@ def _own_aggregation(value: Any) -> Any:
 
 
 class AlgorithmSettings(Section):
-    name: Literal["grpo", "dr_grpo", "rloo", "maxrl", "reinforce_plus_plus", "gspo", "dapo", "cispo", "ppo"] = "grpo"
+    name: Literal[
+        "grpo", "dr_grpo", "rloo", "maxrl", "reinforce_plus_plus", "gspo", "dapo", "cispo", "ppo", "distill"
+    ] = "grpo"
     """Published algorithm. It only sets those of `estimator`, `ratio_level`, `clip`, `clip_low`, `clip_high`,
-    `loss_aggregation`, `kl_in`, `filter`, `whiten_advantages` and `shuffle` that are null."""
+    `loss_aggregation`, `kl_in`, `filter`, `whiten_advantages` and `shuffle` that are null. `distill` is on-policy
+    distillation from the teacher of `reference.path`; `beta` is then 1 unless set."""
     estimator: Annotated[str, AfterValidator(partial(validate_plugin, built_in=BUILT_IN_ESTIMATORS))] | None = None
     """Advantage estimator: comparison with the other samples of the prompt (grpo, dr_grpo, rloo, and maxrl, which needs
     rewards of at least 0), discounted rewards per token (reinforce_plus_plus), GAE with a critic (gae), GAE whose
@@ -57,12 +60,13 @@ class AlgorithmSettings(Section):
     When null, it follows from `algorithm.name`."""
     beta: float = Field(default=0.0, ge=0)
     """Weight of the KL penalty against the reference model. 0 means no penalty and no reference model in memory."""
-    kl_in: Literal["loss", "reward"] | None = None
-    """Where the KL penalty is applied: in the loss, or subtracted from the reward (per sample, or per token if the
-    estimator credits each token). When null and beta > 0, `reward` for rloo, reinforce_plus_plus and ppo, `loss` for
-    the others."""
+    kl_in: Literal["loss", "reward", "advantage"] | None = None
+    """Where the KL penalty is applied: in the loss, subtracted from the reward (per sample, or per token if the
+    estimator credits each token), or subtracted from the advantage of its own token, which it then is without
+    rewards. When null and beta > 0, `reward` for rloo, reinforce_plus_plus and ppo, `advantage` for distill, `loss`
+    for the others."""
     kl_estimator: Literal["k1", "k2", "k3"] | None = None
-    """Schulman's estimator of KL(policy ‖ reference). When null and beta > 0, k3 in the loss and k1 in the reward."""
+    """Schulman's estimator of KL(policy ‖ reference). When null and beta > 0, k3 in the loss, else k1."""
     clip_low: float | None = Field(default=None, gt=0)
     """Ratios are clipped below 1 - clip_low; values of 1 or more disable the bound and need `clip: cispo`. When null:
     0.2, 3e-4 for gspo, 10 for cispo."""
@@ -157,6 +161,30 @@ class AlgorithmSettings(Section):
         """Whether a KL penalty is subtracted from the rewards before advantages are computed."""
         return self.beta > 0 and self.kl_in == "reward"
 
+    @property
+    def kl_in_advantage(self) -> bool:
+        """Whether a KL penalty is subtracted from the advantages of tokens."""
+        return self.beta > 0 and self.kl_in == "advantage"
+
+    @property
+    def penalizes_samples(self) -> bool:
+        """Whether a KL penalty is in rewards or advantages, for which the policy is scored before the updates."""
+        return self.kl_in_reward or self.kl_in_advantage
+
+
+class ReferenceSettings(Section):
+    path: LocalPath | None = Field(default=None, min_length=1)
+    """Teacher: another model as the reference of the KL penalty, as in `model.path`, of any family and size, whose
+    tokens are the policy's. Rows of its vocabulary behind the policy's are left out before the softmax. With adapters
+    it is a model of its own, too. Null = `model.path`, the policy's start."""
+    revision: str | None = Field(default=None, min_length=1)
+    """Commit, tag or branch of a teacher on the hub, as behind an `@` in `reference.path`."""
+
+    @property
+    def source(self) -> str | None:
+        """The path with the revision."""
+        return self.path if self.revision is None else f"{self.path}@{self.revision}"
+
 
 class CriticSettings(Section):
     path: LocalPath | None = Field(default=None, min_length=1)
@@ -222,7 +250,7 @@ class MicroBatchSettings(Section):
     `max_tokens_per_device` is set. Lower it if memory runs out."""
 
 
-class ReferenceSettings(MicroBatchSettings):
+class ReferenceScoreSettings(MicroBatchSettings):
     offload: bool = False
     """Keeps the reference model's weights in host memory between scoring passes. Set to true if both models do not fit
     in device memory; each pass then transfers the weights."""
@@ -242,7 +270,7 @@ class ScoreSettings(Section):
     """Selects fixed micro-batches, for every role without a quota of its own: one pass over all samples (off), a loop
     over micro-batches with a shorter last one (loop), or one compiled scan over full ones (scan). When null, loop."""
     policy: MicroBatchSettings = MicroBatchSettings()
-    reference: ReferenceSettings = ReferenceSettings()
+    reference: ReferenceScoreSettings = ReferenceScoreSettings()
     critic: MicroBatchSettings = MicroBatchSettings()
     reward: MicroBatchSettings = MicroBatchSettings()
 

@@ -77,9 +77,9 @@ class LoRASettings(Section):
 
 class ModelSettings(Section):
     path: LocalPath = Field(default="builtin:tiny", min_length=1)
-    """The model: Hugging Face directory, hub id, `.gguf` file, `builtin:tiny` or `builtin:tiny_tools`. A hub id can end
-    with a commit, tag or branch, as in `owner/name@v1.0`; otherwise its newest commit is used. A resumed run keeps its
-    commit."""
+    """The model: Hugging Face directory, hub id, `.gguf` file, `builtin:tiny`, `builtin:tiny_teacher` or
+    `builtin:tiny_tools`. A hub id can end with a commit, tag or branch, as in `owner/name@v1.0`; otherwise its newest
+    commit is used. A resumed run keeps its commit."""
     eos_tokens: Annotated[
         tuple[Annotated[str | int, BeforeValidator(_validate_eos_token)], ...],
         BeforeValidator(lambda value: [value] if isinstance(value, str | int) else value),

@@ -17,6 +17,7 @@ from settings.schema.algorithm import (
     AlgorithmSettings,
     CriticSettings,
     OptimizerSettings,
+    ReferenceSettings,
     ScoredRole,
     ScoreSettings,
 )
@@ -54,6 +55,7 @@ class Settings(BaseSettings):
     plugins: PluginSettings = PluginSettings()
     score: ScoreSettings = ScoreSettings()
     algorithm: AlgorithmSettings = AlgorithmSettings()
+    reference: ReferenceSettings = ReferenceSettings()
     critic: CriticSettings = CriticSettings()
     optimizer: OptimizerSettings = OptimizerSettings()
     mesh: MeshSettings = MeshSettings()
@@ -88,9 +90,22 @@ class Settings(BaseSettings):
         return {name: weight for name, weight in weights.items() if weight}
 
     @property
+    def has_teacher(self) -> bool:
+        """Whether the policy learns from the KL to another model than its start."""
+        return self.algorithm.beta > 0 and self.reference.path is not None
+
+    @property
+    def has_reward(self) -> bool:
+        """Whether anything but a length penalty has a weight in the reward."""
+        reward, env = self.reward, self.env
+        weights = (reward.model and reward.model_weight, env.source and env.weight)
+        return any((*weights, *(function.weight for function in reward.functions)))
+
+    @property
     def offloads_reference(self) -> bool:
-        """Whether the reference weights are kept in host memory. With adapters they are the policy's own weights."""
-        return "reference" in self.scored_roles and self.score.reference.offload and not self.model.lora.rank
+        """Whether the reference weights are kept in host memory. With adapters they may be the policy's own weights."""
+        has_weights = self.has_teacher or not self.model.lora.rank
+        return "reference" in self.scored_roles and self.score.reference.offload and has_weights
 
     @property
     def num_policy_updates(self) -> int:
@@ -102,9 +117,10 @@ class Settings(BaseSettings):
     def scored_roles(self) -> tuple[ScoredRole, ...]:
         """Roles that are scored in a training step before its updates.
 
-        The policy is scored if a step has several updates, or if rewards or values are corrected by its logprobs.
+        The policy is scored if a step has several updates, or if rewards, advantages or values are corrected by its
+        logprobs.
         """
-        policy = self.updates_per_step > 1 or self.algorithm.kl_in_reward or self.algorithm.estimator == "vtrace"
+        policy = self.updates_per_step > 1 or self.algorithm.penalizes_samples or self.algorithm.estimator == "vtrace"
         reference = self.algorithm.beta > 0
         needed = {"policy": policy, "reference": reference, "critic": self.has_critic}
         return tuple(role for role in SCORED_ROLES if needed[role])

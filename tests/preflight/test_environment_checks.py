@@ -58,9 +58,11 @@ def check_hub(source: HubSource = MODEL) -> CheckResult:
 def test_the_hub_sources_are_those_that_a_run_uses(tmp_path: Path) -> None:
     assert hub_sources(load_settings(f"model.path={tmp_path}", f"data.source={tmp_path}/rows.jsonl")) == ()
     overrides = ("model.path=a/b@r1", "data.source=hf:c/d:main", "data.eval_source=hf:e/f")
-    more = ("algorithm.name=ppo", "critic.path=g/h", "reward.model=i/j")
+    teacher = ("algorithm.beta=1", "reference.path=k/l", "reference.revision=r3")
+    more = ("algorithm.name=ppo", "critic.path=g/h", "reward.model=i/j", *teacher)
     assert hub_sources(load_settings(*overrides, *more)) == (
         HubSource("model.path", "model", "a/b", "r1"),
+        HubSource("reference.path", "model", "k/l", "r3"),
         HubSource("critic.path", "model", "g/h", None),
         HubSource("reward.model", "model", "i/j", None),
         HubSource("data.source", "dataset", "c/d", None),
@@ -71,7 +73,7 @@ def test_the_hub_sources_are_those_that_a_run_uses(tmp_path: Path) -> None:
         HubSource("data.source[0]", "dataset", "c/d", "r2"),
         HubSource("data.source[2]", "dataset", "e/f", None),
     )
-    without = ("algorithm.name=grpo", "eval.every_steps=0", "critic.path=g/h")
+    without = ("algorithm.name=grpo", "eval.every_steps=0", "critic.path=g/h", "reference.path=k/l")
     assert [one.setting for one in hub_sources(load_settings(*overrides, *without))] == ["model.path", "data.source"]
 
 

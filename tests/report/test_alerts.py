@@ -32,6 +32,20 @@ def test_a_healthy_run_raises_no_alert() -> None:
     assert titles([step_record(step, perf__compilations=3) for step in range(1, 25)]) == []
 
 
+@pytest.mark.parametrize(
+    "metrics",
+    [
+        {"reward__mean": 0.0, "reward__std": 0.0, "reward__zero_variance_fraction": 1.0},
+        {"reward__zero_variance_fraction": 1.0},
+        {"policy__entropy": 0.001},
+    ],
+)
+def test_what_a_teacher_brings_about_is_no_alert(metrics: dict[str, float]) -> None:
+    assert len(titles(after_twenty_healthy_steps(LONG, **metrics))) == 1
+    taught = {"policy__teacher_kl": 1.5, "policy__kl_coef": 1.0}
+    assert titles(after_twenty_healthy_steps(LONG, **metrics, **taught)) == []
+
+
 SKIPPED, MOVES = "An update was skipped: NaN or infinity", "The policy moves too far within a step"
 EQUAL, SAME = "Rewards are equal within almost every group", "All rewards are the same"
 LOW, HIGH, DUAL = (f"policy__clip_fraction_{side}" for side in ("low", "high", "dual"))

@@ -103,7 +103,7 @@ def test_the_report_has_settings_alerts_plots_and_sessions(run: Path) -> None:
     report, samples = (re.sub(r"\s+", " ", (run / f"{name}.html").read_text()) for name in ("report", "rollouts"))
     for part in (
         *("<h1>run</h1>", "step 11 of 200", "builtin:tiny", "<b>Step 5: Many answers are truncated.</b>"),
-        *("<p>Without data in this run: ", '<span id="kl">KL to the initial model</span>', "8 × TPU v4"),
+        *("<p>Without data in this run: ", '<span id="kl">KL to the initial model or the teacher</span>', "8 × TPU v4"),
         *("<th>from rollouts</th>", "runs/other", f"grpo report {run}"),
         '<td><code>run.steps</code></td><td class="text"><code>200</code></td>',
     ):

@@ -18,7 +18,7 @@ from tests.episodes import with_turns
 from tests.program import metrics_of, succeeded, train_here
 from tests.replays import samples_of
 from tests.run_fixtures import NO_REPORT, TINY, write_config
-from tests.tiny_directory import write_reward_model
+from tests.tiny_directory import write_model, write_reward_model
 
 
 @pytest.fixture(scope="module")
@@ -27,6 +27,7 @@ def judged_by_plug_in(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
     folder = tmp_path_factory.mktemp("judged")
     config = write_config(folder, TINY + NO_REPORT, tiny_model)
     model = f"reward.model={write_reward_model(folder / 'judge')}"
+    teacher = f"reference.path={write_model(folder / 'teacher', seed=3)}"
     (folder / "judge.py").write_text("def judge(completion): return {'score': 1.0, 'length': len(completion)}\n")
     functions = f"reward.functions=['{folder / 'judge.py'}:judge']"
     ppo = ("algorithm.name=ppo", "algorithm.beta=0.1", "algorithm.kl_target=0.1", "algorithm.correction=truncate")
@@ -34,7 +35,7 @@ def judged_by_plug_in(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
     apart = ("rollout.max_staleness=1", "rollout.devices=0.5", "mesh.shape=1,4,1")
     succeeded(
         train_here(
-            *(config, functions, model, *ppo, *workers, *apart),
+            *(config, functions, model, teacher, *ppo, *workers, *apart),
             *("env.source=calculator", "data.curriculum=pass_rate", "run.steps=1", "eval.every_steps=0"),
         )
     )

@@ -14,6 +14,7 @@ from app.runtime.advantages import (
     make_advantage_estimator,
     make_gae_advantages,
     make_return_advantages,
+    with_saved_advantages,
 )
 from app.training.learner import make_policy_loss
 from app.update.loss_aggregation import aggregations, token_mean
@@ -74,6 +75,40 @@ def test_a_penalty_in_the_reward_has_the_coefficient_of_the_step() -> None:
     in_loss = estimator_from("algorithm.name=dr_grpo", "algorithm.beta=0.5", "algorithm.kl_in=loss")(pair, 0.5)
     assert "policy/kl_coef" not in in_loss.metrics
     np.testing.assert_allclose(in_loss.samples[1].advantages, 1.5)
+
+
+TEACHER = ("algorithm.beta=0.5", "algorithm.kl_in=advantage")
+
+
+def test_a_penalty_in_the_advantage_is_that_of_each_token_alone() -> None:
+    pair = samples_of(1.0, 4.0)
+    policy = np.array([-1.0, -1.2, -2.2], np.float32)
+    mask = np.array([True, True, False])
+    pair[1] = replace(pair[1], policy_logprobs=policy, loss_mask=mask)
+    for whitens, task in (("false", 1.5), ("true", None)):
+        chosen = ("algorithm.name=dr_grpo", f"algorithm.whiten_advantages={whitens}")
+        plain = estimator_from(*chosen)(pair, 0.0)
+        estimated = estimator_from(*chosen, *TEACHER)(pair, 0.5)
+        task = task or plain.samples[1].advantages[0]
+        # 0.2 at the first token, 0 at the second; the third is not the policy's.
+        np.testing.assert_allclose(estimated.samples[1].advantages, [task - 0.1, task, 0], rtol=1e-5)
+        np.testing.assert_allclose(estimated.samples[0].advantages, plain.samples[0].advantages - 0.1, rtol=1e-5)
+        assert estimated.metrics == plain.metrics | {"policy/kl_coef": 0.5}
+    assert with_saved_advantages(estimator_from(*TEACHER))(pair[:0], 0.5).samples == []
+    (saved,) = with_saved_advantages(estimator_from(*TEACHER))([replace(pair[0], advantages=policy)], 0.5).samples
+    np.testing.assert_array_equal(saved.advantages, policy)
+
+
+def test_without_rewards_it_is_a_return_with_a_discount_of_0() -> None:
+    samples = samples_of(0.0, 0.0)
+    returns = ("algorithm.name=reinforce_plus_plus", "algorithm.gamma=0", "algorithm.whiten_advantages=false")
+    found, expected = (
+        estimator_from(*chosen)(samples, 1.0).samples
+        for chosen in (("algorithm.name=distill",), (*returns, "algorithm.beta=1", "algorithm.kl_in=reward"))
+    )
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one.advantages, other.advantages, rtol=1e-6)
+        np.testing.assert_allclose(one.advantages, -0.2, rtol=1e-6)
 
 
 def test_advantages_are_measured_before_they_are_whitened() -> None:

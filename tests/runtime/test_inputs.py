@@ -5,21 +5,31 @@ import logging
 from pathlib import Path
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from typer.testing import Result
 
+from app.model.io.hf_weights import EMBEDDING, LM_HEAD, load_weights
 from app.model.io.model_files import open_model
 from app.preflight.inspect_mesh import read_config_only_spec
 from app.prompts.tokenizer import load_tokenizer
 from app.records.run_directory import RunDirectory
 from app.runtime.inputs import encode_train_rows, read_train_rows
-from app.runtime.model_spec import CriticSpec, adapter_notes, read_critic_spec, read_model_spec
+from app.runtime.model_spec import (
+    CriticSpec,
+    adapter_notes,
+    read_critic_spec,
+    read_model_spec,
+    read_reference_spec,
+)
 from app.runtime.pinned_revisions import pin_revisions, record_commits
 from app.runtime.reward_model import read_reward_model_spec, reward_model_notes
 from app.training.inputs import read_training_inputs
 from settings import InputError, Settings, load
 from tests.local_hub import serve, use_hub
+from tests.model.io import gguf_files
 from tests.program import train_here
+from tests.tiny import make_mesh
 from tests.tiny_directory import write_model, write_reward_model, write_tokenizer
 
 SHORT, LONG = "1 + 1?", "1 + 1? " * 50
@@ -106,6 +116,18 @@ def test_a_critic_with_another_vocabulary_is_refused(tiny_model: Path, tmp_path:
         critic_input(tiny_model, small)
 
 
+def test_a_teacher_has_the_tokens_of_the_policy_and_no_others(tiny_model: Path, tmp_path: Path) -> None:
+    tensors = gguf_files.random_checkpoint(biases=False, tied=False)
+    path = gguf_files.write_gguf(tmp_path / "a.gguf", "llama", tensors, extra=[gguf_files.add_tiny_tokenizer])
+    settings = load(None, [f"model.path={tiny_model}", f"reference.path={path}"], {}).settings
+    teacher = read_reference_spec(settings, read_model_spec(settings))
+    assert teacher is not None
+    assert (teacher.num_tokens, teacher.architecture.vocab_size) == (40, 24)
+    params = load_weights(teacher.definition, teacher.files.weights, make_mesh())
+    for ours, name in (("embedding", EMBEDDING), ("output", LM_HEAD)):
+        np.testing.assert_array_equal(params[ours], tensors[name][:24])
+
+
 def test_a_reward_model_with_another_tokenizer_is_named(tiny_model: Path, tmp_path: Path) -> None:
     same = write_reward_model(tmp_path / "same")
     other = change_tokenizer(write_reward_model(tmp_path / "other"), pre_tokenizer=None)
@@ -143,19 +165,21 @@ def test_a_resumed_run_keeps_its_commit(config, tiny_model, tmp_path, monkeypatc
 
 
 def test_critic_and_reward_model_keep_their_commits(config, tiny_model, tmp_path, monkeypatch):
-    ids = {"model": "owner/policy", "critic": "owner/critic", "reward": "owner/judge"}
+    ids = {"model": "owner/policy", "critic": "owner/critic", "reward": "owner/judge", "reference": "owner/teacher"}
     chosen = [f"model.path={ids['model']}", f"critic.path={ids['critic']}", f"reward.model={ids['reward']}"]
+    chosen += [f"reference.path={ids['reference']}", "reference.revision=main", "algorithm.beta=0.1"]
     with serve() as hub:
         use_hub(monkeypatch, hub.url, tmp_path / "cache")
         judges = [write_reward_model(tmp_path / f"judge{seed}", seed=seed) for seed in (7, 8)]
         moved = write_model(tmp_path / "moved", seed=1)
-        first = {section: hub.commit(ids[section], tiny_model) for section in ("model", "critic")}
+        first = {section: hub.commit(ids[section], tiny_model) for section in ("model", "critic", "reference")}
         first["reward"] = hub.commit(ids["reward"], judges[0])
         settings = load(str(config), ["algorithm.name=ppo", *chosen], {}).settings
         run = RunDirectory(tmp_path)
         record_commits(run, settings, read_training_inputs(settings).model_commits)
         hub.commit(ids["model"], moved)
         hub.commit(ids["critic"], moved)
+        hub.commit(ids["reference"], moved)
         hub.commit(ids["reward"], judges[1])
         assert read_training_inputs(pin_revisions(settings, run)).model_commits == first
         # Those who ask for another revision get it, and of the others the commit they had.

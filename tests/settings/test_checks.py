@@ -55,6 +55,15 @@ algorithm.correction=mask algorithm.correction_max=1 algorithm.correction_min=1 
 algorithm.kl_in=reward | algorithm.beta=0.05 | = 'reward' (from --set): with algorithm.beta = 0.0 (from the default)
 beta=0.05 algorithm.kl_target=0.1 | algorithm.kl_in=reward | only a penalty in the reward can be adapted
 algorithm.kl_target=0.1 | =null | algorithm.beta = 0.0 (from the default) would stay 0
+algorithm.name=distill | reference.path=a/b | reference.path = None (from the default): algorithm.name = 'distill'
+reference.path=a/b algorithm.name=distill algorithm.beta=0 | =1 | learns from the KL to its teacher; set algorithm.beta
+reference.revision=v1 | reference.path=a/b | is that of a model on the hub, but reference.path = None
+reference.path=a/b@v1 reference.revision=v1 | =null | is that of a model on the hub, but reference.path = 'a/b@v1'
+reference.path=a/b beta=1 reward.functions=[] | eval.every_steps=0 | nothing judges the samples of an evaluation
+reward.functions=[{name: arithmetic, weight: 0}]; beta=1 | reference.path=a/b | all weights are 0
+reference.path=a/b; algorithm.name=distill; num_pre_q=1 | reward.functions=[{name: arithmetic, weight: 0}] | needs at
+reference.path=a/b; beta=1; reward.functions=[{name: gsm8k, weight: 0}]; algorithm.filter=zero_variance | =none
+   | without a reward of weight above 0, those of a group are always equal
 run.steps=1073741824 algorithm.epochs=2 | =1 | give more optimizer steps than the schedule can count
 algorithm.name=ppo run.steps=3 critic.warmup_steps=3 | =2 | lower it to at most 2$
 batch_size=8 steps=3 ppo_epochs=2 ppo_mini_batch_size=4 optimizer.warmup_steps=12 | =11

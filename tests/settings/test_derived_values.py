@@ -30,6 +30,13 @@ DERIVED: list[tuple[str, dict[str, Any]]] = [
     (f"{UNEQUAL}; rollout.workers.heavy.count=0", {"rollout.rows_together": None}),
     ("score.reference.offload=true; algorithm.beta=0.1", {"offloads_reference": True}),
     ("score.reference.offload=true; algorithm.beta=0.1; model.lora.rank=8", {"offloads_reference": False}),
+    (
+        "score.reference.offload=true; algorithm.beta=0.1; model.lora.rank=8; reference.path=a/b",
+        {"offloads_reference": True},
+    ),
+    ("algorithm.name=distill", {"algorithm.beta": 1.0, "scored_roles": ("policy", "reference"), "has_teacher": False}),
+    ("algorithm.name=distill; algorithm.beta=0.3; reference.path=a/b", {"algorithm.beta": 0.3, "has_teacher": True}),
+    ("reference.path=a/b; reference.revision=v1", {"reference.source": "a/b@v1", "has_teacher": False}),
     ("model.lora.targets=all", {"model.lora.projections": PROJECTIONS}),
     ("model.lora.targets=attention", {"model.lora.projections": PROJECTIONS[:4]}),
     ("model.lora.targets=[mlp, q_proj, mlp]", {"model.lora.projections": ("q_proj", *PROJECTIONS[4:])}),
@@ -78,6 +85,7 @@ gspo | grpo sequence ppo 0.0003 0.0004 none sequence-mean-token-mean loss k3
 dapo | grpo token ppo 0.2 0.28 zero_variance token-mean loss k3
 cispo | grpo token cispo 10.0 0.2 zero_variance token-mean loss k3
 ppo | gae token ppo 0.2 0.2 none token-mean reward k1
+distill | grpo token ppo 0.2 0.2 none token-mean advantage k1
 """)
 PARTS = ("estimator", "ratio_level", "clip", "clip_low", "clip_high", "filter", "loss_aggregation")
 PARTS += ("kl_in", "kl_estimator")

@@ -22,10 +22,10 @@ def based_on(file: ConfigFile, *chosen: str) -> Resolved:
 
 @pytest.mark.parametrize(("before", "name"), [("ppo", name) for name in ALGORITHM_PRESETS] + [("grpo", "ppo")])
 def test_replay_under_another_algorithm_takes_its_own_defaults(before: str, name: str) -> None:
-    quota = "algorithm.max_tokens_per_device=512"
-    again = based_on(written(f"algorithm.name={before}", quota), f"algorithm.name={name}")
+    quota, chosen = "algorithm.max_tokens_per_device=512", (f"algorithm.name={name}", "reference.path=teacher")
+    again = based_on(written(f"algorithm.name={before}", quota), *chosen)
     check_for_train(again)
-    assert again.settings.algorithm == with_sets(f"algorithm.name={name}", quota).settings.algorithm
+    assert again.settings.algorithm == with_sets(*chosen, quota).settings.algorithm
 
 
 def test_replayed_settings_keep_what_was_set_explicitly() -> None:

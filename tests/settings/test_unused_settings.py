@@ -28,7 +28,8 @@ critic.lam=0.5 | algorithm.estimator gae | algorithm.estimator=gae
 algorithm.correction_max=3.0 | algorithm.correction mask or truncate | algorithm.correction=truncate
 algorithm.correction_min=0.1 | algorithm.correction mask | algorithm.correction=mask
 model.lora.alpha=32.0 | model.lora.rank of 1 or more | model.lora.rank=2
-score.reference.offload=True | model.lora.rank null | model.lora.rank=0
+score.reference.offload=True | model.lora.rank null or reference.path | model.lora.rank=0
+score.reference.offload=True | model.lora.rank null or reference.path | reference.path=teacher
 env.max_turns=3 | env.source or env.tools | env.tools=calculator
 env.weight=0.5 | env.source | env.source=guess_number
 env.turn_discount=0.5 | env.credit turn | env.credit=turn
@@ -44,8 +45,8 @@ rollout.workers.fast.slots=2 | rollout.scheduler set and rollout.placement islan
   rollout.workers.fast.count of 1 or more | rollout.scheduler=sync
 rollout.ray.heavy_resources={'GPU': 1.0} | rollout.ray.address, and rollout.workers.heavy.count of 1 or more |
   rollout.ray.address=local
-score.policy.rows_per_device=4 | several optimizer steps in a training step, algorithm.kl_in reward, or
-  algorithm.estimator vtrace | algorithm.epochs=2
+score.policy.rows_per_device=4 | several optimizer steps in a training step, algorithm.kl_in reward or advantage, or
+  estimator vtrace | algorithm.epochs=2
 score.reference.max_tokens_per_device=4096 | algorithm.beta above 0 | algorithm.beta=0.1
 score.reward.rows_per_device=4 | reward.model | reward.model=judge
 score.strategy=scan | a scored role or reward.model | algorithm.beta=0.1
@@ -56,6 +57,8 @@ plugins.timeout_s=5.0 | a reward function in a file or module, env.source or env
   reward.functions=math_verify
 algorithm.bootstrap_truncated=True | algorithm.mask_truncated false | algorithm.mask_truncated=false
 algorithm.max_rounds=3 | algorithm.filter zero_variance | algorithm.filter=zero_variance
+reference.path=teacher | algorithm.beta above 0 | algorithm.beta=0.1
+algorithm.kl_estimator=k1 | algorithm.beta above 0 | algorithm.beta=0.1
 algorithm.shuffle=True | algorithm.mini_batch_prompts | algorithm.mini_batch_prompts=2
 optimizer.final_fraction=0.1 | optimizer.schedule linear or cosine | optimizer.schedule=cosine
 eval.num_prompts=3 | eval.every_steps above 0 | eval.every_steps=2
@@ -68,7 +71,7 @@ logging.wandb_mode=offline | logging.wandb_project | logging.wandb_project=p
 """)
 NEEDED = {
     "algorithm.mask_truncated false": ("algorithm.name=ppo", "algorithm.mask_truncated=true"),
-    "model.lora.rank null": ("model.lora.rank=8", "algorithm.beta=0.1"),
+    "model.lora.rank null or reference.path": ("model.lora.rank=8", "algorithm.beta=0.1"),
     "env.credit turn": ("env.source=guess_number",),
     "eval.every_steps above 0": ("eval.every_steps=0",),
     "data.curriculum none": ("data.curriculum=pass_rate",),

@@ -36,13 +36,15 @@ def partial_of(function: Any) -> tuple[Any, dict[str, float]]:
     return function.func, function.keywords
 
 
-def test_penalty_is_paid_in_the_loss_or_in_the_reward_or_nowhere() -> None:
+def test_penalty_is_paid_in_the_loss_or_before_it_or_nowhere() -> None:
     loss = make_policy_loss(algorithm("beta=0.1"))
     assert (loss.beta, loss.kl_estimator) == (0.1, k3)
     loss = make_policy_loss(algorithm("beta=0.1", "kl_in=reward"))
     assert (loss.beta, loss.kl_estimator) == (0.0, k1)
+    loss = make_policy_loss(algorithm("beta=0.1", "kl_in=advantage"))
+    assert (loss.beta, loss.kl_estimator) == (0.0, k1)
     assert make_policy_loss(algorithm("beta=1", "kl_estimator=k2")).kl_estimator is k2
-    for place in ("loss", "reward"):
+    for place in ("loss", "reward", "advantage"):
         assert make_policy_loss(algorithm(f"kl_in={place}", "kl_estimator=k2")).kl_estimator is None
 
 

@@ -144,6 +144,26 @@ def has_own_head(source: TensorSource) -> bool:
     return not np.array_equal(source.read(EMBEDDING), source.read(LM_HEAD))
 
 
+@dataclass(frozen=True)
+class FirstTokens:
+    """A tensor source whose embedding and LM head have only the rows of the first `vocab_size` tokens."""
+
+    source: TensorSource
+    vocab_size: int
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        whole = self.source.shapes
+        return {
+            **whole,
+            **{name: (self.vocab_size, *whole[name][1:]) for name in (EMBEDDING, LM_HEAD) if name in whole},
+        }
+
+    def read(self, name: str) -> np.ndarray:
+        tensor = self.source.read(name)
+        return tensor[: self.vocab_size] if name in (EMBEDDING, LM_HEAD) else tensor
+
+
 def check_tensors(
     entries: list[TensorEntry], shapes: Mapping[str, tuple[int, ...]], architecture: Architecture
 ) -> None:

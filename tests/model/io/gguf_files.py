@@ -6,6 +6,8 @@ import numpy as np
 from gguf import GGMLQuantizationType, GGUFWriter
 from gguf.quants import quantize
 
+from tests.tiny_directory import CHARACTERS, CONTROL_TOKENS
+
 LAYERS, MODEL_DIM, MLP_DIM, VOCAB, HEADS, KV_HEADS, HEAD_DIM = 2, 64, 96, 40, 4, 2, 32
 
 LLAMA_CPP_NAMES = {
@@ -110,6 +112,17 @@ def write_gguf(path: Path, family: str, checkpoint: dict[str, np.ndarray], *, ex
             writer.add_tensor(new, values)
     finish(writer)
     return path
+
+
+def add_tiny_tokenizer(writer: GGUFWriter) -> None:
+    """Adds the tokens of `write_tokenizer` with the same ids, and one more."""
+    tokens = [*CONTROL_TOKENS, *CHARACTERS, "12"]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("smollm")
+    writer.add_token_list(tokens)
+    writer.add_token_types([3] * len(CONTROL_TOKENS) + [1] * (len(tokens) - len(CONTROL_TOKENS)))
+    writer.add_token_merges(["1 2"])
+    writer.add_chat_template("{% for message in messages %}{{ message.content }}{% endfor %}")
 
 
 def finish(writer: GGUFWriter) -> None:
