@@ -87,7 +87,10 @@ def test_help_fits_80_columns_in_plain_text_with_an_example(command: tuple[str, 
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        ("grpo train --config quick", ["quickstart", "quickstart_distill", "quickstart_ppo", "quickstart_tools"]),
+        (
+            "grpo train --config quick",
+            ["quickstart", "quickstart_distill", "quickstart_ppo", "quickstart_sft", "quickstart_tools"],
+        ),
         ("grpo train --config a --config b --num_generations 8 --set rollout.gr", ["rollout.group_size="]),
     ],
 )

@@ -45,7 +45,7 @@ from app.records.versions import minimum_versions
 from app.runtime.environments import prepare_turns, try_episode
 from app.runtime.host_supervision import join_hosts
 from app.runtime.inputs import (
-    encode_train_rows,
+    encode_train_data,
     open_custom_estimator,
     read_checked_reward_model,
     read_critic,
@@ -195,16 +195,21 @@ def _read_inputs(recorder: CheckRecorder, settings: Settings) -> PreflightInputs
     with recorder.run_check("template"):
         rows = () if inputs.dataset is None else inputs.dataset.rows
         check_chat_template(recorder, settings, inputs.model.tokenizer, inputs.prompts[0], rows)
+    # Given completions get no rewards.
+    judged = inputs.held_out if settings.is_supervised else inputs.prompts
+    if not judged:
+        recorder.skip("reward", reason="completions are given, and there is no evaluation")
+        return inputs
     with recorder.run_check("reward"):
-        samples = make_trial_samples(inputs.model.tokenizer, inputs.prompts)
-        check_reward_functions(recorder, settings, samples, inputs.prompts, inputs.held_out)
-        with open_custom_estimator(settings, inputs.prompts) as custom:
+        samples = make_trial_samples(inputs.model.tokenizer, judged)
+        check_reward_functions(recorder, settings, samples, judged, inputs.held_out)
+        with open_custom_estimator(settings, judged) as custom:
             if custom is not None:
                 custom.try_on(samples)
                 recorder.ok("advantage", f"{custom.function}: {custom.summary}")
     if settings.env.is_used:
         with recorder.run_check("environment"):
-            recorder.ok("environment", try_episode(settings, inputs.model.tokenizer, inputs.prompts[0]))
+            recorder.ok("environment", try_episode(settings, inputs.model.tokenizer, judged[0]))
     return inputs
 
 
@@ -263,7 +268,7 @@ def _read_data(
         inputs.dataset = read_train_rows(settings)
         found = f"{inputs.dataset.to_text()}; {NO_TOKENIZER}"
         if tokenizer is not None:
-            inputs.prompts, found = encode_train_rows(settings, inputs.dataset, tokenizer)
+            inputs.prompts, _, found = encode_train_data(settings, inputs.dataset, tokenizer)
             if inputs.reward_model is not None:
                 inputs.reward_model.check_prompt(inputs.prompts[0])
         recorder.ok("data", found)

@@ -260,5 +260,5 @@ def _max_flops(launch: RunSetup, num_prompts: int, mean_prompt: int) -> float:
     # The reward model reads one more token.
     conversations = replace(lengths, completions=lengths.completions + 1)
     return make_step_flops(settings, launch.session, inputs.reward_model).total(
-        sampled=None if inputs.replay else lengths, learned=lengths, rewarded=[conversations]
+        sampled=lengths if launch.session.generates == "rollouts" else None, learned=lengths, rewarded=[conversations]
     )

@@ -339,8 +339,9 @@ def make_longest_prompt(num_tokens: int) -> Prompt:
 
 
 def _describe_generation(step: StepOutline) -> str:
-    assert step.rollout is not None
-    rows = f"{step.rollout.num_rows:,} rows with a cache of {step.rollout.cache_length:,} tokens"
+    if (shape := step.rollout or step.evaluation) is None:
+        return "nothing is generated"
+    rows = f"{shape.num_rows:,} rows with a cache of {shape.cache_length:,} tokens"
     if step.session.workers is not None:
         return f"{len(step.session.workers.workers)} workers on each host, the largest with {rows}"
     return f"{rows.replace('rows', 'slots', 1)} on each host"

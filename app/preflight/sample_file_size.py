@@ -53,7 +53,7 @@ def estimate_sample_files(
     of_critic = ["values", "returns"] if settings.has_critic else []
     fields, num_tokens = [*sampled, *logprobs, *of_critic, "advantages"], rollout.max_new_tokens
     step = evaluation = 0
-    if settings.logging.save_rollouts:
+    if settings.logging.save_rollouts and not settings.is_supervised:
         groups = rollout.prompts_per_step * num_hosts
         step = round(groups * _group_bytes(prompts, rollout.group_size, num_tokens, fields))
     if every and held_out:

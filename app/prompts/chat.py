@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from app.records.sample import Messages, message_text
+from app.records.typed_values import is_text_or_number, to_text
 from settings.errors import InputError
 
 MAX_CHARACTERS = 1_000_000
@@ -14,13 +15,26 @@ MAX_CHARACTERS = 1_000_000
 
 
 def read_messages(values: list[Any], where: str) -> Messages:
-    """Returns a chat that the assistant continues, with everything that its messages hold for the chat template.
+    """Returns a chat that the assistant continues; see `read_chat`.
+
+    Raises:
+        InputError: there is no message, or the last one is the assistant's.
+    """
+    messages = read_chat(values, where)
+    if not messages:
+        raise InputError(f"{where}: the prompt is empty")
+    if messages[-1]["role"] == "assistant":
+        raise InputError(f"{where}: the chat ends with the assistant's turn; leave that turn out of the prompt")
+    return messages
+
+
+def read_chat(values: list[Any], where: str) -> Messages:
+    """Returns messages with everything that they hold for the chat template.
 
     Content is text, a list of parts of text, or null where a message has something else, such as `tool_calls`.
 
     Raises:
-        InputError: a message has neither, or nothing that JSON can hold, or the last one is the assistant's; the error
-            starts with `where`.
+        InputError: a message has neither, or nothing that JSON can hold; the error starts with `where`.
     """
     messages = []
     for value in values:
@@ -35,15 +49,28 @@ def read_messages(values: list[Any], where: str) -> Messages:
             raise InputError(f"{where}: `content` of a chat message must be text or a list of parts; got {value!r:.80}")
         # Arrow's missing fields, which transformers leaves out, too.
         messages.append({name: kept for name, kept in value.items() if kept is not None or name == "content"})
-    if not messages:
-        raise InputError(f"{where}: the prompt is empty")
-    if messages[-1]["role"] == "assistant":
-        raise InputError(f"{where}: the chat ends with the assistant's turn; leave that turn out of the prompt")
     try:
         json.dumps(messages, allow_nan=False)
     except (TypeError, ValueError) as error:
         raise InputError(f"{where}: a chat message holds something that JSON cannot: {error}") from error
     return messages
+
+
+def split_completion(completion: Any, where: str) -> tuple[Messages, Messages]:
+    """Returns the messages before the assistant's first turn in a completion, and those from it on.
+
+    Raises:
+        InputError: it is neither text nor a chat with a turn of the assistant; the error starts with `where`.
+    """
+    if is_text_or_number(completion) and (text := to_text(completion)).strip():
+        return [], [{"role": "assistant", "content": text}]
+    if not isinstance(completion, list):
+        raise InputError(f"{where}: expected a completion as text or chat, got {completion!r:.80}; remove the row")
+    messages = read_chat(completion, where)
+    first = next((i for i, message in enumerate(messages) if message["role"] == "assistant"), None)
+    if first is None:
+        raise InputError(f"{where}: no message is the assistant's, so there is nothing to learn; remove the row")
+    return messages[:first], messages[first:]
 
 
 def is_text_part(part: Any) -> bool:

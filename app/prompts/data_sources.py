@@ -26,7 +26,7 @@ HELD_OUT_SEED = 0
 """Seed of the evaluation problems, which are the same in every run."""
 
 
-def load_training_data(data: DataSettings, *, seed: int) -> Dataset:
+def load_training_data(data: DataSettings, *, seed: int, reads_completions: bool = False) -> Dataset:
     """Loads the rows of `data.source`; `seed` selects the arithmetic problems.
 
     In a mixture, `<number of the source>/` precedes each uid, and the column `data_source` names the source.
@@ -34,10 +34,8 @@ def load_training_data(data: DataSettings, *, seed: int) -> Dataset:
     Raises:
         InputError: the data set cannot be used (see `load_dataset` and `make_problems`).
     """
-    parts = [
-        _load(data, one.source, split=one.split or data.split, num_problems=data.num_problems, seed=seed)
-        for one in data.sources
-    ]
+    options = {"num_problems": data.num_problems, "seed": seed, "reads_completions": reads_completions}
+    parts = [_load(data, one.source, split=one.split or data.split, **options) for one in data.sources]
     if isinstance(data.source, str):
         return parts[0]
     rows = [row for i, part in enumerate(parts) for row in _with_data_source(part, uid_prefix=f"{i}/")]
@@ -96,7 +94,9 @@ def evenly_spaced(rows: Sequence[Row], max_rows: int) -> Sequence[Row]:
     return rows if len(rows) <= max_rows else [rows[i * len(rows) // max_rows] for i in range(max_rows)]
 
 
-def _load(data: DataSettings, source: str, *, split: str, num_problems: int, seed: int) -> Dataset:
+def _load(
+    data: DataSettings, source: str, *, split: str, num_problems: int, seed: int, reads_completions: bool = False
+) -> Dataset:
     log.info("reading %s", source)
     if source == ARITHMETIC:
         return make_problems(
@@ -104,4 +104,5 @@ def _load(data: DataSettings, source: str, *, split: str, num_problems: int, see
         )
     if source.startswith("builtin:"):
         raise InputError(f"data.source: there is no {source!r}; the only built-in data set is {ARITHMETIC}")
-    return load_dataset(source, split=split, prompt_column=data.prompt_column, answer_column=data.answer_column)
+    columns = {"prompt_column": data.prompt_column, "answer_column": data.answer_column}
+    return load_dataset(source, split=split, **columns, reads_completions=reads_completions)

@@ -13,7 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from app.prompts.chat import read_messages
+from app.prompts.chat import read_messages, split_completion
 from app.records.jsonl import read_jsonl
 from app.records.parquet import read_parquet
 from app.records.sample import Messages
@@ -25,6 +25,7 @@ log = logging.getLogger(__name__)
 
 PROMPT_COLUMNS = ("prompt", "question", "problem", "messages")
 ANSWER_COLUMNS = ("answer", "ground_truth", "solution", "reward_model.ground_truth")
+COMPLETION_COLUMNS = ("completion", "response", "messages", "answer", "extra_info.answer", "solution")
 """Default column names, in order of preference; a dot denotes a field of a nested object, as in verl's files."""
 FILE_SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".parquet")
 SPLIT_NAMES = ("train", "test", "val", "dev")
@@ -86,6 +87,7 @@ def load_dataset(
     split: str = "train",
     prompt_column: str | None = None,
     answer_column: str | None = None,
+    reads_completions: bool = False,
 ) -> Dataset:
     """Reads a data set and finds its prompt and answer columns.
 
@@ -95,16 +97,17 @@ def load_dataset(
         split: split of a hub data set; a file has only one.
         prompt_column: None for the first of `PROMPT_COLUMNS` that exists.
         answer_column: None for the first of `ANSWER_COLUMNS` that exists; there may be none.
+        reads_completions: whether answers are completions to learn, and None stands for `COMPLETION_COLUMNS`.
 
     Raises:
-        InputError: the source does not exist, is empty or malformed, or a row has no usable prompt.
+        InputError: the source does not exist, is empty or malformed, or a row has no usable prompt or completion.
     """
     raw_rows = _read_hub(source, split) if source.startswith("hf:") else _read_files(source)
     if not raw_rows:
         raise InputError(f"data.source: {source} holds no rows")
     raw_rows = _without_foreign_columns(raw_rows)
-    mapping = _choose_columns(source, raw_rows, prompt_column, answer_column)
-    rows = [_to_row(*raw, mapping) for raw in raw_rows]
+    mapping = _choose_columns(source, raw_rows, prompt_column, answer_column, reads_completions=reads_completions)
+    rows = [_to_row(*raw, mapping, reads_completions=reads_completions) for raw in raw_rows]
     return Dataset(rows=rows, column_mapping=mapping, source=source)
 
 
@@ -233,7 +236,12 @@ def _json_problem(value: Any) -> str | None:
 
 
 def _choose_columns(
-    source: str, raw_rows: Sequence[RawRow], prompt_column: str | None, answer_column: str | None
+    source: str,
+    raw_rows: Sequence[RawRow],
+    prompt_column: str | None,
+    answer_column: str | None,
+    *,
+    reads_completions: bool,
 ) -> dict[str, str]:
     # Columns of all rows, with fields of nested objects as `outer.inner`, in order of appearance.
     available: dict[str, None] = {}
@@ -245,12 +253,12 @@ def _choose_columns(
     mapping = {}
     for role, chosen, candidates in (
         ("prompt", prompt_column, PROMPT_COLUMNS),
-        ("answer", answer_column, ANSWER_COLUMNS),
+        ("answer", answer_column, COMPLETION_COLUMNS if reads_completions else ANSWER_COLUMNS),
     ):
         column = chosen or next((name for name in candidates if name in available), None)
         if column in available:
             mapping[role] = column
-        elif chosen or role == "prompt":
+        elif chosen or role == "prompt" or reads_completions:
             raise InputError(
                 f"data.{role}_column: {source} has no column {chosen or ' | '.join(candidates)};"
                 f" it has: {', '.join(available)}; set data.{role}_column to the one with the {role}s"
@@ -258,11 +266,17 @@ def _choose_columns(
     return mapping
 
 
-def _to_row(uid: str, where: str, columns: Mapping[str, Any], mapping: Mapping[str, str]) -> DatasetRow:
+def _to_row(
+    uid: str, where: str, columns: Mapping[str, Any], mapping: Mapping[str, str], *, reads_completions: bool
+) -> DatasetRow:
     prompt, answer = mapping["prompt"], mapping.get("answer")
+    asked = _look_up(columns, prompt)
+    if reads_completions and answer:
+        start, _ = split_completion(_look_up(columns, answer), f"{where}: {answer}")
+        asked = start if start or prompt == answer else asked
     return DatasetRow(
         uid=uid,
-        prompt=_read_prompt(_look_up(columns, prompt), f"{where}: {prompt}"),
+        prompt=_read_prompt(asked, f"{where}: {prompt}"),
         answer=_look_up(columns, answer) if answer else None,
         extra={name: value for name, value in columns.items() if name not in (prompt, answer)},
         where=where,

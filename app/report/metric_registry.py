@@ -52,7 +52,8 @@ METRICS = (
         "rises by 1", "a gap: lines were deleted"),
     Metric("reward/mean, reward/std",
         "weighted reward of the step's samples, before any KL penalty (`algorithm.kl_in: reward`); 0 where a teacher "
-        "alone is learned from",
+        "alone is learned from; nothing under `reward/`, `rollout/`, `completions/`, `advantage/` and `mismatch/` "
+        "exists with `algorithm.name: sft`",
         "the mean rises over tens of steps", "read samples in `rollouts.html` to check the reward"),
     Metric("reward/<function>/mean",
         "mean unweighted value of a reward function, of the reward model (`model`) or of the environment (`env`), over "
@@ -154,8 +155,10 @@ METRICS = (
         "share of the variance of the returns that the critic predicts: 1 − Var(returns − values) / "
         "Var(returns), over the same tokens (null if all returns are equal)",
         "rises from about 0 toward 1", "below 0: lower `critic.learning_rate`, or raise `critic.warmup_steps`"),
-    Metric("loss", "loss of the step; at ratio 1 it equals minus the mean advantage",
-        "near 0", "watch the reward instead"),
+    Metric("loss",
+        "loss of the step; at ratio 1 it equals minus the mean advantage; with `algorithm.name: sft` the "
+        "cross-entropy, in nats per token",
+        "near 0; with `sft` it falls", "watch the reward instead; `sft`: `eval/accuracy`"),
     Metric("policy/entropy", "entropy of the policy, in nats per token",
         "falls slowly", "collapses: lower the learning rate, add `algorithm.beta` or `algorithm.entropy_coef`"),
     Metric("policy/kl",

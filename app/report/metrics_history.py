@@ -65,7 +65,7 @@ def early_stopping_reason(history: History, *, metric: str | None, patience: int
 
 def training_steps(history: History) -> list[MetricsRecord]:
     """Returns the lines of training steps, without the evaluation before the first step."""
-    return [record for record in history if "reward/mean" in record]
+    return [record for record in history if "reward/mean" in record or "loss" in record]
 
 
 def accuracy_is_plug_in_mean(history: History) -> bool:

@@ -351,7 +351,8 @@ PANELS = (
     Panel(
         "loss",
         "Loss",
-        "At ratio 1, that of the policy is minus the mean advantage, and tells little; that of the critic should fall.",
+        "At ratio 1, that of the policy is minus the mean advantage, and tells little; that of the critic, or of given "
+        "completions, should fall.",
         {"loss": "policy", "value/loss": "critic"},
         unit="loss",
     ),

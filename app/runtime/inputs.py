@@ -12,11 +12,12 @@ import numpy as np
 from app.advantage.custom_estimator import SETTING as ESTIMATOR_SETTING
 from app.advantage.custom_estimator import CustomEstimator
 from app.plugins.worker_process import lend_variables
+from app.prompts.completions import CompletionEncoder, encode_completions
 from app.prompts.data_sources import evenly_spaced, load_held_out_data, load_training_data
 from app.prompts.dataset import Dataset, DatasetRow
 from app.prompts.encode import EncodeReport, encode_prompts, misread_prompts
 from app.prompts.tokenizer import Tokenizer
-from app.records.sample import Prompt
+from app.records.sample import Prompt, Sample
 from app.records.text_format import format_percent
 from app.reward.builtin_tasks import check_answers
 from app.reward.function_pool import open_pool
@@ -132,9 +133,10 @@ def read_checked_reward_model(settings: Settings) -> RewardModelSpec | None:
 
 
 def read_train_rows(settings: Settings) -> Dataset:
-    """Reads the training data and checks that the reward functions can use its answers."""
-    dataset = load_training_data(settings.data, seed=settings.run.seed)
-    check_answers(dataset.rows, [function.name for function in settings.reward.functions])
+    """Reads the training data, with its completions if they are learned; else the rewards can use its answers."""
+    dataset = load_training_data(settings.data, seed=settings.run.seed, reads_completions=settings.is_supervised)
+    if not settings.is_supervised:
+        check_answers(dataset.rows, [function.name for function in settings.reward.functions])
     return dataset
 
 
@@ -152,9 +154,7 @@ def encode_train_rows(settings: Settings, dataset: Dataset, tokenizer: Tokenizer
     """
     prompts, report = encode_prompts(dataset.rows, tokenizer, settings.data)
     warn_of_misread_prompts(settings, dataset.rows, tokenizer)
-    left = {prompt.uid.partition("/")[0] for prompt in prompts}
-    if empty := next((part.source for i, part in enumerate(dataset.parts) if str(i) not in left), None):
-        raise InputError(f"data.source: every prompt of {empty} is longer than data.max_prompt_length; raise the limit")
+    _check_parts(dataset, prompts, "prompt", "data.max_prompt_length")
     looked_at = evenly_spaced(prompts, NUM_PROMPTS_LOOKED_AT)
     share = np.mean(np.concatenate([prompt.token_ids for prompt in looked_at]) == tokenizer.unk_id)
     if share >= MAX_UNKNOWN_SHARE:
@@ -164,6 +164,30 @@ def encode_train_rows(settings: Settings, dataset: Dataset, tokenizer: Tokenizer
             *(format_percent(share), settings.model.path),
         )
     return prompts, f"{dataset.to_text()}\n{report.text}"
+
+
+def _check_parts(dataset: Dataset, left: Sequence[Prompt] | Sequence[Sample], what: str, limit: str) -> None:
+    """Raises InputError if nothing is left of one of the sources of a mixture."""
+    numbers = {one.uid.partition("/")[0] for one in left}
+    if empty := next((part.source for i, part in enumerate(dataset.parts) if str(i) not in numbers), None):
+        raise InputError(f"data.source: every {what} of {empty} is longer than {limit}; raise the limit")
+
+
+def encode_train_data(
+    settings: Settings, dataset: Dataset, tokenizer: Tokenizer
+) -> tuple[Sequence[Prompt], Sequence[Sample], str]:
+    """Returns the prompts of the training data, their completions if these are learned, and a report for users.
+
+    Raises:
+        InputError: as `encode_train_rows` and `encode_completions`.
+    """
+    prompts, report = encode_train_rows(settings, dataset, tokenizer)
+    if not settings.is_supervised:
+        return prompts, (), report
+    encoder = CompletionEncoder(tokenizer, settings.data, stop=settings.rollout.stop)
+    samples, text = encode_completions(prompts, dataset.rows, encoder, max_tokens=settings.rollout.max_new_tokens)
+    _check_parts(dataset, samples, "completion", "rollout.max_new_tokens")
+    return [sample.prompt for sample in samples], samples, f"{report}\n{text}"
 
 
 def read_eval_rows(settings: Settings) -> Sequence[DatasetRow]:

@@ -35,8 +35,9 @@ NUM_TIMED_STEPS = 10
 
 def step_line(step: int, metrics: Mapping[str, Any], *, num_steps: int, left_s: float) -> str:
     """Returns the main metrics of a step in one line. Those of the policy are None while only the critic is trained."""
-    parts = [f"step {step:>{len(str(num_steps))}}/{num_steps}", f"reward {metrics['reward/mean']:z.3f}"]
-    parts.append(f"length {metrics['completions/mean_length']:.1f}")
+    parts = [f"step {step:>{len(str(num_steps))}}/{num_steps}"]
+    if "reward/mean" in metrics:
+        parts += [f"reward {metrics['reward/mean']:z.3f}", f"length {metrics['completions/mean_length']:.1f}"]
     if metrics["loss"] is None:
         parts.append("critic only")
     else:
@@ -45,7 +46,7 @@ def step_line(step: int, metrics: Mapping[str, Any], *, num_steps: int, left_s: 
             if (kl := metrics.get(name)) is not None:
                 parts.append(f"{label} {kl:z.4f}")
         # Nothing is clipped in the only update of a batch.
-        if clipped := metrics["policy/clip_fraction_low"] + metrics["policy/clip_fraction_high"]:
+        if clipped := sum(metrics.get(f"policy/clip_fraction_{bound}", 0.0) for bound in ("low", "high")):
             parts.append(f"clipped {format_percent(clipped)}")
         parts += [f"grad {metrics['policy/grad_norm']:.3g}", f"lr {metrics['policy/learning_rate']:.3g}"]
     parts.append(f"{metrics['time/step_s']:.2f} s ({metrics['perf/tokens_per_s']:.0f} tokens/s)")
@@ -190,7 +191,8 @@ class ProgressDisplay:
         pace_s = (now - self._step_ends[0]) / (len(self._step_ends) - 1)
         left_s = pace_s * (self._num_steps - step)
         self.print_line(step_line(step, metrics, num_steps=self._num_steps, left_s=left_s))
-        self._figures = f"reward {metrics['reward/mean']:z.3f}  {metrics['time/step_s']:.2f} s/step"
+        name, key = ("reward", "reward/mean") if "reward/mean" in metrics else ("loss", "loss")
+        self._figures = f"{name} {metrics[key]:z.3f}  {metrics['time/step_s']:.2f} s/step"
         self._progress.update(self._task, completed=step, figures=self._figures)
 
 

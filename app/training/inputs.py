@@ -11,13 +11,13 @@ from app.checkpoint.saved_policy import PolicyCheckpoint
 from app.evaluation.prompt_metrics import check_is_measured
 from app.prompts.dataset import Dataset
 from app.records.run_directory import RunDirectory
-from app.records.sample import Prompt
+from app.records.sample import Prompt, Sample
 from app.reward.reward_functions import RewardFunctions, accuracy_function_name
 from app.runtime.environments import prepare_turns
 from app.runtime.inputs import (
     PromptsOrRows,
     data_columns,
-    encode_train_rows,
+    encode_train_data,
     eval_columns,
     make_rewards,
     read_checked_reward_model,
@@ -76,8 +76,15 @@ class TrainingInputs:
     """Another model as the reference; None if that is the policy's start, or nothing."""
     replay: Replay | None = None
     """The samples to learn from; None if they are generated."""
+    given: Sequence[Sample] = ()
+    """The prompts with the completions to learn; empty if they are generated or replayed."""
     start: PolicyCheckpoint | None = None
     """The checkpoint of --checkpoint: a replay goes on from its step, another run starts from its policy."""
+
+    @property
+    def judged_prompts(self) -> Sequence[Prompt]:
+        """Prompts whose completions get rewards: those of evaluations alone where completions are given."""
+        return self.eval_prompts if self.given else self.prompts
 
     @property
     def model_commits(self) -> dict[str, str | None]:
@@ -93,7 +100,9 @@ class TrainingInputs:
     def make_rewards(self, settings: Settings) -> RewardFunctions:
         """Returns the reward functions for these prompts; entering them imports the functions."""
         held_out_columns = eval_columns(settings, self.eval_prompts) if self.eval_prompts else None
-        return make_rewards(settings, data_columns(settings, self.prompts), held_out_columns)
+        if not self.judged_prompts:
+            settings = settings.model_copy(update={"reward": settings.reward.model_copy(update={"functions": ()})})
+        return make_rewards(settings, data_columns(settings, self.judged_prompts), held_out_columns)
 
 
 def check_chosen_metrics(settings: Settings, eval_rows: PromptsOrRows) -> None:
@@ -120,12 +129,14 @@ def read_training_inputs(settings: Settings, start_request: StartRequest = NO_OP
     if rollouts is None or settings.eval.every_steps:
         prepare_turns(settings, model.tokenizer)
     critic, teacher = read_critic(settings, model), read_reference(settings, model)
-    replay = None
+    replay, given = None, ()
     if rollouts is None:
         dataset = read_train_rows(settings)
-        prompts, data_report = encode_train_rows(settings, dataset, model.tokenizer)
+        prompts, given, data_report = encode_train_data(settings, dataset, model.tokenizer)
         data_fingerprints = dataset_fingerprints(settings, dataset)
     else:
+        if settings.is_supervised:
+            raise InputError("--from-rollouts: algorithm.name: sft learns the completions of data.source; omit one")
         target_run = RunDirectory.from_settings(settings.run)
         replay = read_replay(rollouts, start, settings, model, critic, target_run=target_run)
         prompts, data_report, data_fingerprints = replay.prompts, replay.report, replay.fingerprints
@@ -141,9 +152,8 @@ def read_training_inputs(settings: Settings, start_request: StartRequest = NO_OP
     if start is not None:
         fingerprints["the checkpoint of --checkpoint"] = start.describe()
         data_report = f"starts from the {'state' if replay else 'policy'} of {start.path}\n{data_report}"
-    return TrainingInputs(
-        model, critic, prompts, held_out, fingerprints, data_report, reward_model, teacher, replay, start
-    )
+    data = prompts, held_out, fingerprints, data_report
+    return TrainingInputs(model, critic, *data, reward_model, teacher, replay, given, start)
 
 
 def _open_start(settings: Settings, model: ModelSpec, checkpoint: Path | None) -> PolicyCheckpoint | None:

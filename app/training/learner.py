@@ -26,7 +26,8 @@ from app.runtime.micro_batching import MaxLengths, make_score_batcher, make_upda
 from app.runtime.reward_model import NetworkSpec, make_reward_batcher
 from app.runtime.scoring import CriticModel, ScoringSession
 from app.training.dynamic_sampling import GroupFilter, StepGroups, any_value_differs, keeps_all, rewards_differ
-from app.update.loss_aggregation import StepTotals, aggregations
+from app.update.cross_entropy import CrossEntropyLoss, CrossEntropyPacker
+from app.update.loss_aggregation import AggregationFn, StepTotals, aggregations
 from app.update.mini_batches import (
     MiniBatchIndices,
     MiniBatchSplitter,
@@ -100,7 +101,8 @@ class LearnerGroup:
     """Advantages and updates, configured for a run."""
 
     session: ScoringSession
-    advantage_estimator: AdvantageEstimator
+    estimator: AdvantageEstimator | None
+    """None if completions are given."""
     group_filter: GroupFilter
     """Decides which groups a step learns from."""
     max_rounds: int
@@ -110,6 +112,12 @@ class LearnerGroup:
     mini_batch_sampler: MiniBatchSplitter
     policy: Learner
     critic: Learner | None
+
+    @property
+    def advantage_estimator(self) -> AdvantageEstimator:
+        """That of sampled completions."""
+        assert self.estimator is not None
+        return self.estimator
 
     @property
     def networks(self) -> dict[str, Learner]:
@@ -135,7 +143,8 @@ class LearnerGroup:
             kl_coef: the coefficient after an update of the policy.
         """
         epochs, frozen = select_samples(samples, mini_batches), self.session.frozen_params
-        temperature, metrics = self.session.settings.rollout.temperature, dict[str, float | None]()
+        settings, metrics = self.session.settings, dict[str, float | None]()
+        temperature = 1.0 if settings.is_supervised else settings.rollout.temperature
         policy, critic = state.policy, state.critic
         if critic is not None:
             assert self.critic is not None
@@ -167,7 +176,7 @@ def make_learner_group(session: ScoringSession) -> LearnerGroup:
         role: make_score_batcher(settings, role, session.architecture_of(role), longest)
         for role in settings.scored_roles
     }
-    estimator = make_advantage_estimator(settings)
+    estimator = None if settings.is_supervised else make_advantage_estimator(settings)
     sizes = {"num_mini_batches": settings.num_mini_batches, "epochs": settings.algorithm.epochs}
     split = functools.partial(repeated_mini_batches, **sizes)
     if settings.algorithm.shuffle:
@@ -175,7 +184,7 @@ def make_learner_group(session: ScoringSession) -> LearnerGroup:
     return LearnerGroup(
         session,
         estimator,
-        make_group_filter(settings, estimator),
+        keeps_all if estimator is None else make_group_filter(settings, estimator),
         1 if settings.algorithm.filter == "none" else settings.algorithm.max_rounds,
         cuts,
         split,
@@ -220,29 +229,36 @@ def make_policy_learner(session: ScoringSession, max_lengths: MaxLengths) -> Lea
     settings, definition = session.settings, session.model_spec.policy_definition
     algorithm, model = settings.algorithm, settings.model
     assert algorithm.loss_aggregation is not None
+    aggregation = aggregations(max_new_tokens=settings.rollout.max_new_tokens)[algorithm.loss_aggregation]
+    if settings.is_supervised:
+        loss, pack = CrossEntropyLoss(), CrossEntropyPacker(aggregation)
+    else:
+        loss = make_policy_loss(algorithm, has_teacher=session.teacher is not None)
+        pack = make_policy_packer(session, aggregation)
     objective = make_policy_objective(
-        definition,
-        make_policy_loss(algorithm, has_teacher=session.teacher is not None),
-        dtype=jnp.dtype(model.dtype),
-        remat=model.remat,
-        logits_chunk=model.logits_chunk,
-    )
-    # The scored logprobs of the proximal policy, and those of the reference for any KL.
-    is_in_loss = {"policy": settings.updates_per_step > 1, "reference": algorithm.beta > 0, "critic": False}
-    # Whether the loss of a token depends on other tokens of its sample.
-    corrects_samples = algorithm.correction_level != "token" or algorithm.correction_veto != 0
-    reads_samples = algorithm.ratio_level == "sequence" or (algorithm.correction != "none" and corrects_samples)
-    pack = PolicyBatchPacker(
-        aggregation=aggregations(max_new_tokens=settings.rollout.max_new_tokens)[algorithm.loss_aggregation],
-        roles=[role for role in settings.scored_roles if is_in_loss[role]],
-        needs_sample_reducer=reads_samples,
-        measures_mismatch="policy" not in settings.scored_roles,
-        route_shape=session.route_shape,
+        definition, loss, dtype=jnp.dtype(model.dtype), remat=model.remat, logits_chunk=model.logits_chunk
     )
     schedule = make_schedule(settings.optimizer, num_updates=settings.num_policy_updates)
     batcher = make_update_batcher(settings, algorithm, session.model_spec.architecture, max_lengths)
     names = POLICY_METRICS, policy_batching_metrics
     return _make_learner(settings.optimizer, schedule, definition, session.mesh, objective, batcher, pack, *names)
+
+
+def make_policy_packer(session: ScoringSession, aggregation: AggregationFn) -> PolicyBatchPacker:
+    """Returns what packs sampled completions."""
+    settings, algorithm = session.settings, session.settings.algorithm
+    # The scored logprobs of the proximal policy, and those of the reference for any KL.
+    is_in_loss = {"policy": settings.updates_per_step > 1, "reference": algorithm.beta > 0, "critic": False}
+    # Whether the loss of a token depends on other tokens of its sample.
+    corrects_samples = algorithm.correction_level != "token" or algorithm.correction_veto != 0
+    reads_samples = algorithm.ratio_level == "sequence" or (algorithm.correction != "none" and corrects_samples)
+    return PolicyBatchPacker(
+        aggregation=aggregation,
+        roles=[role for role in settings.scored_roles if is_in_loss[role]],
+        needs_sample_reducer=reads_samples,
+        measures_mismatch="policy" not in settings.scored_roles,
+        route_shape=session.route_shape,
+    )
 
 
 def make_critic_learner(settings: Settings, critic: CriticModel, mesh: Mesh, max_lengths: MaxLengths) -> Learner:

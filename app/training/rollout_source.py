@@ -1,7 +1,8 @@
 """Sources of the samples of a step, in rounds.
 
 A round is the samples of the next `rollout.prompts_per_step` prompts. `SyncRolloutSource` generates it with the policy
-of the step, `AsyncRolloutSource` generates it while earlier steps train, `ReplayRolloutSource` reads it from a file.
+of the step, `AsyncRolloutSource` generates it while earlier steps train, `ReplayRolloutSource` reads it from a file,
+and `GivenCompletions` (`app.training.supervised`) takes it from the data.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from app.model.decode_weights import DecodeWeights
 from app.model.decoder import Params
 from app.prompts.curriculum import PassRateOrder
 from app.prompts.data_sources import make_prompt_order
-from app.prompts.prompt_order import MixtureOrder, PromptOrder, host_slice
+from app.prompts.prompt_order import Indices, MixtureOrder, PromptOrder, host_slice
 from app.records.sample import Prompt, Sample
 from app.rollout.workers.async_generation import AsyncRollout
 from app.runtime.session import Session
@@ -73,9 +74,12 @@ class RoundPrompts:
 
     def prompts_at(self, position: int) -> list[Prompt]:
         """Returns this host's prompts of the round that starts at a position of the global order."""
+        return [self.prompts[i] for i in self.rows_at(position)]
+
+    def rows_at(self, position: int) -> Indices:
+        """Returns the indices of these prompts."""
         indices = self.order.row_indices(position, self.global_prompts_per_round)
-        local = host_slice(indices, process_index=jax.process_index(), process_count=jax.process_count())
-        return [self.prompts[i] for i in local]
+        return host_slice(indices, process_index=jax.process_index(), process_count=jax.process_count())
 
     @property
     def global_prompts_per_round(self) -> int:

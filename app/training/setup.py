@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
-from typing import Literal
 
 import jax
 
@@ -111,32 +110,31 @@ def prepare_run(
             read = read_training_inputs(pin_revisions(settings, known or run), start_request)
             check_curriculum_rows(settings, num_prompts=len(read.prompts))
             rewards = stack.enter_context(read.make_rewards(settings))
-            if read.replay is None or not read.replay.uses_saved_rewards:
-                try_reward_functions(rewards, read.model.tokenizer, read.prompts)
+            if read.judged_prompts and not (read.replay and read.replay.uses_saved_rewards):
+                try_reward_functions(rewards, read.model.tokenizer, read.judged_prompts)
             custom = None
             if read.replay is None or not read.replay.uses_saved_advantages:
                 custom = stack.enter_context(open_custom_estimator(settings, read.prompts))
                 if custom is not None:
                     custom.try_on(make_trial_samples(read.model.tokenizer, read.prompts))
-            if read.replay is None and settings.env.is_used:
-                try_episode(settings, read.model.tokenizer, read.prompts[0])
+            if read.judged_prompts and read.replay is None and settings.env.is_used:
+                try_episode(settings, read.model.tokenizer, read.judged_prompts[0])
             facts = dict[str, str]()
             if jax.process_count() > 1:
                 facts = read.fingerprints | {"the evaluation prompts": prompts_digest(read.eval_prompts)}
                 facts |= file_fingerprints(settings, run)
         check_hosts_agree(resolved, facts)
-        generates = "rollouts" if read.replay is None else "evaluations" if read.eval_prompts else None
         scoring = ScoringSession.open(settings, read.model, read.critic, read.teacher, trains=True)
-        session, learning = open_session(scoring, read.reward_model, generates=generates, must_fit=writes)
+        session, learning = open_session(scoring, read.reward_model, is_replay=read.replay is not None, must_fit=writes)
         stack.enter_context(closing(session))
         if custom is not None:
             estimator = make_advantage_estimator(settings, custom)
-            learning = dataclasses.replace(learning, advantage_estimator=estimator)
+            learning = dataclasses.replace(learning, estimator=estimator)
         if read.replay is not None:
             estimator = learning.advantage_estimator
             if read.replay.uses_saved_advantages:
                 estimator = with_saved_advantages(estimator)
-            learning = dataclasses.replace(learning, advantage_estimator=estimator, max_rounds=1)
+            learning = dataclasses.replace(learning, estimator=estimator, max_rounds=1)
         notes = (*changes, *setup_notes(settings, session), *reward_model_notes(read.reward_model, read.model))
         if jax.process_count() > 1:
             writers = "all hosts see it, and each writes its part of a checkpoint"
@@ -183,10 +181,12 @@ def open_session(
     scoring: ScoringSession,
     reward_model: NetworkSpec | None,
     *,
-    generates: Literal["rollouts", "evaluations"] | None = "rollouts",
+    is_replay: bool = False,
     must_fit: bool = False,
 ) -> tuple[Session, LearnerGroup]:
     """Builds the learners of a run, and opens its generators in the memory that these leave.
+
+    Where samples are given or replayed, only evaluations generate.
 
     Args:
         must_fit: whether a teacher for which there is no memory is refused; reports show what it lacks.
@@ -211,6 +211,9 @@ def open_session(
     held_bytes = sum(networks.values())
     if must_fit and scoring.teacher is not None:
         _check_teacher_fits(scoring, networks)
+    generates = "evaluations" if settings.eval.every_steps else None
+    if not (is_replay or settings.is_supervised):
+        generates = "rollouts"
     session = Session.open(scoring, generates=generates, held_bytes=held_bytes)
     if session.workers is not None and session.generates_async and not scoring.generation_devices:
         check_async_workers(session.workers)

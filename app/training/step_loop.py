@@ -128,8 +128,9 @@ class StepLoop:
         timer = StepTimer(self.reporter.display)
         position, is_last = self.progress.position, step == self.last_step
         self.state, samples, metrics = self.trainer.step(self.state, step=step, position=position, timer=timer)
-        self.reporter.report_samples(step, samples)
-        self._look_for_ends(samples)
+        if not self.settings.is_supervised:
+            self.reporter.report_samples(step, samples)
+            self._look_for_ends(samples)
         timer.stop()
         self.profiler.stop()
         seconds, flops = timer.seconds, metrics["perf/flops"]
@@ -141,7 +142,7 @@ class StepLoop:
         if self.trainer.session.generates_async:
             record |= {"perf/training_bubble": seconds["time/rollout_s"] / seconds["time/step_s"]}
         prompts_per_round = self.settings.rollout.prompts_per_step * jax.process_count()
-        num_prompts = int(metrics["rollout/num_rounds"] or 1) * prompts_per_round
+        num_prompts = int(metrics.get("rollout/num_rounds") or 1) * prompts_per_round
         num_tokens = int(metrics["data/num_tokens"] or 0)
         self.progress = self.progress.after_step(
             step, num_prompts=num_prompts, num_tokens=num_tokens, **self._carried_progress()

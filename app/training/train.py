@@ -32,6 +32,7 @@ from app.training.rollout_source import ReplayRolloutSource, make_rollout_source
 from app.training.setup import RunSetup, prepare_run
 from app.training.step_loop import StepCallback, StepLoop
 from app.training.step_stages import RewardStage, ScoreStage
+from app.training.supervised import GivenCompletions, SupervisedTrainer
 from app.training.trainer import Trainer
 from settings import Resolved
 from settings.checks.unused_settings import launch_notices
@@ -109,7 +110,9 @@ def _train(setup: RunSetup, stack: ExitStack, clock: Callable[[], float], on_ste
     reference = load_reference_params(state, progress, setup)
     reward_model = setup.inputs.reward_model and RewardModel.load(settings, setup.inputs.reward_model, session.mesh)
     replay, compute_rewards = setup.inputs.replay, setup.rewards.compute_rewards
-    if replay is None:
+    if settings.is_supervised:
+        source = GivenCompletions(settings, setup.inputs.given)
+    elif replay is None:
         source = make_rollout_source(
             session, setup.inputs.prompts, max_rounds=setup.learning.max_rounds, pass_rates=progress.pass_rates
         )
@@ -120,7 +123,8 @@ def _train(setup: RunSetup, stack: ExitStack, clock: Callable[[], float], on_ste
     check = check_rewards_for_maxrl if settings.algorithm.estimator == "maxrl" else check_rewards
     reward = RewardStage(compute_rewards, settings.run.steps, reward_model, check)
     score = ScoreStage(session.scoring, setup.learning.score_batchers, reference)
-    trainer = Trainer(session, source, reward, score, setup.learning, setup.rewards)
+    trainer_class = SupervisedTrainer if settings.is_supervised else Trainer
+    trainer = trainer_class(session, source, reward, score, setup.learning, setup.rewards)
     on_phase = setup.watchdog.enter_phase
     display = stack.enter_context(
         ProgressDisplay(num_steps=setup.steps[-1], first_step=progress.step, enabled=is_process_0, on_phase=on_phase)

@@ -106,7 +106,7 @@ class Trainer:
             rollout_performance(self.session.take_counters()),
             schedule_performance(schedules),
             mismatch_metrics(samples),
-            self._work_metrics(sampled, samples, rounds, step=step),
+            self.work_metrics(sampled, samples, rounds, step=step),
         ]
         if self.session.generates_async:
             parts.append(async_metrics(samples, step=step, num_ready=self.source.num_ready))
@@ -124,7 +124,7 @@ class Trainer:
         policy, heading = self.session.workers.schedule.policy, f"{self.settings.run.name}, step {step}"
         return Timeline.from_records(records, metrics, heading=heading, policy=policy)
 
-    def _work_metrics(
+    def work_metrics(
         self, sampled: Sequence[Sample], learned: Sequence[Sample], rounds: Sequence[RewardedRound], *, step: int
     ) -> dict[str, float]:
         """Returns the tokens and FLOPs of a step, over all hosts; this is a collective call."""
@@ -132,7 +132,7 @@ class Trainer:
         reward_model = self.reward.model and self.reward.model.spec
         trains_policy = self.learners.trains_policy(step)
         flops = make_step_flops(self.settings, self.session, reward_model, trains_policy=trains_policy).total(
-            sampled=None if self.source.num_prompts is None else of_rollout,
+            sampled=of_rollout if self.session.generates == "rollouts" else None,
             learned=of_update,
             rewarded=[one.cut.lengths for one in model_passes(rounds)],
         )

@@ -15,13 +15,15 @@ A are advantages, r the ratio of the current to the proximal policy, c the weigh
     dapo                 grpo                 token     clipped, higher    token-mean                k3 in the loss
     cispo                grpo                 token     cispo              token-mean                k3 in the loss
     ppo                  gae                  token     clipped            token-mean                k1 in the reward
+
+`sft` has a loss of its own (`app.update.cross_entropy`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -33,6 +35,9 @@ from app.model.decoder import DecoderDefinition, Params
 from app.update.kl import KLEstimator, k1, k3
 from app.update.ratios import ImportanceCorrection, LogRatioFn, SampleReducer, token_log_ratio
 from app.update.route_metrics import RouteCounts, count_routes, route_metrics
+
+if TYPE_CHECKING:
+    from app.update.cross_entropy import CrossEntropyLoss
 
 LOG_RATIO_LIMIT = 20.0
 """Clip bound of log ratios, against overflow of the loss."""
@@ -204,7 +209,8 @@ def mismatch_sums(batch: PolicyBatch, current: Float32[Array, "R C"]) -> dict[st
 
 KL_METRIC, TEACHER_KL_METRIC = "policy/kl", "policy/teacher_kl"
 
-Objective = Callable[[Params, PolicyBatch, Array], tuple[Array, LossStats]]
+Objective = Callable[[Params, Any, Array], tuple[Array, LossStats]]
+"""(params, one micro-batch, temperature) -> (its share of the loss, of the metrics)."""
 
 
 @dataclass(frozen=True)
@@ -280,11 +286,16 @@ class PolicyLoss:
 
 
 def make_policy_objective(
-    definition: DecoderDefinition, policy_loss: PolicyLoss, *, dtype: jnp.dtype, remat: str, logits_chunk: int
+    definition: DecoderDefinition,
+    policy_loss: PolicyLoss | CrossEntropyLoss,
+    *,
+    dtype: jnp.dtype,
+    remat: str,
+    logits_chunk: int,
 ) -> Objective:
-    """Returns the function (params, one micro-batch, temperature) -> (its share of the loss, of the metrics)."""
+    """Returns the objective of a loss whose micro-batches have `tokens`."""
 
-    def objective(params: Params, batch: PolicyBatch, temperature: Array) -> tuple[Array, LossStats]:
+    def objective(params: Params, batch: Any, temperature: Array) -> tuple[Array, LossStats]:
         logprobs, entropies, routes = row_logprobs(
             definition.bind(params),
             batch.tokens,

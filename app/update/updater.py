@@ -24,6 +24,7 @@ from app.mesh.placement import to_global
 from app.model.architecture import RouteShape
 from app.model.decoder import Params
 from app.records.sample import Sample
+from app.update.cross_entropy import CrossEntropyPacker
 from app.update.loss_aggregation import AggregationFn, StepTotals, sequence_mean_token_mean, token_mean
 from app.update.mini_batches import EpochMiniBatches
 from app.update.optimizer import TrainState
@@ -93,7 +94,7 @@ def pack_sample_reducer(samples: Sequence[Sample], micro_batch: MicroBatch) -> S
     )
 
 
-BatchPacker = PolicyBatchPacker | ValueBatchPacker
+BatchPacker = PolicyBatchPacker | CrossEntropyPacker | ValueBatchPacker
 BatchingMetricsFn = Callable[[Sequence[GlobalPlan]], Mapping[str, float]]
 
 

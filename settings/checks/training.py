@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from importlib.util import find_spec
 
-from settings.loading.algorithm_presets import GROUP_RELATIVE_ESTIMATORS
+from settings.loading.algorithm_presets import GROUP_RELATIVE_ESTIMATORS, SUPERVISED_VALUES
 from settings.loading.fields import value_of
 from settings.loading.resolve import Resolved
 from settings.schema.reward import BUILT_IN_REWARDS, ENVIRONMENT_REWARD, MODEL_REWARD, OVERLONG_REWARD
@@ -106,6 +106,17 @@ def check_evaluation_temperature(resolved: Resolved) -> Iterator[str]:
 
 def check_algorithm(resolved: Resolved) -> Iterator[str]:
     settings, algorithm = resolved.settings, resolved.settings.algorithm
+    if settings.optimizer.second_moment == "bfloat16" and settings.optimizer.beta2 > 0.95:
+        yield (
+            "<optimizer.second_moment> has 8 bits, in which the change of one update would be lost with "
+            "<optimizer.beta2>; set optimizer.beta2 to 0.95 or less, or optimizer.second_moment: float32"
+        )
+    if settings.is_supervised:
+        for field, value in SUPERVISED_VALUES.items():
+            if value_of(settings, field) != value:
+                way_out = f"set {field}: {'null' if value is None else value}"
+                yield f"<{field}> is for sampled completions, and <algorithm.name> learns given ones; {way_out}"
+        return
     is_relative = algorithm.estimator in GROUP_RELATIVE_ESTIMATORS
     if settings.env.credit == "turn" and is_relative:
         yield (
@@ -115,11 +126,6 @@ def check_algorithm(resolved: Resolved) -> Iterator[str]:
         )
     if algorithm.reward_normalization == "each_first":
         yield from _check_decoupled_rewards(resolved, is_relative=is_relative)
-    if settings.optimizer.second_moment == "bfloat16" and settings.optimizer.beta2 > 0.95:
-        yield (
-            "<optimizer.second_moment> has 8 bits, in which the change of one update would be lost with "
-            "<optimizer.beta2>; set optimizer.beta2 to 0.95 or less, or optimizer.second_moment: float32"
-        )
     compares = bool(settings.reward_weights) or algorithm.kl_in_reward
     if settings.rollout.group_size < 2 and is_relative and compares:
         yield (

@@ -68,6 +68,21 @@ def _plug_ins(s: Settings) -> list[str]:
     return [one.function or one.name for one in s.reward.functions if one.function or one.name == "math_verify"]
 
 
+UNUSED_BY_SFT = (
+    *("ratio_level", "clip", "clip_low", "clip_high", "dual_clip", "beta", "kl_in", "kl_estimator", "kl_target"),
+    *("entropy_coef", "filter", "correction", "whiten_advantages", "reward_normalization", "mask_truncated"),
+)
+"""Fields of `algorithm` that concern sampled completions."""
+
+
+def _unused_in_sft(resolved: Resolved) -> list[str]:
+    """Returns a line with the settings of sampling and its rewards that the user set for a run of `sft`."""
+    fields = [*(f"algorithm.{field}" for field in UNUSED_BY_SFT), "reward.overlong_buffer", "rollout.routing_replay"]
+    fields += ["logging.save_rollouts", *(f"rollout.{field}" for field in ("temperature", "top_k", "top_p", "min_p"))]
+    named = [field for field in fields if resolved.settings.is_supervised and _is_set(resolved, field)]
+    return [f"no effect with algorithm.name sft: {', '.join(map(resolved.describe, named))}"] if named else []
+
+
 USAGE_CONDITIONS: tuple[tuple[str, Callable[[Settings], bool], tuple[str, ...]], ...] = (
     # Data and evaluations.
     (
@@ -220,7 +235,7 @@ def launch_notices(resolved: Resolved) -> tuple[str, ...]:
     if defaults := [name for name in MODEL_DEFAULTS if resolved.provenance[name] == "derived"]:
         values = ", ".join(f"{name} {value_of(resolved.settings, name)}" for name in defaults)
         lines.append(f"a model that is not built in has defaults of its own: {values}")
-    lines += unused_setting_notices(resolved)
+    lines += [*unused_setting_notices(resolved), *_unused_in_sft(resolved)]
     if resolved.settings.model.lora.rank and resolved.provenance[LEARNING_RATE] == "default":
         lines.append(
             f"{resolved.describe(LEARNING_RATE)} suits training all weights and is too low for adapters "
@@ -269,4 +284,6 @@ def _values_if_unset(settings: Settings, field: str) -> list[Any]:
     unset = [FIELDS[field].default]
     if (twin := MICRO_BATCH_TWINS.get(field)) is not None:
         unset.append(value_of(settings, twin))
-    return unset + {"score.dynamic": [True], "algorithm.shuffle": [settings.has_critic]}.get(field, [])
+    derived = {"score.dynamic": [True], "algorithm.shuffle": [settings.has_critic], "algorithm.filter": ["none"]}
+    derived |= {"algorithm.correction": ["none"], "algorithm.whiten_advantages": [False]}
+    return unset + derived.get(field, [])

@@ -13,11 +13,11 @@ class AlgorithmPreset:
     """Values for the fields of `algorithm` with the same names. The defaults are GRPO's."""
 
     source: str
-    estimator: str = "grpo"
-    ratio_level: str = "token"
-    clip: str = "ppo"
-    clip_low: float = 0.2
-    clip_high: float = 0.2
+    estimator: str | None = "grpo"
+    ratio_level: str | None = "token"
+    clip: str | None = "ppo"
+    clip_low: float | None = 0.2
+    clip_high: float | None = 0.2
     loss_aggregation: str = "token-mean"
     kl_in: str = "loss"
     filter: str = "none"
@@ -50,7 +50,18 @@ ALGORITHM_PRESETS: Mapping[str, AlgorithmPreset] = {
     "ppo": AlgorithmPreset("Schulman et al. 2017", estimator="gae", kl_in="reward"),
     # Task rewards, if there are any, are compared within groups as by GRPO.
     "distill": AlgorithmPreset("Lu 2025", kl_in="advantage"),
+    "sft": AlgorithmPreset("cross-entropy", estimator=None, ratio_level=None, clip=None, clip_low=None, clip_high=None),
 }
+
+SUPERVISED_VALUES: Mapping[str, int | str | None] = {
+    "data.curriculum": "none",
+    "algorithm.estimator": None,
+    "rollout.group_size": 1,
+    "rollout.max_staleness": 0,
+    "rollout.devices": None,
+    "reward.model": None,
+}
+"""Settings on which sizes, memory and processes depend, and their only values for `sft`."""
 
 DEFAULT_DISTILL_BETA = 1.0
 """Default of `algorithm.beta` for `distill`: the KL to the teacher is all that there is to learn from."""
@@ -69,7 +80,7 @@ PRESET_FIELDS = tuple(field.name for field in fields(AlgorithmPreset) if field.n
 """Fields of `algorithm` that `algorithm.name` determines if they are null."""
 
 
-def estimator_defaults(estimator: str) -> dict[str, bool]:
+def estimator_defaults(estimator: str | None) -> dict[str, bool]:
     """Returns the values that the estimator gives to null fields of `algorithm`."""
     has_critic = estimator in CRITIC_ESTIMATORS
     return {"whiten_advantages": has_critic or estimator == "reinforce_plus_plus", "shuffle": has_critic}

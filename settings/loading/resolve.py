@@ -23,6 +23,7 @@ from settings.loading.algorithm_presets import (
     DEFAULT_DISTILL_BETA,
     DEFAULT_KL_ESTIMATORS,
     PRESET_FIELDS,
+    SUPERVISED_VALUES,
     describe_changes,
     estimator_defaults,
 )
@@ -204,6 +205,10 @@ def _derive(given: Settings, provenance: Mapping[str, str], *, config_stem: str)
         provenance["checkpoint.best_metric"]
     ):
         layer["checkpoint.best_metric"] = SourcedValue(None, "derived")
+    if given.is_supervised:
+        named = precedence(provenance["algorithm.name"])
+        fixed = {field: SourcedValue(value, "derived") for field, value in SUPERVISED_VALUES.items()}
+        layer |= {field: leaf for field, leaf in fixed.items() if precedence(provenance[field]) < named}
     return layer
 
 
@@ -211,7 +216,7 @@ def _algorithm_values(given: Settings) -> dict[str, Any]:
     """Returns what the algorithm's name, its estimator and the staleness of samples give to fields of `algorithm`."""
     algorithm, paper = given.algorithm, ALGORITHM_PRESETS[given.algorithm.name]
     values: dict[str, Any] = {field: getattr(paper, field) for field in PRESET_FIELDS if field != "kl_in"}
-    values |= estimator_defaults(algorithm.estimator or paper.estimator)
+    values |= estimator_defaults(None if given.is_supervised else algorithm.estimator or paper.estimator)
     # Without a penalty, both stay null.
     if algorithm.beta > 0:
         kl_in = algorithm.kl_in or paper.kl_in

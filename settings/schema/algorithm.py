@@ -37,11 +37,12 @@ def _own_aggregation(value: Any) -> Any:
 
 class AlgorithmSettings(Section):
     name: Literal[
-        "grpo", "dr_grpo", "rloo", "maxrl", "reinforce_plus_plus", "gspo", "dapo", "cispo", "ppo", "distill"
+        "grpo", "dr_grpo", "rloo", "maxrl", "reinforce_plus_plus", "gspo", "dapo", "cispo", "ppo", "distill", "sft"
     ] = "grpo"
     """Published algorithm. It only sets those of `estimator`, `ratio_level`, `clip`, `clip_low`, `clip_high`,
     `loss_aggregation`, `kl_in`, `filter`, `whiten_advantages` and `shuffle` that are null. `distill` is on-policy
-    distillation from the teacher of `reference.path`; `beta` is then 1 unless set."""
+    distillation from the teacher of `reference.path`; `beta` is then 1 unless set. `sft` (supervised fine-tuning)
+    samples nothing: it minimizes the cross-entropy of the completions in `data.source`."""
     estimator: Annotated[str, AfterValidator(partial(validate_plugin, built_in=BUILT_IN_ESTIMATORS))] | None = None
     """Advantage estimator: comparison with the other samples of the prompt (grpo, dr_grpo, rloo, and maxrl, which needs
     rewards of at least 0), discounted rewards per token (reinforce_plus_plus), GAE with a critic (gae), GAE whose

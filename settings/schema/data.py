@@ -63,7 +63,9 @@ class DataSettings(Section):
     """Column of the prompts. When null, the first of prompt, question, problem, messages that exists."""
     answer_column: str | None = None
     """Column of the reference answers, of any type. When null, the first of answer, ground_truth, solution,
-    reward_model.ground_truth that exists."""
+    reward_model.ground_truth that exists. With `algorithm.name: sft`, column of the completions to learn: text, or chat
+    messages; those that begin with another role are a whole conversation. When null, the first of completion, response,
+    messages, answer, extra_info.answer, solution."""
     system_prompt: str | None = None
     """System message before every prompt; none when null."""
     chat_template: Literal["model", "none"] = "model"
@@ -77,7 +79,8 @@ class DataSettings(Section):
     max_prompt_length: int = Field(default=128, ge=1)
     """Longest prompt, in tokens, with the chat template. Unless it is set, 512 for a model that is not built in."""
     overlong_prompts: Literal["drop", "error", "truncate_left"] = "drop"
-    """How to handle longer prompts: drop them, stop, or keep only their last tokens. Their number is reported."""
+    """How to handle longer prompts: drop them, stop, or keep only their last tokens. Their number is reported.
+    Completions of `algorithm.name: sft` longer than `rollout.max_new_tokens` are dropped, or stop the run (error)."""
     shuffle: bool = True
     """Uses a new order of prompts in every epoch, determined by `run.seed`."""
     curriculum: Literal["none", "pass_rate"] = "none"

@@ -160,7 +160,8 @@ class RolloutSettings(Section):
     group_size: int = Field(default=8, ge=1, le=2**16)
     """Samples per prompt."""
     max_new_tokens: int = Field(default=64, ge=1)
-    """Longest completion, in tokens. Unless it is set, 512 for a model that is not built in."""
+    """Longest completion, in tokens, of those that `algorithm.name: sft` learns, too. Unless it is set, 512 for a model
+    that is not built in."""
     stop: Annotated[tuple[Annotated[str, AfterValidator(_validate_stop_string)], ...], Field(strict=False)] = ()
     """Texts that end a completion, also in evaluations. It ends with the token that completes the first of them, and
     counts as finished. A control token is found by its name, such as `<|im_end|>`."""

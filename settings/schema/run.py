@@ -40,7 +40,8 @@ class RunSettings(Section):
     seed: int = Field(default=0, ge=0, lt=2**31)
     """Seed of all randomness: data order and sampling noise."""
     steps: int = Field(default=100, ge=1)
-    """Number of training steps; each consists of rollout, reward, score, advantage and update."""
+    """Number of training steps; each consists of rollout, reward, score, advantage and update, or with
+    `algorithm.name: sft` of an update alone."""
     early_stopping: EarlyStoppingSettings = EarlyStoppingSettings()
 
 

@@ -65,6 +65,11 @@ class Settings(BaseSettings):
     logging: LoggingSettings = LoggingSettings()
 
     @property
+    def is_supervised(self) -> bool:
+        """Whether steps learn given completions instead of sampled ones."""
+        return self.algorithm.name == "sft"
+
+    @property
     def num_mini_batches(self) -> int:
         """Number of optimizer steps in one pass over a training step's prompts."""
         step = self.rollout.prompts_per_step
@@ -115,11 +120,13 @@ class Settings(BaseSettings):
 
     @property
     def scored_roles(self) -> tuple[ScoredRole, ...]:
-        """Roles that are scored in a training step before its updates.
+        """Roles that are scored in a training step before its updates; none for given completions.
 
         The policy is scored if a step has several updates, or if rewards, advantages or values are corrected by its
         logprobs.
         """
+        if self.is_supervised:
+            return ()
         policy = self.updates_per_step > 1 or self.algorithm.penalizes_samples or self.algorithm.estimator == "vtrace"
         reference = self.algorithm.beta > 0
         needed = {"policy": policy, "reference": reference, "critic": self.has_critic}

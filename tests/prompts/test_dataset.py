@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from app.prompts.completions import completion_of
 from app.prompts.curriculum import PassRateOrder
 from app.prompts.data_sources import load_held_out_data, load_training_data, make_prompt_order
 from app.prompts.dataset import DatasetRow, load_dataset
@@ -87,6 +88,75 @@ def test_verl_parquet_files_are_understood(tmp_path):
     assert dataset.column_mapping == {"prompt": "prompt", "answer": "reward_model.ground_truth"}
     assert row.extra["extra_info"] == {"index": 0}
     assert from_json(row.extra["typed"]) == {**record["typed"], "nan": None}
+
+
+CHAT = [{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "2"}, {"role": "user", "content": "?"}]
+
+
+@pytest.mark.parametrize(
+    ("record", "prompt", "completion"),
+    [
+        ({"prompt": "1 + 1?", "completion": "2"}, "1 + 1?", "2"),
+        ({"prompt": CHAT[:1], "completion": CHAT[1:2], "answer": "3"}, CHAT[:1], CHAT[1:2]),
+        ({"messages": CHAT}, CHAT[:1], CHAT[1:]),
+        ({"prompt": "other", "messages": CHAT}, CHAT[:1], CHAT[1:]),
+        ({"question": "1 + 1?", "response": "two", "answer": "2"}, "1 + 1?", "two"),
+        ({"question": "1 + 1?", "answer": 2}, "1 + 1?", "2"),
+        (
+            {"prompt": CHAT[:1], "reward_model": {"ground_truth": "2"}, "extra_info": {"answer": "It is 2"}},
+            CHAT[:1],
+            "It is 2",
+        ),
+    ],
+    ids=["text", "chats", "messages", "messages-and-prompt", "response", "answer", "verl"],
+)
+def test_completions_of_usual_columns_are_read(tmp_path, record, prompt, completion):
+    path = write_lines(tmp_path / "d.jsonl", record)
+    dataset = load_dataset(path, reads_completions=True)
+    (row,) = dataset.rows
+    expected = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
+    assert (row.prompt, completion_of(row)) == (prompt, expected)
+    changed = json.loads(json.dumps(record).replace("2", "4"))
+    other = load_dataset(write_lines(tmp_path / "e.jsonl", changed), reads_completions=True)
+    assert other.fingerprint != dataset.fingerprint
+
+
+def test_column_of_completions_can_be_chosen(tmp_path):
+    path = write_lines(tmp_path / "d.jsonl", {"prompt": "p", "completion": "c", "meta": {"text": "t"}})
+    (row,) = load_dataset(path, reads_completions=True, answer_column="meta.text").rows
+    assert completion_of(row) == [{"role": "assistant", "content": "t"}]
+    with pytest.raises(InputError, match=r"^data\.answer_column: .* has no column gone; it has: prompt, comp"):
+        load_dataset(path, reads_completions=True, answer_column="gone")
+    with pytest.raises(InputError, match=r"has no column completion \| response \| messages \| answer"):
+        load_dataset(write_rows_without_answers(tmp_path / "e.jsonl"), reads_completions=True)
+
+
+def write_rows_without_answers(path):
+    return write_lines(path, {"prompt": "p"})
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ({"prompt": "q", "completion": None}, "2: completion: expected a completion as text or chat, got None; remove"),
+        ({"prompt": "q", "completion": " "}, "2: completion: expected a completion as text or chat, got ' '"),
+        ({"prompt": "q", "completion": CHAT[:1]}, "2: completion: no message is the assistant's, so there is nothing"),
+        (
+            {"prompt": "q", "completion": [{"role": "assistant", "content": 5}]},
+            "2: completion: `content` of a chat message must be",
+        ),
+    ],
+)
+def test_row_without_a_usable_completion_is_refused(tmp_path, record, message):
+    path = write_lines(tmp_path / "d.jsonl", {"prompt": "p", "completion": "c"}, record)
+    with pytest.raises(InputError, match=f"d.jsonl:{message}"):
+        load_dataset(path, reads_completions=True)
+
+
+def test_conversation_that_the_assistant_begins_is_refused(tmp_path):
+    path = write_lines(tmp_path / "d.jsonl", {"messages": CHAT[1:]})
+    with pytest.raises(InputError, match="messages: the prompt is empty"):
+        load_dataset(path, reads_completions=True)
 
 
 def test_a_hub_data_set_is_read_through_datasets(tmp_path, monkeypatch):
@@ -176,7 +246,9 @@ def test_unusable_files_are_refused(tmp_path, monkeypatch):
 
 def test_missing_column_error_lists_those_found(tmp_path):
     path = write_lines(tmp_path / "d.jsonl", {"text": "t", "meta": {"key": 1}})
-    for chosen in ({}, {"prompt_column": "query"}, {"prompt_column": "text", "answer_column": "target"}):
+    unusable: list[dict[str, Any]] = [{}, {"prompt_column": "query"}]
+    unusable.append({"prompt_column": "text", "answer_column": "target"})
+    for chosen in unusable:
         with pytest.raises(InputError, match=r"has no column .*it has: text, meta, meta\.key"):
             load_dataset(path, **chosen)
 

@@ -1,0 +1,159 @@
+"""Encodes given completions: the tokens that a policy would write, and those of the chat template between its turns."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from app.prompts.chat import check_text, plain_text, split_completion, to_messages
+from app.prompts.dataset import DatasetRow
+from app.prompts.observation_encoder import ObservationEncoder
+from app.prompts.tokenizer import Tokenizer
+from app.prompts.turn_end import unended_turn
+from app.records.sample import Messages, Prompt, Sample, message_text
+from settings.errors import InputError
+from settings.schema.data import DataSettings
+
+log = logging.getLogger(__name__)
+
+
+class CompletionEncoder:
+    """Encodes the completion of a row behind its encoded prompt.
+
+    A turn has the tokens that the chat template writes behind the start of the assistant's turn, up to the token that
+    ends it. Between two turns are the tokens that a sampled conversation has there (`ObservationEncoder`).
+
+    Args:
+        stop: the texts of `rollout.stop`.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, data: DataSettings, *, stop: Sequence[str] = ()) -> None:
+        self.data = data
+        self._tokenizer, self._stop = tokenizer, stop
+
+    def encode(self, row: DatasetRow, prompt: Prompt) -> tuple[list[int], list[bool]]:
+        """Returns the token ids of a row's completion, and which of them the assistant writes.
+
+        Raises:
+            InputError: the chat template rejects the chat, or the assistant's tokens cannot be told apart.
+        """
+        if self.data.chat_template == "none":
+            ids = self._text_ids(row)
+            return ids, [True] * len(ids)
+        ids, mask, between = list[int](), list[bool](), Messages()
+        history = to_messages(row.prompt, self.data.system_prompt)
+        # A prompt of the greatest length may have lost its start.
+        is_whole = len(prompt.token_ids) < self.data.max_prompt_length
+        start = prompt.token_ids.tolist() if is_whole else None
+        for message in completion_of(row):
+            if message["role"] == "assistant":
+                bridge = self._observations.encode(between) if ids else []
+                turn = self._turn_ids(history, message, start or self._tokenizer.chat_ids(history))
+                ids += bridge + turn
+                mask += [False] * len(bridge) + [True] * len(turn)
+                between, start = [], None
+            else:
+                between.append(message)
+            history.append(message)
+        return ids, mask
+
+    @cached_property
+    def _observations(self) -> ObservationEncoder:
+        return ObservationEncoder(self._tokenizer, self._tokenizer.tools)
+
+    def _turn_ids(self, history: Messages, message: dict[str, Any], start: list[int]) -> list[int]:
+        tokenizer = self._tokenizer
+        whole = tokenizer.conversation_ids([*history, message])
+        if whole[: len(start)] != start:
+            same = next(i for i, token_id in enumerate(start) if whole[i : i + 1] != [token_id])
+            opened, written = (tokenizer.decode_with_special_tokens(ids[same : same + 20]) for ids in (start, whole))
+            raise InputError(
+                "the tokens of the assistant's turn cannot be marked, because the chat template opens a turn with "
+                f"{opened!r}, but writes {written!r} there once it is complete; use another template, or text with "
+                "data.chat_template: none"
+            )
+        turn = whole[len(start) :]
+        end = next((place for place, token_id in enumerate(turn) if token_id in tokenizer.eos_ids), None)
+        if end is not None:
+            return turn[: end + 1]
+        return [*turn, self._added_end]
+
+    @cached_property
+    def _added_end(self) -> int:
+        """The token that ends a turn behind which the template writes nothing."""
+        if (fault := unended_turn(self._tokenizer, self._stop)) is not None:
+            raise InputError("; ".join(fault))
+        return self._tokenizer.eos_ids[0]
+
+    def _text_ids(self, row: DatasetRow) -> list[int]:
+        tokenizer = self._tokenizer
+        match plain_text(row.prompt), completion_of(row):
+            case str(prompt), [{"role": "assistant", "content": str(completion)}]:
+                pass
+            case _:
+                raise InputError(
+                    "the completion is a chat, which data.chat_template: none leaves without a template; render it to "
+                    "text, or remove that setting"
+                )
+        start, whole = tokenizer.text_ids(prompt), tokenizer.text_ids(prompt + completion)
+        # A sampled completion never joins the end of the prompt in one token.
+        ids = whole[len(start) :] if whole[: len(start)] == start else tokenizer.encode_rendered(completion)
+        return ids if ids and ids[-1] in tokenizer.eos_ids else [*ids, tokenizer.eos_ids[0]]
+
+
+def completion_of(row: DatasetRow) -> Messages:
+    """Returns the messages that a row's completion consists of."""
+    return split_completion(row.answer, row.where or row.uid)[1]
+
+
+def encode_completions(
+    prompts: Sequence[Prompt], rows: Sequence[DatasetRow], encoder: CompletionEncoder, *, max_tokens: int
+) -> tuple[list[Sample], str]:
+    """Returns the prompts with their completions of at most `max_tokens` tokens as samples, in order, and a report.
+
+    Args:
+        rows: those of the prompts, and others.
+
+    Raises:
+        InputError: as `CompletionEncoder.encode`; a completion is too long and `data.overlong_prompts` is `error`, or
+            all of them are.
+    """
+    log.info("encoding %s completions", f"{len(prompts):,}")
+    row_of, samples, lengths = {row.uid: row for row in rows}, list[Sample](), list[int]()
+    for prompt in prompts:
+        row = row_of[prompt.uid]
+        where = row.where or row.uid
+        check_text(completion_of(row), f"{where}: the completion")
+        try:
+            ids, mask = encoder.encode(row, prompt)
+        except InputError as error:
+            raise InputError(f"{where}: {error}") from error
+        lengths.append(len(ids))
+        last = next(message for message in reversed(completion_of(row)) if message["role"] == "assistant")
+        sample = Sample(
+            prompt=prompt,
+            sample_index=0,
+            group_id=0,
+            completion_ids=np.asarray(ids, np.int32),
+            completion=message_text(last),
+            behavior_logprobs=np.broadcast_to(np.float32(np.nan), len(ids)),
+            finish_reason="stop",
+            policy_version=0,
+            loss_mask=None if all(mask) else np.asarray(mask, bool),
+        )
+        samples += [sample] if len(ids) <= max_tokens else []
+    num_dropped, drops = len(prompts) - len(samples), encoder.data.overlong_prompts != "error"
+    if num_dropped and not (drops and samples):
+        raise InputError(
+            f"{num_dropped:,} of {len(prompts):,} completions are longer than rollout.max_new_tokens = {max_tokens} "
+            f"tokens, the shortest has {min(lengths)}, the longest {max(lengths)}; raise the limit"
+            + ("" if drops else ", or set data.overlong_prompts: drop")
+        )
+    return samples, (
+        f"completions: {len(samples):,} kept, {num_dropped:,} dropped (rollout.max_new_tokens {max_tokens}); longest "
+        f"{max(lengths)} tokens; {sum(int(sample.mask.sum()) for sample in samples):,} tokens to learn"
+    )
