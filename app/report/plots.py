@@ -351,8 +351,7 @@ PANELS = (
     Panel(
         "loss",
         "Loss",
-        "At ratio 1, that of the policy is minus the mean advantage, and tells little; that of the critic, or of given "
-        "completions, should fall.",
+        "The policy's is minus the mean advantage at ratio 1, and tells little; the critic's, or SFT's, should fall.",
         {"loss": "policy", "value/loss": "critic"},
         unit="loss",
     ),
