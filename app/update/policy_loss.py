@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -35,9 +35,6 @@ from app.model.decoder import DecoderDefinition, Params
 from app.update.kl import KLEstimator, k1, k3
 from app.update.ratios import ImportanceCorrection, LogRatioFn, SampleReducer, token_log_ratio
 from app.update.route_metrics import RouteCounts, count_routes, route_metrics
-
-if TYPE_CHECKING:
-    from app.update.cross_entropy import CrossEntropyLoss
 
 LOG_RATIO_LIMIT = 20.0
 """Clip bound of log ratios, against overflow of the loss."""
@@ -287,7 +284,7 @@ class PolicyLoss:
 
 def make_policy_objective(
     definition: DecoderDefinition,
-    policy_loss: PolicyLoss | CrossEntropyLoss,
+    policy_loss: Any,
     *,
     dtype: jnp.dtype,
     remat: str,
