@@ -29,8 +29,8 @@ from tests.model.io import gguf_files
 from tests.program import digest_of, here, metrics_of, settings, succeeded
 from tests.run_fixtures import LORA
 from tests.tiny import make_mesh
+from tests.tiny_directory import CHARACTERS, CONTROL_TOKENS, write_tokenizer
 from tests.tiny_directory import write_model as write_base
-from tests.tiny_directory import write_tokenizer
 
 FILES = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
 
