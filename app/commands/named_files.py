@@ -24,12 +24,13 @@ def check_train_files(settings: Settings, *, resume: Resume, is_replay: bool) ->
         InputError: a run cannot start there, or a file does not exist.
     """
     if runs_alone(settings.mesh):
-        if is_address(settings.run.dir):  # A run is fetched before its directory is checked.
+        is_fetched = is_address(settings.run.dir)
+        if is_fetched:
             from app.tracking.run_mirror import bucket_of
 
             bucket_of(settings.run).check(resume)
-        else:
-            check_run_directory(RunDirectory.from_settings(settings.run), resume)
+        needs = "auto" if is_fetched and resume == "must" else resume
+        check_run_directory(RunDirectory.from_settings(settings.run), needs)
         check_model_path("reference.path", settings.reference.path if settings.has_teacher else None)
         check_model_path("critic.path", settings.critic.path if settings.has_critic else None)
         check_model_path("reward.model", settings.reward.model)

@@ -23,6 +23,7 @@ from typing import Any
 import fsspec
 
 from app.records.run_directory import BEST_LINK, Resume, RunDirectory
+from app.records.text_format import format_bytes
 from settings.errors import InputError
 from settings.schema.run import RunSettings
 
@@ -150,6 +151,9 @@ def fetch_run(bucket: Bucket, run: RunDirectory) -> str:
     """Fetches a run whose copy has a newer checkpoint than the directory; returns a line about it, or "".
 
     Its small files come first; checkpoints appear whole, under a temporary name before.
+
+    Raises:
+        InputError: the disk has too little space.
     """
     sizes = bucket.sizes()
     steps = complete_steps(bucket, sizes)
@@ -159,6 +163,13 @@ def fetch_run(bucket: Bucket, run: RunDirectory) -> str:
     has_more = (max(steps, default=-1), sizes.get(run.metrics_path.name, -1)) > (newest, num_bytes)
     if not has_more and (run.has_settings or run.sessions_path.name not in sizes):
         return ""
+    needed = sum(size for name, size in sizes.items() if not (run.path / name).exists())
+    free = shutil.disk_usage(next(parent for parent in run.path.absolute().parents if parent.is_dir())).free
+    if needed > free:
+        raise InputError(
+            f"{bucket.address} has {format_bytes(needed)} to fetch, and {format_bytes(free)} are free where {run.path} "
+            "would be; free some space, or start in another folder"
+        )
     for name in sizes:
         if not name.startswith("checkpoints/") and name != LEASE:
             bucket.download(name, run.path / name)

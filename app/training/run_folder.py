@@ -12,7 +12,7 @@ import jax
 
 from app.distributed.collectives import broadcast_bytes, error_barrier
 from app.distributed.host_files import copy_from_process_0, is_seen_by_all
-from app.records.run_directory import Resume, RunDirectory, is_address
+from app.records.run_directory import Resume, RunDirectory, check_run_directory, is_address
 from app.tracking.run_mirror import RunMirror, bucket_of, fetch_run
 from settings import Resolved
 from settings.errors import InputError
@@ -85,6 +85,7 @@ def _open_mirror(
     bucket.check(resume)
     if not writes:
         return None
+    check_run_directory(run, "auto")
     mirror = stack.enter_context(RunMirror(run, bucket))
     if resume != "never" and (line := fetch_run(bucket, run)):
         log.warning("%s", line)

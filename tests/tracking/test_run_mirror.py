@@ -7,6 +7,7 @@ import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -76,6 +77,16 @@ def test_a_copy_follows_the_run_and_is_fetched_once(run: RunDirectory, address: 
     assert checkpoints_of(elsewhere) == checkpoints_of(run)
     assert metrics_of(elsewhere.path) == metrics_of(run.path) and elsewhere.has_settings
     assert fetch_run(bucket, elsewhere) == ""
+
+
+def test_run_that_does_not_fit_on_the_disk_is_not_fetched(run, address, tmp_path, monkeypatch) -> None:
+    bucket, elsewhere = Bucket(address), RunDirectory(tmp_path / "elsewhere")
+    with RunMirror(run, bucket) as mirror:
+        mirror.start()
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=100_000))
+    with pytest.raises(InputError, match=r"has 0.1 MiB to fetch, and 97.7 KiB are free where .*elsewhere would be"):
+        fetch_run(bucket, elsewhere)
+    assert not elsewhere.path.exists()
 
 
 def test_only_one_process_writes_a_run(run: RunDirectory, address: str) -> None:

@@ -60,3 +60,11 @@ def test_host_that_cannot_keep_copies_is_one_error_on_all_hosts(config: Path) ->
     assert [host.exit_code for host in hosts] == [2, 2], hosts
     assert "run.dir: this host does not see the folder of process 0, and cannot copy its small files" in hosts[1].stderr
     assert "on host 1 (" in hosts[0].stderr and not any(runs.iterdir())
+
+
+def test_folder_that_process_0_cannot_write_is_one_error_on_all_hosts(config: Path) -> None:
+    hosts = run_on_two_hosts("train", "--config", config, *program.settings("run.dir=/proc/runs"))
+    assert [host.exit_code for host in hosts] == [2, 2], hosts
+    errors = [[line for line in host.stderr.splitlines() if line.startswith("error: ")] for host in hosts]
+    assert [len(lines) for lines in errors] == [1, 1] and "on host 0 (" in errors[1][0]
+    assert all("run.dir: cannot write to /proc: " in lines[0] for lines in errors)
