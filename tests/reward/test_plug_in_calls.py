@@ -100,9 +100,9 @@ def reading(completion):
     assert (values_of(scored), scored.notices) == ([9.0, 9.0], ())
 
 
-def test_functions_of_the_readme_work_as_written(tmp_path: Path) -> None:
-    readme = (REPOSITORY / "README.md").read_text(encoding="utf-8")
-    (block,) = re.findall(r"^```python\n(.*?)^```", readme, flags=re.DOTALL | re.MULTILINE)
+def test_documented_signatures_work_as_written(tmp_path: Path) -> None:
+    _, signatures = (REPOSITORY / "sops/recipes/add_a_reward.md").read_text(encoding="utf-8").split("## Signatures")
+    (block,) = re.findall(r"^```python\n(.*?)^```", signatures, flags=re.DOTALL | re.MULTILINE)
     path = write_plug_in(tmp_path, block)
     sample = make_sample("so 18", make_prompt("18"))
     (scored,) = score([f"{path}:{name}" for name in ("brevity", "score", "overlap")], [sample]).samples
