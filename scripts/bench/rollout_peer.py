@@ -1,15 +1,16 @@
 """Our rollout against transformers' `generate`: the same prompts, lengths, precision and process, in turn.
 
     python scripts/bench/rollout_peer.py --model MODEL [--samples 32] [--rows 16] [--tokens 64] [--repeats 1]
-        [--dtype float32] [--no-workers]
+        [--dtype float32] [--no-workers] [--llama-python PYTHON --gguf FILE]
 
 MODEL is a Hugging Face directory, or a name as Qwen2.5-1.5B for random weights of its sizes. PyTorch must be installed,
 and runs on a GPU if JAX does (with XLA_PYTHON_CLIENT_PREALLOCATE=false, so that both have room). Samples get the
 lengths that the benchmark says, once all equal, once log-normal with about the same mean: ours by an end-of-sequence
 token, the peer's by a stopping criterion. Three ways take turns: `generate` on so many rows at a time, each batch to
 its longest; ours through as many slots; ours by a fast and a heavy worker, of half of them each, under `adaptive`.
-Nobody knows the lengths beforehand. Counted are tokens of samples, not of rows that wait for others; all is compiled
-before.
+With PYTHON of an environment that has llama-cpp-python, and the model as GGUF, llama.cpp takes turns, too, with its own
+continuous batching and whatever precision FILE has. Nobody knows the lengths beforehand. Counted are tokens of samples,
+not of rows that wait for others; all is compiled before.
 
 The floor of slots with equal lengths is one read of the weights and of the keys and values so far for each token, at
 the bandwidth of a plain sum over an array.
@@ -21,9 +22,10 @@ import argparse
 import json
 import os
 import statistics
+import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +110,23 @@ class Peer:
         assert out.shape[1] == longest + max(lengths)
 
 
+class LlamaCpp:
+    """llama.cpp in a process of its own, as many rows at a time."""
+
+    def __init__(self, python: str, gguf: Path, num_rows: int):
+        script = Path(__file__).with_name("rollout_of_llama_cpp.py")
+        command = [python, str(script), str(gguf), str(num_rows)]
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+        self._process = subprocess.Popen(command, text=True, **pipes)
+
+    def generate(self, prompts: Sequence[Prompt], lengths: Sequence[int]) -> float:
+        """Returns the seconds."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        work = {"prompts": [prompt.token_ids.tolist() for prompt in prompts], "lengths": list(map(int, lengths))}
+        print(json.dumps(work), file=self._process.stdin, flush=True)
+        return float(self._process.stdout.readline())
+
+
 def ours(rollout: ForcedRollout, num_rows: int, *, workers: bool) -> dict[str, Callable[[], SampleGenerator]]:
     """Returns compiled workers without knowledge of earlier rollouts."""
     engine, start = rollout.new_engine(num_rows), time.perf_counter()
@@ -137,18 +156,20 @@ def floor_tokens_per_s(rollout: ForcedRollout, num_rows: int, num_tokens: int) -
 
 
 def compare(
-    peer: Peer, rollout: ForcedRollout, num_rows: int, *, workers: bool, repeats: int
+    peers: Mapping[str, Peer | LlamaCpp], rollout: ForcedRollout, num_rows: int, *, workers: bool, repeats: int
 ) -> Iterator[dict[str, Any]]:
     """Compares all ways for the lengths of each seed."""
     prompts = [prompt for prompt in rollout.prompts for _ in range(rollout.group_size)]
     made = ours(rollout, num_rows, workers=workers)
-    peer.generate(prompts[:num_rows], [2] * num_rows)
+    for peer in peers.values():
+        peer.generate(prompts[:num_rows], [2] * num_rows)
     for new in made.values():
         rollout.generate(new())
     for seed, lengths in enumerate(rollout.lengths):
-        seconds: dict[str, list[float]] = {name: [] for name in ("transformers", *made)}
+        seconds: dict[str, list[float]] = {name: [] for name in (*peers, *made)}
         for _ in range(repeats):
-            seconds["transformers"].append(peer.generate(prompts, lengths))
+            for name, peer in peers.items():
+                seconds[name].append(peer.generate(prompts, lengths))
             for name, new in made.items():
                 seconds[name].append(rollout.generate(new(), seed=seed))
             print(f"lengths of mean {np.mean(lengths):.0f}, up to {max(lengths)}:", end="")
@@ -158,7 +179,7 @@ def compare(
             "lengths": {"mean": float(np.mean(lengths)), "max": max(lengths)},
             "seconds": {name: [round(s, 3) for s in taken] for name, taken in seconds.items()},
             "tokens_per_s": {name: round(one, 1) for name, one in speed.items()},
-            "times_transformers": {name: round(speed[name] / speed["transformers"], 3) for name in made},
+            **{f"times_{peer}": {name: round(speed[name] / speed[peer], 3) for name in made} for peer in peers},
         }
 
 
@@ -168,6 +189,8 @@ def main() -> None:
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--samples", type=positive, default=32)
     parser.add_argument("--rows", type=positive, default=16, help="rows that are generated together")
+    parser.add_argument("--llama-python", help="interpreter with llama-cpp-python")
+    parser.add_argument("--gguf", type=Path, help="the model for llama.cpp")
     parser.add_argument("--no-workers", action="store_true", help="leaves the third way out")
     parser.add_argument("--group", type=positive, default=8, help="samples of a prompt")
     parser.add_argument("--tokens", type=positive, default=64, help="mean length of a sample")
@@ -190,8 +213,10 @@ def main() -> None:
         rule=SegmentSettings(min=1),
         dtype=options.dtype,
     )
-    peer = Peer(options.model, options.rows, options.dtype)
-    found = compare(peer, rollout, options.rows, workers=not options.no_workers, repeats=options.repeats)
+    peers: dict[str, Peer | LlamaCpp] = {"transformers": Peer(options.model, options.rows, options.dtype)}
+    if options.llama_python:
+        peers["llama.cpp"] = LlamaCpp(options.llama_python, options.gguf, options.rows)
+    found = compare(peers, rollout, options.rows, workers=not options.no_workers, repeats=options.repeats)
     result = {
         "model": Path(options.model).resolve().name,
         "dtype": options.dtype,
