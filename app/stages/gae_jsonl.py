@@ -39,6 +39,11 @@ class GaeSampleFile:
         mask_mode: str = "skip",
         window_tokens: int = WINDOW_TOKENS,
     ) -> None:
+        if settings.algorithm.kl_in_advantage:
+            raise InputError(
+                "algorithm.kl_in: a penalty in the advantage is subtracted in training, after grpo gae; set it to "
+                "reward, or algorithm.beta to 0"
+            )
         self._path = path
         self._algorithm = settings.algorithm
         self._discounts_turns = settings.env.turn_discount < 1

@@ -291,6 +291,9 @@ def test_gae_equals_the_advantages_of_training(tmp_path: Path, bootstraps: str) 
         np.testing.assert_array_equal(np.float32(record["advantages"]), one.advantages)
         np.testing.assert_array_equal(np.float32(record["returns"]), one.returns)
         assert not np.allclose(one.advantages, other.advantages, atol=1e-4)
+    in_advantage = (*arguments, "--set", "algorithm.kl_in=advantage")
+    refused = here("gae", "--input", tmp_path / "in.jsonl", "--out", tmp_path / "none.jsonl", *in_advantage)
+    assert refused.exit_code == 2 and "algorithm.kl_in: a penalty in the advantage is subtracted in" in refused.stderr
 
 
 @pytest.mark.parametrize(
