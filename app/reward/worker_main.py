@@ -32,6 +32,7 @@ from app.plugins.values import (
 from app.plugins.worker_program import start
 from app.records.typed_values import from_json
 
+MAX_FLOAT32 = float.fromhex("0x1.fffffep127")
 MAX_LOGGED_CHARACTERS = 10_000
 """Of a text that a function logs for a sample."""
 PROGRAM_MODULES = {"app.reward.math_answers"}
@@ -109,12 +110,18 @@ def estimator_outcomes(result: Any, token_counts: Sequence[int]) -> list[dict[st
     outcomes = []
     for value, num_tokens in zip(_items(result, len(token_counts), "numbers or lists"), token_counts, strict=True):
         if not hasattr(type(value), "__len__") or getattr(value, "ndim", 1) == 0:
-            outcomes.append({"value": to_number(value)})
+            outcomes.append({"value": _advantage(value)})
             continue
         if len(value) != num_tokens:
             raise PlugInValueError(f"returned {len(value)} advantages for a sample of {num_tokens} tokens")
-        outcomes.append({"token_values": [to_number(one) for one in value]})
+        outcomes.append({"token_values": [_advantage(one) for one in value]})
     return outcomes
+
+
+def _advantage(value: Any) -> float:
+    if abs(number := to_number(value)) > MAX_FLOAT32:
+        raise PlugInValueError(f"returned {number:g}, which float32 cannot hold")
+    return number
 
 
 def batch_outcomes(

@@ -3,10 +3,10 @@
 Tokens, behavior logprobs, masks and versions are always taken from the files. Logprobs and values are always computed
 again by the step's own networks.
 
-From the `rollouts/` of a run, rewards are taken unless `reward.*` differs from that run's, with them the advantages of
-a plug-in, and all other advantages are computed again under the current settings. Any other file is the end of a chain
-(`grpo rollout`, `score`, `gae`): rewards, and advantages and returns, are taken if every sample has them, and computed
-otherwise.
+From the `rollouts/` of a run, rewards are taken unless `reward.*` differs from that run's, with them the advantages and
+masks of a plug-in, and all other advantages are computed again under the current settings. Any other file is the end of
+a chain (`grpo rollout`, `score`, `gae`): rewards, and advantages and returns, are taken if every sample has them, and
+computed otherwise.
 """
 
 from __future__ import annotations
@@ -37,7 +37,6 @@ from app.stages.sample_reader import check_fits, file_digest
 from app.training.dynamic_sampling import Group, group_samples
 from settings import Settings, load
 from settings.errors import InputError
-from settings.schema.algorithm import AlgorithmSettings
 
 OPTION = "--from-rollouts"
 ROLLOUTS_DIR = "rollouts"
@@ -92,8 +91,7 @@ class Replay:
         return {
             "the samples of --from-rollouts": hashlib.sha256(digests.encode()).hexdigest(),
             "the fields taken from the samples": (
-                f"rewards {self.uses_saved_rewards}, advantages {self.uses_saved_advantages}, masks "
-                f"{self.source_run is None}"
+                f"rewards {self.uses_saved_rewards}, advantages {self.uses_saved_advantages}, masks {self._keeps_masks}"
             ),
         }
 
@@ -124,7 +122,12 @@ class Replay:
         if not self.uses_saved_rewards:
             # Those of turns belong to the saved rewards.
             samples = [replace(s, token_rewards=None) if s.episode is not None else s for s in samples]
-        return group_samples(samples if self.source_run is None else [_clear_filter_mask(s) for s in samples])
+        return group_samples(samples if self._keeps_masks else [_clear_filter_mask(s) for s in samples])
+
+    @property
+    def _keeps_masks(self) -> bool:
+        """Whether samples that the files mask out of the loss stay so, as after a failed call of an estimator."""
+        return self.source_run is None or self.uses_saved_advantages
 
 
 def _clear_filter_mask(sample: Sample) -> Sample:
@@ -245,13 +248,15 @@ def _same_rewards(settings: Settings, source: Settings) -> bool:
 
 
 def _same_estimator(settings: Settings, source: Settings) -> bool:
-    """Returns whether a plug-in gets the same rewards under both settings, and is the same one."""
+    """Returns whether a plug-in gets the same rewards of the same samples under both settings, and is the same one."""
 
-    def decisive(algorithm: AlgorithmSettings) -> tuple[Any, ...]:
-        penalty = (algorithm.beta, algorithm.kl_estimator) if algorithm.kl_in_reward else None
-        return algorithm.estimator, algorithm.whiten_advantages, penalty
+    def decisive(settings: Settings) -> tuple[Any, ...]:
+        algorithm = settings.algorithm
+        penalty = (algorithm.kl_in, algorithm.beta, algorithm.kl_estimator, algorithm.kl_target, settings.reference)
+        learned = (algorithm.filter, algorithm.mask_truncated, algorithm.whiten_advantages)
+        return algorithm.estimator, learned, penalty if algorithm.penalizes_samples else None
 
-    return decisive(settings.algorithm) == decisive(source.algorithm)
+    return decisive(settings) == decisive(source)
 
 
 def _choose_files(path: Path, *, after_step: int, steps: int) -> dict[int, Path]:
@@ -308,7 +313,7 @@ def _read_step_file(
     group_of_prompt: dict[str, int] = {}
     missing = set[str]()
     # What a step compares, if not the sum.
-    parts = settings.reward_weights if settings.algorithm.reward_normalization == "each_first" else {}
+    parts = settings.compared_parts
     for where, sample in read_samples(path, ignored_fields=_ignored_fields(settings)):
         _check_sample(sample, settings, model, where)
         group, uid = sample.group_id, sample.prompt.uid

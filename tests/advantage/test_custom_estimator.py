@@ -9,14 +9,16 @@ from typing import Any
 import numpy as np
 import pytest
 
+import grpo
 from app.advantage.custom_estimator import SETTING, CustomEstimator
 from app.records.sample import Sample
 from app.reward.function_pool import callables_at_hand, open_pool
+from app.runtime.health_checks import RewardError
 from settings import load
 from settings.errors import InputError
 from settings.schema.reward import PluginSettings
 from tests import program
-from tests.replays import assert_same_steps, replay
+from tests.replays import assert_same_steps, looked, replay, replayed, step_file
 from tests.reward.samples import columns_of, make_group
 
 SAMPLES = [*make_group("a", "bb", group=7), *make_group("cccc", group=3)]
@@ -93,6 +95,7 @@ def test_failed_call_costs_its_own_prompt(drops: bool) -> None:
         ([1.0], "length: returned 1 values for 2 samples"),
         ([1.0, None], "value: returned None, expected a number"),
         ([1.0, float("nan")], "value: returned nan, expected a finite number"),
+        ([1.0, -1e39], "value: returned -1e+39, which float32 cannot hold"),
         ([1.0, [1.0]], "value: returned 1 advantages for a sample of 2 tokens"),
         ([1.0, ["x", 1]], "value: returned str 'x', expected a number"),
         ([1.0, "12"], "value: returned str '1', expected a number"),
@@ -133,3 +136,33 @@ def test_run_equals_that_of_the_built_in_estimator_and_is_replayed_without_the_f
     program.succeeded(replay(runs / "custom", tmp_path / "replays", *chosen))
     (again,) = (tmp_path / "replays").iterdir()
     assert_same_steps(again, runs / "custom", steps=(1, 2))
+    # Its advantages are those of another loss where a penalty is in them, or where others were left out.
+    assert looked(runs / "custom").uses_saved_advantages
+    for other in (("algorithm.beta=0.1", "algorithm.kl_in=advantage"), ("algorithm.mask_truncated=true",)):
+        assert not looked(runs / "custom", *other).uses_saved_advantages
+
+
+def test_failed_call_ends_a_run_from_python(config: Path) -> None:
+    calls = []
+
+    def third(rewards):
+        calls.append(rewards)
+        return [1 / (3 - len(calls))] * len(rewards)
+
+    overrides = {"algorithm.estimator": third, "run.steps": 1, "eval.every_steps": 0, "checkpoint.best_metric": None}
+    with pytest.raises(RewardError) as error:
+        grpo.train(str(config), overrides)
+    assert str(error.value).startswith("algorithm.estimator: callable:third: ")
+    assert ": raised: ZeroDivisionError: " in str(error.value) and "or set reward.on_error to zero" in str(error.value)
+
+
+def test_replay_leaves_out_the_samples_of_failed_calls(config: Path, tmp_path: Path) -> None:
+    own = tmp_path / "own.py"
+    own.write_text("def spread(rewards):\n    return [r / (max(rewards) - min(rewards)) for r in rewards]\n")
+    chosen = (f"algorithm.estimator={own}:spread", "reward.on_error=drop", "run.steps=2", *program.UNJUDGED)
+    program.succeeded(program.train_here(config, *chosen))
+    run = program.run_of(config)
+    left_out = [record for record in program.records_of(step_file(run, 1)) if not any(record.get("loss_mask", [True]))]
+    assert left_out and all(record["reward"] is not None for record in left_out)
+    own.unlink()
+    assert_same_steps(replayed(run, tmp_path / "replays", "run.steps=2", *program.UNJUDGED), run, steps=(1, 2))
