@@ -132,8 +132,8 @@ def make_advantage_estimator(settings: Settings, custom: CustomEstimator | None 
     parts = None
     if algorithm.has_custom_estimator:
         estimate = make_custom_advantages(settings, custom)
-    elif algorithm.reward_normalization == "each_first":
-        parts = RewardParts(settings.reward_weights, GROUP_ADVANTAGES[algorithm.estimator])
+    elif settings.compared_parts:
+        parts = RewardParts(settings.compared_parts, GROUP_ADVANTAGES[algorithm.estimator])
         estimate = _from_parts(parts)
     else:
         estimate = TOKEN_ADVANTAGES.get(algorithm.estimator, make_group_advantages)(settings)

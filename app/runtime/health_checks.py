@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import numpy as np
 
@@ -40,10 +40,13 @@ def check_rewards(scored: RewardedSamples) -> None:
         )
 
 
-def check_rewards_for_maxrl(scored: RewardedSamples) -> None:
-    """Checks the same, and that no reward is negative: a group with a mean below 0 would learn its worst answers."""
+def check_rewards_for_maxrl(scored: RewardedSamples, *, parts: Collection[str]) -> None:
+    """Checks the same, and that no reward, or part that is compared by itself, is negative: means could be too."""
     check_rewards(scored)
     smallest = min((s.reward for s in scored.samples if s.reward is not None), default=0.0)
+    if parts:
+        values = (s.rewards or {} for s in scored.samples)
+        smallest = min((one[name] for one in values for name in parts if name in one), default=0.0)
     if (below := max_over_hosts(np.asarray(-smallest))) > 0:
         raise RewardError(
             f"a sample has reward {-below:g}, but algorithm.estimator: maxrl divides by the mean reward of a group "

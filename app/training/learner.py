@@ -198,8 +198,8 @@ def make_group_filter(settings: Settings, estimator: AdvantageEstimator) -> Grou
     algorithm = settings.algorithm
     assert algorithm.filter is not None
     keeps = FILTERS[algorithm.filter]
-    if algorithm.filter == "zero_variance" and algorithm.reward_normalization == "each_first":
-        keeps = functools.partial(any_value_differs, names={*settings.reward_weights} - {OVERLONG_REWARD})
+    if algorithm.filter == "zero_variance" and settings.compared_parts:
+        keeps = functools.partial(any_value_differs, names={*settings.compared_parts} - {OVERLONG_REWARD})
     return lambda group: keeps([*filter(estimator.learns_from, group)])
 
 

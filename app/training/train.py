@@ -120,7 +120,9 @@ def _train(setup: RunSetup, stack: ExitStack, clock: Callable[[], float], on_ste
         source = ReplayRolloutSource(replay, num_groups=settings.rollout.prompts_per_step)
         if replay.uses_saved_rewards:
             compute_rewards = partial(reuse_saved_rewards, names=setup.rewards.fallible_names)
-    check = check_rewards_for_maxrl if settings.algorithm.estimator == "maxrl" else check_rewards
+    check = check_rewards
+    if settings.algorithm.estimator == "maxrl":
+        check = partial(check_rewards_for_maxrl, parts=settings.compared_parts)
     reward = RewardStage(compute_rewards, settings.run.steps, reward_model, check)
     score = ScoreStage(session.scoring, setup.learning.score_batchers, reference)
     trainer_class = SupervisedTrainer if settings.is_supervised else Trainer

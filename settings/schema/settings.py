@@ -95,6 +95,11 @@ class Settings(BaseSettings):
         return {name: weight for name, weight in weights.items() if weight}
 
     @property
+    def compared_parts(self) -> dict[str, float]:
+        """Weights of the parts of the reward that are compared by themselves; empty if their sum is compared."""
+        return self.reward_weights if self.algorithm.reward_normalization == "each_first" else {}
+
+    @property
     def has_teacher(self) -> bool:
         """Whether the policy learns from the KL to another model than its start."""
         return self.algorithm.beta > 0 and self.reference.path is not None

@@ -25,6 +25,7 @@ def silent(completions): return [None] * len(completions)
 def wants(completion, mood): return 1
 def needs(completion, answer): return len(answer)
 def judged(completions): return [1.0] + [-1.0] * (len(completions) - 1)
+def ample(completions): return [2.0 + len(c) for c in completions]
 """
 QUIET = ("eval.every_steps=0", "run.steps=2")
 
@@ -107,8 +108,12 @@ def test_run_without_rewards_ends_with_the_way_out(config: Path, function: str, 
     assert metrics_of(run_of(config)) == [] and children() == []
 
 
-def test_maxrl_refuses_negative_rewards(config: Path) -> None:
-    result = train_here(config, "reward.functions=[plug.py:judged]", "algorithm.name=maxrl", *QUIET)
+@pytest.mark.parametrize(
+    ("normalization", "functions"), [("sum_first", "plug.py:judged"), ("each_first", "plug.py:judged, plug.py:ample")]
+)
+def test_maxrl_refuses_negative_rewards(config: Path, normalization: str, functions: str) -> None:
+    chosen = (f"reward.functions=[{functions}]", f"algorithm.reward_normalization={normalization}")
+    result = train_here(config, *chosen, "algorithm.name=maxrl", *QUIET)
     assert result.exit_code == 1
     message = "error: RewardError: a sample has reward -1, but algorithm.estimator: maxrl divides by the mean reward"
     assert result.stderr.splitlines()[-1].startswith(message)
