@@ -144,7 +144,7 @@ def check_algorithm(resolved: Resolved) -> Iterator[str]:
         if is_relative:
             reason = f"greedy samples of a prompt are identical, so {algorithm.name} has nothing to compare"
         yield f"<rollout.temperature>: {reason}; set it above 0 (1.0 is usual)"
-    if not (settings.has_reward or settings.has_teacher):
+    if not (settings.has_reward or settings.has_teacher or algorithm.name == "distill"):
         yield "<reward.functions>: all weights are 0, so every sample would have reward 0; set at least one to 1.0"
     if algorithm.clip == "ppo" and algorithm.clip_low is not None and algorithm.clip_low >= 1:
         yield (

@@ -55,7 +55,8 @@ algorithm.correction=mask algorithm.correction_max=1 algorithm.correction_min=1 
 algorithm.kl_in=reward | algorithm.beta=0.05 | = 'reward' (from --set): with algorithm.beta = 0.0 (from the default)
 beta=0.05 algorithm.kl_target=0.1 | algorithm.kl_in=reward | only a penalty in the reward can be adapted
 algorithm.kl_target=0.1 | =null | algorithm.beta = 0.0 (from the default) would stay 0
-algorithm.name=distill | reference.path=a/b | reference.path = None (from the default): algorithm.name = 'distill'
+reward.functions=[{name: arithmetic, weight: 0}]; algorithm.name=distill | reference.path=a/b
+   | reference.path = None (from the default): algorithm.name = 'distill'
 reference.path=a/b algorithm.name=distill algorithm.beta=0 | =1 | learns from the KL to its teacher; set algorithm.beta
 reference.revision=v1 | reference.path=a/b | is that of a model on the hub, but reference.path = None
 reference.path=a/b@v1 reference.revision=v1 | =null | is that of a model on the hub, but reference.path = 'a/b@v1'
