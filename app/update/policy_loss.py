@@ -10,11 +10,13 @@ A are advantages, r the ratio of the current to the proximal policy, c the weigh
     grpo                 grpo                 token     clipped            token-mean                k3 in the loss
     dr_grpo              dr_grpo              token     clipped            constant-length           k3 in the loss
     rloo                 rloo                 token     clipped            sequence-mean-token-sum   k1 in the reward
+    maxrl                maxrl                token     clipped            token-mean                k3 in the loss
     reinforce_plus_plus  reinforce_plus_plus  token     clipped            token-mean                k1 in the reward
     gspo                 grpo                 sequence  clipped, narrower  sequence-mean-token-mean  k3 in the loss
     dapo                 grpo                 token     clipped, higher    token-mean                k3 in the loss
     cispo                grpo                 token     cispo              token-mean                k3 in the loss
     ppo                  gae                  token     clipped            token-mean                k1 in the reward
+    distill              grpo                 token     clipped            token-mean                k1 in the advantage
 
 `sft` has a loss of its own (`app.update.cross_entropy`).
 """
@@ -23,7 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -210,6 +212,17 @@ Objective = Callable[[Params, Any, Array], tuple[Array, LossStats]]
 """(params, one micro-batch, temperature) -> (its share of the loss, of the metrics)."""
 
 
+class TokenLoss(Protocol):
+    """Weighted losses of the tokens of one micro-batch, which has `tokens` and what this loss needs besides."""
+
+    @property
+    def entropy_coef(self) -> float: ...
+
+    def __call__(
+        self, logprobs: Float32[Array, "R C"], entropies: Float32[Array, "R C"], batch: Any
+    ) -> tuple[Array, LossStats]: ...
+
+
 @dataclass(frozen=True)
 class PolicyLoss:
     """Per-token losses of one micro-batch, weighted into its share of the step's loss.
@@ -283,14 +296,9 @@ class PolicyLoss:
 
 
 def make_policy_objective(
-    definition: DecoderDefinition,
-    policy_loss: Any,
-    *,
-    dtype: jnp.dtype,
-    remat: str,
-    logits_chunk: int,
+    definition: DecoderDefinition, loss_fn: TokenLoss, *, dtype: jnp.dtype, remat: str, logits_chunk: int
 ) -> Objective:
-    """Returns the objective of a loss whose micro-batches have `tokens`."""
+    """Returns the objective that computes what a loss needs of the micro-batch, and the loss."""
 
     def objective(params: Params, batch: Any, temperature: Array) -> tuple[Array, LossStats]:
         logprobs, entropies, routes = row_logprobs(
@@ -300,9 +308,9 @@ def make_policy_objective(
             dtype=dtype,
             remat=remat,
             logits_chunk=logits_chunk,
-            entropy_gradient=policy_loss.entropy_coef != 0,
+            entropy_gradient=loss_fn.entropy_coef != 0,
         )
-        loss, stats = policy_loss(logprobs, entropies, batch)
+        loss, stats = loss_fn(logprobs, entropies, batch)
         num_experts = definition.architecture.num_experts
         if num_experts is None or routes is None:
             return loss, stats
