@@ -35,21 +35,21 @@ class CompletionEncoder:
         self.data = data
         self._tokenizer, self._stop = tokenizer, stop
 
-    def encode(self, row: DatasetRow, prompt: Prompt) -> tuple[list[int], list[bool]]:
+    def encode(self, row: DatasetRow, prompt: Prompt, completion: Messages) -> tuple[list[int], list[bool]]:
         """Returns the token ids of a row's completion, and which of them the assistant writes.
 
         Raises:
             InputError: the chat template rejects the chat, or the assistant's tokens cannot be told apart.
         """
         if self.data.chat_template == "none":
-            ids = self._text_ids(row)
+            ids = self._text_ids(row, completion)
             return ids, [True] * len(ids)
         ids, mask, between = list[int](), list[bool](), Messages()
         history = to_messages(row.prompt, self.data.system_prompt)
         # A prompt of the greatest length may have lost its start.
         is_whole = len(prompt.token_ids) < self.data.max_prompt_length
         start = prompt.token_ids.tolist() if is_whole else None
-        for message in completion_of(row):
+        for message in completion:
             if message["role"] == "assistant":
                 bridge = self._observations.encode(between) if ids else []
                 turn = self._turn_ids(history, message, start or self._tokenizer.chat_ids(history))
@@ -89,9 +89,9 @@ class CompletionEncoder:
             raise InputError("; ".join(fault))
         return self._tokenizer.eos_ids[0]
 
-    def _text_ids(self, row: DatasetRow) -> list[int]:
+    def _text_ids(self, row: DatasetRow, messages: Messages) -> list[int]:
         tokenizer = self._tokenizer
-        match plain_text(row.prompt), completion_of(row):
+        match plain_text(row.prompt), messages:
             case str(prompt), [{"role": "assistant", "content": str(completion)}]:
                 pass
             case _:
@@ -103,11 +103,6 @@ class CompletionEncoder:
         # A sampled completion never joins the end of the prompt in one token.
         ids = whole[len(start) :] if whole[: len(start)] == start else tokenizer.encode_rendered(completion)
         return ids if ids and ids[-1] in tokenizer.eos_ids else [*ids, tokenizer.eos_ids[0]]
-
-
-def completion_of(row: DatasetRow) -> Messages:
-    """Returns the messages that a row's completion consists of."""
-    return split_completion(row.answer, row.where or row.uid)[1]
 
 
 def encode_completions(
@@ -127,13 +122,14 @@ def encode_completions(
     for prompt in prompts:
         row = row_of[prompt.uid]
         where = row.where or row.uid
-        check_text(completion_of(row), f"{where}: the completion")
+        _, completion = split_completion(row.answer, where)
+        check_text(completion, f"{where}: the completion")
         try:
-            ids, mask = encoder.encode(row, prompt)
+            ids, mask = encoder.encode(row, prompt, completion)
         except InputError as error:
             raise InputError(f"{where}: {error}") from error
         lengths.append(len(ids))
-        last = next(message for message in reversed(completion_of(row)) if message["role"] == "assistant")
+        last = next(message for message in reversed(completion) if message["role"] == "assistant")
         sample = Sample(
             prompt=prompt,
             sample_index=0,

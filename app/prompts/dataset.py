@@ -251,9 +251,10 @@ def _choose_columns(
             if isinstance(value, Mapping):
                 available |= {f"{name}.{inner}": None for inner in value}
     mapping = {}
-    for role, chosen, candidates in (
-        ("prompt", prompt_column, PROMPT_COLUMNS),
-        ("answer", answer_column, COMPLETION_COLUMNS if reads_completions else ANSWER_COLUMNS),
+    answer = ("completion", COMPLETION_COLUMNS) if reads_completions else ("answer", ANSWER_COLUMNS)
+    for role, chosen, what, candidates in (
+        ("prompt", prompt_column, "prompt", PROMPT_COLUMNS),
+        ("answer", answer_column, *answer),
     ):
         column = chosen or next((name for name in candidates if name in available), None)
         if column in available:
@@ -261,7 +262,7 @@ def _choose_columns(
         elif chosen or role == "prompt" or reads_completions:
             raise InputError(
                 f"data.{role}_column: {source} has no column {chosen or ' | '.join(candidates)};"
-                f" it has: {', '.join(available)}; set data.{role}_column to the one with the {role}s"
+                f" it has: {', '.join(available)}; set data.{role}_column to the one with the {what}s"
             )
     return mapping
 

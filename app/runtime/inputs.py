@@ -119,8 +119,7 @@ def read_reference(settings: Settings, model: ModelSpec) -> ReferenceSpec | None
     if not settings.has_teacher:
         return None
     reference = read_reference_spec(settings, model)
-    if reference is not None:
-        check_context_length(reference.architecture, settings, path=f"reference.path {settings.reference.source}")
+    check_context_length(reference.architecture, settings, path=f"reference.path {settings.reference.source}")
     return reference
 
 

@@ -121,7 +121,7 @@ def read_model_spec(settings: Settings, *, generates: bool = True) -> ModelSpec:
     Raises:
         InputError: the model cannot be used; found here rather than later on the device.
     """
-    files, architecture = _open_causal_lm(settings.model.path, settings.model.attention)
+    files, architecture = _open_causal_lm("model.path", settings.model.path, settings.model.attention)
     definition = DecoderDefinition.create(architecture)
     check_routing_replay(architecture, settings)
     check_tensors(expected_tensors(definition), files.weights.shapes, architecture)
@@ -138,15 +138,15 @@ def read_model_spec(settings: Settings, *, generates: bool = True) -> ModelSpec:
     return model
 
 
-def _open_causal_lm(path: str, attention: AttentionImplementation) -> tuple[ModelFiles, Architecture]:
+def _open_causal_lm(setting: str, path: str, attention: AttentionImplementation) -> tuple[ModelFiles, Architecture]:
     """Opens the files of a causal language model, whose embeddings are tied if its file has no other LM head."""
     files = open_model(path)
     architecture = architecture_from_config(files.config, attention=attention)
     if architecture.tied_embeddings and has_own_head(files.weights):
         log.warning(
-            "model.path: config.json of %s ties %s to the embedding, but it has other values in the file, so it is "
-            "used as it is, as in transformers; set tie_word_embeddings: false in config.json",
-            *(files.name, LM_HEAD),
+            "%s: config.json of %s ties %s to the embedding, but it has other values in the file, so it is used as it "
+            "is, as in transformers; set tie_word_embeddings: false in config.json",
+            *(setting, files.name, LM_HEAD),
         )
         files = replace(files, config=files.config | {"tie_word_embeddings": False})
         architecture = replace(architecture, tied_embeddings=False)
@@ -250,21 +250,20 @@ class ReferenceSpec:
         return cls(files, of_policy, DecoderDefinition.create(of_policy), architecture.vocab_size)
 
 
-def read_reference_spec(settings: Settings, policy: ModelSpec) -> ReferenceSpec | None:
-    """Reads the model of `reference.path`; returns None without one.
+def read_reference_spec(settings: Settings, policy: ModelSpec) -> ReferenceSpec:
+    """Reads the model of `reference.path`, which is set.
 
     Raises:
         InputError: the model cannot be used as a teacher, for example because its tokens are not the policy's.
     """
     path = settings.reference.source
-    if path is None:
-        return None
+    assert path is not None
     if settings.reference.revision is not None and not is_from_hub(settings.reference.path or ""):
         raise InputError(
             f"reference.revision: {settings.reference.path} is not on the hub, so it has no revisions; set it to null"
         )
     with model_setting_in_errors("reference.path"):
-        files, architecture = _open_causal_lm(path, settings.model.attention)
+        files, architecture = _open_causal_lm("reference.path", path, settings.model.attention)
         check_tensors(expected_tensors(DecoderDefinition.create(architecture)), files.weights.shapes, architecture)
         tokens = token_table(load_fast_tokenizer(files))
     check_vocabulary(settings, architecture, policy)

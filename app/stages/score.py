@@ -102,7 +102,7 @@ def score_logprobs(
     if not checkpoints:
         model = model.without_adapters
     critic = read_critic_spec(settings, model) if role == "critic" else None
-    teacher = read_reference_spec(settings, model) if role == "reference" else None
+    teacher = read_reference_spec(settings, model) if role == "reference" and settings.reference.path else None
     for checkpoint in checkpoints:
         checkpoint.check_compatible(model, needs_tokenizer=False)
         if critic is not None:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from app.prompts.completions import completion_of
+from app.prompts.chat import split_completion
 from app.prompts.curriculum import PassRateOrder
 from app.prompts.data_sources import load_held_out_data, load_training_data, make_prompt_order
 from app.prompts.dataset import DatasetRow, load_dataset
@@ -115,7 +115,7 @@ def test_completions_of_usual_columns_are_read(tmp_path, record, prompt, complet
     dataset = load_dataset(path, reads_completions=True)
     (row,) = dataset.rows
     expected = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
-    assert (row.prompt, completion_of(row)) == (prompt, expected)
+    assert (row.prompt, split_completion(row.answer, "")[1]) == (prompt, expected)
     changed = json.loads(json.dumps(record).replace("2", "4"))
     other = load_dataset(write_lines(tmp_path / "e.jsonl", changed), reads_completions=True)
     assert other.fingerprint != dataset.fingerprint
@@ -124,7 +124,7 @@ def test_completions_of_usual_columns_are_read(tmp_path, record, prompt, complet
 def test_column_of_completions_can_be_chosen(tmp_path):
     path = write_lines(tmp_path / "d.jsonl", {"prompt": "p", "completion": "c", "meta": {"text": "t"}})
     (row,) = load_dataset(path, reads_completions=True, answer_column="meta.text").rows
-    assert completion_of(row) == [{"role": "assistant", "content": "t"}]
+    assert split_completion(row.answer, "")[1] == [{"role": "assistant", "content": "t"}]
     with pytest.raises(InputError, match=r"^data\.answer_column: .* has no column gone; it has: prompt, comp"):
         load_dataset(path, reads_completions=True, answer_column="gone")
     with pytest.raises(InputError, match=r"has no column completion \| response \| messages \| answer"):
