@@ -25,9 +25,9 @@ from settings.loading.fields import FIELDS, suggest_fields
 
 
 class _Command(TyperCommand):
-    """A command whose help groups the options, in plain text, and that knows settings from options.
+    """A command with grouped options in its help that suggests `--set` for settings given as options.
 
-    An option with one value is refused if it is given twice. While the shell completes a line, nothing is refused.
+    A single-value option given twice is an error, except during shell completion.
     """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -60,7 +60,7 @@ class _Command(TyperCommand):
             if record := parameter.get_help_record(ctx):
                 kind = f"{parameter.param_type_name}s".capitalize()
                 panels.setdefault(getattr(parameter, "rich_help_panel", None) or kind, []).append(record)
-        for panel, records in sorted(panels.items(), key=lambda item: item[0] == "Options"):  # those come last
+        for panel, records in sorted(panels.items(), key=lambda item: item[0] == "Options"):  # they come last
             with formatter.section(panel):
                 formatter.write_dl(records)
 
@@ -90,9 +90,9 @@ COMMANDS = {
 
 
 def _with_errors_handled(command: Callable[..., None]) -> Callable[..., None]:
-    """Returns a command with the option `--debug`, whose errors are a message and an exit code.
+    """Adds `--debug` to a command and turns its errors into a message and an exit code.
 
-    It gets local paths for the addresses in its options.
+    Bucket addresses in its options become local paths.
     """
     without = signature(command, eval_str=True)
 
@@ -112,7 +112,7 @@ def _option_of(parameter: Parameter) -> str:
     info = parameter.annotation.__metadata__[0]
     if isinstance(info, ArgumentInfo):
         return info.metavar or parameter.name
-    # typer takes the default of an annotation for the option's name.
+    # typer reads a default in the annotation as the option's name.
     return info.default if isinstance(info.default, str) else f"--{parameter.name.replace('_', '-')}"
 
 

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 PROGRAM_FOLDER = str(Path(__file__).resolve().parent)
 PACKAGES = ("app", "settings")
 INTERFACE = ("StepResult", "Environment", "ToolCall")
-"""What a user's environment imports."""
+"""Names that environments of users import."""
 
 
 def train(
@@ -62,18 +62,18 @@ def train(
         rewards = [line["reward/mean"] for line in run.metrics[1:]]
 
     Args:
-        config: a preset, a YAML file, or None for the preset `quickstart` if the model is built in, else for none.
+        config: a preset or a YAML file. None means the preset `quickstart` if the model is built in, else no preset.
         overrides: settings by name. The value of `algorithm.estimator` may also be a Python function.
-        rewards: the value of `reward.functions`, in which `function` may also be a Python function. It is called in
-            this process: an exception costs its own sample, but no limit of `reward.*` applies. A resumed run needs it
-            again; in the settings it is `callable:NAME`.
-        data: rows in place of `data.source`, with the columns of a JSON Lines file. They are kept in `<run>/data/`.
+        rewards: the value of `reward.functions`, in which `function` may also be a Python function. Functions are
+            called in this process: an exception affects only its sample, but the limits of `plugins.*` do not apply. A
+            resumed run needs them again; in the settings they are `callable:NAME`.
+        data: rows in place of `data.source`, as in a JSON Lines file. They are saved in `<run>/data/`.
         eval_data: rows in place of `data.eval_source`.
-        on_step: called on every host with the metrics of each step, a line of `metrics.jsonl`. If it returns a true
-            value on any host, the run ends there with a checkpoint.
+        on_step: called on every host with the metrics of each step, as in `metrics.jsonl`. If it returns a true value
+            on any host, the run saves a checkpoint and ends.
         resume: `auto` and `must` continue a run, `never` starts one.
-        allow_changed: settings that may differ from those of the run so far, as in `--allow-changed`.
-        unknown: refused, with the setting or argument that an argument of another program stands for.
+        allow_changed: settings that may differ from the run so far, as in `--allow-changed`.
+        unknown: refused; the error suggests the setting or argument for a name from another program.
 
     Raises:
         InputError: an input cannot be used.
@@ -98,10 +98,10 @@ def evaluate(
         print(after.metrics["eval/accuracy"].value, after.metrics["eval/accuracy"].interval)
 
     Args:
-        config: as for `train`; with a checkpoint, None stands for the settings of its run.
+        config: as for `train`; with a checkpoint, None means the settings of its run.
         checkpoint: `<run>/checkpoints/<step>` or a run directory; None evaluates the model of `model.path`.
         data: rows in place of `data.eval_source`.
-        rewards: as for `train`; the first one judges.
+        rewards: as for `train`; the first one grades.
         out: a file for the samples.
     """
     return _program().evaluate(**locals())
@@ -143,8 +143,8 @@ def score(
 ) -> Samples | None:
     """Adds logprobs, values or rewards to samples, as `grpo score` does; None except on process 0.
 
-        judged = grpo.score(samples.records, role="reward", rewards=[brevity])
-        print(judged.summary["reward/mean"])
+        graded = grpo.score(samples.records, role="reward", rewards=[brevity])
+        print(graded.summary["reward/mean"])
 
     Args:
         samples: a file or rows of samples, such as the `records` of `rollout`.
@@ -168,7 +168,7 @@ def __getattr__(name: str) -> Any:
 
 
 def _interface() -> ModuleType:
-    """Loads the interface of environments alone, because their processes must start fast and keep a user's `app`."""
+    """Loads only the interface of environments: their processes must start fast and may import a user's own `app`."""
     file = Path(PROGRAM_FOLDER) / "app" / "environments" / "interface.py"
     specification = importlib.util.spec_from_file_location("grpo_interface", file)
     assert specification is not None and specification.loader is not None
@@ -187,23 +187,22 @@ def _program() -> Any:
 
 
 def add_program_to_path() -> None:
-    """Puts this program's folder first on `sys.path` and imports `app` and `settings` from it.
+    """Imports `app` and `settings` from this program's folder, which is put first on `sys.path`.
 
-    Raises:
-        ImportError: other modules with these names are already imported.
+    Raises: ImportError: other modules with these names are already imported.
     """
-    # A folder without `__init__.py` is a package without a file.
+    # A folder without `__init__.py` is a namespace package without a file.
     loaded = {name: sys.modules[name] for name in PACKAGES if name in sys.modules}
     places = {name: [*getattr(one, "__path__", ()), getattr(one, "__file__", "")][0] for name, one in loaded.items()}
     own = Path(PROGRAM_FOLDER)
     others = [f"{name} from {place}" for name, place in places.items() if Path(place).resolve() != own / name]
     if others:
         raise ImportError(
-            f"grpo has modules of its own called {' and '.join(PACKAGES)}, but this process has already imported "
+            f"grpo has its own modules {' and '.join(PACKAGES)}, but this process has already imported "
             f"{' and '.join(others)}. Rename those modules, or call grpo in a process that does not import them"
         )
     sys.path.insert(0, PROGRAM_FOLDER)
-    # Imported now, because Ray puts the working directory first on the path before a worker's first task.
+    # Import them now, because Ray puts the working directory first on the path before a worker's first task.
     for package in PACKAGES:
         importlib.import_module(package)
 

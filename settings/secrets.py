@@ -10,7 +10,7 @@ from dotenv import dotenv_values
 
 SECRETS = ("WANDB_API_KEY", "HF_TOKEN")
 FALLBACK_DOTENVS = (Path(__file__).parents[1] / ".env", Path("/root/.env"))
-"""The `.env` of the checkout, for commands that are started elsewhere, and the one of root on TPU VMs."""
+"""The `.env` of the checkout, for commands started elsewhere, and root's on TPU VMs."""
 MIN_SECRET_LENGTH = 8
 """Minimum length, in characters, of a value to redact; shorter values are placeholders."""
 _further_secrets: set[str] = set()
@@ -31,7 +31,7 @@ def load_secrets(directory: Path, *, fallbacks: Sequence[Path] = FALLBACK_DOTENV
         except (OSError, UnicodeDecodeError) as error:
             notices.append(f"{path} is ignored: it cannot be read ({type(error).__name__})")
             continue
-        # A name without a value may be a key that stands alone.
+        # A line without `=` may be a bare key.
         if others := [name for name, value in values.items() if value is not None and name not in SECRETS]:
             taken, left = " and ".join(SECRETS), ", ".join(others[:3]) + (", ..." if others[3:] else "")
             notices.append(f"{path}: only {taken} are read from it; export {left}, if needed")

@@ -1,4 +1,4 @@
-"""Addresses of buckets in the options of commands: runs there are fetched; nothing else is read or written there."""
+"""Bucket addresses in command options: a run in a bucket is fetched; nothing else is read or written there."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ OUTPUTS = ("--out", "--timeline", "--picture", "--hlo")
 
 
 def name_run(resolved: Resolved, resume: Resume) -> Resolved:
-    """Does what `with_run_name` does, with the runs that are in the bucket of `run.dir`.
+    """Like `with_run_name`, but also considers the runs in the bucket of `run.dir`.
 
     Raises:
-        InputError: its runs cannot be listed, and there are no other hosts: of several, process 0 names the run.
+        InputError: the runs cannot be listed, and there is only one host; with several, process 0 names the run.
     """
     run, names = resolved.settings.run, list[str]()
     if is_address(run.dir) and resolved.provenance["run.name"] == "derived":
@@ -31,14 +31,13 @@ def name_run(resolved: Resolved, resume: Resume) -> Resolved:
 
 
 def local_paths(option: str, value: Any) -> Any:
-    """Returns the value of an option; for the address of a run, or of a part of one, the path of its fetched copy.
+    """Returns an option's value; for the address of a run or of a part of it, the path of its fetched copy.
 
-    Raises:
-        InputError: there is no run, or the option names what is written.
+    Raises: InputError: there is no such run, or the option names an output.
     """
     if isinstance(value, list | tuple):
         return type(value)(local_paths(option, one) for one in value)
-    # A `Path` has only one of the slashes.
+    # `Path` merges the two slashes.
     if isinstance(value, Path) and (match := re.fullmatch(r"([a-z][a-z0-9+.-]*):/+(.+)", str(value))):
         return _fetch(option, f"{match[1]}://{match[2]}")
     return value
@@ -49,7 +48,7 @@ def _fetch(option: str, address: str) -> Path:
 
     if option in OUTPUTS or address.partition("://")[0] not in EXTRAS:
         raise InputError(f"{option}: {NO_ADDRESS}, got {address}")
-    # The run, or what is one or two levels below it: `<run>/checkpoints/<step>`.
+    # The run, or a path one or two levels below it: `<run>/checkpoints/<step>`.
     for depth in range(min(3, address.count("/") - 2)):
         bucket = Bucket(address.rsplit("/", depth)[0], option=option)
         if bucket.has_run:
@@ -58,4 +57,4 @@ def _fetch(option: str, address: str) -> Path:
                 if line := fetch_run(bucket, run):
                     print_notices([f"{option}: {line}"])
             return local_folder(address)
-    raise InputError(f"{option}: there is no run at {address}, and nothing else is fetched ({COPYING})")
+    raise InputError(f"{option}: there is no run at {address}; only runs can be fetched ({COPYING})")

@@ -75,7 +75,7 @@ def resolve_policy(
 
 
 def _writes_itself(library: str) -> bool:
-    """Returns whether a library, such as huggingface_hub, writes its warnings itself, too."""
+    """Returns whether a library, such as huggingface_hub, also prints its warnings itself."""
     return library != "root" and any(type(one) is logging.StreamHandler for one in logging.getLogger(library).handlers)
 
 
@@ -106,7 +106,7 @@ def show_progress(text: str) -> None:
 
 
 class _LastingStream:
-    """A stream whose lines are dropped once nobody reads them, as after `| head`: no run ends because of that."""
+    """A stream that drops its lines once the reader has gone, as with `| head`, so that a run does not end."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -130,7 +130,7 @@ class _LastingStream:
 @contextmanager
 def command_output() -> Iterator[None]:
     """Keeps stdout and stderr usable while a command runs, and ends `show_progress` after it."""
-    # A stream is None if its descriptor was closed before the start, as by `>&-`.
+    # A stream is None if its descriptor was closed at the start, as by `>&-`.
     streams: list[Any] = [stream and _LastingStream(stream) for stream in (sys.stdout, sys.stderr)]
     try:
         with redirect_stdout(streams[0]), redirect_stderr(streams[1]):
@@ -143,7 +143,7 @@ def command_output() -> Iterator[None]:
 
 
 def inherit_run_settings(config: str | None, run_paths: Mapping[str, Path | None]) -> str | ConfigFile | None:
-    """Returns the given `--config`, or without it what was set for the run, as `find_run_settings` finds it."""
+    """Returns the given `--config`; without it, the settings of the run that `find_run_settings` finds."""
     found = find_run_settings(run_paths) if config is None else None
     return config if found is None else without_derived(found)
 
@@ -151,7 +151,7 @@ def inherit_run_settings(config: str | None, run_paths: Mapping[str, Path | None
 def find_run_settings(run_paths: Mapping[str, Path | None]) -> ConfigFile | None:
     """Returns the settings of the first run that an option's path belongs to, and prints a note with their file.
 
-    For a checkpoint or a file of samples, they are those of its step; for other paths, those of the last session.
+    For a checkpoint or a file of samples, these are the settings of its step; for other paths, of the last session.
     Returns None for a file outside a run, which can be read with any settings, and for a path that does not exist,
     which causes an error when it is read.
 
@@ -190,30 +190,30 @@ def require_path(path: Path | None, option: str) -> Path:
 
 
 def runs_alone(mesh: MeshSettings) -> bool:
-    """Returns whether no other host can join, as far as it can be told without JAX: each TPU may be one of a slice."""
+    """Returns whether no other host can join. Without JAX, any TPU counts as part of a slice."""
     return mesh.coordinator_address is None and not (mesh.platform in ("auto", "tpu") and may_have("tpu"))
 
 
 def require_inputs(settings: Settings, inputs: Mapping[str, Path | None]) -> None:
     """Raises InputError if a path that an option names does not exist, before JAX is loaded.
 
-    Several hosts find out when they read it, once they have joined.
+    With several hosts, missing files are found after they have joined.
     """
     for option, path in inputs.items():
         if runs_alone(settings.mesh) and path is not None and not path.expanduser().exists():
-            # The link to the best checkpoint is absent, not misspelt.
+            # A missing link to the best checkpoint is not a typo.
             is_absent_best = path.name == BEST_LINK and path.parent.is_dir()
             hint = "; nothing was evaluated in that run, or nothing better than its start" if is_absent_best else ""
             raise InputError(f"{option}: {path.expanduser().absolute()}: no such file or folder{hint}")
 
 
 def refuse_existing(outputs: Mapping[str, Path | None], *, overwrite: bool, resumes: bool = False) -> None:
-    """Raises InputError if an output file exists and is not to be replaced.
+    """Raises InputError if an output file exists and must not be replaced.
 
     Args:
         outputs: option -> the file that it names, or None.
-        resumes: whether the command goes on if it was killed after it wrote its output, and before it removed the
-            part files.
+        resumes: whether the command continues if it was killed after it wrote its output but before it removed the part
+            files.
     """
     from app.records.partial_samples import part_paths
 
@@ -249,15 +249,15 @@ def print_notices(notices: Sequence[str]) -> None:
 
 
 def write(text: str, stream: TextIO) -> None:
-    """Writes text and a newline, without characters that a terminal would execute: values may come from others."""
+    """Writes text and a newline, without control characters: values may come from untrusted files."""
     print(to_printable_lines(text.rstrip("\n")), file=stream, flush=True)
 
 
 def print_result(result: Any, *, as_json: bool, text: str | None = None) -> None:
-    """Prints a result to stdout, or nothing if it is None, as on hosts other than the first.
+    """Prints a result to stdout; prints nothing if it is None, as on processes other than 0.
 
     Args:
-        result: names and values, a list of such, or a report with `to_dict` and `to_text`.
+        result: a mapping, a list of mappings, or a report with `to_dict` and `to_text`.
         text: the human-readable form, if it differs from the default one.
     """
     if result is None:
@@ -265,7 +265,7 @@ def print_result(result: Any, *, as_json: bool, text: str | None = None) -> None
     if as_json:
         values = result if isinstance(result, dict | list) else result.to_dict()
         text = json.dumps(values, indent=2, ensure_ascii=False)
-        # JSON has other escapes than `write`.
+        # JSON escapes differently from `write`.
         write(re.sub(r"[^\n -~]", lambda match: _json_escape(match[0]), text), sys.stdout)
     else:
         default = _format_summary if isinstance(result, dict | list) else type(result).to_text

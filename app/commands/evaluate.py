@@ -31,7 +31,7 @@ def evaluate(
         typer.Option(
             metavar="BEFORE.jsonl AFTER.jsonl",
             rich_help_panel="Comparison",
-            help="Only compare two files, each written by --out or to a run's eval/, prompt by prompt.",
+            help="Only compare two files, prompt by prompt; each written by --out or to a run's eval/.",
             show_default=False,
         ),
     ] = None,

@@ -41,29 +41,30 @@ def gae(
     gamma: Annotated[str | None, typer.Option(metavar="G", help="Overrides algorithm.gamma.")] = None,
     lam: Annotated[str | None, typer.Option(metavar="L", help="Overrides algorithm.lam.")] = None,
     chunk_size: Annotated[
-        str | None, typer.Option(metavar="C", help="Overrides algorithm.gae_chunk_size, of --backend chunked.")
+        str | None,
+        typer.Option(metavar="C", help="Chunk size of --backend chunked; overrides algorithm.gae_chunk_size."),
     ] = None,
     backend: Annotated[
         Literal["auto", "chunked", "numpy"],
-        typer.Option(help="Chunk scan in JAX on the device, or in numpy on the host. auto is numpy, as in training."),
+        typer.Option(help="chunked: a scan in JAX on the device; numpy: on the host. auto is numpy, as in training."),
     ] = "auto",
     mask_mode: Annotated[
         Literal["skip", "through", "zero"],
         typer.Option(
-            help="Tokens that the policy did not write: skip them, as in training, treat them as ordinary steps "
-            "(through), or as steps with reward 0 and value 0 (zero)."
+            help="How to treat tokens that the policy did not write: skip them (skip, as in training), as ordinary "
+            "steps (through), or as steps with reward 0 and value 0 (zero)."
         ),
     ] = "skip",
     bench: Annotated[
         bool,
         typer.Option(
-            "--bench", help="Time every backend and chunk size on this machine instead, on --input or random data."
+            "--bench", help="Benchmark every backend and chunk size on this machine, on --input or random data."
         ),
     ] = False,
     shapes: Annotated[
         str | None,
         typer.Option(
-            metavar="BxT,...", help=f"Shapes of the random data of --bench.  [default: {DEFAULT_BENCH_SHAPES}]"
+            metavar="BxT,...", help=f"Shapes of the random data for --bench.  [default: {DEFAULT_BENCH_SHAPES}]"
         ),
     ] = None,
     overwrite: Overwrite = False,

@@ -20,13 +20,15 @@ def inspect_mesh(
     compiles: Compiles = False,
     hlo: Annotated[
         Path | None,
-        typer.Option("--hlo", metavar="DIR", help="With --compile: write the text of each compiled program to DIR."),
+        typer.Option(
+            "--hlo", metavar="DIR", help="With --compile: write the HLO text of each compiled program to DIR."
+        ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Show how a model is sharded and what memory it needs."""
     if hlo is not None and not compiles:
-        raise InputError("--hlo needs --compile, which makes the programs that it writes")
+        raise InputError("--hlo writes compiled programs, so it needs --compile")
     resolved = resolve(config, overrides, print_config=print_config, check=check_for_inspect_mesh)
     show_progress(f"grpo inspect-mesh: model {resolved.settings.model.path}; loading JAX")
     from app.preflight import inspect_mesh

@@ -1,6 +1,6 @@
-"""Checks of the files that settings name, in the time of a look at the disk: before JAX is loaded.
+"""Quick checks, before JAX is loaded, that the files named in settings exist.
 
-Only a host alone checks them here: several check theirs together, once they have joined.
+Only a single host checks them here; several hosts check together, after they have joined.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from settings.checks.unused_settings import WITH_SPLITS
 
 
 def check_train_files(settings: Settings, *, resume: Resume, is_replay: bool) -> None:
-    """Checks the run directory, and what `check_named_files` checks unless samples are replayed.
+    """Checks the run directory and, unless samples are replayed, the files of `check_named_files`.
 
     Raises:
         InputError: a run cannot start there, or a file does not exist.
@@ -42,13 +42,13 @@ def check_train_files(settings: Settings, *, resume: Resume, is_replay: bool) ->
 
 
 def finished_history(settings: Settings) -> History | None:
-    """Returns the metrics of a run that has saved and measured its last step; None if something is left to do."""
+    """Returns the metrics of a finished run, whose last step is saved and evaluated; None for any other run."""
     run, last = RunDirectory.from_settings(settings.run), settings.run.steps
     if not runs_alone(settings.mesh) or max(run.checkpoint_steps, default=0) < last:
         return None
     lines = read_jsonl_tolerant(run.metrics_path) if run.metrics_path.is_file() else ()
     history = [record for _, record in lines if not isinstance(record, InputError)]
-    # The line of a step is written after its evaluation.
+    # A step's line is written after its evaluation.
     return history if history and history[-1].get("step", 0) >= last else None
 
 
@@ -84,6 +84,6 @@ def check_named_files(
 
 
 def check_model_path(setting: str, path: str | None) -> None:
-    """Raises InputError if a model that can only be a local one does not exist."""
+    """Raises InputError if a model path that cannot be a hub id does not exist."""
     if path and (path.startswith(("/", ".", "~")) or path.endswith(".gguf")) and not Path(path).expanduser().exists():
         raise InputError(f"{setting}: {path!r} is neither an existing directory or file nor a hub id")

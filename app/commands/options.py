@@ -31,7 +31,7 @@ Overrides = Annotated[
     typer.Option(
         "--set",
         metavar="a.b=c",
-        help="Override one of `grpo settings`; the value is YAML. Repeatable.",
+        help="Override a setting (see `grpo settings`); the value is YAML. Repeatable.",
         autocompletion=lambda: [f"{name}=" for name in FIELDS],
         rich_help_panel="Settings",
     ),
@@ -40,7 +40,7 @@ PrintConfig = Annotated[
     bool,
     typer.Option(
         "--print-config",
-        help="Print the resolved settings with the source of each, and exit.",
+        help="Print the resolved settings and where each comes from, and exit.",
         rich_help_panel="Settings",
     ),
 ]
@@ -49,7 +49,7 @@ Compiles = Annotated[
     bool,
     typer.Option(
         "--compile",
-        help="Also compile the programs of each phase: the memory they need. Takes minutes.",
+        help="Also compile the programs of each phase to measure their memory. Takes minutes.",
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]

@@ -15,7 +15,7 @@ from settings.loading.fields import did_you_mean, nearest_names
 def presets(
     name: Annotated[str, typer.Argument(metavar="NAME", help="Preset to print.", autocompletion=preset_names)] = "",
 ) -> None:
-    """List the presets of --config, or print one as YAML."""
+    """List the presets for --config, or print one as YAML."""
     texts = {preset: find_config_file(preset).content.decode() for preset in preset_names()}
     if name and name not in texts:
         raise InputError(f"unknown preset {name}{did_you_mean(nearest_names(name, texts))}")

@@ -1,4 +1,4 @@
-"""The functions of `import grpo`, which has their signatures and documents them: the commands, with Python values."""
+"""Implements the functions of `import grpo`, which documents them: the commands, with Python values."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ OPTION = re.compile(
     r"(?<![\w./-])--(allow-changed|checkpoint|config|input|limit|out|resume|role|set)\b(?!-)"
     r"(?: (auto|must|never|policy|reference|critic|reward)\b)?"
 )
-"""An option in an error that is an argument here, with its value if it is that of `--resume` or `--role`."""
+"""Matches an option in an error message, with its value for `--resume` and `--role`."""
 ALLOWED_CHANGES = re.compile(r"--allow-changed [\w.]*\w(?: --allow-changed [\w.]*\w)*")
 ARGUMENTS = {"set": "overrides", "input": "samples", "allow-changed": "allow_changed"}
-"""The arguments whose names differ from those of their options."""
+"""Maps an option to its argument where the names differ."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def train(*, data, eval_data, on_step, resume, allow_changed, unknown, **given: 
     if unknown:
         raise InputError(
             f"{', '.join(unknown)}: grpo.train has no such argument; settings are given as overrides={{NAME: VALUE}}, "
-            f"functions as `rewards`, rows as `data`{''.join(suggest_fields(name)[1] for name in unknown)}"
+            f"reward functions as `rewards`, rows as `data`{''.join(suggest_fields(name)[1] for name in unknown)}"
         )
     if resume not in get_args(Resume):
         raise InputError(f"resume: expected one of {', '.join(get_args(Resume))}, got {resume!r}")
@@ -79,8 +79,8 @@ def train(*, data, eval_data, on_step, resume, allow_changed, unknown, **given: 
         has_held_out = eval_data is not None or loaded.provenance["data.eval_source"] not in ("default", "derived")
         if every and data is not None and not has_held_out:
             raise InputError(
-                f"eval_data: the run evaluates every {every} steps, and learns from all rows of `data`; pass held-out "
-                "rows as eval_data, or set data.eval_source, or eval.every_steps to 0"
+                f"eval_data: the run evaluates every {every} steps, but all rows of `data` are used for training; "
+                "pass held-out rows as eval_data, or set data.eval_source, or eval.every_steps to 0"
             )
         options += set_options({setting: _write_lines(content, files[setting]) for setting, content in lines.items()})
         resolved = name_run(resolve(config, options, print_config=False, check=check_for_train), resume)
@@ -132,9 +132,9 @@ def score(*, samples, role, checkpoint, out, **given: Any) -> Samples | None:
 
 @contextmanager
 def _call(*, config, overrides, rewards=None) -> Iterator[tuple[str | None, list[str], Path]]:
-    """Yields the arguments of `--config` and `--set`, and a temporary folder. The Python functions are at hand.
+    """Yields the arguments of `--config` and `--set`, and a temporary folder, with the Python functions registered.
 
-    An InputError of the block speaks of the arguments of these functions instead of the options of commands.
+    An InputError raised in the block names Python arguments instead of command options.
     """
     if not isinstance(config, str | os.PathLike | None):
         raise InputError(
@@ -165,7 +165,7 @@ def _argument(option: re.Match[str]) -> str:
 
 
 def _reward_item(reward: Any, callables: dict[str, Callable[..., Any]]) -> Any:
-    """Returns an item of `reward.functions`; adds a Python function to `callables`, by the name of its reward."""
+    """Returns an item of `reward.functions`; a Python function is added to `callables` by its reward's name."""
     item = reward if isinstance(reward, Mapping) else {"function": reward}
     function = item.get("function")
     if not callable(function):
@@ -177,7 +177,7 @@ def _reward_item(reward: Any, callables: dict[str, Callable[..., Any]]) -> Any:
 
 
 def _callable_name(function: Callable[..., Any]) -> str:
-    """Returns how settings name a Python function."""
+    """Returns the name of a Python function in settings."""
     return CALLABLE_PREFIX + getattr(function, "__name__", type(function).__name__).strip("<>")
 
 
@@ -204,9 +204,9 @@ def _to_lines(rows: Iterable[Mapping[str, Any]], path: Path) -> bytes:
 
 
 def _write_lines(content: bytes, path: Path) -> Path:
-    """Writes JSON Lines into a folder beside `path` that is named by their content; returns the path there.
+    """Writes JSON Lines into a folder beside `path` named by a hash of the content; returns the path.
 
-    Uids have the name of the file only, so that the same rows have the same ones everywhere.
+    Uids contain only the file name, so equal rows have equal uids everywhere.
     """
     path = path.absolute().parent / hashlib.sha256(content).hexdigest()[:16] / path.name
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -42,14 +42,15 @@ def score(
         typer.Option(
             "--input",
             metavar="FILE.jsonl|.parquet",
-            help="Samples to score, of any program: token ids, or prompt and completion as text or messages. Required.",
+            help="Samples to score, from any program: token ids, or prompt and completion as text or messages. "
+            "Required.",
         ),
     ] = None,
     out: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE.jsonl",
-            help="Output file. {run}, {step} and {index} (0, 1, ...) stand for those of a checkpoint: "
+            help="Output file. May contain {run}, {step} or {index} (0, 1, ...) of the checkpoint, as in "
             "scored-{step}.jsonl. Required.",
         ),
     ] = None,
@@ -98,12 +99,12 @@ def score_file(
         out: the output; with several checkpoints a pattern with `{run}`, `{step}` or `{index}`.
 
     Raises:
-        InputError: an output exists and is not to be replaced, two checkpoints have the same one, or it is a pattern
-            and there is no checkpoint.
+        InputError: an output exists and must not be replaced, two checkpoints have the same output, or it is a pattern
+            without a checkpoint.
     """
     if not checkpoints:
         if field := CHECKPOINT_FIELD.search(str(out)):
-            raise InputError(f"--out: {field[0]} stands for that of a checkpoint, but there is no --checkpoint")
+            raise InputError(f"--out: {field[0]} needs a --checkpoint")
         refuse_existing({"--out": out}, overwrite=overwrite)
     require_inputs(resolved.settings, {"--input": samples})
     if checkpoints and role in ("reference", "reward"):
@@ -128,11 +129,11 @@ def score_file(
         file = Path(CHECKPOINT_FIELD.sub(lambda match, values=values: values[match[1]], str(out)))
         if file in outputs:
             raise InputError(
-                f"--out: {file} would hold the scores of two checkpoints, the second {one.path}; give each a file of "
-                "its own with {step}, {run} or {index} (the checkpoint's number, from 0) in the name"
+                f"--out: {file} would hold the scores of two checkpoints, the second {one.path}; give each its own "
+                f"file with {step}, {run} or {index} (the checkpoint's number, from 0) in the name"
             )
         refuse_existing({"--out": file}, overwrite=overwrite)
-        if len(saved) > 1:  # The input is read again for each.
+        if len(saved) > 1:  # Each checkpoint reads the input again.
             check_distinct_paths({"--input": samples, "--out": file})
         outputs[file] = one
     if saved:

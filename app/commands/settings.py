@@ -27,7 +27,7 @@ def settings(
         str,
         typer.Argument(
             metavar="NAME",
-            help="A setting, a section, the start of a name, what another program calls a setting, or any word.",
+            help="A setting, a section, the start of a name, a setting of TRL or verl, or any word.",
             autocompletion=lambda: list(FIELDS),
         ),
     ] = "",
@@ -42,7 +42,7 @@ def settings(
 
 
 def _find_settings(name: str) -> list[str]:
-    """Returns the settings that begin with `name`, or else those that it stands for, or whose texts have the word.
+    """Returns the settings that begin with `name`, or else its synonyms, or else settings that mention the word.
 
     They are in the order of the schema.
     """
@@ -61,7 +61,7 @@ def _find_settings(name: str) -> list[str]:
 
 
 def _mentions(field: str, word: str) -> bool:
-    """Returns whether a setting's name or meaning has a word that starts like this."""
+    """Returns whether a setting's name or meaning has a word that starts with this."""
     parts = re.split(r"[\W_]+", f"{field} {FIELDS[field].description}".lower())
     return any(part.startswith(word.lower()) for part in parts)
 

@@ -46,15 +46,15 @@ def train(
         Path | None,
         typer.Option(
             metavar="FILE|DIR",
-            help="Train on saved samples instead of generating them: a file holds one step, a run directory all its "
-            "steps. Without --config, uses the settings of that run and the run name <its name>-replay.",
+            help="Train on saved samples instead of generating them: a file with one step, or a run directory with "
+            "all its steps. Without --config, uses the settings of that run and the run name <its name>-replay.",
         ),
     ] = None,
     checkpoint: Annotated[
         Path | None,
         typer.Option(
             metavar="DIR",
-            help="Start from the policy of another run, with a fresh optimizer; with --from-rollouts, go on from its "
+            help="Start from another run's policy with a fresh optimizer; with --from-rollouts, continue from its "
             "step. Without --config, uses the settings of that run and the run name <its name>-warm-start.",
         ),
     ] = None,
@@ -109,7 +109,7 @@ def train(
 
 
 def _check_start(settings: Settings, *, resume: Resume, is_replay: bool, dry_run: bool) -> None:
-    """Checks the files that the settings name, and ends the command if the run that it would continue is finished."""
+    """Checks the files that the settings name, and ends the command if the run to continue is already finished."""
     from app.commands.named_files import check_train_files, finished_history
     from app.report.before_after import find_best, no_step_left, summary_text
 
@@ -124,7 +124,7 @@ def _check_start(settings: Settings, *, resume: Resume, is_replay: bool, dry_run
 
 
 def _new_run_name(config: ConfigFile, overrides: list[str] | None, *, is_replay: bool) -> Flags:
-    """Returns flags that rename a run with another run's settings, unless its name was set explicitly."""
+    """Returns flags that rename a run started with another run's settings, unless its name was set explicitly."""
     option, suffix = ("--from-rollouts", "replay") if is_replay else ("--checkpoint", "warm-start")
     resolved = load(config, overrides or [], os.environ)
     if not resolved.provenance["run.name"].startswith("yaml:"):

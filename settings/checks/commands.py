@@ -80,13 +80,13 @@ check_for_train = partial(_run_checks, checks=(*TRAIN_CHECKS, _check_no_pretend)
 """Raises InputError listing everything that prevents training with these settings."""
 
 check_for_dry_run = partial(_run_checks, checks=TRAIN_CHECKS)
-"""The checks for training, but simulated devices are accepted."""
+"""Like `check_for_train`, but accepts simulated devices."""
 
 check_for_inspect_mesh = partial(_run_checks, checks=SIZE_CHECKS)
-"""The checks of settings that determine sizes."""
+"""Checks the settings that determine sizes."""
 
 check_for_mesh = partial(_run_checks, checks=(_check_hosts, _check_no_pretend))
-"""The checks of devices and hosts, for commands whose lengths follow from a file."""
+"""Checks devices and hosts, for commands that take their lengths from a file."""
 
 check_for_rollout = partial(_run_checks, checks=SAMPLING_CHECKS)
 check_for_evaluation = partial(_run_checks, checks=(check_evaluation_temperature, check_judge, *SAMPLING_CHECKS))

@@ -1,4 +1,4 @@
-"""Checks the settings that differ from those of the run so far when a run is resumed."""
+"""Checks which settings have changed when a run is resumed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks of rollouts: segments, P-DSR, workers, environments and staleness. They are like those of training."""
+"""Checks of rollouts: segments, P-DSR, workers, environments and staleness, as in `settings.checks.training`."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def check_workers(resolved: Resolved) -> Iterator[str]:
         )
     if limit is not None and limit < longest and not workers.heavy.count:
         yield (
-            f"<rollout.workers.fast.max_length>: no worker is left for the longest sample, {longest_prompt} tokens "
-            f"of <data.max_prompt_length> and {rollout.max_new_tokens} of <rollout.max_new_tokens>; set it to "
-            f"null, or to at least {longest}, or add heavy workers"
+            f"<rollout.workers.fast.max_length>: no worker can hold the longest sample, {longest_prompt} tokens of "
+            f"<data.max_prompt_length> plus {rollout.max_new_tokens} of <rollout.max_new_tokens>; set it to null, "
+            f"or to at least {longest}, or add heavy workers"
         )
     if rollout.placement == "global" and rollout.scheduler not in (None, "sync"):
         yield (
@@ -64,13 +64,13 @@ def check_chat_template(resolved: Resolved) -> Iterator[str]:
         return
     if settings.data.system_prompt is not None:
         yield (
-            "<data.system_prompt> is a message of a chat, but <data.chat_template> makes none; write it into the "
-            "prompts, or remove one of the two"
+            "<data.system_prompt> is a message of a chat, but with <data.chat_template> prompts are plain text; "
+            "write it into the prompts, or remove one of the two"
         )
     if settings.env.is_used:
         yield (
-            "<data.chat_template>: turns of an environment are joined by the chat template; remove the setting, or "
-            "env.source and env.tools"
+            "<data.chat_template>: environments and tools need a chat template to join turns; remove this setting, "
+            "or env.source and env.tools"
         )
 
 
@@ -80,19 +80,21 @@ def check_environment(resolved: Resolved) -> Iterator[str]:
         return
     if rollout.placement == "global":
         yield (
-            "<rollout.placement>: environments answer the samples of their own host, at times that others do not know; "
+            "<rollout.placement>: an environment answers only its own host's samples, at times that other hosts do "
+            "not know; "
             "set rollout.placement: island, or remove env.source and env.tools"
         )
     if rollout.stop:
         yield (
-            "<rollout.stop>: with an environment, a turn ends with the model's own end-of-turn token; remove the stop "
-            "strings, and end a turn early with env.max_turn_tokens"
+            "<rollout.stop>: with an environment, turns end at the model's end-of-turn token; remove the stop "
+            "strings, or limit turns with env.max_turn_tokens"
         )
     if rollout.routing_replay:
-        yield "<rollout.routing_replay>: routes of observations are not recorded; set it to false"
+        yield "<rollout.routing_replay>: not supported with environments, because routes of observations are not "
+        "recorded; set it to false"
     if rollout.scheduler == "pdsr_v1" and rollout.pdsr.on_fast_limit == "truncate":
         yield (
-            "<rollout.pdsr.on_fast_limit> would end samples before their environment has judged them; set it to suspend"
+            "<rollout.pdsr.on_fast_limit> would end samples before their environment has graded them; set it to suspend"
         )
 
 
@@ -105,8 +107,8 @@ def check_staleness(resolved: Resolved) -> Iterator[str]:
         )
     if rollout.devices is not None and rollout.max_staleness == 0:
         yield (
-            "<rollout.devices> would wait for training, and training for them: with <rollout.max_staleness> generation "
-            "and training alternate; set rollout.max_staleness: 1, or rollout.devices: null"
+            "<rollout.devices> would idle during training, because with <rollout.max_staleness> generation and "
+            "training alternate; set rollout.max_staleness: 1, or rollout.devices: null"
         )
     if rollout.devices is not None and rollout.uses_ray:
         yield (

@@ -42,7 +42,7 @@ def check_curriculum(resolved: Resolved) -> Iterator[str]:
     if settings.data.curriculum != "none" and not is_graded:
         yield (
             "<data.curriculum> draws prompts by how often the policy solves them, but <reward.functions> has no "
-            f"function that grades answers; add {judge or 'one'} to it, with weight: 0 if it is not to be learned from"
+            f"function that grades answers; add {judge or 'one'} to it, with weight: 0 to keep it out of training"
         )
 
 
@@ -52,7 +52,7 @@ def check_batch(resolved: Resolved) -> Iterator[str]:
     if step * rollout.group_size > 2**20:
         yield (
             "<rollout.prompts_per_step> times <rollout.group_size> is more than 1,048,576 samples a step, which no "
-            "host holds; lower one of the two"
+            "host can hold; lower one of the two"
         )
     mini_batch = resolved.settings.algorithm.mini_batch_prompts or step
     if step % mini_batch:
@@ -108,7 +108,7 @@ def check_algorithm(resolved: Resolved) -> Iterator[str]:
     settings, algorithm = resolved.settings, resolved.settings.algorithm
     if settings.optimizer.second_moment == "bfloat16" and settings.optimizer.beta2 > 0.95:
         yield (
-            "<optimizer.second_moment> has 8 bits, in which the change of one update would be lost with "
+            "<optimizer.second_moment> has a precision of 8 bits, too low for the change of one update with "
             "<optimizer.beta2>; set optimizer.beta2 to 0.95 or less, or optimizer.second_moment: float32"
         )
     if settings.is_supervised:
@@ -178,7 +178,7 @@ def _check_decoupled_rewards(resolved: Resolved, *, is_relative: bool) -> Iterat
     sum_first = "set algorithm.reward_normalization: sum_first"
     if not is_relative:
         yield (
-            "<algorithm.reward_normalization> compares each reward among the samples of a prompt, which "
+            "<algorithm.reward_normalization> compares each reward within the samples of a prompt, which "
             f"<algorithm.estimator> does not; {sum_first}, or algorithm.estimator: grpo"
         )
     elif len(names) < 2:
@@ -188,8 +188,8 @@ def _check_decoupled_rewards(resolved: Resolved, *, is_relative: bool) -> Iterat
         )
     if is_relative and resolved.settings.algorithm.kl_in_reward:
         yield (
-            "<algorithm.reward_normalization>: a KL penalty in the reward (<algorithm.kl_in>) is none of the rewards "
-            f"that are normalized, so its weight would be arbitrary; set algorithm.kl_in: loss, or {sum_first[4:]}"
+            "<algorithm.reward_normalization>: a KL penalty in the reward (<algorithm.kl_in>) is not normalized "
+            "like the rewards, so its weight would be arbitrary; set algorithm.kl_in: loss, or {sum_first[4:]}"
         )
 
 
@@ -197,8 +197,8 @@ def check_reference(resolved: Resolved) -> Iterator[str]:
     reference = resolved.settings.reference
     if reference.revision is not None and (reference.path is None or "@" in reference.path):
         yield (
-            "<reference.revision> is that of a model on the hub, but <reference.path>; set reference.path to the "
-            "model's name alone, or reference.revision to null"
+            "<reference.revision> needs a hub model without a revision, but <reference.path>; set reference.path to "
+            "the model's name alone, or reference.revision to null"
         )
 
 
@@ -213,23 +213,23 @@ def check_distillation(resolved: Resolved) -> Iterator[str]:
         yield "<algorithm.beta>: <algorithm.name> learns from the KL to its teacher; set algorithm.beta to 1.0"
     if settings.has_teacher and not settings.has_reward and algorithm.filter != "none":
         yield (
-            "<algorithm.filter>: without a reward of weight above 0, those of a group are always equal, so no group "
-            "would be kept; set algorithm.filter: none"
+            "<algorithm.filter>: without a reward of weight above 0, the rewards of a group are always equal, so no "
+            "group would be kept; set algorithm.filter: none"
         )
 
 
 def check_judge(resolved: Resolved) -> Iterator[str]:
-    """Checks that something judges held-out samples."""
+    """Checks that a reward function grades the samples of evaluations."""
     if not resolved.settings.reward.functions and resolved.settings.env.source is None:
         yield (
-            "<reward.functions>: nothing judges the samples of an evaluation; name a function, as in "
-            "[{name: gsm8k, weight: 0}] if it is not to be learned from"
+            "<reward.functions>: nothing grades the samples of evaluations; add a function, with weight 0 to keep "
+            "it out of training: [{name: gsm8k, weight: 0}]"
         )
 
 
 def check_penalty(resolved: Resolved) -> Iterator[str]:
     algorithm, is_later = resolved.settings.algorithm, resolved.is_later
-    # A weight of 0 from a later layer than the others turns the penalty off.
+    # beta: 0 in a later layer than the other settings turns the penalty off.
     if algorithm.beta == 0 and algorithm.kl_in == "reward" and not is_later("algorithm.beta", "algorithm.kl_in"):
         yield (
             "<algorithm.kl_in>: with <algorithm.beta> there is no penalty to subtract from the reward; set "

@@ -1,7 +1,7 @@
-"""The notices at launch: settings without effect, and others that a user may not have meant.
+"""Notices at launch about settings that have no effect or may be a mistake.
 
-A setting has no effect if nothing that reads it is used, such as an estimator, a scheduler or a model. It is not
-refused, because `--set algorithm.name=grpo` may override the algorithm of a file with such settings.
+A setting has no effect if the estimator, scheduler or model that reads it is not in use. It is not refused, because
+`--set algorithm.name=grpo` may override the algorithm of a file with such settings.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SCHEDULERS = "rollout.scheduler {} and rollout.placement island"
 
 SECTIONS_OF_ROLLOUTS = ("rollout.", "env.", "plugins.", "data.chat_template")
 SECTIONS_OF_REWARDS = ("reward.", "plugins.", "score.reward.")
-"""Beginnings of the names of settings that commands besides `grpo train` read under the same conditions."""
+"""Prefixes of the settings that other commands read under the same conditions as `grpo train`."""
 
 
 def _micro_batches_of(role: ForwardRole) -> tuple[str, ...]:
@@ -41,7 +41,7 @@ def _micro_batches_of(role: ForwardRole) -> tuple[str, ...]:
 
 
 def _has_scheduler(names: str) -> Callable[[Settings], bool]:
-    """Returns the condition that `rollout.scheduler` is one of those in the text."""
+    """Returns the condition that `rollout.scheduler` is one of the schedulers in the text."""
     return lambda s: s.rollout.has_workers and str(s.rollout.scheduler) in re.findall(r"\w+", names)
 
 
@@ -50,7 +50,7 @@ def _read_by_schedulers(names: str, *fields: str) -> tuple[str, Callable[[Settin
 
 
 def _uses_segment_rule(s: Settings) -> bool:
-    """Returns whether segments end before all their rows do; those of the scheduler sync do so only for turns."""
+    """Returns whether segments can end before their rows are done; with sync they do so only between turns."""
     return not (s.rollout.has_workers and s.rollout.scheduler == "sync") or s.env.is_used
 
 
@@ -64,7 +64,7 @@ def _sources(s: Settings) -> list[str]:
 
 
 def _plug_ins(s: Settings) -> list[str]:
-    """Returns the reward functions that are called with batches, as in `RewardFunctionSettings.function`."""
+    """Returns the plug-ins among the reward functions, as in `RewardFunctionSettings.function`."""
     return [one.function or one.name for one in s.reward.functions if one.function or one.name == "math_verify"]
 
 
@@ -72,11 +72,11 @@ UNUSED_BY_SFT = (
     *("ratio_level", "clip", "clip_low", "clip_high", "dual_clip", "beta", "kl_in", "kl_estimator", "kl_target"),
     *("entropy_coef", "filter", "correction", "whiten_advantages", "reward_normalization", "mask_truncated"),
 )
-"""Fields of `algorithm` that concern sampled completions."""
+"""Fields of `algorithm` that only matter for sampled completions."""
 
 
 def _unused_in_sft(resolved: Resolved) -> list[str]:
-    """Returns a line with the settings of sampling and its rewards that the user set for a run of `sft`."""
+    """Returns a notice about the sampling and reward settings that the user set although `sft` ignores them."""
     fields = [*(f"algorithm.{field}" for field in UNUSED_BY_SFT), "reward.overlong_buffer", "rollout.routing_replay"]
     fields += ["logging.save_rollouts", *(f"rollout.{field}" for field in ("temperature", "top_k", "top_p", "min_p"))]
     named = [field for field in fields if resolved.settings.is_supervised and _is_set(resolved, field)]
@@ -162,7 +162,7 @@ USAGE_CONDITIONS: tuple[tuple[str, Callable[[Settings], bool], tuple[str, ...]],
         lambda s: s.env.is_used or any(not one.startswith(CALLABLE_PREFIX) for one in _plug_ins(s)),
         ("plugins.workers", "plugins.timeout_s", "plugins.memory_mib", "plugins.env_vars"),
     ),
-    # Scoring. Advantages need the policy's logprobs of several updates, of a penalty in the reward, and of V-trace.
+    # Scoring. The policy is scored for several updates, for a KL penalty in rewards or advantages, and for V-trace.
     (
         "several optimizer steps in a training step, algorithm.kl_in reward or advantage, or estimator vtrace",
         lambda s: "policy" in s.scored_roles,
@@ -197,7 +197,7 @@ USAGE_CONDITIONS: tuple[tuple[str, Callable[[Settings], bool], tuple[str, ...]],
         lambda s: s.has_critic or s.algorithm.estimator == "reinforce_plus_plus",
         ("algorithm.gamma",),
     ),
-    # Training computes GAE on the host; only the command has this choice.
+    # Training computes GAE on the host; only the command can choose a backend.
     ("grpo gae --backend chunked", lambda s: False, ("algorithm.gae_chunk_size",)),
     (
         "algorithm.estimator gae or vtrace",
@@ -234,29 +234,28 @@ def launch_notices(resolved: Resolved) -> tuple[str, ...]:
     lines = [] if resolved.algorithm_changes is None else [resolved.algorithm_changes]
     if defaults := [name for name in MODEL_DEFAULTS if resolved.provenance[name] == "derived"]:
         values = ", ".join(f"{name} {value_of(resolved.settings, name)}" for name in defaults)
-        lines.append(f"a model that is not built in has defaults of its own: {values}")
+        lines.append(f"defaults for models that are not built in: {values}")
     lines += [*unused_setting_notices(resolved), *_unused_in_sft(resolved)]
     if resolved.settings.model.lora.rank and resolved.provenance[LEARNING_RATE] == "default":
         lines.append(
             f"{resolved.describe(LEARNING_RATE)} suits training all weights and is too low for adapters "
-            f"({resolved.describe(RANK)}); 10 to 100 times that is usual"
+            f"({resolved.describe(RANK)}); 10 to 100 times as much is usual"
         )
     if resolved.settings.env.is_used and resolved.settings.rollout.mode == "fast":
         lines.append(
-            "rollout.mode: fast: with an environment, the times of its answers decide roundings, so that samples and "
-            "metrics are not reproducible bit for bit; they are with rollout.mode: exact"
+            "rollout.mode: fast: with an environment, rounding depends on when it answers, so samples and metrics "
+            "are not bitwise reproducible; set rollout.mode: exact if they must be"
         )
     data = resolved.settings.data
     if data.eval_source == data.source and (not data.has_splits or data.eval_split == data.split):
-        lines.append("data.eval_source is data.source: evaluations use prompts of the training, not held-out ones")
+        lines.append("data.eval_source is data.source: evaluations use training prompts, not held-out ones")
     return tuple(lines)
 
 
 def unused_setting_notices(resolved: Resolved, sections: tuple[str, ...] = ("",)) -> tuple[str, ...]:
-    """Returns a line for each condition that is not met, with the settings that the user set and that need it.
+    """Returns a line for each condition that is not met, with the user's settings that need it.
 
-    Args:
-        sections: beginnings of the names of the settings that a command reads.
+    Args: sections: prefixes of the settings that the command reads.
     """
     lines = []
     for condition, is_met, fields in USAGE_CONDITIONS:
@@ -274,13 +273,13 @@ def unused_adapter_notices(resolved: Resolved) -> tuple[str, ...]:
 
 
 def _is_set(resolved: Resolved, field: str) -> bool:
-    """Returns whether the user set the field to another value than the default."""
+    """Returns whether the user set the field to a value other than the default."""
     value, origin = value_of(resolved.settings, field), resolved.provenance[field]
     return field in resolved.given and origin != "derived" and value not in _values_if_unset(resolved.settings, field)
 
 
 def _values_if_unset(settings: Settings, field: str) -> list[Any]:
-    """Returns the default, and what stands for it where all settings have been printed, and are read again."""
+    """Returns the default, and the values that replace it in a printed file of all settings."""
     unset = [FIELDS[field].default]
     if (twin := MICRO_BATCH_TWINS.get(field)) is not None:
         unset.append(value_of(settings, twin))

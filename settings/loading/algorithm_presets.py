@@ -1,4 +1,4 @@
-"""The published algorithms: values that `algorithm.name` gives to null settings."""
+"""The published algorithms: the values that `algorithm.name` fills in for null settings."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ ALGORITHM_PRESETS: Mapping[str, AlgorithmPreset] = {
         loss_aggregation="sequence-mean-token-mean",
     ),
     "dapo": AlgorithmPreset("Yu et al. 2025", clip_high=0.28, filter="zero_variance"),
-    # The paper does not report its upper bound; both numbers are from verl's example. The lower bound has no
-    # effect, since 1 - 10 is below any ratio. Dynamic sampling follows DAPO (section 3.1).
+    # The paper does not report its upper bound; both bounds are verl's. The lower one has no effect, since 1 - 10 is
+    # below any ratio. Dynamic sampling follows DAPO (section 3.1).
     "cispo": AlgorithmPreset("MiniMax 2025", clip="cispo", clip_low=10.0, clip_high=0.2, filter="zero_variance"),
     # The KL penalty follows Stiennon et al. 2020.
     "ppo": AlgorithmPreset("Schulman et al. 2017", estimator="gae", kl_in="reward"),
-    # Task rewards, if there are any, are compared within groups as by GRPO.
+    # Task rewards, if any, are compared within groups, as in GRPO.
     "distill": AlgorithmPreset("Lu 2025", kl_in="advantage"),
     "sft": AlgorithmPreset("cross-entropy", estimator=None, ratio_level=None, clip=None, clip_low=None, clip_high=None),
 }
@@ -61,10 +61,10 @@ SUPERVISED_VALUES: Mapping[str, int | str | None] = {
     "rollout.devices": None,
     "reward.model": None,
 }
-"""Settings on which sizes, memory and processes depend, and their only values for `sft`."""
+"""Settings that determine sizes, memory and processes, with the only values that `sft` allows."""
 
 DEFAULT_DISTILL_BETA = 1.0
-"""Default of `algorithm.beta` for `distill`: the KL to the teacher is all that there is to learn from."""
+"""Default of `algorithm.beta` for `distill`: the KL to the teacher is its only signal."""
 
 DEFAULT_KL_ESTIMATORS: Mapping[str, str] = {"loss": "k3", "reward": "k1", "advantage": "k1"}
 """Default KL estimator for each value of `algorithm.kl_in`. Sources: Shao et al. 2024, eq. 4; Ahmadian et al. 2024; Lu

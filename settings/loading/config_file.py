@@ -22,9 +22,9 @@ class ConfigFile:
     """Name from which the run name is derived, such as `quickstart`."""
     content: bytes
     left_out: frozenset[str] = frozenset()
-    """Settings in the content that do not count, because nobody set them."""
+    """Settings in the content that are ignored, because the user did not set them."""
     is_own: bool = True
-    """Whether the user chose the settings for this command: neither those of a preset nor those of an earlier run."""
+    """Whether the user wrote this file; false for a preset or the settings of an earlier run."""
 
 
 def preset_names() -> list[str]:
@@ -34,14 +34,14 @@ def preset_names() -> list[str]:
 
 
 def is_config(name: str) -> bool:
-    """Returns whether this looks like a value of `--config`."""
+    """Returns whether this has the form of a value of `--config`."""
     return name in preset_names() or name.endswith((".yaml", ".yml"))
 
 
 def find_config_file(config: str | ConfigFile | None) -> ConfigFile:
     """Returns the preset with this name, else the file at this path; the default preset for None.
 
-    A file that was read before is returned as it is.
+    A `ConfigFile` is returned unchanged.
 
     Raises:
         InputError: no preset or file has this name, or the file cannot be read.

@@ -19,7 +19,7 @@ from settings.schema.settings import Settings
 MIN_SIMILARITY = 0.7
 """Minimum similarity (difflib's ratio) of a suggested name."""
 MIN_FIELD_SIMILARITY = 0.8
-"""The same for settings, which are so many that a name is often similar to an unrelated one."""
+"""Higher for settings: there are so many that unrelated names are often similar."""
 
 
 def _iter_fields(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:

@@ -1,9 +1,9 @@
 """Resolves the micro-batch settings: dynamic under a token quota, or a fixed number of samples.
 
-The update, the critic, scoring, and the scoring of each role are separate scopes. In a scope, the quota selects
-dynamic, `rows_per_device` and `strategy` select fixed, and the switch selects either. If two layers differ, the later
-one wins; one layer must not select both. The critic inherits what it does not set from `algorithm`, a role from
-`score`.
+The update, the critic, scoring, and the scoring of each role are separate scopes. In a scope, a token quota selects
+dynamic, `rows_per_device` and `strategy` select fixed, and the boolean selects either. If two layers differ, the later
+one wins; one layer must not select both. What the critic leaves null is inherited from `algorithm`, what a role leaves
+null from `score`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Values = Mapping[str, SourcedValue | None]
 
 
 class _Scope:
-    """One scope: `given` has the values that were set, and `values` those that apply, by part."""
+    """One scope: by part, `given` has the values that the user set, and `values` the effective ones."""
 
     def __init__(self, section: str, leaves: Mapping[str, SourcedValue], inherited: Values, *, is_dynamic: bool = True):
         names = {part: f"{section}.{part}" for part in (*SWITCHES, TOKEN_QUOTA, ROWS, STRATEGY)}
@@ -69,7 +69,7 @@ class _Scope:
                 )
 
     def override_notices(self) -> Iterator[str]:
-        """Yields notices about `--set` selections that the environment overrides through another field."""
+        """Yields notices about choices in `--set` that the environment overrides through another field."""
         winner = max(self.given.values(), key=lambda leaf: precedence(leaf.origin), default=None)
         for part, leaf in self.given.items():
             if winner and winner.origin.startswith("env:") and leaf.origin == "set" and self.values[part] is not leaf:
@@ -96,7 +96,7 @@ def resolve_micro_batching(layers: Sequence[Layer]) -> tuple[Layer, list[str]]:
         for section in ("algorithm", "critic")
     )
     update = _Scope("algorithm", given, {**DEFAULTS, TOKEN_QUOTA: own})
-    # Scoring has the quota of an update with fixed rows, too.
+    # Scoring uses the update's quota even if the update uses fixed rows.
     score = _Scope("score", given, {**DEFAULTS, TOKEN_QUOTA: own})
     critic = _Scope("critic", given, {**update.values, TOKEN_QUOTA: critics}, is_dynamic=update.is_dynamic)
     roles = [

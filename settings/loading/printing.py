@@ -15,7 +15,7 @@ from settings.schema.algorithm import ForwardRole
 from settings.schema.settings import MODEL_DEFAULTS, Settings
 
 RENDEZVOUS_FIELDS = ("mesh.coordinator_address", "mesh.num_processes", "mesh.process_id")
-"""Fields that describe the hosts of the earlier run, which do not take part in the new one."""
+"""Fields that describe the hosts of the earlier run, which need not be those of the new one."""
 MICRO_BATCH_TWINS = {
     "score.max_tokens_per_device": "algorithm.max_tokens_per_device",
     "critic.rows_per_device": "algorithm.rows_per_device",
@@ -25,7 +25,7 @@ MICRO_BATCH_TWINS = {
         for part in ("max_tokens_per_device", "rows_per_device")
     },
 }
-"""Fields of micro-batches, and the fields that they are inherited from, with value and provenance."""
+"""Maps a micro-batch field to the field whose value and provenance it inherits."""
 
 
 def to_yaml(settings: Settings, provenance: Mapping[str, str]) -> str:
@@ -73,13 +73,13 @@ def without_derived(file: ConfigFile) -> ConfigFile:
     # Two `--set` options with equal values look the same as an inherited one, and give the same.
     inherited = [field for field, twin in MICRO_BATCH_TWINS.items() if recorded.get(field) == recorded.get(twin)]
     derived = [field for field, (_, origin) in recorded.items() if origin in ("default", "derived")]
-    # A policy samples on other devices as it did in its run.
+    # The policy samples as it did in its run, whatever the devices are.
     kept = {"run.name", *MODEL_DEFAULTS}
     return replace(file, left_out=frozenset({*derived, *inherited, *RENDEZVOUS_FIELDS} - kept), is_own=False)
 
 
 def format_inline(value: Any) -> str:
-    """Returns a value as YAML on one line. Raises yaml.YAMLError if it is of another type than YAML has."""
+    """Returns a value as YAML on one line. Raises yaml.YAMLError for a type that YAML does not have."""
     text = yaml.dump(value, Dumper=_Dumper, default_flow_style=True, width=10**9, allow_unicode=True, sort_keys=False)
     return text.removesuffix("...\n").strip()
 

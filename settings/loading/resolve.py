@@ -61,12 +61,12 @@ class Resolved:
     provenance: Mapping[str, str]
     """Dotted field -> `default`, `yaml:FILE:LINE`, `set`, `env:NAME`, a flag such as `--gamma`, or `derived`."""
     notices: tuple[str, ...] = ()
-    """Messages for the user on stderr."""
+    """Messages to print on stderr."""
     aliases: Mapping[str, str] = dataclasses.field(default_factory=dict[str, str])
     """Dotted field -> alias by which its value was given."""
     given: frozenset[str] = frozenset()
-    """Dotted fields that the user set for this command; the others have the values of a preset, an earlier run or the
-    schema, or values that follow from those of other fields."""
+    """Dotted fields that the user set for this command; the others come from a preset, an earlier run or the schema, or
+    are derived."""
 
     def to_yaml(self) -> str:
         """Returns YAML that `--config` accepts, with the provenance of each value as a comment."""
@@ -77,7 +77,7 @@ class Resolved:
         return describe_origin(self.provenance[field])
 
     def describe(self, field: str) -> str:
-        """Returns `rollout.group_size = 1 (from env:NUM_PRE_Q)`, but without the value of a list of mappings."""
+        """Returns, for example, `rollout.group_size = 1 (from env:NUM_PRE_Q)`; a list of mappings is left out."""
         value = "" if field in ITEM_KEYS else f" = {_truncate(value_of(self.settings, field), 300)}"
         return f"{field}{value} (from {self.origin(field)})"
 
@@ -133,7 +133,7 @@ def load(
     if not (settings.reward.functions or settings.env.source or settings.has_teacher):
         raise InputError(
             f"reward.functions: expected at least one function, got [] (from {resolved.origin('reward.functions')}); "
-            "only an environment (env.source) gives rewards without any, and only a teacher (reference.path) needs none"
+            "it may be empty only with an environment (env.source) or a teacher (reference.path)"
         )
     return resolved
 
@@ -157,7 +157,7 @@ def _provenance(layers: Sequence[Layer]) -> dict[str, str]:
 
 
 def _model_config(layers: Sequence[Layer]) -> ConfigFile | None:
-    """Returns a file without settings for a model of the user's own, None for a built-in one: the default preset."""
+    """Returns an empty file for the user's own model; None, the default preset, for a built-in one."""
     leaf = ChainMap(*layers).get("model.path")
     path = leaf.value if leaf and isinstance(leaf.value, str) else BUILTIN_PREFIX
     is_builtin = path.startswith(BUILTIN_PREFIX)
@@ -165,7 +165,7 @@ def _model_config(layers: Sequence[Layer]) -> ConfigFile | None:
 
 
 def _model_defaults(given: Settings, environ: Mapping[str, str]) -> Layer:
-    """Returns defaults for other models than the built-in ones, whose prompts and answers have only a few tokens."""
+    """Returns defaults for models that are not built in; the schema's suit the short samples of built-in ones."""
     if given.model.path.startswith(BUILTIN_PREFIX):
         return {}
     is_rounded = given.rollout.mode != "exact" and expects_accelerator(given.mesh, environ)
@@ -174,7 +174,7 @@ def _model_defaults(given: Settings, environ: Mapping[str, str]) -> Layer:
 
 
 def _algorithm_defaults(given: Settings) -> Layer:
-    """Returns other defaults than the schema's that the algorithm has."""
+    """Returns the algorithm's defaults that differ from the schema's."""
     return (
         {"algorithm.beta": SourcedValue(DEFAULT_DISTILL_BETA, "derived")} if given.algorithm.name == "distill" else {}
     )
@@ -213,7 +213,7 @@ def _derive(given: Settings, provenance: Mapping[str, str], *, config_stem: str)
 
 
 def _algorithm_values(given: Settings) -> dict[str, Any]:
-    """Returns what the algorithm's name, its estimator and the staleness of samples give to fields of `algorithm`."""
+    """Returns the values of null fields of `algorithm` that follow from its name, estimator and staleness."""
     algorithm, paper = given.algorithm, ALGORITHM_PRESETS[given.algorithm.name]
     values: dict[str, Any] = {field: getattr(paper, field) for field in PRESET_FIELDS if field != "kl_in"}
     values |= estimator_defaults(None if given.is_supervised else algorithm.estimator or paper.estimator)

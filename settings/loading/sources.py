@@ -56,7 +56,8 @@ def set_options(overrides: Mapping[str, Any], *, prefix: str = "") -> Iterator[s
             yield f"{name}={format_inline(os.fspath(value) if isinstance(value, os.PathLike) else value)}"
         except yaml.YAMLError:
             raise InputError(
-                f"{name}: expected None, a bool, a number, text, or a list or dict of them, got {value!r:.80} of type "
+                f"{name}: expected None, a bool, a number, a string, or a list or dict of these, got {value!r:.80} "
+                "of type "
                 f"{type(value).__name__}; convert it"
             ) from None
 
@@ -104,7 +105,7 @@ def yaml_entries(file: ConfigFile) -> Iterator[Entry]:
 
 
 def last_overrides(overrides: Iterable[str]) -> tuple[list[str], list[str]]:
-    """Returns the last `--set` option of each name, as launch scripts append theirs, and a notice for each lost one."""
+    """Returns the last `--set` of each name, since launch scripts append theirs, and notices of overridden ones."""
     last: dict[str, str] = {}
     notices = []
     for override in overrides:
@@ -148,7 +149,7 @@ def environment_entries(environ: Mapping[str, str]) -> Iterator[Entry]:
 
 def _parse_text(text: str, *, source: str) -> YamlNode:
     if not text.strip():
-        raise InputError(f"{source} has no value; for a setting without one, write null")
+        raise InputError(f"{source} has no value; write null to leave the setting empty")
     return parse_yaml(text, name=source)
 
 

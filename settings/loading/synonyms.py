@@ -1,4 +1,4 @@
-"""Other names of settings: aliases, what TRL and verl call them, and what they were called before."""
+"""Other names of settings: aliases, TRL's and verl's names, and removed settings."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ALIASES: dict[str, tuple[str, ...]] = {
     "ppo_epochs": ("algorithm.epochs",),
     "beta": ("algorithm.beta",),
 }
-"""Names of the historic runner and verl, and the dotted fields that receive their values.
+"""Maps a name of the historic runner or verl to the dotted fields that it sets.
 
 They are accepted unnested in YAML and `--set`, and in upper case in the environment.
 """
@@ -46,11 +46,11 @@ class Synonym(NamedTuple):
     """A setting of another program."""
 
     title: str
-    """Such as `TRL's num_generations`. The names with a dot are verl's."""
+    """The name in messages, such as `TRL's num_generations`. Names with a dot are verl's."""
     fields: tuple[str, ...]
-    """The settings that it is here; empty if there are none."""
+    """The settings that it corresponds to; may be empty."""
     remark: str
-    """How to convert its value, or what there is instead; may be empty."""
+    """How to convert its value, or what to use instead; may be empty."""
 
 
 def _read_table() -> Iterator[tuple[str, str, str]]:
@@ -77,15 +77,15 @@ SYNONYMS = {
 
 
 def explain_removal(name: str) -> str | None:
-    """Returns why a setting, or the section that it was in, no longer exists; None if it never did."""
+    """Returns why a setting, or its section, was removed; None if it never existed."""
     return next((reason for removed, reason in REMOVED.items() if f"{name}.".startswith(f"{removed}.")), None)
 
 
 def find_synonyms(name: str, sections: Collection[str]) -> tuple[list[Synonym], bool]:
-    """Returns the settings of other programs that a name may be, and whether it is exactly one.
+    """Returns the settings of other programs that a name may stand for, and whether the match is exact.
 
-    Otherwise they have the same last part and share most of the other parts. A short name inside one of our `sections`
-    must share a part: `critic.lr` is verl's `critic.optim.lr`, but `critic.epsilon` is not TRL's `epsilon`.
+    An inexact match has the same last part and shares most of the other parts. A short name inside one of our
+    `sections` must share a part: `critic.lr` is verl's `critic.optim.lr`, but `critic.epsilon` is not TRL's `epsilon`.
     """
     for theirs, synonym in SYNONYMS.items():
         if fnmatchcase(name, theirs):

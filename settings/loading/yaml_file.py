@@ -40,7 +40,7 @@ class YamlNode:
 
     value: bool | int | float | str | list[YamlNode] | dict[str, YamlNode] | None
     line: int
-    """Line number from 1; for a value in a mapping, that of its key."""
+    """Line number from 1; for a value in a mapping, the line of its key."""
     spelling: str | None = None
     """Spelling of an unquoted scalar, such as `1e3` for 1000.0; None for other values."""
 

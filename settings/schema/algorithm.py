@@ -1,4 +1,4 @@
-"""Settings of what learns and how: the algorithm with its loss, the critic, the optimizer, and scoring."""
+"""Settings of learning: the algorithm and its loss, the critic, the optimizer, and scoring."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ ForwardRole = Literal[ScoredRole, "reward"]
 """Roles with their own micro-batch settings."""
 
 MAX_TOKENS_PER_DEVICE = 2**24
-"""Upper bound of token quotas, which catches typing errors."""
+"""Upper bound of token quotas, to catch typos."""
 BUILT_IN_ESTIMATORS = ("grpo", "dr_grpo", "rloo", "maxrl", "reinforce_plus_plus", "gae", "vtrace")
-"""Values of `algorithm.estimator` beside paths."""
+"""Values of `algorithm.estimator` other than paths."""
 CRITIC_ESTIMATORS = frozenset({"gae", "vtrace"})
 """Values of `algorithm.estimator` that need a critic."""
 VERL_AGGREGATIONS = {
@@ -28,7 +28,7 @@ VERL_AGGREGATIONS = {
     "seq-mean-token-sum": "sequence-mean-token-sum",
     "seq-mean-token-sum-norm": "constant-length",
 }
-"""Values of verl's `loss_agg_mode` that have another name here."""
+"""Values of verl's `loss_agg_mode` that have other names here."""
 
 
 def _own_aggregation(value: Any) -> Any:
@@ -39,44 +39,43 @@ class AlgorithmSettings(Section):
     name: Literal[
         "grpo", "dr_grpo", "rloo", "maxrl", "reinforce_plus_plus", "gspo", "dapo", "cispo", "ppo", "distill", "sft"
     ] = "grpo"
-    """Published algorithm. It only sets those of `estimator`, `ratio_level`, `clip`, `clip_low`, `clip_high`,
-    `loss_aggregation`, `kl_in`, `filter`, `whiten_advantages` and `shuffle` that are null. `distill` is on-policy
-    distillation from the teacher of `reference.path`; `beta` is then 1 unless set. `sft` (supervised fine-tuning)
-    samples nothing: it minimizes the cross-entropy of the completions in `data.source`."""
+    """Published algorithm. It fills in `estimator`, `ratio_level`, `clip`, `clip_low`, `clip_high`, `loss_aggregation`,
+    `kl_in`, `filter`, `whiten_advantages` and `shuffle` where they are null. `distill` is on-policy distillation from
+    the teacher of `reference.path`; `beta` is then 1 unless set. `sft` (supervised fine-tuning) samples nothing: it
+    minimizes the cross-entropy of the completions in `data.source`."""
     estimator: Annotated[str, AfterValidator(partial(validate_plugin, built_in=BUILT_IN_ESTIMATORS))] | None = None
     """Advantage estimator: comparison with the other samples of the prompt (grpo, dr_grpo, rloo, and maxrl, which needs
-    rewards of at least 0), discounted rewards per token (reinforce_plus_plus), GAE with a critic (gae), GAE whose
-    values and targets are corrected for off-policy samples (vtrace), or a plug-in, `path/to/file.py:function` or
-    `module:function`, that returns a number for each sample or each token. When null, it follows from
-    `algorithm.name`."""
+    rewards of at least 0), discounted rewards per token (reinforce_plus_plus), GAE with a critic (gae), GAE with values
+    and targets corrected for off-policy samples (vtrace), or a plug-in, `path/to/file.py:function` or
+    `module:function`, that returns one number per sample or per token. When null, it follows from `algorithm.name`."""
     reward_normalization: Literal["sum_first", "each_first"] = "sum_first"
-    """What an estimator that compares samples of a prompt compares: their weighted sums of rewards (sum_first), or the
-    values of each reward function by themselves, whose advantages are weighted, summed and divided by their deviation
-    over the step (each_first: GDPO), so that one that varies much does not drown the others."""
+    """How several rewards are combined by estimators that compare samples of a prompt. sum_first: compare weighted
+    sums. each_first (GDPO): compare each reward function's values separately, then sum the weighted advantages and
+    divide by their standard deviation over the step, so that a reward with a high variance does not drown the
+    others."""
     ratio_level: Literal["token", "sequence"] | None = None
     """Level of the probability ratio: one per token, or one per sample, the geometric mean over its tokens. When null,
     it follows from `algorithm.name`."""
     clip: Literal["ppo", "cispo"] | None = None
-    """Gradient of tokens whose ratio is outside the clip range: zero (ppo), or weighted by the clipped ratio (cispo).
+    """Gradient of tokens with a ratio outside the clip range: zero (ppo), or weighted by the clipped ratio (cispo).
     When null, it follows from `algorithm.name`."""
     beta: float = Field(default=0.0, ge=0)
     """Weight of the KL penalty against the reference model. 0 means no penalty and no reference model in memory."""
     kl_in: Literal["loss", "reward", "advantage"] | None = None
     """Where the KL penalty is applied: in the loss, subtracted from the reward (per sample, or per token if the
-    estimator credits each token), or subtracted from the advantage of its own token, which it then is without
-    rewards. When null and beta > 0, `reward` for rloo, reinforce_plus_plus and ppo, `advantage` for distill, `loss`
-    for the others."""
+    estimator credits each token), or subtracted from the advantage of each token. When null and beta > 0, `reward` for
+    rloo, reinforce_plus_plus and ppo, `advantage` for distill, `loss` for the others."""
     kl_estimator: Literal["k1", "k2", "k3"] | None = None
     """Schulman's estimator of KL(policy ‖ reference). When null and beta > 0, k3 in the loss, else k1."""
     clip_low: float | None = Field(default=None, gt=0)
     """Ratios are clipped below 1 - clip_low; values of 1 or more disable the bound and need `clip: cispo`. When null:
     0.2, 3e-4 for gspo, 10 for cispo."""
     clip_high: float | None = Field(default=None, gt=0)
-    """Ratios are clipped above 1 + clip_high. With `clip: cispo` that is the largest weight of a token's gradient;
-    TRL's `epsilon_high` is that weight itself, so 5 there is 4 here. When null: 0.2, 0.28 for dapo, 4e-4 for gspo."""
+    """Ratios are clipped above 1 + clip_high. With `clip: cispo`, 1 + clip_high is the largest weight of a token's
+    gradient; TRL's `epsilon_high` is that weight itself, so 5 in TRL is 4 here. When null: 0.2, 0.28 for dapo, 4e-4 for
+    gspo."""
     dual_clip: float | None = Field(default=None, gt=1)
-    """Upper bound on the ratio of tokens with a negative advantage, beyond which they give no gradient; 3.0 is usual.
-    Null disables it."""
+    """Tokens with a negative advantage and a ratio above this give no gradient; 3.0 is usual. Null disables it."""
     entropy_coef: float = Field(default=0.0, ge=0)
     """Weight of the entropy bonus, which is aggregated like the loss. 0 disables it."""
     loss_aggregation: Annotated[
@@ -84,25 +83,25 @@ class AlgorithmSettings(Section):
         BeforeValidator(_own_aggregation),
     ] = None
     """Mean over all tokens, or mean over samples of each sample's token mean, token sum, or token sum divided by
-    `rollout.max_new_tokens`. verl's names of them are accepted, too. When null: constant-length for dr_grpo,
+    `rollout.max_new_tokens`. verl's names are also accepted. When null: constant-length for dr_grpo,
     sequence-mean-token-sum for rloo, sequence-mean-token-mean for gspo, token-mean for the others."""
     filter: Literal["none", "zero_variance"] | None = None
     """Dynamic sampling: `zero_variance` drops groups whose rewards are all equal and replaces them with groups of the
     next prompts. When null: zero_variance for dapo and cispo, none for the others."""
     mask_truncated: bool = False
-    """Leaves samples that were truncated, at `rollout.max_new_tokens` or by a limit or the environment of `env`, out of
-    the loss, its denominators and the statistics of their groups; `reward/mean` still counts them."""
+    """Leaves truncated samples (by `rollout.max_new_tokens`, or by a limit or the environment of `env`) out of the
+    loss, its denominators and the statistics of their groups; `reward/mean` still counts them."""
     max_rounds: int = Field(default=10, ge=1, le=1000)
     """Maximum number of rollouts per step, including the first, if a filter keeps fewer groups than
     `rollout.prompts_per_step`. After the last one, dropped groups fill the batch but do not count in the loss."""
     correction: Literal["none", "truncate", "mask"] | None = None
     """Importance-sampling correction of off-policy tokens, with w = pi_old / mu: none, min(w, correction_max)
-    (truncate), or 0 if w is outside [correction_min, correction_max] (mask). Tokens of weight 0 stay in the loss's
-    denominators. When null: truncate with `rollout.max_staleness` above 0, `rollout.weights` or
+    (truncate), or 0 if w is outside [correction_min, correction_max] (mask). Tokens with weight 0 still count in the
+    loss's denominators. When null: truncate with `rollout.max_staleness` above 0, `rollout.weights` or
     `rollout.kv_cache`, else none."""
     correction_level: Literal["token", "sequence", "geometric"] | None = None
-    """Level of w: one per token, or one per sample, the product (sequence) or geometric mean of its tokens. When null:
-    geometric for `ratio_level: sequence`, else token."""
+    """Level of w: one per token, or one per sample, the product (sequence) or geometric mean over its tokens. When
+    null: geometric for `ratio_level: sequence`, else token."""
     correction_max: float = Field(default=2.0, ge=1)
     """Upper bound on the importance weight w of `algorithm.correction`."""
     correction_min: float = Field(default=0.5, ge=0, le=1)
@@ -117,8 +116,7 @@ class AlgorithmSettings(Section):
     uses every K-th prompt."""
     dynamic_microbatch: bool | None = None
     """Micro-batches of packed rows under a token quota (true), or with a fixed number of samples (false); gradients are
-    accumulated either way. When null, it follows from which of `max_tokens_per_device` and `rows_per_device` is set,
-    else true."""
+    accumulated either way. When null: true, unless `rows_per_device` is set."""
     max_tokens_per_device: int | None = Field(default=16384, ge=1, le=MAX_TOKENS_PER_DEVICE)
     """Token quota of an update micro-batch on each device; selects dynamic micro-batches. Must fit the longest sample.
     Lower it if memory runs out. Scoring uses the same quota unless `score.max_tokens_per_device` is set."""
@@ -140,11 +138,11 @@ class AlgorithmSettings(Section):
     """Alpha of VAPO's length-adaptive GAE, 0.05 in the paper: advantages use lambda = max(0, 1 - 1 / (alpha x trainable
     tokens)) instead of `lam`. Null disables it."""
     bootstrap_truncated: bool = False
-    """If true, the return of a sample truncated at `rollout.max_new_tokens`, or by a limit or the environment of `env`,
+    """Whether the return of a truncated sample (by `rollout.max_new_tokens`, or by a limit or the environment of `env`)
     includes the critic's value after its last token. If false, it ends with 0, as for a finished sample."""
     gae_chunk_size: int | None = Field(default=None, ge=1, le=4096)
-    """Tokens per chunk of `grpo gae --backend chunked`. When null, 128. The numpy backend, which training takes,
-    has its own."""
+    """Tokens per chunk of `grpo gae --backend chunked`; 128 when null. The numpy backend, which training uses, ignores
+    it."""
     whiten_advantages: bool | None = None
     """Normalizes the advantages of a step's tokens, over all hosts, to mean 0 and variance 1. When null: true for
     estimators that credit each token, false for those that compare samples of a prompt."""
@@ -175,11 +173,11 @@ class AlgorithmSettings(Section):
 
 class ReferenceSettings(Section):
     path: LocalPath | None = Field(default=None, min_length=1)
-    """Teacher: another model as the reference of the KL penalty, as in `model.path`, of any family and size, whose
-    tokens are the policy's. Rows of its vocabulary behind the policy's are left out before the softmax. With adapters
-    it is a model of its own, too. Null = `model.path`, the policy's start."""
+    """Teacher: another model as reference of the KL penalty, given as in `model.path`, of any family and size, with the
+    policy's tokenizer. Extra rows of its vocabulary are left out before the softmax. Null = `model.path`, the policy's
+    start."""
     revision: str | None = Field(default=None, min_length=1)
-    """Commit, tag or branch of a teacher on the hub, as behind an `@` in `reference.path`."""
+    """Commit, tag or branch of a teacher on the hub; the same as after an `@` in `reference.path`."""
 
     @property
     def source(self) -> str | None:
@@ -192,15 +190,16 @@ class CriticSettings(Section):
     """Checkpoint that the critic starts from, with the policy's tokenizer: a causal language model, whose LM head is
     replaced by a zero value head, or a sequence classifier with one label. `model.path` when null."""
     learning_rate: float = Field(default=1e-5, gt=0)
-    """Peak learning rate of the critic's AdamW, whose other settings are those in `optimizer`."""
+    """Peak learning rate of the critic's AdamW; its other settings are those in `optimizer`."""
     warmup_steps: int = Field(default=0, ge=0)
     """Training steps at the start of the run in which only the critic learns."""
     clip_range: float | None = Field(default=0.2, gt=0)
-    """Values that move further than this from those before the step's updates give no gradient; null disables this."""
+    """Values that move further than this from the values before the step's updates give no gradient; null disables
+    this."""
     max_tokens_per_device: int | None = Field(default=32768, ge=1, le=MAX_TOKENS_PER_DEVICE)
     """Token quota of a micro-batch of the critic on each device; selects dynamic micro-batches. It can exceed the
     policy's, because the critic has no logits. Lower it if memory runs out. If neither this nor `rows_per_device` is
-    set, `algorithm` selects for the critic, too."""
+    set, both are inherited from `algorithm`."""
     rows_per_device: int | None = Field(default=None, ge=1)
     """Samples of a fixed micro-batch of the critic on each device; `algorithm.rows_per_device` when null."""
     lam: float | None = Field(default=None, ge=0, le=1)
@@ -221,13 +220,14 @@ class OptimizerSettings(Section):
     beta2: float = Field(default=0.999, ge=0, lt=1)
     """Decay of AdamW's second moment, the mean of squared gradients. Lower it for runs of few steps."""
     first_moment: Literal["float32", "bfloat16"] = "float32"
-    """Type in which the first moment is stored between updates; bfloat16 saves 2 of 8 bytes of moments per weight."""
+    """Dtype in which the first moment is stored between updates; bfloat16 saves 2 of the 8 bytes of moments per
+    weight."""
     second_moment: Literal["float32", "bfloat16"] = "float32"
-    """Type in which the second moment is stored; bfloat16 saves 2 more bytes, for `beta2` of at most 0.95. With a
-    slower decay, changes of one update would be lost in rounding to 8 bits."""
+    """Dtype in which the second moment is stored; bfloat16 saves 2 more bytes and needs `beta2` of at most 0.95: with a
+    slower decay, the change of one update is lost in rounding."""
     offload: bool = False
-    """Whether moments are kept in pinned host memory, and moved to the device layer by layer in each update: saves
-    their bytes on the device, costs their transfer there and back. It saves nothing on a CPU, which is its own host."""
+    """Keeps the moments in pinned host memory and moves them to the device layer by layer in each update: less device
+    memory, but the time to transfer them both ways. Has no benefit on CPUs."""
     epsilon: float = Field(default=1e-8, gt=0)
     """Constant added to the square root of the second moment."""
     weight_decay: float = Field(default=0.0, ge=0)
@@ -244,11 +244,11 @@ class MicroBatchSettings(Section):
     """
 
     max_tokens_per_device: int | None = Field(default=None, ge=1, le=MAX_TOKENS_PER_DEVICE)
-    """Token quota of a micro-batch on each device; selects dynamic micro-batches. When null, that of `score`, unless
-    `rows_per_device` is set."""
+    """Token quota of a micro-batch on each device; selects dynamic micro-batches. When null, inherited from `score`,
+    unless `rows_per_device` is set."""
     rows_per_device: int | None = Field(default=None, ge=1)
-    """Samples of a fixed micro-batch on each device; selects fixed micro-batches. When null, that of `score`, unless
-    `max_tokens_per_device` is set. Lower it if memory runs out."""
+    """Samples of a fixed micro-batch on each device; selects fixed micro-batches. When null, inherited from `score`,
+    unless `max_tokens_per_device` is set. Lower it if memory runs out."""
 
 
 class ReferenceScoreSettings(MicroBatchSettings):
@@ -259,17 +259,17 @@ class ReferenceScoreSettings(MicroBatchSettings):
 
 class ScoreSettings(Section):
     dynamic: bool | None = None
-    """Micro-batches of packed rows under a token quota (true), or with a fixed number of samples (false). When null, it
-    follows from which of the next three settings is set, else true."""
+    """Micro-batches of packed rows under a token quota (true), or with a fixed number of samples (false). When null:
+    true, unless one of the settings for fixed micro-batches is set."""
     max_tokens_per_device: int | None = Field(default=None, ge=1, le=MAX_TOKENS_PER_DEVICE)
-    """Token quota of a micro-batch on each device; selects dynamic micro-batches. When null, that of `algorithm`. It
-    may exceed the update's quota, because scoring stores no activations for gradients."""
+    """Token quota of a micro-batch on each device; selects dynamic micro-batches. When null, inherited from
+    `algorithm`. It may exceed the update's quota, because scoring stores no activations for gradients."""
     rows_per_device: int | None = Field(default=None, ge=1)
     """Samples of a fixed micro-batch on each device; selects fixed micro-batches. When null, 8 if they are selected
     otherwise. Lower it if memory runs out."""
     strategy: Literal["off", "loop", "scan"] | None = None
-    """Selects fixed micro-batches, for every role without a quota of its own: one pass over all samples (off), a loop
-    over micro-batches with a shorter last one (loop), or one compiled scan over full ones (scan). When null, loop."""
+    """Selects fixed micro-batches for every role without its own quota: one pass over all samples (off), a loop over
+    micro-batches with a shorter last one (loop), or one compiled scan over full ones (scan). When null, loop."""
     policy: MicroBatchSettings = MicroBatchSettings()
     reference: ReferenceScoreSettings = ReferenceScoreSettings()
     critic: MicroBatchSettings = MicroBatchSettings()

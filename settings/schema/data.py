@@ -16,17 +16,20 @@ class DataSourceSettings(Section):
     """One source of a mixture."""
 
     source: LocalPath = Field(min_length=1)
-    """As a single `data.source`."""
+    """As in `data.source`."""
     weight: float = Field(default=1.0, gt=0)
-    """Its share of the prompts, relative to the other weights."""
+    """Share of the prompts, relative to the other weights."""
     split: str | None = None
-    """Its split; `data.split` when null."""
+    """Split of this source; `data.split` when null."""
 
 
 def _validate_distinct_sources(value: tuple[DataSourceSettings, ...]) -> tuple[DataSourceSettings, ...]:
     names = [(one.source, one.split) for one in value]
     if repeated := next((name for name in names if names.count(name) > 1), None):
-        raise ValueError(f"expected different sources, but {repeated[0]} occurs more than once; add up its weights")
+        raise ValueError(
+            f"expected different sources, but {repeated[0]} occurs more than once; list it once, with "
+            "the sum of the weights"
+        )
     return value
 
 
@@ -55,8 +58,8 @@ class DataSettings(Section):
     split: str = "train"
     """Split of a hub data set or of the arithmetic generator."""
     eval_source: LocalPath | None = None
-    """Evaluation prompts, as in `data.source`. When null, `data.source` if that is built in or on the hub; required if
-    that is a file or a mixture."""
+    """Evaluation prompts, as in `data.source`. When null, `data.source` if it is built in or on the hub; required if
+    `data.source` is a file or a mixture."""
     eval_split: str | None = None
     """Split for evaluation; `test` when null. Ignored for a file."""
     prompt_column: str | None = None
@@ -64,28 +67,28 @@ class DataSettings(Section):
     answer_column: str | None = None
     """Column of the reference answers, of any type. When null, the first of answer, ground_truth, solution,
     reward_model.ground_truth that exists. With `algorithm.name: sft`, column of the completions to learn: text, or chat
-    messages; those that begin with another role are a whole conversation. When null, the first of completion, response,
-    messages, answer, extra_info.answer, solution."""
+    messages; messages that do not begin with the assistant are a whole conversation. When null, the first of
+    completion, response, messages, answer, extra_info.answer, solution."""
     system_prompt: str | None = None
     """System message before every prompt; none when null."""
     chat_template: Literal["model", "none"] = "model"
     """`model` makes every prompt a chat and applies the model's template; a text prompt is one user message. `none`
-    encodes text as it is, for base models and prompts that are rendered already: names of control tokens are those
-    tokens, and a start token that the tokenizer adds comes first. A reward model then reads prompt and completion as
-    one text, too."""
+    encodes text as it is, for base models and prompts that are already rendered: names of control tokens become these
+    tokens, and the tokenizer's start token is added. A reward model then also reads prompt and completion as one
+    text."""
     chat_template_kwargs: dict[str, JsonValue] = Field(default={})
-    """Variables of the model's chat template, such as `{enable_thinking: false}` of Qwen3. A reward model's own
+    """Variables for the model's chat template, such as `{enable_thinking: false}` for Qwen3. A reward model's own
     template does not get them."""
     max_prompt_length: int = Field(default=128, ge=1)
     """Longest prompt, in tokens, with the chat template. Unless it is set, 512 for a model that is not built in."""
     overlong_prompts: Literal["drop", "error", "truncate_left"] = "drop"
-    """How to handle longer prompts: drop them, stop, or keep only their last tokens. Their number is reported.
+    """How to handle longer prompts: drop them, stop the run, or keep only their last tokens. Their number is reported.
     Completions of `algorithm.name: sft` longer than `rollout.max_new_tokens` are dropped, or stop the run (error)."""
     shuffle: bool = True
     """Uses a new order of prompts in every epoch, determined by `run.seed`."""
     curriculum: Literal["none", "pass_rate"] = "none"
-    """`pass_rate` draws prompts that the policy solves sometimes more often than those that it always or never solves,
-    instead of each once in an epoch."""
+    """`pass_rate` samples prompts that the policy solves sometimes more often than prompts that it always or never
+    solves. `none` uses each prompt once per epoch."""
     difficulty: Annotated[tuple[Annotated[int, Field(ge=1, le=3)], ...], Field(min_length=1, strict=False)] = (1, 2)
     """Levels of the arithmetic generator, 1 to 3: level n has numbers of up to n digits."""
     operators: Annotated[tuple[Literal["+", "-", "*"], ...], Field(min_length=1, strict=False)] = ("+",)
@@ -100,7 +103,7 @@ class DataSettings(Section):
 
     @property
     def sources(self) -> tuple[DataSourceSettings, ...]:
-        """All sources of training prompts; a single one has all the weight."""
+        """All sources of training prompts; a single source has weight 1."""
         if isinstance(self.source, str):
             return (DataSourceSettings(source=self.source),)
         return self.source

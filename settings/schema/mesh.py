@@ -36,13 +36,12 @@ class MeshSettings(Section):
     shape: Annotated[str, AfterValidator(_validate_mesh_shape)] = "auto"
     """Mesh sizes `dp,fsdp,tp`; -1 takes the remaining devices. `auto` is dp across hosts and fsdp inside a host."""
     platform: Literal["auto", "cpu", "cuda", "tpu"] = "auto"
-    """Platform of the devices: the best one available (auto), or only this one. The run stops if it is not
-    available."""
+    """Platform of the devices: the best available one (auto), or this one; the run stops if it is not available."""
     cpu_devices: int | None = Field(default=None, ge=1, le=64)
     """Number of virtual devices on a CPU host; one when null."""
     pretend: str | None = Field(default=None, min_length=1)
     """TPU slice or GPUs to simulate with virtual devices, such as `v4-16`, `v5e-8` or `h100-1`, for `inspect-mesh` and
-    `train --dry-run`, whatever the settings of real devices are; real devices when null."""
+    `train --dry-run`; overrides the other settings of devices. Null = real devices."""
     coordinator_address: Annotated[str, AfterValidator(_validate_host_and_port)] | None = None
     """`host:port` of process 0, or `auto` to get the hosts from Cloud TPU, Slurm, Open MPI or Kubernetes. When
     null: all hosts on a Cloud TPU VM, elsewhere only this host."""

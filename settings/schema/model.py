@@ -1,4 +1,4 @@
-"""Settings of the section `model`, and of LoRA in it."""
+"""Settings of the section `model`, including LoRA."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ AttentionImplementation = Literal["auto", "kernel", "xla"]
 
 
 def split_revision(source: str) -> tuple[str, str | None]:
-    """Returns what precedes the `@` of `owner/name@revision`, and the revision; None if there is none."""
+    """Splits `owner/name@revision` at the `@`; the revision is None without one."""
     name, _, revision = source.partition("@")
     return name, revision or None
 
 
 BUILTIN_PREFIX = "builtin:"
-"""How the paths of the models in this package start."""
+"""Prefix of the paths of built-in models."""
 MAX_RANK = 4096
-"""Upper bound that catches typing errors."""
+"""Upper bound, to catch typos."""
 PROJECTION_GROUPS: Mapping[str, tuple[str, ...]] = {
     "attention": ("q_proj", "k_proj", "v_proj", "o_proj"),
     "mlp": ("gate_proj", "up_proj", "down_proj"),
@@ -65,12 +65,12 @@ class LoRASettings(Section):
     """Matrices of every layer that get adapters: q_proj, k_proj, v_proj, o_proj (together: attention), gate_proj,
     up_proj, down_proj (together: mlp), or all. A mixture of experts has attention only."""
     quantize_base: Quantization | None = None
-    """QLoRA: stores the frozen matrices of the layers in 8 bits (int8) or 4 bits (nf4), and converts each when
-    it is used. Needs the extra [qlora]. float32 when null."""
+    """QLoRA: stores the frozen matrices of the layers in 8 bits (int8) or 4 bits (nf4), and dequantizes each when it is
+    used. Needs the extra [qlora]. float32 when null."""
 
     @property
     def projections(self) -> tuple[str, ...]:
-        """The projections that `targets` selects, each once, in the order of `PROJECTIONS`."""
+        """The projections selected by `targets`, without duplicates, in the order of `PROJECTIONS`."""
         selected = {name for target in self.targets for name in PROJECTION_GROUPS.get(target, (target,))}
         return tuple(name for name in PROJECTIONS if "all" in selected or name in selected)
 
@@ -85,19 +85,19 @@ class ModelSettings(Section):
         BeforeValidator(lambda value: [value] if isinstance(value, str | int) else value),
         Field(strict=False),
     ] = ()
-    """Tokens, as texts or ids, that end a completion besides the model's own: `eos_token_id` in
+    """Additional tokens, by text or id, that end a completion. The model's own are `eos_token_id` in
     `generation_config.json`, or else in `config.json`, and the tokenizer's `eos_token`. For a base model, add the token
     that ends a turn in its chat template."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Compute dtype; unless it is set, bfloat16 on TPUs and GPUs, except for built-in models and with `rollout.mode:
     exact`. Trained weights, optimizer state, softmax and losses are always float32."""
     remat: Literal["none", "minimal", "block"] = "minimal"
-    """What the backward pass recomputes: nothing, everything except the products with weights (minimal), or whole
-    blocks. Each uses less memory and more time than the one before."""
+    """What the backward pass recomputes: nothing (none), everything except the matmuls with weights (minimal), or whole
+    layers (block). Each uses less memory and more time than the one before."""
     attention: AttentionImplementation = "auto"
-    """What computes attention: `kernel` is a Pallas kernel, which TPUs have, and GPUs in bfloat16 as long as JAX has
-    Pallas' Triton backend; `xla` works everywhere; `auto` takes the kernel where there is one. Set `xla` if `grpo
-    doctor` says that the kernel fails."""
+    """Implementation of attention: `kernel` is a Pallas kernel for TPUs, and for GPUs in bfloat16 as long as JAX has
+    Pallas' Triton backend; `xla` works everywhere; `auto` uses the kernel where it exists. Set `xla` if `grpo doctor`
+    says that the kernel fails."""
     logits_chunk: int = Field(default=1024, ge=1)
     """Tokens per device that pass through the LM head at once in scoring and training. Lower it if logits (this x
     vocabulary x 4 bytes) use too much memory."""

@@ -1,4 +1,4 @@
-"""Settings of what judges: rewards, environments and tools (`env`), and the processes of all plug-ins (`plugins`)."""
+"""Settings of rewards, environments and tools (`env`), and the processes of all plug-ins (`plugins`)."""
 
 from __future__ import annotations
 
@@ -105,17 +105,17 @@ class RewardSettings(Section):
         BeforeValidator(_as_list),
         AfterValidator(_validate_distinct_names),
     ] = (RewardFunctionSettings(name="arithmetic"),)
-    """Reward functions; a sample's reward is their weighted sum. The first one determines `eval/accuracy`. They judge
-    what the policy wrote in its last turn. With `env.source`, none unless set: the environment's reward is the reward,
-    and determines `eval/accuracy`."""
+    """Reward functions; a sample's reward is their weighted sum. The first one determines `eval/accuracy`. They grade
+    what the policy wrote in its last turn. With `env.source`, the default is none: the environment's reward is the
+    reward, and determines `eval/accuracy`."""
     model: LocalPath | None = Field(default=None, min_length=1)
-    """Reward model: directory or hub id of a sequence classifier with one label. Its score of the whole conversation
-    (of several turns, the prompt and the last) is added to the sum under the name `model`. Null = no reward model."""
+    """Reward model: directory or hub id of a sequence classifier with one label. Its score of the conversation (prompt
+    and last turn) is added to the sum under the name `model`. Null = no reward model."""
     model_weight: float = Field(default=1.0, ge=-1e6, le=1e6)
     """Weight of the reward model's score in the sum; 0 = logged but not counted."""
     overlong_buffer: int | None = Field(default=None, ge=1)
     """Number of tokens before `rollout.max_new_tokens` over which the reward falls linearly by up to
-    `overlong_penalty`, observations included; null = no length penalty. `grpo score --role reward` applies it, too."""
+    `overlong_penalty`, observations included; null = no length penalty. `grpo score --role reward` also applies it."""
     overlong_penalty: float = Field(default=1.0, gt=0)
     """Length penalty for a completion of `rollout.max_new_tokens` tokens."""
     on_error: Literal["raise", "zero", "drop"] = "raise"
@@ -126,12 +126,12 @@ class RewardSettings(Section):
 
 
 BUILT_IN_ENVIRONMENTS = ("calculator", "guess_number")
-"""Values of `env.source` beside paths."""
+"""Values of `env.source` other than paths."""
 BUILT_IN_TOOLS = ("calculator",)
-"""Values of `env.tools` beside paths."""
+"""Values of `env.tools` other than paths."""
 
 DECISIVE_FIELDS = frozenset({"source", "tools", "max_turns", "max_turn_tokens", "max_observation_tokens", "parser"})
-"""Fields of `env` that the samples depend on, unless a time-out is reached."""
+"""Fields of `env` that affect the samples, apart from time-outs."""
 
 ToolCallFormat = Literal["auto", "json_tags", "json", "none"]
 """Values of `env.parser`."""
@@ -146,38 +146,38 @@ class EnvironmentSettings(Section):
         Field(strict=False),
         BeforeValidator(as_list),
     ] = ()
-    """Functions that the policy may call: calculator, `path/to/file.py:name` or `module:name`. A turn without
-    a call is the answer, which the reward functions judge. With `source`, tools beside those of the environment."""
+    """Functions that the policy may call: calculator, `path/to/file.py:name` or `module:name`. A turn without a call is
+    the answer, which the reward functions grade. With `source`, these are added to the environment's own tools."""
     weight: float = Field(default=1.0, ge=-1e6, le=1e6)
     """Weight of the rewards of `source` in the sum; 0 = logged but not counted."""
     credit: Literal["trajectory", "turn"] = "trajectory"
     """Where the rewards of `source` count: all at the end of the sample (trajectory), or each at the end of the turn
-    that earned it (turn), which needs an estimator of returns per token: gae, vtrace or reinforce_plus_plus."""
+    that earned it (turn), which needs an estimator with returns per token: gae, vtrace or reinforce_plus_plus."""
     turn_discount: float = Field(default=1.0, ge=0, le=1)
-    """With `credit: turn`: factor by which a reward is discounted for every turn between it and the turn that learns
-    from it."""
+    """With `credit: turn`: discount factor of a reward for each turn between it and the turn that it is credited to."""
     max_turns: int = Field(default=8, ge=1, le=1024)
-    """Most turns of the policy in a sample. One that would need more is truncated, as at `rollout.max_new_tokens`."""
+    """Maximum number of policy turns in a sample. A sample that needs more is truncated, as at
+    `rollout.max_new_tokens`."""
     max_turn_tokens: int | None = Field(default=None, ge=1, le=MAX_TOKENS)
-    """Longest turn, in tokens, at which a sample is truncated; null = only `rollout.max_new_tokens`, which counts all
-    tokens behind the prompt, observations included."""
+    """Maximum length of a turn in tokens; a longer one truncates the sample. null = only `rollout.max_new_tokens`,
+    which counts all tokens after the prompt, observations included."""
     max_observation_tokens: int | None = Field(default=1024, ge=1, le=MAX_TOKENS)
-    """Longest observation in tokens, without those of the chat template: messages of a longer one are cut at their
-    ends, with a note for the policy; null = never. An observation that does not fit into `rollout.max_new_tokens`
-    truncates the sample."""
+    """Maximum length of an observation in tokens, without the chat template's. Longer messages are cut at their ends,
+    with a note for the policy; null = never. An observation that does not fit into `rollout.max_new_tokens` truncates
+    the sample."""
     parser: ToolCallFormat = "auto"
     """How the policy writes tool calls: as JSON between `<tool_call>` and `</tool_call>` (json_tags: Qwen, SmolLM,
-    Hermes), as one JSON object (json: Llama 3), or not at all (none). auto = as the chat template says."""
+    Hermes), as one JSON object (json: Llama 3), or not at all (none). auto = follows the chat template."""
     step_timeout_s: float = Field(default=30.0, gt=0, le=86_400)
-    """Seconds after which one step of an environment counts as hung; its process is then ended. Its other samples are
-    played again from the start, and dropped if they get another answer to the same turns."""
+    """Seconds after which a step of an environment counts as hung and its process is killed. The other samples of that
+    process are replayed from the start, and dropped if the environment answers differently."""
     concurrency: int = Field(default=32, ge=1, le=4096)
-    """Samples that each process serves at once, in threads, which share modules and memory: for environments that wait
+    """Samples that each process serves at once, in threads that share modules and memory; for environments that wait
     rather than compute."""
     max_suspended: int | None = Field(default=None, ge=0, le=MAX_SLOTS)
-    """Most samples of a worker, or of `rollout.slots`, that leave their slots while they wait for the environment; they
-    keep their part of the KV cache while there is room. Slots are busy with slots * (1 + latency / time of a turn)
-    samples. Null = four for each slot; 0 = they wait in their slots."""
+    """Maximum number of samples, per worker or for `rollout.slots`, that give up their slots while they wait for the
+    environment; they keep their KV cache while there is room. To keep all slots busy takes slots * latency / time of a
+    turn. Null = four per slot; 0 = samples wait in their slots."""
 
     @property
     def is_used(self) -> bool:
@@ -191,17 +191,17 @@ def _validate_variable_names(value: tuple[str, ...]) -> tuple[str, ...]:
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
             raise ValueError(f"expected names of environment variables, but `{name}` is not one")
         if name in SECRETS:
-            raise ValueError(f"expected no secrets, but {name} is one, which plug-ins never get")
+            raise ValueError(f"expected no secrets, but {name} is one and is never passed to plug-ins; remove it")
     return value
 
 
 class PluginSettings(Section):
     workers: int = Field(default=4, ge=1, le=1024)
-    """Most processes of each reward function, and of the environments with their tools, on each host."""
+    """Maximum number of processes on each host for each reward function, and for the environments with their tools."""
     timeout_s: float = Field(default=10.0, gt=0, le=3600)
-    """Seconds for one call of a reward function, with one sample or one batch; a step of an environment has
-    `env.step_timeout_s`."""
+    """Time limit in seconds for one call of a reward function, with one sample or one batch; for a step of an
+    environment, see `env.step_timeout_s`."""
     memory_mib: int = Field(default=4096, ge=256, le=1_048_576)
-    """Address space limit in MiB of each process, including its libraries."""
+    """Limit of each process's address space in MiB, including libraries."""
     env_vars: Annotated[tuple[str, ...], Field(strict=False), AfterValidator(_validate_variable_names)] = ()
-    """Names of additional environment variables that the processes get; by default they get only a few."""
+    """Names of environment variables to pass to the processes, in addition to a few standard ones."""

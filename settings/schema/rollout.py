@@ -12,26 +12,26 @@ from pydantic import AfterValidator, BeforeValidator, Field
 from settings.schema.section import Section
 
 MAX_TOKENS = 2**24
-"""Upper bound of token limits, which catches typing errors."""
+"""Upper bound of token limits, to catch typos."""
 MAX_SLOTS = 2**16
 MAX_BLOCKS = 2**31 - 1
 MAX_STALENESS = 64
 PDSR_WINDOW_MIN = 32
-"""Number of finished samples required before their lengths decide what is heavy."""
+"""Number of finished samples required before their lengths set the threshold for heavy samples."""
 
 RolloutWeights = Literal["int8"]
 """Values of `rollout.weights`."""
 KVCacheType = Literal["int8"]
 """Values of `rollout.kv_cache`."""
 ROUNDING_SETTINGS = ("rollout.weights", "rollout.kv_cache")
-"""Settings that make the sampler a rounded policy."""
+"""Settings that make the sampler a quantized version of the policy."""
 
 
 class SegmentSettings(Section):
     """The number of tokens that a worker decodes before it accepts new samples.
 
-    As many as the KV cache holds for each row or, while samples wait for slots, so many that the overhead of a segment
-    equals the idle time of finished rows.
+    By default, up to the end of each row's KV cache; while samples wait for slots, the length at which the overhead of
+    a segment equals the idle time of finished rows.
     """
 
     min: int = Field(default=64, ge=1, le=MAX_TOKENS)
@@ -43,8 +43,8 @@ class SegmentSettings(Section):
 def _check_window(value: Any) -> Any:
     if isinstance(value, int) and value < PDSR_WINDOW_MIN:
         raise ValueError(
-            f"expected at least {PDSR_WINDOW_MIN} samples: fewer give no threshold, and pdsr_v1 would always rank the "
-            "probes of a step alone"
+            f"expected at least {PDSR_WINDOW_MIN} samples: with fewer there is no threshold, and pdsr_v1 would only "
+            "rank the probes of the current step"
         )
     return value
 
@@ -55,38 +55,37 @@ class PdsrSettings(Section):
     unit: Literal["tokens", "seconds"] = "tokens"
     """Unit in which samples are ranked and limited. With seconds, the schedule depends on the machine's load."""
     heavy_percent: float = Field(default=10.0, gt=0, lt=100)
-    """pdsr_v1: percentage of prompts whose samples go to heavy workers, those with the longest probes. Once the window
-    is known, so do all whose probes are longer than 100 minus so many percent of it."""
+    """pdsr_v1: percentage of prompts, those with the longest probes, whose samples go to heavy workers. Once the window
+    is full enough, also prompts with a probe above its (100 - heavy_percent)th percentile."""
     probe_limit_tokens: int = Field(default=1024, ge=1, le=MAX_TOKENS)
     """pdsr_v1: a probe that reaches this many tokens moves to a heavy worker, and its prompt counts as heavy."""
     fast_limit_tokens: int = Field(default=2048, ge=1, le=MAX_TOKENS)
-    """pdsr_v1, pdsr_v2: a sample that reaches this many tokens leaves its fast worker for a heavy one. A sample that a
-    fast worker took from the heavy ones should go back to them after a quarter of it (pdsr_v2)."""
+    """pdsr_v1, pdsr_v2: a sample that reaches this many tokens leaves its fast worker for a heavy one. With pdsr_v2, a
+    sample that a fast worker took over from a heavy one goes back after a quarter of it."""
     fast_limit_s: float = Field(default=10.0, gt=0)
-    """pdsr_v1, pdsr_v2: the limit on fast workers in seconds, used in addition to the tokens if the unit is seconds.
-    The limit of probes is then half of it."""
+    """pdsr_v1, pdsr_v2: additional limit on fast workers in seconds, if the unit is seconds; for probes, half of it."""
     on_fast_limit: Literal["suspend", "truncate"] = "suspend"
     """pdsr_v1: suspend a sample at the limit and continue it on a heavy worker, or truncate it, which biases the
     rewards of hard prompts."""
     percentile: float = Field(default=80.0, gt=0, lt=100)
     """pdsr_v2, adaptive: samples longer than this percentile of the window are heavy."""
     window: Annotated[int, BeforeValidator(_check_window)] = Field(default=256, ge=PDSR_WINDOW_MIN, le=MAX_SLOTS)
-    """Number of recently finished samples, of earlier steps, too, whose lengths decide what is heavy, and whose mean
-    how long segments are. From 32 on, they give a threshold; before, pdsr_v1 ranks the probes alone."""
+    """Number of recently finished samples (including earlier steps) whose lengths set the threshold for heavy samples;
+    their mean sets the segment length. The threshold needs at least 32; until then, pdsr_v1 only ranks probes."""
 
 
 class WorkerPoolSettings(Section):
     count: int = Field(default=1, ge=0, le=4096)
-    """Number of workers of this kind; 0 = none. All workers have the same number of devices of this host, or take turns
-    on a single one."""
+    """Number of workers of this kind; 0 = none. The host's devices are divided equally among all workers; on a single
+    device they take turns."""
     slots: int = Field(default=8, ge=1, le=MAX_SLOTS)
     """Number of samples that each worker decodes at once."""
 
 
 class FastWorkerSettings(WorkerPoolSettings):
     max_length: int | None = Field(default=None, ge=2, le=MAX_TOKENS)
-    """Longest prompt plus completion in a slot of these workers, in tokens: their KV cache is that much smaller, and
-    samples that grow longer continue on heavy workers, which must hold all. When null, as long as any may be."""
+    """Maximum prompt plus completion in a slot of these workers, in tokens: this shrinks their KV cache, and longer
+    samples continue on heavy workers. When null, the longest possible sample fits."""
 
 
 class WorkersSettings(Section):
@@ -107,24 +106,24 @@ class RayPoolSettings(Section):
     """The Ray cluster of `rollout.workers`."""
 
     address: Annotated[str, AfterValidator(_validate_ray_address)] | None = None
-    """Where the workers of `rollout.workers` run. When null, on this host's devices; otherwise as Ray actors: of the
-    cluster whose head is at `host:port`, of the one that this machine has joined (`auto`), or of one that runs on this
-    machine for the duration of the command (`local`)."""
+    """Runs the workers of `rollout.workers` as Ray actors: in the cluster with its head at `host:port`, in the cluster
+    that this machine has joined (`auto`), or in a temporary one on this machine (`local`). When null, they run on this
+    host's devices."""
     fast_resources: RayResources = Field(default={"CPU": 1.0})
-    """What Ray reserves for each fast worker, such as `{GPU: 1}`, `{TPU: 4}`, or resources of your own that select
+    """Resources that Ray reserves for each fast worker, such as `{GPU: 1}`, `{TPU: 4}`, or custom ones that select
     machines, such as `{large_memory: 1}`."""
     heavy_resources: RayResources = Field(default={"CPU": 1.0})
-    """What Ray reserves for each heavy worker."""
+    """Resources that Ray reserves for each heavy worker."""
 
 
 def format_rounding(rounding: Mapping[str, str]) -> str:
-    """Returns what `RolloutSettings.rounding` does as text."""
+    """Returns the names in `RolloutSettings.rounding` as text."""
     return " and ".join(f"{name}: {value}" for name, value in rounding.items())
 
 
 def _validate_stop_string(value: str) -> str:
     if not value or "\ufffd" in value:
-        raise ValueError("expected at least one character, and no U+FFFD, which stands for incomplete characters")
+        raise ValueError("expected at least one character, and no U+FFFD, the replacement for incomplete characters")
     return value
 
 
@@ -139,11 +138,11 @@ def _auto_or_count(most: int, *, or_null: bool = False) -> BeforeValidator:
 
 def _validate_rollout_devices(value: Any) -> Any:
     if type(value) in (int, float) and not 0 < value < 1:
-        raise ValueError("expected a share between 0 and 1, without both, or a list of device numbers")
+        raise ValueError("expected a fraction above 0 and below 1, or a list of device indices")
     if not isinstance(value, list | tuple):
         return value
     if not value or len(set(value)) < len(value) or any(type(one) is not int or one < 1 for one in value):
-        raise ValueError("expected different device numbers from 1 on: device 0 of each host trains")
+        raise ValueError("expected different device indices from 1, because device 0 of each host trains")
     return tuple(sorted(value))
 
 
@@ -160,13 +159,13 @@ class RolloutSettings(Section):
     group_size: int = Field(default=8, ge=1, le=2**16)
     """Samples per prompt."""
     max_new_tokens: int = Field(default=64, ge=1)
-    """Longest completion, in tokens, of those that `algorithm.name: sft` learns, too. Unless it is set, 512 for a model
-    that is not built in."""
+    """Maximum completion length in tokens, also with `algorithm.name: sft`. For a model that is not built in, the
+    default is 512."""
     stop: Annotated[tuple[Annotated[str, AfterValidator(_validate_stop_string)], ...], Field(strict=False)] = ()
-    """Texts that end a completion, also in evaluations. It ends with the token that completes the first of them, and
-    counts as finished. A control token is found by its name, such as `<|im_end|>`."""
+    """Strings that end a completion, also in evaluations. It ends with the token that completes a string, and counts as
+    finished. Control tokens are matched by name, such as `<|im_end|>`."""
     max_length_total: int | None = Field(default=None, ge=2)
-    """Longest prompt plus completion, in tokens; max_new_tokens + max(128, max_prompt_length) when null."""
+    """Maximum prompt plus completion in tokens; max_new_tokens + max(128, max_prompt_length) when null."""
     prefill_length_min: int = Field(default=16, ge=1)
     """Smallest prefill bucket, in tokens."""
     temperature: float = Field(default=1.0, ge=0)
@@ -178,44 +177,44 @@ class RolloutSettings(Section):
     min_p: float = Field(default=0.0, ge=0, lt=1)
     """Samples from the tokens with at least this probability relative to the most likely one; 0 = all."""
     slots: Annotated[int | Literal["auto"], _auto_or_count(MAX_SLOTS)] = "auto"
-    """Samples that a host decodes at once (continuous batching): when one finishes, the next one starts. `auto` is a
-    slot for every sample of a step, or as many as `rollout.kv_blocks` hold at half their full length. A launch says
-    how many."""
+    """Samples that a host decodes at once (continuous batching): when one finishes, the next one starts. `auto`: one
+    for every sample of a step, but at most as many as `rollout.kv_blocks` can hold at half their full length; the
+    number is logged at launch."""
     kv_blocks: Annotated[int | Literal["auto"] | None, _auto_or_count(MAX_BLOCKS, or_null=True)] = "auto"
-    """Blocks of the KV cache on each device. A sample has as many as its tokens fill, and
-    samples of a prompt share the full ones of the prompt. Where they run out, the newest sample waits, and its cache is
-    computed again later. When null, enough for all slots at full length, of which no more are used. `auto` is the same,
-    but for slots at most what the memory of a device holds beside weights, optimizer and compiled programs."""
+    """KV-cache blocks on each device. Samples of a prompt share its full blocks. If blocks run out, the newest sample
+    is preempted and its cache recomputed later. null: enough for every slot at full length. `auto`: the same, but with
+    slots at most what fits beside weights, optimizer and compiled programs."""
     mode: Literal["exact", "fast"] = "fast"
-    """Shapes that adapt to the samples (fast), or fixed shapes in float32 (exact), so that each
-    sample is bitwise independent of the schedule and of the other samples."""
+    """fast: shapes adapt to the samples. exact: fixed shapes in float32, so that each sample is bitwise independent of
+    the schedule and of the other samples."""
     scheduler: Literal["sync", "pdsr_v1", "pdsr_v2", "adaptive"] | None = None
     """Schedule of the workers of `rollout.workers`: whole batches (sync), P-DSR version 1 or 2, or longest expected
-    sample first (adaptive). When null there are no workers, but the slots of `rollout.slots`."""
+    sample first (adaptive). When null, samples are generated in the slots of `rollout.slots`, without workers."""
     placement: Literal["island", "global"] = "island"
     """Each host generates on its own devices independently (island), or all hosts generate from one queue in slots on
-    all devices, without workers (global). On one host this matters only for the sync scheduler: workers, or slots."""
+    all devices, without workers (global). On one host this matters only for the sync scheduler, which then uses workers
+    (island) or slots (global)."""
     mesh: Annotated[str, AfterValidator(_validate_rollout_mesh)] = "auto"
-    """Split of the devices of `mesh.shape` during generation: dp, over which rows are split, and tp, over which weights
-    are, as in `dp=2,tp=4` or `tp=4`. `training` keeps the tp of `mesh.shape`. `auto` does, too, except on TPUs without
-    workers, if a larger tp is estimated to take at least 30 % less time for a token."""
+    """How generation splits the devices of `mesh.shape`: rows over dp and weights over tp, as in `dp=2,tp=4` or `tp=4`.
+    `training` keeps the tp of `mesh.shape`. So does `auto`, except on TPUs without workers if a larger tp is estimated
+    to take at least 30 % less time per token."""
     weights: RolloutWeights | None = None
-    """Precision of the layers' matrices during generation, evaluations included: 8 bits (int8), half as much to read
-    for each token as in bfloat16. The sampler is then another policy than the one that learns, for which
-    `algorithm.correction` corrects. `model.dtype` when null."""
+    """Dtype of the layers' matrices during generation and evaluations: int8 halves the bytes read per token compared
+    with bfloat16. The sampler then differs from the trained policy, which `algorithm.correction` corrects.
+    `model.dtype` when null."""
     kv_cache: KVCacheType | None = None
-    """Precision of the KV cache, evaluations included: 8 bits (int8), about half as much to
-    hold as in bfloat16; otherwise as `rollout.weights`. When null, `model.dtype`, but float32 on CPUs."""
+    """Dtype of the KV cache, also in evaluations: int8 takes about half the memory of bfloat16, and needs the same
+    correction as `rollout.weights`. When null, `model.dtype`, but float32 on CPUs."""
     routing_replay: bool = False
-    """With a mixture of experts: records which experts each token passes through during generation, and sends it
-    through the same ones in scores of the policy and the reference and in updates, where rounding would choose others
-    for some tokens. A prompt that samples share follows one of them. Takes a byte for each layer and expert of a token
-    in memory, 384 for Qwen3-30B-A3B, and a third more in `rollouts/`, which is why it is off unless asked for."""
+    """For a mixture of experts: records the experts of each token during generation and uses the same ones in scoring
+    and updates, where rounding would choose others for some tokens. The prompt of a group uses the routes of one of its
+    samples. Takes one byte per token, layer and active expert in memory (384 bytes per token for Qwen3-30B-A3B), and a
+    third more in `rollouts/`."""
     devices: Annotated[float | tuple[int, ...] | None, BeforeValidator(_validate_rollout_devices)] = None
-    """Devices of each host that only generate while all others train, with `rollout.max_staleness` above 0: a share of
-    them, as 0.5, or their numbers on every host, as `[2, 3]`. `mesh.shape` is then that of the others, and each worker
-    may have several devices, of which `rollout.mesh: tp=N` splits the weights over N. When null, training uses the
-    workers' devices, too, and each takes its turn. Used only by training."""
+    """Devices of each host that only generate while the others train, with `rollout.max_staleness` above 0: a fraction,
+    as 0.5, or their indices on every host, as `[2, 3]`. `mesh.shape` is then the mesh of the others, and `rollout.mesh:
+    tp=N` splits a worker's weights over N devices. When null, generation and training take turns on the same devices.
+    Used only by training."""
     max_staleness: int = Field(default=0, ge=0, le=MAX_STALENESS)
     """Maximum age, in training steps, of the policy that sampled a token used for training. 0 is on-policy: generation
     and training alternate. Above 0 they overlap, which requires `rollout.scheduler`, and a resumed run is no longer
@@ -227,7 +226,7 @@ class RolloutSettings(Section):
 
     @property
     def has_workers(self) -> bool:
-        """Whether workers with their own devices generate samples, instead of the slots of one queue."""
+        """Whether workers with their own devices generate samples, rather than the slots of one queue."""
         return self.scheduler is not None and self.placement == "island"
 
     @property
@@ -237,13 +236,13 @@ class RolloutSettings(Section):
 
     @property
     def rounding(self) -> dict[str, str]:
-        """Those of `ROUNDING_SETTINGS` that are set."""
+        """The names in `ROUNDING_SETTINGS` that are set."""
         values = {name: getattr(self, name.partition(".")[2]) for name in ROUNDING_SETTINGS}
         return {name: value for name, value in values.items() if value is not None}
 
     @property
     def rows_together(self) -> int | None:
-        """Rows that a decode step of workers computes together so that workers of unequal slots round alike.
+        """Batch size of a worker's matmuls in a decode step, so that workers with different slots round alike.
 
         None if there is no need.
         """

@@ -1,4 +1,4 @@
-"""Settings of a run: its name and steps, and its checkpoints, evaluations, logs and watchdog."""
+"""Settings of a run: name, steps, checkpoints, evaluations, logs and watchdog."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ def _validate_run_dir(value: str) -> str:
 
 
 class EarlyStoppingSettings(Section):
-    """When a run ends before its last step. Evaluations are compared by `checkpoint.best_metric`."""
+    """Ends a run before its last step. Evaluations are compared by `checkpoint.best_metric`."""
 
     patience: int | None = Field(default=None, ge=1)
-    """Number of evaluations in a row without an improvement of `checkpoint.best_metric` after which the run ends;
-    null = never."""
+    """Ends the run after this many evaluations in a row without an improvement of `checkpoint.best_metric`; null =
+    never."""
 
 
 class RunSettings(Section):
     name: Annotated[str, AfterValidator(_validate_run_name)] | None = None
-    """Name of the run directory; when null `<config>-seed<seed>`, then `-2`, `-3` and so on behind it for further runs,
-    of which `--resume` continues the newest."""
+    """Name of the run directory. When null, `<config>-seed<seed>`; further runs get `-2`, `-3` and so on appended, and
+    `--resume` continues the newest."""
     dir: Annotated[str, AfterValidator(_validate_run_dir)] = Field(default="runs", min_length=1)
-    """Directory that contains the run directories. With an address, `gs://BUCKET/FOLDER` or `s3://BUCKET/FOLDER`, they
-    are in `runs/gs/BUCKET/FOLDER` or `runs/s3/BUCKET/FOLDER`, and a copy of each is kept there."""
+    """Directory that contains the run directories. With a bucket, `gs://BUCKET/FOLDER` or `s3://BUCKET/FOLDER`, they
+    are in `runs/gs/BUCKET/FOLDER` or `runs/s3/BUCKET/FOLDER` and are copied to the bucket."""
     seed: int = Field(default=0, ge=0, lt=2**31)
     """Seed of all randomness: data order and sampling noise."""
     steps: int = Field(default=100, ge=1)
-    """Number of training steps; each consists of rollout, reward, score, advantage and update, or with
-    `algorithm.name: sft` of an update alone."""
+    """Number of training steps; each consists of rollout, reward, score, advantage and update, or with `algorithm.name:
+    sft` of an update only."""
     early_stopping: EarlyStoppingSettings = EarlyStoppingSettings()
 
 
@@ -53,8 +53,9 @@ class CheckpointSettings(Section):
     keep: int = Field(default=2, ge=1)
     """Number of newest checkpoints kept, in addition to the best one."""
     best_metric: str | None = "eval/accuracy"
-    """Metric whose best checkpoint is kept as checkpoints/best, unless the start was better; null keeps none. Lower is
-    better for eval/mean_length, eval/truncated_fraction and eval/error_count. Of equal values, the earliest is kept."""
+    """Metric whose best checkpoint is kept as checkpoints/best, unless the evaluation before step 1 was better; null
+    keeps none. Lower is better for eval/mean_length, eval/truncated_fraction and eval/error_count. Of equal values, the
+    earliest is kept."""
 
 
 class EvalSettings(Section):
@@ -71,13 +72,14 @@ class EvalSettings(Section):
 
 class LoggingSettings(Section):
     wandb_project: str | None = None
-    """Project on Weights & Biases (wandb), which is not used when null."""
+    """Project on Weights & Biases (wandb); null = no logging there."""
     wandb_mode: Literal["online", "offline", "disabled"] = "online"
     """Mode of wandb. Without an API key, online becomes offline."""
     tensorboard: bool = False
     """Also writes the metrics as TensorBoard events to tensorboard/. Needs the extra [tensorboard]."""
     profile_steps: Annotated[tuple[Annotated[int, Field(ge=1)], ...], Field(strict=False)] = ()
-    """Training steps whose `jax.profiler` trace is written to profile/, as in [3, 5]. These steps are slower."""
+    """Training steps to trace with `jax.profiler`, as in [3, 5]; traces are written to profile/. These steps are
+    slower."""
     save_rollouts: bool = True
     """Writes the samples of every step to rollouts/."""
     completions_every_steps: int = Field(default=25, ge=0)
@@ -93,6 +95,6 @@ class WatchdogSettings(Section):
     every host with the stacks of all threads and exit code 70. The first pass of a phase may take twice as long,
     because it compiles. null = no limit.
 
-    For `grpo rollout` on several hosts, a phase is the time from one sample or segment to the next. For `grpo score`
-    it is the time from one window to the next, or a host's whole share for a reward model. A host that has finished
-    waits for the others without a limit, and reward functions have limits of their own."""
+    For `grpo rollout` on several hosts, a phase is the time from one sample or segment to the next. For `grpo score` it
+    is the time from one window to the next, or a host's whole share for a reward model. A host that has finished waits
+    for the others without a limit, and reward functions have their own limits."""

@@ -10,7 +10,7 @@ INT64_LIMIT = 2**63
 
 
 def as_list(value: Any) -> Any:
-    """Accepts one text instead of a list."""
+    """Accepts a single string in place of a list."""
     return [value] if isinstance(value, str) else value
 
 
@@ -19,14 +19,14 @@ NO_ADDRESS = f"expected a local path, or a name, instead of an address ({COPYING
 
 
 def refuse_address(value: str) -> str:
-    """Refuses `gs://bucket/file` and the like, which as a path would be a folder `gs:` in the working directory."""
+    """Refuses addresses such as `gs://bucket/file`, which a path would turn into a local folder `gs:`."""
     if "://" in value:
         raise ValueError(NO_ADDRESS)
     return value
 
 
 LocalPath = Annotated[str, AfterValidator(refuse_address)]
-"""A path, or another name that is no address, such as a hub id."""
+"""A path or a hub id, but no address of a bucket."""
 
 
 def validate_plugin(value: str, *, built_in: tuple[str, ...] = ()) -> str:

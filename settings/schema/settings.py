@@ -38,7 +38,7 @@ from settings.schema.run import CheckpointSettings, EvalSettings, LoggingSetting
 LEGACY_PROMPT_ALLOWANCE = 128
 """Number of prompt tokens included in the historic runner's `max_length_total`."""
 MODEL_DEFAULTS = {"model.dtype": "bfloat16", "data.max_prompt_length": 512, "rollout.max_new_tokens": 512}
-"""Defaults for models that are not built in; the type on accelerators only."""
+"""Defaults for models that are not built in; the dtype only on accelerators."""
 
 
 class Settings(BaseSettings):
@@ -66,7 +66,7 @@ class Settings(BaseSettings):
 
     @property
     def is_supervised(self) -> bool:
-        """Whether steps learn given completions instead of sampled ones."""
+        """Whether steps train on given completions instead of sampled ones."""
         return self.algorithm.name == "sft"
 
     @property
@@ -87,7 +87,7 @@ class Settings(BaseSettings):
 
     @property
     def reward_weights(self) -> dict[str, float]:
-        """Weights of all parts of the reward that count, by name; the length penalty has 1."""
+        """Weights of all parts of the reward with a weight, by name; the length penalty has 1."""
         weights = {function.name: function.weight for function in self.reward.functions}
         weights |= {ENVIRONMENT_REWARD: self.env.weight} if self.env.source is not None else {}
         weights |= {MODEL_REWARD: self.reward.model_weight} if self.reward.model is not None else {}
@@ -101,7 +101,7 @@ class Settings(BaseSettings):
 
     @property
     def has_teacher(self) -> bool:
-        """Whether the policy learns from the KL to another model than its start."""
+        """Whether the policy learns from the KL to a model other than its start."""
         return self.algorithm.beta > 0 and self.reference.path is not None
 
     @property
@@ -127,8 +127,7 @@ class Settings(BaseSettings):
     def scored_roles(self) -> tuple[ScoredRole, ...]:
         """Roles that are scored in a training step before its updates; none for given completions.
 
-        The policy is scored if a step has several updates, or if rewards, advantages or values are corrected by its
-        logprobs.
+        The policy is scored if a step has several updates, or if rewards, advantages or values depend on its logprobs.
         """
         if self.is_supervised:
             return ()

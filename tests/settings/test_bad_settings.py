@@ -11,7 +11,7 @@ from tests.settings.loading import load_text, refusal, rows_of, with_sets
 BAD_SETS = rows_of(r"""
 steps | --set steps: expected NAME=VALUE
 =3 | expected NAME=VALUE
-run.steps= | --set run.steps has no value; for a setting without one, write null
+run.steps= | --set run.steps has no value; write null to leave the setting empty
 run.steps=[1 | --set run.steps:1:3: not valid YAML
 run.steps=abc | run.steps: expected a valid integer, got 'abc' (from --set)
 run.steps=1e3 | expected a valid integer (write 1000), got 1000.0
@@ -27,9 +27,9 @@ rollout.stop=[''] | rollout.stop[0]: expected at least one character, and no U+F
 rollout.stop=["a", "\uFFFD"] | rollout.stop[1]: expected at least one character, and no U+FFFD
 rollout.slots=0 | rollout.slots: expected auto or an integer from 1 to 65536, got 0
 rollout.kv_blocks=true | rollout.kv_blocks: expected auto, null or an integer from 1 to 2147483647, got True
-rollout.devices=[] | rollout.devices: expected different device numbers from 1 on
-rollout.devices=[2, 2] | rollout.devices: expected different device numbers from 1 on
-rollout.devices=1 | rollout.devices: expected a share between 0 and 1
+rollout.devices=[] | rollout.devices: expected different device indices from 1
+rollout.devices=[2, 2] | rollout.devices: expected different device indices from 1
+rollout.devices=1 | rollout.devices: expected a fraction above 0 and below 1
 rollout.mesh=dp=2 | rollout.mesh: expected `auto`, `training`, or sizes as in `dp=2,tp=4` or `tp=4`
 rollout.ray.address=ray://head:10001 | rollout.ray.address: expected `host:port` of a cluster's head
 reward.functions=[] | reward.functions: expected at least one function, got [] (from --set)

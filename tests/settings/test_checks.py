@@ -35,8 +35,8 @@ reward.functions=[gsm8k, {name: gsm8k_format, weight: 0}]; algorithm.reward_norm
 algorithm.name=ppo reward.overlong_buffer=8 algorithm.reward_normalization=each_first | =sum_first
   | which algorithm.estimator = 'gae' (from other settings or devices) does not; set algorithm.reward_normalization
 algorithm.name=rloo beta=0.1 reward.overlong_buffer=8 algorithm.reward_normalization=each_first | algorithm.kl_in=loss
-  | (algorithm.kl_in = 'reward' (from other settings or devices)) is none of the rewards that are normalized
-optimizer.second_moment=bfloat16 | optimizer.beta2=0.95 | would be lost with optimizer.beta2 = 0.999 (from the default)
+  | (algorithm.kl_in = 'reward' (from other settings or devices)) is not normalized like the rewards
+optimizer.second_moment=bfloat16 | optimizer.beta2=0.95 | one update with optimizer.beta2 = 0.999 (from the default)
 algorithm.name=maxrl reward.overlong_buffer=8 | =null | lowers rewards below 0, but algorithm.estimator = 'maxrl' (
 algorithm.name=maxrl beta=0.1 algorithm.kl_in=reward | =loss | = 'reward' (from --set) lowers rewards below 0, but
 algorithm.name=ppo num_pre_q=1 algorithm.estimator=rloo | =gae | needs at least 2
@@ -58,13 +58,13 @@ algorithm.kl_target=0.1 | =null | algorithm.beta = 0.0 (from the default) would 
 reward.functions=[{name: arithmetic, weight: 0}]; algorithm.name=distill | reference.path=a/b
    | reference.path = None (from the default): algorithm.name = 'distill'
 reference.path=a/b algorithm.name=distill algorithm.beta=0 | =1 | learns from the KL to its teacher; set algorithm.beta
-reference.revision=v1 | reference.path=a/b | is that of a model on the hub, but reference.path = None
-reference.path=a/b@v1 reference.revision=v1 | =null | is that of a model on the hub, but reference.path = 'a/b@v1'
-reference.path=a/b beta=1 reward.functions=[] | eval.every_steps=0 | nothing judges the samples of an evaluation
+reference.revision=v1 | reference.path=a/b | needs a hub model without a revision, but reference.path = None
+reference.path=a/b@v1 reference.revision=v1 | =null | hub model without a revision, but reference.path = 'a/b@v1'
+reference.path=a/b beta=1 reward.functions=[] | eval.every_steps=0 | nothing grades the samples of evaluations
 reward.functions=[{name: arithmetic, weight: 0}]; beta=1 | reference.path=a/b | all weights are 0
 reference.path=a/b; algorithm.name=distill; num_pre_q=1 | reward.functions=[{name: arithmetic, weight: 0}] | needs at
 reference.path=a/b; beta=1; reward.functions=[{name: gsm8k, weight: 0}]; algorithm.filter=zero_variance | =none
-   | without a reward of weight above 0, those of a group are always equal
+   | without a reward of weight above 0, the rewards of a group are always equal
 run.steps=1073741824 algorithm.epochs=2 | =1 | give more optimizer steps than the schedule can count
 algorithm.name=ppo run.steps=3 critic.warmup_steps=3 | =2 | lower it to at most 2$
 batch_size=8 steps=3 ppo_epochs=2 ppo_mini_batch_size=4 optimizer.warmup_steps=12 | =11
@@ -77,7 +77,7 @@ run.early_stopping.patience=2 eval.every_steps=0 | =1 | compares evaluations, bu
 run.early_stopping.patience=2 checkpoint.best_metric=null | =x | = None (from --set) leave nothing to compare
 rollout.max_staleness=1 | rollout.scheduler=adaptive | during training; set rollout.scheduler: adaptive, or
 rollout.max_staleness=1 rollout.scheduler=sync rollout.placement=global | =island | set rollout.placement: island, or
-rollout.scheduler=adaptive rollout.devices=0.5 | rollout.max_staleness=1 | would wait for training, and training for
+rollout.scheduler=adaptive rollout.devices=0.5 | rollout.max_staleness=1 | would idle during training, because with
 rollout.scheduler=adaptive rollout.max_staleness=1 rollout.ray.address=auto rollout.devices=0.5 | =null
    | with rollout.ray.address = 'auto' (from --set) no device of this host generates
 """)
@@ -86,7 +86,7 @@ rollout.segment.max=64 rollout.segment.min=65 | =64 | rollout.segment.min = 65 (
 rollout.workers.fast.count=0 rollout.workers.heavy.count=0 | =1 | there are no workers
 rollout.workers.fast.max_length=128 | =129 | leaves no token for a completion after a prompt of 128 tokens
   (data.max_prompt_length = 128 (from the default)); raise it to 129 or more
-rollout.workers.heavy.count=0 rollout.workers.fast.max_length=191 | =192 | no worker is left for the longest sample
+rollout.workers.heavy.count=0 rollout.workers.fast.max_length=191 | =192 | no worker can hold the longest sample
 rollout.placement=global rollout.scheduler=pdsr_v2 | =sync | one queue over all devices can only be scheduled by sync
 rollout.scheduler=adaptive rollout.slots=8 | =auto | with rollout.scheduler = 'adaptive' (from --set) each worker
 rollout.ray.address=auto | rollout.scheduler=adaptive | set rollout.scheduler: adaptive, or rollout.ray.address: null$
@@ -94,10 +94,10 @@ rollout.ray.address=auto rollout.scheduler=sync rollout.placement=global | =isla
 rollout.mode=exact | rollout.slots=16 | are bitwise reproducible only with a fixed number of slots
 rollout.mode=exact | rollout.scheduler=adaptive | are bitwise reproducible only with a fixed number of slots
 rollout.mode=exact rollout.slots=16 model.dtype=bfloat16 | =float32 | with model.dtype = 'bfloat16' (from --set)
-env.source=guess_number rollout.placement=global | =island | environments answer the samples of their own host
-env.tools=calculator rollout.stop=[x] | =[] | a turn ends with the model's own end-of-turn token
+env.source=guess_number rollout.placement=global | =island | an environment answers only its own host's samples
+env.tools=calculator rollout.stop=[x] | =[] | turns end at the model's end-of-turn token
 rollout.routing_replay=true env.tools=calculator | =[] | routes of observations are not recorded
-env.source=guess_number rollout.pdsr.on_fast_limit=truncate rollout.scheduler=pdsr_v1 | =pdsr_v2 | has judged them
+env.source=guess_number rollout.pdsr.on_fast_limit=truncate rollout.scheduler=pdsr_v1 | =pdsr_v2 | has graded them
 mesh.coordinator_address=auto mesh.num_processes=2 | =null | must be null with mesh.coordinator_address: auto
 mesh.num_processes=2 | =null | also set mesh.coordinator_address and mesh.process_id, or only mesh.coordinator_address
 mesh.coordinator_address=h:1 mesh.num_processes=2 mesh.process_id=2 | =1 | ids range from 0 to 1$

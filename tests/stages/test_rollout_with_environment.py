@@ -184,7 +184,7 @@ def test_stop_ends_the_wait_for_environments(name: str, overrides: tuple[str, ..
     ("overrides", "message"),
     [
         (("env.source={file}:Nobody",), "env.source: "),
-        (("env.source={file}:Echo", "rollout.placement=global"), "environments answer the samples of their own host"),
+        (("env.source={file}:Echo", "rollout.placement=global"), "an environment answers only its own host's samples"),
         (("env.source={file}:Echo", "rollout.stop=['=']"), "remove the stop strings"),
         (("env.source=chess",), "expected one of calculator"),
         (("env.tools=[calculator]",), "does not list tools"),

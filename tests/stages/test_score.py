@@ -175,8 +175,8 @@ def test_several_checkpoints_share_programs_and_have_a_file_each(finished: Path,
         ("out.jsonl", both_steps, "out.jsonl would hold the scores of two checkpoints"),
         ("new-{step}.jsonl", (*later, *later), "new-4.jsonl would hold the scores of two checkpoints"),
         ("{run}-{step}.jsonl", both_steps, "exists already"),
-        ("{step}.jsonl", (), "--out: {step} stands for that of a checkpoint, but the"),
-        ("{step}.jsonl", ("--role", "reward"), "--out: {step} stands for that of a checkpoint, but the"),
+        ("{step}.jsonl", (), "--out: {step} needs a --checkpoint"),
+        ("{step}.jsonl", ("--role", "reward"), "--out: {step} needs a --checkpoint"),
         ("{run}-{step}.jsonl", (*both_steps, "--input", own, "--overwrite"), "--input and --out both name"),
     ):
         given = ("score", *options, *(() if "--input" in options else ("--input", source)), "--out", tmp_path / out)
