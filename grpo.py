@@ -189,7 +189,8 @@ def _program() -> Any:
 def add_program_to_path() -> None:
     """Imports `app` and `settings` from this program's folder, which is put first on `sys.path`.
 
-    Raises: ImportError: other modules with these names are already imported.
+    Raises:
+        ImportError: other modules with these names are already imported.
     """
     # A folder without `__init__.py` is a namespace package without a file.
     loaded = {name: sys.modules[name] for name in PACKAGES if name in sys.modules}

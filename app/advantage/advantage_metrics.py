@@ -54,7 +54,7 @@ def advantage_metrics(moments: AdvantageMoments) -> dict[str, float]:
 
 
 def missing_token_fraction(samples: Sequence[Sample], kept: Sequence[Sample]) -> float:
-    """Returns the share of the samples' tokens in the loss that `kept` lacks, over all hosts; NaN without any."""
+    """Returns the fraction of the samples' tokens in the loss that `kept` lacks, over all hosts; NaN without tokens."""
     counts = [sum(int(s.mask.sum()) for s in part) for part in (samples, kept)]
     num_tokens, num_kept = sum_over_hosts(np.asarray(counts)).tolist()
     return 1 - num_kept / num_tokens if num_tokens else float("nan")

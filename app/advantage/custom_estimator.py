@@ -1,9 +1,10 @@
-"""Advantages by a function of the user, `algorithm.estimator: file.py:function`, in processes that can be killed.
+"""Advantages from the user's function, `algorithm.estimator: file.py:function`, run in processes that can be killed.
 
     f(rewards, lengths, ..., <columns>)            called with the samples of one prompt
     f(rewards, group_ids, lengths, ..., <columns>) called with all of this host's samples
 
-Arguments are lists with an item for each sample, and so is the result: a number, or a list of one for each token.
+Arguments are lists with one item per sample. So is the result: each item is a number, or a list with a number per
+token.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ from settings.errors import InputError
 
 SETTING = "algorithm.estimator"
 ARGUMENTS = ("rewards", "lengths", "group_ids", "policy_versions")
-"""Arguments besides the columns and texts that reward functions get: rewards, less a KL penalty if there is one,
-numbers of completion tokens, groups, and versions of the policy that sampled."""
+"""Arguments besides the columns and texts that reward functions get: rewards (minus a KL penalty, if any), numbers of
+completion tokens, groups, and versions of the sampling policy."""
 
 
 class CustomAdvantages(NamedTuple):
@@ -38,10 +39,10 @@ class CustomAdvantages(NamedTuple):
 
 
 class CustomEstimator:
-    """The function, with its pool of workers, which the creator of the pool must close.
+    """The user's function and its pool of workers, which the pool's creator must close.
 
     Args:
-        columns: columns of the data, which can fill parameters of the function.
+        columns: columns of the data that the function may take as parameters.
         drops_failures: whether the samples of a failed call are left out of the loss.
 
     Raises:
@@ -76,7 +77,7 @@ class CustomEstimator:
         return f"called with {unit}: {', '.join((*self._given, *self._signature.arguments))}"
 
     def try_on(self, samples: Sequence[Sample]) -> None:
-        """Calls the function on samples of one prompt, of which the first has reward 1, and all others 0.
+        """Calls the function on the samples of one prompt: the first has reward 1, all others 0.
 
         Raises:
             InputError: the call fails.
@@ -84,7 +85,9 @@ class CustomEstimator:
         rewards = np.eye(1, len(samples))[0]
         failure = self._outcomes(samples, rewards)[0].failure
         if failure is not None:
-            raise InputError(f"{SETTING}: {self.function}: tried before the run: {failure.kind}: {failure.text}")
+            raise InputError(
+                f"{SETTING}: {self.function}: the trial call before the run failed: {failure.kind}: {failure.text}"
+            )
 
     def _outcomes(self, samples: Sequence[Sample], rewards: Float[np.ndarray, "N"]) -> list[RewardOutcome]:
         if not samples:

@@ -36,7 +36,7 @@ class GroupMoments(NamedTuple):
 def group_moments(rewards: Float[np.ndarray, "N"], group_ids: Int[np.ndarray, "N"]) -> GroupMoments:
     """Computes size, mean and standard deviation of each sample's group."""
     _, first, member_of, sizes = np.unique(group_ids, return_index=True, return_inverse=True, return_counts=True)
-    # Relative to one reward of the group, so that equal rewards deviate by exactly 0: Adam would turn the rounding
+    # Subtract one reward of the group first, so that equal rewards deviate by exactly 0: Adam would turn the rounding
     # error of a plain mean into a step.
     origins = rewards[first]
     means = origins + np.bincount(member_of, rewards - origins[member_of]) / sizes
@@ -77,8 +77,8 @@ def rloo_advantages(rewards: Float[np.ndarray, "N"], group_ids: Int[np.ndarray, 
 def maxrl_advantages(rewards: Float[np.ndarray, "N"], group_ids: Int[np.ndarray, "N"]) -> Float[np.ndarray, "N"]:
     """Computes A_i = (r_i - mean(group)) / mean(group) for rewards of at least 0; 0 in a group whose rewards are all 0.
 
-    With rewards 0 and 1, and success of probability p, a group of n samples has the expected gradient of
-    log p = -sum_k (1 - p)^k / k, cut off after n - 1 terms; that of `rloo_advantages` has the first one.
+    With rewards 0 and 1, and success of probability p, a group of n samples has the expected gradient of log p = -sum_k
+    (1 - p)^k / k, truncated after n - 1 terms; `rloo_advantages` has only the first term.
 
     Source: Tajwar et al. 2026, "Maximum Likelihood Reinforcement Learning", algorithm 1.
     """
@@ -92,7 +92,7 @@ GROUP_ADVANTAGES: Mapping[str, GroupAdvantageFn] = MappingProxyType(
 
 
 def zero_variance_fraction(rewards: Float[np.ndarray, "N"], group_ids: Int[np.ndarray, "N"]) -> float:
-    """Returns the fraction of groups whose rewards are all equal, among those of several samples; NaN without any.
+    """Returns the fraction of groups whose rewards are all equal, among groups of several samples; NaN without any.
 
     These groups contribute nothing to the gradient of an estimator that compares the samples of a group.
     """
@@ -128,7 +128,7 @@ def kl_penalized_rewards(
 def assign_group_advantages(
     samples: Sequence[Sample], *, advantages: GroupAdvantageFn, rewards: GroupRewardFn = task_rewards
 ) -> list[Sample]:
-    """Returns the samples with their advantage among their siblings on every token that the policy wrote."""
+    """Returns the samples with their group-relative advantage on every token that the policy wrote."""
     return spread_over_tokens(samples, advantages(rewards(samples), np.asarray([s.group_id for s in samples])))
 
 

@@ -1,7 +1,7 @@
-"""GDPO: the values of each reward function are compared within their groups by themselves, then weighted and summed.
+"""GDPO: each reward function's values are compared within groups separately, then weighted and summed.
 
-In the sum of all rewards, a function that varies much drowns one that varies little, and different answers get equal
-advantages. Source: Liu et al. 2026, "GDPO: Group reward-Decoupled Normalization Policy Optimization", equations 4 to 6.
+In a sum of rewards, a function with a high variance drowns the others, and different answers get equal advantages.
+Source: Liu et al. 2026, "GDPO: Group reward-Decoupled Normalization Policy Optimization", equations 4 to 6.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from app.records.sample import Sample
 
 @dataclass(frozen=True)
 class RewardParts:
-    """The parts of the reward that are compared by themselves."""
+    """The parts of the reward that are compared separately."""
 
     weights: Mapping[str, float]
-    """Weight of each, by the name that it has in `Sample.rewards`."""
+    """Weight of each part, by its name in `Sample.rewards`."""
     advantages: GroupAdvantageFn
 
     def advantages_of(self, samples: Sequence[Sample]) -> Float[np.ndarray, "parts N"]:
-        """Computes weight * advantage of each part, among the siblings that have a value of it.
+        """Computes weight * advantage of each part within the samples of a group that have a value for it.
 
-        Where a function abstained its part is 0, and the others stay.
+        Where a function abstained, only its part is 0.
         """
         group_ids = np.asarray([s.group_id for s in samples])
         parts = np.zeros((len(self.weights), len(samples)))
@@ -43,8 +43,8 @@ class RewardParts:
     def assign(self, samples: Sequence[Sample]) -> list[Sample]:
         """Returns the samples with A_i / (std(A) + 1e-6), where A_i is the sum over the sample's parts.
 
-        The standard deviation (ddof = 1) is over the samples with a token in the loss, on all hosts, which must call
-        it together. Nothing is subtracted: the mean of A is 0 in every group.
+        The standard deviation (ddof = 1) is over the samples with a token in the loss, on all hosts. This is a
+        collective call. Nothing is subtracted: the mean of A is 0 in every group.
         """
         summed = self.advantages_of(samples).sum(axis=0)
         in_loss = np.asarray([s.mask.any() for s in samples], bool)
@@ -52,9 +52,9 @@ class RewardParts:
         return spread_over_tokens(samples, summed / (moments.variance**0.5 + EPSILON))
 
     def metrics(self, samples: Sequence[Sample]) -> dict[str, float]:
-        """Returns each part's share of groups without variance, and of the sum of |weight * advantage| in the loss.
+        """Returns, by part, the fraction of groups without variance and its share of |weight * advantage| in the loss.
 
-        A share of nothing is NaN. All hosts must call it together.
+        Fractions without data are NaN. This is a collective call.
         """
         columns = {name: values_of(samples, name).tolist() for name in self.weights}
         table = gather_table({**columns, "": [s.group_id for s in samples]})

@@ -1,7 +1,7 @@
 """Advantages per token: GAE with a critic, discounted returns without one.
 
 The samples are concatenated into a single row, so that the cost is proportional to the number of tokens. The row is
-padded to a bucketed length, so that few lengths are compiled.
+padded to a bucketed length, so that only a few lengths are compiled.
 """
 
 from __future__ import annotations
@@ -36,14 +36,15 @@ class TokenRows(NamedTuple):
     ends: Bool[np.ndarray, "B T"] | None = None
     """True on the last token of each sample; None = every row is one sample."""
     turn_ends: Bool[np.ndarray, "B T"] | None = None
-    """True on the last token that the policy wrote in each turn of a sample but its last one; None = there are none."""
+    """True on the last token that the policy wrote in each turn of a sample except the last turn; None = single
+    turns."""
     bootstrap: Float32[np.ndarray, "B T"] | None = None
     """Value after a sample's last token: the critic's if the sample continues, 0 if it is complete."""
 
 
 GaeEstimator = Callable[..., tuple[ArrayLike, ArrayLike]]
-"""`app.advantage.gae.estimate.generalized_advantages`, or with its options bound: rewards and values, and the keywords
-`gamma`, `lam`, `mask`, `ends` and `bootstrap`."""
+"""(rewards, values, *, gamma, lam, mask, ends, bootstrap) -> advantages and returns:
+`app.advantage.gae.estimate.generalized_advantages` with its other options bound."""
 DiscountFn = Callable[[TokenRows], Number]
 """Rows -> gamma or GAE's lambda: one number, or one per token."""
 BootstrapFn = Callable[[Sample], float]
@@ -56,10 +57,9 @@ def fixed_discount(rows: TokenRows, *, discount: float) -> Number:
 
 
 def turn_gamma(rows: TokenRows, *, gamma: float, turn_discount: float) -> Number:
-    """Returns gamma for every token, times `turn_discount` at those after which the next turn begins.
+    """Returns gamma for every token, times `turn_discount` on the last token of each turn.
 
-    What a turn earns is so discounted once for every turn between it and the token that learns from it, however long
-    turns and observations are.
+    A turn's reward is thus discounted once per turn, however long turns and observations are.
     """
     return gamma if rows.turn_ends is None else np.where(rows.turn_ends, gamma * turn_discount, gamma)
 
@@ -112,7 +112,7 @@ def assign_gae_advantages(
     token_rewards: TokenRewardFn,
     bootstrap: BootstrapFn,
 ) -> list[Sample]:
-    """Returns the samples with the advantages and returns of `gae`, which is `compute_gae` with its settings bound."""
+    """Returns the samples with advantages and returns from `gae`: `compute_gae` with its settings bound."""
     row = concatenate_samples(
         samples, token_rewards=token_rewards, values=lambda s: s.token_values, bootstrap=bootstrap
     )

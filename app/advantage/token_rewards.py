@@ -1,6 +1,6 @@
-"""Rewards per token: the sample's reward on its last token, and a KL penalty, whose coefficient may adapt, on all.
+"""Rewards per token: the sample's reward on its last token, and a KL penalty, possibly adaptive, on all tokens.
 
-The penalty may be in the advantages instead.
+The penalty may be applied to the advantages instead.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ def token_kl(sample: Sample, kl_estimator: TokenKLFn) -> Float64[np.ndarray, "C"
 def kl_penalized_advantages(sample: Sample, *, kl_estimator: TokenKLFn, kl_coef: float) -> Sample:
     """Returns the sample with A_t - kl_coef * KL_t(policy || reference) on the tokens that the policy wrote.
 
-    With k1 and samples of the policy, the expected gradient is that of A and of kl_coef times the KL of each token
-    given those before it: what a token does to the KL of later ones is left aside, as by a discount of 0.
+    With k1 and on-policy samples, the expected gradient is that of A minus kl_coef times each token's KL given its
+    prefix; a token's effect on the KL of later tokens is ignored, as with a discount of 0.
 
     Source: Lu 2025, "On-Policy Distillation" (Thinking Machines Lab).
     """

@@ -33,7 +33,8 @@ def name_run(resolved: Resolved, resume: Resume) -> Resolved:
 def local_paths(option: str, value: Any) -> Any:
     """Returns an option's value; for the address of a run or of a part of it, the path of its fetched copy.
 
-    Raises: InputError: there is no such run, or the option names an output.
+    Raises:
+        InputError: there is no such run, or the option names an output.
     """
     if isinstance(value, list | tuple):
         return type(value)(local_paths(option, one) for one in value)

@@ -30,7 +30,7 @@ def per_host_path(path: Path) -> Path:
 
 
 def host_slice(num_items: int, *, host: int | None = None) -> range:
-    """Returns a host's contiguous share of the items, this host's by default. Lengths differ by one at most."""
+    """Returns a host's contiguous share of the items, this host's by default. Lengths differ by at most one."""
     each, rest = divmod(num_items, jax.process_count())
     host = jax.process_index() if host is None else host
     first = host * each + min(host, rest)

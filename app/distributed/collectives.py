@@ -1,4 +1,4 @@
-"""Collectives over hosts for values in host memory: numbers, byte strings, errors, and samples that move."""
+"""Collectives over hosts for values in host memory: numbers, byte strings, errors and samples."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from settings.errors import InputError
 Item = TypeVar("Item")
 
 _mesh: Mesh | None = None
-"""One device of each host, over which values are exchanged; None = all devices."""
+"""The devices, one per host, over which values are exchanged; None = all devices."""
 
 
 def set_exchange_devices(devices: Sequence[Any] | None) -> None:
-    """Sets the devices that exchange values: one of each host, in their order; None = all devices.
+    """Sets the devices that exchange values: one per host, in host order; None = all devices.
 
     Two threads must not start programs of several devices on the same devices, since each might wait for the other.
     """
@@ -46,7 +46,7 @@ def gather_over_hosts(values: np.ndarray) -> np.ndarray:
 
 
 def _exchange_rows(mesh: Mesh, row: np.ndarray, spec: PartitionSpec) -> np.ndarray:
-    """Returns this host's part, by `spec`, of the array whose rows the hosts have, on one device of each."""
+    """Returns this host's part, by `spec`, of the array of which each host has one row, on one device."""
     rows = jax.make_array_from_process_local_data(NamedSharding(mesh, PartitionSpec("hosts")), row[None])
     return np.asarray(_relayout(mesh, spec)(rows).addressable_data(0))
 
@@ -98,7 +98,7 @@ def max_over_hosts(values: np.ndarray) -> np.ndarray:
 
 
 def gather_table(columns: Mapping[str, Sequence[float]]) -> dict[str, np.ndarray]:
-    """Returns the columns with the rows of all hosts, in host order. Hosts must have the same columns."""
+    """Returns the columns with the rows of all hosts, in host order. All hosts must have the same columns."""
     table = np.asarray(list(columns.values()), np.float64).T
     counts = gather_over_hosts(np.asarray(len(table)))
     padded = np.zeros((counts.max(initial=0), len(columns)))

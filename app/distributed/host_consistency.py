@@ -28,7 +28,7 @@ PER_HOST_SETTINGS = frozenset(
         *(f"mesh.{field}" for field in ("coordinator_address", "num_processes", "process_id", "start_timeout_s")),
     )
 )
-"""Settings that may differ between hosts: that of process 0 counts, or they are used only to find the other hosts."""
+"""Settings that may differ between hosts: process 0's value counts, or they are used only to find the other hosts."""
 MAX_SHOWN = 120
 """Maximum length of a value shown in an error message."""
 
@@ -45,7 +45,7 @@ Facts = Mapping[str, Fact]
 
 
 def check_hosts_agree(resolved: Resolved, identity: Identity = MappingProxyType({})) -> None:
-    """Checks that all hosts have the same packages, code and settings, and the same identity of the computation.
+    """Checks that all hosts have the same packages, code, settings and computation.
 
     All hosts must call it, after `jax_startup.initialize_distributed`.
 
@@ -92,6 +92,6 @@ def describe_difference(hosts: Sequence[str], facts: Sequence[Facts]) -> str | N
 
 
 def _comparable(value: object) -> str:
-    """Returns a value as text, a file without its folder, which may differ: what is read from it is compared, too."""
+    """Returns a value as text; a path without its folder, which may differ, since file contents are also compared."""
     text = value if isinstance(value, str) else repr(value)
     return os.path.basename(text) if os.path.isfile(text) else text

@@ -1,4 +1,4 @@
-"""Folders that only the host of process 0 may have, and copies of their small files for the others."""
+"""Folders that only process 0 may see, and copies of their small files for the other processes."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from settings.errors import InputError
 
 
 def is_seen_by_all(folder: Path) -> bool:
-    """Returns whether a folder of process 0, which need not exist yet, is the same one on all hosts.
+    """Returns whether all hosts see the same folder as process 0; it need not exist yet.
 
-    Process 0 writes a probe file and removes it again. All hosts must call it together, with the same path; a relative
-    one is that of each host's working directory.
+    Process 0 writes a probe file and removes it again. All hosts must call it together with the same path; a relative
+    path is relative to each host's working directory.
 
     Raises:
         InputError: process 0 cannot write there.
@@ -50,7 +50,7 @@ def is_seen_by_all(folder: Path) -> bool:
 
 @contextmanager
 def copy_from_process_0(folder: Path, patterns: Sequence[str]) -> Iterator[Path]:
-    """Yields a folder of process 0; on the others, a temporary one with copies of those of its files that match.
+    """Yields a folder of process 0; on other hosts, a temporary folder with copies of its matching files.
 
     All hosts must enter the block together.
 

@@ -33,7 +33,7 @@ NOHUP = (signal.SIGHUP, signal.SIG_IGN)
 """SIGHUP and its handler in a process started with `nohup`."""
 
 EXIT_SENTINEL = 0
-"""Byte that ends the watching thread; it is not the number of a signal."""
+"""Byte that ends the watching thread; no signal has this number."""
 
 STOPPING_MESSAGE = "stopping with a checkpoint: a step still generating is dropped, an update is completed"
 FINISHING_MESSAGE = "all steps are done; the remaining files are being written"
@@ -45,7 +45,7 @@ class StopDecision(NamedTuple):
     """Exit code of every host; 0 if no host has to stop."""
     save_is_due: bool
     end_is_asked: bool
-    """Whether the caller asked for the end of the run on any host."""
+    """Whether the caller on any host asked to end the run."""
     signaled_hosts: tuple[int, ...]
     """Hosts that have received a signal."""
 

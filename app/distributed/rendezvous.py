@@ -28,7 +28,7 @@ PROTOCOL_GREETING = "grpo roll call 1"
 """Part of every message, so that another program is not mistaken for a peer."""
 MAX_LINE_BYTES = 1 << 14
 LINE_TIMEOUT_S = 3.0
-"""Longest wait for a message after a connection."""
+"""Maximum wait for a message after a connection."""
 LIVENESS_POLL_S = 1.0
 """Interval at which process 0 checks that the connected processes are still alive."""
 RETRY_S = 0.1
@@ -41,7 +41,7 @@ MANUAL_SETTINGS_HINT = "set mesh.coordinator_address, mesh.num_processes and mes
 
 
 class ClusterMember(NamedTuple):
-    """The cluster, and this process's id in it."""
+    """A cluster and this process's id in it."""
 
     coordinator_address: str
     """`host:port` of process 0."""
@@ -97,7 +97,7 @@ class Peer(NamedTuple):
 
 
 class _Patience:
-    """Limits the wait for other processes, and says on stderr once what is late."""
+    """Limits the wait for other processes and reports once on stderr who is late."""
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
@@ -105,7 +105,7 @@ class _Patience:
         self._has_told = False
 
     def left_s(self, late: str) -> float:
-        """Returns the seconds that are left; raises InputError if there are none because of what is `late`."""
+        """Returns the remaining seconds; raises InputError, naming what is `late`, if there are none."""
         waited_s = time.monotonic() - self._start
         if waited_s >= self._timeout_s:
             raise InputError(
@@ -196,7 +196,7 @@ def _listen(member: ClusterMember) -> socket.socket:
         )
         if error.errno == errno.EADDRINUSE:
             with suppress(OSError):
-                _query(member, LINE_TIMEOUT_S)  # another process 0 replies that there are two
+                _query(member, LINE_TIMEOUT_S)  # a second process 0 learns that the id is taken
             problem = (
                 f"port {port} of {address} is in use by another program or by a run that has not ended; stop it, or "
                 "choose another port on every host"
@@ -205,10 +205,10 @@ def _listen(member: ClusterMember) -> socket.socket:
 
 
 def _accept_peer(member: ClusterMember, peers: dict[int, Peer], connection: socket.socket) -> None:
-    """Adds a newly connected process, or closes the connection of another program.
+    """Adds a newly connected process, or closes a connection from another program.
 
     Raises:
-        InputError: the process has the id of another one, or another process count; it is told so.
+        InputError: the process has a duplicate id or a different process count; it is also told so.
     """
     message = None
     with suppress(OSError):
@@ -253,15 +253,15 @@ def _wait_for_process_0(member: ClusterMember, patience: _Patience) -> None:
 
 
 def _query(member: ClusterMember, timeout_s: float) -> bool:
-    """Returns whether process 0 replies that all are there; False if another program replies, or ends the connection.
+    """Returns whether process 0 replies that all are there; False if another program replies or closes the connection.
 
     Raises:
-        InputError: process 0 replies what is wrong.
+        InputError: process 0 replies with an error.
         OSError: it cannot be reached, or does not reply in time (TimeoutError).
     """
     with socket.create_connection(_split_host_port(member.coordinator_address), timeout=timeout_s) as connection:
         _send_message(connection, **member._asdict(), name=_process_name())
-        # Longer than process 0 waits: its reply says who is missing, and leaving early would add this process.
+        # Wait longer than process 0: its reply says who is missing, and this process would be missing if it left early.
         answer = _receive_message(connection, timeout_s + LINE_TIMEOUT_S)
     if answer is not None and answer["problem"] is not None:
         raise InputError(answer["problem"])
@@ -276,7 +276,7 @@ def _send_message(connection: socket.socket, **message: Any) -> None:
 
 
 def _receive_message(connection: socket.socket, timeout_s: float) -> dict[str, Any] | None:
-    """Returns the message of the peer; None if another program has written. Raises OSError if nothing arrives."""
+    """Returns the peer's message; None if the peer is another program. Raises OSError if nothing arrives."""
     connection.settimeout(timeout_s)
     with connection.makefile("rb") as file:
         line = file.readline(MAX_LINE_BYTES)

@@ -19,9 +19,9 @@ FAILED_TOPIC = "failed"
 DONE_TOPIC = "ended"
 """Topic of the notice posted by a host that has finished."""
 EXITING_TOPIC = "leaving"
-"""Topic of the notice posted by a host that exits alone; the others cannot continue without it and exit too."""
+"""Topic of the notice posted by a host that exits alone; the others cannot continue without it and also exit."""
 HEARTBEAT_S = 60
-"""Seconds without a heartbeat from one host after which JAX ends the others; saving to a slow disk may hold it up."""
+"""Seconds without a host's heartbeat after which JAX ends the others; saving to a slow disk may delay a heartbeat."""
 COORDINATOR_LINGER_S = 2.0
 """Delay of process 0's exit: when it exits, JAX aborts the others at once."""
 COMMON_FAILURE_WINDOW_S = 5.0

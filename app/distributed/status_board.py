@@ -1,7 +1,7 @@
 """Status board: short notices that hosts exchange at any time, without waiting for each other.
 
-Collectives exchange values at fixed points of the program. A notice, such as that of a signal or a hang, can be posted
-at any time; it is sent through the key-value store of `jax.distributed`.
+Collectives exchange values at fixed points of the program. A notice, such as of a signal or a hang, can be posted at
+any time; it is sent through the key-value store of `jax.distributed`.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class StatusBoard:
         return {host: text for (about, host), text in list(self._notices.items()) if about == topic}
 
     def read_others(self, topic: str) -> Mapping[int, str]:
-        """Returns what `read` does, without this host's own notice."""
+        """Like `read`, but without this host's own notice."""
         return {host: text for host, text in self.read(topic).items() if host != self.host}
 
     def _sync_loop(self) -> None:

@@ -8,7 +8,7 @@ StopCheck = Callable[[], bool]
 """Returns whether generation must stop at the end of the current segment. Thread-safe; once true, it stays true."""
 
 STOP_CHECK_INTERVAL_S = 1.0
-"""Longest wait for anything but devices after which to check whether to stop."""
+"""Maximum time between stop checks while waiting for anything other than devices."""
 
 
 class StoppedError(Exception):

@@ -37,14 +37,14 @@ class ActivePhase(NamedTuple):
     since: float
     limit_s: float | None
     limit_name: str
-    """The limit as it is set."""
+    """The limit as shown in messages."""
 
 
 class Watchdog:
     """Context manager whose thread ends the process if a phase exceeds its limit.
 
     Args:
-        phase_s: the limit `watchdog.phase_s`. The first pass of a phase may take as long again, because it compiles.
+        phase_s: the limit `watchdog.phase_s`. The first pass of a phase may take twice as long, because it compiles.
         crash_dir: directory for the stack traces, in addition to stderr.
         status_board: board for the notice that makes the other hosts show their stack traces too.
     """

@@ -26,15 +26,15 @@ log = logging.getLogger(__name__)
 ANNOUNCED_PHASES = {"compile": "compiling the programs of the first phases", "evaluate": "evaluating"}
 """Long phases, logged when they begin if there is no terminal."""
 REDRAW_INTERVAL_S, LOG_INTERVAL_S = 0.1, 10.0
-"""Intervals between states of a rollout on a terminal, and between its lines elsewhere."""
+"""Interval between updates of a rollout's status on a terminal, and between its lines elsewhere."""
 MAX_SILENCE_S, POLL_INTERVAL_S = 60.0, 1.0
-"""Without a terminal, longest time without a line, and how often it is looked at."""
+"""Without a terminal: the longest time without a line, and the interval of checks for it."""
 NUM_TIMED_STEPS = 10
-"""Steps behind the estimate of the time that is left."""
+"""Number of recent steps used to estimate the remaining time."""
 
 
 def step_line(step: int, metrics: Mapping[str, Any], *, num_steps: int, left_s: float) -> str:
-    """Returns the main metrics of a step in one line. Those of the policy are None while only the critic is trained."""
+    """Returns the main metrics of a step in one line. The policy's are None while only the critic is trained."""
     parts = [f"step {step:>{len(str(num_steps))}}/{num_steps}"]
     if "reward/mean" in metrics:
         parts += [f"reward {metrics['reward/mean']:z.3f}", f"length {metrics['completions/mean_length']:.1f}"]
@@ -45,7 +45,7 @@ def step_line(step: int, metrics: Mapping[str, Any], *, num_steps: int, left_s: 
         for name, label in (("policy/kl", "kl"), ("policy/teacher_kl", "kl to the teacher")):
             if (kl := metrics.get(name)) is not None:
                 parts.append(f"{label} {kl:z.4f}")
-        # Nothing is clipped in the only update of a batch.
+        # A single update of a batch clips nothing.
         if clipped := sum(metrics.get(f"policy/clip_fraction_{bound}", 0.0) for bound in ("low", "high")):
             parts.append(f"clipped {format_percent(clipped)}")
         parts += [f"grad {metrics['policy/grad_norm']:.3g}", f"lr {metrics['policy/learning_rate']:.3g}"]
@@ -87,7 +87,7 @@ def _num_done(samples: SampleTable) -> int:
 
 
 class ProgressDisplay:
-    """Shows steps, the phase and its progress on stderr. Silent unless `enabled`, and without a terminal never long.
+    """Shows steps, the phase and its progress on stderr if `enabled`; without a terminal, never silent for long.
 
     Args:
         on_phase: called with the name of each phase.
@@ -104,7 +104,7 @@ class ProgressDisplay:
         clock: Callable[[], float] = time.monotonic,
     ):
         self._entered, self._num_steps, self._clock = on_phase, num_steps, clock
-        # Live on a terminal only: a notebook would keep every state of a bar.
+        # Bars only on a terminal: a notebook would keep every state of a bar.
         self._live = sys.stderr.isatty()
         self._console = Console(
             stderr=True, quiet=not enabled, highlight=False, force_terminal=self._live, force_jupyter=False
@@ -142,7 +142,7 @@ class ProgressDisplay:
             self.show_wait()
 
     def show_wait(self) -> None:
-        """Says what goes on, and for how long, if no line was printed for a while."""
+        """Prints the current phase and its duration if no line was printed for a while."""
         now, name = self._clock(), ANNOUNCED_PHASES.get(self._phase, self._phase)
         if now - self._last_line >= MAX_SILENCE_S:
             self.print_line(f"{name}: {now - self._phase_began:.0f} s so far{self._status and f', {self._status}'}")
@@ -167,7 +167,7 @@ class ProgressDisplay:
         self._progress.update(self._task, description=name, figures=self._figures)
 
     def follow(self, session: Session) -> None:
-        """Shows how far the generation of a session is from now on."""
+        """From now on, shows the progress of a generation session."""
         if session.workers is not None:
             session.workers.on_progress = self.update_rollout
         if session.continuous_batching is not None:

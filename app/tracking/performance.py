@@ -1,4 +1,4 @@
-"""FLOPs of a training step, and metrics of its speed, memory and schedules, which depend on timing."""
+"""FLOPs of a training step, and its timing-dependent metrics: speed, memory and schedules."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class NetworkPass(NamedTuple):
     """The FLOPs of a network's passes over the samples of a step."""
 
     sequence_flops: SequenceCost
-    """Lengths in tokens -> FLOPs of the blocks for a sequence of each length."""
+    """Sequence lengths in tokens -> FLOPs of the layers for each sequence."""
     head_flops: int
     """FLOPs of the LM head for a completion token; 0 for the single output of critic and reward model."""
     shares_prompts: bool
@@ -116,12 +116,12 @@ def make_step_flops(
 
 
 def network_pass(definition: DecoderDefinition, *, shares_prompts: bool, updates: int = 0) -> NetworkPass:
-    """Returns the FLOPs of a forward pass: those by which batches are balanced, plus adapters and LM head.
+    """Returns the FLOPs of a forward pass: those used to balance batches, plus adapters and LM head.
 
-    Backward costs twice as much, but of frozen matrices, which need no gradient of their own, as much as forward.
+    The backward pass costs twice as much; for frozen matrices, which have no gradient, as much as forward.
 
     Args:
-        updates: number of passes forward and backward in place of one forward pass.
+        updates: number of forward and backward passes; 0 = a forward pass only.
     """
     blocks, has_adapters = forward_flops(definition.architecture), definition.lora is not None
     adapters = 2 * definition.num_trainable if has_adapters else 0
@@ -165,9 +165,9 @@ def rollout_performance(counters: RolloutCounters) -> dict[str, float]:
 def schedule_performance(schedules: Sequence[ScheduleMetrics]) -> dict[str, float | None]:
     """Returns the schedule metrics of a step's rollouts, over all hosts; empty without schedules.
 
-    Hosts wait for each other after every rollout, so the makespan is that of the slowest host. Fractions are averaged
-    over time. The recall is None if no sample was longer than the others, the tail if rollouts are asynchronous, and
-    what says something about verdicts if the policy gives none.
+    Hosts wait for each other after every rollout, so the makespan is the slowest host's. Fractions are averaged over
+    time. None: the recall if no sample was longer than the others, the tail if rollouts are asynchronous, and the
+    metrics of verdicts if the scheduling policy gives none.
     """
     if not schedules:
         return {}

@@ -26,7 +26,7 @@ SLOT_HEIGHT, LANE_GAP = 0.11, 0.8
 """Height of a slot, in inches, and gap between workers, in slots."""
 MERGE_GAP_S = 1e-6
 WIDTH, MIN_HEIGHT, MAX_HEIGHT = 10.0, 2.1, 16.5
-"""Width of the plot, and limits of its height, in inches; the slots of a higher one are thinner."""
+"""Width of the plot and limits of its height, in inches; slots become thinner if there are too many."""
 MARGIN = 1.45
 """Height in inches of titles, axis and legend."""
 SUPPORTED_SUFFIXES = (".png", ".html")
@@ -34,11 +34,11 @@ SUPPORTED_SUFFIXES = (".png", ".html")
 
 @dataclass(frozen=True)
 class Timeline:
-    """The schedule of a rollout, whose time starts at its first submission."""
+    """The schedule of a rollout; time starts at the first submission."""
 
     heading: str
     figures: str
-    """The metrics of the schedule, in a line."""
+    """The metrics of the schedule, in one line."""
     slots: dict[str, int]
     """Each worker's number of slots by name."""
     spans: Sequence[Span]
@@ -82,7 +82,7 @@ def write_timeline(path: Path, timeline: Timeline) -> None:
 def render_timeline(timeline: Timeline, *, kind: Literal["png", "svg"]) -> bytes:
     """Returns an image; equal timelines give equal bytes.
 
-    An SVG is for a page, which has the heading and whose background and fonts it uses.
+    An SVG is for a page: it has no title and uses the page's background and fonts.
     """
     with new_figure(*timeline.size, salt="timeline") as figure:
         _draw(figure.add_subplot(), timeline)

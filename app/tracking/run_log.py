@@ -100,13 +100,13 @@ class RunLog:
         # The line of the last step is missing if its evaluation was interrupted.
         if last_step is not None and last_line < last_step - 1:
             missing = f"steps {last_line + 1} to {last_step}"
-            log.warning("%s has no lines of %s; report and alerts go without them", run.metrics_path, missing)
-        # First, because it marks the folder as a run's, in which a killed start may be repeated.
+            log.warning("%s has no lines for %s; report and alerts omit them", run.metrics_path, missing)
+        # Written first: it marks the folder as a run directory, so that a killed start can be repeated.
         earlier = run.sessions_path.read_bytes() if last_step is not None and run.sessions_path.exists() else b""
         # The last line is incomplete if the program was killed.
         separator = b"\n" if earlier and not earlier.endswith(b"\n") else b""
         line = json.dumps({**session_record(), **session_fields}).encode() + b"\n"
-        # The file is replaced, so that a link is not written through.
+        # Replace the file rather than write through a link.
         write_atomic(run.sessions_path, earlier + separator + line)
         write_atomic(run.metrics_path, b"".join(line for line, _ in kept))
         self._file = self._open()
@@ -128,7 +128,7 @@ class RunLog:
         """
         record = replace_nonfinite({"step": step, **metrics})
         if not self.run.metrics_path.exists():
-            log.warning("%s was deleted during the run, and is written again", self.run.metrics_path)
+            log.warning("%s was deleted during the run and has been rewritten", self.run.metrics_path)
             lines = "".join(json.dumps(line, allow_nan=False) + "\n" for line in self.history)
             write_atomic(self.run.metrics_path, lines.encode())
             self._file.close()
@@ -144,14 +144,14 @@ class RunLog:
             self._tensorboard.flush()
 
     def alert(self, alert: Alert) -> None:
-        """Sends an alert to TensorBoard and wandb; it is not in other files, because it follows from the metrics."""
+        """Sends an alert to TensorBoard and wandb; other files omit it, because it can be derived from the metrics."""
         if self._tensorboard is not None:
             self._tensorboard.add_text(f"alerts/{alert.title}", alert.text, alert.step)
         if self._wandb is not None:
             self._wandb.alert(title=alert.title, text=f"Step {alert.step}. {alert.text}")
 
     def close(self) -> None:
-        with suppress(OSError):  # A line that could not be written has raised it before, and is tried again here.
+        with suppress(OSError):  # The error was already raised when the line could not be written; try again here.
             self._file.close()
         if self._tensorboard is not None:
             self._tensorboard.close()
@@ -192,10 +192,10 @@ def open_wandb(run: RunDirectory, resolved: Resolved, wandb_id: str | None) -> A
 
 
 def open_tensorboard(run: RunDirectory, resolved: Resolved, *, next_step: int) -> SummaryWriter | None:
-    """Returns a writer of TensorBoard events, which begin with the settings, if `logging.tensorboard` is set.
+    """Returns a TensorBoard writer that has logged the settings, if `logging.tensorboard` is set.
 
     Args:
-        next_step: events of this step and later ones, which an earlier session may have left, are superseded.
+        next_step: later events from an earlier session, from this step on, are superseded.
     """
     if not resolved.settings.logging.tensorboard:
         return None

@@ -1,7 +1,7 @@
-"""A copy of a run in a bucket: written by a thread of its own while the run goes on, and fetched where it goes on.
+"""Mirrors a run to a bucket: its own thread writes the copy during the run, and a resumed run fetches it.
 
-Objects are replaced whole, so that each is old or new. A checkpoint counts once its last object, the marker with the
-sizes of all others, is there.
+Objects are replaced atomically. A checkpoint counts once its marker, which is written last and has the sizes of all
+other objects, is there.
 """
 
 from __future__ import annotations
@@ -30,26 +30,26 @@ from settings.schema.run import RunSettings
 log = logging.getLogger(__name__)
 
 MARKER = ".complete"
-"""End of the name of a checkpoint's marker."""
+"""Suffix of a checkpoint's marker."""
 BEST = f"checkpoints/{BEST_LINK}"
-"""Object with the step to which the link of that name points."""
+"""Object that contains the step to which the link of this name points."""
 LEASE = "lease.json"
 RENEW_S, LEASE_S = 10.0, 30.0
-"""Seconds between the renewals of a lease, and after which one that was not renewed is over."""
+"""Seconds between renewals of a lease, and until a lease without renewal expires."""
 FINISH_S, STOP_S = 600.0, 25.0
-"""Longest time that the end of a run waits for its copy; after a signal or an error."""
+"""Maximum seconds that a finished run waits for its copy, and one that ends by a signal or an error."""
 SLOW_S = 5.0
-"""Seconds after which a line says that the first answer of a bucket is awaited."""
+"""Seconds after which a message says that the bucket has not answered yet."""
 MAX_DELAY_S = 60.0
-"""Longest wait before an attempt to write again."""
+"""Maximum wait before the next attempt to write."""
 LEFT_OUT = frozenset({".lock", "checkpoints", "wandb"})
-"""Files and folders of a run that are mirrored in another way, or not at all."""
+"""Files and folders of a run that are mirrored differently or not at all."""
 EXTRAS = {"gs": "gcs", "gcs": "gcs", "s3": "s3"}
 """Package extra for each scheme."""
 
 
 def bucket_of(run: RunSettings) -> Bucket:
-    """Returns the folder of a bucket to which the settings send a copy of the run."""
+    """Returns the bucket folder to which the settings mirror the run."""
     return Bucket(f"{run.dir.rstrip('/')}/{run.name}")
 
 
@@ -57,10 +57,10 @@ class Bucket:
     """A folder of a bucket.
 
     Args:
-        option: what names it, in errors.
+        option: the setting or option with the address, for errors.
 
     Raises:
-        InputError: the package for such addresses is not installed.
+            InputError: the package for this kind of address is not installed.
     """
 
     def __init__(self, address: str, *, option: str = "run.dir"):
@@ -71,11 +71,11 @@ class Bucket:
         except ImportError as error:
             way = f"pip install 'grpo-jax[{EXTRAS[scheme]}]'"
             raise InputError(f"{option}: {address} cannot be opened ({error}); {way}") from error
-        # It logs a traceback of each error that it raises.
+        # It logs a traceback for each error that it raises.
         logging.getLogger("gcsfs").setLevel(logging.CRITICAL)
 
     def check(self, resume: Resume) -> None:
-        """Raises InputError if the folder cannot be written, read and cleared, or has a run and `resume` is `never`."""
+        """Raises InputError if objects cannot be written, read or deleted, or a run exists and `resume` is `never`."""
         probe = f".grpo-{uuid.uuid4().hex}"
         with self._explain_failure("read, written and cleared"):
             self.write(probe, b"probe")
@@ -97,8 +97,8 @@ class Bucket:
         except Exception as error:
             reason = " ".join(f"{type(error).__name__}: {error}".split())
             raise InputError(
-                f"{self._option}: {self.address} cannot be {what} ({reason}); check that the bucket exists and what "
-                "this machine's account may do there"
+                f"{self._option}: {self.address} cannot be {what} ({reason}); check that the bucket exists and that "
+                "this machine's account has access"
             ) from error
         finally:
             timer.cancel()
@@ -109,12 +109,12 @@ class Bucket:
             return self._files.exists(f"{self._root}/sessions.jsonl")
 
     def run_names(self, pattern: str) -> list[str]:
-        """Returns the names of the runs in this folder that match."""
+        """Returns the names of the matching runs in this folder."""
         with self._explain_failure("read"):
             return [path.split("/")[-2] for path in self._files.glob(f"{self._root}/{pattern}/sessions.jsonl")]
 
     def sizes(self) -> dict[str, int]:
-        """Returns the size of each object, by its name in this folder."""
+        """Returns the size of each object by its name in this folder."""
         found = self._files.find(self._root, detail=True)
         return {name[len(self._root) + 1 :]: int(facts["size"]) for name, facts in found.items()}
 
@@ -136,7 +136,7 @@ class Bucket:
 
 
 def complete_steps(bucket: Bucket, sizes: Mapping[str, int]) -> dict[int, list[str]]:
-    """Returns the objects of each complete checkpoint, by its step."""
+    """Returns the objects of each complete checkpoint by step."""
     found = {}
     for name in sizes:
         step = name.removeprefix("checkpoints/").removesuffix(MARKER)
@@ -148,9 +148,9 @@ def complete_steps(bucket: Bucket, sizes: Mapping[str, int]) -> dict[int, list[s
 
 
 def fetch_run(bucket: Bucket, run: RunDirectory) -> str:
-    """Fetches a run whose copy has a newer checkpoint than the directory; returns a line about it, or "".
+    """Fetches a run if its copy has a newer checkpoint than the directory; returns a line about it, or "".
 
-    Its small files come first; checkpoints appear whole, under a temporary name before.
+    Small files are fetched first; checkpoints have a temporary name until they are complete.
 
     Raises:
         InputError: the disk has too little space.
@@ -158,7 +158,7 @@ def fetch_run(bucket: Bucket, run: RunDirectory) -> str:
     sizes = bucket.sizes()
     steps = complete_steps(bucket, sizes)
     newest = max(run.checkpoint_steps, default=-1)
-    # Lines of later steps than the newest checkpoint are for reports.
+    # Lines of steps after the newest checkpoint are only for reports.
     num_bytes = run.metrics_path.stat().st_size if run.metrics_path.exists() else -1
     has_more = (max(steps, default=-1), sizes.get(run.metrics_path.name, -1)) > (newest, num_bytes)
     if not has_more and (run.has_settings or run.sessions_path.name not in sizes):
@@ -167,8 +167,8 @@ def fetch_run(bucket: Bucket, run: RunDirectory) -> str:
     free = shutil.disk_usage(next(parent for parent in run.path.absolute().parents if parent.is_dir())).free
     if needed > free:
         raise InputError(
-            f"{bucket.address} has {format_bytes(needed)} to fetch, and {format_bytes(free)} are free where {run.path} "
-            "would be; free some space, or start in another folder"
+            f"{bucket.address} takes {format_bytes(needed)}, but only {format_bytes(free)} are free on the disk of "
+            f"{run.path}; free some space, or start in another folder"
         )
     for name in sizes:
         if not name.startswith("checkpoints/") and name != LEASE:
@@ -198,15 +198,15 @@ def read_lease(bucket: Bucket) -> dict[str, Any] | None:
 
 
 def check_lease(bucket: Bucket) -> None:
-    """Waits until the lease of a process that ended without giving it back is over.
+    """Waits for the lease of a process that died without releasing it to expire.
 
     Raises:
-        InputError: a process writes the copy.
+        InputError: another process is writing the copy.
     """
     end = time.monotonic() + LEASE_S
     first = last = read_lease(bucket)
     if first is not None:
-        log.warning("%s: the last process did not end well; waiting up to %g s", bucket.address, LEASE_S)
+        log.warning("%s: the last process did not release its lease; waiting up to %g s", bucket.address, LEASE_S)
     while last is not None and time.monotonic() < end:
         if last != first:
             raise InputError(
@@ -218,17 +218,17 @@ def check_lease(bucket: Bucket) -> None:
 
 
 class LeaseLostError(RuntimeError):
-    """Another process has begun to write this run."""
+    """Another process has started to write this run."""
 
 
 class RunMirror:
-    """Holds the lease of a run's copy in a bucket and, once it is started, writes the run's files there.
+    """Holds the lease of a run's copy in a bucket and, once started, writes the run's files there.
 
-    A thread of its own does so until the block ends, for which nothing but the end of the block waits. What could not
-    be written is tried again, and told.
+    A thread writes until the block ends; only the end of the block waits for it. Failed writes are reported and
+    retried.
 
     Raises:
-        InputError: another process writes this run.
+        InputError: another process is writing this run.
     """
 
     def __init__(self, run: RunDirectory, bucket: Bucket):
@@ -239,14 +239,14 @@ class RunMirror:
         """Size and time of the files that are in the bucket, by name."""
         self._begun: set[int] = set()
         self._steps: set[int] = set()
-        """Steps of this directory whose checkpoints are in the bucket, at least in part, and whole."""
+        """Steps whose checkpoints are at least partly in the bucket, and completely."""
         self._best = 0
         """Step of the best checkpoint that the bucket names."""
         self._wake, self._is_ending, self._is_started = threading.Event(), threading.Event(), threading.Event()
         self._problem: LeaseLostError | None = None
         self._behind_since: float | None = None
         self.timeout_s = FINISH_S
-        """Longest time that the end of the block waits for what is missing."""
+        """Maximum time that the end of the block waits for missing files."""
         self._thread = threading.Thread(target=self._work, name="run mirror", daemon=True)
 
     def __enter__(self) -> RunMirror:
@@ -255,7 +255,7 @@ class RunMirror:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        """Writes what is missing and gives the lease back; after the time, a warning says what is in the bucket."""
+        """Writes missing files and releases the lease; after the time-out, a warning says what is in the bucket."""
         timeout_s = self.timeout_s if kind is None else min(STOP_S, self.timeout_s)
         self._is_ending.set()
         self._wake.set()
@@ -267,15 +267,15 @@ class RunMirror:
             log.warning(text, self._bucket.address, timeout_s, last)
 
     def start(self) -> None:
-        """Begins to write: the directory has what the copy had."""
+        """Starts to write; the directory must already have everything from the copy."""
         self._is_started.set()
         self._wake.set()
 
     def request(self) -> None:
-        """Says that files may have changed.
+        """Tells the thread that files may have changed.
 
         Raises:
-            LeaseLostError: another process has begun to write this run.
+            LeaseLostError: another process has started to write this run.
         """
         if self._problem is not None:
             raise self._problem
@@ -296,7 +296,7 @@ class RunMirror:
                     return
             except LeaseLostError as error:
                 self._problem = error
-            # Every exception: the network and each library have their own, and the run goes on without its copy.
+            # Every exception: each library has its own network errors, and the run continues without its copy.
             except Exception as error:
                 delay = min(MAX_DELAY_S, 2 * delay or 1.0)
                 self._tell_behind(error)
@@ -313,12 +313,14 @@ class RunMirror:
         if self._behind_since is None:
             self._behind_since = time.monotonic()
             text = f"{type(error).__name__}: {error}"
-            log.warning("%s cannot be written (%s); the run goes on, and it is tried again", self._bucket.address, text)
+            log.warning(
+                "%s cannot be written (%s); the run continues, and writing is retried", self._bucket.address, text
+            )
 
     def _tell_caught_up(self) -> None:
         if self._behind_since is not None:
             log.warning(
-                "%s is written again, after %.0f s", self._bucket.address, time.monotonic() - self._behind_since
+                "%s can be written again, after %.0f s", self._bucket.address, time.monotonic() - self._behind_since
             )
             self._behind_since = None
 
@@ -360,12 +362,12 @@ class RunMirror:
         for path in sorted(path for path in folder.rglob("*") if path.is_file()):
             name = path.relative_to(self._run.path).as_posix()
             self._write_file(path, name)
-            if not folder.is_dir():  # It was deleted meanwhile, as the run keeps only the newest.
+            if not folder.is_dir():  # It has been deleted since, because the run keeps only the newest.
                 return
             if path.parent.name != "progress":
                 sizes[name] = self._sent[name][0]
             self._renew_lease()
-            if self._wake.is_set():  # A step has ended meanwhile: its lines need not wait for the other arrays.
+            if self._wake.is_set():  # A step has ended in the meantime: its lines need not wait for the other arrays.
                 self._write_files()
         if sizes:
             self._bucket.write(f"checkpoints/{step}{MARKER}", json.dumps(sizes).encode())
@@ -387,20 +389,22 @@ class RunMirror:
         self._begun.remove(step)
 
     def _take_lease(self) -> None:
-        """Takes the lease, once another one that is there is given back or over."""
+        """Takes the lease once an existing one is released or expired."""
         check_lease(self._bucket)
         self._write_lease()
-        # Of two that start at once, the later one's stays.
+        # If two processes start at once, the later one keeps the lease.
         time.sleep(1.0)
         if (read_lease(self._bucket) or {}).get("owner") != self._owner:
-            raise InputError(f"run.dir: another process has begun to write {self._bucket.address}; start again later")
+            raise InputError(f"run.dir: another process has started to write {self._bucket.address}; try again later")
 
     def _renew_lease(self) -> None:
         if time.monotonic() - self._renewed < RENEW_S:
             return
         found = read_lease(self._bucket)
         if found is not None and found["owner"] != self._owner:
-            raise LeaseLostError(f"another process, on {found.get('host')}, has begun to write {self._bucket.address}")
+            raise LeaseLostError(
+                f"another process, on {found.get('host')}, has started to write {self._bucket.address}"
+            )
         self._write_lease()
 
     def _write_lease(self) -> None:

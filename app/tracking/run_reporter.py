@@ -30,9 +30,9 @@ from settings.schema.run import LoggingSettings
 
 log = logging.getLogger(__name__)
 NUM_GROUPS = 2
-"""Groups shown per step, with two samples each: more would push the progress off the screen."""
+"""Groups shown per step, with two samples each; more would push the progress off the screen."""
 PROMPT_CHARACTERS, COMPLETION_CHARACTERS, NAME_CHARACTERS = 160, 320, 40
-"""Maximum lengths of texts; the whole samples are in rollouts/."""
+"""Maximum lengths of shown texts; rollouts/ has the whole samples."""
 
 
 @dataclass
@@ -44,9 +44,9 @@ class RunReporter:
     display: ProgressDisplay
     run_log: RunLog | NullRunLog
     timeline: Callable[[], Timeline | None]
-    """Returns that of the last step's rollout on this host, if there is one."""
+    """Returns the timeline of the last step's rollout on this host, if there is one."""
     mirror: RunMirror | None = None
-    """What copies the run to a bucket."""
+    """Copies the run to a bucket."""
     _alerts: AlertMonitor = field(init=False)
 
     def __post_init__(self) -> None:
@@ -63,7 +63,7 @@ class RunReporter:
             self.mirror.request()
 
     def write_metrics(self, step: int, metrics: dict[str, Any]) -> list[Alert]:
-        """Writes a line of metrics, and returns the alerts that it raises."""
+        """Writes a line of metrics and returns the alerts that it raises."""
         self.run_log.write_metrics(step, metrics)
         return self._alerts.observe({"step": step, **metrics})
 
@@ -104,13 +104,13 @@ def _warn_if_unwritten(what: str, *, advice: str = "") -> Iterator[None]:
     """Logs why a page could not be written."""
     try:
         yield
-    # Every exception: whatever files, plots or templates do, a run ends as it would without pages.
+    # Every exception: a failing page must not change how a run ends.
     except Exception as error:
         log.warning("the %s could not be written (%s: %s)%s", what, type(error).__name__, error, advice)
 
 
 def sample_lines(samples: Sequence[Sample], *, step: int) -> list[str]:
-    """Returns the best and the worst sample of the groups with the largest reward std, the first groups in a tie."""
+    """Returns the best and worst samples of the groups with the largest reward std; in a tie, of the first groups."""
     groups: dict[int, list[Sample]] = {}
     for sample in samples:
         groups.setdefault(sample.group_id, []).append(sample)
@@ -118,7 +118,7 @@ def sample_lines(samples: Sequence[Sample], *, step: int) -> list[str]:
     lines = [f"completions of step {step}"] if selected else []
     for group in selected:
         best, worst = max(group, key=_reward_or_zero), min(group, key=_reward_or_zero)
-        # The solution of a problem ends with what is graded.
+        # The graded answer is at the end of a solution.
         graded = (to_text(best.prompt.answer) or "–").strip().rpartition("\n")[2]
         answer = truncate_middle(graded, limit=NAME_CHARACTERS)
         lines.append(f"  {truncate_middle(_prompt_text(best.prompt.source), limit=PROMPT_CHARACTERS)}  [{answer}]")
@@ -142,7 +142,7 @@ def _to_text(sample: Sample) -> str:
 
 
 def _written_text(sample: Sample) -> str:
-    """Returns what the policy wrote, turn by turn, with what its tools and its environment answered."""
+    """Returns the policy's turns with the answers of its tools and environment."""
     texts = [sample.completion]
     if sample.episode is not None:
         texts = []
@@ -160,7 +160,7 @@ def _prompt_text(source: str | Messages) -> str:
 
 
 def truncate_middle(text: str, *, limit: int) -> str:
-    """Returns a text as one printable line, shortened in the middle to about `limit` characters."""
+    """Returns a text as one printable line, with the middle cut out beyond about `limit` characters."""
     if len(text) > limit:
         head = limit * 2 // 3
         text = f"{text[:head]} … {text[-(limit - head) :]}"

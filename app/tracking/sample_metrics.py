@@ -16,9 +16,9 @@ from app.reward.aggregate import RewardedSamples
 from app.update.kl import k1, k3
 
 TOOL_COUNTS = ("tool_calls", "tool_errors")
-"""Numbers of a turn that are added up over the sample."""
+"""Numbers of a turn that are summed over the sample."""
 MAX_NAMES = 32
-"""Most scores, and most numbers of its own, that are recorded of an environment."""
+"""Maximum number of scores, and of custom numbers, recorded for an environment."""
 
 
 def sample_metrics(
@@ -91,8 +91,8 @@ def reward_counts(scored: RewardedSamples) -> dict[str, float]:
 def mismatch_metrics(samples: Sequence[Sample]) -> dict[str, float]:
     """Returns perplexities and divergence of the sampler and the trainer; empty if no sample has `policy_logprobs`.
 
-    Perplexities are exp(-mean of a sample's logprobs), in the mean over samples; `log_ppl_diff` is the mean of
-    log(training / rollout). The KL of the sampler to the trainer is in the mean over tokens: `kl` is E[d], `k3_kl` is
+    Perplexities are exp(-mean of a sample's logprobs), averaged over samples; `log_ppl_diff` is the mean of
+    log(training / rollout). The KL of the sampler to the trainer is averaged over tokens: `kl` is E[d], `k3_kl` is
     E[exp(-d) + d - 1], with d = behavior_logprobs - policy_logprobs. This is a collective call.
 
     Source: `compute_offpolicy_metrics` of verl (`trainer/ppo/rollout_corr_helper.py`), for the names and definitions.

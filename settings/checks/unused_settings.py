@@ -255,7 +255,8 @@ def launch_notices(resolved: Resolved) -> tuple[str, ...]:
 def unused_setting_notices(resolved: Resolved, sections: tuple[str, ...] = ("",)) -> tuple[str, ...]:
     """Returns a line for each condition that is not met, with the user's settings that need it.
 
-    Args: sections: prefixes of the settings that the command reads.
+    Args:
+        sections: prefixes of the settings that the command reads.
     """
     lines = []
     for condition, is_met, fields in USAGE_CONDITIONS:

@@ -60,7 +60,7 @@ def test_a_resumed_log_keeps_the_readable_lines_up_to_the_checkpoint(run, caplog
     run.metrics_path.write_bytes(b"".join([lines[0], b"\xff\n{}\n", *lines[2:], b'{"step": 7, "lo']))
     assert [line["step"] for line in written(run, range(7, 8), last_step=9).history] == [0, *range(2, 8)]
     # The file has no last line for the step of the checkpoint only if an evaluation was interrupted.
-    assert caplog.messages == [f"{run.metrics_path} has no lines of steps 7 to 9; report and alerts go without them"]
+    assert caplog.messages == [f"{run.metrics_path} has no lines for steps 7 to 9; report and alerts omit them"]
     assert written(run, range(0)).history == []
     assert run.metrics_path.read_text() == ""
 

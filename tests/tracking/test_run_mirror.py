@@ -95,7 +95,7 @@ def test_only_one_process_writes_a_run(run: RunDirectory, address: str) -> None:
             RunMirror(run, Bucket(address)).__enter__()
         # As one that started before the first had renewed its lease.
         Bucket(address).write(run_mirror.LEASE, b'{"owner": "another", "host": "vm-2"}')
-        with pytest.raises(LeaseLostError, match="on vm-2, has begun to write"):
+        with pytest.raises(LeaseLostError, match="on vm-2, has started to write"):
             wait_for(lambda: first.request())
     # Whoever held it is gone.
     with RunMirror(run, Bucket(address)):
@@ -140,7 +140,7 @@ def test_unusable_bucket_is_one_error_before_jax_is_loaded(server, in_folder: No
         result = here("train", *settings(f"run.dir={nowhere}", *overrides))
         assert result.exit_code == 2 and result.stderr.count("\n") == 1 and not any(tmp_path.iterdir())
         assert result.stderr.startswith(f"error: run.dir: {address} cannot be {what} (FileNotFoundError: ")
-        assert "); check that the bucket exists and what this machine's account may do there" in result.stderr
+        assert "); check that the bucket exists and that this machine's account has access" in result.stderr
 
 
 def test_bucket_without_permission_is_one_error(in_folder: None, tmp_path: Path) -> None:

@@ -1,13 +1,13 @@
-"""GAE in numpy on the host: differences, chunk scan, advantages and returns of one block of tokens after another.
+"""GAE in numpy on the host, block by block: differences, chunk scan, advantages and returns.
 
-Rows become one array of tokens whose sequences follow each other, shared out to threads; tokens that the recurrence
-skips are left out. In blocks from the last to the first, so that inputs and outputs cross main memory once, the scan
-takes chunks of `CHUNK_STEPS` steps: the first step of each chunk, by a product with one column of decays; the carries
-between chunks, by the same scan with one step per chunk; and all steps, by one product with a matrix of decays. A chunk
-in which one sequence ends and another begins is solved step by step, together with all others of its kind.
+Rows are concatenated into one array of tokens, without those that the recurrence skips, and divided among threads.
+Blocks are solved from the last to the first, so that inputs and outputs cross main memory once. The scan has chunks of
+`CHUNK_STEPS` steps: it computes the first step of each chunk by a product with one column of decays; the carries
+between chunks by the same scan with one step per chunk; and all steps by one product with a matrix of decays. Chunks in
+which one sequence ends and another begins are solved together, step by step.
 
-Discounts that differ from token to token have no such matrix: `solve_variable_decay` solves all chunks at once, step by
-step, in float64.
+For discounts per token there is no such matrix: `solve_variable_decay` solves all chunks at once, step by step, in
+float64.
 
 Source: the chunked form of linear attention, applied to GAE in THUDM/slime.
 """
@@ -28,13 +28,13 @@ from app.advantage.gae.recurrence import HostOrDevice, Number, TokenAdvantages, 
 
 CHUNK_STEPS = 16
 STACKED_CHUNKS = 64
-"""Chunks per product: too few for BLAS to use threads, which wait for each other where other processes run, too."""
+"""Chunks per product: few enough that BLAS uses one thread. Its threads stall when other processes use the cores."""
 FEW_STEPS = 512
 """Largest number of steps that a loop in Python solves; at least `STACKED_CHUNKS`, the chunks of one product."""
 THREAD_TOKENS = 1 << 19
-"""Tokens that are worth a thread."""
+"""Tokens per thread, at least."""
 BLOCK_TOKENS = 1 << 18
-"""Tokens per block: four arrays of them fit into the cache that cores share."""
+"""Tokens per block: four arrays of this size fit into the shared cache."""
 
 
 Ends = Int[np.ndarray, "S"]
@@ -42,22 +42,22 @@ Ends = Int[np.ndarray, "S"]
 
 
 class Sequences(NamedTuple):
-    """Sequences of N tokens that follow each other."""
+    """Consecutive sequences with N tokens in total."""
 
     rewards: Float32[np.ndarray, "N"]
     values: Float32[np.ndarray, "N"]
     ends: Ends
-    """The last of them is N - 1."""
+    """Indices of the sequences' last tokens; the last index is N - 1."""
     after: Float32[np.ndarray, "S"]
     """The value after each sequence."""
     output: TokenAdvantages
-    """Receives advantages and returns, [N] each; zeros at first."""
+    """Receives advantages and returns, [N] each; initially zeros."""
 
     @classmethod
     def from_rows(
         cls, rewards: HostOrDevice, values: HostOrDevice, *, ends: HostOrDevice | None, bootstrap: HostOrDevice | None
     ) -> Sequences:
-        """Returns the sequences of rows; arguments are those of `generalized_advantages`."""
+        """Returns the sequences of rows; for the arguments see `generalized_advantages`."""
         num_rows, num_tokens = rewards.shape
         last = np.arange(1, num_rows + 1) * num_tokens - 1
         after = np.asarray(values_after_rows(values, num_tokens, bootstrap), np.float32)
@@ -71,7 +71,7 @@ class Sequences(NamedTuple):
         return cls(flatten(rewards, np.float32), flatten(values[:, :num_tokens], np.float32), last, after, output)
 
     def cut(self, first: int, stop: int) -> tuple[Sequences, slice]:
-        """Returns the sequences from `first` to before `stop`, and the place of their tokens."""
+        """Returns the sequences `first` to `stop` (exclusive), and the slice of their tokens."""
         start = int(self.ends[first - 1]) + 1 if first else 0
         place = slice(start, int(self.ends[stop - 1]) + 1)
         rewards, values, *output = (x[place] for x in (self.rewards, self.values, *self.output))
@@ -80,7 +80,7 @@ class Sequences(NamedTuple):
         ), place
 
     def without_skipped(self, kept: Bool[np.ndarray, "N"] | None) -> tuple[Ends, Float32[np.ndarray, "S"]]:
-        """Returns `ends` and `after` of the sequences that remain of the tokens that are kept; None = all."""
+        """Returns `ends` and `after` of the sequences that have kept tokens; None = all."""
         if kept is None:
             return self.ends, self.after
         starts = np.append(0, self.ends[:-1] + 1)
@@ -88,14 +88,14 @@ class Sequences(NamedTuple):
         return (np.cumsum(counts) - 1)[counts > 0], self.after[counts > 0]
 
 
-@np.errstate(over="ignore", invalid="ignore")  # The caller looks at the results.
+@np.errstate(over="ignore", invalid="ignore")  # The caller checks the results.
 def _solve_masked(
     tokens: Sequences, written: Bool[np.ndarray, "N"] | None, mask_mode: str, solve: Callable[..., None]
 ) -> None:
-    """Solves sequences with the tokens outside `written` masked, whose results are 0 already.
+    """Solves sequences with the tokens outside `written` masked; their results stay 0.
 
     Args:
-        solve: fills the output of sequences, given them and which of their tokens are kept; None = all.
+        solve: (sequences, kept tokens or None for all) -> None; fills their output.
     """
     if written is None or mask_mode == "skip":
         solve(tokens, written)
@@ -114,7 +114,7 @@ def flatten(x: HostOrDevice, dtype: type) -> np.ndarray:
 
 
 class Steps(NamedTuple):
-    """The steps of the recurrence with discounts per token, in float64: the tokens that it does not skip."""
+    """The steps of the recurrence (all tokens that are not skipped) with discounts per token, in float64."""
 
     deltas: Float64[np.ndarray, "n"]
     """r_t + gamma_t V_{t+1} - V_t."""
@@ -159,7 +159,7 @@ def solve_in_numpy(
     bootstrap: HostOrDevice | None,
     mask_mode: str,
 ) -> TokenAdvantages:
-    """Computes GAE in float32; arguments are those of `app.advantage.gae.estimate.generalized_advantages`.
+    """Computes GAE in float32; for the arguments see `app.advantage.gae.estimate.generalized_advantages`.
 
     Source: Schulman et al. 2016, eq. 16.
     """
@@ -183,13 +183,13 @@ def solve_in_numpy(
     if len(cuts) == 2:
         solve_part(0, len(sequences.ends))
     else:
-        with ThreadPoolExecutor(len(cuts) - 1) as pool:  # numpy does not hold the interpreter while it computes.
+        with ThreadPoolExecutor(len(cuts) - 1) as pool:  # numpy releases the GIL while it computes.
             list(pool.map(solve_part, cuts[:-1], cuts[1:]))
     return output
 
 
 def _solve_sequences(tokens: Sequences, kept: Bool[np.ndarray, "N"] | None, *, gamma: float, lam: float) -> None:
-    """Solves sequences as if they had only the tokens that are kept; None = all."""
+    """Solves sequences as if they had only the kept tokens; None = all."""
     ends, after = tokens.without_skipped(kept)
     num_kept = int(ends[-1]) + 1 if len(ends) else 0
     workspace = np.empty(_whole_products(min(num_kept, BLOCK_TOKENS)), np.float32)
@@ -233,10 +233,10 @@ def _solve_sequences(tokens: Sequences, kept: Bool[np.ndarray, "N"] | None, *, g
 def _scan(
     inputs: Float[np.ndarray, "N"], levels: Sequence[_Level], ends: Ends, *, out: Float[np.ndarray, "n"]
 ) -> float:
-    """Solves A_t = inputs_t + decay A_{t+1}, without the last term at ends, and returns A_0.
+    """Solves A_t = inputs_t + decay A_{t+1}, where the second term is 0 at ends, and returns A_0.
 
     Args:
-        inputs: whole products, see `_whole_products`; overwritten.
+        inputs: padded to whole products, see `_whole_products`; overwritten.
         levels: the first is for this scan, the others for its carries.
         out: receives the first n of the N solutions.
     """
@@ -254,7 +254,7 @@ def _scan(
         is_end[mixed, step] = True
         mixed = _distinct(mixed)
         is_end = is_end[mixed]
-    # Upper levels hold few numbers, whose errors reach far: float64.
+    # Upper levels have few numbers, but their errors reach far: float64.
     firsts = np.zeros(_whole_products(len(chunks)))
     solved = np.empty(len(chunks))
     firsts[: len(chunks)] = np.matmul(stack, first_column).reshape(-1)
@@ -283,11 +283,11 @@ def _whole_products(num_steps: int) -> int:
 
 
 def _solve_few(inputs: list[float], decay: float, ends: list[int]) -> list[float]:
-    """Solves the recurrence in Python, which takes less time than a call of numpy for each level."""
+    """Solves the recurrence in Python, which is faster than a numpy call per level."""
     is_end = set(ends)
     advantage = 0.0
     for t in reversed(range(len(inputs))):
-        # 0 x NaN is NaN: a damaged sequence would damage all before it.
+        # 0 x NaN is NaN: a NaN in one sequence would spread to all earlier ones.
         inputs[t] = advantage = inputs[t] if t in is_end else inputs[t] + decay * advantage
     return inputs
 
@@ -295,7 +295,7 @@ def _solve_few(inputs: list[float], decay: float, ends: list[int]) -> list[float
 def _solve_steps(
     inputs: Float[np.ndarray, "M C"], decay: float, is_end: Bool[np.ndarray, "M C"]
 ) -> Float64[np.ndarray, "M C"]:
-    """Solves A_t = inputs_t + decay A_{t+1}, without the last term at ends, one step after another."""
+    """Solves A_t = inputs_t + decay A_{t+1}, where the second term is 0 at ends, step by step."""
     solved = np.empty(inputs.shape)
     advantage = np.zeros(len(inputs))
     for step in reversed(range(inputs.shape[1])):
@@ -305,12 +305,12 @@ def _solve_steps(
 
 
 def _distinct(numbers: Int[np.ndarray, "n"]) -> Int[np.ndarray, "m"]:
-    """Returns each of the ordered numbers once."""
+    """Returns the sorted numbers without duplicates."""
     return numbers[np.append(numbers[1:] != numbers[:-1], True)] if len(numbers) else numbers
 
 
 def _make_levels(decay: float, num_tokens: int) -> list[_Level]:
-    """Returns the levels of a scan: its own in float32, and those of its carries."""
+    """Returns the levels of a scan: the first in float32, then the levels of its carries."""
     levels, dtype = [], np.float32
     while True:
         # Only products, so that the powers of 0 and 1 are exact.

@@ -30,7 +30,7 @@ class TokenAdvantages(NamedTuple):
 
     advantages: Float32[HostOrDevice, "B T"]
     returns: Float32[HostOrDevice, "B T"]
-    """The critic's targets: advantages + values, or those of V-trace."""
+    """The critic's targets: advantages + values, or V-trace's targets."""
 
 
 class Discounts(NamedTuple):
