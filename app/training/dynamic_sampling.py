@@ -1,4 +1,4 @@
-"""Dynamic sampling: groups that a filter leaves out of a step are replaced by groups of the next prompts.
+"""Dynamic sampling: groups that a filter drops are replaced by groups of the next prompts.
 
 Source: Yu et al. 2025 (DAPO), section 3.2.
 """
@@ -25,7 +25,7 @@ GroupFilter = Callable[[Sequence[Sample]], bool]
 Group = list[Sample]
 
 REWARD_TOLERANCE = 1e-9
-"""Smallest difference of two rewards; adding and removing a penalty leaves a smaller rounding error."""
+"""Rewards that differ by less count as equal; adding and removing a penalty leaves a smaller rounding error."""
 
 
 def keeps_all(group: Sequence[Sample]) -> bool:
@@ -54,19 +54,19 @@ class StepGroups:
     A step's groups and their order are the same on any number of hosts: all hosts count all kept groups, make the same
     choice, and exchange groups until each has an equal part.
 
-    A prompt that comes again in the step, at the end of the data, is left out: noise is keyed by prompt and step, so
-    its samples would be the same. With asynchronous rollouts they would differ, but it is left out as well.
+    A prompt that is repeated within the step, at the end of the data, is skipped: noise is keyed by prompt and step, so
+    its samples would be the same. (With asynchronous rollouts they would differ, but it is also skipped.)
 
     Args:
-        num_groups: number of groups of a round on each host, and of a step.
-        max_rounds: largest number of rounds.
+        num_groups: number of groups per host, both in a round and in a step.
+        max_rounds: maximum number of rounds.
     """
 
     def __init__(self, *, group_filter: GroupFilter, num_groups: int, max_rounds: int) -> None:
         self._filter, self._num_groups, self._max_rounds = group_filter, num_groups, max_rounds
         self._num_wanted = num_groups * jax.process_count()
         self._groups: dict[int, Group] = {}
-        """This host's groups of all rounds by their numbers in the step."""
+        """This host's groups of all rounds, by index in the step."""
         self._kept: list[bool] = []
         """Whether each group of all hosts is kept."""
         self._seen_prompts: set[int] = set()
@@ -83,7 +83,7 @@ class StepGroups:
         assert len(new) == self._num_groups
         first = (self._num_rounds * jax.process_count() + jax.process_index()) * self._num_groups
         self._groups |= dict(enumerate(new, first))
-        # Rows are ordered by host, like the prompts of a round, so a row is a group's number in the step.
+        # Rows are ordered by host, like the prompts of a round, so a row's index is the group's index in the step.
         gathered = gather_over_hosts(
             np.asarray([(self._filter(group), _uid_hash(group[0].prompt.uid)) for group in new])
         )
@@ -93,16 +93,16 @@ class StepGroups:
         self._num_rounds += 1
 
     def fill(self) -> tuple[list[Sample], dict[str, float]]:
-        """Returns this host's samples of exactly the step's number of groups, in order of sampling, and metrics.
+        """Returns this host's samples of exactly `num_groups` groups, in order of sampling, and metrics.
 
-        If too few groups were kept, others fill the step, masked out of the loss: its shapes stay the same. All hosts
-        must call it together.
+        If too few groups were kept, dropped groups fill the step, masked out of the loss, so that shapes stay the same.
+        All hosts must call it together.
         """
         num_kept = sum(self._kept)
         taken = [number for number, is_kept in enumerate(self._kept) if is_kept][: self._num_wanted]
         others = (number for number, is_kept in enumerate(self._kept) if not is_kept)
         fillers = {*itertools.islice(others, self._num_wanted - len(taken))}
-        # Fillers keep their places, or a mini-batch could consist of fillers only.
+        # Fillers keep their positions; otherwise a mini-batch could consist of fillers only.
         groups = _exchange_groups(self._groups, sorted({*taken, *fillers}), self._num_groups)
         samples = [_mask_out_of_loss(s) if number in fillers else s for number, group in groups for s in group]
         rewards = [s.reward for group in self._groups.values() for s in group if s.reward is not None]
@@ -119,11 +119,11 @@ class StepGroups:
 def _exchange_groups(
     local_groups: Mapping[int, Group], numbers: Sequence[int], num_groups: int
 ) -> list[tuple[int, Group]]:
-    """Returns this host's equal part of the chosen groups with their numbers. All hosts must call it together.
+    """Returns this host's equal part of the chosen groups with their indices. All hosts must call it together.
 
     Args:
-        local_groups: all groups that this host has sampled, by number.
-        num_groups: number of groups of each part. In each round every host has as many consecutive numbers.
+        local_groups: all groups that this host has sampled, by index.
+        num_groups: number of groups per host; in each round a host has this many consecutive indices.
     """
     goes_to = {number: position // num_groups for position, number in enumerate(numbers)}
     moving = [number for number in numbers if number // num_groups % jax.process_count() != goes_to[number]]
@@ -136,7 +136,7 @@ def _exchange_groups(
 
 
 def _uid_hash(uid: str) -> int:
-    """Returns a prompt's uid as an integer, which hosts can gather."""
+    """Returns an integer hash of a prompt's uid, which hosts can gather."""
     return int.from_bytes(hashlib.blake2b(uid.encode(), digest_size=8).digest(), "little", signed=True)
 
 
@@ -151,8 +151,8 @@ def group_samples(samples: Sequence[Sample]) -> list[Group]:
 def gather_pass_rates(samples: Sequence[Sample], *, judge: str) -> list[tuple[str, float | None]]:
     """Returns the uid and the pass rate of every group.
 
-    A pass rate is the mean value of the judge, each clipped to [0, 1]; None if it graded no sample of the group. All
-    hosts must call it together, and get the groups of all.
+    A pass rate is the mean value of the grading function, clipped to [0, 1]; None if it graded no sample of the group.
+    All hosts must call it together, and all get all groups.
     """
     local = []
     for group in group_samples(samples):

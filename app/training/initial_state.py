@@ -37,11 +37,11 @@ def open_checkpoints(setup: RunSetup) -> Checkpoints:
 def restore_or_initialize(checkpoints: Checkpoints, setup: RunSetup) -> tuple[RunState, TrainProgress]:
     """Returns the state to start from, and its progress.
 
-    It is the newest good checkpoint's; else, in a replay, that of `--checkpoint`; else that policy, or the models' own
-    weights, with fresh moments.
+    The state is that of the newest good checkpoint; else, in a replay, of `--checkpoint`; else the policy of
+    `--checkpoint`, or the models' own weights, with fresh moments.
     """
     settings, session, learning = setup.resolved.settings, setup.session, setup.learning
-    # Loaded now: the first step's time and compilations would include it otherwise.
+    # Load it now; otherwise the first step's time and compilations would include it.
     _ = session.scoring.frozen_params
     mini_batch = settings.algorithm.mini_batch_prompts or settings.rollout.prompts_per_step
     fingerprints = {
@@ -77,7 +77,7 @@ def restore_or_initialize(checkpoints: Checkpoints, setup: RunSetup) -> tuple[Ru
         else:
             params = load_trained_params(start, session.model_spec, session.mesh)
         networks["policy"] = learning.policy.initial_state(params)
-    # A checkpoint without a critic starts a run with one.
+    # A checkpoint without a critic can start a run with one.
     critic = session.scoring.critic
     if critic is not None and "critic" not in networks:
         assert learning.critic is not None
@@ -104,10 +104,11 @@ def open_run_log(setup: RunSetup, progress: TrainProgress, *, resumed: bool) -> 
 
 
 def load_reference_params(state: RunState, progress: TrainProgress, setup: RunSetup) -> Params | None:
-    """Returns the teacher, or the policy's start: copied from a fresh state, or loaded again if it was restored.
+    """Returns the teacher's weights, or the policy's initial ones: copied from a fresh state, or loaded again on
+    resume.
 
-    They are held in the compute type, to which the network would convert them anyway: bfloat16 takes half the bytes.
-    With adapters and no teacher they are the frozen weights, quantized or not, and there is no second copy.
+    They are stored in the compute dtype, to which the network would cast them anyway: bfloat16 takes half the bytes.
+    With adapters and no teacher, they are the frozen weights, quantized or not, without a second copy.
     """
     session = setup.session.scoring
     if "reference" not in session.settings.scored_roles:

@@ -55,7 +55,7 @@ CHANGEABLE_FINGERPRINTS = {
 }
 """Name of a fingerprint that may change in a resumed run -> settings and sections that allow it.
 
-That of a model is not among them: its arrays are those of the checkpoint.
+A model's fingerprint must not change, because its arrays come from the checkpoint.
 """
 
 
@@ -65,7 +65,7 @@ class TrainingInputs:
 
     model: ModelSpec
     critic: CriticSpec | None
-    """The model that the critic starts from; None, and no memory, without a critic."""
+    """The model that the critic starts from; None without a critic."""
     prompts: Sequence[Prompt]
     eval_prompts: Sequence[Prompt]
     fingerprints: dict[str, str]
@@ -73,17 +73,17 @@ class TrainingInputs:
     """Text for users about the data: column mapping, prompts kept and dropped."""
     reward_model: RewardModelSpec | None = None
     teacher: ReferenceSpec | None = None
-    """Another model as the reference; None if that is the policy's start, or nothing."""
+    """The teacher; None if the reference is the policy's start, or without a reference."""
     replay: Replay | None = None
-    """The samples to learn from; None if they are generated."""
+    """The saved samples to train on; None if samples are generated."""
     given: Sequence[Sample] = ()
-    """The prompts with the completions to learn; empty if they are generated or replayed."""
+    """The prompts with given completions; empty if samples are generated or replayed."""
     start: PolicyCheckpoint | None = None
-    """The checkpoint of --checkpoint: a replay goes on from its step, another run starts from its policy."""
+    """The checkpoint of --checkpoint: a replay continues from its step, another run starts from its policy."""
 
     @property
     def judged_prompts(self) -> Sequence[Prompt]:
-        """Prompts whose completions get rewards: those of evaluations alone where completions are given."""
+        """Prompts whose completions get rewards; with given completions, only those of evaluations."""
         return self.eval_prompts if self.given else self.prompts
 
     @property
@@ -106,7 +106,7 @@ class TrainingInputs:
 
 
 def check_chosen_metrics(settings: Settings, eval_rows: PromptsOrRows) -> None:
-    """Raises InputError if evaluations of these rows do not measure a metric that a setting of the run names."""
+    """Raises InputError if evaluations of these rows do not measure a metric that a setting names."""
     if settings.checkpoint.best_metric is not None:
         check_is_measured(
             settings.checkpoint.best_metric,
@@ -122,7 +122,7 @@ def read_training_inputs(settings: Settings, start_request: StartRequest = NO_OP
     """Reads and checks model files, tokenizer, training and evaluation prompts, and what the run starts from.
 
     Raises:
-        InputError: something in them cannot be used.
+        InputError: an input cannot be used.
     """
     model = read_policy(settings)
     rollouts, start = start_request.rollouts, _open_start(settings, model, start_request.checkpoint)
@@ -136,7 +136,9 @@ def read_training_inputs(settings: Settings, start_request: StartRequest = NO_OP
         data_fingerprints = dataset_fingerprints(settings, dataset)
     else:
         if settings.is_supervised:
-            raise InputError("--from-rollouts: algorithm.name: sft learns the completions of data.source; omit one")
+            raise InputError(
+                "--from-rollouts: algorithm.name: sft trains on the completions of data.source; omit one of the two"
+            )
         target_run = RunDirectory.from_settings(settings.run)
         replay = read_replay(rollouts, start, settings, model, critic, target_run=target_run)
         prompts, data_report, data_fingerprints = replay.prompts, replay.report, replay.fingerprints
@@ -180,7 +182,7 @@ def input_fingerprints(
     """Returns the fingerprints of a run's inputs, which must be equal in a resumed run and on all hosts.
 
     Args:
-        data_fingerprints: the fingerprints of the source of its prompts.
+        data_fingerprints: the fingerprints of the prompts' source.
     """
     fingerprints = {
         "model": model.files.fingerprint,

@@ -102,11 +102,11 @@ class LearnerGroup:
 
     session: ScoringSession
     estimator: AdvantageEstimator | None
-    """None if completions are given."""
+    """None with given completions."""
     group_filter: GroupFilter
     """Decides which groups a step learns from."""
     max_rounds: int
-    """Largest number of rollout rounds of a step; 1 without a filter."""
+    """Maximum number of rollout rounds per step; 1 without a filter."""
     score_batchers: Mapping[ScoredRole, MicroBatcher]
     """Micro-batchers of the scoring passes, by role."""
     mini_batch_sampler: MiniBatchSplitter
@@ -115,7 +115,7 @@ class LearnerGroup:
 
     @property
     def advantage_estimator(self) -> AdvantageEstimator:
-        """That of sampled completions."""
+        """The advantage estimator of sampled completions."""
         assert self.estimator is not None
         return self.estimator
 
@@ -124,7 +124,7 @@ class LearnerGroup:
         return {"policy": self.policy} if self.critic is None else {"policy": self.policy, "critic": self.critic}
 
     def new_groups(self) -> StepGroups:
-        """Returns the groups of a step, to which no round has been added yet."""
+        """Returns an empty `StepGroups` for a step."""
         num_groups = self.session.settings.rollout.prompts_per_step
         return StepGroups(group_filter=self.group_filter, num_groups=num_groups, max_rounds=self.max_rounds)
 
@@ -159,7 +159,7 @@ class LearnerGroup:
 
     @property
     def shapes(self) -> NetworkStates:
-        """The shapes of what a checkpoint stores; see `RunState.networks`."""
+        """The shapes of a checkpoint's arrays; see `RunState.networks`."""
         return {name: learner.shapes for name, learner in self.networks.items()}
 
     @property
@@ -194,7 +194,7 @@ def make_learner_group(session: ScoringSession) -> LearnerGroup:
 
 
 def make_group_filter(settings: Settings, estimator: AdvantageEstimator) -> GroupFilter:
-    """Returns the filter of `algorithm.filter`, which looks only at samples that the step learns from."""
+    """Returns the filter of `algorithm.filter`, applied only to samples in the loss."""
     algorithm = settings.algorithm
     assert algorithm.filter is not None
     keeps = FILTERS[algorithm.filter]
@@ -206,7 +206,7 @@ def make_group_filter(settings: Settings, estimator: AdvantageEstimator) -> Grou
 def longest_rows(
     session: ScoringSession, learning: LearnerGroup, reward_model: NetworkSpec | None
 ) -> list[tuple[Architecture, int]]:
-    """Returns the networks that update and score in a run, each with the tokens of its longest rows.
+    """Returns the networks that are updated or score in a run, each with the length of its longest rows.
 
     A reward model without a token budget is assumed to read conversations as long as the policy's samples.
     """
@@ -245,9 +245,9 @@ def make_policy_learner(session: ScoringSession, max_lengths: MaxLengths) -> Lea
 
 
 def make_policy_packer(session: ScoringSession, aggregation: AggregationFn) -> PolicyBatchPacker:
-    """Returns what packs sampled completions."""
+    """Returns the packer of sampled completions."""
     settings, algorithm = session.settings, session.settings.algorithm
-    # The scored logprobs of the proximal policy, and those of the reference for any KL.
+    # The scored logprobs of the proximal policy, and of the reference for any KL.
     is_in_loss = {"policy": settings.updates_per_step > 1, "reference": algorithm.beta > 0, "critic": False}
     # Whether the loss of a token depends on other tokens of its sample.
     corrects_samples = algorithm.correction_level != "token" or algorithm.correction_veto != 0

@@ -1,4 +1,4 @@
-"""Bytes of the networks and of their training state on each device, from shapes."""
+"""Computes from shapes the bytes per device of the networks and their training state."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def _weight_bytes(session: ScoringSession, definition: DecoderDefinition) -> int
 
 
 def _learner_bytes(learner: Learner) -> tuple[int, int]:
-    """Returns the bytes of a network's weights, including frozen ones, and of the rest of its training state."""
+    """Returns the bytes of a network's weights, including frozen ones, and of its other training state."""
     state = abstract_arrays(learner.shapes, learner.shardings)
     trained = bytes_per_device(state.params)
     return trained + bytes_per_device(learner.frozen_shapes), bytes_per_device(state) - trained

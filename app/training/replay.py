@@ -49,7 +49,7 @@ class StartRequest(NamedTuple):
     """The options of `grpo train` that say where a run starts."""
 
     rollouts: Path | None = None
-    """Files of samples to learn from, instead of generating them; the run ends with them."""
+    """Files of samples to train on instead of generating them; the run ends after the last file."""
     checkpoint: Path | None = None
     """The checkpoint to start from, instead of the models' own weights."""
 
@@ -64,7 +64,7 @@ class StepFile:
     path: Path
     digest: str
     available_fields: frozenset[str]
-    """Those of `reward`, `episode`, `advantages`, `returns` and `routes` that every sample has."""
+    """The fields among `reward`, `episode`, `advantages`, `returns` and `routes` that every sample has."""
 
 
 @dataclass(frozen=True)
@@ -78,11 +78,11 @@ class Replay:
     prompts: Sequence[Prompt]
     """The distinct prompts of all files."""
     source_run: RunDirectory | None
-    """The run that wrote the files; None if they are the end of a chain."""
+    """The run that wrote the files; None if a chain of commands wrote them."""
     uses_saved_rewards: bool
     uses_saved_advantages: bool
     ignored_fields: frozenset[str]
-    """Fields of the files that steps compute again, or do not need."""
+    """Fields of the files that steps recompute or do not need."""
 
     @property
     def fingerprints(self) -> dict[str, str]:
@@ -110,7 +110,7 @@ class Replay:
         )
 
     def load_groups(self, step: int) -> list[Group]:
-        """Loads the groups of a step, those of all hosts.
+        """Loads the groups of a step for all hosts.
 
         Raises:
             InputError: the file has changed since it was checked.
@@ -120,7 +120,7 @@ class Replay:
             raise InputError(f"{OPTION}: {file.path} has changed since the run began")
         samples = [sample for _, sample in read_samples(file.path, ignored_fields=self.ignored_fields)]
         if not self.uses_saved_rewards:
-            # Those of turns belong to the saved rewards.
+            # Rewards of turns belong to the saved rewards.
             samples = [replace(s, token_rewards=None) if s.episode is not None else s for s in samples]
         return group_samples(samples if self._keeps_masks else [_clear_filter_mask(s) for s in samples])
 
@@ -131,7 +131,7 @@ class Replay:
 
 
 def _clear_filter_mask(sample: Sample) -> Sample:
-    """Puts a sample that the run's filter had masked back into the loss; the step applies its own filter."""
+    """Puts a sample that the source run's filter had masked back into the loss; the step applies its own filter."""
     if sample.mask.any() or sample.finish_reason.startswith(DROPPED_PREFIX):
         return sample
     return replace(sample, loss_mask=sample.written_mask)
@@ -146,7 +146,7 @@ def find_source_run(path: Path) -> RunDirectory | None:
 
 
 def find_model_run(request: StartRequest) -> RunDirectory | None:
-    """Returns the run whose models a run uses: that of the samples, else that of the checkpoint."""
+    """Returns the run whose models are used: the samples' run, else the checkpoint's."""
     run = None if request.rollouts is None else find_source_run(request.rollouts)
     return PolicyCheckpoint.open(request.checkpoint).run if run is None and request.checkpoint is not None else run
 
@@ -172,14 +172,14 @@ def read_replay(
     """
     run = find_source_run(rollouts)
     if run is not None and run.path == target_run.path.resolve():
-        raise InputError(f"run.name: {target_run.path} is what {OPTION} would replay; choose another run.name")
+        raise InputError(f"run.name: {target_run.path} is the run that {OPTION} would replay; choose another run.name")
     if start is not None and critic is not None:
         start.check_critic(critic)
     paths = _choose_files(rollouts, after_step=start.step if start else 0, steps=settings.run.steps)
     source = None if run is None else _source_settings(run, paths, settings)
-    # The curriculum of the run that wrote the samples has drawn their prompts.
+    # The prompts were drawn by the curriculum of the run that wrote the samples.
     if settings.data.curriculum != "none" and (source is None or source.data.curriculum == "none"):
-        raise InputError(f"{OPTION}: the samples decide which prompts come; set data.curriculum to none")
+        raise InputError(f"{OPTION}: a replay uses the prompts of its samples; set data.curriculum to none")
     files: dict[int, StepFile] = {}
     prompts: dict[tuple[str, bytes], Prompt] = {}
     with _option_in_errors():
@@ -187,7 +187,7 @@ def read_replay(
             files[step], prompts_of_file = _read_step_file(path, settings, model, source=source)
             prompts |= prompts_of_file
     available = frozenset.intersection(*(file.available_fields for file in files.values()))
-    # A hub model that both settings name alike is at the commit that the source run used.
+    # A hub model with the same name in both settings has the commit that the source run used.
     pinned = settings if run is None else pin_revisions(settings, run)
     uses_rewards = "reward" in available and (source is None or _same_rewards(pinned, source))
     needed = {"advantages", "returns"} if settings.has_critic else {"advantages"}
@@ -199,8 +199,8 @@ def read_replay(
             check_answers(list(prompts.values()), [function.name for function in settings.reward.functions])
         if settings.env.source is not None and "episode" not in available:
             raise InputError(
-                f"{OPTION}: rewards are computed again, and env.source: {settings.env.source} has none for samples "
-                "without an episode; replay samples that it took part in, or set env.source to null"
+                f"{OPTION}: rewards are recomputed, but samples without an episode have none from env.source: "
+                f"{settings.env.source}; replay samples generated with it, or set env.source to null"
             )
     ignored = _ignored_fields(settings)
     ignored |= frozenset() if uses_rewards else {"reward", "rewards"}
@@ -209,17 +209,17 @@ def read_replay(
 
 
 def _ignored_fields(settings: Settings) -> frozenset[str]:
-    """Returns the fields that no replay under these settings reads: a step computes them again, or has its own."""
+    """Returns the fields that a replay under these settings ignores, because a step recomputes them."""
     computed = frozenset({"policy_logprobs", "reference_logprobs", "values", "step"})
     return computed if settings.rollout.routing_replay else computed | ROUTES_FIELD
 
 
 def _source_settings(run: RunDirectory, paths: Mapping[int, Path], settings: Settings) -> Settings:
-    """Returns the settings under which a run drew the samples of these files, with the commits of its hub models.
+    """Returns the settings under which a run sampled these files, with the commits of its hub models.
 
     Raises:
-        InputError: they were changed from one of these steps to the next, or to the end of the run, whose settings a
-            replay of several files has.
+        InputError: they changed between these steps, or until the end of the run, whose settings a replay of several
+            files uses.
     """
     history = SettingsHistory.read(run)
     drawn = [step_of_samples(path) or step for step, path in paths.items()]
@@ -228,15 +228,15 @@ def _source_settings(run: RunDirectory, paths: Mapping[int, Path], settings: Set
         changes_rates = change.name == "run.steps" and settings.optimizer.schedule != "constant"
         if drawn[0] < step <= last and (change.is_decisive or changes_rates):
             raise InputError(
-                f"{OPTION}: from step {step} on, the settings of {run.path} were others ({change.to_text()}), and a "
-                f"replay has the same settings for all steps; start with --checkpoint "
+                f"{OPTION}: the settings of {run.path} changed at step {step} ({change.to_text()}), but a replay "
+                "has the same settings for all steps; start with --checkpoint "
                 f"{run.checkpoints_dir / str(step - 1)}, or give the file of one step"
             )
     return pin_revisions(load(history.period_of(drawn[0]).file, [], {}).settings, run)
 
 
 def _same_rewards(settings: Settings, source: Settings) -> bool:
-    """Returns whether both settings give a sample the same reward; limits of plug-ins are left aside."""
+    """Returns whether both settings give a sample the same reward, ignoring the limits of plug-ins."""
 
     def decisive(settings: Settings) -> tuple[Any, ...]:
         max_tokens = settings.rollout.max_new_tokens if settings.reward.overlong_buffer else None
@@ -270,21 +270,21 @@ def _choose_files(path: Path, *, after_step: int, steps: int) -> dict[int, Path]
         raise InputError(f"{OPTION}: {path} is neither a file nor a folder; give a file of samples, or a run's folder")
     if not files:
         raise InputError(
-            f"{OPTION}: {path} holds no step_<number>.jsonl (a run under logging.save_rollouts: false writes none); "
-            "give the folder of a run that has them, or a file of samples"
+            f"{OPTION}: {path} contains no step_<number>.jsonl (with logging.save_rollouts: false none are "
+            "written); give the folder of a run that has them, or a file of samples"
         )
     wanted = range(after_step + 1, min(max(files), steps) + 1)
     if not wanted:
         raise InputError(
-            f"{OPTION}: --checkpoint is after step {after_step}, and no step follows: {path} ends with step "
-            f"{max(files)}, and run.steps is {steps}"
+            f"{OPTION}: there are no samples to replay after step {after_step} of --checkpoint: {path} ends with "
+            f"step {max(files)}, and run.steps is {steps}"
         )
     missing = next((step for step in wanted if step not in files), None)
     if missing is not None:
         following = min(step for step in files if step > missing)
         raise InputError(
-            f"{OPTION}: {path} has no samples of step {missing}; lower run.steps to end before it, or start behind it "
-            f"with --checkpoint after step {following - 1}"
+            f"{OPTION}: {path} has no samples of step {missing}; lower run.steps to end before it, or start after "
+            f"it with a --checkpoint of step {following - 1}"
         )
     return {step: files[step] for step in wanted}
 
@@ -303,8 +303,8 @@ def _read_step_file(
     """Reads and checks a file; returns it with its prompts.
 
     Args:
-        source: the settings of the run that wrote the file, in which a prompt may have several groups; the step then
-            learns from the first one only, as the run did. In any other file that is an error.
+        source: the settings of the run that wrote the file. In such a file a prompt may have several groups, of which
+            only the first is used, as in the run; in any other file this is an error.
     """
     digest = file_digest(path)
     prompts: dict[tuple[str, bytes], Prompt] = {}
@@ -320,14 +320,14 @@ def _read_step_file(
         group_sizes[group] += 1
         if prompt_of_group.setdefault(group, uid) != uid:
             raise InputError(
-                f"{where}: group_id {group} has samples of prompts {prompt_of_group[group]} and {uid}; give their "
-                "groups different numbers"
+                f"{where}: group_id {group} has samples of prompts {prompt_of_group[group]} and {uid}; give them "
+                "different group ids"
             )
         if group_of_prompt.setdefault(uid, group) != group and source is None:
             raise InputError(
-                f"{where}: group_id {group_of_prompt[uid]} and group_id {group} both have samples of prompt {uid}, and "
-                "a step learns from one group of a prompt; join them under one group_id, or give the prompt of one "
-                "another uid"
+                f"{where}: group_id {group_of_prompt[uid]} and group_id {group} both have samples of prompt {uid}, "
+                "but a step has only one group per prompt; join them under one group_id, or give one of them "
+                "another prompt uid"
             )
         prompts.setdefault((uid, sample.prompt.token_ids.tobytes()), sample.prompt)
         missing |= {name for name in SAVED_ADVANTAGE_FIELDS | ROUTES_FIELD if getattr(sample, name) is None}
@@ -335,19 +335,19 @@ def _read_step_file(
         missing |= set() if has_saved_reward(sample) and has_parts else {"reward"}
         missing |= {"episode"} if sample.episode is None and not was_dropped_in_rollout(sample) else set()
     if not group_sizes:
-        raise InputError(f"{path} holds no samples")
+        raise InputError(f"{path} contains no samples")
     smallest = min(group_sizes.values())
     if source is not None and smallest < source.rollout.group_size:
         raise InputError(
-            f"{path} is incomplete: it holds a group of {smallest} samples, and its run drew "
-            f"{source.rollout.group_size} for each prompt; restore it from a copy"
+            f"{path} is incomplete: a group has {smallest} samples, but its run sampled {source.rollout.group_size} "
+            "per prompt; restore it from a copy"
         )
     per_host, hosts = settings.rollout.prompts_per_step, jax.process_count()
     if len(group_sizes) != per_host * hosts:
         each, rest = divmod(len(group_sizes), hosts)
         way_out = f"{hosts} hosts cannot share them evenly" if rest else f"set rollout.prompts_per_step to {each}"
         raise InputError(
-            f"{path} holds {len(group_sizes)} groups, and a step has rollout.prompts_per_step = {per_host}"
+            f"{path} contains {len(group_sizes)} groups, but a step has rollout.prompts_per_step = {per_host}"
             f"{f' on each of {hosts} hosts' if hosts > 1 else ''}; {way_out}"
         )
     if max(group_sizes.values()) > settings.rollout.group_size:
@@ -366,12 +366,14 @@ def _check_sample(sample: Sample, settings: Settings, model: ModelSpec, where: s
     for part, expected in written:
         if (text := model.tokenizer.decode(part)) != expected:
             raise InputError(
-                f"{where}: completion_token_ids read {text!r:.40} with the tokenizer of model.path, and completion is "
-                f"{expected!r:.40}: were they sampled with another tokenizer? Set model.path to that model"
+                f"{where}: completion_token_ids decode to {text!r:.40} with the tokenizer of model.path, but completion "
+                f"is {expected!r:.40}; if they were sampled with another tokenizer, set model.path to its model"
             )
     for name, ids, field, longest in (
         ("prompt_token_ids", sample.prompt.token_ids, "data.max_prompt_length", settings.data.max_prompt_length),
         ("completion_token_ids", sample.completion_ids, "rollout.max_new_tokens", settings.rollout.max_new_tokens),
     ):
         if len(ids) > longest:
-            raise InputError(f"{where}: {name} has {len(ids)} tokens, more than {field} = {longest}; raise that")
+            raise InputError(
+                f"{where}: {name} has {len(ids)} tokens, more than {field} = {longest}; raise this setting"
+            )

@@ -28,14 +28,14 @@ from settings import Settings
 
 
 class RolloutSource(ABC):
-    """The interface from which steps take their samples. What a source does not need does nothing."""
+    """The interface from which steps take their samples. Methods that a source does not need do nothing."""
 
     num_prompts: int | None = None
     """Number of prompts in an epoch; None if nothing is generated."""
     num_ready = 0
-    """Number of rounds that were complete when a step asked for its first one."""
+    """Number of rounds that were complete when a step requested its first one."""
     curriculum: PassRateOrder | None = None
-    """What draws the prompts by the pass rates that it is told after every step, if anything does."""
+    """Draws the prompts by the pass rates of earlier steps; None without a curriculum."""
 
     @abstractmethod
     def take(self, params: Params, *, step: int, position: int, number: int) -> list[Sample]:
@@ -44,17 +44,17 @@ class RolloutSource(ABC):
         Args:
             params: the weights of the step's policy.
             position: position of the step's first prompt in the global order.
-            number: number of the round in its step (0, 1, ...).
+            number: index of the round in its step (0, 1, ...).
         """
 
     def release_weights(self) -> None:  # noqa: B027
-        """Frees the weights that the step's rounds were generated with: no other round follows in the step."""
+        """Frees the weights that the step's rounds were generated with, once no other round follows."""
 
     def compile(self) -> None:  # noqa: B027
-        """Compiles what the first round would compile otherwise."""
+        """Compiles ahead of the first round."""
 
     def publish(self, params: Params, *, step: int) -> None:  # noqa: B027
-        """Receives the policy's weights after a step; they may be donated afterwards."""
+        """Receives the policy's weights after a step; the caller may donate them afterwards."""
 
     def close(self) -> None:  # noqa: B027
         """Ends generation after the last step."""
@@ -69,7 +69,7 @@ class RoundPrompts:
 
     @cached_property
     def order(self) -> PromptOrder | MixtureOrder | PassRateOrder:
-        """The order over all hosts; a curriculum draws each round once."""
+        """The order over all hosts. A curriculum draws each round once."""
         return make_prompt_order(self.settings.data, self.prompts, seed=self.settings.run.seed)
 
     def prompts_at(self, position: int) -> list[Prompt]:
@@ -92,14 +92,14 @@ class RoundPrompts:
 
 
 class SyncRolloutSource(RolloutSource):
-    """Generates in turn with training."""
+    """Generates while training waits."""
 
     def __init__(self, session: Session, prompts: RoundPrompts, *, max_rounds: int):
         self._session = session
         self._prompts = prompts
         self._max_rounds = max_rounds
         self._weights: DecodeWeights | None = None
-        """The step's weights while another of its rounds may follow; rewards may need the memory of the last."""
+        """The step's weights, until its last round: after it, rewards may need the memory."""
         self.num_prompts = len(prompts.prompts)
 
     def compile(self) -> None:
@@ -113,7 +113,7 @@ class SyncRolloutSource(RolloutSource):
         request = self._session.rollout_request(policy_version=step - 1, first_group_id=first_group_id)
         prompts = self._prompts.prompts_at(position + number * self._prompts.global_prompts_per_round)
         samples = self._session.generator.generate(weights, prompts, request)
-        # Not before: if generation is stopped, there is no next round.
+        # Only now: if generation was stopped, there is no next round.
         self._weights = weights if number + 1 < self._max_rounds else None
         return samples
 
@@ -130,7 +130,7 @@ class AsyncRolloutSource(RolloutSource):
     Source: Fu et al. 2025 (AReaL), eq. 3.
 
     Args:
-        max_rounds: largest number of rounds of a step.
+        max_rounds: maximum number of rounds per step.
     """
 
     def __init__(self, session: Session, prompts: RoundPrompts, *, max_rounds: int):
@@ -214,11 +214,11 @@ class ReplayRolloutSource(RolloutSource):
 def make_rollout_source(
     session: Session, prompts: Sequence[Prompt], *, max_rounds: int, pass_rates: Mapping[str, float] | None = None
 ) -> RolloutSource:
-    """Returns an asynchronous source if `rollout.max_staleness` asks for one, else a synchronous one.
+    """Returns an asynchronous source if `rollout.max_staleness` is above 0, else a synchronous one.
 
     Args:
-        max_rounds: largest number of rounds of a step.
-        pass_rates: those of a resumed curriculum.
+        max_rounds: maximum number of rounds per step.
+        pass_rates: the pass rates of a resumed curriculum.
     """
     round_prompts = RoundPrompts(session.settings, prompts)
     source_class = AsyncRolloutSource if session.generates_async else SyncRolloutSource

@@ -1,4 +1,4 @@
-"""The run directory of process 0, which counts for all hosts."""
+"""The run directory of process 0, which all hosts use."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from settings.schema.run import RunSettings
 log = logging.getLogger(__name__)
 
 RUN_FILES = ("settings.yaml", "sessions.jsonl", "model.json", "checkpoints/*/progress/*")
-"""What a host reads of a run before it continues it."""
+"""Files of a run that a host reads before it continues it."""
 
 
 @dataclass(frozen=True)
 class RunFolder:
     run: RunDirectory
-    """On a host that does not see the one of process 0, copies of its small files."""
+    """The run of process 0; on a host that cannot see it, copies of its small files."""
     is_seen_by_all: bool
     """Whether all hosts see the run directory; otherwise process 0 keeps all files."""
     mirror: RunMirror | None
-    """What copies the run to a bucket, on process 0, once it is started."""
+    """Copies the run to a bucket, on process 0, once it is started."""
 
 
 @contextmanager
@@ -41,14 +41,14 @@ def take_run_directory(
     """Yields the settings with the run of process 0, and its directory. All hosts must enter the block together.
 
     Args:
-        writes: whether the run will be written: a copy in a bucket is then this process's alone, and is fetched if it
-            has a newer checkpoint.
+        writes: whether the run will be written: this process then owns the copy in a bucket, and fetches it if it has a
+            newer checkpoint.
 
     Raises:
-        InputError: process 0 cannot write there, or another process or host has the run.
+        InputError: process 0 cannot write there, or another process or host is using the run.
     """
     own = RunDirectory.from_settings(resolved.settings.run)
-    # A derived name depends on the runs that a host has; names that were given are compared later.
+    # A derived name depends on the runs that a host has; explicit names are compared later.
     shared = {"dir", "name"} if resolved.provenance["run.name"] == "derived" else {"dir"}
     sent = broadcast_bytes(resolved.settings.run.model_dump_json(include=shared).encode())
     settings = resolved.settings.model_copy(update={"run": resolved.settings.run.model_copy(update=json.loads(sent))})
@@ -65,7 +65,7 @@ def take_run_directory(
 
 
 def _check_other_hosts(own: RunDirectory, run: RunDirectory) -> None:
-    """Raises InputError on all hosts if one that does not see the run of process 0 has one of its own."""
+    """Raises InputError on all hosts if a host that does not see process 0's run has its own run of this name."""
     with error_barrier():
         if jax.process_index() > 0 and (own.has_settings or own.has_checkpoint):
             raise InputError(
@@ -78,7 +78,7 @@ def _check_other_hosts(own: RunDirectory, run: RunDirectory) -> None:
 def _open_mirror(
     settings: RunSettings, run: RunDirectory, resume: Resume, stack: ExitStack, *, writes: bool
 ) -> RunMirror | None:
-    """Checks the bucket that gets a copy of the run; if it will be written, takes it and fetches what it has more."""
+    """Checks the bucket of the run; if the run will be written, takes its lease and fetches what is missing here."""
     if not is_address(settings.dir):
         return None
     bucket = bucket_of(settings)

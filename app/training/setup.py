@@ -1,4 +1,4 @@
-"""Setup of a run: everything that is checked before it writes, loads or compiles; `--dry-run` checks the same."""
+"""Setup of a run: all checks before it writes, loads or compiles; `--dry-run` makes the same checks."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def prepare_run(
             if folder.is_seen_by_all or jax.process_index() == 0:
                 check_run_directory(run, resume)
             changes = _check_changed_settings(resolved, run, allow_changed)
-            # A hub model is at the commit of this run, or of the run that it replays or starts from.
+            # A hub model has the commit of this run, or of the run that it replays or starts from.
             known = None if run.model_path.is_file() else find_model_run(start_request)
             read = read_training_inputs(pin_revisions(settings, known or run), start_request)
             check_curriculum_rows(settings, num_prompts=len(read.prompts))
@@ -146,19 +146,19 @@ def prepare_run(
 
 
 def check_mini_batch_alias(resolved: Resolved, *, num_hosts: int) -> None:
-    """Raises InputError if the prompts of an optimizer step have verl's name, and there are several hosts."""
+    """Raises InputError if verl's name for the prompts of an optimizer step is used on several hosts."""
     field = "algorithm.mini_batch_prompts"
     alias, count = resolved.aliases.get(field), resolved.settings.algorithm.mini_batch_prompts
     if alias is not None and count is not None and num_hosts > 1:
         way_out = f"={count // num_hosts}" if count % num_hosts == 0 else f", after choosing a multiple of {num_hosts}"
         raise InputError(
             f"{alias}: {count} ({resolved.origin(field)}) counts the prompts of all hosts in verl, but {field} "
-            f"those of each of the {num_hosts} hosts; divide by the hosts: set {field}{way_out}"
+            f"counts them per host; divide it by the {num_hosts} hosts: set {field}{way_out}"
         )
 
 
 def _check_changed_settings(resolved: Resolved, run: RunDirectory, allowed: Sequence[str]) -> list[str]:
-    """Returns what changes if a run continues under these settings, and which of its earlier ones are lost, as text.
+    """Returns text about the settings that change if the run continues, and about earlier ones that are lost.
 
     Raises:
         InputError: a change that changes what the run learns is not in `allowed`.
@@ -184,12 +184,12 @@ def open_session(
     is_replay: bool = False,
     must_fit: bool = False,
 ) -> tuple[Session, LearnerGroup]:
-    """Builds the learners of a run, and opens its generators in the memory that these leave.
+    """Builds the learners of a run, and opens its generators in the remaining memory.
 
-    Where samples are given or replayed, only evaluations generate.
+    With given or replayed samples, only evaluations generate.
 
     Args:
-        must_fit: whether a teacher for which there is no memory is refused; reports show what it lacks.
+        must_fit: whether to refuse a teacher that does not fit in memory; reports show what it lacks.
 
     Raises:
         InputError: the mesh cannot train under the settings.
@@ -227,7 +227,7 @@ def _check_teacher_fits(scoring: ScoringSession, networks: MemoryBreakdown) -> N
     if available is not None and weights + beside > available:
         raise InputError(
             f"reference.path: the teacher's weights take {format_bytes(weights)} on each device, beside "
-            f"{format_bytes(beside)} of the other networks, more than its {format_bytes(available)}; set "
+            f"{format_bytes(beside)} of the other networks, more than the available {format_bytes(available)}; set "
             "optimizer.offload: true, choose a smaller teacher, or split them over more devices with mesh.shape"
         )
 
@@ -244,7 +244,7 @@ def file_fingerprints(settings: Settings, run: RunDirectory) -> dict[str, str]:
 
 
 def check_curriculum_rows(settings: Settings, *, num_prompts: int) -> None:
-    """Raises InputError if a curriculum cannot draw as many different prompts as a step has."""
+    """Raises InputError if there are fewer different prompts than a step of a curriculum needs."""
     step = settings.rollout.prompts_per_step * jax.process_count()
     if settings.data.curriculum != "none" and num_prompts < step:
         raise InputError(

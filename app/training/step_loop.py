@@ -37,7 +37,7 @@ StepCallback = Callable[[Mapping[str, Any]], object]
 
 @dataclass
 class StepLoop:
-    """The loop over training steps and what happens between them."""
+    """The loop over training steps, with evaluation, saving and stopping between them."""
 
     setup: RunSetup
     trainer: Trainer
@@ -53,10 +53,10 @@ class StepLoop:
     on_step: StepCallback | None = None
     has_looked_for_ends: bool = False
     early_end: str = ""
-    """Why the run ends before its last step, once it does."""
+    """Why the run ends before its last step; empty until then."""
 
     def run(self) -> int:
-        """Runs to the last step or a stop, saves, and returns the exit code: 0, or that of the signal."""
+        """Runs to the last step or a stop, saves, and returns the exit code: 0, or the signal's."""
         decision = None
         try:
             self._start()
@@ -95,7 +95,7 @@ class StepLoop:
         return self.setup.steps[-1]
 
     def _start(self) -> None:
-        """Compiles, and evaluates if the start or an interrupted step needs it."""
+        """Compiles, and evaluates if the start or an interrupted step still needs it."""
         display = self.reporter.display
         display.set_phase("compile")
         self.trainer.source.compile()
@@ -105,7 +105,7 @@ class StepLoop:
             raise StoppedError
         if self.progress.step:
             display.print_line(f"continuing after step {self.progress.step} of {self.last_step}")
-            # The evaluation of the last step may be missing; the steps of a replay are those of its files.
+            # The evaluation of the last step may be missing. The steps of a replay are given by its files.
             is_complete = self.progress.step >= self.last_step and self.progress.unevaluated is None
             if is_complete and self.trainer.source.num_prompts is not None:
                 display.print_line(no_step_left(self.last_step))
@@ -122,7 +122,7 @@ class StepLoop:
         self._check_early_stopping()
 
     def _step(self, step: int) -> None:
-        """Runs one step. Raises StoppedError on all hosts if it is interrupted, or after it if the run is to stop."""
+        """Runs one step. Raises StoppedError on all hosts if it is interrupted, or after it if the run must stop."""
         self.setup.watchdog.step = step
         self.profiler.start(step)
         timer = StepTimer(self.reporter.display)
@@ -136,7 +136,7 @@ class StepLoop:
         seconds, flops = timer.seconds, metrics["perf/flops"]
         assert flops is not None
         performance = step_performance(samples, flops=flops, seconds=seconds["time/step_s"])
-        # The KL is null unless a penalty measures it.
+        # The KL is null without a penalty.
         record = {"policy/kl": None, **metrics, **seconds, **performance, "time/unix_s": time.time()}
         record |= {"perf/compilations": self.compilations.take_count()}
         if self.trainer.session.generates_async:
@@ -222,7 +222,7 @@ class StepLoop:
         return {**metrics, "time/eval_s": time.perf_counter() - start, "time/unix_s": time.time()}
 
     def _look_for_ends(self, samples: Sequence[Sample]) -> None:
-        """Warns once, after the first samples, of a token that seems to end them and does not. A collective call."""
+        """Warns once if the first samples seem to end with a token that is not an EOS token. A collective call."""
         if self.has_looked_for_ends:
             return
         self.has_looked_for_ends = True

@@ -1,4 +1,4 @@
-"""The stages of a step that add to its samples: rewards, and the logprobs and values that its updates need."""
+"""The stages of a step that extend its samples: rewards, and the logprobs and values that updates need."""
 
 from __future__ import annotations
 
@@ -41,18 +41,18 @@ class RewardStage:
     """Rewards the samples of a step, round by round."""
 
     compute_rewards: ComputeRewards
-    """Computes the rewards, or reuses those that are saved in the samples."""
+    """Computes the rewards, or reuses the saved ones."""
     num_steps: int
     """Number of steps of the run."""
     model: RewardModel | None = None
     check: Callable[[RewardedSamples], None] = check_rewards
-    """Raises `RewardError` if training cannot go on with the rewards of a round."""
+    """Raises `RewardError` if training cannot continue with the rewards of a round."""
 
     def __call__(self, samples: list[Sample], *, step: int, timer: StepTimer) -> RewardedRound:
         """Returns the samples of a round with their rewards. All hosts must call it together.
 
         Raises:
-            RewardError: training cannot go on with the rewards.
+            RewardError: training cannot continue with the rewards.
         """
         outcomes = model_pass = None
         with timer.phase("reward"):
@@ -85,17 +85,17 @@ class ScoreStage:
     session: ScoringSession
     batchers: Mapping[ScoredRole, MicroBatcher]
     reference_params: Params | None
-    """Reference weights, maybe in host memory; None, and no memory, if `algorithm.beta` is 0."""
+    """Reference weights, possibly in host memory; None if `algorithm.beta` is 0."""
 
     def __call__(
         self, state: RunState, samples: list[Sample], mini_batches: Sequence[np.ndarray], timer: StepTimer
     ) -> tuple[list[Sample], dict[str, float]]:
         """Returns the samples with their logprobs and values, and the metrics of the passes.
 
-        Each mini-batch of the first epoch is scored by itself: with equal quotas the update has the same rows.
+        Each mini-batch of the first epoch is scored separately: with equal quotas, the update has the same rows.
 
         Args:
-            mini_batches: the indices of the samples in each of them.
+            mini_batches: the indices of the samples in each mini-batch.
         """
         metrics: dict[str, float] = {}
         with timer.phase("score"):

@@ -1,4 +1,4 @@
-"""Steps that learn given completions (`algorithm.name: sft`): take -> update."""
+"""Supervised fine-tuning on given completions (`algorithm.name: sft`): take -> update."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from settings import Settings
 
 
 class GivenCompletions(RolloutSource):
-    """Takes each step's samples from the data, in the order of a run's prompts. Nothing is generated."""
+    """Takes each step's samples from the data, in the usual order of prompts, without generating."""
 
     def __init__(self, settings: Settings, samples: Sequence[Sample]) -> None:
         self._samples = samples
@@ -25,12 +25,12 @@ class GivenCompletions(RolloutSource):
     def take(self, params: Params, *, step: int, position: int, number: int) -> list[Sample]:
         first = self._prompts.first_group_id(number)
         rows = self._prompts.rows_at(position)
-        # A row that comes twice in a step is two groups.
+        # A row that occurs twice in a step makes two groups.
         return [replace(self._samples[row], group_id=first + i) for i, row in enumerate(rows.tolist())]
 
 
 class SupervisedTrainer(Trainer):
-    """The stages of a step that has neither rewards nor advantages."""
+    """The stages of a supervised step, without rewards and advantages."""
 
     def step(
         self, state: RunState, *, step: int, position: int, timer: StepTimer

@@ -40,7 +40,7 @@ from settings.checks.unused_settings import launch_notices
 
 @dataclass(frozen=True)
 class TrainingRun:
-    """A run that has ended."""
+    """A finished or stopped run."""
 
     path: Path
     """The run directory."""
@@ -51,9 +51,9 @@ class TrainingRun:
     exit_code: int
     """0, or 75 or 130 after a signal."""
     best: BestCheckpoint | None
-    """Step, metric and value of the best evaluation; that checkpoint is `checkpoints/best`. Step 0 is the start."""
+    """Step, metric and value of the best evaluation, whose checkpoint is `checkpoints/best`. Step 0 is the start."""
     early_end: str
-    """Why the evaluations ended the run before its last step; empty if they did not."""
+    """Why evaluations ended the run early; empty if they did not."""
 
 
 def train(
@@ -68,15 +68,15 @@ def train(
     """Trains to `run.steps`.
 
     Args:
-        start_request: what the run starts from, and files of samples to learn from.
+        start_request: what the run starts from, and files of samples to train on.
         allow_changed: settings and sections that a resumed run may change although they change what it learns.
         on_step: called on every host; a true value on any of them ends the run with a checkpoint.
-        clock: in seconds, decides when `checkpoint.every_minutes` have passed; process 0's counts.
+        clock: seconds, for `checkpoint.every_minutes`; process 0's clock counts.
 
     Raises:
         InputError: an input cannot be used; nothing on disk has changed.
-        RuntimeError: too many non-finite updates in a row, or rewards that training cannot continue with; after these,
-            the last complete step is saved.
+        RuntimeError: too many non-finite updates in a row, or unusable rewards; in the latter case, the last complete
+            step is saved.
     """
     with ExitStack() as stack:
         setup = stack.enter_context(
@@ -101,7 +101,7 @@ def _train(setup: RunSetup, stack: ExitStack, clock: Callable[[], float], on_ste
             setup.watchdog.enter_phase("report")
             exit_barrier(setup.watchdog.status_board)
 
-    # On exit without an error, hosts wait for each other; process 0 writes a report meanwhile.
+    # On exit without an error, hosts wait for each other while process 0 writes a report.
     stack.push(wait_for_hosts)
     session.stop_when(interrupts.stop_requested)
     compilations = stack.enter_context(closing(CompilationCounter()))

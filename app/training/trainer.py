@@ -36,9 +36,9 @@ class Trainer:
     score: ScoreStage
     learners: LearnerGroup
     reward_functions: RewardFunctions
-    """Those of the run; a replay of saved rewards calls them in evaluations only."""
+    """The run's reward functions; a replay of saved rewards calls them only in evaluations."""
     last_schedule: tuple[int, Sequence[EventRecord], ScheduleMetrics] | None = None
-    """The last step, and what this host's workers did in its last rollout; None if they do not wait for steps."""
+    """The last step, and the schedule of this host's last rollout in it; None with asynchronous rollouts."""
 
     @property
     def settings(self) -> Settings:
@@ -75,14 +75,14 @@ class Trainer:
         return state, samples, {**filled, **scored, **advantages, **updated, **measured}
 
     def take(self, state: RunState, *, step: int, position: int, number: int, timer: StepTimer) -> list[Sample]:
-        """Returns this host's samples of the step's round with this number (0, 1, ...)."""
+        """Returns this host's samples of the step's round with this index (0, 1, ...)."""
         # The wait for the slowest host is part of the phase.
         with timer.phase("rollout"), cancellation_barrier():
             policy = self.session.scoring.full_params(state.policy.params)
             return self.source.take(policy, step=step, position=position, number=number)
 
     def publish(self, state: RunState, *, step: int, timer: StepTimer) -> None:
-        """Gives the step's policy to generation, if it runs during training."""
+        """Publishes the step's policy, if generation runs during training."""
         if self.session.generates_async:
             with timer.phase("publish"):
                 self.source.publish(self.session.scoring.full_params(state.policy.params), step=step)
@@ -93,7 +93,7 @@ class Trainer:
         """Returns the metrics of generation, rewards and work in a step, over all hosts.
 
         Args:
-            samples: those that the step has learned from.
+            samples: the samples that the step used for training.
         """
         sampled = [sample for one in rounds for sample in one.rewarded.samples]
         schedules = self.session.take_schedule_metrics()

@@ -1,4 +1,4 @@
-"""The loss of given completions: the cross-entropy of their tokens, weighted token by token as sampled ones are."""
+"""The loss of given completions: cross-entropy, with the same token weights as for sampled completions."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class CrossEntropyBatch:
 
     tokens: TokenBatch
     loss_weights: Float32[HostOrDevice, "R C"]
-    """As those of `PolicyBatch`, as are `token_weights`."""
+    """See `PolicyBatch`, also for `token_weights`."""
     token_weights: Float32[HostOrDevice, "R C"]
 
 

@@ -1,4 +1,4 @@
-"""Aggregation of per-token losses into one number, with weights fixed once per optimizer step.
+"""Aggregation of per-token losses into a scalar, with weights fixed once per optimizer step.
 
 The loss of an optimizer step is sum(weights * token losses). The weights already include the global denominators, so
 it does not matter how the tokens are later split into micro-batches, packed into rows or distributed over devices: the
@@ -56,8 +56,8 @@ def sequence_mean_token_sum(sample: Sample, totals: StepTotals) -> Float32[np.nd
 def constant_length(sample: Sample, totals: StepTotals, *, num_tokens: int) -> Float32[np.ndarray, "C"]:
     """Weighs every token by 1 / (samples of the step * num_tokens), independently of its sample's length.
 
-    `num_tokens` is a constant of the run, the longest completion allowed; a length taken from the step would bring the
-    bias back. Source: Liu et al. 2025 (Dr. GRPO), section 3.2.
+    `num_tokens` is a constant of the run, the maximum completion length; a length measured in the step would
+    reintroduce the bias. Source: Liu et al. 2025 (Dr. GRPO), section 3.2.
     """
     return sequence_mean_token_sum(sample, totals) / np.float32(num_tokens)
 

@@ -31,7 +31,7 @@ RunUpdate = Callable[[ElementwiseUpdate, Params, Any, Params], tuple[Params, Any
 FlatParams = dict[ParamPath, Any]
 
 STACKED = "blocks"
-"""Where the weights of all layers are, stacked on their first dim."""
+"""Key of the weights of all layers, stacked on their first dim."""
 
 
 @jax.tree_util.register_dataclass
@@ -86,7 +86,7 @@ def make_optimizer(settings: OptimizerSettings, schedule: optax.Schedule) -> opt
 
 
 def _clip(max_norm: float) -> optax.GradientTransformationExtraArgs:
-    """Returns optax's `clip_by_global_norm` of gradients whose norm is given, since they may be only a part of all."""
+    """Returns optax's `clip_by_global_norm` with a given norm, because the gradients may be only a part of all."""
 
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         del params
@@ -97,7 +97,7 @@ def _clip(max_norm: float) -> optax.GradientTransformationExtraArgs:
 
 
 def _store_moments(adamw: optax.GradientTransformation, types: Mapping[str, Any]) -> optax.GradientTransformation:
-    """Returns AdamW whose moments have other types between updates, which compute in float32."""
+    """Returns AdamW that stores its moments in other dtypes between updates, and computes in float32."""
     if set(types.values()) == {jnp.dtype("float32")}:
         return adamw
 
@@ -117,10 +117,10 @@ def _store_moments(adamw: optax.GradientTransformation, types: Mapping[str, Any]
 
 
 def map_moments(fn: Callable[..., Any], like: Any, state: Any, *others: Any) -> Any:
-    """Returns an optimizer state with `fn` of each moment, and the other fields of the last state given.
+    """Returns an optimizer state with `fn` applied to each moment, and the other fields of the last state given.
 
     Args:
-        like: a tree with the structure of the weights, which moments have and the other fields have not.
+        like: a tree with the structure of the weights, by which moments are told from other fields.
         others: states whose moments are further arguments of `fn`, and may have another structure.
     """
     # optax.tree_utils.tree_map_params would create an array, which compiles a program.
@@ -163,8 +163,8 @@ def update_at_once(update: ElementwiseUpdate, params: Params, state: Any, gradie
 def update_by_layer(update: ElementwiseUpdate, params: Params, state: Any, gradients: Params) -> tuple[Params, Any]:
     """Runs an update on one layer after another, then on all other weights; XLA would move all moments at once.
 
-    The moments of `state` are in host memory, and so are the new ones. Weights may differ by a rounding from those of
-    `update_at_once`, because a compiler fuses products and sums of different programs differently.
+    The old and the new moments are in host memory. Weights may differ from `update_at_once` by rounding, because the
+    compiler fuses different programs differently.
     """
     flat_params, flat_gradients = flatten_by_path(params), flatten_by_path(gradients)
     flat_state = map_moments(flatten_by_path, params, state)
@@ -191,7 +191,7 @@ def update_by_layer(update: ElementwiseUpdate, params: Params, state: Any, gradi
 
         def one_layer(i: Array, done: tuple[FlatParams, Any]) -> tuple[FlatParams, Any]:
             params, stacks = done
-            # Counters are those before the update, for every layer.
+            # Every layer uses the counters from before the update.
             layer = of_moments(lambda _, stack, __: layer_of(stack, i), stacks, flat_state)
             new_params, layer = run(layer_of(params, i), layer, layer_of(gradients, i))
             stacks = of_moments(lambda _, stack, new: with_layer(stack, new, i), stacks, layer)
@@ -199,7 +199,7 @@ def update_by_layer(update: ElementwiseUpdate, params: Params, state: Any, gradi
 
         return lax.fori_loop(0, len(next(iter(gradients.values()))), one_layer, (params, stacks))
 
-    # Not their vectors, [L, D]: they are small, and a row of a TPU's tiles cannot be moved on its own.
+    # Not vectors, [L, D]: they are small, and a single row of a TPU tile cannot be moved.
     stacked = [path for path, x in flat_params.items() if path[0] == STACKED and x.ndim > 2]
     others = [path for path in flat_params if path not in stacked]
     new_params, new_state = {}, of_moments(lambda _: {})

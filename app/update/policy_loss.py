@@ -2,8 +2,8 @@
 
     loss = sum over tokens of  w * (c * surrogate(r, A) + beta * KL - entropy_coef * H)
 
-A are advantages, r the ratio of the current to the proximal policy, c the weight of a correction for another sampler
-(both in `app.update.ratios`), and w the weights that aggregate tokens (`app.update.loss_aggregation`). What
+A are advantages, r the ratio of the current to the proximal policy, c the importance weight that corrects for the
+sampler (both in `app.update.ratios`), and w the weights that aggregate tokens (`app.update.loss_aggregation`). What
 `algorithm.name` selects:
 
     name                 A (estimator)        r         surrogate          w                         KL
@@ -18,7 +18,7 @@ A are advantages, r the ratio of the current to the proximal policy, c the weigh
     ppo                  gae                  token     clipped            token-mean                k1 in the reward
     distill              grpo                 token     clipped            token-mean                k1 in the advantage
 
-`sft` has a loss of its own (`app.update.cross_entropy`).
+`sft` has its own loss (`app.update.cross_entropy`).
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def cispo_surrogate(
 
 
 SURROGATES: Mapping[str, Callable[..., SurrogateOutput]] = {"ppo": clipped_surrogate, "cispo": cispo_surrogate}
-"""Surrogates by `algorithm.clip`, which `algorithm.dual_clip` clips twice."""
+"""Surrogates by `algorithm.clip`; `algorithm.dual_clip` adds a second clip."""
 
 
 def _ratios(log_ratios: Float32[Array, "*tokens"]) -> Float32[Array, "*tokens"]:
@@ -194,7 +194,7 @@ class LossStats:
 
 
 def mismatch_sums(batch: PolicyBatch, current: Float32[Array, "R C"]) -> dict[str, Float32[Array, ""]]:
-    """Returns this micro-batch's shares of the metrics that `mismatch_metrics` computes from scored logprobs."""
+    """Returns this micro-batch's share of the metrics of `mismatch_metrics`, without scored logprobs."""
     assert batch.sample_reducer is not None and batch.sample_weights is not None
     behavior, reducer, weights = batch.behavior_logprobs, batch.sample_reducer, batch.sample_weights
     return {
@@ -235,13 +235,13 @@ class PolicyLoss:
     kl_estimator: KLEstimator | None
     """Estimator of the penalty and of its metric, wherever the penalty is; None without a reference."""
     beta: float
-    """Weight of the penalty in this loss; 0 if it is in the reward or the advantage."""
+    """Weight of the penalty in this loss; 0 if the penalty is in the reward or the advantage."""
     entropy_coef: float
     kl_metric: str = KL_METRIC
-    """Name of the KL in the metrics, where that to a teacher is not taken for that to the policy's start."""
+    """Name of the KL metric; the KL to a teacher has another name than the KL to the policy's start."""
     log_ratio: LogRatioFn = token_log_ratio
     correction: ImportanceCorrection | None = None
-    """None = the sampler is taken to be the policy before the step's updates."""
+    """None = tokens are treated as sampled by the policy before the step's updates."""
 
     def __call__(
         self, logprobs: Float32[Array, "R C"], entropies: Float32[Array, "R C"], batch: PolicyBatch
@@ -250,7 +250,7 @@ class PolicyLoss:
         mask = batch.tokens.loss_mask
         # Logprobs are undefined on padding; equal ones there keep ratios at 1 and differences at 0.
         current = jnp.where(mask, logprobs, batch.behavior_logprobs)
-        # With one update per rollout, the ratio is exactly 1, and its gradient that of the logprobs.
+        # With one update per rollout, the ratio is exactly 1 and its gradient equals the logprobs'.
         scored = jax.lax.stop_gradient(current) if batch.policy_logprobs is None else batch.policy_logprobs
         proximal_logprobs = jnp.where(mask, scored, batch.behavior_logprobs)
         log_ratios = self.log_ratio(current, proximal_logprobs, batch.sample_reducer)

@@ -1,4 +1,4 @@
-"""Ratios of policies: of the current to the proximal one in the surrogate, of the proximal one to the sampler's.
+"""Probability ratios: current to proximal policy in the surrogate, proximal policy to sampler in the correction.
 
 The proximal policy is the one before the step's updates. The second ratio corrects for tokens sampled by another
 policy: with mu the policy that sampled the token (`behavior_logprobs`), pi_old the proximal one and w = pi_old / mu,
@@ -49,7 +49,7 @@ class SampleReducer:
         return self._sum_per_sample(jnp.where(self.weights > 0, values, 0.0))
 
     def _sum_per_sample(self, values: Float32[Array, "R C"]) -> Float32[Array, "R C"]:
-        """Sums each sample by a segmented scan, which adds in the fixed order of a tree."""
+        """Sums each sample by a segmented scan, in a fixed tree order."""
         starts = jnp.diff(self.last_target_indices, axis=1, prepend=-2) != 0
         _, sums = jax.lax.associative_scan(_segmented_add, (starts, values), axis=1)
         return jnp.take_along_axis(sums, jnp.maximum(self.last_target_indices, 0), axis=1)

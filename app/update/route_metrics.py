@@ -12,12 +12,12 @@ from app.model.experts import UNRECORDED
 
 
 class RouteCounts(NamedTuple):
-    """Counts over the forward passes that predict the tokens which the policy wrote."""
+    """Counts over the forward passes that predict tokens written by the policy."""
 
     load: Float32[Array, "L E"]
-    """Passes through each expert."""
+    """Tokens routed to each expert, over all layers."""
     differing: Float32[Array, ""] | None
-    """(token, layer) pairs whose set of recorded experts is not the one that the router chooses; None = no replay."""
+    """(token, layer) pairs whose recorded experts differ from the router's choice; None = no replay."""
     recorded: Float32[Array, ""] | None
     """Pairs with recorded experts."""
 
@@ -26,7 +26,7 @@ def count_routes(live: Int32[Array, "L R T k"], rows: TokenBatch, num_experts: i
     """Counts the routes of a micro-batch.
 
     Args:
-        live: the routers' choices, which were followed where none are recorded.
+        live: the routers' choices, used where none are recorded.
     """
     places = jnp.maximum(rows.logits_indices, 0)
 
@@ -47,9 +47,9 @@ def count_routes(live: Int32[Array, "L R T k"], rows: TokenBatch, num_experts: i
 
 
 def route_metrics(counts: RouteCounts) -> dict[str, Float32[Array, ""]]:
-    """Returns the load of the fullest expert over the mean load, in the mean over layers, and the share that differs.
+    """Returns the maximum over the mean load of experts, averaged over layers, and the fraction of differing routes.
 
-    The share is NaN if no routes are recorded.
+    The fraction is NaN if no routes are recorded.
     """
     mean = jnp.mean(counts.load, axis=1)
     # 0 if the policy wrote no token.

@@ -75,7 +75,7 @@ class UpdateStep:
             loss, backward, parts = jax.vjp(
                 lambda params: trained_objective(params, frozen, batch, temperature), params, has_aux=True
             )
-            # Each layer's gradients are added in place, so those of a micro-batch never exist as a whole.
+            # Each layer's gradients are added in place, so a micro-batch's gradients never exist as a whole.
             sums = jax.tree.map(jax.new_ref, total.gradients)
             backward.with_refs(sums)(jnp.ones_like(loss))
             return AccumulatedGradients(jax.tree.map(jax.freeze, sums), total.stats + parts)

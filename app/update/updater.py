@@ -42,13 +42,13 @@ UpdateStepFn = Callable[[TrainState, Sequence[Any], Array, Params | None], tuple
 
 @dataclass(frozen=True)
 class PolicyBatchPacker:
-    """Packs one micro-batch into the inputs of the policy's loss, given the samples that the micro-batch numbers.
+    """Packs one micro-batch, which holds indices of samples, into the inputs of the policy's loss.
 
     Args:
         aggregation: weight of each token's loss; see `app.update.loss_aggregation`.
         roles: roles whose scored logprobs the loss reads.
         needs_sample_reducer: whether the loss reads `PolicyBatch.sample_reducer`.
-        measures_mismatch: whether the loss measures how sampler and trainer differ, which scoring does otherwise.
+        measures_mismatch: whether the loss, rather than scoring, measures how sampler and trainer differ.
         route_shape: sizes of the routes to replay; None = none.
     """
 
@@ -145,7 +145,7 @@ class Updater:
 
         Args:
             samples: this host's samples of the step.
-            rows: the samples of this host's rows, and its part of the plan.
+            rows: the samples in this host's rows, and its part of the plan.
         """
         totals = StepTotals(*sum_over_hosts(np.asarray(StepTotals.from_samples(samples))).tolist())
         packed = (self.pack(rows.samples, one, totals) for one in rows.plan.micro_batches)
@@ -158,7 +158,7 @@ def parameter_names(params: Params) -> list[str]:
 
 
 def _warn_of_broken_gradients(metrics: Mapping[str, Any], is_broken: Mapping[str, bool]) -> None:
-    """Names the parameters whose gradients contain NaN or infinity, if any; see `BROKEN_GRADIENTS`."""
+    """Logs a warning with the parameters whose gradients contain NaN or infinity; see `BROKEN_GRADIENTS`."""
     broken = [name for name, one in is_broken.items() if one]
     if broken and jax.process_index() == 0:
         (network,) = {name.partition("/")[0] for name in metrics if name.endswith("/grad_norm")}

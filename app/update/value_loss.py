@@ -52,7 +52,7 @@ class ValueBatchPacker:
 
 
 SquaredErrors = tuple[Float32[Array, "*tokens"], Bool[Array, "*tokens"]]
-"""Errors, and whether the clip removed the gradient of each because the value had already changed enough."""
+"""Errors, and for each whether the clip removed its gradient because the value had already changed enough."""
 
 SquaredErrorFn = Callable[[Array, Array, Array], SquaredErrors]
 """(values, old values, returns) -> squared error per token."""
@@ -92,7 +92,7 @@ def make_value_objective(
     def objective(params: Params, batch: ValueBatch, temperature: Array) -> tuple[Array, LossStats]:
         del temperature
         values = critic_values(definition.bind(params), batch.tokens, dtype=dtype, remat=remat)
-        # They are undefined outside the mask.
+        # Values are undefined outside the mask.
         values = jnp.where(batch.tokens.loss_mask, values, batch.old_values)
         errors, clipped = error_fn(values, batch.old_values, batch.returns)
         loss = 0.5 * jnp.sum(batch.token_weights * errors)

@@ -189,7 +189,7 @@ def _check_decoupled_rewards(resolved: Resolved, *, is_relative: bool) -> Iterat
     if is_relative and resolved.settings.algorithm.kl_in_reward:
         yield (
             "<algorithm.reward_normalization>: a KL penalty in the reward (<algorithm.kl_in>) is not normalized "
-            "like the rewards, so its weight would be arbitrary; set algorithm.kl_in: loss, or {sum_first[4:]}"
+            f"like the rewards, so its weight would be arbitrary; set algorithm.kl_in: loss, or {sum_first[4:]}"
         )
 
 

@@ -70,7 +70,7 @@ def test_replay_needs_no_curriculum_and_accepts_only_that_of_its_run(
     program.assert_same_state(again, drawn, step=8)
     assert not any(name.startswith("data/pass_rate") for name in program.metrics_of(again)[-1])
     for at in (finished, step_file(finished, 1)):
-        with pytest.raises(InputError, match=r"the samples decide which prompts come; set data.curriculum to none"):
+        with pytest.raises(InputError, match=r"a replay uses the prompts of its samples; set data.curriculum to none"):
             looked(finished, "data.curriculum=pass_rate", at=at)
 
 

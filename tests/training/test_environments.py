@@ -141,10 +141,10 @@ def test_rewards_of_turns_are_computed_from_a_file_and_learned_from(played: Path
 def test_samples_that_their_environment_cannot_reward_are_refused(played: Path, source: Path, tmp_path: Path) -> None:
     assert looked(source, *ENVIRONMENT, at=played).uses_saved_rewards is False
     rewrite(played, lambda record: record["episode"]["turns"][0].update(text="other"))
-    with pytest.raises(InputError, match=r"completion_token_ids read .* and completion is 'other'"):
+    with pytest.raises(InputError, match=r"completion_token_ids decode to .* but completion is 'other'"):
         looked(source, *ENVIRONMENT, at=played)
     alone = rewrite(step_file(source, 1), lambda record: record.pop("reward")).rename(tmp_path / "alone.jsonl")
-    with pytest.raises(InputError, match=r"env\.source: guess_number has none for samples without an episode"):
+    with pytest.raises(InputError, match=r"samples without an episode have none from env\.source: guess_number"):
         looked(source, "env.source=guess_number", at=alone)
 
 

@@ -90,7 +90,7 @@ def test_run_whose_settings_changed_is_replayed_in_parts_only(source: Path, fini
     later = load(str(source / "settings.yaml"), ["algorithm.name=dr_grpo", "optimizer.learning_rate=0.01"], {})
     (source / "settings.yaml").write_text(later.to_yaml())
     write_jsonl(source / "sessions.jsonl", [session, {**session, "after_step": 2, "settings": later.to_yaml()}])
-    changed = r"from step 3 on, the settings of .* were others \(algorithm\.name was 'grpo' and is now 'dr_grpo'\)"
+    changed = r"the settings of .* changed at step 3 \(algorithm\.name was 'grpo' and is now 'dr_grpo'\)"
     check_refused(source, changed)
     rest = looked(source, checkpoint=finished / "checkpoints" / "2")
     first = looked(source, at=step_file(source, 1))
@@ -238,9 +238,13 @@ def setting(name: str, value: Any) -> Callable[[dict[str, Any]], object]:
     ("change", "message"),
     [
         (setting("prompt_token_ids", [99]), r"^--from-rollouts: .*:1: .*token 99, but the vocabulary"),
-        (setting("completion", "other"), r":1: completion_token_ids read '.*' with the .*, and completion is 'other'"),
+        (
+            setting("completion", "other"),
+            r":1: completion_token_ids decode to '.*' with the .*, but completion is "
+            "'other'",
+        ),
         (lambda r: r.pop("behavior_logprobs"), r":1: missing behavior_logprobs"),
-        (setting("group_id", 0), r":5: group_id 0 has samples of prompts .+ and .+; give their groups different"),
+        (setting("group_id", 0), r":5: group_id 0 has samples of prompts .+ and .+; give them different"),
         (setting("prompt_token_ids", [1] * 17), r"has 17 tokens, more than data\.max_prompt_length = 16"),
         (lambda r: r.update(answer=None, reward=None), r"^--from-rollouts: .*no answer"),
     ],
@@ -259,7 +263,7 @@ def test_unusable_file_or_checkpoint_is_refused_before_anything_is_made(loose, c
     template = f"model.path={tmp_path / 'template'}"
     assert_refused(train_on(loose, config, template, options=start), "from another tokenizer", runs)
     for content, message in (
-        ("", "holds no samples"),
+        ("", "contains no samples"),
         ("no json\n", "samples.jsonl:1: not JSON"),
         (None, "no such file"),
     ):
@@ -268,7 +272,7 @@ def test_unusable_file_or_checkpoint_is_refused_before_anything_is_made(loose, c
     before = digest_of(finished)
     result = replay(finished, finished.parent, f"run.name={finished.name}", options=["--resume", "auto"])
     assert result.exit_code == 2
-    assert "is what --from-rollouts would replay; choose another run.name" in result.stderr
+    assert "is the run that --from-rollouts would replay; choose another run.name" in result.stderr
     assert digest_of(finished) == before
 
 
@@ -281,13 +285,13 @@ def asked_twice(path: Path) -> Path:
 
 
 def test_groups_that_do_not_make_a_step_are_refused(loose: Path, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    many = r"holds 4 groups, and a step has rollout\.prompts_per_step = 2; set .* to 4"
+    many = r"contains 4 groups, but a step has rollout\.prompts_per_step = 2; set .* to 4"
     check_refused(source, many, "rollout.prompts_per_step=2", at=loose)
     large = r"a group of 4 samples, more than rollout\.group_size = 3; set it to 4"
     check_refused(source, large, "rollout.group_size=3", at=loose)
     with monkeypatch.context() as patch:
         patch.setattr(jax, "process_count", lambda: 2)
-        message = "holds 4 groups, and a step has rollout.prompts_per_step = 4 on each of 2 hosts; set .* to 2"
+        message = "contains 4 groups, but a step has rollout.prompts_per_step = 4 on each of 2 hosts; set .* to 2"
         check_refused(source, message, at=loose)
         write_jsonl(loose, [record for record in records_of(loose) if record["group_id"] != 2])
         check_refused(source, "2 hosts cannot share them evenly", at=loose)
@@ -298,7 +302,7 @@ def test_groups_that_do_not_make_a_step_are_refused(loose: Path, source: Path, m
     asked_twice(step_file(source, 1))
     assert len(looked(source).load_groups(1)) == 4
     write_jsonl(step_file(source, 2), records_of(step_file(source, 2))[:-1])
-    check_refused(source, r"step_000002.jsonl is incomplete: it holds a group of 3 samples, .* drew 4")
+    check_refused(source, r"step_000002.jsonl is incomplete: a group has 3 samples, .* sampled 4")
 
 
 def test_path_without_sample_files_is_refused(source: Path) -> None:
@@ -309,7 +313,7 @@ def test_path_without_sample_files_is_refused(source: Path) -> None:
     step_file(source, 2).mkdir()
     check_refused(source, rf"{option}step_000002\.jsonl: cannot be read: Is a directory")
     shutil.rmtree(source / "rollouts")
-    message = r"holds no step_<number>\.jsonl \(a run under logging\.save_rollouts: false writes none\)"
+    message = r"contains no step_<number>\.jsonl \(with logging\.save_rollouts: false none are written\)"
     check_refused(source, f"{option}{message}")
 
 
@@ -341,12 +345,12 @@ def test_missing_steps_are_named_with_the_way_out(uninterrupted: Path, tmp_path:
     shutil.copytree(uninterrupted / "rollouts", source / "rollouts")
     shutil.copy(uninterrupted / "settings.yaml", source)
     step_file(source, 3).unlink()
-    check_refused(source, "has no samples of step 3; lower run.steps to end before it, or start behind it")
+    check_refused(source, "has no samples of step 3; lower run.steps to end before it, or start after it")
     for step in (1, 2):
         step_file(source, step).unlink()
     check_refused(source, r"no samples of step 1; .*with --checkpoint after step 3")
     start = ["--checkpoint", uninterrupted / "checkpoints" / "12"]
-    ended = r"is after step 12, and no step follows: .* run\.steps is 12"
+    ended = r"no samples to replay after step 12 of --checkpoint: .* run\.steps is 12"
     assert_refused(replay(source, none, options=start), ended, none)
     late = replay(source, none, "run.steps=14", options=start)
     assert_refused(late, "ends with step 12, and run.steps is 14", none)

@@ -198,7 +198,7 @@ def test_unusable_completions_and_settings_are_refused(sft_config: Path, tiny_mo
     unmarked = refused(sft_config, f"model.path={tiny_model}")
     assert "the tokens of the assistant's turn cannot be marked" in unmarked
     replayed = refused(sft_config, "run.name=other", options=("--from-rollouts", trained))
-    assert "--from-rollouts: algorithm.name: sft learns the completions of data.source" in replayed
+    assert "--from-rollouts: algorithm.name: sft trains on the completions of data.source" in replayed
     for name, value in (("rollout.group_size", 4), ("reward.model", "judge"), ("algorithm.estimator", "gae")):
         message = refused(sft_config, f"{name}={value}", "algorithm.name=sft")
         assert f"{name} = " in message and "is for sampled completions, and algorithm.name = 'sft'" in message
