@@ -28,8 +28,8 @@ class RowPacker:
 
     Args:
         completion_lengths: number of completion tokens of each sample.
-        num_candidates: number of items searched for the set that fills a row best; 0 = always take the largest item
-            that fits.
+        num_candidates: number of items searched for the set that fills a row best; 0 = always the largest item that
+            fits.
         split_groups: whether to fill a row with some of a group's samples if no whole item fits.
     """
 
@@ -53,7 +53,7 @@ class RowPacker:
         )
 
     def pack_row(self, length: int) -> PackingRow:
-        """Removes and returns the items of one row: large ones first, then those that leave the fewest tokens free."""
+        """Removes and returns one row's items: large ones first, then the set that leaves the fewest tokens free."""
         row: PackingRow = []
         left = length
         while num_fitting := bisect_left(self.items, (left + 1,)):

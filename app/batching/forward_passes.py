@@ -19,7 +19,7 @@ class RowLogprobs(NamedTuple):
 
     logprobs: Float32[Array, "R C"]
     entropies: Float32[Array, "R C"]
-    """In nats, of the distributions that the tokens were drawn from."""
+    """Entropy, in nats, of the distribution that each token was sampled from."""
     routes: Int32[Array, "L R T k"] | None
     """The routers' choices for all tokens; None without experts."""
 
@@ -36,8 +36,8 @@ def row_logprobs(
 ) -> RowLogprobs:
     """Returns the logprob and entropy of each completion token of packed rows; finite but undefined on padding.
 
-    Only the hidden states at `logits_indices` (the position before each target) pass through the LM head. The routes of
-    the rows are replayed, if they have some.
+    Only the hidden states at `logits_indices` (the position before each target) pass through the LM head. Recorded
+    routes are replayed.
 
     Args:
         logits_chunk: number of tokens per device that pass through the LM head at once, at least one per row.

@@ -8,13 +8,13 @@ from collections.abc import Sequence
 import numpy as np
 
 EMPTY_SLOT = -1
-"""Row number that marks a slot without a row."""
+"""Row index of a slot without a row."""
 
 
 def assign_rows_in_order(
     num_rows: int, *, num_micro_batches: int, num_devices: int, rows_per_device: int
 ) -> list[list[int]]:
-    """Returns the row numbers of each micro-batch, device by device, in order; counts differ by at most 1."""
+    """Returns the row indices of each micro-batch, device by device, in order; counts differ by at most 1."""
     slots = num_devices * rows_per_device
     blocks = np.array_split(np.arange(num_rows), num_micro_batches)
     return [block.tolist() + [EMPTY_SLOT] * (slots - len(block)) for block in blocks]
@@ -38,7 +38,7 @@ def assign_rows_balanced(
         device_loads: total cost already assigned to each device.
 
     Returns:
-        The row numbers of each micro-batch, most expensive micro-batch first, and the new loads.
+        The row indices of each micro-batch, most expensive micro-batch first, and the new loads.
     """
     device_loads = list(device_loads)
     order = sorted(range(len(row_costs)), key=lambda row: (-row_costs[row], row))
@@ -61,9 +61,9 @@ def assign_rows_balanced(
 
 
 def balanced_partition(weights: Sequence[float], num_parts: int) -> list[list[int]]:
-    """Returns sorted lists of indices, all of one size and with similar sums.
+    """Returns sorted lists of indices, of equal size and with similar sums.
 
-    The largest of the remaining weights joins the part with the smallest sum of those that have room.
+    The largest remaining weight joins the part with the smallest sum that is not yet full.
 
     Args:
         weights: their number is a multiple of `num_parts`.

@@ -1,4 +1,4 @@
-"""Plans micro-batches: decides which row holds each sample. Uses only numpy: no JAX, settings or devices.
+"""Plans micro-batches: assigns samples to rows. Uses only numpy: no JAX, settings or devices.
 
 A plan is for all devices of all hosts. Every host makes it from the same all-gathered lengths, with samples numbered
 host by host. Ties are broken by index: the same lengths always give the same plan.
@@ -27,14 +27,14 @@ PackedSegment = tuple[int, ...]
 """Samples that share one copy of their prompt; a single sample if nothing is shared."""
 PackedRow = tuple[PackedSegment, ...]
 SequenceCost = Callable[[np.ndarray], np.ndarray]
-"""Lengths -> forward FLOPs of one sequence of each length; whole numbers, so that sums are exact in any order."""
+"""Lengths -> forward FLOPs of one sequence of each length; integers, so that sums are exact in any order."""
 
 MAX_SAMPLES_FOR_SEARCH = 1024
-"""With more samples, only one way of packing is tried: it fills rows well, and other ways would take time."""
+"""With more samples, only one way of packing is tried: it fills rows well, and others would take too long."""
 MIN_ROW_LENGTH = 256
-"""Minimum length of a packed row, if the quota allows it: rows with many short samples have less padding."""
+"""Minimum length of a packed row, if the quota allows it: long rows of many short samples have less padding."""
 MAX_SHARED_ROW_LENGTH = 32_768
-"""Maximum length of a row made long for a whole group: the cost of finding visible blocks is quadratic in it."""
+"""Maximum length of a row extended to hold a whole group: the cost of finding visible blocks is quadratic in it."""
 MIN_COMPLETION_BUCKET = 4
 """Smallest length bucket of the completions in fixed rows, in tokens."""
 
@@ -57,7 +57,7 @@ class MicroBatch:
 
 @dataclass(frozen=True, slots=True)
 class MicroBatchPlan:
-    """Micro-batches of all devices, or of those of a host, in the order in which they are computed."""
+    """Micro-batches of all devices or of one host's devices, in the order of computation."""
 
     micro_batches: tuple[MicroBatch, ...]
 
@@ -76,12 +76,12 @@ class MicroBatchPlan:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SequenceLengths:
-    """Lengths of samples in tokens, and the number of each sample's prompt."""
+    """Lengths of samples in tokens, and the index of each sample's prompt."""
 
     prompts: Int64[np.ndarray, "N"]
     completions: Int64[np.ndarray, "N"]
     prompt_indices: Int64[np.ndarray, "N"]
-    """Number of each sample's prompt; equal prompts have equal numbers."""
+    """Index of each sample's prompt; equal prompts have the same index."""
 
     @property
     def totals(self) -> Int64[np.ndarray, "N"]:
@@ -94,7 +94,7 @@ class TokenBudget:
 
     max_tokens_per_device: int
     row_length: int
-    """See `choose_row_length`."""
+    """Tokens per row; see `choose_row_length`."""
     share_prompts: bool
     balance: bool
     """Whether rows are assigned to devices with balanced cost; otherwise in packing order."""
@@ -130,8 +130,8 @@ def plan_fixed_rows(
     completion.
 
     Args:
-        rows_per_device: number of rows; None = all samples are in one micro-batch.
-        trim_tail: whether to give the last micro-batch only the rows it needs: less padding, but a second shape.
+        rows_per_device: number of rows; None = all samples in one micro-batch.
+        trim_tail: whether the last micro-batch has only the rows it needs: less padding, but a second shape.
     """
     num_samples = len(lengths.prompts)
     max_rows = max(1, -(-num_samples // num_devices))
@@ -159,7 +159,7 @@ def plan_token_budget(
 ) -> MicroBatchPlan:
     """Plans micro-batches of packed rows.
 
-    All have the full shape except the last, which has the smallest possible shape that holds the remaining samples.
+    All have the full shape except the last one, which has the smallest shape that holds the remaining samples.
 
     Args:
         sequence_cost: cost function of sequences; used only if `budget.balance`.
@@ -238,7 +238,7 @@ def _assign_rows(
 
 
 def _row_costs(rows: Sequence[PackingRow], lengths: SequenceLengths, sequence_cost: SequenceCost) -> list[float]:
-    """Returns the cost of each row: that of each prompt once, plus the cost that each completion adds."""
+    """Returns the cost of each row: each prompt counts once, plus the additional cost of each completion."""
     prompts = sequence_cost(lengths.prompts)
     added = (sequence_cost(lengths.totals) - prompts).tolist()
     prompts = prompts.tolist()

@@ -9,10 +9,10 @@ from typing import NamedTuple
 from app.batching.bin_packing import PackingRow, RowPacker, pack_all
 
 TAIL_GROWTH = 1.05
-"""Ratio of the sizes that a last micro-batch may have: what the samples do not fill is computed in vain, but every size
-is a shape to compile."""
+"""Ratio between the allowed sizes of a last micro-batch: a larger ratio means more padding, a smaller one more shapes
+to compile."""
 MIN_TAIL_FRACTION, TAIL_STEP_FRACTION = 1 / 16, 1 / 64
-"""Its smallest size, and the smallest difference of two sizes, as fractions of the quota."""
+"""Smallest size of a last micro-batch, and smallest difference between two sizes, as fractions of the quota."""
 BLOCK_TOKENS = 128
 """Block size of the attention kernels; the length of longer rows is a multiple of it."""
 
@@ -39,7 +39,7 @@ class MicroBatchShape(NamedTuple):
 
 
 class ShapeGroup(NamedTuple):
-    """Micro-batches of one shape, and their rows, which are not yet assigned to these micro-batches."""
+    """Micro-batches of one shape, and their rows, not yet assigned to them."""
 
     shape: MicroBatchShape
     num_micro_batches: int
@@ -47,7 +47,7 @@ class ShapeGroup(NamedTuple):
 
 
 Packing = tuple[ShapeGroup, ...]
-"""Groups of micro-batches, one after another, that contain all items."""
+"""Consecutive groups of micro-batches that contain all items."""
 
 
 def packing_cost(packing: Packing) -> tuple[int, int]:
@@ -111,7 +111,7 @@ def _pack_tail(
 ) -> list[PackingRow] | None:
     num_rows, length = num_devices * shape.rows_per_device, shape.row_length
     if (rows := pack_all(packer, num_rows=num_rows, length=length)) and even_lengths:
-        # All rows but the last are as full as possible: shorter rows share what is missing there.
+        # All rows but the last are as full as possible; shorter rows distribute the free space evenly.
         shortest = -(-packer.num_tokens // num_rows)
         while shortest < length:
             middle = (shortest + length) // 2

@@ -48,7 +48,7 @@ class GlobalPlan:
 
 
 def token_count_cost(lengths: np.ndarray) -> np.ndarray:
-    """Returns the lengths as costs: every token costs the same."""
+    """Returns the lengths as costs, so that every token costs the same."""
     return lengths.astype(np.float64)
 
 
@@ -102,7 +102,7 @@ class PackedRowBatcher(MicroBatcher):
 class EqualShapeBatcher(MicroBatcher):
     """Splits like `batcher`, then pads the last micro-batch with empty rows to the shape of the others.
 
-    Used for every part of a long file but the last: otherwise, each part could add one more shape to compile.
+    Used for every part of a long file but the last; otherwise, each part could add another shape to compile.
     """
 
     batcher: FixedRowBatcher | PackedRowBatcher
@@ -123,7 +123,7 @@ class EqualShapeBatcher(MicroBatcher):
 
 
 def sequence_lengths(samples: Sequence[Sample]) -> SequenceLengths:
-    """Returns the lengths of samples; prompts with equal token ids get the same number."""
+    """Returns the lengths of samples; prompts with equal token ids get the same index."""
     numbers: dict[bytes, int] = {}
     prompt_numbers = [numbers.setdefault(s.prompt.token_ids.tobytes(), len(numbers)) for s in samples]
     return SequenceLengths(
@@ -134,7 +134,7 @@ def sequence_lengths(samples: Sequence[Sample]) -> SequenceLengths:
 
 
 def gather_lengths(samples: Sequence[Sample]) -> tuple[SequenceLengths, tuple[int, ...]]:
-    """Returns the lengths of all hosts' samples, host by host, and their number on each host."""
+    """Returns the lengths of all hosts' samples, host by host, and the number of samples of each host."""
     local = sequence_lengths(samples)
     counts = gather_over_hosts(np.asarray(len(samples)))
     if len(counts) == 1:

@@ -1,7 +1,7 @@
-"""Moves samples to the hosts whose devices have their rows, and numbers per token back.
+"""Moves samples to the hosts whose devices have their rows, and per-token values back.
 
-All hosts know from the plan which samples move, and how long they are. So what a host sends to another has no headers:
-for each sample, by its number, the token ids of prompt and completion, and then the fields that the receiver reads.
+All hosts know from the plan which samples move, and how long they are. So messages need no headers: they contain, for
+each sample in order of its index, the token ids of prompt and completion, and then the fields that the receiver reads.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ class HostRows:
     """The rows of this host's devices, and their samples."""
 
     samples: Sequence[Sample]
-    """Of other hosts, they have only token ids and the requested fields."""
+    """Samples of other hosts have only token ids and the requested fields."""
     plan: MicroBatchPlan
-    """Micro-batches of this host's devices, of these samples."""
+    """Micro-batches of `samples` for this host's devices."""
     _moves: Moves | None = None
 
     def send_home(self, values: Sequence[Float32[np.ndarray, "C"]]) -> list[Float32[np.ndarray, "C"]]:
-        """Returns the values of the samples that this host has planned, wherever their rows are.
+        """Returns the values of the samples that belong to this host, wherever their rows were.
 
         All hosts must call it together.
 
@@ -50,11 +50,11 @@ class HostRows:
 def fetch_rows(
     samples: Sequence[Sample], global_plan: GlobalPlan, fields: Sequence[str], route_shape: RouteShape | None = None
 ) -> HostRows:
-    """Exchanges samples, so that each host has those of its rows. All hosts must call it together.
+    """Exchanges samples, so that each host has the samples of its rows. All hosts must call it together.
 
     Args:
         samples: this host's samples, as planned.
-        fields: per-token fields that the receiver reads, of which all samples have a value.
+        fields: per-token fields that the receiver reads; all samples must have them.
         route_shape: sizes of the routes that it replays; None = none.
 
     Raises:
@@ -82,18 +82,18 @@ def _check_equal_plans(plan: MicroBatchPlan) -> None:
 
 @dataclass(frozen=True)
 class Moves:
-    """Which samples go from which host to which."""
+    """Which samples move between which hosts."""
 
     here: int
-    """Number of this host."""
+    """Process index of this host."""
     numbers: Sequence[Sequence[Int64[np.ndarray, "N"]]]
-    """Numbers of the samples from each host (first index) in the rows of each host (second), ascending."""
+    """Indices of the samples from each host (first index) in the rows of each host (second), ascending."""
     first_number: int
-    """Number of this host's first sample."""
+    """Index of this host's first sample."""
     prompt_lengths: Int64[np.ndarray, "N"]
     completion_lengths: Int64[np.ndarray, "N"]
     route_shape: RouteShape | None
-    """Sizes of the routes that go with the samples; None = none."""
+    """Sizes of the routes sent with the samples; None = none."""
 
     @classmethod
     def from_plan(cls, global_plan: GlobalPlan, route_shape: RouteShape | None) -> Moves:
@@ -108,11 +108,11 @@ class Moves:
         return cls(here, numbers, int(edges[here]), lengths.prompts, lengths.completions, route_shape)
 
     def numbers_of(self, host: int) -> list[int]:
-        """Returns the numbers of the samples in a host's rows, ascending."""
+        """Returns the indices of the samples in a host's rows, ascending."""
         return list(chain.from_iterable(sent[host].tolist() for sent in self.numbers))
 
     def fetch(self, samples: Sequence[Sample], fields: Sequence[str]) -> list[Sample]:
-        """Returns the samples of this host's rows, by number; see `fetch_rows`."""
+        """Returns the samples of this host's rows, by index; see `fetch_rows`."""
         own = dict(enumerate(samples, start=self.first_number))
 
         def columns(number: int) -> list[np.ndarray]:
@@ -157,12 +157,12 @@ class Moves:
         sizes: Int64[np.ndarray, "N"],
         columns: Callable[[int], Iterable[Int32[np.ndarray, "n"]]],
     ) -> dict[int, Int32[np.ndarray, "n"]]:
-        """Sends arrays of known sizes by sample to other hosts; returns those received, by the number of the sample.
+        """Sends arrays of known sizes to other hosts; returns the received arrays by sample index.
 
         Args:
             numbers: as in `numbers`.
-            sizes: 32-bit numbers of each sample.
-            columns: number of a sample on this host -> its arrays.
+            sizes: number of 32-bit words of each sample.
+            columns: index of a sample on this host -> its arrays.
         """
         counts = np.asarray([[sizes[moved].sum() for moved in sent] for sent in numbers])
         np.fill_diagonal(counts, 0)
@@ -186,7 +186,7 @@ def _members(plan: MicroBatchPlan) -> Int64[np.ndarray, "N"]:
 
 
 def _bits(values: np.ndarray) -> Int32[np.ndarray, "C"]:
-    """Returns numbers in float32, as their bits."""
+    """Returns the bits of float32 numbers."""
     return np.asarray(values, np.float32).view(np.int32)
 
 
@@ -204,7 +204,7 @@ def _routes_as_int32(sample: Sample, shape: RouteShape) -> Int32[np.ndarray, "wo
 
 
 def _from_int32(field: str, values: Int32[np.ndarray, "C"]) -> tuple[str, np.ndarray]:
-    """Returns the field of a sample with its values; inverse of `_as_int32`."""
+    """Decodes the field of a sample; inverse of `_as_int32`."""
     if field == "mask":
         return "loss_mask", values.astype(np.bool_)
     return ("values" if field == "token_values" else field), values.view(np.float32)

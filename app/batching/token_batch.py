@@ -34,19 +34,19 @@ class TokenBatch:
 
     token_ids: Int32[HostOrDevice, "R T"]
     positions: Int32[HostOrDevice, "R T"]
-    """Position in the segment: 0 .. S-1 on its prompt; every completion continues from S."""
+    """Position in the segment: 0 .. S-1 in its prompt; every completion continues from S."""
     segment_ids: Int32[HostOrDevice, "R T"]
     """1, 2, ... for the segments of a row; 0 is padding."""
     branch_ids: Int32[HostOrDevice, "R T"]
     """1, 2, ... for the completions of a shared prompt; 0 on prompts and completions of unshared prompts."""
     logits_indices: Int32[HostOrDevice, "R C"]
-    """Index in the row of the hidden state that predicts each target: that of the token before it or, for the first
-    token of a completion, of the last prompt token. -1 where there is no target."""
+    """Index in the row of the hidden state that predicts each target: at the token before it or, for the first token of
+    a completion, at the last prompt token. -1 where there is no target."""
     targets: Int32[HostOrDevice, "R C"]
     loss_mask: Bool[HostOrDevice, "R C"]
     """True on completion tokens that the policy wrote."""
     routes: UInt8[HostOrDevice, "R T L k"] | None = None
-    """The routes to replay; `UNRECORDED` on padding and on tokens that have none. None = nothing is replayed."""
+    """The routes to replay; `UNRECORDED` on padding and on tokens without routes. None = no replay."""
 
 
 def pack_tokens(
@@ -55,8 +55,8 @@ def pack_tokens(
     """Packs prompts and completions into rows. Padding has segment 0, logits index -1 and a False mask.
 
     Args:
-        route_shape: sizes of the routes to replay; None = none. The routes of a shared prompt are those of the first
-            of its samples that has any.
+        route_shape: sizes of the routes to replay; None = none. A shared prompt has the routes of its first sample that
+            recorded any.
 
     Raises:
         ValueError: a row is too short for its samples.
@@ -92,7 +92,7 @@ def pack_tokens(
     segment_indices = at.completion_segments
     zeros = np.zeros_like(at.prompt_lengths)
     numbers = at.segment_ids
-    # The first token of a completion is predicted by the last of its prompt, wherever the completion is in the row.
+    # The first token of a completion is predicted by the last token of its prompt, wherever the completion is.
     places = completions - 1
     written = at.completion_lengths > 0
     places[_exclusive_cumsum(at.completion_lengths)[written]] = (at.prompt_starts + at.prompt_lengths - 1)[

@@ -33,23 +33,23 @@ from settings.errors import InputError
 log = logging.getLogger(__name__)
 
 MIN_SLICE_BYTES = 64 << 20
-"""Size from which each replica of an array writes a slice of it; adapters are smaller."""
+"""Replicated arrays of at least this size are written in slices, one per replica; adapters are smaller."""
 
 READABLE_FINGERPRINTS = (LORA_FINGERPRINT, QUANTIZER_FINGERPRINT)
 """Fingerprints whose values are readable text, shown in error messages."""
 
 
 class Checkpoints:
-    """The checkpoints of one run directory, kept according to `policy`, and a link `best` to the best of them.
+    """The checkpoints of one run directory, kept according to `policy`, and a link `best` to the best one.
 
-    The best one is determined by the evaluation in each checkpoint's `TrainProgress`; the link is updated to match.
+    The best one follows from the evaluation in each checkpoint's `TrainProgress`; the link is kept up to date.
 
     Args:
         shapes: shapes of the saved state, by network.
         shardings: shardings of the restored state; the mesh may differ from the one on which it was saved.
-        is_seen_by_all: whether all hosts see the directory; otherwise that of process 0 counts, and the others have
-            copies of the records of progress in it.
-        are_devices_shared: whether other threads run programs of several devices on some of this host's devices.
+        is_seen_by_all: whether all hosts see the directory; otherwise only process 0's counts, and the other hosts have
+            copies of its progress records.
+        are_devices_shared: whether other threads run multi-device programs on some of this host's devices.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Checkpoints:
         self._directory = directory.absolute()
         self._policy, self._is_seen_by_all = policy, is_seen_by_all
         self._directory.mkdir(parents=True, exist_ok=True)
-        # Processes that are named wait for each other without a program on all devices, but no longer than 5 minutes.
+        # With explicit processes, Orbax waits for them without a program on all devices, but at most 5 minutes.
         named = set(range(jax.process_count())) if are_devices_shared else None
         if not is_seen_by_all:
             named = {0}
@@ -84,7 +84,7 @@ class Checkpoints:
         disable_slicing_of_small_arrays()
         silence_abandoned_work()
         self._reader = open_reader(ocp.CompositeCheckpointHandler())
-        # Compiled here: a compilation during a step would be reported as an anomaly.
+        # Compile here: a compilation during a step would be reported as an anomaly.
         compile_checksums(self._target)
 
     def save(self, state: NetworkStates, progress: TrainProgress) -> None:
@@ -100,11 +100,11 @@ class Checkpoints:
         )
 
     def has_step(self, step: int) -> bool:
-        """Returns whether a checkpoint of a step exists or is being written. All hosts get the same answer."""
+        """Returns whether a checkpoint of a step exists or is being written; the same on all hosts."""
         return step in self._manager.all_steps()
 
     def record_evaluations(self, progress: TrainProgress) -> None:
-        """Records the evaluation of the step, and the one before the first step, which is that of step 0."""
+        """Records the evaluation of the step, and the one before the first step as step 0."""
         self._policy.record_evaluation(progress.step, progress.evaluation)
         self._policy.record_evaluation(0, progress.initial_evaluation)
 
@@ -130,7 +130,7 @@ class Checkpoints:
     def restore(self, check: Callable[[TrainProgress], None]) -> tuple[NetworkStates, TrainProgress] | None:
         """Restores the newest readable checkpoint; returns None if there is no checkpoint.
 
-        Damaged checkpoints are reported in a warning, and renamed once another one is restored.
+        Damaged checkpoints are reported in a warning, and renamed after another one has been restored.
 
         Args:
             check: raises InputError if the run cannot be continued after this progress.
@@ -188,8 +188,8 @@ class Checkpoints:
         if any(host != seen[0] for host in seen):
             by_host = "; ".join(f"host {i}: {host}" for i, host in enumerate(seen))
             raise InputError(
-                f"run.dir: the hosts see checkpoints of different steps in {self._directory} ({by_host}); "
-                "start again once all of them see the same files there"
+                f"run.dir: hosts see checkpoints of different steps in {self._directory} ({by_host}); start again "
+                "once all hosts see the same files there"
             )
         return steps
 
@@ -251,7 +251,7 @@ def disable_slicing_of_small_arrays() -> None:
 
 
 def _warn_damaged(step: int, reason: str) -> None:
-    log.warning("checkpoint of step %d is damaged (%s); it is skipped", step, reason)
+    log.warning("skipping the checkpoint of step %d: damaged (%s)", step, reason)
 
 
 @functools.cache

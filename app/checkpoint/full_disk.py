@@ -1,4 +1,4 @@
-"""A full disk: one error that says what could not be written, what is left, and how to go on."""
+"""A full disk: one error that says what could not be written, what is saved, and how to continue."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from app.records.run_directory import RunDirectory
 from app.records.text_format import format_bytes
 
 FULL_DISK = tuple(map(os.strerror, (errno.ENOSPC, errno.EDQUOT)))
-"""What the operating system, and TensorStore with its words, says of a full disk or quota."""
+"""Error messages of the operating system and of TensorStore for a full disk or quota."""
 
 
 class DiskFullError(OSError):
@@ -27,11 +27,11 @@ def explain_full_disk(run: RunDirectory, shapes: Any) -> Iterator[None]:
     """Raises DiskFullError if the block fails because the disk is full.
 
     Args:
-        shapes: those of what a checkpoint stores.
+        shapes: shapes of the arrays in a checkpoint.
     """
     try:
         yield
-    # Every exception, because Orbax raises TensorStore's as ValueError, or wraps it in a bare Exception.
+    # Every exception, because Orbax raises TensorStore's errors as ValueError or wraps them in a bare Exception.
     except Exception as error:
         if not any(text in f"{error} {error.__cause__}" for text in FULL_DISK):
             raise
@@ -40,6 +40,7 @@ def explain_full_disk(run: RunDirectory, shapes: Any) -> Iterator[None]:
         saved = f"checkpoint {max(run.checkpoint_steps)} is whole" if run.has_checkpoint else "there is no checkpoint"
         raise DiskFullError(
             f"no space is left to write {file}: a checkpoint takes about {format_bytes(needed)}, and "
-            f"{format_bytes(shutil.disk_usage(run.path).free)} are free where {run.path} is; {saved}. Free some space, "
+            f"{format_bytes(shutil.disk_usage(run.path).free)} are free on the disk of {run.path}; {saved}. Free "
+            "some space, "
             "or lower checkpoint.keep, and continue with --resume auto"
         ) from error

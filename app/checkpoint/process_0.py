@@ -1,4 +1,4 @@
-"""Checkpoints in a folder that only process 0 has: arrays reach it, and come back, one after the other."""
+"""Checkpoints in a folder that only process 0 has: arrays are sent to it and back one by one."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from app.distributed.collectives import broadcast_bytes, error_barrier
 from app.records.run_directory import RunDirectory
 
 GATHERED_DIR = ".gathered"
-"""Folder of arrays that process 0 has gathered and not yet written to a checkpoint."""
+"""Folder of arrays that process 0 has gathered but not yet written to a checkpoint."""
 
 
 class Process0Manager:
-    """What `Checkpoints` uses of Orbax's manager, with the folder of process 0 for all hosts.
+    """The part of Orbax's manager that `Checkpoints` uses, for a folder that only process 0 has.
 
     All hosts must call each method together. An error of process 0 is raised on all of them.
     """
@@ -49,7 +49,7 @@ class Process0Manager:
 
     @contextmanager
     def _error_barrier(self) -> Iterator[None]:
-        # Explained where the disk is: the other hosts get the explanation.
+        # Explained on process 0, which has the disk; the other hosts get the message.
         with error_barrier(), explain_full_disk(self._run, self._target):
             yield
 
@@ -70,8 +70,7 @@ class Process0Manager:
     def _gather(self, state: Any) -> Any:
         """Returns the state with arrays in files on process 0, and with None on the others.
 
-        Host memory holds the part of one array that is on one device, or one whole array if the hosts have different
-        parts of it.
+        Host memory holds one array at a time: one device's part of it, or all of it if the hosts have different parts.
         """
         shutil.rmtree(self._gathered_dir, ignore_errors=True)
         with self._error_barrier():
@@ -87,7 +86,7 @@ class Process0Manager:
         with self._error_barrier():
             if jax.process_index() == 0:
                 file = self._gathered_dir / name
-                # The space is taken first: on a full disk, a write to the mapped file would end the process.
+                # Allocate the space first: on a full disk, a write to the mapped file would kill the process.
                 with file.open("wb") as empty:
                     os.posix_fallocate(empty.fileno(), 0, x.nbytes)
                 whole = GatheredArray(file, x.dtype, "r+", shape=x.shape)
@@ -111,12 +110,12 @@ class Process0Manager:
     def close(self) -> None:
         if self._manager is not None:
             self._manager.close()
-            # After a failed save, it would keep the space that the next one needs.
+            # After a failed save, it would take up the space that the next one needs.
             shutil.rmtree(self._gathered_dir, ignore_errors=True)
 
 
 class GatheredArray(np.memmap):
-    """An array in a file, which Orbax writes without a copy in memory: nothing changes it meanwhile."""
+    """An array in a file, which Orbax writes without a copy in memory, because nothing modifies it."""
 
     def __deepcopy__(self, _: object) -> GatheredArray:
         return self
@@ -166,7 +165,7 @@ def _saved_types(folder: Path, target: Any) -> str:
 
 
 def _read_array(folder: Path, item: Any, like: jax.ShapeDtypeStruct) -> np.ndarray:
-    """Returns the only array of `item` on process 0, and zeros on the others."""
+    """Returns the single array of `item` on process 0, and zeros on other processes."""
     if jax.process_index() > 0:
         return np.zeros(like.shape, like.dtype)
     with closing(open_reader(ocp.CompositeCheckpointHandler(state=ocp.PyTreeCheckpointHandler()))) as reader:
@@ -181,7 +180,7 @@ def _read_array(folder: Path, item: Any, like: jax.ShapeDtypeStruct) -> np.ndarr
 
 def _broadcast_array(whole: np.ndarray, like: jax.ShapeDtypeStruct) -> Array:
     """Returns the array of process 0 with the sharding of `like`."""
-    # As integers: the sum with the zeros of the other hosts would lose the sign of a zero.
+    # As integers: adding the zeros of the other hosts would lose the sign of a zero.
     bits = np.dtype(f"uint{8 * whole.dtype.itemsize}")
     sent = np.asarray(multihost_utils.broadcast_one_to_all(np.ascontiguousarray(whole).view(bits)))
     received = sent.astype(bits).view(whole.dtype).reshape(like.shape)

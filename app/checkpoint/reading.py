@@ -1,4 +1,4 @@
-"""Reading of checkpoints on all hosts, each of which learns if files are damaged on any."""
+"""Reads checkpoints on all hosts; all of them learn if files are damaged on any host."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ NON_DAMAGE_PREFIXES = (
     "RESOURCE_EXHAUSTED", "UNAVAILABLE", "DEADLINE_EXCEEDED", "ABORTED", "CANCELLED",
     "PERMISSION_DENIED", "UNAUTHENTICATED", "INTERNAL", "UNIMPLEMENTED",
 )  # fmt: skip
-"""Prefixes of TensorStore errors that do not mean damaged files; it raises ValueError for these, too."""
+"""Prefixes of TensorStore errors that do not mean damaged files; it also raises ValueError for these."""
 
 
 def open_reader(handler: ocp.CompositeCheckpointHandler) -> ocp.Checkpointer:
-    """Opens a reader for this host alone: a host that cannot read would never reach the barrier of a joint restore."""
+    """Opens a reader for this host only: in a joint restore, a host that cannot read would never reach the barrier."""
     alone = ocp.options.MultiprocessingOptions(primary_host=jax.process_index(), active_processes={jax.process_index()})
     return ocp.Checkpointer(handler, multiprocessing_options=alone)
 
@@ -65,8 +65,8 @@ def is_damage(error: Exception) -> bool:
 
     If a good checkpoint is mistaken for a damaged one, it is renamed and its steps are trained again.
     """
-    # Orbax asserts that its metadata match the arrays. It wraps any error that occurs during a read, even running out
-    # of memory, in a bare Exception.
+    # Orbax asserts that its metadata match the arrays. It wraps any error during a read, even out of memory, in a bare
+    # Exception.
     cause = error.__cause__ if type(error) is Exception else error
     return isinstance(cause, (ValueError, KeyError, FileNotFoundError, AssertionError)) and not str(cause).startswith(
         NON_DAMAGE_PREFIXES
@@ -75,7 +75,7 @@ def is_damage(error: Exception) -> bool:
 
 @functools.cache
 def silence_abandoned_work() -> None:
-    """Suppresses tracebacks of what Orbax does at the same time when a read or write fails: its error is raised."""
+    """Suppresses the tracebacks of Orbax's concurrent tasks when a read or write fails; the error itself is raised."""
     before, noise = sys.unraisablehook, ("Event loop is closed", "Encountered error while reading")
     sys.unraisablehook = lambda raised: None if str(raised.exc_value).startswith(noise) else before(raised)
 

@@ -1,4 +1,4 @@
-"""Retention of checkpoints: when one is due by the clock, and which ones are kept."""
+"""Retention of checkpoints: when one is due, and which ones are kept."""
 
 from __future__ import annotations
 

@@ -23,13 +23,13 @@ def checksums(state: Any) -> dict[str, int]:
     All hosts must call it together.
     """
     # One program per array: a single program would hold a copy of every array at once, as integers or out of host
-    # memory. One after the other, because concurrent sums over devices can starve the threads of a CPU.
+    # memory. One after the other, because concurrent reductions over devices can starve a CPU's threads.
     arrays = jax.tree.leaves_with_path(state)
     return {array_path(keys): int(_program(x.shape, x.dtype, x.sharding)(x)) for keys, x in arrays}
 
 
 def compile_checksums(shapes: Any) -> None:
-    """Compiles what `checksums` of such arrays will run."""
+    """Compiles the programs of `checksums` for such arrays."""
     for x in jax.tree.leaves(shapes):
         _program(x.shape, x.dtype, x.sharding)
 
@@ -57,13 +57,13 @@ def checksum(x: Array) -> UInt32[Array, ""]:
 def with_saved_dtypes(folder: Path, target: Any) -> Any:
     """Returns shapes of a state, or of a part of it, with the dtypes that its arrays have in a checkpoint.
 
-    Settings may have changed those of moments since it was saved.
+    Settings may have changed the moments' dtypes since it was saved.
     """
     saved = ocp.PyTreeCheckpointHandler().metadata(folder / "state").tree  # pyright: ignore[reportArgumentType]
     dtypes = {array_path(keys): x.dtype for keys, x in jax.tree.leaves_with_path(saved)}
 
     def with_saved_dtype(keys: Any, x: Any) -> jax.ShapeDtypeStruct:
-        # Orbax reports an array that is absent.
+        # Orbax reports missing arrays.
         return jax.ShapeDtypeStruct(x.shape, dtypes.get(array_path(keys), x.dtype), sharding=x.sharding)
 
     return jax.tree.map_with_path(with_saved_dtype, target)

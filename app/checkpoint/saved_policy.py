@@ -42,7 +42,7 @@ OPTION = "--checkpoint"
 
 @dataclass(frozen=True)
 class PolicyCheckpoint:
-    """A checkpoint of which only the metadata has been read, without using any device."""
+    """A checkpoint; only its metadata has been read, without using a device."""
 
     path: Path
     """`<run>/checkpoints/<step>`."""
@@ -87,14 +87,14 @@ class PolicyCheckpoint:
         """Raises InputError if the checkpoint was trained with another model, tokenizer or adapter configuration.
 
         Args:
-            needs_quantizer: False if the quantized kernels, for which the adapters were trained, are not loaded.
-            needs_tokenizer: False if the model may have no tokenizer, because token ids need none.
+            needs_quantizer: False if the quantized kernels that the adapters were trained with are not loaded.
+            needs_tokenizer: False if token ids are used without a tokenizer.
         """
         saved, path = self.progress.fingerprints, model.files.path
         there, wanted = saved.get(LORA_FINGERPRINT), model.adapter_fingerprints.get(LORA_FINGERPRINT)
         if there != wanted:
             raise InputError(
-                f"{OPTION}: {self.path} holds {f'adapters of {there}' if there else 'all weights and no adapters'}, "
+                f"{OPTION}: {self.path} contains {f'adapters of {there}' if there else 'all weights and no adapters'}, "
                 f"but model.lora requests {wanted or 'none'}; omit --config to use the run's own settings, or set "
                 f"model.lora as in {self.run.settings_path}"
             )
@@ -111,7 +111,7 @@ class PolicyCheckpoint:
         for what, fingerprint in fingerprints.items():
             if saved.get(what) != fingerprint:
                 raise InputError(
-                    f"{OPTION}: {self.path} was trained from another {what}, not from that of model.path ({path}); "
+                    f"{OPTION}: {self.path} was trained from another {what} than model.path ({path}); "
                     f"omit --config to use the run's own settings, or set model.path as in {self.run.settings_path}"
                 )
 
@@ -119,11 +119,11 @@ class PolicyCheckpoint:
         """Raises InputError if the checkpoint's critic was trained from another model, or is required and missing."""
         saved = self.progress.fingerprints.get("the critic")
         if saved is None and is_required:
-            raise InputError(f"{OPTION}: {self.path} holds no critic, because its run trained none")
+            raise InputError(f"{OPTION}: {self.path} contains no critic, because its run trained none")
         if saved not in (None, critic.files.fingerprint):
             raise InputError(
-                f"{OPTION}: {self.path} holds a critic that was trained from another model than that of critic.path; "
-                f"set critic.path to what {self.run.settings_path} names"
+                f"{OPTION}: the critic of {self.path} was trained from another model than critic.path; set "
+                f"critic.path as in {self.run.settings_path}"
             )
 
     def restore_params(
@@ -149,8 +149,9 @@ class PolicyCheckpoint:
         missing = {array_path(keys) for keys, _ in jax.tree.leaves_with_path(target)} - self.checksums.keys()
         if missing:
             raise InputError(
-                f"{OPTION}: {self.path} has no array {min(missing)}, because its run trained other arrays than these "
-                f"settings do; omit --config to use the run's own settings, or compare with {self.run.settings_path}"
+                f"{OPTION}: {self.path} has no array {min(missing)}, because its run did not train the same arrays "
+                "as these settings; omit --config to use the run's own settings, or compare with "
+                f"{self.run.settings_path}"
             )
         return self._restore_item(target)
 
@@ -181,7 +182,7 @@ def _find_checkpoint(path: Path) -> Path:
         return folder
     run = RunDirectory(folder.parent if folder.name == "checkpoints" else folder)
     if not run.checkpoint_steps:
-        raise InputError(f"{OPTION}: {path} holds no checkpoint; give <run>/checkpoints/<step>, or a run's folder")
+        raise InputError(f"{OPTION}: {path} contains no checkpoint; give <run>/checkpoints/<step>, or a run's folder")
     return run.checkpoints_dir / str(max(run.checkpoint_steps))
 
 
@@ -190,7 +191,7 @@ class PolicySource(NamedTuple):
     """The settings, with hub models at the commits that the checkpoint's run used."""
     model: ModelSpec
     saved_policy: PolicyCheckpoint | None
-    """The checkpoint with the weights; None for those of `model.path`."""
+    """The checkpoint with the weights; None for the weights of `model.path`."""
 
     def load_decode_weights(self, session: Session) -> DecodeWeights:
         """Loads the decode weights; nothing else of the model stays on the devices. All hosts must call it together."""

@@ -1,7 +1,7 @@
-"""The state of a run: its networks, its progress apart from them, and the record of the progress in every checkpoint.
+"""The state of a run: its networks, its other progress, and the progress record in every checkpoint.
 
-The record is JSON inside JSON: `{"record": TEXT, "sha256": digest of TEXT}`. TEXT also holds the checksums of the
-arrays, so that the digest covers everything in a checkpoint that decides how a run continues.
+The record is JSON inside JSON: `{"record": TEXT, "sha256": digest of TEXT}`. TEXT also contains the checksums of the
+arrays, so that the digest covers everything that determines how a run continues.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 from app.update.optimizer import TrainState
 
 FORMAT = 2
-"""Version of the record and of the arrays beside it: raised when this program could not read what it wrote before."""
+"""Version of the record and the arrays; increased when the program can no longer read what it wrote before."""
 NetworkStates = Mapping[str, TrainState]
 """States of the trained networks, or their shapes or shardings: `policy`, and `critic` if there is one."""
 
@@ -37,9 +37,9 @@ class TrainProgress:
     step: int
     """Number of completed training steps; the next step samples with this policy version."""
     position: int
-    """Number of prompts taken from the data order so far, over all hosts and epochs."""
+    """Number of prompts taken from the prompt order so far, over all hosts and epochs."""
     fingerprints: Mapping[str, str]
-    """Fingerprints of what the run was started with, such as model, tokenizer and data."""
+    """Fingerprints of the run's inputs, such as model, tokenizer and data."""
     total_tokens: int = 0
     """Number of prompt and completion tokens of all samples so far, over all hosts."""
     initial_evaluation: Mapping[str, float | None] | None = None
@@ -50,7 +50,7 @@ class TrainProgress:
     lengths: Mapping[str, float] | None = None
     """Prompt -> mean length of its latest samples, used to schedule its next samples."""
     finished_lengths: Sequence[tuple[int, float | None]] | None = None
-    """Tokens and seconds of the samples that finished last, oldest first, used to schedule the next ones."""
+    """Tokens and seconds of recently finished samples, oldest first, used to schedule the next ones."""
     pass_rates: Mapping[str, float] | None = None
     """Prompt -> its running pass rate, used to draw the next prompts of a curriculum."""
     evaluation: Mapping[str, float | None] | None = None
@@ -64,7 +64,7 @@ class TrainProgress:
         return replace(self, step=step, position=position, total_tokens=total, evaluation=None, **changed)
 
     def with_evaluation(self, metrics: Mapping[str, float | None]) -> TrainProgress:
-        """Returns the progress after the step's evaluation, which gave these metrics."""
+        """Returns the progress after the step's evaluation with these metrics."""
         evaluation = {name: value for name, value in metrics.items() if name.startswith("eval/")}
         return replace(self, evaluation=evaluation or None, unevaluated=None)
 
@@ -75,7 +75,7 @@ class RunState:
     critic: TrainState | None = None
     """None for algorithms without a critic."""
     kl_coef: float = 0.0
-    """Weight of the KL penalty in the reward; it changes if the penalty is adaptive."""
+    """Weight of the KL penalty in the reward; changes if the penalty is adaptive."""
 
     @property
     def networks(self) -> NetworkStates:

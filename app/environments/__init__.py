@@ -1,1 +1,1 @@
-"""Environments and tools that a policy talks to over several turns, played in processes without JAX."""
+"""Multi-turn environments and tools, run in processes without JAX."""

@@ -1,4 +1,4 @@
-"""One way to play an episode, whatever the user wrote. What it is shows in its methods and in what they return.
+"""One interface to all kinds of user environments, which are told apart by their methods and return values.
 
     reset(seed=, <columns>), step(text, calls) -> StepResult, text or chat      the interface of this program
     reset(seed=), step(action) -> (obs, reward, done, info)                     Gym
@@ -23,7 +23,7 @@ from app.plugins.loading import LoadError, load_object
 from app.plugins.values import EXTRA_NAME_PATTERN, PlugInValueError, collect_extras, describe_value, finished, to_number
 
 MAX_CHARACTERS = 2**20
-"""The longest observation; the policy reads `env.max_observation_tokens` of it."""
+"""Maximum characters of an observation, before it is cut to `env.max_observation_tokens`."""
 NOT_TOOLS = ("reset", "get_reward", "close")
 """Public methods of TRL's environments that the policy cannot call."""
 
@@ -31,11 +31,11 @@ NOT_TOOLS = ("reset", "get_reward", "close")
 def load_environment(
     source: str | None, tools: Sequence[str]
 ) -> tuple[Callable[[], AdaptedEnvironment], list[dict[str, Any]]]:
-    """Returns what makes the environment of an episode from `env.source` and `env.tools`, and the schemas of its tools.
+    """Returns a factory of environments from `env.source` and `env.tools`, and the schemas of the tools.
 
     Raises:
-        LoadError: something cannot be imported, or is not what its setting stands for.
-        Exception: of what makes an environment.
+        LoadError: something cannot be imported, or has the wrong kind.
+        Exception: raised by the user's constructor.
     """
     shared: dict[str, Tool] = {}
     for path in tools:
@@ -53,16 +53,16 @@ def load_environment(
 
 def _add(tools: dict[str, Tool], tool: Tool) -> None:
     if tool.name in tools:
-        raise LoadError(f"there are two tools called {tool.name}")
+        raise LoadError(f"there are two tools named {tool.name}")
     tools[tool.name] = tool
 
 
 class AdaptedEnvironment:
-    """An environment of the user, tools, or both, for one episode.
+    """The user's environment, tools, or both, for one episode.
 
     Args:
-        environment: object of the user; None with tools only.
-        tools: by name; calls of them never reach the environment.
+        environment: the user's object; None with tools only.
+        tools: by name; their calls never reach the environment.
 
     Raises:
         LoadError: the object is not an environment.
@@ -72,7 +72,7 @@ class AdaptedEnvironment:
         self._environment = environment
         self._has_step = hasattr(environment, "step")
         self.tools = dict(tools)
-        """What the policy is told about."""
+        """The tools that the policy is told about."""
         self._is_reset = False
         if environment is None:
             return
@@ -85,7 +85,7 @@ class AdaptedEnvironment:
         self._takes_calls = self._has_step and "calls" in inspect.signature(environment.step).parameters
 
     def reset(self, seed: int, columns: Mapping[str, Any]) -> list[dict[str, Any]] | None:
-        """Starts the episode and returns its opening; None = the prompt of the row."""
+        """Starts the episode and returns its opening messages; None = the row's prompt."""
         if self._environment is None:
             return None
         self._is_reset = True
@@ -98,7 +98,7 @@ class AdaptedEnvironment:
             opening = opening[0]
         if opening is None:
             return None
-        if not self._has_step and isinstance(opening, str):  # TRL: it follows the prompt
+        if not self._has_step and isinstance(opening, str):  # TRL: the result follows the prompt
             prompt = columns["prompt"]
             chat = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
             said = chat[-1]["content"]
@@ -107,10 +107,10 @@ class AdaptedEnvironment:
         return read_messages(opening, ("user", "system", "assistant", "tool"))
 
     def step(self, text: str, calls: Sequence[ToolCall]) -> StepResult:
-        """Answers a turn: calls of tools by the tools, everything else by the environment.
+        """Answers a turn: `env.tools` answer their calls, the environment answers everything else.
 
-        The messages are in the order of the calls. If the environment does not begin with a message of the role `tool`
-        for each call that it got, nobody knows which belongs to which: those of the tools then come first.
+        The messages are in the order of the calls. If the environment does not begin with one `tool` message for each
+        of its calls, they cannot be matched, and the messages of `env.tools` come first.
         """
         tools = self.tools
         own = [call for call in calls if not self._has_step or call.name in tools or (tools and call.error)]
@@ -127,7 +127,7 @@ class AdaptedEnvironment:
             by_tools, by_environment = iter(results), iter(told)
             messages = [*(next(by_tools if call in own else by_environment) for call in calls), *by_environment]
         if not (messages or result.terminated or result.truncated):
-            raise PlugInValueError("returned no message, although the episode goes on")
+            raise PlugInValueError("returned no message, although the episode continues")
         if sum(len(message["content"]) for message in messages) > MAX_CHARACTERS:
             raise PlugInValueError(f"returned more than {MAX_CHARACTERS} characters")
         return result._replace(messages=messages, metrics={**result.metrics, **counts})
@@ -139,7 +139,7 @@ class AdaptedEnvironment:
         if not isinstance(scores, Mapping):
             return {} if scores is None else {"score": to_number(scores)}
         if wrong := [name for name in scores if not isinstance(name, str) or not EXTRA_NAME_PATTERN.fullmatch(name)]:
-            raise PlugInValueError(f"returned a score called {wrong[0]!r}; expected letters, digits and _.@-")
+            raise PlugInValueError(f"returned a score named {wrong[0]!r}; expected letters, digits and _.@-")
         return {name: to_number(value) for name, value in scores.items()}
 
     def close(self) -> None:
@@ -148,10 +148,10 @@ class AdaptedEnvironment:
 
 
 def read_step(result: Any, has_calls: bool) -> StepResult:
-    """Returns what `step` returned as a `StepResult` with checked messages and numbers.
+    """Converts the return value of `step` into a `StepResult` with checked messages and numbers.
 
     Raises:
-        PlugInValueError: it is nothing that a step can return.
+        PlugInValueError: it is not a valid return value.
     """
     if isinstance(result, str | list):
         result = StepResult(result)
@@ -173,10 +173,10 @@ def read_step(result: Any, has_calls: bool) -> StepResult:
 
 
 def read_messages(value: Any, roles: Sequence[str]) -> list[dict[str, str]]:
-    """Returns an observation as messages: text and numbers become one message of the first of the roles.
+    """Returns an observation as messages; text or a number becomes one message with the first role.
 
     Raises:
-        PlugInValueError: it is neither text nor messages of the roles.
+        PlugInValueError: it is neither text nor messages with these roles.
     """
     if value is None:
         return []
@@ -188,6 +188,6 @@ def read_messages(value: Any, roles: Sequence[str]) -> list[dict[str, str]]:
             raise PlugInValueError(f"returned {describe_value(message)}, expected text, or messages with text")
         if message.get("role") not in roles:
             raise PlugInValueError(f"returned a message of {message.get('role')!r}, expected {' or '.join(roles)}")
-        # Halves of characters cannot be encoded.
+        # Lone surrogates cannot be encoded.
         messages.append({"role": message["role"], "content": message["content"].encode("utf-8", "replace").decode()})
     return messages

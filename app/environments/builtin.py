@@ -16,7 +16,7 @@ from app.reward.gsm8k import parse_reference
 from app.reward.numbers import last_number, parse_number
 
 MAX_EXPRESSION = 200
-"""Characters of an expression."""
+"""Maximum characters of an expression."""
 OPERATIONS: dict[type, Callable[..., Any]] = {
     **{ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv},
     **{ast.UAdd: operator.pos, ast.USub: operator.neg},
@@ -61,8 +61,8 @@ CALCULATOR = Tool("calculator", calculator)
 class CalculatorEnvironment:
     """The data set's questions, with a calculator.
 
-    A turn without a call is the answer, which earns 1.0 if its last number is that of the row's answer: a number, or as
-    in GSM8K, `... #### 72`.
+    A turn without a call is the answer. It earns 1.0 if its last number equals the row's answer, which is a number or,
+    as in GSM8K, `... #### 72`.
     """
 
     def reset(self, *, answer: str) -> None:
@@ -84,7 +84,8 @@ class CalculatorEnvironment:
 class GuessNumber:
     """A secret digit and three guesses, which get `+` (the secret is larger), `-` or `=`; other text gets `?`.
 
-    A hit earns 1. The best policy hits 7 of the 10 digits: one at once, two at the second guess, four at the third.
+    A hit earns 1. The best policy finds 7 of the 10 digits: one with the first guess, two with the second, four with
+    the third.
     """
 
     def reset(self, *, seed: int) -> str:
@@ -102,4 +103,4 @@ class GuessNumber:
 
 ENVIRONMENTS: dict[str, Callable[[], Any]] = {"calculator": CalculatorEnvironment, "guess_number": GuessNumber}
 TOOLS: dict[str, Callable[..., Any]] = {"calculator": calculator}
-"""What names stand for in `env.source` and in `env.tools`."""
+"""Built-in names for `env.source` and `env.tools`."""

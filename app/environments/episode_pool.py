@@ -19,20 +19,20 @@ from settings.schema.reward import EnvironmentSettings, PluginSettings
 from settings.secrets import redact
 
 EPISODE_TIMEOUT_S = 3600.0
-"""That all steps of a sample may take together: each may take long, and a sample may have many."""
+"""Time limit for all steps of a sample together."""
 
 
 @dataclass(frozen=True)
 class EpisodeStart:
-    """What opens an episode; the same for all samples of a prompt."""
+    """The start of an episode; the same for all samples of a prompt."""
 
     seed: int
     columns: Mapping[str, Any]
-    """The row of the data set, with `prompt` and `answer`."""
+    """Columns of the data set's row, with `prompt` and `answer`."""
 
 
 class EpisodeReply(NamedTuple):
-    """What an environment said to a turn, and to the whole episode if it is over."""
+    """An environment's reply to a turn, and its scores if the episode is over."""
 
     key: str
     messages: Messages = []  # noqa: RUF012  (never changed)
@@ -41,11 +41,11 @@ class EpisodeReply(NamedTuple):
     truncated: bool = False
     metrics: Mapping[str, float] = {}
     scores: Mapping[str, float] = {}
-    """Rewards for the whole episode by name; only in the reply that ends it."""
+    """Rewards for the whole episode by name; only in the last reply."""
     seconds: float = 0.0
-    """Time that the environment took, without waiting for a free worker and without replays."""
+    """Time spent in the environment, without waiting for a free worker and without replays."""
     failure: Failure | None = None
-    """Fault of the environment, which ends the episode."""
+    """Failure of the environment, which ends the episode."""
     is_over: bool = False
 
 
@@ -53,19 +53,19 @@ REPLY = TypeAdapter(EpisodeReply)
 
 
 class EpisodeJob(Job):
-    """The requests of an episode. After the loss of its process, those that were answered are played again."""
+    """The requests of an episode. If its process dies, the answered requests are replayed."""
 
     shares_worker = True
 
     def __init__(self, key: str, reset: Request, *, timeout_s: float, emit: Callable[[EpisodeReply], object]) -> None:
         super().__init__(reset)
         self.key = key
-        """Its name towards the sampler."""
+        """The sampler's name for this episode."""
         self.timeout_s = timeout_s
         self.emit = emit
-        """Takes its replies."""
+        """Receives the replies."""
         self.failure: EpisodeReply | None = None
-        """Why it is over, if nobody waited for a reply at that time."""
+        """Why the episode failed, if no reply was pending at that time."""
         self.seconds = 0.0
         """Time of all steps so far."""
 
@@ -89,7 +89,7 @@ class EpisodeJob(Job):
         return None
 
     def fail(self, failure: Failure, request: Request | None) -> None:
-        """Tells whoever waits for the episode that it is lost, or whoever asks for it next."""
+        """Reports the failure to the pending request, or else to the next one."""
         text = f"{request.fields['do']}: {failure.text}" if request else failure.text
         self.failure = EpisodeReply(self.key, failure=Failure(failure.kind, text), is_over=True)
         if any(request.reply is None for request in self.requests):
@@ -97,10 +97,10 @@ class EpisodeJob(Job):
 
 
 class EpisodePool(Pool):
-    """Plays episodes. An environment's fault costs its own episode and becomes a reply with `failure`.
+    """Runs episodes. A failure affects only its own episode and becomes a reply with `failure`.
 
     Args:
-        episode_timeout_s: what all steps of an episode may take together.
+        episode_timeout_s: time limit for all steps of an episode together.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class EpisodePool(Pool):
         """Called in the pool's thread after each reply."""
         self._new_episode = partial(EpisodeJob, timeout_s=episode_timeout_s)
         self._episodes: dict[str, EpisodeJob] = {}
-        """Those whose replies are wanted, by key. Only the pool's thread uses them."""
+        """Episodes whose replies are wanted, by key. Only the pool's thread uses them."""
         self._replies: list[EpisodeReply] = []
         self._is_woken = False
         super().__init__(
@@ -124,16 +124,16 @@ class EpisodePool(Pool):
                 timeout_s=env.step_timeout_s,
                 memory_mib=plugins.memory_mib,
             ),
-            # With many threads, the memory areas that glibc keeps for each core fill the address space.
+            # With many threads, glibc's memory arenas per core would fill the address space.
             environment=worker_environment(plugins.env_vars) | {"MALLOC_ARENA_MAX": "2"},
         )
 
     def openings(
         self, starts: Sequence[EpisodeStart], *, stop_requested: StopCheck = never_stop
     ) -> list[Messages | Failure | None] | None:
-        """Returns what the policy reads first in each episode: None = the prompt of its row.
+        """Returns the opening messages of each episode; None = the prompt of its row.
 
-        Returns None instead of the list if a stop is requested meanwhile.
+        Returns None instead of the list if a stop is requested in the meantime.
         """
         replies: list[EpisodeReply] = []
         for number, start in enumerate(starts):
@@ -156,17 +156,17 @@ class EpisodePool(Pool):
         *,
         is_last: bool,
     ) -> None:
-        """Passes a turn of the policy to its episode, which is opened if the key is new. The reply comes by `take`.
+        """Sends a turn to its episode, which starts if the key is new. `take` returns the reply.
 
         Args:
-            opening: what `openings` returned for this start.
+            opening: the result of `openings` for this start.
             is_last: whether the episode is over after this turn, even if the environment does not end it.
         """
         request = Request({"do": "step", "text": text, "calls": list(calls)}, is_last=is_last)
         self.post(partial(self._ask, key, start, opening, request))
 
     def end(self, key: str, start: EpisodeStart, opening: Messages | None) -> None:
-        """Ends an episode whose last turn was cut, so that the environment never reads it. The reply has the scores."""
+        """Ends an episode without sending its last, truncated turn. The reply has the scores."""
         self.post(partial(self._ask, key, start, opening, Request({"do": "score"}, is_last=True)))
 
     def abandon(self, key: str) -> None:
@@ -175,7 +175,7 @@ class EpisodePool(Pool):
             self.post(partial(self._abandon, key))
 
     def take(self, timeout_s: float | None) -> list[EpisodeReply]:
-        """Returns all replies so far. If there are none, waits for one, at most `timeout_s` (None = without limit)."""
+        """Returns all replies so far. If there are none, waits for one, at most `timeout_s` (None = no limit)."""
         self.wait(lambda: bool(self._replies) or self._is_woken, timeout_s)
         with self.changed:
             self._is_woken = False
@@ -188,7 +188,7 @@ class EpisodePool(Pool):
             self._is_woken = True
             self.changed.notify_all()
 
-    # What follows runs in the pool's thread.
+    # The methods below run in the pool's thread.
 
     def notify(self) -> None:
         super().notify()

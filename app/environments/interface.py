@@ -1,4 +1,4 @@
-"""What users write: environments that answer the policy, turn by turn. `from grpo import StepResult, ToolCall`.
+"""The interface of user environments, which answer the policy turn by turn. `from grpo import StepResult, ToolCall`.
 
     class CountDown:
         def reset(self, *, seed, answer):
@@ -9,7 +9,7 @@
             self.left -= 1
             return StepResult("Again.", reward=0.1, terminated=self.left == 0)
 
-`app.environments.adapters` says what else is accepted.
+See `app.environments.adapters` for other accepted interfaces.
 """
 
 from __future__ import annotations
@@ -22,42 +22,43 @@ Messages = Sequence[Mapping[str, str]]
 
 
 class ToolCall(NamedTuple):
-    """A call that the policy wrote in a turn."""
+    """A tool call that the policy wrote in a turn."""
 
     name: str
     arguments: Mapping[str, Any]
     error: str | None = None
-    """Why the call cannot be read; name and arguments may then be empty."""
+    """Why the call cannot be parsed; name and arguments may then be empty."""
 
 
 class StepResult(NamedTuple):
-    """What an environment says to a turn of the policy."""
+    """An environment's answer to a turn of the policy."""
 
     messages: Messages | str = ()
-    """Of the roles `tool` and `user`. A text is one message: of a tool if the turn had calls, else of the user."""
+    """Messages with role `tool` or `user`. A string becomes one message: role `tool` if the turn had calls, else
+    `user`."""
     reward: float = 0.0
     """Reward of this turn."""
     terminated: bool = False
-    """Whether the episode has come to its end."""
+    """Whether the episode has reached its end."""
     truncated: bool = False
-    """Whether the episode is cut before its end."""
+    """Whether the episode was cut off before its end."""
     metrics: Mapping[str, float] = {}
-    """Further numbers to log."""
+    """Additional numbers to log."""
 
 
 class Environment(Protocol):
-    """One episode; it is made anew for each, without arguments.
+    """One episode; the class is instantiated without arguments for each.
 
     It may also have `score() -> float | Mapping[str, float]`, rewards for the whole episode, and `close()`. Both are
     called once, at its end. All methods of an episode run in one thread, and any of them may be a coroutine function.
     """
 
     def reset(self, *, seed: int, **columns: Any) -> Messages | str | None:
-        """Starts the episode and returns its opening: a chat, the text of the user, or None for the row's prompt.
+        """Starts the episode and returns its opening: a chat, the user's text, or None for the row's prompt.
 
         Args:
-            seed: the same for all samples of a prompt, which must get the same opening.
-            columns: the row of the data set. Only the names that the method declares are passed.
+            seed: the same for all samples of a prompt, whose openings must be equal.
+            columns: the row of the data set; only columns that the method names as parameters are passed.
         """
         ...
 
@@ -66,6 +67,6 @@ class Environment(Protocol):
 
         Args:
             text: the whole turn, without control tokens.
-            calls: the tool calls in it that are not calls of `env.tools`.
+            calls: the tool calls in it, except calls of `env.tools`.
         """
         ...

@@ -18,15 +18,15 @@ from app.plugins.values import describe_value, finished
 
 ARGUMENT_SECTION = re.compile(r"(?ms)^(?:Args|Arguments|Parameters):\n(.*?)(?=^\S|\Z)")
 ARGUMENT = re.compile(r"(?m)^ +(\w+)(?: \(.*?\))?: (.*(?:\n {5,}.*)*)")
-"""An argument and its text in a docstring of Google's style, where lines that go on are indented further."""
+"""An argument and its text in a Google-style docstring, where continuation lines are indented further."""
 
 
 class Tool:
     """A function that the policy may call.
 
     Args:
-        name: what the policy calls it.
-        function: has a docstring, and a type hint for each parameter.
+        name: the name that the policy uses.
+        function: must have a docstring, and a type hint for each parameter.
 
     Raises:
         LoadError: the function cannot be described.
@@ -37,17 +37,17 @@ class Tool:
             raise LoadError(f"the tool {name} is {describe_value(function)}, not a function")
         text = inspect.getdoc(function)
         if not text:
-            raise LoadError(f"the tool {name} has no docstring, which tells the policy what it does")
+            raise LoadError(f"the tool {name} has no docstring; add one that tells the policy what it does")
         callee: Any = function
         try:
-            # Policies write numbers where texts are expected, and texts in place of numbers.
+            # Policies write numbers where strings are expected, and vice versa.
             self._call = TypeAdapter(callee, config=ConfigDict(coerce_numbers_to_str=True))
             described = self._call.json_schema()
         except (PydanticUserError, NameError, TypeError) as error:
             reason = str(error).splitlines()[0]
             raise LoadError(f"the parameters of the tool {name} cannot be described: {reason}") from None
         if described["type"] != "object":
-            raise LoadError(f"the tool {name} takes {inspect.signature(function)}; every parameter must have a name")
+            raise LoadError(f"the tool {name} takes {inspect.signature(function)}; every parameter must be named")
         parameters = {key: described[key] for key in ("type", "properties", "required", "$defs") if key in described}
         for schema in parameters["properties"].values():
             schema.pop("title", None)  # repeats the name
@@ -61,19 +61,19 @@ class Tool:
             "type": "function",
             "function": {"name": name, "description": description, "parameters": parameters},
         }
-        """The description in the format of OpenAI, which chat templates take."""
+        """The description in OpenAI's format, which chat templates expect."""
 
     def __call__(self, arguments: Mapping[str, Any]) -> Any:
-        """Calls the function with arguments of the types that it declares.
+        """Calls the function with arguments converted to its declared types.
 
         Raises:
-            ValidationError: one is missing, unknown, or of another type.
+            ValidationError: an argument is missing, unknown, or has the wrong type.
         """
         return self._call.validate_python(ArgsKwargs((), dict(arguments)))
 
 
 def answer_calls(calls: Sequence[ToolCall], tools: Mapping[str, Tool]) -> tuple[list[dict[str, str]], dict[str, float]]:
-    """Returns a message for each call, its result or what is wrong with it, and the numbers of calls and of errors."""
+    """Returns a message for each call, with its result or error, and the numbers of calls and of errors."""
     results = [_answer_call(call, tools) for call in calls]
     counts = {"tool_calls": len(calls), "tool_errors": sum(not is_right for _, is_right in results)}
     messages = [{"role": "tool", "content": text} for text, _ in results]
@@ -89,7 +89,7 @@ def _answer_call(call: ToolCall, tools: Mapping[str, Tool]) -> tuple[str, bool]:
     try:
         result = finished(tools[call.name](call.arguments))
         if isinstance(result, dict | list):
-            # NumPy's numbers and arrays as such, other objects as text.
+            # NumPy numbers and arrays become JSON numbers and lists, other objects text.
             result = json.dumps(result, ensure_ascii=False, default=lambda one: getattr(one, "tolist", one.__str__)())
         return str(result), True
     except MemoryError:

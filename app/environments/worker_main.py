@@ -1,7 +1,8 @@
-"""The program of a worker, which plays episodes, each in a thread of its own.
+"""The program of a worker, which runs each episode in its own thread.
 
-It is started by `app.plugins.start_worker` and exchanges messages with `app.environments.episode_pool`. The requests
-of an episode come one at a time; answers come as they are ready, beside what `app.plugins.worker_program` says:
+It is started by `app.plugins.start_worker` and exchanges messages with `app.environments.episode_pool`. The requests of
+an episode come one at a time; answers are sent as they are ready. In addition to the protocol of
+`app.plugins.worker_program`:
 
     {"source": "game.py:Game", "tools": [], ...} -> {"tools": [<schema>, ...], ...}
     {"do": "reset", "seed": 7, "columns": {...}} -> {"messages": [...]}
@@ -9,9 +10,9 @@ of an episode come one at a time; answers come as they are ready, beside what `a
     {"do": "score"} -> {}
     {"do": "close"} -> {}
 
-If the episode is over, by the answer or because the request "is_last", the answer says "is_over", and those to `step`
-and `score` have the "scores". A failure ends the episode, too. The last answer is sent after the environment was
-closed, so that the time-out of a step holds for that.
+If the episode is over, because the environment ended it or the request was "is_last", the answer has "is_over", and
+answers to `step` and `score` have "scores". A failure also ends the episode. The last answer is sent after the
+environment was closed, so that the step time-out includes closing.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from app.plugins.worker_program import TrainerChannel, start
 from app.records.typed_values import from_json
 
 STACK_BYTES = 2 * 2**20
-"""Of a thread: with those of the system, many episodes would fill the address space."""
+"""Stack size of a thread. With the system's default, many episodes would exhaust the address space."""
 
 
 def main() -> None:
@@ -67,7 +68,7 @@ def play(
         try:
             environment = environment or make()
             answer, is_over = serve(environment, request)
-        except BaseException as error:  # no error may affect another episode
+        except BaseException as error:  # no error may affect other episodes
             answer, is_over = failure_of(error), True
         channel.end_forked_child()
         if is_over and environment is not None:

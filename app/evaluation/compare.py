@@ -49,17 +49,17 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 EXPECTED_DIFFERENCES = {MODEL, CHECKPOINT}
-"""Facts that may differ without a note: the labels show them."""
+"""Facts that may differ without a note, because the labels show them."""
 HASHED_FACTS = {PROMPTS: "the prompts differ in their tokens or in other columns", TOKENIZER: f"{TOKENIZER} differs"}
-"""Notes on facts that are digests."""
+"""Notes about facts that are stored as digests."""
 CHANGE_DECIMALS = 9
-"""Decimals kept of a difference; later ones may be rounding errors of the order of summation."""
+"""Decimals kept of a difference; further ones may be rounding errors that depend on the order of summation."""
 
 
 ROW_HEIGHT, MARGIN, WIDTH = 0.42, 1.5, 9.0
 """Sizes in inches."""
 MARKER_OFFSET = 0.16
-"""Distance of the markers of before and after from the middle of their row, in rows."""
+"""Offset of the before and after markers from the middle of their row, in rows."""
 MIN_SHOWN_P = 1e-6
 
 
@@ -72,7 +72,7 @@ class PairedMetric:
     before: MetricEstimate
     after: MetricEstimate
     difference: MetricEstimate
-    """Difference after - before, over the prompts that have a value in both."""
+    """after - before, over the prompts with a value in both."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ class EvaluationComparison:
     num_prompts: int
     judge: str
     has_plugin_judge: bool
-    """Whether the judge is a plug-in, whose values need not be shares."""
+    """Whether the judge is a plug-in, whose values need not be in [0, 1]."""
     metrics: Sequence[PairedMetric]
     num_better: int
     num_worse: int
@@ -142,7 +142,7 @@ class EvaluationComparison:
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
     def _format_difference(self, row: PairedMetric) -> str:
-        """Formats a difference with its sign; differences of shares are in percentage points."""
+        """Formats a difference with its sign; differences of fractions are in percentage points."""
         if row.difference.value is None:
             return "–"
 
@@ -156,11 +156,11 @@ class EvaluationComparison:
 
 @dataclass(frozen=True)
 class EvaluationResults:
-    """A file of judged samples."""
+    """A file of graded samples."""
 
     path: Path
     metadata: EvaluationMetadata | None
-    """None for the files of a run's own evaluations, which have no metadata file."""
+    """None for the evaluations during a run, which have no metadata file."""
     judge: str
     num_samples: int
     """Samples per prompt."""
@@ -216,16 +216,16 @@ def compare_evaluations(before: Path, after: Path, *, plot_path: Path | None) ->
 
 
 def read_evaluation_results(path: Path) -> EvaluationResults:
-    """Reads the samples of `grpo evaluate --out`, or those of an evaluation during training.
+    """Reads the samples of `grpo evaluate --out` or of an evaluation during training.
 
     Raises:
-        InputError: the file cannot be read, or does not hold all judged samples of an evaluation.
+        InputError: the file cannot be read, or lacks graded samples of the evaluation.
     """
     groups: dict[str, list[Sample]] = {}
     for _, sample in read_samples(path):
         groups.setdefault(sample.prompt.uid, []).append(sample)
     if not groups:
-        raise InputError(f"--compare: {path} holds no samples")
+        raise InputError(f"--compare: {path} contains no samples")
     metadata = read_metadata(path)
     judge = _find_judge(path, metadata, [sample for group in groups.values() for sample in group])
     num_samples = max(len({sample.sample_index for sample in group}) for group in groups.values())
@@ -233,21 +233,21 @@ def read_evaluation_results(path: Path) -> EvaluationResults:
         group.sort(key=lambda sample: sample.sample_index)
         if [sample.sample_index for sample in group] != [*range(num_samples)]:
             raise InputError(
-                f"--compare: {path} is incomplete: {uid} does not have each of the samples 0 to {num_samples - 1} "
-                "once; write it again with grpo evaluate --out"
+                f"--compare: {path} is incomplete: {uid} must have each of the samples 0 to {num_samples - 1} once; "
+                "write it again with grpo evaluate --out"
             )
     return EvaluationResults(path, metadata, judge, num_samples, groups)
 
 
 def _find_judge(path: Path, metadata: EvaluationMetadata | None, samples: Sequence[Sample]) -> str:
-    """Returns the name of the one reward function that judged the samples."""
+    """Returns the name of the reward function that graded the samples."""
     if metadata is not None and all(sample.rewards is not None for sample in samples):
         return metadata.facts[JUDGE]
     names = sorted({name for sample in samples for name in sample.rewards or {}})
     if len(names) != 1:
         got = f"the values of {', '.join(names)}" if names else "no values"
         raise InputError(
-            f"--compare: expected judged samples with one value each in `rewards`; {path} has {got}; use a file from "
+            f"--compare: expected graded samples with one value each in `rewards`; {path} has {got}; use a file from "
             "grpo evaluate --out"
         )
     return names[0]
@@ -257,7 +257,7 @@ def _check_comparable(first: EvaluationResults, second: EvaluationResults) -> No
     """Raises InputError if prompts, judge or number of samples differ."""
     both = f"{first.path} and {second.path}"
     if first.judge != second.judge:
-        raise InputError(f"--compare: {both} were judged by different functions: {first.judge} and {second.judge}")
+        raise InputError(f"--compare: {both} were graded by different functions: {first.judge} and {second.judge}")
     if first.num_samples != second.num_samples:
         raise InputError(
             f"--compare: {both} have different numbers of samples per prompt: eval.num_samples is {first.num_samples} "
@@ -303,7 +303,7 @@ def _paired_metrics(before: PromptTable, after: PromptTable, *, num_samples: int
 
 
 def _notes(first: EvaluationResults, second: EvaluationResults, *, num_unjudged: int) -> Iterator[str]:
-    """Yields notes on other differences between the evaluations, and on what is unknown about them."""
+    """Yields notes on other differences between the evaluations, and on unknown facts."""
     if num_unjudged:
         yield f"{num_unjudged} of the prompts have no value in one of the files and are not counted"
     for one in (first, second):
@@ -319,7 +319,7 @@ def _notes(first: EvaluationResults, second: EvaluationResults, *, num_unjudged:
 def write_plot(path: Path, comparison: EvaluationComparison) -> None:
     """Plots before and after with their intervals, and the differences; equal comparisons produce equal bytes.
 
-    Only metrics that fit on one axis are drawn: shares, or the accuracies of a plug-in judge.
+    Only metrics that fit on one axis are drawn: fractions, or the accuracies of a plug-in judge.
     """
     from matplotlib.ticker import PercentFormatter
 

@@ -22,7 +22,7 @@ from settings import Settings
 def evaluate(
     session: Session, weights: DecodeWeights, prompts: Sequence[Prompt], rewards: RewardFunctions, moment: StepInfo
 ) -> RewardedSamples:
-    """Generates and judges `eval.num_samples` samples at `eval.temperature` for each prompt of this host's shard.
+    """Generates and grades `eval.num_samples` samples at `eval.temperature` for each prompt of this host's shard.
 
     Raises:
         StoppedError: generation was stopped, on this host or another.
@@ -34,8 +34,8 @@ def evaluate(
 def generate_samples(session: Session, weights: DecodeWeights, prompts: Sequence[Prompt]) -> Iterator[Sample]:
     """Yields the samples of this host's shard of the prompts, in order; their `group_id` is the index of the prompt.
 
-    All hosts must call this together. A host with a prompt less than others generates another one's samples, too, and
-    drops them.
+    All hosts must call this together. A host with one prompt less than others also generates samples of another prompt,
+    and drops them.
 
     Raises:
         StoppedError: generation was stopped, on this host or another.
@@ -51,7 +51,7 @@ def generate_samples(session: Session, weights: DecodeWeights, prompts: Sequence
 
 
 def evaluation_estimates(samples: Sequence[Sample], settings: Settings) -> dict[str, MetricEstimate]:
-    """Returns the metrics over the samples of all hosts, which must call this together; see `estimate_metrics`."""
+    """Returns the metrics over the samples of all hosts; see `estimate_metrics`. All hosts must call it together."""
     num_samples = settings.eval.num_samples
     columns = prompt_columns(samples, judge=accuracy_function_name(settings.reward), num_samples=num_samples)
     return estimate_metrics(gather_table(columns), num_samples=num_samples)

@@ -13,14 +13,14 @@ from settings.errors import InputError
 JUDGE, PROMPTS, MODEL, CHECKPOINT = "the judge", "the prompts", "the model's files", "the checkpoint"
 TOKENIZER = "the tokenizer"
 JUDGE_FILE, JUDGE_FUNCTION = "the judge's file", "the judge's function"
-"""Facts about a plug-in. A file is identified by its content, wherever it is; imported modules are not inspected."""
+"""Facts about a plug-in. A file is identified by its content only; imported modules are not inspected."""
 JUDGE_SETTINGS = ("reward.batch_size", "plugins.env_vars")
 """Settings that determine the input of a judge that runs in another process."""
 
 
 @dataclass(frozen=True)
 class EvaluationMetadata:
-    """The model, its prompts, and how the answers were judged."""
+    """The model, its prompts, and how the answers were graded."""
 
     model: str
     """Value of `model.path`."""

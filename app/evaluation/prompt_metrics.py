@@ -1,6 +1,6 @@
-"""Computes the metrics of an evaluation and their intervals from judged samples, without a device.
+"""Computes the metrics of an evaluation and their intervals from graded samples, without a device.
 
-Every metric is a mean over prompts. A table has one row per prompt: the samples of a prompt are one cluster, and two
+Every metric is a mean over prompts. A table has one row per prompt: the samples of a prompt form one cluster, and
 evaluations of the same prompts can be compared prompt by prompt.
 """
 
@@ -77,7 +77,7 @@ def prompt_columns(samples: Sequence[Sample], *, judge: str, num_samples: int) -
     """Returns columns with one value per prompt. Their names do not depend on the samples.
 
     Args:
-        samples: the judged samples, `num_samples` of each prompt in a row.
+        samples: the graded samples, `num_samples` consecutive ones per prompt.
         judge: the reward function whose values determine correctness.
     """
     groups = [samples[i : i + num_samples] for i in range(0, len(samples), num_samples)]
@@ -126,8 +126,8 @@ def prompt_difficulty(prompt: Prompt | DatasetRow) -> float:
 def estimate_metrics(table: PromptTable, *, num_samples: int) -> dict[str, MetricEstimate]:
     """Returns the means over prompts, and the accuracy by difficulty if the data have one.
 
-    Accuracy covers the samples with a value from the judge. The format rate is None unless a built-in task judges:
-    only tasks define a format. pass@k is None if the judge gives values other than 0 and 1.
+    Accuracy covers the samples with a value from the judge. The format rate is None unless the judge is a built-in
+    task: only tasks define a format. pass@k is None if the judge gives values other than 0 and 1.
     """
     is_binary = not table[NON_BINARY_COUNT].any()
 
@@ -150,7 +150,7 @@ def estimate_metrics(table: PromptTable, *, num_samples: int) -> dict[str, Metri
         elif name.startswith(PASS_AT_PREFIX) and not is_binary:
             estimates[name] = MetricEstimate(None, None)
         elif name.startswith(PASS_AT_PREFIX):
-            # n // k trials for drawing k of n samples.
+            # n // k trials when drawing k of n samples.
             estimates[name] = share(column, num_samples // int(name.removeprefix(PASS_AT_PREFIX)))
         else:
             # A vote of all samples is one trial.
@@ -184,7 +184,7 @@ def check_is_measured(
     """Raises InputError if evaluations on these prompts do not measure the metric that a setting names.
 
     Args:
-        way_out: the end of the error message, if there is another choice than a metric.
+        way_out: the end of the error message, if there is an alternative to choosing a metric.
     """
     columns = prompt_columns([], judge=judge, num_samples=num_samples)
     levels = {level for prompt in prompts if not math.isnan(level := prompt_difficulty(prompt))}

@@ -53,7 +53,7 @@ from settings.loading.fields import value_of
 
 
 def evaluate_model(resolved: Resolved, *, checkpoint: Path | None, out: Path | None) -> EvaluationSummary | None:
-    """Generates answers to the held-out prompts, judges them and writes them to `out`.
+    """Generates answers to the held-out prompts, grades them and writes them to `out`.
 
     Several hosts share the prompts; process 0 writes the file and is the only one to return a summary.
 
@@ -74,12 +74,12 @@ def evaluate_model(resolved: Resolved, *, checkpoint: Path | None, out: Path | N
         start = time.perf_counter()
         with error_barrier():
             columns = eval_columns(settings, prompts)
-            # Training adds up all reward functions; only the first one judges.
+            # Training sums all reward functions, but only the first one grades evaluations.
             judge = settings.reward.model_copy(update={"functions": settings.reward.functions[:1]})
             of_judge = settings.model_copy(update={"reward": judge})
             rewards = stack.enter_context(make_rewards(of_judge, columns, columns))
         samples = _generate(source, prompts, enter_phase)
-        # This phase has no time limit: a host judges its whole shard in it, and each call has a limit of its own.
+        # This phase has no time limit: a host grades its whole shard in it, and each call has its own limit.
         enter_phase(WAIT_PHASE)
         judged = rewards.grade_held_out(samples, StepInfo(metadata.step or 0, settings.run.steps))
         for line in gather_lines_to_process_0((*rewards.plug_in_summaries, *judged.notices)):
@@ -90,7 +90,7 @@ def evaluate_model(resolved: Resolved, *, checkpoint: Path | None, out: Path | N
             enter_phase("save")
             with error_barrier():
                 if jax.process_index() == 0:
-                    # Before the samples, which could not be told apart without it.
+                    # Written before the samples, which could not be identified without it.
                     write_metadata(out, metadata)
             write_collectively(out, [sample_json_lines(judged.samples, path=out)])
         metrics = evaluation_estimates(judged.samples, settings)
@@ -108,7 +108,7 @@ def evaluate_model(resolved: Resolved, *, checkpoint: Path | None, out: Path | N
 
 
 def _generate(source: PolicySource, prompts: Sequence[Prompt], enter_phase: PhaseCallback) -> list[Sample]:
-    """Returns the samples of this host's prompts; the model leaves the devices."""
+    """Returns the samples of this host's prompts, and frees the model's device memory."""
     scoring = ScoringSession.open(source.settings, source.model)
     with closing(Session.open(scoring, generates="evaluations")) as session:
         num_samples = len(host_slice(len(prompts))) * source.settings.eval.num_samples

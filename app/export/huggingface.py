@@ -159,7 +159,7 @@ def check_adapters(path: str, saved_policy: PolicyCheckpoint, model: ModelSpec) 
     """Raises InputError if a checkpoint has no adapters, or if PEFT could not load their base model at `path`."""
     if model.policy_definition.lora is None:
         raise InputError(
-            f"--adapter: {saved_policy.path} holds all weights and no adapters: its run had no model.lora.rank; "
+            f"--adapter: {saved_policy.path} contains all weights and no adapters: its run had no model.lora.rank; "
             "omit --adapter to export the whole model"
         )
     if path.startswith(BUILTIN_PREFIX) or isinstance(model.files.weights, GgufFile):

@@ -68,7 +68,7 @@ class GaeSampleFile:
             num_trainable += int(one.sample.mask.sum())
             self._print_progress(f"checked {number:,} samples")
         if not self._num_samples:
-            raise InputError(f"--input: {self._path} holds no samples")
+            raise InputError(f"--input: {self._path} contains no samples")
         return num_tokens, num_trainable
 
     def read_rows(self) -> TokenRows:

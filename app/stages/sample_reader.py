@@ -79,7 +79,7 @@ class SampleReader:
                 drawn[place] = sample
             count += 1
         if not count:
-            raise InputError(f"--input: {self._path} holds no samples")
+            raise InputError(f"--input: {self._path} contains no samples")
         return SampleFileExtent(count, longest, longest_at, longest_completion), drawn
 
     def windows(self, size: int) -> Iterator[list[LocatedSample]]:

@@ -52,7 +52,7 @@ def score_rewards(resolved: Resolved, *, input: Path, out: Path) -> dict[str, An
     located = _read_located(input, settings)
     samples = [one.sample for one in located]
     if not samples:
-        raise InputError(f"--input: {input} holds no samples")
+        raise InputError(f"--input: {input} contains no samples")
     prompts = [s.prompt for s in samples]
     check_answers(prompts, [function.name for function in settings.reward.functions])
     model = read_reward_model_spec(settings)

@@ -104,8 +104,7 @@ def open_run_log(setup: RunSetup, progress: TrainProgress, *, resumed: bool) -> 
 
 
 def load_reference_params(state: RunState, progress: TrainProgress, setup: RunSetup) -> Params | None:
-    """Returns the teacher's weights, or the policy's initial ones: copied from a fresh state, or loaded again on
-    resume.
+    """Returns the weights of the teacher or of the policy's start, copied from a fresh state or loaded again on resume.
 
     They are stored in the compute dtype, to which the network would cast them anyway: bfloat16 takes half the bytes.
     With adapters and no teacher, they are the frozen weights, quantized or not, without a second copy.

@@ -95,7 +95,7 @@ def test_gym_environments_return_four_or_five_values(result, messages, reward, e
     [
         (5, "step returned int 5, expected a StepResult"),
         (("a", 1.0, False), "step returned tuple"),
-        (StepResult(), "returned no message, although the episode goes on"),
+        (StepResult(), "returned no message, although the episode continues"),
         (StepResult("x" * (2**20 + 1)), "returned more than 1048576 characters"),
         (StepResult("a", terminated="maybe"), "terminated is str 'maybe', expected True or False"),  # pyright: ignore[reportArgumentType]
         (StepResult([{"role": "assistant", "content": "I win"}]), "a message of 'assistant', expected user or tool"),
@@ -271,7 +271,7 @@ def test_environments_are_classes_or_functions_and_tool_names_differ(tmp_path: P
     for environment, tools, message in (
         (f"{path}:One", [], "One is int 1, not a class or a function"),
         (f"{path}:Empty", [], "is not an environment, which"),
-        (None, [f"{path}:twice", f"{path}:Calc.twice"], "there are two tools called twice"),
+        (None, [f"{path}:twice", f"{path}:Calc.twice"], "there are two tools named twice"),
         (None, [f"{path}:Game"], r"the tool Game is type .*, not a function"),
     ):
         with pytest.raises(LoadError, match=message):

@@ -188,9 +188,9 @@ def test_what_cannot_be_exported_is_refused(finished, tmp_path):
         (out, "missing option --checkpoint: --config or --set model.path name a base model"),
         ((*out, "--adapter", *settings(f"model.path={other}")), "--checkpoint: an untrained model has no adapters"),
         ((*out, "--checkpoint", tmp_path), "--checkpoint: no settings.yaml of a run was found in"),
-        ((*out, "--checkpoint", tmp_path, "--config", finished / "settings.yaml"), "holds no checkpoint; give"),
+        ((*out, "--checkpoint", tmp_path, "--config", finished / "settings.yaml"), "contains no checkpoint; give"),
         ((*out, "--checkpoint", finished / "checkpoints" / "99"), "no such file or folder"),
-        ((*out, *run, "--set", f"model.path={other}"), "was trained from another model, not from that of model.path"),
+        ((*out, *run, "--set", f"model.path={other}"), "was trained from another model than model.path"),
     ):
         result = here("export", *arguments)
         assert (result.exit_code, result.stdout) == (2, ""), result.stderr
@@ -246,8 +246,8 @@ def test_missing_or_different_adapters_are_refused_and_rounding_is_noted(adapted
     with pytest.raises(InputError, match=r"`grpo export --set model.path=builtin:tiny --out base-hf` and"):
         check_adapters("builtin:tiny", PolicyCheckpoint.open(adapted), model_at(tiny_model, **LORA))
     for run, arguments, message in (
-        (finished, ["--adapter"], "holds all weights and no adapters: its run had no model.lora.rank"),
-        (adapted, settings("model.lora.rank=4"), "holds adapters of rank 3, alpha 6,"),
+        (finished, ["--adapter"], "contains all weights and no adapters: its run had no model.lora.rank"),
+        (adapted, settings("model.lora.rank=4"), "contains adapters of rank 3, alpha 6,"),
         (adapted, settings("model.lora.rank=null"), "but model.lora requests none"),
     ):
         result = export(run, tmp_path / "out", *arguments)

@@ -13,7 +13,7 @@ reward.functions=judges:overlong reward.overlong_buffer=2 | =null | `overlong` i
 reward.functions=judges:env env.source=guess_number | =null | `env` is reserved for the reward of env.source
 reward.functions=judges:model reward.model=a/b | =null | `model` is reserved for the score of reward.model = 'a/b'
 max_length_sample=8 reward.overlong_buffer=8 | =7 | is not below rollout.max_new_tokens = 8 (from --set)
-data.curriculum=pass_rate reward.functions=[gsm8k_format] | =[gsm8k_format,gsm8k] | add gsm8k to it, with weight: 0 if
+data.curriculum=pass_rate reward.functions=[gsm8k_format] | =[gsm8k_format,gsm8k] | add gsm8k to it, with weight: 0 to
 data.curriculum=pass_rate reward.functions=[gsm8k_format,judges:fair] | =[judges:fair] | add gsm8k to it, with weight
 rollout.prompts_per_step=131073 | =131072 | is more than 1,048,576 samples a step
 batch_size=12 algorithm.mini_batch_prompts=5 | =4 | does not divide rollout.prompts_per_step = 12 (from --set);

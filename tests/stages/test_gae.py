@@ -163,7 +163,7 @@ GOOD: dict[str, Any] = {"values": [1.0], "reward": 1.0}
         ([GOOD, {"values": [3e38], "reward": -3e38}], "in.jsonl:2: rewards or values are too large"),
         ([GOOD, {"values": [float("nan")], "reward": 1.0}], "in.jsonl:2: not usable JSON: values[0] is NaN"),
         ([{"values": [1.0], "loss_mask": [False]}], "in.jsonl: the mask of all samples is False throughout"),
-        ([], "holds no samples"),
+        ([], "contains no samples"),
     ],
 )
 def test_unusable_line_is_named_and_nothing_is_written(tmp_path: Path, lines: list[Any], message: str) -> None:

@@ -127,7 +127,7 @@ def test_input_that_is_no_sample_file_is_refused(tiny_model: Path, tmp_path: Pat
     source = tmp_path / "samples.jsonl"
     for content, message in (
         (None, "samples.jsonl: no such file"),
-        ("", "holds no samples"),
+        ("", "contains no samples"),
         ('{"uid": "p/s0"}\n', "samples.jsonl:1: missing "),
     ):
         if content is not None:
@@ -144,7 +144,7 @@ def test_input_that_is_no_sample_file_is_refused(tiny_model: Path, tmp_path: Pat
 def test_options_that_a_role_cannot_use_are_refused(finished: Path, sampled: Path, tmp_path: Path) -> None:
     checkpoint = ("--checkpoint", finished)
     for role, options, message in (
-        ("critic", checkpoint, "holds no critic, because its run trained none"),
+        ("critic", checkpoint, "contains no critic, because its run trained none"),
         ("reference", checkpoint, "--role reference uses only the weights of model.path; omit one"),
         ("reward", checkpoint, "--role reward uses only the weights of reward.model; omit one"),
         ("reward", ("--check-packing",), "--check-packing needs a model, but --role reward uses none"),

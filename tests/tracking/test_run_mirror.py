@@ -84,7 +84,7 @@ def test_run_that_does_not_fit_on_the_disk_is_not_fetched(run, address, tmp_path
     with RunMirror(run, bucket) as mirror:
         mirror.start()
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=100_000))
-    with pytest.raises(InputError, match=r"has 0.1 MiB to fetch, and 97.7 KiB are free where .*elsewhere would be"):
+    with pytest.raises(InputError, match=r"takes 0.1 MiB, but only 97.7 KiB are free on the disk of .*elsewhere"):
         fetch_run(bucket, elsewhere)
     assert not elsewhere.path.exists()
 

@@ -335,7 +335,7 @@ def test_critic_of_another_model_than_the_checkpoint_is_refused(source, loose, f
     fingerprints = {**saved.progress.fingerprints, "the critic": "another"}
     changed = replace(saved, progress=replace(saved.progress, fingerprints=fingerprints))
     progress_path(start).write_text(json.dumps(changed.to_json()))
-    with pytest.raises(InputError, match=r"--checkpoint: .* holds a critic that was trained from another model"):
+    with pytest.raises(InputError, match=r"--checkpoint: the critic of .* was trained from another model"):
         looked(source, "algorithm.estimator=gae", at=loose, checkpoint=start)
     assert looked(source, at=loose, checkpoint=start).files
 
