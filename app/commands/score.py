@@ -129,8 +129,8 @@ def score_file(
         file = Path(CHECKPOINT_FIELD.sub(lambda match, values=values: values[match[1]], str(out)))
         if file in outputs:
             raise InputError(
-                f"--out: {file} would hold the scores of two checkpoints, the second {one.path}; give each its own "
-                f"file with {step}, {run} or {index} (the checkpoint's number, from 0) in the name"
+                f"--out: {file} would contain the scores of two checkpoints, the second {one.path}; give each its own "
+                "file with {step}, {run} or {index} (the checkpoint's number, from 0) in the name"
             )
         refuse_existing({"--out": file}, overwrite=overwrite)
         if len(saved) > 1:  # Each checkpoint reads the input again.

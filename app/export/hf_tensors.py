@@ -1,8 +1,8 @@
-"""Our stacked parameters as the tensors of a Hugging Face checkpoint, adapters as those of PEFT, and their files.
+"""Converts stacked parameters to the tensors of a Hugging Face checkpoint, and adapters to PEFT's, and writes files.
 
-Files are written tensor by tensor, because the library's writer holds a whole file in memory.
-Source: Hu et al. 2021, LoRA; the checkpoint format of PEFT, https://huggingface.co/docs/peft; the safetensors format,
-https://huggingface.co/docs/safetensors (8 bytes of header length, little-endian, a JSON header of types, shapes and
+Files are written tensor by tensor, because the library's writer keeps a whole file in memory. Source: Hu et al. 2021,
+LoRA; the checkpoint format of PEFT, https://huggingface.co/docs/peft; the safetensors format,
+https://huggingface.co/docs/safetensors (8 bytes of header length, little-endian, a JSON header of dtypes, shapes and
 offsets, the tensors without gaps).
 """
 
@@ -24,7 +24,7 @@ from app.model.io.model_files import INDEX_FILE, NUMPY_TYPES, TensorSource
 from app.model.lora import LORA_A, LORA_B, merge_adapters
 
 PREFIX = "base_model.model.model.layers"
-"""Path of the layers: the two levels added by PEFT, then those of a causal language model."""
+"""Path of the layers: two levels added by PEFT, then a causal language model's."""
 
 PROJECTIONS = {path[0]: name for name, path in LAYER_TENSORS.items() if name.endswith("_proj")}
 """Our projection -> its module in a layer: `query` -> `self_attn.q_proj`."""
@@ -38,11 +38,11 @@ ALIGNMENT = 8
 
 DTYPE_CODES = {dtype: code for code, dtype in NUMPY_TYPES.items()}
 METADATA = {"format": "pt"}
-"""transformers rejects a file without the name of a framework; `pt` means that matrices are `[out, in]`."""
+"""transformers rejects a file without a framework name; `pt` means that matrices are `[out, in]`."""
 
 
 class HfTensors:
-    """The tensors under their Hugging Face names, in the order of the layers: a `TensorSource`.
+    """A `TensorSource` of the tensors under their Hugging Face names, layer by layer.
 
     Names and shapes are those expected by `load_weights`. Adapters are merged into their kernels; without adapters,
     `load_weights` applied to this object returns the parameters bit for bit.
@@ -84,7 +84,7 @@ def slice_layer(stacked: Array, layer: int, expert: int | None = None) -> Array:
 
 
 class PeftTensors:
-    """The tensors of adapters under PEFT's names, layer by layer: a `TensorSource`.
+    """A `TensorSource` of the adapters under PEFT's names, layer by layer.
 
     `lora_A.weight` [r, in] = A^T and `lora_B.weight` [out, r] = B^T.
     """

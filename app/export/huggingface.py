@@ -55,7 +55,7 @@ ADAPTER_WEIGHTS_FILE = "adapter_model.safetensors"
 GENERATION_CONFIG_FILE = "generation_config.json"
 
 OMITTED_BASE_FIELDS = ("_name_or_path", "transformers_version", "torch_dtype", "dtype")
-"""Fields of the base model that do not apply to the export: its origin, its writer, and the type of its weights."""
+"""Fields of the base model's config that do not apply to the export: origin, writer, and dtype of the weights."""
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
 PORTABLE_TOKENIZER_CLASS = "PreTrainedTokenizerFast"
 """A class known to both transformers 4 and 5; by default, version 5 writes a name unknown to version 4."""
@@ -79,12 +79,12 @@ def export(
 ) -> dict[str, Any]:
     """Writes the policy of a checkpoint to the new folder `out`, and returns the summary to print.
 
-    Adapters are merged into the weights, or written without their base model if `only_adapters`. Without a checkpoint,
-    which `only_adapters` needs, the model of `model.path` is written, from which a run would start.
+    Adapters are merged into the weights, or with `only_adapters` written without their base model. Without a checkpoint
+    (which `only_adapters` needs), the untrained model of `model.path` is written.
 
     Raises:
-        InputError: checkpoint, settings and model do not match, `out` cannot be created, or the checkpoint has no
-            adapters to write alone, or PEFT could not load their base model; nothing is written.
+        InputError: checkpoint, settings and model do not match, `out` cannot be created, or with `only_adapters` there
+            are no adapters or PEFT could not load their base model; nothing is written.
     """
     start, out = time.perf_counter(), out.expanduser().absolute()
     check_new_folder(out)
@@ -145,7 +145,7 @@ def _read_policy(settings: Settings, checkpoint: Path | None) -> tuple[PolicyChe
 def _next_command(
     settings: Settings, saved: PolicyCheckpoint | None, out: Path, *, only_adapters: bool
 ) -> dict[str, str]:
-    """Returns what the exported model is for: training, or a measurement."""
+    """Returns the command to run next with the exported model."""
     if only_adapters:
         return {}
     if saved is None:
@@ -166,8 +166,8 @@ def check_adapters(path: str, saved_policy: PolicyCheckpoint, model: ModelSpec) 
         base = shlex.join(["grpo", "export", "--set", f"model.path={path}", "--out", "base-hf"])
         raise InputError(
             f"--adapter: PEFT needs a Hugging Face directory or hub id as the base model, but model.path = {path} is "
-            "neither; omit --adapter to export the whole model, with the adapters merged into it, or write the base "
-            f"as such a directory with `{base}` and train with `--set model.path=base-hf`"
+            "neither; omit --adapter to export the whole model with the adapters merged, or write the base as such "
+            f"a directory with `{base}` and train with `--set model.path=base-hf`"
         )
 
 
@@ -207,9 +207,9 @@ def write_model(folder: Path, model: ModelSpec, params: Params, *, dtype: Weight
 
 
 def export_config(config: HfConfig, *, dtype: str, eos_ids: Sequence[int]) -> dict[str, Any]:
-    """Returns the base model's configuration with the type of the exported weights.
+    """Returns the base model's configuration with the dtype of the exported weights.
 
-    Adds fields that a GGUF file or a short config.json omits and for which transformers has other defaults.
+    Adds fields that a GGUF file or a short config.json omits but for which transformers has different defaults.
     """
     kept = {name: value for name, value in config.items() if name not in OMITTED_BASE_FIELDS}
     required = {"architectures": [FAMILIES[config["model_type"]].causal_lm], "eos_token_id": unwrap_single_id(eos_ids)}
@@ -219,7 +219,7 @@ def export_config(config: HfConfig, *, dtype: str, eos_ids: Sequence[int]) -> di
 
 
 def export_generation_config(base: Mapping[str, Any], *, eos_ids: Sequence[int], pad_id: int) -> dict[str, Any]:
-    """Returns the base model's generation configuration, with the end tokens of the training samples."""
+    """Returns the base model's generation configuration, with the EOS tokens used in training."""
     kept = {name: value for name, value in base.items() if name != "transformers_version"}
     return {"pad_token_id": pad_id, **kept, "eos_token_id": unwrap_single_id(eos_ids)}
 

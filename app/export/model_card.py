@@ -49,7 +49,7 @@ PRIVATE_SETTINGS = ("run.dir", "run.name")
 
 @dataclass(frozen=True)
 class ExportFormat:
-    """Description of the format in which a policy is written, for its card."""
+    """The export format, as described in the card."""
 
     weights_description: str
     library: str = "transformers"
@@ -106,7 +106,7 @@ def base_model_card(resolved: Resolved, model: ModelSpec, *, dtype: str) -> str:
 def model_card(
     resolved: Resolved, saved_policy: PolicyCheckpoint, model: ModelSpec, *, export_format: ExportFormat, dtype: str
 ) -> str:
-    """Returns the README.md of an export, without results if the files of the run cannot be read."""
+    """Returns the README.md of an export; without results if the files of the run cannot be read."""
     run = _read_run_files(saved_policy.run)
     step = saved_policy.step
     settings = _settings_by_name(resolved)
@@ -118,7 +118,7 @@ def model_card(
         if first_step <= step and change.name == "algorithm.name"
     ]
     algorithms = " and ".join(dict.fromkeys([*earlier, settings["algorithm.name"]]))
-    # The opened model: its path may have been changed by --set.
+    # The path of the opened model, which --set may have changed.
     settings["model.path"] = resolved.settings.model.path
     settings |= {name: _without_directories(settings[name], is_source=True) for name in PATH_SETTINGS}
     if (hub_id := _hub_id(model)) is not None:
@@ -165,7 +165,7 @@ def _fill_in(
     results: str = "",
     settings_table: str = "",
 ) -> str:
-    """Returns the card with its metadata, these texts, and how the model is used."""
+    """Returns the card with its metadata, these texts, and instructions for use."""
     system = settings["data.system_prompt"]
     messages = [*([{"role": "system", "content": system}] if system else []), {"role": "user", "content": "..."}]
     card = ModelCard.from_template(
@@ -212,7 +212,7 @@ def front_matter(export_format: ExportFormat, hub_id: str | None, *sources: str)
 
 
 def _results_section(run: RunFiles, settings: Mapping[str, Any], *, step: int) -> str:
-    """Returns the evaluations of the run up to this step, and how they were made."""
+    """Returns the evaluations of the run up to this step, and their settings."""
     history = [record for record in run.history if record["step"] <= step]
     result = before_and_after(history)
     reward = f"{result.pace[:1].upper()}{result.pace[1:]}."
@@ -240,7 +240,7 @@ def _settings_table(settings: Mapping[str, Any], run: RunFiles | None) -> str:
 
 
 def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Returns a Markdown table; cells are put on one line each, and their pipes are escaped."""
+    """Returns a Markdown table; each cell is on one line, with pipes escaped."""
     lines = [header, ["---"] * len(header), *rows]
     cells = ([" ".join(cell.replace("|", "\\|").split()) for cell in line] for line in lines)
     return "\n".join(f"| {' | '.join(line)} |" for line in cells)

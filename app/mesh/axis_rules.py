@@ -1,7 +1,7 @@
 """The table that maps logical dims to mesh axes, and its application to shapes and meshes.
 
-The dims of weights are declared with them (`app.model.decoder`), and those of activations where they are constrained.
-No other module maps dims to mesh axes.
+Weights declare their dims where they are defined (`app.model.decoder`), activations where they are constrained. No
+other module maps dims to mesh axes.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ Dims = Sequence[str]
 
 LOGICAL_AXIS_RULES: dict[str, str | tuple[str, ...] | None] = {
     "rows": ROW_AXES,
-    # The rows of all devices that share weights, gathered.
+    # Rows gathered over the devices that share weights.
     "shared_rows": "dp",
-    # Rows that the devices along tp share out, too; see `spread_rows`.
+    # Rows that are also split along tp; see `spread_rows`.
     "spread_rows": AXES,
     "tokens": None,
-    # Tokens of the residual stream between sublayers, where no product needs them whole.
+    # Tokens of the residual stream between sublayers, where no matmul needs all of them.
     "residual_tokens": "tp",
     "layers": None,
     "embed": "fsdp",
@@ -40,13 +40,13 @@ LOGICAL_AXIS_RULES: dict[str, str | tuple[str, ...] | None] = {
     "kv_heads": "tp",
     "head": None,
     "mlp": "tp",
-    # Whole experts: a device computes its own for all tokens of its rows, which it has anyway.
+    # Whole experts: a device has all tokens of its rows, and applies its own experts to them.
     "experts": "tp",
     "expert_mlp": None,
     # The router's outputs.
     "routes": None,
     "lora_rank": None,
-    # The LM head's vocabulary where it is used: no device then needs another's part of the table.
+    # The LM head's vocabulary, split where it is used, so that no device needs another one's part of the table.
     "head_vocab": ("tp", "fsdp"),
     # The model dim of activations is not split: fsdp splits their rows.
     "activation": None,
@@ -86,7 +86,7 @@ def constrain(x: Array, *dims: str) -> Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def reshard(x: Array, before: Dims, after: Dims) -> Array:
-    """Moves `x` from the sharding of the dims `before` to that of `after`, and its gradient the other way round."""
+    """Moves `x` from the sharding of dims `before` to the sharding of dims `after`, and its gradient back."""
     return constrain(constrain(x, *before), *after)
 
 
@@ -99,7 +99,7 @@ reshard.defvjp(
 def current_device() -> tuple[str, str]:
     """Returns platform (`cpu`, `gpu` or `tpu`) and kind of the current mesh's devices; JAX's default without a mesh.
 
-    Of devices that stand in for others, those of the others, since they only trace programs.
+    For devices that simulate others, which only trace programs, the simulated devices'.
     """
     mesh = jax.sharding.get_abstract_mesh()
     device = jax.devices()[0] if mesh.empty else mesh.abstract_device
@@ -107,7 +107,7 @@ def current_device() -> tuple[str, str]:
 
 
 def spread_rows(num_rows: int, mesh: Mesh | AbstractMesh | None = None) -> str:
-    """Returns the dim of rows that all devices share out: `rows` if there are not enough rows for those along tp, too.
+    """Returns the dim that splits rows over all devices; `rows` if there are too few rows to also split them along tp.
 
     Args:
         mesh: the current one if None.
@@ -134,7 +134,7 @@ def shard_map_by_dims(
 
     Args:
         in_dims: the dims of each argument, as a tree of tuples of names.
-        out_dims: the dims of each result, likewise, all of which occur in `in_dims`.
+        out_dims: the dims of each result, likewise; all must occur in `in_dims`.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1:

@@ -18,7 +18,7 @@ from settings.loading.fields import did_you_mean, nearest_names
 MIB = 2**20
 GIB = 2**30
 MAX_KERNEL_BYTES = 96 * MIB
-"""Memory on a chip that a Pallas kernel may use, where there is as much."""
+"""Maximum on-chip memory that a Pallas kernel may use."""
 
 
 @dataclass(frozen=True)
@@ -33,20 +33,20 @@ class TpuChip:
     """JAX's `device_kind`, or its beginning."""
     hbm_bytes: int
     vmem_bytes: int
-    """Memory on the chip."""
+    """On-chip memory (VMEM)."""
     flops: float
     """Peak dense bfloat16 FLOPs per second."""
     ici_bytes_per_s: float
     """Outgoing bandwidth of a chip over all its links; the incoming bandwidth is the same."""
     hbm_bytes_per_s: float
     clock_hz: float
-    """Of the tensor core, which the compiler's estimates count in cycles."""
+    """Clock of the TensorCore; the compiler estimates times in its cycles."""
     chips_per_host: int
     """Chips per host in slices of several hosts."""
     cores_in_name: int
     """Cores per chip as slice names count them: v4-16 is 8 chips with two cores each, v5e-16 is 16 chips."""
     max_chips_of_one_host: int
-    """The largest number of chips in a slice of one host."""
+    """Maximum number of chips in a slice of one host."""
 
     @property
     def num_torus_dims(self) -> int:
@@ -54,7 +54,7 @@ class TpuChip:
 
     @property
     def ring_bytes_per_s(self) -> float:
-        """Bytes per second that a chip sends in a ring of chips: over two links, as it has in each dim of the torus."""
+        """Bytes per second that a chip sends in a ring of chips, over the two links of one torus dim."""
         return self.ici_bytes_per_s / self.num_torus_dims
 
 
@@ -69,7 +69,7 @@ TPU_CHIPS: Mapping[str, TpuChip] = MappingProxyType(
         )
     }
 )
-"""Chips by the prefix of slice names; v5e comes before v5p, since its device kind starts with v5p's."""
+"""Chips by the prefix of slice names; v5e comes before v5p, whose device kind is a prefix of v5e's."""
 
 SLICE_SIZES: Mapping[int, tuple[int, ...]] = MappingProxyType(
     {1: (1, 4, 8, 16, 32, 64, 128, 256), 2: (8, 16, 32, 64, 128, 256, 512)}
@@ -100,7 +100,7 @@ class TpuSlice:
 
     @property
     def topology_options(self) -> dict[str, Any]:
-        """Options of its topology: the chips of a host along each dim of the torus; two cores are one device."""
+        """Options of its topology: a host's chips along each dim of the torus; two cores form one device."""
         cores = {"chip_config_name": "megacore"} if self.chip.name == "v4" else {}
         return {"chips_per_host_bounds": (*_torus_sizes(self.chips_per_host, 2), 1), **cores}
 
@@ -154,25 +154,25 @@ H100 = GpuCard(
     driver_version: "13.0.0" runtime_version: "13.0.0" compile_time_toolkit_version: "13.0.0"
     """,
 )
-"""Source: https://github.com/openxla/xla/tree/main/xla/backends/gpu/target_config/specs, for the SXM card; the versions
-are those of CUDA 13, which the compiler's package brings along."""
+"""Source: https://github.com/openxla/xla/tree/main/xla/backends/gpu/target_config/specs, for the SXM card, with the
+versions of CUDA 13 from the compiler's package."""
 
 GPU_HOSTS: Mapping[str, GpuHost] = MappingProxyType(
     {host.name: host for host in (GpuHost(f"h100-{size}", H100, size, chips_per_host=size) for size in (1, 2, 4, 8))}
 )
-"""Hosts by name, the card's and the number of cards."""
+"""Hosts by name, such as `h100-8`: the card and the number of cards."""
 
 
 def _torus_sizes(num_chips: int, num_dims: int) -> list[int]:
-    """Returns powers of two, as equal as can be and in increasing order, whose product is `num_chips`."""
+    """Returns powers of two with the product `num_chips`, as equal as possible and in increasing order."""
     each, larger = divmod(num_chips.bit_length() - 1, num_dims)
     sizes = [2 ** (each + (dim >= num_dims - larger)) for dim in range(num_dims)]
-    # A host's chips lie in the first two dims.
+    # A host's chips span the first two dims.
     return sizes if sizes[0] > 1 or num_dims == 2 else sizes[::-1]
 
 
 def parse_slice(name: str) -> TpuSlice:
-    """Returns the slice of a name such as `v4-16`; also accepts `v5litepod-16` for v5e.
+    """Returns the slice with a name such as `v4-16`; also accepts `v5litepod-16` for v5e.
 
     Raises:
         InputError: there is no such slice.
@@ -190,7 +190,7 @@ def parse_slice(name: str) -> TpuSlice:
 
 
 def parse_pretended(name: str) -> TpuSlice | GpuHost:
-    """Returns the slice or the host with GPUs of a name such as `v4-16` or `h100-1`; see `parse_slice`."""
+    """Returns the slice or GPU host with a name such as `v4-16` or `h100-1`; see `parse_slice`."""
     return GPU_HOSTS.get(name.strip().lower()) or parse_slice(name)
 
 
@@ -201,7 +201,7 @@ def find_chip(device_kind: str) -> TpuChip | None:
 
 
 def kernel_bytes(device_kind: str) -> int:
-    """Returns the memory on a TPU chip that a Pallas kernel may use."""
+    """Returns the on-chip memory that a Pallas kernel may use on a TPU."""
     chip = find_chip(device_kind)
     # An unknown chip is assumed to have as little as the smallest known one.
     vmem_bytes = min(one.vmem_bytes for one in TPU_CHIPS.values()) if chip is None else chip.vmem_bytes
@@ -209,5 +209,5 @@ def kernel_bytes(device_kind: str) -> int:
 
 
 def padded_head_dim(head_dim: int) -> int:
-    """Returns the numbers that a head takes in a TPU's memory, whose registers have 128 in a row."""
+    """Returns a head's size in a TPU's memory, padded to the 128 lanes of a register."""
     return -(-head_dim // 128) * 128

@@ -1,6 +1,6 @@
-"""The mesh: the devices of all hosts along the axes dp, fsdp and tp, without those that only generate; and submeshes.
+"""The mesh of all hosts' training devices, with the axes dp, fsdp and tp; and submeshes.
 
-A submesh has devices of this host, whose programs do not wait for other hosts. The host submesh has all devices of a
+A submesh has devices of this host; its programs do not wait for other hosts. The host submesh has all devices of a
 host, and receives weights from the mesh of all hosts; rollout workers have submeshes of disjoint parts of it.
 """
 
@@ -31,7 +31,7 @@ from settings.errors import InputError
 from settings.schema.mesh import MeshSettings
 
 MAX_ROUNDING = 0.05
-"""Part of a device by which a share may differ from whole devices, as 0.33 of 3 devices does."""
+"""Fraction of a device by which a share may differ from whole devices, for example 0.33 of 3 devices."""
 
 
 def num_hosts(mesh: Mesh) -> int:
@@ -72,7 +72,7 @@ def make_mesh(settings: MeshSettings, *, set_aside: Collection[int] = ()) -> Mes
     ordered host by host.
 
     Args:
-        set_aside: numbers, on each host, of devices that are not part of it.
+        set_aside: indices, on each host, of devices that are not part of it.
 
     Raises:
         InputError: `mesh.shape` does not fit the devices.
@@ -87,7 +87,7 @@ def make_mesh(settings: MeshSettings, *, set_aside: Collection[int] = ()) -> Mes
     try:
         mesh = jax.make_mesh(shape, AXES, axis_types=axis_types, devices=devices)
     except (AssertionError, NotImplementedError):
-        # JAX knows the best order of chips only where they form a cuboid, as what is left of a slice may not.
+        # JAX knows the best order of chips only if they form a cuboid, which the rest of a slice may not.
         if not set_aside:
             raise
         mesh = None
@@ -98,7 +98,7 @@ def make_mesh(settings: MeshSettings, *, set_aside: Collection[int] = ()) -> Mes
 
 
 def with_tp(mesh: Mesh, tp: int) -> Mesh:
-    """Returns a mesh of the same devices, in the same order, that splits weights over tp alone."""
+    """Returns a mesh of the same devices, in the same order, that splits weights only over tp."""
     return Mesh(mesh.devices.reshape(-1, 1, tp), AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
@@ -109,14 +109,14 @@ def is_grouped_by_host(mesh: Mesh) -> bool:
 
 
 def generation_devices(wanted: float | tuple[int, ...], *, num_devices: int) -> tuple[int, ...]:
-    """Returns the numbers of a host's devices that only generate: of a share, the last ones.
+    """Returns the indices of a host's devices that only generate; for a fraction, the last ones.
 
     Args:
         wanted: the value of `rollout.devices`.
         num_devices: devices of a host.
 
     Raises:
-        InputError: they leave no device that trains, or are no whole number of devices.
+        InputError: no device would be left to train, or a fraction does not give a whole number of devices.
     """
     if num_devices == 1:
         got = list(wanted) if isinstance(wanted, tuple) else f"{wanted:g}"
@@ -127,8 +127,8 @@ def generation_devices(wanted: float | tuple[int, ...], *, num_devices: int) -> 
     if isinstance(wanted, tuple):
         if wanted[-1] >= num_devices:
             raise InputError(
-                f"rollout.devices: got {wanted[-1]}, but each host has devices 0 to {num_devices - 1}; name some of "
-                "them, or a share such as 0.5"
+                f"rollout.devices: got {wanted[-1]}, but each host has devices 0 to {num_devices - 1}; give some of "
+                "these, or a fraction such as 0.5"
             )
         return wanted
     num_generating = round(wanted * num_devices)
@@ -136,16 +136,16 @@ def generation_devices(wanted: float | tuple[int, ...], *, num_devices: int) -> 
         possible = ", ".join(f"{k / num_devices:g}" for k in range(1, num_devices))
         raise InputError(
             f"rollout.devices: {wanted:g} of the {num_devices} devices of a host is not a whole number of devices; "
-            f"possible shares: {possible}"
+            f"possible fractions: {possible}"
         )
     return tuple(range(num_devices - num_generating, num_devices))
 
 
 def without_generation_devices(devices: Sequence[Any], set_aside: Collection[int]) -> Sequence[Any]:
-    """Returns the devices of all hosts without those whose numbers on their host are in `set_aside`.
+    """Returns the devices of all hosts without those with indices `set_aside` on their host.
 
     Raises:
-        InputError: the rest is no slice for which programs can be compiled.
+        InputError: programs cannot be compiled for the remaining part of a slice.
     """
     if not set_aside:
         return devices
@@ -155,13 +155,13 @@ def without_generation_devices(devices: Sequence[Any], set_aside: Collection[int
     kept = [one for local in of_hosts.values() for number, one in enumerate(local) if number not in set_aside]
     if not is_compile_only():
         return kept
-    # Compilers know no part of a slice but a smaller slice.
+    # A compiler knows only whole slices.
     whole, per_host = simulated_slice(), len(kept) // len(of_hosts)
     assert whole is not None
     if per_host.bit_count() != 1:
         raise InputError(
-            f"rollout.devices: {per_host} devices of each host would train, and programs can only be compiled in "
-            "advance for 1, 2, 4 or 8 of them; set another share, or leave out --compile"
+            f"rollout.devices: {per_host} devices of each host would train, but programs can be compiled in advance "
+            "only for 1, 2, 4 or 8; set another fraction, or omit --compile"
         )
     return compile_only_devices(replace(whole, num_chips=len(kept), chips_per_host=per_host))
 
@@ -172,7 +172,7 @@ def assign_worker_devices(num_workers: int, devices: Sequence[int]) -> list[tupl
     On a single device, all workers take turns.
 
     Args:
-        devices: numbers of this host's devices that generate.
+        devices: indices of this host's devices that generate.
 
     Raises:
         InputError: there are fewer devices than workers.
@@ -181,8 +181,8 @@ def assign_worker_devices(num_workers: int, devices: Sequence[int]) -> list[tupl
         return [tuple(devices)] * num_workers
     if num_workers > len(devices):
         raise InputError(
-            f"rollout.workers.fast.count, rollout.workers.heavy.count: {num_workers} workers need a device each, but "
-            f"there are only {len(devices)} that generate on this host; lower them"
+            f"rollout.workers.fast.count, rollout.workers.heavy.count: {num_workers} workers need a device each, "
+            f"but only {len(devices)} devices of this host generate; lower these counts"
         )
     each = len(devices) // num_workers
     return [tuple(devices[i * each : (i + 1) * each]) for i in range(num_workers)]
@@ -198,7 +198,7 @@ def make_submesh(device_indices: Sequence[int], *, template: Mesh) -> Mesh:
     if len(device_indices) % tp:
         raise InputError(
             f"rollout.workers: a worker has {format_count(len(device_indices), 'device')}, but weights are split over "
-            f"tp={tp} (mesh.shape, or rollout.mesh if set); give each worker a multiple of {tp}, by fewer workers "
+            f"tp={tp} (mesh.shape, or rollout.mesh if set); give each worker a multiple of {tp}: use fewer workers "
             "(rollout.workers.fast.count, heavy.count) or more devices"
         )
     local = local_devices()

@@ -1,4 +1,4 @@
-"""The devices of this run, their memory, and devices that are not there: simulated ones, and those of a compiler."""
+"""The devices of this run and their memory, including simulated and compile-only devices."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ _warn_once = functools.cache(logging.getLogger(__name__).warning)
 DEVICE_PLATFORMS = {"cpu": "cpu", "cuda": "gpu", "tpu": "tpu"}
 """The `platform` of JAX devices by `mesh.platform`."""
 _simulated_slice: TpuSlice | GpuHost | None = None
-"""The slice, or the host with GPUs, that the virtual devices of this process simulate."""
+"""The slice or GPU host that this process's virtual devices simulate."""
 _simulated_devices: list[Any] | None = None
 
 LIBTPU_VARIABLES = {
-    # Otherwise it looks for its machine on the network.
+    # Otherwise libtpu looks for its machine on the network.
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_WORKER_HOSTNAMES": "localhost",
-    # Any type will do: the topology decides what it compiles for.
+    # Any type will do: the topology determines the target.
     "TPU_ACCELERATOR_TYPE": "v5e-1",
-    # Otherwise it refuses to load beside a process that uses the chips, which compiling does not.
+    # Otherwise it refuses to load beside a process that uses the chips; compiling does not use them.
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "true",
 }
 
 
 def simulate_slice(slice: TpuSlice | GpuHost | None, *, compiles: bool = False) -> None:
-    """Makes the virtual devices of this process simulate a slice, or a host with GPUs; None for real devices."""
+    """Makes the virtual devices of this process simulate a slice or a GPU host; None for real devices."""
     global _simulated_slice, _simulated_devices
     _simulated_slice = slice
     _simulated_devices = compile_only_devices(slice) if slice is not None and compiles else None
@@ -72,8 +72,8 @@ def global_devices(settings: MeshSettings) -> Sequence[Any]:
                 raise
             raise InputError(
                 f"JAX_PLATFORMS: {asked!r} is not available: JAX found no such device{cause}; unset JAX_PLATFORMS, "
-                "so that JAX takes the best device that is there, or run pip install -e '.[tpu]' or '.[cuda]' on a "
-                "machine that has one"
+                "so that JAX uses the best available device, or run pip install -e '.[tpu]' or '.[cuda]' on a "
+                "machine with such a device"
             ) from error
         raise missing_platform_error(settings.platform, f"JAX found no such device{cause}") from error
     if settings.platform != "auto" and devices[0].platform != DEVICE_PLATFORMS[settings.platform]:
@@ -113,12 +113,12 @@ def host_index(device: Any) -> int:
 
 
 def simulated_slice() -> TpuSlice | GpuHost | None:
-    """Returns the slice, or the host with GPUs, that this process's virtual devices simulate; None for real devices."""
+    """Returns the slice or GPU host that this process's virtual devices simulate; None for real devices."""
     return _simulated_slice
 
 
 def is_compile_only() -> bool:
-    """Returns whether the devices are those of a compiler, which run nothing."""
+    """Returns whether the devices exist only for a compiler and run nothing."""
     return _simulated_devices is not None
 
 
@@ -133,7 +133,7 @@ def device_kind(device: Any) -> str:
 
 
 def local_devices() -> list[Any]:
-    """Returns the devices of this host; of a simulated slice, those of its first host."""
+    """Returns the devices of this host; for a simulated slice, of its first host."""
     return [
         device
         for device in _simulated_devices or jax.local_devices()
@@ -148,9 +148,9 @@ def first_devices(devices: Sequence[Any]) -> list[Any]:
 
 
 def devices_of_submesh(devices: Sequence[Any]) -> Sequence[Any]:
-    """Returns the devices for a submesh: these, or others of their kind where programs are only compiled.
+    """Returns the devices for a submesh: these, or others of their kind if programs are only compiled.
 
-    Compilers number the devices of a program from 0 on, and know no part of a slice but a smaller slice.
+    Compilers number the devices of a program from 0, and know only whole slices.
     """
     if _simulated_slice is None or _simulated_devices is None or len(devices).bit_count() != 1:
         return devices
@@ -158,7 +158,7 @@ def devices_of_submesh(devices: Sequence[Any]) -> Sequence[Any]:
 
 
 def peak_memory_bytes() -> int:
-    """Returns the peak memory of the fullest local device; of the process if devices do not report it (the CPU)."""
+    """Returns the highest peak memory of a local device; for CPUs, which do not report it, the process's."""
     stats = [device.memory_stats() for device in jax.local_devices()]
     if all(stats):
         return max(s["peak_bytes_in_use"] for s in stats)
@@ -179,7 +179,7 @@ def device_memory_bytes() -> int | None:
 
 
 def program_memory_bytes(program: Compiled) -> int:
-    """Returns the memory of a program on each device while it runs, its arguments included, as the compiler counts."""
+    """Returns the compiler's count of a program's memory on each device, including arguments."""
     found: Any = program.memory_analysis()
     outputs = found.output_size_in_bytes - found.alias_size_in_bytes
     return found.argument_size_in_bytes + outputs + found.temp_size_in_bytes
@@ -193,7 +193,7 @@ def host_memory_bytes(limit: Path = Path("/sys/fs/cgroup/memory.max")) -> int:
 
 
 def compile_only_devices(place: TpuSlice | GpuHost) -> list[Any]:
-    """Returns the devices of a TPU slice or of a host with GPUs, as the accelerator's compiler describes them.
+    """Returns compile-only devices for a TPU slice or a GPU host.
 
     Raises:
         InputError: the compiler is not installed, or does not know the devices.
@@ -203,18 +203,17 @@ def compile_only_devices(place: TpuSlice | GpuHost) -> list[Any]:
         description = topologies.get_topology_desc(
             platform=place.compiler, topology_name=place.topology_name, **place.topology_options
         )
-    except Exception as error:  # JAX raises several types, some of them its own
+    except Exception as error:  # JAX raises several types of exceptions
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise InputError(
             f"mesh.pretend: cannot compile for {place.name}: {reason} (with {compiler_versions()}); run pip install -e "
-            f"'.[{place.compiler}]', which installs the compiler that belongs to this JAX on any x86-64 Linux, with or "
-            "without the device"
+            f"'.[{place.compiler}]', which installs this JAX's compiler on any x86-64 Linux, with or without the device"
         ) from None
     return list(description.devices)
 
 
 def quiet_libtpu() -> None:
-    """Tells libtpu what it would otherwise look for, and complain on stderr of not finding, without TPU."""
+    """Keeps libtpu from searching for a TPU and complaining on stderr that there is none."""
     for name, value in LIBTPU_VARIABLES.items():
         os.environ.setdefault(name, value)
 

@@ -36,7 +36,7 @@ M_MMAP_THRESHOLD = -3
 MMAP_THRESHOLD_BYTES = 1 << 20
 
 SHUTDOWN_TIMEOUT_S = 60
-"""The time that a finished host waits for the others."""
+"""Seconds that a finished host waits for the others."""
 
 PROXY_VARIABLES = {"http_proxy", "https_proxy", "all_proxy", "grpc_proxy"}
 NO_PROXY_VARIABLE = "no_grpc_proxy"
@@ -69,7 +69,7 @@ def initialize_distributed(settings: MeshSettings, *, compiles: bool = False) ->
         return
     if jax.distributed.is_initialized():
         raise InputError(
-            "this process has joined the other hosts before, and can do so only once; start a new one on each"
+            "this process has already joined other hosts, which is possible only once; start a new process on each host"
         )
     _bypass_proxies(member)
     verify_processes(member, timeout_s=settings.start_timeout_s)
@@ -100,7 +100,7 @@ def initialize_local(settings: MeshSettings, *, compiles: bool = False) -> None:
     if pretended is not None:
         if not compiles:
             jax.config.update("jax_num_cpu_devices", pretended.num_chips)
-        # CUDA's plugin looks for a GPU when it is loaded, unless JAX is to use another platform.
+        # CUDA's plugin looks for a GPU when it is loaded, unless JAX uses another platform.
         jax.config.update("jax_platforms", "cpu")
         simulate_slice(pretended, compiles=compiles)
         return
@@ -115,7 +115,7 @@ def initialize_local(settings: MeshSettings, *, compiles: bool = False) -> None:
             ) from None
     if settings.platform == "auto":
         if not is_cloud_tpu_vm():
-            # JAX tries libtpu first where it is installed, as it is to compile for TPUs without them.
+            # JAX tries libtpu first if it is installed, which it also is to compile for TPUs without one.
             quiet_libtpu()
     else:
         _check_backend_installed(settings.platform)
@@ -125,7 +125,7 @@ def initialize_local(settings: MeshSettings, *, compiles: bool = False) -> None:
 
 
 def expects_other_hosts(settings: MeshSettings) -> bool:
-    """Returns whether `initialize_distributed` would look for other hosts, without doing so."""
+    """Returns whether `initialize_distributed` would look for other hosts."""
     if settings.pretend is not None:
         return False
     return settings.coordinator_address is not None or (settings.platform in ("auto", "tpu") and is_cloud_tpu_vm())
@@ -166,8 +166,8 @@ def _check_backend_installed(platform: str) -> None:
 def _configure_malloc() -> None:
     """Makes glibc allocate arrays of 1 MiB and more outside of its heap.
 
-    Its default threshold can rise to 32 MiB as arrays are freed. The per-layer decoding weights of a policy would then
-    leave holes in the heap that fit no later array, and would stay resident during the update.
+    The default threshold can rise to 32 MiB as arrays are freed. A policy's per-layer decode weights would then leave
+    holes in the heap that fit no later array and stay resident during the update.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:

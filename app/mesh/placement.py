@@ -28,7 +28,7 @@ def num_local_row_shards(mesh: Mesh) -> int:
 
 
 def check_rows_per_host(mesh: Mesh) -> None:
-    """Checks that all hosts have whole rows, and the same number of them.
+    """Checks that all hosts have whole rows and the same number of rows.
 
     Raises:
         InputError: tp spans hosts.
@@ -94,9 +94,9 @@ def bytes_per_device(tree: Any, *, in_host_memory: bool = False) -> int:
 
 
 def bytes_received(before: Any, after: Any) -> int:
-    """Returns the bytes that reach the device which receives most when arrays move to other shardings.
+    """Returns the maximum bytes that a device receives when arrays move to other shardings.
 
-    A device keeps what it holds of its new part.
+    A device does not receive what it already has.
 
     Args:
         before: a tree of shapes with shardings.
@@ -116,7 +116,7 @@ def bytes_received(before: Any, after: Any) -> int:
 
 
 def is_in_host_memory(sharding: Any) -> bool:
-    """Returns whether such arrays take no memory of their devices; that of a CPU device is its host's."""
+    """Returns whether such arrays are in host memory that is not also device memory, as it is on CPUs."""
     return sharding.memory_kind == HOST_MEMORY and device_platform(sharding.mesh.devices.flat[0]) != "cpu"
 
 

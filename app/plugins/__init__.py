@@ -1,1 +1,1 @@
-"""Plug-ins of users, in processes that can be killed: what rewards and environments share."""
+"""User plug-ins in processes that can be killed: the code shared by rewards and environments."""

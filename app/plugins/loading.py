@@ -1,4 +1,4 @@
-"""Imports what users name as `module:name` or `file.py:name`, in the program of a worker."""
+"""Imports the user's `module:name` or `file.py:name` in a worker process."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def load_object(path: str, *, program_modules: Collection[str] = ()) -> Any:
         LoadError: the file, module or name does not exist, or the import fails.
     """
     place, _, attribute = path.rpartition(":")
-    # As with `python file.py`, modules next to the file and in the working directory can be imported. The program's own
-    # functions are found even if the working directory contains another `app`.
+    # As with `python file.py`, modules next to the file and in the working directory can be imported. This program's
+    # own functions are found even if the working directory contains another `app`.
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]) if place in program_modules else os.getcwd())
     try:
         module: Any = _import_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
@@ -71,7 +71,7 @@ def _import_file(path: Path) -> ModuleType:
 
 
 def describe_error(error: BaseException) -> str:
-    """Returns the last line of an error's traceback, and the location of the error."""
+    """Returns the last line of an error's traceback and the error's location."""
     text = traceback.format_exception_only(error)[-1].strip()
     place = _error_location(error.__traceback__)
     if isinstance(error, SyntaxError) and error.filename:

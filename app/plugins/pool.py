@@ -1,10 +1,10 @@
 """Worker processes that run plug-ins: one thread starts, feeds, supervises, kills and replaces them.
 
 A worker serves jobs: calls of a reward function, one at a time, or many episodes of an environment at once. If it dies,
-or one of its requests hangs, it is killed, and its jobs are served again elsewhere, from their first requests on. Those
-whose request was running are suspects, or all if none was, because one request can stop all others of its process. A
-suspect runs while no other request of its process does, and the next death or hang is its own. A request that hangs
-alone is not tried again.
+or one of its requests hangs, it is killed, and its jobs are replayed in other workers. One request can block all others
+of its process, so every job with a running request (or all jobs, if none was running) becomes a suspect. A suspect's
+requests run alone in their process, so that the next death or hang is its own fault. A request that hangs while running
+alone is not retried.
 
 A worker leads its own process group, so that its child processes are killed with it. It inherits few environment
 variables and no open files, and exits when this process does.
@@ -30,22 +30,22 @@ from settings.errors import InputError
 from settings.secrets import redact
 
 LOAD_TIMEOUT_S = 60.0
-"""For importing a plug-in: libraries may take long from a cold disk."""
+"""Time limit for importing a plug-in: libraries may load slowly from a cold disk."""
 INVALID_ANSWER = Failure("exit", "its process sent an invalid answer")
 OUT_OF_MEMORY_SIGNS = ("MemoryError", "allocate memory", "failed to map segment")
 
 
 class WorkersLostError(RuntimeError):
-    """A worker had to be replaced, and two attempts to start another one have failed."""
+    """A worker had to be replaced, but two attempts to start a new one have failed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What the workers of a pool may use."""
+    """Limits of a pool's workers."""
 
     workers: int
     concurrency: int = 1
-    """Requests that a worker answers at once."""
+    """Number of requests that a worker serves concurrently."""
     timeout_s: float
     """Wall-clock time of a request."""
     memory_mib: int
@@ -54,67 +54,67 @@ class Limits:
 
 @dataclass(eq=False)
 class Request:
-    """A request of a job, and its reply once it is known."""
+    """A request of a job, and its reply once there is one."""
 
     fields: Mapping[str, Any]
     is_last: bool = False
-    """Whether the job is over with the reply, whatever it is."""
+    """Whether the reply ends the job."""
     reply: Any = None
 
 
 class Job(ABC):
-    """Requests that one worker answers one after another. After the loss of the worker, all are sent again."""
+    """Requests that one worker answers in order. If the worker dies, all of them are sent again."""
 
     shares_worker: ClassVar[bool]
-    """Whether it may be in a worker with other jobs, for as long as it lasts. Otherwise a worker takes one when it is
-    idle, and a suspect gets a new worker, in which no earlier job left anything behind."""
+    """Whether its worker may serve other jobs at the same time. If not, only an idle worker takes it, and a suspect
+    gets a new worker without leftovers of earlier jobs."""
     numbers = itertools.count()
 
     def __init__(self, *requests: Request) -> None:
         self.number = next(self.numbers)
-        """Its name towards the worker."""
+        """Its id in messages to the worker."""
         self.requests = [*requests]
-        """From its start on, the first `num_sent` of which its worker has got."""
+        """All requests since its start; the first `num_sent` have been sent to its worker."""
         self.num_sent = 0
         self.current: Request | None = None
-        """The one that its worker is answering."""
+        """The request that its worker is serving."""
         self.sent_at = 0.0
         self.is_wanted = True
-        """Whether anybody waits for its replies; otherwise it only closes."""
+        """Whether a caller waits for its replies; otherwise it only closes."""
         self.is_suspect = False
-        """Whether it may have ended its process."""
+        """Whether it may have killed its process."""
 
     @abstractmethod
     def read(self, answer: Mapping[str, Any]) -> Any:
-        """Returns an answer as a reply. All of it is checked, because a plug-in could write to the same pipe.
+        """Converts an answer to a reply, with full validation, because a plug-in could write to the same pipe.
 
         Raises:
-            ValueError, KeyError, TypeError, AttributeError, OverflowError: it is no valid answer.
+            ValueError, KeyError, TypeError, AttributeError, OverflowError: the answer is not valid.
         """
 
     @abstractmethod
     def accept(self, request: Request, reply: Any, *, seconds: float) -> Failure | None:
-        """Keeps the reply to a request, or compares it with the one before the loss of a worker.
+        """Stores the reply to a request, or in a replay compares it with the earlier one.
 
         Args:
-            seconds: how long the worker took for it.
+            seconds: time that the worker took.
 
         Returns:
-            Why the job has failed all the same, or None.
+            Why the job has failed nevertheless, or None.
         """
 
     @abstractmethod
     def fail(self, failure: Failure, request: Request | None) -> None:
-        """Takes note that the job has failed, at the request, if any."""
+        """Records the failure of the job, at this request, if any."""
 
     def leave(self) -> None:
-        """Abandons the job: discards the requests not yet sent, and queues `close`."""
+        """Abandons the job: discards the unsent requests and queues `close`."""
         self.is_wanted = False
         self.requests[self.num_sent :] = [Request({"do": "close"}, is_last=True)]
 
 
 class Worker(WorkerProcess):
-    """A worker with its jobs."""
+    """A worker and its jobs."""
 
     def __init__(self, program: str, environment: Mapping[str, str], *, is_retry: bool) -> None:
         super().__init__(program, environment)
@@ -125,10 +125,10 @@ class Worker(WorkerProcess):
         self.num_answers = 0
         self.jobs: dict[int, Job] = {}
         self.running: dict[int, Job] = {}
-        """Those with a request that is not answered yet."""
+        """Jobs with an unanswered request."""
 
     def deadline(self, limits: Limits) -> float:
-        """Returns when it must have loaded the plug-in, or answered the first of the running requests."""
+        """Returns the time by which it must have loaded the plug-in or answered its oldest running request."""
         return min([self.load_deadline, *(job.sent_at + limits.timeout_s for job in self.running.values())])
 
 
@@ -140,8 +140,8 @@ class Pool:
 
     Args:
         program: module whose `main` a worker runs.
-        order: what a worker loads.
-        name: of the plug-in, for messages: settings and their values.
+        order: what a worker must load.
+        name: name of the plug-in in messages: its settings and values.
         environment: all environment variables of the workers.
     """
 
@@ -164,7 +164,7 @@ class Pool:
         self.changed = threading.Condition()
         """Notified after each change that a caller may wait for."""
         self._is_trial = False
-        """Whether `load` was called, before the run does any work."""
+        """Whether only `load` has been called, before the run does any work."""
         self._loaded: dict[str, Any] | None = None
         self._error: BaseException | None = None
         """Why the thread has ended."""
@@ -174,7 +174,7 @@ class Pool:
         self._thread.start()
 
     def load(self) -> dict[str, Any]:
-        """Starts the first worker, and returns what it tells about the plug-in.
+        """Starts the first worker, and returns its description of the plug-in.
 
         Raises:
             InputError: the plug-in cannot be loaded.
@@ -192,7 +192,7 @@ class Pool:
         self._alert()
 
     def wait(self, is_ready: Callable[[], bool], timeout_s: float | None = None) -> None:
-        """Waits until something is so, at most `timeout_s` (None = without limit)."""
+        """Waits until a condition is true, at most `timeout_s` (None = no limit)."""
         with self.changed:
             self.changed.wait_for(lambda: self._error or is_ready(), timeout_s)
             if self._error is not None and not is_ready():
@@ -211,10 +211,10 @@ class Pool:
         os.close(self._ring)
 
     def _alert(self) -> None:
-        with suppress(BlockingIOError):  # it is full, so the thread wakes anyway
+        with suppress(BlockingIOError):  # the pipe is full, so the thread wakes up anyway
             os.write(self._ring, b"x")
 
-    # What follows runs in the pool's thread.
+    # The methods below run in the pool's thread.
 
     def _run(self) -> None:
         try:
@@ -236,7 +236,7 @@ class Pool:
                 for worker in self._workers:
                     self._dispatch(worker)
             self._error = WorkersLostError(f"{self._name}: its processes have been closed")
-        except BaseException as error:  # whoever waits must hear of it
+        except BaseException as error:  # waiting callers must learn of it
             self._error = error
         finally:
             self.notify()
@@ -244,12 +244,12 @@ class Pool:
                 worker.kill()
 
     def notify(self) -> None:
-        """Tells those who wait that something has changed."""
+        """Notifies waiting callers of a change."""
         with self.changed:
             self.changed.notify_all()
 
     def add(self, job: Job) -> None:
-        """Gives a job to a worker, as soon as there is one."""
+        """Assigns a job to a worker as soon as one is free."""
         (self._suspects if job.is_suspect else self._waiting).append(job)
 
     def _start(self) -> None:
@@ -259,7 +259,7 @@ class Pool:
         worker.load_deadline = time.monotonic() + self.limits.load_timeout_s
 
     def _worker_for(self, job: Job) -> Worker | None:
-        """Returns the worker with the fewest jobs, a new one if all have some; None if none can take the job now."""
+        """Returns the worker with the fewest jobs, a new one if all are busy; None if none can take the job now."""
         takers = [worker for worker in self._workers if _can_take(worker, job)]
         num_unused = sum(not worker.jobs and not worker.is_loaded for worker in self._workers)
         if (
@@ -272,7 +272,7 @@ class Pool:
         return min(takers, key=lambda worker: len(worker.jobs), default=None)
 
     def _dispatch(self, worker: Worker) -> None:
-        """Sends requests to a worker, as many as it may run at once; a suspect runs alone."""
+        """Sends requests to a worker up to its concurrency; a suspect runs alone."""
         running, limit = worker.running, self.limits.concurrency
         if not worker.is_loaded or len(running) == limit:
             return
@@ -291,7 +291,7 @@ class Pool:
         if answers is None:
             self._lose(worker, None)
         for answer in answers or ():
-            if worker not in self._workers:  # lost at an earlier answer
+            if worker not in self._workers:  # lost while an earlier answer was handled
                 return
             finish = self._finish if worker.is_loaded else self._finish_load
             finish(worker, answer)
@@ -322,7 +322,7 @@ class Pool:
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
             self._lose(worker, INVALID_ANSWER)
             return
-        if failure is not None and failure.kind == "memory":  # it may stay allocated
+        if failure is not None and failure.kind == "memory":  # the memory may stay allocated
             self._lose(worker, failure)
             return
         worker.num_answers += 1
@@ -352,11 +352,11 @@ class Pool:
         """Kills a worker and recovers its jobs.
 
         Args:
-            failure: why it is killed; None if it has ended by itself.
+            failure: why it is killed; None if it has exited by itself.
 
         Raises:
-            InputError: it was started by `load`, and cannot start.
-            WorkersLostError: it cannot start, and neither could one before.
+            InputError: it was started by `load` and cannot start.
+            WorkersLostError: it could not start, and neither could the previous one.
         """
         status = worker.kill()
         self._workers.remove(worker)
@@ -368,7 +368,7 @@ class Pool:
                 raise InputError(f"{self._name}: {why}")
             if worker.is_retry:
                 raise WorkersLostError(
-                    f"{self._name}: two attempts to start a process have failed: {why}; mend that and start the "
+                    f"{self._name}: two attempts to start a process have failed: {why}; fix this and run the "
                     "command again, grpo train with --resume auto"
                 )
             self._start_failed = True
@@ -393,6 +393,6 @@ def _can_take(worker: Worker, job: Job) -> bool:
 
 
 def read_failure(pair: Sequence[Any]) -> Failure:
-    """Returns the kind and text of a failure as a worker sends them; raises ValueError or TypeError if it is none."""
+    """Reads the kind and text of a failure from a worker; raises ValueError or TypeError if they are not valid."""
     kind, text = pair
     return Failure(one_line(str(kind)), one_line(redact(str(text))))

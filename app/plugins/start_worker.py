@@ -1,7 +1,7 @@
 """Starts the program of a killable worker: `start_worker.py app.reward.worker_main` calls `main` of that module.
 
-The program may import only the standard library, pydantic, and modules of this program that do the same. The latter are
-then forgotten, because the modules of a user may have the same names.
+The program may import only the standard library, pydantic, and modules of this program that do the same. These are then
+removed from `sys.modules`, because a user's modules may have the same names.
 """
 
 from __future__ import annotations

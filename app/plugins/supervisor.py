@@ -1,8 +1,8 @@
-"""What contains the program of a worker: a supervising process, and a limit of memory.
+"""Containment of a worker: a supervising process and a memory limit.
 
 On Linux a worker consists of two processes: the first supervises, the second runs the plug-in. Orphaned descendants
-become children of the first one, so that daemons that the plug-in starts end with the worker. The first one itself ends
-with the trainer, also if the plug-in lets no other thread of the second one run.
+become children of the supervisor, so that daemons started by the plug-in end with the worker. The supervisor itself
+ends with the trainer, even if the plug-in blocks all threads of its process.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ KILL_LIMIT_S = 10
 
 
 def supervise() -> None:
-    """Returns in a child process. The parent waits for its end, kills all other descendants, and ends in the same way.
+    """Returns in a child process. The parent waits for it, kills all other descendants, and exits in the same way.
 
-    SIGTERM makes the parent kill the child, and so does the end of the trainer, or of the thread that started the
-    worker. Other systems than Linux have no subreaper, and the process stays alone.
+    The parent kills the child on SIGTERM, and when the trainer or the thread that started the worker ends. Systems
+    other than Linux have no subreaper; there, the process has no supervisor.
     """
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if sys.platform != "linux":
@@ -48,7 +48,7 @@ def _end_like(child: int) -> NoReturn:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: os.kill(child, signal.SIGKILL))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
-    # It stays a zombie, so that the handler cannot kill another process with its number.
+    # Keep it as a zombie, so that the handler cannot kill another process with the same id.
     os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
@@ -61,7 +61,7 @@ def _end_like(child: int) -> NoReturn:
 
 
 def kill_children() -> None:
-    """Kills all children, and their orphans as they become children, until there are none or after 10 s."""
+    """Kills all children, and orphans as they become children, until none are left or 10 s have passed."""
     deadline = time.monotonic() + KILL_LIMIT_S
     while time.monotonic() < deadline:
         try:

@@ -1,4 +1,4 @@
-"""Checks of what a plug-in returns, and of what it does instead."""
+"""Checks of a plug-in's return values and failures."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ MAX_TEXT_CHARACTERS = 300
 
 
 class Failure(NamedTuple):
-    """The reason why there is no value for a sample."""
+    """Why there is no value for a sample."""
 
     kind: str
-    """Of all plug-ins: `raised`, `value` (it returned something unusable), `timeout`, `memory` or `exit` (its
-    process ended). Of rewards also `length` (of a list), `no reward` (every function abstained), `too long` or
-    `template` (unreadable for a reward model). Of environments also `opening` (it differs from that of the other
-    samples) or `replay` (it gave another answer to the same turn)."""
+    """All plug-ins: `raised`, `value` (unusable return value), `timeout`, `memory` or `exit` (its process ended).
+    Rewards also: `length` (of a list), `no reward` (every function abstained), `too long` or `template` (a reward model
+    cannot read it). Environments also: `opening` (differs between samples of a prompt) or `replay` (a different answer
+    to the same turn)."""
     text: str
-    """One line of text for people to read."""
+    """One line of text for the user."""
 
 
 class PlugInValueError(Exception):
@@ -39,7 +39,7 @@ class PlugInValueError(Exception):
 
 
 def failure_of(error: BaseException) -> dict[str, Any]:
-    """Returns an error of a plug-in as the answer of its worker."""
+    """Converts an exception of a plug-in to its worker's answer."""
     if isinstance(error, PlugInValueError):
         return {"failure": Failure(error.kind, str(error))}
     kind = "memory" if isinstance(error, MemoryError) else "exit" if isinstance(error, SystemExit) else "raised"
@@ -56,7 +56,7 @@ def to_number(value: Any) -> float:
         if not hasattr(type(value), "__float__") and not hasattr(type(value), "__index__"):
             raise TypeError
         result = float(value)
-    except (TypeError, ValueError):  # also an array of several numbers
+    except (TypeError, ValueError):  # also for an array of several numbers
         raise PlugInValueError(f"returned {describe_value(value)}, expected a number") from None
     if not math.isfinite(result):
         raise PlugInValueError(f"returned {result}, expected a finite number")
@@ -91,9 +91,9 @@ def one_line(text: str) -> str:
 
 @functools.cache
 def event_loop() -> asyncio.AbstractEventLoop:
-    """Returns one loop for all threads, which may share connections: these belong to the loop that made them.
+    """Returns one event loop for all threads, because connections shared by threads belong to a loop.
 
-    It runs in a thread of its own, because that of a notebook already has a loop.
+    It runs in its own thread, because a notebook's thread already has a loop.
     """
     loop = asyncio.new_event_loop()
 
@@ -107,7 +107,7 @@ def event_loop() -> asyncio.AbstractEventLoop:
 
 
 def finished(value: Any) -> Any:
-    """Returns a value, or what it becomes if it must be awaited."""
+    """Returns a value; awaits it first if it is awaitable."""
     if not inspect.isawaitable(value):
         return value
     return asyncio.run_coroutine_threadsafe(awaited(value), event_loop()).result()

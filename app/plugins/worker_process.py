@@ -1,4 +1,4 @@
-"""A worker process of a plug-in, with its pipes and its environment variables."""
+"""A plug-in's worker process, with its pipes and environment variables."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ ALLOWED_ENVIRONMENT = frozenset(
 
 MAX_ANSWER_BYTES = 64 * 2**20
 MAX_PRINTED_BYTES = 256 * 2**10
-"""Of one call."""
+"""Limit per call."""
 PIPE_BYTES = 64 * 2**10
 """Capacity of a pipe."""
 MAX_KEY_BYTES = 4 * 2**10
-"""The longest key that is redacted wherever a long line is cut."""
+"""Maximum length of a key that is redacted even if a long line is cut inside it."""
 
 
 class StderrRelay:
@@ -73,7 +73,7 @@ class StderrRelay:
             self._line = line[-MAX_KEY_BYTES:]
 
     def flush(self) -> None:
-        """Prints the rest of the pipe. Reads only once, because an escaped child of the worker could print forever."""
+        """Prints the rest of the pipe. Reads only once, because an orphaned child of the worker could print forever."""
         self.read()
         self._print(self._line)
         self._line = b""
@@ -85,7 +85,7 @@ class StderrRelay:
             print(replace_control_characters(line.expandtabs()), file=sys.stderr)
         self.remaining -= len(data)
         if self.remaining <= 0:
-            print("(a plug-in prints too much; the rest of this call is left out)", file=sys.stderr)
+            print("(a plug-in prints too much; the rest of this call's output is dropped)", file=sys.stderr)
 
 
 class WorkerProcess:
@@ -98,7 +98,7 @@ class WorkerProcess:
 
     def __init__(self, program: str, environment: Mapping[str, str]) -> None:
         if sys.platform == "linux":
-            # Other processes of the same user cannot read the environment and memory of this one.
+            # Keep other processes of the same user from reading this one's environment and memory.
             ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
         self.process = subprocess.Popen(
             [sys.executable, "-P", "-B", START_FILE, program],
@@ -136,7 +136,7 @@ class WorkerProcess:
             self.outgoing = memoryview(b"")
 
     def read(self) -> list[dict[str, Any]]:
-        """Returns the answers that are complete.
+        """Returns the complete answers.
 
         Raises:
             EOFError: the worker has exited, or an answer is invalid.
@@ -167,7 +167,7 @@ class WorkerProcess:
         return status
 
     def _end_supervisor(self) -> None:
-        """Waits until the supervisor has killed whatever the plug-in has started, and has itself ended."""
+        """Waits until the supervisor has killed all processes of the plug-in and exited."""
         pid, deadline = self.process.pid, time.monotonic() + KILL_LIMIT_S + 1
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGTERM)
@@ -183,8 +183,8 @@ def wait_for_answers(
 ) -> list[tuple[Worker, list[dict[str, Any]] | None]]:
     """Waits until a worker answers or ends, or a byte arrives at the descriptor `alarm`, and returns the answers.
 
-    A worker whose process has ended, or whose answer is invalid, has None instead. Meanwhile, messages are sent to the
-    workers, and what they print is shown.
+    A worker that has exited or sent an invalid answer has None instead. Meanwhile, messages are sent to the workers and
+    their output is shown.
     """
     with selectors.DefaultSelector() as selector:
         for worker in workers:
@@ -215,7 +215,7 @@ def wait_for_answers(
 
 
 def describe_exit(status: int) -> str:
-    """Returns what became of a process, from its exit status, which is negative for a signal."""
+    """Describes how a process ended, given its exit status, which is negative for a signal."""
     if status < 0:
         known = {s.value: s.name for s in signal.Signals}
         return f"its process was ended by {known.get(-status, f'signal {-status}')}"
@@ -223,10 +223,10 @@ def describe_exit(status: int) -> str:
 
 
 def lend_variables(names: Sequence[str]) -> None:
-    """Makes sure that the environment variables of `plugins.env_vars` are set, and that their values are never printed.
+    """Checks that the variables of `plugins.env_vars` are set, and makes `redact` hide their values.
 
     Raises:
-        InputError: one is not set.
+        InputError: a variable is not set.
     """
     for name in names:
         if name not in os.environ:

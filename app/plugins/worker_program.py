@@ -1,4 +1,4 @@
-"""The side of a worker: its pipes to the trainer, which carry JSON Lines, and its start.
+"""The worker's side: its startup, and its pipes to the trainer, which carry JSON Lines.
 
 {"memory_mib": 4096, <what to load>}  ->  {"loaded": {...}} or {"refused": "why"}
 {"key": 7, <a request to job 7>}      ->  {"key": 7, <its answer>, or "failure": [kind, text]}
@@ -47,7 +47,7 @@ class TrainerChannel:
         self._answers = -1
 
     def end_forked_child(self) -> None:
-        """Ends this process if it is a child that the plug-in forked, and that also returned from the plug-in."""
+        """Ends this process if it is a child forked by the plug-in that has returned from the plug-in's code."""
         if self._answers < 0:
             os._exit(0)
 
@@ -64,10 +64,10 @@ class TrainerChannel:
 def start(
     load: Callable[[dict[str, Any]], tuple[PlugIn, Mapping[str, Any]]],
 ) -> tuple[TrainerChannel, PlugIn]:
-    """Starts a worker: contains it, loads the plug-in and reports that. Exits if the plug-in cannot be loaded.
+    """Starts a worker: contains it, loads the plug-in, or exits if that fails, and reports to the trainer.
 
     Args:
-        load: returns the plug-in that the trainer's first message names, and what to tell the trainer about it.
+        load: returns the plug-in named in the trainer's first message, and its description for the trainer.
 
     Returns:
         The pipes to the trainer, and the plug-in.

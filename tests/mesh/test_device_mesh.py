@@ -108,7 +108,11 @@ def test_rollout_devices_are_the_last_ones(wanted, num_devices, found):
 @pytest.mark.parametrize(
     ("wanted", "num_devices", "message"),
     [
-        (0.3, 4, "0.3 of the 4 devices of a host is not a whole number of devices; possible shares: 0.25, 0.5, 0.75"),
+        (
+            0.3,
+            4,
+            "0.3 of the 4 devices of a host is not a whole number of devices; possible fractions: 0.25, 0.5, 0.75",
+        ),
         (0.99, 8, "0.99 of the 8 devices"),
         (0.5, 1, "got 0.5, but each host has a single device"),
         ((1, 4), 4, "got 4, but each host has devices 0 to 3"),
@@ -134,7 +138,7 @@ def test_workers_share_devices_out_evenly():
     assert assign_worker_devices(1, range(8)) == [tuple(range(8))]
     assert assign_worker_devices(3, range(8)) == [(0, 1), (2, 3), (4, 5)]
     assert assign_worker_devices(3, range(1)) == [(0,)] * 3
-    with pytest.raises(InputError, match=r"fast\.count.*: 9 workers need a device each, but there are only 8"):
+    with pytest.raises(InputError, match=r"fast\.count.*: 9 workers need a device each, but only 8"):
         assign_worker_devices(9, range(8))
 
 

@@ -85,7 +85,7 @@ def test_a_folder_that_cannot_be_used_is_a_warning(tmp_path, monkeypatch, caplog
             use_program_cache()
         assert read_config("jax_compilation_cache_dir") is None
         (message,) = caplog.messages
-        assert message.startswith("programs are compiled anew, because they cannot be kept: ") and reason in message
+        assert message.startswith("compiled programs cannot be cached: ") and reason in message
         assert message.endswith("; set XDG_CACHE_HOME")
 
     (tmp_path / "file").touch()
@@ -96,7 +96,7 @@ def test_a_folder_that_cannot_be_used_is_a_warning(tmp_path, monkeypatch, caplog
     jax.config.update("jax_compilation_cache_dir", None)
     for shared in (folder_in(tmp_path), tmp_path / "grpo"):
         shared.chmod(0o770)
-        assert_refused(f"others than this user may write to {shared};")
+        assert_refused(f"other users may write to {shared};")
         shared.chmod(0o700)
     monkeypatch.setattr(program_cache, "LOCK_TIMEOUT_S", 0.01)
     with program_cache.FileLock(folder_in(tmp_path) / ".lockfile"):
@@ -145,6 +145,6 @@ def test_a_second_start_compiles_only_damaged_programs(tiny_model: Path, tmp_pat
         program.write_bytes(content if number % 2 else content[: len(content) // 2])
     third, shown = train("third")
     assert third["perf/compilations"] == first["perf/compilations"]
-    assert shown.count("cannot be kept or loaded, and are compiled anew: Error reading persistent") == 1
+    assert shown.count("cannot be cached or loaded, and are recompiled: Error reading persistent") == 1
     assert "UserWarning" not in shown
     assert reproducible([first]) == reproducible([second]) == reproducible([third])

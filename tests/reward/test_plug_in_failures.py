@@ -140,7 +140,7 @@ def test_printing_is_limited_per_call_and_blocks_nothing(tmp_path: Path, capfd: 
     assert values_of(score([f"{path}:f"], make_group("a", "b"), workers=1)) == [1.0, 1.0]
     printed = capfd.readouterr().err
     assert PIPE_BYTES < len(printed) / 2 < MAX_PRINTED_BYTES + 1000
-    assert printed.count("the rest of this call is left out") == 2
+    assert printed.count("the rest of this call's output is dropped") == 2
 
 
 @pytest.mark.parametrize("num_before", [0, 64 * 2**10 - 6, 256 * 2**10 - 6])
