@@ -1,4 +1,4 @@
-"""Check of attention on a run's devices: packed rows as the run computes them, against single rows by plain XLA."""
+"""Checks attention on a run's devices: packed rows as in the run, against single rows in plain XLA."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ from app.runtime.scoring import ScoringSession, set_compute_dtype
 from app.training.learner import LearnerGroup, longest_rows
 
 TOLERANCES = {"float32": 1e-4, "bfloat16": 2e-2}
-"""Differences that rounding explains, relative to the largest number of the array, by compute type."""
+"""Tolerated rounding differences, relative to the array's largest number, by compute dtype."""
 NUM_TOKENS, PROMPT, COMPLETION, WINDOW = 700, 150, 120, 100
-"""Tokens of a row, which are several blocks on every platform; of a prompt; of a completion; and of a window."""
+"""Lengths in tokens of a row (several blocks on every platform), a prompt, a completion, and a window."""
 SAMPLE_PLACES = (
     np.r_[:PROMPT, PROMPT : PROMPT + COMPLETION],
     np.r_[:PROMPT, PROMPT + COMPLETION : PROMPT + 2 * COMPLETION],
     np.r_[PROMPT + 2 * COMPLETION : 2 * PROMPT + 3 * COMPLETION],
 )
-"""The places of each sample's tokens in the row: two samples that share their prompt, and one with its own."""
+"""The positions of each sample's tokens in the row: two samples share their prompt, one has its own."""
 RESULTS = (
     *("the output", "the gradient of queries", "the gradient of keys", "the gradient of values"),
     *("the output of decoding", "the cache of keys", "the cache of values"),
@@ -48,10 +48,10 @@ RESULTS = (
 def check_attention(
     recorder: CheckRecorder, session: ScoringSession, learning: LearnerGroup, reward_model: NetworkSpec | None
 ) -> None:
-    """Checks the attention of all networks of a run, computed as for their rows. All hosts must call it together."""
+    """Checks the attention of all networks of a run, on rows like theirs. All hosts must call it together."""
     mesh, device, policy = session.mesh, session.mesh.devices.flat[0], session.model_spec.architecture
     rows = longest_rows(session, learning, reward_model)
-    # Prompts are prefilled by the same attention.
+    # Prefill uses the same attention.
     rows.append((policy, session.settings.data.max_prompt_length))
     dtype, slots = set_compute_dtype(session.settings), slot_shapes(session.settings, 1, setting="rollout.slots")
     with jax.set_mesh(mesh):
@@ -86,7 +86,7 @@ def check_attention(
 
 
 def longest_samples(num_samples: int, *, prompt: int, completion: int) -> list[Sample]:
-    """Returns samples of these lengths in tokens, with tokens of no meaning."""
+    """Returns samples of these lengths in tokens, with meaningless tokens."""
     tokens = np.zeros(completion, np.int32)
     sample = Sample(Prompt("longest", np.zeros(prompt, np.int32), "", None), 0, 0, tokens, "", tokens, "length", 0)
     return [sample] * num_samples
@@ -102,8 +102,8 @@ def attention_differences(
     """Returns the largest difference of each of the first four `RESULTS` from dense attention in float32.
 
     Differences are relative to the largest number of each result. A random packed row has the samples of
-    `SAMPLE_PLACES` and padding; dense attention has each sample in a row of its own. Every device computes the same
-    row. All hosts must call it together.
+    `SAMPLE_PLACES` and padding; dense attention has one row per sample. Every device computes the same row. All hosts
+    must call it together.
     """
     a, score_mod = architecture, ScoreMod.of(architecture)
     row = MicroBatch((((0, 1), (2,)),), RowShape(NUM_TOKENS, 3 * COMPLETION))
@@ -126,7 +126,7 @@ def attention_differences(
             single = single_segment_layout(jnp.ones((1, len(places)), bool))
             mask = attention_mask(single, single, 0, window)
             own = query[:, places], keys[:, :, places], values[:, :, places]
-            # The tokens of a shared prompt, which are equal in both samples, have a gradient in the last alone.
+            # The tokens of a shared prompt have their gradient in the last sample only.
             mixed = mixed.at[:, places].set(dot_product_attention(*own, mask, score_mod))
         return mixed
 
@@ -151,10 +151,10 @@ def decode_differences(
     block: int,
     block_size: int | None,
 ) -> Float64[np.ndarray, "3"]:
-    """Returns what `attention_differences` does for a new token in caches, of which each device has the same rows.
+    """Returns the same as `attention_differences`, for decoding one token with caches that are equal on all devices.
 
     Args:
-        block: tokens of a block of the cache. The exact results are those of rows in one piece.
+        block: tokens of a cache block; the exact results have unpaged caches.
         block_size: the result of `decode_block_size`.
     """
     a, score_mod = architecture, ScoreMod.of(architecture)
@@ -165,11 +165,11 @@ def decode_differences(
     shapes, rng = ((len(positions), 1, a.num_query_heads, a.head_dim), new, new, pool, pool), np.random.default_rng(0)
     *new, keys, values = (rng.standard_normal(shape).astype(dtype) for shape in shapes)
     places = np.arange(tables.shape[1] * block)
-    # Entries behind the new one have no meaning.
+    # Entries after the new one are meaningless.
     seen = places <= positions[:, None]
 
     def whole_rows(pools: np.ndarray) -> Float[np.ndarray, "D B K S H"]:
-        """Returns the caches in one piece of the rows of each device, which numbers its blocks from 0 on."""
+        """Returns the unpaged caches of each device's rows; a device numbers its blocks from 0."""
         rows = np.moveaxis(pools.reshape(-1, *pool)[:, tables], 2, 3)
         return np.where(seen[:, None, :, None], rows.reshape(*rows.shape[:3], -1, a.head_dim), 0)
 

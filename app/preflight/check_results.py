@@ -36,7 +36,7 @@ class CheckResult:
 
     @property
     def name(self) -> str:
-        """Name of the check, with its host if that is not the first."""
+        """Name of the check, with the host unless it is process 0."""
         return f"{self.check} (host {self.host})" if self.host else self.check
 
 
@@ -65,7 +65,7 @@ class CheckRecorder:
 
     @contextmanager
     def run_check(self, check: str, advice: str = "") -> Iterator[None]:
-        """Records any exception raised in the block as a failure of the check; `advice` is for those of libraries."""
+        """Records an exception in the block as a failed check; `advice` is added to libraries' errors."""
         try:
             yield
         except InputError as error:

@@ -1,4 +1,4 @@
-"""The programs of a step, their memory and collectives as the compiler reports them, without weights or samples."""
+"""The compiler's report on the programs of a step, their memory and collectives, without weights or samples."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ from settings.errors import InputError
 
 @dataclass(frozen=True)
 class CompiledProgram:
-    """A program as its compiler sees it, on each device. Arguments and outputs are exact."""
+    """The compiler's figures for a program on each device. Arguments and outputs are exact."""
 
     phase: str
     name: str
@@ -57,10 +57,10 @@ class CompiledProgram:
     """Bytes of outputs that overwrite arguments."""
     temporary_bytes: int
     padding_bytes: int
-    """Bytes by which the arguments exceed their shapes, since a TPU pads dimensions to the size of its tiles."""
+    """Bytes added to arguments by padding, since a TPU pads dims to its tile size."""
     collective_bytes: Mapping[str, int] | None
-    """Bytes that each device of a TPU sends in one call with the fullest rows, and for one token of all rows by
-    `decode`, by kind of collective; None for other devices."""
+    """Bytes that each TPU device sends, by kind of collective: in one call with the fullest rows, or for `decode`, for
+    one token of all rows. None for other devices."""
     compile_s: float
 
 
@@ -69,21 +69,21 @@ ProgramCallback = Callable[[CompiledProgram, str], None]
 
 
 class LoweredProgram(NamedTuple):
-    """A program of a step for the longest samples, which is still to be compiled."""
+    """A lowered, not yet compiled program of a step for the longest samples."""
 
     phase: str
     name: str
     lowered: Lowered
     turns: Mapping[str, int] = MappingProxyType({})
-    """Turns of the loop over the LM head, which depend on the rows, by its name scope."""
+    """Iterations of the loop over LM head chunks, which depend on the rows, by its name scope."""
 
 
 def step_memory(
     step: StepOutline, *, compiles: bool, on_program: ProgramCallback | None = None
 ) -> tuple[dict[str, MemoryBreakdown], tuple[CompiledProgram, ...]]:
-    """Returns the memory on each device in each phase of a step, with `compiles` that of its fullest program included.
+    """Returns the memory per device in each phase of a step; with `compiles`, including its largest program.
 
-    Programs are compiled for the devices of the mesh, which need not be there.
+    Programs are compiled for the devices of the mesh, which need not exist.
 
     Raises:
         InputError: a program does not fit.
@@ -157,11 +157,11 @@ def _compile(lowered: Lowered, phase: str, name: str) -> Compiled:
         if not lines[0].startswith("RESOURCE_EXHAUSTED"):
             raise InputError(
                 f"{phase}: {name} does not compile: {lines[0]} (with {compiler_versions()}; pip install -e '.[tpu]' "
-                "or '.[cuda]' installs the compiler that belongs to this JAX)"
+                "or '.[cuda]' installs this JAX's compiler)"
             ) from error
         if re.search("memory space [vs]mem", lines[0]) and "attention_" in str(error):
             raise InputError(
-                f"{phase}: {name} does not compile: the attention kernel needs more memory than there is on the chip "
+                f"{phase}: {name} does not compile: the attention kernel needs more on-chip memory than there is "
                 f"({lines[0].removeprefix('RESOURCE_EXHAUSTED: ')}); set model.attention: xla"
             ) from error
         largest = ", ".join(line.partition(": ")[2] for line in lines if re.match(r"(\d+\. )?Size: ", line))
@@ -170,9 +170,9 @@ def _compile(lowered: Lowered, phase: str, name: str) -> Compiled:
 
 
 def _argument_bytes(lowered: Lowered, compiled: Compiled) -> int:
-    """Returns the bytes of a program's arguments on each device by their shapes, without those that it ignores.
+    """Returns the bytes per device of a program's used arguments, from their shapes.
 
-    Those in host memory do not count, as for the compiler.
+    Arguments in host memory do not count, as in the compiler's figures.
     """
 
     def num_bytes(argument: Any, sharding: Any) -> int:
@@ -214,7 +214,7 @@ def _lower_programs(step: StepOutline) -> Iterator[LoweredProgram]:
 
 
 def _lm_head_turns(session: Session, plan: MicroBatchPlan) -> dict[str, int]:
-    """Returns the chunks of the longest samples' completions that pass through the LM head in the fullest row."""
+    """Returns the number of chunks of the fullest row that pass through the LM head."""
     largest, settings = largest_micro_batch(plan), session.settings
     rows_on_device = len(largest.rows) // num_local_row_shards(session.mesh)
     chunk = min(max(1, settings.model.logits_chunk // rows_on_device), largest.shape.num_completion_tokens)
@@ -250,7 +250,7 @@ def lower_update(session: Session, learner: Learner, plan: MicroBatchPlan) -> di
     batch = _global_shapes(session.mesh, empty)
     with jax.set_mesh(session.mesh):
         state = abstract_arrays(learner.shapes, learner.shardings)
-        # Arrays cannot be made on devices that are not there.
+        # Arrays cannot be created on compile-only devices.
         temperature: Any = jax.ShapeDtypeStruct((), np.float32)
         return learner.update_step.lower(state, batch, temperature, learner.frozen_shapes)
 
@@ -293,7 +293,7 @@ def format_step_memory(
 
 
 def _format_programs_table(programs: Sequence[CompiledProgram]) -> str:
-    """Returns a table of each program's memory and, for TPUs, of what its collectives send."""
+    """Returns a table of each program's memory and, for TPUs, the bytes that its collectives send."""
     head = ["on each device", "arguments", "outputs", "aliased", "temporaries", "compiled in"]
     has_collectives = programs[0].collective_bytes is not None
     if has_collectives:

@@ -300,7 +300,7 @@ def _take_run_directory(
         which = "all see run.dir" if folder.is_seen_by_all else "process 0 keeps the run, since not all see run.dir"
         recorder.ok("hosts", f"all hosts have the same settings, code, packages and files; {which}")
         return folder
-    # The collectives of different programs would wait for each other forever.
+    # Different programs on different hosts would deadlock in their collectives.
     recorder.skip("mesh", reason="the hosts differ")
     return None
 
@@ -308,7 +308,7 @@ def _take_run_directory(
 def _open_session(
     recorder: CheckRecorder, settings: Settings, inputs: PreflightInputs, stack: ExitStack
 ) -> tuple[Session, LearnerGroup] | None:
-    """Returns what a launch would open; None if it cannot be opened. All hosts must call it together."""
+    """Opens the session of a launch; returns None if that fails. All hosts must call it together."""
     opened = None
     if inputs.model is None or not _has_other_networks(settings, inputs):
         recorder.skip("mesh", reason="the model could not be read")
@@ -392,7 +392,7 @@ def _check_networks(
     else:
         with recorder.run_check("forward"):
             params = check_forward_pass(recorder, session, inputs.prompts[0])
-        # Weights of a layout of their own generate, and gradients are as large.
+        # Generation has its own copy of the weights, and gradients take as much again.
         reason = too_large_reason(session, definition, num_copies=2)
     if max_over_hosts(np.asarray(int(params is None or reason is not None))):
         recorder.skip("answer", reason=reason or "the forward pass fails on this host or on another one")

@@ -89,10 +89,10 @@ class DryRunReport:
     critic_update: MicroBatchSummary | None
     num_critic_parameters: int
     reward_model: MicroBatchSummary | None
-    """Passes of a step through the reward model."""
+    """Passes through the reward model in a step."""
     num_reward_model_parameters: int
     teacher: str | None
-    """Model of `reference.path`; None if the reference is the policy's start, or nothing."""
+    """Model of `reference.path`; None without a teacher."""
     num_teacher_parameters: int
     memory: Mapping[str, MemoryBreakdown]
     """Memory by phase and buffer; temporaries only with `--compile`."""

@@ -45,7 +45,7 @@ class HubSource(NamedTuple):
 
     @property
     def is_cached_model(self) -> bool:
-        """Whether it is a model of which all files are in this machine's cache; what a data set needs is unknown."""
+        """Whether it is a model with all files in this machine's cache; for a data set this is unknown."""
         return self.kind == "model" and is_cached(self.hub_id, self.revision, files=HUB_FILES)
 
 
@@ -161,7 +161,7 @@ def check_disk(
     Args:
         checkpoint_bytes: size of one checkpoint; None if unknown.
         samples: size of the sample files; None if unknown.
-        gathers: whether process 0 gathers the arrays of a checkpoint in files, before it is written.
+        gathers: whether process 0 gathers the arrays of a checkpoint in files before writing it.
     """
     parent = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     free = shutil.disk_usage(parent).free
@@ -169,7 +169,7 @@ def check_disk(
     if checkpoint_bytes is None:
         recorder.skip("disk", reason=f"{found}; the size of a checkpoint is unknown without the model")
         return
-    # The newest ones, the best one, the one being written, and what was gathered for it.
+    # The newest checkpoints, the best one, the one being written, and the arrays gathered for it.
     keeps_best = bool(settings.eval.every_steps and settings.checkpoint.best_metric)
     count = settings.checkpoint.keep + keeps_best + 1 + gathers
     found += f"; a run needs space for {count} checkpoints of {format_bytes(checkpoint_bytes)}"

@@ -1,4 +1,4 @@
-"""Reads the text of a compiled XLA program: its instructions in scheduled order, and what its collectives send."""
+"""Reads the text of a compiled XLA program: its instructions in scheduled order, and the bytes of its collectives."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import NamedTuple
 from settings.errors import InputError
 
 ITEM_BITS = {"pred": 8, "token": 0}
-"""Bits of an item by element type, where its name does not have them."""
+"""Bits per element for types whose names do not contain the number."""
 
 _NAME = r"%?([\w.\-]+)"
 _ARRAY = re.compile(r"([a-z]+\d*[a-z0-9]*)\[([\d,]*)\](?:\{([^}]*)\})?")
@@ -23,7 +23,7 @@ _MESH_GROUP = re.compile(r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(.*?\
 
 COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute")
 SEMAPHORES = 4
-"""The memory space that holds the handle of a collective in the background."""
+"""The memory space of the handles of asynchronous collectives."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class ArrayShape:
     dtype: str
     sizes: tuple[int, ...]
     memory_space: int
-    """0: the device's main memory (HBM); others are on the chip."""
+    """0: the device's main memory (HBM); others: on-chip memory."""
 
     @property
     def num_bytes(self) -> int:
@@ -43,12 +43,12 @@ class ArrayShape:
 
 @dataclass(frozen=True)
 class Instruction:
-    """One instruction, in the order in which the device runs them."""
+    """One instruction, in execution order."""
 
     name: str
     opcode: str
     shapes: tuple[ArrayShape, ...]
-    """The arrays of its result, those of a tuple in order."""
+    """The arrays of its result; of a tuple, in order."""
     operands: tuple[str, ...]
     text: str
     """The line after the opcode."""
@@ -60,7 +60,7 @@ class Instruction:
 
     @cached_property
     def op_name(self) -> str:
-        """The JAX operations and name scopes that it stems from; empty if the compiler added it."""
+        """The JAX operations and name scopes that it comes from; empty if the compiler added it."""
         return self.attribute(r'op_name="([^"]*)"') or ""
 
     @property
@@ -72,7 +72,7 @@ class Instruction:
 
     @property
     def group_size(self) -> int:
-        """The number of devices of one group of a collective.
+        """The number of devices in one group of a collective.
 
         Written as `{{0,1},{2,3}}`, as `[2,2]<=[4]`, or by the axes of a mesh: `mesh['x'=2,'y'=4] {'y'}`, of which
         `'y':(2)4` is the part of size 4.
@@ -85,7 +85,7 @@ class Instruction:
             return int(iota)
         if listed := self.attribute(r"replica_groups=\{\{([\d,]+)\}"):
             return len(listed.split(","))
-        raise ValueError(f"the groups of {self.name} are in a notation that is not known: {self.text[:120]}")
+        raise ValueError(f"the groups of {self.name} have an unknown notation: {self.text[:120]}")
 
     @property
     def body(self) -> str:
@@ -94,17 +94,17 @@ class Instruction:
 
     @property
     def holds_handles(self) -> bool:
-        """Whether its result has handles of what runs in the background."""
+        """Whether its result contains handles of asynchronous operations."""
         return any(shape.memory_space == SEMAPHORES for shape in self.shapes)
 
     def attribute(self, pattern: str) -> str | None:
-        """Returns the first group of a pattern in the line's attributes; None if it is not there."""
+        """Returns the first group of a pattern in the line's attributes; None without a match."""
         found = re.search(pattern, self.text)
         return found[1] if found else None
 
 
 class Collective(NamedTuple):
-    """What a collective sends, under ring algorithms.
+    """The bytes that a collective sends under ring algorithms.
 
     Source: Chan, Heimlich, Purkayastha and van de Geijn 2007, "Collective communication"; NVIDIA nccl-tests,
     PERFORMANCE.md.
@@ -122,7 +122,7 @@ class HloProgram:
         self.computations: dict[str, list[Instruction]] = {}
         self.entry = ""
         current: list[Instruction] = []
-        # The metadata that a kernel's author gives it may span lines.
+        # A custom kernel's metadata may span several lines.
         for line in re.sub(r'\n(?="|\}\})', "", text).splitlines():
             if not line.startswith((" ", "}", "HloModule")) and line.endswith("{") and (head := _HEADER.match(line)):
                 current = self.computations.setdefault(head[2], [])
@@ -131,20 +131,20 @@ class HloProgram:
                 current.append(_parse_instruction(found[1], found[2]))
 
     def fused(self, instruction: Instruction) -> Sequence[Instruction]:
-        """Returns all instructions inside a fusion, those of fusions in it included."""
+        """Returns all instructions inside a fusion, including nested fusions."""
         inside = [one for name in instruction.called for one in self.computations.get(name, ())]
         return [*inside, *(deeper for one in inside if one.opcode == "fusion" for deeper in self.fused(one))]
 
     def starts(self, one: Instruction) -> bool:
-        """Returns whether an instruction starts what runs in the background."""
+        """Returns whether an instruction starts an asynchronous operation."""
         return one.opcode.endswith("-start") or self._calls(one, "AsyncCollectiveStart")
 
     def ends(self, one: Instruction) -> bool:
-        """Returns whether an instruction waits for what runs in the background."""
+        """Returns whether an instruction waits for an asynchronous operation."""
         return one.opcode.endswith("-done") or self._calls(one, "AsyncCollectiveDone")
 
     def carries(self, one: Instruction) -> bool:
-        """Returns whether an instruction is a fusion that does other work while a started collective goes on."""
+        """Returns whether an instruction is a fusion that does other work while an asynchronous collective runs."""
         return one.opcode == "fusion" and one.holds_handles and not self.starts(one)
 
     def _calls(self, one: Instruction, target: str) -> bool:
@@ -159,13 +159,13 @@ class HloProgram:
         return loop.body
 
     def num_turns(self, loop: Instruction, turns: Mapping[str, int]) -> int:
-        """Returns what the compiler or `turns` says, or the constant that the loop's counter stays below.
+        """Returns a loop's iterations, from the compiler, `turns`, or the constant that bounds its counter.
 
         Args:
-            turns: turns of loops that depend on data, by their name scope.
+            turns: iterations of data-dependent loops, by name scope.
 
         Raises:
-            InputError: none of them is known.
+            InputError: the number of iterations is unknown.
         """
         scopes = (scope for scope in turns if re.search(rf"\b{scope}\b", loop.op_name))
         count = loop.attribute(r'"known_trip_count":\{"n":"(\d+)"') or turns.get(next(scopes, ""))
@@ -176,19 +176,19 @@ class HloProgram:
                 count = next((one.attribute(r"^(\d+)\)") for one in limits), None)
         if count is None:
             raise InputError(
-                f"the loop {loop.name} ({loop.op_name}) of a compiled program has no known number of turns, so what it "
-                "does cannot be counted: use the libtpu that this JAX asks for (pip install -e '.[tpu]')"
+                f"the loop {loop.name} ({loop.op_name}) of a compiled program has an unknown number of iterations, "
+                "so its work cannot be counted; use the libtpu that this JAX requires (pip install -e '.[tpu]')"
             )
         return int(count)
 
     def sent_bytes(self, turns: Mapping[str, int], *, turn_of: str | None = None) -> Counter[str]:
         """Returns the bytes that each device sends in one call, by kind of collective.
 
-        Of a conditional, the branch that sends most counts.
+        For a conditional, the branch that sends most counts.
 
         Args:
             turns: as for `num_turns`.
-            turn_of: the name scope of a loop of which only one turn is counted, instead of the whole call.
+            turn_of: the name scope of a loop; only one of its iterations is counted, instead of the whole call.
         """
         return self._sent_bytes(self.computation_of(turn_of), turns)
 
@@ -206,13 +206,13 @@ class HloProgram:
         return sent
 
     def collective(self, one: Instruction) -> Collective | None:
-        """Returns the collective that an instruction is, starts or has in it; None for other instructions."""
+        """Returns the collective that an instruction is, starts or contains; None for other instructions."""
         inside = self.fused(one) if one.opcode in ("fusion", "async-start", "call-start") else [one]
         found = next((x for x in inside if x.opcode.removesuffix("-start") in COLLECTIVES), None)
         if found is None:
             return None
         kind = found.opcode.removesuffix("-start")
-        # The result of most starts holds the operands, then what the collective yields.
+        # The result of most start instructions contains the operands, then the collective's result.
         shapes = [shape for shape in found.shapes if shape.memory_space != SEMAPHORES and shape.sizes]
         holds_operands = found.opcode.endswith("-start") and kind != "all-reduce"
         size = sum(shape.num_bytes for shape in shapes[len(shapes) // 2 if holds_operands else 0 :])
@@ -247,4 +247,4 @@ def _tuple_end(text: str) -> int:
         depth += (letter == "(") - (letter == ")")
         if depth == 0:
             return index + 1
-    raise ValueError(f"unbalanced: {text[:80]}")
+    raise ValueError(f"unbalanced parentheses in HLO text: {text[:80]}")

@@ -66,10 +66,10 @@ class HostParts:
     host: int
     devices: tuple[int, ...]
     rows: tuple[int, ...]
-    """Parts of the rows, which are split over dp and fsdp."""
+    """Indices of its parts of the rows, which are split over dp and fsdp."""
     fsdp: tuple[int, ...]
     tp: tuple[int, ...]
-    """Parts of the weights along the two axes over which they are split."""
+    """Indices of its parts of the weights along the two axes over which they are split."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class MeshInspection:
     platform: str
     device_kind: str
     pretended: str | None
-    """Name of the TPU slice, or of the host with GPUs, that virtual devices simulate; None for real devices."""
+    """Name of the TPU slice or GPU host that virtual devices simulate; None for real devices."""
     num_devices: int
     num_hosts: int
     this_host: int
@@ -112,7 +112,7 @@ class MeshInspection:
     samples_per_device: float
     generation: str
     transferred_bytes: int
-    """Bytes that reach each device when trained weights go to the layout that generates, once per policy version."""
+    """Bytes that each device receives when trained weights are converted for generation, once per policy version."""
     memory: Mapping[str, MemoryBreakdown]
     """Memory by phase and buffer; temporaries only with `--compile`."""
     peak_bytes: int
@@ -120,7 +120,7 @@ class MeshInspection:
     host_bytes: int
     """Bytes that settings keep in host memory for each device."""
     largest_saved_array: SavedArray | None
-    """What is in a host's memory at most for a checkpoint, if hosts share no folder; None on one host."""
+    """The array that determines a host's memory for a checkpoint if hosts share no folder; None on one host."""
     notes: tuple[str, ...]
     programs: tuple[CompiledProgram, ...]
     """Compiled programs; empty without `--compile`."""
@@ -169,7 +169,7 @@ class MeshInspection:
 
 
 class ConfigOnlySpec(NamedTuple):
-    """A run's networks, described by their `config.json` alone, which determines sizes and placement."""
+    """A run's networks, described only by their `config.json`, which determines sizes and placement."""
 
     model: ModelSpec
     """The policy, with the built-in tokenizer, because sizes do not depend on the tokenizer."""
@@ -222,9 +222,9 @@ def _read_teacher_config(settings: Settings, model: ModelSpec) -> ReferenceSpec 
 
 
 def open_step_outline(resolved: Resolved, *, compiles: bool) -> StepOutline:
-    """Joins the other hosts and opens a run from its settings and the `config.json` of its models alone.
+    """Joins the other hosts and opens a run from its settings and its models' `config.json` only.
 
-    Prompts and completions are the longest that the settings allow; `compiles` is that of `inspect_mesh`.
+    Prompts and completions are the longest that the settings allow; for `compiles` see `inspect_mesh`.
 
     Raises:
         InputError: the settings or a configuration cannot be used, or rows do not divide evenly over the devices.
@@ -247,7 +247,7 @@ def inspect_mesh(resolved: Resolved, *, compiles: bool, hlo: Path | None = None)
 
     Args:
         compiles: whether to compile the programs of every phase for the devices of the mesh.
-        hlo: folder for the texts of the compiled programs.
+        hlo: folder for the HLO texts of the compiled programs.
 
     Raises:
         InputError: see `open_step_outline`; or a program does not fit.
@@ -305,7 +305,7 @@ def build_mesh_inspection(
 
 
 def largest_saved_array(learning: LearnerGroup) -> SavedArray:
-    """Returns the largest array of what a checkpoint stores, the first of equal ones."""
+    """Returns the largest array in a checkpoint, the first one in a tie."""
     arrays = jax.tree.leaves_with_path(learning.shapes)
     return max((SavedArray(array_path(keys), x.size * x.dtype.itemsize) for keys, x in arrays), key=lambda x: x.bytes)
 

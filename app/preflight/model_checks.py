@@ -1,4 +1,4 @@
-"""Checks of the model and the rewards: runs a prompt through template and network, and answers through the rewards."""
+"""Checks of the model and the rewards: runs a prompt through template and network, and answers through rewards."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ from settings.schema.reward import EnvironmentSettings
 MAX_SHOWN_CHARACTERS = 240
 """Maximum number of characters shown of the end of a prompt."""
 MAX_ANSWER_TOKENS, MAX_SHOWN_OF_ANSWER = 128, 120
-"""Most tokens of an answer, which take the largest model half a minute, and characters shown of its end."""
+"""Maximum tokens of an answer, which take the largest model half a minute, and shown characters of its end."""
 NUM_TOP_TOKENS = 5
-"""Number of likeliest tokens shown."""
+"""Number of most likely tokens shown."""
 USABLE_MEMORY_FRACTION = 0.9
-"""Fraction of a device's memory for weights; the rest is for what runs with them."""
+"""Fraction of a device's memory for weights; the rest is for activations and temporaries."""
 MAX_PARAMETERS = {"cpu": 10**9, "gpu": 3 * 10**9, "tpu": 3 * 10**9}
 """Platform -> parameters of the largest model to load, which takes about half a minute."""
 
@@ -62,7 +62,7 @@ def check_chat_template(
     prompt: Prompt,
     rows: Sequence[DatasetRow],
 ) -> None:
-    """Checks that prompts are for the chat template, that it starts the assistant's turn, and that turns can end."""
+    """Checks that prompts fit the chat template, that it opens the assistant's turn, and that turns can end."""
     messages = to_messages(prompt.source, settings.data.system_prompt)
     text = tokenizer.decode_with_special_tokens(prompt.token_ids)
     if len(text) > MAX_SHOWN_CHARACTERS:
@@ -85,7 +85,7 @@ def too_large_reason(session: Session, definition: DecoderDefinition, *, num_cop
     """Returns why a host cannot load a network for these checks, or None. All hosts must call it together.
 
     Args:
-        num_copies: how many times its weights are on the devices.
+        num_copies: number of copies of its weights on the devices.
     """
     count, available = definition.num_parameters, device_memory_bytes()
     limit = MAX_PARAMETERS[device_platform(session.mesh.devices.flat[0])]
@@ -139,7 +139,7 @@ def next_token_logits(session: Session, params: Params, token_ids: Int32[np.ndar
 
 
 def check_answer(recorder: CheckRecorder, session: Session, params: Params, prompt: Prompt) -> None:
-    """Checks that the greedy answer to a prompt has no end that the sampler overlooks. All hosts must call it together.
+    """Checks that the sampler recognizes the end of the greedy answer to a prompt. All hosts must call it together.
 
     Args:
         params: the weights of `model.path`, as `ScoringSession.load_params` returns them.
@@ -159,7 +159,7 @@ def check_answer(recorder: CheckRecorder, session: Session, params: Params, prom
 
 
 def _greedy_answer(session: Session, params: Params, prompt: Prompt) -> Sample:
-    """Returns one sample at temperature 0, from an engine of its own. All hosts must call it together."""
+    """Returns one sample at temperature 0, from a separate engine. All hosts must call it together."""
     scoring, settings = session.scoring, session.settings
     if session.model_spec.policy_definition.lora is not None:
         params = combine_params(scoring.initial_trained_params(), params)
@@ -192,7 +192,7 @@ def check_reward_functions(
         giver = "environment alone gives rewards" if settings.env.source else "teacher needs no rewards"
         recorder.skip("reward", reason=f"the {giver}")
         return
-    # Reward model and environment have checks of their own.
+    # Reward model and environment have their own checks.
     of_functions = {"reward": settings.reward.model_copy(update={"model": None}), "env": EnvironmentSettings()}
     functions = settings.model_copy(update=of_functions)
     held_out_columns = eval_columns(settings, held_out) if held_out else None

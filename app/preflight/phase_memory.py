@@ -1,6 +1,6 @@
 """Bytes of the arrays on each device in each phase of a step: exact, from shapes, without loading or compiling.
 
-What programs need beside them while they run depends on the compiler; `app.preflight.compiled_programs` adds it.
+Temporaries of programs depend on the compiler; `app.preflight.compiled_programs` adds them.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class StepOutline:
     """Plan of one optimizer step of the policy."""
     critic_update: MicroBatchPlan | None
     longest_prompt: int
-    """Tokens of the longest prompt, which every sample of the plans has."""
+    """Tokens of the longest prompt, assumed for every sample of the plans."""
     reward: MicroBatchPlan | None
     """Plan of the reward model, for conversations as long as the policy's samples."""
 
@@ -109,7 +109,7 @@ def outline_step(
     if learning.critic:
         critic_update = plan(learning.critic.updater.micro_batcher, mini_batch)
     if reward_model is not None:
-        # The score is read at one additional token, after the last.
+        # The score is read at an additional token after the last one.
         batcher = make_reward_batcher(settings, reward_model.architecture)
         reward = plan(batcher, rollout.prompts_per_step, rollout.max_new_tokens + 1)
     return StepOutline(
@@ -129,13 +129,13 @@ def outline_step(
 def memory_by_phase(step: StepOutline) -> dict[str, MemoryBreakdown]:
     """Returns the bytes of the arrays on each device in each phase of the run.
 
-    The phases are `rollout`, `evaluation`, `reward`, `score`, `critic`, `update` and `publish`. With
-    `rollout.devices`, the rollout is that on the devices that generate, and all others are on those that train.
+    The phases are `rollout`, `evaluation`, `reward`, `score`, `critic`, `update` and `publish`. With `rollout.devices`,
+    the rollout is measured on the devices that generate, and all other phases on those that train.
     """
     session, learning = step.session, step.learning
     always = network_bytes(session.scoring, learning, step.reward_model)
     if device_platform(session.mesh.devices.flat[0]) == "cpu":
-        # The copy written in the background is in the host's memory, which is also that of the device.
+        # The copy written in the background is in host memory, which is also the device's.
         always["checkpoint"] = state_bytes(learning) // session.mesh.size
     rollout: MemoryBreakdown = {}
     phases: dict[str, MemoryBreakdown] = {}
@@ -167,7 +167,7 @@ def memory_by_phase(step: StepOutline) -> dict[str, MemoryBreakdown]:
 
 
 def _generation_bytes(footprint: Footprint) -> MemoryBreakdown:
-    """Returns the arrays of a rollout or an evaluation; Ray workers, on other machines, leave only their weights."""
+    """Returns the arrays of a rollout or an evaluation; with Ray workers, on other machines, only the weights."""
     return {"decode_weights": bytes_per_device(footprint.weights), "kv_cache": bytes_per_device(footprint.slots)}
 
 

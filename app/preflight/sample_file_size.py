@@ -17,7 +17,7 @@ from settings import Settings
 MAX_PROMPTS = 64
 """Number of prompts whose records are measured, spread evenly over the data."""
 TOKEN_TEXT, TOKEN_ID = "word", 50_000
-"""A token of usual length, as text and as a number."""
+"""A token of typical length, as text and as an id."""
 
 
 @dataclass(frozen=True)
@@ -25,9 +25,9 @@ class SampleFileSize:
     """Bytes of the sample files of a run whose completions all have `rollout.max_new_tokens`."""
 
     step: int
-    """Those of one training step, 0 if it saves none."""
+    """Bytes of one training step; 0 if samples are not saved."""
     evaluation: int
-    """Those of one evaluation."""
+    """Bytes of one evaluation."""
     total: int
 
     def to_text(self) -> str:
@@ -41,11 +41,11 @@ class SampleFileSize:
 def estimate_sample_files(
     settings: Settings, prompts: Sequence[Prompt], held_out: Sequence[Prompt], *, num_hosts: int
 ) -> SampleFileSize:
-    """Returns how large the sample files of a run become, without the observations of environments.
+    """Returns the estimated size of a run's sample files, without observations of environments.
 
     Args:
-        prompts: those of the training data; at least one.
-        held_out: those of an evaluation.
+        prompts: prompts of the training data; at least one.
+        held_out: prompts of an evaluation.
     """
     every, steps, rollout = settings.eval.every_steps, settings.run.steps, settings.rollout
     logprobs = [f"{role}_logprobs" for role in settings.scored_roles if role != "critic"]
@@ -64,7 +64,7 @@ def estimate_sample_files(
 
 
 def _group_bytes(prompts: Sequence[Prompt], group_size: int, num_tokens: int, fields: Sequence[str]) -> float:
-    """Returns the mean size of the samples of a prompt, with some numbers per token beside `behavior_logprobs`."""
+    """Returns the mean size of a prompt's samples, with a number of per-token fields besides `behavior_logprobs`."""
     numbers = np.random.default_rng(0).normal(size=num_tokens).astype(np.float32)
     sample = Sample(
         prompt=prompts[0],
@@ -78,7 +78,7 @@ def _group_bytes(prompts: Sequence[Prompt], group_size: int, num_tokens: int, fi
     )
     scored = dict.fromkeys(fields, numbers.tolist())
     measured = prompts[:: -(-len(prompts) // MAX_PROMPTS)]
-    # All samples of a prompt but the first are alike.
+    # All samples of a prompt but the first have the same size.
     drawn = (replace(sample, prompt=prompt, sample_index=index) for prompt in measured for index in (0, 1))
     records = share_rows(sample_to_record(one) | scored for one in drawn)
     sizes = [len(to_json_line(record, "an estimate")) for record in records]

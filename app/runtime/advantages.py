@@ -80,8 +80,8 @@ class AdvantageResult(NamedTuple):
 class AdvantageEstimator:
     """The advantage estimator of a run. Every host must call it, even if all its samples were dropped.
 
-    Samples that it does not learn from stay in place, masked out of the loss: shapes, and the parts of mini-batches and
-    hosts, do not depend on their number.
+    Samples that are not used for training stay in place, masked out of the loss, so that shapes, mini-batches and
+    hosts' shares do not depend on their number.
     """
 
     estimate: EstimateAdvantages
@@ -90,11 +90,12 @@ class AdvantageEstimator:
     has_kl_penalty: bool
     next_kl_coef: NextKLCoef
     masks_truncated: bool = False
-    """Whether it does not learn from truncated samples."""
+    """Whether truncated samples are masked out of the loss."""
     parts: RewardParts | None = None
-    """The parts of the reward that `estimate` compares by themselves; None if it compares their sum."""
+    """The parts of the reward that `estimate` compares separately; None if it compares their sum."""
     penalize: Callable[[Sample, float], Sample] | None = None
-    """Subtracts a KL penalty of this coefficient from a sample's advantages in the end; None = it is elsewhere."""
+    """Subtracts a KL penalty with this coefficient from a sample's final advantages; None = the penalty is
+    elsewhere."""
 
     def learns_from(self, sample: Sample) -> bool:
         """Returns whether a sample takes part in the statistics of its group and in the loss."""
@@ -125,7 +126,7 @@ def make_advantage_estimator(settings: Settings, custom: CustomEstimator | None 
     """Builds the advantage estimator from `algorithm.*`.
 
     Args:
-        custom: the plug-in of `algorithm.estimator`; None if it names none, or if nothing is learned.
+        custom: the plug-in of `algorithm.estimator`; None without one, or without training.
     """
     algorithm = settings.algorithm
     assert algorithm.estimator is not None and algorithm.whiten_advantages is not None
@@ -169,7 +170,7 @@ def _from_parts(parts: RewardParts) -> EstimateAdvantages:
 
 
 def make_custom_advantages(settings: Settings, custom: CustomEstimator | None) -> EstimateAdvantages:
-    """Returns the function that computes advantages by the plug-in. All hosts must call it together."""
+    """Returns the function that computes advantages with the plug-in. All hosts must call it together."""
     rewards, on_error = _make_sample_rewards(settings.algorithm), settings.reward.on_error
     fate = "left out" if on_error == "drop" else "with advantages of 0"
 
@@ -192,7 +193,7 @@ def make_custom_advantages(settings: Settings, custom: CustomEstimator | None) -
 
 
 def _make_sample_rewards(algorithm: AlgorithmSettings) -> Callable[..., np.ndarray]:
-    """Returns the function of samples and `kl_coef` that computes a reward for each, with or without KL penalty."""
+    """Returns the function (samples, kl_coef) -> rewards, with or without KL penalty."""
     if not algorithm.kl_in_reward:
         return lambda samples, kl_coef: task_rewards(samples)
     penalized = partial(kl_penalized_rewards, kl_estimator=make_kl_estimator(algorithm))
@@ -228,7 +229,7 @@ def make_gae_advantages(
 
 
 def make_vtrace_advantages(settings: Settings) -> EstimateAdvantages:
-    """Returns the function that computes V-trace from the critic's values and the ratio of policy to sampler."""
+    """Returns the function that computes V-trace from the critic's values and the policy/sampler ratios."""
     discounts = {"gamma": _make_gamma(settings), "lam": _make_lam(settings.algorithm)}
     estimate = partial(assign_vtrace_advantages, **discounts, bootstrap=_choose_bootstrap(settings))
     return _from_token_rewards(settings, estimate)
@@ -266,7 +267,7 @@ def _choose_bootstrap(settings: Settings) -> BootstrapFn:
 
 
 def _from_token_rewards(settings: Settings, assign: Callable[..., list[Sample]]) -> EstimateAdvantages:
-    """Returns the estimate by a function that assigns advantages from `token_rewards`, with or without KL penalty."""
+    """Returns an estimator that assigns advantages from `token_rewards`, with or without KL penalty."""
     if not settings.algorithm.kl_in_reward:
         return lambda samples, kl_coef: assign(samples, token_rewards=task_token_rewards)
     penalized = partial(kl_penalized_token_rewards, kl_estimator=make_kl_estimator(settings.algorithm))

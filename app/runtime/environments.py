@@ -33,12 +33,12 @@ def open_pool(settings: Settings) -> EpisodePool:
 
 
 def prepare_turns(settings: Settings, tokenizer: Tokenizer) -> None:
-    """Adds the tools of environment and `env.tools`, which are imported once, to the prompts of a tokenizer.
+    """Adds the tools of the environment and `env.tools`, imported once, to a tokenizer's prompts.
 
     Without an environment, only warns if turns of the chat template have no end.
 
     Raises:
-        InputError: environment, tools, the chat template, or how it writes calls, cannot be used.
+        InputError: environment, tools, chat template or its format of calls cannot be used.
     """
     env = settings.env
     if not env.is_used:
@@ -67,7 +67,7 @@ def open_conversations(settings: Settings, tokenizer: Tokenizer) -> Conversation
     if not env.is_used:
         return None
     style = resolve_format(env.parser, tokenizer, has_tools=bool(tokenizer.tools))
-    # Encoding changes a tokenizer, and turns may be joined in the thread of generation.
+    # Copied, because encoding changes a tokenizer's state, and turns may be joined in the generation thread.
     of_thread = copy.deepcopy(tokenizer)
     limits = TurnLimits(
         max_turns=env.max_turns,
@@ -89,7 +89,7 @@ def open_conversations(settings: Settings, tokenizer: Tokenizer) -> Conversation
 
 
 def try_episode(settings: Settings, tokenizer: Tokenizer, prompt: Prompt) -> str:
-    """Plays a first turn, the reference answer of a prompt, before anything is compiled; returns text for users.
+    """Tries a first turn, a prompt's reference answer, before anything is compiled; returns text for users.
 
     Raises:
         InputError: the environment fails, or its opening does not fit.
@@ -100,11 +100,11 @@ def try_episode(settings: Settings, tokenizer: Tokenizer, prompt: Prompt) -> str
     with closing(conversations.pool) as pool:
         [opening] = conversations.open([prompt])
         if opening.failure is not None:
-            raise InputError(f"env: tried before the run, {prompt.uid}: {opening.failure.text}")
+            raise InputError(f"env: the trial before the run failed, {prompt.uid}: {opening.failure.text}")
         pool.step("trial", opening.start, opening.messages, turn, [], is_last=True)
         [reply] = pool.take(None)
     if reply.failure is not None:
-        raise InputError(f"env: tried before the run, with the turn {turn!r:.60}: {reply.failure.text}")
+        raise InputError(f"env: the trial before the run failed, with the turn {turn!r:.60}: {reply.failure.text}")
     names = ", ".join(schema["function"]["name"] for schema in tokenizer.tools)
     opened = f"{len(opening.prompt.token_ids)} tokens of prompt" + (f" with the tools {names}" if names else "")
     reward = reply.reward + sum(reply.scores.values())

@@ -41,14 +41,14 @@ def open_continuous_batching(
     Compiles nothing unless memory is scarce.
 
     Args:
-        conversion: gives the decoder and its mesh.
-        held_bytes: bytes on each device of other arrays, which stay there during generation.
+        conversion: provides the decoder and its mesh.
+        held_bytes: bytes per device of other arrays that stay there during generation.
         truncates: whether the sampling rules can exclude tokens.
 
     Raises:
         InputError: the slots cannot be split over the devices.
     """
-    # Workers, if there are any beside these slots, do not matter for their sizes.
+    # Workers, if there are any besides these slots, do not affect their sizes.
     rollout = settings.rollout.model_copy(update={"scheduler": None})
     settings = settings.model_copy(update={"rollout": rollout})
     mesh, definition = conversion.mesh, conversion.definition
@@ -81,11 +81,11 @@ def open_workers(
 ) -> RolloutWorkerPool | None:
     """Opens the workers of `rollout.workers` under `rollout.scheduler`; returns None without them. Compiles nothing.
 
-    Each host has workers and a scheduler of its own.
+    Each host has its own workers and scheduler.
 
     Args:
-        conversion: gives the decoder and the tp of each worker.
-        devices: numbers of this host's devices that generate.
+        conversion: provides the decoder and the tp of each worker.
+        devices: indices of this host's devices that generate.
 
     Raises:
         InputError: there are too few devices, or the slots cannot be split over them.
@@ -137,7 +137,7 @@ def _open_ray_workers(
     if jax.process_count() > 1:
         raise InputError(
             f"rollout.ray.address: Ray needs a single training host, but there are {jax.process_count()}; set it to "
-            "null, so that every host has workers on its own devices, or train on one host next to the cluster"
+            "null to have workers on every host's own devices, or train on one host next to the cluster"
         )
     ray, platform = settings.rollout.ray, str(mesh.devices.flat[0].platform)
     names, resources = _worker_names(settings), {"fast": ray.fast_resources, "heavy": ray.heavy_resources}
@@ -198,9 +198,9 @@ def check_async_workers(workers: RolloutWorkerPool) -> None:
     for worker in workers.workers:
         if worker.num_devices > 1:
             raise InputError(
-                f"rollout.max_staleness: the worker {worker.name} has {worker.num_devices} devices, which wait for "
-                "each other, as in training; programs dispatched to the same devices in different orders would wait "
-                "forever. Set rollout.devices: 0.5, which gives workers devices of their own, or give each worker one "
+                f"rollout.max_staleness: the worker {worker.name} has {worker.num_devices} devices, whose programs "
+                "could deadlock with those of training on the same devices. Set rollout.devices: 0.5, which gives "
+                "workers their own devices, or give each worker one "
                 "device (rollout.workers.fast.count and heavy.count), or set rollout.max_staleness: 0"
             )
 
@@ -215,10 +215,10 @@ def slot_shapes(
     row_limit: int | None = None,
     is_tiny: bool = False,
 ) -> SlotShapes:
-    """Returns the sizes of so many slots under the settings; see `make_slot_shapes`.
+    """Returns the sizes for this number of slots under the settings; see `make_slot_shapes`.
 
     Args:
-        num_blocks: what `rollout.kv_blocks: auto` stands for.
+        num_blocks: the value for `rollout.kv_blocks: auto`.
     """
     rollout = settings.rollout
     shapes = make_slot_shapes(

@@ -11,19 +11,19 @@ from app.reward.aggregate import RewardedSamples
 from app.rollout.sampling.token_sampling import FINISH_NON_FINITE
 
 MAX_NONFINITE_STEPS = 3
-"""Consecutive optimizer steps with a NaN or infinite gradient after which a run ends: one or two may be an outlier."""
+"""Consecutive optimizer steps with a NaN or infinite gradient after which a run ends; one or two may be outliers."""
 
 
 class RewardError(RuntimeError):
-    """The reward functions, or the advantage estimator, have failed for good; raised on every host."""
+    """The reward functions or the advantage estimator have failed permanently; raised on every host."""
 
 
 def check_rewards(scored: RewardedSamples) -> None:
-    """Checks that training can go on with the rewards of all hosts.
+    """Checks that training can continue with the rewards of all hosts.
 
     Raises:
         RewardError: a reward function ends the run, or no sample has a reward.
-        RuntimeError: the policy's weights generate no sample; raised on every host, too.
+        RuntimeError: the policy's weights generate no sample; also raised on every host.
     """
     if max_over_hosts(np.asarray(scored.fatal_error is not None)):
         raise RewardError(scored.fatal_error or "a reward function failed on another host; see its log")

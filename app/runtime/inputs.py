@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 
 NUM_PROMPTS_LOOKED_AT = 1000
 MAX_UNKNOWN_SHARE = 0.1
-"""Share of unknown tokens from which a warning is shown; text in the tokenizer's language has next to none."""
+"""Fraction of unknown tokens that causes a warning; text in the tokenizer's language has almost none."""
 PromptsOrRows = Sequence[Prompt] | Sequence[DatasetRow]
 """Rows of a data set, tokenized or not."""
 
@@ -51,8 +51,8 @@ def make_rewards(
     """Returns the reward functions that `reward.*` and `env.*` specify, without importing plug-ins yet.
 
     Args:
-        columns: those of the training data that plug-ins can use.
-        held_out_columns: those of the evaluation data; None if no held-out samples are graded.
+        columns: columns of the training data that plug-ins can use.
+        held_out_columns: columns of the evaluation data; None if no held-out samples are graded.
     """
     reward, env = settings.reward, settings.env
     overlong = environment = None
@@ -65,7 +65,7 @@ def make_rewards(
 
 @contextmanager
 def open_custom_estimator(settings: Settings, rows: PromptsOrRows) -> Iterator[CustomEstimator | None]:
-    """Yields the plug-in of `algorithm.estimator`; None if it names none.
+    """Yields the plug-in of `algorithm.estimator`; None without one.
 
     Raises:
         InputError: the function cannot be used.
@@ -132,7 +132,7 @@ def read_checked_reward_model(settings: Settings) -> RewardModelSpec | None:
 
 
 def read_train_rows(settings: Settings) -> Dataset:
-    """Reads the training data, with its completions if they are learned; else the rewards can use its answers."""
+    """Reads the training data, with completions for sft, else with answers for the rewards."""
     dataset = load_training_data(settings.data, seed=settings.run.seed, reads_completions=settings.is_supervised)
     if not settings.is_supervised:
         check_answers(dataset.rows, [function.name for function in settings.reward.functions])
@@ -140,16 +140,16 @@ def read_train_rows(settings: Settings) -> Dataset:
 
 
 def warn_of_misread_prompts(settings: Settings, rows: Sequence[DatasetRow], tokenizer: Tokenizer) -> None:
-    """Warns if the prompts seem to be rendered already, or to be for a base model; see `misread_prompts`."""
+    """Warns if prompts seem to be already rendered or meant for a base model; see `misread_prompts`."""
     if (fault := misread_prompts(rows, tokenizer.template, settings.data)) is not None:
         log.warning("%s; %s", *fault)
 
 
 def encode_train_rows(settings: Settings, dataset: Dataset, tokenizer: Tokenizer) -> tuple[list[Prompt], str]:
-    """Tokenizes the training data, warns if the tokenizer does not know it, and returns a report on it for users.
+    """Tokenizes the training data, warns of unknown tokens, and returns a report for users.
 
     Raises:
-        InputError: no prompt is left, or none of one of the sources of a mixture.
+        InputError: no prompt is left, or none of a source of a mixture.
     """
     prompts, report = encode_prompts(dataset.rows, tokenizer, settings.data)
     warn_of_misread_prompts(settings, dataset.rows, tokenizer)
@@ -159,14 +159,14 @@ def encode_train_rows(settings: Settings, dataset: Dataset, tokenizer: Tokenizer
     if share >= MAX_UNKNOWN_SHARE:
         log.warning(
             "%s of the tokens of the prompts are unknown to the tokenizer of %s, so the model cannot read them; use "
-            "a model for the language of the data",
+            "a model for the data's language",
             *(format_percent(share), settings.model.path),
         )
     return prompts, f"{dataset.to_text()}\n{report.text}"
 
 
 def _check_parts(dataset: Dataset, left: Sequence[Prompt] | Sequence[Sample], what: str, limit: str) -> None:
-    """Raises InputError if nothing is left of one of the sources of a mixture."""
+    """Raises InputError if no row is left of a source of a mixture."""
     numbers = {one.uid.partition("/")[0] for one in left}
     if empty := next((part.source for i, part in enumerate(dataset.parts) if str(i) not in numbers), None):
         raise InputError(f"data.source: every {what} of {empty} is longer than {limit}; raise the limit")
@@ -175,7 +175,7 @@ def _check_parts(dataset: Dataset, left: Sequence[Prompt] | Sequence[Sample], wh
 def encode_train_data(
     settings: Settings, dataset: Dataset, tokenizer: Tokenizer
 ) -> tuple[Sequence[Prompt], Sequence[Sample], str]:
-    """Returns the prompts of the training data, their completions if these are learned, and a report for users.
+    """Returns the prompts of the training data, their completions for sft, and a report for users.
 
     Raises:
         InputError: as `encode_train_rows` and `encode_completions`.
@@ -190,7 +190,7 @@ def encode_train_data(
 
 
 def read_eval_rows(settings: Settings) -> Sequence[DatasetRow]:
-    """Reads the evaluation data and checks that all its answers can be judged."""
+    """Reads the evaluation data and checks that its reference answers can be used for grading."""
     data = settings.data
     rows = load_held_out_data(data, num_prompts=settings.eval.num_prompts).rows
     held_out = data.eval_source or f"null, that is data.source: {data.source}"

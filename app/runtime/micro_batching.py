@@ -28,7 +28,7 @@ class MaxLengths(NamedTuple):
 
 
 def num_bootstrap_tokens(settings: Settings, role: str) -> int:
-    """Returns the number of extra tokens a role reads after a truncated sample: 1 for the critic's bootstrap value."""
+    """Returns how many extra tokens a role reads after a truncated sample: 1 for the critic's bootstrap value."""
     return 1 if role == "critic" and settings.algorithm.bootstrap_truncated else 0
 
 

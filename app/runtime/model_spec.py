@@ -1,4 +1,4 @@
-"""Models before their weights are loaded: files, architecture and tokenizer, checked to fit each other."""
+"""Models before their weights are loaded: files, architecture and tokenizer, checked for consistency."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 LORA_FINGERPRINT = "model.lora"
 """Name of the fingerprint of the adapters."""
 QUANTIZER_FINGERPRINT = f"the version of {QUANTIZATION_PACKAGE}, which finds the codes of quantized kernels"
-"""Name of the fingerprint of the quantizer; checkpoints do not store quantized kernels, which are computed again."""
+"""Name of the fingerprint of the quantizer; checkpoints do not store quantized kernels, which are recomputed."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class ModelSpec:
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer, loaded when it is first used. Raises InputError if the model has none that can be used."""
+        """The tokenizer, loaded on first use. Raises InputError if the model has no usable one."""
         return self.load_tokenizer()
 
     @cached_property
@@ -69,7 +69,7 @@ class ModelSpec:
 
     @property
     def adapter_fingerprints(self) -> dict[str, str]:
-        """Fingerprints of the adapters, which must match those of a checkpoint; empty without adapters."""
+        """Fingerprints of the adapters, which must match a checkpoint's; empty without adapters."""
         lora, quantization = self.policy_definition.lora, self.policy_definition.quantization
         if lora is None:
             return {}
@@ -83,20 +83,20 @@ class ModelSpec:
     def decode_definition(self, dtype: jnp.dtype, weights: RolloutWeights | None = None) -> DecoderDefinition:
         """Returns the definition for generation: in float32 the model's own, with adapters merged into its kernels.
 
-        In bfloat16, W + (alpha / rank) A B would lose the part of A B below the last bit of W. For many steps that is
-        most of it, so the sampler would not follow the policy. Quantized kernels would lose even more, those of
-        `weights` included. In these cases adapters stay separate from the kernels, as in training and scoring.
+        In bfloat16, W + (alpha / rank) A B would lose the part of A B below the last bit of W. For many steps this is
+        most of it, so the sampler would not follow the policy. Quantized kernels, also by `weights`, would lose even
+        more. In these cases adapters stay separate from the kernels, as in training and scoring.
 
         Args:
             weights: quantization of the kernels for generation only (`rollout.weights`).
 
         Raises:
-            InputError: the policy's kernels are quantized already, or are those of experts.
+            InputError: the policy's kernels are already quantized, or are experts'.
         """
         if weights is not None and self.policy_definition.quantization is not None:
             raise InputError(
-                f"rollout.weights: {weights} rounds weights for generation, which {QUANTIZE_BASE_SETTING}: "
-                f"{self.policy_definition.quantization} already stores in few bits; set rollout.weights to null"
+                f"rollout.weights: {weights} quantizes weights for generation, but {QUANTIZE_BASE_SETTING}: "
+                f"{self.policy_definition.quantization} has already quantized them; set rollout.weights to null"
             )
         if weights is not None:
             refuse_quantized_experts(self.architecture, f"rollout.weights: {weights}")
@@ -115,11 +115,10 @@ def read_model_spec(settings: Settings, *, generates: bool = True) -> ModelSpec:
     """Opens model files and tokenizer and checks that they fit each other.
 
     Args:
-        generates: False to score only, which needs a tokenizer for text alone, and a chat template for chats alone:
-            the tokenizer is then read when it is first used.
+        generates: False to score only; the tokenizer, needed only for text, is then read on first use.
 
     Raises:
-        InputError: the model cannot be used; found here rather than later on the device.
+        InputError: the model cannot be used; detected here rather than later on the device.
     """
     files, architecture = _open_causal_lm("model.path", settings.model.path, settings.model.attention)
     definition = DecoderDefinition.create(architecture)
@@ -154,7 +153,7 @@ def _open_causal_lm(setting: str, path: str, attention: AttentionImplementation)
 
 
 def check_routing_replay(architecture: Architecture, settings: Settings) -> None:
-    """Raises InputError if `rollout.routing_replay` is set and routes of one byte cannot name the model's experts."""
+    """Raises InputError if `rollout.routing_replay` is set but the model's experts cannot be recorded in one byte."""
     experts = architecture.num_experts
     if settings.rollout.routing_replay and (experts is None or experts > UNRECORDED):
         mixture = f"a mixture of {experts} experts, of which a byte names {UNRECORDED}"
@@ -169,8 +168,7 @@ def adapted_definition(definition: DecoderDefinition, settings: LoRASettings) ->
     """Returns the definition with the adapters of `model.lora`, or unchanged without them.
 
     Raises:
-        InputError: the rank exceeds that of the kernels, the quantization does not fit them, or experts would get
-            adapters.
+        InputError: the rank exceeds the kernels', the quantization does not fit them, or experts would get adapters.
     """
     if not settings.rank:
         return definition
@@ -193,14 +191,14 @@ def adapted_definition(definition: DecoderDefinition, settings: LoRASettings) ->
 
 
 def refuse_quantized_experts(architecture: Architecture, setting: str) -> None:
-    """Raises InputError if the model has experts, whose matrices cannot be quantized as `setting` says."""
+    """Raises InputError if the model has experts, whose matrices `setting` cannot quantize."""
     if architecture.num_experts is not None:
-        raise InputError(f"{setting} quantizes matrices, but not those of this model's experts; set it to null")
+        raise InputError(f"{setting} cannot quantize the matrices of this model's experts; set it to null")
 
 
 @dataclass(frozen=True)
 class CriticSpec:
-    """The model that a critic starts from, checked but not loaded. It reads the policy's token ids."""
+    """The model that a critic starts from, checked but not loaded. It must share the policy's token ids."""
 
     files: ModelFiles
     architecture: Architecture
@@ -225,8 +223,9 @@ def read_critic_spec(settings: Settings, policy: ModelSpec) -> CriticSpec:
         same_ids = encoding_fingerprint(load_fast_tokenizer(files)) == policy.tokenizer.encoding_fingerprint
     if not same_ids:
         raise InputError(
-            f"critic.path: the tokenizer of {settings.critic.path} is not that of model.path {settings.model.path}, "
-            "so the critic would misread the policy's tokens; choose a critic of the policy's family, or set "
+            f"critic.path: the tokenizer of {settings.critic.path} differs from that of model.path "
+            f"{settings.model.path}, so the critic would misread the policy's tokens; choose a critic of the "
+            "policy's family, or set "
             "critic.path: null"
         )
     return CriticSpec(files, architecture, definition)
@@ -234,17 +233,17 @@ def read_critic_spec(settings: Settings, policy: ModelSpec) -> CriticSpec:
 
 @dataclass(frozen=True)
 class ReferenceSpec:
-    """A teacher, the model of `reference.path`, checked but not loaded. Its vocabulary is cut to the policy's."""
+    """A teacher, the model of `reference.path`, checked but not loaded, with its vocabulary cut to the policy's."""
 
     files: ModelFiles
     architecture: Architecture
     definition: DecoderDefinition
     num_tokens: int
-    """Size of its own vocabulary, padding included."""
+    """Size of its own vocabulary, including padding."""
 
     @classmethod
     def cut(cls, files: ModelFiles, architecture: Architecture, *, vocab_size: int) -> ReferenceSpec:
-        """Returns the model with the first tokens of its vocabulary, which are all that its softmax is over."""
+        """Returns the model with only the first tokens of its vocabulary, also in the softmax."""
         files = replace(files, weights=FirstTokens(files.weights, vocab_size))
         of_policy = replace(architecture, vocab_size=vocab_size)
         return cls(files, of_policy, DecoderDefinition.create(of_policy), architecture.vocab_size)
@@ -271,13 +270,14 @@ def read_reference_spec(settings: Settings, policy: ModelSpec) -> ReferenceSpec:
     if (other := next(((i, token) for i, token in own if tokens.get(i) != token), None)) is not None:
         raise InputError(
             f"reference.path: token {other[0]} of {path} is {tokens.get(other[0])!r}, but {other[1]!r} in "
-            f"{settings.model.path}, so the teacher would misread the policy's tokens; choose one of its family"
+            f"{settings.model.path}, so the teacher would misread the policy's tokens; choose a teacher of the "
+            "policy's family"
         )
     return ReferenceSpec.cut(files, architecture, vocab_size=policy.architecture.vocab_size)
 
 
 def check_vocabulary(settings: Settings, teacher: Architecture, policy: ModelSpec) -> None:
-    """Raises InputError if the teacher has fewer tokens than the policy, which could sample one without a logprob."""
+    """Raises InputError if the teacher has fewer tokens than the policy, which could sample a token unknown to it."""
     if teacher.vocab_size < policy.architecture.vocab_size:
         raise InputError(
             f"reference.path: {settings.reference.source} has {teacher.vocab_size:,} tokens, fewer than the "
@@ -308,7 +308,7 @@ def model_setting_in_errors(setting: str) -> Iterator[None]:
 
 
 def adapter_notes(model: ModelSpec, *, has_critic: bool) -> tuple[str, ...]:
-    """Returns a note on the share of trained weights; none without adapters."""
+    """Returns a note on the fraction of trained weights; none without adapters."""
     definition = model.policy_definition
     if definition.lora is None:
         return ()
@@ -328,6 +328,6 @@ def check_context_length(architecture: Architecture, settings: Settings, *, path
     if longest > architecture.max_positions:
         raise InputError(
             f"data.max_prompt_length + rollout.max_new_tokens = {settings.data.max_prompt_length} + "
-            f"{settings.rollout.max_new_tokens} = {longest} tokens, but the context of {path} holds "
+            f"{settings.rollout.max_new_tokens} = {longest} tokens, but the context of {path} is "
             f"{architecture.max_positions}; lower one of the two"
         )

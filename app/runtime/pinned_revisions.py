@@ -21,7 +21,7 @@ MODEL_FIELDS: Mapping[str, str] = MappingProxyType(
 
 
 def pin_revisions(settings: Settings, run: RunDirectory) -> Settings:
-    """Returns the settings with the commit that the run used in the path of each model that it also requested.
+    """Returns the settings with each model that the run already used pinned to its commit.
 
     Raises:
         InputError: the run's record of commits cannot be read.
@@ -41,7 +41,7 @@ def record_commits(run: RunDirectory, settings: Settings, commits: Mapping[str, 
     """Writes the record of commits that `pin_revisions` reads.
 
     Args:
-        commits: commits by section; None for models that are not from the hub, which are left out.
+        commits: commits by section; models that are not from the hub are None and left out.
     """
     records = {
         section: {"path": _source(settings, section), "commit": commit}
@@ -55,7 +55,7 @@ def record_commits(run: RunDirectory, settings: Settings, commits: Mapping[str, 
 
 
 def _source(settings: Settings, section: str) -> str | None:
-    """Returns the path of the model that a section selects, with the revision that it asks for."""
+    """Returns the path of a section's model, with the requested revision."""
     return (
         settings.reference.source
         if section == "reference"
@@ -68,8 +68,8 @@ def _read_pins(path: Path) -> dict[str, dict[str, Any]]:
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise InputError(f"--resume: {path} cannot be read as JSON ({error}); start another run.name") from error
+        raise InputError(f"--resume: {path} cannot be read as JSON ({error}); use another run.name") from error
     if not isinstance(record, dict):
-        raise InputError(f"--resume: {path} does not hold a JSON object; start another run.name")
+        raise InputError(f"--resume: {path} does not contain a JSON object; use another run.name")
     records = {"model": record} | {section: record[section] for section in MODEL_FIELDS if section in record}
     return {section: one for section, one in records.items() if isinstance(one, dict) and "commit" in one}

@@ -47,7 +47,7 @@ class RewardModelSpec(NamedTuple):
 
 
 def reward_model_notes(reward_model: RewardModelSpec | None, policy: ModelSpec) -> tuple[str, ...]:
-    """Returns a note if the reward model has another tokenizer than the policy; none without one."""
+    """Returns a note if the reward model's tokenizer differs from the policy's; none without a reward model."""
     if reward_model is None:
         return ()
     if reward_model.conversations.encoding_fingerprint == policy.tokenizer.encoding_fingerprint:
@@ -88,7 +88,7 @@ def read_reward_model_spec(settings: Settings) -> RewardModelSpec | None:
 
 def make_reward_batcher(settings: Settings, architecture: Architecture) -> FixedRowBatcher | PackedRowBatcher:
     """Returns the reward model's batcher; rows hold the longest conversation within its context and token budget."""
-    # The score is read at one more token, after the last one.
+    # The score is read at an additional token after the last one.
     longest = architecture.max_positions + 1
     quota = settings.score.reward.max_tokens_per_device
     lengths = MaxLengths(min(longest, quota or longest), MaxLengths.from_settings(settings).group)
@@ -109,7 +109,7 @@ class RewardModel:
 
     @classmethod
     def load(cls, settings: Settings, model: RewardModelSpec, mesh: Mesh) -> RewardModel:
-        """Loads the weights, sharded over the mesh, in `model.dtype`, in which the model computes.
+        """Loads the weights in `model.dtype`, the compute dtype, sharded over the mesh.
 
         Raises:
             InputError: the devices cannot compute the model's experts.
@@ -127,7 +127,7 @@ class RewardModel:
 
     @property
     def max_conversation_length(self) -> int:
-        """The largest number of tokens in a conversation that can be scored."""
+        """Maximum tokens of a conversation that can be scored."""
         context = self.spec.architecture.max_positions
         return (
             min(context, self.batcher.budget.row_length - 1) if isinstance(self.batcher, PackedRowBatcher) else context
@@ -173,7 +173,7 @@ class RewardPass(NamedTuple):
 
 
 def reward_model_metrics(passes: Sequence[RewardPass], *, seconds: float) -> dict[str, float]:
-    """Returns the metrics of all passes of a step, which took so long; empty without a reward model."""
+    """Returns the metrics of all passes of a step and their total time; empty without a reward model."""
     if not passes:
         return {}
     compilations = sum(one.num_compilations for one in passes)

@@ -1,4 +1,4 @@
-"""A trial of the reward functions before a run: the reference answer of a prompt, and other answers to it."""
+"""A trial of the reward functions before a run, with a prompt's reference answer and with other answers."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ NUM_WRONG_ANSWERS = 3
 """Maximum number of wrong answers; several are used because one may be right by chance."""
 NO_ANSWERS = ("I do not know.", "Nobody can say.")
 USUAL_FORMS = (r"The answer is \boxed{{{0}}}.", "<think>\n{0}\n</think>\n<answer>{0}</answer>", "#### {0}")
-"""How policies are told to answer; many functions find an answer only in one of them."""
+"""Common answer formats; many functions find an answer only in one of them."""
 
 
 def make_trial_samples(tokenizer: Tokenizer, prompts: Sequence[Prompt]) -> tuple[Sample, ...]:
-    """Returns samples of the first prompt with a reference answer: that answer, then answers to other prompts."""
+    """Returns samples for the first prompt with a reference answer: this answer, then the answers to other prompts."""
     prompt = next((one for one in prompts if one.answer is not None), prompts[0])
     reference = None if prompt.answer is None else to_text(prompt.answer)
     known = dict.fromkeys(to_text(one.answer) for one in prompts if one.answer is not None)
@@ -48,12 +48,12 @@ def make_trial_samples(tokenizer: Tokenizer, prompts: Sequence[Prompt]) -> tuple
 
 
 def try_reward_functions(rewards: RewardFunctions, tokenizer: Tokenizer, prompts: Sequence[Prompt]) -> None:
-    """Calls every reward function for a prompt with a reference answer, and for one that has none, if any.
+    """Calls every reward function for a prompt with a reference answer, and for one without, if any.
 
-    Logs failures, and functions that give the reference answer no more and no less than other answers.
+    Logs failures, and functions that do not distinguish the reference answer from others.
 
     Raises:
-        InputError: a function fails such that a run would stop, too.
+        InputError: a function fails in a way that would also stop a run.
     """
     trials = [make_trial_samples(tokenizer, prompts)]
     unanswered = [prompt for prompt in prompts if prompt.answer is None]
@@ -65,26 +65,26 @@ def try_reward_functions(rewards: RewardFunctions, tokenizer: Tokenizer, prompts
         if first.prompt.answer is None:
             place += f", one of {len(unanswered):,} rows of {len(prompts):,} without a reference answer"
         if tried.fatal_error is not None:
-            raise InputError(f"reward.functions: tried before the run, {place}: {tried.fatal_error}")
+            raise InputError(f"reward.functions: the trial before the run failed, {place}: {tried.fatal_error}")
         for notice in tried.notices:
-            log.warning("a reward function fails in a trial %s: %s", place, notice)
+            log.warning("a reward function failed in a trial %s: %s", place, notice)
         for warning in indifference_warnings(rewards, samples, tried):
             log.warning("%s", warning)
 
 
 def indifference_warnings(rewards: RewardFunctions, samples: Sequence[Sample], tried: RewardedSamples) -> list[str]:
-    """Returns a warning for each function that gives all answers of a trial the same reward, in all usual forms.
+    """Returns a warning for each function that gives all answers of a trial the same reward, in all common formats.
 
-    One that does not get the reference answer may judge the form alone: its rewards are the same in all forms.
+    A function that takes no reference answer may grade only the format: its rewards are the same in all formats.
 
     Args:
-        samples: those of `make_trial_samples`.
+        samples: the result of `make_trial_samples`.
         tried: their rewards.
 
     Raises:
-        InputError: a function fails in one of the forms such that a run would stop, too.
+        InputError: a function fails in a way that would also stop a run.
     """
-    # As a completion, an object, a list or a boolean is hardly the answer that a function expects.
+    # An object, a list or a boolean is hardly a completion that a function expects.
     if not is_text_or_number(samples[0].prompt.answer) or tried.notices:
         return []
     by_form = [_values(tried)]
@@ -93,12 +93,14 @@ def indifference_warnings(rewards: RewardFunctions, samples: Sequence[Sample], t
         if not suspects:
             break
         texts = [form.format(sample.completion.rpartition("####")[2].strip()) for sample in samples]
-        # Token ids stay those of the bare answer: what judges them has seen them already.
+        # Token ids remain the bare answer's: functions that grade token ids have already seen them.
         of_form = rewards.try_functions(
             [replace(sample, completion=text) for sample, text in zip(samples, texts, strict=True)]
         )
         if of_form.fatal_error is not None:
-            raise InputError(f"reward.functions: tried before the run, for {texts[0]!r:.60}: {of_form.fatal_error}")
+            raise InputError(
+                f"reward.functions: the trial before the run failed, for {texts[0]!r:.60}: {of_form.fatal_error}"
+            )
         if of_form.notices:
             return []
         by_form.append(_values(of_form))
@@ -114,5 +116,5 @@ def indifference_warnings(rewards: RewardFunctions, samples: Sequence[Sample], t
 
 
 def _values(tried: RewardedSamples) -> dict[str, set[float | None]]:
-    """Returns the different values of each function."""
+    """Returns the distinct values of each function."""
     return {name: {(one.rewards or {}).get(name) for one in tried.samples} for name in tried.function_counts}

@@ -1,4 +1,4 @@
-"""The mesh on which samples are generated: the devices of the training mesh, split between rows and weights anew."""
+"""The mesh for generation: the devices of the training mesh, with another split between rows and weights."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from settings import Settings
 from settings.errors import InputError
 
 HOP_S = 1.5e-6
-"""Seconds assumed for a message between neighbouring chips, however short."""
+"""Assumed latency of a message between neighbouring chips, in seconds."""
 MIN_GAIN = 0.3
-"""Share of the estimated time by which another mesh must be faster to be chosen.
+"""Fraction of the estimated time that another mesh must save to be chosen.
 
-The estimate leaves out what no mesh makes faster: the head's products, sampling, and prefills, which tp makes slower.
+The estimate leaves out what does not depend on the mesh (the LM head, sampling), and prefills, which tp slows down.
 """
 
 
@@ -61,7 +61,7 @@ def rollout_mesh(settings: Settings, mesh: Mesh, definition: DecoderDefinition) 
 
 
 def rollout_mesh_notes(settings: Settings, mesh: Mesh, generation: Mesh, definition: DecoderDefinition) -> list[str]:
-    """Returns a note if samples are generated on another mesh than the one that trains."""
+    """Returns a note if samples are generated on another mesh than training."""
     dp, tp, before = num_row_shards(generation), generation.shape["tp"], mesh.shape["tp"]
     if tp == before:
         return []
@@ -76,9 +76,9 @@ def rollout_mesh_notes(settings: Settings, mesh: Mesh, generation: Mesh, definit
 
 
 def token_seconds(settings: Settings, mesh: Mesh, definition: DecoderDefinition, chip: TpuChip) -> float:
-    """Returns an estimate of the time of one token of all rows: of its reads from memory, and of its sums over tp.
+    """Returns the estimated time of a decode step: memory reads plus all-reduces over tp.
 
-    Weights are read once, and the caches of all rows half full. A sum over tp is that of a ring.
+    Weights are read once, and the caches of all rows are half full. All-reduces use rings.
     """
     rollout, arch = settings.rollout, definition.architecture
     dtype = jnp.dtype(settings.model.dtype)
@@ -95,7 +95,7 @@ def token_seconds(settings: Settings, mesh: Mesh, definition: DecoderDefinition,
 
 
 def _fastest(settings: Settings, mesh: Mesh, definition: DecoderDefinition) -> Mesh:
-    """Returns the mesh with the shortest estimated time of a token; the training mesh where no estimate is known."""
+    """Returns the mesh with the shortest estimated time per token; the training mesh if there is no estimate."""
     chip = find_chip(device_kind(mesh.devices.flat[0]))
     if chip is None or settings.rollout.has_workers:
         return mesh
@@ -103,7 +103,7 @@ def _fastest(settings: Settings, mesh: Mesh, definition: DecoderDefinition) -> M
     sizes = [arch.num_query_heads, arch.num_experts or arch.mlp_dim, per_host]
     slots = settings.rollout.slots
     if isinstance(slots, int) and slots % per_host:
-        # Where tp does not divide the key heads, all devices share the slots out.
+        # If tp does not divide the key heads, slots are split over all devices.
         sizes.append(arch.num_kv_heads)
     # With a smaller tp than in training, weights might not fit.
     fitting = [tp for tp in range(now, per_host + 1) if not any(size % tp for size in sizes)]

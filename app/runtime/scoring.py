@@ -1,4 +1,4 @@
-"""A model on a mesh, ready to score samples; `Session` has one, and generates besides."""
+"""A model on a mesh, ready to score samples; a `Session` has one and also generates."""
 
 from __future__ import annotations
 
@@ -58,13 +58,13 @@ class ScoringSession:
     scorer: Scorer
     """Scores with the policy, including its adapters if it has any."""
     reference_scorer: Scorer
-    """Scores with the weights of the teacher, or else of `model.path`, quantized like the policy's; the latter equals
-    `scorer` without adapters."""
+    """Scores with the weights of the teacher or, without one, of `model.path`, quantized like the policy's; the latter
+    equals `scorer` without adapters."""
     critic: CriticModel | None = None
     teacher: ReferenceSpec | None = None
-    """The reference if it is another model than the policy's start."""
+    """The reference if it is not the policy's start."""
     generation_devices: tuple[int, ...] = ()
-    """Numbers of this host's devices that only generate; empty if all are those of the mesh."""
+    """Indices of this host's devices that only generate; empty if all belong to the mesh."""
 
     @classmethod
     def open(
@@ -76,7 +76,7 @@ class ScoringSession:
         *,
         trains: bool = False,
     ) -> ScoringSession:
-        """Opens the mesh, checks that it fits the model, and makes the scorers: the first use of the devices.
+        """Opens the mesh, checks that it fits the model, and creates the scorers: the first use of the devices.
 
         `jax_startup.initialize_distributed` must have run.
 
@@ -125,12 +125,12 @@ class ScoringSession:
 
     @property
     def reference_definition(self) -> DecoderDefinition:
-        """The reference policy as its files hold it, or quantized like the policy that it starts."""
+        """The reference policy as stored in its files, or quantized like the policy."""
         return self.model_spec.reference_definition if self.teacher is None else self.teacher.definition
 
     @property
     def held_reference(self) -> DecoderDefinition:
-        """The reference policy as its own weights are held: in the compute type, since they never learn."""
+        """The reference policy as kept in memory: in the compute dtype, since its weights are not trained."""
         definition = self.reference_definition
         return definition.held_in(jnp.dtype(self.settings.model.dtype)) if self.has_own_reference else definition
 
@@ -139,7 +139,7 @@ class ScoringSession:
         return load_weights(self.model_spec.reference_definition, self.model_spec.files.weights, self.mesh)
 
     def load_reference(self) -> Params:
-        """Loads the weights of the teacher, or else of `model.path`, as `held_reference` holds them."""
+        """Loads the weights of the teacher, or else of `model.path`, in the form of `held_reference`."""
         return load_weights(self.held_reference, (self.teacher or self.model_spec).files.weights, self.mesh)
 
     @property
@@ -151,7 +151,7 @@ class ScoringSession:
     def frozen_params(self) -> Params:
         """The policy's frozen weights, which are also the reference; empty if all weights are trained.
 
-        They are loaded at the first access, which all hosts must make together.
+        They are loaded on first access, which all hosts must make together.
         """
         return {} if self.model_spec.policy_definition.lora is None else self.load_params()
 
@@ -164,7 +164,7 @@ class ScoringSession:
         return combine_params(trained_params, self.frozen_params)
 
     def initial_trained_params(self) -> Params:
-        """Returns the weights that training starts from: those of `model.path`, or adapters that change nothing yet."""
+        """Returns the initial trained weights: those of `model.path`, or adapters that change nothing yet."""
         definition = self.model_spec.policy_definition
         if definition.lora is None:
             return self.load_params()
@@ -211,7 +211,7 @@ class ScoringSession:
 
 
 def devices_set_aside(settings: Settings) -> tuple[int, ...]:
-    """Returns the numbers of each host's devices that only generate while a run trains.
+    """Returns the indices of each host's devices that only generate during training.
 
     Raises:
         InputError: `rollout.devices` does not fit the devices.
@@ -233,25 +233,29 @@ def open_mesh(settings: Settings, *, set_aside: Collection[int] = ()) -> Mesh:
     of_mesh = _with_shape_of_all_devices(settings.mesh) if shape_is_of_training else settings.mesh
     mesh = device_mesh.make_mesh(of_mesh, set_aside=set_aside)
     with jax.set_mesh(mesh):
-        # Raises InputError if `model.attention` is `kernel` and these devices have none, however short the rows.
+        # Raises InputError if `model.attention` is `kernel` and these devices have no kernel for any row length.
         platform_blocking(1, 1, settings.model.dtype, settings.model.attention, group_size=1)
     placement.check_rows_per_host(mesh)
     return mesh
 
 
 def _with_shape_of_all_devices(settings: MeshSettings) -> MeshSettings:
-    """Returns the settings with a shape for all devices, where `mesh.shape` is that of some of them; keeps its tp."""
+    """Returns the settings with a shape for all devices if `mesh.shape` is for fewer; keeps its tp."""
     sizes = settings.shape.split(",")
     if {"auto", "-1"} & {*sizes}:
         return settings
     shape = "auto" if sizes[-1] == "1" else f"1,-1,{sizes[-1]}"
-    log.info("mesh.shape: %s is for training, which rollout.devices leaves fewer; here it is %s", settings.shape, shape)
+    log.info(
+        "mesh.shape: %s is for training, without rollout.devices; here it is %s",
+        settings.shape,
+        shape,
+    )
     return settings.model_copy(update={"shape": shape})
 
 
 def set_compute_dtype(settings: Settings) -> jnp.dtype:
     """Returns `model.dtype` and sets JAX's matmul precision to match it."""
     dtype = jnp.dtype(settings.model.dtype)
-    # By default, GPUs would compute float32 products in TF32, and TPUs in bfloat16 passes.
+    # By default, GPUs would compute float32 matmuls in TF32, and TPUs in bfloat16 passes.
     jax.config.update("jax_default_matmul_precision", "highest" if dtype == jnp.float32 else None)
     return dtype

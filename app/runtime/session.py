@@ -38,24 +38,24 @@ from settings import Settings
 Generator = ContinuousBatchGenerator | RolloutWorkerPool
 
 MIN_TURNED_DIM = 512
-"""Model dim from which kernels have their output dims first on CPUs; smaller ones are in the processor's cache."""
+"""Model dim from which kernels have their output dims first on CPUs; smaller kernels fit in the processor's cache."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Session:
-    """A model on a mesh that scores samples and generates them."""
+    """A model on a mesh that generates and scores samples."""
 
     scoring: ScoringSession
-    """Has the mesh, the model and its scorers, and the critic if there is one."""
+    """The mesh, the model and its scorers, and the critic if there is one."""
     generates: Literal["rollouts", "evaluations"] | None
-    """Rollouts and evaluations, or evaluations alone; None = nothing, since samples are only read."""
+    """What is generated: rollouts and evaluations, or only evaluations; None = nothing."""
     to_decode_weights: DecodeConversion
     """Converts the policy's weights for generation, on this host's part of the mesh or, with `rollout.placement:
     global`, on the whole mesh."""
     continuous_batching: ContinuousBatchGenerator | None
     """Generates in the slots of one engine."""
     workers: RolloutWorkerPool | None
-    """Generate in place of it if `rollout.scheduler` is set."""
+    """Workers that generate instead, if `rollout.scheduler` is set."""
     generation_notes: tuple[str, ...]
     """Text for users about the mesh of generation and its slots."""
 
@@ -67,13 +67,13 @@ class Session:
         generates: Literal["rollouts", "evaluations"] | None = "rollouts",
         held_bytes: int = 0,
     ) -> Session:
-        """Opens the slots or workers that the settings ask for. All hosts must call it together.
+        """Opens the slots or workers of the settings. All hosts must call it together.
 
-        Workers for generation during training are always busy: then slots are opened for evaluations, too.
+        Workers that generate during training are always busy; slots are then opened for evaluations.
 
         Args:
             generates: see `Session`; with None, the settings of generation are not used.
-            held_bytes: bytes on each device of arrays that stay there during generation, besides those that it needs.
+            held_bytes: bytes per device of other arrays that stay there during generation.
 
         Raises:
             InputError: they do not fit the devices.
@@ -152,7 +152,7 @@ class Session:
 
     @property
     def evaluation_generator(self) -> Generator:
-        """The generator of evaluations: that of rollouts, unless workers are always busy."""
+        """The generator of evaluations: the same as for rollouts, unless workers are always busy."""
         return self.continuous_batching or self.generator
 
     def compile_rollout(self) -> None:
@@ -197,7 +197,7 @@ class Session:
         return self.generator.take_counters() if self.generates else RolloutCounters()
 
     def share_lengths(self) -> LearnedLengths | None:
-        """Shares what all hosts have found out about lengths, and returns it. None without a scheduler.
+        """Shares the hosts' statistics of sample lengths, and returns them. None without a scheduler.
 
         All hosts must call it together at the end of a step, so that a resumed run schedules the next step as an
         uninterrupted one would. An open rollout continues with its own history.
@@ -260,5 +260,5 @@ def sampling_rules(settings: Settings) -> SamplingRules:
 
 
 def eval_sampling_rules(settings: Settings) -> SamplingRules:
-    """Returns those of `eval.*`, without truncation: evaluations measure the model's own distribution."""
+    """Returns the sampling rules of `eval.*`, without truncation: evaluations measure the model's own distribution."""
     return SamplingRules(settings.eval.temperature)

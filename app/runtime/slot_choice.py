@@ -1,4 +1,4 @@
-"""In how many slots samples are generated, and how many blocks of KV cache the memory holds for them."""
+"""Chooses the number of decode slots, and of KV blocks that fit in memory."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ from settings import Settings
 log = logging.getLogger(__name__)
 
 TINY_PARAMETERS = 2**25
-"""Number of parameters below which the programs of slots take longer to compile than to generate the samples."""
+"""Number of parameters below which compiling the slots' programs takes longer than generating the samples."""
 SURE_SHARE = 0.7
-"""Share of a device's memory up to which arrays surely leave room for temporaries of programs."""
+"""Fraction of a device's memory up to which arrays certainly leave room for temporaries."""
 POOL_COPIES = 3
-"""Times that a program may hold the KV cache: a TPU copies one whose heads are half as wide as its tiles, padded."""
+"""Assumed copies of the KV cache in a program: a TPU makes a padded copy if heads are half as wide as its tiles."""
 SPARE_SHARE = 0.05
-"""Share of a device's memory that is left free, for fragments and for what nobody counts."""
+"""Fraction of a device's memory that is left free, for fragmentation and uncounted buffers."""
 MEAN_FILL = 0.5
-"""Assumed mean length of the rows in the slots, as a share of the longest."""
+"""Assumed mean length of the rows in the slots, as a fraction of the maximum."""
 
 
 def blocks_in_memory(engine: SlotEngine, *, held_bytes: int, truncates: bool) -> int | None:
-    """Returns how many scarce blocks fit each device beside all else; None if all slots fit at full length.
+    """Returns the number of KV blocks that fit on each device; None if all slots fit at full length.
 
-    Compiles the programs that need most for two numbers of blocks, unless the answer is clear without. If not even one
-    sample fits, it warns, and returns the blocks of one.
+    Unless the answer is obvious, compiles the largest programs for two numbers of blocks. If not even one sample fits,
+    it warns and returns the blocks of one sample.
 
     Args:
         engine: slots with enough blocks for all at full length.
-        held_bytes: bytes on each device of other arrays, which stay there during generation.
+        held_bytes: bytes per device of other arrays that stay there during generation.
         truncates: whether the sampling rules can exclude tokens.
     """
     available, programs = device_memory_bytes(), engine.programs
@@ -51,17 +51,18 @@ def blocks_in_memory(engine: SlotEngine, *, held_bytes: int, truncates: bool) ->
     room = int((1 - SPARE_SHARE) * available) - held_bytes
     device = programs.mesh.devices.flat[0]
     if device.platform != device_platform(device):
-        # Virtual devices cannot compile for those that they stand for.
+        # Virtual devices cannot compile for the devices that they simulate.
         fitting = (room - weight_bytes) * few.num_blocks // bytes_per_device(few.abstract_pool)
     elif weight_bytes > room:
         fitting = 0
     else:
-        log.info("compiling programs of slots, to see how much memory they leave for the KV cache")
+        log.info("compiling generation programs to measure how much memory is left for the KV cache")
         fitting = _blocks_beside_programs(few, more, room, truncates=truncates, recomputes=not engine.exact)
     if fitting < few.num_blocks:
         log.warning(
-            "rollout.kv_blocks: auto: the %s of a device do not hold the KV cache of one sample, %s, beside all else; "
-            "set fewer rollout.slots, lower rollout.max_new_tokens or data.max_prompt_length, or split the weights "
+            "rollout.kv_blocks: auto: a device's %s cannot hold the KV cache of one sample, %s, in addition to all "
+            "other arrays; set fewer rollout.slots, lower rollout.max_new_tokens or data.max_prompt_length, or "
+            "split the weights "
             "over more devices with mesh.shape or rollout.mesh",
             *map(format_bytes, (available, bytes_per_device(few.abstract_pool))),
         )
@@ -72,9 +73,9 @@ def blocks_in_memory(engine: SlotEngine, *, held_bytes: int, truncates: bool) ->
 def _blocks_beside_programs(
     few: SlotPrograms, more: SlotPrograms, room: int, *, truncates: bool, recomputes: bool
 ) -> int:
-    """Returns the number of blocks with which each program takes at most `room` bytes; 0 if some takes more with few.
+    """Returns the number of blocks with which each program takes at most `room` bytes; 0 if a program cannot.
 
-    What a block takes is seen from two numbers of them: its padding, and copies for which the compiler has a reason.
+    A block's size, including padding and copies, is measured from programs with two numbers of blocks.
     """
     lowered = [one.lower_programs(truncates=truncates, recomputes=recomputes).values() for one in (few, more)]
     try:
@@ -89,7 +90,7 @@ def _blocks_beside_programs(
 
 
 def slots_in_blocks(programs: SlotPrograms) -> int:
-    """Returns the number of slots that the blocks hold at their assumed mean length, at most as many as there are.
+    """Returns the number of slots that fit in the blocks at the assumed mean length, at most `num_slots`.
 
     Large numbers are rounded down, so that batches can be halved twice.
     """
@@ -103,7 +104,7 @@ def slots_in_blocks(programs: SlotPrograms) -> int:
 
 
 def slots_note(settings: Settings, programs: SlotPrograms) -> Iterator[str]:
-    """Yields what `auto` stands for in `rollout.slots` and `rollout.kv_blocks`, as text."""
+    """Yields the values chosen for `auto` in `rollout.slots` and `rollout.kv_blocks`, as text."""
     rollout, hosts = settings.rollout, num_hosts(programs.mesh)
     num_slots = programs.shapes.num_slots // hosts
     cache = f"{programs.capacity:,} tokens, {format_bytes(bytes_per_device(programs.abstract_pool))} on each device"

@@ -62,7 +62,7 @@ def kernel_time(one: Instruction, chip: TpuChip, bundles: Mapping[str, int], tur
     if kernel not in bundles:
         raise InputError(
             f"libtpu wrote no schedule of the kernel {kernel}, so its time is unknown: unset "
-            "JAX_COMPILATION_CACHE_DIR, and use the libtpu that this JAX asks for (pip install -e '.[tpu]')"
+            "JAX_COMPILATION_CACHE_DIR, and use the libtpu that this JAX requires (pip install -e '.[tpu]')"
         )
     num_turns, num_bytes = _turns_and_copies(one, turns)
     return max(bundles[kernel] * num_turns / chip.clock_hz, num_bytes / chip.hbm_bytes_per_s)

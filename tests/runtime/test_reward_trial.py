@@ -73,5 +73,7 @@ def test_a_function_that_loses_samples_in_one_form_is_named() -> None:
     def loses(completions: list[str], answer: list[Any]) -> list[float]:
         return [0.0 for text in completions if "boxed" not in text]
 
-    with pytest.raises(InputError, match=r"tried before the run, for '.*boxed.*391.*: reward f: .* returned 0 values"):
+    with pytest.raises(
+        InputError, match=r"the trial before the run failed, for '.*boxed.*391.*: reward f: .* returned 0 values"
+    ):
         found_for(loses, "391")

@@ -125,7 +125,7 @@ def test_blocks_fill_what_compiled_programs_leave(monkeypatch, caplog):
     set_memory(monkeypatch, int(room / (1 - slot_choice.SPARE_SHARE)) + 2)
     assert blocks_in_memory(engine, held_bytes=held, truncates=False) == first + 2
     assert blocks_in_memory(engine, held_bytes=held + block, truncates=False) == first + 1
-    assert "compiling programs of slots, to see how much memory they leave" in caplog.text
+    assert "compiling generation programs to measure how much memory is left" in caplog.text
 
 
 def test_memory_of_training_and_workers_reduces_the_kv_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,5 +163,5 @@ def test_memory_for_no_sample_is_a_warning(monkeypatch: pytest.MonkeyPatch, capl
     with caplog.at_level(logging.WARNING):
         session = opened(held_bytes=2**20)
     assert size_of(session) == (8, 6)
-    assert "rollout.kv_blocks: auto: the 1.0 MiB of a device do not hold the KV cache of one sample" in caplog.text
+    assert "rollout.kv_blocks: auto: a device's 1.0 MiB cannot hold the KV cache of one sample" in caplog.text
     assert "lower rollout.max_new_tokens" in caplog.text

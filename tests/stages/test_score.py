@@ -172,8 +172,8 @@ def test_several_checkpoints_share_programs_and_have_a_file_each(finished: Path,
     before = digest_of(tmp_path)
     both_steps, own = ("--checkpoint", finished / "checkpoints" / "2", *later), tmp_path / f"{finished.name}-4.jsonl"
     for out, options, message in (
-        ("out.jsonl", both_steps, "out.jsonl would hold the scores of two checkpoints"),
-        ("new-{step}.jsonl", (*later, *later), "new-4.jsonl would hold the scores of two checkpoints"),
+        ("out.jsonl", both_steps, "out.jsonl would contain the scores of two checkpoints"),
+        ("new-{step}.jsonl", (*later, *later), "new-4.jsonl would contain the scores of two checkpoints"),
         ("{run}-{step}.jsonl", both_steps, "exists already"),
         ("{step}.jsonl", (), "--out: {step} needs a --checkpoint"),
         ("{step}.jsonl", ("--role", "reward"), "--out: {step} needs a --checkpoint"),

@@ -118,7 +118,7 @@ AHEAD = "rollout.max_staleness=1"
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ((AHEAD, *SCHEDULED[:3]), "rollout.max_staleness: the worker fast-0 has 4 devices, which wait for"),
+        ((AHEAD, *SCHEDULED[:3]), "rollout.max_staleness: the worker fast-0 has 4 devices, whose programs"),
         ((AHEAD, SCHEDULED[0], "rollout.devices=0.3"), "rollout.devices: 0.3 of the 8 devices of a host is not a"),
         ((AHEAD, *SCHEDULED, "rollout.devices=[2,3]"), "8 workers need a device each, but only 2"),
         ((AHEAD, SCHEDULED[0], "rollout.devices=0.75", "mesh.shape=1,8,1"), "needs 8 devices, but there are 2"),

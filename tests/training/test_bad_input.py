@@ -43,7 +43,7 @@ ROWS = "4 does not divide the 6 samples of an optimizer step on each device (12 
         (("model.attention=kernel",), "there is no attention kernel for cpu devices (cpu)"),
         (("mesh.shape='3,1,1'", "model.path=gone"), "mesh.shape: '3,1,1' needs 3 devices, but there are 8"),
         (("model.lora.rank=33",), "model.lora.rank: 33 is more than the model's width 32"),
-        (ROUNDED_TWICE, "rollout.weights: int8 rounds weights for generation, which model.lora.quantize_base: nf4"),
+        (ROUNDED_TWICE, "rollout.weights: int8 quantizes weights for generation, but model.lora.quantize_base: nf4"),
         (("rollout.prompts_per_step=5", FIXED), "rollout.prompts_per_step: 5 prompts x rollout.group_size 4 = 20"),
         (("rollout.prompts_per_step=5", FIXED), PROMPTS),
         (("algorithm.mini_batch_prompts=1", FIXED, "model.path=gone"), "algorithm.mini_batch_prompts: 1 prompts"),

@@ -144,7 +144,11 @@ def test_reward_function_that_cannot_work_is_refused_before_anything_is_made(con
         write_jsonl(config.parent / f"{name}.jsonl", [{"question": "1+1=?", "answer": "2", **more}] * 8)
     before = sorted(config.parent.rglob("*"))
     for function, data, messages in (
-        ("broken", (), ["tried before the run, for the answer ", "broken: raised: ValueError: always (plug.py:6)"]),
+        (
+            "broken",
+            (),
+            ["the trial before the run failed, for the answer ", "broken: raised: ValueError: always (plug.py:6)"],
+        ),
         ("wants", (), ["cannot be filled: `mood`"]),
         (
             "needs",
