@@ -1,7 +1,7 @@
-"""Conversations with an environment: it answers the turns of rows, and the template's tokens join their turns.
+"""Conversations with an environment: it answers the turns of rows, which the chat template's tokens join.
 
-The ids that the policy has drawn are never decoded and encoded again: text is only a view for the environment, and an
-observation is encoded by itself.
+Sampled ids are never decoded and re-encoded: the environment sees them as text, and observations are encoded
+separately.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from settings.errors import InputError
 log = logging.getLogger(__name__)
 
 MAX_OBSERVATIONS = 1024
-"""Number of different observations whose ids are kept."""
+"""Number of different observations whose ids are cached."""
 
 ENVIRONMENT_DROPPED = f"{DROPPED_PREFIX}environment"
-"""Start of the finish reason of a sample whose environment failed."""
+"""Prefix of the finish reason of a sample whose environment failed."""
 
 
 @dataclass(frozen=True)
@@ -42,16 +42,17 @@ class TurnLimits:
     max_turn_tokens: int | None
     max_observation_tokens: int | None
     max_prompt_tokens: int
-    """Longest opening."""
+    """Maximum tokens of an opening."""
     max_suspended: int | None
-    """Most samples of a worker, or of slots without workers, that wait without a slot; None = by the slots."""
+    """Maximum number of samples, per worker or for slots without workers, that wait without a slot; None = by the
+    number of slots."""
 
 
 @dataclass
 class Conversations:
     """Sends the turns of rows to their environments, and appends the answers.
 
-    Used by one thread at a time; the environments run in processes of their own.
+    Used by one thread at a time; the environments run in their own processes.
     """
 
     pool: EpisodePool
@@ -66,19 +67,19 @@ class Conversations:
     read_calls: Callable[[Sequence[int]], list[ToolCall]]
     """Returns the tool calls in the ids of a turn."""
     _acting: dict[str, tuple[RolloutSequence, Turn | None]] = field(default_factory=dict)
-    """Rows whose environments have to answer, by their keys, and the last turns of those whose observation did not fit,
-    so that only their scores are missing."""
+    """By key: rows waiting for their environments, and the last turns of rows whose observation did not fit, for which
+    only scores are missing."""
     _encoded: dict[str, Int32[np.ndarray, "n"]] = field(default_factory=dict)
-    """Ids of observations, by the JSON of their messages."""
+    """JSON of an observation's messages -> its ids."""
     _failed: list[EpisodeReply] = field(default_factory=list)
-    """Replies to rows whose environment did not open the conversation."""
+    """Replies to rows whose environment failed to open the conversation."""
     _opened: dict[str, Opening] = field(default_factory=dict)
-    """By `_identity` of the prompt."""
+    """`_identity` of a prompt -> its opening."""
 
     def open(self, prompts: Sequence[Prompt], *, stop_requested: StopCheck = never_stop) -> list[Opening]:
-        """Returns how the environment opens the conversation of each prompt: the same for all samples of a prompt.
+        """Returns the environment's opening of each prompt, shared by all samples of the prompt.
 
-        A prompt whose environment fails stays as it is; its samples are dropped after a token.
+        If the environment fails, the prompt is unchanged and its samples are dropped after one token.
 
         Raises:
             StoppedError: a stop was requested before all environments had answered.
@@ -92,7 +93,7 @@ class Conversations:
         opened = dict(self._opened)
         for (key, prompt), start, result in zip(new.items(), starts, results, strict=True):
             opened[key] = self._opening(prompt, start, result)
-        # A failure may be of the moment.
+        # A failure may be temporary.
         self._opened = {key: one for key, one in opened.items() if one.failure is None}
         return [opened[key] for key in keys]
 
@@ -117,13 +118,13 @@ class Conversations:
 
     @property
     def num_acting(self) -> int:
-        """Number of rows whose environments have to answer."""
+        """Number of rows waiting for their environments."""
         return len(self._acting)
 
     def make_rows(
         self, prompts: Sequence[Prompt], request: GenerationRequest, *, noise_step: int, stop_requested: StopCheck
     ) -> list[RolloutSequence]:
-        """Returns the rows of `make_sequences`, with the prompts as their environments open them; see `open`."""
+        """Returns the rows of `make_sequences`, with prompts opened by their environments; see `open`."""
         openings = self.open(prompts, stop_requested=stop_requested)
         rows = make_sequences([opening.prompt for opening in openings], request, noise_step=noise_step)
         for number, row in enumerate(rows):
@@ -134,7 +135,7 @@ class Conversations:
         return rows
 
     def send(self, row: RolloutSequence) -> None:
-        """Sends a turn that has ended to its environment, and returns at once."""
+        """Sends a finished turn to its environment, and returns at once."""
         assert row.opening is not None
         self._acting[row.key] = row, None
         _, start, messages, failure = row.opening
@@ -150,10 +151,10 @@ class Conversations:
         self.pool.step(row.key, start, messages, self.decode_text(ids), self.read_calls(ids), is_last=is_last)
 
     def take(self, *, timeout_s: float = 0.0) -> list[RolloutSequence]:
-        """Returns the rows that were answered since the last call: done, or with an observation.
+        """Returns the rows answered since the last call: done, or with an observation.
 
         Args:
-            timeout_s: longest wait for a first answer.
+            timeout_s: maximum wait for a first answer.
         """
         failed, self._failed = self._failed, []
         taken = [*failed, *self.pool.take(0.0 if failed else timeout_s)]
@@ -163,7 +164,7 @@ class Conversations:
         return [row for (row, _), _ in replies if row.key not in self._acting]
 
     def _answer(self, row: RolloutSequence, cut: Turn | None, reply: EpisodeReply) -> None:
-        """Ends a row, appends an observation, or, if that does not fit, asks for the scores of the episode."""
+        """Ends a row, appends an observation, or, if it does not fit, requests the episode's scores."""
         turn = cut or replace(
             self._turn(row),
             messages=list(map(dict, reply.messages)),
@@ -188,7 +189,7 @@ class Conversations:
             self._observe(row, turn)
 
     def _turn(self, row: RolloutSequence) -> Turn:
-        """Returns the present turn of a row, unanswered."""
+        """Returns the current turn of a row, unanswered."""
         text = self.decode_text(row.token_ids[row.turn_start :].tolist())
         return Turn(start=row.turn_start, end=row.num_tokens, text=text)
 
@@ -209,7 +210,7 @@ class Conversations:
         self.pool.end(row.key, row.opening.start, row.opening.messages)
 
     def _encode(self, messages: Messages) -> Int32[np.ndarray, "n"]:
-        """Returns the ids of an observation, which samples of a prompt often share and which take long to render."""
+        """Returns the ids of an observation; cached, because samples often share observations and rendering is slow."""
         key = json.dumps(messages)
         if key not in self._encoded:
             if len(self._encoded) == MAX_OBSERVATIONS:
@@ -227,7 +228,7 @@ class Conversations:
         row.finish(reason)
 
     def abandon(self, rows: Iterable[RolloutSequence]) -> None:
-        """Closes the environments of rows that end without them."""
+        """Closes the environments of rows that end without an answer."""
         for row in rows:
             if row.plays and row.episode is None:
                 self.pool.abandon(row.key)
@@ -236,5 +237,5 @@ class Conversations:
 
 
 def _identity(prompt: Prompt) -> str:
-    """Returns what tells a prompt from all others: files of the same name share uids."""
+    """Returns a unique key of a prompt: uids are not unique, because files of the same name share them."""
     return json.dumps([prompt.uid, prompt.source, prompt.answer, prompt.extra], default=str)

@@ -18,13 +18,13 @@ class RolloutCounters:
     recomputed_tokens: int = 0
     """Tokens processed again because suspended or preempted samples continued without their caches."""
     preempted_rows: int = 0
-    """Times that a row gave its blocks up for older rows."""
+    """Number of times that a row was preempted by older rows."""
     resumed_rows: int = 0
-    """Rows that went on with their own blocks after their environment had answered."""
+    """Rows that continued in their own blocks after their environment answered."""
     rebuilt_rows: int = 0
-    """Rows whose blocks others had got meanwhile, or whose observation was too long to be fed."""
+    """Rows whose blocks had been taken by others, or whose observation was too long to be fed token by token."""
     row_steps: int = 0
-    """Rows times steps, also of known tokens: the number of tokens that could have been drawn."""
+    """Rows times steps, including forced tokens: the number of tokens that could have been sampled."""
     generated_tokens: int = 0
 
     @classmethod

@@ -23,10 +23,10 @@ class GenerationRequest:
     max_new_tokens: int | Sequence[int]
     """Maximum number of completion tokens: one number for all samples, or one per sample in order."""
     stop: tuple[str, ...] = ()
-    """Texts that end a completion; see `app.rollout.sequence.stop_length`."""
+    """Strings that end a completion; see `app.rollout.sequence.stop_length`."""
     first_group_id: int = 0
     """Group id of the first prompt."""
     route_shape: RouteShape | None = None
     """Sizes of the routes that its samples get; None = none."""
     is_evaluation: bool = False
-    """Whether the lengths of its samples say nothing about those of training."""
+    """Whether the lengths of its samples must not be used to schedule training."""

@@ -29,15 +29,15 @@ DecodeText = Callable[[Sequence[int]], str]
 
 
 class Opening(NamedTuple):
-    """How a conversation with an environment begins."""
+    """The opening of a conversation with an environment."""
 
     prompt: Prompt
-    """What the policy reads first."""
+    """The prompt that the policy reads first."""
     start: EpisodeStart
     messages: Messages | None
-    """What the environment says first; None = the prompt of the data set."""
+    """The environment's first messages; None = the data set's prompt."""
     failure: Failure | None = None
-    """Why the environment does not open it."""
+    """Why the environment failed to open it."""
 
 
 @dataclass(eq=False)
@@ -48,9 +48,9 @@ class RolloutSequence:
     sample_index: int
     max_new_tokens: int
     noise_step: int
-    """Policy version in the key of its noise, whichever versions of the weights draw its tokens."""
+    """Policy version in its noise key, whichever versions of the weights sample its tokens."""
     num_tokens: int = 0
-    """Number of completion tokens drawn so far."""
+    """Number of completion tokens so far."""
     num_segments: int = 0
     started_s: float = 0.0
     """Time of its first admission, by `time.perf_counter`."""
@@ -61,8 +61,8 @@ class RolloutSequence:
     worker: str = ""
     """Name of its last worker, or the process index if there are no workers."""
     segment_tokens: list[np.ndarray] = field(default_factory=list)
-    """Tokens of each segment, int32 [3 + words, tokens]: ids, bits of the logprobs, bits of the kept-mass logs, and the
-    routes of the token before each if they are recorded."""
+    """Tokens of each segment, int32 [3 + words, tokens]: ids, bits of the logprobs, bits of the kept-mass logs, and, if
+    recorded, the routes of the preceding token."""
     segment_versions: list[tuple[int, int]] = field(default_factory=list)
     """(version of the weights, number of tokens) for each segment."""
     prompt_routes: Int32[np.ndarray, "S words"] | None = None
@@ -72,19 +72,19 @@ class RolloutSequence:
     opening: Opening | None = None
     """How its conversation began, for the environment."""
     max_turn_tokens: int | None = None
-    """Most tokens of a turn; None = as many as the whole sample may have."""
+    """Maximum tokens of a turn; None = only the sample's limit."""
     turns: tuple[Turn, ...] = ()
     """Turns that the environment has answered."""
     turn_start: int = 0
-    """Place of the first token of the present turn."""
+    """Index of the first token of the current turn."""
     turn_end: str | None = None
-    """While the environment has to answer: how the turn ended, `stop` or `length`."""
+    """While it waits for the environment: how the turn ended, `stop` or `length`."""
     episode: Episode | None = None
     """All turns, once the sample is done."""
     name: str = ""
     """Its uid in the schedule of its rollout."""
     key: str = field(default_factory=lambda: uuid.uuid4().hex)
-    """Tells it from all other rows; copies of a row share it."""
+    """Unique key of the row; copies of a row share it."""
 
     @property
     def uid(self) -> str:
@@ -92,12 +92,12 @@ class RolloutSequence:
 
     @property
     def is_acting(self) -> bool:
-        """Whether its environment has to answer before it goes on."""
+        """Whether it waits for its environment."""
         return self.turn_end is not None and self.finish_reason is None
 
     @property
     def num_allowed(self) -> int:
-        """Number of tokens that may still be drawn in this turn."""
+        """Number of tokens that may still be sampled in this turn."""
         left = self.max_new_tokens - self.num_tokens
         of_turn = self.num_tokens - self.turn_start
         return left if self.max_turn_tokens is None else min(left, self.max_turn_tokens - of_turn)
@@ -128,7 +128,7 @@ class RolloutSequence:
 
     @property
     def policy_versions(self) -> Int32[np.ndarray, "C"]:
-        """Version of the weights that drew each token."""
+        """Version of the weights that sampled each token."""
         versions, counts = np.asarray(self.segment_versions, np.int32).reshape(-1, 2).T
         return np.repeat(versions, counts)
 
@@ -136,7 +136,7 @@ class RolloutSequence:
         return np.concatenate([np.zeros(0, np.int32), *(drawn[number] for drawn in self.segment_tokens)])
 
     def routes(self, shape: RouteShape) -> UInt8[np.ndarray, "S+C L k"]:
-        """Returns the routes of all tokens; `UNRECORDED` where there are none, as for the last, which was not fed."""
+        """Returns the routes of all tokens; `UNRECORDED` where there are none, as for the last token."""
         length = len(self.prompt.token_ids)
         routes = np.full((length + self.num_tokens, *shape), UNRECORDED, np.uint8)
         if self.prompt_routes is not None:
@@ -150,16 +150,16 @@ class RolloutSequence:
 
     @property
     def is_collected(self) -> bool:
-        """Whether all drawn tokens have been copied from the devices."""
+        """Whether all sampled tokens have been copied from the devices."""
         return sum(count for _, count in self.segment_versions) == self.num_tokens
 
     def newly_contains(self, stop: tuple[str, ...], stop_text: DecodeText) -> bool:
-        """Returns whether the text of the last collected segment, with that before it, contains a stop string."""
+        """Returns whether the text of the last collected segment, with the text before it, contains a stop string."""
         if not stop or not self.segment_tokens:
             return False
         ids, overlap = self.token_ids.tolist(), max(len(string.encode()) for string in stop)
         last = ids[-(self.segment_tokens[-1].shape[1] + overlap) :]
-        # The text of the last tokens alone may differ from that of all tokens, which decides.
+        # The text of the last tokens may differ in isolation, so the text of all tokens decides.
         return all(stop_length(some, stop, stop_text) is not None for some in (last, ids))
 
     def to_sample(
@@ -223,7 +223,7 @@ class SuspendedSequence(NamedTuple):
     cache: KVCache | None = None
     """Its cache, on the devices where it ran; None = the cache must be recomputed."""
     length: int = 0
-    """Number of its first tokens of prompt and completion that the cache holds, and one more, which is fed next."""
+    """Number of prompt and completion tokens in the cache, plus one, which is fed next."""
 
 
 def make_sequences(prompts: Sequence[Prompt], request: GenerationRequest, *, noise_step: int) -> list[RolloutSequence]:
@@ -237,9 +237,9 @@ def make_sequences(prompts: Sequence[Prompt], request: GenerationRequest, *, noi
 
 
 def gather_sequences(own: Sequence[RolloutSequence]) -> list[RolloutSequence]:
-    """Returns the new rows of all hosts, which must call it together, in the same order on each: by turns.
+    """Returns the new rows of all hosts, interleaved, in the same order on each. All hosts must call it together.
 
-    The rows of other hosts have only what their tokens depend on.
+    Rows of other hosts have only the fields on which their tokens depend.
     """
     prompts = {id(row.prompt): row.prompt for row in own}
     numbers = {key: number for number, key in enumerate(prompts)}
@@ -259,14 +259,13 @@ def gather_sequences(own: Sequence[RolloutSequence]) -> list[RolloutSequence]:
 
 
 def stop_length(token_ids: Sequence[int], stop: Sequence[str], stop_text: DecodeText) -> int | None:
-    """Returns the number of tokens up to the first with which the text contains a stop string; None if there is none.
+    """Returns the number of tokens up to the one that completes a stop string; None if there is none.
 
-    Devices draw tokens without knowing their text, so the host cuts a finished sample, as in vLLM and TRL. What is cut
-    off changes nothing before it: not a token, a logprob or another sample. Between segments, slots free the rows that
-    contain a stop string.
+    Devices sample tokens without their text, so the host cuts a finished sample, as in vLLM and TRL. This does not
+    affect earlier tokens, logprobs or other samples. Between segments, slots free the rows that contain a stop string.
 
     Args:
-        stop_text: converts token ids to text that still contains a stop string with more tokens.
+        stop_text: converts token ids to text in which a stop string is not changed by further tokens.
     """
 
     def is_stopped(count: int) -> bool:

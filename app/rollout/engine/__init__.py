@@ -1,1 +1,1 @@
-"""Continuous batching: rows that come and go in slots over a cache of blocks."""
+"""Continuous batching: rows enter and leave slots over a paged KV cache."""

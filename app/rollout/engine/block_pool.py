@@ -1,6 +1,6 @@
-"""Which blocks of a device's KV cache are free, and which hold prompts that several samples share.
+"""Tracks which KV blocks of a device are free, and which contain shared prompts.
 
-Block 0 belongs to no row: it stands in tables where a row has no block.
+Block 0 belongs to no row: it fills unused table entries.
 
 Source: Kwon et al. 2023, PagedAttention, sections 4.2 to 4.4.
 """
@@ -13,9 +13,9 @@ from itertools import chain
 
 
 class BlockPool:
-    """Counts the holders of each block: rows, and the prompts that are kept for samples to come.
+    """Counts the references to each block, from rows and from prompts kept for later samples.
 
-    Prompts that no row shares are dropped when their blocks are needed, least recently used first.
+    Prompts without rows are dropped when their blocks are needed, least recently used first.
     """
 
     def __init__(self, num_blocks: int):
@@ -30,7 +30,7 @@ class BlockPool:
         """Returns how many blocks can be allocated without dropping the prompt `keeping`.
 
         Args:
-            released: blocks of each row that would be released first.
+            released: blocks of rows to be released first.
         """
         droppable = [blocks for key, blocks in self._prompts.items() if key != keeping]
         given_up = Counter(chain(*droppable, *released))
@@ -45,7 +45,7 @@ class BlockPool:
         return blocks
 
     def allocate(self, count: int) -> list[int]:
-        """Returns blocks for one holder; at most `num_available` can be allocated."""
+        """Returns blocks with one reference each; at most `num_available` can be allocated."""
         while len(self._free) < count:
             frees_any = (key for key, held in self._prompts.items() if any(self._holders[b] == 1 for b in held))
             self._drop_prompt(next(frees_any))
@@ -54,15 +54,15 @@ class BlockPool:
         return taken
 
     def keep_prompt(self, key: bytes, blocks: list[int]) -> None:
-        """Keeps allocated blocks as those of a prompt."""
+        """Keeps allocated blocks as a prompt's."""
         self._prompts[key] = blocks
 
     def share(self, blocks: Iterable[int]) -> None:
-        """Adds a holder to blocks."""
+        """Adds a reference to blocks."""
         self._holders.update(blocks)
 
     def release(self, blocks: Iterable[int]) -> None:
-        """Removes a holder of blocks; those without any are free."""
+        """Removes a reference to blocks; blocks without references are free."""
         for block in blocks:
             self._holders[block] -= 1
             if not self._holders[block]:
@@ -74,13 +74,13 @@ class BlockPool:
             self._drop_prompt(key)
 
     def spoil(self, blocks: Sequence[int], prompt: bytes) -> None:
-        """Marks blocks of a row that may hold values that are not finite, and those of its prompt, which it drops."""
+        """Marks blocks of a row that may contain non-finite values, and its prompt's, and drops the prompt."""
         self._spoilt.update(blocks, self._prompts.get(prompt, ()))
         if prompt in self._prompts:
             self._drop_prompt(prompt)
 
     def take_spoilt(self) -> list[int]:
-        """Returns the marked blocks that are free, which must now be overwritten."""
+        """Returns the marked blocks that are now free and must be overwritten."""
         taken = [block for block in self._spoilt if not self._holders[block]]
         self._spoilt.difference_update(taken)
         return taken

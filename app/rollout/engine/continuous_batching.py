@@ -27,11 +27,11 @@ from settings.schema.rollout import SegmentSettings
 class ContinuousBatchGenerator(SampleGenerator):
     """Generates one queue of samples in the slots of one engine.
 
-    Where the engine has the devices of all hosts, so has the queue their samples: all hosts take the same decisions,
-    which depend on token counts alone, and each yields its own samples.
+    If the engine spans all hosts' devices, the queue has all hosts' samples: all hosts make the same decisions, which
+    depend only on token counts, and each yields its own samples.
 
     Args:
-        segment_rule: rule for the length of segments. It depends only on token counts, so runs are exactly repeatable.
+        segment_rule: rule for the length of segments; depends only on token counts, so runs are exactly repeatable.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class ContinuousBatchGenerator(SampleGenerator):
         self._segment_rule = segment_rule
         self._spans_hosts = num_hosts(engine.programs.mesh) > 1
         self.on_progress: Callable[[int, int, int], None] | None = None
-        """Called in each segment with the number of samples that are done, of all samples, and of generated tokens."""
+        """Called in each segment with the numbers of finished samples, all samples, and generated tokens."""
 
     def compile(self, rules: SamplingRules) -> None:
         """Compiles the engine's programs; see `SampleGenerator.compile`."""
@@ -65,7 +65,7 @@ class ContinuousBatchGenerator(SampleGenerator):
         assert not rows
 
     def take_counters(self) -> RolloutCounters:
-        """Returns the counts since the last call; of a queue of all hosts, process 0 has the counts."""
+        """Returns the counts since the last call; for a queue of all hosts, on process 0."""
         counters = self.engine.counters.take()
         return RolloutCounters() if self._spans_hosts and jax.process_index() > 0 else counters
 
@@ -74,7 +74,7 @@ class ContinuousBatchGenerator(SampleGenerator):
         return self.engine.footprint()
 
     def _decode_segments(self, rows: Sequence[RolloutSequence]) -> Iterator[None]:
-        """Decodes until every row is done; yields each time rows may be done and collected."""
+        """Decodes until every row is done; yields whenever rows may be done and collected."""
         engine, waiting, lengths, num_rows = self.engine, deque(rows), list[int](), len(rows)
         answered: deque[RolloutSequence] = deque()
         segment: SegmentResult | None = None
@@ -96,7 +96,7 @@ class ContinuousBatchGenerator(SampleGenerator):
                 segment = None
             if engine.active_rows:
                 segment = engine.finish_segment()
-                # Of the segments before: the tokens of this one are read during the next one.
+                # Tokens of earlier segments; this segment's tokens are read during the next one.
                 engine.finish_stopped_rows()
                 lengths += [row.num_tokens for row in segment.finished]
             if self.conversations is not None and self._num_acting:
@@ -110,7 +110,7 @@ class ContinuousBatchGenerator(SampleGenerator):
                 yield
 
     def _raise_if_stopped(self) -> None:
-        """Raises StoppedError if a stop was requested; if hosts share the queue, of any of them."""
+        """Raises StoppedError if a stop was requested; on any host, if hosts share the queue."""
         stops = self.stop_requested()
         if self._spans_hosts:
             stops = bool(max_over_hosts(np.asarray(int(stops))))
@@ -122,13 +122,13 @@ class ContinuousBatchGenerator(SampleGenerator):
         return 0 if self.conversations is None else self.conversations.num_acting
 
     def _limits(self, *, has_waiting: bool, lengths: Sequence[int]) -> SegmentLimits:
-        """Returns the limits of the next segment, given the lengths of the samples that are done."""
+        """Returns the limits of the next segment, given the lengths of finished samples."""
         engine = self.engine
         prior = prior_mean_length(max(row.max_new_tokens for row in engine.active_rows))
         return segment_limits(
             self._segment_rule,
             num_active=len(engine.active_rows),
-            # Rows whose turns end early wait for their environments to hear of it.
+            # Rows whose turns end early wait for the segment's end before their environments are called.
             has_waiting=has_waiting or self.conversations is not None,
             mean_length=max(sum(lengths) / len(lengths), 1.0) if lengths else prior,
             batch_sizes=engine.shapes.batch_buckets[:-1],
@@ -136,10 +136,10 @@ class ContinuousBatchGenerator(SampleGenerator):
         )
 
     def _admit(self, answered: deque[RolloutSequence], waiting: deque[RolloutSequence], *, num_unsent: int) -> None:
-        """Admits rows to free slots: first those that were answered, then new ones as long as not too many act.
+        """Admits rows to free slots: first answered ones, then new ones unless too many wait for environments.
 
         Args:
-            num_unsent: number of rows whose turns have ended and that are not sent to their environments yet.
+            num_unsent: number of rows with a finished turn that is not yet sent to its environment.
         """
         admitted = [answered.popleft() for _ in range(min(len(answered), self.engine.num_free_slots))]
         num_new = self.engine.num_free_slots - len(admitted)

@@ -1,4 +1,4 @@
-"""Slots on one mesh, decoded segment by segment: a step is schedule, run, postprocess.
+"""Slots on one mesh, decoded segment by segment: schedule, run, postprocess.
 
 Between segments, waiting samples are admitted to free slots and others may be suspended. A segment runs on the devices
 while the host reads the tokens of the previous one.
@@ -39,7 +39,7 @@ class SegmentResult:
 
     decoded: Sequence[DecodedRow]
     waited: Sequence[RolloutSequence]
-    """Rows of the engine for which there were no blocks."""
+    """Rows that waited for blocks."""
     steps: int
     policy_version: int
     _slots: Sequence[Slot]
@@ -71,14 +71,13 @@ class SlotEngine:
 
     Args:
         eos_ids: every token id that ends a sequence.
-        exact: whether the tokens of a suspended sample without a cache are fed again through the program that drew
-            them; otherwise a prefill recomputes the cache, which rounds differently.
-        stop_text: converts token ids to the text in which to find stop strings between segments; None = only when they
-            are cut.
+        exact: whether to replay the tokens of a suspended sample without a cache through the decode program that
+            sampled them; otherwise a prefill recomputes the cache, which rounds differently.
+        stop_text: converts token ids to text, to find stop strings between segments; None = only in finished samples.
         programs: programs of another engine with the same arguments, shared so that they are compiled only once.
 
     Raises:
-        InputError: the blocks do not hold one sample.
+        InputError: the blocks cannot hold one sample.
     """
 
     def __init__(
@@ -113,14 +112,14 @@ class SlotEngine:
         Args:
             suspends: whether samples may be suspended.
         """
-        # The truncating sampler also serves rules that exclude no token, which saves a program.
+        # The truncating sampler also handles rules that exclude no token, which saves a program.
         truncates = rules.truncates or self.programs.truncates
         recomputes = self.recomputes or (suspends and not self.exact)
         self.programs.compile(suspends=suspends, recomputes=recomputes, truncates=truncates)
 
     @property
     def recomputes(self) -> bool:
-        """Whether a prefill computes the caches of preempted rows and of long observations."""
+        """Whether a prefill recomputes the caches of preempted rows and of long observations."""
         return (self.programs.preempts or self.shapes.max_forced > 0) and not self.exact
 
     def open(self, weights: DecodeWeights, request: GenerationRequest, *, suspends: bool = False) -> None:
@@ -149,7 +148,7 @@ class SlotEngine:
 
     @property
     def active_rows(self) -> list[RolloutSequence]:
-        """All rows of the engine, none of which is finished."""
+        """All unfinished rows of the engine."""
         return self.scheduler.active_rows
 
     @property
@@ -164,17 +163,17 @@ class SlotEngine:
         self.shapes.prompt_bucket(length)
         if length + row.max_new_tokens > self.shapes.max_length:
             raise InputError(
-                f"rollout.max_new_tokens: {length} + {row.max_new_tokens} tokens of prompt and completion are more "
-                f"than the {self.shapes.max_length} that fit into a slot; lower this setting or data.max_prompt_length"
+                f"rollout.max_new_tokens: {length} + {row.max_new_tokens} tokens of prompt and completion exceed "
+                f"the {self.shapes.max_length} that fit into a slot; lower this setting or data.max_prompt_length"
             )
 
     def prefill(self, prompts: Iterable[Prompt]) -> None:
-        """Prefills prompts of samples that come next; see `SlotScheduler.prefill`."""
+        """Prefills prompts of upcoming samples; see `SlotScheduler.prefill`."""
         self.scheduler.prefill(prompts)
         self._carry_out()
 
     def admit(self, rows: Sequence[RolloutSequence | SuspendedSequence]) -> None:
-        """Puts rows into free slots. Those for which there are no blocks yet follow before later segments.
+        """Puts rows into free slots. Rows without blocks follow before later segments.
 
         All of them must fit into a slot; see `check_fits`.
         """
@@ -188,7 +187,7 @@ class SlotEngine:
         self._carry_out()
 
     def forget(self, key: str) -> None:
-        """Frees the blocks of a parked row that does not come back."""
+        """Frees the blocks of a parked row that will not return."""
         self.scheduler.forget(key)
         self._carry_out()
 
@@ -213,8 +212,8 @@ class SlotEngine:
     def start_segment(self, limits: SegmentLimits) -> None:
         """Schedules a segment, dispatches it and returns at once.
 
-        It also ends when all rows are done, when the blocks are full, or, while rows wait for blocks, as soon as a row
-        is done.
+        The segment also ends when all rows are done, when the blocks are full, or, while rows wait for blocks, as soon
+        as a row is done.
         """
         assert self._running is None and self.active_rows
         segment = self.scheduler.schedule(limits, is_stopped=self._is_stopped)
@@ -245,7 +244,7 @@ class SlotEngine:
         self._carry_out()
 
     def _is_stopped(self, row: RolloutSequence) -> bool:
-        """Returns whether a row that would give its blocks up is done, by the tokens of the last segment, too."""
+        """Returns whether a row about to be preempted is already done, also by the tokens of the last segment."""
         if self._last is not None:
             self._last.collect()
         return self._contains_stop(row)

@@ -1,7 +1,7 @@
 """Compiled programs of slots: a small set, compiled before the first of them is used.
 
-The cache is a pool of blocks on each device, which stays there and is updated in place. A table of blocks for each row,
-and a few integers, are sent to the devices with each segment.
+The cache is a pool of blocks on each device, which stays there and is updated in place. A block table for each row and
+a few integers are sent to the devices with each segment.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from app.rollout.scheduling.segment_limits import SegmentLimits
 from settings.errors import InputError
 
 MAX_COMPILING = 16
-"""Programs that are compiled at the same time, each of which takes memory meanwhile."""
+"""Maximum number of concurrent compilations, each of which takes memory."""
 
 
 def prefill_blocks(
@@ -65,7 +65,7 @@ def prefill_blocks(
     Returns the pool, and the routes of the tokens if they are recorded.
 
     Args:
-        targets: a number beyond the pool for blocks that are not written.
+        targets: block indices; an index beyond the pool is not written.
     """
     _, fresh, routes = prefill(definition, weights, token_ids, lengths)
 
@@ -87,9 +87,9 @@ def prefill_blocks(
 def copy_blocks(
     pool: KVCache, sources: Int32[Array, "n"], targets: Int32[Array, "n"], counts: Int32[Array, "D"]
 ) -> KVCache:
-    """Copies, on each device, its first blocks `sources` to `targets`, as many as it counts; -1 stands for zeros.
+    """Copies on each device the first `counts` blocks `sources` to `targets`; source -1 means zeros.
 
-    No target is the source of another.
+    No target is the source of another copy.
     """
 
     def copy_together(pool: Array, sources: Array, targets: Array, counts: Array) -> tuple[Array]:
@@ -105,12 +105,12 @@ def copy_blocks(
 
         return (jax.lax.fori_loop(0, counts[0], copy_one, pool),)
 
-    # With a GPU, the host waits for every turn of a loop. Others copy only what is counted, which is mostly little.
+    # On GPUs, the host waits for every iteration of a loop. Others copy only the counted blocks, usually few.
     return _map_pool(copy_together if current_device()[0] == "gpu" else copy, pool, sources, targets, counts)
 
 
 def take_row(pool: KVCache, blocks: Int32[Array, "DM"]) -> KVCache:
-    """Returns the M blocks of a row, which one device has; the others pass -1."""
+    """Returns the M blocks of a row on one device; the other devices pass -1."""
     mesh, axes = jax.sharding.get_abstract_mesh(), LOGICAL_AXIS_RULES[cache_dims(pool[0].keys)[0]]
 
     def take(pool: Array, blocks: Array) -> tuple[Array]:
@@ -126,7 +126,7 @@ def take_row(pool: KVCache, blocks: Int32[Array, "DM"]) -> KVCache:
 
 
 def put_row(pool: KVCache, row: KVCache, blocks: Int32[Array, "DM"]) -> KVCache:
-    """Writes the M blocks of a row to one device; the others pass numbers beyond the pool."""
+    """Writes the M blocks of a row to one device; the other devices pass indices beyond the pool."""
 
     def put(pool: Array, row: Array, blocks: Array) -> tuple[Array]:
         return (pool.at[blocks].set(row, mode="drop"),)
@@ -146,10 +146,10 @@ def _select_rows(mask: Bool[Array, "n"], x: Array | int, y: Array | int) -> Arra
 
 
 def _map_pool(function: Callable[..., tuple[Array]], pool: KVCache, *others: Array | KVCache) -> KVCache:
-    """Returns `function` of each array of a pool on each device.
+    """Applies `function` to each array of a pool on each device.
 
     Args:
-        others: further arguments: trees like the pool, whose arrays are split like it, or arrays with rows of devices.
+        others: further arguments: trees with the pool's structure and sharding, or arrays with one row per device.
     """
 
     def run(array: Array, *others: Array) -> Array:
@@ -185,7 +185,7 @@ class SlotPrograms:
     block_size: int = field(init=False)
     """Tokens of a block."""
     num_blocks: int = field(init=False)
-    """Blocks on each device, of which the first belongs to no row."""
+    """Blocks on each device; the first belongs to no row."""
     _compiled: dict[ProgramName, Callable[..., Any]] = field(default_factory=dict, init=False)
     _compiled_for: set[tuple[bool, bool, bool]] = field(default_factory=set, init=False)
 
@@ -202,8 +202,8 @@ class SlotPrograms:
         least = self._blocks_for_rows(1)
         if shapes.num_blocks and shapes.num_blocks < least:
             raise InputError(
-                f"rollout.kv_blocks: {shapes.num_blocks} blocks of {self.block_size} tokens on each device do not hold "
-                f"one row of {shapes.max_row_length} tokens; set it to at least {least}, or to null, or lower "
+                f"rollout.kv_blocks: {shapes.num_blocks} blocks of {self.block_size} tokens on each device cannot "
+                f"hold one row of {shapes.max_row_length} tokens; set it to at least {least}, or to null, or lower "
                 "rollout.max_new_tokens or rollout.workers.fast.max_length"
             )
 
@@ -214,12 +214,12 @@ class SlotPrograms:
 
     @property
     def blocks_per_sample(self) -> int:
-        """Blocks of the longest sample, as which a row moves between slots of any limit."""
+        """Blocks of the longest sample; rows move between slots with different limits in this form."""
         return self.blocks_for(self.shapes.max_length)
 
     @property
     def table_width(self) -> int:
-        """Blocks of a row in the table; as many as of a sample if slots of other limits must round alike."""
+        """Blocks of a row in the table; as for the longest sample if slots with other limits must round alike."""
         return self.blocks_per_row if self.shapes.rows_together is None else self.blocks_per_sample
 
     def blocks_for(self, num_tokens: int) -> int:
@@ -227,11 +227,11 @@ class SlotPrograms:
         return -(-num_tokens // self.block_size)
 
     def blocks_for_row(self, num_tokens: int) -> int:
-        """Returns the number of blocks that a row has here which may grow to so many tokens elsewhere."""
+        """Returns the number of blocks for `num_tokens` tokens, at most those of the longest row of these slots."""
         return min(self.blocks_for(num_tokens), self.blocks_per_row)
 
     def _blocks_for_rows(self, num_rows: int) -> int:
-        """Returns the blocks that hold rows of any lengths, with block 0 and the last block of a prompt to copy."""
+        """Returns the number of blocks for rows of any lengths, with block 0 and a copy of a prompt's last block."""
         return num_rows * self.blocks_per_row + 2
 
     @property
@@ -242,7 +242,7 @@ class SlotPrograms:
 
     @property
     def preempts(self) -> bool:
-        """Whether there may be fewer blocks than rows need."""
+        """Whether rows may need more blocks than there are."""
         return self.num_blocks < self._blocks_for_rows(self.shapes.num_slots // self.num_shards)
 
     @property
@@ -261,7 +261,7 @@ class SlotPrograms:
 
         Args:
             suspends: whether samples may leave their slots before they are done.
-            recomputes: whether suspended samples may continue without caches, which a prefill then recomputes.
+            recomputes: whether a prefill may have to recompute the caches of suspended samples.
             truncates: whether the sampling rules can exclude tokens.
         """
         if (suspends, recomputes, truncates) in self._compiled_for:
@@ -289,7 +289,7 @@ class SlotPrograms:
         return {name: self._lower(spec) for name, spec in specs.items()}
 
     def with_scarce_blocks(self, num_rows: int) -> SlotPrograms:
-        """Returns programs for the same slots, with blocks for so many full rows on each device."""
+        """Returns programs for the same slots, with blocks for `num_rows` full rows on each device."""
         scarce = replace(self, shapes=self.shapes._replace(has_large_blocks=False))
         return replace(scarce, shapes=scarce.shapes._replace(num_blocks=scarce._blocks_for_rows(num_rows)))
 
@@ -305,14 +305,14 @@ class SlotPrograms:
 
     @property
     def abstract_row(self) -> KVCache:
-        """Shapes and shardings of the blocks of one sample, which every device gets that holds other rows."""
+        """Shapes and shardings of the blocks of one sample, replicated over the devices with different rows."""
         shapes = self._cache_shapes(self.blocks_per_sample)
         dims = jax.tree.map(lambda x: ("tokens", *cache_dims(x, self.mesh)[1:]), self.abstract_pool)
         return abstract_arrays(shapes, sharding_tree(self.mesh, shapes, dims))
 
     def _cache_shapes(self, num_blocks: int) -> KVCache:
         is_int8 = self.shapes.kv_cache == "int8"
-        # On a CPU, XLA would convert a whole pool of bfloat16 to write a token into it.
+        # On CPUs, XLA would convert the whole bfloat16 pool to write one token.
         dtype = jnp.float32 if device_platform(self.mesh.devices.flat[0]) == "cpu" else self.dtype
         return cache_shapes(self.definition.architecture, num_blocks, self.block_size, dtype, is_int8=is_int8)
 
@@ -347,7 +347,7 @@ class SlotPrograms:
         return specs
 
     def _prefill_program(self, rows: int, length: int) -> ProgramSpec:
-        """Returns a prefill of so many rows on each device."""
+        """Returns the prefill program for `num_rows` rows on each device."""
         pool, rows = self.abstract_pool, rows * self.num_shards
         ids, targets = self._replicated(rows, length), self._replicated(rows, self.blocks_for(length))
         arguments = self.abstract_weights, pool, ids, self._replicated(rows), targets
@@ -374,11 +374,11 @@ class SlotPrograms:
 
 
 def compile_together(programs: Collection[Lowered]) -> list[Compiled]:
-    """Compiles programs in parallel, since XLA works outside of Python's lock."""
+    """Compiles programs in parallel, since XLA releases the GIL."""
     with ThreadPoolExecutor(min(MAX_COMPILING, os.cpu_count() or 1)) as pool:
         return list(pool.map(Lowered.compile, programs))
 
 
 def _donate_options(number: int, cache: KVCache) -> dict[str, Any]:
-    """Returns the `jax.jit` options for updating the cache, which is argument `number`, in place."""
+    """Returns the `jax.jit` options for updating the cache, argument `number`, in place."""
     return {"donate_argnums": number, "out_shardings": tree_shardings(cache)}

@@ -1,6 +1,6 @@
-"""The arrays of an engine, and the programs that change them: weights, and a KV cache of blocks on all devices.
+"""The arrays of an engine, weights and paged KV cache, and the programs that change them.
 
-It decides nothing: who has which slot and blocks is up to `SlotScheduler`.
+`SlotScheduler` decides which row has which slot and blocks.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ class SlotRunner:
         self.weights: DecodeWeights | None = None
         self.cache: KVCache = ()
         self._prompt_routes: dict[bytes, tuple[Array, int]] = {}
-        """Token ids of a prompt -> the routes of prefilled prompts, and its number among them."""
+        """Token ids of a prompt -> the routes of prefilled prompts, and its index among them."""
 
     def open(self, request: GenerationRequest) -> None:
         """Allocates the blocks for a rollout under the rules and the seed of a request."""
         self._truncates = self._programs.truncates
         temperature, top_k, top_p, min_p = request.rules
-        # In the dtypes that compiled programs expect.
+        # With the dtypes that compiled programs expect.
         rules = np.float32(temperature), np.int32(top_k), np.float32(top_p), np.float32(min_p)
         self._rules, self._seed = SamplingRules(*rules), np.int32(request.seed)  # pyright: ignore[reportArgumentType]
         self.cache = self._programs["open",]()
@@ -46,7 +46,7 @@ class SlotRunner:
         self.weights, self.cache, self._prompt_routes = None, (), {}
 
     def carry_out(self, work: CacheWork) -> None:
-        """Dispatches the programs that do the work."""
+        """Dispatches the programs for this cache work."""
         self._prefill(work.prefills)
         self._copy(work.copies)
         for device, blocks, cache in work.insertions:
@@ -69,7 +69,7 @@ class SlotRunner:
     def _tables(
         self, segment: ScheduledSegment
     ) -> tuple[Int32[np.ndarray, "7 B"], Int32[np.ndarray, "B M"], Int32[np.ndarray, "F B"]]:
-        """Returns the `RowTable` of the batch, its tables of blocks, and the tokens that are known already."""
+        """Returns the `RowTable` of the batch, its block tables, and the forced tokens."""
         max_forced = self._programs.shapes.max_forced
         table = np.zeros((len(RowTable._fields), segment.num_rows), np.int32)
         blocks = np.zeros((segment.num_rows, self._programs.table_width), np.int32)
@@ -86,7 +86,7 @@ class SlotRunner:
         return self._programs["take",](self.cache, self._places(device, blocks, missing=-1))
 
     def _prefill(self, prefills: Sequence[Prefill]) -> None:
-        """Prefills rows of tokens, on all devices at once."""
+        """Prefills rows of tokens on all devices at once."""
         programs, shapes = self._programs, self._programs.shapes
         buckets = sorted({*shapes.prompt_buckets, *shapes.recompute_buckets})
         by_bucket: dict[int, list[list[Prefill]]] = {}
@@ -125,7 +125,7 @@ class SlotRunner:
             self.cache = self._programs["copy",](self.cache, *pairs.reshape(2, -1), counts)
 
     def _places(self, device: int, blocks: Sequence[int], *, missing: int) -> Int32[np.ndarray, "DM"]:
-        """Returns the blocks of a row for its device, padded to those of a sample, and `missing` for all others."""
+        """Returns the blocks of a row for its device, padded to a full sample, and `missing` for all other devices."""
         places = np.full((self._num_devices, self._programs.blocks_per_sample), missing, np.int32)
         places[device, : len(blocks)] = blocks
         return places.reshape(-1)

@@ -21,16 +21,16 @@ class SampleGenerator(ABC):
     """Generates any number of samples in slots.
 
     Args:
-        engine: the slots, or those with the largest cache.
+        engine: the slots; with workers, the ones with the largest cache.
         decode_text: converts token ids to text.
-        stop_text: converts token ids to the text in which stop strings are found; see `stop_length`.
+        stop_text: converts token ids to text, to find stop strings; see `stop_length`.
     """
 
     def __init__(self, engine: SlotEngine, *, decode_text: DecodeText, stop_text: DecodeText):
         self.engine = engine
         self._decode_text, self._stop_text = decode_text, stop_text
         self.conversations: Conversations | None = None
-        """Answers the turns of samples; None = samples have one turn."""
+        """Answers the turns of samples; None = single-turn samples."""
         self.stop_requested: StopCheck = never_stop
 
     def generate(self, weights: DecodeWeights, prompts: Sequence[Prompt], request: GenerationRequest) -> list[Sample]:
@@ -45,7 +45,7 @@ class SampleGenerator(ABC):
         *,
         skipped_uids: Container[str] = (),
     ) -> Iterator[Sample]:
-        """Yields the samples of `generate`, each as soon as it and all earlier samples are done.
+        """Yields the samples of `generate`, each once it and all earlier samples are done.
 
         Args:
             skipped_uids: uids of samples to leave out.
@@ -53,7 +53,7 @@ class SampleGenerator(ABC):
         Raises:
             InputError: a prompt does not fit into a slot.
             StoppedError: a stop was requested. The slots are free afterwards.
-            WorkerDiedError: all workers have died that could hold the samples.
+            WorkerDiedError: all workers that could hold the samples have died.
         """
         sequences = self.make_rows(
             prompts, request, noise_step=request.policy_version, stop_requested=self.stop_requested
@@ -72,7 +72,7 @@ class SampleGenerator(ABC):
         noise_step: int,
         stop_requested: StopCheck = never_stop,
     ) -> list[RolloutSequence]:
-        """Returns the rows of `make_sequences`, with the prompts as environments open them.
+        """Returns the rows of `make_sequences`, with prompts opened by their environments.
 
         Raises:
             InputError: a prompt does not fit into a slot.

@@ -1,7 +1,7 @@
-"""Which rows have slots and blocks, without arrays: rows are admitted, grow, are preempted, parked or suspended.
+"""Assigns slots and blocks to rows, without arrays: rows are admitted, grow, are preempted, parked or suspended.
 
-Every row has a table of blocks on one device, so that memory follows its tokens, and samples of a prompt share its full
-blocks. Where blocks run out, the newest row of the device gives its own up and waits in the queue.
+Every row has a block table on one device, so that memory grows with its tokens, and samples of a prompt share its full
+blocks. If blocks run out, the newest row of the device is preempted and waits in the queue.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ class Prefill(NamedTuple):
     device: int
     token_ids: Int32[np.ndarray, "n"]
     blocks: list[int]
-    """The block of each part of the tokens."""
+    """The block of each chunk of the tokens."""
     is_prompt: bool
-    """Whether rows will share what is computed."""
+    """Whether rows will share the result."""
 
 
 @dataclass
 class CacheWork:
-    """What is done to the blocks before the next segment, in this order."""
+    """Operations on blocks before the next segment, in this order."""
 
     prefills: list[Prefill] = field(default_factory=list)
     copies: list[tuple[int, int, int]] = field(default_factory=list)
-    """Device, source and target; the source -1 stands for zeros."""
+    """(device, source, target); source -1 means zeros."""
     insertions: list[tuple[int, list[int], KVCache]] = field(default_factory=list)
-    """Device, blocks of a row, and what they will hold."""
+    """(device, blocks of a row, their new content)."""
     held: list[tuple[int, list[int]]] = field(default_factory=list)
-    """Device, and blocks of a prompt that are in use until then."""
+    """(device, blocks of a prompt) in use until then."""
     admitted: list[Slot] = field(default_factory=list)
 
 
@@ -52,7 +52,7 @@ class ScheduledSegment(NamedTuple):
     """The rows of a segment and the conditions that end it."""
 
     places: dict[int, Slot]
-    """Rows by their places in the batch."""
+    """Rows by position in the batch."""
     num_rows: int
     """Number of rows decoded at each step, including empty ones."""
     limits: SegmentLimits
@@ -63,17 +63,17 @@ class DecodedRow(NamedTuple):
 
     row: RolloutSequence
     place: int
-    """Its place in the batch."""
+    """Its position in the batch."""
     num_forced: int
-    """Number of its first steps, whose tokens were known."""
+    """Number of its first steps, with forced tokens."""
     num_drawn: int
 
 
 class SlotScheduler:
-    """Gives rows slots and blocks. What it decides is done to the cache by `take_work`, in order.
+    """Gives rows slots and blocks; `take_work` returns the resulting cache operations, in order.
 
     Args:
-        programs: those of the engine, for their numbers of slots and blocks.
+        programs: the engine's programs, for their numbers of slots and blocks.
         exact: as for `SlotEngine`.
     """
 
@@ -82,7 +82,7 @@ class SlotScheduler:
         self.queued: deque[SuspendedSequence] = deque()
         """Rows that wait for blocks, with their caches if they have any."""
         self.devices: list[SlotDevice] = []
-        """Those with different rows; none while the engine is closed."""
+        """Devices with different rows; empty while the engine is closed."""
         self._work: list[CacheWork] = []
 
     def open(self) -> None:
@@ -102,7 +102,7 @@ class SlotScheduler:
 
     @property
     def active_rows(self) -> list[RolloutSequence]:
-        """All rows, in slots and queued, none of which is finished."""
+        """All unfinished rows, in slots and queued."""
         return [slot.row for slot in self.slots] + [one.row for one in self.queued]
 
     @property
@@ -110,16 +110,16 @@ class SlotScheduler:
         return self._shapes.num_slots - len(self.slots) - len(self.queued)
 
     def take_work(self) -> list[CacheWork]:
-        """Returns what is to be done to the cache, in order, before the next segment."""
+        """Returns the cache operations before the next segment, in order."""
         work, self._work = self._work, []
         return work
 
     # Admission ---------------------------------------------------------------------------------------------------
 
     def prefill(self, prompts: Iterable[Prompt]) -> None:
-        """Prefills as many prompts of samples that come next as one program takes, unless the first is in the cache.
+        """Prefills as many prompts of upcoming samples as one program takes, unless the first is cached.
 
-        It does so as far as the only device has room. Of several devices, it is not known yet which will have the
+        Only on a single device, as far as it has room: with several devices, it is not yet known which will have the
         slots.
         """
         if len(self.devices) > 1:
@@ -144,7 +144,7 @@ class SlotScheduler:
         return not self.queued and self._device_for(SuspendedSequence(row)) is not None
 
     def admit(self, rows: Sequence[SuspendedSequence]) -> None:
-        """Queues rows for free slots, and gives them blocks as far as there are some."""
+        """Queues rows for free slots, and gives them blocks while there are any."""
         self.queued.extend(rows)
         self._admit_queued()
 
@@ -180,7 +180,7 @@ class SlotScheduler:
         return bool(work.admitted)
 
     def _fill_slot(self, one: SuspendedSequence, number: int, work: CacheWork) -> Slot:
-        """Returns a slot on a device for a row, and adds to the work what fills its blocks."""
+        """Returns a slot on a device for a row, and adds the work that fills its blocks."""
         row = one.row
         if self._continues_prompt(one):
             slot = _make_slot(row, number, len(row.prompt.token_ids))
@@ -207,10 +207,10 @@ class SlotScheduler:
         return one.cache is None and (self._exact or not one.row.num_tokens)
 
     def _device_for(self, one: SuspendedSequence) -> int | None:
-        """Returns the number of the device for a row; None if all are full.
+        """Returns the index of the device for a row; None if all are full.
 
-        A device that has the row's prompt is preferred until it has its share of the rows. All rows that can grow, and
-        the new one, must be able to grow by a block.
+        A device that has the row's prompt is preferred until it has its share of rows. There must be a free block for
+        the new row and for every row that can still grow.
         """
         row, parked = one.row, self._parked(one.row)
         if parked is not None and self.devices[parked.device].has_free_slot:
@@ -225,7 +225,7 @@ class SlotScheduler:
                 return False
             missing = needed + grows
             if self._continues_prompt(one):
-                # The last block of a prompt is kept beside its copy.
+                # The last block of a prompt is kept in addition to its copy.
                 missing += -self._num_full_blocks(row.prompt) if device.pool.has_prompt(key) else 1
             available = device.num_available(keeping=key)
             return not device.slots or available >= missing + device.num_growing()
@@ -243,11 +243,11 @@ class SlotScheduler:
         return max(len(prompt.token_ids) - 1, 0) // self._programs.block_size
 
     def _num_prompt_blocks(self, prompt: Prompt) -> int:
-        """Returns the number of blocks of a prompt, whose last token every sample feeds itself."""
+        """Returns the number of blocks of a prompt without its last token, which every sample feeds itself."""
         return self._programs.blocks_for(max(len(prompt.token_ids) - 1, 0))
 
     def _share_prompt(self, prompt: Prompt, number: int, work: CacheWork) -> list[int]:
-        """Returns the blocks of a prompt on a device, which no other row gets until the work is done."""
+        """Returns the blocks of a prompt on a device, reserved until the work is done."""
         pool, key = self.devices[number].pool, prompt_key(prompt)
         if not pool.has_prompt(key):
             blocks = self._allocate(number, self._num_prompt_blocks(prompt))
@@ -262,12 +262,12 @@ class SlotScheduler:
 
     def _add_work(self, work: CacheWork) -> None:
         self._work.append(work)
-        # Whoever gets these blocks now fills them later.
+        # A row that gets these blocks now fills them later.
         for number, blocks in work.held:
             self.devices[number].pool.release(blocks)
 
     def _allocate(self, number: int, count: int) -> list[int]:
-        """Returns free blocks of a device; the rows that were parked longest give theirs up if need be."""
+        """Returns free blocks of a device; if necessary, takes them from the rows that were parked first."""
         device = self.devices[number]
         while device.parked and device.pool.num_available() < count:
             self._release(device.parked.pop(next(iter(device.parked))))
@@ -277,14 +277,14 @@ class SlotScheduler:
         """Frees the blocks of a row without a slot."""
         pool = self.devices[slot.device].pool
         pool.release(slot.blocks)
-        # A value that is not finite would break the next row even where it is masked.
+        # A non-finite value would break the next row even where it is masked.
         if spoilt := pool.take_spoilt():
             self._work.append(CacheWork(copies=[(slot.device, -1, block) for block in spoilt]))
 
     # Rows that leave their slots ---------------------------------------------------------------------------------
 
     def finish(self, slot: Slot, reason: str) -> None:
-        """Ends a row, or its turn if an environment answers."""
+        """Ends a row, or its turn if an environment must answer."""
         row = slot.row
         if row.plays and not reason.startswith(DROPPED_PREFIX):
             row.turn_end = reason
@@ -308,7 +308,7 @@ class SlotScheduler:
         return one
 
     def _parked(self, row: RolloutSequence) -> Slot | None:
-        """Returns the slot that a row had when it was parked, if its blocks are still those of the row's beginning."""
+        """Returns the slot of a parked row, if its blocks are still a prefix of the row."""
         slot = next((device.parked[row.key] for device in self.devices if row.key in device.parked), None)
         if slot is None:
             return None
@@ -324,10 +324,10 @@ class SlotScheduler:
     # A segment ---------------------------------------------------------------------------------------------------
 
     def schedule(self, limits: SegmentLimits, *, is_stopped: Callable[[RolloutSequence], bool]) -> ScheduledSegment:
-        """Admits queued rows and gives all of them blocks for the next segment, which may have to be shorter.
+        """Admits queued rows and gives all rows blocks for the next segment, which may have to be shorter.
 
         Args:
-            is_stopped: whether the tokens of a row, read first if need be, contain a stop string.
+            is_stopped: whether a row's tokens, which it may have to read first, contain a stop string.
         """
         self._admit_queued()
         length = min(limits.length, self._shapes.segment_max)
@@ -346,9 +346,9 @@ class SlotScheduler:
         return ScheduledSegment(places, num_rows, limits)
 
     def _reserve(self, length: int, is_stopped: Callable[[RolloutSequence], bool]) -> int:
-        """Gives every row the blocks for a segment of up to `length` steps; returns how many steps it can have.
+        """Gives every row the blocks for a segment of up to `length` steps; returns the possible number of steps.
 
-        While a device has no blocks for as many steps as a block holds, its newest row gives its own up.
+        While a device cannot give every row one more block, its newest row is preempted.
         """
         for device in self.devices:
             least = min(length, self._programs.block_size)
@@ -396,7 +396,7 @@ def _make_slot(row: RolloutSequence, device: int, length: int) -> Slot:
     """Returns a slot, still without blocks, for a row whose first tokens are cached or will be.
 
     Args:
-        length: number of its first tokens of prompt and completion, the last of which is fed next.
+        length: number of these first tokens of prompt and completion; the last one is fed next.
     """
     low, high = hash_uids([row.prompt.uid])[0].view(np.int32)
     ids = np.concatenate([row.prompt.token_ids, row.token_ids])

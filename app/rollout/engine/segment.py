@@ -1,4 +1,4 @@
-"""The decoding of a segment: its tables, and the loop over its tokens on the devices."""
+"""Decodes a segment: its tables, and the loop over tokens on the devices."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from app.rollout.sampling.token_sampling import (
 from app.rollout.scheduling.segment_limits import SegmentLimits
 
 NOT_FORCED = -1
-"""Takes the place of a forced token where one is drawn."""
+"""Marks steps whose token is sampled, not forced."""
 
 PerSlot = Any
 """int32 [B], on the host or in a program."""
@@ -44,7 +44,7 @@ class RowTable(NamedTuple):
     uid_hash_high: PerSlot
     sample_index: PerSlot
     policy_version: PerSlot
-    """Version in the key of the noise, together with the three fields before it."""
+    """Version in the noise key, which consists of this and the three fields before it."""
 
 
 class RowStatus(NamedTuple):
@@ -54,7 +54,7 @@ class RowStatus(NamedTuple):
     length: PerSlot
     remaining: PerSlot
     stopped: PerSlot
-    """1 if an end-of-sequence token was drawn."""
+    """1 if an end-of-sequence token was sampled."""
     non_finite: PerSlot
     """1 if the logits were not finite; the row then ends without a token from that step."""
     steps: PerSlot
@@ -62,7 +62,7 @@ class RowStatus(NamedTuple):
 
 
 class RowGroups(NamedTuple):
-    """Rows of a batch in groups of equal size, each of which has as many rows of every device."""
+    """Rows of a batch in groups of equal size, with equally many rows of every device."""
 
     num_groups: int
     num_shards: int
@@ -86,20 +86,20 @@ class _DecodeState(NamedTuple):
     stopped: Bool[Array, "B"]
     non_finite: Bool[Array, "B"]
     tokens: Int32[Array, "fields C B"]
-    """As in `RolloutSequence.segment_tokens`."""
+    """See `RolloutSequence.segment_tokens`."""
     step: Int32[Array, ""]
 
 
 @dataclass(frozen=True)
 class SegmentDecoder:
-    """What is fixed when the decoding of segments is compiled."""
+    """Parameters that are fixed when the decoding of segments is compiled."""
 
     definition: DecoderDefinition
     sampler: Sampler
     segment_max: int
-    """Longest segment, in tokens per row."""
+    """Maximum length of a segment, in tokens per row."""
     groups: RowGroups | None
-    """Groups of rows that a step computes one after another; None = all rows together."""
+    """Number of row groups that a step computes in sequence; None = all rows together."""
     num_route_words: int
     """Words of each token's routes to record; 0 = none."""
 
@@ -115,15 +115,15 @@ class SegmentDecoder:
         seed: Int32[Array, ""],
         eos_ids: Int32[Array, "ids"],
     ) -> tuple[KVCache, Int32[Array, "6 B"], Int32[Array, "fields C B"]]:
-        """Draws tokens for every row; returns the cache, a `RowStatus` and the tokens of each step.
+        """Samples tokens for every row; returns the cache, a `RowStatus` and the tokens of each step.
 
-        A prompt's last token is fed here and not in the prefill, so that the first token of a sample is drawn by the
-        same program as all others. So are tokens that are known already: observations of an environment, and tokens
-        whose cache is lost; they do not end a row.
+        A prompt's last token is fed here rather than in the prefill, so that the first token of a sample comes from the
+        same program as all others. Known tokens (observations, and tokens whose cache was lost) are also fed here; they
+        never end a row.
 
         Args:
-            blocks: each row's blocks on its device, which must hold all tokens that are fed.
-            forced: the tokens that follow in place of drawn ones, from the first step on, then `NOT_FORCED`.
+            blocks: each row's blocks on its device, with room for all fed tokens.
+            forced: known tokens from the first step on, then `NOT_FORCED`.
             limits: `SegmentLimits`. They are traced, so new values never trigger a recompilation.
         """
         rows, limit = RowTable(*table), SegmentLimits(*limits)
@@ -189,7 +189,7 @@ class SegmentDecoder:
 def _force(
     sampled: SampledTokens, forced: Int32[Array, "F B"], now: _DecodeState
 ) -> tuple[SampledTokens, Bool[Array, "B"]]:
-    """Puts known tokens in the place of drawn ones; returns which tokens are drawn, too."""
+    """Replaces sampled tokens by forced ones; also returns which tokens are sampled."""
     if not len(forced):
         return sampled, jnp.ones_like(now.stopped)
     known = jax.lax.dynamic_index_in_dim(forced, jnp.minimum(now.step, len(forced) - 1), keepdims=False)
@@ -198,7 +198,7 @@ def _force(
 
 
 def _to_record(sampled: SampledTokens, words: Int32[Array, "B words"] | None) -> Int32[Array, "fields 1 B"]:
-    """Returns what `RolloutSequence.segment_tokens` holds of a step."""
+    """Returns a step's part of `RolloutSequence.segment_tokens`."""
     bits = [jax.lax.bitcast_convert_type(x, jnp.int32) for x in (sampled.logprobs, sampled.kept_mass_logs)]
     record = jnp.stack([sampled.token_ids, *bits])[:, None]
     return record if words is None else jnp.concatenate([record, words.T[:, None]])

@@ -1,4 +1,4 @@
-"""Sizes for which the prefill and decode programs of slots are compiled."""
+"""Sizes for which the slots' prefill and decode programs are compiled."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from settings.schema.rollout import KVCacheType
 NUM_BUCKETS = 3
 """Number of sizes of each kind: full, half and quarter. More would save little and take longer to compile."""
 MIN_ROWS = 8
-"""Minimum batch size: fewer rows are hardly cheaper, and products with one row round differently."""
+"""Minimum batch size: fewer rows are hardly cheaper, and matmuls with one row round differently."""
 PREFILL_ROWS = (1, 4)
 PREFILL_ROWS_OF_TINY = 64
-"""Prompts that a device prefills together with a tiny model, if it has as many slots."""
+"""Prompts that a device prefills together for a tiny model, if it has as many slots."""
 LENGTH_MULTIPLE = 8
 MAX_FORCED = 256
-"""Most tokens of a row that a segment feeds in place of drawn ones. For more of them, a prefill computes the whole
-cache again where it may: a row that takes so many steps keeps its slot from others."""
+"""Maximum forced tokens of a row in a segment. For more, a prefill recomputes the whole cache where allowed, because a
+row that replays many steps blocks its slot."""
 
 
 class BatchShape(NamedTuple):
@@ -48,27 +48,28 @@ class SlotShapes(NamedTuple):
     prompt_buckets: tuple[int, ...]
     """Padded lengths of prompts, in tokens."""
     recompute_buckets: tuple[int, ...]
-    """Padded lengths of prompts with completions whose cache is computed again; the last is that of a whole row."""
+    """Padded lengths of prompt plus completion for recomputing caches; the last is a whole row."""
     prefill_rows: tuple[int, ...]
     """Numbers of prompts that a device prefills together."""
     segment_max: int
     """Longest segment, in tokens per row."""
     block_size: int | None = None
-    """Tokens of a block of the cache; None = as the devices read it best."""
+    """Tokens per KV block; None = the best size for the devices."""
     num_blocks: int | None = None
-    """Blocks on each device; None = as many as all slots can fill."""
+    """KV blocks on each device; None = enough for all slots."""
     has_large_blocks: bool = False
-    """Whether blocks of no given size may be larger than scarce ones, because there are enough."""
+    """Whether a default block size may be larger, because blocks are not scarce."""
     kv_cache: KVCacheType | None = None
-    """Precision of keys and values; None = that of the weights."""
+    """Dtype of keys and values; None = the weights' dtype."""
     row_limit: int | None = None
-    """Longest row of these slots, in tokens; None = `max_length`. Longer samples continue in other slots."""
+    """Maximum row length in these slots, in tokens; None = `max_length`. Longer samples continue in other slots."""
     rows_together: int | None = None
-    """Rows that a decode step computes together, so that slots of other numbers round alike; None = all."""
+    """Rows that a decode step computes together, so that engines with different numbers of slots round alike; None =
+    all."""
     records_routes: bool = False
-    """Whether the experts that tokens pass through are recorded."""
+    """Whether the experts of tokens are recorded."""
     max_forced: int = 0
-    """Most known tokens of a row that a segment feeds; 0 if a prefill computes all caches of known tokens."""
+    """Maximum forced tokens of a row in a segment; 0 if a prefill computes all caches of known tokens."""
 
     @property
     def num_slots(self) -> int:
@@ -86,7 +87,7 @@ class SlotShapes(NamedTuple):
 
     @property
     def used_recompute_buckets(self) -> tuple[int, ...]:
-        """Those of `recompute_buckets` that rows in these slots need."""
+        """The `recompute_buckets` that rows in these slots need."""
         enough = next(i for i, length in enumerate(self.recompute_buckets, 1) if length >= self.max_row_length)
         return self.recompute_buckets[:enough]
 
@@ -95,7 +96,7 @@ class SlotShapes(NamedTuple):
         return self.prompt_buckets[-1]
 
     def prompt_bucket(self, length: int) -> int:
-        """Returns the smallest bucket that holds a prompt of this length.
+        """Returns the smallest bucket for a prompt of this length.
 
         Raises:
             InputError: the prompt is longer than the largest bucket.
@@ -127,7 +128,7 @@ def make_slot_shapes(
     Args:
         exact: whether every sample must run in programs of the same sizes: one batch size, and a separate prefill for
             each prompt.
-        has_turns: whether an environment answers, so that observations follow.
+        has_turns: whether an environment answers with observations.
         is_tiny: whether programs take longer to compile than to run, so that there is only one size of each kind.
         row_shards: number of devices over which the slots are split.
         setting: name of the setting that gives `num_slots`, for error messages.
@@ -157,7 +158,7 @@ def make_slot_shapes(
         prefill_rows=prefill_rows,
         segment_max=min(segment_max, max_new_tokens),
         num_blocks=num_blocks,
-        # In exact mode, a memory limit must not change the size of blocks, which changes the rounding.
+        # In exact mode, a memory limit must not change the block size, which affects rounding.
         has_large_blocks=num_blocks is None and not exact,
         max_forced=min(segment_max, max_new_tokens, MAX_FORCED) if exact or has_turns else 0,
     )

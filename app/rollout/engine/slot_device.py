@@ -1,4 +1,4 @@
-"""The slots of one device, and the blocks of their rows: accounts on the host, without arrays."""
+"""Bookkeeping of one device's slots and their rows' blocks, on the host."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Slot:
 
     row: RolloutSequence
     device: int
-    """Number of its device among those of the engine."""
+    """Index of its device in the engine."""
     prompt_key: bytes
     noise_key: tuple[int, int, int, int]
     """The last four fields of its `RowTable`."""
@@ -27,13 +27,13 @@ class Slot:
     length: int
     remaining: int
     forced: Int32[np.ndarray, "n"]
-    """Known tokens after `token`, still to be fed."""
+    """Forced tokens after `token`, still to be fed."""
     blocks: list[int] = field(default_factory=list)
     prompt_routes: tuple[Array, int] | None = None
-    """Routes of prefilled prompts, and the number of its own, until they are collected."""
+    """Routes of prefilled prompts, and the index of its own prompt, until they are collected."""
 
     def num_cached(self, steps: int) -> int:
-        """Returns the number of tokens in its blocks after this many steps; the last token drawn is not fed."""
+        """Returns the number of tokens in its blocks after this many steps; the last sampled token is not yet fed."""
         return self.length - 1 + min(steps, self.remaining)
 
     def collect_prompt_routes(self) -> None:
@@ -45,11 +45,11 @@ class Slot:
 
 
 class SlotDevice:
-    """Slots in the order of admission, and rows that wait for an environment without a slot.
+    """Slots in the order of admission, and parked rows that wait for an environment.
 
     Args:
-        num_blocks: including block 0, which belongs to no row.
-        blocks_for: returns the number of blocks that hold a number of tokens.
+        num_blocks: number of blocks, including block 0, which belongs to no row.
+        blocks_for: number of tokens -> number of blocks.
     """
 
     def __init__(self, num_slots: int, num_blocks: int, blocks_for: Callable[[int], int]):
@@ -57,20 +57,20 @@ class SlotDevice:
         self.pool = BlockPool(num_blocks)
         self.slots: list[Slot] = []
         self.parked: dict[str, Slot] = {}
-        """Rows by their keys, whose blocks are kept until others need them, longest parked first."""
+        """Key -> parked row, whose blocks are kept until others need them; first parked first."""
         self._num_growing: int | None = None
-        """Counted once while rows are admitted."""
+        """Cached while rows are admitted."""
 
     @property
     def has_free_slot(self) -> bool:
         return len(self.slots) < self.num_slots
 
     def num_available(self, *, keeping: bytes | None = None) -> int:
-        """Returns how many blocks can be had without dropping the prompt `keeping` or preempting a row."""
+        """Returns how many blocks are available without dropping the prompt `keeping` or preempting a row."""
         return self.pool.num_available((slot.blocks for slot in self.parked.values()), keeping=keeping)
 
     def num_missing(self, slot: Slot, steps: int) -> int:
-        """Returns the number of blocks that a row needs for this many steps beside those it has."""
+        """Returns how many more blocks a row needs for this many steps."""
         return max(self.blocks_for(slot.num_cached(steps)) - len(slot.blocks), 0)
 
     def num_growing(self) -> int:
@@ -93,7 +93,7 @@ class SlotDevice:
         self._num_growing = None
 
     def trim(self) -> None:
-        """Takes the blocks of steps that were not taken back from all rows."""
+        """Frees the rows' blocks for steps that were not used."""
         self._num_growing = None
         for slot in self.slots:
             self._trim(slot)
@@ -104,7 +104,7 @@ class SlotDevice:
         del slot.blocks[kept:]
 
     def most_steps(self, length: int) -> int:
-        """Returns the largest number of steps, up to `length`, for which there are blocks for all rows."""
+        """Returns the largest number of steps, up to `length`, for which all rows can get blocks."""
 
         def missing(steps: int) -> int:
             return sum(self.num_missing(slot, steps) for slot in self.slots)
@@ -112,7 +112,7 @@ class SlotDevice:
         return bisect.bisect_right(range(length + 1), self.num_available(), key=missing) - 1
 
     def park(self, slot: Slot) -> None:
-        """Frees the slot of a row that keeps its blocks."""
+        """Frees the slot of a row, which keeps its blocks."""
         self.remove(slot)
         self._trim(slot)
         self.parked[slot.row.key] = slot

@@ -1,1 +1,1 @@
-"""Draws tokens from logits: noise that only the token decides, and truncation."""
+"""Samples tokens from logits, with noise keyed by token, and truncation."""

@@ -1,4 +1,4 @@
-"""Codes of numbers: integers in the same order, which are searched bit by bit."""
+"""Codes of numbers: integers in the same order, for a search bit by bit."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ def lowest_code(dtype: DTypeLike) -> int:
 
 
 def value_of_code(codes: Int32[Array, "*dims"], dtype: DTypeLike) -> Num[Array, "*dims"]:
-    """Returns the numbers of codes that have their order: float32 by its bits; integers are their own codes."""
+    """Decodes order-preserving codes: float32 from its bits; integers are their own codes."""
     if dtype != jnp.float32:
         return codes
-    # Codes beyond infinity would be no numbers. Nothing is greater than those at the upper end.
+    # Codes beyond infinity would be NaN; clamp them.
     codes = jnp.maximum(codes, CODE_OF_MINUS_INFINITY)
     bits = jnp.where(codes < 0, codes ^ jnp.iinfo(jnp.int32).max, codes)
     return jax.lax.bitcast_convert_type(bits, jnp.float32)

@@ -1,6 +1,6 @@
 """The search of `app.rollout.sampling.truncation` as a Pallas kernel for TPUs.
 
-Values and weights of a few rows stay on the chip while each turn of the grid decides one bit of their thresholds.
+Values and weights of a few rows stay on the chip while each grid step determines one bit of their thresholds.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from jaxtyping import Array, Int32, Num
 from app.rollout.sampling.threshold_codes import lowest_code, value_of_code
 
 ROWS, LANES = 8, 128
-"""The shape of a register: so many rows are searched at once, and their numbers are held in all lanes."""
+"""The shape of a register: ROWS rows are searched at once, with their scalars broadcast to all lanes."""
 NUM_SUMS = 8
-"""Parts of a row that are summed on their own, since each addition to a sum waits for the one before."""
+"""Number of partial sums of a row, since each addition waits for the previous one."""
 OTHER_BYTES = 2**20
-"""Memory on the chip for everything but values and weights."""
+"""On-chip memory for everything except values and weights."""
 
 
 def _block_bytes(vocab_size: int) -> int:
@@ -28,7 +28,7 @@ def _block_bytes(vocab_size: int) -> int:
 
 
 def num_buffers(vocab_size: int, available_bytes: int) -> int:
-    """Returns how many blocks of values, and of weights, fit the memory on the chip: 2, 1 or none."""
+    """Returns how many blocks of values and of weights fit in on-chip memory: 2, 1 or none."""
     return min(2, max(0, available_bytes - OTHER_BYTES) // (2 * _block_bytes(vocab_size)))
 
 
@@ -40,7 +40,7 @@ def search(
     num_bits: int,
     available_bytes: int,
 ) -> Int32[Array, "B"]:
-    """Returns the codes of what `truncation.lowest_reached` returns, for one device's rows."""
+    """Returns `truncation.lowest_reached` as codes, for one device's rows."""
     num_rows, vocab_size = values.shape
     padding = -num_rows % ROWS
     by_tokens = [jnp.pad(x, ((0, padding), (0, 0))) for x in (values, weights) if x is not None]
@@ -57,7 +57,7 @@ def search(
         out_shape=jax.ShapeDtypeStruct(held.shape, jnp.int32),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary"),
-            # What a kernel may take and does not need, the compiler lacks for weights that it copies ahead.
+            # Keep the limit small: memory that the kernel reserves cannot hold weights that the compiler prefetches.
             vmem_limit_bytes=2 * count * _block_bytes(vocab_size) + OTHER_BYTES,
         ),
         name="threshold_by_count" if weights is None else "threshold_by_weight",
@@ -74,7 +74,7 @@ def _kernel(limits: Any, values: Any, *weights_and_found: Any) -> None:
         found[...] = jnp.full_like(found, lowest_code(values.dtype))
 
     bit = jnp.int32(1) << (pl.num_programs(1) - 1 - turn)
-    # Numbers without this bit are too low if the greatest of them has the limit above it.
+    # Values without this bit are too low if the weight above the greatest of them reaches the limit.
     greatest = value_of_code(found[:, :1] + bit - 1, values.dtype)
     vocab_size = values.shape[1]
     step = -(-vocab_size // (NUM_SUMS * LANES)) * LANES

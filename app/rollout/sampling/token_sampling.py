@@ -1,7 +1,7 @@
 """Sampling of tokens from logits, and the random keys of its noise.
 
-Noise is keyed by (run seed, policy version, prompt uid, sample index, position) and by nothing else: not by batch row,
-device, host or order. A sample thus does not depend on the samples generated together with it.
+Noise is keyed only by (run seed, policy version, prompt uid, sample index, position), not by batch row, device, host or
+order. A sample thus does not depend on the samples generated together with it.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ class SampledTokens(NamedTuple):
 
 
 FINISH_NON_FINITE = f"{DROPPED_PREFIX}non-finite logits"
-"""Finish reason of a sample whose next token cannot be drawn, because its logits are NaN or infinite."""
+"""Finish reason of a sample whose next token cannot be sampled, because its logits are NaN or infinite."""
 
 
 BLOCK_SIZE, MIN_BLOCKS = 512, 16
-"""Tokens of a block, and blocks of the smallest vocabulary for which drawing a block first saves noise."""
+"""Tokens per block, and minimum number of blocks from which sampling a block first saves noise."""
 
 Sampler = Callable[[Array, SamplingRules, Array], SampledTokens]
 
@@ -75,7 +75,7 @@ def sample_key(
 
 
 def gumbel_noise(keys: Key[Array, "B"], rules: SamplingRules, num_tokens: int) -> Float32[Array, "B V"]:
-    """Returns noise such that argmax(logits + noise) is a draw from softmax(logits); zeros if greedy.
+    """Returns noise such that argmax(logits + noise) is a sample of softmax(logits); zeros if greedy.
 
     Source: Gumbel 1954.
     """
@@ -84,7 +84,7 @@ def gumbel_noise(keys: Key[Array, "B"], rules: SamplingRules, num_tokens: int) -
 
 
 def sample_tokens(logits: Float32[Array, "B V"], rules: SamplingRules, keys: Key[Array, "B"]) -> SampledTokens:
-    """Draws from softmax(logits) over the whole vocabulary; `logits` are already divided by the temperature."""
+    """Samples from softmax(logits) over the whole vocabulary; `logits` are already divided by the temperature."""
     token_ids, chosen = _draw(logits, logits, rules, keys)
     return SampledTokens(token_ids, chosen - jax.nn.logsumexp(logits, axis=-1), jnp.zeros_like(chosen))
 
@@ -92,7 +92,7 @@ def sample_tokens(logits: Float32[Array, "B V"], rules: SamplingRules, keys: Key
 def sample_tokens_truncated(
     logits: Float32[Array, "B V"], rules: SamplingRules, keys: Key[Array, "B"]
 ) -> SampledTokens:
-    """Draws from the tokens that remain after top-k, then top-p of the remaining mass, then min-p."""
+    """Samples from the tokens that remain after top-k, then top-p of the remaining mass, then min-p."""
     logits = constrain(logits, spread_rows(len(logits)), "tokens")
     log_normalizer = jax.nn.logsumexp(logits, axis=-1)
     probabilities = jnp.exp(logits - log_normalizer[:, None])
@@ -106,7 +106,7 @@ def sample_tokens_truncated(
 def _draw(
     logits: Float32[Array, "B V"], candidates: Float32[Array, "B V"], rules: SamplingRules, keys: Key[Array, "B"]
 ) -> tuple[Int32[Array, "B"], Float32[Array, "B"]]:
-    """Draws from softmax(candidates); returns the tokens and their logits."""
+    """Samples from softmax(candidates); returns the tokens and their logits."""
     vocab_size = candidates.shape[-1]
     if current_device()[0] == "cpu" and vocab_size >= MIN_BLOCKS * BLOCK_SIZE:
         token_ids = _draw_by_blocks(candidates, rules, keys)
@@ -118,9 +118,9 @@ def _draw(
 def _draw_by_blocks(
     candidates: Float32[Array, "B V"], rules: SamplingRules, keys: Key[Array, "B"]
 ) -> Int32[Array, "B"]:
-    """Draws a block of the vocabulary by its mass, and a token of the block: the same distribution with less noise.
+    """Samples a block of the vocabulary by its mass, then a token in it: the same distribution with less noise.
 
-    On a CPU, noise for a whole vocabulary of 150,000 takes a third of the time of decoding with half a billion weights.
+    On a CPU, noise for a vocabulary of 150,000 takes a third of the decoding time of a model of half a billion weights.
     """
     num_blocks = -(-candidates.shape[-1] // BLOCK_SIZE)
     padding = (0, 0), (0, num_blocks * BLOCK_SIZE - candidates.shape[-1])
@@ -143,7 +143,7 @@ def draw_tokens(
     keys: Key[Array, "B"],
     positions: Int32[Array, "B"],
 ) -> SampledTokens:
-    """Draws the tokens at these positions from the hidden states before them; `keys` are those of `sample_key`."""
+    """Samples the tokens at these positions from the hidden states before them; `keys` come from `sample_key`."""
     divisor = jnp.where(jnp.asarray(rules.temperature) == 0, 1.0, rules.temperature)
     logits = scaled_logits(hidden, head, divisor)
     return sampler(logits, rules, jax.vmap(jax.random.fold_in)(keys, positions))
@@ -152,8 +152,8 @@ def draw_tokens(
 def token_outcomes(
     sampled: SampledTokens, running: Bool[Array, "B"], eos_ids: Int32[Array, "ids"]
 ) -> tuple[Bool[Array, "B"], Bool[Array, "B"], Bool[Array, "B"]]:
-    """Returns which running rows accept their token, which of these end with it, and which have non-finite logits."""
-    # The logprob of a token drawn from non-finite logits is not finite.
+    """Returns which running rows accept their token, which of them end with it, and which have non-finite logits."""
+    # The logprob of a token sampled from non-finite logits is not finite.
     broken = running & ~jnp.isfinite(sampled.logprobs)
     active = running & ~broken
     return active, active & jnp.any(sampled.token_ids[:, None] == eos_ids, axis=1), broken

@@ -1,4 +1,4 @@
-"""Which tokens top-k, top-p and min-p keep: thresholds are searched in a fixed number of passes, nothing is sorted."""
+"""Top-k, top-p and min-p: finds thresholds in a fixed number of passes, without sorting."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from app.mesh.chips import kernel_bytes
 from app.rollout.sampling.threshold_codes import lowest_code, value_of_code
 
 MASS_UNIT = 2.0**-30
-"""Probabilities are added up as integers of this unit: their sums do not depend on the order of the tokens."""
+"""Probabilities are summed as integers in this unit, so that sums do not depend on the order of tokens."""
 BITS_PER_PASS = {"cpu": 1}
-"""Bits that a pass decides by platform. On others, reading takes as long as several comparisons."""
+"""Bits determined by one pass, by platform. On platforms not listed, reading takes as long as several comparisons."""
 
 
 def kept_tokens(
@@ -27,7 +27,7 @@ def kept_tokens(
 ) -> Bool[Array, "B V"]:
     """Returns the tokens that remain after top-k, then top-p of the remaining mass, then min-p.
 
-    Of equal logits, those with the smaller token id come first. The likeliest token is always kept.
+    Among equal logits, smaller token ids come first. The most likely token is always kept.
 
     Sources: Fan et al. 2018 (top-k), Holtzman et al. 2020 (top-p), Nguyen et al. 2024 (min-p).
 
@@ -53,7 +53,7 @@ def kept_tokens(
     last_of_p = lowest_reached(logits, units, limit)
     ties_of_p = -(-(limit - above(last_of_p, units)) // jnp.maximum(mass_at(last_of_p), 1))
 
-    # Both keep the first tokens of one order, so the stricter of them decides, also among tokens with equal logits.
+    # Both keep a prefix of the same order, so the stricter one decides, also among equal logits.
     last = jnp.maximum(last_of_k, last_of_p)
     num_ties = jnp.minimum(
         jnp.where(last_of_k == last, ties_of_k, vocab_size), jnp.where(last_of_p == last, ties_of_p, vocab_size)
@@ -68,16 +68,16 @@ def kept_tokens(
 def lowest_reached(
     values: Num[Array, "B V"], weights: Int32[Array, "B V"] | None, limits: Int32[Array, "B"], *, num_bits: int = 32
 ) -> Num[Array, "B"]:
-    """Returns the lowest value of each row of which the weights of all greater ones add up to less than the limit.
+    """Returns the lowest value of each row such that the weights of all greater values sum to less than the limit.
 
-    Where all weights together are below the limit, it is the lowest number that there can be. Each device searches rows
-    of its own, over the whole vocabulary, bit by bit.
+    If all weights together are below the limit, this is the lowest representable number. Each device searches its own
+    rows, over the whole vocabulary, bit by bit.
 
     Source: radix select, Alabi et al. 2012, "Fast k-selection algorithms for graphics processing units".
 
     Args:
-        values: float32, or integers below 2^num_bits, of which negative ones are left out.
-        weights: none is negative, and those of a row add up to less than 2^31; None for 1 each.
+        values: float32, or integers below 2^num_bits; negative integers are ignored.
+        weights: non-negative, with a sum below 2^31 per row; None = 1 each.
         limits: at least 1.
     """
     platform, kind = current_device()
@@ -103,12 +103,12 @@ def _search(
     num_bits: int,
     bits_per_pass: int,
 ) -> Int32[Array, "B"]:
-    """Returns the codes of what `lowest_reached` returns."""
+    """Returns `lowest_reached` as codes."""
     num_passes = -(-num_bits // bits_per_pass)
 
     def add_digit(number: Array, found: Array) -> Array:
         shift = bits_per_pass * (num_passes - 1 - number)
-        # A value of the digit is too low if even the greatest number that has it has the limit above it.
+        # A digit is too low if the weight above the greatest value with this digit reaches the limit.
         digit = jnp.zeros_like(found)
         for higher in range(1, 2**bits_per_pass):
             greatest = value_of_code(found + (jnp.int32(higher) << shift) - 1, values.dtype)

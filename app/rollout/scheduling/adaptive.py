@@ -19,7 +19,7 @@ AGING_FINISHES = 256
 class AdaptivePolicy(SchedulingPolicy):
     """A work-conserving policy: no slot stays free to wait for a verdict.
 
-    Samples of an unknown prompt are expected to be as long as allowed, so that one sample of each such prompt starts
+    Samples of an unknown prompt are expected to have the maximum length, so that one sample of each such prompt starts
     early. Its length then ranks its siblings. Expectations are updated after every segment. Rows stay on their workers:
     moving one copies a full-length cache, which costs more than separating long rows from short ones would gain.
     """
@@ -67,7 +67,7 @@ class AdaptivePolicy(SchedulingPolicy):
     def _spread_evictions(self, worker: WorkerState) -> list[Suspend]:
         """Returns up to half of a worker's rows to move to idle workers: steps with fewer rows are faster.
 
-        Workers on the same device would only take turns, so they get none.
+        Workers on the same device would only take turns and get none.
         """
         others = [
             other

@@ -18,28 +18,28 @@ class FinishedLength(NamedTuple):
 
     num_tokens: int
     seconds: float | None
-    """None if `rollout.pdsr.unit` was `tokens`, so that a repeated run learns the same."""
+    """None if `rollout.pdsr.unit` is `tokens`, so that a repeated run learns the same."""
 
 
 @dataclass(frozen=True)
 class LearnedLengths:
-    """What schedules have found out about lengths, for the next one."""
+    """Length statistics of earlier schedules, for the next one."""
 
     prompts: Mapping[str, float]
     """Prompt -> mean length of its latest samples, in tokens."""
     finished: tuple[FinishedLength, ...]
-    """The samples that finished last, oldest first."""
+    """Recently finished samples, oldest first."""
 
     def about(self, prompts: Iterable[str]) -> LearnedLengths:
-        """Returns it without what is known of other prompts."""
+        """Returns a copy with only these prompts."""
         return LearnedLengths({uid: self.prompts[uid] for uid in prompts if uid in self.prompts}, self.finished)
 
     def updated(self, newer: LearnedLengths, *, window: int | None = None) -> LearnedLengths:
-        """Returns both together.
+        """Merges newer lengths into these.
 
         Args:
-            window: largest number of finished samples. Of newer ones beyond it, samples at equal distances are kept:
-                short ones finish first, so that the last ones would be the longest.
+            window: maximum number of finished samples. If there are more newer ones, evenly spaced samples are kept:
+                short ones finish first, so the last ones would be the longest.
         """
         finished = newer.finished
         if window is not None and len(finished) > window:
@@ -49,7 +49,7 @@ class LearnedLengths:
 
     @classmethod
     def of_hosts(cls, parts: Iterable[LearnedLengths]) -> LearnedLengths:
-        """Returns what several hosts have found out at the same time."""
+        """Merges the statistics of several hosts from the same time."""
         parts = list(parts)
         prompts = {uid: mean for part in parts for uid, mean in part.prompts.items()}
         in_turn = itertools.zip_longest(*(part.finished for part in parts))
@@ -67,7 +67,7 @@ NOTHING_LEARNED = LearnedLengths({}, ())
 
 
 class LengthEstimator:
-    """Estimates lengths from the progress of samples and from what earlier schedules have learned.
+    """Estimates lengths from the progress of samples and from earlier schedules.
 
     Args:
         window: number of recently finished samples that determine the threshold and the mean.
@@ -101,7 +101,7 @@ class LengthEstimator:
     def observe(self, entry: SampleEntry) -> bool:
         """Learns from a committed row and returns whether its group's maximum length grew. Ignores dropped samples."""
         if entry.finish is not None and entry.finish.startswith(DROPPED_PREFIX):
-            # A dropped probe gives no length: its siblings are as unknown as before.
+            # A dropped probe gives no length: its siblings remain unknown.
             if self.group_max.get(entry.prompt) == 0:
                 del self.group_max[entry.prompt]
             return False
@@ -117,11 +117,11 @@ class LengthEstimator:
         return True
 
     def start_probe(self, prompt: str) -> None:
-        """Records that the first sample of the prompt is running and will give an estimate of its length."""
+        """Records that the prompt's first sample is running and will give a length estimate."""
         self.group_max.setdefault(prompt, 0)
 
     def finish_prompt(self, prompt: str, *, mean: float | None) -> None:
-        """Keeps only the mean length of a prompt, as its history, once all its samples are released.
+        """Reduces a prompt to its mean length, as history, once all its samples are released.
 
         Args:
             mean: mean length of its samples; None if all were dropped.
@@ -154,7 +154,7 @@ class LengthEstimator:
         """Returns the percentile of the window; None before enough samples have finished.
 
         Args:
-            running: present measures of samples that are still running.
+            running: current measures of samples that are still running.
         """
         measures = [one.seconds if self.unit == "seconds" else one.num_tokens for one in self.finished]
         finished = [measure for measure in measures if measure is not None]
@@ -170,10 +170,10 @@ def censored_quantile(finished: Iterable[float], running: Iterable[float], quant
     It is the smallest t with S(t) = prod_{t_i <= t} (1 - d_i / n_i) <= 1 - quantile, where d_i samples finished at t_i
     and n_i samples are at least as long. It is infinite if too many samples are still running.
 
-    At the start of a step mostly short samples have finished, so that their quantile alone would be too low.
-    Source: E. L. Kaplan, P. Meier, "Nonparametric Estimation from Incomplete Observations", 1958.
+    At the start of a step, mostly short samples have finished, so their quantile alone would be too low. Source: E. L.
+    Kaplan, P. Meier, "Nonparametric Estimation from Incomplete Observations", 1958.
     """
-    # At equal lengths a finished sample comes first, because a running one will become longer.
+    # At equal lengths, a finished sample comes first, because a running one will become longer.
     lengths = sorted([(length, 0) for length in finished] + [(length, 1) for length in running])
     surviving = 1.0
     for i, (length, runs) in enumerate(lengths):

@@ -29,8 +29,8 @@ class PdsrV1Policy(SchedulingPolicy):
     The longest `heavy_percent` of the prompts in a batch are heavy, and so are all prompts whose probes exceeded their
     limit. Such probes move to heavy workers. Other samples over the fast limit move there too, or are truncated.
 
-    Once the window has enough samples, a batch does not wait for probes that are longer than 100 - `heavy_percent`
-    percent of them: these are heavy already. Prompts known from an earlier epoch are judged by that threshold, too.
+    Once the window has enough samples, a batch does not wait for probes above its (100 - `heavy_percent`)th percentile:
+    their prompts are already heavy. Prompts known from an earlier epoch are classified by the same threshold.
     """
 
     name = "pdsr_v1"
@@ -85,7 +85,7 @@ class PdsrV1Policy(SchedulingPolicy):
         self._batch = {}
 
     def may_release(self) -> bool:
-        """See `SchedulingPolicy`. The end of one of many probes releases nothing, but those that grow too long may."""
+        """See `SchedulingPolicy`. One of many probes releases nothing when it ends, but may if it grows too long."""
         num_unmeasured = sum(length is None for length in self._batch.values())
         is_near = num_unmeasured == 1 or (num_unmeasured > 1 and self.context.threshold is not None)
         return is_near and bool(self._probes.held_back)
@@ -115,7 +115,7 @@ class PdsrV1Policy(SchedulingPolicy):
         self._queues[self._queue_for_sample(entry)].put(entry.uid, -1, entry.number)
 
     def _queue_for_sample(self, entry: SampleEntry) -> SampleRole:
-        """Returns the queue of a sample that has run before."""
+        """Returns the queue for a sample that has already run."""
         if self._is_running_probe(entry):
             return "probe"
         if entry.moves or self._probes.is_probe(entry) or self.context.outgrows(entry, "fast"):

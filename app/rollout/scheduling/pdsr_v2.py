@@ -1,6 +1,6 @@
 """The policy P-DSR v2 (probe-based dynamic segment rollout).
 
-Judges probes by a sliding percentile, and corrects wrong verdicts by a breaker and stealing.
+Classifies probes by a sliding percentile, and corrects wrong verdicts by a breaker and stealing.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ STOLEN = ("fast", "heavy", "tripped")
 class PdsrV2Policy(SchedulingPolicy):
     """Gives each prompt a final verdict, except that a prompt becomes heavy if one of its samples trips the breaker.
 
-    Until the window has enough samples, prompts are neutral: their samples go to the fast queue, and those still
-    waiting are judged by the first threshold. The limit of a sample doubles with every move.
+    Until the window has enough samples, prompts are neutral: their samples go to the fast queue, and samples that still
+    wait are classified by the first threshold. The limit of a sample doubles with every move.
 
-    A fast worker steals heavy samples for a limited time. At its end as many leave as an idle heavy worker can take, or
-    as short samples wait for their slots; for the others the time begins again.
+    A fast worker steals heavy samples for a limited time. Then, as many leave as idle heavy workers can take or as
+    short samples wait for their slots; for the others, the time starts again.
     """
 
     name = "pdsr_v2"
@@ -95,7 +95,7 @@ class PdsrV2Policy(SchedulingPolicy):
         return gone + self._end_stealing(worker, [entry for entry in rows if entry not in tripped])
 
     def _end_stealing(self, worker: WorkerState, rows: list[SampleEntry]) -> list[Suspend]:
-        """Returns the stolen rows whose time is over and whose leaving is of use."""
+        """Returns the stolen rows that should leave because their time is over and others can use their slots."""
         stolen = [entry for entry in rows if entry.uid in self._stolen]
         ended = [entry for entry in stolen if self.context.is_over_limit(entry, self._stolen[entry.uid])]
         num_leaving = len(self._queues["fast"]) + self.context.num_idle_slots("heavy")
@@ -131,9 +131,9 @@ class PdsrV2Policy(SchedulingPolicy):
         self._neutral.pop(prompt, None)
 
     def _find(self, worker: WorkerState) -> tuple[str, str] | None:
-        """Returns a sample and its queue: the worker's own, or that of the other kind if its workers are full.
+        """Returns a sample and its queue: the worker's own queue, or the other kind's if its workers are full.
 
-        Samples that tripped a breaker are stolen last: they would most likely trip the next one, too.
+        Samples that tripped a breaker are stolen last: they would probably trip the next one as well.
         """
         own = self.context.first_served(self._queues, SERVED_BY, worker)
         if own is not None:

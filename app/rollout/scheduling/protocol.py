@@ -10,13 +10,12 @@ the scheduler and carries out the commands that answer it, in order:
 3. `SegmentEnded` reports every row that the worker had in that segment. From then on their tokens are committed, and
    the executor gives samples that are done to the caller, and turns that have ended to environments.
 4. A row whose turn has ended is reported with `turn_end`. It has left its slot, but its worker keeps its cache. Its
-   environment answers once, after any time, by `Answered`. The sample ends with the answer, or goes on with more
-   tokens: its worker takes it back by `resume` as soon as it is idle and has a free slot, before other samples. Any
-   other way of admitting it means that the kept cache is of no use any more. A worker without rows waits for answers
-   without a command.
-5. `WorkerLost` reports a worker whose process died with its rows and the caches that it kept. Nothing else is reported
-   of it. Its rows continue on other workers from their committed tokens; the next ones are the same, because noise is
-   keyed by position.
+environment answers once, at any later time, by `Answered`. The sample ends with the answer or continues: its worker
+takes it back by `resume` as soon as it is idle and has a free slot, before other samples. If it is admitted in any
+other way, the kept cache is no longer needed. A worker without rows waits for answers without a command. 5.
+`WorkerLost` reports a worker whose process died with its rows and the caches that it kept. It sends no further events.
+Its rows continue on other workers from their committed tokens; the next tokens are the same, because noise is keyed by
+position.
 
 `at` is the time in seconds by the executor's clock; it is recorded, but no decision depends on it unless
 `rollout.pdsr.unit` is `seconds`.
@@ -88,9 +87,9 @@ class WorkerJoined:
     capacity: int
     """Number of tokens that its KV cache holds."""
     max_length: int | None
-    """Longest row of its slots, prompt and completion, longer than any prompt; None = the longest sample."""
+    """Maximum row length of its slots, prompt plus completion, longer than any prompt; None = the longest sample."""
     keeps_caches: bool
-    """Whether the caches of suspended rows are kept for any worker; otherwise they are computed again."""
+    """Whether the caches of suspended rows are kept for any worker; otherwise they are recomputed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +108,7 @@ class RowReport:
     finish: str | None
     """`stop`, `length` or `dropped:<why>` (such as logits that are not finite); None for an unfinished row."""
     turn_end: str | None = None
-    """How its turn has ended, `stop` or `length`, if its environment is to answer it; `finish` is None then."""
+    """How its turn ended, `stop` or `length`, if its environment must answer; `finish` is None then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,11 +125,11 @@ class SegmentEnded:
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """Environments have answered turns of samples, which end, or go on and have room for more tokens."""
+    """Environments have answered turns of samples, which end or continue."""
 
     at: float
     rows: tuple[RowReport, ...]
-    """All answers so far: an idle worker starts with what it gets first, and others wait until its segment ends."""
+    """All answers so far: an idle worker starts with the first ones, and later ones wait until its segment ends."""
 
 
 Event = Submitted | Released | Closed | WorkerJoined | WorkerLost | SegmentEnded | Answered
@@ -142,9 +141,9 @@ class Admit:
     num_tokens: int
     """Number of committed tokens; 0 for a sample that has not started."""
     how: AdmitMethod
-    """How to make the cache. `recompute`: from the prompt and all committed tokens. `copy`: from the cache that was
-    kept when the row was suspended. `resume`: from the cache that this worker itself kept while the row acted, with the
-    tokens of the observation added."""
+    """How to get the cache. `recompute`: from the prompt and all committed tokens. `copy`: from the cache that was kept
+    when the row was suspended. `resume`: from the cache that this worker kept while the row acted, plus the tokens of
+    the observation."""
     role: SampleRole
 
 
@@ -155,8 +154,8 @@ class Suspend:
     worker: str
     uid: str
     why: str
-    """`row limit` (the slots hold no more tokens of it), `probe limit`, `breaker`, `steal limit`, `spread`, or
-    `truncated`: the sample ends here."""
+    """`row limit` (it no longer fits the slots), `probe limit`, `breaker`, `steal limit`, `spread`, or `truncated`: the
+    sample ends here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +172,7 @@ class RunSegment:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Says where P-DSR wants to run the samples of a prompt; the executor has nothing to do."""
+    """Reports where P-DSR wants to run the samples of a prompt; the executor has nothing to do."""
 
     prompt: str
     kind: WorkerKind

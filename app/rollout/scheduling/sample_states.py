@@ -18,7 +18,7 @@ class SampleState(StrEnum):
     SUSPENDED = "suspended"
     """Started, but not on a worker."""
     ACTING = "acting"
-    """Its turn has ended, and its environment has not answered yet; not on a worker."""
+    """Waiting for its environment after a turn; not on a worker."""
     DONE = "done"
     DROPPED = "dropped"
 
@@ -42,12 +42,12 @@ class SampleEntry:
     num_tokens: int = 0
     """Number of committed tokens."""
     seconds: float = 0.0
-    """Time in which it was decoded, by the executor's clock: of each segment its share of the decode steps."""
+    """Time in which it was decoded, by the executor's clock: its share of each segment's decode steps."""
     finish: str | None = None
     held_by: str | None = None
     """Worker that keeps the cache of the suspended or acting row."""
     moves: int = 0
-    """Number of times it was suspended, without those after it was stolen."""
+    """Number of times it was suspended, except after it was stolen."""
 
     @property
     def uid(self) -> str:
@@ -102,7 +102,7 @@ class SampleTable:
 
         Args:
             seconds: duration of the segment.
-            steps: number of its decode steps, of which the row pays for those that it took part in.
+            steps: number of its decode steps; the row is charged for those in which it took part.
         """
         entry = self.entries[row.uid]
         assert entry.worker == worker, f"{row.uid} is reported by {worker}, but is on {entry.worker}"
@@ -131,7 +131,7 @@ class SampleTable:
         """Records that the row has left its worker, or was lost with it; the sample keeps its committed tokens.
 
         Args:
-            is_move: whether it counts as one of the moves of the sample.
+            is_move: whether this counts as a move of the sample.
         """
         assert entry.state is SampleState.RUNNING, f"{entry.uid} is {entry.state} and cannot leave a worker"
         self._set_state(entry, SampleState.SUSPENDED if entry.num_tokens else SampleState.NEW)
@@ -140,7 +140,7 @@ class SampleTable:
         entry.moves += is_move
 
     def forget_cache(self, entry: SampleEntry) -> None:
-        """Records that the kept cache is lost, or of no use any more."""
+        """Records that the kept cache is lost or no longer needed."""
         entry.held_by = None
 
     def forget(self, entry: SampleEntry) -> None:
@@ -150,7 +150,7 @@ class SampleTable:
         self.counts[entry.state] -= 1
 
     def end(self, entry: SampleEntry, finish: str) -> None:
-        """Ends the sample with its present tokens."""
+        """Ends the sample with its current tokens."""
         self._set_state(entry, SampleState.DROPPED if finish.startswith(DROPPED_PREFIX) else SampleState.DONE)
         entry.finish = finish
         entry.worker = entry.held_by = None

@@ -31,7 +31,7 @@ from app.rollout.scheduling.protocol import (
 HEAVY_PERCENTILE = 80
 """Percentile of lengths above which a sample counts as long in the recall."""
 TAIL_SHARE = 0.9
-"""Share of the samples that must be done before the tail begins."""
+"""Fraction of the samples that must be done before the tail begins."""
 COUNTS = (
     *("breaker_trips", "stolen_by_fast", "stolen_by_heavy", "suspensions", "truncated", "segments", "useful_tokens"),
     "repacked_tokens",
@@ -59,28 +59,28 @@ class ScheduleMetrics:
     makespan_s: float
     """Time from the first submission to the last committed token, or to the last answer of an environment."""
     bubble: float
-    """Share of slot time in which no row decoded; slots count while their worker is present."""
+    """Fraction of slot time in which no row decoded; slots count while their worker is present."""
     tail_fraction: float
-    """Share of the makespan after 90 % of the samples were done; NaN in a window."""
+    """Fraction of the makespan after 90 % of the samples were done; NaN in a window."""
     probe_recall: float | None
-    """Share of samples above the 80th percentile that were expected to be heavy when they started, without probes.
+    """Fraction of samples above the 80th percentile that were expected to be heavy when they started, without probes.
 
     None if there was no expectation for any of them.
     """
     threshold: float | None
     """Length above which a prompt was heavy at the last verdict, in `rollout.pdsr.unit`; None without one."""
     heavy_share: float | None
-    """Share of the judged prompts whose samples were sent to heavy workers in the end; None without verdicts."""
+    """Fraction of the classified prompts whose samples were finally sent to heavy workers; None without verdicts."""
     last_verdict_s: float | None
     """Time from the first submission to the last verdict."""
     last_verdict_tokens: int | None
-    """Tokens decoded up to then."""
+    """Tokens decoded until then."""
     breaker_trips: int
     stolen_by_fast: int
-    """Number of times that a fast worker admitted a row of the heavy ones."""
+    """Number of times that a fast worker admitted a heavy row."""
     stolen_by_heavy: int
     suspensions: int
-    """Number of times that a sample left its worker, to go on later."""
+    """Number of times that a sample left its worker to continue later."""
     truncated: int
     """Number of samples truncated at the fast limit."""
     segments: int
@@ -107,10 +107,10 @@ class ScheduleMetricsTracker:
         """Uid of an ended sample with an expected length -> whether it was expected to be heavy."""
         self.verdicts: dict[str, WorkerKind] = {}
         self.last_verdict: tuple[float | None, float, int] | None = None
-        """The threshold, the time, and the tokens decoded up to then."""
+        """The threshold, the time, and the tokens decoded until then."""
         self.busy_s = 0.0
         self.counts: Counter[str] = Counter()
-        """Those of `ScheduleMetrics`, by its fields."""
+        """Counts by field of `ScheduleMetrics`."""
         self.last_commit_s = self.start or 0.0
 
     def add(self, record: EventRecord) -> None:
@@ -165,7 +165,7 @@ class ScheduleMetricsTracker:
             self.busy_s += event.seconds * share
             self.counts["useful_tokens"] += gained
             self.num_tokens[row.uid] = row.num_tokens
-            # In exact mode, ends are reported in the order of starts.
+            # In exact mode, ends are reported in start order.
             self.last_commit_s = max(self.last_commit_s, event.at)
             self._record_end(row.uid, row.finish, at=event.at - event.seconds * (1 - share))
 
@@ -230,7 +230,7 @@ def schedule_metrics(records: Sequence[EventRecord]) -> ScheduleMetrics:
 
 
 def slot_spans(records: Sequence[EventRecord]) -> Iterator[Span]:
-    """Yields the spans of rows, and of suspended or acting samples until they go on, ordered by end.
+    """Yields the spans of rows, and of suspended or acting samples until they continue, ordered by end.
 
     A row takes the lowest free slot.
     """

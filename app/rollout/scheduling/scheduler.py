@@ -47,9 +47,9 @@ class Scheduler:
 
     Args:
         policy: name in `POLICIES`.
-        learned: what earlier schedules have found out about lengths.
-        has_turns: whether environments answer the turns of samples. It is found out at the end of the first turn, too.
-        max_suspended: most samples of a worker that leave their slots to others while they act or wait to come back;
+        learned: length statistics of earlier schedules.
+        has_turns: whether environments answer the turns of samples; also detected at the end of the first turn.
+        max_suspended: maximum number of a worker's samples that give up their slots while they act or wait to return;
             None = `SUSPENDED_PER_SLOT` for each slot, 0 = they wait in their slots.
     """
 
@@ -101,7 +101,7 @@ class Scheduler:
 
     @property
     def is_stuck(self) -> bool:
-        """Whether no worker is left for the samples that wait, and no answer is to come that could free its slots."""
+        """Whether no worker is left for the waiting samples, and no pending answer could free slots."""
         is_moving = self.samples.counts[SampleState.ACTING] or any(w.is_busy for w in self.context.workers.values())
         return self.samples.num_waiting > 0 and not is_moving
 
@@ -167,7 +167,7 @@ class Scheduler:
             self.policy.observe(entry, grew=entry.prompt in grown)
 
     def _answered(self, row: RowReport) -> None:
-        """Returns an answered row to the worker that keeps its cache, or to the policy if that is lost or too small."""
+        """Returns an answered row to the worker with its cache, or to the policy if that one is lost or too small."""
         holder = next((one for one in self.context.workers.values() if row.uid in one.acting), None)
         entry = self.samples.answer(row.uid, num_tokens=row.num_tokens, finish=row.finish)
         if holder is not None:
@@ -211,7 +211,7 @@ class Scheduler:
         return leaving
 
     def _assign_samples(self, idle: list[WorkerState]) -> dict[str, list[Admit]]:
-        """Gives workers their answered rows, then other samples one by one, each to the emptiest that can take one."""
+        """Gives workers their answered rows, then other samples one by one, each to the emptiest suitable worker."""
         admitted: dict[str, list[Admit]] = {}
         for worker in idle:
             worker.num_carried = worker.num_begun
@@ -246,9 +246,9 @@ class Scheduler:
         if not (self.policy.refills or self.has_turns):
             length = int(min(self.segment.max, fitting))
             return RunSegment(worker.name, tuple(admitted), SegmentLimits(length))
-        # Samples held back for a verdict wait, too: for the end of a probe, and then for a slot of any worker.
-        # Where samples have turns, segments end early, too: the environment gets a turn only when it is committed, and
-        # an answered row comes back only between two segments.
+        # Samples held back for a verdict also wait: for the end of a probe, then for a slot of any worker. If samples
+        # have turns, segments also end early: a turn reaches the environment only when it is committed, and an answered
+        # row returns only between segments.
         awaited = self.has_turns or self.policy.has_sample_for(worker) or self.policy.may_release()
         limits = segment_limits(
             self.segment,

@@ -1,4 +1,4 @@
-"""The interface of scheduling policies: which sample a worker takes next, and which rows leave it."""
+"""The interface of scheduling policies, which decide what sample a worker takes next and which rows leave it."""
 
 from __future__ import annotations
 
@@ -15,27 +15,28 @@ from app.rollout.scheduling.sample_states import SampleEntry, SampleState, Sampl
 from settings.schema.rollout import PDSR_WINDOW_MIN, PdsrSettings
 
 SUSPENDED_PER_SLOT = 4
-"""Samples for each slot that may wait for their environments without one, unless `env.max_suspended` says otherwise.
+"""Default of `env.max_suspended` per slot: samples that may wait for their environments without a slot.
 
-Slots are busy with slots * (1 + latency / time of a turn) samples.
+All slots are busy with slots * (1 + latency / time of a turn) samples.
 """
 
 
 def admission_budget(num_free: int, num_suspended: int, *, num_slots: int, limit: int | None) -> int:
-    """Returns how many new samples may take free slots: none for each suspended one beyond those that may wait.
+    """Returns how many new samples may take free slots; suspended samples beyond the limit reserve a slot each.
 
     Args:
         num_free: number of slots without a row.
-        num_suspended: number of samples without a slot that come back to one: they act, or were answered.
-        limit: most samples that may wait without a slot, by `env.max_suspended`; None = by the slots.
+        num_suspended: number of samples without a slot that will return to one: acting or answered.
+        limit: maximum number of samples that may wait without a slot, `env.max_suspended`; None = by the number of
+            slots.
     """
     return num_free - max(num_suspended - (SUSPENDED_PER_SLOT * num_slots if limit is None else limit), 0)
 
 
 PROBE_SECONDS_SHARE = 0.5
-"""Limit of probes in seconds, as a share of `rollout.pdsr.fast_limit_s`."""
+"""Limit of probes in seconds, as a fraction of `rollout.pdsr.fast_limit_s`."""
 STEAL_LIMIT_SHARE = 0.25
-"""After this share of the fast limit, a sample that a fast worker took from the heavy ones should go back to them."""
+"""Fraction of the fast limit after which a stolen sample should go back to a heavy worker."""
 
 QueueName = TypeVar("QueueName", bound=str)
 
@@ -53,13 +54,13 @@ class WorkerState:
     max_length: int | None
     keeps_caches: bool
     max_suspended: int | None
-    """As `limit` of `admission_budget`."""
+    """See `limit` of `admission_budget`."""
     rows: list[str] = field(default_factory=list)
     """Uids in the order of admission."""
     acting: list[str] = field(default_factory=list)
     """Uids of the acting rows whose caches it keeps."""
     answered: list[str] = field(default_factory=list)
-    """Uids of the rows that it takes back next, in the order of their answers."""
+    """Uids of the rows that it takes back next, in the order of answers."""
     is_busy: bool = False
     """Whether a segment is running."""
     num_carried: int = 0
@@ -69,12 +70,12 @@ class WorkerState:
 
     @property
     def num_begun(self) -> int:
-        """Number of samples that are its rows now or come back to it."""
+        """Number of samples that are its rows now or will return to it."""
         return len(self.rows) + len(self.acting) + len(self.answered)
 
     @property
     def num_free_slots(self) -> int:
-        """Number of slots for samples of the policy."""
+        """Number of free slots for samples from the policy."""
         num_free, num_suspended = self.slots - len(self.rows), len(self.acting) + len(self.answered)
         return admission_budget(num_free, num_suspended, num_slots=self.slots, limit=self.max_suspended)
 
@@ -113,18 +114,18 @@ class SchedulingContext:
     lengths: LengthEstimator
     pdsr: PdsrSettings
     longest_rows: dict[WorkerKind, float] = field(default_factory=dict)
-    """Longest row that workers of a kind hold, lost ones included."""
+    """Maximum row length on workers of a kind, including lost ones."""
     threshold: float | None = None
     """Length above which a sample is heavy; updated when a sample finishes."""
     new_verdicts: list[Verdict] = field(default_factory=list)
-    """Those of the present event."""
+    """Verdicts of the current event."""
     window_min: int = PDSR_WINDOW_MIN
     probe_advance: int = 256
-    """Number of samples that a probe may overtake in the queue. Without a bound, new prompts would starve the samples
-    of old ones."""
+    """Number of samples that a probe may overtake in the queue. Without this bound, new prompts would starve older
+    ones."""
     max_moves: int = 2
-    """Number of moves after which `adaptive` moves a sample no more, and `pdsr_v2` leaves it to heavy workers. Samples
-    that a fast worker gives back, and those too long for their slots, move in any case."""
+    """Number of moves after which `adaptive` stops moving a sample, and `pdsr_v2` leaves it to heavy workers. Stolen
+    samples that go back, and samples too long for their slots, always move."""
 
     @property
     def fast_limit(self) -> RowLimit:
@@ -141,9 +142,9 @@ class SchedulingContext:
         return max(self.lengths.group_measure.get(entry.prompt, 0.0), self.lengths.measure(entry))
 
     def known_verdict(self, prompt: str) -> WorkerKind | None:
-        """Returns the verdict on a prompt by the lengths of its samples in an earlier epoch, if they are known.
+        """Returns the verdict on a prompt from its samples' lengths in an earlier epoch, if known.
 
-        They are in tokens, so nothing is known if `rollout.pdsr.unit` is `seconds`.
+        These are in tokens, so there is no verdict if `rollout.pdsr.unit` is `seconds`.
         """
         length = self.lengths.history.get(prompt)
         if length is None or self.threshold is None or self.pdsr.unit == "seconds":
@@ -201,7 +202,7 @@ class SchedulingContext:
     def first_served(
         self, queues: Mapping[QueueName, PriorityQueue], served_by: Mapping[QueueName, WorkerKind], worker: WorkerState
     ) -> tuple[str, QueueName] | None:
-        """Returns the first fitting sample, and its queue, of the queues that a worker serves.
+        """Returns the first fitting sample and its queue, among the queues that a worker serves.
 
         Args:
             served_by: kind of worker that serves each queue, in the order in which a worker checks them.
@@ -234,7 +235,7 @@ class SchedulingPolicy(ABC):
 
     @abstractmethod
     def _find(self, worker: WorkerState) -> object | None:
-        """Returns what `next_sample` would give the worker, with what it must know to take it; None for nothing."""
+        """Returns the sample that `next_sample` would return, with its queue; None if there is none."""
 
     def has_sample_for(self, worker: WorkerState) -> bool:
         """Returns whether `next_sample` would give the worker a sample."""
@@ -246,11 +247,11 @@ class SchedulingPolicy(ABC):
 
     @property
     def percentile(self) -> float:
-        """The percentile of the window that is the threshold of heavy samples."""
+        """The percentile of the window that separates heavy samples."""
         return self.context.pdsr.percentile
 
     def may_release(self) -> bool:
-        """Returns whether samples are held back that the next end of a row may release, for any worker."""
+        """Returns whether the next end of a row may release held-back samples, for any worker."""
         return False
 
     def observe(self, entry: SampleEntry, *, grew: bool) -> None:  # noqa: B027 - a policy may learn nothing
@@ -281,7 +282,7 @@ class Probes:
         self.held_back: dict[str, list[str]] = {}
 
     def admit_or_hold_back(self, entry: SampleEntry) -> bool:
-        """Returns whether the sample may run: a probe, or one whose prompt has a verdict. Otherwise holds it back."""
+        """Returns whether the sample may run: it is a probe, or its prompt has a verdict. Otherwise holds it back."""
         is_new = entry.prompt not in self.probe_uids and entry.prompt not in self.verdicts
         if is_new and (known := self._context.known_verdict(entry.prompt)) is not None:
             self.set_verdict(entry.prompt, known)

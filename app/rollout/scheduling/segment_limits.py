@@ -10,7 +10,7 @@ from settings.schema.rollout import SegmentSettings
 OVERHEAD_STEPS = 0.5
 """Assumed overhead of ending a segment, in decode steps."""
 PRIOR_LENGTH_SHARE = 0.25
-"""Assumed mean length before any sample has finished, as a share of the allowed tokens."""
+"""Assumed mean length before any sample has finished, as a fraction of the allowed tokens."""
 
 
 class SegmentLimits(NamedTuple):
@@ -19,9 +19,9 @@ class SegmentLimits(NamedTuple):
     length: int
     """Maximum number of tokens per row."""
     leave_when_finished: int = 0
-    """Number of finished rows at which the segment ends, because samples wait for their slots."""
+    """Number of finished rows at which the segment ends because samples wait for slots."""
     leave_when_active: int = 0
-    """Number of active rows at which the segment ends, because a smaller program fits."""
+    """Number of active rows at which the segment ends because a smaller program fits."""
 
 
 def segment_limits(
@@ -35,12 +35,12 @@ def segment_limits(
 ) -> SegmentLimits:
     """Returns the limits of a worker's next segment.
 
-    Without waiting samples, few rows run long without interruption: clamp(capacity / num_active, min, max) tokens.
-    Otherwise let o be the fixed cost of a segment in decode steps, and h = 1 / mean length the chance that a row
-    finishes at a step. A segment of L steps loses o / L per step to its fixed cost, and h L / 2 to finished rows that
-    wait for its end, which together is least at L = sqrt(2 o / h). By then, num_active h L rows have finished.
+    Without waiting samples, the length is clamp(capacity / num_active, min, max) tokens: few rows run long. Otherwise
+    let o be the fixed cost of a segment in decode steps, and h = 1 / mean length the chance that a row finishes at a
+    step. A segment of L steps loses o / L per step to its fixed cost, and h L / 2 to finished rows that wait for its
+    end, which together is least at L = sqrt(2 o / h). By then, num_active h L rows have finished.
 
-    Source: the P-DSR design, "Budget-Aware Segment Rollout", for the first.
+    Source: the P-DSR design, "Budget-Aware Segment Rollout", for the first rule.
 
     Args:
         num_active: number of rows on the worker.

@@ -52,7 +52,7 @@ class AsyncRollout:
         self._outbox: SimpleQueue[CompletedRound | BaseException] = SimpleQueue()
         self._waiting: deque[Sequence[RolloutSequence]] = deque()
         self._in_flight: deque[list[str]] = deque()
-        """Names of the rows of each round that the scheduler has."""
+        """For each round that the scheduler has, the names of its rows."""
         self._num_begun = 0
         self._metrics, self._exit_stack = ScheduleMetricsTracker(), ExitStack()
         prompts = workers.learned_lengths.prompts
@@ -72,8 +72,8 @@ class AsyncRollout:
         self._executor.wake()
 
     def publish(self, weights: DecodeWeights, *, policy_version: int) -> None:
-        """Sets the weights for all segments started from now on."""
-        # An update may still be computing the weights; meanwhile, segments use the previous ones.
+        """Sets the weights for all segments that start from now on."""
+        # An update may still be computing the weights; until then, segments use the previous ones.
         jax.block_until_ready(weights)
         self._executor.publish(weights, policy_version=policy_version)
 

@@ -1,7 +1,7 @@
 """A Ray actor: a process that runs slots on its own devices.
 
-It needs no settings, files or other workers. It gets the specification of its slots once, and weights and rows with the
-calls that need them. It returns the tokens of every segment, so that at most one segment is lost if it dies.
+It needs no settings, files or other workers: it gets the specification of its slots once, and weights and rows with
+each call. It returns the tokens of every segment, so that at most one segment is lost if it dies.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class ActorSpec:
     outputs_first: bool = False
     """The order of the kernels' dims; see `DecoderDefinition`."""
     stop_text: DecodeText | None = None
-    """Converts token ids to text, if there are stop strings. It takes a tokenizer to the actor."""
+    """Converts token ids to text, if there are stop strings; it carries the tokenizer to the actor."""
 
 
 class ActorInfo(NamedTuple):
@@ -88,12 +88,12 @@ class ActorSegment(NamedTuple):
 
     ended: SegmentEnded
     tokens: dict[str, Int32[np.ndarray, "fields C"]]
-    """Tokens of each row that drew some or is done, by uid; see `RolloutSequence.segment_tokens`."""
+    """Uid -> tokens, for each row that sampled some or is done; see `RolloutSequence.segment_tokens`."""
     policy_version: int
-    """Version of the weights that drew them."""
+    """Version of the weights that sampled them."""
     counters: RolloutCounters
     prompt_routes: dict[str, Int32[np.ndarray, "S words"]]
-    """Of each row that has drawn its first tokens, by uid, if routes are recorded."""
+    """Uid -> routes of the prompt, for each row that sampled its first tokens, if routes are recorded."""
 
 
 class RolloutActor:
@@ -155,7 +155,7 @@ class RolloutActor:
         """Admits rows and decodes a segment.
 
         Args:
-            new_weights: weights to use from now on, of version `policy_version`; None = keep the present ones.
+            new_weights: weights of version `policy_version` to use from now on; None = keep the current ones.
         """
         if new_weights is not None:
             weights = from_bit_leaves(new_weights, like=self._engine.programs.abstract_weights)
@@ -170,7 +170,7 @@ class RolloutActor:
             row = self._rows[report.uid]
             if report.finish is not None or row.is_acting:
                 del self._rows[report.uid]
-            # A row that waited for blocks, or only took known tokens, drew nothing.
+            # A row that waited for blocks, or only had forced tokens, sampled nothing.
             if row.num_tokens > num_tokens[report.uid] or report.finish is not None:
                 tokens[report.uid], version = row.segment_tokens[-1], row.segment_versions[-1][0]
                 if not num_tokens[report.uid] and row.prompt_routes is not None:
@@ -193,5 +193,5 @@ def check_slots_divide(spec: ActorSpec, row_shards: int) -> None:
     if any(rows % row_shards for rows in buckets):
         raise InputError(
             f"rollout.workers.{spec.kind}.slots: batches of {', '.join(map(str, buckets))} rows cannot all be split "
-            f"over the {row_shards} devices of a Ray actor that hold rows; set it to a multiple of {4 * row_shards}"
+            f"over the {row_shards} row shards of a Ray actor's devices; set it to a multiple of {4 * row_shards}"
         )

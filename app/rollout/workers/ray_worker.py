@@ -1,9 +1,8 @@
 """Rollout workers in Ray actors: processes on this or other machines, scheduled by this process.
 
 The scheduler, the rows and the log stay in this process. Weights are stored once in Ray's object store for all actors.
-A segment sends copies of the rows that it admits, and returns the tokens that it draws. A suspended row leaves its
-cache behind: it is computed again where the row continues.
-Source: Moritz et al. 2018 (Ray).
+A segment sends copies of the rows that it admits, and returns the sampled tokens. A suspended row leaves its cache
+behind; the next worker recomputes it. Source: Moritz et al. 2018 (Ray).
 """
 
 from __future__ import annotations
@@ -39,20 +38,20 @@ from settings.errors import InputError
 
 CONNECT_TIMEOUT_S = 10.0
 START_TIMEOUT_S = 900.0
-"""Longest time for an actor to start and to compile: long enough to compile for a TPU."""
+"""Maximum time for an actor to start and compile: long enough to compile for a TPU."""
 POLL_INTERVAL_S = 1.0
 """Time between two checks for a requested stop while actors start."""
 RESOURCE_OPTIONS = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "memory"}
-"""Maps resources that Ray has options for to these."""
+"""Resources that are separate options of Ray."""
 
 _Actor: Any = ray.remote(RolloutActor)  # pyright: ignore[reportCallIssue, reportArgumentType]
 
 
 class RayCluster:
-    """The Ray cluster of all actors, which is joined when it is first needed.
+    """The Ray cluster of all actors, joined on first use.
 
     Args:
-        address: `host:port` of a cluster, `auto` for the one running on this machine, `local` to start one on it.
+        address: `host:port` of a cluster, `auto` for the cluster on this machine, `local` to start one.
         resources: Ray's resources of each actor.
     """
 
@@ -83,23 +82,25 @@ class RayCluster:
             total: Counter[str] = Counter()
             for one in self._resources:
                 total.update(one)
-            # The processes share this machine's cores; Ray only needs a large enough total.
+            # The processes share this machine's cores; Ray only needs a sufficient total.
             num_cpus = max(math.ceil(total["CPU"]), 1)
             others = {name: amount for name, amount in total.items() if name not in RESOURCE_OPTIONS}
             arguments |= {"num_cpus": num_cpus, "resources": others, "include_dashboard": False}
         sigterm_handler = signal.getsignal(signal.SIGTERM)
         with warnings.catch_warnings():
-            # JAX warns about forks. The children here do nothing before they execute other programs.
+            # JAX warns about forks. These children only execute other programs.
             warnings.filterwarnings("ignore", message="os.fork", category=RuntimeWarning)
             try:
                 if ":" in self._address:
-                    # Ray would wait for minutes if nothing listened there.
+                    # Ray would wait for minutes if nothing listens there.
                     host, _, port = self._address.rpartition(":")
                     socket.create_connection((host, int(port)), timeout=CONNECT_TIMEOUT_S).close()
                 ray.init(**arguments, log_to_driver=False, configure_logging=False, logging_level=logging.ERROR)
             except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
                 if self._address == "local":
-                    raise InputError(f"rollout.ray: no cluster starts on this machine: {_first_line(error)}") from error
+                    raise InputError(
+                        f"rollout.ray: cannot start a cluster on this machine: {_first_line(error)}"
+                    ) from error
                 raise InputError(
                     f"rollout.ray.address: the cluster at {self._address} cannot be used: {_first_line(error)}; start "
                     "one with `ray start --head`, or set this to `local` to let this program start one"
@@ -113,7 +114,7 @@ class RayCluster:
         self._has_connected = True
 
     def disconnect(self) -> None:
-        """Disconnects from the cluster, or ends it, if `connect` did connect; the actors end with it."""
+        """Disconnects from the cluster, or ends it, if `connect` has connected; the actors end with it."""
         if self._has_connected:
             ray.shutdown()
             self._has_connected = False
@@ -123,8 +124,8 @@ class RayCluster:
         first, expected = self._first_devices = self._first_devices or (actor, devices)
         if devices != expected:
             raise InputError(
-                "rollout.mode: exact samples need actors with the same number and kind of devices, got "
-                f"{expected} for {first} and {devices} for {actor}; make rollout.ray.fast_resources and "
+                f"rollout.mode: exact samples need actors with equal devices, got {expected} for {first} and "
+                f"{devices} for {actor}; make rollout.ray.fast_resources and "
                 "heavy_resources request the same devices, or set rollout.mode: fast"
             )
 
@@ -159,7 +160,7 @@ class RayWorker(RolloutWorker):
     _startup: list[Any] = field(default_factory=list)
     """Unfinished calls of `get_info` and `compile`."""
     _calls: list[Any] = field(default_factory=list)
-    """Calls since the last segment, whose errors are its errors."""
+    """Calls since the last segment; their errors are raised with the segment."""
 
     @property
     def num_devices(self) -> int:
@@ -191,8 +192,8 @@ class RayWorker(RolloutWorker):
                 raise StoppedError
             if time.monotonic() > deadline:
                 raise InputError(
-                    f"rollout.ray: after {START_TIMEOUT_S:g} s the actor of {self.name} has not started and compiled; "
-                    f"it needs {_format_resources(self.resources)}, and the cluster has "
+                    f"rollout.ray: after {START_TIMEOUT_S:g} s the actor of {self.name} has not started and "
+                    f"compiled; it needs {_format_resources(self.resources)}, but the cluster has "
                     f"{_format_resources(ray.available_resources())} left; request less "
                     f"(rollout.ray.{self.kind}_resources), or add machines"
                 )
@@ -229,13 +230,13 @@ class RayWorker(RolloutWorker):
     def start_segment(self, command: RunSegment, admissions: deque[Admission]) -> None:
         """Sends the rows; see `RolloutWorker.start_segment`."""
         self._started_at = self.clock()
-        # There, blocks of ended rows are free once others need them.
+        # There, blocks of ended rows are freed when others need them.
         self.ended_keys.clear()
         incoming = list(admissions)
         admissions.clear()
         for one in incoming:
             self._rows[one.row.name] = one.row
-            # Not in the copies: slots count the prompt of a row that has not started.
+            # Not in the copies, because slots count the prompt of a row that has not started.
             one.row.started_s = one.row.started_s or time.perf_counter()
         rows = _without_columns(one.row for one in incoming)
         sent = [Admission(row, suspended=None) for row in rows]
@@ -259,7 +260,7 @@ class RayWorker(RolloutWorker):
             row.worker = self.name
             if tokens is None:
                 continue
-            # A copy, because the array may be in memory shared with other processes of this machine.
+            # A copy, because the array may be in shared memory.
             row.segment_tokens.append(tokens.copy())
             row.prompt_routes = result.prompt_routes.get(report.uid, row.prompt_routes)
             row.segment_versions.append((result.policy_version, tokens.shape[1]))
@@ -300,7 +301,7 @@ class RayWorker(RolloutWorker):
 
 
 def _without_columns(rows: Iterable[RolloutSequence]) -> list[RolloutSequence]:
-    """Returns copies without the fields of prompts that slots do not read. Siblings share their prompt."""
+    """Returns copies without the prompt fields that slots do not read. Siblings share their prompt."""
     prompts: dict[int, Any] = {}
     copies = []
     for row in rows:

@@ -1,4 +1,4 @@
-"""One rollout: real workers carry out the commands of a scheduler."""
+"""One rollout: workers carry out the commands of a scheduler."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class RolloutExecutor:
     One thread drives it; another one may publish weights.
 
     Args:
-        workers: workers that are opened before the rollout begins, and closed after it.
+        workers: workers, opened before the rollout begins and closed after it.
         in_order: as for `WorkerThreads`.
     """
 
@@ -74,7 +74,7 @@ class RolloutExecutor:
         self._stop_requested = stop_requested
         self._workers: dict[str, RolloutWorker] = {worker.name: worker for worker in workers}
         start_s = time.perf_counter()
-        # Not a method: workers outlive the rollout, and would keep its rows and their caches alive.
+        # Not a method, because workers outlive the rollout and would keep its rows and their caches alive.
         self.clock: Callable[[], float] = lambda: time.perf_counter() - start_s
         """Returns the seconds since the start of the rollout."""
         for worker in workers:
@@ -83,7 +83,7 @@ class RolloutExecutor:
         self._suspended: dict[str, Future[SuspendedSequence]] = {}
         """Maps the name of a suspended row to its cache."""
         self._death: WorkerDiedError | None = None
-        """Error of the worker that was lost last."""
+        """Error of the last lost worker."""
 
     def run_in_order(self, rows: Iterable[RolloutSequence]) -> Iterator[RolloutSequence]:
         """Yields all rows in order, each once it is done. No other rows may be submitted."""
@@ -104,10 +104,10 @@ class RolloutExecutor:
             self._handle_event(WorkerJoined(self.clock(), worker.name, worker.kind, *sizes, *limits))
 
     def submit(self, rows: Iterable[RolloutSequence], *, suffix: str = "") -> list[str]:
-        """Adds rows and returns their names, which are their uids as far as these are unique.
+        """Adds rows and returns their names: their uids if these are unique.
 
         Args:
-            suffix: end of the names, if the uids of earlier rows are not all different from theirs.
+            suffix: appended to the uids if they may equal those of earlier rows.
         """
         samples: dict[str, NewSample] = {}
         for number, row in enumerate(rows):
@@ -120,7 +120,7 @@ class RolloutExecutor:
         return list(samples)
 
     def publish(self, weights: DecodeWeights, *, policy_version: int) -> None:
-        """Sets the weights for all segments started from now on. May be called from any one other thread."""
+        """Sets the weights for all segments started from now on. May be called from one other thread."""
         for worker in self._workers.values():
             if not worker.is_lost:
                 worker.queue_weights(weights, policy_version=policy_version)
@@ -130,7 +130,7 @@ class RolloutExecutor:
 
     @property
     def is_busy(self) -> bool:
-        """Whether any worker is decoding, or any environment has to answer."""
+        """Whether any worker is decoding or any environment has yet to answer."""
         return self._is_decoding or (self._conversations is not None and self._conversations.num_acting > 0)
 
     @property
@@ -143,7 +143,7 @@ class RolloutExecutor:
         return [self._rows.pop(uid) for uid in uids]
 
     def close(self) -> None:
-        """Closes the environments of rows that are not done, and waits for running segments."""
+        """Closes the environments of unfinished rows, and waits for running segments."""
         if self._conversations is not None:
             self._conversations.abandon(self._rows.values())
         self._threads.close()
@@ -204,8 +204,8 @@ class RolloutExecutor:
             self._on_progress(self.scheduler.samples)
         if self.scheduler.is_stuck:
             raise self._death or WorkerDiedError(
-                "no rollout worker is left for samples that are longer than rollout.workers.fast.max_length: the heavy "
-                "ones have died in an earlier rollout"
+                "no rollout worker is left for samples longer than rollout.workers.fast.max_length: the heavy "
+                "workers died in an earlier rollout"
             )
 
     def _execute(self, command: Command) -> None:
@@ -219,7 +219,7 @@ class RolloutExecutor:
     def _suspend(self, command: Suspend) -> None:
         row = self._rows[command.uid]
         suspended = self._threads.suspend(self._workers[command.worker], row)
-        # From now on a copy, which the worker can no longer change.
+        # From now on a copy that the worker can no longer change.
         row = self._rows[row.name] = row.rewound(row.num_tokens)
         if command.why == "truncated":
             row.finish(FINISH_LENGTH)

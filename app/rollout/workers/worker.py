@@ -48,7 +48,7 @@ class RolloutWorker:
     device: str | None = None
     """Name of the device shared with other workers; None = the worker has its own devices."""
     clock: Callable[[], float] = time.perf_counter
-    """Returns seconds since a fixed moment."""
+    """Returns seconds since a fixed point in time."""
     is_lost: bool = False
     """Whether its process has died. Workers in this process never are."""
     keeps_caches: ClassVar[bool] = True
@@ -56,20 +56,20 @@ class RolloutWorker:
     _started_at: float | None = None
     """Start of its last segment."""
     _queued_weights: deque[tuple[DecodeWeights, int]] = field(default_factory=lambda: deque(maxlen=1))
-    """Newest weights not loaded yet, already on its devices, with their version. Set by another thread."""
+    """Newest weights, already on its devices but not yet loaded, and their version. Set by another thread."""
     _queueing: Lock = field(default_factory=Lock)
     """Held while weights are queued or taken."""
     ended_keys: deque[str] = field(default_factory=deque)
-    """Keys of rows that ended in no slot, whose blocks the next segment frees. Set by another thread."""
+    """Keys of rows that ended outside slots; the next segment frees their blocks. Set by another thread."""
     _segment_counters: deque[RolloutCounters] = field(default_factory=deque)
     """Counts of each segment since the last `take_counters`."""
 
     def compile(self, rules: SamplingRules, *, suspends: bool) -> None:
-        """Compiles the programs of rollouts under these rules; a worker elsewhere only begins to."""
+        """Compiles the programs of rollouts under these rules; a remote worker only starts to."""
         self.engine.compile(rules, suspends=suspends)
 
     def wait_until_ready(self, stop_requested: StopCheck) -> None:
-        """Waits until a worker elsewhere has started and compiled.
+        """Waits until a remote worker has started and compiled.
 
         Raises:
             InputError: it cannot start.
@@ -80,7 +80,7 @@ class RolloutWorker:
         """Puts the weights on the worker's devices and starts with empty slots; see `SlotEngine.open`."""
         self._queued_weights.clear()
         placed = self._place_weights(weights)
-        # An update may still be computing the weights, and no segment is to last longer for that.
+        # An update may still be computing the weights, which must not delay a segment.
         jax.block_until_ready(placed)
         self.engine.open(placed, request, suspends=suspends)
 
@@ -94,16 +94,16 @@ class RolloutWorker:
     def queue_weights(self, weights: DecodeWeights, *, policy_version: int) -> None:
         """Queues weights for its next segment; rows keep their caches. May be called from any thread.
 
-        The same thread must pass the weights to all workers: if several threads place an array at once, some of them
-        see it before JAX has listed all its shards (jax 0.10.2).
+        The same thread must pass the weights to all workers: if several threads place an array at once, some see it
+        before JAX has listed all its shards (jax 0.10.2).
         """
-        # So that a device has no third copy, and no segment begins with older weights meanwhile.
+        # So that a device has no third copy, and no segment starts with older weights in the meantime.
         with self._queueing:
             self._queued_weights.clear()
             self._queued_weights.append((self._place_weights(weights), policy_version))
 
     def take_counters(self) -> RolloutCounters:
-        """Returns the counts of the segments ended since the last call, which one thread at a time may make."""
+        """Returns the counts of the segments ended since the last call. Call it from one thread at a time."""
         return RolloutCounters.sum([RolloutCounters(), *take_all(self._segment_counters)])
 
     def close(self) -> None:
@@ -112,7 +112,7 @@ class RolloutWorker:
         self.engine.close()
 
     def shut_down(self) -> None:
-        """Ends what was started outside this process. No rollout may follow."""
+        """Ends processes started by this worker. No rollout may follow."""
 
     def suspend(self, row: RolloutSequence) -> SuspendedSequence:
         """Takes a row out of its slot, with its cache."""
@@ -131,12 +131,12 @@ class RolloutWorker:
         computed = []
         while admissions:
             one = admissions.popleft()
-            # A row that has to wait for blocks must not keep a cache beside them.
+            # A row that waits for blocks must not keep a separate cache.
             cache = self._fetch_cache(one) if self.engine.scheduler.has_room(one.row) else None
             if cache is None:
                 computed.append(one.row)
             else:
-                # One at a time, because all copies together would be as large as all slots.
+                # One at a time, because all copies together could be as large as all slots.
                 self.engine.admit([cache._replace(row=one.row)])
                 del cache
         self.engine.admit(computed)
@@ -150,7 +150,7 @@ class RolloutWorker:
         suspended = one.suspended.result()
         cache, shapes = suspended.cache, self.engine.programs.abstract_row
         if cache is None or jax.tree.map(jnp.shape, cache) != jax.tree.map(jnp.shape, shapes):
-            # It waited for blocks, or comes from a device with blocks of another size.
+            # It waited for blocks, or comes from a device with another block size.
             return None
         return suspended._replace(cache=jax.device_put(cache, tree_shardings(shapes)))
 
@@ -170,5 +170,5 @@ class RolloutWorker:
 
 
 def take_all(items: deque[T]) -> list[T]:
-    """Removes and returns all items, to which another thread may append, but from which none may take."""
+    """Removes and returns all items; other threads may append, but not remove."""
     return [items.popleft() for _ in range(len(items))]

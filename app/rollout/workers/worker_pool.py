@@ -36,7 +36,7 @@ class ScheduleConfig:
     pdsr: PdsrSettings
     segment: SegmentSettings
     in_order: bool
-    """Whether segments count in the order in which they started, so that a repeated run gives the same commands."""
+    """Whether segments are handled in start order, so that a repeated run gives the same commands."""
 
 
 class RolloutWorkerPool(SampleGenerator):
@@ -65,9 +65,9 @@ class RolloutWorkerPool(SampleGenerator):
         self.on_sample_done: SampleDoneCallback | None = None
         self.on_progress: ProgressCallback | None = None
         self.shared_lengths = NOTHING_LEARNED
-        """What all hosts had found out about lengths when they last shared it."""
+        """Length statistics of all hosts when they were last shared."""
         self.new_lengths = NOTHING_LEARNED
-        """What this host has found out since then."""
+        """This host's length statistics since then."""
         self._metrics: list[ScheduleMetrics] = []
 
     @property
@@ -159,15 +159,15 @@ class RolloutWorkerPool(SampleGenerator):
 
     @property
     def learned_lengths(self) -> LearnedLengths:
-        """What the rollouts so far have found out about lengths; the next schedule is based on it."""
+        """Length statistics of all rollouts so far, used by the next schedule."""
         return self.shared_lengths.updated(self.new_lengths, window=self.schedule.pdsr.window)
 
     def record_lengths(self, newer: LearnedLengths) -> None:
-        """Adds what a rollout, or a part of it, has found out about lengths."""
+        """Adds the length statistics of a rollout or a part of it."""
         self.new_lengths = self.new_lengths.updated(newer)
 
     def share_lengths(self, of_hosts: Iterable[LearnedLengths]) -> None:
-        """Takes over the `new_lengths` of all hosts, this one included, in the same order on all of them."""
+        """Merges the `new_lengths` of all hosts, in the same order on all of them."""
         newer = LearnedLengths.of_hosts(of_hosts)
         self.shared_lengths = self.shared_lengths.updated(newer, window=self.schedule.pdsr.window)
         self.new_lengths = NOTHING_LEARNED
@@ -177,7 +177,7 @@ class RolloutWorkerPool(SampleGenerator):
         return RolloutCounters.sum([worker.take_counters() for worker in self.workers])
 
     def footprint(self) -> Footprint:
-        """Returns the arrays on the fullest device when all slots are full."""
+        """Returns the arrays on the device with most of them when all slots are full."""
         footprints = [worker.engine.footprint() for worker in self.workers]
         if self.workers[0].device is None:
             return max(footprints, key=bytes_per_device)
@@ -185,7 +185,7 @@ class RolloutWorkerPool(SampleGenerator):
         return Footprint(weights[0], sum(slots, ()))
 
     def shut_down(self) -> None:
-        """Ends everything started outside this process. No rollout may follow."""
+        """Ends processes started by the workers. No rollout may follow."""
         for worker in self.workers:
             worker.shut_down()
 

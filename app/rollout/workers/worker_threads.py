@@ -1,4 +1,4 @@
-"""The threads of rollout workers, one for each."""
+"""One thread per rollout worker."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ CLOSE_TIMEOUT_S = 600.0
 
 
 WorkerOutcome = tuple[RolloutWorker, SegmentEnded | BaseException]
-"""A worker, and the end of its segment or its error."""
+"""A worker, and its finished segment or its error."""
 
 
 class WorkerThreads:
-    """Runs each worker in a thread of its own; on a device that they share, their segments take turns.
+    """Runs each worker in its own thread; on a shared device, their segments take turns.
 
     Args:
-        in_order: whether segments are reported in the order in which they started instead of that in which they end,
-            so that a repeated rollout has the same schedule.
+        in_order: whether segments are reported in start order instead of end order, so that a repeated rollout has the
+            same schedule.
     """
 
     def __init__(self, workers: Sequence[RolloutWorker], *, in_order: bool):
         self._in_order = in_order
         self._started: deque[RolloutWorker] = deque()
-        """Workers whose segments are not reported yet, in the order in which they started."""
+        """Workers whose segments are not reported yet, in start order."""
         self._ended: dict[RolloutWorker, SegmentEnded] = {}
-        """Those of them that have ended."""
+        """The workers among them whose segments have ended."""
         self._outcomes: SimpleQueue[WorkerOutcome | None] = SimpleQueue()
         self._device_free_at: dict[str, float] = {}
         """Maps a shared device to the end of its last reported segment."""
@@ -75,7 +75,7 @@ class WorkerThreads:
             except BaseException as error:
                 future.set_exception(error)
                 self._outcomes.put((worker, error))
-            # These variables refer to caches, which must not be kept alive until the next job.
+            # These variables refer to caches and must not keep them alive until the next job.
             del job, future, work
 
     def wake(self) -> None:
@@ -99,14 +99,14 @@ class WorkerThreads:
         return worker, self._alone(worker, self._ended.pop(worker))
 
     def _alone(self, worker: RolloutWorker, ended: SegmentEnded) -> SegmentEnded:
-        """Returns the end of a segment without the time in which another worker had the device."""
+        """Returns a finished segment, excluding the time in which another worker used the device."""
         if worker.device is None:
             return ended
         free_at, self._device_free_at[worker.device] = self._device_free_at.get(worker.device, 0.0), ended.at
         return replace(ended, seconds=max(min(ended.seconds, ended.at - free_at), 0.0))
 
     def close(self) -> None:
-        """Waits for running segments, and ends the threads; one that is still in a device call then is abandoned."""
+        """Waits for running segments and ends the threads; a thread that is stuck in a device call is abandoned."""
         for inbox in self._inboxes.values():
             inbox.put(None)
         for thread in self._threads:
