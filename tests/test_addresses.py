@@ -125,7 +125,7 @@ def test_run_in_a_bucket_is_fetched_where_an_option_names_it(finished: Path, tmp
 
 @pytest.mark.usefixtures("bucket", "in_folder")
 def test_functions_of_python_take_the_addresses_of_the_commands() -> None:
-    with pytest.raises(InputError, match=r"^checkpoint: there is no run at gs://bucket/place, "):
+    with pytest.raises(InputError, match=r"^checkpoint: there is no run at gs://bucket/place; "):
         grpo.evaluate(checkpoint=PLACE)
     with pytest.raises(InputError, match=r"^out: expected a local path, or a name, instead of an address"):
         grpo.rollout(limit=1, out=ELSEWHERE)

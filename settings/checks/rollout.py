@@ -90,8 +90,7 @@ def check_environment(resolved: Resolved) -> Iterator[str]:
             "strings, or limit turns with env.max_turn_tokens"
         )
     if rollout.routing_replay:
-        yield "<rollout.routing_replay>: not supported with environments, because routes of observations are not "
-        "recorded; set it to false"
+        yield "<rollout.routing_replay>: the routes of an environment's observations are not recorded; set it to false"
     if rollout.scheduler == "pdsr_v1" and rollout.pdsr.on_fast_limit == "truncate":
         yield (
             "<rollout.pdsr.on_fast_limit> would end samples before their environment has graded them; set it to suspend"

@@ -88,7 +88,7 @@ def test_weights_are_read_bit_for_bit_on_any_mesh(run: Path, with_critic: Path) 
 def test_a_folder_without_a_checkpoint_is_refused(run: Path) -> None:
     for path, message in (
         (run / "checkpoints" / "8", "there is no folder"),
-        (run / "checkpoints" / "2" / "state", "holds no checkpoint"),
+        (run / "checkpoints" / "2" / "state", "contains no checkpoint"),
     ):
         with pytest.raises(InputError, match=f"--checkpoint: .*{message}.*give <run>/checkpoints/<step>"):
             PolicyCheckpoint.open(path)

@@ -96,7 +96,7 @@ rollout.mode=exact | rollout.scheduler=adaptive | are bitwise reproducible only 
 rollout.mode=exact rollout.slots=16 model.dtype=bfloat16 | =float32 | with model.dtype = 'bfloat16' (from --set)
 env.source=guess_number rollout.placement=global | =island | an environment answers only its own host's samples
 env.tools=calculator rollout.stop=[x] | =[] | turns end at the model's end-of-turn token
-rollout.routing_replay=true env.tools=calculator | =[] | routes of observations are not recorded
+rollout.routing_replay=true env.tools=calculator | =[] | observations are not recorded
 env.source=guess_number rollout.pdsr.on_fast_limit=truncate rollout.scheduler=pdsr_v1 | =pdsr_v2 | has graded them
 mesh.coordinator_address=auto mesh.num_processes=2 | =null | must be null with mesh.coordinator_address: auto
 mesh.num_processes=2 | =null | also set mesh.coordinator_address and mesh.process_id, or only mesh.coordinator_address

@@ -179,5 +179,5 @@ def test_without_a_file_only_built_in_models_have_the_settings_of_the_quickstart
     resolved = load(None, overrides.split(), environ)
     names = "rollout.prompts_per_step", "data.max_prompt_length", "rollout.max_new_tokens", "model.dtype"
     assert attrgetter(*names)(resolved.settings) == expected
-    is_told = any(line.startswith("a model that is not built in") for line in launch_notices(resolved))
+    is_told = any(line.startswith("defaults for models that are not built in") for line in launch_notices(resolved))
     assert is_told == (resolved.settings.model.path != "builtin:tiny")

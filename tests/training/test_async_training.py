@@ -126,7 +126,7 @@ AHEAD = "rollout.max_staleness=1"
          "rollout.mesh: 'tp=4' does not divide the 2 devices"),
         (("rollout.slots=6",), "rollout.slots: 6 cannot be split over the 8 devices"),
         (("rollout.scheduler=sync", "rollout.workers.fast.slots=6"), "fast.slots: 6 cannot be split over the 4"),
-        ((*SCHEDULED[:3], "rollout.workers.fast.count=8"), "9 workers need a device each, but there are only 8"),
+        ((*SCHEDULED[:3], "rollout.workers.fast.count=8"), "9 workers need a device each, but only 8"),
     ],
 )  # fmt: skip
 def test_generation_that_does_not_fit_is_refused(config: Path, overrides: tuple[str, ...], message: str) -> None:

@@ -46,7 +46,7 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (("rollout.weights=int8",), "rollout.weights: int8 cannot quantize the matrices of this model's experts"),
         (
             ("model.lora.rank=2", "model.lora.targets=attention", "model.lora.quantize_base=int8"),
-            "model.lora.quantize_base: int8 quantizes matrices, but not those of this model's experts",
+            "model.lora.quantize_base: int8 cannot quantize the matrices of this model's experts",
         ),
     ],
 )

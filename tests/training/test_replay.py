@@ -348,7 +348,7 @@ def test_missing_steps_are_named_with_the_way_out(uninterrupted: Path, tmp_path:
     check_refused(source, "has no samples of step 3; lower run.steps to end before it, or start after it")
     for step in (1, 2):
         step_file(source, step).unlink()
-    check_refused(source, r"no samples of step 1; .*with --checkpoint after step 3")
+    check_refused(source, r"no samples of step 1; .*with a --checkpoint of step 3")
     start = ["--checkpoint", uninterrupted / "checkpoints" / "12"]
     ended = r"no samples to replay after step 12 of --checkpoint: .* run\.steps is 12"
     assert_refused(replay(source, none, options=start), ended, none)
