@@ -143,8 +143,8 @@ def _open_causal_lm(setting: str, path: str, attention: AttentionImplementation)
     architecture = architecture_from_config(files.config, attention=attention)
     if architecture.tied_embeddings and has_own_head(files.weights):
         log.warning(
-            "%s: config.json of %s ties %s to the embedding, but it has other values in the file, so it is used as it "
-            "is, as in transformers; set tie_word_embeddings: false in config.json",
+            "%s: config.json of %s ties %s to the embedding, but the file has different values for it, which are "
+            "used, as in transformers; set tie_word_embeddings: false in config.json",
             *(setting, files.name, LM_HEAD),
         )
         files = replace(files, config=files.config | {"tie_word_embeddings": False})

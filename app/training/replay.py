@@ -312,7 +312,7 @@ def _read_step_file(
     prompt_of_group: dict[int, str] = {}
     group_of_prompt: dict[str, int] = {}
     missing = set[str]()
-    # What a step compares, if not the sum.
+    # What a step compares if not the sum.
     parts = settings.compared_parts
     for where, sample in read_samples(path, ignored_fields=_ignored_fields(settings)):
         _check_sample(sample, settings, model, where)
