@@ -1,4 +1,4 @@
-"""The sizes of a decoder network, a switch for each difference between model families, and the FLOPs of a pass."""
+"""The sizes of a decoder network, its switches for differences between model families, and the FLOPs of a pass."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class RouteShape(NamedTuple):
 
     @property
     def num_words(self) -> int:
-        """Number of 32-bit words that hold the routes of a token, one byte for each choice."""
+        """Number of 32-bit words for the routes of a token, one byte per choice."""
         return -(-self.num_layers * self.experts_per_token // 4)
 
 
@@ -80,18 +80,18 @@ class Architecture:
     post_norms: bool = False
     """Whether the outputs of attention and MLP are normalized before they are added to the residual."""
     centered_norms: bool = False
-    """Whether norms multiply by 1 + scale in float32 instead of by scale in the compute type."""
+    """Whether norms multiply by 1 + scale in float32 instead of by scale in the compute dtype."""
     activation: Literal["silu", "gelu_tanh"] = "silu"
     scaled_embeddings: bool = False
-    """Whether embeddings are multiplied by sqrt(model_dim), rounded to the compute type."""
+    """Whether embeddings are multiplied by sqrt(model_dim), rounded to the compute dtype."""
     num_experts: int | None = None
     """Number of experts of each layer; None = one MLP for all tokens."""
     experts_per_token: int = 1
-    """Number of experts that a token passes through; 1 if there is one MLP."""
+    """Number of active experts per token; 1 if there is one MLP."""
     normalized_routing: bool = False
-    """Whether the probabilities of a token's experts add up to 1."""
+    """Whether the probabilities of a token's experts are normalized to sum to 1."""
     attention_implementation: AttentionImplementation = "auto"
-    """What computes attention over packed rows; the results differ only in rounding."""
+    """Implementation of attention over packed rows; the results differ only in rounding."""
 
     @property
     def layer_windows(self) -> tuple[int | None, ...]:
@@ -105,7 +105,7 @@ class Architecture:
 
 
 def token_flops(architecture: Architecture) -> int:
-    """Returns the FLOPs of the blocks' matrices for one token: 2 x the parameters through which it passes."""
+    """Returns the FLOPs of the layers' matmuls for one token: 2 x its active parameters."""
     a = architecture
     attention = a.model_dim * a.head_dim * 2 * (a.num_query_heads + a.num_kv_heads)
     mlp = 3 * a.model_dim * a.mlp_dim * a.experts_per_token
@@ -124,9 +124,9 @@ def lm_head_flops(architecture: Architecture) -> int:
 
 
 def forward_flops(architecture: Architecture) -> Callable[[np.ndarray], Int64[np.ndarray, "N"]]:
-    """Returns a function that maps lengths in tokens to the blocks' FLOPs for a sequence of each length.
+    """Returns a function (sequence lengths in tokens) -> FLOPs of the layers for each sequence.
 
-    Leaves out the LM head, which runs over completion tokens only.
+    Excludes the LM head, which runs only over completion tokens.
     """
 
     def flops(lengths: np.ndarray) -> Int64[np.ndarray, "N"]:

@@ -23,32 +23,31 @@ from app.model.quantization import CODES, SCALES
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class DecodeWeights:
-    """The policy's weights, laid out for fast decoding: whole on each device, except that tp splits them.
+    """The policy's weights, laid out for fast decoding: split only over tp.
 
-    Each layer has its own arrays, already in the compute type: slicing and casting stacked arrays would copy them for
+    Each layer has its own arrays, already in the compute dtype: slicing and casting stacked arrays would copy them for
     every token.
     """
 
     params: Params
-    """All weights except those of the blocks."""
+    """All weights except the layers'."""
     blocks: tuple[Params, ...]
 
 
 class DecodeConversion:
     """Unstacks, casts and lays out a policy's weights on a mesh, with adapters merged into the kernels.
 
-    Float kernels are quantized, or have their output dims first, if those of the definition are or have.
+    Float kernels are quantized, or get their output dims first, as `definition` says.
 
-    One small program serves every layer: a program of all layers takes seconds to compile, and merging adapters in it
-    would hold all layers both in float32 and in the compute type.
+    One small program serves every layer: a program for all layers takes seconds to compile, and merging adapters in it
+    would keep all layers both in float32 and in the compute dtype.
 
     Args:
         mesh: devices used for generation, of this host or of all hosts.
-        mesh_of_all_hosts: mesh over the devices of the one that trains, in their order, of which `mesh` is this host's
-            part; `mesh` if None.
+        mesh_of_all_hosts: mesh over the training devices, in the same order, of which `mesh` is this host's part;
+            `mesh` if None.
         training_mesh: mesh of the policy; `mesh_of_all_hosts` if None.
-        merge: converts the weights of a policy with adapters to those of `definition`; None if the policy's own weights
-            are used.
+        merge: converts a policy with adapters to weights for `definition`; None to use the weights as they are.
     """
 
     def __init__(
@@ -66,13 +65,13 @@ class DecodeConversion:
         self._training_mesh = training_mesh or self.mesh_of_all_hosts
         self._dtype = dtype
         merge = merge or (lambda params: params)
-        # Explicit, because a host's submesh receives the weights in them, and programs are compiled for them.
+        # Explicit shardings, because a host's submesh receives the weights in them, and programs are compiled for them.
         shardings = tree_shardings(abstract_decode_weights(definition, self.mesh_of_all_hosts, dtype))
 
         def lay_out(params: Params, dims: Any) -> Params:
             converted = _cast(_turn_kernels(definition, _quantize_kernels(definition, merge(params))), dtype)
-            # Gathered over fsdp first; a mesh with another tp then takes its part. XLA would do the same to move them
-            # there at once, and complain.
+            # Gather over fsdp first; a mesh with another tp then takes its part. In one step, XLA would do the same
+            # with a warning.
             return jax.tree.map(lambda x, dims: constrain(x, *decode_dims(dims)), converted, dims)
 
         def block(stacked: Params, layer: Array) -> Params:
@@ -90,8 +89,8 @@ class DecodeConversion:
     def __call__(self, params: Params) -> DecodeWeights:
         """Returns the decode weights, once per policy version. The caller drops them before the update.
 
-        Programs on the training mesh give every host the whole weights. All hosts must call it from their training
-        threads; while one waits for the others, no host may run another program.
+        Programs on the training mesh give every host the complete weights. All hosts must call it from their training
+        threads; while a host waits for the others, no host may run another program.
         """
         with jax.set_mesh(self._training_mesh):
             weights = self.lay_out(params)
@@ -111,7 +110,7 @@ class DecodeConversion:
 
 
 def _quantize_kernels(definition: DecoderDefinition, params: Params) -> Params:
-    """Replaces float kernels by codes and scales if those of the definition are quantized."""
+    """Replaces float kernels by codes and scales if the definition's kernels are quantized."""
     if definition.quantization is None:
         return params
     flat = flatten_by_path(params)
@@ -122,7 +121,7 @@ def _quantize_kernels(definition: DecoderDefinition, params: Params) -> Params:
 
 
 def _turn_kernels(definition: DecoderDefinition, params: Params) -> Params:
-    """Moves the output dims of stacked kernels to the front if those of the definition are there."""
+    """Moves the output dims of stacked kernels to the front if the definition has them there."""
     if not definition.outputs_first:
         return params
     stored = DecoderDefinition.create(definition.architecture, definition.network_class, lora=definition.lora)
@@ -132,7 +131,7 @@ def _turn_kernels(definition: DecoderDefinition, params: Params) -> Params:
 
 
 def _cast(params: Params, dtype: jnp.dtype) -> Params:
-    """Casts weights to the compute type, except quantized kernels, which are dequantized as in training."""
+    """Casts weights to the compute dtype, except quantized kernels, which are dequantized as in training."""
     flat = flatten_by_path(params)
     return unflatten_dict({path: x if path[-1] in (CODES, SCALES) else x.astype(dtype) for path, x in flat.items()})
 
@@ -148,7 +147,7 @@ def abstract_decode_weights(
     dtype: jnp.dtype,
     to_dims: Callable[[tuple[str, ...]], tuple[str, ...]] = decode_dims,
 ) -> DecodeWeights:
-    """Returns the result of a `DecodeConversion` as shapes with shardings, those of each weight's `to_dims`."""
+    """Returns the result of a `DecodeConversion` as shapes, with the shardings of each weight's `to_dims`."""
     shapes = jax.eval_shape(lambda params: _cast(params, dtype), definition.shapes)
 
     def resized(num_layers: tuple[int, ...]) -> Params:
@@ -165,9 +164,9 @@ def abstract_decode_weights(
 
 
 def transferred_bytes(definition: DecoderDefinition, training: Mesh, generating: Mesh, dtype: jnp.dtype) -> int:
-    """Returns the bytes that reach each device in a `DecodeConversion` from a mesh that trains; the least if tp grows.
+    """Returns the bytes that each device receives in a `DecodeConversion`; a lower bound if tp grows.
 
-    Weights are gathered on the mesh that trains, already in the compute type, and then go to one with another tp.
+    Weights are gathered on the training mesh, already in the compute dtype, and then moved to a mesh with another tp.
     """
     trained = abstract_decode_weights(definition, training, dtype, to_dims=lambda dims: dims)
     gathered, placed = (abstract_decode_weights(definition, mesh, dtype) for mesh in (training, generating))

@@ -53,10 +53,10 @@ RESIDUALS = ("rows", "residual_tokens", "activation")
 
 
 def gather_tokens(x: Float[Array, "R T D"]) -> Float[Array, "*tokens D"]:
-    """Returns the input of a sublayer from residuals: gathers the tokens that tp splits, scatters their gradient.
+    """Returns the input of a sublayer from residuals: gathers the tokens split over tp, and scatters their gradient.
 
-    Rows and tokens are one dim if each device has one row: XLA scatters no sums of tokens behind a dim of size 1 on
-    TPUs, but sends them whole.
+    Rows and tokens are merged into one dim if each device has one row: on TPUs, XLA does not reduce-scatter tokens
+    behind a dim of size 1.
     """
     if not _is_split():
         return x
@@ -67,7 +67,7 @@ def gather_tokens(x: Float[Array, "R T D"]) -> Float[Array, "*tokens D"]:
 
 
 def scatter_tokens(x: Float[Array, "*tokens D"], shape: tuple[int, ...]) -> Float[Array, "R T D"]:
-    """Returns what a sublayer adds to residuals: sums over tp, each device its tokens, and gathers their gradient."""
+    """Returns a sublayer's addition to the residuals: reduce-scatters tokens over tp, and gathers their gradient."""
     if not _is_split():
         return x
     whole, split = _token_dims(x)
@@ -76,7 +76,7 @@ def scatter_tokens(x: Float[Array, "*tokens D"], shape: tuple[int, ...]) -> Floa
 
 
 def _is_split() -> bool:
-    """Returns whether tp splits anything: otherwise constraints would only keep XLA from fusing across them."""
+    """Returns whether tp splits anything; otherwise, constraints would only prevent fusion."""
     mesh = jax.sharding.get_abstract_mesh()
     return not mesh.empty and mesh.shape["tp"] > 1
 
@@ -91,12 +91,12 @@ def _token_dims(x: Float[Array, "*tokens D"]) -> tuple[Dims, Dims]:
 class Block(nnx.Module):
     """One decoder layer: x + attention(norm(x)), then x + mlp(norm(x)).
 
-    In place of one MLP, some families have experts. Some also normalize queries and keys per head, and the outputs of
+    Some families have experts in place of the MLP, normalize queries and keys per head, or normalize the outputs of
     attention and MLP before adding them.
 
-    Inside attention, tp splits heads, and inside the MLP its inner dim; residuals and their norms it splits by tokens,
-    so that what is kept for the backward pass is split, too. Segments and masks see whole rows. Source: Korthikanti et
-    al. 2022, arXiv 2205.05198, section 4.2.2.
+    tp splits attention by heads, the MLP by its inner dim, and residuals and their norms by tokens, so that saved
+    activations are also split. Segments and masks see whole rows. Source: Korthikanti et al. 2022, arXiv 2205.05198,
+    section 4.2.2.
     """
 
     def __init__(
@@ -146,15 +146,15 @@ class Block(nnx.Module):
         is_token: Bool[Array, "R T"],
         recorded: UInt8[Array, "R T k"] | None = None,
     ) -> tuple[Float[Array, "R T D"], Any, Int32[Array, "R T k"] | None]:
-        """Returns the new residuals, what `attend` keeps, and the router's choices if there are experts.
+        """Returns the new residuals, the data from `attend`, and the router's choices if there are experts.
 
-        Padding has no meaning, and may be left out. For `recorded` see `Experts`.
+        Results on padding are undefined, and padding may be left out. For `recorded` see `Experts`.
         """
         y = gather_tokens(self.attention_norm(x))
         query, key, value = (project(y) for project in (self.query, self.key, self.value))
         query, key, value = (one.reshape(*x.shape[:2], *one.shape[-2:]) for one in (query, key, value))
         query, key = apply_rope(self.query_norm(query), angles), apply_rope(self.key_norm(key), angles)
-        # The cache and every attention kernel have heads before tokens.
+        # The cache and all attention kernels have heads before tokens.
         mixed, kept = attend(query, key.swapaxes(1, 2), value.swapaxes(1, 2))
         mixed = self.attention_output(mixed.reshape(*y.shape[:-1], *mixed.shape[-2:]))
         x = x + self.attention_post_norm(scatter_tokens(mixed, x.shape))
@@ -163,7 +163,7 @@ class Block(nnx.Module):
             mixed, live = self.experts(y, is_token, recorded)
         else:
             live = None
-            # Otherwise XLA gathers the weights over tp, and not the tokens.
+            # Otherwise XLA gathers the weights over tp instead of the tokens.
             inner = ACTIVATIONS[self.activation](self.gate(y)) * self.up(y)
             mixed = self.down(constrain(inner, *("rows", "tokens")[: y.ndim - 1], "mlp") if _is_split() else inner)
         return constrain(x + self.mlp_post_norm(scatter_tokens(mixed, x.shape)), *RESIDUALS), kept, live
@@ -195,7 +195,7 @@ class LMHead:
     table: Float[Array, "V D"]
     soft_cap: float | None = None
     outputs_first: bool = False
-    """Whether the table is the first factor of the product; see `contract_last_dims`."""
+    """Whether the table is the first factor of the matmul; see `contract_last_dims`."""
 
     def logits(self, hidden: Float[Array, "*rows D"]) -> Float32[Array, "*rows V"]:
         """Returns hidden @ table^T in float32, soft-capped if the family caps its logits."""
@@ -208,7 +208,7 @@ class LMHead:
 
 
 class Trunk(nnx.Module):
-    """Token embedding, L blocks and final norm: the part that all networks of a family share."""
+    """Token embedding, L layers and final norm: the part that all networks of a family share."""
 
     def __init__(
         self,
@@ -229,7 +229,7 @@ class Trunk(nnx.Module):
 
     def embed(self, token_ids: Int32[Array, "R T"], dtype: jnp.dtype) -> Float[Array, "R T D"]:
         """Returns the embeddings of tokens from a table whose model dim is not split."""
-        # Gathered along the model dim before the look-up: otherwise the result would be split over fsdp twice.
+        # Gather along the model dim before the look-up; otherwise the result would be split over fsdp twice.
         return self._scaled_embeddings(constrain(self.embedding[...].astype(dtype), "vocab", "activation")[token_ids])
 
     def embed_from_shards(self, token_ids: Int32[Array, "R T"], dtype: jnp.dtype) -> Float[Array, "R T D"]:
@@ -248,7 +248,7 @@ class Trunk(nnx.Module):
         return constrain(x, *RESIDUALS)
 
     def angles(self, positions: Int32[Array, "R T"]) -> tuple[Float[Array, "2 R T half"], Float[Array, "2 R T half"]]:
-        """Returns cosines and sines of the rotary angles of full-attention layers, and those of windowed layers."""
+        """Returns cosines and sines of the rotary angles, for full-attention layers and for windowed layers."""
         arch = self.architecture
         ropes = (arch.rope,) if arch.windowed_rope is None else (arch.rope, arch.windowed_rope)
         angles = [positions[..., None].astype(jnp.float32) * rope_frequencies(rope, arch.head_dim) for rope in ropes]
@@ -256,7 +256,7 @@ class Trunk(nnx.Module):
         return turned[0], turned[-1]
 
     def attention_over(self, layout: SegmentLayout, dtype: jnp.dtype) -> Callable[..., Float[Array, "R T Q H"]]:
-        """Returns `packed_attention` over these rows, of query, keys, values and a layer's `window`."""
+        """Returns the function (query, keys, values, window) -> `packed_attention` over these rows."""
         arch = self.architecture
         blocking = architecture_blocking(arch, layout.segment_ids.shape[1], dtype)
         pairs = make_block_pairs(layout, dict.fromkeys(arch.layer_windows), blocking)
@@ -284,14 +284,14 @@ class Trunk(nnx.Module):
 
         Args:
             recorded: the routes to replay; see `Experts`.
-            dtype: compute type; softmax, norms and rotations are float32.
+            dtype: compute dtype; softmax, norms and rotations are float32.
             remat: what the backward pass recomputes; see `REMAT_POLICIES`.
         """
         arch = self.architecture
         graph, stacked = nnx.split(self.blocks)
         whole, windowed = self.angles(layout.positions)
         attention = self.attention_over(layout, dtype)
-        # Scanned together with the weights, so that one body serves layers with and without a window.
+        # Scanned with the weights, so that one body serves layers with and without a window.
         windows = jnp.array([w or UNREACHABLE for w in arch.windows], jnp.int32) if arch.windows else None
         is_token = layout.segment_ids != 0
 
@@ -314,7 +314,7 @@ class Trunk(nnx.Module):
 
 
 class Decoder(Trunk):
-    """A trunk and an LM head, which is the embedding itself if the two are tied."""
+    """A trunk and an LM head, which is the embedding itself if they are tied."""
 
     def make_head(self, arch: Architecture, rngs: nnx.Rngs) -> None:
         if not arch.tied_embeddings:
@@ -406,9 +406,9 @@ class DecoderDefinition:
         return self.create(self.architecture, self.network_class, lora=self.lora, outputs_first=True)
 
     def held_in(self, dtype: jnp.dtype) -> DecoderDefinition:
-        """Returns the same network with weights of this type, which it computes in, apart from quantized kernels.
+        """Returns the same network with weights, except quantized kernels, stored in this compute dtype.
 
-        For frozen weights: the network would convert those in float32 to the same numbers.
+        For frozen weights: the network would cast float32 weights to the same numbers.
         """
         flat = flatten_by_path(self.shapes)
         shapes = {
@@ -446,5 +446,5 @@ class DecoderDefinition:
 
     @property
     def num_trainable(self) -> int:
-        """The number of trainable parameters, with the router of a mixture, whose gradient is zero."""
+        """The number of trainable parameters, including the router of a mixture, whose gradient is zero."""
         return sum(leaf.size for leaf in jax.tree.leaves(self.trainable(self.shapes)))

@@ -1,8 +1,8 @@
-"""Mixtures of experts: gated MLPs of which each token passes through the few that a router chooses.
+"""Mixtures of experts: gated MLPs; a router chooses a few for each token.
 
-Tokens are sorted by expert, multiplied group by group, and summed per token in float32. No token is dropped, and no
-step adds in an order that may vary, so that bits repeat. The experts that a token passes through in each layer, its
-routes, are recorded by the sampler and replayed by the trainer.
+Tokens are sorted by expert, multiplied group by group, and summed per token in float32. No token is dropped, and all
+sums have a fixed order, so that results are bitwise repeatable. A token's routes (its experts in each layer) are
+recorded by the sampler and replayed by the trainer.
 
 Source: Shazeer et al. 2017, "Outrageously Large Neural Networks"; Jiang et al. 2024, "Mixtral of Experts", section 2.
 """
@@ -24,18 +24,18 @@ from app.model.grouped_product import grouped_product
 from app.model.layers import ACTIVATIONS, PROJECTION_CHECKPOINT_NAME, keep_result, make_param
 
 UNRECORDED = 255
-"""Takes the place of all experts of a token in a layer for which none are recorded."""
+"""Stands for all experts of a token in a layer without recorded ones."""
 
 
 class Places(NamedTuple):
-    """Where the copies of tokens stand, one for each choice, once they are sorted by expert."""
+    """Positions of the copies of tokens, one per chosen expert, sorted by expert."""
 
     order: Int32[Array, "M"]
-    """The copies in their new order; those of token n are numbers n k to (n + 1) k - 1."""
+    """The copies in sorted order; token n has the copies n k to (n + 1) k - 1."""
     back: Int32[Array, "M"]
-    """The place of each copy: the inverse of `order`."""
+    """The position of each copy: the inverse of `order`."""
     num_used: Int32[Array, ""]
-    """The number of copies that pass through this device's experts. Those behind them have no meaning."""
+    """The number of copies for this device's experts; later ones are undefined."""
 
 
 class ExpertMatrix(nnx.Module):
@@ -48,11 +48,11 @@ class ExpertMatrix(nnx.Module):
 class Experts(nnx.Module):
     """The sum over a token's chosen experts of p down(act(gate(x)) * up(x)), with the router's probabilities p.
 
-    The experts are split over tp: each device adds those that it has, for all tokens of its rows, and one sum over tp
-    completes them. The router is frozen: its choices jump, so that rounding alone sends a token to other experts in the
-    sampler than in the trainer, and a router that learns moves further choices with each update; the ratio of the two
-    policies then loses its meaning. Replaying the sampler's choices takes the first of these away. Source: Ma et al.
-    2025, arXiv 2510.11370.
+    The experts are split over tp: each device sums its own for all tokens of its rows, and one sum over tp completes
+    them. The router is frozen. Its choices are discontinuous: rounding alone sends tokens to other experts in the
+    sampler than in the trainer, and training the router would change further choices in each update, so that the ratio
+    of the two policies would become meaningless. Replaying the sampler's choices removes the first effect. Source: Ma
+    et al. 2025, arXiv 2510.11370.
     """
 
     def __init__(self, arch: Architecture, rngs: nnx.Rngs, *, stack: dict[str, int]):
@@ -70,18 +70,17 @@ class Experts(nnx.Module):
     ) -> tuple[Float[Array, "*tokens D"], Int32[Array, "R T k"]]:
         """Returns the sums, and the router's own choices.
 
-        The sums are zeros where `is_token` is False, which no expert computes. What the choices are there has no
-        meaning.
+        Where `is_token` is False, the sums are 0 and the choices undefined.
 
         Args:
-            recorded: the experts to pass through instead of the router's choices; `UNRECORDED` = those.
+            recorded: experts to use instead of the router's choices; `UNRECORDED` = the router's.
         """
         rows, routes, split = ("rows", "activation"), ("rows", "routes"), "experts"
         weights = {
-            # Rounded as in a decoding copy, so that sampler and trainer route by the same numbers.
+            # Rounded as in the decode weights, so that sampler and trainer route by the same numbers.
             "router": jax.lax.stop_gradient(self.router[...].astype(x.dtype)),
             **{name: getattr(self, name).kernel[...].astype(x.dtype) for name in ("gate", "up", "down")},
-            # A device's part says which experts it has.
+            # A device's part contains the indices of its experts.
             "ids": jnp.arange(self.architecture.num_experts),
         }
         inward, outward = (split, "activation", "expert_mlp"), (split, "expert_mlp", "activation")
@@ -100,8 +99,8 @@ class Experts(nnx.Module):
         )
         flat = None if recorded is None else recorded.reshape(-1, recorded.shape[-1])
         parts, live = add_own(x.reshape(-1, x.shape[-1]), is_token.reshape(-1), weights, flat)
-        # Not `jnp.sum`, which would send float32 between devices.
-        # Nor `lax.reduce` from a traced zero, whose gradient is a tree of slices: two more exchanges over tp.
+        # Not `jnp.sum`, which would send float32 between devices, and not `lax.reduce` from a traced zero, whose
+        # gradient is a tree of slices: two more exchanges over tp.
         return jax.lax.reduce_sum(parts, (0,)).reshape(x.shape), live.reshape(*is_token.shape, -1)
 
 
@@ -112,11 +111,11 @@ def _add_own_experts(
     weights: dict[str, Array],
     recorded: UInt8[Array, "T k"] | None,
 ) -> tuple[Float[Array, "1 T D"], Int32[Array, "T k"]]:
-    """Returns what this device's experts add to its tokens, and the router's choices."""
+    """Returns the contribution of this device's experts to its tokens, and the router's choices."""
     ids = weights["ids"]
     probabilities, chosen, live = choose_experts(arch, x, weights["router"], recorded)
     is_own = is_token[:, None] & (chosen >= ids[0]) & (chosen <= ids[-1])
-    # Of other devices' experts and of padding: behind all groups.
+    # Copies for other devices' experts and of padding come after all groups.
     groups = jnp.where(is_own, chosen - ids[0], len(ids)).reshape(-1)
     order = jnp.argsort(groups, stable=True)
     sizes = jnp.sum(groups[:, None] == jnp.arange(len(ids)), axis=0, dtype=jnp.int32)
@@ -125,7 +124,7 @@ def _add_own_experts(
     gate, up = (
         keep_result(grouped_product(y, weights[name], sizes), PROJECTION_CHECKPOINT_NAME) for name in ("gate", "up")
     )
-    # The probability is applied before `down`, so that its gradient does not need the output, which is k times as wide.
+    # Apply the probability before `down`, so that its gradient does not need the output, which is k times as wide.
     factors = dispatch(probabilities.reshape(-1, 1), 1, places)
     gated = (ACTIVATIONS[arch.activation](gate) * up * factors).astype(x.dtype)
     mixed: Array = combine(grouped_product(gated, weights["down"], sizes), arch.experts_per_token, places)
@@ -138,16 +137,16 @@ def choose_experts(
     router: Float[Array, "E D"],
     recorded: UInt8[Array, "T k"] | None = None,
 ) -> tuple[Float[Array, "T k"], Int32[Array, "T k"], Int32[Array, "T k"]]:
-    """Returns probabilities in the type of `x`, the experts that they belong to, and each token's likeliest experts.
+    """Returns probabilities in the dtype of `x`, their experts, and each token's most likely experts.
 
-    The experts are those recorded, and the likeliest where there are none. The softmax is over all experts, in float32,
-    whichever are chosen; if the family says so, the probabilities of the chosen add up to 1.
+    The experts are the recorded ones, or else the most likely ones. The softmax is over all experts, in float32; in
+    some families, the probabilities of the chosen experts are normalized to sum to 1.
     """
     logits = jnp.einsum("nd,ed->ne", *(a.astype(jnp.float32) for a in (x, router)), precision=jax.lax.Precision.HIGHEST)
     probabilities: Float32[Array, "T E"] = jax.nn.softmax(logits)
     _, live = jax.lax.top_k(jax.lax.stop_gradient(probabilities), arch.experts_per_token)
     chosen = live if recorded is None else jnp.where(recorded == UNRECORDED, live, recorded.astype(live.dtype))
-    # Not a gather, whose gradient would be a scatter-add.
+    # Not a gather, because its gradient would be a scatter-add.
     is_chosen = chosen[:, :, None] == jnp.arange(len(router))
     kept = jnp.sum(jnp.where(is_chosen, probabilities[:, None], 0), axis=-1)
     if arch.normalized_routing:
@@ -164,7 +163,7 @@ def pack_routes(chosen: Int32[Array, "L *rows k"]) -> Int32[Array, "*rows W"]:
 
 
 def unpack_routes(words: Int32[np.ndarray, "*rows W"], shape: RouteShape) -> UInt8[np.ndarray, "*rows L k"]:
-    """Returns the routes of each token from what `pack_routes` returns."""
+    """Returns the routes of each token; the inverse of `pack_routes`."""
     flat = np.ascontiguousarray(words).view(np.uint8)
     return flat[..., : shape.num_layers * shape.experts_per_token].reshape(*words.shape[:-1], *shape)
 

@@ -1,8 +1,8 @@
-"""Products of rows with one matrix for each group of rows, as a mixture of experts needs them.
+"""Grouped matmuls: each group of rows has its own matrix, as in a mixture of experts.
 
-The work grows with the rows, not with rows x groups. On a TPU, XLA has a kernel for the product, but expands the
-gradient of the matrices to all rows of all groups; megablox has a kernel for that. On a CPU and a GPU, XLA expands
-both: both are our own kernels on a GPU, and loops over blocks of rows on a CPU and on a GPU without those kernels.
+The work is proportional to rows, not to rows x groups. On TPUs, XLA has a kernel for the product, but expands the
+gradient of the matrices to all rows of all groups; for it, we use megablox's kernel. On CPUs and GPUs, XLA expands
+both: we use our own kernels on GPUs, and loops over blocks of rows on CPUs and on GPUs without these kernels.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from app.mesh.axis_rules import current_device
 from app.model.kernels.triton_backend import has_triton
 
 MAX_BLOCK = 256
-"""The largest number of rows that a CPU multiplies at once."""
+"""Maximum number of rows that a CPU multiplies at once."""
 TILE_ROWS, MAX_TILE_BYTES = 512, 2048
-"""Rows, and most bytes of a row, of a tile of the TPU's kernel for gradients: tiles must fit a v5e's VMEM."""
+"""Rows, and maximum bytes per row, of a tile in the TPU's gradient kernel: tiles must fit in a v5e's VMEM."""
 
 
 @jax.custom_vjp
 def grouped_product(
     x: Float[Array, "M I"], matrices: Float[Array, "E I O"], sizes: Int32[Array, "E"]
 ) -> Float[Array, "M O"]:
-    """Multiplies each row with the matrix of its group: y[m] = x[m] matrices[group of m].
+    """Multiplies each row by the matrix of its group: y[m] = x[m] matrices[group of m].
 
-    Rows are sorted by group. The results of those beyond the last group have no meaning, nor do their gradients, and
-    they affect nothing else, whatever they hold. The product is the same with and without gradients, so that scores
-    equal the update's own logprobs.
+    Rows are sorted by group. Results and gradients of rows after the last group are undefined; these rows do not affect
+    others, whatever their values. The product is the same with and without gradients, so that scores equal the update's
+    own logprobs.
 
     Args:
         sizes: number of rows of each group; a group may have none.
@@ -81,9 +81,9 @@ def tgmm_product(x: Float[Array, "M I"], dy: Float[Array, "M O"], sizes: Int32[A
 
 
 def _blockwise_product(x: Array, matrices: Array, sizes: Array, contracted: int) -> Array:
-    """A scan over groups, and in each a loop over its blocks of rows.
+    """Scans over groups, with a loop over each group's blocks of rows.
 
-    The rows of a group's last block that are not its own are of later groups, which write them again.
+    A group's last block may include rows of later groups, which overwrite them.
     """
     block = _block_size(x, sizes)
     padded = jnp.pad(x, ((0, block), (0, 0)))
@@ -126,5 +126,5 @@ def blockwise_matrix_gradient(
 
 
 def _block_size(x: Array, sizes: Array) -> int:
-    """Returns the rows of a block: about as many as a group has in the mean, a power of two."""
+    """Returns the rows per block: a power of two near the average group size."""
     return min(MAX_BLOCK, 1 << max(len(x) // len(sizes), 1).bit_length())

@@ -1,8 +1,8 @@
 """The KV cache: its arrays, their shardings, writes to blocks of a pool, and its 8-bit codes.
 
 int8 has one scale for the key, and one for the value, of each token and head, which maps its largest absolute value to
-the end of the range. Scores and sums take the scales as factors, so that products read the codes. Liu et al. 2024,
-KIVI, give keys scales per channel instead, for their outliers at 2 bits; such scales need many tokens at once.
+the end of the range. The scales multiply scores and weights, so that matmuls read the codes. Liu et al. 2024, KIVI, use
+scales per channel for keys instead, because of outliers at 2 bits; such scales need many tokens at once.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ class LayerCache(NamedTuple):
     keys: Float[Array, "B K S H"] | Int8[Array, "B K S H"]
     values: Float[Array, "B K S H"] | Int8[Array, "B K S H"]
     key_scales: Float32[Array, "B K S"] | None = None
-    """What the codes of keys are multiplied by; None if keys and values are not codes."""
+    """Scales of the keys' codes; None if keys and values are not quantized."""
     value_scales: Float32[Array, "B K S"] | None = None
 
 
 KVCache = tuple[LayerCache, ...]
-"""The caches of all layers: separate buffers, which a decode step updates in place."""
+"""The caches of all layers, in separate buffers that a decode step updates in place."""
 
 
 def to_codes(cache: LayerCache) -> LayerCache:
-    """Returns int8 codes, and scales, of keys and values."""
+    """Returns the int8 codes and the scales of keys and values."""
     tensors = [x.astype(jnp.float32) for x in (cache.keys, cache.values)]
     scales = [jnp.max(jnp.abs(x), axis=-1) / INT8_END for x in tensors]
     codes = [jnp.round(x / jnp.where(s == 0, 1, s)[..., None]) for x, s in zip(tensors, scales, strict=True)]
@@ -56,9 +56,9 @@ def cache_shapes(
 
 
 def cache_dims(cache: Array | jax.ShapeDtypeStruct, mesh: Mesh | None = None) -> Dims:
-    """Returns the dims of an array of a cache: split over tp by heads, by rows if tp does not divide the heads.
+    """Returns the dims of a cache array: split over tp by heads, or by rows if tp does not divide the heads.
 
-    Where it divides neither, the devices along tp hold the same.
+    If it divides neither, the array is replicated along tp.
 
     Args:
         mesh: the current one if None.
@@ -70,7 +70,7 @@ def cache_dims(cache: Array | jax.ShapeDtypeStruct, mesh: Mesh | None = None) ->
 
 
 def num_cache_shards(mesh: Mesh, num_kv_heads: int) -> int:
-    """Returns the number of devices that share out the rows of caches: all, where tp does not divide the heads."""
+    """Returns the number of devices over which cache rows are split: all if tp does not divide the heads."""
     return num_row_shards(mesh) if num_kv_heads % mesh.shape["tp"] == 0 else mesh.size
 
 
@@ -99,5 +99,5 @@ def write_tokens(
 
 
 def cache_block_bytes(num_kv_heads: int, head_dim: int, block_size: int, dtype: DTypeLike) -> int:
-    """Returns the memory on a TPU for a block of keys and one of values, twice for copies in the background."""
+    """Returns the on-chip memory of a TPU for a block of keys and a block of values, double-buffered."""
     return 4 * num_kv_heads * block_size * padded_head_dim(head_dim) * jnp.dtype(dtype).itemsize

@@ -1,4 +1,4 @@
-"""The layers that a decoder is made of, described with Flax NNX: each weight with its shape and logical dims."""
+"""The layers of a decoder in Flax NNX; each weight has its shape and logical dims."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def make_param(
 class RMSNorm(nnx.Module):
     """Root-mean-square layer norm over the last dim: x / sqrt(mean(x^2) + eps) * scale. Source: Zhang & Sennrich 2019.
 
-    A centered norm multiplies by 1 + scale and rounds to the compute type only afterwards. The scale is stored as in
-    the checkpoint: with the 1 added, an export would not reproduce it bit for bit.
+    A centered norm multiplies by 1 + scale and rounds to the compute dtype only afterwards. The scale is stored as in
+    the checkpoint, because with the 1 added an export would not reproduce it bit for bit.
     """
 
     def __init__(self, arch: Architecture, rngs: nnx.Rngs, size: dict[str, int], *, stack: dict[str, int]):
@@ -64,7 +64,7 @@ class RMSNorm(nnx.Module):
 
 
 def identity(x: Array) -> Array:
-    """Returns its argument; takes the place of a norm that the family does not have."""
+    """Returns its argument; replaces a norm that the family does not have."""
     return x
 
 
@@ -73,10 +73,10 @@ PROJECTION_CHECKPOINT_NAME = "product"
 
 
 def keep_result(x: Array, name: str) -> Array:
-    """Names a result of a layer, so that `jax.checkpoint` policies can keep it for the backward pass.
+    """Names a result of a layer, so that `jax.checkpoint` policies can save it for the backward pass.
 
-    On CPUs, XLA writes one layer's bfloat16 results to those of all layers by converting all of them to float32 and
-    back. It has no need to convert integers, so the bits are kept as such.
+    On CPUs, XLA stores one layer's bfloat16 results in the stacked array by converting the whole array to float32 and
+    back. It does not convert integers, so the bits are saved as integers.
     """
     is_converted = x.dtype == jnp.bfloat16 and current_device()[0] == "cpu"
     return _keep_bits(name, x) if is_converted else checkpoint_name(x, name)
@@ -88,17 +88,17 @@ def _name_bits(name: str, x: Array) -> Array:
 
 
 _keep_bits = jax.custom_vjp(_name_bits, nondiff_argnums=(0,))
-# The forward pass is the plain function: policies do not see names inside of a function with its own gradient.
+# The forward pass is the plain function, because policies do not see names inside a function with a custom gradient.
 _keep_bits.defvjp(lambda name, x: (_name_bits(name, x), None), lambda name, _, gradient: (gradient,))
 
 
 class Projection(nnx.Module):
-    """A product with a kernel, input dims first, and a bias if the family has one.
+    """A matmul with a kernel, input dims first, and a bias if the family has one.
 
     Kernels for decoding may have their output dims first; see `DecoderDefinition.outputs_first`.
 
     With an adapter it computes x W + scale (x A) B; A and B are zeros until `app.model.lora.init_adapters`. A quantized
-    W, also zeros at first, is dequantized for each product.
+    W, also initially zeros, is dequantized for each matmul.
     """
 
     def __init__(
@@ -150,7 +150,7 @@ class Projection(nnx.Module):
             y = contract_dims(x, kernel, num_dims=self.num_input_dims)
             return y if factors is None else (y * factors).astype(x.dtype)
 
-        # The backward pass dequantizes kernels again; otherwise the float kernels of all layers would be kept for it.
+        # The backward pass dequantizes kernels again; otherwise the float kernels of all layers would be saved for it.
         return jax.checkpoint(dequantize_and_contract, prevent_cse=False)(x, self.codes[...], self.scales[...])
 
 
@@ -172,8 +172,8 @@ def _contract(x: Array, y: Array, dims_of_x: Sequence[int], dims_of_y: Sequence[
 def _contract_on_cpu(num_dims: int, x: Array, matrix: Array) -> Array:
     """Returns `contract_dims` of bfloat16 factors.
 
-    Many CPUs have instructions for products of bfloat16, several times as fast as those of float32. XLA uses them only
-    if the result is float32, in the backward pass, too, and both factors are bfloat16.
+    Many CPUs have bfloat16 matmul instructions that are several times as fast as float32. XLA uses them only if both
+    factors are bfloat16 and the result is float32, also in the backward pass.
     """
     return _contract(x, matrix, range(x.ndim - num_dims, x.ndim), range(num_dims), jnp.float32).astype(x.dtype)
 
@@ -184,7 +184,7 @@ def _contract_on_cpu_backward(num_dims: int, saved: tuple[Array, Array], gradien
     outputs = range(gradient.ndim - num_outputs, gradient.ndim)
     of_x = _contract(gradient, matrix, outputs, range(num_dims, matrix.ndim), jnp.float32)
     rows = gradient.reshape(-1, math.prod(matrix.shape[num_dims:]))
-    # XLA cannot run this product if it folds the transposition into it, which the barrier prevents.
+    # XLA cannot run this matmul with the transposition folded into it, which the barrier prevents.
     columns = jax.lax.optimization_barrier(x.reshape(len(rows), -1).T)
     of_matrix = _contract(columns, rows, (1,), (0,), jnp.float32).reshape(matrix.shape)
     return of_x.astype(x.dtype), of_matrix.astype(matrix.dtype)
@@ -200,7 +200,8 @@ def contract_last_dims(
 ) -> Float32[Array, "*tokens *outputs"]:
     """Contracts the last `num_dims` dims of both, in float32: the fast order of a matrix's dims on CPUs for few tokens.
 
-    In float32, the matrix is the first factor, 1.4 to 2 times as fast; the barrier keeps XLA from turning them round.
+    In float32, the matrix is the first factor, which is 1.4 to 2 times as fast; the barrier keeps XLA from swapping
+    them.
     """
     tokens, outputs = x.shape[: x.ndim - num_dims], matrix.shape[: matrix.ndim - num_dims]
     rows, factor = x.reshape(math.prod(tokens), -1), matrix.astype(x.dtype).reshape(math.prod(outputs), -1)
@@ -243,7 +244,8 @@ def apply_rope(x: Float[Array, "R T heads H"], angles: Float[Array, "2 R T half"
     """Applies rotary position embedding, halves convention: (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin).
 
     Args:
-        angles: cosines and sines, computed once for all layers: a TPU takes long to compile them, and to compute them.
+        angles: cosines and sines, computed once for all layers, because they are slow to compile and to compute on a
+            TPU.
 
     Source: Su et al. 2021, RoFormer, eq. 34, with dims paired (i, i + H/2).
     """
@@ -252,7 +254,7 @@ def apply_rope(x: Float[Array, "R T heads H"], angles: Float[Array, "2 R T half"
 
 
 def _rope_backward(angles: Array, gradient: Array) -> tuple[Array, None]:
-    """Returns the gradient of `x`: turned back by the same angles, which get none."""
+    """Returns the gradient of `x`, rotated back by the same angles; the angles get no gradient."""
     return apply_rope(gradient, angles * jnp.array([1, -1], angles.dtype).reshape(2, 1, 1, 1)), None
 
 
@@ -265,7 +267,7 @@ def _quarter_turn(x: Float[Array, "R T heads H"]) -> Float32[Array, "R T heads H
     if current_device()[0] != "tpu":
         x1, x2 = jnp.split(x.astype(jnp.float32), 2, axis=-1)
         return jnp.concatenate([-x2, x1], axis=-1)
-    # A TPU moves parts of a register slowly. This product is exact, and three times as fast by the compiler's estimate.
+    # A TPU moves parts of a register slowly. This matmul is exact, and three times as fast by the compiler's estimate.
     turn = np.kron([[0, 1], [-1, 0]], np.eye(half))
     exact = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     return jnp.einsum("rtqh,hg->rtqg", x, turn.astype(x.dtype), precision=exact, preferred_element_type=jnp.float32)

@@ -25,7 +25,7 @@ Params = dict[str, Any]
 ParamPath = tuple[str, ...]
 
 LORA_A, LORA_B = "lora_a", "lora_b"
-"""Leaf names of A and B, siblings of a `kernel` or its codes."""
+"""Leaf names of A and B, next to a `kernel` or its codes."""
 
 
 class LoRAParam(nnx.Param):
@@ -43,12 +43,12 @@ class LoRAConfig:
 
     @property
     def scale(self) -> float:
-        """The factor of the adapter's product, alpha / rank."""
+        """The factor of the adapter's output, alpha / rank."""
         return self.alpha / self.rank
 
     def to_text(self) -> str:
-        """Returns a one-line description, which differs whenever the configuration does."""
-        # Not rounded: different values must give different texts.
+        """Returns a one-line description that is unique to the configuration."""
+        # Not rounded, so that different values give different texts.
         alpha = repr(float(self.alpha)).removesuffix(".0")
         return f"rank {self.rank}, alpha {alpha}, {' '.join(self.projections)}"
 

@@ -1,4 +1,4 @@
-"""Incremental decoding: prefill of prompts into a cache of keys and values, then one new token per slot at a time.
+"""Prefill of prompts into a KV cache, then decoding of one new token per slot at a time.
 
 Entry s of a cached row belongs to the token at position s. A right-padded prompt leaves undefined entries after its
 last token. Decoding overwrites them before they become visible, since a token sees only entries up to its own.
@@ -27,7 +27,7 @@ DECODE_SCOPE = "decode"
 
 
 PROJECTED_DIMS = ("rows", "tokens", "query_heads", "head")
-"""Of queries and of their attention, as the projections before and after it split them."""
+"""Dims of queries and of their attention outputs, as split by the projections before and after."""
 
 
 def _run_layers(
@@ -42,14 +42,14 @@ def _run_layers(
     """Returns the normalized hidden states, the new cache, and the routes if there are experts.
 
     Args:
-        attend: attention of a layer, of its window, old cache, query, keys and values; returns the new cache, too.
+        attend: (window, old cache, query, keys, values) -> a layer's attention and its new cache.
     """
     block_graph, _ = nnx.split(decoder.blocks)
     whole, windowed = decoder.angles(positions)
     x = decoder.embed(token_ids, weights.params["embedding"].dtype)
 
-    # Layers of the same window are traced once (30 layers in 0.15 instead of 1.2 s). Inlined, they are the program that
-    # separate traces would give.
+    # Layers with the same window are traced once (30 layers in 0.15 s instead of 1.2). After inlining, the program is
+    # the same as with separate traces.
     @functools.partial(jax.jit, static_argnums=0, inline=True)
     def run_layer(
         window: int | None, old: LayerCache | None, params: Params, x: Array
@@ -108,7 +108,7 @@ def decode_step(
     There are routes only if there are experts.
 
     Args:
-        active: rows whose results are used; those of others have no meaning.
+        active: rows whose results are used; other results are undefined.
         tables: the blocks of each slot; see `extend_cache`.
     """
     decoder, score_mod = definition.bind(weights.params), ScoreMod.of(definition.architecture)
@@ -120,7 +120,7 @@ def decode_step(
     ) -> tuple[Array, LayerCache]:
         assert old is not None
         rules = {"window": window, "score_mod": score_mod, "block_size": block_size}
-        # Otherwise XLA may move weights between the devices along tp, and not rows.
+        # Otherwise XLA may move weights between the devices along tp instead of rows.
         query = constrain(query, *PROJECTED_DIMS)
         mixed, extended = extend_cache(query, key, value, old, positions, active, tables, **rules)
         return constrain(mixed, *PROJECTED_DIMS), extended

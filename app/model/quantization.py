@@ -28,13 +28,13 @@ CODES, SCALES = "codes", "scales"
 """Leaf names of a quantized kernel, in place of `kernel`."""
 
 INT8_END = 127.5
-"""The code to which an output's largest weight is scaled, as Qwix does it: rounding then uses all 256 codes."""
+"""The code for an output's largest weight, as in Qwix, so that rounding uses all 256 codes."""
 TILED_DIM = "embed"
-"""The dim that nf4 splits into tiles: every kernel has it, and tp never splits it."""
+"""The dim that nf4 splits into tiles; every kernel has it, and tp never splits it."""
 MAX_TILE = 64
-"""The largest number of weights that share a scale, as in the paper."""
+"""Maximum number of weights per scale, as in the paper."""
 MIN_TILE = 16
-"""The smallest such number: with fewer, the scales would take more than half as much memory as the codes."""
+"""Minimum number of weights per scale: with fewer, scales would take more than half the memory of the codes."""
 
 QUANTIZE_BASE_SETTING = "model.lora.quantize_base"
 
@@ -50,7 +50,7 @@ class KernelQuantizer:
     """Logical dims of the scales, a subset of `dims`."""
 
     def sizes(self, kernel: Mapping[str, int]) -> tuple[dict[str, int], dict[str, int]]:
-        """Returns the sizes of codes and scales by dim, for a kernel of these sizes."""
+        """Returns the sizes of codes and scales by dim, for a kernel with these sizes."""
         codes, scales = ({dim: kernel[dim] for dim in dims} for dims in (self.dims, self.scale_dims))
         if self.quantization == "nf4":
             codes[TILED_DIM] //= 2
@@ -68,16 +68,16 @@ class KernelQuantizer:
         *,
         depends_on: Float[Array, "N *inputs"],
     ) -> tuple[Float[Array, "*dims"], Float32[Array, "*outputs"] | None]:
-        """Returns a kernel gathered along its model dim on every device, and the factors of the product's outputs.
+        """Returns a kernel gathered along its model dim on every device, and the factors of the matmul's outputs.
 
-        That of int8 is the codes, exact in any float type, and the factors are the scales: where the kernel is only
-        converted, a TPU's product reads the codes. That of nf4 is float32, without factors.
+        For int8, the kernel is the codes, exact in any float dtype, and the factors are the scales: since the codes are
+        only cast, a TPU's matmul reads them directly. For nf4, the kernel is float32, without factors.
 
         Codes and scales are gathered over fsdp, not the float kernel. No gradient passes through.
 
         Args:
-            depends_on: the other factor of the product. The kernel is dequantized only after this is computed, except
-                that of int8 on a TPU, whose product does it.
+            depends_on: the other factor of the matmul. The kernel is dequantized only after it is computed, except int8
+                on a TPU, where the matmul does it.
         """
         code_dims, scale_dims = (
             tuple("activation" if dim == TILED_DIM else dim for dim in dims) for dims in (self.dims, self.scale_dims)
@@ -139,14 +139,14 @@ def _quantize(quantizer: KernelQuantizer, kernel: Array) -> dict[str, Array]:
 
 
 def _codes_and_factors(codes: Array, scales: Array, depends_on: Array) -> tuple[Array, Array]:
-    """Returns the kernel and the factors of int8."""
+    """Returns the kernel and the factors for int8."""
     if current_device()[0] != "tpu":
         codes = codes ^ _zero_depending_on(depends_on).astype(codes.dtype)
     return codes.astype(depends_on.dtype), scales
 
 
 def _dequantize_tiles(quantizer: KernelQuantizer, codes: Array, scales: Array, depends_on: Array) -> tuple[Array]:
-    """Returns the kernel of nf4."""
+    """Returns the kernel for nf4."""
     import qwix
 
     codes = codes ^ _zero_depending_on(depends_on).astype(codes.dtype)
@@ -158,15 +158,15 @@ def _zero_depending_on(x: Array) -> UInt32[Array, ""]:
     """Returns a zero that depends on `x`.
 
     Without it, codes would not depend on `x`, and with unrolled layers XLA's CPU scheduler would dequantize all kernels
-    first and keep them. An `optimization_barrier` does not help: XLA removes it before scheduling. Other schedulers are
-    not known to need this.
+    first and keep them in memory. An `optimization_barrier` does not help, because XLA removes it before scheduling.
+    Other schedulers are not known to need this.
     """
     first = x[(0,) * x.ndim].astype(jnp.float32)
     return jax.lax.bitcast_convert_type(first, jnp.uint32) >> 31 >> 1
 
 
 def _pack_4bit(codes: Array, axis: int) -> UInt8[Array, "*dims"]:
-    """Packs adjacent pairs along an axis into one byte each, the first of a pair into the lower half."""
+    """Packs pairs of adjacent codes along an axis into bytes, the first of a pair in the lower half."""
     pairs = codes.astype(jnp.uint8).reshape(*codes.shape[:axis], -1, 2, *codes.shape[axis + 1 :])
     low, high = (jax.lax.index_in_dim(pairs, half, axis + 1, keepdims=False) for half in range(2))
     return low | high << 4

@@ -29,7 +29,7 @@ class SegmentLayout(NamedTuple):
 
 
 def single_segment_layout(mask: Bool[HostOrDevice, "R T"]) -> SegmentLayout:
-    """Returns the layout of rows that hold one sequence each, starting at the first token.
+    """Returns the layout of rows with one sequence each, starting at the first token.
 
     Args:
         mask: True where the row has a token.
@@ -51,7 +51,7 @@ def attention_mask(
     or to the query's branch, and is less than `window` positions before the query.
 
     Args:
-        offset: the index of the first query in the row, minus that of the first key.
+        offset: the row index of the first query, minus that of the first key.
     """
 
     def pairwise(query_values: Array, key_values: Array) -> tuple[Array, Array]:

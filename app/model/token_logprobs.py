@@ -1,8 +1,8 @@
 """Logprobs and entropies of target tokens from hidden states, computed without a [tokens, vocab] array.
 
-On a mesh, devices that share weights each hold a part of the vocabulary, for the rows of all of them: no device holds
-the whole table, its gradient, or the logits of the whole vocabulary. Rows are gathered instead, and the softmax is
-summed over the parts. Source: Shoeybi et al. 2019, Megatron-LM, section 3.
+On a mesh, each device has a part of the vocabulary, for the rows of all devices that share weights: no device holds the
+whole table, its gradient, or the logits of the whole vocabulary. Rows are gathered instead, and the softmax is reduced
+over the parts. Source: Shoeybi et al. 2019, Megatron-LM, section 3.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def token_logprobs(
 
     The logprob is log_softmax(logits / temperature)[target] over the whole vocabulary. `chunk` tokens of every row pass
     through the head at once, forward and backward; the result does not depend on `chunk`. Chunks without targets are
-    skipped, and their results are 0. The temperature gets no gradient.
+    skipped; their results are 0. The temperature gets no gradient.
 
     Args:
         target_mask: True where there is a target; results elsewhere are finite and undefined.
@@ -106,7 +106,7 @@ class ShardedHead:
         """Returns the gradients of the hidden states and of the table.
 
         Args:
-            others: the other arguments of `apply`, its entropies and normalizers, and the gradients of logprobs and of
+            others: the other arguments of `apply`, its entropies and normalizers, and the gradients of logprobs and
                 entropies.
         """
         in_dims = (*INPUT_DIMS, *(ROW_DIMS,) * 4)
@@ -115,7 +115,7 @@ class ShardedHead:
         return hidden_grad, constrain(table_grad[: self.vocab_size], "vocab", "embed").astype(table.dtype)
 
     def _padded(self, table: Float[Array, "V D"], hidden: Array) -> Float[Array, "padded D"]:
-        """Returns the table in the type of the hidden states, its vocabulary padded so that it splits evenly."""
+        """Returns the table in the hidden states' dtype, with its vocabulary padded to split evenly."""
         table = jnp.pad(table.astype(hidden.dtype), ((0, -self.vocab_size % _num_parts()), (0, 0)))
         return constrain(table, *TABLE_DIMS)
 
@@ -128,8 +128,8 @@ class ShardedHead:
             first = chunks[i] * self.chunk_size
             logits = self._logits(self._rows(hidden, first), table, temperature)
             highest = _over_vocab(jax.lax.pmax, logits.max(axis=-1))
-            # Relative to the highest logit, so that the entropy does not lose digits with the size of the logits. All
-            # sums come from one pass over the logits.
+            # Relative to the highest logit, so that the entropy keeps its precision for large logits. All sums come
+            # from one pass over the logits.
             relative = logits - highest[..., None]
             weights = jnp.exp(relative)
             is_target = _vocab_ids(table) == self._rows(targets, first)[..., None]
@@ -162,7 +162,7 @@ class ShardedHead:
             if self.entropy_gradient:
                 logits_grad -= entropy_grad * probabilities * (log_softmax + entropies)
             if self.soft_cap is not None:
-                # Clipped only where the vocabulary is padded, since no capped logit is beyond its cap.
+                # Clips only where the vocabulary is padded, since no capped logit exceeds its cap.
                 logits_grad *= 1 - jnp.square(jnp.clip(logits * temperature / self.soft_cap, -1, 1))
             logits_grad = logits_grad.astype(hidden.dtype)
             rows_grad = self._own_rows_of_sum(_einsum("rcv,vd->rcd", logits_grad, table))
@@ -235,7 +235,7 @@ def _order_chunks(has_targets: Bool[Array, "n"]) -> tuple[Int32[Array, "n"], Int
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _apply_head(head: ShardedHead, *inputs: Array) -> tuple[Array, Array]:
-    """Returns logprobs and entropies. JAX cannot differentiate the loop, whose length depends on data."""
+    """Returns logprobs and entropies. JAX cannot differentiate the loop, because its length depends on data."""
     return head.apply(*inputs)[:2]
 
 

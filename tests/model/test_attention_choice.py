@@ -189,7 +189,7 @@ def test_gpu_programs_have_kernels_only_with_triton(with_triton: bool, caplog: p
     decode = functools.partial(extend_cache, block_size=decode_block_size(ON_GPU, 64, jnp.bfloat16))
     decoding = num_kernels(decode, shape(8, 1, 4, 64), new, new, pool, *rows)
     assert (packed, products, decoding) == ((3, 3, 1) if with_triton else (0, 0, 0))
-    warning = f"JAX {jax.__version__} does not compile this program's kernels for GPUs"
+    warning = f"JAX {jax.__version__} does not compile this program's GPU kernels"
     assert [message[: len(warning)] for message in caplog.messages] == [warning] * (not with_triton)
 
 

@@ -22,7 +22,7 @@ from app.model.attention.pairs import Blocking, BlockPairs, PackedInputs
 from app.model.layers import keep_result
 from app.model.segment_layout import SegmentLayout, attention_mask
 
-# Query heads are split over devices only if their shared key heads are.
+# Query heads are split over devices only if the key heads they share are.
 QUERY_DIMS = ("rows", "tokens", "kv_heads", "head")
 KEY_DIMS = ("rows", "kv_heads", "tokens", "head")
 NORMALIZER_DIMS = ("kv_heads", "head", "rows")
@@ -45,7 +45,7 @@ ATTENTION_CHECKPOINT_NAME = "attention"
 def block_attention(inputs: PackedInputs, score_mod: ScoreMod, blocking: Blocking) -> Float[Array, "R T Q H"]:
     """Returns softmax(cap(scale q k^T)) v over the visible keys, and 0 on padding. T is a multiple of the block size.
 
-    What computes it, here or in a kernel, is an `attend` and an `attention_grads` of one device's inputs.
+    An implementation, here or in a kernel, consists of `attend` and `attention_grads` on one device's inputs.
     """
     return _forward(inputs, score_mod, blocking)[0]
 
@@ -90,7 +90,7 @@ class PairScores(NamedTuple):
     keys: Float32[Array, "pairs K size H"]
     values: Float32[Array, "pairs K size H"]
     scores: Float32[Array, "pairs K G*size size"]
-    """Soft-capped scores; MASK_VALUE for invisible keys, and for pairs that only fill the last iteration."""
+    """Soft-capped scores; MASK_VALUE for invisible keys, and for padding pairs of the last iteration."""
     soft_cap_slope: Float32[Array, "pairs K G*size size"] | None
     """The derivative of the soft cap; None without one."""
 
@@ -104,7 +104,7 @@ def _loop_over_pairs(
 ) -> tuple[tuple[Array, Array, Array], Array, Callable[[Array], PairScores]]:
     """Returns query, keys and values by block, the number of iterations, and the function of each iteration's scores.
 
-    The G query heads that share a key head are stacked, so the scores of a pair take one product per key head.
+    The G query heads that share a key head are stacked, so the scores of a pair take one matmul per key head.
     """
     size, at_once, _ = blocking
     query = _to_query_blocks(inputs.query, inputs.keys.shape[1], size)

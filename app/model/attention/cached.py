@@ -1,7 +1,7 @@
-"""Attention of one new token per row over a pool of blocks, by a backend's kernel, or in plain XLA: its oracle.
+"""Attention of one new token per row over a pool of KV blocks, by a backend's kernel or in plain XLA, its oracle.
 
 A pool [N, K, T, H] holds the keys or the values of one layer. Tokens j T to (j + 1) T - 1 of row b are in the block
-`tables[b, j]`, and rows may share blocks that are full.
+`tables[b, j]`, and rows may share full blocks.
 
 Source: Kwon et al. 2023, PagedAttention; sums over blocks as in Dao et al. 2022, FlashAttention, algorithm 1.
 """
@@ -26,46 +26,47 @@ from app.model.kernels.triton_backend import has_triton
 from app.model.kv_cache import LayerCache, cache_block_bytes, cache_dims, to_codes, write_tokens
 
 DECODE_BLOCK_SIZES = (512, 256, 128, 64, 32, 16)
-"""Tokens of a cache that the TPU's decode kernel reads at once: the first that fits the cache and the chip's memory."""
+"""Tokens that the TPU's decode kernel reads at once; the first size that fits the cache and on-chip memory is used."""
 BLOCKS_PER_ROW_MIN = 16
-"""Blocks of a paged cache that the longest row should have at least, where they are scarce."""
+"""Minimum number of blocks of the longest row, if blocks are scarce."""
 BLOCK_SIZE_MAX = 512
-"""Tokens of the largest block of a paged cache."""
+"""Maximum tokens of a KV block."""
 BLOCK_SIZE_MIN = {"tpu": 256, "gpu": 64}
-"""Tokens of the smallest one by platform, whose time for a block hardly depends on smaller sizes.
+"""Minimum tokens of a KV block by platform; reading smaller ones hardly takes less time.
 
-On a v4 and v6e, one of 256 takes nearly as long as one of 512.
+On v4 and v6e, a block of 256 takes nearly as long as one of 512.
 """
 
 
 def decode_block_size(architecture: Architecture, cache_length: int, dtype: DTypeLike) -> int | None:
-    """Returns the tokens that a kernel of the current mesh's devices reads from caches at once; None without a kernel.
+    """Returns the tokens that the decode kernel of the current mesh reads at once; None without a kernel.
 
     Args:
-        cache_length: largest number of tokens, that of a block of the cache.
+        cache_length: maximum number of tokens: the size of a KV block.
     """
     platform, kind = current_device()
     if platform == "gpu" and architecture.attention_implementation != "xla":
-        # Triton has blocks of powers of two, and multiplies float32 arrays from registers, which have no room for them.
+        # Triton needs powers of two, and multiplies float32 arrays in registers, which are too small for them.
         fits = architecture.head_dim & (architecture.head_dim - 1) == 0 and jnp.dtype(dtype) != jnp.float32
         return min(cache_length, GPU_BLOCK_SIZE) if fits and has_triton() else None
     if platform != "tpu" or architecture.attention_implementation == "xla":
         return None
     heads = architecture.num_kv_heads, architecture.head_dim
     smallest = DECODE_BLOCK_SIZES[-1]
-    # Shorter caches are one block; otherwise blocks are whole tiles.
+    # Shorter caches are one block; otherwise blocks consist of whole tiles.
     longest = cache_length if cache_length < smallest else cache_length // smallest * smallest
     sizes = [min(longest, DECODE_BLOCK_SIZES[0]), *(size for size in DECODE_BLOCK_SIZES if size < longest)]
     return next((size for size in sizes if 2 * cache_block_bytes(*heads, size, dtype) <= kernel_bytes(kind)), None)
 
 
 def cache_block_size(architecture: Architecture, max_length: int, dtype: DTypeLike, *, is_large: bool) -> int:
-    """Returns the tokens of a block of a paged cache, for rows of up to `max_length` tokens.
+    """Returns the tokens of a KV block, for rows of up to `max_length` tokens.
 
-    Half a block of each row stays empty. A TPU reads large blocks faster, others read them all alike.
+    On average, half a block of each row stays empty. A TPU reads large blocks faster; for other platforms the size does
+    not matter.
 
     Args:
-        is_large: whether blocks may be as large as a TPU reads them best, because there are enough.
+        is_large: whether blocks may have the best size for a TPU, because they are not scarce.
     """
     platform, smallest = current_device()[0], DECODE_BLOCK_SIZES[-1]
     if platform == "tpu" and is_large:
@@ -74,7 +75,7 @@ def cache_block_size(architecture: Architecture, max_length: int, dtype: DTypeLi
         size = 2 ** math.floor(math.log2(max(max_length / BLOCKS_PER_ROW_MIN, smallest)))
         size = max(size, BLOCK_SIZE_MIN.get(platform, smallest))
     size = min(size, BLOCK_SIZE_MAX)
-    # A GPU reads a block in several pieces.
+    # A GPU reads a block in chunks.
     return (decode_block_size(architecture, size, dtype) if platform == "tpu" else None) or size
 
 
@@ -88,13 +89,13 @@ def attend_in_xla(
     active: Bool[Array, "B"],
     tables: Int32[Array, "B M"],
 ) -> tuple[Float[Array, "B 1 Q H"], LayerCache]:
-    """Returns one device's attention, meaningless for rows that are not active, and its pool with the new tokens.
+    """Returns one device's attention, undefined for inactive rows, and its pool with the new tokens.
 
-    Only blocks up to the longest active row are read, so that a row's result depends on no other row's length: what
-    is masked adds exactly 0.
+    Only blocks up to the longest active row are read. Masked entries add exactly 0, so a row's result does not depend
+    on other rows' lengths.
 
     Args:
-        new: of the new token, at `positions`. Only active rows are written.
+        new: key and value of the new token, at `positions`. Only active rows are written.
     """
     _, num_kv_heads, block_size, head_dim = pool.keys.shape
     num_rows = query.shape[0]
@@ -102,7 +103,7 @@ def attend_in_xla(
     pool = write_tokens(new, pool, positions, active, tables)
     grouped = query.reshape(num_rows, num_kv_heads, query.shape[2] // num_kv_heads, head_dim)
     scale = score_mod.scale_for(head_dim)
-    # XLA on CPU multiplies no bfloat16 arrays into float32 ones.
+    # XLA on CPUs cannot multiply bfloat16 arrays with a float32 result.
     operand = jnp.float32 if current_device()[0] == "cpu" else query.dtype
 
     def factors(scales: Array | None, blocks: Array) -> Array | float:
@@ -151,8 +152,8 @@ def extend_cache(
     """Writes the key and value of one new token per slot at `positions`; returns its attention, and the cache.
 
     Args:
-        active: rows whose results are used; those of others have no meaning.
-        tables: for each slot, the rows of the cache that are its blocks, as numbers among those of its device.
+        active: rows whose results are used; other results are undefined.
+        tables: the blocks of each slot, as indices on its device.
         window: the number of visible entries, including the token's own; None = all.
         block_size: the result of `decode_block_size`.
     """

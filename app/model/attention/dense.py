@@ -1,4 +1,4 @@
-"""Attention over dense masks, where every query meets every key, and the scale and soft cap of scores.
+"""Attention with dense masks (every query with every key), and the scale and soft cap of scores.
 
 Scores, softmax and accumulation are float32: in bfloat16 the logits of long rows lose the digits that determine the
 softmax.
@@ -66,7 +66,7 @@ def dot_product_attention(
     scores = apply_soft_cap(scores * score_mod.scale_for(head_dim), score_mod.soft_cap)
     scores = jnp.where(visible_mask[:, None, None], scores, MASK_VALUE)
     weights = jax.nn.softmax(scores, axis=-1).astype(values.dtype)
-    # XLA accumulates in float32 anyway. Requesting it would also make the result float32, and XLA on CPU cannot run
-    # that product of bfloat16 arrays with several rows and key heads.
+    # XLA accumulates in float32 anyway. Requesting it would also make the result float32, and XLA on CPUs cannot run
+    # this matmul of bfloat16 arrays with several rows and key heads.
     mixed = jnp.einsum("rkgts,rksh->rtkgh", weights, values)
     return mixed.reshape(query.shape).astype(query.dtype)

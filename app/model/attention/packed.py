@@ -1,4 +1,4 @@
-"""Attention over packed rows: dense, in blocks by XLA, or by a kernel of the platform."""
+"""Attention over packed rows: dense, in blocks by XLA, or by the platform's kernel."""
 
 from __future__ import annotations
 
@@ -22,14 +22,15 @@ from settings.errors import InputError
 from settings.schema.model import AttentionImplementation
 
 BLOCKING_BY_PLATFORM = {"cpu": Blocking(64, pairs_per_iteration=1), "tpu": Blocking(512, pairs_per_iteration=1)}
-"""Blocking by platform: on a CPU one pair of blocks fits the cache; a TPU is as busy with one pair of large ones."""
+"""Blocking by platform: on a CPU, one pair of blocks fits in the cache; a TPU is fully used by one pair of large
+ones."""
 PARALLEL_BLOCKING = Blocking(block_size=128, pairs_per_iteration=128)
 KERNEL_BLOCK_SIZES = (128, 256, 512)
-"""Block sizes of the TPU kernels, which are fastest with the largest that fits."""
+"""Block sizes of the TPU kernels; the largest that fits is fastest."""
 MAX_BLOCKS_PER_ROW = 256
-"""Blocks of a row whose pairs fit the TPU's memory for scalars, with room for several rows on a device."""
+"""Maximum blocks of a row: its pairs must fit in the TPU's scalar memory, with room for several rows."""
 GPU_BLOCK_SIZE = 64
-"""Block size of the GPU kernels, whose sums then fit the registers."""
+"""Block size of the GPU kernels, with which accumulators fit in registers."""
 
 
 def platform_blocking(
@@ -43,35 +44,35 @@ def platform_blocking(
     """Returns how the current mesh's devices compute attention over rows of this many tokens.
 
     Args:
-        dtype: type of queries, keys and values.
-        group_size: query heads that share a key head.
+        dtype: dtype of queries, keys and values.
+        group_size: query heads per key head.
 
     Raises:
-        InputError: `implementation` is `kernel`, and there is none for these devices and rows.
+        InputError: `implementation` is `kernel`, but there is none for these devices and rows.
     """
     platform, kind = current_device()
     kernel = None
     if platform == "tpu" and implementation != "xla":
         kernel = _tpu_kernel_blocking(kind, num_tokens, head_dim, group_size, jnp.dtype(dtype).itemsize)
-    # Triton multiplies float32 arrays from registers, which have no room for blocks of them, and not on tensor cores.
+    # Triton multiplies float32 arrays in registers, which are too small for blocks of them, and not on tensor cores.
     if platform == "gpu" and implementation != "xla" and jnp.dtype(dtype) != jnp.float32 and has_triton():
         kernel = Blocking(GPU_BLOCK_SIZE, 1, kernel="gpu")
     if kernel is None and implementation == "kernel":
         raise InputError(
             f"model.attention: kernel, but there is no attention kernel for {platform} devices ({kind}) and rows of "
-            f"{num_tokens:,} tokens with {group_size} query heads of size {head_dim} for each key head in "
-            f"{jnp.dtype(dtype)}: there are some for TPUs, up to the rows that fit the memory on the chip, and, in "
-            "bfloat16, for GPUs, as long as JAX has Pallas' Triton backend; set model.attention: auto"
+            f"{num_tokens:,} tokens with {group_size} query heads of size {head_dim} per key head in "
+            f"{jnp.dtype(dtype)}. There are kernels for TPUs, for rows that fit in on-chip memory, and for GPUs in "
+            "bfloat16 as long as JAX has Pallas' Triton backend; set model.attention: auto"
         )
     return kernel or BLOCKING_BY_PLATFORM.get(platform, PARALLEL_BLOCKING)
 
 
 def _tpu_kernel_blocking(kind: str, num_tokens: int, head_dim: int, group_size: int, itemsize: int) -> Blocking | None:
-    """Returns the largest blocks with which the backward kernel fits the memory on the chip; None without such blocks.
+    """Returns the largest blocks with which the backward kernel fits in on-chip memory; None if none fit.
 
-    The memory is that of a row's gradients of one key head in float32; of a block's queries and their two gradients,
-    all twice for copies in the background, and sums; of a block's keys and values, likewise, with products in float32;
-    and of scores. The number of the last two is the compiler's, as it reports them for blocks that do not fit.
+    The memory holds a row's float32 gradients for one key head; a block's queries and their two gradients,
+    double-buffered, and accumulators; a block's keys and values, likewise, with float32 products; and scores. The
+    numbers of products and scores are taken from the compiler's reports for blocks that do not fit.
     """
     available, width = kernel_bytes(kind), padded_head_dim(head_dim)
     sizes = [size for size in KERNEL_BLOCK_SIZES if size < 2 * num_tokens] or KERNEL_BLOCK_SIZES[:1]
@@ -116,7 +117,7 @@ def packed_attention(
     pairs: BlockPairs | None = None,
     blocking: Blocking | None = None,
 ) -> Float[Array, "R T Q H"]:
-    """Returns causal attention inside each sample of packed rows. The result is finite but meaningless on padding.
+    """Returns causal attention inside each sample of packed rows. The result is finite but undefined on padding.
 
     Args:
         blocking: the result of `platform_blocking` for these rows; computed here if None.

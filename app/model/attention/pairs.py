@@ -17,7 +17,7 @@ UNREACHABLE = 2**30
 
 
 class Blocking(NamedTuple):
-    """The block size and the number of pairs computed at once; a static argument of compiled functions."""
+    """Block size and number of pairs computed at once; a static argument of compiled functions."""
 
     block_size: int
     """Tokens per block."""
@@ -47,7 +47,7 @@ class BlockPairs(NamedTuple):
 
 
 class PackedInputs(NamedTuple):
-    """What attention over packed rows reads: of the whole mesh, or of one device's rows and heads."""
+    """Inputs of attention over packed rows: for the whole mesh, or for one device's rows and heads."""
 
     query: Float[Array, "R T Q H"]
     keys: Float[Array, "R K T H"]
@@ -91,7 +91,7 @@ def block_pairs(
 
 
 def _block_distances(layout: SegmentLayout, size: int) -> Int32[Array, "R blocks blocks"]:
-    """Returns the smallest distance from a query to a key it sees, per pair of blocks; UNREACHABLE without such a key.
+    """Returns, per pair of blocks, the smallest distance from a query to a visible key; UNREACHABLE if there is none.
 
     A run is a prompt or a completion: the tokens of one segment and branch. Runs are numbered along the row, so the
     keys of a block are in runs `first` to `last`. A query sees its own run and its prompt's run.

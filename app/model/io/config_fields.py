@@ -1,4 +1,4 @@
-"""Typed access to the fields of a `config.json`, and its rope; an InputError names a missing or malformed field."""
+"""Typed access to the fields of `config.json`, including its rope; an InputError names a missing or malformed field."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MAX_INT = 2**30
 """The upper limit of sizes and positions, which are int32 on devices."""
 
 MAX_LAYERS = 10_000
-"""The upper limit of the number of layers, each of which is traced and described on its own."""
+"""The upper limit of the number of layers, since each layer is traced and described separately."""
 
 T = TypeVar("T")
 

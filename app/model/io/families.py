@@ -41,7 +41,7 @@ UNSUPPORTED_FIELDS = {
 """Fields that no supported family may set, with the reason."""
 
 EXPERT_COUNTS = ("num_experts", "num_local_experts")
-"""The spellings of the number of experts; transformers before 5 wrote the first for Qwen3-MoE, 5 writes the second."""
+"""Spellings of the number of experts; for Qwen3-MoE, transformers before 5 writes the first, 5 the second."""
 
 
 class Family(NamedTuple):
@@ -258,10 +258,10 @@ def _architecture(
     width_field: str = "intermediate_size",
     **switches: Any,
 ) -> Architecture:
-    """Returns an architecture with the given switches and with the sizes, whose fields all families share.
+    """Returns an architecture with the given switches, and with the sizes from fields that all families share.
 
     Args:
-        width_field: the field of the width of the MLP, or of each expert.
+        width_field: the field with the width of the MLP, or of each expert.
     """
     num_query_heads = positive_int(config, "num_attention_heads")
     num_kv_heads = positive_int(config, "num_key_value_heads", default=num_query_heads)
@@ -305,10 +305,12 @@ def _attention_biases(config: HfConfig) -> dict[str, Any]:
 
 
 def _experts(config: HfConfig) -> dict[str, Any]:
-    """Returns the number of experts, and of those that a token passes through."""
+    """Returns the number of experts, and of active experts per token."""
     counts = {positive_int(config, field) for field in EXPERT_COUNTS if config.get(field) is not None}
     if len(counts) > 1:
-        raise InputError(f"config.json: {' and '.join(EXPERT_COUNTS)} are two spellings of one number, but they differ")
+        raise InputError(
+            f"config.json: {' and '.join(EXPERT_COUNTS)} are two spellings of the same field, but their values differ"
+        )
     num_experts = counts.pop() if counts else positive_int(config, EXPERT_COUNTS[0])
     per_token = positive_int(config, "num_experts_per_tok")
     if per_token > num_experts:
@@ -332,12 +334,12 @@ def _rope(config: HfConfig, default_theta: float = 10_000.0) -> RopeConfig:
 
 
 def _ropes_by_layer_type(config: HfConfig) -> tuple[RopeConfig, RopeConfig]:
-    """Returns the ropes of layers without and with a window.
+    """Returns the ropes of full-attention layers and of windowed layers.
 
     Reads `rope_theta`, `rope_scaling` and `rope_local_base_freq`, or `rope_parameters` with an object per layer type.
     """
     by_type = json_object(config, "rope_parameters")
-    # transformers 5.0 wrote a `rope_theta` beside the objects, which its models do not read.
+    # transformers 5.0 also wrote a `rope_theta` next to the objects, which its models do not read.
     known = {FULL, SLIDING, "rope_theta"} if FULL in by_type else {FULL, SLIDING}
     if extra := sorted(set(by_type) - known):
         raise InputError(

@@ -1,4 +1,4 @@
-"""Reads GGUF files like the Hugging Face checkpoints they were converted from.
+"""Reads GGUF files as the Hugging Face checkpoints they were converted from.
 
 The `gguf` package parses and dequantizes. This module reverses llama.cpp's conversion: it restores tensor names, the
 row order of llama's q and k projections, and the `config.json` fields from the metadata.
@@ -28,7 +28,7 @@ HUGGING_FACE_CLASSES = {
 """The `model_type` and the class named in the rebuilt `config.json`, by `general.architecture`."""
 
 CHUNK_BYTES = 1 << 16
-"""Number of bytes that are dequantized at a time: what is made of them on the way stays in a core's cache."""
+"""Number of bytes dequantized at a time, so that intermediate arrays stay in a core's cache."""
 
 WORKAROUND = "use the model's safetensors checkpoint, as a directory or a hub id"
 
@@ -59,7 +59,7 @@ LAYERS_OF_GEMMA_3_27B = 62
 
 
 class FastListReader(GGUFReader):
-    """Reads lists such as vocabularies whole; the package makes arrays of each entry, which takes seconds."""
+    """Reads lists such as vocabularies at once; the package makes an array per entry, which takes seconds."""
 
     def _get_field_parts(self, orig_offs: int, raw_type: int) -> tuple[int, list[Any], list[int], list[GGUFValueType]]:
         if raw_type != GGUFValueType.ARRAY or self.byte_order != "I":
@@ -128,13 +128,13 @@ class GgufFile:
         try:
             for start in range(0, len(data), step):
                 part = rows[start : start + step]
-                # As one row, since the package takes 16 rows at a time, of whatever length.
+                # As one row, because the package processes 16 rows at a time, whatever their length.
                 part[:] = dequantize(data[start : start + step].reshape(1, -1), tensor.tensor_type).reshape(part.shape)
         except NotImplementedError as error:
             raise InputError(f"{self.path}: tensor {tensor.name!r}: {error}; use another quantization") from error
         stem = tensor.name.split(".")[-2]
         if self._family == "gemma3" and stem.endswith("norm"):
-            return values - 1  # llama.cpp stores the whole factor, Gemma its difference from 1.
+            return values - 1  # llama.cpp stores the full factor, Gemma its difference from 1.
         is_rotated = self._family == "llama" and stem in self._num_heads
         return self._unpermute(values, self._num_heads[stem]) if is_rotated else values
 
@@ -163,7 +163,7 @@ class GgufFile:
         model_type, class_name = HUGGING_FACE_CLASSES[self._family]
         num_layers, own = self._family_metadata("block_count"), {"hidden_act": "silu"}
         if self._family == "gemma3":
-            # Not in the file: llama.cpp, too, knows the scale of queries by the number of layers.
+            # Not in the file: llama.cpp also derives the query scale from the number of layers.
             scale = model_dim // self._num_heads["attn_q"] if num_layers == LAYERS_OF_GEMMA_3_27B else head_dim
             window = self._positive_int("attention.sliding_window")
             own = {"sliding_window": window, "query_pre_attn_scalar": scale}

@@ -41,7 +41,7 @@ LAYER_TENSORS: dict[str, ParamPath] = {
 """Tensors of `model.layers.<i>.`; a projection stands for its `.weight` and, if it has one, its `.bias`."""
 
 EXPERT = "<expert>"
-"""Stands for the index of an expert in the names below."""
+"""Placeholder for the index of an expert in the names below."""
 QWEN_EXPERTS: dict[str, ParamPath] = {
     "mlp.gate.weight": ("experts", "router"),
     f"mlp.experts.{EXPERT}.gate_proj": ("experts", "gate"),
@@ -75,7 +75,7 @@ TOP_TENSORS: dict[str, ParamPath] = {
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """A tensor in a file and its place in the parameters."""
+    """A tensor in a file and its position in the parameters."""
 
     name: str
     path: ParamPath
@@ -138,7 +138,7 @@ def critic_tensors(definition: DecoderDefinition, shapes: Mapping[str, tuple[int
 
 
 def has_own_head(source: TensorSource) -> bool:
-    """Returns whether the file has an LM head whose values are not those of the embedding."""
+    """Returns whether the file has an LM head with values other than the embedding's."""
     if not source.shapes.keys() >= {EMBEDDING, LM_HEAD}:
         return False
     return not np.array_equal(source.read(EMBEDDING), source.read(LM_HEAD))
@@ -174,7 +174,7 @@ def check_tensors(
     missing = [name for name in expected if name not in shapes]
     extra = [n for n in shapes if n not in expected and n not in optional]
     if missing:
-        # Not all: comparing a name with the tens of thousands of experts' names takes seconds.
+        # Not with all: comparing a name with tens of thousands of experts' names takes seconds.
         near = difflib.get_close_matches(missing[0], extra[:200], n=1)
         hint = f"; the file has {near[0]!r}, which is not expected" if near else ""
         raise InputError(
@@ -198,12 +198,12 @@ def load_weights(
 ) -> Params:
     """Reads every tensor once into its sharded parameter.
 
-    One tensor at a time is in host memory, or one matrix of all experts of a layer.
+    Host memory holds one tensor at a time, or one matrix of all experts of a layer.
 
-    All parameters get the types of the definition: float32, unless they are quantized or `held_in` another type.
+    Parameters get the definition's dtypes: float32, unless they are quantized or `held_in` another dtype.
 
     Args:
-        entries: the tensors to read; None = all that the architecture needs. Other weights are zeros.
+        entries: the tensors to read; None = all tensors of the architecture. Other weights are zeros.
 
     Raises:
         InputError: a tensor is missing, extra or mis-shaped; raised before anything is placed on devices.
@@ -251,7 +251,7 @@ def load_weights(
     stacked = [entry for entry in entries if entry.layer is not None]
     for (path, layer), (entry, *others) in itertools.groupby(stacked, key=lambda entry: (entry.path, entry.layer)):
         assert layer is not None
-        # No variable refers to the tensor here: it would stay in memory while the next one is read.
+        # Keep no reference to the tensor here: it would stay in memory while the next one is read.
         write(read(entry) if entry.expert is None else read_experts(path, [entry, *others]), layer)
     return unflatten_dict(params)
 

@@ -47,7 +47,7 @@ def fetch_from_hub(path: str, *, files: Sequence[str]) -> Path:
 
 
 def is_hub_id(text: str) -> bool:
-    """Returns whether the text has the form of a hub id; a path of more than two parts does not."""
+    """Returns whether the text has the form of a hub id; paths with more than two parts do not."""
     try:
         validate_repo_id(text)
     except HFValidationError:
@@ -85,7 +85,7 @@ def latest_commit(
                 get_hf_file_metadata(url, timeout=timeout_s)
             return str(info.sha)
         return str(get_hf_file_metadata(hf_hub_url(hub_id, file, revision=revision), timeout=timeout_s).commit_hash)
-    except RepositoryNotFoundError as error:  # of which GatedRepoError is a kind
+    except RepositoryNotFoundError as error:  # GatedRepoError is a subclass
         page = f"datasets/{hub_id}" if kind == "dataset" else hub_id
         raise InputError(_explain_hub_error(error, page, kind=kind)) from error
     except (EntryNotFoundError, RevisionNotFoundError) as error:

@@ -54,7 +54,7 @@ NUMPY_TYPES = {
 }
 
 NUM_SPOTS, SPOT_BYTES = 4, 4096
-"""Number and size of the spots of each tensor in a fingerprint: 5 MB in total for a model with 300 tensors."""
+"""Number and size of the sampled spots of each tensor in a fingerprint: 5 MB in total for 300 tensors."""
 
 DERIVED_TENSOR_SUFFIX = ".rotary_emb.inv_freq"
 """The suffix of buffers in old Llama checkpoints, which can be computed from the configuration."""
@@ -69,13 +69,13 @@ class TensorSource(Protocol):
         ...
 
     def read(self, name: str) -> np.ndarray:
-        """Returns one tensor in the file's float type; quantized tensors are converted to float32."""
+        """Returns one tensor in the file's float dtype; quantized tensors are dequantized to float32."""
         ...
 
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """An opened model: everything but the values of its tensors."""
+    """An opened model: everything except the values of its tensors."""
 
     name: str
     """The name for messages: directory name, hub id, file stem or `builtin:<name>`."""
@@ -115,7 +115,7 @@ class SafetensorsFiles:
             raise InputError(f"model.path: {directory} has {found}; save the model as safetensors")
         handles = {path: _open_safetensors(path) for path in paths}
         held = {path: list(handle.keys()) for path, handle in handles.items()}
-        # A tensor that the index leaves out is there all the same.
+        # Tensors that the index omits are also loaded.
         self._shards = {name: path for path, names in held.items() for name in names} | indexed
         for path, names in held.items():
             if twice := next((name for name in names if self._shards[name] != path), None):
@@ -135,7 +135,7 @@ class SafetensorsFiles:
 
     @property
     def byte_ranges(self) -> dict[Path, dict[str, range]]:
-        """The byte range of each tensor in each file, by name, type and shape.
+        """The byte range of each tensor in each file, by name, dtype and shape.
 
         Source: the safetensors format, https://huggingface.co/docs/safetensors.
         """
@@ -154,7 +154,7 @@ class SafetensorsFiles:
 
     def read(self, name: str) -> np.ndarray:
         """Returns one tensor as float32, float16, float64 or `ml_dtypes.bfloat16`, as stored."""
-        # Opened anew for each tensor: the pages of an open, mapped file would count as this process's memory.
+        # Reopened for each tensor: the pages of an open, mapped file would count as this process's memory.
         with safe_open(self._shards[name], framework="numpy") as shard:
             return shard.get_tensor(name)
 
@@ -204,7 +204,7 @@ def open_model(path: str, *, config_only: bool = False) -> ModelFiles:
     if (directory / ADAPTER_CONFIG_FILE).is_file():
         base = _read_json(directory / ADAPTER_CONFIG_FILE).get("base_model_name_or_path")
         raise InputError(
-            f"model.path: {directory} holds a PEFT adapter ({ADAPTER_CONFIG_FILE}) of the model {base!r}; merge the "
+            f"model.path: {directory} contains a PEFT adapter ({ADAPTER_CONFIG_FILE}) of the model {base!r}; merge the "
             "two (peft: merge_and_unload, then save_pretrained, with the tokenizer), and set model.path to the result"
         )
     if not (directory / CONFIG_FILE).is_file():

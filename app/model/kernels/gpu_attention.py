@@ -1,11 +1,11 @@
 """Attention over packed rows as Pallas kernels for GPUs, compiled by Triton: forward and backward over pairs of blocks.
 
 One program computes a block of queries of one head, or the gradients of a block of keys for one query head: it loops
-over the pairs of its block, and its sums stay in registers. Operands keep their type, scores, softmax and sums are
-float32. No two programs write the same numbers, so results do not depend on their order.
+over the pairs of its block, and its sums stay in registers. Operands keep their dtype; scores, softmax and sums are
+float32. Programs never write to the same elements, so results do not depend on their order.
 
-cuDNN's attention, which `jax.nn.dot_product_attention` can call, knows no samples that share a prompt: it would need a
-[tokens, tokens] bias for them, and would compute every pair.
+cuDNN's attention, which `jax.nn.dot_product_attention` can call, does not support shared prompts: they would need a
+[tokens, tokens] bias, and every pair would be computed.
 
 Source: Dao 2023, FlashAttention-2, algorithms 1 and 2.
 """
@@ -26,10 +26,10 @@ from app.model.attention.pairs import Blocking, PackedInputs
 from app.model.kernels.pair_scores import is_visible, pair_scores, pair_scores_grad, product, token_info
 
 MIN_HEAD_DIM = 16
-"""The smallest inner dim of a product on tensor cores."""
+"""The smallest inner dim of a matmul on tensor cores."""
 QUERY_PARAMS = triton.CompilerParams(num_warps=4, num_stages=2)
 KEYS_PARAMS = triton.CompilerParams(num_warps=8, num_stages=2)
-"""More warps, since the sums of two gradients do not fit the registers of four."""
+"""More warps, because the accumulators of two gradients do not fit in the registers of four."""
 
 
 def attend(
@@ -69,7 +69,7 @@ def attention_grads(
     normalizer: Float32[Array, "K G N"],
     mixed_grad: Float[Array, "R T Q H"],
 ) -> tuple[Float[Array, "R T Q H"], Float[Array, "R K T H"], Float[Array, "R K T H"]]:
-    """Returns the gradients of one device's query, keys and values; scores are computed again."""
+    """Returns the gradients of one device's query, keys and values; scores are recomputed."""
     query, keys, values, layout, pairs, window = inputs
     call = GpuCall(inputs, blocking.block_size)
     mean = jnp.einsum("rtqh,rtqh->qrt", mixed_grad, mixed, preferred_element_type=jnp.float32)
@@ -160,7 +160,7 @@ def _keys_kernel(score_mod: ScoreMod, scale: float, *refs: Any) -> None:
     def add(pair: Array, sums: tuple[Array, Array]) -> tuple[Array, Array]:
         tokens = _tokens_in_row(query_blocks[pair], size, query.shape[0])
         queries, queries_grad = query[tokens, :], output_grad[tokens, :]
-        # [keys, queries], so that no product has to transpose weights.
+        # [keys, queries], so that no matmul has to transpose weights.
         visible = _visible_mask(info, query_blocks[pair], block, size, window[0], keys_first=True)
         scores = pair_scores(score_mod, scale, key, queries)
         weights = jnp.where(visible, jnp.exp(scores - normalizer[tokens][None, :]), 0.0)
@@ -195,7 +195,7 @@ def _visible_mask(
 
 
 def _tokens_in_row(block: Array, size: int, num_tokens: int) -> Any:
-    """Returns the tokens of a block as an index of its row."""
+    """Returns the index range of a block's tokens in its row."""
     return pl.ds(block % (num_tokens // size) * size, size)
 
 
@@ -204,7 +204,7 @@ def _pair_lists(
 ) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
     """Returns the key blocks of each query block, and the query blocks of each key block.
 
-    Each is where the lists of all blocks start and the last one ends, and the lists, one after the other.
+    Each is a pair: the offsets at which the blocks' lists start (and the last one ends), and the concatenated lists.
     """
     is_pair = jnp.arange(len(query_blocks)) < num_pairs
     query_blocks, key_blocks = (jnp.where(is_pair, blocks, num_blocks) for blocks in (query_blocks, key_blocks))
@@ -217,7 +217,7 @@ def _pair_lists(
 
 
 class GpuCall:
-    """Shapes and blocks of the arrays of a call: the rows of a device one after the other, head sizes powers of 2."""
+    """Shapes and blocks of a call's arrays: a device's rows are concatenated, and head sizes are powers of 2."""
 
     def __init__(self, inputs: PackedInputs, size: int):
         rows, num_tokens, num_heads, self.head_dim = inputs.query.shape

@@ -1,7 +1,7 @@
-"""Attention of one new token per row over blocks of a pool, as a Pallas kernel for GPUs, compiled by Triton.
+"""Paged attention of one new token per row, as a Pallas kernel for GPUs, compiled by Triton.
 
 One program computes the query heads of one key head of one row: it loops over the row's blocks, and its sums stay in
-registers. Operands keep their type, scores, softmax and sums are float32.
+registers. Operands keep their dtype; scores, softmax and sums are float32.
 
 Source: Kwon et al. 2023, PagedAttention, section 4.3; Dao et al. 2022, FlashAttention, algorithm 1.
 """
@@ -22,7 +22,7 @@ from app.model.kernels.pair_scores import pair_scores, product
 from app.model.kv_cache import LayerCache, write_tokens
 
 MIN_QUERIES = 16
-"""The smallest number of rows of a product on tensor cores."""
+"""The smallest number of rows of a matmul on tensor cores."""
 
 
 def attend(
@@ -36,11 +36,11 @@ def attend(
     active: Bool[Array, "B"],
     tables: Int32[Array, "B M"],
 ) -> tuple[Float[Array, "B 1 Q H"], LayerCache]:
-    """Returns one device's attention, 0 for rows that are not active, and its pool with the new tokens.
+    """Returns one device's attention, 0 for inactive rows, and its pool with the new tokens.
 
     Args:
-        chunk_size: tokens that are read at once, which divide a block.
-        new: of the new token, at `positions`. Only active rows are written.
+        chunk_size: tokens read at once; must divide a block.
+        new: key and value of the new token, at `positions`. Only active rows are written.
     """
     pool = write_tokens(new, pool, positions, active, tables)
     arrays = query[:, 0], *jax.tree.leaves(pool), jnp.where(active, positions, -1), tables
@@ -87,12 +87,12 @@ def _kernel(score_mod: ScoreMod, scale: float, window: int | None, chunk_size: i
     first = 0 if window is None else _divide(jnp.maximum(position - window + 1, 0), chunk_size)
     statistic = jnp.zeros(num_queries, jnp.float32)
     none = statistic + MASK_VALUE, statistic, jnp.zeros(own.shape, jnp.float32)
-    # A row that is not active is at -1 and has no chunks.
+    # An inactive row has position -1 and no chunks.
     _, total, sums = jax.lax.fori_loop(first, _divide(position + chunk_size, chunk_size), add, none)
     result = (sums / jnp.maximum(total, jnp.finfo(jnp.float32).tiny)[:, None]).astype(mixed.dtype)
     triton.store(mixed.at[heads], result, mask=is_own)
 
 
 def _divide(x: Array, divisor: int) -> Array:
-    """Returns a quotient of numbers that are not negative, without the case of negative ones, which Triton refuses."""
+    """Returns a quotient of non-negative numbers, without the code for negative ones, which Triton rejects."""
     return jax.lax.div(x, jnp.int32(divisor))

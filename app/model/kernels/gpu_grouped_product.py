@@ -1,7 +1,7 @@
-"""Products of rows with one matrix for each group of rows, as Pallas kernels for GPUs, compiled by Triton.
+"""Grouped matmuls as Pallas kernels for GPUs, compiled by Triton.
 
 One program computes a tile: some rows of a group's product, or a part of a group's matrix gradient. Its sum is float32
-and stays in registers. No two programs write the same numbers, so results do not depend on their order.
+and stays in registers. Programs never write to the same elements, so results do not depend on their order.
 
 Source: Gale et al. 2022, "MegaBlocks: Efficient Sparse Training with Mixture-of-Experts", section 5.
 """
@@ -20,11 +20,11 @@ from jaxtyping import Array, Float, Int32
 from app.model.kernels.pair_scores import product
 
 MIN_TILE = 16
-"""The smallest dim of a product on tensor cores."""
+"""The smallest dim of a matmul on tensor cores."""
 MAX_TILE = 128
-"""Rows and columns of the largest tile."""
+"""Maximum rows and columns of a tile."""
 MAX_STEP = 64
-"""Terms of a sum that are added at once."""
+"""Maximum terms of a sum that are added at once."""
 PARAMS = triton.CompilerParams(num_warps=8, num_stages=3)
 
 
@@ -35,9 +35,9 @@ def rows_product(
     *,
     contracted: int,
 ) -> Float[Array, "M O"]:
-    """Multiplies each row with the matrix of its group, summing over dim `contracted` of the matrices.
+    """Multiplies each row by the matrix of its group, contracting dim `contracted` of the matrices.
 
-    Rows beyond the last group are unwritten memory.
+    Rows after the last group are left uninitialized.
     """
     (num_rows, inner), outer, num_groups = x.shape, matrices.shape[3 - contracted], len(sizes)
     rows = min(max(pl.next_power_of_2(num_rows // num_groups), MIN_TILE), MAX_TILE)
@@ -56,7 +56,7 @@ def rows_product(
     width = -(-outer // columns) * columns
     y = pl.pallas_call(
         functools.partial(_rows_kernel, (rows, columns, step), contracted),
-        # Tiles of the same rows follow one another, and find their group's matrix in the cache.
+        # Consecutive tiles have the same rows, so their group's matrix is cached.
         grid=(width // columns, num_blocks),
         in_specs=[pl.BlockSpec()] * 5,
         out_specs=pl.BlockSpec(),
@@ -123,12 +123,12 @@ def _matrix_kernel(x: Any, dy: Any, firsts: Any, sizes: Any, gradient: Any) -> N
 
 
 def _tile(size: int, largest: int) -> int:
-    """Returns the largest power of two that divides `size`; if less than `MIN_TILE`, that, for which it is padded."""
+    """Returns the largest power of two that divides `size`, but at least `MIN_TILE`, to which it is then padded."""
     return min(max(size & -size, MIN_TILE), largest)
 
 
 def _pad(x: Array, *multiples: int) -> Array:
-    """Pads the last dims with zeros to multiples."""
+    """Pads the last dims with zeros to multiples of these sizes."""
     sizes = x.shape[-len(multiples) :]
     widths = [(0, -size % multiple) for size, multiple in zip(sizes, multiples, strict=True)]
     return jnp.pad(x, [(0, 0)] * (x.ndim - len(multiples)) + widths)

@@ -1,7 +1,4 @@
-"""Scores of pairs of blocks inside Pallas kernels: which are visible, their values and their gradients.
-
-Nothing here is of one platform.
-"""
+"""Scores of block pairs inside Pallas kernels, on any platform: visibility, values and gradients."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ from app.model.attention.dense import ScoreMod, apply_soft_cap
 from app.model.segment_layout import SegmentLayout
 
 INFO_ROWS = 8
-"""Rows of the tokens' description, one tile of int32; see `token_info`."""
+"""Rows of `token_info`, one tile of int32."""
 MAX_BRANCHES = 1 << 16
 
 
@@ -25,7 +22,7 @@ def is_visible(
     Args:
         query: run, run of the prompt, and position of the queries; see `token_info`.
         key: run and position of the keys.
-        is_not_later: whether the key stands at or before the query in the row.
+        is_not_later: whether the key is at or before the query in the row.
     """
     own_run, prompt_run, position = query
     run, key_position = key
@@ -35,7 +32,7 @@ def is_visible(
 def token_info(layout: SegmentLayout) -> Int32[Array, "I N"]:
     """Returns, per token: its run as a key, its run as a query, the run of its prompt, and its position.
 
-    A run is a prompt or a completion. Padding has runs of its own, so that nothing sees it and it sees nothing.
+    A run is a prompt or a completion. Padding has its own runs, so that nothing sees it and it sees nothing.
     """
     segment, branch, position = (x.reshape(-1) for x in layout)
     is_token, prompt_run = segment != 0, segment * MAX_BRANCHES
@@ -51,7 +48,7 @@ def token_info(layout: SegmentLayout) -> Int32[Array, "I N"]:
 def pair_scores(
     score_mod: ScoreMod, scale: float, a: Array, b: Array, factors: Float32[Array, "1 n"] | None = None
 ) -> Float32[Array, "m n"]:
-    """Returns the scores, soft-capped, of queries and keys, or of keys and queries.
+    """Returns the soft-capped scores of queries and keys, or of keys and queries.
 
     Args:
         factors: scales of the columns, applied before the soft cap.
@@ -61,10 +58,10 @@ def pair_scores(
 
 
 def pair_scores_grad(score_mod: ScoreMod, scores: Array, weights: Array, centered: Array) -> Float32[Array, "m n"]:
-    """Returns the gradient of scores before their cap.
+    """Returns the gradient of the uncapped scores.
 
     Args:
-        centered: the gradient of the weights, less its mean over the weights of each query.
+        centered: the gradient of the weights minus its weighted mean per query.
     """
     grad = weights * centered
     return grad if score_mod.soft_cap is None else grad * (1 - jnp.square(scores / score_mod.soft_cap))
@@ -72,7 +69,7 @@ def pair_scores_grad(score_mod: ScoreMod, scores: Array, weights: Array, centere
 
 def product(a: Array, b: Array, dims: tuple[int, int]) -> Float32[Array, "m n"]:
     """Returns the float32 product of two matrices, contracted over one dim of each."""
-    # Explicit, because JAX's default may be `highest`, at which kernels cannot multiply bfloat16.
+    # Explicit precision, because JAX's default may be `highest`, with which kernels cannot multiply bfloat16.
     precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
     return jax.lax.dot_general(
         a, b, (((dims[0],), (dims[1],)), ((), ())), precision=precision, preferred_element_type=jnp.float32

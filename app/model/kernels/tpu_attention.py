@@ -1,9 +1,9 @@
 """Attention over packed rows as Pallas kernels for TPUs: forward and backward over the visible pairs of blocks.
 
-A turn of the grid is one pair of a query block and a key block, for the query heads that share a key head. The pairs
-of a query block follow one another, so its output stays on the chip until the last of them. Scores are held as
-[keys, queries]: the softmax then reduces over sublanes, and its statistics are rows. Operands keep their type, scores,
-softmax and sums are float32.
+A grid step is one pair of a query block and a key block, for the query heads that share a key head. The pairs of a
+query block are consecutive, so its output stays on the chip until the last one. Scores are [keys, queries]: the softmax
+then reduces over sublanes, and its statistics are rows. Operands keep their dtype; scores, softmax and sums are
+float32.
 
 Source: Dao et al. 2022, FlashAttention, algorithms 1 and 4.
 """
@@ -24,8 +24,8 @@ from app.model.attention.dense import MASK_VALUE, ScoreMod
 from app.model.attention.pairs import Blocking, PackedInputs
 from app.model.kernels.pair_scores import INFO_ROWS, is_visible, pair_scores, pair_scores_grad, product, token_info
 
-# Asking for no more than is needed, as decoding does, is no faster in all: for 1.5B on a v5e-8 the prefill of rollouts
-# takes 2 % less time, that of evaluations 4 % more, and gradients as long (libtpu 0.0.42.1).
+# Reserving only the required memory, as decoding does, is not faster overall: for 1.5B on a v5e-8 the prefill of
+# rollouts takes 2 % less time, that of evaluations 4 % more, and gradients the same (libtpu 0.0.42.1).
 COMPILER_PARAMS = pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=MAX_KERNEL_BYTES)
 
 
@@ -154,7 +154,7 @@ def _backward_kernel(score_mod: ScoreMod, scale: float, blocks_per_row: int, *re
     def _() -> None:
         sums[...] = jnp.zeros_like(sums)
 
-    # Pairs are causal, and in order of their queries: a key block meets its own queries first.
+    # Pairs are causal and ordered by query: a key block's first pair is with its own queries.
     @pl.when(query_block[turn] == key_block[turn])
     def _() -> None:
         keys_grad[in_row, :] = values_grad[in_row, :] = jnp.zeros(key.shape, jnp.float32)
@@ -180,7 +180,7 @@ def _backward_kernel(score_mod: ScoreMod, scale: float, blocks_per_row: int, *re
 
 
 def _block_edges(query_block: Any, turn: Array) -> tuple[Array, Array]:
-    """Returns whether a turn is the first, and the last, of its query block."""
+    """Returns whether a grid step is the first, and the last, of its query block."""
     last = pl.num_programs(1) - 1
     before, after = query_block[jnp.maximum(turn - 1, 0)], query_block[jnp.minimum(turn + 1, last)]
     return (turn == 0) | (before != query_block[turn]), (turn == last) | (after != query_block[turn])
@@ -203,7 +203,7 @@ def _visible_mask(
 
 
 class TpuCall:
-    """Shapes and blocks of the arrays of a call: heads before tokens, the rows of a device one after the other."""
+    """Shapes and blocks of a call's arrays: heads before tokens, with a device's rows concatenated."""
 
     def __init__(self, inputs: PackedInputs, size: int):
         self.rows, self.num_tokens, num_query_heads, self.head_dim = inputs.query.shape

@@ -1,8 +1,8 @@
 """Attention of one new token per row over its cache, as a Pallas kernel for TPUs that reads only blocks with tokens.
 
-A turn of the grid is one block of one row's cache. The blocks of a row follow one another, so its sums stay on the chip
-until the last of them, when the new key and value are written in place. Operands keep their type, scores, softmax and
-sums are float32.
+A grid step is one block of one row's cache. The blocks of a row are consecutive, so its sums stay on the chip until the
+last one, when the new key and value are written in place. Operands keep their dtype; scores, softmax and sums are
+float32.
 
 Source: Dao et al. 2022, FlashAttention, algorithm 1; over blocks of a cache: Kwon et al. 2023, PagedAttention.
 """
@@ -24,10 +24,10 @@ from app.model.kernels.pair_scores import pair_scores, product
 from app.model.kv_cache import LayerCache, cache_block_bytes
 
 OTHER_BYTES = 8 * 2**20
-"""Memory on the chip for everything but blocks of keys and values. What a kernel may take and does not need, the
-compiler lacks for weights that it copies ahead."""
+"""On-chip memory for everything except blocks of keys and values. Keep it small: memory that the kernel reserves but
+does not use cannot hold weights that the compiler prefetches."""
 TILE = 16
-"""Tokens that are written together, since memory holds so many bfloat16 rows in one piece."""
+"""Tokens that are written together: the number of bfloat16 rows in a memory tile."""
 
 
 def attend(
@@ -41,25 +41,25 @@ def attend(
     active: Bool[Array, "B"],
     tables: Int32[Array, "B M"],
 ) -> tuple[Float[Array, "B 1 Q H"], LayerCache]:
-    """Returns one device's attention, 0 for rows that are not active, and its cache with the new tokens.
+    """Returns one device's attention, 0 for inactive rows, and its cache with the new tokens.
 
     Args:
         block_size: tokens of a block, a multiple of `TILE`.
-        new: of the new token, at `positions`.
+        new: key and value of the new token, at `positions`.
         active: rows whose caches are read and written.
-        tables: places of the blocks of each row in the cache [N, K, T, H], where T is `block_size`. A device without
-            active rows writes into the block of its first row.
+        tables: indices of each row's blocks in the cache [N, K, T, H], where T is `block_size`. A device without active
+            rows writes into its first row's block.
     """
     num_rows, has_scales = len(query), cache.key_scales is not None
     _, num_kv_heads, length_of_block, head_dim = cache.keys.shape
     assert block_size == length_of_block and block_size % TILE == 0, (block_size, length_of_block)
     width = tables.shape[1]
-    # A row that has filled its cache and stopped may be at its end.
+    # A stopped row with a full cache may be at its end.
     positions = jnp.minimum(positions, width * block_size - 1)
-    # A grid has at least one turn.
+    # A grid has at least one step.
     visited = active.at[0].set(active[0] | ~jnp.any(active))
     rows, blocks, num_pairs = _live_blocks(positions, visited, window, block_size, width)
-    # Memory holds twice as many rows of codes in one piece.
+    # A memory tile has twice as many rows of codes.
     tile_size = min(2 * TILE if has_scales else TILE, block_size)
     assert block_size % tile_size == 0, (block_size, tile_size)
     tiles = positions % block_size // tile_size
@@ -72,7 +72,7 @@ def attend(
     tile = pl.BlockSpec((None, num_kv_heads, tile_size, head_dim), tile_at)
     in_specs, out_specs = [by_row, of_token, of_token, block, block], [by_row, tile, tile]
     if has_scales:
-        # Of whole blocks, since the scales of a head follow one another.
+        # Scales are copied in whole blocks, because a head's scales are consecutive.
         scales = pl.BlockSpec((None, num_kv_heads, block_size), lambda *turn: block_at(*turn)[:3])
         of_block = pl.BlockSpec((None, num_kv_heads, block_size), lambda *turn: (tile_at(*turn)[0], 0, 0))
         of_token = pl.BlockSpec((None, num_kv_heads, 1), lambda p, rows, *_: (rows[p], 0, 0))
@@ -100,9 +100,9 @@ def attend(
 
 
 def _index_maps(blocks_per_row: int) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Returns where in the cache a turn finds its block, and where it writes the tile of the new token.
+    """Returns the index maps of a grid step's block in the cache, and of the tile written for the new token.
 
-    Both read the kernel's scalars, of which `own` is the block of the new token.
+    Both read the kernel's scalars; `own` is the block of the new token.
     """
 
     def block_at(turn: Array, rows: Any, blocks: Any, positions: Any, tiles: Any, own: Any, tables: Any) -> Any:
@@ -122,7 +122,7 @@ def _live_blocks(
     block_size: int,
     blocks_per_row: int,
 ) -> tuple[Int32[Array, "pairs"], Int32[Array, "pairs"], Int32[Array, ""]]:
-    """Returns row and block of each block with tokens before the new one that it sees, and how many there are.
+    """Returns row and index of each block with visible earlier tokens, and their number.
 
     They are in order, and every visited row has at least one.
     """
@@ -141,7 +141,7 @@ def _kernel(score_mod: ScoreMod, scale: float, window: int | None, num_scalars: 
     rows, blocks, positions = refs[:3]
     query, *arrays = refs[num_scalars:-3]
     highest, total, sums = refs[-3:]
-    # In this order: of the new token, the cache, and where the new token is written.
+    # In this order: the new token's arrays, the cache, and the written tiles.
     size = len(arrays) // 3
     new, cache, mixed, written = arrays[:size], arrays[size : 2 * size], arrays[2 * size], arrays[2 * size + 1 :]
     (key, value, *new_scales), (keys, values, *scales), (key_tile, value_tile, *scale_blocks) = new, cache, written
@@ -150,7 +150,7 @@ def _kernel(score_mod: ScoreMod, scale: float, window: int | None, num_scalars: 
     position = positions[row]
     num_kv_heads, block_size, _ = keys.shape
 
-    # Starts with the new token, which sees itself and is not in the cache yet.
+    # Starts with the new token, which sees itself and is not yet in the cache.
     @pl.when((turn == 0) | (rows[jnp.maximum(turn - 1, 0)] != row))
     def _() -> None:
         own_key, own_value = (x[...].astype(jnp.float32) for x in (key, value))
@@ -179,7 +179,7 @@ def _kernel(score_mod: ScoreMod, scale: float, window: int | None, num_scalars: 
     @pl.when((turn == last_turn) | (rows[jnp.minimum(turn + 1, last_turn)] != row))
     def _() -> None:
         mixed[...] = (sums[...] / total[...]).astype(mixed.dtype)
-        # Tokens before the new one in its tile are in this block. What follows it is not read before it is overwritten.
+        # Earlier tokens of the new token's tile are in this block. Later entries are overwritten before they are read.
         size = key_tile.shape[1]
         start = pl.multiple_of(position % block_size // size * size, size)
         is_old = jax.lax.broadcasted_iota(jnp.int32, (1, size, 1), 1) < position % size
