@@ -258,7 +258,7 @@ def test_overrides_keep_their_values() -> None:
             {"data": ROWS},
             r"^eval_data: the run evaluates every \d+ steps, but all rows of `data` are used for training; pass",
         ),
-        ({"data": [], "eval_data": HELD_OUT}, "holds no rows"),
+        ({"data": [], "eval_data": HELD_OUT}, "contains no rows"),
         ({"data": [{"text": "1"}], "eval_data": HELD_OUT}, "has no column prompt | question"),
     ],
 )

@@ -11,7 +11,7 @@ from app.records.typed_values import is_text_or_number, to_text
 from settings.errors import InputError
 
 MAX_CHARACTERS = 1_000_000
-"""Of one text or chat: tokenizers take hundreds of bytes for each character."""
+"""Limit of a text or chat: tokenizers need hundreds of bytes per character."""
 
 
 def read_messages(values: list[Any], where: str) -> Messages:
@@ -29,12 +29,12 @@ def read_messages(values: list[Any], where: str) -> Messages:
 
 
 def read_chat(values: list[Any], where: str) -> Messages:
-    """Returns messages with everything that they hold for the chat template.
+    """Returns messages with all their fields for the chat template.
 
-    Content is text, a list of parts of text, or null where a message has something else, such as `tool_calls`.
+    Content is text, a list of text parts, or null if a message has something else, such as `tool_calls`.
 
     Raises:
-        InputError: a message has neither, or nothing that JSON can hold; the error starts with `where`.
+        InputError: a message has no content, or JSON cannot represent it; the error starts with `where`.
     """
     messages = []
     for value in values:
@@ -44,23 +44,23 @@ def read_chat(values: list[Any], where: str) -> Messages:
         other = [part for part in content if not is_text_part(part)] if isinstance(content, list) else []
         if other:
             raise InputError(f"{where}: the model reads only text, but `content` of a message has {other[0]!r:.80}")
-        # Tools may return nothing, and a call needs no words.
+        # Tools may return nothing, and a call needs no text.
         if not isinstance(content, str | list) and (content is not None or value["role"] not in ("assistant", "tool")):
             raise InputError(f"{where}: `content` of a chat message must be text or a list of parts; got {value!r:.80}")
-        # Arrow's missing fields, which transformers leaves out, too.
+        # Missing fields in Arrow, which transformers also leaves out.
         messages.append({name: kept for name, kept in value.items() if kept is not None or name == "content"})
     try:
         json.dumps(messages, allow_nan=False)
     except (TypeError, ValueError) as error:
-        raise InputError(f"{where}: a chat message holds something that JSON cannot: {error}") from error
+        raise InputError(f"{where}: JSON cannot represent a chat message: {error}") from error
     return messages
 
 
 def split_completion(completion: Any, where: str) -> tuple[Messages, Messages]:
-    """Returns the messages before the assistant's first turn in a completion, and those from it on.
+    """Splits a completion before the assistant's first turn.
 
     Raises:
-        InputError: it is neither text nor a chat with a turn of the assistant; the error starts with `where`.
+        InputError: it is neither text nor a chat with an assistant turn; the error starts with `where`.
     """
     if is_text_or_number(completion) and (text := to_text(completion)).strip():
         return [], [{"role": "assistant", "content": text}]
@@ -89,7 +89,7 @@ def to_messages(prompt: str | Messages, system_prompt: str | None) -> Messages:
 
 
 def plain_text(prompt: str | Messages) -> str | None:
-    """Returns the text of a prompt that is text, or one user message of text, as in verl's files; else None."""
+    """Returns the text of a prompt that is text or a single user message with text, as in verl's files; else None."""
     match prompt:
         case str(text) | [{"role": "user", "content": str(text)}]:
             return text
@@ -97,13 +97,13 @@ def plain_text(prompt: str | Messages) -> str | None:
 
 
 def message_texts(prompt: str | Messages) -> list[str]:
-    """Returns the text of a prompt, or those of its messages."""
+    """Returns the text of a prompt, or the texts of its messages."""
     return [prompt] if isinstance(prompt, str) else [message_text(message) for message in prompt]
 
 
 def check_text(text: str | Messages, name: str) -> None:
-    """Raises InputError, which starts with the name of the text, if it is too long to encode or not Unicode."""
-    # A chat also holds texts in calls of tools.
+    """Raises InputError, starting with `name`, if the text is too long to encode or not Unicode."""
+    # A chat also contains texts in tool calls.
     whole = text if isinstance(text, str) else json.dumps(text, ensure_ascii=False)
     if len(whole) > MAX_CHARACTERS:
         raise InputError(f"{name} has {len(whole):,} characters, more than {MAX_CHARACTERS:,}; remove the row")
@@ -111,7 +111,7 @@ def check_text(text: str | Messages, name: str) -> None:
 
 
 def check_unicode(text: str, name: str) -> None:
-    """Raises InputError, which starts with the name of the text, if it has half of a surrogate pair."""
+    """Raises InputError, starting with `name`, if the text has half of a surrogate pair."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

@@ -1,4 +1,4 @@
-"""Chats as the chat template of a model writes them."""
+"""Renders and encodes chats with a model's chat template."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ WITH_CALL: Messages = [
     {"role": "tool", "content": "text"},
 ]
 TAG = re.compile(r"</?\w+>")
-"""Tags such as `<think>` and `<tool_response>`, which messages may contain as they are unless they are special."""
+"""Tags such as `<think>` and `<tool_response>`, which messages may contain unless they are special tokens."""
 MARKS = ("\U000f0000", "\U000f0001")
-"""Private characters before and behind the name of a control token in an input of a template."""
+"""Private characters placed around the name of a control token in the template's input."""
 
 
 class ChatTemplate:
-    """The chat template of a tokenizer: text and ids of chats are those of transformers' `apply_chat_template`.
+    """The chat template of a tokenizer, with the same text and ids as transformers' `apply_chat_template`.
 
     Only the template inserts control tokens: the name of one in a message or a tool, such as `<|im_end|>`, is text.
-    Control tokens are special tokens, those that the template writes around messages (DeepSeek's token of a user's turn
-    is not special), and `chat_control_tokens` of the tokenizer's configuration. Other added tokens, such as
-    `<think>` and `<tool_call>`, are those tokens wherever they occur.
+    Control tokens are special tokens, tokens that the template writes around messages (DeepSeek's user token is not
+    special), and `chat_control_tokens` of the tokenizer's configuration. Other added tokens, such as `<think>` and
+    `<tool_call>`, are recognized everywhere.
 
     Args:
         kwargs: variables for every rendering.
@@ -51,7 +51,7 @@ class ChatTemplate:
         self.kwargs = dict(kwargs)
         source = str(hf_tokenizer.chat_template or "")
         self.unread_kwargs = [name for name in kwargs if not re.search(rf"\b{re.escape(name)}\b", source)]
-        """Names in `kwargs` that the template does not mention, and Jinja therefore ignores."""
+        """Names in `kwargs` that the template does not mention and Jinja therefore ignores."""
         self._hf_tokenizer = hf_tokenizer
         added = [t for t in hf_tokenizer.added_tokens_decoder.values() if not t.content.isspace()]
         plain = self._text_or_nothing(PLAIN_CHAT) + self._text_or_nothing(WITH_SYSTEM)
@@ -74,9 +74,9 @@ class ChatTemplate:
         self._marked_name = re.compile(f"{MARKS[0]}({names.pattern}){MARKS[1]}|[{''.join(MARKS)}]")
 
     def text(self, messages: Messages, tools: Sequence[Mapping[str, Any]] = (), *, add_generation_prompt: bool) -> str:
-        """Returns the text of a chat, in which names of control tokens in messages look like the template's own.
+        """Returns the text of a chat; names of control tokens in messages look the same as the template's own tokens.
 
-        With `add_generation_prompt`, it goes up to the start of the assistant's next turn.
+        With `add_generation_prompt`, it ends with the start of the assistant's next turn.
 
         Args:
             tools: schemas of functions, as OpenAI defines them.
@@ -105,13 +105,13 @@ class ChatTemplate:
                 continue
             is_name = index % 2 == 0
             encode = self._encode_as_text if is_name else self._encode_rendered
-            # SentencePiece adds a space to the start of a text, but not behind a newline.
+            # SentencePiece adds a space at the start of a text, but not after a newline.
             behind = encode(f"\n{piece}")
             piece_ids = behind[len(newline) :] if behind[: len(newline)] == newline else encode(piece)
             if is_name and self._hf_tokenizer.convert_tokens_to_ids(piece) in piece_ids:
                 raise InputError(
-                    f"a message contains {piece!r}, which the model's tokenizer takes for its control token even where "
-                    "it is text; remove it from the data, or use another model"
+                    f"a message contains {piece!r}, which the model's tokenizer cannot encode as text instead of its "
+                    "control token; remove it from the data, or use another model"
                 )
             ids += piece_ids
         return ids
@@ -120,7 +120,7 @@ class ChatTemplate:
         return self._hf_tokenizer.encode(text, add_special_tokens=False)
 
     def _encode_as_text(self, text: str) -> list[int]:
-        """Returns the ids of text in which the name of an added token, special or not, is text like any other."""
+        """Returns the ids of text, with names of added tokens, special or not, encoded as plain text."""
         backend = self._hf_tokenizer.backend_tokenizer
         if backend.normalizer is not None:
             text = backend.normalizer.normalize_str(text)
@@ -142,7 +142,7 @@ class ChatTemplate:
         """Returns inputs of the template with marks around names of control tokens, also in keys of objects."""
         match value:
             case str():
-                # Marks in the input would forge others.
+                # Marks in the input would be mistaken for ours.
                 return self._reserved.sub("\\g<0>".join(MARKS), value.translate(dict.fromkeys(map(ord, MARKS))))
             case Mapping():
                 return {self._marked(key): self._marked(item) for key, item in value.items()}
@@ -151,7 +151,7 @@ class ChatTemplate:
         return value
 
     def _joined(self, parts: list[Any]) -> list[Any]:
-        """Returns parts of text as one, as templates write them, if the name of a control token is spread over them."""
+        """Joins text parts, as templates do, if the name of a control token spans several of them."""
         if not all(map(is_text_part, parts)):
             return parts
         texts = [part["text"] for part in parts]
@@ -172,7 +172,7 @@ class ChatTemplate:
             raise InputError(f"the model's chat template cannot render a chat of {roles}: {error}{hint}") from error
 
     def _text_or_nothing(self, messages: Messages) -> str:
-        """Returns what the template writes for messages; nothing if it rejects them."""
+        """Returns the template's text for messages; empty if it rejects them."""
         try:
             return self.text(messages, add_generation_prompt=True) if self.exists else ""
         except InputError:
@@ -180,5 +180,5 @@ class ChatTemplate:
 
 
 def pattern_of(names: Iterable[str]) -> re.Pattern[str]:
-    """Returns what finds any of the names, the longest first; nothing if there is none."""
+    """Returns a pattern that matches any of the names, longest first; without names, it matches nothing."""
     return re.compile("|".join(map(re.escape, sorted(names, key=len, reverse=True))) or "(?!)")

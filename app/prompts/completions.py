@@ -1,4 +1,4 @@
-"""Encodes given completions: the tokens that a policy would write, and those of the chat template between its turns."""
+"""Encodes given completions: the tokens that a policy would write, and the chat template's tokens between turns."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ log = logging.getLogger(__name__)
 
 
 class CompletionEncoder:
-    """Encodes the completion of a row behind its encoded prompt.
+    """Encodes the completion of a row after its encoded prompt.
 
-    A turn has the tokens that the chat template writes behind the start of the assistant's turn, up to the token that
-    ends it. Between two turns are the tokens that a sampled conversation has there (`ObservationEncoder`).
+    A turn has the tokens that the chat template writes after the start of the assistant's turn, up to its end token.
+    Turns are joined by the same tokens as in a sampled conversation (`ObservationEncoder`).
 
     Args:
-        stop: the texts of `rollout.stop`.
+        stop: the strings of `rollout.stop`.
     """
 
     def __init__(self, tokenizer: Tokenizer, data: DataSettings, *, stop: Sequence[str] = ()) -> None:
@@ -46,7 +46,7 @@ class CompletionEncoder:
             return ids, [True] * len(ids)
         ids, mask, between = list[int](), list[bool](), Messages()
         history = to_messages(row.prompt, self.data.system_prompt)
-        # A prompt of the greatest length may have lost its start.
+        # A prompt of maximum length may have lost its start.
         is_whole = len(prompt.token_ids) < self.data.max_prompt_length
         start = prompt.token_ids.tolist() if is_whole else None
         for message in completion:
@@ -72,8 +72,8 @@ class CompletionEncoder:
             same = next(i for i, token_id in enumerate(start) if whole[i : i + 1] != [token_id])
             opened, written = (tokenizer.decode_with_special_tokens(ids[same : same + 20]) for ids in (start, whole))
             raise InputError(
-                "the tokens of the assistant's turn cannot be marked, because the chat template opens a turn with "
-                f"{opened!r}, but writes {written!r} there once it is complete; use another template, or text with "
+                "the assistant's tokens cannot be identified, because the chat template opens a turn with "
+                f"{opened!r}, but writes {written!r} when it is complete; use another template, or text with "
                 "data.chat_template: none"
             )
         turn = whole[len(start) :]
@@ -84,7 +84,7 @@ class CompletionEncoder:
 
     @cached_property
     def _added_end(self) -> int:
-        """The token that ends a turn behind which the template writes nothing."""
+        """The token that ends a turn after which the template writes nothing."""
         if (fault := unended_turn(self._tokenizer, self._stop)) is not None:
             raise InputError("; ".join(fault))
         return self._tokenizer.eos_ids[0]
@@ -96,11 +96,11 @@ class CompletionEncoder:
                 pass
             case _:
                 raise InputError(
-                    "the completion is a chat, which data.chat_template: none leaves without a template; render it to "
-                    "text, or remove that setting"
+                    "the completion is a chat, but data.chat_template: none has no template to render it; render it "
+                    "to text, or remove that setting"
                 )
         start, whole = tokenizer.text_ids(prompt), tokenizer.text_ids(prompt + completion)
-        # A sampled completion never joins the end of the prompt in one token.
+        # A sampled completion never shares a token with the end of the prompt.
         ids = whole[len(start) :] if whole[: len(start)] == start else tokenizer.encode_rendered(completion)
         return ids if ids and ids[-1] in tokenizer.eos_ids else [*ids, tokenizer.eos_ids[0]]
 
@@ -108,14 +108,14 @@ class CompletionEncoder:
 def encode_completions(
     prompts: Sequence[Prompt], rows: Sequence[DatasetRow], encoder: CompletionEncoder, *, max_tokens: int
 ) -> tuple[list[Sample], str]:
-    """Returns the prompts with their completions of at most `max_tokens` tokens as samples, in order, and a report.
+    """Returns samples of prompts with completions of at most `max_tokens` tokens, in order, and a report.
 
     Args:
-        rows: those of the prompts, and others.
+        rows: the rows of the prompts, and possibly others.
 
     Raises:
-        InputError: as `CompletionEncoder.encode`; a completion is too long and `data.overlong_prompts` is `error`, or
-            all of them are.
+        InputError: as `CompletionEncoder.encode`; or completions are too long (with `data.overlong_prompts: error`,
+            one; otherwise, all).
     """
     log.info("encoding %s completions", f"{len(prompts):,}")
     row_of, samples, lengths = {row.uid: row for row in rows}, list[Sample](), list[int]()

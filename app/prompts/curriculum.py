@@ -1,4 +1,4 @@
-"""A curriculum: prompts that the policy solves sometimes are drawn more often than those it always or never solves."""
+"""A curriculum: prompts that the policy solves sometimes are sampled more often than always or never solved ones."""
 
 from __future__ import annotations
 
@@ -9,27 +9,28 @@ import numpy as np
 from app.prompts.prompt_order import Indices
 
 FLOOR = 0.02
-"""Weight of a prompt with pass rate 0 or 1; one with pass rate 1/2 has 1/4 + `FLOOR`. So none is forgotten for good."""
+"""Weight of a prompt with pass rate 0 or 1, so that none is dropped forever; at pass rate 1/2 it is 1/4 + `FLOOR`."""
 NEWEST_SHARE = 0.5
-"""Weight of the newest observation in a running pass rate, whose earlier ones come from older policies."""
+"""Weight of the newest observation in a running pass rate; earlier ones come from older policies."""
 LOW_RATE, HIGH_RATE = 0.1, 0.9
-"""Bounds of the metrics: after one other observation, a running pass rate comes back to 0 or 1 in the limit only."""
+"""Bounds for "never" and "always" in the metrics: after a different observation, a running pass rate only approaches 0
+or 1."""
 
 
 class PassRateOrder:
     """Draws the prompts of each round without replacement, with weights p (1 - p) + `FLOOR`, p = running pass rate.
 
-    p (1 - p) is the variance of a reward of 0 or 1, which is what the samples of a prompt are compared by. A prompt
-    that has not been seen counts as p = 1/2. In a mixture, the weights of each source's prompts add up to its share.
+    p (1 - p) is the variance of a reward of 0 or 1, which drives group-relative learning. An unseen prompt counts as p
+    = 1/2. In a mixture, the weights of each source's prompts sum to its share.
 
-    What is drawn follows from seed, position and the observations so far, on any number of hosts that all draw the same
-    rounds and make the same observations. A prompt is not drawn again before it is observed, so no step has it twice.
+    Draws depend only on seed, position and observations so far, on any number of hosts that draw the same rounds and
+    make the same observations. A prompt is not drawn again before it is observed, so no step has it twice.
 
     Source: Rutherford et al. 2024 (SFL) and Foster et al. 2025, for the weights; Efraimidis and Spirakis 2006, for
     drawing by one sort.
 
     Args:
-        uids: those of all prompts.
+        uids: uids of all prompts.
         rows: the rows of each source.
         shares: the weight of each source.
     """
@@ -39,7 +40,7 @@ class PassRateOrder:
         self._row_of = {uid: row for row, uid in enumerate(uids)}
         self._sources = list(zip(rows, shares, strict=True))
         self._pass_rates = np.full(len(uids), np.nan)
-        """NaN for prompts that have not been seen."""
+        """NaN for unseen prompts."""
         self._is_pending = np.zeros(len(uids), bool)
         """Whether each prompt is drawn and not yet observed."""
 
@@ -49,14 +50,14 @@ class PassRateOrder:
         weights = rates * (1 - rates) + FLOOR
         for rows, share in self._sources:
             weights[rows] *= share / weights[rows].sum()
-        # Of exponential times with these rates, the next to come is a prompt's in proportion to its weight.
+        # Among exponential times with these rates, a prompt's comes first with probability proportional to its weight.
         times = np.random.default_rng([self._seed, position]).standard_exponential(len(weights)) / weights
         drawn = np.lexsort((times, self._is_pending))[:count]
         self._is_pending[drawn] = True
         return drawn
 
     def observe(self, pass_rates: Iterable[tuple[str, float | None]]) -> None:
-        """Updates running pass rates by those of the latest samples of prompts, None if nothing graded them.
+        """Updates running pass rates with the latest samples' pass rates; None if nothing graded them.
 
         The first observation of a prompt sets its rate, so that observing saved `pass_rates` restores them.
         """
@@ -71,12 +72,12 @@ class PassRateOrder:
 
     @property
     def pass_rates(self) -> dict[str, float]:
-        """The running pass rate of each prompt that has been seen, by uid."""
+        """Uid -> running pass rate of each seen prompt."""
         rates, is_seen = self._pass_rates.tolist(), (~np.isnan(self._pass_rates)).tolist()
         return {uid: rates[row] for uid, row in self._row_of.items() if is_seen[row]}
 
     def metrics(self) -> dict[str, float]:
-        """Returns the share of prompts seen, and the distribution of their pass rates (NaN if none was seen)."""
+        """Returns the fraction of prompts seen, and the distribution of their pass rates (NaN if none was seen)."""
         seen = self._pass_rates[~np.isnan(self._pass_rates)]
         shares = {"low": seen < LOW_RATE, "middle": (seen >= LOW_RATE) & (seen <= HIGH_RATE), "high": seen > HIGH_RATE}
         return {

@@ -29,7 +29,7 @@ HELD_OUT_SEED = 0
 def load_training_data(data: DataSettings, *, seed: int, reads_completions: bool = False) -> Dataset:
     """Loads the rows of `data.source`; `seed` selects the arithmetic problems.
 
-    In a mixture, `<number of the source>/` precedes each uid, and the column `data_source` names the source.
+    In a mixture, each uid starts with `<index of the source>/`, and the column `data_source` names the source.
 
     Raises:
         InputError: the data set cannot be used (see `load_dataset` and `make_problems`).
@@ -43,7 +43,7 @@ def load_training_data(data: DataSettings, *, seed: int, reads_completions: bool
 
 
 def _with_data_source(dataset: Dataset, *, uid_prefix: str = "") -> list[DatasetRow]:
-    """Returns the rows with a column `data_source`, unless they have one, as verl's data sets do."""
+    """Adds a column `data_source` to the rows, unless they already have one, like verl's data sets."""
     return [
         replace(row, uid=uid_prefix + row.uid, extra={"data_source": dataset.source, **row.extra})
         for row in dataset.rows
@@ -66,7 +66,7 @@ def make_prompt_order(
 
 
 def load_held_out_data(data: DataSettings, *, num_prompts: int | None) -> Dataset:
-    """Loads the evaluation rows: always the same ones, evenly spaced in the data set.
+    """Loads the evaluation rows, always the same ones, evenly spaced in the data set.
 
     Args:
         num_prompts: maximum number of rows; None for all rows (`data.num_problems` of builtin:arithmetic).
@@ -79,7 +79,7 @@ def load_held_out_data(data: DataSettings, *, num_prompts: int | None) -> Datase
     if not isinstance(source, str) or (data.eval_source is None and not data.has_splits):
         files = ", ".join(one.source for one in data.sources)
         raise InputError(
-            f"data.eval_source is not set, and training reads the whole of data.source = {files}; set"
+            f"data.eval_source is not set, and training uses all of data.source = {files}; set"
             " data.eval_source to held-out data, or eval.every_steps to 0"
         )
     num_problems = num_prompts or data.num_problems
@@ -90,7 +90,7 @@ def load_held_out_data(data: DataSettings, *, num_prompts: int | None) -> Datase
 
 
 def evenly_spaced(rows: Sequence[Row], max_rows: int) -> Sequence[Row]:
-    """Returns at most `max_rows` rows at even distances."""
+    """Returns at most `max_rows` evenly spaced rows."""
     return rows if len(rows) <= max_rows else [rows[i * len(rows) // max_rows] for i in range(max_rows)]
 
 

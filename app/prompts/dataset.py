@@ -29,7 +29,7 @@ COMPLETION_COLUMNS = ("completion", "response", "messages", "answer", "extra_inf
 """Default column names, in order of preference; a dot denotes a field of a nested object, as in verl's files."""
 FILE_SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".parquet")
 SPLIT_NAMES = ("train", "test", "val", "dev")
-"""How names of files of a split start; files of several are not read together by accident."""
+"""Prefixes of the file names of a split; files of different splits are not read together by accident."""
 DEFAULT_CONFIGS = {"openai/gsm8k": "main", "gsm8k": "main"}
 """Configurations of hub data sets that have several and no default."""
 
@@ -93,18 +93,19 @@ def load_dataset(
 
     Args:
         source: `hf:<hub id>[:<config>][@<revision>]`, or the path of a .jsonl, .json (lines) or .parquet file, of a
-            folder of them, or of several by a pattern such as `data/train-*.parquet`. JSON files may be in gzip (.gz).
+            folder of such files, or a pattern such as `data/train-*.parquet`. JSON files may be gzipped (.gz).
         split: split of a hub data set; a file has only one.
         prompt_column: None for the first of `PROMPT_COLUMNS` that exists.
         answer_column: None for the first of `ANSWER_COLUMNS` that exists; there may be none.
-        reads_completions: whether answers are completions to learn, and None stands for `COMPLETION_COLUMNS`.
+        reads_completions: whether answers are completions for sft; `answer_column` None then means
+            `COMPLETION_COLUMNS`.
 
     Raises:
         InputError: the source does not exist, is empty or malformed, or a row has no usable prompt or completion.
     """
     raw_rows = _read_hub(source, split) if source.startswith("hf:") else _read_files(source)
     if not raw_rows:
-        raise InputError(f"data.source: {source} holds no rows")
+        raise InputError(f"data.source: {source} contains no rows")
     raw_rows = _without_foreign_columns(raw_rows)
     mapping = _choose_columns(source, raw_rows, prompt_column, answer_column, reads_completions=reads_completions)
     rows = [_to_row(*raw, mapping, reads_completions=reads_completions) for raw in raw_rows]
@@ -115,7 +116,7 @@ def find_files(source: str) -> list[Path]:
     """Returns the files of a source on disk, in order.
 
     Raises:
-        InputError: there is none, or one that is no data file.
+        InputError: there are none, or one is not a data file.
     """
     path = Path(source)
     if path.is_dir():
@@ -148,16 +149,16 @@ def _check_shards(folder: Path, files: Sequence[Path]) -> None:
     """Raises InputError unless all files of a folder may be shards of one split."""
     way_out = f"name those to read by a pattern such as {folder}/train*.parquet"
     if not files:
-        raise InputError(f"data.source: {folder.absolute()}: no file in it ends in {', '.join(FILE_SUFFIXES)}")
+        raise InputError(f"data.source: {folder.absolute()}: no file in it ends with {', '.join(FILE_SUFFIXES)}")
     for kind_of in (_suffix, lambda file: next((name for name in SPLIT_NAMES if file.name.startswith(name)), "")):
         different = {kind_of(file): file for file in files}
         if len(different) > 1:
             names = ", ".join(str(file.relative_to(folder)) for file in different.values())
-            raise InputError(f"data.source: {folder.absolute()} holds more than one split: {names}; {way_out}")
+            raise InputError(f"data.source: {folder.absolute()} contains more than one split: {names}; {way_out}")
 
 
 def _suffix(path: Path) -> str:
-    """Returns the end of a file's name that says how to read it; empty if that is unknown."""
+    """Returns the suffix of a file's name that determines its format; empty if unknown."""
     return next((path.name[-len(suffix) :] for suffix in FILE_SUFFIXES if path.name.lower().endswith(suffix)), "")
 
 
@@ -209,12 +210,12 @@ def _read_hub(source: str, split: str) -> list[RawRow]:
 
 
 def _without_foreign_columns(raw_rows: Sequence[RawRow]) -> Sequence[RawRow]:
-    """Returns the rows without columns that hold objects of other types than `to_json` knows; names these columns."""
+    """Drops columns with types that `to_json` does not support, with a warning."""
     foreign: dict[str, None] = {}
     for _, where, columns in raw_rows:
         for name, value in columns.items():
             if name not in foreign and (problem := _json_problem(value)):
-                log.warning("%s: the column %s is left out: %s", where, name, problem)
+                log.warning("%s: column %s is left out: %s", where, name, problem)
                 foreign[name] = None
     if not foreign:
         return raw_rows

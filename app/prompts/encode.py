@@ -26,7 +26,7 @@ class EncodeReport(NamedTuple):
     num_dropped: int
     """Number of prompts that are left out."""
     text: str
-    """One line with the numbers of prompts kept, dropped and truncated, and the longest before that."""
+    """One line with the numbers of prompts kept, dropped and truncated, and the longest original length."""
 
 
 class PromptTokenizer(Protocol):
@@ -35,18 +35,18 @@ class PromptTokenizer(Protocol):
         ...
 
     def text_ids(self, text: str) -> list[int]:
-        """Returns the token ids of text as it is, in which names of control tokens are those tokens."""
+        """Returns the token ids of plain text, with names of control tokens encoded as these tokens."""
         ...
 
 
 def encode_prompt(prompt: str | Messages, tokenizer: PromptTokenizer, data: DataSettings, *, where: str) -> list[int]:
-    """Returns the token ids of a prompt: as a chat, or under `data.chat_template: none` of its text as it is.
+    """Returns the token ids of a prompt: as a chat, or with `data.chat_template: none` as plain text.
 
     A text prompt becomes one user message. `data.system_prompt` is the first message and replaces a system message of
     the row.
 
     Raises:
-        InputError: the template rejects the chat, or there is none to render it; the error starts with `where`.
+        InputError: the template rejects the chat, or there is no template; the error starts with `where`.
     """
     if data.chat_template == "none":
         if (text := plain_text(prompt)) is None:
@@ -68,11 +68,11 @@ def encode_prompt(prompt: str | Messages, tokenizer: PromptTokenizer, data: Data
 
 
 OPEN_END = re.compile(r"(?i)(\bassistant:|<think>)\s*\Z")
-"""How prompts for base models end, which the answer continues."""
+"""Endings of prompts for base models, which the answer continues."""
 
 
 def misread_prompts(rows: Sequence[DatasetRow], template: ChatTemplate, data: DataSettings) -> tuple[str, str] | None:
-    """Returns why the chat template may be wrong for the prompts or variables, and what to set."""
+    """Returns why the chat template may be wrong for the prompts or the template's variables, and what to set."""
     if data.chat_template == "none":
         return None
     if template.unread_kwargs:
@@ -108,7 +108,7 @@ def encode_prompts(
 
     Raises:
         InputError: as `encode_prompt`; a prompt is too long and `data.overlong_prompts` is `error`, a prompt has more
-            than a million characters, it or its answer is no Unicode text, or no prompt is left.
+            than a million characters, it or its answer is not Unicode text, or no prompt is left.
     """
     log.info("encoding %s prompts", f"{len(rows):,}")
     for row in rows:

@@ -1,8 +1,8 @@
-"""The tokens between two turns of the policy: what the chat template writes around an observation.
+"""The tokens between two policy turns: the observation as rendered by the chat template.
 
-The turns themselves are never decoded and encoded again. What follows a turn is taken out of the rendering of a dummy
-chat, behind the end of its last turn, so it does not depend on what the policy wrote. Thinking that the template would
-remove from earlier turns stays, as the policy wrote it.
+Turns themselves are never decoded and re-encoded. The text after a turn is taken from the rendering of a dummy chat,
+after the end of its last turn, so it does not depend on the policy's text. Thinking that the template would remove from
+earlier turns is kept as the policy wrote it.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from settings.errors import InputError
 
 PROBE = "dummyobservation"
 EMPTY_THINKING = re.compile(r"<think>\s*</think>\s*")
-"""What Qwen3's template adds to the last turn only."""
+"""Text that Qwen3's template adds only to the last turn."""
 MAX_TOKEN_CHARACTERS = 128
-"""Characters for each token of a limit, above which a text is cut before it is encoded."""
+"""A text with more characters than this times the token limit is cut before it is encoded."""
 
 
 class ObservationEncoder:
-    """Encodes observations as the chat template's own tokens, which join the turns of a conversation.
+    """Encodes observations, with the chat template's tokens that join the turns of a conversation.
 
     Args:
-        tools: schemas of functions, as OpenAI defines them, that the prompts list; their results are `tool` messages.
+        tools: OpenAI schemas of the functions listed in the prompts; their results are `tool` messages.
 
     Raises:
-        InputError: the chat template cannot be used for several turns, takes no tools or has no role for their results.
+        InputError: the chat template does not support several turns, tools, or a role for their results.
     """
 
     def __init__(self, tokenizer: Tokenizer, tools: Sequence[Mapping[str, Any]] = ()) -> None:
@@ -43,36 +43,36 @@ class ObservationEncoder:
         match = tokenizer.eos_names.search(end)
         if end and not match:
             raise InputError(
-                f"the chat template writes {end!r} behind a turn, but no end-of-sequence token of the model; set "
+                f"the chat template writes {end!r} after a turn, but no end-of-sequence token of the model; set "
                 "model.eos_tokens to the token that ends a turn"
             )
         self._start = written + end[: match.end() if match else 0]
-        """What the template writes for the dummy, up to and with the token that ends its turn."""
+        """The template's text for the dummy, up to and including the token that ends its turn."""
         if tools:
             self._check_tools()
         else:
             self._check_role("user")
 
     def encode(self, messages: Messages) -> list[int]:
-        """Returns the ids between a turn's last token, which the policy drew, and the first one of its next turn.
+        """Returns the ids between a turn's last sampled token and the first token of the next turn.
 
-        They are those of the chat template for the whole conversation, with separators, the messages and the start of
-        the assistant's turn. Names of control tokens in the messages are encoded as text.
+        They equal the chat template's ids for the whole conversation: separators, the messages and the start of the
+        assistant's turn. Names of control tokens in the messages are encoded as text.
 
         Args:
-            messages: of the roles `tool` and `user`.
+            messages: messages with the roles `tool` and `user`.
 
         Raises:
-            InputError: the template rejects the messages, or writes turns before them anew.
+            InputError: the template rejects the messages, or changes the turns before them.
         """
         for message in messages:
             self._check_role(message["role"])
         return self._render(messages)[1]
 
     def fitted(self, messages: Messages, max_tokens: int | None) -> Messages:
-        """Returns the messages, cut so that they have `max_tokens` tokens of text together; None = no limit.
+        """Returns the messages, cut to `max_tokens` tokens of text in total; None = no limit.
 
-        A note for the policy stands where a text is cut; neither it nor the template's tokens count.
+        A note for the policy replaces the cut text; neither it nor the template's tokens count.
         """
         if max_tokens is None:
             return messages
@@ -88,7 +88,7 @@ class ObservationEncoder:
         return fitted
 
     def _render(self, messages: Messages) -> tuple[str, list[int]]:
-        """Returns text (with control tokens, spelled ones included) and ids between two turns."""
+        """Returns the text between two turns, including control tokens, and its ids."""
         chat = [*DUMMY, *messages]
         text = self._template.text(chat, self._tools, add_generation_prompt=True)
         ids = self._template.ids(chat, self._tools, add_generation_prompt=True)
@@ -96,16 +96,18 @@ class ObservationEncoder:
         if EMPTY_THINKING.sub("", text[:end]) != EMPTY_THINKING.sub("", self._start):
             where = len(os.path.commonprefix([self._start, text]))  # noqa: RUF071 -- no paths
             raise InputError(
-                "the chat template writes earlier turns anew when messages follow, so that the policy would not see "
+                "the chat template changes earlier turns when messages follow, so the policy would not see "
                 f"what it wrote: {self._start[where : where + 60]!r} becomes {text[where : where + 60]!r}; use another "
                 "template, or an environment of one turn"
             )
         start = self._encode_start(text[:end])
         if ids[: len(start)] != start:
-            raise InputError("the chat template joins the end of a turn and what follows in one token; use another one")
+            raise InputError(
+                "the chat template merges the end of a turn and the following text into one token; use another one"
+            )
         if ids[len(start) : len(start) + 1] in ([token_id] for token_id in self._tokenizer.eos_ids):
             raise InputError(
-                "the chat template starts an observation with a token that also ends a turn, so it would be there "
+                "the chat template starts an observation with a token that also ends a turn, so it would occur "
                 "twice; use another one"
             )
         return text[end:], ids[len(start) :]
@@ -115,21 +117,21 @@ class ObservationEncoder:
         if self._start == self._template.text(DUMMY, add_generation_prompt=False)[: len(self._start)]:
             raise InputError(
                 "env.tools: the model's chat template does not list tools in a prompt; use a model whose template "
-                "does, or an environment (env.source) whose opening tells how to call them"
+                "does, or an environment (env.source) whose opening explains how to call them"
             )
         try:
             self._check_role("tool")
         except InputError as error:
             raise InputError(
-                f"the model's chat template has no role for results of tools ({error}); use a model whose template "
+                f"the model's chat template has no role for tool results ({error}); use a model whose template "
                 "has one, or an environment (env.source) that answers with user messages"
             ) from error
 
     def _check_observations(self, role: str) -> None:
-        """Raises InputError unless an observation of this role appears, and spelled control tokens in it as text."""
+        """Raises InputError unless an observation with this role is rendered, with names of control tokens as text."""
         text, plain = self._render([{"role": role, "content": PROBE}])
         if PROBE not in text:
-            raise InputError(f"the chat template leaves out messages of the role {role}; use another one")
+            raise InputError(f"the chat template leaves out messages with role {role}; use another one")
         special = self._tokenizer.special_ids
         spelled = "".join(self._tokenizer.decode_with_special_tokens([token_id]) for token_id in sorted(special))
         _, ids = self._render([{"role": role, "content": PROBE + spelled}])

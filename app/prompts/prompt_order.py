@@ -17,7 +17,7 @@ from jaxtyping import Int64
 Indices = Int64[np.ndarray, "P"]
 
 PATTERN_LENGTH = 10_000
-"""Number of prompts after which the alternation of the sources of a mixture starts again."""
+"""Period of the pattern in which the sources of a mixture alternate, in prompts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +28,8 @@ class PromptOrder:
     num_rows: int
     shuffle: bool
     window: int | None = None
-    """Number of consecutive prompts, from any position, that must differ: at most a third of the rows. None if only the
-    prompts of a step must differ."""
+    """Number of consecutive prompts, from any position, that must differ: at most a third of the rows. None = only
+    prompts within a step must differ."""
 
     def row_indices(self, position: int, count: int) -> Indices:
         """Returns the row indices of a step.
@@ -47,7 +47,7 @@ class PromptOrder:
     def _epoch(self, epoch: int, count: int, offset: int) -> Indices:
         """Returns the order of an epoch if steps begin at positions offset, offset + count, ..."""
         if self.window is not None and epoch > 0:
-            # What was deferred in the previous epoch is before its last third.
+            # Prompts deferred in the previous epoch are before its last third.
             recent = self._permutation(epoch - 1)[self.num_rows - self.window :]
             return _defer_repeated(self._permutation(epoch), recent, self.window)
         if self.window is not None or count > self.num_rows:
@@ -81,12 +81,12 @@ class PromptOrder:
 
 @dataclass(frozen=True, slots=True)
 class MixtureOrder:
-    """The global order of the prompts of several sources, each of which has epochs of its own.
+    """The global order of the prompts of several sources, each with its own epochs.
 
-    The sources alternate so evenly that after any number of prompts each has had its share, to within one or two. The
-    shares are multiples of 1 / `PATTERN_LENGTH`. Each epoch of a source is a permutation of its rows, in which the last
-    third of the epoch before does not recur in the first third, so that no step has a prompt twice unless it takes more
-    than a third of a source.
+    The sources alternate evenly: after any number of prompts, each has had its share within one or two prompts. The
+    shares are multiples of 1 / `PATTERN_LENGTH`. Each epoch of a source is a permutation of its rows whose first third
+    does not repeat rows from the last third of the previous epoch, so that no step has a prompt twice unless it takes
+    more than a third of a source.
 
     Source of the pattern: Sainte-Laguë, La représentation proportionnelle, 1910.
     """
@@ -115,7 +115,7 @@ class MixtureOrder:
 
 
 def _defer_repeated(order: Indices, recent: Indices, count: int) -> Indices:
-    """Returns the order with its first `count` indices that are not in `recent` moved to the front."""
+    """Returns the order with the first `count` indices that are not in `recent` moved to the front."""
     front = np.flatnonzero(~np.isin(order, recent))[:count]
     return np.concatenate([order[front], np.delete(order, front)])
 

@@ -20,11 +20,11 @@ class ConversationEncoder:
     """Encodes a prompt and its completion for a sequence classification model.
 
     With a chat template, the completion becomes the assistant's turn of the chat. Without one, or with
-    `data.chat_template: none`, both texts are joined, with the special tokens that the tokenizer adds. The ids end at
-    the last token that is not the model's `pad_token_id`, since transformers reads the score there.
+    `data.chat_template: none`, both texts are joined, with the tokenizer's special tokens. The ids end at the last
+    token that is not the model's `pad_token_id`, since transformers reads the score there.
 
     Raises:
-        InputError: the model has no tokenizer, or one with ids that exceed its vocabulary.
+        InputError: the model has no tokenizer, or the tokenizer's ids exceed its vocabulary.
     """
 
     def __init__(self, files: ModelFiles, data: DataSettings) -> None:
@@ -57,7 +57,7 @@ class ConversationEncoder:
             special = [t.content for t in self._hf_tokenizer.added_tokens_decoder.values() if t.special]
             if not any(name in completion for name in special):
                 return whole_text_ids(self._hf_tokenizer, text + completion)
-            # What the policy wrote holds no control tokens, whatever it spells.
+            # The policy's text contains no control tokens, only their names.
             written = self._hf_tokenizer.encode(completion, add_special_tokens=False, split_special_tokens=True)
             return [*whole_text_ids(self._hf_tokenizer, text), *written]
         if self._template.exists:

@@ -29,7 +29,7 @@ QWEN2_SPLIT = (
 )
 
 INVALID_BYTE = re.compile("[\udc80-\udcff]")
-"""What stands for a byte that is not UTF-8 in text decoded with `surrogateescape`."""
+"""Matches the code that `surrogateescape` uses for a byte that is not UTF-8."""
 # GGUF `tokenizer.ggml.token_type`
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6
 
@@ -39,7 +39,7 @@ class Tokenizer:
 
     Args:
         template_kwargs: variables for every rendering of the template.
-        eos_tokens: texts and ids of more tokens that end a completion.
+        eos_tokens: texts and ids of additional tokens that end a completion.
 
     Raises:
         InputError: there is no end-of-sequence token.
@@ -63,7 +63,7 @@ class Tokenizer:
         own_ends = _eos_ids(files, hf_tokenizer)
         chosen_ends = [_chosen_eos_id(files, hf_tokenizer, token) for token in eos_tokens]
         self.eos_ids: tuple[int, ...] = tuple(sorted({*own_ends, *chosen_ends}))
-        """Ids that end a completion: those of the configuration, of the tokenizer and of `model.eos_tokens`."""
+        """Ids that end a completion, from the configuration, the tokenizer and `model.eos_tokens`."""
         if not self.eos_ids:
             raise InputError(
                 f"{files.path}: neither generation_config.json, config.json nor the tokenizer has an end-of-sequence "
@@ -78,14 +78,15 @@ class Tokenizer:
         """Padding id. It may equal an end-of-sequence id, so masks must be computed from lengths."""
         unk_id = hf_tokenizer.unk_token_id
         self.unk_id: int | None = unk_id if isinstance(unk_id, int) and unk_id not in self.eos_ids else None
-        """Id of unknown text; None if there is none. Byte-level tokenizers name their end-of-sequence token for it."""
+        """Id of unknown text; None without one. Byte-level tokenizers declare their end-of-sequence token as
+        unknown."""
         byte_names = [f"<0x{value:02X}>" for value in range(256)]
         byte_ids = [vocabulary[name] for name in byte_names if name in vocabulary]
         self._byte_ids = byte_ids if len(byte_ids) == 256 else []
         """Ids of the tokens for single bytes; empty for tokenizers without them, such as byte-level ones."""
         added = hf_tokenizer.added_tokens_decoder
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special) - {self.unk_id}
-        """Ids of control tokens, which are no text."""
+        """Ids of control tokens, which are not text."""
         parts = (hf_tokenizer.backend_tokenizer.to_str(), str(hf_tokenizer.chat_template), str(own_ends))
         self.fingerprint: str = hashlib.sha256("\0".join(parts).encode()).hexdigest()
         """Hexadecimal SHA-256 of vocabulary, merges, splitting rules, template and end-of-sequence ids of the files."""
@@ -113,11 +114,11 @@ class Tokenizer:
         return self._hf_tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
 
     def text_ids(self, text: str) -> list[int]:
-        """Returns the ids of a whole text as it is; see the function `whole_text_ids`."""
+        """Returns the ids of a complete plain text; see the function `whole_text_ids`."""
         return whole_text_ids(self._hf_tokenizer, text)
 
     def encode_rendered(self, text: str) -> list[int]:
-        """Returns the ids of text that another program rendered: names of control tokens are those tokens."""
+        """Returns the ids of text that another program rendered: names of control tokens become these tokens."""
         return self._hf_tokenizer.encode(text, add_special_tokens=False)
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -128,10 +129,10 @@ class Tokenizer:
         return text
 
     def stop_text(self, ids: Iterable[int]) -> str:
-        """Returns the text in which stop strings are found: with the names of control tokens, and every valid byte.
+        """Returns the text in which stop strings are searched: with the names of control tokens, and every valid byte.
 
-        The decoder of SentencePiece's byte tokens takes a run of them for text only as a whole, so that a stray byte
-        would hide the newline before it. Here each invalid byte is U+FFFD by itself.
+        SentencePiece decodes a run of byte tokens only as a whole, so a stray byte would hide the newline before it.
+        Here, each invalid byte becomes a separate U+FFFD.
         """
         plain = [int(token_id) for token_id in ids]
         text = self.decode_with_special_tokens(plain)
@@ -147,7 +148,8 @@ class Tokenizer:
             valid, *others = ([self._byte_ids[byte] for byte in piece.encode()] for piece in pieces)
             parts[-1] += valid
             parts += others
-        # The decoder drops a space at the start of a text, so one more character comes before every part but the first.
+        # The decoder drops a space at the start of a text, so every part but the first is decoded with a preceding
+        # character.
         letter = self._byte_ids[ord("a")]
         first, *others = parts
         texts = (self.decode_with_special_tokens([letter, *part])[1:] for part in others)
@@ -159,9 +161,9 @@ class Tokenizer:
 
 
 def whole_text_ids(hf_tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
-    """Returns the ids of text in which names of control tokens are those tokens, with the tokenizer's start token.
+    """Returns the ids of text, with names of control tokens as these tokens, and with the tokenizer's start token.
 
-    As TRL encodes text prompts, except that a start token which the text has is not added again.
+    Like TRL's encoding of text prompts, but without a second start token if the text already has one.
     """
     bos = hf_tokenizer.bos_token
     has_start = bool(bos) and text.startswith(str(bos))
@@ -171,7 +173,7 @@ def whole_text_ids(hf_tokenizer: PreTrainedTokenizerFast, text: str) -> list[int
 def encoding_fingerprint(hf_tokenizer: PreTrainedTokenizerFast) -> str:
     """Returns the hexadecimal SHA-256 of vocabulary, merges and splitting rules, which determine the ids of a text."""
     rules = json.loads(hf_tokenizer.backend_tokenizer.to_str())
-    # These concern batches and depend on the program that saved the file.
+    # These fields concern batches and depend on the program that saved the file.
     del rules["truncation"], rules["padding"]
     return hashlib.sha256(json.dumps(rules).encode()).hexdigest()
 
@@ -188,11 +190,11 @@ def load_tokenizer(
     eos_tokens: Sequence[str | int] = (),
     needs_template: bool = True,
 ) -> Tokenizer:
-    """Loads the tokenizer of an opened model, for chats rendered with these variables of its template.
+    """Loads the tokenizer of an opened model; `template_kwargs` are variables of its chat template.
 
     Args:
-        eos_tokens: texts and ids of tokens that end a completion, besides those of the model's files.
-        needs_template: False if it may have to encode texts only.
+        eos_tokens: texts and ids of tokens that end a completion, in addition to the model's.
+        needs_template: False if it only encodes plain texts.
 
     Raises:
         InputError: the model has no tokenizer, or it cannot be used.
@@ -219,24 +221,24 @@ def load_fast_tokenizer(files: ModelFiles, template_kwargs: Mapping[str, Any] = 
         except InputError:
             raise
         except (TypeError, ValueError, OverflowError) as error:
-            raise InputError(f"{files.path}: the metadata of the tokenizer are damaged ({error})") from error
+            raise InputError(f"{files.path}: the tokenizer's metadata is damaged ({error})") from error
     else:
         tokenizer = _from_directory(files.path)
     if (largest := max(tokenizer.get_vocab().values())) >= _num_rows(files):
         raise InputError(
             f"{files.path}: the tokenizer has ids up to {largest}, but the model's vocab_size is {_num_rows(files)}; "
-            "use a model together with its own tokenizer"
+            "use a model with its own tokenizer"
         )
     own = inspect.signature(type(tokenizer).apply_chat_template).parameters.keys() - {"tools", "documents"}
     if taken := [name for name in template_kwargs if name in (*own, "messages")]:
-        raise InputError(f"data.chat_template_kwargs: {taken[0]} is not for the user to set; remove it")
+        raise InputError(f"data.chat_template_kwargs: {taken[0]} cannot be set by the user; remove it")
     return tokenizer
 
 
 def _from_directory(directory: Path) -> PreTrainedTokenizerFast:
     """Loads `tokenizer.json` unchanged.
 
-    AutoTokenizer would rebuild the pre-tokenizer from the class in tokenizer_config.json. For SmolLM2 that is
+    AutoTokenizer would rebuild the pre-tokenizer from the class in tokenizer_config.json. For SmolLM2 this is
     GPT2Tokenizer, which does not split digits as tokenizer.json does.
     """
     if not (directory / TOKENIZER_FILE).is_file():
@@ -260,7 +262,7 @@ def _from_gguf(gguf: GgufFile) -> PreTrainedTokenizerFast:
         )
     tokens = gguf.metadata("tokenizer.ggml.tokens")
     if model == "llama":
-        # llama.cpp stores tokens of several spaces as such, and every other space as this sign.
+        # llama.cpp stores tokens of several spaces literally, and every other space as this character.
         tokens = [token if token.strip(" ") else "▁" * len(token) for token in tokens]
     types = gguf.metadata("tokenizer.ggml.token_type", [NORMAL] * len(tokens))
     # llama.cpp fills a padded vocabulary with made-up tokens of type "unused".
@@ -287,10 +289,10 @@ def _from_gguf(gguf: GgufFile) -> PreTrainedTokenizerFast:
 
 
 def _byte_level_bpe(gguf: GgufFile, vocabulary: dict[str, int], unk: str | None) -> Backend:
-    """Builds a byte-level BPE tokenizer, to which no text is unknown."""
+    """Builds a byte-level BPE tokenizer, which has no unknown text."""
     parts = (str(merge).partition(" ") for merge in gguf.metadata("tokenizer.ggml.merges"))
     merges = [(left, right) for left, _, right in parts]
-    # The tokenizers library would abort.
+    # Otherwise, the tokenizers library would abort.
     unknown = next((merge for merge in merges if not vocabulary.keys() >= {*merge, "".join(merge)}), None)
     if unknown is not None:
         raise InputError(f"{gguf.path}: the tokenizer merges {' '.join(unknown)!r:.80}, which is not in its vocabulary")
@@ -301,9 +303,9 @@ def _byte_level_bpe(gguf: GgufFile, vocabulary: dict[str, int], unk: str | None)
 
 
 def _sentencepiece_bpe(gguf: GgufFile, vocabulary: dict[str, int], unk: str | None) -> Backend:
-    """Builds Gemma's tokenizer, whose merges are all ways to put a token together, in the order of the vocabulary.
+    """Builds Gemma's tokenizer, whose merges are all splits of a token into two tokens, in vocabulary order.
 
-    Source: transformers, `GemmaTokenizer` and its reading of GGUF files. The scores in the file have another order.
+    Source: transformers, `GemmaTokenizer` and its reading of GGUF files. The scores in the file have a different order.
     """
     if gguf.metadata("general.architecture") != "gemma3" or gguf.metadata("tokenizer.ggml.add_space_prefix", True):
         raise InputError(f"{gguf.path}: a SentencePiece tokenizer (model 'llama') is supported for Gemma 3 only")
@@ -340,7 +342,7 @@ def _pre_tokenization(gguf: GgufFile) -> tuple[Any, Any]:
 
 
 def _token_from_id(gguf: GgufFile, tokens: list[str], token_id: int) -> str | None:
-    """Returns the token with this id; None for -1, which stands for no token."""
+    """Returns the token with this id; None for -1, which means no token."""
     if token_id == -1:
         return None
     if not 0 <= token_id < len(tokens):
@@ -351,8 +353,8 @@ def _token_from_id(gguf: GgufFile, tokens: list[str], token_id: int) -> str | No
 def _eos_ids(files: ModelFiles, hf_tokenizer: PreTrainedTokenizerFast) -> tuple[int, ...]:
     """Returns the ids that end a completion according to a model's files, in ascending order.
 
-    Those of the generation configuration, which transformers derives from `config.json` if there is none, and, as in
-    vLLM, that of the tokenizer.
+    These are the ids in the generation configuration, which transformers derives from `config.json` if there is none,
+    and, as in vLLM, the tokenizer's.
     """
     place, named = "generation_config.json", files.generation_config.get("eos_token_id")
     if named is None:
@@ -379,7 +381,7 @@ def _chosen_eos_id(files: ModelFiles, hf_tokenizer: PreTrainedTokenizerFast, tok
         return token
     if (known := hf_tokenizer.get_vocab().get(token)) is not None:
         return known
-    # The vocabulary may have it under another name, as `Ċ` for a newline.
+    # The vocabulary may have it under another name, such as `Ċ` for a newline.
     ids = hf_tokenizer.encode(token, add_special_tokens=False)
     if len(ids) != 1 or ids[0] == hf_tokenizer.unk_token_id:
         raise InputError(

@@ -1,4 +1,4 @@
-"""Calls of tools in the text of a turn.
+"""Tool calls in the text of a turn.
 
 A call is never dropped because it is malformed: its error tells the policy what to write instead.
 """
@@ -31,7 +31,7 @@ PROBE = ToolCall("probe_tool", {"x": 1})
 
 
 def _read_object(value: Any) -> Any:
-    """Reads an object that a model has written as a string, as some do."""
+    """Parses an object that a model has written as a string."""
     return from_json(value, allow_inf_nan=False) if isinstance(value, str) else value
 
 
@@ -49,10 +49,10 @@ class CallRecord(BaseModel):
 def resolve_format(
     setting: ToolCallFormat | Literal["auto"], tokenizer: Tokenizer, *, has_tools: bool
 ) -> ToolCallFormat:
-    """Returns how the policy writes calls; with `auto`, as the chat template writes one.
+    """Returns the format of the policy's calls; with `auto`, the chat template's.
 
     Raises:
-        InputError: there are tools, but the template writes no call that one of the formats reads.
+        InputError: there are tools, but the template writes calls in none of the known formats.
     """
     if setting != "auto":
         return setting
@@ -63,13 +63,13 @@ def resolve_format(
     if not has_tools:
         return "none"
     raise InputError(
-        f"env.parser: the model's chat template does not show how to write a call of a tool (it writes {text!r:.200}); "
+        f"env.parser: the model's chat template does not show how to write a tool call (it writes {text!r:.200}); "
         "set it to json_tags or json, as the prompts tell the policy, or to none"
     )
 
 
 def _templates_call(tokenizer: Tokenizer) -> str:
-    """Returns the turn that the chat template writes for a call; empty if it rejects calls."""
+    """Returns the chat template's rendering of a call; empty if it rejects calls."""
     question = {"role": "user", "content": "Q"}
     call = {"id": "call00000", "type": "function", "function": {"name": PROBE.name, "arguments": PROBE.arguments}}
     turn = {"role": "assistant", "content": "", "tool_calls": [call]}
@@ -83,9 +83,10 @@ def _templates_call(tokenizer: Tokenizer) -> str:
 
 
 def turn_calls(tokenizer: Tokenizer, ids: Sequence[int], style: ToolCallFormat) -> list[ToolCall]:
-    """Returns the calls in a turn of these ids, with or without the token that ends it.
+    """Returns the calls in a turn with these ids, with or without its end token.
 
-    The text is that with control tokens: to some models tags like `<tool_call>` and `<|python_tag|>` are such tokens.
+    The text includes control tokens, because in some models tags like `<tool_call>` and `<|python_tag|>` are control
+    tokens.
     """
     written = ids[:-1] if ids and ids[-1] in tokenizer.eos_ids else ids
     text = tokenizer.decode_with_special_tokens(written)
@@ -93,7 +94,7 @@ def turn_calls(tokenizer: Tokenizer, ids: Sequence[int], style: ToolCallFormat) 
 
 
 def parse_tool_calls(text: str, style: ToolCallFormat) -> list[ToolCall]:
-    """Returns the calls in the text of a turn, in order; thinking, with which a turn may begin, has none.
+    """Returns the calls in the text of a turn, in order; thinking at the start of a turn is ignored.
 
     - json_tags: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, any number anywhere in the text.
     - json: the text, or what follows `<|python_tag|>`, is `{"name": ..., "parameters": {...}}`.
@@ -103,7 +104,7 @@ def parse_tool_calls(text: str, style: ToolCallFormat) -> list[ToolCall]:
     if style == "json_tags":
         return [_read_call(body, style, is_closed=bool(end)) for body, end in TAGGED_CALL.findall(text)]
     _, tag, body = text.rpartition(PYTHON_TAG)
-    # An answer may be JSON, too, or begin with a brace.
+    # An answer may also be JSON, or begin with a brace.
     is_call = style == "json" and (tag or (body.lstrip().startswith("{") and '"name"' in body))
     return [_read_call(body, style)] if is_call else []
 

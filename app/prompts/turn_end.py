@@ -1,4 +1,4 @@
-"""Finds out whether a completion that ends as the chat template ends a turn is over for the sampler, too."""
+"""Checks whether the sampler also stops where the chat template ends a turn."""
 
 from __future__ import annotations
 
@@ -11,32 +11,32 @@ from app.records.sample import Messages, Sample
 from settings.errors import InputError
 
 OVERLOOKED_SHARE = 0.1
-"""Of the samples; an untrained model may write any token now and then."""
+"""Fraction of samples above which a warning is shown; an untrained model may write any token now and then."""
 MARK = "dummyturnends"
 DUMMY: Messages = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": MARK}]
-"""A chat whose last turn is easily found in a rendering."""
+"""A chat whose last turn is easy to find in a rendering."""
 
 
 def render_turn(tokenizer: Tokenizer, tools: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
-    """Returns what the chat template writes for the dummy: up to and with its last turn's text, and behind it.
+    """Returns the chat template's text for the dummy, split after its last turn's text.
 
     Raises:
-        InputError: the template leaves out that text, or rejects the chat.
+        InputError: the template leaves out this text, or rejects the chat.
     """
     start, mark, end = tokenizer.template.text(DUMMY, tools, add_generation_prompt=False).rpartition(MARK)
     if not mark:
-        raise InputError("the chat template leaves out what the assistant writes; use another one")
+        raise InputError("the chat template leaves out the assistant's text; use another one")
     return start + mark, end
 
 
 def unended_turn(tokenizer: Tokenizer, stop: Sequence[str]) -> tuple[str, str] | None:
-    """Returns how the chat template ends a turn if the sampler would not end there, and what to set; otherwise None.
+    """Returns how the chat template ends a turn if the sampler would not stop there, and what to set; otherwise None.
 
-    A template that writes nothing behind a turn is no fault: the policy may end it with any end token. Neither is one
-    that rejects a chat that ends with the assistant's turn.
+    A template may write nothing after a turn, since the policy may end it with any EOS token, and it may reject a chat
+    that ends with the assistant's turn.
 
     Args:
-        stop: the texts of `rollout.stop`.
+        stop: the strings of `rollout.stop`.
     """
     try:
         _, end = render_turn(tokenizer, tokenizer.tools)
@@ -62,13 +62,13 @@ def overlooked_end(completion_ids: Sequence[int], tokenizer: Tokenizer) -> int |
 
 
 def written_ids(sample: Sample) -> list[int]:
-    """Returns the tokens of a completion that the policy wrote, without those of observations."""
+    """Returns the tokens of a completion that the policy wrote, without observations."""
     ids = sample.completion_ids
     return (ids if sample.episode is None else ids[sample.episode.written_mask(len(ids))]).tolist()
 
 
 def overlooked_end_notices(completions: Sequence[Sequence[int]], tokenizer: Tokenizer) -> list[str]:
-    """Returns a line with what to set if a tenth of the completions, or more, go on behind the same control token.
+    """Returns advice if at least a tenth of the completions continue after the same control token.
 
     Args:
         completions: the tokens that the policy wrote.

@@ -19,11 +19,12 @@ def write_atomic(path: Path, content: bytes) -> None:
 
 @contextmanager
 def open_atomic(path: Path) -> Iterator[IO[bytes]]:
-    """Opens a file with a temporary name in the same folder, and renames it to `path` if the block raises nothing.
+    """Opens a file with a temporary name in the same folder, and renames it to `path` if the block does not raise.
 
-    Its content is synced to the disk before: otherwise a power failure could leave an empty file with the new name.
+    Its content is first synced to the disk; otherwise, a power failure could leave an empty file with the new name.
     """
-    # A random number, because hosts may write the same file of a shared folder, and in containers as the same process.
+    # A random number, because hosts may write the same file in a shared folder, and in containers with the same process
+    # id.
     partial = path.with_name(f".{path.name}.{int.from_bytes(os.urandom(8))}.partial")
     try:
         with partial.open("wb") as file:
@@ -37,9 +38,9 @@ def open_atomic(path: Path) -> Iterator[IO[bytes]]:
 
 @contextmanager
 def create_folder_atomic(path: Path) -> Iterator[Path]:
-    """Creates a folder with a temporary name next to `path`, and renames it to `path` if the block raises nothing.
+    """Creates a folder with a temporary name next to `path`, and renames it to `path` if the block does not raise.
 
-    Its files and their names are synced to the disk before. If the block raises, the folder is deleted.
+    Its files and their names are first synced to the disk. If the block raises, the folder is deleted.
 
     Raises:
         OSError: `path` exists.
@@ -62,7 +63,7 @@ def create_folder_atomic(path: Path) -> Iterator[Path]:
 
 
 def _fsync(path: Path) -> None:
-    """Syncs a file's content, or the names in a folder, to the disk."""
+    """Syncs a file's content, or a folder's entries, to the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

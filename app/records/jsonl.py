@@ -18,8 +18,9 @@ NUMBER_SHAPE_TABLE = bytes(
     ord("0") if chr(i) in "0123456789" else ord("e") if chr(i) in "eE" else i for i in range(256)
 )
 NON_FINITE_PATTERNS = (b"NaN", b"Infinity", b"e000", b"e+000", b"0" * 309)
-"""Every number that Python reads as NaN or an infinity, for example because it is too large for a float64, has one of
-these patterns after the translation. A regular expression would take thirty times as long, more than the parsing."""
+"""After translation, every number that Python reads as NaN or infinity, for example because it is too large for a
+float64, contains one of these patterns. A regular expression would be thirty times slower, slower than the parsing
+itself."""
 
 
 def read_jsonl(path: str | Path, *, reads_nan: bool = False) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -28,7 +29,7 @@ def read_jsonl(path: str | Path, *, reads_nan: bool = False) -> Iterator[tuple[i
     Accepts a byte-order mark and CRLF line ends. A file whose name ends in .gz is decompressed.
 
     Args:
-        reads_nan: a NaN is read as None, since other programs write it; none of our own files has one.
+        reads_nan: a NaN, as written by other programs, is read as None; our own files never have one.
 
     Raises:
         InputError: the file cannot be read, or a line is not UTF-8, not JSON, not an object, or has a number that is
@@ -43,7 +44,7 @@ def read_jsonl(path: str | Path, *, reads_nan: bool = False) -> Iterator[tuple[i
 def read_jsonl_tolerant(
     path: str | Path, *, reads_nan: bool = False
 ) -> Iterator[tuple[int, dict[str, Any] | InputError]]:
-    """Yields like `read_jsonl`, but the InputError of an unusable line in place of its object.
+    """Like `read_jsonl`, but yields the InputError of an unusable line in place of its object.
 
     Raises:
         InputError: the file cannot be read.
@@ -70,14 +71,14 @@ def read_jsonl_tolerant(
 def parse_object(raw: bytes, where: str, *, reads_nan: bool = False) -> dict[str, Any]:
     """Returns the object of one line; see `read_jsonl`. Errors start with `where`."""
     try:
-        # Without its end, so that an error at the end of the line is not at column 1 of the next.
+        # Without the newline, so that an error at the end of the line is not at column 1 of the next.
         value = json.loads(raw.decode("utf-8").rstrip("\r\n"))
     except UnicodeDecodeError as error:
         raise InputError(f"{where}: not UTF-8 text: {error.reason} at byte {error.start + 1}") from None
     except json.JSONDecodeError as error:
         raise InputError(f"{where}: not JSON: {error.msg.removesuffix(' at')} at column {error.colno}") from None
     except (ValueError, RecursionError) as error:
-        raise InputError(f"{where}: not usable JSON: {error}") from None
+        raise InputError(f"{where}: unusable JSON: {error}") from None
     if not isinstance(value, dict):
         hint = "; a file needs one object a line, as `jq -c '.[]'` makes of a list" if isinstance(value, list) else ""
         raise InputError(f"{where}: expected a JSON object, got {type(value).__name__}{hint}")
@@ -85,12 +86,12 @@ def parse_object(raw: bytes, where: str, *, reads_nan: bool = False) -> dict[str
     if any(part in shape for part in NON_FINITE_PATTERNS):
         value = replace_floats(value, math.isnan) if reads_nan else value
         if problem := _find_non_finite(value):
-            raise InputError(f"{where}: not usable JSON: {problem}")
+            raise InputError(f"{where}: unusable JSON: {problem}")
     return value
 
 
 def replace_floats(value: Any, is_absent: Callable[[float], bool]) -> Any:
-    """Returns a JSON value with None for some floats, such as NaN, which other programs write for a missing number."""
+    """Replaces some floats in a JSON value, such as NaN for missing numbers, by None."""
     if isinstance(value, dict):
         return {name: replace_floats(item, is_absent) for name, item in value.items()}
     if isinstance(value, list | tuple):
@@ -136,7 +137,7 @@ def check_distinct_paths(paths: Mapping[str, Path | None]) -> None:
             continue
         other = named.setdefault(path.resolve(), option)
         if other != option:
-            raise InputError(f"{other} and {option} both name {path}; give each a file of its own")
+            raise InputError(f"{other} and {option} both name {path}; give each its own file")
 
 
 def write_jsonl(path: str | Path, records: Iterable[Mapping[str, Any]]) -> None:
@@ -146,7 +147,7 @@ def write_jsonl(path: str | Path, records: Iterable[Mapping[str, Any]]) -> None:
 
     Raises:
         InputError: `path` cannot be written (see `check_output_path`).
-        ValueError: a record has NaN or an infinity, which JSON does not have.
+        ValueError: a record contains NaN or an infinity, which JSON does not support.
     """
     check_output_path(path)
     path = Path(path).absolute()
@@ -162,7 +163,7 @@ def to_json_line(record: Mapping[str, Any], where: str) -> bytes:
         where: the start of error messages.
 
     Raises:
-        ValueError: it has NaN or an infinity, which JSON does not have.
+        ValueError: it contains NaN or an infinity, which JSON does not support.
     """
     try:
         return json.dumps(record, allow_nan=False).encode("ascii") + b"\n"

@@ -1,4 +1,4 @@
-"""Mean, variance and whitening of masked values, also over several hosts; defined for no values, too."""
+"""Mean, variance and whitening of masked values, also over several hosts and for no values."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def compute_moments(values: Float[np.ndarray, "*any"], mask: Bool[np.ndarray, "*
     kept = kept.astype(np.float64)
     if not len(kept):
         return EMPTY_MOMENTS
-    # Two passes: with a large mean, the difference of mean(x^2) and mean(x)^2 is only rounding error.
+    # Two passes, because with a large mean, mean(x^2) - mean(x)^2 is only rounding error.
     mean = kept.sum() / len(kept)
     kept -= mean
     np.square(kept, out=kept)

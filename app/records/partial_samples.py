@@ -1,4 +1,4 @@
-"""Samples that a killed rollout has drawn, in part files next to its output, from which it continues.
+"""Samples of an interrupted rollout, in part files next to its output, from which it continues.
 
 The first line of a part file is a header: JSON with the identity of the rollout. Each other line is a sample.
 """
@@ -26,7 +26,7 @@ FORMAT = "grpo-part/3"
 
 @dataclass(frozen=True)
 class PartialSamples:
-    """The samples that are drawn for an output, but not yet in it."""
+    """Samples that are generated but not yet written to the output."""
 
     out: Path
     identity: Identity
@@ -36,7 +36,7 @@ class PartialSamples:
         return json.dumps({"format": FORMAT, "identity": dict(self.identity)})
 
     def read(self, prompts: Sequence[Prompt], *, num_samples: int) -> dict[str, Sample]:
-        """Returns the samples of these prompts in the part files that this host sees, by uid.
+        """Returns these prompts' samples in the part files visible to this host, by uid.
 
         Damaged lines are skipped.
 
@@ -84,13 +84,13 @@ class PartialSamples:
 
 
 class PartFile:
-    """Appends samples to a part file, which no other process can open meanwhile.
+    """Appends samples to a part file, which other processes cannot open in the meantime.
 
-    The header is written before the first sample. A file that got no samples is removed when it is closed.
+    The header is written before the first sample. A file without samples is removed when it is closed.
 
     Args:
         path: part file of this host.
-        header: that of `PartialSamples`. If the file has a header already, it must have been checked.
+        header: the header of `PartialSamples`. An existing header of the file must have been checked.
 
     Raises:
         InputError: another process has opened the file, or it cannot be written or locked.
@@ -106,7 +106,8 @@ class PartFile:
             ) from None
         except OSError as error:
             raise InputError(
-                f"--out: {path} cannot be written or locked: {error.strerror}; give another --out on a disk with locks"
+                f"--out: {path} cannot be written or locked: {error.strerror}; give another --out on a disk that "
+                "supports locks"
             ) from error
         content = path.read_bytes()
         if b"\n" not in content:
@@ -127,18 +128,18 @@ class PartFile:
         self._file.close()
 
     def append(self, sample: Sample) -> None:
-        """Writes a sample, which survives the end of this process from then on."""
+        """Writes a sample, which then survives the end of this process."""
         if not self._file.tell():
             self._file.write(f"{self._header}\n".encode())
         record = sample_to_record(sample)
-        # They come from the prompt, whose digest is in the header.
+        # These fields come from the prompt, whose digest is in the header.
         for name in ROW_FIELDS:
             record.pop(name, None)
         self._file.write(to_json_line(record, str(self.path)))
         self._file.flush()
 
     def write_through(self, samples: Iterable[Sample]) -> Iterator[Sample]:
-        """Yields the samples, each after it was appended."""
+        """Yields the samples, each after it has been appended."""
         for sample in samples:
             self.append(sample)
             yield sample

@@ -18,22 +18,22 @@ from settings.schema.run import RunSettings
 
 Resume = Literal["auto", "never", "must"]
 BEST_LINK = "best"
-"""Name of the relative link to the best checkpoint, in the folder of checkpoints."""
+"""Name of the relative link to the best checkpoint, in the checkpoint folder."""
 
 
 def step_of_samples(path: Path) -> int | None:
-    """Returns the step whose samples a run saved in a file; None for the name of another file."""
+    """Returns the step of a run's sample file; None for any other file name."""
     match = re.fullmatch(r"step_(\d+)\.jsonl", path.name)
     return int(match[1]) if match else None
 
 
 def is_address(place: str) -> bool:
-    """Returns whether a `run.dir` is an address in a bucket, and not a folder."""
+    """Returns whether a `run.dir` is the address of a bucket rather than a folder."""
     return "://" in place
 
 
 def local_folder(address: str) -> Path:
-    """Returns where what an address names is on this disk."""
+    """Returns the local path for an address."""
     scheme, _, place = address.partition("://")
     return Path("runs") / scheme / place
 
@@ -73,12 +73,12 @@ class RunDirectory:
 
     @property
     def data_dir(self) -> Path:
-        """The rows that were passed to `grpo.train`, each file in a folder named by its content."""
+        """The rows passed to `grpo.train`, each file in a folder named by its content."""
         return self.path / "data"
 
     @property
     def crash_dir(self) -> Path:
-        """The stack traces of each host's threads at the time when the watchdog ended it."""
+        """Stack traces of each host's threads when the watchdog ended it."""
         return self.path / "crash"
 
     @property
@@ -124,7 +124,7 @@ class RunDirectory:
 
     @property
     def has_foreign_files(self) -> bool:
-        """Whether there are files that no run left, not even one that ended before its first file, `sessions.jsonl`."""
+        """Whether there are files from anything but a run, even one that ended before writing `sessions.jsonl`."""
         if self.has_settings or self.has_checkpoint or not self.path.is_dir():
             return False
         ours = {".lock", self.crash_dir.name, self.data_dir.name}
@@ -136,19 +136,19 @@ class RunDirectory:
 
 
 def with_run_name(resolved: Resolved, resume: Resume, names: Iterable[str] = ()) -> Resolved:
-    """Returns the settings with the name of the run to start or, if it may be resumed, of the newest one of its name.
+    """Returns the settings with the name of the run to start or, if it may be resumed, the newest run's.
 
     Only a derived name changes: a second run of `quickstart-seed0` is `quickstart-seed0-2`.
 
     Args:
-        names: runs that are elsewhere.
+        names: runs in other places, such as a bucket.
     """
     if resolved.provenance["run.name"] != "derived":
         return resolved
     settings, path = resolved.settings, RunDirectory.from_settings(resolved.settings.run).path
     pattern = re.compile(rf"{re.escape(path.name)}(?:-([2-9]|[1-9]\d+))?")
     found = [(RunDirectory(child), pattern.fullmatch(child.name)) for child in path.parent.glob(f"{path.name}*/")]
-    # A run that is resumed may have died before its first file.
+    # A resumed run may have died before its first file.
     is_resumed = resume != "never"
     taken = [match for run, match in found if is_resumed or run.has_settings or run.has_checkpoint]
     numbers = [int(match[1] or 1) for match in (*taken, *map(pattern.fullmatch, names)) if match]
@@ -163,8 +163,8 @@ def check_run_directory(run: RunDirectory, resume: Resume) -> None:
     """Checks that a run may start here; writes nothing.
 
     Raises:
-        InputError: there is a run and `resume` is `never`, there is no checkpoint and it is `must`, there are other
-            files, or the directory is not readable and writable.
+        InputError: there is a run but `resume` is `never`, there is no checkpoint but `resume` is `must`, there are
+            other files, or the directory is not readable and writable.
     """
     try:
         _check_content(run, resume)
@@ -190,8 +190,8 @@ def _check_content(run: RunDirectory, resume: Resume) -> None:
     for path in children:
         if path.is_symlink():
             raise InputError(
-                f"run.dir / run.name: {path} is a symbolic link, and a run writes only into its own directory; replace "
-                "the link by what it points to, or choose another run.name"
+                f"run.dir / run.name: {path} is a symbolic link, but a run writes only into its own directory; "
+                "replace the link by its target, or choose another run.name"
             )
         if path.is_dir() and path.suffix in (".yaml", ".jsonl", ".json"):
             raise InputError(f"run.dir / run.name: {path} is a folder instead of a file; choose another run.name")

@@ -31,7 +31,7 @@ Messages = list[dict[str, Any]]
 
 
 def message_text(message: Mapping[str, Any]) -> str:
-    """Returns what a message of a chat says, for people: its text, that of its parts, and its calls of tools."""
+    """Returns a readable form of a chat message: its text or text parts, and its tool calls."""
     content, calls = message.get("content"), message.get("tool_calls")
     parts = content if isinstance(content, list) else [{"text": content or ""}]
     texts = [part.get("text", "") for part in parts if isinstance(part, Mapping)]
@@ -43,10 +43,10 @@ class Prompt:
     """A question after templating and tokenization; made by `app.prompts`."""
 
     uid: str
-    """The name of the dataset's row. It keys the sampling noise, which therefore does not depend on the order."""
+    """The name of the data set's row. It keys the sampling noise, which therefore does not depend on the order."""
     token_ids: Int32[np.ndarray, "S"]
     source: str | Messages
-    """The text or chat of the dataset, before the chat template."""
+    """The data set's text or chat, before the chat template is applied."""
     answer: Any
     """The reference answer, as in the dataset: JSON of any type (see `app.records.typed_values`), None without one."""
     extra: Mapping[str, Any] = field(default_factory=dict)
@@ -55,20 +55,20 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What the policy wrote between two observations, and how the environment answered."""
+    """The policy's tokens between two observations, and the environment's answer."""
 
     start: NonNegativeInt
-    """Place of its first token among those of the completion."""
+    """Index of its first token in the completion."""
     end: NonNegativeInt
-    """Place after its last token, where the observation starts, if there is one: up to the start of the next turn."""
+    """Index after its last token. The observation, if any, is from here to the start of the next turn."""
     messages: list[dict[str, str]] = field(default_factory=list)
-    """The observation: messages of the roles `tool` and `user`; none if the environment said nothing."""
+    """The observation: messages with role `tool` or `user`; empty if the environment did not answer."""
     reward: FiniteFloat = 0.0
     """Reward of the environment for this turn."""
     seconds: NonNegativeFloat = 0.0
     """Time that the environment took to answer."""
     text: str = field(kw_only=True)
-    """What the policy wrote, without control tokens."""
+    """The policy's text, without control tokens."""
     metrics: Mapping[str, FiniteFloat] = field(default_factory=dict)
     """Numbers of the environment, among them `tool_calls` and `tool_errors` (those that raised or were malformed)."""
 
@@ -79,10 +79,10 @@ EPISODE_ENDS = ("terminated", "truncated", "turns", "turn_tokens", "tokens", "ob
 
 @dataclass(frozen=True, slots=True)
 class Episode:
-    """The turns of a sample, and what its environment made of them."""
+    """The turns of a sample, and their rewards and end."""
 
     turns: tuple[Turn, ...]
-    """All turns of the policy, in order; the last one may have been cut."""
+    """All turns of the policy, in order; the last one may be truncated."""
     end: str
     """Why it ended: `terminated` or `truncated` by the environment, `turns` (env.max_turns), `turn_tokens`
     (env.max_turn_tokens), `tokens` (rollout.max_new_tokens), `observation` (it did not fit), or `dropped`."""
@@ -95,7 +95,7 @@ class Episode:
         return sum(turn.reward for turn in self.turns) + sum(self.scores.values())
 
     def written_mask(self, num_tokens: int) -> Bool[np.ndarray, "C"]:
-        """Returns True on the tokens of the policy's turns, whether they are in the loss or not."""
+        """Returns True on the tokens of the policy's turns, in the loss or not."""
         mask = np.zeros(num_tokens, bool)
         for turn in self.turns:
             mask[turn.start : turn.end] = True
@@ -106,7 +106,7 @@ class Episode:
 class Sample:
     """A completion of a prompt, from the sampler to the gradient.
 
-    `rollout` makes it. `score`, `reward` and `advantage` return copies with further fields (`dataclasses.replace`). A
+    `rollout` creates it; `score`, `reward` and `advantage` return copies with further fields (`dataclasses.replace`). A
     field is None until its stage has run.
     """
 
@@ -118,12 +118,12 @@ class Sample:
     completion_ids: Int32[np.ndarray, "C"]
     """Token ids, with the end-of-sequence token or the stop string if `finish_reason` is `stop`."""
     completion: str
-    """Text that the policy wrote in its last turn, without control tokens: what rewards judge."""
+    """The policy's text in its last turn, without control tokens: the text that rewards grade."""
     behavior_logprobs: Float32[np.ndarray, "C"]
     """log_softmax(logits / temperature) of the sampler over the whole vocabulary, at sampling time."""
     finish_reason: str
-    """`stop` (end-of-sequence token or stop string), `length` (cut at `rollout.max_new_tokens`, or, as `episode.end`
-    says, by another limit) or `dropped:<why>`."""
+    """`stop` (end-of-sequence token or stop string), `length` (truncated at `rollout.max_new_tokens`, or by the limit
+    in `episode.end`) or `dropped:<why>`."""
     policy_version: int
     """The training step of the weights that sampled the oldest token."""
     policy_versions: Int32[np.ndarray, "C"] | None = None
@@ -134,23 +134,23 @@ class Sample:
     kept_mass_logs: Float32[np.ndarray, "C"] | None = None
     """The log of the probability mass kept by top-k / top-p / min-p; None if nothing is truncated."""
     routes: UInt8[np.ndarray, "S+C L k"] | None = None
-    """The experts that each token of prompt and completion passed through in the sampler, which does not compute the
-    last one; 255 where none are recorded. None = no routes are recorded."""
+    """The sampler's experts for each token of prompt and completion except the last, which it does not compute; 255
+    where none are recorded. None = routes are not recorded."""
     episode: Episode | None = None
-    """Its turns; None without an environment: one turn, that nobody answered."""
+    """Its turns; None without an environment, which means a single turn."""
     loss_mask: Bool[np.ndarray, "C"] | None = None
-    """False on tokens without a loss: not written by the policy, or in a dropped sample; None = all True."""
+    """False on tokens outside the loss: not written by the policy, or in a dropped sample; None = all True."""
     rewards: Mapping[str, float] | None = None
     """The unweighted value of each reward function that returned one."""
     reward: float | None = None
-    """The weighted sum of `rewards`; None also if the sample was dropped because there are none."""
+    """The weighted sum of `rewards`; None also if the sample was dropped without rewards."""
     token_rewards: Float32[np.ndarray, "C"] | None = None
     """The reward of each token, if turns are rewarded or a file has it; None = `reward` on the last token that the
     policy wrote."""
     policy_logprobs: Float32[np.ndarray, "C"] | None = None
     reference_logprobs: Float32[np.ndarray, "C"] | None = None
     values: Float32[np.ndarray, "C"] | Float32[np.ndarray, "C+1"] | None = None
-    """The value of the state before each token, and of the one after the last if a truncated sample is bootstrapped."""
+    """The value of the state before each token, and after the last one if a truncated sample is bootstrapped."""
     advantages: Float32[np.ndarray, "C"] | None = None
     returns: Float32[np.ndarray, "C"] | None = None
     extra: Mapping[str, Any] = field(default_factory=dict)
@@ -161,9 +161,9 @@ class Sample:
         return f"{self.prompt.uid}/s{self.sample_index}"
 
     def with_prompt(self, prompt: Prompt) -> Sample | None:
-        """Returns a sample that was read from a file with its whole prompt; None if its prompt is another one.
+        """Returns a sample from a file with its full prompt; None if it has another prompt.
 
-        An environment may have opened the conversation with tokens of its own, which stay.
+        Tokens with which an environment opened the conversation are kept.
         """
         if self.episode is not None:
             prompt = replace(prompt, source=self.prompt.source, token_ids=self.prompt.token_ids)
@@ -178,7 +178,7 @@ class Sample:
 
     @property
     def last_turn_ids(self) -> Int32[np.ndarray, "T"]:
-        """The token ids of which `completion` is the text: those of the last turn."""
+        """The token ids of `completion`: the last turn's."""
         if self.episode is None:
             return self.completion_ids
         turns = self.episode.turns
@@ -186,14 +186,15 @@ class Sample:
 
     @property
     def written_mask(self) -> Bool[np.ndarray, "C"] | None:
-        """The `loss_mask` of a sample that nothing but its observations is left out of; None = all True."""
+        """The `loss_mask` that leaves out only observations; None = all True."""
         return None if self.episode is None else self.episode.written_mask(len(self.completion_ids))
 
     @property
     def turn_places(self) -> Int64[np.ndarray, "turns"]:
-        """The place of the last token of each turn that is in the loss; empty if no token of the sample is.
+        """The index of the last token in the loss of each turn; empty if no token of the sample is in the loss.
 
-        A turn without one has that of an earlier turn, or the first of all. Without an episode, there is one turn.
+        A turn without such a token has the index of an earlier turn, or else the first one of all. Without an episode,
+        there is one turn.
         """
         ends = [len(self.completion_ids)] if self.episode is None else [turn.end for turn in self.episode.turns]
         written = np.flatnonzero(self.mask)
@@ -212,7 +213,7 @@ class Sample:
 
     @property
     def token_values(self) -> Float32[np.ndarray, "C"]:
-        """The values of the states before tokens, without the one after the last. Requires `values`."""
+        """The values of the states before tokens, without the value after the last token. Requires `values`."""
         assert self.values is not None
         return self.values[: len(self.completion_ids)]
 

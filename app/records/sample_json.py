@@ -41,11 +41,11 @@ class RoutesRecord(BaseModel):
     num_layers: NonNegative
     experts_per_token: NonNegative
     ids: str
-    """A byte for each token of prompt and completion, layer and expert, in Base64; see `Sample.routes`."""
+    """One byte per token of prompt and completion, layer and active expert, in Base64; see `Sample.routes`."""
 
 
 class SampleRecord(BaseModel):
-    """The fields of a sample's JSON object. A command validates only those that it reads; None = absent."""
+    """The fields of a sample's JSON object. A command validates only the fields that it reads; None = absent."""
 
     model_config = ConfigDict(strict=True)
 
@@ -66,7 +66,7 @@ class SampleRecord(BaseModel):
     answer: Any = None
     columns: Any = None
     row_of: Text | None = None
-    """See `app.records.shared_rows`; whoever needs the row has restored it before."""
+    """The record with this row; see `app.records.shared_rows`, which restores rows before they are used."""
     loss_mask: Annotated[list[bool | Bit] | None, Field(description="booleans, or 0 and 1")] = None
     reward: Annotated[Float32 | bool | None, Field(description="a finite float32 number")] = None
     rewards: Annotated[dict[str, float] | None, Field(description="an object of numbers")] = None
@@ -99,29 +99,30 @@ PER_TOKEN_FIELDS = (
 )
 """Optional floats, one per completion token (`values` may have one more)."""
 DTYPES = {"loss_mask": np.bool_, "policy_versions": np.int32}
-"""Of the other numbers per completion token."""
+"""Dtypes of the other numbers per completion token."""
 UNCHANGED_FIELDS = (
     *("sample_index", "group_id", "completion", "finish_reason", "policy_version"),
     *("worker", "segments", "elapsed_s", "rewards"),
 )
-"""Those that a sample has under the same name, with the same value."""
+"""Fields that a sample has under the same name, with the same value."""
 TOKEN_IDS = "completion_token_ids"
 CONVERSATION = "messages"
-"""The whole chat of a sample with an episode, written for other programs, and not read, as the episode has it all."""
+"""The whole chat of a sample with an episode, written for other programs; it is not read, because the episode contains
+everything."""
 LOGPROB_FIELDS = ("behavior_logprobs", "policy_logprobs", "reference_logprobs")
 SCORING_FIELDS = (
     *("uid", "sample_index", "prompt_token_ids", TOKEN_IDS, "loss_mask", "finish_reason"),
     *(*LOGPROB_FIELDS, "routes"),
 )
 REWARD_FIELDS = ("uid", "sample_index", "answer", "columns", "finish_reason")
-"""What every reward may read, beside texts and token ids."""
+"""Fields that every reward may read, besides texts and token ids."""
 MAX_LOGPROB = 1e-3
-"""Above 0, because log_softmax rounds: log p of a certain token may come out as a tiny positive number."""
+"""Above 0, because log_softmax rounds: log p of an almost certain token may be a tiny positive number."""
 ADVANTAGE_FIELDS = (TOKEN_IDS, "token_rewards", "loss_mask", "values", "reward", "finish_reason")
 
 
 class LocatedSample(NamedTuple):
-    """What a command reads of a JSON object, with the whole object, as it was read, and its location in the file."""
+    """The sample that a command reads from a JSON object, with the original object and its location in the file."""
 
     where: str
     record: Mapping[str, Any]
@@ -234,14 +235,14 @@ def sample_from_record(record: Mapping[str, Any], *, where: str) -> Sample:
 def sample_for_scoring(
     record: Mapping[str, Any], *, where: str, index: int, names: Collection[str] = SCORING_FIELDS
 ) -> Sample:
-    """Returns what scoring reads of a JSON object that may have none of the fields that only a rollout adds.
+    """Returns a sample for scoring from a JSON object, which may lack all fields that only a rollout adds.
 
-    A sample is named by its place unless `uid` is that of a rollout, and is a group of its own. Absent fields (null
+    A sample without a rollout's `uid` is named by its position in the file, and is its own group. Absent fields (null
     counts as absent) have the defaults of `SampleRecord`.
 
     Args:
         index: the index of the object in its file.
-        names: the known fields to read; other programs may mean something else by the rest. Unknown ones go to
+        names: the known fields to read; in other programs, the rest may have other meanings. Unknown fields go to
             `Sample.extra`.
 
     Raises:
@@ -252,7 +253,7 @@ def sample_for_scoring(
     if not str(given.get("uid")).endswith(f"/s{given.get('sample_index')}"):
         given |= {"uid": f"{where}/s0", "sample_index": 0}
     ids = given.get(TOKEN_IDS)
-    # Rewards do without token ids, but a prompt has at least one.
+    # Rewards need no token ids, but a prompt has at least one.
     absent = {name: known[name].default for name in REQUIRED_FIELDS} | {
         "group_id": index,
         "prompt_token_ids": [0],
@@ -264,7 +265,7 @@ def sample_for_scoring(
         if logprobs is not None and len(above := np.flatnonzero(logprobs > MAX_LOGPROB)):
             raise InputError(
                 f"{where}: {name}[{above[0]}] is {logprobs[above[0]]:.6g}, but a logprob is at most 0; correct the "
-                f"field, which holds natural logarithms of probabilities, or remove it"
+                "field, which must contain natural logarithms of probabilities, or remove it"
             )
     return sample
 
@@ -272,15 +273,16 @@ def sample_for_scoring(
 def sample_for_advantages(
     record: Mapping[str, Any], *, where: str, bootstrap_truncated: bool, needs_logprobs: bool, needs_turns: bool
 ) -> Sample:
-    """Returns what advantage estimation reads of a JSON object that needs no other field; the rest stays empty.
+    """Returns a sample with only the fields that advantage estimation reads from a JSON object.
 
-    The sample's `finish_reason` is `length` if the value after its last token continues it, else `stop`. Without
-    `finish_reason`, that value continues it if it is present.
+    Its `finish_reason` is `length` if it is bootstrapped by the value after its last token, else `stop`. If
+    `finish_reason` is absent, it is bootstrapped if this value is present.
 
     Args:
-        bootstrap_truncated: the value after the last token continues samples with `finish_reason: length`.
-        needs_logprobs: `policy_logprobs` and `reference_logprobs` are read, for the KL penalty.
-        needs_turns: `episode` is read if it is present, for the discount of turns.
+        bootstrap_truncated: whether samples with `finish_reason: length` are bootstrapped by the value after the last
+            token.
+        needs_logprobs: whether to read `policy_logprobs` and `reference_logprobs`, for the KL penalty.
+        needs_turns: whether to read `episode` if it is present, for the discount of turns.
 
     Raises:
         InputError: a field that is read is absent, or has the wrong type, length or range.
@@ -290,13 +292,14 @@ def sample_for_advantages(
     fields = _validate_fields(record, (*ADVANTAGE_FIELDS, *logprobs, *turns), required=(), where=where)
     if fields.values is None:
         raise InputError(
-            f"{where}: missing values, a number for each completion token; `grpo score --role critic` adds them"
+            f"{where}: the field `values` is missing (one number per completion token); add it with `grpo score "
+            "--role critic`"
         )
     for name in logprobs:
         if getattr(fields, name) is None:
             raise InputError(
-                f"{where}: missing {name}, which the KL penalty in the reward needs; `grpo score --role "
-                f"{name.removesuffix('_logprobs')}` adds them, and algorithm.beta: 0 turns the penalty off"
+                f"{where}: the field `{name}` is missing, which the KL penalty in the reward needs; add it with "
+                f"`grpo score --role {name.removesuffix('_logprobs')}`, or turn the penalty off with algorithm.beta: 0"
             )
     length_field = next(name for name in ADVANTAGE_FIELDS if record.get(name) is not None)
     num_tokens = len(getattr(fields, length_field))
@@ -308,16 +311,16 @@ def sample_for_advantages(
         if was_truncated and bootstrap_truncated and not continues:
             raise InputError(
                 f"{where}: values has {num_tokens} entries, expected {num_tokens + 1}: the sample was truncated "
-                "(`length`), and needs the value after its last token; under algorithm.bootstrap_truncated "
-                "`grpo score --role critic` writes it"
+                "(`length`) and needs the value after its last token, which `grpo score --role critic` adds with "
+                "algorithm.bootstrap_truncated"
             )
         continues = was_truncated and bootstrap_truncated
     if fields.token_rewards is None:
         mask = optional.get("loss_mask")
         if fields.reward is None and (mask is None or mask.any()):
             raise InputError(
-                f"{where}: missing reward, or token_rewards, a number for each completion token; "
-                "`grpo score --role reward` adds a reward"
+                f"{where}: the field `reward` is missing, or `token_rewards` (one number per completion token); add "
+                "a reward with `grpo score --role reward`"
             )
         optional["reward"] = float(fields.reward or 0.0)
     if fields.episode is not None:
@@ -351,7 +354,7 @@ def _validate_fields(
         problem = error.errors(include_url=False, include_input=False)[0]
     location, value = "", cast("Any", record)
     for part in problem["loc"]:
-        # After the path of the value, pydantic adds the name of a union's member.
+        # Pydantic appends the name of a union's member to the path of the value.
         if isinstance(value, list) and isinstance(part, int):
             location, value = f"{location}[{part}]", value[part]
         elif isinstance(value, Mapping) and part in value:
@@ -402,8 +405,8 @@ def _read_episode(record: Any, mask: Bool[np.ndarray, "C"] | None, num_tokens: i
     """Returns the episode of a sample; `mask` is the sample's `loss_mask`.
 
     Raises:
-        InputError: a field has the wrong type or range, the turns are not in order or outside the completion, or a
-            token between them counts as the policy's.
+        InputError: a field has the wrong type or range, turns are out of order or outside the completion, or a token
+            between turns counts as the policy's.
     """
     try:
         episode = EPISODE.validate_python(record)

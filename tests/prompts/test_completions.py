@@ -123,8 +123,8 @@ def test_template_that_writes_nothing_behind_a_turn_gets_an_end_token(tmp_path: 
 @pytest.mark.parametrize(
     ("template", "message"),
     [
-        (MARKLESS, r"d\.jsonl:1: the tokens of the assistant's turn cannot be marked, .* opens a turn with 'A:', but "
-            r"writes '<\|im_start\|>four' there once it is complete; use another template"),
+        (MARKLESS, r"d\.jsonl:1: the assistant's tokens cannot be identified, .* opens a turn with 'A:', but "
+            r"writes '<\|im_start\|>four' when it is complete; use another template"),
         ("{% for m in messages %}[{{ m.role }}]{{ m.content }}[/]{% endfor %}{% if add_generation_prompt %}[assistant]"
             "{% endif %}", r"d\.jsonl:1: the chat template ends a turn with '\[/\]', but only .* ends a completion"),
     ],

@@ -190,7 +190,9 @@ def test_shards_of_a_folder_or_a_pattern_are_one_data_set(tmp_path, monkeypatch)
         assert rows[3].where == "d/part1/train.parquet row 1"
     assert [(row.uid, row.where) for row in load_dataset("e.jsonl.gz").rows] == [("e/0", "e.jsonl.gz:1")]
     write_parquet(tmp_path / "d" / "test.parquet", [{"prompt": "p"}])
-    with pytest.raises(InputError, match=r"d holds more than one split: .*test\.parquet.* such as d/train\*\.parquet"):
+    with pytest.raises(
+        InputError, match=r"d contains more than one split: .*test\.parquet.* such as d/train\*\.parquet"
+    ):
         load_dataset("d")
 
 
@@ -230,12 +232,12 @@ def test_unusable_files_are_refused(tmp_path, monkeypatch):
         "absent.jsonl": f"data.source: {tmp_path / 'absent.jsonl'}: no such file",
         "absent/data": "no such file; for a hub data set, write hf:absent/data",
         "d.txt": r"d\.txt: expected a file ending in \.jsonl, \.json, \.jsonl\.gz, \.json\.gz, \.parquet",
-        ".": r"holds more than one split: .*; name those to read by a pattern such as",
+        ".": r"contains more than one split: .*; name those to read by a pattern such as",
         "bare": r"bare: no file in it ends in \.jsonl, \.json, \.jsonl\.gz, ",
         "e*.csv": r"data\.source: no file matches .*e\*\.csv",
         "cut.jsonl.gz": r"cut\.jsonl\.gz: cannot be read: Compressed file ended",
         "plain.json.gz": r"plain\.json\.gz: cannot be read: Not a gzipped file",
-        "empty.jsonl": "data.source: empty.jsonl holds no rows",
+        "empty.jsonl": "data.source: empty.jsonl contains no rows",
         "damaged.jsonl": r"damaged\.jsonl:2: not JSON",
         "d.parquet": r"d\.parquet row 1: prompt: the prompt is empty",
         "cut.parquet": r"^data\.source: .*cut\.parquet: not a readable Parquet file",

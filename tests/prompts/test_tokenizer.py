@@ -202,7 +202,7 @@ def test_template_variables_reach_every_rendering(tmp_path):
     assert brief.chat_ids(messages) == [*plain.chat_ids(messages), *added]
     assert brief.conversation_ids(messages) == [*plain.conversation_ids(messages), *added]
     for name in ("tokenize", "messages"):
-        with pytest.raises(InputError, match=f"chat_template_kwargs: {name} is not for the user"):
+        with pytest.raises(InputError, match=f"chat_template_kwargs: {name} cannot be set by the user"):
             tokenizer_at(folder, **{name: False})
     other = tokenizer_at(folder, thinking_enabled=True, enable_thinking=True)
     fault = misread_prompts([], other.template, DataSettings())

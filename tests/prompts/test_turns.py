@@ -156,9 +156,9 @@ CHATML_TEMPLATE = (
 )
 
 UNFIT = {
-    "(m.content if loop.last else m.content[:5])": "writes earlier turns anew .*'turnends<.* becomes '<|im_end|>",
-    "(m.content if m.role == 'user' else '')": "leaves out what the assistant writes",
-    "(m.content if loop.index < 3 else '')": "leaves out messages of the role user",
+    "(m.content if loop.last else m.content[:5])": "changes earlier turns .*'turnends<.* becomes '<|im_end|>",
+    "(m.content if m.role == 'user' else '')": "leaves out the assistant's text",
+    "(m.content if loop.index < 3 else '')": "leaves out messages with role user",
     "m.content | tojson(ensure_ascii=True)": "turns the text of user messages into control tokens",
 }
 
@@ -167,9 +167,9 @@ UNFIT = {
     ("template", "message"),
     [
         *((CHATML_TEMPLATE.replace("CONTENT", content), message) for content, message in UNFIT.items()),
-        (CHATML_TEMPLATE.replace("CONTENT", "m.content").replace("<|im_end|>", "<e>"), "behind a turn.*eos_tokens"),
-        ("{% for m in messages %}{{ '<|im_end|>' + m.role + m.content }}{% endfor %}", "would be there twice"),
-        ("{% for m in messages %}{{ 'x' + m.content }}{% endfor %}", "joins the end of a turn and what follows in one"),
+        (CHATML_TEMPLATE.replace("CONTENT", "m.content").replace("<|im_end|>", "<e>"), "after a turn.*eos_tokens"),
+        ("{% for m in messages %}{{ '<|im_end|>' + m.role + m.content }}{% endfor %}", "would occur twice"),
+        ("{% for m in messages %}{{ 'x' + m.content }}{% endfor %}", "merges the end of a turn and the following text"),
     ],
 )
 def test_a_template_unfit_for_several_turns_is_refused_with_the_reason(template, message, tmp_path):
@@ -296,7 +296,9 @@ def test_auto_format_is_that_of_the_chat_template(name, style, tmp_path):
     assert resolve_format("auto", tokenizer, has_tools=False) == (style or "none")
     assert resolve_format("json", tokenizer, has_tools=True) == "json"
     if style is None:
-        with pytest.raises(InputError, match=r"env\.parser: .*does not show how to write a call.*set it to json_tags"):
+        with pytest.raises(
+            InputError, match=r"env\.parser: .*does not show how to write a tool call.*set it to json_tags"
+        ):
             resolve_format("auto", tokenizer, has_tools=True)
     else:
         assert resolve_format("auto", tokenizer, has_tools=True) == style

@@ -33,7 +33,7 @@ def test_objects_are_read_with_their_line_numbers(path, content, expected):
         (b'{"a": 1', r"not JSON: Expecting ',' delimiter at column 8$"),
         (b"[1, 2]", "expected a JSON object, got list; a file needs one object a line"),
         (b'{"a": -Infinity}', "-Infinity"),
-        (b'{"b": 1.0, "a": {"c": [0.5, NaN, NaN]}}', r"not usable JSON: a\.c\[1\] is NaN$"),
+        (b'{"b": 1.0, "a": {"c": [0.5, NaN, NaN]}}', r"unusable JSON: a\.c\[1\] is NaN$"),
         (b'{"a": 1E+400}', "a is Infinity, or too large for a float64"),
         (b'{"a": [1, -1e400]}', r"a\[1\] is -Infinity, or too large for a float64"),
         (b'{"a": ' + b"9" * 400 + b".0}", "a is Infinity, or too large"),
@@ -53,7 +53,7 @@ def test_nan_of_other_programs_is_read_as_null(path):
     path.write_text('{"NaN": "NaN", "a": [NaN, {"b": NaN}]}\n{"a": [NaN, -Infinity]}\n')
     lines = read_jsonl(path, reads_nan=True)
     assert next(lines) == (1, {"NaN": "NaN", "a": [None, {"b": None}]})
-    with pytest.raises(InputError, match=r"jsonl:2: not usable JSON: a\[1\] is -Infinity"):
+    with pytest.raises(InputError, match=r"jsonl:2: unusable JSON: a\[1\] is -Infinity"):
         next(lines)
 
 

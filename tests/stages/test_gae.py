@@ -158,10 +158,10 @@ GOOD: dict[str, Any] = {"values": [1.0], "reward": 1.0}
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
-        ([GOOD, {"values": [1.0, 2.0]}], "in.jsonl:2: missing reward, or token_rewards"),
+        ([GOOD, {"values": [1.0, 2.0]}], "in.jsonl:2: the field `reward` is missing, or"),
         ([GOOD, {"values": [1.0] * 4, "token_rewards": [1.0] * 2}], "in.jsonl:2: values has 4 entries, expected 2 or"),
         ([GOOD, {"values": [3e38], "reward": -3e38}], "in.jsonl:2: rewards or values are too large"),
-        ([GOOD, {"values": [float("nan")], "reward": 1.0}], "in.jsonl:2: not usable JSON: values[0] is NaN"),
+        ([GOOD, {"values": [float("nan")], "reward": 1.0}], "in.jsonl:2: unusable JSON: values[0] is NaN"),
         ([{"values": [1.0], "loss_mask": [False]}], "in.jsonl: the mask of all samples is False throughout"),
         ([], "contains no samples"),
     ],
@@ -299,10 +299,13 @@ def test_gae_equals_the_advantages_of_training(tmp_path: Path, bootstraps: str) 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"reference_logprobs": None}, "missing reference_logprobs, which the KL penalty in the reward needs"),
+        (
+            {"reference_logprobs": None},
+            "the field `reference_logprobs` is missing, which the KL penalty in the reward needs",
+        ),
         ({"policy_logprobs": [0.0]}, "policy_logprobs has 1 entries, expected 6"),
         ({"finish_reason": "length", "values": [0.0] * 6}, "values has 6 entries, expected 7: the sample was"),
-        ({"values": None}, "missing values, a number for each completion token; `grpo score --role critic` adds them"),
+        ({"values": None}, "the field `values` is missing (one number per completion token); add it with `grpo"),
     ],
 )
 def test_field_that_training_would_need_is_missed(tmp_path: Path, changes: dict[str, Any], message: str) -> None:

@@ -196,7 +196,7 @@ def test_unusable_completions_and_settings_are_refused(sft_config: Path, tiny_mo
         sft_config, "rollout.max_new_tokens=2", "data.overlong_prompts=error"
     )
     unmarked = refused(sft_config, f"model.path={tiny_model}")
-    assert "the tokens of the assistant's turn cannot be marked" in unmarked
+    assert "the assistant's tokens cannot be identified" in unmarked
     replayed = refused(sft_config, "run.name=other", options=("--from-rollouts", trained))
     assert "--from-rollouts: algorithm.name: sft trains on the completions of data.source" in replayed
     for name, value in (("rollout.group_size", 4), ("reward.model", "judge"), ("algorithm.estimator", "gae")):
