@@ -131,7 +131,7 @@ def test_run_that_on_step_or_ctrl_c_ends_is_saved_and_continues_like_any_other(c
     assert f"source: {run.path / 'data'}" in saved
     with pytest.raises(InputError, match=r"already holds a run; .* or continue it with resume='auto'$"):
         train(config, overrides=once)
-    with pytest.raises(InputError, match=r"reward.functions: callable:length is a Python function that was passed to"):
+    with pytest.raises(InputError, match=r"reward.functions: callable:length is a Python function passed to"):
         grpo.train(run.path / "settings.yaml", resume="must")
     with pytest.raises(InputError, match="data"):
         train(config, data=ROWS[1:], overrides=once, resume="must")

@@ -420,14 +420,14 @@ def _read_episode(record: Any, mask: Bool[np.ndarray, "C"] | None, num_tokens: i
     for number, turn in enumerate(episode.turns):
         if not place <= turn.start <= turn.end <= num_tokens:
             raise InputError(
-                f"{where}: episode.turns.{number} is from {turn.start} to {turn.end}; turns follow each other, so "
+                f"{where}: episode.turns.{number} is from {turn.start} to {turn.end}; turns must be in order: "
                 f"expected {place} <= start <= end <= {num_tokens}, the number of completion_token_ids"
             )
         place = turn.end
     mask = np.ones(num_tokens, bool) if mask is None else mask
     if len(wrong := np.flatnonzero(mask & ~episode.written_mask(num_tokens))):
         raise InputError(
-            f"{where}: loss_mask[{wrong[0]}] is true, but that token is in no turn of the policy (episode.turns); "
-            "tokens of observations are false"
+            f"{where}: loss_mask[{wrong[0]}] is true, but this token is in no policy turn (episode.turns); it must "
+            "be false for tokens of observations"
         )
     return episode

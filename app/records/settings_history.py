@@ -33,18 +33,18 @@ class SettingsHistory:
     """The settings of each step of a run."""
 
     periods: Sequence[SettingsPeriod]
-    """By step, at least one, the last with the settings of the last session."""
+    """In order of steps, at least one; the last period has the last session's settings."""
     sessions: Sequence[Mapping[str, Any]]
     """The readable lines of `sessions.jsonl`."""
     gaps: Sequence[str]
-    """What is unknown about earlier sessions, in words."""
+    """Descriptions of what is unknown about earlier sessions."""
 
     @classmethod
     def read(cls, run: RunDirectory) -> SettingsHistory:
-        """Reads the settings of all sessions. Those of the last one are also in `settings.yaml`, unless it was changed.
+        """Reads the settings of all sessions. The last one's are also in `settings.yaml`, unless it was changed.
 
         Raises:
-            InputError: neither has settings, they are damaged, or another version of this program wrote them.
+            InputError: neither file has settings, they are damaged, or another version of this program wrote them.
         """
         sessions, damaged, is_last_read = list[Mapping[str, Any]](), list[str](), False
         periods: list[SettingsPeriod] = []
@@ -59,7 +59,7 @@ class SettingsHistory:
                     is_last_read = False
                     continue
             is_last_read = True
-            # Steps after the checkpoint that this session continued from were trained again.
+            # Steps after the checkpoint from which this session continued were trained again.
             periods = [period for period in periods if period.first_step < first_step]
             if not periods or periods[-1].file.content != content:
                 period = _period(first_step, f"{run.settings_path} of step {first_step}", run, content)
@@ -74,19 +74,19 @@ class SettingsHistory:
                 periods[-1:] = [stored]
         if not periods:
             raise InputError(
-                f"{run.settings_path} is lost, and sessions.jsonl beside it holds no settings either; restore one of "
-                "them from a copy, or start another run.name"
+                f"{run.settings_path} is missing, and sessions.jsonl next to it has no settings either; restore one "
+                "of them from a copy, or use another run.name"
             )
         gap = f"sessions.jsonl has no valid settings in line {', '.join(damaged)}; others are taken instead"
         return cls(periods, sessions, [gap] if damaged else [])
 
     def period_of(self, step: int) -> SettingsPeriod:
-        """Returns the settings under which a step was trained; those of the first step also for step 0."""
+        """Returns the settings under which a step was trained; step 0 has the first step's."""
         return next((period for period in reversed(self.periods) if period.first_step <= step), self.periods[0])
 
     @property
     def changes(self) -> list[tuple[int, SettingChange]]:
-        """Each change of a setting with the first step after it."""
+        """Each change of a setting, with the first step that it affects."""
         return [
             (after.first_step, change)
             for before, after in pairwise(self.periods)
@@ -99,7 +99,7 @@ def _period(first_step: int, name: str, run: RunDirectory, content: bytes) -> Se
     if unknown := [field for field in settings if field not in FIELDS]:
         more = f" and {len(unknown) - 1} more settings that do" if unknown[1:] else ", which does"
         raise InputError(
-            f"{name}: {unknown[0]}{more} not exist here, so another version of grpo wrote this run; read it with that "
-            "version, or start another run.name"
+            f"{name}: {unknown[0]}{more} not exist here, so another version of grpo wrote this run; read it with "
+            "that version, or use another run.name"
         )
     return SettingsPeriod(first_step, ConfigFile(name, run.path.name, content), settings)

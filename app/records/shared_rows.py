@@ -1,4 +1,4 @@
-"""The fields of a data row in a sample file: long ones stand in the first sample of a prompt, not in each.
+"""Long fields of a data row in a sample file are stored only in the first sample of a prompt.
 
 A row may have 100 kB of test cases, and a step many samples of each row.
 """
@@ -12,15 +12,15 @@ from typing import Any
 from settings.errors import InputError
 
 ROW_FIELDS = ("answer", "columns")
-"""Fields of a sample's record that are the same in all samples of a row, and of any size."""
+"""Fields of a sample's record that are the same in all samples of a row and may be large."""
 ROW_OF = "row_of"
-"""The field of a record without them: the uid of an earlier sample of the file, which has them."""
+"""The field that replaces them: the uid of an earlier sample in the file that has them."""
 MAX_REPEATED_CHARS = 256
-"""Longest JSON of a field that every sample has, so that small rows can be read in any line."""
+"""Fields with at most this much JSON are repeated in every sample, so that small rows are readable in any line."""
 
 
 def share_rows(records: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
-    """Yields the records of one file, with `row_of` in place of the long fields that an earlier one has."""
+    """Yields the records of one file, with `row_of` in place of long fields that an earlier record has."""
     holders: dict[str, tuple[str, dict[str, Any], list[str]]] = {}
     for record in records:
         uid, row = str(record.get("uid")), {name: record[name] for name in ROW_FIELDS if name in record}
@@ -35,13 +35,13 @@ def share_rows(records: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, An
 
 
 def _are_same(row: Mapping[str, Any], held: Mapping[str, Any]) -> bool:
-    # In a file, 1, 1.0 and True are different. Most samples of a prompt have the same objects.
+    # In a file, 1, 1.0 and True differ. Most samples of a prompt share the same objects.
     values = zip(row.values(), held.values(), strict=True)
     return [*row] == [*held] and all(one is other or repr(one) == repr(other) for one, other in values)
 
 
 class SharedRows:
-    """Gives the records of one file, in its order, the fields that an earlier one has for them."""
+    """Restores the shared fields of the records of one file, in order."""
 
     def __init__(self) -> None:
         self._rows: dict[str, dict[str, Any]] = {}
@@ -50,7 +50,7 @@ class SharedRows:
         """Returns the record with all fields of its row, and without `row_of`.
 
         Raises:
-            InputError: no earlier record is the one that `row_of` names; the message starts with `where`.
+            InputError: no earlier record has the uid in `row_of`; the message starts with `where`.
         """
         row = {name: record[name] for name in ROW_FIELDS if name in record}
         holder, uid = record.get(ROW_OF), record.get("uid")
@@ -60,7 +60,7 @@ class SharedRows:
             return record
         if not isinstance(holder, str) or holder not in self._rows:
             raise InputError(
-                f"{where}: {ROW_OF}: no earlier line is the sample {holder!r:.80}, which has answer and columns of "
+                f"{where}: {ROW_OF}: no earlier line has the sample {holder!r:.80} with the answer and columns of "
                 f"this one; keep that line before this one, or replace {ROW_OF} by these fields"
             )
         return {**self._rows[holder], **{name: value for name, value in record.items() if name != ROW_OF}}

@@ -1,4 +1,4 @@
-"""Text for people: what others wrote made safe for a terminal, sizes, intervals and tables."""
+"""Formats text for people: escapes untrusted text for terminals; sizes, intervals and tables."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ import io
 from collections.abc import Callable, Iterable, Sequence
 
 TABLE_WIDTH = 1000
-"""Characters: wider than any table, so that none is wrapped to the terminal."""
+"""Width in characters, larger than any table, so that tables are not wrapped to the terminal."""
 
 
 def to_printable(text: str) -> str:
-    """Returns the text on one line, with every character that a terminal would execute spelled out as in Python.
+    """Returns the text on one line, with every character that a terminal would interpret escaped as in Python.
 
-    Those are escape sequences, carriage returns, changes of text direction, and characters without a UTF-8 encoding.
+    These are escape sequences, carriage returns, changes of text direction, and characters without a UTF-8 encoding.
     """
     return "".join(_escape_character(character) for character in text)
 
 
 def to_printable_lines(text: str) -> str:
-    """Returns the text with its line breaks and tabs, and everything else as `to_printable` returns it."""
+    """Like `to_printable`, but keeps line breaks and tabs."""
     return "\n".join("\t".join(map(to_printable, line.split("\t"))) for line in text.split("\n"))
 
 
@@ -30,7 +30,7 @@ def _escape_character(character: str) -> str:
 
 
 def format_bytes(num_bytes: float) -> str:
-    """Formats a size in bytes for people: in GiB from one GiB on, in KiB below a tenth of a MiB, otherwise in MiB."""
+    """Formats a size in bytes: in GiB from 1 GiB, in KiB below 0.1 MiB, otherwise in MiB."""
     if num_bytes >= 2**30:
         return f"{num_bytes / 2**30:,.2f} GiB"
     return f"{num_bytes / 2**20:,.1f} MiB" if 10 * num_bytes >= 2**20 else f"{num_bytes / 2**10:,.1f} KiB"
@@ -42,7 +42,7 @@ def format_count(count: int, noun: str) -> str:
 
 
 def format_percent(share: float) -> str:
-    """Formats a share as a percentage with one decimal: 0.256 is `25.6 %`."""
+    """Formats a fraction as a percentage with one decimal: 0.256 is `25.6 %`."""
     return f"{100 * share:z.1f} %"
 
 
@@ -58,7 +58,7 @@ def format_ranges(numbers: Iterable[int]) -> str:
 
 
 def format_interval(interval: tuple[float, float] | None, format_number: Callable[[float], str]) -> str:
-    """Formats an interval as `[low, high]`; without one, returns the empty string."""
+    """Formats an interval as `[low, high]`; returns an empty string without one."""
     return "" if interval is None else f"[{', '.join(map(format_number, interval))}]"
 
 

@@ -1,9 +1,9 @@
-"""Values that data files have and JSON has not, written as tagged objects in every record and message.
+"""Values of data files that JSON does not support, written as tagged objects in records and messages.
 
     {"python_type": "decimal.Decimal", "value": "1.50"}
 
-Rows of data sets hold only such JSON, from the file on, so that what a reward function gets does not depend on whether
-the sample went through a file. The tagged objects become Python objects again in the process of the user's function.
+Rows of data sets contain only such JSON, so that the arguments of a reward function do not depend on whether the sample
+went through a file. The tagged objects become Python objects again in the process of the user's function.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ DECIMAL = "decimal.Decimal"
 MICROSECOND = timedelta(microseconds=1)
 
 CODECS: dict[str, tuple[type, Callable[[Any], str], Callable[[str], Any]]] = {
-    # A datetime is a date, too, so it comes first. Its time zone is kept as an offset.
+    # A datetime is also a date, so it comes first. Its time zone is kept as an offset.
     "datetime.datetime": (datetime, datetime.isoformat, datetime.fromisoformat),
     "datetime.date": (date, date.isoformat, date.fromisoformat),
     "datetime.time": (time, time.isoformat, time.fromisoformat),
@@ -32,11 +32,11 @@ CODECS: dict[str, tuple[type, Callable[[Any], str], Callable[[str], Any]]] = {
     "bytes": (bytes, lambda x: base64.b64encode(x).decode(), lambda text: base64.b64decode(text, validate=True)),
     "float": (float, str, float),
 }
-"""Name in `TYPE` -> type, how to write it as text, and how to read it. The only floats among them are infinities."""
+"""Name in `TYPE` -> type, function to text, and function from text. The only floats are infinities."""
 
 
 def to_json(value: Any) -> Any:
-    """Returns a value of a data file as JSON: null for NaN, a list for a tuple, tagged objects for what JSON lacks.
+    """Converts a value of a data file to JSON: null for NaN, a list for a tuple, tagged objects for other types.
 
     An object of any other type is left as it is.
     """
@@ -55,7 +55,7 @@ def to_json(value: Any) -> Any:
 
 
 def from_json(value: Any) -> Any:
-    """Returns JSON with the objects for which `to_json` wrote tagged ones; one that it did not write stays as it is."""
+    """Restores the objects that `to_json` has tagged; other objects are unchanged."""
     if isinstance(value, list):
         return [from_json(item) for item in value]
     if not isinstance(value, dict):
@@ -75,7 +75,7 @@ def is_text_or_number(value: Any) -> bool:
 
 
 def to_text(value: Any) -> str:
-    """Returns JSON as people write it: text as it is, a tagged object as its value, null as nothing."""
+    """Returns JSON as readable text: strings as they are, a tagged object as its value, null as an empty string."""
     if value is None or isinstance(value, str):
         return value or ""
     tagged = from_json(value)

@@ -17,7 +17,7 @@ TRAINING_PACKAGES = (
 )
 """Packages that determine the result of a run."""
 QUANTIZATION_PACKAGE = "qwix"
-"""The package that determines the samples, in addition, if kernels are quantized."""
+"""The package that also determines the samples if kernels are quantized."""
 
 NOT_INSTALLED = "not installed"
 
@@ -26,7 +26,7 @@ SOURCE_ROOT = Path(__file__).resolve().parents[2]
 
 
 def code_digest() -> str:
-    """Returns a digest of the program's source files, the same for a checkout and an installation of it."""
+    """Returns a digest of the program's source files, the same for a checkout and an installation."""
     digest = hashlib.sha256()
     packages = (SOURCE_ROOT / name for name in ("app", "settings"))
     files = [SOURCE_ROOT / "cli.py", *(path for package in packages for path in sorted(package.rglob("*.py")))]
@@ -37,7 +37,7 @@ def code_digest() -> str:
 
 
 def program_versions(packages: Iterable[str]) -> dict[str, str]:
-    """Returns the versions of Python and of packages, and the code digest, by a name for messages."""
+    """Returns the versions of Python and packages, and the code digest, by display name."""
     return {
         "version of Python": platform.python_version(),
         **{f"version of {name}": version_of(name) for name in packages},

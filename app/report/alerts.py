@@ -25,40 +25,40 @@ from app.report.metrics_history import (
 REARM_STEPS = 25
 """Steps after which an alert may be raised again, if its condition was absent in all of them."""
 SHORT_WINDOW_STEPS, LONG_WINDOW_STEPS = 5, 10
-"""Steps over which a metric is judged: a single step is noisy, and a constant reward needs a longer window."""
+"""Windows for evaluating a metric: a single step is noisy, and a constant reward needs a longer window."""
 ENTROPY_COLLAPSE_FRACTION = 0.1
 """Fraction of the initial entropy. A run that learns well keeps more: the quickstart ends at a quarter."""
 SOLVED_REWARD = 0.95
-"""Mean of each reward function, in [0, 1], from which there is nothing left to learn."""
+"""Mean of each reward function, in [0, 1], from which the task counts as solved."""
 ZERO_VARIANCE_THRESHOLD = 0.95
 """Fraction of groups whose rewards are all equal. At 0.95, only a twentieth of the samples give a learning signal."""
 TRUNCATION_THRESHOLD = 0.25
 """Fraction of truncated answers. Above a quarter, the policy mostly learns to be short."""
 EARLY_TRUNCATION_THRESHOLD = 0.5
-"""The same in each of the first steps, which are not enough for a mean."""
+"""The same for each of the first steps, which are too few for a mean."""
 KL_THRESHOLD = 0.5
 """KL to the initial model, in nats per token. Usual runs stay below 0.1; beyond 0.5 the text degenerates."""
 RATIO_THRESHOLD = 10.0
-"""Largest probability ratio without an alert: clipping does not bound the loss of tokens with a negative advantage."""
+"""Maximum probability ratio without an alert: clipping does not bound the loss of tokens with a negative advantage."""
 CLIP_FRACTION_THRESHOLD = 0.3
 """Fraction of clipped tokens above which the later updates of a step have little effect."""
 MISMATCH_THRESHOLD = 0.02
 """Mean difference in nats between sampler and trainer: 1e-7 in float32, 0.004 in bfloat16 (the quickstart)."""
 CORRECTED_MISMATCH_THRESHOLD = 0.1
-"""The same where importance weights correct for it; 0.05 by `rollout.weights: int8`, 0.03 by
-`rollout.kv_cache: int8` (SmolLM2-135M)."""
+"""The same if importance weights correct for it; 0.05 by `rollout.weights: int8`, 0.03 by `rollout.kv_cache: int8`
+(SmolLM2-135M)."""
 ROUNDING_TOLERANCE = 1e-9
 """Largest difference between weighted sums that is due to rounding."""
 WARM_UP_STEPS = 20
-"""Number of first steps in which new shapes are expected."""
+"""Number of initial steps in which new shapes are expected."""
 COLLAPSE_STEPS = 100
 """Steps within which a collapse happens; a slower decline has other causes than too large updates."""
 COLLAPSE_FRACTION = 0.5
-"""Share of its best mean over a short window that the reward loses in a collapse."""
+"""Fraction of its best short-window mean that the reward loses in a collapse."""
 COLLAPSE_STD = 0.25
-"""Smallest such loss, in standard deviations of the samples: twice the noise of a step of 64 samples."""
+"""Minimum loss of reward in a collapse, in standard deviations of the samples: twice the noise of 64 samples."""
 MAX_LEARNING_RATE = 1e-3
-"""Highest rate to advise after a collapse; even the smallest of models, the quickstart's, takes half of it."""
+"""Maximum learning rate to suggest after a collapse; even the smallest model, the quickstart's, uses half of it."""
 ENTROPY_EXPLOSION, GRAD_NORM_EXPLOSION = 3.0, 10.0
 """Growth since the best step that healthy updates do not cause: the quickstart's entropy only falls."""
 
@@ -79,14 +79,14 @@ class StepRecords(list[MetricsRecord]):
     def __init__(self) -> None:
         super().__init__()
         self.evaluations: list[tuple[int, MetricsRecord]] = []
-        """The lines with a held-out accuracy, each after a number of training steps, which may be 0."""
+        """The lines with a held-out accuracy, each with the number of training steps before it."""
 
 
 class AlertMonitor:
     """Checks the steps of a run in order and raises each alert once while its condition lasts."""
 
     def __init__(self, history: History = ()):
-        """Starts from the steps of `history`, whose alerts are not raised again."""
+        """Starts with the steps of `history`, whose alerts are not raised again."""
         self._steps = StepRecords()
         self._absent_steps = dict.fromkeys(RULES, REARM_STEPS)
         self.alerts = [alert for record in history for alert in self.observe(record)]
@@ -178,7 +178,7 @@ def _equal_rewards(steps: Sequence[MetricsRecord]) -> str | None:
     shares = _since_start(steps, name, count)
     if shares is None or shares.mean() < (ZERO_VARIANCE_THRESHOLD if len(shares) == count else 1):
         return None
-    # With advantages per token, groups are not compared.
+    # With advantages per token, samples of a group are not compared.
     if _constant_reward(steps) or finite_metric(steps[-1], "returns/mean") is not None:
         return None
     if _learns_from_teacher(steps):
@@ -219,7 +219,7 @@ def _high_kl(steps: Sequence[MetricsRecord]) -> str | None:
 
 
 def _ratio_blow_up(steps: Sequence[MetricsRecord]) -> str | None:
-    # The three parts share no tokens: they differ in the side of the ratio or the sign of the advantage.
+    # The three parts are disjoint: they differ in the side of the ratio or the sign of the advantage.
     parts = [
         _last_values(steps, f"policy/clip_fraction_{side}", SHORT_WINDOW_STEPS) for side in ("low", "high", "dual")
     ]
@@ -242,7 +242,7 @@ def _reward_collapse(steps: Sequence[MetricsRecord]) -> str | None:
     means = Series.from_history(recent, "reward/mean").trailing_mean(SHORT_WINDOW_STEPS)
     if not SHORT_WINDOW_STEPS < len(means) == len(recent):
         return None
-    # A trailing mean has fewer steps only at the start of the run, where the first update may be the one at fault.
+    # A trailing mean has fewer steps only at the start of the run, where the first update may be the cause.
     first = SHORT_WINDOW_STEPS - 1 if len(recent) < len(steps) else 0
     best, now = first + int(means[first:-SHORT_WINDOW_STEPS].argmax()), means[-1]
     lost, spread = means[best] - now, finite_metric(recent[best], "reward/std") or 0.0
@@ -285,7 +285,7 @@ def _over_optimization(steps: StepRecords) -> str | None:
     highest, least = accuracies[best], max(accuracies[-2:])
     variance = highest * (1 - highest) + least * (1 - least)
     num_prompts = finite_metric(steps.evaluations[-1][1], EVAL_PROMPTS) or 0.0
-    # A plug-in's values may lie outside of [0, 1], and then nothing is known of their noise.
+    # A plug-in's values may be outside [0, 1], and then their noise is unknown.
     if variance < 0 or num_prompts <= 0 or highest - least <= 2 * (variance / num_prompts) ** 0.5:
         return None
     ends = max(steps.evaluations[best][0], LONG_WINDOW_STEPS), steps.evaluations[-1][0]
@@ -345,7 +345,7 @@ def _recompilation(steps: Sequence[MetricsRecord]) -> str | None:
 
 
 def _learns_from_teacher(steps: Sequence[MetricsRecord]) -> bool:
-    """Returns whether the KL to a teacher is in the rewards or advantages: then entropy follows the teacher's."""
+    """Returns whether the KL to a teacher is in the rewards or advantages, so that entropy follows the teacher's."""
     return all(finite_metric(steps[-1], name) is not None for name in ("policy/teacher_kl", "policy/kl_coef"))
 
 

@@ -42,7 +42,7 @@ def before_and_after(history: History) -> BeforeAfter:
         by_plug_in = accuracy_is_plug_in_mean(evaluations)
         for name in (name for name in after if name.startswith("eval/") and name != EVAL_PROMPTS):
             values = [finite_metric(record, name) for record in (before, after)]
-            # Errors are only worth a row if there were some.
+            # Show errors only if there were any.
             if values != [None, None] and not (name.endswith("_count") and not any(values)):
                 start, end = (format_metric(name, value, by_plug_in=by_plug_in) for value in values)
                 table.append((name.removeprefix("eval/"), start, end))
@@ -65,7 +65,7 @@ def before_and_after(history: History) -> BeforeAfter:
 def summary_text(
     history: History, *, path: str, best: tuple[int, str, float] | None = None, early_end: str = ""
 ) -> str:
-    """Returns what `before_and_after` does, and the best checkpoint, as text for the end of a run.
+    """Returns the result of `before_and_after` and the best checkpoint as text for the end of a run.
 
     Args:
         best: step, metric and value of the best evaluation, which is `checkpoints/best` unless its step is 0.
@@ -82,7 +82,7 @@ def summary_text(
 
 
 def no_step_left(last_step: int) -> str:
-    """Returns what a run that is continued after its last step says."""
+    """Returns the message of a run that is continued after its last step."""
     return f"no step is left after step {last_step}; --set run.steps={2 * last_step} continues the training"
 
 
@@ -106,13 +106,13 @@ def _best_text(history: History, step: int, metric: str, value: float) -> str:
     text = format_metric(metric, value, by_plug_in=accuracy_is_plug_in_mean(history))
     if not step:
         return f"training has not improved {metric} on the start (step 0): {text}"
-    # Of equals the checkpoint counts, as it can be used.
+    # In a tie, the checkpoint counts, because it can be used.
     is_equal = any(record["step"] == 0 and finite_metric(record, metric) == value for record in history)
     return f"best {metric} {text} after step {step}{', no better than the start (step 0)' if is_equal else ''}"
 
 
 def format_metric(name: str, value: float | None, *, by_plug_in: bool) -> str:
-    """Formats an evaluation metric: shares as percentages, but the mean of a plug-in's values as rewards are."""
+    """Formats an evaluation metric: fractions as percentages, the mean of a plug-in's values like a reward."""
     if value is None:
         return "–"
     if by_plug_in and name.startswith("eval/accuracy"):

@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Float64
 
 Interval = tuple[float, float]
-"""Lower and upper end."""
+"""Lower and upper bound."""
 
 CONFIDENCE = 0.95
 NORMAL_QUANTILE = 1.959964
@@ -30,13 +30,13 @@ class MetricEstimate(NamedTuple):
 
 
 def wilson_interval(share: float, count: float) -> Interval:
-    """Returns Wilson's 95 % interval of a share observed in `count` trials; `count` may be fractional.
+    """Returns Wilson's 95 % interval of a proportion in `count` trials; `count` may be fractional.
 
     (p + z^2/2n +- z sqrt(p(1-p)/n + z^2/4n^2)) / (1 + z^2/n), z = 1.96.
 
     Source: Wilson 1927, Probable inference, the law of succession, and statistical inference.
     """
-    # scipy's binomtest has this interval for whole counts only.
+    # scipy's binomtest has this interval only for integer counts.
     denominator = 1 + NORMAL_QUANTILE**2 / count
     centre = (share + NORMAL_QUANTILE**2 / (2 * count)) / denominator
     half = NORMAL_QUANTILE * math.sqrt(share * (1 - share) / count + NORMAL_QUANTILE**2 / (4 * count**2)) / denominator
@@ -44,11 +44,11 @@ def wilson_interval(share: float, count: float) -> Interval:
 
 
 def clustered_share_interval(shares: Float64[np.ndarray, "P"], *, num_samples: int) -> Interval | None:
-    """Returns the interval of the mean share over prompts with `num_samples` samples each; None for one prompt.
+    """Returns the interval of the mean pass rate over prompts with `num_samples` samples each; None for one prompt.
 
-    This is Wilson's interval for n = p (1 - p) / (s^2 / P) trials, with p the mean of the shares and s^2 their variance
-    (ddof = 0). n is the number of independent trials that would determine the mean equally well: P for shares of 0 and
-    1, less than the number of samples if a prompt's samples are alike, and never more than that number.
+    This is Wilson's interval for n = p (1 - p) / (s^2 / P) trials, with p the mean of the pass rates and s^2 their
+    variance (ddof = 0). n is the number of independent trials that would determine the mean equally well: P for rates
+    of 0 and 1, fewer than the number of samples if a prompt's samples are alike, and never more.
 
     Source: Korn and Graubard 1998, Confidence intervals for proportions with small expected number of positive counts.
     """
@@ -57,9 +57,9 @@ def clustered_share_interval(shares: Float64[np.ndarray, "P"], *, num_samples: i
         return None
     mean, variance = float(shares.mean()), float(shares.var())
     spread = mean * (1 - mean)
-    # If all are right or all wrong, the data do not show how much further samples of a prompt add to its first.
+    # If all are right or all wrong, the data do not show how much information further samples of a prompt add.
     count = num_prompts if spread == 0 else num_prompts * min(spread / variance if variance else math.inf, num_samples)
-    # Without rounding, the variance would never exceed the spread.
+    # Only rounding can make the variance exceed the spread.
     return wilson_interval(mean, max(count, num_prompts))
 
 

@@ -25,7 +25,7 @@ FIGURE_WIDTH = 5.4
 """Width in inches: narrow, so that letters stay readable on a phone."""
 STYLE: Any = {
     "figure.constrained_layout.use": True,
-    "font.family": "DejaVu Sans",  # part of matplotlib, so that plots are the same on every machine
+    "font.family": "DejaVu Sans",  # included in matplotlib, so that plots are the same on every machine
     "font.size": 9,
     "axes.grid": True,
     "axes.spines.right": False,
@@ -86,7 +86,7 @@ def check_picture_path(path: Path, option: str, suffixes: Sequence[str]) -> None
 
 
 def render_panel(panel: Panel, history: History) -> RenderedPlot | None:
-    """Draws a panel; returns None if there is nothing to plot."""
+    """Draws a panel; returns None if it has no data."""
     if not panel.has_data(history):
         return None
     with new_figure(FIGURE_WIDTH, TITLE_HEIGHT + panel.height, salt=panel.name) as figure:
@@ -96,10 +96,10 @@ def render_panel(panel: Panel, history: History) -> RenderedPlot | None:
         else:
             panel.draw(plot, history)
         svg = save_figure(figure, "svg", transparent=True).decode()
-        figure.set_layout_engine("none")  # keeps the layout computed for the SVG
+        figure.set_layout_engine("none")  # keep the layout computed for the SVG
         above.text(0.015, 0.5, panel.title, fontsize=11, fontweight="bold", va="center")
         png = save_figure(figure, "png")
-    # The page shows everything below the title.
+    # The page shows the part below the title.
     box = f"0 {TITLE_HEIGHT * POINTS_PER_INCH:g} {FIGURE_WIDTH * POINTS_PER_INCH:g} {panel.height * POINTS_PER_INCH:g}"
     return RenderedPlot(inline_svg(svg, label=panel.title, box=box), png)
 

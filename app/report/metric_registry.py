@@ -14,11 +14,12 @@ PLACEHOLDERS = {"<function>": "[^/]+", "<name>": "[^/]+", "<n>": "[0-9]+", "<k>"
 
 class Metric(NamedTuple):
     pattern: str
-    """Names separated by commas; `{a,b}` stands for both, `<function>` and the other `PLACEHOLDERS` for any name."""
+    """Names separated by commas; `{a,b}` expands to both, and `<function>` and the other `PLACEHOLDERS` match any
+    name."""
     meaning: str
     healthy: str
     remedy: str
-    """What to change if the values are not healthy, or what that means."""
+    """What to change if the values are not healthy, or what they mean."""
 
     @property
     def names(self) -> list[str]:

@@ -14,9 +14,9 @@ MetricsRecord = Mapping[str, Any]
 """One line: `step` and the metrics by name."""
 History = Sequence[MetricsRecord]
 EVAL_PROMPTS = "eval/num_prompts"
-"""The number of prompts behind the other metrics of an evaluation, and their noise."""
+"""The number of prompts of an evaluation, which determines the noise of its other metrics."""
 LOWER_IS_BETTER = frozenset({"eval/mean_length", "eval/truncated_fraction", "eval/error_count"})
-"""The metrics of evaluations that are better if they are lower."""
+"""Evaluation metrics for which lower is better."""
 
 
 def finite_metric(record: MetricsRecord, name: str) -> float | None:
@@ -34,18 +34,18 @@ def is_number(value: Any) -> TypeGuard[int | float]:
 def best_step(values: Mapping[int, float], metric: str | None) -> int | None:
     """Returns the step with the best value of a metric; None without values.
 
-    Of equal values the earliest counts, and the start, which is step 0, only if it is better than all others.
+    In a tie, the earliest step counts, except that the start, step 0, must be better than all others.
     """
     sign = 1 if metric in LOWER_IS_BETTER else -1
     return min(values, key=lambda step: (sign * values[step], step == 0, step), default=None)
 
 
 def early_stopping_reason(history: History, *, metric: str | None, patience: int | None) -> str | None:
-    """Returns why a run ends after the last line of its metrics, or None if it goes on.
+    """Returns why a run ends after the last line of its metrics, or None if it continues.
 
-    It ends if the last `patience` evaluations are not better than the best one before them. Before the first step it
-    never ends. An evaluation without a finite value is not better. The result depends on nothing else, so that it is
-    the same after a resume.
+    It ends if the last `patience` evaluations are not better than the best one before them, but never before the first
+    step. An evaluation without a finite value is not better. The result depends only on the metrics, so that it is the
+    same after a resume.
 
     Source: Keras, `EarlyStopping`; transformers, `EarlyStoppingCallback`.
     """
@@ -69,7 +69,7 @@ def training_steps(history: History) -> list[MetricsRecord]:
 
 
 def accuracy_is_plug_in_mean(history: History) -> bool:
-    """Returns whether `eval/accuracy` is the mean of a plug-in's values instead of the share of right answers.
+    """Returns whether `eval/accuracy` is the mean of a plug-in's values rather than the fraction of right answers.
 
     In such evaluations `eval/format_rate` is null, because only built-in tasks define a format.
     """

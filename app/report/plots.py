@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 MAX_POINTS = 500
 """Maximum number of points per line; the steps of longer runs are averaged."""
 MIN_POINTS_TO_SMOOTH = 20
-"""Minimum number of points for drawing the trailing mean of a noisy line as well."""
+"""Minimum number of points from which a noisy line also has its trailing mean."""
 BLUE, ORANGE, GREEN, RED, PURPLE, SKY, GREY = (
     "#1f7fc4", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#56b4e9", "#8a8a8a",
 )  # fmt: skip
@@ -49,20 +49,20 @@ class Panel:
     caption: str
     """How to read the plot: what is healthy and what to change."""
     metrics: Mapping[str, str]
-    """Metrics and their labels; `env/*` stands for every name in its place. The panel is drawn if one has a value."""
+    """Metrics and their labels; `env/*` matches any name. The panel is drawn if at least one has a value."""
     _: KW_ONLY
     unit: str = ""
-    """Label of the axis; that of the first metric if it is empty."""
+    """Label of the axis; empty = the first metric's label."""
     draw: Callable[[Figure, History], None] | None = None
-    """What draws the panel; None for lines of its metrics."""
+    """Function that draws the panel; None = lines of its metrics."""
     axis: Literal["numbers", "shares", "counts"] = "numbers"
-    """Whether the metrics are any numbers, shares shown in percent, or integers."""
+    """Whether the metrics are numbers, fractions shown in percent, or integers."""
     noisy: bool = False
-    """Whether the trailing mean is drawn as well."""
+    """Whether the trailing mean is also drawn."""
     scale: float = 1.0
-    """What the values are divided by."""
+    """Divisor of the values."""
     needs_nonzero: bool = False
-    """Whether a metric whose values are all 0 counts as none."""
+    """Whether a metric with only zeros counts as missing."""
     height: float = 2.7
     """Height in inches."""
 
@@ -70,7 +70,7 @@ class Panel:
         return bool(self.series(history))
 
     def series(self, history: History) -> dict[str, Series]:
-        """Returns the values of the metrics that have some, by label."""
+        """Returns the values of the metrics with data, by label."""
         labels: dict[str, str] = {}
         for name, label in self.metrics.items():
             prefix, is_pattern, _ = name.partition("*")
@@ -86,7 +86,7 @@ def _bin_size(history: History) -> int:
 
 
 def _points(history: History, name: str) -> Series:
-    """Returns the points that are drawn of a metric."""
+    """Returns the points to draw for a metric."""
     return Series.from_history(history, name).binned(_bin_size(history))
 
 
@@ -129,14 +129,14 @@ def _noisy_line(axes: Axes, history: History, series: Series, label: str) -> Non
 
 
 def _lines_of_parts(axes: Axes, parts: Mapping[str, Series]) -> None:
-    """Draws the parts of a metric under their labels."""
+    """Draws the parts of a metric with their labels."""
     for i, (label, points) in enumerate(parts.items()):
         color, style = (ORANGE, GREEN, PURPLE, SKY, RED)[i % 5], ("--", ":", "-.")[i % 3]
         _line(axes, points, escape_label(label), color=color, linestyle=style)
 
 
 def _legend(figure: Figure) -> None:
-    """Adds the legend above the plot, where it covers no data."""
+    """Adds the legend above the plot, so that it covers no data."""
     handles, labels = [], []
     for axes in figure.axes:
         more_handles, more_labels = axes.get_legend_handles_labels()
@@ -146,7 +146,7 @@ def _legend(figure: Figure) -> None:
 
 
 def escape_label(name: str) -> str:
-    """Escapes an arbitrary name, so that matplotlib neither typesets it as math nor hides it."""
+    """Escapes a name, so that matplotlib neither typesets it as math nor hides it."""
     text = name.encode("ascii", "replace").decode("ascii").replace("$", r"\$")
     return f" {text}" if text.startswith("_") else text
 
@@ -180,7 +180,7 @@ def draw_accuracy(figure: Figure, history: History) -> None:
 
 
 def _draw_intervals(axes: Axes, shares: Series, num_prompts: Mapping[float, float]) -> None:
-    """Draws the intervals of shares of right answers at the steps whose number of prompts is known."""
+    """Draws the intervals of fractions of right answers at steps with a known number of prompts."""
     known = [i for i, step in enumerate(shares.steps) if num_prompts.get(step, 0) > 0 and 0 <= shares.values[i] <= 1]
     if not known:
         return
@@ -216,7 +216,7 @@ def draw_times(figure: Figure, history: History) -> None:
         edges = np.append(points.steps - _bin_size(history) / 2, points.steps[-1] + _bin_size(history) / 2)
         above = below + np.repeat(points.values, 2)
         if share := part.values.sum() / whole:
-            # Two digits also of phases that are nearly free, as advantages should be.
+            # Two digits also for very short phases, as advantages should be.
             label = f"{name} {format_percent(share)}" if share >= 0.01 else f"{name} {100 * share:.2g} %"
             axes.fill_between(
                 np.repeat(edges, 2)[1:-1], below, above, color=PHASE_COLORS[name], linewidth=0, label=label

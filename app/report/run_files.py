@@ -1,4 +1,4 @@
-"""Reads a run directory: the report uses nothing but these files."""
+"""Reads a run directory: the report uses only these files."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class RunFiles:
         if not run.has_settings:
             runs = sorted(child.name for child in path.iterdir() if (child / "settings.yaml").is_file())
             listed = f"; it holds the runs {', '.join(runs[:5])}{', ...' * (len(runs) > 5)}" if runs else ""
-            raise InputError(f"{path} holds no settings.yaml, so it is not a run directory{listed}")
+            raise InputError(f"{path} contains no settings.yaml, so it is not a run directory{listed}")
         settings_history = SettingsHistory.read(run)
         history = _read_metrics(run.metrics_path) if run.metrics_path.is_file() else []
         if not training_steps(history):
@@ -63,14 +63,14 @@ class RunFiles:
 
     @property
     def gaps(self) -> list[str]:
-        """What is missing in the files of the run, in words."""
+        """Descriptions of what is missing in the files of the run."""
         recorded = {record["step"] for record in training_steps(self.history)}
         missing = {*range(self.settings_history.periods[0].first_step, max(recorded) + 1)} - recorded
         steps = f"step{'s' * (len(missing) > 1)} {format_ranges(missing)}"
         return [*([f"metrics.jsonl has no line for {steps}"] if missing else []), *self.settings_history.gaps]
 
     def non_default_settings(self) -> list[NonDefaultSetting]:
-        """Returns the settings that were set or derived to another value than the default."""
+        """Returns the settings whose values differ from the defaults."""
         chosen = []
         for name, (value, origin) in self.settings_history.periods[-1].settings.items():
             default = _to_json_value(FIELDS[name].default)
@@ -80,14 +80,14 @@ class RunFiles:
 
 
 def _to_json_value(value: Any) -> Any:
-    """Returns a value as `settings.yaml` has it."""
+    """Returns a value as in `settings.yaml`."""
     if isinstance(value, tuple | list):
         return [_to_json_value(item) for item in value]
     return value.model_dump(mode="json") if hasattr(value, "model_dump") else value
 
 
 def _read_metrics(path: Path) -> list[MetricsRecord]:
-    """Reads every complete line. A last line without its end is being written, or was when the run was killed."""
+    """Reads every complete line. A last line without a newline is being written, or was at the end of a killed run."""
     lines = list(read_jsonl_tolerant(path))
     if lines and isinstance(lines[-1][1], InputError) and not path.read_bytes().endswith(b"\n"):
         lines.pop()

@@ -23,7 +23,7 @@ from settings.errors import InputError
 DEFAULT_NUM_SAMPLES = 400
 """Number of samples shown by default: a page of about a megabyte, which a phone opens quickly."""
 EVAL_SHARE = 0.25
-"""Share of the shown samples that come from evaluations."""
+"""Fraction of the shown samples that come from evaluations."""
 MIN_FILES = 8
 """Minimum number of sample files to read, spread over the run; more are read only if needed to fill the page."""
 MAX_CHARACTERS = 20_000
@@ -57,7 +57,7 @@ class ViewerContent:
 
 
 class SavedSample(NamedTuple):
-    """A sample: what the page is selected by, and its fields in the page."""
+    """A sample: values used to select it, and its fields in the page."""
 
     step: int
     prompt_uid: str
@@ -65,7 +65,7 @@ class SavedSample(NamedTuple):
     prompt: str
     answer: str | None
     reward: float
-    """0 without one."""
+    """The reward; 0 without one."""
     fields: Mapping[str, Any]
 
 
@@ -143,13 +143,13 @@ def _read_samples(viewer: ViewerContent, step: int, path: Path) -> list[SavedSam
                 if isinstance(record, InputError):
                     raise record
                 whole = record
-                # The page can do without a reference answer if its line is damaged.
+                # If its line is damaged, the page omits the reference answer.
                 with suppress(InputError):
                     whole = rows.restore(record, where=f"{path}:{line}")
                 samples.append(_sample(whole, step=step, where=f"{path}:{line}"))
             except InputError as error:
                 viewer.damaged.append(str(error))
-    except InputError as error:  # the file itself
+    except InputError as error:  # the whole file is unreadable
         viewer.damaged.append(str(error))
     viewer.num_read += len(samples)
     return samples
@@ -185,7 +185,7 @@ def _sample(record: Mapping[str, Any], *, step: int, where: str) -> SavedSample:
 
 
 def _episode(record: Mapping[str, Any], advantages: Sequence[float | None]) -> dict[str, Any]:
-    """Returns the fields of a sample's episode; none if it has no episode that can be read."""
+    """Returns the fields of a sample's episode; none without a readable episode."""
     try:
         episode = EPISODE.validate_python(record.get("episode"))
     except ValidationError:

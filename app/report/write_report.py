@@ -71,10 +71,10 @@ def write_report(path: Path, *, num_samples: int = DEFAULT_NUM_SAMPLES) -> dict[
     try:
         _write_plots(path / "plots", {panel.name: plot for panel, plot in panels})
         for name, page in (("report.html", report), ("rollouts.html", samples)):
-            # A lone surrogate has no UTF-8; as a character reference it is shown as undecodable.
+            # A lone surrogate has no UTF-8 encoding; as a character reference it is shown as undecodable.
             write_atomic(path / name, page.encode("utf-8", "xmlcharrefreplace"))
     except OSError as error:
-        # The error of a full disk names no file.
+        # The error of a full disk does not name a file.
         raise InputError(f"{error.filename or path}: cannot be written: {error.strerror}") from error
     return {
         "steps": len(steps),
@@ -90,7 +90,7 @@ def write_report(path: Path, *, num_samples: int = DEFAULT_NUM_SAMPLES) -> dict[
 def _write_plots(folder: Path, plots: dict[str, RenderedPlot | None]) -> None:
     """Writes the plots, and removes those without data, as after a resume from an earlier step."""
     if folder.is_symlink():
-        raise InputError(f"{folder} is a symbolic link, which a report does not write through; remove it")
+        raise InputError(f"{folder} is a symbolic link, and reports are not written through links; remove it")
     folder.mkdir(exist_ok=True)
     for name, plot in plots.items():
         if plot is None:

@@ -1,6 +1,6 @@
 """Aggregation of the outcomes of several reward functions into one reward per sample, and handling of failures.
 
-A sample's reward is sum_i weight_i * value_i over the functions that returned a value. Unweighted values are kept too.
+A sample's reward is sum_i weight_i * value_i over the functions that returned a value. Unweighted values are also kept.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ERRORS_FIELD = "reward_errors"
 """Field of a sample's record with its failures, one line of text each."""
 
 LOGGED_FIELD = "log_extra"
-"""Field of a sample's record with what functions logged for it, by TRL's function of that name."""
+"""Field of a sample's record with the values that functions logged for it with TRL's `log_extra`."""
 
 ORIGINAL_FINISH_FIELD = "finish_reason_before_drop"
 """Field of a dropped sample's record with the finish reason of its generation."""
@@ -40,16 +40,16 @@ ALL_ABSTAINED = Failure("no reward", "every reward function abstained")
 
 @dataclass(frozen=True, slots=True)
 class RewardOutcome:
-    """What a reward function gave for a sample: a value or a failure; with neither, the function abstained."""
+    """The result of a reward function for a sample: a value or a failure; with neither, the function abstained."""
 
     value: Number | None = None
     token_values: Sequence[Number] | None = None
-    """A value for each token in place of `value`, which only advantage estimators give."""
+    """A value per token in place of `value`; only from advantage estimators."""
     failure: Failure | None = None
     extras: Extras = field(default_factory=dict)
     """Additional metrics to log."""
     logged: Logged = field(default_factory=dict)
-    """What the function logged for the sample, by TRL's `log_extra`."""
+    """Values that the function logged for the sample with TRL's `log_extra`."""
 
     @property
     def abstained(self) -> bool:
@@ -128,7 +128,7 @@ def was_dropped_in_rollout(sample: Sample) -> bool:
 
 
 def restore_dropped(scored: RewardedSamples, samples: Sequence[Sample], *, fate: str) -> RewardedSamples:
-    """Returns the scored samples and, without a reward, those dropped in the rollout, in their original order.
+    """Returns the scored samples and the samples dropped in the rollout, which have no reward, in original order.
 
     Args:
         fate: what happens to the dropped samples, for the notice.
@@ -159,7 +159,7 @@ def aggregate_rewards(
         weights: weight of each function.
         on_error: effect of a failure: the function's value counts as 0 (`zero`), the sample has no reward (`drop`), or
             `RewardedSamples.fatal_error` is set (`raise`).
-        when_all_abstain: failure to record for a sample if every function abstains; None to record none.
+        when_all_abstain: failure to record for a sample if every function abstains; None = no failure.
     """
     failures = [_failures(index, outcomes, when_all_abstain) for index in range(len(samples))]
     rewarded = []

@@ -21,7 +21,7 @@ from settings.errors import InputError
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One kind of question: how its answers are extracted, parsed and formatted."""
+    """A kind of question: how its answers are extracted, parsed and formatted."""
 
     extract: Callable[[str], str | None]
     """Returns the text of the number given as the answer in a completion; None if there is none."""
@@ -77,7 +77,7 @@ def grade(name: str, completion: str, prompt: HasAnswer) -> float:
 
     Correctness compares exact fractions: `0.5`, `1/2` and `50/100` are the same answer.
 
-    Requires of a correctness function that `check_answers` accepts the prompt.
+    For a correctness function, `check_answers` must accept the prompt.
     """
     task = task_of(name)
     if name.endswith(FORMAT_SUFFIX):
@@ -89,7 +89,7 @@ def grade(name: str, completion: str, prompt: HasAnswer) -> float:
 def check_answers(rows: Sequence[HasAnswer], names: Sequence[str], *, eval_source: str | None = None) -> None:
     """Verifies, before any device work, that every row can be graded by the named reward functions.
 
-    Other names are those of plug-ins, whose signatures are checked when they are loaded.
+    Other names are plug-ins, whose signatures are checked when they are loaded.
 
     Args:
         eval_source: source of the rows if they are evaluation rows, for the error message.
@@ -116,9 +116,9 @@ def _is_gradable(name: str, answer: Any) -> bool:
 
 
 def math_reference(answer: str) -> str:
-    """Returns the expression of a reference answer of `math_verify`, which may end a GSM8K solution (`... #### 72`)."""
+    """Returns the expression in a reference answer of `math_verify`; of a GSM8K solution, the part after `####`."""
     text = answer.rpartition("####")[2].strip()
-    # Where a program writes a number as 1e-05, mathematics has e for Euler's number.
+    # In mathematics, the e in a program's 1e-05 would be Euler's number.
     return format(Decimal(text), "f") if _WITH_EXPONENT.fullmatch(text) else text
 
 
@@ -134,7 +134,7 @@ def _describe_ungradable(name: str, bad: Sequence[HasAnswer], eval_source: str |
     origin, other = "", ""
     if eval_source is not None:
         origin, other = f" of the evaluation set (data.eval_source: {eval_source})", "another data.eval_source, or "
-    # Rows of data sets have a location, prompts only an id.
+    # Rows of data sets have a location, prompts only a uid.
     where = getattr(first, "where", "") or first.uid
     return (
         f"reward.functions: {name} compares with a reference {expected}, but {where}{origin} has {problem}{others};"

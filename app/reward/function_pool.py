@@ -1,4 +1,4 @@
-"""Calls one function, in worker processes, or in this process if only that has it, such as a notebook's."""
+"""Calls one function in worker processes, or in this process if only this process has it, as in a notebook."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Result = list[RewardOutcome] | Failure
 OUTCOMES = TypeAdapter(list[RewardOutcome])
 
 _callables: dict[str, Callable[..., Any]] = {}
-"""The functions behind `callable:...` in settings, by the names of the rewards, or by the setting."""
+"""Name of a reward, or setting -> the function behind `callable:...` in settings."""
 
 
 class FunctionCall(Job):
@@ -55,7 +55,7 @@ class FunctionPool(Pool):
     Args:
         function: `module:name` or `file.py:name`.
         setting: the setting that names it.
-        env_vars: names of environment variables that they get in addition to `ALLOWED_ENVIRONMENT`.
+        env_vars: names of environment variables passed in addition to `ALLOWED_ENVIRONMENT`.
     """
 
     def __init__(self, function: str, *, limits: Limits, setting: str, env_vars: Sequence[str] = ()) -> None:
@@ -88,7 +88,7 @@ def open_pool(
     """Returns the pool of a function, which the stack closes.
 
     Args:
-        name: the name under which `callables_at_hand` has it, if it is a Python function.
+        name: its name in `callables_at_hand`, if it is a Python function.
         setting: the setting that names it.
 
     Raises:
@@ -104,7 +104,7 @@ def open_pool(
 
 @contextmanager
 def callables_at_hand(functions: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
-    """Makes functions available inside the block, by the names of their rewards, or by their settings."""
+    """Makes Python functions available inside the block, by reward name or setting."""
     _callables.update(functions)
     try:
         yield
@@ -113,11 +113,11 @@ def callables_at_hand(functions: Mapping[str, Callable[..., Any]]) -> Iterator[N
 
 
 class InProcessPool:
-    """Calls one function like `FunctionPool`, but in this process: nothing limits its time and memory or contains it.
+    """Calls one function like `FunctionPool`, but in this process, without limits of time and memory or isolation.
 
     Args:
-        name: the reward's, or the setting.
-        function: how settings and messages call the function, such as `callable:brevity`.
+        name: name of the reward, or the setting.
+        function: name of the function in settings and messages, such as `callable:brevity`.
         setting: the setting that names it.
 
     Raises:
@@ -127,8 +127,8 @@ class InProcessPool:
     def __init__(self, name: str, function: str, *, setting: str) -> None:
         if name not in _callables:
             raise InputError(
-                f"{setting}: {function} is a Python function that was passed to grpo.train, and this process does not "
-                f"have it; pass it again, or write it to a file and set {setting} to file.py:function"
+                f"{setting}: {function} is a Python function passed to grpo.train, but this process does not have "
+                f"it; pass it again, or write it to a file and set {setting} to file.py:function"
             )
         self.function = function
         self._callable = _callables[name]
@@ -141,7 +141,7 @@ class InProcessPool:
         """Returns the result of each request, in order."""
         results: list[Result] = []
         for request in requests:
-            # A copy as a worker gets it, which the function may change.
+            # A copy, as in a worker, because the function may modify it.
             answer = call_function(self._callable, json.loads(json.dumps(request)))
             if "failure" in answer and answer["failure"].text.startswith("KeyboardInterrupt"):
                 raise KeyboardInterrupt
@@ -150,6 +150,6 @@ class InProcessPool:
 
 
 def read_outcomes(answer: Mapping[str, Any]) -> list[RewardOutcome]:
-    """Returns the outcomes in a worker's answer, all of which are checked; raises ValueError and others otherwise."""
+    """Validates a worker's answer and returns its outcomes; raises ValueError and others if it is invalid."""
     outcomes = OUTCOMES.validate_python(answer["outcomes"])
     return [replace(one, failure=read_failure(one.failure)) if one.failure else one for one in outcomes]

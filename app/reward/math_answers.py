@@ -16,11 +16,11 @@ try:
 except ModuleNotFoundError:  # RewardFunctions reports that the extra [math] is not installed.
     parse = verify = None
 
-# Hides its warning that its own time-outs, which need signals, are off; the worker has a time-out.
+# Hides the warning that its own time-outs, which need signals, are off; the worker has a time-out.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 _ESCAPED_DOLLAR = re.compile(r"(?<!\\)\\\$")
-"""A currency, which math-verify would take for the end of a formula, or not read outside of one."""
+"""A currency sign, which math-verify would treat as the end of a formula, or ignore outside of one."""
 _DELIMITED = re.compile(r"\\boxed\s*\{|\$[^$]+\$|\\\(.+?\\\)|\\\[.+?\\\]", re.DOTALL)
 """Mathematics that math-verify finds in a text."""
 
@@ -33,7 +33,7 @@ def math_verify(completion: str, answer: str | float | Decimal) -> float:
     assert parse is not None and verify is not None
     reference, completion = (_ESCAPED_DOLLAR.sub("", text) for text in (math_reference(str(answer)), completion))
     delimited = reference if _DELIMITED.search(reference) else f"${' '.join(reference.split())}$"
-    # What math-verify cannot read is compared as text.
+    # Answers that math-verify cannot parse are compared as text.
     expected = parse(delimited, parsing_timeout=0) or [reference]
     given = parse(completion, parsing_timeout=0)
     return float(verify(expected, given, timeout_seconds=0))

@@ -21,12 +21,12 @@ MAX_SEARCHED_CHARACTERS = 100_000
 _NO_BREAK_SPACE = r"[\u00a0\u2009\u202f]"
 _CURRENCY = r"(?:\\?[$€£¥₹]|US\$|USD|EUR|GBP|INR|CNY|JPY)"
 _WORD = r"[^\W\u0e00-\uffff]"
-"""A character of a word, in scripts that put spaces between words and numbers; Chinese does not."""
+"""A character of a word in scripts that separate words and numbers by spaces, unlike Chinese."""
 _FULL_WIDTH = {code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F)}
 
 
 def _pattern(*separators: str) -> str:
-    """Returns the pattern of a number, whose digits may be in groups of three; it can be used once in another."""
+    """Returns the pattern of a number, with optional groups of three digits; usable once within another pattern."""
     groups = "".join(rf"[0-9]{{1,3}}(?:{separator}[0-9]{{3}}){{1,40}}+|" for separator in separators)
     unsigned = rf"(?:(?:{groups}[0-9]++)(?:\.[0-9]++)?|\.[0-9]++)(?:[eE][-+]?[0-9]{{1,2}}(?!{_WORD}))?"
     return (
@@ -41,7 +41,7 @@ def _pattern(*separators: str) -> str:
 
 
 NUMBER_PATTERN = _pattern(",", r"\x20", _NO_BREAK_SPACE)
-"""Pattern of a number that is marked as such."""
+"""Pattern of a number that is marked as the answer."""
 
 _WHOLE_TEXT = re.compile(rf"{NUMBER_PATTERN}[ ]?(?:\\?%)?\.?")
 # A sign right after a letter, a digit or a bracket is a minus between two terms. Digits inside a word (`x2`), or after

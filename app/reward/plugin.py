@@ -22,7 +22,7 @@ from settings.errors import InputError
 
 
 class UnassignableRewardsError(Exception):
-    """A plug-in returned values that belong to no sample."""
+    """A plug-in returned values that cannot be assigned to samples."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class PlugIn:
     """A user-supplied reward function and its pool of workers. The creator of the pool must close it.
 
     Args:
-        columns: columns of the data, which can fill parameters of the function.
+        columns: columns of the data that the function may take as parameters.
         batch_size: maximum number of samples per batch-style call; a group is never split.
 
     Raises:
@@ -92,7 +92,7 @@ class PlugIn:
 
         Raises:
             WorkersLostError: a worker died, and its replacement failed twice to start.
-            UnassignableRewardsError: a list has another length than there are samples.
+            UnassignableRewardsError: a list's length differs from the number of samples.
         """
         outcomes: list[RewardOutcome | None] = [None] * len(samples)
         batches = list(self._batches(samples))
@@ -127,7 +127,7 @@ class PlugIn:
         parts: list[tuple[int, ...]] = []
         for batch, answer in zip(batches, answers, strict=True):
             if isinstance(answer, Failure) and answer.kind == "length":
-                # A mistake of the function, which no smaller batch would mend.
+                # An error in the function that smaller batches would not fix.
                 raise UnassignableRewardsError(f"reward {self.name}: {self._pool.function} {answer.text}")
             if isinstance(answer, Failure) and len(batch) > 1:
                 groups = list(group_indices(batch, samples))

@@ -4,7 +4,7 @@
     verl      f(data_source, solution_str, ground_truth, extra_info=None)  -> number or dict with `score`
     by name   f(prompt, completion, answer, <columns>)                     -> number or dict with `score`
 
-A completion is what the policy wrote in its last turn.
+A completion is the policy's text in its last turn.
 
 Source: TRL's `GRPOTrainer.reward_funcs`; verl's `compute_score`.
 """
@@ -32,7 +32,7 @@ SAMPLE_ARGUMENTS: Mapping[StyleName, tuple[str, ...]] = {
 """Names of the arguments filled from a sample, in each style."""
 
 MAX_CHARACTERS = 100_000
-"""Functions get only this many last characters of longer completions, about 25,000 tokens."""
+"""Functions get only the last characters of longer completions, about 25,000 tokens."""
 
 TRAINER_ARGUMENTS = ("trainer_state", "log_metric", "log_extra")
 """Additional arguments of a batch-style function, as in TRL: the training progress, a function that logs a number, and
@@ -61,7 +61,7 @@ class DataColumns:
     source: str
     """Value of `data_source` if there is no such column."""
     without_token_ids: str | None = None
-    """Location of a sample that has only text, so that `completion_ids` cannot be filled."""
+    """Location of a sample with only text, for which `completion_ids` cannot be filled."""
 
     @classmethod
     def from_rows(
@@ -191,5 +191,5 @@ def build_arguments(signature: PlugInSignature, samples: Sequence[Sample], colum
 
 
 def _match_prompt_format(sample: Sample, completion: str) -> str | list[dict[str, str]]:
-    """Returns the completion as text if the prompt is text, and as a message if it is a chat, as TRL does."""
+    """Returns the completion as text if the prompt is text, and as a message if it is a chat, like TRL."""
     return completion if isinstance(sample.prompt.source, str) else [{"role": "assistant", "content": completion}]

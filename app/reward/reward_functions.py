@@ -45,7 +45,7 @@ BUILT_IN_PLUG_INS = {MATH_VERIFY: "app.reward.math_answers:math_verify"}
 
 
 ComputeRewards = Callable[..., RewardedSamples]
-"""`RewardFunctions.compute_rewards`, or `reuse_saved_rewards` with the names bound."""
+"""`RewardFunctions.compute_rewards`, or `reuse_saved_rewards` with its names bound."""
 
 
 class TaskReward:
@@ -60,10 +60,10 @@ class TaskReward:
 
 
 class EnvironmentReward:
-    """The rewards that the environment gave to all turns of a sample, and its scores; see `Episode.reward`.
+    """The environment's rewards for all turns of a sample, and its scores; see `Episode.reward`.
 
     Args:
-        rewards_turns: whether each reward counts at the end of its turn, instead of all at the end of the sample.
+        rewards_turns: whether each reward counts at the end of its turn, rather than all at the end of the sample.
     """
 
     name = ENVIRONMENT_REWARD
@@ -78,8 +78,8 @@ class EnvironmentReward:
     def set_token_rewards(self, sample: Sample) -> Sample:
         """Returns the sample with its reward on the tokens that earned it, for `rewards_turns`.
 
-        A turn's reward is on the last token that the policy wrote in it, and all else that makes up `Sample.reward`
-        on the last token that it wrote at all.
+        A turn's reward is on the policy's last token in it; the rest of `Sample.reward` is on its last token in the
+        sample.
         """
         places = sample.turn_places
         if sample.reward is None or not len(places):
@@ -185,7 +185,7 @@ class RewardFunctions:
 
     @property
     def fallible_names(self) -> tuple[str, ...]:
-        """Names of all parts but the length penalty; most of them can fail or abstain."""
+        """Names of all parts except the length penalty; most of them can fail or abstain."""
         model = (MODEL_REWARD,) if self._settings.model else ()
         environment = (ENVIRONMENT_REWARD,) if self._environment else ()
         return (*(function.name for function in self._functions), *environment, *model)
@@ -195,7 +195,7 @@ class RewardFunctions:
     ) -> RewardedSamples:
         """Returns samples with `rewards` (unweighted, by name) and `reward` = sum of weight * value + length penalty.
 
-        If turns are rewarded, they have `token_rewards`, too.
+        If turns are rewarded, they also have `token_rewards`.
 
         Args:
             model_outcomes: the reward model's outcome of each sample; None without a reward model.
@@ -219,11 +219,11 @@ class RewardFunctions:
 
     @property
     def names_of_judges(self) -> tuple[str, ...]:
-        """Names of the functions that get the reference answer."""
+        """Names of the functions that take the reference answer."""
         return tuple(function.name for function in self._functions if function.gets_answer)
 
     def try_functions(self, samples: Sequence[Sample]) -> RewardedSamples:
-        """Calls every function on several samples of a prompt, which shows whether a list has one value for each.
+        """Calls every function on several samples of a prompt, to check that it returns one value per sample.
 
         The reward model and the environment are left out.
         """
@@ -232,11 +232,11 @@ class RewardFunctions:
         return _compute_rewards(samples, StepInfo(), self._functions, weights, on_error, when_all_abstain=None)
 
     def grade_held_out(self, samples: Sequence[Sample], step_info: StepInfo) -> RewardedSamples:
-        """Returns held-out samples whose only reward is their accuracy; none if the function abstained.
+        """Returns held-out samples with accuracy as their only reward; without reward if the function abstained.
 
         Accuracy is the value of the first function, or of its task's correctness function if it is a format reward;
         without functions it is the environment's reward. A failure counts as 0 unless `reward.on_error` is `raise`; a
-        sample that could not be generated counts as 0 too.
+        sample that could not be generated also counts as 0.
         """
         assert self._held_out_function is not None
         on_error = "raise" if self._settings.on_error == "raise" else "zero"
@@ -245,7 +245,7 @@ class RewardFunctions:
         judged = _compute_rewards(
             samples, step_info, judges, weights, on_error, when_all_abstain=None, unusable_fate="counted as 0"
         )
-        # Otherwise a policy would gain accuracy by failing on hard problems.
+        # Otherwise, a policy would gain accuracy by failing on hard problems.
         wrong = {self._held_out_function.name: 0.0}
         return replace(
             judged, samples=[replace(s, rewards=wrong) if was_dropped_in_rollout(s) else s for s in judged.samples]

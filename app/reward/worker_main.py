@@ -1,12 +1,12 @@
 """The program of a killable worker, which runs one reward function.
 
 It is started by `app.plugins.start_worker` and exchanges messages with `app.reward.function_pool`, one answer per
-request, beside what `app.plugins.worker_program` says:
+request, in addition to the protocol of `app.plugins.worker_program`:
 
     {"function": "rewards.py:brevity", ...}                 ->  {"parameters": [...], ...}
     {"arguments": {...}, "num_samples": 4, ...}             ->  {"outcomes": [...]}
 
-What JSON lacks is tagged in the arguments; see `app.records.typed_values`.
+Values that JSON does not support are tagged in the arguments; see `app.records.typed_values`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from app.records.typed_values import from_json
 
 MAX_FLOAT32 = float.fromhex("0x1.fffffep127")
 MAX_LOGGED_CHARACTERS = 10_000
-"""Of a text that a function logs for a sample."""
+"""Limit of a text that a function logs for a sample."""
 PROGRAM_MODULES = {"app.reward.math_answers"}
 """Modules of this program that contain reward functions."""
 
@@ -97,15 +97,15 @@ def call_function(function: Callable[..., Any], request: Mapping[str, Any]) -> d
             logged = collect_columns(columns, num_samples)
             return {"outcomes": batch_outcomes(result, num_samples, collect_extras(metrics), logged)}
         return {"outcomes": [sample_outcome(result)]}
-    except BaseException as error:  # no error may affect another call
+    except BaseException as error:  # no error may affect other calls
         return failure_of(error)
 
 
 def estimator_outcomes(result: Any, token_counts: Sequence[int]) -> list[dict[str, Any]]:
-    """Returns what an advantage estimator gave for each sample: a number, or one for each of its tokens.
+    """Returns an advantage estimator's result for each sample: a number, or one per token.
 
     Raises:
-        PlugInValueError: the result is anything else.
+        PlugInValueError: the result has another form.
     """
     outcomes = []
     for value, num_tokens in zip(_items(result, len(token_counts), "numbers or lists"), token_counts, strict=True):
@@ -120,18 +120,18 @@ def estimator_outcomes(result: Any, token_counts: Sequence[int]) -> list[dict[st
 
 def _advantage(value: Any) -> float:
     if abs(number := to_number(value)) > MAX_FLOAT32:
-        raise PlugInValueError(f"returned {number:g}, which float32 cannot hold")
+        raise PlugInValueError(f"returned {number:g}, which float32 cannot represent")
     return number
 
 
 def batch_outcomes(
     result: Any, num_samples: int, extras: Mapping[str, float], logged: Sequence[Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Returns one outcome per sample; None means an abstention. An item of another type fails only its own sample.
+    """Returns one outcome per sample; None means an abstention. An item with a wrong type fails only its own sample.
 
     Args:
-        extras: metrics of the call, which count for each of its samples.
-        logged: what the function logged for each sample.
+        extras: metrics of the call, counted for each of its samples.
+        logged: values that the function logged for each sample.
 
     Raises:
         PlugInValueError: the result is not a list of `num_samples` items.
@@ -159,10 +159,10 @@ def _value_outcome(value: Any, extras: Mapping[str, float]) -> dict[str, Any]:
 
 
 def collect_columns(columns: Mapping[Any, Iterable[Any]], num_samples: int) -> list[dict[str, Any]]:
-    """Returns what TRL's `log_extra(column, values)` was called with, by sample: at most `MAX_EXTRAS` columns.
+    """Returns the values passed to TRL's `log_extra(column, values)`, by sample; at most `MAX_EXTRAS` columns.
 
     Raises:
-        PlugInValueError: a column has not one value for each sample.
+        PlugInValueError: a column does not have one value per sample.
     """
     rows: list[dict[str, Any]] = [{} for _ in range(num_samples)]
     for name, values in islice(columns.items(), MAX_EXTRAS):

@@ -66,7 +66,7 @@ class PackedForward:
 
         Args:
             plan: this host's plan; all hosts have the same number and shapes of micro-batches.
-            temperature: the sampler's; 0 (greedy) counts as 1.
+            temperature: the sampler's temperature; 0 (greedy) counts as 1.
             runner: `run_looped` (None) or `run_scanned`.
         """
         batches = (pack_tokens(samples, one, self.route_shape) for one in plan.micro_batches)
@@ -103,8 +103,8 @@ class Scorer(PackedForward):
     """Logprobs under a language model: log_softmax(logits / temperature) of each completion token.
 
     Args:
-        logits_chunk: number of tokens per device that pass the LM head at once.
-        replays_routes: whether samples pass through the experts of their routes.
+        logits_chunk: number of tokens per device that pass through the LM head at once.
+        replays_routes: whether to use the experts of the samples' routes.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class Scorer(PackedForward):
 
 
 class ValueScorer(PackedForward):
-    """Values under a critic of the state before each completion token."""
+    """A critic's values of the state before each completion token."""
 
     def __init__(self, definition: DecoderDefinition, mesh: Mesh, *, dtype: jnp.dtype):
         def values(params: Params, rows: TokenBatch, temperature: Array) -> Array:
@@ -147,9 +147,9 @@ def append_dummy_token(sample: Sample) -> Sample:
 
 
 def reward_model_inputs(samples: Sequence[Sample], conversations: Sequence[Int32[np.ndarray, "T"]]) -> list[Sample]:
-    """Returns the samples with the conversations as their tokens, followed by one dummy token, for a reward model.
+    """Returns the samples for a reward model: the conversations' tokens, followed by a dummy token.
 
-    A reward model is a sequence classifier with one label, whose value of the dummy token is the score, because it is
+    A reward model is a sequence classifier with one label. Its value for the dummy token is the score, because it is
     read at the last token of the conversation. The common prefix of a prompt's conversations becomes the prompt, so
     that they can share it.
     """

@@ -30,7 +30,7 @@ class WrittenAdvantages:
     """Whitens advantages on their way to a file, and counts what is written."""
 
     whitening: Moments | None
-    """The moments of all advantages in the file; None if they stay as they are."""
+    """The moments of all advantages in the file; None = no whitening."""
     num_rows: int = 0
     num_tokens: int = 0
     num_trainable: int = 0
@@ -45,7 +45,7 @@ class WrittenAdvantages:
         *,
         num_rows: int,
     ) -> Float32[np.ndarray, "*any"]:
-        """Returns the advantages of some rows as they are written."""
+        """Returns the advantages of some rows as written to the file."""
         if self.whitening is not None:
             advantages = whiten(advantages, mask, self.whitening)
         self.num_rows += num_rows
@@ -109,7 +109,7 @@ def estimate_advantages(settings: Settings, *, input: Path, out: Path, backend: 
 
 
 def is_npz(path: Path) -> bool:
-    """Returns whether a file's name says that it holds matrices."""
+    """Returns whether a file's name has the suffix of matrices."""
     return path.suffix.lower() == NPZ_SUFFIX
 
 
@@ -119,7 +119,7 @@ def open_input(
     """Returns the reader of `--input`.
 
     Raises:
-        InputError: the path is a folder or something else that is no file.
+        InputError: the path is not a file.
     """
     if path.exists() and not path.is_file():
         raise InputError(f"--input: {path} is not a file")

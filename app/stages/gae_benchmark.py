@@ -41,13 +41,13 @@ NUM_REPEATS = 21
 MIN_REPEAT_S = 1e-3
 """Calls are repeated until they take this long, so that the clock's resolution does not matter."""
 MAX_CALL_S = 2.0
-"""Slower calls are timed once: their repeats would take most of a minute."""
+"""Slower calls are timed only once, because repeats would take most of a minute."""
 MAX_TOKENS = 1 << 30
 BYTES_PER_TOKEN = 16
-"""Reward and value are read, advantage and return are written, in float32; a mask adds one byte."""
+"""Reward and value are read, advantage and return are written, all in float32; a mask adds one byte."""
 MASKED_FRACTION = 0.1
 MASKED_RUN = 64
-"""Consecutive tokens that are masked together, as the answer of a tool."""
+"""Number of consecutive masked tokens, like a tool's answer."""
 LENGTH_SIGMA = 0.6
 """Standard deviation of the logarithms of packed samples' lengths."""
 HEADINGS = (
@@ -75,9 +75,9 @@ class BackendTiming:
     p90_s: float = 0.0
     gb_per_s: float = 0.0
     percent_of_copy: float = 100.0
-    """Throughput relative to the copy of the same shape; 100 = as fast."""
+    """Throughput relative to a copy of the same shape; 100 = equally fast."""
     times_loop: float = 1.0
-    """How many times as fast as the loop."""
+    """Speed-up over the loop."""
     memory_bytes: int | None = None
     """Results and temporaries: numpy's allocations, or those of the compiled program."""
 
@@ -87,7 +87,7 @@ class BackendTiming:
 
 
 class GaeRule(NamedTuple):
-    """What GAE computes, whatever the backend."""
+    """The arguments of GAE, for any backend."""
 
     gamma: float
     lam: float
@@ -108,7 +108,7 @@ def run_benchmark(
     """Times all backends with the settings' gamma, lambda and chunk size, and writes bench.json and bench.png.
 
     Args:
-        input: samples or matrices to time; None = random ones of `shapes`.
+        input: samples or matrices to time; None = random data of `shapes`.
 
     Returns the content of bench.json.
 
@@ -166,26 +166,26 @@ def parse_shapes(text: str) -> list[BenchmarkShape]:
 
 
 class Workload(NamedTuple):
-    """Arrays that every backend gets, in the host's memory."""
+    """The inputs of every backend, in host memory."""
 
     shape: BenchmarkShape
-    """Number of rows or samples, and tokens of the longest."""
+    """Number of rows or samples, and maximum tokens."""
     rows: str
     row_tokens: int
-    """Number of tokens of each row, without padding at its end."""
+    """Number of tokens of each row, without padding."""
     rewards: Float32[np.ndarray, "B T"]
     values: Float32[np.ndarray, "B T"]
     mask: Bool[np.ndarray, "B T"] | None = None
     ends: Bool[np.ndarray, "B T"] | None = None
 
     def estimate(self, rule: GaeRule, backend: str, chunk_size: int | None) -> list[np.ndarray]:
-        """Returns the advantages and returns, as `grpo gae` and training take them."""
+        """Returns the advantages and returns, as computed by `grpo gae` and training."""
         given = {"mask": self.mask, "ends": self.ends, **rule._asdict()}
         result = generalized_advantages(self.rewards, self.values, **given, backend=backend, chunk_size=chunk_size)
         return [np.asarray(part) for part in result]
 
     def memory_bytes(self, rule: GaeRule, backend: str, chunk_size: int | None) -> int | None:
-        """Returns the bytes of the results and temporaries of a call; None if the backend does not tell."""
+        """Returns the bytes of the results and temporaries of a call; None if the backend does not report it."""
         if backend == "chunked":
             rows = make_gae_rows(self.rewards, self.values, mask=self.mask, ends=self.ends, bootstrap=None)
             discounts = Discounts.create(rule.gamma, rule.lam)
@@ -200,7 +200,7 @@ class Workload(NamedTuple):
             tracemalloc.stop()
 
     def places_of_rows(self) -> tuple[tuple[np.ndarray, np.ndarray], np.ndarray]:
-        """Returns the places of the rows, or of the samples of a packed row, and which of them are their own."""
+        """Returns the token indices of the rows, or of a packed row's samples, and which are not padding."""
         rows, stops = np.arange(len(self.rewards)), np.full(len(self.rewards), self.row_tokens)
         starts = np.zeros_like(stops)
         if self.ends is not None:
@@ -208,11 +208,11 @@ class Workload(NamedTuple):
             stops = stops + 1
             starts = np.concatenate([[0], stops[:-1]])
         tokens = starts[:, None] + np.arange((stops - starts).max())
-        # The tokens behind the end of a sample do not affect it.
+        # The tokens after the end of a sample do not affect it.
         return (rows[:, None], np.minimum(tokens, self.row_tokens - 1)), tokens < stops[:, None]
 
     def loop(self, places: tuple[np.ndarray, np.ndarray], rule: GaeRule) -> Callable[[], Float64[np.ndarray, "2 B T"]]:
-        """Returns a loop over time for these places, ready to run."""
+        """Returns a loop over time for these indices, ready to run."""
         mask, ends = (None if x is None else x[places] for x in (self.mask, self.ends))
         return partial(loop_over_time, self.rewards[places], self.values[places], mask, ends, rule)
 
@@ -229,7 +229,7 @@ class Workload(NamedTuple):
 
 
 def make_workloads(shape: BenchmarkShape) -> list[Workload]:
-    """Returns full rows, rows with a mask, and one row of samples whose lengths differ, as training makes it."""
+    """Returns full rows, rows with a mask, and one row of samples with different lengths, as in training."""
     rng = np.random.default_rng(0)
     rewards, values = rng.standard_normal((2, *shape), np.float32)
     runs = rng.random((shape.rows, -(-shape.tokens // MASKED_RUN))) >= MASKED_FRACTION
@@ -274,7 +274,7 @@ def measure_workload(rule: GaeRule, work: Workload, chunk_sizes: Sequence[int]) 
     print(f"{work.shape}: {ROW_NAMES[work.rows]}", file=sys.stderr, flush=True)
     num_tokens, error_of = len(work.rewards) * work.row_tokens, work.make_check(rule)
     case, num_bytes = BackendTiming(str(work.shape), work.rows, "copy"), num_tokens * BYTES_PER_TOKEN
-    # The loop takes one row per sample, as it needs.
+    # The loop needs one row per sample.
     cases: list[tuple[BackendTiming, Callable[[], Any], int]] = [
         (case, partial(np.copy, (work.rewards, work.values)), num_bytes),
         (replace(case, backend="loop"), work.loop(work.places_of_rows()[0], rule), num_bytes),
@@ -310,8 +310,8 @@ def measure_workload(rule: GaeRule, work: Workload, chunk_sizes: Sequence[int]) 
 def time_shuffled(calls: Sequence[Callable[[], Any]]) -> list[list[float]]:
     """Returns the mean seconds of each call in each repeat.
 
-    The calls take turns, so that a disturbance affects all of them, each time in another order, so that none always
-    finds what the same other one has left in the caches.
+    Calls are interleaved, so that a disturbance affects all of them, in a new order each time, so that none always runs
+    with the caches of the same predecessor.
     """
     times = [[timeit(call, number=1)] for call in calls]
     counts = [max(1, math.ceil(MIN_REPEAT_S / max(first, 1e-7))) for [first] in times]
@@ -319,7 +319,7 @@ def time_shuffled(calls: Sequence[Callable[[], Any]]) -> list[list[float]]:
     for repeat in range(NUM_REPEATS):
         for i in rng.permutation(len(calls)):
             if times[i][0] <= MAX_CALL_S:
-                # The first time, of a single call, only counts if it is the only one.
+                # The first repeat, a single call, counts only if there is no other.
                 times[i] = (times[i] if repeat else []) + [timeit(calls[i], number=counts[i]) / counts[i]]
     return times
 
@@ -346,7 +346,7 @@ def loop_over_time(
 
 
 def conclude(cases: Sequence[BackendTiming]) -> str:
-    """Returns, for each shape and kind of rows, the fastest, and how it compares with the loop and with `auto`."""
+    """Returns, for each shape and kind of rows, the fastest backend, compared with the loop and with `auto`."""
     lines = []
     for (shape, rows), group in groupby(cases, key=lambda case: (case.shape, case.rows)):
         best, *others = sorted(group, key=lambda case: case.median_s)

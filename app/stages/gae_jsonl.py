@@ -41,8 +41,8 @@ class GaeSampleFile:
     ) -> None:
         if settings.algorithm.kl_in_advantage:
             raise InputError(
-                "algorithm.kl_in: a penalty in the advantage is subtracted in training, after grpo gae; set it to "
-                "reward, or algorithm.beta to 0"
+                "algorithm.kl_in: training subtracts a penalty in the advantage after the step of grpo gae; set it "
+                "to reward, or algorithm.beta to 0"
             )
         self._path = path
         self._algorithm = settings.algorithm
@@ -56,7 +56,7 @@ class GaeSampleFile:
         self._last_progress_s = time.monotonic()
 
     def check(self) -> tuple[int, int]:
-        """Reads and checks every line; returns the number of tokens, and of those that no mask excludes.
+        """Reads and checks every line; returns the numbers of tokens and of unmasked tokens.
 
         Raises:
             InputError: a line cannot be used, or the file has no samples.
@@ -111,7 +111,7 @@ class GaeSampleFile:
         for window in sample_windows(self._samples(), window_tokens=self._window_tokens):
             parts = self._estimates_of(window)
             if not all(np.isfinite(part).all() for one in parts for part in one):
-                # An infinity spreads over its whole row; with one sample per row, its sample can be found.
+                # An infinity spreads over its whole row; with one sample per row, the sample can be identified.
                 for one in window:
                     if not all(np.isfinite(part).all() for part in self._estimates_of([one])[0]):
                         raise InputError(f"{one.where}: rewards or values are too large: advantages exceed float32")

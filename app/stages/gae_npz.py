@@ -32,7 +32,7 @@ class GaeMatrixFile:
         self._gae = make_gae(settings, backend=backend, mask_mode=mask_mode)
 
     def check(self) -> tuple[int, int]:
-        """Reads and checks the matrices; returns the number of tokens, and of those that the mask does not exclude.
+        """Reads and checks the matrices; returns the numbers of tokens and of unmasked tokens.
 
         Raises:
             InputError: the matrices are damaged, inconsistent in shape or not finite.
@@ -81,11 +81,11 @@ class GaeMatrixFile:
                 row, index = np.argwhere((mask != 0) & (mask != 1))[0]
                 raise InputError(f"{where}: mask: row {row}, index {index} is {mask[row, index]}, expected 0 or 1")
             mask = mask.astype(bool)
-        # Masked tokens may hold any number in the modes that do not read them.
+        # Masked tokens may have any value in the modes that do not read them.
         read_mask = None if self._mask_mode == "through" else mask
         check_finite(f"{where}: rewards", rewards, read_mask=read_mask)
         check_finite(f"{where}: values", values, read_mask=read_mask)
-        with np.errstate(over="ignore"):  # Numbers at masked tokens may overflow.
+        with np.errstate(over="ignore"):  # Values at masked tokens may overflow.
             rewards, values = rewards.astype(np.float32), values.astype(np.float32)
         counts = np.full((len(rewards), 1), shape[1]) if mask is None else mask.sum(axis=1, keepdims=True)
         return TokenRows(rewards, values, np.broadcast_to(counts.astype(np.float32), shape), mask)
@@ -139,7 +139,7 @@ def check_finite(
     """Raises InputError for the first NaN or infinity; columns beyond those of `read_mask` are also checked."""
     with np.errstate(over="ignore", invalid="ignore"):
         as_float32 = x.astype(np.float32, copy=False)
-        # A sum takes a quarter of the time; it may overflow although every number is finite.
+        # A sum is four times as fast, but it may overflow although every number is finite.
         if np.isfinite(as_float32.sum()):
             return
     bad = ~np.isfinite(as_float32)

@@ -45,9 +45,9 @@ FREE = (
     *("rollout.kv_blocks", "rollout.ray.address", "rollout.devices", "rollout.max_staleness"),
     "rollout.max_length_total",
 )
-"""Settings that affect no sample of a rollout in exact mode, and at most its rounding in fast mode."""
+"""Settings that do not affect samples in exact mode, and at most their rounding in fast mode."""
 FREE_IN_FAST_MODE = ("rollout.slots", "rollout.workers.", "rollout.ray.", "rollout.prompts_per_step")
-"""Beginnings of the names of settings that affect only the rounding of samples, which matters in exact mode."""
+"""Prefixes of settings that only affect the rounding of samples, which matters in exact mode."""
 
 
 def rollout(
@@ -66,7 +66,8 @@ def rollout(
 
     Args:
         timeline: file for a plot of the workers' activity.
-        checkpoint: folder of a run or of one of its checkpoints, whose policy samples; None for that of `model.path`.
+        checkpoint: folder of a run or of one of its checkpoints, whose policy is used; None = the policy of
+            `model.path`.
 
     Raises:
         InputError: the settings, the model, the checkpoint, the prompts or a file cannot be used.
@@ -167,7 +168,7 @@ def _read_prompts(
 
 
 def few_slots(settings: Settings, prompts: Sequence[Prompt]) -> Settings:
-    """Returns settings with `auto` slots for these prompts only, but in exact mode, where slots decide the samples."""
+    """Reduces `auto` slots to these prompts, except in exact mode, where the number of slots affects the samples."""
     rollout, per_host = settings.rollout, -(-len(prompts) // jax.process_count())
     few = rollout.prompts_per_step if rollout.mode == "exact" else min(rollout.prompts_per_step, per_host)
     return settings.model_copy(update={"rollout": rollout.model_copy(update={"prompts_per_step": few})})
@@ -200,13 +201,13 @@ def _generate(
     progress: RolloutProgress,
     enter_phase: PhaseCallback,
 ) -> Iterator[Sample]:
-    """Yields this host's samples in order. New ones are appended to the part file as soon as they are finished.
+    """Yields this host's samples in order. New samples are appended to the part file as soon as they are finished.
 
     Args:
         finished: finished samples by uid.
         policy_version: the training step of the weights, which is part of the sampling noise's key.
     """
-    # A host without prompts still samples one and drops the results, so that its queue is not a special case.
+    # A host without prompts still samples one and drops the results, to avoid a special case of an empty queue.
     prompts = shard.host_prompts or shard.prompts[:1]
     request = session.rollout_request(policy_version=policy_version)
     fresh = session.generator.stream(weights, prompts, request, skipped_uids=finished.keys())
@@ -227,7 +228,7 @@ def _generate(
 
 
 def _in_order(fresh: Iterator[Sample], shard: PromptShard, finished: Mapping[str, Sample]) -> Iterator[Sample]:
-    """Yields fresh and finished samples in the order of their prompts."""
+    """Merges new and already finished samples in prompt order."""
     for place in shard.prompt_indices:
         for index in range(shard.group_size):
             stored = finished.get(f"{shard.prompts[place].uid}/s{index}")
@@ -237,7 +238,7 @@ def _in_order(fresh: Iterator[Sample], shard: PromptShard, finished: Mapping[str
 
 
 def _sampling_metrics(counts: np.ndarray, finished: Mapping[str, Sample], seconds: float) -> dict[str, Any]:
-    """Returns the counts of all hosts' samples, and the speed at which those not yet finished were generated.
+    """Returns the counts of all hosts' samples, and the speed of generation of the new ones.
 
     Raises:
         RuntimeError: all samples were dropped; raised on every host.
@@ -246,7 +247,7 @@ def _sampling_metrics(counts: np.ndarray, finished: Mapping[str, Sample], second
     samples, tokens, truncated, dropped, *earlier = sum_over_hosts(np.asarray([*counts, *before])).tolist()
     num_before, tokens_before = earlier
     if samples and dropped == samples:
-        raise RuntimeError(f"all {samples} samples were dropped; their finish_reason and the lines above say why")
+        raise RuntimeError(f"all {samples} samples were dropped; see their finish_reason and the lines above")
     return {
         "samples": samples,
         "completion tokens": tokens,
@@ -297,7 +298,7 @@ class PromptShard:
         """Yields the lines of this host's samples, round by round. Consume each round before the next."""
         for one in self.rounds:
             yield islice(lines, len(one) * self.group_size)
-        # Resumes the generator of the lines once more, because it finishes its work after the last line.
+        # Resume the generator of the lines once more, because it finishes its work after the last line.
         assert next(lines, None) is None
 
 

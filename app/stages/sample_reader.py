@@ -24,7 +24,7 @@ from app.stages.sample_text import SampleEncoder
 from settings.errors import InputError
 
 WINDOW_SAMPLES = 4096
-"""Number of samples in memory at once: enough to fill rows well, and only some tens of MB."""
+"""Number of samples in memory at once: enough to fill rows well, in only tens of MB."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ def read_records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yields (location, object) for every line of a JSON Lines file, or every row of a .parquet file; null for NaN.
 
     Raises:
-        InputError: the file cannot be read, or an object has a value that JSON does not have.
+        InputError: the file cannot be read, or an object has a value that JSON does not support.
     """
     if path.suffix.lower() != ".parquet":
         yield from ((f"{path}:{line}", record) for line, record in read_jsonl(path, reads_nan=True))
@@ -128,7 +128,7 @@ def read_records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def file_stamp(path: Path) -> tuple[int, ...]:
-    """Returns a stamp that changes with the file; an empty one if there is no file."""
+    """Returns a stamp that changes with the file; an empty one without a file."""
     try:
         status = os.stat(path)
     except OSError:
@@ -172,7 +172,7 @@ def _check_routes(routes: UInt8[np.ndarray, "T L k"], architecture: Architecture
     if shape is None or experts is None or routes.shape[1:] != shape:
         of_model = "none" if shape is None else f"{shape[1]} in each of {shape[0]} layers"
         raise InputError(
-            f"{where}: routes has {routes.shape[2]} experts in each of {routes.shape[1]} layers, and model.path has "
+            f"{where}: routes has {routes.shape[2]} experts in each of {routes.shape[1]} layers, but model.path has "
             f"{of_model}; {way_out}"
         )
     is_known = (routes < experts).all(axis=2) & (np.diff(np.sort(routes, axis=2), axis=2) > 0).all(axis=2)

@@ -1,4 +1,4 @@
-"""Texts of samples that any program wrote, and their token ids."""
+"""Texts of samples from any program, and their token ids."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from settings.schema.data import DataSettings
 TextName = Literal["prompt", "completion"]
 
 VERL_NAMES: Mapping[TextName, str] = {"prompt": "input", "completion": "output"}
-"""The names of the texts in verl's rollout dumps, for records that have none under ours."""
+"""Names of the texts in verl's rollout dumps, for records without our names."""
 
 
 def read_text(record: Mapping[str, Any], name: TextName, *, where: str) -> tuple[str, str | Messages | None]:
@@ -41,11 +41,11 @@ def read_text(record: Mapping[str, Any], name: TextName, *, where: str) -> tuple
 
 
 class SampleEncoder:
-    """Gives samples without token ids those of their texts.
+    """Adds token ids to samples that have only text.
 
-    Texts are encoded as they are; names of control tokens are those tokens, since a prompt may be a rendered chat.
-    Messages are encoded as a rollout would encode them, and an assistant's message as its content alone. No
-    end-of-sequence token is added to a completion.
+    Texts are encoded as they are, with names of control tokens as these tokens, since a prompt may be a rendered chat.
+    Messages are encoded as in a rollout, and an assistant's message only by its content. No end-of-sequence token is
+    added to a completion.
 
     Args:
         load_tokenizer: called when the first text is read.
@@ -56,10 +56,10 @@ class SampleEncoder:
         self._load_tokenizer = load_tokenizer
         self._data = data
         self.tokenizer: Tokenizer | InputError | None = None
-        """None until a text was read; the reason if there is none that can be used."""
+        """None until a text is read; the reason if there is no usable tokenizer."""
 
     def with_token_ids(self, record: Mapping[str, Any], *, where: str) -> dict[str, Any]:
-        """Returns the record, with the token ids of its texts where it has none.
+        """Returns the record, with missing token ids computed from its texts.
 
         Raises:
             InputError: it has neither ids nor text, or the text cannot be encoded; the error starts with `where`.
@@ -71,8 +71,8 @@ class SampleEncoder:
             place, text = read_text(record, name, where=where)
             if text is None:
                 raise InputError(
-                    f"{where}: missing {name}_token_ids or {name}; a sample needs token ids, or text that the "
-                    "tokenizer of model.path encodes"
+                    f"{where}: missing {name}_token_ids or {name}; a sample needs token ids, or text for the "
+                    "tokenizer of model.path"
                 )
             ids[f"{name}_token_ids"] = self._encode(text, where=place)
         return {**record, **ids}
@@ -102,13 +102,13 @@ class SampleEncoder:
         return self.tokenizer
 
     def check_text_of_ids(self, record: Mapping[str, Any], *, where: str) -> None:
-        """Checks that a completion given as ids and as text is the same, if there is a tokenizer to tell.
+        """Checks that a completion's ids and text match, if there is a tokenizer.
 
         Raises:
-            InputError: the text is not the decoding of the ids, with or without control tokens.
+            InputError: the text differs from the decoded ids, with and without control tokens.
         """
         match record:
-            # Of several turns, the text is that of the last one.
+            # With several turns, the text is the last one's.
             case {
                 "completion_token_ids": list(ids),
                 "completion": str(text),
@@ -126,9 +126,9 @@ class SampleEncoder:
             return
         decoded = tokenizer.decode(ids)
         check_text(text, f"{where}: completion")
-        # Some tokenizers normalize a text, so that it is not the decoding of its own ids.
+        # Some tokenizers normalize a text, so that it differs from the decoding of its own ids.
         if text not in (decoded, tokenizer.decode_with_special_tokens(ids)) and tokenizer.encode_rendered(text) != ids:
             raise InputError(
-                f"{where}: completion: {text!r:.60} is not what completion_token_ids decode to, {decoded!r:.60}; "
-                "remove the field that is wrong, or choose the model.path whose tokenizer made the ids"
+                f"{where}: completion: {text!r:.60} differs from the decoded completion_token_ids, {decoded!r:.60}; "
+                "remove the wrong field, or set model.path to the model whose tokenizer produced the ids"
             )

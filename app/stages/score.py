@@ -51,15 +51,15 @@ from settings.schema.algorithm import ScoredRole
 NUM_CHECKED_SAMPLES = 3
 """Number of samples that `--check-packing` packs into one row."""
 TOLERANCES = {"float32": (1e-4, 1e-4), "bfloat16": (0.5, 0.05)}
-"""Largest and mean difference, in nats, that the order of summation explains, by compute type; seeing tokens of another
-sample causes far larger ones."""
+"""Tolerated maximum and mean difference in nats from the order of summation, by compute dtype; a leak between samples
+causes far larger ones."""
 
 MAX_SAMPLE_TOKENS = 128
 """Number of compared tokens of each sample. A row of three such samples uses block-wise attention on every backend."""
 
 
 class SavedNetworks(Protocol):
-    """A `PolicyCheckpoint`; scoring without one needs none of the packages that saving does."""
+    """The interface of a `PolicyCheckpoint`, so that scoring without one does not need the packages for saving."""
 
     def describe(self) -> str: ...
     def check_compatible(self, model: ModelSpec, *, needs_tokenizer: bool) -> None: ...
@@ -81,11 +81,11 @@ def score_logprobs(
 
     The file is read once to check every line before any device work, and then once for each output, window by window.
     Shapes depend only on the longest sample of the file and the model's context, so that all checkpoints share the
-    compiled programs; `rollout.temperature` is that of the sampler. If there are several hosts, each scores a part of
-    every window; only the first writes the files and returns metrics.
+    compiled programs; `rollout.temperature` must be the sampler's. Several hosts each score a part of every window;
+    only process 0 writes the files and returns metrics.
 
     Args:
-        outputs: output file -> checkpoint with the weights of the policy or the critic; None for those of the models.
+        outputs: output file -> checkpoint with the weights of the policy or the critic; None = the models' own weights.
         checks_packing: whether to compare the scores of a few samples in a shared row and in separate rows first.
 
     Raises:
@@ -116,7 +116,7 @@ def score_logprobs(
     if (most := value_of(settings, quota)) is not None and longest > most:
         raise InputError(
             f"{extent.longest_location}: the longest sample has {longest} tokens, more than {quota} = {most} (from "
-            f"{resolved.origin(quota)}), and samples are not split; raise it to {longest} or more, or set "
+            f"{resolved.origin(quota)}), but samples are not split; raise it to {longest} or more, or set "
             f"score.{role}.rows_per_device instead"
         )
     with join_hosts(settings, out=next(iter(outputs))) as entered:
@@ -149,7 +149,7 @@ def write_scores(
     drawn: list[Sample],
     on_phase: PhaseCallback,
 ) -> dict[str, Any]:
-    """Writes the windows with their scores, and returns the metrics; on return the checkpoint's weights are gone."""
+    """Writes the windows with their scores, frees the checkpoint's weights, and returns the metrics."""
     on_phase("compile")
     start = time.perf_counter()
     params = jax.block_until_ready(_load_params(session, checkpoint))
@@ -207,7 +207,7 @@ class WindowScorer:
         self._session = session
         self._role: ScoredRole = role
         self._micro_batcher = micro_batcher
-        # With offload, the reference's weights are on the device only while a window is scored.
+        # With offload, the reference weights are on the device only while a window is scored.
         is_offloaded = role == "reference" and session.settings.score.reference.offload
         if is_offloaded:
             check_host_memory(session.mesh, "score.reference.offload")
@@ -236,7 +236,7 @@ class WindowScorer:
             local = window[shard.start : shard.stop]
             was_sampled = [one.record.get("behavior_logprobs") is not None for one in local]
             self._update_totals([*compress(scored, was_sampled)], plan)
-            # Only this field and the ids of texts are added: what a line lacks is not invented.
+            # Only this field and the ids of texts are added; other missing fields are not filled in.
             yield [
                 {
                     **one.record,
@@ -250,7 +250,7 @@ class WindowScorer:
                 print(f"scored {done:,} of {num_samples:,} samples", file=sys.stderr)
 
     def _update_totals(self, samples: Sequence[Sample], micro_batches: GlobalPlan) -> None:
-        """Adds a plan, and the differences of those samples that have the sampler's logprobs."""
+        """Adds a plan, and the differences of samples that have the sampler's logprobs."""
         if self._role != "critic":
             none = np.zeros(0, np.float32)
             logprobs = attrgetter(f"{self._role}_logprobs")
@@ -308,11 +308,11 @@ def check_packing(session: ScoringSession, params: Params, samples: Sequence[Sam
     prompts = sequence_lengths(samples).prompt_indices
     by_prompt = [tuple(np.flatnonzero(prompts == number).tolist()) for number in range(prompts.max() + 1)]
     alone, *together = _score_arrangements(session, params, samples, [apart, by_prompt])
-    # Scores that are not finite even alone are no leak.
+    # Scores that are non-finite even alone are not a leak.
     known = np.isfinite(alone)
     differences = np.concatenate([np.abs(shared - alone)[known] for shared in together])
     local = differences.max(initial=0.0), differences.mean() if known.any() else 0.0
-    # The result must be the same on every host: if only one raised, the others would wait for it.
+    # The result must be the same on every host: if only one host raised, the others would wait for it.
     largest, mean = max_over_hosts(np.asarray(local)).tolist()
     max_allowed, mean_allowed = TOLERANCES[session.settings.model.dtype]
     # Not `>`: NaN must fail the check.
@@ -320,7 +320,7 @@ def check_packing(session: ScoringSession, params: Params, samples: Sequence[Sam
         raise RuntimeError(
             f"scores in a shared row differ from those of a sample alone by up to {largest:.2g} nats: attention "
             "leaks between samples on this backend. Please report it; until it is fixed, set score.dynamic: false "
-            "and algorithm.dynamic_microbatch: false, which the critic follows"
+            "and algorithm.dynamic_microbatch: false (also used by the critic)"
         )
     return largest
 
@@ -336,7 +336,7 @@ def _score_arrangements(
     samples: Sequence[Sample],
     arrangements: Sequence[Sequence[tuple[int, ...]]],
 ) -> list[np.ndarray]:
-    """Scores all samples first in a row of their own, then together in one row per arrangement.
+    """Scores all samples first in separate rows, then together in one row per arrangement.
 
     One program scores one row at a time while the other devices are idle, so it needs memory for one row only.
     """

@@ -103,7 +103,7 @@ def score_rewards(resolved: Resolved, *, input: Path, out: Path) -> dict[str, An
 
 
 def _read_located(input: Path, settings: Settings) -> list[LocatedSample]:
-    """Reads all samples of a file, each with what some reward reads; built-in ones read no prompt and no token ids."""
+    """Reads all samples with the fields that rewards read; built-in rewards need no prompt and no token ids."""
     reward, located, groups = settings.reward, list[LocatedSample](), dict[str, int]()
     has_plug_ins = any(function.function for function in reward.functions)
     needed = {
@@ -122,20 +122,20 @@ def _read_located(input: Path, settings: Settings) -> list[LocatedSample]:
         for name, reason in needed.items():
             if fields.get(name) is None:
                 raise InputError(f"{where}: missing {name}; {reason}; add the field or remove the line")
-        # Without a reward it was masked, which a reward undoes.
+        # A sample without reward was masked; a reward undoes this.
         was_dropped = record.get("finish_reason") == NO_REWARD_FINISH_REASON
         has_episode = "episode" in names and record.get("episode") is not None
         read = (*names, TOKEN_IDS, "loss_mask") if was_dropped or has_episode else names
         sample = sample_for_scoring(fields, where=where, index=index, names=read)
         if (group := record.get("group_id")) is not None:
-            # Whatever names the group, its number is the index of its first sample.
+            # A group's number is the index of its first sample, whatever its name.
             sample = replace(sample, group_id=groups.setdefault(json.dumps(group), index))
         located.append(LocatedSample(where, record, sample))
     return located
 
 
 def _read_reference(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns answer and columns; verl calls the answer `gts`."""
+    """Returns the reference answer and the columns; verl calls the answer `gts`."""
     columns, answer = record.get("columns"), record.get("answer")
     return {
         "answer": record.get("gts") if answer is None else answer,
@@ -144,7 +144,7 @@ def _read_reference(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _scored_record(one: LocatedSample, scored: Sample) -> Mapping[str, Any]:
-    """Returns the record as it was read, but for the fields that scoring has added, changed or removed."""
+    """Returns the record as it was read, except for the fields that scoring has added, changed or removed."""
     before, after = sample_to_record(one.sample), sample_to_record(scored)
     changed = {name: value for name, value in after.items() if name not in before or before[name] != value}
     removed = {"rewards", "reward", *(before.keys() - after.keys())}
@@ -169,7 +169,7 @@ def sample_indices_by_host(samples: Sequence[Sample]) -> list[Sequence[int]]:
 
 
 def _reward_counts_here(scored: RewardedSamples) -> dict[str, float]:
-    """Returns the same as `reward_counts`, without starting a device."""
+    """Like `reward_counts`, but without starting a device."""
     counts, extras = local_reward_counts(scored)
     return {**{name: total / count for name, (total, count) in extras.items()}, **counts}
 

@@ -95,7 +95,7 @@ def test_failed_call_costs_its_own_prompt(drops: bool) -> None:
         ([1.0], "length: returned 1 values for 2 samples"),
         ([1.0, None], "value: returned None, expected a number"),
         ([1.0, float("nan")], "value: returned nan, expected a finite number"),
-        ([1.0, -1e39], "value: returned -1e+39, which float32 cannot hold"),
+        ([1.0, -1e39], "value: returned -1e+39, which float32 cannot represent"),
         ([1.0, [1.0]], "value: returned 1 advantages for a sample of 2 tokens"),
         ([1.0, ["x", 1]], "value: returned str 'x', expected a number"),
         ([1.0, "12"], "value: returned str '1', expected a number"),
@@ -112,7 +112,7 @@ def test_unusable_result_is_refused_before_the_run(result: Any, message: str) ->
 def test_unusable_functions_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"cannot be filled: `baseline`. An estimator takes `rewards`, `lengths`,"):
         advantages_by(lambda rewards, baseline: rewards)
-    with pytest.raises(InputError, match=r"^algorithm.estimator: callable:f is a Python function that was passed to"):
+    with pytest.raises(InputError, match=r"^algorithm.estimator: callable:f is a Python function passed to"):
         advantages_by("callable:f")
     (tmp_path / "own.py").write_text("def f(rewards):\n    while rewards[0] == 2: pass\n    return rewards")
     assert advantages_by(f"{tmp_path}/own.py:f") == ([[1], [0, 0], [0] * 4], ["timeout"])

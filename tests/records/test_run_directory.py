@@ -182,7 +182,7 @@ def test_changed_and_lost_settings_are_taken_from_the_last_session(trained, capl
     trained.settings_path.unlink()
     assert rates_of(SettingsHistory.read(trained)) == {1: 0.1, 4: 0.2}
     trained.sessions_path.unlink()
-    with pytest.raises(InputError, match=r"sessions\.jsonl beside it holds no settings either"):
+    with pytest.raises(InputError, match=r"sessions\.jsonl next to it has no settings either"):
         SettingsHistory.read(trained)
 
 

@@ -204,9 +204,9 @@ def test_an_episode_is_written_with_its_conversation():
         (episode_with(end="bored"), "episode.end: expected one of terminated, .* got 'bored'"),
         (episode_with(turns=[{"start": 0, "end": 1}]), r"episode.turns.0.text: Field required"),
         (episode_with(0, reward=float("nan")), r"episode.turns.0.reward: Input should be a finite number, got nan"),
-        (episode_with(1, start=0), r"episode.turns.1 is from 0 to 5; turns follow each other, so expected 1 <= start"),
+        (episode_with(1, start=0), r"episode.turns.1 is from 0 to 5; turns must be in order: expected 1 <= start"),
         (episode_with(1, end=6), r"episode.turns.1 is from 3 to 6; .* end <= 5, the number of completion_token_ids"),
-        (episode_with(1, start=4), r"loss_mask\[3\] is true, but that token is in no turn of the policy"),
+        (episode_with(1, start=4), r"loss_mask\[3\] is true, but this token is in no policy turn"),
     ],
 )
 def test_a_wrong_episode_is_refused_with_the_field(episode, message):

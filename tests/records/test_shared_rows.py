@@ -43,5 +43,5 @@ def test_long_fields_of_a_row_are_in_the_first_sample_of_its_prompt():
 
 @pytest.mark.parametrize("holder", ["a/s0", 7])
 def test_sample_without_the_line_of_its_row_is_refused(holder):
-    with pytest.raises(InputError, match=r"s.jsonl:1: row_of: no earlier line is the sample .*; keep that line"):
+    with pytest.raises(InputError, match=r"s.jsonl:1: row_of: no earlier line has the sample .*; keep that line"):
         restored([{"uid": "a/s1", "row_of": holder}])

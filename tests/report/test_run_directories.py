@@ -30,7 +30,7 @@ def run(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("file", "content", "message"),
     [
-        ("settings.yaml", None, "holds no settings.yaml, so it is not a run directory"),
+        ("settings.yaml", None, "contains no settings.yaml, so it is not a run directory"),
         ("metrics.jsonl", None, "has no finished training step yet"),
         ("metrics.jsonl", b'{"step": 0, "eval/accuracy": 0.5}\n', "has no finished training step yet"),
         ("metrics.jsonl", b'{"step": 1, "lo\n{"step": 1, "reward/mean": 1}\n', "metrics.jsonl:1: not JSON"),

@@ -100,7 +100,7 @@ def with_fields(**fields: Any) -> Callable[[str], str]:
         (lambda line: line[:-9], "not JSON"),
         (lambda line: line[:-1] + ', "note": [1, 2e999]}', "note[1] is Infinity, or too large for a float64"),
         (with_fields(completion_token_ids=None, completion=None), "missing completion_token_ids or completion; a"),
-        (with_fields(completion="not it"), "completion: 'not it' is not what completion_token_ids decode"),
+        (with_fields(completion="not it"), "completion: 'not it' differs from the decoded completion_token_ids"),
         (with_fields(behavior_logprobs=[0.5] * 4, completion_token_ids=[5] * 4, completion=None), "[0] is 0.5, but a"),
         (with_fields(prompt_token_ids=[2, 24]), "prompt_token_ids[1] is token 24, but the vocabulary of"),
         (with_fields(prompt_token_ids=[2] * 128), "tokens, but the context of model.path is 128; remove the"),
