@@ -191,5 +191,5 @@ def test_critic_and_reward_model_keep_their_commits(config, tiny_model, tmp_path
 @pytest.mark.parametrize("text", ["{", "[]"])
 def test_a_damaged_record_of_commits_is_refused(config: Path, tmp_path: Path, text: str) -> None:
     (tmp_path / "model.json").write_text(text)
-    with pytest.raises(InputError, match=r"--resume: .*model\.json .*start another run\.name"):
+    with pytest.raises(InputError, match=r"--resume: .*model\.json .*use another run\.name"):
         pin_revisions(load(str(config), [], {}).settings, RunDirectory(tmp_path))
