@@ -42,10 +42,10 @@ LLAMA3 = {
     "rope_theta": 5e3,
 }
 BIASES = {"attention_bias": True, "mlp_bias": True}
-EXPERTS = {"num_local_experts": 5, "num_experts_per_tok": 3}
+EXPERTS = {"num_experts_per_tok": 3}
 SWITCHES: dict[str, dict[str, Any]] = {
-    "mixtral": EXPERTS,
-    "qwen3_moe": {**EXPERTS, "moe_intermediate_size": 21, "norm_topk_prob": True},
+    "mixtral": {**EXPERTS, "num_local_experts": 5},
+    "qwen3_moe": {**EXPERTS, "num_experts": 5, "moe_intermediate_size": 21, "norm_topk_prob": True},
     # Every cap bends what goes through it, every window is shorter than most segments.
     "mistral": {"sliding_window": 4},
     "gemma2": {
@@ -129,8 +129,8 @@ def import_reference() -> tuple[Any, Any]:
 
 def load_reference(directory: Path) -> Any:
     _, transformers = import_reference()
-    # The default products of experts want widths of 16 bytes.
-    plain = {"dtype": "float32", "experts_implementation": "eager"}
+    # The default products of experts want widths of 16 bytes, and default attention in older versions has no soft cap.
+    plain = {"dtype": "float32", "experts_implementation": "eager", "attn_implementation": "eager"}
     return transformers.AutoModelForCausalLM.from_pretrained(directory, **plain).eval()
 
 
