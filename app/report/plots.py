@@ -255,8 +255,8 @@ def draw_lines(figure: Figure, history: History, panel: Panel) -> None:
     """Draws the metrics of a panel on one axis."""
     from matplotlib.ticker import MaxNLocator
 
-    axes = _axes(figure, history, panel.unit or next(iter(panel.metrics.values())))
     drawn = panel.series(history)
+    axes = _axes(figure, history, panel.unit or next(iter(drawn)))
     for i, (label, series) in enumerate(drawn.items()):
         scaled = Series(series.steps, series.values / panel.scale)
         if panel.noisy:
@@ -269,182 +269,108 @@ def draw_lines(figure: Figure, history: History, panel: Panel) -> None:
     if panel.axis == "shares":
         _format_as_percent(axes)
     if min(series.values.min(initial=0) for series in drawn.values()) >= 0:
-        axes.set_ylim(bottom=0)
-    if panel.noisy or len(drawn) > 1:
+        axes.set_ylim(0, 1.05 * axes.dataLim.y1 or None)
+    if panel.unit or len(axes.lines) > 1:
         _legend(figure)
 
 
+# fmt: off
 PANELS = (
-    Panel(
-        "reward",
-        "Reward",
+    Panel("reward", "Reward",
         "The reward should rise over tens of steps; single steps are noise. If it rises while accuracy does not, the "
         "policy exploits the reward function: read some samples.",
-        {"reward/mean": ""},
-        draw=draw_reward,
-    ),
-    Panel(
-        "accuracy",
-        "Held-out accuracy",
+        {"reward/mean": ""}, draw=draw_reward),
+    Panel("accuracy", "Held-out accuracy",
         "Share of right answers to prompts not used for training; if a plug-in judges, the mean of its values. "
         "Differences within the interval may be chance: raise eval.num_prompts to narrow it.",
-        {"eval/accuracy": ""},
-        draw=draw_accuracy,
-    ),
-    Panel(
-        "lengths",
-        "Completion lengths and truncated share",
+        {"eval/accuracy": ""}, draw=draw_accuracy),
+    Panel("lengths", "Completion lengths and truncated share",
         "Top: shortest, mean and longest completion of a step. Bottom: share truncated at rollout.max_new_tokens; if "
         "it is above 10 %, raise that limit or reward short answers.",
-        {"completions/mean_length": ""},
-        draw=draw_lengths,
-        height=3.6,
-    ),
-    Panel(
-        "entropy",
-        "Entropy",
+        {"completions/mean_length": ""}, draw=draw_lengths, height=3.6),
+    Panel("entropy", "Entropy",
         "Entropy of the policy. A slow fall is normal; a sudden fall to nearly 0 is a collapse: lower "
         "optimizer.learning_rate, raise algorithm.clip_high, or set algorithm.beta.",
-        {"policy/entropy": "nats per token"},
-        noisy=True,
-    ),
-    Panel(
-        "zero_variance",
-        "Groups whose rewards are all equal",
+        {"policy/entropy": "nats per token"}, noisy=True),
+    Panel("zero_variance", "Groups whose rewards are all equal",
         "Share of prompts whose samples all got the same reward. Near 100 % the reward gives no learning "
         "signal: prompts are too easy or too hard, or rollout.group_size is too small.",
-        {"reward/zero_variance_fraction": "share"},
-        unit="groups",
-        axis="shares",
-        noisy=True,
-    ),
-    Panel(
-        "reward_failures",
-        "Samples without a reward value",
+        {"reward/zero_variance_fraction": "groups"}, axis="shares", noisy=True),
+    Panel("reward_failures", "Samples without a reward value",
         "Failures of reward functions, None values, and samples dropped by reward.on_error: drop. There should be no "
         "failures: read reward_errors in rollouts/, and run `grpo score --role reward` on a file there.",
-        {
-            "reward/error_count": "failures",
-            "reward/abstained_count": "None values",
-            "reward/dropped_count": "dropped samples",
-        },
-        unit="number per step",
-        axis="counts",
-        needs_nonzero=True,
-    ),
-    Panel(
-        "kl",
-        "KL to the initial model or the teacher",
+        {"reward/error_count": "failures", "reward/abstained_count": "None values",
+         "reward/dropped_count": "dropped samples"},
+        unit="number per step", axis="counts", needs_nonzero=True),
+    Panel("kl", "KL to the initial model or the teacher",
         "KL of the policy to the initial model. Below 0.1 is usual; if it keeps growing, raise algorithm.beta or "
         "lower optimizer.learning_rate. That to a teacher falls.",
-        {"policy/kl": "nats per token", "policy/teacher_kl": "nats per token, to the teacher"},
-        noisy=True,
-    ),
-    Panel(
-        "grad_norm",
-        "Gradient norm",
+        {"policy/kl": "nats per token", "policy/teacher_kl": "nats per token, to the teacher"}, noisy=True),
+    Panel("grad_norm", "Gradient norm",
         "Norm before clipping to optimizer.max_grad_norm. A steady norm is healthy; if spikes grow, lower "
         "optimizer.learning_rate.",
-        {"policy/grad_norm": "norm"},
-        noisy=True,
-    ),
-    Panel(
-        "loss",
-        "Loss",
+        {"policy/grad_norm": "norm"}, noisy=True),
+    Panel("loss", "Loss",
         "The policy's is minus the mean advantage at ratio 1, and tells little; the critic's, or SFT's, should fall.",
-        {"loss": "policy", "value/loss": "critic"},
-        unit="loss",
-    ),
-    Panel(
-        "learning_rate",
-        "Learning rate",
+        {"loss": "policy", "value/loss": "critic"}, unit="loss"),
+    Panel("learning_rate", "Learning rate",
         "That of the last update of each step, as optimizer.schedule sets it.",
-        {"policy/learning_rate": "policy", "value/learning_rate": "critic"},
-        unit="learning rate",
-    ),
-    Panel(
-        "explained_variance",
-        "What the critic explains",
+        {"policy/learning_rate": "policy", "value/learning_rate": "critic"}, unit="learning rate"),
+    Panel("explained_variance", "What the critic explains",
         "Share of the returns' variance that the critic's values explain. It starts at about 0 and should rise; if it "
         "stays there, raise critic.learning_rate or critic.warmup_steps.",
-        {"value/explained_variance": "explained variance"},
-        noisy=True,
-    ),
-    Panel(
-        "turns",
-        "Turns and tool calls",
+        {"value/explained_variance": "explained variance"}, noisy=True),
+    Panel("turns", "Turns and tool calls",
         "Means over the samples. If failed calls do not become fewer, read the answers of the tools in rollouts.html.",
         {"episode/turns_mean": "turns", "episode/tool_calls_mean": "tool calls", "episode/tool_errors_mean": "failed"},
-        unit="number per sample",
-    ),
-    Panel(
-        "ends",
-        "How episodes end",
+        unit="number per sample"),
+    Panel("ends", "How episodes end",
         "Share of samples by their end: `terminated` by the environment, by a limit, or `dropped` after a failure.",
-        {"episode/end/*": ""},
-        unit="samples",
-        axis="shares",
-        needs_nonzero=True,
-    ),
-    Panel(
-        "environment",
-        "Numbers of the environment",
+        {"episode/end/*": ""}, unit="samples", axis="shares", needs_nonzero=True),
+    Panel("environment", "Numbers of the environment",
         "Means of the numbers and scores that the environment reports.",
-        {"env/*": "", "env/score/*": ""},
-        unit="mean",
-    ),
-    Panel(
-        "clip_fractions",
-        "Clipped tokens",
+        {"env/*": "", "env/score/*": ""}, unit="mean"),
+    Panel("clip_fractions", "Clipped tokens",
         "Share of tokens whose gradient is limited because their ratio left the clip range or reached "
         "algorithm.dual_clip. If it is above 20 %, lower optimizer.learning_rate or algorithm.epochs.",
-        {
-            "policy/clip_fraction_low": "below 1 − clip_low",
-            "policy/clip_fraction_high": "above 1 + clip_high",
-            "policy/clip_fraction_dual": "above dual_clip",
-        },
-        unit="tokens",
-        axis="shares",
-        needs_nonzero=True,
-    ),
-    Panel(
-        "sampler_mismatch",
-        "Difference between sampler and trainer",
+        {"policy/clip_fraction_low": "below 1 − clip_low", "policy/clip_fraction_high": "above 1 + clip_high",
+         "policy/clip_fraction_dual": "above dual_clip"},
+        unit="tokens", axis="shares", needs_nonzero=True),
+    Panel("sampler_mismatch", "Difference between sampler and trainer",
         "Mean difference between their logprobs of the same tokens, in nats: about 1e-7 in float32 and below "
         f"{MISMATCH_THRESHOLD:g} in bfloat16; if it is larger, the gradient is not that of the policy that generated "
         "the samples. With rollout.max_staleness, rollout.weights or rollout.kv_cache a difference is expected.",
-        {"rollout/sampler_scorer_logprob_diff_mean": "nats per token"},
-    ),
-    Panel(
-        "times",
-        "Where the time goes",
+        {"rollout/sampler_scorer_logprob_diff_mean": "nats per token"}),
+    Panel("times", "Where the time goes",
         "Seconds of each phase, stacked, with shares of the whole run. `rest` is the saving of samples and metrics.",
-        {"time/step_s": ""},
-        draw=draw_times,
-        needs_nonzero=True,
-    ),
-    Panel(
-        "tokens_per_s",
-        "Speed",
+        {"time/step_s": ""}, draw=draw_times, needs_nonzero=True),
+    Panel("tokens_per_s", "Speed",
         "Completion tokens per second of the whole step. Steps that compile programs are slow: see below.",
-        {"perf/tokens_per_s": "tokens per second"},
-        noisy=True,
-    ),
-    Panel(
-        "memory",
-        "Peak memory so far",
+        {"perf/tokens_per_s": "tokens per second"}, noisy=True),
+    Panel("idle_slots", "Idle slots and the tail of rollouts",
+        "Share of the slots' time in which none decoded, of the makespan after 90 % of the samples were done, and of "
+        "prompts that P-DSR called heavy. If slots are idle, use fewer, or another rollout.scheduler.",
+        {"perf/rollout/bubble": "idle", "perf/rollout/tail_fraction": "tail", "perf/rollout/heavy_share": "heavy"},
+        unit="share", axis="shares"),
+    Panel("makespan", "Makespan and the last verdict",
+        "Seconds from the first submission to the last token, and to the last verdict of P-DSR, which should be early.",
+        {"perf/rollout/makespan_s": "makespan", "perf/rollout/last_verdict_s": "last verdict"}, unit="seconds"),
+    Panel("threshold", "Threshold of P-DSR",
+        "Length above which prompts are heavy. It follows the lengths of samples.",
+        {"perf/rollout/threshold": "rollout.pdsr.unit"}),
+    Panel("moved_samples", "Samples that changed their kind of worker",
+        "Admissions of heavy samples on fast workers and of fast ones on heavy workers, and samples that reached the "
+        "limit of a fast worker. If many do, raise rollout.pdsr.fast_limit_tokens.",
+        {"perf/rollout/stolen_by_fast": "heavy on fast", "perf/rollout/stolen_by_heavy": "fast on heavy",
+         "perf/rollout/breaker_trips": "moved at the limit", "perf/rollout/truncated": "cut off there"},
+        unit="samples", axis="counts", needs_nonzero=True),
+    Panel("memory", "Peak memory so far",
         "Memory of the device that uses most; on a CPU, of the whole process. To reduce it, lower "
         "algorithm.max_tokens_per_device or set model.remat: block.",
-        {"perf/peak_memory_bytes": "GiB"},
-        scale=2**30,
-    ),
-    Panel(
-        "compilations",
-        "Compilations",
+        {"perf/peak_memory_bytes": "GiB"}, scale=2**30),
+    Panel("compilations", "Compilations",
         "XLA programs compiled in each step. There should be none after the first steps; later ones are caused by new "
         "sequence lengths.",
-        {"perf/compilations": "programs"},
-        axis="counts",
-        needs_nonzero=True,
-    ),
+        {"perf/compilations": "programs"}, axis="counts", needs_nonzero=True),
 )
+# fmt: on

@@ -179,12 +179,12 @@ def _schedule_metrics(session: Session, timeline: Path | None) -> dict[str, Any]
     if session.workers is None:
         return {}
     (metrics,) = schedules = session.take_schedule_metrics()
-    policy = session.workers.schedule.policy
+    schedule = session.workers.schedule
     if timeline is not None:
         model, records = session.settings.model.path, session.workers.records
-        write_timeline(timeline, Timeline.from_records(records, metrics, heading=model, policy=policy))
+        write_timeline(timeline, Timeline.from_records(records, metrics, heading=model, schedule=schedule))
     return {
-        "scheduler": policy,
+        "scheduler": schedule.policy,
         **schedule_performance(schedules),
         **({} if timeline is None else {"timeline": str(timeline)}),
     }

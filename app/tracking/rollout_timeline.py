@@ -6,15 +6,16 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from app.records.atomic_write import write_atomic
 from app.records.text_format import format_percent
 from app.report.matplotlib_figures import POINTS_PER_INCH, inline_svg, new_figure, save_figure
-from app.report.plots import BLUE, GREY, ORANGE, PURPLE, RED, escape_label
+from app.report.plots import BLUE, GREEN, GREY, ORANGE, PURPLE, RED, escape_label
 from app.report.write_report import render_page
 from app.rollout.scheduling.protocol import EventRecord, SampleRole, Submitted, WorkerJoined
 from app.rollout.scheduling.schedule_metrics import ScheduleMetrics, Span, slot_spans
+from app.rollout.workers.worker_pool import ScheduleConfig
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -24,7 +25,8 @@ IDLE_COLOR, SUSPENDED_COLOR = "#8888883a", PURPLE
 COLORS: dict[SampleRole | None, str] = {"probe": ORANGE, "fast": BLUE, "any": BLUE, "heavy": RED}
 SLOT_HEIGHT, LANE_GAP = 0.11, 0.8
 """Height of a slot, in inches, and gap between workers, in slots."""
-MERGE_GAP_S = 1e-6
+MERGE_GAP = 0.001
+"""Largest pause between segments of a sample that are drawn as one bar, as a share of the makespan: no point wide."""
 WIDTH, MIN_HEIGHT, MAX_HEIGHT = 10.0, 2.1, 16.5
 """Width of the plot and limits of its height, in inches; slots become thinner if there are too many."""
 MARGIN = 1.45
@@ -38,29 +40,33 @@ class Timeline:
 
     heading: str
     figures: str
-    """The metrics of the schedule, in one line."""
+    """The metrics of the schedule, in two lines."""
     slots: dict[str, int]
     """Each worker's number of slots by name."""
     spans: Sequence[Span]
     makespan_s: float
+    last_verdict_s: float | None
 
     @classmethod
     def from_records(
-        cls, records: Sequence[EventRecord], metrics: ScheduleMetrics, *, heading: str, policy: str
+        cls, records: Sequence[EventRecord], metrics: ScheduleMetrics, *, heading: str, schedule: ScheduleConfig
     ) -> Timeline:
         start = next((event.at for event, _ in records if isinstance(event, Submitted)), 0.0)
         spans = [one._replace(start_s=one.start_s - start, end_s=one.end_s - start) for one in slot_spans(records)]
         slots = {event.worker: event.slots for event, _ in records if isinstance(event, WorkerJoined)}
-        bubble, tail = map(format_percent, (metrics.bubble, metrics.tail_fraction))
-        recall = "" if metrics.probe_recall is None else f", recall {metrics.probe_recall:.2f}"
+        shares = {"bubble": metrics.bubble, "tail": metrics.tail_fraction, "recall": metrics.probe_recall}
+        shares["heavy prompts"] = metrics.heavy_share
+        known = [f"{name} {format_percent(share)}" for name, share in shares.items() if share is not None]
+        if metrics.threshold is not None:
+            known.append(f"threshold {metrics.threshold:.3g} {schedule.pdsr.unit}")
         figures = (
-            f"{policy}: {metrics.makespan_s:.3g} s, bubble {bubble}, tail {tail}{recall}, {metrics.breaker_trips} "
-            f"trips, {metrics.stolen_by_fast} + {metrics.stolen_by_heavy} stolen by fast and heavy, "
-            f"{metrics.suspensions} suspended, {metrics.truncated} truncated, "
-            f"{metrics.repacked_tokens:,} tokens recomputed, {metrics.segments} segments"
+            f"{schedule.policy}: {', '.join([f'makespan {metrics.makespan_s:.3g} s', *known])}\n"
+            f"{metrics.stolen_by_fast} heavy samples stolen by fast workers, {metrics.stolen_by_heavy} fast ones by "
+            f"heavy, {metrics.breaker_trips} trips, {metrics.suspensions} suspended, {metrics.truncated} truncated, "
+            f"{metrics.repacked_tokens:,} tokens recomputed"
         )
         heading += f": {len(slots)} workers, {sum(slots.values())} slots"
-        return cls(heading, figures, slots, spans, metrics.makespan_s)
+        return cls(heading, figures, slots, spans, metrics.makespan_s, metrics.last_verdict_s)
 
     @property
     def size(self) -> tuple[float, float]:
@@ -85,10 +91,11 @@ def render_timeline(timeline: Timeline, *, kind: Literal["png", "svg"]) -> bytes
     An SVG is for a page: it has no title and uses the page's background and fonts.
     """
     with new_figure(*timeline.size, salt="timeline") as figure:
-        _draw(figure.add_subplot(), timeline)
+        axes = figure.add_subplot()
+        _draw(axes, timeline)
         if kind == "png":
             figure.suptitle(escape_label(timeline.heading), x=0.01, ha="left", fontsize=10, fontweight="bold")
-        _add_legend(figure)
+        _add_legend(figure, axes)
         return save_figure(figure, kind, transparent=kind == "svg")
 
 
@@ -103,15 +110,17 @@ def _draw(axes: Axes, timeline: Timeline) -> None:
     rows = [span for span in timeline.spans if span.role is not None]
     rows.sort(key=lambda span: (span.worker, span.slot, span.start_s))
     for (worker, slot), spans in groupby(rows, key=lambda span: (span.worker, span.slot)):
-        merged = _merge_adjacent(spans)
+        merged = _merge_adjacent(spans, gap_s=MERGE_GAP * timeline.makespan_s)
         axes.broken_barh(
             [(span.start_s, span.end_s - span.start_s) for span in merged], (tops[worker] + slot, 0.92),
             facecolors=[COLORS[span.role] for span in merged], edgecolor="white", linewidth=0.3,
         )  # fmt: skip
     suspended = [(span.start_s, span.end_s - span.start_s) for span in timeline.spans if span.role is None]
-    axes.broken_barh(suspended, (top, 1), facecolors=SUSPENDED_COLOR, linewidth=0)
+    axes.broken_barh(suspended, (top, 1), facecolors=SUSPENDED_COLOR, edgecolor=SUSPENDED_COLOR, linewidth=1.0)
     axes.set_yticks([*ticks, top + 0.5], [*labels, "suspended"])
-    axes.axvline(timeline.makespan_s, color=GREY, linewidth=1.0)
+    axes.axvline(timeline.makespan_s, color=GREY, linewidth=1.0, label="end")
+    if timeline.last_verdict_s is not None:
+        axes.axvline(timeline.last_verdict_s, color=GREEN, linewidth=1.5, linestyle="--", label="last verdict")
     axes.tick_params(axis="y", length=0)
     axes.grid(visible=False)
     axes.spines["left"].set_visible(False)
@@ -121,24 +130,23 @@ def _draw(axes: Axes, timeline: Timeline) -> None:
     axes.set_xlim(0, 1.01 * timeline.makespan_s)
 
 
-def _merge_adjacent(spans: Iterable[Span]) -> list[Span]:
-    """Merges consecutive segments of a sample into one span, because there may be hundreds."""
+def _merge_adjacent(spans: Iterable[Span], *, gap_s: float) -> list[Span]:
+    """Merges consecutive segments of a sample into one span, because there may be hundreds; leaves out empty ones."""
     merged: list[Span] = []
     for span in spans:
         last = merged[-1] if merged else None
-        if last and (last.role, last.uid) == (span.role, span.uid) and span.start_s - last.end_s < MERGE_GAP_S:
+        if last and (last.role, last.uid) == (span.role, span.uid) and span.start_s - last.end_s <= gap_s:
             merged[-1] = last._replace(end_s=span.end_s)
-        else:
+        elif span.end_s > span.start_s:
             merged.append(span)
     return merged
 
 
-def _add_legend(figure: Figure) -> None:
-    from matplotlib.lines import Line2D
+def _add_legend(figure: Figure, axes: Axes) -> None:
     from matplotlib.patches import Patch
 
     colors = {role: COLORS[role] for role in ("probe", "fast", "heavy")}
     colors |= {"suspended": SUSPENDED_COLOR, "idle": IDLE_COLOR}
-    handles = [Patch(facecolor=color, label=label) for label, color in colors.items()]
-    end = Line2D([], [], color=GREY, linewidth=1.0, label="end")
-    figure.legend(handles=[*handles, end], loc="outside lower right", ncols=7, frameon=False)
+    handles: list[Any] = [Patch(facecolor=color, label=label) for label, color in colors.items()]
+    lines, _ = axes.get_legend_handles_labels()
+    figure.legend(handles=[*handles, *lines], loc="outside lower left", ncols=7, frameon=False)

@@ -121,8 +121,8 @@ class Trainer:
         if self.last_schedule is None or self.session.workers is None:
             return None
         step, records, metrics = self.last_schedule
-        policy, heading = self.session.workers.schedule.policy, f"{self.settings.run.name}, step {step}"
-        return Timeline.from_records(records, metrics, heading=heading, policy=policy)
+        heading = f"{self.settings.run.name}, step {step}"
+        return Timeline.from_records(records, metrics, heading=heading, schedule=self.session.workers.schedule)
 
     def work_metrics(
         self, sampled: Sequence[Sample], learned: Sequence[Sample], rounds: Sequence[RewardedRound], *, step: int

@@ -17,6 +17,7 @@ EVERYTHING = {
     **{"policy__clip_fraction_dual": 0.01, "reward__error_count": 2, "reward__abstained_count": 64},
     **{"reward__dropped_count": 2, "reward__arithmetic_format__mean": 0.9, "value__explained_variance": 0.5},
     **{"episode__turns_mean": 2.5, "episode__end__turns": 0.5, "env__moves": 3.0, "env__score___luck": 0.5},
+    **{f"perf__rollout__{name}": 1 for name in ("bubble", "makespan_s", "threshold", "stolen_by_fast")},
 }
 
 

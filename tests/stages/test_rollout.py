@@ -79,6 +79,7 @@ def timeline(**changes) -> Timeline:
             Span("heavy-0", 0, 2.5, 4.0, "heavy", "a"),
         ),
         "makespan_s": 4.0,
+        "last_verdict_s": 2.0,
     }
     return Timeline(**(values | changes))
 
@@ -89,7 +90,7 @@ def test_suffix_chooses_png_or_a_page_that_is_escaped_and_loads_nothing(tmp_path
         assert (tmp_path / name).read_bytes().startswith(head)
     page = (tmp_path / "a.html").read_text()
     assert "<h1>one &lt;b&gt; &amp; &#34;two&#34;</h1>" in page
-    assert page.count("<svg") == 1 and page.count("adaptive: 4 s") == 1
+    assert page.count("<svg") == 1 and page.count("adaptive: 4 s") == page.count("last verdict") == 1
     assert "currentColor" in page and "default-src 'none'" in page
     assert not re.findall(r"url\((?!#)|@import|<(?:script|link|iframe|object)|src=", page)
     with pytest.raises(InputError, match=r"--timeline: .* ending in \.png or \.html, got a\.pdf"):
