@@ -35,6 +35,7 @@ from app.evaluation.prompt_metrics import (
 from app.records.atomic_write import write_atomic
 from app.records.identity import different_names
 from app.records.jsonl import check_distinct_paths
+from app.records.run_directory import RunDirectory
 from app.records.sample import Prompt, Sample
 from app.records.sample_json import read_samples
 from app.records.text_format import format_interval, format_table
@@ -306,8 +307,11 @@ def _notes(first: EvaluationResults, second: EvaluationResults, *, num_unjudged:
     """Yields notes on other differences between the evaluations, and on unknown facts."""
     if num_unjudged:
         yield f"{num_unjudged} of the prompts have no value in one of the files and are not counted"
+    folders = {one.path.resolve().parent for one in (first, second)}
+    # Those of a run differ in their step alone.
+    are_of_a_run = len(folders) == 1 and RunDirectory(folders.pop().parent).has_settings
     for one in (first, second):
-        if one.metadata is None:
+        if one.metadata is None and not are_of_a_run:
             yield f"{metadata_path(one.path).name} does not exist, so the settings that produced {one.path} are unknown"
     if first.metadata and second.metadata:
         old, new = first.metadata.facts, second.metadata.facts

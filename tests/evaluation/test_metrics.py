@@ -220,8 +220,13 @@ def refused(*arguments: str | Path) -> str:
 
 
 def test_right_and_wrong_answers_have_mcnemars_test(tmp_path: Path) -> None:
-    before, after = write(tmp_path / "b.jsonl", BEFORE), write(tmp_path / "a.jsonl", AFTER)
+    folder = tmp_path / "rollouts"
+    folder.mkdir()
+    before, after = write(folder / "b.jsonl", BEFORE), write(folder / "a.jsonl", AFTER)
     found = compared(before, after)
+    assert [note.partition(" does")[0] for note in found["notes"]] == ["b.jsonl.facts.json", "a.jsonl.facts.json"]
+    (tmp_path / "settings.yaml").touch()
+    assert not compared(before, after)["notes"], "both are of one run"
     assert (found["better"], found["worse"], found["alike"]) == (6, 1, 5)
     # 7 coins, one or none on the rarer side, twice: 2 * (1 + 7) / 128.
     assert (found["p"], found["test"]) == (0.125, "exact McNemar test")
