@@ -128,11 +128,7 @@ def test_column_of_completions_can_be_chosen(tmp_path):
     with pytest.raises(InputError, match=r"^data\.answer_column: .* has no column gone; it has: prompt, comp"):
         load_dataset(path, reads_completions=True, answer_column="gone")
     with pytest.raises(InputError, match=r"has no column completion \| response \| messages \| answer"):
-        load_dataset(write_rows_without_answers(tmp_path / "e.jsonl"), reads_completions=True)
-
-
-def write_rows_without_answers(path):
-    return write_lines(path, {"prompt": "p"})
+        load_dataset(write_lines(tmp_path / "e.jsonl", {"prompt": "p"}), reads_completions=True)
 
 
 @pytest.mark.parametrize(
