@@ -32,7 +32,7 @@ NO_ADDRESS = "expected a local path, or a name, instead of an address (`gcloud s
         (("--config", f"{PLACE}/settings.yaml"), "--config"),
     ],
 )
-def test_setting_takes_no_address(arguments: tuple[str, ...], named: str, in_folder: None, tmp_path: Path) -> None:
+def test_settings_reject_addresses(arguments: tuple[str, ...], named: str, in_folder: None, tmp_path: Path) -> None:
     refused(tmp_path, "train", *arguments, message=f"error: {named}: {NO_ADDRESS}")
 
 
@@ -57,7 +57,7 @@ def test_run_dir_is_a_folder_or_an_address_in_a_bucket(place: str, in_folder: No
         ("inspect-mesh", "--compile", "--hlo", PLACE),
     ],
 )
-def test_option_for_a_local_file_takes_no_address(arguments: tuple[str, ...], in_folder: None, tmp_path: Path) -> None:
+def test_options_for_local_files_reject_addresses(arguments: tuple[str, ...], in_folder: None, tmp_path: Path) -> None:
     refused(tmp_path, *arguments, message=f"error: {arguments[-2]}: {NO_ADDRESS}")
 
 
@@ -84,7 +84,9 @@ def bucket() -> Iterator[None]:
         ("report", PLACE),
     ],
 )
-def test_option_for_a_run_needs_one_there(arguments: tuple[str, ...], in_folder: None, tmp_path: Path) -> None:
+def test_option_for_a_run_needs_a_run_at_the_address(
+    arguments: tuple[str, ...], in_folder: None, tmp_path: Path
+) -> None:
     option = "RUN_DIR" if arguments[0] == "report" else next(word for word in arguments[::-1] if word[:2] == "--")
     expected = f"error: {option}: there is no run at {arguments[-1]}; only runs can be fetched (`gcloud storage cp`"
     refused(tmp_path, *arguments, message=expected)
@@ -124,7 +126,7 @@ def test_run_in_a_bucket_is_fetched_where_an_option_names_it(finished: Path, tmp
 
 
 @pytest.mark.usefixtures("bucket", "in_folder")
-def test_functions_of_python_take_the_addresses_of_the_commands() -> None:
+def test_python_functions_accept_the_same_addresses_as_commands() -> None:
     with pytest.raises(InputError, match=r"^checkpoint: there is no run at gs://bucket/place; "):
         grpo.evaluate(checkpoint=PLACE)
     with pytest.raises(InputError, match=r"^out: expected a local path, or a name, instead of an address"):

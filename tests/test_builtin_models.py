@@ -42,7 +42,7 @@ def test_default_settings_need_no_network() -> None:
         ("tiny_tools", make_tiny_tools_model.CONFIG, TOOLS),
     ],
 )
-def test_packaged_files_are_small_and_what_the_script_writes(name, config, tokenizer, tmp_path):
+def test_packaged_files_are_small_and_match_their_script(name, config, tokenizer, tmp_path):
     packaged = open_model(f"builtin:{name}").path
     assert sum(path.stat().st_size for path in packaged.iterdir()) < 1_000_000
     make_tiny_model.write_tokenizer_and_config(tmp_path, config, tokenizer)

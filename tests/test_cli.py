@@ -66,7 +66,7 @@ def help_of(*command: str, **environ: str) -> str:
     return answer.stdout
 
 
-def test_help_lists_each_command_with_a_whole_sentence() -> None:
+def test_help_lists_each_command_with_a_full_sentence() -> None:
     _, _, commands = help_of().partition("Commands:\n")
     rows = dict(line.split(maxsplit=1) for line in commands.split("\n\n")[0].splitlines())
     assert set(rows) == set(COMMANDS)
@@ -110,7 +110,7 @@ def test_shell_completes_commands_presets_and_settings(words: str, expected: lis
         ("score.", [field for field in FIELDS if field.startswith("score.")], ""),
     ],
 )
-def test_settings_are_found_by_name_beginning_and_foreign_name(name: str, fields: list[str], note: str) -> None:
+def test_settings_are_found_by_name_prefix_and_other_programs_names(name: str, fields: list[str], note: str) -> None:
     answer = here("settings", name, "--json")
     assert (list(json.loads(answer.stdout)), answer.stderr) == (fields, note)
 
@@ -223,7 +223,7 @@ SET = "Settings are given as --set NAME=VALUE"
         ("train --config dapo --config=quickstart", "--config is given 2 times, but takes one value"),
     ],
 )
-def test_wrong_usage_and_bad_input_are_one_message_and_exit_code_2(arguments, message, tmp_path):
+def test_wrong_usage_and_bad_input_give_one_message_and_exit_code_2(arguments, message, tmp_path):
     answer = here(*arguments.split())
     assert (answer.exit_code, answer.stdout) == (2, "")
     assert message in answer.stderr and "Traceback" not in answer.stderr
@@ -294,7 +294,7 @@ def test_result_is_json_or_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == "samples  8\nout      é\n"
 
 
-def test_warning_of_a_library_that_writes_its_own_is_not_written_twice(capsys: pytest.CaptureFixture[str]) -> None:
+def test_library_warnings_are_not_printed_twice(capsys: pytest.CaptureFixture[str]) -> None:
     own, library = logging.StreamHandler(), logging.getLogger("a_library")
     with handle_errors(debug=False):
         show_progress("loading")
@@ -323,7 +323,7 @@ def test_first_line_appears_before_jax_is_loaded(tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_output_that_exists_is_only_replaced_if_asked_for(options: Sequence[str], output: str, tmp_path: Path) -> None:
+def test_existing_output_is_only_replaced_on_request(options: Sequence[str], output: str, tmp_path: Path) -> None:
     for name in ("old", "bench.json"):
         (tmp_path / name).write_text("precious")
     result = here(*options)

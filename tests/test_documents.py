@@ -247,7 +247,7 @@ def exists(name: str) -> bool:
     return any(fnmatchcase(known, pattern) for known in (*FIELDS, *SECTIONS))
 
 
-def test_every_setting_that_is_named_exists() -> None:
+def test_every_documented_setting_exists() -> None:
     unknown = {path.name: {*itertools.filterfalse(exists, named_settings(text))} for path, text in DOCUMENTS.items()}
     assert {name: settings for name, settings in unknown.items() if settings} == {}
 
@@ -260,7 +260,7 @@ def is_default(field: str, stated: str, settings: Settings) -> bool:
     return value in (FIELDS[field].get_default(), value_of(settings, field))
 
 
-def test_every_default_that_is_stated_is_one(tmp_path: Path) -> None:
+def test_every_documented_default_is_correct(tmp_path: Path) -> None:
     (tmp_path / "empty.yaml").write_text("run: {}\n")
     nothing_said = load(str(tmp_path / "empty.yaml"), [], {}).settings
     stated = [match for text in DOCUMENTS.values() for match in STATED.findall(text)]
@@ -276,7 +276,7 @@ def test_every_default_that_is_stated_is_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("document", "program"), [(MIGRATIONS[0], "TRL"), (MIGRATIONS[1], "verl")])
-def test_errors_about_foreign_names_say_what_the_tables_say(document: Path, program: str) -> None:
+def test_errors_about_foreign_names_match_the_migration_tables(document: Path, program: str) -> None:
     found: set[str] = set()
     for head, *rows in tables(without_blocks(DOCUMENTS[document])):
         for theirs, _, here, _, remark in rows if "default here" in head else ():
@@ -334,7 +334,7 @@ def test_pages_link_to_pages_instead_of_naming_their_paths() -> None:
     assert {page: names for page, names in named.items() if names} == {}
 
 
-def test_pages_that_the_code_names_exist() -> None:
+def test_pages_referenced_in_code_exist() -> None:
     files = [path for suffix in ("py", "sh", "yaml", "ipynb", "toml") for path in REPOSITORY.rglob(f"*.{suffix}")]
     sources = [path for path in files if not any(part.startswith(".") for part in path.relative_to(REPOSITORY).parts)]
     sources += [REPOSITORY / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]

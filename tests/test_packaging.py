@@ -99,7 +99,7 @@ def run(installed: Path, tmp_path: Path) -> Callable[..., str]:
     return run
 
 
-def test_program_runs_beside_modules_of_the_same_names(run: Callable[..., str]) -> None:
+def test_program_runs_next_to_modules_with_the_same_names(run: Callable[..., str]) -> None:
     module, function = PROJECT["scripts"]["grpo"].split(":")
     program = f"import sys\nfrom {module} import {function}\nsys.exit({function}())"
     assert run(program, "--version") == f"grpo {PROJECT['version']}\n"

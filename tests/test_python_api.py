@@ -84,7 +84,7 @@ def test_documented_calls_fit_the_functions() -> None:
     assert names == functions.keys()
 
 
-def test_foreign_names_and_arguments_are_shown_as_ours() -> None:
+def test_foreign_names_and_arguments_suggest_ours() -> None:
     assert issubclass(grpo.InputError, ValueError)
     with pytest.raises(
         AttributeError, match=r"no attribute 'Trainer'; .* train, evaluate, .* sops/migrate/from_trl\.md"
@@ -118,7 +118,7 @@ def test_training_on_rows_and_functions_equals_training_on_files(config, tmp_pat
     assert program.reproducible(program.metrics_of(program.run_of(other))) == program.reproducible(run.metrics)
 
 
-def test_run_that_on_step_or_ctrl_c_ends_is_saved_and_continues_like_any_other(config: Path) -> None:
+def test_run_ended_by_on_step_or_ctrl_c_is_saved_and_can_continue(config: Path) -> None:
     once = {"checkpoint.every_steps": 100, "checkpoint.best_metric": None, "eval.every_steps": 0}
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     with pytest.raises(InputError, match=r"^resume='must': .* has no checkpoint; use resume='auto' to start there$"):
@@ -162,7 +162,7 @@ def test_train_needs_the_main_thread_and_the_devices_that_jax_has() -> None:
         grpo.train(overrides={"mesh.cpu_devices": 3})
 
 
-def test_evaluation_rollout_and_score_give_what_the_commands_give(finished: Path, tmp_path: Path) -> None:
+def test_evaluate_rollout_and_score_equal_the_commands(finished: Path, tmp_path: Path) -> None:
     checkpoint, out = finished / "checkpoints" / "2", tmp_path / "samples.jsonl"
     evaluation = grpo.evaluate(checkpoint=checkpoint)
     assert evaluation is not None and evaluation.metadata.step == 2
@@ -202,7 +202,7 @@ def test_functions_are_called_inside_a_running_event_loop() -> None:
     assert rewards == [{"asynchronous": n, "length": n + i, "arithmetic": 1 - i} for i, n in enumerate((1, 5))]
 
 
-def test_error_is_that_of_the_command() -> None:
+def test_errors_equal_the_commands_errors() -> None:
     answer = program.here("train", *program.settings("run.steps=abc", "rollout.group_size=0"))
     with pytest.raises(InputError) as raised:
         grpo.train(overrides={"run.steps": "abc", "rollout": {"group_size": 0}})
@@ -214,7 +214,7 @@ def test_error_is_that_of_the_command() -> None:
         grpo.rollout(Path("models--a--resume/ray --head.yaml"))
 
 
-def test_output_that_nobody_reads_any_more_is_dropped() -> None:
+def test_output_to_a_closed_pipe_is_dropped() -> None:
     reading, writing = os.pipe()
     with open(writing, "w") as stderr, contextlib.redirect_stderr(stderr):
         with command_output():
@@ -223,7 +223,7 @@ def test_output_that_nobody_reads_any_more_is_dropped() -> None:
         assert sys.stderr is stderr
 
 
-def test_file_that_exists_is_not_replaced(tmp_path: Path) -> None:
+def test_existing_file_is_not_replaced(tmp_path: Path) -> None:
     (tmp_path / "old.jsonl").write_text("precious")
     for call in (grpo.rollout, lambda out: grpo.score([sample("2", 0)], role="reward", out=out)):
         with pytest.raises(InputError, match=r"^out: old\.jsonl exists already; delete it or give another name$"):

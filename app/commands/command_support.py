@@ -65,7 +65,7 @@ def resolve_policy(
     print_config: bool = False,
     loads_policy: bool = True,
 ) -> Resolved:
-    """Resolves like `resolve`; without `--config`, the settings are those of the checkpoint's run."""
+    """Resolves like `resolve`; without `--config`, the checkpoint's run provides the settings."""
     base = inherit_run_settings(config, {"--checkpoint": checkpoint})
     resolved = resolve(base, overrides, print_config=print_config, check=check)
     require_inputs(resolved.settings, {"--checkpoint": checkpoint})

@@ -49,7 +49,7 @@ def json_lines(records: Iterable[Mapping[str, Any]], *, path: Path, first_record
         first_record: number of the first record, for error messages.
 
     Raises:
-        ValueError: a record holds NaN or an infinity, which JSON cannot represent.
+        ValueError: a record contains NaN or an infinity, which JSON cannot represent.
     """
     whose = "" if jax.process_count() == 1 else f" of host {jax.process_index()}"
     for number, record in enumerate(records, start=first_record):
@@ -67,7 +67,7 @@ def json_lines_by_part(parts: Iterable[Sequence[Mapping[str, Any]]], *, path: Pa
 def write_collectively(path: Path, parts: Iterable[Iterable[bytes]]) -> None:
     """Writes one file with the lines of all hosts, atomically: part after part, and in each part host after host.
 
-    Process 0 writes the file; if there are several hosts, it holds one part of each in memory.
+    Process 0 writes the file; with several hosts, it keeps one part of each in memory.
 
     Args:
         parts: this host's lines of each part; all hosts must have the same number of parts.

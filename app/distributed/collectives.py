@@ -46,7 +46,7 @@ def gather_over_hosts(values: np.ndarray) -> np.ndarray:
 
 
 def _exchange_rows(mesh: Mesh, row: np.ndarray, spec: PartitionSpec) -> np.ndarray:
-    """Returns this host's part, by `spec`, of the array of which each host has one row, on one device."""
+    """Returns this host's part, by `spec`, of an array with one row per host, on one device each."""
     rows = jax.make_array_from_process_local_data(NamedSharding(mesh, PartitionSpec("hosts")), row[None])
     return np.asarray(_relayout(mesh, spec)(rows).addressable_data(0))
 

@@ -134,7 +134,7 @@ class EvaluationComparison:
         lines = [
             f"before  {self.before}",
             f"after   {self.after}",
-            f"{self.num_prompts} prompts, judged by {self.judge}; 95 % intervals in brackets",
+            f"{self.num_prompts} prompts, graded by {self.judge}; 95 % intervals in brackets",
             "",
             format_table(rows, header=("", "before", "after", "difference")),
             "",

@@ -67,7 +67,7 @@ class EvaluationSummary:
             if is_shown(name, estimate)
         ]
         lines = [
-            f"{self.metadata.label}: {prompts}, {sampling}, judged by {judge}",
+            f"{self.metadata.label}: {prompts}, {sampling}, graded by {judge}",
             format_table(rows, header=("", "", "95 % interval")),
             *(f"not measured: {line}" for line in self.unmeasured_metrics),
             f"{self.seconds:.1f} s; " + (f"samples in {self.out}" if self.out else "not saved: no --out was given"),

@@ -167,7 +167,7 @@ def without_generation_devices(devices: Sequence[Any], set_aside: Collection[int
 
 
 def assign_worker_devices(num_workers: int, devices: Sequence[int]) -> list[tuple[int, ...]]:
-    """Returns the devices of each worker: the same number for each, of which the remaining devices stay idle.
+    """Returns the devices of each worker, the same number for each; leftover devices stay idle.
 
     On a single device, all workers take turns.
 

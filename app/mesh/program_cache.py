@@ -70,7 +70,7 @@ def _show_warning(show: Callable[..., None], folder: Path, message: Warning | st
         return
     if folder not in _warned_about:
         _warned_about.add(folder)
-        advice = "if this goes on, delete the folder while no run uses it"
+        advice = "if this persists, delete the folder while no run uses it"
         _log.warning("programs in %s cannot be cached or loaded, and are recompiled: %s; %s", folder, message, advice)
 
 

@@ -310,5 +310,5 @@ def _format_programs_table(programs: Sequence[CompiledProgram]) -> str:
     table = format_table(rows, header=head)
     reported = f"Arguments and outputs are exact. Temporaries are those reported by the compiler for {backend}{note}."
     if has_collectives:
-        reported += " What is sent is that of one call with the fullest rows, and for one token of all rows by decode."
+        reported += " Sent bytes are per call with the fullest rows; for decode, per token of all rows."
     return f"{table}\n{reported}"

@@ -151,7 +151,7 @@ def check_answer(recorder: CheckRecorder, session: Session, params: Params, prom
     shown = repr(text if len(text) <= MAX_SHOWN_OF_ANSWER else f"...{text[-MAX_SHOWN_OF_ANSWER:]}")
     if place is not None:
         name = tokenizer.decode_with_special_tokens([ids[place]])
-        found = f"the likeliest answer goes on behind the control token {name!r}, which is no end token: {shown}"
+        found = f"the most likely answer continues after the control token {name!r}, which is not an EOS token: {shown}"
         recorder.warn("answer", found, f"if {name} ends a turn, set {set_eos_token(tokenizer, ids[place])}")
     else:
         ends = "ends" if sample.finish_reason == "stop" else "has not ended"

@@ -198,7 +198,7 @@ def format_memory_table(memory: Mapping[str, MemoryBreakdown]) -> str:
         if any(phase.get(name) for phase in memory.values())
     ]
     rows.append(["total", *(format_bytes(sum(phase.values())) for phase in memory.values())])
-    counted = "without what programs need beside these arrays while they run, which --compile adds"
+    counted = "without temporaries of programs, which --compile adds"
     if any("temporaries" in phase for phase in memory.values()):
         counted = "* of the phase's fullest program, as the compiler reports them; all other lines follow from shapes"
     return f"{format_table(rows, header=['on each device', *memory])}\n{counted}"

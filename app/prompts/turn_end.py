@@ -50,7 +50,7 @@ def unended_turn(tokenizer: Tokenizer, stop: Sequence[str]) -> tuple[str, str] |
     known = ", ".join(tokenizer.decode_with_special_tokens([token_id]) for token_id in tokenizer.eos_ids)
     return (
         f"the chat template ends a turn with {end!r}, but only {known} ends a completion, so one that ends like a turn "
-        "would go on up to rollout.max_new_tokens",
+        "would continue up to rollout.max_new_tokens",
         f"set {way_out}",
     )
 
@@ -78,7 +78,7 @@ def overlooked_end_notices(completions: Sequence[Sequence[int]], tokenizer: Toke
         if count >= OVERLOOKED_SHARE * len(completions):
             name = tokenizer.decode_with_special_tokens([token_id])
             return [
-                f"{count} of {len(completions)} samples go on behind the control token {name!r}, which is no end "
+                f"{count} of {len(completions)} samples continue after the control token {name!r}, which is no end "
                 f"token; if it ends a turn, set {set_eos_token(tokenizer, token_id)}"
             ]
     return []

@@ -45,7 +45,7 @@ class RunFiles:
         run = RunDirectory(path)
         if not run.has_settings:
             runs = sorted(child.name for child in path.iterdir() if (child / "settings.yaml").is_file())
-            listed = f"; it holds the runs {', '.join(runs[:5])}{', ...' * (len(runs) > 5)}" if runs else ""
+            listed = f"; it contains the runs {', '.join(runs[:5])}{', ...' * (len(runs) > 5)}" if runs else ""
             raise InputError(f"{path} contains no settings.yaml, so it is not a run directory{listed}")
         settings_history = SettingsHistory.read(run)
         history = _read_metrics(run.metrics_path) if run.metrics_path.is_file() else []

@@ -156,7 +156,7 @@ def check_routing_replay(architecture: Architecture, settings: Settings) -> None
     """Raises InputError if `rollout.routing_replay` is set but the model's experts cannot be recorded in one byte."""
     experts = architecture.num_experts
     if settings.rollout.routing_replay and (experts is None or experts > UNRECORDED):
-        mixture = f"a mixture of {experts} experts, of which a byte names {UNRECORDED}"
+        mixture = f"a mixture of {experts} experts, but a byte can record only {UNRECORDED}"
         why = "a dense model" if experts is None else mixture
         raise InputError(
             f"rollout.routing_replay: true records the experts of each token, but {settings.model.path} is {why}; set "
@@ -293,7 +293,7 @@ def reference_notes(reference: ReferenceSpec | None) -> tuple[str, ...]:
     left_out = "" if cut == num_tokens else f"; of its {num_tokens:,} tokens, the policy's first {cut:,} count"
     return (
         f"reference.path: the teacher is {reference.files.name} ({reference.architecture.family}), with "
-        f"{reference.definition.num_parameters:,} weights of its own{left_out}",
+        f"{reference.definition.num_parameters:,} own weights{left_out}",
     )
 
 

@@ -53,7 +53,8 @@ def reward_model_notes(reward_model: RewardModelSpec | None, policy: ModelSpec) 
     if reward_model.conversations.encoding_fingerprint == policy.tokenizer.encoding_fingerprint:
         return ()
     return (
-        f"reward.model: the tokenizer of {reward_model.files.name} is not that of {policy.files.name}, so it reads "
+        f"reward.model: the tokenizer of {reward_model.files.name} differs from that of {policy.files.name}, so it "
+        "reads "
         "completions as text, without the policy's control tokens",
     )
 

@@ -120,7 +120,7 @@ class ScoringSession:
 
     @property
     def has_own_reference(self) -> bool:
-        """Whether the reference has weights of its own. With adapters they may be the policy's frozen weights."""
+        """Whether the reference has its own weights. With adapters, they may be the policy's frozen weights."""
         return self.teacher is not None or self.model_spec.policy_definition.lora is None
 
     @property

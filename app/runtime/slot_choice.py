@@ -113,4 +113,4 @@ def slots_note(settings: Settings, programs: SlotPrograms) -> Iterator[str]:
         fit = "evaluations" if rollout.has_workers else fit
         yield f"rollout.slots: auto: {num_slots} on each host for {fit}, with a KV cache of {cache}"
     elif rollout.kv_blocks == "auto" and programs.preempts:
-        yield f"rollout.kv_blocks: auto: {cache}, all that the memory holds for {num_slots} slots"
+        yield f"rollout.kv_blocks: auto: {cache}, all that fits in memory, for {num_slots} slots"

@@ -318,7 +318,7 @@ def check_packing(session: ScoringSession, params: Params, samples: Sequence[Sam
     # Not `>`: NaN must fail the check.
     if not (largest <= max_allowed and mean <= mean_allowed):
         raise RuntimeError(
-            f"scores in a shared row differ from those of a sample alone by up to {largest:.2g} nats: attention "
+            f"scores in a shared row differ from those in a separate row by up to {largest:.2g} nats: attention "
             "leaks between samples on this backend. Please report it; until it is fixed, set score.dynamic: false "
             "and algorithm.dynamic_microbatch: false (also used by the critic)"
         )

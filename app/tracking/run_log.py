@@ -80,7 +80,7 @@ class RunLog:
     """Run log that appends one line of metrics per step.
 
     Args:
-        last_step: the last step of which a resumed run keeps the metrics; None for a new run.
+        last_step: the last step whose metrics a resumed run keeps; None for a new run.
         session_fields: additional fields of this session's line in `sessions.jsonl`.
     """
 

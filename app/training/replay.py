@@ -103,7 +103,7 @@ class Replay:
         have_rewards = all("reward" in file.available_fields for file in self.files.values())
         differs = "reward.* differs from that of the samples' run" if have_rewards else "not every sample has one"
         rewards = "those of the samples" if self.uses_saved_rewards else f"computed again, {differs}"
-        advantages = "advantages and returns: those of the samples; without these fields algorithm.* would decide"
+        advantages = "advantages and returns: taken from the samples; without these fields, algorithm.* would decide"
         return (
             f"{OPTION}: {steps} on the samples of {self.rollouts}; nothing is generated for them\n"
             f"rewards: {rewards}\n{advantages if self.uses_saved_advantages else 'advantages: computed again'}"

@@ -68,7 +68,7 @@ class StepLoop:
             decision = self.interrupts.sync_stop_decision()
             self._save()
         except RewardError:
-            # Raised on all hosts, and not during an update: the state is that of the last completed step.
+            # Raised on all hosts, and not during an update: the state is the last completed step's.
             if self.progress.step:
                 self._save()
                 self.checkpoints.finish()
@@ -246,7 +246,7 @@ class StepLoop:
 
 def _stop_message(progress: TrainProgress, steps: int, requesting_hosts: Sequence[int]) -> str:
     """Returns the last line of a stopped run."""
-    text = f"stopped after step {progress.step} of {steps}, which is saved; --resume auto goes on"
+    text = f"stopped after step {progress.step} of {steps}, which is saved; --resume auto continues"
     if progress.unevaluated is not None:
         text += ", with the evaluation of that step"
     if jax.process_count() > 1 and requesting_hosts:

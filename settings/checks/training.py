@@ -120,7 +120,7 @@ def check_algorithm(resolved: Resolved) -> Iterator[str]:
     is_relative = algorithm.estimator in GROUP_RELATIVE_ESTIMATORS
     if settings.env.credit == "turn" and is_relative:
         yield (
-            "<env.credit>: <algorithm.estimator> gives a whole sample one advantage, and a baseline for each turn of a "
+            "<env.credit>: <algorithm.estimator> gives a whole sample one advantage, and a baseline per turn of a "
             "group would be biased, because the policy itself decides which samples get that far. Set env.credit: "
             "trajectory, or an algorithm.name with returns per token, ppo or reinforce_plus_plus"
         )

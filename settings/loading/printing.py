@@ -15,7 +15,7 @@ from settings.schema.algorithm import ForwardRole
 from settings.schema.settings import MODEL_DEFAULTS, Settings
 
 RENDEZVOUS_FIELDS = ("mesh.coordinator_address", "mesh.num_processes", "mesh.process_id")
-"""Fields that describe the hosts of the earlier run, which need not be those of the new one."""
+"""Fields that describe the hosts of the earlier run, which the new run may not have."""
 MICRO_BATCH_TWINS = {
     "score.max_tokens_per_device": "algorithm.max_tokens_per_device",
     "critic.rows_per_device": "algorithm.rows_per_device",

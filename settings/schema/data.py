@@ -80,7 +80,8 @@ class DataSettings(Section):
     """Variables for the model's chat template, such as `{enable_thinking: false}` for Qwen3. A reward model's own
     template does not get them."""
     max_prompt_length: int = Field(default=128, ge=1)
-    """Longest prompt, in tokens, with the chat template. Unless it is set, 512 for a model that is not built in."""
+    """Maximum prompt length in tokens, including the chat template. For a model that is not built in, the default is
+    512."""
     overlong_prompts: Literal["drop", "error", "truncate_left"] = "drop"
     """How to handle longer prompts: drop them, stop the run, or keep only their last tokens. Their number is reported.
     Completions of `algorithm.name: sft` longer than `rollout.max_new_tokens` are dropped, or stop the run (error)."""
@@ -94,7 +95,7 @@ class DataSettings(Section):
     operators: Annotated[tuple[Literal["+", "-", "*"], ...], Field(min_length=1, strict=False)] = ("+",)
     """Operators of the arithmetic generator."""
     num_problems: int = Field(default=20_000, ge=1, le=1_000_000)
-    """Number of training problems from the arithmetic generator; fewer if not that many different ones exist."""
+    """Number of training problems from the arithmetic generator; fewer if there are not enough different ones."""
 
     @property
     def has_splits(self) -> bool:

@@ -62,7 +62,7 @@ def test_function_gets_one_prompt_or_with_group_ids_all() -> None:
     assert advantages_by(lambda **columns: [len(columns)] * len(columns["rewards"]))[0][0][0] > len(calls[0])
 
 
-def test_tokens_may_have_advantages_of_their_own_in_any_sequence() -> None:
+def test_results_may_have_one_advantage_per_token() -> None:
     def ramp(rewards, lengths):
         return [np.arange(n) * r if r else list(range(n)) for r, n in zip(rewards, lengths, strict=True)]
 
@@ -77,7 +77,7 @@ def _masked(sample: Sample, mask: list[bool]) -> Sample:
 
 
 @pytest.mark.parametrize("drops", [False, True])
-def test_failed_call_costs_its_own_prompt(drops: bool) -> None:
+def test_failed_call_drops_only_the_samples_of_its_prompt(drops: bool) -> None:
     def fails(rewards):
         return [1 / (2 - reward) for reward in rewards]
 
@@ -121,9 +121,7 @@ def test_unusable_functions_are_refused(tmp_path: Path) -> None:
             load(None, [f"algorithm.estimator={value}"], {})
 
 
-def test_run_equals_that_of_the_built_in_estimator_and_is_replayed_without_the_function(
-    config: Path, tmp_path: Path
-) -> None:
+def test_run_equals_the_built_in_estimator_and_is_replayed_without_the_function(config: Path, tmp_path: Path) -> None:
     own = tmp_path / "own.py"
     own.write_text(
         "def centered(rewards):\n    mean = sum(rewards) / len(rewards)\n    return [r - mean for r in rewards]\n"

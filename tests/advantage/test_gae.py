@@ -81,7 +81,7 @@ def test_small_advantages_survive_large_values(center, num_tokens, masked):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_numbers_of_any_type_are_computed_in_float32(backend):
+def test_inputs_of_any_dtype_give_float32_results(backend):
     case = random_case(np.random.default_rng(1), (2, 300), masked=False, packed=False)
     rounded = Case(*(np.asarray(jnp.asarray(x, jnp.bfloat16)) for x in case[:2]))
     exact = Case(*(x.astype(np.float32) for x in rounded[:2]))
@@ -116,7 +116,7 @@ def test_mask_mode_skips_passes_or_zeroes_tool_tokens(backend, mask_mode, expect
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("mask_mode", ["skip", "zero"])
-def test_garbage_at_masked_tokens_changes_nothing(backend, mask_mode):
+def test_values_at_masked_tokens_do_not_matter(backend, mask_mode):
     clean = random_case(np.random.default_rng(3), (2, 40), masked=True, packed=True)
     assert clean.mask is not None
     garbage = clean._replace(
@@ -135,13 +135,13 @@ def test_rows_without_unmasked_tokens_get_zeros(backend):
 
 
 @pytest.mark.parametrize(("chunk_size", "masked"), [(1, True), (5, False), (1000, True)])
-def test_the_chunk_size_changes_nothing(chunk_size, masked):
+def test_chunk_size_does_not_change_the_result(chunk_size, masked):
     case = random_case(np.random.default_rng(7), (2, 200), masked=masked, packed=masked)
     got = estimate(case, gamma=0.99, lam=0.95, backend="chunked", chunk_size=chunk_size)
     assert_close(got, oracle(case, gamma=0.99, lam=0.95))
 
 
-def test_other_discounts_compile_nothing():
+def test_new_discounts_do_not_recompile():
     case = random_case(np.random.default_rng(8), (2, 33), masked=True, packed=False)
     estimate(case, gamma=0.9, lam=0.95, backend="chunked")
     with closing(CompilationCounter()) as compilations:
@@ -150,7 +150,7 @@ def test_other_discounts_compile_nothing():
         assert compilations.take_count() == 0
 
 
-def test_every_product_of_the_chunk_scan_has_full_precision():
+def test_every_matmul_of_the_chunk_scan_has_full_precision():
     inputs, log_decay = jax.ShapeDtypeStruct((2, 5000), jnp.float32), jax.ShapeDtypeStruct((), jnp.float32)
     jaxpr = str(jax.make_jaxpr(partial(solve_constant_decay, chunk_size=64))(inputs, log_decay))
     assert jaxpr.count("dot_general") == jaxpr.count("precision=(Precision.HIGHEST, Precision.HIGHEST)") > 1
@@ -194,7 +194,7 @@ def test_sequences_of_any_lengths_in_a_row_equal_a_float64_loop(
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_a_number_that_is_not_finite_stays_in_its_sequence(bad):
+def test_a_non_finite_value_affects_only_its_sequence(bad):
     case = random_case(np.random.default_rng(0), (1, 4000), masked=False, packed=False)
     ends = np.zeros((1, 4000), bool)
     ends[0, [99, 1000, 1006, 1010, 3000]] = True
@@ -230,7 +230,7 @@ def test_vtrace_on_policy_is_gae():
         np.testing.assert_allclose(got, gae, atol=1e-5)
 
 
-def test_vtrace_off_policy_is_the_recursion_of_the_paper():
+def test_vtrace_off_policy_equals_the_recursion_of_the_paper():
     rng = np.random.default_rng(1)
     rewards, values, log_ratios = (rng.standard_normal((1, n)) for n in (9, 10, 9))
     gamma, lam = 0.9, 0.8

@@ -62,7 +62,7 @@ def test_maxrl_divides_by_the_success_rate():
 
 @pytest.mark.parametrize("size", [2, 5, 16])
 @pytest.mark.parametrize("p", [0.01, 0.3, 0.9])
-def test_maxrl_climbs_the_log_of_the_success_rate_cut_off_after_one_term_less_than_samples(size, p):
+def test_maxrl_expected_gradient_is_the_truncated_log_success_rate(size, p):
     """Of samples that succeed with probability p, the mean of A dlog(probability)/dp, over all possible groups."""
     expected_slope = 0.0
     for num_right in range(size + 1):
@@ -74,7 +74,7 @@ def test_maxrl_climbs_the_log_of_the_success_rate_cut_off_after_one_term_less_th
     assert expected_slope == pytest.approx(sum((1 - p) ** (k - 1) for k in range(1, size)), rel=1e-12)
 
 
-def test_groups_without_variance_are_counted_as_a_share_of_groups():
+def test_zero_variance_fraction_counts_groups():
     rewards, group_ids = np.array([1.0, 1.0, 0.0, 1.0, 5.0]), np.array([3, 3, 8, 8, 9])
     assert zero_variance_fraction(rewards, group_ids) == 0.5
     assert np.isnan(zero_variance_fraction(rewards[4:], group_ids[4:]))

@@ -59,7 +59,7 @@ def test_advantages_equal_the_equations_in_float64_in_any_order(graded: list[tup
     np.testing.assert_allclose(advantages_of(samples[::-1], parts)[::-1], ours, rtol=1e-6, atol=1e-7)
 
 
-def test_rewards_that_a_sum_confuses_have_advantages_of_their_own() -> None:
+def test_rewards_with_equal_sums_get_different_advantages() -> None:
     """Figure 2 of the paper: two rewards of 0 and 1, in pairs whose sums are 0 and 1, and 0 and 2."""
     graded = [(0.0, None, 0.0, 0), (0.0, None, 1.0, 0), (0.0, None, 0.0, 1), (1.0, None, 1.0, 1)]
     parts = RewardParts({"right": 1.0, "polite": 1.0}, grpo_advantages)
@@ -71,7 +71,7 @@ def test_rewards_that_a_sum_confuses_have_advantages_of_their_own() -> None:
     np.testing.assert_allclose(advantages_of(graded_samples(graded), parts), expected, rtol=1e-5)
 
 
-def test_function_that_abstains_leaves_only_its_own_part() -> None:
+def test_abstaining_function_zeroes_only_its_own_part() -> None:
     graded = [(1.0, 5.0, 0.0, 0), (0.0, None, 1.0, 0), (0.0, 9.0, 2.0, 0)]
     parts = RewardParts(WEIGHTS, grpo_advantages)
     right, short, polite = parts.advantages_of(graded_samples(graded))
@@ -91,7 +91,7 @@ def test_equal_values_give_exactly_zero_in_every_estimator(estimator) -> None:
     assert mixed[:4].tolist() == [0.0] * 4 and mixed[4] == -mixed[5] > 0
 
 
-def test_samples_outside_the_loss_do_not_count_in_the_deviation_of_the_step() -> None:
+def test_samples_outside_the_loss_do_not_affect_the_std_of_the_step() -> None:
     graded = [(1.0, 0.0, 0.0, 0), (0.0, 0.0, 0.0, 0), (5.0, 9.0, 0.0, 1), (0.0, 0.0, 4.0, 1)]
     samples, parts = graded_samples(graded), RewardParts(WEIGHTS, grpo_advantages)
     masked = [replace(s, loss_mask=np.zeros(2, bool)) if s.group_id else s for s in samples]

@@ -74,7 +74,7 @@ def test_the_last_unmasked_token_gets_the_reward():
     assert task_token_rewards(sample(0, reward=2.5)).shape == (0,)
 
 
-def test_unmasked_tokens_pay_the_kl_penalty():
+def test_kl_penalty_applies_to_unmasked_tokens():
     one = sample(4, reward=1.0, mask=[1, 0, 1, 0])
     one.policy_logprobs[:] = [-1, np.nan, -2, -3]
     one.reference_logprobs[:] = [-1.5, -9, -1.5, np.nan]
@@ -180,7 +180,7 @@ def trl_ppo(samples, *, gamma: float, lam: float, kl_coef: float) -> tuple[np.nd
     return whitened, returns
 
 
-def test_advantages_and_returns_are_those_of_trls_ppo():
+def test_advantages_and_returns_equal_trls_ppo():
     samples = [sample(23, seed=seed) for seed in range(6)]
     penalized = partial(kl_penalized_token_rewards, kl_estimator=k1, kl_coef=0.05)
     ours: Any = white(by_gae(samples, gamma=0.99, lam=0.9, token_rewards=penalized))
@@ -213,7 +213,7 @@ def test_the_adaptive_kl_coefficient_follows_ziegler_et_al():
     assert (adapt(0.5, 0.0), adapt(0.5, 9.0)) == pytest.approx((0.5 * 0.8, 0.5 * 1.2))
 
 
-def test_vtrace_weighs_the_targets_and_not_the_advantages():
+def test_vtrace_weights_targets_but_not_advantages():
     (one,) = [sample(1, reward=2.0, values=np.array([0.5], np.float32))]
     half = replace(one, policy_logprobs=one.behavior_logprobs + np.float32(np.log(0.5)))
     got: Any

@@ -27,7 +27,7 @@ def test_the_best_subset_has_the_largest_sum_that_fits(sizes, room):
 
 
 @given(st.sampled_from([0, 2, 64]), st.booleans(), SIZES, st.integers(30, 100))
-def test_a_row_is_not_over_its_length_and_nothing_more_fits(candidates, splits, sizes, length):
+def test_rows_are_filled_until_nothing_more_fits(candidates, splits, sizes, length):
     packer = packer_of(sizes, candidates=candidates, splits=splits)
     row = packer.pack_row(length)
     held = sum(item.num_tokens for item in row)
@@ -37,7 +37,7 @@ def test_a_row_is_not_over_its_length_and_nothing_more_fits(candidates, splits, 
     assert packer.num_tokens == sum(sizes) - held
 
 
-def test_a_group_is_split_for_more_than_its_prompt():
+def test_a_group_is_split_only_if_it_saves_more_than_its_prompt():
     for prompt, completions, length, part, rest in (
         (6, [10, 20, 24], 101, [PackingItem(30, (2,), 6)], (0, 1)),
         (30, [10, 10, 10], 119, [], (0, 1, 2)),
@@ -109,7 +109,7 @@ def test_every_row_is_assigned_once_and_counts_differ_by_one(costs, spare, num_d
 
 
 @pytest.mark.parametrize("smallest", [1, 16, 100])
-def test_few_buckets_hold_every_length_with_a_third_of_padding(smallest):
+def test_length_buckets_pad_by_at_most_a_third(smallest):
     buckets = {n: bucket_length(n, min_bucket=smallest) for n in range(4097)}
     assert len(set(buckets.values())) <= 26
     assert all(length <= size for length, size in buckets.items())

@@ -55,7 +55,7 @@ def rows_of(plan: MicroBatchPlan) -> set[frozenset]:
         (1000, 240, 500 // 128 * 128),
     ],
 )
-def test_row_lengths_hold_two_of_the_longest_in_whole_blocks(quota, longest, expected):
+def test_row_lengths_fit_two_longest_samples_in_whole_blocks(quota, longest, expected):
     assert choose_row_length(quota, longest) == expected
 
 
@@ -83,7 +83,7 @@ def test_fixed_micro_batches_fill_whole_devices(count, rows_per_device, num_devi
     assert {m.shape for m in plan.micro_batches} == {RowShape(24, 12)}
 
 
-def test_parts_of_a_plan_join_to_the_whole_plan():
+def test_parts_of_a_plan_make_up_the_whole_plan():
     plan = plan_token_budget(lone(*range(100, 164)), make_budget(1024), flops, num_devices=8)
     parts = [plan.part(host, 4).micro_batches for host in range(4)]
     for number, whole in enumerate(plan.micro_batches):
@@ -143,7 +143,7 @@ def test_few_samples_are_computed_in_one_small_shape():
     assert computed_tokens(planned(lone(), make_budget(4096))) == 256
 
 
-def test_only_the_last_micro_batch_has_another_shape_of_a_small_ladder():
+def test_only_the_last_micro_batch_may_have_a_smaller_shape():
     seen = set()
     for seed in range(30):
         lengths = np.random.default_rng(seed).integers(1, 1000, 40)
@@ -156,7 +156,7 @@ def test_only_the_last_micro_batch_has_another_shape_of_a_small_ladder():
 
 
 @pytest.mark.parametrize("balance", [False, True])
-def test_a_shared_prompt_is_once_in_a_row(balance):
+def test_a_shared_prompt_occurs_once_per_row(balance):
     host = group(100, 64, 64, 64, 64)
     shared = planned(host, make_budget(1024, share_prompts=True, balance=balance))
     assert laid_out_tokens(shared, host) == 356
@@ -164,7 +164,7 @@ def test_a_shared_prompt_is_once_in_a_row(balance):
     assert laid_out_tokens(planned(host, make_budget(1024, balance=balance)), host) == 656
 
 
-def test_groups_are_split_where_that_saves_a_row():
+def test_groups_are_split_if_that_saves_a_row():
     host = group(10, *[30] * 6)
     plan = planned(host, make_budget(100, share_prompts=True))
     assert sorted(tokens_of(row, host) for m in plan.micro_batches for row in m.rows) == [100, 100]
@@ -205,7 +205,7 @@ def test_balancing_evens_out_the_cost_of_devices():
     assert imbalance(make_budget(4096, balance=False), flops) > 1.02
 
 
-def test_rows_of_like_cost_share_a_micro_batch():
+def test_rows_of_similar_cost_share_a_micro_batch():
     # Eight rows as full as each other, half of them one long sample, half many short ones.
     host = lone(*[1000] * 4, *[100] * 40)
     work = device_work(planned(host, make_budget(1000, balance=True), num_devices=4), host, 4)

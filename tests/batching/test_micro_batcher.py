@@ -110,7 +110,7 @@ def test_statistics_by_hand():
     }
 
 
-def test_sequence_length_statistics_are_verls():
+def test_sequence_length_statistics_equal_verls():
     # github.com/verl-project/verl: 8..1 over two ranks: 26 and 10 in order, 18 and 18 dealt.
     host = lone(*range(8, 0, -1))
     plan = MicroBatchPlan((MicroBatch((((0,), (3,)), ((5,), (6,)), ((1,), (2,)), ((4,), (7,))), RowShape(15, 15)),))

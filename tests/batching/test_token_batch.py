@@ -19,7 +19,7 @@ def alone(*rows: tuple[int, ...], shape: RowShape) -> MicroBatch:
     return MicroBatch(tuple(tuple((i,) for i in row) for row in rows), shape)
 
 
-def test_completions_behind_a_shared_prompt_by_hand():
+def test_completions_after_a_shared_prompt_by_hand():
     micro_batch = MicroBatch((((1,), (2, 0)), ()), RowShape(num_tokens=13, num_completion_tokens=7))
     batch = pack_tokens(THREE_OF_TWO_PROMPTS, micro_batch)
     np.testing.assert_array_equal(batch.token_ids[0], [30, 31, 32, 40, 10, 11, 50, 51, 20, 21, 22, 0, 0])

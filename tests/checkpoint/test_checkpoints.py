@@ -42,7 +42,7 @@ def test_the_newest_are_kept_and_restored_bit_for_bit_on_another_mesh(tmp_path: 
     checkpoints.close()
 
 
-def test_the_link_to_the_best_always_names_a_whole_checkpoint(tmp_path: Path) -> None:
+def test_the_best_link_always_points_to_a_complete_checkpoint(tmp_path: Path) -> None:
     checkpoints, named = opened(tmp_path, keep=1, best="eval/accuracy"), []
     assert checkpoints.restore(of_this_run) is None
     for step in range(1, 6):
@@ -74,7 +74,7 @@ def test_a_resumed_run_knows_its_best_and_continues_the_newest(tmp_path: Path) -
     checkpoints.close()
 
 
-def test_a_kill_during_a_save_leaves_the_best(tmp_path: Path) -> None:
+def test_a_kill_during_a_save_keeps_the_best_checkpoint(tmp_path: Path) -> None:
     running = opened(tmp_path / "run", keep=1, best="eval/accuracy")
     running.save(make_state(1), progress(1, 0.5))
     running.save(make_state(2), progress(2, 0.6))
@@ -102,7 +102,7 @@ def test_without_a_metric_the_link_is_removed(tmp_path: Path) -> None:
     checkpoints.close()
 
 
-def test_checksums_depend_on_every_array_and_on_no_mesh() -> None:
+def test_checksums_depend_on_every_array_but_not_on_the_mesh() -> None:
     state = make_state(1)
     expected = checksums(state)
     assert checksums(make_state(1, num_devices=8)) == expected
@@ -130,7 +130,7 @@ def state_of(step: int, like: NetworkStates) -> NetworkStates:
 
 
 @pytest.mark.parametrize("is_rounded_when_saved", [False, True])
-def test_moments_of_another_type_and_memory_are_converted(tmp_path, is_rounded_when_saved, caplog):
+def test_moments_with_another_dtype_or_memory_kind_are_converted(tmp_path, is_rounded_when_saved, caplog):
     layouts = [target("float32", "device"), target("bfloat16", HOST_MEMORY)]
     saved, wanted = reversed(layouts) if is_rounded_when_saved else layouts
 

@@ -87,7 +87,7 @@ def copy_of_the_step_before(folder: Path, part: str) -> None:
     ],
     ids=["truncated", "a bit", "no arrays", "no progress", "another step", "arrays of another"],
 )
-def test_a_damaged_checkpoint_gives_way_to_the_one_before(folder, checkpoints, damage, caplog, capfd):
+def test_restore_falls_back_from_a_damaged_checkpoint(folder, checkpoints, damage, caplog, capfd):
     damage(folder / "4")
     with caplog.at_level(logging.WARNING):
         state, where = restored(checkpoints)
@@ -143,7 +143,7 @@ def test_a_checkpoint_with_an_io_error_stays(folder: Path, checkpoints: Checkpoi
     assert restored(checkpoints)[1].step == 4
 
 
-def test_errors_of_machine_or_program_are_no_damage() -> None:
+def test_machine_and_program_errors_do_not_count_as_damage() -> None:
     for error in (
         MemoryError(),
         jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 512 bytes"),
@@ -186,7 +186,7 @@ def test_changed_fingerprints_are_named() -> None:
     check_fingerprints(FINGERPRINTS, {**changed, "model": "m"}, changeable={"data": ["data"]}, allowed=["data"])
 
 
-def test_an_unfinished_save_is_no_checkpoint_and_is_removed(folder: Path) -> None:
+def test_an_unfinished_save_is_ignored_and_removed(folder: Path) -> None:
     shutil.copytree(folder / "4", folder / "6.orbax-checkpoint-tmp")
     checkpoints = opened(folder)
     assert restored(checkpoints)[1].step == 4

@@ -130,7 +130,7 @@ def named(*names: str) -> tuple[dict[str, Any], dict[str, Any]]:
     return dict.fromkeys(names, SHAPES["policy"]), dict.fromkeys(names, shardings(4)["policy"])
 
 
-def test_states_are_read_of_requested_networks_that_are_saved(run: Path, with_critic: Path) -> None:
+def test_only_requested_and_saved_networks_are_read(run: Path, with_critic: Path) -> None:
     for path, roles, seeds in (
         (run, ("policy", "critic"), {"policy": 6}),
         (with_critic, ("policy",), {"policy": 3}),

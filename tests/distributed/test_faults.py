@@ -47,14 +47,15 @@ def test_a_signal_to_one_host_stops_both_with_a_checkpoint(config: Path) -> None
     first, second = run_on_two_hosts(*arguments, num_devices=2, programs=(HOSTS_PROGRAM, ("-c", KEEPING + STOPPED)))
     assert (first.exit_code, second.exit_code) == (75, 75), first.stderr + second.stderr
     assert (
-        "stopped after step 2 of 100000, which is saved; --resume auto goes on (asked to stop: host 1)" in first.stderr
+        "stopped after step 2 of 100000, which is saved; --resume auto continues (asked to stop: host 1)"
+        in first.stderr
     )
     assert "stopping with a checkpoint" in second.stderr and "stopping with a checkpoint" not in first.stderr
     assert [line["step"] for line in program.metrics_of(run)] == [1, 2]
     assert program.newest_checkpoint(run) == 2
 
 
-def test_a_dead_host_ends_the_other_and_the_run_goes_on(config: Path) -> None:
+def test_a_dead_host_ends_the_other_and_the_run_can_continue(config: Path) -> None:
     run = config.parent / "runs" / "tiny"
     launched = hosts_program(heartbeat_s=HEARTBEAT_S)
     arguments = command(config, *SMALL, "checkpoint.every_steps=1")

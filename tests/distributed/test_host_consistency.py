@@ -20,7 +20,7 @@ from tests.two_hosts import KEEPING, run_on_two_hosts
 HOSTS = ("host 0 (a)", "host 1 (b)", "host 2 (c)")
 
 
-def test_a_difference_is_named_with_every_value_and_where_it_is_from():
+def test_a_difference_between_hosts_lists_values_and_origins():
     same = {"rollout.group_size": Fact("8", "--set")}, {"rollout.group_size": Fact("8", "env:NUM_PRE_Q")}
     assert describe_difference(HOSTS[:2], same) is None
     text = describe_difference(
@@ -42,7 +42,7 @@ def test_a_difference_is_named_with_every_value_and_where_it_is_from():
     assert f"{'x' * 117}... on host 0 (a)" in told
 
 
-def test_the_digest_of_the_code_is_of_its_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_code_digest_depends_only_on_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     for name in ("cli.py", "app/commands/train.py", "app/records/sample.py", "settings/schema/settings.py"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(name)
@@ -53,7 +53,7 @@ def test_the_digest_of_the_code_is_of_its_content(tmp_path: Path, monkeypatch: p
     assert code_digest() != before
 
 
-def test_the_newest_checkpoint_is_that_of_the_highest_step(tmp_path: Path):
+def test_the_newest_checkpoint_has_the_highest_step(tmp_path: Path):
     run = RunDirectory(tmp_path)
     assert run.describe_newest_checkpoint() == "none"
     for name in ("8", "10", "damaged-12", "best"):
@@ -177,7 +177,7 @@ SHAPES = {"2,4,1": (2, 4, 1), "1,-1,1": (1, 8, 1), "2,2,2": (2, 2, 2), "1,2,4": 
 
 
 @pytest.mark.two_hosts
-def test_rows_of_a_host_follow_those_of_the_hosts_before(reports):
+def test_gathered_rows_are_in_host_order(reports):
     for shape, sizes in SHAPES.items():
         named = dict(zip(("dp", "fsdp", "tp"), sizes, strict=True))
         assert reports[0][shape] == [named, list(range(8))]

@@ -46,7 +46,7 @@ def hears_signals() -> Iterator[None]:
         signal.signal(number, handler)
 
 
-def test_a_run_that_ignores_sighup_goes_on() -> None:
+def test_a_run_that_ignores_sighup_continues() -> None:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     with PreemptionHandler(StatusBoard(None, host=0)) as interrupts:
         os.kill(os.getpid(), signal.SIGHUP)
@@ -91,7 +91,7 @@ def test_signal_requests_a_stop_with_its_exit_code(number: int, code: int) -> No
         assert interrupts.sync_stop_decision(save_is_due=True) == (code, True, False, (0,))
 
 
-def test_a_run_stopped_by_sighup_goes_on_in_the_same_bits(config, finished, monkeypatch):
+def test_a_run_stopped_by_sighup_resumes_bit_for_bit(config, finished, monkeypatch):
     run = config.parent / "runs" / "tiny"
     generate, report, calls = SampleGenerator.stream, RunReporter.write_final_report, itertools.count(1)
 
@@ -110,7 +110,7 @@ def test_a_run_stopped_by_sighup_goes_on_in_the_same_bits(config, finished, monk
         patch.setattr(SampleGenerator, "stream", generate_or_stop)
         result = program.train_here(config, "logging.report=true")
     assert result.exit_code == 75 and SAID in result.stderr, result.stderr
-    assert "stopped after step 2 of 4, which is saved; --resume auto goes on, with the evaluation" in result.stderr
+    assert "stopped after step 2 of 4, which is saved; --resume auto continues, with the evaluation" in result.stderr
     assert program.newest_checkpoint(run) == 2
     # Only what is complete is told of.
     assert [line["step"] for line in program.metrics_of(run)] == [0, 1]

@@ -29,7 +29,7 @@ def all_come(*members: ClusterMember, timeout_s: float = DEADLINE_S) -> list[str
         return list(pool.map(lambda member: come(member, timeout_s=timeout_s), members, timeout=2 * DEADLINE_S))
 
 
-def test_a_host_that_never_comes_is_named_to_all_with_the_address_and_the_command(monkeypatch: pytest.MonkeyPatch):
+def test_a_missing_host_is_reported_to_all_with_address_and_command(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(sys, "argv", ["grpo", "train", "--config", "pod.yaml"])
     address = free_address()
     told = all_come(ClusterMember(address, 4, 0), ClusterMember(address, 4, 2), timeout_s=1.0)
@@ -40,7 +40,7 @@ def test_a_host_that_never_comes_is_named_to_all_with_the_address_and_the_comman
     assert told[1] == told[0]
 
 
-def test_process_0_that_never_comes_is_named():
+def test_a_missing_process_0_is_reported():
     address = free_address()
     (told,) = all_come(ClusterMember(address, 2, 1), timeout_s=0.3)
     assert f"after 0.3 s, process 0 could not be reached at {address} (Connection refused)" in told
@@ -63,7 +63,7 @@ def test_hosts_started_with_different_counts_are_told_both_counts():
     assert "with 3; set the same number on every host" in told[0]
 
 
-def test_an_address_where_nobody_can_listen_or_come_is_refused(monkeypatch: pytest.MonkeyPatch):
+def test_an_unusable_coordinator_address_is_refused(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(rendezvous, "LINE_TIMEOUT_S", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"

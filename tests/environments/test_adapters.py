@@ -239,7 +239,7 @@ def test_numpy_numbers_become_python_floats_and_json(number: Any) -> None:
         *((wrong, None) for wrong in (float("nan"), "high", {"a": None}, {"a b": 1}, {1: 1.0})),
     ],
 )
-def test_scores_are_one_number_or_have_names(scores: Any, expected: dict[str, float] | None) -> None:
+def test_scores_are_a_number_or_a_mapping(scores: Any, expected: dict[str, float] | None) -> None:
     class Scored(Echo):
         async def score(self):
             return scores
@@ -248,7 +248,7 @@ def test_scores_are_one_number_or_have_names(scores: Any, expected: dict[str, fl
         assert adapt(Scored()).score() == expected
 
 
-def test_environments_are_classes_or_functions_and_tool_names_differ(tmp_path: Path) -> None:
+def test_environments_are_classes_or_functions_and_tool_names_are_unique(tmp_path: Path) -> None:
     source = """
         class Game:
             def reset(self): return "hi"

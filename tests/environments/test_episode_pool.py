@@ -148,7 +148,7 @@ def test_a_worker_runs_steps_concurrently_and_survives_prints_and_forks(story, c
         ("pipe", "exit", "step: its process sent an invalid answer"),
     ],
 )
-def test_a_fault_loses_only_its_own_episode(story: str, text: str, kind: str, detail: str) -> None:
+def test_a_failure_affects_only_its_own_episode(story: str, text: str, kind: str, detail: str) -> None:
     with opened(source=story, step_timeout_s=2 if kind == "timeout" else 60) as pool:
         pool.load()
         sibling, guilty = Game(pool, "a", seed=1), Game(pool, "b", seed=2)
@@ -204,7 +204,7 @@ def test_replays_and_openings_that_differ_are_failures(story: str) -> None:
         assert kind_of(same.play("die once")) == "replay"
 
 
-def test_the_steps_of_an_episode_have_a_timeout_together(story: str) -> None:
+def test_the_steps_of_an_episode_share_a_timeout(story: str) -> None:
     with opened(source=story, episode_timeout_s=0.001) as pool:
         pool.load()
         game = Game(pool, "a")
@@ -214,7 +214,7 @@ def test_the_steps_of_an_episode_have_a_timeout_together(story: str) -> None:
     assert replies[-1].failure == Failure("timeout", "step: its steps took more than 0.001 s together")
 
 
-def test_openings_are_in_order_and_a_fault_loses_its_own(story: str) -> None:
+def test_openings_are_in_order_and_fail_separately(story: str) -> None:
     with opened(source=story) as pool:
         pool.load()
         good = EpisodeStart(1, {"prompt": "p", "opening": "hello"})
@@ -261,7 +261,7 @@ def test_a_stop_ends_the_wait_for_openings(story: str) -> None:
         assert list(checks) == []
 
 
-def test_callers_of_a_busy_pool_do_not_wait_and_a_wake_ends_one_wait(story: str) -> None:
+def test_a_busy_pool_does_not_block_callers_and_wake_ends_one_wait(story: str) -> None:
     with opened(source=story) as pool:
         go_on, waits = threading.Event(), list[bool]()
         pool.on_reply = lambda: waits.append(go_on.wait(DEADLINE_S))

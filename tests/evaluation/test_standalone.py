@@ -54,7 +54,7 @@ def test_evaluating_a_checkpoint_equals_its_run_bit_for_bit(finished: Path, tmp_
     assert (base["metrics"], base["step"], base["written to"]) == (logged(finished, 0), None, None)
 
 
-def test_several_samples_through_slots_equal_the_run(config: Path, tmp_path: Path) -> None:
+def test_several_samples_per_prompt_in_slots_equal_the_run(config: Path, tmp_path: Path) -> None:
     several = ("run.steps=1", "eval.num_samples=2", "eval.temperature=1", "eval.num_prompts=5")
     succeeded(train_here(config, "rollout.slots=8", "rollout.mode=exact", *several))
     run, out = config.parent / "runs" / "tiny", tmp_path / "out.jsonl"
@@ -101,7 +101,7 @@ def test_evaluation_with_a_plug_in_as_judge(config: Path, tmp_path: Path) -> Non
     assert [line.split(":")[0] for line in found["not measured"]] == ["pass@k", "maj@k"]
 
 
-def test_what_cannot_be_evaluated_is_refused(finished: Path, tmp_path: Path) -> None:
+def test_unusable_evaluations_are_refused(finished: Path, tmp_path: Path) -> None:
     of_run = ("--checkpoint", finished, "--out", tmp_path / "out.jsonl")
     other = write_model(tmp_path / "other", seed=5)
     assert "was trained from another model" in refused(*of_run, *settings(f"model.path={other}"))

@@ -172,7 +172,7 @@ def test_the_card_has_no_local_paths_and_keys(exported, finished, tiny_model, mo
     assert "## Before and after" not in card and "rounded once to bfloat16" in card
 
 
-def test_what_cannot_be_exported_is_refused(finished, tmp_path):
+def test_unusable_exports_are_refused(finished, tmp_path):
     other = write_base(tmp_path / "other", seed=1)
     (tmp_path / "link").symlink_to("nowhere")
     before = digest_of(tmp_path)
@@ -213,7 +213,7 @@ def assert_logits_are_those_of_the_run(theirs: Any, run: Path, base: Path, **lor
     reference.assert_reference_logits(logits, rows, theirs)
 
 
-def test_merged_adapters_are_a_whole_model(adapted, exported, tiny_model, tmp_path):
+def test_merged_adapters_are_exported_as_a_full_model(adapted, exported, tiny_model, tmp_path):
     result = succeeded(export(adapted, tmp_path / "out", "--json"))
     assert json.loads(result.stdout)["parameters"] == 17_056
     assert {path.name for path in (tmp_path / "out").iterdir()} == {path.name for path in exported.iterdir()}
@@ -296,7 +296,7 @@ def test_a_card_without_readable_metrics_has_no_results(copied_run, tiny_model, 
     assert "note: the model card has no results of the run: " in capsys.readouterr().err
 
 
-def test_cards_name_sources_without_folders_and_what_is_not_default(copied_run: Path, tiny_model: Path) -> None:
+def test_cards_list_sources_without_folders_and_changed_settings(copied_run: Path, tiny_model: Path) -> None:
     assert "add_generation_prompt=True, return_tensors" in card_of(copied_run, tiny_model)
     change(copied_run, "source", "for_acme/secret/train.jsonl")
     change(copied_run, "eval_source", "for_acme/secret/test.jsonl")

@@ -73,7 +73,7 @@ def test_hosts_with_different_numbers_of_devices_are_refused():
 
 
 @pytest.mark.parametrize("shape", [(2, 4, 1), (1, 4, 2)])
-def test_the_rows_of_a_host_lie_together(shape):
+def test_the_rows_of_a_host_are_contiguous(shape):
     mesh = DeviceMesh(np.array(devices_of(4, 4)).reshape(shape), AXES)
     assert is_grouped_by_host(mesh) and num_hosts(mesh) == 2
     placement.check_rows_per_host(mesh)
@@ -89,7 +89,7 @@ def test_the_rows_of_a_host_lie_together(shape):
         ((1, 3, 2), (3, 3), "tp = 2 spans hosts 0, 1 with 3 devices each"),
     ],
 )
-def test_tp_over_several_hosts_is_refused_with_the_tp_that_fit(shape, per_host, found):
+def test_tp_across_hosts_is_refused_with_valid_values(shape, per_host, found):
     mesh = DeviceMesh(np.array(devices_of(*per_host)).reshape(shape), AXES)
     fitting = " or ".join(str(n) for n in range(1, per_host[0] + 1) if per_host[0] % n == 0)
     with pytest.raises(InputError, match=re.escape(f"mesh.shape: {found}")) as caught:
@@ -123,7 +123,7 @@ def test_generation_devices_that_leave_a_side_empty_are_refused(wanted, num_devi
         generation_devices(wanted, num_devices=num_devices)
 
 
-def test_the_mesh_has_the_devices_that_train():
+def test_the_mesh_excludes_generation_devices():
     assert [one.id for one in without_generation_devices(devices_of(4, 4), (1, 3))] == [0, 2, 4, 6]
     assert [one.id for one in first_devices(devices_of(4, 4))] == [0, 4]
     assert dict(make_mesh(MeshSettings(shape="2,-1,2")).shape) == {"dp": 2, "fsdp": 2, "tp": 2}
@@ -134,7 +134,7 @@ def test_the_mesh_has_the_devices_that_train():
         make_mesh(MeshSettings(shape="1,8,1"), set_aside=(4, 5, 6, 7))
 
 
-def test_workers_share_devices_out_evenly():
+def test_devices_are_divided_evenly_among_workers():
     assert assign_worker_devices(1, range(8)) == [tuple(range(8))]
     assert assign_worker_devices(3, range(8)) == [(0, 1), (2, 3), (4, 5)]
     assert assign_worker_devices(3, range(1)) == [(0,)] * 3
@@ -142,7 +142,7 @@ def test_workers_share_devices_out_evenly():
         assign_worker_devices(9, range(8))
 
 
-def test_a_submesh_splits_weights_as_the_whole_mesh_does():
+def test_a_submesh_splits_weights_like_the_whole_mesh():
     assert dict(make_submesh((2, 3, 4, 5), template=tiny_mesh((1, 1, 2))).shape) == {"dp": 1, "fsdp": 2, "tp": 2}
     with pytest.raises(InputError, match=r"has 3 devices, but weights are split over tp=2"):
         make_submesh((0, 1, 2), template=tiny_mesh((1, 1, 2)))
@@ -214,7 +214,7 @@ def test_a_slice_has_the_chips_hosts_and_memory_of_its_name(name, num_chips, num
     assert (found.num_chips, found.num_hosts, found.chip.hbm_bytes) == (num_chips, num_hosts, gib * 2**30)
 
 
-def test_a_chip_is_found_by_jax_s_name():
+def test_a_chip_is_found_by_its_jax_device_kind():
     kinds = {"TPU v5 lite": "v5e", "TPU v5e": "v5e", "TPU v5p": "v5p", "TPU v5": "v5p", "TPU v6 lite": "v6e"}
     assert {kind: find_chip(kind) for kind in kinds} == {kind: TPU_CHIPS[name] for kind, name in kinds.items()}
     assert find_chip("cpu") is None

@@ -122,7 +122,7 @@ def assert_learned_alike(ours: Learned, expected: Learned) -> None:
 @pytest.mark.parametrize(
     "architecture", [ONE_LAYER, SWITCHED_EXPERTS], ids=["dims-that-do-not-divide", "every-switch-and-experts"]
 )
-def test_eight_devices_sample_score_and_learn_as_one_does(architecture):
+def test_eight_devices_sample_score_and_train_like_one(architecture):
     one, eight = generated(architecture, (1, 1, 1)), generated(architecture, (2, 2, 2))
     assert {s.finish_reason for s in one} == {"stop", "length"}
     for ours, expected in zip(eight, one, strict=True):

@@ -61,7 +61,7 @@ def test_a_libtpu_that_only_compiles_does_not_complain() -> None:
     assert "TPU" not in done.stderr
 
 
-def test_an_accelerator_that_jax_does_not_use_is_one_warning(tmp_path, monkeypatch, caplog):
+def test_an_unused_accelerator_is_one_warning(tmp_path, monkeypatch, caplog):
     for platform, name in (("cuda", "nvidia[0-9]*"), ("tpu", "accel*")):
         monkeypatch.setitem(backends.DEVICE_FILES, platform, (str(tmp_path / name),))
     assert unused_accelerator(MeshSettings(), "cpu") is None
@@ -87,7 +87,7 @@ def test_a_host_that_expects_others_does_not_start_alone(address):
 @pytest.mark.parametrize(
     ("expected", "said"), [(4, "2 processes join at 10.0.0.2:8482; missing: 2 to 3"), (1, "2 processes join at 10.")]
 )
-def test_another_number_of_hosts_than_expected_is_refused(monkeypatch, expected, said):
+def test_an_unexpected_number_of_hosts_is_refused(monkeypatch, expected, said):
     monkeypatch.setattr(jax_startup, "is_cloud_tpu_vm", lambda: True)
     monkeypatch.setattr(jax_startup, "detect_cluster", lambda **_: ClusterMember("10.0.0.2:8482", 2, 0))
     with pytest.raises(InputError, match=f"expected {expected} processes, but {re.escape(said)}"):
@@ -138,5 +138,5 @@ print(resident() - before)
 
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="the C library is not glibc")
-def test_freed_arrays_go_back_to_the_system():
+def test_freed_arrays_are_returned_to_the_system():
     assert int(run("-c", FREED_ARRAYS, JAX_PLATFORMS="cpu").stdout) < 16 << 20

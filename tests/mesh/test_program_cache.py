@@ -47,7 +47,7 @@ def folder_in(cache_home: Path) -> Path:
     return folder
 
 
-def test_programs_are_kept_in_a_private_folder(tmp_path: Path) -> None:
+def test_programs_are_cached_in_a_private_folder(tmp_path: Path) -> None:
     use_program_cache()
     folder = folder_in(tmp_path)
     assert read_config("jax_compilation_cache_dir") == str(folder)

@@ -69,7 +69,7 @@ V5E_16 = mesh_of("tpu", "TPU v5 lite", (4, 4, 1))
     ],
     ids=["v5e-16", "short", "kernel", "xla", "cpu"],
 )
-def test_programs_have_the_kernels_of_platform_and_setting(implementation, mesh, num_tokens, has_kernel):
+def test_kernels_follow_platform_and_setting(implementation, mesh, num_tokens, has_kernel):
     gradients, filled = traced(implementation, mesh, num_tokens)
     assert ("attention_forward" in gradients, "attention_backward" in gradients) == (has_kernel, has_kernel)
     assert ("attention_forward" in filled, "attention_backward" in filled) == (has_kernel, False)
@@ -85,7 +85,7 @@ def longest_rows(head_dim: int, group_size: int, dtype: Any) -> dict[int, int]:
     return longest
 
 
-def test_long_rows_take_smaller_blocks_and_then_xla():
+def test_long_rows_use_smaller_blocks_and_then_xla():
     with jax.sharding.use_abstract_mesh(mesh_of("tpu", "TPU v4")):
         assert longest_rows(128, 8, jnp.bfloat16) == {512: 1024, 256: 9728, 128: 13312}
         assert longest_rows(128, 8, FLOAT32) == {256: 4608, 128: 10752}
@@ -219,7 +219,7 @@ def on(mesh: Mesh, *sizes: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStru
 @pytest.mark.parametrize(
     ("dim", "num_rows", "dtype"), [(256, 2048, "float32"), (96, 64, "bfloat16"), (10, 7, "bfloat16")]
 )
-def test_grouped_products_compile_for_an_h100_unexpanded(dim: int, num_rows: int, dtype: Any) -> None:
+def test_grouped_matmuls_compile_for_an_h100_without_expansion(dim: int, num_rows: int, dtype: Any) -> None:
     mesh = gpus_of("h100-1")
 
     def both(x: jax.Array, matrices: jax.Array, sizes: jax.Array, dy: jax.Array) -> Any:

@@ -170,7 +170,7 @@ def test_seven_query_heads_in_bfloat16_share_a_key_head(implementation, at_once)
 
 @IMPLEMENTATIONS
 @pytest.mark.usefixtures("interpreted")
-def test_padding_is_finite_and_changes_nothing(implementation, at_once):
+def test_padding_is_finite_and_has_no_effect(implementation, at_once):
     arrays = inputs(tokens=SMALL_TOKENS)
     padding = (SMALL.segment_ids == 0)[:, :, None, None]
     by_key = padding.swapaxes(1, 2)
@@ -198,7 +198,7 @@ def test_only_pairs_inside_the_window_are_computed(implementation):
 TWO_SEGMENTS = layout_of([[(70, (20, 30)), (10, (5,))], [(3, (60,)), (40, (4,))]], num_tokens=TOKENS)
 
 
-def test_no_bit_depends_on_padding_or_another_completion():
+def test_results_are_bitwise_independent_of_padding_and_other_completions():
     *arrays, weights = inputs()
     segment_ids, branch_ids, _ = map(np.asarray, TWO_SEGMENTS)
     run = packed(DEFAULT_SCORE_MOD, windowed=False)
@@ -225,7 +225,7 @@ def scanned(query, keys, values, layout):
     return jax.lax.scan(jax.checkpoint(layer), query, windows)[0]
 
 
-def test_attention_on_a_mesh_equals_that_of_one_device():
+def test_attention_on_a_mesh_equals_one_device():
     rows = [[(70, (20, 30)), (10, (5,))], [], [(3, (60,)), (40, (4,))], [(60, (90,))]]
     arrays, layout = inputs(rows=4, query_heads=4, kv_heads=2), layout_of(rows, num_tokens=TOKENS)
     run = jax.jit(with_gradients(scanned))
@@ -284,7 +284,7 @@ def needed(layout: SegmentLayout, window: int | None, *, with_padding: bool) -> 
 @pytest.mark.parametrize(("windows", "with_padding"), [((2, 7, None), False), ((3, None), True)])
 @settings(max_examples=40)
 @given(rows=segments_of_rows(num_rows=2, num_tokens=5 * BLOCK, longest=12))
-def test_exactly_the_pairs_of_blocks_with_a_visible_entry_are_visited(windows, with_padding, rows):
+def test_only_block_pairs_with_visible_entries_are_visited(windows, with_padding, rows):
     layout = layout_of(rows, num_tokens=5 * BLOCK)
     pairs = pairs_function(windows, with_padding=with_padding)(layout)
     for window in windows:

@@ -123,7 +123,7 @@ def test_packed_rows_equal_a_slow_decoder_in_float64(architecture):
         np.testing.assert_allclose(packed[places], alone, atol=2e-5)
 
 
-def test_recomputing_changes_no_gradient_and_saves_memory():
+def test_remat_keeps_gradients_and_saves_memory():
     definition = DecoderDefinition.create(tiny.BIASED)
     params = tiny.random_params(definition)
     token_ids = np.random.default_rng(4).integers(0, tiny.BIASED.vocab_size, (2, 40)).astype(np.int32)
@@ -180,7 +180,7 @@ def gradient(mesh: Mesh | None = None) -> Any:
 on_one_device = functools.cache(gradient)
 
 
-def test_residuals_split_by_tokens_over_tp_change_nothing():
+def test_residuals_split_by_tokens_over_tp_give_equal_results():
     tiny.assert_trees_close(gradient(tiny.make_mesh((1, 2, 2))), on_one_device())
 
 
@@ -199,7 +199,7 @@ def test_a_device_along_tp_keeps_its_share_of_the_tokens(num_tokens, kept):
 
 
 @pytest.mark.usefixtures("interpreted")
-def test_kernels_give_the_decoder_what_xla_gives_it(monkeypatch):
+def test_the_decoder_with_kernels_equals_xla(monkeypatch):
     expected = on_one_device()
     monkeypatch.setattr(decoder, "architecture_blocking", lambda *_: Blocking(16, 1, kernel="tpu"))
     tiny.assert_trees_close(gradient(), expected)
@@ -262,7 +262,7 @@ def test_prefill_and_decode_equal_one_forward_pass(architecture, outputs_first):
         np.testing.assert_allclose(hidden, expected[np.arange(3), positions], atol=2e-5)
 
 
-def test_prefill_ignores_what_lies_behind_a_prompt_even_an_empty_one():
+def test_prefill_ignores_padding_after_a_prompt_even_an_empty_one():
     model = compiled(SWITCHED_EXPERTS)
     empty = model.prefill(model.weights, right_padded(6), np.zeros(3, np.int32))
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(empty[:2]))
@@ -275,7 +275,7 @@ def test_prefill_ignores_what_lies_behind_a_prompt_even_an_empty_one():
         jax.tree.map(close, jax.tree.map(head, other_cache), jax.tree.map(head, plain_cache))
 
 
-def test_decode_weights_are_held_once_in_the_compute_type():
+def test_decode_weights_exist_once_in_the_compute_dtype():
     definition = DecoderDefinition.create(tiny.ODD)
     convert = DecodeConversion(definition, tiny.make_mesh(), jnp.dtype("bfloat16"))
     weights = convert(tiny.random_params(definition))
@@ -283,7 +283,7 @@ def test_decode_weights_are_held_once_in_the_compute_type():
     assert sum(leaf.size for leaf in jax.tree.leaves(weights)) == definition.num_parameters
 
 
-def test_products_of_bfloat16_have_float32_results_on_a_cpu_and_right_gradients():
+def test_bfloat16_matmuls_have_float32_results_on_a_cpu_and_right_gradients():
     rng = np.random.default_rng(0)
     x, matrix = (jnp.asarray(rng.normal(size=size), jnp.bfloat16) for size in ((3, 5, 2, 8), (2, 8, 6)))
 

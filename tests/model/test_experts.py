@@ -50,7 +50,7 @@ def poisoned(x: np.ndarray, num_rows: int) -> np.ndarray:
     return np.where(np.arange(len(x))[:, None] < num_rows, x, np.float32(np.nan))
 
 
-def test_grouped_products_and_gradients_equal_one_hot_products():
+def test_grouped_matmuls_and_gradients_equal_one_hot_matmuls():
     def with_gradients(product: Callable[..., jax.Array], x, matrices, sizes, dy):
         y, pull = jax.vjp(lambda x, matrices: product(x, matrices, sizes), x, matrices)
         return y, *pull(dy)
@@ -75,7 +75,7 @@ def test_kernels_for_gradients_equal_the_loop_of_the_cpu(gradient):
 
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("contracted", [1, 2])
-def test_the_gpu_kernel_for_products_equals_a_one_hot_product(contracted):
+def test_the_gpu_kernel_for_grouped_matmuls_equals_a_one_hot_matmul(contracted):
     product = jax.jit(functools.partial(gpu_grouped_product.rows_product, contracted=contracted))
     for num_rows, x, matrices, sizes, _ in product_inputs():
         expected = dense_product(x, matrices, sizes)
@@ -168,7 +168,7 @@ def rotated(samples: Sequence[Sample]) -> list[Sample]:
 
 
 @pytest.mark.parametrize("shape", [RouteShape(2, 3), RouteShape(4, 2), RouteShape(1, 1)])
-def test_packed_routes_unpack_to_themselves(shape):
+def test_unpacking_inverts_packing_of_routes(shape):
     chosen = np.random.default_rng(0).integers(0, 256, (shape.num_layers, 4, 5, shape.experts_per_token))
     words = np.asarray(pack_routes(jnp.asarray(chosen, jnp.int32)))
     assert words.shape == (4, 5, shape.num_words)

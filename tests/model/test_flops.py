@@ -21,7 +21,7 @@ def test_forward_flops_equal_numbers_by_hand():
 
 
 @pytest.mark.parametrize("window", [None, 1, 3])
-def test_visible_pairs_are_those_of_the_attention_mask(window):
+def test_visible_pairs_equal_the_attention_mask(window):
     lengths = np.arange(12)
     q, k = np.arange(12)[:, None], np.arange(12)
     seen = (k <= q) & (q - k < (window or 99))

@@ -40,7 +40,7 @@ def logits(definition: DecoderDefinition, params: Params) -> jax.Array:
 
 
 @pytest.mark.parametrize(("architecture", "lora"), [(BIASED, SOME), (SWITCHED, EVERYWHERE)], ids=["biased", "switched"])
-def test_adapters_compute_what_merged_kernels_do(architecture, lora):
+def test_adapters_equal_merged_kernels(architecture, lora):
     definition, base = adapted(architecture, lora)
     params = random_params(definition)
     plain = merge_adapters(params, lora)
@@ -64,7 +64,7 @@ def test_each_target_changes_its_own_kernel_and_no_other():
         ]
 
 
-def test_new_adapters_change_no_bit():
+def test_new_adapters_do_not_change_the_output():
     definition, base = adapted(BIASED, EVERYWHERE)
     weights = random_params(base)
     whole = combine_params(fresh(definition), weights)
@@ -72,7 +72,7 @@ def test_new_adapters_change_no_bit():
     jax.tree.map(np.testing.assert_array_equal, merge_adapters(whole, EVERYWHERE), weights)
 
 
-def test_new_adapters_depend_on_seed_and_path_alone():
+def test_new_adapters_depend_only_on_seed_and_path():
     drawn = flatten_by_path(fresh(adapted(EVEN, EVERYWHERE)[0]))
     two = replace(EVERYWHERE, projections=("v_proj", "o_proj"))
     others = flatten_by_path(fresh(adapted(EVEN, two)[0], mesh_shape=(2, 2, 2)))
@@ -91,12 +91,12 @@ def test_new_adapters_depend_on_seed_and_path_alone():
     assert all(not np.any(drawn[path]) for path in drawn if path[-1] == LORA_B)
 
 
-def test_the_text_tells_any_two_configurations_apart():
+def test_the_text_of_a_lora_config_is_unique():
     assert LoRAConfig(2, 16.0, ("q_proj",)).to_text() == "rank 2, alpha 16, q_proj"
     assert LoRAConfig(2, 16.0000001, ("q_proj",)).to_text() == "rank 2, alpha 16.0000001, q_proj"
 
 
-def test_decode_weights_are_those_of_merged_kernels():
+def test_decode_weights_equal_merged_kernels():
     definition, base = adapted(EVEN, EVERYWHERE)
     params = random_params(definition)
     plain = jax.tree.leaves(DecodeConversion(base, make_mesh(), FLOAT32)(merge_adapters(params, EVERYWHERE)))
@@ -110,7 +110,7 @@ def test_decode_weights_are_those_of_merged_kernels():
 
 
 @pytest.mark.parametrize("remat", ["minimal", "block"])
-def test_the_backward_pass_keeps_no_product_of_an_adapter(remat):
+def test_the_backward_pass_saves_no_adapter_products(remat):
     def kept_bytes(definition: DecoderDefinition, num_tokens: int) -> int:
         def forward(params: Params, frozen: Params) -> jax.Array:
             tokens = jnp.zeros((1, num_tokens), jnp.int32)

@@ -90,14 +90,14 @@ def test_paged_attention_equals_a_contiguous_cache(way: str) -> None:
 @pytest.mark.parametrize("way", WAYS)
 @given(data=st.data())
 @settings(max_examples=12)
-def test_rows_that_are_not_active_change_no_block(way: str, data: st.DataObject) -> None:
+def test_inactive_rows_do_not_change_blocks(way: str, data: st.DataObject) -> None:
     positions = data.draw(st.lists(st.integers(0, BLOCK * WIDTH - 1), min_size=ROWS, max_size=ROWS))
     active = data.draw(st.lists(st.booleans(), min_size=ROWS, max_size=ROWS))
     window = data.draw(st.sampled_from([None, 20]))
     assert_equal_attention(way, positions, active=active, window=window, seed=data.draw(st.integers(0, 99)))
 
 
-def test_the_tpu_kernel_reads_no_block_beyond_the_live_ones() -> None:
+def test_the_tpu_kernel_reads_only_live_blocks() -> None:
     query, new, pools = random_arrays(np.random.default_rng(0))
     tables = 1 + np.arange(ROWS * WIDTH, dtype=np.int32).reshape(ROWS, WIDTH)
     positions = np.array([3, 20, 31, 32, 50], np.int32)
@@ -112,7 +112,7 @@ def test_the_tpu_kernel_reads_no_block_beyond_the_live_ones() -> None:
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(("block_size", "window"), [(16, None), (64, 20)])
-def test_int8_cache_attention_equals_that_of_dequantized_values(way: str, block_size: int, window: int | None) -> None:
+def test_attention_with_an_int8_cache_equals_dequantized_values(way: str, block_size: int, window: int | None) -> None:
     """Blocks are one tile of codes, or several."""
     rng = np.random.default_rng(0)
     query, new, pools = random_arrays(rng, block_size)

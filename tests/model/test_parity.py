@@ -78,7 +78,7 @@ def test_logits_of_packed_rows_equal_transformers(tmp_path, model_type, changes)
 
 
 @pytest.mark.parametrize("model_type", ["llama", "gemma3_text"])
-def test_a_head_of_its_own_in_a_tied_model_gives_the_logits_of_transformers(tmp_path, caplog, model_type):
+def test_logits_of_a_tied_model_with_a_separate_head_equal_transformers(tmp_path, caplog, model_type):
     tensors = load_file(write_checkpoint(tmp_path, model_type, tie_word_embeddings=True) / "model.safetensors")
     trained = np.random.default_rng(1).normal(0, 0.3, tensors["model.embed_tokens.weight"].shape).astype(np.float32)
     save_file(tensors | {"lm_head.weight": trained}, tmp_path / "model.safetensors", {"format": "pt"})

@@ -121,7 +121,7 @@ def logits(definition: DecoderDefinition, params: Params, *, dtype: Any = FLOAT3
         *(("int8", "bfloat16", (1, 1, 1), 5e-2), ("nf4", "bfloat16", (1, 1, 1), 2e-2)),
     ],
 )
-def test_a_network_computes_what_its_kernels_in_floats_would(quantization, dtype, mesh_shape, tolerance):
+def test_a_quantized_network_equals_its_dequantized_kernels(quantization, dtype, mesh_shape, tolerance):
     architecture = replace(WIDE, qkv_bias=True, attention_output_bias=True, mlp_bias=True)
     definition, params, exact = loaded(architecture, quantization, mesh_shape)
     # Codes are the same on every mesh, and split as kernels are.
@@ -137,7 +137,7 @@ def test_a_network_computes_what_its_kernels_in_floats_would(quantization, dtype
 
 
 @pytest.mark.parametrize(("quantization", "remat"), [("int8", "none"), ("nf4", "minimal"), ("int8", "block")])
-def test_the_backward_pass_keeps_no_kernel_in_floats(quantization: Quantization, remat: str) -> None:
+def test_the_backward_pass_saves_no_dequantized_kernel(quantization: Quantization, remat: str) -> None:
     definition = DecoderDefinition.create(WIDE, lora=LORA, quantization=quantization)
 
     def forward(trained: Params, frozen: Params) -> jax.Array:
@@ -183,7 +183,7 @@ def test_decode_weights_have_the_same_codes_and_scales(quantization: Quantizatio
 
 
 @EACH
-def test_both_factors_of_a_product_have_the_compute_type(quantization: Quantization) -> None:
+def test_both_factors_of_a_matmul_have_the_compute_dtype(quantization: Quantization) -> None:
     how: Any = {"bias": False, "stack": {}, "lora": None, "quantization": quantization}
     projection = Projection(nnx.Rngs(0), {"embed": 64}, {"mlp": 8}, **how)
 

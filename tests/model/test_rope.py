@@ -70,7 +70,7 @@ def test_gradients_of_a_rotation_equal_finite_differences():
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_a_tpu_rotates_by_an_exact_product(monkeypatch, dtype):
+def test_a_tpu_rotates_by_an_exact_matmul(monkeypatch, dtype):
     rng = np.random.default_rng(0)
     x = jnp.asarray(rng.normal(size=(2, 3, 4, 6)), dtype)
     angles = turns_of(jnp.asarray(rng.normal(size=(2, 3, 3)), jnp.float32))
@@ -82,7 +82,7 @@ def test_a_tpu_rotates_by_an_exact_product(monkeypatch, dtype):
 
 @settings(max_examples=25)
 @given(st.integers(0, 500), st.integers(0, 500), st.integers(0, 500))
-def test_scores_of_rotated_vectors_depend_on_distance_alone(first, second, shift):
+def test_scores_of_rotated_vectors_depend_only_on_distance(first, second, shift):
     query, key = np.random.default_rng(0).normal(size=(2, 1, 1, 1, 6)).astype(np.float32)
     frequencies = np.array([1.0, 0.1, 0.01], np.float32)
     turned = lambda x, position: apply_rope(x, turns_of(position * frequencies[None, None]))  # noqa: E731

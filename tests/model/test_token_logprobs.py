@@ -129,7 +129,7 @@ def test_only_a_chunk_of_completion_tokens_ever_has_logits():
 
 
 @pytest.mark.parametrize(("shape", "num_rows", "soft_cap"), [((2, 2, 2), ROWS, 3.0), ((1, 4, 1), 4, None)])
-def test_a_vocabulary_split_over_a_mesh_changes_nothing(shape, num_rows, soft_cap):
+def test_a_vocabulary_split_over_a_mesh_gives_equal_results(shape, num_rows, soft_cap):
     # 23 tokens do not split evenly, and 3 rows stay whole on every device.
     mask = jnp.asarray(np.random.default_rng(1).random((num_rows, TOKENS)) < 0.7)
     run, arguments = values_and_gradients(3, soft_cap, num_rows), (*inputs(num_rows)[:2], mask, 0.7)

@@ -125,7 +125,7 @@ def test_a_call_that_ends_its_process_is_retried_and_one_that_hangs_is_not(tmp_p
     assert [(tmp_path / text).read_text() for text in ("exit", "hang")] == ["xx", "x"]
 
 
-def test_a_call_is_not_blamed_for_an_earlier_one() -> None:
+def test_a_call_does_not_fail_because_of_an_earlier_one() -> None:
     source = (
         "import os\npoisoned = False\ndef f(text):\n    global poisoned\n    if poisoned: os._exit(1)\n"
         "    poisoned = text == 'poison'\n    return 1"
@@ -148,7 +148,7 @@ def test_a_forged_answer_fails_its_own_call() -> None:
     assert run(source, "ok", *forged, "ok", timeout_s=30) == [1.0, *["exit"] * len(forged), 1.0]
 
 
-def test_outcomes_that_no_reward_has_are_refused() -> None:
+def test_invalid_outcomes_are_refused() -> None:
     outcomes: list[Any] = [[{"value": value}] for value in ("x", math.nan, math.inf, True, [1], 10**400)]
     outcomes += [[{"value": 1, "extras": extra}] for extra in ({"a": "x"}, {"a": -math.inf}, {"not a name": 1}, [1])]
     outcomes += [[{"failure": 3}], {"value": 1}, "ab", [None], [[1]], [{"value": 1}, {"value": 1}]]
@@ -192,7 +192,7 @@ def test_workers_and_their_children_end_with_the_trainer(tmp_path: Path) -> None
     assert ended(idle) and ended(idle_child) and ended(busy) and ended(busy_child)
 
 
-def test_names_of_one_file_share_its_module_and_find_their_neighbours() -> None:
+def test_names_in_one_file_share_its_module_and_can_import_neighbours() -> None:
     Path("neighbour.py").write_text("SCALE = 2")
     Path("plug.py").write_text(
         "from neighbour import SCALE\nclass A:\n    seen = []\ndef see(): A.seen.append(SCALE)\n"
@@ -209,7 +209,7 @@ def test_files_of_equal_name_are_different_modules() -> None:
     assert [load_object(f"{folder}/plug.py:name") for folder in ("a", "b", "a")] == ["a", "b", "a"]
 
 
-def test_errors_are_located_in_the_users_file() -> None:
+def test_error_locations_are_in_the_users_file() -> None:
     Path("plug.py").write_text("import json\ndef f():\n    json.loads('x')\n")
     with pytest.raises(ValueError) as caught:
         load_object("plug.py:f")()
@@ -228,7 +228,7 @@ def test_errors_are_located_in_the_users_file() -> None:
         ("json:load_all", "json has no `load_all`; did you mean load"),
     ],
 )
-def test_missing_files_modules_and_names_are_named(path: str, message: str) -> None:
+def test_missing_files_modules_and_names_are_reported(path: str, message: str) -> None:
     Path("leaves.py").write_text("raise SystemExit(0)")
     with pytest.raises(LoadError, match=message):
         load_object(path)

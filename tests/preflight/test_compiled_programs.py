@@ -46,7 +46,7 @@ def by_name(report: dict[str, Any]) -> dict[tuple[str, str], dict[str, Any]]:
     return {(one["phase"], one["name"]): one for one in report["programs"]}
 
 
-def test_the_arguments_and_temporaries_of_programs_are_those_of_the_table(tiny_model: Path, tmp_path: Path) -> None:
+def test_arguments_and_temporaries_of_programs_equal_the_table(tiny_model: Path, tmp_path: Path) -> None:
     chosen = (*PENALISED, f"reward.model={write_reward_model(tmp_path / 'judge')}")
     report = compiled(tiny_model, *chosen)
     arrays = report_of("inspect-mesh", *of_tiny(tiny_model), *settings(*chosen))["memory"]

@@ -94,7 +94,7 @@ def test_a_plugin_error_is_one_line_without_secrets(broken: tuple[int, Checks, s
     assert plugin.startswith("reward judge: ") and CANARY not in json.dumps(checks) + stderr
 
 
-def test_an_end_of_turn_that_is_no_end_token_is_found_in_template_and_answer(config: Path, tmp_path: Path) -> None:
+def test_doctor_finds_an_end_of_turn_that_is_not_an_eos_token(config: Path, tmp_path: Path) -> None:
     """The model says the name of the user after every token."""
     model, tensors = write_model(tmp_path / "model"), random_tensors(CONFIG)
     tensors["model.embed_tokens.weight"][:, 0] = 100
@@ -107,7 +107,9 @@ def test_an_end_of_turn_that_is_no_end_token_is_found_in_template_and_answer(con
     assert verdicts(checks, "template", "answer") == ["warn", "warn"]
     assert "ends a turn with '<|user|>', but only <|end|> ends a completion" in checks["template"]["found"]
     assert checks["template"]["advice"] == "set model.eos_tokens: ['<|user|>']"
-    assert checks["answer"]["found"].endswith("behind the control token '<|user|>', which is no end token: '<|user|>'")
+    assert checks["answer"]["found"].endswith(
+        "after the control token '<|user|>', which is not an EOS token: '<|user|>'"
+    )
     assert checks["answer"]["advice"] == "if <|user|> ends a turn, set model.eos_tokens: ['<|user|>']"
     assert f"{model}: {checks['template']['found'].partition('; ')[0]}; set model.eos_tokens" in stderr
 
@@ -143,7 +145,7 @@ def test_a_mesh_that_does_not_fit_skips_only_the_checks_that_need_it(config: Pat
     assert "free at" in checks["disk"]["found"]
 
 
-def test_the_memory_is_that_of_a_dry_run_and_what_does_not_fit_is_not_loaded(config, judge, monkeypatch):
+def test_doctor_memory_equals_a_dry_run_and_too_large_models_are_not_loaded(config, judge, monkeypatch):
     overrides = settings(f"reward.model={judge}", "model.lora.rank=2", *NO_EVALUATION)
     report = json.loads(here("train", "--config", config, "--dry-run", "--json", *overrides).stdout)
     peak = max(report["memory"], key=lambda phase: sum(report["memory"][phase].values()))
@@ -185,7 +187,7 @@ def test_a_host_without_the_model_does_not_block_the_other(tiny_model: Path, tmp
 
 
 @pytest.mark.two_hosts
-def test_the_disk_of_a_host_that_keeps_nothing_does_not_count(tmp_path: Path) -> None:
+def test_the_disk_of_a_host_that_saves_nothing_is_not_checked(tmp_path: Path) -> None:
     (tmp_path / "runs").mkdir()
     option, blind = blind_host(tmp_path / "runs")
     full = "import shutil, types\nshutil.disk_usage = lambda _: types.SimpleNamespace(free=0)\n"

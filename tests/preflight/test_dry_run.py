@@ -53,7 +53,7 @@ def held(tree: Any) -> int:
         ),
     ],
 )
-def test_the_bytes_equal_those_of_the_real_arrays(config: Path, overrides: tuple[str, ...]) -> None:
+def test_dry_run_bytes_equal_the_real_arrays(config: Path, overrides: tuple[str, ...]) -> None:
     report = foreseen(config, *overrides)
     launch, learning = launched(config, *overrides)
     session, has_adapters = launch.session, overrides[: len(ADAPTERS)] == ADAPTERS
@@ -83,7 +83,7 @@ def test_the_bytes_equal_those_of_the_real_arrays(config: Path, overrides: tuple
 @pytest.mark.parametrize(
     "overrides", [FIXED, (*SHARDED, "algorithm.max_tokens_per_device=64")], ids=["fixed", "packed"]
 )
-def test_the_micro_batches_equal_those_of_the_real_update(config: Path, overrides: tuple[str, ...]) -> None:
+def test_dry_run_micro_batches_equal_the_real_update(config: Path, overrides: tuple[str, ...]) -> None:
     overrides = (*overrides, "algorithm.mini_batch_prompts=2")
     summary = foreseen(config, *overrides).update
     launch, learning = launched(config, *overrides)

@@ -55,7 +55,7 @@ def check_hub(source: HubSource = MODEL) -> CheckResult:
     return result
 
 
-def test_the_hub_sources_are_those_that_a_run_uses(tmp_path: Path) -> None:
+def test_hub_sources_are_the_ones_that_a_run_uses(tmp_path: Path) -> None:
     assert hub_sources(load_settings(f"model.path={tmp_path}", f"data.source={tmp_path}/rows.jsonl")) == ()
     overrides = ("model.path=a/b@r1", "data.source=hf:c/d:main", "data.eval_source=hf:e/f")
     teacher = ("algorithm.beta=1", "reference.path=k/l", "reference.revision=r3")

@@ -12,7 +12,7 @@ from settings import InputError
 from tests.tiny import make_mesh
 
 
-def test_collectives_of_a_compiled_program_are_counted_by_what_a_device_sends():
+def test_collectives_are_counted_by_the_bytes_that_a_device_sends():
     def everything(x: jax.Array) -> tuple[jax.Array, ...]:
         scattered = jax.lax.psum_scatter(x, "dp", tiled=True)
         exchanged = jax.lax.all_to_all(x, "dp", 0, 0, tiled=True)
@@ -108,7 +108,7 @@ def program_of(*lines: str) -> HloProgram:
     return HloProgram(f"{BODIES}ENTRY %main (p: f32[64]) -> f32[64] {{\n" + "".join(f"  {x}\n" for x in lines) + "}\n")
 
 
-def test_bytes_in_a_loop_count_as_often_as_its_condition_or_the_rows_say() -> None:
+def test_bytes_in_a_loop_count_once_per_iteration() -> None:
     assert program_of(CLOSED).sent_bytes({}) == {"all-reduce": 5 * A_SUM}
     known = CLOSED + ', backend_config={"known_trip_count":{"n":"7"}}'
     assert program_of(known).sent_bytes({}) == {"all-reduce": 7 * A_SUM}
@@ -118,7 +118,7 @@ def test_bytes_in_a_loop_count_as_often_as_its_condition_or_the_rows_say() -> No
         program_of(OPEN).sent_bytes({})
 
 
-def test_bytes_are_those_of_what_starts_a_collective_or_has_it_inside() -> None:
+def test_bytes_come_from_start_instructions_and_fusions_of_collectives() -> None:
     start = "%s = (f32[8]{0}, f32[64]{0}) all-gather-start(%p), replica_groups=[1,8]<=[8], dimensions={0}"
     fusion = "%f = f32[8]{0} fusion(%p), kind=kCustom, calls=%scattered"
     done = "%d = f32[64]{0} all-gather-done(%s)"

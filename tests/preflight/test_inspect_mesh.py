@@ -75,7 +75,7 @@ def test_a_simulated_slice_has_its_hosts_memory_and_devices(tiny_model: Path) ->
 
 
 @pytest.mark.parametrize("pretended", [("mesh.pretend=h100-8",), ()], ids=["gpus", "cpu"])
-def test_offloaded_moments_are_in_host_memory_where_it_is_another(tiny_model: Path, pretended: tuple[str, ...]) -> None:
+def test_offloaded_moments_are_in_host_memory_if_it_is_separate(tiny_model: Path, pretended: tuple[str, ...]) -> None:
     is_away = bool(pretended)
     overrides = ("algorithm.name=ppo", "optimizer.first_moment=bfloat16", *pretended)
     on_device = inspect_json(tiny_model, *overrides)["memory"]["update"]
@@ -89,7 +89,7 @@ def test_offloaded_moments_are_in_host_memory_where_it_is_another(tiny_model: Pa
     assert all((memory[name] < 40) == is_away for name in optimizers)
 
 
-def test_notes_are_those_of_a_launch_and_moved_weights_those_that_a_device_lacked(tiny_model: Path) -> None:
+def test_report_has_launch_notes_and_counts_only_received_weights(tiny_model: Path) -> None:
     overrides = ("mesh.pretend=v4-16", "mesh.shape=1,8,1")
     session, report = inspect(load_settings(tiny_model, *overrides))
     whole = bytes_per_device(session.to_decode_weights.abstract_weights)
@@ -107,7 +107,7 @@ PHASES = ("rollout", "evaluation")
 EIGHT_WORKERS = ("rollout.workers.fast.count=4", "rollout.workers.heavy.count=4")
 
 
-def test_slots_of_evaluations_lie_beside_those_of_busy_workers(tiny_model: Path) -> None:
+def test_evaluation_slots_are_counted_in_addition_to_busy_workers(tiny_model: Path) -> None:
     busy = ("rollout.scheduler=adaptive", "rollout.max_staleness=1", "env.source=guess_number", *EIGHT_WORKERS)
     session, report = inspect(load_settings(tiny_model, *busy))
     assert session.continuous_batching is not None
@@ -148,7 +148,7 @@ WEIGHTS = {
 
 
 @pytest.mark.parametrize("name", WEIGHTS)
-def test_the_placement_of_a_weight_is_that_of_a_real_array(name: str) -> None:
+def test_weight_placement_equals_a_real_array(name: str) -> None:
     (shape, dims, axes), mesh = WEIGHTS[name], make_mesh((2, 2, 2))
     found = inspect_mesh.weight_placement(name, shape, dims, mesh)
     array = jax.device_put(jax.numpy.zeros(shape.shape, shape.dtype), NamedSharding(mesh, PartitionSpec(*axes)))
@@ -156,7 +156,7 @@ def test_the_placement_of_a_weight_is_that_of_a_real_array(name: str) -> None:
     assert array.addressable_shards[0].data.nbytes == found.bytes_per_device
 
 
-def test_the_parts_of_a_host_are_those_that_jax_gives_its_devices() -> None:
+def test_host_parts_equal_the_indices_of_jax() -> None:
     # Virtual devices of two hosts with four each.
     simulate_slice(parse_slice("v4-16"))
     mesh = make_mesh((2, 2, 2))

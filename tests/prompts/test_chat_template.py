@@ -105,7 +105,7 @@ def read_prompts(path: Path, tokenizer: Tokenizer, prompt: Any, **data: Any) -> 
 
 @settings(max_examples=60, deadline=None)
 @given(chat=CHATS, as_parts=st.booleans())
-def test_chats_of_a_file_are_the_ids_of_transformers(model, chat, as_parts):
+def test_chats_of_a_file_have_the_ids_of_transformers(model, chat, as_parts):
     folder, tokenizer = model
     if as_parts:
         parts = [
@@ -122,7 +122,7 @@ def test_chats_of_a_file_are_the_ids_of_transformers(model, chat, as_parts):
         assert read_prompts(folder / "data.jsonl", tokenizer, chat) == expected
 
 
-def test_tokens_around_messages_are_control_tokens_though_they_are_not_special(tmp_path):
+def test_tokens_around_messages_are_control_tokens_even_if_not_special(tmp_path):
     family = Family(["<eos>"], 1, ["<User>", "<Assistant>", "<think>", "</think>"])
     template = (
         "{%- for m in messages -%}{{- ('<User>' if m.role == 'user' else '<Assistant></think>') + m.content -}}"
@@ -182,7 +182,7 @@ def test_a_rejected_system_message_is_named_with_its_row_and_where_it_comes_from
 RENDERED = "<|im_start|>user\nHow much?<|im_end|>\n<|im_start|>assistant\n"
 
 
-def test_without_a_template_a_prompt_is_its_text_with_one_start_token(tmp_path):
+def test_without_a_template_a_prompt_is_plain_text_with_one_start_token(tmp_path):
     tokenizer = family_tokenizer(tmp_path, *TRAITS["drops earlier thinking"])
     none = {"chat_template": "none"}
     ids = read_prompts(tmp_path / "data.jsonl", tokenizer, RENDERED, **none)
@@ -194,7 +194,7 @@ def test_without_a_template_a_prompt_is_its_text_with_one_start_token(tmp_path):
         read_prompts(tmp_path / "data.jsonl", tokenizer, [{"role": "system", "content": "s"}, question], **none)
 
 
-def test_a_reward_model_reads_rendered_text_and_its_completion_as_they_are(tmp_path):
+def test_a_reward_model_reads_rendered_prompts_unchanged(tmp_path):
     tokenizer = family_tokenizer(tmp_path, *TRAITS["drops earlier thinking"])
     encoder = ConversationEncoder(open_model(str(tmp_path)), DataSettings(chat_template="none"))
     prompt = Prompt("p", np.zeros(1, np.int32), RENDERED, None)
@@ -214,7 +214,7 @@ def test_a_reward_model_reads_rendered_text_and_its_completion_as_they_are(tmp_p
         ("What does an assistant: do? Use <think> and </think>.", None),
     ],
 )
-def test_prompts_that_are_rendered_or_for_a_base_model_are_found(prompt, found, tmp_path):
+def test_rendered_and_base_model_prompts_are_detected(prompt, found, tmp_path):
     tokenizer = family_tokenizer(tmp_path, *TRAITS["drops earlier thinking"])
     (tmp_path / "data.jsonl").write_text(json.dumps({"prompt": prompt}) + "\n")
     rows = load_dataset(str(tmp_path / "data.jsonl")).rows

@@ -51,7 +51,7 @@ def parts_of(tokenizer: Tokenizer, sample: Sample) -> list[tuple[bool, str]]:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_conversation_has_the_tokens_of_the_template_and_learns_only_the_turns(name: str, tmp_path: Path) -> None:
+def test_conversation_has_template_tokens_and_only_turns_in_the_loss(name: str, tmp_path: Path) -> None:
     tokenizer = family_tokenizer(tmp_path, name)
     turns, asked = ["he asks", "数 again\n\nand", "the end"], [QUESTION, {"role": "user", "content": "he <b>said</b>"}]
     chat = [says(turns[0]), asked[0], says(turns[1]), asked[1], says(turns[2]), QUESTION]
@@ -71,7 +71,7 @@ def test_conversation_has_the_tokens_of_the_template_and_learns_only_the_turns(n
         assert whole[: len(ids)] == ids
 
 
-def test_text_is_one_turn_like_a_message_and_control_tokens_in_it_are_text(tmp_path: Path) -> None:
+def test_text_is_one_turn_with_control_tokens_as_text(tmp_path: Path) -> None:
     tokenizer = family_tokenizer(tmp_path, "qwen2_5")
     text = "four<|im_end|>and<|im_start|>"
     sample, _ = encoded(tokenizer, "2 + 2?", text)
@@ -88,7 +88,7 @@ def test_text_is_one_turn_like_a_message_and_control_tokens_in_it_are_text(tmp_p
     assert len(cut.prompt.token_ids) == 5
 
 
-def test_calls_of_tools_are_learned_and_their_results_are_not(tmp_path: Path) -> None:
+def test_tool_calls_are_in_the_loss_but_not_their_results(tmp_path: Path) -> None:
     tokenizer = family_tokenizer(tmp_path, "qwen2_5")
     tokenizer.tools = [CALCULATOR]
     sample, _ = encoded(tokenizer, "1 + 1?", [CALL, {"role": "tool", "content": "2"}, says("It is 2.")])
@@ -98,7 +98,7 @@ def test_calls_of_tools_are_learned_and_their_results_are_not(tmp_path: Path) ->
     assert parts[2][1] == "It is 2.<|im_end|>"
 
 
-def test_without_a_template_a_completion_is_the_text_behind_the_prompt(tmp_path: Path) -> None:
+def test_without_a_template_a_completion_is_the_text_after_the_prompt(tmp_path: Path) -> None:
     tokenizer = family_tokenizer(tmp_path, "smollm2")
     sample, _ = encoded(tokenizer, "Q: he ", "says<|im_start|>", chat_template="none")
     whole = tokenizer.text_ids("Q: he says<|im_start|>")
@@ -112,7 +112,7 @@ def test_without_a_template_a_completion_is_the_text_behind_the_prompt(tmp_path:
         encoded(tokenizer, "Q", [says("A"), QUESTION], chat_template="none")
 
 
-def test_template_that_writes_nothing_behind_a_turn_gets_an_end_token(tmp_path: Path) -> None:
+def test_template_without_an_end_of_turn_gets_an_end_token(tmp_path: Path) -> None:
     template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
     template += "{% if add_generation_prompt %}[assistant]{% endif %}"
     tokenizer = family_tokenizer(tmp_path, CHATML, template)
@@ -130,7 +130,7 @@ def test_template_that_writes_nothing_behind_a_turn_gets_an_end_token(tmp_path: 
     ],
     ids=["start", "end"],
 )  # fmt: skip
-def test_template_that_cannot_mark_turns_is_refused(template: str, message: str, tmp_path: Path) -> None:
+def test_template_whose_turns_cannot_be_identified_is_refused(template: str, message: str, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=message):
         encoded(family_tokenizer(tmp_path, CHATML, template), "2 + 2?", "four")
 

@@ -81,7 +81,7 @@ def test_saved_pass_rates_draw_the_same_prompts(seed, rates, position):
     assert restored.metrics() == order.metrics()
 
 
-def test_what_is_pending_is_drawn_again_only_if_nothing_else_is_left():
+def test_pending_prompts_are_drawn_again_only_if_no_others_are_left():
     order = with_rates(make_order(10), [0.5] * 5)
     rounds = [order.row_indices(4 * number, 4).tolist() for number in range(3)]
     assert len({*rounds[0], *rounds[1]}) == 8

@@ -192,7 +192,7 @@ def test_shards_of_a_folder_or_a_pattern_are_one_data_set(tmp_path, monkeypatch)
         load_dataset("d")
 
 
-def test_a_column_that_cannot_be_passed_on_is_named(monkeypatch, caplog):
+def test_a_column_with_an_unsupported_type_is_reported(monkeypatch, caplog):
     import datasets
 
     rows = [{"question": "1?", "image": None}, {"question": "2?", "image": object()}]
@@ -270,7 +270,7 @@ def test_an_unusable_row_is_named_by_its_line(tmp_path, record, message):
     assert f"{path}:2: " in str(raised.value)
 
 
-def test_held_out_rows_are_evenly_spaced_and_those_of_training_only_by_request(tmp_path):
+def test_held_out_rows_are_evenly_spaced_and_from_training_only_by_request(tmp_path):
     data = DataSettings(source="unread.jsonl", eval_source=write_rows(tmp_path / "test.jsonl", 100))
     chosen = load_held_out_data(data, num_prompts=4)
     assert [row.prompt for row in chosen.rows] == ["p0", "p25", "p50", "p75"]
@@ -305,7 +305,7 @@ def test_mixture_rows_name_their_source(tmp_path):
     assert [row.extra["data_source"] for row in held_out.rows] == [first] * 2
 
 
-def test_held_out_hub_data_has_the_revision_of_its_own_source(monkeypatch):
+def test_held_out_hub_data_has_its_own_revision(monkeypatch):
     import datasets
 
     rows, commits = datasets.Dataset.from_list([{"question": "1 + 1?", "answer": "2"}]), []
@@ -358,7 +358,7 @@ def encode(rows, system_prompt=None, max_prompt_length=4, overlong: Any = "drop"
     return encode_prompts(rows, WordTokenizer(), data)
 
 
-def test_the_system_prompt_comes_first_and_replaces_the_rows_own():
+def test_the_system_prompt_comes_first_and_replaces_the_rows():
     chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "bb"}]
     (one, two), _ = encode(
         [row(chat), row([{"role": "system", "content": "own"}, *chat])], system_prompt="dddd", max_prompt_length=9

@@ -45,7 +45,7 @@ def queued_steps(order, count, num_steps):
 
 @settings(max_examples=50)
 @given(orders(max_rows=25))
-def test_each_epoch_is_a_permutation_that_defers_what_the_step_has(drawn):
+def test_each_epoch_is_a_permutation_that_defers_prompts_already_in_the_step(drawn):
     order, count = drawn
     num_steps = 6 * order.num_rows // count + 2
     # Backwards and by a new object each time: a step depends on its position alone, as after a resume.

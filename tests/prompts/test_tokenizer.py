@@ -45,7 +45,7 @@ def test_decoding_inverts_encoding_without_control_tokens_and_unknown_ids(tiny):
         assert tiny.decode(tiny.encode(text)) == tiny.decode(ids) == text
 
 
-def test_eos_pad_and_unk_ids_are_those_of_the_files(tmp_path, tiny):
+def test_eos_pad_and_unk_ids_come_from_the_files(tmp_path, tiny):
     for named, eos_ids in (({}, (2,)), ({"eos_token_id": 0}, (0, 2)), ({"eos_token_id": [2, 0, 1]}, (0, 1, 2))):
         assert tokenizer_at(write_directory(tmp_path, generation_config=named)).eos_ids == eos_ids
     folder = write_directory(tmp_path)
@@ -61,7 +61,7 @@ def test_eos_pad_and_unk_ids_are_those_of_the_files(tmp_path, tiny):
     assert (tiny.pad_id, padded.pad_id) == (2, 0)
 
 
-def test_chosen_eos_tokens_are_texts_or_ids_of_one_token(tmp_path):
+def test_eos_tokens_are_set_by_the_text_or_id_of_one_token(tmp_path):
     files = open_model(str(write_directory(tmp_path)))
     chosen = load_tokenizer(files, eos_tokens=["<|endoftext|>", "12", 9])
     assert chosen.eos_ids == tuple(sorted((0, 2, 9, VOCABULARY.index("12"))))
@@ -123,12 +123,12 @@ def test_fingerprint_depends_on_splitting_template_and_eos_ids(tmp_path, tiny):
     assert len({tiny.fingerprint, *(tokenizer.fingerprint for tokenizer in changed)}) == 4
 
 
-def test_gguf_text_is_split_as_its_pre_tokenizer_says(tmp_path):
+def test_gguf_text_is_split_by_its_pre_tokenizer(tmp_path):
     for pre, expected in {"smollm": ["ĊĊ", "1", "2", "Ġa", "Ġ", "1"], "gpt-2": ["Ċ", "Ċ", "12", "Ġa", "Ġ1"]}.items():
         assert pieces(tokenizer_at(write_gguf(tmp_path / f"{pre}.gguf", pre=pre)), "\n\n12 a 1") == expected
 
 
-def test_qwen2_pre_tokenizer_equals_that_of_transformers(tmp_path):
+def test_qwen2_pre_tokenizer_equals_transformers(tmp_path):
     ours = tokenizer_at(write_gguf(tmp_path / "a.gguf", pre="qwen2"))
     vocabulary = {token: i for i, token in enumerate(VOCABULARY)}
     theirs = transformers.Qwen2Tokenizer(vocab=vocabulary, merges=MERGES)
@@ -136,7 +136,7 @@ def test_qwen2_pre_tokenizer_equals_that_of_transformers(tmp_path):
         assert ours.encode(text) == theirs.encode(text)
 
 
-def test_a_gguf_tokenizer_equals_that_of_the_directory(tmp_path, tiny):
+def test_a_gguf_tokenizer_equals_the_directorys(tmp_path, tiny):
     gguf = tokenizer_at(write_gguf(tmp_path / "a.gguf", pre="gpt-2", padding=3))
     assert (gguf.eos_ids, gguf.pad_id, gguf.vocab_size) == (tiny.eos_ids, tiny.pad_id, tiny.vocab_size)
     messages = [{"role": "user", "content": "12 <|im_end|> a\n\n"}]
@@ -156,7 +156,7 @@ def test_unusable_gguf_tokenizers_are_refused(tmp_path):
             tokenizer_at(write_gguf(tmp_path / f"{i}.gguf", **change))
 
 
-def test_a_gemma_gguf_tokenizer_equals_that_of_transformers(tmp_path):
+def test_a_gemma_gguf_tokenizer_equals_transformers(tmp_path):
     """Its file has no merges, tokens of several spaces as such, and scores that say nothing about the order."""
     kinds = {
         "<pad>": "control",
@@ -219,7 +219,7 @@ SENTENCEPIECE_MERGES: Any = [("h", "e"), ("▁", "h"), ("▁", "he")]
 
 
 @pytest.mark.parametrize("first_only", [False, True])
-def test_a_chat_has_the_start_token_of_its_template_and_plain_text_has_none(first_only, tmp_path):
+def test_a_chat_has_its_templates_start_token_and_plain_text_has_none(first_only, tmp_path):
     """With tokenizers that add a space after every control token, or only at the start of a text."""
     control = ["<unk>", "<s>", "</s>", "[INST]", "[/INST]"]
     vocabulary = {token: i for i, token in enumerate([*control, *BYTE_TOKENS, *CHARACTERS, "he", "▁h", "▁he"])}

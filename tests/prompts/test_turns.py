@@ -98,7 +98,7 @@ def test_qwen3_thinking_stays_where_tools_answer(enable_thinking, tmp_path):
         assert tokenizer.decode(ids).endswith("assistant\n<think>\n\n</think>\n\n") and expected[-len(ids) :] == ids
 
 
-def test_qwen3_thinking_stays_in_the_tokens_though_the_template_removes_it(tmp_path):
+def test_qwen3_thinking_stays_in_the_tokens_although_the_template_removes_it(tmp_path):
     tokenizer = family_tokenizer(tmp_path, "qwen3")
     encoder = ObservationEncoder(tokenizer)
     ids, messages = tokenizer.chat_ids([QUESTION]), [QUESTION]
@@ -172,12 +172,12 @@ UNFIT = {
         ("{% for m in messages %}{{ 'x' + m.content }}{% endfor %}", "merges the end of a turn and the following text"),
     ],
 )
-def test_a_template_unfit_for_several_turns_is_refused_with_the_reason(template, message, tmp_path):
+def test_a_template_without_support_for_turns_is_refused_with_the_reason(template, message, tmp_path):
     with pytest.raises(InputError, match=message):
         ObservationEncoder(family_tokenizer(tmp_path, CHATML, template))
 
 
-def test_a_turn_that_ends_with_no_end_token_is_found_with_what_to_set(tmp_path):
+def test_a_turn_without_an_eos_token_is_reported_with_the_setting(tmp_path):
     for family in FAMILIES:
         assert unended_turn(family_tokenizer(tmp_path, family), ()) is None
     chatml = CHATML_TEMPLATE.replace("CONTENT", "m.content")
@@ -192,13 +192,13 @@ def test_a_turn_that_ends_with_no_end_token_is_found_with_what_to_set(tmp_path):
     assert unended_turn(family_tokenizer(tmp_path, base, refusing), ()) is None
 
 
-def test_samples_that_go_on_behind_a_control_token_are_a_warning(tmp_path):
+def test_samples_that_continue_after_a_control_token_are_a_warning(tmp_path):
     base = CHATML._replace(special=["<|endoftext|>", "<|im_end|>", "<|im_start|>"], num_ends=1)
     tokenizer = family_tokenizer(tmp_path, base, CHATML_TEMPLATE.replace("CONTENT", "m.content"))
     end, (last,) = tokenizer.encode_rendered("<|im_end|>")[0], tokenizer.eos_ids
     going_on, plain = [5, end, 6, last], [5, 6, last]
     (notice,) = overlooked_end_notices([going_on, *[plain] * 9], tokenizer)
-    assert notice.startswith("1 of 10 samples go on behind the control token '<|im_end|>'")
+    assert notice.startswith("1 of 10 samples continue after the control token '<|im_end|>'")
     assert notice.endswith("set model.eos_tokens: ['<|im_end|>']")
     assert overlooked_end_notices([going_on, *[plain] * 10], tokenizer) == []
     # An observation begins with control tokens.
@@ -291,7 +291,7 @@ def test_parsing_random_text_never_raises(text, style):
 @pytest.mark.parametrize(
     ("name", "style"), [("qwen2_5", "json_tags"), ("qwen3", "json_tags"), ("llama3_1", "json"), ("gemma3", None)]
 )
-def test_auto_format_is_that_of_the_chat_template(name, style, tmp_path):
+def test_auto_format_follows_the_chat_template(name, style, tmp_path):
     tokenizer = family_tokenizer(tmp_path, name)
     assert resolve_format("auto", tokenizer, has_tools=False) == (style or "none")
     assert resolve_format("json", tokenizer, has_tools=True) == "json"
@@ -316,7 +316,7 @@ def test_tags_that_are_control_tokens_are_found_in_the_ids(special, tmp_path):
 
 
 @pytest.mark.parametrize("opened", ["", "<think>\n"])
-def test_a_turn_that_the_template_begins_with_thinking_has_calls_only_behind_it(opened, tmp_path):
+def test_tool_calls_are_only_parsed_after_thinking(opened, tmp_path):
     template = CHATML_TEMPLATE.replace("CONTENT", "m.content").replace("assistant\n", f"assistant\n{opened}")
     tokenizer = family_tokenizer(tmp_path, CHATML, template)
     turn = "Call " + tagged('{"name": "now"}') + ", so\n</think>\n\n" + tagged('{"name": "say"}')

@@ -17,7 +17,7 @@ def path(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_file_is_replaced_when_the_new_one_is_whole(path: Path) -> None:
+def test_a_file_is_replaced_when_the_new_one_is_complete(path: Path) -> None:
     with open_atomic(path) as file:
         file.write(b"n" * 1_000_000)
         assert path.read_bytes() == b"old"
@@ -77,7 +77,7 @@ def test_no_command_writes_its_output_in_place(tmp_path, monkeypatch, finished, 
         assert Path(name).read_bytes() != b"old" == Path(f"kept {name}").read_bytes(), name
 
 
-def test_a_folder_appears_when_all_of_it_is_written(tmp_path: Path) -> None:
+def test_a_folder_appears_only_when_complete(tmp_path: Path) -> None:
     new = tmp_path / "new"
     with create_folder_atomic(new) as folder:
         (folder / "a").write_text("a")
@@ -85,7 +85,7 @@ def test_a_folder_appears_when_all_of_it_is_written(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [new] and (new / "a").read_text() == "a"
 
 
-def test_a_folder_that_is_not_finished_leaves_nothing(tmp_path: Path) -> None:
+def test_an_unfinished_folder_is_removed(tmp_path: Path) -> None:
     new = tmp_path / "new"
     with pytest.raises(KeyError), create_folder_atomic(new) as folder:
         (folder / "a").write_text("a")

@@ -6,7 +6,7 @@ from app.records.identity import first_difference, plugin_file_digests, prompts_
 from tests.tiny import make_prompt
 
 
-def test_what_is_missing_is_a_difference_and_long_values_are_cut() -> None:
+def test_missing_values_count_as_differences_and_long_ones_are_cut() -> None:
     text = first_difference({"run.seed": 0}, {"run.seed": 0, "the critic": "x" * 500}) or ""
     assert text.startswith("the critic was None there, and is 'xxx") and text.endswith("xxx... now")
     assert len(text) < 120

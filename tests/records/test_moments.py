@@ -23,7 +23,7 @@ def test_moments_by_hand():
     np.testing.assert_allclose(whiten(values, mask, found), [[-1, 0, 0], [0, 1, 0]], atol=1e-7)
 
 
-def test_whitening_is_that_of_trl_and_verl():
+def test_whitening_equals_trl_and_verl():
     rng = np.random.default_rng(0)
     values, mask = rng.normal(3, 5, (4, 50)), rng.random((4, 50)) < 0.7
     # masked_whiten: masked mean, Bessel's correction, rsqrt.
@@ -39,13 +39,13 @@ def test_whitening_is_that_of_trl_and_verl():
 
 
 @given(NUMBERS, NUMBERS, NUMBERS)
-def test_merged_moments_are_those_of_the_whole(first, second, third):
+def test_merged_moments_equal_the_moments_of_the_union(first, second, third):
     whole, parts = all_of([*first, *second, *third]), merge_moments(all_of(part) for part in (first, second, third))
     assert parts.count == whole.count
     np.testing.assert_allclose(tuple(parts), tuple(whole), rtol=1e-9, atol=1e-6)
 
 
-def test_moments_of_no_and_one_number_are_defined():
+def test_moments_are_defined_for_zero_and_one_numbers():
     values = np.array([5.0, 7.0], np.float32)
     nobody, one = np.zeros(2, bool), np.array([True, False])
     assert compute_moments(values, nobody) == all_of([]) == merge_moments([]) == EMPTY_MOMENTS == (0.0, 0.0, 0.0)

@@ -38,7 +38,7 @@ def accepted(run: RunDirectory) -> list[Resume]:
     return [resume for resume in RESUMES if is_accepted(resume)]
 
 
-def test_new_directories_and_those_of_failed_starts_are_free(run: RunDirectory, tmp_path: Path) -> None:
+def test_new_directories_and_failed_starts_can_be_used(run: RunDirectory, tmp_path: Path) -> None:
     assert accepted(run) == ["never", "auto"]
     assert list(tmp_path.iterdir()) == [], "looking does not make it"
     lock_run_directory(run).close()
@@ -154,7 +154,7 @@ def test_steps_have_the_settings_of_their_session(trained: RunDirectory) -> None
     assert [history.period_of(step).first_step for step in (0, 1, 3, 4, 9)] == [1, 1, 1, 4, 4]
 
 
-def test_steps_trained_again_have_the_later_settings(trained: RunDirectory) -> None:
+def test_retrained_steps_have_the_later_settings(trained: RunDirectory) -> None:
     resolved = load(None, ["optimizer.learning_rate=0.3"], {})
     again = {"after_step": 2, "settings": resolved.to_yaml()}
     write_jsonl(trained.sessions_path, [*records_of(trained.sessions_path), again])

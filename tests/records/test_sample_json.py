@@ -122,7 +122,7 @@ def test_every_sample_is_read_back_bit_for_bit(sample):
     assert sample_to_record(again) == record
 
 
-def test_unknown_fields_stay_and_those_of_later_stages_are_absent():
+def test_unknown_fields_are_kept_and_fields_of_later_stages_absent():
     # Without an episode, messages are not ours either.
     unknown = {"my_note": {"x": [1, None]}, "my_scores": [0.0, 1.0], "messages": 1}
     for columns in ({}, {"columns": None}, {"columns": {"difficulty": 1}}):

@@ -28,12 +28,12 @@ def restored(records):
         )
     )
 )
-def test_every_record_is_restored_from_a_file_in_which_rows_are_shared(records):
+def test_every_record_is_restored_from_shared_rows(records):
     shared = json.loads(json.dumps([*share_rows(records)]))
     assert json.dumps(restored(shared), sort_keys=True) == json.dumps(records, sort_keys=True)
 
 
-def test_long_fields_of_a_row_are_in_the_first_sample_of_its_prompt():
+def test_long_fields_are_only_in_the_first_sample_of_a_prompt():
     records = [{"uid": f"{prompt}/s{i}", "answer": "4", "columns": TESTS} for prompt in "ab" for i in range(3)]
     shared = [*share_rows(records)]
     assert [record.get("row_of") for record in shared] == [None, "a/s0", "a/s0", None, "b/s0", "b/s0"]

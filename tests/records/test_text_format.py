@@ -5,7 +5,7 @@ import pytest
 from app.records import text_format
 
 
-def test_characters_that_a_terminal_executes_are_spelled_out() -> None:
+def test_terminal_control_characters_are_escaped() -> None:
     assert text_format.to_printable("plain 汉字 é\nb") == "plain 汉字 é↵ b"
     for text in ("\x1b[2J\r\x07", "over\u202egnp\u2028\x85", "\ud800\ue000"):
         assert text_format.to_printable(text) == text.encode("unicode_escape").decode()

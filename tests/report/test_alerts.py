@@ -40,7 +40,7 @@ def test_a_healthy_run_raises_no_alert() -> None:
         {"policy__entropy": 0.001},
     ],
 )
-def test_what_a_teacher_brings_about_is_no_alert(metrics: dict[str, float]) -> None:
+def test_effects_of_a_teacher_raise_no_alert(metrics: dict[str, float]) -> None:
     assert len(titles(after_twenty_healthy_steps(LONG, **metrics))) == 1
     taught = {"policy__teacher_kl": 1.5, "policy__kl_coef": 1.0}
     assert titles(after_twenty_healthy_steps(LONG, **metrics, **taught)) == []
@@ -80,7 +80,7 @@ MISMATCH, DIFFERENCE = "Sampler and trainer disagree", "rollout__sampler_scorer_
         ("Every step compiles", {"perf__compilations": 1}, {"perf__compilations": 0}),
     ],
 )
-def test_each_alert_is_raised_once_by_its_condition_and_not_by_less(title, metrics, harmless):
+def test_each_alert_is_raised_once_and_only_by_its_condition(title, metrics, harmless):
     # Beyond the steps in which compilation is expected.
     history = after_twenty_healthy_steps(20, **metrics)
     assert titles(history) == [title]
@@ -121,7 +121,7 @@ def test_an_alert_returns_only_after_enough_steps_without_its_cause() -> None:
     assert skipped(10, 11 + REARM_STEPS) == [10, 11 + REARM_STEPS]
 
 
-def test_low_entropy_of_a_solved_task_is_no_collapse() -> None:
+def test_low_entropy_of_a_solved_task_raises_no_alert() -> None:
     solved = {"reward__mean": 0.99, "reward__arithmetic__mean": 0.99, "policy__entropy": 0.001}
     assert titles(after_twenty_healthy_steps(LONG, **solved)) == []
     (alert,) = find_alerts(after_twenty_healthy_steps(LONG, **solved, reward__zero_variance_fraction=1.0))
@@ -131,7 +131,7 @@ def test_low_entropy_of_a_solved_task_is_no_collapse() -> None:
         assert alert.title == SAME and cause in alert.text
 
 
-def test_a_metric_that_is_no_number_raises_no_alert() -> None:
+def test_a_missing_or_nan_metric_raises_no_alert() -> None:
     for value in (None, "many", [], 10**400, True):
         history = [{**record, **dict.fromkeys(record.keys() - {"step"}, value)} for record in quickstart_history()]
         assert find_alerts(history) == []
@@ -176,7 +176,7 @@ def test_accuracy_that_falls_while_the_reward_rises_is_over_optimization() -> No
         ({0: 60.0, 20: 40.0, 40: 35.0}, rising, 100),  # values of a plug-in, whose noise is unknown
     ],
 )
-def test_a_fall_by_chance_or_with_the_reward_is_no_over_optimization(accuracies, reward, num_prompts):
+def test_a_random_drop_or_one_with_the_reward_is_not_over_optimization(accuracies, reward, num_prompts):
     assert FALLS not in titles(evaluated(accuracies, reward, num_prompts))
 
 
@@ -192,7 +192,7 @@ COLLAPSE = "The reward has collapsed"
         ({"policy__grad_norm": 500.0}, "the gradient norm rose from"),
     ],
 )
-def test_a_collapse_of_the_reward_names_its_signs_and_the_learning_rate(sign, figures):
+def test_reward_collapse_alert_lists_symptoms_and_learning_rate(sign, figures):
     found = {alert.title: alert for alert in find_alerts(after_twenty_healthy_steps(LONG, **COLLAPSED, **sign))}
     text = found[COLLAPSE].text
     assert "The mean reward of 5 steps fell from 0.8" in text and figures in text

@@ -31,7 +31,7 @@ def test_summary_compares_start_and_end() -> None:
     assert "1 step, median 2.00 s" in unknown and "epochs" not in unknown
 
 
-def test_summary_says_nothing_of_a_best_checkpoint_where_nothing_was_evaluated_since_the_start() -> None:
+def test_summary_omits_the_best_checkpoint_without_later_evaluations() -> None:
     start, best = {"step": 0, "eval/accuracy": 0.5}, BestCheckpoint(0, "eval/accuracy", 0.5)
     assert "not improved" not in summary_text([start, step(1, 0.25)], path="runs/a", best=best)
 
@@ -108,7 +108,7 @@ def test_metric_names_match_one_level_in_order() -> None:
     ("share", "count", "low", "high"),
     [(0.8, 10, 0.4902, 0.9433), (0.0, 10, 0.0, 0.2775), (1.0, 10, 0.7225, 1.0), (0.5, 1000, 0.4691, 0.5309)],
 )
-def test_the_interval_of_a_share_is_that_of_wilson(share: float, count: int, low: float, high: float) -> None:
+def test_the_interval_of_a_proportion_equals_wilsons(share: float, count: int, low: float, high: float) -> None:
     assert wilson_interval(share, count) == pytest.approx((low, high), abs=1e-4)
     for bound in wilson_interval(share, count):
         # What defines it: the true shares that the observed one lies 1.96 of their standard errors away from.
@@ -116,7 +116,7 @@ def test_the_interval_of_a_share_is_that_of_wilson(share: float, count: int, low
             assert abs(share - bound) == pytest.approx(1.959964 * np.sqrt(bound * (1 - bound) / count), abs=1e-7)
 
 
-def test_equal_samples_of_a_prompt_count_once_and_different_ones_all() -> None:
+def test_equal_samples_of_a_prompt_count_as_one_trial() -> None:
     alike = np.repeat([1.0, 0.0], 20)
     assert clustered_share_interval(alike, num_samples=8) == pytest.approx(wilson_interval(0.5, 40))
     # A half of each prompt's: the prompts tell nothing apart, so the samples are all there is.
@@ -126,7 +126,7 @@ def test_equal_samples_of_a_prompt_count_once_and_different_ones_all() -> None:
     assert clustered_share_interval(alike[15:25], num_samples=1) == pytest.approx(wilson_interval(0.5, 10))
 
 
-def test_the_interval_of_shares_covers_the_truth_in_95_percent() -> None:
+def test_the_interval_of_proportions_has_95_percent_coverage() -> None:
     rng = np.random.default_rng(0)
     hits = 0
     for _ in range(1000):
@@ -142,7 +142,7 @@ def test_one_prompt_and_equal_values_have_no_interval() -> None:
     assert mean_interval(np.array([3.0])) is None and mean_interval(np.zeros(100)) is None
 
 
-def test_the_interval_of_a_mean_is_that_of_student() -> None:
+def test_the_interval_of_a_mean_equals_students() -> None:
     # By hand: mean 2, deviation 1, error 1/sqrt(3), t = 4.302653.
     assert mean_interval(np.array([1.0, 2.0, 3.0])) == pytest.approx(
         (2 - 4.302653 / math.sqrt(3), 2 + 4.302653 / math.sqrt(3))
@@ -150,7 +150,7 @@ def test_the_interval_of_a_mean_is_that_of_student() -> None:
 
 
 @pytest.mark.parametrize(("better", "worse"), [(0, 0), (1, 0), (5, 5), (9, 2), (2, 9), (6, 0)])
-def test_the_sign_test_equals_counting_all_outcomes_of_coins(better: int, worse: int) -> None:
+def test_the_sign_test_equals_enumerating_coin_flips(better: int, worse: int) -> None:
     falls = [sum(coins) for coins in product((0, 1), repeat=better + worse)]
     uneven = abs(better - worse)
     expected = np.mean([abs(2 * heads - better - worse) >= uneven for heads in falls])

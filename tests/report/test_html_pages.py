@@ -70,7 +70,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(("name", "num_scripts"), [("report.html", 0), ("rollouts.html", 2)])
-def test_hostile_text_becomes_no_html_element(run: Path, name: str, num_scripts: int) -> None:
+def test_hostile_text_never_becomes_an_html_element(run: Path, name: str, num_scripts: int) -> None:
     page = Parsed(run / name)
     tags = [tag for tag, _, _ in page.elements]
     assert not {"img", "link", "iframe"} & {*tags} and tags.count("script") == num_scripts

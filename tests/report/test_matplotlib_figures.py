@@ -47,7 +47,7 @@ def test_each_plot_is_drawn_if_the_run_has_its_metrics(panel: Panel) -> None:
     assert render_panel(panel, [nothing]) is None
 
 
-def test_a_pattern_stands_for_every_metric_that_fits() -> None:
+def test_a_pattern_matches_every_fitting_metric() -> None:
     history = [step_record(step, env__moves=1.0, env__score___luck=0.5, env__a__b=1.0) for step in (1, 2)]
     assert {*BY_NAME["environment"].series(history)} == {"moves", " _luck"}
     assert {"moves", "_luck"} <= {text.strip() for text in texts(svg_of("environment", history))}
@@ -82,7 +82,7 @@ def test_the_mean_of_a_plug_in_is_plotted_without_percent_and_interval() -> None
     assert not any("%" in text or "interval" in text for text in shown)
 
 
-def test_a_far_longer_step_is_named_beyond_the_axis() -> None:
+def test_an_outlier_step_is_labelled_beyond_the_axis() -> None:
     assert "beyond the axis: 4 steps up to 9.7 s" in texts(svg_of("times", quickstart_history()))
     steady = [{**step_record(step), "time/step_s": 1.0 + step % 2, "time/update_s": 0.5} for step in range(1, 30)]
     assert not any("beyond" in text for text in texts(svg_of("times", steady)))

@@ -53,8 +53,8 @@ def test_a_directory_that_cannot_be_reported_is_refused_and_unchanged(run, file,
     assert digest_of(run) == before
 
 
-def test_a_path_that_is_no_run_directory_is_described(run: Path) -> None:
-    paths = {"../missing": "does not exist", "metrics.jsonl": "is a file", "..": "not .*; it holds the runs run$"}
+def test_a_path_without_a_run_is_described(run: Path) -> None:
+    paths = {"../missing": "does not exist", "metrics.jsonl": "is a file", "..": "not .*; it contains the runs run$"}
     for path, message in paths.items():
         with pytest.raises(InputError, match=message):
             RunFiles.read((run / path).resolve())
@@ -118,7 +118,7 @@ def sampled_run(tmp_path: Path) -> Path:
     return write_run(tmp_path / "run", SMALL_HISTORY, rollouts=rollouts)
 
 
-def test_as_many_samples_as_asked_for_are_shown_newest_and_most_different_first(sampled_run: Path) -> None:
+def test_viewer_shows_the_requested_number_of_samples_newest_first(sampled_run: Path) -> None:
     whole = viewer(sampled_run, 100)
     assert (whole.num_shown, whole.num_read, whole.num_files, whole.num_unopened, whole.damaged) == (18, 18, 3, 0, [])
     assert [name for name, _ in shown(whole)] == ["p1", "p2", "p0"] * 3
@@ -128,7 +128,7 @@ def test_as_many_samples_as_asked_for_are_shown_newest_and_most_different_first(
         assert page.num_shown == sum(len(group["samples"]) for group in page.groups) == num_samples
 
 
-def test_of_a_long_run_some_steps_with_both_ends_are_read(tmp_path: Path) -> None:
+def test_long_runs_are_sampled_including_first_and_last_step(tmp_path: Path) -> None:
     rollouts = {step: group(0, [0.0, 1.0]) for step in range(1, 101)}
     run = write_run(tmp_path / "run", SMALL_HISTORY, rollouts=rollouts)
     page = viewer(run, 10)
@@ -139,7 +139,7 @@ def test_of_a_long_run_some_steps_with_both_ends_are_read(tmp_path: Path) -> Non
     assert viewer(run, 200).num_unopened == 0
 
 
-def test_evaluations_are_shown_by_prompt_changed_grades_first(tmp_path: Path) -> None:
+def test_evaluations_are_grouped_by_prompt_with_changed_grades_first(tmp_path: Path) -> None:
     def evaluation(*rewards: float) -> list[dict[str, Any]]:
         return [sample_record(f"q{i}/s0", group_id=i, reward=reward) for i, reward in enumerate(rewards)]
 
@@ -188,7 +188,7 @@ def test_samples_with_nulls_and_missing_fields_are_shown(sampled_run: Path) -> N
         assert "turns" not in shown and shown["completion"] == "12"
 
 
-def test_samples_are_shown_with_end_roles_turns_and_bounded_texts(sampled_run: Path) -> None:
+def test_viewer_shows_finish_reason_roles_turns_and_shortened_texts(sampled_run: Path) -> None:
     for finish_reason, end in {"stop": "complete", "length": "truncated", "dropped:reward": "dropped"}.items():
         shown = only_sample(sampled_run, sample_record("p/s0", finish_reason=finish_reason))
         assert (shown["finish"], shown["end"]) == (finish_reason, end)

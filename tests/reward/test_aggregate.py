@@ -44,7 +44,7 @@ def weighed(on_error: OnError, **outcomes: list[RewardOutcome]) -> RewardedSampl
     return aggregate_rewards(samples, outcomes, WEIGHTS, on_error)
 
 
-def test_reward_is_the_weighted_sum_without_those_that_abstain() -> None:
+def test_reward_is_the_weighted_sum_without_abstentions() -> None:
     two, one, seven = (RewardOutcome(value) for value in (2.0, 1.0, 7.0))
     scored = weighed("raise", a=[two, SILENT, one], b=[one, one, SILENT], c=[seven, SILENT, SILENT])
     assert [s.rewards for s in scored.samples] == [{"a": 2.0, "b": 1.0, "c": 7.0}, {"b": 1.0}, {"a": 1.0}]
@@ -83,7 +83,7 @@ def test_on_error_raise_names_function_sample_reason_and_remedy() -> None:
 
 
 @pytest.mark.parametrize(("on_error", "reward"), [("zero", 0.0), ("drop", None), ("raise", 0.0)])
-def test_a_sample_without_any_value_is_an_error_of_its_own(on_error: OnError, reward: float | None) -> None:
+def test_a_sample_without_any_value_is_a_separate_error(on_error: OnError, reward: float | None) -> None:
     scored = weighed(on_error, a=[SILENT, RewardOutcome(1.0)], b=[SILENT, SILENT])
     assert scored.samples[0].reward == reward
     assert scored.samples[0].rewards == {}
@@ -93,7 +93,7 @@ def test_a_sample_without_any_value_is_an_error_of_its_own(on_error: OnError, re
     assert (scored.fatal_error is not None) == (on_error == "raise")
 
 
-def test_an_abstention_of_the_judge_is_no_failure() -> None:
+def test_an_abstention_of_the_judge_is_not_a_failure() -> None:
     samples = make_group(*"xyz")
     scored = aggregate_rewards(
         samples, {"a": [SILENT, RewardOutcome(2.0), BROKEN]}, WEIGHTS, "raise", when_all_abstain=None
@@ -187,7 +187,7 @@ def test_a_sample_whose_environment_failed_has_no_reward() -> None:
     assert scored.notices == ("1 of 2 samples have environment timeout, left out; first row-0/s1",)
 
 
-def test_a_restored_sample_learns_from_its_turns_only() -> None:
+def test_a_restored_sample_has_only_its_turns_in_the_loss() -> None:
     extra = {"reward_errors": ["f: raised: x"], "finish_reason_before_drop": "length"}
     mask = np.zeros(9, bool)
     dropped = replace(GAME, finish_reason=NO_REWARD_FINISH_REASON, loss_mask=mask, extra=extra)

@@ -57,7 +57,7 @@ def test_the_last_marked_number_is_the_answer(completion):
         *(r"\boxed{5, 6}", r"\boxed{10^2}", r"\boxed{\sqrt{2}}", r"\boxed{10\pi}", r"\boxed{9**9}"),
     ],
 )
-def test_a_mark_without_one_plain_number_is_no_mark(completion):
+def test_a_mark_without_one_plain_number_is_ignored(completion):
     assert gsm8k.extract_marked(completion) is None
     assert not gsm8k.is_formatted(completion)
 
@@ -91,7 +91,7 @@ for piece in sys.stdin.read().split("\\0"):
 """
 
 
-def test_the_answer_behind_ten_hostile_megabytes_is_read():
+def test_the_answer_after_ten_hostile_megabytes_is_found():
     """In a process that is killed, since no signal ends a search: in quadratic time it takes hours."""
     program, pieces = [sys.executable, "-c", READING], "\0".join(HOSTILE)
     subprocess.run(program, input=pieces, text=True, cwd=REPOSITORY, timeout=DEADLINE_S, check=True)
@@ -132,7 +132,7 @@ def test_numbers_are_parsed_exactly(text):
         *("٣", "²", "½", "1٣", "1" * 201, "__import__('os')"),
     ],
 )
-def test_other_texts_are_no_numbers(text):
+def test_other_texts_are_not_parsed_as_numbers(text):
     assert parse_number(text) is None
 
 

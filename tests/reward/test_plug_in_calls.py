@@ -76,7 +76,7 @@ class Judge:
         (lambda completions, trainer_state: [trainer_state.global_step + trainer_state.max_steps] * 3, [13.0] * 3),
     ],
 )
-def test_functions_of_all_styles_give_their_values(function: Callable[..., Any], values: list[float]) -> None:
+def test_functions_of_all_styles_return_their_values(function: Callable[..., Any], values: list[float]) -> None:
     samples = [make_sample(text, make_prompt("ab")) for text in ("a", "ab", "abc")]
     scored = score_by(function, samples)
     assert (values_of(scored), scored.notices) == (values, ())
@@ -146,7 +146,7 @@ TYPED = {
 }
 
 
-def test_functions_get_answers_and_columns_of_any_type_as_they_were() -> None:
+def test_functions_get_answers_and_columns_of_any_type_unchanged() -> None:
     values = to_json(TYPED)
     assert json.loads(json.dumps(values, allow_nan=False)) == values
     row = make_prompt(values, row=values, other={"python_type": "decimal.Decimal", "value": "many"})
@@ -201,7 +201,7 @@ def test_batches_are_whole_groups() -> None:
     assert sizes(samples[::-1] + samples[:1], 9) == [9.0] * 9 + [4.0] * 4
 
 
-def test_completions_of_any_content_arrive_and_results_are_in_the_order_of_the_samples(tmp_path: Path) -> None:
+def test_completions_arrive_unchanged_and_results_are_in_sample_order(tmp_path: Path) -> None:
     source = "import time\ndef f(completion):\n    time.sleep(0.1 / (1 + len(completion)))\n    return len(completion)"
     texts = ["\x00\n\r\u2028\ud800\U0001f600", "x" * MAX_CHARACTERS, *("x" * length for length in range(20))]
     scored = score([f"{write_plug_in(tmp_path, source)}:f"], make_group(*texts), workers=4)
@@ -238,7 +238,7 @@ def signature_of(function: Callable[..., Any], columns: DataColumns = COLUMNS) -
     return read_signature([Parameter(p.name, p.kind.name, p.default is not p.empty) for p in parameters], columns)
 
 
-def test_prompt_and_answer_names_are_those_of_data_sets() -> None:
+def test_prompt_and_answer_parameters_use_data_set_names() -> None:
     assert {"prompt", *PROMPT_NAMES} == set(PROMPT_COLUMNS)
     assert set(ANSWER_NAMES) == {name for name in ANSWER_COLUMNS if name.isidentifier()}
 
@@ -288,7 +288,7 @@ def given(function: Callable[..., Any], *samples: Any, columns: DataColumns = CO
     return build_arguments(signature_of(function, columns), samples, columns)
 
 
-def test_batch_arguments_are_lists_of_the_samples_with_completions_in_the_format_of_their_prompts() -> None:
+def test_batch_arguments_are_lists_with_completions_in_prompt_format() -> None:
     chat = [{"role": "user", "content": "hi"}]
     samples = [make_sample("ab", make_prompt("1", source=chat, level=1)), make_sample("c", make_prompt("2"))]
     assert given(lambda prompts, completions, completion_ids, answer, level, trainer_state: 0, *samples) == {
@@ -310,7 +310,7 @@ def test_verl_functions_get_their_four_arguments() -> None:
     assert (arguments["data_source"], arguments["extra_info"]) == ("gsm8k", {"index": 7})
 
 
-def test_a_data_column_precedes_another_name_of_the_answer() -> None:
+def test_a_data_column_overrides_an_alternative_name_of_the_answer() -> None:
     row = make_prompt("3", solution="one step at a time", question="which?")
     columns = DataColumns.from_rows([row], source="x", answer_column="final")
     arguments = given(

@@ -144,7 +144,7 @@ def test_printing_is_limited_per_call_and_blocks_nothing(tmp_path: Path, capfd: 
 
 
 @pytest.mark.parametrize("num_before", [0, 64 * 2**10 - 6, 256 * 2**10 - 6])
-def test_a_lent_key_is_never_printed_also_where_a_long_line_is_cut(tmp_path, monkeypatch, capfd, num_before):
+def test_a_lent_key_is_never_printed_even_in_a_cut_line(tmp_path, monkeypatch, capfd, num_before):
     monkeypatch.setenv("JUDGE_KEY", "CANARY-0123456789")
     source = (
         "import os\nkey = os.environ['JUDGE_KEY']\nprint(key)\n"

@@ -70,7 +70,7 @@ def test_rounds_come_in_order_with_the_samples_of_a_closed_rollout(policy: str, 
     assert bits(made.generate(slots.weights_on(), slots.PROMPTS, slots.REQUEST)) == bits(expected())
 
 
-def test_each_token_tells_which_weights_drew_it() -> None:
+def test_each_token_records_its_policy_version() -> None:
     made = scheduled(workers_on(1), in_turn=True)
     published: list[int] = []
 
@@ -97,7 +97,7 @@ def test_each_token_tells_which_weights_drew_it() -> None:
     assert any(not np.array_equal(a.completion_ids, b.completion_ids) for a, b in zip(samples, expected(), strict=True))
 
 
-def test_published_weights_outlive_the_state_that_they_were_made_of() -> None:
+def test_published_weights_outlive_the_donated_state() -> None:
     params = jax.device_put(random_params(slots.DEFINITION), make_mesh().devices.item())
     weights = TinyEngine(slots.DEFINITION).to_decode_weights(params)
     before = jax.tree.map(np.asarray, weights)
@@ -107,7 +107,7 @@ def test_published_weights_outlive_the_state_that_they_were_made_of() -> None:
     jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.asarray, weights), before)
 
 
-def test_a_device_holds_two_versions_at_most_and_the_newest_is_loaded() -> None:
+def test_a_device_holds_at_most_two_versions_and_loads_the_newest() -> None:
     worker, device = RolloutWorker("fast-0", "fast", engine_on(1, True)), jax.devices()[1]
 
     def num_arrays() -> int:
@@ -171,7 +171,7 @@ def test_stopped_slots_are_freed_at_the_next_segment() -> None:
     assert bits(made.generate(slots.weights_on(), slots.PROMPTS, slots.REQUEST)) == bits(expected())
 
 
-def test_a_scheduled_rollout_that_was_stopped_draws_only_what_is_missing() -> None:
+def test_a_stopped_scheduled_rollout_samples_only_what_is_missing() -> None:
     made = scheduled(workers_on(2), in_turn=False)
     rows: list[RolloutSequence] = []
     made.on_sample_done = rows.append

@@ -68,7 +68,7 @@ def kill_in_a_segment(pool: RolloutWorkerPool, worker: RolloutWorker) -> None:
 
 
 @pytest.mark.slow
-def test_actors_draw_what_local_workers_draw(pool: RolloutWorkerPool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_actors_sample_the_same_as_local_workers(pool: RolloutWorkerPool, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "large_memory" in ray.cluster_resources() and "large_memory" not in ray.available_resources()
     samples = local.samples_of(pool)
     assert local.bits(samples) == local.bits(local.expected())
@@ -84,7 +84,7 @@ def test_actors_draw_what_local_workers_draw(pool: RolloutWorkerPool, monkeypatc
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("pool")
-def test_a_killed_actor_loses_nothing_and_with_the_last_one_the_rollout_ends() -> None:
+def test_a_killed_actor_loses_no_samples_until_the_last_one_dies() -> None:
     mortal = actors({}, {})
     mortal.compile(REQUEST.rules)
     first, second = mortal.workers

@@ -33,7 +33,7 @@ def test_slots_record_the_routes_of_the_trainer(mesh_shape: tuple[int, int, int]
     assert (engine.counters.preempted_rows > 0) == ("num_blocks" in how)
 
 
-def test_evaluations_have_no_routes_and_stopped_samples_those_of_their_tokens() -> None:
+def test_evaluations_have_no_routes_and_stopped_samples_only_their_own() -> None:
     assert all(sample.routes is None for sample in generate(slots(), route_shape=None))
     whole = generate(slots())
     number, longest = max(enumerate(whole), key=lambda one: len(one[1].completion_ids))

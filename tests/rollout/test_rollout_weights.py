@@ -78,14 +78,14 @@ def test_samples_do_not_depend_on_the_mesh(architecture: Architecture, meshes: A
 
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize(("architecture", "training", "tp"), [(SHALLOW, TRAINING, 0), (WINDOWED, TRAINING, 4)])
-def test_the_decode_kernel_draws_the_samples_of_xla(architecture, training, tp, monkeypatch):
+def test_the_decode_kernel_samples_the_same_as_xla(architecture, training, tp, monkeypatch):
     without = expected(architecture, top_p=0.9)
     monkeypatch.setattr(prefill_and_decode, "decode_block_size", lambda *_, **__: 16)
     assert_same_samples(mesh_samples(architecture, training, tp, top_p=0.9), without)
 
 
 @pytest.mark.parametrize(("shape", "tp"), [((1, 8, 1), 1), ((1, 8, 1), 2), ((2, 2, 2), 4)])
-def test_the_report_foresees_what_a_new_version_of_the_weights_moves(shape: tuple[int, int, int], tp: int) -> None:
+def test_the_report_predicts_the_bytes_of_a_weight_update(shape: tuple[int, int, int], tp: int) -> None:
     definition, training = DecoderDefinition.create(EVEN), make_mesh(shape)
     generating = with_tp(training, tp)
     trained = abstract_arrays(definition.shapes, definition.shardings(training))
@@ -133,7 +133,7 @@ def chosen(
     return rollout_mesh(settings, mesh or make_mesh(TRAINING), definition), settings, definition
 
 
-def test_auto_splits_weights_as_far_as_the_sums_cost_less(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_splits_weights_while_collectives_cost_less(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choice, "device_kind", lambda _: "TPU v6 lite")
     mesh, settings, definition = chosen("rollout.prompts_per_step=16", "rollout.max_new_tokens=1024")
     assert dict(mesh.shape) == {"dp": 2, "fsdp": 1, "tp": 4}
@@ -151,7 +151,7 @@ def test_auto_splits_weights_as_far_as_the_sums_cost_less(monkeypatch: pytest.Mo
     assert chosen("rollout.scheduler=adaptive")[0] == make_mesh(TRAINING)
 
 
-def test_a_mesh_that_is_named_is_used_or_refused_and_without_a_table_of_its_speed_that_of_training() -> None:
+def test_an_explicit_rollout_mesh_is_used_or_refused() -> None:
     mesh, settings, definition = chosen()
     assert mesh == make_mesh(TRAINING) and rollout_mesh_notes(settings, mesh, mesh, definition) == []
     for value, shape in [("training", TRAINING), ("tp=2", (4, 1, 2)), ("dp = 2, tp = 4", (2, 1, 4))]:
@@ -179,7 +179,7 @@ def quantized_params(definition: DecoderDefinition, params: Params) -> Params:
     return jax.tree.map(jnp.asarray, unflatten_dict(flat))
 
 
-def test_samples_are_those_of_the_rounded_policy() -> None:
+def test_samples_come_from_the_quantized_policy() -> None:
     policy = DecoderDefinition.create(replace(BIASED, num_layers=1), lora=LoRAConfig(2, 4.0, ("q_proj", "down_proj")))
     params, held = random_params(policy), policy.quantized("int8")
     rounded = dequantized_params(held, quantized_params(held, params))
@@ -190,7 +190,7 @@ def test_samples_are_those_of_the_rounded_policy() -> None:
     assert any(not np.array_equal(a.behavior_logprobs, b.behavior_logprobs) for a, b in zip(ours, exact, strict=True))
 
 
-def test_a_run_measures_the_rounding_of_its_sampler_and_its_export_says_so(config: Path, tmp_path: Path) -> None:
+def test_a_run_measures_sampler_rounding_and_its_export_mentions_it(config: Path, tmp_path: Path) -> None:
     rounded = ("rollout.weights=int8", "rollout.kv_cache=int8")
     succeeded(train_here(config, *rounded, "run.steps=2", "eval.every_steps=0", "checkpoint.best_metric=null"))
     run = config.parent / "runs" / "tiny"

@@ -91,7 +91,7 @@ RULES = st.builds(
 
 @settings(max_examples=50)
 @given(st.lists(LOGIT, min_size=VOCAB, max_size=VOCAB), RULES)
-def test_truncation_keeps_the_tokens_of_a_slow_oracle_and_reports_their_mass(logits, rules):
+def test_truncation_equals_a_slow_oracle_and_reports_the_kept_mass(logits, rules):
     support, probabilities = slow_support(logits, rules), slow_softmax(logits)
     drawn = draw_rows(sample_tokens_truncated, logits, rules)
     assert set(drawn.token_ids) <= set(support)
@@ -104,7 +104,7 @@ def test_truncation_keeps_the_tokens_of_a_slow_oracle_and_reports_their_mass(log
 
 
 @pytest.mark.parametrize("vocab_size", [7, MIN_BLOCKS * BLOCK_SIZE + 9], ids=["whole", "by-blocks"])
-def test_draws_are_those_of_the_softmax_and_at_temperature_0_the_likeliest(vocab_size: int) -> None:
+def test_samples_follow_the_softmax_and_are_greedy_at_temperature_0(vocab_size: int) -> None:
     num_rows, places = 5_000, np.linspace(0, vocab_size - 1, 7).astype(int)
     logits = np.full(vocab_size, -1e9)
     logits[places] = np.log([0.05, 0.3, 0.1, 0.01, 0.24, 0.2, 0.1])
@@ -178,7 +178,7 @@ def test_all_truncation_searches_find_the_same_threshold(dtype, weighs, monkeypa
     assert threshold_kernel.num_buffers(262_144, v4) == 0
 
 
-def test_non_finite_logits_of_a_row_change_no_other_row() -> None:
+def test_non_finite_logits_of_a_row_do_not_affect_other_rows() -> None:
     logits, rules = wide_rows(16), SamplingRules(1.0, 20, 0.9, 0.01)
     logits[1, 5], logits[2, 6] = np.nan, np.inf
     keys, sampler = jax.random.split(jax.random.key(0), 16), compiled(sample_tokens_truncated)
@@ -225,7 +225,7 @@ def test_sampler_and_scorer_agree_on_every_logprob(architecture: Architecture, r
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
-def test_tokens_are_the_largest_of_a_forward_pass_plus_noise_of_their_positions(temperature: float) -> None:
+def test_tokens_maximize_forward_logits_plus_positional_noise(temperature: float) -> None:
     definition = DecoderDefinition.create(ODD)
     params = random_params(definition)
     hidden = jax.jit(lambda *rows: definition.bind(params).hidden(*rows, dtype=jnp.dtype("float32")))
@@ -243,7 +243,7 @@ def test_tokens_are_the_largest_of_a_forward_pass_plus_noise_of_their_positions(
         np.testing.assert_array_equal(sample.completion_ids, np.argmax(values, axis=-1))
 
 
-def test_every_end_token_ends_a_sample_and_those_in_prompts_do_not_matter() -> None:
+def test_every_eos_token_ends_a_sample_except_in_prompts() -> None:
     unending = generate()
     in_prompts = {int(t) for p in PROMPTS for t in p.token_ids}
     # The first of a sample, one that also occurs in a prompt, as with SmolLM2, and another one.

@@ -44,7 +44,7 @@ from tests.tiny import spell
 @pytest.mark.parametrize(
     ("policy", "in_turn"), [("sync", True), ("pdsr_v1", False), ("pdsr_v2", False), ("adaptive", True)]
 )
-def test_in_exact_mode_neither_scheduler_nor_workers_change_a_bit(policy: str, in_turn: bool) -> None:
+def test_exact_mode_is_bitwise_independent_of_scheduler_and_workers(policy: str, in_turn: bool) -> None:
     made = scheduled(workers_on(3), policy, in_turn=in_turn)
     replayed = made.make_scheduler()
     samples = samples_of(made)
@@ -63,7 +63,7 @@ def test_in_exact_mode_neither_scheduler_nor_workers_change_a_bit(policy: str, i
     }
 
 
-def test_workers_in_turn_repeat_a_rollout_without_compiling() -> None:
+def test_workers_on_one_device_repeat_a_rollout_without_compiling() -> None:
     def log() -> list[tuple[protocol.Event, Sequence[Command]]]:
         made = scheduled(workers_on(3), "pdsr_v2", in_turn=True)
         samples_of(made)
@@ -81,7 +81,7 @@ def without_times(record: protocol.EventRecord) -> tuple[protocol.Event, Sequenc
     return replace(event, seconds=0.0) if isinstance(event, SegmentEnded) else event, record.commands
 
 
-def test_rows_wait_when_blocks_run_out_and_no_bit_changes() -> None:
+def test_rows_wait_for_blocks_without_changing_samples() -> None:
     few = slots.few_blocks(True)
     workers = [RolloutWorker(kind, kind, engine_with(0, few.shapes, True, programs=few.programs)) for kind in KINDS[:2]]
     made = scheduled(workers, "pdsr_v2", in_turn=True)
@@ -90,7 +90,7 @@ def test_rows_wait_when_blocks_run_out_and_no_bit_changes() -> None:
     assert counts.preempted_rows > 0 and counts.generated_tokens == sum(slots.LENGTHS)
 
 
-def test_samples_grow_from_many_short_slots_into_few_long_ones_bit_for_bit() -> None:
+def test_samples_move_from_short_to_long_slots_bit_for_bit() -> None:
     made = scheduled(workers := unequal_workers(), "pdsr_v1", in_turn=True)
     fast, heavy = (worker.engine.programs for worker in workers)
     assert (fast.num_blocks - 2, heavy.num_blocks - 2) == (8 * LIMIT // 4, 4 * heavy.blocks_per_sample)
@@ -103,7 +103,7 @@ def test_samples_grow_from_many_short_slots_into_few_long_ones_bit_for_bit() -> 
     assert longest > LIMIT and made.take_counters().recomputed_tokens == 0
 
 
-def test_rows_too_long_for_the_workers_left_end_the_rollout() -> None:
+def test_rows_too_long_for_the_remaining_workers_end_the_rollout() -> None:
     workers = unequal_workers()
     with dying(workers[1], lives=1), pytest.raises(WorkerDiedError, match="process is gone"):
         samples_of(scheduled(workers, in_turn=True))
@@ -122,7 +122,7 @@ def test_workers_that_share_a_device_take_turns_on_it() -> None:
 
 
 @pytest.mark.parametrize(("policy", "exact"), [("sync", True), ("pdsr_v2", True), ("adaptive", False)])
-def test_a_worker_that_dies_loses_nothing_and_is_in_no_later_rollout(policy: str, exact: bool) -> None:
+def test_a_dead_worker_loses_no_samples_and_is_not_used_again(policy: str, exact: bool) -> None:
     workers = workers_on(2, exact=exact)
     made = scheduled(workers, policy, in_turn=True)
     with dying(workers[0], lives=2):
@@ -148,7 +148,7 @@ def test_when_all_workers_have_died_the_error_of_the_last_is_raised() -> None:
 
 
 @pytest.mark.parametrize("at", ["open", "start_segment", "suspend"])
-def test_any_other_error_of_a_worker_ends_the_rollout_with_it(at: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_any_other_worker_error_is_raised_by_the_rollout(at: str, monkeypatch: pytest.MonkeyPatch) -> None:
     workers = workers_on(2)
     made, engine = scheduled(workers, "pdsr_v1"), workers[0].engine
 

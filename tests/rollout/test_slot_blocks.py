@@ -96,7 +96,7 @@ class HostSlots:
 @given(data=st.data())
 @settings(max_examples=40)
 @pytest.mark.parametrize("exact", [True, False])
-def test_every_row_reads_its_own_tokens_and_every_block_comes_back(exact: bool, data: st.DataObject) -> None:
+def test_every_row_reads_its_own_tokens_and_every_block_is_freed(exact: bool, data: st.DataObject) -> None:
     draw, small = data.draw, st.integers(0, 3)
     num_shards, max_new = draw(st.sampled_from([1, 1, 2])), draw(st.integers(1, 24))
     lengths = draw(st.lists(st.integers(1, 19), min_size=1, max_size=8))
@@ -137,7 +137,7 @@ def test_every_row_reads_its_own_tokens_and_every_block_comes_back(exact: bool, 
     assert [row.num_tokens for row in rows] == ends and all(len(row.token_ids) == row.num_tokens for row in rows)
 
 
-def test_blocks_of_a_broken_row_and_its_prompt_are_overwritten_before_others_get_them() -> None:
+def test_blocks_with_non_finite_values_are_overwritten_before_reuse() -> None:
     pool = BlockPool(8)
     prompt = pool.allocate(2)
     pool.keep_prompt(b"prompt", prompt)

@@ -47,7 +47,7 @@ from tests.tiny import ODD, make_mesh, packed_plan, random_params
 
 
 @pytest.mark.parametrize("cache", ["large", "scarce", "int8"])
-def test_in_exact_mode_no_schedule_and_no_scarcity_changes_a_bit(cache: str) -> None:
+def test_exact_mode_is_bitwise_independent_of_schedule_and_block_count(cache: str) -> None:
     engine = {"large": slots_of, "scarce": few_blocks, "int8": few_codes}[cache](True)
     expected = bits_of(generate(engine if cache == "int8" else slots_of(True)))
     engine.counters.take()
@@ -59,7 +59,7 @@ def test_in_exact_mode_no_schedule_and_no_scarcity_changes_a_bit(cache: str) -> 
     assert all(by_uid(run_at_random(engine, seed)) == expected for seed in range(2))
 
 
-def test_new_weights_change_no_known_token_and_prompts_are_prefilled_anew() -> None:
+def test_new_weights_keep_known_tokens_and_prefill_prompts_again() -> None:
     """In exact mode, also those whose cache is lost are fed again as they are."""
     engine, drawn, newer = slots_of(True), [], generate(slots_of(True), PROMPTS[:1], LONGEST)
     for first in (weights_on(), weights_on(seed=1)):
@@ -101,7 +101,7 @@ def test_in_fast_mode_any_schedule_agrees_with_the_scorer(is_scarce: bool) -> No
         np.testing.assert_allclose(sample.behavior_logprobs, logprobs, atol=1e-4)
 
 
-def test_in_exact_mode_rows_in_groups_round_as_fewer_slots_do_also_with_few_blocks() -> None:
+def test_exact_mode_row_groups_round_like_fewer_slots() -> None:
     """On a mesh whose tp does not divide the key heads, so that it splits the rows."""
     mesh_shape, sizes = (2, 1, 2), ((8, 12), (12, None))
     few, many = (
@@ -114,7 +114,7 @@ def test_in_exact_mode_rows_in_groups_round_as_fewer_slots_do_also_with_few_bloc
     assert_same_samples(made[0], at_once())
 
 
-def test_scarce_codes_of_heads_on_several_devices_make_the_same_samples() -> None:
+def test_few_int8_blocks_on_several_devices_give_the_same_samples() -> None:
     few: Any = {"num_blocks": 12, "kv_cache": "int8", **FEW_PROGRAMS}
     engine = new_slots(4, exact=True, mesh_shape=(1, 1, 3), **few)
     samples = batching(engine).generate(weights_on((1, 1, 3)), PROMPTS, REQUEST)
@@ -126,7 +126,7 @@ def test_scarce_codes_of_heads_on_several_devices_make_the_same_samples() -> Non
 # Programs --------------------------------------------------------------------------------------------------------
 
 
-def test_refilled_slots_make_the_samples_of_a_slot_for_each_with_what_was_compiled_ahead() -> None:
+def test_refilled_slots_give_the_same_samples_without_compiling() -> None:
     queue, weights = batching(new_slots(8, exact=False, batch_buckets=(4, 8))), weights_on()
     queue.compile(SamplingRules(1.0, top_k=3))
     queue.engine.compile(SamplingRules(1.0), suspends=True)
@@ -175,7 +175,7 @@ def test_a_segment_ends_when_enough_rows_are_done_or_few_are_left() -> None:
 
 
 @pytest.mark.parametrize("slots", [slots_of, few_codes])
-def test_a_row_with_non_finite_logits_ends_before_them_and_harms_no_other(slots: Any) -> None:
+def test_a_row_with_non_finite_logits_ends_without_affecting_others(slots: Any) -> None:
     engine = slots(True)
     rows = rows_of([6] * len(LENGTHS))[:3]
     expected = {s.uid: s.completion_ids.tolist() for s in generate(engine, PROMPTS[:1], 6)}
@@ -198,7 +198,7 @@ def test_a_row_with_non_finite_logits_ends_before_them_and_harms_no_other(slots:
     assert all(np.isfinite(layer).all() for layer in caches)
 
 
-def test_what_does_not_fit_is_refused_before_anything_runs() -> None:
+def test_samples_that_do_not_fit_are_refused_before_anything_runs() -> None:
     long = replace(PROMPTS[0], token_ids=np.zeros(9, np.int32))
     with pytest.raises(InputError, match=r"data\.max_prompt_length: a prompt has 9 tokens.* at most 8"):
         generate(slots_of(True), [long], 5)
@@ -222,7 +222,7 @@ def test_samples_share_the_blocks_of_their_prompt() -> None:
     assert engine.counters.take().segments == 1
 
 
-def test_a_cache_of_8_bits_rounds_a_little_and_takes_a_byte_for_each_number() -> None:
+def test_an_int8_cache_rounds_little_and_takes_one_byte_per_number() -> None:
     rounded, exact = generate(few_codes(True)), generate(slots_of(True))
     for ours, theirs in zip(rounded, exact, strict=True):
         # Behind the first token that differs, they have nothing in common.
@@ -236,7 +236,7 @@ def test_a_cache_of_8_bits_rounds_a_little_and_takes_a_byte_for_each_number() ->
     assert of_token(few_blocks(True)) == numbers * ODD.head_dim * 4
 
 
-def test_blocks_are_copied_alike_at_once_and_one_after_another(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_are_copied_equally_at_once_and_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = jax.tree.map(
         lambda x: np.arange(math.prod(x.shape)).reshape(x.shape).astype(x.dtype), few_codes(True).programs.abstract_pool
     )

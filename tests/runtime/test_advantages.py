@@ -80,7 +80,7 @@ def test_a_penalty_in_the_reward_has_the_coefficient_of_the_step() -> None:
 TEACHER = ("algorithm.beta=0.5", "algorithm.kl_in=advantage")
 
 
-def test_a_penalty_in_the_advantage_is_that_of_each_token_alone() -> None:
+def test_a_penalty_in_the_advantage_is_per_token() -> None:
     pair = samples_of(1.0, 4.0)
     policy = np.array([-1.0, -1.2, -2.2], np.float32)
     mask = np.array([True, True, False])
@@ -99,7 +99,7 @@ def test_a_penalty_in_the_advantage_is_that_of_each_token_alone() -> None:
     np.testing.assert_array_equal(saved.advantages, policy)
 
 
-def test_without_rewards_it_is_a_return_with_a_discount_of_0() -> None:
+def test_a_penalty_in_the_advantage_without_rewards_is_a_return_with_gamma_0() -> None:
     samples = samples_of(0.0, 0.0)
     returns = ("algorithm.name=reinforce_plus_plus", "algorithm.gamma=0", "algorithm.whiten_advantages=false")
     found, expected = (
@@ -127,7 +127,7 @@ ONE_A_ROW = {"rows_per_micro_batch": 1, "num_tokens": 16, "num_targets": 9}
 
 
 @pytest.mark.parametrize("name", ALL_ESTIMATORS)
-def test_truncated_samples_are_masked_as_if_they_had_never_been(name: str) -> None:
+def test_masked_truncated_samples_do_not_affect_their_groups(name: str) -> None:
     """The second group has one member left, and the third none."""
     kl_in_reward = () if name == "maxrl" else (*PENALTY, "algorithm.kl_target=0.4")
     settings = settings_of(f"algorithm.estimator={name}", "algorithm.mask_truncated=true", *kl_in_reward)
@@ -195,7 +195,7 @@ def test_token_returns_have_the_penalty() -> None:
     np.testing.assert_allclose(one.advantages, [0.25 - 0.175, 0.5 - 0.15, 1 - 0.1], rtol=1e-6)
 
 
-def test_a_coefficient_is_adapted_once_a_step_by_the_tokens_kl() -> None:
+def test_kl_coefficient_is_adapted_once_per_step_by_the_kl_per_token() -> None:
     target = (*PENALTY, "algorithm.kl_target=0.4")
     # A KL of 0.2 is half its target: 20 % lower over 10,000 samples, of which this step has two.
     assert estimator_from(*target)(samples_of(1.0, 4.0), 0.5).kl_coef == pytest.approx(0.5 * (1 - 0.2 * 2 / 10_000))
@@ -238,7 +238,7 @@ def played(rewards: list[float], *, seed: int = 0, bootstrapped: bool = False) -
     return EnvironmentReward(weight=1.0, rewards_turns=True).set_token_rewards(sample)
 
 
-def test_a_turn_has_the_discounted_return_of_itself_and_later_ones() -> None:
+def test_a_turn_has_the_discounted_return_of_its_own_and_later_rewards() -> None:
     settings = settings_of("algorithm.name=reinforce_plus_plus", "env.credit=turn", "env.turn_discount=0.5")
     (one,) = make_return_advantages(settings)([played([1.0, 2.0, 4.0])], 0.0)
     first, second, third = 1.0 + 0.5 * 2.0 + 0.25 * 4.0, 2.0 + 0.5 * 4.0, 4.0

@@ -97,7 +97,7 @@ def change_tokenizer(model: Path, **changes: object) -> Path:
     return model
 
 
-def test_a_critic_needs_the_policy_s_token_ids_alone(tiny_model: Path, tmp_path: Path) -> None:
+def test_a_critic_needs_only_the_policys_token_ids(tiny_model: Path, tmp_path: Path) -> None:
     critic = write_model(tmp_path / "critic")
     (critic / "chat_template.jinja").unlink()
     write_tokenizer(critic, eos_token=None, chat_template=None)
@@ -116,7 +116,7 @@ def test_a_critic_with_another_vocabulary_is_refused(tiny_model: Path, tmp_path:
         critic_input(tiny_model, small)
 
 
-def test_a_teacher_has_the_tokens_of_the_policy_and_no_others(tiny_model: Path, tmp_path: Path) -> None:
+def test_a_teacher_must_have_the_policys_tokens(tiny_model: Path, tmp_path: Path) -> None:
     tensors = gguf_files.random_checkpoint(biases=False, tied=False)
     path = gguf_files.write_gguf(tmp_path / "a.gguf", "llama", tensors, extra=[gguf_files.add_tiny_tokenizer])
     settings = load(None, [f"model.path={tiny_model}", f"reference.path={path}"], {}).settings

@@ -50,7 +50,7 @@ def members(planned: MicroBatchPlan) -> list[int]:
     return sorted(i for row in rows for segment in row for i in segment)
 
 
-def test_the_token_budget_is_of_the_update_and_of_the_roles() -> None:
+def test_update_and_roles_have_their_own_token_budgets() -> None:
     assert max(rows * tokens for rows, tokens in shapes(update())) <= 2 * 64
     larger = update("algorithm.max_tokens_per_device=128")
     assert larger.num_micro_batches < update().num_micro_batches

@@ -152,7 +152,7 @@ def test_a_checkpoint_that_gives_no_score_is_refused(tmp_path: Path) -> None:
         assert "reward.model" in str(error.value)
 
 
-def test_a_score_that_is_no_number_fails(tmp_path: Path) -> None:
+def test_a_non_finite_score_fails(tmp_path: Path) -> None:
     model = loaded(with_head(write_reward_model(tmp_path / "judge"), math.nan))
     failures = [outcome.failure for outcome in model.score(dialogues())[0]]
     assert [failure and failure.text for failure in failures] == ["the reward model's score is nan"] * len(ANSWERS)

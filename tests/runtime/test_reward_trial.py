@@ -52,7 +52,7 @@ def thinks(completions: list[str], **kwargs: Any) -> list[float]:
         *((name, "391") for name in ("arithmetic", "arithmetic_format", "gsm8k_format")),
     ],
 )
-def test_functions_that_judge_answers_or_their_form_are_in_order(function: Any, answer: Any) -> None:
+def test_functions_that_grade_answers_or_format_pass_the_trial(function: Any, answer: Any) -> None:
     assert found_for(function, answer) == []
 
 
@@ -64,12 +64,12 @@ def test_functions_that_judge_answers_or_their_form_are_in_order(function: Any, 
         (lambda completion: 0.5, "391", "0.5 for the reference answer '391' (str)"),
     ],
 )
-def test_a_function_that_gives_all_answers_the_same_is_named_with_the_type(function, answer, value):
+def test_a_function_that_grades_all_answers_equally_is_reported(function, answer, value):
     (warning,) = found_for(function, answer)
     assert f"f gives {value} of q/0, and for 3 other answers; check data.answer_column" in warning
 
 
-def test_a_function_that_loses_samples_in_one_form_is_named() -> None:
+def test_a_function_that_fails_in_one_answer_format_is_reported() -> None:
     def loses(completions: list[str], answer: list[Any]) -> list[float]:
         return [0.0 for text in completions if "boxed" not in text]
 

@@ -65,7 +65,7 @@ WORKERS: dict[str, Any] = {"scheduler": "adaptive", "workers.heavy.slots": 4}
 ASYNC: dict[str, Any] = WORKERS | {"max_staleness": 1}
 
 
-def test_evaluations_beside_busy_workers_have_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_evaluations_have_slots_while_workers_are_busy(monkeypatch: pytest.MonkeyPatch) -> None:
     set_memory(monkeypatch, None)
     chosen: dict[str, Any] = ASYNC | {"mode": "exact", "prompts_per_step": 3, "group_size": 5}
     with closing(opened(environment="guess_number", **chosen)) as session:
@@ -104,7 +104,7 @@ def needed_bytes(programs: SlotPrograms, num_blocks: int) -> dict[str, int]:
     }
 
 
-def test_blocks_fill_what_compiled_programs_leave(monkeypatch, caplog):
+def test_kv_blocks_fill_the_memory_left_by_compiled_programs(monkeypatch, caplog):
     set_memory(monkeypatch, None)
     caplog.set_level(logging.INFO)
     session = opened(max_new_tokens=512)
@@ -143,7 +143,7 @@ def test_memory_of_training_and_workers_reduces_the_kv_blocks(monkeypatch: pytes
         assert asked[2:] == [bytes_per_device(session.footprint(session.workers))]
 
 
-def test_slots_are_what_the_blocks_hold_at_half_their_length(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_number_of_slots_assumes_half_full_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     set_memory(monkeypatch, None)
     full = opened(prompts_per_step=16)
     assert size_of(full) == (64, 8 * 4 + 2)
@@ -158,7 +158,9 @@ def test_slots_are_what_the_blocks_hold_at_half_their_length(monkeypatch: pytest
     assert size_of(opened(slots=64, kv_blocks="null")) == (64, 34)
 
 
-def test_memory_for_no_sample_is_a_warning(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_too_little_memory_for_one_sample_is_a_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     set_memory(monkeypatch, 2**20)
     with caplog.at_level(logging.WARNING):
         session = opened(held_bytes=2**20)

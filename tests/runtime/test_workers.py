@@ -72,7 +72,7 @@ def short_folder() -> Iterator[Path]:
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="it reads /proc")
-def test_actors_write_the_same_samples_and_outlive_no_command(sampled, tiny_model, tmp_path, short_folder):
+def test_actors_write_the_same_samples_and_end_with_the_command(sampled, tiny_model, tmp_path, short_folder):
     """One command is killed, and the next one keeps its finished samples; neither leaves an actor behind."""
     pytest.importorskip("ray", reason="Ray is not installed: pip install -e '.[ray]'")
     out, part = tmp_path / "samples.jsonl", tmp_path / "samples.jsonl.part"
@@ -104,7 +104,7 @@ def test_ray_is_needed_to_generate_and_not_to_score(config, sampled, tiny_model,
     succeeded(here("score", *of_tiny(tiny_model), *settings(*ACTORS), *files))
 
 
-def test_a_dry_run_starts_no_actors_and_counts_no_cache_of_theirs(config: Path) -> None:
+def test_a_dry_run_starts_no_actors_and_omits_their_caches(config: Path) -> None:
     ray = pytest.importorskip("ray", reason="Ray is not installed: pip install -e '.[ray]'")
 
     def cache_bytes(*overrides: str) -> int:

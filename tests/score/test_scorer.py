@@ -82,7 +82,7 @@ def test_logprobs_of_every_completion_token_equal_float64(architecture, temperat
     ("num_samples", "rows_per_device", "run", "trim_tail"),
     [(9, 2, Scorer.run_looped, True), (1, 100, Scorer.run_scanned, False)],
 )
-def test_fixed_micro_batches_change_nothing(num_samples, rows_per_device, run, trim_tail):
+def test_fixed_micro_batches_give_equal_scores(num_samples, rows_per_device, run, trim_tail):
     """Micro-batches of 2 leave an uneven last one of 9 samples."""
     cut = FixedRowBatcher(rows_per_device, trim_tail=trim_tail)
     for ours, expected in zip(score(SAMPLES[:num_samples], cut=cut, run=run), score(SAMPLES), strict=False):
@@ -131,7 +131,7 @@ def test_memory_does_not_grow_with_the_number_of_micro_batches():
     assert most_alive(64) <= most_alive(8)
 
 
-def test_order_mask_and_chunks_of_the_head_change_no_logprob():
+def test_logprobs_do_not_depend_on_order_mask_or_chunks():
     order, expected = np.random.default_rng(0).permutation(len(SAMPLES)), score(SAMPLES)
     assert_close(score([SAMPLES[i] for i in order]), [expected[i] for i in order])
     assert_close(score([replace(s, loss_mask=None) for s in SAMPLES]), expected, atol=0)
@@ -142,7 +142,7 @@ def test_order_mask_and_chunks_of_the_head_change_no_logprob():
 
 @settings(max_examples=25)
 @given(st.lists(st.sampled_from([0, 0, 1, 2]), min_size=9, max_size=9), st.permutations(range(9)), st.booleans())
-def test_samples_in_a_row_or_with_one_prompt_score_as_alone(row_of, order, shared):
+def test_packed_samples_score_like_single_ones(row_of, order, shared):
     """Rows have up to three samples; a fourth goes into another row."""
     rows: list[list[int]] = [[] for _ in range(12)]
     for i in order:

@@ -72,7 +72,7 @@ def test_every_argument_arrives_whole(tpu: Tpu, launch: Launch) -> None:
         assert (tpu.home(worker) / "arguments").read_text().split("\0")[:-1] == arguments
 
 
-def test_worker_that_ends_badly_ends_the_others(tpu: Tpu, launch: Launch) -> None:
+def test_a_failed_worker_ends_the_others(tpu: Tpu, launch: Launch) -> None:
     other_is_ready = f"while [ ! -e {tpu.home(0)}/ready ]; do sleep 0.05; done"
     install_grpo(tpu, f"[ $worker = 0 ] || {{ {other_is_ready}; exit 3; }}\n{SLEEP_UNTIL_TERM}")
     done = launch("grpo", "train")
@@ -90,7 +90,7 @@ def test_worker_that_ignores_term_is_killed_with_all_it_started(tpu: Tpu, launch
     wait_for(lambda: not Path(f"/proc/{child}").exists() or "Z" in Path(f"/proc/{child}/stat").read_text().split()[2])
 
 
-def test_run_that_can_go_on_is_started_again_with_resume(tpu: Tpu, launch: Launch) -> None:
+def test_a_resumable_run_is_restarted_with_resume(tpu: Tpu, launch: Launch) -> None:
     """The causes are the watchdog, a preemption, the death of another host, a kill and a lost connection."""
     ends = ("exit 70", "exit 75", "kill -ABRT $$", "kill -KILL $$", "kill -TERM $$", "exit 0")
     cases = " ".join(f"{attempt}) {end} ;;" for attempt, end in enumerate(ends, 1))
@@ -124,14 +124,14 @@ def test_command_that_gcloud_repeats_after_a_lost_connection_runs_once(tpu: Tpu,
     ],
     ids=["error", "no restarts left", "TPU is gone"],
 )
-def test_run_that_cannot_go_on_is_not_started_again(tpu, launch, program, command, restarts, code, num_calls):
+def test_a_run_that_cannot_continue_is_not_restarted(tpu, launch, program, command, restarts, code, num_calls):
     install_grpo(tpu, program.replace("@CLOUD@", str(tpu.cloud)))
     done = launch("grpo", *command.split(), options=("--restarts", restarts))
     assert done.returncode == code
     assert calls_of(tpu, 0) == [command] * num_calls
 
 
-def test_error_that_costs_another_worker_its_host_is_not_started_again(tpu: Tpu, launch: Launch) -> None:
+def test_an_error_that_kills_another_workers_host_is_not_restarted(tpu: Tpu, launch: Launch) -> None:
     tpu.environment["TMPDIR"] = str(tpu.here)
     has_failed = f"grep -qs '^0 1$' {tpu.here}/*/ended"
     install_grpo(tpu, f"[ $worker = 0 ] && exit 1\nuntil {has_failed}; do sleep 0.05; done\nkill -ABRT $$\n")
@@ -142,7 +142,7 @@ def test_error_that_costs_another_worker_its_host_is_not_started_again(tpu: Tpu,
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
-def test_signal_is_handed_on_once_and_ends_the_job(tpu: Tpu, number: signal.Signals, code: int) -> None:
+def test_a_signal_is_forwarded_once_and_ends_the_job(tpu: Tpu, number: signal.Signals, code: int) -> None:
     name = number.name.removeprefix("SIG")
     trap = f"trap 'echo {name} >>$HOME/signals; exit {code}' TERM INT"
     install_grpo(tpu, f"{trap}\ntouch $HOME/ready\nsleep 60 & wait $!\n")
@@ -156,7 +156,7 @@ def test_signal_is_handed_on_once_and_ends_the_job(tpu: Tpu, number: signal.Sign
         assert len(calls_of(tpu, worker)) == 1
 
 
-def test_launch_does_not_disturb_another_which_stop_ends(tpu: Tpu) -> None:
+def test_a_launch_does_not_disturb_another_and_stop_ends_it(tpu: Tpu) -> None:
     install_grpo(tpu, SLEEP_UNTIL_TERM)
     with tpu.start(SCRIPT, *QUICK, "--", "grpo", "train") as first:
         wait_for(lambda: all((tpu.home(worker) / "ready").exists() for worker in WORKERS))

@@ -61,7 +61,7 @@ def test_options_are_checked_before_gcloud_is_called(tpu, script, arguments, com
 
 
 @pytest.mark.parametrize("script", CALLS)
-def test_missing_tpu_or_worker_or_gcloud_is_told(tpu: Tpu, script: str) -> None:
+def test_missing_tpu_worker_or_gcloud_is_reported(tpu: Tpu, script: str) -> None:
     write_env(tpu)
     tpu.set_state("PREEMPTED\t\n")
     done = tpu.run(script, *CALLS[script])

@@ -109,7 +109,7 @@ mesh.cpu_devices=8 mesh.platform=tpu | =cpu | is for CPU hosts, but mesh.platfor
 
 
 @pytest.mark.parametrize(("chosen", "way_out", "expected"), REFUSED_BY_TRAIN + REFUSED_BY_ROLLOUT)
-def test_settings_that_do_not_go_together_are_refused(chosen: str, way_out: str, expected: str) -> None:
+def test_incompatible_settings_are_refused(chosen: str, way_out: str, expected: str) -> None:
     overrides = chosen.split("; ") if ";" in chosen else chosen.split()
     accepted = overrides[-1].partition("=")[0] + way_out if way_out.startswith("=") else way_out
     message = refusal(check_for_train, over_defaults(*overrides))
@@ -147,7 +147,7 @@ IN_TRAINING = IN_SIZES | {
         ("mesh", {"mesh.num_processes", "mesh.pretend"}),
     ],
 )
-def test_a_command_lists_all_that_is_wrong_in_what_it_uses(command: str, expected: set[str]) -> None:
+def test_a_command_lists_all_errors_in_the_settings_it_uses(command: str, expected: set[str]) -> None:
     message = refusal(getattr(commands, f"check_for_{command}"), over_defaults(*WRONG_EVERYWHERE))
     assert sorted(line.partition(" ")[0] for line in message.splitlines()) == sorted(expected)
 
@@ -193,7 +193,7 @@ def test_host_addresses_can_be_left_to_the_platform() -> None:
     check_for_mesh(over_defaults("mesh.expect_processes=4"))
 
 
-def test_gsm8k_presets_ask_for_the_answer_where_it_is_looked_for() -> None:
+def test_gsm8k_presets_request_the_answer_format_that_is_parsed() -> None:
     """YAML reads an unquoted text up to ` #`, which starts a comment."""
     for preset in (name for name in preset_names() if "gsm8k" in name):
         assert "####" in (load(preset, [], {}).settings.data.system_prompt or ""), preset

@@ -92,7 +92,7 @@ PARTS += ("kl_in", "kl_estimator")
 
 
 @pytest.mark.parametrize(("name", "expected"), PAPERS)
-def test_an_algorithm_sets_what_its_paper_fixes_and_the_user_may_change_each_part(name: str, expected: str) -> None:
+def test_an_algorithm_sets_its_papers_values_and_each_can_be_overridden(name: str, expected: str) -> None:
     resolved = with_sets(f"algorithm.name={name}", "algorithm.beta=0.1")
     assert " ".join(str(getattr(resolved.settings.algorithm, part)) for part in PARTS) == expected
     assert {resolved.provenance[f"algorithm.{part}"] for part in PARTS} == {"derived"}
@@ -103,7 +103,7 @@ def test_an_algorithm_sets_what_its_paper_fixes_and_the_user_may_change_each_par
     assert set(ALGORITHM_PRESETS) == set(get_args(FIELDS["algorithm.name"].annotation))
 
 
-def test_a_launch_says_what_the_algorithm_changes_and_not_what_the_user_chose() -> None:
+def test_launch_notice_lists_algorithm_changes_but_not_user_settings() -> None:
     dapo = "algorithm.name=dapo"
     expected = "dapo (Yu et al. 2025): clip_high 0.28 (grpo: 0.2), filter zero_variance (grpo: none)"
     assert with_sets(dapo).algorithm_changes == expected
@@ -137,7 +137,7 @@ algorithm.correction=mask algorithm.correction_veto=0 | mask token 0.0
 
 
 @pytest.mark.parametrize(("overrides", "expected"), CORRECTIONS)
-def test_a_correction_follows_from_how_old_samples_may_be(overrides: str, expected: str) -> None:
+def test_default_correction_depends_on_max_staleness(overrides: str, expected: str) -> None:
     resolved = with_sets("rollout.scheduler=adaptive", *overrides.split())
     ours = resolved.settings.algorithm
     assert f"{ours.correction} {ours.correction_level} {ours.correction_veto}" == expected
@@ -146,7 +146,7 @@ def test_a_correction_follows_from_how_old_samples_may_be(overrides: str, expect
     assert resolved.provenance["algorithm.correction"] == ("set" if is_chosen else "derived")
 
 
-def test_an_environment_needs_no_functions_and_has_none_unless_they_are_set() -> None:
+def test_reward_functions_default_to_none_with_an_environment() -> None:
     alone = over_defaults("env.source=guess_number")
     assert alone.settings.reward.functions == () and alone.provenance["reward.functions"] == "derived"
     check_for_train(alone)
@@ -175,7 +175,7 @@ def test_without_evaluation_there_is_no_best_checkpoint() -> None:
         ("mesh.platform=cuda model.dtype=float32", {"GRPO__MODEL__PATH": "a.gguf"}, (8, 512, 512, "float32")),
     ],
 )
-def test_without_a_file_only_built_in_models_have_the_settings_of_the_quickstart(overrides, environ, expected) -> None:
+def test_only_built_in_models_default_to_the_quickstart(overrides, environ, expected) -> None:
     resolved = load(None, overrides.split(), environ)
     names = "rollout.prompts_per_step", "data.max_prompt_length", "rollout.max_new_tokens", "model.dtype"
     assert attrgetter(*names)(resolved.settings) == expected

@@ -44,7 +44,7 @@ def test_replay_without_overrides_has_the_settings_of_the_run() -> None:
     assert based_on(file).provenance["algorithm.name"] == f"yaml:settings.yaml:{line}"
 
 
-def test_a_run_of_several_hosts_is_the_base_of_one_on_a_single_host() -> None:
+def test_settings_of_a_multi_host_run_work_on_a_single_host() -> None:
     mesh = based_on(written(*HOSTS)).settings.mesh
     assert (mesh.coordinator_address, mesh.num_processes, mesh.process_id) == (None, None, None)
     # Whoever names them now is asked.

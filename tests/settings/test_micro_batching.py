@@ -58,12 +58,12 @@ run: {seed: 0} | forward_max_token_len_per_gpu=900 | score.reward | 900 None
 
 
 @pytest.mark.parametrize(("text", "overrides", "section", "expected"), CHOICES)
-def test_a_section_has_what_the_latest_layer_chose_or_inherits(text, overrides, section, expected):
+def test_micro_batching_follows_the_latest_layer_or_is_inherited(text, overrides, section, expected):
     quota, rows = sizes_of(load_text(text, *overrides.split()), section)
     assert f"{quota} {rows}" == expected
 
 
-def test_the_strategy_follows_from_fixed_rows_and_one_pass_has_none() -> None:
+def test_strategy_defaults_to_loop_and_off_has_no_rows() -> None:
     for text, override, expected in (
         ("score: {strategy: off}", "score.rows_per_device=3", ("loop", "derived")),
         ("score: {rows_per_device: 3}", "score.strategy=off", ("off", "set")),
@@ -74,7 +74,7 @@ def test_the_strategy_follows_from_fixed_rows_and_one_pass_has_none() -> None:
 
 
 @pytest.mark.parametrize("role", ROLES)
-def test_a_role_takes_from_score_what_it_does_not_set(role: Any) -> None:
+def test_a_role_inherits_unset_values_from_score(role: Any) -> None:
     resolved = load_text(f"score:\n  rows_per_device: 3\n  strategy: scan\n  {role}:\n    rows_per_device: 2\n")
     other = ROLES[ROLES.index(role) - 1]
     assert (sizes_of(resolved, f"score.{role}"), sizes_of(resolved, f"score.{other}")) == ((None, 2), (None, 3))
@@ -116,7 +116,7 @@ def test_all_contradictions_are_listed_with_the_names_that_were_written() -> Non
     assert second.startswith("a token quota follows from score.dynamic = True (from yaml:c.yaml:1)")
 
 
-def test_a_choice_of_the_environment_that_overrides_one_of_the_command_line_is_announced() -> None:
+def test_environment_overriding_the_command_line_is_announced() -> None:
     resolved = load_text("run: {seed: 0}", "score.rows_per_device=4", GRPO__SCORE__MAX_TOKENS_PER_DEVICE="900")
     assert resolved.notices == (
         "environment variable GRPO__SCORE__MAX_TOKENS_PER_DEVICE overrides score.rows_per_device 4 from --set",
@@ -137,7 +137,7 @@ LAYER = st.lists(FIELD_AND_VALUE, max_size=4, unique_by=lambda item: item[0]).ma
 
 @hypothesis.settings(max_examples=40)
 @given(in_set=LAYER, in_environment=LAYER)
-def test_each_scope_is_either_dynamic_or_fixed_also_when_printed(in_set: dict, in_environment: dict) -> None:
+def test_each_scope_is_dynamic_or_fixed_even_when_printed(in_set: dict, in_environment: dict) -> None:
     overrides = [f"{field}={json.dumps(value)}" for field, value in in_set.items()]
     environ = {env_name(field): json.dumps(value) for field, value in in_environment.items()}
     try:

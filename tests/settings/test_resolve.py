@@ -103,7 +103,7 @@ def test_every_preset_can_be_trained_with_and_loaded_again_when_printed(preset: 
 
 @hypothesis.settings(max_examples=10)
 @given(st.text(), st.floats(min_value=0, exclude_min=True, allow_infinity=False))
-def test_any_text_and_number_survives_printing(text: str, rate: float) -> None:
+def test_any_string_and_number_survives_printing(text: str, rate: float) -> None:
     resolved = with_sets()
     settings = resolved.settings.model_copy(
         update={
@@ -150,7 +150,7 @@ def test_a_reward_with_a_colon_is_a_plug_in_named_after_its_function() -> None:
 # Config files
 
 
-def test_a_config_that_is_no_file_is_refused_with_the_presets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_config_is_refused_with_the_list_of_presets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     message = refusal(load, "quikstart", [], {})
     assert message.startswith(f"config file not found: {tmp_path / 'quikstart'}; did you mean quickstart?\npresets: ")

@@ -49,7 +49,7 @@ def test_the_environment_comes_first_then_the_nearest_parent_the_checkout_and_ro
     assert secrets_of(folder)[2] == "real"
 
 
-def test_files_that_others_can_read_or_nobody_are_announced_without_their_content(folder: Path) -> None:
+def test_unreadable_and_world_readable_dotenv_files_are_announced(folder: Path) -> None:
     write(folder / ".env", f"WANDB_API_KEY={CANARY}\n", mode=0o640)
     (folder / "root").mkdir()
     (folder / "root" / ".env").write_bytes(b"WANDB_API_KEY=\xff\xfe\n")
@@ -58,7 +58,7 @@ def test_files_that_others_can_read_or_nobody_are_announced_without_their_conten
     assert "is ignored: it cannot be read (UnicodeDecodeError)" in unreadable
 
 
-def test_messages_lose_the_values_of_secrets(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_secrets_are_redacted_in_messages(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for value, told in (
         (CANARY, "401 for <HF_TOKEN>"),
         ("12345678", "401 for <HF_TOKEN>"),

@@ -127,7 +127,7 @@ def test_a_setting_that_nothing_reads_is_named_with_what_would_read_it(unused, c
         assert [notice for notice in notices if notice.startswith("no effect")] == []
 
 
-def test_command_names_only_settings_of_its_own() -> None:
+def test_a_command_reports_only_settings_that_it_reads() -> None:
     resolved = with_sets("data.source=a.jsonl", "rollout.pdsr.window=64", "score.strategy=scan")
     (notice,) = unused_setting_notices(resolved, SECTIONS_OF_ROLLOUTS)
     assert notice.endswith("rollout.placement island: rollout.pdsr.window = 64 (from --set)")

@@ -71,6 +71,6 @@ def test_bad_yaml_and_files_without_settings_are_refused_with_their_place(conten
         parse_settings_file(content.encode() if isinstance(content, str) else content, name="f.yaml")
 
 
-def test_a_byte_order_mark_and_windows_line_ends_are_no_problem() -> None:
+def test_byte_order_mark_and_windows_line_ends_are_accepted() -> None:
     root = parse_settings_file(b"\xef\xbb\xbfa: 1\r\nb: 2\r\n", name="f.yaml")
     assert root.to_python() == {"a": 1, "b": 2}

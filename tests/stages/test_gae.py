@@ -208,7 +208,7 @@ def assert_refused(result: Any, message: str, folder: Path) -> None:
     assert [path.name.split(".")[0] for path in folder.iterdir()] == ["in"]
 
 
-def test_masked_tokens_may_hold_any_number_unless_the_mode_reads_them(tmp_path: Path) -> None:
+def test_masked_tokens_may_have_any_value_unless_the_mode_reads_them(tmp_path: Path) -> None:
     mask = np.array([[True, True, False]])
     np.savez(tmp_path / "in.npz", rewards=np.array([[1, 2, np.nan]]), values=np.array([[0, 0, np.inf]]), mask=mask)
     result = gae(tmp_path / "in.npz", tmp_path / "out.npz", "--mask-mode", "through")
@@ -308,7 +308,7 @@ def test_gae_equals_the_advantages_of_training(tmp_path: Path, bootstraps: str) 
         ({"values": None}, "the field `values` is missing (one number per completion token); add it with `grpo"),
     ],
 )
-def test_field_that_training_would_need_is_missed(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+def test_a_missing_field_that_training_needs_is_an_error(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     write_jsonl(tmp_path / "in.jsonl", [sample_to_record(drawn()[0]) | changes])
     arguments = (*RUN, "--set", "algorithm.bootstrap_truncated=true")
     result = here("gae", "--input", tmp_path / "in.jsonl", "--out", tmp_path / "out.jsonl", *arguments)
@@ -317,7 +317,7 @@ def test_field_that_training_would_need_is_missed(tmp_path: Path, changes: dict[
     assert not (tmp_path / "out.jsonl").exists()
 
 
-def test_sample_without_finish_reason_continues_where_it_has_one_more_value() -> None:
+def test_sample_without_finish_reason_is_bootstrapped_if_it_has_an_extra_value() -> None:
     record = {"reward": 1.0, "completion_token_ids": [7, 8]}
     assert read(record | {"values": [0.0, 0.0, 0.0]}).finish_reason == "length"
     assert read(record | {"values": [0.0, 0.0]}).finish_reason == "stop"

@@ -52,7 +52,7 @@ def test_benchmark_times_the_samples_and_matrices_of_a_file(tmp_path: Path) -> N
         assert max(case["max_error"] or 0 for case in cases) < 1e-5
 
 
-def test_benchmark_refuses_what_it_cannot_time(tmp_path: Path) -> None:
+def test_benchmark_refuses_unusable_input(tmp_path: Path) -> None:
     folder = tmp_path / "a file"
     folder.touch()
     again = here("gae", "--bench", "--out", folder)

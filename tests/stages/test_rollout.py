@@ -52,7 +52,7 @@ def test_prompts_of_a_file_are_sampled_greedily(tiny_model: Path, tmp_path: Path
     assert [{**record, "rewards": None} for record in scored] == [{**record, "rewards": None} for record in records]
 
 
-def test_checkpoint_samples_what_its_run_sampled_next(finished: Path, tmp_path: Path) -> None:
+def test_rollout_of_a_checkpoint_equals_the_next_step_of_its_run(finished: Path, tmp_path: Path) -> None:
     out = tmp_path / "samples.jsonl"
     result = succeeded(here("rollout", "--checkpoint", finished / "checkpoints" / "2", "--limit", "40", "--out", out))
     assert "--checkpoint: using the settings in" in result.stderr
@@ -84,7 +84,7 @@ def timeline(**changes) -> Timeline:
     return Timeline(**(values | changes))
 
 
-def test_suffix_chooses_png_or_a_page_that_is_escaped_and_loads_nothing(tmp_path: Path) -> None:
+def test_timeline_suffix_selects_png_or_self_contained_html(tmp_path: Path) -> None:
     for name, head in (("a.PNG", b"\x89PNG"), ("a.html", b"<!doctype html>")):
         write_timeline(tmp_path / name, timeline(heading='one <b> & "two"'))
         assert (tmp_path / name).read_bytes().startswith(head)
@@ -152,7 +152,7 @@ def test_killed_rollout_of_workers_continues_with_the_same_samples(tiny_model, t
     assert {path.name for path in tmp_path.iterdir()} == {"samples.jsonl", "whole.jsonl", "slots.html"}
 
 
-def test_only_missing_samples_are_drawn_again_in_rounds_of_any_size(sampled, tiny_model, tmp_path):
+def test_only_missing_samples_are_generated_in_rounds_of_any_size(sampled, tiny_model, tmp_path):
     records = [{**record, "elapsed_s": 123.0} for record in records_of(sampled)]
     assert [(record["group_id"], record["policy_version"]) for record in records] == [(i // 4, 0) for i in range(24)]
     assert len({record["uid"] for record in records}) == 24
@@ -173,7 +173,7 @@ def test_only_missing_samples_are_drawn_again_in_rounds_of_any_size(sampled, tin
         out.unlink()
 
 
-def test_part_file_has_every_sample_at_once_and_is_used_by_one_process(tiny_model: Path, tmp_path: Path) -> None:
+def test_part_file_is_written_per_sample_and_locked(tiny_model: Path, tmp_path: Path) -> None:
     path = tmp_path / "samples.jsonl.part"
     with PartFile(path, header="{}") as part:
         result = here(*command(tiny_model, tmp_path / "samples.jsonl"))
@@ -195,7 +195,7 @@ UNREAD = (
 
 
 @pytest.mark.parametrize(("mode", "num_slots"), [("exact", 12), ("fast", 9)])
-def test_slots_are_for_no_more_samples_than_there_are_unless_they_decide_them(mode: str, num_slots: int) -> None:
+def test_auto_slots_are_limited_to_the_samples_except_in_exact_mode(mode: str, num_slots: int) -> None:
     step = ["rollout.prompts_per_step=4", "rollout.group_size=3", f"rollout.mode={mode}"]
     few = few_slots(load(None, step, {}).settings, [make_sample([1]).prompt] * 3)
     assert few.rollout.num_rows == num_slots
@@ -239,7 +239,7 @@ def test_part_file_of_another_checkpoint_is_refused(finished: Path, tmp_path: Pa
 
 
 @pytest.mark.parametrize("line", [b"half of a download", b"[]\n"])
-def test_file_that_is_no_part_is_left_as_it_is(line: bytes, tiny_model: Path, tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_part_file_is_left_unchanged(line: bytes, tiny_model: Path, tmp_path: Path) -> None:
     (tmp_path / "samples.jsonl.part").write_bytes(line)
     result = here(*command(tiny_model, tmp_path / "samples.jsonl"))
     assert result.exit_code == 2 and "samples.jsonl.part is not a part file of a rollout" in result.stderr

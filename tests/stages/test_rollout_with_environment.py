@@ -117,7 +117,7 @@ def test_exact_samples_do_not_depend_on_latency_suspension_schedule_or_failures(
     assert bits(sampled(tmp_path / "slots.jsonl", *EXACT, *slots)) == bits(records_of(echo))
 
 
-def test_turns_are_scored_as_sampled_also_after_long_observations(echo, file, tmp_path, monkeypatch):
+def test_scored_logprobs_equal_sampled_ones_after_long_observations(echo, file, tmp_path, monkeypatch):
     # Beyond this length, fast mode prefills them.
     monkeypatch.setattr("app.rollout.engine.shapes.MAX_FORCED", 3)
     records = sampled(tmp_path / "samples.jsonl", f"env.source={file}:Echo", "env.max_turns=2")
@@ -129,7 +129,7 @@ def test_turns_are_scored_as_sampled_also_after_long_observations(echo, file, tm
     assert json.loads(result.stdout)["max |logprob - behavior|"] < 1e-4
 
 
-def test_environment_of_one_turn_changes_no_bit(file: Path, tmp_path: Path) -> None:
+def test_single_turn_environment_does_not_change_samples(file: Path, tmp_path: Path) -> None:
     alone = sampled(tmp_path / "alone.jsonl", *EXACT)
     judged = sampled(tmp_path / "judged.jsonl", *EXACT, f"env.source={file}:Silent")
     assert bits(judged) == bits(alone)
@@ -144,7 +144,7 @@ def test_truncated_samples_are_scored_by_their_environment(file: Path, tmp_path:
     assert all(one["episode"]["scores"] == {"calm": 0.5} for one in records)
 
 
-def test_samples_of_a_prompt_play_one_game_and_failures_drop_their_samples(file: Path, tmp_path: Path) -> None:
+def test_samples_of_a_prompt_share_an_opening_and_failures_drop_samples(file: Path, tmp_path: Path) -> None:
     records = sampled(tmp_path / "samples.jsonl", f"env.source={file}:Game")
     openings = {one["uid"].rpartition("/")[0]: one["prompt"] for one in records}
     assert len(openings) == 6 and len({opening[0]["content"] for opening in openings.values()}) > 2

@@ -155,7 +155,7 @@ def test_options_that_a_role_cannot_use_are_refused(finished: Path, sampled: Pat
     assert list(tmp_path.iterdir()) == []
 
 
-def test_several_checkpoints_share_programs_and_have_a_file_each(finished: Path, tmp_path: Path) -> None:
+def test_several_checkpoints_share_programs_and_have_separate_outputs(finished: Path, tmp_path: Path) -> None:
     source = finished / "rollouts" / "step_000003.jsonl"
     earlier, later = (["--checkpoint", finished / "checkpoints" / step] for step in ("2", "4"))
     arguments = ("score", "--input", source, "--json", "--out")
@@ -198,7 +198,7 @@ def strangers(session: ScoringSession) -> list[Sample]:
     return [first, second, sibling]
 
 
-def test_samples_in_a_shared_row_score_as_alone(session: ScoringSession, strangers: list[Sample]) -> None:
+def test_samples_in_a_shared_row_score_like_single_ones(session: ScoringSession, strangers: list[Sample]) -> None:
     params = session.load_params()
     assert check_packing(session, params, strangers) <= 1e-4
     # Weights that give no number are no leak.
@@ -244,7 +244,7 @@ def path(tmp_path: Path, drawn: list[Sample]) -> Path:
     return tmp_path / "samples.jsonl"
 
 
-def test_windows_and_extent_are_those_of_the_samples(path: Path, drawn: list[Sample]) -> None:
+def test_windows_and_extent_match_the_samples(path: Path, drawn: list[Sample]) -> None:
     windows = list(reader(path).windows(4))
     assert list(map(len, windows)) == [4, 4, 2]
     assert [one.sample.uid for window in windows for one in window] == [s.uid for s in drawn]
@@ -290,7 +290,7 @@ def two_hosts(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 
 
 @pytest.mark.parametrize("num_prompts", [1, 4, 7, 9])
-def test_rounds_of_all_hosts_in_turn_are_the_file(num_prompts: int, two_hosts: Callable[[int], None]) -> None:
+def test_rounds_of_all_hosts_make_up_the_file(num_prompts: int, two_hosts: Callable[[int], None]) -> None:
     prompts = [Prompt(str(i), np.array([1], np.int32), "?", None) for i in range(num_prompts)]
     chosen, hosts = Settings(rollout=RolloutSettings(prompts_per_step=2, group_size=2)), []
     for host in range(2):

@@ -47,7 +47,9 @@ def samples_of(model: Path, source: Path, *, system_prompt: str | None = None) -
     return [one.sample for window in reader.windows(100) for one in window]
 
 
-def test_chat_gets_the_ids_of_a_rollout_and_a_string_its_own(tiny_model: Path, sampled: Path, tmp_path: Path) -> None:
+def test_chats_are_encoded_like_a_rollout_and_strings_literally(
+    tiny_model: Path, sampled: Path, tmp_path: Path
+) -> None:
     sample = records_of(sampled)[0]
     source = lines(
         tmp_path,
@@ -93,7 +95,9 @@ def test_text_goes_through_reward_critic_and_gae(tiny_model: Path, tmp_path: Pat
         ({"completion": "3", "answer": "3"}, "reward.overlong_buffer=2", "in.jsonl:1: missing completion_token_ids"),
     ],
 )
-def test_line_without_what_a_reward_reads_is_named(tmp_path: Path, record: Any, chosen: str, message: str) -> None:
+def test_line_without_a_field_that_a_reward_reads_is_reported(
+    tmp_path: Path, record: Any, chosen: str, message: str
+) -> None:
     plug = tmp_path / "plug.py"
     plug.write_text("def f(prompt, completion): return 1")
     source = lines(tmp_path, record)
@@ -113,7 +117,7 @@ FOREIGN = {
 OF_VERL = {"input": "1+2=?", "output": "3", "gts": "3", "score": 1.0, "step": 7, "acc": True}
 
 
-def test_other_programs_fields_are_kept_and_need_no_meaning(tiny_model: Path, sampled: Path, tmp_path: Path) -> None:
+def test_unknown_fields_of_other_programs_are_kept(tiny_model: Path, sampled: Path, tmp_path: Path) -> None:
     turns = [{"role": "assistant", "content": "3"}, {"role": "user", "content": "4"}]
     ids = [{name: one[name] for name in IDS} for one in records_of(sampled)]
     answers = {"prompt": [*CHAT, {"role": "assistant", "content": "3"}]}

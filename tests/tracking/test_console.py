@@ -21,7 +21,7 @@ METRICS = {
 }
 
 
-def test_lines_of_steps_and_evaluations_have_percentages_or_means_without_minus_zero() -> None:
+def test_console_lines_show_percentages_or_means_without_minus_zero() -> None:
     parts = ("accuracy 75.0 %", "difficulty_1 100.0 %", "format 50.0 %", "truncated 25.0 %", "length 3.0")
     assert evaluation_line(5, METRICS) == f"evaluation at step 5: {'  '.join(parts)}"
     plug_in = METRICS | {"eval/accuracy": 3.2, "eval/format_rate": None, "eval/accuracy/difficulty_1": -120.5}
@@ -38,7 +38,7 @@ STEP = {
 }
 
 
-def test_line_of_a_step_has_what_is_left_and_kl_and_clipping_where_they_are_measured() -> None:
+def test_step_line_shows_remaining_time_and_measured_kl_and_clipping() -> None:
     line = step_line(5, STEP, num_steps=100, left_s=3725.4)
     learned = "entropy 0.500  loss +0.0000  grad 0.812  lr 1e-06"
     assert line == f"step   5/100  reward 0.000  length 3.0  {learned}  1.00 s (9 tokens/s)  1:02:05 left"
@@ -48,7 +48,7 @@ def test_line_of_a_step_has_what_is_left_and_kl_and_clipping_where_they_are_meas
     assert critic_only == "step 5/5  reward 0.000  length 3.0  critic only  1.00 s (9 tokens/s)"
 
 
-def test_no_minute_passes_without_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_console_is_never_silent_for_a_minute(capsys: pytest.CaptureFixture[str]) -> None:
     clock = [0.0]
     display = ProgressDisplay(num_steps=3, first_step=0, enabled=True, clock=lambda: clock[0])
     shown = []

@@ -38,7 +38,7 @@ def written(run: RunDirectory, steps: range, last_step: int | None = None) -> Ru
     return run_log
 
 
-def test_a_line_of_metrics_is_written_at_once_and_a_deleted_file_again(run: RunDirectory) -> None:
+def test_metrics_lines_are_flushed_and_a_deleted_file_is_rewritten(run: RunDirectory) -> None:
     run_log = opened(run)
     run_log.write_metrics(1, {"loss": 0.5, "perf/mfu": None, "a": np.float64(2), "b": np.nan, "c": -np.inf})
     # A number that is not finite is null.
@@ -66,7 +66,7 @@ def test_a_resumed_log_keeps_the_readable_lines_up_to_the_checkpoint(run, caplog
 
 
 @pytest.mark.parametrize("num_written", [0, 1])
-def test_a_start_killed_between_its_files_can_be_repeated(run, monkeypatch, num_written):
+def test_a_start_killed_between_files_can_be_repeated(run, monkeypatch, num_written):
     replace, left = os.replace, iter(range(num_written))
 
     def replace_or_die(source: Path, target: Path) -> None:

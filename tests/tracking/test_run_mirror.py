@@ -104,7 +104,7 @@ def test_only_one_process_writes_a_run(run: RunDirectory, address: str) -> None:
 
 
 @pytest.mark.slow
-def test_cut_connections_lose_nothing_and_no_half_is_taken_for_whole(run, server, address, tmp_path):
+def test_cut_connections_leave_no_partial_checkpoint(run, server, address, tmp_path):
     network, steps = Network(server[1]), random.Random(0)
     with reached_at(server[0], network.url):
         near = Bucket(address)
@@ -163,7 +163,7 @@ def test_missing_extra_is_one_error(package: str, place: str, extra: str, tmp_pa
     assert error.endswith(f"); pip install 'grpo-jax[{extra}]'\n")
 
 
-def test_derived_name_counts_the_runs_in_the_bucket(address: str) -> None:
+def test_derived_run_name_considers_runs_in_the_bucket(address: str) -> None:
     def name(resume: Resume, *overrides: str) -> str | None:
         return name_run(load(None, [f"run.dir={address}", *overrides], {}), resume).settings.run.name
 

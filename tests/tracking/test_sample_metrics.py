@@ -44,7 +44,7 @@ def test_sample_metrics_of_two_groups_by_hand() -> None:
     )
 
 
-def test_samples_that_are_not_compared_do_not_make_a_group_differ() -> None:
+def test_uncompared_samples_do_not_add_variance_to_a_group() -> None:
     samples = [sample(0, 1.0, [1.0]), sample(0, 1.0, [1.0]), sample(0, 0.0, [1.0], stop=False)]
     metrics = sample_metrics(samples, FUNCTIONS, lambda sample: sample.finish_reason == "stop")
     assert metrics["reward/zero_variance_fraction"] == 1.0
@@ -130,7 +130,7 @@ def test_mismatch_metrics_by_hand() -> None:
     assert mismatch_metrics(samples[2:]) == {}
 
 
-def test_host_memory_is_at_most_that_of_the_container(tmp_path: Path) -> None:
+def test_host_memory_is_limited_by_the_container(tmp_path: Path) -> None:
     installed = host_memory_bytes(tmp_path / "absent")
     (tmp_path / "limit").write_text("1048576\n")
     assert host_memory_bytes(tmp_path / "limit") == 1 << 20

@@ -36,7 +36,7 @@ def partial_of(function: Any) -> tuple[Any, dict[str, float]]:
     return function.func, function.keywords
 
 
-def test_penalty_is_paid_in_the_loss_or_before_it_or_nowhere() -> None:
+def test_kl_penalty_is_in_the_loss_the_reward_or_absent() -> None:
     loss = make_policy_loss(algorithm("beta=0.1"))
     assert (loss.beta, loss.kl_estimator) == (0.1, k3)
     loss = make_policy_loss(algorithm("beta=0.1", "kl_in=reward"))
@@ -60,7 +60,7 @@ def test_clip_and_level_of_the_ratio_are_chosen_independently() -> None:
     assert make_policy_loss(algorithm("name=gspo")).log_ratio is ratios.sequence_log_ratio
 
 
-def test_older_policy_is_corrected_only_on_request() -> None:
+def test_off_policy_correction_is_optional() -> None:
     assert make_policy_loss(algorithm()).correction is None
     truncating = make_correction(algorithm("correction=truncate", "name=gspo", "correction_max=3.0"))
     assert truncating is not None
@@ -95,7 +95,7 @@ def mean_over_tokens(losses: Sequence[np.ndarray]) -> float:
         ("reinforce_plus_plus", mean_over_tokens),
     ],
 )
-def test_loss_of_a_step_is_that_of_its_algorithm_in_float64(name, aggregate, uninterrupted, tmp_path):
+def test_loss_of_a_step_equals_its_algorithm_in_float64(name, aggregate, uninterrupted, tmp_path):
     """So are the others': grpo and dapo in test_rewards.py, ppo in test_ppo.py."""
     chosen = f"algorithm.name={name}"
     # The metric is the mean over all tokens, and so is the bonus where losses are.
@@ -154,7 +154,7 @@ def test_masked_step_equals_one_from_which_truncated_samples_were_dropped(uninte
     assert any(sample.reward is not None and not sample.mask.any() for sample in samples_of(masked, 1))
 
 
-def test_step_of_truncated_samples_only_changes_nothing(uninterrupted: Path, tmp_path: Path) -> None:
+def test_step_with_only_truncated_samples_does_not_train(uninterrupted: Path, tmp_path: Path) -> None:
     source = changed_copy(uninterrupted, tmp_path / "source", lambda record: record.update(finish_reason="length"))
     filtered = ("algorithm.filter=zero_variance", "algorithm.max_rounds=1")
     chosen = ("algorithm.mask_truncated=true", "run.steps=1", *program.UNJUDGED)
@@ -167,7 +167,7 @@ def test_step_of_truncated_samples_only_changes_nothing(uninterrupted: Path, tmp
     assert len(moments) > 10 and not any(np.any(leaf) for leaf in moments)
 
 
-def test_step_whose_rewards_are_normalized_each_learns_from_their_sum(uninterrupted: Path, tmp_path: Path) -> None:
+def test_separately_normalized_rewards_train_on_their_sum(uninterrupted: Path, tmp_path: Path) -> None:
     chosen = ("algorithm.reward_normalization=each_first", "algorithm.epochs=1", "algorithm.mini_batch_prompts=4")
     run = replayed(uninterrupted, tmp_path, *chosen, "algorithm.beta=0", "run.steps=1", *program.UNJUDGED)
     (line,), samples = program.metrics_of(run), samples_of(run, 1)
@@ -188,7 +188,7 @@ def test_step_whose_rewards_are_normalized_each_learns_from_their_sum(uninterrup
     assert line["loss"] == pytest.approx(-line["advantage/mean"], abs=1e-5) and line["policy/grad_norm"] > 0
 
 
-def test_filtered_run_that_was_stopped_takes_the_same_prompts(config: Path) -> None:
+def test_stopped_filtered_run_uses_the_same_prompts_on_resume(config: Path) -> None:
     filtered = (
         *("algorithm.name=dapo", "algorithm.max_rounds=3", "reward.overlong_buffer=2", "eval.every_steps=0"),
         *("algorithm.mini_batch_prompts=2", "algorithm.rows_per_device=1", "score.rows_per_device=1"),
@@ -266,7 +266,7 @@ def run(rounds: Sequence[Sequence[Group]], *, max_rounds: int = 10, keep=rewards
     return fill(sampled, num_groups=size, max_rounds=max_rounds, keep=keep)
 
 
-def test_without_a_filter_one_round_is_the_step():
+def test_without_a_filter_a_step_is_one_round():
     filled = run([(SAME, MIXED, SAME)], keep=keeps_all)
     assert filled.groups == filled.in_loss == [0, 1, 2]
     assert filled.counts == [1, 0, 0, 0]
@@ -282,7 +282,7 @@ def test_rounds_are_taken_until_enough_groups_differ():
     assert filled.metrics["reward/sampled_mean"] == pytest.approx((5 * 0.5 + 4) / 9)
 
 
-def test_dropped_groups_fill_up_masked_and_in_place_when_rounds_run_out():
+def test_dropped_groups_fill_the_step_masked_when_rounds_run_out():
     filled = run([(SAME, MIXED, SAME), (SAME, SAME, MIXED)], max_rounds=2)
     assert (filled.groups, filled.in_loss) == ([0, 1, 5], [1, 5])
     assert filled.counts == [2, 0, 1, 4 / 6]
@@ -296,7 +296,7 @@ def test_dropped_groups_fill_up_masked_and_in_place_when_rounds_run_out():
     ("rewards", "differ"),
     [((0.0, 1.0), True), ((1.0, 1.0), False), ((1.0, None), False), ((None, None), False), ((0.5, None, 1.0), True)],
 )
-def test_missing_rewards_do_not_differ(rewards, differ):
+def test_missing_rewards_do_not_count_as_different(rewards, differ):
     assert rewards_differ(sampled_groups(rewards)) == differ
 
 
@@ -310,7 +310,7 @@ def test_missing_rewards_do_not_differ(rewards, differ):
         ([{"b": 1}, {"a": 1}], "stop stop", False, False),  # each function has only one sample
     ],
 )
-def test_groups_are_kept_if_what_is_compared_differs(rewards, finishes, of_sums, of_each) -> None:
+def test_groups_are_kept_if_compared_rewards_differ(rewards, finishes, of_sums, of_each) -> None:
     group = [
         replace(make_sample([3], sample_index=i, reward=float(sum(row.values())), rewards=row), finish_reason=finish)
         for i, (row, finish) in enumerate(zip(rewards, finishes.split(), strict=True))
@@ -337,7 +337,7 @@ def test_length_penalty_alone_does_not_keep_a_group():
     assert rewards_differ(right)
 
 
-def test_repeated_prompt_is_no_new_group():
+def test_repeated_prompt_does_not_make_a_new_group():
     # Prompts are named by the group's number: the second round has those of the first again.
     again, new = [sampled_groups(MIXED, SAME)] * 2, sampled_groups(MIXED, MIXED, first=10)
     filled = fill([*again, new], num_groups=2)

@@ -35,7 +35,7 @@ def oldest_of(steps: list[dict[str, Any]]) -> list[int]:
     return [step["perf/rollout/staleness_max"] for step in steps]
 
 
-def test_no_token_of_workers_on_their_own_devices_is_older_than_max_staleness(config, calls_of_generation):
+def test_tokens_of_separate_devices_respect_max_staleness(config, calls_of_generation):
     k = 2
     workers = ("rollout.workers.fast.count=2", "rollout.workers.heavy.count=0", "rollout.mesh=tp=2")
     halves = ("rollout.devices=0.5", "mesh.shape=1,4,1")
@@ -68,7 +68,7 @@ def test_no_token_of_workers_on_their_own_devices_is_older_than_max_staleness(co
 
 
 @pytest.mark.slow
-def test_ctrl_c_ends_generation_ahead_and_the_run_goes_on_later(config: Path) -> None:
+def test_ctrl_c_ends_async_generation_and_the_run_can_continue(config: Path) -> None:
     ppo = ("algorithm.name=ppo", "algorithm.estimator=vtrace", "critic.warmup_steps=1")
     chosen = [*SCHEDULED, *UNJUDGED, *ppo, "rollout.max_staleness=1", "checkpoint.every_minutes=60"]
     num_looks = 0
@@ -94,7 +94,7 @@ def test_ctrl_c_ends_generation_ahead_and_the_run_goes_on_later(config: Path) ->
 
 
 @pytest.mark.slow
-def test_resumed_run_schedules_by_the_lengths_it_knew(config: Path) -> None:
+def test_resumed_run_schedules_by_saved_lengths(config: Path) -> None:
     """Prompts repeat, and the lengths of their earlier samples determine which rows share a program."""
     alone = ("rollout.workers.fast.slots=16", "rollout.workers.heavy.count=0")
     given = ("rollout.scheduler=adaptive", *alone, "rollout.segment.min=1", "data.num_problems=4", "eval.every_steps=0")

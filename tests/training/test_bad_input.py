@@ -88,7 +88,7 @@ def write_rows(path: Path, *, count: int, **fields: str) -> Path:
     return path
 
 
-def test_data_that_cannot_be_learned_or_graded_is_refused(config: Path) -> None:
+def test_data_without_usable_prompts_or_answers_is_refused(config: Path) -> None:
     rows = write_rows(config.parent / "rows.jsonl", count=5, answer="{}")
     message = refused(config, f"data.source={rows}", "eval.every_steps=0", "data.max_prompt_length=3")
     assert "no prompt is left: 5 of 5 are longer than data.max_prompt_length = 3" in message

@@ -43,7 +43,7 @@ def uids_of(run: Path, step: int) -> list[str]:
     return list({sample.prompt.uid: None for sample in samples_of(run, step)})
 
 
-def test_prompts_of_every_step_follow_from_the_rewards_of_all_steps_before(drawn: Path) -> None:
+def test_prompts_of_a_step_depend_on_rewards_of_all_earlier_steps(drawn: Path) -> None:
     settings = load(str(drawn / "settings.yaml"), [], {}).settings
     uids = [row.uid for row in load_training_data(settings.data, seed=0).rows]
     rates: dict[str, float] = {}
@@ -63,9 +63,7 @@ def test_prompts_of_every_step_follow_from_the_rewards_of_all_steps_before(drawn
     assert len(rates) < 32, "prompts came again"
 
 
-def test_replay_needs_no_curriculum_and_accepts_only_that_of_its_run(
-    drawn: Path, finished: Path, tmp_path: Path
-) -> None:
+def test_replay_needs_no_curriculum_and_accepts_only_its_runs(drawn: Path, finished: Path, tmp_path: Path) -> None:
     again = replayed(drawn, tmp_path)
     program.assert_same_state(again, drawn, step=8)
     assert not any(name.startswith("data/pass_rate") for name in program.metrics_of(again)[-1])
@@ -74,7 +72,7 @@ def test_replay_needs_no_curriculum_and_accepts_only_that_of_its_run(
             looked(finished, "data.curriculum=pass_rate", at=at)
 
 
-def test_resumed_run_draws_the_same_prompts_and_has_observed_what_the_filter_left_out(graded: str, config: Path):
+def test_resumed_curriculum_draws_the_same_prompts_and_counts_filtered_groups(graded: str, config: Path):
     chosen = ("data.curriculum=pass_rate", graded, "algorithm.filter=zero_variance", "algorithm.max_rounds=3")
     straight = program.run_of(config)
     program.succeeded(program.train_here(config, *chosen))

@@ -71,7 +71,7 @@ def float64_gradient(student: Path, teacher: Path, prompt: np.ndarray, *, vocab_
     return {name: weight.grad.numpy() for name, weight in networks[0].named_parameters()}
 
 
-def test_the_expected_gradient_is_that_of_the_reverse_kl_of_every_token(config: Path, tiny_model: Path, teacher: Path):
+def test_expected_gradient_equals_the_reverse_kl_per_token(config: Path, tiny_model: Path, teacher: Path):
     launch, learning = launched(config, *DISTILL, f"reference.path={teacher}")
     scoring, definition = launch.session.scoring, launch.session.model_spec.definition
     params, samples = scoring.initial_trained_params(), every_pair_of_tokens(24)
@@ -107,7 +107,7 @@ def distilled(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, teache
     folder = tmp_path_factory.mktemp("distilled")
     config = write_config(folder, TINY + NO_REPORT, tiny_model)
     result = program.succeeded(program.train_here(config, *DISTILL, f"reference.path={teacher}"))
-    note = f"reference.path: the teacher is teacher (llama), with {NUM_WEIGHTS:,} weights of its own; of its 30 tokens"
+    note = f"reference.path: the teacher is teacher (llama), with {NUM_WEIGHTS:,} own weights; of its 30 tokens"
     assert f"{note}, the policy's first 24 count" in result.stderr and "  kl to the teacher " in result.stderr
     assert "distill (Lu 2025): kl_in advantage (grpo: loss)" in result.stderr
     return folder / "runs" / "tiny"
@@ -159,7 +159,7 @@ def test_a_reward_adds_its_advantage_to_the_kl_of_each_token(distilled: Path, te
 
 
 @pytest.mark.parametrize("more", [("model.lora.rank=2",), ("score.reference.offload=true", "mesh.shape='1,4,2'")])
-def test_a_teacher_is_a_model_of_its_own(distilled: Path, teacher: Path, config: Path, more: tuple[str, ...]) -> None:
+def test_a_teacher_is_a_separate_model(distilled: Path, teacher: Path, config: Path, more: tuple[str, ...]) -> None:
     chosen = ("reward.functions=[]", *more, f"reference.path={teacher}", "run.steps=1", *program.UNJUDGED)
     # A sample of its own for each prompt: there is nothing to compare.
     result = program.train_here(
@@ -199,7 +199,7 @@ def test_reports_name_and_count_the_teacher(config: Path, teacher: Path) -> None
     assert "tp = 4 divides neither the 6 query heads nor the 3 kv heads of teacher" in checks["mesh"]["found"]
 
 
-def test_a_teacher_that_cannot_teach_is_refused(config: Path, teacher: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unusable_teacher_is_refused(config: Path, teacher: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refusal(*overrides: str) -> str:
         result = program.train_here(config, *DISTILL, *overrides)
         assert result.exit_code == 2 and result.stderr.count("error: ") == 1, result.stderr

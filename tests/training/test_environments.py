@@ -53,7 +53,7 @@ def test_run_learns_from_turns_and_evaluates_with_the_environment(played_run: Pa
     assert not mask.all() and not np.asarray(record["advantages"])[~mask].any()
 
 
-def test_equal_uids_in_training_and_evaluation_play_their_own_games(played_config: Path, tmp_path: Path) -> None:
+def test_equal_uids_in_training_and_evaluation_have_separate_episodes(played_config: Path, tmp_path: Path) -> None:
     data = {"data.source": "1", "data.eval_source": "2"}
     for name, answer in data.items():
         path = tmp_path / name / "rows.jsonl"
@@ -110,7 +110,7 @@ def played(loose: Path, tokenizer: Tokenizer) -> Path:
     return add_turns(loose, tokenizer)
 
 
-def test_rewards_of_turns_are_computed_from_a_file_and_learned_from(played: Path, config: Path, tmp_path: Path) -> None:
+def test_turn_rewards_are_computed_from_a_file_and_trained_on(played: Path, config: Path, tmp_path: Path) -> None:
     scored = tmp_path / "scored.jsonl"
     options = ("score", "--config", config, "--role", "reward", "--input")
     succeeded(here(*options, played, "--out", scored, *settings(*ENVIRONMENT)))
@@ -138,7 +138,7 @@ def test_rewards_of_turns_are_computed_from_a_file_and_learned_from(played: Path
         assert [m["role"] for m in record["messages"][-3:]] == ["assistant", "user", "assistant"]
 
 
-def test_samples_that_their_environment_cannot_reward_are_refused(played: Path, source: Path, tmp_path: Path) -> None:
+def test_samples_without_environment_rewards_are_refused(played: Path, source: Path, tmp_path: Path) -> None:
     assert looked(source, *ENVIRONMENT, at=played).uses_saved_rewards is False
     rewrite(played, lambda record: record["episode"]["turns"][0].update(text="other"))
     with pytest.raises(InputError, match=r"completion_token_ids decode to .* but completion is 'other'"):

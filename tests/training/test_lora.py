@@ -50,7 +50,7 @@ def field_of(samples: Sequence[Sample], name: str) -> np.ndarray:
     return np.concatenate([getattr(sample, name) for sample in samples])
 
 
-def test_run_with_adapters_begins_with_the_model(adapted: Path, finished: Path) -> None:
+def test_run_with_adapters_starts_from_the_model(adapted: Path, finished: Path) -> None:
     with_adapters, without = (metrics_of(one)[0] for one in (adapted, finished))
     evaluated = {name for name in without if name.startswith("eval/")}
     assert len(evaluated) >= 5
@@ -59,7 +59,7 @@ def test_run_with_adapters_begins_with_the_model(adapted: Path, finished: Path) 
 
 
 @pytest.mark.parametrize(("rank", "now"), [(4, "rank 4, alpha 6, q_proj "), (0, "none")])
-def test_other_adapters_than_the_saved_ones_are_refused(adapted: Path, config: Path, rank: int, now: str) -> None:
+def test_adapters_that_differ_from_the_saved_ones_are_refused(adapted: Path, config: Path, rank: int, now: str) -> None:
     resumed = run_of(config)
     shutil.copytree(adapted, resumed, symlinks=True)
     before = digest_of(resumed)
@@ -71,7 +71,7 @@ def test_other_adapters_than_the_saved_ones_are_refused(adapted: Path, config: P
     assert digest_of(resumed) == before
 
 
-def test_reference_is_the_model_without_its_adapters_and_no_copy(adapted: Path, config: Path) -> None:
+def test_reference_is_the_model_without_adapters_and_not_a_copy(adapted: Path, config: Path) -> None:
     penalty = ("algorithm.beta=0.05", "algorithm.epochs=2")
     launch, learning = launched(config, *SAVED, *penalty)
     session = launch.session
@@ -96,7 +96,7 @@ def test_reference_is_the_model_without_its_adapters_and_no_copy(adapted: Path, 
     assert np.abs(of_policy - of_reference).max() > 1e-3
 
 
-def test_reference_in_the_compute_type_scores_as_in_float32(config: Path, finished: Path) -> None:
+def test_reference_in_the_compute_dtype_scores_like_float32(config: Path, finished: Path) -> None:
     launch, learning = launched(config, "run.name=half", "algorithm.beta=0.1", "model.dtype=bfloat16")
     session = launch.session
     params = session.scoring.initial_trained_params()
@@ -135,7 +135,7 @@ def logprobs_by_the_sampler(session: Session, params: Params) -> np.ndarray:
     return np.asarray(logprobs_of(exact))
 
 
-def test_sampler_in_bfloat16_moves_as_far_as_the_policy(config: Path) -> None:
+def test_bfloat16_sampler_follows_small_policy_updates(config: Path) -> None:
     session, exact = (
         launched(config, *LORA, f"model.dtype={dtype}", f"run.name={dtype}")[0].session
         for dtype in ("bfloat16", "float32")
@@ -214,7 +214,7 @@ def test_another_base_or_quantizer_is_refused(quantized: Path, config: Path, mon
     assert digest_of(resumed) == before
 
 
-def test_reference_is_the_quantized_base_without_adapters_and_no_copy(quantized: Path, config: Path) -> None:
+def test_reference_is_the_quantized_base_and_not_a_copy(quantized: Path, config: Path) -> None:
     launch, learning = launched(config, *LORA, *PENALTY, NF4)
     session = launch.session
     state = RunState(learning.policy.initial_state(session.scoring.initial_trained_params()))
@@ -239,7 +239,7 @@ def test_reference_is_the_quantized_base_without_adapters_and_no_copy(quantized:
     assert work.sequence_flops(one) == forward_flops(session.model_spec.architecture)(one) + 2 * NUM_WEIGHTS
 
 
-def test_adapters_are_merged_into_the_base_in_floats(quantized: Path, config: Path, tmp_path: Path) -> None:
+def test_adapters_are_merged_into_the_unquantized_base(quantized: Path, config: Path, tmp_path: Path) -> None:
     result = here("export", "--checkpoint", quantized, "--out", tmp_path / "out")
     assert result.exit_code == 0 and "note: the adapters were trained on" in result.stderr, result.stderr
     mesh, resolved = make_mesh(), load(str(config), [f"model.path={tmp_path / 'out'}"], {})

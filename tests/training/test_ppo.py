@@ -76,14 +76,14 @@ def test_critic_has_its_own_learning_rate_and_clip_range(whole: Path) -> None:
     assert all(0.05 < line["value/clip_fraction"] < 1 for line in lines)
 
 
-def test_adapted_penalty_and_learning_rate_wait_for_the_policy(whole: Path) -> None:
+def test_kl_coefficient_and_schedule_start_after_critic_warmup(whole: Path) -> None:
     coefficients = [line["policy/kl_coef"] for line in program.metrics_of(whole)]
     assert coefficients[:3] == [0.05] * 3 != coefficients[1:]
     rates = [line["policy/learning_rate"] for line in program.metrics_of(whole)]
     assert rates[:2] == [None, None] and rates[2] > rates[3] > 0
 
 
-def test_advantages_are_those_of_the_penalised_rewards_in_float64(whole: Path) -> None:
+def test_advantages_of_penalized_rewards_equal_float64(whole: Path) -> None:
     chosen = load(str(whole / "settings.yaml"), [], {}).settings
     assert chosen.algorithm.lam is not None
     found, expected = [], []
@@ -106,7 +106,7 @@ def test_advantages_are_those_of_the_penalised_rewards_in_float64(whole: Path) -
 
 
 @pytest.mark.slow
-def test_run_killed_while_the_critic_warms_up_ends_with_the_same_bits(config: Path, whole: Path) -> None:
+def test_run_killed_during_critic_warmup_resumes_bit_for_bit(config: Path, whole: Path) -> None:
     """The remaining steps include warm-up, updates of the adapters and an adapted penalty; schedules end at step 4."""
     run = config.parent / "runs" / "ppo"
     with program.started("train", "--config", config) as process:
@@ -130,7 +130,7 @@ def test_run_with_a_critic_is_not_resumed_without_one(config: Path, whole: Path)
     assert program.digest_of(run) == before
 
 
-def test_critic_of_a_checkpoint_gives_the_values_of_its_run(whole: Path, tmp_path: Path) -> None:
+def test_critic_of_a_checkpoint_reproduces_its_runs_values(whole: Path, tmp_path: Path) -> None:
     records = program.records_of(step_file(whole, 3))
     write_jsonl(tmp_path / "in.jsonl", [{k: v for k, v in one.items() if k != "values"} for one in records])
     values = []

@@ -99,7 +99,7 @@ def test_run_whose_settings_changed_is_replayed_in_parts_only(source: Path, fini
     assert not first.uses_saved_advantages and rest.uses_saved_rewards
 
 
-def test_replay_goes_on_from_a_checkpoint_bit_for_bit(uninterrupted: Path, tmp_path: Path) -> None:
+def test_replay_continues_from_a_checkpoint_bit_for_bit(uninterrupted: Path, tmp_path: Path) -> None:
     start = uninterrupted / "checkpoints" / "6"
     run = replayed(uninterrupted / "rollouts", tmp_path, "run.steps=9", options=["--checkpoint", start])
     assert [line["step"] for line in metrics_of(run)] == [7, 8, 9]
@@ -108,7 +108,7 @@ def test_replay_goes_on_from_a_checkpoint_bit_for_bit(uninterrupted: Path, tmp_p
     assert (session["after_step"], session["checkpoint"]) == (6, str(start))
 
 
-def test_step_is_learned_again_under_another_algorithm(uninterrupted: Path, tmp_path: Path) -> None:
+def test_step_is_replayed_under_another_algorithm(uninterrupted: Path, tmp_path: Path) -> None:
     options = ["--checkpoint", uninterrupted / "checkpoints" / "6"]
     other = ("algorithm.name=rloo", "eval.every_steps=0")
     run = replayed(step_file(uninterrupted, 7), tmp_path, *other, options=options)
@@ -150,7 +150,7 @@ def test_filtered_run_that_generated_ahead_is_replayed_to_the_same_weights(confi
     assert calls_of_generation == ["submit", "submit", *again, "publish"]
 
 
-def test_rewards_and_advantages_of_a_loose_file_are_taken(loose: Path, config: Path) -> None:
+def test_rewards_and_advantages_of_a_chain_file_are_reused(loose: Path, config: Path) -> None:
     def by_hand(record: dict[str, Any]) -> None:
         record |= {"reward": float(record["sample_index"]), "step": 9}
         record["advantages"] = [0.25] * len(record["completion_token_ids"])
@@ -158,7 +158,7 @@ def test_rewards_and_advantages_of_a_loose_file_are_taken(loose: Path, config: P
     # The workers of its evaluations have no schedule of a rollout.
     workers = ("rollout.scheduler=sync", "rollout.workers.fast.slots=16", "rollout.workers.heavy.count=0")
     result = succeeded(train_on(rewrite(loose, by_hand), config, *workers, "eval.every_steps=1"))
-    assert "advantages and returns: those of the samples" in result.stderr
+    assert "advantages and returns: taken from the samples" in result.stderr
     run = run_of(config)
     _, line = metrics_of(run)
     assert (line["reward/mean"], line["advantage/mean"], line["advantage/std"]) == (1.5, 0.25, 0.0)
@@ -212,7 +212,7 @@ def test_stages_chained_by_files_equal_a_step_of_train(tmp_path: Path, tiny_mode
         path = run("score", "--role", role, "--input", path)
     path = run("gae", "--input", path)
     result = succeeded(here("train", "--from-rollouts", path, *chosen, *settings("run.name=chained")))
-    assert "rewards: those of the samples\nadvantages and returns: those of the samples" in result.stderr
+    assert "rewards: those of the samples\nadvantages and returns: taken from the samples" in result.stderr
     chained = whole.with_name("chained")
     state, expected = saved_state(chained, 1), saved_state(whole, 1)
     # Scoring a file has other shapes than scoring a step, which round otherwise in the last bits.
@@ -254,7 +254,7 @@ def test_unusable_sample_is_refused(loose, source, change, message):
     check_refused(source, message, at=rewrite(loose, change))
 
 
-def test_unusable_file_or_checkpoint_is_refused_before_anything_is_made(loose, config, finished, tmp_path):
+def test_unusable_file_or_checkpoint_is_refused_before_any_output(loose, config, finished, tmp_path):
     runs, start = config.parent / "runs", ["--checkpoint", finished / "checkpoints" / "2"]
     other = f"model.path={write_model(tmp_path / 'seed1', seed=1)}"
     message = r"--checkpoint: .* was trained from another model"
@@ -378,7 +378,7 @@ def test_rewards_are_reused_if_the_run_had_the_same_reward_settings(source: Path
     assert "rewards: computed again, reward.* differs from that of the samples' run" in moved.report
 
 
-def test_groups_that_the_filter_of_the_run_masked_return_to_the_loss(source: Path) -> None:
+def test_groups_masked_by_the_runs_filter_return_to_the_loss(source: Path) -> None:
     def left_out(record: dict[str, Any]) -> None:
         if record["group_id"] < 2:
             record["loss_mask"] = [False] * len(record["completion_token_ids"])
@@ -393,7 +393,7 @@ def test_groups_that_the_filter_of_the_run_masked_return_to_the_loss(source: Pat
         assert [group[0].group_id for group in groups if all(sample.mask.any() for sample in group)] == in_loss
 
 
-def test_only_files_in_rollouts_are_those_of_the_run(source: Path, finished: Path, loose: Path) -> None:
+def test_only_files_in_rollouts_belong_to_the_run(source: Path, finished: Path, loose: Path) -> None:
     beside = Path(shutil.copy(step_file(source, 1), source / "gae.jsonl"))
     chain = looked(source, at=beside)
     assert (chain.uses_saved_rewards, chain.uses_saved_advantages, chain.source_run) == (True, True, None)
@@ -407,7 +407,7 @@ def test_only_files_in_rollouts_are_those_of_the_run(source: Path, finished: Pat
     assert find_model_run(StartRequest(loose)) is None
 
 
-def test_fingerprints_tell_samples_fields_and_checkpoints_apart(source: Path, finished: Path) -> None:
+def test_fingerprints_depend_on_samples_fields_and_checkpoint(source: Path, finished: Path) -> None:
     def fingerprints(at: Path, checkpoint: int | None = None) -> dict[str, str]:
         settings = load(str(source / "settings.yaml"), ["run.name=again", "run.steps=9", *UNJUDGED], {}).settings
         request = StartRequest(at, None if checkpoint is None else finished / "checkpoints" / str(checkpoint))

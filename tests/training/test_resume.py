@@ -20,7 +20,7 @@ def stopped(uninterrupted: Path, full_config: Path) -> Path:
     return run
 
 
-def test_resumed_run_has_the_same_bits_wherever_its_arrays_wait(stopped, full_config, uninterrupted):
+def test_resume_is_bitwise_equal_with_and_without_offload(stopped, full_config, uninterrupted):
     """The moments and the reference move to host memory."""
     offloaded = ("optimizer.offload=true", "score.reference.offload=true")
     result = program.succeeded(program.train_here(full_config, *offloaded, "run.steps=9", resume="auto"))
@@ -38,7 +38,7 @@ def test_finished_run_ends_before_anything_is_loaded(finished: Path, config: Pat
     assert program.digest_of(run) == before
 
 
-def test_failing_report_costs_a_warning(finished: Path, config: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_failing_report_is_only_a_warning(finished: Path, config: Path, caplog: pytest.LogCaptureFixture) -> None:
     run = Path(shutil.copytree(finished, program.run_of(config)))
     shutil.rmtree(run / "plots")
     (run / "plots").write_text("in the way")

@@ -36,7 +36,7 @@ def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def test_plug_in_is_learned_from_beside_a_built_in(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plug_in_reward_is_trained_on_next_to_a_built_in(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     functions = "[{function: plug.py:length, weight: 0.5}, arithmetic_format]"
     monkeypatch.setenv("JUDGE_KEY", "CANARY")
     chosen = (f"reward.functions={functions}", "plugins.env_vars=[JUDGE_KEY]")
@@ -99,7 +99,7 @@ def test_dropped_samples_leave_their_groups(config: Path) -> None:
         ("silent", "raise", "reward.functions: no reward: every reward function abstained (sample "),
     ],
 )
-def test_run_without_rewards_ends_with_the_way_out(config: Path, function: str, on_error: str, message: str) -> None:
+def test_run_without_rewards_ends_with_advice(config: Path, function: str, on_error: str, message: str) -> None:
     result = train_here(config, f"reward.functions=[plug.py:{function}]", f"reward.on_error={on_error}", *QUIET)
     assert result.exit_code == 1
     error = result.stderr.splitlines()[-1]
@@ -137,7 +137,7 @@ def test_run_whose_reward_function_fails_is_saved_and_resumes(config: Path) -> N
     assert "eval/accuracy" in metrics_of(run_of(config))[3] and progress_of(run_of(config), 4)["position"] == 16
 
 
-def test_reward_function_that_cannot_work_is_refused_before_anything_is_made(config: Path) -> None:
+def test_broken_reward_function_is_refused_before_any_output(config: Path) -> None:
     rows = [{"prompt": f"{i} + 1 = ?", "answer": str(i + 1)} for i in range(4)] + [{"prompt": "5 + 1 = ?"}]
     write_jsonl(config.parent / "rows.jsonl", rows)
     for name, more in (("train", {"difficulty": 1}), ("test", {})):

@@ -15,7 +15,7 @@ HALF = ("rollout.prompts_per_step=2", "algorithm.mini_batch_prompts=1")
 
 # Process 0 has all parts of the weights, or half of them.
 @pytest.mark.parametrize("shape", ["2,4,1", "1,8,1"])
-def test_run_of_process_0_alone_equals_one_of_both_and_goes_on_anywhere(config: Path, shape: str) -> None:
+def test_run_saved_only_on_process_0_equals_a_shared_one_and_resumes(config: Path, shape: str) -> None:
     runs = config.parent / "runs"
     runs.mkdir()
     blind = {"programs": (HOSTS_PROGRAM, blind_host(runs))}

@@ -71,7 +71,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Path:
     return folder / "runs" / "tiny"
 
 
-def test_run_learns_and_measures_only_what_there_is(trained: Path) -> None:
+def test_sft_run_trains_and_logs_only_applicable_metrics(trained: Path) -> None:
     start, *steps = metrics_of(trained)
     assert steps[-1]["loss"] < 0.8 * steps[0]["loss"]
     assert [line["step"] for line in steps if "eval/accuracy" in line] == [2, 4] and "eval/accuracy" in start
@@ -116,13 +116,13 @@ def test_loss_of_a_step_is_transformers_cross_entropy_on_the_rows_in_order(model
     assert metrics_of(run_of(sft_config))[-1]["loss"] == pytest.approx(expected, rel=1e-5)
 
 
-def test_stopped_run_goes_on_bit_for_bit(trained: Path, sft_config: Path) -> None:
+def test_stopped_run_resumes_bit_for_bit(trained: Path, sft_config: Path) -> None:
     copy_until(trained, run_of(sft_config), step=2)
     succeeded(train_here(sft_config, resume="must"))
     assert_same_run(run_of(sft_config), trained, step=4)
 
 
-def test_settings_of_sampling_change_nothing_and_are_told(trained: Path, sft_config: Path) -> None:
+def test_sampling_settings_have_no_effect_and_are_reported(trained: Path, sft_config: Path) -> None:
     unused = (
         "rollout.temperature=0.5",
         "algorithm.beta=0.1",
@@ -204,7 +204,7 @@ def test_unusable_completions_and_settings_are_refused(sft_config: Path, tiny_mo
         assert f"{name} = " in message and "is for sampled completions, and algorithm.name = 'sft'" in message
 
 
-def test_later_choice_of_sft_replaces_what_is_for_sampled_completions() -> None:
+def test_choosing_sft_later_overrides_settings_for_sampling() -> None:
     later = load("quickstart", ["algorithm.name=sft"], {})
     assert later.settings.rollout.group_size == 1 and later.provenance["rollout.group_size"] == "derived"
     assert later.settings.algorithm.estimator is None and not later.settings.scored_roles
@@ -215,7 +215,7 @@ def test_later_choice_of_sft_replaces_what_is_for_sampled_completions() -> None:
     assert load("quickstart_sft", [], {}).settings.rollout.group_size == 1
 
 
-def test_plug_ins_judge_evaluations_only(sft_config: Path) -> None:
+def test_plug_ins_grade_only_evaluations(sft_config: Path) -> None:
     code = "def judge(completion, solution):\n    return 1.0 * (solution in completion)\n"
     (sft_config.parent / "judge.py").write_text(code)
     judge = f"reward.functions=[{sft_config.parent / 'judge.py'}:judge]"
@@ -227,7 +227,7 @@ def test_plug_ins_judge_evaluations_only(sft_config: Path) -> None:
 
 
 @pytest.mark.two_hosts
-def test_two_hosts_learn_what_one_does(trained: Path, model: Path, tmp_path: Path) -> None:
+def test_two_hosts_train_like_one(trained: Path, model: Path, tmp_path: Path) -> None:
     config = write_config(tmp_path, SFT + NO_REPORT, model)
     halves = settings("rollout.prompts_per_step=4", "algorithm.mini_batch_prompts=2")
     first, second = run_on_two_hosts("train", "--config", config, *halves)

@@ -57,7 +57,7 @@ def repeated(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> tupl
     return run_of(config), succeeded(train_here(config, "logging.completions_every_steps=2"))
 
 
-def test_run_directory_holds_what_the_contract_names(finished: Path) -> None:
+def test_run_directory_has_the_documented_files(finished: Path) -> None:
     def names(folder: str) -> set[str]:
         return {path.name for path in (finished / folder).iterdir()}
 
@@ -118,7 +118,7 @@ def test_sampler_and_trainer_agree(finished: Path, uninterrupted: Path) -> None:
     assert kept.min() < -1e-3 and np.log(0.9 - 1e-6) < kept.min() and kept.max() <= 1e-6
 
 
-def test_samples_of_a_step_are_those_of_its_metrics(finished: Path) -> None:
+def test_saved_samples_match_the_metrics_of_their_step(finished: Path) -> None:
     for line in metrics_of(finished)[1:]:
         samples = samples_of(finished, line["step"])
         assert len({sample.uid for sample in samples}) == len(samples) == 16
@@ -130,7 +130,7 @@ def test_samples_of_a_step_are_those_of_its_metrics(finished: Path) -> None:
             assert sample.advantages is not None and len(sample.advantages) == len(sample.completion_ids)
 
 
-def test_samples_carry_the_logprobs_that_their_algorithm_needs(finished: Path, uninterrupted: Path) -> None:
+def test_samples_have_the_logprobs_that_their_algorithm_needs(finished: Path, uninterrupted: Path) -> None:
     for sample in samples_of(finished, 1):
         assert sample.policy_logprobs is None and sample.reference_logprobs is None
     for sample in samples_of(uninterrupted, 1):
@@ -140,7 +140,7 @@ def test_samples_carry_the_logprobs_that_their_algorithm_needs(finished: Path, u
         np.testing.assert_allclose(sample.policy_logprobs, sample.behavior_logprobs, atol=1e-4)
 
 
-def test_same_settings_give_the_same_run_and_another_seed_another(config, finished, repeated):
+def test_runs_are_reproducible_and_depend_on_the_seed(config, finished, repeated):
     assert_same_run(repeated[0], finished, step=4)
     succeeded(train_here(config, "run.seed=1", "run.steps=1"))
     other = metrics_of(run_of(config))
@@ -234,7 +234,7 @@ def test_best_evaluation_is_saved_between_intervals_and_stop_strings_end_samples
     assert f"best eval/accuracy {100 * accuracies[best]:.1f} % after step {best}: checkpoints/best\n" in result.stdout
 
 
-def test_run_that_is_never_better_than_its_start_has_no_best_checkpoint(config, monkeypatch):
+def test_run_without_improvement_has_no_best_checkpoint(config, monkeypatch):
     # A spoiled model writes only numbers, which would count as better.
     monkeypatch.setattr(metrics_history, "LOWER_IS_BETTER", frozenset({"eval/format_rate"}))
     spoiled = ("optimizer.learning_rate=10.0", "checkpoint.best_metric=eval/format_rate", "eval.every_steps=1")
@@ -252,7 +252,7 @@ def test_run_that_is_never_better_than_its_start_has_no_best_checkpoint(config, 
     assert said in result.stdout and not (run / "checkpoints" / "best").is_symlink()
 
 
-def test_checkpoint_by_the_clock_changes_no_metric(config: Path, finished: Path) -> None:
+def test_timed_checkpoints_do_not_change_metrics(config: Path, finished: Path) -> None:
     overrides = ("checkpoint.every_minutes=1", "checkpoint.every_steps=100", "checkpoint.best_metric=null")
     clock = itertools.count(step=40).__next__
     # Read once at the start, at every step and at every checkpoint: due after 80 seconds, at steps 2 and 4.
@@ -308,7 +308,7 @@ def mixed(folder: Path, template: str, model: Path, *, weight: int = 3) -> Path:
     return write_config(folder, text + NO_REPORT, model)
 
 
-def test_run_takes_sources_by_weight_and_resumes_where_it_was(tmp_path: Path, tiny_model: Path) -> None:
+def test_run_mixes_sources_by_weight_and_resumes_in_place(tmp_path: Path, tiny_model: Path) -> None:
     config, runs = mixed(tmp_path, TINY, tiny_model), tmp_path / "runs"
     succeeded(train_here(config))
     samples = [one for step in range(1, 5) for one in records_of(step_file(runs / "tiny", step))]

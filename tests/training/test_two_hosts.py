@@ -47,14 +47,14 @@ def one_host(tiny_model: Path) -> list[list[Any]]:
 
 
 @pytest.mark.parametrize("way", [*WAYS, "sync"])
-def test_two_hosts_sample_what_one_does(found: list[dict[str, Any]], one_host: list[list[Any]], way: str) -> None:
+def test_two_hosts_sample_the_same_as_one(found: list[dict[str, Any]], one_host: list[list[Any]], way: str) -> None:
     assert found[0][way] + found[1][way] == one_host
     if way in ("global", "island", "slots", "adaptive"):
         for i, host in enumerate(found):
             assert host[f"workers of {way}"] == [f"host{i}/fast-0" if way == "adaptive" else str(i)]
 
 
-def test_island_uses_the_buffers_of_the_training_mesh_and_waits_for_no_host(found: list[dict[str, Any]]) -> None:
+def test_island_shares_buffers_with_training_and_does_not_wait_for_hosts(found: list[dict[str, Any]]) -> None:
     for host in found:
         taken = host["taken"]
         assert taken["same buffers"] and taken["are local"] and taken["num arrays"] > 20
@@ -64,7 +64,7 @@ def test_island_uses_the_buffers_of_the_training_mesh_and_waits_for_no_host(foun
     assert found[1]["alone"] == found[1]["island"][:2]
 
 
-def test_stop_of_one_host_ends_global_generation_and_only_its_own_island(found: list[dict[str, Any]]) -> None:
+def test_stopping_one_host_ends_global_generation_but_only_its_own_island(found: list[dict[str, Any]]) -> None:
     first, second = found
     assert first["stopped"] == {"global": "stopped", "island": "went on", "adaptive": "went on"}
     assert second["stopped"] == {"global": "stopped", "island": "stopped", "adaptive": "stopped"}
@@ -79,7 +79,7 @@ def fails_on_second(completions, trainer_state):
 """
 
 
-def test_two_hosts_generate_ahead_and_train_as_one_that_waits_until_a_reward_fails(config, monkeypatch):
+def test_two_hosts_with_async_generation_train_like_one(config, monkeypatch):
     """With a learning rate of almost 0, samples equal those of one host that does not generate ahead."""
     (config.parent / "plug.py").write_text(REWARD)
     functions = f"[arithmetic, arithmetic_format, '{config.parent / 'plug.py'}:fails_on_second']"
@@ -122,7 +122,7 @@ HALF = ("rollout.prompts_per_step=2", "algorithm.mini_batch_prompts=1")
 """Half of the sizes per host, so that two hosts have the step of one."""
 
 
-def test_two_hosts_train_ppo_as_one_and_sigterm_at_one_saves_both(full_config: Path) -> None:
+def test_two_hosts_train_ppo_like_one_and_sigterm_at_one_saves_both(full_config: Path) -> None:
     two, one = (full_config.parent / "runs" / name for name in ("two", "one"))
     # A reward model that is measured, but not counted, or all groups would differ.
     judge = (f"reward.model={write_reward_model(full_config.parent / 'judge')}", "reward.model_weight=0")
@@ -188,7 +188,7 @@ def texts(path: Path) -> list[tuple[Any, ...]]:
     return [(r["uid"], r["group_id"], r["completion_token_ids"], r.get("loss_mask")) for r in program.records_of(path)]
 
 
-def test_two_hosts_resume_the_adapters_of_one_and_train_as_one_would(adapted: Path, config: Path) -> None:
+def test_two_hosts_resume_the_adapters_of_one_and_train_like_one(adapted: Path, config: Path) -> None:
     lora = tuple(f"model.lora.{name}={value}" for name, value in LORA.items())
     # Hosts exchange the statistics of what is new, for which about half of the samples end by themselves.
     new = ("algorithm.reward_normalization=each_first", "algorithm.mask_truncated=true", "rollout.stop=['1','2','3']")

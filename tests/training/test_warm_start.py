@@ -64,7 +64,7 @@ def test_resumed_run_keeps_its_start_as_the_reference(finished: Path, config: Pa
     assert_same_run(run, whole, step=3)
 
 
-def test_settings_are_those_of_the_run_without_a_config(finished: Path, tmp_path: Path) -> None:
+def test_warm_start_without_a_config_uses_the_runs_settings(finished: Path, tmp_path: Path) -> None:
     options = settings(f"run.dir={tmp_path}", "logging.report=false", "run.steps=1")
     succeeded(here("train", "--checkpoint", finished, *options))
     (run,) = tmp_path.iterdir()

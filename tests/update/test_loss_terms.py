@@ -43,14 +43,14 @@ def of_tokens(surrogate: SurrogateFn, ratios: list[float], advantages: list[floa
         (DUAL, 0.5, 2.0, -1.0, -1.0),
     ],
 )
-def test_loss_and_slope_in_every_region(surrogate, ratio, advantage, loss, slope):
+def test_loss_and_gradient_in_every_clip_region(surrogate, ratio, advantage, loss, slope):
     def of_logprob(current):
         return surrogate(current, jnp.float32(0), jnp.float32(advantage)).loss
 
     assert jax.value_and_grad(of_logprob)(jnp.log(jnp.float32(ratio))) == pytest.approx((loss, slope), rel=1e-6)
 
 
-def test_each_clip_counts_the_gradients_that_it_cut():
+def test_each_clip_counts_the_gradients_that_it_removed():
     ratios = [0.79, 0.81, 1.29, 1.31, 3.1, 0.79, 0.81, 1.31, 2.9, 3.1]
     once, twice = (of_tokens(surrogate, ratios, [1.0] * 5 + [-1.0] * 5) for surrogate in (CLIPPED, DUAL))
     for result in (once, twice):
@@ -62,7 +62,7 @@ def test_each_clip_counts_the_gradients_that_it_cut():
 
 
 @pytest.mark.parametrize(("difference", "advantage"), [(-1e4, -1.0), (LOG_RATIO_LIMIT + 1, 1.0)])
-def test_extreme_ratios_stay_finite_and_have_no_slope(difference, advantage):
+def test_extreme_ratios_stay_finite_and_have_no_gradient(difference, advantage):
     def loss(current):
         return CLIPPED(current, jnp.float32(0), jnp.float32(advantage)).loss
 
@@ -102,20 +102,20 @@ def test_cispo_counts_bounded_weights_whatever_the_advantage():
 @pytest.mark.parametrize(
     ("estimator", "value", "slope"), [(k1, 0.5, 1.0), (k2, 0.125, 0.5), (k3, np.exp(-0.5) + 0.5 - 1, 1 - np.exp(-0.5))]
 )
-def test_values_and_slopes_at_a_difference_of_one_half(estimator, value, slope):
+def test_kl_values_and_gradients_at_a_difference_of_one_half(estimator, value, slope):
     assert float(estimator(jnp.float32(-1.0), jnp.float32(-1.5))) == pytest.approx(value, rel=1e-6)
     assert float(jax.grad(estimator)(jnp.float32(-1.0), jnp.float32(-1.5))) == pytest.approx(slope, rel=1e-6)
 
 
 @pytest.mark.parametrize("difference", [-1e4, DIFFERENCE_LIMIT + 1])
-def test_k3_of_an_extreme_difference_is_finite_without_slope(difference):
+def test_k3_of_an_extreme_difference_is_finite_without_gradient(difference):
     value, slope = jax.value_and_grad(k3)(jnp.float32(difference), jnp.float32(0))
     limited = np.clip(difference, -DIFFERENCE_LIMIT, DIFFERENCE_LIMIT)
     assert float(value) == pytest.approx(np.exp(-limited) + limited - 1, rel=1e-5)
     assert float(slope) == 0.0
 
 
-def test_k3_keeps_the_digits_of_small_differences():
+def test_k3_is_precise_for_small_differences():
     # exp(-d) + d - 1 = d^2 / 2 - d^3 / 6 + ...; in plain float32 it would round to 0 or to an eps.
     d = 1e-3
     assert float(k3(jnp.float32(d), jnp.float32(0))) == pytest.approx(d**2 / 2 - d**3 / 6, rel=1e-3)

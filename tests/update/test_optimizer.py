@@ -55,7 +55,7 @@ def test_learning_rates_by_hand(fields, expected):
     np.testing.assert_allclose(rates, expected, atol=1e-6)
 
 
-def test_decay_touches_matrices_and_adapters_only():
+def test_weight_decay_applies_only_to_matrices_and_adapters():
     adapted = DecoderDefinition.create(BIASED, lora=LoRAConfig(3, 6.0, ("q_proj",)))
     params = [random_params(one) for one in (adapted, DecoderDefinition.create(MIXTURE))]
     optimizer = make_optimizer(OptimizerSettings(weight_decay=0.5), CONSTANT)
@@ -95,7 +95,7 @@ def test_updates_equal_adamw_with_a_global_norm_clip_in_float64():
     jax.tree.map(lambda p, w: np.testing.assert_allclose(p, w, rtol=1e-5), params, weights)
 
 
-def test_moments_are_stored_in_the_types_of_the_settings():
+def test_moments_are_stored_in_the_dtypes_of_the_settings():
     rng = np.random.default_rng(0)
     params = {"kernel": jnp.float32(rng.normal(size=(64, 2)))}
     stored = {"first_moment": "bfloat16", "second_moment": "bfloat16"}
@@ -167,7 +167,7 @@ def updated(
     [(replace(EVEN, **EXPERTS), None, (1, 2, 2), {}), (DEEP, ADAPTERS, (1, 1, 1), ROUNDED)],
     ids=["experts", "adapters"],
 )
-def test_moments_in_host_memory_change_no_update(architecture, lora, shape, types):
+def test_offloaded_moments_give_equal_updates(architecture, lora, shape, types):
     definition = DecoderDefinition.create(architecture, lora=lora)
     here, expected = updated(definition, shape, offload=False, spoiled=1, **types)
     away, metrics = updated(definition, shape, offload=True, spoiled=1, **types)

@@ -38,12 +38,12 @@ def metrics_of(*batches: TokenBatch) -> dict[str, float]:
     return {name: float(value) for name, value in total.metrics().items()}
 
 
-def test_without_replay_the_load_is_of_the_routers_choices():
+def test_without_replay_the_load_counts_the_routers_choices():
     # Layer 0: [0,1], [2,3], [0,2] = 2, 1, 2, 1 passes; layer 1: [3,2], [3,2], [3,1] = 0, 1, 2, 3; the mean is 1.5.
     assert metrics_of(rows(replays=False)) == {"rollout/fullest_expert": pytest.approx((2 / 1.5 + 3 / 1.5) / 2)}
 
 
-def test_with_replay_the_load_is_of_recorded_experts_and_sets_are_compared():
+def test_with_replay_the_load_counts_recorded_experts():
     # Of the four recorded pairs, [1,0] is the same set as [0,1], and [2,1] and [0,3] are others than [2,3] and [3,2].
     # Layer 0: [1,0], [2,1], live [0,2] = 2, 2, 2, 0; layer 1: [0,3], [3,2], live [3,1] = 1, 1, 1, 3.
     metrics = metrics_of(rows(replays=True))

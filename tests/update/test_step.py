@@ -104,7 +104,7 @@ def test_a_step_moves_every_weight_and_is_counted():
     assert float(second["policy/learning_rate"]) == pytest.approx(0.4)
 
 
-def test_nonfinite_steps_change_no_state_and_are_counted_until_a_good_one():
+def test_nonfinite_steps_are_skipped_and_counted():
     def with_one(field: str, value: float) -> list[PolicyBatch]:
         values = getattr(GOOD[0], field).copy()
         values[tuple(np.argwhere(GOOD[0].tokens.loss_mask)[0])] = value
@@ -154,7 +154,7 @@ def through_merged_kernels() -> Params:
     return jax.tree.map(lambda *parts: sum(parts), *gradients)
 
 
-def test_the_gradient_is_that_through_merged_kernels(through_merged_kernels, adapted):
+def test_gradient_equals_the_gradient_through_merged_kernels(through_merged_kernels, adapted):
     assert all(float(jnp.abs(x).max()) > 1e-6 for x in jax.tree.leaves(through_merged_kernels))
     step, state, frozen = adapted
     found, _ = step.accumulate(state.params, GOOD, TEMPERATURE, frozen)
@@ -175,7 +175,7 @@ def test_an_update_moves_every_adapter_and_no_frozen_weight(adapted):
 @pytest.mark.parametrize(
     ("quantization", "remat", "mesh_shape"), [("int8", "block", (1, 1, 1)), ("nf4", "minimal", (2, 2, 2))], ids=str
 )
-def test_the_gradient_is_that_through_dequantized_kernels(quantization, remat, mesh_shape):
+def test_gradient_equals_the_gradient_through_dequantized_kernels(quantization, remat, mesh_shape):
     pytest.importorskip("qwix", reason="Qwix is not installed: pip install -e '.[qlora]'")
     architecture, mesh = replace(tiny.EVEN, num_layers=1), tiny.make_mesh(mesh_shape)
     definition = DecoderDefinition.create(architecture, lora=ADAPTERS, quantization=quantization)

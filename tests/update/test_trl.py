@@ -170,7 +170,7 @@ def assert_gradient(gradient, theirs: list) -> None:
     assert_trees_close(gradient, expected)
 
 
-def test_numbers_equal_those_stored_of_trl():
+def test_numbers_equal_the_stored_ones_of_trl():
     assert [case["settings"] for case in GOLDEN["grpo"]] == list(CASES)
     assert [case["settings"] for case in GOLDEN["corrections"]] == list(CORRECTION_CASES)
     assert GOLDEN["provenance"].keys() == {"script", "trl", "torch", "date", "seed"}

@@ -151,7 +151,7 @@ def test_scorer_and_every_mini_batch_have_a_ratio_of_one():
     assert metrics["batching/num_micro_batches"] >= 6
 
 
-def test_batches_have_the_logprobs_of_the_roles_even_without_samples():
+def test_batches_have_the_logprobs_of_all_roles_even_without_samples():
     updates: list[Sequence[PolicyBatch]] = []
     of_both: list[ScoredRole] = ["policy", "reference"]
     for roles in (of_both, ()):
@@ -184,7 +184,7 @@ def drawn(step: int = 1, seed: int = 0) -> list[list[list[int]]]:
     return groups_of(select_samples(PAIRS, indices))
 
 
-def test_each_mini_batch_has_one_whole_group_of_every_block():
+def test_each_mini_batch_has_one_group_of_every_block():
     ids = [7, -1, 7, 30, -1, 7, 5, 5, 2]
     samples = [make_sample([i], group_id=group, sample_index=i) for i, group in enumerate(ids)]
     # Groups in the order they came: 7, -1, 30, 5, 2.
@@ -198,7 +198,7 @@ def test_repeated_mini_batches_are_the_same_lists_in_every_epoch():
     assert groups_of([first])[0][0] == [0, 0, 3, 3, 6, 6, 9, 9]
 
 
-def test_shuffled_epochs_hold_every_whole_group_once_and_follow_from_seed_step_and_epoch():
+def test_shuffled_epochs_have_every_group_once_and_depend_on_seed_step_and_epoch():
     first, second = drawn()
     for epoch in (first, second):
         assert sorted(g for part in epoch for g in part) == sorted(s.group_id for s in PAIRS)

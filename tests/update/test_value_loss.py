@@ -83,7 +83,7 @@ def valuer() -> ValueScorer:
     return ValueScorer(DEFINITION, make_mesh(), dtype=FLOAT32)
 
 
-def test_returns_at_masked_tokens_change_nothing():
+def test_returns_at_masked_tokens_have_no_effect():
     def spoiled(s: Sample) -> Sample:
         assert s.returns is not None
         return replace(s, returns=np.where(s.mask, s.returns, np.float32(1e6)))
@@ -91,7 +91,7 @@ def test_returns_at_masked_tokens_change_nothing():
     assert_trees_close(loss_and_gradient(PACKED, [spoiled(s) for s in SAMPLES]), loss_and_gradient(PACKED))
 
 
-def test_a_value_is_that_of_the_state_before_its_token():
+def test_a_value_belongs_to_the_state_before_its_token():
     """It depends on every earlier token and on no later one; the additional value, also on the last token."""
     wide = one_a_row(len(SAMPLES), rows_per_micro_batch=3, num_tokens=18, num_targets=12)
 

@@ -173,7 +173,7 @@ class SlotEngine:
         self._carry_out()
 
     def admit(self, rows: Sequence[RolloutSequence | SuspendedSequence]) -> None:
-        """Puts rows into free slots. Rows without blocks follow before later segments.
+        """Puts rows into free slots; rows without KV blocks wait for a later segment.
 
         All of them must fit into a slot; see `check_fits`.
         """

@@ -85,7 +85,7 @@ class PdsrV1Policy(SchedulingPolicy):
         self._batch = {}
 
     def may_release(self) -> bool:
-        """See `SchedulingPolicy`. One of many probes releases nothing when it ends, but may if it grows too long."""
+        """See `SchedulingPolicy`. The last probe of a batch releases samples, and so may one that grows too long."""
         num_unmeasured = sum(length is None for length in self._batch.values())
         is_near = num_unmeasured == 1 or (num_unmeasured > 1 and self.context.threshold is not None)
         return is_near and bool(self._probes.held_back)

@@ -38,7 +38,7 @@ def config_of(model_type: str, **fields: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
-def test_absent_fields_have_transformers_defaults(model_type):
+def test_missing_fields_have_transformers_defaults(model_type):
     fields = config_of(model_type)
     del fields["rms_norm_eps"]
     ours = architecture_from_config(fields)

@@ -91,7 +91,7 @@ UNKNOWN = "is not supported, because it is unknown in this architecture; use the
         (lambda writer: writer.add_string("llama.rope.scaling.type", "yarn"), "'yarn' is not supported"),
     ],
 )
-def test_what_the_decoder_cannot_do_is_refused_by_name(tmp_path, add, message):
+def test_unsupported_gguf_features_are_refused_by_name(tmp_path, add, message):
     with pytest.raises(InputError, match=message):
         architecture_from_config(open_model(tiny_llama(tmp_path, add)).config)
 

@@ -73,7 +73,7 @@ FAMILY_FIELDS = {
 
 @pytest.mark.parametrize("head", ["ForCausalLM", "ForSequenceClassification"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_tensor_too_many_is_refused_by_name(family, head):
+def test_an_unexpected_tensor_is_refused_by_name(family, head):
     """And one with a row too many. A language model uses a head of its own; a classifier has no place for one."""
     fields = {
         "sliding_window": 8,
@@ -111,7 +111,7 @@ def critic_of(tensors: Tensors) -> Params:
     return load_weights(definition, source, make_mesh(), entries=critic_tensors(definition, source.shapes))
 
 
-def test_a_critic_has_the_trunk_of_a_language_model_and_a_head_of_zeros():
+def test_a_critic_has_a_language_models_trunk_and_a_zero_head():
     params, tensors = random_file(BIASED)
     critic = critic_of(tensors)
     np.testing.assert_array_equal(critic.pop("value"), np.zeros(BIASED.model_dim))
@@ -119,7 +119,7 @@ def test_a_critic_has_the_trunk_of_a_language_model_and_a_head_of_zeros():
     jax.tree.map(np.testing.assert_array_equal, critic, params)
 
 
-def test_a_critic_has_the_only_head_of_a_classifier():
+def test_a_critic_uses_the_head_of_a_classifier_with_one_label():
     _, tensors = random_file(BIASED)
     head = np.arange(BIASED.model_dim, dtype=np.float32)
     both = {**tensors, "score.weight": head[None]}

@@ -56,7 +56,7 @@ def test_a_directory_gives_its_tensors_bit_for_bit(tmp_path):
     assert open_model(str(tmp_path / "tiny")).generation_config == {"eos_token_id": [1, 2]}
 
 
-def test_a_tensor_that_the_index_leaves_out_is_read_and_one_in_two_shards_refused(tmp_path):
+def test_unindexed_tensors_are_read_and_duplicate_ones_refused(tmp_path):
     first, second = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
     *indexed, last = sorted(TENSORS)
     folder = write_sharded_model(tmp_path, dict(zip(indexed, (first, second), strict=True)))
@@ -86,7 +86,7 @@ def test_an_existing_directory_is_taken_before_a_hub_id(tmp_path, monkeypatch):
     assert open_model("owner/model").name == "model"
 
 
-def test_the_fingerprint_is_of_weights_and_config_alone(tmp_path):
+def test_the_fingerprint_depends_only_on_weights_and_config(tmp_path):
     first = open_model(str(write_model(tmp_path / "a"))).fingerprint
     assert open_model(str(write_model(tmp_path / "b"))).fingerprint == first
     trained = TENSORS | {"model.norm.weight": TENSORS["model.norm.weight"] * ml_dtypes.bfloat16(1.01)}
@@ -138,7 +138,7 @@ def test_a_truncated_safetensors_file_is_refused(tmp_path, kept_bytes):
         ({"model.lost.weight": "model-00001-of-00002.safetensors"}, r"'model\.lost\.weight' is not in shard"),
     ],
 )
-def test_an_index_that_leads_elsewhere_is_refused(tmp_path, weight_map, message):
+def test_an_index_that_points_outside_the_folder_is_refused(tmp_path, weight_map, message):
     save_file(TENSORS, tmp_path / "secret.safetensors")
     assert_refused(write_sharded_model(tmp_path / "model", weight_map), message)
 
@@ -164,7 +164,7 @@ def test_quantized_tensors_are_refused_by_name(tmp_path):
         ("owner/model", r"'owner/model' is not a local path, and the newest revision.*HF_HUB_OFFLINE is set"),
     ],
 )
-def test_a_path_that_is_no_model_is_refused(tmp_path, monkeypatch, path, message):
+def test_a_path_without_a_model_is_refused(tmp_path, monkeypatch, path, message):
     (tmp_path / "model.safetensors").touch()
     monkeypatch.chdir(tmp_path)
     with pytest.raises(InputError, match=message):
@@ -211,7 +211,7 @@ def test_a_commit_is_fetched_without_code_and_stays_when_its_branch_moves(hub, t
     assert (pinned.commit, pinned.config) == (old, {"version": 1})
 
 
-def test_a_cached_model_opens_without_a_network_if_it_is_whole(hub, tmp_path, monkeypatch):
+def test_a_complete_cached_model_opens_without_a_network(hub, tmp_path, monkeypatch):
     commit = hub.commit(ID, write_files(tmp_path / "first"))
     fetched = open_model(f"{ID}@main")
     use_hub(monkeypatch, None, tmp_path / "cache")
@@ -221,7 +221,7 @@ def test_a_cached_model_opens_without_a_network_if_it_is_whole(hub, tmp_path, mo
     assert "this machine's cache lacks some of its files" in refusal()
 
 
-def test_refusals_of_the_hub_say_what_to_do(hub, tmp_path, monkeypatch):
+def test_hub_access_errors_say_what_to_do(hub, tmp_path, monkeypatch):
     assert "the newest revision cannot be downloaded" in refusal()
     assert "there is no such model, or it is private; check the id, or log in with HF_TOKEN" in refusal()
     hub.commit(ID, write_files(tmp_path / "first"))

@@ -29,7 +29,7 @@ def test_censored_quantile_by_hand() -> None:
 
 
 @given(st.lists(st.integers(1, 50), min_size=1), st.integers(1, 99))
-def test_without_running_samples_it_is_the_quantile(lengths: list[int], percent: int) -> None:
+def test_censored_quantile_without_running_samples_is_the_quantile(lengths: list[int], percent: int) -> None:
     expected = np.percentile(lengths, percent, method="inverted_cdf")
     assert censored_quantile(lengths, [], percent / 100) == expected
 
@@ -67,7 +67,7 @@ def test_threshold_in_seconds_ignores_samples_counted_in_tokens_only() -> None:
     assert LengthEstimator(window=4, learned=learned).threshold([], percentile=80, min_finished=3) == 9
 
 
-def test_learned_lengths_survive_json_and_are_joined_in_order() -> None:
+def test_learned_lengths_survive_json_and_merge_in_order() -> None:
     first = LearnedLengths({"p": 3.0, "q": 1.0}, (FinishedLength(1, None), FinishedLength(2, 0.5)))
     second = LearnedLengths({"p": 5.0}, (FinishedLength(3, None),))
     assert LearnedLengths.from_json(json.loads(json.dumps(first.to_json()))) == first
@@ -91,7 +91,7 @@ def test_without_waiting_samples_active_rows_share_the_capacity_within_bounds() 
 
 
 @pytest.mark.parametrize("mean", [50.0, 512.0, 100_000.0])
-def test_the_length_with_waiting_samples_loses_least(mean: float) -> None:
+def test_segment_length_with_waiting_samples_minimizes_the_loss(mean: float) -> None:
     lengths = np.arange(1, 2000)
     loss = OVERHEAD_STEPS / lengths + lengths / mean / 2
     assert abs(limits(64, has_waiting=True, mean=mean, least=1).length - lengths[loss.argmin()]) <= 1

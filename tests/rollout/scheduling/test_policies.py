@@ -38,7 +38,7 @@ def test_v1_waits_for_every_probe_and_then_sends_the_longest_prompt_to_heavy() -
     assert admitted(commands, "heavy") == ["p1/s1", "p1/s2"]
 
 
-def test_v1_hands_over_a_probe_at_its_limit_and_calls_its_prompt_heavy() -> None:
+def test_v1_moves_a_probe_at_its_limit_and_marks_its_prompt_heavy() -> None:
     driven = driven_pair("pdsr_v1", probe_limit_tokens=30, heavy_percent=1.0)
     driven.submit(samples(2, 2))
     assert driven.running["fast"].limits.length == 30, "the segment ends at the limit"
@@ -49,7 +49,7 @@ def test_v1_hands_over_a_probe_at_its_limit_and_calls_its_prompt_heavy() -> None
 
 
 @pytest.mark.parametrize(("choice", "state"), [("suspend", SampleState.RUNNING), ("truncate", SampleState.DONE)])
-def test_v1_hands_over_or_truncates_at_the_fast_limit(choice: str, state: SampleState) -> None:
+def test_v1_moves_or_truncates_at_the_fast_limit(choice: str, state: SampleState) -> None:
     driven = driven_pair("pdsr_v1", slots=1, fast_limit_tokens=50, on_fast_limit=choice, heavy_percent=1.0)
     driven.submit(samples(2, 2))
     driven.end("fast", {"p0/s0": 9}, finished=["p0/s0"])
@@ -62,7 +62,7 @@ def test_v1_hands_over_or_truncates_at_the_fast_limit(choice: str, state: Sample
     assert (sample.state, sample.num_tokens) == (state, 50)
 
 
-def test_v1_never_truncates_what_is_heavy() -> None:
+def test_v1_never_truncates_heavy_samples() -> None:
     driven = driven_pair("pdsr_v1", slots=1, fast_limit_tokens=50, on_fast_limit="truncate")
     driven.submit(samples(1, 2))
     assert admitted(driven.end("fast", {"p0/s0": 9}, finished=["p0/s0"]), "heavy") == ["p0/s1"]
@@ -75,7 +75,7 @@ def test_v1_never_truncates_what_is_heavy() -> None:
 # P-DSR v2 --------------------------------------------------------------------------------------------------------
 
 
-def test_v2_judges_a_probe_when_it_ends_or_is_past_the_threshold() -> None:
+def test_v2_classifies_a_probe_at_its_end_or_past_the_threshold() -> None:
     driven = driven_pair("pdsr_v2", slots=4, finished=[10, 20, 30, 40, 50])
     assert driven.scheduler.context.threshold == 40
     assert roles(driven.submit(samples(2, 2))) == {"p0/s0": "probe", "p1/s0": "probe"}
@@ -85,7 +85,7 @@ def test_v2_judges_a_probe_when_it_ends_or_is_past_the_threshold() -> None:
     assert admitted(commands, "fast") == ["p0/s1"] and admitted(commands, "heavy") == ["p1/s1"]
 
 
-def test_v2_is_neutral_until_the_first_threshold_judges_those_that_wait() -> None:
+def test_v2_is_neutral_until_the_first_threshold() -> None:
     driven = driven_pair("pdsr_v2", slots=1, window_min=2, percentile=50.0)
     driven.submit(samples(2, 3))
     assert (driven.rows("fast"), driven.rows("heavy")) == (["p0/s0"], ["p1/s0"])
@@ -94,7 +94,7 @@ def test_v2_is_neutral_until_the_first_threshold_judges_those_that_wait() -> Non
     assert roles(commands) == {"p0/s2": "heavy"} and driven.scheduler.context.threshold == 9
 
 
-def test_v2_trips_the_breaker_hands_over_and_marks_the_prompt_heavy() -> None:
+def test_v2_breaker_moves_the_sample_and_marks_its_prompt_heavy() -> None:
     driven = driven_pair("pdsr_v2", slots=1, fast_limit_tokens=50)
     driven.submit(samples(2, 4))
     assert (driven.rows("fast"), driven.rows("heavy")) == (["p0/s0"], ["p1/s0"])
@@ -107,7 +107,7 @@ def test_v2_trips_the_breaker_hands_over_and_marks_the_prompt_heavy() -> None:
     assert roles(commands) == {"p0/s1": "heavy"}
 
 
-def test_v2_doubles_the_limit_with_every_move_and_then_leaves_the_sample_with_heavy() -> None:
+def test_v2_doubles_the_limit_with_every_move_up_to_max_moves() -> None:
     driven = driven_pair("pdsr_v2", slots=1, fast_limit_tokens=50)
     driven.submit(samples(2, 1))
     assert suspended(driven.end("fast", {"p0/s0": 50})) == [("p0/s0", "breaker")]
@@ -121,7 +121,9 @@ def test_v2_doubles_the_limit_with_every_move_and_then_leaves_the_sample_with_he
 @pytest.mark.parametrize(
     ("short_waits", "heavy_ends", "num_back"), [(False, False, 0), (True, False, 1), (False, True, 4)]
 )
-def test_v2_gives_as_many_stolen_samples_back_as_are_of_use(short_waits: bool, heavy_ends: bool, num_back: int) -> None:
+def test_v2_returns_stolen_samples_only_if_their_slots_are_needed(
+    short_waits: bool, heavy_ends: bool, num_back: int
+) -> None:
     history = {f"p{i}": 90 for i in range(8)} | {"p8": 9}
     driven = driven_pair("pdsr_v2", slots=4, fast_limit_tokens=120, history=history, finished=[40])
     driven.submit(samples(8, 1), close=False)
@@ -161,7 +163,7 @@ def test_limits_in_seconds_end_probes_breakers_and_stealing() -> None:
 
 
 @pytest.mark.parametrize("policy", ["pdsr_v1", "pdsr_v2"])
-def test_prompts_of_an_earlier_epoch_are_judged_without_a_probe(policy: str) -> None:
+def test_prompts_of_an_earlier_epoch_are_classified_without_a_probe(policy: str) -> None:
     driven = driven_pair(policy, slots=4, history={"p0": 5, "p1": 500}, finished=[10, 20, 30, 40, 50])
     commands = driven.submit(samples(3, 3))
     known = {f"p0/s{i}": "fast" for i in range(3)} | {f"p1/s{i}": "heavy" for i in range(3)}
@@ -231,7 +233,7 @@ def test_adaptive_starts_short_samples_before_all_long_ones_end() -> None:
     assert "p0/s1" in order[1:], "a short sample waited for all long ones"
 
 
-def test_adaptive_moves_no_row_while_samples_wait_and_continues_lost_ones_first() -> None:
+def test_adaptive_moves_rows_only_without_waiting_samples() -> None:
     history = {f"p{i}": 10 if i < 8 else 500 for i in range(20)}
     driven = driven_pair("adaptive", slots=4, history=history)
     driven.submit(samples(8, 1), close=False)
@@ -244,7 +246,7 @@ def test_adaptive_moves_no_row_while_samples_wait_and_continues_lost_ones_first(
 
 
 @pytest.mark.parametrize(("moves", "num_left"), [(0, 2), (2, 4)])
-def test_adaptive_spreads_the_last_rows_but_each_only_so_often(moves: int, num_left: int) -> None:
+def test_adaptive_spreads_the_last_rows_up_to_max_moves(moves: int, num_left: int) -> None:
     driven = driven_pair("adaptive", slots=4)
     driven.submit(samples(8, 1))
     for entry in driven.scheduler.samples:

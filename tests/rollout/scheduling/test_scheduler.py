@@ -31,7 +31,7 @@ def test_released_samples_are_forgotten_and_their_prompt_becomes_history() -> No
     assert table["p0/s0"].number == 2, "numbers are never given twice"
 
 
-def test_samples_are_dealt_evenly_to_idle_workers_refill_free_slots_and_wake_idle_workers() -> None:
+def test_samples_are_distributed_evenly_and_refill_free_slots() -> None:
     driven = Driven(make_scheduler())
     for worker in ("a", "b"):
         driven.join(worker, slots=3)
@@ -123,7 +123,7 @@ def worker_with(
     return driven
 
 
-def test_an_acting_row_leaves_its_slot_and_goes_back_before_other_samples() -> None:
+def test_an_acting_row_leaves_its_slot_and_returns_before_other_samples() -> None:
     driven = worker_with(5)
     assert admitted(driven.end("w", {"p0/s0": 5, "p1/s0": 5}, acting=["p0/s0"])) == ["p2/s0"]
     driven.end("w", {"p1/s0": 9, "p2/s0": 4}, acting=["p1/s0"])
@@ -145,7 +145,7 @@ def test_an_episode_can_end_with_an_answer_of_the_environment(finish: str, known
     assert [one.num_tokens for one in lengths.finished] == known, "observations count"
 
 
-def test_acting_rows_lose_their_cache_with_its_worker_and_go_on_elsewhere() -> None:
+def test_acting_rows_of_a_lost_worker_continue_elsewhere() -> None:
     driven = worker_with(3, slots=3)
     rows = {f"p{i}/s0": 5 for i in range(3)}
     driven.end("w", rows, acting=["p0/s0", "p1/s0"])
@@ -159,7 +159,7 @@ def test_acting_rows_lose_their_cache_with_its_worker_and_go_on_elsewhere() -> N
     assert hows(driven.end("v", {"p1/s0": 9, "p2/s0": 9})) == [("p0/s0", 9, "recompute")]
 
 
-def test_a_row_that_its_answer_makes_too_long_goes_on_where_it_fits() -> None:
+def test_a_row_too_long_after_its_answer_continues_where_it_fits() -> None:
     driven = Driven(make_scheduler())
     driven.join("short", slots=1, max_length=20)
     driven.submit(samples(1, 1))
@@ -170,7 +170,7 @@ def test_a_row_that_its_answer_makes_too_long_goes_on_where_it_fits() -> None:
 
 
 @pytest.mark.parametrize(("max_suspended", "num_begun"), [(0, 2), (1, 3), (None, 10), (7, 9)])
-def test_no_more_samples_begin_than_may_be_suspended(max_suspended: int | None, num_begun: int) -> None:
+def test_new_samples_are_limited_by_max_suspended(max_suspended: int | None, num_begun: int) -> None:
     driven = worker_with(20, max_suspended=max_suspended)
     begun = driven.rows("w")
     while rows := driven.rows("w"):
@@ -185,7 +185,7 @@ def test_no_more_samples_begin_than_may_be_suspended(max_suspended: int | None, 
 
 
 @pytest.mark.parametrize("knows_at_once", [True, False])
-def test_segments_end_early_where_turns_end(knows_at_once: bool) -> None:
+def test_segments_end_early_at_turn_ends(knows_at_once: bool) -> None:
     segment = {"min": 10, "max": 9000}
     driven = worker_with(3, slots=3, capacity=9000, segment=segment, has_turns=knows_at_once)
     driven.end_all("w", 5)
@@ -209,7 +209,7 @@ def test_siblings_are_held_back_while_the_probe_acts(policy: str) -> None:
     assert admitted(driven.answer("p0/s0", 9, "stop")) == ["p0/s1", "p0/s2"], "the answer gives the verdict, too"
 
 
-def test_sync_begins_nothing_while_rows_of_a_batch_act() -> None:
+def test_sync_starts_no_samples_while_rows_of_a_batch_act() -> None:
     driven = worker_with(4, policy="sync")
     driven.end("w", {"p0/s0": 5, "p1/s0": 5}, acting=["p0/s0"], finished=["p1/s0"])
     assert driven.rows("w") == []
@@ -226,7 +226,7 @@ def test_acting_rows_count_as_unfinished_in_the_threshold() -> None:
     assert driven.scheduler.context.threshold is None
 
 
-def test_last_rows_are_not_moved_to_a_worker_with_acting_rows() -> None:
+def test_rows_are_not_spread_to_a_worker_with_acting_rows() -> None:
     driven = Driven(make_scheduler())
     driven.join("a", slots=4)
     driven.join("b", slots=4)
