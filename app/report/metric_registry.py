@@ -104,7 +104,7 @@ METRICS = (
         "`data.curriculum`",
         "rises to 1", "far below 1 at the end: few prompts came a second time; use fewer prompts, or more steps"),
     Metric("data/pass_rate_mean",
-        "mean running pass rate of the prompts seen: the accuracy of their samples, judged as in `eval/accuracy`",
+        "mean running pass rate of the prompts seen: the accuracy of their samples, graded as in `eval/accuracy`",
         "rises", "read samples in `rollouts.html`, as for `reward/mean`"),
     Metric("data/pass_rate_{low,middle,high}_fraction",
         "share of the seen prompts whose running pass rate is below 0.1, from 0.1 to 0.9, above 0.9",
@@ -222,7 +222,7 @@ METRICS = (
         "below 1e-3 in bfloat16, below 0.01 with `rollout.weights` or `kv_cache`", "as for the differences"),
     Metric("mismatch/{training,rollout}_ppl",
         "perplexity of the step's completions for the trainer (the policy's scoring pass, or else the update) and for "
-        "the sampler: exp(−mean logprob of a sample's tokens), in the mean over samples; all under `mismatch/` as verl "
+        "the sampler: exp(−mean logprob of a sample's tokens), averaged over samples; all under `mismatch/` as verl "
         "defines it",
         "nearly equal", "as for `rollout/sampler_scorer_logprob_diff_mean`"),
     Metric("mismatch/log_ppl_diff", "mean over samples of log(training perplexity / rollout perplexity)",
@@ -238,7 +238,7 @@ METRICS = (
         "a few percent, with or without `rollout.max_staleness`",
         "the sampler's weights are old or rounded more: lower `rollout.max_staleness`; see `rollout.weights`"),
     Metric("rollout/fullest_expert",
-        "passes through the fullest expert of a layer relative to the mean over its experts, in the mean over layers, "
+        "passes through the fullest expert of a layer relative to the mean over its experts, averaged over layers, "
         "counted like `rollout/route_difference`; only with a mixture of experts",
         "steady over the run", "it rises: the samples become alike, since the router is frozen; see `policy/entropy`"),
     Metric("batching/fill", "share of the update's token positions that are not padding",
@@ -352,7 +352,7 @@ METRICS = (
         "near the percentile of the lengths that `rollout.pdsr` says",
         "null: fewer samples have finished than a threshold needs"),
     Metric("perf/rollout/heavy_share",
-        "share of the judged prompts whose samples were sent to heavy workers in the end",
+        "share of the classified prompts whose samples were sent to heavy workers in the end",
         "near that of the heavy workers' slots", "change `rollout.pdsr.percentile`, or `rollout.workers.*.count`"),
     Metric("perf/rollout/last_verdict_s",
         "seconds from the first submission to the last verdict on a prompt, or the last that the breaker changed",
@@ -364,7 +364,7 @@ METRICS = (
     Metric("perf/rollout/truncated", "number of samples cut off at the limit of a fast worker "
         "(`rollout.pdsr.on_fast_limit: truncate`)",
         "few", "raise `rollout.pdsr.fast_limit_tokens`"),
-    Metric("perf/rollout/suspensions", "number of times that a sample left its worker, to go on later",
+    Metric("perf/rollout/suspensions", "number of times that a sample left its worker to continue later",
         "a few percent of the samples", "as for `breaker_trips`"),
     Metric("perf/rollout/stolen_by_fast", "number of admissions of heavy samples on fast workers",
         "any number", "many: raise `rollout.workers.heavy.count`"),
