@@ -115,7 +115,7 @@ def test_every_setting_has_a_condition_or_is_always_read_or_refused() -> None:
 
 
 @pytest.mark.parametrize(("unused", "condition", "used_with"), UNUSED)
-def test_a_setting_that_nothing_reads_is_named_with_what_would_read_it(unused, condition, used_with):
+def test_an_unused_setting_is_named_with_its_condition(unused, condition, used_with):
     base = ("optimizer.learning_rate=1e-5", *NEEDED.get(condition, ()))
     field, _, value = unused.partition("=")
     resolved = over_defaults(*base, unused)

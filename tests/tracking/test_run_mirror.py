@@ -208,7 +208,7 @@ def test_bucket_that_does_not_exist_is_one_error_on_all_hosts(config: Path, serv
 
 
 @pytest.mark.slow
-def test_run_goes_on_from_its_copy_on_an_empty_disk(config, address, monkeypatch):
+def test_run_continues_from_its_copy_on_an_empty_disk(config, address, monkeypatch):
     chosen = ("run.steps=4", "checkpoint.every_steps=1", "eval.every_steps=0", "checkpoint.keep=9")
     whole = config.parent / "whole"
     succeeded(here("train", "--config", config, *settings(*chosen, f"run.dir={whole}", "run.name=x")))
