@@ -34,9 +34,9 @@ class HostRows:
     """Samples of other hosts have only token ids and the requested fields."""
     plan: MicroBatchPlan
     """Micro-batches of `samples` for this host's devices."""
-    _moves: Moves | None = None
+    _routing: SampleRouting | None = None
 
-    def send_home(self, values: Sequence[Float32[np.ndarray, "C"]]) -> list[Float32[np.ndarray, "C"]]:
+    def return_to_owners(self, values: Sequence[Float32[np.ndarray, "C"]]) -> list[Float32[np.ndarray, "C"]]:
         """Returns the values of the samples that belong to this host, wherever their rows were.
 
         All hosts must call it together.
@@ -44,7 +44,7 @@ class HostRows:
         Args:
             values: one per completion token of `samples`.
         """
-        return list(values) if self._moves is None else self._moves.send_home(values)
+        return list(values) if self._routing is None else self._routing.return_to_owners(values)
 
 
 def fetch_rows(
@@ -63,14 +63,14 @@ def fetch_rows(
     if len(global_plan.num_samples_by_host) == 1:
         return HostRows(samples, global_plan.plan)
     _check_equal_plans(global_plan.plan)
-    moves = Moves.from_plan(global_plan, route_shape)
-    fetched = moves.fetch(samples, fields)
-    index_of = {number: i for i, number in enumerate(moves.numbers_of(moves.here))}.__getitem__
+    routing = SampleRouting.from_plan(global_plan, route_shape)
+    fetched = routing.fetch(samples, fields)
+    index_of = {number: i for i, number in enumerate(routing.numbers_of(routing.process_index))}.__getitem__
     local = [
         replace(one, rows=tuple(tuple(tuple(map(index_of, segment)) for segment in row) for row in one.rows))
         for one in global_plan.local_plan.micro_batches
     ]
-    return HostRows(fetched, MicroBatchPlan(tuple(local)), moves)
+    return HostRows(fetched, MicroBatchPlan(tuple(local)), routing)
 
 
 def _check_equal_plans(plan: MicroBatchPlan) -> None:
@@ -81,10 +81,10 @@ def _check_equal_plans(plan: MicroBatchPlan) -> None:
 
 
 @dataclass(frozen=True)
-class Moves:
+class SampleRouting:
     """Which samples move between which hosts."""
 
-    here: int
+    process_index: int
     """Process index of this host."""
     numbers: Sequence[Sequence[Int64[np.ndarray, "N"]]]
     """Indices of the samples from each host (first index) in the rows of each host (second), ascending."""
@@ -96,7 +96,7 @@ class Moves:
     """Sizes of the routes sent with the samples; None = none."""
 
     @classmethod
-    def from_plan(cls, global_plan: GlobalPlan, route_shape: RouteShape | None) -> Moves:
+    def from_plan(cls, global_plan: GlobalPlan, route_shape: RouteShape | None) -> SampleRouting:
         num_hosts = len(global_plan.num_samples_by_host)
         edges = np.cumsum([0, *global_plan.num_samples_by_host])
         in_rows = [np.sort(_members(global_plan.plan.part(host, num_hosts))) for host in range(num_hosts)]
@@ -127,7 +127,7 @@ class Moves:
         received = self._exchange(self.numbers, sizes, columns)
         return [
             self._to_sample(number, received[number], fields) if number in received else own[number]
-            for number in self.numbers_of(self.here)
+            for number in self.numbers_of(self.process_index)
         ]
 
     def _to_sample(self, number: int, data: Int32[np.ndarray, "numbers"], fields: Sequence[str]) -> Sample:
@@ -142,13 +142,13 @@ class Moves:
             sample = replace(sample, routes=unpack_routes(words, self.route_shape))
         return replace(sample, **dict(_from_int32(field, value) for field, value in zip(fields, values, strict=True)))
 
-    def send_home(self, values: Sequence[Float32[np.ndarray, "C"]]) -> list[Float32[np.ndarray, "C"]]:
-        """Returns the values of this host's samples; see `HostRows.send_home`."""
-        found = dict(zip(self.numbers_of(self.here), values, strict=True))
+    def return_to_owners(self, values: Sequence[Float32[np.ndarray, "C"]]) -> list[Float32[np.ndarray, "C"]]:
+        """Returns the values of this host's samples; see `HostRows.return_to_owners`."""
+        found = dict(zip(self.numbers_of(self.process_index), values, strict=True))
         back = list(zip(*self.numbers, strict=True))
         received = self._exchange(back, self.completion_lengths, lambda number: [_bits(found[number])])
         found |= {number: data.view(np.float32) for number, data in received.items()}
-        own = chain.from_iterable(moved.tolist() for moved in self.numbers[self.here])
+        own = chain.from_iterable(moved.tolist() for moved in self.numbers[self.process_index])
         return [found[number] for number in sorted(own)]
 
     def _exchange(
@@ -169,12 +169,15 @@ class Moves:
         nothing = np.zeros(0, np.int32)
         parts = [
             np.concatenate([nothing, *(array for number in moved.tolist() for array in columns(number))])
-            for moved in (nothing if host == self.here else moved for host, moved in enumerate(numbers[self.here]))
+            for moved in (
+                nothing if host == self.process_index else moved
+                for host, moved in enumerate(numbers[self.process_index])
+            )
         ]
         found: dict[int, np.ndarray] = {}
         for host, data in enumerate(exchange_over_hosts(parts, counts)):
-            if host != self.here:
-                moved = numbers[host][self.here]
+            if host != self.process_index:
+                moved = numbers[host][self.process_index]
                 ends = np.cumsum(sizes[moved])
                 found |= zip(moved.tolist(), np.split(data, ends[:-1]), strict=False)
         return found

@@ -28,7 +28,7 @@ from app.records.jsonl import read_jsonl, to_json_line
 from app.records.run_directory import Resume, RunDirectory, check_run_directory
 from app.records.shared_rows import SharedRows
 from app.records.typed_values import to_json
-from app.reward.function_pool import callables_at_hand
+from app.reward.function_pool import register_callables
 from settings import InputError, load
 from settings.checks.commands import check_for_evaluation, check_for_rollout, check_for_score, check_for_train
 from settings.loading.fields import suggest_fields
@@ -148,7 +148,7 @@ def _call(*, config, overrides, rewards=None) -> Iterator[tuple[str | None, list
     if rewards is not None:
         several = [rewards] if callable(rewards) or isinstance(rewards, str | Mapping) else rewards
         options += set_options({"reward.functions": [_reward_item(reward, callables) for reward in several]})
-    with tempfile.TemporaryDirectory(prefix="grpo-") as folder, callables_at_hand(callables), command_output():
+    with tempfile.TemporaryDirectory(prefix="grpo-") as folder, register_callables(callables), command_output():
         show_progress("loading JAX")
         try:
             yield None if config is None else os.fspath(config), options, Path(folder)

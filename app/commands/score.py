@@ -120,7 +120,7 @@ def score_file(
         return None if summary is None else [summary]
     from app.checkpoint.saved_policy import PolicyCheckpoint
     from app.runtime.pinned_revisions import pin_revisions
-    from app.stages.score import score_logprobs
+    from app.stages.score import score_tokens
 
     saved = [PolicyCheckpoint.open(path) for path in checkpoints]
     outputs: dict[Path, PolicyCheckpoint | None] = {} if saved else {out: None}
@@ -138,4 +138,4 @@ def score_file(
         outputs[file] = one
     if saved:
         resolved = dataclasses.replace(resolved, settings=pin_revisions(resolved.settings, saved[0].run))
-    return score_logprobs(resolved, input=samples, outputs=outputs, role=role, checks_packing=check_packing)
+    return score_tokens(resolved, input=samples, outputs=outputs, role=role, checks_packing=check_packing)

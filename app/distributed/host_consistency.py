@@ -33,7 +33,7 @@ MAX_SHOWN = 120
 """Maximum length of a value shown in an error message."""
 
 
-class Fact(NamedTuple):
+class HostFact(NamedTuple):
     """A property of a host that must be the same on all hosts."""
 
     value: str
@@ -41,7 +41,7 @@ class Fact(NamedTuple):
     """Source of the value, for the error message; it may differ between hosts."""
 
 
-Facts = Mapping[str, Fact]
+HostFacts = Mapping[str, HostFact]
 
 
 def check_hosts_agree(resolved: Resolved, identity: Identity = MappingProxyType({})) -> None:
@@ -55,31 +55,33 @@ def check_hosts_agree(resolved: Resolved, identity: Identity = MappingProxyType(
     if jax.process_count() == 1:
         return
     local = {
-        field: Fact(_comparable(value_of(resolved.settings, field)), resolved.origin(field))
+        field: HostFact(_comparable(value_of(resolved.settings, field)), resolved.origin(field))
         for field in FIELDS
         if field not in PER_HOST_SETTINGS
     }
-    local |= {name: Fact(str(x)) for name, x in {**program_versions(TRAINING_PACKAGES), **identity}.items()}
+    local |= {name: HostFact(str(x)) for name, x in {**program_versions(TRAINING_PACKAGES), **identity}.items()}
     gathered = [json.loads(one) for one in gather_bytes_over_hosts(json.dumps([socket.gethostname(), local]).encode())]
     hosts = [f"host {i} ({name})" for i, (name, _) in enumerate(gathered)]
-    problem = describe_difference(hosts, [{name: Fact(*fact) for name, fact in facts.items()} for _, facts in gathered])
+    problem = describe_difference(
+        hosts, [{name: HostFact(*fact) for name, fact in facts.items()} for _, facts in gathered]
+    )
     if problem is not None:
         raise InputError(problem)
 
 
-def describe_difference(hosts: Sequence[str], facts: Sequence[Facts]) -> str | None:
+def describe_difference(hosts: Sequence[str], facts: Sequence[HostFacts]) -> str | None:
     """Returns an error message with the facts that differ, the first in full; None if all hosts agree."""
     names = dict.fromkeys(name for one in facts for name in one)
-    absent = Fact("missing")
+    absent = HostFact("missing")
     differing = [name for name in names if len({one.get(name, absent).value for one in facts}) > 1]
     if not differing:
         return None
     first, *others = differing
-    hosts_by_fact: dict[Fact, list[str]] = {}
+    hosts_by_fact: dict[HostFact, list[str]] = {}
     for host, one in zip(hosts, facts, strict=True):
         hosts_by_fact.setdefault(one.get(first, absent), []).append(host)
 
-    def shown(fact: Fact) -> str:
+    def shown(fact: HostFact) -> str:
         value = fact.value if len(fact.value) <= MAX_SHOWN else f"{fact.value[: MAX_SHOWN - 3]}..."
         return f"{value} (from {fact.origin})" if fact.origin else value
 

@@ -20,7 +20,14 @@ from app.environments.builtin import ENVIRONMENTS, TOOLS
 from app.environments.interface import StepResult, ToolCall
 from app.environments.tool_functions import Tool, answer_calls
 from app.plugins.loading import LoadError, load_object
-from app.plugins.values import EXTRA_NAME_PATTERN, PlugInValueError, collect_extras, describe_value, finished, to_number
+from app.plugins.values import (
+    EXTRA_NAME_PATTERN,
+    PlugInValueError,
+    collect_extras,
+    describe_value,
+    resolve_awaitable,
+    to_number,
+)
 
 MAX_CHARACTERS = 2**20
 """Maximum characters of an observation, before it is cut to `env.max_observation_tokens`."""
@@ -46,7 +53,7 @@ def load_environment(
         raise LoadError(f"{source} is {describe_value(made)}, not a class or a function that makes an environment")
 
     def make() -> AdaptedEnvironment:
-        return AdaptedEnvironment(finished(made()) if made else None, shared)
+        return AdaptedEnvironment(resolve_awaitable(made()) if made else None, shared)
 
     return make, [tool.schema for tool in make().tools.values()]
 
@@ -93,7 +100,7 @@ class AdaptedEnvironment:
         given = {**columns, "seed": seed}
         if not any(p.kind == p.VAR_KEYWORD for p in parameters.values()):
             given = {name: value for name, value in given.items() if name in parameters}
-        opening = finished(self._environment.reset(**given))
+        opening = resolve_awaitable(self._environment.reset(**given))
         if isinstance(opening, tuple) and len(opening) == 2 and isinstance(opening[1], Mapping):  # Gymnasium
             opening = opening[0]
         if opening is None:
@@ -120,7 +127,7 @@ class AdaptedEnvironment:
         result = StepResult(terminated=not calls)
         if self._has_step and (others or not calls):
             step = self._environment.step
-            result = read_step(finished(step(text, others) if self._takes_calls else step(text)), bool(others))
+            result = read_step(resolve_awaitable(step(text, others) if self._takes_calls else step(text)), bool(others))
         told: list[Any] = [*result.messages]
         messages = [*results, *told]
         if [message["role"] for message in told[: len(others)]] == ["tool"] * len(others):
@@ -135,7 +142,7 @@ class AdaptedEnvironment:
     def score(self) -> dict[str, float]:
         """Returns the rewards for the whole episode by name."""
         method = getattr(self._environment, "score" if self._has_step else "get_reward", None)
-        scores = finished(method()) if callable(method) else None
+        scores = resolve_awaitable(method()) if callable(method) else None
         if not isinstance(scores, Mapping):
             return {} if scores is None else {"score": to_number(scores)}
         if wrong := [name for name in scores if not isinstance(name, str) or not EXTRA_NAME_PATTERN.fullmatch(name)]:
@@ -144,7 +151,7 @@ class AdaptedEnvironment:
 
     def close(self) -> None:
         if self._is_reset and callable(method := getattr(self._environment, "close", None)):
-            finished(method())
+            resolve_awaitable(method())
 
 
 def read_step(result: Any, has_calls: bool) -> StepResult:

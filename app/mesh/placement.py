@@ -27,7 +27,7 @@ def num_local_row_shards(mesh: Mesh) -> int:
     return num_row_shards(mesh) // num_hosts(mesh)
 
 
-def check_rows_per_host(mesh: Mesh) -> None:
+def check_tp_within_hosts(mesh: Mesh) -> None:
     """Checks that all hosts have whole rows and the same number of rows.
 
     Raises:

@@ -27,7 +27,7 @@ UNRECORDED = 255
 """Stands for all experts of a token in a layer without recorded ones."""
 
 
-class Places(NamedTuple):
+class ExpertDispatch(NamedTuple):
     """Positions of the copies of tokens, one per chosen expert, sorted by expert."""
 
     order: Int32[Array, "M"]
@@ -119,7 +119,7 @@ def _add_own_experts(
     groups = jnp.where(is_own, chosen - ids[0], len(ids)).reshape(-1)
     order = jnp.argsort(groups, stable=True)
     sizes = jnp.sum(groups[:, None] == jnp.arange(len(ids)), axis=0, dtype=jnp.int32)
-    places = Places(order, jnp.argsort(order), jnp.sum(sizes))
+    places = ExpertDispatch(order, jnp.argsort(order), jnp.sum(sizes))
     y = dispatch(x, arch.experts_per_token, places)
     gate, up = (
         keep_result(grouped_product(y, weights[name], sizes), PROJECTION_CHECKPOINT_NAME) for name in ("gate", "up")
@@ -169,13 +169,13 @@ def unpack_routes(words: Int32[np.ndarray, "*rows W"], shape: RouteShape) -> UIn
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def dispatch(x: Float[Array, "T D"], copies: int, places: Places) -> Float[Array, "M D"]:
+def dispatch(x: Float[Array, "T D"], copies: int, places: ExpertDispatch) -> Float[Array, "M D"]:
     """Returns copies of each row, sorted: y[m] = x[order[m] // copies]. Its gradient is `combine`."""
     return x[places.order // copies]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def combine(y: Float[Array, "M D"], copies: int, places: Places) -> Float[Array, "T D"]:
+def combine(y: Float[Array, "M D"], copies: int, places: ExpertDispatch) -> Float[Array, "T D"]:
     """Returns the sum of the used copies of each row, added in float32. Its gradient is `dispatch`."""
     used = jnp.where((places.back < places.num_used)[:, None], y[places.back], 0)
     return jnp.sum(used.reshape(-1, copies, y.shape[1]), axis=1, dtype=jnp.float32).astype(y.dtype)

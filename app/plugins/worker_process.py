@@ -222,7 +222,7 @@ def describe_exit(status: int) -> str:
     return f"its process ended with exit code {status}"
 
 
-def lend_variables(names: Sequence[str]) -> None:
+def allow_variables(names: Sequence[str]) -> None:
     """Checks that the variables of `plugins.env_vars` are set, and makes `redact` hide their values.
 
     Raises:

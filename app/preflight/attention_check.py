@@ -69,7 +69,7 @@ def check_attention(
             ]
         ).max(axis=0)
         decoding = [
-            decode_differences(policy, mesh, dtype, window=window, block=block, block_size=decode_block)
+            decode_attention_errors(policy, mesh, dtype, window=window, block=block, block_size=decode_block)
             for window in _windows(policy)
         ]
         differences = np.concatenate([differences, np.max(decoding, axis=0)])
@@ -142,7 +142,7 @@ def attention_differences(
     return _largest_differences([*map(to_local, ours)], exact)
 
 
-def decode_differences(
+def decode_attention_errors(
     architecture: Architecture,
     mesh: Mesh,
     dtype: jnp.dtype,

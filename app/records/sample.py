@@ -170,7 +170,7 @@ class Sample:
         return replace(self, prompt=prompt) if np.array_equal(self.prompt.token_ids, prompt.token_ids) else None
 
     @property
-    def token_versions(self) -> Int32[np.ndarray, "C"]:
+    def token_policy_versions(self) -> Int32[np.ndarray, "C"]:
         """The version of the policy that sampled each token."""
         if self.policy_versions is not None:
             return self.policy_versions

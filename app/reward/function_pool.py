@@ -88,7 +88,7 @@ def open_pool(
     """Returns the pool of a function, which the stack closes.
 
     Args:
-        name: its name in `callables_at_hand`, if it is a Python function.
+        name: its name in `register_callables`, if it is a Python function.
         setting: the setting that names it.
 
     Raises:
@@ -103,7 +103,7 @@ def open_pool(
 
 
 @contextmanager
-def callables_at_hand(functions: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
+def register_callables(functions: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
     """Makes Python functions available inside the block, by reward name or setting."""
     _callables.update(functions)
     try:

@@ -12,7 +12,7 @@ import numpy as np
 
 from app.plugins.pool import WorkersLostError
 from app.plugins.values import Failure
-from app.plugins.worker_process import lend_variables
+from app.plugins.worker_process import allow_variables
 from app.records.sample import Episode, Sample
 from app.reward.aggregate import (
     ALL_ABSTAINED,
@@ -161,7 +161,7 @@ class RewardFunctions:
         """One line per plug-in that describes how it is called."""
 
     def __enter__(self) -> RewardFunctions:
-        lend_variables(self._plugins.env_vars)
+        allow_variables(self._plugins.env_vars)
         with self._exit_stack:
             self._functions = [self._make_function(item) for item in self._settings.functions]
             if self._held_out_columns is not None:

@@ -26,7 +26,7 @@ from app.plugins.values import (
     collect_extras,
     describe_value,
     failure_of,
-    finished,
+    resolve_awaitable,
     to_number,
 )
 from app.plugins.worker_program import start
@@ -90,7 +90,7 @@ def call_function(function: Callable[..., Any], request: Mapping[str, Any]) -> d
     }
     arguments |= {name: for_function[name] for name in request["trainer_arguments"]}
     try:
-        result = finished(function(**arguments))
+        result = resolve_awaitable(function(**arguments))
         if "token_counts" in request:
             return {"outcomes": estimator_outcomes(result, request["token_counts"])}
         if request["is_batch"]:

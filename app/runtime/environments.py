@@ -10,7 +10,7 @@ from typing import Any
 
 from app.environments.episode_pool import EpisodePool
 from app.plugins.values import one_line
-from app.plugins.worker_process import lend_variables
+from app.plugins.worker_process import allow_variables
 from app.prompts.observation_encoder import ObservationEncoder
 from app.prompts.tokenizer import Tokenizer
 from app.prompts.tool_calls import resolve_format, turn_calls
@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 def open_pool(settings: Settings) -> EpisodePool:
     """Opens a pool, without a process yet; raises InputError if a variable of `plugins.env_vars` is not set."""
-    lend_variables(settings.plugins.env_vars)
+    allow_variables(settings.plugins.env_vars)
     return EpisodePool(settings.env, settings.plugins)
 
 

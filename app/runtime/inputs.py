@@ -11,7 +11,7 @@ import numpy as np
 
 from app.advantage.custom_estimator import SETTING as ESTIMATOR_SETTING
 from app.advantage.custom_estimator import CustomEstimator
-from app.plugins.worker_process import lend_variables
+from app.plugins.worker_process import allow_variables
 from app.prompts.completions import CompletionEncoder, encode_completions
 from app.prompts.data_sources import evenly_spaced, load_held_out_data, load_training_data
 from app.prompts.dataset import Dataset, DatasetRow
@@ -74,7 +74,7 @@ def open_custom_estimator(settings: Settings, rows: PromptsOrRows) -> Iterator[C
     if name is None or not settings.algorithm.has_custom_estimator:
         yield None
         return
-    lend_variables(settings.plugins.env_vars)
+    allow_variables(settings.plugins.env_vars)
     with ExitStack() as stack:
         pool = open_pool(name, settings.plugins, stack, name=ESTIMATOR_SETTING, setting=ESTIMATOR_SETTING)
         columns = data_columns(settings, rows)

@@ -142,7 +142,7 @@ class RewardModel:
         pieces = self.batcher(conversations, self.mesh)
         run = self.valuer.run_scanned if self.uses_scan else self.valuer.run_looped
         rows = fetch_rows(conversations, pieces, READ_BY_SCORING)
-        values = iter(rows.send_home(self.valuer.per_token(self.params, rows.samples, rows.plan, runner=run)))
+        values = iter(rows.return_to_owners(self.valuer.per_token(self.params, rows.samples, rows.plan, runner=run)))
         outcomes = []
         for text in texts:
             score = math.nan if isinstance(text, Failure) else float(next(values)[-1])

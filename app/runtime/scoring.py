@@ -191,7 +191,7 @@ class ScoringSession:
             temperature=self.settings.rollout.temperature,
             runner=self._batch_runner(scorer, role),
         )
-        scored = zip(samples, rows.send_home(logprobs), strict=True)
+        scored = zip(samples, rows.return_to_owners(logprobs), strict=True)
         return [replace(sample, **{f"{role}_logprobs": x}) for sample, x in scored], plan
 
     def _score_values(
@@ -204,7 +204,7 @@ class ScoringSession:
         plan = batcher(inputs, self.mesh)
         rows, valuer = fetch_rows(inputs, plan, READ_BY_SCORING), self.critic.valuer
         values = valuer.per_token(params, rows.samples, rows.plan, runner=self._batch_runner(valuer, "critic"))
-        return [replace(s, values=x) for s, x in zip(samples, rows.send_home(values), strict=True)], plan
+        return [replace(s, values=x) for s, x in zip(samples, rows.return_to_owners(values), strict=True)], plan
 
     def _batch_runner(self, scorer: PackedForward, role: ScoredRole) -> BatchRunner:
         return scorer.run_scanned if self.settings.score.is_scanned(role) else scorer.run_looped
@@ -235,7 +235,7 @@ def open_mesh(settings: Settings, *, set_aside: Collection[int] = ()) -> Mesh:
     with jax.set_mesh(mesh):
         # Raises InputError if `model.attention` is `kernel` and these devices have no kernel for any row length.
         platform_blocking(1, 1, settings.model.dtype, settings.model.attention, group_size=1)
-    placement.check_rows_per_host(mesh)
+    placement.check_tp_within_hosts(mesh)
     return mesh
 
 

@@ -45,7 +45,7 @@ def blocks_in_memory(engine: SlotEngine, *, held_bytes: int, truncates: bool) ->
     weight_bytes, pool_bytes = map(bytes_per_device, (programs.abstract_weights, programs.abstract_pool))
     if available is None or held_bytes + weight_bytes + POOL_COPIES * pool_bytes <= SURE_SHARE * available:
         return None
-    few, more = programs.with_scarce_blocks(1), programs.with_scarce_blocks(2)
+    few, more = programs.with_blocks_for_rows(1), programs.with_blocks_for_rows(2)
     if few.num_blocks == more.num_blocks:
         return None  # one slot on each device
     room = int((1 - SPARE_SHARE) * available) - held_bytes

@@ -138,7 +138,7 @@ def run_benchmark(
         "input": None if input is None else str(input),
         "settings": rule._asdict(),
         "cases": [asdict(timing) for timing in timings],
-        "conclusion": conclude([timing for timing in timings if timing.backend != "copy"]),
+        "conclusion": describe_fastest([timing for timing in timings if timing.backend != "copy"]),
     }
     write_atomic(folder / "bench.json", json.dumps(report, indent=2).encode() + b"\n")
     title = f"GAE on {device}: median of {NUM_REPEATS} warm calls, shaded up to the 90th percentile"
@@ -345,7 +345,7 @@ def loop_over_time(
     return result
 
 
-def conclude(cases: Sequence[BackendTiming]) -> str:
+def describe_fastest(cases: Sequence[BackendTiming]) -> str:
     """Returns, for each shape and kind of rows, the fastest backend, compared with the loop and with `auto`."""
     lines = []
     for (shape, rows), group in groupby(cases, key=lambda case: (case.shape, case.rows)):

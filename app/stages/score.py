@@ -69,7 +69,7 @@ class SavedNetworks(Protocol):
     ) -> Params: ...
 
 
-def score_logprobs(
+def score_tokens(
     resolved: Resolved,
     *,
     input: Path,

@@ -202,7 +202,7 @@ def async_metrics(samples: Sequence[Sample], *, step: int, num_ready: int) -> di
     Args:
         num_ready: number of rounds of this host that were complete when the step began.
     """
-    lags = np.concatenate([(step - 1 - s.token_versions)[s.mask] for s in samples])
+    lags = np.concatenate([(step - 1 - s.token_policy_versions)[s.mask] for s in samples])
     total, count = sum_over_hosts(np.asarray([lags.sum(), len(lags)], np.int64)).tolist()
     oldest, fewest_ready = max_over_hosts(np.asarray([lags.max(initial=0), -num_ready], np.int64)).tolist()
     return {

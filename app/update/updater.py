@@ -78,7 +78,7 @@ class PolicyBatchPacker:
             policy_logprobs=scored_logprobs("policy"),
             reference_logprobs=scored_logprobs("reference"),
             sample_reducer=(
-                pack_sample_reducer(samples, micro_batch)
+                make_sample_reducer(samples, micro_batch)
                 if self.needs_sample_reducer or self.measures_mismatch
                 else None
             ),
@@ -86,7 +86,7 @@ class PolicyBatchPacker:
         )
 
 
-def pack_sample_reducer(samples: Sequence[Sample], micro_batch: MicroBatch) -> SampleReducer:
+def make_sample_reducer(samples: Sequence[Sample], micro_batch: MicroBatch) -> SampleReducer:
     alone = StepTotals(num_tokens=0, num_samples=1)
     return SampleReducer(
         weights=pack_per_token(samples, micro_batch, lambda s: sequence_mean_token_mean(s, alone)),

@@ -12,7 +12,7 @@ import pytest
 import grpo
 from app.advantage.custom_estimator import SETTING, CustomEstimator
 from app.records.sample import Sample
-from app.reward.function_pool import callables_at_hand, open_pool
+from app.reward.function_pool import open_pool, register_callables
 from app.runtime.health_checks import RewardError
 from settings import load
 from settings.errors import InputError
@@ -28,7 +28,7 @@ REWARDS = np.array([1.0, 0.0, 2.0])
 @contextmanager
 def opened(function: Callable[..., Any] | str, *, drops: bool = False) -> Iterator[CustomEstimator]:
     name = function if isinstance(function, str) else "callable:f"
-    with callables_at_hand({} if isinstance(function, str) else {SETTING: function}), ExitStack() as stack:
+    with register_callables({} if isinstance(function, str) else {SETTING: function}), ExitStack() as stack:
         pool = open_pool(name, PluginSettings(timeout_s=1.0), stack, name=SETTING, setting=SETTING)
         yield CustomEstimator(pool, columns_of(SAMPLES), drops_failures=drops)
 

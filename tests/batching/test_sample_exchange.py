@@ -77,7 +77,7 @@ def assert_rows_have_their_samples(host: int, hosts: list[list[Sample]], batcher
             np.testing.assert_array_equal(getattr(found, name), getattr(sent, name))
             assert getattr(found, name).dtype == getattr(sent, name).dtype
         np.testing.assert_array_equal(routes_of(found), routes_of(sent))
-    back = rows.send_home([2 * sample.behavior_logprobs for sample in rows.samples])
+    back = rows.return_to_owners([2 * sample.behavior_logprobs for sample in rows.samples])
     for sample, values in zip(hosts[host], back, strict=True):
         np.testing.assert_array_equal(values, 2 * sample.behavior_logprobs)
     return sum(all(found is not own for own in hosts[host]) for found in rows.samples)
@@ -127,4 +127,4 @@ def test_fetch_rows_copies_nothing_on_one_host() -> None:
     rows = fetch_rows(samples, plan, FIELDS)
     values = [sample.behavior_logprobs for sample in samples]
     assert rows.samples is samples and rows.plan is plan.plan
-    assert all(back is sent for back, sent in zip(rows.send_home(values), values, strict=True))
+    assert all(back is sent for back, sent in zip(rows.return_to_owners(values), values, strict=True))

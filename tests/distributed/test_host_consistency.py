@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from app.distributed.host_consistency import Fact, describe_difference
+from app.distributed.host_consistency import HostFact, describe_difference
 from app.model.architecture import Architecture
 from app.records.run_directory import RunDirectory
 from app.records.versions import code_digest
@@ -21,14 +21,14 @@ HOSTS = ("host 0 (a)", "host 1 (b)", "host 2 (c)")
 
 
 def test_a_difference_between_hosts_lists_values_and_origins():
-    same = {"rollout.group_size": Fact("8", "--set")}, {"rollout.group_size": Fact("8", "env:NUM_PRE_Q")}
+    same = {"rollout.group_size": HostFact("8", "--set")}, {"rollout.group_size": HostFact("8", "env:NUM_PRE_Q")}
     assert describe_difference(HOSTS[:2], same) is None
     text = describe_difference(
         HOSTS,
         [
-            {"a": Fact("1"), "rollout.group_size": Fact("8", "--set"), "run.seed": Fact("0")},
-            {"a": Fact("1"), "rollout.group_size": Fact("4", "env:NUM_PRE_Q"), "run.seed": Fact("1")},
-            {"a": Fact("1"), "rollout.group_size": Fact("8", "--set"), "run.seed": Fact("0")},
+            {"a": HostFact("1"), "rollout.group_size": HostFact("8", "--set"), "run.seed": HostFact("0")},
+            {"a": HostFact("1"), "rollout.group_size": HostFact("4", "env:NUM_PRE_Q"), "run.seed": HostFact("1")},
+            {"a": HostFact("1"), "rollout.group_size": HostFact("8", "--set"), "run.seed": HostFact("0")},
         ],
     )
     assert text is not None
@@ -36,7 +36,7 @@ def test_a_difference_between_hosts_lists_values_and_origins():
         "rollout.group_size: the hosts differ: 8 (from --set) on host 0 (a), host 2 (c); "
         "4 (from env:NUM_PRE_Q) on host 1 (b) (they also differ in run.seed). Start the same command"
     )
-    told = describe_difference(HOSTS[:2], [{"critic": Fact("x" * 500)}, {}])
+    told = describe_difference(HOSTS[:2], [{"critic": HostFact("x" * 500)}, {}])
     assert told is not None
     assert "missing on host 1 (b)" in told
     assert f"{'x' * 117}... on host 0 (a)" in told
@@ -88,7 +88,7 @@ os.environ["HOME"] = str(other / str(host))
 import jax, numpy as np
 from app.mesh.device_mesh import make_mesh
 from app.mesh.jax_startup import initialize_distributed
-from app.mesh.placement import check_rows_per_host, row_sharding, to_global, to_local
+from app.mesh.placement import check_tp_within_hosts, row_sharding, to_global, to_local
 from app.distributed.host_consistency import check_hosts_agree
 from app.distributed.host_files import is_seen_by_all
 from app.distributed.collectives import error_barrier
@@ -116,7 +116,7 @@ def fail_there(error):
 
 def rows_of(shape):
     mesh = make_mesh(resolved.settings.mesh.model_copy(update={"shape": shape}))
-    check_rows_per_host(mesh)
+    check_tp_within_hosts(mesh)
     own = np.arange(8) + 8 * host
     assert to_local(to_global(mesh, own)).tolist() == own.tolist()
     numbers = jax.jit(lambda: jax.numpy.arange(16), out_shardings=row_sharding(mesh))()

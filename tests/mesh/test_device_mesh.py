@@ -76,7 +76,7 @@ def test_hosts_with_different_numbers_of_devices_are_refused():
 def test_the_rows_of_a_host_are_contiguous(shape):
     mesh = DeviceMesh(np.array(devices_of(4, 4)).reshape(shape), AXES)
     assert is_grouped_by_host(mesh) and num_hosts(mesh) == 2
-    placement.check_rows_per_host(mesh)
+    placement.check_tp_within_hosts(mesh)
     first, second, third, fourth = devices_of(2, 2)
     assert not is_grouped_by_host(DeviceMesh(np.array([first, third, second, fourth]).reshape(4, 1, 1), AXES))
 
@@ -93,7 +93,7 @@ def test_tp_across_hosts_is_refused_with_valid_values(shape, per_host, found):
     mesh = DeviceMesh(np.array(devices_of(*per_host)).reshape(shape), AXES)
     fitting = " or ".join(str(n) for n in range(1, per_host[0] + 1) if per_host[0] % n == 0)
     with pytest.raises(InputError, match=re.escape(f"mesh.shape: {found}")) as caught:
-        placement.check_rows_per_host(mesh)
+        placement.check_tp_within_hosts(mesh)
     assert str(caught.value).endswith(f"keep tp within a host: {fitting}")
 
 

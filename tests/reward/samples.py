@@ -10,7 +10,7 @@ import numpy as np
 
 from app.records.sample import Messages, Prompt, Sample
 from app.reward.aggregate import RewardedSamples
-from app.reward.function_pool import callables_at_hand
+from app.reward.function_pool import register_callables
 from app.reward.plugin import StepInfo
 from app.reward.plugin_signature import DataColumns
 from app.reward.reward_functions import RewardFunctions
@@ -56,7 +56,7 @@ def score(functions: Sequence[str | Mapping[str, Any]], samples: Sequence[Sample
 
 def score_by(function: Callable[..., Any], samples: Sequence[Sample], **settings: Any) -> RewardedSamples:
     """Scores by a function of this process, without workers."""
-    with callables_at_hand({"f": function}):
+    with register_callables({"f": function}):
         return score([{"name": "f", "function": "callable:f"}], samples, **settings)
 
 

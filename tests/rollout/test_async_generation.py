@@ -86,7 +86,7 @@ def test_each_token_records_its_policy_version() -> None:
         samples = generation.collect_round()
     kinds = set()
     for sample, whole in zip(samples, expected(), strict=True):
-        versions, length = sample.token_versions.tolist(), len(sample.completion_ids)
+        versions, length = sample.token_policy_versions.tolist(), len(sample.completion_ids)
         drawn = versions.count(KEY)
         assert versions == [KEY] * drawn + [KEY + 1] * (length - drawn)
         np.testing.assert_array_equal(sample.completion_ids[:drawn], whole.completion_ids[:drawn])

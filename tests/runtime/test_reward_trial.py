@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from app.records.typed_values import to_text
-from app.reward.function_pool import callables_at_hand
+from app.reward.function_pool import register_callables
 from app.runtime.reward_trial import indifference_warnings
 from settings.errors import InputError
 from tests.reward.samples import make_prompt, make_sample, opened
@@ -19,7 +19,7 @@ def found_for(function: Any, answer: Any, *others: str) -> list[str]:
     samples = [make_sample(text, prompt, index=index) for index, text in enumerate(texts)]
     named: list[Any] = [function if isinstance(function, str) else {"name": "f", "function": "callable:f"}]
     functions: dict[str, Any] = {"f": function}
-    with callables_at_hand(functions), opened(named, samples) as rewards:
+    with register_callables(functions), opened(named, samples) as rewards:
         tried = rewards.try_functions(samples)
         return indifference_warnings(rewards, samples, tried)
 

@@ -116,7 +116,7 @@ def test_kv_blocks_fill_the_memory_left_by_compiled_programs(monkeypatch, caplog
     set_memory(monkeypatch, int((held + arrays) / slot_choice.SURE_SHARE) + 1)
     assert blocks_in_memory(engine, held_bytes=held, truncates=False) is None
     assert "compiling" not in caplog.text
-    first = programs.with_scarce_blocks(1).num_blocks
+    first = programs.with_blocks_for_rows(1).num_blocks
     needed, more = (needed_bytes(programs, num_blocks) for num_blocks in (first, first + 1))
     # The prefill of prompt and completion, which recomputes preempted samples, needs more than that of four prompts.
     assert needed["recompute"] > max(needed["prefill"], needed["decode"])

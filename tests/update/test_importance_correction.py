@@ -14,7 +14,7 @@ from app.batching.token_batch import pack_per_token
 from app.records.sample import Sample
 from app.update import ratios
 from app.update.kl import k3
-from app.update.updater import pack_sample_reducer
+from app.update.updater import make_sample_reducer
 from tests.tiny import PLAIN_LOSS, assert_trees_close, make_sample, plan_of
 from tests.update.table_policy import (
     AGGREGATIONS,
@@ -87,7 +87,7 @@ def corrected(correction: ratios.ImportanceCorrection, samples: Sequence[Sample]
     """Returns the correction of all samples in one row, in the order of the samples."""
     (micro_batch,) = plan_of([range(len(samples))], rows_per_micro_batch=1, num_tokens=40, num_targets=16).micro_batches
     log_weights = pack_per_token(samples, micro_batch, lambda s: np.where(s.mask, -s.behavior_logprobs, 0.0))
-    found = jax.jit(correction)(log_weights, pack_sample_reducer(samples, micro_batch))
+    found = jax.jit(correction)(log_weights, make_sample_reducer(samples, micro_batch))
     length = sum(len(s.completion_ids) for s in samples)
     return jax.tree.map(lambda x: np.asarray(x)[0, :length].tolist(), found)
 

@@ -288,7 +288,7 @@ class SlotPrograms:
             specs["recompute"] = self._prefill_program(1, shapes.used_recompute_buckets[-1])
         return {name: self._lower(spec) for name, spec in specs.items()}
 
-    def with_scarce_blocks(self, num_rows: int) -> SlotPrograms:
+    def with_blocks_for_rows(self, num_rows: int) -> SlotPrograms:
         """Returns programs for the same slots, with blocks for `num_rows` full rows on each device."""
         scarce = replace(self, shapes=self.shapes._replace(has_large_blocks=False))
         return replace(scarce, shapes=scarce.shapes._replace(num_blocks=scarce._blocks_for_rows(num_rows)))

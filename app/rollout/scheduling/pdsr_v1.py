@@ -127,7 +127,7 @@ class PdsrV1Policy(SchedulingPolicy):
         self._batch.pop(prompt, None)
 
     def _find(self, worker: WorkerState) -> tuple[str, SampleRole] | None:
-        return self.context.first_served(self._queues, SERVED_BY, worker)
+        return self.context.first_servable(self._queues, SERVED_BY, worker)
 
     def next_sample(self, worker: WorkerState) -> tuple[str, SampleRole] | None:
         found = self._find(worker)

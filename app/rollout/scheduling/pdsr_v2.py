@@ -135,7 +135,7 @@ class PdsrV2Policy(SchedulingPolicy):
 
         Samples that tripped a breaker are stolen last: they would probably trip the next one as well.
         """
-        own = self.context.first_served(self._queues, SERVED_BY, worker)
+        own = self.context.first_servable(self._queues, SERVED_BY, worker)
         if own is not None:
             return own
         for source in STOLEN:

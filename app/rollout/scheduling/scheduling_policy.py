@@ -199,7 +199,7 @@ class SchedulingContext:
             return first
         return next((uid for uid in queue.uids() if worker.fits(self.samples[uid])), None)
 
-    def first_served(
+    def first_servable(
         self, queues: Mapping[QueueName, PriorityQueue], served_by: Mapping[QueueName, WorkerKind], worker: WorkerState
     ) -> tuple[str, QueueName] | None:
         """Returns the first fitting sample and its queue, among the queues that a worker serves.

@@ -88,7 +88,7 @@ class AsyncRollout:
         if isinstance(done, BaseException):
             self._outbox.put(done)
             raise done
-        self._workers.add_metrics(done.metrics)
+        self._workers.store_metrics(done.metrics)
         self._workers.record_lengths(done.lengths)
         return [
             self._workers.to_sample(row, first_group_id + number // self._request.group_size, self._request)

@@ -147,7 +147,7 @@ class RolloutWorkerPool(SampleGenerator):
         )
 
     def _record_results(self, executor: RolloutExecutor, request: GenerationRequest) -> None:
-        self.add_metrics(schedule_metrics(self.records))
+        self.store_metrics(schedule_metrics(self.records))
         lengths: dict[str, list[int]] = {}
         for entry in executor.scheduler.samples:
             if entry.state is not SampleState.DONE:
@@ -189,7 +189,7 @@ class RolloutWorkerPool(SampleGenerator):
         for worker in self.workers:
             worker.shut_down()
 
-    def add_metrics(self, metrics: ScheduleMetrics) -> None:
+    def store_metrics(self, metrics: ScheduleMetrics) -> None:
         """Stores the metrics of a rollout, or of a part of one, until they are taken."""
         self._metrics.append(metrics)
 
