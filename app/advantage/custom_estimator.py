@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Float
@@ -30,12 +29,6 @@ SETTING = "algorithm.estimator"
 ARGUMENTS = ("rewards", "lengths", "group_ids", "policy_versions")
 """Arguments besides the columns and texts that reward functions get: rewards (minus a KL penalty, if any), numbers of
 completion tokens, groups, and versions of the sampling policy."""
-
-
-class CustomAdvantages(NamedTuple):
-    samples: list[Sample]
-    failures: Sequence[tuple[str, Failure]]
-    """Uids of the samples whose call failed, and why."""
 
 
 class CustomEstimator:
@@ -61,14 +54,16 @@ class CustomEstimator:
         others = tuple(name for name in signature.arguments if name not in ARGUMENTS)
         self._signature = PlugInSignature("batch", others)
 
-    def __call__(self, samples: Sequence[Sample], rewards: Float[np.ndarray, "N"]) -> CustomAdvantages:
-        """Returns the samples with the function's advantages on the tokens that the policy wrote.
+    def __call__(
+        self, samples: Sequence[Sample], rewards: Float[np.ndarray, "N"]
+    ) -> tuple[list[Sample], list[tuple[str, Failure]]]:
+        """Returns the samples with the function's advantages on the tokens that the policy wrote, and failures by uid.
 
         Samples of a failed call have advantages of 0 and, with `drop`, no token in the loss.
         """
         outcomes = list(zip(samples, self._outcomes(samples, rewards), strict=True))
         failures = [(sample.uid, outcome.failure) for sample, outcome in outcomes if outcome.failure]
-        return CustomAdvantages([self._with_advantages(*one) for one in outcomes], failures)
+        return [self._with_advantages(*one) for one in outcomes], failures
 
     @property
     def summary(self) -> str:

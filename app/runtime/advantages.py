@@ -93,9 +93,8 @@ class AdvantageEstimator:
     """Whether truncated samples are masked out of the loss."""
     parts: RewardParts | None = None
     """The parts of the reward that `estimate` compares separately; None if it compares their sum."""
-    penalize: Callable[[Sample, float], Sample] | None = None
-    """Subtracts a KL penalty with this coefficient from a sample's final advantages; None = the penalty is
-    elsewhere."""
+    penalize: Callable[..., Sample] | None = None
+    """Subtracts a KL penalty of `kl_coef` from a sample's final advantages; None = the penalty is elsewhere."""
 
     def learns_from(self, sample: Sample) -> bool:
         """Returns whether a sample takes part in the statistics of its group and in the loss."""
@@ -112,7 +111,7 @@ class AdvantageEstimator:
             metrics["completions/masked_token_fraction"] = missing_token_fraction(rewarded, estimated)
         next_kl_coef = self.next_kl_coef(estimated, kl_coef)
         finished = whiten_advantages(estimated, moments.advantages) if self.whiten_advantages else estimated
-        learned = iter([self.penalize(s, kl_coef) for s in finished] if self.penalize else finished)
+        learned = iter([self.penalize(s, kl_coef=kl_coef) for s in finished] if self.penalize else finished)
 
         def masked(sample: Sample) -> Sample:
             zeros = np.zeros(len(sample.completion_ids), np.float32)
@@ -141,7 +140,11 @@ def make_advantage_estimator(settings: Settings, custom: CustomEstimator | None 
     return AdvantageEstimator(
         estimate=estimate,
         whiten_advantages=algorithm.whiten_advantages,
-        penalize=_make_penalty(algorithm) if algorithm.kl_in_advantage else None,
+        penalize=(
+            partial(kl_penalized_advantages, kl_estimator=make_kl_estimator(algorithm))
+            if algorithm.kl_in_advantage
+            else None
+        ),
         has_kl_penalty=algorithm.penalizes_samples,
         next_kl_coef=make_next_kl_coef(algorithm),
         masks_truncated=algorithm.mask_truncated,
@@ -177,16 +180,13 @@ def make_custom_advantages(settings: Settings, custom: CustomEstimator | None) -
     def estimate(samples: Sequence[Sample], kl_coef: float) -> list[Sample]:
         assert custom is not None, "opened without the plug-in"
         estimated, failures = custom(samples, rewards(samples, kl_coef=kl_coef))
-        first = f"{failures[0][0]}: {failures[0][1].kind}: {failures[0][1].text}" if failures else None
-        check_advantages(
-            f"{ESTIMATOR_SETTING}: {custom.function}: {first}. Fix the function, or set reward.on_error to zero "
-            "(advantages of 0) or drop (the samples are left out)"
-            if first and on_error == "raise"
-            else None
-        )
+        name = f"{ESTIMATOR_SETTING}: {custom.function}"
+        first = next((f"{uid}: {failure.kind}: {failure.text}" for uid, failure in failures), "")
+        way_out = "set reward.on_error to zero (advantages of 0) or drop (the samples are left out)"
+        is_fatal = bool(first) and on_error == "raise"
+        check_advantages(f"{name}: {first}. Fix the function, or {way_out}" if is_fatal else None)
         if first:
-            counts = f"{len(failures)} of {len(samples)} samples"
-            log.warning("%s: %s failed on %s, %s; first %s", ESTIMATOR_SETTING, custom.function, counts, fate, first)
+            log.warning("%s failed on %s of %s samples, %s; first %s", name, len(failures), len(samples), fate, first)
         return estimated
 
     return estimate
@@ -272,11 +272,6 @@ def _from_token_rewards(settings: Settings, assign: Callable[..., list[Sample]])
         return lambda samples, kl_coef: assign(samples, token_rewards=task_token_rewards)
     penalized = partial(kl_penalized_token_rewards, kl_estimator=make_kl_estimator(settings.algorithm))
     return lambda samples, kl_coef: assign(samples, token_rewards=partial(penalized, kl_coef=kl_coef))
-
-
-def _make_penalty(algorithm: AlgorithmSettings) -> Callable[[Sample, float], Sample]:
-    kl_estimator = make_kl_estimator(algorithm)
-    return lambda sample, kl_coef: kl_penalized_advantages(sample, kl_estimator=kl_estimator, kl_coef=kl_coef)
 
 
 def make_kl_estimator(algorithm: AlgorithmSettings) -> KLEstimator:

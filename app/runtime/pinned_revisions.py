@@ -15,7 +15,7 @@ from settings.errors import InputError
 from settings.schema.model import split_revision
 
 MODEL_FIELDS: Mapping[str, str] = MappingProxyType(
-    {"model": "path", "reference": "path", "critic": "path", "reward": "model"}
+    {"model": "path", "reference": "source", "critic": "path", "reward": "model"}
 )
 """Section -> its field that selects a model. A critic without a path uses the policy's files, and so their commit."""
 
@@ -29,11 +29,11 @@ def pin_revisions(settings: Settings, run: RunDirectory) -> Settings:
     if not run.model_path.is_file():
         return settings
     for section, record in _read_pins(run.model_path).items():
-        chosen, path = getattr(settings, section), _source(settings, section)
-        if path is not None and path == record.get("path"):
-            pinned = {MODEL_FIELDS[section]: f"{split_revision(path)[0]}@{record['commit']}"}
-            without = {"revision": None} if section == "reference" else {}
-            settings = settings.model_copy(update={section: chosen.model_copy(update=pinned | without)})
+        chosen, field = getattr(settings, section), MODEL_FIELDS[section]
+        if (path := getattr(chosen, field)) is not None and path == record.get("path"):
+            source = f"{split_revision(path)[0]}@{record['commit']}"
+            pinned = {"path": source, "revision": None} if section == "reference" else {field: source}
+            settings = settings.model_copy(update={section: chosen.model_copy(update=pinned)})
     return settings
 
 
@@ -44,7 +44,7 @@ def record_commits(run: RunDirectory, settings: Settings, commits: Mapping[str, 
         commits: commits by section; models that are not from the hub are None and left out.
     """
     records = {
-        section: {"path": _source(settings, section), "commit": commit}
+        section: {"path": getattr(getattr(settings, section), MODEL_FIELDS[section]), "commit": commit}
         for section, commit in commits.items()
         if commit is not None
     }
@@ -52,15 +52,6 @@ def record_commits(run: RunDirectory, settings: Settings, commits: Mapping[str, 
     record = {**records.pop("model", {}), **records}
     if record:
         write_atomic(run.model_path, f"{json.dumps(record)}\n".encode())
-
-
-def _source(settings: Settings, section: str) -> str | None:
-    """Returns the path of a section's model, with the requested revision."""
-    return (
-        settings.reference.source
-        if section == "reference"
-        else getattr(getattr(settings, section), MODEL_FIELDS[section])
-    )
 
 
 def _read_pins(path: Path) -> dict[str, dict[str, Any]]:

@@ -69,7 +69,7 @@ def test_results_may_have_one_advantage_per_token() -> None:
     assert advantages_by(ramp)[0] == [[0], [0, 1], [0, 2, 4, 6]]
     masked = [s if s.group_id == 7 else _masked(s, [True, False, True, False]) for s in SAMPLES]
     with opened(ramp) as estimator:
-        assert advantages_of(estimator(masked, REWARDS).samples[2]) == [0, 0, 4, 0]
+        assert advantages_of(estimator(masked, REWARDS)[0][2]) == [0, 0, 4, 0]
 
 
 def _masked(sample: Sample, mask: list[bool]) -> Sample:

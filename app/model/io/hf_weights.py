@@ -153,10 +153,9 @@ class FirstTokens:
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        whole = self.source.shapes
         return {
-            **whole,
-            **{name: (self.vocab_size, *whole[name][1:]) for name in (EMBEDDING, LM_HEAD) if name in whole},
+            name: (self.vocab_size, *shape[1:]) if name in (EMBEDDING, LM_HEAD) else shape
+            for name, shape in self.source.shapes.items()
         }
 
     def read(self, name: str) -> np.ndarray:
