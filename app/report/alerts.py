@@ -143,7 +143,7 @@ def _nonfinite_update(steps: Sequence[MetricsRecord]) -> str | None:
 
 
 def _entropy_collapse(steps: Sequence[MetricsRecord]) -> str | None:
-    if len(steps) < 2 * SHORT_WINDOW_STEPS or _is_solved(steps) or _learns_from_teacher(steps):
+    if len(steps) < 2 * SHORT_WINDOW_STEPS or _is_solved(steps) or _imitates(steps):
         return None
     start = Series.from_history(steps[:SHORT_WINDOW_STEPS], "policy/entropy").values
     now = _last_values(steps, "policy/entropy", SHORT_WINDOW_STEPS)
@@ -160,7 +160,7 @@ def _constant_reward(steps: Sequence[MetricsRecord]) -> str | None:
     means, deviations = (_since_start(steps, f"reward/{name}", LONG_WINDOW_STEPS) for name in ("mean", "std"))
     if means is None or deviations is None or max(deviations.max(), np.ptp(means)) > ROUNDING_TOLERANCE:
         return None
-    if _learns_from_teacher(steps):
+    if _imitates(steps):
         return None
     cause = "Either every prompt is solved, or the reward function ignores the answer"
     if means[0] == 0:
@@ -179,9 +179,7 @@ def _equal_rewards(steps: Sequence[MetricsRecord]) -> str | None:
     if shares is None or shares.mean() < (ZERO_VARIANCE_THRESHOLD if len(shares) == count else 1):
         return None
     # With advantages per token, samples of a group are not compared.
-    if _constant_reward(steps) or finite_metric(steps[-1], "returns/mean") is not None:
-        return None
-    if _learns_from_teacher(steps):
+    if _constant_reward(steps) or _imitates(steps) or finite_metric(steps[-1], "returns/mean") is not None:
         return None
     remedy = "Nearly every prompt is solved: use harder prompts, or stop here."
     if not _is_solved(steps):
@@ -344,9 +342,13 @@ def _recompilation(steps: Sequence[MetricsRecord]) -> str | None:
     )
 
 
-def _learns_from_teacher(steps: Sequence[MetricsRecord]) -> bool:
-    """Returns whether the KL to a teacher is in the rewards or advantages, so that entropy follows the teacher's."""
-    return all(finite_metric(steps[-1], name) is not None for name in ("policy/teacher_kl", "policy/kl_coef"))
+def _imitates(steps: Sequence[MetricsRecord]) -> bool:
+    """Returns whether completions are given, or the KL to a teacher is in the rewards or advantages.
+
+    Then entropy follows theirs.
+    """
+    names = ("policy/teacher_kl", "policy/kl_coef")
+    return "reward/mean" not in steps[-1] or all(finite_metric(steps[-1], name) is not None for name in names)
 
 
 def _is_solved(steps: Sequence[MetricsRecord]) -> bool:

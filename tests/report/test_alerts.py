@@ -46,6 +46,11 @@ def test_effects_of_a_teacher_raise_no_alert(metrics: dict[str, float]) -> None:
     assert titles(after_twenty_healthy_steps(LONG, **metrics, **taught)) == []
 
 
+def test_low_entropy_of_given_completions_is_no_collapse() -> None:
+    steps = after_twenty_healthy_steps(LONG, policy__entropy=0.001)
+    assert titles([{name: x for name, x in step.items() if not name.startswith("reward/")} for step in steps]) == []
+
+
 SKIPPED, MOVES = "An update was skipped: NaN or infinity", "The policy moves too far within a step"
 EQUAL, SAME = "Rewards are equal within almost every group", "All rewards are the same"
 LOW, HIGH, DUAL = (f"policy__clip_fraction_{side}" for side in ("low", "high", "dual"))
