@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from app.distributed.collectives import gather_over_hosts, sum_over_hosts
+from app.distributed.collectives import gather_over_hosts
 from app.records.moments import Moments, joint_moments, merge_moments
 from app.records.sample import Sample
 
@@ -51,13 +51,6 @@ def advantage_metrics(moments: AdvantageMoments) -> dict[str, float]:
         total = returns.sum_squared_deviations
         metrics["value/explained_variance"] = 1 - errors.sum_squared_deviations / total if total else float("nan")
     return metrics
-
-
-def missing_token_fraction(samples: Sequence[Sample], kept: Sequence[Sample]) -> float:
-    """Returns the fraction of the samples' tokens in the loss that `kept` lacks, over all hosts; NaN without tokens."""
-    counts = [sum(int(s.mask.sum()) for s in part) for part in (samples, kept)]
-    num_tokens, num_kept = sum_over_hosts(np.asarray(counts)).tolist()
-    return 1 - num_kept / num_tokens if num_tokens else float("nan")
 
 
 def moments_over_hosts(parts: Sequence[Moments]) -> list[Moments]:

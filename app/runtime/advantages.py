@@ -12,12 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from app.advantage.advantage_metrics import (
-    AdvantageMoments,
-    advantage_metrics,
-    missing_token_fraction,
-    moments_over_hosts,
-)
+from app.advantage.advantage_metrics import AdvantageMoments, advantage_metrics, moments_over_hosts
 from app.advantage.custom_estimator import SETTING as ESTIMATOR_SETTING
 from app.advantage.custom_estimator import CustomEstimator
 from app.advantage.gae.estimate import generalized_advantages
@@ -107,8 +102,9 @@ class AdvantageEstimator:
         if self.parts is not None:
             metrics |= self.parts.metrics(estimated)
         if self.masks_truncated:
-            rewarded = [s for s in samples if s.reward is not None]
-            metrics["completions/masked_token_fraction"] = missing_token_fraction(rewarded, estimated)
+            num_tokens = sum_over_hosts(np.asarray(sum(int(s.mask.sum()) for s in samples if s.reward is not None)))
+            kept = moments.advantages.count / num_tokens if num_tokens else math.nan
+            metrics["completions/masked_token_fraction"] = float(1 - kept)
         next_kl_coef = self.next_kl_coef(estimated, kl_coef)
         finished = whiten_advantages(estimated, moments.advantages) if self.whiten_advantages else estimated
         learned = iter([self.penalize(s, kl_coef=kl_coef) for s in finished] if self.penalize else finished)

@@ -108,7 +108,7 @@ def prepare_run(
             # A hub model has the commit of this run, or of the run that it replays or starts from.
             known = None if run.model_path.is_file() else find_model_run(start_request)
             read = read_training_inputs(pin_revisions(settings, known or run), start_request)
-            check_curriculum_rows(settings, num_prompts=len(read.prompts))
+            repeated = () if read.replay else repeated_prompts_notes(settings, num_prompts=len(read.prompts))
             rewards = stack.enter_context(read.make_rewards(settings))
             if read.judged_prompts and not (read.replay and read.replay.uses_saved_rewards):
                 try_reward_functions(rewards, read.model.tokenizer, read.judged_prompts)
@@ -135,13 +135,16 @@ def prepare_run(
             if read.replay.uses_saved_advantages:
                 estimator = with_saved_advantages(estimator)
             learning = dataclasses.replace(learning, estimator=estimator, max_rounds=1)
-        notes = (*changes, *setup_notes(settings, session), *reward_model_notes(read.reward_model, read.model))
+        notes = (
+            *changes,
+            *setup_notes(settings, session),
+            *reward_model_notes(read.reward_model, read.model),
+            *repeated,
+        )
         if jax.process_count() > 1:
             writers = "all hosts see it, and each writes its part of a checkpoint"
             alone = "not all hosts see it, so process 0 keeps all files of the run"
             notes += (f"run.dir: {run.path}: {writers if folder.is_seen_by_all else alone}",)
-        if read.replay is None:
-            notes += repeated_prompts_notes(settings, num_prompts=len(read.prompts))
         yield RunSetup(resolved, folder, read, rewards, session, learning, watchdog, notes, allow_changed)
 
 
@@ -243,21 +246,16 @@ def file_fingerprints(settings: Settings, run: RunDirectory) -> dict[str, str]:
     }
 
 
-def check_curriculum_rows(settings: Settings, *, num_prompts: int) -> None:
-    """Raises InputError if there are fewer different prompts than a step of a curriculum needs."""
+def repeated_prompts_notes(settings: Settings, *, num_prompts: int) -> tuple[str, ...]:
+    """Returns a note if a step has more prompts than the data; raises InputError if a curriculum draws them."""
     step = settings.rollout.prompts_per_step * jax.process_count()
-    if settings.data.curriculum != "none" and num_prompts < step:
+    if step <= num_prompts:
+        return ()
+    if settings.data.curriculum != "none":
         raise InputError(
             f"data.curriculum: the prompts of a step, {step:,}, must differ, but data.source has only {num_prompts:,}; "
             "lower rollout.prompts_per_step, add data, or set it to none"
         )
-
-
-def repeated_prompts_notes(settings: Settings, *, num_prompts: int) -> tuple[str, ...]:
-    """Returns a note if a step has more prompts than the data."""
-    step = settings.rollout.prompts_per_step * jax.process_count()
-    if step <= num_prompts:
-        return ()
     return (
         f"a step has {step:,} prompts and data.source only {num_prompts:,}, so each of them is in a step "
         f"{step / num_prompts:.3g} times; lower rollout.prompts_per_step, or add data",

@@ -78,7 +78,8 @@ UNUSED_BY_SFT = (
 def _unused_in_sft(resolved: Resolved) -> list[str]:
     """Returns a notice about the sampling and reward settings that the user set although `sft` ignores them."""
     fields = [*(f"algorithm.{field}" for field in UNUSED_BY_SFT), "reward.overlong_buffer", "rollout.routing_replay"]
-    fields += ["logging.save_rollouts", *(f"rollout.{field}" for field in ("temperature", "top_k", "top_p", "min_p"))]
+    fields += ["logging.save_rollouts", "logging.completions_every_steps"]
+    fields += [f"rollout.{field}" for field in ("temperature", "top_k", "top_p", "min_p")]
     named = [field for field in fields if resolved.settings.is_supervised and _is_set(resolved, field)]
     return [f"no effect with algorithm.name sft: {', '.join(map(resolved.describe, named))}"] if named else []
 
