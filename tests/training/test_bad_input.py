@@ -9,16 +9,16 @@ from app.mesh.placement import num_local_row_shards
 from app.training.setup import check_mini_batch_alias, prepare_run
 from settings import load
 from settings.errors import InputError
-from tests.program import digest_of, here, settings, train_here
+from tests.program import digest_of, here, settings
 from tests.tiny import make_mesh
 from tests.tiny_directory import write_model, write_reward_model
 
 
-def refused(config: Path, *overrides: str) -> str:
+def refused(config: Path, *overrides: str, options: tuple[str | Path, ...] = ()) -> str:
     """Returns the error of `grpo train`, after checking that nothing else happened."""
     before = digest_of(config.parent)
     folders = {path for path in config.parent.rglob("*") if path.is_dir()}
-    result = train_here(config, *overrides)
+    result = here("train", "--config", config, *options, *settings(*overrides))
     assert result.exit_code == 2, result.stderr
     assert result.stdout == ""
     assert result.stderr.startswith("error: ") and result.stderr.count("error: ") == 1

@@ -3,6 +3,7 @@
 import json
 import shutil
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +20,14 @@ from app.model.io.hf_weights import expected_tensors, from_hf_layout
 from app.records.sample import Sample
 from app.training import setup
 from app.training.initial_state import load_reference_params
-from app.training.learner import LearnerGroup
-from app.training.setup import RunSetup, prepare_run
 from settings import load
 from settings.schema.algorithm import ScoredRole
 from tests import program
 from tests.model.reference import import_reference
-from tests.run_fixtures import NO_REPORT, TINY, write_config
+from tests.run_fixtures import NO_REPORT, TINY, launched, write_config
 from tests.tiny import assert_trees_close, make_sample
 from tests.tiny_directory import write_model
+from tests.training.test_bad_input import refused
 
 OTHER_SIZES: dict[str, Any] = {
     **{"hidden_size": 48, "intermediate_size": 40, "num_hidden_layers": 3, "num_attention_heads": 6},
@@ -41,11 +41,6 @@ DISTILL = ("algorithm.name=distill", "reward.functions=[{name: arithmetic, weigh
 @pytest.fixture(scope="module")
 def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("models") / "teacher", seed=5, **OTHER_SIZES)
-
-
-def launched(config: Path, *overrides: str) -> tuple[RunSetup, LearnerGroup]:
-    with prepare_run(load(str(config), overrides, {}), resume="never") as launch:
-        return launch, launch.learning
 
 
 def every_pair_of_tokens(vocab_size: int) -> list[Sample]:
@@ -200,11 +195,7 @@ def test_reports_name_and_count_the_teacher(config: Path, teacher: Path) -> None
 
 
 def test_an_unusable_teacher_is_refused(config: Path, teacher: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refusal(*overrides: str) -> str:
-        result = program.train_here(config, *DISTILL, *overrides)
-        assert result.exit_code == 2 and result.stderr.count("error: ") == 1, result.stderr
-        assert not (config.parent / "runs").exists()
-        return result.stderr
+    refusal = partial(refused, config, *DISTILL)
 
     def altered(name: str, file: str, **changes: Any) -> str:
         folder = shutil.copytree(teacher, config.parent / name)

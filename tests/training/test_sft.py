@@ -18,7 +18,6 @@ from tests.program import (
     assert_same_run,
     assert_same_state,
     copy_until,
-    digest_of,
     here,
     metrics_of,
     reproducible,
@@ -30,6 +29,7 @@ from tests.program import (
 )
 from tests.run_fixtures import NO_REPORT, TINY, made_once, write_config
 from tests.tiny_directory import write_model, write_tokenizer
+from tests.training.test_bad_input import refused
 from tests.two_hosts import run_on_two_hosts
 
 SFT = """\
@@ -173,15 +173,6 @@ def test_sizes_and_checks_before_a_run(sft_config: Path) -> None:
 def write(path: Path, rows: Iterable[Mapping[str, Any]]) -> Path:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
-
-
-def refused(config: Path, *overrides: str, options: tuple[str | Path, ...] = ()) -> str:
-    before = digest_of(config.parent)
-    result = here("train", "--config", config, *options, *settings(*overrides))
-    assert result.exit_code == 2, result.stderr
-    assert result.stderr.count("error: ") == 1 and "Traceback" not in result.stderr
-    assert digest_of(config.parent) == before
-    return result.stderr
 
 
 def test_unusable_completions_and_settings_are_refused(sft_config: Path, tiny_model: Path, trained: Path) -> None:
