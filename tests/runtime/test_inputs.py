@@ -109,7 +109,7 @@ def test_a_critic_needs_only_the_policys_token_ids(tiny_model: Path, tmp_path: P
 
 def test_a_critic_with_another_vocabulary_is_refused(tiny_model: Path, tmp_path: Path) -> None:
     split = change_tokenizer(write_model(tmp_path / "split"), pre_tokenizer=None)
-    with pytest.raises(InputError, match=r"critic\.path: the tokenizer of .* is not that of model\.path"):
+    with pytest.raises(InputError, match=r"critic\.path: the tokenizer of .* differs from that of model\.path"):
         critic_input(tiny_model, split)
     small = write_model(tmp_path / "small", vocab_size=20)
     with pytest.raises(InputError, match=r"critic\.path: .* has ids up to 21, but the model's vocab_size is 20"):
@@ -136,7 +136,7 @@ def test_a_reward_model_with_another_tokenizer_is_named(tiny_model: Path, tmp_pa
         settings = load(None, [f"model.path={tiny_model}", f"reward.model={judge}"], {}).settings
         found += reward_model_notes(read_reward_model_spec(settings), read_model_spec(settings))
     (note,) = found
-    assert note.startswith("reward.model: the tokenizer of other is not that of tiny, so it reads completions as text")
+    assert note.startswith("reward.model: the tokenizer of other differs from that of tiny, so it reads completions")
 
 
 ID = "owner/tiny"

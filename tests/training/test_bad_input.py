@@ -107,7 +107,7 @@ def test_data_without_usable_prompts_or_answers_is_refused(config: Path) -> None
 def test_mini_batch_size_of_verl_is_refused_on_several_hosts(count: int, way_out: str) -> None:
     theirs = load(None, [f"ppo_mini_batch_size={count}", "rollout.prompts_per_step=24"], {})
     check_mini_batch_alias(theirs, num_hosts=1)
-    with pytest.raises(InputError, match=rf"ppo_mini_batch_size: {count} \(--set\) .* of the 2 hosts; .*{way_out}"):
+    with pytest.raises(InputError, match=rf"ppo_mini_batch_size: {count} \(--set\) .* the 2 hosts: .*{way_out}"):
         check_mini_batch_alias(theirs, num_hosts=2)
     # A later layer in our name replaces it.
     ours = load(None, [f"ppo_mini_batch_size={count}"], {"GRPO__ALGORITHM__MINI_BATCH_PROMPTS": "4"})
