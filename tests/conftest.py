@@ -80,10 +80,10 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("suite")
 
 MAX_BYTES = 2 * 2**30
-"""Of kept programs; if there are more, all are deleted."""
+"""Maximum number of cached programs; if there are more, all are deleted."""
 COMPILING = "/jax/core/compile/backend_compile_duration"
 seconds_compiling: list[float] = []
-"""Of each program that a process of the suite compiled, or loaded from the compilation cache."""
+"""Seconds per program that a process of the suite compiled or loaded from the compilation cache."""
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -135,7 +135,7 @@ def main(model: str, out: str, *options: str) -> None:
         results[way] = describe(samples)
         results[f"workers of {way}"] = sorted({s.worker for s in samples})
     results["sync"] = describe(found.samples_under_sync())
-    # An island waits for nobody: the first host generates a second time, and the other does not.
+    # An island does not wait: the first host generates a second time, and the other does not.
     session = found.session("island")
     weights = session.to_decode_weights(session.scoring.load_params())
     if is_second:

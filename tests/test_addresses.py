@@ -120,7 +120,7 @@ def test_run_in_a_bucket_is_fetched_where_an_option_names_it(finished: Path, tmp
     assert table.splitlines()[:-1] == expected.splitlines()[:-1]
     succeeded(here("report", address))
     assert "runs/gs/bucket" in (copy / "report.html").read_text()
-    # Of a run that goes on, another machine gets later lines without a newer checkpoint.
+    # While a run continues, another machine gets later lines without a newer checkpoint.
     (copy / "metrics.jsonl").write_text("")
     assert "note: RUN_DIR: fetched" in succeeded(here("report", address)).stderr
 

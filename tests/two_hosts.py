@@ -106,7 +106,7 @@ def run_on_two_hosts(
 
 
 def ended(hosts: Hosts, *, deadline_s: float = DEADLINE_S) -> tuple[Ended, Ended]:
-    # All at once: one whose output nobody reads stands still, and the others with it.
+    # All at once: a process whose output is not read blocks, and the others with it.
     with ThreadPoolExecutor(len(hosts)) as pool:
         output = list(pool.map(lambda host: host.communicate(timeout=deadline_s), hosts))
     first, second = (Ended(host.returncode, *text) for host, text in zip(hosts, output, strict=True))

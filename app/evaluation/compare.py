@@ -308,7 +308,7 @@ def _notes(first: EvaluationResults, second: EvaluationResults, *, num_unjudged:
     if num_unjudged:
         yield f"{num_unjudged} of the prompts have no value in one of the files and are not counted"
     folders = {one.path.resolve().parent for one in (first, second)}
-    # Those of a run differ in their step alone.
+    # Evaluations of one run differ only in their step.
     are_of_a_run = len(folders) == 1 and RunDirectory(folders.pop().parent).has_settings
     for one in (first, second):
         if one.metadata is None and not are_of_a_run:

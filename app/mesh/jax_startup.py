@@ -115,7 +115,7 @@ def initialize_local(settings: MeshSettings, *, compiles: bool = False) -> None:
             ) from None
     if settings.platform == "auto":
         if not is_cloud_tpu_vm():
-            # JAX tries libtpu first if it is installed, which it also is to compile for TPUs without one.
+            # JAX tries libtpu first if it is installed, even on machines that only compile for TPUs.
             quiet_libtpu()
     else:
         _check_backend_installed(settings.platform)

@@ -41,7 +41,7 @@ def check_rewards(scored: RewardedSamples) -> None:
 
 
 def check_rewards_for_maxrl(scored: RewardedSamples, *, parts: Collection[str]) -> None:
-    """Checks the same, and that no reward, or part that is compared by itself, is negative: means could be too."""
+    """Like `check_rewards`, but refuses negative rewards and separately compared parts: means could become negative."""
     check_rewards(scored)
     smallest = min((s.reward for s in scored.samples if s.reward is not None), default=0.0)
     if parts:

@@ -83,7 +83,7 @@ class TrainingInputs:
 
     @property
     def judged_prompts(self) -> Sequence[Prompt]:
-        """Prompts whose completions get rewards; with given completions, only those of evaluations."""
+        """Prompts whose completions get rewards; with given completions, only evaluation prompts."""
         return self.eval_prompts if self.given else self.prompts
 
     @property

@@ -86,8 +86,7 @@ def prepare_run(
 ) -> Iterator[RunSetup]:
     """Joins the other hosts, then checks run directory, model, tokenizer, data, reward functions and mesh.
 
-    The arguments are those of `train`; `compiles` is that of `initialize_distributed`, `writes` that of
-    `take_run_directory`.
+    For the arguments see `train`; for `compiles`, `initialize_distributed`; for `writes`, `take_run_directory`.
 
     Raises:
         InputError: one of them cannot be used, on this host or another, or hosts have different inputs.
@@ -164,7 +163,7 @@ def _check_changed_settings(resolved: Resolved, run: RunDirectory, allowed: Sequ
     """Returns text about the settings that change if the run continues, and about earlier ones that are lost.
 
     Raises:
-        InputError: a change that changes what the run learns is not in `allowed`.
+        InputError: a change affects what the run learns and is not in `allowed`.
     """
     if not run.has_checkpoint:
         return []
@@ -224,7 +223,7 @@ def open_session(
 
 
 def _check_teacher_fits(scoring: ScoringSession, networks: MemoryBreakdown) -> None:
-    """Raises InputError if the teacher does not fit beside the networks of the run while it scores."""
+    """Raises InputError if the teacher does not fit in memory next to the other networks while it scores."""
     available, weights = device_memory_bytes(), sum(reference_bytes(scoring).values())
     beside = sum({**networks, "reference": 0}.values())
     if available is not None and weights + beside > available:

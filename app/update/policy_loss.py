@@ -213,7 +213,7 @@ Objective = Callable[[Params, Any, Array], tuple[Array, LossStats]]
 
 
 class TokenLoss(Protocol):
-    """Weighted losses of the tokens of one micro-batch, which has `tokens` and what this loss needs besides."""
+    """Computes the weighted token losses of one micro-batch, which has `tokens` and this loss's other inputs."""
 
     @property
     def entropy_coef(self) -> float: ...
@@ -298,7 +298,7 @@ class PolicyLoss:
 def make_policy_objective(
     definition: DecoderDefinition, loss_fn: TokenLoss, *, dtype: jnp.dtype, remat: str, logits_chunk: int
 ) -> Objective:
-    """Returns the objective that computes what a loss needs of the micro-batch, and the loss."""
+    """Returns the objective: computes the inputs of a loss from the micro-batch, then the loss."""
 
     def objective(params: Params, batch: Any, temperature: Array) -> tuple[Array, LossStats]:
         logprobs, entropies, routes = row_logprobs(

@@ -96,7 +96,7 @@ class Settings(BaseSettings):
 
     @property
     def compared_parts(self) -> dict[str, float]:
-        """Weights of the parts of the reward that are compared by themselves; empty if their sum is compared."""
+        """Weights of the parts of the reward that are compared separately; empty if their sum is compared."""
         return self.reward_weights if self.algorithm.reward_normalization == "each_first" else {}
 
     @property

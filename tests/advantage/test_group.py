@@ -63,7 +63,7 @@ def test_maxrl_divides_by_the_success_rate():
 @pytest.mark.parametrize("size", [2, 5, 16])
 @pytest.mark.parametrize("p", [0.01, 0.3, 0.9])
 def test_maxrl_expected_gradient_is_the_truncated_log_success_rate(size, p):
-    """Of samples that succeed with probability p, the mean of A dlog(probability)/dp, over all possible groups."""
+    """Returns the mean of A dlog(probability)/dp over all possible groups of samples with success probability p."""
     expected_slope = 0.0
     for num_right in range(size + 1):
         rewards = np.array([1.0] * num_right + [0.0] * (size - num_right))

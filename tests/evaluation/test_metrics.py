@@ -122,7 +122,7 @@ def test_metrics_of_several_samples_by_hand() -> None:
 def test_a_sample_that_could_not_be_generated_does_not_vote() -> None:
     samples = make_answers(("3", "3", "2", "2"), ("2", "3", "?", "?"))
     assert table_of(samples, 4)["eval/maj@4"].tolist() == [1 / 2, 1 / 2]
-    # Of both ties the first is gone.
+    # The first of both ties is gone.
     broken = [s if s.sample_index else replace(s, finish_reason=f"{DROPPED_PREFIX}non-finite logits") for s in samples]
     assert table_of(broken, 4)["eval/maj@4"].tolist() == [1, 0]
 

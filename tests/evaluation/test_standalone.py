@@ -49,7 +49,7 @@ def test_evaluating_a_checkpoint_equals_its_run_bit_for_bit(finished: Path, tmp_
     assert "compared by grpo evaluate --compare BEFORE AFTER" in printed.stdout
     shown = f"{100 * logged(finished, 4)['eval/accuracy']:.1f}"
     assert any(line.split()[:3] == ["accuracy", shown, "%"] for line in printed.stdout.splitlines())
-    # Of the model as it came, which keeps nothing.
+    # An evaluation of the original model, which saves nothing.
     base = evaluated("--config", finished / "settings.yaml")
     assert (base["metrics"], base["step"], base["written to"]) == (logged(finished, 0), None, None)
 

@@ -228,7 +228,7 @@ def test_merged_adapters_are_exported_as_a_full_model(adapted, exported, tiny_mo
 def test_peft_loads_exported_adapters(adapted, tiny_model, tmp_path):
     peft = pytest.importorskip("peft", reason="what loads adapters elsewhere")
     result = succeeded(export(adapted, tmp_path / "out", "--adapter", "--json"))
-    # Of each layer: query and value (32 in, 32 and 16 out), gate and up (48 out), down (48 in).
+    # In each layer: query and value (32 in, 32 and 16 out), gate and up (48 out), down (48 in).
     assert json.loads(result.stdout)["parameters"] == 2 * 3 * (64 + 48 + 80 + 80 + 80)
     written = {path.name for path in (tmp_path / "out").iterdir()}
     assert {"adapter_config.json", "adapter_model.safetensors", "README.md", "tokenizer.json"} <= written

@@ -93,7 +93,7 @@ def test_an_unexpected_number_of_hosts_is_refused(monkeypatch, expected, said):
     with pytest.raises(InputError, match=f"expected {expected} processes, but {re.escape(said)}"):
         jax_startup.initialize_distributed(MeshSettings(expect_processes=expected))
     assert jax_startup.expects_other_hosts(MeshSettings())
-    # With CPU devices it is nobody's pod.
+    # With CPU devices it is not a pod.
     assert not jax_startup.expects_other_hosts(MeshSettings(platform="cpu"))
 
 

@@ -37,7 +37,7 @@ LLAMA3 = {
     "factor": 8.0,
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
-    # Of the five wavelengths 6 ... 5,700 one is kept, one blended and three are stretched.
+    # Among the five wavelengths 6 ... 5,700, one is kept, one blended and three are stretched.
     "original_max_position_embeddings": 64,
     "rope_theta": 5e3,
 }

@@ -41,7 +41,7 @@ def mesh_of(platform: str, kind: str = "", shape: tuple[int, int, int] = (1, 1, 
 
 @functools.cache
 def traced(implementation, mesh: Any, num_tokens: int) -> tuple[str, str]:
-    """Returns the program of a forward and backward pass, and that of a prefill."""
+    """Returns the programs of a forward and backward pass, and of a prefill."""
     definition = DecoderDefinition.create(replace(EVEN, attention_implementation=implementation))
     tokens = jax.ShapeDtypeStruct((16, num_tokens), jnp.int32)
 
@@ -160,13 +160,13 @@ def with_triton(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
 
 
 def num_kernels(function: Any, *shapes: Any, differentiated: int = 0) -> int:
-    """Returns the number of kernels in a function's program, or in that of its gradients by its first arguments."""
+    """Returns the number of kernels in the program of a function, or of its gradients by its first arguments."""
 
     def total(*arrays: Any) -> jax.Array:
         return jnp.sum(function(*arrays), dtype=jnp.float32)
 
     program = jax.grad(total, tuple(range(differentiated))) if differentiated else function
-    # Traced anew: JAX keeps what it traced before.
+    # Traced again, because JAX caches earlier traces.
     return str(jax.make_jaxpr(lambda *x: program(*x))(*shapes)).count("pallas_call[")
 
 

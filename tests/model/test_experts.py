@@ -182,7 +182,7 @@ def test_recorded_experts_get_the_router_s_probabilities():
     probabilities, chosen, live = choose_experts(two, x, router, recorded)
     np.testing.assert_array_equal(chosen, [[3, 0], [1, 2], [2, 1]])
     np.testing.assert_array_equal(live, [[1, 2]] * 3)
-    # All of the probabilities are computed: those of two experts alone would add up to 1.
+    # All probabilities are computed; those of only two experts would sum to 1.
     np.testing.assert_allclose(probabilities, [[1 / 8, 1 / 8], [1 / 2, 1 / 4], [1 / 4, 1 / 2]], rtol=1e-6)
     normalized, *_ = choose_experts(replace(two, normalized_routing=True), x, router, recorded)
     np.testing.assert_allclose(normalized, [[1 / 2, 1 / 2], [2 / 3, 1 / 3], [1 / 3, 2 / 3]], rtol=1e-6)

@@ -86,7 +86,7 @@ def test_new_adapters_depend_only_on_seed_and_path():
         inputs = int(np.prod(drawn[path].shape[1:-1]))
         assert 0.8 * inputs**-0.5 < float(jnp.abs(drawn[path]).max()) <= inputs**-0.5
         assert not np.array_equal(drawn[path], other_seed[path])
-    # Of equal shapes, and yet others.
+    # Equal shapes, but different weights.
     assert not np.array_equal(drawn[("blocks", "gate", LORA_A)], drawn[("blocks", "up", LORA_A)])
     assert all(not np.any(drawn[path]) for path in drawn if path[-1] == LORA_B)
 
@@ -121,6 +121,6 @@ def test_the_backward_pass_saves_no_adapter_products(remat):
         pull = jax.eval_shape(lambda p, f: jax.vjp(lambda p: forward(p, f), p)[1], *parts)
         return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(pull))
 
-    # Of eight more tokens, without weights and their gradients.
+    # For eight more tokens, without weights and their gradients.
     with_adapters, without = (kept_bytes(one, 16) - kept_bytes(one, 8) for one in adapted(ODD, EVERYWHERE))
     assert 0 < with_adapters <= without

@@ -82,7 +82,7 @@ def test_text_is_one_turn_with_control_tokens_as_text(tmp_path: Path) -> None:
         same, _ = encoded(tokenizer, prompt, completion)
         np.testing.assert_array_equal(same.prompt.token_ids, sample.prompt.token_ids)
         np.testing.assert_array_equal(same.completion_ids, sample.completion_ids)
-    # Of a prompt that has lost its start, too.
+    # Also for a prompt that has lost its start.
     cut, _ = encoded(tokenizer, "2 + 2?", text, max_prompt_length=5, overlong_prompts="truncate_left")
     np.testing.assert_array_equal(cut.completion_ids, sample.completion_ids)
     assert len(cut.prompt.token_ids) == 5

@@ -117,7 +117,7 @@ def test_no_weights_and_no_caches_move_while_tokens_are_decoded() -> None:
     program = generator.engine.programs.lower_programs(truncates=False, recomputes=False)["decode"].compile()
     moved = [one for one in program_collectives(program) if one.is_in_dynamic_loop and one.dtype == "f32"]
     cache = bytes_per_device(generator.footprint().slots[0].keys)
-    # Of the smallest matrix that tp splits, a device would send its quarter to three others.
+    # For the smallest matrix split over tp, a device would send its quarter to three others.
     matrix = 3 * FEW_HEADS.model_dim * FEW_HEADS.num_query_heads * FEW_HEADS.head_dim
     assert moved and max(one.bytes_per_device for one in moved) < min(matrix, cache)
 

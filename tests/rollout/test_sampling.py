@@ -96,7 +96,7 @@ def test_truncation_equals_a_slow_oracle_and_reports_the_kept_mass(logits, rules
     drawn = draw_rows(sample_tokens_truncated, logits, rules)
     assert set(drawn.token_ids) <= set(support)
     np.testing.assert_allclose(drawn.kept_mass_logs, np.log(probabilities[support].sum()), atol=1e-5)
-    # Of the whole distribution, whatever was cut.
+    # Logprobs of the whole distribution, whatever was truncated.
     np.testing.assert_allclose(drawn.logprobs, np.log(probabilities[drawn.token_ids]), atol=1e-5)
     values = jnp.asarray([logits], jnp.float32)
     kept = compiled(kept_tokens)(values, jax.nn.softmax(values), *map(jnp.asarray, rules[1:]))

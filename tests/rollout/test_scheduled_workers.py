@@ -131,7 +131,7 @@ def test_a_dead_worker_loses_no_samples_and_is_not_used_again(policy: str, exact
     assert lost.worker == "fast-0"
     counts, again = made.take_counters(), sum(one.num_tokens for one in moved(made) if one.how == "recompute")
     assert schedule_metrics(made.records).repacked_tokens == again > 0
-    # In fast mode, a prefill reads the prompts again, too.
+    # In fast mode, a prefill also reads the prompts again.
     assert counts.recomputed_tokens == again if exact else counts.recomputed_tokens > again
     assert counts.generated_tokens == sum(slots.LENGTHS)
     slots.assert_same_samples(samples_of(made), expected(), tolerance=0.0 if exact else 1e-4)

@@ -1,4 +1,4 @@
-"""Tests of the values of settings that nobody set: they follow from other settings, only `model.dtype` from devices."""
+"""Tests of derived values: they follow from other settings, only `model.dtype` from devices."""
 
 from operator import attrgetter
 from typing import Any, get_args

@@ -97,7 +97,7 @@ def test_every_preset_can_be_trained_with_and_loaded_again_when_printed(preset: 
     again = load_text(resolved.to_yaml())
     assert again.settings == resolved.settings
     assert not {"default", "derived"} & set(again.provenance.values())
-    # What nobody set is not taken for a setting without effect.
+    # Unset settings are not reported as settings without effect.
     assert [line for line in launch_notices(again) if line.startswith("no effect")] == []
 
 

@@ -144,7 +144,7 @@ def test_settings_of_a_users_file_for_another_algorithm_are_named_in_one_line() 
     (notice,) = launch_notices(resolved)
     assert notice.startswith("no effect without algorithm.estimator gae or vtrace: algorithm.lam = 1.0 (from yaml:")
     assert ", critic.learning_rate = " in notice and ", critic.warmup_steps = " in notice
-    # Nobody set those of a preset or an earlier run for this command.
+    # Settings of a preset or an earlier run were not set for this command.
     run = without_derived(ConfigFile("settings.yaml", "settings", ppo.to_yaml().encode()))
     assert [launch_notices(load(base, other, {})) for base in ("quickstart_ppo", run)] == [(), ()]
     (notice,) = launch_notices(load("quickstart_ppo", [*other, "critic.lam=0.5"], {}))

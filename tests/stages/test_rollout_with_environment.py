@@ -101,7 +101,7 @@ def test_turns_are_joined_by_tokens_of_the_template(echo: Path) -> None:
 
 
 def test_exact_samples_do_not_depend_on_latency_suspension_schedule_or_failures(echo, file, tmp_path, monkeypatch):
-    # Of one prompt in three, no environment opens.
+    # For one prompt in three, the environment fails to open.
     scarce = ("rollout.kv_blocks=7", "rollout.max_staleness=1", f"env.source={file}:SlowAndShut")
     records = sampled(tmp_path / "workers.jsonl", *WORKERS, *scarce)
     shut = {one["group_id"] for one in records if one["finish_reason"] == "dropped:environment raised"}

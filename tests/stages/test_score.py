@@ -217,7 +217,7 @@ def test_attention_that_ignores_segments_is_found(session, strangers, monkeypatc
     monkeypatch.setattr(decoder, "packed_attention", leaking)
     with pytest.raises(RuntimeError, match=r"attention leaks .* score\.dynamic: false"):
         check_packing(session, session.load_params(), strangers)
-    # Of one prompt, or the same sample three times.
+    # Three samples of one prompt, or the same sample three times.
     first, _, sibling = strangers
     for related in ([first, sibling, first], [first] * 3):
         with pytest.raises(RuntimeError, match="attention leaks"):

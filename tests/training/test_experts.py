@@ -112,7 +112,7 @@ def test_routes_of_another_model_are_refused(drawn: Path, tmp_path: Path, mixtur
         assert_refused(train_on(samples, config, REPLAYED, "run.steps=1"), message, tmp_path / "runs")
         arguments = ("score", *of_tiny(mixture), "--input", samples, "--out", out, "--role", "policy")
         assert_refused(here(*arguments, *settings(REPLAYED)), message, out)
-    # Otherwise nobody reads them, and they are carried through.
+    # Otherwise they are not read, only carried through.
     succeeded(here(*arguments))
     assert records_of(out)[0]["routes"] == records_of(samples)[0]["routes"]
 

@@ -73,7 +73,7 @@ OTHER = (
 
 
 def test_decisive_change_is_refused_unless_it_is_allowed(stopped: Path, full_config: Path) -> None:
-    # A checkpoint that is damaged stays where it is, too.
+    # A damaged checkpoint also stays where it is.
     (stopped / "checkpoints" / "6" / "progress" / "metadata").write_text("{}")
     before = program.digest_of(stopped)
     result = program.train_here(full_config, *OTHER, resume="auto", allow_changed=["run.seed", "optimizer"])

@@ -178,12 +178,12 @@ def test_nothing_is_compiled_after_the_first_step(finished: Path, uninterrupted:
 def test_repeated_nan_updates_end_the_run(config: Path, tmp_path: Path) -> None:
     broken = write_model(tmp_path / "broken")
     tensors = random_tensors(CONFIG)
-    # Of one digit: prompts without it are answered, and those with it are in the same rows.
+    # Prompts without one digit are answered; prompts with it are in the same rows.
     tensors["model.embed_tokens.weight"][len(CONTROL_TOKENS) + CHARACTERS.index("7")] = np.nan
     save_file(tensors, broken / "model.safetensors")
     result = train_here(config, f"model.path={broken}", *UNJUDGED, "logging.report=true")
     assert result.exit_code == 1
-    # Said once, though each step is like it; and it is in the report that a failed run leaves, too.
+    # Reported only once, although every step is the same, and also in the report of the failed run.
     assert result.stderr.count("alert at step 2: An update was skipped: NaN or infinity\n") == 1
     assert result.stderr.count("An update was skipped") == 1
     assert result.stderr.count("of the policy was skipped: NaN or infinity in the gradient of all parameters") == 3

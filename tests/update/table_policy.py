@@ -27,7 +27,7 @@ SAMPLES = random_samples(4, 3, vocab_size=VOCAB, longest_completion=LONGEST, wit
 SAMPLES[4] = replace(SAMPLES[4], loss_mask=np.zeros(len(SAMPLES[4].completion_ids), bool))
 STARTS = np.cumsum([0, *(len(s.completion_ids) for s in SAMPLES)])
 TABLE = np.random.default_rng(0).normal(0, 1.5, (STARTS[-1], VOCAB)).astype(np.float32)
-# Of one shape, for which a loss is compiled once.
+# All of one shape, so that a loss is compiled once.
 SHAPE = {"rows_per_micro_batch": 2, "num_tokens": 80, "num_targets": 80}
 SHARED_ROWS = plan_of(((5, 0, 3), (1, 7), (), (9, 2, 6, 4, 8)), **SHAPE)
 LAYOUTS = one_a_row(len(SAMPLES), **SHAPE), SHARED_ROWS

@@ -53,7 +53,7 @@ def stale() -> list[Sample]:
 
 
 class Weights(NamedTuple):
-    """Of the tokens of a sample, in float64."""
+    """Importance weights of a sample's tokens, in float64."""
 
     bounded: np.ndarray
     unbounded: np.ndarray

@@ -49,7 +49,7 @@ CONSTANT = optax.constant_schedule(0.1)
     ],
 )
 def test_learning_rates_by_hand(fields, expected):
-    """Of every update of four, and of the one after the last."""
+    """Learning rates of all four updates, and of the one after the last."""
     schedule = make_schedule(OptimizerSettings(learning_rate=2.0, **fields), num_updates=4)
     rates = [float(jnp.asarray(schedule(jnp.int32(i)))) for i in range(5)]
     np.testing.assert_allclose(rates, expected, atol=1e-6)

@@ -44,8 +44,8 @@ def test_without_replay_the_load_counts_the_routers_choices():
 
 
 def test_with_replay_the_load_counts_recorded_experts():
-    # Of the four recorded pairs, [1,0] is the same set as [0,1], and [2,1] and [0,3] are others than [2,3] and [3,2].
-    # Layer 0: [1,0], [2,1], live [0,2] = 2, 2, 2, 0; layer 1: [0,3], [3,2], live [3,1] = 1, 1, 1, 3.
+    # Among the four recorded pairs, [1,0] is the same set as [0,1]; [2,1] and [0,3] differ from [2,3] and [3,2]. Layer
+    # 0: [1,0], [2,1], live [0,2] = 2, 2, 2, 0; layer 1: [0,3], [3,2], live [3,1] = 1, 1, 1, 3.
     metrics = metrics_of(rows(replays=True))
     assert metrics == {
         "rollout/fullest_expert": pytest.approx((2 / 1.5 + 3 / 1.5) / 2),

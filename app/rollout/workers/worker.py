@@ -73,7 +73,7 @@ class RolloutWorker:
 
         Raises:
             InputError: it cannot start.
-            StoppedError: a stop was requested meanwhile.
+            StoppedError: a stop was requested in the meantime.
         """
 
     def open(self, weights: DecodeWeights, request: GenerationRequest, *, suspends: bool) -> None:

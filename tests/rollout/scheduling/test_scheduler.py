@@ -222,7 +222,7 @@ def test_acting_rows_count_as_unfinished_in_the_threshold() -> None:
     assert driven.scheduler.context.threshold == 30
     driven.end("w", {"p0/s0": 100, "p1/s0": 100, "p2/s0": 5}, acting=["p0/s0", "p1/s0"])
     driven.end("w", {"p2/s0": 25}, finished=["p2/s0"])
-    # Three of seven samples are longer than 25, and two of them nobody knows how long.
+    # Three of seven samples are longer than 25, two of them of unknown length.
     assert driven.scheduler.context.threshold is None
 
 
