@@ -3,8 +3,7 @@
     f(rewards, lengths, ..., <columns>)            called with the samples of one prompt
     f(rewards, group_ids, lengths, ..., <columns>) called with all of this host's samples
 
-Arguments are lists with one item per sample. So is the result: each item is a number, or a list with a number per
-token.
+Arguments are lists with one item per sample. So is the result, of numbers or lists of a number per token.
 """
 
 from __future__ import annotations

@@ -36,8 +36,7 @@ class TokenRows(NamedTuple):
     ends: Bool[np.ndarray, "B T"] | None = None
     """True on the last token of each sample; None = every row is one sample."""
     turn_ends: Bool[np.ndarray, "B T"] | None = None
-    """True on the last token that the policy wrote in each turn of a sample except the last turn; None = single
-    turns."""
+    """True on the policy's last token in each turn of a sample except the last turn; None = single turns."""
     bootstrap: Float32[np.ndarray, "B T"] | None = None
     """Value after a sample's last token: the critic's if the sample continues, 0 if it is complete."""
 

@@ -166,18 +166,15 @@ class SampleRouting:
         """
         counts = np.asarray([[sizes[moved].sum() for moved in sent] for sent in numbers])
         np.fill_diagonal(counts, 0)
-        nothing = np.zeros(0, np.int32)
+        nothing, index = np.zeros(0, np.int32), self.process_index
         parts = [
             np.concatenate([nothing, *(array for number in moved.tolist() for array in columns(number))])
-            for moved in (
-                nothing if host == self.process_index else moved
-                for host, moved in enumerate(numbers[self.process_index])
-            )
+            for moved in (nothing if host == index else moved for host, moved in enumerate(numbers[index]))
         ]
         found: dict[int, np.ndarray] = {}
         for host, data in enumerate(exchange_over_hosts(parts, counts)):
-            if host != self.process_index:
-                moved = numbers[host][self.process_index]
+            if host != index:
+                moved = numbers[host][index]
                 ends = np.cumsum(sizes[moved])
                 found |= zip(moved.tolist(), np.split(data, ends[:-1]), strict=False)
         return found

@@ -62,9 +62,8 @@ def check_hosts_agree(resolved: Resolved, identity: Identity = MappingProxyType(
     local |= {name: HostFact(str(x)) for name, x in {**program_versions(TRAINING_PACKAGES), **identity}.items()}
     gathered = [json.loads(one) for one in gather_bytes_over_hosts(json.dumps([socket.gethostname(), local]).encode())]
     hosts = [f"host {i} ({name})" for i, (name, _) in enumerate(gathered)]
-    problem = describe_difference(
-        hosts, [{name: HostFact(*fact) for name, fact in facts.items()} for _, facts in gathered]
-    )
+    all_facts = [{name: HostFact(*fact) for name, fact in facts.items()} for _, facts in gathered]
+    problem = describe_difference(hosts, all_facts)
     if problem is not None:
         raise InputError(problem)
 

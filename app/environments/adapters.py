@@ -23,9 +23,9 @@ from app.plugins.loading import LoadError, load_object
 from app.plugins.values import (
     EXTRA_NAME_PATTERN,
     PlugInValueError,
+    await_value,
     collect_extras,
     describe_value,
-    resolve_awaitable,
     to_number,
 )
 
@@ -53,7 +53,7 @@ def load_environment(
         raise LoadError(f"{source} is {describe_value(made)}, not a class or a function that makes an environment")
 
     def make() -> AdaptedEnvironment:
-        return AdaptedEnvironment(resolve_awaitable(made()) if made else None, shared)
+        return AdaptedEnvironment(await_value(made()) if made else None, shared)
 
     return make, [tool.schema for tool in make().tools.values()]
 
@@ -100,7 +100,7 @@ class AdaptedEnvironment:
         given = {**columns, "seed": seed}
         if not any(p.kind == p.VAR_KEYWORD for p in parameters.values()):
             given = {name: value for name, value in given.items() if name in parameters}
-        opening = resolve_awaitable(self._environment.reset(**given))
+        opening = await_value(self._environment.reset(**given))
         if isinstance(opening, tuple) and len(opening) == 2 and isinstance(opening[1], Mapping):  # Gymnasium
             opening = opening[0]
         if opening is None:
@@ -127,7 +127,7 @@ class AdaptedEnvironment:
         result = StepResult(terminated=not calls)
         if self._has_step and (others or not calls):
             step = self._environment.step
-            result = read_step(resolve_awaitable(step(text, others) if self._takes_calls else step(text)), bool(others))
+            result = read_step(await_value(step(text, others) if self._takes_calls else step(text)), bool(others))
         told: list[Any] = [*result.messages]
         messages = [*results, *told]
         if [message["role"] for message in told[: len(others)]] == ["tool"] * len(others):
@@ -142,7 +142,7 @@ class AdaptedEnvironment:
     def score(self) -> dict[str, float]:
         """Returns the rewards for the whole episode by name."""
         method = getattr(self._environment, "score" if self._has_step else "get_reward", None)
-        scores = resolve_awaitable(method()) if callable(method) else None
+        scores = await_value(method()) if callable(method) else None
         if not isinstance(scores, Mapping):
             return {} if scores is None else {"score": to_number(scores)}
         if wrong := [name for name in scores if not isinstance(name, str) or not EXTRA_NAME_PATTERN.fullmatch(name)]:
@@ -151,7 +151,7 @@ class AdaptedEnvironment:
 
     def close(self) -> None:
         if self._is_reset and callable(method := getattr(self._environment, "close", None)):
-            resolve_awaitable(method())
+            await_value(method())
 
 
 def read_step(result: Any, has_calls: bool) -> StepResult:

@@ -84,8 +84,8 @@ class CalculatorEnvironment:
 class GuessNumber:
     """A secret digit and three guesses, which get `+` (the secret is larger), `-` or `=`; other text gets `?`.
 
-    A hit earns 1. The best policy finds 7 of the 10 digits: one with the first guess, two with the second, four with
-    the third.
+    A hit earns 1. The best policy finds 7 of 10 digits: one with the first guess, two with the second, four with the
+    third.
     """
 
     def reset(self, *, seed: int) -> str:

@@ -34,8 +34,7 @@ class StepResult(NamedTuple):
     """An environment's answer to a turn of the policy."""
 
     messages: Messages | str = ()
-    """Messages with role `tool` or `user`. A string becomes one message: role `tool` if the turn had calls, else
-    `user`."""
+    """Messages with role `tool` or `user`. A string becomes one: `tool` if the turn had calls, else `user`."""
     reward: float = 0.0
     """Reward of this turn."""
     terminated: bool = False

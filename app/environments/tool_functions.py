@@ -14,7 +14,7 @@ from pydantic_core import ArgsKwargs
 
 from app.environments.interface import ToolCall
 from app.plugins.loading import LoadError
-from app.plugins.values import describe_value, resolve_awaitable
+from app.plugins.values import await_value, describe_value
 
 ARGUMENT_SECTION = re.compile(r"(?ms)^(?:Args|Arguments|Parameters):\n(.*?)(?=^\S|\Z)")
 ARGUMENT = re.compile(r"(?m)^ +(\w+)(?: \(.*?\))?: (.*(?:\n {5,}.*)*)")
@@ -87,7 +87,7 @@ def _answer_call(call: ToolCall, tools: Mapping[str, Tool]) -> tuple[str, bool]:
     if call.name not in tools:
         return f"Error: there is no tool {call.name!r}; the tools are {', '.join(tools) or 'none'}", False
     try:
-        result = resolve_awaitable(tools[call.name](call.arguments))
+        result = await_value(tools[call.name](call.arguments))
         if isinstance(result, dict | list):
             # NumPy numbers and arrays become JSON numbers and lists, other objects text.
             result = json.dumps(result, ensure_ascii=False, default=lambda one: getattr(one, "tolist", one.__str__)())

@@ -212,9 +212,7 @@ def host_submesh(mesh: Mesh) -> Mesh:
     if num_hosts(mesh) == 1:
         return mesh
     groups = mesh.devices.reshape(-1, mesh.shape["tp"])
-    assert all(len(set(map(host_index, group))) == 1 for group in groups), (
-        "`check_tp_within_hosts` keeps tp inside hosts"
-    )
+    assert all(len(set(map(host_index, group))) == 1 for group in groups), "checked by `check_tp_within_hosts`"
     local = np.stack([group for group in groups if host_index(group[0]) == jax.process_index()])
     devices = np.asarray(devices_of_submesh(list(local.flat))).reshape(local[None].shape)
     return Mesh(devices, AXES, axis_types=(AxisType.Auto,) * 3)

@@ -200,8 +200,7 @@ def contract_last_dims(
 ) -> Float32[Array, "*tokens *outputs"]:
     """Contracts the last `num_dims` dims of both, in float32: the fast order of a matrix's dims on CPUs for few tokens.
 
-    In float32, the matrix is the first factor, which is 1.4 to 2 times as fast; the barrier keeps XLA from swapping
-    them.
+    In float32, the matrix comes first, which is 1.4 to 2 times as fast; the barrier keeps XLA from swapping them.
     """
     tokens, outputs = x.shape[: x.ndim - num_dims], matrix.shape[: matrix.ndim - num_dims]
     rows, factor = x.reshape(math.prod(tokens), -1), matrix.astype(x.dtype).reshape(math.prod(outputs), -1)
@@ -244,8 +243,7 @@ def apply_rope(x: Float[Array, "R T heads H"], angles: Float[Array, "2 R T half"
     """Applies rotary position embedding, halves convention: (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin).
 
     Args:
-        angles: cosines and sines, computed once for all layers, because they are slow to compile and to compute on a
-            TPU.
+        angles: cosines and sines, computed once for all layers, because a TPU compiles and computes them slowly.
 
     Source: Su et al. 2021, RoFormer, eq. 34, with dims paired (i, i + H/2).
     """

@@ -106,7 +106,7 @@ def event_loop() -> asyncio.AbstractEventLoop:
     return loop
 
 
-def resolve_awaitable(value: Any) -> Any:
+def await_value(value: Any) -> Any:
     """Returns a value; awaits it first if it is awaitable."""
     if not inspect.isawaitable(value):
         return value

@@ -13,8 +13,7 @@ FLOOR = 0.02
 NEWEST_SHARE = 0.5
 """Weight of the newest observation in a running pass rate; earlier ones come from older policies."""
 LOW_RATE, HIGH_RATE = 0.1, 0.9
-"""Bounds for "never" and "always" in the metrics: after a different observation, a running pass rate only approaches 0
-or 1."""
+"""Bounds for "never" and "always" in the metrics, since a running pass rate only approaches 0 and 1."""
 
 
 class PassRateOrder:

@@ -92,8 +92,8 @@ def load_dataset(
     """Reads a data set and finds its prompt and answer columns.
 
     Args:
-        source: `hf:<hub id>[:<config>][@<revision>]`, or the path of a .jsonl, .json (lines) or .parquet file, of a
-            folder of such files, or a pattern such as `data/train-*.parquet`. JSON files may be gzipped (.gz).
+        source: `hf:<hub id>[:<config>][@<revision>]`, or the path of a .jsonl, .json (lines) or .parquet file, a folder
+            of them, or a pattern such as `data/train-*.parquet`. JSON files may be gzipped.
         split: split of a hub data set; a file has only one.
         prompt_column: None for the first of `PROMPT_COLUMNS` that exists.
         answer_column: None for the first of `ANSWER_COLUMNS` that exists; there may be none.

@@ -78,8 +78,7 @@ class Tokenizer:
         """Padding id. It may equal an end-of-sequence id, so masks must be computed from lengths."""
         unk_id = hf_tokenizer.unk_token_id
         self.unk_id: int | None = unk_id if isinstance(unk_id, int) and unk_id not in self.eos_ids else None
-        """Id of unknown text; None without one. Byte-level tokenizers declare their end-of-sequence token as
-        unknown."""
+        """Id of unknown text, or None. Byte-level tokenizers declare their end-of-sequence token as unknown."""
         byte_names = [f"<0x{value:02X}>" for value in range(256)]
         byte_ids = [vocabulary[name] for name in byte_names if name in vocabulary]
         self._byte_ids = byte_ids if len(byte_ids) == 256 else []

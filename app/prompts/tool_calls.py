@@ -85,8 +85,7 @@ def _templates_call(tokenizer: Tokenizer) -> str:
 def turn_calls(tokenizer: Tokenizer, ids: Sequence[int], style: ToolCallFormat) -> list[ToolCall]:
     """Returns the calls in a turn with these ids, with or without its end token.
 
-    The text includes control tokens, because in some models tags like `<tool_call>` and `<|python_tag|>` are control
-    tokens.
+    The text includes control tokens, since in some models tags like `<tool_call>` are control tokens.
     """
     written = ids[:-1] if ids and ids[-1] in tokenizer.eos_ids else ids
     text = tokenizer.decode_with_special_tokens(written)

@@ -18,9 +18,8 @@ NUMBER_SHAPE_TABLE = bytes(
     ord("0") if chr(i) in "0123456789" else ord("e") if chr(i) in "eE" else i for i in range(256)
 )
 NON_FINITE_PATTERNS = (b"NaN", b"Infinity", b"e000", b"e+000", b"0" * 309)
-"""After translation, every number that Python reads as NaN or infinity, for example because it is too large for a
-float64, contains one of these patterns. A regular expression would be thirty times slower, slower than the parsing
-itself."""
+"""After translation, every number that Python reads as NaN or infinity, also if it is too large for a float64, contains
+one of these patterns. A regular expression would be thirty times slower than that."""
 
 
 def read_jsonl(path: str | Path, *, reads_nan: bool = False) -> Iterator[tuple[int, dict[str, Any]]]:

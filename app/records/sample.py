@@ -193,8 +193,8 @@ class Sample:
     def turn_places(self) -> Int64[np.ndarray, "turns"]:
         """The index of the last token in the loss of each turn; empty if no token of the sample is in the loss.
 
-        A turn without such a token has the index of an earlier turn, or else the first one of all. Without an episode,
-        there is one turn.
+        A turn without such a token has an earlier turn's index, or else the first. Without an episode, there is one
+        turn.
         """
         ends = [len(self.completion_ids)] if self.episode is None else [turn.end for turn in self.episode.turns]
         written = np.flatnonzero(self.mask)

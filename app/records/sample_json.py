@@ -107,8 +107,7 @@ UNCHANGED_FIELDS = (
 """Fields that a sample has under the same name, with the same value."""
 TOKEN_IDS = "completion_token_ids"
 CONVERSATION = "messages"
-"""The whole chat of a sample with an episode, written for other programs; it is not read, because the episode contains
-everything."""
+"""The whole chat of a sample with an episode, written for other programs only: the episode contains everything."""
 LOGPROB_FIELDS = ("behavior_logprobs", "policy_logprobs", "reference_logprobs")
 SCORING_FIELDS = (
     *("uid", "sample_index", "prompt_token_ids", TOKEN_IDS, "loss_mask", "finish_reason"),
@@ -279,8 +278,7 @@ def sample_for_advantages(
     `finish_reason` is absent, it is bootstrapped if this value is present.
 
     Args:
-        bootstrap_truncated: whether samples with `finish_reason: length` are bootstrapped by the value after the last
-            token.
+        bootstrap_truncated: whether samples with `finish_reason: length` are bootstrapped.
         needs_logprobs: whether to read `policy_logprobs` and `reference_logprobs`, for the KL penalty.
         needs_turns: whether to read `episode` if it is present, for the discount of turns.
 

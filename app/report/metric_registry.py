@@ -14,8 +14,7 @@ PLACEHOLDERS = {"<function>": "[^/]+", "<name>": "[^/]+", "<n>": "[0-9]+", "<k>"
 
 class Metric(NamedTuple):
     pattern: str
-    """Names separated by commas; `{a,b}` expands to both, and `<function>` and the other `PLACEHOLDERS` match any
-    name."""
+    """Comma-separated names; `{a,b}` expands to both, and `PLACEHOLDERS` such as `<function>` match any name."""
     meaning: str
     healthy: str
     remedy: str

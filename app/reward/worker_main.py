@@ -23,10 +23,10 @@ from app.plugins.values import (
     MAX_TEXT_CHARACTERS,
     Failure,
     PlugInValueError,
+    await_value,
     collect_extras,
     describe_value,
     failure_of,
-    resolve_awaitable,
     to_number,
 )
 from app.plugins.worker_program import start
@@ -90,7 +90,7 @@ def call_function(function: Callable[..., Any], request: Mapping[str, Any]) -> d
     }
     arguments |= {name: for_function[name] for name in request["trainer_arguments"]}
     try:
-        result = resolve_awaitable(function(**arguments))
+        result = await_value(function(**arguments))
         if "token_counts" in request:
             return {"outcomes": estimator_outcomes(result, request["token_counts"])}
         if request["is_batch"]:

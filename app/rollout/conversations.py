@@ -44,8 +44,7 @@ class TurnLimits:
     max_prompt_tokens: int
     """Maximum tokens of an opening."""
     max_suspended: int | None
-    """Maximum number of samples, per worker or for slots without workers, that wait without a slot; None = by the
-    number of slots."""
+    """Maximum samples per worker, or of the slots, that wait without a slot; None = by the number of slots."""
 
 
 @dataclass

@@ -66,8 +66,7 @@ def rollout(
 
     Args:
         timeline: file for a plot of the workers' activity.
-        checkpoint: folder of a run or of one of its checkpoints, whose policy is used; None = the policy of
-            `model.path`.
+        checkpoint: folder of a run or of one of its checkpoints, for its policy; None = `model.path`.
 
     Raises:
         InputError: the settings, the model, the checkpoint, the prompts or a file cannot be used.

@@ -2,9 +2,9 @@
 
     loss = sum over tokens of  w * (c * surrogate(r, A) + beta * KL - entropy_coef * H)
 
-A are advantages, r the ratio of the current to the proximal policy, c the importance weight that corrects for the
-sampler (both in `app.update.ratios`), and w the weights that aggregate tokens (`app.update.loss_aggregation`). What
-`algorithm.name` selects:
+A are advantages, r the ratio of the current to the proximal policy, c the importance weight (both in
+`app.update.ratios`), and w the weights that aggregate tokens (`app.update.loss_aggregation`). What `algorithm.name`
+selects:
 
     name                 A (estimator)        r         surrogate          w                         KL
     grpo                 grpo                 token     clipped            token-mean                k3 in the loss

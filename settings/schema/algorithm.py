@@ -49,10 +49,9 @@ class AlgorithmSettings(Section):
     and targets corrected for off-policy samples (vtrace), or a plug-in, `path/to/file.py:function` or
     `module:function`, that returns one number per sample or per token. When null, it follows from `algorithm.name`."""
     reward_normalization: Literal["sum_first", "each_first"] = "sum_first"
-    """How several rewards are combined by estimators that compare samples of a prompt. sum_first: compare weighted
-    sums. each_first (GDPO): compare each reward function's values separately, then sum the weighted advantages and
-    divide by their standard deviation over the step, so that a reward with a high variance does not drown the
-    others."""
+    """How estimators that compare samples of a prompt combine several rewards. sum_first: compare weighted sums.
+    each_first (GDPO): compare each function's rewards, then sum the weighted advantages and divide by their standard
+    deviation over the step, so that a reward with a high variance does not drown the others."""
     ratio_level: Literal["token", "sequence"] | None = None
     """Level of the probability ratio: one per token, or one per sample, the geometric mean over its tokens. When null,
     it follows from `algorithm.name`."""
@@ -71,9 +70,8 @@ class AlgorithmSettings(Section):
     """Ratios are clipped below 1 - clip_low; values of 1 or more disable the bound and need `clip: cispo`. When null:
     0.2, 3e-4 for gspo, 10 for cispo."""
     clip_high: float | None = Field(default=None, gt=0)
-    """Ratios are clipped above 1 + clip_high. With `clip: cispo`, 1 + clip_high is the largest weight of a token's
-    gradient; TRL's `epsilon_high` is that weight itself, so 5 in TRL is 4 here. When null: 0.2, 0.28 for dapo, 4e-4 for
-    gspo."""
+    """Ratios are clipped above 1 + clip_high. With `clip: cispo`, 1 + clip_high bounds the weight of a gradient; TRL's
+    `epsilon_high` is this bound, so 5 there is 4 here. When null: 0.2, 0.28 for dapo, 4e-4 for gspo."""
     dual_clip: float | None = Field(default=None, gt=1)
     """Tokens with a negative advantage and a ratio above this give no gradient; 3.0 is usual. Null disables it."""
     entropy_coef: float = Field(default=0.0, ge=0)
@@ -194,8 +192,7 @@ class CriticSettings(Section):
     warmup_steps: int = Field(default=0, ge=0)
     """Training steps at the start of the run in which only the critic learns."""
     clip_range: float | None = Field(default=0.2, gt=0)
-    """Values that move further than this from the values before the step's updates give no gradient; null disables
-    this."""
+    """Values that move further than this from the step's initial values give no gradient; null disables this."""
     max_tokens_per_device: int | None = Field(default=32768, ge=1, le=MAX_TOKENS_PER_DEVICE)
     """Token quota of a micro-batch of the critic on each device; selects dynamic micro-batches. It can exceed the
     policy's, because the critic has no logits. Lower it if memory runs out. If neither this nor `rows_per_device` is
@@ -220,8 +217,7 @@ class OptimizerSettings(Section):
     beta2: float = Field(default=0.999, ge=0, lt=1)
     """Decay of AdamW's second moment, the mean of squared gradients. Lower it for runs of few steps."""
     first_moment: Literal["float32", "bfloat16"] = "float32"
-    """Dtype in which the first moment is stored between updates; bfloat16 saves 2 of the 8 bytes of moments per
-    weight."""
+    """Dtype of the stored first moment; bfloat16 saves 2 of the 8 bytes of moments per weight."""
     second_moment: Literal["float32", "bfloat16"] = "float32"
     """Dtype in which the second moment is stored; bfloat16 saves 2 more bytes and needs `beta2` of at most 0.95: with a
     slower decay, the change of one update is lost in rounding."""

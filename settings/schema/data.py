@@ -80,8 +80,7 @@ class DataSettings(Section):
     """Variables for the model's chat template, such as `{enable_thinking: false}` for Qwen3. A reward model's own
     template does not get them."""
     max_prompt_length: int = Field(default=128, ge=1)
-    """Maximum prompt length in tokens, including the chat template. For a model that is not built in, the default is
-    512."""
+    """Maximum prompt length in tokens, with the chat template. The default is 512 for models that are not built in."""
     overlong_prompts: Literal["drop", "error", "truncate_left"] = "drop"
     """How to handle longer prompts: drop them, stop the run, or keep only their last tokens. Their number is reported.
     Completions of `algorithm.name: sft` longer than `rollout.max_new_tokens` are dropped, or stop the run (error)."""

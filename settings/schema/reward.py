@@ -156,8 +156,7 @@ class EnvironmentSettings(Section):
     turn_discount: float = Field(default=1.0, ge=0, le=1)
     """With `credit: turn`: discount factor of a reward for each turn between it and the turn that it is credited to."""
     max_turns: int = Field(default=8, ge=1, le=1024)
-    """Maximum number of policy turns in a sample. A sample that needs more is truncated, as at
-    `rollout.max_new_tokens`."""
+    """Maximum policy turns per sample. A sample that needs more is truncated, as at `rollout.max_new_tokens`."""
     max_turn_tokens: int | None = Field(default=None, ge=1, le=MAX_TOKENS)
     """Maximum length of a turn in tokens; a longer one truncates the sample. null = only `rollout.max_new_tokens`,
     which counts all tokens after the prompt, observations included."""

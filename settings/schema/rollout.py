@@ -192,8 +192,7 @@ class RolloutSettings(Section):
     sample first (adaptive). When null, samples are generated in the slots of `rollout.slots`, without workers."""
     placement: Literal["island", "global"] = "island"
     """Each host generates on its own devices independently (island), or all hosts generate from one queue in slots on
-    all devices, without workers (global). On one host this matters only for the sync scheduler, which then uses workers
-    (island) or slots (global)."""
+    all devices, without workers (global). On one host only sync depends on it: workers (island) or slots (global)."""
     mesh: Annotated[str, AfterValidator(_validate_rollout_mesh)] = "auto"
     """How generation splits the devices of `mesh.shape`: rows over dp and weights over tp, as in `dp=2,tp=4` or `tp=4`.
     `training` keeps the tp of `mesh.shape`. So does `auto`, except on TPUs without workers if a larger tp is estimated

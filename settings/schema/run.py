@@ -53,9 +53,8 @@ class CheckpointSettings(Section):
     keep: int = Field(default=2, ge=1)
     """Number of newest checkpoints kept, in addition to the best one."""
     best_metric: str | None = "eval/accuracy"
-    """Metric whose best checkpoint is kept as checkpoints/best, unless the evaluation before step 1 was better; null
-    keeps none. Lower is better for eval/mean_length, eval/truncated_fraction and eval/error_count. Of equal values, the
-    earliest is kept."""
+    """Metric whose best checkpoint is kept as checkpoints/best, unless step 0 was better; null keeps none. Lower is
+    better for eval/mean_length, eval/truncated_fraction and eval/error_count. Of equal values, the earliest is kept."""
 
 
 class EvalSettings(Section):
@@ -78,8 +77,7 @@ class LoggingSettings(Section):
     tensorboard: bool = False
     """Also writes the metrics as TensorBoard events to tensorboard/. Needs the extra [tensorboard]."""
     profile_steps: Annotated[tuple[Annotated[int, Field(ge=1)], ...], Field(strict=False)] = ()
-    """Training steps to trace with `jax.profiler`, as in [3, 5]; traces are written to profile/. These steps are
-    slower."""
+    """Training steps to trace with `jax.profiler` into profile/, as in [3, 5]. These steps are slower."""
     save_rollouts: bool = True
     """Writes the samples of every step to rollouts/."""
     completions_every_steps: int = Field(default=25, ge=0)

@@ -62,8 +62,7 @@ def decode_block_size(architecture: Architecture, cache_length: int, dtype: DTyp
 def cache_block_size(architecture: Architecture, max_length: int, dtype: DTypeLike, *, is_large: bool) -> int:
     """Returns the tokens of a KV block, for rows of up to `max_length` tokens.
 
-    On average, half a block of each row stays empty. A TPU reads large blocks faster; for other platforms the size does
-    not matter.
+    On average, half a block of each row stays empty. Only a TPU reads large blocks faster.
 
     Args:
         is_large: whether blocks may have the best size for a TPU, because they are not scarce.

@@ -64,8 +64,7 @@ class SlotShapes(NamedTuple):
     row_limit: int | None = None
     """Maximum row length in these slots, in tokens; None = `max_length`. Longer samples continue in other slots."""
     rows_together: int | None = None
-    """Rows that a decode step computes together, so that engines with different numbers of slots round alike; None =
-    all."""
+    """Rows that a decode step computes together, so that engines of any size round alike; None = all."""
     records_routes: bool = False
     """Whether the experts of tokens are recorded."""
     max_forced: int = 0

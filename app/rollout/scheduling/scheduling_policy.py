@@ -27,8 +27,7 @@ def admission_budget(num_free: int, num_suspended: int, *, num_slots: int, limit
     Args:
         num_free: number of slots without a row.
         num_suspended: number of samples without a slot that will return to one: acting or answered.
-        limit: maximum number of samples that may wait without a slot, `env.max_suspended`; None = by the number of
-            slots.
+        limit: maximum samples that wait without a slot, `env.max_suspended`; None = by the number of slots.
     """
     return num_free - max(num_suspended - (SUSPENDED_PER_SLOT * num_slots if limit is None else limit), 0)
 
