@@ -84,9 +84,7 @@ def bucket() -> Iterator[None]:
         ("report", PLACE),
     ],
 )
-def test_option_for_a_run_needs_a_run_at_the_address(
-    arguments: tuple[str, ...], in_folder: None, tmp_path: Path
-) -> None:
+def test_option_for_a_run_needs_a_run_there(arguments: tuple[str, ...], in_folder: None, tmp_path: Path) -> None:
     option = "RUN_DIR" if arguments[0] == "report" else next(word for word in arguments[::-1] if word[:2] == "--")
     expected = f"error: {option}: there is no run at {arguments[-1]}; only runs can be fetched (`gcloud storage cp`"
     refused(tmp_path, *arguments, message=expected)

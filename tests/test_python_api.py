@@ -254,10 +254,7 @@ def test_overrides_keep_their_values() -> None:
         ({"data": "rows.jsonl"}, "train data: expected rows, got 'rows.jsonl'; a file belongs in data.source"),
         ({"data": ["1 + 1 = ?"]}, r"train data, row 0: expected a dict of JSON values, got '1 \+ 1 = \?'"),
         ({"data": [ROWS[0], {"question": "?", "weight": object()}]}, "data, row 1: expected a dict of JSON values"),
-        (
-            {"data": ROWS},
-            r"^eval_data: the run evaluates every \d+ steps, but all rows of `data` are used for training; pass",
-        ),
+        ({"data": ROWS}, r"^eval_data: the run evaluates every \d+ steps, but all rows of `data` are used for"),
         ({"data": [], "eval_data": HELD_OUT}, "contains no rows"),
         ({"data": [{"text": "1"}], "eval_data": HELD_OUT}, "has no column prompt | question"),
     ],

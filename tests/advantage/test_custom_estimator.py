@@ -104,9 +104,7 @@ def test_failed_call_drops_only_the_samples_of_its_prompt(drops: bool) -> None:
 def test_unusable_result_is_refused_before_the_run(result: Any, message: str) -> None:
     with opened(lambda rewards: result) as estimator, pytest.raises(InputError) as error:
         estimator.try_on(SAMPLES[:2])
-    assert str(error.value).startswith(
-        f"algorithm.estimator: callable:f: the trial call before the run failed: {message}"
-    )
+    assert f"algorithm.estimator: callable:f: the trial call before the run failed: {message}" in str(error.value)
 
 
 def test_unusable_functions_are_refused(tmp_path: Path) -> None:

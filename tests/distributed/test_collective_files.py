@@ -23,9 +23,7 @@ from tests.tiny import make_sample
 
 
 @pytest.mark.parametrize("runs", [["012345"], ["012", "345"], ["012", "34", "56"], ["0", "1", ""]])
-def test_host_slices_differ_by_one_sample_and_have_separate_files(
-    runs: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_host_slices_differ_by_one_sample_in_separate_files(runs: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jax, "process_count", lambda: len(runs))
     for host, run in enumerate(runs):
         monkeypatch.setattr(jax, "process_index", lambda host=host: host)

@@ -107,9 +107,7 @@ def test_doctor_finds_an_end_of_turn_that_is_not_an_eos_token(config: Path, tmp_
     assert verdicts(checks, "template", "answer") == ["warn", "warn"]
     assert "ends a turn with '<|user|>', but only <|end|> ends a completion" in checks["template"]["found"]
     assert checks["template"]["advice"] == "set model.eos_tokens: ['<|user|>']"
-    assert checks["answer"]["found"].endswith(
-        "after the control token '<|user|>', which is not an EOS token: '<|user|>'"
-    )
+    assert checks["answer"]["found"].endswith("control token '<|user|>', which is not an EOS token: '<|user|>'")
     assert checks["answer"]["advice"] == "if <|user|> ends a turn, set model.eos_tokens: ['<|user|>']"
     assert f"{model}: {checks['template']['found'].partition('; ')[0]}; set model.eos_tokens" in stderr
 

@@ -158,7 +158,7 @@ def test_number_of_slots_assumes_half_full_rows(monkeypatch: pytest.MonkeyPatch)
     assert size_of(opened(slots=64, kv_blocks="null")) == (64, 34)
 
 
-def test_too_little_memory_for_one_sample_is_a_warning(
+def test_memory_below_one_sample_is_a_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     set_memory(monkeypatch, 2**20)

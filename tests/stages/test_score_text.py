@@ -47,9 +47,7 @@ def samples_of(model: Path, source: Path, *, system_prompt: str | None = None) -
     return [one.sample for window in reader.windows(100) for one in window]
 
 
-def test_chats_are_encoded_like_a_rollout_and_strings_literally(
-    tiny_model: Path, sampled: Path, tmp_path: Path
-) -> None:
+def test_chats_are_encoded_like_rollouts_and_strings_literally(tiny_model: Path, sampled: Path, tmp_path: Path) -> None:
     sample = records_of(sampled)[0]
     source = lines(
         tmp_path,
@@ -95,9 +93,7 @@ def test_text_goes_through_reward_critic_and_gae(tiny_model: Path, tmp_path: Pat
         ({"completion": "3", "answer": "3"}, "reward.overlong_buffer=2", "in.jsonl:1: missing completion_token_ids"),
     ],
 )
-def test_line_without_a_field_that_a_reward_reads_is_reported(
-    tmp_path: Path, record: Any, chosen: str, message: str
-) -> None:
+def test_line_without_a_field_of_a_reward_is_named(tmp_path: Path, record: Any, chosen: str, message: str) -> None:
     plug = tmp_path / "plug.py"
     plug.write_text("def f(prompt, completion): return 1")
     source = lines(tmp_path, record)

@@ -136,10 +136,7 @@ def test_routes_that_cannot_be_recorded_are_refused(tiny_model: Path, tmp_path: 
     many = write_model(tmp_path / "model", **MIXTURE | {"num_experts": 256, "moe_intermediate_size": 2})
     for model, message in (
         (tiny_model, "rollout.routing_replay: true records the experts of each token, but .* is a dense model"),
-        (
-            many,
-            "rollout.routing_replay: .* is a mixture of 256 experts, but a byte can record only 255; set it to false",
-        ),
+        (many, "rollout.routing_replay: .* is a mixture of 256 experts, but a byte can record only 255; set it to"),
     ):
         result = here("train", *of_tiny(model), *settings(REPLAYED, f"run.dir={tmp_path / 'runs'}"))
         assert_refused(result, message, tmp_path / "runs")

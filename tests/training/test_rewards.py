@@ -144,11 +144,7 @@ def test_broken_reward_function_is_refused_before_any_output(config: Path) -> No
         write_jsonl(config.parent / f"{name}.jsonl", [{"question": "1+1=?", "answer": "2", **more}] * 8)
     before = sorted(config.parent.rglob("*"))
     for function, data, messages in (
-        (
-            "broken",
-            (),
-            ["the trial before the run failed, for the answer ", "broken: raised: ValueError: always (plug.py:6)"],
-        ),
+        ("broken", (), ["before the run failed, for the answer ", "broken: raised: ValueError: always (plug.py:6)"]),
         ("wants", (), ["cannot be filled: `mood`"]),
         (
             "needs",

@@ -121,9 +121,7 @@ def test_v2_doubles_the_limit_with_every_move_up_to_max_moves() -> None:
 @pytest.mark.parametrize(
     ("short_waits", "heavy_ends", "num_back"), [(False, False, 0), (True, False, 1), (False, True, 4)]
 )
-def test_v2_returns_stolen_samples_only_if_their_slots_are_needed(
-    short_waits: bool, heavy_ends: bool, num_back: int
-) -> None:
+def test_v2_returns_stolen_samples_only_if_needed(short_waits: bool, heavy_ends: bool, num_back: int) -> None:
     history = {f"p{i}": 90 for i in range(8)} | {"p8": 9}
     driven = driven_pair("pdsr_v2", slots=4, fast_limit_tokens=120, history=history, finished=[40])
     driven.submit(samples(8, 1), close=False)
