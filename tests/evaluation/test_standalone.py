@@ -45,7 +45,7 @@ def test_evaluating_a_checkpoint_equals_its_run_bit_for_bit(finished: Path, tmp_
     # The step is in the file's facts, since a model as it came has none.
     of_run = without_clock(finished / "eval" / "step_000004.jsonl")
     assert [{"step": 4, **record} for record in without_clock(out)] == of_run
-    assert "step 4: 20 prompts of builtin:arithmetic (test), greedy, judged by arithmetic" in printed.stdout
+    assert "step 4: 20 prompts of builtin:arithmetic (test), greedy, graded by arithmetic" in printed.stdout
     assert "compared by grpo evaluate --compare BEFORE AFTER" in printed.stdout
     shown = f"{100 * logged(finished, 4)['eval/accuracy']:.1f}"
     assert any(line.split()[:3] == ["accuracy", shown, "%"] for line in printed.stdout.splitlines())
