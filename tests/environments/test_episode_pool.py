@@ -238,7 +238,7 @@ def test_all_calls_fail_if_a_worker_cannot_be_replaced(story: str) -> None:
         game.play("one")
         Path("plug.py").unlink()
         game.send("exit")
-        why = "^env.source: .*:Story: two attempts to start a process have failed: no such file: .*plug.py; mend that"
+        why = "^env.source: .*:Story: two attempts to start a process have failed: no such file: .*plug.py; fix this"
         for call in (
             lambda: pool.take(None),
             lambda: game.send("two"),

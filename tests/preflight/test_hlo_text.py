@@ -68,7 +68,7 @@ def test_groups_are_read_in_every_known_notation(text: str, size: int):
     program = HloProgram(ASYNC.replace("{{0,1},{2,3}}", text))
     gather = next(one for one in program.computations["main"] if one.name == "gather")
     assert gather.group_size == size
-    with pytest.raises(ValueError, match="not known"):
+    with pytest.raises(ValueError, match="unknown notation"):
         _ = HloProgram(ASYNC.replace("{{0,1},{2,3}}", "<everybody>")).computations["main"][2].group_size
 
 

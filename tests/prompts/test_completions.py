@@ -108,7 +108,7 @@ def test_without_a_template_a_completion_is_the_text_after_the_prompt(tmp_path: 
     # A merge across the border is none that a policy behind the prompt could write.
     apart, _ = encoded(tokenizer, "Q: h", "e", chat_template="none")
     assert tokenizer.decode(apart.prompt.token_ids) == "Q: h" and tokenizer.decode(apart.completion_ids) == "e"
-    with pytest.raises(InputError, match=r"d\.jsonl:1: the completion is a chat, which data\.chat_template: none"):
+    with pytest.raises(InputError, match=r"d\.jsonl:1: the completion is a chat, but data\.chat_template: none"):
         encoded(tokenizer, "Q", [says("A"), QUESTION], chat_template="none")
 
 

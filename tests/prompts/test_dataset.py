@@ -199,7 +199,7 @@ def test_a_column_with_an_unsupported_type_is_reported(monkeypatch, caplog):
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: SimpleNamespace(to_list=lambda: rows))
     assert [row.extra for row in load_dataset("hf:a/b").rows] == [{}, {}]
     (record,) = caplog.records
-    assert record.getMessage().startswith("hf:a/b train row 1: the column image is left out: Object of type object")
+    assert record.getMessage().startswith("hf:a/b train row 1: column image is left out: Object of type object")
 
 
 def test_the_fingerprint_depends_on_all_columns_and_the_order(tmp_path):
@@ -229,7 +229,7 @@ def test_unusable_files_are_refused(tmp_path, monkeypatch):
         "absent/data": "no such file; for a hub data set, write hf:absent/data",
         "d.txt": r"d\.txt: expected a file ending in \.jsonl, \.json, \.jsonl\.gz, \.json\.gz, \.parquet",
         ".": r"contains more than one split: .*; name those to read by a pattern such as",
-        "bare": r"bare: no file in it ends in \.jsonl, \.json, \.jsonl\.gz, ",
+        "bare": r"bare: no file in it ends with \.jsonl, \.json, \.jsonl\.gz, ",
         "e*.csv": r"data\.source: no file matches .*e\*\.csv",
         "cut.jsonl.gz": r"cut\.jsonl\.gz: cannot be read: Compressed file ended",
         "plain.json.gz": r"plain\.json\.gz: cannot be read: Not a gzipped file",
