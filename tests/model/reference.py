@@ -1,6 +1,7 @@
 """Checkpoints that transformers writes, and its logits for packed rows."""
 
 from collections.abc import Sequence
+from copy import deepcopy
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -109,7 +110,8 @@ def write_checkpoint(
     directory: Path, model_type: str, *, dtype: str = "float32", max_shard_size: str = "1GB", **changes: Any
 ) -> Path:
     torch, transformers = import_reference()
-    config = transformers.AutoConfig.for_model(model_type, **SIZES | SWITCHES.get(model_type, {}) | changes)
+    # transformers adds to the dictionaries that it gets.
+    config = transformers.AutoConfig.for_model(model_type, **deepcopy(SIZES | SWITCHES.get(model_type, {}) | changes))
     model = transformers.AutoModelForCausalLM.from_config(config)
     rng = np.random.default_rng(0)
     with torch.no_grad():

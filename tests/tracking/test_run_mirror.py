@@ -3,6 +3,7 @@
 import itertools
 import json
 import random
+import re
 import shutil
 import time
 from collections.abc import Iterator
@@ -135,11 +136,12 @@ def test_cut_connections_leave_no_partial_checkpoint(run, server, address, tmp_p
 
 def test_unusable_bucket_is_one_error_before_jax_is_loaded(server, in_folder: None, tmp_path: Path) -> None:
     nowhere = f"{server[0]}://nowhere/folder"
-    for overrides, what in ((("run.name=x",), "read, written and cleared"), ((), "read")):
-        address = "/".join([nowhere, *(name.partition("=")[2] for name in overrides)])
+    # Without a name, runs are listed first, where s3fs 2025.3 finds none in a bucket that does not exist.
+    unnamed = "( |/quickstart-seed0 )cannot be read(, written and cleared)?"
+    for overrides, what in ((("run.name=x",), "/x cannot be read, written and cleared"), ((), unnamed)):
         result = here("train", *settings(f"run.dir={nowhere}", *overrides))
         assert result.exit_code == 2 and result.stderr.count("\n") == 1 and not any(tmp_path.iterdir())
-        assert result.stderr.startswith(f"error: run.dir: {address} cannot be {what} (FileNotFoundError: ")
+        assert re.match(rf"error: run\.dir: {nowhere}{what} \(FileNotFoundError: ", result.stderr), result.stderr
         assert "); check that the bucket exists and that this machine's account has access" in result.stderr
 
 

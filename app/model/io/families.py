@@ -339,8 +339,8 @@ def _ropes_by_layer_type(config: HfConfig) -> tuple[RopeConfig, RopeConfig]:
     Reads `rope_theta`, `rope_scaling` and `rope_local_base_freq`, or `rope_parameters` with an object per layer type.
     """
     by_type = json_object(config, "rope_parameters")
-    # transformers 5.0 also wrote a `rope_theta` next to the objects, which its models do not read.
-    known = {FULL, SLIDING, "rope_theta"} if FULL in by_type else {FULL, SLIDING}
+    # transformers 5.0 also wrote these two next to the objects, where its models do not read them.
+    known = {FULL, SLIDING, "rope_theta", "rope_type"} if FULL in by_type else {FULL, SLIDING}
     if extra := sorted(set(by_type) - known):
         raise InputError(
             f"config.json: rope_parameters of model_type={config['model_type']!r} has {extra[0]!r}; expected "
