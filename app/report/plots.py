@@ -166,7 +166,7 @@ def draw_reward(figure: Figure, history: History) -> None:
 
 def draw_accuracy(figure: Figure, history: History) -> None:
     by_plug_in = accuracy_is_plug_in_mean(history)
-    axes = _axes(figure, history, "mean value of the plug-in" if by_plug_in else "right answers")
+    axes = _axes(figure, history, "mean value of the judge" if by_plug_in else "right answers")
     series = Series.from_history(history, "eval/accuracy")
     if not by_plug_in:
         counts = Series.from_history(history, EVAL_PROMPTS)
@@ -281,8 +281,8 @@ PANELS = (
         "policy exploits the reward function: read some samples.",
         {"reward/mean": ""}, draw=draw_reward),
     Panel("accuracy", "Held-out accuracy",
-        "Share of right answers to prompts not used for training; if a plug-in judges, the mean of its values. "
-        "Differences within the interval may be chance: raise eval.num_prompts to narrow it.",
+        "Share of right answers to prompts not used for training; if a plug-in or environment judges, the mean of its "
+        "values. Differences within the interval may be chance: raise eval.num_prompts to narrow it.",
         {"eval/accuracy": ""}, draw=draw_accuracy),
     Panel("lengths", "Completion lengths and truncated share",
         "Top: shortest, mean and longest completion of a step. Bottom: share truncated at rollout.max_new_tokens; if "

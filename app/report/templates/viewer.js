@@ -19,7 +19,7 @@ function element(tag, className, text) {
 }
 
 function fact(parent, name, value, className) {
-  const made = element("span", className, `${name} `);
+  const made = element("span", "", `${name} `);
   made.append(element("b", className, shown(value)));
   parent.append(made);
 }
