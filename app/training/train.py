@@ -101,8 +101,10 @@ def _train(setup: RunSetup, stack: ExitStack, clock: Callable[[], float], on_ste
             setup.watchdog.enter_phase("report")
             exit_barrier(setup.watchdog.status_board)
 
-    # On exit without an error, hosts wait for each other while process 0 writes a report.
+    # On exit without an error, hosts wait for each other while process 0 writes a report and ends the copy.
     stack.push(wait_for_hosts)
+    if setup.folder.mirror is not None:
+        stack.push(setup.folder.mirror)
     session.stop_when(interrupts.stop_requested)
     compilations = stack.enter_context(closing(CompilationCounter()))
     checkpoints = stack.enter_context(closing(open_checkpoints(setup)))
