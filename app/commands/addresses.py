@@ -12,6 +12,8 @@ from app.records.run_directory import Resume, RunDirectory, is_address, local_fo
 from settings import InputError, Resolved
 from settings.schema.section import COPYING, NO_ADDRESS
 
+OF_CHECKPOINTS = ("--checkpoint", "--from-rollouts", "checkpoint", "from_rollouts")
+"""Options, and arguments of Python, for which the checkpoints of a run are fetched."""
 OUTPUTS = ("--out", "--timeline", "--picture", "--hlo")
 
 
@@ -23,7 +25,7 @@ def name_run(resolved: Resolved, resume: Resume) -> Resolved:
     """
     run, names = resolved.settings.run, list[str]()
     if is_address(run.dir) and resolved.provenance["run.name"] == "derived":
-        from app.tracking.run_mirror import Bucket
+        from app.tracking.bucket import Bucket
 
         with nullcontext() if runs_alone(resolved.settings.mesh) else suppress(InputError):
             names = Bucket(run.dir).run_names(f"{run.name}*")
@@ -45,7 +47,7 @@ def local_paths(option: str, value: Any) -> Any:
 
 
 def _fetch(option: str, address: str) -> Path:
-    from app.tracking.run_mirror import EXTRAS, Bucket, fetch_run
+    from app.tracking.bucket import EXTRAS, Bucket, fetch_run
 
     if option in OUTPUTS or address.partition("://")[0] not in EXTRAS:
         raise InputError(f"{option}: {NO_ADDRESS}, got {address}")
@@ -55,7 +57,7 @@ def _fetch(option: str, address: str) -> Path:
         if bucket.has_run:
             run = RunDirectory(local_folder(bucket.address))
             with lock_run_directory(run):
-                if line := fetch_run(bucket, run):
+                if line := fetch_run(bucket, run, has_checkpoints=option in OF_CHECKPOINTS):
                     print_notices([f"{option}: {line}"])
             return local_folder(address)
     raise InputError(f"{option}: there is no run at {address}; only runs can be fetched ({COPYING})")

@@ -26,7 +26,7 @@ def check_train_files(settings: Settings, *, resume: Resume, is_replay: bool) ->
     if runs_alone(settings.mesh):
         is_fetched = is_address(settings.run.dir)
         if is_fetched:
-            from app.tracking.run_mirror import bucket_of
+            from app.tracking.bucket import bucket_of
 
             bucket_of(settings.run).check(resume)
         needs = "auto" if is_fetched and resume == "must" else resume

@@ -60,7 +60,8 @@ from app.runtime.reward_model import RewardModelSpec
 from app.runtime.reward_trial import make_trial_samples
 from app.runtime.scoring import ScoringSession
 from app.runtime.session import Session
-from app.tracking.run_mirror import bucket_of, check_lease
+from app.tracking.bucket import bucket_of
+from app.tracking.run_mirror import check_lease
 from app.training.inputs import check_chosen_metrics, dataset_fingerprints, input_fingerprints
 from app.training.learner import LearnerGroup
 from app.training.network_memory import host_bytes, network_bytes

@@ -13,7 +13,8 @@ import jax
 from app.distributed.collectives import broadcast_bytes, error_barrier
 from app.distributed.host_files import copy_from_process_0, is_seen_by_all
 from app.records.run_directory import Resume, RunDirectory, check_run_directory, is_address
-from app.tracking.run_mirror import RunMirror, bucket_of, fetch_run
+from app.tracking.bucket import bucket_of, fetch_run
+from app.tracking.run_mirror import RunMirror
 from settings import Resolved
 from settings.errors import InputError
 from settings.schema.run import RunSettings

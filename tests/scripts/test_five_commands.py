@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from app.tracking.run_mirror import MARKER, Bucket, complete_steps
+from app.tracking.bucket import MARKER, Bucket, complete_steps
 from tests.program import CANARY, DEADLINE_S, REPOSITORY, UNJUDGED, free_address
 from tests.scripts.conftest import Tpu, make_checkout
 from tests.test_documents import bash_commands, words_and_environment

@@ -4,7 +4,9 @@ import json
 import os
 import random
 import socket
+import struct
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from unittest import mock
@@ -12,6 +14,9 @@ from urllib.parse import urlsplit
 from urllib.request import Request, urlopen
 
 from tests.program import free_address
+
+RESETS = struct.pack("ii", 1, 0)
+"""Option of a socket whose end resets the connection."""
 
 KEYS = {"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b", "AWS_DEFAULT_REGION": "us-east-1"}
 # Without these, gcsfs looks for an account before every request, to ask what kind of bucket it is.
@@ -78,13 +83,15 @@ def reached_at(scheme: str, url: str) -> Iterator[None]:
 
 
 class Network:
-    """A proxy in front of a server, which cuts connections."""
+    """A proxy in front of a server, which delays what is sent, and cuts and resets connections."""
 
     def __init__(self, url: str, seed: int = 0):
         self._target = (urlsplit(url).hostname or "", urlsplit(url).port or 0)
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
-        self._random, self.fault_rate, self.num_cuts = random.Random(seed), 0.0, 0
+        self._random, self.fault_rate, self.num_faults = random.Random(seed), 0.0, 0
+        self.delay_s = 0.0
+        """Longest delay of 16 KiB."""
         threading.Thread(target=self._accept, daemon=True).start()
 
     def _accept(self) -> None:
@@ -96,16 +103,22 @@ class Network:
                     threading.Thread(target=self._pump, args=(source, target), daemon=True).start()
 
     def _pump(self, source: socket.socket, target: socket.socket) -> None:
+        way = socket.SHUT_RDWR
         with suppress(OSError):
             while data := source.recv(1 << 14):
+                time.sleep(self.delay_s * self._random.random() * len(data) / (1 << 14))
                 if self._random.random() < self.fault_rate:
-                    self.num_cuts += 1
+                    self.num_faults += 1
+                    if self._random.random() < 0.5:
+                        way = socket.SHUT_RD
+                        for end in (source, target):
+                            end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESETS)
                     break
                 target.sendall(data)
         # The other direction waits in another thread, which closing alone would not wake.
         for end in (source, target):
             with suppress(OSError):
-                end.shutdown(socket.SHUT_RDWR)
+                end.shutdown(way)
         source.close()
 
     def close(self) -> None:

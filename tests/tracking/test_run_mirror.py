@@ -15,12 +15,23 @@ import pytest
 from app.commands.addresses import name_run
 from app.records.run_directory import Resume, RunDirectory
 from app.tracking import run_mirror
-from app.tracking.run_mirror import Bucket, LeaseLostError, RunMirror, fetch_run
+from app.tracking.bucket import LEASE, Bucket, complete_steps, fetch_run
+from app.tracking.run_mirror import LeaseLostError, RunMirror
 from settings import load
 from settings.errors import InputError
-from tests.program import DEADLINE_S, assert_same_run, here, metrics_of, settings, started, succeeded, wait_for
+from tests.program import (
+    DEADLINE_S,
+    assert_same_run,
+    here,
+    metrics_of,
+    settings,
+    started,
+    succeeded,
+    wait_for,
+    wait_until,
+)
 from tests.tracking.buckets import Network, bucket_server, reached_at, reader_of
-from tests.two_hosts import run_on_two_hosts
+from tests.two_hosts import HOSTS_PROGRAM, ended, run_on_two_hosts, two_hosts
 
 
 @pytest.fixture(scope="module", params=["s3", "gs"])
@@ -32,7 +43,7 @@ def server(request: pytest.FixtureRequest) -> Iterator[tuple[str, str]]:
 @pytest.fixture
 def address(server: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setattr(run_mirror, "RENEW_S", 0.2)
-    monkeypatch.setattr(run_mirror, "LEASE_S", 1.0)
+    monkeypatch.setattr(run_mirror, "LEASE_S", 3.0)
     monkeypatch.setattr(run_mirror, "MAX_DELAY_S", 0.2)
     return f"{server[0]}://bucket/{tmp_path.name}"
 
@@ -46,9 +57,12 @@ def run(tmp_path: Path) -> RunDirectory:
     return made
 
 
+PARTS = ("progress/metadata", "state/d/0", "state/d/1")
+
+
 def save(run: RunDirectory, step: int) -> None:
     """Writes a line and a checkpoint, which appears whole, and removes the oldest of three."""
-    for name in ("progress/metadata", "state/d/0", "state/d/1"):
+    for name in PARTS:
         path = run.checkpoints_dir / ".saving" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(random.Random(f"{step} {name}").randbytes(50_000))
@@ -62,6 +76,13 @@ def save(run: RunDirectory, step: int) -> None:
 def checkpoints_of(run: RunDirectory) -> dict[str, bytes]:
     files = (path for path in run.checkpoints_dir.rglob("*") if path.is_file())
     return {str(path.relative_to(run.checkpoints_dir)): path.read_bytes() for path in files}
+
+
+def bucket_behind(network: Network, scheme: str, address: str) -> Bucket:
+    with reached_at(scheme, network.url):
+        bucket = Bucket(address)
+        bucket.sizes()  # It connects at the first request.
+    return bucket
 
 
 def test_a_copy_follows_the_run_and_is_fetched_once(run: RunDirectory, address: str, tmp_path: Path) -> None:
@@ -95,13 +116,91 @@ def test_only_one_process_writes_a_run(run: RunDirectory, address: str) -> None:
         with pytest.raises(InputError, match="is being written by another process, on "):
             RunMirror(run, Bucket(address)).__enter__()
         # As one that started before the first had renewed its lease.
-        Bucket(address).write(run_mirror.LEASE, b'{"owner": "another", "host": "vm-2"}')
+        Bucket(address).write(LEASE, b'{"owner": "another", "host": "vm-2"}')
         with pytest.raises(LeaseLostError, match="on vm-2, has started to write"):
             wait_for(lambda: first.request())
     # Whoever held it is gone.
     with RunMirror(run, Bucket(address)):
         pass
-    assert run_mirror.LEASE not in Bucket(address).sizes()
+    assert LEASE not in Bucket(address).sizes()
+
+
+# The other server answers one request at a time.
+@pytest.mark.parametrize("server", ["s3"], indirect=True)
+def test_lease_is_kept_while_a_file_takes_longer(run, server, address) -> None:
+    (run.path / "large").write_bytes(bytes(900_000))
+    network = Network(server[1])
+    with RunMirror(run, bucket_behind(network, server[0], address)) as mirror:
+        network.delay_s = 2.0
+        mirror.start()
+        with pytest.raises(InputError, match="is being written by another process, on "):
+            RunMirror(run, Bucket(address)).__enter__()
+        assert "large" not in Bucket(address).sizes()
+        network.delay_s = 0.0
+    network.close()
+
+
+def test_slow_copy_arrives_although_the_run_deletes_its_checkpoints_before(run, server, address, caplog) -> None:
+    network, bucket = Network(server[1]), Bucket(address)
+    with RunMirror(run, bucket_behind(network, server[0], address)) as mirror:
+        network.delay_s = 0.5
+        mirror.start()
+        for step in itertools.count(2):
+            save(run, step)
+            mirror.request()
+            # The first one was in the directory before.
+            if {*complete_steps(bucket, bucket.sizes())} - {1, *run.checkpoint_steps}:
+                break
+        network.delay_s = 0.0
+    assert f"{address} falls behind: the checkpoint of step " in caplog.text
+    assert complete_steps(bucket, bucket.sizes()).keys() == set(run.checkpoint_steps)
+    network.close()
+
+
+def test_copy_is_compared_with_the_run_that_goes_on(run, address, monkeypatch) -> None:
+    bucket, sent, upload = Bucket(address), [], Bucket.upload
+    save(run, 2)
+    for step in (2, 3):
+        with RunMirror(run, bucket) as mirror:
+            mirror.start()
+        if step == 2:
+            monkeypatch.setattr(Bucket, "upload", lambda *arguments: (sent.append(arguments[2]), upload(*arguments)))
+            # The answer to its deletion was lost.
+            bucket.delete("checkpoints/1.complete")
+            save(run, 3)
+    assert {name.split("/")[1] for name in bucket.sizes() if "/" in name} == {"2", "2.complete", "3", "3.complete"}
+    assert sorted({*sent} - {"metrics.jsonl"}) == [f"checkpoints/3/{part}" for part in PARTS]
+
+
+def test_interrupted_fetch_is_completed(run, address, tmp_path, monkeypatch) -> None:
+    bucket, elsewhere, download = Bucket(address), RunDirectory(tmp_path / "elsewhere"), Bucket.download
+    save(run, 2)
+    with RunMirror(run, bucket) as mirror:
+        mirror.start()
+    # The program ends before the last file.
+    names = [name for name in bucket.sizes() if name.startswith("checkpoints/2/")][:-1]
+    monkeypatch.setattr(
+        Bucket, "download", lambda self, wanted, folder: download(self, [*{*wanted} - {*names}], folder)
+    )
+    monkeypatch.setattr(Path, "rename", lambda self, target: None if self.name == "2" else self.replace(target))
+    fetch_run(bucket, elsewhere)
+    assert elsewhere.checkpoint_steps == [1]
+    monkeypatch.undo()
+    assert fetch_run(bucket, elsewhere) == f"fetched from {address}: step 2"
+    assert checkpoints_of(elsewhere) == checkpoints_of(run)
+
+
+def test_another_run_on_the_disk_is_one_error(run, address, tmp_path) -> None:
+    other = RunDirectory(tmp_path / "other")
+    for step in (1, 5):
+        save(other, step)
+    other.sessions_path.write_text('{"started": "later"}\n')
+    with RunMirror(run, bucket := Bucket(address)) as mirror:
+        mirror.start()
+    with pytest.raises(
+        InputError, match=r"^run\.dir: .* and .*other hold different runs; choose another run\.name, or"
+    ):
+        fetch_run(bucket, other)
 
 
 @pytest.mark.slow
@@ -112,7 +211,7 @@ def test_cut_connections_leave_no_partial_checkpoint(run, server, address, tmp_p
         with RunMirror(run, near) as mirror:
             mirror.start()
             for step in itertools.count(2):
-                if network.num_cuts > 5 and step > 8:
+                if network.num_faults > 5 and step > 8:
                     break
                 network.fault_rate = steps.choice([0.05, 0.1, 0.2])
                 save(run, step)
@@ -207,6 +306,28 @@ def test_bucket_that_does_not_exist_is_one_error_on_all_hosts(config: Path, serv
     message = f"run.dir: {server[0]}://nowhere/tiny cannot be read, written and cleared (FileNotFoundError: "
     assert [len(lines) for lines in errors] == [1, 1] and all(message in lines[0] for lines in errors)
     assert "on host 0 (" in errors[1][0]
+
+
+@pytest.mark.two_hosts
+@pytest.mark.parametrize("server", ["gs"], indirect=True)
+def test_all_hosts_wait_for_the_end_of_the_copy(config: Path, server: tuple[str, str], address: str) -> None:
+    network, (python, code) = Network(server[1]), HOSTS_PROGRAM
+    # JAX gives up on a host that ends this much later.
+    program = python, f"from app.mesh import jax_startup; jax_startup.SHUTDOWN_TIMEOUT_S = 2\n{code}"
+    overrides = settings("run.steps=1", "eval.every_steps=0", "checkpoint.best_metric=null", f"run.dir={address}")
+    with (
+        reached_at(server[0], network.url),
+        two_hosts("train", "--config", config, *overrides, programs=(program, program), cwd=config.parent) as hosts,
+    ):
+        run = RunDirectory(config.parent / "runs" / address.replace("://", "/") / "tiny")
+        wait_until(hosts[0], lambda: run.sessions_path.exists())
+        network.fault_rate = 1.0
+        wait_until(hosts[0], lambda: run.has_checkpoint)
+        time.sleep(8.0)
+        network.fault_rate = 0.0
+        found = ended(hosts)
+    assert [host.exit_code for host in found] == [0, 0], found
+    assert complete_steps(Bucket(f"{address}/tiny"), Bucket(f"{address}/tiny").sizes()).keys() == {1}
 
 
 @pytest.mark.slow
