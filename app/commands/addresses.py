@@ -12,8 +12,8 @@ from app.records.run_directory import Resume, RunDirectory, is_address, local_fo
 from settings import InputError, Resolved
 from settings.schema.section import COPYING, NO_ADDRESS
 
-OF_CHECKPOINTS = ("--checkpoint", "--from-rollouts", "checkpoint", "from_rollouts")
-"""Options, and arguments of Python, for which the checkpoints of a run are fetched."""
+OF_CHECKPOINTS = ("--checkpoint", "--from-rollouts")
+"""Options for which the checkpoints of a run are fetched."""
 OUTPUTS = ("--out", "--timeline", "--picture", "--hlo")
 
 

@@ -12,6 +12,7 @@ import threading
 import time
 import uuid
 from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -188,21 +189,21 @@ class RunMirror:
     def _compare(self) -> None:
         """Finds what is in the bucket from an earlier process."""
         sizes = self._bucket.sizes()
-        for name, size in sizes.items():
-            path = self._run.path / name
-            if path.is_file() and (found := path.stat()).st_size == size:
-                self._sent[name] = size, found.st_mtime_ns
-            if match := re.match(r"checkpoints/(\d+)[./]", name):
-                self._begun.add(int(match[1]))
-        whole = complete_steps(self._bucket, sizes).items()
-        self._steps = {step for step, parts in whole if all(part in self._sent for part in parts)}
+        equal = {name: state for name, size in sizes.items() if (state := _state_of(self._run.path / name))[0] == size}
+        steps = complete_steps(self._bucket, sizes).items()
+        whole = {step: parts for step, parts in steps if all(part in equal for part in parts)}
+        self._steps = set(whole)
+        self._begun = {int(match[1]) for name in sizes if (match := re.match(r"checkpoints/(\d+)[./]", name))}
+        # Of another checkpoint of the same step, files with equal sizes may differ.
+        trusted = set(chain(*whole.values()))
+        self._sent = {name: equal[name] for name in equal if not name.startswith("checkpoints/") or name in trusted}
         self._is_compared = True
 
     def _write_files(self) -> None:
-        for path in self._run.path.rglob("*"):
-            name = path.relative_to(self._run.path)
-            if name.parts[0] not in LEFT_OUT and path.is_file() and path.suffix != ".partial":
-                self._write_file(path, name.as_posix())
+        for child in self._run.path.iterdir():
+            for path in () if child.name in LEFT_OUT else (child, *child.rglob("*")):
+                if path.is_file() and path.suffix != ".partial":
+                    self._write_file(path, path.relative_to(self._run.path).as_posix())
         # Progress records are replaced when an interrupted evaluation is completed.
         for step in self._steps:
             for path in (self._run.checkpoints_dir / str(step) / "progress").glob("*"):
@@ -210,15 +211,14 @@ class RunMirror:
 
     def _write_file(self, path: Path, name: str) -> None:
         self._renew_lease()
-        try:
-            found = path.stat()
-            state = found.st_size, found.st_mtime_ns
-            if self._sent.get(name) != state:
+        state = _state_of(path)
+        if state != _ABSENT and self._sent.get(name) != state:
+            try:
                 self._bucket.upload(path, name)
                 self._sent[name] = state
-        except FileNotFoundError:
-            if path.exists():
-                raise
+            except FileNotFoundError:
+                if path.exists():
+                    raise
 
     def _write_checkpoint(self, step: int) -> None:
         folder, copied = self._run.checkpoints_dir / str(step), self._run.checkpoints_dir / ".copied"
@@ -306,6 +306,18 @@ class RunMirror:
         lease = {"owner": self._owner, "host": socket.gethostname(), "renewals": self._num_renewals}
         self._bucket.write(LEASE, json.dumps(lease).encode())
         self._renewed = time.monotonic()
+
+
+_ABSENT = (-1, -1)
+
+
+def _state_of(path: Path) -> tuple[int, int]:
+    """Returns the size and the time of a file."""
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        return _ABSENT
+    return found.st_size, found.st_mtime_ns
 
 
 def _link(source: str, target: str) -> None:

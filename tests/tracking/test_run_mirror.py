@@ -21,6 +21,7 @@ from settings import load
 from settings.errors import InputError
 from tests.program import (
     DEADLINE_S,
+    UNJUDGED,
     assert_same_run,
     here,
     metrics_of,
@@ -31,7 +32,7 @@ from tests.program import (
     wait_until,
 )
 from tests.tracking.buckets import Network, bucket_server, reached_at, reader_of
-from tests.two_hosts import HOSTS_PROGRAM, ended, run_on_two_hosts, two_hosts
+from tests.two_hosts import HOSTS_PROGRAM, blind_host, ended, run_on_two_hosts, two_hosts
 
 
 @pytest.fixture(scope="module", params=["s3", "gs"])
@@ -311,15 +312,17 @@ def test_bucket_that_does_not_exist_is_one_error_on_all_hosts(config: Path, serv
 @pytest.mark.two_hosts
 @pytest.mark.parametrize("server", ["gs"], indirect=True)
 def test_all_hosts_wait_for_the_end_of_the_copy(config: Path, server: tuple[str, str], address: str) -> None:
-    network, (python, code) = Network(server[1]), HOSTS_PROGRAM
+    network, run = Network(server[1]), RunDirectory(config.parent / "runs" / address.replace("://", "/") / "tiny")
     # JAX gives up on a host that ends this much later.
-    program = python, f"from app.mesh import jax_startup; jax_startup.SHUTDOWN_TIMEOUT_S = 2\n{code}"
-    overrides = settings("run.steps=1", "eval.every_steps=0", "checkpoint.best_metric=null", f"run.dir={address}")
+    hurry = "from app.mesh import jax_startup; jax_startup.SHUTDOWN_TIMEOUT_S = 2\n"
+    first, second = (("-c", f"{hurry}{code}") for _, code in (HOSTS_PROGRAM, blind_host(config.parent / "runs")))
+    apart = ("rollout.scheduler=adaptive", "rollout.max_staleness=1", "rollout.devices=0.5", "mesh.shape=1,4,1")
+    (config.parent / "runs").mkdir()
+    overrides = settings("run.steps=1", *UNJUDGED, *apart, f"run.dir={address}")
     with (
         reached_at(server[0], network.url),
-        two_hosts("train", "--config", config, *overrides, programs=(program, program), cwd=config.parent) as hosts,
+        two_hosts("train", "--config", config, *overrides, programs=(first, second), cwd=config.parent) as hosts,
     ):
-        run = RunDirectory(config.parent / "runs" / address.replace("://", "/") / "tiny")
         wait_until(hosts[0], lambda: run.sessions_path.exists())
         network.fault_rate = 1.0
         wait_until(hosts[0], lambda: run.has_checkpoint)
