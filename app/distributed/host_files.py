@@ -17,8 +17,8 @@ from app.distributed.collectives import broadcast_bytes, error_barrier, max_over
 from settings.errors import InputError
 
 
-def is_seen_by_all(folder: Path) -> bool:
-    """Returns whether all hosts see the same folder as process 0; it need not exist yet.
+def sees_folder(folder: Path) -> tuple[bool, bool]:
+    """Returns whether this host, and whether all hosts, see the same folder as process 0; it need not exist yet.
 
     Process 0 writes a probe file and removes it again. All hosts must call it together with the same path; a relative
     path is relative to each host's working directory.
@@ -27,7 +27,7 @@ def is_seen_by_all(folder: Path) -> bool:
         InputError: process 0 cannot write there.
     """
     if jax.process_count() == 1:
-        return True
+        return True, True
     is_process_0, probe, folder = jax.process_index() == 0, Path(), folder.absolute()
     try:
         with error_barrier():
@@ -41,7 +41,8 @@ def is_seen_by_all(folder: Path) -> bool:
                         f"run.dir: cannot write to {parent}: {error.strerror}; choose another folder"
                     ) from error
         way = broadcast_bytes(os.path.relpath(probe, folder).encode()).decode()
-        return not max_over_hosts(np.asarray(not os.path.exists(os.path.normpath(folder / way))))
+        is_seen = os.path.exists(os.path.normpath(folder / way))
+        return is_seen, not max_over_hosts(np.asarray(not is_seen))
     finally:
         if is_process_0:
             with suppress(OSError):

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import jax
 
 from app.distributed.collectives import broadcast_bytes, error_barrier
-from app.distributed.host_files import copy_from_process_0, is_seen_by_all
+from app.distributed.host_files import copy_from_process_0, sees_folder
 from app.records.run_directory import Resume, RunDirectory, check_run_directory, is_address
 from app.tracking.bucket import bucket_of, fetch_run
 from app.tracking.run_mirror import RunMirror
@@ -57,18 +57,19 @@ def take_run_directory(
     with ExitStack() as stack:
         with error_barrier():
             mirror = _open_mirror(settings.run, run, resume, stack, writes=writes) if jax.process_index() == 0 else None
-        if is_seen_by_all(run.path):
+        is_seen, is_seen_by_all = sees_folder(run.path)
+        if is_seen_by_all:
             yield resolved, RunFolder(run, True, mirror)
             return
-        _check_other_hosts(own, run)
+        _check_other_hosts(None if is_seen else own, run)
         path = stack.enter_context(copy_from_process_0(run.path, RUN_FILES))
         yield resolved, RunFolder(RunDirectory(path), False, mirror)
 
 
-def _check_other_hosts(own: RunDirectory, run: RunDirectory) -> None:
-    """Raises InputError on all hosts if a host that does not see process 0's run has its own run of this name."""
+def _check_other_hosts(own: RunDirectory | None, run: RunDirectory) -> None:
+    """Raises InputError on all hosts if a host that does not see process 0's run has checkpoints of its own."""
     with error_barrier():
-        if jax.process_index() > 0 and (own.has_settings or own.has_checkpoint):
+        if own is not None and own.has_checkpoint:
             raise InputError(
                 f"run.dir: this host has a run in {own.path} (newest checkpoint: {own.describe_newest_checkpoint()}), "
                 f"but process 0 keeps the run in a folder that this host does not see, {run.path}; start process 0 on "

@@ -90,7 +90,7 @@ from app.mesh.device_mesh import make_mesh
 from app.mesh.jax_startup import initialize_distributed
 from app.mesh.placement import check_tp_within_hosts, row_sharding, to_global, to_local
 from app.distributed.host_consistency import check_hosts_agree
-from app.distributed.host_files import is_seen_by_all
+from app.distributed.host_files import sees_folder
 from app.distributed.collectives import error_barrier
 from settings import load
 from settings.errors import InputError
@@ -127,10 +127,10 @@ note("data", lambda: check_hosts_agree(resolved, {"data": f"abc{host}"}))
 note("one fails", lambda: fail_there(InputError("model.path: no such folder")))
 note("one has a bug", lambda: fail_there(KeyError("x")))
 note("none fails", lambda: fail_there(None))
-note("seen", lambda: is_seen_by_all(other / "runs" / "new"))
+note("seen", lambda: sees_folder(other / "runs" / "new"))
 if host == 1:
     hide(str(other / "0"))
-note("hidden", lambda: is_seen_by_all(other / "0" / "runs" / "new"))
+note("hidden", lambda: sees_folder(other / "0" / "runs" / "new"))
 for shape in ("2,4,1", "1,-1,1", "2,2,2", "1,2,4", "auto", "1,1,8"):
     note(shape, lambda: rows_of(shape))
 Path(other / f"report{host}.json").write_text(json.dumps(report))
@@ -170,7 +170,8 @@ def test_an_error_on_one_host_is_raised_on_both(reports):
 
 @pytest.mark.two_hosts
 def test_all_hosts_know_whether_all_see_a_folder(reports):
-    assert [(one["seen"], one["hidden"]) for one in reports] == [(True, False)] * 2
+    seen, hidden = [True, True], [True, False]
+    assert [(one["seen"], one["hidden"]) for one in reports] == [(seen, hidden), (seen, [False, False])]
 
 
 SHAPES = {"2,4,1": (2, 4, 1), "1,-1,1": (1, 8, 1), "2,2,2": (2, 2, 2), "1,2,4": (1, 2, 4), "auto": (2, 4, 1)}
