@@ -112,7 +112,8 @@ def test_tiny_reaches_its_teacher_without_a_reward(tmp_path: Path) -> None:
     lines = metrics_of(trained("quickstart_distill", tmp_path))
     accuracy = [line["eval/accuracy"] for line in lines if "eval/accuracy" in line]
     assert accuracy[0] <= 0.3
-    assert accuracy[-1] >= metrics_at_the_start("model.path=builtin:tiny_teacher")["eval/accuracy"] - 0.01
+    # 0.02: half the 95 % interval of 512 answers.
+    assert accuracy[-1] >= metrics_at_the_start("model.path=builtin:tiny_teacher")["eval/accuracy"] - 0.02
     assert {line["reward/mean"] for line in lines[1:]} == {0.0}
 
 
