@@ -65,7 +65,7 @@ def opened(launch: RunSetup) -> tuple[Trainer, RunState]:
     chosen, session = launch.resolved.settings, launch.session
     session = replace(session, continuous_batching=endless(session))
     learning = launch.learning
-    state = RunState(learning.policy.initial_state(session.scoring.load_params()))
+    state = RunState(learning.policy.initial_state(session.scoring.initial_trained_params()))
     reference = session.scoring.load_params() if "reference" in chosen.scored_roles else None
     source = make_rollout_source(session, launch.inputs.prompts, max_rounds=learning.max_rounds)
     reward = RewardStage(launch.rewards.compute_rewards, chosen.run.steps)
