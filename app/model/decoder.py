@@ -398,7 +398,8 @@ class DecoderDefinition:
         """The same network without adapters."""
         if self.lora is None:
             return self
-        return self.create(self.architecture, self.network_class, quantization=self.quantization)
+        without = self.create(self.architecture, self.network_class, quantization=self.quantization)
+        return replace(without, shapes=self.frozen(self.shapes))
 
     def with_outputs_first(self) -> DecoderDefinition:
         """Returns the same network with the output dims of its kernels first."""
@@ -406,13 +407,15 @@ class DecoderDefinition:
         return self.create(self.architecture, self.network_class, lora=self.lora, outputs_first=True)
 
     def held_in(self, dtype: jnp.dtype) -> DecoderDefinition:
-        """Returns the same network with weights, except quantized kernels, stored in this compute dtype.
+        """Returns the same network with weights, except quantized kernels and adapters, stored in this compute dtype.
 
         For frozen weights: the network would cast float32 weights to the same numbers.
         """
         flat = flatten_by_path(self.shapes)
         shapes = {
-            path: leaf if path[-1] in (CODES, SCALES) else jax.ShapeDtypeStruct(leaf.shape, dtype)
+            path: leaf
+            if path[-1] in (CODES, SCALES) or path in self.adapter_paths
+            else jax.ShapeDtypeStruct(leaf.shape, dtype)
             for path, leaf in flat.items()
         }
         return replace(self, shapes=unflatten_dict(shapes))

@@ -199,7 +199,7 @@ def read_config_only_spec(settings: Settings) -> ConfigOnlySpec:
     check_routing_replay(architecture, settings)
     tokenizer = partial(load_tokenizer, open_model("builtin:tiny"))
     definition = DecoderDefinition.create(architecture)
-    model = ModelSpec(files, architecture, definition, tokenizer, adapted_definition(definition, settings.model.lora))
+    model = ModelSpec(files, architecture, definition, tokenizer, adapted_definition(definition, settings.model))
     if settings.has_critic:
         critic = CriticSpec(files, architecture, DecoderDefinition.create(architecture, ValueDecoder))
         if (path := settings.critic.path) is not None:

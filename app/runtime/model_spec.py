@@ -30,7 +30,7 @@ from app.records.text_format import format_percent
 from app.records.versions import QUANTIZATION_PACKAGE, version_of
 from settings import Settings
 from settings.errors import InputError
-from settings.schema.model import PROJECTION_GROUPS, AttentionImplementation, LoRASettings
+from settings.schema.model import PROJECTION_GROUPS, AttentionImplementation, ModelSettings
 from settings.schema.rollout import RolloutWeights
 
 log = logging.getLogger(__name__)
@@ -63,9 +63,7 @@ class ModelSpec:
     @cached_property
     def reference_definition(self) -> DecoderDefinition:
         """Definition of the reference: `policy_definition` without its adapters."""
-        return (
-            self.definition if self.policy_definition.quantization is None else self.policy_definition.without_adapters
-        )
+        return self.policy_definition.without_adapters
 
     @property
     def adapter_fingerprints(self) -> dict[str, str]:
@@ -124,7 +122,7 @@ def read_model_spec(settings: Settings, *, generates: bool = True) -> ModelSpec:
     definition = DecoderDefinition.create(architecture)
     check_routing_replay(architecture, settings)
     check_tensors(expected_tensors(definition), files.weights.shapes, architecture)
-    adapted = adapted_definition(definition, settings.model.lora)
+    adapted = adapted_definition(definition, settings.model)
 
     def read_tokenizer() -> Tokenizer:
         needs_template = generates and settings.data.chat_template != "none"
@@ -164,12 +162,13 @@ def check_routing_replay(architecture: Architecture, settings: Settings) -> None
         )
 
 
-def adapted_definition(definition: DecoderDefinition, settings: LoRASettings) -> DecoderDefinition:
-    """Returns the definition with the adapters of `model.lora`, or unchanged without them.
+def adapted_definition(definition: DecoderDefinition, model: ModelSettings) -> DecoderDefinition:
+    """Returns the definition with the adapters of `model.lora` and other weights in `model.dtype`, or else unchanged.
 
     Raises:
         InputError: the rank exceeds the kernels', the quantization does not fit them, or experts would get adapters.
     """
+    settings = model.lora
     if not settings.rank:
         return definition
     architecture = definition.architecture
@@ -187,7 +186,8 @@ def adapted_definition(definition: DecoderDefinition, settings: LoRASettings) ->
             f"{architecture.num_experts} experts instead, which get no adapters; set model.lora.targets: attention"
         )
     lora = LoRAConfig(settings.rank, settings.alpha, settings.projections)
-    return DecoderDefinition.create(architecture, lora=lora, quantization=settings.quantize_base)
+    adapted = DecoderDefinition.create(architecture, lora=lora, quantization=settings.quantize_base)
+    return adapted.held_in(jnp.dtype(model.dtype))
 
 
 def refuse_quantized_experts(architecture: Architecture, setting: str) -> None:

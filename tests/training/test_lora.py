@@ -112,6 +112,20 @@ def test_reference_in_the_compute_dtype_scores_like_float32(config: Path, finish
         np.testing.assert_array_equal(field_of(halves, "reference_logprobs"), field_of(floats, "reference_logprobs"))
 
 
+def test_frozen_base_in_the_compute_type_scores_as_in_float32(config: Path, finished: Path) -> None:
+    launch, learning = launched(config, *LORA, "run.name=half-base", "model.dtype=bfloat16", "algorithm.beta=0.1")
+    scoring = launch.session.scoring
+    adapters, cut = with_small_adapters(launch.session), learning.score_batchers["reference"]
+    assert {leaf.dtype for leaf in jax.tree.leaves(adapters)} == {jnp.dtype("float32")}
+    assert {leaf.dtype for leaf in jax.tree.leaves(scoring.frozen_params)} == {jnp.dtype("bfloat16")}
+    in_floats = load_weights(scoring.model_spec.definition, scoring.model_spec.files.weights, scoring.mesh)
+    halves, floats = (
+        scoring.score(combine_params(adapters, base), some_samples(finished), "policy", batcher=cut)[0]
+        for base in (scoring.frozen_params, in_floats)
+    )
+    np.testing.assert_array_equal(field_of(halves, "policy_logprobs"), field_of(floats, "policy_logprobs"))
+
+
 def with_small_adapters(session: Session) -> Params:
     """Returns adapters as after a few steps: the entries of B are of size 1e-4."""
     draw = np.random.default_rng(0)
