@@ -412,13 +412,9 @@ class DecoderDefinition:
         For frozen weights: the network would cast float32 weights to the same numbers.
         """
         flat = flatten_by_path(self.shapes)
-        shapes = {
-            path: leaf
-            if path[-1] in (CODES, SCALES) or path in self.adapter_paths
-            else jax.ShapeDtypeStruct(leaf.shape, dtype)
-            for path, leaf in flat.items()
-        }
-        return replace(self, shapes=unflatten_dict(shapes))
+        stored = {path for path in flat if path[-1] not in (CODES, SCALES)} - self.adapter_paths
+        held = {path: jax.ShapeDtypeStruct(flat[path].shape, dtype) for path in stored}
+        return replace(self, shapes=unflatten_dict(flat | held))
 
     def bind(self, params: Params) -> Any:
         """Returns the network with these weights, for use inside a jitted function."""
