@@ -94,7 +94,7 @@ def test_restore_falls_back_from_a_damaged_checkpoint(folder, checkpoints, damag
     assert_same(state, make_state(2))
     assert where == progress(2)
     (warning,) = [record.message for record in caplog.records if record.name == "app.checkpoint.checkpoints"]
-    assert warning.startswith("checkpoint of step 4 is damaged (") and len(warning) < 300
+    assert warning.startswith("skipping the checkpoint of step 4: damaged (") and len(warning) < 300
     assert "Traceback" not in capfd.readouterr().err
 
 

@@ -299,7 +299,7 @@ def test_gae_equals_the_advantages_of_training(tmp_path: Path, bootstraps: str) 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"reference_logprobs": None}, "`reference_logprobs` is missing, which the KL penalty in the reward needs"),
+        ({"reference_logprobs": None}, "the field `reference_logprobs` is missing, which the KL penalty in the reward"),
         ({"policy_logprobs": [0.0]}, "policy_logprobs has 1 entries, expected 6"),
         ({"finish_reason": "length", "values": [0.0] * 6}, "values has 6 entries, expected 7: the sample was"),
         ({"values": None}, "the field `values` is missing (one number per completion token); add it with `grpo"),
