@@ -238,7 +238,7 @@ def setting(name: str, value: Any) -> Callable[[dict[str, Any]], object]:
     ("change", "message"),
     [
         (setting("prompt_token_ids", [99]), r"^--from-rollouts: .*:1: .*token 99, but the vocabulary"),
-        (setting("completion", "other"), r":1: completion_token_ids decode to '.*', but completion is 'other'"),
+        (setting("completion", "other"), r":1: completion_token_ids decode to '.*' .*, but completion is 'other'"),
         (lambda r: r.pop("behavior_logprobs"), r":1: missing behavior_logprobs"),
         (setting("group_id", 0), r":5: group_id 0 has samples of prompts .+ and .+; give them different"),
         (setting("prompt_token_ids", [1] * 17), r"has 17 tokens, more than data\.max_prompt_length = 16"),
