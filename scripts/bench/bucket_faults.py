@@ -1,0 +1,158 @@
+"""Kills of a run that is mirrored to a bucket, over a network that fails, and resumes from the bucket alone.
+
+A server of buckets runs here. Between it and the run, a proxy delays, cuts and resets connections at random. The run is
+killed, or gets SIGTERM, at a random moment, also while it starts, fetches and ends; its disk is then emptied, and the
+same command goes on with `--resume auto`, until the run is complete. Then its weights and metrics are compared, bit for
+bit, with those of a run without a bucket, and the next run begins.
+
+    python scripts/bench/bucket_faults.py s3|gs [--kills 50] [--minutes 60] [--seed 0] [--out FILE]
+
+Exit code 1 if a checkpoint that the bucket had as complete was not continued from, or a run ended differently.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from contextlib import suppress
+from datetime import UTC, datetime
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(REPOSITORY))
+
+from app.records.run_directory import RunDirectory  # noqa: E402
+from app.tracking.bucket import Bucket, complete_steps, fetch_run  # noqa: E402
+from scripts.bench.faults import SETTINGS, START_S, content  # noqa: E402
+from tests.program import settings  # noqa: E402
+from tests.tracking.buckets import Network, bucket_server, reached_at  # noqa: E402
+
+PROGRAM = (
+    "from app.tracking import run_mirror; run_mirror.RENEW_S, run_mirror.LEASE_S = 1.0, 4.0; import cli; cli.main()"
+)
+"""The program with a lease that is over sooner after a kill."""
+
+
+def started(folder: Path, run_dir: str, name: str) -> subprocess.Popen[bytes]:
+    """Starts a run, or continues it, with its files and its log in `folder`."""
+    overrides = (*SETTINGS, f"run.dir={run_dir}", f"run.name={name}", "mesh.cpu_devices=1")
+    caching = {"JAX_ENABLE_COMPILATION_CACHE": "true", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+    place = {"PYTHONPATH": str(REPOSITORY), "JAX_COMPILATION_CACHE_DIR": str(folder.parent / "compiled")}
+    folder.mkdir()
+    with (folder / "log").open("wb") as log:
+        return subprocess.Popen(
+            [sys.executable, "-X", "faulthandler", "-c", PROGRAM, "train", "--resume", "auto", *settings(*overrides)],
+            cwd=folder,
+            env={**os.environ, "JAX_PLATFORMS": "cpu", **caching, **place},
+            stdout=log,
+            stderr=log,
+        )
+
+
+def newest_complete(bucket: Bucket) -> int:
+    return max(complete_steps(bucket, bucket.sizes()), default=-1)
+
+
+def ended(process: subprocess.Popen[bytes], after_s: float, kind: signal.Signals) -> bool:
+    """Sends the signal after this time; returns whether the process was still there."""
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(after_s)
+        return False
+    process.send_signal(kind)
+    try:
+        process.wait(START_S)
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGABRT)  # Python prints what each thread was doing.
+        process.wait(START_S)
+    return True
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("scheme", choices=("s3", "gs"))
+    parser.add_argument("--kills", type=int, default=50)
+    parser.add_argument("--minutes", type=float, default=60.0, help="after which no other run begins, or goes on")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, default=None)
+    options = parser.parse_args()
+    drawn, found, problems = random.Random(options.seed), Counter[str](), list[str]()
+    with bucket_server(options.scheme) as url, tempfile.TemporaryDirectory() as temporary:
+        network, place = Network(url, options.seed), Path(temporary)
+        span_s = 0.0
+        # Twice: the first compiles, the second says how long a run takes that need not.
+        for name in ("compiling", "alone"):
+            start = time.monotonic()
+            if started(place / name, "runs", name).wait(START_S):
+                print((place / name / "log").read_text(), file=sys.stderr)
+                return 1
+            span_s = time.monotonic() - start
+        expected = content(place / "alone" / "runs" / "alone")
+        end = time.monotonic() + 60.0 * options.minutes
+        while found["kills"] + found["SIGTERMs"] < options.kills and time.monotonic() < end:
+            name = f"run{found['runs']}"
+            bucket, is_complete = Bucket(f"{options.scheme}://bucket/{name}"), False
+            while not is_complete and time.monotonic() < end:
+                before, folder = newest_complete(bucket), place / "disk"
+                shutil.rmtree(folder, ignore_errors=True)
+                network.fault_rate, network.delay_s = drawn.choice([0.0, 0.02, 0.05]), drawn.choice([0.0, 0.02, 0.1])
+                kind = drawn.choice([signal.SIGKILL, signal.SIGTERM])
+                with reached_at(options.scheme, network.url):
+                    process = started(folder, bucket.address.rpartition("/")[0], name)
+                was_ended = ended(process, drawn.uniform(0.0, 3.0 * span_s), kind)
+                found["SIGTERMs" if kind == signal.SIGTERM else "kills"] += was_ended
+                log, code = (folder / "log").read_text(errors="replace"), process.returncode
+                fetched = re.search(r"fetched from \S+: step (\d+)", log)
+                found["resumes"] += fetched is not None
+                found["starts that the network ended with one error"] += code == 2
+                is_complete = code == 0
+                promised = {0, 2, 75, -signal.SIGTERM} if was_ended and kind == signal.SIGTERM else {0, 2}
+                after = newest_complete(bucket)
+                line = f"{name}: {before} -> {after} in the bucket, {kind.name if was_ended else 'no signal'}, {code}"
+                print(f"{line}{f', fetched {fetched[1]}' if fetched else ''}", flush=True)
+                lost = after < before or (fetched is not None and int(fetched[1]) != before)
+                unfetched = fetched is None and before >= 0 and ("continuing after" in log or is_complete)
+                unexpected = code not in (promised if code >= 0 or kind == signal.SIGTERM else {-signal.SIGKILL})
+                for problem, is_there in (
+                    ("a complete checkpoint was lost", lost or unfetched),
+                    ("a damaged checkpoint was taken for whole", "is damaged" in log),
+                    (f"it ended with {code}", unexpected),
+                ):
+                    if is_there:
+                        problems.append(f"{line}: {problem}")
+                        print(f"{problem}\n{log[-6000:]}", file=sys.stderr, flush=True)
+            if not is_complete:
+                break
+            whole = RunDirectory(place / "whole" / name)
+            fetch_run(bucket, whole)
+            found["runs"] += 1
+            is_equal = content(whole.path) == expected
+            found["runs equal bit for bit"] += is_equal
+            problems += [] if is_equal else [f"{name} differs from a run left alone"]
+        found["cuts and resets"] = network.num_faults
+        network.close()
+    record = {
+        "date": datetime.now(UTC).date().isoformat(),
+        "server": {"s3": "moto", "gs": "gcp-storage-emulator"}[options.scheme],
+        "seconds of a run left alone": round(span_s, 1),
+        **found,
+        "problems": problems,
+    }
+    text = json.dumps(record, indent=1)
+    print(text)
+    if options.out:
+        options.out.write_text(text + "\n")
+    return bool(problems)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
