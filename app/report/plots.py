@@ -314,7 +314,7 @@ PANELS = (
         "The policy's is minus the mean advantage at ratio 1, and tells little; the critic's, or SFT's, should fall.",
         {"loss": "policy", "value/loss": "critic"}, unit="loss"),
     Panel("learning_rate", "Learning rate",
-        "That of the last update of each step, as optimizer.schedule sets it.",
+        "The rate of the last update of each step, set by optimizer.schedule.",
         {"policy/learning_rate": "policy", "value/learning_rate": "critic"}, unit="learning rate"),
     Panel("explained_variance", "What the critic explains",
         "Share of the returns' variance that the critic's values explain. It starts at about 0 and should rise; if it "
