@@ -19,8 +19,8 @@ WIDTH = 120
 SETTINGS_HEAD = (
     "# Settings",
     "This page lists every setting with its type, default and meaning, one section of the YAML file after the other. "
-    "Look a name up here while you write a configuration; `grpo settings NAME` prints the same entry, and "
-    "`grpo train --print-config` what applies to a run and where it was set.",
+    "Look a name up here while you write a configuration; `grpo settings NAME` prints the same entry. "
+    "`grpo train --print-config` prints the values of a run, and where each was set.",
     "Generated from `settings/schema/` by `python scripts/reference_pages.py`.",
 )
 METRICS_HEAD = (

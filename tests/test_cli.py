@@ -241,7 +241,7 @@ def test_wrong_usage_and_bad_input_give_one_message_and_exit_code_2(arguments, m
         ("train", "--from-rollouts", "checkpoints/2/progress", False),
     ],
 )
-def test_path_in_the_folders_of_a_run_uses_its_settings(tmp_path, command, option, place, is_in_run):
+def test_a_path_inside_a_run_directory_selects_its_settings(tmp_path, command, option, place, is_in_run):
     file = tmp_path.resolve() / "run" / "settings.yaml"
     file.parent.mkdir()
     file.write_text(load(None, ["run.steps=3"], {}).to_yaml())

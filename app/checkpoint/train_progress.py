@@ -114,7 +114,7 @@ class ProgressRecord:
         try:
             stored = json.loads(progress_path(folder).read_text(encoding="utf-8"))
         except RecursionError as error:
-            raise ValueError("its progress record is not JSON of this program") from error
+            raise ValueError("its progress record is nested too deeply") from error
         text = stored.get("record") if isinstance(stored, dict) else None
         if not isinstance(text, str) or stored.get("sha256") != hashlib.sha256(text.encode()).hexdigest():
             raise ValueError("the digest of its progress record does not match the saved one")

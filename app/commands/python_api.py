@@ -190,7 +190,7 @@ def _data_options(setting: str, rows: Iterable[Mapping[str, Any]] | None, path: 
 
 
 def _to_lines(rows: Iterable[Mapping[str, Any]], path: Path) -> bytes:
-    """Returns rows as JSON Lines, for a file named as `path`."""
+    """Returns rows as JSON Lines; errors name the data after the stem of `path`."""
     if isinstance(rows, str | os.PathLike):
         raise InputError(f"{path.stem} data: expected rows, got {rows!r:.80}; a file belongs in data.source")
     lines = []

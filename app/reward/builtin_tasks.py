@@ -68,7 +68,7 @@ def is_task_reward(name: str) -> bool:
 
 
 def task_of(name: str) -> Task:
-    """Returns the task of one of its two reward functions."""
+    """Returns the task that a reward function, `<task>` or `<task>_format`, belongs to."""
     return TASKS[name.removesuffix(FORMAT_SUFFIX)]
 
 

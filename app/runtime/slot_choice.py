@@ -73,7 +73,7 @@ def blocks_in_memory(engine: SlotEngine, *, held_bytes: int, truncates: bool) ->
 def _blocks_beside_programs(
     few: SlotPrograms, more: SlotPrograms, room: int, *, truncates: bool, recomputes: bool
 ) -> int:
-    """Returns the number of blocks with which each program takes at most `room` bytes; 0 if a program cannot.
+    """Returns the largest number of blocks with which every program fits in `room` bytes; 0 if one never does.
 
     A block's size, including padding and copies, is measured from programs with two numbers of blocks.
     """

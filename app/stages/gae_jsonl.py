@@ -41,8 +41,8 @@ class GaeSampleFile:
     ) -> None:
         if settings.algorithm.kl_in_advantage:
             raise InputError(
-                "algorithm.kl_in: training subtracts a penalty in the advantage after the step of grpo gae; set it "
-                "to reward, or algorithm.beta to 0"
+                "algorithm.kl_in: advantage is not supported by grpo gae, because training subtracts this penalty "
+                "after GAE; set algorithm.kl_in to reward, or algorithm.beta to 0"
             )
         self._path = path
         self._algorithm = settings.algorithm

@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 MARKER = ".complete"
 """Suffix of a checkpoint's marker."""
 BEST = f"checkpoints/{BEST_LINK}"
-"""Object that contains the step to which the link of this name points."""
+"""Object that stands for the link to the best checkpoint, as buckets have no links; contains the checkpoint's step."""
 LEASE = "lease.json"
 """Object that says which process writes the copy."""
 SLOW_S = 5.0

@@ -79,10 +79,11 @@ class RunMirror:
         self._owner = uuid.uuid4().hex
         self._lease, self._renewed, self._num_renewals = threading.Lock(), 0.0, 0
         self._sent: dict[str, tuple[int, int]] = {}
-        """Size and time of the files that are in the bucket, by name."""
+        """Size and modification time of each file as last uploaded, by name."""
         self._begun: set[int] = set()
+        """Steps of which the bucket has any checkpoint file."""
         self._steps: set[int] = set()
-        """Steps whose checkpoints are at least partly in the bucket, and completely."""
+        """Steps whose checkpoints are complete in the bucket."""
         self._best = 0
         """Step of the best checkpoint that the bucket names."""
         self._wake, self._is_ending = threading.Event(), threading.Event()
@@ -312,7 +313,7 @@ _ABSENT = (-1, -1)
 
 
 def _state_of(path: Path) -> tuple[int, int]:
-    """Returns the size and the time of a file."""
+    """Returns the size and the modification time of a file."""
     try:
         found = path.stat()
     except FileNotFoundError:

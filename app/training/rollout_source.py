@@ -69,7 +69,7 @@ class RoundPrompts:
 
     @cached_property
     def order(self) -> PromptOrder | MixtureOrder | PassRateOrder:
-        """The order over all hosts. A curriculum draws each round once."""
+        """The order in which all hosts take prompts; cached, because a curriculum draws each round only once."""
         return make_prompt_order(self.settings.data, self.prompts, seed=self.settings.run.seed)
 
     def prompts_at(self, position: int) -> list[Prompt]:

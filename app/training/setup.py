@@ -228,14 +228,14 @@ def _check_teacher_fits(scoring: ScoringSession, networks: MemoryBreakdown) -> N
     beside = sum({**networks, "reference": 0}.values())
     if available is not None and weights + beside > available:
         raise InputError(
-            f"reference.path: the teacher's weights take {format_bytes(weights)} on each device, beside "
-            f"{format_bytes(beside)} of the other networks, more than the available {format_bytes(available)}; set "
-            "optimizer.offload: true, choose a smaller teacher, or split them over more devices with mesh.shape"
+            f"reference.path: on each device, the teacher's weights ({format_bytes(weights)}) and the other "
+            f"networks ({format_bytes(beside)}) exceed the available {format_bytes(available)}; set optimizer.offload: "
+            "true, choose a smaller teacher, or split the weights over more devices with mesh.shape"
         )
 
 
 def file_fingerprints(settings: Settings, run: RunDirectory) -> dict[str, str]:
-    """Returns the fingerprints that need no model and no data."""
+    """Returns the fingerprints of the files of plug-ins, which need neither model nor data."""
     return {
         **plugin_file_digests("reward.functions", [one.function for one in settings.reward.functions]),
         **plugin_file_digests("algorithm.estimator", [settings.algorithm.estimator]),

@@ -86,7 +86,7 @@ check_for_inspect_mesh = partial(_run_checks, checks=SIZE_CHECKS)
 """Checks the settings that determine sizes."""
 
 check_for_mesh = partial(_run_checks, checks=(_check_hosts, _check_no_pretend))
-"""Checks devices and hosts, for commands that take their lengths from a file."""
+"""Checks devices and hosts, for commands whose sequence lengths come from the input file."""
 
 check_for_rollout = partial(_run_checks, checks=SAMPLING_CHECKS)
 check_for_evaluation = partial(_run_checks, checks=(check_evaluation_temperature, check_judge, *SAMPLING_CHECKS))

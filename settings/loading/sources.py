@@ -46,7 +46,7 @@ Entry = tuple[str, YamlNode, str, str]
 
 
 def set_options(overrides: Mapping[str, Any], *, prefix: str = "") -> Iterator[str]:
-    """Yields the `--set` option of each value in a mapping of dotted names, in which sections may be mappings."""
+    """Yields `NAME=VALUE`, as for `--set`, for each value; keys are dotted names, or sections with mappings."""
     for key, value in overrides.items():
         name = f"{prefix}{key}"
         if name in SECTIONS and isinstance(value, Mapping):

@@ -73,9 +73,9 @@ class DataSettings(Section):
     """System message before every prompt; none when null."""
     chat_template: Literal["model", "none"] = "model"
     """`model` makes every prompt a chat and applies the model's template; a text prompt is one user message. `none`
-    encodes text as it is, for base models and prompts that are already rendered: names of control tokens become these
-    tokens, and the tokenizer's start token is added. A reward model then also reads prompt and completion as one
-    text."""
+    encodes text as it is, for base models and prompts that are already rendered: names of control tokens, such as
+    `<|im_start|>`, are encoded as these tokens, and the tokenizer's BOS token is prepended. A reward model then also
+    reads prompt and completion as one text."""
     chat_template_kwargs: dict[str, JsonValue] = Field(default={})
     """Variables for the model's chat template, such as `{enable_thinking: false}` for Qwen3. A reward model's own
     template does not get them."""

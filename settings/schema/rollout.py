@@ -61,7 +61,7 @@ class PdsrSettings(Section):
     """pdsr_v1: a probe that reaches this many tokens moves to a heavy worker, and its prompt counts as heavy."""
     fast_limit_tokens: int = Field(default=2048, ge=1, le=MAX_TOKENS)
     """pdsr_v1, pdsr_v2: a sample that reaches this many tokens leaves its fast worker for a heavy one. With pdsr_v2, a
-    sample that a fast worker took over from a heavy one goes back after a quarter of it."""
+    sample that a fast worker stole from a heavy one returns after a quarter of this limit."""
     fast_limit_s: float = Field(default=10.0, gt=0)
     """pdsr_v1, pdsr_v2: additional limit on fast workers in seconds, if the unit is seconds; for probes, half of it."""
     on_fast_limit: Literal["suspend", "truncate"] = "suspend"
@@ -70,8 +70,9 @@ class PdsrSettings(Section):
     percentile: float = Field(default=80.0, gt=0, lt=100)
     """pdsr_v2, adaptive: samples longer than this percentile of the window are heavy."""
     window: Annotated[int, BeforeValidator(_check_window)] = Field(default=256, ge=PDSR_WINDOW_MIN, le=MAX_SLOTS)
-    """Number of recently finished samples (including earlier steps) whose lengths set the threshold for heavy samples;
-    their mean sets the segment length. The threshold needs at least 32; until then, pdsr_v1 only ranks probes."""
+    """Number of last finished samples, also of earlier steps. Their lengths set the threshold for heavy samples
+    and, by the mean, the segment length. There is no threshold before 32 have finished; pdsr_v1 then only ranks
+    probes."""
 
 
 class WorkerPoolSettings(Section):
@@ -192,7 +193,8 @@ class RolloutSettings(Section):
     sample first (adaptive). When null, samples are generated in the slots of `rollout.slots`, without workers."""
     placement: Literal["island", "global"] = "island"
     """Each host generates on its own devices independently (island), or all hosts generate from one queue in slots on
-    all devices, without workers (global). On one host only sync depends on it: workers (island) or slots (global)."""
+    all devices, without workers (global). On one host it matters only with
+    `rollout.scheduler: sync`, which then uses workers (island) or slots (global)."""
     mesh: Annotated[str, AfterValidator(_validate_rollout_mesh)] = "auto"
     """How generation splits the devices of `mesh.shape`: rows over dp and weights over tp, as in `dp=2,tp=4` or `tp=4`.
     `training` keeps the tp of `mesh.shape`. So does `auto`, except on TPUs without workers if a larger tp is estimated

@@ -208,7 +208,7 @@ def test_a_non_finite_value_affects_only_its_sequence(bad):
         np.testing.assert_array_equal(one[0, others], expected[0, others])
 
 
-def test_gae_reads_any_memory_layout_and_writes_to_none():
+def test_gae_accepts_any_memory_layout_and_leaves_its_inputs_unchanged():
     case = random_case(np.random.default_rng(0), (70, 1024), masked=True, packed=True)
     by_time = case._replace(**{name: np.asfortranarray(x) for name, x in case._asdict().items()})
     expected = oracle(case, gamma=0.99, lam=0.95, mask_mode="zero")

@@ -81,7 +81,7 @@ def test_abstaining_function_zeroes_only_its_own_part() -> None:
 
 
 @pytest.mark.parametrize("estimator", GROUP_ADVANTAGES.values(), ids=GROUP_ADVANTAGES)
-def test_equal_values_give_exactly_zero_in_every_estimator(estimator) -> None:
+def test_groups_with_equal_rewards_get_zero_advantages_from_every_estimator(estimator) -> None:
     parts = RewardParts(WEIGHTS, estimator)
     graded = [(0.1, 0.3, None, group) for group in (0, 0, 0, 1)]
     assert advantages_of(graded_samples(graded), parts).tolist() == [0.0] * 4

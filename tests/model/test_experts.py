@@ -202,7 +202,7 @@ def test_scores_replay_routes():
 
 
 @pytest.mark.parametrize("num_without", [0, 1])
-def test_a_shared_prompt_has_the_routes_of_its_first_sample_with_any(num_without):
+def test_a_shared_prompt_gets_the_routes_of_its_first_sample_with_recorded_routes(num_without):
     samples = rotated(with_own_routes())[:3]
     (micro_batch,) = tiny.packed_plan(samples, quota=64, row_length=64, share_prompts=True).micro_batches
     [segment] = [segment for row in micro_batch.rows for segment in row]

@@ -91,7 +91,7 @@ def test_new_adapters_depend_only_on_seed_and_path():
     assert all(not np.any(drawn[path]) for path in drawn if path[-1] == LORA_B)
 
 
-def test_the_text_of_a_lora_config_is_unique():
+def test_different_lora_configs_have_different_texts():
     assert LoRAConfig(2, 16.0, ("q_proj",)).to_text() == "rank 2, alpha 16, q_proj"
     assert LoRAConfig(2, 16.0000001, ("q_proj",)).to_text() == "rank 2, alpha 16.0000001, q_proj"
 

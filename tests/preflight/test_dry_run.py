@@ -135,7 +135,7 @@ def test_nothing_is_compiled_loaded_or_written(tmp_path: Path) -> None:
     assert not (tmp_path / "runs").exists()
 
 
-def test_the_text_is_a_table_with_the_notes_of_a_launch(config: Path) -> None:
+def test_text_output_is_a_table_that_includes_the_launch_notices(config: Path) -> None:
     overrides = settings("algorithm.name=dapo", "critic.lam=0.5")
     result = here("train", "--config", config, "--dry-run", *overrides)
     lines = result.stdout.splitlines()

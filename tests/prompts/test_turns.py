@@ -169,7 +169,7 @@ UNFIT = {
         *((CHATML_TEMPLATE.replace("CONTENT", content), message) for content, message in UNFIT.items()),
         (CHATML_TEMPLATE.replace("CONTENT", "m.content").replace("<|im_end|>", "<e>"), "after a turn.*eos_tokens"),
         ("{% for m in messages %}{{ '<|im_end|>' + m.role + m.content }}{% endfor %}", "would occur twice"),
-        ("{% for m in messages %}{{ 'x' + m.content }}{% endfor %}", "merges the end of a turn and the following text"),
+        ("{% for m in messages %}{{ 'x' + m.content }}{% endfor %}", "merges the end of a turn and the text after it"),
     ],
 )
 def test_a_template_without_support_for_turns_is_refused_with_the_reason(template, message, tmp_path):

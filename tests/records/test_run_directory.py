@@ -162,7 +162,7 @@ def test_retrained_steps_have_the_later_settings(trained: RunDirectory) -> None:
     assert rates_of(SettingsHistory.read(trained)) == {1: 0.1, 3: 0.3}
 
 
-def test_lines_without_settings_are_named_as_gaps(trained: RunDirectory) -> None:
+def test_sessions_without_valid_settings_are_reported_as_gaps(trained: RunDirectory) -> None:
     first, second = records_of(trained.sessions_path)
     for lines, rates in (
         ([first, {**second, "after_step": "3"}], {1: 0.2}),

@@ -144,7 +144,7 @@ def test_printing_is_limited_per_call_and_blocks_nothing(tmp_path: Path, capfd: 
 
 
 @pytest.mark.parametrize("num_before", [0, 64 * 2**10 - 6, 256 * 2**10 - 6])
-def test_a_lent_key_is_never_printed_even_in_a_cut_line(tmp_path, monkeypatch, capfd, num_before):
+def test_an_api_key_passed_to_a_plug_in_is_redacted_even_in_a_truncated_line(tmp_path, monkeypatch, capfd, num_before):
     monkeypatch.setenv("JUDGE_KEY", "CANARY-0123456789")
     source = (
         "import os\nkey = os.environ['JUDGE_KEY']\nprint(key)\n"

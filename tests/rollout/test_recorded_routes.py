@@ -24,7 +24,9 @@ def generate(engine: SlotEngine, shape: tuple[int, int, int] = (1, 1, 1), **chan
     [((1, 1, 1), {}), ((2, 1, 1), {"mesh_shape": (2, 1, 1), "num_blocks": 10, "rows_together": 2})],
     ids=["fast", "scarce on a mesh"],
 )
-def test_slots_record_the_routes_of_the_trainer(mesh_shape: tuple[int, int, int], how: dict[str, Any]) -> None:
+def test_slots_record_the_same_expert_routes_as_the_trainer(
+    mesh_shape: tuple[int, int, int], how: dict[str, Any]
+) -> None:
     engine = slots(**how)
     engine.counters.take()
     samples = generate(engine, mesh_shape)

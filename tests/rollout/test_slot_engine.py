@@ -236,7 +236,7 @@ def test_an_int8_cache_rounds_little_and_takes_one_byte_per_number() -> None:
     assert of_token(few_blocks(True)) == numbers * ODD.head_dim * 4
 
 
-def test_blocks_are_copied_equally_at_once_and_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copying_kv_blocks_at_once_equals_copying_them_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = jax.tree.map(
         lambda x: np.arange(math.prod(x.shape)).reshape(x.shape).astype(x.dtype), few_codes(True).programs.abstract_pool
     )

@@ -63,7 +63,7 @@ def test_an_estimator_compares_siblings(name: str) -> None:
     assert estimated.metrics.keys() == {"advantage/mean", "advantage/std"}
 
 
-def test_a_penalty_in_the_reward_has_the_coefficient_of_the_step() -> None:
+def test_a_kl_penalty_in_the_reward_uses_the_current_kl_coefficient() -> None:
     pair = samples_of(1.0, 4.0)
     pair[1] = replace(pair[1], policy_logprobs=pair[1].reference_logprobs)
     estimator = estimator_from("algorithm.name=dr_grpo", *PENALTY)

@@ -63,7 +63,7 @@ def test_micro_batching_follows_the_latest_layer_or_is_inherited(text, overrides
     assert f"{quota} {rows}" == expected
 
 
-def test_strategy_defaults_to_loop_and_off_has_no_rows() -> None:
+def test_strategy_defaults_to_loop_and_off_ignores_the_rows() -> None:
     for text, override, expected in (
         ("score: {strategy: off}", "score.rows_per_device=3", ("loop", "derived")),
         ("score: {rows_per_device: 3}", "score.strategy=off", ("off", "set")),

@@ -86,7 +86,9 @@ def bucket_behind(network: Network, scheme: str, address: str) -> Bucket:
     return bucket
 
 
-def test_a_copy_follows_the_run_and_is_fetched_once(run: RunDirectory, address: str, tmp_path: Path) -> None:
+def test_the_mirror_uploads_each_checkpoint_and_is_downloaded_once(
+    run: RunDirectory, address: str, tmp_path: Path
+) -> None:
     bucket, elsewhere = Bucket(address), RunDirectory(tmp_path / "elsewhere")
     bucket.check("never")
     with RunMirror(run, bucket) as mirror:

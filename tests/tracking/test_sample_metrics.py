@@ -44,7 +44,7 @@ def test_sample_metrics_of_two_groups_by_hand() -> None:
     )
 
 
-def test_uncompared_samples_do_not_add_variance_to_a_group() -> None:
+def test_zero_variance_fraction_ignores_samples_excluded_from_the_comparison() -> None:
     samples = [sample(0, 1.0, [1.0]), sample(0, 1.0, [1.0]), sample(0, 0.0, [1.0], stop=False)]
     metrics = sample_metrics(samples, FUNCTIONS, lambda sample: sample.finish_reason == "stop")
     assert metrics["reward/zero_variance_fraction"] == 1.0

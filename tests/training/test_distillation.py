@@ -217,5 +217,5 @@ def test_an_unusable_teacher_is_refused(config: Path, teacher: Path, monkeypatch
     assert "reference.path = None (from the default): algorithm.name = 'distill'" in refusal()
     monkeypatch.setattr(setup, "device_memory_bytes", lambda: 10_000)
     full = refusal(f"reference.path={teacher}")
-    assert "reference.path: the teacher's weights take 19.3 KiB on each device, beside 25.0 KiB of the other" in full
-    assert "networks, more than the available 9.8 KiB; set optimizer.offload: true, choose a smaller teacher" in full
+    assert "on each device, the teacher's weights (19.3 KiB) and the other networks (25.0 KiB) exceed the" in full
+    assert "available 9.8 KiB; set optimizer.offload: true, choose a smaller teacher" in full

@@ -184,7 +184,7 @@ def drawn(step: int = 1, seed: int = 0) -> list[list[list[int]]]:
     return groups_of(select_samples(PAIRS, indices))
 
 
-def test_each_mini_batch_has_one_group_of_every_block():
+def test_groups_are_dealt_to_the_mini_batches_in_turn():
     ids = [7, -1, 7, 30, -1, 7, 5, 5, 2]
     samples = [make_sample([i], group_id=group, sample_index=i) for i, group in enumerate(ids)]
     # Groups in the order they came: 7, -1, 30, 5, 2.

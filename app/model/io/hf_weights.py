@@ -70,7 +70,7 @@ TOP_TENSORS: dict[str, ParamPath] = {
     LM_HEAD: ("output",),
     VALUE_HEAD: ("value",),
 }
-"""`score.weight` is the head of a sequence classification checkpoint with one label."""
+"""Tensors outside the layers and their parameters; `score.weight` is a sequence classifier's head, of one label."""
 
 
 @dataclass(frozen=True, slots=True)

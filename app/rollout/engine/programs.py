@@ -219,7 +219,7 @@ class SlotPrograms:
 
     @property
     def table_width(self) -> int:
-        """Blocks of a row in the table; as for the longest sample if slots with other limits must round alike."""
+        """Columns of the block table: blocks of a row; in exact mode of any sample, so that all slots round alike."""
         return self.blocks_per_row if self.shapes.rows_together is None else self.blocks_per_sample
 
     def blocks_for(self, num_tokens: int) -> int:

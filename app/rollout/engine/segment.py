@@ -101,7 +101,7 @@ class SegmentDecoder:
     groups: RowGroups | None
     """Number of row groups that a step computes in sequence; None = all rows together."""
     num_route_words: int
-    """Words of each token's routes to record; 0 = none."""
+    """Number of 32-bit words that hold a token's routes (its experts); 0 = routes are not recorded."""
 
     def decode_segment(
         self,

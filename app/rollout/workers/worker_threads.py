@@ -83,7 +83,7 @@ class WorkerThreads:
         self._outcomes.put(None)
 
     def next_outcome(self) -> WorkerOutcome | None:
-        """Waits for the next outcome. Returns None after `wake`. Errors are reported at once."""
+        """Waits for the next outcome. Returns None after `wake`. Errors skip the order of `in_order`."""
         while not self._ended or (self._in_order and self._started[0] not in self._ended):
             outcome = self._outcomes.get()
             if outcome is None:

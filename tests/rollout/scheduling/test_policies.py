@@ -208,7 +208,7 @@ def test_adaptive_probes_each_prompt_and_then_takes_the_longest() -> None:
     assert admitted(driven.submit(samples(3, 1))) == ["p1/s0", "p2/s0", "p0/s0"], "by the history of prompts"
 
 
-def test_adaptive_compares_seconds_with_seconds() -> None:
+def test_adaptive_classifies_by_seconds_if_the_unit_is_seconds() -> None:
     rules = {"unit": "seconds", "window": 32, "window_min": 1, "percentile": 50}
     driven = Driven(make_scheduler("adaptive", pdsr=rules))
     driven.join("w", slots=2)

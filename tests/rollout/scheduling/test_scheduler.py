@@ -76,7 +76,7 @@ def test_a_segment_waits_for_wanted_slots_or_for_smaller_programs() -> None:
     assert (limits.leave_when_finished, limits.leave_when_active, limits.length) == (0, 2, 250)
 
 
-def test_samples_held_back_for_a_verdict_are_waited_for_only_when_one_is_near() -> None:
+def test_free_slots_wait_for_siblings_of_a_probe_only_if_its_verdict_is_near() -> None:
     driven = Driven(make_scheduler("pdsr_v1", segment={"min": 10, "max": 500}))
     driven.join("w", slots=4, rungs=(2,), capacity=1000)
     driven.submit(samples(4, 3))
@@ -123,7 +123,7 @@ def worker_with(
     return driven
 
 
-def test_an_acting_row_leaves_its_slot_and_returns_before_other_samples() -> None:
+def test_a_row_waiting_for_its_environment_frees_its_slot_and_resumes_first() -> None:
     driven = worker_with(5)
     assert admitted(driven.end("w", {"p0/s0": 5, "p1/s0": 5}, acting=["p0/s0"])) == ["p2/s0"]
     driven.end("w", {"p1/s0": 9, "p2/s0": 4}, acting=["p1/s0"])
@@ -209,7 +209,7 @@ def test_siblings_are_held_back_while_the_probe_acts(policy: str) -> None:
     assert admitted(driven.answer("p0/s0", 9, "stop")) == ["p0/s1", "p0/s2"], "the answer gives the verdict, too"
 
 
-def test_sync_starts_no_samples_while_rows_of_a_batch_act() -> None:
+def test_sync_starts_no_samples_while_rows_of_the_batch_wait_for_their_environment() -> None:
     driven = worker_with(4, policy="sync")
     driven.end("w", {"p0/s0": 5, "p1/s0": 5}, acting=["p0/s0"], finished=["p1/s0"])
     assert driven.rows("w") == []
