@@ -224,7 +224,7 @@ def read_policy_source(settings: Settings, checkpoint: Path | None) -> PolicySou
 def load_policy_params(checkpoint: PolicyCheckpoint, session: ScoringSession) -> Params:
     """Loads all weights of a saved policy onto the mesh of the session.
 
-    With adapters, the result also contains the weights of `model.path`, which may be quantized; the rest is float32.
+    With adapters, in float32, the result also has the weights of `model.path`, in the compute dtype or quantized.
     `checkpoint.check_compatible` must have passed. All hosts must call it together.
 
     Raises:

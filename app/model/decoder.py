@@ -379,7 +379,7 @@ class DecoderDefinition:
 
     @cached_property
     def unquantized(self) -> DecoderDefinition:
-        """The same network with float32 kernels, as stored in files."""
+        """The same network with kernels instead of codes and scales."""
         return self if self.quantization is None else self.quantized(None)
 
     def quantized(self, quantization: Quantization | None) -> DecoderDefinition:

@@ -129,16 +129,19 @@ def _of_last(steps: np.ndarray) -> str:
 
 
 def _nonfinite_update(steps: Sequence[MetricsRecord]) -> str | None:
-    in_a_row = finite_metric(steps[-1], "policy/nonfinite_in_a_row") or 0
-    # A later finite update of the same step resets the count, but the total has still grown.
-    before = finite_metric(steps[-2], "policy/nonfinite_updates") if len(steps) > 1 else 0
-    grown = (finite_metric(steps[-1], "policy/nonfinite_updates") or 0) > (before or 0)
-    if not in_a_row and not grown:
+    def is_skipped(network: str) -> bool:
+        # A later finite update of the same step resets the count, but the total has still grown.
+        before = finite_metric(steps[-2], f"{network}/nonfinite_updates") if len(steps) > 1 else 0
+        grown = (finite_metric(steps[-1], f"{network}/nonfinite_updates") or 0) > (before or 0)
+        return grown or bool(finite_metric(steps[-1], f"{network}/nonfinite_in_a_row"))
+
+    skipped = [name for network, name in (("policy", "policy"), ("value", "critic")) if is_skipped(network)]
+    if not skipped:
         return None
     return (
-        "The loss or its gradient was NaN or infinite, so the update was skipped and the weights did not change. "
-        "Usual causes are a too high learning rate or bfloat16. Lower optimizer.learning_rate, or set "
-        "model.dtype: float32. The run ends after 3 such updates in a row."
+        f"The loss of the {' and the '.join(skipped)} or its gradient was NaN or infinite, so the update was skipped "
+        "and the weights did not change. Usual causes are a too high learning rate or bfloat16. Lower the rate, or "
+        "set model.dtype: float32. The run ends after 3 such updates in a row."
     )
 
 

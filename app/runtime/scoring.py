@@ -125,14 +125,13 @@ class ScoringSession:
 
     @property
     def reference_definition(self) -> DecoderDefinition:
-        """The reference policy as stored in its files, or quantized like the policy."""
+        """The reference policy; with adapters, in the form of the policy's frozen weights."""
         return self.model_spec.reference_definition if self.teacher is None else self.teacher.definition
 
     @property
     def held_reference(self) -> DecoderDefinition:
         """The reference policy as kept in memory: in the compute dtype, since its weights are not trained."""
-        definition = self.reference_definition
-        return definition.held_in(jnp.dtype(self.settings.model.dtype)) if self.has_own_reference else definition
+        return self.reference_definition.held_in(jnp.dtype(self.settings.model.dtype))
 
     def load_params(self) -> Params:
         """Loads the weights of `model.path`, sharded over the mesh and quantized if training quantizes them."""

@@ -158,12 +158,13 @@ def parameter_names(params: Params) -> list[str]:
 
 
 def _warn_of_broken_gradients(metrics: Mapping[str, Any], is_broken: Mapping[str, bool]) -> None:
-    """Logs a warning with the parameters whose gradients contain NaN or infinity; see `BROKEN_GRADIENTS`."""
-    broken = [name for name, one in is_broken.items() if one]
-    if broken and jax.process_index() == 0:
-        (network,) = {name.partition("/")[0] for name in metrics if name.endswith("/grad_norm")}
-        shown = "all parameters" if len(broken) == len(is_broken) else ", ".join(broken)
-        log.warning("an update of the %s was skipped: NaN or infinity in the gradient of %s", network, shown)
+    """Logs a warning if an update was skipped, with the parameters whose gradients contain NaN or infinity."""
+    skipped = [name for name, count in metrics.items() if name.endswith("/nonfinite_in_a_row") and count]
+    if skipped and jax.process_index() == 0:
+        network, broken = skipped[0].partition("/")[0], [name for name, one in is_broken.items() if one]
+        shown = ", ".join(broken) if len(broken) < len(is_broken) else "all parameters"
+        where = f"the gradient of {shown}" if broken else "the loss"
+        log.warning("an update of the %s was skipped: NaN or infinity in %s", network, where)
 
 
 FIRST_UPDATE_ONLY = "rollout/"

@@ -65,6 +65,7 @@ MISMATCH, DIFFERENCE = "Sampler and trainer disagree", "rollout__sampler_scorer_
         # An update of a step was skipped though a later one was finite.
         (SKIPPED, {"policy__nonfinite_in_a_row": 0, "policy__nonfinite_updates": 1}, {"policy__nonfinite_updates": 0}),
         (SKIPPED, {"policy__nonfinite_in_a_row": 1, "loss": None}, {"policy__grad_norm": 50.0}),
+        (SKIPPED, {"value__nonfinite_in_a_row": 1}, {"value__nonfinite_updates": 0}),
         ("Entropy has collapsed", {"policy__entropy": 0.015}, {"policy__entropy": 0.03}),
         (
             SAME,
