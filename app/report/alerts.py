@@ -135,13 +135,15 @@ def _nonfinite_update(steps: Sequence[MetricsRecord]) -> str | None:
         grown = (finite_metric(steps[-1], f"{network}/nonfinite_updates") or 0) > (before or 0)
         return grown or bool(finite_metric(steps[-1], f"{network}/nonfinite_in_a_row"))
 
-    skipped = [name for network, name in (("policy", "policy"), ("value", "critic")) if is_skipped(network)]
+    networks = {"policy": ("policy", "optimizer.learning_rate"), "value": ("critic", "critic.learning_rate")}
+    skipped = [names for network, names in networks.items() if is_skipped(network)]
     if not skipped:
         return None
+    names, rates = (" and ".join(one) for one in zip(*skipped, strict=True))
     return (
-        f"The loss of the {' and the '.join(skipped)} or its gradient was NaN or infinite, so the update was skipped "
-        "and the weights did not change. Usual causes are a too high learning rate or bfloat16. Lower the rate, or "
-        "set model.dtype: float32. The run ends after 3 such updates in a row."
+        f"The loss of the {names} or its gradient was NaN or infinite, so the update was skipped and the weights did "
+        f"not change. Usual causes are a too high learning rate or bfloat16. Lower {rates}, or set "
+        "model.dtype: float32. The run ends after 3 such updates in a row."
     )
 
 

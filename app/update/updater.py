@@ -136,7 +136,7 @@ class Updater:
         history = jax.device_get(history)
         names = parameter_names(state.params)
         for one in history:
-            _warn_of_broken_gradients(one, dict(zip(names, one.pop(BROKEN_GRADIENTS, ()), strict=False)))
+            _warn_of_skipped_update(one, dict(zip(names, one.pop(BROKEN_GRADIENTS, ()), strict=False)))
         metrics = summarize_updates([{k: float(v) for k, v in m.items()} for m in history])
         return state, {**metrics, **self.batching_metrics([plans[id(samples)] for samples in epochs[0]])}
 
@@ -157,7 +157,7 @@ def parameter_names(params: Params) -> list[str]:
     return [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in jax.tree.leaves_with_path(params)]
 
 
-def _warn_of_broken_gradients(metrics: Mapping[str, Any], is_broken: Mapping[str, bool]) -> None:
+def _warn_of_skipped_update(metrics: Mapping[str, Any], is_broken: Mapping[str, bool]) -> None:
     """Logs a warning if an update was skipped, with the parameters whose gradients contain NaN or infinity."""
     skipped = [name for name, count in metrics.items() if name.endswith("/nonfinite_in_a_row") and count]
     if skipped and jax.process_index() == 0:
