@@ -24,13 +24,12 @@ def check_train_files(settings: Settings, *, resume: Resume, is_replay: bool) ->
         InputError: a run cannot start there, or a file does not exist.
     """
     if runs_alone(settings.mesh):
-        is_fetched = is_address(settings.run.dir)
-        if is_fetched:
+        run, is_mirrored = RunDirectory.from_settings(settings.run), is_address(settings.run.dir)
+        if is_mirrored:
             from app.tracking.bucket import bucket_of
 
-            bucket_of(settings.run).check(resume)
-        needs = "auto" if is_fetched and resume == "must" else resume
-        check_run_directory(RunDirectory.from_settings(settings.run), needs)
+            bucket_of(settings.run).check(resume, run)
+        check_run_directory(run, resume, is_mirrored=is_mirrored)
         check_model_path("reference.path", settings.reference.path if settings.has_teacher else None)
         check_model_path("critic.path", settings.critic.path if settings.has_critic else None)
         check_model_path("reward.model", settings.reward.model)

@@ -25,7 +25,7 @@ from app.commands.command_support import (
 from app.commands.score import score_file
 from app.records.atomic_write import write_atomic
 from app.records.jsonl import read_jsonl, to_json_line
-from app.records.run_directory import Resume, RunDirectory, check_run_directory
+from app.records.run_directory import Resume, RunDirectory, check_run_directory, is_address
 from app.records.shared_rows import SharedRows
 from app.records.typed_values import to_json
 from app.reward.function_pool import register_callables
@@ -75,7 +75,7 @@ def train(*, data, eval_data, on_step, resume, allow_changed, unknown, **given: 
         given_rows = [one for one in zip(files, (data, eval_data), strict=True) if one[1] is not None]
         lines = {setting: _to_lines(rows, files[setting]) for setting, rows in given_rows}
         if data is not None or eval_data is not None:
-            check_run_directory(run, resume)
+            check_run_directory(run, resume, is_mirrored=is_address(loaded.settings.run.dir))
         has_held_out = eval_data is not None or loaded.provenance["data.eval_source"] not in ("default", "derived")
         if every and data is not None and not has_held_out:
             raise InputError(

@@ -170,7 +170,7 @@ def _check_run_directory(recorder: CheckRecorder, run: RunDirectory, settings: S
 
 def _check_bucket(recorder: CheckRecorder, settings: Settings) -> None:
     bucket = bucket_of(settings.run)
-    bucket.check("auto")
+    bucket.check("auto", RunDirectory.from_settings(settings.run))
     check_lease(bucket)
     if bucket.has_run:
         advice = "continue it with --resume auto, or choose another run.name"

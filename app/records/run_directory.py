@@ -159,15 +159,18 @@ def with_run_name(resolved: Resolved, resume: Resume, names: Iterable[str] = ())
     return dataclasses.replace(resolved, settings=settings.model_copy(update={"run": run}))
 
 
-def check_run_directory(run: RunDirectory, resume: Resume) -> None:
+def check_run_directory(run: RunDirectory, resume: Resume, *, is_mirrored: bool = False) -> None:
     """Checks that a run may start here; writes nothing.
+
+    Args:
+        is_mirrored: whether the run has a copy in a bucket, where `Bucket.check` looks for its checkpoint.
 
     Raises:
         InputError: there is a run but `resume` is `never`, there is no checkpoint but `resume` is `must`, there are
             other files, or the directory is not readable and writable.
     """
     try:
-        _check_content(run, resume)
+        _check_content(run, resume, is_mirrored=is_mirrored)
         parent = next(p for p in (run.path, *run.path.parents) if p.exists())
     except OSError as error:
         raise InputError(f"run.dir: cannot read {run.path}: {error.strerror}; choose another run.dir") from error
@@ -175,7 +178,7 @@ def check_run_directory(run: RunDirectory, resume: Resume) -> None:
         raise InputError(f"run.dir: {parent} is not a directory that this user may write to; choose another run.dir")
 
 
-def _check_content(run: RunDirectory, resume: Resume) -> None:
+def _check_content(run: RunDirectory, resume: Resume, *, is_mirrored: bool) -> None:
     if run.path.exists() and not run.path.is_dir():
         raise InputError(f"run.dir / run.name: {run.path} is a file; choose another run.name")
     if resume == "never" and (run.has_settings or run.has_checkpoint):
@@ -183,7 +186,7 @@ def _check_content(run: RunDirectory, resume: Resume) -> None:
         raise InputError(
             f"run.name: {run.path} already holds a run; choose another run.name, or {way} with --resume auto"
         )
-    if resume == "must" and not run.has_checkpoint:
+    if resume == "must" and not (run.has_checkpoint or is_mirrored):
         raise InputError(f"--resume must: {run.path} has no checkpoint; use --resume auto to start there")
     # The link to the best checkpoint is the run's own.
     children = [*run.path.iterdir(), *run.checkpoints_dir.glob("[0-9]*")] if run.path.is_dir() else []

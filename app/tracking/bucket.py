@@ -63,17 +63,30 @@ class Bucket:
         # It logs a traceback for each error that it raises.
         logging.getLogger("gcsfs").setLevel(logging.CRITICAL)
 
-    def check(self, resume: Resume) -> None:
-        """Raises InputError if objects cannot be written, read or deleted, or a run exists and `resume` is `never`."""
+    def check(self, resume: Resume, run: RunDirectory) -> None:
+        """Checks that the run may be mirrored here.
+
+        Raises:
+            InputError: objects cannot be written, read or deleted; a copy exists but `resume` is `never`; or `resume`
+                is `must` but neither the copy nor the run has a complete checkpoint.
+        """
         probe = f".grpo-{uuid.uuid4().hex}"
         with self.explain_failure("read, written and cleared"):
             self.write(probe, b"probe")
-            assert self.read(probe) == b"probe"
+            self.read(probe)
             self.delete(probe)
         if resume == "never" and self.has_run:
             raise InputError(
                 f"run.name: {self.address} already holds a run; choose another name, or continue it with --resume auto"
             )
+        if resume == "must" and not run.has_checkpoint:
+            with self.explain_failure("read"):
+                steps = complete_steps(self, self.sizes())
+            if not steps:
+                raise InputError(
+                    f"--resume must: neither {run.path} nor {self.address} has a complete checkpoint; use --resume "
+                    "auto to start there"
+                )
 
     @contextmanager
     def explain_failure(self, what: str) -> Iterator[None]:

@@ -84,7 +84,7 @@ def _open_mirror(
     if not is_address(settings.dir):
         return None
     bucket = bucket_of(settings)
-    bucket.check(resume)
+    bucket.check(resume, run)
     if not writes:
         return None
     check_run_directory(run, "auto")

@@ -18,7 +18,7 @@ from app.mesh.devices import device_memory_bytes
 from app.mesh.placement import check_host_memory, num_row_shards
 from app.model.attention.packed import architecture_blocking
 from app.records.identity import plugin_file_digests, prompts_digest
-from app.records.run_directory import Resume, RunDirectory, check_run_directory
+from app.records.run_directory import Resume, RunDirectory, check_run_directory, is_address
 from app.records.settings_history import SettingsHistory
 from app.records.text_format import format_bytes, format_count
 from app.reward.reward_functions import RewardFunctions
@@ -102,7 +102,7 @@ def prepare_run(
             # First, because data and models take longer to read.
             check_fixed_micro_batches(settings, open_mesh(settings, set_aside=devices_set_aside(settings)))
             if folder.is_seen_by_all or jax.process_index() == 0:
-                check_run_directory(run, resume)
+                check_run_directory(run, resume, is_mirrored=is_address(settings.run.dir))
             changes = _check_changed_settings(resolved, run, allow_changed)
             # A hub model has the commit of this run, or of the run that it replays or starts from.
             known = None if run.model_path.is_file() else find_model_run(start_request)

@@ -90,7 +90,7 @@ def test_the_mirror_uploads_each_checkpoint_and_is_downloaded_once(
     run: RunDirectory, address: str, tmp_path: Path
 ) -> None:
     bucket, elsewhere = Bucket(address), RunDirectory(tmp_path / "elsewhere")
-    bucket.check("never")
+    bucket.check("never", run)
     with RunMirror(run, bucket) as mirror:
         mirror.start()
         for step in (2, 3):
@@ -344,6 +344,12 @@ def test_run_continues_from_its_copy_on_an_empty_disk(config, address, monkeypat
         (config.parent / place).mkdir()
         monkeypatch.chdir(config.parent / place)
         overrides = settings(*chosen, f"run.steps={steps}", f"run.dir={address}", "run.name=x")
+        dry = here("train", "--config", config, "--resume", "must", "--dry-run", *overrides)
+        if resume == "must":
+            succeeded(dry)
+        else:
+            assert dry.exit_code == 2 and f"/x nor {address}/x has a complete checkpoint; use --res" in dry.stderr
+        assert not Path("runs").exists()
         result = succeeded(here("train", "--config", config, "--resume", resume, *overrides))
     assert f"fetched from {address}/x: step 2" in result.stderr
     assert_same_run(Path("runs", *address.split("://"), "x").absolute(), whole / "x", step=4)
