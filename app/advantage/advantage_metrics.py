@@ -22,7 +22,7 @@ class AdvantageMoments(NamedTuple):
 
     @classmethod
     def from_samples(cls, samples: Sequence[Sample]) -> AdvantageMoments:
-        """Computes the moments. This is a collective call: every host must make it, even one without samples."""
+        """Computes the moments. All hosts must call it together, even hosts without samples."""
         errors = [
             (s.returns.astype(np.float64) - s.token_values, s.mask)
             for s in samples

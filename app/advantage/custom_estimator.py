@@ -3,7 +3,8 @@
     f(rewards, lengths, ..., <columns>)            called with the samples of one prompt
     f(rewards, group_ids, lengths, ..., <columns>) called with all of this host's samples
 
-Arguments are lists with one item per sample. So is the result, of numbers or lists of a number per token.
+Arguments and result are lists with one item per sample. An item of the result is a number or a list with one number
+per completion token.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from settings.errors import InputError
 
 SETTING = "algorithm.estimator"
 ARGUMENTS = ("rewards", "lengths", "group_ids", "policy_versions")
-"""Arguments besides the columns and texts that reward functions get: rewards (minus a KL penalty, if any), numbers of
-completion tokens, groups, and versions of the sampling policy."""
+"""Arguments that only this function gets, besides those of reward functions: rewards (minus a KL penalty, if any),
+lengths in completion tokens, group ids, and versions of the policy that sampled."""
 
 
 class CustomEstimator:
@@ -58,7 +59,7 @@ class CustomEstimator:
     ) -> tuple[list[Sample], list[tuple[str, Failure]]]:
         """Returns the samples with the function's advantages on the tokens that the policy wrote, and failures by uid.
 
-        Samples of a failed call have advantages of 0 and, with `drop`, no token in the loss.
+        Samples of a failed call have advantages of 0 and, with `drops_failures`, no token in the loss.
         """
         outcomes = list(zip(samples, self._outcomes(samples, rewards), strict=True))
         failures = [(sample.uid, outcome.failure) for sample, outcome in outcomes if outcome.failure]
@@ -66,7 +67,7 @@ class CustomEstimator:
 
     @property
     def summary(self) -> str:
-        """Description of how the function is called."""
+        """A clause that says for which samples and with which arguments the function is called."""
         unit = "all samples of this host" if self._takes_batch else "the samples of a prompt"
         return f"called with {unit}: {', '.join((*self._given, *self._signature.arguments))}"
 

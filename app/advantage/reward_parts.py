@@ -28,9 +28,9 @@ class RewardParts:
     advantages: GroupAdvantageFn
 
     def advantages_of(self, samples: Sequence[Sample]) -> Float[np.ndarray, "parts N"]:
-        """Computes weight * advantage of each part within the samples of a group that have a value for it.
+        """Computes weight * advantage of each part, compared within a group over the samples with a value for the part.
 
-        Where a function abstained, only its part is 0.
+        A part is 0 in samples for which its function abstained.
         """
         group_ids = np.asarray([s.group_id for s in samples])
         parts = np.zeros((len(self.weights), len(samples)))
@@ -43,8 +43,8 @@ class RewardParts:
     def assign(self, samples: Sequence[Sample]) -> list[Sample]:
         """Returns the samples with A_i / (std(A) + 1e-6), where A_i is the sum over the sample's parts.
 
-        The standard deviation (ddof = 1) is over the samples with a token in the loss, on all hosts. This is a
-        collective call. Nothing is subtracted: the mean of A is 0 in every group.
+        The standard deviation (ddof = 1) is over the samples with a token in the loss, on all hosts. Nothing is
+        subtracted: the mean of A is 0 in every group. All hosts must call it together.
         """
         summed = self.advantages_of(samples).sum(axis=0)
         in_loss = np.asarray([s.mask.any() for s in samples], bool)
@@ -52,9 +52,9 @@ class RewardParts:
         return spread_over_tokens(samples, summed / (moments.variance**0.5 + EPSILON))
 
     def metrics(self, samples: Sequence[Sample]) -> dict[str, float]:
-        """Returns, by part, the fraction of groups without variance and its share of |weight * advantage| in the loss.
+        """Returns, by part, the fraction of groups with equal values and its share of |weight * advantage| in the loss.
 
-        Fractions without data are NaN. This is a collective call.
+        Fractions without data are NaN. All hosts must call it together.
         """
         columns = {name: values_of(samples, name).tolist() for name in self.weights}
         table = gather_table({**columns, "": [s.group_id for s in samples]})

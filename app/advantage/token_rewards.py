@@ -37,7 +37,7 @@ def task_token_rewards(sample: Sample) -> Float64[np.ndarray, "C"]:
 
 
 def kl_penalized_token_rewards(sample: Sample, *, kl_estimator: TokenKLFn, kl_coef: float) -> Float64[np.ndarray, "C"]:
-    """Computes r_t - kl_coef * KL_t(policy || reference), with the KL on tokens that the policy wrote.
+    """Computes r_t - kl_coef * KL_t(policy || reference) on the tokens that the policy wrote.
 
     Source: Ziegler et al. 2019, "Fine-Tuning Language Models from Human Preferences", equation 2 (with k1).
     """
@@ -56,7 +56,7 @@ def token_kl(sample: Sample, kl_estimator: TokenKLFn) -> Float64[np.ndarray, "C"
 def kl_penalized_advantages(sample: Sample, *, kl_estimator: TokenKLFn, kl_coef: float) -> Sample:
     """Returns the sample with A_t - kl_coef * KL_t(policy || reference) on the tokens that the policy wrote.
 
-    With k1 and on-policy samples, the expected gradient is that of A minus kl_coef times each token's KL given its
+    With k1 and on-policy samples, the expected gradient of the penalty is the gradient of each token's KL given its
     prefix; a token's effect on the KL of later tokens is ignored, as with a discount of 0.
 
     Source: Lu 2025, "On-Policy Distillation" (Thinking Machines Lab).

@@ -44,7 +44,7 @@ def vtrace(
     written = np.ones(rewards.size, bool) if mask is None else flatten(mask, bool)
     gammas, lams = (np.broadcast_to(x, rewards.shape).reshape(-1).astype(np.float64) for x in (gamma, lam))
     steps = Steps.from_tokens(tokens, written, gammas, lams)
-    # exp of the smaller one cannot overflow.
+    # Clip before exp, which could overflow.
     ratios = np.exp(np.minimum(flatten(log_ratios, np.float64)[written], np.log(MAX_RATIO)))
     corrections = solve_variable_decay(ratios * steps.deltas, steps.decays * ratios)
     next_corrections = np.append(corrections[1:], 0.0)[: len(corrections)]

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 MAX_GROUPS_TO_SPLIT = 8
-"""Number of groups tried in the search for one to split."""
+"""Maximum number of groups tried when looking for a group to split."""
 
 
 class PackingItem(NamedTuple):
@@ -24,7 +24,7 @@ PackingRow = list[PackingItem]
 
 
 class RowPacker:
-    """Packs rows from items, which are removed once they are in a row.
+    """Packs items into rows, and removes each item once it is in a row.
 
     Args:
         completion_lengths: number of completion tokens of each sample.
@@ -62,7 +62,7 @@ class RowPacker:
             if self.num_candidates == 0 or largest == left or largest * 3 < left:
                 taken = [num_fitting - 1]
             else:
-                # Among an evenly spaced selection.
+                # Search an evenly spaced selection of the items.
                 count = min(num_fitting, self.num_candidates)
                 candidates = [i * (num_fitting - 1) // max(count - 1, 1) for i in range(count)]
                 best = best_subset([self.items[i].num_tokens for i in candidates], left)
@@ -97,9 +97,9 @@ class RowPacker:
 
 
 def best_subset(sizes: Sequence[int], capacity: int) -> list[int]:
-    """Returns the indices, last first, of numbers with the largest sum up to `capacity`; prefers later numbers.
+    """Returns the indices, in descending order, of the sizes with the largest sum up to `capacity`; prefers later ones.
 
-    Bit s of `sums` is 1 if some subset of the numbers so far has the sum s.
+    Bit s of `sums` is 1 if some subset of the sizes so far has the sum s.
     """
     reachable = (2 << capacity) - 1
     sums = 1

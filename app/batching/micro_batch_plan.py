@@ -27,14 +27,14 @@ PackedSegment = tuple[int, ...]
 """Samples that share one copy of their prompt; a single sample if nothing is shared."""
 PackedRow = tuple[PackedSegment, ...]
 SequenceCost = Callable[[np.ndarray], np.ndarray]
-"""Lengths -> forward FLOPs of one sequence of each length; integers, so that sums are exact in any order."""
+"""Lengths -> forward FLOPs of a sequence of each length; integers, so that sums are exact in any order."""
 
 MAX_SAMPLES_FOR_SEARCH = 1024
 """With more samples, only one way of packing is tried: it fills rows well, and others would take too long."""
 MIN_ROW_LENGTH = 256
 """Minimum length of a packed row, if the quota allows it: long rows of many short samples have less padding."""
 MAX_SHARED_ROW_LENGTH = 32_768
-"""Maximum length of a row extended to hold a whole group: the cost of finding visible blocks is quadratic in it."""
+"""Maximum length of a row that is extended to fit a whole group: finding visible blocks has quadratic cost."""
 MIN_COMPLETION_BUCKET = 4
 """Smallest length bucket of the completions in fixed rows, in tokens."""
 
@@ -238,7 +238,7 @@ def _assign_rows(
 
 
 def _row_costs(rows: Sequence[PackingRow], lengths: SequenceLengths, sequence_cost: SequenceCost) -> list[float]:
-    """Returns the cost of each row: each prompt counts once, plus the additional cost of each completion."""
+    """Returns the cost of each row: the cost of each prompt once, plus the additional cost of each completion."""
     prompts = sequence_cost(lengths.prompts)
     added = (sequence_cost(lengths.totals) - prompts).tolist()
     prompts = prompts.tolist()

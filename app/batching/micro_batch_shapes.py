@@ -39,7 +39,7 @@ class MicroBatchShape(NamedTuple):
 
 
 class ShapeGroup(NamedTuple):
-    """Micro-batches of one shape, and their rows, not yet assigned to them."""
+    """Number of micro-batches of one shape, and their rows, which are not yet assigned to micro-batches."""
 
     shape: MicroBatchShape
     num_micro_batches: int
@@ -51,7 +51,7 @@ Packing = tuple[ShapeGroup, ...]
 
 
 def packing_cost(packing: Packing) -> tuple[int, int]:
-    """Returns the cost for comparison: tokens computed per device, then tokens of all items."""
+    """Returns the cost by which packings are compared: tokens computed per device, then tokens of all items."""
     return (
         sum(group.num_micro_batches * group.shape.tokens_per_device for group in packing),
         sum(item.num_tokens for group in packing for row in group.rows for item in row),
@@ -81,7 +81,7 @@ def candidate_shapes(max_tokens_per_device: int, row_length: int) -> list[MicroB
 def pack_into_fewest(
     packer: RowPacker, shapes: Sequence[MicroBatchShape], num_devices: int, *, even_tail: bool
 ) -> Packing:
-    """Packs all items into few micro-batches: full ones, and a last one of the smallest shape that holds the rest.
+    """Packs all items into few micro-batches: full ones, and a last one with the smallest shape that fits the rest.
 
     Args:
         num_devices: number of devices of all hosts.

@@ -102,7 +102,7 @@ class PackedRowBatcher(MicroBatcher):
 class EqualShapeBatcher(MicroBatcher):
     """Splits like `batcher`, then pads the last micro-batch with empty rows to the shape of the others.
 
-    Used for every part of a long file but the last; otherwise, each part could add another shape to compile.
+    It is used for all parts of a long file except the last; otherwise, each part could add another shape to compile.
     """
 
     batcher: FixedRowBatcher | PackedRowBatcher

@@ -1,7 +1,7 @@
 """Moves samples to the hosts whose devices have their rows, and per-token values back.
 
-All hosts know from the plan which samples move, and how long they are. So messages need no headers: they contain, for
-each sample in order of its index, the token ids of prompt and completion, and then the fields that the receiver reads.
+All hosts know from the plan which samples move and how long they are, so messages need no headers. For each sample, in
+order of index, a message contains the token ids of prompt and completion, then the fields that the receiver reads.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ READ_BY_SCORING = ("mask",)
 
 @dataclass(frozen=True)
 class HostRows:
-    """The rows of this host's devices, and their samples."""
+    """The rows of this host's devices, and the samples in them."""
 
     samples: Sequence[Sample]
     """Samples of other hosts have only token ids and the requested fields."""
@@ -55,7 +55,7 @@ def fetch_rows(
     Args:
         samples: this host's samples, as planned.
         fields: per-token fields that the receiver reads; all samples must have them.
-        route_shape: sizes of the routes that it replays; None = none.
+        route_shape: sizes of the routes that the receiver replays; None = no replay.
 
     Raises:
         RuntimeError: hosts have made different plans, which is a bug.
@@ -82,7 +82,7 @@ def _check_equal_plans(plan: MicroBatchPlan) -> None:
 
 @dataclass(frozen=True)
 class SampleRouting:
-    """Which samples move between which hosts."""
+    """The samples that move between hosts, with their lengths."""
 
     process_index: int
     """Process index of this host."""
@@ -93,7 +93,7 @@ class SampleRouting:
     prompt_lengths: Int64[np.ndarray, "N"]
     completion_lengths: Int64[np.ndarray, "N"]
     route_shape: RouteShape | None
-    """Sizes of the routes sent with the samples; None = none."""
+    """Sizes of the routes sent with the samples; None = no routes are sent."""
 
     @classmethod
     def from_plan(cls, global_plan: GlobalPlan, route_shape: RouteShape | None) -> SampleRouting:
@@ -160,9 +160,9 @@ class SampleRouting:
         """Sends arrays of known sizes to other hosts; returns the received arrays by sample index.
 
         Args:
-            numbers: as in `numbers`.
-            sizes: number of 32-bit words of each sample.
-            columns: index of a sample on this host -> its arrays.
+            numbers: indices of the samples that move, in the format of `self.numbers`.
+            sizes: number of 32-bit words sent for each sample.
+            columns: index of a sample on this host -> the arrays to send.
         """
         counts = np.asarray([[sizes[moved].sum() for moved in sent] for sent in numbers])
         np.fill_diagonal(counts, 0)
@@ -186,7 +186,7 @@ def _members(plan: MicroBatchPlan) -> Int64[np.ndarray, "N"]:
 
 
 def _bits(values: np.ndarray) -> Int32[np.ndarray, "C"]:
-    """Returns the bits of float32 numbers."""
+    """Reinterprets float32 numbers as int32, bit by bit."""
     return np.asarray(values, np.float32).view(np.int32)
 
 
@@ -195,7 +195,7 @@ def _as_int32(field: str, values: np.ndarray) -> Int32[np.ndarray, "C"]:
 
 
 def _routes_as_int32(sample: Sample, shape: RouteShape) -> Int32[np.ndarray, "words"]:
-    """Returns a sample's routes as words; see `unpack_routes`."""
+    """Packs a sample's routes into int32 words; inverse of `unpack_routes`."""
     num_tokens = len(sample.prompt.token_ids) + len(sample.completion_ids)
     packed = np.full((num_tokens, 4 * shape.num_words), UNRECORDED, np.uint8)
     if sample.routes is not None:
@@ -204,7 +204,7 @@ def _routes_as_int32(sample: Sample, shape: RouteShape) -> Int32[np.ndarray, "wo
 
 
 def _from_int32(field: str, values: Int32[np.ndarray, "C"]) -> tuple[str, np.ndarray]:
-    """Decodes the field of a sample; inverse of `_as_int32`."""
+    """Returns the name and the decoded values of a sample's field; inverse of `_as_int32`."""
     if field == "mask":
         return "loss_mask", values.astype(np.bool_)
     return ("values" if field == "token_values" else field), values.view(np.float32)

@@ -55,8 +55,8 @@ def pack_tokens(
     """Packs prompts and completions into rows. Padding has segment 0, logits index -1 and a False mask.
 
     Args:
-        route_shape: sizes of the routes to replay; None = none. A shared prompt has the routes of its first sample that
-            recorded any.
+        route_shape: sizes of the routes to replay; None = no replay. A shared prompt gets the routes of its first
+            sample with recorded routes.
 
     Raises:
         ValueError: a row is too short for its samples.
@@ -149,16 +149,16 @@ def unpack_per_token(
 
 
 class _PackedLayout(NamedTuple):
-    """Positions of prompts and completions in a micro-batch; starts index the flattened [R, T], for targets [R, C]."""
+    """Positions of prompts and completions in a micro-batch; starts index flattened [R, T] or, for targets, [R, C]."""
 
     shape: tuple[int, int]
     """Shape [R, C] of the targets."""
     prompt_sources: list[int]
-    """Index of a sample with the prompt of each segment."""
+    """Index of a sample that has the prompt, for each segment."""
     prompt_starts: Int64[np.ndarray, "segments"]
     prompt_lengths: Int64[np.ndarray, "segments"]
     segment_ids: Int64[np.ndarray, "segments"]
-    """1, 2, ... in each row."""
+    """Segment id of each prompt: 1, 2, ... within a row."""
     completion_sources: list[int]
     """Index of each completion's sample."""
     completion_segments: Int64[np.ndarray, "completions"]
@@ -210,7 +210,7 @@ def _check_row_lengths(row: np.ndarray, tokens: np.ndarray, targets: np.ndarray,
     ):
         longest = int(np.bincount(row, lengths).max(initial=0))
         if longest > limit:
-            raise ValueError(f"a row of {limit} {what} cannot hold samples of {longest} {what}")
+            raise ValueError(f"the samples of a row have {longest} {what}, but the row has space for {limit}")
 
 
 def _exclusive_cumsum(lengths: np.ndarray) -> np.ndarray:

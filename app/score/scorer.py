@@ -34,7 +34,7 @@ class PackedForward:
 
     Args:
         forward: (weights, rows, temperature) -> one number per target, [R, C].
-        route_shape: sizes of the routes that it replays; None = none.
+        route_shape: sizes of the routes to replay; None = no replay.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class PackedForward:
         temperature: float = 1.0,
         runner: BatchRunner | None = None,
     ) -> list[Float32[np.ndarray, "C"]]:
-        """Returns one array per sample. The result does not depend on how `plan` splits the samples.
+        """Returns, for each sample, one number per completion token, however `plan` splits the samples.
 
         Args:
             plan: this host's plan; all hosts have the same number and shapes of micro-batches.
@@ -104,7 +104,7 @@ class Scorer(PackedForward):
 
     Args:
         logits_chunk: number of tokens per device that pass through the LM head at once.
-        replays_routes: whether to use the experts of the samples' routes.
+        replays_routes: whether tokens use the experts recorded in the samples' routes.
     """
 
     def __init__(

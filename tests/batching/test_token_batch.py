@@ -54,7 +54,7 @@ def test_a_completion_without_tokens_has_no_target():
 
 @pytest.mark.parametrize("shape", [RowShape(8, 6), RowShape(9, 3)])
 def test_a_row_too_short_for_its_samples_is_refused(shape):
-    with pytest.raises(ValueError, match=r"a row of . (completion )?tokens cannot hold samples of "):
+    with pytest.raises(ValueError, match=r"have . (completion )?tokens, but the row has space for "):
         pack_tokens(TWO, alone((0, 1), (), shape=shape))
 
 

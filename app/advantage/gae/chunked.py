@@ -22,7 +22,7 @@ CHUNK_SIZE = 128
 
 @partial(jax.jit, static_argnums=(2, 3))
 def solve_chunked(rows: GaeRows, discounts: Discounts, mask_mode: str, chunk_size: int) -> TokenAdvantages:
-    """Computes GAE in chunks: by matmuls for a constant decay, else by a scan of logarithmic depth.
+    """Computes GAE in chunks: with matmuls if the decay is constant, otherwise with an associative scan.
 
     Memory per row: O(T + C^2) for a constant decay, O(T) for one decay per token.
     """

@@ -35,11 +35,11 @@ def generalized_advantages(
     Args:
         rewards: [B, T].
         values: [B, T], or [B, T+1] whose last column is the value after the row; see `values_after_rows`.
-        gamma: a number or one per token, in [0, 1]; 0 marks a terminal step.
-        lam: a number or one per token, in [0, 1].
+        gamma: one number, or one per token, in [0, 1]; 0 marks a terminal step.
+        lam: one number, or one per token, in [0, 1].
         mask: [B, T], True on tokens that the policy wrote; None = all.
-        ends: [B, T], True on the last token of each sequence of a row; the row's last token always ends one.
-        bootstrap: [B, T], the value after a sequence, read at its last token; None = 0: all sequences are complete.
+        ends: [B, T], True on the last token of each sequence in a row; a row's last token always ends a sequence.
+        bootstrap: [B, T], the value after a sequence, read at its last token; None = 0, as after complete sequences.
         mask_mode: meaning of masked tokens, see `app.advantage.gae.recurrence`.
         backend: one of `BACKENDS`.
         chunk_size: steps per chunk of `chunked`, at least 1; None = its default.

@@ -1,6 +1,6 @@
 """GAE in numpy on the host, block by block: differences, chunk scan, advantages and returns.
 
-Rows are concatenated into one array of tokens, without those that the recurrence skips, and divided among threads.
+Rows are concatenated into one array, without the tokens that the recurrence skips, and divided among threads.
 Blocks are solved from the last to the first, so that inputs and outputs cross main memory once. The scan has chunks of
 `CHUNK_STEPS` steps: it computes the first step of each chunk by a product with one column of decays; the carries
 between chunks by the same scan with one step per chunk; and all steps by one product with a matrix of decays. Chunks in
@@ -28,17 +28,17 @@ from app.advantage.gae.recurrence import HostOrDevice, Number, TokenAdvantages, 
 
 CHUNK_STEPS = 16
 STACKED_CHUNKS = 64
-"""Chunks per product: few enough that BLAS uses one thread. Its threads stall when other processes use the cores."""
+"""Chunks per matmul: few enough that BLAS uses one thread. Its threads stall when other processes use the cores."""
 FEW_STEPS = 512
-"""Largest number of steps that a loop in Python solves; at least `STACKED_CHUNKS`, the chunks of one product."""
+"""Largest number of steps solved by a Python loop; at least `STACKED_CHUNKS`, the chunks of one matmul."""
 THREAD_TOKENS = 1 << 19
-"""Tokens per thread, at least."""
+"""Minimum number of tokens per thread."""
 BLOCK_TOKENS = 1 << 18
 """Tokens per block: four arrays of this size fit into the shared cache."""
 
 
 Ends = Int[np.ndarray, "S"]
-"""Indices of the last tokens of sequences, in order."""
+"""Index of each sequence's last token, in ascending order."""
 
 
 class Sequences(NamedTuple):
@@ -47,7 +47,7 @@ class Sequences(NamedTuple):
     rewards: Float32[np.ndarray, "N"]
     values: Float32[np.ndarray, "N"]
     ends: Ends
-    """Indices of the sequences' last tokens; the last index is N - 1."""
+    """Index of each sequence's last token; the last index is N - 1."""
     after: Float32[np.ndarray, "S"]
     """The value after each sequence."""
     output: TokenAdvantages
@@ -80,7 +80,7 @@ class Sequences(NamedTuple):
         ), place
 
     def without_skipped(self, kept: Bool[np.ndarray, "N"] | None) -> tuple[Ends, Float32[np.ndarray, "S"]]:
-        """Returns `ends` and `after` of the sequences that have kept tokens; None = all."""
+        """Returns `ends`, as indices of kept tokens, and `after` of the sequences with kept tokens; None = all."""
         if kept is None:
             return self.ends, self.after
         starts = np.append(0, self.ends[:-1] + 1)
@@ -92,7 +92,7 @@ class Sequences(NamedTuple):
 def _solve_masked(
     tokens: Sequences, written: Bool[np.ndarray, "N"] | None, mask_mode: str, solve: Callable[..., None]
 ) -> None:
-    """Solves sequences with the tokens outside `written` masked; their results stay 0.
+    """Solves sequences in which the tokens outside `written` are masked; the results of masked tokens stay 0.
 
     Args:
         solve: (sequences, kept tokens or None for all) -> None; fills their output.
@@ -189,10 +189,10 @@ def solve_in_numpy(
 
 
 def _solve_sequences(tokens: Sequences, kept: Bool[np.ndarray, "N"] | None, *, gamma: float, lam: float) -> None:
-    """Solves sequences as if they had only the kept tokens; None = all."""
+    """Solves sequences as if they contained only the kept tokens; None keeps all."""
     ends, after = tokens.without_skipped(kept)
     num_kept = int(ends[-1]) + 1 if len(ends) else 0
-    workspace = np.empty(_whole_products(min(num_kept, BLOCK_TOKENS)), np.float32)
+    workspace = np.empty(_pad_to_whole_matmuls(min(num_kept, BLOCK_TOKENS)), np.float32)
     levels = _make_levels(gamma * lam, min(num_kept, BLOCK_TOKENS))
     one_minus_gamma = np.float32(1 - gamma)
     carry, next_value, first_kept = 0.0, np.float32(0), num_kept
@@ -208,7 +208,7 @@ def _solve_sequences(tokens: Sequences, kept: Bool[np.ndarray, "N"] | None, *, g
         stop_kept, first_kept = first_kept, first_kept - len(own)
         first, stop = np.searchsorted(ends, (first_kept, stop_kept))
         last, behind = ends[first:stop] - first_kept, after[first:stop]
-        inputs = workspace[: _whole_products(len(own))]
+        inputs = workspace[: _pad_to_whole_matmuls(len(own))]
         inputs[len(own) :] = 0
         deltas, shrunk = inputs[: len(own)], advantages
         np.subtract(own[1:], own[:-1], out=deltas[:-1])
@@ -236,7 +236,7 @@ def _scan(
     """Solves A_t = inputs_t + decay A_{t+1}, where the second term is 0 at ends, and returns A_0.
 
     Args:
-        inputs: padded to whole products, see `_whole_products`; overwritten.
+        inputs: padded to whole matmuls, see `_pad_to_whole_matmuls`; overwritten.
         levels: the first is for this scan, the others for its carries.
         out: receives the first n of the N solutions.
     """
@@ -254,8 +254,8 @@ def _scan(
         is_end[mixed, step] = True
         mixed = _distinct(mixed)
         is_end = is_end[mixed]
-    # Upper levels have few numbers, but their errors reach far: float64.
-    firsts = np.zeros(_whole_products(len(chunks)))
+    # float64: higher levels have few numbers, but their errors spread over many steps.
+    firsts = np.zeros(_pad_to_whole_matmuls(len(chunks)))
     solved = np.empty(len(chunks))
     firsts[: len(chunks)] = np.matmul(stack, first_column).reshape(-1)
     if len(mixed):
@@ -277,8 +277,8 @@ def _scan(
     return float(solved[0])
 
 
-def _whole_products(num_steps: int) -> int:
-    """Returns the number of steps padded to whole products."""
+def _pad_to_whole_matmuls(num_steps: int) -> int:
+    """Returns the number of steps, rounded up to the steps of whole matmuls."""
     return num_steps + -num_steps % (STACKED_CHUNKS * CHUNK_STEPS)
 
 
@@ -322,7 +322,7 @@ def _make_levels(decay: float, num_tokens: int) -> list[_Level]:
         levels.append(_Level(decay, matrix, np.ascontiguousarray(matrix[:, 0])))
         if num_tokens <= FEW_STEPS:
             return levels
-        decay, dtype, num_tokens = float(powers[-1]), np.float64, _whole_products(num_tokens) // CHUNK_STEPS
+        decay, dtype, num_tokens = float(powers[-1]), np.float64, _pad_to_whole_matmuls(num_tokens) // CHUNK_STEPS
 
 
 def _solve_discounts_per_token(

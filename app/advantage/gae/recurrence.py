@@ -3,8 +3,8 @@
     delta_t = reward_t + gamma V_{t+1} - V_t,      A_t = delta_t + (1 - leak_t) A_{t+1},      G_t = A_t + V_t
 
 These terms express masks, ends of sequences, bootstrapped truncation, packed rows and per-step discounts. Numbers
-close to 1 are stored as their distance from 1, since a float32 near 1 lacks the digits that determine how far a reward
-reaches. The leak is 1 - gamma lambda, and delta is reward + ((V_{t+1} - V_t) - (1 - gamma) V_{t+1}): the
+close to 1 are stored as their distance from 1, since a float32 near 1 lacks the digits that determine how far back a
+reward counts. The leak is 1 - gamma lambda, and delta is reward + ((V_{t+1} - V_t) - (1 - gamma) V_{t+1}): the
 difference of two close values is exact, and no reward is rounded to the precision of the values.
 
 Source: Schulman et al. 2016, "High-Dimensional Continuous Control Using Generalized Advantage Estimation", eq. 16.
@@ -138,7 +138,7 @@ def make_gae_rows(
     ends: HostOrDevice | None,
     bootstrap: HostOrDevice | None,
 ) -> GaeRows:
-    """Converts the inputs to float32 and bool, and separates the value after each row from the others."""
+    """Converts the inputs to float32 and bool, and separates the value after each row from the values of its tokens."""
     num_tokens = rewards.shape[1]
     return GaeRows(
         rewards=jnp.asarray(rewards, jnp.float32),
