@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 PROGRAM_FOLDER = str(Path(__file__).resolve().parent)
 PACKAGES = ("app", "settings")
 INTERFACE = ("StepResult", "Environment", "ToolCall")
-"""Names that environments of users import."""
+"""Names that users' environments import."""
 
 
 def train(

@@ -20,7 +20,7 @@ def load_secrets(directory: Path, *, fallbacks: Sequence[Path] = FALLBACK_DOTENV
     """Adds the secrets in a `.env` to the environment of this process, where libraries look for them.
 
     Reads the `.env` of `directory` or of its nearest parent, then `fallbacks`. Existing environment variables take
-    precedence, and other names are not taken. Returns notices for stderr, which never contain values.
+    precedence, and other names in the file are ignored. Returns notices for stderr, which never contain values.
     """
     notices = []
     for path in dict.fromkeys((_nearest_dotenv(directory), *fallbacks)):

@@ -91,4 +91,4 @@ check_for_mesh = partial(_run_checks, checks=(_check_hosts, _check_no_pretend))
 check_for_rollout = partial(_run_checks, checks=SAMPLING_CHECKS)
 check_for_evaluation = partial(_run_checks, checks=(check_evaluation_temperature, check_judge, *SAMPLING_CHECKS))
 check_for_score = partial(_run_checks, checks=(check_rewards, check_reference, _check_hosts, _check_no_pretend))
-"""Lengths are not checked: the input sets them."""
+"""Checks the settings of `grpo score`, except sequence lengths, which the input file determines."""

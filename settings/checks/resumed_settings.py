@@ -48,7 +48,7 @@ class SettingChange(NamedTuple):
 
     @property
     def is_decisive(self) -> bool:
-        """Whether it changes what the run learns."""
+        """Whether the change affects what the run learns."""
         return not is_in(self.name, FREE_SETTINGS)
 
     def to_text(self) -> str:

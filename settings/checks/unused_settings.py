@@ -41,7 +41,7 @@ def _micro_batches_of(role: ForwardRole) -> tuple[str, ...]:
 
 
 def _has_scheduler(names: str) -> Callable[[Settings], bool]:
-    """Returns the condition that `rollout.scheduler` is one of the schedulers in the text."""
+    """Returns a predicate that is true if workers run with one of the schedulers in `names`, such as `a or b`."""
     return lambda s: s.rollout.has_workers and str(s.rollout.scheduler) in re.findall(r"\w+", names)
 
 
@@ -50,7 +50,7 @@ def _read_by_schedulers(names: str, *fields: str) -> tuple[str, Callable[[Settin
 
 
 def _uses_segment_rule(s: Settings) -> bool:
-    """Returns whether segments can end before their rows are done; with sync they do so only between turns."""
+    """Returns whether segments can end before their rows finish; with `sync` this happens only between turns."""
     return not (s.rollout.has_workers and s.rollout.scheduler == "sync") or s.env.is_used
 
 
@@ -254,7 +254,7 @@ def launch_notices(resolved: Resolved) -> tuple[str, ...]:
 
 
 def unused_setting_notices(resolved: Resolved, sections: tuple[str, ...] = ("",)) -> tuple[str, ...]:
-    """Returns a line for each condition that is not met, with the user's settings that need it.
+    """Returns a notice for each unmet condition, naming the user's settings that have no effect without it.
 
     Args:
         sections: prefixes of the settings that the command reads.

@@ -22,7 +22,7 @@ class ConfigFile:
     """Name from which the run name is derived, such as `quickstart`."""
     content: bytes
     left_out: frozenset[str] = frozenset()
-    """Settings in the content that are ignored, because the user did not set them."""
+    """Settings to ignore in `content`, because the user did not set them."""
     is_own: bool = True
     """Whether the user wrote this file; false for a preset or the settings of an earlier run."""
 
@@ -34,7 +34,7 @@ def preset_names() -> list[str]:
 
 
 def is_config(name: str) -> bool:
-    """Returns whether this has the form of a value of `--config`."""
+    """Returns whether a command-line word looks like a value of `--config`: a preset or a YAML file."""
     return name in preset_names() or name.endswith((".yaml", ".yml"))
 
 

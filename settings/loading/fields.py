@@ -19,7 +19,7 @@ from settings.schema.settings import Settings
 MIN_SIMILARITY = 0.7
 """Minimum similarity (difflib's ratio) of a suggested name."""
 MIN_FIELD_SIMILARITY = 0.8
-"""Higher for settings: there are so many that unrelated names are often similar."""
+"""The same for settings; higher, because names of unrelated settings are often similar."""
 
 
 def _iter_fields(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
@@ -81,7 +81,7 @@ def suggest_fields(unknown: str, *, show: Callable[[str], str] = str) -> tuple[l
 
     Args:
         unknown: a dotted or flat name, perhaps misspelled or of another program.
-        show: spelling of a setting in the message, such as that of its environment variable.
+        show: formats a setting's name in the message, for example as its environment variable.
     """
     unknown = unknown.lower().replace("-", "_").removeprefix(VERL_ROOT)
     if (removal := explain_removal(unknown)) is not None:
@@ -116,12 +116,12 @@ def _nearest_fields(unknown: str) -> list[str]:
 
 
 def nearest_names(unknown: str, names: Iterable[str]) -> list[str]:
-    """Returns the most similar name, if any is similar."""
+    """Returns the most similar name in a list, which is empty if no name is similar enough."""
     return get_close_matches(unknown.lower(), [*names], n=1, cutoff=MIN_SIMILARITY)
 
 
 def _similarity(unknown: str, known: str) -> float:
-    """Returns the similarity of two names from 0 to 1. Neither a section nor a last part suffices alone."""
+    """Returns the similarity of two names from 0 to 1. Sharing only the section or only the last part is not enough."""
     section, dot, name = unknown.rpartition(".")
     known_section, known_dot, known_name = known.rpartition(".")
     if not (dot and known_dot):

@@ -2,8 +2,7 @@
 
 The update, the critic, scoring, and the scoring of each role are separate scopes. In a scope, a token quota selects
 dynamic, `rows_per_device` and `strategy` select fixed, and the boolean selects either. If two layers differ, the later
-one wins; one layer must not select both. What the critic leaves null is inherited from `algorithm`, what a role leaves
-null from `score`.
+one wins; one layer must not select both. The critic inherits null settings from `algorithm`, and a role from `score`.
 """
 
 from __future__ import annotations
@@ -22,11 +21,11 @@ TOKEN_QUOTA, ROWS, STRATEGY = "max_tokens_per_device", "rows_per_device", "strat
 DEFAULTS = {ROWS: SourcedValue(8, "derived"), STRATEGY: SourcedValue("loop", "derived")}
 
 Values = Mapping[str, SourcedValue | None]
-"""The value of each part of a scope; None for one that the selection does not use."""
+"""Maps each part of a scope to its value, or to None if the selected kind of micro-batch does not use it."""
 
 
 class _Scope:
-    """One scope: by part, `given` has the values that the user set, and `values` the effective ones."""
+    """One scope. By part, `given` contains the values that the user set, and `values` the effective ones."""
 
     def __init__(self, section: str, leaves: Mapping[str, SourcedValue], inherited: Values, *, is_dynamic: bool = True):
         names = {part: f"{section}.{part}" for part in (*SWITCHES, TOKEN_QUOTA, ROWS, STRATEGY)}

@@ -70,7 +70,7 @@ def without_derived(file: ConfigFile) -> ConfigFile:
     Raises: InputError if the file is invalid.
     """
     recorded = from_yaml(file.content, name=file.name)
-    # Two `--set` options with equal values look the same as an inherited one, and give the same.
+    # If `--set` gave both fields the same value, one looks inherited; leaving it out changes nothing.
     inherited = [field for field, twin in MICRO_BATCH_TWINS.items() if recorded.get(field) == recorded.get(twin)]
     derived = [field for field, (_, origin) in recorded.items() if origin in ("default", "derived")]
     # The policy samples as it did in its run, whatever the devices are.

@@ -87,7 +87,7 @@ class Resolved:
 
     @property
     def algorithm_changes(self) -> str | None:
-        """Text about the derived settings that differ from those of `grpo`; None if there are none."""
+        """Description of the derived settings that differ from those of `grpo`; None if there are none."""
         return describe_changes(self.settings.algorithm, self.provenance)
 
 
@@ -157,7 +157,7 @@ def _provenance(layers: Sequence[Layer]) -> dict[str, str]:
 
 
 def _model_config(layers: Sequence[Layer]) -> ConfigFile | None:
-    """Returns an empty file for the user's own model; None, the default preset, for a built-in one."""
+    """Returns an empty file if the model is the user's own, or None (the default preset) if it is built in."""
     leaf = ChainMap(*layers).get("model.path")
     path = leaf.value if leaf and isinstance(leaf.value, str) else BUILTIN_PREFIX
     is_builtin = path.startswith(BUILTIN_PREFIX)
@@ -165,7 +165,7 @@ def _model_config(layers: Sequence[Layer]) -> ConfigFile | None:
 
 
 def _model_defaults(given: Settings, environ: Mapping[str, str]) -> Layer:
-    """Returns defaults for models that are not built in; the schema's suit the short samples of built-in ones."""
+    """Returns defaults for models that are not built in. The schema's defaults suit short samples."""
     if given.model.path.startswith(BUILTIN_PREFIX):
         return {}
     is_rounded = given.rollout.mode != "exact" and expects_accelerator(given.mesh, environ)

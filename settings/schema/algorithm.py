@@ -133,8 +133,8 @@ class AlgorithmSettings(Section):
     lam: float = Field(default=0.95, ge=0, le=1)
     """Lambda of GAE: 1 uses the observed rewards only, 0 the critic's value of the next token only."""
     length_adaptive_lam: float | None = Field(default=None, gt=0)
-    """Alpha of VAPO's length-adaptive GAE, 0.05 in the paper: advantages use lambda = max(0, 1 - 1 / (alpha x trainable
-    tokens)) instead of `lam`. Null disables it."""
+    """Alpha of VAPO's length-adaptive GAE, 0.05 in the paper: advantages of a sample use lambda = max(0, 1 - 1 / (alpha
+    x number of trainable tokens)) instead of `lam`. Null disables it."""
     bootstrap_truncated: bool = False
     """Whether the return of a truncated sample (by `rollout.max_new_tokens`, or by a limit or the environment of `env`)
     includes the critic's value after its last token. If false, it ends with 0, as for a finished sample."""
@@ -192,8 +192,8 @@ class CriticSettings(Section):
     warmup_steps: int = Field(default=0, ge=0)
     """Training steps at the start of the run in which only the critic learns."""
     clip_range: float | None = Field(default=0.2, gt=0)
-    """PPO's value clipping: a token's loss is the larger of two squared errors: of its value, and of its value clipped
-    to this distance from the value at the start of the step. Null disables it."""
+    """PPO's value clipping: a token's loss is the larger of the squared errors of its value and of its value clipped to
+    within this distance of the value at the start of the step. Null disables it."""
     max_tokens_per_device: int | None = Field(default=32768, ge=1, le=MAX_TOKENS_PER_DEVICE)
     """Token quota of a micro-batch of the critic on each device; selects dynamic micro-batches. It can exceed the
     policy's, because the critic has no logits. Lower it if memory runs out. If neither this nor `rows_per_device` is

@@ -16,7 +16,7 @@ class DataSourceSettings(Section):
     """One source of a mixture."""
 
     source: LocalPath = Field(min_length=1)
-    """As in `data.source`."""
+    """A single source, in any of the forms of `data.source`."""
     weight: float = Field(default=1.0, gt=0)
     """Share of the prompts, relative to the other weights."""
     split: str | None = None
@@ -56,12 +56,12 @@ class DataSettings(Section):
     file, a folder of such files, or a pattern such as `data/train-*.parquet`. A list of them, as in `[{source: a.jsonl,
     weight: 3}, b.jsonl]`, is a mixture: reward functions get a column data_source."""
     split: str = "train"
-    """Split of a hub data set or of the arithmetic generator."""
+    """Split to train on, for a hub data set or the arithmetic generator."""
     eval_source: LocalPath | None = None
     """Evaluation prompts, as in `data.source`. When null, `data.source` if it is built in or on the hub; required if
     `data.source` is a file or a mixture."""
     eval_split: str | None = None
-    """Split for evaluation; `test` when null. Ignored for a file."""
+    """Split to evaluate on; `test` when null. Ignored for a file."""
     prompt_column: str | None = None
     """Column of the prompts. When null, the first of prompt, question, problem, messages that exists."""
     answer_column: str | None = None
@@ -92,7 +92,7 @@ class DataSettings(Section):
     difficulty: Annotated[tuple[Annotated[int, Field(ge=1, le=3)], ...], Field(min_length=1, strict=False)] = (1, 2)
     """Levels of the arithmetic generator, 1 to 3: level n has numbers of up to n digits."""
     operators: Annotated[tuple[Literal["+", "-", "*"], ...], Field(min_length=1, strict=False)] = ("+",)
-    """Operators of the arithmetic generator."""
+    """Operators that occur in problems of the arithmetic generator."""
     num_problems: int = Field(default=20_000, ge=1, le=1_000_000)
     """Number of training problems from the arithmetic generator; fewer if there are not enough different ones."""
 

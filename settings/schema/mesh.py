@@ -36,7 +36,7 @@ class MeshSettings(Section):
     shape: Annotated[str, AfterValidator(_validate_mesh_shape)] = "auto"
     """Mesh sizes `dp,fsdp,tp`; -1 takes the remaining devices. `auto` is dp across hosts and fsdp inside a host."""
     platform: Literal["auto", "cpu", "cuda", "tpu"] = "auto"
-    """Platform of the devices: the best available one (auto), or this one; the run stops if it is not available."""
+    """Platform of the devices; the run stops if JAX does not find it. `auto` uses the best one available."""
     cpu_devices: int | None = Field(default=None, ge=1, le=64)
     """Number of virtual devices on a CPU host; one when null."""
     pretend: str | None = Field(default=None, min_length=1)
@@ -48,7 +48,7 @@ class MeshSettings(Section):
     num_processes: int | None = Field(default=None, ge=1, le=2**16)
     """Number of hosts; required with `host:port` as coordinator address."""
     process_id: int | None = Field(default=None, ge=0)
-    """Number of this host, from 0; required with `host:port` as coordinator address."""
+    """Index of this host, from 0; required with `host:port` as coordinator address."""
     expect_processes: int | None = Field(default=None, ge=1, le=2**16)
     """Stops the run unless exactly this many hosts join; null accepts any number."""
     start_timeout_s: int = Field(default=300, ge=1, le=86_400)

@@ -23,7 +23,7 @@ BUILT_IN_REWARDS = ("gsm8k", "arithmetic", "gsm8k_format", "arithmetic_format", 
 """Names of the built-in functions of `reward.functions`."""
 
 CALLABLE_PREFIX = "callable:"
-"""Start of `function` for a Python function that was passed to `grpo.train`; only that process can call it."""
+"""Prefix of `function` for a Python function that was passed to `grpo.train`; only that process can call it."""
 
 OVERLONG_REWARD = "overlong"
 """Name of the length penalty among a sample's rewards."""
@@ -154,7 +154,7 @@ class EnvironmentSettings(Section):
     """Where the rewards of `source` count: all at the end of the sample (trajectory), or each at the end of the turn
     that earned it (turn), which needs an estimator with returns per token: gae, vtrace or reinforce_plus_plus."""
     turn_discount: float = Field(default=1.0, ge=0, le=1)
-    """With `credit: turn`: discount factor of a reward for each turn between it and the turn that it is credited to."""
+    """With `credit: turn`: discount factor per turn for rewards of later turns, like `algorithm.gamma` per token."""
     max_turns: int = Field(default=8, ge=1, le=1024)
     """Maximum policy turns per sample. A sample that needs more is truncated, as at `rollout.max_new_tokens`."""
     max_turn_tokens: int | None = Field(default=None, ge=1, le=MAX_TOKENS)
@@ -175,8 +175,8 @@ class EnvironmentSettings(Section):
     rather than compute."""
     max_suspended: int | None = Field(default=None, ge=0, le=MAX_SLOTS)
     """Maximum number of samples, per worker or for `rollout.slots`, that give up their slots while they wait for the
-    environment; they keep their KV cache while there is room. To keep all slots busy takes slots * latency / time of a
-    turn. Null = four per slot; 0 = samples wait in their slots."""
+    environment; they keep their KV cache while there is room. All slots stay busy with about slots x latency of the
+    environment / duration of a turn. Null = four per slot; 0 = samples wait in their slots."""
 
     @property
     def is_used(self) -> bool:

@@ -30,8 +30,8 @@ ROUNDING_SETTINGS = ("rollout.weights", "rollout.kv_cache")
 class SegmentSettings(Section):
     """The number of tokens that a worker decodes before it accepts new samples.
 
-    By default, up to the end of each row's KV cache; while samples wait for slots, the length at which the overhead of
-    a segment equals the idle time of finished rows.
+    A segment runs to the end of each row's KV cache. While samples wait for slots, its length is chosen so that its
+    overhead equals the idle time of finished rows.
     """
 
     min: int = Field(default=64, ge=1, le=MAX_TOKENS)
@@ -56,23 +56,24 @@ class PdsrSettings(Section):
     """Unit in which samples are ranked and limited. With seconds, the schedule depends on the machine's load."""
     heavy_percent: float = Field(default=10.0, gt=0, lt=100)
     """pdsr_v1: percentage of prompts, those with the longest probes, whose samples go to heavy workers. Once the window
-    is full enough, also prompts with a probe above its (100 - heavy_percent)th percentile."""
+    is full enough, also prompts with a probe above the window's (100 - heavy_percent)th percentile."""
     probe_limit_tokens: int = Field(default=1024, ge=1, le=MAX_TOKENS)
     """pdsr_v1: a probe that reaches this many tokens moves to a heavy worker, and its prompt counts as heavy."""
     fast_limit_tokens: int = Field(default=2048, ge=1, le=MAX_TOKENS)
     """pdsr_v1, pdsr_v2: a sample that reaches this many tokens leaves its fast worker for a heavy one. With pdsr_v2, a
     sample that a fast worker stole from a heavy one returns after a quarter of this limit."""
     fast_limit_s: float = Field(default=10.0, gt=0)
-    """pdsr_v1, pdsr_v2: additional limit on fast workers in seconds, if the unit is seconds; for probes, half of it."""
+    """pdsr_v1, pdsr_v2: with `unit: seconds`, a sample also leaves its fast worker after this many seconds; a probe
+    after half as many."""
     on_fast_limit: Literal["suspend", "truncate"] = "suspend"
     """pdsr_v1: suspend a sample at the limit and continue it on a heavy worker, or truncate it, which biases the
     rewards of hard prompts."""
     percentile: float = Field(default=80.0, gt=0, lt=100)
     """pdsr_v2, adaptive: samples longer than this percentile of the window are heavy."""
     window: Annotated[int, BeforeValidator(_check_window)] = Field(default=256, ge=PDSR_WINDOW_MIN, le=MAX_SLOTS)
-    """Number of last finished samples, also of earlier steps. Their lengths set the threshold for heavy samples
-    and, by the mean, the segment length. There is no threshold before 32 have finished; pdsr_v1 then only ranks
-    probes."""
+    """Number of most recently finished samples, including earlier steps, whose lengths set the threshold for heavy
+    samples, and whose mean length sets the segment length. There is no threshold before 32 have finished; pdsr_v1 then
+    only ranks probes."""
 
 
 class WorkerPoolSettings(Section):
@@ -118,7 +119,7 @@ class RayPoolSettings(Section):
 
 
 def format_rounding(rounding: Mapping[str, str]) -> str:
-    """Returns the names in `RolloutSettings.rounding` as text."""
+    """Formats `RolloutSettings.rounding` for messages, as in `rollout.weights: int8`."""
     return " and ".join(f"{name}: {value}" for name, value in rounding.items())
 
 
@@ -168,7 +169,7 @@ class RolloutSettings(Section):
     max_length_total: int | None = Field(default=None, ge=2)
     """Maximum prompt plus completion in tokens; max_new_tokens + max(128, max_prompt_length) when null."""
     prefill_length_min: int = Field(default=16, ge=1)
-    """Smallest prefill bucket, in tokens."""
+    """Smallest length, in tokens, to which prompts are padded for prefill. Larger values compile fewer programs."""
     temperature: float = Field(default=1.0, ge=0)
     """Sampling temperature; 0 = greedy, which training does not allow."""
     top_k: int = Field(default=0, ge=0, lt=2**31)
@@ -237,7 +238,7 @@ class RolloutSettings(Section):
 
     @property
     def rounding(self) -> dict[str, str]:
-        """The names in `ROUNDING_SETTINGS` that are set."""
+        """The settings in `ROUNDING_SETTINGS` that are not null, with their values."""
         values = {name: getattr(self, name.partition(".")[2]) for name in ROUNDING_SETTINGS}
         return {name: value for name, value in values.items() if value is not None}
 
@@ -245,7 +246,7 @@ class RolloutSettings(Section):
     def rows_together(self) -> int | None:
         """Batch size of a worker's matmuls in a decode step, so that workers with different slots round alike.
 
-        None if there is no need.
+        None if all workers have equal slots, or if samples need not be bitwise reproducible.
         """
         fast, heavy = self.workers.fast, self.workers.heavy
         has_both = fast.count > 0 and heavy.count > 0

@@ -73,7 +73,8 @@ class LoggingSettings(Section):
     wandb_project: str | None = None
     """Project on Weights & Biases (wandb); null = no logging there."""
     wandb_mode: Literal["online", "offline", "disabled"] = "online"
-    """Mode of wandb. Without an API key, online becomes offline."""
+    """wandb's mode: upload during the run (online), write local files only (offline), or log nothing (disabled).
+    Without an API key, online becomes offline."""
     tensorboard: bool = False
     """Also writes the metrics as TensorBoard events to tensorboard/. Needs the extra [tensorboard]."""
     profile_steps: Annotated[tuple[Annotated[int, Field(ge=1)], ...], Field(strict=False)] = ()

@@ -87,7 +87,7 @@ class Settings(BaseSettings):
 
     @property
     def reward_weights(self) -> dict[str, float]:
-        """Weights of all parts of the reward with a weight, by name; the length penalty has 1."""
+        """Weights, by name, of the parts of the reward whose weight is not 0; the length penalty has weight 1."""
         weights = {function.name: function.weight for function in self.reward.functions}
         weights |= {ENVIRONMENT_REWARD: self.env.weight} if self.env.source is not None else {}
         weights |= {MODEL_REWARD: self.reward.model_weight} if self.reward.model is not None else {}
@@ -106,14 +106,14 @@ class Settings(BaseSettings):
 
     @property
     def has_reward(self) -> bool:
-        """Whether anything but a length penalty has a weight in the reward."""
+        """Whether any part of the reward except the length penalty has a weight other than 0."""
         reward, env = self.reward, self.env
         weights = (reward.model and reward.model_weight, env.source and env.weight)
         return any((*weights, *(function.weight for function in reward.functions)))
 
     @property
     def offloads_reference(self) -> bool:
-        """Whether the reference weights are kept in host memory. With adapters they may be the policy's own weights."""
+        """Whether reference weights are kept in host memory; adapters without a teacher need no separate ones."""
         has_weights = self.has_teacher or not self.model.lora.rank
         return "reference" in self.scored_roles and self.score.reference.offload and has_weights
 
@@ -140,7 +140,7 @@ class Settings(BaseSettings):
     def settings_customise_sources(
         cls, settings_cls: type[BaseSettings], init_settings: PydanticBaseSettingsSource, *_: Any, **others: Any
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Returns a source for each of `layers`, the strongest first; pydantic's own do not read the environment."""
+        """Returns a source for each of `layers`, the strongest first. pydantic's own sources are not used."""
         assert isinstance(init_settings, InitSettingsSource)
         layers = init_settings.init_kwargs.pop("layers", ())
         return (*(InitSettingsSource(settings_cls, layer) for layer in layers), init_settings)

@@ -96,7 +96,7 @@ actor_rollout_ref.rollout.temperature | did you mean rollout.temperature?
 actor.optim.betas | verl's actor.optim.betas is optimizer.beta1 and optimizer.beta2 here
 critic.lr | verl's critic.optim.lr is critic.learning_rate here
 lr | verl's actor.optim.lr is optimizer.learning_rate here and verl's critic.optim.lr is critic.learning_rate here
-vllm_mode | TRL's vllm_* has no counterpart here: rollout.slots is continuous batching
+vllm_mode | TRL's vllm_* has no counterpart here: generation always uses the built-in engine
 num_train_epochs | TRL's num_train_epochs is run.steps here: epochs x prompts of the data / prompts of a step
 top_p | did you mean rollout.top_p?
 score.polcy.rows_per_device | did you mean score.policy.rows_per_device?
