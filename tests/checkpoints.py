@@ -1,4 +1,4 @@
-"""Checkpoints of a small state, whose arrays identify their step."""
+"""Makes checkpoints of a small state whose arrays identify their step."""
 
 from pathlib import Path
 

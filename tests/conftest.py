@@ -21,7 +21,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 
 pytest_plugins = ("tests.run_fixtures", "tests.reward.processes")
 
-# Settings and secrets of whoever runs the suite, the width of their terminal, and what makes typer colour its errors.
+# Variables that would bring the caller's settings, secrets, terminal width or colours into the tests.
 FOREIGN = {name.upper() for name in (*ALIASES, *HISTORIC_NAMES)} | {
     "WANDB_API_KEY",
     "HF_TOKEN",
@@ -31,16 +31,17 @@ FOREIGN = {name.upper() for name in (*ALIASES, *HISTORIC_NAMES)} | {
     "GITHUB_ACTIONS",
 }
 
-# What a shell starts in the background ignores Ctrl-C, and so would the programs that tests interrupt.
+# Background jobs of a shell ignore Ctrl-C, and the programs that tests interrupt would inherit this.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 for name in [name for name in os.environ if name in FOREIGN or name.startswith("GRPO__")]:
     del os.environ[name]
 
-# For this process and the ones it starts. Not WANDB_MODE: that is a historic name of `logging.wandb_mode` and
+# Set for this process and its children. WANDB_MODE is left out: it is a historic name of `logging.wandb_mode` and
 # would be a setting of every test; wandb is not used while `logging.wandb_project` is null.
 os.environ["JAX_PLATFORMS"] = "cpu"
-# Shared by all processes of the suite and kept between runs. Every program is written, however fast it was compiled.
+# The cache is shared by all processes of the suite and kept between runs. Every program is written, however fast
+# it was compiled.
 PROGRAMS = REPOSITORY / ".pytest_cache" / "programs"
 os.environ["JAX_COMPILATION_CACHE_DIR"] = str(PROGRAMS)
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
@@ -57,7 +58,7 @@ FLAGS = [
     # which XLA ends the process.
     "--xla_cpu_collective_call_terminate_timeout_seconds=240",
 ]
-# Each once, also in a process that pytest-xdist starts with the variables of this one: programs are cached by flags.
+# Workers of pytest-xdist inherit the variable, and each flag must appear once, because the cache's keys contain it.
 os.environ["XLA_FLAGS"] = " ".join(dict.fromkeys([*os.environ.get("XLA_FLAGS", "").split(), *FLAGS]))
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
@@ -66,10 +67,10 @@ import jax  # noqa: E402  (reads the variables above)
 from jax.experimental import pallas  # noqa: E402
 
 jax.config.update("jax_num_cpu_devices", 8)
-# Traced programs are many small objects that live long: by default, going over them takes a twentieth of the time.
+# Traced programs are many small, long-lived objects: with the default thresholds, collection takes 5 % of the time.
 gc.set_threshold(50_000, 20, 100)
 
-# No clocks: the first example of a property may compile, and the machine may be busy with something else.
+# No deadlines: the first example of a property may compile, and the machine may be busy with something else.
 # CI tries the same examples every time.
 hypothesis.settings.register_profile(
     "suite",
@@ -101,7 +102,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
-    """Takes over the times of a process that pytest-xdist started; one that died has none."""
+    """Adds the times of a process that pytest-xdist started; a process that died reports none."""
     seconds_compiling.extend(getattr(node, "workeroutput", {}).get("seconds_compiling", ()))
 
 

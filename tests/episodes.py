@@ -1,4 +1,4 @@
-"""Samples with several turns, made by hand."""
+"""Makes samples with several turns."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -20,7 +20,7 @@ def with_turns(
     metrics: Sequence[Mapping[str, float]] = (),
     **fields: Any,
 ) -> Sample:
-    """Returns a sample of turns with these numbers of tokens, and of tokens of the observation after each."""
+    """Returns a sample whose turns, and the observations after them, have these numbers of tokens."""
     turns, start = [], 0
     for i, (written, observed) in enumerate(lengths):
         turns.append(

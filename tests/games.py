@@ -1,4 +1,4 @@
-"""Environments for tests, as users write them."""
+"""Defines environments for tests as users would write them."""
 
 SOURCE = '''
 import random, time
@@ -26,7 +26,7 @@ class Slow(Echo):
 
 
 class Shut(Echo):
-    """Opens one of three games or none."""
+    """Fails to open a third of all games."""
 
     def reset(self, *, seed, **columns):
         if seed % 3 == 0:
@@ -35,7 +35,7 @@ class Shut(Echo):
 
 
 class Told(Echo):
-    """Rewards a turn by the answer of the row."""
+    """Rewards the only turn with the row's answer."""
 
     def reset(self, *, answer):
         self.answer = answer
@@ -67,7 +67,7 @@ class Even(Slow):
 
 
 class Silent:
-    """Judges the first turn."""
+    """Grades the first turn and ends."""
 
     def reset(self, *, answer, **columns):
         self.answer = answer
@@ -77,7 +77,7 @@ class Silent:
 
 
 class Game(Silent):
-    """Opens with a problem of its own, and fails in one of three games."""
+    """Opens with its own problem, and fails in a third of all games."""
 
     def reset(self, *, seed, **columns):
         self.seed, self.answer = seed, str(seed % 7 + 2)

@@ -1,4 +1,4 @@
-"""Packed rows with given segments, and their attention mask computed by numpy."""
+"""Makes packed rows with given segments, and computes their attention mask in numpy."""
 
 from collections.abc import Sequence
 
@@ -10,7 +10,7 @@ from app.model.attention.dense import DEFAULT_SCORE_MOD, ScoreMod
 from app.model.segment_layout import SegmentLayout
 
 Lengths = tuple[int, tuple[int, ...]]
-"""Lengths of a segment: its prompt's tokens, and those of each completion."""
+"""Numbers of tokens in the prompt of a segment and in each of its completions."""
 
 
 def layout_of(rows: Sequence[Sequence[Lengths]], *, num_tokens: int) -> SegmentLayout:

@@ -1,4 +1,4 @@
-"""A Hugging Face hub on this machine, with the parts of its HTTP interface that models and data sets need."""
+"""Serves a Hugging Face hub locally, with the parts of its HTTP interface that models and data sets need."""
 
 import hashlib
 import json
@@ -13,7 +13,7 @@ from huggingface_hub import constants
 
 
 class LocalHub:
-    """Serves folders of models, and of data sets by `datasets/<id>`; those in `gated` have no readable files."""
+    """Serves folders as models, or as data sets under `datasets/<id>`; files of ids in `gated` cannot be read."""
 
     def __init__(self, url: str) -> None:
         self.url = url
@@ -89,7 +89,7 @@ def serve() -> Iterator[LocalHub]:
 
 
 def use_hub(monkeypatch: pytest.MonkeyPatch, url: str | None, cache: Path) -> None:
-    """Sets what HF_ENDPOINT, HF_HUB_OFFLINE (without a URL) and HF_HUB_CACHE would set at start-up."""
+    """Configures the hub as HF_ENDPOINT, HF_HUB_OFFLINE (without a URL) and HF_HUB_CACHE would at start-up."""
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", url is None)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
     if url is not None:

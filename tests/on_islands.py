@@ -1,4 +1,4 @@
-"""A program that samples on one of several hosts in every way, while other hosts may sample nothing.
+"""Samples on several hosts in every way, also while the other hosts sample nothing.
 
 `python -m tests.on_islands MODEL OUT [--set mesh....=...]...` writes its results to OUT as JSON.
 """
@@ -47,7 +47,7 @@ NUM_PROMPTS = 4
 
 
 class Found:
-    """Results of one model in every way, on all hosts that have joined."""
+    """Samples one model in every way, on all hosts that have joined."""
 
     def __init__(self, model: Path, *mesh: str):
         self._overrides = [f"model.path={model}", *TINY, *mesh]
@@ -127,7 +127,7 @@ def taken(found: Found) -> dict[str, Any]:
 
 
 def main(model: str, out: str, *options: str) -> None:
-    found = Found(Path(model), *options[1::2])  # behind each --set
+    found = Found(Path(model), *options[1::2])  # the values after each --set
     is_second = jax.process_index() == 1
     results: dict[str, Any] = {"taken": taken(found)}
     for way in WAYS:
@@ -135,19 +135,19 @@ def main(model: str, out: str, *options: str) -> None:
         results[way] = describe(samples)
         results[f"workers of {way}"] = sorted({s.worker for s in samples})
     results["sync"] = describe(found.samples_under_sync())
-    # An island does not wait: the first host generates a second time, and the other does not.
+    # An island does not wait for other hosts: only the second host generates again.
     session = found.session("island")
     weights = session.to_decode_weights(session.scoring.load_params())
     if is_second:
         results["alone"] = describe(
             session.generator.generate(weights, found.prompts[:1], session.rollout_request(policy_version=1))
         )
-    # Weights that another version makes cost one run of the program that is there.
+    # Converting the weights of another version runs the same program without compiling it again.
     params = session.scoring.load_params()
     with closing(CompilationCounter()) as compilations:
         session.to_decode_weights(params)
         results["compilations of a second version"] = compilations.take_count()
-    # One host is asked; in one batch all of them end.
+    # Only the second host is asked to stop; with global generation, both hosts stop.
     results["stopped"] = {
         way: stopped(found, way, counted(2) if is_second else counted(1000)) for way in ("global", "island", "adaptive")
     }

@@ -1,4 +1,4 @@
-"""Tests of addresses in buckets where users could name them: a run is fetched, anything else is one error."""
+"""Tests addresses in buckets where users could name them: a run is fetched, anything else is one error."""
 
 from collections.abc import Iterator
 from pathlib import Path

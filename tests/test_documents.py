@@ -1,4 +1,4 @@
-"""Tests of README and runbooks: their commands work as printed, their settings exist, and their links lead somewhere.
+"""Tests README and runbooks: their commands work as printed, their settings exist, and their links lead somewhere.
 
 Every line of a ```bash block counts. A script must exist and parse. A `grpo` command, also one that a script launches
 elsewhere (after `--`), must have options that exist and settings that pass its checks. A slow test runs the commands of

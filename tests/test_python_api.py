@@ -1,4 +1,4 @@
-"""Tests of `import grpo`: its functions do what the commands do, with Python functions, rows and callbacks."""
+"""Tests `import grpo`: its functions do what the commands do, with Python functions, rows and callbacks."""
 
 import ast
 import asyncio

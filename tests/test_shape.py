@@ -1,4 +1,4 @@
-"""Tests of the program's shape: what its modules load, and sizes of files, functions and folders."""
+"""Tests the program's shape: what its modules load, and sizes of files, functions and folders."""
 
 import ast
 import re

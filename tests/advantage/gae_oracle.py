@@ -1,4 +1,4 @@
-"""Generalized advantage estimation in float64, one token after another."""
+"""Computes generalized advantage estimation in float64, one token after another."""
 
 from typing import NamedTuple
 
@@ -27,7 +27,7 @@ def oracle(case: Case, *, gamma, lam, mask_mode: str = "skip") -> tuple[np.ndarr
     gamma, lam = np.broadcast_to(gamma, shape), np.broadcast_to(lam, shape)
     advantages = np.zeros(shape)
     for row in range(shape[0]):
-        # Python's own numbers are float64, too, and ten times as fast as single ones of numpy.
+        # Python floats are float64 as well, and ten times as fast as numpy scalars.
         columns = (x[row].tolist() for x in (rewards, values, mask, ends, after, gamma, lam))
         steps, found = list(zip(*columns, strict=True)), [0.0] * shape[1]
         advantage, next_value = 0.0, float(last[row])

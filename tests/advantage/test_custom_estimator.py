@@ -1,4 +1,4 @@
-"""Tests of advantages by a function of the user: its arguments, its result, and what a failed call costs."""
+"""Tests advantages that a user's function computes: its arguments, its results and failed calls."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -45,7 +45,7 @@ def advantages_of(sample: Sample) -> list[float]:
     return sample.advantages.tolist()
 
 
-def test_function_gets_one_prompt_or_with_group_ids_all() -> None:
+def test_estimator_is_called_per_prompt_or_once_per_step_if_it_takes_group_ids() -> None:
     calls = []
 
     def of_prompt(rewards, lengths, policy_versions, completions, answer):
@@ -62,7 +62,7 @@ def test_function_gets_one_prompt_or_with_group_ids_all() -> None:
     assert advantages_by(lambda **columns: [len(columns)] * len(columns["rewards"]))[0][0][0] > len(calls[0])
 
 
-def test_results_may_have_one_advantage_per_token() -> None:
+def test_estimator_may_return_one_advantage_per_token() -> None:
     def ramp(rewards, lengths):
         return [np.arange(n) * r if r else list(range(n)) for r, n in zip(rewards, lengths, strict=True)]
 
@@ -77,7 +77,7 @@ def _masked(sample: Sample, mask: list[bool]) -> Sample:
 
 
 @pytest.mark.parametrize("drops", [False, True])
-def test_failed_call_drops_only_the_samples_of_its_prompt(drops: bool) -> None:
+def test_failed_call_zeroes_or_drops_only_the_samples_of_its_prompt(drops: bool) -> None:
     def fails(rewards):
         return [1 / (2 - reward) for reward in rewards]
 
@@ -101,13 +101,13 @@ def test_failed_call_drops_only_the_samples_of_its_prompt(drops: bool) -> None:
         ([1.0, "12"], "value: returned str '1', expected a number"),
     ],
 )
-def test_unusable_result_is_refused_before_the_run(result: Any, message: str) -> None:
+def test_trial_call_refuses_an_unusable_result_before_the_run(result: Any, message: str) -> None:
     with opened(lambda rewards: result) as estimator, pytest.raises(InputError) as error:
         estimator.try_on(SAMPLES[:2])
     assert f"algorithm.estimator: callable:f: the trial call before the run failed: {message}" in str(error.value)
 
 
-def test_unusable_functions_are_refused(tmp_path: Path) -> None:
+def test_unusable_estimator_functions_are_reported(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"cannot be filled: `baseline`. An estimator takes `rewards`, `lengths`,"):
         advantages_by(lambda rewards, baseline: rewards)
     with pytest.raises(InputError, match=r"^algorithm.estimator: callable:f is a Python function passed to"):
@@ -119,7 +119,9 @@ def test_unusable_functions_are_refused(tmp_path: Path) -> None:
             load(None, [f"algorithm.estimator={value}"], {})
 
 
-def test_run_equals_the_built_in_estimator_and_is_replayed_without_the_function(config: Path, tmp_path: Path) -> None:
+def test_custom_estimator_trains_like_the_built_in_one_and_replay_does_not_need_it(
+    config: Path, tmp_path: Path
+) -> None:
     own = tmp_path / "own.py"
     own.write_text(
         "def centered(rewards):\n    mean = sum(rewards) / len(rewards)\n    return [r - mean for r in rewards]\n"
@@ -134,13 +136,13 @@ def test_run_equals_the_built_in_estimator_and_is_replayed_without_the_function(
     program.succeeded(replay(runs / "custom", tmp_path / "replays", *chosen))
     (again,) = (tmp_path / "replays").iterdir()
     assert_same_steps(again, runs / "custom", steps=(1, 2))
-    # Its advantages are those of another loss where a penalty is in them, or where others were left out.
+    # Saved advantages are not reused if they would include a penalty or exclude other samples.
     assert looked(runs / "custom").uses_saved_advantages
     for other in (("algorithm.beta=0.1", "algorithm.kl_in=advantage"), ("algorithm.mask_truncated=true",)):
         assert not looked(runs / "custom", *other).uses_saved_advantages
 
 
-def test_failed_call_ends_a_run_from_python(config: Path) -> None:
+def test_failed_estimator_call_ends_a_run_started_from_python(config: Path) -> None:
     calls = []
 
     def third(rewards):
@@ -154,7 +156,7 @@ def test_failed_call_ends_a_run_from_python(config: Path) -> None:
     assert ": raised: ZeroDivisionError: " in str(error.value) and "or set reward.on_error to zero" in str(error.value)
 
 
-def test_replay_leaves_out_the_samples_of_failed_calls(config: Path, tmp_path: Path) -> None:
+def test_replay_excludes_the_samples_of_failed_estimator_calls(config: Path, tmp_path: Path) -> None:
     own = tmp_path / "own.py"
     own.write_text("def spread(rewards):\n    return [r / (max(rewards) - min(rewards)) for r in rewards]\n")
     chosen = (f"algorithm.estimator={own}:spread", "reward.on_error=drop", "run.steps=2", *program.UNJUDGED)

@@ -1,4 +1,4 @@
-"""Tests of generalized advantage estimation on both backends, and of V-trace, against float64 loops."""
+"""Tests generalized advantage estimation on both backends, and V-trace, against float64 loops."""
 
 import itertools
 from contextlib import closing
@@ -46,21 +46,21 @@ def assert_backends_equal_the_loop(case: Case, **options: Any) -> None:
 
 @pytest.mark.parametrize("mask_mode", MASK_MODES)
 @pytest.mark.parametrize("num_tokens", [1, 129])
-def test_backends_equal_a_float64_loop(mask_mode, num_tokens):
+def test_gae_backends_equal_a_float64_loop(mask_mode, num_tokens):
     case = random_case(np.random.default_rng(num_tokens), (3, num_tokens), masked=True, packed=True)
     for gamma, lam in DISCOUNTS:
         assert_backends_equal_the_loop(case, gamma=gamma, lam=lam, mask_mode=mask_mode)
 
 
 @pytest.mark.parametrize("mask_mode", MASK_MODES)
-def test_long_masked_rows_equal_a_float64_loop(mask_mode):
+def test_gae_of_long_masked_rows_equals_a_float64_loop(mask_mode):
     case = random_case(np.random.default_rng(1), (1, 131_072), masked=True, packed=False)
     for gamma, lam in ((1.0, 1.0), (0.99, 0.95), (1.0, 0.9999), (0.9999, 1.0)):
         assert_backends_equal_the_loop(case, gamma=gamma, lam=lam, mask_mode=mask_mode)
 
 
 @pytest.mark.parametrize("mask_mode", MASK_MODES)
-def test_discounts_per_token_equal_a_float64_loop(mask_mode):
+def test_gae_with_discounts_per_token_equals_a_float64_loop(mask_mode):
     rng = np.random.default_rng(9)
     case = random_case(rng, (2, 20_000), masked=True, packed=True)
     assert case.ends is not None
@@ -70,7 +70,7 @@ def test_discounts_per_token_equal_a_float64_loop(mask_mode):
 
 
 @pytest.mark.parametrize(("center", "num_tokens", "masked"), [(1.5, 131_072, True), (100, 4096, False)])
-def test_small_advantages_survive_large_values(center, num_tokens, masked):
+def test_gae_keeps_small_advantages_precise_when_values_are_large(center, num_tokens, masked):
     """The critic is nearly correct, so advantages are small differences of large numbers."""
     rng = np.random.default_rng(2)
     rewards = np.full((1, num_tokens), -0.001, np.float32)
@@ -81,7 +81,7 @@ def test_small_advantages_survive_large_values(center, num_tokens, masked):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_inputs_of_any_dtype_give_float32_results(backend):
+def test_gae_returns_float32_for_inputs_of_any_dtype(backend):
     case = random_case(np.random.default_rng(1), (2, 300), masked=False, packed=False)
     rounded = Case(*(np.asarray(jnp.asarray(x, jnp.bfloat16)) for x in case[:2]))
     exact = Case(*(x.astype(np.float32) for x in rounded[:2]))
@@ -105,7 +105,7 @@ TOOL_VALUES = np.array([[50, 0.3, 4, 5, 6, -20, 0.7, 7, 9, 0, 0]])
         ("zero", [-2.495815, -3.620836, -4.819691, -5.64, -8]),
     ],
 )
-def test_mask_mode_skips_passes_or_zeroes_tool_tokens(backend, mask_mode, expected):
+def test_gae_mask_mode_skips_passes_through_or_zeroes_tool_tokens(backend, mask_mode, expected):
     case = Case(TOOL_REWARDS, TOOL_VALUES, TOOL_MASK)
     advantages, returns = estimate(case, gamma=0.9, lam=0.95, mask_mode=mask_mode, backend=backend)
     np.testing.assert_allclose(advantages[TOOL_MASK], expected, atol=1e-5)
@@ -116,7 +116,7 @@ def test_mask_mode_skips_passes_or_zeroes_tool_tokens(backend, mask_mode, expect
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("mask_mode", ["skip", "zero"])
-def test_values_at_masked_tokens_do_not_matter(backend, mask_mode):
+def test_gae_ignores_rewards_and_values_at_masked_tokens(backend, mask_mode):
     clean = random_case(np.random.default_rng(3), (2, 40), masked=True, packed=True)
     assert clean.mask is not None
     garbage = clean._replace(
@@ -127,7 +127,7 @@ def test_values_at_masked_tokens_do_not_matter(backend, mask_mode):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_rows_without_unmasked_tokens_get_zeros(backend):
+def test_fully_masked_rows_get_zero_advantages_and_returns(backend):
     for shape in ((2, 9), (3, 0), (0, 4)):
         case = random_case(np.random.default_rng(5), shape, masked=True, packed=False)
         got = estimate(case._replace(mask=np.zeros(shape, bool)), gamma=0.9, lam=0.9, backend=backend)
@@ -135,13 +135,13 @@ def test_rows_without_unmasked_tokens_get_zeros(backend):
 
 
 @pytest.mark.parametrize(("chunk_size", "masked"), [(1, True), (5, False), (1000, True)])
-def test_chunk_size_does_not_change_the_result(chunk_size, masked):
+def test_chunk_size_does_not_change_gae(chunk_size, masked):
     case = random_case(np.random.default_rng(7), (2, 200), masked=masked, packed=masked)
     got = estimate(case, gamma=0.99, lam=0.95, backend="chunked", chunk_size=chunk_size)
     assert_close(got, oracle(case, gamma=0.99, lam=0.95))
 
 
-def test_new_discounts_do_not_recompile():
+def test_new_values_of_gamma_and_lambda_do_not_recompile_gae():
     case = random_case(np.random.default_rng(8), (2, 33), masked=True, packed=False)
     estimate(case, gamma=0.9, lam=0.95, backend="chunked")
     with closing(CompilationCounter()) as compilations:
@@ -150,14 +150,14 @@ def test_new_discounts_do_not_recompile():
         assert compilations.take_count() == 0
 
 
-def test_every_matmul_of_the_chunk_scan_has_full_precision():
+def test_every_matmul_of_the_gae_chunk_scan_has_full_precision():
     inputs, log_decay = jax.ShapeDtypeStruct((2, 5000), jnp.float32), jax.ShapeDtypeStruct((), jnp.float32)
     jaxpr = str(jax.make_jaxpr(partial(solve_constant_decay, chunk_size=64))(inputs, log_decay))
     assert jaxpr.count("dot_general") == jaxpr.count("precision=(Precision.HIGHEST, Precision.HIGHEST)") > 1
 
 
 @pytest.mark.parametrize("solve", [solve_constant_decay, solve_variable_decay])
-def test_memory_of_the_chunk_scan_is_linear_in_the_tokens(solve):
+def test_memory_of_the_gae_chunk_scan_is_linear_in_the_tokens(solve):
     size, num_tokens = 128, 65_536
     inputs = jax.ShapeDtypeStruct((1, num_tokens), jnp.float32)
     decays = jax.ShapeDtypeStruct(() if solve is solve_constant_decay else inputs.shape, jnp.float32)
@@ -176,7 +176,7 @@ def test_memory_of_the_chunk_scan_is_linear_in_the_tokens(solve):
     mask_mode=st.sampled_from(sorted(MASK_MODES)),
     seed=st.integers(0, 1000),
 )
-def test_sequences_of_any_lengths_in_a_row_equal_a_float64_loop(
+def test_gae_of_packed_sequences_of_any_length_equals_a_float64_loop(
     lengths, few_steps, block_tokens, thread_tokens, masked_share, mask_mode, seed
 ):
     rng = np.random.default_rng(seed)
@@ -194,7 +194,7 @@ def test_sequences_of_any_lengths_in_a_row_equal_a_float64_loop(
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_a_non_finite_value_affects_only_its_sequence(bad):
+def test_a_non_finite_reward_affects_only_the_gae_of_its_sequence(bad):
     case = random_case(np.random.default_rng(0), (1, 4000), masked=False, packed=False)
     ends = np.zeros((1, 4000), bool)
     ends[0, [99, 1000, 1006, 1010, 3000]] = True
@@ -219,7 +219,7 @@ def test_gae_accepts_any_memory_layout_and_leaves_its_inputs_unchanged():
             np.testing.assert_array_equal(x, copy)
 
 
-def test_vtrace_on_policy_is_gae():
+def test_vtrace_equals_gae_for_on_policy_samples():
     case = random_case(np.random.default_rng(0), (2, 150), masked=True, packed=True)
     options: Any = {"mask": case.mask, "ends": case.ends, "bootstrap": case.bootstrap}
     # Ratios at masked tokens are not read.
@@ -230,7 +230,7 @@ def test_vtrace_on_policy_is_gae():
         np.testing.assert_allclose(got, gae, atol=1e-5)
 
 
-def test_vtrace_off_policy_equals_the_recursion_of_the_paper():
+def test_vtrace_for_off_policy_samples_equals_the_recursion_of_its_paper():
     rng = np.random.default_rng(1)
     rewards, values, log_ratios = (rng.standard_normal((1, n)) for n in (9, 10, 9))
     gamma, lam = 0.9, 0.8
@@ -242,5 +242,5 @@ def test_vtrace_off_policy_equals_the_recursion_of_the_paper():
         targets[t] = values[0, t] + delta + gamma * lam * weights[t] * (targets[t + 1] - values[0, t + 1])
     behind = np.append(lam * targets[1:9] + (1 - lam) * values[0, 1:9], values[0, 9])
     np.testing.assert_allclose(got.returns[0], targets[:9], atol=1e-5)
-    # The paper's advantages hold what tokens weigh; here the loss does that.
+    # The paper multiplies its advantages by the importance weights; here the loss does that.
     np.testing.assert_allclose(got.advantages[0], rewards[0] + gamma * behind - values[0, :9], atol=1e-5)

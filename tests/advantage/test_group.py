@@ -21,17 +21,17 @@ from app.update.kl import KL_ESTIMATORS, k1
 from tests.tiny import make_sample
 
 GRADED = st.lists(st.tuples(st.floats(-100, 100), st.integers(-3, 3)), min_size=1, max_size=30)
-"""Strategy for rewards with group ids: groups of any size, in any order."""
+"""Strategy that draws rewards with group ids: groups of any size, in any order."""
 
 
-def test_grpo_gives_the_published_numbers():
+def test_grpo_advantages_equal_the_published_numbers():
     rewards = np.array([0.57450044, 0.09968603, 0.7419659, 0.8941783, 0.59656656, 0.45325184])
     expected = [0.307498, -1.117636, 0.810138, 1.094526, -0.228671, -0.865855]
     np.testing.assert_allclose(grpo_advantages(rewards, np.array([0, 0, 0, 1, 1, 1])), expected, atol=1e-5)
 
 
 @pytest.mark.parametrize("estimator", GROUP_ADVANTAGES.values(), ids=GROUP_ADVANTAGES)
-def test_equal_rewards_give_exactly_zero(estimator):
+def test_equal_rewards_give_advantages_of_exactly_zero(estimator):
     for reward, size in ((0.1, 1), (0.1, 7), (-1e6 / 3, 2), (-1e6 / 3, 7)):
         assert np.all(estimator(np.full(size, reward), np.zeros(size, int)) == 0.0)
     assert estimator(np.zeros(0), np.zeros(0, int)).shape == (0,)
@@ -39,7 +39,7 @@ def test_equal_rewards_give_exactly_zero(estimator):
 
 
 @given(GRADED)
-def test_estimators_equal_their_papers_in_float64(graded):
+def test_group_estimators_equal_the_formulas_of_their_papers_in_float64(graded):
     rewards, group_ids = (np.asarray(x) for x in zip(*graded, strict=True))
     grpo, without_deviation, leave_one_out = (
         estimator(rewards, group_ids) for estimator in (grpo_advantages, dr_grpo_advantages, rloo_advantages)
@@ -53,7 +53,7 @@ def test_estimators_equal_their_papers_in_float64(graded):
         assert leave_one_out[i] == pytest.approx(reward - fmean(others) if others else 0.0, rel=1e-9, abs=1e-9)
 
 
-def test_maxrl_divides_by_the_success_rate():
+def test_maxrl_divides_centered_rewards_by_the_success_rate():
     rewards, groups = np.array([1.0, 0, 0, 0, 1, 1, 0, 1, 0, 0]), np.array([5, 5, 5, 5, 2, 2, 2, 2, 7, 7])
     expected = [3, -1, -1, -1, 1 / 3, 1 / 3, -1, 1 / 3, 0, 0]
     np.testing.assert_allclose(maxrl_advantages(rewards, groups), expected, rtol=1e-15)
@@ -63,7 +63,7 @@ def test_maxrl_divides_by_the_success_rate():
 @pytest.mark.parametrize("size", [2, 5, 16])
 @pytest.mark.parametrize("p", [0.01, 0.3, 0.9])
 def test_maxrl_expected_gradient_is_the_truncated_log_success_rate(size, p):
-    """Returns the mean of A dlog(probability)/dp over all possible groups of samples with success probability p."""
+    """Averages A dlog(probability)/dp over all possible groups of samples with success probability p."""
     expected_slope = 0.0
     for num_right in range(size + 1):
         rewards = np.array([1.0] * num_right + [0.0] * (size - num_right))
@@ -74,7 +74,7 @@ def test_maxrl_expected_gradient_is_the_truncated_log_success_rate(size, p):
     assert expected_slope == pytest.approx(sum((1 - p) ** (k - 1) for k in range(1, size)), rel=1e-12)
 
 
-def test_zero_variance_fraction_counts_groups():
+def test_zero_variance_fraction_counts_groups_with_equal_rewards_but_not_single_samples():
     rewards, group_ids = np.array([1.0, 1.0, 0.0, 1.0, 5.0]), np.array([3, 3, 8, 8, 9])
     assert zero_variance_fraction(rewards, group_ids) == 0.5
     assert np.isnan(zero_variance_fraction(rewards[4:], group_ids[4:]))
@@ -104,13 +104,13 @@ def test_the_kl_penalty_is_summed_over_unmasked_tokens():
         scored([-1.0], [-3.0], reward=0.5, sample_index=1),
         scored([], [], reward=0.25, sample_index=2),
     ]
-    # 0.5 - 1.0 over the first and the third token; 2.0.
+    # The first sample's KL is 0.5 - 1.0 over its first and third token; the second's is 2.0.
     ours = kl_penalized_rewards(samples, kl_estimator=k1, beta=0.1)
     np.testing.assert_allclose(ours, [1.0 + 0.05, 0.5 - 0.2, 0.25], rtol=1e-6)
 
 
 @pytest.mark.parametrize("estimator", KL_ESTIMATORS.values(), ids=KL_ESTIMATORS)
-def test_the_penalty_of_equal_logprobs_is_exactly_zero(estimator):
+def test_kl_penalty_of_equal_logprobs_is_exactly_zero(estimator):
     logprobs = -np.random.default_rng(0).exponential(2.0, 40)
     samples = [scored(logprobs, logprobs, reward=0.1)]
     assert kl_penalized_rewards(samples, kl_estimator=estimator, beta=0.5) == task_rewards(samples)

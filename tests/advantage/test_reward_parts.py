@@ -1,4 +1,4 @@
-"""Tests of advantages whose reward functions are compared by themselves, by hand and against float64."""
+"""Tests advantages whose reward functions are compared by themselves, by hand and against float64."""
 
 from dataclasses import replace
 
@@ -17,7 +17,7 @@ WEIGHTS = {"right": 2.0, "short": -0.5, "polite": 1.0}
 GRADED = st.lists(
     st.tuples(*[st.none() | st.integers(-40, 40).map(lambda x: x / 4)] * 3, st.integers(0, 3)), min_size=1, max_size=20
 )
-"""Values of each function, None where it abstained, and the group of a sample."""
+"""Strategy that draws samples: the value of each function, None if it abstained, and the group."""
 
 
 def graded_samples(graded: list[tuple]) -> list[Sample]:
@@ -52,7 +52,7 @@ def oracle(graded: list[tuple]) -> np.ndarray:
 
 
 @given(GRADED)
-def test_advantages_equal_the_equations_in_float64_in_any_order(graded: list[tuple]) -> None:
+def test_advantages_equal_the_gdpo_equations_in_float64_in_any_sample_order(graded: list[tuple]) -> None:
     parts, samples = RewardParts(WEIGHTS, grpo_advantages), graded_samples(graded)
     ours, expected = advantages_of(samples, parts), oracle(graded)
     np.testing.assert_allclose(ours, expected, rtol=1e-5, atol=1e-6)
@@ -71,7 +71,7 @@ def test_rewards_with_equal_sums_get_different_advantages() -> None:
     np.testing.assert_allclose(advantages_of(graded_samples(graded), parts), expected, rtol=1e-5)
 
 
-def test_abstaining_function_zeroes_only_its_own_part() -> None:
+def test_abstention_zeroes_only_the_advantage_from_the_abstaining_reward_function() -> None:
     graded = [(1.0, 5.0, 0.0, 0), (0.0, None, 1.0, 0), (0.0, 9.0, 2.0, 0)]
     parts = RewardParts(WEIGHTS, grpo_advantages)
     right, short, polite = parts.advantages_of(graded_samples(graded))
@@ -86,12 +86,12 @@ def test_groups_with_equal_rewards_get_zero_advantages_from_every_estimator(esti
     graded = [(0.1, 0.3, None, group) for group in (0, 0, 0, 1)]
     assert advantages_of(graded_samples(graded), parts).tolist() == [0.0] * 4
     assert parts.assign([]) == []
-    # Nor do rewards elsewhere move such a group.
+    # Rewards of other groups do not change such a group either.
     mixed = advantages_of(graded_samples([*graded, (1.0, 0.0, 1.0, 2), (0.0, 0.0, 1.0, 2)]), parts)
     assert mixed[:4].tolist() == [0.0] * 4 and mixed[4] == -mixed[5] > 0
 
 
-def test_samples_outside_the_loss_do_not_affect_the_std_of_the_step() -> None:
+def test_masked_samples_do_not_affect_the_standard_deviation_of_a_step() -> None:
     graded = [(1.0, 0.0, 0.0, 0), (0.0, 0.0, 0.0, 0), (5.0, 9.0, 0.0, 1), (0.0, 0.0, 4.0, 1)]
     samples, parts = graded_samples(graded), RewardParts(WEIGHTS, grpo_advantages)
     masked = [replace(s, loss_mask=np.zeros(2, bool)) if s.group_id else s for s in samples]
@@ -99,11 +99,11 @@ def test_samples_outside_the_loss_do_not_affect_the_std_of_the_step() -> None:
     assert abs(advantages_of(samples, parts)[0]) != abs(advantages_of(samples[:2], parts)[0])
 
 
-def test_metrics_of_each_function_by_hand() -> None:
+def test_metrics_of_each_reward_function_equal_hand_computed_values() -> None:
     graded = [(1.0, 3.0, None, 0), (0.0, 3.0, None, 0), (1.0, 3.0, 2.0, 1), (1.0, 5.0, None, 1)]
     metrics = RewardParts(WEIGHTS, grpo_advantages).metrics(graded_samples(graded))
     assert np.isnan(metrics.pop("reward/polite/zero_variance_fraction"))
-    # A pair that differs counts its weight times the square root of two: 2 and 0.5.
+    # A pair of different rewards counts its weight times the square root of two; the weights are 2 and 0.5.
     assert metrics == pytest.approx(
         {
             **{"reward/right/zero_variance_fraction": 0.5, "reward/short/zero_variance_fraction": 0.5},

@@ -1,4 +1,4 @@
-"""Tests of token advantages: rewards, penalties, two lambdas, truncation and whitening, compared with TRL's PPO."""
+"""Tests token advantages: rewards, penalties, two lambdas, truncation and whitening, compared with TRL's PPO."""
 
 from dataclasses import replace
 from functools import partial
@@ -92,7 +92,7 @@ def test_kl_moments_are_over_tokens_not_samples():
     assert kl_moments([], k1).count == 0
 
 
-def test_samples_in_a_row_have_independent_advantages():
+def test_samples_of_a_batch_have_independent_advantages():
     masks = [np.ones(5, bool), np.array([1, 0, 0, 1, 1, 0], bool), np.ones(1, bool), np.ones(0, bool), np.ones(9, bool)]
     samples = [sample(len(mask), seed=i, mask=mask) for i, mask in enumerate(masks)]
     for one in samples:
@@ -118,7 +118,7 @@ def test_only_truncated_samples_bootstrap_with_the_value():
             assert_same(one.advantages[one.mask], expected)
 
 
-def test_the_critics_targets_may_have_their_own_lambda():
+def test_critic_targets_can_use_a_separate_lambda():
     one = by_gae([sample(7)], lam=0.8, critic_lam=partial(fixed_discount, discount=1.0))[0]
     assert_same(one.advantages, serial(task_token_rewards(one), one.values, gamma=1.0, lam=0.8)[0])
     # With lambda 1 and no discount every token's target is the reward.
@@ -208,7 +208,7 @@ def test_the_adaptive_kl_coefficient_follows_ziegler_et_al():
         assert coef == pytest.approx(expected, rel=1e-12)
         found.append(coef)
     assert found == pytest.approx([0.2, 0.204, 0.20604, 0.2039796, 0.199900008, 0.199900008])
-    # However many samples, a step changes it by at most a fifth.
+    # A step changes the coefficient by at most a fifth, however many samples it has.
     adapt = partial(update_kl_coef, target=0.1, num_samples=128, horizon=20)
     assert (adapt(0.5, 0.0), adapt(0.5, 9.0)) == pytest.approx((0.5 * 0.8, 0.5 * 1.2))
 

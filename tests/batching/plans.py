@@ -1,4 +1,4 @@
-"""Lengths and plans that tests of the planner share, and the invariants of every plan."""
+"""Makes lengths and budgets for tests of the planner, and checks the invariants of every plan."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -22,7 +22,7 @@ def group(prompt: int, *completions: int) -> SequenceLengths:
 
 
 def joined(*hosts: SequenceLengths) -> SequenceLengths:
-    """Returns the samples of several hosts as those of one host; their prompts remain separate."""
+    """Joins the samples of several hosts into one host's; their prompts remain separate."""
     numbers = [host.prompt_indices + 1000 * i for i, host in enumerate(hosts)]
     return SequenceLengths(
         np.concatenate([host.prompts for host in hosts]).astype(np.int64),
@@ -64,7 +64,7 @@ def laid_out_tokens(plan: MicroBatchPlan, host: SequenceLengths) -> int:
 
 
 def device_work(plan: MicroBatchPlan, host: SequenceLengths, num_devices: int) -> np.ndarray:
-    """Returns the cost [M, devices] of samples that share nothing."""
+    """Returns the cost [M, devices] of samples that share no prompts."""
     work, parts = flops(host.totals), [plan.part(device, num_devices).micro_batches for device in range(num_devices)]
     return np.asarray([[work[members(one.rows)].sum() for one in part] for part in parts]).T
 

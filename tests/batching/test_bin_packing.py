@@ -1,4 +1,4 @@
-"""Tests of filling rows with samples, of sharing rows among devices, and of the ladder of lengths."""
+"""Tests how samples fill rows, how rows are divided among devices, and the length buckets."""
 
 import itertools
 
@@ -50,7 +50,7 @@ def test_a_group_is_split_only_if_it_saves_more_than_its_prompt():
 
 
 @given(st.integers(0, 20), st.lists(st.integers(0, 30), min_size=1, max_size=8), st.integers(20, 90))
-def test_parts_of_a_group_fit_and_hold_every_sample_once(prompt, completions, longest):
+def test_split_groups_fit_the_row_and_contain_every_sample_once(prompt, completions, longest):
     item = PackingItem(prompt + sum(completions), tuple(range(len(completions))), prompt)
     cut = list(split_group(item, completions, longest))
     assert sorted(i for part in cut for i in part.sample_indices) == list(item.sample_indices)
@@ -61,7 +61,7 @@ def test_parts_of_a_group_fit_and_hold_every_sample_once(prompt, completions, lo
 
 
 @given(SIZES, st.integers(1, 6), st.integers(1, 100))
-def test_all_items_are_packed_or_none(sizes, num_rows, length):
+def test_pack_all_packs_every_item_or_returns_none(sizes, num_rows, length):
     packer = packer_of(sizes)
     rows = pack_all(packer, num_rows=num_rows, length=length)
     assert rows is not None or sum(sizes) > length
@@ -72,8 +72,8 @@ def test_all_items_are_packed_or_none(sizes, num_rows, length):
 
 
 @given(st.lists(st.integers(1, 50), min_size=6, max_size=6), st.sampled_from([2, 3]))
-def test_balanced_parts_are_within_the_published_bound(weights, num_parts):
-    # Kellerer and Woeginger (1993) for triples: at most 4/3 - 1/(3 k) of the least possible; pairs are the best ones.
+def test_balanced_partition_is_within_the_published_bound(weights, num_parts):
+    # Kellerer and Woeginger (1993) bound triples by 4/3 - 1/(3 k) of the optimum; pairs are optimal.
     size = 6 // num_parts
     parts = balanced_partition(weights, num_parts)
     assert sorted(i for part in parts for i in part) == list(range(6))
@@ -93,7 +93,9 @@ def test_the_heaviest_row_goes_to_the_least_loaded_device():
 @given(
     st.lists(st.integers(1, 1000), max_size=60), st.integers(1, 5), st.integers(1, 4), st.integers(1, 4), st.booleans()
 )
-def test_every_row_is_assigned_once_and_counts_differ_by_one(costs, spare, num_devices, rows_per_device, balanced):
+def test_every_row_is_assigned_once_and_micro_batch_sizes_differ_by_at_most_one(
+    costs, spare, num_devices, rows_per_device, balanced
+):
     slots = num_devices * rows_per_device
     num_micro_batches = -(-len(costs) // slots) + spare
     sizes = {"num_micro_batches": num_micro_batches, "num_devices": num_devices, "rows_per_device": rows_per_device}

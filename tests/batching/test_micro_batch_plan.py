@@ -55,7 +55,7 @@ def rows_of(plan: MicroBatchPlan) -> set[frozenset]:
         (1000, 240, 500 // 128 * 128),
     ],
 )
-def test_row_lengths_fit_two_longest_samples_in_whole_blocks(quota, longest, expected):
+def test_row_length_fits_two_longest_samples_in_whole_blocks_within_the_quota(quota, longest, expected):
     assert choose_row_length(quota, longest) == expected
 
 
@@ -83,7 +83,7 @@ def test_fixed_micro_batches_fill_whole_devices(count, rows_per_device, num_devi
     assert {m.shape for m in plan.micro_batches} == {RowShape(24, 12)}
 
 
-def test_parts_of_a_plan_make_up_the_whole_plan():
+def test_plan_parts_of_all_hosts_make_up_the_whole_plan():
     plan = plan_token_budget(lone(*range(100, 164)), make_budget(1024), flops, num_devices=8)
     parts = [plan.part(host, 4).micro_batches for host in range(4)]
     for number, whole in enumerate(plan.micro_batches):
@@ -93,7 +93,7 @@ def test_parts_of_a_plan_make_up_the_whole_plan():
 
 
 @pytest.mark.parametrize("num_hosts", [1, 8])
-def test_hosts_share_the_work_of_the_longest_samples(num_hosts):
+def test_plan_over_hosts_fills_rows_and_balances_flops_over_devices(num_hosts):
     fills, imbalances = [], []
 
     def cost(lengths: np.ndarray) -> np.ndarray:
@@ -120,7 +120,7 @@ def test_samples_fill_rows_up_to_the_quota():
     assert rows_of(plan) == {frozenset({0, 2}), frozenset({1, 3})}
     plan = planned(lone(4, 10, 6), make_budget(10))
     assert rows_of(plan) == {frozenset({1}), frozenset({0, 2})}
-    # Two of 40 leave 20 that nothing fills; 40 + 30 + 30 leaves none.
+    # Two samples of 40 would leave 20 tokens empty; 40 + 30 + 30 fills the row.
     plan = planned(lone(*[40] * 6, *[30] * 12), make_budget(100))
     assert [m.shape.num_tokens for m in plan.micro_batches] == [100] * 6
 
@@ -134,7 +134,7 @@ def test_samples_too_long_for_quota_or_row_are_refused():
         plan_token_budget(lone(3000), make_budget(4096, 1000), flops, num_devices=1)
 
 
-def test_few_samples_are_computed_in_one_small_shape():
+def test_few_samples_make_one_micro_batch_of_a_small_shape():
     for count in (0, 1, 3):
         budget = make_budget(1024, 512, share_prompts=True)
         assert planned(lone(*[300] * count), budget, num_devices=4).num_micro_batches == 1
@@ -164,7 +164,7 @@ def test_a_shared_prompt_occurs_once_per_row(balance):
     assert laid_out_tokens(planned(host, make_budget(1024, balance=balance)), host) == 656
 
 
-def test_groups_are_split_if_that_saves_a_row():
+def test_groups_are_split_only_if_that_saves_a_row():
     host = group(10, *[30] * 6)
     plan = planned(host, make_budget(100, share_prompts=True))
     assert sorted(tokens_of(row, host) for m in plan.micro_batches for row in m.rows) == [100, 100]
@@ -206,7 +206,7 @@ def test_balancing_evens_out_the_cost_of_devices():
 
 
 def test_rows_of_similar_cost_share_a_micro_batch():
-    # Eight rows as full as each other, half of them one long sample, half many short ones.
+    # All eight rows are full: half of them with one long sample, half with many short ones.
     host = lone(*[1000] * 4, *[100] * 40)
     work = device_work(planned(host, make_budget(1000, balance=True), num_devices=4), host, 4)
     assert [(w.min(), w.max()) for w in work] == [(2_000_000, 2_000_000), (1_100_000, 1_100_000)]

@@ -1,4 +1,4 @@
-"""Tests of the ways to split samples into micro-batches, and of their statistics."""
+"""Tests the ways to split samples into micro-batches, and their statistics."""
 
 import numpy as np
 import pytest
@@ -48,13 +48,13 @@ def test_packed_rows_fill_the_data_axes_of_the_mesh(mesh_shape):
 
 
 @pytest.mark.parametrize("rows", [FixedRowBatcher(2, trim_tail=True), PackedRowBatcher(make_budget(64), flops)])
-def test_no_samples_give_a_micro_batch_of_padding(rows):
+def test_an_empty_batch_becomes_one_micro_batch_of_padding(rows):
     cut = rows([], make_mesh((2, 1, 1)))
     assert len(cut.local_plan.micro_batches) == 1
     assert cut.packing_stats()["dummy_fraction"] == 1.0
 
 
-def test_equal_shapes_pad_a_trimmed_tail_on_each_device() -> None:
+def test_equal_shape_batcher_pads_a_trimmed_tail_on_each_device() -> None:
     cut = EqualShapeBatcher(FixedRowBatcher(2, trim_tail=True))
     plan = cut.plan(lone(*[5] * 6, prompt=2), num_devices=2)
     shape = RowShape(16, 4)
@@ -64,7 +64,7 @@ def test_equal_shapes_pad_a_trimmed_tail_on_each_device() -> None:
     )
 
 
-def test_equal_shapes_lengthen_short_rows_to_the_longest() -> None:
+def test_equal_shape_batcher_lengthens_short_rows_to_the_longest() -> None:
     batcher = PackedRowBatcher(TokenBudget(64, 32, share_prompts=False, balance=True), token_count_cost)
     for num_samples in range(9, 60, 5):
         lengths = lone(*[7] * num_samples, prompt=2)
@@ -78,18 +78,18 @@ def test_equal_shapes_lengthen_short_rows_to_the_longest() -> None:
     assert EqualShapeBatcher(lone_one).plan(lone(5), num_devices=2) == lone_one.plan(lone(5), num_devices=2)
 
 
-def test_fixed_rows_may_have_a_given_shape() -> None:
+def test_fixed_row_batcher_uses_a_given_row_shape() -> None:
     shape = RowShape(48, 24)
     plan = FixedRowBatcher(2, trim_tail=False, shape=shape).plan(lone(16, 9, 3, prompt=2), num_devices=1)
     assert [one.shape for one in plan.micro_batches] == [shape, shape]
 
 
-def test_statistics_by_hand():
+def test_packing_statistics_equal_hand_computed_values():
     plan = MicroBatchPlan(
         (MicroBatch((((0, 1),), ((2,),)), RowShape(10, 10)), MicroBatch(((), ((3,),)), RowShape(2, 2)))
     )
     lengths = joined(group(2, 3, 4), lone(7, 1))
-    # Squared lengths: a shared prompt is worked on once.
+    # With squared lengths as the cost, a shared prompt is counted once.
     by_square = packing_stats(plan, lengths, np.square, num_devices=2)["flops_imbalance"]
     assert by_square == pytest.approx((4 + 21 + 32) / ((4 + 21 + 32 + 49 + 1) / 2))
     assert packing_stats(plan, lengths, per_token, num_devices=2) == {
@@ -111,7 +111,7 @@ def test_statistics_by_hand():
 
 
 def test_sequence_length_statistics_equal_verls():
-    # github.com/verl-project/verl: 8..1 over two ranks: 26 and 10 in order, 18 and 18 dealt.
+    # In github.com/verl-project/verl, lengths 8 to 1 over two ranks are 26 and 10 in order, 18 and 18 balanced.
     host = lone(*range(8, 0, -1))
     plan = MicroBatchPlan((MicroBatch((((0,), (3,)), ((5,), (6,)), ((1,), (2,)), ((4,), (7,))), RowShape(15, 15)),))
     found = packing_stats(plan, host, per_token, num_devices=2)

@@ -1,4 +1,4 @@
-"""Tests of what two hosts of four devices exchange: samples, and which checkpoints they can read."""
+"""Tests that two hosts of four devices exchange samples and agree on the checkpoints that both can read."""
 
 import os
 import shutil
@@ -44,7 +44,7 @@ def num_tokens(sample: Sample) -> int:
 
 
 def routes_of(sample: Sample) -> np.ndarray:
-    """Returns the routes of a sample; those of one without are not recorded."""
+    """Returns the routes of a sample, all of them UNRECORDED if it has none."""
     return np.full((num_tokens(sample), *SHAPE), UNRECORDED, np.uint8) if sample.routes is None else sample.routes
 
 
@@ -100,7 +100,7 @@ def check_other_plan(host: int) -> None:
 
 
 def check_checkpoints(host: int, folder: Path) -> None:
-    """What one host cannot read, none restores; hosts that see other checkpoints are told to share them."""
+    """Asserts that no host restores what another cannot read, and that hosts with different checkpoints fail."""
     checkpoints = opened(folder / str(host), num_devices=8)
     found = checkpoints.restore(of_this_run)
     assert found is not None and found[1].step == 2

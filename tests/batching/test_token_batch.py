@@ -19,7 +19,7 @@ def alone(*rows: tuple[int, ...], shape: RowShape) -> MicroBatch:
     return MicroBatch(tuple(tuple((i,) for i in row) for row in rows), shape)
 
 
-def test_completions_after_a_shared_prompt_by_hand():
+def test_packed_completions_after_a_shared_prompt_equal_a_hand_written_row():
     micro_batch = MicroBatch((((1,), (2, 0)), ()), RowShape(num_tokens=13, num_completion_tokens=7))
     batch = pack_tokens(THREE_OF_TWO_PROMPTS, micro_batch)
     np.testing.assert_array_equal(batch.token_ids[0], [30, 31, 32, 40, 10, 11, 50, 51, 20, 21, 22, 0, 0])
@@ -60,7 +60,7 @@ def test_a_row_too_short_for_its_samples_is_refused(shape):
 
 @st.composite
 def packings(draw) -> tuple[list[Sample], MicroBatchPlan]:
-    """Strategy for packings: rows of any number of segments, samples of a prompt together, in any order."""
+    """Strategy that draws packings: rows of any number of segments, samples of a prompt together, in any order."""
     samples = random_samples(
         draw(st.integers(1, 3)), draw(st.integers(1, 4)), vocab_size=97, with_holes=True, seed=draw(st.integers(0, 999))
     )
@@ -97,7 +97,7 @@ def test_unpacking_undoes_packing(packing):
 
 
 @given(packings())
-def test_packed_samples_have_the_tokens_and_positions_of_their_own_row(packing):
+def test_packed_samples_keep_the_tokens_and_positions_of_an_unpacked_row(packing):
     samples, plan = packing
     seen = []
     for micro_batch in plan.micro_batches:

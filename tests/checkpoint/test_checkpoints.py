@@ -31,7 +31,7 @@ from tests.checkpoints import (
 )
 
 
-def test_the_newest_are_kept_and_restored_bit_for_bit_on_another_mesh(tmp_path: Path) -> None:
+def test_newest_checkpoints_are_kept_and_restored_bit_for_bit_on_another_mesh(tmp_path: Path) -> None:
     write(tmp_path, 1, 2, 4, keep=2, num_devices=4)
     assert steps_in(tmp_path) == {"2", "4"}
     checkpoints = opened(tmp_path, num_devices=2)
@@ -56,7 +56,7 @@ def test_the_best_link_always_points_to_a_complete_checkpoint(tmp_path: Path) ->
     checkpoints.close()
 
 
-def test_a_resumed_run_knows_its_best_and_continues_the_newest(tmp_path: Path) -> None:
+def test_resume_remembers_the_best_checkpoint_and_continues_from_the_newest(tmp_path: Path) -> None:
     write_evaluated(tmp_path, {1: 0.2, 2: 0.7, 3: 0.1, 4: 0.3})
     assert steps_in(tmp_path) == {"2", "4", "best"}
     (tmp_path / "best").unlink()
@@ -78,7 +78,7 @@ def test_a_kill_during_a_save_keeps_the_best_checkpoint(tmp_path: Path) -> None:
     running = opened(tmp_path / "run", keep=1, best="eval/accuracy")
     running.save(make_state(1), progress(1, 0.5))
     running.save(make_state(2), progress(2, 0.6))
-    # What a kill would leave just now, whether or not the second one is complete.
+    # This is what a kill would leave now, whether or not the second checkpoint is complete.
     unfinished = shutil.ignore_patterns("*.orbax-checkpoint-tmp")
     killed = shutil.copytree(tmp_path / "run", tmp_path / "killed", symlinks=True, ignore=unfinished)
     assert os.readlink(killed / "best") == "1"
@@ -115,7 +115,7 @@ def test_checksums_depend_on_every_array_but_not_on_the_mesh() -> None:
 
 
 def target(dtype: str, kind: str) -> NetworkStates:
-    """Returns the shapes of a state on two devices, whose moments have this type and kind of memory."""
+    """Returns the shapes of a state on two devices whose moments have this dtype and memory kind."""
     state = abstract_arrays(SHAPES, shardings(2))["policy"]
 
     def moment(x: Any) -> Any:
@@ -130,7 +130,7 @@ def state_of(step: int, like: NetworkStates) -> NetworkStates:
 
 
 @pytest.mark.parametrize("is_rounded_when_saved", [False, True])
-def test_moments_with_another_dtype_or_memory_kind_are_converted(tmp_path, is_rounded_when_saved, caplog):
+def test_optimizer_moments_are_restored_into_another_dtype_or_memory_kind(tmp_path, is_rounded_when_saved, caplog):
     layouts = [target("float32", "device"), target("bfloat16", HOST_MEMORY)]
     saved, wanted = reversed(layouts) if is_rounded_when_saved else layouts
 
@@ -144,7 +144,7 @@ def test_moments_with_another_dtype_or_memory_kind_are_converted(tmp_path, is_ro
     writing.close()
     reading = with_moments_like(wanted)
     found, _ = restored(reading)
-    # The run goes on in its own types.
+    # The run continues in its own dtypes.
     reading.save(state_of(3, wanted), progress(3))
     reading.finish()
     reading.close()

@@ -38,7 +38,7 @@ from tests.program import digest_of
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Checkpoints of steps 2 and 4, which tests must not change."""
+    """Returns a folder with checkpoints of steps 2 and 4, which tests must not change."""
     folder = tmp_path_factory.mktemp("saved")
     write(folder, 2, 4)
     return folder
@@ -85,7 +85,7 @@ def copy_of_the_step_before(folder: Path, part: str) -> None:
         *(lambda folder, part=part: shutil.rmtree(folder / part) for part in ("state/ocdbt.process_0", "progress")),
         *(partial(copy_of_the_step_before, part=part) for part in ("", "state")),
     ],
-    ids=["truncated", "a bit", "no arrays", "no progress", "another step", "arrays of another"],
+    ids=["truncated arrays", "flipped bit", "no arrays", "no progress", "another step", "arrays of another step"],
 )
 def test_restore_falls_back_from_a_damaged_checkpoint(folder, checkpoints, damage, caplog, capfd):
     damage(folder / "4")
@@ -122,7 +122,7 @@ def test_the_step_of_a_damaged_checkpoint_can_be_saved_again(folder: Path, check
     assert where.step == 4
 
 
-def test_if_all_are_damaged_nothing_is_restored_or_moved(folder: Path, checkpoints: Checkpoints) -> None:
+def test_if_all_checkpoints_are_damaged_none_is_restored_or_moved(folder: Path, checkpoints: Checkpoints) -> None:
     for step in ("2", "4"):
         flip_a_bit(folder / step)
     with pytest.raises(InputError, match=r"none of the checkpoints of steps \[4, 2\] in .* can be read"):
@@ -130,11 +130,11 @@ def test_if_all_are_damaged_nothing_is_restored_or_moved(folder: Path, checkpoin
     assert steps_in(folder) == {"2", "4"}
 
 
-def test_a_checkpoint_with_an_io_error_stays(folder: Path, checkpoints: Checkpoints) -> None:
+def test_a_checkpoint_is_kept_after_an_io_error(folder: Path, checkpoints: Checkpoints) -> None:
     metadata = folder / "4" / "progress" / "metadata"
     content = metadata.read_bytes()
     metadata.unlink()
-    metadata.symlink_to("/proc/self/mem")  # at its beginning, a read is an I/O error
+    metadata.symlink_to("/proc/self/mem")  # reading its first byte is an I/O error
     with pytest.raises(OSError, match="Input/output error"):
         checkpoints.restore(of_this_run)
     assert steps_in(folder) == {"2", "4"}
@@ -143,7 +143,7 @@ def test_a_checkpoint_with_an_io_error_stays(folder: Path, checkpoints: Checkpoi
     assert restored(checkpoints)[1].step == 4
 
 
-def test_machine_and_program_errors_do_not_count_as_damage() -> None:
+def test_machine_and_program_errors_do_not_count_as_checkpoint_damage() -> None:
     for error in (
         MemoryError(),
         jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 512 bytes"),
@@ -151,15 +151,15 @@ def test_machine_and_program_errors_do_not_count_as_damage() -> None:
         ValueError("UNAVAILABLE: Connection reset by peer"),
         OSError(5, "Input/output error"),
         AttributeError("a bug"),
-        Exception("of which nothing is known"),
+        Exception("an unknown error"),
     ):
-        # As Orbax wraps it.
+        # Orbax wraps errors like this.
         wrapped = Exception("Encountered error while reading array")
         wrapped.__cause__ = error
         assert not is_damage(error) and not is_damage(wrapped), error
 
 
-def test_full_disk_is_one_error_with_sizes_and_the_last_checkpoint(tmp_path: Path) -> None:
+def test_full_disk_error_names_sizes_and_the_last_checkpoint(tmp_path: Path) -> None:
     no_space = 'RESOURCE_EXHAUSTED: Error writing "a" in OCDBT database at local file "b/": No space left on device'
     wrapped = Exception("Encountered error while writing array")
     wrapped.__cause__ = ValueError(no_space)
@@ -177,7 +177,7 @@ def test_full_disk_is_one_error_with_sizes_and_the_last_checkpoint(tmp_path: Pat
         raise ValueError("a bug")
 
 
-def test_changed_fingerprints_are_named() -> None:
+def test_resume_error_names_changed_fingerprints() -> None:
     changed = {"model": "x", "tokenizer": "t", "data": "y"}
     with pytest.raises(InputError, match=r"--resume: model and data changed since this run was started.*run.name$"):
         check_fingerprints(FINGERPRINTS, changed, changeable={"data": ["data"]})
@@ -190,13 +190,13 @@ def test_an_unfinished_save_is_ignored_and_removed(folder: Path) -> None:
     shutil.copytree(folder / "4", folder / "6.orbax-checkpoint-tmp")
     checkpoints = opened(folder)
     assert restored(checkpoints)[1].step == 4
-    checkpoints.save(make_state(6), progress(6))  # waits for the clearing
+    checkpoints.save(make_state(6), progress(6))  # waits until the unfinished save is removed
     checkpoints.finish()
     assert steps_in(folder) == {"2", "4", "6"}
     checkpoints.close()
 
 
-def test_a_checkpoint_of_another_version_is_refused_and_stays(folder: Path, checkpoints: Checkpoints) -> None:
+def test_a_checkpoint_of_another_version_is_refused_and_kept(folder: Path, checkpoints: Checkpoints) -> None:
     for step in ("2", "4"):
         path = progress_path(folder / step)
         text = json.dumps(json.loads(json.loads(path.read_text())["record"]) | {"format": 1})

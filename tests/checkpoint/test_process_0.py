@@ -1,4 +1,4 @@
-"""Tests of checkpoints in a folder that only process 0 has."""
+"""Tests checkpoints in a folder that only process 0 has."""
 
 import subprocess
 import sys
@@ -13,7 +13,7 @@ from tests.program import DEADLINE_S, REPOSITORY
 
 
 def save_there(folder: Path) -> None:
-    """Saves two checkpoints as process 0 does where it alone has the folder."""
+    """Saves two checkpoints as process 0 does if no other process has the folder."""
     policy = LatestAndBestPolicy(2, None)
     made = Checkpoints(folder, policy=policy, shapes=SHAPES, shardings=shardings(1), is_seen_by_all=False)
     try:
@@ -24,7 +24,7 @@ def save_there(folder: Path) -> None:
         made.close()
 
 
-# The arrays of a checkpoint take 60 KiB, and as much again until they are written.
+# The arrays of a checkpoint take 60 KiB, and twice as much while they are written.
 @pytest.mark.parametrize("size", ["32k", "96k", "240k"])
 def test_full_disk_raises_an_error_instead_of_a_signal(tmp_path: Path, size: str) -> None:
     mount = f'mount -t tmpfs -o size={size} none {tmp_path} && exec "$@"'

@@ -1,4 +1,4 @@
-"""Tests of the choice of checkpoints to keep."""
+"""Tests the choice of checkpoints to keep."""
 
 from dataclasses import dataclass
 
@@ -29,13 +29,13 @@ def scored(scores: dict[int, float], **options) -> LatestAndBestPolicy:
     return policy
 
 
-def test_the_best_of_a_metric_may_be_the_lowest() -> None:
+def test_best_checkpoint_has_the_highest_or_lowest_value_depending_on_the_metric() -> None:
     for metric, best in (("eval/accuracy", 1), ("eval/mean_length", 2)):
         assert scored({1: 3.0, 2: 1.0, 3: 2.0}, metric=metric).best_step([1, 2, 3]) == best
         assert scored({1: 0.5, 2: 0.5}, metric=metric).best_step([2, 1]) == 1
 
 
-def test_missing_and_infinite_values_are_never_the_best() -> None:
+def test_checkpoints_with_missing_or_infinite_values_are_never_the_best() -> None:
     policy = scored({1: float("nan"), 2: float("inf"), 3: 0.0})
     policy.record_evaluation(4, None)
     assert policy.best_step([1, 2, 3, 4]) == 3
@@ -43,7 +43,7 @@ def test_missing_and_infinite_values_are_never_the_best() -> None:
     assert policy.best_step([3]) is None
 
 
-def test_the_last_best_stays_until_the_new_one_is_on_disk() -> None:
+def test_previous_best_checkpoint_is_kept_until_the_new_one_is_on_disk() -> None:
     policy = scored({1: 0.5, 5: 0.6}, keep=1)
     assert kept(policy, [1, 4, 5]) == [1, 5]
     assert policy.superseded([1, 5]) == 1
@@ -53,7 +53,7 @@ def test_the_last_best_stays_until_the_new_one_is_on_disk() -> None:
 
 
 @given(st.lists(st.one_of(st.none(), st.integers(0, 5)), min_size=1, max_size=20), st.integers(1, 3))
-def test_the_best_of_all_is_never_deleted(scores: list[int | None], keep: int) -> None:
+def test_the_best_checkpoint_is_never_deleted(scores: list[int | None], keep: int) -> None:
     policy, steps, best = LatestAndBestPolicy(keep, "eval/accuracy"), [], None
     for step, score in enumerate(scores, start=1):
         policy.record_evaluation(step, None if score is None else {"eval/accuracy": float(score)})
@@ -65,7 +65,7 @@ def test_the_best_of_all_is_never_deleted(scores: list[int | None], keep: int) -
         assert len(steps) <= keep + 1
 
 
-def test_the_best_is_never_worse_than_the_start() -> None:
+def test_a_checkpoint_worse_than_the_starting_policy_is_never_the_best() -> None:
     policy = scored({0: 0.5, 2: 0.1, 4: 0.4})
     assert policy.best_step([2, 4]) is None and kept(policy, [2, 4, 6, 8]) == [6, 8]
     assert policy.best_checkpoint([2, 4]) == BestCheckpoint(0, "eval/accuracy", 0.5)

@@ -1,4 +1,4 @@
-"""Tests of finding a saved policy by any of its names, and of reading it without the rest of the state."""
+"""Tests that a saved policy is found by any of its paths and read without the rest of the state."""
 
 import copy
 import os
@@ -48,7 +48,7 @@ def save(run: Path, *steps: int, model: ModelSpec, critic: bool = False, best: i
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory, model: ModelSpec) -> Path:
-    """A run with checkpoints of steps 2, 4 and 6, of which 4 is the best; tests must not change it."""
+    """Returns a run with checkpoints of steps 2, 4 and 6, of which 4 is the best; tests must not change it."""
     folder = tmp_path_factory.mktemp("runs") / "run"
     save(folder, 2, 4, 6, model=model, best=4)
     return folder
@@ -56,7 +56,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, model: ModelSpec) -> Path:
 
 @pytest.fixture(scope="module")
 def with_critic(tmp_path_factory: pytest.TempPathFactory, model: ModelSpec) -> Path:
-    """A run with a critic, of which step 3 is saved and nothing is evaluated; tests must not change it."""
+    """Returns a run with a critic and a checkpoint of step 3, never evaluated; tests must not change it."""
     folder = tmp_path_factory.mktemp("runs") / "run"
     save(folder, 3, model=model, critic=True)
     return folder
@@ -66,7 +66,7 @@ def read(path: Path, num_devices: int = 1) -> Any:
     return PolicyCheckpoint.open(path).restore_params(SHAPES["policy"].params, shardings(num_devices)["policy"].params)
 
 
-def test_a_checkpoint_is_found_by_any_of_its_names(run: Path) -> None:
+def test_a_checkpoint_is_found_by_run_folder_step_or_best_link(run: Path) -> None:
     for name, step in (("", 6), ("checkpoints", 6), ("checkpoints/2", 2), ("checkpoints/best", 4)):
         found = PolicyCheckpoint.open(run / name)
         assert (found.step, found.run.path) == (step, run.resolve())
@@ -79,7 +79,7 @@ def assert_same(found: Any, expected: Any, where: Any) -> None:
         assert leaf.sharding == sharding
 
 
-def test_weights_are_read_bit_for_bit_on_any_mesh(run: Path, with_critic: Path) -> None:
+def test_policy_weights_are_read_bit_for_bit_on_any_mesh(run: Path, with_critic: Path) -> None:
     for path, step, num_devices in ((run, 6, 1), (with_critic, 3, 4)):
         where = shardings(num_devices)["policy"].params
         assert_same(read(path, num_devices), make_state(step)["policy"].params, where)
@@ -94,9 +94,9 @@ def test_a_folder_without_a_checkpoint_is_refused(run: Path) -> None:
             PolicyCheckpoint.open(path)
 
 
-def test_flipped_bits_and_a_lost_record_are_refused(run: Path, tmp_path: Path) -> None:
+def test_checkpoints_with_flipped_bits_or_a_truncated_record_are_refused(run: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(run / "checkpoints" / "6", tmp_path / "checkpoints" / "6")
-    # Everywhere in the arrays: these files hold the moments, too, which are not read, in an order of their own.
+    # Flips bits everywhere: the files also contain the moments, which are not read, at unknown places.
     for arrays in (folder / "state").rglob("d/*"):
         content = bytearray(arrays.read_bytes())
         for place in range(0, len(content), 100):
@@ -113,7 +113,7 @@ def no_tokenizer() -> Tokenizer:
     raise InputError("there is no tokenizer")
 
 
-def test_a_checkpoint_belongs_to_its_tokenizer(run: Path, model: ModelSpec) -> None:
+def test_a_checkpoint_is_refused_with_another_tokenizer(run: Path, model: ModelSpec) -> None:
     saved = PolicyCheckpoint.open(run)
     saved.check_compatible(model)
     tokenizer = copy.copy(model.tokenizer)
@@ -142,7 +142,7 @@ def test_only_requested_and_saved_networks_are_read(run: Path, with_critic: Path
             assert_same(found[name], make_state(seed)["policy"], shardings(4)["policy"])
 
 
-def test_a_state_with_other_arrays_is_refused(run: Path) -> None:
+def test_a_checkpoint_without_a_needed_array_is_refused(run: Path) -> None:
     shapes, where = named("policy")
     more = replace(shapes["policy"], params={**shapes["policy"].params, "extra": shapes["policy"].num_updates})
     there = replace(where["policy"], params={**where["policy"].params, "extra": where["policy"].num_updates})

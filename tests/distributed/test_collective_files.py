@@ -1,4 +1,4 @@
-"""Tests of shards, and of samples that are sent from one host to another."""
+"""Tests the shards of hosts, and samples that are sent from one host to another."""
 
 import json
 from dataclasses import replace
@@ -23,7 +23,9 @@ from tests.tiny import make_sample
 
 
 @pytest.mark.parametrize("runs", [["012345"], ["012", "345"], ["012", "34", "56"], ["0", "1", ""]])
-def test_host_slices_differ_by_one_sample_in_separate_files(runs: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_host_slices_differ_by_at_most_one_sample_and_go_to_separate_files(
+    runs: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(jax, "process_count", lambda: len(runs))
     for host, run in enumerate(runs):
         monkeypatch.setattr(jax, "process_index", lambda host=host: host)

@@ -1,4 +1,4 @@
-"""Tests of two hosts of which one is stopped, dies or is missing; the other must never wait forever."""
+"""Tests that a host does not wait forever if the other one is stopped, dies or is missing."""
 
 import os
 import signal
@@ -34,7 +34,7 @@ def generate_or_stop(engine, *arguments, **named):
 SampleGenerator.generate = generate_or_stop
 cli.main()
 """
-"""The command, with the third rollout stopped on this host as at the end of a segment."""
+"""Program that runs the command and stops the third rollout on this host, as at the end of a segment."""
 
 
 def command(config: Path, *overrides: str) -> list[str | Path]:
@@ -60,7 +60,7 @@ def test_a_dead_host_ends_the_other_and_the_run_can_continue(config: Path) -> No
         program.wait_for_step(hosts[0], run, 2)
         os.kill(hosts[1].pid, signal.SIGKILL)
         first, second = ended(hosts)
-    # 134 and 137, to a shell.
+    # A shell reports these as 134 and 137.
     assert (first.exit_code, second.exit_code) == (-signal.SIGABRT, -signal.SIGKILL), first.stderr + second.stderr
     assert "another task died" in first.stderr
     assert "stopped after" not in first.stderr and "Traceback" not in first.stderr
@@ -70,7 +70,7 @@ def test_a_dead_host_ends_the_other_and_the_run_can_continue(config: Path) -> No
     assert [line["step"] for line in program.metrics_of(run)] == list(range(1, last + 2))
 
 
-def test_a_missing_host_is_named(config: Path) -> None:
+def test_start_error_names_the_missing_process(config: Path) -> None:
     alone = program.settings(*of_host(0, program.free_address()), "mesh.start_timeout_s=1")
     with program.started("inspect-mesh", "--config", config, *alone) as host:
         _, stderr = host.communicate(timeout=program.DEADLINE_S)

@@ -1,4 +1,4 @@
-"""Tests of the properties that two hosts must share, and of errors on one host, which end both."""
+"""Tests the properties that two hosts must share, and that an error on one host ends both."""
 
 import json
 from dataclasses import replace
@@ -20,7 +20,7 @@ from tests.two_hosts import KEEPING, run_on_two_hosts
 HOSTS = ("host 0 (a)", "host 1 (b)", "host 2 (c)")
 
 
-def test_a_difference_between_hosts_lists_values_and_origins():
+def test_error_about_differing_hosts_lists_values_and_origins():
     same = {"rollout.group_size": HostFact("8", "--set")}, {"rollout.group_size": HostFact("8", "env:NUM_PRE_Q")}
     assert describe_difference(HOSTS[:2], same) is None
     text = describe_difference(
@@ -150,7 +150,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 @pytest.mark.two_hosts
-def test_differing_data_are_named_on_both_hosts(reports):
+def test_error_on_both_hosts_names_their_differing_data(reports):
     assert [one["same"] for one in reports] == [None, None], "whatever their numbers and homes"
     assert reports[0]["data"] == reports[1]["data"]
     assert reports[0]["data"].startswith("refused: data: the hosts differ: abc0 on host 0 (")
@@ -169,7 +169,7 @@ def test_an_error_on_one_host_is_raised_on_both(reports):
 
 
 @pytest.mark.two_hosts
-def test_all_hosts_know_whether_all_see_a_folder(reports):
+def test_each_host_knows_whether_it_and_all_hosts_see_a_folder(reports):
     seen, hidden = [True, True], [True, False]
     assert [(one["seen"], one["hidden"]) for one in reports] == [(seen, hidden), (seen, [False, False])]
 
@@ -178,7 +178,7 @@ SHAPES = {"2,4,1": (2, 4, 1), "1,-1,1": (1, 8, 1), "2,2,2": (2, 2, 2), "1,2,4": 
 
 
 @pytest.mark.two_hosts
-def test_gathered_rows_are_in_host_order(reports):
+def test_each_host_holds_a_contiguous_part_of_the_rows_in_host_order(reports):
     for shape, sizes in SHAPES.items():
         named = dict(zip(("dp", "fsdp", "tp"), sizes, strict=True))
         assert reports[0][shape] == [named, list(range(8))]
@@ -188,12 +188,12 @@ def test_gathered_rows_are_in_host_order(reports):
 
 
 @pytest.mark.two_hosts
-def test_hosts_with_other_settings_end_before_anything_is_written(config: Path):
+def test_hosts_with_different_settings_exit_before_anything_is_written(config: Path):
     before = digest_of(config.parent)
     hosts = run_on_two_hosts(
         *("train", "--config", config, "--dry-run", *settings("mesh.expect_processes=2", "mesh.start_timeout_s=60")),
         of_each=((), settings("optimizer.learning_rate=2e-3")),
-        # gRPC would ask it for the other host, for ever.
+        # gRPC would try forever to reach the other host through this proxy.
         environ={"http_proxy": "http://proxy.invalid:3128"},
     )
     for code, stdout, stderr in hosts:

@@ -1,4 +1,4 @@
-"""Tests of Ctrl-C, SIGTERM and a lost terminal."""
+"""Tests that Ctrl-C, SIGTERM and SIGHUP stop a run with a checkpoint."""
 
 import itertools
 import json
@@ -39,14 +39,14 @@ with PreemptionHandler(StatusBoard(None, host=0)):
 
 @pytest.fixture(autouse=True)
 def hears_signals() -> Iterator[None]:
-    """Undoes what the suite may have been started with, as by nohup, and what tests do."""
+    """Restores the default signal handlers, which nohup or another test may have changed."""
     before = [(number, signal.signal(number, signal.SIG_DFL)) for number in SIGNALS]
     yield
     for number, handler in before:
         signal.signal(number, handler)
 
 
-def test_a_run_that_ignores_sighup_continues() -> None:
+def test_a_run_continues_after_sighup_if_its_process_ignores_it() -> None:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     with PreemptionHandler(StatusBoard(None, host=0)) as interrupts:
         os.kill(os.getpid(), signal.SIGHUP)
@@ -54,7 +54,7 @@ def test_a_run_that_ignores_sighup_continues() -> None:
         assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
 
 
-def test_the_second_signal_stops_at_once_even_inside_a_compiled_program() -> None:
+def test_a_second_signal_stops_at_once_even_inside_a_compiled_program() -> None:
     with program.started(program=("-c", BUSY)) as process:
         assert process.stdout is not None and process.stderr is not None
         assert process.stdout.readline() == "ready\n"
@@ -62,7 +62,7 @@ def test_the_second_signal_stops_at_once_even_inside_a_compiled_program() -> Non
         # Python's own handlers would run only when the program ends, which it never does.
         assert process.stderr.readline() + process.stderr.readline() == f"\n{SAID}\n"
         start = time.monotonic()
-        # What follows the first within a second is its echo.
+        # A signal within a second after the first counts as its echo.
         while process.poll() is None and time.monotonic() < start + program.DEADLINE_S:
             os.kill(process.pid, signal.SIGTERM)
             with suppress(subprocess.TimeoutExpired):
@@ -112,10 +112,10 @@ def test_a_run_stopped_by_sighup_resumes_bit_for_bit(config, finished, monkeypat
     assert result.exit_code == 75 and SAID in result.stderr, result.stderr
     assert "stopped after step 2 of 4, which is saved; --resume auto continues, with the evaluation" in result.stderr
     assert program.newest_checkpoint(run) == 2
-    # Only what is complete is told of.
+    # Only complete steps are reported.
     assert [line["step"] for line in program.metrics_of(run)] == [0, 1]
     assert "step 1 of 4" in (run / "report.html").read_text()
-    # After the last step, a signal is told that nothing is lost.
+    # After the last step, the message says that nothing is lost.
     monkeypatch.setattr(RunReporter, "write_final_report", signalled_report)
     result = program.succeeded(program.train_here(config, resume="must"))
     assert FINISHING_MESSAGE in result.stderr and SAID not in result.stderr

@@ -1,4 +1,4 @@
-"""Tests of the rendezvous with hosts as threads: missing and duplicate processes, different counts, used ports."""
+"""Tests the rendezvous with hosts as threads: missing and duplicate processes, different counts, used ports."""
 
 import socket
 import sys
@@ -16,7 +16,7 @@ DEADLINE_S = 20.0
 
 
 def come(member: ClusterMember, *, timeout_s: float = DEADLINE_S) -> str:
-    """Joins as one host; returns None or the error."""
+    """Joins as one host and returns the error, or an empty string."""
     try:
         verify_processes(member, timeout_s=timeout_s)
     except InputError as error:
@@ -36,7 +36,7 @@ def test_a_missing_host_is_reported_to_all_with_address_and_command(monkeypatch:
     assert f"after 1 s, no connection to {address} from processes 1, 3 of 4" in told[0]
     assert "Every host must run the same command at the same time" in told[0]
     assert told[0].endswith("grpo train --config pod.yaml")
-    # Who waited for them hears it from process 0, for which it waits a little longer than itself.
+    # Waiting hosts get the error from process 0, because they wait a little longer than it does.
     assert told[1] == told[0]
 
 
@@ -55,7 +55,7 @@ def test_duplicate_process_ids_stop_all_hosts(numbers: tuple[int, ...]):
     assert f"its own number from 0 to {len(numbers) - 1}" in told[0]
 
 
-def test_hosts_started_with_different_counts_are_told_both_counts():
+def test_error_names_both_counts_if_hosts_expect_different_numbers_of_processes():
     address = free_address()
     told = all_come(ClusterMember(address, 2, 0), ClusterMember(address, 3, 1))
     assert told[0] == told[1]
@@ -70,7 +70,7 @@ def test_an_unusable_coordinator_address_is_refused(monkeypatch: pytest.MonkeyPa
         error = come(ClusterMember(address, 2, 0))
     assert f"mesh.coordinator_address: port {address.rpartition(':')[2]} of {address} is in use" in error
     assert "choose another port on every host" in error
-    # 192.0.2.0/24 is set aside for documentation (RFC 5737): nobody's.
+    # 192.0.2.0/24 is reserved for documentation (RFC 5737), so no host has this address.
     assert "must be an address of this host, which has mesh.process_id 0" in come(ClusterMember("192.0.2.1:8476", 2, 0))
     assert "the host name 'nowhere.invalid' cannot be resolved" in come(ClusterMember("nowhere.invalid:8476", 2, 0))
 
@@ -124,7 +124,7 @@ def test_process_0_binds_only_the_coordinator_address(monkeypatch: pytest.Monkey
     assert resolve_bind_address("localhost:8476") in ("127.0.0.1:8476", "[::1]:8476")
     assert resolve_bind_address("10.0.0.2:8476") == "10.0.0.2:8476"
     assert resolve_bind_address("[::1]:8476") == "[::1]:8476"
-    # Debian's /etc/hosts gives a host's own name 127.0.1.1, where no other host can come.
+    # Debian's /etc/hosts maps a host's own name to 127.0.1.1, which other hosts cannot reach.
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [(socket.AF_INET, 1, 6, "", ("127.0.1.1", 8476))])
     assert resolve_bind_address("worker-0:8476") == "[::]:8476"
     monkeypatch.setenv("JAX_COORDINATOR_BIND_ADDRESS", "0.0.0.0:8476")

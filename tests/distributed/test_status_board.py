@@ -1,4 +1,4 @@
-"""Tests of notices between hosts, and of how hosts end with them."""
+"""Tests the status that hosts share, and that hosts exit together."""
 
 import atexit
 import threading
@@ -49,7 +49,7 @@ def test_the_last_status_posted_by_a_host_reaches_all_hosts() -> None:
         assert first.read("failed") == {}
 
 
-def test_an_unreachable_status_store_loses_only_status() -> None:
+def test_status_board_recovers_after_its_store_was_unreachable() -> None:
     store = Shared()
     store.is_gone = True
     with StatusBoard(store, host=1, num_hosts=2) as board:

@@ -1,4 +1,4 @@
-"""Tests of phases that exceed their limit."""
+"""Tests phases that exceed their limit."""
 
 from pathlib import Path
 
@@ -45,7 +45,7 @@ cli.main()
 """
 
 
-def test_a_phase_that_does_not_end_shows_every_stack_and_exits_70(tmp_path: Path) -> None:
+def test_watchdog_writes_every_stack_and_exits_70_if_a_phase_does_not_end(tmp_path: Path) -> None:
     ended = run_python("-c", STUCK, "in_python", tmp_path / "crash")
     assert ended.returncode == 70, ended.stderr
     written = (tmp_path / "crash" / "host_3.txt").read_text()

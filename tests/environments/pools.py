@@ -1,4 +1,4 @@
-"""Environments written to files, and pools that play them."""
+"""Writes environments to files and opens pools that run them."""
 
 import textwrap
 from collections.abc import Iterator, Sequence

@@ -1,4 +1,4 @@
-"""Tests of the ways to write environments and tools, of which all are played in the same way."""
+"""Tests that environments and tools of every supported style are run in the same way."""
 
 import json
 import re
@@ -137,7 +137,7 @@ class Counter:
         return self.count / 2
 
 
-def test_trl_environments_have_tools_and_a_reward() -> None:
+def test_trl_environments_provide_tools_and_a_reward() -> None:
     adapted = adapt(Counter(), add=add)
     assert list(adapted.tools) == ["add", "increment"]
     chat = [{"role": "system", "content": "s"}, {"role": "user", "content": "Ready?"}]
@@ -173,7 +173,7 @@ def test_errors_in_tool_calls_are_counted_and_answered(call: ToolCall, content: 
     assert not answer.terminated
 
 
-def test_only_turns_without_tool_calls_step_the_environment() -> None:
+def test_turns_whose_calls_tools_answer_do_not_step_the_environment() -> None:
     adapted = adapt(Echo(), add=add)
     call, other = ToolCall("add", {"a": 1, "b": 1}), ToolCall("move", {})
     assert contents(adapted.step("t", [call])) == ["2"]
@@ -194,7 +194,7 @@ def test_only_turns_without_tool_calls_step_the_environment() -> None:
         (["user", "tool"], ["2", "4", "user 0", "tool 1"]),
     ],
 )
-def test_results_are_in_the_order_of_the_calls(roles: list[str], messages: list[str]) -> None:
+def test_tool_results_are_in_the_order_of_the_calls(roles: list[str], messages: list[str]) -> None:
     class Two(Echo):
         def step(self, text, calls):
             assert [call.name for call in calls] == ["move", "look"]
@@ -239,7 +239,9 @@ def test_numpy_numbers_become_python_floats_and_json(number: Any) -> None:
         *((wrong, None) for wrong in (float("nan"), "high", {"a": None}, {"a b": 1}, {1: 1.0})),
     ],
 )
-def test_scores_are_a_number_or_a_mapping(scores: Any, expected: dict[str, float] | None) -> None:
+def test_environment_score_may_be_a_number_or_a_mapping_of_numbers(
+    scores: Any, expected: dict[str, float] | None
+) -> None:
     class Scored(Echo):
         async def score(self):
             return scores
@@ -294,9 +296,9 @@ def weather(
         city: The name of the city,
             with its country: all of it.
         days (int): How many days.
-        unit: Of the temperature.
+        unit: Unit of the temperature.
         where: Latitude and longitude.
-        old: That of earlier days.
+        old: Temperatures of earlier days.
 
     Returns:
         Degrees by day.
@@ -327,7 +329,7 @@ def undocumented(a: int) -> None: ...
 
 
 def unknown(a: LoadError) -> None:
-    """Takes what JSON does not have."""
+    """Takes a type that JSON does not have."""
 
 
 def unnamed(*numbers: int) -> None:
@@ -335,7 +337,7 @@ def unnamed(*numbers: int) -> None:
 
 
 def unreadable(a: "Nowhere") -> None:  # pyright: ignore[reportUndefinedVariable]
-    """Has the type of nothing."""
+    """Takes a type that is not defined."""
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Tests of the environments that come with the program."""
+"""Tests the environments that come with the program."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from app.environments.builtin import ENVIRONMENTS, GuessNumber, calculator
 from app.environments.interface import ToolCall
 
 
-def test_the_calculator_is_exact() -> None:
+def test_the_calculator_computes_exactly() -> None:
     values = {
         **{"47*38": "1786", "-3 + +4": "1", "(12.5 + 3) * 4": "62", "0.1+0.2": "0.3", "1/8": "0.125"},
         **{"1/3": "0.333333333333333", "1,250,000/2": "625000", "1" + "0" * 20 + "/3": "33333333333333300000"},
@@ -24,7 +24,7 @@ def test_the_calculator_is_exact() -> None:
         "__import__('os')",
     ],
 )
-def test_the_calculator_refuses_everything_else(expression: str) -> None:
+def test_the_calculator_refuses_anything_but_plain_arithmetic(expression: str) -> None:
     with pytest.raises(ValueError, match="expression"):
         calculator(expression)
 
@@ -63,7 +63,7 @@ def play(secret: int, guesses: tuple[str, ...]) -> list[tuple[Any, float, bool]]
     return [(answer.messages, answer.reward, answer.terminated) for answer in answers]
 
 
-def test_guesses_are_answered_and_the_third_is_the_last() -> None:
+def test_number_guessing_answers_each_guess_and_ends_after_the_third() -> None:
     assert play(7, ("5", "9", "8")) == [("+", 0.0, False), ("-", 0.0, False), ("-", 0.0, True)]
     assert play(7, ("5", "7")) == [("+", 0.0, False), ("=", 1.0, True)]
     assert play(7, ("seven", "77", "²")) == [("?", 0.0, False), ("?", 0.0, False), ("?", 0.0, True)]

@@ -1,4 +1,4 @@
-"""Tests of episodes in processes: what hangs, dies or lies loses its own episode, and the others never notice."""
+"""Tests that an episode that hangs, kills its process or returns invalid values does not affect the others."""
 
 import json
 import threading
@@ -178,7 +178,9 @@ def test_episodes_of_a_dead_worker_are_replayed_and_count_once(story: str) -> No
 
 
 @pytest.mark.parametrize(("text", "kind"), [("culprit", "exit"), ("hung culprit", "timeout")])
-def test_suspected_episodes_run_alone_and_only_the_killer_fails(story: str, text: str, kind: str) -> None:
+def test_suspected_episodes_are_retried_alone_and_only_the_one_that_kills_its_worker_fails(
+    story: str, text: str, kind: str
+) -> None:
     with opened(source=story, step_timeout_s=4 if kind == "timeout" else 60) as pool:
         pool.load()
         games = [Game(pool, name, seed=n) for n, name in enumerate("abc")]
@@ -192,7 +194,7 @@ def test_suspected_episodes_run_alone_and_only_the_killer_fails(story: str, text
     assert noted("step").count([0, text]) == 2
 
 
-def test_replays_and_openings_that_differ_are_failures(story: str) -> None:
+def test_an_episode_fails_if_its_replay_or_opening_differs(story: str) -> None:
     with opened(source=story) as pool:
         pool.load()
         hello, start = [{"role": "user", "content": "hello"}], EpisodeStart(0, {"prompt": "p", "opening": "hello"})
@@ -204,7 +206,7 @@ def test_replays_and_openings_that_differ_are_failures(story: str) -> None:
         assert kind_of(same.play("die once")) == "replay"
 
 
-def test_the_steps_of_an_episode_share_a_timeout(story: str) -> None:
+def test_all_steps_of_an_episode_share_one_timeout(story: str) -> None:
     with opened(source=story, episode_timeout_s=0.001) as pool:
         pool.load()
         game = Game(pool, "a")
@@ -214,7 +216,7 @@ def test_the_steps_of_an_episode_share_a_timeout(story: str) -> None:
     assert replies[-1].failure == Failure("timeout", "step: its steps took more than 0.001 s together")
 
 
-def test_openings_are_in_order_and_fail_separately(story: str) -> None:
+def test_episode_openings_are_in_order_and_fail_separately(story: str) -> None:
     with opened(source=story) as pool:
         pool.load()
         good = EpisodeStart(1, {"prompt": "p", "opening": "hello"})
@@ -225,7 +227,7 @@ def test_openings_are_in_order_and_fail_separately(story: str) -> None:
     assert sorted(noted("reset")) == [[1], [1], [3]]
 
 
-def test_load_errors_name_the_settings() -> None:
+def test_environment_load_errors_name_the_settings() -> None:
     why = "^env.source: calculator and env.tools: gone.py:f: no such file: "
     with opened(source="calculator", tools=["gone.py:f"]) as pool, pytest.raises(InputError, match=why):
         pool.load()
@@ -251,7 +253,7 @@ def test_all_calls_fail_if_a_worker_cannot_be_replaced(story: str) -> None:
         pool.abandon("a")
 
 
-def test_a_stop_ends_the_wait_for_openings(story: str) -> None:
+def test_a_requested_stop_ends_the_wait_for_openings(story: str) -> None:
     checks = iter([False, False, True])
     with opened(source=story.replace(":Story", ":Endless")) as pool:
         with open("plug.py", "a") as file:
@@ -291,13 +293,13 @@ class Meeting:
 """
 
 
-def test_coroutines_share_a_loop_that_survives_an_exit(tmp_path: Path) -> None:
+def test_async_environments_share_an_event_loop_that_survives_system_exit(tmp_path: Path) -> None:
     with opened(source=f"{write(tmp_path, ASYNC)}:Meeting") as pool:
         pool.load()
         games = [Game(pool, name) for name in "abcd"]
         for game, text in zip(games, ["leave", "x", "y", "z"], strict=True):
             game.send(text)
         assert [kind_of(reply) for reply in take(pool, 4)] == ["exit", None, None, None]
-        # An episode stays in its thread, which is not that of the requests.
+        # An episode stays in one thread, which is not the thread that reads requests.
         threads = {text for _ in range(3) for text in contents(games[1].play("again"))}
         assert len(threads) == 1 and "MainThread" not in str(threads)

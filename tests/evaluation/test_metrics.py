@@ -1,4 +1,4 @@
-"""Tests of the metrics of evaluations and of their comparison, against hand-computed values and slow oracles."""
+"""Tests metrics and comparisons of evaluations against hand-computed values and slow oracles."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -48,7 +48,7 @@ def metrics_by(scored: RewardedSamples, judge: str = "arithmetic", *overrides: s
     return evaluation_metrics(scored.samples, settings)
 
 
-def test_evaluation_metrics_of_four_answers_by_hand() -> None:
+def test_evaluation_metrics_of_four_answers_equal_hand_computed_values() -> None:
     samples = [graded(True, "2", difficulty=1)] * 2 + [graded(True, "1+1=2", difficulty=2)]
     samples.append(graded(False, "=+", difficulty=2, stop=False))
     assert not [name for name in metrics_by(judged(make_answers(("2",), difficulty="hard"))) if "difficulty" in name]
@@ -59,7 +59,7 @@ def test_evaluation_metrics_of_four_answers_by_hand() -> None:
     }
 
 
-def test_accuracy_is_over_the_answers_with_a_value() -> None:
+def test_accuracy_excludes_answers_on_which_the_judge_abstains() -> None:
     samples = [graded(True, "2", difficulty=level) for level in (1, 1, 1, 2)]
     outcomes = [RewardOutcome(1.0), RewardOutcome(0.5), RewardOutcome(), RewardOutcome()]
     scored = aggregate_rewards(samples, {"judge": outcomes}, {"judge": 1.0}, "raise", when_all_abstain=None)
@@ -107,27 +107,27 @@ def table_of(samples: list[Sample], num_samples: int, judge: str = "arithmetic")
     return {name: np.asarray(column, np.float64) for name, column in columns.items()}
 
 
-def test_metrics_of_several_samples_by_hand() -> None:
+def test_metrics_of_several_samples_per_prompt_equal_hand_computed_values() -> None:
     samples = make_answers(("2", "2", "3", "2"), ("3", "3", "2", "?"), ("2", "5", "?", "cut"), ("9", "8", "7", "6"))
     figures = estimate_metrics(table_of(samples, 4), num_samples=4)
     values = {name: figure.value for name, figure in figures.items()}
     assert values["eval/accuracy"] == pytest.approx((3 + 1 + 1 + 0) / 16)
     assert values["eval/pass@2"] == pytest.approx((1 + 1 / 2 + 1 / 2 + 0) / 4)
     assert values["eval/pass@4"] == pytest.approx(3 / 4)
-    # The third is a tie of two; what is no number does not vote.
+    # The third prompt's vote is a tie of two answers; an answer that is not a number has no vote.
     assert values["eval/maj@4"] == pytest.approx((1 + 0 + 1 / 2 + 0) / 4)
     assert values["eval/truncated_fraction"] == pytest.approx(1 / 16)
 
 
-def test_a_sample_that_could_not_be_generated_does_not_vote() -> None:
+def test_a_sample_that_could_not_be_generated_has_no_majority_vote() -> None:
     samples = make_answers(("3", "3", "2", "2"), ("2", "3", "?", "?"))
     assert table_of(samples, 4)["eval/maj@4"].tolist() == [1 / 2, 1 / 2]
-    # The first of both ties is gone.
+    # Without the first sample, neither prompt has a tie.
     broken = [s if s.sample_index else replace(s, finish_reason=f"{DROPPED_PREFIX}non-finite logits") for s in samples]
     assert table_of(broken, 4)["eval/maj@4"].tolist() == [1, 0]
 
 
-def test_intervals_are_over_prompts() -> None:
+def test_confidence_intervals_are_over_prompts() -> None:
     samples = make_answers(*[("2",) * 8] * 10, *[("3",) * 8] * 10)
     figures = estimate_metrics(table_of(samples, 8), num_samples=8)
     assert figures["eval/accuracy"].interval == pytest.approx(wilson_interval(0.5, 20))
@@ -135,7 +135,7 @@ def test_intervals_are_over_prompts() -> None:
     assert (one.value, one.interval) == (0.5, None)
 
 
-def test_intervals_count_independent_draws_of_k_samples() -> None:
+def test_confidence_intervals_count_independent_draws_of_k_samples() -> None:
     """If half of every prompt's samples are correct, prompts do not differ, so each sample counts as one trial."""
     halves = np.full(6, 0.5)
     names = ("eval/accuracy", "eval/pass@2", "eval/pass@4", "eval/pass@8", "eval/maj@8")
@@ -219,7 +219,7 @@ def refused(*arguments: str | Path) -> str:
     return result.stderr
 
 
-def test_right_and_wrong_answers_have_mcnemars_test(tmp_path: Path) -> None:
+def test_right_and_wrong_answers_are_compared_by_mcnemars_test(tmp_path: Path) -> None:
     folder = tmp_path / "rollouts"
     folder.mkdir()
     before, after = write(folder / "b.jsonl", BEFORE), write(folder / "a.jsonl", AFTER)
@@ -228,7 +228,7 @@ def test_right_and_wrong_answers_have_mcnemars_test(tmp_path: Path) -> None:
     (tmp_path / "settings.yaml").touch()
     assert not compared(before, after)["notes"], "both are of one run"
     assert (found["better"], found["worse"], found["alike"]) == (6, 1, 5)
-    # 7 coins, one or none on the rarer side, twice: 2 * (1 + 7) / 128.
+    # Two-sided probability that at most one of 7 fair coins shows the rarer side: 2 * (1 + 7) / 128.
     assert (found["p"], found["test"]) == (0.125, "exact McNemar test")
     accuracy = found["metrics"]["eval/accuracy"]
     assert accuracy["before"]["value"] == pytest.approx(2 / 12)
@@ -248,7 +248,7 @@ def test_right_and_wrong_answers_have_mcnemars_test(tmp_path: Path) -> None:
     assert level["value"] == pytest.approx(changes[1::2].mean())
 
 
-def test_several_samples_are_compared_by_their_prompts(tmp_path: Path) -> None:
+def test_evaluations_with_several_samples_are_compared_by_prompt(tmp_path: Path) -> None:
     unreadable = [write(tmp_path / f"{name}.jsonl", [("2", "3"), ("3", "3")], answer="?") for name in "ab"]
     found = compared(*unreadable)["metrics"]
     assert "eval/pass@2" in found and "eval/maj@2" not in found
@@ -283,7 +283,7 @@ def test_comparison_prints_a_table_and_draws_a_picture(tmp_path: Path) -> None:
     assert (tmp_path / "same.png").read_bytes() == picture.read_bytes()
 
 
-def test_failures_are_counted_and_not_averaged(tmp_path: Path) -> None:
+def test_comparison_counts_reward_failures_instead_of_averaging_them(tmp_path: Path) -> None:
     before, after = write(tmp_path / "b.jsonl", BEFORE), write(tmp_path / "a.jsonl", BEFORE)
     for path, failed in ((before, {3}), (after, {3, 4, 9})):
         records = [json.loads(line) for line in path.read_text().splitlines()]
@@ -307,7 +307,9 @@ def test_failures_are_counted_and_not_averaged(tmp_path: Path) -> None:
         ({"answers": [one * 2 for one in AFTER]}, "eval.num_samples is 1 in the first and 2 in the second. The"),
     ],
 )
-def test_files_that_cannot_be_compared_are_refused(tmp_path: Path, changed: dict[str, Any], message: str) -> None:
+def test_evaluation_files_that_cannot_be_compared_are_refused(
+    tmp_path: Path, changed: dict[str, Any], message: str
+) -> None:
     facts = {} if "facts" in changed else None
     before = write(tmp_path / "b.jsonl", BEFORE, facts=facts)
     after = write(tmp_path / "a.jsonl", **{"answers": AFTER, **changed})

@@ -42,14 +42,14 @@ def test_evaluating_a_checkpoint_equals_its_run_bit_for_bit(finished: Path, tmp_
     out = tmp_path / "after.jsonl"
     printed = succeeded(here("evaluate", "--checkpoint", finished, "--out", out))
     assert {path.name for path in tmp_path.iterdir()} == {out.name, f"{out.name}.facts.json"}
-    # The step is in the file's facts, since a model as it came has none.
+    # The step is stored in the metadata file, because a base model has no step.
     of_run = without_clock(finished / "eval" / "step_000004.jsonl")
     assert [{"step": 4, **record} for record in without_clock(out)] == of_run
     assert "step 4: 20 prompts of builtin:arithmetic (test), greedy, graded by arithmetic" in printed.stdout
     assert "compared by grpo evaluate --compare BEFORE AFTER" in printed.stdout
     shown = f"{100 * logged(finished, 4)['eval/accuracy']:.1f}"
     assert any(line.split()[:3] == ["accuracy", shown, "%"] for line in printed.stdout.splitlines())
-    # An evaluation of the original model, which saves nothing.
+    # Without --out, an evaluation of the original model writes no files.
     base = evaluated("--config", finished / "settings.yaml")
     assert (base["metrics"], base["step"], base["written to"]) == (logged(finished, 0), None, None)
 
@@ -70,7 +70,7 @@ def test_several_samples_per_prompt_in_slots_equal_the_run(config: Path, tmp_pat
 def test_evaluating_adapters_equals_their_run(adapted: Path, tmp_path: Path) -> None:
     files = {0: tmp_path / "0.jsonl", 2: tmp_path / "2.jsonl"}
     assert evaluated("--checkpoint", adapted, "--out", files[2])["metrics"] == logged(adapted, 2)
-    # Without a checkpoint there are none, whatever rank is asked for.
+    # Without a checkpoint there are no adapters, whatever the rank.
     base = succeeded(here("evaluate", "--config", adapted / "settings.yaml", "--out", files[0]))
     assert "model.lora.rank" in base.stderr and "has no effect here" in base.stderr
     found, expected = (
@@ -80,13 +80,13 @@ def test_evaluating_adapters_equals_their_run(adapted: Path, tmp_path: Path) -> 
     assert found == expected and expected[0] != expected[2]
 
 
-def test_evaluation_with_a_plug_in_as_judge(config: Path, tmp_path: Path) -> None:
+def test_a_plug_in_judges_an_evaluation_and_its_failure_writes_no_file(config: Path, tmp_path: Path) -> None:
     judge, out = tmp_path / "judge.py", tmp_path / "out.jsonl"
     judge.write_text("def judge(completion):\n    raise ValueError('not yet')\n")
     chosen = settings(f"reward.functions=['{judge}:judge']", "eval.num_samples=2", "eval.temperature=1")
     rows = tmp_path / "rows.jsonl"
     write_jsonl(rows, [{"question": f"{i} + {i} = ?", "answer": str(2 * i)} for i in range(4)])
-    # Null is the whole data set.
+    # Null selects the whole data set.
     whole = settings(f"data.eval_source={rows}", "eval.num_prompts=null", "eval.every_steps=0")
     arguments = ("--config", config, *chosen, *whole, "--out", out)
     failed = here("evaluate", *arguments)
@@ -101,7 +101,7 @@ def test_evaluation_with_a_plug_in_as_judge(config: Path, tmp_path: Path) -> Non
     assert [line.split(":")[0] for line in found["not measured"]] == ["pass@k", "maj@k"]
 
 
-def test_unusable_evaluations_are_refused(finished: Path, tmp_path: Path) -> None:
+def test_evaluations_with_unusable_inputs_are_refused(finished: Path, tmp_path: Path) -> None:
     of_run = ("--checkpoint", finished, "--out", tmp_path / "out.jsonl")
     other = write_model(tmp_path / "other", seed=5)
     assert "was trained from another model" in refused(*of_run, *settings(f"model.path={other}"))
@@ -118,7 +118,7 @@ def test_unusable_evaluations_are_refused(finished: Path, tmp_path: Path) -> Non
     assert "out.jsonl exists already; delete it or give another name, or add --overwrite" in refused(*of_run)
 
 
-def test_only_decode_weights_stay_on_the_devices(adapted: Path) -> None:
+def test_only_decode_weights_stay_on_the_devices_during_an_evaluation(adapted: Path) -> None:
     source = read_policy_source(load(str(adapted / "settings.yaml"), [], {}).settings, adapted)
     with closing(Session.open(ScoringSession.open(source.settings, source.model))) as session:
         frozen = [weakref.ref(array) for array in jax.tree.leaves(session.scoring.frozen_params)]

@@ -11,8 +11,8 @@ from tests.two_hosts import run_on_two_hosts
 pytestmark = pytest.mark.two_hosts
 
 
-def test_two_hosts_evaluate_like_one(finished: Path, tmp_path: Path) -> None:
-    # Seven prompts, which two hosts cannot share out evenly.
+def test_two_hosts_evaluate_like_one_host(finished: Path, tmp_path: Path) -> None:
+    # Two hosts cannot divide seven prompts evenly.
     chosen = ("--checkpoint", finished, *settings("eval.num_prompts=7", "eval.num_samples=2", "eval.temperature=1"))
     one = succeeded(here("evaluate", *chosen, "--out", tmp_path / "one.jsonl", "--json"))
     first, second = run_on_two_hosts("evaluate", *chosen, "--out", tmp_path / "two.jsonl", "--json")

@@ -1,4 +1,4 @@
-"""Tests of the files of an export: tokenizer, configuration, tensors and adapters."""
+"""Tests the files of an export: tokenizer, configuration, tensors and adapters."""
 
 import json
 from dataclasses import replace
@@ -40,11 +40,11 @@ def written(files: ModelFiles, directory: Path) -> ModelFiles:
 
 
 @pytest.mark.parametrize("pre", ["smollm", "qwen2"])
-def test_the_tokenizer_of_a_gguf_file_equals_that_of_transformers(tmp_path, pre):
+def test_exported_gguf_tokenizer_equals_the_one_loaded_by_transformers(tmp_path, pre):
     files = open_model(str(write_gguf(tmp_path / "a.gguf", pre=pre, padding=3)))
     again = written(files, tmp_path / "out")
     assert load_tokenizer(again).fingerprint == load_tokenizer(files).fingerprint
-    # transformers chooses by the model's type, as a whole export says it.
+    # transformers picks the tokenizer class by the model type in config.json, which a complete export contains.
     (tmp_path / "out" / "config.json").write_text(json.dumps(files.config))
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     ours = load_fast_tokenizer(files)
@@ -74,7 +74,7 @@ def test_tokenizer_files_are_copied_unchanged_without_code(tmp_path):
 BASE = {"model_type": "qwen2", "hidden_size": 8, "rope_theta": 1e6}
 
 
-def test_exported_config_adds_only_what_the_base_lacks():
+def test_exported_config_keeps_the_base_but_sets_dtype_and_eos_ids():
     terse = export_config(BASE | {"eos_token_id": None}, dtype="float32", eos_ids=(3, 5))
     added = {"architectures": ["Qwen2ForCausalLM"], "eos_token_id": [3, 5], "torch_dtype": "float32"}
     assert terse == BASE | added
@@ -95,7 +95,7 @@ MIXTRAL = replace(MIXTURE, family="mixtral", query_key_norms=False)
 
 
 def random_tensors() -> dict[str, np.ndarray]:
-    """Returns tensors of odd sizes, one without dims, and one that is not contiguous in memory."""
+    """Returns tensors of odd sizes, one of which is not contiguous in memory."""
     rng = np.random.default_rng(0)
     shapes = {"a": (5, 7), "b.weight": (3,), "c": (2, 3, 4), "d": (11, 2)}
     tensors = {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
@@ -149,7 +149,7 @@ def write_adapters(directory: Path, base: Path, lora: LoRAConfig, trained: Param
     ("family", "projections"), [("llama", TARGETS), ("gemma3_text", ("o_proj", "gate_proj", "down_proj"))]
 )
 def test_peft_logits_equal_ours_with_the_same_adapters(tmp_path, family, projections):
-    peft = pytest.importorskip("peft", reason="what loads adapters elsewhere")
+    peft = pytest.importorskip("peft", reason="PEFT is not installed")
     base = reference.write_checkpoint(tmp_path / "base", family, num_hidden_layers=2)
     plain, params = reference.load_ours(base)
     lora = LoRAConfig(rank=3, alpha=7.5, projections=projections)

@@ -83,7 +83,7 @@ def test_transformers_logits_of_an_export_equal_ours(tmp_path, family, changes):
 
 def test_transformers_logits_of_an_exported_gguf_policy_equal_ours(tmp_path):
     tensors = gguf_files.random_checkpoint(biases=False, tied=False)
-    # As large as in the other families: such sharp attention leaves no digits to compare.
+    # Weights are halved, as in the other families: sharper attention would leave no digits to compare.
     tensors = {name: 0.5 * tensor for name, tensor in tensors.items()}
     tokens = [*CONTROL_TOKENS, *CHARACTERS, "12"]
     tokenizer = partial(gguf_files.add_tokenizer, tokens=tokens, merge="1 2", num_control=len(CONTROL_TOKENS))
@@ -98,7 +98,7 @@ def export(checkpoint: Path, out: Path, *more: str | Path) -> Result:
 
 @pytest.fixture(scope="module")
 def exported(finished: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The exported newest checkpoint of the finished run, which tests must not change."""
+    """Exports the newest checkpoint of the finished run; tests must not change the files."""
     out = tmp_path_factory.mktemp("exported") / "model"
     result = succeeded(export(finished, out, "--json"))
     summary = json.loads(result.stdout)
@@ -147,7 +147,7 @@ def test_an_earlier_checkpoint_can_be_exported_and_rounded(finished, tiny_model,
     assert "| held out | step 0 | step 2 |" in card and "step 4" not in card
 
 
-def test_the_card_has_settings_and_results(exported, finished):
+def test_the_model_card_lists_settings_and_results(exported, finished):
     text = (exported / "README.md").read_text()
     front, card = text.split("---\n")[1:]
     about = {"library_name": "transformers", "pipeline_tag": "text-generation"}
@@ -160,7 +160,7 @@ def test_the_card_has_settings_and_results(exported, finished):
     assert {"| held out | step 0 | step 4 |", *(f"| {one} |" for one in chosen)} <= {*lines}, card
 
 
-def test_the_card_has_no_local_paths_and_keys(exported, finished, tiny_model, monkeypatch):
+def test_the_model_card_contains_no_local_paths_or_api_keys(exported, finished, tiny_model, monkeypatch):
     assert str(finished.parent.parent) not in (exported / "README.md").read_text()
     assert str(tiny_model.parent) not in (exported / "README.md").read_text()
     monkeypatch.setenv("HF_TOKEN", "CANARY-0123456789abcdef")
@@ -172,7 +172,7 @@ def test_the_card_has_no_local_paths_and_keys(exported, finished, tiny_model, mo
     assert "## Before and after" not in card and "rounded once to bfloat16" in card
 
 
-def test_unusable_exports_are_refused(finished, tmp_path):
+def test_exports_with_unusable_arguments_are_refused(finished, tmp_path):
     other = write_base(tmp_path / "other", seed=1)
     (tmp_path / "link").symlink_to("nowhere")
     before = digest_of(tmp_path)
@@ -226,7 +226,7 @@ def test_merged_adapters_are_exported_as_a_full_model(adapted, exported, tiny_mo
 # peft asks transformers for a property by its old name.
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 def test_peft_loads_exported_adapters(adapted, tiny_model, tmp_path):
-    peft = pytest.importorskip("peft", reason="what loads adapters elsewhere")
+    peft = pytest.importorskip("peft", reason="PEFT is not installed")
     result = succeeded(export(adapted, tmp_path / "out", "--adapter", "--json"))
     # In each layer: query and value (32 in, 32 and 16 out), gate and up (48 out), down (48 in).
     assert json.loads(result.stdout)["parameters"] == 2 * 3 * (64 + 48 + 80 + 80 + 80)
@@ -242,7 +242,7 @@ def test_peft_loads_exported_adapters(adapted, tiny_model, tmp_path):
     assert_logits_are_those_of_the_run(theirs, adapted, tiny_model, **LORA)
 
 
-def test_missing_or_different_adapters_are_refused_and_rounding_is_noted(adapted, finished, tiny_model, tmp_path):
+def test_export_refuses_missing_or_different_adapters_and_notes_rounding(adapted, finished, tiny_model, tmp_path):
     with pytest.raises(InputError, match=r"`grpo export --set model.path=builtin:tiny --out base-hf` and"):
         check_adapters("builtin:tiny", PolicyCheckpoint.open(adapted), model_at(tiny_model, **LORA))
     for run, arguments, message in (
@@ -254,7 +254,7 @@ def test_missing_or_different_adapters_are_refused_and_rounding_is_noted(adapted
         assert (result.exit_code, result.stdout) == (2, "")
         assert message in result.stderr
     assert not any(tmp_path.iterdir())
-    # Merged adapters are rounded, which is said.
+    # A note says that merged adapters are rounded.
     result = export(adapted, tmp_path / "out", "--dtype", "bfloat16")
     note = "adapters merged in bfloat16 lose small weight changes to rounding"
     assert f"note: {note}" in result.stderr and note in (tmp_path / "out" / "README.md").read_text()
@@ -266,7 +266,7 @@ def copied_run(finished: Path, tmp_path: Path) -> Path:
 
 
 def change(copied_run: Path, name: str, value: str) -> None:
-    """Changes a setting as if the run had started with it, and written no line per session."""
+    """Changes a setting as if the run had started with it, and removes the record of its sessions."""
     (copied_run / "sessions.jsonl").unlink(missing_ok=True)
     file = copied_run / "settings.yaml"
     text, num_changed = re.subn(rf"(?m)^( +{name}:).*$", rf"\1 {value}  # --set", file.read_text(), count=1)
@@ -279,7 +279,7 @@ def card_of(copied_run: Path, model: Path, *overrides: str) -> str:
     return model_card(load(None, overrides, {}), saved, read, export_format=FULL_MODEL, dtype="float32")
 
 
-def test_the_card_says_how_many_prompts_and_answers_were_evaluated(copied_run: Path, tiny_model: Path) -> None:
+def test_the_model_card_says_how_many_prompts_and_answers_were_evaluated(copied_run: Path, tiny_model: Path) -> None:
     for num_prompts, num_samples, said in (
         ("20", "1", "At most 20 held-out prompts of `builtin:arithmetic`, one answer each at temperature 0"),
         ("null", "4", "All held-out prompts of `builtin:arithmetic`, 4 answers each at temperature 0"),
@@ -289,14 +289,14 @@ def test_the_card_says_how_many_prompts_and_answers_were_evaluated(copied_run: P
         assert said in card_of(copied_run, tiny_model)
 
 
-def test_a_card_without_readable_metrics_has_no_results(copied_run, tiny_model, capsys):
+def test_a_model_card_without_readable_metrics_has_no_results(copied_run, tiny_model, capsys):
     (copied_run / "metrics.jsonl").write_text("damaged\n{}\n")
     card = card_of(copied_run, tiny_model)
     assert "## Before and after" not in card and "## Training" in card
     assert "note: the model card has no results of the run: " in capsys.readouterr().err
 
 
-def test_cards_list_sources_without_folders_and_changed_settings(copied_run: Path, tiny_model: Path) -> None:
+def test_model_cards_list_data_without_folders_and_changed_settings(copied_run: Path, tiny_model: Path) -> None:
     assert "add_generation_prompt=True, return_tensors" in card_of(copied_run, tiny_model)
     change(copied_run, "source", "for_acme/secret/train.jsonl")
     change(copied_run, "eval_source", "for_acme/secret/test.jsonl")
@@ -320,7 +320,7 @@ def test_cards_list_sources_without_folders_and_changed_settings(copied_run: Pat
     assert yaml.safe_load(card.split("---\n")[1])["datasets"] == ["openai/gsm8k", "a/b"]
 
 
-def test_cards_name_a_hub_base_with_its_commit(copied_run: Path, tiny_model: Path) -> None:
+def test_model_cards_name_a_hub_base_with_its_commit(copied_run: Path, tiny_model: Path) -> None:
     model = model_at(tiny_model)
     fetched = replace(model, files=replace(model.files, name="some/model", commit="c0ffee"))
     resolved = load(None, ["model.path=some/model"], {})

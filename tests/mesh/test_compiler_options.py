@@ -1,4 +1,4 @@
-"""Tests of what the compilers' options are for."""
+"""Tests the effects of the compiler's options."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Tests of the mesh: its shape, hosts, submeshes and generating devices, the placement of arrays, and chips."""
+"""Tests the mesh: its shape, hosts, submeshes and generating devices, the placement of arrays, and chips."""
 
 import re
 from dataclasses import dataclass
@@ -85,7 +85,7 @@ def test_the_rows_of_a_host_are_contiguous(shape):
     ("shape", "per_host", "found"),
     [
         ((1, 2, 4), (2, 2, 2, 2), "tp = 4 spans hosts 0, 1 with 2 devices each"),
-        # As many rows as hosts, and yet two groups out of four lie on two of them.
+        # Hosts have three devices, so the second of the three tp groups spans both.
         ((1, 3, 2), (3, 3), "tp = 2 spans hosts 0, 1 with 3 devices each"),
     ],
 )
@@ -101,7 +101,7 @@ def test_tp_across_hosts_is_refused_with_valid_values(shape, per_host, found):
     ("wanted", "num_devices", "found"),
     [(0.5, 8, (4, 5, 6, 7)), (0.75, 4, (1, 2, 3)), (0.33, 3, (2,)), ((2, 5), 8, (2, 5))],
 )
-def test_rollout_devices_are_the_last_ones(wanted, num_devices, found):
+def test_generation_devices_are_the_last_share_or_the_given_indices(wanted, num_devices, found):
     assert generation_devices(wanted, num_devices=num_devices) == found
 
 
@@ -118,7 +118,7 @@ def test_rollout_devices_are_the_last_ones(wanted, num_devices, found):
         ((1, 4), 4, "got 4, but each host has devices 0 to 3"),
     ],
 )
-def test_generation_devices_that_leave_a_side_empty_are_refused(wanted, num_devices, message):
+def test_generation_devices_that_do_not_fit_the_host_are_refused(wanted, num_devices, message):
     with pytest.raises(InputError, match=f"^{re.escape(f'rollout.devices: {message}')}"):
         generation_devices(wanted, num_devices=num_devices)
 
@@ -161,7 +161,7 @@ def test_a_host_submesh_has_the_devices_of_its_host(hosts, shape, monkeypatch):
     assert own.devices.shape == (1, 4 // shape[2], shape[2])
 
 
-def test_a_dim_is_split_over_its_axis_if_that_divides_it():
+def test_a_dim_is_split_over_its_mesh_axis_only_if_the_axis_divides_it():
     mesh = tiny_mesh((1, 4, 2))
     assert partition_spec(("layers", "embed", "mlp"), (2, 32, 48), mesh) == PartitionSpec(None, "fsdp", "tp")
     assert partition_spec(("rows", "vocab"), (8, 53), mesh) == PartitionSpec(("dp", "fsdp"), None)
@@ -169,7 +169,7 @@ def test_a_dim_is_split_over_its_axis_if_that_divides_it():
         partition_spec(("hidden",), (8,), mesh)
 
 
-def test_constrain_splits_on_the_current_mesh_alone():
+def test_constrain_shards_an_array_only_under_a_current_mesh():
     mesh, x = tiny_mesh((2, 2, 2)), jnp.zeros((8, 6))
     assert [axis_size(mesh, axes) for axes in (None, "tp", ("dp", "fsdp"))] == [1, 2, 4]
     assert constrain(x, "rows", "vocab") is x
@@ -188,7 +188,7 @@ def test_to_local_inverts_to_global(shape, row_dim):
     assert tree["rows"].sharding.shard_shape(rows.shape)[row_dim] == 16 // placement.num_row_shards(mesh)
 
 
-def test_arrays_return_from_host_memory_as_they_were():
+def test_arrays_are_unchanged_after_moving_to_host_memory_and_back():
     mesh = tiny_mesh((2, 2, 2))
     tree = {"x": placement.to_global(mesh, np.arange(32.0).reshape(8, 4)), "y": jnp.float32(3)}
     assert placement.supports_host_memory(mesh)
@@ -209,7 +209,7 @@ def test_arrays_return_from_host_memory_as_they_were():
         ("V6E-256", 256, 64, 32),
     ],
 )
-def test_a_slice_has_the_chips_hosts_and_memory_of_its_name(name, num_chips, num_hosts, gib):
+def test_a_slice_name_determines_chips_hosts_and_memory(name, num_chips, num_hosts, gib):
     found = parse_pretended(name)
     assert (found.num_chips, found.num_hosts, found.chip.hbm_bytes) == (num_chips, num_hosts, gib * 2**30)
 
@@ -221,7 +221,7 @@ def test_a_chip_is_found_by_its_jax_device_kind():
 
 
 @pytest.mark.parametrize(("name", "nearest"), [("h100-16", "h100-1"), ("v4-17", "v4-16"), ("v4_16", "v4-16")])
-def test_unknown_slice_error_suggests_the_nearest(name: str, nearest: str):
+def test_error_about_an_unknown_slice_suggests_the_nearest_name(name: str, nearest: str):
     with pytest.raises(InputError, match=rf"^mesh\.pretend: got '{name}'; known: v4-8, .*h100-8.*{nearest}") as error:
         parse_pretended(name)
     assert str(error.value).endswith(f"did you mean {nearest}?")

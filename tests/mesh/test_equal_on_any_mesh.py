@@ -27,7 +27,7 @@ from app.update.updater import PolicyBatchPacker, Updater
 from settings.schema.algorithm import OptimizerSettings
 from tests import tiny
 
-# One layer: the mesh never splits them.
+# One layer is enough, because the mesh never splits layers.
 ONE_LAYER = replace(tiny.BIASED, num_layers=1)
 SWITCHED_EXPERTS = replace(
     tiny.EVEN, num_layers=1, windows=(3,), **tiny.SWITCHES | tiny.EXPERTS | {"family": "gemma3_text"}
@@ -41,7 +41,7 @@ EVERYTHING = replace(
     entropy_coef=0.1,
 )
 PACKED = PackedRowBatcher(
-    # Rows of one block of attention and a tail; prompts shared, and repeated where a group fills a row.
+    # A row is one attention block and a part of another; a prompt is repeated if its group fills more than a row.
     TokenBudget(max_tokens_per_device=48, row_length=24, share_prompts=True, balance=True),
     forward_flops(tiny.EVEN),
 )
@@ -88,7 +88,7 @@ def learned(architecture: Architecture, shape: tuple[int, int, int]) -> Learned:
     trained = [with_routes(s, architecture) for s in tiny.random_samples(4, 3, vocab_size=50, with_holes=True)]
     logprobs = scorer.per_token(params, trained, PACKED(trained, mesh).local_plan, temperature=0.9)
     schedule = optax.constant_schedule(0.1)
-    # A large epsilon keeps the update proportional to the gradient: else Adam makes steps of rounding errors.
+    # A large epsilon keeps the update proportional to the gradient: otherwise Adam would amplify rounding errors.
     optimizer = make_optimizer(OptimizerSettings(epsilon=1.0, weight_decay=0.1, max_grad_norm=1e6), schedule)
     state_layout = train_state_shardings(optimizer, definition.shapes, shardings, mesh)
     objective = make_policy_objective(definition, EVERYTHING, dtype=FLOAT32, remat="block", logits_chunk=3)
@@ -113,7 +113,7 @@ def assert_learned_alike(ours: Learned, expected: Learned) -> None:
     tiny.assert_trees_close(ours.params, expected.params)
 
     def of_the_samples(metrics: dict[str, float]) -> dict[str, float]:
-        """Returns the metrics without those of batching, which depend on the number of devices."""
+        """Returns the metrics except those of batching, which depend on the number of devices."""
         return {k: v for k, v in metrics.items() if not k.startswith(("batching/", "global_seqlen/"))}
 
     assert of_the_samples(ours.metrics) == pytest.approx(of_the_samples(expected.metrics), rel=1e-5)
@@ -122,7 +122,7 @@ def assert_learned_alike(ours: Learned, expected: Learned) -> None:
 @pytest.mark.parametrize(
     "architecture", [ONE_LAYER, SWITCHED_EXPERTS], ids=["dims-that-do-not-divide", "every-switch-and-experts"]
 )
-def test_eight_devices_sample_score_and_train_like_one(architecture):
+def test_eight_devices_sample_score_and_train_like_one_device(architecture):
     one, eight = generated(architecture, (1, 1, 1)), generated(architecture, (2, 2, 2))
     assert {s.finish_reason for s in one} == {"stop", "length"}
     for ours, expected in zip(eight, one, strict=True):

@@ -1,4 +1,4 @@
-"""Tests of the start of JAX: its platform, its hosts, and the memory that it gives back."""
+"""Tests the start of JAX: its platform, its hosts, and that it frees memory."""
 
 import ctypes
 import os
@@ -54,14 +54,14 @@ def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]
     return subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, cwd=REPOSITORY, env=env)
 
 
-def test_a_libtpu_that_only_compiles_does_not_complain() -> None:
+def test_installed_libtpu_prints_no_warning_on_a_host_without_a_tpu() -> None:
     pytest.importorskip("libtpu", reason="libtpu is not installed: pip install -e '.[tpu]'")
     done = run("-m", "cli", "inspect-mesh")
     assert done.returncode == 0, done.stderr
     assert "TPU" not in done.stderr
 
 
-def test_an_unused_accelerator_is_one_warning(tmp_path, monkeypatch, caplog):
+def test_an_unused_accelerator_is_reported_by_one_warning(tmp_path, monkeypatch, caplog):
     for platform, name in (("cuda", "nvidia[0-9]*"), ("tpu", "accel*")):
         monkeypatch.setitem(backends.DEVICE_FILES, platform, (str(tmp_path / name),))
     assert unused_accelerator(MeshSettings(), "cpu") is None
@@ -93,7 +93,7 @@ def test_an_unexpected_number_of_hosts_is_refused(monkeypatch, expected, said):
     with pytest.raises(InputError, match=f"expected {expected} processes, but {re.escape(said)}"):
         jax_startup.initialize_distributed(MeshSettings(expect_processes=expected))
     assert jax_startup.expects_other_hosts(MeshSettings())
-    # With CPU devices it is not a pod.
+    # A host that uses CPU devices is not part of a pod.
     assert not jax_startup.expects_other_hosts(MeshSettings(platform="cpu"))
 
 
@@ -138,5 +138,5 @@ print(resident() - before)
 
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="the C library is not glibc")
-def test_freed_arrays_are_returned_to_the_system():
+def test_freed_arrays_are_returned_to_the_operating_system():
     assert int(run("-c", FREED_ARRAYS, JAX_PLATFORMS="cpu").stdout) < 16 << 20

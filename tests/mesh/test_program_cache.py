@@ -1,4 +1,4 @@
-"""Tests that a second start loads the programs of the first, and of folders that cannot keep any."""
+"""Tests that a second start loads the programs of the first, and that unusable cache folders are reported."""
 
 import logging
 import os
@@ -29,7 +29,7 @@ def read_config(name: str) -> object:
 
 @pytest.fixture(autouse=True)
 def unused_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Starts each test as a process of a user starts: with a cache that has no folder yet."""
+    """Starts each test like a user's process, with a cache that has no folder yet."""
     before = {name: read_config(name) for name in CONFIG}
     jax.config.update("jax_enable_compilation_cache", True)
     jax.config.update("jax_compilation_cache_dir", None)
@@ -63,7 +63,7 @@ def test_cache_settings_of_jax_override_ours(name: str, value: object, tmp_path:
     assert read_config(name) == value and not (tmp_path / "grpo").exists()
 
 
-def test_hosts_share_the_folder_that_the_first_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_hosts_only_read_the_program_cache_that_process_0_writes(monkeypatch: pytest.MonkeyPatch) -> None:
     use_program_cache()
     share_program_cache()
     assert read_config("jax_compilation_cache_max_size") == MAX_BYTES
@@ -72,13 +72,13 @@ def test_hosts_share_the_folder_that_the_first_writes(monkeypatch: pytest.Monkey
     share_program_cache()
     assert read_config("jax_compilation_cache_max_size") == -1
     assert read_config("jax_compilation_cache_dir") is not None
-    # Hosts with GPUs tune their programs together.
+    # Hosts with GPUs autotune their programs together, so the other hosts must not load cached ones.
     monkeypatch.setattr(jax, "devices", lambda: [SimpleNamespace(platform="gpu")])
     share_program_cache()
     assert read_config("jax_compilation_cache_dir") is None
 
 
-def test_a_folder_that_cannot_be_used_is_a_warning(tmp_path, monkeypatch, caplog):
+def test_an_unusable_cache_folder_is_reported_by_a_warning(tmp_path, monkeypatch, caplog):
     def assert_refused(reason: str) -> None:
         caplog.clear()
         with caplog.at_level(logging.WARNING, logger="app.mesh.program_cache"):
@@ -103,7 +103,9 @@ def test_a_folder_that_cannot_be_used_is_a_warning(tmp_path, monkeypatch, caplog
         assert_refused("another process holds the lock of its folder")
 
 
-def test_interrupted_and_oldest_programs_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupted_and_oldest_programs_are_removed_from_the_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     use_program_cache()
     jax.config.update("jax_compilation_cache_dir", None)
     for age, name in enumerate(("newest", "older", "oldest")):

@@ -1,4 +1,4 @@
-"""Checkpoints that transformers writes, and its logits for packed rows."""
+"""Writes checkpoints with transformers, and computes its logits for packed rows."""
 
 from collections.abc import Sequence
 from copy import deepcopy
@@ -29,7 +29,7 @@ SIZES: dict[str, Any] = {
     "max_position_embeddings": 256,
     "rms_norm_eps": 1e-5,
 }
-"""Sizes that are no powers of two; three query heads share a key head, and head_dim is not 36 / 9."""
+"""Sizes that are not powers of two; three query heads share a key head, and head_dim is not 36 / 9."""
 
 ONE_KV_HEAD: dict[str, Any] = {"hidden_size": 40, "num_attention_heads": 5, "num_key_value_heads": 1, "head_dim": 8}
 
@@ -47,7 +47,7 @@ EXPERTS = {"num_experts_per_tok": 3}
 SWITCHES: dict[str, dict[str, Any]] = {
     "mixtral": {**EXPERTS, "num_local_experts": 5},
     "qwen3_moe": {**EXPERTS, "num_experts": 5, "moe_intermediate_size": 21, "norm_topk_prob": True},
-    # Every cap bends what goes through it, every window is shorter than most segments.
+    # Every soft cap is low enough to change its inputs, and every window is shorter than most segments.
     "mistral": {"sliding_window": 4},
     "gemma2": {
         "sliding_window": 5,
@@ -56,7 +56,7 @@ SWITCHES: dict[str, dict[str, Any]] = {
         "final_logit_softcapping": 5.0,
         "tie_word_embeddings": False,
     },
-    # More layers than a period of two layers with a window and one without.
+    # There are more layers than one period, which is two layers with a window and one without.
     "gemma3_text": {
         "num_hidden_layers": 5,
         "sliding_window": 5,
@@ -93,7 +93,7 @@ def packed_rows(*lengths: Sequence[int], num_tokens: int = 32, vocab_size: int =
     rng = np.random.default_rng(1)
     token_ids, *layout = (np.zeros((len(lengths), num_tokens), np.int32) for _ in range(4))
     rows = PackedRows([], token_ids, SegmentLayout(*layout))
-    # Padding is no special token: nothing may look at it.
+    # Padding consists of ordinary tokens, to which nothing may attend.
     rows.token_ids[:] = rng.integers(0, vocab_size, rows.token_ids.shape)
     for row, in_row in enumerate(lengths):
         first = 0
@@ -116,7 +116,7 @@ def write_checkpoint(
     rng = np.random.default_rng(0)
     with torch.no_grad():
         for name, weight in model.named_parameters():
-            factor_of_norm = 0.0 if model_type.startswith("gemma") else 1.0  # which multiplies by 1 + weight
+            factor_of_norm = 0.0 if model_type.startswith("gemma") else 1.0  # Gemma multiplies by 1 + weight
             values = rng.normal(factor_of_norm if "norm" in name else 0.0, 0.3, tuple(weight.shape))
             weight.copy_(torch.from_numpy(values.astype(np.float32)))
     model.to(getattr(torch, dtype)).save_pretrained(directory, max_shard_size=max_shard_size)
@@ -124,14 +124,14 @@ def write_checkpoint(
 
 
 def import_reference() -> tuple[Any, Any]:
-    torch = pytest.importorskip("torch", reason="the reference, transformers' own models, runs on torch")
-    torch.set_num_threads(1)  # On a busy machine its threads wait for one another at every tiny product.
+    torch = pytest.importorskip("torch", reason="the reference models of transformers run on torch")
+    torch.set_num_threads(1)  # On a busy machine its threads wait for one another at every tiny matmul.
     return torch, pytest.importorskip("transformers")
 
 
 def load_reference(directory: Path) -> Any:
     _, transformers = import_reference()
-    # The default products of experts want widths of 16 bytes, and default attention in older versions has no soft cap.
+    # The default matmuls of experts need widths of 16 bytes, and default attention in older versions has no soft cap.
     plain = {"dtype": "float32", "experts_implementation": "eager", "attn_implementation": "eager"}
     return transformers.AutoModelForCausalLM.from_pretrained(directory, **plain).eval()
 

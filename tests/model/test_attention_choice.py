@@ -1,4 +1,4 @@
-"""Tests of which programs contain the kernels, and that they compile, for TPUs and GPUs that need not be there."""
+"""Tests which programs contain the kernels, and that these compile for TPUs and GPUs without such a device."""
 
 import functools
 import math
@@ -32,7 +32,7 @@ from tests.tiny import EVEN
 
 FLOAT32 = jnp.dtype("float32")
 LONG, SHORT = 200, 20
-"""Tokens of a row of several of XLA's blocks, and of one of a single block."""
+"""Numbers of tokens of a row of several XLA blocks, and of a row of a single block."""
 
 
 def mesh_of(platform: str, kind: str = "", shape: tuple[int, int, int] = (1, 1, 1)) -> Any:
@@ -69,7 +69,7 @@ V5E_16 = mesh_of("tpu", "TPU v5 lite", (4, 4, 1))
     ],
     ids=["v5e-16", "short", "kernel", "xla", "cpu"],
 )
-def test_kernels_follow_platform_and_setting(implementation, mesh, num_tokens, has_kernel):
+def test_attention_kernels_are_chosen_by_platform_and_setting(implementation, mesh, num_tokens, has_kernel):
     gradients, filled = traced(implementation, mesh, num_tokens)
     assert ("attention_forward" in gradients, "attention_backward" in gradients) == (has_kernel, has_kernel)
     assert ("attention_forward" in filled, "attention_backward" in filled) == (has_kernel, False)
@@ -85,7 +85,7 @@ def longest_rows(head_dim: int, group_size: int, dtype: Any) -> dict[int, int]:
     return longest
 
 
-def test_long_rows_use_smaller_blocks_and_then_xla():
+def test_long_rows_use_smaller_kernel_blocks_and_finally_xla():
     with jax.sharding.use_abstract_mesh(mesh_of("tpu", "TPU v4")):
         assert longest_rows(128, 8, jnp.bfloat16) == {512: 1024, 256: 9728, 128: 13312}
         assert longest_rows(128, 8, FLOAT32) == {256: 4608, 128: 10752}
@@ -101,7 +101,7 @@ def test_long_rows_use_smaller_blocks_and_then_xla():
         assert {platform_blocking(4096, 128, FLOAT32, i, group_size=1) for i in ("auto", "xla")} == {(64, 1, None)}
 
 
-def test_caches_are_read_in_the_largest_blocks_that_fit():
+def test_decode_kernel_reads_caches_in_the_largest_blocks_that_fit():
     def sizes(kv_heads: int, dtype: Any, **changes: Any) -> list[int | None]:
         architecture = replace(EVEN, num_kv_heads=kv_heads, num_query_heads=kv_heads, head_dim=128, **changes)
         return [decode_block_size(architecture, length, dtype) for length in (12, 104, 512, 5000)]
@@ -124,7 +124,7 @@ def slice_of(name: str) -> Mesh:
     ("name", "head_dim", "group_size", "dtype"),
     [("v4-8", 64, 3, jnp.float32), ("v5p-8", 256, 4, jnp.bfloat16), ("v5e-1", 128, 6, jnp.bfloat16)],
 )
-def test_the_tpu_kernel_compiles_with_the_longest_rows_of_each_block(name, head_dim, group_size, dtype):
+def test_tpu_attention_kernel_compiles_for_the_longest_rows_of_each_block_size(name, head_dim, group_size, dtype):
     tpu = slice_of(name)
 
     def on_tpu(*shape: int, dtype: Any = dtype) -> jax.ShapeDtypeStruct:
@@ -148,7 +148,7 @@ ON_GPU = replace(EVEN, num_kv_heads=2, num_query_heads=4, head_dim=64)
 
 @pytest.fixture(params=[True, False], ids=["with-triton", "without-triton"])
 def with_triton(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[bool]:
-    """Makes programs for a GPU, with and without Pallas' Triton backend; returns whether it is there."""
+    """Makes programs for a GPU, with and without Pallas' Triton backend, and returns whether it is available."""
     if not request.param:
         for name in [name for name in sys.modules if name.startswith("app.model.kernels.gpu")]:
             monkeypatch.delitem(sys.modules, name)
@@ -160,7 +160,7 @@ def with_triton(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
 
 
 def num_kernels(function: Any, *shapes: Any, differentiated: int = 0) -> int:
-    """Returns the number of kernels in the program of a function, or of its gradients by its first arguments."""
+    """Returns the number of kernels in the program of a function, or of its gradients in its first arguments."""
 
     def total(*arrays: Any) -> jax.Array:
         return jnp.sum(function(*arrays), dtype=jnp.float32)
@@ -175,7 +175,7 @@ def shape(*sizes: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
 
 
 def test_gpu_programs_have_kernels_only_with_triton(with_triton: bool, caplog: pytest.LogCaptureFixture) -> None:
-    # XLA does not need it.
+    # Attention in XLA does not need Triton.
     assert platform_blocking(256, 64, jnp.bfloat16, "xla", group_size=2).kernel is None
     assert decode_block_size(replace(ON_GPU, attention_implementation="xla"), 64, jnp.bfloat16) is None
     assert caplog.messages == []
@@ -193,7 +193,7 @@ def test_gpu_programs_have_kernels_only_with_triton(with_triton: bool, caplog: p
     assert [message[: len(warning)] for message in caplog.messages] == [warning] * (not with_triton)
 
 
-def test_gpu_kernels_are_in_bfloat16_and_refused_without_triton(with_triton: bool) -> None:
+def test_gpu_attention_kernels_need_bfloat16_and_triton(with_triton: bool) -> None:
     assert platform_blocking(8192, 64, FLOAT32, group_size=1) == PARALLEL_BLOCKING
     if with_triton:
         insisted = platform_blocking(256, 64, jnp.bfloat16, "kernel", group_size=2)
@@ -219,7 +219,7 @@ def on(mesh: Mesh, *sizes: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStru
 @pytest.mark.parametrize(
     ("dim", "num_rows", "dtype"), [(256, 2048, "float32"), (96, 64, "bfloat16"), (10, 7, "bfloat16")]
 )
-def test_grouped_matmuls_compile_for_an_h100_without_expansion(dim: int, num_rows: int, dtype: Any) -> None:
+def test_grouped_matmuls_compile_for_an_h100_without_large_temporaries(dim: int, num_rows: int, dtype: Any) -> None:
     mesh = gpus_of("h100-1")
 
     def both(x: jax.Array, matrices: jax.Array, sizes: jax.Array, dy: jax.Array) -> Any:
@@ -242,7 +242,7 @@ def test_grouped_matmuls_compile_for_an_h100_without_expansion(dim: int, num_row
     ("head_dim", "block_size", "window", "is_int8"),
     [(64, 16, None, True), (128, 256, 100, True), (256, 64, None, False)],
 )
-def test_the_decode_kernel_compiles_for_an_h100(head_dim, block_size, window, is_int8):
+def test_decode_kernel_compiles_for_an_h100_and_updates_caches_in_place(head_dim, block_size, window, is_int8):
     architecture = replace(EVEN, num_kv_heads=2, num_query_heads=12, head_dim=head_dim)
     mesh = gpus_of("h100-1")
     with jax.set_mesh(mesh):

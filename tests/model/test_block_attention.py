@@ -1,4 +1,4 @@
-"""Tests of attention over packed rows, by XLA and by the kernels in Pallas' interpreter, against float64 oracles."""
+"""Tests attention over packed rows, by XLA and by the kernels in Pallas' interpreter, against float64 oracles."""
 
 import functools
 import re
@@ -25,7 +25,7 @@ from tests.layouts import RULES, layout_of, seen, segments_of_rows
 from tests.tiny import make_mesh
 
 ROWS, TOKENS, QUERY_HEADS, KV_HEADS, HEAD = 2, 150, 6, 3, 5
-"""Rows of two whole blocks and a part of one, for the blocks of a CPU."""
+"""Sizes with which a row has two whole CPU blocks and a part of a third."""
 Inputs = tuple[Array, Array, Array, Array]
 
 
@@ -42,7 +42,7 @@ def inputs(rows=ROWS, tokens=TOKENS, query_heads=QUERY_HEADS, kv_heads=KV_HEADS,
 
 
 def oracle(query, keys, values, weights, visible, rule: ScoreMod) -> tuple[np.ndarray, ...]:
-    """Computes the result in float64, and the gradients of sum(weights * result) by queries, keys and values."""
+    """Computes the result in float64, and the gradients of sum(weights * result) in queries, keys and values."""
     query, keys, values, weights = (np.asarray(x, np.float64) for x in (query, keys, values, weights))
     rows, tokens, _, head = query.shape
     kv_heads = keys.shape[1]
@@ -98,7 +98,7 @@ def test_dense_attention_equals_a_float64_oracle(rule):
 @given(
     segments=segments_of_rows(num_rows=ROWS, num_tokens=TOKENS, longest=90), window=st.sampled_from([None, 1, 7, 40])
 )
-def test_attention_over_random_rows_equals_a_float64_oracle(segments, window):
+def test_packed_attention_over_random_rows_equals_a_float64_oracle(segments, window):
     rule = RULES[window == 7]
     layout = layout_of(segments, num_tokens=TOKENS)
     ours = packed(rule, windowed=window is not None)(*inputs(), layout, window or 0)
@@ -151,7 +151,7 @@ def exact(arrays, layout: SegmentLayout, rule=RULES[1], window: int | None = Non
     segments=segments_of_rows(num_rows=2, num_tokens=SMALL_TOKENS, longest=40),
     window=st.sampled_from([None, 1, 7, SIZE, 40]),
 )
-def test_each_implementation_equals_a_float64_oracle(implementation, at_once, segments, window):
+def test_each_attention_implementation_equals_a_float64_oracle(implementation, at_once, segments, window):
     rule, layout, arrays = RULES[1], layout_of(segments, num_tokens=SMALL_TOKENS), inputs(tokens=SMALL_TOKENS)
     ours = at_tokens(implementation, at_once, arrays, layout, rule, window)
     assert_close(ours, exact(arrays, layout, rule, window))
@@ -159,18 +159,18 @@ def test_each_implementation_equals_a_float64_oracle(implementation, at_once, se
 
 @IMPLEMENTATIONS
 @pytest.mark.usefixtures("interpreted")
-def test_seven_query_heads_in_bfloat16_share_a_key_head(implementation, at_once):
+def test_bfloat16_attention_with_seven_query_heads_per_key_head_equals_an_oracle(implementation, at_once):
     arrays = [x.astype(jnp.bfloat16) for x in inputs(tokens=SMALL_TOKENS, query_heads=7, kv_heads=1)]
     ours = at_tokens(implementation, at_once, arrays, SMALL, DEFAULT_SCORE_MOD)
     assert {x.dtype for x in ours[1:]} == {jnp.dtype(jnp.bfloat16)}
-    # Operands are rounded, and sums are not.
+    # Operands are rounded, but sums are not.
     ours, rounded = ([x.astype(jnp.float32) for x in both] for both in (ours, arrays))
     assert_close(ours, exact(rounded, SMALL, DEFAULT_SCORE_MOD), tolerance=2e-2)
 
 
 @IMPLEMENTATIONS
 @pytest.mark.usefixtures("interpreted")
-def test_padding_is_finite_and_has_no_effect(implementation, at_once):
+def test_attention_is_finite_on_padding_and_ignores_it(implementation, at_once):
     arrays = inputs(tokens=SMALL_TOKENS)
     padding = (SMALL.segment_ids == 0)[:, :, None, None]
     by_key = padding.swapaxes(1, 2)
@@ -183,10 +183,10 @@ def test_padding_is_finite_and_has_no_effect(implementation, at_once):
 
 @pytest.mark.parametrize("implementation", [blockwise, tpu_attention, gpu_attention], ids=["xla", "tpu", "gpu"])
 @pytest.mark.usefixtures("interpreted")
-def test_only_pairs_inside_the_window_are_computed(implementation):
+def test_only_block_pairs_inside_the_window_are_computed(implementation):
     layout, window = layout_of([[(SMALL_TOKENS, ())]] * 2, num_tokens=SMALL_TOKENS), 7
     query, keys, values, weights = inputs(tokens=SMALL_TOKENS)
-    # A pair with these values is not finite even where the window hides all of them.
+    # With these values, a computed pair is not finite even where the window masks all of it.
     values = values.at[:, :, : 2 * SIZE].set(np.nan)
     run = compiled(implementation, 1, RULES[1])
     for by_query in run(query, keys, values, weights, layout, jnp.int32(window))[:2]:
@@ -198,7 +198,7 @@ def test_only_pairs_inside_the_window_are_computed(implementation):
 TWO_SEGMENTS = layout_of([[(70, (20, 30)), (10, (5,))], [(3, (60,)), (40, (4,))]], num_tokens=TOKENS)
 
 
-def test_results_are_bitwise_independent_of_padding_and_other_completions():
+def test_attention_is_bitwise_independent_of_padding_and_other_completions():
     *arrays, weights = inputs()
     segment_ids, branch_ids, _ = map(np.asarray, TWO_SEGMENTS)
     run = packed(DEFAULT_SCORE_MOD, windowed=False)
@@ -225,7 +225,7 @@ def scanned(query, keys, values, layout):
     return jax.lax.scan(jax.checkpoint(layer), query, windows)[0]
 
 
-def test_attention_on_a_mesh_equals_one_device():
+def test_attention_on_a_mesh_equals_attention_on_one_device():
     rows = [[(70, (20, 30)), (10, (5,))], [], [(3, (60,)), (40, (4,))], [(60, (90,))]]
     arrays, layout = inputs(rows=4, query_heads=4, kv_heads=2), layout_of(rows, num_tokens=TOKENS)
     run = jax.jit(with_gradients(scanned))
@@ -242,7 +242,7 @@ def test_attention_on_a_mesh_equals_one_device():
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * float(np.abs(b).max()))
 
 
-def test_no_array_holds_all_scores():
+def test_attention_never_materializes_all_scores():
     tokens = 4 * 64 + 3
     arrays, layout = inputs(tokens=tokens), layout_of([[(200, (30,))]] * ROWS, num_tokens=tokens)
     text = str(packed(DEFAULT_SCORE_MOD, windowed=False).lower(*arrays, layout, 0).compile().as_text())

@@ -33,7 +33,7 @@ from tests.layouts import layout_of
 
 FLOAT32 = jnp.dtype("float32")
 
-# A prompt with three completions, a lone sample and padding: longer than a block of attention, and odd.
+# The row has a prompt with three completions, a single sample and padding; its length is odd and exceeds a block.
 SHARED = layout_of([[(40, (30, 21, 33)), (9, (14,))]], num_tokens=151)
 WINDOWED = replace(tiny.SWITCHED, windows=(35, None, 60))
 EVERYTHING = replace(
@@ -43,7 +43,7 @@ EVERYTHING = replace(
     qkv_bias=True,
     attention_output_bias=True,
 )
-"""Every switch, biases and experts, with windows shorter than rows of many tokens."""
+"""Architecture with every switch, biases and experts, whose windows are shorter than long rows."""
 SWITCHED_EXPERTS = replace(EVERYTHING, windows=tiny.SWITCHED.windows)
 
 
@@ -109,7 +109,7 @@ def slow_hidden_states(arch: Architecture, params: Params, token_ids: np.ndarray
 
 
 @pytest.mark.parametrize("architecture", [tiny.BIASED, EVERYTHING], ids=["biases", "every-switch-and-experts"])
-def test_packed_rows_equal_a_slow_decoder_in_float64(architecture):
+def test_decoder_on_packed_rows_equals_a_slow_decoder_in_float64(architecture):
     definition = DecoderDefinition.create(architecture)
     params = tiny.random_params(definition)
     token_ids = np.random.default_rng(3).integers(0, architecture.vocab_size, (1, 151))
@@ -146,21 +146,21 @@ def test_remat_keeps_gradients_and_saves_memory():
     temporary_bytes = [program.memory_analysis().temp_size_in_bytes for program in programs]
     assert temporary_bytes[1] < 0.8 * temporary_bytes[0]
     assert temporary_bytes[2] < 0.8 * temporary_bytes[1]
-    # XLA's CPU compiler would hold bfloat16 that is written layer by layer as float32.
+    # XLA's CPU compiler would store bfloat16 arrays that are written layer by layer as float32.
     arrays = re.findall(r"(\w+)\[([\d,]+)\]", compiled("minimal", "bfloat16").as_text())
     held = {dtype for dtype, dims in arrays if math.prod(map(int, dims.split(","))) == 2 * 2 * 40 * 44}
     assert "u16" in held and "f32" not in held
 
 
 TWO_ROWS = jax.tree.map(lambda x: np.tile(x, (2, 1)), layout_of([[(30, (11, 16)), (9, (6,))]], num_tokens=76))
-"""Rows of a block of attention and a part of one, with a shared prompt and padding."""
+"""Rows of one attention block and a part of another, with a shared prompt and padding."""
 NETWORK = DecoderDefinition.create(
     replace(WINDOWED, windows=(20, None, 40)), lora=LoRAConfig(3, 6.0, PROJECTIONS), quantization="int8"
 )
 
 
 def gradient(mesh: Mesh | None = None) -> Any:
-    """Returns a loss, the hidden states of tokens, and the gradient by adapters beside random codes of kernels."""
+    """Returns a loss, hidden states, and the gradient of the adapters of a network with random quantized kernels."""
     rng = np.random.default_rng(7)
     codes = lambda x, of: x if of.dtype == FLOAT32 else rng.integers(-1, 2, of.shape).astype(of.dtype)  # noqa: E731
     params = jax.tree.map(codes, tiny.random_params(NETWORK), NETWORK.shapes)
@@ -180,12 +180,12 @@ def gradient(mesh: Mesh | None = None) -> Any:
 on_one_device = functools.cache(gradient)
 
 
-def test_residuals_split_by_tokens_over_tp_give_equal_results():
+def test_splitting_residuals_by_tokens_over_tp_does_not_change_results():
     tiny.assert_trees_close(gradient(tiny.make_mesh((1, 2, 2))), on_one_device())
 
 
 @pytest.mark.parametrize(("num_tokens", "kept"), [(40, 10), (41, 41)], ids=["divides", "does-not-divide"])
-def test_a_device_along_tp_keeps_its_share_of_the_tokens(num_tokens, kept):
+def test_each_tp_device_keeps_residuals_of_its_share_of_tokens_if_tp_divides_them(num_tokens, kept):
     definition, mesh = DecoderDefinition.create(replace(tiny.EVEN, num_layers=3)), tiny.make_mesh((1, 1, 4))
 
     def loss(params, token_ids):
@@ -199,7 +199,7 @@ def test_a_device_along_tp_keeps_its_share_of_the_tokens(num_tokens, kept):
 
 
 @pytest.mark.usefixtures("interpreted")
-def test_the_decoder_with_kernels_equals_xla(monkeypatch):
+def test_the_decoder_with_kernels_equals_the_decoder_in_xla(monkeypatch):
     expected = on_one_device()
     monkeypatch.setattr(decoder, "architecture_blocking", lambda *_: Blocking(16, 1, kernel="tpu"))
     tiny.assert_trees_close(gradient(), expected)
@@ -262,7 +262,7 @@ def test_prefill_and_decode_equal_one_forward_pass(architecture, outputs_first):
         np.testing.assert_allclose(hidden, expected[np.arange(3), positions], atol=2e-5)
 
 
-def test_prefill_ignores_padding_after_a_prompt_even_an_empty_one():
+def test_prefill_ignores_padding_and_accepts_empty_prompts():
     model = compiled(SWITCHED_EXPERTS)
     empty = model.prefill(model.weights, right_padded(6), np.zeros(3, np.int32))
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(empty[:2]))
@@ -283,7 +283,7 @@ def test_decode_weights_exist_once_in_the_compute_dtype():
     assert sum(leaf.size for leaf in jax.tree.leaves(weights)) == definition.num_parameters
 
 
-def test_bfloat16_matmuls_have_float32_results_on_a_cpu_and_right_gradients():
+def test_bfloat16_matmuls_on_a_cpu_have_float32_results_and_correct_gradients():
     rng = np.random.default_rng(0)
     x, matrix = (jnp.asarray(rng.normal(size=size), jnp.bfloat16) for size in ((3, 5, 2, 8), (2, 8, 6)))
 
@@ -301,7 +301,7 @@ def test_bfloat16_matmuls_have_float32_results_on_a_cpu_and_right_gradients():
 
 
 @pytest.mark.parametrize("outputs_first", [False, True], ids=["inputs-first", "outputs-first"])
-def test_sampler_and_scorer_agree_in_bfloat16_near_float32(outputs_first):
+def test_sampler_and_scorer_in_bfloat16_agree_and_stay_near_float32(outputs_first):
     definition = DecoderDefinition.create(tiny.SWITCHED)
     params = tiny.random_params(definition)
     prompts = tiny.random_prompts(6, vocab_size=tiny.SWITCHED.vocab_size)

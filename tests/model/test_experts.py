@@ -1,4 +1,4 @@
-"""Tests of mixtures of experts: their products, a layer on any mesh, and routes that are recorded and replayed."""
+"""Tests mixtures of experts: their matmuls, a layer on any mesh, and routes that are recorded and replayed."""
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
@@ -46,7 +46,7 @@ def product_inputs() -> Iterator[tuple[int, np.ndarray, np.ndarray, np.ndarray, 
 
 
 def poisoned(x: np.ndarray, num_rows: int) -> np.ndarray:
-    """Returns rows of which those beyond the groups would spoil all that they affect."""
+    """Returns the rows with NaN in all rows beyond the groups."""
     return np.where(np.arange(len(x))[:, None] < num_rows, x, np.float32(np.nan))
 
 
@@ -66,7 +66,7 @@ def test_grouped_matmuls_and_gradients_equal_one_hot_matmuls():
 
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("gradient", [tgmm_product, gpu_grouped_product.matrix_gradient], ids=["tpu", "gpu"])
-def test_kernels_for_gradients_equal_the_loop_of_the_cpu(gradient):
+def test_expert_gradient_kernels_equal_the_cpu_loop(gradient):
     ours, expected = jax.jit(gradient), jax.jit(blockwise_matrix_gradient)
     for num_rows, x, _, sizes, dy in product_inputs():
         found = ours(poisoned(x, num_rows), poisoned(dy, num_rows), sizes)
@@ -112,11 +112,11 @@ def test_experts_on_any_mesh_equal_a_one_hot_mixture(shape):
     dense = jax.jit(functools.partial(with_gradients, functools.partial(one_hot_experts, is_token=is_token)))
     ours = jax.jit(functools.partial(with_gradients, lambda params, x: nnx.merge(graph, params)(x, is_token)[0]))
     expected, of_dense = dense(params, x, seed)
-    # What padding holds changes nothing.
+    # Values at padding have no effect.
     arrays = params, np.where(is_token[..., None], x, np.float32(1e4)), seed
     with jax.set_mesh(tiny.make_mesh(shape)):
         y, (of_params, of_x) = ours(*arrays)
-        # No step adds in an order that may vary, and devices only sum over tp.
+        # No operation adds in a nondeterministic order, and devices communicate only to sum over tp.
         assert "scatter" not in str(jax.make_jaxpr(ours)(*arrays))
         if shape == (1, 1, 4):
             moved = program_collectives(ours.lower(*arrays).compile())
@@ -163,19 +163,19 @@ def with_own_routes() -> list[Sample]:
 
 
 def rotated(samples: Sequence[Sample]) -> list[Sample]:
-    """Returns samples whose tokens pass through the next expert of each."""
+    """Returns samples whose recorded experts are each replaced by the next one."""
     return [replace(s, routes=((s.routes + 1) % 8).astype(np.uint8)) for s in samples if s.routes is not None]
 
 
 @pytest.mark.parametrize("shape", [RouteShape(2, 3), RouteShape(4, 2), RouteShape(1, 1)])
-def test_unpacking_inverts_packing_of_routes(shape):
+def test_unpacking_routes_inverts_packing_them(shape):
     chosen = np.random.default_rng(0).integers(0, 256, (shape.num_layers, 4, 5, shape.experts_per_token))
     words = np.asarray(pack_routes(jnp.asarray(chosen, jnp.int32)))
     assert words.shape == (4, 5, shape.num_words)
     np.testing.assert_array_equal(unpack_routes(words, shape), np.moveaxis(chosen, 0, 2))
 
 
-def test_recorded_experts_get_the_router_s_probabilities():
+def test_recorded_experts_are_weighted_by_the_current_routers_probabilities():
     x, router = jnp.ones((3, 1)), jnp.log(jnp.array([[1.0], [4.0], [2.0], [1.0]]))
     recorded = jnp.array([[3, 0], [UNRECORDED, UNRECORDED], [2, 1]], jnp.uint8)
     two = replace(tiny.MIXTURE, experts_per_token=2, normalized_routing=False)
@@ -190,11 +190,11 @@ def test_recorded_experts_get_the_router_s_probabilities():
     def of_third(router: jax.Array) -> jax.Array:
         return choose_experts(two, x, router, recorded)[0][0, 0]
 
-    # An expert that is not chosen has a gradient, as in the pass that the sampler took.
+    # An expert that is not chosen also has a gradient, as in the forward pass of the sampler.
     np.testing.assert_allclose(jax.grad(of_third)(router)[:, 0], [-1 / 64, -4 / 64, -2 / 64, 7 / 64], rtol=1e-5)
 
 
-def test_scores_replay_routes():
+def test_scoring_replays_recorded_routes():
     live = scores(SAMPLES, replays=False)
     np.testing.assert_array_equal(scores(with_own_routes()), live)
     np.testing.assert_array_equal(scores(SAMPLES), live)
@@ -222,7 +222,7 @@ def test_a_shared_prompt_gets_the_routes_of_its_first_sample_with_recorded_route
     assert np.all(rows.routes[0, at:] == UNRECORDED)
 
 
-def test_an_update_replays_routes():
+def test_an_update_replays_recorded_routes():
     """mesh/test_equal_on_any_mesh.py replays on eight devices."""
     objective = make_policy_objective(DEFINITION, tiny.PLAIN_LOSS, dtype=FLOAT32, remat="none", logits_chunk=5)
     run = jax.jit(jax.value_and_grad(objective, has_aux=True))

@@ -7,7 +7,7 @@ from app.model.architecture import forward_flops, num_visible_pairs
 from tests.tiny import MIXTURE, ODD, SWITCHED
 
 
-def test_forward_flops_equal_numbers_by_hand():
+def test_forward_flops_equal_hand_computed_numbers():
     # ODD: 2 layers, D 36, F 44, 6 query and 3 key/value heads of 10.
     matrices = 36 * 60 + 2 * 36 * 30 + 60 * 36 + 3 * 36 * 44
     pairs = 1 + 2 + 3 + 4 + 5
@@ -21,7 +21,7 @@ def test_forward_flops_equal_numbers_by_hand():
 
 
 @pytest.mark.parametrize("window", [None, 1, 3])
-def test_visible_pairs_equal_the_attention_mask(window):
+def test_visible_pairs_are_counted_like_entries_of_the_attention_mask(window):
     lengths = np.arange(12)
     q, k = np.arange(12)[:, None], np.arange(12)
     seen = (k <= q) & (q - k < (window or 99))

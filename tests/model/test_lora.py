@@ -1,4 +1,4 @@
-"""Tests that adapters compute what merged kernels compute, and change nothing at first."""
+"""Tests that adapters compute what merged kernels compute, and that new adapters change nothing."""
 
 import functools
 from dataclasses import replace
@@ -40,7 +40,7 @@ def logits(definition: DecoderDefinition, params: Params) -> jax.Array:
 
 
 @pytest.mark.parametrize(("architecture", "lora"), [(BIASED, SOME), (SWITCHED, EVERYWHERE)], ids=["biased", "switched"])
-def test_adapters_equal_merged_kernels(architecture, lora):
+def test_adapters_give_the_logits_of_merged_kernels(architecture, lora):
     definition, base = adapted(architecture, lora)
     params = random_params(definition)
     plain = merge_adapters(params, lora)
@@ -51,7 +51,7 @@ def test_adapters_equal_merged_kernels(architecture, lora):
     assert float(jnp.abs(expected - without).max()) > 0.1
 
 
-def test_each_target_changes_its_own_kernel_and_no_other():
+def test_each_lora_target_changes_only_its_own_kernel():
     names = dict(zip(PROJECTIONS, ("query", "key", "value", "attention_output", "gate", "up", "down"), strict=True))
     for target, name in names.items():
         lora = LoRAConfig(2, 2.0, (target,))
@@ -96,7 +96,7 @@ def test_different_lora_configs_have_different_texts():
     assert LoRAConfig(2, 16.0000001, ("q_proj",)).to_text() == "rank 2, alpha 16.0000001, q_proj"
 
 
-def test_decode_weights_equal_merged_kernels():
+def test_decode_weights_equal_kernels_merged_with_adapters():
     definition, base = adapted(EVEN, EVERYWHERE)
     params = random_params(definition)
     plain = jax.tree.leaves(DecodeConversion(base, make_mesh(), FLOAT32)(merge_adapters(params, EVERYWHERE)))
@@ -110,7 +110,7 @@ def test_decode_weights_equal_merged_kernels():
 
 
 @pytest.mark.parametrize("remat", ["minimal", "block"])
-def test_the_backward_pass_saves_no_adapter_products(remat):
+def test_the_backward_pass_saves_no_intermediate_results_of_adapters(remat):
     def kept_bytes(definition: DecoderDefinition, num_tokens: int) -> int:
         def forward(params: Params, frozen: Params) -> jax.Array:
             tokens = jnp.zeros((1, num_tokens), jnp.int32)
@@ -121,6 +121,6 @@ def test_the_backward_pass_saves_no_adapter_products(remat):
         pull = jax.eval_shape(lambda p, f: jax.vjp(lambda p: forward(p, f), p)[1], *parts)
         return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(pull))
 
-    # For eight more tokens, without weights and their gradients.
+    # The difference for eight more tokens excludes weights and their gradients.
     with_adapters, without = (kept_bytes(one, 16) - kept_bytes(one, 8) for one in adapted(ODD, EVERYWHERE))
     assert 0 < with_adapters <= without

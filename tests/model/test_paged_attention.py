@@ -1,4 +1,4 @@
-"""Tests of attention over blocks, in XLA and by the kernels, compared with attention over whole caches."""
+"""Tests attention over blocks, in XLA and by the kernels, compared with attention over whole caches."""
 
 import functools
 
@@ -34,7 +34,7 @@ def compiled(rule, window: int | None, way: str, block_size: int = BLOCK):
 
 
 def attend_whole(rule, window: int | None, query, new: LayerCache, cache: LayerCache, positions, active):
-    """The oracle: writes the new tokens into caches in one piece, and attends to them as to any keys and values."""
+    """Writes the new tokens into contiguous caches and applies dense attention, as the oracle."""
     write = jax.vmap(lambda row, token, position: row.at[:, position].set(token[:, 0]))
     keys, values = (write(x, y, positions) for x, y in zip(cache[:2], new[:2], strict=True))
     token = jnp.arange(keys.shape[2])
@@ -49,7 +49,7 @@ def in_one_piece(pools: LayerCache, tables: np.ndarray) -> LayerCache:
 
 
 def random_arrays(rng: np.random.Generator, block_size: int = BLOCK) -> tuple[np.ndarray, LayerCache, LayerCache]:
-    """Returns queries, their keys and values, and pools with blocks for `WIDTH` of each row and one more."""
+    """Returns queries, their keys and values, and pools with `WIDTH` blocks per row and one more."""
     normal = lambda *shape: rng.standard_normal(shape).astype(np.float32)  # noqa: E731
     query, new = normal(ROWS, 1, KV_HEADS * GROUP, HEAD), LayerCache(*normal(2, ROWS, KV_HEADS, 1, HEAD))
     return query, new, LayerCache(*normal(2, 1 + ROWS * WIDTH, KV_HEADS, block_size, HEAD))
@@ -58,11 +58,11 @@ def random_arrays(rng: np.random.Generator, block_size: int = BLOCK) -> tuple[np
 def assert_equal_attention(
     way: str, positions: list[int], *, active=(True,) * ROWS, window=None, rule=DEFAULT_SCORE_MOD, seed: int = 0
 ) -> None:
-    """Asserts that rows whose blocks lie anywhere get the attention and the caches of rows that lie in one piece."""
+    """Asserts that rows with scattered blocks have the attention and the caches of contiguous rows."""
     rng = np.random.default_rng(seed)
     query, new, pools = random_arrays(rng)
     tables = 1 + rng.permutation(ROWS * WIDTH).reshape(ROWS, WIDTH).astype(np.int32)
-    # A row needs no more blocks than it has tokens.
+    # A row has only the blocks that its tokens need.
     tables = np.where(np.arange(WIDTH) <= np.asarray(positions)[:, None] // BLOCK, tables, 0)
     at, is_active = np.array(positions, np.int32), np.array(active)
     expected_mixed, whole = compiled(rule, window, "whole")(query, new, in_one_piece(pools, tables), at, is_active)
@@ -81,7 +81,7 @@ def assert_equal_attention(
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_paged_attention_equals_a_contiguous_cache(way: str) -> None:
+def test_paged_attention_equals_attention_over_a_contiguous_cache(way: str) -> None:
     for positions in ([0, 15, 16, 17, 63], [31, 32, 33, 47, 48]):
         for rule, window in ((RULES[0], 20), (RULES[1], 1)):
             assert_equal_attention(way, positions, window=window, rule=rule)
@@ -90,14 +90,14 @@ def test_paged_attention_equals_a_contiguous_cache(way: str) -> None:
 @pytest.mark.parametrize("way", WAYS)
 @given(data=st.data())
 @settings(max_examples=12)
-def test_inactive_rows_do_not_change_blocks(way: str, data: st.DataObject) -> None:
+def test_inactive_rows_do_not_change_cache_blocks(way: str, data: st.DataObject) -> None:
     positions = data.draw(st.lists(st.integers(0, BLOCK * WIDTH - 1), min_size=ROWS, max_size=ROWS))
     active = data.draw(st.lists(st.booleans(), min_size=ROWS, max_size=ROWS))
     window = data.draw(st.sampled_from([None, 20]))
     assert_equal_attention(way, positions, active=active, window=window, seed=data.draw(st.integers(0, 99)))
 
 
-def test_the_tpu_kernel_reads_only_live_blocks() -> None:
+def test_tpu_decode_kernel_reads_only_live_blocks() -> None:
     query, new, pools = random_arrays(np.random.default_rng(0))
     tables = 1 + np.arange(ROWS * WIDTH, dtype=np.int32).reshape(ROWS, WIDTH)
     positions = np.array([3, 20, 31, 32, 50], np.int32)
@@ -112,8 +112,10 @@ def test_the_tpu_kernel_reads_only_live_blocks() -> None:
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(("block_size", "window"), [(16, None), (64, 20)])
-def test_attention_with_an_int8_cache_equals_dequantized_values(way: str, block_size: int, window: int | None) -> None:
-    """Blocks are one tile of codes, or several."""
+def test_attention_over_an_int8_cache_equals_attention_over_its_dequantized_values(
+    way: str, block_size: int, window: int | None
+) -> None:
+    """Blocks have one tile of codes or several."""
     rng = np.random.default_rng(0)
     query, new, pools = random_arrays(rng, block_size)
     tables = 1 + rng.permutation(ROWS * WIDTH).reshape(ROWS, WIDTH).astype(np.int32)

@@ -1,4 +1,4 @@
-"""Tests of the decoder against transformers on the same files.
+"""Tests the decoder against transformers on the same files.
 
 Weights are large (standard deviation 0.3, norms around 1, every bias random). Attention is then sharp, logits spread
 over several units, and a wrong pairing, scale or bias shows in the first digits.

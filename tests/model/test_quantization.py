@@ -1,4 +1,4 @@
-"""Tests of quantized kernels: precision, equality on any mesh, and memory."""
+"""Tests quantized kernels: precision, equality on any mesh, and memory."""
 
 from dataclasses import replace
 from typing import Any
@@ -69,7 +69,7 @@ def nearest_nf4(kernel: np.ndarray, axis: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize(("architecture", "quantization"), [(WIDE, "int8"), (WIDE, "nf4"), (EVEN, "nf4")])
-def test_each_weight_has_the_nearest_code(architecture: Architecture, quantization: Quantization) -> None:
+def test_each_quantized_weight_has_the_nearest_code(architecture: Architecture, quantization: Quantization) -> None:
     definition, params, exact = loaded(architecture, quantization)
     found, exact = flatten_by_path(dequantized_params(definition, params)), flatten_by_path(exact)
     dims = flatten_by_path(definition.unquantized.dims)
@@ -121,10 +121,10 @@ def logits(definition: DecoderDefinition, params: Params, *, dtype: Any = FLOAT3
         *(("int8", "bfloat16", (1, 1, 1), 5e-2), ("nf4", "bfloat16", (1, 1, 1), 2e-2)),
     ],
 )
-def test_a_quantized_network_equals_its_dequantized_kernels(quantization, dtype, mesh_shape, tolerance):
+def test_a_quantized_network_equals_a_network_with_dequantized_kernels(quantization, dtype, mesh_shape, tolerance):
     architecture = replace(WIDE, qkv_bias=True, attention_output_bias=True, mlp_bias=True)
     definition, params, exact = loaded(architecture, quantization, mesh_shape)
-    # Codes are the same on every mesh, and split as kernels are.
+    # Codes are equal on every mesh, and sharded like kernels.
     jax.tree.map(np.testing.assert_array_equal, params, loaded(architecture, quantization)[1])
     shardings = definition.shardings(make_mesh(mesh_shape))
     assert jax.tree.all(jax.tree.map(lambda x, s: x.sharding.is_equivalent_to(s, x.ndim), params, shardings))
@@ -170,7 +170,7 @@ def test_few_kernels_are_dequantized_at_once_while_decoding() -> None:
 
 
 @EACH
-def test_decode_weights_have_the_same_codes_and_scales(quantization: Quantization) -> None:
+def test_decode_weights_keep_the_codes_and_scales_of_quantized_kernels(quantization: Quantization) -> None:
     definition, params, _ = loaded(WIDE, quantization)
     found = DecodeConversion(definition, make_mesh(), jnp.dtype("bfloat16"))(params)
     stacked = flatten_by_path(params["blocks"])
@@ -183,7 +183,7 @@ def test_decode_weights_have_the_same_codes_and_scales(quantization: Quantizatio
 
 
 @EACH
-def test_both_factors_of_a_matmul_have_the_compute_dtype(quantization: Quantization) -> None:
+def test_both_operands_of_a_quantized_matmul_have_the_compute_dtype(quantization: Quantization) -> None:
     how: Any = {"bias": False, "stack": {}, "lora": None, "quantization": quantization}
     projection = Projection(nnx.Rngs(0), {"embed": 64}, {"mlp": 8}, **how)
 
@@ -195,14 +195,14 @@ def test_both_factors_of_a_matmul_have_the_compute_dtype(quantization: Quantizat
     assert products and not any("f32" in types.partition("->")[0] for types in products)
 
 
-def test_a_model_width_that_no_tile_divides_is_refused() -> None:
+def test_nf4_refuses_a_model_width_that_no_tile_divides() -> None:
     with pytest.raises(InputError, match=r"quantize_base: nf4 needs a model width .* got 36; set it to int8"):
         check_quantization("nf4", model_dim=BIASED.model_dim)
     check_quantization("int8", model_dim=BIASED.model_dim)
     check_quantization("nf4", model_dim=48)
 
 
-def test_missing_qwix_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_about_missing_qwix_names_the_extra_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     check_qwix_installed()
     for found, text in ((NOT_INSTALLED, "is not installed;"), ("0.0.9", "0.0.9 is installed;")):
         monkeypatch.setattr(app.model.quantization, "version_of", lambda name, found=found: found)

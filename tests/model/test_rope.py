@@ -1,4 +1,4 @@
-"""Tests of rotary frequencies and rotations against numbers by hand and transformers."""
+"""Tests rotary frequencies and rotations against hand-computed numbers and transformers."""
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,8 @@ from app.model.io.families import architecture_from_config
 from app.model.layers import apply_rope, rope_frequencies
 from tests.model.reference import LLAMA3, SIZES
 
-# The part kept of the second of wavelengths 6.28, 62.8, 628, ... between original/high = 25 and original/low = 100.
+# Of the wavelengths 6.28, 62.8, 628, ..., the second lies between original/high = 25 and original/low = 100, and
+# this part of its frequency is not scaled.
 KEPT = (100 * 0.1 / (2 * np.pi) - 1) / 3
 BLENDED = (1 - KEPT) * 0.1 / 8 + KEPT * 0.1
 
@@ -28,7 +29,7 @@ BLENDED = (1 - KEPT) * 0.1 / 8 + KEPT * 0.1
     ],
     ids=["default", "linear", "llama3"],
 )
-def test_rope_frequencies_equal_numbers_by_hand(rope, by_hand):
+def test_rope_frequencies_equal_hand_computed_numbers(rope, by_hand):
     np.testing.assert_allclose(rope_frequencies(rope, 8), by_hand, rtol=1e-6)
 
 
@@ -56,13 +57,13 @@ def turns_of(angles):
     return jnp.stack([jnp.cos(angles), jnp.sin(angles)])
 
 
-def test_rotation_by_a_quarter_turn_by_hand():
+def test_rotation_by_a_quarter_turn_equals_a_hand_computed_vector():
     x = jnp.array([1.0, 2.0, 3.0, 4.0]).reshape(1, 1, 1, 4)
     angles = turns_of(jnp.array([np.pi / 2, 0.0]).reshape(1, 1, 2))
     np.testing.assert_allclose(apply_rope(x, angles).ravel(), [-3.0, 2.0, 1.0, 4.0], atol=1e-6)
 
 
-def test_gradients_of_a_rotation_equal_finite_differences():
+def test_gradients_of_a_rotary_embedding_equal_finite_differences():
     rng = np.random.default_rng(0)
     x, weights = (jnp.asarray(rng.normal(size=(1, 3, 2, 4)), jnp.float32) for _ in range(2))
     angles = turns_of(jnp.asarray(rng.normal(size=(1, 3, 2)), jnp.float32))

@@ -34,7 +34,7 @@ def inputs(num_rows: int = ROWS) -> tuple[Array, Array, Array, Array]:
 def oracle(
     temperature: float, soft_cap: float | None, mask: Any = True, num_rows: int = ROWS
 ) -> tuple[np.ndarray, ...]:
-    """Computes in float64 logprobs, entropies, and the gradients of their weighted sum by hidden states and head."""
+    """Computes in float64 logprobs, entropies, and the gradients of their weighted sum in hidden states and head."""
     hidden, head, targets, weights = map(np.asarray, inputs(num_rows))
     hidden, head, weights = hidden.astype(np.float64), head.astype(np.float64), weights * np.asarray(mask)
     capped = hidden @ head.T
@@ -68,7 +68,7 @@ def values_and_gradients(chunk: int, soft_cap: float | None, num_rows: int = ROW
 
 
 @pytest.mark.parametrize(("chunk", "temperature", "soft_cap"), [(1, 1.7, None), (3, 0.3, 3.0), (128, 1.7, None)])
-def test_values_and_gradients_equal_a_float64_oracle(chunk, temperature, soft_cap):
+def test_logprobs_entropies_and_their_gradients_equal_a_float64_oracle(chunk, temperature, soft_cap):
     ours = values_and_gradients(chunk, soft_cap)(*inputs()[:2], EVERYWHERE, temperature)
     for value, exact in zip(ours, oracle(temperature, soft_cap), strict=True):
         np.testing.assert_allclose(value, exact, rtol=1e-5, atol=1e-5 * max(1.0, np.abs(exact).max()))
@@ -86,7 +86,7 @@ def test_chunks_without_targets_are_skipped():
     hidden, head, *_ = inputs()
     # Chunks of 3 contain targets of two rows, and the last three have none.
     mask, first_skipped = jnp.arange(TOKENS) < jnp.array([[3], [5], [4]]), 6
-    # Nothing that is computed from these states would be a number.
+    # Anything that is computed from these states would be NaN.
     broken = hidden.at[:, first_skipped:].set(jnp.nan)
     *ours, by_hidden, by_head = values_and_gradients(3, None)(broken, head, mask, 0.7)
     *exact, exact_by_hidden, exact_by_head = oracle(0.7, None, mask)
@@ -111,7 +111,7 @@ def test_logits_of_bfloat16_states_are_summed_in_float32():
 
 
 def test_only_a_chunk_of_completion_tokens_ever_has_logits():
-    # Sizes that meet nowhere else in the program: the vocabulary is a prime.
+    # The vocabulary's size is a prime, so no other array has it as a dim.
     definition, shape, targets = DecoderDefinition.create(replace(ODD, num_layers=1)), (ROWS, 22), (ROWS, 14)
 
     def loss(params):
@@ -129,7 +129,7 @@ def test_only_a_chunk_of_completion_tokens_ever_has_logits():
 
 
 @pytest.mark.parametrize(("shape", "num_rows", "soft_cap"), [((2, 2, 2), ROWS, 3.0), ((1, 4, 1), 4, None)])
-def test_a_vocabulary_split_over_a_mesh_gives_equal_results(shape, num_rows, soft_cap):
+def test_splitting_the_vocabulary_over_a_mesh_does_not_change_logprobs_or_gradients(shape, num_rows, soft_cap):
     # 23 tokens do not split evenly, and 3 rows stay whole on every device.
     mask = jnp.asarray(np.random.default_rng(1).random((num_rows, TOKENS)) < 0.7)
     run, arguments = values_and_gradients(3, soft_cap, num_rows), (*inputs(num_rows)[:2], mask, 0.7)

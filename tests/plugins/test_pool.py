@@ -1,4 +1,4 @@
-"""Tests of the import of plug-ins, and of workers and their replacement: none is left behind."""
+"""Tests that plug-ins are imported, and that their workers are replaced and leave no processes behind."""
 
 import math
 import os
@@ -90,13 +90,13 @@ def f(text):
         ("x = bytearray(2 * 2**30)", r"MemoryError.*; it may need more than plugins\.memory_mib = 1024"),
     ],
 )
-def test_load_failures_are_input_errors(source: str, message: str) -> None:
+def test_failures_to_load_a_plug_in_are_input_errors(source: str, message: str) -> None:
     with pytest.raises(InputError, match=f"^reward.functions: plug.py:f: .*{message}"):
         run(source, load_timeout_s=0.5 if "sleep" in source else 30, memory_mib=1024)
 
 
 @pytest.mark.parametrize("mishap", ["time.sleep(60)", "1 / 0"])
-def test_a_replacement_that_fails_to_load_once_is_started_again(tmp_path: Path, mishap: str) -> None:
+def test_a_replacement_worker_that_fails_to_load_once_is_started_again(tmp_path: Path, mishap: str) -> None:
     source = (
         "import os, time\nif os.path.exists('died'):\n    os.rename('died', 'mishap')\n"
         f"    {mishap}\n"
@@ -116,7 +116,7 @@ def test_a_worker_is_kept_between_calls_and_replaced_after_its_death() -> None:
     assert isinstance(after, float) and after != before
 
 
-def test_a_call_that_ends_its_process_is_retried_and_one_that_hangs_is_not(tmp_path: Path) -> None:
+def test_a_call_is_retried_if_it_ends_its_process_but_not_if_it_hangs(tmp_path: Path) -> None:
     source = (
         "import os, time\ndef f(text):\n    with open(text, 'a') as out: out.write('x')\n"
         "    if text == 'hang': time.sleep(60)\n    os._exit(1)"
@@ -125,7 +125,7 @@ def test_a_call_that_ends_its_process_is_retried_and_one_that_hangs_is_not(tmp_p
     assert [(tmp_path / text).read_text() for text in ("exit", "hang")] == ["xx", "x"]
 
 
-def test_a_call_does_not_fail_because_of_an_earlier_one() -> None:
+def test_a_call_does_not_fail_because_an_earlier_call_broke_its_worker() -> None:
     source = (
         "import os\npoisoned = False\ndef f(text):\n    global poisoned\n    if poisoned: os._exit(1)\n"
         "    poisoned = text == 'poison'\n    return 1"
@@ -134,7 +134,7 @@ def test_a_call_does_not_fail_because_of_an_earlier_one() -> None:
         assert run(source, *["poison", "good"] * 4, "good", workers=workers) == [1.0] * 9
 
 
-def test_a_forged_answer_fails_its_own_call() -> None:
+def test_a_forged_answer_fails_only_its_own_call() -> None:
     source = (
         "import contextlib, json, os, re, sys, time\n"
         "def f(text):\n    if text == 'ok': return 1\n"

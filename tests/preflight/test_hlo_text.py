@@ -1,4 +1,4 @@
-"""Tests of the text of compiled programs: what their collectives send, against hand-computed bytes."""
+"""Tests the text of compiled programs: what their collectives send, against hand-computed bytes."""
 
 import jax
 import jax.numpy as jnp

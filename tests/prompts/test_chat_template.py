@@ -1,4 +1,4 @@
-"""Tests that chats of data sets are the ids of transformers' `apply_chat_template`, and of text without a template."""
+"""Tests that chats of data sets get the ids of transformers' `apply_chat_template`, and prompts without a template."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Tests of given completions: which tokens they have, and which of them the assistant writes."""
+"""Tests given completions: which tokens they have, and which of them the assistant writes."""
 
 import itertools
 from pathlib import Path

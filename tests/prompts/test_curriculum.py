@@ -1,4 +1,4 @@
-"""Tests of the curriculum, which draws prompts by their pass rates."""
+"""Tests the curriculum, which draws prompts by their pass rates."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""Tests of data sets (files, the hub, held-out rows, mixtures), and of rows encoded as prompts."""
+"""Tests data sets (files, the hub, held-out rows, mixtures) and how their rows are encoded as prompts."""
 
 import gzip
 import json

@@ -1,4 +1,4 @@
-"""Tests of the order of prompts, and of the built-in arithmetic problems."""
+"""Tests the order of prompts, and the built-in arithmetic problems."""
 
 import re
 from collections import Counter

@@ -1,4 +1,4 @@
-"""Tests of tokenizers in model directories and GGUF files, also of those that add start tokens and spaces."""
+"""Tests tokenizers in model directories and GGUF files, also of those that add start tokens and spaces."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Tests of chats of several turns: what the template writes between turns, and the tool calls in them."""
+"""Tests chats of several turns: what the template writes between turns, and the tool calls in them."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Tests of the identity of a computation: what differs, and how it is said."""
+"""Tests the identity of a computation: what differs, and how it is said."""
 
 from pathlib import Path
 

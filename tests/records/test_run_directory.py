@@ -1,4 +1,4 @@
-"""Tests of a run's directory: who may use it, and the settings of its steps, read from its files."""
+"""Tests a run's directory: who may use it, and the settings of its steps, read from its files."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Tests of the summary of a run, of early stopping, of series of metrics and of statistics, against slow oracles."""
+"""Tests a run's summary, early stopping, series of metrics, and statistics against slow oracles."""
 
 import math
 from itertools import product

@@ -1,4 +1,4 @@
-"""Tests of plots, of the text in them, and of reproducible output."""
+"""Tests plots, the text in them, and that they are reproducible."""
 
 from xml.etree import ElementTree
 

@@ -1,4 +1,4 @@
-"""Tests of reading run directories, complete and damaged, and of the samples chosen for the viewer."""
+"""Tests reading complete and damaged run directories, and the choice of samples for the viewer."""
 
 import json
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Tests of rewards: values, abstentions and failures, new and saved, environments and the length penalty, by hand."""
+"""Tests rewards: values, abstentions and failures, new and saved, environments and the length penalty, by hand."""
 
 import json
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Tests of the built-in tasks, and of math-verify in worker processes, in which it may hang."""
+"""Tests the built-in tasks, and math-verify in worker processes, where it may hang."""
 
 import importlib.util
 import sys

@@ -1,4 +1,4 @@
-"""Tests of numbers and answers in texts of people and models."""
+"""Tests numbers and answers in texts of people and models."""
 
 import json
 import subprocess

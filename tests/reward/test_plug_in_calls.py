@@ -1,4 +1,4 @@
-"""Tests of calls of reward functions: what they may be, what they get and what they may return."""
+"""Tests calls of reward functions: what they may be, what they get and what they may return."""
 
 import asyncio
 import functools

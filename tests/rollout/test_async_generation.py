@@ -1,4 +1,4 @@
-"""Tests of open rollouts, whose rounds are completed in order while the weights change, and of stopped ones."""
+"""Tests open rollouts, whose rounds are completed in order while the weights change, and stopped rollouts."""
 
 import gc
 import threading

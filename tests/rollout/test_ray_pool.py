@@ -1,4 +1,4 @@
-"""Tests of workers in Ray actors, on a cluster whose nodes are all on this machine."""
+"""Tests workers in Ray actors, on a cluster whose nodes are all on this machine."""
 
 import os
 import signal

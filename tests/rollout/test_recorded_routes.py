@@ -1,4 +1,4 @@
-"""Tests of the routes that samplers record: those of the trainer's pass over the same tokens."""
+"""Tests the routes that samplers record: those of the trainer's pass over the same tokens."""
 
 from dataclasses import replace
 from typing import Any

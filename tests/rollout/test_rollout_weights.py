@@ -1,4 +1,4 @@
-"""Tests of the weights that generate: where they lie, on which mesh, and by how many bits."""
+"""Tests the weights that generate: where they lie, on which mesh, and by how many bits."""
 
 import functools
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Tests of drawing tokens: noise and its keys, truncation, the search for thresholds, and a forward pass as oracle."""
+"""Tests drawing tokens: noise and its keys, truncation, the search for thresholds, and a forward pass as oracle."""
 
 import functools
 import hashlib

@@ -1,4 +1,4 @@
-"""Tests of which blocks rows get, with caches on the host that hold the tokens themselves.
+"""Tests which blocks rows get, with caches on the host that hold the tokens themselves.
 
 Every step compares all blocks that a row reads with its tokens, so that a block given to two rows is found at once.
 """

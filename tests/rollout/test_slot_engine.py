@@ -1,4 +1,4 @@
-"""Tests of slots on real devices: no schedule changes a sample, and what their programs and blocks cost."""
+"""Tests slots on real devices: no schedule changes a sample, and what their programs and blocks cost."""
 
 import functools
 import math

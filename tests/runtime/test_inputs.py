@@ -1,4 +1,4 @@
-"""Tests of the checks of models and data, and of the commits of hub models that a run keeps."""
+"""Tests the checks of models and data, and that a run keeps the commits of its hub models."""
 
 import json
 import logging

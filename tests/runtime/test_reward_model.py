@@ -1,4 +1,4 @@
-"""Tests of a reward model in a run and in `grpo score --role reward`."""
+"""Tests a reward model in a run and in `grpo score --role reward`."""
 
 import math
 import re

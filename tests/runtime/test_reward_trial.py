@@ -1,4 +1,4 @@
-"""Tests of the trial of reward functions: which of them do not tell the reference answer from others."""
+"""Tests the trial of reward functions: which of them do not tell the reference answer from others."""
 
 import re
 from typing import Any

@@ -1,4 +1,4 @@
-"""Tests of what `rollout.slots: auto` and `rollout.kv_blocks: auto` stand for."""
+"""Tests what `rollout.slots: auto` and `rollout.kv_blocks: auto` stand for."""
 
 import logging
 from contextlib import closing

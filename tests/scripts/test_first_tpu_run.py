@@ -1,4 +1,4 @@
-"""Tests of the script for the first run on new devices, and of the text that it prints."""
+"""Tests the script for the first run on new devices, and the text that it prints."""
 
 import os
 import re

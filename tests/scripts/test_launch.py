@@ -1,4 +1,4 @@
-"""Tests of the launcher with real processes: start, stop, restart and exit codes."""
+"""Tests the launcher with real processes: start, stop, restart and exit codes."""
 
 import signal
 import subprocess

@@ -1,4 +1,4 @@
-"""Tests of the scripts that install a commit and copy API keys to the workers of a TPU VM, and of shared checks."""
+"""Tests the scripts that install a commit and copy API keys to the workers of a TPU VM, and their shared checks."""
 
 import os
 import shutil

@@ -1,4 +1,4 @@
-"""Tests of the checks that involve several settings: what each refuses and accepts, and which command runs it."""
+"""Tests the checks that involve several settings: what each refuses and accepts, and which command runs it."""
 
 import pytest
 

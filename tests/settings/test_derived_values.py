@@ -1,4 +1,4 @@
-"""Tests of derived values: they follow from other settings, only `model.dtype` from devices."""
+"""Tests derived values: they follow from other settings, only `model.dtype` from devices."""
 
 from operator import attrgetter
 from typing import Any, get_args

@@ -1,4 +1,4 @@
-"""Tests of settings of a run as the base of another run, with another algorithm."""
+"""Tests settings of a run as the base of another run, with another algorithm."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Tests of the micro-batch settings of each scope: selection by layer, inheritance and contradictions."""
+"""Tests the micro-batch settings of each scope: selection by layer, inheritance and contradictions."""
 
 import json
 from typing import Any

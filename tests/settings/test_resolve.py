@@ -1,4 +1,4 @@
-"""Tests of the layers of settings, their precedence and provenance, aliases, printing, values and config files."""
+"""Tests the layers of settings, their precedence and provenance, aliases, printing, values and config files."""
 
 import json
 from functools import reduce

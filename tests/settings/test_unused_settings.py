@@ -1,4 +1,4 @@
-"""Tests of the notices at launch: settings without effect, and what a user may not have meant."""
+"""Tests the notices at launch: settings without effect, and what a user may not have meant."""
 
 from dataclasses import replace
 

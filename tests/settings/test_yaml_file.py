@@ -1,4 +1,4 @@
-"""Tests of the strict YAML parser: line numbers, scalars and errors."""
+"""Tests the strict YAML parser: line numbers, scalars and errors."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Tests of `grpo gae`: advantages of samples and matrices, the summary, windows, and unusable input."""
+"""Tests `grpo gae`: advantages of samples and matrices, the summary, windows, and unusable input."""
 
 import io
 import json

@@ -1,4 +1,4 @@
-"""Tests of `grpo gae --bench`: cases, checks, report and plot, but not speed."""
+"""Tests `grpo gae --bench`: cases, checks, report and plot, but not speed."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Tests of `grpo rollout`: its samples and timeline, and how a killed one continues."""
+"""Tests `grpo rollout`: its samples and timeline, and how a killed one continues."""
 
 import json
 import re

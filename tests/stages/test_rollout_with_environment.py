@@ -1,4 +1,4 @@
-"""Tests of samples with several turns, from the command to the file."""
+"""Tests samples with several turns, from the command to the file."""
 
 import json
 from collections import Counter

@@ -1,4 +1,4 @@
-"""Tests of `grpo score`: every role and strategy, the check of packed rows, windows, and invalid input."""
+"""Tests `grpo score`: every role and strategy, the check of packed rows, windows, and invalid input."""
 
 import json
 import os

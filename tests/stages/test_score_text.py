@@ -1,4 +1,4 @@
-"""Tests of `grpo score` on samples of other programs: ids alone, text alone, chats, and files of TRL and verl."""
+"""Tests `grpo score` on samples of other programs: ids alone, text alone, chats, and files of TRL and verl."""
 
 from collections.abc import Mapping
 from pathlib import Path

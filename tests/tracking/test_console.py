@@ -1,4 +1,4 @@
-"""Tests of the console: lines of steps and evaluations, progress of rollouts, and samples with any text."""
+"""Tests the console: lines of steps and evaluations, progress of rollouts, and samples with any text."""
 
 import os
 import pty

@@ -1,4 +1,4 @@
-"""Tests of the log of a run: metrics, TensorBoard, wandb and traces."""
+"""Tests the log of a run: metrics, TensorBoard, wandb and traces."""
 
 import gzip
 import json

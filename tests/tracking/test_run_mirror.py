@@ -1,4 +1,4 @@
-"""Tests of the copy of a run in a bucket: what arrives, who may write, and what a network that fails does to it."""
+"""Tests the copy of a run in a bucket: what arrives, who may write, and what a network that fails does to it."""
 
 import itertools
 import json

@@ -1,4 +1,4 @@
-"""Tests of the metrics of a step against hand-computed values."""
+"""Tests the metrics of a step against hand-computed values."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Tests that settings select the functions of an algorithm, that every algorithm learns, and of dynamic sampling."""
+"""Tests that settings select an algorithm's functions, that every algorithm trains, and dynamic sampling."""
 
 import functools
 import shutil

@@ -1,4 +1,4 @@
-"""Tests of scheduled workers in runs, and of `rollout.max_staleness`: samples of earlier policies."""
+"""Tests runs with scheduled workers, and with samples of earlier policies (`rollout.max_staleness`)."""
 
 import gc
 import os

@@ -1,4 +1,4 @@
-"""Tests of runs whose prompts a curriculum draws by their pass rates."""
+"""Tests runs whose prompts a curriculum draws by their pass rates."""
 
 import itertools
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Tests of a teacher: the gradient of distillation, whole runs, and what is refused."""
+"""Tests a teacher: the gradient of distillation, whole runs, and what is refused."""
 
 import json
 import shutil

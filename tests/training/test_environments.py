@@ -1,4 +1,4 @@
-"""Tests of runs whose samples have several turns, and of stages over such samples from files."""
+"""Tests runs whose samples have several turns, and stages that read such samples from files."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Tests of runs of a tiny mixture of experts: replayed routes, and what is refused."""
+"""Tests runs of a tiny mixture of experts: replayed routes, and what is refused."""
 
 import base64
 import shutil

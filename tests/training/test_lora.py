@@ -1,4 +1,4 @@
-"""Tests of runs with `model.lora`, also beside a quantized base: what learns, what is refused, and the reference."""
+"""Tests runs with `model.lora`, also beside a quantized base: what learns, what is refused, and the reference."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Tests of PPO with adapters in whole runs: the critic, its warm-up, advantages, and a run that is killed."""
+"""Tests PPO with adapters in whole runs: the critic, its warm-up, advantages, and a run that is killed."""
 
 import os
 import shutil

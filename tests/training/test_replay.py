@@ -1,4 +1,4 @@
-"""Tests of training on saved samples: of a run, under other settings, of a chain of files, and of unusable files."""
+"""Tests training on saved samples of runs and of chained files, under other settings, and with unusable files."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Tests of runs that go on from their checkpoints, and of changes that a resumed run refuses."""
+"""Tests that runs continue from their checkpoints, and which changes a resumed run refuses."""
 
 import shutil
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Tests of plug-in rewards in whole runs: samples, counts, messages and errors."""
+"""Tests plug-in rewards in whole runs: samples, counts, messages and errors."""
 
 from pathlib import Path
 

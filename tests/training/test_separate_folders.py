@@ -1,4 +1,4 @@
-"""Tests of runs on two hosts of which only the first has the run directory."""
+"""Tests runs on two hosts of which only the first has the run directory."""
 
 from pathlib import Path
 

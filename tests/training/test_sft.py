@@ -1,4 +1,4 @@
-"""Tests of training on given completions, alone and before GRPO."""
+"""Tests training on given completions, alone and before GRPO."""
 
 import json
 from collections.abc import Iterable, Mapping

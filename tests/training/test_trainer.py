@@ -1,4 +1,4 @@
-"""Tests of `grpo train`: its files, metrics, output and data, and how runs end."""
+"""Tests `grpo train`: its files, metrics, output and data, and how runs end."""
 
 import itertools
 import json

@@ -1,4 +1,4 @@
-"""Tests of runs that start from the policy of another run."""
+"""Tests runs that start from the policy of another run."""
 
 import shutil
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Tests of the loss of given completions against transformers and a float64 oracle."""
+"""Tests the loss of given completions against transformers and a float64 oracle."""
 
 import functools
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""Tests of the importance correction against hand-computed and float64 values, packed and on-policy."""
+"""Tests the importance correction against hand-computed and float64 values, packed and on-policy."""
 
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Tests of surrogates, KL estimators and aggregations, by hand and against float64."""
+"""Tests surrogates, KL estimators and aggregations, by hand and against float64."""
 
 from functools import partial
 

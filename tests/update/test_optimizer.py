@@ -1,4 +1,4 @@
-"""Tests of learning rates, of AdamW and its moments, also of those in host memory."""
+"""Tests learning rates, and AdamW with moments in device and host memory."""
 
 from dataclasses import replace
 from functools import partial

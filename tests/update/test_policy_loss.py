@@ -1,4 +1,4 @@
-"""Tests of loss, gradient and metrics of every surrogate, ratio, penalty and bonus, on a table of logits."""
+"""Tests loss, gradient and metrics of every surrogate, ratio, penalty and bonus, on a table of logits."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

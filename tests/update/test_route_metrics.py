@@ -1,4 +1,4 @@
-"""Tests of the metrics of routes, by hand."""
+"""Tests the metrics of routes, by hand."""
 
 from dataclasses import replace
 

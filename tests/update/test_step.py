@@ -1,4 +1,4 @@
-"""Tests of an optimizer step of the policy, and of adapters, with a decoder."""
+"""Tests an optimizer step of a decoder, with and without adapters."""
 
 import functools
 from collections.abc import Callable, Iterator

@@ -1,4 +1,4 @@
-"""Tests of losses, gradients, metrics and advantages against stored numbers of TRL."""
+"""Tests losses, gradients, metrics and advantages against stored numbers of TRL."""
 
 import functools
 import json

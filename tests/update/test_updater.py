@@ -1,4 +1,4 @@
-"""Tests of mini-batches and of the updates over them."""
+"""Tests mini-batches and the updates over them."""
 
 import functools
 from collections.abc import Collection, Sequence

@@ -1,4 +1,4 @@
-"""Tests of the critic's loss and values."""
+"""Tests the critic's loss and values."""
 
 import functools
 from collections.abc import Sequence

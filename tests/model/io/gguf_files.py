@@ -1,4 +1,4 @@
-"""Writes GGUF files in the form of llama.cpp's converter."""
+"""Writes GGUF files as llama.cpp's converter does."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Tensors with the names of Hugging Face that are held in memory."""
+"""Provides weights from memory under the tensor names of Hugging Face."""
 
 import weakref
 from collections import Counter
@@ -37,7 +37,7 @@ class Watched(Held):
     def read(self, name: str) -> np.ndarray:
         self.num_reads[name] += 1
         self.num_alive.append(sum(buffer() is not None for buffer in self._buffers))
-        # Four bytes off, like most tensors in a file: an aligned array may itself become the CPU's device buffer.
+        # Not aligned, like most tensors in a file: JAX may use an aligned array itself as the CPU's device buffer.
         buffer = np.empty(self.tensors[name].size + 1, np.float32)
         self._buffers.append(weakref.ref(buffer))
         buffer[1:] = self.tensors[name].ravel()

@@ -1,4 +1,4 @@
-"""Tests of `config.json` of every family in every accepted spelling, and of every refused configuration."""
+"""Tests that `config.json` of every family is read in every accepted spelling, and refused if unsupported."""
 
 from typing import Any
 
@@ -38,7 +38,7 @@ def config_of(model_type: str, **fields: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
-def test_missing_fields_have_transformers_defaults(model_type):
+def test_missing_config_fields_have_the_defaults_of_transformers(model_type):
     fields = config_of(model_type)
     del fields["rms_norm_eps"]
     ours = architecture_from_config(fields)
@@ -60,7 +60,7 @@ def test_missing_fields_have_transformers_defaults(model_type):
         assert ropes[kind] == RopeConfig(by_kind[kind]["rope_theta"])
 
 
-def test_both_spellings_of_rope_mean_the_same():
+def test_old_and_new_spellings_of_rope_give_equal_architectures():
     old = {"rope_theta": 3e4, "rope_scaling": {"type": "linear", "factor": 2}}
     architecture = architecture_from_config(config_of("llama", **old))
     new = {"rope_type": "linear", "factor": 2.0, "rope_theta": 3e4}
@@ -88,11 +88,11 @@ QWEN = {"use_sliding_window": True, "sliding_window": 8}
         ("gemma3_text", {"sliding_window": 8, "sliding_window_pattern": 3}, (8, 8, None)),
     ],
 )
-def test_layers_have_the_windows_that_the_config_gives_them(model_type, fields, windows):
+def test_layers_have_the_attention_windows_of_the_config(model_type, fields, windows):
     assert architecture_from_config(config_of(model_type, **fields)).windows == windows
 
 
-def test_other_spellings_are_accepted():
+def test_alternative_spellings_of_config_fields_are_accepted():
     other = {name: value for name, value in config_of("mixtral", num_experts=8).items() if name != "num_local_experts"}
     assert architecture_from_config(other) == architecture_from_config(config_of("mixtral", num_experts=8))
     assert architecture_from_config(config_of("llama", num_key_value_heads=None)).num_kv_heads == 6
@@ -108,7 +108,7 @@ UNSUPPORTED = (
 
 
 @pytest.mark.parametrize("field", UNSUPPORTED)
-def test_a_field_that_changes_the_network_is_refused_by_name(field):
+def test_an_unsupported_config_field_is_refused_by_name(field):
     with pytest.raises(InputError, match=f"config.json has `{field}`: .*(; use|; set)"):
         architecture_from_config(config_of("qwen3_moe", **{field: [1]}))
 

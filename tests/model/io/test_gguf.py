@@ -1,4 +1,4 @@
-"""Tests that a GGUF file in the form of llama.cpp's converter loads as its source checkpoint."""
+"""Tests that a GGUF file as llama.cpp's converter writes it loads like its source checkpoint."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,7 +17,7 @@ from settings.errors import InputError
 from tests.model.io.gguf_files import finish, random_checkpoint, write_gguf
 
 
-def test_byte_ranges_are_those_of_the_tensors(tmp_path):
+def test_byte_ranges_of_a_gguf_file_contain_exactly_its_tensors(tmp_path):
     checkpoint = random_checkpoint(biases=True, tied=False)
     path = write_gguf(tmp_path / "tiny.gguf", "qwen2", checkpoint)
     extents, content = GgufFile(path).byte_ranges[path], path.read_bytes()
@@ -28,7 +28,7 @@ def test_byte_ranges_are_those_of_the_tensors(tmp_path):
 
 
 @pytest.mark.parametrize(("family", "tied"), [("llama", True), ("qwen2", False), ("gemma3", True)])
-def test_tensors_have_hugging_face_s_names_and_row_order(tmp_path, family, tied):
+def test_gguf_tensors_get_hugging_face_names_and_row_order(tmp_path, family, tied):
     checkpoint = random_checkpoint(biases=family != "gemma3", tied=tied, family=family)
     model = open_model(str(write_gguf(tmp_path / "tiny.gguf", family, checkpoint)))
     assert model.weights.shapes == {name: values.shape for name, values in checkpoint.items()}
@@ -39,12 +39,12 @@ def test_tensors_have_hugging_face_s_names_and_row_order(tmp_path, family, tied)
         assert type(read) is np.ndarray
         assert read.dtype == np.float32
         np.testing.assert_allclose(read, expected, rtol=0, atol=3e-7 if family == "gemma3" else 0, err_msg=name)
-    if family != "llama":  # A Llama with biases has one on the attention output, too.
+    if family != "llama":  # A Llama with biases also has one on the attention output.
         architecture = architecture_from_config(model.config)
         check_tensors(expected_tensors(DecoderDefinition.create(architecture)), model.weights.shapes, architecture)
 
 
-def test_metadata_and_tensors_give_the_architecture(tmp_path):
+def test_gguf_metadata_and_tensors_determine_the_architecture(tmp_path):
     path = write_gguf(tmp_path / "tiny.gguf", "qwen2", random_checkpoint(biases=True, tied=True))
     model = open_model(str(path))
     architecture = architecture_from_config(model.config)
@@ -66,7 +66,7 @@ def tiny_llama(
     return str(write_gguf(folder / "a.gguf", family, random_checkpoint(biases=False, tied=True), extra=add, skip=skip))
 
 
-def test_all_end_ids_are_in_the_generation_config(tmp_path):
+def test_all_gguf_end_of_turn_ids_are_eos_ids_of_the_generation_config(tmp_path):
     path = tiny_llama(tmp_path, lambda writer: writer.add_eot_token_id(7), lambda writer: writer.add_eom_token_id(9))
     assert open_model(path).generation_config == {"eos_token_id": [2, 7, 9]}
 
@@ -103,7 +103,7 @@ def test_unknown_architecture_and_missing_metadata_are_refused_by_name(tmp_path)
         open_model(tiny_llama(tmp_path, skip=("block_count",)))
 
 
-def test_head_counts_that_differ_by_layer_are_refused(tmp_path):
+def test_gguf_head_counts_that_differ_by_layer_are_refused(tmp_path):
     writer = GGUFWriter(tmp_path / "a.gguf", "llama")
     writer.add_head_count([4, 2])
     writer.add_tensor("token_embd.weight", np.ones((3, 4), np.float32))

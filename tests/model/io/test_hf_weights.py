@@ -1,4 +1,4 @@
-"""Tests of loading weights: strict names and shapes, one tensor at a time, bit for bit on any mesh."""
+"""Tests loading weights: strict names and shapes, one tensor at a time, bit for bit on any mesh."""
 
 import re
 from dataclasses import replace
@@ -29,14 +29,14 @@ def load(architecture: Architecture, source: Held, mesh_shape: tuple[int, int, i
     ],
     ids=["biases", "every-switch", "qwen3_moe", "mixtral"],
 )
-def test_every_tensor_is_read_once_and_alone_bit_for_bit(architecture, mesh_shape):
+def test_every_tensor_is_loaded_bit_for_bit_and_read_once(architecture, mesh_shape):
     params, tensors = random_file(architecture)
     source = Watched(tensors)
     loaded = load(architecture, source, mesh_shape)
     jax.tree.map(np.testing.assert_array_equal, loaded, params)
     assert {leaf.dtype for leaf in jax.tree.leaves(loaded)} == {np.dtype(np.float32)}
     assert source.num_reads == dict.fromkeys(tensors, 1)
-    # JAX itself lets go of a large array only at its next call; behind a layer's there is one, behind these none.
+    # JAX frees a large array only at its next call, which follows the tensors of layers but not the unstacked ones.
     num_unstacked_matrices = 1 if architecture.tied_embeddings else 2
     assert sum(source.num_alive) <= num_unstacked_matrices
 
@@ -51,11 +51,11 @@ QUERY_0, RENAMED = "model.layers.0.self_attn.q_proj.weight", "model.layers.0.sel
         (BIASED, "model.layers.1.self_attn.o_proj.bias", {}, "first 'model.layers.1.self_attn.o_proj.bias'."),
         (SWITCHED, "model.layers.2.self_attn.q_norm.weight", {}, "q_norm.weight'. config.json describes a gemma3_text"),
         (ODD, QUERY_0, {RENAMED: (60, 36)}, f"first '{QUERY_0}'; the file has '{RENAMED}', which is not expected"),
-        # The same number of values, and still another matrix: [in, out] instead of [out, in].
+        # This matrix has the right number of values, but is [in, out] instead of [out, in].
         (BIASED, None, {QUERY_0: (36, 60)}, f"'{QUERY_0}' has shape (36, 60), expected (60, 36) from config.json"),
     ],
 )
-def test_a_tensor_that_does_not_fit_is_refused_unread(architecture, missing, added, message):
+def test_missing_or_misshapen_tensors_are_refused_before_any_is_read(architecture, missing, added, message):
     tensors = random_file(architecture)[1] | {name: np.zeros(shape, np.float32) for name, shape in added.items()}
     tensors.pop(missing, None)
     source = Watched(tensors)
@@ -74,7 +74,7 @@ FAMILY_FIELDS = {
 @pytest.mark.parametrize("head", ["ForCausalLM", "ForSequenceClassification"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_an_unexpected_tensor_is_refused_by_name(family, head):
-    """And one with a row too many. A language model uses a head of its own; a classifier has no place for one."""
+    """Tensors with a row too many are refused as well. A language model may have a head; a classifier has none."""
     fields = {
         "sliding_window": 8,
         "tie_word_embeddings": True,
@@ -111,7 +111,7 @@ def critic_of(tensors: Tensors) -> Params:
     return load_weights(definition, source, make_mesh(), entries=critic_tensors(definition, source.shapes))
 
 
-def test_a_critic_has_a_language_models_trunk_and_a_zero_head():
+def test_a_critic_starts_with_the_trunk_of_a_language_model_and_a_zero_head():
     params, tensors = random_file(BIASED)
     critic = critic_of(tensors)
     np.testing.assert_array_equal(critic.pop("value"), np.zeros(BIASED.model_dim))

@@ -47,7 +47,7 @@ def assert_holds_the_tensors(model: model_files.ModelFiles) -> None:
         np.testing.assert_array_equal(read, tensor)
 
 
-def test_a_directory_gives_its_tensors_bit_for_bit(tmp_path):
+def test_tensors_of_a_model_directory_are_read_bit_for_bit(tmp_path):
     model = open_model(str(write_model(tmp_path / "tiny")))
     assert (model.name, model.path, model.config) == ("tiny", tmp_path / "tiny", CONFIG)
     assert model.generation_config == {}
@@ -65,7 +65,7 @@ def test_unindexed_tensors_are_read_and_duplicate_ones_refused(tmp_path):
     assert_refused(folder, f"'{last}' is in {first} and in {second}; remove one")
 
 
-def test_adapters_are_refused_with_the_way_out(tmp_path):
+def test_a_peft_adapter_as_model_is_refused_with_advice_to_merge_it(tmp_path):
     (write_model(tmp_path) / "adapter_config.json").write_text('{"base_model_name_or_path": "owner/base"}')
     way_out = r"a PEFT adapter .* of the model 'owner/base'; merge the two \(peft: merge_and_unload"
     assert_refused(tmp_path, way_out)
@@ -73,20 +73,20 @@ def test_adapters_are_refused_with_the_way_out(tmp_path):
     assert_refused(tmp_path, way_out)
 
 
-def test_the_rotary_buffer_of_old_checkpoints_is_not_a_weight(tmp_path):
+def test_the_rotary_buffer_of_old_checkpoints_is_ignored(tmp_path):
     buffer = {"model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(2, np.float32)}
     model = open_model(str(write_model(tmp_path, tensors=TENSORS | buffer)))
     assert set(model.weights.shapes) == set(TENSORS)
 
 
-def test_an_existing_directory_is_taken_before_a_hub_id(tmp_path, monkeypatch):
+def test_an_existing_directory_takes_precedence_over_a_hub_id(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "owner").mkdir()
     write_model(tmp_path / "owner" / "model")
     assert open_model("owner/model").name == "model"
 
 
-def test_the_fingerprint_depends_only_on_weights_and_config(tmp_path):
+def test_the_model_fingerprint_depends_only_on_weights_and_config(tmp_path):
     first = open_model(str(write_model(tmp_path / "a"))).fingerprint
     assert open_model(str(write_model(tmp_path / "b"))).fingerprint == first
     trained = TENSORS | {"model.norm.weight": TENSORS["model.norm.weight"] * ml_dtypes.bfloat16(1.01)}
@@ -94,8 +94,8 @@ def test_the_fingerprint_depends_only_on_weights_and_config(tmp_path):
     assert open_model(str(write_model(tmp_path / "d", config={**CONFIG, "x": 1}))).fingerprint != first
 
 
-def test_a_small_change_of_any_one_kernel_changes_the_fingerprint(tmp_path):
-    """The change is one that merging adapters into a few kernels causes."""
+def test_a_small_change_of_any_single_kernel_changes_the_model_fingerprint(tmp_path):
+    """Merging adapters into a few kernels causes changes of this size."""
     kernels = {f"model.layers.{i}.self_attn.v_proj.weight": np.ones((64, 256), np.float32) for i in range(8)}
     rest = {f"model.layers.{i}.mlp.up_proj.weight": np.ones((1024, 256), np.float32) for i in range(8)}
     found = {open_model(str(write_model(tmp_path, tensors=kernels | rest))).fingerprint}
@@ -110,7 +110,7 @@ def assert_refused(folder: Path, message: str) -> None:
         open_model(str(folder))
 
 
-def test_incomplete_directories_are_refused_by_name(tmp_path):
+def test_incomplete_model_directories_are_refused_with_the_reason(tmp_path):
     for folder in ("no_config", "gguf", "pickle", "no_shard"):
         (tmp_path / folder).mkdir()
     save_file(TENSORS, tmp_path / "no_config" / "model.safetensors")
@@ -138,7 +138,7 @@ def test_a_truncated_safetensors_file_is_refused(tmp_path, kept_bytes):
         ({"model.lost.weight": "model-00001-of-00002.safetensors"}, r"'model\.lost\.weight' is not in shard"),
     ],
 )
-def test_an_index_that_points_outside_the_folder_is_refused(tmp_path, weight_map, message):
+def test_an_index_with_paths_outside_the_folder_or_wrong_shards_is_refused(tmp_path, weight_map, message):
     save_file(TENSORS, tmp_path / "secret.safetensors")
     assert_refused(write_sharded_model(tmp_path / "model", weight_map), message)
 
@@ -200,7 +200,7 @@ def refusal(path: str = ID) -> str:
     return message
 
 
-def test_a_commit_is_fetched_without_code_and_stays_when_its_branch_moves(hub, tmp_path):
+def test_a_hub_commit_is_fetched_without_code_and_stays_available_when_its_branch_moves(hub, tmp_path):
     old = hub.commit(ID, write_files(tmp_path / "first"))
     files = open_model(ID)
     assert (files.name, files.commit, files.config) == (ID, old, {"version": 1})

@@ -1,4 +1,4 @@
-"""Tests of expected lengths of samples, and of the lengths of segments that follow from them."""
+"""Tests expected lengths of samples, and the lengths of segments that follow from them."""
 
 import json
 import math

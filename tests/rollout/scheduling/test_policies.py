@@ -1,4 +1,4 @@
-"""Tests of what each policy decides: whom it admits next, where, in which role, and who leaves."""
+"""Tests what each policy decides: whom it admits next, where, in which role, and who leaves."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Tests of the scheduler under any policy: samples are admitted, moved, lost and released, and act between turns."""
+"""Tests the scheduler under any policy: samples are admitted, moved, lost and released, and act between turns."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""Tests of what holds in whole rollouts: in random order with random faults, on a clock, and their metrics by hand."""
+"""Tests what holds in whole rollouts: in random order with random faults, on a clock, and their metrics by hand."""
 
 import math
 from collections import Counter
