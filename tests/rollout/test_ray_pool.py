@@ -25,7 +25,7 @@ from app.rollout.workers.worker_pool import RolloutWorkerPool, ScheduleConfig
 from settings.errors import InputError
 from tests.rollout import routes as routed
 from tests.rollout import worker_pools as local
-from tests.rollout.slots import LENGTHS, REQUEST, weights_on
+from tests.rollout.slots import GROUP_SIZE, LENGTHS, PROMPTS, REQUEST, weights_on
 from tests.tiny import MIXTURE, ODD, spell
 
 
@@ -73,7 +73,9 @@ def test_actors_sample_the_same_as_local_workers(pool: RolloutWorkerPool, monkey
     samples = local.samples_of(pool)
     assert local.bits(samples) == local.bits(local.expected())
     local.assert_names_last_workers(samples, pool)
-    assert pool.take_counters().generated_tokens == sum(LENGTHS) == schedule_metrics(pool.records).useful_tokens
+    counts = pool.take_counters()
+    assert counts.generated_tokens == sum(LENGTHS) == schedule_metrics(pool.records).useful_tokens
+    assert counts.prompt_tokens == GROUP_SIZE * sum(len(prompt.token_ids) for prompt in PROMPTS)
     # Suspended rows are computed again where they continue.
     monkeypatch.setattr(pool, "schedule", replace(pool.schedule, policy="pdsr_v2", in_order=True))
     assert local.bits(local.samples_of(pool)) == local.bits(local.expected())

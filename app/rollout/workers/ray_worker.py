@@ -1,8 +1,8 @@
 """Rollout workers in Ray actors: processes on this or other machines, scheduled by this process.
 
 The scheduler, the rows and the log stay in this process. Weights are stored once in Ray's object store for all actors.
-A segment sends copies of the rows that it admits, and returns the sampled tokens. A suspended row leaves its cache
-behind; the next worker recomputes it. Source: Moritz et al. 2018 (Ray).
+A segment sends copies of the rows that it admits, and returns the sampled tokens. The cache of a suspended row is
+dropped, and the next worker recomputes it. Source: Moritz et al. 2018 (Ray).
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ CONNECT_TIMEOUT_S = 10.0
 START_TIMEOUT_S = 900.0
 """Maximum time for an actor to start and compile: long enough to compile for a TPU."""
 POLL_INTERVAL_S = 1.0
-"""Time between two checks for a requested stop while actors start."""
+"""Interval between checks for a requested stop while actors start."""
 RESOURCE_OPTIONS = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "memory"}
-"""Resources that are separate options of Ray."""
+"""Resource -> option of a Ray actor; all other resources are passed in its option `resources`."""
 
 _Actor: Any = ray.remote(RolloutActor)  # pyright: ignore[reportCallIssue, reportArgumentType]
 
@@ -62,10 +62,10 @@ class RayCluster:
         self._weights: Any = None
         self._source: Callable[[], object] = lambda: None
         self._first_devices: tuple[str, str] | None = None
-        """Actor that was ready first, and its devices."""
+        """Name and devices of the actor that was ready first."""
 
     def connect(self) -> None:
-        """Connects to the cluster or starts one, unless this process is connected.
+        """Connects to the cluster or starts one, unless this process is already connected.
 
         Raises:
             InputError: the cluster cannot be used.
@@ -114,7 +114,7 @@ class RayCluster:
         self._has_connected = True
 
     def disconnect(self) -> None:
-        """Disconnects from the cluster, or ends it, if `connect` has connected; the actors end with it."""
+        """Disconnects from the cluster or ends it, with its actors, unless `connect` found a connection."""
         if self._has_connected:
             ray.shutdown()
             self._has_connected = False
@@ -230,15 +230,15 @@ class RayWorker(RolloutWorker):
     def start_segment(self, command: RunSegment, admissions: deque[Admission]) -> None:
         """Sends the rows; see `RolloutWorker.start_segment`."""
         self._started_at = self.clock()
-        # There, blocks of ended rows are freed when others need them.
+        # The actor keeps no list of ended rows: it frees their blocks when other rows need them.
         self.ended_keys.clear()
         incoming = list(admissions)
         admissions.clear()
+        rows = _without_columns(one.row for one in incoming)
         for one in incoming:
             self._rows[one.row.name] = one.row
-            # Not in the copies, because slots count the prompt of a row that has not started.
+            # Only now, because the actor counts the prompt tokens of copies whose `started_s` is 0.
             one.row.started_s = one.row.started_s or time.perf_counter()
-        rows = _without_columns(one.row for one in incoming)
         sent = [Admission(row, suspended=None) for row in rows]
         new_weights = self._queued_weights.pop() if self._queued_weights else (None, 0)
         self._calls.append(self._actor.run_segment.remote(command, sent, *new_weights))
@@ -281,7 +281,7 @@ class RayWorker(RolloutWorker):
             self._actor.close.remote()
 
     def shut_down(self) -> None:
-        """Kills the actor, and leaves the cluster."""
+        """Kills the actor, and disconnects from the cluster."""
         if self._actor is not None and ray.is_initialized():
             ray.kill(self._actor)
         self._actor = None
