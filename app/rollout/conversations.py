@@ -1,7 +1,7 @@
-"""Conversations with an environment: it answers the turns of rows, which the chat template's tokens join.
+"""Multi-turn conversations: environments answer the turns of rows, and the observations are appended as tokens.
 
 Sampled ids are never decoded and re-encoded: the environment sees them as text, and observations are encoded
-separately.
+separately, with the tokens by which the chat template separates turns.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ class TurnLimits:
     max_turn_tokens: int | None
     max_observation_tokens: int | None
     max_prompt_tokens: int
-    """Maximum tokens of an opening."""
+    """Maximum number of tokens in an opening."""
     max_suspended: int | None
-    """Maximum samples per worker, or of the slots, that wait without a slot; None = by the number of slots."""
+    """Maximum number of samples per engine that wait without a slot; None = by its number of slots."""
 
 
 @dataclass
@@ -66,12 +66,12 @@ class Conversations:
     read_calls: Callable[[Sequence[int]], list[ToolCall]]
     """Returns the tool calls in the ids of a turn."""
     _acting: dict[str, tuple[RolloutSequence, Turn | None]] = field(default_factory=dict)
-    """By key: rows waiting for their environments, and the last turns of rows whose observation did not fit, for which
-    only scores are missing."""
+    """Row key -> row that waits for its environment, and, if its observation did not fit, the last turn, for which only
+    the episode's scores are missing."""
     _encoded: dict[str, Int32[np.ndarray, "n"]] = field(default_factory=dict)
     """JSON of an observation's messages -> its ids."""
     _failed: list[EpisodeReply] = field(default_factory=list)
-    """Replies to rows whose environment failed to open the conversation."""
+    """Replies for rows whose environment failed to open the conversation."""
     _opened: dict[str, Opening] = field(default_factory=dict)
     """`_identity` of a prompt -> its opening."""
 
@@ -92,7 +92,7 @@ class Conversations:
         opened = dict(self._opened)
         for (key, prompt), start, result in zip(new.items(), starts, results, strict=True):
             opened[key] = self._opening(prompt, start, result)
-        # A failure may be temporary.
+        # Failures are not kept, because they may be temporary.
         self._opened = {key: one for key, one in opened.items() if one.failure is None}
         return [opened[key] for key in keys]
 
@@ -150,10 +150,10 @@ class Conversations:
         self.pool.step(row.key, start, messages, self.decode_text(ids), self.read_calls(ids), is_last=is_last)
 
     def take(self, *, timeout_s: float = 0.0) -> list[RolloutSequence]:
-        """Returns the rows answered since the last call: done, or with an observation.
+        """Returns the rows answered since the last call: each is done or has a new observation.
 
         Args:
-            timeout_s: maximum wait for a first answer.
+            timeout_s: maximum wait for the first answer.
         """
         failed, self._failed = self._failed, []
         taken = [*failed, *self.pool.take(0.0 if failed else timeout_s)]
@@ -163,7 +163,11 @@ class Conversations:
         return [row for (row, _), _ in replies if row.key not in self._acting]
 
     def _answer(self, row: RolloutSequence, cut: Turn | None, reply: EpisodeReply) -> None:
-        """Ends a row, appends an observation, or, if it does not fit, requests the episode's scores."""
+        """Ends a row, or appends the observation; if that does not fit, requests the episode's scores.
+
+        Args:
+            cut: the last turn if its observation did not fit; `reply` then has only scores.
+        """
         turn = cut or replace(
             self._turn(row),
             messages=list(map(dict, reply.messages)),
@@ -188,7 +192,7 @@ class Conversations:
             self._observe(row, turn)
 
     def _turn(self, row: RolloutSequence) -> Turn:
-        """Returns the current turn of a row, unanswered."""
+        """Returns the current turn of a row, without an answer."""
         text = self.decode_text(row.token_ids[row.turn_start :].tolist())
         return Turn(start=row.turn_start, end=row.num_tokens, text=text)
 

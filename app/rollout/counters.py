@@ -22,9 +22,10 @@ class RolloutCounters:
     resumed_rows: int = 0
     """Rows that continued in their own blocks after their environment answered."""
     rebuilt_rows: int = 0
-    """Rows whose blocks had been taken by others, or whose observation was too long to be fed token by token."""
+    """Rows whose cache was rebuilt, because other rows had taken their blocks or the observation was too long to be fed
+    token by token."""
     row_steps: int = 0
-    """Rows times steps, including forced tokens: the number of tokens that could have been sampled."""
+    """Rows times decode steps, including idle slots and forced tokens: the number of tokens that could be sampled."""
     generated_tokens: int = 0
 
     @classmethod

@@ -27,6 +27,6 @@ class GenerationRequest:
     first_group_id: int = 0
     """Group id of the first prompt."""
     route_shape: RouteShape | None = None
-    """Sizes of the routes that its samples get; None = none."""
+    """Sizes of the routes recorded for each sample; None = no routes are recorded."""
     is_evaluation: bool = False
-    """Whether the lengths of its samples must not be used to schedule training."""
+    """Whether this is an evaluation, whose sample lengths must not be used to schedule training."""

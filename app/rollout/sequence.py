@@ -37,7 +37,7 @@ class Opening(NamedTuple):
     messages: Messages | None
     """The environment's first messages; None = the data set's prompt."""
     failure: Failure | None = None
-    """Why the environment failed to open it."""
+    """Why the environment failed to open the conversation; None if it opened."""
 
 
 @dataclass(eq=False)
@@ -48,7 +48,7 @@ class RolloutSequence:
     sample_index: int
     max_new_tokens: int
     noise_step: int
-    """Policy version in its noise key, whichever versions of the weights sample its tokens."""
+    """Policy version in its noise key; later versions of the weights may sample some of its tokens."""
     num_tokens: int = 0
     """Number of completion tokens so far."""
     num_segments: int = 0
@@ -70,19 +70,19 @@ class RolloutSequence:
     plays: bool = False
     """Whether an environment answers its turns."""
     opening: Opening | None = None
-    """How its conversation began, for the environment."""
+    """How its conversation starts; None without an environment."""
     max_turn_tokens: int | None = None
-    """Maximum tokens of a turn; None = only the sample's limit."""
+    """Maximum number of tokens per turn; None = only the sample's limit."""
     turns: tuple[Turn, ...] = ()
     """Turns that the environment has answered."""
     turn_start: int = 0
     """Index of the first token of the current turn."""
     turn_end: str | None = None
-    """While it waits for the environment: how the turn ended, `stop` or `length`."""
+    """How the turn ended, `stop` or `length`, while the row waits for its environment; otherwise None."""
     episode: Episode | None = None
     """All turns, once the sample is done."""
     name: str = ""
-    """Its uid in the schedule of its rollout."""
+    """Unique name of the row in its rollout, by which the scheduler refers to it."""
     key: str = field(default_factory=lambda: uuid.uuid4().hex)
     """Unique key of the row; copies of a row share it."""
 
@@ -92,7 +92,7 @@ class RolloutSequence:
 
     @property
     def is_acting(self) -> bool:
-        """Whether it waits for its environment."""
+        """Whether the row waits for its environment."""
         return self.turn_end is not None and self.finish_reason is None
 
     @property
@@ -154,7 +154,7 @@ class RolloutSequence:
         return sum(count for _, count in self.segment_versions) == self.num_tokens
 
     def newly_contains(self, stop: tuple[str, ...], stop_text: DecodeText) -> bool:
-        """Returns whether the text of the last collected segment, with the text before it, contains a stop string."""
+        """Returns whether a stop string ends in the last collected segment; it may begin in an earlier one."""
         if not stop or not self.segment_tokens:
             return False
         ids, overlap = self.token_ids.tolist(), max(len(string.encode()) for string in stop)
@@ -221,13 +221,13 @@ class SuspendedSequence(NamedTuple):
 
     row: RolloutSequence
     cache: KVCache | None = None
-    """Its cache, on the devices where it ran; None = the cache must be recomputed."""
+    """The row's cache, on the devices where it ran; None = the cache must be recomputed."""
     length: int = 0
-    """Number of prompt and completion tokens in the cache, plus one, which is fed next."""
+    """Number of prompt and completion tokens in the cache, plus the one that is fed next."""
 
 
 def make_sequences(prompts: Sequence[Prompt], request: GenerationRequest, *, noise_step: int) -> list[RolloutSequence]:
-    """Returns `group_size` rows for each prompt, in order and still without tokens."""
+    """Returns `group_size` rows without completion tokens for each prompt, in order."""
     group_size = request.group_size
     limits = np.broadcast_to(request.max_new_tokens, len(prompts) * group_size).tolist()
     return [
@@ -259,10 +259,10 @@ def gather_sequences(own: Sequence[RolloutSequence]) -> list[RolloutSequence]:
 
 
 def stop_length(token_ids: Sequence[int], stop: Sequence[str], stop_text: DecodeText) -> int | None:
-    """Returns the number of tokens up to the one that completes a stop string; None if there is none.
+    """Returns the number of tokens up to and including the one that completes a stop string; None if there is none.
 
     Devices sample tokens without their text, so the host cuts a finished sample, as in vLLM and TRL. This does not
-    affect earlier tokens, logprobs or other samples. Between segments, slots free the rows that contain a stop string.
+    affect earlier tokens, logprobs or other samples. Between segments, rows with a stop string leave their slots.
 
     Args:
         stop_text: converts token ids to text in which a stop string is not changed by further tokens.

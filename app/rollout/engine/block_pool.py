@@ -13,7 +13,7 @@ from itertools import chain
 
 
 class BlockPool:
-    """Counts the references to each block, from rows and from prompts kept for later samples.
+    """Counts the references to each block by rows and by prompts that are kept for later samples.
 
     Prompts without rows are dropped when their blocks are needed, least recently used first.
     """
@@ -54,7 +54,7 @@ class BlockPool:
         return taken
 
     def keep_prompt(self, key: bytes, blocks: list[int]) -> None:
-        """Keeps allocated blocks as a prompt's."""
+        """Keeps allocated blocks as the cache of a prompt."""
         self._prompts[key] = blocks
 
     def share(self, blocks: Iterable[int]) -> None:
@@ -74,7 +74,7 @@ class BlockPool:
             self._drop_prompt(key)
 
     def spoil(self, blocks: Sequence[int], prompt: bytes) -> None:
-        """Marks blocks of a row that may contain non-finite values, and its prompt's, and drops the prompt."""
+        """Marks a row's and its prompt's blocks, which may contain non-finite values, and drops the prompt."""
         self._spoilt.update(blocks, self._prompts.get(prompt, ()))
         if prompt in self._prompts:
             self._drop_prompt(prompt)

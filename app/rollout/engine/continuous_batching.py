@@ -41,7 +41,7 @@ class ContinuousBatchGenerator(SampleGenerator):
         self._segment_rule = segment_rule
         self._spans_hosts = num_hosts(engine.programs.mesh) > 1
         self.on_progress: Callable[[int, int, int], None] | None = None
-        """Called in each segment with the numbers of finished samples, all samples, and generated tokens."""
+        """Called in each segment with (finished samples, all samples, generated tokens)."""
 
     def compile(self, rules: SamplingRules) -> None:
         """Compiles the engine's programs; see `SampleGenerator.compile`."""
@@ -65,7 +65,7 @@ class ContinuousBatchGenerator(SampleGenerator):
         assert not rows
 
     def take_counters(self) -> RolloutCounters:
-        """Returns the counts since the last call; for a queue of all hosts, on process 0."""
+        """Returns the counts since the last call; if hosts share the queue, all on process 0 and zeros on others."""
         counters = self.engine.counters.take()
         return RolloutCounters() if self._spans_hosts and jax.process_index() > 0 else counters
 
@@ -74,7 +74,7 @@ class ContinuousBatchGenerator(SampleGenerator):
         return self.engine.footprint()
 
     def _decode_segments(self, rows: Sequence[RolloutSequence]) -> Iterator[None]:
-        """Decodes until every row is done; yields whenever rows may be done and collected."""
+        """Decodes until every row is done; yields whenever further rows may be done and collected."""
         engine, waiting, lengths, num_rows = self.engine, deque(rows), list[int](), len(rows)
         answered: deque[RolloutSequence] = deque()
         segment: SegmentResult | None = None

@@ -39,7 +39,7 @@ class SegmentResult:
 
     decoded: Sequence[DecodedRow]
     waited: Sequence[RolloutSequence]
-    """Rows that waited for blocks."""
+    """Rows that wait for blocks."""
     steps: int
     policy_version: int
     _slots: Sequence[Slot]
@@ -51,7 +51,7 @@ class SegmentResult:
 
     @property
     def acting(self) -> list[RolloutSequence]:
-        """Rows whose turns have ended."""
+        """Rows whose turns have ended and that wait for their environments."""
         return [one.row for one in self.decoded if one.row.is_acting]
 
     def collect(self) -> None:
@@ -67,7 +67,7 @@ class SegmentResult:
 
 
 class SlotEngine:
-    """A fixed number of slots for one decoder on one mesh: of this host's devices, or of all hosts.
+    """A fixed number of slots for one decoder on one mesh, which has devices of this host or of all hosts.
 
     Args:
         eos_ids: every token id that ends a sequence.
@@ -141,7 +141,7 @@ class SlotEngine:
             device.pool.drop_prompts()
 
     def close(self) -> None:
-        """Frees the devices. Unfinished samples and the caches of suspended ones are lost."""
+        """Frees the device memory of weights and cache. Unfinished samples are lost."""
         self.runner.close()
         self.scheduler.close()
         self._running, self._last = None, None
@@ -244,7 +244,7 @@ class SlotEngine:
         self._carry_out()
 
     def _is_stopped(self, row: RolloutSequence) -> bool:
-        """Returns whether a row about to be preempted is already done, also by the tokens of the last segment."""
+        """Returns whether a row about to be preempted contains a stop string; first collects the last segment."""
         if self._last is not None:
             self._last.collect()
         return self._contains_stop(row)

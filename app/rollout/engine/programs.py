@@ -1,7 +1,7 @@
-"""Compiled programs of slots: a small set, compiled before the first of them is used.
+"""Compiled programs of decode slots: a small set, compiled before any of them is used.
 
-The cache is a pool of blocks on each device, which stays there and is updated in place. A block table for each row and
-a few integers are sent to the devices with each segment.
+The cache is a pool of blocks that stays on each device and is updated in place. Each segment sends a block table and a
+few integers per row to the devices.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def copy_blocks(
 
         return (jax.lax.fori_loop(0, counts[0], copy_one, pool),)
 
-    # On GPUs, the host waits for every iteration of a loop. Others copy only the counted blocks, usually few.
+    # On GPUs, the host waits for every iteration of a loop; other devices copy only the first `counts` blocks.
     return _map_pool(copy_together if current_device()[0] == "gpu" else copy, pool, sources, targets, counts)
 
 
@@ -183,9 +183,9 @@ class SlotPrograms:
     num_shards: int = field(init=False)
     """Number of devices with different rows."""
     block_size: int = field(init=False)
-    """Tokens of a block."""
+    """Number of tokens per block."""
     num_blocks: int = field(init=False)
-    """Blocks on each device; the first belongs to no row."""
+    """Number of blocks on each device; the first belongs to no row."""
     _compiled: dict[ProgramName, Callable[..., Any]] = field(default_factory=dict, init=False)
     _compiled_for: set[tuple[bool, bool, bool]] = field(default_factory=set, init=False)
 
@@ -209,17 +209,17 @@ class SlotPrograms:
 
     @property
     def blocks_per_row(self) -> int:
-        """Blocks of the longest row in these slots."""
+        """Number of blocks of the longest row in these slots."""
         return self.blocks_for(self.shapes.max_row_length)
 
     @property
     def blocks_per_sample(self) -> int:
-        """Blocks of the longest sample; rows move between slots with different limits in this form."""
+        """Number of blocks of the longest sample; a row is padded to it when it moves between slots."""
         return self.blocks_for(self.shapes.max_length)
 
     @property
     def table_width(self) -> int:
-        """Columns of the block table: blocks of a row; in exact mode of any sample, so that all slots round alike."""
+        """Columns of the block table: blocks of a row; in exact mode, of a sample, so that all slots round alike."""
         return self.blocks_per_row if self.shapes.rows_together is None else self.blocks_per_sample
 
     def blocks_for(self, num_tokens: int) -> int:
@@ -227,16 +227,16 @@ class SlotPrograms:
         return -(-num_tokens // self.block_size)
 
     def blocks_for_row(self, num_tokens: int) -> int:
-        """Returns the number of blocks for `num_tokens` tokens, at most those of the longest row of these slots."""
+        """Returns the number of blocks that hold `num_tokens` tokens, at most `blocks_per_row`."""
         return min(self.blocks_for(num_tokens), self.blocks_per_row)
 
     def _blocks_for_rows(self, num_rows: int) -> int:
-        """Returns the number of blocks for rows of any lengths, with block 0 and a copy of a prompt's last block."""
+        """Returns the number of blocks for full rows, plus block 0 and one kept last block of a prompt."""
         return num_rows * self.blocks_per_row + 2
 
     @property
     def num_route_words(self) -> int:
-        """Words of each token's routes; 0 if they are not recorded."""
+        """Number of 32-bit words for each token's routes; 0 if they are not recorded."""
         shape = self.definition.architecture.route_shape if self.shapes.records_routes else None
         return 0 if shape is None else shape.num_words
 
@@ -347,7 +347,7 @@ class SlotPrograms:
         return specs
 
     def _prefill_program(self, rows: int, length: int) -> ProgramSpec:
-        """Returns the prefill program for `num_rows` rows on each device."""
+        """Returns the prefill program for `rows` rows of up to `length` tokens on each device."""
         pool, rows = self.abstract_pool, rows * self.num_shards
         ids, targets = self._replicated(rows, length), self._replicated(rows, self.blocks_for(length))
         arguments = self.abstract_weights, pool, ids, self._replicated(rows), targets

@@ -1,6 +1,6 @@
-"""The arrays of an engine, weights and paged KV cache, and the programs that change them.
+"""The arrays of an engine (weights and paged KV cache), and calls of the programs that change them.
 
-`SlotScheduler` decides which row has which slot and blocks.
+`SlotScheduler` decides which slot and which blocks each row gets.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ class SlotRunner:
         self.weights: DecodeWeights | None = None
         self.cache: KVCache = ()
         self._prompt_routes: dict[bytes, tuple[Array, int]] = {}
-        """Token ids of a prompt -> the routes of prefilled prompts, and its index among them."""
+        """`prompt_key` -> routes of the prompts prefilled with this one, and its index among them."""
 
     def open(self, request: GenerationRequest) -> None:
-        """Allocates the blocks for a rollout under the rules and the seed of a request."""
+        """Allocates the KV blocks, and stores the request's sampling rules and seed."""
         self._truncates = self._programs.truncates
         temperature, top_k, top_p, min_p = request.rules
-        # With the dtypes that compiled programs expect.
+        # Converted to the dtypes that the compiled programs expect.
         rules = np.float32(temperature), np.int32(top_k), np.float32(top_p), np.float32(min_p)
         self._rules, self._seed = SamplingRules(*rules), np.int32(request.seed)  # pyright: ignore[reportArgumentType]
         self.cache = self._programs["open",]()

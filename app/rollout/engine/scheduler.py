@@ -1,4 +1,4 @@
-"""Assigns slots and blocks to rows, without arrays: rows are admitted, grow, are preempted, parked or suspended.
+"""Assigns slots and blocks to rows as they are admitted, grow, and are preempted, parked or suspended.
 
 Every row has a block table on one device, so that memory grows with its tokens, and samples of a prompt share its full
 blocks. If blocks run out, the newest row of the device is preempted and waits in the queue.
@@ -29,14 +29,14 @@ class Prefill(NamedTuple):
     device: int
     token_ids: Int32[np.ndarray, "n"]
     blocks: list[int]
-    """The block of each chunk of the tokens."""
+    """One block for every `block_size` tokens."""
     is_prompt: bool
-    """Whether rows will share the result."""
+    """Whether these are the tokens of a prompt, whose cache rows share; otherwise of one row."""
 
 
 @dataclass
 class CacheWork:
-    """Operations on blocks before the next segment, in this order."""
+    """Operations on blocks before the next segment, in the order of the fields."""
 
     prefills: list[Prefill] = field(default_factory=list)
     copies: list[tuple[int, int, int]] = field(default_factory=list)
@@ -44,7 +44,7 @@ class CacheWork:
     insertions: list[tuple[int, list[int], KVCache]] = field(default_factory=list)
     """(device, blocks of a row, their new content)."""
     held: list[tuple[int, list[int]]] = field(default_factory=list)
-    """(device, blocks of a prompt) in use until then."""
+    """(device, blocks of a prompt) that must not be allocated again within this work."""
     admitted: list[Slot] = field(default_factory=list)
 
 
@@ -65,7 +65,7 @@ class DecodedRow(NamedTuple):
     place: int
     """Its position in the batch."""
     num_forced: int
-    """Number of its first steps, with forced tokens."""
+    """Number of steps with forced tokens, which come first."""
     num_drawn: int
 
 
@@ -119,8 +119,8 @@ class SlotScheduler:
     def prefill(self, prompts: Iterable[Prompt]) -> None:
         """Prefills as many prompts of upcoming samples as one program takes, unless the first is cached.
 
-        Only on a single device, as far as it has room: with several devices, it is not yet known which will have the
-        slots.
+        Does so only on a single device, and only into available blocks: with several devices, it is not yet known which
+        device will get the samples.
         """
         if len(self.devices) > 1:
             return
@@ -262,7 +262,7 @@ class SlotScheduler:
 
     def _add_work(self, work: CacheWork) -> None:
         self._work.append(work)
-        # A row that gets these blocks now fills them later.
+        # Safe before the work runs: a row that gets these blocks is filled by later work.
         for number, blocks in work.held:
             self.devices[number].pool.release(blocks)
 
@@ -316,7 +316,7 @@ class SlotScheduler:
         return slot if num_new >= 0 and (self._exact or num_new <= self._shapes.max_forced) else None
 
     def forget(self, key: str) -> None:
-        """Frees the blocks of a parked row that does not come back."""
+        """Frees the blocks of a parked row that will not return."""
         for device in self.devices:
             if (slot := device.parked.pop(key, None)) is not None:
                 self._release(slot)
@@ -327,7 +327,7 @@ class SlotScheduler:
         """Admits queued rows and gives all rows blocks for the next segment, which may have to be shorter.
 
         Args:
-            is_stopped: whether a row's tokens, which it may have to read first, contain a stop string.
+            is_stopped: returns whether a row contains a stop string; may wait for tokens from the devices.
         """
         self._admit_queued()
         length = min(limits.length, self._shapes.segment_max)
@@ -336,7 +336,7 @@ class SlotScheduler:
         limits = limits._replace(length=self._reserve(length, is_stopped))
         if self.queued and not limits.leave_when_finished:
             limits = SegmentLimits(limits.length, leave_when_finished=1)
-        # Rows do not change their devices.
+        # Every device gets equally many rows of the batch, since rows cannot move to another device.
         most = max(len(device.slots) for device in self.devices)
         num_rows = next(size for size in self._shapes.batch_buckets if size >= most * len(self.devices))
         per_device = num_rows // len(self.devices)
@@ -346,7 +346,7 @@ class SlotScheduler:
         return ScheduledSegment(places, num_rows, limits)
 
     def _reserve(self, length: int, is_stopped: Callable[[RolloutSequence], bool]) -> int:
-        """Gives every row the blocks for a segment of up to `length` steps; returns the possible number of steps.
+        """Gives every row blocks for a segment of up to `length` steps; returns the number of steps that fit.
 
         While a device cannot give every row one more block, its newest row is preempted.
         """
@@ -393,10 +393,10 @@ class SlotScheduler:
 
 
 def _make_slot(row: RolloutSequence, device: int, length: int) -> Slot:
-    """Returns a slot, still without blocks, for a row whose first tokens are cached or will be.
+    """Returns a slot without blocks for a row. The first `length` - 1 tokens of the row are cached or will be.
 
     Args:
-        length: number of these first tokens of prompt and completion; the last one is fed next.
+        length: number of prompt and completion tokens up to the one that is fed next; later ones are forced.
     """
     low, high = hash_uids([row.prompt.uid])[0].view(np.int32)
     ids = np.concatenate([row.prompt.token_ids, row.token_ids])

@@ -1,4 +1,4 @@
-"""Decodes a segment: its tables, and the loop over tokens on the devices."""
+"""Decoding of a segment: the tables of its rows, and the loop over tokens on the devices."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class RowTable(NamedTuple):
     uid_hash_high: PerSlot
     sample_index: PerSlot
     policy_version: PerSlot
-    """Version in the noise key, which consists of this and the three fields before it."""
+    """Version in the noise key; the key consists of this field and the three before it."""
 
 
 class RowStatus(NamedTuple):
@@ -62,18 +62,18 @@ class RowStatus(NamedTuple):
 
 
 class RowGroups(NamedTuple):
-    """Rows of a batch in groups of equal size, with equally many rows of every device."""
+    """Splits the rows of a batch into groups of equal size, each with equally many rows of every device."""
 
     num_groups: int
     num_shards: int
 
     def split(self, x: Array) -> Array:
-        """Returns rows by group: [groups, rows of a group, ...] of [B, ...]."""
+        """Splits [B, ...] into [groups, rows of a group, ...]."""
         by_device = x.reshape(self.num_shards, self.num_groups, -1, *x.shape[1:])
         return jnp.moveaxis(by_device, 1, 0).reshape(self.num_groups, -1, *x.shape[1:])
 
     def join(self, x: Array) -> Array:
-        """Returns the rows in the order of the batch."""
+        """Returns the rows of all groups in the order of the batch: the inverse of `split`."""
         by_group = x.reshape(self.num_groups, self.num_shards, -1, *x.shape[2:])
         return jnp.moveaxis(by_group, 0, 1).reshape(-1, *x.shape[2:])
 
@@ -99,7 +99,7 @@ class SegmentDecoder:
     segment_max: int
     """Maximum length of a segment, in tokens per row."""
     groups: RowGroups | None
-    """Number of row groups that a step computes in sequence; None = all rows together."""
+    """Groups of rows that a decode step computes one after another; None = all rows together."""
     num_route_words: int
     """Number of 32-bit words that hold a token's routes (its experts); 0 = routes are not recorded."""
 
@@ -123,7 +123,7 @@ class SegmentDecoder:
 
         Args:
             blocks: each row's blocks on its device, with room for all fed tokens.
-            forced: known tokens from the first step on, then `NOT_FORCED`.
+            forced: known tokens of the first steps, then `NOT_FORCED`; F is the maximum number of known tokens.
             limits: `SegmentLimits`. They are traced, so new values never trigger a recompilation.
         """
         rows, limit = RowTable(*table), SegmentLimits(*limits)
@@ -189,7 +189,7 @@ class SegmentDecoder:
 def _force(
     sampled: SampledTokens, forced: Int32[Array, "F B"], now: _DecodeState
 ) -> tuple[SampledTokens, Bool[Array, "B"]]:
-    """Replaces sampled tokens by forced ones; also returns which tokens are sampled."""
+    """Replaces sampled tokens by this step's forced ones; also returns a mask that is True on sampled tokens."""
     if not len(forced):
         return sampled, jnp.ones_like(now.stopped)
     known = jax.lax.dynamic_index_in_dim(forced, jnp.minimum(now.step, len(forced) - 1), keepdims=False)
@@ -198,7 +198,7 @@ def _force(
 
 
 def _to_record(sampled: SampledTokens, words: Int32[Array, "B words"] | None) -> Int32[Array, "fields 1 B"]:
-    """Returns a step's part of `RolloutSequence.segment_tokens`."""
+    """Returns one step of `RolloutSequence.segment_tokens`, for all slots."""
     bits = [jax.lax.bitcast_convert_type(x, jnp.int32) for x in (sampled.logprobs, sampled.kept_mass_logs)]
     record = jnp.stack([sampled.token_ids, *bits])[:, None]
     return record if words is None else jnp.concatenate([record, words.T[:, None]])

@@ -10,16 +10,16 @@ from settings.errors import InputError
 from settings.schema.rollout import KVCacheType
 
 NUM_BUCKETS = 3
-"""Number of sizes of each kind: full, half and quarter. More would save little and take longer to compile."""
+"""Number of buckets: full, half and quarter size. More buckets would save little and take longer to compile."""
 MIN_ROWS = 8
 """Minimum batch size: fewer rows are hardly cheaper, and matmuls with one row round differently."""
 PREFILL_ROWS = (1, 4)
 PREFILL_ROWS_OF_TINY = 64
-"""Prompts that a device prefills together for a tiny model, if it has as many slots."""
+"""Maximum number of prompts that a device prefills together for a tiny model."""
 LENGTH_MULTIPLE = 8
 MAX_FORCED = 256
-"""Maximum forced tokens of a row in a segment. For more, a prefill recomputes the whole cache where allowed, because a
-row that replays many steps blocks its slot."""
+"""Maximum number of forced tokens of a row in a segment. Outside exact mode, a prefill recomputes the whole cache for
+more, because a row that replays many steps blocks its slot."""
 
 
 class BatchShape(NamedTuple):
@@ -58,7 +58,7 @@ class SlotShapes(NamedTuple):
     num_blocks: int | None = None
     """KV blocks on each device; None = enough for all slots."""
     has_large_blocks: bool = False
-    """Whether a default block size may be larger, because blocks are not scarce."""
+    """Whether the default block size may be large, because blocks are not scarce."""
     kv_cache: KVCacheType | None = None
     """Dtype of keys and values; None = the weights' dtype."""
     row_limit: int | None = None
@@ -66,9 +66,9 @@ class SlotShapes(NamedTuple):
     rows_together: int | None = None
     """Rows that a decode step computes together, so that engines of any size round alike; None = all."""
     records_routes: bool = False
-    """Whether the experts of tokens are recorded."""
+    """Whether the experts that process each token are recorded."""
     max_forced: int = 0
-    """Maximum forced tokens of a row in a segment; 0 if a prefill computes all caches of known tokens."""
+    """Maximum number of forced tokens of a row in a segment; 0 if known tokens are always prefilled instead."""
 
     @property
     def num_slots(self) -> int:
@@ -86,7 +86,7 @@ class SlotShapes(NamedTuple):
 
     @property
     def used_recompute_buckets(self) -> tuple[int, ...]:
-        """The `recompute_buckets` that rows in these slots need."""
+        """The `recompute_buckets` up to the smallest that fits the longest row of these slots."""
         enough = next(i for i, length in enumerate(self.recompute_buckets, 1) if length >= self.max_row_length)
         return self.recompute_buckets[:enough]
 
@@ -125,10 +125,9 @@ def make_slot_shapes(
     """Returns the slot sizes for prompts and completions of at most these numbers of tokens.
 
     Args:
-        exact: whether every sample must run in programs of the same sizes: one batch size, and a separate prefill for
-            each prompt.
+        exact: whether all samples must run in programs of the same sizes: one batch size, and one prefill per prompt.
         has_turns: whether an environment answers with observations.
-        is_tiny: whether programs take longer to compile than to run, so that there is only one size of each kind.
+        is_tiny: whether programs take longer to compile than to run, so that each has only one size.
         row_shards: number of devices over which the slots are split.
         setting: name of the setting that gives `num_slots`, for error messages.
 
@@ -164,7 +163,7 @@ def make_slot_shapes(
 
 
 def _length_buckets(largest: int, *, min_bucket: int) -> tuple[int, ...]:
-    """Returns a quarter, a half and all of `largest`, rounded up, leaving out sizes below `min_bucket`."""
+    """Returns a quarter, a half and all of `largest`, rounded up, without smaller sizes than `min_bucket`."""
     rounded = {-(-(largest // 2**i) // LENGTH_MULTIPLE) * LENGTH_MULTIPLE for i in range(NUM_BUCKETS)}
     full = max(rounded)
     return tuple(sorted(size for size in rounded if size == full or size >= min_bucket))

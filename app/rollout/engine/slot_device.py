@@ -30,17 +30,17 @@ class Slot:
     """Forced tokens after `token`, still to be fed."""
     blocks: list[int] = field(default_factory=list)
     prompt_routes: tuple[Array, int] | None = None
-    """Routes of prefilled prompts, and the index of its own prompt, until they are collected."""
+    """Routes of the prompts prefilled together, and the index of this row's prompt; None once collected."""
 
     def num_cached(self, steps: int) -> int:
-        """Returns the number of tokens in its blocks after this many steps; the last sampled token is not yet fed."""
+        """Returns the number of cached tokens after this many steps; the last sampled token is not yet fed."""
         return self.length - 1 + min(steps, self.remaining)
 
     def collect_prompt_routes(self) -> None:
-        """Copies the routes of its prompt from the devices, once."""
+        """Copies the routes of the row's prompt from the devices, once."""
         if self.prompt_routes is not None:
             (routes, number), self.prompt_routes = self.prompt_routes, None
-            # JAX keeps the copy of an array, which the samples of a prompt share.
+            # JAX caches the host copy of an array, so the samples of a prompt do not copy it again.
             self.row.prompt_routes = np.asarray(routes)[number, : len(self.row.prompt.token_ids)]
 
 
@@ -59,7 +59,7 @@ class SlotDevice:
         self.parked: dict[str, Slot] = {}
         """Key -> parked row, whose blocks are kept until others need them; first parked first."""
         self._num_growing: int | None = None
-        """Cached while rows are admitted."""
+        """The result of `num_growing`, kept while rows are admitted; None = count again."""
 
     @property
     def has_free_slot(self) -> bool:
@@ -93,7 +93,7 @@ class SlotDevice:
         self._num_growing = None
 
     def trim(self) -> None:
-        """Frees the rows' blocks for steps that were not used."""
+        """Frees the blocks that rows got for steps that did not take place."""
         self._num_growing = None
         for slot in self.slots:
             self._trim(slot)

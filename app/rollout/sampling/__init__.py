@@ -1,1 +1,1 @@
-"""Samples tokens from logits, with noise keyed by token, and truncation."""
+"""Samples tokens from logits with reproducible noise, and truncates distributions by top-k, top-p and min-p."""

@@ -1,4 +1,4 @@
-"""Codes of numbers: integers in the same order, for a search bit by bit."""
+"""Order-preserving conversion of numbers to integer codes, which can be searched bit by bit."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def lowest_code(dtype: DTypeLike) -> int:
 
 
 def value_of_code(codes: Int32[Array, "*dims"], dtype: DTypeLike) -> Num[Array, "*dims"]:
-    """Decodes order-preserving codes: float32 from its bits; integers are their own codes."""
+    """Returns the numbers with these codes: float32 decoded from its bits; the code of an integer is the integer."""
     if dtype != jnp.float32:
         return codes
     # Codes beyond infinity would be NaN; clamp them.

@@ -18,7 +18,7 @@ from app.rollout.sampling.threshold_codes import lowest_code, value_of_code
 ROWS, LANES = 8, 128
 """The shape of a register: ROWS rows are searched at once, with their scalars broadcast to all lanes."""
 NUM_SUMS = 8
-"""Number of partial sums of a row, since each addition waits for the previous one."""
+"""Number of independent partial sums per row: in a single sum, each addition would wait for the previous one."""
 OTHER_BYTES = 2**20
 """On-chip memory for everything except values and weights."""
 
@@ -40,7 +40,7 @@ def search(
     num_bits: int,
     available_bytes: int,
 ) -> Int32[Array, "B"]:
-    """Returns `truncation.lowest_reached` as codes, for one device's rows."""
+    """Returns the codes of `truncation.lowest_reached` for the rows of one device."""
     num_rows, vocab_size = values.shape
     padding = -num_rows % ROWS
     by_tokens = [jnp.pad(x, ((0, padding), (0, 0))) for x in (values, weights) if x is not None]
@@ -67,13 +67,13 @@ def search(
 
 def _kernel(limits: Any, values: Any, *weights_and_found: Any) -> None:
     *weights, found = weights_and_found
-    turn = pl.program_id(1)
+    grid_step = pl.program_id(1)
 
-    @pl.when(turn == 0)
+    @pl.when(grid_step == 0)
     def _() -> None:
         found[...] = jnp.full_like(found, lowest_code(values.dtype))
 
-    bit = jnp.int32(1) << (pl.num_programs(1) - 1 - turn)
+    bit = jnp.int32(1) << (pl.num_programs(1) - 1 - grid_step)
     # Values without this bit are too low if the weight above the greatest of them reaches the limit.
     greatest = value_of_code(found[:, :1] + bit - 1, values.dtype)
     vocab_size = values.shape[1]

@@ -50,7 +50,7 @@ FINISH_NON_FINITE = f"{DROPPED_PREFIX}non-finite logits"
 
 
 BLOCK_SIZE, MIN_BLOCKS = 512, 16
-"""Tokens per block, and minimum number of blocks from which sampling a block first saves noise."""
+"""Tokens per vocabulary block, and minimum number of blocks at which sampling a block first is used."""
 
 Sampler = Callable[[Array, SamplingRules, Array], SampledTokens]
 

@@ -103,7 +103,7 @@ def _search(
     num_bits: int,
     bits_per_pass: int,
 ) -> Int32[Array, "B"]:
-    """Returns `lowest_reached` as codes."""
+    """Returns the codes of `lowest_reached`."""
     num_passes = -(-num_bits // bits_per_pass)
 
     def add_digit(number: Array, found: Array) -> Array:

@@ -47,7 +47,7 @@ class AdaptivePolicy(SchedulingPolicy):
 
     def _set_priority(self, entry: SampleEntry) -> None:
         lengths, longest = self.context.lengths, entry.sample.max_new
-        # Started samples continue first: they may be the longest, and their lengths predict those of their siblings.
+        # Started samples continue first: they may be the longest, and their lengths rank their siblings.
         knows = lengths.has_estimate(entry.prompt) and not entry.num_tokens
         expected = lengths.estimate(entry) if knows else longest
         age = self._finished_at_submit[entry.uid] * longest / AGING_FINISHES
@@ -65,9 +65,9 @@ class AdaptivePolicy(SchedulingPolicy):
         return [] if len(self._queue) else self._spread_evictions(worker)
 
     def _spread_evictions(self, worker: WorkerState) -> list[Suspend]:
-        """Returns up to half of a worker's rows to move to idle workers: steps with fewer rows are faster.
+        """Returns up to half of a worker's rows, to move them to idle workers: steps with fewer rows are faster.
 
-        Workers on the same device would only take turns and get none.
+        Workers on the same device get none, because their segments would only take turns.
         """
         others = [
             other

@@ -18,7 +18,7 @@ class FinishedLength(NamedTuple):
 
     num_tokens: int
     seconds: float | None
-    """None if `rollout.pdsr.unit` is `tokens`, so that a repeated run learns the same."""
+    """Decoding time; None if `rollout.pdsr.unit` is `tokens`, so that a repeated run learns the same lengths."""
 
 
 @dataclass(frozen=True)
@@ -31,15 +31,15 @@ class LearnedLengths:
     """Recently finished samples, oldest first."""
 
     def about(self, prompts: Iterable[str]) -> LearnedLengths:
-        """Returns a copy with only these prompts."""
+        """Returns a copy with the mean lengths of only these prompts."""
         return LearnedLengths({uid: self.prompts[uid] for uid in prompts if uid in self.prompts}, self.finished)
 
     def updated(self, newer: LearnedLengths, *, window: int | None = None) -> LearnedLengths:
-        """Merges newer lengths into these.
+        """Returns these statistics merged with newer ones.
 
         Args:
-            window: maximum number of finished samples. If there are more newer ones, evenly spaced samples are kept:
-                short ones finish first, so the last ones would be the longest.
+            window: maximum number of finished samples; None = no limit. If `newer` has more, evenly spaced samples are
+                kept: short samples finish first, so the last ones would be the longest.
         """
         finished = newer.finished
         if window is not None and len(finished) > window:
@@ -49,7 +49,7 @@ class LearnedLengths:
 
     @classmethod
     def of_hosts(cls, parts: Iterable[LearnedLengths]) -> LearnedLengths:
-        """Merges the statistics of several hosts from the same time."""
+        """Merges statistics that several hosts collected at the same time; finished samples are interleaved."""
         parts = list(parts)
         prompts = {uid: mean for part in parts for uid, mean in part.prompts.items()}
         in_turn = itertools.zip_longest(*(part.finished for part in parts))
@@ -71,7 +71,7 @@ class LengthEstimator:
 
     Args:
         window: number of recently finished samples that determine the threshold and the mean.
-        unit: unit of measures and of the threshold.
+        unit: unit in which the threshold is, and lengths are compared with it.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class LengthEstimator:
         self.new_finished: list[FinishedLength] = []
         """All samples that have finished since the last `take_finished`."""
         self.num_finished = 0
-        """Number of samples that have finished, without those learned from earlier schedules."""
+        """Number of samples that have finished in this schedule."""
 
     def measure(self, entry: SampleEntry) -> float:
         """Returns the length of a sample so far, in the unit of the threshold."""
@@ -101,7 +101,7 @@ class LengthEstimator:
     def observe(self, entry: SampleEntry) -> bool:
         """Learns from a committed row and returns whether its group's maximum length grew. Ignores dropped samples."""
         if entry.finish is not None and entry.finish.startswith(DROPPED_PREFIX):
-            # A dropped probe gives no length: its siblings remain unknown.
+            # A dropped probe gives no length: the prompt's length remains unknown.
             if self.group_max.get(entry.prompt) == 0:
                 del self.group_max[entry.prompt]
             return False
@@ -121,7 +121,7 @@ class LengthEstimator:
         self.group_max.setdefault(prompt, 0)
 
     def finish_prompt(self, prompt: str, *, mean: float | None) -> None:
-        """Reduces a prompt to its mean length, as history, once all its samples are released.
+        """Keeps only the mean length of a prompt, as history, once all its samples are released.
 
         Args:
             mean: mean length of its samples; None if all were dropped.

@@ -27,7 +27,7 @@ class PdsrV1Policy(SchedulingPolicy):
     """Runs probes on fast workers. A batch consists of the prompts submitted before its last probe was measured.
 
     The longest `heavy_percent` of the prompts in a batch are heavy, and so are all prompts whose probes exceeded their
-    limit. Such probes move to heavy workers. Other samples over the fast limit move there too, or are truncated.
+    limit. Such probes move to heavy workers; other samples over the fast limit move there as well, or are truncated.
 
     Once the window has enough samples, a batch does not wait for probes above its (100 - `heavy_percent`)th percentile:
     their prompts are already heavy. Prompts known from an earlier epoch are classified by the same threshold.
@@ -85,7 +85,7 @@ class PdsrV1Policy(SchedulingPolicy):
         self._batch = {}
 
     def may_release(self) -> bool:
-        """See `SchedulingPolicy`. The last probe of a batch releases samples, and so may one that grows too long."""
+        """See `SchedulingPolicy`: samples are released by the last probe of a batch, even if it only grows too long."""
         num_unmeasured = sum(length is None for length in self._batch.values())
         is_near = num_unmeasured == 1 or (num_unmeasured > 1 and self.context.threshold is not None)
         return is_near and bool(self._probes.held_back)

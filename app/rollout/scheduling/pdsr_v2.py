@@ -30,8 +30,8 @@ class PdsrV2Policy(SchedulingPolicy):
     Until the window has enough samples, prompts are neutral: their samples go to the fast queue, and samples that still
     wait are classified by the first threshold. The limit of a sample doubles with every move.
 
-    A fast worker steals heavy samples for a limited time. Then, as many leave as idle heavy workers can take or as
-    short samples wait for their slots; for the others, the time starts again.
+    A fast worker steals heavy samples for a limited time. After that, one stolen sample leaves for each free slot of
+    idle heavy workers and for each sample waiting in the fast queue; for the others, the time starts again.
     """
 
     name = "pdsr_v2"
@@ -95,7 +95,7 @@ class PdsrV2Policy(SchedulingPolicy):
         return gone + self._end_stealing(worker, [entry for entry in rows if entry not in tripped])
 
     def _end_stealing(self, worker: WorkerState, rows: list[SampleEntry]) -> list[Suspend]:
-        """Returns the stolen rows that should leave because their time is over and others can use their slots."""
+        """Returns the stolen rows that should leave: they reached the limit of stealing, and others need the slots."""
         stolen = [entry for entry in rows if entry.uid in self._stolen]
         ended = [entry for entry in stolen if self.context.is_over_limit(entry, self._stolen[entry.uid])]
         num_leaving = len(self._queues["fast"]) + self.context.num_idle_slots("heavy")
@@ -131,9 +131,9 @@ class PdsrV2Policy(SchedulingPolicy):
         self._neutral.pop(prompt, None)
 
     def _find(self, worker: WorkerState) -> tuple[str, str] | None:
-        """Returns a sample and its queue: the worker's own queue, or the other kind's if its workers are full.
+        """Returns the uid of a sample and its queue: one that the worker serves, or else one whose workers are full.
 
-        Samples that tripped a breaker are stolen last: they would probably trip the next one as well.
+        Samples that tripped the breaker are stolen last: they would probably trip it again.
         """
         own = self.context.first_servable(self._queues, SERVED_BY, worker)
         if own is not None:

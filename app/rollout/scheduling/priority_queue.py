@@ -23,7 +23,7 @@ class PriorityQueue:
         heapq.heappush(self._heap, (rank, number, uid))
 
     def peek(self) -> str | None:
-        """Returns the next sample without removing it."""
+        """Returns the uid of the next sample without removing it; None if the queue is empty."""
         while self._heap:
             rank, number, uid = self._heap[0]
             if self._keys.get(uid) == (rank, number):
@@ -36,5 +36,5 @@ class PriorityQueue:
         self._keys.pop(uid, None)
 
     def uids(self) -> list[str]:
-        """Returns all samples in order."""
+        """Returns the uids of all samples in order."""
         return sorted(self._keys, key=self._keys.__getitem__)

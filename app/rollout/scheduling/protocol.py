@@ -1,4 +1,4 @@
-"""The protocol between the scheduler and its executor: events go in, commands come out.
+"""The protocol between the scheduler and its executor: the scheduler answers events with commands.
 
 The executor (real workers, or the simulator of the tests) owns devices, threads and the clock. It passes each event to
 the scheduler and carries out the commands that answer it, in order:
@@ -10,12 +10,12 @@ the scheduler and carries out the commands that answer it, in order:
 3. `SegmentEnded` reports every row that the worker had in that segment. From then on their tokens are committed, and
    the executor gives samples that are done to the caller, and turns that have ended to environments.
 4. A row whose turn has ended is reported with `turn_end`. It has left its slot, but its worker keeps its cache. Its
-environment answers once, at any later time, by `Answered`. The sample ends with the answer or continues: its worker
-takes it back by `resume` as soon as it is idle and has a free slot, before other samples. If it is admitted in any
-other way, the kept cache is no longer needed. A worker without rows waits for answers without a command. 5.
-`WorkerLost` reports a worker whose process died with its rows and the caches that it kept. It sends no further events.
-Its rows continue on other workers from their committed tokens; the next tokens are the same, because noise is keyed by
-position.
+   environment answers once, at any later time, which `Answered` reports. The sample then ends or continues. If it
+   continues, its worker takes it back with `resume` as soon as it is idle and has a free slot, before other samples. If
+   it is admitted in any other way, the kept cache is no longer needed. A worker without rows needs no command to wait.
+5. `WorkerLost` reports a worker whose process died with its rows and the caches that it kept. It sends no further
+   events. Its rows continue on other workers from their committed tokens; the next tokens are the same, because noise
+   is keyed by position.
 
 `at` is the time in seconds by the executor's clock; it is recorded, but no decision depends on it unless
 `rollout.pdsr.unit` is `seconds`.
@@ -30,7 +30,7 @@ from app.rollout.scheduling.segment_limits import SegmentLimits
 
 WorkerKind = Literal["fast", "heavy"]
 SampleRole = Literal["probe", "fast", "heavy", "any"]
-"""Role of an admitted sample: its prompt's probe, expected to be short, expected to be long, or no expectation."""
+"""Role of an admitted sample: its prompt's probe, expected to be short (fast) or long (heavy), or no expectation."""
 AdmitMethod = Literal["recompute", "copy", "resume"]
 
 FINISH_LENGTH = "length"
@@ -81,13 +81,13 @@ class WorkerJoined:
     kind: WorkerKind
     slots: int
     rungs: tuple[int, ...]
-    """Numbers of rows of its smaller programs, ascending, without `slots` itself."""
+    """Batch sizes of its smaller decode programs, ascending, without `slots`."""
     device: str | None
-    """Device that this worker shares with others in turns; None = the worker has its own devices."""
+    """Name of a device on which it takes turns with other workers; None = the worker has its own devices."""
     capacity: int
     """Number of tokens that its KV cache holds."""
     max_length: int | None
-    """Maximum row length of its slots, prompt plus completion, longer than any prompt; None = the longest sample."""
+    """Maximum length of prompt plus completion in its slots, longer than any prompt; None = any sample fits."""
     keeps_caches: bool
     """Whether the caches of suspended rows are kept for any worker; otherwise they are recomputed."""
 
@@ -106,9 +106,9 @@ class RowReport:
     num_tokens: int
     """Length of the whole completion so far, observations included."""
     finish: str | None
-    """`stop`, `length` or `dropped:<why>` (such as logits that are not finite); None for an unfinished row."""
+    """`stop`, `length` or `dropped:<why>` (such as non-finite logits); None for an unfinished row."""
     turn_end: str | None = None
-    """How its turn ended, `stop` or `length`, if its environment must answer; `finish` is None then."""
+    """How the turn ended, `stop` or `length`, if the environment must answer; `finish` is then None."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +116,7 @@ class SegmentEnded:
     at: float
     worker: str
     rows: tuple[RowReport, ...]
-    """All rows of the worker; finished rows, and those whose turn has ended, have left it."""
+    """All rows that the worker had; finished rows and rows whose turn has ended have left it."""
     seconds: float
     """Duration of the segment, including prefill and insertion."""
     steps: int
@@ -129,7 +129,7 @@ class Answered:
 
     at: float
     rows: tuple[RowReport, ...]
-    """All answers so far: an idle worker starts with the first ones, and later ones wait until its segment ends."""
+    """All answers that have arrived: an idle worker starts a segment at once, and later answers wait for its end."""
 
 
 Event = Submitted | Released | Closed | WorkerJoined | WorkerLost | SegmentEnded | Answered
@@ -141,9 +141,9 @@ class Admit:
     num_tokens: int
     """Number of committed tokens; 0 for a sample that has not started."""
     how: AdmitMethod
-    """How to get the cache. `recompute`: from the prompt and all committed tokens. `copy`: from the cache that was kept
-    when the row was suspended. `resume`: from the cache that this worker kept while the row acted, plus the tokens of
-    the observation."""
+    """How the row gets its cache. `recompute`: from the prompt and all committed tokens. `copy`: from the cache kept at
+    suspension. `resume`: from the cache that this worker kept while the environment answered, plus the tokens of the
+    observation."""
     role: SampleRole
 
 
@@ -154,8 +154,8 @@ class Suspend:
     worker: str
     uid: str
     why: str
-    """`row limit` (it no longer fits the slots), `probe limit`, `breaker`, `steal limit`, `spread`, or `truncated`: the
-    sample ends here."""
+    """`row limit` (it no longer fits the slots), `probe limit`, `breaker`, `steal limit`, `spread`, or `truncated` (the
+    sample ends)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +172,7 @@ class RunSegment:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Reports where P-DSR wants to run the samples of a prompt; the executor has nothing to do."""
+    """Reports on which workers P-DSR will run the samples of a prompt; only recorded, not executed."""
 
     prompt: str
     kind: WorkerKind

@@ -42,12 +42,12 @@ class SampleEntry:
     num_tokens: int = 0
     """Number of committed tokens."""
     seconds: float = 0.0
-    """Time in which it was decoded, by the executor's clock: its share of each segment's decode steps."""
+    """Decoding time by the executor's clock: of each segment, the share of decode steps in which it took part."""
     finish: str | None = None
     held_by: str | None = None
     """Worker that keeps the cache of the suspended or acting row."""
     moves: int = 0
-    """Number of times it was suspended, except after it was stolen."""
+    """Number of times that it was suspended, except as a stolen sample."""
 
     @property
     def uid(self) -> str:
@@ -102,7 +102,7 @@ class SampleTable:
 
         Args:
             seconds: duration of the segment.
-            steps: number of its decode steps; the row is charged for those in which it took part.
+            steps: number of decode steps of the segment; the row is charged for those in which it took part.
         """
         entry = self.entries[row.uid]
         assert entry.worker == worker, f"{row.uid} is reported by {worker}, but is on {entry.worker}"

@@ -29,7 +29,7 @@ from app.rollout.scheduling.protocol import (
 )
 
 HEAVY_PERCENTILE = 80
-"""Percentile of lengths above which a sample counts as long in the recall."""
+"""Percentile of lengths above which a sample counts as long in `ScheduleMetrics.probe_recall`."""
 TAIL_SHARE = 0.9
 """Fraction of the samples that must be done before the tail begins."""
 COUNTS = (
@@ -40,7 +40,7 @@ COUNTS = (
 
 
 class Span(NamedTuple):
-    """A period in which a row decodes in a slot, or a sample is suspended or acts."""
+    """A period in which a row decodes in a slot, or a sample is suspended or waits for its environment."""
 
     worker: str
     slot: int
@@ -59,22 +59,22 @@ class ScheduleMetrics:
     makespan_s: float
     """Time from the first submission to the last committed token, or to the last answer of an environment."""
     bubble: float
-    """Fraction of slot time in which no row decoded; slots count while their worker is present."""
+    """Fraction of slot time in which no row decoded, from the joining of a worker to its loss."""
     tail_fraction: float
     """Fraction of the makespan after 90 % of the samples were done; NaN in a window."""
     probe_recall: float | None
-    """Fraction of samples above the 80th percentile that were expected to be heavy when they started, without probes.
+    """Fraction of the samples longer than the 80th percentile that were expected to be heavy when they started.
 
-    None if there was no expectation for any of them.
+    Samples without an expectation, such as probes, do not count; None if no samples are left.
     """
     threshold: float | None
     """Length above which a prompt was heavy at the last verdict, in `rollout.pdsr.unit`; None without one."""
     heavy_share: float | None
-    """Fraction of the classified prompts whose samples were finally sent to heavy workers; None without verdicts."""
+    """Fraction of the classified prompts whose last verdict was heavy; None without verdicts."""
     last_verdict_s: float | None
     """Time from the first submission to the last verdict."""
     last_verdict_tokens: int | None
-    """Tokens decoded until then."""
+    """Number of tokens decoded before the last verdict."""
     breaker_trips: int
     stolen_by_fast: int
     """Number of times that a fast worker admitted a heavy row."""
@@ -86,7 +86,7 @@ class ScheduleMetrics:
     segments: int
     useful_tokens: int
     repacked_tokens: int
-    """Tokens prefilled or replayed although they had already been decoded."""
+    """Number of tokens that were decoded, and later prefilled or replayed to recompute a lost cache."""
 
 
 class ScheduleMetricsTracker:
@@ -107,7 +107,7 @@ class ScheduleMetricsTracker:
         """Uid of an ended sample with an expected length -> whether it was expected to be heavy."""
         self.verdicts: dict[str, WorkerKind] = {}
         self.last_verdict: tuple[float | None, float, int] | None = None
-        """The threshold, the time, and the tokens decoded until then."""
+        """(threshold, time, number of tokens decoded before it)."""
         self.busy_s = 0.0
         self.counts: Counter[str] = Counter()
         """Counts by field of `ScheduleMetrics`."""
@@ -165,7 +165,7 @@ class ScheduleMetricsTracker:
             self.busy_s += event.seconds * share
             self.counts["useful_tokens"] += gained
             self.num_tokens[row.uid] = row.num_tokens
-            # In exact mode, ends are reported in start order.
+            # max, because in exact mode segments are reported in start order.
             self.last_commit_s = max(self.last_commit_s, event.at)
             self._record_end(row.uid, row.finish, at=event.at - event.seconds * (1 - share))
 
@@ -185,7 +185,7 @@ class ScheduleMetricsTracker:
         """Returns the metrics since the first submission, or since the last window."""
         start = self.start or 0.0
         makespan = max(self.last_commit_s - start, 1e-9)
-        # Workers have slots while they are present.
+        # A worker's slots count from its joining to its loss.
         stays = ((one.slots, one.at, self.worker_lost_s.get(name, math.inf)) for name, one in self.workers.items())
         capacity_s = sum(n * max(min(end, start + makespan) - max(begin, start), 0.0) for n, begin, end in stays)
         threshold, verdict_at, verdict_tokens = self.last_verdict or (None, None, None)

@@ -49,8 +49,8 @@ class Scheduler:
         policy: name in `POLICIES`.
         learned: length statistics of earlier schedules.
         has_turns: whether environments answer the turns of samples; also detected at the end of the first turn.
-        max_suspended: maximum number of a worker's samples that give up their slots while they act or wait to return;
-            None = `SUSPENDED_PER_SLOT` for each slot, 0 = they wait in their slots.
+        max_suspended: maximum number of samples per worker that give up their slots while their environments answer;
+            None = `SUSPENDED_PER_SLOT` for each slot, 0 = samples keep their slots.
     """
 
     def __init__(
@@ -167,7 +167,7 @@ class Scheduler:
             self.policy.observe(entry, grew=entry.prompt in grown)
 
     def _answered(self, row: RowReport) -> None:
-        """Returns an answered row to the worker with its cache, or to the policy if that one is lost or too small."""
+        """Returns an answered row to the worker that keeps its cache, or to the policy if it does not fit there."""
         holder = next((one for one in self.context.workers.values() if row.uid in one.acting), None)
         entry = self.samples.answer(row.uid, num_tokens=row.num_tokens, finish=row.finish)
         if holder is not None:
@@ -246,8 +246,8 @@ class Scheduler:
         if not (self.policy.refills or self.has_turns):
             length = int(min(self.segment.max, fitting))
             return RunSegment(worker.name, tuple(admitted), SegmentLimits(length))
-        # Samples held back for a verdict also wait: for the end of a probe, then for a slot of any worker. If samples
-        # have turns, segments also end early: a turn reaches the environment only when it is committed, and an answered
+        # Samples held back for a verdict count as waiting: for the end of a probe, then for a slot of any worker. With
+        # turns, segments also end early: a turn is sent to the environment only when it is committed, and an answered
         # row returns only between segments.
         awaited = self.has_turns or self.policy.has_sample_for(worker) or self.policy.may_release()
         limits = segment_limits(

@@ -1,4 +1,4 @@
-"""The interface of scheduling policies, which decide what sample a worker takes next and which rows leave it."""
+"""The interface of scheduling policies, which decide which sample a worker takes next and which rows leave it."""
 
 from __future__ import annotations
 
@@ -15,19 +15,20 @@ from app.rollout.scheduling.sample_states import SampleEntry, SampleState, Sampl
 from settings.schema.rollout import PDSR_WINDOW_MIN, PdsrSettings
 
 SUSPENDED_PER_SLOT = 4
-"""Default of `env.max_suspended` per slot: samples that may wait for their environments without a slot.
+"""Default of `env.max_suspended` per slot: number of samples that may wait for their environments without a slot.
 
-All slots are busy with slots * (1 + latency / time of a turn) samples.
+All slots are busy with slots * (1 + latency / time per turn) samples.
 """
 
 
 def admission_budget(num_free: int, num_suspended: int, *, num_slots: int, limit: int | None) -> int:
-    """Returns how many new samples may take free slots; suspended samples beyond the limit reserve a slot each.
+    """Returns how many new samples may take free slots; each suspended sample beyond the limit reserves a slot.
 
     Args:
         num_free: number of slots without a row.
-        num_suspended: number of samples without a slot that will return to one: acting or answered.
-        limit: maximum samples that wait without a slot, `env.max_suspended`; None = by the number of slots.
+        num_suspended: number of samples that will return to a slot: acting or answered.
+        limit: `env.max_suspended`, the maximum number of samples that wait without a slot; None =
+            `SUSPENDED_PER_SLOT` per slot.
     """
     return num_free - max(num_suspended - (SUSPENDED_PER_SLOT * num_slots if limit is None else limit), 0)
 
@@ -53,13 +54,13 @@ class WorkerState:
     max_length: int | None
     keeps_caches: bool
     max_suspended: int | None
-    """See `limit` of `admission_budget`."""
+    """Maximum number of samples that wait without a slot; see `limit` of `admission_budget`."""
     rows: list[str] = field(default_factory=list)
     """Uids in the order of admission."""
     acting: list[str] = field(default_factory=list)
-    """Uids of the acting rows whose caches it keeps."""
+    """Uids of the rows that wait for their environments and whose caches this worker keeps."""
     answered: list[str] = field(default_factory=list)
-    """Uids of the rows that it takes back next, in the order of answers."""
+    """Uids of answered rows that this worker takes back next, in the order of their answers."""
     is_busy: bool = False
     """Whether a segment is running."""
     num_carried: int = 0
@@ -69,7 +70,7 @@ class WorkerState:
 
     @property
     def num_begun(self) -> int:
-        """Number of samples that are its rows now or will return to it."""
+        """Number of samples that are rows of this worker or will return to it."""
         return len(self.rows) + len(self.acting) + len(self.answered)
 
     @property
@@ -113,7 +114,7 @@ class SchedulingContext:
     lengths: LengthEstimator
     pdsr: PdsrSettings
     longest_rows: dict[WorkerKind, float] = field(default_factory=dict)
-    """Maximum row length on workers of a kind, including lost ones."""
+    """Maximum row length on any worker of a kind, including lost workers."""
     threshold: float | None = None
     """Length above which a sample is heavy; updated when a sample finishes."""
     new_verdicts: list[Verdict] = field(default_factory=list)
@@ -141,9 +142,9 @@ class SchedulingContext:
         return max(self.lengths.group_measure.get(entry.prompt, 0.0), self.lengths.measure(entry))
 
     def known_verdict(self, prompt: str) -> WorkerKind | None:
-        """Returns the verdict on a prompt from its samples' lengths in an earlier epoch, if known.
+        """Returns the verdict on a prompt by the lengths of its samples in an earlier epoch; None if unknown.
 
-        These are in tokens, so there is no verdict if `rollout.pdsr.unit` is `seconds`.
+        These lengths are in tokens, so there is no verdict if `rollout.pdsr.unit` is `seconds`.
         """
         length = self.lengths.history.get(prompt)
         if length is None or self.threshold is None or self.pdsr.unit == "seconds":
@@ -162,7 +163,7 @@ class SchedulingContext:
         """Returns the number of decode steps, at least 1, after which a sample will have reached a limit.
 
         Args:
-            default: number of steps if the limit is in seconds and the duration of a step on this worker is unknown.
+            default: number of steps to assume if the limit is in seconds and the worker's time per step is unknown.
         """
         steps = limit.tokens - entry.num_tokens
         if self.pdsr.unit == "seconds":
@@ -250,11 +251,15 @@ class SchedulingPolicy(ABC):
         return self.context.pdsr.percentile
 
     def may_release(self) -> bool:
-        """Returns whether the next end of a row may release held-back samples, for any worker."""
+        """Returns whether the next row that ends may release samples that wait for a verdict."""
         return False
 
     def observe(self, entry: SampleEntry, *, grew: bool) -> None:  # noqa: B027 - a policy may learn nothing
-        """Learns from a committed row; `grew`: its group's maximum length has grown."""
+        """Learns from a committed row.
+
+        Args:
+            grew: whether the maximum length of the row's group has grown.
+        """
 
     def forget(self, prompt: str) -> None:  # noqa: B027 - a policy may know nothing of prompts
         """Forgets a prompt whose samples were all released."""
@@ -294,7 +299,7 @@ class Probes:
         return self.probe_uids.get(entry.prompt) == entry.uid
 
     def set_verdict(self, prompt: str, verdict: WorkerKind) -> list[str]:
-        """Sets the verdict of a prompt and returns the samples held back until now."""
+        """Sets the verdict of a prompt and returns the uids of the samples held back until now."""
         if self.verdicts.get(prompt) != verdict:
             self.verdicts[prompt] = verdict
             self._context.new_verdicts.append(Verdict(prompt, verdict, self._context.threshold))

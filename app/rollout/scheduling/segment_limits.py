@@ -8,7 +8,7 @@ from typing import NamedTuple
 from settings.schema.rollout import SegmentSettings
 
 OVERHEAD_STEPS = 0.5
-"""Assumed overhead of ending a segment, in decode steps."""
+"""Assumed fixed cost of a segment, in decode steps."""
 PRIOR_LENGTH_SHARE = 0.25
 """Assumed mean length before any sample has finished, as a fraction of the allowed tokens."""
 
@@ -38,7 +38,7 @@ def segment_limits(
     Without waiting samples, the length is clamp(capacity / num_active, min, max) tokens: few rows run long. Otherwise
     let o be the fixed cost of a segment in decode steps, and h = 1 / mean length the chance that a row finishes at a
     step. A segment of L steps loses o / L per step to its fixed cost, and h L / 2 to finished rows that wait for its
-    end, which together is least at L = sqrt(2 o / h). By then, num_active h L rows have finished.
+    end. The sum is smallest at L = sqrt(2 o / h), when num_active h L rows have finished.
 
     Source: the P-DSR design, "Budget-Aware Segment Rollout", for the first rule.
 

@@ -1,4 +1,4 @@
-"""The baseline policy `sync`: a worker takes as many samples as it has slots, and no more until all are done."""
+"""The baseline policy `sync`: a worker fills its slots, and takes the next samples only when all of these are done."""
 
 from __future__ import annotations
 

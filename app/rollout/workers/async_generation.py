@@ -30,7 +30,7 @@ class CompletedRound(NamedTuple):
 
     rows: list[RolloutSequence]
     lengths: LearnedLengths
-    """Mean lengths of its prompts, and the samples of any round that finished since the previous one was completed."""
+    """Mean lengths of its prompts, and lengths of all samples that finished since the previous round was completed."""
     metrics: ScheduleMetrics
     """Metrics of all workers since the previous round was completed."""
 
@@ -52,7 +52,7 @@ class AsyncRollout:
         self._outbox: SimpleQueue[CompletedRound | BaseException] = SimpleQueue()
         self._waiting: deque[Sequence[RolloutSequence]] = deque()
         self._in_flight: deque[list[str]] = deque()
-        """For each round that the scheduler has, the names of its rows."""
+        """Names of the rows of each round that was passed to the scheduler, oldest first."""
         self._num_begun = 0
         self._metrics, self._exit_stack = ScheduleMetricsTracker(), ExitStack()
         prompts = workers.learned_lengths.prompts
@@ -63,7 +63,7 @@ class AsyncRollout:
         self._thread.start()
 
     def submit(self, prompts: Sequence[Prompt], *, noise_step: int) -> None:
-        """Adds the next round.
+        """Adds a round with `group_size` samples of each prompt.
 
         Raises:
             InputError: a prompt does not fit into a slot.
@@ -73,7 +73,7 @@ class AsyncRollout:
 
     def publish(self, weights: DecodeWeights, *, policy_version: int) -> None:
         """Sets the weights for all segments that start from now on."""
-        # An update may still be computing the weights; until then, segments use the previous ones.
+        # An update may still be computing the weights; until it is done, segments use the previous ones.
         jax.block_until_ready(weights)
         self._executor.publish(weights, policy_version=policy_version)
 
@@ -101,7 +101,7 @@ class AsyncRollout:
         return self._outbox.qsize()
 
     def close(self) -> None:
-        """Stops after the running segments, or after `CLOSE_TIMEOUT_S`. Uncollected rounds are lost."""
+        """Stops generation after the running segments, or after `CLOSE_TIMEOUT_S`. Uncollected rounds are lost."""
         self._inbox.put(None)
         self._executor.wake()
         if join_or_abandon(self._thread):

@@ -36,7 +36,7 @@ from settings.schema.mesh import MeshSettings
 from settings.schema.model import Quantization
 
 BitLeaves = list[np.ndarray]
-"""Leaves of a tree as unsigned integers with the same bits, which processes can share whatever the dtype."""
+"""Leaves of a tree as unsigned integers with the same bits, which processes can share for any dtype."""
 
 
 def to_bit_leaves(tree: Any) -> BitLeaves:
@@ -72,9 +72,9 @@ class ActorSpec:
     quantization: Quantization | None = None
     """Quantization of the adapted kernels."""
     outputs_first: bool = False
-    """The order of the kernels' dims; see `DecoderDefinition`."""
+    """Whether kernels are stored with their output dim first; see `DecoderDefinition`."""
     stop_text: DecodeText | None = None
-    """Converts token ids to text, if there are stop strings; it carries the tokenizer to the actor."""
+    """Converts token ids to text, to find stop strings, and carries the tokenizer to the actor; None = none to find."""
 
 
 class ActorInfo(NamedTuple):
@@ -88,9 +88,9 @@ class ActorSegment(NamedTuple):
 
     ended: SegmentEnded
     tokens: dict[str, Int32[np.ndarray, "fields C"]]
-    """Uid -> tokens, for each row that sampled some or is done; see `RolloutSequence.segment_tokens`."""
+    """Uid -> tokens, for each row that sampled any or is done; see `RolloutSequence.segment_tokens`."""
     policy_version: int
-    """Version of the weights that sampled them."""
+    """Version of the weights that sampled the tokens."""
     counters: RolloutCounters
     prompt_routes: dict[str, Int32[np.ndarray, "S words"]]
     """Uid -> routes of the prompt, for each row that sampled its first tokens, if routes are recorded."""
@@ -182,7 +182,7 @@ class RolloutActor:
         self._worker.suspend(self._rows.pop(uid))
 
     def close(self) -> None:
-        """Frees the devices."""
+        """Frees the device memory of weights and cache."""
         self._rows = {}
         self._worker.close()
 

@@ -46,11 +46,11 @@ SampleDoneCallback = Callable[[RolloutSequence], None]
 class RolloutExecutor:
     """Runs one rollout: assigns submitted samples to workers until they are done.
 
-    One thread drives it; another one may publish weights.
+    One thread drives it; another thread may publish weights.
 
     Args:
-        workers: workers, opened before the rollout begins and closed after it.
-        in_order: as for `WorkerThreads`.
+        workers: workers, which the caller opens before the rollout and closes after it.
+        in_order: whether segments are handled in start order; see `WorkerThreads`.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class RolloutExecutor:
             worker.clock = self.clock
         self._rows: dict[str, RolloutSequence] = {}
         self._suspended: dict[str, Future[SuspendedSequence]] = {}
-        """Maps the name of a suspended row to its cache."""
+        """Name of a suspended row -> the row with its cache."""
         self._death: WorkerDiedError | None = None
         """Error of the last lost worker."""
 
@@ -104,10 +104,10 @@ class RolloutExecutor:
             self._handle_event(WorkerJoined(self.clock(), worker.name, worker.kind, *sizes, *limits))
 
     def submit(self, rows: Iterable[RolloutSequence], *, suffix: str = "") -> list[str]:
-        """Adds rows and returns their names: their uids if these are unique.
+        """Adds rows and returns their unique names: the uid, a number if the uid repeats, and the suffix.
 
         Args:
-            suffix: appended to the uids if they may equal those of earlier rows.
+            suffix: distinguishes these rows from earlier rows with the same uids.
         """
         samples: dict[str, NewSample] = {}
         for number, row in enumerate(rows):
@@ -120,7 +120,10 @@ class RolloutExecutor:
         return list(samples)
 
     def publish(self, weights: DecodeWeights, *, policy_version: int) -> None:
-        """Sets the weights for all segments started from now on. May be called from one other thread."""
+        """Sets the weights for all segments started from now on. May be called from one other thread.
+
+        See `RolloutWorker.queue_weights`.
+        """
         for worker in self._workers.values():
             if not worker.is_lost:
                 worker.queue_weights(weights, policy_version=policy_version)
@@ -155,11 +158,11 @@ class RolloutExecutor:
             self._conversations.pool.wake()
 
     def advance(self) -> None:
-        """Waits for the next outcome of a worker and handles it; returns early after `wake`, or after an answer.
+        """Waits for a worker's segment to end and handles it; returns early after `wake` or an environment's answer.
 
         Raises:
             StoppedError: a stop was requested.
-            WorkerDiedError: all workers have died that could hold the samples.
+            WorkerDiedError: all workers that could run the remaining samples have died.
             Exception: the error of a worker.
         """
         if self._stop_requested():
@@ -219,7 +222,7 @@ class RolloutExecutor:
     def _suspend(self, command: Suspend) -> None:
         row = self._rows[command.uid]
         suspended = self._threads.suspend(self._workers[command.worker], row)
-        # From now on a copy that the worker can no longer change.
+        # Continue with a copy, which the old worker cannot change.
         row = self._rows[row.name] = row.rewound(row.num_tokens)
         if command.why == "truncated":
             row.finish(FINISH_LENGTH)

@@ -35,7 +35,7 @@ class Admission(NamedTuple):
 
     row: RolloutSequence
     suspended: Future[SuspendedSequence] | None
-    """Its cache; if None, the cache is recomputed from the row's tokens."""
+    """The row with its cache; None = the cache is recomputed from the row's tokens."""
 
 
 @dataclass(eq=False)
@@ -50,9 +50,9 @@ class RolloutWorker:
     clock: Callable[[], float] = time.perf_counter
     """Returns seconds since a fixed point in time."""
     is_lost: bool = False
-    """Whether its process has died. Workers in this process never are."""
+    """Whether its process has died; always False for workers in this process."""
     keeps_caches: ClassVar[bool] = True
-    """Whether a suspended row takes its cache along."""
+    """Whether the cache of a suspended row is kept for its next worker."""
     _started_at: float | None = None
     """Start of its last segment."""
     _queued_weights: deque[tuple[DecodeWeights, int]] = field(default_factory=lambda: deque(maxlen=1))
@@ -65,14 +65,14 @@ class RolloutWorker:
     """Counts of each segment since the last `take_counters`."""
 
     def compile(self, rules: SamplingRules, *, suspends: bool) -> None:
-        """Compiles the programs of rollouts under these rules; a remote worker only starts to."""
+        """Compiles the programs of rollouts under these rules; a remote worker compiles them in the background."""
         self.engine.compile(rules, suspends=suspends)
 
     def wait_until_ready(self, stop_requested: StopCheck) -> None:
         """Waits until a remote worker has started and compiled.
 
         Raises:
-            InputError: it cannot start.
+            InputError: the worker cannot start.
             StoppedError: a stop was requested in the meantime.
         """
 
@@ -97,7 +97,7 @@ class RolloutWorker:
         The same thread must pass the weights to all workers: if several threads place an array at once, some see it
         before JAX has listed all its shards (jax 0.10.2).
         """
-        # So that a device has no third copy, and no segment starts with older weights in the meantime.
+        # Under the lock, so that a device never has three copies of the weights, and no segment starts with old ones.
         with self._queueing:
             self._queued_weights.clear()
             self._queued_weights.append((self._place_weights(weights), policy_version))
@@ -150,7 +150,7 @@ class RolloutWorker:
         suspended = one.suspended.result()
         cache, shapes = suspended.cache, self.engine.programs.abstract_row
         if cache is None or jax.tree.map(jnp.shape, cache) != jax.tree.map(jnp.shape, shapes):
-            # It waited for blocks, or comes from a device with another block size.
+            # The row had no cache because it waited for blocks, or its cache has another block size.
             return None
         return suspended._replace(cache=jax.device_put(cache, tree_shardings(shapes)))
 

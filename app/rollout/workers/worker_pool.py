@@ -32,7 +32,7 @@ class ScheduleConfig:
     """Rules for the assignment of samples to workers."""
 
     policy: str
-    """Name in `POLICIES`."""
+    """Name of the scheduling policy, in `POLICIES`."""
     pdsr: PdsrSettings
     segment: SegmentSettings
     in_order: bool
@@ -43,7 +43,7 @@ class RolloutWorkerPool(SampleGenerator):
     """Generates samples on workers controlled by a scheduler.
 
     Args:
-        workers: workers of the pool; in the exact mode, all need the same number of devices and the same
+        workers: workers of the pool; in exact mode, all need the same number of devices and the same
             `SlotShapes.rows_together`.
     """
 
@@ -67,7 +67,7 @@ class RolloutWorkerPool(SampleGenerator):
         self.shared_lengths = NOTHING_LEARNED
         """Length statistics of all hosts when they were last shared."""
         self.new_lengths = NOTHING_LEARNED
-        """This host's length statistics since then."""
+        """This host's length statistics since they were last shared."""
         self._metrics: list[ScheduleMetrics] = []
 
     @property
@@ -103,7 +103,7 @@ class RolloutWorkerPool(SampleGenerator):
         """Opens a rollout on all workers; on exit, waits for running segments.
 
         Args:
-            prompts: as for `make_scheduler`.
+            prompts: uids of prompts whose lengths from earlier rollouts are used.
             on_record: called with every event and the commands that answered it.
 
         Raises:
@@ -135,7 +135,7 @@ class RolloutWorkerPool(SampleGenerator):
                 worker.close()
 
     def make_scheduler(self, prompts: Iterable[str] = ()) -> Scheduler:
-        """Returns a new scheduler with the window of finished samples and the mean lengths of these prompts."""
+        """Returns a new scheduler that knows the recently finished samples and the mean lengths of these prompts."""
         schedule, learned = self.schedule, self.learned_lengths
         return Scheduler(
             schedule.policy,
@@ -167,7 +167,7 @@ class RolloutWorkerPool(SampleGenerator):
         self.new_lengths = self.new_lengths.updated(newer)
 
     def share_lengths(self, of_hosts: Iterable[LearnedLengths]) -> None:
-        """Merges the `new_lengths` of all hosts, in the same order on all of them."""
+        """Adds the `new_lengths` of all hosts to `shared_lengths`; all hosts must pass them in the same order."""
         newer = LearnedLengths.of_hosts(of_hosts)
         self.shared_lengths = self.shared_lengths.updated(newer, window=self.schedule.pdsr.window)
         self.new_lengths = NOTHING_LEARNED
@@ -177,7 +177,7 @@ class RolloutWorkerPool(SampleGenerator):
         return RolloutCounters.sum([worker.take_counters() for worker in self.workers])
 
     def footprint(self) -> Footprint:
-        """Returns the arrays on the device with most of them when all slots are full."""
+        """Returns the arrays on the device that holds the most bytes, when all slots are full."""
         footprints = [worker.engine.footprint() for worker in self.workers]
         if self.workers[0].device is None:
             return max(footprints, key=bytes_per_device)
@@ -190,7 +190,7 @@ class RolloutWorkerPool(SampleGenerator):
             worker.shut_down()
 
     def store_metrics(self, metrics: ScheduleMetrics) -> None:
-        """Stores the metrics of a rollout, or of a part of one, until they are taken."""
+        """Stores the metrics of a rollout, or of a part of one, until `take_schedule_metrics`."""
         self._metrics.append(metrics)
 
     def take_schedule_metrics(self) -> list[ScheduleMetrics]:

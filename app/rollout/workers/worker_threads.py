@@ -18,7 +18,7 @@ from app.rollout.workers.worker import Admission, RolloutWorker
 log = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT_S = 600.0
-"""Maximum wait for a running segment at the end of a rollout."""
+"""Maximum wait, in seconds, for a running segment at the end of a rollout."""
 
 
 WorkerOutcome = tuple[RolloutWorker, SegmentEnded | BaseException]
@@ -38,10 +38,10 @@ class WorkerThreads:
         self._started: deque[RolloutWorker] = deque()
         """Workers whose segments are not reported yet, in start order."""
         self._ended: dict[RolloutWorker, SegmentEnded] = {}
-        """The workers among them whose segments have ended."""
+        """Worker in `_started` -> its segment, if the segment has ended."""
         self._outcomes: SimpleQueue[WorkerOutcome | None] = SimpleQueue()
         self._device_free_at: dict[str, float] = {}
-        """Maps a shared device to the end of its last reported segment."""
+        """Shared device -> end time of its last reported segment."""
         self._inboxes: dict[RolloutWorker, SimpleQueue[_Job | None]] = {worker: SimpleQueue() for worker in workers}
         # Daemon threads, because a device call that never returns must not keep a failed program alive.
         self._threads = [
@@ -75,7 +75,7 @@ class WorkerThreads:
             except BaseException as error:
                 future.set_exception(error)
                 self._outcomes.put((worker, error))
-            # These variables refer to caches and must not keep them alive until the next job.
+            # These variables refer to caches, and would keep them alive until the next job.
             del job, future, work
 
     def wake(self) -> None:
@@ -83,7 +83,7 @@ class WorkerThreads:
         self._outcomes.put(None)
 
     def next_outcome(self) -> WorkerOutcome | None:
-        """Waits for the next outcome. Returns None after `wake`. Errors skip the order of `in_order`."""
+        """Waits for the next outcome; returns None after `wake`. Errors are returned at once, regardless of order."""
         while not self._ended or (self._in_order and self._started[0] not in self._ended):
             outcome = self._outcomes.get()
             if outcome is None:
@@ -99,7 +99,7 @@ class WorkerThreads:
         return worker, self._alone(worker, self._ended.pop(worker))
 
     def _alone(self, worker: RolloutWorker, ended: SegmentEnded) -> SegmentEnded:
-        """Returns a finished segment, excluding the time in which another worker used the device."""
+        """Returns a finished segment, with `seconds` reduced by the time in which another worker used the device."""
         if worker.device is None:
             return ended
         free_at, self._device_free_at[worker.device] = self._device_free_at.get(worker.device, 0.0), ended.at
