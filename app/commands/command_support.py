@@ -106,7 +106,7 @@ def show_progress(text: str) -> None:
 
 
 class _LastingStream:
-    """A stream that drops its lines once the reader has gone, as with `| head`, so that a run does not end."""
+    """A stream that drops output once its reader has closed it, as with `| head`, so that the run continues."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -183,14 +183,14 @@ def find_run_settings(run_paths: Mapping[str, Path | None]) -> ConfigFile | None
 
 
 def require_path(path: Path | None, option: str) -> Path:
-    """Returns the path given for a required option, which only `--print-config` does not need."""
+    """Returns the path of an option that is required except with `--print-config`."""
     if path is None:
         raise InputError(f"missing option {option}")
     return path
 
 
 def runs_alone(mesh: MeshSettings) -> bool:
-    """Returns whether no other host can join. Without JAX, any TPU counts as part of a slice."""
+    """Returns whether no other host can join. JAX is not loaded yet, so any TPU counts as part of a slice."""
     return mesh.coordinator_address is None and not (mesh.platform in ("auto", "tpu") and may_have("tpu"))
 
 
@@ -201,7 +201,7 @@ def require_inputs(settings: Settings, inputs: Mapping[str, Path | None]) -> Non
     """
     for option, path in inputs.items():
         if runs_alone(settings.mesh) and path is not None and not path.expanduser().exists():
-            # A missing link to the best checkpoint is not a typo.
+            # A run may have no best checkpoint, so this is not reported as a typo.
             is_absent_best = path.name == BEST_LINK and path.parent.is_dir()
             hint = "; nothing was evaluated in that run, or nothing better than its start" if is_absent_best else ""
             raise InputError(f"{option}: {path.expanduser().absolute()}: no such file or folder{hint}")

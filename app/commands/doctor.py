@@ -23,7 +23,7 @@ def doctor(
     """Check everything that a run needs, without downloads."""
     # The report includes all other checks of the settings.
     resolved = resolve(config, overrides, print_config=print_config, check=check_for_mesh)
-    with suppress(InputError):  # The bucket check of the report says why it cannot be read.
+    with suppress(InputError):  # The report's bucket check explains why the bucket cannot be read.
         resolved = name_run(resolved, "never")
     show_progress(f"grpo doctor: {resolved.settings.run.name}, model {resolved.settings.model.path}; loading JAX")
     from app.preflight.doctor import run_doctor

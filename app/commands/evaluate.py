@@ -31,13 +31,15 @@ def evaluate(
         typer.Option(
             metavar="BEFORE.jsonl AFTER.jsonl",
             rich_help_panel="Comparison",
-            help="Only compare two files, prompt by prompt; each written by --out or to a run's eval/.",
+            help="Only compare two sample files prompt by prompt: outputs of --out, or files in a run's eval/.",
             show_default=False,
         ),
     ] = None,
     picture: Annotated[
         Path | None,
-        typer.Option(metavar="FILE.png", rich_help_panel="Comparison", help="File for a plot. Needs --compare."),
+        typer.Option(
+            metavar="FILE.png", rich_help_panel="Comparison", help="File for a plot of the comparison. Needs --compare."
+        ),
     ] = None,
     overwrite: Overwrite = False,
     as_json: AsJson = False,

@@ -38,8 +38,8 @@ def gae(
     out: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Output file in the format of --input; with --bench, a folder.")
     ] = None,
-    gamma: Annotated[str | None, typer.Option(metavar="G", help="Overrides algorithm.gamma.")] = None,
-    lam: Annotated[str | None, typer.Option(metavar="L", help="Overrides algorithm.lam.")] = None,
+    gamma: Annotated[str | None, typer.Option(metavar="G", help="Discount factor; overrides algorithm.gamma.")] = None,
+    lam: Annotated[str | None, typer.Option(metavar="L", help="Lambda of GAE; overrides algorithm.lam.")] = None,
     chunk_size: Annotated[
         str | None,
         typer.Option(metavar="C", help="Chunk size of --backend chunked; overrides algorithm.gae_chunk_size."),
@@ -74,8 +74,8 @@ def gae(
 
     Samples get the advantages that training would compute with the same settings: algorithm.gamma, lam,
     length_adaptive_lam, bootstrap_truncated, whiten_advantages, critic.lam, and the KL penalty of algorithm.beta if it
-    is in the reward. Matrices hold no logprobs, so they get no penalty. The estimator is GAE, whatever
-    algorithm.estimator is.
+    is in the reward. Matrices contain no logprobs, so they get no penalty. The estimator is always GAE;
+    algorithm.estimator is ignored.
     """
     names = {"--gamma": "gamma", "--lam": "lam", "--chunk-size": "gae_chunk_size"}
     texts = zip(names.items(), (gamma, lam, chunk_size), strict=True)

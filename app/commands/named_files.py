@@ -62,11 +62,11 @@ def check_named_files(
 
     Args:
         sources: the data that the command reads.
-        judges: the reward functions that it calls.
-        estimator: the advantage estimator that it calls.
+        judges: the reward functions that the command calls.
+        estimator: the advantage estimator that the command calls.
 
     Raises:
-        InputError: one does not exist.
+        InputError: a file does not exist.
     """
     if not runs_alone(settings.mesh):
         return

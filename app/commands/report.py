@@ -15,7 +15,9 @@ def report(
     run: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Run directory: <run.dir>/<run.name>.")],
     samples: Annotated[
         int | None,
-        typer.Option(min=1, metavar="N", help="Samples in rollouts.html.  [default: 400]", show_default=False),
+        typer.Option(
+            min=1, metavar="N", help="Maximum number of samples in rollouts.html.  [default: 400]", show_default=False
+        ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:

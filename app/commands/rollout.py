@@ -29,7 +29,9 @@ def rollout(
         Path | None, typer.Option(metavar="FILE", help="JSON Lines file with prompts to use instead of data.source.")
     ] = None,
     limit: Annotated[int | None, typer.Option(min=1, metavar="N", help="Use only the first N prompts.")] = None,
-    out: Annotated[Path | None, typer.Option(metavar="FILE.jsonl", help="Output file. Required.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE.jsonl", help="Output file for the samples. Required.")
+    ] = None,
     timeline: Annotated[
         Path | None, typer.Option(metavar="FILE.png|.html", help="File for a plot of all slots over time.")
     ] = None,

@@ -61,7 +61,7 @@ def _find_settings(name: str) -> list[str]:
 
 
 def _mentions(field: str, word: str) -> bool:
-    """Returns whether a setting's name or meaning has a word that starts with this."""
+    """Returns whether a setting's name or meaning contains a word that starts with `word`."""
     parts = re.split(r"[\W_]+", f"{field} {FIELDS[field].description}".lower())
     return any(part.startswith(word.lower()) for part in parts)
 

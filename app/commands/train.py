@@ -68,7 +68,7 @@ def train(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report of --dry-run as JSON.")] = False,
 ) -> None:
-    """Train by rollout, reward, score, advantage and update."""
+    """Train a policy by repeating rollout, reward, score, advantage and update."""
     for option, given, is_usable, needed in (
         ("--json", as_json, dry_run, "--dry-run; the metrics of a run are in its metrics.jsonl"),
         ("--compile", compiles, dry_run, "--dry-run; a run compiles its programs anyway"),
@@ -84,7 +84,7 @@ def train(
     derived = resolve(base, overrides, flags=flags, print_config=print_config, check=check)
     settings = (resolved := name_run(derived, resume)).settings
     if resume == "never" and settings.run.name != (taken := derived.settings.run.name):
-        print_notices([f"{taken} is a run, so this one is {settings.run.name}; --resume auto continues the newest"])
+        print_notices([f"a run {taken} exists, so this one is {settings.run.name}; --resume auto continues the newest"])
     require_inputs(settings, run_paths)
     _check_start(settings, resume=resume, is_replay=is_replay, dry_run=dry_run)
     show_progress(f"grpo train: {settings.run.name}, model {settings.model.path}; loading JAX")

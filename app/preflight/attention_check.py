@@ -86,7 +86,7 @@ def check_attention(
 
 
 def longest_samples(num_samples: int, *, prompt: int, completion: int) -> list[Sample]:
-    """Returns samples of these lengths in tokens, with meaningless tokens."""
+    """Returns samples of these lengths in tokens, whose token ids are all 0."""
     tokens = np.zeros(completion, np.int32)
     sample = Sample(Prompt("longest", np.zeros(prompt, np.int32), "", None), 0, 0, tokens, "", tokens, "length", 0)
     return [sample] * num_samples
@@ -126,7 +126,7 @@ def attention_differences(
             single = single_segment_layout(jnp.ones((1, len(places)), bool))
             mask = attention_mask(single, single, 0, window)
             own = query[:, places], keys[:, :, places], values[:, :, places]
-            # The tokens of a shared prompt have their gradient in the last sample only.
+            # `set` overwrites the output of a shared prompt, so only its last sample has the prompt's gradient.
             mixed = mixed.at[:, places].set(dot_product_attention(*own, mask, score_mod))
         return mixed
 
@@ -151,7 +151,7 @@ def decode_attention_errors(
     block: int,
     block_size: int | None,
 ) -> Float64[np.ndarray, "3"]:
-    """Returns the same as `attention_differences`, for decoding one token with caches that are equal on all devices.
+    """Returns the same errors as `attention_differences`, but for decoding one token with equal caches on all devices.
 
     Args:
         block: tokens of a cache block; the exact results have unpaged caches.
@@ -165,7 +165,7 @@ def decode_attention_errors(
     shapes, rng = ((len(positions), 1, a.num_query_heads, a.head_dim), new, new, pool, pool), np.random.default_rng(0)
     *new, keys, values = (rng.standard_normal(shape).astype(dtype) for shape in shapes)
     places = np.arange(tables.shape[1] * block)
-    # Entries after the new one are meaningless.
+    # Cache entries after the new token are not used.
     seen = places <= positions[:, None]
 
     def whole_rows(pools: np.ndarray) -> Float[np.ndarray, "D B K S H"]:

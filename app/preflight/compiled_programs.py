@@ -113,8 +113,8 @@ def check_fits(phase: str, name: str, buffers: MemoryBreakdown, *, available_byt
         return
     largest = sorted(((size, name) for name, size in buffers.items() if size), reverse=True)
     parts = ", ".join(f"{MEMORY_LABELS[name].removesuffix(' *')} {format_bytes(size)}" for size, name in largest)
-    reason = f"it needs {format_bytes(needed)} of the {format_bytes(available_bytes)} of a device, "
-    raise _does_not_fit(phase, name, f"{reason}{format_bytes(needed - available_bytes)} too much: {parts}.")
+    reason = f"it needs {format_bytes(needed)}, and a device has {format_bytes(available_bytes)},  "
+    raise _does_not_fit(phase, name, f"{reason}{format_bytes(needed - available_bytes)} less: {parts}.")
 
 
 def _does_not_fit(phase: str, name: str, reason: str) -> InputError:
@@ -170,7 +170,7 @@ def _compile(lowered: Lowered, phase: str, name: str) -> Compiled:
 
 
 def _argument_bytes(lowered: Lowered, compiled: Compiled) -> int:
-    """Returns the bytes per device of a program's used arguments, from their shapes.
+    """Returns the bytes per device of the arguments that a program uses, from their shapes.
 
     Arguments in host memory do not count, as in the compiler's figures.
     """
@@ -214,7 +214,7 @@ def _lower_programs(step: StepOutline) -> Iterator[LoweredProgram]:
 
 
 def _lm_head_turns(session: Session, plan: MicroBatchPlan) -> dict[str, int]:
-    """Returns the number of chunks of the fullest row that pass through the LM head."""
+    """Returns the iterations of the loop over LM head chunks for the fullest row, by its name scope."""
     largest, settings = largest_micro_batch(plan), session.settings
     rows_on_device = len(largest.rows) // num_local_row_shards(session.mesh)
     chunk = min(max(1, settings.model.logits_chunk // rows_on_device), largest.shape.num_completion_tokens)

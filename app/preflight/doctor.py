@@ -298,7 +298,11 @@ def _take_run_directory(
         with error_barrier():
             facts = _host_facts(resolved.settings, folder.run, inputs)
         check_hosts_agree(resolved, facts)
-        which = "all see run.dir" if folder.is_seen_by_all else "process 0 keeps the run, since not all see run.dir"
+        which = (
+            "all can access run.dir"
+            if folder.is_seen_by_all
+            else "process 0 keeps the run, because not all hosts can access run.dir"
+        )
         recorder.ok("hosts", f"all hosts have the same settings, code, packages and files; {which}")
         return folder
     # Different programs on different hosts would deadlock in their collectives.
@@ -359,10 +363,10 @@ def _check_memory(
         phase, available = peak_phase(memory), device_memory_bytes()
         needed = sum(memory[phase].values())
         has = ", whose memory is unknown" if available is None else f", which has {format_bytes(available)}"
-        found = f"{phase} needs most, arrays of {format_bytes(needed)} on each device{has}"
+        found = f"{phase} needs the most memory, arrays of {format_bytes(needed)} on each device{has}"
         away, host_memory = host_bytes(session.scoring, learning) * len(session.mesh.local_devices), host_memory_bytes()
         if away:
-            found += f"; {format_bytes(away)} of {format_bytes(host_memory)} stay in this host's memory"
+            found += f"; {format_bytes(away)} stay in this host's memory of {format_bytes(host_memory)}"
         if away > host_memory:
             advice = "set optimizer.offload and score.reference.offload to false, or use more hosts"
             recorder.fail("memory", found, advice)

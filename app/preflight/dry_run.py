@@ -72,7 +72,7 @@ class DryRunReport:
     prompts_per_step: int
     samples_per_step: int
     prompt_tokens_per_step: int
-    """Mean over the data; each prompt is counted once per sample."""
+    """Prompt tokens in a step, on average over the data; each prompt is counted once per sample."""
     max_completion_tokens_per_step: int
     max_flops_per_step: float
     mini_batches_per_step: int

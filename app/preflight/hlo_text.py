@@ -23,7 +23,7 @@ _MESH_GROUP = re.compile(r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(.*?\
 
 COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute")
 SEMAPHORES = 4
-"""The memory space of the handles of asynchronous collectives."""
+"""Memory space that contains the handles of asynchronous collectives."""
 
 
 @dataclass(frozen=True)
@@ -48,24 +48,24 @@ class Instruction:
     name: str
     opcode: str
     shapes: tuple[ArrayShape, ...]
-    """The arrays of its result; of a tuple, in order."""
+    """Arrays of the result; for a tuple, in its order."""
     operands: tuple[str, ...]
     text: str
     """The line after the opcode."""
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the result."""
+        """Size of the result in bytes."""
         return sum(shape.num_bytes for shape in self.shapes)
 
     @cached_property
     def op_name(self) -> str:
-        """The JAX operations and name scopes that it comes from; empty if the compiler added it."""
+        """JAX operation and name scopes that the instruction was compiled from; empty if the compiler added it."""
         return self.attribute(r'op_name="([^"]*)"') or ""
 
     @property
     def called(self) -> tuple[str, ...]:
-        """The computations of a fusion, a call or the branches of a conditional."""
+        """Names of the computations that a fusion, a call or the branches of a conditional run."""
         listed = self.attribute(r"branch_computations=\{([^}]*)\}")
         names = r"(?:calls|to_apply|true_computation|false_computation)=" + _NAME
         return tuple(re.findall(_NAME, listed) if listed else re.findall(names, self.text))
@@ -151,7 +151,7 @@ class HloProgram:
         return one.opcode == "fusion" and any(f'"{target}"' in inner.text for inner in self.fused(one))
 
     def computation_of(self, turn_of: str | None) -> str:
-        """Returns the body of the loop with the name scope `turn_of`; the whole program if it is None."""
+        """Returns the name of the body of the loop with the name scope `turn_of`; for None, of the main computation."""
         if turn_of is None:
             return self.entry
         lines = (one for lines in self.computations.values() for one in lines)

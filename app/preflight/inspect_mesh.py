@@ -66,10 +66,10 @@ class HostParts:
     host: int
     devices: tuple[int, ...]
     rows: tuple[int, ...]
-    """Indices of its parts of the rows, which are split over dp and fsdp."""
+    """Indices of the host's parts of the rows, which are split over dp and fsdp."""
     fsdp: tuple[int, ...]
     tp: tuple[int, ...]
-    """Indices of its parts of the weights along the two axes over which they are split."""
+    """Indices of the host's parts of the weights along tp."""
 
 
 @dataclass(frozen=True)
@@ -147,11 +147,11 @@ class MeshInspection:
             f"{self.samples_per_step} samples per step, {self.samples_per_device:g} per device",
             *self.notes,
             f"\nrollout: {self.generation}",
-            f"weights to the rollout's layout: {format_bytes(self.transferred_bytes)} into each device for a policy "
+            f"weights to the rollout's layout: {format_bytes(self.transferred_bytes)} per device for each policy "
             "version",
         ]
         if self.host_bytes:
-            lines.append(f"host memory: {format_bytes(self.host_bytes)} for each device")
+            lines.append(f"host memory: {format_bytes(self.host_bytes)} per device")
         if (array := self.largest_saved_array) is not None:
             lines.append(
                 "checkpoints, if hosts share no folder: one array at a time in the memory of process 0, and of every "
@@ -311,7 +311,7 @@ def largest_saved_array(learning: LearnerGroup) -> SavedArray:
 
 
 def host_parts(mesh: Mesh) -> list[HostParts]:
-    """Returns the devices and the parts of every host."""
+    """Returns the devices of every host, and its parts of the rows and weights."""
     found: dict[int, list[tuple[int, ...]]] = {}
     for (dp, fsdp, tp), device in np.ndenumerate(mesh.devices):
         numbers = (device.id, dp * mesh.shape["fsdp"] + fsdp, fsdp, tp)

@@ -46,7 +46,7 @@ from settings.schema.reward import EnvironmentSettings
 MAX_SHOWN_CHARACTERS = 240
 """Maximum number of characters shown of the end of a prompt."""
 MAX_ANSWER_TOKENS, MAX_SHOWN_OF_ANSWER = 128, 120
-"""Maximum tokens of an answer, which take the largest model half a minute, and shown characters of its end."""
+"""Maximum length of an answer in tokens (half a minute for the largest model), and characters shown of its end."""
 NUM_TOP_TOKENS = 5
 """Number of most likely tokens shown."""
 USABLE_MEMORY_FRACTION = 0.9
@@ -119,7 +119,7 @@ def check_forward_pass(recorder: CheckRecorder, session: Session, prompt: Prompt
         for token in np.argsort(-probabilities)[:NUM_TOP_TOKENS]
     )
     times = f"loaded in {loaded - start:.1f} s, compiled and run in {time.perf_counter() - loaded:.1f} s"
-    recorder.ok("forward", f"logits are finite; likeliest tokens after the prompt: {shown}; {times}")
+    recorder.ok("forward", f"logits are finite; most likely tokens after the prompt: {shown}; {times}")
     return params
 
 
@@ -155,7 +155,7 @@ def check_answer(recorder: CheckRecorder, session: Session, params: Params, prom
         recorder.warn("answer", found, f"if {name} ends a turn, set {set_eos_token(tokenizer, ids[place])}")
     else:
         ends = "ends" if sample.finish_reason == "stop" else "has not ended"
-        recorder.ok("answer", f"the likeliest one {ends} after {len(ids)} tokens: {shown}")
+        recorder.ok("answer", f"the most likely answer {ends} after {len(ids)} tokens: {shown}")
 
 
 def _greedy_answer(session: Session, params: Params, prompt: Prompt) -> Sample:

@@ -135,7 +135,7 @@ def memory_by_phase(step: StepOutline) -> dict[str, MemoryBreakdown]:
     session, learning = step.session, step.learning
     always = network_bytes(session.scoring, learning, step.reward_model)
     if device_platform(session.mesh.devices.flat[0]) == "cpu":
-        # The copy written in the background is in host memory, which is also the device's.
+        # A checkpoint is written from a copy in host memory, which a CPU device shares.
         always["checkpoint"] = state_bytes(learning) // session.mesh.size
     rollout: MemoryBreakdown = {}
     phases: dict[str, MemoryBreakdown] = {}
@@ -167,7 +167,7 @@ def memory_by_phase(step: StepOutline) -> dict[str, MemoryBreakdown]:
 
 
 def _generation_bytes(footprint: Footprint) -> MemoryBreakdown:
-    """Returns the arrays of a rollout or an evaluation; with Ray workers, on other machines, only the weights."""
+    """Returns the bytes of the arrays that generation needs; only the weights if Ray workers generate."""
     return {"decode_weights": bytes_per_device(footprint.weights), "kv_cache": bytes_per_device(footprint.slots)}
 
 
@@ -200,5 +200,5 @@ def format_memory_table(memory: Mapping[str, MemoryBreakdown]) -> str:
     rows.append(["total", *(format_bytes(sum(phase.values())) for phase in memory.values())])
     counted = "without temporaries of programs, which --compile adds"
     if any("temporaries" in phase for phase in memory.values()):
-        counted = "* of the phase's fullest program, as the compiler reports them; all other lines follow from shapes"
+        counted = "* reported by the compiler for the phase's largest program; all other lines follow from shapes"
     return f"{format_table(rows, header=['on each device', *memory])}\n{counted}"

@@ -25,9 +25,9 @@ class SampleFileSize:
     """Bytes of the sample files of a run whose completions all have `rollout.max_new_tokens`."""
 
     step: int
-    """Bytes of one training step; 0 if samples are not saved."""
+    """Bytes of one training step's samples; 0 if samples are not saved."""
     evaluation: int
-    """Bytes of one evaluation."""
+    """Bytes of one evaluation's samples."""
     total: int
 
     def to_text(self) -> str:
@@ -64,7 +64,7 @@ def estimate_sample_files(
 
 
 def _group_bytes(prompts: Sequence[Prompt], group_size: int, num_tokens: int, fields: Sequence[str]) -> float:
-    """Returns the mean size of a prompt's samples, with a number of per-token fields besides `behavior_logprobs`."""
+    """Returns the mean bytes of a prompt's samples with these per-token fields besides `behavior_logprobs`."""
     numbers = np.random.default_rng(0).normal(size=num_tokens).astype(np.float32)
     sample = Sample(
         prompt=prompts[0],

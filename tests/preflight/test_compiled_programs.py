@@ -135,7 +135,7 @@ def test_a_program_that_does_not_fit_is_named_with_its_arrays_and_a_way_out() ->
     with pytest.raises(InputError) as raised:
         check_fits("update", "gradients", buffers, available_bytes=16 * GIB)
     assert str(raised.value) == (
-        "update: gradients does not fit: it needs 18.00 GiB of the 16.00 GiB of a device, 2.00 GiB too much: "
+        "update: gradients does not fit: it needs 18.00 GiB, and a device has 16.00 GiB, 2.00 GiB less: "
         "optimizer moments 8.00 GiB, weights 6.00 GiB, temporaries of a program 4.00 GiB. Lower "
         "algorithm.max_tokens_per_device or rows_per_device, set model.remat: block, or split the weights over more "
         "devices with mesh.shape"

@@ -46,8 +46,8 @@ def test_the_quickstart_passes_every_check_and_leaves_nothing(tmp_path: Path) ->
     assert "109,504 parameters" in found["model"]
     assert found["template"].startswith("arithmetic/") and found["template"].endswith("=?<|assistant|>'")
     assert found["reward"] == "arithmetic: 1 for the reference answer, 0 for others"
-    assert "logits are finite; likeliest tokens after the prompt: '" in found["forward"]
-    assert found["answer"].startswith("the likeliest one ends after ") and found["answer"].endswith("<|end|>'")
+    assert "logits are finite; most likely tokens after the prompt: '" in found["forward"]
+    assert found["answer"].startswith("the most likely answer ends after ") and found["answer"].endswith("<|end|>'")
     assert found["mesh"].startswith("dp 1, fsdp 8, tp 1")
     assert "space for 4 checkpoints of 1.3 MiB" in found["disk"]
 
@@ -152,7 +152,7 @@ def test_doctor_memory_equals_a_dry_run_and_too_large_models_are_not_loaded(conf
     for available, expected in ((report["peak_bytes"], (0, "ok")), (report["peak_bytes"] - 1, (1, "fail"))):
         monkeypatch.setattr(doctor, "device_memory_bytes", lambda available=available: available)
         code, checks, _ = run_doctor("--config", config, *overrides)
-        found = f"{peak} needs most, arrays of {format_bytes(report['peak_bytes'])} on each device"
+        found = f"{peak} needs the most memory, arrays of {format_bytes(report['peak_bytes'])} on each device"
         assert checks["memory"]["found"].startswith(found)
         assert (code, checks["memory"]["verdict"]) == expected
         assert verdicts(checks, *(unloaded := ("forward", "answer", "reward model"))) == ["skip"] * 3

@@ -94,7 +94,7 @@ def test_report_has_launch_notes_and_counts_only_received_weights(tiny_model: Pa
     session, report = inspect(load_settings(tiny_model, *overrides))
     whole = bytes_per_device(session.to_decode_weights.abstract_weights)
     assert report.transferred_bytes == pytest.approx(whole * 7 / 8, rel=0.01)
-    assert f"{format_bytes(report.transferred_bytes)} into each device for a policy version" in report.to_text()
+    assert f"{format_bytes(report.transferred_bytes)} per device for each policy version" in report.to_text()
     _, report = inspect(load_settings(tiny_model, *overrides, "rollout.placement=global"))
     arithmetic, slots = report.to_dict()["notes"]
     assert arithmetic.startswith("2 hosts, 8 devices (dp 1, fsdp 8, tp 1): 4 prompts x 4 samples x 2 hosts = 32")
