@@ -35,7 +35,7 @@ ZERO_VARIANCE_THRESHOLD = 0.95
 TRUNCATION_THRESHOLD = 0.25
 """Fraction of truncated answers. Above a quarter, the policy mostly learns to be short."""
 EARLY_TRUNCATION_THRESHOLD = 0.5
-"""The same for each of the first steps, which are too few for a mean."""
+"""The same threshold for each of the first steps, which are too few for a mean."""
 KL_THRESHOLD = 0.5
 """KL to the initial model, in nats per token. Usual runs stay below 0.1; beyond 0.5 the text degenerates."""
 RATIO_THRESHOLD = 10.0
@@ -45,8 +45,8 @@ CLIP_FRACTION_THRESHOLD = 0.3
 MISMATCH_THRESHOLD = 0.02
 """Mean difference in nats between sampler and trainer: 1e-7 in float32, 0.004 in bfloat16 (the quickstart)."""
 CORRECTED_MISMATCH_THRESHOLD = 0.1
-"""The same if importance weights correct for it; 0.05 by `rollout.weights: int8`, 0.03 by `rollout.kv_cache: int8`
-(SmolLM2-135M)."""
+"""The same threshold if importance weights correct the difference, which is 0.05 with `rollout.weights: int8` and 0.03
+with `rollout.kv_cache: int8` (SmolLM2-135M)."""
 ROUNDING_TOLERANCE = 1e-9
 """Largest difference between weighted sums that is due to rounding."""
 WARM_UP_STEPS = 20
@@ -319,8 +319,8 @@ def _sampler_mismatch(steps: Sequence[MetricsRecord]) -> str | None:
     if differences is None or differences.mean() < threshold:
         return None
     return (
-        f"Sampler and trainer disagree by {differences.mean():.2g} nats on the average token, so the gradient is "
-        "not that of the policy that generated the samples. Set model.dtype: float32, and null for rollout.weights and "
+        f"Sampler and trainer disagree by {differences.mean():.2g} nats on the average token, so updates are "
+        "off-policy. Set model.dtype: float32, and null for rollout.weights and "
         "rollout.kv_cache. If that does not help, please report a bug."
     )
 
@@ -350,7 +350,7 @@ def _recompilation(steps: Sequence[MetricsRecord]) -> str | None:
 def _imitates(steps: Sequence[MetricsRecord]) -> bool:
     """Returns whether completions are given, or the KL to a teacher is in the rewards or advantages.
 
-    Then entropy follows theirs.
+    The entropy then follows the completions or the teacher.
     """
     names = ("policy/teacher_kl", "policy/kl_coef")
     return "reward/mean" not in steps[-1] or all(finite_metric(steps[-1], name) is not None for name in names)

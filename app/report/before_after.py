@@ -105,7 +105,7 @@ def find_best(history: History, metric: str | None) -> tuple[int, str, float] | 
 def _best_text(history: History, step: int, metric: str, value: float) -> str:
     text = format_metric(metric, value, by_plug_in=accuracy_is_plug_in_mean(history))
     if not step:
-        return f"training has not improved {metric} on the start (step 0): {text}"
+        return f"training has not improved {metric} over the start (step 0): {text}"
     # In a tie, the checkpoint counts, because it can be used.
     is_equal = any(record["step"] == 0 and finite_metric(record, metric) == value for record in history)
     return f"best {metric} {text} after step {step}{', no better than the start (step 0)' if is_equal else ''}"

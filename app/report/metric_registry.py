@@ -18,7 +18,7 @@ class Metric(NamedTuple):
     meaning: str
     healthy: str
     remedy: str
-    """What to change if the values are not healthy, or what they mean."""
+    """What to change if the values are not healthy, or what unhealthy values mean."""
 
     @property
     def names(self) -> list[str]:
@@ -51,14 +51,14 @@ METRICS = (
     Metric("step", "completed training steps; line 0 is the evaluation before the first",
         "rises by 1", "a gap: lines were deleted"),
     Metric("reward/mean, reward/std",
-        "weighted reward of the step's samples, before any KL penalty (`algorithm.kl_in: reward`); 0 where a teacher "
-        "alone is learned from; nothing under `reward/`, `rollout/`, `completions/`, `advantage/` and `mismatch/` "
-        "exists with `algorithm.name: sft`",
+        "weighted reward of the step's samples, before any KL penalty (`algorithm.kl_in: reward`); 0 if a teacher "
+        "gives the only learning signal; with `algorithm.name: sft`, no metric under `reward/`, `rollout/`, "
+        "`completions/`, `advantage/` or `mismatch/` exists",
         "the mean rises over tens of steps", "read samples in `rollouts.html` to check the reward"),
     Metric("reward/<function>/mean",
         "mean unweighted value of a reward function, of the reward model (`model`) or of the environment (`env`), over "
         "the samples with a value; failures count as 0 with `reward.on_error: zero`; `overlong` is the length penalty",
-        "those with a weight rise together", "one rises at the expense of another: change the weights"),
+        "rewards with a weight rise together", "one rises at the expense of another: change the weights"),
     Metric("reward/<function>/error_count, reward/error_count",
         "number of samples on which the function failed; the total includes samples on which all functions abstained",
         "0", "read `reward_errors` in `rollouts/`"),
@@ -75,11 +75,11 @@ METRICS = (
         "compared; null with one sample a prompt; without truncated samples under `algorithm.mask_truncated`",
         "below 0.7", "easier or harder prompts, larger `rollout.group_size`"),
     Metric("reward/<function>/zero_variance_fraction",
-        "share of groups in which all values of the function are equal; only with `algorithm.reward_normalization: "
-        "each_first`, also the next",
+        "share of groups in which all values of the function are equal; this and the next metric exist only with "
+        "`algorithm.reward_normalization: each_first`",
         "below 0.9", "the function teaches little: give it finer values, or weight 0"),
     Metric("advantage/<function>/share",
-        "share of the function in the advantages, in absolute values: weight × normalized value",
+        "the function's share of the advantages, by the absolute values of weight × normalized value",
         "near its share of the weights", "near 0: its values are nearly always equal"),
     Metric("reward/filtered_group_fraction",
         "share of the sampled groups dropped by `algorithm.filter`; 0 without a filter",
@@ -95,13 +95,14 @@ METRICS = (
         "`algorithm.max_rounds` was reached",
         "0", "raise `algorithm.max_rounds`, or choose other prompts"),
     Metric("data/epoch",
-        "passes over the training prompts so far, in a mixture over those of all sources together; absent in a "
-        "replay, which does not read the data set",
-        "below 1 for a first run", "the same prompts come again: use more data, and watch `eval/accuracy`"),
+        "number of passes over the training prompts so far (in a mixture, over the prompts of all sources together); "
+        "absent in a replay, which does not read the data set",
+        "below 1 for a first run", "prompts repeat: use more data, and watch `eval/accuracy`"),
     Metric("data/seen_fraction",
-        "share of the training prompts that have been drawn and graded so far; this and the next two exist only with "
+        "share of the training prompts that have been sampled and graded so far; this and the next two metrics exist "
+        "only with "
         "`data.curriculum`",
-        "rises to 1", "far below 1 at the end: few prompts came a second time; use fewer prompts, or more steps"),
+        "rises to 1", "far below 1 at the end: few prompts were used twice; use fewer prompts, or more steps"),
     Metric("data/pass_rate_mean",
         "mean running pass rate of the prompts seen: the accuracy of their samples, graded as in `eval/accuracy`",
         "rises", "read samples in `rollouts.html`, as for `reward/mean`"),
@@ -119,29 +120,30 @@ METRICS = (
     Metric("completions/{min,max}_length", "tokens of the shortest and the longest completion",
         "max below `rollout.max_new_tokens`", "min falls to 1 or 2: the reward favors answers without reasoning"),
     Metric("completions/truncated_fraction",
-        "share of completions truncated at `rollout.max_new_tokens` or, as `episode/end/` tells, by another limit",
+        "share of completions truncated at `rollout.max_new_tokens` or by another limit (see `episode/end/`)",
         "below 0.1", "raise that limit, or reward short answers"),
     Metric("completions/masked_token_fraction",
-        "share of the policy's tokens that `algorithm.mask_truncated` leaves out of the loss; only with it",
+        "share of the policy's tokens left out of the loss; exists only with `algorithm.mask_truncated`",
         "below 0.2", "as for `completions/truncated_fraction`; at 1 a step learns nothing"),
     Metric("episode/turns_{mean,p90}",
         "mean and 90th percentile of the turns of a sample; everything under `episode/` and `env/` exists only with "
         "`env.source` or `env.tools`",
         "as many as the task needs", "see `episode/end/`"),
     Metric("episode/end/{terminated,truncated,turns,turn_tokens,tokens,observation,dropped}",
-        "share of samples that ended so: by the environment (the first two), at `env.max_turns`, "
+        "share of samples by how they ended: by the environment (the first two), at `env.max_turns`, "
         "`env.max_turn_tokens` or `rollout.max_new_tokens`, at an observation that did not fit, or because the "
         "environment failed",
         "`terminated` near 1", "raise the limit that is reached; dropped: see `reward/dropped_count`"),
     Metric("episode/{written,observed}_tokens_mean",
-        "mean number of tokens of a sample that the policy wrote, and of those that it was told",
-        "written ones grow slowly with the reward", "many observed ones: lower `env.max_observation_tokens`"),
+        "mean number of tokens per sample written by the policy, and observed (tool results, answers of the "
+        "environment)",
+        "written tokens grow slowly with the reward", "many observed tokens: lower `env.max_observation_tokens`"),
     Metric("episode/{tool_calls,tool_errors}_mean",
-        "mean number of calls of a sample, and of those that raised or were malformed",
-        "errors fall", "errors stay: see `env.parser`, and the samples in `rollouts.html`"),
-    Metric("env/score/<name>", "mean of a score of the environment; at most 32 of them",
+        "mean number of tool calls per sample, and of calls that raised an exception or were malformed",
+        "errors fall", "errors do not fall: see `env.parser`, and the samples in `rollouts.html`"),
+    Metric("env/score/<name>", "mean of a score that the environment returns; at most 32 scores are logged",
         "rises with `reward/env/mean`", "one rises at the expense of another: change the environment"),
-    Metric("env/<name>", "mean of a number that the environment reports with its answers; at most 32 of them",
+    Metric("env/<name>", "mean of a number that the environment reports with its answers; at most 32 are logged",
         "as defined by its author", "ask its author"),
     Metric("advantage/mean", "mean advantage over the tokens that the policy generated in the step, before whitening "
         "and before a KL penalty in the advantage",
@@ -165,8 +167,8 @@ METRICS = (
         "KL to the initial model, in nats per token, by `algorithm.kl_estimator` (null if `algorithm.beta` is 0, and "
         "with a teacher)",
         "below 0.1", "raise `algorithm.beta`"),
-    Metric("policy/teacher_kl", "the same to the teacher, the model of `reference.path`",
-        "falls under distillation", "it stays: raise `optimizer.learning_rate`; it rises: lower it"),
+    Metric("policy/teacher_kl", "KL to the teacher, the model of `reference.path`, in nats per token",
+        "falls under distillation", "does not fall: raise `optimizer.learning_rate`; rises: lower it"),
     Metric("policy/kl_coef",
         "weight of the KL penalty in the step's rewards or advantages (`algorithm.kl_in: reward` or `advantage`)",
         "steady, or converges with `algorithm.kl_target`",
@@ -209,20 +211,20 @@ METRICS = (
         "steady", "spikes: lower `critic.learning_rate`"),
     Metric("value/learning_rate", "learning rate of the critic's last update",
         "follows `optimizer.schedule`", "change `critic.learning_rate`"),
-    Metric("value/nonfinite_{updates,in_a_row}", "the same for the critic",
+    Metric("value/nonfinite_{updates,in_a_row}", "the same counts for the critic's updates",
         "0", "as for `policy/nonfinite_updates`"),
     Metric("rollout/sampler_scorer_logprob_diff_{mean,max}", "difference between sampler and trainer logprobs, in nats",
         "in float32 max below 1e-4; in bfloat16 mean below 0.02; with `rollout.weights` or `kv_cache` mean below "
         "0.1; any with `rollout.max_staleness`, because the policy has changed in the meantime",
         "without `max_staleness`: use float32, and null for both; if that does not help, report a bug. With it: see "
         "`policy/correction_ess`"),
-    Metric("rollout/sampler_scorer_kl", "divergence of the sampler from the policy that learns, per token, by the "
+    Metric("rollout/sampler_scorer_kl", "KL between the sampler and the trained policy, in nats per token, by the "
         "estimator k3",
         "below 1e-3 in bfloat16, below 0.01 with `rollout.weights` or `kv_cache`", "as for the differences"),
     Metric("mismatch/{training,rollout}_ppl",
         "perplexity of the step's completions for the trainer (the policy's scoring pass, or else the update) and for "
-        "the sampler: exp(−mean logprob of a sample's tokens), averaged over samples; all under `mismatch/` as verl "
-        "defines it",
+        "the sampler: exp(−mean logprob of a sample's tokens), averaged over samples; metrics under `mismatch/` are "
+        "defined as in verl",
         "nearly equal", "as for `rollout/sampler_scorer_logprob_diff_mean`"),
     Metric("mismatch/log_ppl_diff", "mean over samples of log(training perplexity / rollout perplexity)",
         "within 0.02 of 0", "as for `rollout/sampler_scorer_logprob_diff_mean`"),
@@ -233,13 +235,14 @@ METRICS = (
     Metric("rollout/route_difference",
         "share of (token, layer) pairs for which the trainer's router chooses another set of experts than the sampler "
         "did, over the passes of the first update that predict completion tokens; only with `rollout.routing_replay`, "
-        "along the replayed path; null for samples without routes; near 0, replay can be off",
+        "along the replayed path; null for samples without routes; if it is near 0, replay is not needed",
         "a few percent, with or without `rollout.max_staleness`",
         "the sampler's weights are old or rounded more: lower `rollout.max_staleness`; see `rollout.weights`"),
     Metric("rollout/fullest_expert",
-        "passes through the fullest expert of a layer relative to the mean over its experts, averaged over layers, "
+        "token passes through the busiest expert of a layer relative to the mean over its experts, averaged over "
+        "layers, "
         "counted like `rollout/route_difference`; only with a mixture of experts",
-        "steady over the run", "it rises: the samples become alike, since the router is frozen; see `policy/entropy`"),
+        "steady over the run", "rises: the samples become alike, since the router is frozen; see `policy/entropy`"),
     Metric("batching/fill", "share of the update's token positions that are not padding",
         "above 0.9",
         "more samples per optimizer step, or a smaller `algorithm.max_tokens_per_device`, because the last "
@@ -256,7 +259,7 @@ METRICS = (
     Metric("global_seqlen/balanced_{min,max}", "tokens per device after balancing, counted the same way",
         "close together", "as for `batching/flops_imbalance`"),
     Metric("value/batching/{fill,num_micro_batches,dummy_fraction,flops_imbalance}",
-        "the same for the critic's updates",
+        "as under `batching/`, for the critic's updates",
         "as for `batching/`", "as for `batching/`, with `critic.max_tokens_per_device`"),
     Metric("score/{policy,reference,critic,reward}/fill", "`batching/fill` of the role's scoring pass",
         "above 0.9", "as for `batching/fill`, with `score.max_tokens_per_device`"),
@@ -273,14 +276,14 @@ METRICS = (
         "hard prompts follow the easy ones", "use more prompts of the weak level"),
     Metric("eval/pass@<k>",
         "share of held-out prompts with a correct answer among k samples, k = 2, 4, 8, ... and all; only with "
-        "`eval.num_samples` above 1; null if the judge returns values other than 0 and 1",
+        "`eval.num_samples` above 1; null if the first reward function returns values other than 0 and 1",
         "above `eval/accuracy`, and not falling",
         "falls while accuracy rises: the policy only becomes more certain of what it could solve before"),
     Metric("eval/maj@<n>",
         "share of held-out prompts whose most frequent answer among n samples is correct; only with "
-        "`eval.num_samples` above 1; absent if the judge extracts no answers",
+        "`eval.num_samples` above 1; absent if the first reward function extracts no answers",
         "above `eval/accuracy`", "far above: accuracy can still rise that much with more steps"),
-    Metric("eval/format_rate", "share of held-out answers in the requested format (null if a plug-in judges)",
+    Metric("eval/format_rate", "share of held-out answers in the requested format (null if a plug-in grades)",
         "near 1", "if accuracy rises only with the format, the policy has not become better at the task"),
     Metric("eval/truncated_fraction", "share of held-out answers that are truncated",
         "near 0", "raise `rollout.max_new_tokens`"),
@@ -301,7 +304,8 @@ METRICS = (
     Metric("time/score_{policy,reference,critic,reward}_s",
         "wall-clock time of a role's scoring pass, part of `time/score_s`, or of `time/reward_s` for the reward model",
         "below a third of `time/update_s`", "raise `score.max_tokens_per_device`"),
-    Metric("time/step_s", "wall-clock time of the step, with saving its samples, without evaluation and checkpoint",
+    Metric("time/step_s", "wall-clock time of the step, including saving its samples, excluding evaluation and "
+        "checkpoint",
         "steady", "spikes: see `perf/compilations`"),
     Metric("time/unix_s", "time at the end of the step and its evaluation, in seconds since 1970-01-01 UTC",
         "rises", "a large gap: the run was stopped and resumed"),
@@ -325,7 +329,8 @@ METRICS = (
         "near (`rollout.group_size` − 1) × a step's prompt tokens on one device",
         "far below on one device: see `perf/rollout/preemptions`"),
     Metric("perf/rollout/preemptions",
-        "times that a sample gave its blocks of the KV cache up for older ones, and was computed again later",
+        "number of preemptions, in which a sample gives up its KV-cache blocks to older samples and is prefilled "
+        "again later",
         "0, or a few in a hundred samples", "raise `rollout.kv_blocks`, or lower `rollout.slots`"),
     Metric("perf/rollout/bubble",
         "share of row steps in which the row was finished or empty; with `rollout.scheduler`, share of the slots' "
@@ -348,15 +353,16 @@ METRICS = (
         "always low if the samples of a prompt differ as much as those of different prompts"),
     Metric("perf/rollout/threshold", "length above which a prompt was heavy at the last verdict of P-DSR, in "
         "`rollout.pdsr.unit`. From here to `last_verdict_tokens`: null with other schedulers",
-        "near the percentile of the lengths that `rollout.pdsr` says",
+        "near the percentile set in `rollout.pdsr`",
         "null: fewer samples have finished than a threshold needs"),
     Metric("perf/rollout/heavy_share",
         "share of the classified prompts whose samples were sent to heavy workers in the end",
-        "near that of the heavy workers' slots", "change `rollout.pdsr.percentile`, or `rollout.workers.*.count`"),
+        "near the heavy workers' share of the slots", "change `rollout.pdsr.percentile`, or `rollout.workers.*.count`"),
     Metric("perf/rollout/last_verdict_s",
-        "seconds from the first submission to the last verdict on a prompt, or the last that the breaker changed",
+        "seconds from the first submission to the last verdict on a prompt, or the last change of one by a sample "
+        "that reached its limit",
         "a small part of the makespan", "with `pdsr_v1`, lower `rollout.pdsr.probe_limit_tokens`"),
-    Metric("perf/rollout/last_verdict_tokens", "tokens generated up to then",
+    Metric("perf/rollout/last_verdict_tokens", "tokens generated up to the last verdict",
         "a small part of the tokens", "as for `last_verdict_s`"),
     Metric("perf/rollout/breaker_trips", "number of samples that reached the limit of a fast worker and moved",
         "a few percent of the samples", "raise `rollout.pdsr.fast_limit_tokens`"),
@@ -369,31 +375,31 @@ METRICS = (
         "any number", "many: raise `rollout.workers.heavy.count`"),
     Metric("perf/rollout/stolen_by_heavy", "number of admissions of fast samples on heavy workers",
         "any number", "many: lower `rollout.workers.heavy.count`"),
-    Metric("perf/rollout/repacked_tokens", "number of tokens computed again for samples that went on without their "
-        "cache: on another Ray actor, or rebuilt after an answer of their environment",
+    Metric("perf/rollout/repacked_tokens", "number of tokens prefilled again for samples that continued without their "
+        "KV cache: on another Ray actor, or after an answer of their environment",
         "0 with local workers and without an environment",
         "see `perf/rollout/rebuilds`, and warnings about lost workers"),
     Metric("perf/rollout/acting_share",
-        "share of the time of samples, from their first token on, in which their environments worked on an answer",
+        "share of the samples' time, from their first token on, that they waited for an answer of the environment",
         "any number: slots go to other samples", "high, and generation is slow: raise `env.max_suspended`"),
-    Metric("perf/rollout/resumes", "number of answered samples that went on with their own cache (only if there were "
-        "some, as `rebuilds`)",
+    Metric("perf/rollout/resumes", "number of samples that continued with their own KV cache after an answer of the "
+        "environment; this and `rebuilds` exist only if they are not 0",
         "nearly all answers that do not end a sample", "see `perf/rollout/rebuilds`"),
     Metric("perf/rollout/rebuilds",
-        "number of answered samples whose cache was computed again, because others needed its place, its worker was "
-        "lost, or the observation was long",
+        "number of samples whose KV cache was recomputed after an answer of the environment, because others needed "
+        "its blocks, its worker was lost, or the observation was long",
         "few of the answers", "raise `rollout.kv_blocks`, or lower `env.max_suspended`"),
     Metric("perf/rollout/staleness_mean, perf/rollout/staleness_max",
         "age, in training steps, of the policy that sampled a token of the step; only with `rollout.max_staleness`",
         "from 0 to `rollout.max_staleness`, which no token exceeds",
         "lower `rollout.max_staleness` if `reward/mean` suffers"),
     Metric("perf/rollout/rounds_ready",
-        "number of rounds whose samples were all finished when the step asked for its first, on the host with the "
-        "fewest; only with `rollout.max_staleness`",
-        "1 or more: training waits for nothing",
+        "number of finished rollout rounds available when the step asked for its first, on the host with the fewest; "
+        "only with `rollout.max_staleness`",
+        "1 or more: training does not wait",
         "0: give more devices to generation (`rollout.devices`); always the highest value: give it fewer"),
     Metric("perf/training_bubble",
-        "share of the step in which the devices that train waited for samples; only with `rollout.max_staleness`",
+        "share of the step in which the training devices waited for samples; only with `rollout.max_staleness`",
         "below 0.1", "as for `perf/rollout/rounds_ready`"),
     Metric("perf/mfu",
         "`perf/flops` / `time/step_s`, as a share of the devices' peak (null if the peak is unknown, as on a CPU)",
@@ -401,12 +407,12 @@ METRICS = (
     Metric("perf/peak_memory_bytes", "peak memory use so far of the device that uses most; on a CPU, of the process",
         "flat after the first steps", "lower `algorithm.max_tokens_per_device`, or set `model.remat: block`"),
     Metric("perf/compilations",
-        "number of programs that XLA compiled in the step, without those that the cache on disk had",
+        "number of programs that XLA compiled in the step, without those loaded from the compilation cache on disk",
         "0 after the first steps", "lengths still reach new buckets"),
     Metric("perf/score_{policy,reference,critic,reward}_tokens_per_s",
         "tokens per second of a role's scoring pass, prompts included and shared ones counted once, over all devices",
-        "several times that of the update", "raise `score.max_tokens_per_device`"),
+        "several times the rate of the update", "raise `score.max_tokens_per_device`"),
     Metric("perf/score_{policy,reference,critic,reward}_compilations",
-        "number of these in a role's scoring pass: one per new shape of rows",
+        "number of programs compiled in a role's scoring pass: one per new shape of rows",
         "0 after the first steps", "as for `perf/compilations`"),
 )

@@ -166,7 +166,7 @@ def draw_reward(figure: Figure, history: History) -> None:
 
 def draw_accuracy(figure: Figure, history: History) -> None:
     by_plug_in = accuracy_is_plug_in_mean(history)
-    axes = _axes(figure, history, "mean value of the judge" if by_plug_in else "right answers")
+    axes = _axes(figure, history, "mean value of the grader" if by_plug_in else "right answers")
     series = Series.from_history(history, "eval/accuracy")
     if not by_plug_in:
         counts = Series.from_history(history, EVAL_PROMPTS)
@@ -281,7 +281,7 @@ PANELS = (
         "policy exploits the reward function: read some samples.",
         {"reward/mean": ""}, draw=draw_reward),
     Panel("accuracy", "Held-out accuracy",
-        "Share of right answers to prompts not used for training; if a plug-in or environment judges, the mean of its "
+        "Share of right answers to prompts not used for training; if a plug-in or environment grades, the mean of its "
         "values. Differences within the interval may be chance: raise eval.num_prompts to narrow it.",
         {"eval/accuracy": ""}, draw=draw_accuracy),
     Panel("lengths", "Completion lengths and truncated share",
@@ -304,19 +304,20 @@ PANELS = (
         unit="number per step", axis="counts", needs_nonzero=True),
     Panel("kl", "KL to the initial model or the teacher",
         "KL of the policy to the initial model. Below 0.1 is usual; if it keeps growing, raise algorithm.beta or "
-        "lower optimizer.learning_rate. That to a teacher falls.",
+        "lower optimizer.learning_rate. The KL to a teacher should fall.",
         {"policy/kl": "nats per token", "policy/teacher_kl": "nats per token, to the teacher"}, noisy=True),
     Panel("grad_norm", "Gradient norm",
         "Norm before clipping to optimizer.max_grad_norm. A steady norm is healthy; if spikes grow, lower "
         "optimizer.learning_rate.",
         {"policy/grad_norm": "norm"}, noisy=True),
     Panel("loss", "Loss",
-        "The policy's is minus the mean advantage at ratio 1, and tells little; the critic's, or SFT's, should fall.",
+        "The policy's loss is minus the mean advantage at ratio 1 and says little; the loss of the critic or SFT "
+        "should fall.",
         {"loss": "policy", "value/loss": "critic"}, unit="loss"),
     Panel("learning_rate", "Learning rate",
-        "The rate of the last update of each step, set by optimizer.schedule.",
+        "Learning rate of each step's last update, set by optimizer.schedule.",
         {"policy/learning_rate": "policy", "value/learning_rate": "critic"}, unit="learning rate"),
-    Panel("explained_variance", "What the critic explains",
+    Panel("explained_variance", "Variance explained by the critic",
         "Share of the returns' variance that the critic's values explain. It starts at about 0 and should rise; if it "
         "stays there, raise critic.learning_rate or critic.warmup_steps.",
         {"value/explained_variance": "explained variance"}, noisy=True),
@@ -327,7 +328,7 @@ PANELS = (
     Panel("ends", "How episodes end",
         "Share of samples by their end: `terminated` by the environment, by a limit, or `dropped` after a failure.",
         {"episode/end/*": ""}, unit="samples", axis="shares", needs_nonzero=True),
-    Panel("environment", "Numbers of the environment",
+    Panel("environment", "Numbers that the environment reports",
         "Means of the numbers and scores that the environment reports.",
         {"env/*": "", "env/score/*": ""}, unit="mean"),
     Panel("clip_fractions", "Clipped tokens",
@@ -338,8 +339,8 @@ PANELS = (
         unit="tokens", axis="shares", needs_nonzero=True),
     Panel("sampler_mismatch", "Difference between sampler and trainer",
         "Mean difference between their logprobs of the same tokens, in nats: about 1e-7 in float32 and below "
-        f"{MISMATCH_THRESHOLD:g} in bfloat16; if it is larger, the gradient is not that of the policy that generated "
-        "the samples. With rollout.max_staleness, rollout.weights or rollout.kv_cache a difference is expected.",
+        f"{MISMATCH_THRESHOLD:g} in bfloat16; if it is larger, updates are off-policy. With rollout.max_staleness, "
+        "rollout.weights or rollout.kv_cache a difference is expected.",
         {"rollout/sampler_scorer_logprob_diff_mean": "nats per token"}),
     Panel("times", "Where the time goes",
         "Seconds of each phase, stacked, with shares of the whole run. `rest` is the saving of samples and metrics.",
@@ -348,8 +349,8 @@ PANELS = (
         "Completion tokens per second of the whole step. Steps that compile programs are slow: see below.",
         {"perf/tokens_per_s": "tokens per second"}, noisy=True),
     Panel("idle_slots", "Idle slots and the tail of rollouts",
-        "Share of the slots' time in which none decoded, of the makespan after 90 % of the samples were done, and of "
-        "prompts that P-DSR called heavy. If slots are idle, use fewer, or another rollout.scheduler.",
+        "Share of the slots' time without decoding, of the makespan after 90 % of the samples were finished, and of "
+        "prompts that P-DSR classified as heavy. If slots are idle, use fewer, or another rollout.scheduler.",
         {"perf/rollout/bubble": "idle", "perf/rollout/tail_fraction": "tail", "perf/rollout/heavy_share": "heavy"},
         unit="share", axis="shares"),
     Panel("makespan", "Makespan and the last verdict",

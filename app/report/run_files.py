@@ -38,7 +38,7 @@ class RunFiles:
 
     @classmethod
     def read(cls, path: Path) -> RunFiles:
-        """Raises InputError if `path` is not a run or has no training step yet, or if its metrics are damaged."""
+        """Reads the files of a run; raises InputError if it has no training step yet or its metrics are damaged."""
         if not path.is_dir():
             state = "is a file" if path.exists() else "does not exist"
             raise InputError(f"{path} {state}; expected a run directory, which `grpo train` creates in run.dir")
@@ -58,7 +58,7 @@ class RunFiles:
         return RunDirectory(self.path).timeline_path.is_file()
 
     def setting(self, name: str) -> Any:
-        """Returns the last value of a setting; None if its file lacks it."""
+        """Returns a setting's value in the last session of the run; None if that session has no such setting."""
         return self.settings_history.periods[-1].settings.get(name, (None, ""))[0]
 
     @property
@@ -87,7 +87,7 @@ def _to_json_value(value: Any) -> Any:
 
 
 def _read_metrics(path: Path) -> list[MetricsRecord]:
-    """Reads every complete line. A last line without a newline is being written, or was at the end of a killed run."""
+    """Reads every complete line. A last line without a newline is still being written, or its run was killed."""
     lines = list(read_jsonl_tolerant(path))
     if lines and isinstance(lines[-1][1], InputError) and not path.read_bytes().endswith(b"\n"):
         lines.pop()

@@ -38,7 +38,7 @@ def test_summary_omits_the_best_checkpoint_without_later_evaluations() -> None:
 
 def test_best_evaluation_is_the_earliest_best_after_the_start() -> None:
     for accuracies, sentence in (
-        ([0.5, 0.25, 0.4], "Training has not improved eval/accuracy on the start (step 0): 50.0 %."),
+        ([0.5, 0.25, 0.4], "Training has not improved eval/accuracy over the start (step 0): 50.0 %."),
         ([0.5, 0.25, 0.5], "Best eval/accuracy 50.0 % after step 2, no better than the start (step 0)."),
         ([0.5, 0.75, 0.75], "Best eval/accuracy 75.0 % after step 1."),
         ([0.5, None, None], ""),

@@ -78,7 +78,7 @@ def test_the_mean_of_a_plug_in_is_plotted_without_percent_and_interval() -> None
     values = {"eval/format_rate": None, "eval/accuracy/difficulty_1": 2.0}
     history = [{**step_record(step), **values, "eval/accuracy": 3.2 * step, "eval/num_prompts": 512} for step in (1, 2)]
     shown = texts(svg_of("accuracy", history))
-    assert "6" in shown and "mean value of the judge" in shown and "difficulty_1" in shown
+    assert "6" in shown and "mean value of the grader" in shown and "difficulty_1" in shown
     assert not any("%" in text or "interval" in text for text in shown)
 
 

@@ -243,7 +243,7 @@ def test_run_without_improvement_has_no_best_checkpoint(config, monkeypatch):
     start, end = (line["eval/format_rate"] for line in metrics_of(run) if "eval/format_rate" in line)
     assert start < end
     assert {path.name for path in (run / "checkpoints").iterdir()} == {"1"}
-    said = f"training has not improved eval/format_rate on the start (step 0): {100 * start:.1f} %"
+    said = f"training has not improved eval/format_rate over the start (step 0): {100 * start:.1f} %"
     assert f"{said}; there is no checkpoints/best\n" in result.stdout
     result = here("evaluate", "--checkpoint", run / "checkpoints" / "best")
     assert result.exit_code == 2 and "nothing better than its start" in result.stderr
