@@ -41,7 +41,7 @@ def load_environment(
     """Returns a factory of environments from `env.source` and `env.tools`, and the schemas of the tools.
 
     Raises:
-        LoadError: something cannot be imported, or has the wrong kind.
+        LoadError: something cannot be imported, or is neither an environment nor a tool.
         Exception: raised by the user's constructor.
     """
     shared: dict[str, Tool] = {}
@@ -79,7 +79,7 @@ class AdaptedEnvironment:
         self._environment = environment
         self._has_step = hasattr(environment, "step")
         self.tools = dict(tools)
-        """The tools that the policy is told about."""
+        """The tools that are described to the policy, by name."""
         self._is_reset = False
         if environment is None:
             return
@@ -105,7 +105,7 @@ class AdaptedEnvironment:
             opening = opening[0]
         if opening is None:
             return None
-        if not self._has_step and isinstance(opening, str):  # TRL: the result follows the prompt
+        if not self._has_step and isinstance(opening, str):  # TRL appends the opening to the prompt
             prompt = columns["prompt"]
             chat = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
             said = chat[-1]["content"]

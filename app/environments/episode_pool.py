@@ -78,7 +78,7 @@ class EpisodeJob(Job):
         known: EpisodeReply | None = request.reply
         if known is not None and known._replace(metrics=reply.metrics) != reply:
             kind = "opening" if request.fields["do"] == "reset" else "replay"
-            return Failure(kind, "gave another answer for the same seed, row and turns")
+            return Failure(kind, "answered differently for the same seed, row and turns")
         if known is not None:
             return None
         self.seconds += seconds
@@ -111,7 +111,7 @@ class EpisodePool(Pool):
         """Called in the pool's thread after each reply."""
         self._new_episode = partial(EpisodeJob, timeout_s=episode_timeout_s)
         self._episodes: dict[str, EpisodeJob] = {}
-        """Episodes whose replies are wanted, by key. Only the pool's thread uses them."""
+        """Episodes that are neither over nor abandoned, by key. Only the pool's thread uses them."""
         self._replies: list[EpisodeReply] = []
         self._is_woken = False
         super().__init__(

@@ -79,7 +79,7 @@ def parse_object(raw: bytes, where: str, *, reads_nan: bool = False) -> dict[str
     except (ValueError, RecursionError) as error:
         raise InputError(f"{where}: unusable JSON: {error}") from None
     if not isinstance(value, dict):
-        hint = "; a file needs one object a line, as `jq -c '.[]'` makes of a list" if isinstance(value, list) else ""
+        hint = "; put one object on each line: `jq -c '.[]'` converts a list" if isinstance(value, list) else ""
         raise InputError(f"{where}: expected a JSON object, got {type(value).__name__}{hint}")
     shape = raw.translate(NUMBER_SHAPE_TABLE)
     if any(part in shape for part in NON_FINITE_PATTERNS):
@@ -90,7 +90,7 @@ def parse_object(raw: bytes, where: str, *, reads_nan: bool = False) -> dict[str
 
 
 def replace_floats(value: Any, is_absent: Callable[[float], bool]) -> Any:
-    """Replaces some floats in a JSON value, such as NaN for missing numbers, by None."""
+    """Replaces floats in a JSON value by None if `is_absent` is true for them, as for NaN."""
     if isinstance(value, dict):
         return {name: replace_floats(item, is_absent) for name, item in value.items()}
     if isinstance(value, list | tuple):

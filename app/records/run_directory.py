@@ -60,7 +60,7 @@ class RunDirectory:
 
     @property
     def model_path(self) -> Path:
-        """The commits of the run's hub models."""
+        """File with the commits of the run's hub models."""
         return self.path / "model.json"
 
     @property
@@ -73,12 +73,12 @@ class RunDirectory:
 
     @property
     def data_dir(self) -> Path:
-        """The rows passed to `grpo.train`, each file in a folder named by its content."""
+        """Folder of the rows passed to `grpo.train`, each file in a folder named by a hash of its content."""
         return self.path / "data"
 
     @property
     def crash_dir(self) -> Path:
-        """Stack traces of each host's threads when the watchdog ended it."""
+        """Folder of the stack traces of each host's threads at the moment the watchdog ended it."""
         return self.path / "crash"
 
     @property
@@ -124,7 +124,7 @@ class RunDirectory:
 
     @property
     def has_foreign_files(self) -> bool:
-        """Whether there are files from anything but a run, even one that ended before writing `sessions.jsonl`."""
+        """Whether the directory has files that no run wrote, not even a run that ended before `sessions.jsonl`."""
         if self.has_settings or self.has_checkpoint or not self.path.is_dir():
             return False
         ours = {".lock", self.crash_dir.name, self.data_dir.name}
@@ -136,7 +136,7 @@ class RunDirectory:
 
 
 def with_run_name(resolved: Resolved, resume: Resume, names: Iterable[str] = ()) -> Resolved:
-    """Returns the settings with the name of the run to start or, if it may be resumed, the newest run's.
+    """Returns the settings with the name of the run to start or, if a run may be resumed, of the newest run.
 
     Only a derived name changes: a second run of `quickstart-seed0` is `quickstart-seed0-2`.
 

@@ -43,7 +43,8 @@ class Prompt:
     """A question after templating and tokenization; made by `app.prompts`."""
 
     uid: str
-    """The name of the data set's row. It keys the sampling noise, which therefore does not depend on the order."""
+    """The name of the data set's row. It keys the sampling noise, which therefore does not depend on the order of
+    prompts."""
     token_ids: Int32[np.ndarray, "S"]
     source: str | Messages
     """The data set's text or chat, before the chat template is applied."""
@@ -127,7 +128,7 @@ class Sample:
     policy_version: int
     """The training step of the weights that sampled the oldest token."""
     policy_versions: Int32[np.ndarray, "C"] | None = None
-    """The same for each token, if the weights changed during generation; None = `policy_version` for all."""
+    """The version for each token, if the weights changed during generation; None = `policy_version` for all."""
     worker: str = "0"
     segments: int = 1
     elapsed_s: float = 0.0
@@ -137,7 +138,7 @@ class Sample:
     """The sampler's experts for each token of prompt and completion except the last, which it does not compute; 255
     where none are recorded. None = routes are not recorded."""
     episode: Episode | None = None
-    """Its turns; None without an environment, which means a single turn."""
+    """The sample's turns and their rewards; None without an environment, when the completion is a single turn."""
     loss_mask: Bool[np.ndarray, "C"] | None = None
     """False on tokens outside the loss: not written by the policy, or in a dropped sample; None = all True."""
     rewards: Mapping[str, float] | None = None
@@ -145,8 +146,8 @@ class Sample:
     reward: float | None = None
     """The weighted sum of `rewards`; None also if the sample was dropped without rewards."""
     token_rewards: Float32[np.ndarray, "C"] | None = None
-    """The reward of each token, if turns are rewarded or a file has it; None = `reward` on the last token that the
-    policy wrote."""
+    """The reward of each token, if each turn has a reward or a sample file has this field; None = `reward` on the last
+    token that the policy wrote."""
     policy_logprobs: Float32[np.ndarray, "C"] | None = None
     reference_logprobs: Float32[np.ndarray, "C"] | None = None
     values: Float32[np.ndarray, "C"] | Float32[np.ndarray, "C+1"] | None = None

@@ -76,7 +76,7 @@ class SampleRecord(BaseModel):
         RoutesRecord | None, Field(description="an object of num_layers, experts_per_token and ids in Base64")
     ] = None
     episode: Any = None
-    """See `Episode`."""
+    """The fields of `app.records.sample.Episode`."""
     policy_logprobs: Floats = None
     reference_logprobs: Floats = None
     values: Floats = None
@@ -179,7 +179,7 @@ def read_samples(path: str | Path, *, ignored_fields: Container[str] = ()) -> It
     Ignored fields are dropped before they are parsed.
 
     Raises:
-        InputError: as `read_jsonl` and `sample_from_record`.
+        InputError: see `read_jsonl` and `sample_from_record`.
     """
     rows = SharedRows()
     for line, record in read_jsonl(path):

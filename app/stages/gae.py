@@ -27,7 +27,7 @@ NPZ_SUFFIX = ".npz"
 
 @dataclass
 class WrittenAdvantages:
-    """Whitens advantages on their way to a file, and counts what is written."""
+    """Whitens advantages before they are written, and accumulates the statistics of what is written."""
 
     whitening: Moments | None
     """The moments of all advantages in the file; None = no whitening."""
@@ -45,7 +45,7 @@ class WrittenAdvantages:
         *,
         num_rows: int,
     ) -> Float32[np.ndarray, "*any"]:
-        """Returns the advantages of some rows as written to the file."""
+        """Returns the advantages to write for some rows, whitened if there is a `whitening`."""
         if self.whitening is not None:
             advantages = whiten(advantages, mask, self.whitening)
         self.num_rows += num_rows
@@ -74,7 +74,9 @@ def estimate_advantages(settings: Settings, *, input: Path, out: Path, backend: 
     file = open_input(input, settings, backend=backend, mask_mode=mask_mode)
     num_tokens, num_trainable = file.check()
     if num_tokens and not num_trainable:
-        raise InputError(f"{input}: the mask of all {file.ROW_NAME} is False throughout; no token gets an advantage")
+        raise InputError(
+            f"{input}: the mask is False at every token of all {file.ROW_NAME}, so no token gets an advantage"
+        )
     start_local_devices(settings.mesh)
     with closing(CompilationCounter()) as compilations:
         # Whitening needs the moments of all advantages first.

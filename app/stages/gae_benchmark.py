@@ -61,9 +61,9 @@ class BackendTiming:
 
     shape: str
     rows: str
-    """One of `ROW_NAMES`."""
+    """Kind of rows: a key of `ROW_NAMES`."""
     backend: str
-    """A GAE backend; `loop`, over time in numpy; or `copy`: a pass that reads two matrices and writes two."""
+    """A GAE backend, `loop` (one token after the other in numpy) or `copy` (reads two matrices and writes two)."""
     chunk_size: int | None = None
     """Tokens per chunk; None if the backend has no chunks."""
     is_auto: bool = False
@@ -200,7 +200,7 @@ class Workload(NamedTuple):
             tracemalloc.stop()
 
     def places_of_rows(self) -> tuple[tuple[np.ndarray, np.ndarray], np.ndarray]:
-        """Returns the token indices of the rows, or of a packed row's samples, and which are not padding."""
+        """Returns the token indices of the rows, or of a packed row's samples, and a mask that is False on padding."""
         rows, stops = np.arange(len(self.rewards)), np.full(len(self.rewards), self.row_tokens)
         starts = np.zeros_like(stops)
         if self.ends is not None:
@@ -212,7 +212,7 @@ class Workload(NamedTuple):
         return (rows[:, None], np.minimum(tokens, self.row_tokens - 1)), tokens < stops[:, None]
 
     def loop(self, places: tuple[np.ndarray, np.ndarray], rule: GaeRule) -> Callable[[], Float64[np.ndarray, "2 B T"]]:
-        """Returns a loop over time for these indices, ready to run."""
+        """Returns a function that runs the loop over time on the tokens at these indices."""
         mask, ends = (None if x is None else x[places] for x in (self.mask, self.ends))
         return partial(loop_over_time, self.rewards[places], self.values[places], mask, ends, rule)
 

@@ -130,7 +130,7 @@ def rollout(
 
 
 def _write_samples(out: Path, shard: PromptShard, samples: Iterator[Sample], enter_phase: PhaseCallback) -> np.ndarray:
-    """Writes the output; returns the numbers of this host's samples, their tokens, truncated and dropped ones.
+    """Writes the output; returns this host's number of samples, of tokens, and of truncated and dropped samples.
 
     If there are several hosts, each keeps its lines in a temporary file until all are done.
     """
@@ -167,7 +167,7 @@ def _read_prompts(
 
 
 def few_slots(settings: Settings, prompts: Sequence[Prompt]) -> Settings:
-    """Reduces `auto` slots to these prompts, except in exact mode, where the number of slots affects the samples."""
+    """Reduces `auto` slots to the samples of these prompts, except in exact mode, where slots affect samples."""
     rollout, per_host = settings.rollout, -(-len(prompts) // jax.process_count())
     few = rollout.prompts_per_step if rollout.mode == "exact" else min(rollout.prompts_per_step, per_host)
     return settings.model_copy(update={"rollout": rollout.model_copy(update={"prompts_per_step": few})})

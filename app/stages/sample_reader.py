@@ -128,7 +128,7 @@ def read_records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def file_stamp(path: Path) -> tuple[int, ...]:
-    """Returns a stamp that changes with the file; an empty one without a file."""
+    """Returns a tuple that changes whenever the file changes; it is empty if there is no file."""
     try:
         status = os.stat(path)
     except OSError:
@@ -168,7 +168,7 @@ def check_fits(sample: Sample, architecture: Architecture, *, where: str) -> Non
 
 def _check_routes(routes: UInt8[np.ndarray, "T L k"], architecture: Architecture, *, where: str) -> None:
     shape, experts = architecture.route_shape, architecture.num_experts
-    way_out = "was it sampled with another model? Set model.path to that, or rollout.routing_replay: false"
+    way_out = "was it sampled with another model? Set model.path to that model, or rollout.routing_replay: false"
     if shape is None or experts is None or routes.shape[1:] != shape:
         of_model = "none" if shape is None else f"{shape[1]} in each of {shape[0]} layers"
         raise InputError(

@@ -56,7 +56,7 @@ class SampleEncoder:
         self._load_tokenizer = load_tokenizer
         self._data = data
         self.tokenizer: Tokenizer | InputError | None = None
-        """None until a text is read; the reason if there is no usable tokenizer."""
+        """The tokenizer; None until a text is read; an error if it cannot be used."""
 
     def with_token_ids(self, record: Mapping[str, Any], *, where: str) -> dict[str, Any]:
         """Returns the record, with missing token ids computed from its texts.

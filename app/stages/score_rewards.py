@@ -107,12 +107,12 @@ def _read_located(input: Path, settings: Settings) -> list[LocatedSample]:
     reward, located, groups = settings.reward, list[LocatedSample](), dict[str, int]()
     has_plug_ins = any(function.function for function in reward.functions)
     needed = {
-        "completion": "a reward is of its text",
+        "completion": "rewards grade its text",
         **({"prompt": "plug-ins and reward models read it"} if has_plug_ins or reward.model is not None else {}),
         **({TOKEN_IDS: "reward.overlong_buffer counts them"} if reward.overlong_buffer is not None else {}),
     }
     if settings.env.source is not None:
-        needed["episode"] = f"env.source: {settings.env.source} rewards it"
+        needed["episode"] = f"the rewards of env.source: {settings.env.source} are in it"
     names = (*needed, *REWARD_FIELDS, *((TOKEN_IDS, "episode") if has_plug_ins else ()))
     rows = SharedRows()
     for index, (where, record) in enumerate(read_records(input)):
@@ -122,7 +122,7 @@ def _read_located(input: Path, settings: Settings) -> list[LocatedSample]:
         for name, reason in needed.items():
             if fields.get(name) is None:
                 raise InputError(f"{where}: missing {name}; {reason}; add the field or remove the line")
-        # A sample without reward was masked; a reward undoes this.
+        # A sample without a reward was masked; now that it gets one, the mask is removed.
         was_dropped = record.get("finish_reason") == NO_REWARD_FINISH_REASON
         has_episode = "episode" in names and record.get("episode") is not None
         read = (*names, TOKEN_IDS, "loss_mask") if was_dropped or has_episode else names
@@ -175,7 +175,7 @@ def _reward_counts_here(scored: RewardedSamples) -> dict[str, float]:
 
 
 def _reward_means(samples: Sequence[Sample], names: Sequence[str]) -> dict[str, float | None]:
-    """Returns means over the samples with a value, None if there is none."""
+    """Returns the mean of each reward over the samples that have it; None if no sample has it."""
     kept = [s for s in samples if s.reward is not None]
     values = {name: [s.rewards[name] for s in kept if s.rewards and name in s.rewards] for name in names}
     columns = {f"reward/{name}/mean": column for name, column in values.items()}

@@ -201,7 +201,7 @@ def test_an_episode_fails_if_its_replay_or_opening_differs(story: str) -> None:
         same, other = Game(pool, "a", opening=hello), Game(pool, "b", opening=[*hello, *hello])
         same.start = other.start = start
         assert same.play("random").failure is None
-        differs = Failure("opening", "reset: gave another answer for the same seed, row and turns")
+        differs = Failure("opening", "reset: answered differently for the same seed, row and turns")
         assert other.play("x").failure == differs
         assert kind_of(same.play("die once")) == "replay"
 

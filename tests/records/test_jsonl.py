@@ -31,7 +31,7 @@ def test_objects_are_read_with_their_line_numbers(path, content, expected):
     ("line", "reason"),
     [
         (b'{"a": 1', r"not JSON: Expecting ',' delimiter at column 8$"),
-        (b"[1, 2]", "expected a JSON object, got list; a file needs one object a line"),
+        (b"[1, 2]", "expected a JSON object, got list; put one object on each line"),
         (b'{"a": -Infinity}', "-Infinity"),
         (b'{"b": 1.0, "a": {"c": [0.5, NaN, NaN]}}', r"unusable JSON: a\.c\[1\] is NaN$"),
         (b'{"a": 1E+400}', "a is Infinity, or too large for a float64"),

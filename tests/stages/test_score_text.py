@@ -85,7 +85,7 @@ def test_text_goes_through_reward_critic_and_gae(tiny_model: Path, tmp_path: Pat
 @pytest.mark.parametrize(
     ("record", "chosen", "message"),
     [
-        ({"answer": "3"}, "run.seed=0", "missing completion; a reward is of its text"),
+        ({"answer": "3"}, "run.seed=0", "missing completion; rewards grade its text"),
         ({"completion": "3"}, "run.seed=0", "in.jsonl:1 has no answer"),
         ({"completion": "3", "answer": [3]}, "run.seed=0", "in.jsonl:1 has the answer '[3]', which is not a number"),
         ({"completion": CHAT, "answer": "3"}, "run.seed=0", "completion: expected a string or a list"),
