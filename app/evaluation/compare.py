@@ -161,7 +161,7 @@ class EvaluationResults:
 
     path: Path
     metadata: EvaluationMetadata | None
-    """None for the evaluations during a run, which have no metadata file."""
+    """Content of the metadata file; None for the evaluations during a run, which have none."""
     judge: str
     num_samples: int
     """Samples per prompt."""

@@ -34,8 +34,8 @@ def evaluate(
 def generate_samples(session: Session, weights: DecodeWeights, prompts: Sequence[Prompt]) -> Iterator[Sample]:
     """Yields the samples of this host's shard of the prompts, in order; their `group_id` is the index of the prompt.
 
-    All hosts must call this together. A host with one prompt less than others also generates samples of another prompt,
-    and drops them.
+    All hosts must call this together. A host with one prompt fewer than others also generates samples of another
+    prompt, and drops them.
 
     Raises:
         StoppedError: generation was stopped, on this host or another.

@@ -53,7 +53,7 @@ class EvaluationSummary:
         if any(name.startswith(PASS_AT_PREFIX) and one.value is None for name, one in self.metrics.items()):
             lines.append(f"pass@k: {judge} gives values other than 0 and 1")
         if pass_at_k_sizes(self.num_samples) and not is_task_reward(judge):
-            lines.append(f"maj@k: {judge} does not report which answer it reads")
+            lines.append(f"maj@k: {judge} does not report which answer it extracts")
         return lines
 
     def to_text(self) -> str:
@@ -71,7 +71,7 @@ class EvaluationSummary:
             format_table(rows, header=("", "", "95 % interval")),
             *(f"not measured: {line}" for line in self.unmeasured_metrics),
             f"{self.seconds:.1f} s; " + (f"samples in {self.out}" if self.out else "not saved: no --out was given"),
-            *(["two such files are compared by grpo evaluate --compare BEFORE AFTER"] if self.out else []),
+            *(["to compare two such files: grpo evaluate --compare BEFORE AFTER"] if self.out else []),
         ]
         return "\n".join(lines)
 

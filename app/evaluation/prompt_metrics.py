@@ -23,7 +23,7 @@ from settings.errors import InputError
 from settings.loading.fields import did_you_mean, nearest_names
 
 PromptTable = Mapping[str, np.ndarray]
-"""Column name -> one value per prompt, NaN for none."""
+"""Column name -> one value per prompt, which is NaN if the prompt has none."""
 
 ACCURACY, FORMAT_RATE, TRUNCATED_FRACTION = "eval/accuracy", "eval/format_rate", "eval/truncated_fraction"
 MEAN_LENGTH, ERROR_COUNT = "eval/mean_length", "eval/error_count"
@@ -193,7 +193,7 @@ def check_is_measured(
     if not is_task_reward(judge):
         measured.remove(FORMAT_RATE)
     if name not in measured:
-        when = f" when {judge} judges" if name == FORMAT_RATE else ""
+        when = f" when {judge} grades" if name == FORMAT_RATE else ""
         suggestion = "" if when else did_you_mean(nearest_names(name, measured))
         raise InputError(
             f"{setting}: evaluations do not measure {name!r}{when}; choose one of "

@@ -76,7 +76,8 @@ def export_notes(resolved: Resolved, model: ModelSpec, *, export_format: ExportF
     if rounding:
         exact = " ".join(f"--set {name}=null" for name in rounding)
         yield (
-            f"the run evaluated a rounded policy ({format_rounding(rounding)}), and exported is the policy itself; "
+            f"the run evaluated a rounded policy ({format_rounding(rounding)}), but this export is the policy without "
+            "rounding; "
             f"`grpo evaluate` with `{exact}` measures it"
         )
     if export_format is MERGED_MODEL and dtype != "float32":
@@ -98,7 +99,7 @@ def base_model_card(resolved: Resolved, model: ModelSpec, *, dtype: str) -> str:
         _settings_by_name(resolved),
         card_data,
         title=f"{_short_name(model)} as a base model",
-        origin=f"This is `{model.files.name}` as a run starts from it, not trained, {_precision(dtype)}.",
+        origin=f"This is `{model.files.name}` without any training, as a run starts from it, {_precision(dtype)}.",
         export_format=FULL_MODEL,
     )
 
@@ -217,7 +218,7 @@ def _results_section(run: RunFiles, settings: Mapping[str, Any], *, step: int) -
     result = before_and_after(history)
     reward = f"{result.pace[:1].upper()}{result.pace[1:]}."
     if not result.table:
-        return reward if result.pace else "Nothing was measured yet."
+        return reward if result.pace else "The run has no step and no evaluation yet."
     text = f"{_table(result.table[0], result.table[1:])}\n\n{reward}"
     limit, num_samples = settings["eval.num_prompts"], settings.get("eval.num_samples", 1)
     prompts = "All held-out prompts" if limit is None else f"At most {limit} held-out prompts"

@@ -119,7 +119,7 @@ class Worker(WorkerProcess):
     def __init__(self, program: str, environment: Mapping[str, str], *, is_retry: bool) -> None:
         super().__init__(program, environment)
         self.is_retry = is_retry
-        """Whether it was started because the start of another worker failed."""
+        """Whether this worker was started because the start of another one failed."""
         self.is_loaded = False
         self.load_deadline = math.inf
         self.num_answers = 0
@@ -135,8 +135,8 @@ class Worker(WorkerProcess):
 class Pool:
     """Runs jobs of one plug-in. Its creator must close it.
 
-    Methods can be called from any thread. If a worker cannot be started, they raise InputError in `load`,
-    else, after a second attempt, WorkersLostError.
+    Methods can be called from any thread. If a worker cannot be started, `load` raises InputError, and other methods
+    raise WorkersLostError after a second attempt.
 
     Args:
         program: module whose `main` a worker runs.

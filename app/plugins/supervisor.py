@@ -23,7 +23,7 @@ KILL_LIMIT_S = 10
 
 
 def supervise() -> None:
-    """Returns in a child process. The parent waits for it, kills all other descendants, and exits in the same way.
+    """Forks, and returns in the child. The parent waits for it, kills all other descendants, and exits with its status.
 
     The parent kills the child on SIGTERM, and when the trainer or the thread that started the worker ends. Systems
     other than Linux have no subreaper; there, the process has no supervisor.

@@ -39,7 +39,7 @@ ALLOWED_ENVIRONMENT = frozenset(
 
 MAX_ANSWER_BYTES = 64 * 2**20
 MAX_PRINTED_BYTES = 256 * 2**10
-"""Limit per call."""
+"""Maximum output of a plug-in that is printed during one call."""
 PIPE_BYTES = 64 * 2**10
 """Capacity of a pipe."""
 MAX_KEY_BYTES = 4 * 2**10

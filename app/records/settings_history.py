@@ -77,7 +77,7 @@ class SettingsHistory:
                 f"{run.settings_path} is missing, and sessions.jsonl next to it has no settings either; restore one "
                 "of them from a copy, or use another run.name"
             )
-        gap = f"sessions.jsonl has no valid settings in line {', '.join(damaged)}; others are taken instead"
+        gap = f"sessions.jsonl has no valid settings in line {', '.join(damaged)}; other lines are used instead"
         return cls(periods, sessions, [gap] if damaged else [])
 
     def period_of(self, step: int) -> SettingsPeriod:

@@ -34,7 +34,7 @@ from app.records.typed_values import from_json
 
 MAX_FLOAT32 = float.fromhex("0x1.fffffep127")
 MAX_LOGGED_CHARACTERS = 10_000
-"""Limit of a text that a function logs for a sample."""
+"""Maximum length of a text that a function logs for a sample."""
 PROGRAM_MODULES = {"app.reward.math_answers"}
 """Modules of this program that contain reward functions."""
 

@@ -1,7 +1,7 @@
 """The copy of a run in a bucket: what it contains, and how a resumed run fetches it.
 
-Objects are replaced atomically. A checkpoint counts once its marker, which is written last and has the sizes of all
-other objects, is there.
+Objects are replaced atomically. A checkpoint counts as complete once its marker exists, which is written last and lists
+the sizes of all other objects.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MARKER = ".complete"
 BEST = f"checkpoints/{BEST_LINK}"
 """Object that stands for the link to the best checkpoint, as buckets have no links; contains the checkpoint's step."""
 LEASE = "lease.json"
-"""Object that says which process writes the copy."""
+"""Object that names the process that writes the copy."""
 SLOW_S = 5.0
 """Seconds after which a message says that the bucket has not answered yet."""
 EXTRAS = {"gs": "gcs", "gcs": "gcs", "s3": "s3"}
@@ -135,7 +135,7 @@ class Bucket:
             self._files.get_file(f"{self._root}/{name}", str(folder / name))
 
     def delete(self, *names: str) -> None:
-        # If an answer is lost, the libraries ask again, and find nothing.
+        # After a lost response, the libraries repeat the request and find no object.
         with suppress(FileNotFoundError):
             self._files.rm([f"{self._root}/{name}" for name in names])
 
@@ -146,7 +146,7 @@ def complete_steps(bucket: Bucket, sizes: Mapping[str, int]) -> dict[int, list[s
     for name in sizes:
         step = name.removeprefix("checkpoints/").removesuffix(MARKER)
         if name == f"checkpoints/{step}{MARKER}" and step.isdigit():
-            with suppress(FileNotFoundError):  # A run that goes on has deleted it.
+            with suppress(FileNotFoundError):  # The run, still in progress, has deleted it.
                 expected = json.loads(bucket.read(name))
                 if all(sizes.get(part) == size for part, size in expected.items()):
                     found[int(step)] = [part for part in sizes if part.startswith(f"checkpoints/{step}/")]
@@ -154,15 +154,15 @@ def complete_steps(bucket: Bucket, sizes: Mapping[str, int]) -> dict[int, list[s
 
 
 def fetch_run(bucket: Bucket, run: RunDirectory, *, has_checkpoints: bool = True) -> str:
-    """Fetches a run if its copy has more than the directory; returns a line about it, or "".
+    """Fetches a run if its copy contains more than the directory; returns a message about it, or "".
 
-    Small files are fetched first and the newest checkpoint last: once it is there, everything is.
+    Small files are fetched first and the newest checkpoint last: if it exists locally, the copy is complete.
 
     Args:
         has_checkpoints: whether checkpoints are fetched.
 
     Raises:
-        InputError: the copy cannot be fetched, is that of another run, or takes more space than the disk has.
+        InputError: the copy cannot be fetched, belongs to another run, or does not fit on the disk.
     """
     sessions, newest = run.sessions_path.name, max(run.checkpoint_steps, default=-1) if has_checkpoints else -1
     with bucket.explain_failure("read"):
@@ -194,7 +194,7 @@ def fetch_run(bucket: Bucket, run: RunDirectory, *, has_checkpoints: bool = True
     log.info("fetching %s from %s", format_bytes(needed), bucket.address)
     with bucket.explain_failure("fetched"):
         for name in small:
-            with suppress(FileNotFoundError):  # A run that goes on has deleted it.
+            with suppress(FileNotFoundError):  # The run, still in progress, has deleted it.
                 bucket.download([name], run.path)
         partial = run.checkpoints_dir / ".fetched"
         for step in new:

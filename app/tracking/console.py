@@ -34,7 +34,7 @@ NUM_TIMED_STEPS = 10
 
 
 def step_line(step: int, metrics: Mapping[str, Any], *, num_steps: int, left_s: float) -> str:
-    """Returns the main metrics of a step in one line. The policy's are None while only the critic is trained."""
+    """Returns the main metrics of a step in one line. While only the critic is trained, the policy's are None."""
     parts = [f"step {step:>{len(str(num_steps))}}/{num_steps}"]
     if "reward/mean" in metrics:
         parts += [f"reward {metrics['reward/mean']:z.3f}", f"length {metrics['completions/mean_length']:.1f}"]
@@ -45,7 +45,7 @@ def step_line(step: int, metrics: Mapping[str, Any], *, num_steps: int, left_s: 
         for name, label in (("policy/kl", "kl"), ("policy/teacher_kl", "kl to the teacher")):
             if (kl := metrics.get(name)) is not None:
                 parts.append(f"{label} {kl:z.4f}")
-        # A single update of a batch clips nothing.
+        # With one update per step, nothing is clipped.
         if clipped := sum(metrics.get(f"policy/clip_fraction_{bound}", 0.0) for bound in ("low", "high")):
             parts.append(f"clipped {format_percent(clipped)}")
         parts += [f"grad {metrics['policy/grad_norm']:.3g}", f"lr {metrics['policy/learning_rate']:.3g}"]
@@ -167,7 +167,7 @@ class ProgressDisplay:
         self._progress.update(self._task, description=name, figures=self._figures)
 
     def follow(self, session: Session) -> None:
-        """From now on, shows the progress of a generation session."""
+        """Shows the progress of a generation session from this call on."""
         if session.workers is not None:
             session.workers.on_progress = self.update_rollout
         if session.continuous_batching is not None:

@@ -116,9 +116,10 @@ def make_step_flops(
 
 
 def network_pass(definition: DecoderDefinition, *, shares_prompts: bool, updates: int = 0) -> NetworkPass:
-    """Returns the FLOPs of a forward pass: those used to balance batches, plus adapters and LM head.
+    """Returns the FLOPs of passes over samples: as used to balance batches, plus adapters and LM head.
 
-    The backward pass costs twice as much; for frozen matrices, which have no gradient, as much as forward.
+    A backward pass costs twice as much as a forward pass; for frozen matrices, which have no gradient, it costs the
+    same.
 
     Args:
         updates: number of forward and backward passes; 0 = a forward pass only.
@@ -166,7 +167,7 @@ def schedule_performance(schedules: Sequence[ScheduleMetrics]) -> dict[str, floa
     """Returns the schedule metrics of a step's rollouts, over all hosts; empty without schedules.
 
     Hosts wait for each other after every rollout, so the makespan is the slowest host's. Fractions are averaged over
-    time. None: the recall if no sample was longer than the others, the tail if rollouts are asynchronous, and the
+    time. The recall is None if no sample was longer than the others, the tail if rollouts are asynchronous, and the
     metrics of verdicts if the scheduling policy gives none.
     """
     if not schedules:
@@ -197,7 +198,7 @@ def schedule_performance(schedules: Sequence[ScheduleMetrics]) -> dict[str, floa
 
 
 def async_metrics(samples: Sequence[Sample], *, step: int, num_ready: int) -> dict[str, float]:
-    """Returns the mean and maximum age, in steps, of the policies that sampled the step's tokens, and of the queue.
+    """Returns the mean and maximum age, in steps, of the policies that sampled the step's tokens, and the rounds ready.
 
     Args:
         num_ready: number of rounds of this host that were complete when the step began.

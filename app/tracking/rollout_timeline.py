@@ -26,7 +26,8 @@ COLORS: dict[SampleRole | None, str] = {"probe": ORANGE, "fast": BLUE, "any": BL
 SLOT_HEIGHT, LANE_GAP = 0.11, 0.8
 """Height of a slot, in inches, and gap between workers, in slots."""
 MERGE_GAP = 0.001
-"""Largest pause between segments of a sample that are drawn as one bar, as a share of the makespan: no point wide."""
+"""Largest pause between segments of a sample that are drawn as one bar, as a share of the makespan: narrower than a
+point."""
 WIDTH, MIN_HEIGHT, MAX_HEIGHT = 10.0, 2.1, 16.5
 """Width of the plot and limits of its height, in inches; slots become thinner if there are too many."""
 MARGIN = 1.45
@@ -42,7 +43,7 @@ class Timeline:
     figures: str
     """The metrics of the schedule, in two lines."""
     slots: dict[str, int]
-    """Each worker's number of slots by name."""
+    """Number of slots of each worker, by the worker's name."""
     spans: Sequence[Span]
     makespan_s: float
     last_verdict_s: float | None

@@ -195,7 +195,7 @@ def open_tensorboard(run: RunDirectory, resolved: Resolved, *, next_step: int) -
     """Returns a TensorBoard writer that has logged the settings, if `logging.tensorboard` is set.
 
     Args:
-        next_step: later events from an earlier session, from this step on, are superseded.
+        next_step: events of an earlier session from this step on are superseded.
     """
     if not resolved.settings.logging.tensorboard:
         return None
@@ -207,7 +207,7 @@ def open_tensorboard(run: RunDirectory, resolved: Resolved, *, next_step: int) -
 
 
 class NullRunLog:
-    """A run log that writes nothing, for all processes except the first."""
+    """A run log that writes nothing, for all processes except process 0."""
 
     history: Sequence[dict[str, Any]] = ()
     wandb_id: str | None = None

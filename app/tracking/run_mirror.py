@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 RENEW_S, LEASE_S = 10.0, 30.0
 """Seconds between renewals of a lease, and until a lease without renewal expires."""
 FINISH_S, STOP_S = 600.0, 25.0
-"""Maximum seconds that a finished run waits for its copy, and one that ends by a signal or an error."""
+"""Maximum seconds to wait for the copy after a finished run, and after a run that a signal or error ended."""
 MAX_DELAY_S = 60.0
 """Maximum wait before the next attempt to write."""
 LEFT_OUT = frozenset({".lock", "checkpoints", "wandb"})
@@ -41,7 +41,7 @@ def read_lease(bucket: Bucket) -> dict[str, Any] | None:
 
 
 def check_lease(bucket: Bucket) -> None:
-    """Waits for the lease of a process that died without releasing it to expire.
+    """Waits until the lease of a process that died without releasing it has expired.
 
     Raises:
         InputError: another process is writing the copy.
@@ -79,7 +79,7 @@ class RunMirror:
         self._owner = uuid.uuid4().hex
         self._lease, self._renewed, self._num_renewals = threading.Lock(), 0.0, 0
         self._sent: dict[str, tuple[int, int]] = {}
-        """Size and modification time of each file as last uploaded, by name."""
+        """Size and modification time of each file, by name, when it was last uploaded."""
         self._begun: set[int] = set()
         """Steps of which the bucket has any checkpoint file."""
         self._steps: set[int] = set()
@@ -103,7 +103,7 @@ class RunMirror:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         """Writes missing files and releases the lease; after the time-out, a warning says what is in the bucket."""
-        if self._is_ending.is_set():  # It has ended before.
+        if self._is_ending.is_set():  # It has already ended.
             return
         timeout_s = self.timeout_s if kind is None else min(STOP_S, self.timeout_s)
         self._is_ending.set()
@@ -188,14 +188,14 @@ class RunMirror:
         self._write_files()
 
     def _compare(self) -> None:
-        """Finds what is in the bucket from an earlier process."""
+        """Records which files an earlier process has already written to the bucket."""
         sizes = self._bucket.sizes()
         equal = {name: state for name, size in sizes.items() if (state := _state_of(self._run.path / name))[0] == size}
         steps = complete_steps(self._bucket, sizes).items()
         whole = {step: parts for step, parts in steps if all(part in equal for part in parts)}
         self._steps = set(whole)
         self._begun = {int(match[1]) for name in sizes if (match := re.match(r"checkpoints/(\d+)[./]", name))}
-        # Of another checkpoint of the same step, files with equal sizes may differ.
+        # Files of another checkpoint of the same step may differ despite equal sizes.
         trusted = set(chain(*whole.values()))
         self._sent = {name: equal[name] for name in equal if not name.startswith("checkpoints/") or name in trusted}
         self._is_compared = True
@@ -239,7 +239,7 @@ class RunMirror:
         paths = sorted(path for path in copied.rglob("*") if path.is_file())
         for path in paths:
             self._write_file(path, f"checkpoints/{step}/{path.relative_to(copied).as_posix()}")
-            if self._wake.is_set():  # A step has ended in the meantime: its lines need not wait for the other arrays.
+            if self._wake.is_set():  # A step has ended in the meantime: its lines are written before the other arrays.
                 self._write_files()
         # A checkpoint that was already being deleted may lack links; the newest is never deleted.
         if is_newest or all((folder / path.relative_to(copied)).exists() for path in paths):
@@ -255,7 +255,7 @@ class RunMirror:
             self._is_slow = True
             log.warning(
                 "%s falls behind: the checkpoint of step %d took %.0f s to copy, and the run has saved another one "
-                "meanwhile; each time, the newest is copied next",
+                "meanwhile; the next copy is always of the newest checkpoint",
                 *(self._bucket.address, step, time.monotonic() - start),
             )
 
@@ -285,7 +285,7 @@ class RunMirror:
 
     def _keep_lease(self) -> None:
         while self._problem is None and not self._is_over.wait(RENEW_S / 2):
-            with suppress(Exception):  # Every exception: the other thread tells it.
+            with suppress(Exception):  # Every exception: the thread that writes reports it.
                 self._renew_lease()
 
     def _renew_lease(self) -> None:

@@ -101,7 +101,7 @@ class RunReporter:
 
 @contextmanager
 def _warn_if_unwritten(what: str, *, advice: str = "") -> Iterator[None]:
-    """Logs why a page could not be written."""
+    """Logs a warning if the block raises because a page cannot be written."""
     try:
         yield
     # Every exception: a failing page must not change how a run ends.

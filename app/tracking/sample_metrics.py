@@ -154,7 +154,7 @@ def episode_metrics(samples: Sequence[Sample]) -> dict[str, float]:
 
 
 def _means(rows: Iterable[Mapping[str, float]], prefix: str) -> dict[str, float]:
-    """Returns the mean of each number over the rows that have it, of the first names in alphabetical order."""
+    """Returns the mean of each number over the rows that have it, for the first names in alphabetical order."""
     values: dict[str, list[float]] = {}
     for row in rows:
         for name, value in row.items():

@@ -63,7 +63,7 @@ class StepProfiler:
         if step not in self._steps:
             return
         options = jax.profiler.ProfileOptions()
-        # A trace keeps a million events at most, and calls of Python functions would take the place of the devices'.
+        # A trace keeps at most a million events, and Python calls would displace the devices' events.
         options.python_tracer_level = 0
         try:
             jax.profiler.start_trace(self._folder_of(step), profiler_options=options)

@@ -116,7 +116,7 @@ def test_a_base_model_is_exported_without_a_checkpoint(exported, tiny_model, tmp
     jax.tree.map(np.testing.assert_array_equal, params_of(model_at(tmp_path / "out")), params_of(model_at(tiny_model)))
     assert {path.name for path in (tmp_path / "out").iterdir()} == {path.name for path in exported.iterdir()}
     card = (tmp_path / "out" / "README.md").read_text()
-    assert "# tiny as a base model" in card and "not trained, in float32" in card and "## Training" not in card
+    assert "# tiny as a base model" in card and "without any training" in card and "## Training" not in card
 
 
 def policy_of(checkpoint: Path, model: ModelSpec) -> Params:

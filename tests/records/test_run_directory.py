@@ -171,7 +171,7 @@ def test_sessions_without_valid_settings_are_reported_as_gaps(trained: RunDirect
         write_jsonl(trained.sessions_path, lines)
         history = SettingsHistory.read(trained)
         assert rates_of(history) == rates
-        assert history.gaps == ["sessions.jsonl has no valid settings in line 2; others are taken instead"]
+        assert history.gaps == ["sessions.jsonl has no valid settings in line 2; other lines are used instead"]
 
 
 def test_changed_and_lost_settings_are_taken_from_the_last_session(trained, caplog):

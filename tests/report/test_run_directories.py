@@ -72,7 +72,7 @@ def test_incomplete_lines_damaged_sessions_and_partial_files_are_skipped(tmp_pat
     assert [record["step"] for record in files.history] == [1, 2]
     assert list(files.rollouts) == [2, 10]
     assert files.settings_history.sessions == [{"processes": 4}, {"processes": 2}]
-    assert files.gaps == ["sessions.jsonl has no valid settings in line 1, 2, 3; others are taken instead"]
+    assert files.gaps == ["sessions.jsonl has no valid settings in line 1, 2, 3; other lines are used instead"]
 
 
 def test_non_default_settings_have_their_origin(tmp_path: Path) -> None:

@@ -100,7 +100,7 @@ def test_allowed_change_and_lost_metrics_are_named(stopped: Path, full_config: P
         "changed: run.steps was 12 and is now 7; this changes the learning rate of the remaining steps, because the "
         "linear schedule ends at the last one\n"
     ) in result.stderr and "no step is left" not in result.stderr
-    assert result.stderr.count("warning: sessions.jsonl has no valid settings in line 1; others are taken") == 1
+    assert result.stderr.count("warning: sessions.jsonl has no valid settings in line 1; other lines are used") == 1
     assert {array.dtype.name for name, array in program.saved_state(stopped, 7).items() if "mu" in name} == {"bfloat16"}
     first, second = SettingsHistory.read(RunDirectory(stopped)).periods
     assert (first.first_step, second.first_step) == (1, 7)
