@@ -23,13 +23,13 @@ class RopeConfig:
     factor: float = 1.0
     """The factor by which the context was extended after pre-training; unused by `default`."""
     low_frequency_factor: float = 1.0
-    """Used by `llama3` only, like the two fields below."""
+    """Sets, with the two fields below, which frequencies `llama3` scales; see `rope_frequencies`."""
     high_frequency_factor: float = 4.0
     original_max_positions: int = 8192
 
 
 class RouteShape(NamedTuple):
-    """Sizes of the routes of a token."""
+    """Sizes of the routes of a token: the experts chosen for it in each layer."""
 
     num_layers: int
     experts_per_token: int
@@ -114,19 +114,19 @@ def token_flops(architecture: Architecture) -> int:
 
 
 def pair_flops(architecture: Architecture) -> int:
-    """Returns the FLOPs of one layer for one visible pair of tokens: per query head, 2 x head size twice."""
+    """Returns the attention FLOPs of one layer for one visible (query, key) pair: 4 x head size per query head."""
     return 4 * architecture.num_query_heads * architecture.head_dim
 
 
 def lm_head_flops(architecture: Architecture) -> int:
-    """Returns the FLOPs of the logits of one token."""
+    """Returns the FLOPs of computing one token's logits."""
     return 2 * architecture.model_dim * architecture.vocab_size
 
 
 def forward_flops(architecture: Architecture) -> Callable[[np.ndarray], Int64[np.ndarray, "N"]]:
-    """Returns a function (sequence lengths in tokens) -> FLOPs of the layers for each sequence.
+    """Returns a function that maps sequence lengths, in tokens, to the FLOPs of the layers for each sequence.
 
-    Excludes the LM head, which runs only over completion tokens.
+    The FLOPs exclude the LM head, which runs only over completion tokens.
     """
 
     def flops(lengths: np.ndarray) -> Int64[np.ndarray, "N"]:

@@ -69,7 +69,7 @@ class DecodeConversion:
         shardings = tree_shardings(abstract_decode_weights(definition, self.mesh_of_all_hosts, dtype))
 
         def lay_out(params: Params, dims: Any) -> Params:
-            converted = _cast(_turn_kernels(definition, _quantize_kernels(definition, merge(params))), dtype)
+            converted = _cast(_move_outputs_first(definition, _quantize_kernels(definition, merge(params))), dtype)
             # Gather over fsdp first; a mesh with another tp then takes its part. In one step, XLA would do the same
             # with a warning.
             return jax.tree.map(lambda x, dims: constrain(x, *decode_dims(dims)), converted, dims)
@@ -87,7 +87,7 @@ class DecodeConversion:
         self._others = jax.jit(others, out_shardings=shardings.params)
 
     def __call__(self, params: Params) -> DecodeWeights:
-        """Returns the decode weights, once per policy version. The caller drops them before the update.
+        """Converts the weights of a policy version. The caller drops the result before the update.
 
         Programs on the training mesh give every host the complete weights. All hosts must call it from their training
         threads; while a host waits for the others, no host may run another program.
@@ -97,7 +97,7 @@ class DecodeConversion:
         return weights if self.mesh == self.mesh_of_all_hosts else to_host_submesh(weights, self.mesh)
 
     def lay_out(self, params: Params) -> DecodeWeights:
-        """Returns the weights on the mesh of all hosts, with the training mesh as the current one."""
+        """Returns the weights on the mesh of all hosts. The training mesh must be the current mesh."""
         blocks = tuple(
             self._block(params["blocks"], np.int32(i)) for i in range(self.definition.architecture.num_layers)
         )
@@ -120,8 +120,8 @@ def _quantize_kernels(definition: DecoderDefinition, params: Params) -> Params:
     return unflatten_dict(flat)
 
 
-def _turn_kernels(definition: DecoderDefinition, params: Params) -> Params:
-    """Moves the output dims of stacked kernels to the front if the definition has them there."""
+def _move_outputs_first(definition: DecoderDefinition, params: Params) -> Params:
+    """Moves the output dims of stacked kernels to the front if `definition` has `outputs_first`."""
     if not definition.outputs_first:
         return params
     stored = DecoderDefinition.create(definition.architecture, definition.network_class, lora=definition.lora)

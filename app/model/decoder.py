@@ -358,7 +358,7 @@ class DecoderDefinition:
     quantization: Quantization | None = None
     """Quantization of the kernels; None if they are float32."""
     outputs_first: bool = False
-    """Whether kernels have their output dims first, for fast products with few tokens on CPUs."""
+    """Whether kernels have their output dims first, for fast matmuls with few tokens on CPUs."""
 
     @classmethod
     def create(
@@ -379,11 +379,11 @@ class DecoderDefinition:
 
     @cached_property
     def unquantized(self) -> DecoderDefinition:
-        """The same network with kernels instead of codes and scales."""
+        """The same network with float32 kernels instead of codes and scales."""
         return self if self.quantization is None else self.quantized(None)
 
     def quantized(self, quantization: Quantization | None) -> DecoderDefinition:
-        """Returns the same network with quantized kernels, or with float32 ones."""
+        """Returns the same network with kernels quantized in this way, or in float32 if None."""
         return self.create(self.architecture, self.network_class, lora=self.lora, quantization=quantization)
 
     def quantizer(self, path: ParamPath) -> KernelQuantizer:
@@ -409,7 +409,7 @@ class DecoderDefinition:
     def held_in(self, dtype: jnp.dtype) -> DecoderDefinition:
         """Returns the same network with weights, except quantized kernels and adapters, stored in this compute dtype.
 
-        For frozen weights: the network would cast float32 weights to the same numbers.
+        Frozen weights lose nothing by it, because the network would cast float32 weights to the same numbers.
         """
         flat = flatten_by_path(self.shapes)
         stored = {path for path in flat if path[-1] not in (CODES, SCALES)} - self.adapter_paths
@@ -417,7 +417,7 @@ class DecoderDefinition:
         return replace(self, shapes=unflatten_dict(flat | held))
 
     def bind(self, params: Params) -> Any:
-        """Returns the network with these weights, for use inside a jitted function."""
+        """Returns the network module with these weights, for use inside a jitted function."""
         return nnx.merge(self.graph, params)
 
     def shardings(self, mesh: Mesh) -> Params:

@@ -1,4 +1,4 @@
-"""Mixtures of experts: gated MLPs; a router chooses a few for each token.
+"""Mixtures of experts: gated MLPs, of which a router chooses a few for each token.
 
 Tokens are sorted by expert, multiplied group by group, and summed per token in float32. No token is dropped, and all
 sums have a fixed order, so that results are bitwise repeatable. A token's routes (its experts in each layer) are
@@ -24,18 +24,18 @@ from app.model.grouped_product import grouped_product
 from app.model.layers import ACTIVATIONS, PROJECTION_CHECKPOINT_NAME, keep_result, make_param
 
 UNRECORDED = 255
-"""Stands for all experts of a token in a layer without recorded ones."""
+"""Value of all entries of a token's routes in a layer for which no experts were recorded."""
 
 
 class ExpertDispatch(NamedTuple):
-    """Positions of the copies of tokens, one per chosen expert, sorted by expert."""
+    """Order in which copies of tokens, one per chosen expert, are sorted by expert."""
 
     order: Int32[Array, "M"]
-    """The copies in sorted order; token n has the copies n k to (n + 1) k - 1."""
+    """Index of the copy at each sorted position; token n has the copies n k to (n + 1) k - 1."""
     back: Int32[Array, "M"]
-    """The position of each copy: the inverse of `order`."""
+    """Sorted position of each copy: the inverse of `order`."""
     num_used: Int32[Array, ""]
-    """The number of copies for this device's experts; later ones are undefined."""
+    """Number of copies for this device's experts; they are sorted first, and results for the others are undefined."""
 
 
 class ExpertMatrix(nnx.Module):
@@ -137,10 +137,10 @@ def choose_experts(
     router: Float[Array, "E D"],
     recorded: UInt8[Array, "T k"] | None = None,
 ) -> tuple[Float[Array, "T k"], Int32[Array, "T k"], Int32[Array, "T k"]]:
-    """Returns probabilities in the dtype of `x`, their experts, and each token's most likely experts.
+    """Returns each token's expert probabilities, in the dtype of `x`, the chosen experts, and the most likely experts.
 
-    The experts are the recorded ones, or else the most likely ones. The softmax is over all experts, in float32; in
-    some families, the probabilities of the chosen experts are normalized to sum to 1.
+    The chosen experts are the recorded ones, or else the most likely ones. The softmax is over all experts, in float32;
+    in some families, the probabilities of the chosen experts are normalized to sum to 1.
     """
     logits = jnp.einsum("nd,ed->ne", *(a.astype(jnp.float32) for a in (x, router)), precision=jax.lax.Precision.HIGHEST)
     probabilities: Float32[Array, "T E"] = jax.nn.softmax(logits)
@@ -155,7 +155,7 @@ def choose_experts(
 
 
 def pack_routes(chosen: Int32[Array, "L *rows k"]) -> Int32[Array, "*rows W"]:
-    """Returns the bytes of the routes of each token, layer by layer, as words; see `unpack_routes`."""
+    """Packs the routes of each token into 32-bit words, layer by layer, with one byte per choice."""
     by_token = jnp.moveaxis(chosen, 0, -2)
     flat = by_token.reshape(*by_token.shape[:-2], -1).astype(jnp.uint8)
     padded = jnp.pad(flat, [(0, 0)] * (flat.ndim - 1) + [(0, -flat.shape[-1] % 4)])

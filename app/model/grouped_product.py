@@ -1,8 +1,8 @@
 """Grouped matmuls: each group of rows has its own matrix, as in a mixture of experts.
 
-The work is proportional to rows, not to rows x groups. On TPUs, XLA has a kernel for the product, but expands the
-gradient of the matrices to all rows of all groups; for it, we use megablox's kernel. On CPUs and GPUs, XLA expands
-both: we use our own kernels on GPUs, and loops over blocks of rows on CPUs and on GPUs without these kernels.
+The work is proportional to rows, not to rows x groups. On TPUs, XLA has a kernel for the matmul, but expands the
+gradient of the matrices to all rows of all groups, so we use megablox's kernel for the gradient. On CPUs and GPUs, XLA
+expands both: we use our own kernels on GPUs, and loops over blocks of rows on CPUs and on GPUs without these kernels.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from app.model.kernels.triton_backend import has_triton
 MAX_BLOCK = 256
 """Maximum number of rows that a CPU multiplies at once."""
 TILE_ROWS, MAX_TILE_BYTES = 512, 2048
-"""Rows, and maximum bytes per row, of a tile in the TPU's gradient kernel: tiles must fit in a v5e's VMEM."""
+"""Rows, and maximum bytes per row, of a tile in the TPU's gradient kernel, so that tiles fit in a v5e's VMEM."""
 
 
 @jax.custom_vjp

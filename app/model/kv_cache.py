@@ -48,7 +48,7 @@ def to_codes(cache: LayerCache) -> LayerCache:
 def cache_shapes(
     architecture: Architecture, num_rows: int, length: int, dtype: DTypeLike, *, is_int8: bool = False
 ) -> KVCache:
-    """Returns the shapes of a cache with rows of `length` tokens."""
+    """Returns the shapes of a cache with `num_rows` rows (or blocks) of `length` tokens in each layer."""
     shape = num_rows, architecture.num_kv_heads, length, architecture.head_dim
     of_tokens: Any = jax.ShapeDtypeStruct(shape, jnp.int8 if is_int8 else dtype)
     scales: Any = jax.ShapeDtypeStruct(shape[:-1], jnp.float32) if is_int8 else None
@@ -61,7 +61,7 @@ def cache_dims(cache: Array | jax.ShapeDtypeStruct, mesh: Mesh | None = None) ->
     If it divides neither, the array is replicated along tp.
 
     Args:
-        mesh: the current one if None.
+        mesh: the mesh; None = the current mesh.
     """
     num_rows, num_heads = cache.shape[:2]
     of_mesh = mesh or jax.sharding.get_abstract_mesh()

@@ -46,7 +46,7 @@ class RMSNorm(nnx.Module):
     """Root-mean-square layer norm over the last dim: x / sqrt(mean(x^2) + eps) * scale. Source: Zhang & Sennrich 2019.
 
     A centered norm multiplies by 1 + scale and rounds to the compute dtype only afterwards. The scale is stored as in
-    the checkpoint, because with the 1 added an export would not reproduce it bit for bit.
+    the checkpoint: if 1 + scale were stored, an export would not reproduce the scale bit for bit.
     """
 
     def __init__(self, arch: Architecture, rngs: nnx.Rngs, size: dict[str, int], *, stack: dict[str, int]):
@@ -198,7 +198,7 @@ _contract_on_cpu.defvjp(
 def contract_last_dims(
     x: Float[Array, "*tokens *inputs"], matrix: Float[Array, "*outputs *inputs"], *, num_dims: int
 ) -> Float32[Array, "*tokens *outputs"]:
-    """Contracts the last `num_dims` dims of both, in float32: the fast order of a matrix's dims on CPUs for few tokens.
+    """Contracts the last `num_dims` dims of both in float32, which is the fast order of dims on CPUs for few tokens.
 
     In float32, the matrix comes first, which is 1.4 to 2 times as fast; the barrier keeps XLA from swapping them.
     """

@@ -27,7 +27,7 @@ DECODE_SCOPE = "decode"
 
 
 PROJECTED_DIMS = ("rows", "tokens", "query_heads", "head")
-"""Dims of queries and of their attention outputs, as split by the projections before and after."""
+"""Dims of queries and of attention outputs, as the projections before and after attention split them."""
 
 
 def _run_layers(

@@ -1,8 +1,9 @@
 """Frozen kernels in 8 or 4 bits (QLoRA): codes and float32 scales instead of floats.
 
-int8 has one scale per output, which maps the output's largest weight to the end of the range. nf4 has one scale per
-tile of weights along the model dim: the tile's largest weight. Its codes stand for 16 quantiles of the normal
-distribution. Qwix finds them on any backend; this module defines the layout, rounds to int8 and packs 4-bit codes.
+int8 has one scale per output, which maps the output's largest absolute weight to the end of the range. nf4 has one
+scale per tile of weights along the model dim: the tile's largest absolute weight. Its codes stand for 16 quantiles of
+the normal distribution; Qwix computes them on any backend. This module defines the layout, rounds to int8 and packs
+4-bit codes.
 
 Source: Dettmers et al. 2023, "QLoRA: Efficient Finetuning of Quantized LLMs", section 3.
 """

@@ -80,12 +80,12 @@ class ShardedHead:
     """Logprobs and entropies of targets, and their gradients, chunk by chunk; static in compiled functions."""
 
     chunk_size: int
-    """Tokens of every row that pass through the head at once."""
+    """Number of tokens of every row that pass through the head at once."""
     soft_cap: float | None
     entropy_gradient: bool
     """Whether the entropy has a gradient."""
     num_rows: int
-    """Rows on all devices."""
+    """Number of rows on all devices."""
     vocab_size: int
 
     def apply(
@@ -106,8 +106,8 @@ class ShardedHead:
         """Returns the gradients of the hidden states and of the table.
 
         Args:
-            others: the other arguments of `apply`, its entropies and normalizers, and the gradients of logprobs and
-                entropies.
+            others: the other arguments of `apply`, the entropies and normalizers that it returned, and the gradients of
+                logprobs and entropies.
         """
         in_dims = (*INPUT_DIMS, *(ROW_DIMS,) * 4)
         run = shard_map_by_dims(self._part_gradients, in_dims=in_dims, out_dims=(HIDDEN_DIMS, TABLE_DIMS))

@@ -1,1 +1,1 @@
-"""Attention over dense masks, packed rows and caches."""
+"""Computes attention with dense masks, over packed rows, and over the KV cache."""

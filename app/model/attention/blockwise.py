@@ -102,7 +102,7 @@ class PairScores(NamedTuple):
 def _loop_over_pairs(
     score_mod: ScoreMod, blocking: Blocking, inputs: PackedInputs
 ) -> tuple[tuple[Array, Array, Array], Array, Callable[[Array], PairScores]]:
-    """Returns query, keys and values by block, the number of iterations, and the function of each iteration's scores.
+    """Returns query, keys and values by block, the number of iterations, and a function from iteration to scores.
 
     The G query heads that share a key head are stacked, so the scores of a pair take one matmul per key head.
     """

@@ -1,4 +1,4 @@
-"""Attention of one new token per row over a pool of KV blocks, by a backend's kernel or in plain XLA, its oracle.
+"""Attention of one new token per row over a pool of KV blocks, by the platform's kernel or in plain XLA.
 
 A pool [N, K, T, H] holds the keys or the values of one layer. Tokens j T to (j + 1) T - 1 of row b are in the block
 `tables[b, j]`, and rows may share full blocks.
@@ -26,23 +26,23 @@ from app.model.kernels.triton_backend import has_triton
 from app.model.kv_cache import LayerCache, cache_block_bytes, cache_dims, to_codes, write_tokens
 
 DECODE_BLOCK_SIZES = (512, 256, 128, 64, 32, 16)
-"""Tokens that the TPU's decode kernel reads at once; the first size that fits the cache and on-chip memory is used."""
+"""Numbers of tokens that the TPU's decode kernel may read at once; it uses the largest that fits on the chip."""
 BLOCKS_PER_ROW_MIN = 16
-"""Minimum number of blocks of the longest row, if blocks are scarce."""
+"""If blocks are scarce, minimum number of blocks for the longest row, unless `BLOCK_SIZE_MIN` allows only fewer."""
 BLOCK_SIZE_MAX = 512
-"""Maximum tokens of a KV block."""
+"""Maximum number of tokens in a KV block."""
 BLOCK_SIZE_MIN = {"tpu": 256, "gpu": 64}
-"""Minimum tokens of a KV block by platform; reading smaller ones hardly takes less time.
+"""Minimum number of tokens in a KV block by platform, since smaller blocks are hardly faster to read.
 
-On v4 and v6e, a block of 256 takes nearly as long as one of 512.
+On v4 and v6e, reading a block of 256 takes nearly as long as one of 512.
 """
 
 
 def decode_block_size(architecture: Architecture, cache_length: int, dtype: DTypeLike) -> int | None:
-    """Returns the tokens that the decode kernel of the current mesh reads at once; None without a kernel.
+    """Returns the number of tokens that the current mesh's decode kernel reads at once; None without a kernel.
 
     Args:
-        cache_length: maximum number of tokens: the size of a KV block.
+        cache_length: number of tokens in a KV block, the largest possible result.
     """
     platform, kind = current_device()
     if platform == "gpu" and architecture.attention_implementation != "xla":
@@ -60,12 +60,12 @@ def decode_block_size(architecture: Architecture, cache_length: int, dtype: DTyp
 
 
 def cache_block_size(architecture: Architecture, max_length: int, dtype: DTypeLike, *, is_large: bool) -> int:
-    """Returns the tokens of a KV block, for rows of up to `max_length` tokens.
+    """Returns the number of tokens in a KV block, for rows of up to `max_length` tokens.
 
     On average, half a block of each row stays empty. Only a TPU reads large blocks faster.
 
     Args:
-        is_large: whether blocks may have the best size for a TPU, because they are not scarce.
+        is_large: whether blocks may be as large as is fastest on a TPU, because they are not scarce.
     """
     platform, smallest = current_device()[0], DECODE_BLOCK_SIZES[-1]
     if platform == "tpu" and is_large:
@@ -74,7 +74,7 @@ def cache_block_size(architecture: Architecture, max_length: int, dtype: DTypeLi
         size = 2 ** math.floor(math.log2(max(max_length / BLOCKS_PER_ROW_MIN, smallest)))
         size = max(size, BLOCK_SIZE_MIN.get(platform, smallest))
     size = min(size, BLOCK_SIZE_MAX)
-    # A GPU reads a block in chunks.
+    # On a GPU, the kernel reads a block in chunks, so its size need not be the kernel's.
     return (decode_block_size(architecture, size, dtype) if platform == "tpu" else None) or size
 
 

@@ -22,12 +22,12 @@ from settings.errors import InputError
 from settings.schema.model import AttentionImplementation
 
 BLOCKING_BY_PLATFORM = {"cpu": Blocking(64, pairs_per_iteration=1), "tpu": Blocking(512, pairs_per_iteration=1)}
-"""Blocking by platform: on a CPU, one pair of blocks fits in the cache; one pair of large ones fills a TPU."""
+"""Blocking by platform: on a CPU, one pair of small blocks fits in the cache; one pair of large blocks fills a TPU."""
 PARALLEL_BLOCKING = Blocking(block_size=128, pairs_per_iteration=128)
 KERNEL_BLOCK_SIZES = (128, 256, 512)
 """Block sizes of the TPU kernels; the largest that fits is fastest."""
 MAX_BLOCKS_PER_ROW = 256
-"""Maximum blocks of a row: its pairs must fit in the TPU's scalar memory, with room for several rows."""
+"""Maximum number of blocks per row: the pairs of several rows must fit in the TPU's scalar memory."""
 GPU_BLOCK_SIZE = 64
 """Block size of the GPU kernels, with which accumulators fit in registers."""
 
@@ -69,9 +69,9 @@ def platform_blocking(
 def _tpu_kernel_blocking(kind: str, num_tokens: int, head_dim: int, group_size: int, itemsize: int) -> Blocking | None:
     """Returns the largest blocks with which the backward kernel fits in on-chip memory; None if none fit.
 
-    The memory holds a row's float32 gradients for one key head; a block's queries and their two gradients,
-    double-buffered, and accumulators; a block's keys and values, likewise, with float32 products; and scores. The
-    numbers of products and scores are taken from the compiler's reports for blocks that do not fit.
+    On-chip memory contains a row's float32 gradients for one key head; double-buffered queries with their two gradients
+    and accumulators; double-buffered keys and values with float32 products; and scores. The numbers of products and
+    scores are taken from the compiler's reports for blocks that do not fit.
     """
     available, width = kernel_bytes(kind), padded_head_dim(head_dim)
     sizes = [size for size in KERNEL_BLOCK_SIZES if size < 2 * num_tokens] or KERNEL_BLOCK_SIZES[:1]

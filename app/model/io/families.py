@@ -33,7 +33,7 @@ UNSUPPORTED_FIELDS = {
     "linear_num_value_heads": "linear attention (DeltaNet) is not supported; use a model with softmax attention only",
     "n_shared_experts": "shared experts are not supported; use a model whose experts are all routed",
     "shared_expert_intermediate_size": "shared experts are not supported; use a model whose experts are all routed",
-    "mlp_only_layers": "layers without experts are not supported in a mixture of experts; use one with experts in all",
+    "mlp_only_layers": "layers without experts are not supported in a mixture; use a model with experts in every layer",
     "router_jitter_noise": "noise in the router makes trainer and sampler disagree; set it to 0",
     "attention_chunk_size": "chunked attention is not supported; use a model with full or sliding attention",
     "use_bidirectional_attention": "only causal language models can be sampled; use a causal model",

@@ -83,7 +83,7 @@ class FastListReader(GGUFReader):
 
 
 class GgufFile:
-    """A GGUF file: tensors by Hugging Face name, dequantized when read; metadata; rebuilt configurations.
+    """A GGUF file: its tensors by Hugging Face name, dequantized when read, its metadata, and rebuilt configurations.
 
     Raises:
         InputError: the file is damaged, or its architecture, a tensor or a quantization is not supported.
@@ -163,7 +163,7 @@ class GgufFile:
         model_type, class_name = HUGGING_FACE_CLASSES[self._family]
         num_layers, own = self._family_metadata("block_count"), {"hidden_act": "silu"}
         if self._family == "gemma3":
-            # Not in the file: llama.cpp also derives the query scale from the number of layers.
+            # The file has no query scale; llama.cpp also derives it from the number of layers.
             scale = model_dim // self._num_heads["attn_q"] if num_layers == LAYERS_OF_GEMMA_3_27B else head_dim
             window = self._positive_int("attention.sliding_window")
             own = {"sliding_window": window, "query_pre_attn_scalar": scale}
@@ -196,7 +196,7 @@ class GgufFile:
         }
 
     def generation_config(self) -> dict[str, Any]:
-        """Returns the ids that end sequence, turn and message in the format of `generation_config.json`."""
+        """Returns the ids that end a sequence, turn or message, in the format of `generation_config.json`."""
         keys = [f"tokenizer.ggml.{end}_token_id" for end in ("eos", "eot", "eom")]
         ids = [self.metadata(key) for key in keys if self._reader.get_field(key) is not None]
         return {"eos_token_id": sorted(set(ids))}

@@ -38,7 +38,7 @@ LAYER_TENSORS: dict[str, ParamPath] = {
     "mlp.up_proj": ("up",),
     "mlp.down_proj": ("down",),
 }
-"""Tensors of `model.layers.<i>.`; a projection stands for its `.weight` and, if it has one, its `.bias`."""
+"""Tensor below `model.layers.<i>.` -> parameter; a projection stands for its `.weight` and, if any, its `.bias`."""
 
 EXPERT = "<expert>"
 """Placeholder for the index of an expert in the names below."""
@@ -70,7 +70,7 @@ TOP_TENSORS: dict[str, ParamPath] = {
     LM_HEAD: ("output",),
     VALUE_HEAD: ("value",),
 }
-"""Tensors outside the layers and their parameters; `score.weight` is a sequence classifier's head, of one label."""
+"""Tensor outside the layers -> parameter; `score.weight` is the head of a sequence classifier with one label."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,14 +80,14 @@ class TensorEntry:
     name: str
     path: ParamPath
     layer: int | None
-    """The index along the leading L dim; None for weights that are not stacked."""
+    """Index along the leading L dim; None for weights that are not stacked."""
     file_shape: tuple[int, ...]
     expert: int | None = None
-    """The index along the dim of experts, which follows L; None for weights that experts share."""
+    """Index along the dim of experts, which follows L; None for weights that experts share."""
 
 
 def hf_tensor_shape(path: ParamPath, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns the shape in a file of one layer's parameter: `[out, in]` for kernels, flat for biases."""
+    """Returns the shape that one layer's parameter has in a file: `[out, in]` for kernels, flat for biases."""
     if path[-1] == "kernel":
         outputs = shape[-1:] if path[-2] in ("attention_output", "gate", "up", "down") else shape[-2:]
         inputs = shape[: len(shape) - len(outputs)]
@@ -131,7 +131,7 @@ def expected_tensors(definition: DecoderDefinition) -> list[TensorEntry]:
 def critic_tensors(definition: DecoderDefinition, shapes: Mapping[str, tuple[int, ...]]) -> list[TensorEntry]:
     """Returns the tensors that a value decoder loads from a checkpoint.
 
-    From a causal language model it loads all except the head; its own value head then starts as zeros.
+    From a causal language model, it loads all tensors except the head; the value head then starts as zeros.
     """
     entries = expected_tensors(definition)
     return entries if VALUE_HEAD in shapes else [entry for entry in entries if entry.name != VALUE_HEAD]
@@ -173,7 +173,7 @@ def check_tensors(
     missing = [name for name in expected if name not in shapes]
     extra = [n for n in shapes if n not in expected and n not in optional]
     if missing:
-        # Not with all: comparing a name with tens of thousands of experts' names takes seconds.
+        # Only the first 200, because a comparison with tens of thousands of experts' names takes seconds.
         near = difflib.get_close_matches(missing[0], extra[:200], n=1)
         hint = f"; the file has {near[0]!r}, which is not expected" if near else ""
         raise InputError(
@@ -197,9 +197,8 @@ def load_weights(
 ) -> Params:
     """Reads every tensor once into its sharded parameter.
 
-    Host memory holds one tensor at a time, or one matrix of all experts of a layer.
-
-    Parameters get the definition's dtypes: float32, unless they are quantized or `held_in` another dtype.
+    Host memory contains one tensor at a time, or one matrix of all experts of a layer. Parameters get the definition's
+    dtypes: float32, unless they are quantized or `held_in` another dtype.
 
     Args:
         entries: the tensors to read; None = all tensors of the architecture. Other weights are zeros.

@@ -27,7 +27,7 @@ def fetch_from_hub(path: str, *, files: Sequence[str]) -> Path:
     """Downloads files of one commit if needed, and returns their folder, whose name is the commit.
 
     Args:
-        path: hub id, perhaps with `@` and a commit, tag or branch; without one, it is the newest commit.
+        path: hub id, optionally followed by `@` and a commit, tag or branch; the default is the newest commit.
         files: names or patterns of the files to download.
 
     Raises:
@@ -90,7 +90,7 @@ def latest_commit(
         raise InputError(_explain_hub_error(error, page, kind=kind)) from error
     except (EntryNotFoundError, RevisionNotFoundError) as error:
         at = f"no revision {revision!r}" if isinstance(error, RevisionNotFoundError) else f"no {file}"
-        raise InputError(f"it has {at}; choose another") from error
+        raise InputError(f"it has {at}; choose another revision or repository") from error
     except (OSError, HTTPError) as error:
         reason = " ".join(str(error).split()) or type(error).__name__
         raise ConnectionError(reason) from error

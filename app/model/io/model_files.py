@@ -54,7 +54,7 @@ NUMPY_TYPES = {
 }
 
 NUM_SPOTS, SPOT_BYTES = 4, 4096
-"""Number and size of the sampled spots of each tensor in a fingerprint: 5 MB in total for 300 tensors."""
+"""Number and size in bytes of the sampled spots of each tensor in a fingerprint: 5 MB in total for 300 tensors."""
 
 DERIVED_TENSOR_SUFFIX = ".rotary_emb.inv_freq"
 """The suffix of buffers in old Llama checkpoints, which can be computed from the configuration."""
@@ -78,7 +78,7 @@ class ModelFiles:
     """An opened model: everything except the values of its tensors."""
 
     name: str
-    """The name for messages: directory name, hub id, file stem or `builtin:<name>`."""
+    """Name shown in messages: directory name, hub id, file stem or `builtin:<name>`."""
     path: Path
     """The Hugging Face directory, or the .gguf file."""
     config: dict[str, Any]
@@ -135,7 +135,7 @@ class SafetensorsFiles:
 
     @property
     def byte_ranges(self) -> dict[Path, dict[str, range]]:
-        """The byte range of each tensor in each file, by name, dtype and shape.
+        """The byte range of each tensor in each file; the keys contain the tensor's name, dtype and shape.
 
         Source: the safetensors format, https://huggingface.co/docs/safetensors.
         """

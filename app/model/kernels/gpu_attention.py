@@ -29,7 +29,7 @@ MIN_HEAD_DIM = 16
 """The smallest inner dim of a matmul on tensor cores."""
 QUERY_PARAMS = triton.CompilerParams(num_warps=4, num_stages=2)
 KEYS_PARAMS = triton.CompilerParams(num_warps=8, num_stages=2)
-"""More warps, because the accumulators of two gradients do not fit in the registers of four."""
+"""Eight warps, because the accumulators of two gradients do not fit in the registers of four."""
 
 
 def attend(
@@ -204,7 +204,8 @@ def _pair_lists(
 ) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
     """Returns the key blocks of each query block, and the query blocks of each key block.
 
-    Each is a pair: the offsets at which the blocks' lists start (and the last one ends), and the concatenated lists.
+    Each result is a pair of arrays: the offset of each block's list and the end of the last list, and all lists,
+    concatenated.
     """
     is_pair = jnp.arange(len(query_blocks)) < num_pairs
     query_blocks, key_blocks = (jnp.where(is_pair, blocks, num_blocks) for blocks in (query_blocks, key_blocks))

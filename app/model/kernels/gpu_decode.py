@@ -39,7 +39,7 @@ def attend(
     """Returns one device's attention, 0 for inactive rows, and its pool with the new tokens.
 
     Args:
-        chunk_size: tokens read at once; must divide a block.
+        chunk_size: number of tokens read at once; must divide the block size.
         new: key and value of the new token, at `positions`. Only active rows are written.
     """
     pool = write_tokens(new, pool, positions, active, tables)
@@ -94,5 +94,5 @@ def _kernel(score_mod: ScoreMod, scale: float, window: int | None, chunk_size: i
 
 
 def _divide(x: Array, divisor: int) -> Array:
-    """Returns a quotient of non-negative numbers, without the code for negative ones, which Triton rejects."""
+    """Returns x // divisor for non-negative numbers, without JAX's code for negative numbers, which Triton rejects."""
     return jax.lax.div(x, jnp.int32(divisor))

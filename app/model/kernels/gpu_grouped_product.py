@@ -22,9 +22,9 @@ from app.model.kernels.pair_scores import product
 MIN_TILE = 16
 """The smallest dim of a matmul on tensor cores."""
 MAX_TILE = 128
-"""Maximum rows and columns of a tile."""
+"""Maximum number of rows, and of columns, of a tile."""
 MAX_STEP = 64
-"""Maximum terms of a sum that are added at once."""
+"""Maximum size of the contracted dim in one step of a tile's sum."""
 PARAMS = triton.CompilerParams(num_warps=8, num_stages=3)
 
 

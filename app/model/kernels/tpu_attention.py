@@ -111,8 +111,8 @@ def _forward_kernel(score_mod: ScoreMod, scale: float, *refs: Any) -> None:
     query_block, key_block, window, query, key, value, query_info, key_info, mixed, normalizer, highest, total, sums = (
         refs
     )
-    turn = pl.program_id(1)
-    starts, ends = _block_edges(query_block, turn)
+    grid_step = pl.program_id(1)
+    starts, ends = _block_edges(query_block, grid_step)
 
     @pl.when(starts)
     def _() -> None:
@@ -120,7 +120,7 @@ def _forward_kernel(score_mod: ScoreMod, scale: float, *refs: Any) -> None:
         total[...] = jnp.zeros_like(total)
         sums[...] = jnp.zeros_like(sums)
 
-    visible = _visible_mask(query_info[...], key_info[...], query_block[turn] - key_block[turn], window[0])
+    visible = _visible_mask(query_info[...], key_info[...], query_block[grid_step] - key_block[grid_step], window[0])
     for head in range(query.shape[0]):
         row = pl.ds(head, 1)
         scores = pair_scores(score_mod, scale, key[...], query[head])
@@ -145,21 +145,21 @@ def _backward_kernel(score_mod: ScoreMod, scale: float, blocks_per_row: int, *re
         refs
     )
     query_grad, keys_grad, values_grad, sums = outputs
-    turn = pl.program_id(1)
-    starts, ends = _block_edges(query_block, turn)
+    grid_step = pl.program_id(1)
+    starts, ends = _block_edges(query_block, grid_step)
     size = key.shape[0]
-    in_row = pl.ds(pl.multiple_of(key_block[turn] % blocks_per_row * size, size), size)
+    in_row = pl.ds(pl.multiple_of(key_block[grid_step] % blocks_per_row * size, size), size)
 
     @pl.when(starts)
     def _() -> None:
         sums[...] = jnp.zeros_like(sums)
 
     # Pairs are causal and ordered by query: a key block's first pair is with its own queries.
-    @pl.when(query_block[turn] == key_block[turn])
+    @pl.when(query_block[grid_step] == key_block[grid_step])
     def _() -> None:
         keys_grad[in_row, :] = values_grad[in_row, :] = jnp.zeros(key.shape, jnp.float32)
 
-    visible = _visible_mask(query_info[...], key_info[...], query_block[turn] - key_block[turn], window[0])
+    visible = _visible_mask(query_info[...], key_info[...], query_block[grid_step] - key_block[grid_step], window[0])
     new_keys_grad = new_values_grad = jnp.zeros(key.shape, jnp.float32)
     for head in range(query.shape[0]):
         row = pl.ds(head, 1)
@@ -179,11 +179,12 @@ def _backward_kernel(score_mod: ScoreMod, scale: float, blocks_per_row: int, *re
             query_grad[head] = (sums[head] * scale).T.astype(query_grad.dtype)
 
 
-def _block_edges(query_block: Any, turn: Array) -> tuple[Array, Array]:
+def _block_edges(query_block: Any, grid_step: Array) -> tuple[Array, Array]:
     """Returns whether a grid step is the first, and the last, of its query block."""
     last = pl.num_programs(1) - 1
-    before, after = query_block[jnp.maximum(turn - 1, 0)], query_block[jnp.minimum(turn + 1, last)]
-    return (turn == 0) | (before != query_block[turn]), (turn == last) | (after != query_block[turn])
+    before, after = query_block[jnp.maximum(grid_step - 1, 0)], query_block[jnp.minimum(grid_step + 1, last)]
+    is_first = (grid_step == 0) | (before != query_block[grid_step])
+    return is_first, (grid_step == last) | (after != query_block[grid_step])
 
 
 def _visible_mask(

@@ -44,7 +44,7 @@ def attend(
     """Returns one device's attention, 0 for inactive rows, and its cache with the new tokens.
 
     Args:
-        block_size: tokens of a block, a multiple of `TILE`.
+        block_size: number of tokens in a block, a multiple of `TILE`.
         new: key and value of the new token, at `positions`.
         active: rows whose caches are read and written.
         tables: indices of each row's blocks in the cache [N, K, T, H], where T is `block_size`. A device without active
@@ -54,9 +54,9 @@ def attend(
     _, num_kv_heads, length_of_block, head_dim = cache.keys.shape
     assert block_size == length_of_block and block_size % TILE == 0, (block_size, length_of_block)
     width = tables.shape[1]
-    # A stopped row with a full cache may be at its end.
+    # The position of a stopped row with a full cache may be just beyond its last block.
     positions = jnp.minimum(positions, width * block_size - 1)
-    # A grid has at least one step.
+    # Visit a row even if none is active, because a grid needs at least one step.
     visited = active.at[0].set(active[0] | ~jnp.any(active))
     rows, blocks, num_pairs = _live_blocks(positions, visited, window, block_size, width)
     # A memory tile has twice as many rows of codes.
@@ -73,8 +73,8 @@ def attend(
     in_specs, out_specs = [by_row, of_token, of_token, block, block], [by_row, tile, tile]
     if has_scales:
         # Scales are copied in whole blocks, because a head's scales are consecutive.
-        scales = pl.BlockSpec((None, num_kv_heads, block_size), lambda *turn: block_at(*turn)[:3])
-        of_block = pl.BlockSpec((None, num_kv_heads, block_size), lambda *turn: (tile_at(*turn)[0], 0, 0))
+        scales = pl.BlockSpec((None, num_kv_heads, block_size), lambda *grid_step: block_at(*grid_step)[:3])
+        of_block = pl.BlockSpec((None, num_kv_heads, block_size), lambda *grid_step: (tile_at(*grid_step)[0], 0, 0))
         of_token = pl.BlockSpec((None, num_kv_heads, 1), lambda p, rows, *_: (rows[p], 0, 0))
         in_specs[3:3], out_specs[3:3] = [of_token] * 2, [of_block] * 2
         in_specs += [scales] * 2
@@ -100,16 +100,16 @@ def attend(
 
 
 def _index_maps(blocks_per_row: int) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Returns the index maps of a grid step's block in the cache, and of the tile written for the new token.
+    """Returns two index maps of a grid step: of its block in the cache, and of the tile written for the new token.
 
-    Both read the kernel's scalars; `own` is the block of the new token.
+    Both read the kernel's scalars; `own` is each row's block of the new token.
     """
 
-    def block_at(turn: Array, rows: Any, blocks: Any, positions: Any, tiles: Any, own: Any, tables: Any) -> Any:
-        return tables[rows[turn] * blocks_per_row + blocks[turn]], 0, 0, 0
+    def block_at(grid_step: Array, rows: Any, blocks: Any, positions: Any, tiles: Any, own: Any, tables: Any) -> Any:
+        return tables[rows[grid_step] * blocks_per_row + blocks[grid_step]], 0, 0, 0
 
-    def tile_at(turn: Array, rows: Any, blocks: Any, positions: Any, tiles: Any, own: Any, tables: Any) -> Any:
-        row = rows[turn]
+    def tile_at(grid_step: Array, rows: Any, blocks: Any, positions: Any, tiles: Any, own: Any, tables: Any) -> Any:
+        row = rows[grid_step]
         return tables[row * blocks_per_row + own[row]], 0, tiles[row], 0
 
     return block_at, tile_at
@@ -122,9 +122,9 @@ def _live_blocks(
     block_size: int,
     blocks_per_row: int,
 ) -> tuple[Int32[Array, "pairs"], Int32[Array, "pairs"], Int32[Array, ""]]:
-    """Returns row and index of each block with visible earlier tokens, and their number.
+    """Returns the row and the index of each block with visible earlier tokens, and the number of these blocks.
 
-    They are in order, and every visited row has at least one.
+    Blocks are in order, and every visited row has at least one.
     """
     last = jnp.maximum(positions - 1, 0) // block_size
     first = jnp.zeros_like(last) if window is None else jnp.maximum(positions - window + 1, 0) // block_size
@@ -145,13 +145,13 @@ def _kernel(score_mod: ScoreMod, scale: float, window: int | None, num_scalars: 
     size = len(arrays) // 3
     new, cache, mixed, written = arrays[:size], arrays[size : 2 * size], arrays[2 * size], arrays[2 * size + 1 :]
     (key, value, *new_scales), (keys, values, *scales), (key_tile, value_tile, *scale_blocks) = new, cache, written
-    turn, last_turn = pl.program_id(0), pl.num_programs(0) - 1
-    row, block = rows[turn], blocks[turn]
+    grid_step, last_step = pl.program_id(0), pl.num_programs(0) - 1
+    row, block = rows[grid_step], blocks[grid_step]
     position = positions[row]
     num_kv_heads, block_size, _ = keys.shape
 
     # Starts with the new token, which sees itself and is not yet in the cache.
-    @pl.when((turn == 0) | (rows[jnp.maximum(turn - 1, 0)] != row))
+    @pl.when((grid_step == 0) | (rows[jnp.maximum(grid_step - 1, 0)] != row))
     def _() -> None:
         own_key, own_value = (x[...].astype(jnp.float32) for x in (key, value))
         if scales:
@@ -176,7 +176,7 @@ def _kernel(score_mod: ScoreMod, scale: float, window: int | None, num_scalars: 
         mixing = weights if value_scales is None else weights * value_scales
         sums[head] = sums[head] * shrink + product(mixing.astype(old_values.dtype), old_values, (1, 0))
 
-    @pl.when((turn == last_turn) | (rows[jnp.minimum(turn + 1, last_turn)] != row))
+    @pl.when((grid_step == last_step) | (rows[jnp.minimum(grid_step + 1, last_step)] != row))
     def _() -> None:
         mixed[...] = (sums[...] / total[...]).astype(mixed.dtype)
         # Earlier tokens of the new token's tile are in this block. Later entries are overwritten before they are read.

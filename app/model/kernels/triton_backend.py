@@ -1,4 +1,4 @@
-"""Whether this JAX compiles our GPU kernels; JAX 0.11 has announced the end of their backend."""
+"""Checks whether this JAX compiles our GPU kernels; JAX 0.11 has announced the end of their Triton backend."""
 
 from __future__ import annotations
 
