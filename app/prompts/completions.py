@@ -114,7 +114,7 @@ def encode_completions(
         rows: the rows of the prompts, and possibly others.
 
     Raises:
-        InputError: as `CompletionEncoder.encode`; or completions are too long (with `data.overlong_prompts: error`,
+        InputError: see `CompletionEncoder.encode`; or completions are too long (with `data.overlong_prompts: error`,
             one; otherwise, all).
     """
     log.info("encoding %s completions", f"{len(prompts):,}")

@@ -17,7 +17,7 @@ LOW_RATE, HIGH_RATE = 0.1, 0.9
 
 
 class PassRateOrder:
-    """Draws the prompts of each round without replacement, with weights p (1 - p) + `FLOOR`, p = running pass rate.
+    """Samples the prompts of each round without replacement, with weights p (1 - p) + `FLOOR`, p = running pass rate.
 
     p (1 - p) is the variance of a reward of 0 or 1, which drives group-relative learning. An unseen prompt counts as p
     = 1/2. In a mixture, the weights of each source's prompts sum to its share.
@@ -39,9 +39,9 @@ class PassRateOrder:
         self._row_of = {uid: row for row, uid in enumerate(uids)}
         self._sources = list(zip(rows, shares, strict=True))
         self._pass_rates = np.full(len(uids), np.nan)
-        """NaN for unseen prompts."""
+        """The running pass rate of each prompt; NaN if it is unseen."""
         self._is_pending = np.zeros(len(uids), bool)
-        """Whether each prompt is drawn and not yet observed."""
+        """Whether each prompt has been drawn and not yet observed."""
 
     def row_indices(self, position: int, count: int) -> Indices:
         """Draws the next round; see `PromptOrder.row_indices`."""

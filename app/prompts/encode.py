@@ -107,8 +107,8 @@ def encode_prompts(
     the start of the assistant's turn.
 
     Raises:
-        InputError: as `encode_prompt`; a prompt is too long and `data.overlong_prompts` is `error`, a prompt has more
-            than a million characters, it or its answer is not Unicode text, or no prompt is left.
+        InputError: see `encode_prompt`; or a prompt is too long and `data.overlong_prompts` is `error`, a prompt has
+            more than a million characters, it or its answer is not Unicode text, or no prompt is left.
     """
     log.info("encoding %s prompts", f"{len(rows):,}")
     for row in rows:

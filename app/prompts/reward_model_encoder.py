@@ -37,7 +37,7 @@ class ConversationEncoder:
 
     @property
     def encoding_fingerprint(self) -> str:
-        """See the function `encoding_fingerprint`."""
+        """Hexadecimal SHA-256 of the tokenizer's vocabulary, merges and splitting rules."""
         return encoding_fingerprint(self._hf_tokenizer)
 
     def encode(self, prompt: Prompt, completion: str) -> Int32[np.ndarray, "T"]:

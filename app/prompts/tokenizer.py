@@ -92,12 +92,12 @@ class Tokenizer:
 
     @property
     def encoding_fingerprint(self) -> str:
-        """See the function `encoding_fingerprint`."""
+        """Hexadecimal SHA-256 of vocabulary, merges and splitting rules."""
         return encoding_fingerprint(self._hf_tokenizer)
 
     @property
     def token_table(self) -> dict[int, str]:
-        """See the function `token_table`."""
+        """The token of each id, control tokens included."""
         return token_table(self._hf_tokenizer)
 
     def chat_ids(self, messages: Messages) -> list[int]:

@@ -26,7 +26,7 @@ EXAMPLES = {
 TAGGED_CALL = re.compile(r"(?s)<tool_call>(.*?)(</tool_call>|(?=<tool_call>)|\Z)")
 LEADING_THINKING = re.compile(r"(?s)\A(\s*<think>.*?(</think>|\Z))+")
 PYTHON_TAG = "<|python_tag|>"
-"""What Llama 3 may write before a call."""
+"""The token that Llama 3 may write before a call."""
 PROBE = ToolCall("probe_tool", {"x": 1})
 
 

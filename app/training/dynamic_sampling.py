@@ -66,7 +66,7 @@ class StepGroups:
         self._filter, self._num_groups, self._max_rounds = group_filter, num_groups, max_rounds
         self._num_wanted = num_groups * jax.process_count()
         self._groups: dict[int, Group] = {}
-        """This host's groups of all rounds, by index in the step."""
+        """This host's groups of all rounds, by their index in the step."""
         self._kept: list[bool] = []
         """Whether each group of all hosts is kept."""
         self._seen_prompts: set[int] = set()

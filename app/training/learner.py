@@ -102,7 +102,7 @@ class LearnerGroup:
 
     session: ScoringSession
     estimator: AdvantageEstimator | None
-    """None with given completions."""
+    """The advantage estimator; None with given completions."""
     group_filter: GroupFilter
     """Decides which groups a step learns from."""
     max_rounds: int

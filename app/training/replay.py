@@ -3,10 +3,10 @@
 Tokens, behavior logprobs, masks and versions are always taken from the files. Logprobs and values are always computed
 again by the step's own networks.
 
-From the `rollouts/` of a run, rewards are taken unless `reward.*` differs from that run's, with them the advantages and
-masks of a plug-in, and all other advantages are computed again under the current settings. Any other file is the end of
-a chain (`grpo rollout`, `score`, `gae`): rewards, and advantages and returns, are taken if every sample has them, and
-computed otherwise.
+If the file is in the `rollouts/` of a run, its rewards are taken unless `reward.*` differs from that run's settings.
+With the rewards, the advantages and masks of a plug-in are taken; other advantages are computed again under the current
+settings. Any other file is the result of a chain of commands (`grpo rollout`, `score`, `gae`): its rewards, and its
+advantages and returns, are taken if every sample has them, and computed otherwise.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class Replay:
         steps = f"step {first}" if first == last else f"steps {first} to {last}"
         have_rewards = all("reward" in file.available_fields for file in self.files.values())
         differs = "reward.* differs from that of the samples' run" if have_rewards else "not every sample has one"
-        rewards = "those of the samples" if self.uses_saved_rewards else f"computed again, {differs}"
+        rewards = "taken from the samples" if self.uses_saved_rewards else f"computed again, {differs}"
         advantages = "advantages and returns: taken from the samples; without these fields, algorithm.* would decide"
         return (
             f"{OPTION}: {steps} on the samples of {self.rollouts}; nothing is generated for them\n"
@@ -126,7 +126,7 @@ class Replay:
 
     @property
     def _keeps_masks(self) -> bool:
-        """Whether samples that the files mask out of the loss stay so, as after a failed call of an estimator."""
+        """Whether samples that the files mask out of the loss stay masked, as after a failed call of an estimator."""
         return self.source_run is None or self.uses_saved_advantages
 
 
@@ -138,7 +138,7 @@ def _clear_filter_mask(sample: Sample) -> Sample:
 
 
 def find_source_run(path: Path) -> RunDirectory | None:
-    """Returns the run whose folder, `rollouts/` or file `path` is; None for other files."""
+    """Returns the run to which a path (its folder, its `rollouts/` or a file there) belongs; None for other paths."""
     path = path.expanduser().resolve()
     samples = path.parent if path.is_file() else path if path.name == ROLLOUTS_DIR else path / ROLLOUTS_DIR
     run = RunDirectory(samples.parent)
@@ -248,7 +248,8 @@ def _same_rewards(settings: Settings, source: Settings) -> bool:
 
 
 def _same_estimator(settings: Settings, source: Settings) -> bool:
-    """Returns whether a plug-in gets the same rewards of the same samples under both settings, and is the same one."""
+    """Returns whether both settings have the same plug-in estimator, called with the same rewards of the same
+    samples."""
 
     def decisive(settings: Settings) -> tuple[Any, ...]:
         algorithm = settings.algorithm

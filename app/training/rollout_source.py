@@ -35,7 +35,7 @@ class RolloutSource(ABC):
     num_ready = 0
     """Number of rounds that were complete when a step requested its first one."""
     curriculum: PassRateOrder | None = None
-    """Draws the prompts by the pass rates of earlier steps; None without a curriculum."""
+    """Samples the prompts by the pass rates of earlier steps; None without a curriculum."""
 
     @abstractmethod
     def take(self, params: Params, *, step: int, position: int, number: int) -> list[Sample]:
@@ -51,7 +51,7 @@ class RolloutSource(ABC):
         """Frees the weights that the step's rounds were generated with, once no other round follows."""
 
     def compile(self) -> None:  # noqa: B027
-        """Compiles ahead of the first round."""
+        """Compiles the programs of generation before the first round."""
 
     def publish(self, params: Params, *, step: int) -> None:  # noqa: B027
         """Receives the policy's weights after a step; the caller may donate them afterwards."""
@@ -113,7 +113,7 @@ class SyncRolloutSource(RolloutSource):
         request = self._session.rollout_request(policy_version=step - 1, first_group_id=first_group_id)
         prompts = self._prompts.prompts_at(position + number * self._prompts.global_prompts_per_round)
         samples = self._session.generator.generate(weights, prompts, request)
-        # Only now: if generation was stopped, there is no next round.
+        # Set only now, because there is no next round if generation was stopped.
         self._weights = weights if number + 1 < self._max_rounds else None
         return samples
 

@@ -191,7 +191,8 @@ def open_session(
     With given or replayed samples, only evaluations generate.
 
     Args:
-        must_fit: whether to refuse a teacher that does not fit in memory; reports show what it lacks.
+        must_fit: whether to refuse a teacher that does not fit in memory; reports accept it and show the missing
+            memory.
 
     Raises:
         InputError: the mesh cannot train under the settings.
@@ -256,8 +257,8 @@ def repeated_prompts_notes(settings: Settings, *, num_prompts: int) -> tuple[str
             "lower rollout.prompts_per_step, add data, or set it to none"
         )
     return (
-        f"a step has {step:,} prompts and data.source only {num_prompts:,}, so each of them is in a step "
-        f"{step / num_prompts:.3g} times; lower rollout.prompts_per_step, or add data",
+        f"a step has {step:,} prompts and data.source only {num_prompts:,}, so each prompt occurs "
+        f"{step / num_prompts:.3g} times in a step; lower rollout.prompts_per_step, or add data",
     )
 
 

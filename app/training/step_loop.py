@@ -78,7 +78,7 @@ class StepLoop:
             self.interrupts.all_steps_done = True
         self.reporter.display.set_phase("save")
         self.checkpoints.finish()
-        if self.reporter.mirror is not None:  # It copies the last checkpoint while the report is written.
+        if self.reporter.mirror is not None:  # The mirror copies the last checkpoint while the report is written.
             self.reporter.mirror.request()
         if decision is not None:
             self.reporter.display.print_line(_stop_message(self.progress, self.last_step, decision.signaled_hosts))

@@ -85,7 +85,7 @@ def test_only_measured_metrics_can_choose_the_best_checkpoint() -> None:
         with pytest.raises(InputError, match=f"eval/error_count, {levels}"):
             is_measured(name, questions)
     is_measured("eval/accuracy", questions, judge="brevity")
-    with pytest.raises(InputError, match=r"do not measure 'eval/format_rate' when brevity judges; choose"):
+    with pytest.raises(InputError, match=r"do not measure 'eval/format_rate' when brevity grades; choose"):
         is_measured("eval/format_rate", questions, judge="brevity")
 
 
