@@ -53,7 +53,7 @@ def prepare_turns(settings: Settings, tokenizer: Tokenizer) -> None:
 
 
 def environment_facts(env: EnvironmentSettings) -> dict[str, Any]:
-    """Returns everything in `env.*` that determines samples: name -> JSON value; nothing without an environment."""
+    """Returns everything in `env.*` that determines samples: name -> JSON value; empty without an environment."""
     if not env.is_used:
         return {}
     played = env.model_dump(mode="json", include=set(DECISIVE_FIELDS))
@@ -89,7 +89,7 @@ def open_conversations(settings: Settings, tokenizer: Tokenizer) -> Conversation
 
 
 def try_episode(settings: Settings, tokenizer: Tokenizer, prompt: Prompt) -> str:
-    """Tries a first turn, a prompt's reference answer, before anything is compiled; returns text for users.
+    """Runs a first turn with a prompt's reference answer, before anything is compiled; returns text for users.
 
     Raises:
         InputError: the environment fails, or its opening does not fit.

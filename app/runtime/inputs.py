@@ -149,7 +149,7 @@ def encode_train_rows(settings: Settings, dataset: Dataset, tokenizer: Tokenizer
     """Tokenizes the training data, warns of unknown tokens, and returns a report for users.
 
     Raises:
-        InputError: no prompt is left, or none of a source of a mixture.
+        InputError: no prompt is left, or a source of a mixture has no prompt left.
     """
     prompts, report = encode_prompts(dataset.rows, tokenizer, settings.data)
     warn_of_misread_prompts(settings, dataset.rows, tokenizer)
@@ -166,7 +166,7 @@ def encode_train_rows(settings: Settings, dataset: Dataset, tokenizer: Tokenizer
 
 
 def _check_parts(dataset: Dataset, left: Sequence[Prompt] | Sequence[Sample], what: str, limit: str) -> None:
-    """Raises InputError if no row is left of a source of a mixture."""
+    """Raises InputError if a source of a mixture has no row left."""
     numbers = {one.uid.partition("/")[0] for one in left}
     if empty := next((part.source for i, part in enumerate(dataset.parts) if str(i) not in numbers), None):
         raise InputError(f"data.source: every {what} of {empty} is longer than {limit}; raise the limit")
@@ -178,7 +178,7 @@ def encode_train_data(
     """Returns the prompts of the training data, their completions for sft, and a report for users.
 
     Raises:
-        InputError: as `encode_train_rows` and `encode_completions`.
+        InputError: see `encode_train_rows` and `encode_completions`.
     """
     prompts, report = encode_train_rows(settings, dataset, tokenizer)
     if not settings.is_supervised:

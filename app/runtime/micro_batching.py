@@ -14,7 +14,7 @@ MicroBatchScope = AlgorithmSettings | CriticSettings | MicroBatchSettings
 
 
 class MaxLengths(NamedTuple):
-    """The longest sample and group that rows must hold, in tokens."""
+    """Maximum lengths, in tokens, of a sample and of a group that a row must hold."""
 
     sample: int
     group: int = 0

@@ -89,7 +89,7 @@ class ModelSpec:
             weights: quantization of the kernels for generation only (`rollout.weights`).
 
         Raises:
-            InputError: the policy's kernels are already quantized, or are experts'.
+            InputError: the policy's kernels are already quantized, or belong to experts.
         """
         if weights is not None and self.policy_definition.quantization is not None:
             raise InputError(
@@ -163,7 +163,7 @@ def check_routing_replay(architecture: Architecture, settings: Settings) -> None
 
 
 def adapted_definition(definition: DecoderDefinition, model: ModelSettings) -> DecoderDefinition:
-    """Returns the definition with the adapters of `model.lora` and other weights in `model.dtype`, or else unchanged.
+    """Returns the definition with the adapters of `model.lora` and frozen weights in `model.dtype`; unchanged without.
 
     Raises:
         InputError: the rank exceeds the kernels', the quantization does not fit them, or experts would get adapters.
@@ -239,7 +239,7 @@ class ReferenceSpec:
     architecture: Architecture
     definition: DecoderDefinition
     num_tokens: int
-    """Size of its own vocabulary, including padding."""
+    """Size of the teacher's own vocabulary, including padding."""
 
     @classmethod
     def cut(cls, files: ModelFiles, architecture: Architecture, *, vocab_size: int) -> ReferenceSpec:

@@ -38,7 +38,7 @@ from settings import Settings
 Generator = ContinuousBatchGenerator | RolloutWorkerPool
 
 MIN_TURNED_DIM = 512
-"""Model dim from which kernels have their output dims first on CPUs; smaller kernels fit in the processor's cache."""
+"""Minimum model dim for kernels with output dims first on CPUs; smaller kernels fit in the processor's cache."""
 
 
 @dataclass(frozen=True, kw_only=True)

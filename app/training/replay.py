@@ -248,8 +248,7 @@ def _same_rewards(settings: Settings, source: Settings) -> bool:
 
 
 def _same_estimator(settings: Settings, source: Settings) -> bool:
-    """Returns whether both settings have the same plug-in estimator, called with the same rewards of the same
-    samples."""
+    """Returns whether both settings call the same plug-in estimator with the same rewards and samples."""
 
     def decisive(settings: Settings) -> tuple[Any, ...]:
         algorithm = settings.algorithm

@@ -125,7 +125,7 @@ def test_turn_rewards_are_computed_from_a_file_and_trained_on(played: Path, conf
         assert record["rewards"].keys() == {"arithmetic", "arithmetic_format"} and "token_rewards" not in record
 
     result = succeeded(train_on(scored, config, *ENVIRONMENT))
-    assert "rewards: those of the samples" in result.stderr
+    assert "rewards: taken from the samples" in result.stderr
     run = tmp_path / "runs" / "tiny"
     step = metrics_of(run)[-1]
     assert (step["reward/env/mean"], step["env/score/win"], step["episode/turns_mean"]) == (0.5, 0.25, 2.0)

@@ -65,7 +65,7 @@ def test_run_is_replayed_bit_for_bit_under_its_own_settings(finished: Path, tmp_
     assert lines_of(again) == lines_of(finished)
     assert not any("data/epoch" in line for line in metrics_of(again))
     assert f"--from-rollouts: steps 1 to 4 on the samples of {finished}; nothing is generated" in result.stderr
-    assert "\nrewards: those of the samples\nadvantages: computed again\n" in result.stderr
+    assert "\nrewards: taken from the samples\nadvantages: computed again\n" in result.stderr
     assert all(line["perf/rollout/segments"] == 0 for line in metrics_of(again)[1:])
     (session,) = records_of(again / "sessions.jsonl")
     assert (session["from_rollouts"], session["after_step"]) == (str(finished), 0)
@@ -212,7 +212,7 @@ def test_stages_chained_by_files_equal_a_step_of_train(tmp_path: Path, tiny_mode
         path = run("score", "--role", role, "--input", path)
     path = run("gae", "--input", path)
     result = succeeded(here("train", "--from-rollouts", path, *chosen, *settings("run.name=chained")))
-    assert "rewards: those of the samples\nadvantages and returns: taken from the samples" in result.stderr
+    assert "rewards: taken from the samples\nadvantages and returns: taken from the samples" in result.stderr
     chained = whole.with_name("chained")
     state, expected = saved_state(chained, 1), saved_state(whole, 1)
     # Scoring a file has other shapes than scoring a step, which round otherwise in the last bits.
