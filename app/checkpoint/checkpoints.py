@@ -47,8 +47,8 @@ class Checkpoints:
     Args:
         shapes: shapes of the saved state, by network.
         shardings: shardings of the restored state; the mesh may differ from the one on which it was saved.
-        is_seen_by_all: whether all hosts see the directory; otherwise only process 0's counts, and the other hosts have
-            copies of its progress records.
+        is_seen_by_all: whether all hosts see the directory; otherwise only process 0 has the checkpoints, and the other
+            hosts have copies of its progress records.
         are_devices_shared: whether other threads run multi-device programs on some of this host's devices.
     """
 
@@ -90,7 +90,7 @@ class Checkpoints:
     def save(self, state: NetworkStates, progress: TrainProgress) -> None:
         """Copies the state from the devices and writes it in the background. All hosts must call it together."""
         self._manager.wait_until_finished()
-        # From now on, the checkpoint that the link points to must not be deleted.
+        # Saving deletes superseded checkpoints, and the link must not point to one of them.
         self.update_best_link()
         record = ProgressRecord(progress, checksums(state)).to_json()
         self.record_evaluations(progress)
@@ -104,12 +104,12 @@ class Checkpoints:
         return step in self._manager.all_steps()
 
     def record_evaluations(self, progress: TrainProgress) -> None:
-        """Records the evaluation of the step, and the one before the first step as step 0."""
+        """Records the evaluation of the step, and the evaluation before the first step as step 0."""
         self._policy.record_evaluation(progress.step, progress.evaluation)
         self._policy.record_evaluation(0, progress.initial_evaluation)
 
     def update_progress(self, progress: TrainProgress) -> None:
-        """Replaces the progress in the checkpoint of a step on disk. All hosts must call it together."""
+        """Replaces the progress record in its step's checkpoint on disk. All hosts must call it together."""
         self.record_evaluations(progress)
         if jax.process_index() == 0:
             folder = self._directory / str(progress.step)
@@ -133,11 +133,11 @@ class Checkpoints:
         Damaged checkpoints are reported in a warning, and renamed after another one has been restored.
 
         Args:
-            check: raises InputError if the run cannot be continued after this progress.
+            check: raises InputError if the run cannot be continued from this progress.
 
         Raises:
-            InputError: `check` refused, hosts see different checkpoints, another version of this program wrote
-                the checkpoints, or none can be read.
+            InputError: `check` raised it, hosts see different checkpoints, another version of this program wrote
+                the checkpoints, or none of them can be read.
         """
         steps, records = self._common_steps(), dict[int, ProgressRecord]()
         for step in steps:

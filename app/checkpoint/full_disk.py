@@ -27,7 +27,7 @@ def explain_full_disk(run: RunDirectory, shapes: Any) -> Iterator[None]:
     """Raises DiskFullError if the block fails because the disk is full.
 
     Args:
-        shapes: shapes of the arrays in a checkpoint.
+        shapes: shapes of the arrays in a checkpoint, from which the message estimates the space that it takes.
     """
     try:
         yield

@@ -68,7 +68,7 @@ class Process0Manager:
         self._run_on_process_0(lambda manager: manager.save(step, args=moved))
 
     def _gather(self, state: Any) -> Any:
-        """Returns the state with arrays in files on process 0, and with None on the others.
+        """Returns the state with arrays in files on process 0, and with None in their place on the others.
 
         Host memory holds one array at a time: one device's part of it, or all of it if the hosts have different parts.
         """

@@ -28,7 +28,7 @@ NON_DAMAGE_PREFIXES = (
 
 
 def open_reader(handler: ocp.CompositeCheckpointHandler) -> ocp.Checkpointer:
-    """Opens a reader for this host only: in a joint restore, a host that cannot read would never reach the barrier."""
+    """Opens a reader of this host only: in a joint restore, a host that cannot read would never reach the barrier."""
     alone = ocp.options.MultiprocessingOptions(primary_host=jax.process_index(), active_processes={jax.process_index()})
     return ocp.Checkpointer(handler, multiprocessing_options=alone)
 

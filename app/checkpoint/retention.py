@@ -71,7 +71,7 @@ class LatestAndBestPolicy:
         return None if self.metric is None or value is None else BestCheckpoint(step, self.metric, value)
 
     def superseded(self, steps: Sequence[int]) -> int | None:
-        """Returns the best of `steps` (ascending) without the last one, if nothing else keeps it; otherwise None."""
+        """Returns the best of `steps[:-1]` if nothing keeps it any longer; otherwise None. Steps are ascending."""
         best = self.best_step(steps[:-1])
         return best if best not in (*steps[-self.keep :], self.best_step(steps)) else None
 

@@ -29,7 +29,7 @@ def checksums(state: Any) -> dict[str, int]:
 
 
 def compile_checksums(shapes: Any) -> None:
-    """Compiles the programs of `checksums` for such arrays."""
+    """Compiles the programs of `checksums` for arrays with these shapes, dtypes and shardings."""
     for x in jax.tree.leaves(shapes):
         _program(x.shape, x.dtype, x.sharding)
 
@@ -45,7 +45,7 @@ def array_path(keys: Sequence[Any]) -> str:
 
 
 def checksum(x: Array) -> UInt32[Array, ""]:
-    """Returns the sum of the words, of 16 or 32 bits, mod 2^32, which is exact and so the same on every mesh.
+    """Returns the sum of an array's 16- or 32-bit words mod 2^32; it is exact, and so the same on every mesh.
 
     TensorStore's compressed arrays have no checksum, so a flipped bit in a weight would go unnoticed.
     """

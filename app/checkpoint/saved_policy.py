@@ -74,7 +74,7 @@ class PolicyCheckpoint:
         return self.progress.step
 
     def describe(self) -> str:
-        """Returns the step and a digest of all arrays."""
+        """Returns a string with the step and a digest of all arrays."""
         digest = hashlib.sha256(json.dumps(dict(self.checksums), sort_keys=True).encode()).hexdigest()
         return f"step {self.step}, {digest[:16]}"
 
@@ -137,7 +137,7 @@ class PolicyCheckpoint:
         return self._restore_item({network: {"params": abstract_arrays(shapes, shardings)}})[network]["params"]
 
     def restore_states(self, shapes: NetworkStates, shardings: NetworkStates) -> NetworkStates:
-        """Restores the training states of those requested networks that are in the checkpoint.
+        """Restores the training states of the requested networks, except networks that the checkpoint does not contain.
 
         All hosts must call it together.
 
@@ -191,7 +191,7 @@ class PolicySource(NamedTuple):
     """The settings, with hub models at the commits that the checkpoint's run used."""
     model: ModelSpec
     saved_policy: PolicyCheckpoint | None
-    """The checkpoint with the weights; None for the weights of `model.path`."""
+    """The checkpoint with the trained weights; None = use the weights of `model.path`."""
 
     def load_decode_weights(self, session: Session) -> DecodeWeights:
         """Loads the decode weights; nothing else of the model stays on the devices. All hosts must call it together."""

@@ -46,17 +46,17 @@ class TrainProgress:
     """Metrics under `eval/` before the first step; None if the run started without an evaluation."""
     wandb_id: str | None = None
     kl_coef: float | None = None
-    """Weight of the KL penalty in the next step's rewards, if the penalty is adaptive."""
+    """Weight of the KL penalty in the next step's rewards, used if it is adaptive; None before the first step."""
     lengths: Mapping[str, float] | None = None
-    """Prompt -> mean length of its latest samples, used to schedule its next samples."""
+    """Prompt -> mean length of its latest samples, used to schedule its next samples; None without workers."""
     finished_lengths: Sequence[tuple[int, float | None]] | None = None
-    """Tokens and seconds of recently finished samples, oldest first, used to schedule the next ones."""
+    """Tokens and seconds of recently finished samples, oldest first, used for scheduling; None without workers."""
     pass_rates: Mapping[str, float] | None = None
-    """Prompt -> its running pass rate, used to draw the next prompts of a curriculum."""
+    """Prompt -> its running pass rate, used to draw the next prompts; None without a curriculum."""
     evaluation: Mapping[str, float | None] | None = None
     """Metrics under `eval/` of this step; None if it was not evaluated."""
     unevaluated: Mapping[str, Any] | None = None
-    """The step's other metrics, if its evaluation was interrupted and has to be repeated."""
+    """The step's other metrics, if its evaluation was interrupted and has to be repeated; otherwise None."""
 
     def after_step(self, step: int, *, num_prompts: int, num_tokens: int, **changed: Any) -> TrainProgress:
         """Returns the progress after a step that used this many prompts and tokens, before its evaluation."""
@@ -79,12 +79,12 @@ class RunState:
 
     @property
     def networks(self) -> NetworkStates:
-        """The tree stored in a checkpoint."""
+        """The states of the trained networks, as stored in a checkpoint."""
         return {"policy": self.policy} if self.critic is None else {"policy": self.policy, "critic": self.critic}
 
     @classmethod
     def from_networks(cls, networks: NetworkStates, *, kl_coef: float) -> RunState:
-        """Returns the state with these `networks`."""
+        """Returns the run state with these states of the networks; the inverse of `networks`."""
         return cls(networks["policy"], networks.get("critic"), kl_coef)
 
 
@@ -97,7 +97,7 @@ class ProgressRecord:
     """Checksums of all arrays of the checkpoint, by path."""
 
     def to_json(self) -> dict[str, str]:
-        """Returns the stored form."""
+        """Returns the JSON object that is stored in a checkpoint; see the module's docstring."""
         fields = {"format": FORMAT, "progress": asdict(self.progress), "checksums": dict(self.checksums)}
         text = json.dumps(fields)
         return {"record": text, "sha256": hashlib.sha256(text.encode()).hexdigest()}

@@ -95,7 +95,7 @@ def write_collectively(path: Path, parts: Iterable[Iterable[bytes]]) -> None:
 
 
 def gather_lines_to_process_0(local_lines: Sequence[str]) -> Sequence[str]:
-    """Returns the lines of all hosts on process 0, labeled by host if there are several; none on the others."""
+    """Returns the lines of all hosts on process 0, labeled by host if there are several; an empty list on others."""
     if jax.process_count() == 1:
         return local_lines
     gathered = map(json.loads, gather_bytes_to_process_0(json.dumps(local_lines).encode()))
@@ -103,7 +103,7 @@ def gather_lines_to_process_0(local_lines: Sequence[str]) -> Sequence[str]:
 
 
 def gather_samples_to_process_0(local_samples: Sequence[Sample]) -> Sequence[Sample]:
-    """Returns the samples of all hosts on process 0, in host order; none on the others."""
+    """Returns the samples of all hosts on process 0, in host order; an empty list on others."""
     if jax.process_count() == 1:
         return local_samples
     sent = gather_bytes_to_process_0(json.dumps([sample_to_record(sample) for sample in local_samples]).encode())

@@ -34,11 +34,11 @@ def set_exchange_devices(devices: Sequence[Any] | None) -> None:
 
 
 def gather_over_hosts(values: np.ndarray) -> np.ndarray:
-    """Returns the stacked arrays of all hosts, [hosts, ...], of equal shapes. 64-bit types keep their precision."""
+    """Returns the stacked arrays of all hosts, [hosts, ...], which must have equal shapes. 64-bit dtypes are kept."""
     values = np.asarray(values)
     if jax.process_count() == 1:
         return values[None]
-    # JAX would narrow 64-bit numbers, but not bytes.
+    # Sent as bytes, because JAX would narrow 64-bit numbers.
     raw = np.frombuffer(values.tobytes(), np.uint8)
     everywhere = PartitionSpec()
     gathered = multihost_utils.process_allgather(raw) if _mesh is None else _exchange_rows(_mesh, raw, everywhere)
@@ -46,7 +46,7 @@ def gather_over_hosts(values: np.ndarray) -> np.ndarray:
 
 
 def _exchange_rows(mesh: Mesh, row: np.ndarray, spec: PartitionSpec) -> np.ndarray:
-    """Returns this host's part, by `spec`, of an array with one row per host, on one device each."""
+    """Returns the part that `spec` gives this host of an array with one row per host, each on one device."""
     rows = jax.make_array_from_process_local_data(NamedSharding(mesh, PartitionSpec("hosts")), row[None])
     return np.asarray(_relayout(mesh, spec)(rows).addressable_data(0))
 
@@ -57,7 +57,7 @@ def _relayout(mesh: Mesh, spec: PartitionSpec) -> Callable[[jax.Array], jax.Arra
 
 
 MAX_EXCHANGE_BYTES = 1 << 26
-"""Maximum size of what a host sends or receives at once in `exchange_over_hosts`, on one of its devices."""
+"""Maximum number of bytes that a host sends or receives at once in `exchange_over_hosts`, on one of its devices."""
 
 
 def exchange_over_hosts(

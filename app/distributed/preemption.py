@@ -72,7 +72,7 @@ class PreemptionHandler:
         self._thread.start()
         # Under `nohup`, the process ignores SIGHUP and continues without its terminal.
         handled = [number for number in EXIT_CODES if (number, signal.getsignal(number)) != NOHUP]
-        # A handler that does nothing: a signal without one does not reach the thread.
+        # Handlers that do nothing, because a signal without a Python handler is not written to the pipe.
         self._handlers_before = {number: signal.signal(number, lambda *_: None) for number in handled}
         self._descriptor_before = signal.set_wakeup_fd(self._writing, warn_on_full_buffer=False)
         return self

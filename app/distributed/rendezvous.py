@@ -102,10 +102,14 @@ class _Patience:
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
         self._start = time.monotonic()
-        self._has_told = False
+        self._has_reported = False
 
     def left_s(self, late: str) -> float:
-        """Returns the remaining seconds; raises InputError, naming what is `late`, if there are none."""
+        """Returns the remaining seconds; raises InputError if there are none.
+
+        Args:
+            late: clause that says which process is late.
+        """
         waited_s = time.monotonic() - self._start
         if waited_s >= self._timeout_s:
             raise InputError(
@@ -113,8 +117,8 @@ class _Patience:
                 "the same time, each with its own mesh.process_id unless the platform assigns one: "
                 f"{shlex.join(['grpo', *sys.argv[1:]])}"
             )
-        if waited_s >= LATE_NOTICE_S and not self._has_told:
-            self._has_told = True
+        if waited_s >= LATE_NOTICE_S and not self._has_reported:
+            self._has_reported = True
             print(f"waiting: {late}", file=sys.stderr, flush=True)
         return self._timeout_s - waited_s
 
@@ -172,7 +176,7 @@ def _gather_processes(member: ClusterMember, patience: _Patience) -> None:
                 peers = {number: peer for number, peer in peers.items() if peer.is_connected}
         except InputError as error:
             problem = error
-        # JAX takes the port as soon as the others receive the reply.
+        # JAX needs the port as soon as the others receive the reply.
         listener.close()
         for peer in peers.values():
             _send_message(peer.connection, problem=problem and str(problem))
@@ -208,7 +212,7 @@ def _accept_peer(member: ClusterMember, peers: dict[int, Peer], connection: sock
     """Adds a newly connected process, or closes a connection from another program.
 
     Raises:
-        InputError: the process has a duplicate id or a different process count; it is also told so.
+        InputError: the process has a duplicate id or a different process count; it receives the same error.
     """
     message = None
     with suppress(OSError):
@@ -257,7 +261,7 @@ def _query(member: ClusterMember, timeout_s: float) -> bool:
 
     Raises:
         InputError: process 0 replies with an error.
-        OSError: it cannot be reached, or does not reply in time (TimeoutError).
+        OSError: process 0 cannot be reached, or does not reply in time (TimeoutError).
     """
     with socket.create_connection(_split_host_port(member.coordinator_address), timeout=timeout_s) as connection:
         _send_message(connection, **member._asdict(), name=_process_name())

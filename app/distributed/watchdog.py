@@ -71,7 +71,7 @@ class Watchdog:
         self._thread.join()
 
     def enter_phase(self, phase: str) -> None:
-        """Starts a phase and ends the one before it."""
+        """Starts a phase, which ends the current one; see `phase_s` for its limit."""
         allowed, name = None if phase == WAIT_PHASE else self._phase_s, "watchdog.phase_s"
         if allowed is not None and phase != COMPILE_PHASE and phase not in self._seen:
             allowed, name = 2 * allowed, f"2 x {name}"
@@ -96,7 +96,7 @@ class Watchdog:
             for notice in self.status_board.read_others(STUCK_TOPIC).values():
                 self._dump_and_exit(f"has been {where}; {notice}", broadcasts=False)
             for host, reason in self.status_board.read_others(EXITING_TOPIC).items():
-                # Otherwise it would wait for that host until the heartbeat fails.
+                # Otherwise this host would wait for that one until the heartbeat fails.
                 with suppress(OSError):
                     os.write(STDERR_FD, f"\nhost {host} has failed, so this host exits: {reason}\n".encode())
                 time.sleep(exit_delay_s(self.status_board, broadcasts=False))

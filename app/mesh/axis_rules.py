@@ -72,7 +72,7 @@ def partition_spec(dims: Sequence[str], shape: Sequence[int], mesh: Mesh | Abstr
 
 
 def sharding_tree(mesh: Mesh, shapes: Any, dims: Any) -> Any:
-    """Returns the NamedShardings of a tree of shaped leaves, given the tree of their dims."""
+    """Returns the NamedShardings of a tree of arrays or shapes, given the tree of their dims."""
     return jax.tree.map(lambda leaf, d: NamedSharding(mesh, partition_spec(d, leaf.shape, mesh)), shapes, dims)
 
 
@@ -97,9 +97,9 @@ reshard.defvjp(
 
 
 def current_device() -> tuple[str, str]:
-    """Returns platform (`cpu`, `gpu` or `tpu`) and kind of the current mesh's devices; JAX's default without a mesh.
+    """Returns platform (`cpu`, `gpu` or `tpu`) and kind of the current mesh's devices, or of JAX's default device.
 
-    For devices that simulate others, which only trace programs, the simulated devices'.
+    For virtual devices that simulate others, returns the platform and kind of the simulated devices.
     """
     mesh = jax.sharding.get_abstract_mesh()
     device = jax.devices()[0] if mesh.empty else mesh.abstract_device
@@ -110,7 +110,7 @@ def spread_rows(num_rows: int, mesh: Mesh | AbstractMesh | None = None) -> str:
     """Returns the dim that splits rows over all devices; `rows` if there are too few rows to also split them along tp.
 
     Args:
-        mesh: the current one if None.
+        mesh: the mesh; None = the current mesh.
     """
     mesh = mesh or jax.sharding.get_abstract_mesh()
     return "rows" if mesh.empty or num_rows % mesh.size else "spread_rows"

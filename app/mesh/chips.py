@@ -1,4 +1,4 @@
-"""The tables of TPU chips and GPU cards, and the slices and hosts that virtual devices can simulate.
+"""Tables of TPU chips and GPU cards, and the slices and hosts that virtual devices can simulate.
 
 `mesh.pretend: v4-16` or `h100-8` shows a run's placement on devices that are not available. This module does not import
 jax.
@@ -112,7 +112,7 @@ class GpuCard:
     device_kind: str
     hbm_bytes: int
     description: str
-    """The card's limits and speeds as fields of XLA's `GpuDeviceInfoProto`."""
+    """The card's limits and speeds, as the text of XLA's `GpuDeviceInfoProto`."""
 
 
 @dataclass(frozen=True)
@@ -154,8 +154,9 @@ H100 = GpuCard(
     driver_version: "13.0.0" runtime_version: "13.0.0" compile_time_toolkit_version: "13.0.0"
     """,
 )
-"""Source: https://github.com/openxla/xla/tree/main/xla/backends/gpu/target_config/specs, for the SXM card, with the
-versions of CUDA 13 from the compiler's package."""
+"""The SXM card, with the versions of CUDA 13 from the compiler's package.
+
+Source: https://github.com/openxla/xla/tree/main/xla/backends/gpu/target_config/specs."""
 
 GPU_HOSTS: Mapping[str, GpuHost] = MappingProxyType(
     {host.name: host for host in (GpuHost(f"h100-{size}", H100, size, chips_per_host=size) for size in (1, 2, 4, 8))}

@@ -55,8 +55,8 @@ COMPILER_OPTIONS: Mapping[str, Mapping[str, str]] = MappingProxyType(
 PACKED_ROWS_OPTIONS: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
         "cpu": {
-            # Otherwise the float32 copies that CPUs multiply of bfloat16 kernels are made for all layers at once, and
-            # held: an update of SmolLM2's adapters takes 1.8 GB instead of 1.2.
+            # Otherwise XLA converts the bfloat16 kernels of all layers to float32, which CPUs multiply, before the loop
+            # over layers: an update of SmolLM2's adapters takes 1.8 GB instead of 1.2.
             "xla_disable_hlo_passes": "while-loop-invariant-code-motion",
         },
         "v5e": _large_tiles(64 * 1024),
@@ -69,9 +69,10 @@ PACKED_ROWS_OPTIONS: Mapping[str, Mapping[str, str]] = MappingProxyType(
         },
     }
 )
-"""Further options by chip, or `cpu`, for scoring and updates, whose matmuls have thousands of tokens. Decoding with its
-few tokens was slower with those of chips: 7.8 ms instead of 7.2 for 1.5B on v5e-8, before its attention was a
-kernel."""
+"""Further options by chip, or `cpu`, for scoring and updates, whose matmuls have thousands of tokens.
+
+Decoding was slower with the options of a chip: 7.8 ms instead of 7.2 for 1.5B on v5e-8, without a decode kernel.
+"""
 
 
 def compiler_options(mesh: Mesh, *, packed_rows: bool = False) -> dict[str, str]:
@@ -84,5 +85,5 @@ def compiler_options(mesh: Mesh, *, packed_rows: bool = False) -> dict[str, str]
     chip = find_chip(device.device_kind)
     further = PACKED_ROWS_OPTIONS.get(device.platform if chip is None else chip.name, {}) if packed_rows else {}
     options = {**COMPILER_OPTIONS.get(device.platform, {}), **further}
-    # Respect a request for JAX's quickest compilation, as the tests make.
+    # Respect a request for JAX's quickest compilation, which tests make.
     return {} if jax.config.read("jax_disable_most_optimizations") and device.platform == "cpu" else options

@@ -46,7 +46,7 @@ def parse_mesh_shape(text: str, *, num_devices: int, num_processes: int, others:
 
     Args:
         text: the value of `mesh.shape`.
-        others: for the error, devices that do not count.
+        others: clause of the error message about devices that are not part of the mesh.
 
     Raises:
         InputError: the product is not the number of devices.
@@ -72,7 +72,7 @@ def make_mesh(settings: MeshSettings, *, set_aside: Collection[int] = ()) -> Mes
     ordered host by host.
 
     Args:
-        set_aside: indices, on each host, of devices that are not part of it.
+        set_aside: indices, on each host, of devices that are not part of the mesh.
 
     Raises:
         InputError: `mesh.shape` does not fit the devices.

@@ -148,7 +148,7 @@ def first_devices(devices: Sequence[Any]) -> list[Any]:
 
 
 def devices_of_submesh(devices: Sequence[Any]) -> Sequence[Any]:
-    """Returns the devices for a submesh: these, or others of their kind if programs are only compiled.
+    """Returns the devices for a submesh: these, or, if programs are only compiled, a whole slice of equal devices.
 
     Compilers number the devices of a program from 0, and know only whole slices.
     """
@@ -158,7 +158,7 @@ def devices_of_submesh(devices: Sequence[Any]) -> Sequence[Any]:
 
 
 def peak_memory_bytes() -> int:
-    """Returns the highest peak memory of a local device; for CPUs, which do not report it, the process's."""
+    """Returns the highest peak memory of a local device in bytes; on CPUs, which report none, that of this process."""
     stats = [device.memory_stats() for device in jax.local_devices()]
     if all(stats):
         return max(s["peak_bytes_in_use"] for s in stats)
@@ -167,7 +167,7 @@ def peak_memory_bytes() -> int:
 
 
 def device_memory_bytes() -> int | None:
-    """Returns the memory of a local device; on a CPU, its share of the host's; None if it is unknown."""
+    """Returns the memory of a local device in bytes; on a CPU, an equal share of the host's; None if it is unknown."""
     if (simulated := simulated_slice()) is not None:
         return simulated.chip.hbm_bytes
     stats = [device.memory_stats() or {} for device in jax.local_devices()]
@@ -179,14 +179,14 @@ def device_memory_bytes() -> int | None:
 
 
 def program_memory_bytes(program: Compiled) -> int:
-    """Returns the compiler's count of a program's memory on each device, including arguments."""
+    """Returns the bytes that a program needs on each device by the compiler's count, including its arguments."""
     found: Any = program.memory_analysis()
     outputs = found.output_size_in_bytes - found.alias_size_in_bytes
     return found.argument_size_in_bytes + outputs + found.temp_size_in_bytes
 
 
 def host_memory_bytes(limit: Path = Path("/sys/fs/cgroup/memory.max")) -> int:
-    """Returns the memory of the machine, or of its container."""
+    """Returns the memory of the machine in bytes, or the limit of its container if that is lower."""
     installed = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     allowed = limit.read_text().strip() if limit.is_file() else "max"
     return min(installed, int(allowed)) if allowed.isdigit() else installed

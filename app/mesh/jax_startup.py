@@ -31,16 +31,16 @@ from settings.loading.backends import is_backend_installed
 from settings.schema.mesh import MeshSettings
 
 M_MMAP_THRESHOLD = -3
-"""The constant of `man 3 mallopt` (glibc)."""
+"""The number of the parameter in glibc's `mallopt`; see `man 3 mallopt`."""
 
 MMAP_THRESHOLD_BYTES = 1 << 20
 
 SHUTDOWN_TIMEOUT_S = 60
-"""Seconds that a finished host waits for the others."""
+"""Maximum time, in seconds, that a finished host waits for the others."""
 
 PROXY_VARIABLES = {"http_proxy", "https_proxy", "all_proxy", "grpc_proxy"}
 NO_PROXY_VARIABLE = "no_grpc_proxy"
-"""The variable that gRPC reads instead of `no_proxy`."""
+"""The environment variable that gRPC reads instead of `no_proxy`."""
 
 
 def initialize_distributed(settings: MeshSettings, *, compiles: bool = False) -> None:

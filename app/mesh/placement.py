@@ -72,7 +72,7 @@ def tree_shardings(arrays: Any) -> Any:
 
 
 def abstract_arrays(shapes: Any, shardings: Any) -> Any:
-    """Returns a tree of `jax.ShapeDtypeStruct` from a tree of shaped leaves and the tree of their shardings."""
+    """Returns a tree of `jax.ShapeDtypeStruct` from a tree of arrays or shapes and the tree of their shardings."""
     return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
 
 
@@ -81,7 +81,7 @@ HOST_MEMORY = "pinned_host"
 
 
 def bytes_per_device(tree: Any, *, in_host_memory: bool = False) -> int:
-    """Returns the bytes per device of a tree of arrays or of shapes with shardings; splits are always even.
+    """Returns the bytes per device of a tree of arrays, or of shapes with shardings, which split them evenly.
 
     Args:
         in_host_memory: whether to count the arrays in host memory instead of those in device memory.
@@ -116,7 +116,7 @@ def bytes_received(before: Any, after: Any) -> int:
 
 
 def is_in_host_memory(sharding: Any) -> bool:
-    """Returns whether such arrays are in host memory that is not also device memory, as it is on CPUs."""
+    """Returns whether arrays with this sharding are in host memory; False on CPUs, where that is device memory."""
     return sharding.memory_kind == HOST_MEMORY and device_platform(sharding.mesh.devices.flat[0]) != "cpu"
 
 
@@ -135,7 +135,7 @@ def check_host_memory(mesh: Mesh, setting: str) -> None:
 
 
 def to_host_memory(tree: Any) -> Any:
-    """Returns the arrays with the same layout in the memory of their devices' hosts."""
+    """Returns the arrays in the host memory of their devices, with the same sharding."""
     return jax.device_put(tree, jax.tree.map(lambda x: x.sharding.with_memory_kind(HOST_MEMORY), tree))
 
 

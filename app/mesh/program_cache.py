@@ -18,7 +18,7 @@ from filelock import FileLock, Timeout
 MAX_BYTES, MAX_PROGRAMS = 8 * 2**30, 4000
 """Limits of the cache; the least recently used programs are dropped."""
 LOCK_TIMEOUT_S = 10
-"""The same as JAX's wait for the folder's lock."""
+"""Maximum wait for the lock of the folder, the same as JAX's."""
 
 _log = logging.getLogger(__name__)
 _warned_about = set[Path]()
@@ -75,10 +75,10 @@ def _show_warning(show: Callable[..., None], folder: Path, message: Warning | st
 
 
 def _processor() -> str:
-    """Returns a name for this machine's processor and its instruction set."""
+    """Returns a string that identifies the architecture and the instruction set of this machine's processor."""
     path = Path("/proc/cpuinfo")
     lines = path.read_text().splitlines() if path.exists() else []
-    # The name of this line on x86 and ARM.
+    # The line is called `flags` on x86 and `Features` on ARM.
     instructions = next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
     return f"{platform.machine()}-{hashlib.sha256(instructions.encode()).hexdigest()[:8]}"
 
@@ -102,7 +102,7 @@ def _tidy(folder: Path) -> None:
     """Removes the oldest programs beyond the limits, and incompletely written ones, which JAX would never replace."""
     with FileLock(folder / ".lockfile", timeout=LOCK_TIMEOUT_S):
         programs = set(folder.glob("*-cache"))
-        # Written after the program, under the same lock, and again at each use.
+        # JAX writes the `-atime` file after the program, under the same lock, and again at each use.
         used = {path: path.with_name(path.name.removesuffix("-cache") + "-atime") for path in programs}
         whole = sorted((path for path in programs if used[path].exists()), key=lambda path: used[path].stat().st_mtime)
         for path in programs - {*whole[-MAX_PROGRAMS:]}:

@@ -23,7 +23,7 @@ class CrossEntropyBatch:
 
     tokens: TokenBatch
     loss_weights: Float32[HostOrDevice, "R C"]
-    """See `PolicyBatch`, also for `token_weights`."""
+    """Weight of each token's loss; for it and `token_weights`, see `PolicyBatch`."""
     token_weights: Float32[HostOrDevice, "R C"]
 
 

@@ -1,6 +1,6 @@
 """Per-token estimators of KL(policy || reference) from tokens that the policy sampled.
 
-Here d = log policy - log reference, for arrays on the device or on the host. A good estimator need not be a good
+Here d = log policy - log reference, for arrays on the device or on the host. A good estimator is not always a good
 penalty: on tokens sampled by the current policy, the expected gradient minimizes
 
                k1                       k2                       k3

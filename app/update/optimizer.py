@@ -43,7 +43,7 @@ class TrainState:
     optimizer: Any
     """optax state: moments and the counters of optax."""
     num_updates: Int32[Array, ""]
-    """Number of updates applied, without skipped ones."""
+    """Number of updates applied, not counting skipped updates."""
     nonfinite_in_a_row: Int32[Array, ""]
     nonfinite_total: Int32[Array, ""]
 
@@ -117,11 +117,11 @@ def _store_moments(adamw: optax.GradientTransformation, types: Mapping[str, Any]
 
 
 def map_moments(fn: Callable[..., Any], like: Any, state: Any, *others: Any) -> Any:
-    """Returns an optimizer state with `fn` applied to each moment, and the other fields of the last state given.
+    """Returns an optimizer state with `fn` applied to each moment; other fields are those of the last state passed.
 
     Args:
-        like: a tree with the structure of the weights, by which moments are told from other fields.
-        others: states whose moments are further arguments of `fn`, and may have another structure.
+        like: a tree with the structure of the weights, which distinguishes moments from other fields.
+        others: states whose moments are further arguments of `fn`; a moment may have another structure there.
     """
     # optax.tree_utils.tree_map_params would create an array, which compiles a program.
     is_moment = lambda field: jax.tree.structure(field) == jax.tree.structure(like)  # noqa: E731

@@ -152,11 +152,11 @@ class PolicyBatch:
     token_weights: Float32[HostOrDevice, "R C"]
     """1 / (tokens of the step) on tokens that the policy wrote, for means in the metrics."""
     policy_logprobs: Float32[HostOrDevice, "R C"] | None
-    """None if the step has only one update: its own logprobs then serve as the proximal ones."""
+    """Logprobs of the proximal policy; None if the step has only one update, which uses its own logprobs."""
     reference_logprobs: Float32[HostOrDevice, "R C"] | None
-    """None without a KL penalty in the loss or in the reward."""
+    """Logprobs of the reference; None without a KL penalty in the loss or in the reward."""
     sample_reducer: SampleReducer | None = None
-    """None if ratios, corrections and metrics are per token."""
+    """Reducer over each sample's tokens; None if ratios, corrections and metrics are per token."""
     sample_weights: Float32[HostOrDevice, "R C"] | None = None
     """1 / (tokens of the sample * samples of the step), for means over samples in the metrics; None = not measured."""
 
@@ -169,9 +169,9 @@ class LossStats:
     sums: dict[str, Float32[Array, ""]]
     maxima: dict[str, Float32[Array, ""]]
     squares: dict[str, Float32[Array, ""]] = field(default_factory=dict)
-    """Mean squares of weights; their means are in `sums` as `<name>_mean`."""
+    """Mean squares of weights by name; the mean of the weights is in `sums` as `<name>_mean`."""
     routes: RouteCounts | None = None
-    """None without experts."""
+    """Counts of the routes; None without experts."""
 
     def __add__(self, other: LossStats) -> LossStats:
         return LossStats(
@@ -194,7 +194,7 @@ class LossStats:
 
 
 def mismatch_sums(batch: PolicyBatch, current: Float32[Array, "R C"]) -> dict[str, Float32[Array, ""]]:
-    """Returns this micro-batch's share of the metrics of `mismatch_metrics`, without scored logprobs."""
+    """Returns this micro-batch's share of `mismatch_metrics`, computed from `current` instead of scored logprobs."""
     assert batch.sample_reducer is not None and batch.sample_weights is not None
     behavior, reducer, weights = batch.behavior_logprobs, batch.sample_reducer, batch.sample_weights
     return {
@@ -209,7 +209,7 @@ def mismatch_sums(batch: PolicyBatch, current: Float32[Array, "R C"]) -> dict[st
 KL_METRIC, TEACHER_KL_METRIC = "policy/kl", "policy/teacher_kl"
 
 Objective = Callable[[Params, Any, Array], tuple[Array, LossStats]]
-"""(params, one micro-batch, temperature) -> (its share of the loss, of the metrics)."""
+"""(params, one micro-batch, temperature) -> (the micro-batch's share of the loss, its share of the metrics)."""
 
 
 class TokenLoss(Protocol):
@@ -238,10 +238,10 @@ class PolicyLoss:
     """Weight of the penalty in this loss; 0 if the penalty is in the reward or the advantage."""
     entropy_coef: float
     kl_metric: str = KL_METRIC
-    """Name of the KL metric; the KL to a teacher has another name than the KL to the policy's start."""
+    """Name of the KL metric, which differs between a teacher and the initial policy as reference."""
     log_ratio: LogRatioFn = token_log_ratio
     correction: ImportanceCorrection | None = None
-    """None = tokens are treated as sampled by the policy before the step's updates."""
+    """Importance correction; None = tokens are treated as sampled by the policy before the step's updates."""
 
     def __call__(
         self, logprobs: Float32[Array, "R C"], entropies: Float32[Array, "R C"], batch: PolicyBatch
@@ -298,7 +298,7 @@ class PolicyLoss:
 def make_policy_objective(
     definition: DecoderDefinition, loss_fn: TokenLoss, *, dtype: jnp.dtype, remat: str, logits_chunk: int
 ) -> Objective:
-    """Returns the objective: computes the inputs of a loss from the micro-batch, then the loss."""
+    """Returns an objective that runs the policy's forward pass on a micro-batch, and then `loss_fn`."""
 
     def objective(params: Params, batch: Any, temperature: Array) -> tuple[Array, LossStats]:
         logprobs, entropies, routes = row_logprobs(

@@ -105,7 +105,7 @@ def token_log_weight(log_weights: Float32[Array, "R C"], reducer: SampleReducer 
 
 
 def sequence_log_weight(log_weights: Float32[Array, "R C"], reducer: SampleReducer | None) -> Float32[Array, "R C"]:
-    """Returns the sum of log w_t over the sample: unbiased, but weights of long samples are far from 1."""
+    """Returns the sum of log w_t over the sample: unbiased, but the weights of long samples vary strongly."""
     assert reducer is not None
     return reducer.sum(log_weights)
 

@@ -15,18 +15,18 @@ class RouteCounts(NamedTuple):
     """Counts over the forward passes that predict tokens written by the policy."""
 
     load: Float32[Array, "L E"]
-    """Tokens routed to each expert, over all layers."""
+    """Number of tokens routed to each expert in each layer."""
     differing: Float32[Array, ""] | None
-    """(token, layer) pairs whose recorded experts differ from the router's choice; None = no replay."""
+    """Number of (token, layer) pairs whose recorded experts differ from the router's choice; None = no replay."""
     recorded: Float32[Array, ""] | None
-    """Pairs with recorded experts."""
+    """Number of (token, layer) pairs with recorded experts; None = no replay."""
 
 
 def count_routes(live: Int32[Array, "L R T k"], rows: TokenBatch, num_experts: int) -> RouteCounts:
     """Counts the routes of a micro-batch.
 
     Args:
-        live: the routers' choices, used where none are recorded.
+        live: the routers' own choices, used where no experts are recorded.
     """
     places = jnp.maximum(rows.logits_indices, 0)
 

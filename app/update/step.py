@@ -35,7 +35,7 @@ class MetricNames(NamedTuple):
 OPTIMIZER_METRICS = ("grad_norm", "learning_rate", "nonfinite_updates", "nonfinite_in_a_row")
 """Metrics of the optimizer, in the order of `apply_gradients`."""
 BROKEN_GRADIENTS = "broken_gradients"
-"""Whether each parameter's gradient contains NaN or infinity, in the order of `jax.tree.leaves`."""
+"""Metric: whether each parameter's gradient contains NaN or infinity, as an array in the order of `jax.tree.leaves`."""
 POLICY_METRICS = MetricNames("loss", "policy")
 VALUE_METRICS = MetricNames("value/loss", "value")
 
@@ -99,7 +99,7 @@ class UpdateStep:
     def accumulate(
         self, params: Params, micro_batches: Sequence[Any], temperature: Array, frozen: Params | None = None
     ) -> AccumulatedGradients:
-        """Computes the gradient of the sum of all micro-batch losses; keeps activations of only one micro-batch."""
+        """Computes the gradient of the sum of all micro-batch losses, with activations of one micro-batch at a time."""
         self._stats_shapes(params, frozen, micro_batches[0], temperature)
         total = self._zeros(params)
         for batch in micro_batches:

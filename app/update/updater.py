@@ -42,14 +42,14 @@ UpdateStepFn = Callable[[TrainState, Sequence[Any], Array, Params | None], tuple
 
 @dataclass(frozen=True)
 class PolicyBatchPacker:
-    """Packs one micro-batch, which holds indices of samples, into the inputs of the policy's loss.
+    """Packs one micro-batch, which contains indices of samples, into the inputs of the policy's loss.
 
     Args:
         aggregation: weight of each token's loss; see `app.update.loss_aggregation`.
         roles: roles whose scored logprobs the loss reads.
         needs_sample_reducer: whether the loss reads `PolicyBatch.sample_reducer`.
         measures_mismatch: whether the loss, rather than scoring, measures how sampler and trainer differ.
-        route_shape: sizes of the routes to replay; None = none.
+        route_shape: sizes of the routes to replay; None = no replay.
     """
 
     aggregation: AggregationFn
@@ -174,7 +174,7 @@ LAST_UPDATE_ONLY = ("/learning_rate", "/nonfinite_updates", "/nonfinite_in_a_row
 
 
 def summarize_updates(history: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Reduces each metric over the updates of a training step to one value."""
+    """Reduces each metric over the updates of a training step to one value, as `Updater.update` describes."""
 
     def over_updates(name: str) -> float:
         values = [metrics[name] for metrics in history]

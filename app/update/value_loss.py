@@ -52,16 +52,16 @@ class ValueBatchPacker:
 
 
 SquaredErrors = tuple[Float32[Array, "*tokens"], Bool[Array, "*tokens"]]
-"""Errors, and for each whether the clip removed its gradient because the value had already changed enough."""
+"""Squared errors, and a mask of those whose gradient the clip removed because the value had already changed enough."""
 
 SquaredErrorFn = Callable[[Array, Array, Array], SquaredErrors]
-"""(values, old values, returns) -> squared error per token."""
+"""(values, old values, returns) -> squared errors per token, and the mask of clipped ones."""
 
 
 def squared_error(
     values: Float32[Array, "*tokens"], old_values: Float32[Array, "*tokens"], returns: Float32[Array, "*tokens"]
 ) -> SquaredErrors:
-    """Computes (V - R)^2."""
+    """Computes (V - R)^2, without a clip."""
     del old_values
     error = (values - returns) ** 2
     return error, jnp.zeros_like(error, bool)
@@ -84,7 +84,7 @@ def clipped_squared_error(
 def make_value_objective(
     definition: DecoderDefinition, error_fn: SquaredErrorFn, *, dtype: jnp.dtype, remat: str
 ) -> Callable[[Params, ValueBatch, Array], tuple[Array, LossStats]]:
-    """Returns the function (params, one micro-batch, temperature) -> (its share of the loss, of the metrics).
+    """Returns the function (params, one micro-batch, temperature) -> (its share of the loss, its share of the metrics).
 
     The loss is sum(w * error) / 2, where w are the `token_weights`. The temperature is ignored.
     """

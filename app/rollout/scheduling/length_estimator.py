@@ -71,7 +71,7 @@ class LengthEstimator:
 
     Args:
         window: number of recently finished samples that determine the threshold and the mean.
-        unit: unit in which the threshold is, and lengths are compared with it.
+        unit: unit of the threshold and of the lengths that are compared with it.
     """
 
     def __init__(
