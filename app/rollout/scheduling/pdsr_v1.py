@@ -85,7 +85,7 @@ class PdsrV1Policy(SchedulingPolicy):
         self._batch = {}
 
     def may_release(self) -> bool:
-        """See `SchedulingPolicy`: True if one probe is unmeasured, or if all unmeasured ones may exceed the threshold."""
+        """See `SchedulingPolicy`: True if one probe is unmeasured, or if all unmeasured ones may pass the threshold."""
         num_unmeasured = sum(length is None for length in self._batch.values())
         is_near = num_unmeasured == 1 or (num_unmeasured > 1 and self.context.threshold is not None)
         return is_near and bool(self._probes.held_back)
