@@ -137,6 +137,8 @@ def encode_completions(
             completion_ids=np.asarray(ids, np.int32),
             completion=message_text(last),
             behavior_logprobs=np.broadcast_to(np.float32(np.nan), len(ids)),
+            # The gradient of the cross-entropy is REINFORCE's with this advantage.
+            advantages=np.broadcast_to(np.float32(1), len(ids)),
             finish_reason="stop",
             policy_version=0,
             loss_mask=None if all(mask) else np.asarray(mask, bool),

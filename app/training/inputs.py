@@ -24,10 +24,10 @@ from app.runtime.inputs import (
     read_critic,
     read_eval_prompts,
     read_policy,
-    read_reference,
+    read_teacher,
     read_train_rows,
 )
-from app.runtime.model_spec import CriticSpec, ModelSpec, ReferenceSpec
+from app.runtime.model_spec import ModelSpec, NetworkSpec
 from app.runtime.reward_model import RewardModelSpec
 from app.training.replay import NO_OPTIONS, Replay, StartRequest, read_replay
 from settings import Settings
@@ -64,7 +64,7 @@ class TrainingInputs:
     """The inputs of a run, checked before any device is used."""
 
     model: ModelSpec
-    critic: CriticSpec | None
+    critic: NetworkSpec | None
     """The model that the critic starts from; None without a critic."""
     prompts: Sequence[Prompt]
     eval_prompts: Sequence[Prompt]
@@ -72,7 +72,7 @@ class TrainingInputs:
     data_report: str
     """Text for users about the data: column mapping, prompts kept and dropped."""
     reward_model: RewardModelSpec | None = None
-    teacher: ReferenceSpec | None = None
+    teacher: NetworkSpec | None = None
     """The teacher; None if the reference is the policy's start, or without a reference."""
     replay: Replay | None = None
     """The saved samples to train on; None if samples are generated."""
@@ -128,7 +128,7 @@ def read_training_inputs(settings: Settings, start_request: StartRequest = NO_OP
     rollouts, start = start_request.rollouts, _open_start(settings, model, start_request.checkpoint)
     if rollouts is None or settings.eval.every_steps:
         prepare_turns(settings, model.tokenizer)
-    critic, teacher = read_critic(settings, model), read_reference(settings, model)
+    critic, teacher = read_critic(settings, model), read_teacher(settings, model)
     replay, given = None, ()
     if rollouts is None:
         dataset = read_train_rows(settings)
@@ -175,9 +175,9 @@ def _open_start(settings: Settings, model: ModelSpec, checkpoint: Path | None) -
 def input_fingerprints(
     model: ModelSpec,
     data_fingerprints: Mapping[str, str],
-    critic: CriticSpec | None,
+    critic: NetworkSpec | None,
     reward_model: RewardModelSpec | None,
-    teacher: ReferenceSpec | None,
+    teacher: NetworkSpec | None,
 ) -> dict[str, str]:
     """Returns the fingerprints of a run's inputs, which must be equal in a resumed run and on all hosts.
 

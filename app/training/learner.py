@@ -23,10 +23,10 @@ from app.model.decoder import DecoderDefinition, Params
 from app.records.sample import Sample
 from app.runtime.advantages import AdvantageEstimator, make_advantage_estimator, make_kl_estimator
 from app.runtime.micro_batching import MaxLengths, make_score_batcher, make_update_batcher, num_bootstrap_tokens
-from app.runtime.reward_model import NetworkSpec, make_reward_batcher
+from app.runtime.model_spec import NetworkSpec
+from app.runtime.reward_model import make_reward_batcher
 from app.runtime.scoring import CriticModel, ScoringSession
 from app.training.dynamic_sampling import GroupFilter, StepGroups, any_value_differs, keeps_all, rewards_differ
-from app.update.cross_entropy import CrossEntropyLoss, CrossEntropyPacker
 from app.update.loss_aggregation import AggregationFn, StepTotals, aggregations
 from app.update.mini_batches import (
     MiniBatchIndices,
@@ -48,6 +48,7 @@ from app.update.policy_loss import (
     KL_METRIC,
     SURROGATES,
     TEACHER_KL_METRIC,
+    CrossEntropyLoss,
     PolicyLoss,
     SurrogateFn,
     dual_clipped_surrogate,
@@ -230,11 +231,10 @@ def make_policy_learner(session: ScoringSession, max_lengths: MaxLengths) -> Lea
     algorithm, model = settings.algorithm, settings.model
     assert algorithm.loss_aggregation is not None
     aggregation = aggregations(max_new_tokens=settings.rollout.max_new_tokens)[algorithm.loss_aggregation]
-    if settings.is_supervised:
-        loss, pack = CrossEntropyLoss(), CrossEntropyPacker(aggregation)
-    else:
+    loss = CrossEntropyLoss()
+    if not settings.is_supervised:
         loss = make_policy_loss(algorithm, has_teacher=session.teacher is not None)
-        pack = make_policy_packer(session, aggregation)
+    pack = make_policy_packer(session, aggregation)
     objective = make_policy_objective(
         definition, loss, dtype=jnp.dtype(model.dtype), remat=model.remat, logits_chunk=model.logits_chunk
     )
@@ -245,7 +245,7 @@ def make_policy_learner(session: ScoringSession, max_lengths: MaxLengths) -> Lea
 
 
 def make_policy_packer(session: ScoringSession, aggregation: AggregationFn) -> PolicyBatchPacker:
-    """Returns the packer of sampled completions."""
+    """Returns the packer of the policy's loss."""
     settings, algorithm = session.settings, session.settings.algorithm
     # The scored logprobs of the proximal policy, and of the reference for any KL.
     is_in_loss = {"policy": settings.updates_per_step > 1, "reference": algorithm.beta > 0, "critic": False}
@@ -256,7 +256,7 @@ def make_policy_packer(session: ScoringSession, aggregation: AggregationFn) -> P
         aggregation=aggregation,
         roles=[role for role in settings.scored_roles if is_in_loss[role]],
         needs_sample_reducer=reads_samples,
-        measures_mismatch="policy" not in settings.scored_roles,
+        measures_mismatch=not settings.is_supervised and "policy" not in settings.scored_roles,
         route_shape=session.route_shape,
     )
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from app.mesh.devices import device_platform
 from app.mesh.placement import abstract_arrays, bytes_per_device
 from app.model.decoder import DecoderDefinition
-from app.runtime.reward_model import NetworkSpec
+from app.runtime.model_spec import NetworkSpec
 from app.runtime.scoring import ScoringSession
 from app.training.learner import Learner, LearnerGroup
 

@@ -31,7 +31,7 @@ from app.report.run_files import sample_files
 from app.reward.aggregate import was_dropped_in_rollout
 from app.reward.builtin_tasks import check_answers
 from app.reward.reward_functions import has_saved_reward
-from app.runtime.model_spec import CriticSpec, ModelSpec
+from app.runtime.model_spec import ModelSpec, NetworkSpec
 from app.runtime.pinned_revisions import pin_revisions
 from app.stages.sample_reader import check_fits, file_digest
 from app.training.dynamic_sampling import Group, group_samples
@@ -156,7 +156,7 @@ def read_replay(
     start: PolicyCheckpoint | None,
     settings: Settings,
     model: ModelSpec,
-    critic: CriticSpec | None,
+    critic: NetworkSpec | None,
     *,
     target_run: RunDirectory,
 ) -> Replay:

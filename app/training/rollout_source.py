@@ -2,14 +2,14 @@
 
 A round is the samples of the next `rollout.prompts_per_step` prompts. `SyncRolloutSource` generates it with the policy
 of the step, `AsyncRolloutSource` generates it while earlier steps train, `ReplayRolloutSource` reads it from a file,
-and `GivenCompletions` (`app.training.supervised`) takes it from the data.
+and `GivenCompletions` takes it from the data.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import jax
@@ -209,6 +209,21 @@ class ReplayRolloutSource(RolloutSource):
             groups = self._replay.load_groups(step)
         first = jax.process_index() * self._num_groups
         return [sample for group in groups[first : first + self._num_groups] for sample in group]
+
+
+class GivenCompletions(RolloutSource):
+    """Takes each step's samples from the data, in the usual order of prompts, without generating."""
+
+    def __init__(self, settings: Settings, samples: Sequence[Sample]) -> None:
+        self._samples = samples
+        self._prompts = RoundPrompts(settings, [sample.prompt for sample in samples])
+        self.num_prompts = len(samples)
+
+    def take(self, params: Params, *, step: int, position: int, number: int) -> list[Sample]:
+        first = self._prompts.first_group_id(number)
+        rows = self._prompts.rows_at(position)
+        # A row that occurs twice in a step makes two groups.
+        return [replace(self._samples[row], group_id=first + i) for i, row in enumerate(rows.tolist())]
 
 
 def make_rollout_source(

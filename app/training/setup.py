@@ -28,9 +28,9 @@ from app.runtime.generators import check_async_workers
 from app.runtime.host_supervision import watch_hosts
 from app.runtime.inputs import open_custom_estimator
 from app.runtime.mesh_checks import check_experts, check_fixed_micro_batches, replicated_dim_notes
-from app.runtime.model_spec import adapter_notes, reference_notes
+from app.runtime.model_spec import NetworkSpec, adapter_notes
 from app.runtime.pinned_revisions import pin_revisions
-from app.runtime.reward_model import NetworkSpec, reward_model_notes
+from app.runtime.reward_model import reward_model_notes
 from app.runtime.reward_trial import make_trial_samples, try_reward_functions
 from app.runtime.scoring import ScoringSession, devices_set_aside, open_mesh
 from app.runtime.session import Session
@@ -264,10 +264,13 @@ def repeated_prompts_notes(settings: Settings, *, num_prompts: int) -> tuple[str
 
 def setup_notes(settings: Settings, session: Session) -> tuple[str, ...]:
     """Returns notes for users: adapters, replicated weights, and the samples of a step over hosts."""
-    mesh, rollout = session.mesh, settings.rollout
+    mesh, rollout, of_teacher = session.mesh, settings.rollout, ()
+    if (teacher := session.scoring.teacher) is not None:
+        name, count = f"{teacher.files.name} ({teacher.architecture.family})", teacher.definition.num_parameters
+        of_teacher = (f"reference.path: the teacher is {name}, with {count:,} own weights",)
     notes = (
         *adapter_notes(session.model_spec, has_critic=settings.has_critic),
-        *reference_notes(session.scoring.teacher),
+        *of_teacher,
         *replicated_dim_notes(mesh, session.model_spec.architecture),
         *session.generation_notes,
     )

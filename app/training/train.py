@@ -28,12 +28,11 @@ from app.tracking.run_reporter import RunReporter
 from app.tracking.timer import StepProfiler
 from app.training.initial_state import load_reference_params, open_checkpoints, open_run_log, restore_or_initialize
 from app.training.replay import NO_OPTIONS, StartRequest
-from app.training.rollout_source import ReplayRolloutSource, make_rollout_source
+from app.training.rollout_source import GivenCompletions, ReplayRolloutSource, make_rollout_source
 from app.training.setup import RunSetup, prepare_run
 from app.training.step_loop import StepCallback, StepLoop
 from app.training.step_stages import RewardStage, ScoreStage
-from app.training.supervised import GivenCompletions, SupervisedTrainer
-from app.training.trainer import Trainer
+from app.training.trainer import SupervisedTrainer, Trainer
 from settings import Resolved
 from settings.checks.unused_settings import launch_notices
 

@@ -137,3 +137,16 @@ class Trainer:
             rewarded=[one.cut.lengths for one in model_passes(rounds)],
         )
         return {"perf/flops": flops, "data/num_tokens": int(of_rollout.totals.sum())}
+
+
+class SupervisedTrainer(Trainer):
+    """The stages of a step on given completions: take -> update."""
+
+    def step(
+        self, state: RunState, *, step: int, position: int, timer: StepTimer
+    ) -> tuple[RunState, list[Sample], Metrics]:
+        samples = self.source.take(state.policy.params, step=step, position=position, number=0)
+        mini_batches = self.learners.mini_batch_sampler(samples, step)
+        with timer.phase("update"):
+            state, updated = self.learners.update(state, samples, mini_batches, step=step, kl_coef=state.kl_coef)
+        return state, samples, {**updated, **self.work_metrics(samples, samples, (), step=step)}

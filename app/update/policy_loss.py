@@ -18,14 +18,14 @@ selects:
     ppo                  gae                  token     clipped            token-mean                k1 in the reward
     distill              grpo                 token     clipped            token-mean                k1 in the advantage
 
-`sft` has its own loss (`app.update.cross_entropy`).
+`sft` has its own loss, `CrossEntropyLoss`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -212,17 +212,6 @@ Objective = Callable[[Params, Any, Array], tuple[Array, LossStats]]
 """(params, one micro-batch, temperature) -> (the micro-batch's share of the loss, its share of the metrics)."""
 
 
-class TokenLoss(Protocol):
-    """Computes the weighted token losses of one micro-batch, which has `tokens` and this loss's other inputs."""
-
-    @property
-    def entropy_coef(self) -> float: ...
-
-    def __call__(
-        self, logprobs: Float32[Array, "R C"], entropies: Float32[Array, "R C"], batch: Any
-    ) -> tuple[Array, LossStats]: ...
-
-
 @dataclass(frozen=True)
 class PolicyLoss:
     """Per-token losses of one micro-batch, weighted into its share of the step's loss.
@@ -295,8 +284,27 @@ class PolicyLoss:
         return loss, jax.lax.stop_gradient(LossStats({"loss": loss, **sums}, maxima, squares))
 
 
+class CrossEntropyLoss:
+    """The loss of given completions: sum(w * -log pi), with the same token weights as for sampled ones."""
+
+    entropy_coef = 0.0
+
+    def __call__(
+        self, logprobs: Float32[Array, "R C"], entropies: Float32[Array, "R C"], batch: PolicyBatch
+    ) -> tuple[Array, LossStats]:
+        """As `PolicyLoss`."""
+        loss = -jnp.sum(batch.loss_weights * jnp.where(batch.tokens.loss_mask, logprobs, 0.0))
+        sums = {"loss": loss, "policy/entropy": jnp.sum(batch.token_weights * entropies)}
+        return loss, jax.lax.stop_gradient(LossStats(sums, {}))
+
+
 def make_policy_objective(
-    definition: DecoderDefinition, loss_fn: TokenLoss, *, dtype: jnp.dtype, remat: str, logits_chunk: int
+    definition: DecoderDefinition,
+    loss_fn: PolicyLoss | CrossEntropyLoss,
+    *,
+    dtype: jnp.dtype,
+    remat: str,
+    logits_chunk: int,
 ) -> Objective:
     """Returns an objective that runs the policy's forward pass on a micro-batch, and then `loss_fn`."""
 

@@ -24,7 +24,6 @@ from app.mesh.placement import to_global
 from app.model.architecture import RouteShape
 from app.model.decoder import Params
 from app.records.sample import Sample
-from app.update.cross_entropy import CrossEntropyPacker
 from app.update.loss_aggregation import AggregationFn, StepTotals, sequence_mean_token_mean, token_mean
 from app.update.mini_batches import EpochMiniBatches
 from app.update.optimizer import TrainState
@@ -94,7 +93,7 @@ def make_sample_reducer(samples: Sequence[Sample], micro_batch: MicroBatch) -> S
     )
 
 
-BatchPacker = PolicyBatchPacker | CrossEntropyPacker | ValueBatchPacker
+BatchPacker = PolicyBatchPacker | ValueBatchPacker
 BatchingMetricsFn = Callable[[Sequence[GlobalPlan]], Mapping[str, float]]
 
 

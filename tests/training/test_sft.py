@@ -10,7 +10,7 @@ import pytest
 
 from app.records.jsonl import read_jsonl
 from app.training.inputs import read_training_inputs
-from app.training.supervised import GivenCompletions
+from app.training.rollout_source import GivenCompletions
 from settings import load
 from tests.model.reference import import_reference, load_reference
 from tests.program import (

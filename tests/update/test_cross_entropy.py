@@ -17,12 +17,11 @@ from app.model.architecture import forward_flops
 from app.model.io.hf_weights import load_weights
 from app.records.sample import Sample
 from app.runtime.model_spec import ModelSpec, read_model_spec
-from app.update.cross_entropy import CrossEntropyLoss, CrossEntropyPacker
 from app.update.loss_aggregation import aggregations
 from app.update.optimizer import init_train_state, make_optimizer, train_state_shardings
-from app.update.policy_loss import make_policy_objective
+from app.update.policy_loss import CrossEntropyLoss, make_policy_objective
 from app.update.step import UpdateStep
-from app.update.updater import Updater
+from app.update.updater import PolicyBatchPacker, Updater
 from settings import load
 from settings.schema.algorithm import OptimizerSettings
 from tests.model.reference import SIZES, import_reference, load_reference, reference_logits, write_checkpoint
@@ -34,7 +33,7 @@ PACKED = PackedRowBatcher(
     TokenBudget(max_tokens_per_device=48, row_length=24, share_prompts=True, balance=True), forward_flops(EVEN)
 )
 SAMPLES = [
-    replace(sample, behavior_logprobs=np.full(len(sample.completion_ids), np.nan, np.float32), advantages=None)
+    replace(sample, behavior_logprobs=np.full(len(sample.completion_ids), np.nan, np.float32))
     for sample in random_samples(30, 1, vocab_size=SIZES["vocab_size"], with_holes=True)
 ]
 
@@ -60,7 +59,7 @@ def learned(
     objective = make_policy_objective(
         definition, CrossEntropyLoss(), dtype=jnp.dtype("float32"), remat="minimal", logits_chunk=5
     )
-    pack = CrossEntropyPacker(aggregations(max_new_tokens=LONGEST)[aggregation])
+    pack = PolicyBatchPacker(aggregations(max_new_tokens=LONGEST)[aggregation], roles=())
     updater = Updater(UpdateStep(objective, optimizer, schedule, layout), mesh, micro_batcher=batcher, pack=pack)
     state = init_train_state(optimizer, load_weights(definition, spec.files.weights, mesh), layout)
     return updater.update(state, [[samples]], temperature=1.0)[1]
