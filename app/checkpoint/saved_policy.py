@@ -26,8 +26,8 @@ from app.runtime.environments import prepare_turns
 from app.runtime.model_spec import (
     LORA_FINGERPRINT,
     QUANTIZER_FINGERPRINT,
-    CriticSpec,
     ModelSpec,
+    NetworkSpec,
     check_context_length,
     read_model_spec,
 )
@@ -115,7 +115,7 @@ class PolicyCheckpoint:
                     f"omit --config to use the run's own settings, or set model.path as in {self.run.settings_path}"
                 )
 
-    def check_critic(self, critic: CriticSpec, *, is_required: bool = False) -> None:
+    def check_critic(self, critic: NetworkSpec, *, is_required: bool = False) -> None:
         """Raises InputError if the checkpoint's critic was trained from another model, or is required and missing."""
         saved = self.progress.fingerprints.get("the critic")
         if saved is None and is_required:

@@ -25,7 +25,7 @@ from app.model.segment_layout import SegmentLayout, attention_mask, single_segme
 from app.preflight.check_results import CheckRecorder
 from app.records.sample import Prompt, Sample
 from app.runtime.generators import slot_shapes
-from app.runtime.reward_model import NetworkSpec
+from app.runtime.model_spec import NetworkSpec
 from app.runtime.scoring import ScoringSession, set_compute_dtype
 from app.training.learner import LearnerGroup, longest_rows
 

@@ -51,10 +51,10 @@ from app.runtime.inputs import (
     read_critic,
     read_eval_rows,
     read_policy,
-    read_reference,
+    read_teacher,
     read_train_rows,
 )
-from app.runtime.model_spec import CriticSpec, ModelSpec, ReferenceSpec
+from app.runtime.model_spec import ModelSpec, NetworkSpec
 from app.runtime.pinned_revisions import pin_revisions
 from app.runtime.reward_model import RewardModelSpec
 from app.runtime.reward_trial import make_trial_samples
@@ -83,8 +83,8 @@ class PreflightInputs:
     """A run's inputs; unreadable ones are None or empty."""
 
     model: ModelSpec | None = None
-    critic: CriticSpec | None = None
-    teacher: ReferenceSpec | None = None
+    critic: NetworkSpec | None = None
+    teacher: NetworkSpec | None = None
     reward_model: RewardModelSpec | None = None
     dataset: Dataset | None = None
     prompts: Sequence[Prompt] = ()
@@ -226,18 +226,17 @@ def _read_models(recorder: CheckRecorder, settings: Settings, inputs: PreflightI
             tokens = f"a tokenizer with {inputs.model.tokenizer.vocab_size:,} tokens, a context of {context:,} tokens"
             family = inputs.model.architecture.family
             recorder.ok("model", f"{settings.model.path}: {family}, {size:,} parameters, {tokens}")
-    if settings.has_critic and (inputs.model is None or "critic.path" in absent):
-        recorder.skip("critic", reason="the critic or the policy could not be read")
-    elif settings.has_critic and inputs.model is not None:
-        with recorder.run_check("critic"):
-            inputs.critic = read_critic(settings, inputs.model)
-            recorder.ok("critic", f"{settings.critic.path or settings.model.path}: its tokenizer equals the policy's")
-    if settings.has_teacher and (inputs.model is None or "reference.path" in absent):
-        recorder.skip("teacher", reason="the teacher or the policy could not be read")
-    elif settings.has_teacher and inputs.model is not None:
-        with recorder.run_check("teacher"):
-            inputs.teacher = read_reference(settings, inputs.model)
-            recorder.ok("teacher", f"{settings.reference.source}: its tokens are the policy's")
+    of_critic, of_teacher = settings.critic.path or settings.model.path, settings.reference.source
+    for name, setting, read, is_used, found in (
+        ("critic", "critic.path", read_critic, settings.has_critic, f"{of_critic}: its tokenizer equals the policy's"),
+        ("teacher", "reference.path", read_teacher, settings.has_teacher, f"{of_teacher}: its tokens are the policy's"),
+    ):
+        if is_used and (inputs.model is None or setting in absent):
+            recorder.skip(name, reason=f"the {name} or the policy could not be read")
+        elif is_used and inputs.model is not None:
+            with recorder.run_check(name):
+                setattr(inputs, name, read(settings, inputs.model))
+                recorder.ok(name, found)
     if "reward.model" in absent:
         recorder.skip("reward model", reason=NOT_CACHED)
     else:

@@ -29,25 +29,15 @@ from app.mesh.devices import (
 )
 from app.mesh.placement import bytes_per_device, num_row_shards
 from app.model.decode_weights import transferred_bytes
-from app.model.decoder import DecoderDefinition, ValueDecoder, flatten_by_path
-from app.model.io.families import CAUSAL_LM, SEQUENCE_CLASSIFICATION, architecture_from_config
-from app.model.io.model_files import open_model
+from app.model.decoder import flatten_by_path
+from app.model.io.families import SEQUENCE_CLASSIFICATION
 from app.preflight.compiled_programs import CompiledProgram, ProgramCallback, format_step_memory, step_memory
 from app.preflight.phase_memory import StepOutline, outline_step, peak_phase
-from app.prompts.tokenizer import load_tokenizer
 from app.records.atomic_write import write_atomic
 from app.records.sample import Prompt
 from app.records.text_format import format_bytes, format_ranges, format_table
-from app.runtime.model_spec import (
-    CriticSpec,
-    ModelSpec,
-    ReferenceSpec,
-    adapted_definition,
-    check_context_length,
-    check_routing_replay,
-    check_vocabulary,
-    model_setting_in_errors,
-)
+from app.runtime.inputs import read_critic, read_policy, read_teacher
+from app.runtime.model_spec import ModelSpec, NetworkSpec, model_setting_in_errors, open_value_network
 from app.runtime.scoring import ScoringSession
 from app.runtime.session import Session
 from app.training.learner import LearnerGroup
@@ -169,14 +159,12 @@ class MeshInspection:
 
 
 class ConfigOnlySpec(NamedTuple):
-    """A run's networks, described only by their `config.json`, which determines sizes and placement."""
+    """A run's networks, described only by their `config.json`."""
 
     model: ModelSpec
-    """The policy, with the built-in tokenizer, because sizes do not depend on the tokenizer."""
-    critic: CriticSpec | None
-    reward_model: CriticSpec | None
-    """The reward model, which is a value network like a critic."""
-    teacher: ReferenceSpec | None
+    critic: NetworkSpec | None
+    reward_model: NetworkSpec | None
+    teacher: NetworkSpec | None
 
 
 def read_config_only_spec(settings: Settings) -> ConfigOnlySpec:
@@ -185,40 +173,12 @@ def read_config_only_spec(settings: Settings) -> ConfigOnlySpec:
     Raises:
         InputError: a configuration cannot be found or used, or its context is shorter than the longest sample.
     """
-    attention, critic, reward_model = settings.model.attention, None, None
-
-    def read_value_network(setting: str, path: str, heads: tuple[str, ...]) -> CriticSpec:
-        with model_setting_in_errors(setting):
-            files = open_model(path, config_only=True)
-            architecture = architecture_from_config(files.config, heads=heads, attention=attention)
-        return CriticSpec(files, architecture, DecoderDefinition.create(architecture, ValueDecoder))
-
-    files = open_model(settings.model.path, config_only=True)
-    architecture = architecture_from_config(files.config, attention=attention)
-    check_context_length(architecture, settings, path=settings.model.path)
-    check_routing_replay(architecture, settings)
-    tokenizer = partial(load_tokenizer, open_model("builtin:tiny"))
-    definition = DecoderDefinition.create(architecture)
-    model = ModelSpec(files, architecture, definition, tokenizer, adapted_definition(definition, settings.model))
-    if settings.has_critic:
-        critic = CriticSpec(files, architecture, DecoderDefinition.create(architecture, ValueDecoder))
-        if (path := settings.critic.path) is not None:
-            critic = read_value_network("critic.path", path, CAUSAL_LM + SEQUENCE_CLASSIFICATION)
-    if settings.reward.model is not None:
-        reward_model = read_value_network("reward.model", settings.reward.model, SEQUENCE_CLASSIFICATION)
-    return ConfigOnlySpec(model, critic, reward_model, _read_teacher_config(settings, model))
-
-
-def _read_teacher_config(settings: Settings, model: ModelSpec) -> ReferenceSpec | None:
-    path = settings.reference.source
-    if path is None or not settings.has_teacher:
-        return None
-    with model_setting_in_errors("reference.path"):
-        files = open_model(path, config_only=True)
-        architecture = architecture_from_config(files.config, attention=settings.model.attention)
-    check_vocabulary(settings, architecture, model)
-    check_context_length(architecture, settings, path=f"reference.path {path}")
-    return ReferenceSpec.cut(files, architecture, vocab_size=model.architecture.vocab_size)
+    model, reward_model = read_policy(settings, config_only=True), None
+    if (path := settings.reward.model) is not None:
+        with model_setting_in_errors("reward.model"):
+            reward_model = open_value_network(path, settings, heads=SEQUENCE_CLASSIFICATION, config_only=True)
+    critic, teacher = (read(settings, model, config_only=True) for read in (read_critic, read_teacher))
+    return ConfigOnlySpec(model, critic, reward_model, teacher)
 
 
 def open_step_outline(resolved: Resolved, *, compiles: bool) -> StepOutline:

@@ -20,7 +20,8 @@ from app.mesh.placement import abstract_arrays, bytes_per_device, num_row_shards
 from app.records.sample import Prompt
 from app.records.text_format import format_bytes, format_table
 from app.rollout.engine.shapes import BatchShape, Footprint
-from app.runtime.reward_model import NetworkSpec, make_reward_batcher
+from app.runtime.model_spec import NetworkSpec
+from app.runtime.reward_model import make_reward_batcher
 from app.runtime.session import Session
 from app.training.learner import LearnerGroup
 from app.training.network_memory import MemoryBreakdown, network_bytes, reference_bytes

@@ -96,9 +96,9 @@ class Tokenizer:
         return encoding_fingerprint(self._hf_tokenizer)
 
     @property
-    def token_table(self) -> dict[int, str]:
-        """The token of each id, control tokens included."""
-        return token_table(self._hf_tokenizer)
+    def vocabulary(self) -> dict[str, int]:
+        """The id of each token, control tokens included."""
+        return self._hf_tokenizer.get_vocab()
 
     def chat_ids(self, messages: Messages) -> list[int]:
         """Returns the ids of a chat up to the start of the assistant's next turn; see `ChatTemplate`."""
@@ -175,11 +175,6 @@ def encoding_fingerprint(hf_tokenizer: PreTrainedTokenizerFast) -> str:
     # These fields concern batches and depend on the program that saved the file.
     del rules["truncation"], rules["padding"]
     return hashlib.sha256(json.dumps(rules).encode()).hexdigest()
-
-
-def token_table(hf_tokenizer: PreTrainedTokenizerFast) -> dict[int, str]:
-    """Returns the token of each id, control tokens included."""
-    return {token_id: token for token, token_id in hf_tokenizer.get_vocab().items()}
 
 
 def load_tokenizer(

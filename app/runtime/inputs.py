@@ -24,9 +24,8 @@ from app.reward.function_pool import open_pool
 from app.reward.plugin_signature import DataColumns
 from app.reward.reward_functions import EnvironmentReward, OverlongPenalty, RewardFunctions, accuracy_function_name
 from app.runtime.model_spec import (
-    CriticSpec,
     ModelSpec,
-    ReferenceSpec,
+    NetworkSpec,
     check_context_length,
     read_critic_spec,
     read_model_spec,
@@ -94,33 +93,33 @@ def eval_columns(settings: Settings, rows: PromptsOrRows) -> DataColumns:
     return replace(data_columns(settings, rows), source=settings.data.eval_source or settings.data.sources[0].source)
 
 
-def read_policy(settings: Settings) -> ModelSpec:
+def read_policy(settings: Settings, *, config_only: bool = False) -> ModelSpec:
     """Reads the model of `model.path` and its tokenizer.
 
     Raises:
         InputError: the model cannot be used, or its context is too short for the settings.
     """
-    model = read_model_spec(settings)
+    model = read_model_spec(settings, config_only=config_only)
     check_context_length(model.architecture, settings, path=settings.model.path)
     return model
 
 
-def read_critic(settings: Settings, model: ModelSpec) -> CriticSpec | None:
+def read_critic(settings: Settings, model: ModelSpec, *, config_only: bool = False) -> NetworkSpec | None:
     """Reads the model that the critic starts from; returns None without a critic."""
     if not settings.has_critic:
         return None
-    critic = read_critic_spec(settings, model)
+    critic = read_critic_spec(settings, model, config_only=config_only)
     check_context_length(critic.architecture, settings, path=settings.critic.path or settings.model.path)
     return critic
 
 
-def read_reference(settings: Settings, model: ModelSpec) -> ReferenceSpec | None:
-    """Reads the teacher; returns None if the run has none."""
+def read_teacher(settings: Settings, model: ModelSpec, *, config_only: bool = False) -> NetworkSpec | None:
+    """Reads the model of `reference.path`; returns None if the run has no teacher."""
     if not settings.has_teacher:
         return None
-    reference = read_reference_spec(settings, model)
-    check_context_length(reference.architecture, settings, path=f"reference.path {settings.reference.source}")
-    return reference
+    teacher = read_reference_spec(settings, model, config_only=config_only)
+    check_context_length(teacher.architecture, settings, path=f"reference.path {settings.reference.source}")
+    return teacher
 
 
 def read_checked_reward_model(settings: Settings) -> RewardModelSpec | None:

@@ -25,7 +25,7 @@ from app.model.io.hf_weights import (
 from app.model.io.model_files import ModelFiles, is_from_hub, open_model
 from app.model.lora import LoRAConfig
 from app.model.quantization import QUANTIZE_BASE_SETTING, check_quantization
-from app.prompts.tokenizer import Tokenizer, encoding_fingerprint, load_fast_tokenizer, load_tokenizer, token_table
+from app.prompts.tokenizer import Tokenizer, encoding_fingerprint, load_fast_tokenizer, load_tokenizer
 from app.records.text_format import format_percent
 from app.records.versions import QUANTIZATION_PACKAGE, version_of
 from settings import Settings
@@ -42,13 +42,19 @@ QUANTIZER_FINGERPRINT = f"the version of {QUANTIZATION_PACKAGE}, which finds the
 
 
 @dataclass(frozen=True)
-class ModelSpec:
-    """A model whose files have been checked but not loaded: no device has been used."""
+class NetworkSpec:
+    """A network whose files have been checked but not loaded: no device has been used."""
 
     files: ModelFiles
     architecture: Architecture
     definition: DecoderDefinition
-    """Definition of the model's own weights, as stored in its files."""
+    """Definition of the network's own weights, as stored in its files."""
+
+
+@dataclass(frozen=True)
+class ModelSpec(NetworkSpec):
+    """The policy."""
+
     load_tokenizer: Callable[[], Tokenizer]
     """Loads the tokenizer that `tokenizer` then keeps."""
     policy_definition: DecoderDefinition
@@ -109,35 +115,38 @@ class ModelSpec:
         return replace(self, policy_definition=self.definition)
 
 
-def read_model_spec(settings: Settings, *, generates: bool = True) -> ModelSpec:
+def read_model_spec(settings: Settings, *, generates: bool = True, config_only: bool = False) -> ModelSpec:
     """Opens model files and tokenizer and checks that they fit each other.
 
     Args:
         generates: False to score only; the tokenizer, needed only for text, is then read on first use.
+        config_only: whether only `config.json` is read, which determines sizes and placement. The tokenizer is then the
+            built-in one.
 
     Raises:
         InputError: the model cannot be used; detected here rather than later on the device.
     """
-    files, architecture = _open_causal_lm("model.path", settings.model.path, settings.model.attention)
-    definition = DecoderDefinition.create(architecture)
+    causal_lm = _open_causal_lm("model.path", settings.model.path, settings.model.attention, config_only=config_only)
+    files, architecture, definition = causal_lm.files, causal_lm.architecture, causal_lm.definition
     check_routing_replay(architecture, settings)
-    check_tensors(expected_tensors(definition), files.weights.shapes, architecture)
     adapted = adapted_definition(definition, settings.model)
 
     def read_tokenizer() -> Tokenizer:
+        if config_only:
+            return load_tokenizer(open_model("builtin:tiny"))
         needs_template = generates and settings.data.chat_template != "none"
         chosen = {"eos_tokens": settings.model.eos_tokens, "needs_template": needs_template}
         return load_tokenizer(files, settings.data.chat_template_kwargs, **chosen)
 
     model = ModelSpec(files, architecture, definition, read_tokenizer, adapted)
-    if generates:
+    if generates and not config_only:
         _ = model.tokenizer
     return model
 
 
-def _open_causal_lm(setting: str, path: str, attention: AttentionImplementation) -> tuple[ModelFiles, Architecture]:
+def _open_causal_lm(setting: str, path: str, attention: AttentionImplementation, *, config_only: bool) -> NetworkSpec:
     """Opens the files of a causal language model, whose embeddings are tied if its file has no other LM head."""
-    files = open_model(path)
+    files = open_model(path, config_only=config_only)
     architecture = architecture_from_config(files.config, attention=attention)
     if architecture.tied_embeddings and has_own_head(files.weights):
         log.warning(
@@ -147,7 +156,10 @@ def _open_causal_lm(setting: str, path: str, attention: AttentionImplementation)
         )
         files = replace(files, config=files.config | {"tie_word_embeddings": False})
         architecture = replace(architecture, tied_embeddings=False)
-    return files, architecture
+    definition = DecoderDefinition.create(architecture)
+    if not config_only:
+        check_tensors(expected_tensors(definition), files.weights.shapes, architecture)
+    return NetworkSpec(files, architecture, definition)
 
 
 def check_routing_replay(architecture: Architecture, settings: Settings) -> None:
@@ -196,31 +208,30 @@ def refuse_quantized_experts(architecture: Architecture, setting: str) -> None:
         raise InputError(f"{setting} cannot quantize the matrices of this model's experts; set it to null")
 
 
-@dataclass(frozen=True)
-class CriticSpec:
-    """The model that a critic starts from, checked but not loaded. It must share the policy's token ids."""
-
-    files: ModelFiles
-    architecture: Architecture
-    definition: DecoderDefinition
+def open_value_network(path: str, settings: Settings, *, heads: tuple[str, ...], config_only: bool) -> NetworkSpec:
+    """Opens the files of a network with a value head, without checking its tensors."""
+    files = open_model(path, config_only=config_only)
+    architecture = architecture_from_config(files.config, heads=heads, attention=settings.model.attention)
+    return NetworkSpec(files, architecture, DecoderDefinition.create(architecture, ValueDecoder))
 
 
-def read_critic_spec(settings: Settings, policy: ModelSpec) -> CriticSpec:
-    """Reads the model of `critic.path`, or the policy's own, as a value decoder.
+def read_critic_spec(settings: Settings, policy: ModelSpec, *, config_only: bool = False) -> NetworkSpec:
+    """Reads the model of `critic.path`, or the policy's own, as a value decoder. It must share the policy's token ids.
 
     Raises:
         InputError: the model cannot be used as a critic, for example because its tokenizer is not the policy's.
     """
     if settings.critic.path is None:
         definition = DecoderDefinition.create(policy.architecture, ValueDecoder)
-        return CriticSpec(policy.files, policy.architecture, definition)
+        return NetworkSpec(policy.files, policy.architecture, definition)
     with model_setting_in_errors("critic.path"):
-        files = open_model(settings.critic.path)
         heads = CAUSAL_LM + SEQUENCE_CLASSIFICATION
-        architecture = architecture_from_config(files.config, heads=heads, attention=settings.model.attention)
-        definition = DecoderDefinition.create(architecture, ValueDecoder)
-        check_tensors(critic_tensors(definition, files.weights.shapes), files.weights.shapes, architecture)
-        same_ids = encoding_fingerprint(load_fast_tokenizer(files)) == policy.tokenizer.encoding_fingerprint
+        critic = open_value_network(settings.critic.path, settings, heads=heads, config_only=config_only)
+        if config_only:
+            return critic
+        shapes = critic.files.weights.shapes
+        check_tensors(critic_tensors(critic.definition, shapes), shapes, critic.architecture)
+        same_ids = encoding_fingerprint(load_fast_tokenizer(critic.files)) == policy.tokenizer.encoding_fingerprint
     if not same_ids:
         raise InputError(
             f"critic.path: the tokenizer of {settings.critic.path} differs from that of model.path "
@@ -228,73 +239,39 @@ def read_critic_spec(settings: Settings, policy: ModelSpec) -> CriticSpec:
             "policy's family, or set "
             "critic.path: null"
         )
-    return CriticSpec(files, architecture, definition)
+    return critic
 
 
-@dataclass(frozen=True)
-class ReferenceSpec:
-    """A teacher, the model of `reference.path`, checked but not loaded, with its vocabulary cut to the policy's."""
-
-    files: ModelFiles
-    architecture: Architecture
-    definition: DecoderDefinition
-    num_tokens: int
-    """Size of the teacher's own vocabulary, including padding."""
-
-    @classmethod
-    def cut(cls, files: ModelFiles, architecture: Architecture, *, vocab_size: int) -> ReferenceSpec:
-        """Returns the model with only the first tokens of its vocabulary, also in the softmax."""
-        files = replace(files, weights=FirstTokens(files.weights, vocab_size))
-        of_policy = replace(architecture, vocab_size=vocab_size)
-        return cls(files, of_policy, DecoderDefinition.create(of_policy), architecture.vocab_size)
-
-
-def read_reference_spec(settings: Settings, policy: ModelSpec) -> ReferenceSpec:
-    """Reads the model of `reference.path`, which is set.
+def read_reference_spec(settings: Settings, policy: ModelSpec, *, config_only: bool = False) -> NetworkSpec:
+    """Reads the teacher of `reference.path`; its vocabulary is cut to the policy's, also in the softmax.
 
     Raises:
         InputError: the model cannot be used as a teacher, for example because its tokens are not the policy's.
     """
-    path = settings.reference.source
+    path, num_tokens = settings.reference.source, policy.architecture.vocab_size
     assert path is not None
     if settings.reference.revision is not None and not is_from_hub(settings.reference.path or ""):
         raise InputError(
             f"reference.revision: {settings.reference.path} is not on the hub, so it has no revisions; set it to null"
         )
     with model_setting_in_errors("reference.path"):
-        files, architecture = _open_causal_lm("reference.path", path, settings.model.attention)
-        check_tensors(expected_tensors(DecoderDefinition.create(architecture)), files.weights.shapes, architecture)
-        tokens = token_table(load_fast_tokenizer(files))
-    check_vocabulary(settings, architecture, policy)
-    own = sorted(policy.tokenizer.token_table.items())
-    if (other := next(((i, token) for i, token in own if tokens.get(i) != token), None)) is not None:
+        teacher = _open_causal_lm("reference.path", path, settings.model.attention, config_only=config_only)
+        of_teacher = {} if config_only else load_fast_tokenizer(teacher.files).get_vocab()
+    problem = None
+    if teacher.architecture.vocab_size < num_tokens:
+        problem = f"{path} has {teacher.architecture.vocab_size:,} tokens, fewer than the {num_tokens:,} of"
+    elif not config_only:
+        tokens, own = ({i: token for token, i in one.items()} for one in (of_teacher, policy.tokenizer.vocabulary))
+        if (i := next((i for i in sorted(own) if tokens.get(i) != own[i]), None)) is not None:
+            problem = f"token {i} of {path} is {tokens.get(i)!r}, but {own[i]!r} in"
+    if problem is not None:
         raise InputError(
-            f"reference.path: token {other[0]} of {path} is {tokens.get(other[0])!r}, but {other[1]!r} in "
-            f"{settings.model.path}, so the teacher would misread the policy's tokens; choose a teacher of the "
-            "policy's family"
+            f"reference.path: {problem} {settings.model.path}, so the teacher would misread the policy's tokens; "
+            "choose one of the policy's family"
         )
-    return ReferenceSpec.cut(files, architecture, vocab_size=policy.architecture.vocab_size)
-
-
-def check_vocabulary(settings: Settings, teacher: Architecture, policy: ModelSpec) -> None:
-    """Raises InputError if the teacher has fewer tokens than the policy, which could sample a token unknown to it."""
-    if teacher.vocab_size < policy.architecture.vocab_size:
-        raise InputError(
-            f"reference.path: {settings.reference.source} has {teacher.vocab_size:,} tokens, fewer than the "
-            f"{policy.architecture.vocab_size:,} of {settings.model.path}; choose a teacher of the policy's family"
-        )
-
-
-def reference_notes(reference: ReferenceSpec | None) -> tuple[str, ...]:
-    """Returns a note on the teacher; none without one."""
-    if reference is None:
-        return ()
-    cut, num_tokens = reference.architecture.vocab_size, reference.num_tokens
-    left_out = "" if cut == num_tokens else f"; of its {num_tokens:,} tokens, the policy's first {cut:,} count"
-    return (
-        f"reference.path: the teacher is {reference.files.name} ({reference.architecture.family}), with "
-        f"{reference.definition.num_parameters:,} own weights{left_out}",
-    )
+    architecture = replace(teacher.architecture, vocab_size=num_tokens)
+    files = replace(teacher.files, weights=FirstTokens(teacher.files.weights, num_tokens))
+    return NetworkSpec(files, architecture, DecoderDefinition.create(architecture))
 
 
 @contextmanager

@@ -15,29 +15,26 @@ from app.batching.micro_batcher import FixedRowBatcher, GlobalPlan, PackedRowBat
 from app.batching.packing_metrics import scoring_batching_metrics
 from app.batching.sample_exchange import READ_BY_SCORING, fetch_rows
 from app.model.architecture import Architecture
-from app.model.decoder import DecoderDefinition, Params, ValueDecoder
-from app.model.io.families import SEQUENCE_CLASSIFICATION, architecture_from_config
+from app.model.decoder import Params
+from app.model.io.families import SEQUENCE_CLASSIFICATION
 from app.model.io.hf_weights import VALUE_HEAD, check_tensors, expected_tensors, load_weights
-from app.model.io.model_files import ModelFiles, open_model
 from app.plugins.values import Failure, one_line
 from app.prompts.reward_model_encoder import ConversationEncoder
 from app.records.sample import Prompt, Sample
 from app.reward.aggregate import RewardOutcome
 from app.runtime.mesh_checks import check_experts
 from app.runtime.micro_batching import MaxLengths, make_score_batcher
-from app.runtime.model_spec import CriticSpec, ModelSpec, model_setting_in_errors
+from app.runtime.model_spec import ModelSpec, NetworkSpec, model_setting_in_errors, open_value_network
 from app.runtime.scoring import set_compute_dtype
 from app.score.scorer import ValueScorer, reward_model_inputs
 from settings import Settings
 from settings.errors import InputError
 
 
-class RewardModelSpec(NamedTuple):
-    """A reward model whose files have been checked but not loaded: no device has been used."""
+@dataclass(frozen=True)
+class RewardModelSpec(NetworkSpec):
+    """A reward model, with the encoder of what it reads."""
 
-    files: ModelFiles
-    architecture: Architecture
-    definition: DecoderDefinition
     conversations: ConversationEncoder
 
     def check_prompt(self, prompt: Prompt) -> None:
@@ -59,10 +56,6 @@ def reward_model_notes(reward_model: RewardModelSpec | None, policy: ModelSpec) 
     )
 
 
-NetworkSpec = ModelSpec | CriticSpec | RewardModelSpec
-"""Description of a network, without its weights."""
-
-
 def read_reward_model_spec(settings: Settings) -> RewardModelSpec | None:
     """Reads the model of `reward.model`; returns None without one.
 
@@ -72,10 +65,9 @@ def read_reward_model_spec(settings: Settings) -> RewardModelSpec | None:
     if settings.reward.model is None:
         return None
     with model_setting_in_errors("reward.model"):
-        files = open_model(settings.reward.model)
-        heads, attention = SEQUENCE_CLASSIFICATION, settings.model.attention
-        architecture = architecture_from_config(files.config, heads=heads, attention=attention)
-        definition = DecoderDefinition.create(architecture, ValueDecoder)
+        heads = SEQUENCE_CLASSIFICATION
+        network = open_value_network(settings.reward.model, settings, heads=heads, config_only=False)
+        files, architecture, definition = network.files, network.architecture, network.definition
         shape = files.weights.shapes.get(VALUE_HEAD)
         if shape is not None and len(shape) == 2 and shape[0] != 1:
             raise InputError(

@@ -25,7 +25,7 @@ from app.model.lora import combine_params, init_adapters
 from app.model.quantization import check_qwix_installed
 from app.records.sample import Sample
 from app.runtime.mesh_checks import check_experts, check_tp_divides_heads
-from app.runtime.model_spec import CriticSpec, ModelSpec, ReferenceSpec
+from app.runtime.model_spec import ModelSpec, NetworkSpec
 from app.score.scorer import BatchRunner, PackedForward, Scorer, ValueScorer, append_dummy_token
 from settings import Settings
 from settings.schema.algorithm import ScoredRole
@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 class CriticModel:
     """A value decoder on the mesh of a session."""
 
-    spec: CriticSpec
+    spec: NetworkSpec
     valuer: ValueScorer
 
     def load_params(self, mesh: Mesh) -> Params:
@@ -61,7 +61,7 @@ class ScoringSession:
     """Scores with the weights of the teacher or, without one, of `model.path`, quantized like the policy's; the latter
     equals `scorer` without adapters."""
     critic: CriticModel | None = None
-    teacher: ReferenceSpec | None = None
+    teacher: NetworkSpec | None = None
     """The reference if it is not the policy's start."""
     generation_devices: tuple[int, ...] = ()
     """Indices of this host's devices that only generate; empty if all belong to the mesh."""
@@ -71,8 +71,8 @@ class ScoringSession:
         cls,
         settings: Settings,
         model: ModelSpec,
-        critic: CriticSpec | None = None,
-        teacher: ReferenceSpec | None = None,
+        critic: NetworkSpec | None = None,
+        teacher: NetworkSpec | None = None,
         *,
         trains: bool = False,
     ) -> ScoringSession:

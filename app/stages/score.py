@@ -39,7 +39,7 @@ from app.records.sample import Sample
 from app.records.sample_json import TOKEN_IDS, LocatedSample
 from app.runtime.host_supervision import PhaseCallback, iterate_in_phase, join_hosts
 from app.runtime.micro_batching import MaxLengths, make_score_batcher, num_bootstrap_tokens
-from app.runtime.model_spec import CriticSpec, ModelSpec, read_critic_spec, read_model_spec, read_reference_spec
+from app.runtime.model_spec import ModelSpec, NetworkSpec, read_critic_spec, read_model_spec, read_reference_spec
 from app.runtime.scoring import ScoringSession
 from app.stages.sample_reader import WINDOW_SAMPLES, SampleFileExtent, SampleReader, file_digest
 from app.stages.sample_text import SampleEncoder
@@ -63,7 +63,7 @@ class SavedNetworks(Protocol):
 
     def describe(self) -> str: ...
     def check_compatible(self, model: ModelSpec, *, needs_tokenizer: bool) -> None: ...
-    def check_critic(self, critic: CriticSpec, *, is_required: bool) -> None: ...
+    def check_critic(self, critic: NetworkSpec, *, is_required: bool) -> None: ...
     def restore_params(
         self, shapes: Params, shardings: Params, *, network: Literal["policy", "critic"] = "policy"
     ) -> Params: ...

@@ -16,7 +16,7 @@ from app.prompts.tokenizer import load_tokenizer
 from app.records.run_directory import RunDirectory
 from app.runtime.inputs import encode_train_rows, read_train_rows
 from app.runtime.model_spec import (
-    CriticSpec,
+    NetworkSpec,
     adapter_notes,
     read_critic_spec,
     read_model_spec,
@@ -71,7 +71,7 @@ def test_adapter_notes_say_which_weights_are_trained(tiny_model: Path) -> None:
     assert adapter_notes(model.without_adapters, has_critic=True) == ()
 
 
-def critic_input(policy: Path, critic: Path) -> CriticSpec:
+def critic_input(policy: Path, critic: Path) -> NetworkSpec:
     settings = load(None, [f"model.path={policy}", f"critic.path={critic}"], {}).settings
     return read_critic_spec(settings, read_model_spec(settings))
 
@@ -121,8 +121,7 @@ def test_a_teacher_must_have_the_policys_tokens(tiny_model: Path, tmp_path: Path
     path = gguf_files.write_gguf(tmp_path / "a.gguf", "llama", tensors, extra=[gguf_files.add_tiny_tokenizer])
     settings = load(None, [f"model.path={tiny_model}", f"reference.path={path}"], {}).settings
     teacher = read_reference_spec(settings, read_model_spec(settings))
-    assert teacher is not None
-    assert (teacher.num_tokens, teacher.architecture.vocab_size) == (40, 24)
+    assert teacher.architecture.vocab_size == 24
     params = load_weights(teacher.definition, teacher.files.weights, make_mesh())
     for ours, name in (("embedding", EMBEDDING), ("output", LM_HEAD)):
         np.testing.assert_array_equal(params[ours], tensors[name][:24])
