@@ -204,10 +204,9 @@ def _read_inputs(recorder: CheckRecorder, settings: Settings) -> PreflightInputs
     with recorder.run_check("reward"):
         samples = make_trial_samples(inputs.model.tokenizer, judged)
         check_reward_functions(recorder, settings, samples, judged, inputs.held_out)
-        with open_custom_estimator(settings, judged) as custom:
-            if custom is not None:
-                custom.try_on(samples)
-                recorder.ok("advantage", f"{custom.function}: {custom.summary}")
+        with ExitStack() as stack:
+            if (custom := open_custom_estimator(settings, judged, samples, stack)) is not None:
+                recorder.ok("advantage", custom.plug_in.summary)
     if settings.env.is_used:
         with recorder.run_check("environment"):
             recorder.ok("environment", try_episode(settings, inputs.model.tokenizer, judged[0]))

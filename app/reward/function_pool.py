@@ -59,7 +59,7 @@ class FunctionPool(Pool):
     """
 
     def __init__(self, function: str, *, limits: Limits, setting: str, env_vars: Sequence[str] = ()) -> None:
-        self.function = function
+        self.function, self.setting = function, setting
         super().__init__(
             "app.reward.worker_main",
             {"function": function},
@@ -130,7 +130,7 @@ class InProcessPool:
                 f"{setting}: {function} is a Python function passed to grpo.train, but this process does not have "
                 f"it; pass it again, or write it to a file and set {setting} to file.py:function"
             )
-        self.function = function
+        self.function, self.setting = function, setting
         self._callable = _callables[name]
 
     def load(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Plug-ins: user-supplied reward functions, whose failures affect only their own samples."""
+"""Plug-ins: user-supplied reward functions and advantage estimators, whose failures affect only their own samples."""
 
 from __future__ import annotations
 
@@ -34,18 +34,29 @@ class StepInfo:
 
 
 class PlugIn:
-    """A user-supplied reward function and its pool of workers. The creator of the pool must close it.
+    """A user-supplied function and its pool of workers. The creator of the pool must close it.
 
     Args:
         columns: columns of the data that the function may take as parameters.
         batch_size: maximum number of samples per batch-style call; a group is never split.
+        is_estimator: whether the function computes advantages, from `Sample.reward` among others.
 
     Raises:
         InputError: the function cannot be imported, or has a required parameter that the data cannot fill.
     """
 
-    def __init__(self, name: str, pool: FunctionPool | InProcessPool, columns: DataColumns, *, batch_size: int) -> None:
+    def __init__(
+        self,
+        name: str,
+        pool: FunctionPool | InProcessPool,
+        columns: DataColumns,
+        *,
+        batch_size: int,
+        is_estimator: bool = False,
+    ) -> None:
         self.name = name
+        self.source = f"{pool.setting}: {pool.function}"
+        """The setting that names it, and its value."""
         self._pool = pool
         self._columns = columns
         self._batch_size = batch_size
@@ -54,15 +65,15 @@ class PlugIn:
             self._unlimited = answer["unlimited"]
             """Resources that this system cannot limit."""
             self._parameters = [Parameter(*parameter) for parameter in answer["parameters"]]
-            self._signature = read_signature(self._parameters, columns)
+            self._signature = read_signature(self._parameters, columns, is_estimator=is_estimator)
         except LoadError as problem:
-            raise InputError(f"reward.functions: {pool.function}: {problem}") from problem
+            raise InputError(f"{self.source}: {problem}") from problem
 
     @property
     def summary(self) -> str:
         """One-line description of how the function is called."""
         unlimited = f"; this system cannot limit {', '.join(self._unlimited)}" if self._unlimited else ""
-        return f"reward {self.name}: {self._pool.function}, {self._signature.to_text()}{unlimited}"
+        return f"{self.name}: {self._pool.function}, {self._signature.to_text()}{unlimited}"
 
     @property
     def gets_answer(self) -> bool:
@@ -88,7 +99,7 @@ class PlugIn:
     def compute_outcomes(self, samples: Sequence[Sample], step_info: StepInfo) -> list[RewardOutcome]:
         """Returns one outcome per sample, in order.
 
-        A batch that fails is retried group by group, and then sample by sample.
+        A batch of rewards that fails is retried group by group, and then sample by sample.
 
         Raises:
             WorkersLostError: a worker died, and its replacement failed twice to start.
@@ -107,7 +118,7 @@ class PlugIn:
             return
         batch: tuple[int, ...] = ()
         for group in group_indices(range(len(samples)), samples):
-            if batch and len(batch) + len(group) > self._batch_size:
+            if batch and len(batch) + len(group) > self._batch_size and not self._signature.takes_all:
                 yield batch
                 batch = ()
             batch += group
@@ -126,14 +137,16 @@ class PlugIn:
         answers = self._pool.run(requests)
         parts: list[tuple[int, ...]] = []
         for batch, answer in zip(batches, answers, strict=True):
-            if isinstance(answer, Failure) and answer.kind == "length":
+            # A part of a batch would get other advantages than the whole.
+            to_retry = answer if isinstance(answer, Failure) and self._signature.style != "estimator" else None
+            if to_retry is not None and to_retry.kind == "length":
                 # An error in the function that smaller batches would not fix.
-                raise UnassignableRewardsError(f"reward {self.name}: {self._pool.function} {answer.text}")
-            if isinstance(answer, Failure) and len(batch) > 1:
+                raise UnassignableRewardsError(f"reward {self.name}: {self._pool.function} {to_retry.text}")
+            if to_retry is not None and len(batch) > 1:
                 groups = list(group_indices(batch, samples))
                 parts += groups if len(groups) > 1 else [(index,) for index in batch]
                 continue
-            results = [RewardOutcome(failure=answer)] if isinstance(answer, Failure) else answer
+            results = [RewardOutcome(failure=answer)] * len(batch) if isinstance(answer, Failure) else answer
             for index, outcome in zip(batch, results, strict=True):
                 outcomes[index] = outcome
         return parts
@@ -141,10 +154,12 @@ class PlugIn:
     def _request(self, samples: Sequence[Sample], step_info: StepInfo) -> dict[str, Any]:
         signature = self._signature
         arguments = build_arguments(signature, samples, self._columns)
+        is_estimator = signature.style == "estimator"
         return {
             "arguments": arguments,
             "is_batch": signature.is_batch,
             "num_samples": len(samples),
+            "token_counts": [len(sample.completion_ids) for sample in samples] if is_estimator else None,
             "trainer_arguments": [name for name in signature.arguments if name not in arguments],
             "trainer_state": {"global_step": step_info.step, "max_steps": step_info.num_steps},
         }

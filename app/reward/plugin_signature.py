@@ -3,8 +3,9 @@
     batch     f(prompts, completions, completion_ids, <columns>, **kwargs) -> list of numbers or None    as in TRL
     verl      f(data_source, solution_str, ground_truth, extra_info=None)  -> number or dict with `score`
     by name   f(prompt, completion, answer, <columns>)                     -> number or dict with `score`
+    estimator f(rewards, lengths, ..., prompts, <columns>, **kwargs)       -> list of numbers or lists of numbers
 
-A completion is the policy's text in its last turn.
+An estimator computes advantages (`app.advantage.custom_estimator`). A completion is the policy's text in its last turn.
 
 Source: TRL's `GRPOTrainer.reward_funcs`; verl's `compute_score`.
 """
@@ -18,7 +19,7 @@ from typing import Any, Literal
 from app.plugins.loading import LoadError
 from app.records.sample import Sample
 
-StyleName = Literal["batch", "verl", "by name"]
+StyleName = Literal["batch", "verl", "by name", "estimator"]
 
 ANSWER_NAMES = ("answer", "ground_truth", "solution")
 PROMPT_NAMES = ("question", "problem", "messages")
@@ -28,6 +29,7 @@ SAMPLE_ARGUMENTS: Mapping[StyleName, tuple[str, ...]] = {
     "batch": ("prompts", "completions", "completion_ids"),
     "verl": ("data_source", "solution_str", "ground_truth", "extra_info"),
     "by name": ("prompt", "completion", "completion_ids"),
+    "estimator": ("rewards", "lengths", "group_ids", "policy_versions", "prompts", "completions", "completion_ids"),
 }
 """Names of the arguments filled from a sample, in each style."""
 
@@ -96,31 +98,34 @@ class PlugInSignature:
 
     @property
     def is_batch(self) -> bool:
-        return self.style == "batch"
+        return self.style in ("batch", "estimator")
+
+    @property
+    def takes_all(self) -> bool:
+        """Whether an estimator is called with all of this host's samples, not with those of one prompt."""
+        return self.style == "estimator" and "group_ids" in self.arguments
 
     def to_text(self) -> str:
         """Returns a description for the startup log."""
         units = {"batch": "a batch", "verl": "one sample as in verl", "by name": "one sample"}
+        units["estimator"] = "all samples of this host" if self.takes_all else "the samples of a prompt"
         return f"called with {units[self.style]}: {', '.join(self.arguments)}"
 
 
 def read_signature(
-    parameters: Sequence[Parameter], columns: DataColumns, *, estimator_arguments: Sequence[str] = ()
+    parameters: Sequence[Parameter], columns: DataColumns, *, is_estimator: bool = False
 ) -> PlugInSignature:
     """Returns the calling style of a function and the names of the arguments to pass.
-
-    Args:
-        estimator_arguments: further arguments of an advantage estimator, which is called in batch style.
 
     Raises:
         LoadError: a required parameter cannot be filled, or no parameter depends on the sample.
     """
     named = [p for p in parameters if p.kind in ("POSITIONAL_OR_KEYWORD", "KEYWORD_ONLY")]
     takes_everything = any(p.kind == "VAR_KEYWORD" for p in parameters)
-    style = "batch" if estimator_arguments else _style({p.name for p in named}, takes_everything)
+    style = "estimator" if is_estimator else _style({p.name for p in named}, takes_everything)
     names = [*SAMPLE_ARGUMENTS[style], *sorted(columns.answers), *sorted(columns.extra), *sorted(columns.prompts)]
     if style == "batch":
-        names += estimator_arguments or TRAINER_ARGUMENTS
+        names += TRAINER_ARGUMENTS
     fillable = [x for x in dict.fromkeys(names) if x != "completion_ids" or columns.without_token_ids is None]
     wanted = [p.name for p in parameters if p.kind == "POSITIONAL_ONLY" and not p.is_optional]
     if wanted:
@@ -134,7 +139,7 @@ def read_signature(
         problem = "has no parameter that a sample can fill"
         if unknown:
             problem = f"has parameters that cannot be filled: {_quote_names(unknown)}"
-        raise LoadError(f"{problem}. {_describe_available(columns, estimator_arguments)}")
+        raise LoadError(f"{problem}. {_describe_available(columns, style)}")
     return PlugInSignature(style, tuple(arguments))
 
 
@@ -146,11 +151,10 @@ def _style(names: set[str], takes_everything: bool) -> StyleName:
     return "batch" if takes_everything and not names else "by name"
 
 
-def _describe_available(columns: DataColumns, estimator_arguments: Sequence[str]) -> str:
+def _describe_available(columns: DataColumns, style: StyleName) -> str:
     data = _quote_names([*(["answer"] if columns.answers else []), *sorted(columns.extra)]) or "none"
-    if estimator_arguments:
-        given = _quote_names([*estimator_arguments, *SAMPLE_ARGUMENTS["batch"]])
-        return f"An estimator takes {given}, and these data columns: {data}"
+    if style == "estimator":
+        return f"An estimator takes {_quote_names(SAMPLE_ARGUMENTS[style])}, and these data columns: {data}"
     return (
         "A function takes a batch (prompts, completions, completion_ids), or one sample (prompt, completion, or verl's "
         f"data_source, solution_str, ground_truth, extra_info), and in either case these data columns: {data}"
@@ -180,6 +184,13 @@ def build_arguments(signature: PlugInSignature, samples: Sequence[Sample], colum
             "data_source": lambda s: s.prompt.extra.get("data_source", columns.source),
             "ground_truth": lambda s: s.prompt.extra.get("ground_truth", s.prompt.answer),
             "extra_info": lambda s: s.prompt.extra.get("extra_info", {}),
+        }
+    if signature.style == "estimator":
+        getters |= {
+            "rewards": lambda s: s.reward,
+            "lengths": lambda s: len(s.completion_ids),
+            "group_ids": lambda s: s.group_id,
+            "policy_versions": lambda s: s.policy_version,
         }
     arguments = {}
     for name in signature.arguments:

@@ -172,7 +172,7 @@ class RewardFunctions:
                     judge = TaskReward(accuracy_function_name(self._settings))
                 self._held_out_function = judge
             self._exit_stack = self._exit_stack.pop_all()
-        self.plug_in_summaries = tuple(f.summary for f in self._functions if isinstance(f, PlugIn))
+        self.plug_in_summaries = tuple(f"reward {f.summary}" for f in self._functions if isinstance(f, PlugIn))
         return self
 
     def __exit__(self, *_: object) -> None:

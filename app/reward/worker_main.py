@@ -91,8 +91,8 @@ def call_function(function: Callable[..., Any], request: Mapping[str, Any]) -> d
     arguments |= {name: for_function[name] for name in request["trainer_arguments"]}
     try:
         result = await_value(function(**arguments))
-        if "token_counts" in request:
-            return {"outcomes": estimator_outcomes(result, request["token_counts"])}
+        if (token_counts := request.get("token_counts")) is not None:
+            return {"outcomes": estimator_outcomes(result, token_counts)}
         if request["is_batch"]:
             logged = collect_columns(columns, num_samples)
             return {"outcomes": batch_outcomes(result, num_samples, collect_extras(metrics), logged)}
@@ -109,19 +109,14 @@ def estimator_outcomes(result: Any, token_counts: Sequence[int]) -> list[dict[st
     """
     outcomes = []
     for value, num_tokens in zip(_items(result, len(token_counts), "numbers or lists"), token_counts, strict=True):
-        if not hasattr(type(value), "__len__") or getattr(value, "ndim", 1) == 0:
-            outcomes.append({"value": _advantage(value)})
-            continue
-        if len(value) != num_tokens:
+        is_number = not hasattr(type(value), "__len__") or getattr(value, "ndim", 1) == 0
+        if not is_number and len(value) != num_tokens:
             raise PlugInValueError(f"returned {len(value)} advantages for a sample of {num_tokens} tokens")
-        outcomes.append({"token_values": [_advantage(one) for one in value]})
+        numbers = [to_number(one) for one in ([value] if is_number else value)]
+        if beyond := [number for number in numbers if abs(number) > MAX_FLOAT32]:
+            raise PlugInValueError(f"returned {beyond[0]:g}, which float32 cannot represent")
+        outcomes.append({"value": numbers[0]} if is_number else {"token_values": numbers})
     return outcomes
-
-
-def _advantage(value: Any) -> float:
-    if abs(number := to_number(value)) > MAX_FLOAT32:
-        raise PlugInValueError(f"returned {number:g}, which float32 cannot represent")
-    return number
 
 
 def batch_outcomes(

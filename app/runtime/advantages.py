@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,7 +12,6 @@ from typing import NamedTuple
 import numpy as np
 
 from app.advantage.advantage_metrics import AdvantageMoments, advantage_metrics, moments_over_hosts
-from app.advantage.custom_estimator import SETTING as ESTIMATOR_SETTING
 from app.advantage.custom_estimator import CustomEstimator
 from app.advantage.gae.estimate import generalized_advantages
 from app.advantage.group import (
@@ -52,8 +50,6 @@ from app.runtime.health_checks import check_advantages
 from app.update.kl import KL_ESTIMATORS, KLEstimator
 from settings import Settings
 from settings.schema.algorithm import AlgorithmSettings
-
-log = logging.getLogger(__name__)
 
 EstimateAdvantages = Callable[[Sequence[Sample], float], list[Sample]]
 """Samples with a reward, and the coefficient of the KL penalty -> the same samples with advantages."""
@@ -125,22 +121,20 @@ def make_advantage_estimator(settings: Settings, custom: CustomEstimator | None 
     """
     algorithm = settings.algorithm
     assert algorithm.estimator is not None and algorithm.whiten_advantages is not None
-    parts = None
+    parts = penalize = None
+    if algorithm.kl_in_advantage:
+        penalize = partial(kl_penalized_advantages, kl_estimator=make_kl_estimator(algorithm))
     if algorithm.has_custom_estimator:
         estimate = make_custom_advantages(settings, custom)
     elif settings.compared_parts:
         parts = RewardParts(settings.compared_parts, GROUP_ADVANTAGES[algorithm.estimator])
-        estimate = _from_parts(parts)
+        estimate = parts.assign
     else:
         estimate = TOKEN_ADVANTAGES.get(algorithm.estimator, make_group_advantages)(settings)
     return AdvantageEstimator(
         estimate=estimate,
         whiten_advantages=algorithm.whiten_advantages,
-        penalize=(
-            partial(kl_penalized_advantages, kl_estimator=make_kl_estimator(algorithm))
-            if algorithm.kl_in_advantage
-            else None
-        ),
+        penalize=penalize,
         has_kl_penalty=algorithm.penalizes_samples,
         next_kl_coef=make_next_kl_coef(algorithm),
         masks_truncated=algorithm.mask_truncated,
@@ -164,25 +158,14 @@ def make_group_advantages(settings: Settings) -> EstimateAdvantages:
     return lambda samples, kl_coef: assign(samples, rewards=partial(rewards, kl_coef=kl_coef))
 
 
-def _from_parts(parts: RewardParts) -> EstimateAdvantages:
-    return lambda samples, kl_coef: parts.assign(samples)
-
-
 def make_custom_advantages(settings: Settings, custom: CustomEstimator | None) -> EstimateAdvantages:
     """Returns the function that computes advantages with the plug-in. All hosts must call it together."""
-    rewards, on_error = _make_sample_rewards(settings.algorithm), settings.reward.on_error
-    fate = "left out" if on_error == "drop" else "with advantages of 0"
+    rewards = _make_sample_rewards(settings.algorithm)
 
     def estimate(samples: Sequence[Sample], kl_coef: float) -> list[Sample]:
         assert custom is not None, "opened without the plug-in"
-        estimated, failures = custom(samples, rewards(samples, kl_coef=kl_coef))
-        name = f"{ESTIMATOR_SETTING}: {custom.function}"
-        first = next((f"{uid}: {failure.kind}: {failure.text}" for uid, failure in failures), "")
-        way_out = "set reward.on_error to zero (advantages of 0) or drop (the samples are left out)"
-        is_fatal = bool(first) and on_error == "raise"
-        check_advantages(f"{name}: {first}. Fix the function, or {way_out}" if is_fatal else None)
-        if first:
-            log.warning("%s failed on %s of %s samples, %s; first %s", name, len(failures), len(samples), fate, first)
+        estimated, fatal_error = custom(samples, rewards(samples, kl_coef=kl_coef))
+        check_advantages(fatal_error)
         return estimated
 
     return estimate

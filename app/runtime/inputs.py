@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 
 import numpy as np
@@ -21,6 +21,7 @@ from app.records.sample import Prompt, Sample
 from app.records.text_format import format_percent
 from app.reward.builtin_tasks import check_answers
 from app.reward.function_pool import open_pool
+from app.reward.plugin import PlugIn
 from app.reward.plugin_signature import DataColumns
 from app.reward.reward_functions import EnvironmentReward, OverlongPenalty, RewardFunctions, accuracy_function_name
 from app.runtime.model_spec import (
@@ -62,22 +63,26 @@ def make_rewards(
     return RewardFunctions(reward, settings.plugins, columns, held_out_columns, overlong, environment)
 
 
-@contextmanager
-def open_custom_estimator(settings: Settings, rows: PromptsOrRows) -> Iterator[CustomEstimator | None]:
-    """Yields the plug-in of `algorithm.estimator`; None without one.
+def open_custom_estimator(
+    settings: Settings, rows: PromptsOrRows, trial: Sequence[Sample], stack: ExitStack
+) -> CustomEstimator | None:
+    """Returns the plug-in of `algorithm.estimator`, tried on the samples of one prompt; None without one.
+
+    Args:
+        stack: ends its processes.
 
     Raises:
         InputError: the function cannot be used.
     """
     name = settings.algorithm.estimator
     if name is None or not settings.algorithm.has_custom_estimator:
-        yield None
-        return
+        return None
     allow_variables(settings.plugins.env_vars)
-    with ExitStack() as stack:
-        pool = open_pool(name, settings.plugins, stack, name=ESTIMATOR_SETTING, setting=ESTIMATOR_SETTING)
-        columns = data_columns(settings, rows)
-        yield CustomEstimator(pool, columns, drops_failures=settings.reward.on_error == "drop")
+    pool = open_pool(name, settings.plugins, stack, name=ESTIMATOR_SETTING, setting=ESTIMATOR_SETTING)
+    plug_in = PlugIn(ESTIMATOR_SETTING, pool, data_columns(settings, rows), batch_size=1, is_estimator=True)
+    custom = CustomEstimator(plug_in, on_error=settings.reward.on_error)
+    custom.try_on(trial)
+    return custom
 
 
 def data_columns(settings: Settings, rows: PromptsOrRows) -> DataColumns:

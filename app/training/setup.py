@@ -113,9 +113,8 @@ def prepare_run(
                 try_reward_functions(rewards, read.model.tokenizer, read.judged_prompts)
             custom = None
             if read.replay is None or not read.replay.uses_saved_advantages:
-                custom = stack.enter_context(open_custom_estimator(settings, read.prompts))
-                if custom is not None:
-                    custom.try_on(make_trial_samples(read.model.tokenizer, read.prompts))
+                trial = make_trial_samples(read.model.tokenizer, read.prompts)
+                custom = open_custom_estimator(settings, read.prompts, trial, stack)
             if read.judged_prompts and read.replay is None and settings.env.is_used:
                 try_episode(settings, read.model.tokenizer, read.judged_prompts[0])
             facts = dict[str, str]()

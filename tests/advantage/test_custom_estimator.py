@@ -12,7 +12,9 @@ import pytest
 import grpo
 from app.advantage.custom_estimator import SETTING, CustomEstimator
 from app.records.sample import Sample
+from app.reward.aggregate import OnError
 from app.reward.function_pool import open_pool, register_callables
+from app.reward.plugin import PlugIn
 from app.runtime.health_checks import RewardError
 from settings import load
 from settings.errors import InputError
@@ -26,18 +28,19 @@ REWARDS = np.array([1.0, 0.0, 2.0])
 
 
 @contextmanager
-def opened(function: Callable[..., Any] | str, *, drops: bool = False) -> Iterator[CustomEstimator]:
+def opened(function: Callable[..., Any] | str, *, on_error: OnError = "zero") -> Iterator[CustomEstimator]:
     name = function if isinstance(function, str) else "callable:f"
     with register_callables({} if isinstance(function, str) else {SETTING: function}), ExitStack() as stack:
         pool = open_pool(name, PluginSettings(timeout_s=1.0), stack, name=SETTING, setting=SETTING)
-        yield CustomEstimator(pool, columns_of(SAMPLES), drops_failures=drops)
+        plug_in = PlugIn(SETTING, pool, columns_of(SAMPLES), batch_size=1, is_estimator=True)
+        yield CustomEstimator(plug_in, on_error=on_error)
 
 
-def advantages_by(function: Callable[..., Any] | str, **how: bool) -> tuple[list[list[float]], list[str]]:
-    """Returns the advantages of all tokens, and the kinds of the failures."""
-    with opened(function, **how) as estimator:
-        samples, failures = estimator(SAMPLES, REWARDS)
-    return [advantages_of(sample) for sample in samples], [failure.kind for _, failure in failures]
+def advantages_by(function: Callable[..., Any] | str) -> tuple[list[list[float]], str | None]:
+    """Returns the advantages of all tokens, and the error that ends a run."""
+    with opened(function, on_error="raise") as estimator:
+        samples, fatal_error = estimator(SAMPLES, REWARDS)
+    return [advantages_of(sample) for sample in samples], fatal_error
 
 
 def advantages_of(sample: Sample) -> list[float]:
@@ -52,13 +55,13 @@ def test_estimator_is_called_per_prompt_or_once_per_step_if_it_takes_group_ids()
         calls.append((rewards, lengths, policy_versions, completions, answer))
         return [reward - max(rewards) for reward in rewards]
 
-    assert advantages_by(of_prompt) == ([[0], [-1, -1], [0, 0, 0, 0]], [])
+    assert advantages_by(of_prompt) == ([[0], [-1, -1], [0, 0, 0, 0]], None)
     assert calls == [
         ([1, 0], [1, 2], [0, 0], ["a", "bb"], ["18", "18"]),
         ([2], [4], [0], ["cccc"], ["18"]),
     ]
     by_batch = advantages_by(lambda rewards, group_ids: [r * g for r, g in zip(rewards, group_ids, strict=True)])
-    assert by_batch == ([[7], [0, 0], [6] * 4], [])
+    assert by_batch == ([[7], [0, 0], [6] * 4], None)
     assert advantages_by(lambda **columns: [len(columns)] * len(columns["rewards"]))[0][0][0] > len(calls[0])
 
 
@@ -76,16 +79,18 @@ def _masked(sample: Sample, mask: list[bool]) -> Sample:
     return replace(sample, loss_mask=np.asarray(mask))
 
 
-@pytest.mark.parametrize("drops", [False, True])
-def test_failed_call_zeroes_or_drops_only_the_samples_of_its_prompt(drops: bool) -> None:
+@pytest.mark.parametrize("on_error", ["raise", "zero", "drop"])
+def test_failed_call_zeroes_or_drops_only_the_samples_of_its_prompt(on_error: OnError, caplog) -> None:
     def fails(rewards):
         return [1 / (2 - reward) for reward in rewards]
 
-    with opened(fails, drops=drops) as estimator:
-        samples, failures = estimator(SAMPLES, REWARDS)
+    with opened(fails, on_error=on_error) as estimator:
+        samples, fatal_error = estimator(SAMPLES, REWARDS)
     assert [advantages_of(sample) for sample in samples] == [[1], [0.5, 0.5], [0] * 4]
-    assert [sample.mask.any() for sample in samples] == [True, True, not drops]
-    assert [(uid, failure.kind) for uid, failure in failures] == [(SAMPLES[2].uid, "raised")]
+    assert [sample.mask.any() for sample in samples] == [True, True, on_error != "drop"]
+    failure = f"{SAMPLES[2].uid}: raised: ZeroDivisionError"
+    assert failure in (fatal_error or caplog.text)
+    assert (fatal_error is None) == (on_error != "raise") == ("failed on 1 of 3 samples" in caplog.text)
 
 
 @pytest.mark.parametrize(
@@ -113,7 +118,8 @@ def test_unusable_estimator_functions_are_reported(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"^algorithm.estimator: callable:f is a Python function passed to"):
         advantages_by("callable:f")
     (tmp_path / "own.py").write_text("def f(rewards):\n    while rewards[0] == 2: pass\n    return rewards")
-    assert advantages_by(f"{tmp_path}/own.py:f") == ([[1], [0, 0], [0] * 4], ["timeout"])
+    advantages, error = advantages_by(f"{tmp_path}/own.py:f")
+    assert advantages == [[1], [0, 0], [0] * 4] and error is not None and ": timeout: " in error
     for value in ("gea", "own.py"):
         with pytest.raises(InputError, match=r"algorithm.estimator: expected one of grpo, .*path/to/file.py:name"):
             load(None, [f"algorithm.estimator={value}"], {})
