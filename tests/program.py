@@ -31,7 +31,7 @@ DEADLINE_S = 120
 """Seconds after which a process counts as hanging; four times what any test needs."""
 
 CANARY = "CANARY-0123456789abcdef0123456789abcdef"
-"""A secret, which nothing may print or keep."""
+"""A secret that no output or file may contain."""
 
 THE_PROGRAM = ("-m", "cli")
 """Arguments of Python that run the program."""

@@ -1,4 +1,4 @@
-"""Networks with quantized kernels, and their dequantized weights."""
+"""Dequantizes the weights of networks with quantized kernels."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Runs of replays for tests."""
+"""Runs replays and compares their files, for tests."""
 
 import re
 from collections.abc import Callable, Sequence

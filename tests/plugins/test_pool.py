@@ -148,7 +148,7 @@ def test_a_forged_answer_fails_only_its_own_call() -> None:
     assert run(source, "ok", *forged, "ok", timeout_s=30) == [1.0, *["exit"] * len(forged), 1.0]
 
 
-def test_invalid_outcomes_are_refused() -> None:
+def test_invalid_outcomes_of_a_plug_in_are_refused() -> None:
     outcomes: list[Any] = [[{"value": value}] for value in ("x", math.nan, math.inf, True, [1], 10**400)]
     outcomes += [[{"value": 1, "extras": extra}] for extra in ({"a": "x"}, {"a": -math.inf}, {"not a name": 1}, [1])]
     outcomes += [[{"failure": 3}], {"value": 1}, "ab", [None], [[1]], [{"value": 1}, {"value": 1}]]
@@ -159,7 +159,7 @@ def test_invalid_outcomes_are_refused() -> None:
 
 def test_an_interrupt_leaves_no_worker_behind() -> None:
     source = f"import os, signal, time\ndef f(text):\n    os.kill({os.getpid()}, signal.SIGINT)\n    time.sleep(60)"
-    # A shell starts what it puts in the background with SIGINT ignored.
+    # A shell starts background jobs with SIGINT ignored.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with pytest.raises(KeyboardInterrupt):
@@ -169,7 +169,7 @@ def test_an_interrupt_leaves_no_worker_behind() -> None:
 
 
 def test_workers_and_their_children_end_with_the_trainer(tmp_path: Path) -> None:
-    # One worker sleeps, and a second one does not let any other thread of its run.
+    # One worker sleeps; the other one holds the interpreter's lock, so that no other thread of it runs.
     source = (
         "import os, re, subprocess, time\ndef f(text):\n"
         "    child = subprocess.Popen(['sleep', '600'])\n"
@@ -202,14 +202,14 @@ def test_objects_of_one_file_share_its_module_and_may_import_files_next_to_it() 
     assert first.seen == [2] and load_object("plug.py:A.seen") == [2] and load_object("plug:A.seen") == []
 
 
-def test_files_of_equal_name_are_different_modules() -> None:
+def test_plug_in_files_of_equal_name_are_different_modules() -> None:
     for folder in ("a", "b"):
         Path(folder).mkdir()
         Path(folder, "plug.py").write_text(f"name = '{folder}'")
     assert [load_object(f"{folder}/plug.py:name") for folder in ("a", "b", "a")] == ["a", "b", "a"]
 
 
-def test_error_locations_are_in_the_users_file() -> None:
+def test_error_locations_of_plug_ins_are_in_the_users_file() -> None:
     Path("plug.py").write_text("import json\ndef f():\n    json.loads('x')\n")
     with pytest.raises(ValueError) as caught:
         load_object("plug.py:f")()
@@ -228,7 +228,7 @@ def test_error_locations_are_in_the_users_file() -> None:
         ("json:load_all", "json has no `load_all`; did you mean load"),
     ],
 )
-def test_missing_files_modules_and_names_are_reported(path: str, message: str) -> None:
+def test_missing_plug_in_files_modules_and_names_are_reported(path: str, message: str) -> None:
     Path("leaves.py").write_text("raise SystemExit(0)")
     with pytest.raises(LoadError, match=message):
         load_object(path)

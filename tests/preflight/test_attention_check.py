@@ -30,7 +30,7 @@ packed_attention = packed.packed_attention
 in_blocks = functools.partial(attention_differences, blocking=packed.BLOCKING_BY_PLATFORM["cpu"])
 
 
-def test_attention_in_blocks_is_within_rounding():
+def test_blockwise_attention_differs_from_dense_attention_only_by_rounding():
     assert in_blocks(SWITCHED, make_mesh((2, 2, 2)), FLOAT32, window=WINDOW).max() < 1e-5
     rounded = in_blocks(SWITCHED, make_mesh(), BFLOAT16, window=WINDOW).max()
     assert 1e-4 < rounded < attention_check.TOLERANCES["bfloat16"]
@@ -50,7 +50,7 @@ FAULTS: dict[str, Callable[..., Any]] = {
     "gradient of keys": lambda q, k, *rest, **how: packed_attention(q, jax.lax.stop_gradient(k), *rest, **how),
     "a nan": lambda *arrays, **rest: packed_attention(*arrays, **rest).at[0, 0, 0, 0].set(jnp.nan),
 }
-"""Attention that ignores what its name says, or has a number that is none."""
+"""Attention functions that ignore what their key says, or return a NaN."""
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -77,7 +77,7 @@ def check(session: ScoringSession) -> CheckResult:
 
 
 def use_kernel(monkeypatch: pytest.MonkeyPatch, **kernels: Callable[..., Any]) -> None:
-    """Makes this platform's devices use the kernels, or others if they are given."""
+    """Makes this platform use the TPU's kernels, or the given ones."""
     blocking = Blocking(128, 1, kernel="tpu")
     monkeypatch.setattr(attention_check, "architecture_blocking", lambda *_: blocking)
     for size in ("decode_block_size", "cache_block_size"):
@@ -88,7 +88,7 @@ def use_kernel(monkeypatch: pytest.MonkeyPatch, **kernels: Callable[..., Any]) -
         monkeypatch.setattr(tpu_attention, name, kernel)
 
 
-def test_the_kernel_that_a_run_would_use_is_compared_and_fails_with_the_way_out(session, monkeypatch):
+def test_attention_check_compares_the_kernel_of_the_run_and_advises_xla_if_it_differs(session, monkeypatch):
     use_kernel(monkeypatch)
     result = check(session)
     assert result.verdict == "ok", result

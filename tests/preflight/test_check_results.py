@@ -1,4 +1,4 @@
-"""Results of the checks: every exception becomes a result, and the report has one exit code."""
+"""Tests that an exception in a check becomes its result, with an exit code."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""`grpo inspect-mesh --compile`: programs as compilers see them, for a CPU and for TPUs that are not there."""
+"""Tests `grpo inspect-mesh --compile` for the CPU, and for TPUs and GPUs without such devices."""
 
 import json
 import re
@@ -46,7 +46,7 @@ def by_name(report: dict[str, Any]) -> dict[tuple[str, str], dict[str, Any]]:
     return {(one["phase"], one["name"]): one for one in report["programs"]}
 
 
-def test_arguments_and_temporaries_of_programs_equal_the_table(tiny_model: Path, tmp_path: Path) -> None:
+def test_bytes_of_compiled_programs_agree_with_the_memory_table(tiny_model: Path, tmp_path: Path) -> None:
     chosen = (*PENALISED, f"reward.model={write_reward_model(tmp_path / 'judge')}")
     report = compiled(tiny_model, *chosen)
     arrays = report_of("inspect-mesh", *of_tiny(tiny_model), *settings(*chosen))["memory"]
@@ -59,7 +59,7 @@ def test_arguments_and_temporaries_of_programs_equal_the_table(tiny_model: Path,
     assert set(programs) == NAMES | {("reward", "model")}
     assert {(one["backend"], one["collective_bytes"]) for one in programs.values()} == {("cpu", None)}
     state = memory["update"]["weights"] + memory["update"]["optimizer"]
-    # In addition to the buffers of the table, a few integers for each row.
+    # Arguments are the buffers of the table and a few integers for each row.
     small = 20_000
     for name, size in {
         ("rollout", "decode"): memory["rollout"]["decode_weights"] + memory["rollout"]["kv_cache"],
@@ -102,7 +102,7 @@ def test_libtpu_describes_every_slice_of_the_table(chip: TpuChip, libtpu: None) 
         assert {device.device_kind.startswith(chip.device_kind) for device in found} == {True}
 
 
-def test_a_slice_that_libtpu_does_not_know_is_one_error(monkeypatch: pytest.MonkeyPatch, libtpu: None) -> None:
+def test_a_slice_unknown_to_libtpu_raises_one_error(monkeypatch: pytest.MonkeyPatch, libtpu: None) -> None:
     unknown = parse_slice("v5e-8")
     monkeypatch.setattr(type(unknown), "topology_name", "v9:2x4")
     with pytest.raises(InputError, match=r"mesh.pretend: cannot compile for v5e-8: .*pip install -e '.\[tpu\]'"):
@@ -114,8 +114,8 @@ def total(buffers: Mapping[str, int]) -> int:
 
 
 @pytest.mark.slow
-def test_a_dry_run_counts_the_programs_of_every_phase(config: Path, tmp_path: Path) -> None:
-    """Evaluations have slots beside those of workers that are busy, and so programs of their own."""
+def test_dry_run_with_compile_counts_the_temporaries_of_every_phase(config: Path, tmp_path: Path) -> None:
+    """While workers are busy, evaluations have additional slots and therefore their own programs."""
     workers = ("rollout.scheduler=adaptive", "rollout.workers.fast.count=4", "rollout.workers.heavy.count=4")
     judge = write_reward_model(tmp_path / "judge")
     chosen = (*workers, "rollout.max_staleness=1", f"reward.model={judge}", "algorithm.name=ppo")
@@ -130,7 +130,7 @@ def test_a_dry_run_counts_the_programs_of_every_phase(config: Path, tmp_path: Pa
     assert report["peak_bytes"] == max(map(total, report["memory"].values())) > max(map(total, arrays.values()))
 
 
-def test_a_program_that_does_not_fit_is_named_with_its_arrays_and_a_way_out() -> None:
+def test_error_about_a_program_that_does_not_fit_lists_arrays_and_settings_to_change() -> None:
     buffers = {"weights": 6 * GIB, "optimizer": 8 * GIB, "gradients": 0, "temporaries": 4 * GIB}
     with pytest.raises(InputError) as raised:
         check_fits("update", "gradients", buffers, available_bytes=16 * GIB)
@@ -147,10 +147,10 @@ def test_a_program_that_does_not_fit_is_named_with_its_arrays_and_a_way_out() ->
     check_fits("update", "gradients", buffers, available_bytes=None)
 
 
-def test_a_run_that_does_not_fit_ends_before_it_starts(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dry_run_with_compile_fails_if_a_program_does_not_fit(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = ("train", "--config", config, "--dry-run")
     memory = report_of(*arguments)["memory"]
-    # All arrays fit, and so no phase is too large by its shapes.
+    # All arrays fit, so no phase is too large without the temporaries of its programs.
     monkeypatch.setattr(compiled_programs, "device_memory_bytes", lambda: max(map(total, memory.values())))
     assert here(*arguments).exit_code == 0
     assert "--compile needs --dry-run" in here("train", "--config", config, "--compile").stderr

@@ -32,7 +32,7 @@ def verdicts(checks: Checks, *names: str) -> list[str]:
     return [checks[name]["verdict"] for name in names]
 
 
-def test_the_quickstart_passes_every_check_and_leaves_nothing(tmp_path: Path) -> None:
+def test_the_quickstart_passes_every_doctor_check_and_leaves_no_files(tmp_path: Path) -> None:
     code, checks, stderr = run_doctor(*settings(f"run.dir={tmp_path / 'runs'}", "data.num_problems=1000"))
     assert (code, stderr) == (0, "")
     assert list(checks) == [
@@ -54,7 +54,7 @@ def test_the_quickstart_passes_every_check_and_leaves_nothing(tmp_path: Path) ->
 
 @pytest.fixture(scope="module")
 def broken(tmp_path_factory: pytest.TempPathFactory) -> tuple[int, Checks, str]:
-    """Weights with a NaN, a plug-in that fails and quotes a key, an occupied folder, settings that do not divide."""
+    """Checks weights with a NaN, a plug-in whose error quotes a key, a used folder, and settings that do not divide."""
     folder = tmp_path_factory.mktemp("broken")
     model = write_model(folder / "model")
     tensors = random_tensors(CONFIG)
@@ -73,7 +73,7 @@ def broken(tmp_path_factory: pytest.TempPathFactory) -> tuple[int, Checks, str]:
     return result
 
 
-def test_all_failures_are_reported(broken: tuple[int, Checks, str]) -> None:
+def test_doctor_reports_all_failures(broken: tuple[int, Checks, str]) -> None:
     code, checks, stderr = broken
     assert code == 2, "an input error decides the exit code"
     assert [name for name, one in checks.items() if one["verdict"] == "fail"] == ["settings", "reward", "forward"]
@@ -86,7 +86,7 @@ def test_all_failures_are_reported(broken: tuple[int, Checks, str]) -> None:
     assert checks["answer"]["verdict"] == "skip"
 
 
-def test_a_plugin_error_is_one_line_without_secrets(broken: tuple[int, Checks, str]) -> None:
+def test_doctor_reports_a_plug_in_error_in_one_line_without_secrets(broken: tuple[int, Checks, str]) -> None:
     _, checks, stderr = broken
     assert checks["reward"]["exit_code"] == 1
     error, plugin = checks["reward"]["found"].splitlines()
@@ -95,7 +95,7 @@ def test_a_plugin_error_is_one_line_without_secrets(broken: tuple[int, Checks, s
 
 
 def test_doctor_finds_an_end_of_turn_that_is_not_an_eos_token(config: Path, tmp_path: Path) -> None:
-    """The model says the name of the user after every token."""
+    """The model predicts <|user|> after every token."""
     model, tensors = write_model(tmp_path / "model"), random_tensors(CONFIG)
     tensors["model.embed_tokens.weight"][:, 0] = 100
     tensors["lm_head.weight"][:] = 0
@@ -117,7 +117,7 @@ def judge(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_reward_model(tmp_path_factory.mktemp("judge") / "model")
 
 
-def test_without_model_and_devices_the_other_checks_still_run(config: Path, judge: Path) -> None:
+def test_doctor_runs_the_other_checks_without_a_model_and_devices(config: Path, judge: Path) -> None:
     missing = settings(f"model.path={config.parent / 'nowhere'}", "mesh.platform=tpu", f"reward.model={judge}")
     code, checks, _ = run_doctor("--config", config, *missing)
     assert code == 2
@@ -133,7 +133,7 @@ def test_without_model_and_devices_the_other_checks_still_run(config: Path, judg
     assert checks["reward model"]["found"] == checks["mesh"]["found"] == "there are no devices"
 
 
-def test_a_mesh_that_does_not_fit_skips_only_the_checks_that_need_it(config: Path, judge: Path) -> None:
+def test_a_mesh_that_does_not_fit_skips_only_the_checks_that_need_a_mesh(config: Path, judge: Path) -> None:
     overrides = settings("mesh.shape='3,1,1'", f"reward.model={judge}", *NO_EVALUATION)
     code, checks, _ = run_doctor("--config", config, *overrides)
     assert code == 2
@@ -159,7 +159,7 @@ def test_doctor_memory_equals_a_dry_run_and_too_large_models_are_not_loaded(conf
         assert all("do not fit in a device's" in checks[name]["found"] for name in unloaded)
 
 
-def test_a_critic_that_cannot_be_used_fails_its_check(config: Path, tmp_path: Path) -> None:
+def test_an_unusable_critic_fails_its_doctor_check(config: Path, tmp_path: Path) -> None:
     other = write_model(tmp_path / "short", max_position_embeddings=8)
     ppo = settings("algorithm.name=ppo", f"critic.path={other}", *NO_EVALUATION)
     code, checks, _ = run_doctor("--config", config, *ppo)
@@ -169,7 +169,7 @@ def test_a_critic_that_cannot_be_used_fails_its_check(config: Path, tmp_path: Pa
 
 
 @pytest.mark.two_hosts
-def test_a_host_without_the_model_does_not_block_the_other(tiny_model: Path, tmp_path: Path) -> None:
+def test_a_host_without_the_model_does_not_block_the_other_host(tiny_model: Path, tmp_path: Path) -> None:
     lengths = "data.max_prompt_length=16", "rollout.max_new_tokens=4"
     overrides = settings("eval.every_steps=0", *lengths, f"run.dir={tmp_path / 'runs'}")
     of_each = settings(f"model.path={tiny_model}"), settings(f"model.path={tmp_path}/nowhere")
@@ -194,5 +194,5 @@ def test_the_disk_of_a_host_that_saves_nothing_is_not_checked(tmp_path: Path) ->
     assert [host.exit_code for host in hosts] == [0, 0], hosts
     checks = {one["check"]: one for one in json.loads(hosts[0].stdout[hosts[0].stdout.index("{") :])["checks"]}
     assert "; process 0 keeps the run" in checks["hosts"]["found"]
-    # Two that are kept, the one being written, and its arrays.
+    # Two kept checkpoints, the one being written, and its gathered arrays need space.
     assert "a run needs space for 4 checkpoints" in checks["disk"]["found"]

@@ -53,7 +53,7 @@ def held(tree: Any) -> int:
         ),
     ],
 )
-def test_dry_run_bytes_equal_the_real_arrays(config: Path, overrides: tuple[str, ...]) -> None:
+def test_dry_run_reports_the_bytes_of_the_real_arrays(config: Path, overrides: tuple[str, ...]) -> None:
     report = foreseen(config, *overrides)
     launch, learning = launched(config, *overrides)
     session, has_adapters = launch.session, overrides[: len(ADAPTERS)] == ADAPTERS
@@ -64,7 +64,7 @@ def test_dry_run_bytes_equal_the_real_arrays(config: Path, overrides: tuple[str,
         assert report.memory["critic"]["gradients"] == held(states["critic"].params)
     for phase in report.memory.values():
         assert phase["weights"] == held(policy)
-        # Adapters leave the policy's own weights as its reference.
+        # With adapters, the policy's frozen weights are the reference.
         assert phase.get("reference", 0) in ((0,) if has_adapters else (0, held(policy)))
         for name, state in states.items():
             assert phase.get(name, held(state.params)) == held(state.params)
@@ -83,7 +83,7 @@ def test_dry_run_bytes_equal_the_real_arrays(config: Path, overrides: tuple[str,
 @pytest.mark.parametrize(
     "overrides", [FIXED, (*SHARDED, "algorithm.max_tokens_per_device=64")], ids=["fixed", "packed"]
 )
-def test_dry_run_micro_batches_equal_the_real_update(config: Path, overrides: tuple[str, ...]) -> None:
+def test_dry_run_reports_the_micro_batches_of_the_real_update(config: Path, overrides: tuple[str, ...]) -> None:
     overrides = (*overrides, "algorithm.mini_batch_prompts=2")
     summary = foreseen(config, *overrides).update
     launch, learning = launched(config, *overrides)
@@ -104,7 +104,7 @@ def test_dry_run_micro_batches_equal_the_real_update(config: Path, overrides: tu
     assert (len(largest.rows), largest.shape.num_tokens) == (4 * summary.rows_per_device, summary.tokens_per_row)
 
 
-def test_the_report_counts_steps_samples_tokens_and_flops(full_config: Path) -> None:
+def test_dry_run_report_counts_steps_samples_tokens_and_flops(full_config: Path) -> None:
     report = foreseen(full_config)
     assert (report.prompts_per_step, report.samples_per_step) == (4, 16)
     assert (report.steps, report.optimizer_steps, report.mini_batches_per_step) == (12, 48, 2)
@@ -122,7 +122,7 @@ def test_the_report_counts_steps_samples_tokens_and_flops(full_config: Path) -> 
     assert report.max_flops_per_step == (3 + 2 * 3) * forward
 
 
-def test_nothing_is_compiled_loaded_or_written(tmp_path: Path) -> None:
+def test_a_dry_run_compiles_loads_and_writes_nothing(tmp_path: Path) -> None:
     # No other test has compiled a program for these sizes.
     sizes = {"hidden_size": 56, "intermediate_size": 72, "num_hidden_layers": 1}
     config = write_config(tmp_path, TINY + NO_REPORT, write_model(tmp_path / "model", **sizes))
@@ -135,7 +135,7 @@ def test_nothing_is_compiled_loaded_or_written(tmp_path: Path) -> None:
     assert not (tmp_path / "runs").exists()
 
 
-def test_text_output_is_a_table_that_includes_the_launch_notices(config: Path) -> None:
+def test_text_of_a_dry_run_includes_the_launch_notices(config: Path) -> None:
     overrides = settings("algorithm.name=dapo", "critic.lam=0.5")
     result = here("train", "--config", config, "--dry-run", *overrides)
     lines = result.stdout.splitlines()
@@ -149,7 +149,7 @@ def test_text_output_is_a_table_that_includes_the_launch_notices(config: Path) -
     assert "does not fit" not in result.stdout
 
 
-def test_the_json_report_has_only_the_phases_of_the_run(config: Path) -> None:
+def test_json_of_a_dry_run_has_only_the_phases_of_the_run(config: Path) -> None:
     report = json.loads(
         here("train", "--config", config, "--dry-run", "--json", *settings("eval.every_steps=0")).stdout
     )
@@ -158,11 +158,11 @@ def test_the_json_report_has_only_the_phases_of_the_run(config: Path) -> None:
     assert (list(report["memory"]), report["evaluation"], report["score"]) == (["rollout", "update"], None, {})
 
 
-def test_memory_that_does_not_fit_or_is_unknown_is_reported(config: Path) -> None:
+def test_dry_run_reports_memory_that_does_not_fit_or_is_unknown(config: Path) -> None:
     report = foreseen(config)
     text = replace(report, available_bytes=report.peak_bytes // 2).to_text()
     assert "200.0 % of its" in text and "this does not fit: lower rollout.prompts_per_step" in text
-    # No smaller batch makes weights, moments and gradients smaller.
+    # A smaller batch does not make weights, moments or gradients smaller.
     update = report.memory["update"]
     text = replace(report, memory={"update": update}, available_bytes=sum(update.values()) // 2).to_text()
     assert "this does not fit: split the weights over more devices" in text
@@ -170,7 +170,7 @@ def test_memory_that_does_not_fit_or_is_unknown_is_reported(config: Path) -> Non
     assert "on each device, whose memory is unknown" in text and "does not fit" not in text
 
 
-def test_a_dry_run_fails_where_the_launch_would(finished: Path, config: Path) -> None:
+def test_a_dry_run_fails_for_the_same_inputs_as_the_launch(finished: Path, config: Path) -> None:
     for override, message in (
         ("mesh.shape='3,1,1'", "mesh.shape"),
         ("data.max_prompt_length=2", "data.max_prompt_length"),

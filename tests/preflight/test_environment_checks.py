@@ -1,4 +1,4 @@
-"""Checks of the hub, wandb, versions and the disk; the hub is a server on this machine. Nothing is downloaded."""
+"""Tests the checks of the hub, wandb, versions and the disk; the hub is a local server. Nothing is downloaded."""
 
 import json
 from collections.abc import Iterator
@@ -55,7 +55,7 @@ def check_hub(source: HubSource = MODEL) -> CheckResult:
     return result
 
 
-def test_hub_sources_are_the_ones_that_a_run_uses(tmp_path: Path) -> None:
+def test_hub_checks_cover_exactly_the_models_and_data_that_a_run_uses(tmp_path: Path) -> None:
     assert hub_sources(load_settings(f"model.path={tmp_path}", f"data.source={tmp_path}/rows.jsonl")) == ()
     overrides = ("model.path=a/b@r1", "data.source=hf:c/d:main", "data.eval_source=hf:e/f")
     teacher = ("algorithm.beta=1", "reference.path=k/l", "reference.revision=r3")
@@ -77,7 +77,7 @@ def test_hub_sources_are_the_ones_that_a_run_uses(tmp_path: Path) -> None:
     assert [one.setting for one in hub_sources(load_settings(*overrides, *without))] == ["model.path", "data.source"]
 
 
-def test_a_model_that_is_not_cached_is_a_warning_and_is_not_downloaded(hub: LocalHub, tmp_path: Path) -> None:
+def test_an_uncached_model_is_reported_by_a_warning_and_not_downloaded(hub: LocalHub, tmp_path: Path) -> None:
     result = check_hub()
     assert result.verdict == "warn"
     assert "a run would download commit" in result.found and f"from {hub.url}, HF_TOKEN is not set" in result.found
@@ -86,7 +86,7 @@ def test_a_model_that_is_not_cached_is_a_warning_and_is_not_downloaded(hub: Loca
 
 
 @pytest.mark.parametrize("is_offline", [False, True], ids=["unreachable", "offline mode"])
-def test_without_the_hub_the_cache_decides(hub, tmp_path, monkeypatch, is_offline):
+def test_without_the_hub_only_cached_models_pass_the_hub_check(hub, tmp_path, monkeypatch, is_offline):
     fetch_from_hub(MODEL.hub_id, files=HUB_FILES)
     url = None if is_offline else f"http://{free_address()}"
     use_hub(monkeypatch, url, tmp_path / "cache")
@@ -99,7 +99,7 @@ def test_without_the_hub_the_cache_decides(hub, tmp_path, monkeypatch, is_offlin
     assert result.advice.startswith("unset HF_HUB_OFFLINE, or" if is_offline else "fix the network")
 
 
-def test_a_model_that_is_gated_or_absent_fails(hub: LocalHub) -> None:
+def test_a_gated_or_absent_model_fails_the_hub_check(hub: LocalHub) -> None:
     hub.gated.add(MODEL.hub_id)
     result = check_hub()
     assert (result.verdict, result.exit_code) == ("fail", 2)
@@ -108,7 +108,7 @@ def test_a_model_that_is_gated_or_absent_fails(hub: LocalHub) -> None:
     assert "it has no revision 'gone'" in check_hub(MODEL._replace(revision="gone")).found
 
 
-def test_a_gated_data_set_fails_although_the_hub_lists_its_files(hub: LocalHub, tmp_path: Path) -> None:
+def test_a_gated_data_set_fails_the_hub_check_although_the_hub_lists_its_files(hub: LocalHub, tmp_path: Path) -> None:
     (tmp_path / "rows").mkdir()
     (tmp_path / "rows" / "train.jsonl").write_text('{"prompt": "1+1=?", "answer": "2"}\n')
     commit = hub.commit("datasets/owner/rows", tmp_path / "rows")
@@ -122,7 +122,7 @@ def test_a_gated_data_set_fails_although_the_hub_lists_its_files(hub: LocalHub, 
     assert "there is no such dataset, or it is private" in check_hub(ROWS._replace(hub_id="owner/nothing")).found
 
 
-def test_the_doctor_runs_the_other_checks_and_downloads_nothing(hub: LocalHub, tmp_path: Path) -> None:
+def test_doctor_downloads_no_model_and_skips_only_the_checks_that_need_one(hub: LocalHub, tmp_path: Path) -> None:
     arguments = settings("model.path=owner/model", "eval.every_steps=0", f"run.dir={tmp_path / 'runs'}")
     result = here("doctor", "--json", *arguments)
     found = {one["check"]: one for one in json.loads(result.stdout)["checks"]}
@@ -138,7 +138,7 @@ def wandb_results(*overrides: str) -> list[CheckResult]:
     return recorder.results
 
 
-def test_wandb_needs_a_key_to_be_online(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_check_warns_about_a_missing_key_only_in_online_mode(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "secret")
     (with_key,) = wandb_results("logging.wandb_project=p")
     assert (with_key.verdict, with_key.found) == ("ok", "project p, WANDB_API_KEY is set")
@@ -150,7 +150,7 @@ def test_wandb_needs_a_key_to_be_online(monkeypatch: pytest.MonkeyPatch) -> None
     assert wandb_results("logging.wandb_project=p", "logging.wandb_mode=disabled") == wandb_results() == []
 
 
-def test_older_and_missing_packages_are_a_warning() -> None:
+def test_outdated_and_missing_packages_are_reported_by_a_warning() -> None:
     recorder = CheckRecorder()
     assert minimum_versions()["jax"] == "0.10.2"
     check_versions(recorder, {"jax": "999.1", "numpy": "1.0", "no-such-package": "1.0"})
@@ -161,8 +161,8 @@ def test_older_and_missing_packages_are_a_warning() -> None:
 
 
 @pytest.mark.parametrize(("checkpoint_bytes", "verdict", "code"), [(1, "ok", 0), (2**60, "fail", 1), (None, "skip", 0)])
-def test_the_disk_must_have_space_for_the_checkpoints(tmp_path, checkpoint_bytes, verdict, code):
-    # The newest ones, the best one if there is one, and one that is being written.
+def test_disk_check_needs_space_for_all_checkpoints_of_a_run(tmp_path, checkpoint_bytes, verdict, code):
+    # Space is needed for the newest checkpoints, the best one if it is kept, and the one being written.
     for overrides, count in (((), 5), (("checkpoint.best_metric=null",), 4), (("eval.every_steps=0",), 4)):
         recorder, chosen = CheckRecorder(), load_settings("checkpoint.keep=3", *overrides)
         check_disk(recorder, tmp_path / "runs" / "not-yet", chosen, checkpoint_bytes, None)
@@ -174,7 +174,7 @@ def test_the_disk_must_have_space_for_the_checkpoints(tmp_path, checkpoint_bytes
         assert f"a run needs space for {count + 1} checkpoints of " in recorder.results[1].found
 
 
-def test_checkpoints_and_samples_as_large_as_the_free_space_pass(tmp_path, monkeypatch):
+def test_disk_check_passes_if_checkpoints_and_samples_just_fit(tmp_path, monkeypatch):
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=500))
     for size, samples, verdict in ((100, 0, "ok"), (101, 0, "fail"), (90, 50, "ok"), (90, 51, "warn")):
         recorder = CheckRecorder()
@@ -182,7 +182,7 @@ def test_checkpoints_and_samples_as_large_as_the_free_space_pass(tmp_path, monke
         assert recorder.results[0].verdict == verdict
 
 
-def test_sample_files_grow_with_samples_and_not_with_samples_times_columns() -> None:
+def test_estimated_sample_files_store_columns_once_per_prompt() -> None:
     prompts = [replace(make_prompt(name, [1, 2]), extra={"tests": "x" * 100_000}) for name in "ab"]
     overrides = ("rollout.prompts_per_step=2", "rollout.max_new_tokens=4", "run.steps=10", "eval.every_steps=5")
     few, many = (

@@ -64,7 +64,7 @@ def test_asynchronous_and_merged_collectives_are_counted_once():
         ("mesh['x'=2,'y'=8] {'y':(2)4}", 4),
     ],
 )
-def test_groups_are_read_in_every_known_notation(text: str, size: int):
+def test_replica_groups_are_read_in_every_known_notation(text: str, size: int):
     program = HloProgram(ASYNC.replace("{{0,1},{2,3}}", text))
     gather = next(one for one in program.computations["main"] if one.name == "gather")
     assert gather.group_size == size
@@ -108,7 +108,7 @@ def program_of(*lines: str) -> HloProgram:
     return HloProgram(f"{BODIES}ENTRY %main (p: f32[64]) -> f32[64] {{\n" + "".join(f"  {x}\n" for x in lines) + "}\n")
 
 
-def test_bytes_in_a_loop_count_once_per_iteration() -> None:
+def test_collective_bytes_in_a_loop_count_once_per_iteration() -> None:
     assert program_of(CLOSED).sent_bytes({}) == {"all-reduce": 5 * A_SUM}
     known = CLOSED + ', backend_config={"known_trip_count":{"n":"7"}}'
     assert program_of(known).sent_bytes({}) == {"all-reduce": 7 * A_SUM}
@@ -118,7 +118,7 @@ def test_bytes_in_a_loop_count_once_per_iteration() -> None:
         program_of(OPEN).sent_bytes({})
 
 
-def test_bytes_come_from_start_instructions_and_fusions_of_collectives() -> None:
+def test_collective_bytes_are_read_from_start_instructions_and_fusions() -> None:
     start = "%s = (f32[8]{0}, f32[64]{0}) all-gather-start(%p), replica_groups=[1,8]<=[8], dimensions={0}"
     fusion = "%f = f32[8]{0} fusion(%p), kind=kCustom, calls=%scattered"
     done = "%d = f32[64]{0} all-gather-done(%s)"

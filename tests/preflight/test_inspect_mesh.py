@@ -1,4 +1,4 @@
-"""`grpo inspect-mesh`: placement and memory, on real and on simulated devices."""
+"""Tests the placement and memory that `grpo inspect-mesh` reports for real and simulated devices."""
 
 import json
 import math
@@ -43,7 +43,7 @@ def inspect(run: Resolved) -> tuple[Session, inspect_mesh.MeshInspection]:
     return step.session, inspect_mesh.build_mesh_inspection(step, compiles=False)
 
 
-def test_the_report_is_text_or_json_and_needs_only_the_configuration(tiny_model: Path, tmp_path: Path) -> None:
+def test_inspect_mesh_prints_text_or_json_from_the_model_configuration_alone(tiny_model: Path, tmp_path: Path) -> None:
     text = succeeded(here("inspect-mesh", *of_tiny(tiny_model), *settings("mesh.shape=2,2,2")))
     assert text.stdout.startswith("8 x cpu (cpu), ")
     for part in ("mesh dp 2 x fsdp 2 x tp 2", "MiB", "rollout: 16 slots with", "which --compile adds"):
@@ -57,14 +57,14 @@ def test_the_report_is_text_or_json_and_needs_only_the_configuration(tiny_model:
     assert inspect_json(tmp_path) == report
 
 
-def test_a_simulated_slice_has_its_hosts_memory_and_devices(tiny_model: Path) -> None:
+def test_a_simulated_slice_has_the_hosts_memory_and_devices_of_its_name(tiny_model: Path) -> None:
     report = inspect_json(tiny_model, "mesh.pretend=v4-16")
     assert report["shape"] == {"dp": 2, "fsdp": 4, "tp": 1}
     assert report["device_memory_bytes"] == 32 * GIB
     assert report["pretended"] == "v4-16"
     assert report["num_hosts"] == 2 and report["samples_per_step"] == 32
     assert [host["devices"] for host in report["hosts"]] == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    # Split over four devices of a host, not over eight.
+    # Weights are split over the four devices of a host, not over eight.
     on_one_host = inspect_json(tiny_model, "mesh.pretend=v5e-8")
     assert report["memory"]["update"]["weights"] == 2 * on_one_host["memory"]["update"]["weights"]
     largest = max(report["weights"], key=lambda weight: math.prod(weight["shape"]))
@@ -75,7 +75,9 @@ def test_a_simulated_slice_has_its_hosts_memory_and_devices(tiny_model: Path) ->
 
 
 @pytest.mark.parametrize("pretended", [("mesh.pretend=h100-8",), ()], ids=["gpus", "cpu"])
-def test_offloaded_moments_are_in_host_memory_if_it_is_separate(tiny_model: Path, pretended: tuple[str, ...]) -> None:
+def test_offloaded_moments_count_as_host_memory_only_if_it_is_separate(
+    tiny_model: Path, pretended: tuple[str, ...]
+) -> None:
     is_away = bool(pretended)
     overrides = ("algorithm.name=ppo", "optimizer.first_moment=bfloat16", *pretended)
     on_device = inspect_json(tiny_model, *overrides)["memory"]["update"]
@@ -89,7 +91,7 @@ def test_offloaded_moments_are_in_host_memory_if_it_is_separate(tiny_model: Path
     assert all((memory[name] < 40) == is_away for name in optimizers)
 
 
-def test_report_has_launch_notes_and_counts_only_received_weights(tiny_model: Path) -> None:
+def test_inspect_mesh_lists_launch_notes_and_the_bytes_of_received_weights(tiny_model: Path) -> None:
     overrides = ("mesh.pretend=v4-16", "mesh.shape=1,8,1")
     session, report = inspect(load_settings(tiny_model, *overrides))
     whole = bytes_per_device(session.to_decode_weights.abstract_weights)
@@ -113,11 +115,11 @@ def test_evaluation_slots_are_counted_in_addition_to_busy_workers(tiny_model: Pa
     assert session.continuous_batching is not None
     slots, rollout, evaluation = session.continuous_batching.footprint(), *map(report.memory.get, PHASES)
     assert rollout is not None and evaluation is not None
-    # The slots are freed after each evaluation, and those of the workers stay.
+    # The slots of an evaluation are freed after it; the slots of the workers stay.
     assert report.memory["update"]["kv_cache"] == rollout["kv_cache"] > 0
     assert evaluation["kv_cache"] == rollout["kv_cache"] + bytes_per_device(slots.slots)
     assert evaluation["decode_weights"] == rollout["decode_weights"] + bytes_per_device(slots.weights)
-    # With devices of their own, the workers take nothing from those that train.
+    # Workers on separate devices take no memory of the training devices.
     session, report = inspect(load_settings(tiny_model, *busy[:3], "rollout.devices=0.5", "mesh.shape=1,4,1"))
     assert session.continuous_batching is not None
     assert report.memory["evaluation"]["kv_cache"] == bytes_per_device(session.continuous_batching.footprint().slots)
@@ -148,7 +150,7 @@ WEIGHTS = {
 
 
 @pytest.mark.parametrize("name", WEIGHTS)
-def test_weight_placement_equals_a_real_array(name: str) -> None:
+def test_weight_placement_equals_the_sharding_of_a_real_array(name: str) -> None:
     (shape, dims, axes), mesh = WEIGHTS[name], make_mesh((2, 2, 2))
     found = inspect_mesh.weight_placement(name, shape, dims, mesh)
     array = jax.device_put(jax.numpy.zeros(shape.shape, shape.dtype), NamedSharding(mesh, PartitionSpec(*axes)))
@@ -156,7 +158,7 @@ def test_weight_placement_equals_a_real_array(name: str) -> None:
     assert array.addressable_shards[0].data.nbytes == found.bytes_per_device
 
 
-def test_host_parts_equal_the_indices_of_jax() -> None:
+def test_parts_of_each_host_equal_the_device_indices_of_jax() -> None:
     # Virtual devices of two hosts with four each.
     simulate_slice(parse_slice("v4-16"))
     mesh = make_mesh((2, 2, 2))
@@ -171,7 +173,7 @@ def test_host_parts_equal_the_indices_of_jax() -> None:
         }
 
 
-def test_the_text_is_a_table_that_lists_few_of_many_hosts(tiny_model: Path) -> None:
+def test_inspect_mesh_table_abbreviates_a_long_list_of_hosts(tiny_model: Path) -> None:
     _, report = inspect(load_settings(tiny_model, "mesh.pretend=v4-16"))
     lines = report.to_text().splitlines()
     assert [line.split() for line in lines[5:7]] == [["0", "0-3", "0-3", "0-3", "0"], ["1", "4-7", "4-7", "0-3", "0"]]

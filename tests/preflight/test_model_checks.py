@@ -1,4 +1,4 @@
-"""Checks of the chat template and of the reward functions."""
+"""Tests the checks of the chat template, the reward functions and the gradients."""
 
 from contextlib import closing
 from pathlib import Path
@@ -37,7 +37,7 @@ def make_prompt(tokenizer: Tokenizer, uid: str = "p", answer: object = "12") -> 
     return Prompt(uid, np.asarray(tokenizer.chat_ids(MESSAGES), np.int32), "1+1=?", answer)
 
 
-def test_a_template_that_does_not_start_the_assistants_turn_is_a_warning(directory: Path) -> None:
+def test_check_warns_about_a_template_that_does_not_start_the_assistants_turn(directory: Path) -> None:
     tokenizer = tokenizer_with(directory, TEMPLATE.replace("add_generation_prompt", "false"))
     recorder = CheckRecorder()
     check_chat_template(recorder, Settings(), tokenizer, make_prompt(tokenizer), [])
@@ -46,7 +46,7 @@ def test_a_template_that_does_not_start_the_assistants_turn_is_a_warning(directo
     assert result.found.startswith("the template does not start the assistant's turn; ")
 
 
-def test_the_first_prompt_with_an_answer_gets_right_and_wrong_answers(directory: Path) -> None:
+def test_reward_check_gives_the_first_answered_prompt_right_and_wrong_answers(directory: Path) -> None:
     tokenizer = tokenizer_with(directory)
     answers = (None, "2", "2", "3", "4", "5", "6")
     prompts = [make_prompt(tokenizer, str(number), answer) for number, answer in enumerate(answers)]
@@ -60,7 +60,7 @@ def test_the_first_prompt_with_an_answer_gets_right_and_wrong_answers(directory:
         assert (one, other) == NO_ANSWERS
 
 
-def test_a_reward_that_does_not_distinguish_answers_is_a_warning(directory: Path) -> None:
+def test_check_warns_about_a_reward_that_does_not_distinguish_answers(directory: Path) -> None:
     tokenizer, recorder = tokenizer_with(directory), CheckRecorder()
     prompts = [make_prompt(tokenizer, answer, answer) for answer in ("4", "4.0")]
     settings = load(None, [], {}).settings
@@ -70,7 +70,7 @@ def test_a_reward_that_does_not_distinguish_answers_is_a_warning(directory: Path
     assert result.found == "arithmetic: 1 for the reference answer, 1 for others"
 
 
-def test_gradients_are_checked_in_every_size_of_a_micro_batch(directory: Path) -> None:
+def test_gradients_are_checked_in_every_micro_batch_shape(directory: Path) -> None:
     short = ["data.max_prompt_length=16", "rollout.max_new_tokens=8", "algorithm.max_tokens_per_device=128"]
     settings = load(None, [f"model.path={directory}", "mesh.shape=2,2,2", *short], {}).settings
     recorder, scoring = CheckRecorder(), ScoringSession.open(settings, read_policy(settings), None, trains=True)

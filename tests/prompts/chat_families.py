@@ -1,4 +1,4 @@
-"""Small tokenizers with the chat templates and control tokens of real models."""
+"""Writes small tokenizers with the chat templates and control tokens of real models."""
 
 import json
 from collections.abc import Sequence

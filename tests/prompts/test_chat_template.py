@@ -105,7 +105,7 @@ def read_prompts(path: Path, tokenizer: Tokenizer, prompt: Any, **data: Any) -> 
 
 @settings(max_examples=60, deadline=None)
 @given(chat=CHATS, as_parts=st.booleans())
-def test_chats_of_a_file_have_the_ids_of_transformers(model, chat, as_parts):
+def test_chats_are_encoded_to_the_token_ids_of_transformers(model, chat, as_parts):
     folder, tokenizer = model
     if as_parts:
         parts = [
@@ -122,7 +122,7 @@ def test_chats_of_a_file_have_the_ids_of_transformers(model, chat, as_parts):
         assert read_prompts(folder / "data.jsonl", tokenizer, chat) == expected
 
 
-def test_tokens_around_messages_are_control_tokens_even_if_not_special(tmp_path):
+def test_added_tokens_that_the_template_writes_around_messages_are_control_tokens(tmp_path):
     family = Family(["<eos>"], 1, ["<User>", "<Assistant>", "<think>", "</think>"])
     template = (
         "{%- for m in messages -%}{{- ('<User>' if m.role == 'user' else '<Assistant></think>') + m.content -}}"
@@ -135,7 +135,7 @@ def test_tokens_around_messages_are_control_tokens_even_if_not_special(tmp_path)
     )
     assert [ids.count(token) for token in (user, assistant, think, end, eos)] == [1, 1, 1, 1, 0]
     assert tokenizer.template.opens_thinking
-    # Tokens around results of tools and system messages are control tokens, too; tags that templates explain are not.
+    # Tokens around tool results and system messages are control tokens as well; tags that templates describe are not.
     others = ["<System>", "<|result|>", "<tool_call>"]
     writes = "{%- if m.role == 'system' -%}<System>{%- endif -%}{%- if m.role == 'tool' -%}<|result|><tool_call>"
     template = template.replace("{{-", f"{writes}{{%- endif -%}}{{{{-", 1)
@@ -144,7 +144,7 @@ def test_tokens_around_messages_are_control_tokens_even_if_not_special(tmp_path)
     assert [ids.count(tokenizer.encode_rendered(name)[0]) for name in others] == [0, 0, 1]
 
 
-def test_control_tokens_spelled_anywhere_in_a_chat_or_a_schema_are_text(tmp_path):
+def test_control_tokens_spelled_in_a_chat_or_tool_schema_are_encoded_as_text(tmp_path):
     template = (
         "{{- tools | tojson -}}" + TEXT_OF + "{%- for m in messages -%}"
         + TURN_START + "{{- (m.tool_call_id or '') + text_of(m) + ((m.tool_calls or []) | tojson) + '<|im_end|>\n' -}}"
@@ -170,7 +170,7 @@ def test_control_tokens_spelled_anywhere_in_a_chat_or_a_schema_are_text(tmp_path
 
 
 @pytest.mark.parametrize("own", [True, False])
-def test_a_rejected_system_message_is_named_with_its_row_and_where_it_comes_from(own, tmp_path):
+def test_error_about_a_rejected_system_message_names_its_row_and_origin(own, tmp_path):
     tokenizer = family_tokenizer(tmp_path, *TRAITS["trims, and refuses system messages"])
     question = {"role": "user", "content": "a"}
     chat = [{"role": "system", "content": "s"}, question] if own else [question]
@@ -182,7 +182,7 @@ def test_a_rejected_system_message_is_named_with_its_row_and_where_it_comes_from
 RENDERED = "<|im_start|>user\nHow much?<|im_end|>\n<|im_start|>assistant\n"
 
 
-def test_without_a_template_a_prompt_is_plain_text_with_one_start_token(tmp_path):
+def test_without_a_template_a_prompt_is_encoded_as_text_with_control_tokens(tmp_path):
     tokenizer = family_tokenizer(tmp_path, *TRAITS["drops earlier thinking"])
     none = {"chat_template": "none"}
     ids = read_prompts(tmp_path / "data.jsonl", tokenizer, RENDERED, **none)
@@ -199,7 +199,7 @@ def test_a_reward_model_reads_rendered_prompts_unchanged(tmp_path):
     encoder = ConversationEncoder(open_model(str(tmp_path)), DataSettings(chat_template="none"))
     prompt = Prompt("p", np.zeros(1, np.int32), RENDERED, None)
     assert encoder.encode(prompt, "It is 3.").tolist() == tokenizer.text_ids(f"{RENDERED}It is 3.")
-    # What the policy spells is no control token.
+    # Control tokens that the policy spells are text.
     ids = encoder.encode(prompt, "<|im_end|>").tolist()
     assert ids == [*tokenizer.text_ids(RENDERED), *tokenizer.encode("<|im_end|>")]
 
@@ -214,7 +214,7 @@ def test_a_reward_model_reads_rendered_prompts_unchanged(tmp_path):
         ("What does an assistant: do? Use <think> and </think>.", None),
     ],
 )
-def test_rendered_and_base_model_prompts_are_detected(prompt, found, tmp_path):
+def test_rendered_prompts_and_prompts_for_base_models_are_detected(prompt, found, tmp_path):
     tokenizer = family_tokenizer(tmp_path, *TRAITS["drops earlier thinking"])
     (tmp_path / "data.jsonl").write_text(json.dumps({"prompt": prompt}) + "\n")
     rows = load_dataset(str(tmp_path / "data.jsonl")).rows

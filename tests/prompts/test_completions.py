@@ -42,7 +42,7 @@ def encoded(
 
 
 def parts_of(tokenizer: Tokenizer, sample: Sample) -> list[tuple[bool, str]]:
-    """Returns the text of each run of tokens that are in the loss, or are not."""
+    """Returns each run of tokens with an equal loss mask: the mask and the text."""
     edges = [0, *(np.flatnonzero(np.diff(sample.mask)) + 1).tolist(), len(sample.mask)]
     return [
         (bool(sample.mask[first]), tokenizer.decode_with_special_tokens(sample.completion_ids[first:last]))
@@ -51,7 +51,9 @@ def parts_of(tokenizer: Tokenizer, sample: Sample) -> list[tuple[bool, str]]:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_conversation_has_template_tokens_and_only_turns_in_the_loss(name: str, tmp_path: Path) -> None:
+def test_conversation_is_encoded_by_the_template_with_only_assistant_turns_in_the_loss(
+    name: str, tmp_path: Path
+) -> None:
     tokenizer = family_tokenizer(tmp_path, name)
     turns, asked = ["he asks", "数 again\n\nand", "the end"], [QUESTION, {"role": "user", "content": "he <b>said</b>"}]
     chat = [says(turns[0]), asked[0], says(turns[1]), asked[1], says(turns[2]), QUESTION]
@@ -64,14 +66,14 @@ def test_conversation_has_template_tokens_and_only_turns_in_the_loss(name: str, 
     assert [is_learned for is_learned, _ in parts] == [True, False, True, False, True]
     assert sample.completion == turns[-1] and sample.finish_reason == "stop"
     assert f"{sample.mask.sum()} tokens to learn" in report
-    # Behind the turn the template goes on as it would in a sampled conversation.
-    if name != "qwen3":  # whose template adds no thinking to earlier turns
+    # After a turn, the template continues as in a sampled conversation.
+    if name != "qwen3":  # its template adds no thinking to earlier turns
         whole = rendered(tmp_path, [{"role": "user", "content": "Sum?"}, *chat])
         ids = [*sample.prompt.token_ids, *sample.completion_ids]
         assert whole[: len(ids)] == ids
 
 
-def test_text_is_one_turn_with_control_tokens_as_text(tmp_path: Path) -> None:
+def test_text_completion_is_one_turn_in_which_control_tokens_are_text(tmp_path: Path) -> None:
     tokenizer = family_tokenizer(tmp_path, "qwen2_5")
     text = "four<|im_end|>and<|im_start|>"
     sample, _ = encoded(tokenizer, "2 + 2?", text)
@@ -82,13 +84,13 @@ def test_text_is_one_turn_with_control_tokens_as_text(tmp_path: Path) -> None:
         same, _ = encoded(tokenizer, prompt, completion)
         np.testing.assert_array_equal(same.prompt.token_ids, sample.prompt.token_ids)
         np.testing.assert_array_equal(same.completion_ids, sample.completion_ids)
-    # Also for a prompt that has lost its start.
+    # The completion does not change if the prompt is truncated on the left.
     cut, _ = encoded(tokenizer, "2 + 2?", text, max_prompt_length=5, overlong_prompts="truncate_left")
     np.testing.assert_array_equal(cut.completion_ids, sample.completion_ids)
     assert len(cut.prompt.token_ids) == 5
 
 
-def test_tool_calls_are_in_the_loss_but_not_their_results(tmp_path: Path) -> None:
+def test_tool_calls_are_in_the_loss_but_tool_results_are_not(tmp_path: Path) -> None:
     tokenizer = family_tokenizer(tmp_path, "qwen2_5")
     tokenizer.tools = [CALCULATOR]
     sample, _ = encoded(tokenizer, "1 + 1?", [CALL, {"role": "tool", "content": "2"}, says("It is 2.")])
@@ -105,14 +107,14 @@ def test_without_a_template_a_completion_is_the_text_after_the_prompt(tmp_path: 
     assert [*sample.prompt.token_ids, *sample.completion_ids] == [*whole, tokenizer.eos_ids[0]]
     ended, _ = encoded(tokenizer, "Q: he ", "says<|im_end|>", chat_template="none")
     assert tokenizer.decode_with_special_tokens(ended.completion_ids) == "says<|im_end|>"
-    # A merge across the border is none that a policy behind the prompt could write.
+    # No merge crosses the border, because a policy that continues the prompt could not write it.
     apart, _ = encoded(tokenizer, "Q: h", "e", chat_template="none")
     assert tokenizer.decode(apart.prompt.token_ids) == "Q: h" and tokenizer.decode(apart.completion_ids) == "e"
     with pytest.raises(InputError, match=r"d\.jsonl:1: the completion is a chat, but data\.chat_template: none"):
         encoded(tokenizer, "Q", [says("A"), QUESTION], chat_template="none")
 
 
-def test_template_without_an_end_of_turn_gets_an_end_token(tmp_path: Path) -> None:
+def test_completion_gets_an_eos_token_if_the_template_does_not_end_turns(tmp_path: Path) -> None:
     template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
     template += "{% if add_generation_prompt %}[assistant]{% endif %}"
     tokenizer = family_tokenizer(tmp_path, CHATML, template)

@@ -26,13 +26,13 @@ def with_rates(order, rates):
 
 
 def draw_freely(order, position, count):
-    """Draws a round as if no earlier one were pending."""
+    """Draws a round as if no earlier round were pending."""
     rows = order.row_indices(position, count)
     order.observe((f"p{row}", None) for row in rows)
     return rows.tolist()
 
 
-def test_prompts_are_drawn_in_proportion_to_p_times_1_minus_p_and_the_floor():
+def test_prompts_are_drawn_in_proportion_to_p_times_1_minus_p_plus_a_floor():
     order = with_rates(make_order(6), RATES)
     weights = np.array([p * (1 - p) + FLOOR for p in [*RATES, 0.5]])
     assert weights.tolist() == pytest.approx([0.02, 0.27, 0.02, 0.2075, 0.11, 0.27])
@@ -43,7 +43,7 @@ def test_prompts_are_drawn_in_proportion_to_p_times_1_minus_p_and_the_floor():
         assert abs(first[row] / num - share) < 4 * math.sqrt(share * (1 - share) / num)
 
 
-def test_the_second_prompt_of_a_round_is_drawn_from_the_others_by_their_weights():
+def test_the_second_prompt_of_a_round_is_drawn_from_the_remaining_prompts_by_weight():
     order = with_rates(make_order(3), RATES)
     weights = np.array([FLOOR, 0.25 + FLOOR, FLOOR])
     pairs = Counter(tuple(draw_freely(order, position, 2)) for position in range(5_000))
@@ -54,8 +54,8 @@ def test_the_second_prompt_of_a_round_is_drawn_from_the_others_by_their_weights(
     assert len(pairs) == 6
 
 
-def test_each_source_of_a_mixture_keeps_its_share():
-    """Two prompts that are always solved have two thirds, since they are all of a source of weight 2."""
+def test_curriculum_keeps_the_share_of_each_source_of_a_mixture():
+    """Two prompts that are always solved make up two thirds, because they are a source of weight 2."""
     order = make_order(6, ends=[2], shares=[2.0, 1.0])
     order.observe([("p0", 1.0), ("p1", 1.0), ("p2", 0.5), ("p3", 0.0)])
     first = Counter(draw_freely(order, position, 1)[0] for position in range(10_000))
@@ -71,7 +71,7 @@ def test_a_pass_rate_moves_halfway_to_each_new_observation():
 
 
 @given(st.integers(0, 2**31 - 1), st.lists(st.floats(0, 1), min_size=5, max_size=5), st.integers(0, 10**12))
-def test_saved_pass_rates_draw_the_same_prompts(seed, rates, position):
+def test_restored_pass_rates_draw_the_same_prompts(seed, rates, position):
     order = with_rates(make_order(50, seed), rates)
     with_rates(order, rates[::-1])
     restored = make_order(50, seed)
@@ -90,7 +90,7 @@ def test_pending_prompts_are_drawn_again_only_if_no_others_are_left():
     assert order.row_indices(12, 10).tolist() != list(range(10))
 
 
-def test_metrics_count_the_seen_prompts():
+def test_curriculum_metrics_are_over_the_seen_prompts():
     order = make_order(8)
     assert order.metrics()["data/seen_fraction"] == 0 and np.isnan(order.metrics()["data/pass_rate_mean"])
     assert with_rates(order, [0.0, 0.1, 0.9, 1.0, 0.95]).metrics() == pytest.approx({

@@ -40,7 +40,7 @@ def write_rows(path, count):
 
 
 @pytest.mark.parametrize(("split", "size"), [("train", 7473), ("test", 1319)])
-def test_gsm8k_files_work_unchanged(gsm8k_dir, split, size):
+def test_gsm8k_files_are_read_unchanged(gsm8k_dir, split, size):
     dataset = load_dataset(str(gsm8k_dir / f"{split}.jsonl"))
     assert len(dataset.rows) == size
     assert dataset.column_mapping == {"prompt": "question", "answer": "answer"}
@@ -51,7 +51,7 @@ def test_gsm8k_files_work_unchanged(gsm8k_dir, split, size):
 @pytest.mark.parametrize(
     ("prompt", "answer"), [("prompt", "ground_truth"), ("question", "solution"), ("problem", "answer")]
 )
-def test_usual_column_names_are_found(tmp_path, prompt, answer):
+def test_prompt_and_answer_columns_are_found_by_their_usual_names(tmp_path, prompt, answer):
     rows = [{"id": 9, prompt: "1 + 1?", answer: 2}, {prompt: "q"}, {prompt: "r"}]
     path = write_lines(tmp_path / "d.jsonl", *rows)
     dataset = load_dataset(path)
@@ -63,7 +63,7 @@ def test_usual_column_names_are_found(tmp_path, prompt, answer):
     assert dataset.to_text() == f"{path}: 3 rows ({columns})"
 
 
-def test_chosen_columns_precede_usual_names(tmp_path):
+def test_chosen_columns_take_precedence_over_usual_names(tmp_path):
     chat = [{"role": "system", "content": "s", "name": None}, {"role": "user", "content": "u"}]
     record = {"prompt": "p", "messages": chat, "answer": "a", "meta": {"key": 1.5}}
     dataset = load_dataset(
@@ -74,7 +74,7 @@ def test_chosen_columns_precede_usual_names(tmp_path):
     assert dataset.to_text().endswith("1 rows (prompt from messages, answer from meta.key)")
 
 
-def test_verl_parquet_files_are_understood(tmp_path):
+def test_verl_parquet_files_are_read(tmp_path):
     record = {
         "data_source": "openai/gsm8k",
         "prompt": [{"role": "user", "content": "1 + 1?"}],
@@ -110,7 +110,7 @@ CHAT = [{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": 
     ],
     ids=["text", "chats", "messages", "messages-and-prompt", "response", "answer", "verl"],
 )
-def test_completions_of_usual_columns_are_read(tmp_path, record, prompt, completion):
+def test_completions_are_read_from_columns_with_usual_names(tmp_path, record, prompt, completion):
     path = write_lines(tmp_path / "d.jsonl", record)
     dataset = load_dataset(path, reads_completions=True)
     (row,) = dataset.rows
@@ -121,7 +121,7 @@ def test_completions_of_usual_columns_are_read(tmp_path, record, prompt, complet
     assert other.fingerprint != dataset.fingerprint
 
 
-def test_column_of_completions_can_be_chosen(tmp_path):
+def test_the_column_of_completions_can_be_chosen(tmp_path):
     path = write_lines(tmp_path / "d.jsonl", {"prompt": "p", "completion": "c", "meta": {"text": "t"}})
     (row,) = load_dataset(path, reads_completions=True, answer_column="meta.text").rows
     assert split_completion(row.answer, "")[1] == [{"role": "assistant", "content": "t"}]
@@ -143,19 +143,19 @@ def test_column_of_completions_can_be_chosen(tmp_path):
         ),
     ],
 )
-def test_row_without_a_usable_completion_is_refused(tmp_path, record, message):
+def test_a_row_without_a_usable_completion_is_refused(tmp_path, record, message):
     path = write_lines(tmp_path / "d.jsonl", {"prompt": "p", "completion": "c"}, record)
     with pytest.raises(InputError, match=f"d.jsonl:{message}"):
         load_dataset(path, reads_completions=True)
 
 
-def test_conversation_that_the_assistant_begins_is_refused(tmp_path):
+def test_a_conversation_that_the_assistant_begins_is_refused(tmp_path):
     path = write_lines(tmp_path / "d.jsonl", {"messages": CHAT[1:]})
     with pytest.raises(InputError, match="messages: the prompt is empty"):
         load_dataset(path, reads_completions=True)
 
 
-def test_a_hub_data_set_is_read_through_datasets(tmp_path, monkeypatch):
+def test_a_hub_data_set_is_read_through_the_datasets_library(tmp_path, monkeypatch):
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     folder = tmp_path / "sums"
     folder.mkdir()
@@ -170,7 +170,7 @@ def test_a_hub_data_set_is_read_through_datasets(tmp_path, monkeypatch):
         load_dataset(f"hf:{tmp_path}/absent/too/deep", split="train")
 
 
-def test_shards_of_a_folder_or_a_pattern_are_one_data_set(tmp_path, monkeypatch):
+def test_shards_of_a_folder_or_a_pattern_are_read_as_one_data_set(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for number in range(2):
         (tmp_path / "d" / f"part{number}").mkdir(parents=True)
@@ -192,7 +192,7 @@ def test_shards_of_a_folder_or_a_pattern_are_one_data_set(tmp_path, monkeypatch)
         load_dataset("d")
 
 
-def test_a_column_with_an_unsupported_type_is_reported(monkeypatch, caplog):
+def test_a_column_with_an_unsupported_type_is_omitted_and_reported(monkeypatch, caplog):
     import datasets
 
     rows = [{"question": "1?", "image": None}, {"question": "2?", "image": object()}]
@@ -202,7 +202,7 @@ def test_a_column_with_an_unsupported_type_is_reported(monkeypatch, caplog):
     assert record.getMessage().startswith("hf:a/b train row 1: column image is left out: Object of type object")
 
 
-def test_the_fingerprint_depends_on_all_columns_and_the_order(tmp_path):
+def test_the_data_fingerprint_depends_on_all_columns_and_the_row_order(tmp_path):
     first, second = {"prompt": "a", "answer": "1"}, {"prompt": "b", "answer": "2"}
     prints = [
         load_dataset(write_lines(tmp_path / "d.jsonl", *records)).fingerprint
@@ -214,7 +214,7 @@ def test_the_fingerprint_depends_on_all_columns_and_the_order(tmp_path):
     assert len(set(prints)) == 5
 
 
-def test_unusable_files_are_refused(tmp_path, monkeypatch):
+def test_unusable_data_files_are_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_parquet(tmp_path / "d.parquet", [{"prompt": "p"}, {"prompt": None}])
     (tmp_path / "cut.parquet").write_bytes((tmp_path / "d.parquet").read_bytes()[:-20])
@@ -242,7 +242,7 @@ def test_unusable_files_are_refused(tmp_path, monkeypatch):
             load_dataset(source)
 
 
-def test_missing_column_error_lists_those_found(tmp_path):
+def test_error_about_a_missing_column_lists_the_columns_found(tmp_path):
     path = write_lines(tmp_path / "d.jsonl", {"text": "t", "meta": {"key": 1}})
     unusable: list[dict[str, Any]] = [{}, {"prompt_column": "query"}]
     unusable.append({"prompt_column": "text", "answer_column": "target"})
@@ -263,14 +263,14 @@ def test_missing_column_error_lists_those_found(tmp_path):
         ({"prompt": [{"role": "user", "content": "u"}, {"role": "assistant", "content": "a"}]}, "assistant's turn"),
     ],
 )
-def test_an_unusable_row_is_named_by_its_line(tmp_path, record, message):
+def test_error_about_an_unusable_row_names_its_line(tmp_path, record, message):
     path = write_lines(tmp_path / "d.jsonl", {"prompt": "p", "answer": "1"}, record)
     with pytest.raises(InputError, match=message) as raised:
         load_dataset(path)
     assert f"{path}:2: " in str(raised.value)
 
 
-def test_held_out_rows_are_evenly_spaced_and_from_training_only_by_request(tmp_path):
+def test_held_out_rows_are_evenly_spaced_and_come_from_training_data_only_on_request(tmp_path):
     data = DataSettings(source="unread.jsonl", eval_source=write_rows(tmp_path / "test.jsonl", 100))
     chosen = load_held_out_data(data, num_prompts=4)
     assert [row.prompt for row in chosen.rows] == ["p0", "p25", "p50", "p75"]
@@ -281,7 +281,7 @@ def test_held_out_rows_are_evenly_spaced_and_from_training_only_by_request(tmp_p
     assert len(load_held_out_data(DataSettings(source=path, eval_source=path), num_prompts=2).rows) == 2
 
 
-def test_mixture_rows_name_their_source(tmp_path):
+def test_rows_of_a_mixture_name_their_source(tmp_path):
     (tmp_path / "b").mkdir()
     first, second = write_rows(tmp_path / "train.jsonl", 3), write_rows(tmp_path / "b" / "train.jsonl", 2)
     own = tmp_path / "own.jsonl"
@@ -305,7 +305,7 @@ def test_mixture_rows_name_their_source(tmp_path):
     assert [row.extra["data_source"] for row in held_out.rows] == [first] * 2
 
 
-def test_held_out_hub_data_has_its_own_revision(monkeypatch):
+def test_held_out_hub_data_uses_the_revision_of_its_own_source(monkeypatch):
     import datasets
 
     rows, commits = datasets.Dataset.from_list([{"question": "1 + 1?", "answer": "2"}]), []
@@ -329,7 +329,7 @@ def test_mixture_sources_have_their_own_splits_and_weights():
     curriculum = make_prompt_order(data.model_copy(update={"curriculum": "pass_rate"}), prompts, seed=1)
     assert isinstance(curriculum, PassRateOrder)
     curriculum.observe((prompt.uid, 1.0) for prompt in prompts[1::2])
-    # The second source has three quarters, although all its prompts are solved.
+    # The second source makes up three quarters, although all its prompts are solved.
     first = [int(curriculum.row_indices(position, 10)[0]) for position in range(1000)]
     assert np.mean([index % 2 for index in first]) == pytest.approx(0.75, abs=0.06)
 
@@ -358,7 +358,7 @@ def encode(rows, system_prompt=None, max_prompt_length=4, overlong: Any = "drop"
     return encode_prompts(rows, WordTokenizer(), data)
 
 
-def test_the_system_prompt_comes_first_and_replaces_the_rows():
+def test_the_system_prompt_comes_first_and_replaces_system_messages_of_rows():
     chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "bb"}]
     (one, two), _ = encode(
         [row(chat), row([{"role": "system", "content": "own"}, *chat])], system_prompt="dddd", max_prompt_length=9
@@ -367,7 +367,7 @@ def test_the_system_prompt_comes_first_and_replaces_the_rows():
     assert one.source == chat
 
 
-def test_overlong_prompts_are_dropped_cut_or_refused_and_counted():
+def test_overlong_prompts_are_dropped_truncated_or_refused_and_counted():
     rows = [row("a", "d/0"), row("a bb ccc dddd eeeee", "d/1"), row("a b c", "d/2")]
     prompts, report = encode(rows)
     assert ([prompt.uid for prompt in prompts], report.num_dropped) == (["d/0", "d/2"], 1)
@@ -382,7 +382,7 @@ def test_overlong_prompts_are_dropped_cut_or_refused_and_counted():
         encode([row("a b c d"), rows[1]])
 
 
-def test_an_unencodable_row_is_named_by_its_location():
+def test_error_about_an_unencodable_row_names_its_location():
     for where, shown in (("a.jsonl:3", "a.jsonl:3"), ("", "a/2")):
         row = DatasetRow(uid="a/2", prompt="x" * 1_000_001, answer=None, where=where)
         with pytest.raises(InputError, match=f"^{shown}: the prompt has 1,000,001 characters"):

@@ -17,7 +17,7 @@ from settings.errors import InputError
 
 @st.composite
 def orders(draw, max_rows=40):
-    """Strategy for an order, and a step size that does not exceed the data set."""
+    """Strategy that draws an order, and a step size that does not exceed the data set."""
     num_rows = draw(st.integers(1, max_rows))
     order = PromptOrder(seed=draw(st.integers(0, 2**31 - 1)), num_rows=num_rows, shuffle=draw(st.booleans()))
     return order, draw(st.integers(1, num_rows))
@@ -28,7 +28,7 @@ def take_steps(order, count, num_steps, start=0):
 
 
 def queued_steps(order, count, num_steps):
-    """Computes the order by a queue that defers prompts which the step already has."""
+    """Computes the order with a queue that defers prompts already in the step."""
     epoch, queue, steps = 0, [], []
     for _ in range(num_steps):
         step = []
@@ -48,14 +48,14 @@ def queued_steps(order, count, num_steps):
 def test_each_epoch_is_a_permutation_that_defers_prompts_already_in_the_step(drawn):
     order, count = drawn
     num_steps = 6 * order.num_rows // count + 2
-    # Backwards and by a new object each time: a step depends on its position alone, as after a resume.
+    # Steps are computed backwards, each by a new object: they depend only on their position, as after a resume.
     steps = [replace(order).row_indices(step * count, count).tolist() for step in reversed(range(num_steps))]
     assert steps[::-1] == queued_steps(order, count, num_steps)
 
 
 @settings(max_examples=50)
 @given(orders(), st.integers(0, 1000))
-def test_no_step_from_any_position_has_a_prompt_twice(drawn, position):
+def test_a_step_at_any_position_has_distinct_prompts(drawn, position):
     order, count = drawn
     for step in take_steps(order, count, 10, start=position):
         assert len(set(step.tolist())) == count
@@ -72,7 +72,7 @@ def test_host_slices_are_equal_parts_of_the_step(drawn, num_hosts, step):
 
 
 @given(st.integers(1, 5), st.integers(6, 30))
-def test_fewer_rows_than_a_step_repeat_evenly(num_rows, count):
+def test_rows_repeat_evenly_if_a_step_needs_more_prompts(num_rows, count):
     step = PromptOrder(seed=1, num_rows=num_rows, shuffle=True).row_indices(0, count)
     times = Counter(step.tolist()).values()
     assert len(step) == count and len(times) == num_rows and max(times) - min(times) <= 1
@@ -85,7 +85,7 @@ def test_epochs_and_seeds_have_different_orders_if_shuffled():
     assert len({tuple(step.tolist()) for step in steps}) == 5 and sorted(steps[0]) == list(range(50))
     plain = PromptOrder(seed=1, num_rows=10, shuffle=False)
     assert np.concatenate(take_steps(plain, 4, 5)).tolist() == [*range(10), *range(10)]
-    # A late step of a large data set takes no time.
+    # A late step of a large data set is computed at once.
     assert len({*PromptOrder(seed=0, num_rows=100_000, shuffle=True).row_indices(512 * 10**9, 512).tolist()}) == 512
 
 
@@ -104,14 +104,14 @@ def of_source(order: MixtureOrder, stream: np.ndarray, source: int) -> np.ndarra
 
 @settings(max_examples=25)
 @given(mixtures(), st.integers(1, 500), st.integers(0, 30_000), st.integers(1, 9))
-def test_a_mixture_does_not_depend_on_the_step_size(order, num, start, count):
+def test_the_order_of_a_mixture_does_not_depend_on_the_step_size(order, num, start, count):
     whole = order.row_indices(start, num * count)
     assert np.concatenate(take_steps(order, count, num, start=start)).tolist() == whole.tolist()
 
 
 @settings(max_examples=30)
 @given(mixtures(), st.integers(1, 25_000))
-def test_each_source_of_a_mixture_always_has_its_share(order, num):
+def test_each_source_of_a_mixture_has_its_share_of_any_number_of_prompts(order, num):
     stream, total = order.row_indices(0, num), sum(order.weights)
     for source, weight in enumerate(order.weights):
         share = num * weight / total
@@ -131,7 +131,7 @@ def test_each_epoch_of_a_source_is_a_permutation_without_early_repeats(order):
             assert len(set(taken[first : first + size // 3].tolist())) == size // 3
 
 
-def test_a_mixture_alternates_evenly_and_the_seed_shuffles_it():
+def test_a_mixture_alternates_sources_evenly_and_the_seed_shuffles_its_rows():
     rows = [np.arange(30), np.arange(30, 40)]
     plain = MixtureOrder(0, rows, [3.0, 1.0], shuffle=False).row_indices(0, 8)
     assert plain.tolist() == [0, 1, 30, 2, 3, 4, 31, 5]
@@ -162,7 +162,7 @@ OPERATORS = st.sets(st.sampled_from("+-*"), min_size=1).map(tuple)
 
 @settings(max_examples=5)
 @given(LEVELS, OPERATORS, st.integers(1, 500), st.sampled_from(["train", "test"]), st.integers(0, 2**31 - 1))
-def test_problems_are_correct_unique_and_of_their_level(difficulty, operators, num_problems, split, seed):
+def test_arithmetic_problems_are_correct_unique_and_of_their_level(difficulty, operators, num_problems, split, seed):
     rows = make(difficulty=difficulty, operators=operators, num_problems=num_problems, split=split, seed=seed).rows
     assert len({row.uid for row in rows}) == len(rows) <= num_problems
     for row in rows:
@@ -175,14 +175,14 @@ def test_problems_are_correct_unique_and_of_their_level(difficulty, operators, n
 
 @settings(max_examples=4)
 @given(st.integers(0, 2**31 - 1), st.integers(0, 2**31 - 1), LEVELS, OPERATORS)
-def test_splits_share_no_problem_for_any_seeds(seed, other_seed, difficulty, operators):
+def test_training_and_test_splits_share_no_problem_for_any_seeds(seed, other_seed, difficulty, operators):
     train = make(split="train", seed=seed, difficulty=difficulty, operators=operators, num_problems=1000)
     test = make(split="test", seed=other_seed, difficulty=difficulty, operators=operators, num_problems=1000)
     assert not {canonical(row) for row in train.rows} & {canonical(row) for row in test.rows}
 
 
 @pytest.mark.parametrize(("operator", "level", "total"), [("-", 1, 100), ("+", 2, 9_900), ("*", 2, 9_900)])
-def test_both_splits_together_are_all_problems_of_a_level_and_the_test_split_is_a_fifth(operator, level, total):
+def test_the_splits_partition_all_problems_of_a_level_with_a_fifth_for_testing(operator, level, total):
     sizes = [
         len(make(split=split, difficulty=(level,), operators=(operator,), num_problems=10**6).rows)
         for split in ("train", "test")
@@ -191,7 +191,7 @@ def test_both_splits_together_are_all_problems_of_a_level_and_the_test_split_is_
     assert sizes[1] == pytest.approx(total / 5, abs=2 * total**0.5)
 
 
-def test_levels_have_equal_shares_and_the_seed_determines_the_problems():
+def test_difficulty_levels_have_equal_shares_and_the_seed_determines_the_problems():
     with pytest.raises(InputError, match=r"data.split: expected train or test .*, got 'validation'"):
         make(split="validation")
     counts = Counter(row.extra["difficulty"] for row in make(difficulty=(2, 3), num_problems=301).rows)

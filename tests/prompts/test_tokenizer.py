@@ -1,4 +1,4 @@
-"""Tests tokenizers in model directories and GGUF files, also of those that add start tokens and spaces."""
+"""Tests tokenizers in model directories and GGUF files, including some that add start tokens and spaces."""
 
 import json
 import re
@@ -39,13 +39,13 @@ def tiny(tmp_path_factory) -> Tokenizer:
     return tokenizer_at(write_directory(tmp_path_factory.mktemp("tiny")))
 
 
-def test_decoding_inverts_encoding_without_control_tokens_and_unknown_ids(tiny):
+def test_decoding_inverts_encoding_and_skips_control_tokens_and_unknown_ids(tiny):
     for text in ("", "  a  ", "\n\n12", "naïve 数 🙂", "a , b . c 's", "<|im_start|>"):
         ids = np.array([1, *tiny.encode(text), len(VOCABULARY) + 5, 2], np.int32)
         assert tiny.decode(tiny.encode(text)) == tiny.decode(ids) == text
 
 
-def test_eos_pad_and_unk_ids_come_from_the_files(tmp_path, tiny):
+def test_eos_pad_and_unk_ids_come_from_the_model_files(tmp_path, tiny):
     for named, eos_ids in (({}, (2,)), ({"eos_token_id": 0}, (0, 2)), ({"eos_token_id": [2, 0, 1]}, (0, 1, 2))):
         assert tokenizer_at(write_directory(tmp_path, generation_config=named)).eos_ids == eos_ids
     folder = write_directory(tmp_path)
@@ -103,7 +103,7 @@ def test_tokenizer_class_does_not_replace_the_pre_tokenizer(tmp_path, tiny):
 @pytest.mark.parametrize(
     "template", ["{{ raise_exception('no') }}", "{% for %}", "{{ messages + 1 }}", "{{ ''.__class__.__mro__[1].x }}"]
 )
-def test_a_broken_or_hostile_template_is_refused(tmp_path, template):
+def test_a_broken_or_hostile_chat_template_is_refused(tmp_path, template):
     tokenizer = tokenizer_at(write_directory(tmp_path, tokenizer_config={"chat_template": template}))
     with pytest.raises(InputError, match=r"cannot render a chat of \['user'\]: "):
         tokenizer.chat_ids([{"role": "user", "content": "x"}])
@@ -115,7 +115,7 @@ def test_the_template_date_is_the_same_every_day(tmp_path):
     assert tokenizer.decode(tokenizer.chat_ids([{"role": "user", "content": "x"}])) == "26 Jul 2024"
 
 
-def test_fingerprint_depends_on_splitting_template_and_eos_ids(tmp_path, tiny):
+def test_the_tokenizer_fingerprint_depends_on_splitting_template_and_eos_ids(tmp_path, tiny):
     assert tokenizer_at(write_directory(tmp_path)).fingerprint == tiny.fingerprint
     changes = [{"tokenizer_config": {"chat_template": TEMPLATE + " "}}, {"generation_config": {"eos_token_id": 0}}]
     changed = [tokenizer_at(write_directory(tmp_path, **change)) for change in changes]
@@ -123,7 +123,7 @@ def test_fingerprint_depends_on_splitting_template_and_eos_ids(tmp_path, tiny):
     assert len({tiny.fingerprint, *(tokenizer.fingerprint for tokenizer in changed)}) == 4
 
 
-def test_gguf_text_is_split_by_its_pre_tokenizer(tmp_path):
+def test_a_gguf_tokenizer_splits_text_by_its_pre_tokenizer(tmp_path):
     for pre, expected in {"smollm": ["ĊĊ", "1", "2", "Ġa", "Ġ", "1"], "gpt-2": ["Ċ", "Ċ", "12", "Ġa", "Ġ1"]}.items():
         assert pieces(tokenizer_at(write_gguf(tmp_path / f"{pre}.gguf", pre=pre)), "\n\n12 a 1") == expected
 
@@ -136,7 +136,7 @@ def test_qwen2_pre_tokenizer_equals_transformers(tmp_path):
         assert ours.encode(text) == theirs.encode(text)
 
 
-def test_a_gguf_tokenizer_equals_the_directorys(tmp_path, tiny):
+def test_a_gguf_tokenizer_equals_the_tokenizer_of_the_model_directory(tmp_path, tiny):
     gguf = tokenizer_at(write_gguf(tmp_path / "a.gguf", pre="gpt-2", padding=3))
     assert (gguf.eos_ids, gguf.pad_id, gguf.vocab_size) == (tiny.eos_ids, tiny.pad_id, tiny.vocab_size)
     messages = [{"role": "user", "content": "12 <|im_end|> a\n\n"}]
@@ -157,7 +157,7 @@ def test_unusable_gguf_tokenizers_are_refused(tmp_path):
 
 
 def test_a_gemma_gguf_tokenizer_equals_transformers(tmp_path):
-    """Its file has no merges, tokens of several spaces as such, and scores that say nothing about the order."""
+    """Its file has no merges, literal tokens of several spaces, and scores that do not give the order of merges."""
     kinds = {
         "<pad>": "control",
         "<eos>": "control",
@@ -181,7 +181,7 @@ def test_a_gemma_gguf_tokenizer_equals_transformers(tmp_path):
     assert (ours.eos_ids, ours.unk_id, ours.special_ids) == ((1,), 3, {0, 1, 2})
 
 
-def test_smollm2_is_read_from_gguf(smollm2_gguf):
+def test_the_tokenizer_of_smollm2_is_read_from_its_gguf_file(smollm2_gguf):
     smollm2 = tokenizer_at(smollm2_gguf)
     assert smollm2.encode("\n\n12") == [1116, 33, 34]
     assert (smollm2.eos_ids, smollm2.pad_id, smollm2.vocab_size) == ((2,), 2, 49152)
@@ -220,7 +220,7 @@ SENTENCEPIECE_MERGES: Any = [("h", "e"), ("▁", "h"), ("▁", "he")]
 
 @pytest.mark.parametrize("first_only", [False, True])
 def test_a_chat_has_its_templates_start_token_and_plain_text_has_none(first_only, tmp_path):
-    """With tokenizers that add a space after every control token, or only at the start of a text."""
+    """Covers tokenizers that add a space after every control token, and only at the start of a text."""
     control = ["<unk>", "<s>", "</s>", "[INST]", "[/INST]"]
     vocabulary = {token: i for i, token in enumerate([*control, *BYTE_TOKENS, *CHARACTERS, "he", "▁h", "▁he"])}
     backend = Backend(
@@ -267,7 +267,7 @@ def byte_fallback(tmp_path_factory) -> Tokenizer:
     st.lists(st.integers(1, 261) | st.sampled_from([12, 242, 197, 171, *range(1, 5), *range(258, 262)]), max_size=12),
     st.lists(st.sampled_from(["\n", "a\n", " b", "é b", "b\n", "é", "</s>", "aa", "\n</s>"]), min_size=1, max_size=2),
 )
-def test_stop_strings_are_found_at_their_byte_and_control_token(byte_fallback, ids, stop):
+def test_stop_strings_are_found_at_the_token_that_completes_them(byte_fallback, ids, stop):
     texts = {1: b"</s>", 258: b" ", 259: b" b", 260: "é".encode(), 261: b"a"}
     written = [texts[i] if i in texts else bytes([i - 2]) for i in ids]
     prefixes = [b"".join(written[: n + 1]).removeprefix(b" ").decode("utf-8", "replace") for n in range(len(ids))]

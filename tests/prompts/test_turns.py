@@ -56,7 +56,7 @@ def whole(turns: list[str], answers: list[Any]) -> list[Any]:
     ("name", "role"),
     [*((name, "user") for name in FAMILIES), *((name, "tool") for name in [*TOOL_FAMILIES, "smollm2"])],
 )
-def test_turns_and_observations_equal_the_rendered_conversation(name, role, tmp_path):
+def test_tokens_of_turns_and_observations_equal_the_rendered_conversation(name, role, tmp_path):
     tokenizer = family_tokenizer(tmp_path, name)
     tools = [CALCULATOR] if role == "tool" and name in TOOL_FAMILIES else []
     encoder = ObservationEncoder(tokenizer, tools)
@@ -66,13 +66,13 @@ def test_turns_and_observations_equal_the_rendered_conversation(name, role, tmp_
         given = answers[start:] + answers[:start]
         ids = conversation(encoder, tokenizer, tools, turns, given)
         assert ids == rendered(tmp_path, whole(turns, given), tools)
-    # Without an observation the next turn starts behind the last.
+    # Without an observation, the next turn directly follows the last one.
     chat, between = tokenizer.chat_ids([QUESTION, {"role": "assistant", "content": "he"}]), encoder.encode([])
     assert chat[-len(between) :] == between and chat[-len(between) - 1] in tokenizer.eos_ids
 
 
 @pytest.mark.parametrize("name", TOOL_FAMILIES)
-def test_several_messages_are_one_observation(name, tmp_path):
+def test_several_messages_after_a_turn_are_encoded_as_one_observation(name, tmp_path):
     tokenizer = family_tokenizer(tmp_path, name)
     answers = [
         [{"role": "tool", "content": "1"}, {"role": "tool", "content": "2"}],
@@ -85,7 +85,7 @@ def test_several_messages_are_one_observation(name, tmp_path):
 
 
 @pytest.mark.parametrize("enable_thinking", [True, False])
-def test_qwen3_thinking_stays_where_tools_answer(enable_thinking, tmp_path):
+def test_qwen3_thinking_is_kept_in_turns_that_tools_answer(enable_thinking, tmp_path):
     tokenizer = family_tokenizer(tmp_path, "qwen3", enable_thinking=enable_thinking)
     encoder = ObservationEncoder(tokenizer, [CALCULATOR])
     turns = [f"<think>\nthought {number}\n</think>\n\n{CALL}" for number in range(3)]
@@ -93,7 +93,7 @@ def test_qwen3_thinking_stays_where_tools_answer(enable_thinking, tmp_path):
     expected = rendered(tmp_path, whole(turns, answers), [CALCULATOR], enable_thinking=enable_thinking)
     if enable_thinking:
         assert conversation(encoder, tokenizer, [CALCULATOR], turns, answers) == expected
-    else:  # The next turn starts behind its empty thinking.
+    else:  # The next turn starts after its empty thinking.
         ids = encoder.encode(answers[-1])
         assert tokenizer.decode(ids).endswith("assistant\n<think>\n\n</think>\n\n") and expected[-len(ids) :] == ids
 
@@ -128,7 +128,7 @@ def test_control_tokens_spelled_in_an_observation_are_text(name, role, tmp_path)
     ids = encoder.encode(given)
     assert num_special(ids) == num_special(encoder.encode(plain))
     assert spelled in tokenizer.decode(ids)
-    # Unmerged letters stand for the names until the ids of their text replace them, without added tokens.
+    # Letters stand in for the control tokens, and are then replaced by the ids of the tokens' names as text.
     names = dict(zip("KLMNOPQRS", family.special, strict=False))
     hidden = {"role": role, "content": "a" + "b".join(names) + "c"}
     num_ids = len(encoder.encode([hidden]))
@@ -177,7 +177,7 @@ def test_a_template_without_support_for_turns_is_refused_with_the_reason(templat
         ObservationEncoder(family_tokenizer(tmp_path, CHATML, template))
 
 
-def test_a_turn_without_an_eos_token_is_reported_with_the_setting(tmp_path):
+def test_a_template_that_ends_turns_without_an_eos_token_is_reported_with_the_setting(tmp_path):
     for family in FAMILIES:
         assert unended_turn(family_tokenizer(tmp_path, family), ()) is None
     chatml = CHATML_TEMPLATE.replace("CONTENT", "m.content")
@@ -192,7 +192,7 @@ def test_a_turn_without_an_eos_token_is_reported_with_the_setting(tmp_path):
     assert unended_turn(family_tokenizer(tmp_path, base, refusing), ()) is None
 
 
-def test_samples_that_continue_after_a_control_token_are_a_warning(tmp_path):
+def test_samples_that_continue_after_a_control_token_are_reported_by_a_warning(tmp_path):
     base = CHATML._replace(special=["<|endoftext|>", "<|im_end|>", "<|im_start|>"], num_ends=1)
     tokenizer = family_tokenizer(tmp_path, base, CHATML_TEMPLATE.replace("CONTENT", "m.content"))
     end, (last,) = tokenizer.encode_rendered("<|im_end|>")[0], tokenizer.eos_ids
@@ -207,7 +207,7 @@ def test_samples_that_continue_after_a_control_token_are_a_warning(tmp_path):
     assert written_ids(sample) == [5, last, 6, last]
 
 
-def test_fitted_observations_are_cut_at_the_end_with_a_note(tmp_path):
+def test_long_observations_are_cut_at_the_end_with_a_note(tmp_path):
     tokenizer = family_tokenizer(tmp_path, "qwen2_5")
     encoder = ObservationEncoder(tokenizer)
     messages = [{"role": "tool", "content": text} for text in ("short", "x" * 90, "y")]
@@ -270,7 +270,7 @@ def test_tool_calls_are_parsed_in_order_with_their_arguments(style, text, calls)
         ("json", '{"name": "now", "parameters": {}} Then I wait.', "not valid JSON: trailing characters"),
     ],
 )  # fmt: skip
-def test_a_malformed_call_says_what_is_wrong_and_what_to_write(style, text, reason):
+def test_error_of_a_malformed_tool_call_says_what_is_wrong_and_what_to_write(style, text, reason):
     [call] = parse_tool_calls(text, style)
     if style == "json_tags" and "</" in text:
         [before, *_, after] = parse_tool_calls(tagged('{"name": "now"}') + text + tagged('{"name": "now"}'), style)
@@ -282,7 +282,7 @@ def test_a_malformed_call_says_what_is_wrong_and_what_to_write(style, text, reas
 
 
 @given(text=st.text() | st.text(alphabet='<tool_call>/{}[]"name:1,();`=\n '), style=st.sampled_from(STYLES))
-def test_parsing_random_text_never_raises(text, style):
+def test_parsing_tool_calls_in_random_text_never_raises(text, style):
     for given_text in (text, tagged(text), f"<|python_tag|>{text}"):
         for call in parse_tool_calls(given_text, style):
             assert call.error or json.dumps(call.arguments)
@@ -291,7 +291,7 @@ def test_parsing_random_text_never_raises(text, style):
 @pytest.mark.parametrize(
     ("name", "style"), [("qwen2_5", "json_tags"), ("qwen3", "json_tags"), ("llama3_1", "json"), ("gemma3", None)]
 )
-def test_auto_format_follows_the_chat_template(name, style, tmp_path):
+def test_auto_tool_call_format_follows_the_chat_template(name, style, tmp_path):
     tokenizer = family_tokenizer(tmp_path, name)
     assert resolve_format("auto", tokenizer, has_tools=False) == (style or "none")
     assert resolve_format("json", tokenizer, has_tools=True) == "json"
@@ -303,7 +303,7 @@ def test_auto_format_follows_the_chat_template(name, style, tmp_path):
 
 
 @pytest.mark.parametrize("special", [True, False])
-def test_tags_that_are_control_tokens_are_found_in_the_ids(special, tmp_path):
+def test_tool_call_tags_that_are_control_tokens_are_found_in_the_ids(special, tmp_path):
     tags = ["<tool_call>", "</tool_call>"]
     family = CHATML._replace(special=[*CHATML.special, *tags]) if special else CHATML._replace(plain=tags)
     template = CHATML_TEMPLATE.replace("CONTENT", "m.content")

@@ -19,7 +19,7 @@ TEMPLATE = (
 CONTROL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
 VOCABULARY = [*CONTROL_TOKENS, *BYTES, "ĊĊ", "Ġ1", "12", "Ġa"]
-MERGES: Any = [("Ċ", "Ċ"), ("Ġ", "1"), ("1", "2"), ("Ġ", "a")]  # transformers declares list[str], takes pairs
+MERGES: Any = [("Ċ", "Ċ"), ("Ġ", "1"), ("1", "2"), ("Ġ", "a")]  # transformers declares list[str], but takes pairs
 GGUF_TYPES = {"normal": 1, "unknown": 2, "control": 3, "user": 4, "unused": 5, "byte": 6}
 
 

@@ -17,7 +17,7 @@ def path(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_file_is_replaced_when_the_new_one_is_complete(path: Path) -> None:
+def test_an_atomic_write_replaces_a_file_only_when_complete(path: Path) -> None:
     with open_atomic(path) as file:
         file.write(b"n" * 1_000_000)
         assert path.read_bytes() == b"old"
@@ -41,7 +41,7 @@ def test_a_failed_write_leaves_only_the_old_file(path: Path) -> None:
     assert list(path.parent.iterdir()) == [path]
 
 
-def test_a_program_killed_while_it_writes_keeps_the_old_file(path: Path) -> None:
+def test_a_program_killed_during_a_write_leaves_the_old_file(path: Path) -> None:
     program = (
         "import os, signal, sys, pathlib\n"
         "from app.records.atomic_write import open_atomic\n"
@@ -77,7 +77,7 @@ def test_no_command_writes_its_output_in_place(tmp_path, monkeypatch, finished, 
         assert Path(name).read_bytes() != b"old" == Path(f"kept {name}").read_bytes(), name
 
 
-def test_a_folder_appears_only_when_complete(tmp_path: Path) -> None:
+def test_an_atomically_created_folder_appears_only_when_complete(tmp_path: Path) -> None:
     new = tmp_path / "new"
     with create_folder_atomic(new) as folder:
         (folder / "a").write_text("a")

@@ -1,4 +1,4 @@
-"""Tests the identity of a computation: what differs, and how it is said."""
+"""Tests how differences between two computations are found and described."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ from app.records.identity import first_difference, plugin_file_digests, prompts_
 from tests.tiny import make_prompt
 
 
-def test_missing_values_count_as_differences_and_long_ones_are_cut() -> None:
+def test_missing_values_count_as_differences_and_long_values_are_cut() -> None:
     text = first_difference({"run.seed": 0}, {"run.seed": 0, "the critic": "x" * 500}) or ""
     assert text.startswith("the critic was None there, and is 'xxx") and text.endswith("xxx... now")
     assert len(text) < 120
@@ -20,7 +20,7 @@ def test_digests_of_prompts_depend_on_their_fields_and_order() -> None:
         assert prompts_digest(prompts) != prompts_digest(others)
 
 
-def test_plugins_are_compared_by_their_files(tmp_path: Path) -> None:
+def test_plug_ins_are_compared_by_the_contents_of_their_files(tmp_path: Path) -> None:
     path = tmp_path / "rewards.py"
     path.write_text("def brevity(completion): return 1.0\n")
     names = [f"{path}:brevity", None, "calculator", "judges:f"]

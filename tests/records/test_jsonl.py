@@ -17,12 +17,12 @@ def path(tmp_path):
     ("content", "expected"),
     [
         (b'{"a": 1}\n\n   \n{"a": 2}\n', [(1, {"a": 1}), (4, {"a": 2})]),  # blank lines count
-        (b'\xef\xbb\xbf{"a": "\xc3\xa9"}\r\n{"a": 2}', [(1, {"a": "é"}), (2, {"a": 2})]),  # of Windows
+        (b'\xef\xbb\xbf{"a": "\xc3\xa9"}\r\n{"a": 2}', [(1, {"a": "é"}), (2, {"a": 2})]),  # written on Windows
         ('{"a": "x\u2028y\x85z"}\n'.encode(), [(1, {"a": "x\u2028y\x85z"})]),  # separators inside a string
         (json.dumps(NUMBERS).encode(), [(1, NUMBERS)]),
     ],
 )
-def test_objects_are_read_with_their_line_numbers(path, content, expected):
+def test_json_objects_are_read_with_their_line_numbers(path, content, expected):
     path.write_bytes(content)
     assert list(read_jsonl(path)) == expected
 
@@ -42,7 +42,7 @@ def test_objects_are_read_with_their_line_numbers(path, content, expected):
         (b'{"a": ' + b"9" * 10_000 + b"}", "digits"),
     ],
 )
-def test_a_bad_line_is_refused_with_its_number_and_reason(path, line, reason):
+def test_an_invalid_json_line_is_refused_with_its_number_and_reason(path, line, reason):
     path.write_bytes(b'{"ok": 1}\n\n' + line + b"\n")
     with pytest.raises(InputError, match=reason) as raised:
         list(read_jsonl(path))
@@ -57,7 +57,7 @@ def test_nan_of_other_programs_is_read_as_null(path):
         next(lines)
 
 
-def test_files_that_cannot_be_read_or_written_are_refused(tmp_path, monkeypatch):
+def test_jsonl_files_that_cannot_be_read_or_written_are_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(InputError, match=str(tmp_path / "absent.jsonl")):
         list(read_jsonl("absent.jsonl"))
@@ -83,7 +83,7 @@ def test_written_records_are_ascii_lines_that_read_back_equal(path):
     assert list(path.parent.iterdir()) == [path]
 
 
-def test_a_record_with_nan_keeps_the_old_file(path):
+def test_writing_a_record_with_nan_fails_and_keeps_the_old_file(path):
     path.write_text('{"old": 1}\n')
     with pytest.raises(ValueError, match=r"record 2 \(q7/s0\)"):
         write_jsonl(path, [{"uid": "q6/s0"}, {"uid": "q7/s0", "reward": float("nan")}])

@@ -12,13 +12,13 @@ def all_of(values) -> Moments:
     return compute_moments(np.asarray(values, np.float32), np.ones(len(values), bool))
 
 
-def test_moments_by_hand():
-    # What stands under a false mask is not read.
+def test_moments_equal_hand_computed_values():
+    # Masked values are not read.
     values, mask = np.array([[1.0, np.nan, 2.0], [np.inf, 3.0, 9.0]]), np.array([[1, 0, 1], [0, 1, 0]], bool)
     found = compute_moments(values, mask)
     assert found == Moments(3.0, 2.0, 2.0)
     assert found.variance == 1.0 and found.population_std == pytest.approx((2 / 3) ** 0.5)
-    # A large mean costs no digits.
+    # A large mean does not cost precision.
     assert all_of(np.float32(1e6) + np.arange(4, dtype=np.float32)).sum_squared_deviations == 5.0
     np.testing.assert_allclose(whiten(values, mask, found), [[-1, 0, 0], [0, 1, 0]], atol=1e-7)
 
@@ -26,12 +26,12 @@ def test_moments_by_hand():
 def test_whitening_equals_trl_and_verl():
     rng = np.random.default_rng(0)
     values, mask = rng.normal(3, 5, (4, 50)), rng.random((4, 50)) < 0.7
-    # masked_whiten: masked mean, Bessel's correction, rsqrt.
+    # masked_whiten uses the masked mean, Bessel's correction and rsqrt.
     mean = (values * mask).sum() / mask.sum()
     variance = ((values - mean) ** 2 * mask).sum() / mask.sum() * mask.sum() / (mask.sum() - 1)
     ours = whiten(values, mask, compute_moments(values, mask))
     np.testing.assert_allclose(ours, np.where(mask, (values - mean) / np.sqrt(variance + 1e-8), 0), atol=1e-6)
-    # verl's numbers of a sample with tool tokens.
+    # These are verl's numbers for a sample with tool tokens.
     values = np.array([0, 0, -2.205239, -3.280981, -4.4222, 0, 0, -5.64, -8, 0, 0])
     mask = values != 0
     expected = [1.117573, 0.637538, 0.128286, -0.41514, -1.468257]

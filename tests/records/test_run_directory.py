@@ -38,9 +38,9 @@ def accepted(run: RunDirectory) -> list[Resume]:
     return [resume for resume in RESUMES if is_accepted(resume)]
 
 
-def test_new_directories_and_failed_starts_can_be_used(run: RunDirectory, tmp_path: Path) -> None:
+def test_a_run_can_use_a_new_directory_or_the_directory_of_a_failed_start(run: RunDirectory, tmp_path: Path) -> None:
     assert accepted(run) == ["never", "auto"]
-    assert list(tmp_path.iterdir()) == [], "looking does not make it"
+    assert list(tmp_path.iterdir()) == [], "the check does not create it"
     lock_run_directory(run).close()
     run.checkpoints_dir.mkdir()
     (run.path / ".sessions.jsonl.77.partial").touch()  # killed while it wrote its first file
@@ -56,14 +56,14 @@ def test_runs_without_a_name_are_numbered_and_the_newest_is_continued(tmp_path: 
         if taken:
             (tmp_path / taken).mkdir()
             (tmp_path / taken / "settings.yaml").touch()
-        (tmp_path / f"{first}-20").mkdir(exist_ok=True)  # a start that failed, and goes on if it is resumed
+        (tmp_path / f"{first}-20").mkdir(exist_ok=True)  # a failed start, which a resume continues
         names += [name("never"), name("auto")]
     new = ("", "-2", "-4", "-13", "-13", "-13")
     assert names == [f"{first}{number}" for one in new for number in (one, "-20")]
     assert name("never", "run.name=quickstart-seed0") == first and name("must", "run.seed=1") == "quickstart-seed1"
 
 
-def test_a_run_is_continued_only_if_asked(occupied: RunDirectory) -> None:
+def test_a_run_is_continued_only_on_request(occupied: RunDirectory) -> None:
     # An unfinished save has another name until it is whole.
     (occupied.checkpoints_dir / "3.orbax-checkpoint-tmp").mkdir(parents=True)
     assert accepted(occupied) == ["auto"]
@@ -80,14 +80,14 @@ def test_a_run_is_continued_only_if_asked(occupied: RunDirectory) -> None:
 
 
 @pytest.mark.parametrize("name", ["thesis.tex", ".thesis.tex.77.partial", "checkpoints/model.safetensors"])
-def test_a_folder_with_other_files_is_refused(run: RunDirectory, name: str) -> None:
+def test_a_folder_with_other_files_is_refused_as_run_directory(run: RunDirectory, name: str) -> None:
     (run.path / name).parent.mkdir(parents=True)
     (run.path / name).touch()
     with pytest.raises(InputError, match="exists and is not a run directory"):
         check_run_directory(run, "auto")
 
 
-def test_links_and_folders_in_place_of_files_are_refused(occupied: RunDirectory) -> None:
+def test_links_and_folders_in_place_of_a_runs_files_are_refused(occupied: RunDirectory) -> None:
     (occupied.path.parent / "moved" / "3").mkdir(parents=True)
     for path in (occupied.checkpoints_dir, occupied.metrics_path):
         path.symlink_to(occupied.path.parent / "moved")
@@ -100,11 +100,11 @@ def test_links_and_folders_in_place_of_files_are_refused(occupied: RunDirectory)
         check_run_directory(occupied, "auto")
 
 
-def test_directories_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
+def test_unusable_run_directories_are_refused(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.touch()
     for path, message in (
-        # Not a matter of who runs the tests, as a permission is.
+        # Unlike a permission, this does not depend on the user who runs the tests.
         (tmp_path / ("x" * 300) / "tiny", r"run\.dir: cannot read .*: File name too long; choose another run\.dir"),
         (file, r"is a file; choose another run\.name"),
         (file / "runs" / "tiny", r"run\.dir: .*file is not a directory that this user may write to"),
@@ -133,7 +133,7 @@ def test_a_run_directory_is_locked_by_one_process_at_a_time(finished: Path, conf
 
 @pytest.fixture
 def trained(tmp_path: Path) -> RunDirectory:
-    """A run of two sessions under other settings, the second of which began after step 3."""
+    """Returns a run of two sessions with different settings, the second of which began after step 3."""
     run = RunDirectory(tmp_path / "run")
     run.path.mkdir()
     resolved = [load(None, [f"optimizer.learning_rate={rate}"], {}) for rate in (0.1, 0.2)]
@@ -154,7 +154,7 @@ def test_steps_have_the_settings_of_their_session(trained: RunDirectory) -> None
     assert [history.period_of(step).first_step for step in (0, 1, 3, 4, 9)] == [1, 1, 1, 4, 4]
 
 
-def test_retrained_steps_have_the_later_settings(trained: RunDirectory) -> None:
+def test_retrained_steps_have_the_settings_of_the_later_session(trained: RunDirectory) -> None:
     resolved = load(None, ["optimizer.learning_rate=0.3"], {})
     again = {"after_step": 2, "settings": resolved.to_yaml()}
     write_jsonl(trained.sessions_path, [*records_of(trained.sessions_path), again])

@@ -122,8 +122,8 @@ def test_every_sample_is_read_back_bit_for_bit(sample):
     assert sample_to_record(again) == record
 
 
-def test_unknown_fields_are_kept_and_fields_of_later_stages_absent():
-    # Without an episode, messages are not ours either.
+def test_unknown_fields_are_kept_and_missing_fields_are_not_written():
+    # Without an episode, `messages` is an unknown field as well.
     unknown = {"my_note": {"x": [1, None]}, "my_scores": [0.0, 1.0], "messages": 1}
     for columns in ({}, {"columns": None}, {"columns": {"difficulty": 1}}):
         sample = sample_from_record({**RECORD, **unknown, **columns}, where="f:1")
@@ -134,7 +134,7 @@ def test_unknown_fields_are_kept_and_fields_of_later_stages_absent():
         assert not {"values", "reward", "rewards", "loss_mask", "advantages"} & written.keys()
 
 
-def test_missing_fields_are_named_with_the_line():
+def test_error_about_missing_fields_names_them_and_the_line():
     record = {key: value for key, value in RECORD.items() if key not in ("uid", "behavior_logprobs")}
     with pytest.raises(InputError, match=r"^samples.jsonl:12: missing uid, behavior_logprobs;"):
         sample_from_record(record, where="samples.jsonl:12")
@@ -161,7 +161,7 @@ def test_missing_fields_are_named_with_the_line():
         ({"rewards": {"gsm8k": "1"}}, "rewards.gsm8k: expected a number, got str"),
     ],
 )
-def test_a_wrong_field_is_refused_with_the_line(change, message):
+def test_an_invalid_field_of_a_sample_is_refused_with_its_line(change, message):
     with pytest.raises(InputError, match=message) as raised:
         sample_from_record({**RECORD, **change}, where="samples.jsonl:12")
     assert str(raised.value).startswith("samples.jsonl:12: ")
@@ -181,7 +181,7 @@ EPISODE_RECORD = RECORD | {
 
 
 def episode_with(turn: int | None = None, **changes: Any) -> dict[str, Any]:
-    """Returns the episode with other fields, of one of its turns or of its own."""
+    """Returns the episode with changed fields, either its own or those of one turn."""
     turns = [one | (changes if i == turn else {}) for i, one in enumerate(TURNS)]
     return EPISODE_RECORD["episode"] | {"turns": turns} | (changes if turn is None else {})
 
@@ -209,7 +209,7 @@ def test_an_episode_is_written_with_its_conversation():
         (episode_with(1, start=4), r"loss_mask\[3\] is true, but this token is in no policy turn"),
     ],
 )
-def test_a_wrong_episode_is_refused_with_the_field(episode, message):
+def test_an_invalid_episode_is_refused_with_the_field(episode, message):
     with pytest.raises(InputError, match=message) as raised:
         sample_from_record({**EPISODE_RECORD, "episode": episode}, where="samples.jsonl:12")
     assert str(raised.value).startswith("samples.jsonl:12: ") and "\n" not in str(raised.value)

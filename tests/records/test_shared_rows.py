@@ -33,7 +33,7 @@ def test_every_record_is_restored_from_shared_rows(records):
     assert json.dumps(restored(shared), sort_keys=True) == json.dumps(records, sort_keys=True)
 
 
-def test_long_fields_are_only_in_the_first_sample_of_a_prompt():
+def test_long_fields_are_stored_only_in_the_first_sample_of_a_prompt():
     records = [{"uid": f"{prompt}/s{i}", "answer": "4", "columns": TESTS} for prompt in "ab" for i in range(3)]
     shared = [*share_rows(records)]
     assert [record.get("row_of") for record in shared] == [None, "a/s0", "a/s0", None, "b/s0", "b/s0"]
@@ -42,6 +42,6 @@ def test_long_fields_are_only_in_the_first_sample_of_a_prompt():
 
 
 @pytest.mark.parametrize("holder", ["a/s0", 7])
-def test_sample_without_the_line_of_its_row_is_refused(holder):
+def test_a_sample_is_refused_if_the_line_with_its_row_is_missing(holder):
     with pytest.raises(InputError, match=r"s.jsonl:1: row_of: no earlier line has the sample .*; keep that line"):
         restored([{"uid": "a/s1", "row_of": holder}])

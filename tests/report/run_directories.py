@@ -1,4 +1,4 @@
-"""Run directories as `grpo train` writes them, made without training."""
+"""Writes run directories like those of `grpo train`, without training."""
 
 import functools
 import json

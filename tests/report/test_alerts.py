@@ -46,7 +46,7 @@ def test_effects_of_a_teacher_raise_no_alert(metrics: dict[str, float]) -> None:
     assert titles(after_twenty_healthy_steps(LONG, **metrics, **taught)) == []
 
 
-def test_low_entropy_of_given_completions_is_no_collapse() -> None:
+def test_low_entropy_on_given_completions_raises_no_alert() -> None:
     steps = after_twenty_healthy_steps(LONG, policy__entropy=0.001)
     assert titles([{name: x for name, x in step.items() if not name.startswith("reward/")} for step in steps]) == []
 
@@ -91,14 +91,14 @@ def test_each_alert_is_raised_once_and_only_by_its_condition(title, metrics, har
     history = after_twenty_healthy_steps(20, **metrics)
     assert titles(history) == [title]
     assert titles(after_twenty_healthy_steps(20, **harmless)) == []
-    # The same step by step, and after a resume.
+    # The same alerts are raised step by step, and after a resume.
     alerts, watch, resumed = find_alerts(history), AlertMonitor(), AlertMonitor(history[:25])
     assert [alert for record in history for alert in watch.observe(record)] == alerts
     later = [alert for record in history[25:] for alert in resumed.observe(record)]
     assert later == [alert for alert in alerts if alert.step > 25]
 
 
-def test_one_bad_step_raises_no_alert_and_several_name_a_setting() -> None:
+def test_one_bad_step_raises_no_alert_but_several_raise_one_that_names_a_setting() -> None:
     (alert,) = find_alerts(after_twenty_healthy_steps(LONG, **{TRUNCATED: 0.5}))
     assert alert.step == 23  # the mean of five steps passes a quarter in the third
     assert "30.0 % of the completions" in alert.text and "rollout.max_new_tokens" in alert.text
@@ -106,7 +106,7 @@ def test_one_bad_step_raises_no_alert_and_several_name_a_setting() -> None:
         assert titles(after_twenty_healthy_steps(1, **metrics)) == []
 
 
-def test_first_steps_without_a_signal_raise_an_alert_at_once() -> None:
+def test_first_steps_without_a_learning_signal_raise_an_alert_at_once() -> None:
     def raised(**metrics: Any) -> list[tuple[int, str]]:
         return [(one.step, one.title) for one in find_alerts([step_record(step, **metrics) for step in range(1, 5)])]
 
@@ -117,7 +117,7 @@ def test_first_steps_without_a_signal_raise_an_alert_at_once() -> None:
     assert raised(**{ZERO_VARIANCE: 1.0, "returns__mean": 0.5}) == []
 
 
-def test_an_alert_returns_only_after_enough_steps_without_its_cause() -> None:
+def test_an_alert_is_raised_again_only_after_enough_steps_without_its_cause() -> None:
     def skipped(*steps: int) -> list[int]:
         history = [step_record(step, policy__nonfinite_in_a_row=int(step in steps)) for step in range(1, 100)]
         return [alert.step for alert in find_alerts(history)]
@@ -161,7 +161,7 @@ def rising(step: int) -> float:
 FALLS = "Held-out accuracy falls while the reward rises"
 
 
-def test_accuracy_that_falls_while_the_reward_rises_is_over_optimization() -> None:
+def test_falling_accuracy_with_rising_reward_raises_an_over_optimization_alert() -> None:
     history = evaluated({0: 0.6, 20: 0.4, 40: 0.35}, rising)
     (alert,) = find_alerts(history)
     assert (alert.step, alert.title) == (40, FALLS)
@@ -177,12 +177,16 @@ def test_accuracy_that_falls_while_the_reward_rises_is_over_optimization() -> No
         ({0: 0.6, 20: 0.65, 40: 0.35}, rising, 100),  # a single low evaluation may be chance
         ({0: 0.6, 20: 0.55, 40: 0.5}, rising, 100),  # within the noise of a hundred prompts
         *(({0: 0.6, 20: 0.55, 40: 0.5}, rising, unknown) for unknown in (None, 0, -1000, "many")),
-        ({0: 0.6, 20: 0.4, 40: 0.35}, lambda step: 0.7 - 0.005 * step, 100),  # the reward falls, too
-        ({0: 0.6, 20: 0.4, 40: 0.35}, lambda step: 0.5 + 0.1 * (step % 2), 100),  # nor does it rise beyond its noise
+        ({0: 0.6, 20: 0.4, 40: 0.35}, lambda step: 0.7 - 0.005 * step, 100),  # the reward falls as well
+        (
+            {0: 0.6, 20: 0.4, 40: 0.35},
+            lambda step: 0.5 + 0.1 * (step % 2),
+            100,
+        ),  # the reward does not rise beyond its noise
         ({0: 60.0, 20: 40.0, 40: 35.0}, rising, 100),  # values of a plug-in, whose noise is unknown
     ],
 )
-def test_a_random_drop_or_one_with_the_reward_is_not_over_optimization(accuracies, reward, num_prompts):
+def test_a_random_accuracy_drop_or_one_with_falling_reward_is_not_over_optimization(accuracies, reward, num_prompts):
     assert FALLS not in titles(evaluated(accuracies, reward, num_prompts))
 
 
@@ -203,19 +207,19 @@ def test_reward_collapse_alert_lists_symptoms_and_learning_rate(sign, figures):
     text = found[COLLAPSE].text
     assert "The mean reward of 5 steps fell from 0.8" in text and figures in text
     assert "optimizer.learning_rate, which reached 0.003: lower it to between 0.0003 and 0.001" in text
-    # The same fall without a sign that the updates were too large, and the sign without a fall.
+    # Neither a fall alone nor a sign of too large updates alone is a collapse.
     assert titles(after_twenty_healthy_steps(LONG, **COLLAPSED)) == []
     assert COLLAPSE not in titles(after_twenty_healthy_steps(LONG, **sign))
 
 
-def test_a_collapse_in_the_first_update_is_noticed() -> None:
+def test_a_reward_collapse_in_the_first_update_raises_an_alert() -> None:
     first = step_record(1, reward__mean=0.4, reward__std=0.49, policy__entropy=0.2)
     rest = [step_record(step, reward__mean=0.0, reward__std=0.0, policy__entropy=0.001) for step in range(2, 9)]
     (alert,) = [one for one in find_alerts([first, *rest]) if one.title == COLLAPSE]
     assert alert.step == 6 and "fell from 0.4 (up to step 1) to 0, and the entropy fell from 0.2 to 0.001" in alert.text
 
 
-def test_a_reward_collapses_from_the_mean_of_several_steps() -> None:
+def test_a_reward_collapse_is_measured_from_the_mean_of_several_steps() -> None:
     def history(num_lucky: int) -> History:
         lucky = [(0.9, 0.1 * i) for i in range(1, num_lucky + 1)]
         steps = [(0.2, 1.0)] * 110 + lucky + [(0.2, 2.0)] * 30
@@ -223,7 +227,7 @@ def test_a_reward_collapses_from_the_mean_of_several_steps() -> None:
 
     assert COLLAPSE not in titles(history(1))
     (alert,) = [alert for alert in find_alerts(history(5)) if alert.title == COLLAPSE]
-    # The entropy before is that of the same five steps.
+    # The earlier entropy is the mean over the same five steps.
     assert "fell from 0.76 (up to step 114)" in alert.text and "the entropy rose from 0.4 to 1.7" in alert.text
 
     def collapses(best: float, later: float, std: float) -> bool:

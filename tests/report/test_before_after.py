@@ -18,7 +18,7 @@ def step(number: int, reward: float, **evaluation: float) -> dict[str, float]:
     return {"step": number, "reward/mean": reward, "time/step_s": float(number), **metrics}
 
 
-def test_summary_compares_start_and_end() -> None:
+def test_run_summary_compares_start_and_end() -> None:
     before = {"step": 0, "eval/accuracy": 0.125, "eval/mean_length": 3.25}
     steps = [step(1, 0.0), step(2, 0.5), step(3, 1.0), step(4, 0.5, accuracy=0.9, mean_length=2.0)]
     rows = [line.split() for line in summary_text([before, *steps], path="runs/a").splitlines()]
@@ -31,7 +31,7 @@ def test_summary_compares_start_and_end() -> None:
     assert "1 step, median 2.00 s" in unknown and "epochs" not in unknown
 
 
-def test_summary_omits_the_best_checkpoint_without_later_evaluations() -> None:
+def test_run_summary_omits_the_best_checkpoint_without_later_evaluations() -> None:
     start, best = {"step": 0, "eval/accuracy": 0.5}, BestCheckpoint(0, "eval/accuracy", 0.5)
     assert "not improved" not in summary_text([start, step(1, 0.25)], path="runs/a", best=best)
 
@@ -71,7 +71,7 @@ def reason(history: list[dict[str, Any]], **rules: Any) -> str | None:
 def test_a_run_stops_early_without_improvement(values, patience, ends):
     history = lines(*values)
     assert (reason(history, patience=patience) is not None) == ends
-    # Only after an evaluation.
+    # A run stops only after an evaluation.
     assert reason([*history, {"step": 99}], patience=patience) is None
 
 
@@ -85,7 +85,7 @@ def test_early_stopping_reason_names_value_and_setting() -> None:
     assert without is not None and "it has had no value" in without
 
 
-def test_series_are_finite_and_can_be_averaged() -> None:
+def test_metric_series_keep_only_finite_values_and_can_be_averaged() -> None:
     values = [0.5, None, float("nan"), "x", True, 10**400, 2]
     history = [{"step": i, "a": value} for i, value in enumerate(values)] + [{"step": 9}]
     series = Series.from_history(history, "a")
@@ -97,7 +97,7 @@ def test_series_are_finite_and_can_be_averaged() -> None:
     np.testing.assert_allclose(trailing, [4, 2, 2, 3])
 
 
-def test_metric_names_match_one_level_in_order() -> None:
+def test_metric_name_patterns_match_one_level_in_order() -> None:
     judge = {"reward/judge/mean": 1, "reward/judge/length/mean": 300, "eval/accuracy/difficulty_1": 1}
     history = [{"reward/mean": 1, "reward/b/mean": 1}, judge, {"reward/std": 1}]
     assert matching_metric_names(history, "reward/", "/mean") == ["reward/b/mean", "reward/judge/mean"]
@@ -108,10 +108,12 @@ def test_metric_names_match_one_level_in_order() -> None:
     ("share", "count", "low", "high"),
     [(0.8, 10, 0.4902, 0.9433), (0.0, 10, 0.0, 0.2775), (1.0, 10, 0.7225, 1.0), (0.5, 1000, 0.4691, 0.5309)],
 )
-def test_the_interval_of_a_proportion_equals_wilsons(share: float, count: int, low: float, high: float) -> None:
+def test_the_interval_of_a_proportion_equals_the_wilson_interval(
+    share: float, count: int, low: float, high: float
+) -> None:
     assert wilson_interval(share, count) == pytest.approx((low, high), abs=1e-4)
     for bound in wilson_interval(share, count):
-        # What defines it: the true shares that the observed one lies 1.96 of their standard errors away from.
+        # By definition, the observed share lies 1.96 standard errors away from each bound.
         if 0 < bound < 1:
             assert abs(share - bound) == pytest.approx(1.959964 * np.sqrt(bound * (1 - bound) / count), abs=1e-7)
 
@@ -119,14 +121,14 @@ def test_the_interval_of_a_proportion_equals_wilsons(share: float, count: int, l
 def test_equal_samples_of_a_prompt_count_as_one_trial() -> None:
     alike = np.repeat([1.0, 0.0], 20)
     assert clustered_share_interval(alike, num_samples=8) == pytest.approx(wilson_interval(0.5, 40))
-    # A half of each prompt's: the prompts tell nothing apart, so the samples are all there is.
+    # If half of every prompt's samples are right, prompts do not differ, and each sample is one trial.
     assert clustered_share_interval(np.full(40, 0.5), num_samples=8) == pytest.approx(wilson_interval(0.5, 320))
     for num_samples in (1, 8):
         assert clustered_share_interval(np.ones(40), num_samples=num_samples) == pytest.approx(wilson_interval(1.0, 40))
     assert clustered_share_interval(alike[15:25], num_samples=1) == pytest.approx(wilson_interval(0.5, 10))
 
 
-def test_the_interval_of_proportions_has_95_percent_coverage() -> None:
+def test_the_confidence_interval_of_proportions_has_95_percent_coverage() -> None:
     rng = np.random.default_rng(0)
     hits = 0
     for _ in range(1000):
@@ -137,12 +139,12 @@ def test_the_interval_of_proportions_has_95_percent_coverage() -> None:
     assert 0.93 <= hits / 1000 <= 0.97
 
 
-def test_one_prompt_and_equal_values_have_no_interval() -> None:
+def test_one_prompt_and_equal_values_have_no_confidence_interval() -> None:
     assert clustered_share_interval(np.array([0.5]), num_samples=8) is None
     assert mean_interval(np.array([3.0])) is None and mean_interval(np.zeros(100)) is None
 
 
-def test_the_interval_of_a_mean_equals_students() -> None:
+def test_the_interval_of_a_mean_equals_students_t_interval() -> None:
     # By hand: mean 2, deviation 1, error 1/sqrt(3), t = 4.302653.
     assert mean_interval(np.array([1.0, 2.0, 3.0])) == pytest.approx(
         (2 - 4.302653 / math.sqrt(3), 2 + 4.302653 / math.sqrt(3))

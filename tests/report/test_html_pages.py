@@ -50,7 +50,7 @@ class Parsed(HTMLParser):
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run with an alert, in which all text from outside is hostile."""
+    """Returns a run with an alert, in which all external text is hostile."""
     hostile = {"prompt": HOSTILE, "answer": HOSTILE, "rewards": {HOSTILE: 1.0}, "finish_reason": HOSTILE}
     samples = [sample_record(f"{HOSTILE}/s{i}", HOSTILE, **hostile) for i in range(3)]
     cut = [step_record(step, completions__truncated_fraction=0.5) for step in range(1, 12)]
@@ -99,7 +99,7 @@ def test_pages_allow_only_their_own_script_and_style(run: Path) -> None:
     assert {group["prompt"] for group in groups} == {HOSTILE}
 
 
-def test_the_report_has_settings_alerts_plots_and_sessions(run: Path) -> None:
+def test_the_html_report_contains_settings_alerts_plots_and_sessions(run: Path) -> None:
     report, samples = (re.sub(r"\s+", " ", (run / f"{name}.html").read_text()) for name in ("report", "rollouts"))
     for part in (
         *("<h1>run</h1>", "step 11 of 200", "builtin:tiny", "<b>Step 5: Many answers are truncated.</b>"),
@@ -113,13 +113,13 @@ def test_the_report_has_settings_alerts_plots_and_sessions(run: Path) -> None:
     assert "1 damaged lines were skipped" in samples and "step_000002.jsonl:4: completion: expected text" in samples
 
 
-def test_the_viewer_says_what_it_omits_and_why_it_is_empty(tmp_path: Path) -> None:
+def test_the_sample_viewer_says_what_it_omits_and_why_it_is_empty(tmp_path: Path) -> None:
     run = write_run(
         tmp_path / "run", SMALL_HISTORY, rollouts={1: [sample_record(f"p/s{i}", "\ud800") for i in range(6)]}
     )
     (run / "sessions.jsonl").write_text('{"devices": "\\ud800"}\n')
     write_report(run, num_samples=4)
-    # Text that is no Unicode can be written.
+    # Text that is not valid Unicode can be written.
     assert "&#55296;" in (run / "report.html").read_text()
     text = re.sub(r"\s+", " ", (run / "rollouts.html").read_text())
     assert "\\ud800" in text and "4 of the 6 samples" in text and f"grpo report {run} --samples 40" in text
@@ -135,7 +135,7 @@ def test_json_in_a_page_has_no_html_characters(value: Any) -> None:
     assert text.isascii() and not set("<>&") & set(text)
 
 
-def test_grpo_report_needs_no_jax_no_model_and_no_window(tmp_path: Path) -> None:
+def test_grpo_report_needs_neither_jax_nor_a_model_nor_a_display(tmp_path: Path) -> None:
     chosen = ("model.path=/nowhere/model", "logging.save_rollouts=false")
     samples = [sample_record(f"p/s{i}") for i in range(3)]
     run = write_run(tmp_path / "run", SMALL_HISTORY, rollouts={1: samples}, settings=chosen)
@@ -154,7 +154,7 @@ def test_grpo_report_needs_no_jax_no_model_and_no_window(tmp_path: Path) -> None
     assert not list(run.rglob("*.partial"))
 
 
-def test_reports_remove_plots_without_data_or_say_they_cannot_write(tmp_path: Path) -> None:
+def test_a_report_removes_plots_without_data_and_names_unwritable_folders(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", [{**SMALL_HISTORY[0], "policy/kl": 0.1}])
     assert here("report", run).exit_code == 0
     assert (run / "plots" / "kl.png").exists()

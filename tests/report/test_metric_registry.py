@@ -23,7 +23,7 @@ from tests.tiny_directory import write_model, write_reward_model
 
 @pytest.fixture(scope="module")
 def judged_by_plug_in(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Run directory of a step of PPO with all optional metrics."""
+    """Returns the run directory of one PPO step with all optional metrics."""
     folder = tmp_path_factory.mktemp("judged")
     config = write_config(folder, TINY + NO_REPORT, tiny_model)
     model = f"reward.model={write_reward_model(folder / 'judge')}"

@@ -40,7 +40,7 @@ def run(tmp_path: Path) -> Path:
         ("settings.yaml", b"\xff\xfe", "settings.yaml:1: not UTF-8"),
     ],
 )
-def test_a_directory_that_cannot_be_reported_is_refused_and_unchanged(run, file, content, message):
+def test_a_run_directory_that_cannot_be_reported_is_refused_and_unchanged(run, file, content, message):
     if content is None:
         (run / file).unlink()
     else:
@@ -53,7 +53,7 @@ def test_a_directory_that_cannot_be_reported_is_refused_and_unchanged(run, file,
     assert digest_of(run) == before
 
 
-def test_a_path_without_a_run_is_described(run: Path) -> None:
+def test_error_about_a_path_without_a_run_says_what_the_path_is(run: Path) -> None:
     paths = {"../missing": "does not exist", "metrics.jsonl": "is a file", "..": "not .*; it contains the runs run$"}
     for path, message in paths.items():
         with pytest.raises(InputError, match=message):
@@ -75,14 +75,14 @@ def test_incomplete_lines_damaged_sessions_and_partial_files_are_skipped(tmp_pat
     assert files.gaps == ["sessions.jsonl has no valid settings in line 1, 2, 3; other lines are used instead"]
 
 
-def test_non_default_settings_have_their_origin(tmp_path: Path) -> None:
+def test_non_default_settings_are_listed_with_their_origin(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", STEPS, settings=("rollout.group_size=4", "run.seed=0"))
     chosen = {setting.name: setting for setting in RunFiles.read(run).non_default_settings()}
     assert chosen["rollout.group_size"] == NonDefaultSetting("rollout.group_size", 4, 8, "set")
     preset = "yaml:settings/presets/quickstart.yaml"
     assert chosen["optimizer.beta2"].origin.startswith(preset)
     assert chosen["data.eval_split"] == NonDefaultSetting("data.eval_split", "test", None, "derived")
-    # At its default, though somebody said so; and an inherited default.
+    # A setting at its default is omitted even if it was set, and so is an inherited default.
     assert not {"run.seed", "model.path", "score.policy.rows_per_device"} & chosen.keys()
 
 
@@ -128,7 +128,7 @@ def test_viewer_shows_the_requested_number_of_samples_newest_first(sampled_run: 
         assert page.num_shown == sum(len(group["samples"]) for group in page.groups) == num_samples
 
 
-def test_long_runs_are_sampled_including_first_and_last_step(tmp_path: Path) -> None:
+def test_viewer_samples_steps_of_long_runs_including_the_first_and_last(tmp_path: Path) -> None:
     rollouts = {step: group(0, [0.0, 1.0]) for step in range(1, 101)}
     run = write_run(tmp_path / "run", SMALL_HISTORY, rollouts=rollouts)
     page = viewer(run, 10)
@@ -139,7 +139,7 @@ def test_long_runs_are_sampled_including_first_and_last_step(tmp_path: Path) -> 
     assert viewer(run, 200).num_unopened == 0
 
 
-def test_evaluations_are_grouped_by_prompt_with_changed_grades_first(tmp_path: Path) -> None:
+def test_viewer_groups_evaluations_by_prompt_with_changed_grades_first(tmp_path: Path) -> None:
     def evaluation(*rewards: float) -> list[dict[str, Any]]:
         return [sample_record(f"q{i}/s0", group_id=i, reward=reward) for i, reward in enumerate(rewards)]
 
@@ -147,7 +147,7 @@ def test_evaluations_are_grouped_by_prompt_with_changed_grades_first(tmp_path: P
     run = write_run(tmp_path / "run", SMALL_HISTORY, evaluations=evaluations)
     assert shown(viewer(run, 100)) == [("q2", [0, 5]), ("q1", [0, 5]), ("q0", [0, 5])]
     assert shown(viewer(run, 2)) == [("q2", [0, 5])]
-    # Beside rollouts, evaluations have a quarter of the page.
+    # Next to rollouts, evaluations get a quarter of the page.
     rollouts = {1: [record for i in range(20) for record in group(i, [0, 1])]}
     evaluations = {0: [sample_record(f"q{i}/s0") for i in range(40)]}
     both = write_run(tmp_path / "both", SMALL_HISTORY, rollouts=rollouts, evaluations=evaluations)
@@ -155,7 +155,7 @@ def test_evaluations_are_grouped_by_prompt_with_changed_grades_first(tmp_path: P
     assert kinds == [("rollout", 2)] * 7 + [("rollout", 1)] + [("evaluation", 1)] * 5
 
 
-def test_damaged_lines_are_skipped_and_named(sampled_run: Path) -> None:
+def test_viewer_skips_and_names_damaged_lines(sampled_run: Path) -> None:
     path = sampled_run / "rollouts" / "step_000002.jsonl"
     good = sample_record("p9/s0", group_id=9)
     path.write_text("half\n" + json.dumps({"uid": 7}) + "\n[]\n" + json.dumps(good) + "\n" + json.dumps(good)[:50])
@@ -170,13 +170,13 @@ def test_damaged_lines_are_skipped_and_named(sampled_run: Path) -> None:
 
 
 def only_sample(run: Path, record: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns what the page has of the only group, whose first sample this record is."""
+    """Returns the only group on the page together with its first sample, which is this record."""
     (run / "rollouts" / "step_000003.jsonl").write_text(json.dumps(record) + "\n")
     (found,) = viewer(run, 1).groups
     return found | found["samples"][0]
 
 
-def test_samples_with_nulls_and_missing_fields_are_shown(sampled_run: Path) -> None:
+def test_viewer_shows_samples_with_nulls_and_missing_fields(sampled_run: Path) -> None:
     broken = sample_record("p/s0", reward=None, rewards={"a": None}, advantages=[None, 1.0])
     shown = only_sample(sampled_run, broken)
     assert shown["reward"] is shown["advantage"] is None and shown["rewards"] == {"a": None}

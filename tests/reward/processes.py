@@ -1,4 +1,4 @@
-"""Processes and files of this process, read from /proc, and the fixture of tests that start worker processes."""
+"""Finds child processes and open files in /proc, for tests that start worker processes."""
 
 import os
 import select
@@ -20,7 +20,7 @@ WORKERS = [
 
 
 def children() -> list[int]:
-    """Returns the living and dead children of this process, without the one that multiprocessing keeps for itself."""
+    """Returns the living and dead children of this process, except multiprocessing's resource tracker."""
     found = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -34,8 +34,8 @@ def children() -> list[int]:
 
 @pytest.fixture
 def nothing_is_left() -> Iterator[None]:
-    """Asserts that no process, zombie or open file remains after a block that opened rewards."""
-    event_loop()  # stays for all coroutines of this process
+    """Asserts that no process, zombie or open file remains after a test."""
+    event_loop()  # stays open for all coroutines of this process
     before = os.listdir("/proc/self/fd")
     yield
     assert children() == []

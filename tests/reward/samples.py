@@ -1,4 +1,4 @@
-"""Samples and reward functions that the tests of this package share."""
+"""Makes samples and opens reward functions for tests."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager

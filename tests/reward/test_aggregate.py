@@ -1,4 +1,4 @@
-"""Tests rewards: values, abstentions and failures, new and saved, environments and the length penalty, by hand."""
+"""Tests how rewards combine values, abstentions, failures, environments and the length penalty."""
 
 import json
 from dataclasses import replace
@@ -83,7 +83,7 @@ def test_on_error_raise_names_function_sample_reason_and_remedy() -> None:
 
 
 @pytest.mark.parametrize(("on_error", "reward"), [("zero", 0.0), ("drop", None), ("raise", 0.0)])
-def test_a_sample_without_any_value_is_a_separate_error(on_error: OnError, reward: float | None) -> None:
+def test_a_sample_on_which_every_function_abstains_is_a_separate_error(on_error: OnError, reward: float | None) -> None:
     scored = weighed(on_error, a=[SILENT, RewardOutcome(1.0)], b=[SILENT, SILENT])
     assert scored.samples[0].reward == reward
     assert scored.samples[0].rewards == {}
@@ -122,7 +122,7 @@ OUTCOMES = {
 
 
 def given(on_error: OnError) -> RewardedSamples:
-    """Samples with values, failures and abstentions; the last one was dropped in the rollout."""
+    """Returns samples with values, failures and abstentions, the last of which was dropped in the rollout."""
     group = make_group(*"vwxyz")
     lost = replace(make_group("l")[0], sample_index=5, finish_reason="dropped:worker")
     return restore_dropped(
@@ -135,7 +135,7 @@ def through_a_file(sample: Sample) -> Sample:
 
 
 @pytest.mark.parametrize("on_error", ["zero", "drop"])
-def test_saved_failures_and_abstentions_are_counted_again(on_error: OnError) -> None:
+def test_failures_and_abstentions_in_saved_rewards_are_counted_again(on_error: OnError) -> None:
     scored = given(on_error)
     again = reuse_saved_rewards([through_a_file(s) for s in scored.samples], StepInfo(), names=["a", "ab"])
     for name, counts in scored.function_counts.items():
@@ -173,7 +173,7 @@ def test_reward_is_the_sum_of_functions_environment_and_penalty(tmp_path: Path) 
     )
     # Functions get the last turn.
     (one,) = rewarded([GAME], [f"{path}:last"], weight=2.0, overlong=PENALTY).samples
-    # All nine tokens behind the prompt count for the length, observations included.
+    # All nine tokens after the prompt count for the length, including observations.
     assert one.rewards == {"last": 1.0, "env": 3.5, "overlong": -1.0}
     assert one.reward == 1.0 + 2.0 * 3.5 - 1.0
     assert one.token_rewards is None
@@ -200,12 +200,12 @@ def test_turn_rewards_are_on_the_last_token_of_each_turn(tmp_path: Path) -> None
     path = write_plug_in(tmp_path, "def last(completion): return 0.25")
     options: Any = {"weight": 2.0, "rewards_turns": True, "overlong": PENALTY}
     (one,) = rewarded([GAME], [f"{path}:last"], **options).samples
-    # Weighted: 1.0 for the first turn; 2.0 for the last, then 4.0 of the score, 0.25 of the function, -1.0 of length.
+    # With weights, the first turn gets 1.0, and the last 2.0 + 4.0 (score) + 0.25 (function) - 1.0 (length).
     np.testing.assert_array_equal(one.token_rewards, [0, 1.0, 0, 0, 0.0, 0, 0, 0, 5.25])
     assert one.token_rewards.dtype == np.float32 and one.token_rewards.sum() == one.reward
 
 
-def test_the_reward_of_a_masked_turn_is_not_lost() -> None:
+def test_the_reward_of_a_masked_turn_moves_to_an_unmasked_token() -> None:
     masks = ([0, 0, 0, 0, 1, 0, 1, 1, 0], [1, 1, 0, 0, 0, 0, 0, 0, 0])
     samples = [replace(GAME, loss_mask=np.array(mask, bool)) for mask in masks]
     first, second = rewarded(samples, rewards_turns=True).samples
@@ -232,12 +232,12 @@ def test_accuracy_without_functions_is_the_environment_reward(win: float, pass_a
     metrics = estimate_metrics(table, num_samples=2)
     assert judge == "env" and not any(name.startswith("eval/maj@") for name in metrics)
     assert metrics["eval/accuracy"].value == win / 4
-    # A game that is won by half has no pass@k.
+    # Fractional scores have no pass@k.
     assert metrics["eval/pass@2"].value == (None if pass_at_2 is None else np.mean(pass_at_2))
     assert metrics["eval/format_rate"].value is None
 
 
-def test_length_penalty_falls_linearly_over_the_buffer() -> None:
+def test_length_penalty_grows_linearly_over_the_buffer() -> None:
     penalty = OverlongPenalty(max_length=10, buffer=4, max_penalty=2.0)
     penalties = {0: 0.0, 6: 0.0, 7: -0.5, 8: -1.0, 9: -1.5, 10: -2.0, 12: -2.0}
     assert {num_tokens: penalty.penalty_for(num_tokens) for num_tokens in penalties} == penalties

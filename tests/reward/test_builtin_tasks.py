@@ -13,7 +13,7 @@ from settings.errors import InputError
 from tests.reward.samples import kinds_of, make_prompt, make_sample, score, values_of
 
 
-def test_correctness_compares_exact_numbers():
+def test_gsm8k_correctness_compares_exact_numbers():
     for completion in ("18", "18.0", "36/2", "$18"):
         assert grade("gsm8k", f"it is {completion}", make_prompt()) == 1.0
     assert grade("gsm8k", "1800%/100", make_prompt()) == 0.0
@@ -51,7 +51,7 @@ def test_rows_without_a_usable_answer_are_refused(answers, source, message):
             check_answers([make_prompt(answer)], ["math_verify"])
 
 
-def test_numbers_are_reference_answers_of_tasks():
+def test_numeric_answers_are_accepted_as_references():
     for answer in (18, 18.0, to_json(Decimal("18.00"))):
         check_answers([make_prompt(answer)], ["gsm8k", "math_verify"])
         assert grade("gsm8k", "#### 18", make_prompt(answer)) == 1.0
@@ -84,12 +84,12 @@ installed = pytest.mark.skipif(
         *((text, "18", 0.0) for text in ("17", r"\boxed{\frac{1}{0}}", "", "no idea")),
     ],
 )
-def test_math_verify_compares_mathematics(completion: str, answer: str | int, value: float) -> None:
+def test_math_verify_compares_mathematical_values(completion: str, answer: str | int, value: float) -> None:
     assert math_verify(completion, answer) == value
 
 
 @installed
-def test_an_endless_completion_affects_only_its_own_sample() -> None:
+def test_a_math_verify_timeout_affects_only_its_own_sample() -> None:
     prompt = make_prompt("18")
     samples = [make_sample(text, prompt) for text in (r"\boxed{18}", "9**9**9**9", r"\boxed{19}", "18")]
     scored = score(["math_verify"], samples, timeout_s=2)
@@ -97,7 +97,7 @@ def test_an_endless_completion_affects_only_its_own_sample() -> None:
     assert kinds_of(scored) == [None, "timeout", None, None]
 
 
-def test_missing_math_verify_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_about_missing_math_verify_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", [])
     monkeypatch.delitem(sys.modules, "math_verify", raising=False)
     with pytest.raises(InputError, match=r"reward\.functions: math_verify needs an optional package; pip install"):

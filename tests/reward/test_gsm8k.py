@@ -1,4 +1,4 @@
-"""Tests numbers and answers in texts of people and models."""
+"""Tests how numbers and answers are found in texts."""
 
 import json
 import subprocess
@@ -57,19 +57,19 @@ def test_the_last_marked_number_is_the_answer(completion):
         *(r"\boxed{5, 6}", r"\boxed{10^2}", r"\boxed{\sqrt{2}}", r"\boxed{10\pi}", r"\boxed{9**9}"),
     ],
 )
-def test_a_mark_without_one_plain_number_is_ignored(completion):
+def test_an_answer_mark_without_one_plain_number_is_ignored(completion):
     assert gsm8k.extract_marked(completion) is None
     assert not gsm8k.is_formatted(completion)
 
 
-def test_without_a_mark_the_last_number_counts_for_correctness_only():
+def test_without_an_answer_mark_the_last_number_counts_for_correctness_but_not_format():
     prompt = make_prompt("so\n#### 18")
     for completion, correct, formatted in (("16 + 2 = 18 eggs.", 1, 0), ("it is 18, no: #### 17. Or 18", 0, 1)):
         assert grade("gsm8k", completion, prompt) == correct
         assert grade("gsm8k_format", completion, prompt) == formatted
 
 
-def test_a_reference_is_a_solution_or_one_number():
+def test_a_reference_answer_may_be_a_solution_or_a_single_number():
     for answer in ("18", "18.0", "$18", "36/2", r"\boxed{18}", "steps 99\n#### 18"):
         assert gsm8k.parse_reference(answer) == 18
     for answer in ("", "x", "the answer is 18", "18 or 19"):
@@ -91,13 +91,13 @@ for piece in sys.stdin.read().split("\\0"):
 """
 
 
-def test_the_answer_after_ten_hostile_megabytes_is_found():
-    """In a process that is killed, since no signal ends a search: in quadratic time it takes hours."""
+def test_the_answer_is_found_quickly_after_ten_megabytes_of_hostile_text():
+    """The search runs in a process that can be killed, since no signal ends it: in quadratic time it takes hours."""
     program, pieces = [sys.executable, "-c", READING], "\0".join(HOSTILE)
     subprocess.run(program, input=pieces, text=True, cwd=REPOSITORY, timeout=DEADLINE_S, check=True)
 
 
-def test_arithmetic_answer_is_the_last_number_and_its_format_one_integer():
+def test_arithmetic_answer_is_the_last_number_and_its_format_a_single_integer():
     for completion, number in {"85": "85", "47 + 38 = 85": "85", "-3.": "-3", "": None}.items():
         assert TASKS["arithmetic"].extract(completion) == number
     for completion in ("85", " -85\n", "\u221285", "0"):
@@ -132,7 +132,7 @@ def test_numbers_are_parsed_exactly(text):
         *("٣", "²", "½", "1٣", "1" * 201, "__import__('os')"),
     ],
 )
-def test_other_texts_are_not_parsed_as_numbers(text):
+def test_texts_that_are_not_numbers_are_not_parsed(text):
     assert parse_number(text) is None
 
 
@@ -157,5 +157,5 @@ LAST_NUMBERS = {
 
 
 @pytest.mark.parametrize("text", LAST_NUMBERS)
-def test_last_number_of_a_text(text):
+def test_the_last_number_of_a_text_is_found(text):
     assert last_number(text) == LAST_NUMBERS[text]

@@ -1,4 +1,4 @@
-"""Tests calls of reward functions: what they may be, what they get and what they may return."""
+"""Tests the styles, arguments and results of reward functions."""
 
 import asyncio
 import functools
@@ -76,13 +76,15 @@ class Judge:
         (lambda completions, trainer_state: [trainer_state.global_step + trainer_state.max_steps] * 3, [13.0] * 3),
     ],
 )
-def test_functions_of_all_styles_return_their_values(function: Callable[..., Any], values: list[float]) -> None:
+def test_reward_functions_of_every_style_are_called_with_their_arguments(
+    function: Callable[..., Any], values: list[float]
+) -> None:
     samples = [make_sample(text, make_prompt("ab")) for text in ("a", "ab", "abc")]
     scored = score_by(function, samples)
     assert (values_of(scored), scored.notices) == (values, ())
 
 
-def test_a_function_may_print_fork_and_read_stdin(tmp_path: Path) -> None:
+def test_a_reward_function_may_print_fork_and_read_stdin(tmp_path: Path) -> None:
     source = """
 import os
 async def printing(completion):
@@ -100,7 +102,7 @@ def reading(completion):
     assert (values_of(scored), scored.notices) == ([9.0, 9.0], ())
 
 
-def test_documented_signatures_work_as_written(tmp_path: Path) -> None:
+def test_documented_reward_signatures_run_as_written(tmp_path: Path) -> None:
     _, signatures = (REPOSITORY / "sops/recipes/add_a_reward.md").read_text(encoding="utf-8").split("## Signatures")
     (block,) = re.findall(r"^```python\n(.*?)^```", signatures, flags=re.DOTALL | re.MULTILINE)
     path = write_plug_in(tmp_path, block)
@@ -118,7 +120,7 @@ def test_documented_signatures_work_as_written(tmp_path: Path) -> None:
         ("import math\nf = math.hypot", "plug.py:f", "its signature cannot be read"),
     ],
 )
-def test_an_unusable_function_is_an_input_error_and_the_others_are_closed(
+def test_an_unusable_reward_function_is_an_input_error_and_closes_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, function: str, message: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -146,7 +148,7 @@ TYPED = {
 }
 
 
-def test_functions_get_answers_and_columns_of_any_type_unchanged() -> None:
+def test_reward_functions_get_answers_and_columns_of_any_type_unchanged() -> None:
     values = to_json(TYPED)
     assert json.loads(json.dumps(values, allow_nan=False)) == values
     row = make_prompt(values, row=values, other={"python_type": "decimal.Decimal", "value": "many"})
@@ -156,7 +158,7 @@ def test_functions_get_answers_and_columns_of_any_type_unchanged() -> None:
     assert seen == [([TYPED], [TYPED], [{"python_type": "decimal.Decimal", "value": "many"}])]
 
 
-def test_extra_metrics_come_from_dicts_and_log_metric() -> None:
+def test_extra_reward_metrics_come_from_returned_dicts_and_log_metric() -> None:
     def trl(completions: list[str], log_metric: Any) -> list[int]:
         log_metric("seen", len(completions))
         return [0] * len(completions)
@@ -166,7 +168,7 @@ def test_extra_metrics_come_from_dicts_and_log_metric() -> None:
 
     samples = [*make_group("a", "b"), *make_group("b", group=1)]
     assert score_by(verl, samples).function_counts["f"].extras == {"acc": (2.0, 3)}
-    # Two calls, of two samples and of one: each sample counts the number of its call.
+    # The calls have two samples and one; each sample counts the value of its call.
     assert score_by(trl, samples, batch_size=2).function_counts["f"].extras == {"seen": (5.0, 3)}
 
 
@@ -189,7 +191,7 @@ def test_values_of_log_extra_are_kept_with_their_samples() -> None:
     assert kinds_of(wrong) == [None, None, "value"] and "logged 2 values of 'n' for 1 samples" in wrong.notices[0]
 
 
-def test_batches_are_whole_groups() -> None:
+def test_reward_batches_contain_whole_groups() -> None:
     def sizes(samples: list[Any], batch_size: int) -> list[float | None]:
         return values_of(
             score_by(lambda completions: [len(completions)] * len(completions), samples, batch_size=batch_size)
@@ -201,14 +203,14 @@ def test_batches_are_whole_groups() -> None:
     assert sizes(samples[::-1] + samples[:1], 9) == [9.0] * 9 + [4.0] * 4
 
 
-def test_completions_arrive_unchanged_and_results_are_in_sample_order(tmp_path: Path) -> None:
+def test_reward_functions_get_completions_unchanged_and_results_keep_sample_order(tmp_path: Path) -> None:
     source = "import time\ndef f(completion):\n    time.sleep(0.1 / (1 + len(completion)))\n    return len(completion)"
     texts = ["\x00\n\r\u2028\ud800\U0001f600", "x" * MAX_CHARACTERS, *("x" * length for length in range(20))]
     scored = score([f"{write_plug_in(tmp_path, source)}:f"], make_group(*texts), workers=4)
     assert values_of(scored) == [float(len(text)) for text in texts]
 
 
-def test_held_out_samples_fill_the_columns_of_their_own_data(tmp_path: Path) -> None:
+def test_held_out_samples_have_the_columns_of_their_own_data_set(tmp_path: Path) -> None:
     source = (
         "def f(solution_str, data_source, **kwargs):\n"
         "    return {'score': len(data_source), 'trained': 'level' in kwargs, 'asked': kwargs.get('topic') == 'sums'}"
@@ -223,7 +225,7 @@ def test_held_out_samples_fill_the_columns_of_their_own_data(tmp_path: Path) -> 
         scored, judged = rewards.compute_rewards(training, StepInfo()), rewards.grade_held_out(held_out, StepInfo())
     assert (values_of(scored), scored.function_counts["f"].extras) == ([11.0], {"trained": (1.0, 1), "asked": (0.0, 1)})
     assert judged.function_counts["f"].extras == {"trained": (0.0, 1), "asked": (1.0, 1)}
-    # A held-out sample that could not be generated is wrong.
+    # A held-out sample that could not be generated counts as wrong.
     assert [(s.rewards, s.reward) for s in judged.samples] == [({"f": 4.0}, 4.0), ({"f": 0.0}, None)]
 
 
@@ -238,7 +240,7 @@ def signature_of(function: Callable[..., Any], columns: DataColumns = COLUMNS) -
     return read_signature([Parameter(p.name, p.kind.name, p.default is not p.empty) for p in parameters], columns)
 
 
-def test_prompt_and_answer_parameters_use_data_set_names() -> None:
+def test_names_of_prompt_and_answer_parameters_equal_the_data_set_column_names() -> None:
     assert {"prompt", *PROMPT_NAMES} == set(PROMPT_COLUMNS)
     assert set(ANSWER_NAMES) == {name for name in ANSWER_COLUMNS if name.isidentifier()}
 
@@ -259,7 +261,9 @@ def test_prompt_and_answer_parameters_use_data_set_names() -> None:
         (lambda solution_str, **kwargs: 0, "verl", f"data_source solution_str extra_info {ALL_COLUMNS}"),
     ],
 )  # fmt: skip
-def test_a_signature_determines_style_and_arguments(function: Callable[..., Any], style: str, arguments: str) -> None:
+def test_the_signature_of_a_reward_function_determines_its_style_and_arguments(
+    function: Callable[..., Any], style: str, arguments: str
+) -> None:
     signature = signature_of(function)
     assert (signature.style, sorted(signature.arguments)) == (style, sorted(arguments.split()))
 
@@ -275,7 +279,7 @@ def test_a_signature_determines_style_and_arguments(function: Callable[..., Any]
         (lambda completion, /: 0, COLUMNS, "takes `completion` by position only"),
     ],
 )
-def test_a_signature_that_cannot_be_filled_is_refused(function, columns, message):
+def test_a_reward_signature_that_cannot_be_filled_is_refused(function, columns, message):
     with pytest.raises(LoadError) as caught:
         signature_of(function, columns)
     assert message in str(caught.value)
@@ -299,7 +303,7 @@ def test_batch_arguments_are_lists_with_completions_in_prompt_format() -> None:
     assert given(lambda prompt, completion: 0, samples[0]) == {"prompt": chat, "completion": "ab"}
 
 
-def test_verl_functions_get_their_four_arguments() -> None:
+def test_verl_reward_functions_get_the_four_arguments_of_verl() -> None:
     def verl(data_source, solution_str, ground_truth, extra_info=None): ...
 
     assert given(verl, make_sample("so 3", make_prompt("3"))) == {
@@ -322,7 +326,7 @@ def test_a_data_column_overrides_an_alternative_name_of_the_answer() -> None:
     }
 
 
-def test_functions_get_the_end_of_a_long_completion() -> None:
+def test_reward_functions_get_the_end_of_a_long_completion() -> None:
     end = "ef" * (MAX_CHARACTERS // 2)
     sample = make_sample("abcd" + end)
     for function in (lambda completion: 0, lambda completions: 0, lambda solution_str: 0):

@@ -47,7 +47,7 @@ KINDS = {
 
 
 @pytest.mark.parametrize("style", ["verl", "batch"])
-def test_each_failure_affects_only_its_own_sample(tmp_path: Path, style: str) -> None:
+def test_each_reward_failure_affects_only_its_own_sample(tmp_path: Path, style: str) -> None:
     path, is_batch = write_plug_in(tmp_path, MISCHIEF), style == "batch"
     kinds = ["raise", "sleep", "segfault", "nan"] if is_batch else KINDS
     texts = [text for kind in kinds for text in (kind, "ok")]
@@ -73,13 +73,15 @@ def test_each_failure_affects_only_its_own_sample(tmp_path: Path, style: str) ->
         (lambda completion: json.loads("{"), "raised", "JSONDecodeError: Expecting property name enclosed"),
     ],
 )
-def test_a_failure_says_what_was_returned(function: Callable[..., Any], kind: str, text: str) -> None:
+def test_message_of_a_reward_failure_shows_the_returned_value_or_the_error(
+    function: Callable[..., Any], kind: str, text: str
+) -> None:
     scored = score_by(function, make_group("a", "b"))
     assert kinds_of(scored) == [kind, kind]
     assert text in scored.notices[0]
 
 
-def test_a_list_of_the_wrong_length_is_fatal_after_one_call() -> None:
+def test_a_reward_list_of_the_wrong_length_is_fatal_after_one_call() -> None:
     calls = []
 
     def shorter(completions: list[str]) -> list[int]:
@@ -91,7 +93,7 @@ def test_a_list_of_the_wrong_length_is_fatal_after_one_call() -> None:
     assert calls == [8]
 
 
-def test_a_failed_batch_is_retried_by_group_and_then_by_sample() -> None:
+def test_a_failed_reward_batch_is_retried_by_group_and_then_by_sample() -> None:
     def fussy(completions: list[str]) -> list[int]:
         assert "bad" not in completions
         return [len(completions)] * len(completions)
@@ -102,7 +104,9 @@ def test_a_failed_batch_is_retried_by_group_and_then_by_sample() -> None:
     assert scored.num_errors == 1
 
 
-def test_workers_inherit_few_variables_and_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plug_in_workers_inherit_few_environment_variables_and_no_open_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("WANDB_API_KEY", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "https_proxy", "GRPO__RUN__SEED", "JUDGE_KEY"):
         monkeypatch.setenv(name, "CANARY")
     source = (
@@ -120,12 +124,12 @@ def test_workers_inherit_few_variables_and_no_files(tmp_path: Path, monkeypatch:
     assert [name for name, value in seen.items() if "CANARY" in value] == ["JUDGE_KEY"]
     assert seen["PATH"] == os.environ["PATH"] and seen["PYTHONHASHSEED"] == "0"
     assert all(file.startswith(("pipe:", "anon_inode:", "socket:")) for file in files), files
-    # Nor can others read the environment of the trainer.
+    # Other processes cannot read the trainer's environment either.
     get_dumpable = 3
     assert ctypes.CDLL(None).prctl(get_dumpable, 0, 0, 0, 0) == 0
 
 
-def test_printed_control_characters_are_replaced(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_control_characters_printed_by_plug_ins_are_replaced(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     source = (
         "import os, sys\ndef f(completion):\n    print(completion)\n    os.write(1, b'\\xff\\x1b]0;title\\x07\\n')\n"
         "    print('no end', end='', file=sys.stderr, flush=True)\n    return 1"
@@ -135,7 +139,9 @@ def test_printed_control_characters_are_replaced(tmp_path: Path, capfd: pytest.C
     assert capfd.readouterr() == ("", printed)
 
 
-def test_printing_is_limited_per_call_and_blocks_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_printing_of_a_plug_in_is_limited_per_call_and_does_not_block(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     path = write_plug_in(tmp_path, "def f(completion):\n    print(('x' * 99 + '\\n') * 10**4)\n    return 1")
     assert values_of(score([f"{path}:f"], make_group("a", "b"), workers=1)) == [1.0, 1.0]
     printed = capfd.readouterr().err
@@ -157,7 +163,7 @@ def test_an_api_key_passed_to_a_plug_in_is_redacted_even_in_a_truncated_line(tmp
     assert "CANARY" not in f"{scored}{out}{printed}" and "0123456789" not in printed
 
 
-def test_gpus_and_keys_are_lent_by_name_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plug_ins_get_gpus_and_api_keys_only_if_they_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     gpus = {"CUDA_VISIBLE_DEVICES": "0,1"}
     assert worker_environment([], gpus)["CUDA_VISIBLE_DEVICES"] == ""
     assert worker_environment([*gpus], gpus)["CUDA_VISIBLE_DEVICES"] == "0,1"

@@ -1,4 +1,4 @@
-"""Slots of a tiny mixture of experts that record routes, and the routes of its trainer."""
+"""Makes slots of a tiny mixture of experts that record routes, and computes the trainer's routes."""
 
 import functools
 from collections.abc import Sequence
@@ -49,7 +49,7 @@ def assert_routes_are_those_of_the_trainer(samples: Sequence[Sample]) -> None:
         routes = sample.routes
         assert routes is not None and routes.dtype == np.uint8 and routes.shape == (len(ids), *SHAPE)
         np.testing.assert_array_equal(routes[:-1], expected[:-1])
-        assert np.all(routes[-1] == UNRECORDED), "nothing was drawn after the last token"
+        assert np.all(routes[-1] == UNRECORDED), "nothing was sampled after the last token"
 
 
 def row_of(prompt: int) -> RolloutSequence:

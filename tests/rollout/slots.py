@@ -1,4 +1,4 @@
-"""Slots of a tiny model, and the samples that tests draw in them."""
+"""Makes slots of a tiny model, and generates samples in them."""
 
 import functools
 from collections import deque
@@ -30,7 +30,7 @@ LENGTHS = [1, *np.random.default_rng(3).integers(1, 25, len(PROMPTS) * GROUP_SIZ
 """Lengths of completions, which the tests force."""
 LONGEST = 24
 FEW_PROGRAMS: Any = {"prompt_buckets": (8,), "prefill_rows": (1,), "recompute_buckets": (32,)}
-"""One program where there may be several for different lengths."""
+"""Settings with a single program for all lengths."""
 REQUEST = GenerationRequest(
     group_size=GROUP_SIZE, max_new_tokens=LENGTHS, rules=SamplingRules(1.0), seed=0, policy_version=3
 )
@@ -93,7 +93,7 @@ def generate(
 
 @functools.cache
 def at_once() -> list[Sample]:
-    """Returns the samples of a slot for each of them."""
+    """Returns the samples, generated with one slot for each."""
     return TinyEngine(DEFINITION).generate(weights_on(), PROMPTS, REQUEST)
 
 

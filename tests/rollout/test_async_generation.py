@@ -25,7 +25,7 @@ from tests.tiny import TinyEngine, make_mesh, random_params
 
 KEY = slots.REQUEST.policy_version
 HALF = len(slots.PROMPTS) // 2
-"""Prompts of a round."""
+"""Number of prompts in a round."""
 SAMPLES = HALF * slots.GROUP_SIZE
 
 
@@ -38,7 +38,7 @@ def has_thread() -> bool:
 
 
 @pytest.mark.parametrize(("policy", "in_turn"), [("pdsr_v2", True), ("adaptive", False)])
-def test_rounds_come_in_order_with_the_samples_of_a_closed_rollout(policy: str, in_turn: bool) -> None:
+def test_rounds_are_collected_in_order_with_the_samples_of_a_closed_rollout(policy: str, in_turn: bool) -> None:
     made, begun = scheduled(workers_on(2), policy, in_turn=in_turn), dict[str, bool]()
 
     def watch(table: SampleTable) -> None:
@@ -62,7 +62,7 @@ def test_rounds_come_in_order_with_the_samples_of_a_closed_rollout(policy: str, 
     )
     for number, (found, wanted) in enumerate(zip(rounds, (first, second, first), strict=True)):
         assert found == [(uid, group + 10 * number, *rest) for uid, group, *rest in wanted]
-    assert not any(begun.values()), "a round begins once no sample of those before waits"
+    assert not any(begun.values()), "a round begins once no sample of earlier rounds waits"
     assert begun.keys() >= {"0", "1", "2", "3"}
     windows = made.take_schedule_metrics()
     assert len(windows) == 3
@@ -97,7 +97,7 @@ def test_each_token_records_its_policy_version() -> None:
     assert any(not np.array_equal(a.completion_ids, b.completion_ids) for a, b in zip(samples, expected(), strict=True))
 
 
-def test_published_weights_outlive_the_donated_state() -> None:
+def test_decode_weights_remain_valid_after_the_training_state_is_donated() -> None:
     params = jax.device_put(random_params(slots.DEFINITION), make_mesh().devices.item())
     weights = TinyEngine(slots.DEFINITION).to_decode_weights(params)
     before = jax.tree.map(np.asarray, weights)
@@ -107,14 +107,14 @@ def test_published_weights_outlive_the_donated_state() -> None:
     jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.asarray, weights), before)
 
 
-def test_a_device_holds_at_most_two_versions_and_loads_the_newest() -> None:
+def test_a_device_holds_at_most_two_versions_of_weights_and_loads_the_newest() -> None:
     worker, device = RolloutWorker("fast-0", "fast", engine_on(1, True)), jax.devices()[1]
 
     def num_arrays() -> int:
         gc.collect()
         return sum(array.devices() == {device} for array in jax.live_arrays())
 
-    gc.freeze()  # What is there stays, and is not searched through each time.
+    gc.freeze()  # Existing objects are frozen, so that each collection is fast.
     before = num_arrays()
     worker.open(slots.weights_on(), slots.REQUEST, suspends=False)
     num_leaves = len(jax.tree.leaves(slots.weights_on()))
@@ -132,7 +132,7 @@ def test_a_device_holds_at_most_two_versions_and_loads_the_newest() -> None:
     gc.unfreeze()
 
 
-def test_an_error_of_a_worker_surfaces_where_samples_are_collected() -> None:
+def test_a_worker_error_is_raised_where_samples_are_collected() -> None:
     worker = RolloutWorker("fast-0", "fast", engine_on(0, True))
     generation = generation_of(scheduled([worker]))
     with dying(worker, lives=1, error=RuntimeError("the device is gone")):
@@ -144,7 +144,7 @@ def test_an_error_of_a_worker_surfaces_where_samples_are_collected() -> None:
     assert not has_thread()
 
 
-def test_a_sample_without_tokens_has_the_version_that_dropped_it() -> None:
+def test_a_sample_dropped_before_its_first_token_has_the_current_policy_version() -> None:
     row = RolloutSequence(
         slots.PROMPTS[0], 0, max_new_tokens=4, noise_step=57, finish_reason="dropped:non-finite logits"
     )
@@ -160,7 +160,7 @@ def after(num_looks: int) -> Callable[[], bool]:
     return lambda: next(left, None) is None
 
 
-def test_stopped_slots_are_freed_at_the_next_segment() -> None:
+def test_a_requested_stop_ends_generation_and_frees_its_slots() -> None:
     made = slots.batching(engine_on(0, True))
     for looks in (0, 2):
         made.stop_requested = after(looks)
@@ -171,7 +171,7 @@ def test_stopped_slots_are_freed_at_the_next_segment() -> None:
     assert bits(made.generate(slots.weights_on(), slots.PROMPTS, slots.REQUEST)) == bits(expected())
 
 
-def test_a_stopped_scheduled_rollout_samples_only_what_is_missing() -> None:
+def test_a_stopped_rollout_is_continued_with_only_the_missing_samples() -> None:
     made = scheduled(workers_on(2), in_turn=False)
     rows: list[RolloutSequence] = []
     made.on_sample_done = rows.append
@@ -190,7 +190,7 @@ def test_a_stopped_scheduled_rollout_samples_only_what_is_missing() -> None:
     assert bits([together[sample.uid] for sample in expected()]) == bits(expected())
 
 
-def test_waiting_for_a_round_of_a_stopped_generator_raises() -> None:
+def test_collecting_a_round_of_a_stopped_rollout_raises_stopped_error() -> None:
     made = scheduled(workers_on(2), in_turn=True)
     stop_event = threading.Event()
     made.stop_requested = stop_event.is_set

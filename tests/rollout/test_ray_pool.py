@@ -36,7 +36,7 @@ def actor_spec(**changes: Any) -> ActorSpec:
 
 
 def actors(*resources: dict[str, float], **changes: Any) -> RolloutWorkerPool:
-    """Returns a pool of an actor for each of these resources, on the cluster that this process joined or starts."""
+    """Returns a pool with an actor for each of these resources, on the cluster that this process joined or starts."""
     cluster, workers = RayCluster("local", resources), []
     for number, (kind, needed) in enumerate(zip(local.KINDS, resources, strict=False)):
         of_actor: Any = {"spec": actor_spec(kind=kind, **changes), "cluster": cluster, "resources": needed}
@@ -47,7 +47,7 @@ def actors(*resources: dict[str, float], **changes: Any) -> RolloutWorkerPool:
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[RolloutWorkerPool]:
-    """Two actors on a cluster of their own, all of whose cores they use."""
+    """Returns two actors that use all cores of a new cluster."""
     made = actors({"CPU": 1.0}, {"CPU": 1.0, "large_memory": 1.0})
     made.compile(REQUEST.rules)
     yield made
@@ -76,7 +76,7 @@ def test_actors_sample_the_same_as_local_workers(pool: RolloutWorkerPool, monkey
     counts = pool.take_counters()
     assert counts.generated_tokens == sum(LENGTHS) == schedule_metrics(pool.records).useful_tokens
     assert counts.prompt_tokens == GROUP_SIZE * sum(len(prompt.token_ids) for prompt in PROMPTS)
-    # Suspended rows are computed again where they continue.
+    # Suspended rows are recomputed where they continue.
     monkeypatch.setattr(pool, "schedule", replace(pool.schedule, policy="pdsr_v2", in_order=True))
     assert local.bits(local.samples_of(pool)) == local.bits(local.expected())
     assert any(isinstance(command, Suspend) for command in local.commands_of(pool))
@@ -86,7 +86,7 @@ def test_actors_sample_the_same_as_local_workers(pool: RolloutWorkerPool, monkey
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("pool")
-def test_a_killed_actor_loses_no_samples_until_the_last_one_dies() -> None:
+def test_killing_an_actor_loses_no_samples_until_the_last_actor_dies() -> None:
     mortal = actors({}, {})
     mortal.compile(REQUEST.rules)
     first, second = mortal.workers
@@ -130,7 +130,7 @@ def test_actors_return_routes_and_say_why_they_cannot_start(monkeypatch: pytest.
         with pytest.raises(error, match=match or None):
             made.compile(REQUEST.rules)
         made.shut_down()
-        assert ray.is_initialized(), "the cluster is left by who joined it"
+        assert ray.is_initialized(), "only the process that joined the cluster leaves it"
 
 
 def test_settings_that_ray_actors_cannot_use_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Tests the routes that samplers record: those of the trainer's pass over the same tokens."""
+"""Tests that samplers record the routes of the trainer's pass over the same tokens."""
 
 from dataclasses import replace
 from typing import Any
@@ -20,7 +20,7 @@ def generate(engine: SlotEngine, shape: tuple[int, int, int] = (1, 1, 1), **chan
 
 @pytest.mark.parametrize(
     ("mesh_shape", "how"),
-    # Scarce: rows give their blocks up and are computed again, and steps compute two rows at a time.
+    # With scarce blocks, rows are preempted and recomputed, and steps compute two rows at a time.
     [((1, 1, 1), {}), ((2, 1, 1), {"mesh_shape": (2, 1, 1), "num_blocks": 10, "rows_together": 2})],
     ids=["fast", "scarce on a mesh"],
 )
@@ -35,7 +35,7 @@ def test_slots_record_the_same_expert_routes_as_the_trainer(
     assert (engine.counters.preempted_rows > 0) == ("num_blocks" in how)
 
 
-def test_evaluations_have_no_routes_and_stopped_samples_only_their_own() -> None:
+def test_evaluations_record_no_routes_and_stopped_samples_only_routes_of_kept_tokens() -> None:
     assert all(sample.routes is None for sample in generate(slots(), route_shape=None))
     whole = generate(slots())
     number, longest = max(enumerate(whole), key=lambda one: len(one[1].completion_ids))

@@ -1,4 +1,4 @@
-"""Tests the weights that generate: where they lie, on which mesh, and by how many bits."""
+"""Tests the placement, the mesh and the quantization of the weights that generate."""
 
 import functools
 from dataclasses import replace
@@ -78,14 +78,14 @@ def test_samples_do_not_depend_on_the_mesh(architecture: Architecture, meshes: A
 
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize(("architecture", "training", "tp"), [(SHALLOW, TRAINING, 0), (WINDOWED, TRAINING, 4)])
-def test_the_decode_kernel_samples_the_same_as_xla(architecture, training, tp, monkeypatch):
+def test_the_decode_kernel_samples_the_same_tokens_as_xla(architecture, training, tp, monkeypatch):
     without = expected(architecture, top_p=0.9)
     monkeypatch.setattr(prefill_and_decode, "decode_block_size", lambda *_, **__: 16)
     assert_same_samples(mesh_samples(architecture, training, tp, top_p=0.9), without)
 
 
 @pytest.mark.parametrize(("shape", "tp"), [((1, 8, 1), 1), ((1, 8, 1), 2), ((2, 2, 2), 4)])
-def test_the_report_predicts_the_bytes_of_a_weight_update(shape: tuple[int, int, int], tp: int) -> None:
+def test_transferred_bytes_predict_the_collectives_of_a_weight_update(shape: tuple[int, int, int], tp: int) -> None:
     definition, training = DecoderDefinition.create(EVEN), make_mesh(shape)
     generating = with_tp(training, tp)
     trained = abstract_arrays(definition.shapes, definition.shardings(training))
@@ -96,12 +96,12 @@ def test_the_report_predicts_the_bytes_of_a_weight_update(shape: tuple[int, int,
 
 
 def test_decode_weights_and_caches_are_split_over_devices() -> None:
-    """Weights are split over tp; so are caches, by rows where the heads cannot be."""
+    """Weights are split over tp; caches are split by heads, or by rows if the heads cannot be split."""
     definition, mesh = DecoderDefinition.create(FEW_HEADS), with_tp(make_mesh(TRAINING), 4)
     engine = TinyEngine(definition, mesh, training_mesh=make_mesh(TRAINING), mesh_of_all_hosts=mesh)
     generator = engine.of(PROMPTS[:1], replace(request(), group_size=16))
     programs = generator.engine.programs
-    # Beside the two blocks that belong to no row.
+    # Two more blocks belong to no row.
     assert (programs.num_shards, programs.num_blocks) == (8, 2 * programs.blocks_per_row + 2)
     params = jax.device_put(random_params(definition), definition.shardings(make_mesh(TRAINING)))
     weights, foreseen = engine.to_decode_weights(params), abstract_decode_weights(definition, mesh, FLOAT32)
@@ -111,7 +111,7 @@ def test_decode_weights_and_caches_are_split_over_devices() -> None:
     jax.tree.map(np.testing.assert_array_equal, weights, alone)
 
 
-def test_no_weights_and_no_caches_move_while_tokens_are_decoded() -> None:
+def test_decoding_moves_neither_weights_nor_caches_between_devices() -> None:
     definition, mesh = DecoderDefinition.create(FEW_HEADS), with_tp(make_mesh(TRAINING), 4)
     generator = TinyEngine(definition, mesh).of(PROMPTS[:1], replace(request(), group_size=16, max_new_tokens=56))
     program = generator.engine.programs.lower_programs(truncates=False, recomputes=False)["decode"].compile()
@@ -133,15 +133,15 @@ def chosen(
     return rollout_mesh(settings, mesh or make_mesh(TRAINING), definition), settings, definition
 
 
-def test_auto_splits_weights_while_collectives_cost_less(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_mesh_splits_decode_weights_only_if_collectives_cost_less(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choice, "device_kind", lambda _: "TPU v6 lite")
     mesh, settings, definition = chosen("rollout.prompts_per_step=16", "rollout.max_new_tokens=1024")
     assert dict(mesh.shape) == {"dp": 2, "fsdp": 1, "tp": 4}
     [note] = rollout_mesh_notes(settings, make_mesh(TRAINING), mesh, definition)
     assert note.startswith("rollout.mesh: auto: weights split over tp=4 and rows over dp=2 during generation: ")
-    # A small model's weights are read sooner than the sums come back.
+    # A small model's weights are read faster than sums are exchanged.
     assert chosen(architecture=EVEN)[0] == make_mesh(TRAINING)
-    # Without heads to split, all devices share the slots out, if they can.
+    # If the heads cannot be split, slots are divided among all devices if their number allows it.
     one_key_head = replace(QWEN2_5_7B, num_kv_heads=1)
     assert chosen(architecture=one_key_head)[0].shape["tp"] == 4
     assert chosen("rollout.slots=64", architecture=one_key_head)[0].shape["tp"] == 4

@@ -78,7 +78,7 @@ def slow_support(logits: Any, rules: SamplingRules) -> list[int]:
     return [i for i in kept if i == ranked[0] or probabilities[i] >= rules.min_p * probabilities.max()]
 
 
-# XLA takes subnormal numbers for zero, so that logits which they tell apart are equal. Whole ones are often equal.
+# XLA flushes subnormal numbers to zero, which would make different logits equal. Integers are often equal.
 LOGIT = st.floats(-6, 6, width=32, allow_subnormal=False) | st.integers(-2, 2).map(float)
 RULES = st.builds(
     SamplingRules,
@@ -91,12 +91,12 @@ RULES = st.builds(
 
 @settings(max_examples=50)
 @given(st.lists(LOGIT, min_size=VOCAB, max_size=VOCAB), RULES)
-def test_truncation_equals_a_slow_oracle_and_reports_the_kept_mass(logits, rules):
+def test_sampling_truncation_equals_a_slow_oracle_and_reports_the_kept_mass(logits, rules):
     support, probabilities = slow_support(logits, rules), slow_softmax(logits)
     drawn = draw_rows(sample_tokens_truncated, logits, rules)
     assert set(drawn.token_ids) <= set(support)
     np.testing.assert_allclose(drawn.kept_mass_logs, np.log(probabilities[support].sum()), atol=1e-5)
-    # Logprobs of the whole distribution, whatever was truncated.
+    # Logprobs are those of the whole distribution, whatever was truncated.
     np.testing.assert_allclose(drawn.logprobs, np.log(probabilities[drawn.token_ids]), atol=1e-5)
     values = jnp.asarray([logits], jnp.float32)
     kept = compiled(kept_tokens)(values, jax.nn.softmax(values), *map(jnp.asarray, rules[1:]))
@@ -120,7 +120,7 @@ def test_samples_follow_the_softmax_and_are_greedy_at_temperature_0(vocab_size: 
     assert not plain.truncates and all(one.truncates for one in (*truncating, SamplingRules(1.0, min_p=0.01)))
 
 
-def test_noise_is_keyed_by_seed_policy_version_uid_and_sample() -> None:
+def test_sampling_noise_is_keyed_by_seed_policy_version_uid_and_sample() -> None:
     def noise(**changes: Any) -> tuple:
         return tuple(map(tuple, np.asarray(jax.random.key_data(keys_of(4, **changes)))))
 
@@ -156,7 +156,7 @@ def slow_lowest(values: np.ndarray, weights: np.ndarray, limit: int) -> float:
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize(("dtype", "weighs"), [(np.float32, False), (np.float32, True), (np.int32, False)])
 def test_all_truncation_searches_find_the_same_threshold(dtype, weighs, monkeypatch):
-    """One and four bits a pass, and the kernel in Pallas' interpreter."""
+    """Compares searches of one and four bits per pass, and the kernel in Pallas' interpreter."""
     rng, num_bits = np.random.default_rng(3), 32 if dtype == np.float32 else 6
     values = wide_rows(11) if dtype == np.float32 else rng.integers(0, 40, (11, WIDE)).astype(dtype)
     if dtype == np.float32:
@@ -225,7 +225,7 @@ def test_sampler_and_scorer_agree_on_every_logprob(architecture: Architecture, r
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
-def test_tokens_maximize_forward_logits_plus_positional_noise(temperature: float) -> None:
+def test_sampled_tokens_maximize_forward_logits_plus_positional_noise(temperature: float) -> None:
     definition = DecoderDefinition.create(ODD)
     params = random_params(definition)
     hidden = jax.jit(lambda *rows: definition.bind(params).hidden(*rows, dtype=jnp.dtype("float32")))
@@ -246,7 +246,7 @@ def test_tokens_maximize_forward_logits_plus_positional_noise(temperature: float
 def test_every_eos_token_ends_a_sample_except_in_prompts() -> None:
     unending = generate()
     in_prompts = {int(t) for p in PROMPTS for t in p.token_ids}
-    # The first of a sample, one that also occurs in a prompt, as with SmolLM2, and another one.
+    # One EOS token is the first of a sample, one also occurs in a prompt, as with SmolLM2, and one is neither.
     first, drawn = int(unending[0].completion_ids[0]), [s.completion_ids.tolist() for s in unending]
     within = next(ids[3] for ids in drawn if first not in ids[:4] and ids[3] in in_prompts)
     eos_ids = first, within, next(ids[3] for ids in drawn if not {first, within} & set(ids[:4]))

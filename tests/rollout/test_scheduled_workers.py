@@ -63,7 +63,7 @@ def test_exact_mode_is_bitwise_independent_of_scheduler_and_workers(policy: str,
     }
 
 
-def test_workers_on_one_device_repeat_a_rollout_without_compiling() -> None:
+def test_workers_that_take_turns_repeat_a_rollout_exactly_without_compiling() -> None:
     def log() -> list[tuple[protocol.Event, Sequence[Command]]]:
         made = scheduled(workers_on(3), "pdsr_v2", in_turn=True)
         samples_of(made)
@@ -81,7 +81,7 @@ def without_times(record: protocol.EventRecord) -> tuple[protocol.Event, Sequenc
     return replace(event, seconds=0.0) if isinstance(event, SegmentEnded) else event, record.commands
 
 
-def test_rows_wait_for_blocks_without_changing_samples() -> None:
+def test_waiting_for_kv_blocks_does_not_change_samples() -> None:
     few = slots.few_blocks(True)
     workers = [RolloutWorker(kind, kind, engine_with(0, few.shapes, True, programs=few.programs)) for kind in KINDS[:2]]
     made = scheduled(workers, "pdsr_v2", in_turn=True)
@@ -90,7 +90,7 @@ def test_rows_wait_for_blocks_without_changing_samples() -> None:
     assert counts.preempted_rows > 0 and counts.generated_tokens == sum(slots.LENGTHS)
 
 
-def test_samples_move_from_short_to_long_slots_bit_for_bit() -> None:
+def test_moving_from_short_to_long_slots_does_not_change_samples() -> None:
     made = scheduled(workers := unequal_workers(), "pdsr_v1", in_turn=True)
     fast, heavy = (worker.engine.programs for worker in workers)
     assert (fast.num_blocks - 2, heavy.num_blocks - 2) == (8 * LIMIT // 4, 4 * heavy.blocks_per_sample)
@@ -163,7 +163,7 @@ def test_any_other_worker_error_is_raised_by_the_rollout(at: str, monkeypatch: p
     assert bits(samples_of(made)) == bits(expected())
 
 
-def test_a_truncating_fast_limit_ends_samples_exactly_there() -> None:
+def test_a_truncating_fast_limit_ends_samples_exactly_at_the_limit() -> None:
     made = scheduled(workers_on(2), "pdsr_v1", pdsr=EAGER.model_copy(update={"on_fast_limit": "truncate"}))
     pairs = zip(samples_of(made), expected(), strict=True)
     cut = [(ours, full) for ours, full in pairs if len(ours.completion_ids) < len(full.completion_ids)]
@@ -185,21 +185,21 @@ def of_bytes(token_ids: Sequence[int]) -> str:
 
 
 def first_stop(token_ids: Sequence[int], stop: Sequence[str], stop_text) -> int | None:
-    """The slow oracle: tries every length in turn."""
+    """Tries every length in turn, as a slow oracle."""
     lengths = range(1, len(token_ids) + 1)
     return next((n for n in lengths if any(s in stop_text(token_ids[:n]) for s in stop)), None)
 
 
 @given(st.text("a\n€🙂", max_size=20), st.integers(0, 60), st.lists(st.text("a\n€🙂", min_size=1), max_size=3))
 def test_the_first_token_that_completes_a_stop_string_is_found(text: str, cut: int, stop: list[str]) -> None:
-    """Also behind and within characters of several byte tokens."""
+    """Covers characters that consist of several byte tokens."""
     token_ids = list(text.encode())[:cut]
     assert stop_length(token_ids, stop, of_bytes) == first_stop(token_ids, stop, of_bytes)
 
 
 @functools.cache
 def cut_by_hand() -> list[Sample]:
-    """Samples without stop strings, cut afterwards."""
+    """Returns samples that were generated without stop strings and cut afterwards."""
     cut = []
     for sample in slots.generate(slots.slots_of(True), max_new_tokens=slots.LONGEST):
         length = first_stop(sample.completion_ids.tolist(), STOP, spell)
@@ -211,23 +211,23 @@ def cut_by_hand() -> list[Sample]:
 
 @functools.cache
 def stopping_engine(device: int) -> SlotEngine:
-    """Returns slots that look for stop strings between segments, with the programs of others."""
+    """Returns slots that look for stop strings between segments and share the programs of other slots."""
     engine = engine_on(device, True)
     return engine_with(device, engine.shapes, True, programs=engine.programs, stop_text=spell)
 
 
-def test_stop_strings_end_samples_in_slots_and_free_them() -> None:
+def test_stop_strings_end_samples_and_free_their_slots() -> None:
     made = slots.batching(stopping_engine(0), max=2)
     made.generate(slots.weights_on(), slots.PROMPTS, UNSTOPPED)
     num_unstopped = made.take_counters().generated_tokens
     assert bits(made.generate(slots.weights_on(), slots.PROMPTS, STOPPED)) == bits(cut_by_hand())
     assert 3 <= sum(sample.finish_reason == "stop" for sample in cut_by_hand()) < len(cut_by_hand())
     num_kept = sum(len(sample.completion_ids) for sample in cut_by_hand())
-    # A row is found after its segment, of at most two tokens, and leaves after the next one.
+    # A stop string is found after its segment of at most two tokens, and the row leaves after the next one.
     assert num_kept < made.take_counters().generated_tokens <= num_kept + 4 * len(cut_by_hand()) < num_unstopped
 
 
-def test_workers_end_samples_alike_in_a_rollout_and_during_training() -> None:
+def test_workers_apply_stop_strings_alike_in_closed_and_async_rollouts() -> None:
     workers = [RolloutWorker(kind, kind, stopping_engine(i)) for i, kind in enumerate(KINDS[:2])]
     made = scheduled(workers, "pdsr_v2", in_turn=True)
     samples = made.generate(slots.weights_on(), slots.PROMPTS, STOPPED)

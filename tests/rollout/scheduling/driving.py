@@ -1,4 +1,4 @@
-"""Schedulers that tests drive by hand or in random order, and what must hold after every event."""
+"""Drives schedulers by hand or in random order, and checks invariants after every event."""
 
 import itertools
 import random
@@ -56,7 +56,7 @@ def check_invariants(scheduler: Scheduler) -> None:
 def make_scheduler(
     policy: str = "adaptive", *, pdsr: Any = None, history: Any = None, finished: Any = (), **more: Any
 ) -> Scheduler:
-    """Returns a scheduler with settings and constants, mean lengths of prompts, and tokens of finished samples."""
+    """Returns a scheduler with these settings, constants, mean lengths of prompts and lengths of finished samples."""
     learned = LearnedLengths(history or {}, tuple(FinishedLength(tokens, tokens / 100) for tokens in finished))
     constants = {name: value for name, value in (pdsr or {}).items() if name not in PdsrSettings.model_fields}
     rules = PdsrSettings(**{name: value for name, value in (pdsr or {}).items() if name not in constants})
@@ -67,7 +67,7 @@ def make_scheduler(
 
 
 def with_constants(scheduler: Scheduler, **constants: float) -> Scheduler:
-    """Sets numbers of the policies that are no settings."""
+    """Sets constants of the policies, which are not settings."""
     for name, value in constants.items():
         assert hasattr(scheduler.context, name)
         setattr(scheduler.context, name, value)
@@ -127,7 +127,7 @@ class Driven:
         return self.tell(protocol.SegmentEnded(self.at, worker, rows, seconds, max(gained)))
 
     def end_all(self, worker: str, num_tokens: int, *, finished: int = 0, **more: Any) -> list[Command]:
-        """Ends the worker's segment with this number of tokens of each row, of which the first may be done."""
+        """Ends the worker's segment with this number of tokens for each row; the first `finished` rows are done."""
         rows = self.rows(worker)
         return self.end(worker, dict.fromkeys(rows, num_tokens), rows[:finished], **more)
 
@@ -155,7 +155,7 @@ def suspended(commands: Iterable[Command]) -> list[tuple[str, str]]:
 
 
 class Traced(NamedTuple):
-    """A sample whose length is known: its completion tokens, with those of observations."""
+    """A sample whose length is known, in completion tokens including observations."""
 
     sample: NewSample
     length: int
@@ -164,7 +164,7 @@ class Traced(NamedTuple):
 
 
 class Storm(Driven):
-    """Events in random order, with random faults, of samples with known lengths."""
+    """Sends events in random order, with random faults, for samples with known lengths."""
 
     def __init__(self, scheduler: Scheduler, trace: Sequence[Traced], workers: Sequence[WorkerJoined], seed: int):
         super().__init__(scheduler)
@@ -248,7 +248,7 @@ class Storm(Driven):
         return min(steps)
 
     def end_segment(self, name: str) -> None:
-        """Ends a segment, or the worker, which another one replaces."""
+        """Ends a segment, or loses the worker and adds a replacement."""
         seconds, steps, reports = self.at - self.started.pop(name), self.num_steps(name), []
         if self.occurs(self.death):
             self.lose(name)
@@ -275,7 +275,7 @@ def storm(seed: int, *, has_turns: bool = False) -> Storm:
     trace = random_trace(rng, seed)
     if has_turns:
         trace = [with_random_turns(rng, one) for one in trace]
-    # Limits from below every sample (all are heavy) to above every sample (all are fast).
+    # Limits range from below every sample (all are heavy) to above every sample (all are fast).
     rules: dict[str, list[Any]] = {
         "probe_limit_tokens": [1, 30, 1000],
         "fast_limit_tokens": [1, 40, 1000],
@@ -303,7 +303,7 @@ def storm(seed: int, *, has_turns: bool = False) -> Storm:
 
 
 def random_trace(rng: random.Random, seed: int) -> list[Traced]:
-    """Returns prompts of long or short samples, or log-normal lengths that agree in part, in any order."""
+    """Returns samples of prompts that are all long or short, or have correlated log-normal lengths, in any order."""
     numbers, mean, prompts = np.random.default_rng(seed), rng.choice([5, 40, 150]), rng.randint(1, 8)
     logs = numbers.standard_normal((prompts, 1)) + numbers.standard_normal((prompts, rng.randint(1, 5)))
     lengths, kind = mean * np.exp(rng.choice([0.0, 0.3, 1.0]) * logs), rng.randrange(3)
@@ -330,7 +330,7 @@ def with_random_turns(rng: random.Random, one: Traced) -> Traced:
 
 
 def random_workers(rng: random.Random) -> list[WorkerJoined]:
-    """Returns random workers, at least one, some of them on one device and, beside heavy ones, some for short rows."""
+    """Returns one or more random workers; some share a device, and next to heavy ones some take only short rows."""
     num_fast, num_heavy = rng.choice([(1, 0), (0, 1), (1, 1), (2, 1), (1, 2), (3, 0)])
     limit = rng.choice([None, 130, 150, 250]) if num_heavy else None
     workers = []

@@ -21,8 +21,8 @@ def entry(uid: str = "a", *, tokens: int = 0, finish: str | None = None) -> Samp
     return SampleEntry(NewSample(uid, "p", 0, 10, 1000), 0, num_tokens=tokens, finish=finish)
 
 
-def test_censored_quantile_by_hand() -> None:
-    # S after 1: 4/5; after 3, with 3 left (2 was censored): 4/5 * 2/3; after 5, the last: 0.
+def test_censored_quantile_equals_hand_computed_values() -> None:
+    # Survival is 4/5 after 1; 4/5 * 2/3 after 3, with 3 left (2 was censored); and 0 after 5, the last.
     assert [censored_quantile([1, 3, 5], [2, 4], q) for q in (0.2, 0.4, 0.45, 0.5)] == [1, 3, 3, 5]
     assert censored_quantile([10, 20, 30, 40, 50], [60] * 5, 0.5) == 50
     assert censored_quantile([1], [2, 2, 2, 2], 0.8) == math.inf, "too many are still running"
@@ -67,7 +67,7 @@ def test_threshold_in_seconds_ignores_samples_counted_in_tokens_only() -> None:
     assert LengthEstimator(window=4, learned=learned).threshold([], percentile=80, min_finished=3) == 9
 
 
-def test_learned_lengths_survive_json_and_merge_in_order() -> None:
+def test_learned_lengths_are_unchanged_by_json_and_merge_in_order() -> None:
     first = LearnedLengths({"p": 3.0, "q": 1.0}, (FinishedLength(1, None), FinishedLength(2, 0.5)))
     second = LearnedLengths({"p": 5.0}, (FinishedLength(3, None),))
     assert LearnedLengths.from_json(json.loads(json.dumps(first.to_json()))) == first
@@ -85,18 +85,18 @@ def limits(num_active: int, *, has_waiting: bool = False, mean: float = 512.0, l
     return segment_limits(SegmentSettings(min=least, max=4096), num_active=num_active, has_waiting=has_waiting, **state)
 
 
-def test_without_waiting_samples_active_rows_share_the_capacity_within_bounds() -> None:
+def test_segment_length_without_waiting_samples_shares_the_capacity_within_bounds() -> None:
     assert [limits(active).length for active in (1, 4, 16, 1000)] == [4096, 2048, 512, 64]
     assert [limits(active).leave_when_active for active in (1, 2, 3, 4, 5, 8)] == [0, 0, 2, 2, 4, 4]
 
 
 @pytest.mark.parametrize("mean", [50.0, 512.0, 100_000.0])
-def test_segment_length_with_waiting_samples_minimizes_the_loss(mean: float) -> None:
+def test_segment_length_with_waiting_samples_minimizes_idle_time_and_overhead(mean: float) -> None:
     lengths = np.arange(1, 2000)
     loss = OVERHEAD_STEPS / lengths + lengths / mean / 2
     assert abs(limits(64, has_waiting=True, mean=mean, least=1).length - lengths[loss.argmin()]) <= 1
 
 
-def test_with_waiting_samples_length_is_bounded_and_many_short_rows_leave_together() -> None:
+def test_segment_length_with_waiting_samples_is_bounded_and_short_rows_leave_together() -> None:
     assert [limits(8, has_waiting=True, mean=mean).length for mean in (512.0, 1e9)] == [64, 4096]
     assert [limits(64, has_waiting=True, mean=mean).leave_when_finished for mean in (1e6, 25.0)] == [1, 13]

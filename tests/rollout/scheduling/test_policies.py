@@ -1,4 +1,4 @@
-"""Tests what each policy decides: whom it admits next, where, in which role, and who leaves."""
+"""Tests what each policy decides: which sample is admitted next, where and in which role, and which rows leave."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from tests.rollout.scheduling.driving import Driven, admitted, make_scheduler, r
 
 
 def driven_pair(policy: str, *, slots: int = 2, history: Any = None, finished: Any = (), **pdsr: Any) -> Driven:
-    """Returns a fast and a heavy worker; the threshold counts once as many have finished as are known, or 30."""
+    """Returns a fast and a heavy worker; the threshold needs as many finished samples as are given, or 30."""
     rules = {"window_min": len(finished) or 30} | pdsr
     driven = Driven(make_scheduler(policy, pdsr=rules, history=history, finished=finished))
     driven.join("fast", "fast", slots=slots)
@@ -17,7 +17,7 @@ def driven_pair(policy: str, *, slots: int = 2, history: Any = None, finished: A
     return driven
 
 
-def test_sync_takes_nothing_before_the_last_of_a_batch_is_done() -> None:
+def test_sync_admits_no_sample_before_the_whole_batch_is_done() -> None:
     driven = Driven(make_scheduler("sync"))
     driven.join("w", slots=2)
     assert admitted(driven.submit(samples(3, 1))) == ["p0/s0", "p1/s0"]
@@ -28,7 +28,7 @@ def test_sync_takes_nothing_before_the_last_of_a_batch_is_done() -> None:
 # P-DSR v1 --------------------------------------------------------------------------------------------------------
 
 
-def test_v1_waits_for_every_probe_and_then_sends_the_longest_prompt_to_heavy() -> None:
+def test_pdsr_v1_waits_for_every_probe_and_then_sends_the_longest_prompt_to_the_heavy_worker() -> None:
     driven = driven_pair("pdsr_v1", heavy_percent=30.0)
     assert roles(driven.submit(samples(2, 3))) == {"p0/s0": "probe", "p1/s0": "probe"}
     assert driven.rows("heavy") == []
@@ -38,7 +38,7 @@ def test_v1_waits_for_every_probe_and_then_sends_the_longest_prompt_to_heavy() -
     assert admitted(commands, "heavy") == ["p1/s1", "p1/s2"]
 
 
-def test_v1_moves_a_probe_at_its_limit_and_marks_its_prompt_heavy() -> None:
+def test_pdsr_v1_moves_a_probe_at_its_limit_and_marks_its_prompt_heavy() -> None:
     driven = driven_pair("pdsr_v1", probe_limit_tokens=30, heavy_percent=1.0)
     driven.submit(samples(2, 2))
     assert driven.running["fast"].limits.length == 30, "the segment ends at the limit"
@@ -49,7 +49,7 @@ def test_v1_moves_a_probe_at_its_limit_and_marks_its_prompt_heavy() -> None:
 
 
 @pytest.mark.parametrize(("choice", "state"), [("suspend", SampleState.RUNNING), ("truncate", SampleState.DONE)])
-def test_v1_moves_or_truncates_at_the_fast_limit(choice: str, state: SampleState) -> None:
+def test_pdsr_v1_moves_or_truncates_samples_at_the_fast_limit(choice: str, state: SampleState) -> None:
     driven = driven_pair("pdsr_v1", slots=1, fast_limit_tokens=50, on_fast_limit=choice, heavy_percent=1.0)
     driven.submit(samples(2, 2))
     driven.end("fast", {"p0/s0": 9}, finished=["p0/s0"])
@@ -62,7 +62,7 @@ def test_v1_moves_or_truncates_at_the_fast_limit(choice: str, state: SampleState
     assert (sample.state, sample.num_tokens) == (state, 50)
 
 
-def test_v1_never_truncates_heavy_samples() -> None:
+def test_pdsr_v1_never_truncates_heavy_samples() -> None:
     driven = driven_pair("pdsr_v1", slots=1, fast_limit_tokens=50, on_fast_limit="truncate")
     driven.submit(samples(1, 2))
     assert admitted(driven.end("fast", {"p0/s0": 9}, finished=["p0/s0"]), "heavy") == ["p0/s1"]
@@ -75,7 +75,7 @@ def test_v1_never_truncates_heavy_samples() -> None:
 # P-DSR v2 --------------------------------------------------------------------------------------------------------
 
 
-def test_v2_classifies_a_probe_at_its_end_or_past_the_threshold() -> None:
+def test_pdsr_v2_classifies_a_probe_at_its_end_or_past_the_threshold() -> None:
     driven = driven_pair("pdsr_v2", slots=4, finished=[10, 20, 30, 40, 50])
     assert driven.scheduler.context.threshold == 40
     assert roles(driven.submit(samples(2, 2))) == {"p0/s0": "probe", "p1/s0": "probe"}
@@ -85,7 +85,7 @@ def test_v2_classifies_a_probe_at_its_end_or_past_the_threshold() -> None:
     assert admitted(commands, "fast") == ["p0/s1"] and admitted(commands, "heavy") == ["p1/s1"]
 
 
-def test_v2_is_neutral_until_the_first_threshold() -> None:
+def test_pdsr_v2_gives_samples_to_any_worker_until_the_first_threshold() -> None:
     driven = driven_pair("pdsr_v2", slots=1, window_min=2, percentile=50.0)
     driven.submit(samples(2, 3))
     assert (driven.rows("fast"), driven.rows("heavy")) == (["p0/s0"], ["p1/s0"])
@@ -94,7 +94,7 @@ def test_v2_is_neutral_until_the_first_threshold() -> None:
     assert roles(commands) == {"p0/s2": "heavy"} and driven.scheduler.context.threshold == 9
 
 
-def test_v2_breaker_moves_the_sample_and_marks_its_prompt_heavy() -> None:
+def test_pdsr_v2_breaker_moves_the_sample_and_marks_its_prompt_heavy() -> None:
     driven = driven_pair("pdsr_v2", slots=1, fast_limit_tokens=50)
     driven.submit(samples(2, 4))
     assert (driven.rows("fast"), driven.rows("heavy")) == (["p0/s0"], ["p1/s0"])
@@ -107,7 +107,7 @@ def test_v2_breaker_moves_the_sample_and_marks_its_prompt_heavy() -> None:
     assert roles(commands) == {"p0/s1": "heavy"}
 
 
-def test_v2_doubles_the_limit_with_every_move_up_to_max_moves() -> None:
+def test_pdsr_v2_doubles_the_limit_with_every_move_up_to_max_moves() -> None:
     driven = driven_pair("pdsr_v2", slots=1, fast_limit_tokens=50)
     driven.submit(samples(2, 1))
     assert suspended(driven.end("fast", {"p0/s0": 50})) == [("p0/s0", "breaker")]
@@ -121,7 +121,7 @@ def test_v2_doubles_the_limit_with_every_move_up_to_max_moves() -> None:
 @pytest.mark.parametrize(
     ("short_waits", "heavy_ends", "num_back"), [(False, False, 0), (True, False, 1), (False, True, 4)]
 )
-def test_v2_returns_stolen_samples_only_if_needed(short_waits: bool, heavy_ends: bool, num_back: int) -> None:
+def test_pdsr_v2_returns_stolen_samples_only_if_needed(short_waits: bool, heavy_ends: bool, num_back: int) -> None:
     history = {f"p{i}": 90 for i in range(8)} | {"p8": 9}
     driven = driven_pair("pdsr_v2", slots=4, fast_limit_tokens=120, history=history, finished=[40])
     driven.submit(samples(8, 1), close=False)
@@ -134,10 +134,12 @@ def test_v2_returns_stolen_samples_only_if_needed(short_waits: bool, heavy_ends:
     assert suspended(commands) == [(uid, "steal limit") for uid in stolen[:num_back]]
     assert driven.rows("fast") == stolen[num_back:] + ["p8/s0"] * short_waits
     assert num_back or driven.running["fast"].limits.length == 30, "the time begins again"
-    assert {driven.scheduler.samples[uid].moves for uid in stolen} == {0}, "to be given back is no move"
+    assert {driven.scheduler.samples[uid].moves for uid in stolen} == {0}, (
+        "giving a sample back does not count as a move"
+    )
 
 
-def test_v2_lets_probes_overtake_and_moves_every_row_at_the_limit() -> None:
+def test_pdsr_v2_admits_probes_first_and_moves_every_row_at_the_fast_limit() -> None:
     driven = driven_pair("pdsr_v2", slots=1, history={"p0": 9}, finished=[40])
     driven.submit(samples(1, 3) + samples(1, 1, first=1))
     assert driven.rows("fast") == ["p1/s0"]
@@ -146,7 +148,7 @@ def test_v2_lets_probes_overtake_and_moves_every_row_at_the_limit() -> None:
     assert len(suspended(driven.end_all("fast", 60))) == 16
 
 
-def test_limits_in_seconds_end_probes_breakers_and_stealing() -> None:
+def test_pdsr_limits_of_probes_breakers_and_stealing_may_be_in_seconds() -> None:
     driven = driven_pair("pdsr_v1", unit="seconds", fast_limit_s=6.0)
     driven.submit(samples(1, 2))
     assert suspended(driven.end("fast", {"p0/s0": 9}, seconds=2.0)) == []
@@ -170,7 +172,7 @@ def test_prompts_of_an_earlier_epoch_are_classified_without_a_probe(policy: str)
 
 
 @pytest.mark.parametrize("policy", ["pdsr_v1", "pdsr_v2"])
-def test_a_second_step_knows_the_threshold_of_the_first(policy: str) -> None:
+def test_a_second_step_starts_with_the_threshold_of_the_first(policy: str) -> None:
     rules = {"heavy_percent": 40.0, "percentile": 60.0 if policy == "pdsr_v2" else 1.0, "window_min": 5}
     driven = Driven(make_scheduler(policy, pdsr=rules, finished=[10, 20, 30, 40, 50]))
     assert driven.scheduler.context.threshold == 30
@@ -184,7 +186,7 @@ def test_a_second_step_knows_the_threshold_of_the_first(policy: str) -> None:
 
 
 @pytest.mark.parametrize("policy", ["pdsr_v1", "pdsr_v2"])
-def test_a_probe_that_outgrows_its_slot_is_heavy(policy: str) -> None:
+def test_a_probe_that_outgrows_its_slot_moves_to_the_heavy_worker(policy: str) -> None:
     driven = Driven(make_scheduler(policy))
     driven.join("fast", "fast", slots=1, max_length=50)
     driven.join("heavy", "heavy", slots=2)
@@ -196,7 +198,7 @@ def test_a_probe_that_outgrows_its_slot_is_heavy(policy: str) -> None:
 # Adaptive --------------------------------------------------------------------------------------------------------
 
 
-def test_adaptive_probes_each_prompt_and_then_takes_the_longest() -> None:
+def test_adaptive_probes_each_prompt_and_then_admits_the_longest() -> None:
     driven = Driven(make_scheduler("adaptive"))
     driven.join("w", slots=4)
     driven.submit(samples(3, 3))

@@ -27,8 +27,8 @@ def test_released_samples_are_forgotten_and_their_prompt_becomes_history() -> No
     driven.end("w", {"p0/s1": 12}, finished=["p0/s1"])
     driven.tell(Released(driven.at, ("p0/s1",)))
     assert not list(table) and lengths.history == {"p0": 12} and lengths.group_max == {}
-    assert roles(driven.submit(samples(1, 1))) == {"p0/s0": "probe"}, "the verdict is forgotten, too"
-    assert table["p0/s0"].number == 2, "numbers are never given twice"
+    assert roles(driven.submit(samples(1, 1))) == {"p0/s0": "probe"}, "the verdict is forgotten as well"
+    assert table["p0/s0"].number == 2, "numbers are never reused"
 
 
 def test_samples_are_distributed_evenly_and_refill_free_slots() -> None:
@@ -51,7 +51,9 @@ def test_samples_are_distributed_evenly_and_refill_free_slots() -> None:
 @pytest.mark.parametrize(
     ("keeps_caches", "is_lost", "how"), [(True, False, "copy"), (True, True, "recompute"), (False, False, "recompute")]
 )
-def test_a_moved_row_is_copied_if_its_worker_keeps_the_cache(keeps_caches: bool, is_lost: bool, how: str) -> None:
+def test_a_moved_row_is_copied_if_its_worker_keeps_the_cache_and_recomputed_otherwise(
+    keeps_caches: bool, is_lost: bool, how: str
+) -> None:
     driven = Driven(make_scheduler("pdsr_v2", pdsr={"fast_limit_tokens": 10}))
     driven.join("f", "fast", slots=1, keeps_caches=keeps_caches)
     driven.join("h", "heavy", slots=1)
@@ -64,7 +66,7 @@ def test_a_moved_row_is_copied_if_its_worker_keeps_the_cache(keeps_caches: bool,
     assert ("p0/s0", 10, how) in [(one.uid, one.num_tokens, one.how) for one in admits]
 
 
-def test_a_segment_waits_for_wanted_slots_or_for_smaller_programs() -> None:
+def test_a_segment_ends_when_waiting_samples_can_use_slots_or_a_smaller_program_fits() -> None:
     driven = Driven(make_scheduler(segment={"min": 10, "max": 500}))
     driven.join("w", slots=4, rungs=(2,), capacity=1000)
     driven.submit(samples(5, 1))
@@ -97,7 +99,7 @@ def test_free_slots_wait_for_siblings_of_a_probe_only_if_its_verdict_is_near() -
     assert driven.running["heavy"].limits == (64, 1, 0)
 
 
-def test_a_limit_in_seconds_ends_a_segment_by_the_duration_of_steps() -> None:
+def test_a_limit_in_seconds_sets_the_segment_length_by_the_measured_step_time() -> None:
     rules = {"unit": "seconds", "fast_limit_s": 10.0, "window_min": 30}
     driven = Driven(make_scheduler("pdsr_v2", pdsr=rules))
     driven.submit(samples(3, 1))
@@ -145,7 +147,7 @@ def test_an_episode_can_end_with_an_answer_of_the_environment(finish: str, known
     assert [one.num_tokens for one in lengths.finished] == known, "observations count"
 
 
-def test_acting_rows_of_a_lost_worker_continue_elsewhere() -> None:
+def test_acting_rows_of_a_lost_worker_continue_on_another_worker() -> None:
     driven = worker_with(3, slots=3)
     rows = {f"p{i}/s0": 5 for i in range(3)}
     driven.end("w", rows, acting=["p0/s0", "p1/s0"])
@@ -159,7 +161,7 @@ def test_acting_rows_of_a_lost_worker_continue_elsewhere() -> None:
     assert hows(driven.end("v", {"p1/s0": 9, "p2/s0": 9})) == [("p0/s0", 9, "recompute")]
 
 
-def test_a_row_too_long_after_its_answer_continues_where_it_fits() -> None:
+def test_a_row_too_long_for_its_slot_after_an_answer_continues_on_a_longer_slot() -> None:
     driven = Driven(make_scheduler())
     driven.join("short", slots=1, max_length=20)
     driven.submit(samples(1, 1))
@@ -181,7 +183,7 @@ def test_new_samples_are_limited_by_max_suspended(max_suspended: int | None, num
     assert driven.rows("w") == [begun[-1]]
     driven.answer(begun[0], 8, "stop")
     driven.end("w", {begun[-1]: 9}, acting=[begun[-1]])
-    assert len(driven.rows("w")) == 1, "another one for the one that has ended"
+    assert len(driven.rows("w")) == 1, "a new sample starts for the one that ended"
 
 
 @pytest.mark.parametrize("knows_at_once", [True, False])
@@ -206,7 +208,7 @@ def test_siblings_are_held_back_while_the_probe_acts(policy: str) -> None:
     assert driven.rows("w") == [] and not driven.scheduler.is_stuck
     assert roles(driven.answer("p0/s0", 8)) == {"p0/s0": "probe"}
     driven.end("w", {"p0/s0": 9}, acting=["p0/s0"])
-    assert admitted(driven.answer("p0/s0", 9, "stop")) == ["p0/s1", "p0/s2"], "the answer gives the verdict, too"
+    assert admitted(driven.answer("p0/s0", 9, "stop")) == ["p0/s1", "p0/s2"], "the answer also gives the verdict"
 
 
 def test_sync_starts_no_samples_while_rows_of_the_batch_wait_for_their_environment() -> None:

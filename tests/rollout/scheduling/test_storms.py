@@ -1,4 +1,4 @@
-"""Tests what holds in whole rollouts: in random order with random faults, on a clock, and their metrics by hand."""
+"""Tests invariants, makespans and metrics of whole simulated rollouts, also under random faults."""
 
 import math
 from collections import Counter
@@ -29,7 +29,7 @@ def assert_spans_are_apart(rollout: driving.Storm) -> None:
 
 
 @pytest.mark.parametrize("has_turns", [False, True])
-def test_no_invariant_breaks_in_random_rollouts_under_random_faults(has_turns: bool) -> None:
+def test_scheduler_invariants_hold_in_random_rollouts_under_random_faults(has_turns: bool) -> None:
     seen = Counter[str]()
     for seed in range(90):
         rollout = driving.storm(seed, has_turns=has_turns)
@@ -51,7 +51,7 @@ def test_no_invariant_breaks_in_random_rollouts_under_random_faults(has_turns: b
 
 
 class Clocked(driving.Storm):
-    """A calm rollout in which the segment that is done first ends first; each worker has a time for a step."""
+    """A rollout without faults in which segments end in order of time; each worker has a step time."""
 
     def __init__(self, policy: str, lengths: list[list[int]], workers: dict[WorkerJoined, float]):
         trace = [
@@ -87,14 +87,14 @@ def makespan_s(policy: str, lengths: list[list[int]], workers: dict[WorkerJoined
     return found.makespan_s
 
 
-def test_makespans_by_hand() -> None:
+def test_makespans_of_sync_and_adaptive_equal_hand_computed_times() -> None:
     alone = {driving.joined("w", "fast", 2): 1.0}
     # A batch waits for its longest sample; a queue does not.
     assert makespan_s("sync", [[200], [8], [8], [8]], alone) == 208
     assert makespan_s("adaptive", [[200], [8], [8], [8]], alone) == 200
 
 
-def test_long_samples_on_a_heavy_worker_shorten_the_tail() -> None:
+def test_moving_long_samples_to_a_heavy_worker_halves_the_makespan() -> None:
     """Design note 1: one prompt of eight is long, and a heavy worker has few slots with fast steps."""
     lengths = [[320 if p == 0 else 16] * 4 for p in range(8)]
     workers = {driving.joined("fast", "fast", 8): 1.0, driving.joined("heavy", "heavy", 4): 0.25}
@@ -120,14 +120,14 @@ def handed_over() -> list[EventRecord]:
     return driven.records
 
 
-def test_metrics_and_spans_by_hand() -> None:
+def test_schedule_metrics_and_spans_equal_hand_computed_values() -> None:
     found = schedule_metrics(handed_over())
     assert (found.makespan_s, found.repacked_tokens, found.truncated) == (10, 10, 0)
     # A slot counts while its worker is present: 4 s and 10 s.
     assert found.bubble == pytest.approx(1 - 10 / 14)
     assert found.tail_fraction == pytest.approx(1 - 6 / 10)
     assert (found.useful_tokens, found.segments, found.breaker_trips, found.suspensions) == (21, 4, 1, 1)
-    # p0 is heavy as it trips at 4, p1 fast as its probe ends at 6.
+    # p0 becomes heavy when the breaker trips at 4, and p1 fast when its probe ends at 6.
     assert (found.threshold, found.heavy_share, found.last_verdict_s, found.last_verdict_tokens) == (None, 0.5, 6, 16)
     spans = [one for one in slot_spans(handed_over()) if one.uid == "p0/s0"]
     tracker = ScheduleMetricsTracker()
@@ -143,7 +143,7 @@ def test_metrics_and_spans_by_hand() -> None:
     assert spans[0] == Span("fast", 0, 2.0, 4.0, "probe", "p0/s0") and spans[-1].role == "heavy"
 
 
-def test_metrics_of_turns_by_hand() -> None:
+def test_schedule_metrics_of_turns_equal_hand_computed_values() -> None:
     driven = driving.Driven(driving.make_scheduler(history={"p0": 5}))
 
     def answered_at(at: float, num_tokens: int, finish: str | None = None) -> None:
@@ -164,6 +164,6 @@ def test_metrics_of_turns_by_hand() -> None:
     answered_at(20.0, 21, "stop")
     found = schedule_metrics(driven.records)
     assert (found.useful_tokens, found.repacked_tokens, found.suspensions) == (8, 20, 0)
-    assert (found.makespan_s, found.stolen_by_heavy) == (20, 1), "a short one began on a heavy worker"
+    assert (found.makespan_s, found.stolen_by_heavy) == (20, 1), "a short sample began on a heavy worker"
     outside = [(one.start_s, one.end_s) for one in slot_spans(driven.records) if one.slot < 0]
     assert outside == [(6.0, 9.0), (10.0, 14.0)]
