@@ -1,7 +1,7 @@
 """The program of a worker, which runs each episode in its own thread.
 
-It is started by `app.plugins.start_worker` and exchanges messages with `app.environments.episode_pool`. The requests of
-an episode come one at a time; answers are sent as they are ready. In addition to the protocol of
+It is started by `app.plugins.start_worker` and exchanges messages with `app.environments.episode_pool`. Each episode
+gets one request at a time; answers are sent as soon as they are ready. In addition to the protocol of
 `app.plugins.worker_program`:
 
     {"source": "game.py:Game", "tools": [], ...} -> {"tools": [<schema>, ...], ...}

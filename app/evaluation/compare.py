@@ -73,7 +73,7 @@ class PairedMetric:
     before: MetricEstimate
     after: MetricEstimate
     difference: MetricEstimate
-    """after - before, over the prompts with a value in both."""
+    """The mean of after - before, over the prompts with a value in both."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,7 +48,7 @@ class EvaluationSummary:
 
     @property
     def unmeasured_metrics(self) -> list[str]:
-        """The metrics over several samples that cannot be measured with this judge, and why."""
+        """One line for each metric over several samples that this judge cannot measure, with the reason."""
         judge, lines = self.metadata.facts[JUDGE], []
         if any(name.startswith(PASS_AT_PREFIX) and one.value is None for name, one in self.metrics.items()):
             lines.append(f"pass@k: {judge} gives values other than 0 and 1")

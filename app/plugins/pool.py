@@ -105,7 +105,7 @@ class Job(ABC):
 
     @abstractmethod
     def fail(self, failure: Failure, request: Request | None) -> None:
-        """Records the failure of the job, at this request, if any."""
+        """Records the failure of the job; `request` is the one that failed, if known."""
 
     def leave(self) -> None:
         """Abandons the job: discards the unsent requests and queues `close`."""

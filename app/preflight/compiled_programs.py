@@ -271,7 +271,7 @@ def _global_shapes(mesh: Mesh, batch: Any) -> Any:
 def format_step_memory(
     memory: Mapping[str, MemoryBreakdown], programs: Sequence[CompiledProgram], *, available_bytes: int | None
 ) -> str:
-    """Returns the table of a step's memory, whether it fits, and the table of its compiled programs, if any.
+    """Returns a table of a step's memory, a line on whether it fits, and a table of the compiled programs, if any.
 
     Args:
         available_bytes: memory of a device; None if it is unknown.

@@ -288,7 +288,7 @@ def _read_data(
 def _take_run_directory(
     recorder: CheckRecorder, resolved: Resolved, own: RunFolder, inputs: PreflightInputs, stack: ExitStack
 ) -> RunFolder | None:
-    """Returns the run directory that counts for all hosts; None if the hosts differ. All must call it together."""
+    """Returns the run directory that all hosts use; None if the hosts differ. All must call it together."""
     if jax.process_count() == 1:
         return own
     with recorder.run_check("hosts"):

@@ -184,7 +184,7 @@ class HloProgram:
     def sent_bytes(self, turns: Mapping[str, int], *, turn_of: str | None = None) -> Counter[str]:
         """Returns the bytes that each device sends in one call, by kind of collective.
 
-        For a conditional, the branch that sends most counts.
+        Of a conditional, only the branch that sends the most is counted.
 
         Args:
             turns: as for `num_turns`.

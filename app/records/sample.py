@@ -27,7 +27,8 @@ DROPPED_PREFIX = "dropped:"
 """The prefix of `finish_reason` of a sample that must not be used; the reason follows."""
 
 Messages = list[dict[str, Any]]
-"""A chat: dicts with `role`, `content` (text, parts of text, or None) and what else the chat template reads."""
+"""A chat: dicts with `role`, `content` (text, parts of text, or None) and any other fields that the chat template
+reads."""
 
 
 def message_text(message: Mapping[str, Any]) -> str:
@@ -71,7 +72,7 @@ class Turn:
     text: str = field(kw_only=True)
     """The policy's text, without control tokens."""
     metrics: Mapping[str, FiniteFloat] = field(default_factory=dict)
-    """Numbers of the environment, among them `tool_calls` and `tool_errors` (those that raised or were malformed)."""
+    """Numbers reported by the environment, including `tool_calls` and `tool_errors` (calls that failed)."""
 
 
 EPISODE_ENDS = ("terminated", "truncated", "turns", "turn_tokens", "tokens", "observation", "dropped")

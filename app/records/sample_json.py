@@ -116,7 +116,7 @@ SCORING_FIELDS = (
 REWARD_FIELDS = ("uid", "sample_index", "answer", "columns", "finish_reason")
 """Fields that every reward may read, besides texts and token ids."""
 MAX_LOGPROB = 1e-3
-"""Above 0, because log_softmax rounds: log p of an almost certain token may be a tiny positive number."""
+"""Maximum accepted logprob. It is above 0, because log_softmax may round log p of a nearly certain token up."""
 ADVANTAGE_FIELDS = (TOKEN_IDS, "token_rewards", "loss_mask", "values", "reward", "finish_reason")
 
 

@@ -342,7 +342,7 @@ def _recompilation(steps: Sequence[MetricsRecord]) -> str | None:
         return None
     return (
         f"Each of the last {LONG_WINDOW_STEPS} steps compiled a program, which takes longer than running it. "
-        "Shapes should repeat after the first steps: please report it with settings.yaml and the lengths in "
+        "Shapes should repeat after the first steps, so this may be a bug: please report it with settings.yaml and "
         "metrics.jsonl."
     )
 

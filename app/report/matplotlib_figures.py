@@ -55,7 +55,7 @@ def new_figure(width: float, height: float, *, salt: str = "") -> Iterator[Figur
 
     Args:
         width, height: in inches.
-        salt: makes the ids in an SVG reproducible, and different from those of other plots in the same page.
+        salt: makes the ids in an SVG reproducible, and different from ids of other plots in the same page.
     """
     # Imported here, because it takes most of a second. No pyplot: it would keep figures and choose a window system.
     import matplotlib

@@ -34,7 +34,7 @@ def is_number(value: Any) -> TypeGuard[int | float]:
 def best_step(values: Mapping[int, float], metric: str | None) -> int | None:
     """Returns the step with the best value of a metric; None without values.
 
-    In a tie, the earliest step counts, except that the start, step 0, must be better than all others.
+    In a tie, the earliest step is best, except that step 0, the start, must be better than all others.
     """
     sign = 1 if metric in LOWER_IS_BETTER else -1
     return min(values, key=lambda step: (sign * values[step], step == 0, step), default=None)

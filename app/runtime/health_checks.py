@@ -41,7 +41,7 @@ def check_rewards(scored: RewardedSamples) -> None:
 
 
 def check_rewards_for_maxrl(scored: RewardedSamples, *, parts: Collection[str]) -> None:
-    """Like `check_rewards`, but refuses negative rewards and separately compared parts: means could become negative."""
+    """Like `check_rewards`, but also refuses negative rewards, and negative parts that are compared separately."""
     check_rewards(scored)
     smallest = min((s.reward for s in scored.samples if s.reward is not None), default=0.0)
     if parts:

@@ -1,4 +1,4 @@
-"""Joint work of several hosts: if one hangs, fails or is stopped, the others exit too and report why."""
+"""Joint work of several hosts: if one hangs, fails or is stopped, all others report why and exit."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def wait_for_other_hosts(on_phase: PhaseCallback) -> None:
 
 
 def iterate_in_phase(items: Iterable[Item], phase: str, on_phase: PhaseCallback) -> Iterator[Item]:
-    """Yields the items; each one counts as progress of the phase."""
+    """Yields the items, and reports each one to the watchdog as progress of the phase."""
     on_phase(phase)
     for part in items:
         on_phase(phase)

@@ -175,7 +175,7 @@ def check_routing_replay(architecture: Architecture, settings: Settings) -> None
 
 
 def adapted_definition(definition: DecoderDefinition, model: ModelSettings) -> DecoderDefinition:
-    """Returns the definition with the adapters of `model.lora` and frozen weights in `model.dtype`; unchanged without.
+    """Returns the definition with the adapters of `model.lora` and frozen weights in `model.dtype`, if there are any.
 
     Raises:
         InputError: the rank exceeds the kernels', the quantization does not fit them, or experts would get adapters.

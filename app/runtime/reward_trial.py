@@ -48,7 +48,7 @@ def make_trial_samples(tokenizer: Tokenizer, prompts: Sequence[Prompt]) -> tuple
 
 
 def try_reward_functions(rewards: RewardFunctions, tokenizer: Tokenizer, prompts: Sequence[Prompt]) -> None:
-    """Calls every reward function for a prompt with a reference answer, and for one without, if any.
+    """Calls every reward function for a prompt with a reference answer, and for a prompt without one if there is any.
 
     Logs failures, and functions that do not distinguish the reference answer from others.
 

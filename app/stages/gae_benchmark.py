@@ -79,7 +79,7 @@ class BackendTiming:
     times_loop: float = 1.0
     """Speed-up over the loop."""
     memory_bytes: int | None = None
-    """Results and temporaries: numpy's allocations, or those of the compiled program."""
+    """Bytes of results and temporaries: allocated by numpy, or reported for the compiled program."""
 
     @property
     def name(self) -> str:

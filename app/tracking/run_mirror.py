@@ -116,7 +116,7 @@ class RunMirror:
             log.warning(text, self._bucket.address, timeout_s, last)
 
     def start(self) -> None:
-        """Starts to write; the directory must already have everything from the copy."""
+        """Starts the thread that writes; the directory must already contain everything from the copy."""
         self._is_started.set()
         self._wake.set()
 
@@ -289,7 +289,7 @@ class RunMirror:
                 self._renew_lease()
 
     def _renew_lease(self) -> None:
-        """Renews the lease if it is time. Raises LeaseLostError if another process has it."""
+        """Renews the lease if `RENEW_S` have passed. Raises LeaseLostError if another process has it."""
         with self._lease:
             if self._problem is not None:
                 raise self._problem

@@ -37,8 +37,8 @@ def open_checkpoints(setup: RunSetup) -> Checkpoints:
 def restore_or_initialize(checkpoints: Checkpoints, setup: RunSetup) -> tuple[RunState, TrainProgress]:
     """Returns the state to start from, and its progress.
 
-    The state is that of the newest good checkpoint; else, in a replay, of `--checkpoint`; else the policy of
-    `--checkpoint`, or the models' own weights, with fresh moments.
+    The state comes from the newest good checkpoint; else, in a replay, from `--checkpoint`. Otherwise it has fresh
+    moments, with the policy of `--checkpoint` or the models' own weights.
     """
     settings, session, learning = setup.resolved.settings, setup.session, setup.learning
     # Load it now; otherwise the first step's time and compilations would include it.

@@ -260,7 +260,7 @@ def _same_estimator(settings: Settings, source: Settings) -> bool:
 
 
 def _choose_files(path: Path, *, after_step: int, steps: int) -> dict[int, Path]:
-    """Returns the files by step, from the step after `after_step` to `steps`. A single file is the next step."""
+    """Returns the files by step, from the step after `after_step` to `steps`. A single file counts as the next step."""
     path = path.expanduser()
     if path.is_file():
         files = {after_step + 1: path}

@@ -80,7 +80,8 @@ def _check_other_hosts(own: RunDirectory | None, run: RunDirectory) -> None:
 def _open_mirror(
     settings: RunSettings, run: RunDirectory, resume: Resume, stack: ExitStack, *, writes: bool
 ) -> RunMirror | None:
-    """Checks the bucket of the run; if the run will be written, takes its lease and fetches what is missing here."""
+    """Checks the bucket of the run; if the run will be written, takes its lease and fetches the files that are missing
+    on this host."""
     if not is_address(settings.dir):
         return None
     bucket = bucket_of(settings)

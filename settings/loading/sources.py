@@ -42,7 +42,7 @@ Flags = Mapping[str, tuple[str, str]]
 """Maps a command option to its field and text: `--gamma` -> (`algorithm.gamma`, `0.9`)."""
 NO_FLAGS: Flags = {}
 Entry = tuple[str, YamlNode, str, str]
-"""A name, which may be unknown, its value, provenance, and the name as the user wrote it, such as `NUM_PRE_Q`."""
+"""A possibly unknown name, its value, its provenance, and the name as the user wrote it, such as `NUM_PRE_Q`."""
 
 
 def set_options(overrides: Mapping[str, Any], *, prefix: str = "") -> Iterator[str]:

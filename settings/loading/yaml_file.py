@@ -123,7 +123,7 @@ class _Loader(yaml.BaseLoader):
 
 
 class _NodeConverter:
-    """Converts PyYAML's nodes to `YamlNode` and counts them."""
+    """Converts PyYAML's nodes to `YamlNode`, and refuses more than `MAX_VALUES` of them."""
 
     def __init__(self, name: str) -> None:
         self._name = name

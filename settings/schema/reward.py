@@ -168,8 +168,8 @@ class EnvironmentSettings(Section):
     """How the policy writes tool calls: as JSON between `<tool_call>` and `</tool_call>` (json_tags: Qwen, SmolLM,
     Hermes), as one JSON object (json: Llama 3), or not at all (none). auto = follows the chat template."""
     step_timeout_s: float = Field(default=30.0, gt=0, le=86_400)
-    """Seconds after which a step of an environment counts as hung and its process is killed. The other samples of that
-    process are replayed from the start, and dropped if the environment answers differently."""
+    """Seconds after which a step of an environment is considered hung and its process is killed. The other samples of
+    that process are replayed from the start, and dropped if the environment answers differently."""
     concurrency: int = Field(default=32, ge=1, le=4096)
     """Samples that each process serves at once, in threads that share modules and memory; for environments that wait
     rather than compute."""

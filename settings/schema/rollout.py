@@ -64,7 +64,7 @@ class PdsrSettings(Section):
     sample that a fast worker stole from a heavy one returns after a quarter of this limit."""
     fast_limit_s: float = Field(default=10.0, gt=0)
     """pdsr_v1, pdsr_v2: with `unit: seconds`, a sample also leaves its fast worker after this many seconds; a probe
-    after half as many."""
+    leaves after half of them."""
     on_fast_limit: Literal["suspend", "truncate"] = "suspend"
     """pdsr_v1: suspend a sample at the limit and continue it on a heavy worker, or truncate it, which biases the
     rewards of hard prompts."""
@@ -213,10 +213,10 @@ class RolloutSettings(Section):
     samples. Takes one byte per token, layer and active expert in memory (384 bytes per token for Qwen3-30B-A3B), and a
     third more in `rollouts/`."""
     devices: Annotated[float | tuple[int, ...] | None, BeforeValidator(_validate_rollout_devices)] = None
-    """Devices of each host that only generate while the others train, with `rollout.max_staleness` above 0: a fraction,
-    as 0.5, or their indices on every host, as `[2, 3]`. `mesh.shape` is then the mesh of the others, and `rollout.mesh:
-    tp=N` splits a worker's weights over N devices. When null, generation and training take turns on the same devices.
-    Used only by training."""
+    """Devices of each host that only generate while the other devices train, with `rollout.max_staleness` above 0: a
+    fraction, as 0.5, or their indices on every host, as `[2, 3]`. `mesh.shape` is then the mesh of the training
+    devices, and `rollout.mesh: tp=N` splits a worker's weights over N devices. When null, generation and training take
+    turns on the same devices. Used only by training."""
     max_staleness: int = Field(default=0, ge=0, le=MAX_STALENESS)
     """Maximum age, in training steps, of the policy that sampled a token used for training. 0 is on-policy: generation
     and training alternate. Above 0 they overlap, which requires `rollout.scheduler`, and a resumed run is no longer

@@ -96,4 +96,4 @@ class WatchdogSettings(Section):
 
     For `grpo rollout` on several hosts, a phase is the time from one sample or segment to the next. For `grpo score` it
     is the time from one window to the next, or a host's whole share for a reward model. A host that has finished waits
-    for the others without a limit, and reward functions have their own limits."""
+    for the other hosts without a limit, and reward functions have their own limits."""

@@ -46,7 +46,7 @@ def test_evaluating_a_checkpoint_equals_its_run_bit_for_bit(finished: Path, tmp_
     of_run = without_clock(finished / "eval" / "step_000004.jsonl")
     assert [{"step": 4, **record} for record in without_clock(out)] == of_run
     assert "step 4: 20 prompts of builtin:arithmetic (test), greedy, graded by arithmetic" in printed.stdout
-    assert "compared by grpo evaluate --compare BEFORE AFTER" in printed.stdout
+    assert "to compare two such files: grpo evaluate --compare BEFORE AFTER" in printed.stdout
     shown = f"{100 * logged(finished, 4)['eval/accuracy']:.1f}"
     assert any(line.split()[:3] == ["accuracy", shown, "%"] for line in printed.stdout.splitlines())
     # Without --out, an evaluation of the original model writes no files.
