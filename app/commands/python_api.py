@@ -51,7 +51,7 @@ ARGUMENTS = {"set": "overrides", "input": "samples", "allow-changed": "allow_cha
 
 @dataclass(frozen=True)
 class Samples:
-    """Samples, and the summary that the command prints."""
+    """The samples written by a command, and the summary that it prints."""
 
     records: Sequence[Mapping[str, Any]] = field(repr=False)
     """One dict per sample, with the fields of a sample file: `uid`, `prompt`, `completion`, ..."""

@@ -63,11 +63,11 @@ class EpisodeJob(Job):
         """The sampler's name for this episode."""
         self.timeout_s = timeout_s
         self.emit = emit
-        """Receives the replies."""
+        """Called with each reply."""
         self.failure: EpisodeReply | None = None
         """Why the episode failed, if no reply was pending at that time."""
         self.seconds = 0.0
-        """Time of all steps so far."""
+        """Seconds that all steps so far took."""
 
     def read(self, answer: Mapping[str, Any]) -> EpisodeReply:
         reply = REPLY.validate_python({**answer, "key": self.key})

@@ -58,7 +58,7 @@ CHANGE_DECIMALS = 9
 
 
 ROW_HEIGHT, MARGIN, WIDTH = 0.42, 1.5, 9.0
-"""Sizes in inches."""
+"""Sizes of the plot in inches."""
 MARKER_OFFSET = 0.16
 """Offset of the before and after markers from the middle of their row, in rows."""
 MIN_SHOWN_P = 1e-6
@@ -66,7 +66,7 @@ MIN_SHOWN_P = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class PairedMetric:
-    """One metric before and after."""
+    """One metric of both evaluations, and its difference."""
 
     name: str
     """Name as in `metrics.jsonl`, such as `eval/accuracy`."""
@@ -157,7 +157,7 @@ class EvaluationComparison:
 
 @dataclass(frozen=True)
 class EvaluationResults:
-    """A file of graded samples."""
+    """The content of a file of graded samples."""
 
     path: Path
     metadata: EvaluationMetadata | None

@@ -47,7 +47,7 @@ class Limits:
     concurrency: int = 1
     """Number of requests that a worker serves concurrently."""
     timeout_s: float
-    """Wall-clock time of a request."""
+    """Time limit of a request in seconds of wall-clock time."""
     memory_mib: int
     load_timeout_s: float = LOAD_TIMEOUT_S
 
@@ -72,17 +72,17 @@ class Job(ABC):
 
     def __init__(self, *requests: Request) -> None:
         self.number = next(self.numbers)
-        """Its id in messages to the worker."""
+        """The job's id in messages to the worker."""
         self.requests = [*requests]
         """All requests since its start; the first `num_sent` have been sent to its worker."""
         self.num_sent = 0
         self.current: Request | None = None
-        """The request that its worker is serving."""
+        """The request that the worker is serving now; None between requests."""
         self.sent_at = 0.0
         self.is_wanted = True
         """Whether a caller waits for its replies; otherwise it only closes."""
         self.is_suspect = False
-        """Whether it may have killed its process."""
+        """Whether this job may have killed or blocked its process."""
 
     @abstractmethod
     def read(self, answer: Mapping[str, Any]) -> Any:
@@ -167,7 +167,7 @@ class Pool:
         """Whether only `load` has been called, before the run does any work."""
         self._loaded: dict[str, Any] | None = None
         self._error: BaseException | None = None
-        """Why the thread has ended."""
+        """The error with which the thread ended; None while it runs."""
         self._alarm, self._ring = os.pipe()
         os.set_blocking(self._ring, False)
         self._thread = threading.Thread(target=self._run, name="plug-ins", daemon=True)
@@ -314,7 +314,6 @@ class Pool:
             self.notify()
 
     def _finish(self, worker: Worker, answer: Mapping[str, Any]) -> None:
-        """Handles the answer to a request."""
         try:
             job = worker.running[answer["key"]]
             failure = read_failure(answer["failure"]) if "failure" in answer else None

@@ -21,7 +21,7 @@ MAX_TEXT_CHARACTERS = 300
 
 
 class Failure(NamedTuple):
-    """Why there is no value for a sample."""
+    """The reason why a plug-in has no value for a sample."""
 
     kind: str
     """All plug-ins: `raised`, `value` (unusable return value), `timeout`, `memory` or `exit` (its process ended).

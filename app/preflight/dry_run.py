@@ -52,7 +52,7 @@ class DryRunReport:
     family: str
     dtype: str
     num_parameters: int
-    """Parameters of the policy, including adapters."""
+    """Number of parameters of the policy, including adapters."""
     num_trained_parameters: int
     mesh: Mapping[str, int]
     device_kind: str
@@ -89,10 +89,10 @@ class DryRunReport:
     critic_update: MicroBatchSummary | None
     num_critic_parameters: int
     reward_model: MicroBatchSummary | None
-    """Passes through the reward model in a step."""
+    """Micro-batches of the reward model in a step; None without a reward model."""
     num_reward_model_parameters: int
     teacher: str | None
-    """Model of `reference.path`; None without a teacher."""
+    """Name of the model of `reference.path`; None without a teacher."""
     num_teacher_parameters: int
     memory: Mapping[str, MemoryBreakdown]
     """Memory by phase and buffer; temporaries only with `--compile`."""

@@ -43,7 +43,7 @@ class ArrayShape:
 
 @dataclass(frozen=True)
 class Instruction:
-    """One instruction, in execution order."""
+    """One instruction of a compiled program."""
 
     name: str
     opcode: str
@@ -51,7 +51,7 @@ class Instruction:
     """Arrays of the result; for a tuple, in its order."""
     operands: tuple[str, ...]
     text: str
-    """The line after the opcode."""
+    """The rest of the instruction's line after its opcode: operands and attributes."""
 
     @property
     def num_bytes(self) -> int:
@@ -89,7 +89,7 @@ class Instruction:
 
     @property
     def body(self) -> str:
-        """The computation that a loop repeats."""
+        """Name of the computation that a loop repeats."""
         return self.attribute(r"body=%?([\w.\-]+)") or ""
 
     @property
@@ -116,7 +116,7 @@ class Collective(NamedTuple):
 
 
 class HloProgram:
-    """A compiled program's computations by name."""
+    """The computations of a compiled program by name, each with its instructions in scheduled order."""
 
     def __init__(self, text: str):
         self.computations: dict[str, list[Instruction]] = {}

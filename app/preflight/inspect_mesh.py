@@ -64,7 +64,7 @@ class HostParts:
 
 @dataclass(frozen=True)
 class WeightPlacement:
-    """Placement of one parameter on the mesh."""
+    """Name, shape and placement of one parameter on the mesh."""
 
     name: str
     shape: tuple[int, ...]
@@ -75,7 +75,7 @@ class WeightPlacement:
 
 @dataclass(frozen=True)
 class SavedArray:
-    """An array of a checkpoint."""
+    """Name and size of an array in a checkpoint."""
 
     name: str
     bytes: int
@@ -288,7 +288,7 @@ def weight_placement(name: str, weight: jax.ShapeDtypeStruct, dims: Sequence[str
 
 
 def num_samples_per_step(session: Session) -> int:
-    """Returns the samples of a step over all hosts."""
+    """Returns the number of samples in a step over all hosts."""
     rollout = session.settings.rollout
     return rollout.prompts_per_step * rollout.group_size * num_hosts(session.mesh)
 

@@ -81,7 +81,7 @@ EPISODE_ENDS = ("terminated", "truncated", "turns", "turn_tokens", "tokens", "ob
 
 @dataclass(frozen=True, slots=True)
 class Episode:
-    """The turns of a sample, and their rewards and end."""
+    """The turns of a multi-turn sample, their rewards, and how it ended."""
 
     turns: tuple[Turn, ...]
     """All turns of the policy, in order; the last one may be truncated."""

@@ -25,7 +25,7 @@ class SettingsPeriod(NamedTuple):
     first_step: int
     file: ConfigFile
     settings: Mapping[str, tuple[Any, str]]
-    """Dotted name -> (value, provenance)."""
+    """Dotted name of each setting -> (value, provenance)."""
 
 
 @dataclass(frozen=True)

@@ -70,11 +70,11 @@ class Alert:
     step: int
     title: str
     text: str
-    """The cause, and the settings to change."""
+    """The likely cause, and the settings to change."""
 
 
 class StepRecords(list[MetricsRecord]):
-    """The lines of the training steps so far."""
+    """The lines of `metrics.jsonl` for the training steps so far."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ class AlertMonitor:
         """Alerts raised by `history`."""
 
     def observe(self, record: MetricsRecord) -> list[Alert]:
-        """Returns the alerts of the next line of the history."""
+        """Takes the next line of the history and returns the alerts that it raises."""
         is_step = bool(training_steps([record]))
         if is_step:
             self._steps.append(record)

@@ -23,7 +23,7 @@ EDGE_STEPS = 10
 
 
 class BeforeAfter(NamedTuple):
-    """What a run has changed, as text."""
+    """Evaluation metrics and training reward at the start and the end of a run, as text."""
 
     table: Sequence[tuple[str, str, str]]
     """Column headings, and a row for each metric; empty with fewer than two evaluations."""

@@ -42,7 +42,7 @@ TITLE_HEIGHT = 0.28
 
 
 class RenderedPlot(NamedTuple):
-    """A rendered panel."""
+    """A rendered panel as SVG and as PNG."""
 
     svg: str
     """An SVG element that scales with the page."""

@@ -60,11 +60,11 @@ class Panel:
     noisy: bool = False
     """Whether the trailing mean is also drawn."""
     scale: float = 1.0
-    """Divisor of the values."""
+    """Number by which the values are divided."""
     needs_nonzero: bool = False
     """Whether a metric with only zeros counts as missing."""
     height: float = 2.7
-    """Height in inches."""
+    """Height of the panel in inches."""
 
     def has_data(self, history: History) -> bool:
         return bool(self.series(history))

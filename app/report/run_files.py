@@ -80,7 +80,6 @@ class RunFiles:
 
 
 def _to_json_value(value: Any) -> Any:
-    """Returns a value as in `settings.yaml`."""
     if isinstance(value, tuple | list):
         return [_to_json_value(item) for item in value]
     return value.model_dump(mode="json") if hasattr(value, "model_dump") else value

@@ -28,7 +28,7 @@ _callables: dict[str, Callable[..., Any]] = {}
 
 
 class FunctionCall(Job):
-    """A call of the function, with one sample or a batch."""
+    """A call of the function with one sample or a batch, as a job of the pool."""
 
     shares_worker = False
 

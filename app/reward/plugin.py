@@ -63,7 +63,7 @@ class PlugIn:
         try:
             answer = pool.load()
             self._unlimited = answer["unlimited"]
-            """Resources that this system cannot limit."""
+            """Names of the resources that this system cannot limit."""
             self._parameters = [Parameter(*parameter) for parameter in answer["parameters"]]
             self._signature = read_signature(self._parameters, columns, is_estimator=is_estimator)
         except LoadError as problem:

@@ -226,7 +226,7 @@ TOKEN_ADVANTAGES: Mapping[str, Callable[[Settings], EstimateAdvantages]] = Mappi
 
 
 def _make_gamma(settings: Settings) -> DiscountFn:
-    """Returns the function that computes gamma."""
+    """Returns the function that computes the discount factor of each token."""
     gamma, turn_discount = settings.algorithm.gamma, settings.env.turn_discount
     if turn_discount == 1:
         return partial(fixed_discount, discount=gamma)

@@ -62,7 +62,7 @@ class ScoringSession:
     equals `scorer` without adapters."""
     critic: CriticModel | None = None
     teacher: NetworkSpec | None = None
-    """The reference if it is not the policy's start."""
+    """The model of `reference.path`; None if the reference is the policy's start, or without a reference."""
     generation_devices: tuple[int, ...] = ()
     """Indices of this host's devices that only generate; empty if all belong to the mesh."""
 

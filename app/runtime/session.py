@@ -53,7 +53,7 @@ class Session:
     """Converts the policy's weights for generation, on this host's part of the mesh or, with `rollout.placement:
     global`, on the whole mesh."""
     continuous_batching: ContinuousBatchGenerator | None
-    """Generates in the slots of one engine."""
+    """Generator with the slots of one engine; None if only workers generate."""
     workers: RolloutWorkerPool | None
     """Workers that generate instead, if `rollout.scheduler` is set."""
     generation_notes: tuple[str, ...]
@@ -174,7 +174,7 @@ class Session:
         return AsyncRollout(self.workers, weights, self.rollout_request(policy_version=policy_version))
 
     def rollout_request(self, *, policy_version: int = 0, first_group_id: int = 0) -> GenerationRequest:
-        """Returns the request that `rollout.*` specifies."""
+        """Returns the request for generating a round of samples under `rollout.*`."""
         return GenerationRequest(
             rules=sampling_rules(self.settings),
             seed=self.settings.run.seed,
@@ -187,7 +187,7 @@ class Session:
         )
 
     def evaluation_request(self) -> GenerationRequest:
-        """Returns the request that `eval.*` specifies."""
+        """Returns the request for generating the samples of an evaluation under `eval.*`."""
         request, group_size = self.rollout_request(), self.settings.eval.num_samples
         rules = eval_sampling_rules(self.settings)
         return replace(request, rules=rules, group_size=group_size, route_shape=None, is_evaluation=True)
@@ -254,7 +254,7 @@ def _worker_footprint(scoring: ScoringSession, conversion: DecodeConversion, wor
 
 
 def sampling_rules(settings: Settings) -> SamplingRules:
-    """Returns the sampling rules of `rollout.*`."""
+    """Returns temperature, top-k, top-p and min-p of `rollout.*`."""
     rollout = settings.rollout
     return SamplingRules(rollout.temperature, rollout.top_k, rollout.top_p, rollout.min_p)
 

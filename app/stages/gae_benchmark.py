@@ -68,7 +68,7 @@ class BackendTiming:
     """Tokens per chunk; None if the backend has no chunks."""
     is_auto: bool = False
     first_call_s: float = 0.0
-    """Time of tracing and compiling."""
+    """Time of tracing and compiling: the first call less the median."""
     max_error: float | None = None
     """Largest error of advantages and returns against float64, over max(1, max |A|)."""
     median_s: float = 0.0
@@ -77,7 +77,7 @@ class BackendTiming:
     percent_of_copy: float = 100.0
     """Throughput relative to a copy of the same shape; 100 = equally fast."""
     times_loop: float = 1.0
-    """Speed-up over the loop."""
+    """How many times as fast as `loop`."""
     memory_bytes: int | None = None
     """Bytes of results and temporaries: allocated by numpy, or reported for the compiled program."""
 
@@ -87,7 +87,7 @@ class BackendTiming:
 
 
 class GaeRule(NamedTuple):
-    """The arguments of GAE, for any backend."""
+    """The discount factors of GAE and the treatment of masked tokens, for any backend."""
 
     gamma: float
     lam: float
@@ -166,7 +166,7 @@ def parse_shapes(text: str) -> list[BenchmarkShape]:
 
 
 class Workload(NamedTuple):
-    """The inputs of every backend, in host memory."""
+    """The inputs on which every backend is timed, in host memory."""
 
     shape: BenchmarkShape
     """Number of rows or samples, and maximum tokens."""

@@ -290,7 +290,7 @@ class PromptShard:
 
     @property
     def num_samples(self) -> int:
-        """Number of samples of this host."""
+        """Number of samples that this host generates."""
         return len(self.prompt_indices) * self.group_size
 
     def split_by_round(self, lines: Iterator[bytes]) -> Iterator[Iterator[bytes]]:

@@ -82,7 +82,6 @@ def rollout_status(samples: SampleTable) -> str:
 
 
 def _num_done(samples: SampleTable) -> int:
-    """Returns the number of samples that have ended."""
     return sum(samples.counts[state] for state in ENDED)
 
 
@@ -120,7 +119,7 @@ class ProgressDisplay:
         )
         self._task = self._progress.add_task("start", total=num_steps, completed=first_step, figures="")
         self._figures = ""
-        """Metrics of the last step."""
+        """Metrics of the last step, shown beside the progress bar."""
         self._phase, self._status = "", ""
         """The phase, and the state of its samples."""
         self._phase_began = self._last_line = clock()
@@ -204,7 +203,7 @@ class RolloutProgress(ProgressDisplay):
         self.set_phase("compile")
         self._next = clock() + (0.0 if self._live else LOG_INTERVAL_S)
         self._first: tuple[float, int] | None = None
-        """Time and number of tokens at the first count."""
+        """Time and number of tokens at the first update, from which the rate is computed."""
 
     def follow(self, session: Session) -> None:
         super().follow(session)

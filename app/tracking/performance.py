@@ -46,7 +46,7 @@ class NetworkPass(NamedTuple):
     """Whether a prompt is computed once for all its samples."""
 
     def total(self, lengths: SequenceLengths) -> float:
-        """Returns the FLOPs over all samples."""
+        """Returns the FLOPs of the passes over samples with these lengths."""
         prompts = self.sequence_flops(lengths.prompts)
         completions = self.sequence_flops(lengths.totals) - prompts + self.head_flops * lengths.completions
         if self.shares_prompts:
@@ -61,7 +61,7 @@ class StepFlops:
 
     rollout: NetworkPass
     passes: tuple[NetworkPass, ...]
-    """Scoring and updates."""
+    """The passes of scoring and updates."""
     reward_model: NetworkPass | None = None
 
     def total(

@@ -41,7 +41,7 @@ class Timeline:
 
     heading: str
     figures: str
-    """The metrics of the schedule, in two lines."""
+    """The metrics of the schedule, formatted in two lines."""
     slots: dict[str, int]
     """Number of slots of each worker, by the worker's name."""
     spans: Sequence[Span]

@@ -81,7 +81,7 @@ class RunMirror:
         self._sent: dict[str, tuple[int, int]] = {}
         """Size and modification time of each file, by name, when it was last uploaded."""
         self._begun: set[int] = set()
-        """Steps of which the bucket has any checkpoint file."""
+        """Steps for which the bucket has at least one file of a checkpoint."""
         self._steps: set[int] = set()
         """Steps whose checkpoints are complete in the bucket."""
         self._best = 0

@@ -68,13 +68,13 @@ class StepGroups:
         self._groups: dict[int, Group] = {}
         """This host's groups of all rounds, by their index in the step."""
         self._kept: list[bool] = []
-        """Whether each group of all hosts is kept."""
+        """For each group of all hosts, whether the filter keeps it."""
         self._seen_prompts: set[int] = set()
         self._num_rounds = 0
 
     @property
     def are_complete(self) -> bool:
-        """Whether no further round is needed, or allowed."""
+        """Whether enough groups are kept, or the maximum number of rounds has been reached."""
         return self._num_rounds == self._max_rounds or sum(self._kept) >= self._num_wanted
 
     def add_round(self, samples: Sequence[Sample]) -> None:

@@ -73,7 +73,7 @@ FILTERS: Mapping[str, GroupFilter] = {"none": keeps_all, "zero_variance": reward
 
 @dataclass(frozen=True)
 class Learner:
-    """The update of one network, configured for a run."""
+    """The update of one network with its optimizer, configured for a run."""
 
     update_step: UpdateStep
     updater: Updater
@@ -99,7 +99,7 @@ class Learner:
 
 @dataclass(frozen=True)
 class LearnerGroup:
-    """Advantages and updates, configured for a run."""
+    """The advantage estimator and the updates of policy and critic, configured for a run."""
 
     session: ScoringSession
     estimator: AdvantageEstimator | None

@@ -59,7 +59,7 @@ NO_OPTIONS = StartRequest()
 
 @dataclass(frozen=True)
 class StepFile:
-    """The checked samples of one step."""
+    """A checked file with the samples of one step."""
 
     path: Path
     digest: str
@@ -69,7 +69,7 @@ class StepFile:
 
 @dataclass(frozen=True)
 class Replay:
-    """Steps whose samples are in files."""
+    """The saved samples of a replay: the file of each step, and what is taken from it."""
 
     rollouts: Path
     """The file or folder of --from-rollouts."""

@@ -62,7 +62,7 @@ class RolloutSource(ABC):
 
 @dataclass(frozen=True)
 class RoundPrompts:
-    """Selects the prompts of each round."""
+    """Selects the prompts of each round, for this host."""
 
     settings: Settings
     prompts: Sequence[Prompt]
@@ -77,7 +77,7 @@ class RoundPrompts:
         return [self.prompts[i] for i in self.rows_at(position)]
 
     def rows_at(self, position: int) -> Indices:
-        """Returns the indices of these prompts."""
+        """Returns the indices of the prompts of `prompts_at` in the data."""
         indices = self.order.row_indices(position, self.global_prompts_per_round)
         return host_slice(indices, process_index=jax.process_index(), process_count=jax.process_count())
 
@@ -92,7 +92,7 @@ class RoundPrompts:
 
 
 class SyncRolloutSource(RolloutSource):
-    """Generates while training waits."""
+    """Generates each round when a step asks for it, while training waits."""
 
     def __init__(self, session: Session, prompts: RoundPrompts, *, max_rounds: int):
         self._session = session

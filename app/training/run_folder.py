@@ -80,8 +80,7 @@ def _check_other_hosts(own: RunDirectory | None, run: RunDirectory) -> None:
 def _open_mirror(
     settings: RunSettings, run: RunDirectory, resume: Resume, stack: ExitStack, *, writes: bool
 ) -> RunMirror | None:
-    """Checks the bucket of the run; if the run will be written, takes its lease and fetches the files that are missing
-    on this host."""
+    """Checks the bucket of the run; if the run will be written, takes its lease and fetches missing files."""
     if not is_address(settings.dir):
         return None
     bucket = bucket_of(settings)

@@ -39,7 +39,7 @@ from settings.checks.unused_settings import launch_notices
 
 @dataclass(frozen=True)
 class TrainingRun:
-    """A finished or stopped run."""
+    """The result of a finished or stopped run."""
 
     path: Path
     """The run directory."""
@@ -48,7 +48,7 @@ class TrainingRun:
     is_complete: bool
     """False if a signal or `on_step` ended the run before its last step, with a checkpoint."""
     exit_code: int
-    """0, or 75 or 130 after a signal."""
+    """Exit code of the process: 0, or after a signal 75 or 130."""
     best: BestCheckpoint | None
     """Step, metric and value of the best evaluation, whose checkpoint is `checkpoints/best`. Step 0 is the start."""
     early_end: str

@@ -55,7 +55,7 @@ from settings.schema.settings import LEGACY_PROMPT_ALLOWANCE, MODEL_DEFAULTS, Se
 
 @dataclass(frozen=True)
 class Resolved:
-    """Settings and their provenance."""
+    """The resolved settings of a command, with the provenance of each value."""
 
     settings: Settings
     provenance: Mapping[str, str]
@@ -63,7 +63,7 @@ class Resolved:
     notices: tuple[str, ...] = ()
     """Messages to print on stderr."""
     aliases: Mapping[str, str] = dataclasses.field(default_factory=dict[str, str])
-    """Dotted field -> alias by which its value was given."""
+    """Dotted field -> alias under which the user set it."""
     given: frozenset[str] = frozenset()
     """Dotted fields that the user set for this command; the others come from a preset, an earlier run or the schema, or
     are derived."""
@@ -139,7 +139,7 @@ def load(
 
 
 def _validate(layers: Sequence[Layer]) -> Settings:
-    """Merges and validates layers, the strongest first."""
+    """Merges the layers, of which the strongest is first, and validates the result."""
     values = [nested({field: leaf.value for field, leaf in layer.items()}) for layer in layers]
     try:
         # pyright sees only the fields as arguments of a pydantic class.

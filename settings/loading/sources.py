@@ -76,7 +76,7 @@ def precedence(origin: str) -> int:
 
 
 def describe_origin(origin: str) -> str:
-    """Returns a provenance as worded in messages."""
+    """Formats a provenance for messages, for example `set` as `--set`."""
     return {"set": "--set", "default": "the default", "derived": "other settings or devices"}.get(origin, origin)
 
 

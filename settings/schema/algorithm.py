@@ -179,7 +179,7 @@ class ReferenceSettings(Section):
 
     @property
     def source(self) -> str | None:
-        """The path with the revision."""
+        """The teacher's `path@revision`; None without a teacher."""
         return self.path if self.revision is None else f"{self.path}@{self.revision}"
 
 
@@ -206,11 +206,12 @@ class CriticSettings(Section):
 
 class OptimizerSettings(Section):
     learning_rate: float = Field(default=1e-6, gt=0)
-    """Peak learning rate of AdamW."""
+    """Peak learning rate of AdamW. Lower it if the KL or the gradient norm rises; adapters need 10 to 100 times as
+    much."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Learning rate after warm-up: constant, or decaying to `final_fraction` right after the last step."""
     warmup_steps: int = Field(default=0, ge=0)
-    """Optimizer steps of linear warm-up from 0."""
+    """Number of optimizer steps over which the learning rate rises linearly from 0 to its peak."""
     final_fraction: float = Field(default=0.0, ge=0, le=1)
     """Learning rate at the end of linear or cosine decay, as a fraction of the peak."""
     beta1: float = Field(default=0.9, ge=0, lt=1)
@@ -230,7 +231,7 @@ class OptimizerSettings(Section):
     weight_decay: float = Field(default=0.0, ge=0)
     """Decoupled weight decay, applied to matrices only, except the frozen router of a mixture of experts."""
     max_grad_norm: float = Field(default=1.0, gt=0)
-    """Gradients are clipped to this global norm."""
+    """Maximum global norm of the gradient of an optimizer step; a larger gradient is scaled down to it."""
 
 
 class MicroBatchSettings(Section):

@@ -13,7 +13,7 @@ SINGLE_TAG, MIXTURE_TAG = "(single)", "(mixture)"
 
 
 class DataSourceSettings(Section):
-    """One source of a mixture."""
+    """One source of prompts in a mixture, and its weight."""
 
     source: LocalPath = Field(min_length=1)
     """A single source, in any of the forms of `data.source`."""

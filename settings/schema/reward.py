@@ -180,7 +180,7 @@ class EnvironmentSettings(Section):
 
     @property
     def is_used(self) -> bool:
-        """Whether samples have several turns."""
+        """Whether there is an environment or a tool, so that samples have several turns."""
         return self.source is not None or bool(self.tools)
 
 

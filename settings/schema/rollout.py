@@ -81,7 +81,8 @@ class WorkerPoolSettings(Section):
     """Number of workers of this kind; 0 = none. The host's devices are divided equally among all workers; on a single
     device they take turns."""
     slots: int = Field(default=8, ge=1, le=MAX_SLOTS)
-    """Number of samples that each worker decodes at once."""
+    """Number of samples that each worker decodes at once. More slots decode more tokens per second but need more
+    memory."""
 
 
 class FastWorkerSettings(WorkerPoolSettings):
@@ -105,7 +106,7 @@ RayResources = dict[str, Annotated[float, Field(gt=0)]]
 
 
 class RayPoolSettings(Section):
-    """The Ray cluster of `rollout.workers`."""
+    """The Ray cluster in which the workers of `rollout.workers` run, and the resources that they need."""
 
     address: Annotated[str, AfterValidator(_validate_ray_address)] | None = None
     """Runs the workers of `rollout.workers` as Ray actors: in the cluster with its head at `host:port`, in the cluster
@@ -157,9 +158,9 @@ def _validate_rollout_mesh(value: str) -> str:
 
 class RolloutSettings(Section):
     prompts_per_step: int = Field(default=8, ge=1, le=2**20)
-    """Prompts per training step, per host."""
+    """Prompts per training step, per host. Each gets `rollout.group_size` samples."""
     group_size: int = Field(default=8, ge=1, le=2**16)
-    """Samples per prompt."""
+    """Samples per prompt, which group-relative algorithms compare with each other; 8 is usual."""
     max_new_tokens: int = Field(default=64, ge=1)
     """Maximum completion length in tokens, also with `algorithm.name: sft`. For a model that is not built in, the
     default is 512."""

@@ -80,7 +80,8 @@ class LoggingSettings(Section):
     profile_steps: Annotated[tuple[Annotated[int, Field(ge=1)], ...], Field(strict=False)] = ()
     """Training steps to trace with `jax.profiler` into profile/, as in [3, 5]. These steps are slower."""
     save_rollouts: bool = True
-    """Writes the samples of every step to rollouts/."""
+    """Writes the samples of every step to rollouts/, for the report and for `--from-rollouts`. Set to false to save
+    disk space."""
     completions_every_steps: int = Field(default=25, ge=0)
     """Training steps between completions printed to the console, starting with step 1; 0 = never."""
     report: bool = True
