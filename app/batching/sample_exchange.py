@@ -23,7 +23,7 @@ from app.model.experts import UNRECORDED, unpack_routes
 from app.records.sample import Prompt, Sample
 
 READ_BY_SCORING = ("mask",)
-"""Fields that a forward pass reads besides token ids."""
+"""Fields that a forward pass reads in addition to token ids."""
 
 
 @dataclass(frozen=True)

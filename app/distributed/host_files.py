@@ -18,7 +18,7 @@ from settings.errors import InputError
 
 
 def sees_folder(folder: Path) -> tuple[bool, bool]:
-    """Returns whether this host, and whether all hosts, see the same folder as process 0; it need not exist yet.
+    """Returns whether this host, and whether all hosts, see the same folder as process 0, which may not exist yet.
 
     Process 0 writes a probe file and removes it again. All hosts must call it together with the same path; a relative
     path is relative to each host's working directory.

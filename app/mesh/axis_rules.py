@@ -134,7 +134,7 @@ def shard_map_by_dims(
 
     Args:
         in_dims: the dims of each argument, as a tree of tuples of names.
-        out_dims: the dims of each result, likewise; all must occur in `in_dims`.
+        out_dims: the dims of each result, in the same format; all must occur in `in_dims`.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1:

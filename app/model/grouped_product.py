@@ -27,8 +27,8 @@ def grouped_product(
     """Multiplies each row by the matrix of its group: y[m] = x[m] matrices[group of m].
 
     Rows are sorted by group. Results and gradients of rows after the last group are undefined; these rows do not affect
-    others, whatever their values. The product is the same with and without gradients, so that scores equal the update's
-    own logprobs.
+    others, whatever their values. The matmul rounds equally with and without gradients, so that scored logprobs equal
+    the update's.
 
     Args:
         sizes: number of rows of each group; a group may have none.

@@ -77,7 +77,7 @@ class KernelQuantizer:
         Codes and scales are gathered over fsdp, not the float kernel. No gradient passes through.
 
         Args:
-            depends_on: the other factor of the matmul. The kernel is dequantized only after it is computed, except int8
+            depends_on: the matmul's other factor. The kernel is dequantized only after this is computed, except int8
                 on a TPU, where the matmul does it.
         """
         code_dims, scale_dims = (

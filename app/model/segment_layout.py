@@ -51,7 +51,7 @@ def attention_mask(
     or to the query's branch, and is less than `window` positions before the query.
 
     Args:
-        offset: the row index of the first query, minus that of the first key.
+        offset: index in the row of the first query, minus index of the first key.
     """
 
     def pairwise(query_values: Array, key_values: Array) -> tuple[Array, Array]:

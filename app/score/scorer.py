@@ -30,10 +30,10 @@ NUM_PREFETCHED = 2
 
 
 class PackedForward:
-    """Compiled forward pass over micro-batches of packed rows. Holds no weights.
+    """A compiled forward pass over micro-batches of packed rows; each call gets the weights.
 
     Args:
-        forward: (weights, rows, temperature) -> one number per target, [R, C].
+        forward: (weights, rows, temperature) -> one logprob or value per target, [R, C].
         route_shape: sizes of the routes to replay; None = no replay.
     """
 
@@ -62,7 +62,7 @@ class PackedForward:
         temperature: float = 1.0,
         runner: BatchRunner | None = None,
     ) -> list[Float32[np.ndarray, "C"]]:
-        """Returns, for each sample, one number per completion token, however `plan` splits the samples.
+        """Returns a logprob or value for each completion token of each sample, however `plan` splits the samples.
 
         Args:
             plan: this host's plan; all hosts have the same number and shapes of micro-batches.
@@ -130,7 +130,7 @@ class Scorer(PackedForward):
 
 
 class ValueScorer(PackedForward):
-    """A critic's values of the state before each completion token."""
+    """The critic's value of the state before each completion token."""
 
     def __init__(self, definition: DecoderDefinition, mesh: Mesh, *, dtype: jnp.dtype):
         def values(params: Params, rows: TokenBatch, temperature: Array) -> Array:
@@ -164,7 +164,7 @@ def reward_model_inputs(samples: Sequence[Sample], conversations: Sequence[Int32
 
 
 def _shared_lengths(uids: Sequence[str], conversations: Sequence[np.ndarray]) -> Mapping[str, int]:
-    """Returns the length of the common prefix of each prompt's conversations; at least one token."""
+    """Returns, by prompt uid, the length in tokens of the common prefix of its conversations, at least 1."""
     first: dict[str, np.ndarray] = {}
     shared: dict[str, int] = {}
     for uid, text in zip(uids, conversations, strict=True):

@@ -117,7 +117,7 @@ def _store_moments(adamw: optax.GradientTransformation, types: Mapping[str, Any]
 
 
 def map_moments(fn: Callable[..., Any], like: Any, state: Any, *others: Any) -> Any:
-    """Returns an optimizer state with `fn` applied to each moment; other fields are those of the last state passed.
+    """Returns an optimizer state with `fn` applied to each moment; other fields come from the last state passed.
 
     Args:
         like: a tree with the structure of the weights, which distinguishes moments from other fields.

@@ -45,7 +45,7 @@ class UpdateStep:
 
     `frozen` contains the network's frozen weights, which have no gradients or moments; None if all are trained.
     Micro-batches run one by one through a program compiled once per shape. The old state is donated: its memory is
-    reused. The metrics are those of `metric_names`, and `BROKEN_GRADIENTS`.
+    reused. The metrics are `metric_names` and `BROKEN_GRADIENTS`.
     """
 
     def __init__(

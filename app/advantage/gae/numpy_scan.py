@@ -2,9 +2,9 @@
 
 Rows are concatenated into one array, without the tokens that the recurrence skips, and divided among threads.
 Blocks are solved from the last to the first, so that inputs and outputs cross main memory once. The scan has chunks of
-`CHUNK_STEPS` steps: it computes the first step of each chunk by a product with one column of decays; the carries
-between chunks by the same scan with one step per chunk; and all steps by one product with a matrix of decays. Chunks in
-which one sequence ends and another begins are solved together, step by step.
+`CHUNK_STEPS` steps: it computes the first step of each chunk by a matmul with one column of decays; the carries between
+chunks by the same scan with one step per chunk; and all steps by one matmul with a matrix of decays. Chunks in which
+one sequence ends and another begins are solved together, step by step.
 
 For discounts per token there is no such matrix: `solve_variable_decay` solves all chunks at once, step by step, in
 float64.

@@ -74,7 +74,7 @@ def cache_block_size(architecture: Architecture, max_length: int, dtype: DTypeLi
         size = 2 ** math.floor(math.log2(max(max_length / BLOCKS_PER_ROW_MIN, smallest)))
         size = max(size, BLOCK_SIZE_MIN.get(platform, smallest))
     size = min(size, BLOCK_SIZE_MAX)
-    # On a GPU, the kernel reads a block in chunks, so its size need not be the kernel's.
+    # On a GPU, the kernel reads a block in chunks, so the block may be larger.
     return (decode_block_size(architecture, size, dtype) if platform == "tpu" else None) or size
 
 

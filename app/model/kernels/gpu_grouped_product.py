@@ -1,6 +1,6 @@
 """Grouped matmuls as Pallas kernels for GPUs, compiled by Triton.
 
-One program computes a tile: some rows of a group's product, or a part of a group's matrix gradient. Its sum is float32
+One program computes a tile: a part of a group's matmul, or a part of a group's matrix gradient. Its sum is float32
 and stays in registers. Programs never write to the same elements, so results do not depend on their order.
 
 Source: Gale et al. 2022, "MegaBlocks: Efficient Sparse Training with Mixture-of-Experts", section 5.
@@ -123,7 +123,7 @@ def _matrix_kernel(x: Any, dy: Any, firsts: Any, sizes: Any, gradient: Any) -> N
 
 
 def _tile(size: int, largest: int) -> int:
-    """Returns the largest power of two that divides `size`, but at least `MIN_TILE`, to which it is then padded."""
+    """Returns the tile size along a dim: the largest power of two that divides it, from `MIN_TILE` to `largest`."""
     return min(max(size & -size, MIN_TILE), largest)
 
 

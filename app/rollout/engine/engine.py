@@ -77,7 +77,7 @@ class SlotEngine:
         programs: programs of another engine with the same arguments, shared so that they are compiled only once.
 
     Raises:
-        InputError: the blocks cannot hold one sample.
+        InputError: there are too few KV blocks for one sample.
     """
 
     def __init__(

@@ -223,11 +223,11 @@ class SlotPrograms:
         return self.blocks_per_row if self.shapes.rows_together is None else self.blocks_per_sample
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Returns the number of blocks that hold this many tokens."""
+        """Returns the number of blocks needed for this many tokens."""
         return -(-num_tokens // self.block_size)
 
     def blocks_for_row(self, num_tokens: int) -> int:
-        """Returns the number of blocks that hold `num_tokens` tokens, at most `blocks_per_row`."""
+        """Returns the number of blocks needed for `num_tokens` tokens, at most `blocks_per_row`."""
         return min(self.blocks_for(num_tokens), self.blocks_per_row)
 
     def _blocks_for_rows(self, num_rows: int) -> int:
@@ -247,7 +247,7 @@ class SlotPrograms:
 
     @property
     def capacity(self) -> int:
-        """Number of tokens that the caches of all devices hold."""
+        """Number of tokens that fit into the caches of all devices."""
         of_slots = self.shapes.num_slots * self.blocks_per_row
         if self.preempts:
             of_slots = min(of_slots, self.num_shards * (self.num_blocks - 2))
@@ -277,7 +277,7 @@ class SlotPrograms:
         """Lowers the programs that take the most memory: the longest prefills, and decoding with all slots full.
 
         Args:
-            recomputes: as for `compile`.
+            recomputes: whether to include the prefill that recomputes caches; see `compile`.
         """
         shapes = self.shapes
         specs = {

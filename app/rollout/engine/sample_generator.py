@@ -53,7 +53,7 @@ class SampleGenerator(ABC):
         Raises:
             InputError: a prompt does not fit into a slot.
             StoppedError: a stop was requested. The slots are free afterwards.
-            WorkerDiedError: all workers that could hold the samples have died.
+            WorkerDiedError: all workers that could run the samples have died.
         """
         sequences = self.make_rows(
             prompts, request, noise_step=request.policy_version, stop_requested=self.stop_requested

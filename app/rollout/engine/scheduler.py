@@ -74,7 +74,7 @@ class SlotScheduler:
 
     Args:
         programs: the engine's programs, for their numbers of slots and blocks.
-        exact: as for `SlotEngine`.
+        exact: whether lost caches are replayed in the decode program; see `SlotEngine`.
     """
 
     def __init__(self, programs: SlotPrograms, counters: RolloutCounters, *, exact: bool):

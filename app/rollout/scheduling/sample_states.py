@@ -47,7 +47,7 @@ class SampleEntry:
     held_by: str | None = None
     """Worker that keeps the cache of the suspended or acting row."""
     moves: int = 0
-    """Number of times that it was suspended, except as a stolen sample."""
+    """Number of times that it was suspended for another worker, except at the end of stealing."""
 
     @property
     def uid(self) -> str:

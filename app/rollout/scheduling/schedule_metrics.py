@@ -86,7 +86,7 @@ class ScheduleMetrics:
     segments: int
     useful_tokens: int
     repacked_tokens: int
-    """Number of tokens that were decoded, and later prefilled or replayed to recompute a lost cache."""
+    """Number of decoded tokens that were later prefilled or replayed to recompute a cache."""
 
 
 class ScheduleMetricsTracker:

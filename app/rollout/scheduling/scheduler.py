@@ -145,7 +145,7 @@ class Scheduler:
 
     def _segment_ended(self, event: SegmentEnded) -> None:
         worker = self.context.workers[event.worker]
-        assert worker.is_busy, f"{event.worker} reports a segment that it was not told to run"
+        assert worker.is_busy, f"{event.worker} reports a segment that was not requested"
         worker.is_busy = False
         if event.steps:
             worker.step_s = event.seconds / event.steps
