@@ -30,10 +30,10 @@ SETTING = "algorithm.estimator"
 
 
 class CustomEstimator:
-    """The user's function.
+    """Computes advantages with the user's function.
 
     Args:
-        on_error: what a failed call costs; see `reward.on_error`.
+        on_error: what happens to the samples of a failed call; see `reward.on_error`.
     """
 
     def __init__(self, plug_in: PlugIn, *, on_error: OnError) -> None:
@@ -42,7 +42,8 @@ class CustomEstimator:
     def __call__(self, samples: Sequence[Sample], rewards: Float[np.ndarray, "N"]) -> tuple[list[Sample], str | None]:
         """Returns the samples with the function's advantages on the tokens that the policy wrote, and a fatal error.
 
-        Samples of a failed call have advantages of 0 and, with `drop`, no token in the loss.
+        The error is None unless a call failed and `on_error` is `raise`. Samples of a failed call have advantages of 0
+        and, with `drop`, no token in the loss.
         """
         outcomes = self.compute_outcomes(samples, rewards)
         failed = [(sample.uid, one.failure) for sample, one in zip(samples, outcomes, strict=True) if one.failure]
@@ -71,7 +72,7 @@ class CustomEstimator:
             raise InputError(f"{self.plug_in.source}: {trial}: {failure.kind}: {failure.text}")
 
     def compute_outcomes(self, samples: Sequence[Sample], rewards: Float[np.ndarray, "N"]) -> list[RewardOutcome]:
-        """Returns the function's outcome for each sample; those of a failed call share its failure."""
+        """Returns the function's outcome for each sample; the samples of a failed call share its failure."""
         rewarded = [replace(sample, reward=reward) for sample, reward in zip(samples, rewards.tolist(), strict=True)]
         try:
             return self.plug_in.compute_outcomes(rewarded, StepInfo())

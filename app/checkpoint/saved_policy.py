@@ -45,7 +45,7 @@ class PolicyCheckpoint:
     """A checkpoint; only its metadata has been read, without using a device."""
 
     path: Path
-    """`<run>/checkpoints/<step>`."""
+    """The checkpoint's folder, `<run>/checkpoints/<step>`."""
     progress: TrainProgress
     checksums: Mapping[str, int]
     """Checksums of all arrays of the checkpoint, by path."""

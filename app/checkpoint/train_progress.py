@@ -73,7 +73,7 @@ class TrainProgress:
 class RunState:
     policy: TrainState
     critic: TrainState | None = None
-    """None for algorithms without a critic."""
+    """State of the critic; None for algorithms without a critic."""
     kl_coef: float = 0.0
     """Weight of the KL penalty in the reward; changes if the penalty is adaptive."""
 

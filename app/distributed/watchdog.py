@@ -19,7 +19,7 @@ STDERR_FD = 2
 STUCK_TOPIC = "stuck"
 """Topic of the notice posted by a hanging host."""
 POLL_INTERVAL_S = 0.5
-"""Interval between checks."""
+"""Interval between checks of the current phase and of notices."""
 HARD_EXIT_DELAY_S = 10.0
 """Time after which C code ends the process, with exit code 1, if Python code no longer runs."""
 
@@ -37,7 +37,7 @@ class ActivePhase(NamedTuple):
     since: float
     limit_s: float | None
     limit_name: str
-    """The limit as shown in messages."""
+    """Name of the limit in messages, such as `2 x watchdog.phase_s`."""
 
 
 class Watchdog:

@@ -33,7 +33,7 @@ class TpuChip:
     """JAX's `device_kind`, or its beginning."""
     hbm_bytes: int
     vmem_bytes: int
-    """On-chip memory (VMEM)."""
+    """On-chip memory (VMEM) of a chip."""
     flops: float
     """Peak dense bfloat16 FLOPs per second."""
     ici_bytes_per_s: float

@@ -123,12 +123,12 @@ def is_compile_only() -> bool:
 
 
 def device_platform(device: Any) -> str:
-    """Returns `cpu`, `gpu` or `tpu`."""
+    """Returns the platform of a device, real or simulated: `cpu`, `gpu` or `tpu`."""
     return device.platform if _simulated_slice is None else DEVICE_PLATFORMS[_simulated_slice.compiler]
 
 
 def device_kind(device: Any) -> str:
-    """Returns JAX's name for the kind of device."""
+    """Returns JAX's name for the kind of a device, real or simulated."""
     return device.device_kind if _simulated_slice is None else _simulated_slice.chip.device_kind
 
 

@@ -39,7 +39,7 @@ class LoRAConfig:
     rank: int
     alpha: float
     projections: tuple[str, ...]
-    """Hugging Face names, such as `q_proj`."""
+    """Hugging Face names of the adapted projections, such as `q_proj`."""
 
     @property
     def scale(self) -> float:

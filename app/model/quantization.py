@@ -140,14 +140,14 @@ def _quantize(quantizer: KernelQuantizer, kernel: Array) -> dict[str, Array]:
 
 
 def _codes_and_factors(codes: Array, scales: Array, depends_on: Array) -> tuple[Array, Array]:
-    """Returns the kernel and the factors for int8."""
+    """Returns the result of `KernelQuantizer.dequantize` for int8."""
     if current_device()[0] != "tpu":
         codes = codes ^ _zero_depending_on(depends_on).astype(codes.dtype)
     return codes.astype(depends_on.dtype), scales
 
 
 def _dequantize_tiles(quantizer: KernelQuantizer, codes: Array, scales: Array, depends_on: Array) -> tuple[Array]:
-    """Returns the kernel for nf4."""
+    """Returns the kernel of `KernelQuantizer.dequantize` for nf4."""
     import qwix
 
     codes = codes ^ _zero_depending_on(depends_on).astype(codes.dtype)

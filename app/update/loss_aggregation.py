@@ -21,9 +21,9 @@ class StepTotals(NamedTuple):
     """Counts over all hosts and micro-batches of one optimizer step."""
 
     num_tokens: int
-    """Tokens that the policy wrote."""
+    """Number of tokens that the policy wrote."""
     num_samples: int
-    """Samples with at least one such token."""
+    """Number of samples with at least one token that the policy wrote."""
 
     @classmethod
     def from_samples(cls, samples: Sequence[Sample]) -> StepTotals:

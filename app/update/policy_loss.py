@@ -285,14 +285,14 @@ class PolicyLoss:
 
 
 class CrossEntropyLoss:
-    """The loss of given completions: sum(w * -log pi), with the same token weights as for sampled ones."""
+    """The loss of given completions: sum(w * -log pi), with the same token weights w as for sampled completions."""
 
     entropy_coef = 0.0
 
     def __call__(
         self, logprobs: Float32[Array, "R C"], entropies: Float32[Array, "R C"], batch: PolicyBatch
     ) -> tuple[Array, LossStats]:
-        """As `PolicyLoss`."""
+        """Returns this micro-batch's share of the loss and the metrics, as `PolicyLoss` does."""
         loss = -jnp.sum(batch.loss_weights * jnp.where(batch.tokens.loss_mask, logprobs, 0.0))
         sums = {"loss": loss, "policy/entropy": jnp.sum(batch.token_weights * entropies)}
         return loss, jax.lax.stop_gradient(LossStats(sums, {}))

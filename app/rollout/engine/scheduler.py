@@ -52,7 +52,7 @@ class ScheduledSegment(NamedTuple):
     """The rows of a segment and the conditions that end it."""
 
     places: dict[int, Slot]
-    """Rows by position in the batch."""
+    """Position in the batch -> row."""
     num_rows: int
     """Number of rows decoded at each step, including empty ones."""
     limits: SegmentLimits
@@ -63,7 +63,7 @@ class DecodedRow(NamedTuple):
 
     row: RolloutSequence
     place: int
-    """Its position in the batch."""
+    """Position of the row in the batch."""
     num_forced: int
     """Number of steps with forced tokens, which come first."""
     num_drawn: int
@@ -86,7 +86,7 @@ class SlotScheduler:
         self._work: list[CacheWork] = []
 
     def open(self) -> None:
-        """Starts with empty slots."""
+        """Starts a rollout with empty slots on every device."""
         self.close()
         programs, num_devices = self._programs, self._programs.num_shards
         num_slots = self._shapes.num_slots // num_devices

@@ -26,7 +26,7 @@ class SamplingRules(NamedTuple):
     """Sampling parameters. They are traced, so new values never trigger a recompilation."""
 
     temperature: float
-    """0 = greedy."""
+    """Divisor of the logits; 0 = greedy."""
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0

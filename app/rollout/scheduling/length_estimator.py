@@ -151,10 +151,10 @@ class LengthEstimator:
         return taken
 
     def threshold(self, running: Iterable[float], *, percentile: float, min_finished: int) -> float | None:
-        """Returns the percentile of the window; None before enough samples have finished.
+        """Returns a percentile of the window's lengths; None before enough samples have finished.
 
         Args:
-            running: current measures of samples that are still running.
+            running: current lengths of samples that are still running, in `unit`.
         """
         measures = [one.seconds if self.unit == "seconds" else one.num_tokens for one in self.finished]
         finished = [measure for measure in measures if measure is not None]

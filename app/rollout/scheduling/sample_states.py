@@ -14,11 +14,11 @@ from app.rollout.scheduling.protocol import NewSample, RowReport, SampleRole
 class SampleState(StrEnum):
     NEW = "new"
     RUNNING = "running"
-    """A row on a worker."""
+    """The sample is a row on a worker."""
     SUSPENDED = "suspended"
-    """Started, but not on a worker."""
+    """The sample has started, but is not on a worker."""
     ACTING = "acting"
-    """Waiting for its environment after a turn; not on a worker."""
+    """The sample waits for its environment after a turn, and is not on a worker."""
     DONE = "done"
     DROPPED = "dropped"
 
@@ -36,7 +36,7 @@ class SampleEntry:
     """Position in the order of submission."""
     state: SampleState = SampleState.NEW
     worker: str | None = None
-    """Worker on which it runs."""
+    """Name of the worker on which it runs; None if it does not run."""
     role: SampleRole = "any"
     """Role in which it was last admitted."""
     num_tokens: int = 0

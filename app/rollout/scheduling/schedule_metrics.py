@@ -44,11 +44,11 @@ class Span(NamedTuple):
 
     worker: str
     slot: int
-    """-1 outside of slots."""
+    """Index of the slot on its worker; -1 outside of slots."""
     start_s: float
     end_s: float
     role: SampleRole | None
-    """None outside of slots."""
+    """Role in which the row was admitted; None outside of slots."""
     uid: str
 
 

@@ -97,7 +97,7 @@ class AsyncRollout:
 
     @property
     def num_ready(self) -> int:
-        """Number of rounds that are complete and not yet collected."""
+        """Number of complete rounds that are not yet collected."""
         return self._outbox.qsize()
 
     def close(self) -> None:

@@ -54,11 +54,11 @@ class RolloutWorker:
     keeps_caches: ClassVar[bool] = True
     """Whether the cache of a suspended row is kept for its next worker."""
     _started_at: float | None = None
-    """Start of its last segment."""
+    """Start time of its last segment, by `clock`."""
     _queued_weights: deque[tuple[DecodeWeights, int]] = field(default_factory=lambda: deque(maxlen=1))
     """Newest weights, already on its devices but not yet loaded, and their version. Set by another thread."""
     _queueing: Lock = field(default_factory=Lock)
-    """Held while weights are queued or taken."""
+    """Lock held while weights are queued or taken."""
     ended_keys: deque[str] = field(default_factory=deque)
     """Keys of rows that ended outside slots; the next segment frees their blocks. Set by another thread."""
     _segment_counters: deque[RolloutCounters] = field(default_factory=deque)

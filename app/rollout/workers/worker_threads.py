@@ -1,4 +1,4 @@
-"""One thread per rollout worker."""
+"""Threads that run the segments of rollout workers, one thread per worker."""
 
 from __future__ import annotations
 
