@@ -1,4 +1,4 @@
-"""A tiny model and tiny runs that many tests share."""
+"""Provides a tiny model and tiny runs that many tests share."""
 
 import fcntl
 import os
@@ -76,7 +76,7 @@ SCHEDULED = (
 
 @pytest.fixture(scope="session", autouse=True)
 def programs_count_as_compiled() -> Iterator[None]:
-    """Counts what the compilation cache of the tests has as compiled, as it would be for users."""
+    """Counts programs from the tests' compilation cache as compiled, as they would be for users."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(CompilationCounter, "CACHE_HIT", "")
         yield
@@ -84,7 +84,7 @@ def programs_count_as_compiled() -> Iterator[None]:
 
 @pytest.fixture
 def calls_of_generation(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The calls in which training submits and collects rounds ahead and publishes weights, in their order."""
+    """Records, in order, the calls with which training submits and collects rounds and publishes weights."""
     calls: list[str] = []
 
     def record(name: str, call: Callable[..., Any]) -> None:
@@ -106,7 +106,7 @@ def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def real_devices_again() -> Iterator[None]:
-    """Ends the simulation of a slice, or of a host with GPUs, with the test."""
+    """Ends the simulation of a slice, or of a host with GPUs, after the test."""
     yield
     simulate_slice(None)
 
@@ -133,13 +133,13 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def config(tmp_path: Path, tiny_model: Path) -> Path:
-    """The smallest run; its directory is `tmp_path / "runs" / "tiny"`."""
+    """Returns the config of the smallest run, whose directory is `tmp_path / "runs" / "tiny"`."""
     return write_config(tmp_path, TINY + NO_REPORT, tiny_model)
 
 
 @pytest.fixture
 def full_config(tmp_path: Path, tiny_model: Path) -> Path:
-    """A run of twelve full steps; its directory is `tmp_path / "runs" / "full"`."""
+    """Returns the config of a run of twelve full steps, whose directory is `tmp_path / "runs" / "full"`."""
     return write_config(tmp_path, FULL + NO_REPORT, tiny_model)
 
 
@@ -165,13 +165,13 @@ def run_once(
 
 @pytest.fixture(scope="session")
 def finished(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
-    """Run directory of the smallest run, finished; tests must not change it."""
+    """Returns the directory of the smallest run, which has finished; tests must not change it."""
     return run_once(tmp_path_factory, "finished", tiny_model, text=TINY)
 
 
 @pytest.fixture
 def loose(finished: Path, tmp_path: Path) -> Path:
-    """The samples of a step, in a file outside of a run."""
+    """Returns a file with the samples of a step, outside any run."""
     return Path(shutil.copy(finished / "rollouts" / "step_000001.jsonl", tmp_path / "samples.jsonl"))
 
 
@@ -185,14 +185,14 @@ def source(finished: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def adapted(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
-    """Run directory of two steps with adapters; tests must not change it."""
+    """Returns the directory of a run of two steps with adapters; tests must not change it."""
     lora = [f"model.lora.{name}={value}" for name, value in LORA.items()]
     return run_once(tmp_path_factory, "adapted", tiny_model, *lora, "run.steps=2", "optimizer.learning_rate=0.1")
 
 
 @pytest.fixture(scope="session")
 def sampled(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
-    """Four samples each of six prompts, in batches of four prompts; tests must not change the file."""
+    """Returns a file with four samples of each of six prompts, in batches of four prompts; tests must not change it."""
 
     def sample(folder: Path) -> None:
         succeeded(here("rollout", *of_tiny(tiny_model), "--limit", "6", "--out", folder / "samples.jsonl"))
@@ -202,5 +202,5 @@ def sampled(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
-    """Run directory of twelve full steps without interruption; tests must not change it."""
+    """Returns the directory of a run of twelve full steps without interruption; tests must not change it."""
     return run_once(tmp_path_factory, "uninterrupted", tiny_model, text=FULL + NO_REPORT)

@@ -1,4 +1,4 @@
-"""Tests addresses in buckets where users could name them: a run is fetched, anything else is one error."""
+"""Tests bucket addresses wherever users may write them: runs are fetched, anything else is one error."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,12 +33,14 @@ NO_ADDRESS = "expected a local path, or a name, instead of an address (`gcloud s
         (("--config", f"{PLACE}/settings.yaml"), "--config"),
     ],
 )
-def test_settings_reject_addresses(arguments: tuple[str, ...], named: str, in_folder: None, tmp_path: Path) -> None:
+def test_settings_of_local_paths_reject_bucket_addresses(
+    arguments: tuple[str, ...], named: str, in_folder: None, tmp_path: Path
+) -> None:
     refused(tmp_path, "train", *arguments, message=f"error: {named}: {NO_ADDRESS}")
 
 
 @pytest.mark.parametrize("place", ["ftq://a/b", "s3://", "gs:///folder"])
-def test_run_dir_is_a_folder_or_an_address_in_a_bucket(place: str, in_folder: None, tmp_path: Path) -> None:
+def test_run_dir_must_be_a_folder_or_an_address_in_a_bucket(place: str, in_folder: None, tmp_path: Path) -> None:
     expected = "error: run.dir: expected a folder, gs://BUCKET/FOLDER or s3://BUCKET/FOLDER, got "
     refused(tmp_path, "train", *settings(f"run.dir={place}"), message=expected)
 
@@ -58,7 +60,9 @@ def test_run_dir_is_a_folder_or_an_address_in_a_bucket(place: str, in_folder: No
         ("inspect-mesh", "--compile", "--hlo", PLACE),
     ],
 )
-def test_options_for_local_files_reject_addresses(arguments: tuple[str, ...], in_folder: None, tmp_path: Path) -> None:
+def test_options_for_local_files_reject_bucket_addresses(
+    arguments: tuple[str, ...], in_folder: None, tmp_path: Path
+) -> None:
     refused(tmp_path, *arguments, message=f"error: {arguments[-2]}: {NO_ADDRESS}")
 
 
@@ -85,7 +89,9 @@ def bucket() -> Iterator[None]:
         ("report", PLACE),
     ],
 )
-def test_option_for_a_run_needs_a_run_there(arguments: tuple[str, ...], in_folder: None, tmp_path: Path) -> None:
+def test_error_says_that_a_bucket_address_contains_no_run(
+    arguments: tuple[str, ...], in_folder: None, tmp_path: Path
+) -> None:
     option = "RUN_DIR" if arguments[0] == "report" else next(word for word in arguments[::-1] if word[:2] == "--")
     expected = f"error: {option}: there is no run at {arguments[-1]}; only runs can be fetched (`gcloud storage cp`"
     refused(tmp_path, *arguments, message=expected)
@@ -100,7 +106,7 @@ def refused(folder: Path, *arguments: str, message: str) -> None:
 
 
 @pytest.mark.usefixtures("bucket", "in_folder")
-def test_run_in_a_bucket_is_fetched_where_an_option_names_it(finished: Path, tmp_path: Path) -> None:
+def test_a_run_in_a_bucket_is_fetched_if_an_option_names_it(finished: Path, tmp_path: Path) -> None:
     address, copy = f"{PLACE}/{tmp_path.name}", Path("runs/gs/bucket/place") / tmp_path.name
     with RunMirror(RunDirectory(finished), Bucket(address)) as mirror:
         mirror.start()

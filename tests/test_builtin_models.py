@@ -42,7 +42,7 @@ def test_default_settings_need_no_network() -> None:
         ("tiny_tools", make_tiny_tools_model.CONFIG, TOOLS),
     ],
 )
-def test_packaged_files_are_small_and_match_their_script(name, config, tokenizer, tmp_path):
+def test_packaged_model_files_are_small_and_match_their_script(name, config, tokenizer, tmp_path):
     packaged = open_model(f"builtin:{name}").path
     assert sum(path.stat().st_size for path in packaged.iterdir()) < 1_000_000
     make_tiny_model.write_tokenizer_and_config(tmp_path, config, tokenizer)
@@ -78,7 +78,7 @@ def metrics_at_the_start(*overrides: str) -> dict[str, float]:
     return {name: value or 0.0 for name, value in evaluation_metrics(judged.samples, settings).items()}
 
 
-def test_tiny_has_the_format_but_not_the_skill() -> None:
+def test_builtin_tiny_knows_the_answer_format_but_seldom_the_answer() -> None:
     metrics = metrics_at_the_start()
     assert 0.1 <= metrics["eval/accuracy"] <= 0.4
     for level in LEVELS:
@@ -87,7 +87,7 @@ def test_tiny_has_the_format_but_not_the_skill() -> None:
     assert metrics["eval/truncated_fraction"] <= 0.05
 
 
-def test_the_tiny_teacher_has_the_skill() -> None:
+def test_builtin_tiny_teacher_answers_nearly_all_problems() -> None:
     metrics = metrics_at_the_start("model.path=builtin:tiny_teacher")
     assert metrics["eval/accuracy"] >= 0.95
 
@@ -98,7 +98,7 @@ def trained(preset: str, runs: Path) -> Path:
     subprocess.run(
         [sys.executable, "-m", "cli", "train", *chosen],
         cwd=REPOSITORY,
-        # As users have it: this is long enough for a compiler that takes its time.
+        # Optimizations are on, as for users, because this run is long enough for them.
         env=os.environ | {"PYTHONPATH": str(REPOSITORY), "JAX_DISABLE_MOST_OPTIMIZATIONS": "false"},
         check=True,
         capture_output=True,
@@ -108,18 +108,18 @@ def trained(preset: str, runs: Path) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_tiny_reaches_its_teacher_without_a_reward(tmp_path: Path) -> None:
+def test_builtin_tiny_reaches_the_accuracy_of_its_teacher_without_a_reward(tmp_path: Path) -> None:
     lines = metrics_of(trained("quickstart_distill", tmp_path))
     accuracy = [line["eval/accuracy"] for line in lines if "eval/accuracy" in line]
     assert accuracy[0] <= 0.3
-    # 0.02: half the 95 % interval of 512 answers.
+    # 0.02 is half the 95 % interval of 512 answers.
     assert accuracy[-1] >= metrics_at_the_start("model.path=builtin:tiny_teacher")["eval/accuracy"] - 0.02
     assert {line["reward/mean"] for line in lines[1:]} == {0.0}
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_tiny_tools_learns_to_call_the_calculator(tmp_path: Path) -> None:
+def test_builtin_tiny_tools_learns_to_call_the_calculator(tmp_path: Path) -> None:
     lines = metrics_of(trained("quickstart_tools", tmp_path))
     calls = [line["episode/tool_calls_mean"] for line in lines if "episode/tool_calls_mean" in line]
     assert calls[0] < 0.5 and calls[-1] > 0.95

@@ -1,4 +1,4 @@
-"""The command line: output, exit codes, and no import of JAX before it is needed."""
+"""Tests the command line: output, exit codes, and that JAX is imported only when needed."""
 
 import json
 import logging
@@ -115,7 +115,7 @@ def test_settings_are_found_by_name_prefix_and_other_programs_names(name: str, f
     assert (list(json.loads(answer.stdout)), answer.stderr) == (fields, note)
 
 
-def test_settings_lists_every_setting_with_type_default_and_meaning() -> None:
+def test_settings_command_lists_every_setting_with_type_default_and_meaning() -> None:
     assert list(json.loads(here("settings", "--json").stdout)) == list(FIELDS)
     assert re.findall(r"^(\S+): .+  \[default: .+\]\n    \S", here("settings").stdout, flags=re.MULTILINE) == [*FIELDS]
     assert here("settings", "rollout.group_size").stdout == (
@@ -125,7 +125,7 @@ def test_settings_lists_every_setting_with_type_default_and_meaning() -> None:
     assert shown["default"] == [{"name": "arithmetic", "weight": 1.0}]
 
 
-def test_presets_lists_each_with_one_sentence_and_prints_one() -> None:
+def test_presets_command_lists_each_preset_with_a_sentence_and_prints_one() -> None:
     rows = dict(line.split(maxsplit=1) for line in here("presets").stdout.splitlines())
     assert list(rows) == preset_names()
     assert [text for text in rows.values() if not text.endswith(".")] == []
@@ -153,7 +153,7 @@ def test_missing_files_and_used_folders_are_found_before_jax_is_loaded(changes: 
     assert answer.exit_code == 2 and answer.stderr.startswith(f"error: {message}"), answer.stderr
 
 
-def test_missing_inputs_are_found_before_jax_is_loaded() -> None:
+def test_missing_inputs_of_commands_are_found_before_jax_is_loaded() -> None:
     Path("runs/one/checkpoints").mkdir(parents=True)
     best = "runs/one/checkpoints/best"
     for command, option, path in (
@@ -267,7 +267,7 @@ def test_each_exception_has_its_message_and_exit_code(error, code, stderr, monke
     assert (ended.value.exit_code, capsys.readouterr().err) == (code, stderr)
 
 
-def test_closed_pipe_is_not_an_error() -> None:
+def test_a_closed_pipe_is_not_an_error() -> None:
     reading, writing = os.pipe()
     os.close(reading)
     answer = grpo("train", "--print-config", stdout=writing)
@@ -286,7 +286,7 @@ def test_secrets_are_never_printed_and_debug_shows_the_traceback(tmp_path: Path)
     assert failed.stderr.splitlines()[-1].startswith("error: run.steps")
 
 
-def test_result_is_json_or_a_table(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_command_result_is_printed_as_json_or_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     print_result({"naïve": 1.5}, as_json=True)
     assert capsys.readouterr().out == '{\n  "naïve": 1.5\n}\n'
     print_result({"samples": 8, "out": "é"}, as_json=False)
@@ -305,7 +305,7 @@ def test_library_warnings_are_not_printed_twice(capsys: pytest.CaptureFixture[st
     assert capsys.readouterr().err.count("retrying") == 2
 
 
-def test_first_line_appears_before_jax_is_loaded(tmp_path: Path) -> None:
+def test_the_first_progress_line_appears_before_jax_is_loaded(tmp_path: Path) -> None:
     (tmp_path / "rows.npz").touch()
     without_jax = "import sys, cli; sys.modules['jax'] = None; cli.main()"
     answer = run_python("-c", without_jax, "gae", "--input", tmp_path / "rows.npz", "--out", tmp_path / "o.npz")
@@ -323,14 +323,16 @@ def test_first_line_appears_before_jax_is_loaded(tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_existing_output_is_only_replaced_on_request(options: Sequence[str], output: str, tmp_path: Path) -> None:
+def test_existing_output_files_are_only_replaced_on_request(
+    options: Sequence[str], output: str, tmp_path: Path
+) -> None:
     for name in ("old", "bench.json"):
         (tmp_path / name).write_text("precious")
     result = here(*options)
     assert (result.exit_code, result.stdout) == (2, "")
     assert f"error: {output}" in result.stderr
     assert "exists already; delete it or give another name, or add --overwrite" in result.stderr
-    # The next problem, which differs by command, comes only if it may be replaced.
+    # The next error, which differs by command, comes only with --overwrite.
     if "--bench" not in options:
         wrong = () if "--compare" in options else ("--set", "mesh.cpu_devices=65")
         result = here(*options, "--overwrite", *wrong)

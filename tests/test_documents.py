@@ -96,7 +96,7 @@ COMMANDS = dict.fromkeys(command for text in DOCUMENTS.values() for command in b
 
 
 @pytest.mark.parametrize("command", [*COMMANDS, *cli.COMMANDS.values()])
-def test_command_works_as_written(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_documented_command_has_valid_options_and_settings(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     words, environment = words_and_environment(command)
     for word in words:
         if re.fullmatch(r"(\./)?(scripts/[\w/-]+\.sh|\.ci/run)", word):
@@ -141,7 +141,7 @@ def as_script(commands: list[str]) -> str:
 def test_readme_commands_run_in_order_in_a_fresh_clone(tmp_path: Path) -> None:
     """The clone takes all packages but this one from the environment of the tests, so that pip needs no network."""
     if not (REPOSITORY / ".git").exists():
-        pytest.skip("this is no git repository to clone")
+        pytest.skip("this is not a git repository")
     clone = tmp_path / "grpo"
     subprocess.run(["git", "clone", "--quiet", REPOSITORY, clone], check=True)
     venv.create(clone / ".venv", with_pip=True, symlinks=True)
@@ -157,7 +157,7 @@ def test_readme_commands_run_in_order_in_a_fresh_clone(tmp_path: Path) -> None:
         "PYTHONPATH": "",
         "PIP_NO_INDEX": "1",
         "PIP_NO_BUILD_ISOLATION": "0",
-        # As users have it, but programs are those that the commands or an earlier run of the suite have compiled.
+        # As for users, but programs may come from the compilation cache of the suite.
         "XLA_FLAGS": "",
         "JAX_DISABLE_MOST_OPTIMIZATIONS": "false",
     }
@@ -176,7 +176,7 @@ def test_readme_commands_run_in_order_in_a_fresh_clone(tmp_path: Path) -> None:
         assert (clone / file).stat().st_size > 1000, file
 
 
-def test_every_promise_has_its_tests_and_every_folder_of_tests_a_promise() -> None:
+def test_every_promise_has_tests_and_every_test_folder_has_a_promise() -> None:
     contributing = DOCUMENTS[REPOSITORY / "CONTRIBUTING.md"]
     section = contributing[contributing.index("## Promises and their tests") : contributing.index("## Packages")]
     _, *rows = next(tables(section))
@@ -191,7 +191,7 @@ def test_every_promise_has_its_tests_and_every_folder_of_tests_a_promise() -> No
     assert [name for name in sorted(on_pages) if not (REPOSITORY / name).exists()] == []
 
 
-def test_documented_stages_chain_as_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_documented_chain_of_stages_runs_as_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs the commands of "One stage at a time" in the order of their page, without evaluations of 512 prompts."""
     page = DOCUMENTS[REPOSITORY / "sops" / "reference" / "commands.md"]
     section = page[page.index("## One stage at a time") : page.index("## `grpo settings`")]
@@ -219,7 +219,7 @@ def tables(markdown: str) -> Iterator[list[list[str]]]:
 
 
 def own_text(markdown: str) -> str:
-    """Returns the text without the columns of another program."""
+    """Returns the text without table columns about another program."""
     text = without_blocks(markdown)
     prose = re.sub(r"^\|.*\n", "", text, flags=re.MULTILINE)
     cells = [
@@ -291,7 +291,7 @@ def test_errors_about_foreign_names_match_the_migration_tables(document: Path, p
     assert found == {synonym.title for synonym in SYNONYMS.values() if synonym.title.startswith(f"{program}'s ")}
 
 
-def test_metrics_of_other_programs_are_mapped_to_known_ones() -> None:
+def test_metrics_of_other_programs_are_mapped_to_known_metrics() -> None:
     for document in MIGRATIONS:
         *_, (head, *rows) = tables(without_blocks(DOCUMENTS[document]))
         assert head[1:] == ["here"]

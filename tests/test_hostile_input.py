@@ -1,4 +1,4 @@
-"""Files from elsewhere, damaged at random or on purpose: each is read, or refused with one error."""
+"""Tests that files damaged at random or on purpose are read, or refused with one error."""
 
 import itertools
 import json
@@ -63,7 +63,7 @@ def write_gguf_with_tokenizer(path: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_damaged_file_of_a_model_or_of_settings_is_one_error(tmp_path: Path) -> None:
+def test_a_damaged_model_or_settings_file_is_read_or_refused_with_one_error(tmp_path: Path) -> None:
     gguf, model = write_gguf_with_tokenizer(tmp_path / "model.gguf"), write_model(tmp_path / "model")
     config, rng = tmp_path / "settings.yaml", random.Random(0)
     config.write_text(load(None, [], {}).to_yaml())
@@ -88,7 +88,7 @@ def test_damaged_file_of_a_model_or_of_settings_is_one_error(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("content", [b"[" * 100_000, b"\xff\xfe", b"", b'{"vocab_size": ' + b"9" * 5000])
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "tokenizer_config.json"])
-def test_file_of_a_model_that_is_something_else_is_one_error(tmp_path: Path, name: str, content: bytes) -> None:
+def test_a_model_file_with_foreign_content_is_refused_with_one_error(tmp_path: Path, name: str, content: bytes) -> None:
     model = write_model(tmp_path / "model")
     (model / name).write_bytes(content)
     assert is_refused(lambda: read_model(model)) or name == "tokenizer_config.json"
@@ -103,12 +103,12 @@ def test_unknown_merges_and_absurd_numbers_of_layers_are_refused(tmp_path: Path)
         read_model(write_model(tmp_path / "model", num_hidden_layers=10**9))
 
 
-def test_extreme_values_of_settings_give_errors() -> None:
+def test_extreme_values_of_settings_are_accepted_or_refused_with_one_error() -> None:
     for field, value in zip(FIELDS, itertools.cycle(EXTREME_NUMBERS), strict=False):
         is_refused(lambda change=f"{field}={value}": check_for_train(load(None, [change], {})))
 
 
-def test_foreign_names_cannot_control_the_terminal(tmp_path: Path) -> None:
+def test_escape_sequences_in_setting_names_cannot_control_the_terminal(tmp_path: Path) -> None:
     config = tmp_path / "settings.yaml"
     config.write_text('"\\e[2J": 1\nrun:\n  "\\e[31msteps": 2\n')
     result = here("train", "--config", config)

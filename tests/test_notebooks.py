@@ -40,7 +40,7 @@ def without_windows(in_folder: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MPLBACKEND", "agg")
 
 
-def test_notebook_is_stored_without_outputs_and_has_one_cell_of_parameters() -> None:
+def test_notebooks_are_stored_without_outputs_and_have_one_parameters_cell() -> None:
     for notebook in sorted(RECIPES.glob("*.ipynb")):
         cells = code_cells(notebook)
         assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in cells)

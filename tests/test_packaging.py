@@ -1,4 +1,4 @@
-"""Tests that the wheel has everything that the program needs and nothing else, and runs beside modules of the user."""
+"""Tests that the wheel contains exactly what the program needs, and runs next to modules of the user."""
 
 import ast
 import os
@@ -40,7 +40,7 @@ def imported_packages() -> set[str]:
     return names - set(sys.stdlib_module_names) - {"app", "settings", "cli", "grpo"}
 
 
-def test_dependencies_are_what_the_program_imports_with_lower_bounds() -> None:
+def test_dependencies_are_exactly_the_imported_packages_with_lower_bounds() -> None:
     known = packages_distributions()
     imported = {distribution(known[name][0] if name in known else name) for name in imported_packages()}
     declared = {distribution(requirement) for requirement in PROJECT["dependencies"]}
@@ -63,7 +63,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "installed"
 
 
-def test_wheel_is_one_folder_with_the_program_and_its_data(installed: Path) -> None:
+def test_the_wheel_contains_one_folder_with_the_program_and_its_data(installed: Path) -> None:
     def files(root: Path) -> set[str]:
         paths = (path for folder in ("app", "settings") for path in (root / folder).rglob("*") if path.is_file())
         return {str(path.relative_to(root)) for path in paths if path.suffix != ".pyc"}
@@ -84,7 +84,7 @@ def run(installed: Path, tmp_path: Path) -> Callable[..., str]:
     (tmp_path / "bin").mkdir()
 
     def run(script: str, *arguments: str) -> str:
-        # In another folder, like a console script.
+        # The script is in another folder, like a console script.
         (tmp_path / "bin" / "script").write_text(script)
         result = subprocess.run(
             [sys.executable, tmp_path / "bin" / "script", *arguments],
@@ -99,7 +99,7 @@ def run(installed: Path, tmp_path: Path) -> Callable[..., str]:
     return run
 
 
-def test_program_runs_next_to_modules_with_the_same_names(run: Callable[..., str]) -> None:
+def test_the_program_runs_next_to_modules_with_the_same_names(run: Callable[..., str]) -> None:
     module, function = PROJECT["scripts"]["grpo"].split(":")
     program = f"import sys\nfrom {module} import {function}\nsys.exit({function}())"
     assert run(program, "--version") == f"grpo {PROJECT['version']}\n"
@@ -127,7 +127,7 @@ print(scored.records[0]["reward"], sys.modules["app"].__file__)
 """
 
 
-def test_python_api_and_rewards_find_the_modules_of_the_user(run, installed, tmp_path):
+def test_python_api_and_rewards_import_modules_of_the_user(run, installed, tmp_path):
     (tmp_path / "rewards.py").write_text(
         "import app, settings\ndef score(completion): return app.REWARD * settings.FACTOR"
     )
@@ -143,7 +143,7 @@ def test_python_api_and_rewards_find_the_modules_of_the_user(run, installed, tmp
     assert message.endswith("2.0 3.0\n")
 
 
-def test_environment_finds_the_modules_of_the_user(run: Callable[..., str], tmp_path: Path) -> None:
+def test_an_environment_imports_modules_of_the_user(run: Callable[..., str], tmp_path: Path) -> None:
     (tmp_path / "game.py").write_text(
         "import app, sys\nfrom grpo import StepResult\nimport settings\n"
         "class Game:\n    def reset(self): return None\n    def step(self, text, calls):\n"

@@ -55,7 +55,7 @@ def score_rewards(*rewards: Any, **overrides: Any) -> Any:
     return grpo.score(iter(samples), overrides=named, role="reward", rewards=rewards if rewards[1:] else rewards[0])
 
 
-def test_importing_grpo_imports_nothing_and_leaves_the_path() -> None:
+def test_importing_grpo_loads_no_other_package_and_leaves_the_path_unchanged() -> None:
     source = (
         "import sys; path, modules = list(sys.path), set(sys.modules)\n"
         "import grpo\n"
@@ -69,7 +69,7 @@ def test_importing_grpo_imports_nothing_and_leaves_the_path() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_documented_calls_fit_the_functions() -> None:
+def test_documented_calls_match_the_signatures_of_the_functions() -> None:
     functions = {f"grpo.{one.__name__}": one for one in (grpo.train, grpo.evaluate, grpo.rollout, grpo.score)}
     blocks, names = [], set()
     for path in (program.REPOSITORY / "README.md", *(program.REPOSITORY / "sops").rglob("*.md")):
@@ -84,7 +84,7 @@ def test_documented_calls_fit_the_functions() -> None:
     assert names == functions.keys()
 
 
-def test_foreign_names_and_arguments_suggest_ours() -> None:
+def test_errors_about_foreign_names_and_arguments_suggest_ours() -> None:
     assert issubclass(grpo.InputError, ValueError)
     with pytest.raises(
         AttributeError, match=r"no attribute 'Trainer'; .* train, evaluate, .* sops/migrate/from_trl\.md"
@@ -106,7 +106,7 @@ def test_training_on_rows_and_functions_equals_training_on_files(config, tmp_pat
     assert (run.path / "checkpoints" / str(run.best.step)).is_dir()
     assert list(run.metrics) == program.metrics_of(run.path) and seen == program.metrics_of(run.path)[1:]
     assert capsys.readouterr().out == ""
-    # The same by the command.
+    # The command gives the same run.
     (tmp_path / "other").mkdir()
     other = write_config(tmp_path / "other", TINY + NO_REPORT, tiny_model)
     write_jsonl("train.jsonl", ROWS)
@@ -118,7 +118,7 @@ def test_training_on_rows_and_functions_equals_training_on_files(config, tmp_pat
     assert program.reproducible(program.metrics_of(program.run_of(other))) == program.reproducible(run.metrics)
 
 
-def test_run_ended_by_on_step_or_ctrl_c_is_saved_and_can_continue(config: Path) -> None:
+def test_a_run_ended_by_on_step_or_ctrl_c_is_saved_and_can_continue(config: Path) -> None:
     once = {"checkpoint.every_steps": 100, "checkpoint.best_metric": None, "eval.every_steps": 0}
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     with pytest.raises(InputError, match=r"^resume='must': .* has no checkpoint; use resume='auto' to start there$"):
@@ -162,7 +162,7 @@ def test_train_needs_the_main_thread_and_the_devices_that_jax_has() -> None:
         grpo.train(overrides={"mesh.cpu_devices": 3})
 
 
-def test_evaluate_rollout_and_score_equal_the_commands(finished: Path, tmp_path: Path) -> None:
+def test_python_evaluate_rollout_and_score_give_the_results_of_the_commands(finished: Path, tmp_path: Path) -> None:
     checkpoint, out = finished / "checkpoints" / "2", tmp_path / "samples.jsonl"
     evaluation = grpo.evaluate(checkpoint=checkpoint)
     assert evaluation is not None and evaluation.metadata.step == 2
@@ -178,7 +178,7 @@ def test_evaluate_rollout_and_score_equal_the_commands(finished: Path, tmp_path:
     assert scored.summary["max |logprob - behavior|"] < 1e-4
 
 
-def test_rows_are_evaluated_and_sampled(finished: Path) -> None:
+def test_rows_from_python_can_be_evaluated_and_sampled(finished: Path) -> None:
     judged = grpo.evaluate(checkpoint=finished, data=HELD_OUT, rewards=[lambda completion, answer: answer == "18"])
     assert judged is not None and judged.num_prompts == 20
     assert judged.metrics["eval/accuracy"].value == pytest.approx(0.05)
@@ -190,7 +190,7 @@ def test_rows_are_evaluated_and_sampled(finished: Path) -> None:
     assert all(one["columns"] == {"level": 2, "tests": "x" * 300} and "row_of" not in one for one in samples.records)
 
 
-def test_functions_are_called_inside_a_running_event_loop() -> None:
+def test_reward_functions_can_be_called_inside_a_running_event_loop() -> None:
     async def asynchronous(completion: str) -> float:
         await asyncio.sleep(0)
         return len(completion)
@@ -202,7 +202,7 @@ def test_functions_are_called_inside_a_running_event_loop() -> None:
     assert rewards == [{"asynchronous": n, "length": n + i, "arithmetic": 1 - i} for i, n in enumerate((1, 5))]
 
 
-def test_errors_equal_the_commands_errors() -> None:
+def test_errors_of_the_python_api_equal_the_errors_of_commands() -> None:
     answer = program.here("train", *program.settings("run.steps=abc", "rollout.group_size=0"))
     with pytest.raises(InputError) as raised:
         grpo.train(overrides={"run.steps": "abc", "rollout": {"group_size": 0}})
@@ -223,7 +223,7 @@ def test_output_to_a_closed_pipe_is_dropped() -> None:
         assert sys.stderr is stderr
 
 
-def test_existing_file_is_not_replaced(tmp_path: Path) -> None:
+def test_python_functions_do_not_replace_existing_files(tmp_path: Path) -> None:
     (tmp_path / "old.jsonl").write_text("precious")
     for call in (grpo.rollout, lambda out: grpo.score([sample("2", 0)], role="reward", out=out)):
         with pytest.raises(InputError, match=r"^out: old\.jsonl exists already; delete it or give another name$"):
@@ -231,7 +231,7 @@ def test_existing_file_is_not_replaced(tmp_path: Path) -> None:
     assert (tmp_path / "old.jsonl").read_text() == "precious"
 
 
-def test_overrides_keep_their_values() -> None:
+def test_overrides_from_python_keep_their_types_and_values() -> None:
     values: dict[str, Any] = {
         **{"optimizer.learning_rate": 1e-6, "run.steps": 3, "run.name": "no", "data.shuffle": False},
         **{"data.split": None, "data.system_prompt": "a: #b\nü 1e3", "data.difficulty": [1, 2]},
@@ -259,7 +259,7 @@ def test_overrides_keep_their_values() -> None:
         ({"data": [{"text": "1"}], "eval_data": HELD_OUT}, "has no column prompt | question"),
     ],
 )
-def test_unusable_arguments_and_rows_are_refused(arguments: dict[str, Any], message: str) -> None:
+def test_train_refuses_unusable_arguments_and_rows(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
         grpo.train(**arguments)
     assert not list(Path().rglob("settings.yaml"))

@@ -31,12 +31,12 @@ def test_commands_and_host_packages_start_without_jax() -> None:
 
 
 def test_training_starts_without_kernels_and_extras() -> None:
-    """Pallas is slow to import, and its backends for GPUs and TPUs may not be there on other platforms."""
+    """Pallas is slow to import, and its backends for GPUs and TPUs may be missing on other platforms."""
     loaded = loaded_with("app.training.train", "app.runtime.session")
     assert not loaded & {"jax.experimental.pallas", "qwix", "ray", "math_verify", "tensorboardX"}
 
 
-def test_downloaded_files_run_no_code() -> None:
+def test_no_module_allows_code_in_downloaded_files() -> None:
     allowed = re.compile(r"\b(allow_pickle|trust_remote_code)\s*=\s*(?!False)")
     assert {module for module, source in SOURCES.items() if allowed.search(source)} == set()
 

@@ -1,4 +1,4 @@
-"""Names on which scripts outside of the project rely: settings, historic names, metrics and fields of samples."""
+"""Tests the names on which other scripts rely: settings, historic names, metrics and fields of samples."""
 
 from pathlib import Path
 
@@ -65,7 +65,7 @@ SAMPLE_FIELDS = (
 
 
 @pytest.mark.parametrize("assignment", HISTORIC)
-def test_historic_name_sets_its_fields_in_every_layer(assignment: str, tmp_path: Path) -> None:
+def test_a_historic_name_sets_its_settings_in_every_layer(assignment: str, tmp_path: Path) -> None:
     assert {one.partition("=")[0] for one in HISTORIC} == set(ALIASES)
     name, _, text = assignment.partition("=")
     (tmp_path / "c.yaml").write_text(f"{name}: {text}")

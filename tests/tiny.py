@@ -1,4 +1,4 @@
-"""Tiny models, meshes and samples that tests share; nothing is read from disk."""
+"""Makes tiny models, meshes and samples for tests, without reading from disk."""
 
 import functools
 from collections.abc import Sequence
@@ -46,7 +46,7 @@ ODD = Architecture(
     attention_output_bias=False,
     mlp_bias=False,
 )
-"""A model whose sizes are no powers of two, with head_dim other than model_dim / heads."""
+"""A model whose sizes are not powers of two, and whose head_dim is not model_dim / heads."""
 
 BIASED = replace(ODD, tied_embeddings=False, qkv_bias=True, attention_output_bias=True, mlp_bias=True)
 

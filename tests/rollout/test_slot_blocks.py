@@ -1,4 +1,4 @@
-"""Tests which blocks rows get, with caches on the host that hold the tokens themselves.
+"""Tests which KV blocks rows get, with caches on the host that contain the tokens themselves.
 
 Every step compares all blocks that a row reads with its tokens, so that a block given to two rows is found at once.
 """
@@ -40,7 +40,7 @@ class HostSlots:
     def carry_out(self) -> None:
         for work in self.scheduler.take_work():
             written = [(one.device, block) for one in work.prefills for block in one.blocks]
-            assert len(set(written)) == len(written), "a block is written twice, in any order"
+            assert len(set(written)) == len(written), "a block is written twice in one batch"
             for one in work.prefills:
                 # The last token of a prompt is fed by each sample.
                 ids = np.resize([*one.token_ids, *[0] * self.size], len(one.blocks) * self.size)
@@ -82,7 +82,7 @@ class HostSlots:
         assert slot.blocks[position // self.size] > 0
         blocks[slot.blocks[position // self.size], position % self.size] = known[position]
         seen = blocks[slot.blocks].reshape(-1)[: position + 1]
-        assert seen.tolist() == known[: position + 1], "a row reads what is not its own"
+        assert seen.tolist() == known[: position + 1], "a row reads tokens of another row"
 
     def suspend(self, row: RolloutSequence) -> SuspendedSequence:
         if (queued := self.scheduler.take_queued(row)) is not None:
@@ -124,7 +124,7 @@ def test_every_row_reads_its_own_tokens_and_every_block_is_freed(exact: bool, da
     while waiting or scheduler.active_rows:
         if draw(small) == 0:
             for device in scheduler.devices:
-                device.pool.drop_prompts()  # as new weights do
+                device.pool.drop_prompts()  # new weights do the same
         if waiting and draw(small):
             scheduler.prefill([prompts[i] for i in draw(st.sets(st.integers(0, len(prompts) - 1), max_size=4))])
         scheduler.admit([waiting.popleft() for _ in range(min(len(waiting), scheduler.num_free_slots))])
@@ -146,7 +146,7 @@ def test_blocks_with_non_finite_values_are_overwritten_before_reuse() -> None:
     pool.spoil(row, b"prompt")
     assert not pool.has_prompt(b"prompt")
     pool.release(row)
-    # The block that a sibling still reads follows when it is free.
+    # The block that a sibling still reads is overwritten once it is free.
     assert set(pool.take_spoilt()) == {prompt[1], row[1]}
     pool.release(sibling)
     assert pool.take_spoilt() == [prompt[0]] and pool.num_available() == 7

@@ -1,4 +1,4 @@
-"""Tests slots on real devices: no schedule changes a sample, and what their programs and blocks cost."""
+"""Tests slots on devices: schedules do not change samples, programs are reused, and blocks are shared."""
 
 import functools
 import math
@@ -59,8 +59,8 @@ def test_exact_mode_is_bitwise_independent_of_schedule_and_block_count(cache: st
     assert all(by_uid(run_at_random(engine, seed)) == expected for seed in range(2))
 
 
-def test_new_weights_keep_known_tokens_and_prefill_prompts_again() -> None:
-    """In exact mode, also those whose cache is lost are fed again as they are."""
+def test_new_weights_keep_generated_tokens_and_prefill_prompts_again() -> None:
+    """In exact mode, the tokens of a row whose cache is lost are fed again unchanged."""
     engine, drawn, newer = slots_of(True), [], generate(slots_of(True), PROMPTS[:1], LONGEST)
     for first in (weights_on(), weights_on(seed=1)):
         row, beside, later = (RolloutSequence(PROMPTS[0], i, LONGEST, noise_step=3) for i in range(3))
@@ -83,7 +83,7 @@ def test_new_weights_keep_known_tokens_and_prefill_prompts_again() -> None:
 
 
 @pytest.mark.parametrize("is_scarce", [False, True])
-def test_in_fast_mode_any_schedule_agrees_with_the_scorer(is_scarce: bool) -> None:
+def test_logprobs_in_fast_mode_agree_with_the_scorer_under_any_schedule(is_scarce: bool) -> None:
     engine = few_blocks(False) if is_scarce else slots_of(False)
     engine.counters.take()
     rows = run_at_random(engine, 0)
@@ -101,8 +101,8 @@ def test_in_fast_mode_any_schedule_agrees_with_the_scorer(is_scarce: bool) -> No
         np.testing.assert_allclose(sample.behavior_logprobs, logprobs, atol=1e-4)
 
 
-def test_exact_mode_row_groups_round_like_fewer_slots() -> None:
-    """On a mesh whose tp does not divide the key heads, so that it splits the rows."""
+def test_many_slots_in_exact_mode_give_the_bits_of_fewer_slots() -> None:
+    """The mesh's tp does not divide the key heads, so it splits the rows."""
     mesh_shape, sizes = (2, 1, 2), ((8, 12), (12, None))
     few, many = (
         new_slots(num_slots, exact=True, mesh_shape=mesh_shape, num_blocks=num_blocks, rows_together=4, **FEW_PROGRAMS)
@@ -119,7 +119,7 @@ def test_few_int8_blocks_on_several_devices_give_the_same_samples() -> None:
     engine = new_slots(4, exact=True, mesh_shape=(1, 1, 3), **few)
     samples = batching(engine).generate(weights_on((1, 1, 3)), PROMPTS, REQUEST)
     assert engine.counters.preempted_rows > 0
-    # A number that lies between two codes may get either.
+    # A value between two codes may be rounded to either.
     assert_same_samples(samples, generate(few_codes(True)), tolerance=2e-3)
 
 
@@ -184,7 +184,7 @@ def test_a_row_with_non_finite_logits_ends_without_affecting_others(slots: Any) 
     run_segment(engine, 4)
     whole, num_tokens = by_uid(rows), rows[1].num_tokens
     [second] = [slot.blocks[-1] for slot in engine.scheduler.slots if slot.row is rows[1]]
-    # Codes are finite, their scales may not be.
+    # Codes are always finite, but their scales may not be.
     spoil = lambda x: x if x.dtype == jnp.int8 else x.at[second].set(np.nan)  # noqa: E731
     engine.runner.cache = jax.tree.map(spoil, engine.runner.cache)
     finish_rows(engine)
@@ -194,11 +194,11 @@ def test_a_row_with_non_finite_logits_ends_without_affecting_others(slots: Any) 
     assert by_uid(rows)[rows[1].uid] == whole[rows[1].uid] and rows[1].num_tokens == num_tokens > 0
     for row in (rows[0], rows[2]):
         assert row.token_ids.tolist() == expected[row.uid] and np.isfinite(row.logprobs).all()
-    # Nothing is left in the blocks for whoever comes next.
+    # No NaN is left in the blocks for later rows.
     assert all(np.isfinite(layer).all() for layer in caches)
 
 
-def test_samples_that_do_not_fit_are_refused_before_anything_runs() -> None:
+def test_samples_that_do_not_fit_the_slots_are_refused_before_anything_runs() -> None:
     long = replace(PROMPTS[0], token_ids=np.zeros(9, np.int32))
     with pytest.raises(InputError, match=r"data\.max_prompt_length: a prompt has 9 tokens.* at most 8"):
         generate(slots_of(True), [long], 5)
@@ -225,7 +225,7 @@ def test_samples_share_the_blocks_of_their_prompt() -> None:
 def test_an_int8_cache_rounds_little_and_takes_one_byte_per_number() -> None:
     rounded, exact = generate(few_codes(True)), generate(slots_of(True))
     for ours, theirs in zip(rounded, exact, strict=True):
-        # Behind the first token that differs, they have nothing in common.
+        # After the first different token, the samples are unrelated.
         same = ours.completion_ids == theirs.completion_ids
         together = len(same) if same.all() else int(same.argmin())
         assert np.abs(ours.behavior_logprobs - theirs.behavior_logprobs)[:together].max(initial=0) < 0.2

@@ -56,7 +56,7 @@ def samples_of(*rewards: float, group_id: int = 0) -> list[Sample]:
 
 
 @pytest.mark.parametrize("name", GROUP_ADVANTAGES)
-def test_an_estimator_compares_siblings(name: str) -> None:
+def test_the_setting_selects_an_estimator_that_compares_samples_of_a_group(name: str) -> None:
     estimated = estimator_from(f"algorithm.name={name}")(samples_of(1.0, 4.0), 0.0)
     expected = GROUP_ADVANTAGES[name](np.array([1.0, 4.0]), np.array([0, 0]))
     np.testing.assert_allclose([s.advantages for s in estimated.samples], np.stack([expected] * 3, axis=1), rtol=1e-6)
@@ -80,7 +80,7 @@ def test_a_kl_penalty_in_the_reward_uses_the_current_kl_coefficient() -> None:
 TEACHER = ("algorithm.beta=0.5", "algorithm.kl_in=advantage")
 
 
-def test_a_penalty_in_the_advantage_is_per_token() -> None:
+def test_a_kl_penalty_in_the_advantage_is_subtracted_per_token() -> None:
     pair = samples_of(1.0, 4.0)
     policy = np.array([-1.0, -1.2, -2.2], np.float32)
     mask = np.array([True, True, False])
@@ -90,7 +90,7 @@ def test_a_penalty_in_the_advantage_is_per_token() -> None:
         plain = estimator_from(*chosen)(pair, 0.0)
         estimated = estimator_from(*chosen, *TEACHER)(pair, 0.5)
         task = task or plain.samples[1].advantages[0]
-        # 0.2 at the first token, 0 at the second; the third is not the policy's.
+        # The KL is 0.2 at the first token and 0 at the second; the third is masked.
         np.testing.assert_allclose(estimated.samples[1].advantages, [task - 0.1, task, 0], rtol=1e-5)
         np.testing.assert_allclose(estimated.samples[0].advantages, plain.samples[0].advantages - 0.1, rtol=1e-5)
         assert estimated.metrics == plain.metrics | {"policy/kl_coef": 0.5}
@@ -99,7 +99,7 @@ def test_a_penalty_in_the_advantage_is_per_token() -> None:
     np.testing.assert_array_equal(saved.advantages, policy)
 
 
-def test_a_penalty_in_the_advantage_without_rewards_is_a_return_with_gamma_0() -> None:
+def test_distillation_advantages_equal_kl_penalized_returns_with_gamma_0() -> None:
     samples = samples_of(0.0, 0.0)
     returns = ("algorithm.name=reinforce_plus_plus", "algorithm.gamma=0", "algorithm.whiten_advantages=false")
     found, expected = (
@@ -111,13 +111,13 @@ def test_a_penalty_in_the_advantage_without_rewards_is_a_return_with_gamma_0() -
         np.testing.assert_allclose(one.advantages, -0.2, rtol=1e-6)
 
 
-def test_advantages_are_measured_before_they_are_whitened() -> None:
+def test_advantage_metrics_are_measured_before_whitening() -> None:
     plain, white = (
         estimator_from("algorithm.name=dr_grpo", f"algorithm.whiten_advantages={whitens}")(samples_of(1.0, 4.0), 0.0)
         for whitens in ("false", "true")
     )
     assert plain.metrics == white.metrics == {"advantage/mean": 0.0, "advantage/std": 1.5}
-    # Six tokens at 1.5 from 0, ddof = 1.
+    # Six tokens are 1.5 away from their mean 0, with ddof = 1.
     np.testing.assert_allclose(white.samples[1].advantages, 1.5 / np.sqrt(6 * 1.5**2 / 5), rtol=1e-6)
     np.testing.assert_array_equal(plain.samples[1].advantages, 1.5)
 
@@ -168,7 +168,7 @@ def test_masked_truncated_samples_do_not_affect_their_groups(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ALL_ESTIMATORS)
-def test_step_of_truncated_samples_only_has_advantages_of_zero(name: str) -> None:
+def test_a_step_with_only_truncated_samples_has_zero_advantages(name: str) -> None:
     estimated = estimator_from(f"algorithm.estimator={name}", "algorithm.mask_truncated=true")(samples_of(1, 0), 0.0)
     for sample in estimated.samples:
         assert not sample.mask.any() and not sample.advantages.any() and not sample.returns.any()
@@ -178,7 +178,7 @@ def test_step_of_truncated_samples_only_has_advantages_of_zero(name: str) -> Non
     assert all(sample.mask.all() for sample in unmasked.samples)
 
 
-def test_gae_takes_its_settings_from_algorithm_and_critic() -> None:
+def test_gae_uses_the_settings_of_algorithm_and_critic() -> None:
     lams = ("algorithm.gamma=0.5", "algorithm.lam=0", "critic.lam=1.0")
     (one,) = by_gae(settings_of(*lams), samples_of(1.0))
     np.testing.assert_allclose(one.advantages, [0.125 - 0.5, 0.375 - 0.25, 1 - 0.75])
@@ -188,16 +188,16 @@ def test_gae_takes_its_settings_from_algorithm_and_critic() -> None:
     np.testing.assert_allclose(one.returns, [0.5, 1.0, 2.0])
 
 
-def test_token_returns_have_the_penalty() -> None:
+def test_token_returns_include_the_kl_penalty() -> None:
     estimator: Any = make_return_advantages(settings_of(*PENALTY, "algorithm.gamma=0.5"))
     (one,) = estimator(samples_of(1.0), 0.5)
-    # A tenth at every token.
+    # The penalty is 0.1 at every token.
     np.testing.assert_allclose(one.advantages, [0.25 - 0.175, 0.5 - 0.15, 1 - 0.1], rtol=1e-6)
 
 
 def test_kl_coefficient_is_adapted_once_per_step_by_the_kl_per_token() -> None:
     target = (*PENALTY, "algorithm.kl_target=0.4")
-    # A KL of 0.2 is half its target: 20 % lower over 10,000 samples, of which this step has two.
+    # A KL of half its target lowers the coefficient by 20 % over 10,000 samples, of which this step has two.
     assert estimator_from(*target)(samples_of(1.0, 4.0), 0.5).kl_coef == pytest.approx(0.5 * (1 - 0.2 * 2 / 10_000))
     assert estimator_from(*PENALTY)(samples_of(1.0, 4.0), 0.5).kl_coef == 0.5
     assert estimator_from(*target)([], 0.5).kl_coef == 0.5
@@ -238,14 +238,14 @@ def played(rewards: list[float], *, seed: int = 0, bootstrapped: bool = False) -
     return EnvironmentReward(weight=1.0, rewards_turns=True).set_token_rewards(sample)
 
 
-def test_a_turn_has_the_discounted_return_of_its_own_and_later_rewards() -> None:
+def test_tokens_of_a_turn_have_the_discounted_return_of_its_own_and_later_rewards() -> None:
     settings = settings_of("algorithm.name=reinforce_plus_plus", "env.credit=turn", "env.turn_discount=0.5")
     (one,) = make_return_advantages(settings)([played([1.0, 2.0, 4.0])], 0.0)
     first, second, third = 1.0 + 0.5 * 2.0 + 0.25 * 4.0, 2.0 + 0.5 * 4.0, 4.0
     expected = [first, first, 0, 0, second, 0, third, third, third]
     np.testing.assert_array_equal(one.advantages, np.array(expected, np.float32))
     np.testing.assert_array_equal(one.returns, np.array(expected, np.float32))
-    # What the environment wrote has no gradient.
+    # Tokens that the environment wrote have no gradient.
     one = replace(one, completion_ids=one.completion_ids % 3, policy_logprobs=None)
     plan = one_a_row(1, rows_per_micro_batch=1, num_tokens=12, num_targets=10)
     gradient, _ = loss_and_gradient(PLAIN_LOSS, np.zeros((9, 3), np.float32), [one], plan, weights=token_mean)
@@ -256,7 +256,9 @@ def test_a_turn_has_the_discounted_return_of_its_own_and_later_rewards() -> None
     ("name", "gamma", "turn_discount"),
     [("gae", 0.97, 0.6), ("gae", 1.0, 1.0), ("vtrace", 0.97, 0.6), ("vtrace", 1.0, 0.0)],
 )
-def test_rewards_of_turns_equal_a_serial_float64_oracle(name: str, gamma: float, turn_discount: float) -> None:
+def test_advantages_of_rewarded_turns_equal_a_serial_float64_oracle(
+    name: str, gamma: float, turn_discount: float
+) -> None:
     settings = settings_of(
         *("algorithm.name=ppo", f"algorithm.estimator={name}", f"algorithm.gamma={gamma}", "algorithm.lam=0.9"),
         "algorithm.bootstrap_truncated=true",

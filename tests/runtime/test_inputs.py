@@ -36,7 +36,7 @@ SHORT, LONG = "1 + 1?", "1 + 1? " * 50
 
 
 def encode(folder: Path, *files: list[str]) -> list[str]:
-    """Writes files with these prompts, and returns the uids of those that `encode_train_rows` keeps of them all."""
+    """Writes files with these prompts, and returns the uids that `encode_train_rows` keeps."""
     paths = []
     for number, prompts in enumerate(files):
         paths.append(str(folder / f"{number}.jsonl"))
@@ -47,13 +47,15 @@ def encode(folder: Path, *files: list[str]) -> list[str]:
     return [prompt.uid for prompt in encode_train_rows(settings, read_train_rows(settings), tokenizer)[0]]
 
 
-def test_a_source_without_short_prompts_is_refused(tmp_path: Path) -> None:
+def test_a_data_source_whose_prompts_are_all_too_long_is_refused(tmp_path: Path) -> None:
     assert encode(tmp_path, [SHORT, LONG], [SHORT]) == ["0/0/0", "1/1/0"]
     with pytest.raises(InputError, match=r"data\.source: every prompt of .*1\.jsonl is longer than"):
         encode(tmp_path, [SHORT], [LONG])
 
 
-def test_prompts_of_unknown_tokens_are_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_prompts_of_mostly_unknown_tokens_are_reported_by_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.WARNING):
         encode(tmp_path, ["ö + 1"], ["1" * 40])
         assert not caplog.messages
@@ -76,7 +78,7 @@ def critic_input(policy: Path, critic: Path) -> NetworkSpec:
     return read_critic_spec(settings, read_model_spec(settings))
 
 
-def test_every_network_has_the_attention_of_the_setting(tiny_model: Path, tmp_path: Path) -> None:
+def test_every_network_uses_the_configured_attention_implementation(tiny_model: Path, tmp_path: Path) -> None:
     other, judge = write_model(tmp_path / "critic"), write_reward_model(tmp_path / "judge")
     chosen = [f"model.path={tiny_model}", "algorithm.name=ppo", f"reward.model={judge}", f"critic.path={other}"]
     chosen += ["data.max_prompt_length=16", "rollout.max_new_tokens=4", "model.attention=xla", "model.lora.rank=2"]
@@ -97,12 +99,12 @@ def change_tokenizer(model: Path, **changes: object) -> Path:
     return model
 
 
-def test_a_critic_needs_only_the_policys_token_ids(tiny_model: Path, tmp_path: Path) -> None:
+def test_a_critic_needs_the_policys_token_ids_but_no_chat_template(tiny_model: Path, tmp_path: Path) -> None:
     critic = write_model(tmp_path / "critic")
     (critic / "chat_template.jinja").unlink()
     write_tokenizer(critic, eos_token=None, chat_template=None)
     assert critic_input(tiny_model, critic).files.path == critic
-    # What a trainer of classifiers leaves behind when it saves its tokenizer.
+    # Trainers of classifiers save their tokenizers with such a truncation.
     cut = {"direction": "Right", "max_length": 16, "strategy": "LongestFirst", "stride": 0}
     assert critic_input(tiny_model, change_tokenizer(critic, truncation=cut)).files.path == critic
 
@@ -116,7 +118,7 @@ def test_a_critic_with_another_vocabulary_is_refused(tiny_model: Path, tmp_path:
         critic_input(tiny_model, small)
 
 
-def test_a_teacher_must_have_the_policys_tokens(tiny_model: Path, tmp_path: Path) -> None:
+def test_a_teacher_with_a_larger_vocabulary_is_cut_to_the_policys_tokens(tiny_model: Path, tmp_path: Path) -> None:
     tensors = gguf_files.random_checkpoint(biases=False, tied=False)
     path = gguf_files.write_gguf(tmp_path / "a.gguf", "llama", tensors, extra=[gguf_files.add_tiny_tokenizer])
     settings = load(None, [f"model.path={tiny_model}", f"reference.path={path}"], {}).settings
@@ -127,7 +129,7 @@ def test_a_teacher_must_have_the_policys_tokens(tiny_model: Path, tmp_path: Path
         np.testing.assert_array_equal(params[ours], tensors[name][:24])
 
 
-def test_a_reward_model_with_another_tokenizer_is_named(tiny_model: Path, tmp_path: Path) -> None:
+def test_a_note_names_a_reward_model_with_another_tokenizer(tiny_model: Path, tmp_path: Path) -> None:
     same = write_reward_model(tmp_path / "same")
     other = change_tokenizer(write_reward_model(tmp_path / "other"), pre_tokenizer=None)
     found = []
@@ -141,7 +143,7 @@ def test_a_reward_model_with_another_tokenizer_is_named(tiny_model: Path, tmp_pa
 ID = "owner/tiny"
 
 
-def test_a_resumed_run_keeps_its_commit(config, tiny_model, tmp_path, monkeypatch):
+def test_a_resumed_run_keeps_the_commit_of_its_hub_model(config, tiny_model, tmp_path, monkeypatch):
     def train(steps: int, path: str = ID) -> Result:
         return train_here(config, f"model.path={path}", "eval.every_steps=0", f"run.steps={steps}", resume="auto")
 
@@ -154,7 +156,7 @@ def test_a_resumed_run_keeps_its_commit(config, tiny_model, tmp_path, monkeypatc
         hub.commit(ID, write_model(tmp_path / "moved", seed=1))
         assert open_model(ID).commit != first
         assert json.loads(record.read_text()) == {"path": ID, "commit": first}
-        # Another revision that is asked for is a changed model.
+        # Requesting another revision counts as a changed model.
         result = train(2, f"{ID}@main")
         assert result.exit_code == 2
         assert "error: --resume: model changed since this run was started" in result.stderr
@@ -163,7 +165,9 @@ def test_a_resumed_run_keeps_its_commit(config, tiny_model, tmp_path, monkeypatc
         assert read_training_inputs(again).model_commits["model"] == first
 
 
-def test_critic_and_reward_model_keep_their_commits(config, tiny_model, tmp_path, monkeypatch):
+def test_a_resumed_run_keeps_the_commits_of_critic_reward_model_and_reference(
+    config, tiny_model, tmp_path, monkeypatch
+):
     ids = {"model": "owner/policy", "critic": "owner/critic", "reward": "owner/judge", "reference": "owner/teacher"}
     chosen = [f"model.path={ids['model']}", f"critic.path={ids['critic']}", f"reward.model={ids['reward']}"]
     chosen += [f"reference.path={ids['reference']}", "reference.revision=main", "algorithm.beta=0.1"]
@@ -181,14 +185,14 @@ def test_critic_and_reward_model_keep_their_commits(config, tiny_model, tmp_path
         hub.commit(ids["reference"], moved)
         hub.commit(ids["reward"], judges[1])
         assert read_training_inputs(pin_revisions(settings, run)).model_commits == first
-        # Those who ask for another revision get it, and of the others the commit they had.
+        # A model whose revision is requested gets it; the others keep their commits.
         other = load(str(config), ["algorithm.name=ppo", *chosen], {"GRPO__CRITIC__PATH": "owner/critic@main"}).settings
         commits = read_training_inputs(pin_revisions(other, run)).model_commits
         assert commits["critic"] != first["critic"] and commits["reward"] == first["reward"]
 
 
 @pytest.mark.parametrize("text", ["{", "[]"])
-def test_a_damaged_record_of_commits_is_refused(config: Path, tmp_path: Path, text: str) -> None:
+def test_a_damaged_record_of_hub_commits_is_refused(config: Path, tmp_path: Path, text: str) -> None:
     (tmp_path / "model.json").write_text(text)
     with pytest.raises(InputError, match=r"--resume: .*model\.json .*use another run\.name"):
         pin_revisions(load(str(config), [], {}).settings, RunDirectory(tmp_path))

@@ -21,7 +21,7 @@ SAMPLES = random_samples(9, 4, vocab_size=ODD.vocab_size, longest_prompt=8, long
 
 
 def settings_of(*overrides: str) -> Settings:
-    # One layer may not choose both ways: what the case chooses stands above the base.
+    # One layer may not choose both ways, so the case's overrides are in a layer above the base.
     chosen = (override.partition("=") for override in overrides)
     environment = {f"GRPO__{name.replace('.', '__').upper()}": value for name, _, value in chosen}
     return load(None, [*BASE, "algorithm.beta=0.1", "algorithm.epochs=2"], environment).settings
@@ -50,7 +50,7 @@ def members(planned: MicroBatchPlan) -> list[int]:
     return sorted(i for row in rows for segment in row for i in segment)
 
 
-def test_update_and_roles_have_their_own_token_budgets() -> None:
+def test_token_budgets_limit_the_micro_batches_of_updates_and_scoring() -> None:
     assert max(rows * tokens for rows, tokens in shapes(update())) <= 2 * 64
     larger = update("algorithm.max_tokens_per_device=128")
     assert larger.num_micro_batches < update().num_micro_batches
@@ -58,13 +58,13 @@ def test_update_and_roles_have_their_own_token_budgets() -> None:
 
 
 def test_balancing_keeps_all_samples_of_the_step() -> None:
-    # Prompts are packed once.
+    # A prompt is packed once for all its samples in a row.
     assert sum(len(row) for one in update().micro_batches for row in one.rows) < len(SAMPLES)
     assert update("algorithm.balance_batch=false") != update()
     assert members(update("algorithm.balance_batch=false")) == members(update()) == list(range(len(SAMPLES)))
 
 
-def test_fixed_rows_of_each_strategy() -> None:
+def test_score_strategy_determines_the_sizes_of_fixed_micro_batches() -> None:
     """36 samples on two devices give ten rows per micro-batch."""
     five = "score.rows_per_device=5"
     assert [rows for rows, _ in shapes(role("policy", five))] == [10, 10, 10, 6]
@@ -74,7 +74,7 @@ def test_fixed_rows_of_each_strategy() -> None:
     assert update(five) == update()
 
 
-def test_fixed_rows_apply_to_one_role_or_the_update_alone() -> None:
+def test_fixed_rows_apply_only_to_the_role_or_update_that_sets_them() -> None:
     chosen = "score.reference.rows_per_device=3"
     assert [rows for rows, _ in shapes(role("reference", chosen))] == [6] * 6
     assert role("policy", chosen) == role("policy")

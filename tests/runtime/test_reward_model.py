@@ -64,7 +64,7 @@ def values_of(model: RewardModel, samples: list[Sample]) -> np.ndarray:
 
 
 @pytest.mark.parametrize("model_type", ["qwen2", "gemma3_text"])
-def test_scores_equal_transformers(model_type: str, tmp_path: Path) -> None:
+def test_reward_model_scores_equal_transformers(model_type: str, tmp_path: Path) -> None:
     torch, transformers = import_reference()
     config = transformers.AutoConfig.for_model(
         model_type, **SIZES | SWITCHES.get(model_type, {}) | {"num_labels": 1, "pad_token_id": 0}
@@ -100,7 +100,7 @@ def test_scores_equal_transformers(model_type: str, tmp_path: Path) -> None:
     np.testing.assert_allclose(together.logits[:, 0], expected, atol=1e-4)
 
 
-def test_a_run_adds_the_score_to_the_rewards(config: Path, judge: Path) -> None:
+def test_a_run_adds_the_reward_models_score_to_the_rewards(config: Path, judge: Path) -> None:
     chosen = (f"reward.model={judge}", "reward.model_weight=0.25", "run.steps=2", "eval.every_steps=0")
     succeeded(train_here(config, *chosen))
     run = config.parent / "runs" / "tiny"
@@ -120,7 +120,7 @@ def test_a_run_adds_the_score_to_the_rewards(config: Path, judge: Path) -> None:
     assert lines[1]["perf/score_reward_compilations"] == 0
 
 
-def test_grpo_score_writes_the_score_of_every_sample(sampled: Path, judge: Path, tmp_path: Path) -> None:
+def test_grpo_score_writes_the_reward_models_score_of_every_sample(sampled: Path, judge: Path, tmp_path: Path) -> None:
     chosen = settings(f"reward.model={judge}", "reward.functions=[{name: arithmetic, weight: 0}]")
     result = succeeded(here("score", *chosen, "--role", "reward", "--input", sampled, "--out", tmp_path / "out.jsonl"))
     records = records_of(tmp_path / "out.jsonl")
@@ -129,7 +129,7 @@ def test_grpo_score_writes_the_score_of_every_sample(sampled: Path, judge: Path,
 
 
 def with_head(model: Path, value: float | None) -> Path:
-    """Changes the numbers of the head, or removes it."""
+    """Sets all weights of the head to a value, or removes the head."""
     tensors = load_file(model / "model.safetensors")
     head = tensors.pop("score.weight")
     tensors |= {} if value is None else {"score.weight": np.full_like(head, value)}
@@ -137,7 +137,7 @@ def with_head(model: Path, value: float | None) -> Path:
     return model
 
 
-def test_a_checkpoint_that_gives_no_score_is_refused(tmp_path: Path) -> None:
+def test_a_reward_model_checkpoint_that_gives_no_single_score_is_refused(tmp_path: Path) -> None:
     short = write_reward_model(tmp_path / "short", max_position_embeddings=19)
     for model, message in (
         (write_reward_model(tmp_path / "lm", architectures=["LlamaForCausalLM"]), "architectures=['LlamaForCausalLM']"),
@@ -152,13 +152,13 @@ def test_a_checkpoint_that_gives_no_score_is_refused(tmp_path: Path) -> None:
         assert "reward.model" in str(error.value)
 
 
-def test_a_non_finite_score_fails(tmp_path: Path) -> None:
+def test_a_non_finite_reward_model_score_is_a_failure_of_its_sample(tmp_path: Path) -> None:
     model = loaded(with_head(write_reward_model(tmp_path / "judge"), math.nan))
     failures = [outcome.failure for outcome in model.score(dialogues())[0]]
     assert [failure and failure.text for failure in failures] == ["the reward model's score is nan"] * len(ANSWERS)
 
 
-def test_a_conversation_over_the_context_fails_alone(judge: Path) -> None:
+def test_a_conversation_too_long_for_the_reward_model_fails_without_affecting_others(judge: Path) -> None:
     samples = dialogues()
     expected = values_of(loaded(judge), samples)
     object.__setattr__(samples[2], "completion", "1" * 63)
@@ -170,7 +170,7 @@ def test_a_conversation_over_the_context_fails_alone(judge: Path) -> None:
     np.testing.assert_allclose(np.asarray([outcomes[i].value for i in kept], float), expected[kept], atol=1e-5)
 
 
-def test_a_reward_model_has_its_own_tokens_and_may_lack_a_template(tmp_path: Path) -> None:
+def test_a_reward_model_uses_its_own_tokenizer_and_needs_a_template_only_for_chats(tmp_path: Path) -> None:
     model = write_reward_model(tmp_path / "judge")
     (model / "chat_template.jinja").unlink()
     write_tokenizer(model, chat_template=None)

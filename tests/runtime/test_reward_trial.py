@@ -1,4 +1,4 @@
-"""Tests the trial of reward functions: which of them do not tell the reference answer from others."""
+"""Tests that a trial reports reward functions which do not distinguish the reference answer from others."""
 
 import re
 from typing import Any
@@ -45,14 +45,14 @@ def thinks(completions: list[str], **kwargs: Any) -> list[float]:
         (in_tags, "391"),
         (thinks, "391"),
         (lambda completion: -len(completion), "391"),
-        # Nobody knows what a completion with such an answer looks like.
+        # It is unknown what a completion with such an answer looks like.
         (lambda completion, answer: float(str(answer["target"]) == completion), {"target": 391}),
         (lambda completions: [None] * len(completions), "391"),
         *(("gsm8k", answer) for answer in ("391", "17 * 23\n#### 391", 391)),
         *((name, "391") for name in ("arithmetic", "arithmetic_format", "gsm8k_format")),
     ],
 )
-def test_functions_that_grade_answers_or_format_pass_the_trial(function: Any, answer: Any) -> None:
+def test_reward_functions_that_grade_answers_or_format_pass_the_trial(function: Any, answer: Any) -> None:
     assert found_for(function, answer) == []
 
 
@@ -64,12 +64,12 @@ def test_functions_that_grade_answers_or_format_pass_the_trial(function: Any, an
         (lambda completion: 0.5, "391", "0.5 for the reference answer '391' (str)"),
     ],
 )
-def test_a_function_that_grades_all_answers_equally_is_reported(function, answer, value):
+def test_a_reward_function_that_grades_all_answers_equally_is_reported(function, answer, value):
     (warning,) = found_for(function, answer)
     assert f"f gives {value} of q/0, and for 3 other answers; check data.answer_column" in warning
 
 
-def test_a_function_that_fails_in_one_answer_format_is_reported() -> None:
+def test_a_reward_function_that_fails_in_one_answer_format_is_reported() -> None:
     def loses(completions: list[str], answer: list[Any]) -> list[float]:
         return [0.0 for text in completions if "boxed" not in text]
 

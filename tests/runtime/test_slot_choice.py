@@ -1,4 +1,4 @@
-"""Tests what `rollout.slots: auto` and `rollout.kv_blocks: auto` stand for."""
+"""Tests the numbers that `rollout.slots: auto` and `rollout.kv_blocks: auto` choose."""
 
 import logging
 from contextlib import closing
@@ -50,7 +50,7 @@ def size_of(session: Session) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("memory", [None, 100 * GIB])
-def test_all_samples_get_slots_where_memory_is_no_limit(memory: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_samples_get_slots_if_memory_allows_it(memory: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     set_memory(monkeypatch, memory)
     session = opened()
     assert size_of(session) == (16, 2 * 4 + 2)
@@ -72,12 +72,12 @@ def test_evaluations_have_slots_while_workers_are_busy(monkeypatch: pytest.Monke
         assert session.workers is not None and session.evaluation_generator is session.continuous_batching
         assert size_of(session)[0] == 16
         assert session.generation_notes[-1].startswith("rollout.slots: auto: 16 on each host for evaluations, with")
-        # They do not round as those of the workers must among themselves.
+        # They need not round like the slots of workers, which must agree with one another.
         assert {worker.engine.shapes.rows_together for worker in session.workers.workers} == {4}
         assert session.evaluation_generator.engine.shapes.rows_together is None
 
 
-def test_evaluations_run_where_rollouts_do_unless_workers_are_busy() -> None:
+def test_evaluations_use_the_engine_of_rollouts_unless_workers_are_busy() -> None:
     with closing(opened(environment="guess_number", **WORKERS)) as session:
         assert session.workers is not None and session.evaluation_generator is session.workers
     with closing(opened(environment="guess_number", slots=8)) as session:
@@ -143,7 +143,7 @@ def test_memory_of_training_and_workers_reduces_the_kv_blocks(monkeypatch: pytes
         assert asked[2:] == [bytes_per_device(session.footprint(session.workers))]
 
 
-def test_number_of_slots_assumes_half_full_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_automatic_number_of_slots_assumes_half_full_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     set_memory(monkeypatch, None)
     full = opened(prompts_per_step=16)
     assert size_of(full) == (64, 8 * 4 + 2)
@@ -153,12 +153,12 @@ def test_number_of_slots_assumes_half_full_rows(monkeypatch: pytest.MonkeyPatch)
     assert size_of(scarce) == (4 * 8, 12)
     assert "32 on each host for as many samples as fit, with a KV cache" in scarce.generation_notes[-1]
     assert size_of(opened(prompts_per_step=16, kv_blocks=9)) == (2 * 8, 9)
-    # A number that somebody set stays.
+    # A number that was set explicitly is kept.
     assert size_of(opened(prompts_per_step=16, slots=64)) == (64, 12)
     assert size_of(opened(slots=64, kv_blocks="null")) == (64, 34)
 
 
-def test_memory_below_one_sample_is_a_warning(
+def test_memory_for_less_than_one_sample_is_reported_by_a_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     set_memory(monkeypatch, 2**20)

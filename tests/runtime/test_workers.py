@@ -44,7 +44,7 @@ def test_fast_workers_may_have_many_slots_for_short_rows(mode: str, rows_togethe
     assert (heavy.shapes.num_slots, heavy.shapes.max_row_length) == (16, 64)
     assert {engine.shapes.rows_together for engine in (fast, heavy)} == {rows_together}
     assert [engine.programs.table_width for engine in (fast, heavy)] == ([4, 4] if rows_together else [2, 4])
-    assert session.workers.engine is heavy, "its cache is larger, for all its fewer slots"
+    assert session.workers.engine is heavy, "its cache is larger, although it has fewer slots"
     assert heavy.batch_shape.cache_length == 64 and fast.batch_shape.cache_length == 32
 
 
@@ -65,14 +65,14 @@ def living(folder: Path) -> list[int]:
 
 @pytest.fixture
 def short_folder() -> Iterator[Path]:
-    """A folder with a short path, because the paths of Ray's sockets are limited."""
+    """Returns a folder with a short path, because the length of Ray's socket paths is limited."""
     with tempfile.TemporaryDirectory(prefix="ray", dir="/tmp") as folder:
         yield Path(folder)
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="it reads /proc")
-def test_actors_write_the_same_samples_and_end_with_the_command(sampled, tiny_model, tmp_path, short_folder):
+def test_ray_actors_write_the_same_samples_and_end_with_the_command(sampled, tiny_model, tmp_path, short_folder):
     """One command is killed, and the next one keeps its finished samples; neither leaves an actor behind."""
     pytest.importorskip("ray", reason="Ray is not installed: pip install -e '.[ray]'")
     out, part = tmp_path / "samples.jsonl", tmp_path / "samples.jsonl.part"
@@ -95,7 +95,7 @@ def test_actors_write_the_same_samples_and_end_with_the_command(sampled, tiny_mo
     assert all(map(ended, living(short_folder)))
 
 
-def test_ray_is_needed_to_generate_and_not_to_score(config, sampled, tiny_model, tmp_path, monkeypatch):
+def test_ray_is_needed_to_generate_but_not_to_score(config, sampled, tiny_model, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     for result in (train_here(config, *ACTORS), here(*rollout_of(tiny_model, tmp_path / "samples.jsonl"))):
         assert result.exit_code == 2 and "pip install -e '.[ray]'" in result.stderr
@@ -104,7 +104,7 @@ def test_ray_is_needed_to_generate_and_not_to_score(config, sampled, tiny_model,
     succeeded(here("score", *of_tiny(tiny_model), *settings(*ACTORS), *files))
 
 
-def test_a_dry_run_starts_no_actors_and_omits_their_caches(config: Path) -> None:
+def test_a_dry_run_starts_no_ray_actors_and_omits_their_caches(config: Path) -> None:
     ray = pytest.importorskip("ray", reason="Ray is not installed: pip install -e '.[ray]'")
 
     def cache_bytes(*overrides: str) -> int:

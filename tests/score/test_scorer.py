@@ -73,7 +73,7 @@ def assert_close(ours, expected, atol=1e-5) -> None:
 
 
 @pytest.mark.parametrize(("architecture", "temperature"), [(ODD, 0.6), (BIASED, 1.5)], ids=["tied", "untied-biases"])
-def test_logprobs_of_every_completion_token_equal_float64(architecture, temperature):
+def test_logprobs_of_every_completion_token_equal_a_float64_oracle(architecture, temperature):
     expected = [slow_logprobs(s, architecture, temperature) for s in SAMPLES]
     assert_close(score(SAMPLES, architecture=architecture, temperature=temperature), expected, atol=2e-5)
 
@@ -82,19 +82,19 @@ def test_logprobs_of_every_completion_token_equal_float64(architecture, temperat
     ("num_samples", "rows_per_device", "run", "trim_tail"),
     [(9, 2, Scorer.run_looped, True), (1, 100, Scorer.run_scanned, False)],
 )
-def test_fixed_micro_batches_give_equal_scores(num_samples, rows_per_device, run, trim_tail):
+def test_fixed_micro_batches_give_the_logprobs_of_a_single_pass(num_samples, rows_per_device, run, trim_tail):
     """Micro-batches of 2 leave an uneven last one of 9 samples."""
     cut = FixedRowBatcher(rows_per_device, trim_tail=trim_tail)
     for ours, expected in zip(score(SAMPLES[:num_samples], cut=cut, run=run), score(SAMPLES), strict=False):
         np.testing.assert_allclose(ours, expected, rtol=1e-6)
 
 
-def test_loop_and_scan_of_equal_shapes_are_equal_bit_for_bit():
+def test_scoring_by_loop_and_scan_gives_equal_bits_for_equal_shapes():
     cut = FixedRowBatcher(3, trim_tail=True)
     assert_close(score(SAMPLES, cut=cut, run=Scorer.run_scanned), score(SAMPLES, cut=cut), atol=0)
 
 
-def test_random_lengths_compile_each_row_shape_once():
+def test_scoring_random_lengths_compiles_each_row_shape_once():
     scorer = Scorer(DecoderDefinition.create(ODD), make_mesh(), dtype=FLOAT32, logits_chunk=128)
     cut = PackedRowBatcher(TokenBudget(64, 32, share_prompts=True, balance=True), forward_flops(ODD))
     shapes = set()
@@ -111,7 +111,7 @@ def test_random_lengths_compile_each_row_shape_once():
         assert compilations.take_count() == 1
 
 
-def test_memory_does_not_grow_with_the_number_of_micro_batches():
+def test_memory_of_scoring_does_not_grow_with_the_number_of_micro_batches():
     scorer, params = scorer_of(ODD), params_of(ODD)
 
     def most_alive(num_samples: int) -> int:
@@ -119,7 +119,7 @@ def test_memory_does_not_grow_with_the_number_of_micro_batches():
 
         def counted():
             for micro_batch in FixedRowBatcher(1, trim_tail=False)(samples, scorer.mesh).local_plan.micro_batches:
-                # The rows that were sent; on a CPU what came back is the host's own array.
+                # Counts the rows sent to the device; on a CPU, results are arrays of the host.
                 counts.append(sum(array.dtype == jnp.int32 for array in jax.live_arrays()))
                 yield pack_tokens(samples, micro_batch)
 
@@ -131,18 +131,18 @@ def test_memory_does_not_grow_with_the_number_of_micro_batches():
     assert most_alive(64) <= most_alive(8)
 
 
-def test_logprobs_do_not_depend_on_order_mask_or_chunks():
+def test_scored_logprobs_do_not_depend_on_sample_order_mask_or_chunk_size():
     order, expected = np.random.default_rng(0).permutation(len(SAMPLES)), score(SAMPLES)
     assert_close(score([SAMPLES[i] for i in order]), [expected[i] for i in order])
     assert_close(score([replace(s, loss_mask=None) for s in SAMPLES]), expected, atol=0)
-    assert_close(score(SAMPLES, temperature=0.0), expected, atol=0)  # greedy samples are scored at 1
+    assert_close(score(SAMPLES, temperature=0.0), expected, atol=0)  # greedy samples are scored at temperature 1
     for logits_chunk in (1, 5):
         assert_close(score(SAMPLES, logits_chunk=logits_chunk), expected)
 
 
 @settings(max_examples=25)
 @given(st.lists(st.sampled_from([0, 0, 1, 2]), min_size=9, max_size=9), st.permutations(range(9)), st.booleans())
-def test_packed_samples_score_like_single_ones(row_of, order, shared):
+def test_packed_samples_get_the_logprobs_of_unpacked_samples(row_of, order, shared):
     """Rows have up to three samples; a fourth goes into another row."""
     rows: list[list[int]] = [[] for _ in range(12)]
     for i in order:

@@ -1,4 +1,4 @@
-"""A fake `gcloud` for a TPU VM of two workers, which runs commands in a home folder per worker."""
+"""Provides a fake `gcloud` for a TPU VM of two workers, which runs commands in a home folder per worker."""
 
 import fcntl
 import os
@@ -126,7 +126,7 @@ class Tpu:
 
 
 def make_checkout(tpu: Tpu, environment: str) -> Path:
-    """Makes a repository with the scripts, and with another text in the place of `scripts/environment.sh`."""
+    """Makes a repository with the scripts, and with another text in place of `scripts/environment.sh`."""
     folder = tpu.here / "checkout"
     (folder / "scripts").mkdir(parents=True)
     for script in SCRIPTS.glob("*tpu_vm.sh"):

@@ -18,11 +18,11 @@ from tests.program import DEADLINE_S
 from tests.scripts.conftest import SCRIPTS
 
 SLACK = 1.05
-"""How much more than the record says a program may need before the record must be made again, and argued for."""
+"""Factor by which a program may exceed its record before the record must be made again and justified."""
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_generated_page_is_up_to_date(name: str) -> None:
+def test_generated_reference_page_is_up_to_date(name: str) -> None:
     assert (REFERENCE / name).read_text(encoding="utf-8") == PAGES[name](), "run python scripts/reference_pages.py"
 
 
@@ -51,7 +51,9 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return importlib.import_module("compiled_presets")
 
 
-def test_recorded_presets_are_for_their_devices(bench: ModuleType, record: dict[str, Any]) -> None:
+def test_records_of_compiled_presets_match_their_devices_and_programs(
+    bench: ModuleType, record: dict[str, Any]
+) -> None:
     assert record.keys() <= set(bench.accelerator_presets())
     for preset, one in record.items():
         assert one["devices"] == bench.devices_of(preset)
@@ -61,14 +63,15 @@ def test_recorded_presets_are_for_their_devices(bench: ModuleType, record: dict[
 @pytest.mark.compile
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("preset", [x for x in preset_names() if re.match("(gsm8k|math)(?!.*_cpu$)", x)])
-def test_preset_compiles_for_its_hardware_and_needs_what_is_recorded(preset, bench, record):
+def test_preset_compiles_for_its_hardware_within_the_recorded_bytes_and_time(preset, bench, record):
     if module := bench.missing_compiler(preset):
         pytest.skip(f"{module} is not installed")
     assert preset in record, f"make its record: python scripts/bench/compiled_presets.py {preset}"
     found, recorded = bench.compiled(preset), record[preset]
     assert set(found["programs"]) == set(recorded["programs"])
     if "passes_of_experts" in found:
-        # Forward, backward, which is two, and forward again for `remat: block`: 12 grouped products of a layer.
+        # A layer has 12 grouped matmuls: a forward pass, a backward pass, which counts twice, and another forward pass
+        # for `remat: block`.
         assert found["passes_of_experts"] == pytest.approx(4, rel=0.1)
     for name, before in recorded["programs"].items():
         now = found["programs"][name]

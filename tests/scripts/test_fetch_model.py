@@ -16,7 +16,7 @@ def write_wheel(folder, number: int, content: bytes) -> None:
         wheel.writestr(f"{about}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
 
 
-def test_a_model_is_fetched_part_by_part_and_only_a_whole_one_gets_its_name(tmp_path, monkeypatch, capsys):
+def test_a_model_is_fetched_in_parts_and_gets_its_name_only_when_complete(tmp_path, monkeypatch, capsys):
     for name, value in {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(tmp_path), "PIP_CONFIG_FILE": "/dev/null"}.items():
         monkeypatch.setenv(name, value)
     sums = [(len(part), hashlib.sha256(part).hexdigest()) for part in PARTS]

@@ -1,4 +1,4 @@
-"""Test of the page about TPU VMs: the run of its commands, entered as they are printed, outlives the VMs."""
+"""Tests the page about TPU VMs: a run started by its commands, entered as printed, outlives the VMs."""
 
 import json
 import os
@@ -24,7 +24,7 @@ PAGE = (REPOSITORY / "sops" / "start" / "tpu_vm.md").read_text()
 RUN = "gs://bucket/runs/first"
 """The run of the page, in the bucket of the test."""
 
-# In the place of what fetches packages: the program of this repository, for the worker that the home folder names.
+# Installs the program of this repository instead of fetching packages; the home folder names the worker.
 ENVIRONMENT = "make_environment() { mkdir -p .venv/bin; cp @CLOUD@/grpo .venv/bin/grpo; }\n"
 GRPO = '#!/usr/bin/env bash\nPYTHONPATH=@REPOSITORY@ GRPO__MESH__PROCESS_ID=${HOME##*-} exec @PYTHON@ "$@"\n'
 SHORT_LEASE = "from app.tracking import run_mirror\nrun_mirror.RENEW_S, run_mirror.LEASE_S = 1.0, 3.0\n"
@@ -35,7 +35,7 @@ SMALL = ("rollout.prompts_per_step=4", "rollout.group_size=4", "checkpoint.every
 
 
 class Terminal:
-    """The terminal of somebody who enters commands of the page, in a checkout."""
+    """A terminal in a checkout, in which a user enters commands of the page."""
 
     def __init__(self, tpu: Tpu):
         self.tpu = tpu
@@ -50,7 +50,7 @@ class Terminal:
 
     @contextmanager
     def entered(self, command: str, *overrides: str) -> Iterator[subprocess.Popen[bytes]]:
-        # Settings as variables win over those of a command.
+        # Settings in environment variables override those of a command.
         pairs = (pair.split("=") for pair in (*HOSTS, f"mesh.coordinator_address={free_address()}", *SMALL, *overrides))
         settings = {f"GRPO__{name.upper().replace('.', '__')}": value for name, value in pairs}
         with self.output.open("wb") as output:
@@ -69,7 +69,7 @@ class Terminal:
             process.wait()
 
     def run(self, command: str, *overrides: str) -> str:
-        """Returns what a command prints, which must end well."""
+        """Runs a command, which must succeed, and returns its output."""
         with self.entered(command, *overrides) as process:
             assert process.wait(timeout=LONGEST_S) == 0, self.output.read_text()
         return self.output.read_text()
@@ -94,7 +94,7 @@ def log(terminal: Terminal, worker: int) -> str:
 @pytest.mark.slow
 @pytest.mark.two_hosts
 @pytest.mark.timeout(1800)
-def test_run_by_the_five_commands_of_the_page_outlives_its_machines(tpu: Tpu) -> None:
+def test_a_run_started_by_the_five_commands_continues_on_new_machines(tpu: Tpu) -> None:
     create, sync, setup, inspect, train = commands("Five commands")
     (delete,) = commands("After a preemption")
     terminal = Terminal(tpu)
@@ -108,7 +108,7 @@ def test_run_by_the_five_commands_of_the_page_outlives_its_machines(tpu: Tpu) ->
         first, second = (log(terminal, worker).partition("\nmesh ")[2] for worker in (0, 1))
         assert first == second and "\n1     2048-2051 " in first
 
-        # More steps than there is time for.
+        # The run has more steps than the test has time for.
         with terminal.entered(train, "run.steps=100000") as process:
             bucket, end = Bucket(RUN), time.monotonic() + LONGEST_S
             while not any(name.endswith(MARKER) for name in bucket.sizes()):

@@ -16,7 +16,7 @@ WORKERS = (0, 1)
 
 Launch = Callable[..., subprocess.CompletedProcess[str]]
 
-# Which worker it is stands in the name of the home folder.
+# The name of the home folder ends with the number of the worker.
 GRPO = """#!/usr/bin/env bash
 echo "$*" >>"$HOME/calls"
 attempt=$(wc -l <"$HOME/calls")
@@ -49,7 +49,7 @@ def calls_of(tpu: Tpu, worker: int) -> list[str]:
     return (tpu.home(worker) / "calls").read_text().splitlines()
 
 
-def test_the_same_command_runs_on_every_worker_with_a_log_of_each(tpu: Tpu, launch: Launch) -> None:
+def test_launcher_runs_the_same_command_on_every_worker_and_keeps_its_log(tpu: Tpu, launch: Launch) -> None:
     done = launch("bash", "-c", "pwd", options=("--dry-run",))
     assert done.returncode == 0 and done.stdout.count("gcloud compute tpus tpu-vm ssh tpu-1 --worker=") == 2
     assert [call[3] for call in tpu.calls()] == ["describe"] and not (tpu.here / "logs").exists()
@@ -63,7 +63,7 @@ def test_the_same_command_runs_on_every_worker_with_a_log_of_each(tpu: Tpu, laun
     assert workers == [["tpu-1", "--worker=0"], ["tpu-1", "--worker=1"]]
 
 
-def test_every_argument_arrives_whole(tpu: Tpu, launch: Launch) -> None:
+def test_launcher_passes_every_argument_unchanged(tpu: Tpu, launch: Launch) -> None:
     arguments = ["two words", "", "it's", 'a "b"', "$HOME `id` $(id)", "*", "a;b|c&d>e", "line\nline", "-x", "ü\\n"]
     install_grpo(tpu, 'printf \'%s\\0\' "$@" >"$HOME/arguments"\n')
     done = launch("grpo", *arguments)
@@ -72,7 +72,7 @@ def test_every_argument_arrives_whole(tpu: Tpu, launch: Launch) -> None:
         assert (tpu.home(worker) / "arguments").read_text().split("\0")[:-1] == arguments
 
 
-def test_a_failed_worker_ends_the_others(tpu: Tpu, launch: Launch) -> None:
+def test_a_failed_worker_ends_the_other_workers(tpu: Tpu, launch: Launch) -> None:
     other_is_ready = f"while [ ! -e {tpu.home(0)}/ready ]; do sleep 0.05; done"
     install_grpo(tpu, f"[ $worker = 0 ] || {{ {other_is_ready}; exit 3; }}\n{SLEEP_UNTIL_TERM}")
     done = launch("grpo", "train")
@@ -81,7 +81,7 @@ def test_a_failed_worker_ends_the_others(tpu: Tpu, launch: Launch) -> None:
     assert "saved" in log(tpu, 0) and tpu.running(0) is None
 
 
-def test_worker_that_ignores_term_is_killed_with_all_it_started(tpu: Tpu, launch: Launch) -> None:
+def test_a_worker_that_ignores_sigterm_is_killed_with_its_children(tpu: Tpu, launch: Launch) -> None:
     install_grpo(tpu, "[ $worker = 0 ] || exit 1\ntrap '' TERM\nsleep 60 & echo $! >$HOME/child; wait; wait\n")
     done = launch("grpo", "train", options=("--grace", "1"))
     assert done.returncode == 1
@@ -106,7 +106,7 @@ def test_a_resumable_run_is_restarted_with_resume(tpu: Tpu, launch: Launch) -> N
         assert f"worker 1 ended with {text}" in done.stderr
 
 
-def test_command_that_gcloud_repeats_after_a_lost_connection_runs_once(tpu: Tpu, launch: Launch) -> None:
+def test_a_command_that_gcloud_repeats_after_a_lost_connection_runs_once(tpu: Tpu, launch: Launch) -> None:
     install_grpo(tpu, f"[ $attempt -gt 1 ] && exit 0\n{SLEEP_UNTIL_TERM}")
     (tpu.cloud / "break-1").touch()
     done = launch("grpo", "train", options=("--restarts", "1"))
@@ -131,7 +131,7 @@ def test_a_run_that_cannot_continue_is_not_restarted(tpu, launch, program, comma
     assert calls_of(tpu, 0) == [command] * num_calls
 
 
-def test_an_error_that_kills_another_workers_host_is_not_restarted(tpu: Tpu, launch: Launch) -> None:
+def test_a_run_is_not_restarted_after_an_error_that_also_ends_another_worker(tpu: Tpu, launch: Launch) -> None:
     tpu.environment["TMPDIR"] = str(tpu.here)
     has_failed = f"grep -qs '^0 1$' {tpu.here}/*/ended"
     install_grpo(tpu, f"[ $worker = 0 ] && exit 1\nuntil {has_failed}; do sleep 0.05; done\nkill -ABRT $$\n")
@@ -142,7 +142,7 @@ def test_an_error_that_kills_another_workers_host_is_not_restarted(tpu: Tpu, lau
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
-def test_a_signal_is_forwarded_once_and_ends_the_job(tpu: Tpu, number: signal.Signals, code: int) -> None:
+def test_launcher_forwards_a_signal_once_and_ends_the_job(tpu: Tpu, number: signal.Signals, code: int) -> None:
     name = number.name.removeprefix("SIG")
     trap = f"trap 'echo {name} >>$HOME/signals; exit {code}' TERM INT"
     install_grpo(tpu, f"{trap}\ntouch $HOME/ready\nsleep 60 & wait $!\n")
@@ -156,7 +156,7 @@ def test_a_signal_is_forwarded_once_and_ends_the_job(tpu: Tpu, number: signal.Si
         assert len(calls_of(tpu, worker)) == 1
 
 
-def test_a_launch_does_not_disturb_another_and_stop_ends_it(tpu: Tpu) -> None:
+def test_a_second_launch_does_not_disturb_the_first_and_stop_ends_it(tpu: Tpu) -> None:
     install_grpo(tpu, SLEEP_UNTIL_TERM)
     with tpu.start(SCRIPT, *QUICK, "--", "grpo", "train") as first:
         wait_for(lambda: all((tpu.home(worker) / "ready").exists() for worker in WORKERS))

@@ -16,7 +16,7 @@ SYNC, SETUP, LAUNCH = "sync_env_to_tpu_vm.sh", "setup_tpu_vm.sh", "launch_on_tpu
 CALLS = {SYNC: (), SETUP: (), LAUNCH: ("--", "true")}
 """Arguments of each script besides name and zone."""
 
-# In the place of `scripts/environment.sh`, which would fetch some gigabytes: what it is asked for, and what it leaves.
+# Replaces `scripts/environment.sh`, which would fetch gigabytes; it records its arguments and installs a stub.
 ENVIRONMENT = """make_environment() {
     [ -e unusable ] && { echo "pip could not install the package" >&2; exit 1; }
     mkdir -p .venv/bin
@@ -53,7 +53,7 @@ def write_env(tpu: Tpu, text: str = f"WANDB_API_KEY={CANARY}\n", *, mode: int = 
     ],
     ids=repr,
 )
-def test_options_are_checked_before_gcloud_is_called(tpu, script, arguments, complaint):
+def test_script_options_are_checked_before_gcloud_is_called(tpu, script, arguments, complaint):
     write_env(tpu)
     done = tpu.run(script, *arguments)
     assert (done.returncode, tpu.calls()) == (2, [])
@@ -81,7 +81,9 @@ def test_missing_tpu_worker_or_gcloud_is_reported(tpu: Tpu, script: str) -> None
     assert f"bash scripts/{script} --name TPU --zone ZONE" in shown and "set -euo" not in shown
 
 
-def test_every_worker_gets_the_keys_where_the_program_reads_them(tpu: Tpu, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sync_copies_api_keys_to_every_worker_where_the_program_reads_them(
+    tpu: Tpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write_env(tpu, f"# mine\nexport WANDB_API_KEY='{CANARY} $x'\r\n\nHF_TOKEN = {CANARY}-2\nAWS_SECRET=mine\n")
     done = tpu.run(SYNC)
     assert done.returncode == 0, done.stderr
@@ -100,7 +102,7 @@ def test_every_worker_gets_the_keys_where_the_program_reads_them(tpu: Tpu, monke
 
 
 @pytest.mark.parametrize("broken", [None, "scp", "ssh"])
-def test_values_of_keys_are_on_no_command_line_and_in_no_output(tpu: Tpu, broken: str | None) -> None:
+def test_values_of_api_keys_appear_on_no_command_line_and_in_no_output(tpu: Tpu, broken: str | None) -> None:
     write_env(tpu, f"WANDB_API_KEY={CANARY}\nOTHER_KEY={CANARY}\n")
     if broken:
         tpu.fail(broken, 1, "no route to host")
@@ -127,7 +129,7 @@ def test_values_of_keys_are_on_no_command_line_and_in_no_output(tpu: Tpu, broken
         (f"HF_TOKEN={CANARY}\n", 0o640, "chmod 600 .env"),
     ],
 )
-def test_file_of_keys_that_is_unusable_or_open_to_others_is_refused(tpu, text, mode, complaint):
+def test_an_env_file_that_is_unusable_or_readable_by_others_is_refused(tpu, text, mode, complaint):
     write_env(tpu, text, mode=mode)
     done = tpu.run(SYNC)
     assert (done.returncode, tpu.calls()) == (2, [])
@@ -138,14 +140,14 @@ def test_file_of_keys_that_is_unusable_or_open_to_others_is_refused(tpu, text, m
 
 @pytest.fixture
 def checkout(tpu: Tpu) -> Path:
-    """A repository to which a test may commit."""
+    """Returns a repository to which a test may commit."""
     folder = make_checkout(tpu, ENVIRONMENT)
     (folder / "old name.txt").write_text("first\n")
     commit(folder)
     return folder
 
 
-def test_every_worker_gets_the_newest_commit_and_keeps_other_files(tpu: Tpu, checkout: Path) -> None:
+def test_setup_installs_the_newest_commit_on_every_worker_and_keeps_other_files(tpu: Tpu, checkout: Path) -> None:
     script = checkout / "scripts" / SETUP
     done = tpu.run(script)
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""Loads settings from a text or from overrides, reads tables of cases, and returns what a check says."""
+"""Loads settings from a text or from overrides, reads tables of cases, and returns the errors of checks."""
 
 import re
 from collections.abc import Callable

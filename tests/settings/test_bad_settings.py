@@ -63,7 +63,7 @@ wandb_api_key=x | is a secret; set WANDB_API_KEY in the environment or a .env
 @pytest.mark.parametrize(
     ("overrides", "message"), [*BAD_SETS, [f"run.name={'a' * 101}", "expected at most 100 letters"]]
 )
-def test_a_bad_set_is_refused_in_one_line(overrides: str, message: str) -> None:
+def test_an_invalid_override_is_refused_in_one_line(overrides: str, message: str) -> None:
     told = refusal(with_sets, *overrides.split(" & "))
     assert message in told and len(told.splitlines()) == 1
 
@@ -84,7 +84,7 @@ critic: {optim: {lr: 1e-5}} | verl's critic.optim.lr is critic.learning_rate her
 
 
 @pytest.mark.parametrize(("text", "message"), BAD_FILES)
-def test_a_bad_file_is_refused_with_its_line(text: str, message: str) -> None:
+def test_an_invalid_setting_in_a_file_is_refused_with_its_line(text: str, message: str) -> None:
     assert message in refusal(load_text, f"# The first line\n{text}")
 
 
@@ -106,17 +106,17 @@ foo.bar | `grpo settings` lists the settings
 
 
 @pytest.mark.parametrize(("name", "suggestion"), UNKNOWN_NAMES)
-def test_unknown_names_are_explained_only_when_the_guess_is_good(name: str, suggestion: str) -> None:
+def test_error_about_an_unknown_setting_suggests_a_name_only_if_one_is_close(name: str, suggestion: str) -> None:
     message = refusal(with_sets, f"{name}=1")
     assert message.startswith(f"unknown setting {name} (--set); {suggestion}"), message
 
 
 @pytest.mark.parametrize("text", ["run: {stepz: 1}\nmodel: {pth: x}\n", "run: {steps: a}\nmodel: {dtype: b}\n"])
-def test_all_unknown_names_and_wrong_values_are_listed_at_once(text: str) -> None:
+def test_all_unknown_settings_and_wrong_values_are_listed_at_once(text: str) -> None:
     assert len(refusal(load_text, text).splitlines()) == 2
 
 
-def test_a_file_of_another_program_gives_a_short_error() -> None:
+def test_a_config_file_of_another_program_gives_a_short_error() -> None:
     text = "trainer: {" + ", ".join(f"option_{number}: 1" for number in range(40)) + "}"
     lines = refusal(load_text, text).splitlines()
     assert lines[0].startswith("unknown setting trainer.option_0 (yaml:c.yaml:1)")
@@ -136,7 +136,7 @@ def test_a_file_of_another_program_gives_a_short_error() -> None:
         ({"BATCH_SIZE": "[1"}, "environment variable BATCH_SIZE:1:3: not valid YAML"),
     ],
 )
-def test_a_bad_environment_is_refused(environ: dict[str, str], message: str) -> None:
+def test_an_invalid_environment_variable_is_refused(environ: dict[str, str], message: str) -> None:
     assert message in refusal(load, None, [], environ)
 
 

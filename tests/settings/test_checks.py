@@ -105,11 +105,13 @@ mesh.coordinator_address=h:1 mesh.num_processes=2 mesh.process_id=1 mesh.expect_
    | mesh.expect_processes = 4 (from --set) differs from mesh.num_processes = 2 (from --set)
 mesh.cpu_devices=8 mesh.platform=tpu | =cpu | is for CPU hosts, but mesh.platform = 'tpu' (from --set)
 """)
-"""Settings; what else, or which other value of the last one, is accepted; and part of the message (its end: `$`)."""
+"""Refused settings; an accepted alternative, or value of the last one; and part of the message (`$` is its end)."""
 
 
 @pytest.mark.parametrize(("chosen", "way_out", "expected"), REFUSED_BY_TRAIN + REFUSED_BY_ROLLOUT)
-def test_incompatible_settings_are_refused(chosen: str, way_out: str, expected: str) -> None:
+def test_incompatible_settings_are_refused_and_the_advised_ones_accepted(
+    chosen: str, way_out: str, expected: str
+) -> None:
     overrides = chosen.split("; ") if ";" in chosen else chosen.split()
     accepted = overrides[-1].partition("=")[0] + way_out if way_out.startswith("=") else way_out
     message = refusal(check_for_train, over_defaults(*overrides))
@@ -147,7 +149,7 @@ IN_TRAINING = IN_SIZES | {
         ("mesh", {"mesh.num_processes", "mesh.pretend"}),
     ],
 )
-def test_a_command_lists_all_errors_in_the_settings_it_uses(command: str, expected: set[str]) -> None:
+def test_a_command_lists_all_errors_in_the_settings_that_it_uses(command: str, expected: set[str]) -> None:
     message = refusal(getattr(commands, f"check_for_{command}"), over_defaults(*WRONG_EVERYWHERE))
     assert sorted(line.partition(" ")[0] for line in message.splitlines()) == sorted(expected)
 
@@ -161,7 +163,7 @@ def test_a_command_lists_all_errors_in_the_settings_it_uses(command: str, expect
         ("algorithm.estimator=vtrace score.critic.max_tokens_per_device=192", ["policy"]),
     ],
 )
-def test_only_the_quotas_of_roles_that_a_step_scores_are_checked(overrides: str, roles: list[str]) -> None:
+def test_only_the_token_quotas_of_roles_that_a_step_scores_are_checked(overrides: str, roles: list[str]) -> None:
     resolved = over_defaults("score.max_tokens_per_device=191", *overrides.split())
     lines = refusal(check_for_train, resolved).splitlines() if roles else [check_for_train(resolved)][1:]
     assert lines == [
@@ -194,6 +196,6 @@ def test_host_addresses_can_be_left_to_the_platform() -> None:
 
 
 def test_gsm8k_presets_request_the_answer_format_that_is_parsed() -> None:
-    """YAML reads an unquoted text up to ` #`, which starts a comment."""
+    """An unquoted text in YAML ends before ` #`, which starts a comment."""
     for preset in (name for name in preset_names() if "gsm8k" in name):
         assert "####" in (load(preset, [], {}).settings.data.system_prompt or ""), preset

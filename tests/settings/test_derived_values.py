@@ -64,7 +64,7 @@ DERIVED: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("overrides", "expected"), DERIVED)
-def test_derived_settings_follow_from_the_chosen_ones(overrides: str, expected: dict[str, Any]) -> None:
+def test_derived_settings_follow_from_the_chosen_settings(overrides: str, expected: dict[str, Any]) -> None:
     resolved = over_defaults(*overrides.split("; "))
     assert {name: attrgetter(name)(resolved.settings) for name in expected} == expected
 
@@ -110,10 +110,10 @@ def test_launch_notice_lists_algorithm_changes_but_not_user_settings() -> None:
     chosen = with_sets(dapo, "algorithm.clip_high=0.28").algorithm_changes
     assert chosen == expected.replace("clip_high 0.28 (grpo: 0.2), ", "")
     assert with_sets().algorithm_changes is None
-    # Without a penalty it has no place.
+    # Without a penalty, its place is not listed.
     assert "kl_in" not in str(with_sets("algorithm.name=rloo").algorithm_changes)
     assert "kl_in reward (grpo: loss)" in str(with_sets("algorithm.name=rloo", "algorithm.beta=0.1").algorithm_changes)
-    # What follows from the estimator is told whoever chose that.
+    # Values that follow from the estimator are listed whoever chose it.
     follows = "whiten_advantages true (grpo: false), shuffle true (grpo: false)"
     ppo = f"ppo (Schulman et al. 2017): estimator gae (grpo: grpo), {follows}"
     assert with_sets("algorithm.name=ppo").algorithm_changes == ppo
@@ -137,7 +137,7 @@ algorithm.correction=mask algorithm.correction_veto=0 | mask token 0.0
 
 
 @pytest.mark.parametrize(("overrides", "expected"), CORRECTIONS)
-def test_default_correction_depends_on_max_staleness(overrides: str, expected: str) -> None:
+def test_default_correction_depends_on_staleness_and_rounded_sampling(overrides: str, expected: str) -> None:
     resolved = with_sets("rollout.scheduler=adaptive", *overrides.split())
     ours = resolved.settings.algorithm
     assert f"{ours.correction} {ours.correction_level} {ours.correction_veto}" == expected
@@ -157,7 +157,7 @@ def test_reward_functions_default_to_none_with_an_environment() -> None:
 
 def test_without_evaluation_there_is_no_best_checkpoint() -> None:
     assert over_defaults().settings.checkpoint.best_metric == "eval/accuracy"
-    # The second as in every settings.yaml of a run, where the metric is written out.
+    # The second text is like settings.yaml of a run, which always contains the metric.
     for text in ("run: {seed: 0}", "checkpoint: {best_metric: eval/accuracy}"):
         resolved = load_text(text, "eval.every_steps=0")
         check_for_train(resolved)
@@ -175,7 +175,7 @@ def test_without_evaluation_there_is_no_best_checkpoint() -> None:
         ("mesh.platform=cuda model.dtype=float32", {"GRPO__MODEL__PATH": "a.gguf"}, (8, 512, 512, "float32")),
     ],
 )
-def test_only_built_in_models_default_to_the_quickstart(overrides, environ, expected) -> None:
+def test_only_built_in_models_default_to_the_sizes_of_the_quickstart(overrides, environ, expected) -> None:
     resolved = load(None, overrides.split(), environ)
     names = "rollout.prompts_per_step", "data.max_prompt_length", "rollout.max_new_tokens", "model.dtype"
     assert attrgetter(*names)(resolved.settings) == expected

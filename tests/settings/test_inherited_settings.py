@@ -1,4 +1,4 @@
-"""Tests settings of a run as the base of another run, with another algorithm."""
+"""Tests that the settings of a run can be the base of another run, also with another algorithm."""
 
 import pytest
 
@@ -21,7 +21,7 @@ def based_on(file: ConfigFile, *chosen: str) -> Resolved:
 
 
 @pytest.mark.parametrize(("before", "name"), [("ppo", name) for name in ALGORITHM_PRESETS] + [("grpo", "ppo")])
-def test_replay_under_another_algorithm_takes_its_own_defaults(before: str, name: str) -> None:
+def test_replay_under_another_algorithm_uses_the_defaults_of_that_algorithm(before: str, name: str) -> None:
     quota, chosen = "algorithm.max_tokens_per_device=512", (f"algorithm.name={name}", "reference.path=teacher")
     again = based_on(written(f"algorithm.name={before}", quota), *chosen)
     check_for_train(again)
@@ -44,10 +44,10 @@ def test_replay_without_overrides_has_the_settings_of_the_run() -> None:
     assert based_on(file).provenance["algorithm.name"] == f"yaml:settings.yaml:{line}"
 
 
-def test_settings_of_a_multi_host_run_work_on_a_single_host() -> None:
+def test_settings_of_a_multi_host_run_lose_their_hosts_in_a_replay() -> None:
     mesh = based_on(written(*HOSTS)).settings.mesh
     assert (mesh.coordinator_address, mesh.num_processes, mesh.process_id) == (None, None, None)
-    # Whoever names them now is asked.
+    # Hosts that are given explicitly are used.
     assert based_on(written(*HOSTS), *HOSTS).settings.mesh.process_id == 0
 
 

@@ -63,7 +63,7 @@ def test_micro_batching_follows_the_latest_layer_or_is_inherited(text, overrides
     assert f"{quota} {rows}" == expected
 
 
-def test_strategy_defaults_to_loop_and_off_ignores_the_rows() -> None:
+def test_score_strategy_defaults_to_loop_and_off_ignores_fixed_rows() -> None:
     for text, override, expected in (
         ("score: {strategy: off}", "score.rows_per_device=3", ("loop", "derived")),
         ("score: {rows_per_device: 3}", "score.strategy=off", ("off", "set")),
@@ -74,7 +74,7 @@ def test_strategy_defaults_to_loop_and_off_ignores_the_rows() -> None:
 
 
 @pytest.mark.parametrize("role", ROLES)
-def test_a_role_inherits_unset_values_from_score(role: Any) -> None:
+def test_a_role_inherits_unset_micro_batch_settings_from_score(role: Any) -> None:
     resolved = load_text(f"score:\n  rows_per_device: 3\n  strategy: scan\n  {role}:\n    rows_per_device: 2\n")
     other = ROLES[ROLES.index(role) - 1]
     assert (sizes_of(resolved, f"score.{role}"), sizes_of(resolved, f"score.{other}")) == ((None, 2), (None, 3))
@@ -105,7 +105,7 @@ def test_one_layer_cannot_set_a_token_quota_and_fixed_rows(section: str, dynamic
     assert "; remove" in refusal(load, None, [], environ)
 
 
-def test_all_contradictions_are_listed_with_the_names_that_were_written() -> None:
+def test_all_micro_batch_contradictions_are_listed_with_the_names_as_written() -> None:
     text = "use_dynamic_bsz: true\nalgorithm:\n  rows_per_device: 4\nscore: {rows_per_device: 2}\n"
     first, second = refusal(load_text, text).splitlines()
     assert first == (
@@ -116,7 +116,7 @@ def test_all_contradictions_are_listed_with_the_names_that_were_written() -> Non
     assert second.startswith("a token quota follows from score.dynamic = True (from yaml:c.yaml:1)")
 
 
-def test_environment_overriding_the_command_line_is_announced() -> None:
+def test_a_notice_says_that_the_environment_overrides_the_command_line() -> None:
     resolved = load_text("run: {seed: 0}", "score.rows_per_device=4", GRPO__SCORE__MAX_TOKENS_PER_DEVICE="900")
     assert resolved.notices == (
         "environment variable GRPO__SCORE__MAX_TOKENS_PER_DEVICE overrides score.rows_per_device 4 from --set",
@@ -137,7 +137,7 @@ LAYER = st.lists(FIELD_AND_VALUE, max_size=4, unique_by=lambda item: item[0]).ma
 
 @hypothesis.settings(max_examples=40)
 @given(in_set=LAYER, in_environment=LAYER)
-def test_each_scope_is_dynamic_or_fixed_even_when_printed(in_set: dict, in_environment: dict) -> None:
+def test_each_micro_batch_scope_is_dynamic_or_fixed_also_after_printing(in_set: dict, in_environment: dict) -> None:
     overrides = [f"{field}={json.dumps(value)}" for field, value in in_set.items()]
     environ = {env_name(field): json.dumps(value) for field, value in in_environment.items()}
     try:
@@ -151,7 +151,7 @@ def test_each_scope_is_dynamic_or_fixed_even_when_printed(in_set: dict, in_envir
         assert (quota is None) or (rows is None)
         assert quota is not None or rows is not None or (score.strategy == "off" and section != "algorithm")
     assert (score.strategy is None) == score.dynamic
-    # The last layer has its will, whatever else was said.
+    # The last layer always wins.
     for name, value in in_environment.items():
         assert value is None or value_of(resolved.settings, name) == value
     printed = ConfigFile("printed.yaml", "printed", resolved.to_yaml().encode())

@@ -20,7 +20,7 @@ from settings.loading.sources import env_name
 from tests.settings.loading import load_text, refusal, with_sets
 
 MAX_SETTINGS = 187
-"""Only falls: a new setting needs a user, and usually replaces another."""
+"""This number may only fall: a new setting needs a user, and usually replaces another."""
 
 
 # Precedence
@@ -40,7 +40,7 @@ def test_later_layers_win_and_provenance_names_the_winner() -> None:
     assert resolved.provenance["run.name"] == "derived"
 
 
-def test_every_field_says_what_it_is_and_every_number_has_a_bound() -> None:
+def test_every_setting_has_a_description_and_every_number_a_bound() -> None:
     assert len(FIELDS) <= MAX_SETTINGS
     for name, field in FIELDS.items():
         assert field.description, name
@@ -48,7 +48,7 @@ def test_every_field_says_what_it_is_and_every_number_has_a_bound() -> None:
             assert field.metadata, name
 
 
-def test_the_environment_overriding_a_set_and_historic_variables_are_announced_once() -> None:
+def test_overriding_variables_and_historic_names_are_announced_once() -> None:
     for overrides, environ, notice in (
         (["run.steps=3"], {"GRPO__RUN__STEPS": "4"}, "GRPO__RUN__STEPS sets run.steps to 4, instead of 3 from --set"),
         (["num_pre_q=3"], {"NUM_PRE_Q": "4"}, "NUM_PRE_Q sets rollout.group_size to 4, instead of 3 from --set"),
@@ -67,11 +67,11 @@ def test_the_environment_overriding_a_set_and_historic_variables_are_announced_o
     assert (repeated.settings.run.steps, repeated.settings.run.seed) == (5, 1)
 
 
-def test_variables_of_other_programs_are_left_alone() -> None:
+def test_environment_variables_of_other_programs_are_ignored() -> None:
     assert with_sets(MODEL="x", RUN="y", EVAL="1", steps="9", GRPO="z").settings == with_sets().settings
 
 
-def test_every_field_can_be_set_from_the_environment() -> None:
+def test_every_setting_can_be_set_from_the_environment() -> None:
     defaults = with_sets().settings
     values = defaults.model_dump(mode="json")
     environ = {env_name(field): json.dumps(reduce(getitem, field.split("."), values)) for field in FIELDS}
@@ -91,7 +91,7 @@ def test_null_and_empty_sections_set_nothing() -> None:
 
 
 @pytest.mark.parametrize("preset", preset_names())
-def test_every_preset_can_be_trained_with_and_loaded_again_when_printed(preset: str) -> None:
+def test_every_preset_passes_the_checks_of_training_and_is_loaded_again_when_printed(preset: str) -> None:
     resolved = load(preset, ["run.seed=3"], {})
     check_for_train(resolved)
     again = load_text(resolved.to_yaml())
@@ -103,7 +103,7 @@ def test_every_preset_can_be_trained_with_and_loaded_again_when_printed(preset: 
 
 @hypothesis.settings(max_examples=10)
 @given(st.text(), st.floats(min_value=0, exclude_min=True, allow_infinity=False))
-def test_any_string_and_number_survives_printing(text: str, rate: float) -> None:
+def test_any_string_and_number_is_unchanged_by_printing_and_loading(text: str, rate: float) -> None:
     resolved = with_sets()
     settings = resolved.settings.model_copy(
         update={
@@ -119,14 +119,14 @@ def test_any_string_and_number_survives_printing(text: str, rate: float) -> None
 # Values
 
 
-def test_free_text_stays_as_it_was_written() -> None:
+def test_free_text_settings_keep_their_spelling() -> None:
     for value in ("12e4567", "007", "true", "1.50"):
         assert with_sets(f"model.path={value}").settings.model.path == value
         assert with_sets(GRPO__MODEL__PATH=value).settings.model.path == value
         assert load_text(f"model: {{path: {value}}}").settings.model.path == value
 
 
-def test_a_reward_with_a_colon_is_a_plug_in_named_after_its_function() -> None:
+def test_a_reward_name_with_a_colon_is_a_plug_in_named_after_its_function() -> None:
     short = "[my_rewards:brevity, dir/file.py:Judge.score, {function: a:f, name: other, weight: 2}, gsm8k]"
     functions = with_sets(f"reward.functions={short}").settings.reward.functions
     assert [(f.name, f.function, f.weight) for f in functions] == [

@@ -28,7 +28,7 @@ def secrets_of(folder: Path) -> tuple[list[str], str | None, str | None]:
     return notices, os.environ.get("WANDB_API_KEY"), os.environ.get("HF_TOKEN")
 
 
-def test_a_dotenv_gives_the_secrets_and_names_the_others(folder: Path) -> None:
+def test_a_dotenv_file_sets_only_secrets_and_a_notice_names_other_variables(folder: Path) -> None:
     keys = f"export WANDB_API_KEY='{CANARY}$HOME'\r\nHF_TOKEN=\n{CANARY}\n"
     write(folder / ".env", f"{keys}LD_PRELOAD=x\nGRPO__RUN__STEPS=3\n")
     left = "export LD_PRELOAD, GRPO__RUN__STEPS, if needed"
@@ -37,7 +37,7 @@ def test_a_dotenv_gives_the_secrets_and_names_the_others(folder: Path) -> None:
     assert not {"LD_PRELOAD", "GRPO__RUN__STEPS"} & set(os.environ)
 
 
-def test_the_environment_comes_first_then_the_nearest_parent_the_checkout_and_root(folder, monkeypatch):
+def test_secrets_come_from_the_environment_then_the_nearest_parent_the_checkout_and_root(folder, monkeypatch):
     write(folder / "a/.env", "WANDB_API_KEY=near\n")
     write(folder / ".env", "WANDB_API_KEY=far\nHF_TOKEN=far\n")
     write(folder / "a/b/root/.env", "WANDB_API_KEY=last\nHF_TOKEN=last\n")

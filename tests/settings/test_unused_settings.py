@@ -1,4 +1,4 @@
-"""Tests the notices at launch: settings without effect, and what a user may not have meant."""
+"""Tests the notices at launch about settings without effect and surprising combinations."""
 
 from dataclasses import replace
 

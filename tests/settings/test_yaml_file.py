@@ -17,11 +17,11 @@ VALUES = {
 
 
 @pytest.mark.parametrize("text", VALUES)
-def test_values_follow_yaml_1_2(text: str) -> None:
+def test_yaml_scalars_are_read_as_in_yaml_1_2(text: str) -> None:
     assert repr(parse_yaml(text, name="f.yaml").to_python()) == repr(VALUES[text])
 
 
-def test_every_value_knows_its_line() -> None:
+def test_every_yaml_value_records_its_line() -> None:
     root = parse_yaml("# note\na:\n  b: 1\n  c:\n    - x\n    - {d: 2}\n", name="f.yaml")
     assert isinstance(root.value, dict)
     a = root.value["a"].value
@@ -31,7 +31,7 @@ def test_every_value_knows_its_line() -> None:
     assert [item.line for item in a["c"].value] == [5, 6]
 
 
-def test_an_unquoted_scalar_keeps_its_spelling() -> None:
+def test_an_unquoted_yaml_scalar_keeps_its_spelling() -> None:
     assert parse_yaml("1e3", name="f.yaml").spelling == "1e3"
     assert parse_yaml("'1e3'", name="f.yaml").spelling is None
 
@@ -66,11 +66,11 @@ BOMB = "a: &a [x,x,x,x,x,x,x,x,x,x]\n" + "".join(
         ("#" * (MAX_BYTES + 1), "larger than 256 KiB"),
     ],
 )
-def test_bad_yaml_and_files_without_settings_are_refused_with_their_place(content: str | bytes, message: str) -> None:
+def test_invalid_yaml_and_files_without_settings_are_refused_with_the_line(content: str | bytes, message: str) -> None:
     with pytest.raises(InputError, match=message):
         parse_settings_file(content.encode() if isinstance(content, str) else content, name="f.yaml")
 
 
-def test_byte_order_mark_and_windows_line_ends_are_accepted() -> None:
+def test_byte_order_mark_and_windows_line_ends_are_accepted_in_yaml() -> None:
     root = parse_settings_file(b"\xef\xbb\xbfa: 1\r\nb: 2\r\n", name="f.yaml")
     assert root.to_python() == {"a": 1, "b": 2}

@@ -106,7 +106,7 @@ def test_matrices_get_the_advantages_of_their_rows(tmp_path: Path, mode: str, ba
     rng = np.random.default_rng(1)
     rewards, values, mask = rng.integers(0, 3, (5, 40)), rng.standard_normal((5, 41)), rng.random((5, 40)) < 0.6
     np.savez(tmp_path / "in.npz", rewards=rewards, values=values, mask=mask.astype(int))
-    # Other hosts, which these settings name, have no part in it.
+    # The other hosts that these settings name take no part.
     other_hosts = ("--config", "gsm8k_qwen2_5_3b_v4_16", *settings("mesh.platform=auto"))
     options = (*settings("algorithm.whiten_advantages=false"), "--mask-mode", mode, "--backend", backend)
     result = succeeded(gae(tmp_path / "in.npz", tmp_path / "out.npz", *other_hosts, *options, "--chunk-size", "3"))
@@ -140,7 +140,7 @@ def written(path: Path) -> list[np.ndarray]:
 
 
 @pytest.mark.parametrize("kind", ["npz", "jsonl"])
-def test_summary_shows_moments_before_and_after_whitening(tmp_path: Path, kind: str) -> None:
+def test_gae_summary_shows_moments_before_and_after_whitening(tmp_path: Path, kind: str) -> None:
     source = holed(tmp_path, kind)
     plain = json.loads(gae(source, tmp_path / f"plain.{kind}").stdout)
     assert "before whitening" not in plain
@@ -166,7 +166,7 @@ GOOD: dict[str, Any] = {"values": [1.0], "reward": 1.0}
         ([], "contains no samples"),
     ],
 )
-def test_unusable_line_is_named_and_nothing_is_written(tmp_path: Path, lines: list[Any], message: str) -> None:
+def test_gae_names_an_unusable_line_and_writes_nothing(tmp_path: Path, lines: list[Any], message: str) -> None:
     (tmp_path / "in.jsonl").write_text("\n".join(map(json.dumps, lines)))
     assert_refused(gae(tmp_path / "in.jsonl", tmp_path / "out.jsonl"), message, tmp_path)
 
@@ -194,7 +194,7 @@ ZEROS = with_last(0)
         ((np.full((1, 1), -3e38), np.full((1, 1), 3e38)), "in.npz: advantages: row 0, index 0 is -inf"),
     ],
 )
-def test_unusable_matrix_is_named_and_nothing_is_written(tmp_path: Path, arrays: Any, message: str) -> None:
+def test_gae_names_an_unusable_matrix_entry_and_writes_nothing(tmp_path: Path, arrays: Any, message: str) -> None:
     members: dict[str, Any] = dict(zip(("rewards", "values", "mask"), arrays, strict=False))
     np.savez(tmp_path / "in.npz", **members)
     assert_refused(gae(tmp_path / "in.npz", tmp_path / "out.npz"), message, tmp_path)
@@ -208,7 +208,7 @@ def assert_refused(result: Any, message: str, folder: Path) -> None:
     assert [path.name.split(".")[0] for path in folder.iterdir()] == ["in"]
 
 
-def test_masked_tokens_may_have_any_value_unless_the_mode_reads_them(tmp_path: Path) -> None:
+def test_masked_tokens_may_have_any_value_unless_the_mask_mode_reads_them(tmp_path: Path) -> None:
     mask = np.array([[True, True, False]])
     np.savez(tmp_path / "in.npz", rewards=np.array([[1, 2, np.nan]]), values=np.array([[0, 0, np.inf]]), mask=mask)
     result = gae(tmp_path / "in.npz", tmp_path / "out.npz", "--mask-mode", "through")
@@ -226,7 +226,7 @@ def located(length: int) -> LocatedSample:
     return LocatedSample("", record, read(record))
 
 
-def test_window_holds_at_most_its_tokens_or_one_sample() -> None:
+def test_a_window_of_samples_has_at_most_its_tokens_or_one_sample() -> None:
     taken = 0
 
     def samples() -> Iterator[LocatedSample]:
@@ -239,11 +239,11 @@ def test_window_holds_at_most_its_tokens_or_one_sample() -> None:
         ([len(one.sample.completion_ids) for one in window], taken)
         for window in sample_windows(samples(), window_tokens=64)
     ]
-    # Each ends with the sample that does not fit: no more of the file is held.
+    # Each window is complete when the next sample does not fit: no more of the file is in memory.
     assert found == [([30, 30], 3), ([30], 4), ([64], 5), ([65], 6), ([1, 0], 8), ([100], 9), ([2], 9)]
 
 
-def test_windows_are_whitened_over_the_whole_file(tmp_path: Path) -> None:
+def test_advantages_of_windows_are_whitened_over_the_whole_file(tmp_path: Path) -> None:
     rewards, values = np.random.default_rng(2).standard_normal((2, 7, 16))
     records = [{"token_rewards": r.tolist(), "values": v.tolist()} for r, v in zip(rewards, values, strict=True)]
     write_jsonl(tmp_path / "in.jsonl", records)
@@ -277,14 +277,14 @@ RUN = ("--config", "smollm2_gsm8k_ppo", "--set", "algorithm.whiten_advantages=fa
 
 
 @pytest.mark.parametrize("bootstraps", ["true", "false"])
-def test_gae_equals_the_advantages_of_training(tmp_path: Path, bootstraps: str) -> None:
+def test_grpo_gae_gives_the_advantages_of_training(tmp_path: Path, bootstraps: str) -> None:
     samples = [replace(one, finish_reason=end) for one, end in zip(drawn(), ("stop", "length", "stop"), strict=True)]
     write_jsonl(tmp_path / "in.jsonl", map(sample_to_record, samples))
     truncation = f"algorithm.bootstrap_truncated={bootstraps}"
     arguments = (*RUN, "--set", truncation, "--set", "critic.lam=0.5", "--lam", "0.9")
     succeeded(here("gae", "--input", tmp_path / "in.jsonl", "--out", tmp_path / "out.jsonl", *arguments))
     chosen = load("smollm2_gsm8k_ppo", [truncation, "critic.lam=0.5", "algorithm.lam=0.9"], {}).settings
-    # The penalty counts: without it the numbers are others.
+    # The KL penalty matters: without it, the numbers differ.
     trained, unpenalised = (make_gae_advantages(chosen)(samples, beta) for beta in (chosen.algorithm.beta, 0.0))
     for record, one, other in zip(records_of(tmp_path / "out.jsonl"), trained, unpenalised, strict=True):
         assert one.advantages is not None and one.returns is not None and other.advantages is not None
@@ -314,14 +314,14 @@ def test_a_missing_field_that_training_needs_is_an_error(tmp_path: Path, changes
     assert not (tmp_path / "out.jsonl").exists()
 
 
-def test_sample_without_finish_reason_is_bootstrapped_if_it_has_an_extra_value() -> None:
+def test_a_sample_without_finish_reason_is_bootstrapped_if_it_has_an_extra_value() -> None:
     record = {"reward": 1.0, "completion_token_ids": [7, 8]}
     assert read(record | {"values": [0.0, 0.0, 0.0]}).finish_reason == "length"
     assert read(record | {"values": [0.0, 0.0]}).finish_reason == "stop"
     assert read(record | {"values": [0.0, 0.0, 0.0], "finish_reason": "length"}).finish_reason == "stop"
 
 
-def test_turns_are_discounted(tmp_path: Path) -> None:
+def test_grpo_gae_discounts_the_rewards_of_later_turns(tmp_path: Path) -> None:
     played = with_turns([(1, 1), (1, 0)], values=np.zeros(3, np.float32), token_rewards=np.array([1, 0, 4], np.float32))
     path, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     path.write_text(json.dumps(sample_to_record(played)) + "\n")
@@ -337,7 +337,7 @@ def npy(array: np.ndarray) -> bytes:
     return file.getvalue()
 
 
-def test_file_without_matrices_of_numbers_is_refused(tmp_path: Path) -> None:
+def test_an_npz_file_without_matrices_of_numbers_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "x.npz"
     np.savez(path, rewards=np.zeros((3, 2)), values=np.zeros((3, 2)))
     flipped = bytearray(path.read_bytes())

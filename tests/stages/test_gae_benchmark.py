@@ -11,7 +11,7 @@ from settings.errors import InputError
 from tests.program import here, succeeded
 
 
-def test_benchmark_measures_checks_and_plots_every_backend(tmp_path: Path) -> None:
+def test_gae_benchmark_measures_checks_and_plots_every_backend(tmp_path: Path) -> None:
     folder = tmp_path / "bench"
     result = succeeded(here("gae", "--bench", "--shapes", "3x70", "--gamma", "0.9", "--out", folder))
     report = json.loads((folder / "bench.json").read_text())
@@ -37,7 +37,7 @@ def test_benchmark_measures_checks_and_plots_every_backend(tmp_path: Path) -> No
     assert result.stdout.splitlines()[-1].startswith("3x70, packed samples: ")
 
 
-def test_benchmark_times_the_samples_and_matrices_of_a_file(tmp_path: Path) -> None:
+def test_gae_benchmark_times_the_samples_and_matrices_of_a_file(tmp_path: Path) -> None:
     samples, matrices = tmp_path / "samples.jsonl", tmp_path / "rows.npz"
     lengths = (5, 70, 1)
     record = {"reward": 1.0, "finish_reason": "length"}
@@ -52,7 +52,7 @@ def test_benchmark_times_the_samples_and_matrices_of_a_file(tmp_path: Path) -> N
         assert max(case["max_error"] or 0 for case in cases) < 1e-5
 
 
-def test_benchmark_refuses_unusable_input(tmp_path: Path) -> None:
+def test_gae_benchmark_refuses_unusable_input(tmp_path: Path) -> None:
     folder = tmp_path / "a file"
     folder.touch()
     again = here("gae", "--bench", "--out", folder)
@@ -62,14 +62,14 @@ def test_benchmark_refuses_unusable_input(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "16", "0x4", "4x-1", "4x4;5x5", "4x4,", "99999x99999"])
-def test_shapes_are_rows_and_tokens_each_once(text: str) -> None:
+def test_benchmark_shapes_are_parsed_as_rows_and_tokens_without_duplicates(text: str) -> None:
     assert parse_shapes("16x8192, 2x3,16x8192") == [BenchmarkShape(16, 8192), BenchmarkShape(2, 3)]
     with pytest.raises(InputError, match="--shapes: "):
         parse_shapes(text)
 
 
 @pytest.mark.parametrize("mode", ["skip", "through", "zero"])
-def test_check_finds_an_error_in_any_row(mode: str) -> None:
+def test_benchmark_check_finds_an_error_in_any_row(mode: str) -> None:
     rule = GaeRule(0.9, 0.8, mode)
     for work in make_workloads(BenchmarkShape(40, 250)):
         result, error_of = work.estimate(rule, "numpy", None), work.make_check(rule)

@@ -1,4 +1,4 @@
-"""Tests `grpo rollout`: its samples and timeline, and how a killed one continues."""
+"""Tests `grpo rollout`: its samples and timeline, and how a killed rollout continues."""
 
 import json
 import re
@@ -25,7 +25,7 @@ from tests.program import NUM_DEVICES, digest_of, here, of_tiny, records_of, set
 from tests.tiny import make_sample
 
 
-def test_prompts_of_a_file_are_sampled_greedily(tiny_model: Path, tmp_path: Path) -> None:
+def test_rollout_samples_prompts_of_a_file_greedily_and_keeps_their_columns(tiny_model: Path, tmp_path: Path) -> None:
     row = {"question": "1 + 2 = ?", "answer": "3", "level": 7}
     write_jsonl(tmp_path / "prompts.jsonl", [row, row | {"level": 8, "tests": "x" * 300}])
     greedy = *of_tiny(tiny_model), *settings("rollout.temperature=0"), "--prompts", tmp_path / "prompts.jsonl"
@@ -38,7 +38,7 @@ def test_prompts_of_a_file_are_sampled_greedily(tiny_model: Path, tmp_path: Path
         {"level": 8, "tests": "x" * 300},
         *[records[4]["uid"]] * 3,
     ]
-    # Reward functions get the row of every sample, and what was read is written.
+    # Reward functions get the row of every sample, and other fields are written unchanged.
     (tmp_path / "plug.py").write_text("def f(completion, level, tests=''): return level + len(tests or '')")
     of_plug = settings(f"reward.functions=[{tmp_path / 'plug.py'}:f]")
     succeeded(
@@ -131,7 +131,7 @@ def header_under(overrides: list[str]) -> str:
     return header_of(chosen, read_model_spec(chosen).without_adapters)
 
 
-def test_killed_rollout_of_workers_continues_with_the_same_samples(tiny_model, tmp_path, monkeypatch):
+def test_a_killed_rollout_of_workers_continues_with_the_same_samples(tiny_model, tmp_path, monkeypatch):
     whole, out = tmp_path / "whole.jsonl", tmp_path / "samples.jsonl"
     with monkeypatch.context() as patch:
         patch.setattr("app.stages.rollout.remove_parts", lambda path: None)
@@ -152,12 +152,12 @@ def test_killed_rollout_of_workers_continues_with_the_same_samples(tiny_model, t
     assert {path.name for path in tmp_path.iterdir()} == {"samples.jsonl", "whole.jsonl", "slots.html"}
 
 
-def test_only_missing_samples_are_generated_in_rounds_of_any_size(sampled, tiny_model, tmp_path):
+def test_a_continued_rollout_generates_only_missing_samples_in_rounds_of_any_size(sampled, tiny_model, tmp_path):
     records = [{**record, "elapsed_s": 123.0} for record in records_of(sampled)]
     assert [(record["group_id"], record["policy_version"]) for record in records] == [(i // 4, 0) for i in range(24)]
     assert len({record["uid"] for record in records}) == 24
     out, header = tmp_path / "samples.jsonl", header_under(of_tiny(tiny_model))
-    # Or none is missing, if a kill came before the part file was removed.
+    # No sample is missing if a kill came before the part file was removed.
     for missing, prompts_per_step in (((7, *range(12, 24)), 2), ((), 4)):
         stored = [json.dumps(record) for i, record in enumerate(records) if i not in missing]
         (tmp_path / "samples.jsonl.part").write_text("".join(f"{line}\n" for line in (header, *stored)))
@@ -173,7 +173,7 @@ def test_only_missing_samples_are_generated_in_rounds_of_any_size(sampled, tiny_
         out.unlink()
 
 
-def test_part_file_is_written_per_sample_and_locked(tiny_model: Path, tmp_path: Path) -> None:
+def test_a_part_file_is_written_per_sample_and_locked(tiny_model: Path, tmp_path: Path) -> None:
     path = tmp_path / "samples.jsonl.part"
     with PartFile(path, header="{}") as part:
         result = here(*command(tiny_model, tmp_path / "samples.jsonl"))
@@ -201,13 +201,13 @@ def test_auto_slots_are_limited_to_the_samples_except_in_exact_mode(mode: str, n
     assert few.rollout.num_rows == num_slots
 
 
-def test_identity_holds_only_settings_that_affect_samples(tiny_model: Path) -> None:
+def test_rollout_identity_contains_only_settings_that_affect_samples(tiny_model: Path) -> None:
     for mode, of_mode in (("exact", ()), ("fast", ("rollout.prompts_per_step=3", "rollout.workers.fast.slots=2"))):
         first = facts_of(tiny_model, f"rollout.mode={mode}", "rollout.ray.address=local")
         assert first == facts_of(tiny_model, f"rollout.mode={mode}", *UNREAD, *of_mode)
         for read in ("rollout.top_k=9", "model.eos_tokens=[7]"):
             assert first != facts_of(tiny_model, f"rollout.mode={mode}", "rollout.ray.address=local", read)
-        # Actors may round otherwise than this host's devices.
+        # Actors may round differently from this host's devices.
         assert (first == facts_of(tiny_model, f"rollout.mode={mode}")) == (mode == "fast")
 
 
@@ -218,7 +218,7 @@ def test_identity_holds_only_settings_that_affect_samples(tiny_model: Path) -> N
         (("run.seed=8",), 5, "the prompts was '6 prompts, "),
     ],
 )
-def test_part_file_of_another_rollout_is_refused(tiny_model, tmp_path, overrides, limit, message):
+def test_a_part_file_of_another_rollout_is_refused(tiny_model, tmp_path, overrides, limit, message):
     chosen = settings(f"model.path={tiny_model}", *SMALL)
     (tmp_path / "samples.jsonl.part").write_text(header_under(chosen) + "\n")
     before = digest_of(tmp_path)
@@ -228,7 +228,7 @@ def test_part_file_of_another_rollout_is_refused(tiny_model, tmp_path, overrides
     assert digest_of(tmp_path) == before
 
 
-def test_part_file_of_another_checkpoint_is_refused(finished: Path, tmp_path: Path) -> None:
+def test_a_part_file_of_another_checkpoint_is_refused(finished: Path, tmp_path: Path) -> None:
     earlier, later = finished / "checkpoints" / "2", finished / "checkpoints" / "4"
     source = read_policy_source(load(str(finished / "settings.yaml"), [], {}).settings, earlier)
     part = tmp_path / "samples.jsonl.part"

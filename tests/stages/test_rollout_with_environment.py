@@ -56,7 +56,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def few(*overrides: str) -> list[str]:
-    """Returns the settings of a small rollout, with some of their own."""
+    """Returns the settings of a small rollout with these overrides."""
     chosen = FEW | dict(one.split("=", maxsplit=1) for one in overrides)
     return settings(*(f"{name}={value}" for name, value in chosen.items()))
 
@@ -76,7 +76,7 @@ def ends(records: Sequence[dict[str, Any]]) -> set[tuple[str, str]]:
 
 @pytest.fixture(scope="module")
 def echo(file: Path) -> Path:
-    """Samples of exact mode; tests must not change the file."""
+    """Returns a file with samples of exact mode; tests must not change it."""
     out = file.with_name("samples.jsonl")
     sampled(out, *EXACT, f"env.source={file}:Echo")
     return out
@@ -100,7 +100,9 @@ def test_turns_are_joined_by_tokens_of_the_template(echo: Path) -> None:
         assert not np.asarray(record["behavior_logprobs"])[~written].any()
 
 
-def test_exact_samples_do_not_depend_on_latency_suspension_schedule_or_failures(echo, file, tmp_path, monkeypatch):
+def test_samples_in_exact_mode_do_not_depend_on_latency_suspension_schedule_or_failures(
+    echo, file, tmp_path, monkeypatch
+):
     # For one prompt in three, the environment fails to open.
     scarce = ("rollout.kv_blocks=7", "rollout.max_staleness=1", f"env.source={file}:SlowAndShut")
     records = sampled(tmp_path / "workers.jsonl", *WORKERS, *scarce)
@@ -111,14 +113,14 @@ def test_exact_samples_do_not_depend_on_latency_suspension_schedule_or_failures(
             assert one["finish_reason"].startswith("dropped") and len(one["completion_token_ids"]) == 1
         else:
             assert bits([one]) == bits([whole]) and one["episode"]["end"] == whole["episode"]["end"]
-    # Longer observations than a segment feeds.
+    # Observations are longer than a segment feeds.
     monkeypatch.setattr("app.rollout.engine.shapes.MAX_FORCED", 3)
     slots = ("rollout.kv_blocks=7", "env.max_suspended=0", f"env.source={file}:Slow")
     assert bits(sampled(tmp_path / "slots.jsonl", *EXACT, *slots)) == bits(records_of(echo))
 
 
-def test_scored_logprobs_equal_sampled_ones_after_long_observations(echo, file, tmp_path, monkeypatch):
-    # Beyond this length, fast mode prefills them.
+def test_scored_logprobs_equal_sampled_logprobs_after_long_observations(echo, file, tmp_path, monkeypatch):
+    # Fast mode prefills observations beyond this length.
     monkeypatch.setattr("app.rollout.engine.shapes.MAX_FORCED", 3)
     records = sampled(tmp_path / "samples.jsonl", f"env.source={file}:Echo", "env.max_turns=2")
     assert ends(records) == {("turns", "length")} and {len(one["episode"]["turns"]) for one in records} == {2}
@@ -129,7 +131,7 @@ def test_scored_logprobs_equal_sampled_ones_after_long_observations(echo, file, 
     assert json.loads(result.stdout)["max |logprob - behavior|"] < 1e-4
 
 
-def test_single_turn_environment_does_not_change_samples(file: Path, tmp_path: Path) -> None:
+def test_a_single_turn_environment_does_not_change_samples(file: Path, tmp_path: Path) -> None:
     alone = sampled(tmp_path / "alone.jsonl", *EXACT)
     judged = sampled(tmp_path / "judged.jsonl", *EXACT, f"env.source={file}:Silent")
     assert bits(judged) == bits(alone)
@@ -144,7 +146,7 @@ def test_truncated_samples_are_scored_by_their_environment(file: Path, tmp_path:
     assert all(one["episode"]["scores"] == {"calm": 0.5} for one in records)
 
 
-def test_samples_of_a_prompt_share_an_opening_and_failures_drop_samples(file: Path, tmp_path: Path) -> None:
+def test_samples_of_a_prompt_share_an_opening_and_environment_failures_drop_samples(file: Path, tmp_path: Path) -> None:
     records = sampled(tmp_path / "samples.jsonl", f"env.source={file}:Game")
     openings = {one["uid"].rpartition("/")[0]: one["prompt"] for one in records}
     assert len(openings) == 6 and len({opening[0]["content"] for opening in openings.values()}) > 2
@@ -153,7 +155,7 @@ def test_samples_of_a_prompt_share_an_opening_and_failures_drop_samples(file: Pa
     assert set(failed) == {"stop", "dropped:environment raised"} and failed["stop"] % 4 == 0
 
 
-def test_rollout_whose_environment_always_fails_ends_with_an_error(file: Path, tmp_path: Path) -> None:
+def test_a_rollout_whose_environment_always_fails_ends_with_an_error(file: Path, tmp_path: Path) -> None:
     out = tmp_path / "samples.jsonl"
     result = here("rollout", *few(f"env.source={file}:Closed"), "--limit", "1", "--out", out)
     assert result.exit_code == 1 and "closed" in result.stderr
@@ -162,7 +164,7 @@ def test_rollout_whose_environment_always_fails_ends_with_an_error(file: Path, t
 
 
 @pytest.mark.parametrize(("name", "overrides"), [("Unborn", ()), ("Asleep", WORKERS)], ids=["opening", "workers"])
-def test_stop_ends_the_wait_for_environments(name: str, overrides: tuple[str, ...], file: Path) -> None:
+def test_a_requested_stop_ends_the_wait_for_environments(name: str, overrides: tuple[str, ...], file: Path) -> None:
     chosen = load(None, few(*overrides, f"env.source={file}:{name}")[1::2], {}).settings
     read = read_training_inputs(chosen)
     with closing(Session.open(ScoringSession.open(chosen, read.model))) as session:
@@ -190,7 +192,7 @@ def test_stop_ends_the_wait_for_environments(name: str, overrides: tuple[str, ..
         (("env.tools=[calculator]",), "does not list tools"),
     ],
 )
-def test_environment_that_cannot_be_used_is_refused(overrides, message, file, tmp_path):
+def test_rollout_refuses_an_unusable_environment(overrides, message, file, tmp_path):
     result = here("rollout", *few(*(one.format(file=file) for one in overrides)), "--out", tmp_path / "samples.jsonl")
     assert result.exit_code == 2 and message in " ".join(result.stderr.split()), result.stderr
     assert not any(tmp_path.iterdir())

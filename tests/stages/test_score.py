@@ -40,7 +40,9 @@ def score(model: Path, source: Path, out: Path, role: str, *overrides: str, over
     return here("score", *of_tiny(model), *settings(*overrides), *arguments)
 
 
-def test_roles_chained_by_files_add_their_fields_and_keep_the_others(sampled, tiny_model, tmp_path, monkeypatch):
+def test_scoring_roles_chained_by_files_add_their_fields_and_keep_other_fields(
+    sampled, tiny_model, tmp_path, monkeypatch
+):
     monkeypatch.setattr("app.stages.score.WINDOW_SAMPLES", 5)
     records = [
         record | {"note": [1, {"a": None}], "weight": 1e-30, "my_scores": [0.5]} for record in records_of(sampled)
@@ -58,13 +60,13 @@ def test_roles_chained_by_files_add_their_fields_and_keep_the_others(sampled, ti
         assert added["reward"] == added["rewards"]["arithmetic"]
 
 
-def test_summary_counts_tokens_padding_and_packing(sampled: Path, tiny_model: Path, tmp_path: Path) -> None:
+def test_score_summary_counts_tokens_padding_and_packing(sampled: Path, tiny_model: Path, tmp_path: Path) -> None:
     arguments = ("--input", sampled, "--out", tmp_path / "scored.jsonl", "--json", "--check-packing")
     chosen = settings("score.strategy=scan", "score.rows_per_device=1")
     result = here("score", *of_tiny(tiny_model), *chosen, *arguments)
     figures = json.loads(result.stdout)
     tokens = sum(len(r["prompt_token_ids"]) + len(r["completion_token_ids"]) for r in records_of(sampled))
-    # 24 samples on 8 devices, each in a row of 16 tokens: none has more.
+    # 24 samples on 8 devices are in rows of 16 tokens, which fit the longest.
     counts = {"samples": 24, "tokens": tokens, "real tokens": tokens, "padded tokens": 24 * 16 - tokens}
     counts |= {"fill": round(tokens / (24 * 16), 4), "micro-batches": 3, "shapes compiled": 1}
     assert {name: figures[name] for name in counts} == counts
@@ -72,7 +74,7 @@ def test_summary_counts_tokens_padding_and_packing(sampled: Path, tiny_model: Pa
         assert 0 <= figures[name] < 1e-4
 
 
-def test_rewards_need_no_model_and_include_the_length_penalty(sampled: Path, tmp_path: Path) -> None:
+def test_scoring_rewards_needs_no_model_and_includes_the_length_penalty(sampled: Path, tmp_path: Path) -> None:
     out = tmp_path / "rewarded.jsonl"
     result = succeeded(score(Path("no/such/model"), sampled, out, "reward", "reward.overlong_buffer=2"))
     records, figures = records_of(out), json.loads(result.stdout)
@@ -83,7 +85,7 @@ def test_rewards_need_no_model_and_include_the_length_penalty(sampled: Path, tmp
     assert figures["reward/mean"] == round(float(np.mean([record["reward"] for record in records])), 4)
 
 
-def test_rewards_start_no_device(sampled: Path, tmp_path: Path) -> None:
+def test_scoring_rewards_starts_no_device(sampled: Path, tmp_path: Path) -> None:
     arguments = ("--role", "reward", "--input", sampled, "--out", tmp_path / "rewarded.jsonl")
     with started("score", *arguments, environ={"JAX_PLATFORMS": "no_such_platform"}) as process:
         output = process.communicate(timeout=DEADLINE_S)
@@ -107,7 +109,7 @@ def with_fields(**fields: Any) -> Callable[[str], str]:
         (with_fields(prompt_token_ids=[2] * 100), "tokens, more than score.policy.max_tokens_per_device = 64 (from"),
     ],
 )
-def test_unusable_line_is_named_before_any_device_work(sampled, tiny_model, tmp_path, spoil, message):
+def test_score_names_an_unusable_line_before_any_device_work(sampled, tiny_model, tmp_path, spoil, message):
     lines = sampled.read_text().splitlines()
     lines[8] = spoil(lines[8])
     (tmp_path / "samples.jsonl").write_text("\n".join(lines))
@@ -123,7 +125,7 @@ def test_unusable_line_is_named_before_any_device_work(sampled, tiny_model, tmp_
 
 
 @pytest.mark.parametrize("role", ["policy", "reward"])
-def test_input_that_is_no_sample_file_is_refused(tiny_model: Path, tmp_path: Path, role: str) -> None:
+def test_score_refuses_input_that_is_not_a_sample_file(tiny_model: Path, tmp_path: Path, role: str) -> None:
     source = tmp_path / "samples.jsonl"
     for content, message in (
         (None, "samples.jsonl: no such file"),
@@ -141,7 +143,7 @@ def test_input_that_is_no_sample_file_is_refused(tiny_model: Path, tmp_path: Pat
     assert not (tmp_path / "out.jsonl").exists()
 
 
-def test_options_that_a_role_cannot_use_are_refused(finished: Path, sampled: Path, tmp_path: Path) -> None:
+def test_score_refuses_options_that_a_role_cannot_use(finished: Path, sampled: Path, tmp_path: Path) -> None:
     checkpoint = ("--checkpoint", finished)
     for role, options, message in (
         ("critic", checkpoint, "contains no critic, because its run trained none"),
@@ -155,7 +157,9 @@ def test_options_that_a_role_cannot_use_are_refused(finished: Path, sampled: Pat
     assert list(tmp_path.iterdir()) == []
 
 
-def test_several_checkpoints_share_programs_and_have_separate_outputs(finished: Path, tmp_path: Path) -> None:
+def test_scoring_several_checkpoints_shares_programs_and_writes_separate_outputs(
+    finished: Path, tmp_path: Path
+) -> None:
     source = finished / "rollouts" / "step_000003.jsonl"
     earlier, later = (["--checkpoint", finished / "checkpoints" / step] for step in ("2", "4"))
     arguments = ("score", "--input", source, "--json", "--out")
@@ -198,14 +202,14 @@ def strangers(session: ScoringSession) -> list[Sample]:
     return [first, second, sibling]
 
 
-def test_samples_in_a_shared_row_score_like_single_ones(session: ScoringSession, strangers: list[Sample]) -> None:
+def test_packing_check_accepts_samples_in_a_shared_row(session: ScoringSession, strangers: list[Sample]) -> None:
     params = session.load_params()
     assert check_packing(session, params, strangers) <= 1e-4
-    # Weights that give no number are no leak.
+    # Weights that give NaN do not count as a leak.
     assert check_packing(session, jax.tree.map(lambda x: jnp.full_like(x, np.nan), params), strangers) == 0.0
 
 
-def test_attention_that_ignores_segments_is_found(session, strangers, monkeypatch):
+def test_packing_check_finds_attention_that_ignores_segments(session, strangers, monkeypatch):
     """The attention treats every row as one sequence, like a backend that ignores segment ids."""
     attention = decoder.packed_attention
 
@@ -244,7 +248,7 @@ def path(tmp_path: Path, drawn: list[Sample]) -> Path:
     return tmp_path / "samples.jsonl"
 
 
-def test_windows_and_extent_match_the_samples(path: Path, drawn: list[Sample]) -> None:
+def test_windows_and_extent_of_a_sample_file_match_its_samples(path: Path, drawn: list[Sample]) -> None:
     windows = list(reader(path).windows(4))
     assert list(map(len, windows)) == [4, 4, 2]
     assert [one.sample.uid for window in windows for one in window] == [s.uid for s in drawn]
@@ -255,19 +259,19 @@ def test_windows_and_extent_match_the_samples(path: Path, drawn: list[Sample]) -
     assert picked == []
 
 
-def test_samples_are_drawn_uniformly(path: Path) -> None:
+def test_samples_for_the_packing_check_are_picked_uniformly(path: Path) -> None:
     file = reader(path)
     draws = [[s.uid for s in file.check(num_picked=3, seed=seed)[1]] for seed in range(200)]
     assert all(len(set(drawn)) == 3 for drawn in draws)
     assert draws[7] == [s.uid for s in file.check(num_picked=3, seed=7)[1]]
     counts = Counter(uid for drawn in draws for uid in drawn)
-    # 600 draws of 10: 60 each, within five standard deviations.
+    # 600 draws from 10 samples give 60 each, within five standard deviations.
     assert len(counts) == 10 and all(28 <= count <= 92 for count in counts.values())
     assert len(file.check(num_picked=30)[1]) == 10
 
 
 @pytest.mark.parametrize("change", ["lost", "longer", "later"])
-def test_file_that_changes_between_passes_or_windows_is_refused(path: Path, change: str) -> None:
+def test_a_sample_file_that_changes_between_passes_or_windows_is_refused(path: Path, change: str) -> None:
     file, status = reader(path), path.stat()
     file.check()
     windows = file.windows(4)
@@ -290,7 +294,9 @@ def two_hosts(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 
 
 @pytest.mark.parametrize("num_prompts", [1, 4, 7, 9])
-def test_rounds_of_all_hosts_make_up_the_file(num_prompts: int, two_hosts: Callable[[int], None]) -> None:
+def test_rollout_rounds_of_all_hosts_contain_every_prompt_once_in_order(
+    num_prompts: int, two_hosts: Callable[[int], None]
+) -> None:
     prompts = [Prompt(str(i), np.array([1], np.int32), "?", None) for i in range(num_prompts)]
     chosen, hosts = Settings(rollout=RolloutSettings(prompts_per_step=2, group_size=2)), []
     for host in range(2):

@@ -71,7 +71,7 @@ def test_chats_are_encoded_like_rollouts_and_strings_literally(tiny_model: Path,
     assert told[2:].tolist() == of_chat
 
 
-def test_text_goes_through_reward_critic_and_gae(tiny_model: Path, tmp_path: Path) -> None:
+def test_text_samples_can_be_scored_by_reward_and_critic_and_passed_to_gae(tiny_model: Path, tmp_path: Path) -> None:
     source = lines(tmp_path, {"prompt": CHAT, "completion": "3", "answer": "3"})
     (judged,) = scored(tiny_model, source, role="reward")
     assert judged == {**records_of(source)[0], "reward": 1.0, "rewards": {"arithmetic": 1.0}}
@@ -93,7 +93,9 @@ def test_text_goes_through_reward_critic_and_gae(tiny_model: Path, tmp_path: Pat
         ({"completion": "3", "answer": "3"}, "reward.overlong_buffer=2", "in.jsonl:1: missing completion_token_ids"),
     ],
 )
-def test_line_without_a_field_of_a_reward_is_named(tmp_path: Path, record: Any, chosen: str, message: str) -> None:
+def test_score_names_a_line_without_a_field_that_a_reward_needs(
+    tmp_path: Path, record: Any, chosen: str, message: str
+) -> None:
     plug = tmp_path / "plug.py"
     plug.write_text("def f(prompt, completion): return 1")
     source = lines(tmp_path, record)
@@ -125,7 +127,7 @@ def test_unknown_fields_of_other_programs_are_kept(tiny_model: Path, sampled: Pa
         assert after.keys() == {*before, *IDS, "policy_logprobs"} and after == after | before
     for after, sample in zip(records, records_of(sampled), strict=False):
         np.testing.assert_allclose(after["policy_logprobs"], sample["behavior_logprobs"], atol=1e-4)
-    # Scores chain: ids do not take the place of the text.
+    # An output can be scored again: its ids do not replace the text.
     judged = scored(tiny_model, lines(tmp_path, *dumps), role="reward")
     assert [one["reward"] for one in judged] == [1.0, 0.0]
     again = scored(tiny_model, lines(tmp_path, *records[-2:]), "--overwrite", role="reward")
@@ -141,7 +143,7 @@ def rewarded_by(folder: Path, function: str, source: Path, *arguments: str) -> l
     return scored(folder, source, *chosen, "--overwrite", role="reward")
 
 
-def test_any_value_of_group_id_names_a_group(tmp_path: Path) -> None:
+def test_any_value_of_group_id_identifies_a_group(tmp_path: Path) -> None:
     texts = {"prompt": "1", "completion": "2"}
     ids = ("g7", 1, "g7", None, [1, 2], 1, None)
     source = lines(tmp_path, *(texts | {"group_id": name} for name in ids))
@@ -151,7 +153,7 @@ def test_any_value_of_group_id_names_a_group(tmp_path: Path) -> None:
     assert [one["group_id"] for one in records] == [*ids]
 
 
-def test_function_that_takes_token_ids_needs_them_in_every_sample(tmp_path: Path) -> None:
+def test_a_reward_function_with_token_ids_needs_them_in_every_sample(tmp_path: Path) -> None:
     text = {"prompt": "1", "completion": "2"}
     taking = "def f(completions, completion_ids): return [len(ids) for ids in completion_ids]"
     source = lines(tmp_path, text | {IDS[1]: [3, 4]})

@@ -21,13 +21,13 @@ def write_problems(path: Path, *, count: int) -> Path:
     return path
 
 
-def test_two_hosts_with_workers_write_the_samples_of_one(tiny_model: Path, tmp_path: Path) -> None:
+def test_two_hosts_with_workers_write_the_samples_of_one_host(tiny_model: Path, tmp_path: Path) -> None:
     prompts = write_problems(tmp_path / "prompts.jsonl", count=11)
     workers = ("rollout.scheduler=adaptive", "rollout.mode=exact", "model.dtype=float32")
     slots = ("rollout.workers.fast.slots=4", "rollout.workers.heavy.count=0")
     lengths = ("data.max_prompt_length=16", "rollout.group_size=4", "rollout.max_new_tokens=4")
     chosen = ("rollout", "--json", *settings(f"model.path={tiny_model}", *lengths, *workers, *slots))
-    # A device for each worker, and rounds of four prompts, of which the second host has the last two.
+    # Each worker has a device; a round has four prompts, of which the second host has the last two.
     of_one, of_two = (
         settings(f"rollout.workers.fast.count={count}", f"rollout.prompts_per_step={count // 2}") for count in (8, 4)
     )
@@ -67,7 +67,7 @@ cli.main()
 """
 
 
-def test_host_that_hangs_ends_both_and_nothing_is_written(tiny_model: Path, tmp_path: Path) -> None:
+def test_a_host_that_hangs_ends_both_hosts_and_nothing_is_written(tiny_model: Path, tmp_path: Path) -> None:
     prompts, out = write_problems(tmp_path / "prompts.jsonl", count=16), tmp_path / "out.jsonl"
     chosen = (*of_tiny(tiny_model), *settings("watchdog.phase_s=30"), "--prompts", prompts, "--out", out)
     hosts = run_on_two_hosts("rollout", *chosen, programs=(HOSTS_PROGRAM, ("-c", KEEPING + HANGING)))
@@ -80,8 +80,10 @@ def test_host_that_hangs_ends_both_and_nothing_is_written(tiny_model: Path, tmp_
     assert "in hang_in_second" in stacks[1] and "in hang_in_second" not in stacks[0]
 
 
-def test_two_hosts_score_packed_rows_of_several_windows(sampled: Path, tiny_model: Path, tmp_path: Path) -> None:
-    # Two windows, the second of 123 samples, which two hosts cannot share out evenly.
+def test_two_hosts_score_packed_rows_of_several_windows_like_one_host(
+    sampled: Path, tiny_model: Path, tmp_path: Path
+) -> None:
+    # The second of two windows has 123 samples, which two hosts cannot divide evenly.
     records = [record | {"note": number} for number, record in enumerate(records_of(sampled) * 176)]
     write_jsonl(tmp_path / "many.jsonl", records[:4219])
     quota = settings("score.max_tokens_per_device=1024")

@@ -1,4 +1,4 @@
-"""Servers of buckets on this machine, and a network that fails between them and a test."""
+"""Runs local servers of buckets, and a network with faults between them and a test."""
 
 import json
 import os
@@ -16,7 +16,7 @@ from urllib.request import Request, urlopen
 from tests.program import free_address
 
 RESETS = struct.pack("ii", 1, 0)
-"""Option of a socket whose end resets the connection."""
+"""Socket option with which closing resets the connection."""
 
 KEYS = {"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b", "AWS_DEFAULT_REGION": "us-east-1"}
 # Without these, gcsfs looks for an account before every request, to ask what kind of bucket it is.
@@ -44,13 +44,13 @@ def bucket_server(scheme: str) -> Iterator[str]:
             if scheme == "s3":
                 client("s3").create_bucket(Bucket="bucket")
             yield url
-    finally:  # Its thread would keep the process of the tests.
+    finally:  # Its thread would keep the test process alive.
         server.stop()
 
 
 @contextmanager
 def reader_of(url: str) -> Iterator[None]:
-    """Lets the libraries use an account that may read the buckets of a server of S3, and not write there."""
+    """Makes the libraries use an account that may read the buckets of an S3 server, but not write to them."""
     from boto3 import client
 
     iam, allowed = client("iam"), {"Effect": "Allow", "Action": ["s3:ListBucket", "s3:GetObject"], "Resource": "*"}

@@ -107,7 +107,7 @@ def test_without_a_terminal_a_line_is_printed_every_ten_seconds(is_notebook, mon
     assert capsys.readouterr().err == "rollout: 1 active  5 waiting  1 suspended  1 of 8 done  5 tokens/s\n"
 
 
-def test_without_a_scheduler_samples_and_tokens_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_without_a_scheduler_counts_samples_and_tokens(capsys: pytest.CaptureFixture[str]) -> None:
     clock = [0.0]
     progress = RolloutProgress(num_samples=4, clock=lambda: clock[0])
     for clock[0], num_done in ((1.0, 0), (5.0, 1), (11.0, 2)):
@@ -168,7 +168,7 @@ def sample(group_id: int, index: int, reward: float | None, completion: str = ""
     return replace(made, **(values | fields))  # pyright: ignore[reportArgumentType]
 
 
-def test_best_and_worst_of_the_most_different_groups_are_shown() -> None:
+def test_console_shows_best_and_worst_samples_of_the_most_different_groups() -> None:
     rewards = [[1, 1, 1], [0, 0.5, 0.2], [0.1, 0, 1], [0, 0.5, 0]]
     lines = sample_lines([sample(g, i, r) for g, row in enumerate(rewards) for i, r in enumerate(row)], step=3)
     assert lines == [
@@ -182,7 +182,7 @@ def test_best_and_worst_of_the_most_different_groups_are_shown() -> None:
     ]
 
 
-def test_samples_without_reward_advantage_or_tokens_are_shown() -> None:
+def test_console_shows_samples_without_reward_advantage_or_tokens() -> None:
     empty = {"advantages": np.empty(0, np.float32), "completion_ids": np.empty(0, np.int32)}
     # The last message of a chat is the question.
     chat = [{"role": "system", "content": "Add."}, {"role": "user", "content": "5 + 7?"}]
@@ -194,7 +194,7 @@ def test_samples_without_reward_advantage_or_tokens_are_shown() -> None:
         "    reward –, advantage –, stop: answer 0.0",
     ]
     assert sample_lines([], step=1) == []
-    # Turns of tools are shown, and of a solution the last line.
+    # Tool turns are shown, and the last line of a reference solution.
     turns = (Turn(0, 1, [{"role": "tool", "content": "12"}], text="<<5+7"), Turn(1, 2, text="12"))
     one = sample(0, 0, 1.0, prompt=replace(prompt, answer="5 and 7\n#### 12\n"), episode=Episode(turns, "terminated"))
     assert sample_lines([one], step=1)[1:] == [
@@ -203,7 +203,7 @@ def test_samples_without_reward_advantage_or_tokens_are_shown() -> None:
     ]
 
 
-def test_shown_texts_are_printable_and_short() -> None:
+def test_texts_on_the_console_are_printable_and_short() -> None:
     (_, _, line) = sample_lines([sample(0, 0, 1.0, HOSTILE, rewards={"[red]\x1b[1m": 1.0})], step=1)
     assert line.isprintable()
     assert "[red]\\x1b[1m 1" in line and r"[bold red]x[/] \x1b[31mred\x1b[0m \r over \u202egnp↵ 汉字 \ud800" in line

@@ -41,7 +41,7 @@ def written(run: RunDirectory, steps: range, last_step: int | None = None) -> Ru
 def test_metrics_lines_are_flushed_and_a_deleted_file_is_rewritten(run: RunDirectory) -> None:
     run_log = opened(run)
     run_log.write_metrics(1, {"loss": 0.5, "perf/mfu": None, "a": np.float64(2), "b": np.nan, "c": -np.inf})
-    # A number that is not finite is null.
+    # A number that is not finite is written as null.
     line = '{"step": 1, "loss": 0.5, "perf/mfu": null, "a": 2.0, "b": null, "c": null}\n'
     assert run.metrics_path.read_text() == line
     run.metrics_path.unlink()
@@ -66,7 +66,7 @@ def test_a_resumed_log_keeps_the_readable_lines_up_to_the_checkpoint(run, caplog
 
 
 @pytest.mark.parametrize("num_written", [0, 1])
-def test_a_start_killed_between_files_can_be_repeated(run, monkeypatch, num_written):
+def test_a_run_start_killed_between_two_files_can_be_repeated(run, monkeypatch, num_written):
     replace, left = os.replace, iter(range(num_written))
 
     def replace_or_die(source: Path, target: Path) -> None:
@@ -105,7 +105,7 @@ def test_tensorboard_shows_the_metrics_of_a_resumed_run_once(run: RunDirectory) 
     resolved = load(None, ["logging.tensorboard=true"], {})
     for steps, last_step in ((range(4), None), (range(2, 5), 1)):
         if last_step:
-            time.sleep(1.1)  # The names of the files hold the second.
+            time.sleep(1.1)  # File names contain the second.
         log = RunLog(run, resolved, last_step=last_step, wandb_id=None)
         for step in steps:
             log.write_metrics(step, {"loss": step / 2, "perf/mfu": None})
@@ -154,11 +154,11 @@ def test_profiled_steps_have_a_trace_and_unchanged_metrics(config: Path, finishe
     events = {event.get("name"): event for event in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]}
     assert {"rollout", "reward", "score", "advantage", "update"} <= events.keys()
     assert events["step"]["args"]["step_num"] == "2"
-    # Names of Python functions begin so.
+    # Names of Python functions begin with $.
     assert not any((name or "").startswith("$") for name in events)
 
 
-def test_a_profiler_in_use_elsewhere_is_left_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_profile_already_running_elsewhere_is_not_disturbed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     traces = StepProfiler([1, 2], lambda step: tmp_path / str(step))
     with jax.profiler.trace(tmp_path / "theirs"), caplog.at_level(logging.WARNING):
         for step in (1, 2):

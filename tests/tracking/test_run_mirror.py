@@ -1,4 +1,4 @@
-"""Tests the copy of a run in a bucket: what arrives, who may write, and what a network that fails does to it."""
+"""Tests the copy of a run in a bucket: its files, its lease, and faults of the network."""
 
 import itertools
 import json
@@ -104,7 +104,7 @@ def test_the_mirror_uploads_each_checkpoint_and_is_downloaded_once(
     assert fetch_run(bucket, elsewhere) == ""
 
 
-def test_run_that_does_not_fit_on_the_disk_is_not_fetched(run, address, tmp_path, monkeypatch) -> None:
+def test_a_run_that_does_not_fit_on_the_disk_is_not_fetched(run, address, tmp_path, monkeypatch) -> None:
     bucket, elsewhere = Bucket(address), RunDirectory(tmp_path / "elsewhere")
     with RunMirror(run, bucket) as mirror:
         mirror.start()
@@ -114,23 +114,23 @@ def test_run_that_does_not_fit_on_the_disk_is_not_fetched(run, address, tmp_path
     assert not elsewhere.path.exists()
 
 
-def test_only_one_process_writes_a_run(run: RunDirectory, address: str) -> None:
+def test_only_one_process_at_a_time_mirrors_a_run(run: RunDirectory, address: str) -> None:
     with RunMirror(run, Bucket(address)) as first:
         with pytest.raises(InputError, match="is being written by another process, on "):
             RunMirror(run, Bucket(address)).__enter__()
-        # As one that started before the first had renewed its lease.
+        # Another process may have started before the first one renewed its lease.
         Bucket(address).write(LEASE, b'{"owner": "another", "host": "vm-2"}')
         with pytest.raises(LeaseLostError, match="on vm-2, has started to write"):
             wait_for(lambda: first.request())
-    # Whoever held it is gone.
+    # The process that held the lease is gone.
     with RunMirror(run, Bucket(address)):
         pass
     assert LEASE not in Bucket(address).sizes()
 
 
-# The other server answers one request at a time.
+# The server of gs answers one request at a time.
 @pytest.mark.parametrize("server", ["s3"], indirect=True)
-def test_lease_is_kept_while_a_file_takes_longer(run, server, address) -> None:
+def test_a_lease_is_renewed_while_a_slow_upload_takes_longer(run, server, address) -> None:
     (run.path / "large").write_bytes(bytes(900_000))
     network = Network(server[1])
     with RunMirror(run, bucket_behind(network, server[0], address)) as mirror:
@@ -143,7 +143,9 @@ def test_lease_is_kept_while_a_file_takes_longer(run, server, address) -> None:
     network.close()
 
 
-def test_slow_copy_arrives_although_the_run_deletes_its_checkpoints_before(run, server, address, caplog) -> None:
+def test_a_slow_copy_is_completed_although_the_run_deletes_its_checkpoints_meanwhile(
+    run, server, address, caplog
+) -> None:
     network, bucket = Network(server[1]), Bucket(address)
     with RunMirror(run, bucket_behind(network, server[0], address)) as mirror:
         network.delay_s = 0.5
@@ -151,7 +153,7 @@ def test_slow_copy_arrives_although_the_run_deletes_its_checkpoints_before(run, 
         for step in itertools.count(2):
             save(run, step)
             mirror.request()
-            # The first one was in the directory before.
+            # The first checkpoint existed before the mirror started.
             if {*complete_steps(bucket, bucket.sizes())} - {1, *run.checkpoint_steps}:
                 break
         network.delay_s = 0.0
@@ -160,7 +162,7 @@ def test_slow_copy_arrives_although_the_run_deletes_its_checkpoints_before(run, 
     network.close()
 
 
-def test_copy_is_compared_with_the_run_that_goes_on(run, address, monkeypatch) -> None:
+def test_a_continued_run_uploads_only_the_files_that_its_copy_lacks(run, address, monkeypatch) -> None:
     bucket, sent, upload = Bucket(address), [], Bucket.upload
     save(run, 2)
     for step in (2, 3):
@@ -168,14 +170,14 @@ def test_copy_is_compared_with_the_run_that_goes_on(run, address, monkeypatch) -
             mirror.start()
         if step == 2:
             monkeypatch.setattr(Bucket, "upload", lambda *arguments: (sent.append(arguments[2]), upload(*arguments)))
-            # The answer to its deletion was lost.
+            # The response to the deletion was lost.
             bucket.delete("checkpoints/1.complete")
             save(run, 3)
     assert {name.split("/")[1] for name in bucket.sizes() if "/" in name} == {"2", "2.complete", "3", "3.complete"}
     assert sorted({*sent} - {"metrics.jsonl"}) == [f"checkpoints/3/{part}" for part in PARTS]
 
 
-def test_interrupted_fetch_is_completed(run, address, tmp_path, monkeypatch) -> None:
+def test_an_interrupted_fetch_is_completed_by_the_next_one(run, address, tmp_path, monkeypatch) -> None:
     bucket, elsewhere, download = Bucket(address), RunDirectory(tmp_path / "elsewhere"), Bucket.download
     save(run, 2)
     with RunMirror(run, bucket) as mirror:
@@ -193,7 +195,7 @@ def test_interrupted_fetch_is_completed(run, address, tmp_path, monkeypatch) -> 
     assert checkpoints_of(elsewhere) == checkpoints_of(run)
 
 
-def test_another_run_on_the_disk_is_one_error(run, address, tmp_path) -> None:
+def test_fetching_a_run_over_another_run_is_refused(run, address, tmp_path) -> None:
     other = RunDirectory(tmp_path / "other")
     for step in (1, 5):
         save(other, step)
@@ -220,7 +222,7 @@ def test_cut_connections_leave_no_partial_checkpoint(run, server, address, tmp_p
                 save(run, step)
                 mirror.request()
                 time.sleep(steps.random())
-                # As if the machine were gone now: what is there is whole, checkpoint by checkpoint.
+                # If the machine failed now, every checkpoint in the bucket would be complete.
                 network.fault_rate = 1.0
                 time.sleep(0.1)
                 kept = RunDirectory(tmp_path / f"kept{step}")
@@ -236,7 +238,7 @@ def test_cut_connections_leave_no_partial_checkpoint(run, server, address, tmp_p
     network.close()
 
 
-def test_unusable_bucket_is_one_error_before_jax_is_loaded(server, in_folder: None, tmp_path: Path) -> None:
+def test_an_unusable_bucket_gives_one_error_before_jax_is_loaded(server, in_folder: None, tmp_path: Path) -> None:
     nowhere = f"{server[0]}://nowhere/folder"
     # Without a name, runs are listed first, where s3fs 2025.3 finds none in a bucket that does not exist.
     unnamed = "( |/quickstart-seed0 )cannot be read(, written and cleared)?"
@@ -247,7 +249,7 @@ def test_unusable_bucket_is_one_error_before_jax_is_loaded(server, in_folder: No
         assert "); check that the bucket exists and that this machine's account has access" in result.stderr
 
 
-def test_bucket_without_permission_is_one_error(in_folder: None, tmp_path: Path) -> None:
+def test_a_bucket_without_write_permission_gives_one_error(in_folder: None, tmp_path: Path) -> None:
     with bucket_server("s3") as url, reader_of(url):
         result = here("train", *settings("run.dir=s3://bucket/folder", "run.name=x"))
     message = (
@@ -258,7 +260,9 @@ def test_bucket_without_permission_is_one_error(in_folder: None, tmp_path: Path)
 
 
 @pytest.mark.parametrize(("package", "place", "extra"), [("s3fs", "s3://a", "s3"), ("gcsfs", "gs://a", "gcs")])
-def test_missing_extra_is_one_error(package: str, place: str, extra: str, tmp_path: Path) -> None:
+def test_error_about_a_missing_bucket_library_names_the_extra(
+    package: str, place: str, extra: str, tmp_path: Path
+) -> None:
     without = "-c", f"import sys; sys.modules['{package}'] = None; import cli; cli.main()"
     with started("train", *settings(f"run.dir={place}"), cwd=tmp_path, program=without) as process:
         _, error = process.communicate(timeout=DEADLINE_S)
@@ -267,7 +271,7 @@ def test_missing_extra_is_one_error(package: str, place: str, extra: str, tmp_pa
     assert error.endswith(f"); pip install 'grpo-jax[{extra}]'\n")
 
 
-def test_derived_run_name_considers_runs_in_the_bucket(address: str) -> None:
+def test_a_derived_run_name_considers_runs_in_the_bucket(address: str) -> None:
     def name(resume: Resume, *overrides: str) -> str | None:
         return name_run(load(None, [f"run.dir={address}", *overrides], {}), resume).settings.run.name
 
@@ -283,7 +287,9 @@ def test_derived_run_name_considers_runs_in_the_bucket(address: str) -> None:
 
 
 @pytest.mark.slow
-def test_doctor_checks_the_bucket(config: Path, address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_checks_access_to_the_bucket_and_its_lease(
+    config: Path, address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def found(place: str) -> tuple[str, str]:
         result = here("doctor", "--json", "--config", config, *settings(f"run.dir={place}", "run.name=x"))
         (check,) = (check for check in json.loads(result.stdout)["checks"] if check["check"] == "bucket")
@@ -302,7 +308,7 @@ def test_doctor_checks_the_bucket(config: Path, address: str, monkeypatch: pytes
 
 
 @pytest.mark.two_hosts
-def test_bucket_that_does_not_exist_is_one_error_on_all_hosts(config: Path, server: tuple[str, str]) -> None:
+def test_a_bucket_that_does_not_exist_gives_one_error_on_all_hosts(config: Path, server: tuple[str, str]) -> None:
     hosts = run_on_two_hosts("train", "--config", config, *settings(f"run.dir={server[0]}://nowhere"))
     assert [host.exit_code for host in hosts] == [2, 2], hosts
     errors = [[line for line in host.stderr.splitlines() if line.startswith("error: ")] for host in hosts]
@@ -313,9 +319,11 @@ def test_bucket_that_does_not_exist_is_one_error_on_all_hosts(config: Path, serv
 
 @pytest.mark.two_hosts
 @pytest.mark.parametrize("server", ["gs"], indirect=True)
-def test_all_hosts_wait_for_the_end_of_the_copy(config: Path, server: tuple[str, str], address: str) -> None:
+def test_all_hosts_wait_for_the_end_of_the_copy_to_the_bucket(
+    config: Path, server: tuple[str, str], address: str
+) -> None:
     network, run = Network(server[1]), RunDirectory(config.parent / "runs" / address.replace("://", "/") / "tiny")
-    # JAX gives up on a host that ends this much later.
+    # JAX waits only this long for a host that ends later.
     hurry = "from app.mesh import jax_startup; jax_startup.SHUTDOWN_TIMEOUT_S = 2\n"
     first, second = (("-c", f"{hurry}{code}") for _, code in (HOSTS_PROGRAM, blind_host(config.parent / "runs")))
     apart = ("rollout.scheduler=adaptive", "rollout.max_staleness=1", "rollout.devices=0.5", "mesh.shape=1,4,1")
@@ -336,7 +344,7 @@ def test_all_hosts_wait_for_the_end_of_the_copy(config: Path, server: tuple[str,
 
 
 @pytest.mark.slow
-def test_run_continues_from_its_copy_on_an_empty_disk(config, address, monkeypatch):
+def test_a_run_continues_from_its_copy_on_an_empty_disk(config, address, monkeypatch):
     chosen = ("run.steps=4", "checkpoint.every_steps=1", "eval.every_steps=0", "checkpoint.keep=9")
     whole = config.parent / "whole"
     succeeded(here("train", "--config", config, *settings(*chosen, f"run.dir={whole}", "run.name=x")))

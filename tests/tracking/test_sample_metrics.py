@@ -31,7 +31,7 @@ def sample(group: int, reward: float, advantages: list[float], *, stop: bool = T
     )
 
 
-def test_sample_metrics_of_two_groups_by_hand() -> None:
+def test_sample_metrics_of_two_groups_equal_hand_computed_values() -> None:
     samples = [sample(0, 1.5, [1.0]), sample(0, 0.5, [-1.0] * 3), sample(1, 0.5, [0.0] * 2, stop=False)]
     lengths = {"mean_length": 2.0, "min_length": 1.0, "max_length": 3.0, "truncated_fraction": 0.25}
     samples.append(sample(1, 0.5, [0.0] * 2))
@@ -60,17 +60,17 @@ def test_advantage_metrics_are_over_unmasked_tokens() -> None:
         assert advantage_metrics(AdvantageMoments.from_samples(empty)) == nothing
 
 
-def test_explained_variance_by_hand() -> None:
+def test_explained_variance_equals_a_hand_computed_value() -> None:
     def sample_with_values(values: list[float], returns: list[float], mask: list[bool]) -> Sample:
         made = sample(0, 1.0, [0.0] * len(returns), mask=mask)
         return replace(made, values=np.array(values, np.float32), returns=np.array(returns, np.float32))
 
-    # The value behind the last token of the first, and the masked token of the second, count nowhere.
+    # The value after the last token of the first sample and the masked token of the second are not counted.
     samples = [sample_with_values([1, 2, 50], [1, 3], [True, True]), sample_with_values([5, 70], [5, 0], [True, False])]
     metrics = advantage_metrics(AdvantageMoments.from_samples(samples))
     assert metrics["returns/mean"] == 3.0
     assert metrics["returns/std"] == pytest.approx(np.sqrt(8 / 3))
-    # Errors 0 1 0 around 1/3, returns 1 3 5 around 3.
+    # The errors are 0, 1 and 0 with mean 1/3, and the returns 1, 3 and 5 with mean 3.
     assert metrics["value/explained_variance"] == pytest.approx(1 - (2 / 3) / 8)
     flat = advantage_metrics(AdvantageMoments.from_samples([sample_with_values([1, 2], [3, 3], [True, True])]))
     assert flat["returns/std"] == 0 and np.isnan(flat["value/explained_variance"])
@@ -80,13 +80,13 @@ def test_explained_variance_by_hand() -> None:
     }
 
 
-def test_flops_and_performance_of_a_step_by_hand() -> None:
+def test_flops_and_performance_of_a_step_equal_hand_computed_values() -> None:
     # ODD: 2 layers, D 36, F 44, 6 query and 3 key/value heads of 10.
     matrices = 2 * 2 * (36 * 60 + 2 * 36 * 30 + 60 * 36 + 3 * 36 * 44)
     pair, head = 2 * 4 * 6 * 10, 2 * 36 * ODD.vocab_size
     policy, classifier = (DecoderDefinition.create(ODD, network) for network in (Decoder, ValueDecoder))
     lengths = SequenceLengths(np.array([2, 2, 3]), np.array([1, 3, 2]), np.array([0, 0, 1]))
-    # Pairs of prompts: 1+2 twice and 1+2+3; of the tokens behind them: 3, 3+4+5 and 4+5.
+    # Prompts have 1+2 (twice) and 1+2+3 pairs of tokens, and the tokens after them 3, 3+4+5 and 4+5.
     each = matrices * (7 + 6) + pair * (3 + 3 + 6 + 3 + 12 + 9) + head * 6
     once = each - 2 * matrices - 3 * pair
     alone, shared = (network_pass(policy, shares_prompts=shares) for shares in (False, True))
@@ -108,7 +108,7 @@ def test_flops_and_performance_of_a_step_by_hand() -> None:
     assert (found["perf/rollout/resumes"], found["perf/rollout/rebuilds"]) == (2, 1)
 
 
-def test_mismatch_metrics_by_hand() -> None:
+def test_mismatch_metrics_equal_hand_computed_values() -> None:
     def scored(behavior: list[float], policy: list[float], mask: list[bool]) -> Sample:
         columns = {"behavior_logprobs": behavior, "policy_logprobs": policy}
         return replace(
@@ -138,7 +138,7 @@ def test_host_memory_is_limited_by_the_container(tmp_path: Path) -> None:
     assert host_memory_bytes(tmp_path / "limit") == installed > 1 << 30
 
 
-def test_episode_metrics_of_two_games_by_hand() -> None:
+def test_episode_metrics_of_two_games_equal_hand_computed_values() -> None:
     calls = [{"tool_calls": 2.0, "tool_errors": 1.0, "distance": 4.0}, {"tool_calls": 1.0, "distance": 2.0}, {}]
     assert episode_metrics([make_sample([1, 2])]) == episode_metrics([]) == {}
     samples = [

@@ -36,7 +36,7 @@ def partial_of(function: Any) -> tuple[Any, dict[str, float]]:
     return function.func, function.keywords
 
 
-def test_kl_penalty_is_in_the_loss_the_reward_or_absent() -> None:
+def test_kl_penalty_is_part_of_the_loss_only_if_kl_in_is_loss() -> None:
     loss = make_policy_loss(algorithm("beta=0.1"))
     assert (loss.beta, loss.kl_estimator) == (0.1, k3)
     loss = make_policy_loss(algorithm("beta=0.1", "kl_in=reward"))
@@ -60,7 +60,7 @@ def test_clip_and_level_of_the_ratio_are_chosen_independently() -> None:
     assert make_policy_loss(algorithm("name=gspo")).log_ratio is ratios.sequence_log_ratio
 
 
-def test_off_policy_correction_is_optional() -> None:
+def test_off_policy_correction_follows_the_settings() -> None:
     assert make_policy_loss(algorithm()).correction is None
     truncating = make_correction(algorithm("correction=truncate", "name=gspo", "correction_max=3.0"))
     assert truncating is not None
@@ -95,8 +95,8 @@ def mean_over_tokens(losses: Sequence[np.ndarray]) -> float:
         ("reinforce_plus_plus", mean_over_tokens),
     ],
 )
-def test_loss_of_a_step_equals_its_algorithm_in_float64(name, aggregate, uninterrupted, tmp_path):
-    """So are the others': grpo and dapo in test_rewards.py, ppo in test_ppo.py."""
+def test_loss_of_a_step_equals_the_formula_of_its_algorithm_in_float64(name, aggregate, uninterrupted, tmp_path):
+    """test_rewards.py covers grpo and dapo, and test_ppo.py covers ppo."""
     chosen = f"algorithm.name={name}"
     # The metric is the mean over all tokens, and so is the bonus where losses are.
     coefficient = 0.5 if aggregate is mean_over_tokens else 0.0
