@@ -55,9 +55,9 @@ def checksum(x: Array) -> UInt32[Array, ""]:
 
 
 def with_saved_dtypes(folder: Path, target: Any) -> Any:
-    """Returns shapes of a state, or of a part of it, with the dtypes that its arrays have in a checkpoint.
+    """Returns the shapes of a state, or of a part of it, with the dtypes that the arrays have in a checkpoint.
 
-    Settings may have changed the moments' dtypes since it was saved.
+    Settings may have changed the moments' dtypes since the checkpoint was saved.
     """
     saved = ocp.PyTreeCheckpointHandler().metadata(folder / "state").tree  # pyright: ignore[reportArgumentType]
     dtypes = {array_path(keys): x.dtype for keys, x in jax.tree.leaves_with_path(saved)}

@@ -224,7 +224,7 @@ def read_policy_source(settings: Settings, checkpoint: Path | None) -> PolicySou
 def load_policy_params(checkpoint: PolicyCheckpoint, session: ScoringSession) -> Params:
     """Loads all weights of a saved policy onto the mesh of the session.
 
-    With adapters, in float32, the result also has the weights of `model.path`, in the compute dtype or quantized.
+    Adapters are float32; with them, the result also has the weights of `model.path`, in the compute dtype or quantized.
     `checkpoint.check_compatible` must have passed. All hosts must call it together.
 
     Raises:

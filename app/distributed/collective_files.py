@@ -23,7 +23,7 @@ TOKEN_ARRAY_FIELDS = ("behavior_logprobs", *PER_TOKEN_FIELDS)
 
 
 def per_host_path(path: Path) -> Path:
-    """Returns this host's own version of a path: `name.host_0_of_2.suffix`; unchanged for a single host."""
+    """Returns the path of this host's part of a file, `name.host_0_of_2.suffix`; unchanged for a single host."""
     if jax.process_count() == 1:
         return path
     return path.with_name(f"{path.stem}.host_{jax.process_index()}_of_{jax.process_count()}{path.suffix}")

@@ -108,7 +108,7 @@ class _Patience:
         """Returns the remaining seconds; raises InputError if there are none.
 
         Args:
-            late: clause that says which process is late.
+            late: clause of the message that says which process is late.
         """
         waited_s = time.monotonic() - self._start
         if waited_s >= self._timeout_s:

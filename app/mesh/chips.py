@@ -74,7 +74,7 @@ TPU_CHIPS: Mapping[str, TpuChip] = MappingProxyType(
 SLICE_SIZES: Mapping[int, tuple[int, ...]] = MappingProxyType(
     {1: (1, 4, 8, 16, 32, 64, 128, 256), 2: (8, 16, 32, 64, 128, 256, 512)}
 )
-"""Numbers that slice names may contain, as 16 in `v5e-16`, by `TpuChip.cores_in_name`; at most 256 chips."""
+"""`TpuChip.cores_in_name` -> numbers that slice names may contain, such as 16 in `v5e-16`; at most 256 chips."""
 
 
 @dataclass(frozen=True)

@@ -95,7 +95,7 @@ class Block(nnx.Module):
     attention and MLP before adding them.
 
     tp splits attention by heads, the MLP by its inner dim, and residuals and their norms by tokens, so that saved
-    activations are also split. Segments and masks see whole rows. Source: Korthikanti et al. 2022, arXiv 2205.05198,
+    activations are also split. Segments and masks cover whole rows. Source: Korthikanti et al. 2022, arXiv 2205.05198,
     section 4.2.2.
     """
 
@@ -314,7 +314,7 @@ class Trunk(nnx.Module):
 
 
 class Decoder(Trunk):
-    """A trunk and an LM head, which is the embedding itself if they are tied."""
+    """A trunk and an LM head, which uses the embedding's weights if they are tied."""
 
     def make_head(self, arch: Architecture, rngs: nnx.Rngs) -> None:
         if not arch.tied_embeddings:
@@ -433,7 +433,7 @@ class DecoderDefinition:
         return self._select(tree, self.adapter_paths) if self.adapter_paths else tree
 
     def frozen(self, tree: Params) -> Params:
-        """Returns the frozen part of a tree structured like `shapes`."""
+        """Returns the frozen part of a tree like `shapes`; an empty tree without adapters."""
         return self._select(tree, flatten_by_path(tree).keys() - self.adapter_paths) if self.adapter_paths else {}
 
     def _select(self, tree: Params, paths: Set[ParamPath]) -> Params:

@@ -172,7 +172,7 @@ def _contract(x: Array, y: Array, dims_of_x: Sequence[int], dims_of_y: Sequence[
 def _contract_on_cpu(num_dims: int, x: Array, matrix: Array) -> Array:
     """Returns `contract_dims` of bfloat16 factors.
 
-    Many CPUs have bfloat16 matmul instructions that are several times as fast as float32. XLA uses them only if both
+    Many CPUs have bfloat16 matmul instructions, several times as fast as those for float32. XLA uses them only if both
     factors are bfloat16 and the result is float32, also in the backward pass.
     """
     return _contract(x, matrix, range(x.ndim - num_dims, x.ndim), range(num_dims), jnp.float32).astype(x.dtype)

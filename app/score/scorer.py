@@ -23,7 +23,7 @@ from app.model.decoder import DecoderDefinition, Params
 from app.records.sample import Sample
 
 BatchRunner = Callable[[Params, Iterable[TokenBatch], np.float32], list[np.ndarray]]
-"""(weights, this host's micro-batches, temperature) -> one number per target, [R, C]."""
+"""(weights, this host's micro-batches, temperature) -> one logprob or value per target, [R, C], for each of them."""
 
 NUM_PREFETCHED = 2
 """Number of micro-batches sent to the devices ahead of the one being computed."""

@@ -31,7 +31,7 @@ RunUpdate = Callable[[ElementwiseUpdate, Params, Any, Params], tuple[Params, Any
 FlatParams = dict[ParamPath, Any]
 
 STACKED = "blocks"
-"""Key of the weights of all layers, stacked on their first dim."""
+"""Key of the layers' weights, which are stacked along their first dim."""
 
 
 @jax.tree_util.register_dataclass

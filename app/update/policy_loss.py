@@ -56,7 +56,7 @@ class SurrogateOutput(NamedTuple):
 
 
 SurrogateFn = Callable[[Array, Array, Array], SurrogateOutput]
-"""(log ratios, current logprobs, advantages) -> per-token losses."""
+"""(log ratios, current logprobs, advantages) -> per-token losses, ratios and masks of clipped tokens."""
 
 
 def clipped_surrogate(
@@ -214,7 +214,7 @@ Objective = Callable[[Params, Any, Array], tuple[Array, LossStats]]
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """Per-token losses of one micro-batch, weighted into its share of the step's loss.
+    """Computes a micro-batch's share of the step's loss, a weighted sum of per-token losses.
 
     The correction applies neither to KL nor to entropy: the entropy is over the whole vocabulary, and the penalty must
     not ignore the tokens whose probability has changed most.

@@ -17,7 +17,7 @@ MAX_BRANCHES = 1 << 16
 def is_visible(
     query: tuple[Array, Array, Array], key: tuple[Array, Array], is_not_later: Array, window: Array
 ) -> Bool[Array, "rows columns"]:
-    """Returns whether queries see keys; the arguments broadcast to the pairs.
+    """Returns whether each query sees each key; arguments are broadcast to [queries, keys] or [keys, queries].
 
     Args:
         query: run, run of the prompt, and position of the queries; see `token_info`.

@@ -50,7 +50,7 @@ FINISH_NON_FINITE = f"{DROPPED_PREFIX}non-finite logits"
 
 
 BLOCK_SIZE, MIN_BLOCKS = 512, 16
-"""Tokens per vocabulary block, and minimum number of blocks at which sampling a block first is used."""
+"""Tokens per block of the vocabulary, and minimum number of blocks to use `_draw_by_blocks`."""
 
 Sampler = Callable[[Array, SamplingRules, Array], SampledTokens]
 

@@ -23,7 +23,7 @@ class FinishedLength(NamedTuple):
 
 @dataclass(frozen=True)
 class LearnedLengths:
-    """Length statistics of earlier schedules, for the next one."""
+    """Length statistics of earlier schedules, used by the next schedule."""
 
     prompts: Mapping[str, float]
     """Prompt -> mean length of its latest samples, in tokens."""

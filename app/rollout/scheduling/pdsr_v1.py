@@ -20,7 +20,7 @@ from app.rollout.scheduling.scheduling_policy import (
 )
 
 SERVED_BY: dict[SampleRole, WorkerKind] = {"probe": "fast", "fast": "fast", "heavy": "heavy"}
-"""Kind of worker that serves each queue, in the order in which a worker checks them."""
+"""Queue -> kind of worker that serves it, in the order in which a worker checks the queues."""
 
 
 class PdsrV1Policy(SchedulingPolicy):

@@ -19,7 +19,7 @@ from app.rollout.scheduling.scheduling_policy import (
 )
 
 SERVED_BY: dict[str, WorkerKind] = {"pinned": "heavy", "tripped": "heavy", "heavy": "heavy", "fast": "fast"}
-"""Kind of worker that serves each queue, in the order in which a worker checks them."""
+"""Queue -> kind of worker that serves it, in the order in which a worker checks the queues."""
 STOLEN = ("fast", "heavy", "tripped")
 """Queues from which other workers steal, in order."""
 

@@ -125,7 +125,7 @@ class SegmentEnded:
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """Environments have answered turns of samples, which end or continue."""
+    """Reports that environments have answered turns of samples, which then end or continue."""
 
     at: float
     rows: tuple[RowReport, ...]

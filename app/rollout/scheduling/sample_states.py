@@ -45,7 +45,7 @@ class SampleEntry:
     """Decoding time by the executor's clock: of each segment, the share of decode steps in which it took part."""
     finish: str | None = None
     held_by: str | None = None
-    """Worker that keeps the cache of the suspended or acting row."""
+    """Name of the worker that keeps the cache of the suspended or acting row; None without a kept cache."""
     moves: int = 0
     """Number of times that it was suspended for another worker, except at the end of stealing."""
 

@@ -205,7 +205,7 @@ class SchedulingContext:
         """Returns the first fitting sample and its queue, among the queues that a worker serves.
 
         Args:
-            served_by: kind of worker that serves each queue, in the order in which a worker checks them.
+            served_by: queue -> kind of worker that serves it, in the order in which a worker checks the queues.
         """
         for name, kind in served_by.items():
             if self.serves(worker, kind):

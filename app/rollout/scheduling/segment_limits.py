@@ -46,7 +46,7 @@ def segment_limits(
         num_active: number of rows on the worker.
         has_waiting: whether samples could take the slots of rows that finish.
         mean_length: mean length of completions.
-        batch_sizes: numbers of rows of the worker's smaller programs.
+        batch_sizes: batch sizes of the worker's smaller decode programs.
         capacity: number of tokens that its KV cache holds.
     """
     if not has_waiting:
