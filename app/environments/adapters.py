@@ -60,7 +60,7 @@ def load_environment(
 
 def _add(tools: dict[str, Tool], tool: Tool) -> None:
     if tool.name in tools:
-        raise LoadError(f"there are two tools named {tool.name}")
+        raise LoadError(f"there are two tools named {tool.name}; rename one")
     tools[tool.name] = tool
 
 

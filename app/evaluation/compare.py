@@ -258,7 +258,10 @@ def _check_comparable(first: EvaluationResults, second: EvaluationResults) -> No
     """Raises InputError if prompts, judge or number of samples differ."""
     both = f"{first.path} and {second.path}"
     if first.judge != second.judge:
-        raise InputError(f"--compare: {both} were graded by different functions: {first.judge} and {second.judge}")
+        raise InputError(
+            f"--compare: {both} were graded by different functions: {first.judge} and {second.judge}; "
+            "evaluate both with the same reward.functions"
+        )
     if first.num_samples != second.num_samples:
         raise InputError(
             f"--compare: {both} have different numbers of samples per prompt: eval.num_samples is {first.num_samples} "
@@ -275,7 +278,10 @@ def _check_comparable(first: EvaluationResults, second: EvaluationResults) -> No
     for uid in first.groups:
         one, other = first.prompt(uid), second.prompt(uid)
         if (one.source, one.answer) != (other.source, other.answer):
-            raise InputError(f"--compare: {both} come from different data: the question or answer of {uid} differs")
+            raise InputError(
+                f"--compare: {both} come from different data: the question or answer of {uid} differs; "
+                "evaluate both on the same data"
+            )
 
 
 def _prompt_differences(before: PromptTable, after: PromptTable, column: str) -> np.ndarray:

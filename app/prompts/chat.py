@@ -22,7 +22,7 @@ def read_messages(values: list[Any], where: str) -> Messages:
     """
     messages = read_chat(values, where)
     if not messages:
-        raise InputError(f"{where}: the prompt is empty")
+        raise InputError(f"{where}: the prompt is empty; remove the row")
     if messages[-1]["role"] == "assistant":
         raise InputError(f"{where}: the chat ends with the assistant's turn; leave that turn out of the prompt")
     return messages

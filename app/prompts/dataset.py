@@ -299,5 +299,5 @@ def _read_prompt(value: Any, where: str) -> str | Messages:
     if isinstance(value, str) and value.strip():
         return value
     if isinstance(value, str | None):
-        raise InputError(f"{where}: the prompt is {'blank' if value else 'empty'}")
+        raise InputError(f"{where}: the prompt is {'blank' if value else 'empty'}; remove the row")
     raise InputError(f"{where}: expected text or a list of chat messages, got {type(value).__name__}")

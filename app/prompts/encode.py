@@ -117,7 +117,7 @@ def encode_prompts(
         check_unicode(to_text(row.answer), f"{where}: the answer")
     encoded = [encode_prompt(row.prompt, tokenizer, data, where=row.where or row.uid) for row in rows]
     if empty := next((row.uid for row, ids in zip(rows, encoded, strict=True) if not ids), None):
-        raise InputError(f"{empty}: the tokenizer returns no tokens for this prompt")
+        raise InputError(f"{empty}: the tokenizer returns no tokens for this prompt; remove the row")
     max_prompt_length, lengths = data.max_prompt_length, [len(ids) for ids in encoded]
     num_overlong = sum(length > max_prompt_length for length in lengths)
     if num_overlong and data.overlong_prompts == "error":

@@ -43,7 +43,7 @@ class ObservationEncoder:
         match = tokenizer.eos_names.search(end)
         if end and not match:
             raise InputError(
-                f"the chat template writes {end!r} after a turn, but no end-of-sequence token of the model; set "
+                f"the chat template ends a turn with {end!r}, which contains no EOS token of the model; set "
                 "model.eos_tokens to the token that ends a turn"
             )
         self._start = written + end[: match.end() if match else 0]
@@ -108,7 +108,7 @@ class ObservationEncoder:
         if ids[len(start) : len(start) + 1] in ([token_id] for token_id in self._tokenizer.eos_ids):
             raise InputError(
                 "the chat template starts an observation with a token that also ends a turn, so it would occur "
-                "twice; use another one"
+                "twice; use another template"
             )
         return text[end:], ids[len(start) :]
 
@@ -131,7 +131,7 @@ class ObservationEncoder:
         """Raises InputError unless an observation with this role is rendered, with names of control tokens as text."""
         text, plain = self._render([{"role": role, "content": PROBE}])
         if PROBE not in text:
-            raise InputError(f"the chat template leaves out messages with role {role}; use another one")
+            raise InputError(f"the chat template leaves out messages with role {role}; use another template")
         special = self._tokenizer.special_ids
         spelled = "".join(self._tokenizer.decode_with_special_tokens([token_id]) for token_id in sorted(special))
         _, ids = self._render([{"role": role, "content": PROBE + spelled}])

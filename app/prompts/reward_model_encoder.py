@@ -48,7 +48,9 @@ class ConversationEncoder:
         """
         ids = np.asarray(self._encode_untrimmed(prompt.source, completion), np.int32)
         if not len(ids):
-            raise InputError(f"{prompt.uid}: the tokenizer returns no tokens for this prompt and its completion")
+            raise InputError(
+                f"{prompt.uid}: the tokenizer returns no tokens for this prompt and its completion; remove the row"
+            )
         read = np.flatnonzero(ids != self._pad_id) if isinstance(self._pad_id, int) else np.asarray([len(ids) - 1])
         return ids[: read[-1] + 1] if len(read) else ids[:1]
 

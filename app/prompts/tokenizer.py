@@ -289,7 +289,10 @@ def _byte_level_bpe(gguf: GgufFile, vocabulary: dict[str, int], unk: str | None)
     # Otherwise, the tokenizers library would abort.
     unknown = next((merge for merge in merges if not vocabulary.keys() >= {*merge, "".join(merge)}), None)
     if unknown is not None:
-        raise InputError(f"{gguf.path}: the tokenizer merges {' '.join(unknown)!r:.80}, which is not in its vocabulary")
+        raise InputError(
+            f"{gguf.path}: the tokenizer merges {' '.join(unknown)!r:.80}, which is not in its "
+            "vocabulary; use another file"
+        )
     backend = Backend(models.BPE(vocab=vocabulary, merges=merges))
     backend.normalizer, backend.pre_tokenizer = _pre_tokenization(gguf)
     backend.decoder = decoders.ByteLevel()
@@ -340,7 +343,10 @@ def _token_from_id(gguf: GgufFile, tokens: list[str], token_id: int) -> str | No
     if token_id == -1:
         return None
     if not 0 <= token_id < len(tokens):
-        raise InputError(f"{gguf.path}: special token id {token_id} is outside the vocabulary of {len(tokens)} tokens")
+        raise InputError(
+            f"{gguf.path}: special token id {token_id} is outside the vocabulary of {len(tokens)} "
+            "tokens; use another file"
+        )
     return tokens[token_id]
 
 

@@ -125,7 +125,7 @@ def check_output_path(path: str | Path) -> None:
     if not path.parent.is_dir():
         raise InputError(f"{path}: the folder {path.parent} does not exist; create it first")
     if not os.access(path.parent, os.W_OK | os.X_OK):
-        raise InputError(f"{path}: the folder {path.parent} is not writable")
+        raise InputError(f"{path}: the folder {path.parent} is not writable; choose another one")
 
 
 def check_distinct_paths(paths: Mapping[str, Path | None]) -> None:

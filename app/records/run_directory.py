@@ -124,7 +124,7 @@ class RunDirectory:
 
     @property
     def has_foreign_files(self) -> bool:
-        """Whether the directory has files that no run wrote, not even a run that ended before `sessions.jsonl`."""
+        """Whether the directory has files that no run wrote, even one that ended before it wrote `sessions.jsonl`."""
         if self.has_settings or self.has_checkpoint or not self.path.is_dir():
             return False
         ours = {".lock", self.crash_dir.name, self.data_dir.name}

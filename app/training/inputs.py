@@ -39,7 +39,7 @@ TEMPLATE_KWARGS, EOS_TOKENS = "data.chat_template_kwargs", "model.eos_tokens"
 PROMPTS_PER_STEP = "rollout.prompts_per_step over all hosts"
 MINI_BATCH_PROMPTS = "algorithm.mini_batch_prompts over all hosts"
 PROMPT_ORDER = "the order of prompts (run.seed, data.shuffle, data.max_prompt_length, data.overlong_prompts)"
-"""Names of fingerprints."""
+"""Names of the fingerprints of a run's inputs."""
 
 
 CHANGEABLE_FINGERPRINTS = {

@@ -117,7 +117,7 @@ class Replay:
         """
         file = self.files[step]
         if not file.path.is_file() or file_digest(file.path) != file.digest:
-            raise InputError(f"{OPTION}: {file.path} has changed since the run began")
+            raise InputError(f"{OPTION}: {file.path} has changed since the run began; restore it, or start a new run")
         samples = [sample for _, sample in read_samples(file.path, ignored_fields=self.ignored_fields)]
         if not self.uses_saved_rewards:
             # Rewards of turns belong to the saved rewards.
