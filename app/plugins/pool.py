@@ -100,7 +100,7 @@ class Job(ABC):
             seconds: time that the worker took.
 
         Returns:
-            Why the job has failed nevertheless, or None.
+            Why the job has failed despite the reply, or None if it has not.
         """
 
     @abstractmethod

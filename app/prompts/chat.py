@@ -43,7 +43,9 @@ def read_chat(values: list[Any], where: str) -> Messages:
         content = value.get("content")
         other = [part for part in content if not is_text_part(part)] if isinstance(content, list) else []
         if other:
-            raise InputError(f"{where}: the model reads only text, but `content` of a message has {other[0]!r:.80}")
+            raise InputError(
+                f"{where}: the model reads only text, but `content` of a message has {other[0]!r:.80}; remove the row"
+            )
         # Tools may return nothing, and a call needs no text.
         if not isinstance(content, str | list) and (content is not None or value["role"] not in ("assistant", "tool")):
             raise InputError(f"{where}: `content` of a chat message must be text or a list of parts; got {value!r:.80}")

@@ -62,7 +62,7 @@ class Panel:
     scale: float = 1.0
     """Number by which the values are divided."""
     needs_nonzero: bool = False
-    """Whether a metric with only zeros counts as missing."""
+    """Whether a metric whose values are all 0 is treated as missing."""
     height: float = 2.7
     """Height of the panel in inches."""
 

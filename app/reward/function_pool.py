@@ -72,7 +72,7 @@ class FunctionPool(Pool):
         """Returns the result of each request, in the order of the requests.
 
         Raises:
-            WorkersLostError: a worker had to be replaced, and its replacement failed twice to start.
+            WorkersLostError: a worker had to be replaced, but two attempts to start a new one failed.
         """
         calls = [FunctionCall(request) for request in requests]
         for call in calls:

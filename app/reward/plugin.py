@@ -102,7 +102,7 @@ class PlugIn:
         A batch of rewards that fails is retried group by group, and then sample by sample.
 
         Raises:
-            WorkersLostError: a worker died, and its replacement failed twice to start.
+            WorkersLostError: a worker died, and two attempts to start a new one failed.
             UnassignableRewardsError: a list's length differs from the number of samples.
         """
         outcomes: list[RewardOutcome | None] = [None] * len(samples)

@@ -71,7 +71,8 @@ class AlgorithmSettings(Section):
     0.2, 3e-4 for gspo, 10 for cispo."""
     clip_high: float | None = Field(default=None, gt=0)
     """Ratios are clipped above 1 + clip_high. With `clip: cispo`, 1 + clip_high bounds the weight of a gradient; TRL's
-    `epsilon_high` is this bound, so 5 there is 4 here. When null: 0.2, 0.28 for dapo, 4e-4 for gspo."""
+    `epsilon_high` is that bound itself: 5 in TRL is 4 for this setting. When null: 0.2, 0.28 for dapo, 4e-4 for
+    gspo."""
     dual_clip: float | None = Field(default=None, gt=1)
     """Tokens with a negative advantage and a ratio above this give no gradient; 3.0 is usual. Null disables it."""
     entropy_coef: float = Field(default=0.0, ge=0)

@@ -185,8 +185,8 @@ class RolloutSettings(Section):
     number is logged at launch."""
     kv_blocks: Annotated[int | Literal["auto"] | None, _auto_or_count(MAX_BLOCKS, or_null=True)] = "auto"
     """KV-cache blocks on each device. Samples of a prompt share its full blocks. If blocks run out, the newest sample
-    is preempted and its cache recomputed later. null: enough for every slot at full length. `auto`: the same, but with
-    slots at most what fits beside weights, optimizer and compiled programs."""
+    is preempted and its cache recomputed later. null: enough for every slot at full length. `auto`: the same, but
+    without workers limited to what fits beside weights, optimizer and compiled programs."""
     mode: Literal["exact", "fast"] = "fast"
     """fast: shapes adapt to the samples. exact: fixed shapes in float32, so that each sample is bitwise independent of
     the schedule and of the other samples."""
