@@ -43,7 +43,7 @@ class ObservationEncoder:
         match = tokenizer.eos_names.search(end)
         if end and not match:
             raise InputError(
-                f"the chat template ends a turn with {end!r}, which contains no EOS token of the model; set "
+                f"the chat template writes {end!r} after a turn, which contains no EOS token of the model; set "
                 "model.eos_tokens to the token that ends a turn"
             )
         self._start = written + end[: match.end() if match else 0]

@@ -33,7 +33,7 @@ from settings.errors import InputError
 
 @dataclass(frozen=True)
 class RewardModelSpec(NetworkSpec):
-    """A reward model, with the encoder of what it reads."""
+    """A reward model, with the encoder of the conversations that it scores."""
 
     conversations: ConversationEncoder
 
