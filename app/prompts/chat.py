@@ -59,16 +59,18 @@ def read_chat(values: list[Any], where: str) -> Messages:
 
 
 def split_completion(completion: Any, where: str) -> tuple[Messages, Messages]:
-    """Splits a completion before the assistant's first turn.
+    """Splits a completion, checked as by `check_text`, before the assistant's first turn.
 
     Raises:
         InputError: it is neither text nor a chat with an assistant turn; the error starts with `where`.
     """
     if is_text_or_number(completion) and (text := to_text(completion)).strip():
+        check_text(text, where)
         return [], [{"role": "assistant", "content": text}]
     if not isinstance(completion, list):
         raise InputError(f"{where}: expected a completion as text or chat, got {completion!r:.80}; remove the row")
     messages = read_chat(completion, where)
+    check_text(messages, where)
     first = next((i for i, message in enumerate(messages) if message["role"] == "assistant"), None)
     if first is None:
         raise InputError(f"{where}: no message is the assistant's, so there is nothing to learn; remove the row")

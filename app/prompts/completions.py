@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from app.prompts.chat import check_text, plain_text, split_completion, to_messages
-from app.prompts.dataset import DatasetRow
+from app.prompts.chat import plain_text, split_completion, to_messages
 from app.prompts.observation_encoder import ObservationEncoder
 from app.prompts.tokenizer import Tokenizer
 from app.prompts.turn_end import unended_turn
@@ -22,40 +21,41 @@ log = logging.getLogger(__name__)
 
 
 class CompletionEncoder:
-    """Encodes the completion of a row after its encoded prompt.
+    """Encodes completions after their encoded prompts.
 
     A turn has the tokens that the chat template writes after the start of the assistant's turn, up to its end token.
     Turns are joined by the same tokens as in a sampled conversation (`ObservationEncoder`).
 
     Args:
         stop: the strings of `rollout.stop`.
+
+    Raises:
+        InputError: the chat template ends turns in a way that the sampler would not recognize.
     """
 
     def __init__(self, tokenizer: Tokenizer, data: DataSettings, *, stop: Sequence[str] = ()) -> None:
-        self.data = data
-        self._tokenizer, self._stop = tokenizer, stop
+        self.data, self._tokenizer = data, tokenizer
+        if data.chat_template != "none" and (fault := unended_turn(tokenizer, stop)) is not None:
+            raise InputError("; ".join(fault))
 
-    def encode(self, row: DatasetRow, prompt: Prompt, completion: Messages) -> tuple[list[int], list[bool]]:
-        """Returns the token ids of a row's completion, and which of them the assistant writes.
+    def encode(self, prompt: Prompt, completion: Messages) -> tuple[list[int], list[bool]]:
+        """Returns the token ids of a completion, and which of them the assistant writes.
 
         Raises:
             InputError: the chat template rejects the chat, or the assistant's tokens cannot be told apart.
         """
         if self.data.chat_template == "none":
-            ids = self._text_ids(row, completion)
+            ids = self._text_ids(prompt, completion)
             return ids, [True] * len(ids)
         ids, mask, between = list[int](), list[bool](), Messages()
-        history = to_messages(row.prompt, self.data.system_prompt)
-        # A prompt of maximum length may have lost its start.
-        is_whole = len(prompt.token_ids) < self.data.max_prompt_length
-        start = prompt.token_ids.tolist() if is_whole else None
+        history = to_messages(prompt.source, self.data.system_prompt)
         for message in completion:
             if message["role"] == "assistant":
                 bridge = self._observations.encode(between) if ids else []
-                turn = self._turn_ids(history, message, start or self._tokenizer.chat_ids(history))
+                turn = self._turn_ids(history, message)
                 ids += bridge + turn
                 mask += [False] * len(bridge) + [True] * len(turn)
-                between, start = [], None
+                between = []
             else:
                 between.append(message)
             history.append(message)
@@ -65,9 +65,9 @@ class CompletionEncoder:
     def _observations(self) -> ObservationEncoder:
         return ObservationEncoder(self._tokenizer, self._tokenizer.tools)
 
-    def _turn_ids(self, history: Messages, message: dict[str, Any], start: list[int]) -> list[int]:
+    def _turn_ids(self, history: Messages, message: dict[str, Any]) -> list[int]:
         tokenizer = self._tokenizer
-        whole = tokenizer.conversation_ids([*history, message])
+        start, whole = tokenizer.chat_ids(history), tokenizer.conversation_ids([*history, message])
         if whole[: len(start)] != start:
             same = next(i for i, token_id in enumerate(start) if whole[i : i + 1] != [token_id])
             opened, written = (tokenizer.decode_with_special_tokens(ids[same : same + 20]) for ids in (start, whole))
@@ -78,56 +78,40 @@ class CompletionEncoder:
             )
         turn = whole[len(start) :]
         end = next((place for place, token_id in enumerate(turn) if token_id in tokenizer.eos_ids), None)
-        if end is not None:
-            return turn[: end + 1]
-        return [*turn, self._added_end]
+        return [*turn, tokenizer.eos_ids[0]] if end is None else turn[: end + 1]
 
-    @cached_property
-    def _added_end(self) -> int:
-        """The token that ends a turn after which the template writes nothing."""
-        if (fault := unended_turn(self._tokenizer, self._stop)) is not None:
-            raise InputError("; ".join(fault))
-        return self._tokenizer.eos_ids[0]
-
-    def _text_ids(self, row: DatasetRow, messages: Messages) -> list[int]:
+    def _text_ids(self, prompt: Prompt, messages: Messages) -> list[int]:
         tokenizer = self._tokenizer
-        match plain_text(row.prompt), messages:
-            case str(prompt), [{"role": "assistant", "content": str(completion)}]:
-                pass
+        match plain_text(prompt.source), messages:
+            case str(text), [{"role": "assistant", "content": str(completion)}]:
+                start, whole = tokenizer.text_ids(text), tokenizer.text_ids(text + completion)
             case _:
                 raise InputError(
                     "the completion is a chat, but data.chat_template: none has no template to render it; render it "
                     "to text, or remove that setting"
                 )
-        start, whole = tokenizer.text_ids(prompt), tokenizer.text_ids(prompt + completion)
         # A sampled completion never shares a token with the end of the prompt.
         ids = whole[len(start) :] if whole[: len(start)] == start else tokenizer.encode_rendered(completion)
         return ids if ids and ids[-1] in tokenizer.eos_ids else [*ids, tokenizer.eos_ids[0]]
 
 
 def encode_completions(
-    prompts: Sequence[Prompt], rows: Sequence[DatasetRow], encoder: CompletionEncoder, *, max_tokens: int
+    prompts: Sequence[Prompt], encoder: CompletionEncoder, *, max_tokens: int
 ) -> tuple[list[Sample], str]:
-    """Returns samples of prompts with completions of at most `max_tokens` tokens, in order, and a report.
-
-    Args:
-        rows: the rows of the prompts, and possibly others.
+    """Returns samples of prompts whose answers are completions of at most `max_tokens` tokens, in order, and a report.
 
     Raises:
-        InputError: see `CompletionEncoder.encode`; or completions are too long (with `data.overlong_prompts: error`,
+        InputError: as `CompletionEncoder.encode`; or completions are too long (with `data.overlong_prompts: error`,
             one; otherwise, all).
     """
     log.info("encoding %s completions", f"{len(prompts):,}")
-    row_of, samples, lengths = {row.uid: row for row in rows}, list[Sample](), list[int]()
+    samples, lengths = list[Sample](), list[int]()
     for prompt in prompts:
-        row = row_of[prompt.uid]
-        where = row.where or row.uid
-        _, completion = split_completion(row.answer, where)
-        check_text(completion, f"{where}: the completion")
+        _, completion = split_completion(prompt.answer, prompt.uid)
         try:
-            ids, mask = encoder.encode(row, prompt, completion)
+            ids, mask = encoder.encode(prompt, completion)
         except InputError as error:
-            raise InputError(f"{where}: {error}") from error
+            raise InputError(f"{prompt.uid}: {error}") from error
         lengths.append(len(ids))
         last = next(message for message in reversed(completion) if message["role"] == "assistant")
         sample = Sample(

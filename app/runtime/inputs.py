@@ -149,13 +149,17 @@ def warn_of_misread_prompts(settings: Settings, rows: Sequence[DatasetRow], toke
         log.warning("%s; %s", *fault)
 
 
-def encode_train_rows(settings: Settings, dataset: Dataset, tokenizer: Tokenizer) -> tuple[list[Prompt], str]:
-    """Tokenizes the training data, warns of unknown tokens, and returns a report for users.
+def encode_train_data(
+    settings: Settings, dataset: Dataset, tokenizer: Tokenizer
+) -> tuple[Sequence[Prompt], Sequence[Sample], str]:
+    """Returns the prompts of the training data, their completions for sft, and a report for users.
+
+    Warns of unknown tokens.
 
     Raises:
-        InputError: no prompt is left, or a source of a mixture has no prompt left.
+        InputError: as `encode_completions`; or no prompt is left, or none of a source of a mixture.
     """
-    prompts, report = encode_prompts(dataset.rows, tokenizer, settings.data)
+    prompts, encoded = encode_prompts(dataset.rows, tokenizer, settings.data)
     warn_of_misread_prompts(settings, dataset.rows, tokenizer)
     _check_parts(dataset, prompts, "prompt", "data.max_prompt_length")
     looked_at = evenly_spaced(prompts, NUM_PROMPTS_LOOKED_AT)
@@ -166,31 +170,20 @@ def encode_train_rows(settings: Settings, dataset: Dataset, tokenizer: Tokenizer
             "a model for the data's language",
             *(format_percent(share), settings.model.path),
         )
-    return prompts, f"{dataset.to_text()}\n{report.text}"
-
-
-def _check_parts(dataset: Dataset, left: Sequence[Prompt] | Sequence[Sample], what: str, limit: str) -> None:
-    """Raises InputError if a source of a mixture has no row left."""
-    numbers = {one.uid.partition("/")[0] for one in left}
-    if empty := next((part.source for i, part in enumerate(dataset.parts) if str(i) not in numbers), None):
-        raise InputError(f"data.source: every {what} of {empty} is longer than {limit}; raise the limit")
-
-
-def encode_train_data(
-    settings: Settings, dataset: Dataset, tokenizer: Tokenizer
-) -> tuple[Sequence[Prompt], Sequence[Sample], str]:
-    """Returns the prompts of the training data, their completions for sft, and a report for users.
-
-    Raises:
-        InputError: see `encode_train_rows` and `encode_completions`.
-    """
-    prompts, report = encode_train_rows(settings, dataset, tokenizer)
+    report = f"{dataset.to_text()}\n{encoded.text}"
     if not settings.is_supervised:
         return prompts, (), report
     encoder = CompletionEncoder(tokenizer, settings.data, stop=settings.rollout.stop)
-    samples, text = encode_completions(prompts, dataset.rows, encoder, max_tokens=settings.rollout.max_new_tokens)
+    samples, text = encode_completions(prompts, encoder, max_tokens=settings.rollout.max_new_tokens)
     _check_parts(dataset, samples, "completion", "rollout.max_new_tokens")
     return [sample.prompt for sample in samples], samples, f"{report}\n{text}"
+
+
+def _check_parts(dataset: Dataset, left: Sequence[Prompt] | Sequence[Sample], what: str, limit: str) -> None:
+    """Raises InputError if no row is left of a source of a mixture."""
+    numbers = {one.uid.partition("/")[0] for one in left}
+    if empty := next((part.source for i, part in enumerate(dataset.parts) if str(i) not in numbers), None):
+        raise InputError(f"data.source: every {what} of {empty} is longer than {limit}; raise the limit")
 
 
 def read_eval_rows(settings: Settings) -> Sequence[DatasetRow]:

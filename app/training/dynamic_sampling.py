@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 
 import jax
@@ -33,18 +33,15 @@ def keeps_all(group: Sequence[Sample]) -> bool:
     return True
 
 
-def rewards_differ(group: Sequence[Sample]) -> bool:
-    """Returns whether the rewards of a group differ, without the overlong penalty; samples without reward are ignored.
+def rewards_differ(group: Sequence[Sample], *, parts: Collection[str] = ()) -> bool:
+    """Returns whether the rewards of a group differ, in one of `parts`, or if there are none, in their sum.
 
-    The penalty does not count as a difference: the paper filters by the correctness of answers (eq. 11).
+    Samples without the reward are ignored. The overlong penalty does not count as a difference: the paper filters by
+    the correctness of answers (eq. 11).
     """
-    rewards = [s.reward - (s.rewards or {}).get(OVERLONG_REWARD, 0.0) for s in group if s.reward is not None]
-    return len(rewards) > 1 and max(rewards) - min(rewards) > REWARD_TOLERANCE
-
-
-def any_value_differs(group: Sequence[Sample], *, names: Iterable[str]) -> bool:
-    """Returns whether the values of one of these reward functions differ; functions that abstained are ignored."""
-    values = [[s.rewards[name] for s in group if s.rewards and name in s.rewards] for name in names]
+    values = [[s.rewards[name] for s in group if s.rewards and name in s.rewards] for name in parts]
+    if not parts:
+        values = [[s.reward - (s.rewards or {}).get(OVERLONG_REWARD, 0.0) for s in group if s.reward is not None]]
     return any(len(one) > 1 and max(one) - min(one) > REWARD_TOLERANCE for one in values)
 
 

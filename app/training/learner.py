@@ -26,7 +26,7 @@ from app.runtime.micro_batching import MaxLengths, make_score_batcher, make_upda
 from app.runtime.model_spec import NetworkSpec
 from app.runtime.reward_model import make_reward_batcher
 from app.runtime.scoring import CriticModel, ScoringSession
-from app.training.dynamic_sampling import GroupFilter, StepGroups, any_value_differs, keeps_all, rewards_differ
+from app.training.dynamic_sampling import GroupFilter, StepGroups, keeps_all, rewards_differ
 from app.update.loss_aggregation import AggregationFn, StepTotals, aggregations
 from app.update.mini_batches import (
     MiniBatchIndices,
@@ -66,9 +66,6 @@ from app.update.value_loss import (
 from settings import Settings
 from settings.schema.algorithm import AlgorithmSettings, OptimizerSettings, ScoredRole
 from settings.schema.reward import OVERLONG_REWARD
-
-FILTERS: Mapping[str, GroupFilter] = {"none": keeps_all, "zero_variance": rewards_differ}
-"""Group filters by `algorithm.filter`."""
 
 
 @dataclass(frozen=True)
@@ -196,12 +193,10 @@ def make_learner_group(session: ScoringSession) -> LearnerGroup:
 
 def make_group_filter(settings: Settings, estimator: AdvantageEstimator) -> GroupFilter:
     """Returns the filter of `algorithm.filter`, applied only to samples in the loss."""
-    algorithm = settings.algorithm
-    assert algorithm.filter is not None
-    keeps = FILTERS[algorithm.filter]
-    if algorithm.filter == "zero_variance" and settings.compared_parts:
-        keeps = functools.partial(any_value_differs, names={*settings.compared_parts} - {OVERLONG_REWARD})
-    return lambda group: keeps([*filter(estimator.learns_from, group)])
+    if settings.algorithm.filter == "none":
+        return keeps_all
+    parts = settings.compared_parts.keys() - {OVERLONG_REWARD}
+    return lambda group: rewards_differ([*filter(estimator.learns_from, group)], parts=parts)
 
 
 def longest_rows(

@@ -7,7 +7,7 @@ A setting has no effect if the estimator, scheduler or model that reads it is no
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from settings.loading.fields import FIELDS, value_of
@@ -36,6 +36,10 @@ SECTIONS_OF_REWARDS = ("reward.", "plugins.", "score.reward.")
 """Prefixes of the settings that other commands read under the same conditions as `grpo train`."""
 
 
+UsageCondition = tuple[str, Callable[[Settings], bool], tuple[str, ...]]
+"""A condition as worded in notices, whether it is met, and the settings that have no effect otherwise."""
+
+
 def _micro_batches_of(role: ForwardRole) -> tuple[str, ...]:
     return tuple(f"score.{role}.{part}" for part in MicroBatchSettings.model_fields)
 
@@ -45,7 +49,7 @@ def _has_scheduler(names: str) -> Callable[[Settings], bool]:
     return lambda s: s.rollout.has_workers and str(s.rollout.scheduler) in re.findall(r"\w+", names)
 
 
-def _read_by_schedulers(names: str, *fields: str) -> tuple[str, Callable[[Settings], bool], tuple[str, ...]]:
+def _read_by_schedulers(names: str, *fields: str) -> UsageCondition:
     return SCHEDULERS.format(names), _has_scheduler(names), fields
 
 
@@ -68,23 +72,21 @@ def _plug_ins(s: Settings) -> list[str]:
     return [one.function or one.name for one in s.reward.functions if one.function or one.name == "math_verify"]
 
 
-UNUSED_BY_SFT = (
-    *("ratio_level", "clip", "clip_low", "clip_high", "dual_clip", "beta", "kl_in", "kl_estimator", "kl_target"),
-    *("entropy_coef", "filter", "correction", "whiten_advantages", "reward_normalization", "mask_truncated"),
+SAMPLING_CONDITION: UsageCondition = (
+    "sampled completions (another algorithm.name than sft)",
+    lambda s: not s.is_supervised,
+    (
+        *("algorithm.ratio_level", "algorithm.clip", "algorithm.clip_low", "algorithm.clip_high"),
+        *("algorithm.dual_clip", "algorithm.beta", "algorithm.kl_in", "algorithm.kl_estimator", "algorithm.kl_target"),
+        *("algorithm.entropy_coef", "algorithm.filter", "algorithm.correction", "algorithm.whiten_advantages"),
+        *("algorithm.reward_normalization", "algorithm.mask_truncated", "reward.overlong_buffer"),
+        *("rollout.routing_replay", "logging.save_rollouts", "logging.completions_every_steps"),
+        *("rollout.temperature", "rollout.top_k", "rollout.top_p", "rollout.min_p"),
+    ),
 )
-"""Fields of `algorithm` that only matter for sampled completions."""
+"""Counts in training only: other commands sample with a policy that `sft` has trained."""
 
-
-def _unused_in_sft(resolved: Resolved) -> list[str]:
-    """Returns a notice about the sampling and reward settings that the user set although `sft` ignores them."""
-    fields = [*(f"algorithm.{field}" for field in UNUSED_BY_SFT), "reward.overlong_buffer", "rollout.routing_replay"]
-    fields += ["logging.save_rollouts", "logging.completions_every_steps"]
-    fields += [f"rollout.{field}" for field in ("temperature", "top_k", "top_p", "min_p")]
-    named = [field for field in fields if resolved.settings.is_supervised and _is_set(resolved, field)]
-    return [f"no effect with algorithm.name sft: {', '.join(map(resolved.describe, named))}"] if named else []
-
-
-USAGE_CONDITIONS: tuple[tuple[str, Callable[[Settings], bool], tuple[str, ...]], ...] = (
+USAGE_CONDITIONS: tuple[UsageCondition, ...] = (
     # Data and evaluations.
     (
         "data.source that is built in or on the hub",
@@ -227,7 +229,6 @@ USAGE_CONDITIONS: tuple[tuple[str, Callable[[Settings], bool], tuple[str, ...]],
         ("model.lora.alpha", "model.lora.targets", "model.lora.quantize_base"),
     ),
 )
-"""A condition as worded in notices, whether it is met, and the settings that have no effect otherwise."""
 
 
 def launch_notices(resolved: Resolved) -> tuple[str, ...]:
@@ -236,7 +237,7 @@ def launch_notices(resolved: Resolved) -> tuple[str, ...]:
     if defaults := [name for name in MODEL_DEFAULTS if resolved.provenance[name] == "derived"]:
         values = ", ".join(f"{name} {value_of(resolved.settings, name)}" for name in defaults)
         lines.append(f"defaults for models that are not built in: {values}")
-    lines += [*unused_setting_notices(resolved), *_unused_in_sft(resolved)]
+    lines += unused_setting_notices(resolved, conditions=(*USAGE_CONDITIONS, SAMPLING_CONDITION))
     if resolved.settings.model.lora.rank and resolved.provenance[LEARNING_RATE] == "default":
         lines.append(
             f"{resolved.describe(LEARNING_RATE)} suits training all weights and is too low for adapters "
@@ -253,14 +254,16 @@ def launch_notices(resolved: Resolved) -> tuple[str, ...]:
     return tuple(lines)
 
 
-def unused_setting_notices(resolved: Resolved, sections: tuple[str, ...] = ("",)) -> tuple[str, ...]:
+def unused_setting_notices(
+    resolved: Resolved, sections: tuple[str, ...] = ("",), *, conditions: Sequence[UsageCondition] = USAGE_CONDITIONS
+) -> tuple[str, ...]:
     """Returns a notice for each unmet condition, naming the user's settings that have no effect without it.
 
     Args:
         sections: prefixes of the settings that the command reads.
     """
     lines = []
-    for condition, is_met, fields in USAGE_CONDITIONS:
+    for condition, is_met, fields in conditions:
         named = [field for field in fields if field.startswith(sections) and _is_set(resolved, field)]
         if named and not is_met(resolved.settings):
             lines.append(f"no effect without {condition}: {', '.join(map(resolved.describe, named))}")

@@ -63,9 +63,6 @@ SUPERVISED_VALUES: Mapping[str, int | str | None] = {
 }
 """Settings that determine sizes, memory and processes, with the only values that `sft` allows."""
 
-DEFAULT_DISTILL_BETA = 1.0
-"""Default of `algorithm.beta` for `distill`: the KL to the teacher is its only signal."""
-
 DEFAULT_KL_ESTIMATORS: Mapping[str, str] = {"loss": "k3", "reward": "k1", "advantage": "k1"}
 """Default KL estimator for each value of `algorithm.kl_in`. Sources: Shao et al. 2024, eq. 4; Ahmadian et al. 2024; Lu
 2025."""

@@ -20,7 +20,6 @@ from settings.errors import InputError
 from settings.loading.algorithm_presets import (
     ALGORITHM_PRESETS,
     DEFAULT_CORRECTION_VETO,
-    DEFAULT_DISTILL_BETA,
     DEFAULT_KL_ESTIMATORS,
     PRESET_FIELDS,
     SUPERVISED_VALUES,
@@ -114,8 +113,7 @@ def load(
     file = find_config_file(_model_config(layers) if config is None else config)
     layers.append(build_layer(yaml_entries(file)))
     given_fields = frozenset[str]().union(*layers[: 4 if file.is_own else 3])
-    given = _validate(layers)
-    layers.append(_model_defaults(given, environ) | _algorithm_defaults(given))
+    layers.append(_defaults(_validate(layers), environ))
     given = _validate(layers)
     micro_batching, notices = resolve_micro_batching(layers)
     derived = _derive(given, _provenance(layers), config_stem=file.stem)
@@ -164,20 +162,17 @@ def _model_config(layers: Sequence[Layer]) -> ConfigFile | None:
     return None if is_builtin else ConfigFile("no preset", Path(path).name.removesuffix(".gguf"), b"{}", is_own=False)
 
 
-def _model_defaults(given: Settings, environ: Mapping[str, str]) -> Layer:
-    """Returns defaults for models that are not built in. The schema's defaults suit short samples."""
-    if given.model.path.startswith(BUILTIN_PREFIX):
-        return {}
-    is_rounded = given.rollout.mode != "exact" and expects_accelerator(given.mesh, environ)
-    defaults = {name: SourcedValue(value, "derived") for name, value in MODEL_DEFAULTS.items()}
-    return {name: default for name, default in defaults.items() if is_rounded or name != "model.dtype"}
-
-
-def _algorithm_defaults(given: Settings) -> Layer:
-    """Returns the algorithm's defaults that differ from the schema's."""
-    return (
-        {"algorithm.beta": SourcedValue(DEFAULT_DISTILL_BETA, "derived")} if given.algorithm.name == "distill" else {}
-    )
+def _defaults(given: Settings, environ: Mapping[str, str]) -> Layer:
+    """Returns defaults for models that are not built in (the schema's suit short samples), and for distillation."""
+    defaults: dict[str, Any] = {}
+    if not given.model.path.startswith(BUILTIN_PREFIX):
+        defaults |= MODEL_DEFAULTS
+        if given.rollout.mode == "exact" or not expects_accelerator(given.mesh, environ):
+            del defaults["model.dtype"]
+    if given.algorithm.name == "distill":
+        # The KL to the teacher is the only signal.
+        defaults["algorithm.beta"] = 1.0
+    return {name: SourcedValue(value, "derived") for name, value in defaults.items()}
 
 
 def _derive(given: Settings, provenance: Mapping[str, str], *, config_stem: str) -> Layer:

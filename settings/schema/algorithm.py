@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Literal, get_args
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
@@ -29,10 +29,6 @@ VERL_AGGREGATIONS = {
     "seq-mean-token-sum-norm": "constant-length",
 }
 """Values of verl's `loss_agg_mode` that have other names here."""
-
-
-def _own_aggregation(value: Any) -> Any:
-    return VERL_AGGREGATIONS.get(value, value) if isinstance(value, str) else value
 
 
 class AlgorithmSettings(Section):
@@ -79,7 +75,7 @@ class AlgorithmSettings(Section):
     """Weight of the entropy bonus, which is aggregated like the loss. 0 disables it."""
     loss_aggregation: Annotated[
         Literal["token-mean", "sequence-mean-token-mean", "sequence-mean-token-sum", "constant-length"] | None,
-        BeforeValidator(_own_aggregation),
+        BeforeValidator(lambda value: VERL_AGGREGATIONS.get(value, value) if isinstance(value, str) else value),
     ] = None
     """Mean over all tokens, or mean over samples of each sample's token mean, token sum, or token sum divided by
     `rollout.max_new_tokens`. verl's names are also accepted. When null: constant-length for dr_grpo,

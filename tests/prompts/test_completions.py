@@ -37,7 +37,7 @@ def encoded(
     chosen = DataSettings.model_validate({"max_prompt_length": 1000} | data)
     row = DatasetRow("d/0", prompt, completion, where="d.jsonl:1")
     prompts, _ = encode_prompts([row], tokenizer, chosen)
-    (sample,), report = encode_completions(prompts, [row], CompletionEncoder(tokenizer, chosen), max_tokens=max_tokens)
+    (sample,), report = encode_completions(prompts, CompletionEncoder(tokenizer, chosen), max_tokens=max_tokens)
     return sample, report
 
 
@@ -110,7 +110,7 @@ def test_without_a_template_a_completion_is_the_text_after_the_prompt(tmp_path: 
     # No merge crosses the border, because a policy that continues the prompt could not write it.
     apart, _ = encoded(tokenizer, "Q: h", "e", chat_template="none")
     assert tokenizer.decode(apart.prompt.token_ids) == "Q: h" and tokenizer.decode(apart.completion_ids) == "e"
-    with pytest.raises(InputError, match=r"d\.jsonl:1: the completion is a chat, but data\.chat_template: none"):
+    with pytest.raises(InputError, match=r"d/0: the completion is a chat, but data\.chat_template: none"):
         encoded(tokenizer, "Q", [says("A"), QUESTION], chat_template="none")
 
 
@@ -125,10 +125,10 @@ def test_completion_gets_an_eos_token_if_the_template_does_not_end_turns(tmp_pat
 @pytest.mark.parametrize(
     ("template", "message"),
     [
-        (MARKLESS, r"d\.jsonl:1: the assistant's tokens cannot be identified, .* opens a turn with 'A:', but "
+        (MARKLESS, r"d/0: the assistant's tokens cannot be identified, .* opens a turn with 'A:', but "
             r"writes '<\|im_start\|>four' when it is complete; use another template"),
         ("{% for m in messages %}[{{ m.role }}]{{ m.content }}[/]{% endfor %}{% if add_generation_prompt %}[assistant]"
-            "{% endif %}", r"d\.jsonl:1: the chat template ends a turn with '\[/\]', but only .* ends a completion"),
+            "{% endif %}", r"the chat template ends a turn with '\[/\]', but only .* ends a completion"),
     ],
     ids=["start", "end"],
 )  # fmt: skip
@@ -142,7 +142,7 @@ def test_long_completions_are_dropped_or_refused(tmp_path: Path) -> None:
     rows = [DatasetRow(f"d/{n}", "Q", "x" * n, where=f"d:{n}") for n in (3, 8, 5)]
     prompts, _ = encode_prompts(rows, tokenizer, data)
     encoder = CompletionEncoder(tokenizer, data)
-    samples, report = encode_completions(prompts, rows, encoder, max_tokens=6)
+    samples, report = encode_completions(prompts, encoder, max_tokens=6)
     assert [sample.completion for sample in samples] == ["xxx", "xxxxx"]
     assert report == ("completions: 2 kept, 1 dropped (rollout.max_new_tokens 6); longest 9 tokens; 10 tokens to learn")
     one = (
@@ -150,6 +150,6 @@ def test_long_completions_are_dropped_or_refused(tmp_path: Path) -> None:
     )
     with pytest.raises(InputError, match=one):
         strict = CompletionEncoder(tokenizer, DataSettings(max_prompt_length=1000, overlong_prompts="error"))
-        encode_completions(prompts, rows, strict, max_tokens=6)
+        encode_completions(prompts, strict, max_tokens=6)
     with pytest.raises(InputError, match=r"3 of 3 completions .* the shortest has 4, the longest 9; raise the limit$"):
-        encode_completions(prompts, rows, encoder, max_tokens=3)
+        encode_completions(prompts, encoder, max_tokens=3)

@@ -14,7 +14,7 @@ from app.model.io.model_files import open_model
 from app.preflight.inspect_mesh import read_config_only_spec
 from app.prompts.tokenizer import load_tokenizer
 from app.records.run_directory import RunDirectory
-from app.runtime.inputs import encode_train_rows, read_train_rows
+from app.runtime.inputs import encode_train_data, read_train_rows
 from app.runtime.model_spec import (
     NetworkSpec,
     adapter_notes,
@@ -36,7 +36,7 @@ SHORT, LONG = "1 + 1?", "1 + 1? " * 50
 
 
 def encode(folder: Path, *files: list[str]) -> list[str]:
-    """Writes files with these prompts, and returns the uids that `encode_train_rows` keeps."""
+    """Writes files with these prompts, and returns the uids of those that `encode_train_data` keeps of them all."""
     paths = []
     for number, prompts in enumerate(files):
         paths.append(str(folder / f"{number}.jsonl"))
@@ -44,7 +44,7 @@ def encode(folder: Path, *files: list[str]) -> list[str]:
         Path(paths[-1]).write_text("\n".join(lines))
     settings = load(None, [f"data.source={json.dumps(paths)}", "data.max_prompt_length=64"], {}).settings
     tokenizer = load_tokenizer(open_model("builtin:tiny"))
-    return [prompt.uid for prompt in encode_train_rows(settings, read_train_rows(settings), tokenizer)[0]]
+    return [prompt.uid for prompt in encode_train_data(settings, read_train_rows(settings), tokenizer)[0]]
 
 
 def test_a_data_source_whose_prompts_are_all_too_long_is_refused(tmp_path: Path) -> None:

@@ -132,7 +132,8 @@ def test_sampling_settings_have_no_effect_and_are_reported(trained: Path, sft_co
     assert_same_state(run_of(sft_config), trained, step=4)
     assert reproducible(metrics_of(run_of(sft_config))) == reproducible(metrics_of(trained))
     names = ("algorithm.beta", "algorithm.filter", "rollout.temperature")
-    line = next(one for one in result.stderr.splitlines() if one.startswith("no effect with algorithm.name sft: "))
+    start = "no effect without sampled completions (another algorithm.name than sft): "
+    line = next(one for one in result.stderr.splitlines() if one.startswith(start))
     assert all(f"{name} = " in line for name in names)
     assert "no effect without algorithm.estimator gae or rein" in result.stderr
 
