@@ -113,7 +113,9 @@ def choose_row_length(max_tokens_per_device: int, max_sample_tokens: int, *, max
         ValueError: the longest possible sample exceeds the quota.
     """
     if max_sample_tokens > max_tokens_per_device:
-        raise ValueError(f"a sample may have {max_sample_tokens} tokens, but the quota is {max_tokens_per_device}")
+        raise ValueError(
+            f"a sample may have {max_sample_tokens} tokens, but the quota is {max_tokens_per_device} tokens per device"
+        )
     length = max_tokens_per_device
     while length // 2 >= max(2 * max_sample_tokens, min(max_group_tokens, MAX_SHARED_ROW_LENGTH), MIN_ROW_LENGTH):
         length //= 2

@@ -174,7 +174,7 @@ def _read_array(folder: Path, item: Any, like: jax.ShapeDtypeStruct) -> np.ndarr
         state = reader.restore(folder, args=ocp.args.Composite(state=args))["state"]
     (array,) = (x for x in jax.tree.leaves(state) if x is not ocp.PLACEHOLDER)
     if array.shape != like.shape:
-        raise ValueError(f"it holds an array of shape {list(array.shape)}, expected {list(like.shape)}")
+        raise ValueError(f"it contains an array of shape {list(array.shape)}, expected {list(like.shape)}")
     return array
 
 

@@ -119,7 +119,9 @@ class PolicyCheckpoint:
         """Raises InputError if the checkpoint's critic was trained from another model, or is required and missing."""
         saved = self.progress.fingerprints.get("the critic")
         if saved is None and is_required:
-            raise InputError(f"{OPTION}: {self.path} contains no critic, because its run trained none")
+            raise InputError(
+                f"{OPTION}: {self.path} contains no critic, because its run trained none; choose another run"
+            )
         if saved not in (None, critic.files.fingerprint):
             raise InputError(
                 f"{OPTION}: the critic of {self.path} was trained from another model than critic.path; set "

@@ -41,7 +41,7 @@ def use_program_cache() -> None:
         _tidy(folder)
     except (OSError, RuntimeError) as error:  # RuntimeError: there is no home directory
         reason = "another process holds the lock of its folder" if isinstance(error, Timeout) else error
-        _log.warning("compiled programs cannot be cached: %s; set XDG_CACHE_HOME", reason)
+        _log.warning("compiled programs cannot be cached: %s; set XDG_CACHE_HOME to another folder", reason)
         return
     config.update("jax_compilation_cache_dir", str(folder))
     if config.jax_compilation_cache_max_size == -1:

@@ -86,7 +86,7 @@ def test_an_unusable_cache_folder_is_reported_by_a_warning(tmp_path, monkeypatch
         assert read_config("jax_compilation_cache_dir") is None
         (message,) = caplog.messages
         assert message.startswith("compiled programs cannot be cached: ") and reason in message
-        assert message.endswith("; set XDG_CACHE_HOME")
+        assert message.endswith("; set XDG_CACHE_HOME to another folder")
 
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))

@@ -290,7 +290,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise InputError(f"{path} cannot be read as JSON ({error})") from error
+        raise InputError(f"{path} cannot be read as JSON ({error}); download it again") from error
     if not isinstance(value, dict):
-        raise InputError(f"{path}: expected a JSON object, got {type(value).__name__}")
+        raise InputError(f"{path}: expected a JSON object, got {type(value).__name__}; download it again")
     return value

@@ -99,7 +99,8 @@ class RayCluster:
             except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
                 if self._address == "local":
                     raise InputError(
-                        f"rollout.ray: cannot start a cluster on this machine: {_first_line(error)}"
+                        f"rollout.ray.address: cannot start a cluster on this machine: {_first_line(error)}; set it "
+                        "to a running cluster, or to null for workers in this process"
                     ) from error
                 raise InputError(
                     f"rollout.ray.address: the cluster at {self._address} cannot be used: {_first_line(error)}; start "
