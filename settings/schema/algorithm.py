@@ -105,7 +105,8 @@ class AlgorithmSettings(Section):
     """A sample that contains a token with w below this value gets weight 0. 0 disables this. When null, 1e-4 if a
     correction is enabled."""
     epochs: int = Field(default=1, ge=1)
-    """Number of passes over the samples of each rollout."""
+    """Number of passes over the samples of each rollout. More passes learn more from each sample, but less
+    on-policy."""
     mini_batch_prompts: int | None = Field(default=None, ge=1)
     """Prompts per optimizer step, per host; all prompts of the training step when null. With K optimizer steps, each
     uses every K-th prompt."""

@@ -38,7 +38,7 @@ class MeshSettings(Section):
     platform: Literal["auto", "cpu", "cuda", "tpu"] = "auto"
     """Platform of the devices; the run stops if JAX does not find it. `auto` uses the best one available."""
     cpu_devices: int | None = Field(default=None, ge=1, le=64)
-    """Number of virtual devices on a CPU host; one when null."""
+    """Number of virtual devices on a CPU host, to try a mesh without accelerators; one when null."""
     pretend: str | None = Field(default=None, min_length=1)
     """TPU slice or GPUs to simulate with virtual devices, such as `v4-16`, `v5e-8` or `h100-1`, for `inspect-mesh` and
     `train --dry-run`; overrides the other settings of devices. Null = real devices."""

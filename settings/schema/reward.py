@@ -196,7 +196,8 @@ def _validate_variable_names(value: tuple[str, ...]) -> tuple[str, ...]:
 
 class PluginSettings(Section):
     workers: int = Field(default=4, ge=1, le=1024)
-    """Maximum number of processes on each host for each reward function, and for the environments with their tools."""
+    """Maximum number of processes on each host for each reward function, and for the environments with their tools.
+    Raise it if they are slow and CPU cores are idle."""
     timeout_s: float = Field(default=10.0, gt=0, le=3600)
     """Time limit in seconds for one call of a reward function, with one sample or one batch; for a step of an
     environment, see `env.step_timeout_s`."""

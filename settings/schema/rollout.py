@@ -35,9 +35,9 @@ class SegmentSettings(Section):
     """
 
     min: int = Field(default=64, ge=1, le=MAX_TOKENS)
-    """Minimum length of a segment, in tokens per row."""
+    """Minimum length of a segment, in tokens per row. Raise it if ending many short segments takes time."""
     max: int = Field(default=4096, ge=1, le=MAX_TOKENS)
-    """Maximum length of a segment, in tokens per row."""
+    """Maximum length of a segment, in tokens per row. Lower it if finished rows stay idle for long."""
 
 
 def _check_window(value: Any) -> Any:
@@ -168,7 +168,7 @@ class RolloutSettings(Section):
     """Strings that end a completion, also in evaluations. It ends with the token that completes a string, and counts as
     finished. Control tokens are matched by name, such as `<|im_end|>`."""
     max_length_total: int | None = Field(default=None, ge=2)
-    """Maximum prompt plus completion in tokens; max_new_tokens + max(128, max_prompt_length) when null."""
+    """Maximum length of prompt plus completion, in tokens; max_new_tokens + max(128, max_prompt_length) when null."""
     prefill_length_min: int = Field(default=16, ge=1)
     """Smallest length, in tokens, to which prompts are padded for prefill. Larger values compile fewer programs."""
     temperature: float = Field(default=1.0, ge=0)
