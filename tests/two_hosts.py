@@ -21,22 +21,22 @@ Programs = tuple[Sequence[str], Sequence[str]]
 
 KEEPING = "from tests.two_hosts import cache_programs_of_every_host as cache; cache()\n"
 HOSTS_PROGRAM = ("-c", f"{KEEPING}import cli; cli.main()")
-"""Program that Python runs on a host; later tests find what it compiled."""
+"""The program that Python runs on a host; later tests reuse its compilation cache."""
 
 
 def hosts_program(*, heartbeat_s: int) -> tuple[str, str]:
-    """Returns the program of a host that JAX ends as soon as another has had no heartbeat for this time."""
+    """Returns the program of a host that JAX ends after another host has sent no heartbeat for this time."""
     shorter = f"from app.distributed import shutdown\nshutdown.HEARTBEAT_S = {heartbeat_s}\n"
     return "-c", f"{shorter}{KEEPING}import cli; cli.main()"
 
 
 def blind_host(folder: Path) -> tuple[str, str]:
-    """Returns the program of a host on whose disk there is no `folder`."""
+    """Returns the program of a host whose disk does not contain `folder`."""
     return "-c", f"from tests.two_hosts import hide; hide({str(folder)!r})\n{HOSTS_PROGRAM[1]}"
 
 
 def hide(folder: str) -> None:
-    """Makes a folder, and whatever is in it, absent for Python in this process."""
+    """Hides a folder and its contents from Python in this process."""
     stat = os.stat
 
     def is_hidden(path: Any) -> bool:
@@ -81,7 +81,7 @@ def two_hosts(
     environ: dict[str, str] | None = None,
     cwd: Path = REPOSITORY,
 ) -> Iterator[Hosts]:
-    """Runs a command on two hosts, which do not outlive the block; `THIS_HOST` holds the host's number."""
+    """Runs a command on two hosts until the end of the block; `THIS_HOST` is replaced by the number of the host."""
     address = free_address()
     with ExitStack() as stack:
         yield [
@@ -100,13 +100,13 @@ def two_hosts(
 def run_on_two_hosts(
     *arguments: str | Path, of_each: tuple[Arguments, Arguments] = ((), ()), **how: Any
 ) -> tuple[Ended, Ended]:
-    """Returns how the command ends on the first and on the second host; see `two_hosts`."""
+    """Returns the result of the command on the first and on the second host; see `two_hosts`."""
     with two_hosts(*arguments, of_each=of_each, **how) as hosts:
         return ended(hosts)
 
 
 def ended(hosts: Hosts, *, deadline_s: float = DEADLINE_S) -> tuple[Ended, Ended]:
-    # All at once: a process whose output is not read blocks, and the others with it.
+    # The outputs are read at the same time: a process whose output is not read blocks, and the other waits for it.
     with ThreadPoolExecutor(len(hosts)) as pool:
         output = list(pool.map(lambda host: host.communicate(timeout=deadline_s), hosts))
     first, second = (Ended(host.returncode, *text) for host, text in zip(hosts, output, strict=True))

@@ -109,7 +109,7 @@ def test_loss_of_a_step_equals_the_formula_of_its_algorithm_in_float64(name, agg
     # Policy and reference are the same weights; a single update has its ratio to itself.
     assert abs(line["policy/kl"]) < 1e-6 and line["policy/ratio_max"] == 1.0
     assert "value/loss" not in line
-    # A filter leaves groups out.
+    # A filter masks the groups that it drops.
     records = [
         one for one in program.records_of(step_file(tmp_path / "full-replay", 1)) if any(one.get("loss_mask", [True]))
     ]
@@ -127,8 +127,8 @@ def changed_copy(run: Path, folder: Path, change: Callable[[dict[str, Any]], obj
     return folder
 
 
-def test_masked_step_equals_one_from_which_truncated_samples_were_dropped(uninterrupted: Path, tmp_path: Path) -> None:
-    """Bit for bit, with several epochs and mini-batches, and a penalty."""
+def test_a_step_that_masks_truncated_samples_equals_a_step_without_them(uninterrupted: Path, tmp_path: Path) -> None:
+    """The two steps are equal bit for bit, with several epochs and mini-batches and a KL penalty."""
 
     def truncate_last(record: dict[str, Any]) -> None:
         record["finish_reason"] = "length" if record["sample_index"] == 3 else "stop"
@@ -149,12 +149,12 @@ def test_masked_step_equals_one_from_which_truncated_samples_were_dropped(uninte
     assert len(compared) > 10
     for name in (*compared, "reward/zero_variance_fraction"):
         assert line[name] == expected[name], name
-    # What is left out of learning is still told.
+    # Samples that are masked out of training are still reported.
     assert line["reward/mean"] == steps_of(uninterrupted)[1]["reward/mean"] != expected["reward/mean"]
     assert any(sample.reward is not None and not sample.mask.any() for sample in samples_of(masked, 1))
 
 
-def test_step_with_only_truncated_samples_does_not_train(uninterrupted: Path, tmp_path: Path) -> None:
+def test_a_step_with_only_truncated_samples_does_not_train(uninterrupted: Path, tmp_path: Path) -> None:
     source = changed_copy(uninterrupted, tmp_path / "source", lambda record: record.update(finish_reason="length"))
     filtered = ("algorithm.filter=zero_variance", "algorithm.max_rounds=1")
     chosen = ("algorithm.mask_truncated=true", "run.steps=1", *program.UNJUDGED)
@@ -167,7 +167,7 @@ def test_step_with_only_truncated_samples_does_not_train(uninterrupted: Path, tm
     assert len(moments) > 10 and not any(np.any(leaf) for leaf in moments)
 
 
-def test_separately_normalized_rewards_train_on_their_sum(uninterrupted: Path, tmp_path: Path) -> None:
+def test_advantages_are_the_sum_of_separately_normalized_rewards(uninterrupted: Path, tmp_path: Path) -> None:
     chosen = ("algorithm.reward_normalization=each_first", "algorithm.epochs=1", "algorithm.mini_batch_prompts=4")
     run = replayed(uninterrupted, tmp_path, *chosen, "algorithm.beta=0", "run.steps=1", *program.UNJUDGED)
     (line,), samples = program.metrics_of(run), samples_of(run, 1)
@@ -188,7 +188,7 @@ def test_separately_normalized_rewards_train_on_their_sum(uninterrupted: Path, t
     assert line["loss"] == pytest.approx(-line["advantage/mean"], abs=1e-5) and line["policy/grad_norm"] > 0
 
 
-def test_stopped_filtered_run_uses_the_same_prompts_on_resume(config: Path) -> None:
+def test_a_stopped_run_with_a_filter_uses_the_same_prompts_after_resume(config: Path) -> None:
     filtered = (
         *("algorithm.name=dapo", "algorithm.max_rounds=3", "reward.overlong_buffer=2", "eval.every_steps=0"),
         *("algorithm.mini_batch_prompts=2", "algorithm.rows_per_device=1", "score.rows_per_device=1"),
@@ -212,14 +212,14 @@ def test_stopped_filtered_run_uses_the_same_prompts_on_resume(config: Path) -> N
             for sample in group:
                 beyond = max(len(sample.completion_ids) - 2, 0)
                 assert sample.rewards is not None and sample.rewards["overlong"] == -beyond / 2
-            # Equal but for what length cost.
+            # The rewards of the group are equal except for the length penalty.
             reward_parts = [s.rewards or {} for s in group]
             right = {rewards["arithmetic"] + 0.5 * rewards["arithmetic_format"] for rewards in reward_parts}
             assert (len(right) == 1) == (group in fillers)
 
 
 Group = Sequence[float | None]
-"""Rewards of a group's samples."""
+"""The rewards of the samples of one group."""
 SAME, MIXED = (1.0, 1.0), (0.0, 1.0)
 
 
@@ -232,14 +232,14 @@ def sampled_groups(*groups: Group, first: int = 0) -> list[Sample]:
 
 
 class Filled(NamedTuple):
-    """A step's samples, and the metrics of its groups."""
+    """The samples of a step and the metrics of its groups."""
 
     samples: list[Sample]
     metrics: dict[str, float]
 
     @property
     def counts(self) -> list[float]:
-        """Numbers of rounds, of groups that exceed the step, and of fillers, and the share of groups left out."""
+        """Returns the numbers of rounds, surplus groups and filler groups, and the share of dropped groups."""
         names = ("rollout/num_rounds", "rollout/surplus_group_count", "rollout/filler_group_count")
         return [self.metrics[name] for name in (*names, "reward/filtered_group_fraction")]
 
@@ -266,7 +266,7 @@ def run(rounds: Sequence[Sequence[Group]], *, max_rounds: int = 10, keep=rewards
     return fill(sampled, num_groups=size, max_rounds=max_rounds, keep=keep)
 
 
-def test_without_a_filter_a_step_is_one_round():
+def test_a_step_without_a_filter_is_one_round_of_prompts():
     filled = run([(SAME, MIXED, SAME)], keep=keeps_all)
     assert filled.groups == filled.in_loss == [0, 1, 2]
     assert filled.counts == [1, 0, 0, 0]
@@ -274,15 +274,15 @@ def test_without_a_filter_a_step_is_one_round():
     assert np.isnan(unrewarded.metrics["reward/sampled_mean"])
 
 
-def test_rounds_are_taken_until_enough_groups_differ():
+def test_rounds_are_sampled_until_enough_groups_have_different_rewards():
     filled = run([(MIXED, SAME, SAME), (SAME, MIXED, SAME), (MIXED, MIXED, MIXED)])
     assert filled.groups == filled.in_loss == [0, 4, 6]
     assert filled.counts == [3, 2, 0, 4 / 9]
-    # The mean is of all that was sampled.
+    # The mean is taken over all sampled groups.
     assert filled.metrics["reward/sampled_mean"] == pytest.approx((5 * 0.5 + 4) / 9)
 
 
-def test_dropped_groups_fill_the_step_masked_when_rounds_run_out():
+def test_dropped_groups_fill_the_step_as_masked_samples_when_rounds_run_out():
     filled = run([(SAME, MIXED, SAME), (SAME, SAME, MIXED)], max_rounds=2)
     assert (filled.groups, filled.in_loss) == ([0, 1, 5], [1, 5])
     assert filled.counts == [2, 0, 1, 4 / 6]
@@ -296,7 +296,7 @@ def test_dropped_groups_fill_the_step_masked_when_rounds_run_out():
     ("rewards", "differ"),
     [((0.0, 1.0), True), ((1.0, 1.0), False), ((1.0, None), False), ((None, None), False), ((0.5, None, 1.0), True)],
 )
-def test_missing_rewards_do_not_count_as_different(rewards, differ):
+def test_missing_rewards_do_not_count_as_different_rewards(rewards, differ):
     assert rewards_differ(sampled_groups(rewards)) == differ
 
 
@@ -322,7 +322,7 @@ def test_groups_are_kept_if_compared_rewards_differ(rewards, finishes, of_sums, 
         assert make_group_filter(settings, make_advantage_estimator(settings))(group) == is_kept
 
 
-def test_length_penalty_alone_does_not_keep_a_group():
+def test_a_group_that_differs_only_in_the_length_penalty_is_dropped():
     penalty = OverlongPenalty(max_length=4, buffer=3, max_penalty=0.1)
 
     def penalised(*rewards: float) -> list[Sample]:
@@ -331,17 +331,17 @@ def test_length_penalty_alone_does_not_keep_a_group():
 
     assert len({s.reward for s in penalised(0.3, 0.3, 0.3)}) == 3
     assert not rewards_differ(penalised(0.3, 0.3, 0.3))
-    # Here it makes equal what is not: one is right.
+    # Here the penalty makes the sums equal although only one answer is correct.
     right = penalised(0.3, 0.3 + 0.1 / 3, 0.3)
     assert right[0].reward == pytest.approx(right[1].reward)
     assert rewards_differ(right)
 
 
-def test_repeated_prompt_does_not_make_a_new_group():
-    # Prompts are named by the group's number: the second round has those of the first again.
+def test_a_repeated_prompt_does_not_add_another_group_to_a_step():
+    # The uid of a prompt is the number of its group, so the second round repeats the prompts of the first one.
     again, new = [sampled_groups(MIXED, SAME)] * 2, sampled_groups(MIXED, MIXED, first=10)
     filled = fill([*again, new], num_groups=2)
     assert filled.groups == [0, 10] and filled.counts[:3] == [3, 1, 0]
-    # Nor in the same round.
+    # A prompt that is repeated within a round does not add a group either.
     once = sampled_groups(MIXED)
     assert fill([[*once, *(replace(s, group_id=1) for s in once)], new], num_groups=2).groups == [0, 10]

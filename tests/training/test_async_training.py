@@ -35,26 +35,26 @@ def oldest_of(steps: list[dict[str, Any]]) -> list[int]:
     return [step["perf/rollout/staleness_max"] for step in steps]
 
 
-def test_tokens_of_separate_devices_respect_max_staleness(config, calls_of_generation):
+def test_tokens_generated_on_separate_devices_respect_max_staleness(config, calls_of_generation):
     k = 2
     workers = ("rollout.workers.fast.count=2", "rollout.workers.heavy.count=0", "rollout.mesh=tp=2")
     halves = ("rollout.devices=0.5", "mesh.shape=1,4,1")
     chosen = ("rollout.scheduler=adaptive", f"rollout.max_staleness={k}", *halves, *workers)
     result = succeeded(train_here(config, *chosen, "logging.save_rollouts=true"))
     assert "rollout.devices: of the 8 devices of each host, 4-7 generate and the others train" in result.stderr
-    # Between steps k + 1 rounds are pending, in a step k; near the end, no round is submitted that no step takes.
+    # k + 1 rounds are pending between steps and k during a step; no round is submitted that no step would use.
     calls = "submit submit submit " + "collect publish submit " + "collect publish " * 3
     assert calls_of_generation == calls.split()
     steps = steps_of(run_of(config))
     ages = oldest_of(steps)
-    # What step 2 learns from was asked for before step 1.
+    # The samples of step 2 were requested before step 1.
     assert ages[:2] == [0, 1] and max(ages) <= k and len(ages) == 4
     for number, step in enumerate(steps, start=1):
         for record in records_of(step_file(run_of(config), number)):
             versions = record.get("policy_versions", [record["policy_version"]])
             assert min(versions) == record["policy_version"] >= number - 1 - step["perf/rollout/staleness_max"]
             assert max(versions) <= number - 1
-    # The weights that drew the first samples are those that score them, however they were split.
+    # The first samples are generated and scored with equal weights, although their sharding differs.
     assert steps[0]["rollout/sampler_scorer_logprob_diff_max"] < 1e-4
     assert steps[-1]["perf/compilations"] == 0 and steps[-1]["perf/rollout/tail_fraction"] is None
     assert all(
@@ -63,7 +63,7 @@ def test_tokens_of_separate_devices_respect_max_staleness(config, calls_of_gener
     assert "eval/accuracy" in metrics_of(run_of(config))[-1]
     assert progress_of(run_of(config), 4)["position"] == 16
     assert not [thread for thread in threading.enumerate() if thread.name in ("generation", "fast-0", "heavy-0")]
-    # A rollout alone uses all devices, for which that shape is none.
+    # `grpo rollout` does not train, so it uses all devices, for which the training mesh has the wrong size.
     assert open_mesh(load(str(config), chosen, {}).settings).size == 8
 
 
@@ -94,7 +94,7 @@ def test_ctrl_c_ends_async_generation_and_the_run_can_continue(config: Path) -> 
 
 
 @pytest.mark.slow
-def test_resumed_run_schedules_by_saved_lengths(config: Path) -> None:
+def test_a_resumed_run_schedules_prompts_by_saved_lengths(config: Path) -> None:
     """Prompts repeat, and the lengths of their earlier samples determine which rows share a program."""
     alone = ("rollout.workers.fast.slots=16", "rollout.workers.heavy.count=0")
     given = ("rollout.scheduler=adaptive", *alone, "rollout.segment.min=1", "data.num_problems=4", "eval.every_steps=0")
@@ -129,13 +129,15 @@ AHEAD = "rollout.max_staleness=1"
         ((*SCHEDULED[:3], "rollout.workers.fast.count=8"), "9 workers need a device each, but only 8"),
     ],
 )  # fmt: skip
-def test_generation_that_does_not_fit_is_refused(config: Path, overrides: tuple[str, ...], message: str) -> None:
+def test_generation_settings_that_do_not_fit_the_devices_are_refused(
+    config: Path, overrides: tuple[str, ...], message: str
+) -> None:
     result = train_here(config, *overrides)
     assert result.exit_code == 2 and message in result.stderr
     assert not (config.parent / "runs").exists()
 
 
-def test_weights_are_converted_once_a_step_and_freed_by_release(config: Path) -> None:
+def test_decode_weights_are_converted_once_per_step_and_freed_by_release(config: Path) -> None:
     settings = load(str(config), [], {}).settings
     with closing(Session.open(ScoringSession.open(settings, read_model_spec(settings)))) as session:
         convert, converted = session.to_decode_weights, []

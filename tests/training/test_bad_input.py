@@ -55,14 +55,16 @@ ROWS = "4 does not divide the 6 samples of an optimizer step on each device (12 
         (("algorithm.dynamic_microbatch=false",), "set it to 2, which does, or set algo"),
     ],
 )
-def test_impossible_setting_is_refused(config: Path, overrides: tuple[str, ...], message: str) -> None:
+def test_train_refuses_settings_that_do_not_fit_the_model_data_or_devices(
+    config: Path, overrides: tuple[str, ...], message: str
+) -> None:
     assert message in refused(config, *overrides)
 
 
 @pytest.mark.usefixtures("real_devices_again")
 @pytest.mark.parametrize(("new_tokens", "length"), [(14500, "16,384"), (100, "15,001")])
 def test_rows_too_long_for_the_attention_kernel_are_refused(new_tokens, length, config, tmp_path):
-    """The rows of an update and, where those are short, of a reward model."""
+    """Checks the rows of an update and, if those are short enough, the rows of a reward model."""
     pytest.importorskip("libtpu", reason="libtpu is not installed: pip install -e '.[tpu]'")
     long = write_model(tmp_path / "long", max_position_embeddings=15_000)
     judge = write_reward_model(tmp_path / "judge", max_position_embeddings=15_000)
@@ -74,7 +76,7 @@ def test_rows_too_long_for_the_attention_kernel_are_refused(new_tokens, length, 
     assert f"there is no attention kernel for tpu devices (TPU v4) and rows of {length} tokens" in result.stderr
 
 
-def test_packed_micro_batches_take_any_number_of_samples(config: Path) -> None:
+def test_packed_micro_batches_accept_any_number_of_samples(config: Path) -> None:
     assert num_local_row_shards(make_mesh((1, 8, 1))) == 8
     odd = ("rollout.prompts_per_step=5", "rollout.group_size=3", "algorithm.mini_batch_prompts=1")
     resolved = load(str(config), odd, {})
@@ -109,6 +111,6 @@ def test_mini_batch_size_of_verl_is_refused_on_several_hosts(count: int, way_out
     check_mini_batch_alias(theirs, num_hosts=1)
     with pytest.raises(InputError, match=rf"ppo_mini_batch_size: {count} \(--set\) .* the 2 hosts: .*{way_out}"):
         check_mini_batch_alias(theirs, num_hosts=2)
-    # A later layer in our name replaces it.
+    # A later configuration layer with the setting's own name replaces the name from verl.
     ours = load(None, [f"ppo_mini_batch_size={count}"], {"GRPO__ALGORITHM__MINI_BATCH_PROMPTS": "4"})
     check_mini_batch_alias(ours, num_hosts=2)

@@ -20,7 +20,7 @@ JUDGE = """\
 def odd_digits(completions, **columns):
     return [sum(letter in "13579" for letter in one) / 2 for one in completions]
 """
-"""A judge whose values differ for the completions of the tiny model, and may exceed 1."""
+"""A reward function whose values differ between completions of the tiny model and may exceed 1."""
 FEW = ("data.curriculum=pass_rate", "data.num_problems=12", *program.UNJUDGED)
 
 
@@ -28,13 +28,13 @@ FEW = ("data.curriculum=pass_rate", "data.num_problems=12", *program.UNJUDGED)
 def graded(tmp_path_factory: pytest.TempPathFactory) -> str:
     path = tmp_path_factory.mktemp("judge") / "judge.py"
     path.write_text(JUDGE)
-    # It is not learned from, and the groups of the other function are often alike.
+    # Its weight is 0, so the run does not train on it; the other function often gives a whole group the same reward.
     return f"reward.functions=[{{function: '{path}:odd_digits', weight: 0}}, arithmetic_format]"
 
 
 @pytest.fixture(scope="module")
 def drawn(graded: str, tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
-    """Run directory of a curriculum over twelve prompts, four a step; tests must not change it."""
+    """Returns the directory of a run with a curriculum over twelve prompts, four per step; tests must not change it."""
     return run_once(tmp_path_factory, "drawn", tiny_model, *FEW, graded, "run.steps=8")
 
 
@@ -43,7 +43,7 @@ def uids_of(run: Path, step: int) -> list[str]:
     return list({sample.prompt.uid: None for sample in samples_of(run, step)})
 
 
-def test_prompts_of_a_step_depend_on_rewards_of_all_earlier_steps(drawn: Path) -> None:
+def test_a_curriculum_draws_prompts_by_the_rewards_of_all_earlier_steps(drawn: Path) -> None:
     settings = load(str(drawn / "settings.yaml"), [], {}).settings
     uids = [row.uid for row in load_training_data(settings.data, seed=0).rows]
     rates: dict[str, float] = {}
@@ -63,7 +63,9 @@ def test_prompts_of_a_step_depend_on_rewards_of_all_earlier_steps(drawn: Path) -
     assert len(rates) < 32, "prompts came again"
 
 
-def test_replay_needs_no_curriculum_and_accepts_only_its_runs(drawn: Path, finished: Path, tmp_path: Path) -> None:
+def test_a_replay_ignores_the_curriculum_of_its_run_and_refuses_a_new_one(
+    drawn: Path, finished: Path, tmp_path: Path
+) -> None:
     again = replayed(drawn, tmp_path)
     program.assert_same_state(again, drawn, step=8)
     assert not any(name.startswith("data/pass_rate") for name in program.metrics_of(again)[-1])
@@ -72,7 +74,7 @@ def test_replay_needs_no_curriculum_and_accepts_only_its_runs(drawn: Path, finis
             looked(finished, "data.curriculum=pass_rate", at=at)
 
 
-def test_resumed_curriculum_draws_the_same_prompts_and_counts_filtered_groups(graded: str, config: Path):
+def test_a_resumed_curriculum_draws_the_same_prompts_and_counts_filtered_groups(graded: str, config: Path):
     chosen = ("data.curriculum=pass_rate", graded, "algorithm.filter=zero_variance", "algorithm.max_rounds=3")
     straight = program.run_of(config)
     program.succeeded(program.train_here(config, *chosen))
@@ -87,7 +89,7 @@ def test_resumed_curriculum_draws_the_same_prompts_and_counts_filtered_groups(gr
     assert result.exit_code == 2 and "data.curriculum was 'pass_rate' and is now 'none'" in result.stderr
 
 
-def test_rounds_that_are_generated_together_have_different_prompts(graded: str, config: Path) -> None:
+def test_rounds_that_are_pending_at_the_same_time_have_different_prompts(graded: str, config: Path) -> None:
     ahead = (*SCHEDULED, "rollout.max_staleness=1", "run.steps=6")
     program.succeeded(program.train_here(config, *FEW, graded, *ahead))
     steps = [uids_of(program.run_of(config), step) for step in range(1, 7)]
@@ -96,7 +98,7 @@ def test_rounds_that_are_generated_together_have_different_prompts(graded: str, 
     assert len({uid for step in steps for uid in step}) <= 12
 
 
-def test_pass_rate_of_a_group_is_the_mean_over_its_graded_samples() -> None:
+def test_the_pass_rate_of_a_group_is_the_mean_over_its_graded_samples() -> None:
     grades = [[{"judge": 1.0}, {"judge": -3.0, "other": 9.0}], [{"judge": 0.5}, None, {"other": 1.0}], [None, {}]]
     samples = [make_sample([1], group_id=i, rewards=one) for i, group in enumerate(grades) for one in group]
     assert gather_pass_rates(samples, judge="judge") == [("row-0", 0.5), ("row-1", 0.5), ("row-2", None)]

@@ -1,4 +1,4 @@
-"""Tests a teacher: the gradient of distillation, whole runs, and what is refused."""
+"""Tests distillation from a teacher: the gradient, whole runs and refused settings."""
 
 import json
 import shutil
@@ -33,7 +33,7 @@ OTHER_SIZES: dict[str, Any] = {
     **{"hidden_size": 48, "intermediate_size": 40, "num_hidden_layers": 3, "num_attention_heads": 6},
     **{"num_key_value_heads": 3, "vocab_size": 30, "tie_word_embeddings": True},
 }
-"""A teacher that has only the tokens in common with its student; it pads its vocabulary with six more rows."""
+"""A teacher that shares only its tokens with the student; its vocabulary is padded by six more rows."""
 NUM_WEIGHTS = 24 * 48 + 48 + 3 * (2 * 48 + 48 * 8 * (6 + 3 + 3 + 6) + 3 * 48 * 40)
 DISTILL = ("algorithm.name=distill", "reward.functions=[{name: arithmetic, weight: 0}]")
 
@@ -52,9 +52,9 @@ def every_pair_of_tokens(vocab_size: int) -> list[Sample]:
 
 
 def float64_gradient(student: Path, teacher: Path, prompt: np.ndarray, *, vocab_size: int) -> dict[str, np.ndarray]:
-    """Returns the gradient of KL(policy || teacher), whole and exact, of the first token and of the second one.
+    """Returns the exact gradients of KL(policy || teacher) for the first token and for the second token.
 
-    The latter is in the mean over first tokens, whose probabilities get no gradient.
+    The second one is averaged over first tokens, whose probabilities get no gradient.
     """
     torch, transformers = import_reference()
     networks = [transformers.AutoModelForCausalLM.from_pretrained(one, dtype="float64") for one in (student, teacher)]
@@ -66,7 +66,9 @@ def float64_gradient(student: Path, teacher: Path, prompt: np.ndarray, *, vocab_
     return {name: weight.grad.numpy() for name, weight in networks[0].named_parameters()}
 
 
-def test_expected_gradient_equals_the_reverse_kl_per_token(config: Path, tiny_model: Path, teacher: Path):
+def test_expected_gradient_of_distillation_equals_the_gradient_of_the_reverse_kl(
+    config: Path, tiny_model: Path, teacher: Path
+):
     launch, learning = launched(config, *DISTILL, f"reference.path={teacher}")
     scoring, definition = launch.session.scoring, launch.session.model_spec.definition
     params, samples = scoring.initial_trained_params(), every_pair_of_tokens(24)
@@ -78,7 +80,7 @@ def test_expected_gradient_equals_the_reverse_kl_per_token(config: Path, tiny_mo
         samples, _ = scoring.score(weights[role], samples, role, batcher=batcher)
     samples, metrics, kl_coef = learning.advantage_estimator(samples, launch.resolved.settings.algorithm.beta)
     assert (metrics["advantage/std"], kl_coef) == (0, 1)
-    # Each pair counts as often as the policy draws it, instead of once.
+    # Each pair is weighted by its probability under the policy.
     chances = np.exp([np.sum(np.asarray(sample.policy_logprobs, np.float64)) for sample in samples])
     assert chances.sum() == pytest.approx(1, abs=1e-5)
     advantages = [np.asarray(sample.advantages) for sample in samples] * chances[:, None].astype(np.float32)
@@ -98,7 +100,7 @@ def test_expected_gradient_equals_the_reverse_kl_per_token(config: Path, tiny_mo
 
 @pytest.fixture(scope="module")
 def distilled(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, teacher: Path) -> Path:
-    """Run directory of four steps of distillation, which tests must not change."""
+    """Returns the directory of a run with four steps of distillation, which tests must not change."""
     folder = tmp_path_factory.mktemp("distilled")
     config = write_config(folder, TINY + NO_REPORT, tiny_model)
     result = program.succeeded(program.train_here(config, *DISTILL, f"reference.path={teacher}"))
@@ -131,7 +133,7 @@ def test_a_resumed_run_keeps_its_teacher(distilled: Path, teacher: Path, config:
     assert "the teacher, the model of reference.path changed since this run was started" in result.stderr
     assert "or continue with the new ones with --allow-changed reference" in result.stderr
     assert program.digest_of(run) == before
-    # The same model in another place.
+    # The same model under another path is accepted.
     moved = shutil.copytree(teacher, config.parent / "moved")
     program.succeeded(program.train_here(config, *chosen, f"reference.path={moved}", resume="must"))
     program.assert_same_run(run, distilled, step=4)
@@ -154,9 +156,11 @@ def test_a_reward_adds_its_advantage_to_the_kl_of_each_token(distilled: Path, te
 
 
 @pytest.mark.parametrize("more", [("model.lora.rank=2",), ("score.reference.offload=true", "mesh.shape='1,4,2'")])
-def test_a_teacher_is_a_separate_model(distilled: Path, teacher: Path, config: Path, more: tuple[str, ...]) -> None:
+def test_a_teacher_remains_a_separate_model_beside_adapters_or_offload(
+    distilled: Path, teacher: Path, config: Path, more: tuple[str, ...]
+) -> None:
     chosen = ("reward.functions=[]", *more, f"reference.path={teacher}", "run.steps=1", *program.UNJUDGED)
-    # A sample of its own for each prompt: there is nothing to compare.
+    # One sample per prompt is enough, because distillation does not compare samples of a group.
     result = program.train_here(
         config, "algorithm.name=distill", *chosen, "rollout.group_size=1", "rollout.prompts_per_step=16"
     )
@@ -172,7 +176,7 @@ def test_a_teacher_is_a_separate_model(distilled: Path, teacher: Path, config: P
         np.testing.assert_allclose(before["reference_logprobs"], after["reference_logprobs"], atol=1e-5)
 
 
-def test_reports_name_and_count_the_teacher(config: Path, teacher: Path) -> None:
+def test_dry_run_inspect_mesh_and_doctor_name_and_count_the_teacher(config: Path, teacher: Path) -> None:
     chosen = (*DISTILL, f"reference.path={teacher}", "mesh.shape='1,4,2'")
     scoring = launched(config, *chosen)[0].session.scoring
     reference = bytes_per_device(scoring.load_reference())

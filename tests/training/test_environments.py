@@ -40,7 +40,7 @@ def played_run(played_config: Path) -> Path:
     return run_of(played_config)
 
 
-def test_run_learns_from_turns_and_evaluates_with_the_environment(played_run: Path) -> None:
+def test_a_run_trains_on_turns_and_evaluates_with_the_environment(played_run: Path) -> None:
     lines = metrics_of(played_run)
     steps = [line for line in lines if "episode/turns_mean" in line]
     assert [line["step"] for line in steps] == [1, 2]
@@ -69,7 +69,7 @@ def test_equal_uids_in_training_and_evaluation_have_separate_episodes(played_con
         assert {one["uid"].rpartition("/")[0] for one in ended} <= {f"rows/{n}" for n in range(4)}
 
 
-def test_replay_needs_no_environment(played_run: Path, tmp_path: Path) -> None:
+def test_a_replay_needs_no_environment(played_run: Path, tmp_path: Path) -> None:
     run = replayed(played_run / "rollouts", tmp_path, "env.source=calculator", "eval.every_steps=0")
     assert_same_state(run, played_run, step=2)
 
@@ -82,7 +82,7 @@ OBSERVED = 5
 
 
 def add_turns(path: Path, tokenizer: Tokenizer) -> Path:
-    """Makes the first token of every sample a turn of its own, answered by a token, and removes all rewards."""
+    """Makes the first token of every sample a separate turn with an observation of one token; removes all rewards."""
 
     def add_turn(record: dict[str, Any]) -> None:
         ids, logprobs = record["completion_token_ids"], record["behavior_logprobs"]
@@ -119,7 +119,7 @@ def test_turn_rewards_are_computed_from_a_file_and_trained_on(played: Path, conf
         assert after["rewards"] == {"env": 0.25 + win} and after["reward"] == 2.0 * (0.25 + win)
         assert after["token_rewards"] == [0.5, *[0.0] * (len(before["loss_mask"]) - 2), 2.0 * win]
         assert after["episode"] == before["episode"]
-    # Scored for whole samples, what the turns had is not left behind.
+    # If whole samples are scored, the rewards of their turns are removed.
     succeeded(here(*options, scored, "--out", tmp_path / "whole.jsonl"))
     for record in records_of(tmp_path / "whole.jsonl"):
         assert record["rewards"].keys() == {"arithmetic", "arithmetic_format"} and "token_rewards" not in record
@@ -132,13 +132,15 @@ def test_turn_rewards_are_computed_from_a_file_and_trained_on(played: Path, conf
     assert step["episode/end/terminated"] == 1.0 and step["episode/observed_tokens_mean"] == 1.0
     for record in records_of(step_file(run, 1)):
         assert record["advantages"][1] == record["returns"][1] == 0.0
-        # In the first turn, the score counts half.
+        # The turn discount of 0.5 halves the final score in the return of the first turn.
         win = 2.0 * record["episode"]["scores"]["win"]
         np.testing.assert_allclose(record["returns"], [0.5 + 0.5 * win, 0, *[win] * (len(record["returns"]) - 2)])
         assert [m["role"] for m in record["messages"][-3:]] == ["assistant", "user", "assistant"]
 
 
-def test_samples_without_environment_rewards_are_refused(played: Path, source: Path, tmp_path: Path) -> None:
+def test_samples_without_environment_rewards_are_refused_by_a_replay(
+    played: Path, source: Path, tmp_path: Path
+) -> None:
     assert looked(source, *ENVIRONMENT, at=played).uses_saved_rewards is False
     rewrite(played, lambda record: record["episode"]["turns"][0].update(text="other"))
     with pytest.raises(InputError, match=r"completion_token_ids decode to .* but completion is 'other'"):
@@ -148,7 +150,7 @@ def test_samples_without_environment_rewards_are_refused(played: Path, source: P
         looked(source, "env.source=guess_number", at=alone)
 
 
-def test_filtered_sample_returns_to_the_loss_without_its_observations(source: Path, tokenizer: Tokenizer) -> None:
+def test_a_filtered_sample_returns_to_the_loss_without_its_observations(source: Path, tokenizer: Tokenizer) -> None:
     path = add_turns(step_file(source, 1), tokenizer)
     rewrite(path, lambda record: record.update(loss_mask=[False] * len(record["loss_mask"]), token_rewards=None))
     groups = looked(source, *ENVIRONMENT).load_groups(1)

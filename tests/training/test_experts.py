@@ -1,4 +1,4 @@
-"""Tests runs of a tiny mixture of experts: replayed routes, and what is refused."""
+"""Tests runs of a tiny mixture of experts: replayed routes and refused settings."""
 
 import base64
 import shutil
@@ -23,7 +23,7 @@ MIXTURE: dict[str, Any] = {
     "tie_word_embeddings": True,
 }
 REPLAYED = "rollout.routing_replay=true"
-# Small quotas, shared prompts and several updates, whose first one compares with scored logprobs.
+# Small quotas, shared prompts and several updates; the first update is compared with scored logprobs.
 HOW = (
     *("model.dtype=bfloat16", "mesh.cpu_devices=8", "mesh.shape=2,2,2", "rollout.slots=8"),
     *("algorithm.mini_batch_prompts=2", "algorithm.max_tokens_per_device=40", "algorithm.beta=0.05"),
@@ -58,7 +58,7 @@ def test_unsupported_settings_of_experts_are_refused(mixture: Path, overrides: t
 
 @pytest.fixture(scope="module")
 def drawn(mixture: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Samples with their routes; tests must not change the file."""
+    """Returns a file of samples with recorded routes, which tests must not change."""
     out = tmp_path_factory.mktemp("drawn") / "samples.jsonl"
     options = ("--limit", "4", "--out", out)
     succeeded(here("rollout", *of_tiny(mixture), *settings(REPLAYED, "model.dtype=bfloat16"), *options))
@@ -89,7 +89,7 @@ def test_routes_are_recorded_and_replayed_by_a_run_and_by_its_replay(mixture: Pa
     run = tmp_path / "runs" / "tiny"
     for line in metrics_of(run):
         assert 0 <= line["rollout/route_difference"] < 0.1
-        # Two of six experts: three times the mean if all tokens pass through the same ones.
+        # Each token uses two of six experts, so the load is three times the mean if all tokens use the same two.
         assert 1 < line["rollout/fullest_expert"] < 3
         assert line["rollout/sampler_scorer_logprob_diff_mean"] < 0.02
     for record in records_of(step_file(run, 1)):
@@ -112,12 +112,12 @@ def test_routes_of_another_model_are_refused(drawn: Path, tmp_path: Path, mixtur
         assert_refused(train_on(samples, config, REPLAYED, "run.steps=1"), message, tmp_path / "runs")
         arguments = ("score", *of_tiny(mixture), "--input", samples, "--out", out, "--role", "policy")
         assert_refused(here(*arguments, *settings(REPLAYED)), message, out)
-    # Otherwise they are not read, only carried through.
+    # Without replay, the routes are not read and are only copied to the output.
     succeeded(here(*arguments))
     assert records_of(out)[0]["routes"] == records_of(samples)[0]["routes"]
 
 
-def test_file_is_scored_on_its_routes(routed_samples: Path, mixture: Path, tmp_path: Path) -> None:
+def test_a_file_is_scored_with_its_recorded_routes(routed_samples: Path, mixture: Path, tmp_path: Path) -> None:
     def rotate(record: dict[str, Any]) -> None:
         routes = routes_of(record)
         set_routes(record, np.where(routes == 255, routes, (routes + 1) % 6))
@@ -132,7 +132,7 @@ def test_file_is_scored_on_its_routes(routed_samples: Path, mixture: Path, tmp_p
     assert np.abs(logprobs["own"] - behavior).mean() < 0.02 < np.abs(logprobs["foreign"] - behavior).mean()
 
 
-def test_routes_that_cannot_be_recorded_are_refused(tiny_model: Path, tmp_path: Path) -> None:
+def test_settings_that_cannot_record_routes_are_refused(tiny_model: Path, tmp_path: Path) -> None:
     many = write_model(tmp_path / "model", **MIXTURE | {"num_experts": 256, "moe_intermediate_size": 2})
     for model, message in (
         (tiny_model, "rollout.routing_replay: true records the experts of each token, but .* is a dense model"),

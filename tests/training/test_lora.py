@@ -1,4 +1,4 @@
-"""Tests runs with `model.lora`, also beside a quantized base: what learns, what is refused, and the reference."""
+"""Tests runs with `model.lora`, also with a quantized base: trained weights, refused settings and the reference."""
 
 import json
 import re
@@ -50,7 +50,7 @@ def field_of(samples: Sequence[Sample], name: str) -> np.ndarray:
     return np.concatenate([getattr(sample, name) for sample in samples])
 
 
-def test_run_with_adapters_starts_from_the_model(adapted: Path, finished: Path) -> None:
+def test_a_run_with_adapters_starts_from_the_base_model(adapted: Path, finished: Path) -> None:
     with_adapters, without = (metrics_of(one)[0] for one in (adapted, finished))
     evaluated = {name for name in without if name.startswith("eval/")}
     assert len(evaluated) >= 5
@@ -59,7 +59,9 @@ def test_run_with_adapters_starts_from_the_model(adapted: Path, finished: Path) 
 
 
 @pytest.mark.parametrize(("rank", "now"), [(4, "rank 4, alpha 6, q_proj "), (0, "none")])
-def test_adapters_that_differ_from_the_saved_ones_are_refused(adapted: Path, config: Path, rank: int, now: str) -> None:
+def test_resume_refuses_adapters_that_differ_from_the_saved_ones(
+    adapted: Path, config: Path, rank: int, now: str
+) -> None:
     resumed = run_of(config)
     shutil.copytree(adapted, resumed, symlinks=True)
     before = digest_of(resumed)
@@ -71,7 +73,7 @@ def test_adapters_that_differ_from_the_saved_ones_are_refused(adapted: Path, con
     assert digest_of(resumed) == before
 
 
-def test_reference_is_the_model_without_adapters_and_not_a_copy(adapted: Path, config: Path) -> None:
+def test_the_reference_is_the_model_without_adapters_and_not_a_copy(adapted: Path, config: Path) -> None:
     penalty = ("algorithm.beta=0.05", "algorithm.epochs=2")
     launch, learning = launched(config, *SAVED, *penalty)
     session = launch.session
@@ -96,14 +98,14 @@ def test_reference_is_the_model_without_adapters_and_not_a_copy(adapted: Path, c
     assert np.abs(of_policy - of_reference).max() > 1e-3
 
 
-def test_reference_in_the_compute_dtype_scores_like_float32(config: Path, finished: Path) -> None:
+def test_a_reference_in_the_compute_dtype_scores_like_float32(config: Path, finished: Path) -> None:
     launch, learning = launched(config, "run.name=half", "algorithm.beta=0.1", "model.dtype=bfloat16")
     session = launch.session
     params = session.scoring.initial_trained_params()
     state = RunState(learning.policy.initial_state(params))
     cut, samples = learning.score_batchers["reference"], some_samples(finished)
     floats, _ = session.scoring.score(params, samples, "reference", batcher=cut)
-    # Copied from a fresh state, or loaded again.
+    # The reference is either copied from a fresh state or loaded again.
     for step in (0, 1):
         reference = load_reference_params(state, TrainProgress(step=step, position=0, fingerprints={}), launch)
         assert reference is not None
@@ -112,7 +114,7 @@ def test_reference_in_the_compute_dtype_scores_like_float32(config: Path, finish
         np.testing.assert_array_equal(field_of(halves, "reference_logprobs"), field_of(floats, "reference_logprobs"))
 
 
-def test_frozen_base_in_the_compute_type_scores_as_in_float32(config: Path, finished: Path) -> None:
+def test_a_frozen_base_in_the_compute_dtype_scores_like_float32(config: Path, finished: Path) -> None:
     launch, learning = launched(config, *LORA, "run.name=half-base", "model.dtype=bfloat16", "algorithm.beta=0.1")
     scoring = launch.session.scoring
     adapters, cut = with_small_adapters(launch.session), learning.score_batchers["reference"]
@@ -127,7 +129,7 @@ def test_frozen_base_in_the_compute_type_scores_as_in_float32(config: Path, fini
 
 
 def with_small_adapters(session: Session) -> Params:
-    """Returns adapters as after a few steps: the entries of B are of size 1e-4."""
+    """Returns adapters like those after a few steps: the entries of B are about 1e-4."""
     draw = np.random.default_rng(0)
     return jax.tree.map_with_path(
         lambda path, x: jnp.asarray(draw.normal(0, 1e-4, x.shape), x.dtype) if path[-1].key == LORA_B else x,
@@ -149,12 +151,12 @@ def logprobs_by_the_sampler(session: Session, params: Params) -> np.ndarray:
     return np.asarray(logprobs_of(exact))
 
 
-def test_bfloat16_sampler_follows_small_policy_updates(config: Path) -> None:
+def test_a_bfloat16_sampler_follows_small_policy_updates(config: Path) -> None:
     session, exact = (
         launched(config, *LORA, f"model.dtype={dtype}", f"run.name={dtype}")[0].session
         for dtype in ("bfloat16", "float32")
     )
-    # A model as it is published, with weights that are representable in bfloat16.
+    # Like in published models, all weights are representable in bfloat16.
     base = jax.tree.map(lambda x: x.astype(jnp.bfloat16).astype(x.dtype), session.scoring.frozen_params)
     fresh, moved = session.scoring.initial_trained_params(), with_small_adapters(session)
     shift, expected = (
@@ -164,7 +166,7 @@ def test_bfloat16_sampler_follows_small_policy_updates(config: Path) -> None:
     )
     assert np.abs(expected).max() > 1e-5
     np.testing.assert_allclose(shift, expected, atol=0.02 * np.abs(expected).max())
-    # In float32 adapters are merged into what decodes.
+    # In float32 the adapters are merged into the weights for decoding.
     assert exact.to_decode_weights.definition is exact.model_spec.definition
 
 
@@ -177,7 +179,7 @@ QLORA = (*LORA, *PENALTY, INT8)
 
 @pytest.fixture(scope="module")
 def quantized(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
-    """A run of two steps with a quantized base, which tests must not change."""
+    """Returns the directory of a run of two steps with a quantized base, which tests must not change."""
     pytest.importorskip("qwix", reason="Qwix is not installed: pip install -e '.[qlora]'")
     folder = tmp_path_factory.mktemp("qlora")
     chosen = (*QLORA, "run.steps=2", "checkpoint.every_steps=1")
@@ -186,10 +188,10 @@ def quantized(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Pat
     return folder / "runs" / "tiny"
 
 
-def test_only_adapters_learn_and_are_saved(quantized: Path, tmp_path: Path) -> None:
+def test_a_run_with_a_quantized_base_trains_and_saves_only_adapters(quantized: Path, tmp_path: Path) -> None:
     first, last = saved_state(quantized, 1), saved_state(quantized, 2)
     arrays = {name: array for name, array in last.items() if array.ndim}
-    # Two for each of seven kernels, with their moments.
+    # Each of the seven kernels has two adapter arrays, and each array has two moments.
     assert len(arrays) == 3 * 14
     assert all(name.endswith((f"['{LORA_A}']", f"['{LORA_B}']")) for name in arrays)
     assert sum(array.nbytes for array in arrays.values()) == 3 * 4 * NUM_WEIGHTS
@@ -198,7 +200,7 @@ def test_only_adapters_learn_and_are_saved(quantized: Path, tmp_path: Path) -> N
     assert all(0 < line["rollout/sampler_scorer_logprob_diff_max"] <= 1e-4 for line in lines)
     assert abs(lines[0]["policy/kl"]) < 1e-6 < lines[-1]["policy/kl"]
     assert [line["perf/compilations"] for line in lines[1:]] == [0]
-    # A saved policy is evaluated as its run did.
+    # `grpo eval` of the saved policy gives the accuracy of its run.
     result = succeeded(here("evaluate", "--checkpoint", quantized, "--out", tmp_path / "found.jsonl", "--json"))
     logged = {name: value for name, value in metrics_of(quantized)[-1].items() if name.startswith("eval/")}
     del logged["eval/num_prompts"]
@@ -206,7 +208,9 @@ def test_only_adapters_learn_and_are_saved(quantized: Path, tmp_path: Path) -> N
     assert logged and {name: found[name] for name in logged} == logged
 
 
-def test_another_base_or_quantizer_is_refused(quantized: Path, config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_with_adapters_refuses_another_quantized_base_or_quantizer(
+    quantized: Path, config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     resumed = run_of(config)
     shutil.copytree(quantized, resumed, symlinks=True)
     before = digest_of(resumed)
@@ -228,7 +232,7 @@ def test_another_base_or_quantizer_is_refused(quantized: Path, config: Path, mon
     assert digest_of(resumed) == before
 
 
-def test_reference_is_the_quantized_base_and_not_a_copy(quantized: Path, config: Path) -> None:
+def test_the_reference_is_the_quantized_base_and_not_a_copy(quantized: Path, config: Path) -> None:
     launch, learning = launched(config, *LORA, *PENALTY, NF4)
     session = launch.session
     state = RunState(learning.policy.initial_state(session.scoring.initial_trained_params()))
@@ -246,7 +250,7 @@ def test_reference_is_the_quantized_base_and_not_a_copy(quantized: Path, config:
     found = field_of(scored, "reference_logprobs")
     np.testing.assert_allclose(found, field_of(expected, "reference_logprobs"), atol=1e-5)
     assert np.abs(field_of(exact, "reference_logprobs") - found).max() > 1e-3
-    # Scales and codes do not count as work, and adapters beside them do.
+    # Scales and codes do not count as floating-point work, but the adapters do.
     assert session.to_decode_weights.definition is session.model_spec.policy_definition
     one = np.ones(1, np.int64)
     work = make_step_flops(launch.resolved.settings, session, None).rollout
@@ -271,7 +275,7 @@ def test_adapters_are_merged_into_the_unquantized_base(quantized: Path, config: 
     assert f'| `{BASE}` | `"int8"` |' in card
 
 
-def test_model_without_adapters_is_not_quantized(tiny_model: Path) -> None:
+def test_a_model_without_adapters_is_not_quantized(tiny_model: Path) -> None:
     short = ["data.max_prompt_length=16", "rollout.max_new_tokens=4"]
     chosen = load(None, [f"model.path={tiny_model}", "model.lora.rank=2", INT8, *short], {}).settings
     assert read_model_spec(chosen).without_adapters.reference_definition.quantization is None

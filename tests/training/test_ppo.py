@@ -24,7 +24,7 @@ def write_ppo(folder: Path, model: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
-    """A run of four steps without interruption, which tests must not change."""
+    """Returns the directory of an uninterrupted run of four steps, which tests must not change."""
     folder = tmp_path_factory.mktemp("ppo")
     result = program.succeeded(program.train_here(write_ppo(folder, tiny_model)))
     assert "critic only" in result.stderr
@@ -47,7 +47,7 @@ def changed(run: Path, network: str, steps: tuple[int, int]) -> list[str]:
     return [name for name in before if not np.array_equal(before[name], after[name])]
 
 
-def test_policy_with_its_moments_and_counters_is_frozen_while_the_critic_warms_up(whole: Path) -> None:
+def test_the_policy_with_moments_and_counters_is_frozen_while_the_critic_warms_up(whole: Path) -> None:
     (session,) = program.records_of(whole / "sessions.jsonl")
     assert session["devices"] == "8 × cpu"
     assert changed(whole, "policy", (1, 2)) == []
@@ -55,7 +55,7 @@ def test_policy_with_its_moments_and_counters_is_frozen_while_the_critic_warms_u
     policy, critic = (part_of(whole, 4, network) for network in ("policy", "critic"))
     assert policy["['policy']['num_updates']"] == 2 * 4
     assert critic["['critic']['num_updates']"] == 4 * 4
-    # All adapters learn, and all weights of the critic, which has none.
+    # All adapters of the policy change, and so do all weights of the critic, which has no adapters.
     adapters = [name for name, leaf in policy.items() if leaf.ndim]
     assert all(name.endswith((f"['{LORA_A}']", f"['{LORA_B}']")) for name in adapters)
     assert {*adapters} <= {*changed(whole, "policy", (2, 4))}
@@ -67,9 +67,9 @@ def test_policy_with_its_moments_and_counters_is_frozen_while_the_critic_warms_u
     assert learning["policy/grad_norm"] > 0 and frozen["value/grad_norm"] > 0 and frozen["value/loss"] > 0
 
 
-def test_critic_has_its_own_learning_rate_and_clip_range(whole: Path) -> None:
+def test_the_critic_has_its_own_learning_rate_and_clip_range(whole: Path) -> None:
     lines = program.metrics_of(whole)
-    # Four updates in each step, of which the last is logged, and sixteen in the run.
+    # Each step has four updates, of which the last is logged; the run has sixteen.
     rates = [1e-2 * (17 - 4 * step) / 16 for step in (1, 2, 3, 4)]
     np.testing.assert_allclose([line["value/learning_rate"] for line in lines], rates, rtol=1e-5)
     # The first update of a step changes no value, and this rate moves some of them beyond the range.
@@ -83,7 +83,7 @@ def test_kl_coefficient_and_schedule_start_after_critic_warmup(whole: Path) -> N
     assert rates[:2] == [None, None] and rates[2] > rates[3] > 0
 
 
-def test_advantages_of_penalized_rewards_equal_float64(whole: Path) -> None:
+def test_advantages_of_penalized_rewards_equal_a_float64_oracle(whole: Path) -> None:
     chosen = load(str(whole / "settings.yaml"), [], {}).settings
     assert chosen.algorithm.lam is not None
     found, expected = [], []
@@ -92,7 +92,7 @@ def test_advantages_of_penalized_rewards_equal_float64(whole: Path) -> None:
         coefficient = program.metrics_of(whole)[3]["policy/kl_coef"]
         rewards = -coefficient * (policy - reference)
         rewards[-1] += record["reward"]
-        # A truncated sample goes on with one value more.
+        # A truncated sample has one additional value, for the state after its last token.
         values = np.array(record["values"], float)
         behind = values[len(rewards) :].sum() if record["finish_reason"] == "length" else 0.0
         case = Case(rewards[None], np.append(values[: len(rewards)], behind)[None], None)
@@ -106,7 +106,7 @@ def test_advantages_of_penalized_rewards_equal_float64(whole: Path) -> None:
 
 
 @pytest.mark.slow
-def test_run_killed_during_critic_warmup_resumes_bit_for_bit(config: Path, whole: Path) -> None:
+def test_a_run_killed_during_critic_warmup_resumes_bit_for_bit(config: Path, whole: Path) -> None:
     """The remaining steps include warm-up, updates of the adapters and an adapted penalty; schedules end at step 4."""
     run = config.parent / "runs" / "ppo"
     with program.started("train", "--config", config) as process:
@@ -119,7 +119,7 @@ def test_run_killed_during_critic_warmup_resumes_bit_for_bit(config: Path, whole
     program.assert_same_run(run, whole, step=4)
 
 
-def test_run_with_a_critic_is_not_resumed_without_one(config: Path, whole: Path) -> None:
+def test_a_run_with_a_critic_is_not_resumed_without_a_critic(config: Path, whole: Path) -> None:
     run = config.parent / "runs" / "ppo"
     shutil.copytree(whole, run)
     before = program.digest_of(run)
@@ -130,7 +130,7 @@ def test_run_with_a_critic_is_not_resumed_without_one(config: Path, whole: Path)
     assert program.digest_of(run) == before
 
 
-def test_critic_of_a_checkpoint_reproduces_its_runs_values(whole: Path, tmp_path: Path) -> None:
+def test_the_critic_of_a_checkpoint_reproduces_the_values_of_its_run(whole: Path, tmp_path: Path) -> None:
     records = program.records_of(step_file(whole, 3))
     write_jsonl(tmp_path / "in.jsonl", [{k: v for k, v in one.items() if k != "values"} for one in records])
     values = []
@@ -140,7 +140,7 @@ def test_critic_of_a_checkpoint_reproduces_its_runs_values(whole: Path, tmp_path
             program.here("score", "--role", "critic", "--checkpoint", whole / "checkpoints" / step, *files)
         )
         scored = program.records_of(tmp_path / f"{step}.jsonl")
-        # One more where a sample was cut, since its last state is worth something.
+        # A truncated sample has one value more, since its last state is not terminal.
         for one in scored:
             assert len(one["values"]) == len(one["completion_token_ids"]) + (one["finish_reason"] == "length")
         values.append(np.concatenate([one["values"] for one in scored]))

@@ -55,10 +55,10 @@ OF_THE_LEFT_OUT = {
     *("reward/filtered_group_fraction", "reward/sampled_mean"),
     *("data/num_tokens", "data/total_tokens"),
 }
-"""Metrics that count groups which a filter left out, which are in no file."""
+"""The metrics that count groups dropped by a filter; no file contains those groups."""
 
 
-def test_run_is_replayed_bit_for_bit_under_its_own_settings(finished: Path, tmp_path: Path) -> None:
+def test_a_run_is_replayed_bit_for_bit_under_its_own_settings(finished: Path, tmp_path: Path) -> None:
     result = succeeded(replay(finished, tmp_path))
     again = tmp_path / "tiny-replay"
     assert_same_steps(again, finished, steps=range(1, 5))
@@ -70,7 +70,7 @@ def test_run_is_replayed_bit_for_bit_under_its_own_settings(finished: Path, tmp_
     (session,) = records_of(again / "sessions.jsonl")
     assert (session["from_rollouts"], session["after_step"]) == (str(finished), 0)
     assert "checkpoint" not in session
-    # Stopped, it goes on, but with the same samples only.
+    # A stopped replay can be resumed, but only with the same samples.
     shutil.rmtree(again / "checkpoints" / "4")
     must = ["--resume", "must"]
     result = succeeded(replay(finished, tmp_path, options=must))
@@ -85,7 +85,7 @@ def test_run_is_replayed_bit_for_bit_under_its_own_settings(finished: Path, tmp_
     assert digest_of(again) == before
 
 
-def test_run_whose_settings_changed_is_replayed_in_parts_only(source: Path, finished: Path) -> None:
+def test_a_run_whose_settings_changed_is_replayed_only_in_parts(source: Path, finished: Path) -> None:
     (session,) = records_of(finished / "sessions.jsonl")
     later = load(str(source / "settings.yaml"), ["algorithm.name=dr_grpo", "optimizer.learning_rate=0.01"], {})
     (source / "settings.yaml").write_text(later.to_yaml())
@@ -95,7 +95,7 @@ def test_run_whose_settings_changed_is_replayed_in_parts_only(source: Path, fini
     rest = looked(source, checkpoint=finished / "checkpoints" / "2")
     first = looked(source, at=step_file(source, 1))
     assert (len(rest.load_groups(3)), len(first.load_groups(1))) == (4, 4)
-    # Rewards and advantages of the first part are those of its own settings.
+    # Rewards and advantages of the first part follow the settings of that part.
     assert not first.uses_saved_advantages and rest.uses_saved_rewards
 
 
@@ -108,7 +108,7 @@ def test_replay_continues_from_a_checkpoint_bit_for_bit(uninterrupted: Path, tmp
     assert (session["after_step"], session["checkpoint"]) == (6, str(start))
 
 
-def test_step_is_replayed_under_another_algorithm(uninterrupted: Path, tmp_path: Path) -> None:
+def test_a_step_is_replayed_under_another_algorithm(uninterrupted: Path, tmp_path: Path) -> None:
     options = ["--checkpoint", uninterrupted / "checkpoints" / "6"]
     other = ("algorithm.name=rloo", "eval.every_steps=0")
     run = replayed(step_file(uninterrupted, 7), tmp_path, *other, options=options)
@@ -118,7 +118,7 @@ def test_step_is_replayed_under_another_algorithm(uninterrupted: Path, tmp_path:
     assert line["reward/mean"] == expected["reward/mean"] and line["policy/entropy"] is not None
     records = records_of(step_file(run, 7))
     for record, before in zip(records, records_of(step_file(uninterrupted, 7)), strict=True):
-        # Before its updates the policy is the one that the run had.
+        # Before the first update, the policy equals that of the run at this step.
         assert record["policy_logprobs"] == before["policy_logprobs"]
     for group in range(4):
         siblings = [record for record in records if record["group_id"] == group]
@@ -126,7 +126,7 @@ def test_step_is_replayed_under_another_algorithm(uninterrupted: Path, tmp_path:
             np.array([np.sum(record[name]) for record in siblings])
             for name in ("reward", "policy_logprobs", "reference_logprobs")
         )
-        # The penalty is paid in the reward, and a sample is compared with its siblings.
+        # The KL penalty is subtracted from the reward, and a sample is compared with the others of its group.
         penalised = rewards - 0.05 * (policy - reference)
         assert np.abs(rewards - penalised).max() > 1e-4
         advantages = (penalised - penalised.mean()) * 4 / 3
@@ -134,7 +134,7 @@ def test_step_is_replayed_under_another_algorithm(uninterrupted: Path, tmp_path:
 
 
 @pytest.mark.slow
-def test_filtered_run_that_generated_ahead_is_replayed_to_the_same_weights(config, calls_of_generation):
+def test_a_filtered_run_that_generated_ahead_is_replayed_to_the_same_weights(config, calls_of_generation):
     succeeded(train_here(config, *DAPO, *SCHEDULED, "rollout.max_staleness=1"))
     run = run_of(config)
     again = replayed(run, config.parent / "again")
@@ -144,18 +144,18 @@ def test_filtered_run_that_generated_ahead_is_replayed_to_the_same_weights(confi
         assert {name for name in line if steps_of(again)[step][name] != line[name]} <= OF_THE_LEFT_OUT
     first, last = (int(line["rollout/num_rounds"]) for line in steps_of(run).values())
     assert max(first, last) > 1
-    # A step has one round pending, and two before its first; the last step's are no more than it may take.
+    # One round is pending during a step and two before its first round; the last step requests only rounds it may use.
     ahead = ["collect", "collect", "submit"]
     again = ["collect", *ahead[1:] * (first - 1), "publish", "submit", *[*ahead, "collect"][: (1, 3, 4)[last - 1]]]
     assert calls_of_generation == ["submit", "submit", *again, "publish"]
 
 
-def test_rewards_and_advantages_of_a_chain_file_are_reused(loose: Path, config: Path) -> None:
+def test_a_replay_reuses_rewards_and_advantages_of_a_chained_file(loose: Path, config: Path) -> None:
     def by_hand(record: dict[str, Any]) -> None:
         record |= {"reward": float(record["sample_index"]), "step": 9}
         record["advantages"] = [0.25] * len(record["completion_token_ids"])
 
-    # The workers of its evaluations have no schedule of a rollout.
+    # The evaluations of a replay generate without the schedule of the rollout workers.
     workers = ("rollout.scheduler=sync", "rollout.workers.fast.slots=16", "rollout.workers.heavy.count=0")
     result = succeeded(train_on(rewrite(loose, by_hand), config, *workers, "eval.every_steps=1"))
     assert "advantages and returns: taken from the samples" in result.stderr
@@ -167,7 +167,7 @@ def test_rewards_and_advantages_of_a_chain_file_are_reused(loose: Path, config: 
     assert {r["step"] for r in records} == {1}
 
 
-def test_missing_fields_are_computed_as_in_training(loose: Path, config: Path, finished: Path) -> None:
+def test_a_replay_computes_missing_sample_fields_like_training(loose: Path, config: Path, finished: Path) -> None:
     def drawn_only(record: dict[str, Any]) -> None:
         for name in ("reward", "rewards", "advantages", "policy_logprobs"):
             record.pop(name, None)
@@ -183,7 +183,7 @@ def test_missing_fields_are_computed_as_in_training(loose: Path, config: Path, f
     assert step_file(run, 1).read_bytes() == step_file(finished, 1).read_bytes()
 
 
-def test_rewards_without_their_parts_are_computed_again_where_parts_are_compared(loose: Path, source: Path) -> None:
+def test_rewards_without_parts_are_recomputed_if_the_algorithm_compares_parts(loose: Path, source: Path) -> None:
     each = "algorithm.reward_normalization=each_first"
     assert looked(source, each, at=loose).uses_saved_rewards
     rewrite(loose, lambda record: record.pop("rewards"))
@@ -192,7 +192,7 @@ def test_rewards_without_their_parts_are_computed_again_where_parts_are_compared
 
 
 CHAINED = ("data.shuffle=false", "critic.warmup_steps=0", "run.steps=1")
-"""Settings with which the first step has the first prompts, and updates its policy."""
+"""Settings with which the first step uses the first prompts of the data and updates the policy."""
 
 
 @pytest.mark.slow
@@ -215,12 +215,12 @@ def test_stages_chained_by_files_equal_a_step_of_train(tmp_path: Path, tiny_mode
     assert "rewards: taken from the samples\nadvantages and returns: taken from the samples" in result.stderr
     chained = whole.with_name("chained")
     state, expected = saved_state(chained, 1), saved_state(whole, 1)
-    # Scoring a file has other shapes than scoring a step, which round otherwise in the last bits.
+    # A file is scored with other array shapes than a step, so the last bits are rounded differently.
     for name in expected:
         np.testing.assert_allclose(state[name], expected[name], rtol=1e-4, atol=1e-6, err_msg=name)
     line, wanted = steps_of(chained)[1], steps_of(whole)[1]
     assert line.keys() == wanted.keys()
-    # The file's are whitened already.
+    # The advantages in the file are already whitened.
     for name in {name for name in wanted if wanted[name] is not None} - {"advantage/mean", "advantage/std"}:
         assert line[name] == pytest.approx(wanted[name], rel=1e-4, abs=1e-5), name
 
@@ -246,11 +246,11 @@ def setting(name: str, value: Any) -> Callable[[dict[str, Any]], object]:
     ],
     ids=["vocabulary", "text", "logprobs", "groups", "length", "answer"],
 )
-def test_unusable_sample_is_refused(loose, source, change, message):
+def test_a_replay_refuses_an_unusable_sample(loose, source, change, message):
     check_refused(source, message, at=rewrite(loose, change))
 
 
-def test_unusable_file_or_checkpoint_is_refused_before_any_output(loose, config, finished, tmp_path):
+def test_a_replay_refuses_an_unusable_file_or_checkpoint_before_any_output(loose, config, finished, tmp_path):
     runs, start = config.parent / "runs", ["--checkpoint", finished / "checkpoints" / "2"]
     other = f"model.path={write_model(tmp_path / 'seed1', seed=1)}"
     message = r"--checkpoint: .* was trained from another model"
@@ -273,14 +273,16 @@ def test_unusable_file_or_checkpoint_is_refused_before_any_output(loose, config,
 
 
 def asked_twice(path: Path) -> Path:
-    """Returns the groups with the first group again in place of the second."""
+    """Replaces the second group of the file by a copy of the first one, and returns the file."""
     records = records_of(path)
     again = [{**record, "group_id": 1} for record in records if record["group_id"] == 0]
     write_jsonl(path, [*(record for record in records if record["group_id"] != 1), *again])
     return path
 
 
-def test_groups_that_do_not_make_a_step_are_refused(loose: Path, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_replay_refuses_groups_that_do_not_fill_a_step(
+    loose: Path, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     many = r"contains 4 groups, but a step has rollout\.prompts_per_step = 2; set .* to 4"
     check_refused(source, many, "rollout.prompts_per_step=2", at=loose)
     large = r"a group of 4 samples, more than rollout\.group_size = 3; set it to 4"
@@ -294,14 +296,14 @@ def test_groups_that_do_not_make_a_step_are_refused(loose: Path, source: Path, m
     file = Path(shutil.copy(step_file(source, 1), loose))
     message = r"samples\.jsonl:13: group_id 0 and group_id 1 both have samples of prompt \S+, .*; join them under one"
     check_refused(source, message, at=asked_twice(file))
-    # In a run, the step learns from the first, as the run did.
+    # A file that belongs to a run may repeat a prompt, because a run may do so.
     asked_twice(step_file(source, 1))
     assert len(looked(source).load_groups(1)) == 4
     write_jsonl(step_file(source, 2), records_of(step_file(source, 2))[:-1])
     check_refused(source, r"step_000002.jsonl is incomplete: a group has 3 samples, .* sampled 4")
 
 
-def test_path_without_sample_files_is_refused(source: Path) -> None:
+def test_a_replay_refuses_a_path_without_sample_files(source: Path) -> None:
     option = "^--from-rollouts: .*"
     message = f"{option}/dev/null is neither a file nor a folder; give a file of samples"
     check_refused(source, message, at=Path(os.devnull))
@@ -314,7 +316,7 @@ def test_path_without_sample_files_is_refused(source: Path) -> None:
 
 
 @pytest.mark.parametrize("new", [None, "longer"])
-def test_file_that_changes_during_the_run_is_refused(source: Path, new: str | None) -> None:
+def test_a_replay_refuses_a_file_that_changes_during_the_run(source: Path, new: str | None) -> None:
     replay, file = looked(source), step_file(source, 2)
     content = file.read_text()
     file.unlink()
@@ -325,7 +327,7 @@ def test_file_that_changes_during_the_run_is_refused(source: Path, new: str | No
         replay.load_groups(2)
 
 
-def test_critic_of_another_model_than_the_checkpoint_is_refused(source, loose, finished, tmp_path):
+def test_a_replay_refuses_a_critic_of_another_model_than_the_checkpoint(source, loose, finished, tmp_path):
     start = Path(shutil.copytree(finished / "checkpoints" / "2", tmp_path / "other" / "checkpoints" / "2"))
     saved = ProgressRecord.read(start)
     fingerprints = {**saved.progress.fingerprints, "the critic": "another"}
@@ -336,7 +338,7 @@ def test_critic_of_another_model_than_the_checkpoint_is_refused(source, loose, f
     assert looked(source, at=loose, checkpoint=start).files
 
 
-def test_missing_steps_are_named_with_the_way_out(uninterrupted: Path, tmp_path: Path) -> None:
+def test_a_replay_names_missing_steps_and_a_way_out(uninterrupted: Path, tmp_path: Path) -> None:
     source, none = tmp_path / "source", tmp_path / "runs"
     shutil.copytree(uninterrupted / "rollouts", source / "rollouts")
     shutil.copy(uninterrupted / "settings.yaml", source)
@@ -355,7 +357,7 @@ def test_missing_steps_are_named_with_the_way_out(uninterrupted: Path, tmp_path:
     assert_refused(replay(empty, none), r"--from-rollouts: no settings\.yaml of a run was found in", none)
 
 
-def test_rewards_are_reused_if_the_run_had_the_same_reward_settings(source: Path) -> None:
+def test_a_replay_reuses_rewards_if_the_run_had_the_same_reward_settings(source: Path) -> None:
     assert looked(source, "plugins.workers=2", "plugins.timeout_s=20", "plugins.memory_mib=512").uses_saved_rewards
     file = step_file(source, 1)
     rewrite(file, lambda record: record.update(columns={"tests": "x" * 300}))
@@ -363,7 +365,7 @@ def test_rewards_are_reused_if_the_run_had_the_same_reward_settings(source: Path
     again = looked(source, "plugins.env_vars=[HOME]")
     assert not again.uses_saved_rewards and "row_of" in file.read_text()
     assert {sample.prompt.extra["tests"] for group in again.load_groups(1) for sample in group} == {"x" * 300}
-    # A model of the hub has the commit of the run.
+    # A model from the hub is loaded at the commit that the run used.
     file = source / "settings.yaml"
     file.write_text(load(str(file), ["reward.model=owner/judge"], {}).to_yaml())
     pin = {"path": "owner/judge", "commit": "c" * 40}
@@ -374,7 +376,7 @@ def test_rewards_are_reused_if_the_run_had_the_same_reward_settings(source: Path
     assert "rewards: computed again, reward.* differs from that of the samples' run" in moved.report
 
 
-def test_groups_masked_by_the_runs_filter_return_to_the_loss(source: Path) -> None:
+def test_groups_masked_by_the_filter_of_the_run_return_to_the_loss_of_a_replay(source: Path) -> None:
     def left_out(record: dict[str, Any]) -> None:
         if record["group_id"] < 2:
             record["loss_mask"] = [False] * len(record["completion_token_ids"])
@@ -383,27 +385,27 @@ def test_groups_masked_by_the_runs_filter_return_to_the_loss(source: Path) -> No
 
     file = rewrite(step_file(source, 1), left_out)
     loose = Path(shutil.copy(file, source.with_name("samples.jsonl")))
-    # In another file somebody has masked them.
+    # In a file outside a run, a user has masked the samples.
     for at, in_loss in ((source, [0, 2, 3]), (loose, [2, 3])):
         groups = looked(source, "algorithm.filter=none", at=at).load_groups(1)
         assert [group[0].group_id for group in groups if all(sample.mask.any() for sample in group)] == in_loss
 
 
-def test_only_files_in_rollouts_belong_to_the_run(source: Path, finished: Path, loose: Path) -> None:
+def test_only_files_in_its_rollouts_folder_belong_to_a_run(source: Path, finished: Path, loose: Path) -> None:
     beside = Path(shutil.copy(step_file(source, 1), source / "gae.jsonl"))
     chain = looked(source, at=beside)
     assert (chain.uses_saved_rewards, chain.uses_saved_advantages, chain.source_run) == (True, True, None)
     for own in (source, source / "rollouts", step_file(source, 1)):
         of_run = looked(source, at=own)
         assert (of_run.uses_saved_advantages, of_run.source_run) == (False, RunDirectory(source.resolve()))
-    # Models are those of the run, or of the checkpoint's.
+    # The models come from the run of the samples or from the run of the checkpoint.
     start = finished / "checkpoints" / "2"
     assert find_model_run(StartRequest(source, start)) == RunDirectory(source.resolve())
     assert find_model_run(StartRequest(loose, start)) == RunDirectory(finished.resolve())
     assert find_model_run(StartRequest(loose)) is None
 
 
-def test_fingerprints_depend_on_samples_fields_and_checkpoint(source: Path, finished: Path) -> None:
+def test_fingerprints_of_a_replay_depend_on_samples_fields_and_checkpoint(source: Path, finished: Path) -> None:
     def fingerprints(at: Path, checkpoint: int | None = None) -> dict[str, str]:
         settings = load(str(source / "settings.yaml"), ["run.name=again", "run.steps=9", *UNJUDGED], {}).settings
         request = StartRequest(at, None if checkpoint is None else finished / "checkpoints" / str(checkpoint))

@@ -1,4 +1,4 @@
-"""Tests that runs continue from their checkpoints, and which changes a resumed run refuses."""
+"""Tests that runs continue from their checkpoints and that resumed runs refuse certain changes."""
 
 import shutil
 from pathlib import Path
@@ -13,15 +13,15 @@ from tests.tiny_directory import write_model, write_tokenizer
 
 @pytest.fixture
 def stopped(uninterrupted: Path, full_config: Path) -> Path:
-    """The same run after step 6, with what a killed process leaves."""
+    """Returns a copy of that run after step 6, with the files that a killed process leaves."""
     run = program.copy_until(uninterrupted, full_config.parent / "runs" / "full", step=6)
     lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
     (run / "metrics.jsonl").write_text("".join(lines[:9]) + lines[9][:40])
     return run
 
 
-def test_resume_is_bitwise_equal_with_and_without_offload(stopped, full_config, uninterrupted):
-    """The moments and the reference move to host memory."""
+def test_a_resumed_run_is_bitwise_equal_with_and_without_offload(stopped, full_config, uninterrupted):
+    """Offload moves the moments and the reference to host memory."""
     offloaded = ("optimizer.offload=true", "score.reference.offload=true")
     result = program.succeeded(program.train_here(full_config, *offloaded, "run.steps=9", resume="auto"))
     assert "continuing after step 6 of 9" in result.stderr
@@ -29,7 +29,7 @@ def test_resume_is_bitwise_equal_with_and_without_offload(stopped, full_config, 
     program.assert_same_run(stopped, uninterrupted, step=9)
 
 
-def test_finished_run_ends_before_anything_is_loaded(finished: Path, config: Path) -> None:
+def test_a_finished_run_ends_before_anything_is_loaded(finished: Path, config: Path) -> None:
     run = Path(shutil.copytree(finished, program.run_of(config)))
     before = program.digest_of(run)
     result = program.succeeded(program.train_here(config, "model.path=gone", resume="must"))
@@ -38,7 +38,7 @@ def test_finished_run_ends_before_anything_is_loaded(finished: Path, config: Pat
     assert program.digest_of(run) == before
 
 
-def test_failing_report_is_only_a_warning(finished: Path, config: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failing_report_only_causes_a_warning(finished: Path, config: Path, caplog: pytest.LogCaptureFixture) -> None:
     run = Path(shutil.copytree(finished, program.run_of(config)))
     shutil.rmtree(run / "plots")
     (run / "plots").write_text("in the way")
@@ -49,7 +49,7 @@ def test_failing_report_is_only_a_warning(finished: Path, config: Path, caplog: 
     assert result.stdout.splitlines()[-1] == f"everything is in {run}"
 
 
-def test_other_data_or_tokenizer_is_refused(stopped: Path, full_config: Path, tmp_path: Path) -> None:
+def test_resume_refuses_other_data_or_another_tokenizer(stopped: Path, full_config: Path, tmp_path: Path) -> None:
     before = program.digest_of(stopped)
     other = tmp_path / "other.jsonl"
     other.write_text('{"prompt": "1 + 1 = ?", "answer": "2"}\n' * 40)
@@ -69,10 +69,10 @@ OTHER = (
     *("algorithm.name=dapo", "run.seed=5", "logging.save_rollouts=false", "eval.every_steps=0"),
     *("optimizer.first_moment=bfloat16", "optimizer.schedule=linear", "checkpoint.best_metric=null"),
 )
-"""Settings that change the rest of a run."""
+"""Settings that change the remaining steps of a run."""
 
 
-def test_decisive_change_is_refused_unless_it_is_allowed(stopped: Path, full_config: Path) -> None:
+def test_resume_refuses_decisive_changes_of_settings_unless_allowed(stopped: Path, full_config: Path) -> None:
     # A damaged checkpoint also stays where it is.
     (stopped / "checkpoints" / "6" / "progress" / "metadata").write_text("{}")
     before = program.digest_of(stopped)
@@ -87,7 +87,7 @@ def test_decisive_change_is_refused_unless_it_is_allowed(stopped: Path, full_con
     assert program.digest_of(stopped) == before
 
 
-def test_allowed_change_and_lost_metrics_are_named(stopped: Path, full_config: Path) -> None:
+def test_resume_reports_allowed_changes_and_lost_metrics(stopped: Path, full_config: Path) -> None:
     (stopped / "metrics.jsonl").unlink()
     sessions = stopped / "sessions.jsonl"
     sessions.write_bytes(sessions.read_bytes().replace(b"after_step", b"before_step") + sessions.read_bytes())

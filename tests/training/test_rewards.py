@@ -36,7 +36,9 @@ def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def test_plug_in_reward_is_trained_on_next_to_a_built_in(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_trains_on_a_plug_in_reward_next_to_a_built_in_reward(
+    config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     functions = "[{function: plug.py:length, weight: 0.5}, arithmetic_format]"
     monkeypatch.setenv("JUDGE_KEY", "CANARY")
     chosen = (f"reward.functions={functions}", "plugins.env_vars=[JUDGE_KEY]")
@@ -46,7 +48,7 @@ def test_plug_in_reward_is_trained_on_next_to_a_built_in(config: Path, monkeypat
     assert children() == []
     first, *steps = metrics_of(run_of(config))
     evaluated = [len(r["completion"]) for _, r in read_jsonl(run_of(config) / "eval" / "step_000000.jsonl")]
-    # A plug-in that stands first judges the held-out answers, and knows no format.
+    # The first function is a plug-in, so it grades the held-out answers; it does not define a format.
     assert first["eval/accuracy"] == np.mean(evaluated)
     assert (first["eval/format_rate"], first["eval/error_count"]) == (None, 0)
     for line in steps:
@@ -85,7 +87,7 @@ def test_dropped_samples_leave_their_groups(config: Path) -> None:
         tokens = np.array([len(s.completion_ids) for s in kept])
         advantages = np.array([s.advantages[0] for s in kept if s.advantages is not None])
         assert line["advantage/mean"] == pytest.approx((tokens * advantages).sum() / tokens.sum(), abs=1e-6)
-        # With a ratio of 1 the loss is minus the mean advantage, over the tokens of the kept samples alone.
+        # With a ratio of 1 the loss is minus the mean advantage over the tokens of the kept samples.
         assert line["loss"] == pytest.approx(-line["advantage/mean"], abs=1e-5)
     assert len(sizes) > 1, "groups of different sizes"
     assert sum(line["perf/compilations"] for line in lines[2:]) == 0
@@ -99,7 +101,7 @@ def test_dropped_samples_leave_their_groups(config: Path) -> None:
         ("silent", "raise", "reward.functions: no reward: every reward function abstained (sample "),
     ],
 )
-def test_run_without_rewards_ends_with_advice(config: Path, function: str, on_error: str, message: str) -> None:
+def test_a_run_without_rewards_ends_with_advice(config: Path, function: str, on_error: str, message: str) -> None:
     result = train_here(config, f"reward.functions=[plug.py:{function}]", f"reward.on_error={on_error}", *QUIET)
     assert result.exit_code == 1
     error = result.stderr.splitlines()[-1]
@@ -120,11 +122,11 @@ def test_maxrl_refuses_negative_rewards(config: Path, normalization: str, functi
     assert metrics_of(run_of(config)) == []
 
 
-def test_run_whose_reward_function_fails_is_saved_and_resumes(config: Path) -> None:
+def test_a_run_whose_reward_function_fails_is_saved_and_resumes(config: Path) -> None:
     functions = ("reward.functions=[plug.py:until_third]", "reward.on_error=raise", "checkpoint.every_steps=100")
     chosen = (*functions, "eval.every_steps=3", "eval.num_prompts=8", "checkpoint.best_metric=null")
     plug = Path("plug.py")
-    # Not in the step, but in the evaluation after it.
+    # The function fails in the evaluation after the step, not in the step.
     plug.write_text(PLUG.replace("runs/tiny", "runs/tiny/rollouts/step_000003.jsonl"))
     result = train_here(config, *chosen)
     assert result.exit_code == 1 and "until_third: raised: ValueError: third" in result.stderr
@@ -137,7 +139,7 @@ def test_run_whose_reward_function_fails_is_saved_and_resumes(config: Path) -> N
     assert "eval/accuracy" in metrics_of(run_of(config))[3] and progress_of(run_of(config), 4)["position"] == 16
 
 
-def test_broken_reward_function_is_refused_before_any_output(config: Path) -> None:
+def test_a_broken_reward_function_is_refused_before_any_output(config: Path) -> None:
     rows = [{"prompt": f"{i} + 1 = ?", "answer": str(i + 1)} for i in range(4)] + [{"prompt": "5 + 1 = ?"}]
     write_jsonl(config.parent / "rows.jsonl", rows)
     for name, more in (("train", {"difficulty": 1}), ("test", {})):
@@ -162,7 +164,7 @@ def test_broken_reward_function_is_refused_before_any_output(config: Path) -> No
     assert children() == []
 
 
-def test_score_uses_the_reward_functions_of_training(config: Path, loose: Path, tmp_path: Path) -> None:
+def test_grpo_score_uses_the_reward_functions_of_training(config: Path, loose: Path, tmp_path: Path) -> None:
     arguments = ("score", "--config", config, "--role", "reward", "--input", loose, "--out", tmp_path / "out.jsonl")
     functions = "reward.functions=[plug.py:fussy, plug.py:length, {function: plug.py:silent, name: mute}]"
     result = succeeded(here(*arguments, *settings(functions, "reward.on_error=drop")))
@@ -174,7 +176,7 @@ def test_score_uses_the_reward_functions_of_training(config: Path, loose: Path, 
     assert (figures["reward/abstained_count"], figures["reward/mute/mean"]) == ("16", "None")
     assert "reward fussy: plug.py:fussy, called with one sample: completion, difficulty" in result.stderr
     assert all("reward" not in record and record["reward_errors"] for record in dropped)
-    # Another scoring forgets them; one that is to raise writes nothing.
+    # Scoring again removes the recorded errors; scoring that fails writes no file.
     write_jsonl(tmp_path / "again.jsonl", records)
     again = ("score", "--role", "reward", "--input", tmp_path / "again.jsonl", "--out", tmp_path / "new.jsonl")
     result = here(*again, *settings("reward.functions=[plug.py:fussy]"))

@@ -10,12 +10,12 @@ from tests.two_hosts import HOSTS_PROGRAM, blind_host, run_on_two_hosts
 pytestmark = pytest.mark.two_hosts
 
 HALF = ("rollout.prompts_per_step=2", "algorithm.mini_batch_prompts=1")
-"""Half of the sizes per host, so that two hosts have the step of one."""
+"""Half of the sizes per host, so that the step of two hosts equals the step of one host."""
 
 
-# Process 0 has all parts of the weights, or half of them.
+# Process 0 holds all shards of the weights in one case and half of them in the other.
 @pytest.mark.parametrize("shape", ["2,4,1", "1,8,1"])
-def test_run_saved_only_on_process_0_equals_a_shared_one_and_resumes(config: Path, shape: str) -> None:
+def test_a_run_saved_only_on_process_0_equals_a_shared_run_and_resumes(config: Path, shape: str) -> None:
     runs = config.parent / "runs"
     runs.mkdir()
     blind = {"programs": (HOSTS_PROGRAM, blind_host(runs))}
@@ -51,7 +51,7 @@ def test_another_run_on_another_host_is_refused(config: Path, resume: str, steps
     assert "on host 1 (" in hosts[0].stderr and not any(path.is_file() for path in runs.rglob("*"))
 
 
-def test_host_that_cannot_keep_copies_is_one_error_on_all_hosts(config: Path) -> None:
+def test_a_host_that_cannot_store_copies_gives_one_error_on_all_hosts(config: Path) -> None:
     runs = config.parent / "runs"
     runs.mkdir()
     python, code = blind_host(runs)
@@ -62,7 +62,7 @@ def test_host_that_cannot_keep_copies_is_one_error_on_all_hosts(config: Path) ->
     assert "on host 1 (" in hosts[0].stderr and not any(runs.iterdir())
 
 
-def test_folder_that_process_0_cannot_write_is_one_error_on_all_hosts(config: Path) -> None:
+def test_a_folder_that_process_0_cannot_write_gives_one_error_on_all_hosts(config: Path) -> None:
     hosts = run_on_two_hosts("train", "--config", config, *program.settings("run.dir=/proc/runs"))
     assert [host.exit_code for host in hosts] == [2, 2], hosts
     errors = [[line for line in host.stderr.splitlines() if line.startswith("error: ")] for host in hosts]

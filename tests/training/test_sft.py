@@ -47,7 +47,7 @@ TURNS = (
     "{% if m.role == 'assistant' %}<|end|>{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
-"""A template that opens and ends the assistant's turn as it writes a complete one."""
+"""A template that writes an open assistant turn like the beginning of a complete one."""
 
 
 @pytest.fixture(scope="module")
@@ -65,13 +65,13 @@ def sft_config(tmp_path: Path, model: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Path:
-    """Run directory of four steps; tests must not change it."""
+    """Returns the directory of a run of four steps; tests must not change it."""
     folder = tmp_path_factory.mktemp("trained")
     succeeded(train_here(write_config(folder, SFT, model)))
     return folder / "runs" / "tiny"
 
 
-def test_sft_run_trains_and_logs_only_applicable_metrics(trained: Path) -> None:
+def test_an_sft_run_trains_and_logs_only_applicable_metrics(trained: Path) -> None:
     start, *steps = metrics_of(trained)
     assert steps[-1]["loss"] < 0.8 * steps[0]["loss"]
     assert [line["step"] for line in steps if "eval/accuracy" in line] == [2, 4] and "eval/accuracy" in start
@@ -87,8 +87,8 @@ def test_sft_run_trains_and_logs_only_applicable_metrics(trained: Path) -> None:
     assert {path.stem for path in (trained / "plots").iterdir()} >= {"accuracy", "entropy", "times"}
 
 
-def test_loss_of_a_step_is_transformers_cross_entropy_on_the_rows_in_order(model, sft_config) -> None:
-    """Over a mixture of text and conversations, with two optimizer steps of which the first is compared."""
+def test_sft_loss_of_a_step_equals_the_cross_entropy_of_transformers(model, sft_config) -> None:
+    """The data mixes text and conversations; the first of two optimizer steps is compared."""
     torch, _ = import_reference()
     chat = [("user", "1+1?"), ("assistant", "2"), ("user", "3?"), ("assistant", "4#"), ("user", "5")]
     rows: list[dict[str, Any]] = [{"messages": [{"role": role, "content": text} for role, text in chat]}]
@@ -116,13 +116,13 @@ def test_loss_of_a_step_is_transformers_cross_entropy_on_the_rows_in_order(model
     assert metrics_of(run_of(sft_config))[-1]["loss"] == pytest.approx(expected, rel=1e-5)
 
 
-def test_stopped_run_resumes_bit_for_bit(trained: Path, sft_config: Path) -> None:
+def test_a_stopped_sft_run_resumes_bit_for_bit(trained: Path, sft_config: Path) -> None:
     copy_until(trained, run_of(sft_config), step=2)
     succeeded(train_here(sft_config, resume="must"))
     assert_same_run(run_of(sft_config), trained, step=4)
 
 
-def test_sampling_settings_have_no_effect_and_are_reported(trained: Path, sft_config: Path) -> None:
+def test_sampling_settings_have_no_effect_in_sft_and_are_reported(trained: Path, sft_config: Path) -> None:
     unused = (
         "rollout.temperature=0.5",
         "algorithm.beta=0.1",
@@ -138,14 +138,14 @@ def test_sampling_settings_have_no_effect_and_are_reported(trained: Path, sft_co
     assert "no effect without algorithm.estimator gae or rein" in result.stderr
 
 
-def test_grpo_starts_from_the_learned_policy(trained: Path, tmp_path: Path, model: Path) -> None:
+def test_grpo_starts_from_the_policy_of_an_sft_run(trained: Path, tmp_path: Path, model: Path) -> None:
     config = write_config(tmp_path, TINY + NO_REPORT, model)
     succeeded(here("train", "--config", config, "--checkpoint", trained, *settings("run.steps=1", "run.name=tiny")))
     first, last = metrics_of(run_of(config))[0], metrics_of(trained)[-1]
     assert [first[f"eval/{name}"] for name in ("accuracy", "mean_length")] == [
         last[f"eval/{name}"] for name in ("accuracy", "mean_length")
     ]
-    # With the settings of that run, which samples again under another name of algorithm.
+    # The settings are those of the SFT run, except that another algorithm makes the run sample again.
     options = settings(
         f"run.dir={tmp_path / 'again'}", "algorithm.name=grpo", "run.steps=1", "rollout.prompts_per_step=4"
     )
@@ -154,7 +154,7 @@ def test_grpo_starts_from_the_learned_policy(trained: Path, tmp_path: Path, mode
     assert "reward/mean" in line
 
 
-def test_sizes_and_checks_before_a_run(sft_config: Path) -> None:
+def test_dry_run_inspect_mesh_and_doctor_support_sft(sft_config: Path) -> None:
     dry = succeeded(here("train", "--config", sft_config, "--dry-run", "--compile", "--json"))
     report = json.loads(dry.stdout)
     assert report["rollout"] is None and report["evaluation"]["num_rows"] and report["samples_per_step"] == 8
@@ -176,7 +176,7 @@ def write(path: Path, rows: Iterable[Mapping[str, Any]]) -> Path:
     return path
 
 
-def test_unusable_completions_and_settings_are_refused(sft_config: Path, tiny_model: Path, trained: Path) -> None:
+def test_sft_refuses_unusable_completions_and_settings(sft_config: Path, tiny_model: Path, trained: Path) -> None:
     rows = write(sft_config.parent / "rows.jsonl", [{"prompt": "1", "completion": "2"}, {"prompt": "1", "answer": "2"}])
     data = (f"data.source={rows}", *UNJUDGED)
     assert "rows.jsonl:2: completion: expected a completion as text or chat, got None" in refused(sft_config, *data)
@@ -202,12 +202,12 @@ def test_choosing_sft_later_overrides_settings_for_sampling() -> None:
     assert later.settings.algorithm.estimator is None and not later.settings.scored_roles
     ppo = load("quickstart_ppo", ["algorithm.name=sft"], {}).settings
     assert not ppo.has_critic
-    # Commands that sample from its policy may choose.
+    # Commands that sample from the policy of an SFT run may set these options.
     assert load("quickstart_sft", ["rollout.group_size=8"], {}).settings.rollout.group_size == 8
     assert load("quickstart_sft", [], {}).settings.rollout.group_size == 1
 
 
-def test_plug_ins_grade_only_evaluations(sft_config: Path) -> None:
+def test_plug_ins_grade_only_the_evaluations_of_an_sft_run(sft_config: Path) -> None:
     code = "def judge(completion, solution):\n    return 1.0 * (solution in completion)\n"
     (sft_config.parent / "judge.py").write_text(code)
     judge = f"reward.functions=[{sft_config.parent / 'judge.py'}:judge]"
@@ -219,7 +219,7 @@ def test_plug_ins_grade_only_evaluations(sft_config: Path) -> None:
 
 
 @pytest.mark.two_hosts
-def test_two_hosts_train_like_one(trained: Path, model: Path, tmp_path: Path) -> None:
+def test_two_hosts_train_sft_like_one_host(trained: Path, model: Path, tmp_path: Path) -> None:
     config = write_config(tmp_path, SFT + NO_REPORT, model)
     halves = settings("rollout.prompts_per_step=4", "algorithm.mini_batch_prompts=2")
     first, second = run_on_two_hosts("train", "--config", config, *halves)

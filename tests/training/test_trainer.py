@@ -1,4 +1,4 @@
-"""Tests `grpo train`: its files, metrics, output and data, and how runs end."""
+"""Tests `grpo train`: its files, metrics, output and data, and the ways in which a run ends."""
 
 import itertools
 import json
@@ -52,12 +52,12 @@ OF_AN_EVALUATION = {
 
 @pytest.fixture(scope="module")
 def repeated(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> tuple[Path, Result]:
-    """A second run of the settings of `finished`, which tests must not change, and its output."""
+    """Returns a second run with the settings of `finished` and its output; tests must not change the run."""
     config = write_config(tmp_path_factory.mktemp("repeated"), TINY + NO_REPORT, tiny_model)
     return run_of(config), succeeded(train_here(config, "logging.completions_every_steps=2"))
 
 
-def test_run_directory_has_the_documented_files(finished: Path) -> None:
+def test_a_run_directory_has_the_documented_files(finished: Path) -> None:
     def names(folder: str) -> set[str]:
         return {path.name for path in (finished / folder).iterdir()}
 
@@ -76,7 +76,7 @@ def test_run_directory_has_the_documented_files(finished: Path) -> None:
     assert session["after_step"] == 0 and session["processes"] == 1 and session["devices"] == "8 × cpu"
 
 
-def test_every_step_has_a_line_with_every_metric(finished: Path, uninterrupted: Path) -> None:
+def test_every_step_writes_a_line_with_every_metric(finished: Path, uninterrupted: Path) -> None:
     start, *lines = metrics_of(finished)
     assert [line["step"] for line in lines] == [1, 2, 3, 4]
     assert start.keys() == {"step", "time/unix_s"} | OF_AN_EVALUATION
@@ -89,7 +89,7 @@ def test_every_step_has_a_line_with_every_metric(finished: Path, uninterrupted: 
     assert all(line.keys() > lines[0].keys() | scores for line in with_penalty) and with_penalty[-1]["policy/kl"] > 0
 
 
-def test_epochs_and_tokens_are_counted_from_the_first_step(finished: Path) -> None:
+def test_epochs_and_tokens_are_counted_from_the_first_step_of_a_run(finished: Path) -> None:
     total = 0
     for line in metrics_of(finished)[1:]:
         samples = samples_of(finished, line["step"])
@@ -110,7 +110,7 @@ def test_grpo_samples_one_round_and_its_single_update_has_ratio_one(finished: Pa
         assert line["reward/sampled_mean"] == pytest.approx(line["reward/mean"])
 
 
-def test_sampler_and_trainer_agree(finished: Path, uninterrupted: Path) -> None:
+def test_logprobs_of_sampler_and_trainer_agree_in_every_step(finished: Path, uninterrupted: Path) -> None:
     for line in metrics_of(finished)[1:] + metrics_of(uninterrupted)[1:]:
         assert 0 <= line["rollout/sampler_scorer_logprob_diff_max"] < 1e-4
     assert not any("kept_mass_logs" in record for record in records_of(step_file(finished, 1)))
@@ -144,12 +144,12 @@ def test_runs_are_reproducible_and_depend_on_the_seed(config, finished, repeated
     assert_same_run(repeated[0], finished, step=4)
     succeeded(train_here(config, "run.seed=1", "run.steps=1"))
     other = metrics_of(run_of(config))
-    # Held-out prompts are the same for every seed, and so are the weights before the first step.
+    # Held-out prompts and the weights before the first step are the same for every seed.
     assert reproducible(other)[0] == reproducible(metrics_of(finished))[0]
     assert other[1]["policy/entropy"] != metrics_of(finished)[1]["policy/entropy"]
 
 
-def test_result_goes_to_stdout_and_progress_to_stderr(repeated: tuple[Path, Result]) -> None:
+def test_the_result_of_a_run_goes_to_stdout_and_its_progress_to_stderr(repeated: tuple[Path, Result]) -> None:
     run, output = repeated
     result, progress = output.stdout.splitlines(), output.stderr.splitlines()
     assert result[0].split() == ["held", "out", "step", "0", "step", "4"]
@@ -161,13 +161,13 @@ def test_result_goes_to_stdout_and_progress_to_stderr(repeated: tuple[Path, Resu
     assert progress[1] == "builtin:arithmetic: 40 rows (prompt from prompt, answer from answer)"
     assert [line.split()[1] for line in progress if line.startswith("step ")] == ["1/4", "2/4", "3/4", "4/4"]
     assert len([line for line in progress if line.startswith("evaluation at step ")]) == 3
-    # After the first step and then every second one.
+    # Progress is reported after the first step and then after every second step.
     shown = [line.split()[-1] for line in progress if line.startswith("completions of step")]
     assert shown == ["1", "2", "4"]
     assert any(line.startswith("    reward ") and "advantage" in line for line in progress)
 
 
-def test_nothing_is_compiled_after_the_first_step(finished: Path, uninterrupted: Path) -> None:
+def test_a_run_compiles_nothing_after_the_first_steps(finished: Path, uninterrupted: Path) -> None:
     for run in (finished, uninterrupted):
         compilations = [line["perf/compilations"] for line in metrics_of(run)[1:]]
         assert compilations[0] > 5
@@ -175,10 +175,10 @@ def test_nothing_is_compiled_after_the_first_step(finished: Path, uninterrupted:
         assert compilations[2:4] == [0, 0]
 
 
-def test_repeated_nan_updates_end_the_run(config: Path, tmp_path: Path) -> None:
+def test_repeated_nan_updates_end_a_run(config: Path, tmp_path: Path) -> None:
     broken = write_model(tmp_path / "broken")
     tensors = random_tensors(CONFIG)
-    # Prompts without one digit are answered; prompts with it are in the same rows.
+    # The weights spoil one digit: samples whose prompts contain it are in the same rows as normal samples.
     tensors["model.embed_tokens.weight"][len(CONTROL_TOKENS) + CHARACTERS.index("7")] = np.nan
     save_file(tensors, broken / "model.safetensors")
     result = train_here(config, f"model.path={broken}", *UNJUDGED, "logging.report=true")
@@ -202,7 +202,7 @@ def test_repeated_nan_updates_end_the_run(config: Path, tmp_path: Path) -> None:
         assert not any(s.mask.any() or np.any(s.advantages) for s in dropped)
 
 
-def test_run_whose_samples_are_all_nonfinite_ends(config: Path) -> None:
+def test_a_run_whose_samples_are_all_non_finite_ends_with_an_error(config: Path) -> None:
     # Without evaluations, held-out data is not needed.
     chosen = ("eval.every_steps=0", "data.eval_source=null", "logging.save_rollouts=false")
     result = train_here(config, "optimizer.learning_rate=1e30", *chosen)
@@ -215,7 +215,7 @@ def test_run_whose_samples_are_all_nonfinite_ends(config: Path) -> None:
     assert first["policy/nonfinite_updates"] == 0 and first["loss"] is not None
 
 
-def test_best_evaluation_is_saved_between_intervals_and_stop_strings_end_samples(config: Path) -> None:
+def test_the_best_evaluation_is_saved_between_intervals_and_stop_strings_end_samples(config: Path) -> None:
     few_slots = ("rollout.slots=8", "rollout.mode=exact", "rollout.segment.min=1", 'rollout.stop=["1", "+3"]')
     saving = ("checkpoint.every_steps=100", "checkpoint.keep=1")
     result = succeeded(train_here(config, "eval.every_steps=1", *saving, *few_slots))
@@ -234,8 +234,8 @@ def test_best_evaluation_is_saved_between_intervals_and_stop_strings_end_samples
     assert f"best eval/accuracy {100 * accuracies[best]:.1f} % after step {best}: checkpoints/best\n" in result.stdout
 
 
-def test_run_without_improvement_has_no_best_checkpoint(config, monkeypatch):
-    # A spoiled model writes only numbers, which would count as better.
+def test_a_run_without_improvement_has_no_best_checkpoint(config, monkeypatch):
+    # The spoiled model writes only numbers, which would count as an improvement.
     monkeypatch.setattr(metrics_history, "LOWER_IS_BETTER", frozenset({"eval/format_rate"}))
     spoiled = ("optimizer.learning_rate=10.0", "checkpoint.best_metric=eval/format_rate", "eval.every_steps=1")
     result = succeeded(train_here(config, *spoiled, "run.steps=1"))
@@ -247,7 +247,7 @@ def test_run_without_improvement_has_no_best_checkpoint(config, monkeypatch):
     assert f"{said}; there is no checkpoints/best\n" in result.stdout
     result = here("evaluate", "--checkpoint", run / "checkpoints" / "best")
     assert result.exit_code == 2 and "nothing better than its start" in result.stderr
-    # A resumed run still knows its start.
+    # A resumed run still compares with the accuracy at its start.
     result = succeeded(train_here(config, *spoiled, "run.steps=2", resume="must"))
     assert said in result.stdout and not (run / "checkpoints" / "best").is_symlink()
 
@@ -255,7 +255,7 @@ def test_run_without_improvement_has_no_best_checkpoint(config, monkeypatch):
 def test_timed_checkpoints_do_not_change_metrics(config: Path, finished: Path) -> None:
     overrides = ("checkpoint.every_minutes=1", "checkpoint.every_steps=100", "checkpoint.best_metric=null")
     clock = itertools.count(step=40).__next__
-    # Read once at the start, at every step and at every checkpoint: due after 80 seconds, at steps 2 and 4.
+    # The clock is read at the start, at every step and at every checkpoint, so checkpoints are due at steps 2 and 4.
     assert train(load(str(config), [*overrides, "checkpoint.keep=9"], {}), resume="never", clock=clock).is_complete
     run = run_of(config)
     assert {path.name for path in (run / "checkpoints").iterdir()} == {"2", "4"}
@@ -266,7 +266,7 @@ NEVER_BETTER = ("run.early_stopping.patience=1", "checkpoint.best_metric=eval/er
 REASON = "eval/error_count has not improved in 1 evaluations (run.early_stopping.patience); its best value is "
 
 
-def test_run_that_ended_early_is_complete_until_its_settings_change(config: Path, finished: Path) -> None:
+def test_a_run_that_ended_early_is_complete_until_its_settings_change(config: Path, finished: Path) -> None:
     run = run_of(config)
     workers = ("rollout.scheduler=sync", "rollout.workers.fast.slots=16", "rollout.workers.heavy.count=0")
     chosen = (*workers, "eval.every_steps=1", "run.steps=2")
@@ -280,7 +280,7 @@ def test_run_that_ended_early_is_complete_until_its_settings_change(config: Path
     again = succeeded(train_here(config, *chosen, *NEVER_BETTER, resume="must"))
     assert f"ended early, after step 1 of 2: {REASON}" in again.stderr
     assert (metrics_of(run), digest_of(run / "rollouts")) == before
-    # Its last step would not be early.
+    # With that number of steps, the last step would not be an early end.
     last = succeeded(train_here(config, *chosen[:-1], *NEVER_BETTER, "run.steps=1", resume="must"))
     on = succeeded(train_here(config, *chosen, resume="must"))
     assert "ended early" not in last.stdout + last.stderr + on.stdout + on.stderr
@@ -308,14 +308,14 @@ def mixed(folder: Path, template: str, model: Path, *, weight: int = 3) -> Path:
     return write_config(folder, text + NO_REPORT, model)
 
 
-def test_run_mixes_sources_by_weight_and_resumes_in_place(tmp_path: Path, tiny_model: Path) -> None:
+def test_a_run_mixes_data_sources_by_weight_and_resumes_at_the_same_rows(tmp_path: Path, tiny_model: Path) -> None:
     config, runs = mixed(tmp_path, TINY, tiny_model), tmp_path / "runs"
     succeeded(train_here(config))
     samples = [one for step in range(1, 5) for one in records_of(step_file(runs / "tiny", step))]
     prompts = {(one["uid"].rpartition("/")[0], one["group_id"]): one["columns"]["data_source"] for one in samples}
     file = str(tmp_path / "sums.jsonl")
     assert Counter(prompts.values()) == {file: 12, "builtin:arithmetic": 4}
-    # Twelve prompts of nine rows: the second epoch has begun.
+    # The run uses twelve prompts of nine rows, so it is in its second epoch.
     assert len({uid for uid, _ in prompts if uid.startswith("0/")}) == 9
     for one in samples:
         assert one["rewards"]["of"] == float(one["columns"]["data_source"] == "builtin:arithmetic")
@@ -329,7 +329,7 @@ def test_run_mixes_sources_by_weight_and_resumes_in_place(tmp_path: Path, tiny_m
     assert_same_run(runs / "resumed", runs / "tiny", step=4)
 
 
-def test_other_commands_read_a_mixture(tmp_path: Path, tiny_model: Path) -> None:
+def test_dry_run_and_rollout_read_a_mixture_of_data_sources(tmp_path: Path, tiny_model: Path) -> None:
     config = mixed(tmp_path, TINY, tiny_model)
     foreseen = succeeded(here("train", "--config", config, "--dry-run", "--json"))
     assert json.loads(foreseen.stdout)["epochs_of_data"] == pytest.approx(4 * 4 / 49)

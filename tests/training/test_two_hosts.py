@@ -47,19 +47,21 @@ def one_host(tiny_model: Path) -> list[list[Any]]:
 
 
 @pytest.mark.parametrize("way", [*WAYS, "sync"])
-def test_two_hosts_sample_the_same_as_one(found: list[dict[str, Any]], one_host: list[list[Any]], way: str) -> None:
+def test_two_hosts_sample_the_same_as_one_host(
+    found: list[dict[str, Any]], one_host: list[list[Any]], way: str
+) -> None:
     assert found[0][way] + found[1][way] == one_host
     if way in ("global", "island", "slots", "adaptive"):
         for i, host in enumerate(found):
             assert host[f"workers of {way}"] == [f"host{i}/fast-0" if way == "adaptive" else str(i)]
 
 
-def test_island_shares_buffers_with_training_and_does_not_wait_for_hosts(found: list[dict[str, Any]]) -> None:
+def test_an_island_shares_buffers_with_training_and_does_not_wait_for_other_hosts(found: list[dict[str, Any]]) -> None:
     for host in found:
         taken = host["taken"]
         assert taken["same buffers"] and taken["are local"] and taken["num arrays"] > 20
         assert (taken["devices of the mesh"], taken["devices of an array"]) == (8, [4])
-        # Nothing but the program on the mesh, which was there.
+        # Only the program on the mesh is used, and it was already compiled.
         assert host["compilations of a second version"] == 0
     assert found[1]["alone"] == found[1]["island"][:2]
 
@@ -79,7 +81,7 @@ def fails_on_second(completions, trainer_state):
 """
 
 
-def test_two_hosts_with_async_generation_train_like_one(config, monkeypatch):
+def test_two_hosts_with_async_generation_train_like_one_host(config, monkeypatch):
     """With a learning rate of almost 0, samples equal those of one host that does not generate ahead."""
     (config.parent / "plug.py").write_text(REWARD)
     functions = f"[arithmetic, arithmetic_format, '{config.parent / 'plug.py'}:fails_on_second']"
@@ -102,7 +104,7 @@ def test_two_hosts_with_async_generation_train_like_one(config, monkeypatch):
     for step in (1, 2, 3):
         for record in program.records_of(step_file(one, step)):
             lengths[record["uid"].rpartition("/")[0]].append(len(record["completion_token_ids"]))
-    # The last step that was learned from is saved, with the lengths of both hosts.
+    # The checkpoint is from the last trained step and contains the lengths of both hosts.
     saved = program.progress_of(two, 3)
     assert {uid: saved["lengths"][uid] for uid in lengths} == {uid: sum(one) / len(one) for uid, one in lengths.items()}
     assert len(lengths) == saved["position"] == 12
@@ -111,20 +113,20 @@ def test_two_hosts_with_async_generation_train_like_one(config, monkeypatch):
 
 
 PPO = ("algorithm.name=ppo", "algorithm.kl_target=0.1", "algorithm.filter=zero_variance", "algorithm.max_rounds=3")
-"""PPO with whitening, an adapted penalty and dynamic sampling, for all of which hosts exchange values."""
-# A quota of few shapes to compile; evaluation prompts that two hosts cannot share out evenly.
+"""PPO with whitening, an adaptive KL penalty and dynamic sampling; hosts exchange values for each of them."""
+# The quota needs few compiled shapes, and the evaluation prompts cannot be divided evenly between two hosts.
 SHARED = ("algorithm.max_tokens_per_device=512", "eval.every_steps=2", "eval.num_prompts=15")
-# A clock that is always due: process 0's, and both save.
+# A timed checkpoint is always due on the clock of process 0, and both processes save it.
 TIMED = "checkpoint.every_minutes=1e-9"
-# Written by gloo's threads in pieces between each other's.
+# Threads of gloo write these messages in interleaved pieces.
 GLOO_LINE = "[Gloo] Rank 1 is connected to 7 peer ranks. Expected number of connected peer ranks is : 7"
 HALF = ("rollout.prompts_per_step=2", "algorithm.mini_batch_prompts=1")
-"""Half of the sizes per host, so that two hosts have the step of one."""
+"""Half of the sizes per host, so that the step of two hosts equals the step of one host."""
 
 
-def test_two_hosts_train_ppo_like_one_and_sigterm_at_one_saves_both(full_config: Path) -> None:
+def test_two_hosts_train_ppo_like_one_host_and_save_together_after_sigterm(full_config: Path) -> None:
     two, one = (full_config.parent / "runs" / name for name in ("two", "one"))
-    # A reward model that is measured, but not counted, or all groups would differ.
+    # The reward model has weight 0, because otherwise all groups would have different rewards.
     judge = (f"reward.model={write_reward_model(full_config.parent / 'judge')}", "reward.model_weight=0")
     both = (*PPO, *SHARED, TIMED, *judge, "data.curriculum=pass_rate", "run.seed=1")
     program.succeeded(program.train_here(full_config, *both, "run.name=one", "run.steps=2"))
@@ -134,19 +136,19 @@ def test_two_hosts_train_ppo_like_one_and_sigterm_at_one_saves_both(full_config:
         os.kill(hosts[1].pid, signal.SIGTERM)
         first, second = ended(hosts)
     assert (first.exit_code, second.exit_code) == (75, 75), first.stderr + second.stderr
-    # Only the first process speaks, and not gloo, below JAX.
+    # Only the first process writes messages; messages of gloo, which JAX uses, are ignored.
     assert "evaluation at step 0" in first.stderr and "step      2/100000  reward" in first.stderr
     assert "reward" not in second.stderr and "report" not in second.stderr
     assert set(re.findall(r"[a-zA-Z]+", second.stdout)) <= set(re.findall(r"[a-zA-Z]+", GLOO_LINE))
     assert_complete(two)
     assert_same_steps(two, one, steps=range(3))
-    # Groups were left out, so one host has some that the other has sampled.
+    # The filter dropped groups, so each host may train on groups that the other host sampled.
     assert all(program.metrics_of(two)[step]["rollout/num_rounds"] > 1 for step in (1, 2))
-    # What a curriculum draws depends on what both have seen.
+    # The prompts that a curriculum draws depend on the samples of both hosts.
     after = program.progress_of(one, 2)
     assert len(after["pass_rates"]) == after["position"] == 20
     last = program.metrics_of(two)[-1]["step"]
-    # What both have saved, another number of hosts goes on from.
+    # A checkpoint of two hosts can be resumed on another number of hosts.
     result = program.succeeded(
         program.train_here(full_config, *both, "run.name=two", f"run.steps={last + 1}", resume="must")
     )
@@ -168,7 +170,7 @@ def assert_complete(run: Path) -> None:
 
 
 def assert_same_steps(run: Path, other: Path, *, steps: range) -> None:
-    """Asserts metrics within 1e-5, and the same samples and texts in one order."""
+    """Asserts that metrics agree within 1e-5 and that samples and texts are equal in one order."""
     for step in steps:
         line, expected = (program.reproducible(program.metrics_of(one))[step] for one in (run, other))
         assert line.keys() == expected.keys()
@@ -188,9 +190,9 @@ def texts(path: Path) -> list[tuple[Any, ...]]:
     return [(r["uid"], r["group_id"], r["completion_token_ids"], r.get("loss_mask")) for r in program.records_of(path)]
 
 
-def test_two_hosts_resume_the_adapters_of_one_and_train_like_one(adapted: Path, config: Path) -> None:
+def test_two_hosts_resume_a_single_host_run_with_adapters_and_train_like_it(adapted: Path, config: Path) -> None:
     lora = tuple(f"model.lora.{name}={value}" for name, value in LORA.items())
-    # Hosts exchange the statistics of what is new, for which about half of the samples end by themselves.
+    # Hosts exchange statistics of new samples; about half of these end before the length limit.
     new = ("algorithm.reward_normalization=each_first", "algorithm.mask_truncated=true", "rollout.stop=['1','2','3']")
     more = (*lora, *new, "optimizer.learning_rate=0.1", "run.steps=4")
     two, one = (config.parent / "runs" / name for name in ("tiny", "one"))

@@ -28,7 +28,7 @@ def warm(start: Path, config: Path, *overrides: str, resume: str = "never"):
     return here("train", "--config", config, "--checkpoint", start, "--resume", resume, *chosen)
 
 
-def test_run_starts_from_the_policy_with_fresh_moments(finished: Path, config: Path) -> None:
+def test_a_run_starts_from_the_policy_of_a_checkpoint_with_fresh_moments(finished: Path, config: Path) -> None:
     start = finished / "checkpoints" / "4"
     result = succeeded(warm(start, config, "run.steps=1", "optimizer.learning_rate=1e-30"))
     assert f"starts from the policy of {start}" in result.stderr
@@ -46,7 +46,7 @@ def test_run_starts_from_the_policy_with_fresh_moments(finished: Path, config: P
     assert [line["step"] for line in metrics_of(run)] == [0, 1]
 
 
-def test_resumed_run_keeps_its_start_as_the_reference(finished: Path, config: Path, tmp_path: Path) -> None:
+def test_a_resumed_run_keeps_its_starting_policy_as_the_reference(finished: Path, config: Path, tmp_path: Path) -> None:
     start = finished / "checkpoints" / "4"
     succeeded(warm(start, config, *PENALTY))
     run = config.parent / "runs" / "warm"
@@ -64,7 +64,7 @@ def test_resumed_run_keeps_its_start_as_the_reference(finished: Path, config: Pa
     assert_same_run(run, whole, step=3)
 
 
-def test_warm_start_without_a_config_uses_the_runs_settings(finished: Path, tmp_path: Path) -> None:
+def test_a_warm_start_without_a_config_uses_the_settings_of_its_run(finished: Path, tmp_path: Path) -> None:
     options = settings(f"run.dir={tmp_path}", "logging.report=false", "run.steps=1")
     succeeded(here("train", "--checkpoint", finished, *options))
     (run,) = tmp_path.iterdir()
@@ -73,7 +73,7 @@ def test_warm_start_without_a_config_uses_the_runs_settings(finished: Path, tmp_
     assert "starts from the policy of" in succeeded(report).stdout
 
 
-def test_unusable_start_is_refused(finished: Path, config: Path, tmp_path: Path) -> None:
+def test_an_unusable_starting_checkpoint_is_refused(finished: Path, config: Path, tmp_path: Path) -> None:
     runs = config.parent / "runs"
     other = f"model.path={write_model(tmp_path / 'seed1', seed=1)}"
     assert_refused(warm(finished, config, other), r"--checkpoint: .* was trained from another model", runs)

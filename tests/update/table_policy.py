@@ -1,4 +1,4 @@
-"""A policy that is a table of logits, with one row per completion token, to test the loss without a decoder.
+"""Defines a policy that is a table of logits, one row per completion token, to test the loss without a decoder.
 
 `oracle` computes loss and gradient in float64, token by token.
 """
@@ -22,18 +22,18 @@ from tests.tiny import one_a_row, pack_update, plan_of, random_samples
 
 VOCAB, LONGEST = 5, 9
 AGGREGATIONS = aggregations(max_new_tokens=LONGEST)
-# The last group has lost all of its members but one, and one sample has no token to learn from.
+# Only one sample of the last group is left, and one sample has no token in the loss.
 SAMPLES = random_samples(4, 3, vocab_size=VOCAB, longest_completion=LONGEST, with_holes=True)[:-2]
 SAMPLES[4] = replace(SAMPLES[4], loss_mask=np.zeros(len(SAMPLES[4].completion_ids), bool))
 STARTS = np.cumsum([0, *(len(s.completion_ids) for s in SAMPLES)])
 TABLE = np.random.default_rng(0).normal(0, 1.5, (STARTS[-1], VOCAB)).astype(np.float32)
-# All of one shape, so that a loss is compiled once.
+# All plans have one shape, so that a loss is compiled only once.
 SHAPE = {"rows_per_micro_batch": 2, "num_tokens": 80, "num_targets": 80}
 SHARED_ROWS = plan_of(((5, 0, 3), (1, 7), (), (9, 2, 6, 4, 8)), **SHAPE)
 LAYOUTS = one_a_row(len(SAMPLES), **SHAPE), SHARED_ROWS
 
 TokenTerm = Callable[[Sample, np.ndarray], tuple[np.ndarray, np.ndarray]]
-"""(sample, its current logprobs) -> loss of every token, and its slope by the logprob."""
+"""(sample, its current logprobs) -> (loss of every token, its derivative with respect to the logprob)."""
 
 
 @functools.cache
@@ -54,7 +54,7 @@ def loss_and_gradient(
     *,
     weights: AggregationFn,
 ) -> tuple[Float32[np.ndarray, "tokens V"], LossStats]:
-    """Returns the gradient by the logits of all completion tokens, and loss and metrics, summed over micro-batches."""
+    """Returns the gradient with respect to all logits, and loss and metrics, summed over micro-batches."""
     lengths = [len(s.completion_ids) for s in samples]
     starts = {s.uid: end - length for s, end, length in zip(samples, np.cumsum(lengths), lengths, strict=True)}
 
@@ -101,5 +101,5 @@ def oracle(
 
 
 def over_tokens(samples: Sequence[Sample], columns: Sequence[np.ndarray]) -> np.ndarray:
-    """Returns the values of all tokens that the policy wrote."""
+    """Returns the values of all tokens that the policy generated."""
     return np.concatenate([x[s.mask] for x, s in zip(columns, samples, strict=True)])

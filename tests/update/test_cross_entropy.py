@@ -67,7 +67,7 @@ def learned(
 
 @pytest.fixture(scope="module")
 def transformers_step(checkpoint: Path) -> tuple[float, float]:
-    """Loss and gradient norm of transformers' own cross-entropy over padded samples."""
+    """Returns loss and gradient norm of the cross-entropy of transformers over padded samples."""
     torch, _ = import_reference()
     whole = [np.concatenate([s.prompt.token_ids, s.completion_ids]) for s in SAMPLES]
     ids, labels, seen = (np.full((len(SAMPLES), max(map(len, whole))), fill) for fill in (0, -100, 0))
@@ -87,7 +87,7 @@ def transformers_step(checkpoint: Path) -> tuple[float, float]:
     [((1, 1, 1), PACKED), ((1, 1, 1), FIXED), ((2, 2, 2), PACKED), ((1, 4, 1), FIXED)],
     ids=["packed", "fixed", "packed-2,2,2", "fixed-1,4,1"],
 )
-def test_loss_and_gradient_equal_transformers(mesh_shape, batcher, checkpoint, transformers_step) -> None:
+def test_cross_entropy_loss_and_gradient_equal_transformers(mesh_shape, batcher, checkpoint, transformers_step) -> None:
     metrics = learned(checkpoint, SAMPLES, mesh_shape, batcher)
     assert (metrics["loss"], metrics["policy/grad_norm"]) == pytest.approx(transformers_step, rel=1e-5)
     assert metrics["batching/num_micro_batches"] > 1
@@ -105,7 +105,7 @@ def sums_over(weigh: Callable[[np.ndarray], float], losses: Sequence[np.ndarray]
 )
 def test_aggregated_loss_and_entropy_equal_a_float64_oracle(aggregation: str, checkpoint: Path) -> None:
     model, losses, entropies = load_reference(checkpoint), list[np.ndarray](), list[np.ndarray]()
-    # One sample has no token in the loss, and does not count as a sample.
+    # One sample has no token in the loss and is therefore not counted as a sample.
     samples = [replace(SAMPLES[0], loss_mask=np.zeros(len(SAMPLES[0].completion_ids), bool)), *SAMPLES[1:]]
     for sample in samples:
         whole = np.concatenate([sample.prompt.token_ids, sample.completion_ids])

@@ -36,12 +36,12 @@ BOUNDS: dict[str, ratios.BoundFn] = {
 }
 KINDS = [("truncate", "token"), ("mask", "sequence"), ("truncate", "geometric"), ("mask", "token")]
 BETA, ENTROPY_COEF = 0.3, 0.2
-# Neither penalty nor bonus are corrected.
+# The correction applies neither to the KL penalty nor to the entropy bonus.
 PENALIZED = replace(PLAIN_LOSS, kl_estimator=k3, beta=BETA, entropy_coef=ENTROPY_COEF)
 
 
 def stale() -> list[Sample]:
-    """Returns samples of a policy that differs from the scored one about as much as that differs from the table."""
+    """Returns samples whose sampler, scored policy and table policy have slightly different logprobs."""
     rng = np.random.default_rng(7)
 
     def drawn(sample: Sample, current: np.ndarray) -> Sample:
@@ -53,7 +53,7 @@ def stale() -> list[Sample]:
 
 
 class Weights(NamedTuple):
-    """Importance weights of a sample's tokens, in float64."""
+    """The importance weights of a sample's tokens in float64."""
 
     bounded: np.ndarray
     unbounded: np.ndarray
@@ -77,14 +77,14 @@ def float64_weights(sample: Sample, kind: str, level: str, veto: float) -> Weigh
 
 
 def sample_of(log_weights: Sequence[float], mask: Sequence[bool] | None = None) -> Sample:
-    """Returns a sample with these log weights, drawn by a policy compared with one of logprob 0."""
+    """Returns a sample with these log weights under a policy whose logprobs are 0."""
     values = np.asarray(log_weights, np.float32)
     loss_mask = None if mask is None else np.asarray(mask)
     return make_sample(np.zeros(len(values), np.int32), behavior_logprobs=-values, loss_mask=loss_mask)
 
 
 def corrected(correction: ratios.ImportanceCorrection, samples: Sequence[Sample]) -> ratios.CorrectedWeights:
-    """Returns the correction of all samples in one row, in the order of the samples."""
+    """Returns the corrected weights of all samples, packed into one row in their order."""
     (micro_batch,) = plan_of([range(len(samples))], rows_per_micro_batch=1, num_tokens=40, num_targets=16).micro_batches
     log_weights = pack_per_token(samples, micro_batch, lambda s: np.where(s.mask, -s.behavior_logprobs, 0.0))
     found = jax.jit(correction)(log_weights, make_sample_reducer(samples, micro_batch))
@@ -94,7 +94,7 @@ def corrected(correction: ratios.ImportanceCorrection, samples: Sequence[Sample]
 
 LOG_2 = float(np.log(2.0))
 BY_HAND = (
-    # w: 2, 1/4, 1 and 4; then 1/2, 1/2. The third token was written by a tool: 8.
+    # The weights are 2, 1/4, 1 and 4 in the first sample, whose masked token has 8, and 1/2 and 1/2 in the second.
     sample_of([LOG_2, -2 * LOG_2, 3 * LOG_2, 0.0, 2 * LOG_2], [True, True, False, True, True]),
     sample_of([-LOG_2, -LOG_2]),
 )
@@ -111,7 +111,7 @@ def test_one_unlikely_unmasked_token_vetoes_its_whole_sample(level: str):
 
 
 @pytest.mark.parametrize(("kind", "level"), KINDS)
-def test_weights_of_distant_policies_are_finite(kind: str, level: str):
+def test_importance_weights_of_distant_policies_are_finite(kind: str, level: str):
     far = [sample_of([80.0] * 3), sample_of([-80.0] * 3)]
     found = corrected(ratios.ImportanceCorrection(ratios.LOG_WEIGHTS[level], BOUNDS[kind]), far)
     assert found.unbounded_weights == pytest.approx([np.exp(20)] * 3 + [np.exp(-20)] * 3, rel=1e-6)
@@ -119,7 +119,7 @@ def test_weights_of_distant_policies_are_finite(kind: str, level: str):
 
 
 @pytest.mark.parametrize(("kind", "level"), KINDS)
-def test_loss_gradient_and_metrics_equal_float64_for_any_packing(kind: str, level: str):
+def test_corrected_loss_gradient_and_metrics_equal_float64_for_any_packing(kind: str, level: str):
     number, samples = KINDS.index((kind, level)), stale()
     aggregation, veto = list(AGGREGATIONS.values())[number], VETO if number else 0.0
     weights = {s.uid: float64_weights(s, kind, level, veto) for s in samples}
@@ -156,9 +156,9 @@ def logprobs_of(table: jax.Array, ids: jax.Array) -> jax.Array:
     return jnp.take_along_axis(jax.nn.log_softmax(table), ids[:, None], axis=-1)[:, 0]
 
 
-def test_on_policy_no_correction_changes_loss_or_gradient():
+def test_no_correction_changes_loss_or_gradient_of_on_policy_samples():
     ids = np.concatenate([s.completion_ids for s in SAMPLES])
-    # With the bits of the loss.
+    # These logprobs have exactly the bits that the loss computes.
     current = np.split(np.asarray(logprobs_of(jnp.asarray(TABLE), jnp.asarray(ids))), STARTS[1:-1])
     samples = [replace(s, behavior_logprobs=x, policy_logprobs=None) for s, x in zip(SAMPLES, current, strict=True)]
     gradient, parts = loss_and_gradient(PENALIZED, TABLE, samples, SHARED_ROWS, weights=AGGREGATIONS["token-mean"])
@@ -166,7 +166,7 @@ def test_on_policy_no_correction_changes_loss_or_gradient():
     for kind, level in KINDS[1:3]:
         loss = replace(PENALIZED, correction=ratios.ImportanceCorrection(ratios.LOG_WEIGHTS[level], BOUNDS[kind], VETO))
         ours, corrected_parts = loss_and_gradient(loss, TABLE, samples, SHARED_ROWS, weights=AGGREGATIONS["token-mean"])
-        # Weights are exactly 1; what is multiplied by them, compilers may add up in another order.
+        # Weights are exactly 1, but the compiler may add up weighted terms in another order.
         np.testing.assert_allclose(ours, gradient, rtol=1e-6, atol=1e-8)
         for name, value in parts.sums.items():
             np.testing.assert_allclose(corrected_parts.sums[name], value, rtol=1e-6, atol=1e-8)

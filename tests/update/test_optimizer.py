@@ -48,8 +48,8 @@ CONSTANT = optax.constant_schedule(0.1)
         ({"schedule": "cosine", "warmup_steps": 8}, [0.25, 0.5, 0.75, 1, 1.25]),
     ],
 )
-def test_learning_rates_by_hand(fields, expected):
-    """Learning rates of all four updates, and of the one after the last."""
+def test_learning_rate_schedules_equal_hand_computed_values(fields, expected):
+    """Checks the learning rates of all four updates and the rate after the last update."""
     schedule = make_schedule(OptimizerSettings(learning_rate=2.0, **fields), num_updates=4)
     rates = [float(jnp.asarray(schedule(jnp.int32(i)))) for i in range(5)]
     np.testing.assert_allclose(rates, expected, atol=1e-6)
@@ -95,7 +95,7 @@ def test_updates_equal_adamw_with_a_global_norm_clip_in_float64():
     jax.tree.map(lambda p, w: np.testing.assert_allclose(p, w, rtol=1e-5), params, weights)
 
 
-def test_moments_are_stored_in_the_dtypes_of_the_settings():
+def test_optimizer_moments_are_stored_in_the_dtypes_of_the_settings():
     rng = np.random.default_rng(0)
     params = {"kernel": jnp.float32(rng.normal(size=(64, 2)))}
     stored = {"first_moment": "bfloat16", "second_moment": "bfloat16"}
@@ -147,7 +147,7 @@ def memory_kinds(state: TrainState) -> set[tuple[bool, str]]:
 def updated(
     definition: DecoderDefinition, shape: tuple[int, int, int], *, offload: bool, spoiled: int, **types: Any
 ) -> tuple[TrainState, list[dict[str, float]]]:
-    """Returns the state after 4 updates, and their metrics; some gradients are clipped, and one is not finite."""
+    """Returns the state and metrics of 4 updates; some gradients are clipped and one is not finite."""
     run = Update(definition, make_mesh(shape), offload=offload, weight_decay=0.1, beta2=0.9, warmup_steps=2, **types)
     weights = jax.device_put(definition.trainable(random_params(definition)), run.layout.params)
     state, metrics = init_train_state(run.optimizer, weights, run.layout), []
@@ -167,7 +167,7 @@ def updated(
     [(replace(EVEN, **EXPERTS), None, (1, 2, 2), {}), (DEEP, ADAPTERS, (1, 1, 1), ROUNDED)],
     ids=["experts", "adapters"],
 )
-def test_offloaded_moments_give_equal_updates(architecture, lora, shape, types):
+def test_offloaded_moments_give_the_same_updates_as_moments_on_the_device(architecture, lora, shape, types):
     definition = DecoderDefinition.create(architecture, lora=lora)
     here, expected = updated(definition, shape, offload=False, spoiled=1, **types)
     away, metrics = updated(definition, shape, offload=True, spoiled=1, **types)
@@ -177,7 +177,7 @@ def test_offloaded_moments_give_equal_updates(architecture, lora, shape, types):
     jax.tree.map(np.testing.assert_array_equal, away.optimizer, here.optimizer)
     counts = [int(value) for path, value in optax.tree.get_all_with_path(away.optimizer, "count")]
     assert (int(away.num_updates), set(counts)) == (3, {3})
-    # XLA may add a product to a weight in one rounding or in two, depending on the loop around it.
+    # Depending on the loop around it, XLA may round once or twice when it adds a product to a weight.
     assert_trees_close(away.params, here.params, tolerance=3e-7)
 
 
@@ -196,6 +196,7 @@ def test_a_tpu_holds_the_moments_of_one_layer_at_a_time() -> None:
         program = run.program.lower(TrainState(params, optimizer, counter, counter, counter), params).compile()
         found[offload] = program_memory_bytes(program)
         weights = bytes_per_device(params)
-    # Weights, gradients and two moments; moments of a layer are there twice, and those of the next, before and after.
+    # Without offload, the device holds weights, gradients and two moments. With offload, it holds the moments of only
+    # the current and the next layer, each before and after the update.
     assert found[False] == pytest.approx(4 * weights, rel=0.05)
     assert found[True] < (2 + 2 * 4 / 16) * weights

@@ -1,4 +1,4 @@
-"""Tests loss, gradient and metrics of every surrogate, ratio, penalty and bonus, on a table of logits."""
+"""Tests loss, gradient and metrics of every surrogate, ratio, penalty and bonus with a table of logits."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -61,7 +61,7 @@ class Combination:
         return assign_group_advantages(SAMPLES, advantages=GROUP_ADVANTAGES[name], rewards=rewards)
 
     def kl(self, sample: Sample, current: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Returns estimates and their slopes in float64."""
+        """Returns KL estimates and their derivatives in float64."""
         d = current - sample.reference_logprobs
         estimates = {"k1": (d, 1 + 0 * d), "k2": (d**2 / 2, d), "k3": (np.exp(-d) - 1 + d, 1 - np.exp(-d))}
         return estimates[self.estimator or "k1"]
@@ -79,7 +79,7 @@ class Combination:
         return losses, slopes
 
     def metrics(self, samples: Sequence[Sample]) -> dict[str, float]:
-        """Returns the metrics in float64, over the tokens that the policy wrote."""
+        """Returns the metrics over the tokens that the policy generated, in float64."""
         current, policy, behavior, advantages = (
             over_tokens(samples, columns)
             for columns in (CURRENT, *([getattr(s, name) for s in samples] for name in PER_TOKEN))
@@ -114,9 +114,9 @@ COMBINATIONS = [
 
 
 @pytest.mark.parametrize("combination", COMBINATIONS, ids=str)
-def test_loss_gradient_and_metrics_equal_float64_for_any_packing(combination: Combination):
-    # Aggregations and advantages only change numbers: two aggregations with one kind of advantages each, in turn.
-    # Those of maxrl are zeros where the mean of a group's rewards is not above zero, as of some here.
+def test_policy_loss_gradient_and_metrics_equal_float64_for_any_packing(combination: Combination):
+    # Aggregations and advantages do not change the code path, so every case uses only two pairs of them, in turn.
+    # maxrl is excluded: its advantages are zero if the mean reward of a group is not positive, as in some groups here.
     first, advantages = COMBINATIONS.index(combination), [name for name in GROUP_ADVANTAGES if name != "maxrl"]
     for i in (first, first + 1):
         weights = list(AGGREGATIONS.values())[i % len(AGGREGATIONS)]
@@ -140,7 +140,7 @@ EVERYTHING = replace(
 )
 
 
-def test_a_step_without_tokens_has_neither_loss_nor_gradient():
+def test_a_step_without_tokens_in_the_loss_has_zero_loss_and_gradient():
     empty = [replace(s, loss_mask=np.zeros(len(s.completion_ids), bool)) for s in SAMPLES]
     assert StepTotals.from_samples(empty) == (0, 0)
     for weights in AGGREGATIONS.values():
@@ -180,10 +180,10 @@ def cispo_term(sample, current):
         (GSPO, gspo_term, token_mean, 3e-3),
         (CISPO, cispo_term, token_mean, 0.5),
     ],
-    ids=["gspo", "gspo over tokens", "cispo"],
+    ids=["gspo", "gspo with token-mean", "cispo"],
 )
-def test_loss_and_gradient_equal_their_papers_for_any_packing(loss, term, weights, scale):
-    # Scored by a policy near the table's, with which some ratios are clipped.
+def test_gspo_and_cispo_loss_and_gradient_equal_their_papers_for_any_packing(loss, term, weights, scale):
+    # The samples are scored by a policy near the table, so that some ratios are clipped.
     rng = np.random.default_rng(3)
     samples = [
         replace(s, policy_logprobs=(current + rng.normal(0, scale, len(current))).astype(np.float32))
@@ -200,7 +200,7 @@ def test_loss_and_gradient_equal_their_papers_for_any_packing(loss, term, weight
 
 @pytest.mark.parametrize("loss", [GSPO, CISPO], ids=["gspo", "cispo"])
 @pytest.mark.parametrize("level", ratios.LOG_RATIOS)
-def test_on_policy_ratios_are_exactly_one_and_the_gradient_is_reinforces(loss: PolicyLoss, level: str):
+def test_on_policy_ratios_are_exactly_one_and_the_gradient_equals_reinforce(loss: PolicyLoss, level: str):
     loss = replace(loss, log_ratio=ratios.LOG_RATIOS[level])
     unscored = [replace(sample, policy_logprobs=None) for sample in SAMPLES]
     gradient, parts = loss_and_gradient(loss, TABLE, unscored, SHARED_ROWS, weights=token_mean)

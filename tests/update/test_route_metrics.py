@@ -1,4 +1,4 @@
-"""Tests the metrics of routes, by hand."""
+"""Tests the metrics of expert routes against hand-computed values."""
 
 from dataclasses import replace
 
@@ -16,7 +16,7 @@ from tests.tiny import make_sample
 
 NO = UNRECORDED
 LIVE = [
-    # Six tokens, the last of which is padding, through two of four experts in each of two layers.
+    # Six tokens, the last of which is padding, pass through two of four experts in each of two layers.
     [[0, 1], [0, 1], [2, 3], [0, 2], [1, 3], [0, 0]],
     [[3, 2], [3, 2], [3, 2], [3, 1], [0, 1], [0, 0]],
 ]
@@ -38,12 +38,12 @@ def metrics_of(*batches: TokenBatch) -> dict[str, float]:
     return {name: float(value) for name, value in total.metrics().items()}
 
 
-def test_without_replay_the_load_counts_the_routers_choices():
+def test_expert_load_without_replay_counts_the_choices_of_the_router():
     # Layer 0: [0,1], [2,3], [0,2] = 2, 1, 2, 1 passes; layer 1: [3,2], [3,2], [3,1] = 0, 1, 2, 3; the mean is 1.5.
     assert metrics_of(rows(replays=False)) == {"rollout/fullest_expert": pytest.approx((2 / 1.5 + 3 / 1.5) / 2)}
 
 
-def test_with_replay_the_load_counts_recorded_experts():
+def test_expert_load_with_replay_counts_the_recorded_experts():
     # Among the four recorded pairs, [1,0] is the same set as [0,1]; [2,1] and [0,3] differ from [2,3] and [3,2]. Layer
     # 0: [1,0], [2,1], live [0,2] = 2, 2, 2, 0; layer 1: [0,3], [3,2], live [3,1] = 1, 1, 1, 3.
     metrics = metrics_of(rows(replays=True))
@@ -53,8 +53,8 @@ def test_with_replay_the_load_counts_recorded_experts():
     }
 
 
-def test_masked_tokens_do_not_count_and_micro_batches_add_up():
-    # The second token alone: [2,1] differs in layer 0.
+def test_route_metrics_ignore_masked_tokens_and_add_up_over_micro_batches():
+    # Only the second token counts, for which [2,1] differs in layer 0.
     one = rows(replays=True, mask=(False, True, False))
     assert metrics_of(one)["rollout/route_difference"] == 1 / 2
     both = metrics_of(one, rows(replays=True))
@@ -62,7 +62,7 @@ def test_masked_tokens_do_not_count_and_micro_batches_add_up():
     assert metrics_of(one)["rollout/fullest_expert"] == pytest.approx(2.0)
 
 
-def test_no_recorded_routes_are_nan_and_no_tokens_have_no_load():
+def test_route_difference_is_nan_without_routes_and_expert_load_is_zero_without_tokens():
     routes = jnp.full((1, 6, 2, 2), UNRECORDED, jnp.uint8)
     assert np.isnan(metrics_of(replace(rows(replays=True), routes=routes))["rollout/route_difference"])
     assert metrics_of(rows(replays=False, mask=(False,) * 3))["rollout/fullest_expert"] == 0

@@ -67,8 +67,8 @@ def objective_of(definition: DecoderDefinition, loss: PolicyLoss = EVERYTHING, *
     return make_policy_objective(definition, loss, dtype=jnp.dtype("float32"), remat=remat, logits_chunk=6)
 
 
-def test_packing_changes_neither_gradient_nor_metrics():
-    # test_policy_loss.py has every combination of terms; here the decoder stands below them.
+def test_packing_changes_neither_gradient_nor_metrics_of_an_update():
+    # test_policy_loss.py covers every combination of terms; this test computes them from a decoder.
     step, fresh = update_step(EVERYTHING)
     state = fresh()
     for weights in aggregations(max_new_tokens=9).values():
@@ -91,7 +91,7 @@ GOOD = tiny.pack_update(SAMPLES, FOURS)
 BAD = [replace(one, advantages=np.where(one.tokens.loss_mask, np.float32(np.nan), one.advantages)) for one in GOOD]
 
 
-def test_a_step_moves_every_weight_and_is_counted():
+def test_an_optimizer_step_changes_every_weight_and_is_counted():
     update, fresh = update_step(tiny.PLAIN_LOSS)
     before = on_host(fresh())
     state, metrics = update(fresh(), GOOD, TEMPERATURE)
@@ -104,14 +104,14 @@ def test_a_step_moves_every_weight_and_is_counted():
     assert float(second["policy/learning_rate"]) == pytest.approx(0.4)
 
 
-def test_nonfinite_steps_are_skipped_and_counted():
+def test_non_finite_optimizer_steps_are_skipped_and_counted():
     def with_one(field: str, value: float) -> list[PolicyBatch]:
         values = getattr(GOOD[0], field).copy()
         values[tuple(np.argwhere(GOOD[0].tokens.loss_mask)[0])] = value
         return [replace(GOOD[0], **{field: values}), *GOOD[1:]]
 
     update, fresh = update_step(tiny.PLAIN_LOSS)
-    # Sampler logprobs only feed a metric: a bad one must not cost the step.
+    # Sampler logprobs are only used for a metric, so a non-finite one must not skip the step.
     state, metrics = update(fresh(), with_one("behavior_logprobs", np.nan), TEMPERATURE)
     assert (int(state.num_updates), int(metrics["policy/nonfinite_updates"])) == (1, 0)
     before, counts = on_host(state), []
@@ -135,7 +135,7 @@ TRAINED, FROZEN = ADAPTED.trainable(PARAMS), ADAPTED.frozen(PARAMS)
 
 @pytest.fixture
 def adapted() -> Iterator[tuple[UpdateStep, TrainState, Params]]:
-    """A compiled update of adapters, an initial state, and the frozen weights on their shardings."""
+    """Returns a compiled update of adapters, an initial state and the sharded frozen weights."""
     step, fresh = update_step(EVERYTHING, of_adapters=True)
     mesh = tiny.make_mesh((2, 2, 1))
     with jax.set_mesh(mesh):
@@ -144,7 +144,7 @@ def adapted() -> Iterator[tuple[UpdateStep, TrainState, Params]]:
 
 @pytest.fixture(scope="module")
 def through_merged_kernels() -> Params:
-    """The gradient of the same loss with respect to the adapters, through merged kernels, on one device."""
+    """Returns the adapter gradient of the same loss through merged kernels on one device."""
     plain = objective_of(DecoderDefinition.create(ADAPTED.architecture), remat="none")
 
     def loss(trained: Params, batch: PolicyBatch) -> jax.Array:
@@ -154,14 +154,14 @@ def through_merged_kernels() -> Params:
     return jax.tree.map(lambda *parts: sum(parts), *gradients)
 
 
-def test_gradient_equals_the_gradient_through_merged_kernels(through_merged_kernels, adapted):
+def test_adapter_gradient_equals_the_gradient_through_merged_kernels(through_merged_kernels, adapted):
     assert all(float(jnp.abs(x).max()) > 1e-6 for x in jax.tree.leaves(through_merged_kernels))
     step, state, frozen = adapted
     found, _ = step.accumulate(state.params, GOOD, TEMPERATURE, frozen)
     tiny.assert_trees_close(found, through_merged_kernels, tolerance=2e-5)
 
 
-def test_an_update_moves_every_adapter_and_no_frozen_weight(adapted):
+def test_an_update_changes_every_adapter_and_no_frozen_weight(adapted):
     step, state, frozen = adapted
     names = step.metric_names(state.params, GOOD[0], TEMPERATURE, frozen)
     state, metrics = step(state, GOOD, TEMPERATURE, frozen)
@@ -175,7 +175,9 @@ def test_an_update_moves_every_adapter_and_no_frozen_weight(adapted):
 @pytest.mark.parametrize(
     ("quantization", "remat", "mesh_shape"), [("int8", "block", (1, 1, 1)), ("nf4", "minimal", (2, 2, 2))], ids=str
 )
-def test_gradient_equals_the_gradient_through_dequantized_kernels(quantization, remat, mesh_shape):
+def test_adapter_gradient_with_a_quantized_base_equals_the_gradient_through_dequantized_kernels(
+    quantization, remat, mesh_shape
+):
     pytest.importorskip("qwix", reason="Qwix is not installed: pip install -e '.[qlora]'")
     architecture, mesh = replace(tiny.EVEN, num_layers=1), tiny.make_mesh(mesh_shape)
     definition = DecoderDefinition.create(architecture, lora=ADAPTERS, quantization=quantization)

@@ -129,7 +129,7 @@ def assert_all_equal_to_trl(expected: dict[str, Any]) -> None:
     for case in expected["decoupled_advantages"]:
         samples, parts = decoupled(case)
         deviation = parts.advantages_of(samples).sum(axis=0).std(ddof=1)
-        # What it adds to deviations, also to that of the step, is 1e-4.
+        # TRL adds 1e-4 to standard deviations, also to the one of the step.
         scale = (deviation + EPSILON) / (deviation + 1e-4)
         np.testing.assert_allclose(
             [scale * np.asarray(s.advantages)[0] for s in parts.assign(samples)],
@@ -137,7 +137,7 @@ def assert_all_equal_to_trl(expected: dict[str, Any]) -> None:
             rtol=1e-5,
             atol=1e-6,
         )
-    # Its loss has one ratio a sample, ours one a token: at ratio 1 other numbers of the same gradient.
+    # TRL has one ratio per sample and we have one per token: at ratio 1 the losses differ, but the gradients do not.
     gradient, _ = ours({"old": False}, inputs, "sequence-mean-token-sum")
     assert_gradient(gradient, expected["rloo"]["gradient"])
     for case in expected["rloo_advantages"]:
@@ -150,7 +150,7 @@ def assert_all_equal_to_trl(expected: dict[str, Any]) -> None:
 
 
 def decoupled(case: dict[str, Any]) -> tuple[list[Sample], RewardParts]:
-    """Returns samples with several rewards, and how TRL compares each."""
+    """Returns samples with several rewards, and reward parts that normalize each reward like TRL."""
 
     def advantages(rewards: np.ndarray, group_ids: np.ndarray) -> np.ndarray:
         group = group_moments(rewards, group_ids)
@@ -170,7 +170,7 @@ def assert_gradient(gradient, theirs: list) -> None:
     assert_trees_close(gradient, expected)
 
 
-def test_numbers_equal_the_stored_ones_of_trl():
+def test_losses_gradients_metrics_and_advantages_equal_stored_numbers_of_trl():
     assert [case["settings"] for case in GOLDEN["grpo"]] == list(CASES)
     assert [case["settings"] for case in GOLDEN["corrections"]] == list(CORRECTION_CASES)
     assert GOLDEN["provenance"].keys() == {"script", "trl", "torch", "date", "seed"}

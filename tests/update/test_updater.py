@@ -76,7 +76,7 @@ def fresh_state() -> TrainState:
 
 
 def recorded_step(updates: list[Sequence[PolicyBatch]]) -> UpdateStepFn:
-    """Returns the real step, whose batches are also appended to a list."""
+    """Returns the real step, which also appends its batches to a list."""
 
     def step(state: Any, batches: Sequence[PolicyBatch], *rest: Any) -> tuple[Any, dict[str, Any]]:
         updates.append(batches)
@@ -93,7 +93,7 @@ def test_every_epoch_updates_on_every_mini_batch_in_order():
     for update, samples in zip(updates, mini_batches * 3, strict=True):
         tokens = [np.asarray(one.tokens.targets)[np.asarray(one.tokens.loss_mask)] for one in update]
         np.testing.assert_array_equal(np.concatenate(tokens), np.concatenate([s.completion_ids for s in samples]))
-        # Each mini-batch has denominators of its own.
+        # The loss of each mini-batch is averaged over the tokens of that mini-batch.
         for name in ("loss_weights", "token_weights"):
             assert sum(float(np.sum(getattr(one, name))) for one in update) == pytest.approx(1.0)
     assert len({one.tokens.token_ids.shape for update in updates for one in update}) == 1
@@ -130,8 +130,8 @@ def scored():
     ]
 
 
-def test_scorer_and_every_mini_batch_have_a_ratio_of_one():
-    """Nothing is learned, so every mini-batch is like the first."""
+def test_the_ratio_to_scored_logprobs_is_one_in_every_mini_batch_without_learning():
+    """The learning rate is zero, so the policy of every mini-batch is the scored policy."""
     optimizer = make_optimizer(OptimizerSettings(), optax.constant_schedule(0.0))
     objective = make_policy_objective(DEFINITION, PLAIN_LOSS, dtype=FLOAT32, remat="none", logits_chunk=6)
     step = UpdateStep(objective, optimizer, optax.constant_schedule(0.0), shardings())
@@ -146,12 +146,12 @@ def test_scorer_and_every_mini_batch_have_a_ratio_of_one():
         scored += [replace(s, policy_logprobs=x, behavior_logprobs=x) for s, x in zip(part, logprobs, strict=True)]
     _, metrics = updated(step, state, scored, roles=["policy"], micro_batcher=cut, num_mini_batches=3)
     assert abs(metrics["policy/ratio_max"] - 1) <= 1e-5
-    # The same weights, so the sampler's logprobs differ from the update's by as little, in both directions.
+    # The sampler has the same weights, so its logprobs differ from those of the update equally little.
     assert metrics["rollout/sampler_scorer_logprob_diff_max"] <= 1e-5
     assert metrics["batching/num_micro_batches"] >= 6
 
 
-def test_batches_have_the_logprobs_of_all_roles_even_without_samples():
+def test_update_batches_have_the_logprobs_of_all_roles_even_without_samples():
     updates: list[Sequence[PolicyBatch]] = []
     of_both: list[ScoredRole] = ["policy", "reference"]
     for roles in (of_both, ()):
@@ -161,7 +161,7 @@ def test_batches_have_the_logprobs_of_all_roles_even_without_samples():
         assert (batch.policy_logprobs is not None) == (batch.reference_logprobs is not None) == is_scored
 
 
-def test_several_updates_move_the_ratio_and_compile_nothing_new(scored):
+def test_several_updates_change_the_ratio_and_compile_no_new_program(scored):
     several = functools.partial(updated, real_step(), roles=["policy"], num_mini_batches=2, epochs=2)
     state, metrics = several(fresh_state(), scored)
     assert int(state.num_updates) == 4
@@ -184,21 +184,21 @@ def drawn(step: int = 1, seed: int = 0) -> list[list[list[int]]]:
     return groups_of(select_samples(PAIRS, indices))
 
 
-def test_groups_are_dealt_to_the_mini_batches_in_turn():
+def test_groups_are_assigned_to_mini_batches_round_robin():
     ids = [7, -1, 7, 30, -1, 7, 5, 5, 2]
     samples = [make_sample([i], group_id=group, sample_index=i) for i, group in enumerate(ids)]
-    # Groups in the order they came: 7, -1, 30, 5, 2.
+    # The groups are in the order of their first samples: 7, -1, 30, 5, 2.
     assert [part.tolist() for part in split_by_group(samples, 2)] == [[0, 2, 5, 3, 8], [1, 4, 6, 7]]
     assert [part.tolist() for part in split_by_group(samples, 5)] == [[0, 2, 5], [1, 4], [3], [6, 7], [8]]
 
 
-def test_repeated_mini_batches_are_the_same_lists_in_every_epoch():
+def test_repeated_mini_batches_are_the_same_in_every_epoch():
     first, second = select_samples(PAIRS, repeated_mini_batches(PAIRS, 1, num_mini_batches=3, epochs=2))
     assert all(part is again for part, again in zip(first, second, strict=True))
     assert groups_of([first])[0][0] == [0, 0, 3, 3, 6, 6, 9, 9]
 
 
-def test_shuffled_epochs_have_every_group_once_and_depend_on_seed_step_and_epoch():
+def test_shuffled_epochs_contain_every_group_once_and_depend_on_seed_step_and_epoch():
     first, second = drawn()
     for epoch in (first, second):
         assert sorted(g for part in epoch for g in part) == sorted(s.group_id for s in PAIRS)

@@ -1,4 +1,4 @@
-"""Tests the critic's loss and values."""
+"""Tests the loss and the values of the critic."""
 
 import functools
 from collections.abc import Sequence
@@ -39,11 +39,12 @@ PACKED = packed_plan(SAMPLES, quota=64, row_length=32, share_prompts=True)
 ALONE = one_a_row(len(SAMPLES), rows_per_micro_batch=3, num_tokens=16, num_targets=12)
 
 
-def test_clipped_errors_by_hand():
+def test_clipped_value_errors_equal_hand_computed_values():
     """Source: trl/trainer/ppo_trainer.py, body of the micro-batch loop."""
     values, old, returns = (jnp.asarray(x) for x in ([1.0, 0.1, -1.0, 0.3], [0.0, 0.0, 0.0, 0.0], [0.0, 1.0, 1.0, 1.0]))
     error, clipped = clipped_squared_error(values, old, returns, clip_range=0.2)
-    # Further off than the clip allows: away from the return the larger error counts, towards it the clipped one.
+    # The values moved beyond the clip range: away from the return, the unclipped error is larger and is used; towards
+    # the return, the clipped error is larger.
     np.testing.assert_allclose(error, [1.0, 0.81, 4.0, 0.64], rtol=1e-6)
     np.testing.assert_array_equal(clipped, [False, False, False, True])
     np.testing.assert_allclose(squared_error(values, old, returns)[0], [1.0, 0.81, 4.0, 0.49], rtol=1e-6)
@@ -64,7 +65,7 @@ def loss_and_gradient(plan: MicroBatchPlan, samples: Sequence[Sample] = SAMPLES)
     return jax.tree.map(lambda *leaves: sum(leaves), *parts)
 
 
-def test_packing_changes_neither_loss_nor_gradient():
+def test_packing_changes_neither_loss_nor_gradient_of_the_critic():
     alone, packed = loss_and_gradient(ALONE), loss_and_gradient(PACKED)
     assert_trees_close(packed, alone)
     assert float(alone[0]["value/clip_fraction"]) > 0
@@ -73,7 +74,7 @@ def test_packing_changes_neither_loss_nor_gradient():
         *zip(*((s.values, s.returns, s.mask) for s in SAMPLES), strict=True),
     )
     values, old, returns, mask = (jnp.asarray(np.concatenate(one)) for one in columns)
-    # Half the mean over the tokens of the step.
+    # The loss is half the mean squared error over the tokens of the step.
     expected = 0.5 * np.asarray(CLIPPED(values, old, returns)[0])[mask].mean()
     assert float(packed[0]["value/loss"]) == pytest.approx(expected, rel=1e-5)
 
@@ -83,7 +84,7 @@ def valuer() -> ValueScorer:
     return ValueScorer(DEFINITION, make_mesh(), dtype=FLOAT32)
 
 
-def test_returns_at_masked_tokens_have_no_effect():
+def test_returns_at_masked_tokens_have_no_effect_on_the_value_loss():
     def spoiled(s: Sample) -> Sample:
         assert s.returns is not None
         return replace(s, returns=np.where(s.mask, s.returns, np.float32(1e6)))
@@ -92,7 +93,7 @@ def test_returns_at_masked_tokens_have_no_effect():
 
 
 def test_a_value_belongs_to_the_state_before_its_token():
-    """It depends on every earlier token and on no later one; the additional value, also on the last token."""
+    """A value depends on all earlier tokens and on no later one; the additional value depends on the last token too."""
     wide = one_a_row(len(SAMPLES), rows_per_micro_batch=3, num_tokens=18, num_targets=12)
 
     def values_of(samples: list[Sample]) -> list[np.ndarray]:
@@ -112,7 +113,7 @@ def test_a_value_belongs_to_the_state_before_its_token():
 
 
 def with_another_token(sample: Sample, at: int) -> Sample:
-    """Returns the samples with another token at `at`, which counts from the end."""
+    """Returns the sample with another token at `at`, which counts from the end."""
     ids = sample.completion_ids.copy()
     ids[at:][:1] = (ids[at:][:1] + 5) % ODD.vocab_size
     return replace(sample, completion_ids=ids)
