@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import grpo
-from app.records.run_directory import RunDirectory
+from app.records.run_directory import RunDirectory, lock_run_directory
 from app.tracking.bucket import Bucket
 from app.tracking.run_mirror import RunMirror
 from settings.errors import InputError
@@ -125,6 +125,8 @@ def test_a_run_in_a_bucket_is_fetched_if_an_option_names_it(finished: Path, tmp_
     assert "runs/gs/bucket" in (copy / "report.html").read_text()
     # While a run continues, another machine gets later lines without a newer checkpoint.
     (copy / "metrics.jsonl").write_text("")
+    with lock_run_directory(RunDirectory(copy)):
+        assert "has no finished training step yet" in here("report", address).stderr
     assert "note: RUN_DIR: fetched" in succeeded(here("report", address)).stderr
 
 

@@ -8,7 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from app.commands.command_support import print_notices, runs_alone
-from app.records.run_directory import Resume, RunDirectory, is_address, local_folder, lock_run_directory, with_run_name
+from app.records.run_directory import (
+    Resume,
+    RunDirectory,
+    RunInUseError,
+    is_address,
+    local_folder,
+    lock_run_directory,
+    with_run_name,
+)
 from settings import InputError, Resolved
 from settings.schema.section import COPYING, NO_ADDRESS
 
@@ -56,7 +64,9 @@ def _fetch(option: str, address: str) -> Path:
         bucket = Bucket(address.rsplit("/", depth)[0], option=option)
         if bucket.has_run:
             run = RunDirectory(local_folder(bucket.address))
-            with lock_run_directory(run):
+            # Commands that fetch wait for each other. A run that is being trained in this folder is read as it is.
+            others = lock_run_directory(RunDirectory(run.path.parent), waits=True)
+            with others, suppress(RunInUseError), lock_run_directory(run):
                 if line := fetch_run(bucket, run, has_checkpoints=option in OF_CHECKPOINTS):
                     print_notices([f"{option}: {line}"])
             return local_folder(address)

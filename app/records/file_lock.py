@@ -12,8 +12,11 @@ class FileLockedError(Exception):
     """Another process holds the lock."""
 
 
-def lock_file(path: Path) -> IO[bytes]:
+def lock_file(path: Path, *, waits: bool = False) -> IO[bytes]:
     """Opens a file for appending and locks it until the file is closed.
+
+    Args:
+        waits: whether to wait until no other process holds the lock.
 
     Raises:
         FileLockedError: another process holds the lock.
@@ -23,7 +26,7 @@ def lock_file(path: Path) -> IO[bytes]:
         file = path.open("ab")
         try:
             try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(file, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))
             except BlockingIOError:
                 raise FileLockedError from None
             # The process that held the lock may have removed the file in the meantime.

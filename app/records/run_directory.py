@@ -202,16 +202,24 @@ def _check_content(run: RunDirectory, resume: Resume, *, is_mirrored: bool) -> N
         raise InputError(f"run.name: {run.path} exists and is not a run directory; choose another run.name")
 
 
-def lock_run_directory(run: RunDirectory) -> IO[bytes]:
+class RunInUseError(InputError):
+    """Another process has locked the directory of a run."""
+
+
+def lock_run_directory(run: RunDirectory, *, waits: bool = False) -> IO[bytes]:
     """Creates the directory and locks it until the returned file is closed.
 
+    Args:
+        waits: whether to wait until no other process has locked it.
+
     Raises:
-        InputError: another process has locked it, or it cannot be written.
+        RunInUseError: another process has locked it.
+        InputError: it cannot be written.
     """
     try:
         run.path.mkdir(parents=True, exist_ok=True)
-        return lock_file(run.path / ".lock")
+        return lock_file(run.path / ".lock", waits=waits)
     except FileLockedError:
-        raise InputError(f"run.name: another process is running in {run.path}; choose another run.name") from None
+        raise RunInUseError(f"run.name: another process is running in {run.path}; choose another run.name") from None
     except OSError as error:
         raise InputError(f"run.dir: cannot write to {run.path}: {error.strerror}; choose another run.dir") from error

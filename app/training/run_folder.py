@@ -61,7 +61,8 @@ def take_run_directory(
         if is_seen_by_all:
             yield resolved, RunFolder(run, True, mirror)
             return
-        _check_other_hosts(None if is_seen else own, run)
+        # A bucket has all of the run, and after a change of process ids, another host still has a part.
+        _check_other_hosts(None if is_seen or is_address(settings.run.dir) else own, run)
         path = stack.enter_context(copy_from_process_0(run.path, RUN_FILES))
         yield resolved, RunFolder(RunDirectory(path), False, mirror)
 
