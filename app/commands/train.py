@@ -68,7 +68,7 @@ def train(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report of --dry-run as JSON.")] = False,
 ) -> None:
-    """Train a policy by repeating rollout, reward, score, advantage and update."""
+    """Train a policy with GRPO, PPO or a related algorithm."""
     for option, given, is_usable, needed in (
         ("--json", as_json, dry_run, "--dry-run; the metrics of a run are in its metrics.jsonl"),
         ("--compile", compiles, dry_run, "--dry-run; a run compiles its programs anyway"),
