@@ -80,7 +80,7 @@ def _masked(sample: Sample, mask: list[bool]) -> Sample:
 
 
 @pytest.mark.parametrize("on_error", ["raise", "zero", "drop"])
-def test_failed_call_zeroes_or_drops_only_the_samples_of_its_prompt(on_error: OnError, caplog) -> None:
+def test_a_failed_estimator_call_zeroes_or_drops_only_the_samples_of_its_prompt(on_error: OnError, caplog) -> None:
     def fails(rewards):
         return [1 / (2 - reward) for reward in rewards]
 
@@ -106,7 +106,7 @@ def test_failed_call_zeroes_or_drops_only_the_samples_of_its_prompt(on_error: On
         ([1.0, "12"], "value: returned str '1', expected a number"),
     ],
 )
-def test_trial_call_refuses_an_unusable_result_before_the_run(result: Any, message: str) -> None:
+def test_a_trial_call_refuses_an_unusable_estimator_result_before_the_run(result: Any, message: str) -> None:
     with opened(lambda rewards: result) as estimator, pytest.raises(InputError) as error:
         estimator.try_on(SAMPLES[:2])
     assert f"algorithm.estimator: callable:f: the trial call before the run failed: {message}" in str(error.value)

@@ -74,7 +74,7 @@ def test_the_last_unmasked_token_gets_the_reward():
     assert task_token_rewards(sample(0, reward=2.5)).shape == (0,)
 
 
-def test_kl_penalty_applies_to_unmasked_tokens():
+def test_kl_penalty_applies_only_to_unmasked_tokens():
     one = sample(4, reward=1.0, mask=[1, 0, 1, 0])
     one.policy_logprobs[:] = [-1, np.nan, -2, -3]
     one.reference_logprobs[:] = [-1.5, -9, -1.5, np.nan]
@@ -82,7 +82,7 @@ def test_kl_penalty_applies_to_unmasked_tokens():
     assert_same(token_kl(one, k3), [np.expm1(-0.5) + 0.5, 0, np.expm1(0.5) - 0.5, 0])
 
 
-def test_kl_moments_are_over_tokens_not_samples():
+def test_kl_moments_are_computed_over_tokens_and_not_over_samples():
     pair = [sample(1), sample(3, mask=[1, 0, 1])]
     for one in pair:
         one.reference_logprobs[:] = one.policy_logprobs
@@ -180,7 +180,7 @@ def trl_ppo(samples, *, gamma: float, lam: float, kl_coef: float) -> tuple[np.nd
     return whitened, returns
 
 
-def test_advantages_and_returns_equal_trls_ppo():
+def test_ppo_advantages_and_returns_equal_those_of_trl():
     samples = [sample(23, seed=seed) for seed in range(6)]
     penalized = partial(kl_penalized_token_rewards, kl_estimator=k1, kl_coef=0.05)
     ours: Any = white(by_gae(samples, gamma=0.99, lam=0.9, token_rewards=penalized))
@@ -189,7 +189,7 @@ def test_advantages_and_returns_equal_trls_ppo():
     np.testing.assert_allclose(np.stack([s.returns for s in ours]), returns, atol=1e-5)
 
 
-def test_whitening_is_over_all_unmasked_tokens_and_keeps_returns():
+def test_whitening_uses_all_unmasked_tokens_and_does_not_change_returns():
     samples = by_gae([sample(5, mask=[1, 0, 1, 1, 1]), sample(9, seed=1), sample(0)])
     found: Any = white(samples)
     tokens = np.concatenate([s.advantages[s.mask] for s in found])
@@ -213,7 +213,7 @@ def test_the_adaptive_kl_coefficient_follows_ziegler_et_al():
     assert (adapt(0.5, 0.0), adapt(0.5, 9.0)) == pytest.approx((0.5 * 0.8, 0.5 * 1.2))
 
 
-def test_vtrace_weights_targets_but_not_advantages():
+def test_vtrace_scales_the_critic_targets_but_not_the_advantages_by_importance_weights():
     (one,) = [sample(1, reward=2.0, values=np.array([0.5], np.float32))]
     half = replace(one, policy_logprobs=one.behavior_logprobs + np.float32(np.log(0.5)))
     got: Any

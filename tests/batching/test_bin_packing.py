@@ -37,7 +37,7 @@ def test_rows_are_filled_until_nothing_more_fits(candidates, splits, sizes, leng
     assert packer.num_tokens == sum(sizes) - held
 
 
-def test_a_group_is_split_only_if_it_saves_more_than_its_prompt():
+def test_a_group_is_split_only_if_that_saves_more_tokens_than_its_prompt_has():
     for prompt, completions, length, part, rest in (
         (6, [10, 20, 24], 101, [PackingItem(30, (2,), 6)], (0, 1)),
         (30, [10, 10, 10], 119, [], (0, 1, 2)),

@@ -179,7 +179,7 @@ def test_groups_are_split_only_if_that_saves_a_row():
     assert segments == {tuple(range(first, first + 5)) for first in (0, 5, 10)}
 
 
-def test_random_plans_hold_every_sample_once_within_the_quota():
+def test_random_plans_contain_every_sample_once_within_the_quota():
     for seed in range(150):
         lengths, budget, num_devices = random_case(seed)
         off, on, again = (
@@ -205,7 +205,7 @@ def test_balancing_evens_out_the_cost_of_devices():
     assert imbalance(make_budget(4096, balance=False), flops) > 1.02
 
 
-def test_rows_of_similar_cost_share_a_micro_batch():
+def test_rows_of_similar_cost_are_in_the_same_micro_batch():
     # All eight rows are full: half of them with one long sample, half with many short ones.
     host = lone(*[1000] * 4, *[100] * 40)
     work = device_work(planned(host, make_budget(1000, balance=True), num_devices=4), host, 4)

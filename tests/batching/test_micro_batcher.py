@@ -110,7 +110,7 @@ def test_packing_statistics_equal_hand_computed_values():
     }
 
 
-def test_sequence_length_statistics_equal_verls():
+def test_sequence_length_statistics_equal_those_of_verl():
     # In github.com/verl-project/verl, lengths 8 to 1 over two ranks are 26 and 10 in order, 18 and 18 balanced.
     host = lone(*range(8, 0, -1))
     plan = MicroBatchPlan((MicroBatch((((0,), (3,)), ((5,), (6,)), ((1,), (2,)), ((4,), (7,))), RowShape(15, 15)),))

@@ -98,7 +98,7 @@ def test_restore_falls_back_from_a_damaged_checkpoint(folder, checkpoints, damag
     assert "Traceback" not in capfd.readouterr().err
 
 
-def test_every_flipped_bit_of_the_progress_record_is_found(folder: Path) -> None:
+def test_every_flipped_bit_in_the_progress_record_is_detected(folder: Path) -> None:
     path = progress_path(folder / "4")
     content = path.read_bytes()
     for place in range(8 * len(content)):

@@ -26,7 +26,7 @@ def save_there(folder: Path) -> None:
 
 # The arrays of a checkpoint take 60 KiB, and twice as much while they are written.
 @pytest.mark.parametrize("size", ["32k", "96k", "240k"])
-def test_full_disk_raises_an_error_instead_of_a_signal(tmp_path: Path, size: str) -> None:
+def test_a_full_disk_raises_an_error_instead_of_a_signal(tmp_path: Path, size: str) -> None:
     mount = f'mount -t tmpfs -o size={size} none {tmp_path} && exec "$@"'
     code = f"from tests.checkpoint.test_process_0 import *; save_there(Path({str(tmp_path)!r}) / 'checkpoints')"
     command = ["unshare", "--mount", "sh", "-c", mount, "sh"]

@@ -173,7 +173,7 @@ def test_errors_in_tool_calls_are_counted_and_answered(call: ToolCall, content: 
     assert not answer.terminated
 
 
-def test_turns_whose_calls_tools_answer_do_not_step_the_environment() -> None:
+def test_tool_calls_are_answered_by_tools_without_stepping_the_environment() -> None:
     adapted = adapt(Echo(), add=add)
     call, other = ToolCall("add", {"a": 1, "b": 1}), ToolCall("move", {})
     assert contents(adapted.step("t", [call])) == ["2"]
@@ -349,6 +349,6 @@ def unreadable(a: "Nowhere") -> None:  # pyright: ignore[reportUndefinedVariable
         (unreadable, "the parameters of the tool f cannot be described: name 'Nowhere' is not defined"),
     ],
 )
-def test_functions_that_cannot_be_described_are_refused(function: Any, message: str) -> None:
+def test_tool_functions_that_a_schema_cannot_describe_are_refused(function: Any, message: str) -> None:
     with pytest.raises(LoadError, match=message):
         Tool("f", function)

@@ -121,7 +121,7 @@ def test_interrupted_and_oldest_programs_are_removed_from_the_cache(
 
 
 @pytest.mark.slow
-def test_a_second_start_compiles_only_damaged_programs(tiny_model: Path, tmp_path: Path) -> None:
+def test_a_second_start_compiles_only_programs_whose_cache_file_is_damaged(tiny_model: Path, tmp_path: Path) -> None:
     more = ("run.steps=1", "eval.every_steps=1", "eval.num_prompts=8", "rollout.slots=8", "rollout.mode=exact")
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("JAX_COMP", "JAX_PERS"))}
     environment |= {"PYTHONPATH": str(REPOSITORY), "XDG_CACHE_HOME": str(tmp_path)}

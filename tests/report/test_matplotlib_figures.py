@@ -47,7 +47,7 @@ def test_each_plot_is_drawn_if_the_run_has_its_metrics(panel: Panel) -> None:
     assert render_panel(panel, [nothing]) is None
 
 
-def test_a_plot_pattern_matches_every_fitting_metric() -> None:
+def test_a_plot_pattern_matches_metrics_of_one_level_with_any_name() -> None:
     history = [step_record(step, env__moves=1.0, env__score___luck=0.5, env__a__b=1.0) for step in (1, 2)]
     assert {*BY_NAME["environment"].series(history)} == {"moves", " _luck"}
     assert {"moves", "_luck"} <= {text.strip() for text in texts(svg_of("environment", history))}
@@ -88,7 +88,7 @@ def test_an_outlier_step_is_labelled_beyond_the_axis() -> None:
     assert not any("beyond" in text for text in texts(svg_of("times", steady)))
 
 
-def test_any_name_of_a_reward_function_can_be_plotted() -> None:
+def test_reward_functions_with_any_name_can_be_plotted() -> None:
     names = ("_hidden", "$x$", "<b>&amp;", "a--b", "汉字", r"\frac{1}")
     history = [{**step_record(step), **{f"reward/{name}/mean": 0.5 for name in names}} for step in (1, 2)]
     labels = {label.strip() for label in texts(svg_of("reward", history))}

@@ -175,7 +175,7 @@ def test_only_the_token_quotas_of_roles_that_a_step_scores_are_checked(overrides
     ]
 
 
-def test_tensorboard_needs_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensorboard_logging_is_refused_without_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
     resolved = over_defaults("logging.tensorboard=true")
     monkeypatch.setattr(training, "find_spec", lambda name: object())
     check_for_train(resolved)

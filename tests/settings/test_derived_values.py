@@ -92,7 +92,7 @@ PARTS += ("kl_in", "kl_estimator")
 
 
 @pytest.mark.parametrize(("name", "expected"), PAPERS)
-def test_an_algorithm_sets_its_papers_values_and_each_can_be_overridden(name: str, expected: str) -> None:
+def test_an_algorithm_sets_the_values_of_its_paper_and_each_can_be_overridden(name: str, expected: str) -> None:
     resolved = with_sets(f"algorithm.name={name}", "algorithm.beta=0.1")
     assert " ".join(str(getattr(resolved.settings.algorithm, part)) for part in PARTS) == expected
     assert {resolved.provenance[f"algorithm.{part}"] for part in PARTS} == {"derived"}

@@ -26,7 +26,7 @@ MAX_SETTINGS = 187
 # Precedence
 
 
-def test_later_layers_win_and_provenance_names_the_winner() -> None:
+def test_later_layers_override_earlier_ones_and_provenance_names_the_layer() -> None:
     text = "optimizer:\n  beta1: 0.1\n  beta2: 0.1\n  epsilon: 0.1\n"
     overrides = ("optimizer.beta2=0.2", "optimizer.epsilon=0.2")
     resolved = load_text(text, *overrides, GRPO__OPTIMIZER__EPSILON="0.3")

@@ -37,7 +37,7 @@ def test_a_dotenv_file_sets_only_secrets_and_a_notice_names_other_variables(fold
     assert not {"LD_PRELOAD", "GRPO__RUN__STEPS"} & set(os.environ)
 
 
-def test_secrets_come_from_the_environment_then_the_nearest_parent_the_checkout_and_root(folder, monkeypatch):
+def test_secrets_are_searched_in_environment_parents_checkout_and_root_in_this_order(folder, monkeypatch):
     write(folder / "a/.env", "WANDB_API_KEY=near\n")
     write(folder / ".env", "WANDB_API_KEY=far\nHF_TOKEN=far\n")
     write(folder / "a/b/root/.env", "WANDB_API_KEY=last\nHF_TOKEN=last\n")

@@ -108,7 +108,7 @@ REFUSED = (
 """Settings that are refused where nothing reads them."""
 
 
-def test_every_setting_has_a_condition_or_is_always_read_or_refused() -> None:
+def test_every_setting_is_either_used_under_a_condition_or_always_read_or_refused() -> None:
     conditional = {field for *_, fields in USAGE_CONDITIONS for field in fields}
     others = {field for field in FIELDS if is_in(field, (*ALWAYS_READ, *REFUSED))}
     assert not conditional & others and conditional | others == {*FIELDS}

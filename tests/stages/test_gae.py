@@ -71,7 +71,7 @@ def expected_of(record: dict[str, Any], *, lam: float = LAM) -> tuple[np.ndarray
 
 
 @pytest.mark.parametrize("adaptive", [None, 0.2])
-def test_samples_keep_their_fields_and_get_advantages_and_returns(tmp_path: Path, adaptive: float | None) -> None:
+def test_grpo_gae_adds_advantages_and_returns_and_keeps_other_fields(tmp_path: Path, adaptive: float | None) -> None:
     records = ragged_samples(30)
     write_jsonl(tmp_path / "in.jsonl", records)
     own = () if adaptive is None else settings("critic.lam=1", f"algorithm.length_adaptive_lam={adaptive}")
@@ -102,7 +102,9 @@ def test_token_rewards_replace_the_reward_and_the_output_may_replace_the_input(t
     ("mode", "backend", "used"),
     [("skip", "chunked", "chunked"), ("zero", "chunked", "chunked"), ("through", "auto", "numpy")],
 )
-def test_matrices_get_the_advantages_of_their_rows(tmp_path: Path, mode: str, backend: str, used: str) -> None:
+def test_grpo_gae_computes_the_advantages_of_each_matrix_row(
+    tmp_path: Path, mode: str, backend: str, used: str
+) -> None:
     rng = np.random.default_rng(1)
     rewards, values, mask = rng.integers(0, 3, (5, 40)), rng.standard_normal((5, 41)), rng.random((5, 40)) < 0.6
     np.savez(tmp_path / "in.npz", rewards=rewards, values=values, mask=mask.astype(int))

@@ -62,14 +62,14 @@ def test_gae_benchmark_refuses_unusable_input(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "16", "0x4", "4x-1", "4x4;5x5", "4x4,", "99999x99999"])
-def test_benchmark_shapes_are_parsed_as_rows_and_tokens_without_duplicates(text: str) -> None:
+def test_gae_benchmark_shapes_are_parsed_as_rows_and_tokens_without_duplicates(text: str) -> None:
     assert parse_shapes("16x8192, 2x3,16x8192") == [BenchmarkShape(16, 8192), BenchmarkShape(2, 3)]
     with pytest.raises(InputError, match="--shapes: "):
         parse_shapes(text)
 
 
 @pytest.mark.parametrize("mode", ["skip", "through", "zero"])
-def test_benchmark_check_finds_an_error_in_any_row(mode: str) -> None:
+def test_gae_benchmark_check_finds_an_error_in_any_row(mode: str) -> None:
     rule = GaeRule(0.9, 0.8, mode)
     for work in make_workloads(BenchmarkShape(40, 250)):
         result, error_of = work.estimate(rule, "numpy", None), work.make_check(rule)

@@ -101,7 +101,7 @@ def test_routes_are_recorded_and_replayed_by_a_run_and_by_its_replay(mixture: Pa
     assert_same_steps(tmp_path / "again" / "tiny-replay", run, steps=(1, 2))
 
 
-def test_routes_of_another_model_are_refused(drawn: Path, tmp_path: Path, mixture: Path) -> None:
+def test_expert_routes_of_another_model_are_refused(drawn: Path, tmp_path: Path, mixture: Path) -> None:
     config, out = write_config(tmp_path, TINY + NO_REPORT, mixture), tmp_path / "out.jsonl"
     for changed, message in (
         (lambda x: x[:, :1], r"samples.jsonl:1: routes has 2 experts in each of 1 layers, but model.path has 2 in"),

@@ -60,7 +60,7 @@ def test_a_run_trains_on_a_plug_in_reward_next_to_a_built_in_reward(
     assert "accuracy" in result.stdout and "format_rate" not in result.stdout
 
 
-def test_dropped_samples_leave_their_groups(config: Path) -> None:
+def test_dropped_samples_are_excluded_from_their_groups(config: Path) -> None:
     result = succeeded(
         train_here(config, "reward.functions=[plug.py:fussy]", "reward.on_error=drop", "run.steps=3", QUIET[0])
     )

@@ -39,7 +39,9 @@ def test_a_run_saved_only_on_process_0_equals_a_shared_run_and_resumes(config: P
 
 
 @pytest.mark.parametrize(("resume", "steps"), [("must", ()), ("auto", (3,))], ids=["alone", "different"])
-def test_another_run_on_another_host_is_refused(config: Path, resume: str, steps: tuple[int, ...]) -> None:
+def test_hosts_whose_folders_contain_different_runs_are_refused(
+    config: Path, resume: str, steps: tuple[int, ...]
+) -> None:
     runs, other = config.parent / "runs", config.parent / "other"
     runs.mkdir()
     for checkpoint in (other / "tiny" / "checkpoints" / "7", *(runs / "tiny" / "checkpoints" / f"{n}" for n in steps)):

@@ -72,7 +72,7 @@ def test_weight_decay_applies_only_to_matrices_and_adapters():
     assert seen == {"kernel", "embedding", "output", "lora_a", "lora_b", "scale", "bias", "router"}
 
 
-def test_updates_equal_adamw_with_a_global_norm_clip_in_float64():
+def test_optimizer_updates_equal_adamw_with_a_global_norm_clip_in_float64():
     rng = np.random.default_rng(0)
     settings = OptimizerSettings(beta1=0.8, beta2=0.9, epsilon=1e-2, weight_decay=0.3, max_grad_norm=1.5)
     optimizer = make_optimizer(settings, CONSTANT)

@@ -130,7 +130,7 @@ def scored():
     ]
 
 
-def test_the_ratio_to_scored_logprobs_is_one_in_every_mini_batch_without_learning():
+def test_the_ratio_to_scored_logprobs_is_one_in_every_mini_batch_at_learning_rate_zero():
     """The learning rate is zero, so the policy of every mini-batch is the scored policy."""
     optimizer = make_optimizer(OptimizerSettings(), optax.constant_schedule(0.0))
     objective = make_policy_objective(DEFINITION, PLAIN_LOSS, dtype=FLOAT32, remat="none", logits_chunk=6)

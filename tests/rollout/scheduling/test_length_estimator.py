@@ -67,7 +67,7 @@ def test_threshold_in_seconds_ignores_samples_counted_in_tokens_only() -> None:
     assert LengthEstimator(window=4, learned=learned).threshold([], percentile=80, min_finished=3) == 9
 
 
-def test_learned_lengths_are_unchanged_by_json_and_merge_in_order() -> None:
+def test_learned_lengths_survive_json_and_are_merged_in_order() -> None:
     first = LearnedLengths({"p": 3.0, "q": 1.0}, (FinishedLength(1, None), FinishedLength(2, 0.5)))
     second = LearnedLengths({"p": 5.0}, (FinishedLength(3, None),))
     assert LearnedLengths.from_json(json.loads(json.dumps(first.to_json()))) == first

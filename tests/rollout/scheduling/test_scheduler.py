@@ -147,7 +147,7 @@ def test_an_episode_can_end_with_an_answer_of_the_environment(finish: str, known
     assert [one.num_tokens for one in lengths.finished] == known, "observations count"
 
 
-def test_acting_rows_of_a_lost_worker_continue_on_another_worker() -> None:
+def test_rows_that_wait_for_environments_continue_after_their_worker_is_lost() -> None:
     driven = worker_with(3, slots=3)
     rows = {f"p{i}/s0": 5 for i in range(3)}
     driven.end("w", rows, acting=["p0/s0", "p1/s0"])
@@ -200,7 +200,7 @@ def test_segments_end_early_at_turn_ends(knows_at_once: bool) -> None:
 
 
 @pytest.mark.parametrize("policy", ["pdsr_v1", "pdsr_v2"])
-def test_siblings_are_held_back_while_the_probe_acts(policy: str) -> None:
+def test_siblings_are_held_back_while_their_probe_waits_for_its_environment(policy: str) -> None:
     driven = Driven(make_scheduler(policy))
     driven.join("w", slots=4)
     driven.submit(samples(1, 3))
@@ -219,7 +219,7 @@ def test_sync_starts_no_samples_while_rows_of_the_batch_wait_for_their_environme
     assert admitted(driven.end("w", {"p0/s0": 9}, finished=["p0/s0"])) == ["p2/s0", "p3/s0"]
 
 
-def test_acting_rows_count_as_unfinished_in_the_threshold() -> None:
+def test_rows_that_wait_for_environments_count_as_unfinished_in_the_threshold() -> None:
     driven = worker_with(3, slots=3, pdsr={"window_min": 3}, finished=(10, 20, 30))
     assert driven.scheduler.context.threshold == 30
     driven.end("w", {"p0/s0": 100, "p1/s0": 100, "p2/s0": 5}, acting=["p0/s0", "p1/s0"])
@@ -228,7 +228,7 @@ def test_acting_rows_count_as_unfinished_in_the_threshold() -> None:
     assert driven.scheduler.context.threshold is None
 
 
-def test_rows_are_not_spread_to_a_worker_with_acting_rows() -> None:
+def test_rows_are_not_moved_to_a_worker_whose_rows_wait_for_environments() -> None:
     driven = Driven(make_scheduler())
     driven.join("a", slots=4)
     driven.join("b", slots=4)
