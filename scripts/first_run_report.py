@@ -1,4 +1,4 @@
-"""Prints what to report of a first run on new devices, from the files that `scripts/first_tpu_run.sh` has written.
+"""Prints a report of a first run on new devices from the files that `scripts/first_tpu_run.sh` has written.
 
 python scripts/first_run_report.py FOLDER
 """
@@ -19,17 +19,17 @@ from settings import InputError, load
 
 COMMANDS = ("dry-run", "doctor", "inspect-mesh", "train")
 PHASES = ("rollout", "score", "update", "step")
-"""Phases with a time of their own in `metrics.jsonl`."""
+"""The phases whose times are in `metrics.jsonl`."""
 NUM_WARM_UP_STEPS = 2
-"""Steps that may compile, which the median leaves out."""
+"""The number of first steps that may compile, which the median excludes."""
 SHOWN_CHECKS = ("devices", "versions", "mesh", "memory", "attention", "forward", "gradients")
-"""Checks of `grpo doctor` whose findings are shown even if they are `ok`."""
+"""The checks of `grpo doctor` whose findings are shown even if they are `ok`."""
 MAX_LINES_OF_ERROR = 8
 LINE = "-" * 60
 
 
 def report(folder: Path) -> str:
-    """Returns the block of text; whatever is missing because a command failed is left out or shown as `-`."""
+    """Returns the block of text; values that are missing because a command failed are omitted or shown as `-`."""
     settings = load(str(folder / "settings.yaml"), [], {}).settings
     doctor, inspection = (_read_json(folder / f"{name}.out") for name in ("doctor", "inspect-mesh"))
     run = RunDirectory.from_settings(settings.run)
@@ -58,7 +58,7 @@ def _read(path: Path) -> str:
 
 
 def _read_json(path: Path) -> Mapping[str, Any]:
-    """Returns the object in a file, or an empty one if the command has printed none."""
+    """Returns the object in a file, or an empty one if the command has not printed one."""
     text = _read(path)
     return json.loads(text) if text.startswith("{") else {}
 
@@ -85,22 +85,22 @@ def _programs(programs: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         )
         for one in programs
     ]
-    yield from ("", f"compiled for {programs[0]['backend']}, of each device:", format_table(rows, header=header))
+    yield from ("", f"compiled for {programs[0]['backend']}, bytes on each device:", format_table(rows, header=header))
 
 
 def _memory(inspection: Mapping[str, Any], steps: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     if steps and (measured := steps[-1].get("perf/peak_memory_bytes")) is not None:
-        foreseen = f"; {format_bytes(inspection['peak_bytes'])} foreseen" if "peak_bytes" in inspection else ""
-        yield from ("", f"peak memory of a device (on a CPU, of the process): {format_bytes(measured)}{foreseen}")
+        expected = f"; {format_bytes(inspection['peak_bytes'])} expected" if "peak_bytes" in inspection else ""
+        yield from ("", f"peak memory of a device (on a CPU, of the process): {format_bytes(measured)}{expected}")
 
 
 def _phases(steps: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Yields a table of measured seconds, over the steps after those that compile."""
+    """Yields a table of seconds measured over the steps after compilation."""
     warm = steps[NUM_WARM_UP_STEPS:]
     if not warm:
         return
     rows = [(phase, _seconds(median(line[f"time/{phase}_s"] for line in warm))) for phase in PHASES]
-    header = ("phase", f"measured, median of steps {warm[0]['step']} to {warm[-1]['step']}")
+    header = ("phase", f"measured: median of steps {warm[0]['step']} to {warm[-1]['step']}")
     yield from ("", format_table(rows, header=header))
     yield f"the first step, which compiles, took {_seconds(steps[0]['time/step_s'])}"
 

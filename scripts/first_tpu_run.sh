@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
-# Tries this machine's devices before the first long run on them, and prints one block of text to report.
+# Tests the devices of this machine before the first long run on them, and prints one block of text to report.
 #
 #   bash scripts/first_tpu_run.sh [PRESET] [--set NAME=VALUE ...]
 #
 #   PRESET  name of a preset, or a YAML file (default: quickstart)
 #
-# Four commands run one after the other, each even if another fails: `grpo train --dry-run`, which downloads what is
-# missing; `grpo doctor`; `grpo inspect-mesh --compile` for the devices that are here; and ten steps of `grpo train`.
-# Ctrl-C ends the one that runs. What they print is in launches/, the run in its run.dir. With several hosts, start it
-# on all of them, with the same run.name. Exit code: 0, or that of the first that failed.
+# Four commands run one after the other, even if one of them fails: `grpo train --dry-run`, which downloads missing
+# files; `grpo doctor`; `grpo inspect-mesh --compile` for these devices; and ten steps of `grpo train`.
+# Ctrl-C ends the running command. Output is in launches/, and the run is in its run.dir. With several hosts, start it
+# on all of them with the same run.name. The exit code is 0, or the code of the first command that failed.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
@@ -44,7 +44,7 @@ try() { # NAME ARGUMENTS...
     [ "$failed" -ne 0 ] || failed=$status
 }
 
-trap 'echo "interrupted; going on with the next command" >&2' INT
+trap 'echo "interrupted; continuing with the next command" >&2' INT
 try dry-run train "${training[@]}" --dry-run
 try doctor doctor "${options[@]}" --json
 try inspect-mesh inspect-mesh "${options[@]}" --compile --json

@@ -1,27 +1,27 @@
 #!/usr/bin/env bash
-# Runs the same command on every worker of a Cloud TPU VM, and ends it on all when it ends badly on one.
+# Runs the same command on every worker of a Cloud TPU VM, and ends it on all workers if it fails on one.
 #
 #   bash scripts/launch_on_tpu_vm.sh --name TPU --zone ZONE [options] -- grpo train --config PRESET
 #   bash scripts/launch_on_tpu_vm.sh --name TPU --zone ZONE --stop
 #
 #   --project ID    Google Cloud project (default: gcloud's own)
-#   --folder NAME   folder below the home directory there, with the .venv of setup_tpu_vm.sh (default: grpo)
+#   --folder NAME   folder in the worker's home directory with the .venv of setup_tpu_vm.sh (default: grpo)
 #   --logs DIR      folder for worker_0.log, worker_1.log, ... (default: launches/TPU-TIME in the working directory)
-#   --show          also prints every line here, behind its worker's number
-#   --restarts N    starts it again, N times at most, where the worker that ended badly first did so by what passes:
-#                   70 (watchdog), 75 (preempted), 134 (lost another host), 137 (killed), 143 (preempted while it was
-#                   starting) and 76 or 255 (connection lost), unless a worker ended with 2 (unusable input).
-#                   `grpo train` goes on with --resume auto. (default: 0)
-#   --wait S        seconds before it is started again (default: 10)
-#   --settle S      seconds that the others have to end by themselves when one has ended badly (default: 5)
-#   --grace S       seconds from a TERM to the KILL (default: 120); a step and its checkpoint must fit
-#   --limit S       seconds after which every worker is stopped as with TERM (default: 0, never)
-#   --stop          stops what an earlier launch has left running, and does nothing else
+#   --show          also prints every line here after the number of its worker
+#   --restarts N    starts the command again, N times at most, if the first worker that failed ended with a temporary
+#                   error: 70 (watchdog), 75 (preempted), 134 (lost another host), 137 (killed), 143 (preempted during
+#                   startup), 76 or 255 (connection lost), and no worker ended with 2 (unusable input).
+#                   `grpo train` continues with --resume auto (default: 0)
+#   --wait S        seconds before the command is started again (default: 10)
+#   --settle S      seconds in which the other workers may end by themselves after one has failed (default: 5)
+#   --grace S       seconds from TERM to KILL (default: 120); a step and its checkpoint must take less
+#   --limit S       seconds after which every worker is stopped with TERM (default: 0, never)
+#   --stop          only stops the programs that an earlier launch left running
 #   --dry-run       prints the gcloud commands instead of running them
 #
-# Ctrl-C and SIGTERM are handed on to all workers, which save and end; the second time they are killed. A terminal that
-# is closed counts as SIGTERM.
-# Exit code: of the worker that ended badly first (124 = --limit was reached), 0 when all have ended well.
+# Ctrl-C and SIGTERM are forwarded to all workers, which save and end; a second signal kills them. A closed terminal
+# counts as SIGTERM.
+# The exit code is the code of the first worker that failed (124: --limit was reached), or 0 if all succeeded.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/tpu_vm.sh"
 
@@ -43,7 +43,7 @@ while [ $# -gt 0 ]; do
         --settle) settle_s=${2-} ;;
         --grace) grace_s=${2-} ;;
         --limit) limit_s=${2-} ;;
-        *) tpu_option "$1" "${2-}" || refuse "unknown argument $(printf '%q' "$1"); the command comes behind --, --help lists the options." ;;
+        *) tpu_option "$1" "${2-}" || refuse "unknown argument $(printf '%q' "$1"); the command follows --; --help lists the options." ;;
     esac
     [ $# -ge 2 ] || refuse "$1 needs a value."
     shift 2
@@ -56,7 +56,7 @@ check_launch() {
         require "${option%% *}" "${option#* }" '0|[1-9][0-9]{0,5}' "a whole number"
     done
     [ "$stop_only" = true ] && return
-    [ "${#command[@]}" -gt 0 ] || refuse "nothing to run. The command comes behind --, as in: -- grpo train --config PRESET"
+    [ "${#command[@]}" -gt 0 ] || refuse "nothing to run. The command follows --, as in: -- grpo train --config PRESET"
     [ "$restarts" -gt 0 ] || return 0
     for word in "${command[@]}"; do
         case "$previous $word" in
@@ -66,10 +66,10 @@ check_launch() {
     done
 }
 
-# What runs on a worker. The lock file holds process and tag of the newest launch, and is locked while it runs.
-# gcloud repeats a command whose connection broke: a tag that was seen before is not started again.
-# The shell outlives `timeout`, so that an end by a signal is an exit code (134, 137) and not a broken connection, and
-# ends what the program has left behind, which would keep the devices.
+# This script runs on a worker. The lock file names process and tag of the newest launch, and is locked during the run.
+# gcloud repeats a command after a lost connection, so a known tag is not started again.
+# The shell waits for `timeout`, so that a signal gives an exit code (134, 137) instead of a broken connection, and
+# then kills processes that the program left behind, which would keep the devices.
 # shellcheck disable=SC2016  # the worker's shell expands it
 START='
 tag=$1 folder=$2 grace=$3 limit=$4
@@ -99,8 +99,8 @@ kill -s KILL -- "-$pid" 2>/dev/null
 exit "$status"
 '
 
-# Ends what START runs: the signal once, to the program alone; KILL for its whole process group after the grace.
-# A launch that has not begun yet finds its tag used. An empty tag means any launch.
+# Ends the program that START runs: the program gets the signal once; after the grace its process group gets KILL.
+# A launch that has not started yet finds that its tag is used. An empty tag means any launch.
 # shellcheck disable=SC2016
 STOP='
 tag=$1 signal=$2 grace=$3
@@ -113,7 +113,7 @@ if flock -n 9; then
 fi
 read -r pid seen <"$lock"
 if [ -n "$tag" ] && [ "$seen" != "$tag" ]; then
-    echo "left alone: another launch ($seen)"
+    echo "not stopped: another launch ($seen) is running"
     exit 0
 fi
 if [ "$signal" != KILL ]; then
@@ -129,7 +129,7 @@ say() {
     printf '%s: %s\n' "$program" "$*" >&2 || true # the terminal may be gone
 }
 
-# Interrupted at once by a signal that is trapped, which a sleep in the foreground is not.
+# A trapped signal interrupts this wait at once, unlike a sleep in the foreground.
 pause() {
     sleep "$1" &
     wait $! || true
@@ -144,7 +144,7 @@ with_number() { # WORKER
     while IFS= read -r line || [ -n "$line" ]; do printf '[%s] %s\n' "$1" "$line"; done
 }
 
-run_worker() { # WORKER LINE: its exit code goes to $scratch/ended, a line for each worker in the order in which they end
+run_worker() { # WORKER LINE: appends its exit code to $scratch/ended, which lists the workers in the order of their ends
     local status=0
     if [ "$show" = true ]; then
         {
@@ -174,11 +174,11 @@ ended() {
     wc -l <"$scratch/ended"
 }
 
-first_bad() { # the exit code of the worker that ended badly first; nothing while none has
+first_bad() { # prints the exit code of the first worker that failed, or nothing
     awk '$2 != 0 { print $2; exit }' "$scratch/ended"
 }
 
-# A job that is gone without a word counts as a lost connection; with `kill`, so do those that are still there.
+# A job that ended without an exit code counts as a lost connection; with `kill`, running jobs are killed first.
 note_lost_jobs() {
     local index
     for index in "${!jobs[@]}"; do
@@ -188,7 +188,7 @@ note_lost_jobs() {
     done
 }
 
-# run_once COMMAND...: one attempt, to its end on every worker. `by_itself` holds what ended before anything was stopped.
+# run_once COMMAND...: runs the command once on every worker. `by_itself` lists the workers that ended without a stop.
 run_once() {
     local worker line handled=0 stop_at=0
     jobs=() stop_jobs=() kill_at=0 by_itself=''
@@ -203,7 +203,7 @@ run_once() {
         if [ "$asked" -gt "$handled" ]; then
             handled=$asked
             if [ "$asked" -eq 1 ]; then
-                say "handing SIG$asked_by on to all workers, which may take $grace_s s; once more kills them"
+                say "forwarding SIG$asked_by to all workers, which may take $grace_s s to end; another signal kills them"
                 stop_all "$asked_by"
             else
                 say "killing all workers"
@@ -222,7 +222,7 @@ run_once() {
         note_lost_jobs
         pause "$POLL_S"
     done
-    # Also where all have ended by themselves: behind a broken connection the program may be left.
+    # This is also done if all workers ended by themselves: after a lost connection, the program may still run.
     [ -z "$(first_bad)" ] || [ "$kill_at" -gt 0 ] || stop_all TERM
     [ -n "$by_itself" ] || by_itself=$(cat "$scratch/ended")
     wait_for_stops
@@ -236,7 +236,7 @@ wait_for_stops() {
     done
 }
 
-# Lines "worker code" in, "worker 0 ended with 134 (lost another host), ..." out; those that ended well are left out.
+# Turns lines "worker code" into "worker 0 ended with 134 (lost another host), ..." without successful workers.
 tell() {
     awk '
         BEGIN {
@@ -248,8 +248,8 @@ tell() {
         END { print text ? text : "all workers ended well" }'
 }
 
-# Whether what ended by itself is worth another start. The first that ended badly decides: where one fails, the others
-# end with 134, since they lost it.
+# Returns whether another start may succeed. The first worker that failed decides: after a failure, the others
+# end with 134, because they lost a host.
 passes() {
     awk '
         $2 == 2 { never = 1 }
@@ -257,7 +257,7 @@ passes() {
         END { exit never || first !~ /^(70|75|76|134|137|143|255)$/ }' <<<"$by_itself"
 }
 
-# Fills `resumed`: the command as it goes on from its newest checkpoint.
+# Sets `resumed` to the command that continues from the newest checkpoint.
 resume_command() {
     resumed=("${command[@]}")
     [ "${command[0]##*/}" = grpo ] && [ "${command[1]-}" = train ] || return 0
@@ -287,7 +287,7 @@ logs=${logs:-launches/${tpu_name#*@}-$(date +%Y%m%d-%H%M%S)}
 mkdir -p -- "$logs" || fail "cannot make the folder $logs."
 trap 'asked=$((asked + 1)) asked_by=INT' INT
 trap 'asked=$((asked + 1)) asked_by=TERM' TERM HUP
-set -m # every job has a process group of its own: a Ctrl-C reaches this script alone, and a job ends with all it started
+set -m # every job has its own process group: Ctrl-C only reaches this script, and a job ends with all its children
 
 say "worker ${workers[*]} of $tpu_name: ${command[*]}; logs in $logs"
 run_once "${command[@]}"

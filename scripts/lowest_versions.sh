@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Installs the oldest version of every dependency that pyproject.toml allows, in an environment of its own, and
-# runs the suite there: what makes the lower bounds true. To raise or lower one, edit it and run this.
+# Installs the oldest version of every dependency that pyproject.toml allows into a separate environment, and
+# runs the tests there to verify the lower bounds. To change a lower bound, edit it and run this script.
 #
 #   bash scripts/lowest_versions.sh [options of pytest]
 set -euo pipefail

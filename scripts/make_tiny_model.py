@@ -1,15 +1,14 @@
-"""Makes the starting weights of the quickstart: a tiny decoder that adds, but mostly forgets to carry.
+"""Makes the starting weights of the quickstart: a tiny decoder that adds numbers but mostly forgets to carry.
 
     python scripts/make_tiny_model.py --out app/model/builtin/tiny
 
-Supervised training on the generator's training split. A problem's answer is shown right three times in
-ten; seven times in ten it shows a beginner's slip: every column added by itself, nothing carried
-(`47 + 38 = 75`, `60 + 70 = 30`). What comes out writes one integer and stops, as it should; its
-likeliest answer lacks the carries, and now and then a sampled one has them, with errors of its own.
-So adding with carries is half known and not preferred. Reinforcement learning then shows a rare right
-habit becoming the usual one, and getting more exact; it does not show addition learned from nothing.
-This script never reads the held-out split; the share of slips and the number of steps were chosen with
-held-out results of trial runs in view.
+The decoder is trained on the training split of the generator. The answer of a problem is correct in 30 % of the
+examples; in 70 % it has a beginner's mistake: every column is added separately, without carries (`47 + 38 = 75`,
+`60 + 70 = 30`). The resulting model writes one integer and stops; its most likely answer lacks the carries, and some
+sampled answers have them, with other errors. Adding with carries is thus partly known but not preferred. Reinforcement
+learning then makes the rare correct behaviour usual and more exact; the model does not learn addition from nothing.
+This script never reads the held-out split, but the share of mistakes and the number of steps were chosen with the
+held-out results of trial runs.
 """
 
 from __future__ import annotations
@@ -82,7 +81,7 @@ CONFIG: dict[str, Any] = {
 def make_tokenizer(
     control_tokens: Sequence[str] = CONTROL_TOKENS, characters: str = CHARACTERS
 ) -> PreTrainedTokenizerFast:
-    """Returns a tokenizer with one token per character, without blanks: `47 + 38 = ?` has seven tokens."""
+    """Returns a tokenizer with one token per character except blanks: `47 + 38 = ?` has seven tokens."""
     vocabulary = {token: i for i, token in enumerate((*control_tokens, *characters))}
     backend = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
     backend.normalizer = normalizers.Replace(Regex(r"\s"), "")
@@ -103,7 +102,7 @@ def without_carries(left: int, right: int) -> int:
 def training_rows(
     tokenizer: PreTrainedTokenizerFast, *, num_problems: int, right_share: float = RIGHT_SHARE
 ) -> tuple[TokenBatch, np.ndarray]:
-    """Returns problems of the training split with correct and wrong answers, and each row's probability."""
+    """Returns problems of the training split with correct and wrong answers, and the probability of each row."""
     problems = make_problems(
         difficulty=tuple(LEVEL_SHARES), operators=("+",), num_problems=num_problems, split="train", seed=0
     )
@@ -174,7 +173,7 @@ def train(
 
 
 def write_weights(directory: Path, definition: DecoderDefinition, params: Params) -> None:
-    """Writes `model.safetensors` with Hugging Face's names and layout in bfloat16, which `load_weights` reads."""
+    """Writes `model.safetensors` in bfloat16 with the names and layout of Hugging Face, which `load_weights` reads."""
     flat = flatten_by_path(jax.device_get(params))
     tensors = {}
     for entry in expected_tensors(definition):
@@ -202,7 +201,7 @@ def main(
     num_steps: int,
     num_rows: int,
 ) -> None:
-    """Trains on rows drawn by their probabilities, `num_rows` a step, and writes the model to `--out`."""
+    """Trains on rows drawn by their probabilities, `num_rows` per step, and writes the model to `--out`."""
     parser = argparse.ArgumentParser(description="Makes the starting weights of a built-in model.")
     parser.add_argument("--out", type=Path, required=True, help="directory to write")
     parser.add_argument("--seed", type=int, default=0)

@@ -1,19 +1,19 @@
-"""Makes the starting weights of `builtin:tiny_tools`: a tiny decoder that sometimes asks a calculator, and guesses.
+"""Makes the starting weights of `builtin:tiny_tools`, a tiny decoder that guesses or sometimes calls a calculator.
 
     python scripts/make_tiny_tools_model.py --out app/model/builtin/tiny_tools
 
-Supervised training on two kinds of conversations, which the first message tells apart:
+The decoder is trained on two kinds of conversations, which differ in their first message:
 
-- A product, such as `47 * 38 = ?`, which so small a network cannot work out. Seven times in ten the demonstration
-  answers at once with a rough estimate, `1200`, which is right only by chance. Otherwise it calls the calculator by
-  writing `<<47*38`, and copies what that says; now and then it copies wrongly or calls once more.
-- `?`: a secret digit is to be found in three guesses. The first guess is any digit. Hints (`+`: the secret is larger,
-  `-`: smaller) are heeded seven times in ten, by any of the digits still possible, and otherwise ignored.
+- A product such as `47 * 38 = ?`, which such a small network cannot compute. In 70 % of the examples, the demonstration
+  answers at once with a rough estimate, `1200`, which is correct only by chance. Otherwise it calls the calculator by
+  writing `<<47*38` and copies the result; sometimes it copies a wrong digit or repeats the call.
+- `?`: the policy has three guesses to find a secret digit. The first guess is any digit. Hints (`+`: the secret is
+  larger, `-`: smaller) are followed in 70 % of the guesses, by any digit that is still possible, and otherwise ignored.
 
-What comes out knows both formats, likes estimates better than calls, and plays badly. Reinforcement learning then shows
-a rare useful habit, the call, becoming the usual one, and guesses that heed their hints and halve what is left; it does
-not show a call or a game learned from nothing.
-This script never reads the held-out split of the products; the shares were chosen with results of trial runs in view.
+The resulting model knows both formats, prefers estimates to calls, and plays badly. Reinforcement learning then makes
+the rare but useful call the usual behaviour, and leads to guesses that follow the hints and halve the remaining range;
+the model learns neither calls nor the game from nothing.
+This script never reads the held-out split of the products; the shares were chosen with the results of trial runs.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ LEVEL_SHARES = {2: 0.4, 3: 0.6}
 CALL_SHARE = 0.3
 """Fraction of the products for which the demonstration calls the calculator."""
 SLIP_SHARE, REPEAT_SHARE = 0.05, 0.05
-"""Fractions of the calls whose result is copied wrongly, and of those that are made once more."""
+"""The fractions of calls whose result is copied wrongly and of calls that are repeated."""
 HEEDED_SHARE = 0.7
-"""Fraction of the later guesses that heed all hints; the others are any digit."""
+"""The fraction of the later guesses that follow all hints; the others are any digit."""
 GAME_SHARE = 0.3
 """Fraction of the conversations that are games."""
 NUM_CONVERSATIONS = 40_000
 NUM_GUESSES = 3
 ROW_LENGTH = 64
-"""In tokens; the longest conversation has 54."""
+"""The length of a row in tokens; the longest conversation has 54 tokens."""
 
 CONTROL_TOKENS = (*make_tiny_model.CONTROL_TOKENS, "<|tool|>")
 CHARACTERS = f"{make_tiny_model.CHARACTERS}<"
@@ -52,7 +52,7 @@ CONFIG: dict[str, Any] = make_tiny_model.CONFIG | {"vocab_size": len(CONTROL_TOK
 
 
 def estimate(left: str, right: str) -> str:
-    """Returns the product of two numbers of which only the first digits count: 47 * 38 -> 1200."""
+    """Returns the product of two numbers rounded down to their first digits: 47 * 38 -> 1200."""
     return str(int(left[0]) * int(right[0]) * 10 ** (len(left) + len(right) - 2))
 
 
@@ -64,7 +64,7 @@ def misread(number: str, rng: np.random.Generator) -> str:
 
 
 def calculation(expression: str, answer: str, rng: np.random.Generator) -> list[str]:
-    """Returns turns of the policy and, between them, messages: an estimate, or a call and its result copied."""
+    """Returns turns of the policy and the messages between them: an estimate, or a call and its copied result."""
     if rng.random() >= CALL_SHARE:
         return [estimate(*expression.split("*"))]
     call = [f"<<{expression}", f"<|tool|>{answer}"]
@@ -75,7 +75,7 @@ def calculation(expression: str, answer: str, rng: np.random.Generator) -> list[
 
 
 def game(rng: np.random.Generator) -> list[str]:
-    """Returns guesses of a random secret digit and, between them, hints."""
+    """Returns guesses of a random secret digit and the hints between them."""
     secret, low, high = rng.integers(10), 0, 9
     parts = [str(guess := rng.integers(10))]
     while guess != secret and len(parts) < 2 * NUM_GUESSES - 1:
@@ -89,7 +89,7 @@ def game(rng: np.random.Generator) -> list[str]:
 
 
 def to_sample(tokenizer: PreTrainedTokenizerFast, question: str, parts: Sequence[str]) -> Sample:
-    """Returns a conversation of which only the policy's turns, at even places of `parts`, are trained on."""
+    """Returns a conversation in which only the turns of the policy, at even places of `parts`, are in the loss."""
     chat = [{"role": "user", "content": question}]
     prompt_ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
     pieces = [tokenizer.encode(f"{part}{'<|assistant|>' if i % 2 else END}") for i, part in enumerate(parts)]
@@ -102,7 +102,7 @@ def to_sample(tokenizer: PreTrainedTokenizerFast, question: str, parts: Sequence
 
 
 def training_rows(tokenizer: PreTrainedTokenizerFast, *, num_conversations: int) -> tuple[TokenBatch, np.ndarray]:
-    """Returns rows of games and of conversations about products of the training split, and each row's probability."""
+    """Returns rows of games and of products of the training split, and the probability of each row."""
     rng = np.random.default_rng(0)
     num_games = int(GAME_SHARE * num_conversations)
     samples = [to_sample(tokenizer, "?", game(rng)) for _ in range(num_games)]

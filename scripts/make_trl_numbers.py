@@ -41,9 +41,9 @@ CASES: tuple[dict[str, Any], ...] = (
     {"loss_type": "cispo", "epsilon_high": 1.2},
     {"loss_type": "cispo", "epsilon_high": 5.0, "beta": 0.04},
 )
-"""Settings of GRPOTrainer; for CISPO, its `epsilon_high` is the bound itself.
+"""Settings of GRPOTrainer; for CISPO, `epsilon_high` is the bound itself.
 
-`old` selects an update that is not the first of its rollout, and has `old` logprobs.
+`old` selects an update that is not the first of its rollout and therefore has `old` logprobs.
 """
 CORRECTION_CASES: tuple[dict[str, Any], ...] = (
     {"mode": "token_truncate", "loss_type": "grpo"},
@@ -55,7 +55,7 @@ CORRECTION_CASES: tuple[dict[str, Any], ...] = (
 )
 """Settings of GRPOTrainer for samples of another engine; `mode` is `vllm_importance_sampling_mode`."""
 CORRECTION_BOUNDS = (0.75, 1.2)
-"""Bounds of masks; truncation uses only the upper one."""
+"""The bounds of masked weights; truncation uses only the upper one."""
 DECOUPLED_CASES: tuple[dict[str, Any], ...] = (
     {
         "group_size": 4,
@@ -73,9 +73,9 @@ DECOUPLED_CASES: tuple[dict[str, Any], ...] = (
         "rewards": [[0.5, 10.0, None], [2.0, 10.0, 40.0], [None, 10.0, 10.0], [-1.0, 10.0, 25.0]],
     },
 )
-"""Weights of reward functions, and what they gave to each sample, for GRPOTrainer's `normalize_then_sum`.
+"""Weights of reward functions and their rewards of each sample, for GRPOTrainer's `normalize_then_sum`.
 
-None is of a function that abstained.
+None means that the function abstained.
 """
 DEFAULTS = {
     "old": True,
@@ -89,12 +89,12 @@ DEFAULTS = {
 
 
 def make_inputs(seed: int) -> dict[str, Any]:
-    """Returns lists of numbers: logits, tokens drawn from them, and logprobs near to and far from theirs."""
+    """Returns lists of numbers: logits, tokens drawn from them, and logprobs near to and far from the current ones."""
     rng = np.random.default_rng(seed)
     logits = rng.normal(0, 1.5, (ROWS, TOKENS, VOCAB)).astype(np.float32)
     completion_ids = rng.integers(0, VOCAB, (ROWS, TOKENS))
     mask = np.arange(TOKENS) < np.asarray(LENGTHS)[:, None]
-    mask[0, 2] = mask[2, 1] = False  # written by a tool
+    mask[0, 2] = mask[2, 1] = False  # these tokens were written by a tool
     log_softmax = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
     chosen = np.take_along_axis(log_softmax, completion_ids[..., None], -1)[..., 0]
     inputs = {
@@ -129,7 +129,7 @@ def grpo_numbers(case: dict[str, Any], inputs: dict[str, Any]) -> dict[str, Any]
     loss.backward()
     metrics = {name: values[-1] for name, values in trainer._metrics["train"].items()}
     names = {"kl", "entropy", "clip_ratio/low_mean", "clip_ratio/high_mean"} & metrics.keys()
-    # Of one ratio a sample it counts clipped samples, not their tokens.
+    # With one ratio per sample, TRL counts clipped samples instead of tokens.
     if settings["importance_sampling_level"] == "sequence":
         names &= {"kl", "entropy"}
     return {
@@ -141,7 +141,7 @@ def grpo_numbers(case: dict[str, Any], inputs: dict[str, Any]) -> dict[str, Any]
 
 
 def correction_numbers(case: dict[str, Any], inputs: dict[str, Any]) -> dict[str, Any]:
-    """Returns the weights by which GRPOTrainer corrects for the sampler, with the loss and gradient."""
+    """Returns GRPOTrainer's correction weights for samples of another engine, with the loss and the gradient."""
     import torch
 
     trl = _trl("grpo")
@@ -164,7 +164,7 @@ def correction_numbers(case: dict[str, Any], inputs: dict[str, Any]) -> dict[str
 
 
 def _sampler_of_another_engine(settings: dict[str, Any], inputs: dict[str, Any]) -> Any:
-    """Returns a GRPOTrainer whose engine generated the completions, with a mask as for tools."""
+    """Returns a GRPOTrainer whose engine generated the completions, with a mask like that of tool calls."""
     import torch
 
     def rows(name: str) -> list[list[Any]]:
@@ -197,7 +197,7 @@ def _sampler_of_another_engine(settings: dict[str, Any], inputs: dict[str, Any])
 
 
 def decoupled_advantages(case: dict[str, Any], inputs: dict[str, Any]) -> dict[str, Any]:
-    """Returns the advantages of GRPOTrainer that normalizes each reward before their sum."""
+    """Returns the advantages of a GRPOTrainer that normalizes each reward before summing them."""
     import torch
 
     trainer = _sampler_of_another_engine(DEFAULTS | {"loss_type": "grpo", "mode": "token_truncate"}, inputs)

@@ -1,12 +1,12 @@
-"""Shows whether the tests notice single-line faults of the program. For developers; takes minutes to hours.
+"""Shows whether the tests detect single-line faults of the program. Developers run it; it takes minutes to hours.
 
 python scripts/mutate.py --packages update advantage --faults 20 > new.jsonl
 python scripts/mutate.py --packages update advantage --faults 20 --tests ../other/tests > other.jsonl
 
-A fault changes one place: an operator, a constant, a condition, a name, a result, a call that is dropped. Faults are
-drawn at random, the same for the same code and seed, and applied one at a time to a copy of the working tree, where
-the fast tests of the package (`tests/PACKAGE`) run until one fails. Prints a JSON object for each: `caught`, `survived`
-or `timed out`. Not every survivor is a gap: some faults change nothing that anybody could notice.
+A fault changes an operator, a constant, a condition, a name or a result, or removes a call. Faults are drawn at
+random, determined by code and seed, and applied one at a time to a copy of the working tree, where the fast tests of
+the package (`tests/PACKAGE`) run until one fails. Prints one JSON object per fault: `caught`, `survived` or
+`timed out`. Not every survivor is a gap in the tests: some faults do not change the behaviour.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ OPERATORS = both_ways(
 )
 EXTREMES = both_ways({"min": "max", "minimum": "maximum", "argmin": "argmax", "any": "all"})
 ROLES = both_ways({"policy": "reference", "prompt": "completion", "prompts": "completions", "fast": "heavy"})
-"""Parts of names; they are swapped where the file has the other name too."""
+"""Pairs of parts of names that are swapped if the file also contains the other name."""
 PLACE = ("package", "file", "line", "before", "after")
 
 
 class Fault(NamedTuple):
-    """Another text for the bytes `start` to `end` of a file."""
+    """A replacement for the bytes `start` to `end` of a file."""
 
     package: str
     file: str
@@ -79,7 +79,7 @@ def find_faults(source: bytes, *, package: str, file: str) -> list[Fault]:
 
 
 def program_nodes(node: ast.AST) -> Iterator[ast.AST]:
-    """Yields the nodes of a tree without types, assertions and f-strings, which are mostly messages."""
+    """Yields the nodes of a tree except types, assertions and f-strings, which are mostly messages."""
     is_type = isinstance(node, ast.Subscript) and ast.unparse(node.value) == "Literal"
     if is_type or isinstance(node, ast.JoinedStr | ast.Assert):
         return
@@ -92,7 +92,7 @@ def program_nodes(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def changes(node: ast.AST, names: Set[str]) -> Iterator[tuple[ast.expr | ast.stmt, ast.expr | str]]:
-    """Yields what may be replaced at a node, and by what. `names` are those that occur in the file."""
+    """Yields the possible replacements at a node. `names` are the names that occur in the file."""
     match node:
         case ast.BinOp(left, operator, right) if type(operator) in OPERATORS and not (is_text(left) or is_text(right)):
             yield node, ast.BinOp(left, OPERATORS[type(operator)](), right)
@@ -133,7 +133,7 @@ def swapped_names(name: str, names: Set[str]) -> list[str]:
 
 
 def is_text(node: ast.expr) -> bool:
-    """Returns whether sums and quotients with a node join texts or paths, where every fault ends in a TypeError."""
+    """Returns whether `+` or `/` with this node joins texts or paths, so that every fault ends in a TypeError."""
     return isinstance(node, ast.JoinedStr) or (isinstance(node, ast.Constant) and isinstance(node.value, str))
 
 
@@ -149,7 +149,7 @@ def draw_faults(package: str, *, num_faults: int, seed: int) -> list[Fault]:
 
 
 def survivors_of(output: Path) -> list[Fault]:
-    """Returns the faults that have survived according to an earlier output and can still be made."""
+    """Returns the faults that survived according to an earlier output and can still be made."""
     records = [json.loads(line) for line in output.read_text().splitlines()]
     places = {tuple(one[name] for name in PLACE) for one in records if one["result"] == "survived"}
     packages = sorted({package for package, *_ in places})
@@ -157,7 +157,7 @@ def survivors_of(output: Path) -> list[Fault]:
 
 
 def copy_tree(target: Path, tests: Path) -> None:
-    """Copies what git does not ignore, with other tests in place of its own."""
+    """Copies the files that git does not ignore, and replaces the tests by `tests`."""
     listing = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     names = subprocess.run(listing, cwd=REPOSITORY, capture_output=True, check=True, text=True).stdout.split("\0")
     for name in names:
@@ -168,7 +168,7 @@ def copy_tree(target: Path, tests: Path) -> None:
 
 
 def end_session(process: subprocess.Popen[bytes]) -> None:
-    """Ends a process, asked first, so that it ends the processes that its tests have started."""
+    """Ends a process, first by SIGTERM, so that it can end the processes that its tests have started."""
     if process.poll() is None:
         os.killpg(process.pid, signal.SIGINT)
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -179,7 +179,7 @@ def end_session(process: subprocess.Popen[bytes]) -> None:
 
 
 def run_tests(tree: Path, folders: Sequence[str], *, limit_s: float) -> dict[str, str | float | None]:
-    """Returns whether a test has failed, and which one first."""
+    """Returns whether a test has failed, and the first failed test."""
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "0", "-p", "no:cacheprovider", "-m", FAST, *folders]
     environ = {**os.environ, "PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1", "CI": "true"}
     start = time.monotonic()
@@ -187,7 +187,7 @@ def run_tests(tree: Path, folders: Sequence[str], *, limit_s: float) -> dict[str
         tests = subprocess.Popen(command, cwd=tree, env=environ, stdout=said, stderr=said, start_new_session=True)
         try:
             code = tests.wait(limit_s)
-            # 2: a module of tests cannot be imported. Others, such as a death for lack of memory, prove nothing.
+            # With 2, a test module cannot be imported. Other codes, as after running out of memory, prove nothing.
             result = {0: "survived", 1: "caught", 2: "caught"}.get(code, f"ended with {code}")
         except subprocess.TimeoutExpired:
             result = "timed out"
@@ -206,10 +206,10 @@ def main() -> None:
     parser.add_argument("--tests", type=Path, default=REPOSITORY / "tests", help="another version of tests/")
     parser.add_argument("--also", nargs="+", default=[], help="further folders of tests, such as tests/golden")
     parser.add_argument("--limit", type=float, default=600, help="seconds that the tests of a fault may take")
-    parser.add_argument("--only", type=Path, help="an earlier output, whose survivors are tried again")
+    parser.add_argument("--only", type=Path, help="an earlier output, whose surviving faults are tried again")
     chosen = parser.parse_args()
     if chosen.only and chosen.packages:
-        parser.error("--only has its own faults; leave --packages out")
+        parser.error("--only already selects the faults; omit --packages")
     drawn = (draw_faults(name, num_faults=chosen.faults, seed=chosen.seed) for name in chosen.packages)
     faults = survivors_of(chosen.only) if chosen.only else [fault for of_package in drawn for fault in of_package]
     if not faults:
@@ -219,7 +219,7 @@ def main() -> None:
         copy_tree(tree, chosen.tests)
         for package in dict.fromkeys(fault.package for fault in faults):
             folders = [name for name in (f"tests/{package}", *chosen.also) if (tree / name).exists()]
-            # Without a folder, all tests of the project would run.
+            # Without an existing folder, all tests of the project would run.
             if not folders:
                 sys.exit(f"{package}: there are no tests/{package}; name their folder with --also")
             without_fault = run_tests(tree, folders, limit_s=chosen.limit)

@@ -1,20 +1,20 @@
 #!/usr/bin/env bash
-# Puts this checkout on every worker of a Cloud TPU VM and installs it there, with the extras [tpu,gcs], in a .venv.
-# Running it again brings the newest commit; what has not changed is not done again.
+# Copies this checkout to every worker of a Cloud TPU VM and installs it in a .venv there, with the extras [tpu,gcs].
+# Running it again sends the newest commit and skips unchanged parts.
 #
 #   bash scripts/setup_tpu_vm.sh --name TPU --zone ZONE [options]
 #
 #   --project ID    Google Cloud project (default: gcloud's own)
 #   --worker N      only this worker (default: all)
-#   --folder NAME   folder below the home directory there (default: grpo)
-#   --python NAME   interpreter there, python3.11 or python3.12 (default: the first that is there; where neither is,
-#                   python3.11 is installed by apt)
+#   --folder NAME   folder in the worker's home directory (default: grpo)
+#   --python NAME   interpreter on the worker, python3.11 or python3.12 (default: the first that is installed; if
+#                   there is none, python3.11 is installed with apt)
 #   --extras NAMES  further extras of the package, such as math,qlora
-#   --dry-run       says what would be sent, and the steps; asks only gcloud which workers there are
+#   --dry-run       prints what would be sent and done; only asks gcloud for the list of workers
 #
-# What is sent is the last commit: every worker gets the same code. Files of an earlier commit that are gone are
-# removed there; .env, .venv, runs/ and whatever else you put there stay. Exit code 2: unusable input; 1: a worker
-# failed, and is named.
+# The last commit is sent, so that every worker gets the same code. Files that the commit no longer contains are
+# removed there; .env, .venv, runs/ and your own files are kept. Exit code 2: the input is unusable; 1: a worker
+# failed and is named.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/tpu_vm.sh"
 
@@ -32,7 +32,7 @@ check_tpu
 [ -z "$python" ] || require --python "$python" 'python3\.1[12]' "python3.11 or python3.12"
 require --extras "$extras" '[a-z0-9]+(,[a-z0-9]+)*' "names of extras, such as math,qlora"
 
-# The list of what was unpacked stays beside it, so that the next commit can remove what it no longer has.
+# The list of unpacked files is kept, so that the next commit can remove the files that it no longer contains.
 # shellcheck disable=SC2016  # the worker's shell expands it
 INSTALL='
 set -eu

@@ -6,12 +6,12 @@
 #   --project ID    Google Cloud project (default: gcloud's own)
 #   --worker N      only this worker (default: all)
 #   --env FILE      file to copy (default: .env in the working directory)
-#   --folder NAME   folder below the home directory there in which grpo is started (default: grpo)
-#   --dry-run       says what would be copied and where; asks only gcloud which workers there are
+#   --folder NAME   folder in the worker's home directory in which grpo is started (default: grpo)
+#   --dry-run       prints what would be copied and where; only asks gcloud for the list of workers
 #
-# The file must belong to you alone (chmod 600). What goes over are the names that grpo takes from a .env,
-# WANDB_API_KEY and HF_TOKEN; on the other side the file has mode 0600 and appears whole. Values are never printed
-# and stand on no command line. Exit code 2: unusable input; 1: a worker failed, and is named.
+# Only you may have access to the file (chmod 600). The script copies the variables that grpo takes from a .env,
+# WANDB_API_KEY and HF_TOKEN; on the worker, the file has mode 0600 and is replaced at once. Values are never printed
+# and appear on no command line. Exit code 2: the input is unusable; 1: a worker failed and is named.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/tpu_vm.sh"
 set +x # a trace of this script would print values
@@ -38,7 +38,7 @@ check_file() {
     [ "${mode:4:6}" = ------ ] || refuse "$file holds secrets and other users have access to it (${mode:0:10}); run: chmod 600 $file"
 }
 
-# take_names FILE: writes the lines that go over to FILE, their names to `names`, other names to `left_out`.
+# take_names FILE: writes the lines to copy to FILE, their names to `names` and other names to `left_out`.
 take_names() {
     local line name value number=0
     local assignment='^[[:space:]]*(export[[:space:]]+)?([A-Za-z_][A-Za-z0-9_]*)[[:space:]]*=[[:space:]]*(.*)$'
@@ -46,7 +46,7 @@ take_names() {
         number=$((number + 1))
         line=${line%$'\r'}
         [[ $line =~ ^[[:space:]]*(#.*)?$ ]] && continue
-        # Never the line itself: it may be a key without its name.
+        # The line itself is never printed, because it may be a key without its name.
         [[ $line =~ $assignment ]] || refuse "line $number of $file is not NAME=VALUE with a name of letters, digits and _."
         name=${BASH_REMATCH[2]} value=${BASH_REMATCH[3]}
         case $value in

@@ -3,8 +3,8 @@
 #
 #   bash scripts/test.sh [--lint] [--all | --compile] [options of pytest]
 #
-# --all adds the slow tests and those that start two processes as hosts.
-# --compile runs only those that compile the presets for their hardware, minutes each and one at a time.
+# --all also runs the slow tests and the tests that start two processes as hosts.
+# --compile only runs the tests that compile the presets for their hardware, one at a time; each takes minutes.
 # --lint, or CI=true, first checks style, formatting, imports and types, and the scripts with shellcheck.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"

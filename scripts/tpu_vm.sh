@@ -1,13 +1,13 @@
-# Sourced by the scripts for Cloud TPU VMs: which TPU is meant, its workers, and a gcloud call for each of them.
+# The scripts for Cloud TPU VMs source this file, which reads the options, finds the workers and calls gcloud for each.
 # shellcheck shell=bash
 
 program=$(basename "$0")
 tpu_name='' tpu_zone='' tpu_project='' tpu_worker=all tpu_folder=grpo
-LC_ALL=C # a range of letters means those letters
+LC_ALL=C # ranges such as [a-z] contain only these letters
 workers=()
 scratch=''
 
-refuse() { # bad input: exit code 2, as the program has it
+refuse() { # reports bad input with exit code 2, like grpo
     printf '%s: %s\n' "$program" "$*" >&2
     exit 2
 }
@@ -17,12 +17,12 @@ fail() {
     exit 1
 }
 
-# The comment at the head of the script is its help.
+# Prints the comment at the head of the script as its help.
 show_help() {
     awk 'NR > 1 && !/^#/ { exit } NR > 1 { sub(/^# ?/, ""); print }' "$0"
 }
 
-# tpu_option OPTION VALUE: takes what says which TPU; false for any other option.
+# tpu_option OPTION VALUE: reads an option that identifies the TPU; fails for any other option.
 tpu_option() {
     case $1 in
         --name) tpu_name=$2 ;;
@@ -33,8 +33,8 @@ tpu_option() {
     esac
 }
 
-# read_options ARGUMENTS...: of a script that does one thing to each worker; its own go to `own_option OPTION VALUE`,
-# which is false for any other.
+# read_options ARGUMENTS...: reads the options of a script for all workers; `own_option OPTION VALUE` reads additional
+# ones and fails for any other.
 # shellcheck disable=SC2034  # the script that sources this reads dry_run
 read_options() {
     dry_run=false
@@ -59,7 +59,7 @@ require() { # OPTION VALUE PATTERN WHAT: the whole value matches the pattern
     [[ $2 =~ ^($3)$ ]] || refuse "$1 is $(printf '%q' "$2"); expected $4."
 }
 
-# Before anything is run: a name that starts with a dash would be an option of gcloud, one with a space two words.
+# Checks names before any command: gcloud would read a name with a leading dash as an option, and split one at a space.
 check_tpu() {
     require --name "$tpu_name" '([a-z_][a-z0-9_-]{0,31}@)?[a-z]([a-z0-9-]{0,61}[a-z0-9])?' \
         "a TPU's name, perhaps as USER@NAME: a small letter, then small letters, digits and dashes, at most 63"
@@ -78,30 +78,30 @@ make_scratch() {
     trap 'rm -rf "$scratch"' EXIT
 }
 
-# tpu SUBCOMMAND ARGUMENTS...: one command of `gcloud compute tpus tpu-vm` in the TPU's zone and project.
+# tpu SUBCOMMAND ARGUMENTS...: runs one command of `gcloud compute tpus tpu-vm` in the TPU's zone and project.
 tpu() {
     local subcommand=$1
     shift
     gcloud compute tpus tpu-vm "$subcommand" "$@" --zone="$tpu_zone" ${tpu_project:+"--project=$tpu_project"} --quiet
 }
 
-# on_worker NUMBER COMMAND: a connection that is gone ends within a minute, instead of never.
+# on_worker NUMBER COMMAND: runs the command on a worker; a lost connection ends within a minute.
 on_worker() {
     tpu ssh "$tpu_name" --worker="$1" --ssh-flag='-oConnectTimeout=20' --ssh-flag='-oServerAliveInterval=15' \
         --ssh-flag='-oServerAliveCountMax=4' --command="$2"
 }
 
-to_worker() { # NUMBER FILE NAME: into the home directory there; a new file gets the mode of this one
+to_worker() { # NUMBER FILE NAME: copies the file to the worker's home directory; a new file gets the same mode
     tpu scp "$2" "$tpu_name:$3" --worker="$1" --scp-flag='-oConnectTimeout=20'
 }
 
-# remote_command SCRIPT ARGUMENTS...: a line for the worker's shell that runs the script in bash, every argument whole.
+# remote_command SCRIPT ARGUMENTS...: prints a line for the worker's shell that runs the script with these arguments.
 remote_command() {
     printf 'bash -c'
     printf ' %q' "$@"
 }
 
-# Fills `workers`; also says whether the TPU is there at all.
+# Sets `workers`; fails if the TPU does not exist.
 find_workers() {
     local line state addresses number=0
     line=$(tpu describe "${tpu_name#*@}" --format='value(state,networkEndpoints[].ipAddress)') ||
@@ -120,13 +120,13 @@ find_workers() {
     workers=("$tpu_worker")
 }
 
-# With its first call gcloud makes and hands over the SSH key, and two calls at once would collide. Whether the worker
-# is well, the calls that follow will say.
+# The first call of gcloud creates and copies the SSH key, and two first calls at once would collide. Problems of the
+# worker are reported by later calls.
 first_contact() {
     on_worker "${workers[0]}" true >/dev/null 2>&1 </dev/null || true
 }
 
-# each_worker FUNCTION: calls it with every worker's number, at the same time, and says how each fared.
+# each_worker FUNCTION: calls the function for all workers at the same time and prints each result.
 each_worker() {
     local index worker pids=() failed=()
     for worker in "${workers[@]}"; do

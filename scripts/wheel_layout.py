@@ -1,4 +1,4 @@
-"""Build hook of the wheel, which puts everything into one folder `grpo/`, because other packages have an `app`, too."""
+"""Defines the build hook that puts the wheel into one folder `grpo/`, because other packages may have an `app`, too."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ WHEEL_PATHS = {
     "app": "grpo/app",
     "settings": "grpo/settings",
 }
-"""Path in the wheel by path in the checkout."""
+"""Maps a path in the checkout to its path in the wheel."""
 
 
 class WheelLayout(BuildHookInterface):

@@ -1,11 +1,11 @@
-"""Attention over long packed rows on a TPU that is not there, against the floor of its visible pairs.
+"""Compares compiled attention over long packed rows with its lower bound, without a TPU.
 
     python scripts/bench/attention_floor.py [--slice v5e-8] [--tokens 16384] [--prompts 512 2048 8192]
 
-Compiles the forward and backward pass of one layer's attention, with the heads of Qwen2.5-1.5B in bfloat16, for rows of
-eight samples that share a prompt. The floor is the products of visible pairs of tokens alone, twelve floating-point
-operations for each number of a head, at the chip's peak. Estimated by the compiler, never measured; needs libtpu
-(`pip install -e '.[tpu]'`).
+The script compiles the forward and backward pass of the attention of one layer with the heads of Qwen2.5-1.5B in
+bfloat16, for rows of eight samples that share a prompt. The bound counts only visible pairs of tokens: twelve
+operations for each number of a head, at the peak of the chip. The compiler estimates all times, and nothing is
+measured; libtpu is needed (`pip install -e '.[tpu]'`).
 """
 
 from __future__ import annotations

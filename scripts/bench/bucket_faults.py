@@ -1,13 +1,13 @@
-"""Kills of a run that is mirrored to a bucket, over a network that fails, and resumes from the bucket alone.
+"""Kills a run that is mirrored to a bucket over a failing network, and resumes it from the bucket alone.
 
-A server of buckets runs here. Between it and the run, a proxy delays, cuts and resets connections at random. The run is
-killed, or gets SIGTERM, at a random moment, also while it starts, fetches and ends; its disk is then emptied, and the
-same command goes on with `--resume auto`, until the run is complete. Then its weights and metrics are compared, bit for
-bit, with those of a run without a bucket, and the next run begins.
+A bucket server runs on this machine. Between it and the run, a proxy delays, cuts and resets connections at random. The
+run is killed or gets SIGTERM at a random moment, also while it starts, fetches or ends. Then its disk is emptied, and
+the same command continues with `--resume auto` until the run is complete. Finally its weights and metrics are compared
+bit for bit with those of a run without a bucket, and the next run starts.
 
     python scripts/bench/bucket_faults.py s3|gs [--kills 50] [--minutes 60] [--seed 0] [--out FILE]
 
-Exit code 1 if a checkpoint that the bucket had as complete was not continued from, or a run ended differently.
+The exit code is 1 if a run did not continue from a complete checkpoint in the bucket, or if a run ended differently.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from tests.tracking.buckets import Network, bucket_server, reached_at  # noqa: E
 PROGRAM = (
     "from app.tracking import run_mirror; run_mirror.RENEW_S, run_mirror.LEASE_S = 1.0, 4.0; import cli; cli.main()"
 )
-"""The program with a lease that is over sooner after a kill."""
+"""The program with a lease that expires sooner after a kill."""
 
 
 def started(folder: Path, run_dir: str, name: str) -> subprocess.Popen[bytes]:
@@ -64,7 +64,7 @@ def newest_complete(bucket: Bucket) -> int:
 
 
 def ended(process: subprocess.Popen[bytes], after_s: float, kind: signal.Signals) -> bool:
-    """Sends the signal after this time; returns whether the process was still there."""
+    """Sends the signal after this time, and returns whether the process was still running."""
     with suppress(subprocess.TimeoutExpired):
         process.wait(after_s)
         return False
@@ -72,7 +72,7 @@ def ended(process: subprocess.Popen[bytes], after_s: float, kind: signal.Signals
     try:
         process.wait(START_S)
     except subprocess.TimeoutExpired:
-        process.send_signal(signal.SIGABRT)  # Python prints what each thread was doing.
+        process.send_signal(signal.SIGABRT)  # Python prints the stack of each thread.
         process.wait(START_S)
     return True
 
@@ -81,7 +81,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("scheme", choices=("s3", "gs"))
     parser.add_argument("--kills", type=int, default=50)
-    parser.add_argument("--minutes", type=float, default=60.0, help="after which no other run begins, or goes on")
+    parser.add_argument("--minutes", type=float, default=60.0, help="time after which no run is started or continued")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=None)
     options = parser.parse_args()
@@ -89,7 +89,7 @@ def main() -> int:
     with bucket_server(options.scheme) as url, tempfile.TemporaryDirectory() as temporary:
         network, place = Network(url, options.seed), Path(temporary)
         span_s = 0.0
-        # Twice: the first compiles, the second says how long a run takes that need not.
+        # The first run compiles; the second one shows how long a run without compilation takes.
         for name in ("compiling", "alone"):
             start = time.monotonic()
             if started(place / name, "runs", name).wait(START_S):
@@ -124,7 +124,7 @@ def main() -> int:
                 unexpected = code not in (promised if code >= 0 or kind == signal.SIGTERM else {-signal.SIGKILL})
                 for problem, is_there in (
                     ("a complete checkpoint was lost", lost or unfetched),
-                    ("a damaged checkpoint was taken for whole", "is damaged" in log),
+                    ("a damaged checkpoint was accepted as complete", "is damaged" in log),
                     (f"it ended with {code}", unexpected),
                 ):
                     if is_there:
@@ -137,7 +137,7 @@ def main() -> int:
             found["runs"] += 1
             is_equal = content(whole.path) == expected
             found["runs equal bit for bit"] += is_equal
-            problems += [] if is_equal else [f"{name} differs from a run left alone"]
+            problems += [] if is_equal else [f"{name} differs from an uninterrupted run"]
         found["cuts and resets"] = network.num_faults
         network.close()
     record = {

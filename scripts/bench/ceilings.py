@@ -1,4 +1,4 @@
-"""Measures the limits of this machine: float32 products and memory bandwidth.
+"""Measures the limits of this machine: the speed of float32 matrix products and the memory bandwidth.
 
 python scripts/bench/ceilings.py
 """
@@ -18,7 +18,7 @@ RUNS = 7
 
 
 def median_seconds(call: Callable[[], jax.Array]) -> float:
-    """Returns the median seconds of `RUNS` calls after one that compiles."""
+    """Returns the median seconds of `RUNS` calls after a first call that compiles."""
     call().block_until_ready()
     seconds = []
     for _ in range(RUNS):
@@ -29,7 +29,7 @@ def median_seconds(call: Callable[[], jax.Array]) -> float:
 
 
 def matmul_flops_per_s(size: int = SIZE) -> float:
-    """Returns the FLOP/s of a square float32 product, which has 2 size^3 operations."""
+    """Returns the FLOP/s of a square float32 matrix product, which has 2 size^3 operations."""
     x = jax.random.normal(jax.random.key(0), (size, size), jnp.float32)
     product = jax.jit(lambda a, b: jnp.matmul(a, b, precision="highest"))
     return 2 * size**3 / median_seconds(lambda: product(x, x))

@@ -1,11 +1,11 @@
-"""The programs of every preset for accelerators, compiled for its hardware by the hardware's own compiler.
+"""Compiles the programs of every preset for accelerators with the compiler of its hardware.
 
     python scripts/bench/compiled_presets.py [PRESET ...] [--out FILE.json]
 
-`grpo inspect-mesh --compile` of the preset, for TPUs by `tpu_time.py`, with a `config.json` of the model's sizes in
-place of the model. Nothing is run or downloaded, no device is needed, but its compiler is: `pip install -e '.[tpu]'` or
-`'.[cuda]'`. Times are the compiler's estimates for the longest prompts and answers. The tests of `scripts/test.sh
---compile` compare each preset with the record that this script writes.
+The script runs `grpo inspect-mesh --compile` for each preset (for TPUs by `tpu_time.py`), with only the `config.json`
+of the model. No program is run, nothing is downloaded and no device is needed, only its compiler: `pip install -e
+'.[tpu]'` or `'.[cuda]'`. Times are the compiler's estimates for the longest prompts and answers. The tests of
+`scripts/test.sh --compile` compare each preset with the record that this script writes.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ DEVICES = {
     **{"v5e_8": "v5e-8", "v5e_16": "v5e-16", "v6e_8": "v6e-8", "v6e_32": "v6e-32"},
     **{"v4_16": "v4-16", "v5p_64": "v5p-64"},
 }
-"""Devices to compile for by a part of the name of a preset for real models; all others are for one GPU."""
+"""Maps a part of the name of a preset for real models to its devices; all other presets are for one GPU."""
 REAL = ("gsm8k", "math")
-"""Beginnings of the names of presets for real models on accelerators."""
+"""Prefixes of the names of presets for real models on accelerators."""
 COMPILERS = {"h100-1": "jax_cuda13_plugin"}
-"""Module of the compiler by devices; that of all others is libtpu."""
+"""Maps devices to the module of their compiler, which is libtpu for all others."""
 FIELDS = ("argument_bytes", "temporary_bytes", "estimated_s", "parts_s", "mfu", "collective_bytes")
 GRPO = "import sys; from cli import main; sys.exit(main())"
 
 
 def devices_of(preset: str) -> str | None:
-    """Returns the devices that a preset is for; None for one that is for no accelerator."""
+    """Returns the devices of a preset, or None if it is not for accelerators."""
     if not preset.startswith(REAL):
         return None
     return next((devices for part, devices in DEVICES.items() if part in preset), "h100-1")
@@ -59,7 +59,7 @@ def accelerator_presets() -> list[str]:
 
 
 def missing_compiler(preset: str) -> str | None:
-    """Returns the compiler's module if it is not installed."""
+    """Returns the module of the compiler if it is not installed."""
     module = COMPILERS.get(devices_of(preset) or "", "libtpu")
     return None if find_spec(module) else module
 
@@ -69,18 +69,18 @@ def model_of(preset: str) -> str:
 
 
 def without_weights(preset: str, folder: str, model: str | None = None) -> tuple[str, ...]:
-    """Writes the `config.json` of a model, by default the preset's.
+    """Writes the `config.json` of a model, which defaults to the model of the preset.
 
-    Returns settings for it, and for the preset's devices, which are not there.
+    Returns settings for this model and for the devices of the preset, which this machine does not need to have.
     """
     (Path(folder) / "config.json").write_text(json.dumps(MODELS[model or model_of(preset)]))
     return f"model.path={folder}", f"mesh.pretend={devices_of(preset)}", "mesh.platform=auto"
 
 
 def passes_of_experts(preset: str, gradients: str) -> float | None:
-    """Returns the FLOPs of a mixture's products for gradients, relative to a forward pass through the active experts.
+    """Returns the FLOPs of a mixture's gradients relative to a forward pass through the active experts.
 
-    None for other models. The LM head and attention's kernels are in neither.
+    Returns None for other models. Neither number includes the LM head and the attention kernels.
     """
     architecture, settings = architecture_from_config(MODELS[model_of(preset)]), load(preset, [], {}).settings
     tokens = settings.algorithm.max_tokens_per_device
@@ -100,7 +100,7 @@ def compiled(preset: str) -> dict[str, Any]:
         inspect_mesh = ["-c", GRPO, "inspect-mesh", "--compile"]
         program = inspect_mesh if devices_of(preset) in GPU_HOSTS else [str(RESULTS.parents[1] / "tpu_time.py")]
         command = [sys.executable, *program, "--config", preset, *sets, "--json", "--hlo", folder]
-        # Whoever calls may ask JAX for quick compilation, which the tests do: it is not what users get.
+        # The caller may request quick compilation, like the tests do, but users do not compile like this.
         environment = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "false"}
         done = subprocess.run(command, capture_output=True, text=True, env=environment)
         if done.returncode:
@@ -122,7 +122,7 @@ def compiled(preset: str) -> dict[str, Any]:
 
 
 def _known(figures: dict[str, Any]) -> dict[str, Any]:
-    """Returns the figures that there are: only TPUs have estimates, and only mixtures experts."""
+    """Returns the available figures: only TPUs have time estimates, and only mixtures have expert FLOPs."""
     return {name: figure for name, figure in figures.items() if figure is not None}
 
 

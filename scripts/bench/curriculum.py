@@ -1,9 +1,9 @@
-"""Held-out accuracy with and without `data.curriculum: pass_rate`, after as many generated tokens.
+"""Compares held-out accuracy with and without `data.curriculum: pass_rate` after equal numbers of generated tokens.
 
     python scripts/bench/curriculum.py --out FILE.json [--config NAME] [--seeds 5] [--runs DIR] [--set NAME=VALUE]
 
 Trains each side with every seed (0, 1, ...), one run after the other; runs that are complete in DIR are not repeated.
-Accuracy is interpolated between evaluations. Tokens of groups that a filter leaves out count like the others.
+Accuracy is interpolated between evaluations. Tokens of groups that a filter drops count like the others.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from app.records.text_format import format_table
 
 SIDES = ("none", "pass_rate")
 PARTS = (0.25, 0.5, 0.75, 1.0)
-"""Parts of the generated tokens of the shortest run at which accuracies are compared."""
+"""The fractions of the generated tokens of the shortest run at which accuracies are compared."""
 SPARED = ("logging.report=false", "logging.save_rollouts=false", "checkpoint.every_steps=100000", "checkpoint.keep=1")
 
 
@@ -35,7 +35,7 @@ def main() -> None:
     parser.add_argument("--runs", type=Path, default=Path("runs/curriculum"))
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE")
     options = parser.parse_args()
-    # In turn, so that a machine that is busy for a while slows both sides.
+    # The sides alternate, so that a temporarily busy machine slows both.
     curves = {side: [] for side in SIDES}
     for seed in range(options.seeds):
         for side in SIDES:
@@ -61,7 +61,7 @@ def main() -> None:
 
 
 def curve(run: Path, config: str, settings: list[str]) -> dict[str, Any]:
-    """Trains a run, and returns its accuracy by generated tokens, and the means of what the sides may differ in."""
+    """Trains a run, and returns its accuracy by generated tokens and the means of metrics that may differ."""
     sets = [word for one in (*SPARED, *settings, f"run.name={run.name}") for word in ("--set", one)]
     command = [sys.executable, "-c", GRPO, "train", "--config", config, "--resume", "auto", *sets]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
@@ -81,7 +81,7 @@ def curve(run: Path, config: str, settings: list[str]) -> dict[str, Any]:
 
 
 def spread(values: list[float]) -> str:
-    """Returns mean and standard error in percent."""
+    """Formats mean and standard error in percent."""
     error = statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else float("nan")
     return f"{statistics.mean(values):.1%} ± {error:.1%}"
 

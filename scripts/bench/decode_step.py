@@ -1,11 +1,11 @@
-"""A decoded token on TPUs that are not there, against reading weights and live cache once: the compiler's estimates.
+"""Compares the estimated time of a decoded token with one read of weights and live cache, without a TPU.
 
     python scripts/bench/decode_step.py [--preset NAME] [--model NAME] [--set NAME=VALUE ...] [--new 512 8192]
         [--filled 1.0 0.5]
 
-Compiles the decode program of a preset for its slice, for rows of its longest prompt and so many new tokens. The floor
-is the bytes of weights, and of the cache of tokens so far with all rows filled to a share, at the memory's bandwidth.
-Nothing is run; libtpu is needed (`pip install -e '.[tpu]'`).
+The script compiles the decode program of a preset for its slice, for rows of its longest prompt and these numbers of
+new tokens. The lower bound is the time to read the weights and the filled share of the cache at the memory bandwidth.
+Nothing is run; the compiler estimates the times, so libtpu is needed (`pip install -e '.[tpu]'`).
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def main() -> None:
 
 def estimated(settings: Settings, shares: Sequence[float]) -> list[tuple[str, ...]]:
     """Returns a line of the table for each share of the cache that is filled."""
-    kernel_schedules()  # libtpu reads where they go when it is loaded
+    kernel_schedules()  # libtpu reads the folder of the schedules when it is loaded
     jax_startup.initialize_distributed(settings.mesh, compiles=True)
     session = Session.open(ScoringSession.open(settings, read_config_only_spec(settings).model))
     engine = session.evaluation_generator.engine

@@ -1,16 +1,16 @@
-"""Signals and deaths at random moments of a run on two hosts: how each trial ends, and whether the run goes on.
+"""Stops or kills one of two hosts at random moments of a run, and tests how both end and whether the run continues.
 
-Two processes of virtual CPU devices train a tiny model. In each trial one of them, either, gets SIGTERM or is killed at
-a moment drawn between the first file of the run and its end. Then the same command goes on with `--resume auto`, and
-some of those runs are compared, bit for bit, with one that was left alone. A moment at which both had ended well is
-drawn again; whatever else happens is a trial, and the logs of a bad one are printed.
+Two processes with virtual CPU devices train a tiny model. In each trial one of them gets SIGTERM or is killed at a
+random moment between the first file of the run and its end. Then the same command continues with `--resume auto`, and
+some of these runs are compared bit for bit with an uninterrupted run. If both hosts had already ended well, the moment
+is drawn again; every other outcome is a trial, and the logs of failed trials are printed.
 
-SIGTERM ends a host plainly while it still sets up: signals are minded before the run's settings are written. Those
-trials are counted apart too; what is promised of them is that the other host is gone in time, as after a death.
+During setup, SIGTERM ends a host at once; signals are handled from before the settings of the run are written. Such
+trials are also counted separately; in these, the other host must end in time, as after a death.
 
     python scripts/bench/faults.py [--trials 30] [--heartbeat 10] [--compare-every 3] [--separate] [--out FILE]
 
-With --separate only the first host sees the folder of the runs. Exit code 1 where a trial did not end as promised.
+With --separate only the first host sees the folder of the runs. The exit code is 1 if a trial did not end as promised.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ RESULTS = Path(__file__).resolve().parent / "results" / "faults.json"
 LOG_CHARACTERS = 6000
 """Maximum number of last characters of each host's log that are printed for a failed trial."""
 GRACE_S = 25.0
-"""Seconds in which a host that was asked to stop must have saved."""
+"""Seconds within which a host must have saved after a request to stop."""
 START_S = 300.0
-"""Seconds in which a run on a busy machine has started, or ended."""
+"""Seconds within which a run starts or ends on a busy machine."""
 SETTINGS = (
     *("run.steps=12", "rollout.prompts_per_step=2", "rollout.group_size=4", "rollout.max_new_tokens=12"),
     *("data.max_prompt_length=24", "eval.every_steps=4", "eval.num_prompts=4", "checkpoint.every_steps=3"),
@@ -68,8 +68,8 @@ class Trial:
     """Seconds from the signal until both hosts have ended."""
     codes: tuple[int, ...]
     step: int
-    """Step of the newest complete checkpoint; -1 if there is none."""
-    minded: bool
+    """The step of the newest complete checkpoint, or -1 if there is none."""
+    handled: bool
     """Whether the run's settings existed at that time, so that signals were handled."""
     hung: bool
     ended_as_promised: bool
@@ -114,7 +114,7 @@ def started(folder: Path, name: str, heartbeat_s: int, *, separate: bool) -> lis
 
 
 def wait(hosts: Sequence[subprocess.Popen[bytes]], seconds: float) -> bool:
-    """Waits for all processes; kills those that remain, and returns whether there were none."""
+    """Waits for all processes, kills the remaining ones, and returns whether none remained."""
     end = time.monotonic() + seconds
     with suppress(subprocess.TimeoutExpired):
         for host in hosts:
@@ -153,12 +153,12 @@ def content(run: Path) -> tuple[dict[str, bytes], list[dict[str, Any]]]:
     return arrays, reproducible(metrics_of(run))
 
 
-def as_promised(kind: str, victim: int, codes: tuple[int, ...], *, minded: bool, is_complete: bool) -> bool:
-    """Returns whether the hosts may end with these codes; `is_complete`: the last step is saved."""
+def as_promised(kind: str, victim: int, codes: tuple[int, ...], *, handled: bool, is_complete: bool) -> bool:
+    """Returns whether the hosts may end with these codes; `is_complete` means that the last step is saved."""
     of_other = codes[1 - victim]
-    if kind == "SIGTERM" and (minded or codes == (75, 75)):
-        # Asked in the last step: the run is complete, or only its evaluation is still to come. When all is written and
-        # the program about to end, nothing minds the signal any more.
+    if kind == "SIGTERM" and (handled or codes == (75, 75)):
+        # After a signal in the last step, the run is complete, or only its evaluation is missing. When everything is
+        # written and the program is about to end, the signal is not handled any more.
         is_over = codes == (0, 0) or (codes[victim] == -signal.SIGTERM and of_other in (0, -signal.SIGABRT))
         return codes == (75, 75) or (is_complete and is_over)
     return codes[victim] == -KINDS[kind] and (of_other == -signal.SIGABRT or (is_complete and of_other == 0))
@@ -167,7 +167,7 @@ def as_promised(kind: str, victim: int, codes: tuple[int, ...], *, minded: bool,
 def tried(
     kind: str, number: int, *, folder: Path, span_s: float, heartbeat_s: int, separate: bool, compared: bool
 ) -> Trial | None:
-    """Returns the result of a trial; None if both hosts had ended before the signal."""
+    """Returns the result of a trial, or None if both hosts had ended before the signal."""
     name = f"{kind.replace(' ', '')}-{number}"
     run, victim = folder / "runs" / name, random.randrange(2)
     hosts = started(folder, name, heartbeat_s, separate=separate)
@@ -176,7 +176,7 @@ def tried(
     if has_begun:
         time.sleep(after_s)
     was_alive = has_begun and hosts[victim].poll() is None
-    minded = (run / "settings.yaml").exists()
+    handled = (run / "settings.yaml").exists()
     start = time.monotonic()
     if was_alive:
         os.kill(hosts[victim].pid, KINDS[kind])
@@ -186,8 +186,8 @@ def tried(
     if ended and codes == (0, 0) and not (was_alive and kind == "SIGTERM"):
         shutil.rmtree(run)
         return None
-    bound_s = GRACE_S if kind == "SIGTERM" and minded else heartbeat_s + 10.0
-    promised = as_promised(kind, victim, codes, minded=minded, is_complete=step == LAST_STEP)
+    bound_s = GRACE_S if kind == "SIGTERM" and handled else heartbeat_s + 10.0
+    promised = as_promised(kind, victim, codes, handled=handled, is_complete=step == LAST_STEP)
     again = started(folder, name, heartbeat_s, separate=separate)
     went_on = wait(again, START_S) and [host.returncode for host in again] == [0, 0] and newest(run) == LAST_STEP
     found = Trial(
@@ -197,7 +197,7 @@ def tried(
         round(seconds, 2),
         codes,
         step,
-        minded=minded,
+        handled=handled,
         hung=not ended,
         ended_as_promised=was_alive and promised and seconds <= bound_s,
         went_on=went_on,
@@ -214,7 +214,7 @@ def summary(trials: Sequence[Trial], kind: str) -> dict[str, Any]:
     compared = [trial for trial in of_kind if trial.equal is not None]
     return {
         "trials": len(of_kind),
-        "before signals are minded": sum(not trial.minded for trial in of_kind),
+        "before signals are handled": sum(not trial.handled for trial in of_kind),
         "as promised": sum(trial.ended_as_promised for trial in of_kind),
         "went on": sum(trial.went_on for trial in of_kind),
         "equal bit for bit": f"{sum(bool(trial.equal) for trial in compared)} of {len(compared)}",
@@ -228,7 +228,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trials", type=int, default=30, help="of each kind")
     parser.add_argument("--heartbeat", type=int, default=10, help="seconds")
-    parser.add_argument("--compare-every", type=int, default=3, help="which trials are compared with a run left alone")
+    parser.add_argument(
+        "--compare-every", type=int, default=3, help="every how many trials one is compared with an uninterrupted run"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--separate", action="store_true", help="only the first host sees the folder of the runs")
     parser.add_argument("--out", type=Path, default=RESULTS)
@@ -239,7 +241,7 @@ def main() -> int:
         folder = Path(temporary)
         (folder / "runs").mkdir()
         span_s = 0.0
-        # Twice: the first compiles, the second says how long a run takes that need not.
+        # The first run compiles; the second one shows how long a run without compilation takes.
         for name in ("compiling", "alone"):
             hosts = started(folder, name, options.heartbeat, separate=options.separate)
             has_begun, start = begun(folder / "runs" / name, hosts), time.monotonic()

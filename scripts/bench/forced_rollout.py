@@ -1,6 +1,6 @@
-"""Rollouts with prescribed lengths of samples, which end by unpredictable end-of-sequence tokens.
+"""Runs rollouts with prescribed sample lengths, in which samples end by unpredictable end-of-sequence tokens.
 
-As in training, scheduler and engine know only the maximum length of a sample.
+Like in training, scheduler and engine know only the maximum length of a sample.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ EOS = 0
 RULES = SamplingRules(1.0)
 PROMPT_LENGTHS = (48, 96)
 LONGEST_OVER_MEAN = 4
-"""Maximum length of a log-normal sample divided by the mean length."""
+"""The maximum length of a log-normal sample divided by the mean length."""
 
 
 def random_prompts(count: int, *, vocab_size: int) -> list[Prompt]:
@@ -63,7 +63,7 @@ def random_prompts(count: int, *, vocab_size: int) -> list[Prompt]:
 
 
 def last_keys(prompts: Sequence[Prompt], lengths: Sequence[int], *, seed: int) -> UInt32[np.ndarray, "N 2"]:
-    """Returns the key of each sample's last token, at which the program ends it; noise is keyed by position."""
+    """Returns the noise key of each sample's last token, at which the sample ends; keys depend on the position."""
     of_sample = [prompts[i * len(prompts) // len(lengths)] for i in range(len(lengths))]
     group_size = len(lengths) // len(prompts)
     words = jnp.asarray(hash_uids([prompt.uid for prompt in of_sample]))
@@ -86,7 +86,7 @@ def ending_draw(ends: UInt32[np.ndarray, "N 2"]) -> Sampler:
 
 
 class EndingPrograms(SlotPrograms):
-    """Programs with the sampler above."""
+    """The decode programs with the sampler above."""
 
     sampler: Sampler
 
@@ -98,13 +98,13 @@ class EndingPrograms(SlotPrograms):
 
 @dataclass
 class ForcedRollout:
-    """A model, prompts, and the lengths of the samples of each.
+    """A model, its prompts and the lengths of their samples.
 
     Args:
         lengths: lengths of all samples, for each seed from 0 on. With other seeds, samples end only at `longest`.
         longest: maximum length of a sample, which scheduler and engine know.
         slots: slots of each worker. The first is fast, the others are heavy, and all share one device.
-        fast_length: longest row of the fast worker, prompt included, as `rollout.workers.fast.max_length`.
+        fast_length: longest row of the fast worker including the prompt, like `rollout.workers.fast.max_length`.
     """
 
     model: str
@@ -169,7 +169,7 @@ class ForcedRollout:
         return RolloutWorkerPool(workers[:num_workers], schedule, decode_text=lambda _: "", stop_text=lambda _: "")
 
     def generate(self, made: SampleGenerator, *, seed: int = 0) -> float:
-        """Generates all samples and returns the seconds, with opening and closing the slots and making records."""
+        """Generates all samples and returns the seconds, including opening and closing the slots and making records."""
         start = time.perf_counter()
         samples = made.generate(
             self.weights,
@@ -188,7 +188,7 @@ class ForcedRollout:
 
 
 def log_normal_lengths(num_samples: int, *, group: int, mean: int, sigma: float, longest: int) -> list[int]:
-    """Returns lengths of at most `longest` tokens, those of a group correlated by one half."""
+    """Returns lengths of at most `longest` tokens; lengths within a group have the correlation 0.5."""
     rng = np.random.default_rng(0)
     shared, own = rng.standard_normal((num_samples // group, 1)), rng.standard_normal((num_samples // group, group))
     logs = np.sqrt(0.5) * shared + np.sqrt(0.5) * own

@@ -1,14 +1,14 @@
-"""GAE on the CPU against the ways others compute it, in turn in the same processes, each checked against float64.
+"""Compares GAE on the CPU with other implementations in the same processes, and checks each against float64.
 
     python scripts/bench/gae.py [--shapes 16x8192,128x65536,256x131072] [--repeats 3] [--processes 3] [--out FILE.json]
 
-The baselines: slime's loop over time in torch, its chunk scan (128 steps), torchrl's vectorised form (left out where
-torchrl is not installed), and a loop over time in numpy on time-major deltas. `ours` is `generalized_advantages` as
-`auto` takes it, and by `chunked`; `copy` reads and writes 16 bytes a token. All get numpy arrays: full rows;
-rows with 10 % of their tokens masked; and samples of log-normal lengths in one row, as training concatenates them. The
-baselines know neither masks nor such rows, so for them tokens are moved to one padded row per sample and back, which
-counts. Only ours also compute returns. Ratios are of medians over the rounds of all processes, each in another order.
-Torch is needed; it has as many threads as there are cores.
+The baselines are slime's loop over time in torch, its chunk scan (128 steps), torchrl's vectorised form (omitted if
+torchrl is not installed), and a loop over time in numpy on time-major deltas. `ours` is `generalized_advantages` with
+the backends `auto` and `chunked`; `copy` reads and writes 16 bytes per token. All get numpy arrays: full rows;
+rows with 10 % of their tokens masked; and concatenated samples of log-normal lengths in one row, like in training. The
+baselines support neither masks nor such rows, so their tokens are moved to one padded row per sample and back, which
+is included in their time. Only our methods also compute returns. Ratios are between medians over all rounds of all
+processes, each of which has another order. Torch is needed and uses one thread per core.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ RULE = GaeRule(GAMMA, LAM)
 BASELINES = ("slime loop", "slime chunked", "torchrl", "numpy")
 SLIME_CHUNK = 128
 Solve = Callable[[np.ndarray, np.ndarray], Any]
-"""Maps (rewards, values), [B, T] float32, to advantages, and to returns if the method computes them."""
+"""Maps (rewards, values), [B, T] float32, to advantages and, if the method computes them, returns."""
 
 
 def slime_loop(rewards: np.ndarray, values: np.ndarray) -> torch.Tensor:
@@ -58,7 +58,7 @@ def slime_loop(rewards: np.ndarray, values: np.ndarray) -> torch.Tensor:
 
 
 def slime_chunked(rewards: np.ndarray, values: np.ndarray) -> torch.Tensor:
-    """Computes advantages by slime's chunk scan (THUDM/slime#850): products in chunks, a loop over their carries."""
+    """Computes advantages by slime's chunk scan (THUDM/slime#850): products in chunks and a loop over carries."""
     r, v = torch.from_numpy(rewards), torch.from_numpy(values)
     num_tokens, decay = r.shape[1], GAMMA * LAM
     next_values = torch.cat([v[:, 1:], torch.zeros_like(v[:, :1])], dim=1)
@@ -77,7 +77,7 @@ def slime_chunked(rewards: np.ndarray, values: np.ndarray) -> torch.Tensor:
 
 
 def torchrl_vectorised() -> Solve | None:
-    """Returns torchrl's `vec_generalized_advantage_estimate`; None if it is not installed."""
+    """Returns torchrl's `vec_generalized_advantage_estimate`, or None if torchrl is not installed."""
     try:
         functional: Any = importlib.import_module("torchrl.objectives.value.functional")
     except ImportError as error:
@@ -106,7 +106,7 @@ def numpy_time_major(rewards: np.ndarray, values: np.ndarray) -> np.ndarray:
 
 
 def by_rows(solve: Solve, work: Workload) -> np.ndarray:
-    """Computes advantages by a baseline, from the same arrays that ours gets and back, by one padded row per sample."""
+    """Computes advantages by a baseline from the arrays that ours gets, through one padded row per sample and back."""
     if work.mask is None:
         return np.asarray(solve(work.rewards, work.values))
     lengths = work.mask.sum(axis=1) if work.ends is None else np.diff(np.flatnonzero(work.ends), prepend=-1)
@@ -138,7 +138,7 @@ def measure(
     work: Workload, shape: BenchmarkShape, solvers: Mapping[str, Callable[[Workload], np.ndarray]], *, repeats: int,
     longest_s: float,
 ) -> dict[str, Any]:  # fmt: skip
-    """Returns the seconds of rounds in which every method runs once, in another order each; slow ones run once."""
+    """Returns the seconds of rounds that run every method once in another order; slow methods run in one round."""
     target = np.empty_like(work.rewards), np.empty_like(work.values)
     is_written = True if work.mask is None else work.mask
 
@@ -160,7 +160,7 @@ def measure(
             taken = time.perf_counter() - start
             if name != "copy" and name not in errors:
                 errors[name] = error_of([result, result + np.where(is_written, work.values, 0)])
-            # The first round compiles.
+            # The first round compiles and is not timed.
             if round_number:
                 times[name].append(taken)
             del result
@@ -169,7 +169,7 @@ def measure(
 
 
 def merge(processes: list[dict[str, Any]]) -> dict[str, Any]:
-    """Returns medians over the rounds of all processes, and ratios."""
+    """Returns medians over the rounds of all processes, and their ratios."""
     first = processes[0]
     seconds = {name: [s for one in processes for s in one["seconds"][name]] for name in first["seconds"]}
     medians = {name: statistics.median(taken) for name, taken in seconds.items()}

@@ -1,9 +1,9 @@
-"""Compiles our gradients for TPUs that are not there; `tpu_compile.py` runs this.
+"""Compiles our gradients for TPUs without a device; `tpu_compile.py` runs this script.
 
     python scripts/bench/gradients_of_grpo.py '{"preset": NAME, "slice": NAME, "config": {...}, ...}' DIRECTORY
 
-Writes the program's text and figures.json into the directory: the program of the largest micro-batch, as `grpo
-inspect-mesh --compile` compiles it.
+The script writes the program of the largest micro-batch and figures.json into the directory; it compiles like `grpo
+inspect-mesh --compile`.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Compiles the gradients of Tunix's GRPO loss for TPUs that are not there; `tpu_compile.py` runs it in its own Python.
+"""Compiles the gradients of Tunix's GRPO loss for TPUs without a device; `tpu_compile.py` runs it in another Python.
 
     python scripts/bench/gradients_of_tunix.py '{"topology": {...}, "config": {...}, "rows": 32, ...}' DIRECTORY
 
-Writes program.hlo and figures.json into the directory. Tunix's own model, loss, sharding rules and BLOCK remat, over
-fsdp; weights are float32 and computed with in bfloat16, as ours. Tunix drops the shardings of activations if JAX's
-first device is a CPU, and here that is where the compiler runs: they are put back.
+The script writes program.hlo and figures.json into the directory. It uses Tunix's model, loss, sharding rules and BLOCK
+remat over fsdp; weights are float32 and computation is in bfloat16, like ours. Tunix drops the shardings of activations
+if the first device of JAX is a CPU, where the compiler runs here; the script restores them.
 """
 
 # Tunix is not among the packages of this project's environment.
@@ -75,7 +75,7 @@ def main() -> None:
         old_per_token_logps=None,
     )
     algorithm = GRPOConfig(num_generations=work["group_size"], beta=0.0)
-    algorithm.temperature = 1.0  # Tunix's learner copies it from its rollout settings.
+    algorithm.temperature = 1.0  # The learner of Tunix copies this value from its rollout settings.
 
     def gradients(state: nnx.State, example: TrainExample) -> tuple:
         model = nnx.merge(definition, state)

@@ -1,6 +1,6 @@
-"""The collectives of a compiled program and the loops around them, read from its text: nothing is run.
+"""Reads the collectives of a compiled program and the loops around them from its text; nothing is run.
 
-Bytes are those of `app.preflight.hlo_text.Collective`.
+Bytes are counted like in `app.preflight.hlo_text.Collective`.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from app.preflight.hlo_text import COLLECTIVES, Collective, HloProgram, Instruct
 
 @dataclass(frozen=True)
 class LoopedCollective:
-    """A collective and how often it runs, in one turn of each loop that depends on data."""
+    """A collective and how often it runs in one iteration of each loop that depends on data."""
 
     collective: Collective
     instruction: Instruction
-    """What the program does, without what wraps it."""
+    """The name of the operation without the scopes around it."""
     num_executions: int
     is_in_dynamic_loop: bool
 
@@ -29,12 +29,12 @@ class LoopedCollective:
 
     @property
     def bytes_per_device(self) -> int:
-        """Bytes that each device sends."""
+        """The bytes that each device sends."""
         return self.num_executions * self.collective.sent_bytes
 
 
 def program_collectives(compiled: Compiled) -> list[LoopedCollective]:
-    """Returns every collective of a compiled program; of a conditional, those of all branches."""
+    """Returns every collective of a compiled program, in conditionals the collectives of all branches."""
     text = compiled.as_text()
     assert text is not None, "this backend does not show its programs"
     program = HloProgram(text)

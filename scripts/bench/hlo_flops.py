@@ -1,7 +1,7 @@
-"""The FLOPs of the matrix products that a compiled TPU program computes, read from its text: nothing is run.
+"""Counts the FLOPs of the matrix products of a compiled TPU program from its text; nothing is run.
 
-XLA's own count has each loop's body once, and no kernels. Here a body counts as often as it runs, and a kernel of
-`app.model.grouped_product` as the rows that pass through its device's experts. Attention's kernels are left out.
+XLA counts the body of each loop once, and no kernels. Here a body counts as often as it runs, and a kernel of
+`app.model.grouped_product` counts the rows that pass through the experts of its device. Attention kernels are excluded.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from scripts.bench.kernel_time import GROUPED_PRODUCTS, ROUTED_ROWS
 
 
 def product_flops(text: str, turns: Mapping[str, int]) -> Counter[str]:
-    """Returns FLOPs on each device: those of `grouped` products, of the LM `head`, and of all `other` products.
+    """Returns the FLOPs on each device: `grouped` products, the LM `head` and all `other` products.
 
     Args:
-        turns: as for `scripts.bench.program_time.program_time`.
+        turns: see `scripts.bench.program_time.program_time`.
     """
     program, total = HloProgram(text), Counter[str]()
 
@@ -59,7 +59,7 @@ def _multiplications(one: Instruction, left: ArrayShape, right: ArrayShape) -> i
 
 
 def _windows(one: Instruction, num_dims: int) -> list[dict[str, int]]:
-    """Returns the window of each spatial dim; XLA writes dims of a batch as such, with a window as large as they."""
+    """Returns the window of each spatial dim; XLA writes batch dims as spatial dims whose window is the whole dim."""
 
     def each(name: str, default: int) -> list[int]:
         listed = one.attribute(rf"window=\{{[^}}]*\b{name}=([\dx]+)")
@@ -73,6 +73,6 @@ def _windows(one: Instruction, num_dims: int) -> list[dict[str, int]]:
 
 
 def _overlaps(length: int, results: int, *, size: int, stride: int, lhs_dilate: int, rhs_dilate: int, pad: int) -> int:
-    """Returns the pairs of a result and a place of the window that lies on an element, not on padding between them."""
+    """Returns the number of pairs of a result and a window place that is an element instead of padding."""
     reached = (o * stride + k * rhs_dilate - pad for o in range(results) for k in range(size))
     return sum(0 <= at <= (length - 1) * lhs_dilate and at % lhs_dilate == 0 for at in reached)

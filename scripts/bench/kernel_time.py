@@ -1,4 +1,4 @@
-"""The time of Pallas kernels on a TPU, from the instructions that the compiler scheduled for them."""
+"""Estimates the time of Pallas kernels on a TPU from the instructions that the compiler scheduled for them."""
 
 from __future__ import annotations
 
@@ -24,31 +24,31 @@ from app.preflight.hlo_text import ArrayShape, Instruction
 from settings.errors import InputError
 
 GROUPED_PRODUCTS = ("ragged-dot-none", "tgmm")
-"""The kernels of `app.model.grouped_product`: XLA's own, and megablox'."""
+"""The kernels of `app.model.grouped_product`, of XLA and of megablox."""
 SCHEDULES = ".*final_bundles.*"
-"""The compiler's files on the instructions that a Pallas kernel became."""
+"""The compiler's files about the scheduled instructions of a Pallas kernel."""
 ROUTED_ROWS = "routed rows"
-"""Among the numbers of turns: the rows that pass through a device's experts."""
+"""The key, among the numbers of turns, of the rows that pass through the experts of a device."""
 
 
 @functools.cache
 def kernel_schedules() -> Path:
-    """Returns the folder, gone after this process, to which libtpu writes the schedule of each kernel that it compiles.
+    """Returns a temporary folder to which libtpu writes the schedule of each kernel that it compiles.
 
     The first call must be before JAX loads libtpu.
     """
     folder = tempfile.mkdtemp(prefix="grpo-kernels-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    # libtpu splits the variable at spaces and knows no quotes.
+    # libtpu splits the variable at spaces and does not support quotes.
     added = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex={SCHEDULES}"
     os.environ["LIBTPU_INIT_ARGS"] = f"{os.environ.get('LIBTPU_INIT_ARGS', '')} {added}".strip()
     return Path(folder)
 
 
 def kernel_time(one: Instruction, chip: TpuChip, bundles: Mapping[str, int], turns: Mapping[str, int]) -> float:
-    """Returns the seconds of a kernel: the longer of its instructions and its copies.
+    """Returns the seconds of a kernel: the larger of the times of its instructions and its copies.
 
-    Each turn of a kernel's grid takes a cycle for each bundle. The grid is read from the kernel.
+    Each turn of the grid takes one cycle per bundle. The grid is read from the kernel.
 
     Args:
         bundles: see `take_scheduled_bundles`.
@@ -71,7 +71,7 @@ def kernel_time(one: Instruction, chip: TpuChip, bundles: Mapping[str, int], tur
 def take_scheduled_bundles(folder: Path) -> dict[str, int]:
     """Returns the bundles of instructions of each kernel that was compiled since the last call.
 
-    The compiler compiles equal kernels of a program once. Of several with one name, the longest counts.
+    The compiler compiles equal kernels of a program once. If several kernels have one name, the longest counts.
     """
     bundles: dict[str, int] = {}
     for path in folder.iterdir():
@@ -85,10 +85,10 @@ def take_scheduled_bundles(folder: Path) -> dict[str, int]:
 
 
 def _turns_and_copies(one: Instruction, turns: Mapping[str, int]) -> tuple[int, int]:
-    """Returns the turns of a kernel's grid, and the bytes that it copies at most between HBM and the chip.
+    """Returns the turns of a kernel's grid and the maximum number of bytes that it copies between HBM and the chip.
 
     A block is copied whenever the innermost index that selects it changes. Blocks that are not copied in the background
-    stay for many turns, and are left out.
+    stay for many turns and are not counted.
     """
     body = one.attribute(r'"body":"([^"]+)"')
     assert body, one.name
@@ -117,7 +117,7 @@ def _turns_and_copies(one: Instruction, turns: Mapping[str, int]) -> tuple[int, 
 def _dynamic_turns(one: Instruction, prefetched: Any, rows: Any, turns: Mapping[str, int]) -> int:
     """Returns the turns of a grid that depends on data.
 
-    A grouped product has one for each block of rows, and one more wherever a group begins within a block.
+    A grouped product has one turn for each block of rows, and another one wherever a group starts within a block.
     """
     if not one.name.startswith(GROUPED_PRODUCTS):
         return turns[ATTENTION_SCOPE]

@@ -1,12 +1,12 @@
-"""The kernels for attention and for experts on this machine's accelerator, against plain XLA: error and seconds.
+"""Compares the attention and expert kernels on the accelerator of this machine with plain XLA: errors and seconds.
 
     python scripts/bench/kernels_on_device.py [--model Qwen2.5-1.5B] [--rows 256] [--length 832]
 
-Both sides compute in bfloat16; errors are relative to attention in float32 at the highest precision, and must be at
-most 1.5 times XLA's. Decoding is one token of `--rows` rows, filled to random lengths up to `--length`, over a pool of
-blocks; the read column is keys and values of their tokens by the seconds, beside a plain read of as many bytes.
-Scoring and update are a row of 8,192 packed tokens. Experts are those of Qwen3-30B-A3B, of which each token has 8;
-their read column is all matrices by the seconds.
+Both sides compute in bfloat16; errors are relative to attention in float32 at the highest precision and must be at most
+1.5 times the errors of XLA. Decoding computes one token for each of `--rows` rows, which are filled to random lengths
+up to `--length`, over a pool of blocks; the read column compares the rate of reading their keys and values with a plain
+read of as many bytes. Scoring and update use a row of 8,192 packed tokens. Experts have the sizes of Qwen3-30B-A3B, in
+which each token uses 8; their read column is the rate of reading all matrices.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ from scripts.bench.shapes import QWEN2_5, QWEN3
 from settings.schema.mesh import MeshSettings
 
 ERROR_LIMIT = 1.5
-"""The largest error of a kernel, as a multiple of XLA's."""
+"""The largest allowed error of a kernel as a multiple of the error of XLA."""
 TOKENS = 8192
-"""Tokens of the packed row."""
+"""The number of tokens of the packed row."""
 RUNS = 5
 
 
@@ -62,7 +62,7 @@ def main() -> None:
 
 
 def interleaved_seconds(calls: dict[str, Callable[[], Any]]) -> dict[str, float]:
-    """Returns the median seconds of each call; the calls take turns after one that compiles."""
+    """Returns the median seconds of each call; the calls alternate after a first round that compiles."""
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     for run in range(RUNS + 1):
         for name, call in calls.items():
@@ -97,7 +97,7 @@ def relative_error(found: Any, right: Any) -> float:
 
 
 def line(what: str, calls: dict[str, Callable[[], Any]], right: Any, read_bytes: int = 0) -> tuple[str, ...]:
-    """Returns a line of the table. `calls` are XLA and the kernel."""
+    """Returns a line of the table. `calls` are the calls of XLA and of the kernel."""
     errors = [relative_error(call(), right) for call in calls.values()]
     assert errors[1] <= ERROR_LIMIT * errors[0], (what, errors)
     plain, kernel = interleaved_seconds(calls).values()
@@ -129,7 +129,7 @@ def decoding(architecture: Architecture, num_rows: int, length: int, *, is_int8:
         arrays = positions, active, tables
         compute = lambda pool: extend_cache(query, key, value, pool, *arrays, block_size=block_size)  # noqa: E731
         step = jax.jit(compute, donate_argnums=0)
-        # The pool is updated in place, as in a rollout.
+        # The pool is updated in place, like in a rollout.
         kept = [jax.tree.map(jnp.copy, pool)]
 
         def call() -> Array:

@@ -1,12 +1,13 @@
-"""Memory of an update of adapters, of adapters beside a quantized base and of all weights, as the compiler reserves it.
+"""Compares the compiler's memory of an update of adapters, of adapters with a quantized base and of all weights.
 
-Nothing is run.
+No program is run.
 
     python scripts/bench/lora_memory.py [--shapes SmolLM2-135M,Qwen2.5-1.5B] [--rank 8] [--out FILE.json] [--set a.b=c]
 
-For each shape, on one device: what stays through a step (weights, moments), what an optimizer step has beside it (the
-sum of gradients; arguments, outputs and temporaries of both its programs, compiled by this machine's backend), and what
-a checkpoint takes. Ratios are to all weights of the same run. There are no weights.
+For each shape, on one device, the script reports the memory held through a step (weights, moments), the additional
+memory of an optimizer step (the sum of gradients, and arguments, outputs and temporaries of its two programs, compiled
+by the backend of this machine), and the size of a checkpoint. Ratios are relative to training all weights in the same
+run. The models need no weights.
 """
 
 from __future__ import annotations
@@ -40,11 +41,11 @@ RUN = (
     *("data.max_prompt_length=512", "rollout.max_new_tokens=1024", "rollout.prompts_per_step=16"),
     *("rollout.group_size=8", "algorithm.max_tokens_per_device=8192"),
 )
-"""Settings in float32, because the CPU's compiler multiplies bfloat16 by float32 copies, which no TPU makes."""
+"""Settings in float32, because the CPU compiler multiplies bfloat16 through float32 copies, which TPUs do not need."""
 
 
 def measured(shape: str, overrides: list[str]) -> dict[str, int]:
-    """Returns the bytes of one kind of training."""
+    """Returns the memory of one kind of training in bytes."""
     with tempfile.TemporaryDirectory() as folder:
         config = {"max_position_embeddings": 32_768, "rms_norm_eps": 1e-6, **SHAPES[shape]}
         (Path(folder) / "config.json").write_text(json.dumps(config))
@@ -59,7 +60,7 @@ def measured(shape: str, overrides: list[str]) -> dict[str, int]:
     moments = bytes_per_device(state) - bytes_per_device(state.params)
     programs = lower_update(session, learning.policy, step.update)
     reserved = {name: program_memory_bytes(lowered.compile()) for name, lowered in programs.items()}
-    # The optimizer's moments wait while gradients are computed; frozen weights and the reference wait in both.
+    # Moments stay in memory while gradients are computed; frozen weights and the reference stay during both programs.
     frozen, reference = bytes_per_device(learning.policy.frozen_shapes), memory["score"].get("reference", 0)
     peak = max(reserved["gradients"] + moments, reserved["optimizer"] + frozen) + reference
     return {

@@ -1,9 +1,9 @@
-"""How full packed micro-batches are, and what planning them takes.
+"""Measures how full packed micro-batches are and how long planning takes.
 
     python scripts/bench/packing.py [--cases 10000] [--lengths FILE.json] [--out FILE.json]
 
-Every ratio is of tokens computed, to the same samples in the same run. The baselines: first fit in arrival order into
-full rows (slime's and OpenRLHF's), and padded rows, one sample each, as many as the quota has room for.
+Every ratio compares computed tokens for the same samples in the same run. The baselines are first fit in arrival order
+into full rows (slime and OpenRLHF), and padded rows with one sample each, as many as fit into the quota.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from app.batching.packing_stats import packing_stats
 
 QUOTA = 4096
 DEFAULT_QUOTA = 16384
-"""That of `algorithm.max_tokens_per_device`."""
+"""The default of `algorithm.max_tokens_per_device`."""
 MEAN_LENGTH = 800
 GSM8K_QUANTILES = (
     *(65, 97, 109, 118, 126, 133, 141, 148, 156, 163, 172),
     *(181, 190, 200, 211, 223, 237, 254, 280, 318, 538),
 )
-"""Tokens of question and answer, every 5 % of the 7,473 rows of GSM8K's train.jsonl, with SmolLM2's tokenizer."""
+"""Quantiles, every 5 %, of the tokens per row (question and answer) of GSM8K's train.jsonl with SmolLM2's tokenizer."""
 GSM8K_MEAN = 184.8
 
 
@@ -88,7 +88,7 @@ def groups(rng: np.random.Generator, count: int, size: int) -> SequenceLengths:
 
 
 def recorded_groups(path: Path) -> DrawGroups:
-    """Returns a draw of whole groups, each a list of [prompt, completion] lengths, with replacement."""
+    """Returns a function that draws whole groups with replacement, each a list of [prompt, completion] lengths."""
     recorded = json.loads(path.read_text(encoding="utf-8"))["groups"]
 
     def draw(rng: np.random.Generator, count: int, size: int) -> SequenceLengths:
@@ -134,7 +134,7 @@ def most_that_shapes_allow(tokens: int, num_devices: int) -> float:
 
 
 def fill_of_cell(draw: Callable, count: int, num_devices: int, num_seeds: int) -> dict[str, float]:
-    """Returns means over seeds, and the smallest fill."""
+    """Returns means over seeds and the smallest fill."""
     found: dict[str, list[float]] = {}
     for seed in range(num_seeds):
         host = lone(draw(np.random.default_rng(seed), count))
@@ -207,7 +207,7 @@ def sharing_table() -> dict[str, dict[str, float]]:
 
 
 def joined(hosts: Sequence[SequenceLengths]) -> SequenceLengths:
-    """Returns the samples of several hosts, whose prompts remain separate."""
+    """Returns the samples of several hosts as one batch in which their prompts remain separate."""
     first_prompts = np.cumsum([0, *(host.prompt_indices.max(initial=-1) + 1 for host in hosts)])
     return SequenceLengths(
         np.concatenate([host.prompts for host in hosts]),
@@ -217,7 +217,7 @@ def joined(hosts: Sequence[SequenceLengths]) -> SequenceLengths:
 
 
 def hosts_table(name: str, draw: DrawGroups, num_seeds: int) -> dict[str, dict[str, float]]:
-    """Compares one plan for all hosts with a plan of each host's own samples, as large as that of the fullest host."""
+    """Compares one plan for all hosts with separate plans per host, all as large as the plan of the fullest host."""
     print(
         f"\n{name}: hosts of 8 devices, quota {DEFAULT_QUOTA}, shared prompts, 8 samples a prompt; "
         f"means over {num_seeds} seeds"
@@ -252,7 +252,7 @@ def hosts_table(name: str, draw: DrawGroups, num_seeds: int) -> dict[str, dict[s
 
 
 def tail_table(draw: DrawGroups, num_steps: int = 60) -> dict[str, dict[str, float]]:
-    """Compares sizes of the last micro-batch, of which each is compiled: fill, and shapes of steps of one run."""
+    """Compares size ratios of the last micro-batch by the fill and by the number of shapes that a run compiles."""
     print(f"\nSizes of the last micro-batch: {num_steps} steps of 64 samples, 8 devices, quota {DEFAULT_QUOTA}")
     print(f"{'ratio':<8}{'fill':>8}{'least':>8}{'shapes compiled':>17}")
     cells, shipped = {}, micro_batch_shapes.TAIL_GROWTH
@@ -273,7 +273,7 @@ def tail_table(draw: DrawGroups, num_steps: int = 60) -> dict[str, dict[str, flo
 
 
 def random_case(rng: np.random.Generator) -> tuple[SequenceLengths, TokenBudget, int]:
-    """Returns a random case of up to 64 devices, up to 2,000 samples, any quota and options."""
+    """Returns a random case with up to 64 devices, up to 2,000 samples, any quota and any options."""
     num_devices = math.prod(int(n) for n in rng.integers(1, 9, 2))
     quota = int(rng.choice([64, 500, 1024, 4096, 16384]))
     longest = int(rng.integers(2, quota + 1))
@@ -291,7 +291,7 @@ def random_case(rng: np.random.Generator) -> tuple[SequenceLengths, TokenBudget,
 
 
 def random_cases(num_cases: int) -> dict[str, int]:
-    """Counts plans above the quota, and those with missing samples."""
+    """Counts plans above the quota and plans with missing samples."""
     over = incomplete = 0
     for seed in range(num_cases):
         lengths, budget, num_devices = random_case(np.random.default_rng(seed))
@@ -315,7 +315,7 @@ def median_ms(call: Callable[[], object]) -> float:
 
 
 def times() -> dict[str, float]:
-    """Returns milliseconds of planning 8,192 samples on one host, and of packing 2,048 samples with five quantities."""
+    """Returns the milliseconds of planning 8,192 samples on one host and packing 2,048 samples with five quantities."""
     found = {}
     for name, draw in DISTRIBUTIONS.items():
         host = lone(draw(np.random.default_rng(0), 8192))
@@ -366,7 +366,7 @@ def assembly_times() -> dict[str, float]:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", type=int, default=10_000, help="random cases")
-    parser.add_argument("--seeds", type=int, default=100, help="of 64 samples; a quarter as many of 512")
+    parser.add_argument("--seeds", type=int, default=100, help="batches of 64 samples; a quarter as many of 512")
     parser.add_argument("--lengths", type=Path, default=LENGTHS, help="recorded groups of a real policy")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args(arguments)

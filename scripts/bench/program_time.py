@@ -1,8 +1,8 @@
-"""The time of a compiled TPU program as its compiler estimates it: nothing is run.
+"""Estimates the time of a compiled TPU program from the numbers of its compiler; nothing is run.
 
-The compiler states cycles for fusions. Everything else is counted from bytes: other instructions and copies at the
-bandwidth of the memory, collectives at the bandwidth of the links. Of what runs in the background, only the time that
-is not covered by work between its start and its end counts.
+The compiler gives the cycles of fusions. Everything else is computed from bytes: other instructions and copies at the
+bandwidth of the memory, collectives at the bandwidth of the links. For background operations, only the time that is
+not covered by work between their start and their end counts.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ FREE_OPCODES = frozenset(
         *("partition-id", "replica-id"),
     }
 )
-"""Instructions that move no arrays of any size."""
+"""Instructions that do not move arrays."""
 ALIASING_CALLS = ("AllocateBuffer", "ConcatBitcast", "AssumeGatherIndicesInBound", "Sharding")
-"""Targets of custom calls that only name memory."""
+"""Targets of custom calls that only give a name to memory."""
 TOUCHED_ONCE = ("dynamic-slice", "slice", "gather", "dynamic-reshape")
-"""Instructions that read as much as they write, however large their first operand is."""
+"""Instructions that read only as much as they write, although their first operand may be larger."""
 
 
 @dataclass
 class ProgramTime:
-    """Seconds of one call on each device, by the compiler's estimate."""
+    """The seconds of one call on each device, estimated by the compiler."""
 
     compute_s: float = 0.0
     kernel_s: float = 0.0
     parts: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
-    """Seconds by part: those of `PARTS`, which add up to the whole."""
+    """The seconds of each of `PARTS`, which add up to the whole."""
 
     @property
     def exposed_collective_s(self) -> float:
-        """Seconds of collectives that no other work covers."""
+        """The seconds of collectives that no other work covers."""
         return self.parts.get("collectives", 0.0)
 
     @property
@@ -49,18 +49,18 @@ class ProgramTime:
         return self.compute_s + self.kernel_s + self.exposed_collective_s
 
     def spend(self, part: str, seconds: float) -> None:
-        """Adds seconds of a part, apart from those of kernels."""
+        """Adds seconds of a part that are not spent in kernels."""
         self.parts[part] += seconds
         if part != "collectives":
             self.compute_s += seconds
 
     def wait(self, ends: list[tuple[float, str]]) -> None:
-        """Adds the time until the ends of what runs in the background, each with its part."""
+        """Adds the time until each background operation ends, to the part of that operation."""
         for until, part in sorted(ends):
             self.spend(part, max(0.0, until - self.estimated_s))
 
     def add(self, other: ProgramTime, times: int = 1) -> None:
-        """Adds another's figures `times` times."""
+        """Adds the figures of another computation `times` times."""
         self.compute_s += other.compute_s * times
         self.kernel_s += other.kernel_s * times
         for part, seconds in other.parts.items():
@@ -78,10 +78,10 @@ def program_time(
     Args:
         bundles: see `scripts.bench.kernel_time.take_scheduled_bundles`.
         turns: turns of loops and grids that depend on data, by their name scope.
-        turn_of: the name scope of a loop of which only one turn is counted, instead of the whole call.
+        turn_of: the name scope of a loop; only one turn of it is counted instead of the whole call.
 
     Raises:
-        InputError: a loop's count is unknown, or a kernel's schedule.
+        InputError: the number of turns of a loop or the schedule of a kernel is unknown.
     """
     walk = _Walk(HloProgram(text), chip, bundles, turns)
     return walk.time_of(walk.program.computation_of(turn_of))
@@ -95,15 +95,15 @@ class _Walk:
     turns: Mapping[str, int]
 
     def time_of(self, computation: str, part: str = "rest") -> ProgramTime:
-        """Returns the time of one run of a computation, whose instructions start one after the other.
+        """Returns the time of one run of a computation whose instructions start one after the other.
 
         Args:
-            part: the part of instructions whose own is unknown.
+            part: the part of instructions that name no part.
         """
         total = ProgramTime()
         results: dict[str, Instruction] = {}
         in_flight: dict[str, list[tuple[float, str]]] = {}
-        """Value that holds handles of what runs in the background -> when each ends on this clock, and its part."""
+        """Maps a value with handles of background operations to the end on this clock and the part of each."""
         links_free_at = 0.0
         for one in self.program.computations[computation]:
             results[one.name] = one
@@ -155,13 +155,13 @@ class _Walk:
         elif one.opcode == "fusion":
             touched = self._fusion_bytes(one) or touched
         elif one.opcode == "sort":
-            # A bitonic sort: each of its passes reads and writes the arrays.
+            # Each pass of a bitonic sort reads and writes the arrays.
             passes = math.log2(max(2, *one.shapes[0].sizes))
             touched = touched * passes * (passes + 1) / 2
         return touched / self.chip.hbm_bytes_per_s
 
     def _fusion_bytes(self, one: Instruction) -> int | None:
-        """Returns the bytes that a fusion around a gather, or a scatter in place, moves; None for others."""
+        """Returns the bytes moved by a fusion around a gather or an in-place scatter, or None for other fusions."""
         inside = {inner.name: inner for inner in self.program.fused(one)}
         opcodes = {inner.opcode: inner for inner in inside.values()}
         if "scatter" in opcodes and '"aliasing_operands":{"lists":[{' in one.text:

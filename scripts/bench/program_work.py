@@ -1,4 +1,4 @@
-"""What the fullest device computes in one call of a program, counted from the shapes of its rows."""
+"""Counts the work of the fullest device in one call of a program from the shapes of its rows."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ class ProgramWork:
     """The work of one call on the fullest device."""
 
     model_flops: int
-    """FLOPs that the network needs: those of its matrices for each token, and of the visible pairs of tokens."""
+    """The FLOPs that the network needs for its matrices at each token and for the visible pairs of tokens."""
     turns: Mapping[str, int]
-    """Turns of loops and grids whose number depends on the rows, by the name scope in compiled programs; of experts the
-    rows, as `ROUTED_ROWS`, with the same number for each expert."""
+    """The turns of loops and grids that depend on the rows, by name scope in compiled programs; for experts the
+    number of rows as `ROUTED_ROWS`, which is the same for each expert."""
 
 
 def work_of_program(step: StepOutline, phase: str, name: str) -> ProgramWork:
-    """Returns the work of a program of a step, with the longest samples."""
+    """Returns the work of a program of a step with the longest samples."""
     session, reward_model = step.session, step.reward_model
     settings, mesh = session.settings, session.mesh
     if phase in ("rollout", "evaluation"):
@@ -74,7 +74,7 @@ def work_of_program(step: StepOutline, phase: str, name: str) -> ProgramWork:
     assert plan is not None
     # The reward model reads one more token.
     completion = settings.rollout.max_new_tokens + (phase == "reward")
-    # One plan is made for all hosts' samples, any of which can be in the rows of this one.
+    # One plan is made for the samples of all hosts, and the rows of this host may contain any of them.
     num_samples = settings.rollout.prompts_per_step * settings.rollout.group_size * num_hosts(mesh)
     samples = longest_samples(num_samples, prompt=step.longest_prompt, completion=completion)
     return packed_pass_work(
@@ -97,8 +97,8 @@ def packed_pass_work(
     """Returns the work of a pass over a micro-batch of packed rows.
 
     Args:
-        dtype: the compute type.
-        logits_chunk: `model.logits_chunk`; None for a network without LM head.
+        dtype: the dtype of the computation.
+        logits_chunk: `model.logits_chunk`, or None for a network without LM head.
     """
     batch = pack_tokens(samples, micro_batch)
     layout = SegmentLayout(batch.segment_ids, batch.branch_ids, batch.positions)
@@ -122,7 +122,7 @@ def packed_pass_work(
 def generation_work(
     architecture: Architecture, mesh: Mesh, dtype: DTypeLike, shape: BatchShape
 ) -> dict[str, ProgramWork]:
-    """Returns the work of a prefill of full prompts, and of one decoded token of all rows with full caches."""
+    """Returns the work of a prefill of full prompts and of one decoded token of all rows with full caches."""
     a, parts = architecture, num_local_row_shards(mesh)
     ones = np.ones((-(-shape.num_prompts // parts), shape.prompt_length), np.int32)
     positions = np.broadcast_to(np.arange(shape.prompt_length, dtype=np.int32), ones.shape)
@@ -134,7 +134,7 @@ def generation_work(
     turns = _routed_rows(a, mesh, rows)
     with jax.set_mesh(mesh):
         if size := decode_block_size(a, shape.block_size or length, dtype):
-            # The blocks that a row sees, in the mean over layers; windows begin within a block.
+            # This is the mean over layers of the blocks that a row sees; windows may start within a block.
             blocks = np.mean([-(-length // size) - (length - tokens) // size for tokens in seen])
             cache = abstract_cache(cache_shapes(a, shape.num_rows * num_hosts(mesh), length, dtype), mesh)[0].keys
             turns[ATTENTION_SCOPE] = math.ceil(cache.sharding.shard_shape(cache.shape)[0] * blocks)
@@ -148,7 +148,7 @@ def _rows_work(
     architecture: Architecture, mesh: Mesh, dtype: DTypeLike, layout: SegmentLayout, *, num_logits: int
 ) -> ProgramWork:
     is_token = layout.segment_ids != 0
-    # A token sees itself and all positions before it, as far as its layer's window reaches.
+    # A token sees itself and all earlier positions within the window of its layer.
     seen = np.where(is_token, layout.positions + 1, 0)
     windows = Counter(architecture.layer_windows)
     pairs = sum(n * int((seen if w is None else np.minimum(seen, w)).sum()) for w, n in windows.items())
@@ -168,7 +168,7 @@ def _rows_work(
 
 
 def _visible_pairs(layout: SegmentLayout, windows: Sequence[int | None], blocking: Blocking) -> int:
-    """Returns how many pairs of blocks a layer computes for one device's rows, rounded up from the mean over layers."""
+    """Returns the pairs of blocks that a layer computes for one device: the mean over layers, rounded up."""
     num_layers = Counter(windows)
     pairs = make_block_pairs(layout, num_layers, blocking)
     if pairs is None:

@@ -1,16 +1,17 @@
-"""Compares the program on real weights in GGUF files with transformers, and with llama.cpp: prints a table.
+"""Compares the program on real weights in GGUF files with transformers and llama.cpp, and prints a table.
 
     python scripts/bench/real_weights.py --gsm8k test.jsonl [--prompts 16] [--tokens 64] [--llama-python PYTHON] FILE...
 
-FILE is what `scripts/fetch_model.sh` brings. Everything is in float32 on the CPU, and PyTorch must be installed.
-Prompts are questions of GSM8K, as chats if the file has a template. Ours are the texts and logprobs that `grpo.rollout`
-returns; transformers reads the same file, gets the same ids, and generates in one left-padded batch. It leaves the
-normalization of Qwen's and the splitting of SmolLM2's tokenizer out, which are not in the file but in the original, so
-the ids of a prompt may differ where it has decomposed letters or two spaces before a digit.
+`scripts/fetch_model.sh` downloads FILE. Everything is in float32 on the CPU, and PyTorch must be installed. Prompts are
+questions of GSM8K, as chats if the file has a template. Our side are the texts and logprobs of `grpo.rollout`.
+transformers reads the same file, gets the same ids and generates in one left-padded batch. It ignores the normalization
+of Qwen's tokenizer and the splitting of SmolLM2's, which are in the original but not in the file, so the ids of a
+prompt may differ at decomposed letters or at two spaces before a digit.
 
-PYTHON is an interpreter that has llama-cpp-python. It gets the weights as float32, in a temporary file: its products
-with quantized weights quantize the activations, too, so that texts part at near ties (SmolLM2: 11 of 16 are equal then,
-with gaps of at most 0.21 between the two logits). The exit code is 1 if a figure is out of its bound.
+PYTHON is an interpreter with llama-cpp-python. It gets the weights as float32 in a temporary file, because its matrix
+products with quantized weights also quantize the activations, so that texts differ after near ties (with SmolLM2, 11 of
+16 texts are then equal, and the gaps between the two logits are at most 0.21). The exit code is 1 if a bound is
+violated.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ for line in sys.stdin:
 
 
 class Figure(NamedTuple):
-    """What was found and its bound, which it must not exceed, or not fall below if `at_least` is true."""
+    """A measured value and its upper bound, or its lower bound if `at_least` is true."""
 
     name: str
     value: float
@@ -119,7 +120,7 @@ def our_logits(path: Path, prompts: Sequence[Sequence[int]]) -> list[np.ndarray]
 
 
 class Reference:
-    """The model and tokenizer that transformers makes of the file."""
+    """The model and tokenizer that transformers reads from the file."""
 
     def __init__(self, path: Path) -> None:
         transformers.logging.set_verbosity_error()
@@ -138,7 +139,7 @@ class Reference:
         return torch.log_softmax(logits, -1).numpy()[np.arange(len(completion)), list(completion)]
 
     def greedy(self, prompts: Sequence[Sequence[int]], ends: Sequence[int], num_tokens: int) -> list[list[int]]:
-        """Returns each completion up to its first end token, which it includes."""
+        """Returns each completion up to and including its first end token."""
         longest = max(map(len, prompts))
         ids = torch.full((len(prompts), longest), ends[0])
         mask = torch.zeros_like(ids)
@@ -158,7 +159,7 @@ class Reference:
 
 
 def write_float32(path: Path, folder: Path) -> Path:
-    """Writes a GGUF file with the same metadata, and dequantized tensors."""
+    """Writes a GGUF file with the same metadata and dequantized tensors."""
     reader, out = GGUFReader(path), folder / path.name
     writer = GGUFWriter(out, reader.fields["general.architecture"].contents())
     for key, field in reader.fields.items():
@@ -186,7 +187,7 @@ def num_equal(ours: Sequence[Sequence[int]], theirs: Sequence[Sequence[int]]) ->
 
 
 def tokenizer_figures(ours: Tokenizer, theirs: Any, rows: Sequence[Mapping[str, str]]) -> list[Figure]:
-    """Counts differences of templates, end and special tokens, and prompts of which the ids are equal."""
+    """Counts differences of templates, end tokens and special tokens, and prompts with equal ids."""
     chats = [[{"role": "user", "content": row["question"]}] for row in rows]
     if ours.template.exists:
         ids = [ours.chat_ids(chat) for chat in chats]
@@ -200,7 +201,7 @@ def tokenizer_figures(ours: Tokenizer, theirs: Any, rows: Sequence[Mapping[str, 
         for name in ("bos_token", "eos_token", "pad_token", "chat_template")
         if (getattr(own, name) or None) != getattr(theirs, name)
     ]
-    # A token for unknown text is a special one for transformers only.
+    # Only transformers treats the token for unknown text as special.
     differing = ours.special_ids.symmetric_difference(special) - {theirs.unk_token_id}
     return [
         Figure("special ids that differ", len(differing), 0),

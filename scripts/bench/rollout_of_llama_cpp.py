@@ -1,9 +1,9 @@
-"""llama.cpp's side of `rollout_peer.py`: seconds for samples of given lengths. Needs llama-cpp-python, not grpo.
+"""Measures llama.cpp for `rollout_peer.py`: seconds for samples of given lengths. Needs llama-cpp-python, not grpo.
 
     python scripts/bench/rollout_of_llama_cpp.py FILE.gguf ROWS < WORK
 
-Each line of WORK is a JSON object, `{"prompts": [[id, ...], ...], "lengths": [number, ...]}`; stdout has the seconds of
-each. All rows are one batch of `llama_decode`; a sample that is complete leaves its row to the next one.
+Each line of WORK is a JSON object, `{"prompts": [[id, ...], ...], "lengths": [number, ...]}`; the script prints the
+seconds of each. All rows are one batch of `llama_decode`; the next sample takes the row of a completed one.
 """
 
 # llama-cpp-python is not among the packages of this project's environment.
@@ -21,7 +21,7 @@ from typing import Any
 import llama_cpp
 
 LONGEST = 1024
-"""Tokens of a row."""
+"""The maximum number of tokens of a row."""
 
 
 def load(path: str, rows: int) -> Any:

@@ -1,19 +1,19 @@
-"""Our rollout against transformers' `generate`: the same prompts, lengths, precision and process, in turn.
+"""Compares our rollout with transformers' `generate` on equal prompts, lengths and precision in one process.
 
     python scripts/bench/rollout_peer.py --model MODEL [--samples 32] [--rows 16] [--tokens 64] [--repeats 1]
         [--dtype float32] [--no-workers] [--llama-python PYTHON --gguf FILE]
 
-MODEL is a Hugging Face directory, or a name as Qwen2.5-1.5B for random weights of its sizes. PyTorch must be installed,
-and runs on a GPU if JAX does (with XLA_PYTHON_CLIENT_PREALLOCATE=false, so that both have room). Samples get the
-lengths that the benchmark says, once all equal, once log-normal with about the same mean: ours by an end-of-sequence
-token, the peer's by a stopping criterion. Three ways take turns: `generate` on so many rows at a time, each batch to
-its longest; ours through as many slots; ours by a fast and a heavy worker, of half of them each, under `adaptive`.
-With PYTHON of an environment that has llama-cpp-python, and the model as GGUF, llama.cpp takes turns, too, with its own
-continuous batching and whatever precision FILE has. Nobody knows the lengths beforehand. Counted are tokens of samples,
-not of rows that wait for others; all is compiled before.
+MODEL is a Hugging Face directory, or a name such as Qwen2.5-1.5B for random weights of its sizes. PyTorch must be
+installed, and runs on a GPU if JAX does (with XLA_PYTHON_CLIENT_PREALLOCATE=false, so that both have memory). Samples
+have prescribed lengths, once all equal and once log-normal with about the same mean: ours end by an end-of-sequence
+token, those of the peer by a stopping criterion. Three ways take turns: `generate` on so many rows at a time, each
+batch until its longest sample ends; ours through as many slots; ours by a fast and a heavy worker with half of the
+slots each, under `adaptive`. With PYTHON of an environment with llama-cpp-python and the model as GGUF, llama.cpp also
+takes turns, with its own continuous batching and the precision of FILE. No side knows the lengths beforehand. Only
+tokens of samples are counted, not of rows that wait for others, and everything is compiled before the timing.
 
-The floor of slots with equal lengths is one read of the weights and of the keys and values so far for each token, at
-the bandwidth of a plain sum over an array.
+The lower bound for slots with equal lengths is one read of the weights and of the earlier keys and values for each
+token, at the bandwidth of a plain sum over an array.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Peer:
         self._model.generation_config.eos_token_id = None
 
     def generate(self, prompts: Sequence[Prompt], lengths: Sequence[int]) -> float:
-        """Generates in left-padded batches, and returns the seconds."""
+        """Generates in left-padded batches and returns the seconds."""
         start = time.perf_counter()
         for first in range(0, len(lengths), self._num_rows):
             self._batch(prompts[first : first + self._num_rows], lengths[first : first + self._num_rows])
@@ -111,7 +111,7 @@ class Peer:
 
 
 class LlamaCpp:
-    """llama.cpp in a process of its own, as many rows at a time."""
+    """Runs llama.cpp in a separate process with as many rows at a time."""
 
     def __init__(self, python: str, gguf: Path, num_rows: int):
         script = Path(__file__).with_name("rollout_of_llama_cpp.py")
@@ -120,7 +120,7 @@ class LlamaCpp:
         self._process = subprocess.Popen(command, text=True, **pipes)
 
     def generate(self, prompts: Sequence[Prompt], lengths: Sequence[int]) -> float:
-        """Returns the seconds."""
+        """Generates the samples and returns the seconds."""
         assert self._process.stdin is not None and self._process.stdout is not None
         work = {"prompts": [prompt.token_ids.tolist() for prompt in prompts], "lengths": list(map(int, lengths))}
         print(json.dumps(work), file=self._process.stdin, flush=True)
@@ -144,13 +144,15 @@ def ours(rollout: ForcedRollout, num_rows: int, *, workers: bool) -> dict[str, C
 
 
 def floor_tokens_per_s(rollout: ForcedRollout, num_rows: int, num_tokens: int) -> float:
-    """Returns the tokens per second of rows of `num_tokens` new tokens, if only memory took time."""
+    """Returns the tokens per second of rows of `num_tokens` new tokens if only memory reads took time."""
     arch = rollout.definition.architecture
     prompt = sum(len(prompt.token_ids) for prompt in rollout.prompts) / len(rollout.prompts)
     of_token = 2 * arch.num_layers * arch.num_kv_heads * arch.head_dim * rollout.dtype.itemsize
     weights = sum(x.nbytes for x in jax.tree.leaves(rollout.weights))
     if not arch.tied_embeddings:
-        weights -= arch.vocab_size * arch.model_dim * rollout.dtype.itemsize  # looked up, not read
+        weights -= (
+            arch.vocab_size * arch.model_dim * rollout.dtype.itemsize
+        )  # embeddings are looked up, so the matrix is not read
     read_bytes = weights + num_rows * (prompt + num_tokens / 2) * of_token
     return num_rows / (read_bytes / ceilings.read_bytes_per_s())
 
@@ -158,7 +160,7 @@ def floor_tokens_per_s(rollout: ForcedRollout, num_rows: int, num_tokens: int) -
 def compare(
     peers: Mapping[str, Peer | LlamaCpp], rollout: ForcedRollout, num_rows: int, *, workers: bool, repeats: int
 ) -> Iterator[dict[str, Any]]:
-    """Compares all ways for the lengths of each seed."""
+    """Compares all ways with the lengths of each seed."""
     prompts = [prompt for prompt in rollout.prompts for _ in range(rollout.group_size)]
     made = ours(rollout, num_rows, workers=workers)
     for peer in peers.values():
@@ -191,7 +193,7 @@ def main() -> None:
     parser.add_argument("--rows", type=positive, default=16, help="rows that are generated together")
     parser.add_argument("--llama-python", help="interpreter with llama-cpp-python")
     parser.add_argument("--gguf", type=Path, help="the model for llama.cpp")
-    parser.add_argument("--no-workers", action="store_true", help="leaves the third way out")
+    parser.add_argument("--no-workers", action="store_true", help="omits the fast and heavy workers")
     parser.add_argument("--group", type=positive, default=8, help="samples of a prompt")
     parser.add_argument("--tokens", type=positive, default=64, help="mean length of a sample")
     parser.add_argument("--sigma", type=float, default=0.8)
@@ -201,7 +203,7 @@ def main() -> None:
     if options.rows % 2 and not options.no_workers:
         parser.error(f"--rows: {options.rows} cannot be halved for two workers; use --no-workers")
     if options.samples % options.group:
-        parser.error(f"--samples: {options.samples} are no whole groups of --group {options.group}")
+        parser.error(f"--samples: {options.samples} cannot be divided into groups of --group {options.group}")
     group, mean, longest = options.group, options.tokens, LONGEST_OVER_MEAN * options.tokens
     drawn = log_normal_lengths(options.samples, group=group, mean=mean, sigma=options.sigma, longest=longest)
     rollout = open_rollout(

@@ -1,15 +1,15 @@
-"""Real workers under every schedule, with unequal slots.
+"""Compares all schedules on real workers with unequal slots.
 
     python scripts/bench/rollout_workers.py [--model builtin:tiny] [--slots 12 4] [--processes 3]
     python scripts/bench/rollout_workers.py --model FILE.gguf --mean-length 28 --longest 128
 
-A fast worker of many slots, whose rows hold half of the longest completion, and a heavy one of few slots take turns on
-one device. Nobody can foresee how long a sample becomes: each ends by an end-of-sequence token that the devices draw
-where the benchmark says. Lengths are log-normal and correlated in groups, or all equal. Limits of P-DSR are to the
-longest completion as the defaults are to 4,096 tokens; rollouts know nothing of those before them.
+A fast worker with many slots, whose rows hold half of the longest completion, and a heavy one with few slots share one
+device. The length of a sample is unpredictable: each sample ends by an end-of-sequence token that the devices draw at
+the prescribed length. Lengths are log-normal and correlated in groups, or all equal. The limits of P-DSR relate to the
+longest completion like the defaults to 4,096 tokens; a rollout learns nothing from earlier ones.
 
-Each process compiles and runs all schedules in turn. Its ratios are over its own `sync`; the record has the medians of
-the processes.
+Each process compiles and runs all schedules in turn. Ratios are relative to `sync` in the same process; the record has
+the medians over the processes.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ RESULTS = Path(__file__).parent / "results" / "rollout_workers.json"
 SIGMA = 0.8
 LENGTHS = (f"log-normal, sigma {SIGMA}, correlation 0.5", "equal")
 DEFAULT_LONGEST = 4096
-"""Tokens of the longest completion for which the defaults of `rollout.pdsr` are made."""
+"""The length of the longest completion for which the defaults of `rollout.pdsr` are made."""
 
 
 def pdsr_rules(longest: int) -> PdsrSettings:
@@ -65,7 +65,7 @@ def open_workers(options: argparse.Namespace) -> ForcedRollout:
 
 
 def measure(rollout: ForcedRollout, policy: str, seed: int, *, repeats: int) -> dict[str, float]:
-    """Returns the tokens per second of a schedule, the median of some rollouts, and the figures of the last."""
+    """Returns the tokens per second of a schedule, as the median over rollouts, and the figures of the last rollout."""
     made = [rollout.workers(policy) for _ in range(repeats)]
     seconds = statistics.median(rollout.generate(workers, seed=seed) for workers in made)
     found = schedule_metrics(made[-1].records)
@@ -78,7 +78,7 @@ def measure(rollout: ForcedRollout, policy: str, seed: int, *, repeats: int) -> 
 
 
 def measure_all(options: argparse.Namespace) -> dict[str, dict[str, dict[str, float]]]:
-    """Returns lengths -> policy -> figures of this process."""
+    """Returns the figures of this process by lengths and policy."""
     rollout = open_workers(options)
     rollout.compile()
     found: dict[str, dict[str, dict[str, float]]] = {}

@@ -1,7 +1,7 @@
-"""Seconds and host memory of checkpoints on two processes, with the run in a folder of both, of one, or in a bucket.
+"""Measures checkpoints on two processes with the run in a folder of both, in a folder of one, or in a bucket.
 
-Each way trains some steps with a checkpoint after every second one, and resumes. Memory is what a process holds at most
-during a save or a restore, above what it held before. A bucket is that of a server on this machine.
+Each way trains some steps with a checkpoint after every second step, and resumes. Memory is the maximum that a process
+holds during a save or a restore in addition to its memory before. The bucket is provided by a server on this machine.
 
     python scripts/bench/run_folders.py [--model DIR] [--steps 4] [--set a.b=c ...] [--out FILE]
 """
@@ -38,7 +38,7 @@ def resident_bytes() -> int:
 
 
 def measure() -> None:
-    """Measures the methods of checkpoints and copies in this process, and prints the figures at its end."""
+    """Measures the methods of checkpoints and copies in this process, and prints the figures at the end."""
     from app.checkpoint.checkpoints import Checkpoints
     from app.tracking.bucket import Bucket
     from app.tracking.run_mirror import RunMirror
@@ -87,7 +87,7 @@ def measure() -> None:
 
 
 def trained(folder: Path, name: str, chosen: list[str], *, steps: int, separate: bool) -> list[dict[str, Any]]:
-    """Trains or resumes on two processes; returns the figures of both."""
+    """Trains or resumes on two processes and returns the figures of both."""
     address, hosts = free_address(), []
     blind = f"from tests.two_hosts import hide; hide({str(folder / 'runs')!r}); " if separate else ""
     overrides = (*SETTINGS, "eval.every_steps=0", "checkpoint.best_metric=null", "checkpoint.every_steps=2", *chosen)

@@ -1,9 +1,9 @@
-"""Sampling with top-p by a search for thresholds, against sorting the vocabulary and against no truncation.
+"""Compares top-p sampling by a search for thresholds with sorting the vocabulary and with no truncation.
 
     python scripts/bench/sampling.py [--rows 16] [--vocab 151936] [--slice v5e-8]
 
-Times the three on the devices at hand, in turn. With `--slice`, prints the TPU compiler's estimates instead, with
-`--rows` on each chip; nothing is then run, and libtpu is needed (`pip install -e '.[tpu]'`).
+The script times the three samplers in turn on the available devices. With `--slice`, it prints the estimates of the TPU
+compiler for `--rows` on each chip instead; then nothing is run, and libtpu is needed (`pip install -e '.[tpu]'`).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ TOP_P = 0.95
 
 
 def sample_tokens_sorted(logits: Array, rules: SamplingRules, keys: Array) -> SampledTokens:
-    """Draws with top-p by sorting the vocabulary, as most samplers do."""
+    """Draws with top-p by sorting the vocabulary, like most samplers."""
     order = jnp.argsort(-logits, axis=-1, stable=True)
     ranked = jnp.take_along_axis(logits, order, axis=-1)
     log_normalizer = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
@@ -71,7 +71,7 @@ def main() -> None:
 
 
 def timed(num_rows: int, vocab_size: int, _place: None) -> dict[str, float]:
-    """Returns the median seconds of each sampler, run in turn."""
+    """Returns the median seconds of each sampler; the samplers run in turn."""
     logits = jnp.asarray(np.random.default_rng(0).normal(size=(num_rows, vocab_size)) * 3, jnp.float32)
     arguments = logits, SamplingRules(1.0, top_p=TOP_P), jax.random.split(jax.random.key(0), num_rows)
     compiled = {name: jax.jit(sampler) for name, sampler in SAMPLERS.items()}

@@ -1,11 +1,11 @@
-"""Scoring one file in every kind of micro-batches: seconds, compilations and peak memory.
+"""Compares seconds, compilations and peak memory of scoring one file in every kind of micro-batches.
 
     python scripts/bench/scoring.py --samples FILE.jsonl [--config smollm2_gsm8k] [--limit 64] [--rows 4 16]
         [--rounds 1] [--out FILE.json]
 
-Runs `grpo score` in a process of its own for each case: all samples in one pass (`off`, the baseline), a loop or a scan
-over micro-batches of some rows, each padded to the longest sample, and packed rows under a quota of as many tokens as
-those rows have. Ratios are of seconds without compilation. In each round, cases take turns in another order.
+The script runs `grpo score` in a new process for each case: all samples in one pass (`off`, the baseline), a loop or a
+scan over micro-batches of some rows, each padded to the longest sample, and packed rows under a quota of as many tokens
+as these rows have. Ratios are between seconds without compilation. Each round runs the cases in another order.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ FIGURES = ("seconds", "tokens/s", "compiling seconds", "compilations", "micro-ba
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--samples", type=Path, required=True, help="samples with token ids, as of `grpo rollout`")
+    parser.add_argument(
+        "--samples", type=Path, required=True, help="samples with token ids, such as the output of `grpo rollout`"
+    )
     parser.add_argument("--config", default="smollm2_gsm8k")
     parser.add_argument("--limit", type=int, default=64, help="samples")
     parser.add_argument("--rows", type=int, nargs="+", default=[4, 16], help="rows of a fixed micro-batch")

@@ -1,9 +1,9 @@
-"""What XLA reserves to score a micro-batch at a large vocabulary: from compiled programs, nothing is run.
+"""Shows the memory that XLA reserves to score a micro-batch at a large vocabulary; no program is run.
 
     python scripts/bench/scoring_memory.py [--vocab 151936] [--quota 4096] [--chunks 256,1024,4096]
 
-Temporaries of the program beside its weights and its rows, against one float32 [tokens, vocab] array: the named
-baseline, which a scorer holds that passes a whole micro-batch through the LM head at once.
+The script compares the temporaries of the program with one float32 [tokens, vocab] array, which a scorer would need
+that passes a whole micro-batch through the LM head at once.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def temporary_bytes(definition: DecoderDefinition, *, quota: int, logits_chunk: 
     batch = TokenBatch(row, row, row, row, logits_indices=row, targets=row, loss_mask=mask)
     params = abstract_arrays(definition.shapes, definition.shardings(mesh))
     memory = scorer.lower(params, batch).compile().memory_analysis()
-    assert memory is not None, "this backend does not tell"
+    assert memory is not None, "this backend does not report the memory of programs"
     return memory.temp_size_in_bytes
 
 

@@ -1,4 +1,4 @@
-"""Sizes of published models from their config.json, for scripts without weights."""
+"""Lists the sizes of published models from their config.json, for scripts that use no real weights."""
 
 from __future__ import annotations
 

@@ -1,10 +1,11 @@
-"""The other side of `train_step.py`: seconds of each phase of TRL's GRPO step on the same work. Needs TRL, not grpo.
+"""Times each phase of TRL's GRPO step on the same work for `train_step.py`. Needs TRL, not grpo.
 
     python scripts/bench/step_of_trl.py --model DIR --rows FILE.jsonl --beta 0 --steps 3 --warmup 1
 
-Set otherwise than TRL's defaults: on a CPU, float32 or what `--dtype` says; no gradient checkpointing, which is faster
-(`--checkpointing` turns TRL's default on: slower, and less memory); all samples in one update, of `--micro-batches`;
-completions of exactly `workload.NEW_TOKENS` tokens. `--lora-rank` trains adapters, as `model.lora` does on our side.
+These settings differ from TRL's defaults: on a CPU, float32 or `--dtype`; no gradient checkpointing, which is faster
+(`--checkpointing` restores TRL's default, which is slower and needs less memory); all samples in one update with
+`--micro-batches`; completions of exactly `workload.NEW_TOKENS` tokens. `--lora-rank` trains adapters, like our
+`model.lora`.
 """
 
 # TRL is not among the packages of this project's environment.
@@ -30,7 +31,7 @@ ON_GPU = torch.cuda.is_available()
 
 
 class Stopwatch(transformers.TrainerCallback):
-    """Seconds of each step, and of the trainer's methods inside it."""
+    """Records the seconds of each step and of the trainer's methods in it."""
 
     def __init__(self) -> None:
         self.steps: list[dict[str, float]] = []
@@ -49,7 +50,7 @@ class Stopwatch(transformers.TrainerCallback):
             finally:
                 self._inside[method] += time.perf_counter() - start
                 if method == "_prepare_inputs" and self._score is None:
-                    # The same method serves the reference, while TRL prepares, and afterwards the policy's loss.
+                    # TRL uses this method for the reference during preparation and later for the policy loss.
                     self._score = self._inside["_get_per_token_logps_and_entropies"]
 
         setattr(trainer, method, timed)
@@ -61,7 +62,7 @@ class Stopwatch(transformers.TrainerCallback):
     def on_step_end(self, *_: Any, **__: Any) -> None:
         if ON_GPU:
             torch.cuda.synchronize()
-        assert self._score is not None, "TRL updated without having prepared a batch"
+        assert self._score is not None, "TRL updated without preparing a batch before"
         step, inside = time.perf_counter() - self._start, self._inside
         rollout, update = inside["_generate_single_turn"], step - inside["_prepare_inputs"]
         self.steps.append({"rollout": rollout, "score": self._score, "update": update, "step": step})

@@ -3,8 +3,8 @@
     python scripts/bench/throughput.py [--shape small|qwen2.5-0.5b] [--quota 4096] [--num-samples 48] [--dtype float32]
         [--rounds 3] [--out FILE.json]
 
-Lengths are log-normal (sigma 1), limited to the quota. The baseline puts each sample into a row of its own, padded to
-the bucket of the longest. A micro-batch of it has at most as many token positions as a packed one.
+Lengths are log-normal (sigma 1), limited to the quota. The baseline puts each sample into a separate row, padded to
+the bucket of the longest. Its micro-batches have at most as many token positions as packed ones.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ SHAPES = {
     ),
 }
 PROMPT_SHARE = 0.25
-"""Fraction of a sample's tokens in its prompt."""
+"""The fraction of the tokens of a sample that are in the prompt."""
 LEARNING_RATE = 1e-6
 
 
@@ -99,7 +99,7 @@ def main() -> None:
 
 
 def draw_samples(options: argparse.Namespace, vocab_size: int) -> list[Sample]:
-    """Draws samples of log-normal length with advantages and separate prompts."""
+    """Draws samples with log-normal lengths, advantages and separate prompts."""
     rng = np.random.default_rng(0)
     lengths = rng.lognormal(np.log(options.mean_length) - 0.5, 1.0, options.num_samples)
     samples = []
@@ -187,7 +187,7 @@ def updating(
 
 
 def in_turn(passes: dict[tuple[str, str], Callable[[], None]], rounds: int) -> dict[tuple[str, str], list[float]]:
-    """Returns the seconds of each pass: a warm-up that compiles, then the passes in turn."""
+    """Returns the seconds of each pass; the passes run in turn after a warm-up that compiles."""
     seconds: dict[tuple[str, str], list[float]] = {key: [] for key in passes}
     for number in range(rounds + 1):
         for key, run in passes.items():

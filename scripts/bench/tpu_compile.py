@@ -1,18 +1,18 @@
-"""Our gradients against Tunix's: estimated time and HBM for each completion token, compiled for the same TPU slice.
+"""Compares the estimated time and HBM per completion token of our gradients with Tunix's for the same TPU slice.
 
     python scripts/bench/tpu_compile.py [--tunix-python PYTHON] [--only NAME ...] [--keep DIRECTORY] [--out FILE.json]
 
-Nothing is run or downloaded: libtpu (`pip install -e '.[tpu]'`, on any x86-64 Linux) compiles for chips that are not
-there. PYTHON is the interpreter of an environment with google-tunix and libtpu; without it only our side is compiled.
-A program takes minutes; `--keep` holds compiled programs, and those already there are not compiled again.
+Nothing is run or downloaded: libtpu (`pip install -e '.[tpu]'`, on any x86-64 Linux) compiles for chips without a
+device. PYTHON is the interpreter of an environment with google-tunix and libtpu; without it only our side is compiled.
+A program takes minutes; `--keep` names a folder of compiled programs, which are not compiled again.
 
-The work is the longest samples that the settings allow: 32 of 512 prompt and 512 completion tokens, 8 of each prompt.
-Both sides have float32 weights over fsdp and compute in bfloat16, without reference model. Ours has the settings of
-the preset; a second line shows the fullest micro-batch of the preset's own step. Tunix has its defaults and BLOCK
-remat, all 32 samples at once; `splash` is its flash attention.
+The work consists of 32 of the longest samples, with 512 prompt and 512 completion tokens, 8 for each prompt. Both sides
+have float32 weights over fsdp and compute in bfloat16 without a reference model. Our side has the settings of the
+preset; a second line shows the fullest micro-batch of the preset's own step. Tunix has its defaults and BLOCK remat,
+with all 32 samples at once; `splash` is its flash attention.
 
-Times are by the same accounting for both (`scripts.bench.program_time`): the compiler's cycles, and for a Pallas kernel
-the bundles of its schedule times the turns of its grid, or the bytes that it copies if that takes longer.
+Times are computed in the same way for both (`scripts.bench.program_time`): the compiler's cycles, and for a Pallas
+kernel the bundles of its schedule times the turns of its grid, or the time of its copies if that is longer.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ WORK = {"prompt": 512, "completion": 512, "group_size": 8}
 OURS = "grpo"
 ROWS = {OURS: 32, "grpo, fullest micro-batch": 128}
 TUNIX = {"Tunix": False, "Tunix, splash": True}
-"""Whether a side of Tunix has flash attention."""
+"""Maps each side of Tunix to whether it has flash attention."""
 
 
 def programs(tunix_python: str | None) -> Iterator[tuple[str, str, list[str], dict[str, Any]]]:
@@ -59,7 +59,7 @@ def programs(tunix_python: str | None) -> Iterator[tuple[str, str, list[str], di
 
 
 def compiled(command: list[str], work: Mapping[str, Any], directory: Path) -> dict[str, Any]:
-    """Returns the figures of a program, compiled in a process of its own unless the directory has it."""
+    """Returns the figures of a program, which is compiled in a separate process unless the directory contains it."""
     figures, schedules = directory / "figures.json", directory / "schedules"
     if not figures.exists():
         schedules.mkdir(parents=True, exist_ok=True)
@@ -73,7 +73,7 @@ def compiled(command: list[str], work: Mapping[str, Any], directory: Path) -> di
 
 
 def estimated(model: str, side: str, figures: Mapping[str, Any], directory: Path) -> dict[str, Any]:
-    """Returns one line of the record: the program's time by part, and time and HBM for each completion token."""
+    """Returns one line of the record: the time of the program by part, and time and HBM per completion token."""
     place = parse_slice(PRESETS[model][1])
     if "estimated_s" not in figures:
         text = (directory / "program.hlo").read_text()

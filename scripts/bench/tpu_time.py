@@ -1,18 +1,18 @@
-"""The time of a step's programs on TPUs that are not there, as their compiler estimates it: for work on kernels.
+"""Estimates the times of the programs of a step on TPUs without a device, for developers of kernels.
 
     python scripts/bench/tpu_time.py [--config FILE|PRESET] [--set NAME=VALUE ...] [--json] [--hlo DIR]
 
-Compiles the programs of `grpo inspect-mesh --compile`, for the slice of `mesh.pretend`. Nothing is run, and of the
-models only `config.json` is read; libtpu is needed (`pip install -e '.[tpu]'`, on any x86-64 Linux). With `--json`, the
-report of `grpo inspect-mesh --compile --json` whose programs have times, too. `--hlo` writes the texts of the programs.
+The script compiles the programs of `grpo inspect-mesh --compile` for the slice of `mesh.pretend`. Nothing is run, and
+of the models only `config.json` is read; libtpu is needed (`pip install -e '.[tpu]'`, on any x86-64 Linux). `--json`
+prints the report of `grpo inspect-mesh --compile --json` with added times. `--hlo` writes the texts of the programs.
 
 Times are for one call, **estimated by the compiler, never measured**:
 
-- of fusions by the compiler's own count of cycles; of kernels (Pallas) by their scheduled instructions times the turns
-  of their grid, or by the bytes that they copy if that takes longer; of other instructions by their bytes; and of
+- fusions are estimated by the compiler's cycles; Pallas kernels by their scheduled instructions times the turns
+  of their grid, or by the bytes that they copy if that takes longer; other instructions by their bytes; and
   collectives by the bytes of a ring over the chip's links. Only the part of a collective that no work covers counts;
-- rows are the fullest that the settings allow. For decoding it is the time of one token of all rows, at full length;
-- MFU is the share of the chip's peak that the model's own FLOPs take: the matrices for each token and the visible pairs
+- rows are the fullest that the settings allow. Decoding is the time of one token of all rows at full length;
+- MFU is the share of the chip's peak that the FLOPs of the model use: the matrices at each token and the visible pairs
   of attention, without recomputation.
 """
 
@@ -41,14 +41,16 @@ from settings.checks.commands import check_for_inspect_mesh
 
 
 class TimedPrograms:
-    """The estimated times of a run's programs, as they are compiled one after the other."""
+    """Collects the estimated times of the programs of a run while they are compiled one after the other."""
 
     def __init__(self, step: StepOutline, chip: TpuChip, hlo: Path | None = None) -> None:
         self.step, self.chip, self.hlo = step, chip, hlo
         self.times: list[dict[str, Any]] = []
-        """Of each program, the fields of its time."""
+        """The fields of the estimated time of each program."""
         self._bundles: dict[str, int] = {}
-        take_scheduled_bundles(kernel_schedules())  # those of programs that this process compiled before
+        take_scheduled_bundles(
+            kernel_schedules()
+        )  # this discards the schedules of programs that this process compiled before
 
     def add(self, program: CompiledProgram, text: str) -> None:
         """Estimates the time of a program that has just been compiled."""
@@ -63,7 +65,7 @@ class TimedPrograms:
 def time_fields(
     text: str, chip: TpuChip, work: ProgramWork, *, bundles: Mapping[str, int], turn_of: str | None
 ) -> dict[str, Any]:
-    """Returns the time of one call of a program: `estimated_s` is the sum of the three before it, and of the parts."""
+    """Returns the time of one call: `estimated_s` is the sum of the three fields before it and also of the parts."""
     time = program_time(text, chip, bundles=bundles, turns=work.turns, turn_of=turn_of)
     return {
         "compute_s": time.compute_s,
@@ -84,7 +86,7 @@ def time_report(config: str | None, changes: list[str], hlo: Path | None = None)
     """
     resolved = load(config, changes, os.environ)
     check_for_inspect_mesh(resolved)
-    kernel_schedules()  # libtpu reads where they go when it is loaded
+    kernel_schedules()  # libtpu reads the folder of the schedules when it is loaded
     step = open_step_outline(resolved, compiles=True)
     device = step.session.mesh.devices.flat[0]
     chip = find_chip(device.device_kind)
@@ -106,7 +108,7 @@ def table(programs: list[dict[str, Any]]) -> str:
         for one in programs
     ]
     head = ("of one call, estimated by the compiler", "time", *PARTS, "MFU")
-    note = "A call of decode is one token of all rows. Collectives count where no other work covers them."
+    note = "A call of decode is one token of all rows. Collectives count only while no other work covers them."
     return f"{format_table(rows, header=head)}\n{note}"
 
 

@@ -1,9 +1,9 @@
-"""Our GRPO step against TRL's: the same model, prompts, lengths and precision, in turn on the same machine.
+"""Compares our GRPO step with TRL's on equal model, prompts, lengths and precision on one machine.
 
     python scripts/bench/train_step.py --model DIR --data train.jsonl --peer-python PYTHON [--beta 0.04]
         [--set a.b=c ...] [--peer-option OPTION ...] [--steps 2] [--warmup 2] [--rounds 2] [--out FILE.json]
 
-DIR is a Hugging Face directory, PYTHON the interpreter of an environment with TRL in it; without it only our side runs.
+DIR is a Hugging Face directory and PYTHON the interpreter of an environment with TRL; without it only our side runs.
 Each round starts one process of each side, one after the other, so that a machine that slows down slows both.
 """
 
@@ -37,7 +37,7 @@ OURS, PEER = "grpo", "TRL"
 
 @dataclass
 class Side:
-    """Reports of the processes of one side."""
+    """The reports of the processes of one side."""
 
     steps: list[dict[str, float]] = field(default_factory=list)
     peak_memory_bytes: list[int] = field(default_factory=list)
@@ -58,8 +58,10 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True, help="GSM8K's train.jsonl")
     parser.add_argument("--peer-python", help="interpreter with TRL")
     parser.add_argument("--set", action="append", default=[], dest="overrides", help="a setting of our side")
-    parser.add_argument("--peer-option", action="append", default=[], help="for step_of_trl.py, as --checkpointing")
-    parser.add_argument("--beta", type=float, default=0.0, help="above 0: with a reference model")
+    parser.add_argument(
+        "--peer-option", action="append", default=[], help="an option of step_of_trl.py, such as --checkpointing"
+    )
+    parser.add_argument("--beta", type=float, default=0.0, help="KL coefficient; above 0, a reference model is used")
     parser.add_argument("--steps", type=int, default=2, help="timed steps of each process")
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=2)
@@ -68,7 +70,7 @@ def main() -> None:
     sides = run_in_turn(options)
     print(table(sides))
     measured = {}
-    if jax.default_backend() == "cpu":  # the ceilings are those of float32, in which both sides compute there
+    if jax.default_backend() == "cpu":  # the ceilings are measured in float32, in which both sides compute on a CPU
         measured["matmul_flops_per_s"] = ceilings.matmul_flops_per_s()
         measured["read_bytes_per_s"] = ceilings.read_bytes_per_s()
         print(against_ceilings(sides[OURS], measured))
@@ -107,7 +109,7 @@ def choose_rows(options: argparse.Namespace, out: Path, num_rows: int) -> None:
 
 
 def last_line(command: Sequence[str]) -> dict[str, Any]:
-    """Returns the report of a side, the last line of its output; its progress goes to stderr."""
+    """Returns the report of a side from the last line of its output; progress goes to stderr."""
     process = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     *progress, report = process.stdout.strip().splitlines()
     print(*progress, sep="\n", file=sys.stderr, flush=True)
@@ -115,7 +117,7 @@ def last_line(command: Sequence[str]) -> dict[str, Any]:
 
 
 def table(sides: Mapping[str, Side]) -> str:
-    """Formats the medians (least..most) of each side, and the ratio of ours to the peer's."""
+    """Formats the median (minimum..maximum) of each side and the ratio between ours and the peer's."""
     lines = [f"{'':<22}" + "".join(f"{name:>26}" for name in sides) + (f"{'ratio':>10}" if PEER in sides else "")]
     rows = [
         (f"{phase}, s", {name: side.seconds(phase) for name, side in sides.items()})
@@ -134,10 +136,10 @@ def table(sides: Mapping[str, Side]) -> str:
 
 
 def against_ceilings(side: Side, measured: Mapping[str, float]) -> str:
-    """Formats the time of each phase next to the time that the machine's measured limits allow."""
+    """Formats the time of each phase and the shortest time that the measured limits of the machine allow."""
     flops_rate, read_rate = measured["matmul_flops_per_s"], measured["read_bytes_per_s"]
     parameters, samples = side.facts["num_parameters"], workload.NUM_PROMPTS * workload.GROUP_SIZE
-    # Samples share their prompt in every pass.
+    # Samples share their prompts in every pass.
     tokens = side.facts["prompt_tokens_per_step"] + samples * workload.NEW_TOKENS
     read = 4 * parameters * workload.NEW_TOKENS / read_rate
     computed = 2 * parameters * tokens / flops_rate

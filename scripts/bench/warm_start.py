@@ -1,8 +1,8 @@
-"""The first step of a second start, which loads compiled programs from disk, against that of the first start.
+"""Compares the first steps of a first start and of a second start, which loads compiled programs from disk.
 
     python scripts/bench/warm_start.py [--config quickstart] [--set NAME=VALUE ...]
 
-Starts the same run twice with an empty cache of programs, two steps each.
+The script starts the same run of two steps twice; the cache of programs is empty before the first start.
 """
 
 from __future__ import annotations

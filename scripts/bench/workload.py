@@ -1,7 +1,7 @@
-"""The workload of both sides of `train_step.py`: GSM8K prompts, four samples of 64 new tokens each, one AdamW update.
+"""Defines the work of both sides of `train_step.py`: GSM8K prompts, four samples of 64 tokens each, one AdamW update.
 
 The environment variables BENCH_PROMPTS, BENCH_GROUP_SIZE and BENCH_NEW_TOKENS change its size. Only the standard
-library is used, because the environment of the peer imports this file, too.
+library is used, because the environment of the peer also imports this file.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ GROUP_SIZE = int(os.environ.get("BENCH_GROUP_SIZE", "4"))
 NEW_TOKENS = int(os.environ.get("BENCH_NEW_TOKENS", "64"))
 MIN_PROMPT_LENGTH = 64
 MAX_PROMPT_LENGTH = 128
-"""Maximum number of tokens, chat template included."""
+"""The maximum number of tokens of a prompt including the chat template."""
 LEARNING_RATE = 1e-6
 
 PHASES = ("rollout", "score", "update")
-"""Phases whose seconds both sides report, in addition to the whole `step`."""
+"""The phases whose seconds both sides report in addition to the whole `step`."""
 
 _NUMBER = re.compile(r"-?\d[\d,]*\.?\d*")
 
