@@ -45,8 +45,8 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 PROGRAMS = REPOSITORY / ".pytest_cache" / "programs"
 os.environ["JAX_COMPILATION_CACHE_DIR"] = str(PROGRAMS)
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
-# Most of the suite's time is the compiler's, on programs that run once and for next to no time. Set it to false to test
-# what users run, which takes longer.
+# Most of the test time is compilation of programs that run once for a very short time. Set this to false to test the
+# optimized programs that users run, which takes longer.
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "true")
 FLAGS = [
     # The fusion emitters take more than half of the suite's processor time to compile programs that run once. JAX

@@ -173,7 +173,7 @@ def test_groups_are_split_only_if_that_saves_a_row():
     plan = planned(host, make_budget(100, share_prompts=True))
     assert plan.num_micro_batches == 2
     assert laid_out_tokens(plan, host) == 190 <= computed_tokens(plan) <= 200
-    # Where it saves nothing, groups stay whole.
+    # Groups are not split if that saves nothing.
     plan = planned(joined(*[group(50, *[10] * 5)] * 3), make_budget(100, share_prompts=True))
     segments = {segment for m in plan.micro_batches for row in m.rows for segment in row}
     assert segments == {tuple(range(first, first + 5)) for first in (0, 5, 10)}

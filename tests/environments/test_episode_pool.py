@@ -128,7 +128,7 @@ def test_a_worker_runs_steps_concurrently_and_survives_prints_and_forks(story, c
         pool.load()
         games = [Game(pool, name) for name in "abc"]
         for game in games:
-            game.send("meet")  # returns once three are there
+            game.send("meet")  # this step ends only when all three games have called it
         assert [contents(reply) for reply in take(pool, 3)] == [["meet"]] * 3
         assert contents(games[0].play("scribble")) == ["meet scribble"]
         assert contents(games[1].play("fork")) == ["meet fork"]

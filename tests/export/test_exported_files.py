@@ -107,7 +107,7 @@ def test_shards_are_bounded_and_the_index_finds_each_tensor(tmp_path):
     tensors = random_tensors()
     source = Watched(tensors)
     files = write_sharded_safetensors(tmp_path, source, np.dtype(np.float32), shard_bytes=160)
-    # Each tensor is read once, and gone when the next one is read.
+    # Each tensor is read once and freed before the next one is read.
     assert (source.num_reads, source.num_alive) == (dict.fromkeys(tensors, 1), [0] * len(tensors))
     assert files == [f"model-0000{number}-of-00003.safetensors" for number in (1, 2, 3)]
     assert {path.name for path in tmp_path.iterdir()} == {*files, INDEX_FILE}

@@ -166,7 +166,7 @@ def num_kernels(function: Any, *shapes: Any, differentiated: int = 0) -> int:
         return jnp.sum(function(*arrays), dtype=jnp.float32)
 
     program = jax.grad(total, tuple(range(differentiated))) if differentiated else function
-    # Traced again, because JAX caches earlier traces.
+    # The lambda is a new function, because JAX caches the traces of known functions.
     return str(jax.make_jaxpr(lambda *x: program(*x))(*shapes)).count("pallas_call[")
 
 

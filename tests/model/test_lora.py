@@ -86,7 +86,7 @@ def test_new_adapters_depend_only_on_seed_and_path():
         inputs = int(np.prod(drawn[path].shape[1:-1]))
         assert 0.8 * inputs**-0.5 < float(jnp.abs(drawn[path]).max()) <= inputs**-0.5
         assert not np.array_equal(drawn[path], other_seed[path])
-    # Equal shapes, but different weights.
+    # These adapters have equal shapes but different weights.
     assert not np.array_equal(drawn[("blocks", "gate", LORA_A)], drawn[("blocks", "up", LORA_A)])
     assert all(not np.any(drawn[path]) for path in drawn if path[-1] == LORA_B)
 

@@ -87,7 +87,7 @@ MISMATCH, DIFFERENCE = "Sampler and trainer disagree", "rollout__sampler_scorer_
     ],
 )
 def test_each_alert_is_raised_once_and_only_by_its_condition(title, metrics, harmless):
-    # Beyond the steps in which compilation is expected.
+    # These steps come after the steps in which compilation is expected.
     history = after_twenty_healthy_steps(20, **metrics)
     assert titles(history) == [title]
     assert titles(after_twenty_healthy_steps(20, **harmless)) == []
