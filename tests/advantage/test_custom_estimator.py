@@ -148,7 +148,7 @@ def test_custom_estimator_trains_like_the_built_in_one_and_replay_does_not_need_
         assert not looked(runs / "custom", *other).uses_saved_advantages
 
 
-def test_failed_estimator_call_ends_a_run_started_from_python(config: Path) -> None:
+def test_a_failed_estimator_call_ends_a_run_started_from_python(config: Path) -> None:
     calls = []
 
     def third(rewards):

@@ -74,7 +74,7 @@ def test_maxrl_expected_gradient_is_the_truncated_log_success_rate(size, p):
     assert expected_slope == pytest.approx(sum((1 - p) ** (k - 1) for k in range(1, size)), rel=1e-12)
 
 
-def test_zero_variance_fraction_counts_groups_with_equal_rewards_but_not_single_samples():
+def test_zero_variance_fraction_counts_groups_with_equal_rewards_but_ignores_single_samples():
     rewards, group_ids = np.array([1.0, 1.0, 0.0, 1.0, 5.0]), np.array([3, 3, 8, 8, 9])
     assert zero_variance_fraction(rewards, group_ids) == 0.5
     assert np.isnan(zero_variance_fraction(rewards[4:], group_ids[4:]))

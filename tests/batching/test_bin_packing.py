@@ -27,7 +27,7 @@ def test_the_best_subset_has_the_largest_sum_that_fits(sizes, room):
 
 
 @given(st.sampled_from([0, 2, 64]), st.booleans(), SIZES, st.integers(30, 100))
-def test_rows_are_filled_until_nothing_more_fits(candidates, splits, sizes, length):
+def test_rows_are_filled_until_no_further_sample_fits(candidates, splits, sizes, length):
     packer = packer_of(sizes, candidates=candidates, splits=splits)
     row = packer.pack_row(length)
     held = sum(item.num_tokens for item in row)

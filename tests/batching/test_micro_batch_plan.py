@@ -115,7 +115,7 @@ def test_plan_over_hosts_fills_rows_and_balances_flops_over_devices(num_hosts):
     assert np.mean(imbalances) < 1.06 and max(imbalances) < 1.08
 
 
-def test_samples_fill_rows_up_to_the_quota():
+def test_samples_are_packed_into_rows_that_fill_the_quota():
     plan = planned(lone(6, 3, 4, 7), make_budget(10))
     assert rows_of(plan) == {frozenset({0, 2}), frozenset({1, 3})}
     plan = planned(lone(4, 10, 6), make_budget(10))

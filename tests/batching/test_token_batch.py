@@ -31,7 +31,7 @@ def test_packed_completions_after_a_shared_prompt_equal_a_hand_written_row():
     np.testing.assert_array_equal(batch.loss_mask[0], [True, True, True, True, False, True, False])
 
 
-def test_empty_rows_are_padding():
+def test_empty_rows_of_a_batch_contain_only_padding():
     shape = RowShape(num_tokens=6, num_completion_tokens=3)
     for samples, rows, empty in ((TWO, ((0,), (), (1,), ()), [1, 3]), ([], ((), ()), [0, 1])):
         batch = pack_tokens(samples, alone(*rows, shape=shape))
@@ -89,7 +89,7 @@ def completion_tokens(samples: list[Sample], segment: tuple[int, ...]) -> int:
 
 
 @given(packings())
-def test_unpacking_undoes_packing(packing):
+def test_unpacking_restores_the_packed_values_of_each_sample(packing):
     samples, plan = packing
     packed = [pack_per_token(samples, m, lambda s: s.behavior_logprobs) for m in plan.micro_batches]
     for sample, values in zip(samples, unpack_per_token(packed, samples, plan), strict=True):

@@ -91,7 +91,7 @@ def test_a_kill_during_a_save_keeps_the_best_checkpoint(tmp_path: Path) -> None:
     checkpoints.close()
 
 
-def test_best_link_is_removed_without_a_best_metric(tmp_path: Path) -> None:
+def test_the_best_link_is_removed_without_a_best_metric(tmp_path: Path) -> None:
     write_evaluated(tmp_path, {1: 0.9, 2: 0.5})
     checkpoints = opened(tmp_path, keep=1)
     restored(checkpoints)

@@ -71,7 +71,7 @@ def test_a_second_signal_stops_at_once_even_inside_a_compiled_program() -> None:
         assert time.monotonic() > start + 0.9
 
 
-def test_signal_handlers_are_restored() -> None:
+def test_previous_signal_handlers_are_restored_when_preemption_handling_ends() -> None:
     before = [signal.getsignal(number) for number in SIGNALS]
     descriptor = signal.set_wakeup_fd(-1)
     signal.set_wakeup_fd(descriptor)
@@ -84,7 +84,7 @@ def test_signal_handlers_are_restored() -> None:
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGHUP, 75), (signal.SIGINT, 130)])
-def test_signal_requests_a_stop_with_its_exit_code(number: int, code: int) -> None:
+def test_a_signal_requests_a_stop_with_its_exit_code(number: int, code: int) -> None:
     with PreemptionHandler(StatusBoard(None, host=0)) as interrupts:
         os.kill(os.getpid(), number)
         program.wait_for(interrupts.stop_requested)

@@ -55,7 +55,7 @@ def test_watchdog_writes_every_stack_and_exits_70_if_a_phase_does_not_end(tmp_pa
         assert "in in_python" in text
 
 
-def test_the_watchdog_covers_startup(config: Path) -> None:
+def test_the_watchdog_ends_a_run_that_hangs_during_startup(config: Path) -> None:
     ended = run_python("-c", STUCK_RUN, "train", "--config", config, *settings("watchdog.phase_s=1"))
     assert ended.returncode == 70, ended.stderr
     for text in (ended.stderr, (run_of(config) / "crash" / "host_0.txt").read_text()):

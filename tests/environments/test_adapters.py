@@ -104,7 +104,7 @@ def test_gym_environments_return_four_or_five_values(result, messages, reward, e
         (("x", np.array([1, 2]), False, {}), "expected a number"),
     ],
 )
-def test_unusable_step_results_are_refused(result: Any, message: str) -> None:
+def test_unusable_step_results_of_an_environment_are_refused(result: Any, message: str) -> None:
     class Wrong(Echo):
         def step(self, text):
             return result
@@ -205,7 +205,7 @@ def test_tool_results_are_in_the_order_of_the_calls(roles: list[str], messages: 
 
 
 @pytest.mark.parametrize("number", [np.int64(3), np.array(0.1, np.float32), np.True_])
-def test_numpy_numbers_become_python_floats_and_json(number: Any) -> None:
+def test_numpy_numbers_of_an_environment_are_converted_to_python_floats_and_json(number: Any) -> None:
     class Gym(Echo):
         def reset(self):
             return number, {}

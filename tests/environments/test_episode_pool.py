@@ -148,7 +148,7 @@ def test_a_worker_runs_steps_concurrently_and_survives_prints_and_forks(story, c
         ("pipe", "exit", "step: its process sent an invalid answer"),
     ],
 )
-def test_a_failure_affects_only_its_own_episode(story: str, text: str, kind: str, detail: str) -> None:
+def test_an_environment_failure_affects_only_its_own_episode(story: str, text: str, kind: str, detail: str) -> None:
     with opened(source=story, step_timeout_s=2 if kind == "timeout" else 60) as pool:
         pool.load()
         sibling, guilty = Game(pool, "a", seed=1), Game(pool, "b", seed=2)
@@ -233,7 +233,7 @@ def test_environment_load_errors_name_the_settings() -> None:
         pool.load()
 
 
-def test_all_calls_fail_if_a_worker_cannot_be_replaced(story: str) -> None:
+def test_all_environment_calls_fail_if_a_dead_worker_cannot_be_replaced(story: str) -> None:
     with opened(source=story) as pool:
         pool.load()
         game = Game(pool, "a")

@@ -127,7 +127,7 @@ def test_a_sample_that_could_not_be_generated_has_no_majority_vote() -> None:
     assert table_of(broken, 4)["eval/maj@4"].tolist() == [1, 0]
 
 
-def test_confidence_intervals_are_over_prompts() -> None:
+def test_confidence_intervals_are_computed_over_prompts() -> None:
     samples = make_answers(*[("2",) * 8] * 10, *[("3",) * 8] * 10)
     figures = estimate_metrics(table_of(samples, 8), num_samples=8)
     assert figures["eval/accuracy"].interval == pytest.approx(wilson_interval(0.5, 20))

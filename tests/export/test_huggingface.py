@@ -134,7 +134,7 @@ def test_the_newest_checkpoint_is_exported_and_loaded_again(exported, finished, 
     assert_logits_are_those_of_the_run(reference.load_reference(exported), finished, tiny_model)
 
 
-def test_an_earlier_checkpoint_can_be_exported_and_rounded(finished, tiny_model, tmp_path):
+def test_an_earlier_checkpoint_can_be_exported_in_bfloat16(finished, tiny_model, tmp_path):
     before, checkpoint = digest_of(finished), finished / "checkpoints" / "2"
     succeeded(export(checkpoint, tmp_path / "out", "--dtype", "bfloat16"))
     policy = policy_of(checkpoint, model_at(tiny_model))

@@ -73,7 +73,7 @@ def test_hosts_with_different_numbers_of_devices_are_refused():
 
 
 @pytest.mark.parametrize("shape", [(2, 4, 1), (1, 4, 2)])
-def test_the_rows_of_a_host_are_contiguous(shape):
+def test_the_mesh_rows_of_each_host_are_contiguous(shape):
     mesh = DeviceMesh(np.array(devices_of(4, 4)).reshape(shape), AXES)
     assert is_grouped_by_host(mesh) and num_hosts(mesh) == 2
     placement.check_tp_within_hosts(mesh)
@@ -179,7 +179,7 @@ def test_constrain_shards_an_array_only_under_a_current_mesh():
 
 
 @pytest.mark.parametrize(("shape", "row_dim"), [((1, 8, 1), 0), ((2, 2, 2), 1), ((1, 1, 8), 0)])
-def test_to_local_inverts_to_global(shape, row_dim):
+def test_to_local_restores_the_rows_that_to_global_has_placed(shape, row_dim):
     mesh = tiny_mesh(shape)
     assert placement.num_local_row_shards(mesh) == placement.num_row_shards(mesh) == shape[0] * shape[1]
     rows = np.arange(8 * 16 * 3).reshape((16, 8, 3) if row_dim == 0 else (8, 16, 3))

@@ -123,7 +123,7 @@ def test_decoder_on_packed_rows_equals_a_slow_decoder_in_float64(architecture):
         np.testing.assert_allclose(packed[places], alone, atol=2e-5)
 
 
-def test_remat_keeps_gradients_and_saves_memory():
+def test_remat_saves_memory_without_changing_gradients():
     definition = DecoderDefinition.create(tiny.BIASED)
     params = tiny.random_params(definition)
     token_ids = np.random.default_rng(4).integers(0, tiny.BIASED.vocab_size, (2, 40)).astype(np.int32)

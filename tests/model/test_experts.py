@@ -168,7 +168,7 @@ def rotated(samples: Sequence[Sample]) -> list[Sample]:
 
 
 @pytest.mark.parametrize("shape", [RouteShape(2, 3), RouteShape(4, 2), RouteShape(1, 1)])
-def test_unpacking_routes_inverts_packing_them(shape):
+def test_unpacking_restores_packed_expert_routes(shape):
     chosen = np.random.default_rng(0).integers(0, 256, (shape.num_layers, 4, 5, shape.experts_per_token))
     words = np.asarray(pack_routes(jnp.asarray(chosen, jnp.int32)))
     assert words.shape == (4, 5, shape.num_words)

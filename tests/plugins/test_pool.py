@@ -192,7 +192,7 @@ def test_workers_and_their_children_end_with_the_trainer(tmp_path: Path) -> None
     assert ended(idle) and ended(idle_child) and ended(busy) and ended(busy_child)
 
 
-def test_objects_of_one_file_share_its_module_and_may_import_files_next_to_it() -> None:
+def test_plug_ins_of_one_file_share_its_module_and_may_import_neighbouring_files() -> None:
     Path("neighbour.py").write_text("SCALE = 2")
     Path("plug.py").write_text(
         "from neighbour import SCALE\nclass A:\n    seen = []\ndef see(): A.seen.append(SCALE)\n"

@@ -23,7 +23,7 @@ def test_moments_equal_hand_computed_values():
     np.testing.assert_allclose(whiten(values, mask, found), [[-1, 0, 0], [0, 1, 0]], atol=1e-7)
 
 
-def test_whitening_equals_trl_and_verl():
+def test_whitened_values_equal_those_of_trl_and_verl():
     rng = np.random.default_rng(0)
     values, mask = rng.normal(3, 5, (4, 50)), rng.random((4, 50)) < 0.7
     # masked_whiten uses the masked mean, Bessel's correction and rsqrt.
@@ -55,7 +55,7 @@ def test_moments_are_defined_for_zero_and_one_numbers():
 
 
 @given(st.floats(-1e4, 1e4, width=32), st.lists(st.integers(1, 9), min_size=1, max_size=4))
-def test_equal_numbers_whiten_to_exactly_zero(value, counts):
+def test_whitening_equal_numbers_gives_exactly_zero(value, counts):
     over = merge_moments(all_of([value] * count) for count in counts)
     assert over.sum_squared_deviations == 0
     same = np.full(3, value, np.float32)

@@ -209,7 +209,7 @@ def test_an_episode_is_written_with_its_conversation():
         (episode_with(1, start=4), r"loss_mask\[3\] is true, but this token is in no policy turn"),
     ],
 )
-def test_an_invalid_episode_is_refused_with_the_field(episode, message):
+def test_an_invalid_episode_is_refused_with_the_name_of_the_field(episode, message):
     with pytest.raises(InputError, match=message) as raised:
         sample_from_record({**EPISODE_RECORD, "episode": episode}, where="samples.jsonl:12")
     assert str(raised.value).startswith("samples.jsonl:12: ") and "\n" not in str(raised.value)

@@ -14,7 +14,7 @@ def test_terminal_control_characters_are_escaped() -> None:
     shown.encode("utf-8")
 
 
-def test_numbers_are_formatted_for_people() -> None:
+def test_counts_bytes_and_intervals_are_formatted_with_units() -> None:
     assert [text_format.format_count(count, "step") for count in (0, 1, 2000)] == ["0 steps", "1 step", "2,000 steps"]
     assert (text_format.format_bytes(2**30 - 2**20), text_format.format_bytes(2**30)) == ("1,023.0 MiB", "1.00 GiB")
     assert (text_format.format_bytes(2**20 // 10 + 1), text_format.format_bytes(512)) == ("0.1 MiB", "0.5 KiB")

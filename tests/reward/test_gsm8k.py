@@ -119,7 +119,7 @@ NUMBERS = {
 
 
 @pytest.mark.parametrize("text", NUMBERS)
-def test_numbers_are_parsed_exactly(text):
+def test_numbers_in_every_notation_are_parsed_exactly(text):
     assert parse_number(text) == NUMBERS[text]
 
 

@@ -56,7 +56,7 @@ def samples_of(*rewards: float, group_id: int = 0) -> list[Sample]:
 
 
 @pytest.mark.parametrize("name", GROUP_ADVANTAGES)
-def test_the_setting_selects_an_estimator_that_compares_samples_of_a_group(name: str) -> None:
+def test_the_algorithm_setting_selects_the_estimator_of_group_advantages(name: str) -> None:
     estimated = estimator_from(f"algorithm.name={name}")(samples_of(1.0, 4.0), 0.0)
     expected = GROUP_ADVANTAGES[name](np.array([1.0, 4.0]), np.array([0, 0]))
     np.testing.assert_allclose([s.advantages for s in estimated.samples], np.stack([expected] * 3, axis=1), rtol=1e-6)

@@ -307,7 +307,9 @@ def test_grpo_gae_gives_the_advantages_of_training(tmp_path: Path, bootstraps: s
         ({"values": None}, "the field `values` is missing (one number per completion token); add it with `grpo"),
     ],
 )
-def test_a_missing_field_that_training_needs_is_an_error(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+def test_grpo_gae_refuses_samples_without_a_field_that_training_needs(
+    tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
     write_jsonl(tmp_path / "in.jsonl", [sample_to_record(drawn()[0]) | changes])
     arguments = (*RUN, "--set", "algorithm.bootstrap_truncated=true")
     result = here("gae", "--input", tmp_path / "in.jsonl", "--out", tmp_path / "out.jsonl", *arguments)

@@ -47,7 +47,7 @@ def test_dropped_samples_do_not_enter_the_length_statistics() -> None:
     assert not lengths.has_estimate("p") and not lengths.group_measure, "all its samples were dropped"
 
 
-def test_threshold_needs_enough_finished_samples_and_forgets_old_ones() -> None:
+def test_the_length_threshold_needs_enough_finished_samples_and_forgets_old_ones() -> None:
     lengths = LengthEstimator(window=4)
     for i, length in enumerate([1000, 1000, 2, 3]):
         assert lengths.threshold([], percentile=80, min_finished=i + 1) is None

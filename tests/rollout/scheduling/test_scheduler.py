@@ -187,7 +187,7 @@ def test_new_samples_are_limited_by_max_suspended(max_suspended: int | None, num
 
 
 @pytest.mark.parametrize("knows_at_once", [True, False])
-def test_segments_end_early_at_turn_ends(knows_at_once: bool) -> None:
+def test_decode_segments_end_early_if_a_turn_may_end(knows_at_once: bool) -> None:
     segment = {"min": 10, "max": 9000}
     driven = worker_with(3, slots=3, capacity=9000, segment=segment, has_turns=knows_at_once)
     driven.end_all("w", 5)
