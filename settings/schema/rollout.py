@@ -160,7 +160,7 @@ class RolloutSettings(Section):
     prompts_per_step: int = Field(default=8, ge=1, le=2**20)
     """Prompts per training step, per host. Each gets `rollout.group_size` samples."""
     group_size: int = Field(default=8, ge=1, le=2**16)
-    """Samples per prompt, which group-relative algorithms compare with each other; 8 is usual."""
+    """Samples per prompt; 8 is usual. Group-relative algorithms compare them."""
     max_new_tokens: int = Field(default=64, ge=1)
     """Maximum completion length in tokens, also with `algorithm.name: sft`. For a model that is not built in, the
     default is 512."""
