@@ -38,7 +38,8 @@ check_file() {
     [ "${mode:4:6}" = ------ ] || refuse "$file holds secrets and other users have access to it (${mode:0:10}); run: chmod 600 $file"
 }
 
-# take_names FILE: writes the lines to copy to FILE, their names to `names` and other names to `left_out`.
+# take_names FILE: writes the lines to copy to FILE, their names to `names`, other names to `left_out`, and how many other
+# names must not be printed to `num_unnamed`.
 take_names() {
     local line name value number=0
     local assignment='^[[:space:]]*(export[[:space:]]+)?([A-Za-z_][A-Za-z0-9_]*)[[:space:]]*=[[:space:]]*(.*)$'
@@ -51,10 +52,11 @@ take_names() {
         name=${BASH_REMATCH[2]} value=${BASH_REMATCH[3]}
         case $value in
             \"*\"* | \'*\'* | [!\"\']* | '') ;;
-            *) refuse "line $number of $file, $name: a value in quotes must end on its line." ;;
+            *) refuse "line $number of $file: a value in quotes must end on its line." ;;
         esac
         if [[ " ${TAKEN[*]} " != *" $name "* ]]; then
-            left_out+=("$name")
+            # What does not look like a name may be a key in base64, which ends with =.
+            if [[ $name =~ ^[A-Z][A-Z0-9_]*$ ]]; then left_out+=("$name"); else num_unnamed=$((num_unnamed + 1)); fi
         elif [ -n "$value" ]; then
             printf '%s\n' "$line" >>"$1"
             names+=("$name")
@@ -87,12 +89,13 @@ put_on() { # WORKER
 check_file
 make_scratch
 umask 077
-names=() left_out=()
+names=() left_out=() num_unnamed=0
 : >"$scratch/env"
 take_names "$scratch/env"
 [ "${#names[@]}" -gt 0 ] || refuse "$file sets none of ${TAKEN[*]}; nothing else is copied."
 find_workers
 
+[ "$num_unnamed" -eq 0 ] || left_out+=("$num_unnamed other name(s)")
 [ "${#left_out[@]}" -eq 0 ] || echo "not copied, since grpo takes only ${TAKEN[*]} from a .env: ${left_out[*]}"
 if [ "$dry_run" = true ]; then
     echo "would copy ${names[*]} from $file to ~/$tpu_folder/.env on worker ${workers[*]} of $tpu_name"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -13,6 +14,8 @@ FALLBACK_DOTENVS = (Path(__file__).parents[1] / ".env", Path("/root/.env"))
 """The `.env` of the checkout, for commands started elsewhere, and root's on TPU VMs."""
 MIN_SECRET_LENGTH = 8
 """Minimum length, in characters, of a value to redact; shorter values are placeholders."""
+PRINTABLE_NAME = re.compile("[A-Z][A-Z0-9_]*")
+"""Other names in a `.env` are only counted: a key on a line of its own may contain a `=`, as in base64."""
 _further_secrets: set[str] = set()
 
 
@@ -31,10 +34,13 @@ def load_secrets(directory: Path, *, fallbacks: Sequence[Path] = FALLBACK_DOTENV
         except (OSError, UnicodeDecodeError) as error:
             notices.append(f"{path} is ignored: it cannot be read ({type(error).__name__})")
             continue
-        # A line without `=` may be a bare key.
         if others := [name for name, value in values.items() if value is not None and name not in SECRETS]:
-            taken, left = " and ".join(SECRETS), ", ".join(others[:3]) + (", ..." if others[3:] else "")
-            notices.append(f"{path}: only {taken} are read from it; export {left}, if needed")
+            named = [name for name in others if PRINTABLE_NAME.fullmatch(name)][:3]
+            num_others = len(others) - len(named)
+            listed = ", ".join([*named, f"{num_others} other name(s)"] if num_others else named)
+            notices.append(
+                f"{path}: only {' and '.join(SECRETS)} are read from it, not {listed}; export what is needed"
+            )
         secrets = {name: value for name in SECRETS if (value := values.get(name))}
         if secrets and path.stat().st_mode & 0o077:
             notices.append(f"{path} contains secrets and is readable by other users; run: chmod 600 {path}")

@@ -84,10 +84,12 @@ def test_missing_tpu_worker_or_gcloud_is_reported(tpu: Tpu, script: str) -> None
 def test_sync_copies_api_keys_to_every_worker_where_the_program_reads_them(
     tpu: Tpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write_env(tpu, f"# mine\nexport WANDB_API_KEY='{CANARY} $x'\r\n\nHF_TOKEN = {CANARY}-2\nAWS_SECRET=mine\n")
+    keys = f"export WANDB_API_KEY='{CANARY} $x'\r\n\nHF_TOKEN = {CANARY}-2\n"
+    write_env(tpu, f"# mine\n{keys}AWS_SECRET=mine\nbareKey==\n")
     done = tpu.run(SYNC)
     assert done.returncode == 0, done.stderr
-    assert "copying WANDB_API_KEY HF_TOKEN from .env" in done.stdout and "from a .env: AWS_SECRET" in done.stdout
+    assert "copying WANDB_API_KEY HF_TOKEN from .env" in done.stdout and "bareKey" not in done.stdout
+    assert "from a .env: AWS_SECRET 1 other name(s)\n" in done.stdout
     for worker in (0, 1):
         there = tpu.home(worker) / "grpo" / ".env"
         assert there.stat().st_mode & 0o777 == 0o600 and "AWS_SECRET" not in there.read_text()
@@ -124,7 +126,7 @@ def test_values_of_api_keys_appear_on_no_command_line_and_in_no_output(tpu: Tpu,
     ("text", "mode", "complaint"),
     [
         (f"{CANARY}\n", 0o600, "line 1 of .env is not NAME=VALUE"),
-        (f'HF_TOKEN="{CANARY}\nmore"\n', 0o600, "line 1 of .env, HF_TOKEN: a value in quotes must end on its line"),
+        (f'HF_TOKEN="{CANARY}\nmore"\n', 0o600, "line 1 of .env: a value in quotes must end on its line"),
         ("WANDB_API_KEY=\n", 0o600, "sets none of WANDB_API_KEY HF_TOKEN"),
         (f"HF_TOKEN={CANARY}\n", 0o640, "chmod 600 .env"),
     ],

@@ -31,10 +31,19 @@ def secrets_of(folder: Path) -> tuple[list[str], str | None, str | None]:
 def test_a_dotenv_file_sets_only_secrets_and_a_notice_names_other_variables(folder: Path) -> None:
     keys = f"export WANDB_API_KEY='{CANARY}$HOME'\r\nHF_TOKEN=\n{CANARY}\n"
     write(folder / ".env", f"{keys}LD_PRELOAD=x\nGRPO__RUN__STEPS=3\n")
-    left = "export LD_PRELOAD, GRPO__RUN__STEPS, if needed"
-    told = f"{folder}/.env: only WANDB_API_KEY and HF_TOKEN are read from it; {left}"
+    left = "LD_PRELOAD, GRPO__RUN__STEPS; export what is needed"
+    told = f"{folder}/.env: only WANDB_API_KEY and HF_TOKEN are read from it, not {left}"
     assert secrets_of(folder) == ([told], f"{CANARY}$HOME", None)
     assert not {"LD_PRELOAD", "GRPO__RUN__STEPS"} & set(os.environ)
+
+
+@pytest.mark.parametrize(
+    ("names", "told"), [("", "not 2 other name(s);"), ("A=1\nB_2=2\nC=3\nD=4\n", "not A, B_2, C, 3 other name(s);")]
+)
+def test_what_may_be_a_key_is_counted_in_the_notice_but_not_named(folder: Path, names: str, told: str) -> None:
+    write(folder / ".env", f"{CANARY}==\n{CANARY}/+x=\n{names}")
+    (notice,) = secrets_of(folder)[0]
+    assert told in notice and CANARY not in notice
 
 
 def test_secrets_are_searched_in_environment_parents_checkout_and_root_in_this_order(folder, monkeypatch):
