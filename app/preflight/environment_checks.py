@@ -17,6 +17,7 @@ from app.model.io.model_files import CONFIG_FILE, HUB_FILES, is_from_hub
 from app.preflight.check_results import EXIT_INPUT, CheckRecorder
 from app.preflight.sample_file_size import SampleFileSize
 from app.prompts.dataset import split_hub_source
+from app.records.run_directory import is_address
 from app.records.text_format import format_bytes
 from app.records.versions import (
     NOT_INSTALLED,
@@ -169,9 +170,10 @@ def check_disk(
     if checkpoint_bytes is None:
         recorder.skip("disk", reason=f"{found}; the size of a checkpoint is unknown without the model")
         return
-    # The newest checkpoints, the best one, the one being written, and the arrays gathered for it.
+    # The newest checkpoints, the best one, the one being written, the arrays gathered for it, and one that a slow copy
+    # to a bucket keeps.
     keeps_best = bool(settings.eval.every_steps and settings.checkpoint.best_metric)
-    count = settings.checkpoint.keep + keeps_best + 1 + gathers
+    count = settings.checkpoint.keep + keeps_best + 1 + gathers + is_address(settings.run.dir)
     found += f"; a run needs space for {count} checkpoints of {format_bytes(checkpoint_bytes)}"
     found += "" if samples is None else f", and {samples.to_text()}"
     if count * checkpoint_bytes > free:

@@ -172,6 +172,9 @@ def test_disk_check_needs_space_for_all_checkpoints_of_a_run(tmp_path, checkpoin
         assert (f"a run needs space for {count} checkpoints of " in result.found) == (checkpoint_bytes is not None)
         check_disk(recorder, tmp_path, chosen, 1, None, gathers=True)
         assert f"a run needs space for {count + 1} checkpoints of " in recorder.results[1].found
+        in_bucket = load_settings("checkpoint.keep=3", "run.dir=gs://bucket/runs", *overrides)
+        check_disk(recorder, tmp_path, in_bucket, 1, None, gathers=True)
+        assert f"a run needs space for {count + 2} checkpoints of " in recorder.results[2].found
 
 
 def test_disk_check_passes_if_checkpoints_and_samples_just_fit(tmp_path, monkeypatch):
