@@ -14,11 +14,9 @@ from typing import Any
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
-from jax.experimental import multihost_utils
-from jax.sharding import NamedSharding, PartitionSpec
-from jax.stages import Compiled
 from jaxtyping import Array
 
+from app.checkpoint.array_pieces import broadcast_in_pieces, gather_in_pieces, piece_program
 from app.checkpoint.full_disk import explain_full_disk
 from app.checkpoint.reading import open_reader, read_on_all_hosts
 from app.checkpoint.saved_arrays import with_saved_dtypes
@@ -45,7 +43,7 @@ class Process0Manager:
         # Compiled here: a compilation during a step would be reported as an anomaly.
         for x in jax.tree.leaves(target):
             if not _is_on_process_0(x):
-                _replication(x.shape, x.dtype, x.sharding)
+                piece_program(x)
 
     @contextmanager
     def _error_barrier(self) -> Iterator[None]:
@@ -70,7 +68,7 @@ class Process0Manager:
     def _gather(self, state: Any) -> Any:
         """Returns the state with arrays in files on process 0, and with None in their place on the others.
 
-        Host memory holds one array at a time: one device's part of it, or all of it if the hosts have different parts.
+        Host memory holds one piece of an array at a time, or one device's part of it if process 0 has all parts.
         """
         shutil.rmtree(self._gathered_dir, ignore_errors=True)
         with self._error_barrier():
@@ -80,8 +78,6 @@ class Process0Manager:
         return structure.unflatten([self._gather_array(x, str(number)) for number, x in enumerate(leaves)])
 
     def _gather_array(self, x: Array, name: str) -> np.ndarray | None:
-        if not _is_on_process_0(x):
-            x = _replication(x.shape, x.dtype, x.sharding)(x)
         whole = None
         with self._error_barrier():
             if jax.process_index() == 0:
@@ -90,9 +86,15 @@ class Process0Manager:
                 with file.open("wb") as empty:
                     os.posix_fallocate(empty.fileno(), 0, x.nbytes)
                 whole = GatheredArray(file, x.dtype, "r+", shape=x.shape)
-                parts = {str(shard.index): (shard.index, shard.data) for shard in x.addressable_shards}
-                for index, data in parts.values():
-                    whole[index] = np.asarray(data)
+        is_on_process_0 = _is_on_process_0(x)
+        if not is_on_process_0:
+            gather_in_pieces(x, whole)
+        with self._error_barrier():
+            if whole is not None:
+                if is_on_process_0:
+                    parts = {str(shard.index): (shard.index, shard.data) for shard in x.addressable_shards}
+                    for index, data in parts.values():
+                        whole[index] = np.asarray(data)
                 whole.flush()
         return whole
 
@@ -128,14 +130,6 @@ def _is_on_process_0(x: Array | jax.ShapeDtypeStruct) -> bool:
     return {part for device, part in parts.items() if device.process_index == 0} == set(parts.values())
 
 
-@functools.cache
-def _replication(shape: tuple[int, ...], dtype: Any, sharding: NamedSharding) -> Compiled:
-    """Returns the program that copies an array to every device."""
-    everywhere = NamedSharding(sharding.mesh, PartitionSpec())
-    copy = jax.jit(lambda x: jax.device_put(x, jax.memory.Space.Device), out_shardings=everywhere)
-    return copy.lower(jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)).compile()
-
-
 def restore_from_process_0(folder: Path, target: Any) -> Any:
     """Returns the state in a checkpoint's folder, which only process 0 needs to have, with the saved dtypes.
 
@@ -156,7 +150,8 @@ def restore_from_process_0(folder: Path, target: Any) -> Any:
         whole, reason = read_on_all_hosts(read)
         if whole is None:
             raise ValueError(reason)
-        restored.append(_broadcast_array(whole, like))
+        broadcast_in_pieces(whole)
+        restored.append(jax.make_array_from_callback(like.shape, like.sharding, whole.__getitem__))
     return structure.unflatten(restored)
 
 
@@ -165,9 +160,9 @@ def _saved_types(folder: Path, target: Any) -> str:
 
 
 def _read_array(folder: Path, item: Any, like: jax.ShapeDtypeStruct) -> np.ndarray:
-    """Returns the single array of `item` on process 0, and zeros on other processes."""
+    """Returns the single array of `item` on process 0, and memory for it on other processes."""
     if jax.process_index() > 0:
-        return np.zeros(like.shape, like.dtype)
+        return np.empty(like.shape, like.dtype)
     with closing(open_reader(ocp.CompositeCheckpointHandler(state=ocp.PyTreeCheckpointHandler()))) as reader:
         types = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), item)
         args = ocp.args.PyTreeRestore(item=item, restore_args=types)
@@ -176,12 +171,3 @@ def _read_array(folder: Path, item: Any, like: jax.ShapeDtypeStruct) -> np.ndarr
     if array.shape != like.shape:
         raise ValueError(f"it contains an array of shape {list(array.shape)}, expected {list(like.shape)}")
     return array
-
-
-def _broadcast_array(whole: np.ndarray, like: jax.ShapeDtypeStruct) -> Array:
-    """Returns the array of process 0 with the sharding of `like`."""
-    # As integers: adding the zeros of the other hosts would lose the sign of a zero.
-    bits = np.dtype(f"uint{8 * whole.dtype.itemsize}")
-    sent = np.asarray(multihost_utils.broadcast_one_to_all(np.ascontiguousarray(whole).view(bits)))
-    received = sent.astype(bits).view(whole.dtype).reshape(like.shape)
-    return jax.make_array_from_callback(like.shape, like.sharding, lambda index: received[index])

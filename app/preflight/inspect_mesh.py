@@ -110,7 +110,7 @@ class MeshInspection:
     host_bytes: int
     """Bytes that settings keep in host memory for each device."""
     largest_saved_array: SavedArray | None
-    """The array that determines a host's memory for a checkpoint if hosts share no folder; None on one host."""
+    """The array that determines a host's memory at a resume if hosts share no folder; None on one host."""
     notes: tuple[str, ...]
     programs: tuple[CompiledProgram, ...]
     """Compiled programs; empty without `--compile`."""
@@ -144,8 +144,8 @@ class MeshInspection:
             lines.append(f"host memory: {format_bytes(self.host_bytes)} per device")
         if (array := self.largest_saved_array) is not None:
             lines.append(
-                "checkpoints, if hosts share no folder: one array at a time in the memory of process 0, and of every "
-                f"host at a resume; the largest is {array.name}, {format_bytes(array.bytes)}"
+                "checkpoints, if hosts share no folder: one array at a time in the memory of every host at a resume; "
+                f"the largest is {array.name}, {format_bytes(array.bytes)}"
             )
         return "\n".join([*lines, "", format_step_memory(self.memory, self.programs, available_bytes=size)])
 

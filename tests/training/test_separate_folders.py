@@ -18,7 +18,9 @@ HALF = ("rollout.prompts_per_step=2", "algorithm.mini_batch_prompts=1")
 def test_a_run_saved_only_on_process_0_equals_a_shared_run_and_resumes(config: Path, shape: str) -> None:
     runs = config.parent / "runs"
     runs.mkdir()
-    blind = {"programs": (HOSTS_PROGRAM, blind_host(runs))}
+    in_pieces = "from app.checkpoint import array_pieces\narray_pieces.MAX_PIECE_BYTES = 1500\n"
+    programs = ((python, in_pieces + code) for python, code in (HOSTS_PROGRAM, blind_host(runs)))
+    blind = {"programs": tuple(programs)}
     shared = ("checkpoint.every_steps=1", "checkpoint.keep=9", f"mesh.shape={shape}")
 
     def train(name: str, steps: int, *options: str, **how: tuple) -> str:
