@@ -15,8 +15,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.stages import Compiled
 from jaxtyping import Array
 
-MAX_PIECE_BYTES = 1 << 28
-"""Maximum size of a piece, of which a device holds two or three: little memory, but more to send than to start."""
+MAX_PIECE_BYTES = 1 << 26
+"""Maximum size of a piece. A device holds up to three: little memory, yet they take longer to send than to start."""
 
 
 def gather_in_pieces(x: Array, whole: np.ndarray | None) -> None:
@@ -50,15 +50,17 @@ def piece_program(x: Array | jax.ShapeDtypeStruct) -> Compiled:
 @functools.cache
 def _compiled(shape: tuple[int, ...], dtype: Any, sharding: NamedSharding, block: tuple[int, ...]) -> Compiled:
     everywhere = NamedSharding(sharding.mesh, PartitionSpec())
+
+    def cut(part: Array, start: Array) -> Array:
+        # A TPU cuts an array in host memory along one dim only.
+        first = jax.lax.dynamic_slice_in_dim(part, start[0], block[0])
+        first = jax.device_put(first, jax.memory.Space.Device)
+        return jax.lax.dynamic_slice(first, (0, *start[1:]), block)
+
     # Each device cuts its own part: for a slice of the whole array, XLA would first gather a dim that is split.
-    cut = jax.shard_map(
-        lambda part, start: jax.lax.dynamic_slice(part, tuple(start), block),
-        mesh=sharding.mesh,
-        in_specs=(sharding.spec, PartitionSpec()),
-        out_specs=sharding.spec,
-    )
-    # Arrays in host memory are cut there.
-    gather = jax.jit(lambda x, start: jax.device_put(cut(x, start), jax.memory.Space.Device), out_shardings=everywhere)
+    in_specs = sharding.spec, PartitionSpec()
+    cut_parts = jax.shard_map(cut, mesh=sharding.mesh, in_specs=in_specs, out_specs=sharding.spec)
+    gather = jax.jit(cut_parts, out_shardings=everywhere)
     start = jax.ShapeDtypeStruct((len(shape),), np.int32, sharding=everywhere)
     return gather.lower(jax.ShapeDtypeStruct(shape, dtype, sharding=sharding), start).compile()
 
