@@ -38,8 +38,8 @@ check_file() {
     [ "${mode:4:6}" = ------ ] || refuse "$file holds secrets and other users have access to it (${mode:0:10}); run: chmod 600 $file"
 }
 
-# take_names FILE: writes the lines to copy to FILE, their names to `names`, other names to `left_out`, and how many other
-# names must not be printed to `num_unnamed`.
+# take_names FILE: writes the lines to copy to FILE, their names to `names`, other names to `left_out`, and the number of
+# names that must not be printed to `num_unnamed`.
 take_names() {
     local line name value number=0
     local assignment='^[[:space:]]*(export[[:space:]]+)?([A-Za-z_][A-Za-z0-9_]*)[[:space:]]*=[[:space:]]*(.*)$'
