@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Float, Int
 
+from app.advantage.token_rewards import TokenKLFn, token_kl
 from app.records.sample import Sample
 
 EPSILON = 1e-6
@@ -106,9 +107,7 @@ def task_rewards(samples: Sequence[Sample]) -> Float[np.ndarray, "N"]:
     return np.asarray([s.reward for s in samples], np.float64)
 
 
-def kl_penalized_rewards(
-    samples: Sequence[Sample], *, kl_estimator: Callable[[np.ndarray, np.ndarray], np.ndarray], beta: float
-) -> Float[np.ndarray, "N"]:
+def kl_penalized_rewards(samples: Sequence[Sample], *, kl_estimator: TokenKLFn, beta: float) -> Float[np.ndarray, "N"]:
     """Computes r_i - beta * sum_t KL_t(policy || reference), over the tokens that the policy wrote.
 
     Both logprobs come from the same scoring program, never from the sampler: for equal policies the penalty is
@@ -116,13 +115,8 @@ def kl_penalized_rewards(
 
     Source: Ahmadian et al. 2024, section 2 (with k1).
     """
-
-    def kl(sample: Sample) -> float:
-        policy, reference = sample.policy_logprobs, sample.reference_logprobs
-        assert policy is not None and reference is not None
-        return float(np.sum(kl_estimator(policy.astype(np.float64), reference.astype(np.float64))[sample.mask]))
-
-    return task_rewards(samples) - beta * np.asarray([kl(s) for s in samples], np.float64)
+    kls = [float(token_kl(s, kl_estimator)[s.mask].sum()) for s in samples]
+    return task_rewards(samples) - beta * np.asarray(kls, np.float64)
 
 
 def assign_group_advantages(

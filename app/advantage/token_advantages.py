@@ -112,9 +112,7 @@ def assign_gae_advantages(
     bootstrap: BootstrapFn,
 ) -> list[Sample]:
     """Returns the samples with advantages and returns from `gae`: `compute_gae` with its settings bound."""
-    row = concatenate_samples(
-        samples, token_rewards=token_rewards, values=lambda s: s.token_values, bootstrap=bootstrap
-    )
+    row = concatenate_samples(samples, token_rewards=token_rewards, bootstrap=bootstrap)
     return _assign_advantages(samples, gae(row))
 
 
@@ -133,9 +131,7 @@ def assign_vtrace_advantages(
 
     Source: Espeholt et al. 2018 (IMPALA), section 4.
     """
-    row = concatenate_samples(
-        samples, token_rewards=token_rewards, values=lambda s: s.token_values, bootstrap=bootstrap
-    )
+    row = concatenate_samples(samples, token_rewards=token_rewards, bootstrap=bootstrap)
     assert all(s.policy_logprobs is not None for s in samples)
     ratios = np.concatenate([np.zeros(0, np.float32), *(s.policy_logprobs - s.behavior_logprobs for s in samples)])
     log_ratios = np.pad(ratios, (0, row.rewards.size - ratios.size))[None]
@@ -165,7 +161,7 @@ def concatenate_samples(
     samples: Sequence[Sample],
     *,
     token_rewards: TokenRewardFn,
-    values: Callable[[Sample], np.ndarray],
+    values: Callable[[Sample], np.ndarray] = lambda sample: sample.token_values,
     bootstrap: BootstrapFn,
 ) -> TokenRows:
     """Concatenates samples into one row; `values` maps a sample to the value of the state before each token."""

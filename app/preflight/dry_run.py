@@ -91,9 +91,6 @@ class DryRunReport:
     reward_model: MicroBatchSummary | None
     """Micro-batches of the reward model in a step; None without a reward model."""
     num_reward_model_parameters: int
-    teacher: str | None
-    """Name of the model of `reference.path`; None without a teacher."""
-    num_teacher_parameters: int
     memory: Mapping[str, MemoryBreakdown]
     """Memory by phase and buffer; temporaries only with `--compile`."""
     programs: tuple[CompiledProgram, ...]
@@ -122,11 +119,7 @@ class DryRunReport:
         updates = format_count(self.optimizer_steps, "optimizer step")
         run = f"{self.directory}: {format_count(self.steps, 'step')}, {updates}, "
         yield "run", "\n".join([f"{run}{at_least}{self.epochs_of_data:.3g} epochs of the data", *self.notes])
-        networks = {
-            "critic": self.num_critic_parameters,
-            "reward model": self.num_reward_model_parameters,
-            f"teacher {self.teacher}": self.num_teacher_parameters,
-        }
+        networks = {"critic": self.num_critic_parameters, "reward model": self.num_reward_model_parameters}
         others = "".join(f"; {name}: {count:,}" for name, count in networks.items() if count)
         model = f"{self.model} ({self.family}): {self.num_parameters:,} parameters"
         yield "model", f"{model}, computing in {self.dtype}{others}"
@@ -195,7 +188,6 @@ def _make_report(
 ) -> DryRunReport:
     settings, session, inputs, mesh = launch.resolved.settings, step.session, launch.inputs, step.session.mesh
     policy, critic, reward_model = session.model_spec.policy_definition, session.scoring.critic, inputs.reward_model
-    teacher = session.scoring.teacher
     rollout, warmup = settings.rollout, settings.critic.warmup_steps if settings.has_critic else 0
     prompts_per_step = rollout.prompts_per_step * num_hosts(mesh)
     samples_per_step = prompts_per_step * rollout.group_size
@@ -241,8 +233,6 @@ def _make_report(
         num_critic_parameters=critic.spec.definition.num_parameters if critic else 0,
         reward_model=step.reward and summary(step.reward),
         num_reward_model_parameters=reward_model.definition.num_parameters if reward_model else 0,
-        teacher=teacher and teacher.files.name,
-        num_teacher_parameters=teacher.definition.num_parameters if teacher else 0,
         memory=memory,
         programs=programs,
         peak_bytes=sum(memory[peak_phase(memory)].values()),

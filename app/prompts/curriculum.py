@@ -35,24 +35,24 @@ class PassRateOrder:
     """
 
     def __init__(self, seed: int, uids: Sequence[str], rows: Sequence[Indices], shares: Sequence[float]) -> None:
-        self._seed = seed
-        self._row_of = {uid: row for row, uid in enumerate(uids)}
+        self._seed, self._uids, self._known = seed, uids, frozenset(uids)
         self._sources = list(zip(rows, shares, strict=True))
-        self._pass_rates = np.full(len(uids), np.nan)
-        """The running pass rate of each prompt; NaN if it is unseen."""
-        self._is_pending = np.zeros(len(uids), bool)
-        """Whether each prompt has been drawn and not yet observed."""
+        self.pass_rates: dict[str, float] = {}
+        """Uid -> running pass rate of each seen prompt."""
+        self._pending: set[str] = set()
+        """Uids of the prompts that are drawn and not yet observed."""
 
     def row_indices(self, position: int, count: int) -> Indices:
         """Draws the next round; see `PromptOrder.row_indices`."""
-        rates = np.nan_to_num(self._pass_rates, nan=0.5)
+        rates = np.array([self.pass_rates.get(uid, 0.5) for uid in self._uids])
         weights = rates * (1 - rates) + FLOOR
         for rows, share in self._sources:
             weights[rows] *= share / weights[rows].sum()
         # Among exponential times with these rates, a prompt's comes first with probability proportional to its weight.
         times = np.random.default_rng([self._seed, position]).standard_exponential(len(weights)) / weights
-        drawn = np.lexsort((times, self._is_pending))[:count]
-        self._is_pending[drawn] = True
+        is_pending = np.array([uid in self._pending for uid in self._uids])
+        drawn = np.lexsort((times, is_pending))[:count]
+        self._pending.update(self._uids[int(row)] for row in drawn)
         return drawn
 
     def observe(self, pass_rates: Iterable[tuple[str, float | None]]) -> None:
@@ -61,26 +61,18 @@ class PassRateOrder:
         The first observation of a prompt sets its rate, so that observing saved `pass_rates` restores them.
         """
         for uid, rate in pass_rates:
+            self._pending.discard(uid)
             # The data of a resumed run may have changed.
-            if (row := self._row_of.get(uid)) is None:
-                continue
-            self._is_pending[row] = False
-            if rate is not None:
-                before = self._pass_rates[row]
-                self._pass_rates[row] = rate if np.isnan(before) else before + NEWEST_SHARE * (rate - before)
-
-    @property
-    def pass_rates(self) -> dict[str, float]:
-        """Uid -> running pass rate of each seen prompt."""
-        rates, is_seen = self._pass_rates.tolist(), (~np.isnan(self._pass_rates)).tolist()
-        return {uid: rates[row] for uid, row in self._row_of.items() if is_seen[row]}
+            if rate is not None and uid in self._known:
+                before = self.pass_rates.get(uid, rate)
+                self.pass_rates[uid] = before + NEWEST_SHARE * (rate - before)
 
     def metrics(self) -> dict[str, float]:
         """Returns the fraction of prompts seen, and the distribution of their pass rates (NaN if none was seen)."""
-        seen = self._pass_rates[~np.isnan(self._pass_rates)]
+        seen = np.array(list(self.pass_rates.values()))
         shares = {"low": seen < LOW_RATE, "middle": (seen >= LOW_RATE) & (seen <= HIGH_RATE), "high": seen > HIGH_RATE}
         return {
-            "data/seen_fraction": len(seen) / len(self._pass_rates),
+            "data/seen_fraction": len(seen) / len(self._uids),
             "data/pass_rate_mean": float(seen.mean()) if len(seen) else np.nan,
             **{f"data/pass_rate_{name}_fraction": is_in.sum() / max(len(seen), 1) for name, is_in in shares.items()},
         }

@@ -15,7 +15,7 @@ Shape letters, used in every signature and docstring of the project:
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -225,3 +225,20 @@ class Sample:
         if self.loss_mask is None:
             return np.ones(len(self.completion_ids), bool)
         return self.loss_mask
+
+
+def group_indices(samples: Sequence[Sample], indices: Iterable[int] | None = None) -> list[tuple[int, ...]]:
+    """Returns the indices of each group's samples, in the order of the groups' first samples.
+
+    Args:
+        indices: the samples to consider; None = all.
+    """
+    groups: dict[int, list[int]] = {}
+    for index in range(len(samples)) if indices is None else indices:
+        groups.setdefault(samples[index].group_id, []).append(index)
+    return [tuple(group) for group in groups.values()]
+
+
+def group_samples(samples: Sequence[Sample]) -> list[list[Sample]]:
+    """Returns the samples of each group, in the order of the groups' first samples."""
+    return [[samples[i] for i in group] for group in group_indices(samples)]

@@ -9,7 +9,7 @@ from typing import Any
 
 from app.plugins.loading import LoadError
 from app.plugins.values import Failure
-from app.records.sample import Sample
+from app.records.sample import Sample, group_indices
 from app.reward.aggregate import RewardOutcome
 from app.reward.function_pool import FunctionPool, InProcessPool
 from app.reward.plugin_signature import (
@@ -117,7 +117,7 @@ class PlugIn:
             yield from ((index,) for index in range(len(samples)))
             return
         batch: tuple[int, ...] = ()
-        for group in group_indices(range(len(samples)), samples):
+        for group in group_indices(samples):
             if batch and len(batch) + len(group) > self._batch_size and not self._signature.takes_all:
                 yield batch
                 batch = ()
@@ -143,7 +143,7 @@ class PlugIn:
                 # An error in the function that smaller batches would not fix.
                 raise UnassignableRewardsError(f"reward {self.name}: {self._pool.function} {to_retry.text}")
             if to_retry is not None and len(batch) > 1:
-                groups = list(group_indices(batch, samples))
+                groups = group_indices(samples, batch)
                 parts += groups if len(groups) > 1 else [(index,) for index in batch]
                 continue
             results = [RewardOutcome(failure=answer)] * len(batch) if isinstance(answer, Failure) else answer
@@ -163,11 +163,3 @@ class PlugIn:
             "trainer_arguments": [name for name in signature.arguments if name not in arguments],
             "trainer_state": {"global_step": step_info.step, "max_steps": step_info.num_steps},
         }
-
-
-def group_indices(indices: Sequence[int], samples: Sequence[Sample]) -> Iterator[tuple[int, ...]]:
-    """Yields the indices of each group, in the order of the groups' first samples."""
-    groups: dict[int, list[int]] = {}
-    for index in indices:
-        groups.setdefault(samples[index].group_id, []).append(index)
-    yield from map(tuple, groups.values())

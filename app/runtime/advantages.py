@@ -44,9 +44,9 @@ from app.advantage.token_rewards import (
     task_token_rewards,
     update_kl_coef,
 )
-from app.distributed.collectives import sum_over_hosts
+from app.distributed.collectives import max_over_hosts, sum_over_hosts
 from app.records.sample import Sample
-from app.runtime.health_checks import check_advantages
+from app.runtime.health_checks import RewardError
 from app.update.kl import KL_ESTIMATORS, KLEstimator
 from settings import Settings
 from settings.schema.algorithm import AlgorithmSettings
@@ -165,7 +165,8 @@ def make_custom_advantages(settings: Settings, custom: CustomEstimator | None) -
     def estimate(samples: Sequence[Sample], kl_coef: float) -> list[Sample]:
         assert custom is not None, "opened without the plug-in"
         estimated, fatal_error = custom(samples, rewards(samples, kl_coef=kl_coef))
-        check_advantages(fatal_error)
+        if max_over_hosts(np.asarray(fatal_error is not None)):
+            raise RewardError(fatal_error or "the advantage estimator failed on another host; see its log")
         return estimated
 
     return estimate

@@ -54,12 +54,6 @@ def check_rewards_for_maxrl(scored: RewardedSamples, *, parts: Collection[str]) 
         )
 
 
-def check_advantages(fatal_error: str | None) -> None:
-    """Raises RewardError if a custom advantage estimator ends the run, on this host or another."""
-    if max_over_hosts(np.asarray(fatal_error is not None)):
-        raise RewardError(fatal_error or "the advantage estimator failed on another host; see its log")
-
-
 def stop_if_diverged(metrics: Mapping[str, float | None]) -> None:
     """Raises RuntimeError if too many updates in a row were not finite."""
     for network, section in (("policy", "optimizer"), ("value", "critic")):

@@ -128,7 +128,13 @@ def read_model_spec(settings: Settings, *, generates: bool = True, config_only: 
     """
     causal_lm = _open_causal_lm("model.path", settings.model.path, settings.model.attention, config_only=config_only)
     files, architecture, definition = causal_lm.files, causal_lm.architecture, causal_lm.definition
-    check_routing_replay(architecture, settings)
+    experts = architecture.num_experts
+    if settings.rollout.routing_replay and (experts is None or experts > UNRECORDED):
+        mixture = f"a mixture of {experts} experts, but a byte can record only {UNRECORDED}"
+        raise InputError(
+            "rollout.routing_replay: true records the experts of each token, but "
+            f"{settings.model.path} is {'a dense model' if experts is None else mixture}; set it to false"
+        )
     adapted = adapted_definition(definition, settings.model)
 
     def read_tokenizer() -> Tokenizer:
@@ -160,18 +166,6 @@ def _open_causal_lm(setting: str, path: str, attention: AttentionImplementation,
     if not config_only:
         check_tensors(expected_tensors(definition), files.weights.shapes, architecture)
     return NetworkSpec(files, architecture, definition)
-
-
-def check_routing_replay(architecture: Architecture, settings: Settings) -> None:
-    """Raises InputError if `rollout.routing_replay` is set but the model's experts cannot be recorded in one byte."""
-    experts = architecture.num_experts
-    if settings.rollout.routing_replay and (experts is None or experts > UNRECORDED):
-        mixture = f"a mixture of {experts} experts, but a byte can record only {UNRECORDED}"
-        why = "a dense model" if experts is None else mixture
-        raise InputError(
-            f"rollout.routing_replay: true records the experts of each token, but {settings.model.path} is {why}; set "
-            "it to false"
-        )
 
 
 def adapted_definition(definition: DecoderDefinition, model: ModelSettings) -> DecoderDefinition:

@@ -13,7 +13,6 @@ from jaxtyping import Int32
 
 from app.batching.micro_batcher import FixedRowBatcher, GlobalPlan, PackedRowBatcher
 from app.batching.packing_metrics import scoring_batching_metrics
-from app.batching.sample_exchange import READ_BY_SCORING, fetch_rows
 from app.model.architecture import Architecture
 from app.model.decoder import Params
 from app.model.io.families import SEQUENCE_CLASSIFICATION
@@ -25,7 +24,7 @@ from app.reward.aggregate import RewardOutcome
 from app.runtime.mesh_checks import check_experts
 from app.runtime.micro_batching import MaxLengths, make_score_batcher
 from app.runtime.model_spec import ModelSpec, NetworkSpec, model_setting_in_errors, open_value_network
-from app.runtime.scoring import set_compute_dtype
+from app.runtime.scoring import score_samples, set_compute_dtype
 from app.score.scorer import ValueScorer, reward_model_inputs
 from settings import Settings
 from settings.errors import InputError
@@ -131,11 +130,9 @@ class RewardModel:
         texts = [self._conversation_ids(sample) for sample in samples]
         readable = [(s, text) for s, text in zip(samples, texts, strict=True) if not isinstance(text, Failure)]
         conversations = reward_model_inputs([s for s, _ in readable], [text for _, text in readable])
-        pieces = self.batcher(conversations, self.mesh)
-        run = self.valuer.run_scanned if self.uses_scan else self.valuer.run_looped
-        rows = fetch_rows(conversations, pieces, READ_BY_SCORING)
-        values = iter(rows.return_to_owners(self.valuer.per_token(self.params, rows.samples, rows.plan, runner=run)))
-        outcomes = []
+        how = {"batcher": self.batcher, "is_scanned": self.uses_scan}
+        found, pieces = score_samples(self.valuer, self.params, conversations, **how)
+        values, outcomes = iter(found), []
         for text in texts:
             score = math.nan if isinstance(text, Failure) else float(next(values)[-1])
             failure = text if isinstance(text, Failure) else Failure("value", f"the reward model's score is {score}")

@@ -9,7 +9,9 @@ from functools import cached_property, partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
+from jaxtyping import Float32
 
 from app.batching.micro_batcher import GlobalPlan, MicroBatcher
 from app.batching.sample_exchange import READ_BY_SCORING, fetch_rows
@@ -26,7 +28,7 @@ from app.model.quantization import check_qwix_installed
 from app.records.sample import Sample
 from app.runtime.mesh_checks import check_experts, check_tp_divides_heads
 from app.runtime.model_spec import ModelSpec, NetworkSpec
-from app.score.scorer import BatchRunner, PackedForward, Scorer, ValueScorer, append_dummy_token
+from app.score.scorer import PackedForward, Scorer, ValueScorer, append_dummy_token
 from settings import Settings
 from settings.schema.algorithm import ScoredRole
 from settings.schema.mesh import MeshSettings
@@ -178,35 +180,35 @@ class ScoringSession:
         Args:
             params: the weights of the role's network.
         """
-        if role == "critic":
-            return self._score_values(params, samples, batcher=batcher)
-        plan = batcher(samples, self.mesh)
-        scorer = self.reference_scorer if role == "reference" else self.scorer
-        rows = fetch_rows(samples, plan, READ_BY_SCORING, scorer.route_shape)
-        logprobs = scorer.per_token(
-            params,
-            rows.samples,
-            rows.plan,
-            temperature=self.settings.rollout.temperature,
-            runner=self._batch_runner(scorer, role),
-        )
-        scored = zip(samples, rows.return_to_owners(logprobs), strict=True)
-        return [replace(sample, **{f"{role}_logprobs": x}) for sample, x in scored], plan
+        inputs, scorer, field = samples, self.scorer, f"{role}_logprobs"
+        if role == "reference":
+            scorer = self.reference_scorer
+        elif role == "critic":
+            assert self.critic is not None
+            scorer, field = self.critic.valuer, "values"
+            if self.settings.algorithm.bootstrap_truncated:
+                # For the value after a truncated sample.
+                inputs = [append_dummy_token(s) if s.finish_reason == "length" else s for s in samples]
+        how = {"is_scanned": self.settings.score.is_scanned(role), "temperature": self.settings.rollout.temperature}
+        scored, plan = score_samples(scorer, params, inputs, batcher=batcher, **how)
+        return [replace(sample, **{field: x}) for sample, x in zip(samples, scored, strict=True)], plan
 
-    def _score_values(
-        self, params: Params, samples: Sequence[Sample], *, batcher: MicroBatcher
-    ) -> tuple[list[Sample], GlobalPlan]:
-        """Adds `values`: one extra per truncated sample if `algorithm.bootstrap_truncated` is set."""
-        assert self.critic is not None
-        bootstraps = self.settings.algorithm.bootstrap_truncated
-        inputs = [append_dummy_token(s) if bootstraps and s.finish_reason == "length" else s for s in samples]
-        plan = batcher(inputs, self.mesh)
-        rows, valuer = fetch_rows(inputs, plan, READ_BY_SCORING), self.critic.valuer
-        values = valuer.per_token(params, rows.samples, rows.plan, runner=self._batch_runner(valuer, "critic"))
-        return [replace(s, values=x) for s, x in zip(samples, rows.return_to_owners(values), strict=True)], plan
 
-    def _batch_runner(self, scorer: PackedForward, role: ScoredRole) -> BatchRunner:
-        return scorer.run_scanned if self.settings.score.is_scanned(role) else scorer.run_looped
+def score_samples(
+    scorer: PackedForward,
+    params: Params,
+    samples: Sequence[Sample],
+    *,
+    batcher: MicroBatcher,
+    is_scanned: bool,
+    temperature: float = 1.0,
+) -> tuple[list[Float32[np.ndarray, "C"]], GlobalPlan]:
+    """Returns the logprobs or values of this host's samples, and the plan. All hosts must call it together."""
+    plan = batcher(samples, scorer.mesh)
+    rows = fetch_rows(samples, plan, READ_BY_SCORING, scorer.route_shape)
+    runner = scorer.run_scanned if is_scanned else scorer.run_looped
+    found = scorer.per_token(params, rows.samples, rows.plan, temperature=temperature, runner=runner)
+    return rows.return_to_owners(found), plan
 
 
 def devices_set_aside(settings: Settings) -> tuple[int, ...]:

@@ -74,9 +74,7 @@ class GaeSampleFile:
     def read_rows(self) -> TokenRows:
         """Returns all samples in one row, as training concatenates them; a truncated sample counts as complete."""
         samples = [one.sample for one in self._samples()]
-        return concatenate_samples(
-            samples, token_rewards=task_token_rewards, values=lambda s: s.token_values, bootstrap=zero_bootstrap
-        )
+        return concatenate_samples(samples, token_rewards=task_token_rewards, bootstrap=zero_bootstrap)
 
     def estimates(self) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
         """Yields the advantages, returns and masks of some samples at a time, concatenated."""

@@ -20,7 +20,7 @@ from app.distributed.host_consistency import check_hosts_agree
 from app.distributed.watchdog import WAIT_PHASE
 from app.mesh import jax_startup
 from app.records.jsonl import check_output_path, write_jsonl
-from app.records.sample import Sample
+from app.records.sample import Sample, group_indices
 from app.records.sample_json import REWARD_FIELDS, TOKEN_IDS, LocatedSample, sample_for_scoring, sample_to_record
 from app.records.shared_rows import SharedRows
 from app.reward.aggregate import NO_REWARD_FINISH_REASON, RewardedSamples
@@ -160,10 +160,7 @@ def _print_lines(lines: Sequence[str]) -> None:
 
 def sample_indices_by_host(samples: Sequence[Sample]) -> list[Sequence[int]]:
     """Returns the indices of each host's samples in the file: whole groups, about the same number on each host."""
-    groups: dict[int, list[int]] = {}
-    for place, sample in enumerate(samples):
-        groups.setdefault(sample.group_id, []).append(place)
-    members = list(groups.values())
+    members = group_indices(samples)
     runs = [host_slice(len(members), host=host) for host in range(jax.process_count())]
     return [sorted(place for group in run for place in members[group]) for run in runs]
 

@@ -16,7 +16,7 @@ from app.distributed.collective_files import gather_samples_to_process_0
 from app.distributed.collectives import gather_bytes_to_process_0
 from app.records.atomic_write import write_atomic
 from app.records.run_directory import RunDirectory
-from app.records.sample import Messages, Sample, message_text
+from app.records.sample import Messages, Sample, group_samples, message_text
 from app.records.text_format import to_printable
 from app.records.typed_values import to_text
 from app.report.alerts import Alert, AlertMonitor
@@ -111,10 +111,7 @@ def _warn_if_unwritten(what: str, *, advice: str = "") -> Iterator[None]:
 
 def sample_lines(samples: Sequence[Sample], *, step: int) -> list[str]:
     """Returns the best and worst samples of the groups with the largest reward std; in a tie, of the first groups."""
-    groups: dict[int, list[Sample]] = {}
-    for sample in samples:
-        groups.setdefault(sample.group_id, []).append(sample)
-    selected = sorted(groups.values(), key=lambda group: -np.std([*map(_reward_or_zero, group)]))[:NUM_GROUPS]
+    selected = sorted(group_samples(samples), key=lambda group: -np.std([*map(_reward_or_zero, group)]))[:NUM_GROUPS]
     lines = [f"completions of step {step}"] if selected else []
     for group in selected:
         best, worst = max(group, key=_reward_or_zero), min(group, key=_reward_or_zero)

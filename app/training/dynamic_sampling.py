@@ -16,7 +16,7 @@ import numpy as np
 
 from app.distributed.collective_files import decode_gathered_sample
 from app.distributed.collectives import gather_bytes_over_hosts, gather_over_hosts, sum_over_hosts
-from app.records.sample import Sample
+from app.records.sample import Sample, group_samples
 from app.records.sample_json import sample_to_record
 from settings.schema.reward import OVERLONG_REWARD
 
@@ -135,14 +135,6 @@ def _exchange_groups(
 def _uid_hash(uid: str) -> int:
     """Returns an integer hash of a prompt's uid, which hosts can gather."""
     return int.from_bytes(hashlib.blake2b(uid.encode(), digest_size=8).digest(), "little", signed=True)
-
-
-def group_samples(samples: Sequence[Sample]) -> list[Group]:
-    """Groups samples by `group_id`, in the order of their first samples."""
-    groups: dict[int, Group] = {}
-    for sample in samples:
-        groups.setdefault(sample.group_id, []).append(sample)
-    return list(groups.values())
 
 
 def gather_pass_rates(samples: Sequence[Sample], *, judge: str) -> list[tuple[str, float | None]]:

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
+from app.advantage.custom_estimator import CustomEstimator
 from app.batching.micro_batch_shapes import bucket_length
 from app.batching.micro_batcher import MicroBatcher, PackedRowBatcher
 from app.batching.packing_metrics import critic_batching_metrics, policy_batching_metrics
@@ -165,7 +166,7 @@ class LearnerGroup:
         return {name: learner.shardings for name, learner in self.networks.items()}
 
 
-def make_learner_group(session: ScoringSession) -> LearnerGroup:
+def make_learner_group(session: ScoringSession, custom: CustomEstimator | None = None) -> LearnerGroup:
     """Builds advantages and updates from `algorithm.*`, `critic.*` and `optimizer.*`."""
     settings = session.settings
     assert settings.algorithm.filter is not None
@@ -174,7 +175,7 @@ def make_learner_group(session: ScoringSession) -> LearnerGroup:
         role: make_score_batcher(settings, role, session.architecture_of(role), longest)
         for role in settings.scored_roles
     }
-    estimator = None if settings.is_supervised else make_advantage_estimator(settings)
+    estimator = None if settings.is_supervised else make_advantage_estimator(settings, custom)
     sizes = {"num_mini_batches": settings.num_mini_batches, "epochs": settings.algorithm.epochs}
     split = functools.partial(repeated_mini_batches, **sizes)
     if settings.algorithm.shuffle:

@@ -24,7 +24,7 @@ import jax
 
 from app.checkpoint.saved_policy import PolicyCheckpoint
 from app.records.run_directory import RunDirectory, step_of_samples
-from app.records.sample import DROPPED_PREFIX, Prompt, Sample
+from app.records.sample import DROPPED_PREFIX, Prompt, Sample, group_samples
 from app.records.sample_json import read_samples
 from app.records.settings_history import SettingsHistory
 from app.report.run_files import sample_files
@@ -34,7 +34,7 @@ from app.reward.reward_functions import has_saved_reward
 from app.runtime.model_spec import ModelSpec, NetworkSpec
 from app.runtime.pinned_revisions import pin_revisions
 from app.stages.sample_reader import check_fits, file_digest
-from app.training.dynamic_sampling import Group, group_samples
+from app.training.dynamic_sampling import Group
 from settings import Settings, load
 from settings.errors import InputError
 

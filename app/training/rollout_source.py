@@ -91,19 +91,26 @@ class RoundPrompts:
         return (number * jax.process_count() + jax.process_index()) * self.settings.rollout.prompts_per_step
 
 
-class SyncRolloutSource(RolloutSource):
-    """Generates each round when a step asks for it, while training waits."""
+class GeneratedRounds(RolloutSource):
+    """Rounds that a session generates.
+
+    Args:
+        max_rounds: maximum number of rounds per step.
+    """
 
     def __init__(self, session: Session, prompts: RoundPrompts, *, max_rounds: int):
-        self._session = session
-        self._prompts = prompts
-        self._max_rounds = max_rounds
-        self._weights: DecodeWeights | None = None
-        """The step's weights, until its last round: after it, rewards may need the memory."""
+        self._session, self._prompts, self._max_rounds = session, prompts, max_rounds
         self.num_prompts = len(prompts.prompts)
 
     def compile(self) -> None:
         self._session.compile_rollout()
+
+
+class SyncRolloutSource(GeneratedRounds):
+    """Generates while training waits."""
+
+    _weights: DecodeWeights | None = None
+    """The step's weights, until its last round: after it, rewards may need the memory."""
 
     def take(self, params: Params, *, step: int, position: int, number: int) -> list[Sample]:
         weights, self._weights = self._weights, None
@@ -121,33 +128,24 @@ class SyncRolloutSource(RolloutSource):
         self._weights = None
 
 
-class AsyncRolloutSource(RolloutSource):
+class AsyncRolloutSource(GeneratedRounds):
     """Generates while steps train, at most `rollout.max_staleness` = k steps ahead of them.
 
     Between the end of step v, which publishes version v, and the first round that step v + 1 takes, k + 1 rounds may be
     pending; from then until step v + 1 ends, k. Every step takes at least one. So a round that is submitted while v is
     the newest version is used by step v + k + 1 at the latest, whose policy has version v + k.
     Source: Fu et al. 2025 (AReaL), eq. 3.
-
-    Args:
-        max_rounds: maximum number of rounds per step.
     """
 
-    def __init__(self, session: Session, prompts: RoundPrompts, *, max_rounds: int):
-        self._session = session
-        self._prompts = prompts
-        self._max_rounds = max_rounds
-        self._num_steps = session.settings.run.steps
-        self._max_staleness = session.settings.rollout.max_staleness
-        self._generation: AsyncRollout | None = None
-        self._position = 0
-        """Position of the next round to submit."""
-        self._num_waiting = 0
-        """Number of rounds submitted and not yet taken."""
-        self.num_prompts = len(prompts.prompts)
+    _generation: AsyncRollout | None = None
+    _position = 0
+    """Position of the next round to submit."""
+    _num_waiting = 0
+    """Number of rounds submitted and not yet taken."""
 
-    def compile(self) -> None:
-        self._session.compile_rollout()
+    @property
+    def _max_staleness(self) -> int:
+        return self._session.settings.rollout.max_staleness
 
     def take(self, params: Params, *, step: int, position: int, number: int) -> list[Sample]:
         generation = self._generation or self._start_generation(params, step=step, position=position)
@@ -178,7 +176,7 @@ class AsyncRolloutSource(RolloutSource):
 
     def _needed_after(self, step: int) -> int:
         """Returns the number of rounds that the steps after this one may take."""
-        return (self._num_steps - step) * self._max_rounds
+        return (self._session.settings.run.steps - step) * self._max_rounds
 
     def _submit_rounds(self, generation: AsyncRollout, max_pending: int, *, needed: int) -> None:
         """Submits rounds until `max_pending` are pending, but not more than `needed`."""

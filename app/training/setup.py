@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import jax
 
+from app.advantage.custom_estimator import CustomEstimator
 from app.distributed.collectives import error_barrier
 from app.distributed.host_consistency import check_hosts_agree
 from app.distributed.watchdog import Watchdog
@@ -22,7 +23,7 @@ from app.records.run_directory import Resume, RunDirectory, check_run_directory,
 from app.records.settings_history import SettingsHistory
 from app.records.text_format import format_bytes, format_count
 from app.reward.reward_functions import RewardFunctions
-from app.runtime.advantages import make_advantage_estimator, with_saved_advantages
+from app.runtime.advantages import with_saved_advantages
 from app.runtime.environments import try_episode
 from app.runtime.generators import check_async_workers
 from app.runtime.host_supervision import watch_hosts
@@ -123,16 +124,14 @@ def prepare_run(
                 facts |= file_fingerprints(settings, run)
         check_hosts_agree(resolved, facts)
         scoring = ScoringSession.open(settings, read.model, read.critic, read.teacher, trains=True)
-        session, learning = open_session(scoring, read.reward_model, is_replay=read.replay is not None, must_fit=writes)
+        given = {"custom": custom, "is_replay": read.replay is not None, "must_fit": writes}
+        session, learning = open_session(scoring, read.reward_model, **given)
         stack.enter_context(closing(session))
-        if custom is not None:
-            estimator = make_advantage_estimator(settings, custom)
-            learning = dataclasses.replace(learning, estimator=estimator)
         if read.replay is not None:
-            estimator = learning.advantage_estimator
+            learning = dataclasses.replace(learning, max_rounds=1)
             if read.replay.uses_saved_advantages:
-                estimator = with_saved_advantages(estimator)
-            learning = dataclasses.replace(learning, estimator=estimator, max_rounds=1)
+                estimator = with_saved_advantages(learning.advantage_estimator)
+                learning = dataclasses.replace(learning, estimator=estimator)
         notes = (
             *changes,
             *setup_notes(settings, session),
@@ -182,6 +181,7 @@ def open_session(
     scoring: ScoringSession,
     reward_model: NetworkSpec | None,
     *,
+    custom: CustomEstimator | None = None,
     is_replay: bool = False,
     must_fit: bool = False,
 ) -> tuple[Session, LearnerGroup]:
@@ -204,7 +204,7 @@ def open_session(
         check_host_memory(mesh, "score.reference.offload")
     if settings.optimizer.offload:
         check_host_memory(mesh, "optimizer.offload")
-    learning = make_learner_group(scoring)
+    learning = make_learner_group(scoring, custom)
     with jax.set_mesh(mesh):
         # Raises InputError if `model.attention` needs a kernel that cannot hold the longest rows.
         for network, num_tokens in longest_rows(scoring, learning, reward_model):

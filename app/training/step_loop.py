@@ -189,7 +189,7 @@ class StepLoop:
             "kl_coef": self.state.kl_coef,
             "lengths": lengths and lengths.prompts,
             "finished_lengths": lengths and lengths.finished,
-            "pass_rates": curriculum and curriculum.pass_rates,
+            "pass_rates": curriculum and {**curriculum.pass_rates},
         }
 
     def _add_evaluation(self, record: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from jaxtyping import Int64
 
-from app.records.sample import Sample
+from app.records.sample import Sample, group_indices
 
 MiniBatchIndices = Sequence[Sequence[Int64[np.ndarray, "N"]]]
 """Indices of the samples in every mini-batch of every epoch."""
@@ -34,10 +34,7 @@ def split_by_group(
     Args:
         order: mini-batch of each group in a block; None = the k-th group goes to the k-th mini-batch.
     """
-    groups: dict[int, list[int]] = {}
-    for index, sample in enumerate(samples):
-        groups.setdefault(sample.group_id, []).append(index)
-    members = list(groups.values())
+    members = group_indices(samples)
     firsts = range(0, len(members), num_parts)
     parts: list[list[int]] = [[] for _ in range(num_parts)]
     for block, first in enumerate(firsts, start=jax.process_index() * len(firsts)):
