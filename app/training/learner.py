@@ -253,7 +253,7 @@ def make_policy_packer(session: ScoringSession, aggregation: AggregationFn) -> P
         roles=[role for role in settings.scored_roles if is_in_loss[role]],
         needs_sample_reducer=reads_samples,
         measures_mismatch=not settings.is_supervised and "policy" not in settings.scored_roles,
-        route_shape=session.route_shape,
+        route_shape=None if settings.is_supervised else session.route_shape,
     )
 
 

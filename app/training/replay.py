@@ -189,11 +189,12 @@ def read_replay(
     available = frozenset.intersection(*(file.available_fields for file in files.values()))
     # A hub model with the same name in both settings has the commit that the source run used.
     pinned = settings if run is None else pin_revisions(settings, run)
-    uses_rewards = "reward" in available and (source is None or _same_rewards(pinned, source))
+    uses_rewards = "reward" in available and (source is None or _deciding_rewards(pinned) == _deciding_rewards(source))
     needed = {"advantages", "returns"} if settings.has_critic else {"advantages"}
-    uses_advantages = needed <= available and (
-        source is None or (uses_rewards and pinned.algorithm.has_custom_estimator and _same_estimator(pinned, source))
-    )
+    uses_advantages = needed <= available
+    if source is not None:
+        is_same = uses_rewards and _deciding_advantages(pinned) == _deciding_advantages(source)
+        uses_advantages &= is_same and pinned.algorithm.has_custom_estimator
     if not uses_rewards:
         with _option_in_errors():
             check_answers(list(prompts.values()), [function.name for function in settings.reward.functions])
@@ -235,28 +236,20 @@ def _source_settings(run: RunDirectory, paths: Mapping[int, Path], settings: Set
     return pin_revisions(load(history.period_of(drawn[0]).file, [], {}).settings, run)
 
 
-def _same_rewards(settings: Settings, source: Settings) -> bool:
-    """Returns whether both settings give a sample the same reward, ignoring the limits of plug-ins."""
-
-    def decisive(settings: Settings) -> tuple[Any, ...]:
-        max_tokens = settings.rollout.max_new_tokens if settings.reward.overlong_buffer else None
-        env = settings.env
-        of_env = None if env.source is None else (env.source, env.weight, env.credit)
-        return settings.reward, settings.plugins.env_vars, max_tokens, of_env
-
-    return decisive(settings) == decisive(source)
+def _deciding_rewards(settings: Settings) -> tuple[Any, ...]:
+    """Returns the settings that decide a sample's rewards, without the limits of plug-ins."""
+    max_tokens = settings.rollout.max_new_tokens if settings.reward.overlong_buffer else None
+    env = settings.env
+    of_env = None if env.source is None else (env.source, env.weight, env.credit)
+    return settings.reward, settings.plugins.env_vars, max_tokens, of_env
 
 
-def _same_estimator(settings: Settings, source: Settings) -> bool:
-    """Returns whether both settings call the same plug-in estimator with the same rewards and samples."""
-
-    def decisive(settings: Settings) -> tuple[Any, ...]:
-        algorithm = settings.algorithm
-        penalty = (algorithm.kl_in, algorithm.beta, algorithm.kl_estimator, algorithm.kl_target, settings.reference)
-        learned = (algorithm.filter, algorithm.mask_truncated, algorithm.whiten_advantages)
-        return algorithm.estimator, learned, penalty if algorithm.penalizes_samples else None
-
-    return decisive(settings) == decisive(source)
+def _deciding_advantages(settings: Settings) -> tuple[Any, ...]:
+    """Returns the settings that, with its rewards, decide the advantages that a plug-in gives to a sample."""
+    algorithm = settings.algorithm
+    penalty = (algorithm.kl_in, algorithm.beta, algorithm.kl_estimator, algorithm.kl_target, settings.reference)
+    learned = (algorithm.filter, algorithm.mask_truncated, algorithm.whiten_advantages)
+    return algorithm.estimator, learned, penalty if algorithm.penalizes_samples else None
 
 
 def _choose_files(path: Path, *, after_step: int, steps: int) -> dict[int, Path]:
