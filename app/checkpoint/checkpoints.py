@@ -127,13 +127,17 @@ class Checkpoints:
         """The best checkpoint or the start; None if neither was evaluated or the policy has no metric."""
         return self._policy.best_checkpoint(self._manager.all_steps())
 
-    def restore(self, check: Callable[[TrainProgress], None]) -> tuple[NetworkStates, TrainProgress] | None:
+    def restore(
+        self, check: Callable[[TrainProgress], None], *, replace_damaged: Callable[[int], bool] = lambda _: False
+    ) -> tuple[NetworkStates, TrainProgress] | None:
         """Restores the newest readable checkpoint; returns None if there is no checkpoint.
 
         Damaged checkpoints are reported in a warning, and renamed after another one has been restored.
 
         Args:
             check: raises InputError if the run cannot be continued from this progress.
+            replace_damaged: called on all hosts with the step of a damaged checkpoint; returns True if it has been
+                replaced by a copy, which is then read.
 
         Raises:
             InputError: `check` raised it, hosts see different checkpoints, another version of this program wrote
@@ -142,8 +146,11 @@ class Checkpoints:
         steps, records = self._common_steps(), dict[int, ProgressRecord]()
         for step in steps:
             folder = self._directory / str(step)
+            read = functools.partial(read_on_all_hosts, functools.partial(ProgressRecord.read, folder))
             try:
-                record, reason = read_on_all_hosts(functools.partial(ProgressRecord.read, folder))
+                record, reason = read()
+                if record is None and replace_damaged(step):
+                    record, reason = read()
             except OtherVersionError as error:
                 raise InputError(f"--resume: {folder} {error}") from error
             if record is None:
@@ -157,6 +164,8 @@ class Checkpoints:
             check(record.progress)
             read = functools.partial(self._read_state, self._directory / str(step))
             state, reason = read_verified(read, record.checksums, self._target)
+            if state is None and replace_damaged(step):
+                state, reason = read_verified(read, record.checksums, self._target)
             if state is not None:
                 self._move_aside(damaged)
                 self.update_best_link()

@@ -64,10 +64,13 @@ def _fetch(option: str, address: str) -> Path:
         bucket = Bucket(address.rsplit("/", depth)[0], option=option)
         if bucket.has_run:
             run = RunDirectory(local_folder(bucket.address))
+            steps = () if option not in OF_CHECKPOINTS else None
+            if named := re.fullmatch(r"checkpoints/(\d+)/?", address[len(bucket.address) + 1 :]):
+                steps = (int(named[1]),)
             # Commands that fetch wait for each other. A run that is being trained in this folder is read as it is.
             others = lock_run_directory(RunDirectory(run.path.parent), waits=True)
             with others, suppress(RunInUseError), lock_run_directory(run):
-                if line := fetch_run(bucket, run, has_checkpoints=option in OF_CHECKPOINTS):
+                if line := fetch_run(bucket, run, steps=steps):
                     print_notices([f"{option}: {line}"])
             return local_folder(address)
     raise InputError(f"{option}: there is no run at {address}; only runs can be fetched ({COPYING})")

@@ -1,20 +1,22 @@
 """The copy of a run in a bucket: what it contains, and how a resumed run fetches it.
 
-Objects are replaced atomically. A checkpoint counts as complete once its marker exists, which is written last and lists
-the sizes of all other objects.
+Objects are replaced atomically. A checkpoint counts once its marker, which is written last and has the sizes of all
+other objects, is there.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import os
+import re
 import shutil
 import threading
 import uuid
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import fsspec
 
@@ -30,11 +32,19 @@ MARKER = ".complete"
 BEST = f"checkpoints/{BEST_LINK}"
 """Object that stands for the link to the best checkpoint, as buckets have no links; contains the checkpoint's step."""
 LEASE = "lease.json"
-"""Object that names the process that writes the copy."""
+"""Object that says which process writes the copy."""
+FETCHED = ".fetched"
+"""Folder of a run in which fetched files wait until they are whole."""
+TIMEOUT_S, BYTES_PER_S = 60.0, 1 << 20
+"""A request may take `TIMEOUT_S`, plus the time of its content at `BYTES_PER_S`. The libraries have no limit."""
 SLOW_S = 5.0
 """Seconds after which a message says that the bucket has not answered yet."""
 EXTRAS = {"gs": "gcs", "gcs": "gcs", "s3": "s3"}
 """Package extra for each scheme."""
+
+
+class BucketUnreachableError(RuntimeError):
+    """The network to a bucket failed for longer than the libraries retry."""
 
 
 def bucket_of(run: RunSettings) -> Bucket:
@@ -56,7 +66,10 @@ class Bucket:
         self.address, self.option = address.rstrip("/"), option
         scheme = address.partition("://")[0]
         try:
-            self._files, self._root = fsspec.url_to_fs(self.address, use_listings_cache=False, skip_instance_cache=True)
+            limits = {} if scheme == "s3" else _limits_of_gcsfs()
+            self._files, self._root = fsspec.url_to_fs(
+                self.address, use_listings_cache=False, skip_instance_cache=True, **limits
+            )
         except ImportError as error:
             way = f"pip install 'grpo-jax[{EXTRAS[scheme]}]'"
             raise InputError(f"{option}: {address} cannot be opened ({error}); {way}") from error
@@ -90,6 +103,12 @@ class Bucket:
 
     @contextmanager
     def explain_failure(self, what: str) -> Iterator[None]:
+        """Turns an error of the libraries into one error that names the address.
+
+        Raises:
+            BucketUnreachableError: the network failed.
+            InputError: anything else, such as a missing bucket or permission.
+        """
         # The libraries try again for up to a minute.
         timer = threading.Timer(SLOW_S, log.warning, ("waiting for %s", self.address))
         timer.start()
@@ -97,47 +116,63 @@ class Bucket:
             yield
         # Every exception: each library has its own for a missing bucket, permission or key.
         except Exception as error:
-            reason = " ".join(f"{type(error).__name__}: {error}".split())
+            kind = type(error).__name__
+            text = f"{self.option}: {self.address} cannot be {what} ({' '.join(f'{kind}: {error}'.split())})"
+            # By name, because each library has its own classes.
+            if re.search("connect|timeout|ClientOSError|ClientPayloadError", kind, re.IGNORECASE):
+                raise BucketUnreachableError(f"{text}; start again once the network works") from error
             raise InputError(
-                f"{self.option}: {self.address} cannot be {what} ({reason}); check that the bucket exists and that "
-                "this machine's account has access"
+                f"{text}; check that the bucket exists and that this machine's account has access"
             ) from error
         finally:
             timer.cancel()
 
+    def _call(self, method: str, *arguments: Any, num_bytes: int = 0, **options: Any) -> Any:
+        limit_s = TIMEOUT_S + num_bytes / BYTES_PER_S
+        return getattr(self._files, method)(*arguments, timeout=limit_s, **options)
+
     @property
     def has_run(self) -> bool:
         with self.explain_failure("read"):
-            return self._files.exists(f"{self._root}/sessions.jsonl")
+            return self._call("exists", f"{self._root}/sessions.jsonl")
 
     def run_names(self, pattern: str) -> list[str]:
         """Returns the names of the matching runs in this folder."""
         with self.explain_failure("read"):
-            return [path.split("/")[-2] for path in self._files.glob(f"{self._root}/{pattern}/sessions.jsonl")]
+            return [path.split("/")[-2] for path in self._call("glob", f"{self._root}/{pattern}/sessions.jsonl")]
 
-    def sizes(self) -> dict[str, int]:
-        """Returns the size of each object by its name in this folder."""
-        found = self._files.find(self._root, detail=True)
+    def sizes(self, folder: str = "") -> dict[str, int]:
+        """Returns the size of each object, by its name in the bucket folder, below one of its folders."""
+        found = self._call("find", f"{self._root}/{folder}".rstrip("/"), detail=True)
         return {name[len(self._root) + 1 :]: int(facts["size"]) for name, facts in found.items()}
 
     def read(self, name: str) -> bytes:
-        return self._files.cat_file(f"{self._root}/{name}")
+        return self._call("cat_file", f"{self._root}/{name}")
 
-    def write(self, name: str, content: bytes) -> None:
-        self._files.pipe_file(f"{self._root}/{name}", content)
+    def write(self, name: str, content: bytes, *, is_new: bool = False) -> None:
+        """Writes an object; if it must be new, raises FileExistsError if it exists."""
+        self._call("pipe_file", f"{self._root}/{name}", content, mode="create" if is_new else "overwrite")
 
     def upload(self, source: Path, name: str) -> None:
-        self._files.put_file(str(source), f"{self._root}/{name}")
+        self._call("put_file", str(source), f"{self._root}/{name}", num_bytes=source.stat().st_size)
 
-    def download(self, names: Iterable[str], folder: Path) -> None:
-        for name in names:
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            self._files.get_file(f"{self._root}/{name}", str(folder / name))
+    def download(self, sizes: Mapping[str, int], folder: Path) -> None:
+        """Downloads several objects of these sizes at once."""
+        if sizes:
+            sources, targets = [f"{self._root}/{name}" for name in sizes], [str(folder / name) for name in sizes]
+            self._call("get", sources, targets, num_bytes=sum(sizes.values()))
 
     def delete(self, *names: str) -> None:
-        # After a lost response, the libraries repeat the request and find no object.
+        # If an answer is lost, the libraries ask again, and find nothing.
         with suppress(FileNotFoundError):
-            self._files.rm([f"{self._root}/{name}" for name in names])
+            self._call("rm", [f"{self._root}/{name}" for name in names])
+
+
+def _limits_of_gcsfs() -> dict[str, Any]:
+    """Returns the option of gcsfs by which a stalled download fails; s3fs has such a limit."""
+    from aiohttp import ClientTimeout
+
+    return {"requests_timeout": ClientTimeout(total=None, sock_connect=TIMEOUT_S, sock_read=TIMEOUT_S)}
 
 
 def complete_steps(bucket: Bucket, sizes: Mapping[str, int]) -> dict[int, list[str]]:
@@ -146,45 +181,54 @@ def complete_steps(bucket: Bucket, sizes: Mapping[str, int]) -> dict[int, list[s
     for name in sizes:
         step = name.removeprefix("checkpoints/").removesuffix(MARKER)
         if name == f"checkpoints/{step}{MARKER}" and step.isdigit():
-            with suppress(FileNotFoundError):  # The run, still in progress, has deleted it.
+            with suppress(FileNotFoundError):  # A run that is being trained has deleted it.
                 expected = json.loads(bucket.read(name))
                 if all(sizes.get(part) == size for part, size in expected.items()):
                     found[int(step)] = [part for part in sizes if part.startswith(f"checkpoints/{step}/")]
     return found
 
 
-def fetch_run(bucket: Bucket, run: RunDirectory, *, has_checkpoints: bool = True) -> str:
-    """Fetches a run if its copy contains more than the directory; returns a message about it, or "".
+def fetch_run(bucket: Bucket, run: RunDirectory, *, steps: Collection[int] | None = None) -> str:
+    """Fetches what the copy of a run has more than the directory; returns a line about it, or "".
 
-    Small files are fetched first and the newest checkpoint last: if it exists locally, the copy is complete.
+    Files are fetched before checkpoints, and each appears in its place once it is whole.
 
     Args:
-        has_checkpoints: whether checkpoints are fetched.
+        steps: the checkpoints to fetch, if they are complete; None fetches the newest and the best, unless the
+            directory has a newer one.
 
     Raises:
-        InputError: the copy cannot be fetched, belongs to another run, or does not fit on the disk.
+        InputError: the copy cannot be fetched, is that of another run, or takes more space than the disk has.
+        BucketUnreachableError: the network failed.
     """
-    sessions, newest = run.sessions_path.name, max(run.checkpoint_steps, default=-1) if has_checkpoints else -1
+    sessions, metrics = run.sessions_path.name, run.metrics_path.name
     with bucket.explain_failure("read"):
         sizes = bucket.sizes()
-        steps = complete_steps(bucket, sizes) if has_checkpoints else {}
-        starts = [bucket.read(sessions)] if sessions in sizes and steps and newest >= 0 else []
-    starts += [run.sessions_path.read_bytes()] if run.sessions_path.exists() else []
-    if len({start.partition(b"\n")[0] for start in starts}) > 1:
+        complete = complete_steps(bucket, sizes)
+        is_other = sessions in sizes and run.sessions_path.exists() and not is_same_run(bucket, run)
+        best = int(bucket.read(BEST)) if BEST in sizes else None
+    if is_other and complete:
         raise InputError(
             f"{bucket.option}: {bucket.address} and {run.path} hold different runs; choose another run.name, or move "
             "one of them away"
         )
-    # Lines of steps after the newest checkpoint are only for reports.
-    num_bytes = run.metrics_path.stat().st_size if run.metrics_path.exists() else -1
-    has_more = (max(steps, default=-1), sizes.get(run.metrics_path.name, -1)) > (newest, num_bytes)
-    if not has_more and (run.has_settings or sessions not in sizes):
+    # Without a checkpoint, a run that was started over has replaced it.
+    if is_other or sessions not in sizes:
         return ""
-    new = [step for step in sorted(steps) if not (run.checkpoints_dir / str(step)).exists()]
-    small = [name for name in sizes if not name.startswith(("checkpoints/", ".")) and name != LEASE]
-    needed = sum(
-        sizes[name] for name in (*small, *chain(*(steps[step] for step in new))) if not (run.path / name).exists()
-    )
+    whole = {step for step in run.checkpoint_steps if _is_whole(run, complete.get(step, ()), sizes)}
+    newest, newest_here = max(complete, default=-1), max(whole, default=-1)
+    wanted = ({newest, best} if newest > newest_here else set()) if steps is None else {*steps}
+    new = sorted(wanted & complete.keys() - whole)
+    num_bytes = run.metrics_path.stat().st_size if run.metrics_path.exists() else -1
+    has_lines = sizes.get(metrics, -1) > num_bytes and newest >= newest_here
+    small = {}
+    if new or has_lines or not run.has_settings:
+        names = (name for name in sizes if not name.startswith(("checkpoints/", ".")) and name != LEASE)
+        small = {name: sizes[name] for name in names if "/" not in name or not _is_whole(run, [name], sizes)}
+    if not small and not new:
+        return ""
+    parts = {step: {name: sizes[name] for name in complete[step]} for step in new}
+    needed = sum(sum(one.values()) for one in (small, *parts.values()))
     free = shutil.disk_usage(next(parent for parent in run.path.absolute().parents if parent.is_dir())).free
     if needed > free:
         raise InputError(
@@ -192,20 +236,51 @@ def fetch_run(bucket: Bucket, run: RunDirectory, *, has_checkpoints: bool = True
             f"{run.path}; free some space, or start in another folder"
         )
     log.info("fetching %s from %s", format_bytes(needed), bucket.address)
+    partial = run.path / FETCHED
+    shutil.rmtree(partial, ignore_errors=True)
     with bucket.explain_failure("fetched"):
-        for name in small:
-            with suppress(FileNotFoundError):  # The run, still in progress, has deleted it.
-                bucket.download([name], run.path)
-        partial = run.checkpoints_dir / ".fetched"
+        bucket.download(small, partial)
+        # The metrics last, because they say whether everything is there.
+        for name in sorted(small, key=metrics.__eq__):
+            (run.path / name).parent.mkdir(parents=True, exist_ok=True)
+            os.replace(partial / name, run.path / name)
         for step in new:
-            shutil.rmtree(partial, ignore_errors=True)
-            with suppress(FileNotFoundError):
-                bucket.download(steps[step], partial)
-                (partial / "checkpoints" / str(step)).rename(run.checkpoints_dir / str(step))
-        if BEST in sizes and has_checkpoints:
-            best, link = int(bucket.read(BEST)), run.path / BEST
-            with suppress(OSError):  # Some file systems have no links.
-                link.unlink(missing_ok=True)
-                link.symlink_to(str(best))
-    what = run.describe_newest_checkpoint() if has_checkpoints else "all but its checkpoints"
+            bucket.download(parts[step], partial)
+            target = run.checkpoints_dir / str(step)
+            target.parent.mkdir(exist_ok=True)
+            shutil.rmtree(target, ignore_errors=True)
+            (partial / "checkpoints" / str(step)).rename(target)
+    shutil.rmtree(partial, ignore_errors=True)
+    if best in run.checkpoint_steps:
+        link = run.path / BEST
+        with suppress(OSError):  # Some file systems have no links.
+            link.unlink(missing_ok=True)
+            link.symlink_to(str(best))
+    what = "all but its checkpoints" if steps is not None and not steps else run.describe_newest_checkpoint()
     return f"fetched from {bucket.address}: {what}"
+
+
+def is_same_run(bucket: Bucket, run: RunDirectory) -> bool:
+    """Returns whether the copy and the directory begin with the same session."""
+    first, own = (
+        text.partition(b"\n")[0] for text in (bucket.read(run.sessions_path.name), run.sessions_path.read_bytes())
+    )
+    return first == own
+
+
+def replace_checkpoint(bucket: Bucket, run: RunDirectory, step: int) -> bool:
+    """Replaces a damaged checkpoint by its copy; returns False if there is no complete one."""
+    with bucket.explain_failure("read"):
+        if step not in complete_steps(bucket, bucket.sizes()):
+            return False
+    aside = run.checkpoints_dir / f"damaged-{step}"
+    shutil.rmtree(aside, ignore_errors=True)
+    (run.checkpoints_dir / str(step)).rename(aside)
+    fetch_run(bucket, run, steps=[step])
+    return True
+
+
+def _is_whole(run: RunDirectory, names: Collection[str], sizes: Mapping[str, int]) -> bool:
+    """Returns whether the directory has files of these sizes. Progress records may be newer than their copies."""
+    paths = {name: run.path / name for name in names if "/progress/" not in name}
+    return all(path.is_file() and path.stat().st_size == sizes[name] for name, path in paths.items())

@@ -12,13 +12,12 @@ import threading
 import time
 import uuid
 from contextlib import suppress
-from itertools import chain
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from app.records.run_directory import RunDirectory
-from app.tracking.bucket import BEST, LEASE, MARKER, Bucket, complete_steps
+from app.tracking.bucket import BEST, FETCHED, LEASE, MARKER, Bucket, complete_steps, is_same_run, replace_checkpoint
 from settings.errors import InputError
 
 log = logging.getLogger(__name__)
@@ -29,7 +28,9 @@ FINISH_S, STOP_S = 600.0, 25.0
 """Maximum seconds to wait for the copy after a finished run, and after a run that a signal or error ended."""
 MAX_DELAY_S = 60.0
 """Maximum wait before the next attempt to write."""
-LEFT_OUT = frozenset({".lock", "checkpoints", "wandb"})
+GROWTH_BYTES_PER_S = 1 << 20
+"""Rate at which files that change are sent again: whole, so the larger they are, the less often."""
+LEFT_OUT = frozenset({".lock", FETCHED, "checkpoints", "wandb"})
 """Files and folders of a run that are mirrored differently or not at all."""
 
 
@@ -40,14 +41,16 @@ def read_lease(bucket: Bucket) -> dict[str, Any] | None:
         return None
 
 
-def check_lease(bucket: Bucket) -> None:
-    """Waits until the lease of a process that died without releasing it has expired.
+def check_lease(bucket: Bucket) -> dict[str, Any] | None:
+    """Waits for the lease of a process that died without releasing it to expire; returns the lease, if there is one.
 
     Raises:
         InputError: another process is writing the copy.
+        BucketUnreachableError: the network failed.
     """
     end = time.monotonic() + LEASE_S
-    first = last = read_lease(bucket)
+    with bucket.explain_failure("read"):
+        first = last = read_lease(bucket)
     if first is not None:
         log.warning("%s: the last process did not release its lease; waiting up to %g s", bucket.address, LEASE_S)
     while last is not None and time.monotonic() < end:
@@ -57,7 +60,9 @@ def check_lease(bucket: Bucket) -> None:
                 "run.name, or end that one first"
             )
         time.sleep(RENEW_S / 5)
-        last = read_lease(bucket)
+        with bucket.explain_failure("read"):
+            last = read_lease(bucket)
+    return last
 
 
 class LeaseLostError(RuntimeError):
@@ -80,6 +85,8 @@ class RunMirror:
         self._lease, self._renewed, self._num_renewals = threading.Lock(), 0.0, 0
         self._sent: dict[str, tuple[int, int]] = {}
         """Size and modification time of each file, by name, when it was last uploaded."""
+        self._due: dict[str, float] = {}
+        """Time from which an uploaded file may be uploaded again, by name."""
         self._begun: set[int] = set()
         """Steps for which the bucket has at least one file of a checkpoint."""
         self._steps: set[int] = set()
@@ -102,7 +109,11 @@ class RunMirror:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        """Writes missing files and releases the lease; after the time-out, a warning says what is in the bucket."""
+        """Writes missing files and releases the lease; after the time-out, a warning says what is in the bucket.
+
+        Raises:
+            LeaseLostError: another process has started to write this run, and no other error ends the block.
+        """
         if self._is_ending.is_set():  # It has already ended.
             return
         timeout_s = self.timeout_s if kind is None else min(STOP_S, self.timeout_s)
@@ -114,11 +125,20 @@ class RunMirror:
             last = "it has no checkpoint there" if newest is None else f"its newest checkpoint there is step {newest}"
             text = "%s is not complete after %g s: %s; --resume auto on this machine completes it"
             log.warning(text, self._bucket.address, timeout_s, last)
+        elif self._problem is not None and kind is None:
+            raise self._problem
 
     def start(self) -> None:
-        """Starts the thread that writes; the directory must already contain everything from the copy."""
+        """Starts to write; objects that the directory lacks are deleted, and those that differ are replaced.
+
+        Everything that the run continues from must therefore have been fetched and read.
+        """
         self._is_started.set()
         self._wake.set()
+
+    def replace_checkpoint(self, step: int) -> bool:
+        """Replaces a damaged checkpoint by its copy; returns False if there is no complete copy."""
+        return replace_checkpoint(self._bucket, self._run, step)
 
     def request(self) -> None:
         """Tells the thread that files may have changed.
@@ -178,47 +198,61 @@ class RunMirror:
     def _write_changes(self) -> None:
         if not self._is_compared:
             self._compare()
-        self._write_files()
+        self._write_files(everything=self._is_ending.is_set())
         steps = set(self._run.checkpoint_steps)
-        for step in sorted(steps - self._steps, reverse=True):
+        new = sorted(steps - self._steps, reverse=True)
+        for step in new:
             self._write_checkpoint(step)
         self._write_best_link()
         for step in sorted(self._begun - steps):
             self._delete_checkpoint(step)
-        self._write_files()
+        if new:
+            self._write_files(everything=self._is_ending.is_set())
 
     def _compare(self) -> None:
         """Records which files an earlier process has already written to the bucket."""
         sizes = self._bucket.sizes()
+        # A run that was started over, without a checkpoint, has nothing in common with its copy.
+        if self._run.sessions_path.name in sizes and not is_same_run(self._bucket, self._run):
+            self._bucket.delete(*sizes.keys() - {LEASE})
+            sizes = {}
         equal = {name: state for name, size in sizes.items() if (state := _state_of(self._run.path / name))[0] == size}
         steps = complete_steps(self._bucket, sizes).items()
         whole = {step: parts for step, parts in steps if all(part in equal for part in parts)}
         self._steps = set(whole)
         self._begun = {int(match[1]) for name in sizes if (match := re.match(r"checkpoints/(\d+)[./]", name))}
-        # Files of another checkpoint of the same step may differ despite equal sizes.
-        trusted = set(chain(*whole.values()))
-        self._sent = {name: equal[name] for name in equal if not name.startswith("checkpoints/") or name in trusted}
+        # Despite equal sizes, lines of another session or files of another checkpoint of the same step may differ.
+        written_once = {name for name in sizes if "/" in name and not name.startswith("checkpoints/")}
+        self._sent = {name: equal[name] for name in written_once.union(*whole.values()) & equal.keys()}
         self._is_compared = True
 
-    def _write_files(self) -> None:
-        for child in self._run.path.iterdir():
-            for path in () if child.name in LEFT_OUT else (child, *child.rglob("*")):
-                if path.is_file() and path.suffix != ".partial":
-                    self._write_file(path, path.relative_to(self._run.path).as_posix())
+    def _write_files(self, *, everything: bool) -> None:
+        """Writes files that have changed; those that are not due yet only if `everything` is to be written."""
+        root = str(self._run.path)
+        for folder, children, names in os.walk(root):
+            prefix = folder[len(root) + 1 :]
+            if not prefix:
+                children[:] = {*children} - LEFT_OUT
+            for name in {*names} - LEFT_OUT:
+                # No `Path`, as a long run has many files.
+                name = f"{prefix}/{name}" if prefix else name
+                if not name.endswith(".partial") and (everything or time.monotonic() >= self._due.get(name, 0.0)):
+                    self._write_file(f"{root}/{name}", name)
         # Progress records are replaced when an interrupted evaluation is completed.
         for step in self._steps:
             for path in (self._run.checkpoints_dir / str(step) / "progress").glob("*"):
                 self._write_file(path, path.relative_to(self._run.path).as_posix())
 
-    def _write_file(self, path: Path, name: str) -> None:
+    def _write_file(self, path: Path | str, name: str) -> None:
         self._renew_lease()
         state = _state_of(path)
         if state != _ABSENT and self._sent.get(name) != state:
             try:
-                self._bucket.upload(path, name)
+                self._bucket.upload(Path(path), name)
                 self._sent[name] = state
+                self._due[name] = time.monotonic() + state[0] / GROWTH_BYTES_PER_S
             except FileNotFoundError:
-                if path.exists():
+                if os.path.exists(path):
                     raise
 
     def _write_checkpoint(self, step: int) -> None:
@@ -234,13 +268,17 @@ class RunMirror:
             return
         is_newest = step == max(self._run.checkpoint_steps, default=0)
         self._begun.add(step)
+        # A checkpoint needs the lines of all steps before it.
+        self._write_files(everything=True)
         marker = f"checkpoints/{step}{MARKER}"
         self._bucket.delete(marker)
         paths = sorted(path for path in copied.rglob("*") if path.is_file())
         for path in paths:
             self._write_file(path, f"checkpoints/{step}/{path.relative_to(copied).as_posix()}")
-            if self._wake.is_set():  # A step has ended in the meantime: its lines are written before the other arrays.
-                self._write_files()
+            if self._wake.is_set() and not self._is_ending.is_set():
+                # A step has ended in the meantime: its lines are written before the other arrays.
+                self._wake.clear()
+                self._write_files(everything=False)
         # A checkpoint that was already being deleted may lack links; the newest is never deleted.
         if is_newest or all((folder / path.relative_to(copied)).exists() for path in paths):
             sizes = {
@@ -270,17 +308,20 @@ class RunMirror:
         self._renew_lease()
         self._bucket.delete(f"checkpoints/{step}{MARKER}")
         self._steps.discard(step)
-        if parts := [name for name in self._bucket.sizes() if name.startswith(f"checkpoints/{step}/")]:
+        if parts := self._bucket.sizes(f"checkpoints/{step}"):
             self._bucket.delete(*parts)
         self._begun.remove(step)
 
     def _take_lease(self) -> None:
         """Takes the lease once an existing one is released or expired."""
-        check_lease(self._bucket)
-        self._write_lease()
-        # If two processes start at once, the later one keeps the lease.
-        time.sleep(1.0)
-        if (read_lease(self._bucket) or {}).get("owner") != self._owner:
+        is_expired = check_lease(self._bucket) is not None
+        with self._bucket.explain_failure("written"):
+            with suppress(FileExistsError):
+                self._write_lease(is_new=not is_expired)
+            # If two processes replace an expired lease at once, the later one keeps it.
+            time.sleep(1.0)
+            owner = (read_lease(self._bucket) or {}).get("owner")
+        if owner != self._owner:
             raise InputError(f"run.dir: another process has started to write {self._bucket.address}; try again later")
 
     def _keep_lease(self) -> None:
@@ -296,26 +337,27 @@ class RunMirror:
             if time.monotonic() - self._renewed < RENEW_S or self._is_over.is_set():
                 return
             found = read_lease(self._bucket)
-            if found is not None and found["owner"] != self._owner:
-                text = f"another process, on {found.get('host')}, has started to write {self._bucket.address}"
-                self._problem = LeaseLostError(text)
+            if found is None or found["owner"] != self._owner:
+                where, what = self._bucket.address, "has written" if found is None else "has started to write"
+                on = "" if found is None else f", on {found.get('host')},"
+                self._problem = LeaseLostError(f"another process{on} {what} {where}")
                 raise self._problem
             self._write_lease()
 
-    def _write_lease(self) -> None:
+    def _write_lease(self, *, is_new: bool = False) -> None:
         self._num_renewals += 1
         lease = {"owner": self._owner, "host": socket.gethostname(), "renewals": self._num_renewals}
-        self._bucket.write(LEASE, json.dumps(lease).encode())
+        self._bucket.write(LEASE, json.dumps(lease).encode(), is_new=is_new)
         self._renewed = time.monotonic()
 
 
 _ABSENT = (-1, -1)
 
 
-def _state_of(path: Path) -> tuple[int, int]:
+def _state_of(path: Path | str) -> tuple[int, int]:
     """Returns the size and the modification time of a file."""
     try:
-        found = path.stat()
+        found = os.stat(path)
     except FileNotFoundError:
         return _ABSENT
     return found.st_size, found.st_mtime_ns

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from app.checkpoint.checkpoints import Checkpoints, check_fingerprints
 from app.checkpoint.retention import LatestAndBestPolicy
 from app.checkpoint.saved_policy import load_trained_params
 from app.checkpoint.train_progress import RunState, TrainProgress
+from app.distributed.collectives import error_barrier, max_over_hosts
 from app.mesh.placement import to_host_memory
 from app.model.decoder import Params
 from app.rollout.scheduling.length_estimator import LearnedLengths
 from app.runtime.pinned_revisions import record_commits
 from app.tracking.run_log import NullRunLog, RunLog
+from app.tracking.run_mirror import RunMirror
 from app.training.inputs import CHANGEABLE_FINGERPRINTS, MINI_BATCH_PROMPTS, PROMPTS_PER_STEP
 from app.training.setup import RunSetup
 from app.update.optimizer import TrainState
@@ -56,7 +60,10 @@ def restore_or_initialize(checkpoints: Checkpoints, setup: RunSetup) -> tuple[Ru
         return saved.kl_coef
 
     allowed = {"changeable": CHANGEABLE_FINGERPRINTS, "allowed": setup.allow_changed}
-    restored = checkpoints.restore(lambda saved: check_fingerprints(saved.fingerprints, fingerprints, **allowed))
+    restored = checkpoints.restore(
+        lambda saved: check_fingerprints(saved.fingerprints, fingerprints, **allowed),
+        replace_damaged=partial(_fetch_again, setup.folder.mirror),
+    )
     if restored is not None:
         saved_networks, progress = restored
         progress = replace(progress, fingerprints=fingerprints)
@@ -83,6 +90,13 @@ def restore_or_initialize(checkpoints: Checkpoints, setup: RunSetup) -> tuple[Ru
         assert learning.critic is not None
         networks["critic"] = learning.critic.initial_state(critic.load_params(session.mesh))
     return RunState.from_networks(networks, kl_coef=kl_coef(before)), progress
+
+
+def _fetch_again(mirror: RunMirror | None, step: int) -> bool:
+    """Replaces a damaged checkpoint by its copy, if process 0 has a mirror and the bucket a copy."""
+    with error_barrier():
+        is_replaced = mirror is not None and mirror.replace_checkpoint(step)
+    return bool(max_over_hosts(np.asarray(int(is_replaced))))
 
 
 def open_run_log(setup: RunSetup, progress: TrainProgress, *, resumed: bool) -> RunLog | NullRunLog:

@@ -84,8 +84,6 @@ def train(
         with error_barrier():
             if jax.process_index() == 0:
                 stack.enter_context(lock_run_directory(setup.run))
-        if setup.folder.mirror is not None:
-            setup.folder.mirror.start()
         return _train(setup, stack, clock, on_step)
 
 
@@ -139,6 +137,8 @@ def _train(setup: RunSetup, stack: ExitStack, clock: Callable[[], float], on_ste
     resumed = checkpoints.has_step(progress.step)
     with error_barrier(), explain_full_disk(setup.run, setup.learning.shapes):
         run_log = stack.enter_context(closing(open_run_log(setup, progress, resumed=resumed)))
+        if setup.folder.mirror is not None:
+            setup.folder.mirror.start()
     reporter = RunReporter(setup.run, settings.logging, display, run_log, trainer.timeline, setup.folder.mirror)
     stack.callback(reporter.write_final_report)
     profiler = StepProfiler(settings.logging.profile_steps if is_process_0 else (), setup.run.profile_dir)

@@ -90,6 +90,8 @@ class Network:
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
         self._random, self.fault_rate, self.num_faults = random.Random(seed), 0.0, 0
+        self.is_stalled, self.num_stalls = False, 0
+        """Whether connections pass nothing on any more, without an end."""
         self.delay_s = 0.0
         """Longest delay of 16 KiB."""
         threading.Thread(target=self._accept, daemon=True).start()
@@ -107,6 +109,10 @@ class Network:
         with suppress(OSError):
             while data := source.recv(1 << 14):
                 time.sleep(self.delay_s * self._random.random() * len(data) / (1 << 14))
+                if self.is_stalled:
+                    self.num_stalls += 1
+                    source.recv(1 << 14, socket.MSG_WAITALL)  # Until the client gives up.
+                    break
                 if self._random.random() < self.fault_rate:
                     self.num_faults += 1
                     if self._random.random() < 0.5:

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import os
 import random
 import re
 import shutil
@@ -9,13 +10,16 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
+import fsspec
 import pytest
 
 from app.commands.addresses import name_run
 from app.records.run_directory import Resume, RunDirectory
+from app.tracking import bucket as bucket_module
 from app.tracking import run_mirror
-from app.tracking.bucket import LEASE, Bucket, complete_steps, fetch_run
+from app.tracking.bucket import BEST, FETCHED, LEASE, Bucket, complete_steps, fetch_run, replace_checkpoint
 from app.tracking.run_mirror import LeaseLostError, RunMirror
 from settings import load
 from settings.errors import InputError
@@ -80,7 +84,10 @@ def checkpoints_of(run: RunDirectory) -> dict[str, bytes]:
 
 
 def bucket_behind(network: Network, scheme: str, address: str) -> Bucket:
-    with reached_at(scheme, network.url):
+    """Returns a bucket whose connections all pass through the network."""
+    # Otherwise gcsfs looks for its server's address at every request.
+    conf = {"gs": {"endpoint_url": network.url}} if scheme == "gs" else {}
+    with reached_at(scheme, network.url), mock.patch.dict(fsspec.config.conf, conf):
         bucket = Bucket(address)
         bucket.sizes()  # It connects at the first request.
     return bucket
@@ -99,7 +106,7 @@ def test_the_mirror_uploads_each_checkpoint_and_is_downloaded_once(
             wait_for(lambda step=step: f"checkpoints/{step}.complete" in bucket.sizes())
     assert {name for name in bucket.sizes() if "/" not in name} == {"metrics.jsonl", "sessions.jsonl"}
     assert fetch_run(bucket, elsewhere) == f"fetched from {address}: step 3"
-    assert checkpoints_of(elsewhere) == checkpoints_of(run)
+    assert checkpoints_of(elsewhere) == {k: v for k, v in checkpoints_of(run).items() if k.startswith("3/")}
     assert metrics_of(elsewhere.path) == metrics_of(run.path) and elsewhere.has_settings
     assert fetch_run(bucket, elsewhere) == ""
 
@@ -122,9 +129,13 @@ def test_only_one_process_at_a_time_mirrors_a_run(run: RunDirectory, address: st
         Bucket(address).write(LEASE, b'{"owner": "another", "host": "vm-2"}')
         with pytest.raises(LeaseLostError, match="on vm-2, has started to write"):
             wait_for(lambda: first.request())
+        with pytest.raises(LeaseLostError, match="on vm-2"):
+            first.__exit__(None, None, None)
     # The process that held the lease is gone.
-    with RunMirror(run, Bucket(address)):
-        pass
+    with pytest.raises(LeaseLostError, match="another process has written"), RunMirror(run, Bucket(address)):
+        # Another process may write and end while this one is cut off.
+        Bucket(address).delete(LEASE)
+        time.sleep(2.0)
     assert LEASE not in Bucket(address).sizes()
 
 
@@ -174,7 +185,7 @@ def test_a_continued_run_uploads_only_the_files_that_its_copy_lacks(run, address
             bucket.delete("checkpoints/1.complete")
             save(run, 3)
     assert {name.split("/")[1] for name in bucket.sizes() if "/" in name} == {"2", "2.complete", "3", "3.complete"}
-    assert sorted({*sent} - {"metrics.jsonl"}) == [f"checkpoints/3/{part}" for part in PARTS]
+    assert sorted({*sent} - {"metrics.jsonl", "sessions.jsonl"}) == [f"checkpoints/3/{part}" for part in PARTS]
 
 
 def test_an_interrupted_fetch_is_completed_by_the_next_one(run, address, tmp_path, monkeypatch) -> None:
@@ -182,58 +193,135 @@ def test_an_interrupted_fetch_is_completed_by_the_next_one(run, address, tmp_pat
     save(run, 2)
     with RunMirror(run, bucket) as mirror:
         mirror.start()
-    # The program ends before the last file.
-    names = [name for name in bucket.sizes() if name.startswith("checkpoints/2/")][:-1]
-    monkeypatch.setattr(
-        Bucket, "download", lambda self, wanted, folder: download(self, [*{*wanted} - {*names}], folder)
-    )
-    monkeypatch.setattr(Path, "rename", lambda self, target: None if self.name == "2" else self.replace(target))
-    fetch_run(bucket, elsewhere)
-    assert elsewhere.checkpoint_steps == [1]
+
+    def cut(self: Bucket, sizes: dict[str, int], folder: Path) -> None:
+        download(self, sizes, folder)
+        name = list(sizes)[-1]
+        os.truncate(folder / name, sizes[name] // 2)
+        raise OSError("cut")
+
+    for number in range(2):
+        calls = iter([download] * number + [cut])
+        monkeypatch.setattr(Bucket, "download", lambda *arguments, calls=calls: next(calls)(*arguments))
+        with pytest.raises(InputError, match="cannot be fetched"):
+            fetch_run(bucket, elsewhere)
+        assert not elsewhere.has_checkpoint and elsewhere.metrics_path.exists() == bool(number)
     monkeypatch.undo()
     assert fetch_run(bucket, elsewhere) == f"fetched from {address}: step 2"
-    assert checkpoints_of(elsewhere) == checkpoints_of(run)
+    assert checkpoints_of(elsewhere) == {k: v for k, v in checkpoints_of(run).items() if k.startswith("2/")}
+    assert not (elsewhere.path / FETCHED).exists()
+
+
+def test_a_damaged_checkpoint_on_the_disk_is_replaced_by_its_copy(run, address) -> None:
+    save(run, 2)
+    expected, damaged = checkpoints_of(run), run.checkpoints_dir / "2" / PARTS[1]
+    with RunMirror(run, bucket := Bucket(address)) as mirror:
+        mirror.start()
+    os.truncate(damaged, 0)
+    assert fetch_run(bucket, run) == f"fetched from {address}: step 2"
+    assert checkpoints_of(run) == expected
+    # If its size is unchanged, only a restore finds the damage.
+    damaged.write_bytes(bytes(50_000))
+    assert fetch_run(bucket, run) == "" and replace_checkpoint(bucket, run, 2)
+    assert {k: v for k, v in checkpoints_of(run).items() if "damaged" not in k} == expected
+    assert not replace_checkpoint(bucket, run, 3)
+
+
+def test_only_the_newest_the_best_or_a_named_checkpoint_is_fetched(run, address, tmp_path) -> None:
+    for step in (2, 3):
+        shutil.copytree(run.checkpoints_dir / "1", run.checkpoints_dir / str(step))
+    (run.path / BEST).symlink_to("1")
+    with RunMirror(run, bucket := Bucket(address)) as mirror:
+        mirror.start()
+    for steps, expected in (((2,), {2}), ((), set()), (None, {1, 3})):
+        elsewhere = RunDirectory(tmp_path / f"for {steps}")
+        fetch_run(bucket, elsewhere, steps=steps)
+        assert {*elsewhere.checkpoint_steps} == expected and elsewhere.has_settings
+    assert (elsewhere.path / BEST).readlink() == Path("1")
 
 
 def test_fetching_a_run_over_another_run_is_refused(run, address, tmp_path) -> None:
     other = RunDirectory(tmp_path / "other")
-    for step in (1, 5):
-        save(other, step)
+    other.path.mkdir()
     other.sessions_path.write_text('{"started": "later"}\n')
     with RunMirror(run, bucket := Bucket(address)) as mirror:
         mirror.start()
-    with pytest.raises(
-        InputError, match=r"^run\.dir: .* and .*other hold different runs; choose another run\.name, or"
-    ):
-        fetch_run(bucket, other)
+    for step in (1, 5):
+        with pytest.raises(
+            InputError, match=r"^run\.dir: .* and .*other hold different runs; choose another run\.name, or"
+        ):
+            fetch_run(bucket, other)
+        save(other, step)
+
+
+def test_a_run_that_is_started_over_replaces_its_copy(run, address) -> None:
+    shutil.rmtree(run.checkpoints_dir)
+    (run.path / "rollouts").mkdir()
+    (run.path / "rollouts" / "1").touch()
+    for start in (1, 2):
+        run.sessions_path.write_text(f'{{"started": {start}}}\n')  # of equal size
+        assert fetch_run(Bucket(address), run) == ""
+        with RunMirror(run, Bucket(address)) as mirror:
+            mirror.start()
+        shutil.rmtree(run.path / "rollouts", ignore_errors=True)
+    assert Bucket(address).read("sessions.jsonl") == run.sessions_path.read_bytes()
+    assert Bucket(address).sizes().keys() == {"sessions.jsonl", "metrics.jsonl"}
+
+
+def test_a_growing_file_is_sent_less_often_the_larger_it_is(run, address, monkeypatch) -> None:
+    sent, upload = [], Bucket.upload
+    monkeypatch.setattr(Bucket, "upload", lambda *arguments: (sent.append(arguments[2]), upload(*arguments)))
+    monkeypatch.setattr(run_mirror, "GROWTH_BYTES_PER_S", 0.1)
+    with RunMirror(run, bucket := Bucket(address)) as mirror:
+        mirror.start()
+        wait_for(lambda: "checkpoints/1.complete" in bucket.sizes())
+        before = bucket.sizes()["metrics.jsonl"]
+        for step in (2, 3):
+            with run.metrics_path.open("a") as file:
+                file.write(f'{{"step": {step}}}\n')
+            (run.path / f"new{step}").touch()
+            mirror.request()
+            wait_for(lambda step=step: f"new{step}" in bucket.sizes())
+        assert bucket.sizes()["metrics.jsonl"] == before and sent.count("metrics.jsonl") == 1
+    assert bucket.read("metrics.jsonl") == run.metrics_path.read_bytes()
+
+
+def test_a_stalled_connection_is_given_up(run, server, address, monkeypatch, caplog) -> None:
+    monkeypatch.setattr(bucket_module, "TIMEOUT_S", 2.0)
+    network = Network(server[1])
+    with RunMirror(run, bucket_behind(network, server[0], address)) as mirror:
+        network.is_stalled = True
+        mirror.start()
+        wait_for(lambda: "cannot be written" in caplog.text)
+        network.is_stalled = False
+        wait_for(lambda: "checkpoints/1.complete" in Bucket(address).sizes())
+    assert network.num_stalls and "can be written again" in caplog.text
+    network.close()
 
 
 @pytest.mark.slow
 def test_cut_connections_leave_no_partial_checkpoint(run, server, address, tmp_path):
     network, steps = Network(server[1]), random.Random(0)
-    with reached_at(server[0], network.url):
-        near = Bucket(address)
-        with RunMirror(run, near) as mirror:
-            mirror.start()
-            for step in itertools.count(2):
-                if network.num_faults > 5 and step > 8:
-                    break
-                network.fault_rate = steps.choice([0.05, 0.1, 0.2])
-                save(run, step)
-                mirror.request()
-                time.sleep(steps.random())
-                # If the machine failed now, every checkpoint in the bucket would be complete.
-                network.fault_rate = 1.0
-                time.sleep(0.1)
-                kept = RunDirectory(tmp_path / f"kept{step}")
-                with reached_at(*server):
-                    fetch_run(Bucket(address), kept)
-                for found in kept.checkpoint_steps:
-                    for path in (kept.checkpoints_dir / str(found) / "state" / "d").iterdir():
-                        assert path.read_bytes() == random.Random(f"{found} state/d/{path.name}").randbytes(50_000)
-            network.fault_rate = 0.0
+    with RunMirror(run, bucket_behind(network, server[0], address)) as mirror:
+        mirror.start()
+        for step in itertools.count(2):
+            if network.num_faults > 5 and step > 8:
+                break
+            network.fault_rate = steps.choice([0.05, 0.1, 0.2])
+            save(run, step)
+            mirror.request()
+            time.sleep(steps.random())
+            # If the machine failed now, every checkpoint in the bucket would be complete.
+            network.fault_rate = 1.0
+            time.sleep(0.1)
+            kept, bucket = RunDirectory(tmp_path / f"kept{step}"), Bucket(address)
+            fetch_run(bucket, kept, steps=complete_steps(bucket, bucket.sizes()))
+            for found in kept.checkpoint_steps:
+                for path in (kept.checkpoints_dir / str(found) / "state" / "d").iterdir():
+                    assert path.read_bytes() == random.Random(f"{found} state/d/{path.name}").randbytes(50_000)
+        network.fault_rate = 0.0
     whole = RunDirectory(tmp_path / "whole")
-    fetch_run(Bucket(address), whole)
+    fetch_run(Bucket(address), whole, steps=run.checkpoint_steps)
     assert checkpoints_of(whole) == checkpoints_of(run)
     network.close()
 
@@ -345,7 +433,7 @@ def test_all_hosts_wait_for_the_end_of_the_copy_to_the_bucket(
 
 @pytest.mark.slow
 def test_a_run_continues_from_its_copy_on_an_empty_disk(config, address, monkeypatch):
-    chosen = ("run.steps=4", "checkpoint.every_steps=1", "eval.every_steps=0", "checkpoint.keep=9")
+    chosen = ("run.steps=5", "checkpoint.every_steps=1", "eval.every_steps=0", "checkpoint.keep=9")
     whole = config.parent / "whole"
     succeeded(here("train", "--config", config, *settings(*chosen, f"run.dir={whole}", "run.name=x")))
     for place, steps, resume in (("one", 2, "never"), ("two", 4, "must")):
@@ -360,6 +448,15 @@ def test_a_run_continues_from_its_copy_on_an_empty_disk(config, address, monkeyp
         assert not Path("runs").exists()
         result = succeeded(here("train", "--config", config, "--resume", resume, *overrides))
     assert f"fetched from {address}/x: step 2" in result.stderr
-    assert_same_run(Path("runs", *address.split("://"), "x").absolute(), whole / "x", step=4)
+    run = Path("runs", *address.split("://"), "x").absolute()
+    # The machine is reset: its disk keeps the size of the newest checkpoint's files, and loses their content.
+    damaged = max(
+        (run / "checkpoints" / "4" / "state").rglob("*"), key=lambda path: path.is_file() * path.stat().st_size
+    )
+    damaged.write_bytes(bytes(damaged.stat().st_size))
+    overrides = settings(*chosen, f"run.dir={address}", "run.name=x")
+    result = succeeded(here("train", "--config", config, "--resume", "auto", *overrides))
+    assert "continuing after step 4" in result.stderr and (run / "checkpoints" / "damaged-4").is_dir()
+    assert_same_run(run, whole / "x", step=5)
     again = here("train", "--config", config, *settings(*chosen, f"run.dir={address}", "run.name=x"))
     assert again.exit_code == 2 and f"{address}/x already holds a run" in again.stderr
