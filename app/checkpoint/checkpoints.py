@@ -21,7 +21,7 @@ from app.checkpoint.reading import open_reader, read_on_all_hosts, read_verified
 from app.checkpoint.retention import BestCheckpoint, LatestAndBestPolicy
 from app.checkpoint.saved_arrays import checksums, compile_checksums, with_saved_dtypes
 from app.checkpoint.train_progress import NetworkStates, OtherVersionError, ProgressRecord, TrainProgress, progress_path
-from app.distributed.collectives import gather_bytes_over_hosts
+from app.distributed.collectives import gather_json_over_hosts
 from app.mesh.placement import abstract_arrays
 from app.records.atomic_write import write_atomic
 from app.records.identity import Identity, different_names
@@ -193,7 +193,7 @@ class Checkpoints:
             InputError: hosts see different steps.
         """
         steps = sorted(self._manager.all_steps(), reverse=True)
-        seen = [json.loads(host) for host in gather_bytes_over_hosts(json.dumps(steps).encode())]
+        seen = gather_json_over_hosts(steps)
         if any(host != seen[0] for host in seen):
             by_host = "; ".join(f"host {i}: {host}" for i, host in enumerate(seen))
             raise InputError(

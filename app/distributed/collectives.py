@@ -121,6 +121,11 @@ def gather_bytes_over_hosts(local_bytes: bytes) -> list[bytes]:
     return [raw[:size].tobytes() for raw, size in zip(gather_over_hosts(padded), sizes, strict=True)]
 
 
+def gather_json_over_hosts(local_value: Any) -> list[Any]:
+    """Returns every host's value, after a passage through JSON, in process order."""
+    return [json.loads(one) for one in gather_bytes_over_hosts(json.dumps(local_value).encode())]
+
+
 def gather_bytes_to_process_0(local_bytes: bytes) -> list[bytes]:
     """Returns the bytes of every host on process 0, in process order; an empty list on the others.
 
@@ -173,10 +178,10 @@ def error_barrier() -> Iterator[None]:
     if not worst:
         return
     message = str(problem) if kind == 2 or isinstance(problem, RuntimeError) else f"{type(problem).__name__}: {problem}"
-    gathered = gather_bytes_over_hosts(json.dumps([kind, socket.gethostname(), message]).encode())
+    gathered = gather_json_over_hosts([kind, socket.gethostname(), message])
     if problem is not None:
         raise problem
-    host, name, reason = next((i, *rest) for i, (code, *rest) in enumerate(map(json.loads, gathered)) if code == worst)
+    host, name, reason = next((i, *rest) for i, (code, *rest) in enumerate(gathered) if code == worst)
     raise (InputError if worst == 2 else RuntimeError)(f"on host {host} ({name}): {reason}")
 
 

@@ -6,7 +6,6 @@ deadlock or compute something else, so these are compared before anything expens
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 from collections.abc import Mapping, Sequence
@@ -15,7 +14,7 @@ from typing import NamedTuple
 
 import jax
 
-from app.distributed.collectives import gather_bytes_over_hosts
+from app.distributed.collectives import gather_json_over_hosts
 from app.records.identity import Identity
 from app.records.versions import TRAINING_PACKAGES, program_versions
 from settings import Resolved
@@ -60,7 +59,7 @@ def check_hosts_agree(resolved: Resolved, identity: Identity = MappingProxyType(
         if field not in PER_HOST_SETTINGS
     }
     local |= {name: HostFact(str(x)) for name, x in {**program_versions(TRAINING_PACKAGES), **identity}.items()}
-    gathered = [json.loads(one) for one in gather_bytes_over_hosts(json.dumps([socket.gethostname(), local]).encode())]
+    gathered = gather_json_over_hosts([socket.gethostname(), local])
     hosts = [f"host {i} ({name})" for i, (name, _) in enumerate(gathered)]
     all_facts = [{name: HostFact(*fact) for name, fact in facts.items()} for _, facts in gathered]
     problem = describe_difference(hosts, all_facts)

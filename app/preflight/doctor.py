@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
@@ -11,7 +10,7 @@ from dataclasses import asdict, dataclass
 import jax
 import numpy as np
 
-from app.distributed.collectives import error_barrier, gather_bytes_over_hosts, max_over_hosts
+from app.distributed.collectives import error_barrier, gather_json_over_hosts, max_over_hosts
 from app.distributed.host_consistency import check_hosts_agree
 from app.mesh.devices import device_memory_bytes, device_platform, global_devices, host_memory_bytes, unused_accelerator
 from app.preflight.attention_check import check_attention
@@ -413,6 +412,6 @@ def _check_networks(
 
 def _gather_results(local_results: Sequence[CheckResult]) -> Sequence[CheckResult]:
     """Returns the results of process 0, and warnings and failures of the others. All hosts must call it together."""
-    texts = gather_bytes_over_hosts(json.dumps([asdict(result) for result in local_results]).encode())
-    results = [CheckResult(**{**one, "host": host}) for host, text in enumerate(texts) for one in json.loads(text)]
+    of_hosts = enumerate(gather_json_over_hosts([asdict(result) for result in local_results]))
+    results = [CheckResult(**{**one, "host": host}) for host, found in of_hosts for one in found]
     return [one for one in results if one.host == 0 or one.verdict in ("warn", "fail")]

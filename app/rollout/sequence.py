@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 import uuid
 from bisect import bisect_left
@@ -15,7 +14,7 @@ import jax
 import numpy as np
 from jaxtyping import Float32, Int32, UInt8
 
-from app.distributed.collectives import gather_bytes_over_hosts
+from app.distributed.collectives import gather_json_over_hosts
 from app.environments.episode_pool import EpisodeStart
 from app.model.architecture import RouteShape
 from app.model.experts import UNRECORDED, unpack_routes
@@ -248,13 +247,12 @@ def gather_sequences(own: Sequence[RolloutSequence]) -> list[RolloutSequence]:
         "rows": [[numbers[id(row.prompt)], row.sample_index, row.max_new_tokens, row.noise_step] for row in own],
     }
     by_host: list[Sequence[RolloutSequence]] = []
-    for host, received in enumerate(gather_bytes_over_hosts(json.dumps(sent).encode())):
+    for host, received in enumerate(gather_json_over_hosts(sent)):
         if host == jax.process_index():
             by_host.append(own)
             continue
-        there = json.loads(received)
-        theirs = [Prompt(uid, np.asarray(ids, np.int32), "", None) for uid, ids in there["prompts"]]
-        by_host.append([RolloutSequence(theirs[number], *others) for number, *others in there["rows"]])
+        theirs = [Prompt(uid, np.asarray(ids, np.int32), "", None) for uid, ids in received["prompts"]]
+        by_host.append([RolloutSequence(theirs[number], *others) for number, *others in received["rows"]])
     return [row for row in chain(*zip_longest(*by_host)) if row is not None]
 
 

@@ -66,16 +66,15 @@ def read_reward_model_spec(settings: Settings) -> RewardModelSpec | None:
     with model_setting_in_errors("reward.model"):
         heads = SEQUENCE_CLASSIFICATION
         network = open_value_network(settings.reward.model, settings, heads=heads, config_only=False)
-        files, architecture, definition = network.files, network.architecture, network.definition
+        files, architecture = network.files, network.architecture
         shape = files.weights.shapes.get(VALUE_HEAD)
         if shape is not None and len(shape) == 2 and shape[0] != 1:
             raise InputError(
                 f"model.path: {files.name} has {shape[0]} labels ({VALUE_HEAD} is {shape}, expected "
                 f"{(1, architecture.model_dim)}); a reward model must have one (num_labels: 1)"
             )
-        check_tensors(expected_tensors(definition), files.weights.shapes, architecture)
-        conversations = ConversationEncoder(files, settings.data)
-    return RewardModelSpec(files, architecture, definition, conversations)
+        check_tensors(expected_tensors(network.definition), files.weights.shapes, architecture)
+        return RewardModelSpec(**vars(network), conversations=ConversationEncoder(files, settings.data))
 
 
 def make_reward_batcher(settings: Settings, architecture: Architecture) -> FixedRowBatcher | PackedRowBatcher:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
@@ -10,7 +9,7 @@ from typing import Literal
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from app.distributed.collectives import gather_bytes_over_hosts
+from app.distributed.collectives import gather_json_over_hosts
 from app.distributed.stop_check import StopCheck
 from app.mesh.device_mesh import host_submesh
 from app.mesh.devices import device_platform, local_devices
@@ -204,8 +203,7 @@ class Session:
         """
         if self.workers is None:
             return None
-        new = json.dumps(self.workers.new_lengths.to_json()).encode()
-        of_hosts = map(json.loads, gather_bytes_over_hosts(new))
+        of_hosts = gather_json_over_hosts(self.workers.new_lengths.to_json())
         self.workers.share_lengths(map(LearnedLengths.from_json, of_hosts))
         return self.workers.shared_lengths
 

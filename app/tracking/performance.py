@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -13,7 +12,7 @@ import numpy as np
 from jaxtyping import Int64
 
 from app.batching.micro_batch_plan import SequenceCost, SequenceLengths
-from app.distributed.collectives import gather_bytes_over_hosts, max_over_hosts, sum_over_hosts
+from app.distributed.collectives import gather_json_over_hosts, max_over_hosts, sum_over_hosts
 from app.mesh.chips import TPU_CHIPS
 from app.mesh.devices import peak_memory_bytes
 from app.model.architecture import forward_flops, lm_head_flops, token_flops
@@ -172,8 +171,8 @@ def schedule_performance(schedules: Sequence[ScheduleMetrics]) -> dict[str, floa
     """
     if not schedules:
         return {}
-    local = json.dumps([asdict(one) for one in schedules]).encode()
-    hosts = [[ScheduleMetrics(**one) for one in json.loads(lines)] for lines in gather_bytes_over_hosts(local)]
+    of_hosts = gather_json_over_hosts([asdict(one) for one in schedules])
+    hosts = [[ScheduleMetrics(**one) for one in host] for host in of_hosts]
     schedules = [one for host in hosts for one in host]
     makespan_s = sum(max(one.makespan_s for one in rollout) for rollout in zip(*hosts, strict=True))
     seconds = np.asarray([one.makespan_s for one in schedules])

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 
 from app.advantage.advantage_metrics import moments_over_hosts
 from app.advantage.group import zero_variance_fraction
-from app.distributed.collectives import gather_bytes_over_hosts, gather_table, sum_over_hosts
+from app.distributed.collectives import gather_json_over_hosts, gather_table, sum_over_hosts
 from app.records.moments import compute_moments
 from app.records.sample import EPISODE_ENDS, Sample
 from app.reward.aggregate import RewardedSamples
@@ -79,8 +78,7 @@ def reward_counts(scored: RewardedSamples) -> dict[str, float]:
     counts, extras = local_reward_counts(scored)
     totals = sum_over_hosts(np.asarray(list(counts.values())))
     # The names of plug-in metrics depend on the samples, so hosts must gather them first.
-    gathered = gather_bytes_over_hosts(json.dumps([*extras]).encode())
-    names = sorted({name for host in gathered for name in json.loads(host)})
+    names = sorted({name for host in gather_json_over_hosts([*extras]) for name in host})
     sums = sum_over_hosts(np.asarray([extras.get(name, (0.0, 0)) for name in names]).reshape(-1, 2))
     return {
         **{name: int(total) for name, total in zip(counts, totals, strict=True)},
@@ -130,8 +128,7 @@ def episode_metrics(samples: Sequence[Sample]) -> dict[str, float]:
         for sample in samples
         if sample.episode is not None
     ]
-    gathered = gather_bytes_over_hosts(json.dumps(local).encode())
-    episodes = [episode for host in gathered for episode in json.loads(host)]
+    episodes = [episode for host in gather_json_over_hosts(local) for episode in host]
     if not episodes:
         return {}
     num_turns = [len(episode["turns"]) for episode in episodes]

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 
@@ -15,7 +14,7 @@ import jax
 import numpy as np
 
 from app.distributed.collective_files import decode_gathered_sample
-from app.distributed.collectives import gather_bytes_over_hosts, gather_over_hosts, sum_over_hosts
+from app.distributed.collectives import gather_json_over_hosts, gather_over_hosts, sum_over_hosts
 from app.records.sample import Sample, group_samples
 from app.records.sample_json import sample_to_record
 from settings.schema.reward import OVERLONG_REWARD
@@ -127,7 +126,7 @@ def _exchange_groups(
     groups = dict(local_groups)
     if moving:
         leaving = {number: list(map(sample_to_record, groups[number])) for number in moving if number in groups}
-        for sent in map(json.loads, gather_bytes_over_hosts(json.dumps(leaving).encode())):
+        for sent in gather_json_over_hosts(leaving):
             groups |= {int(number): list(map(decode_gathered_sample, records)) for number, records in sent.items()}
     return [(number, groups[number]) for number in numbers if goes_to[number] == jax.process_index()]
 
@@ -147,8 +146,7 @@ def gather_pass_rates(samples: Sequence[Sample], *, judge: str) -> list[tuple[st
     for group in group_samples(samples):
         grades = [sample.rewards[judge] for sample in group if sample.rewards and judge in sample.rewards]
         local.append((group[0].prompt.uid, float(np.clip(grades, 0, 1).mean()) if grades else None))
-    of_hosts = map(json.loads, gather_bytes_over_hosts(json.dumps(local).encode()))
-    return [(uid, rate) for host in of_hosts for uid, rate in host]
+    return [(uid, rate) for host in gather_json_over_hosts(local) for uid, rate in host]
 
 
 def _mask_out_of_loss(sample: Sample) -> Sample:
