@@ -204,7 +204,7 @@ def _read_inputs(recorder: CheckRecorder, settings: Settings) -> PreflightInputs
         samples = make_trial_samples(inputs.model.tokenizer, judged)
         check_reward_functions(recorder, settings, samples, judged, inputs.held_out)
         with ExitStack() as stack:
-            if (custom := open_custom_estimator(settings, judged, samples, stack)) is not None:
+            if (custom := open_custom_estimator(settings, judged, inputs.model.tokenizer, stack)) is not None:
                 recorder.ok("advantage", custom.plug_in.summary)
     if settings.env.is_used:
         with recorder.run_check("environment"):

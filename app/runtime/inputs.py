@@ -33,6 +33,7 @@ from app.runtime.model_spec import (
     read_reference_spec,
 )
 from app.runtime.reward_model import RewardModelSpec, read_reward_model_spec
+from app.runtime.reward_trial import make_trial_samples
 from settings import Settings
 from settings.errors import InputError
 
@@ -64,7 +65,7 @@ def make_rewards(
 
 
 def open_custom_estimator(
-    settings: Settings, rows: PromptsOrRows, trial: Sequence[Sample], stack: ExitStack
+    settings: Settings, prompts: Sequence[Prompt], tokenizer: Tokenizer, stack: ExitStack
 ) -> CustomEstimator | None:
     """Returns the plug-in of `algorithm.estimator`, tried on the samples of one prompt; None without one.
 
@@ -79,9 +80,9 @@ def open_custom_estimator(
         return None
     allow_variables(settings.plugins.env_vars)
     pool = open_pool(name, settings.plugins, stack, name=ESTIMATOR_SETTING, setting=ESTIMATOR_SETTING)
-    plug_in = PlugIn(ESTIMATOR_SETTING, pool, data_columns(settings, rows), batch_size=1, is_estimator=True)
+    plug_in = PlugIn(ESTIMATOR_SETTING, pool, data_columns(settings, prompts), batch_size=1, is_estimator=True)
     custom = CustomEstimator(plug_in, on_error=settings.reward.on_error)
-    custom.try_on(trial)
+    custom.try_on(make_trial_samples(tokenizer, prompts))
     return custom
 
 

@@ -32,7 +32,7 @@ from app.runtime.mesh_checks import check_experts, check_fixed_micro_batches, re
 from app.runtime.model_spec import NetworkSpec, adapter_notes
 from app.runtime.pinned_revisions import pin_revisions
 from app.runtime.reward_model import reward_model_notes
-from app.runtime.reward_trial import make_trial_samples, try_reward_functions
+from app.runtime.reward_trial import try_reward_functions
 from app.runtime.scoring import ScoringSession, devices_set_aside, open_mesh
 from app.runtime.session import Session
 from app.training.inputs import TrainingInputs, read_training_inputs
@@ -114,8 +114,7 @@ def prepare_run(
                 try_reward_functions(rewards, read.model.tokenizer, read.judged_prompts)
             custom = None
             if read.replay is None or not read.replay.uses_saved_advantages:
-                trial = make_trial_samples(read.model.tokenizer, read.prompts)
-                custom = open_custom_estimator(settings, read.prompts, trial, stack)
+                custom = open_custom_estimator(settings, read.prompts, read.model.tokenizer, stack)
             if read.judged_prompts and read.replay is None and settings.env.is_used:
                 try_episode(settings, read.model.tokenizer, read.judged_prompts[0])
             facts = dict[str, str]()
