@@ -12,8 +12,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
-import fsspec
 import pytest
+from fsspec.config import conf as fsspec_options
 
 from app.commands.addresses import name_run
 from app.records.run_directory import Resume, RunDirectory
@@ -87,7 +87,7 @@ def bucket_behind(network: Network, scheme: str, address: str) -> Bucket:
     """Returns a bucket whose connections all pass through the network."""
     # Otherwise gcsfs looks for its server's address at every request.
     conf = {"gs": {"endpoint_url": network.url}} if scheme == "gs" else {}
-    with reached_at(scheme, network.url), mock.patch.dict(fsspec.config.conf, conf):
+    with reached_at(scheme, network.url), mock.patch.dict(fsspec_options, conf):
         bucket = Bucket(address)
         bucket.sizes()  # It connects at the first request.
     return bucket
