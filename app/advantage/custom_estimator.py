@@ -47,18 +47,18 @@ class CustomEstimator:
         """
         outcomes = self.compute_outcomes(samples, rewards)
         failed = [(sample.uid, one.failure) for sample, one in zip(samples, outcomes, strict=True) if one.failure]
-        fatal_error = None
-        for uid, failure in failed[:1]:
+        fatal_error, source = None, self.plug_in.source
+        if failed:
+            uid, failure = failed[0]
             first = f"{uid}: {failure.kind}: {failure.text}"
-            if self._on_error == "raise":
-                fatal_error = (
-                    f"{self.plug_in.source}: {first}. Fix the function, or set reward.on_error to zero (advantages of "
-                    "0) or drop (the samples are left out)"
+            fate = {"zero": "with advantages of 0", "drop": "left out"}.get(self._on_error)
+            if fate is not None:
+                log.warning(
+                    "%s failed on %s of %s samples, %s; first %s", source, len(failed), len(samples), fate, first
                 )
             else:
-                fate = "left out" if self._on_error == "drop" else "with advantages of 0"
-                counts = len(failed), len(samples)
-                log.warning("%s failed on %s of %s samples, %s; first %s", self.plug_in.source, *counts, fate, first)
+                way_out = "set reward.on_error to zero (advantages of 0) or drop (the samples are left out)"
+                fatal_error = f"{source}: {first}. Fix the function, or {way_out}"
         return [self._with_advantages(*one) for one in zip(samples, outcomes, strict=True)], fatal_error
 
     def try_on(self, samples: Sequence[Sample]) -> None:

@@ -15,7 +15,7 @@ Shape letters, used in every signature and docstring of the project:
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -227,15 +227,11 @@ class Sample:
         return self.loss_mask
 
 
-def group_indices(samples: Sequence[Sample], indices: Iterable[int] | None = None) -> list[tuple[int, ...]]:
-    """Returns the indices of each group's samples, in the order of the groups' first samples.
-
-    Args:
-        indices: the samples to consider; None = all.
-    """
+def group_indices(samples: Sequence[Sample]) -> list[tuple[int, ...]]:
+    """Returns the indices of each group's samples, in the order of the groups' first samples."""
     groups: dict[int, list[int]] = {}
-    for index in range(len(samples)) if indices is None else indices:
-        groups.setdefault(samples[index].group_id, []).append(index)
+    for index, sample in enumerate(samples):
+        groups.setdefault(sample.group_id, []).append(index)
     return [tuple(group) for group in groups.values()]
 
 

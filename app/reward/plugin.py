@@ -143,8 +143,9 @@ class PlugIn:
                 # An error in the function that smaller batches would not fix.
                 raise UnassignableRewardsError(f"reward {self.name}: {self._pool.function} {to_retry.text}")
             if to_retry is not None and len(batch) > 1:
-                groups = group_indices(samples, batch)
-                parts += groups if len(groups) > 1 else [(index,) for index in batch]
+                groups = group_indices([samples[i] for i in batch])
+                groups = groups if len(groups) > 1 else [(place,) for place in range(len(batch))]
+                parts += [tuple(batch[place] for place in group) for group in groups]
                 continue
             results = [RewardOutcome(failure=answer)] * len(batch) if isinstance(answer, Failure) else answer
             for index, outcome in zip(batch, results, strict=True):

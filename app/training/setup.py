@@ -37,7 +37,7 @@ from app.runtime.scoring import ScoringSession, devices_set_aside, open_mesh
 from app.runtime.session import Session
 from app.training.inputs import TrainingInputs, read_training_inputs
 from app.training.learner import LearnerGroup, longest_rows, make_learner_group
-from app.training.network_memory import MemoryBreakdown, network_bytes, reference_bytes
+from app.training.network_memory import network_bytes, reference_bytes
 from app.training.replay import NO_OPTIONS, StartRequest, find_model_run
 from app.training.run_folder import RunFolder, take_run_directory
 from settings import Resolved, Settings
@@ -210,8 +210,14 @@ def open_session(
             architecture_blocking(network, num_tokens, settings.model.dtype)
     networks = network_bytes(scoring, learning, reward_model)
     held_bytes = sum(networks.values())
-    if must_fit and scoring.teacher is not None:
-        _check_teacher_fits(scoring, networks)
+    available, weights = device_memory_bytes(), sum(reference_bytes(scoring).values())
+    beside = sum({**networks, "reference": 0}.values())
+    if must_fit and scoring.teacher is not None and available is not None and weights + beside > available:
+        raise InputError(
+            f"reference.path: on each device, the teacher's weights ({format_bytes(weights)}) and the other "
+            f"networks ({format_bytes(beside)}) exceed the available {format_bytes(available)}; set optimizer.offload: "
+            "true, choose a smaller teacher, or split the weights over more devices with mesh.shape"
+        )
     generates = "evaluations" if settings.eval.every_steps else None
     if not (is_replay or settings.is_supervised):
         generates = "rollouts"
@@ -219,18 +225,6 @@ def open_session(
     if session.workers is not None and session.generates_async and not scoring.generation_devices:
         check_async_workers(session.workers)
     return session, learning
-
-
-def _check_teacher_fits(scoring: ScoringSession, networks: MemoryBreakdown) -> None:
-    """Raises InputError if the teacher does not fit in memory next to the other networks while it scores."""
-    available, weights = device_memory_bytes(), sum(reference_bytes(scoring).values())
-    beside = sum({**networks, "reference": 0}.values())
-    if available is not None and weights + beside > available:
-        raise InputError(
-            f"reference.path: on each device, the teacher's weights ({format_bytes(weights)}) and the other "
-            f"networks ({format_bytes(beside)}) exceed the available {format_bytes(available)}; set optimizer.offload: "
-            "true, choose a smaller teacher, or split the weights over more devices with mesh.shape"
-        )
 
 
 def file_fingerprints(settings: Settings, run: RunDirectory) -> dict[str, str]:
