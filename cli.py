@@ -25,7 +25,7 @@ from settings.loading.fields import FIELDS, suggest_fields
 
 
 class _Command(TyperCommand):
-    """A command with grouped options in its help that suggests `--set` for settings given as options.
+    """A command that groups the options in its help, and suggests `--set` if a setting is given as an option.
 
     A single-value option given twice is an error, except during shell completion.
     """
@@ -86,7 +86,7 @@ COMMANDS = {
     settings.settings: "grpo settings rollout",
     presets.presets: "grpo presets dapo",
 }
-"""Maps each command to the example at the end of its help."""
+"""Maps the function of each command to the example at the end of its help."""
 
 
 def _with_errors_handled(command: Callable[..., None]) -> Callable[..., None]:

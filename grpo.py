@@ -4,9 +4,10 @@ Importing it imports nothing else; the first call of a function imports the prog
 the same folder. The program's own processes put that folder first on `sys.path`, so that they never import a user's
 modules with these names.
 
-The functions use the code of the commands, log to stderr and print nothing on stdout. `overrides` maps settings to
-values, `{"run.steps": 20}` or `{"run": {"steps": 20}}`, in place of `--set`: the environment (`GRPO__RUN__STEPS`) wins
-over it. Invalid input raises `grpo.InputError`, with the message of the command, which names the arguments.
+Each function does what the command with its name does, but logs to stderr and prints nothing on stdout. `overrides`
+maps settings to values, as in `{"run.steps": 20}` or `{"run": {"steps": 20}}`. Like `--set`, it is overridden by
+environment variables such as `GRPO__RUN__STEPS`. Invalid input raises `grpo.InputError`, with the error message of the
+command, in which arguments replace the options.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 PROGRAM_FOLDER = str(Path(__file__).resolve().parent)
 PACKAGES = ("app", "settings")
 INTERFACE = ("StepResult", "Environment", "ToolCall")
-"""Names that users' environments import."""
+"""Names that users' environments import; they are loaded without the rest of the program."""
 
 
 def train(
@@ -64,16 +65,18 @@ def train(
     Args:
         config: a preset or a YAML file. None means the preset `quickstart` if the model is built in, else no preset.
         overrides: settings by name. The value of `algorithm.estimator` may also be a Python function.
-        rewards: the value of `reward.functions`, in which `function` may also be a Python function. Functions are
-            called in this process: an exception affects only its sample, but the limits of `plugins.*` do not apply. A
-            resumed run needs them again; in the settings they are `callable:NAME`.
+        rewards: the value of `reward.functions`; a Python function may take the place of a name or path. It is called
+            in this process: an exception affects only its sample, but the limits of `plugins.*` do not apply. In the
+            settings of the run it is `callable:NAME`; pass it again to resume the run.
         data: rows in place of `data.source`, as in a JSON Lines file. They are saved in `<run>/data/`.
         eval_data: rows in place of `data.eval_source`.
-        on_step: called on every host with the metrics of each step, as in `metrics.jsonl`. If it returns a true value
-            on any host, the run saves a checkpoint and ends.
-        resume: `auto` and `must` continue a run, `never` starts one.
-        allow_changed: settings that may differ from the run so far, as in `--allow-changed`.
-        unknown: refused; the error suggests the setting or argument for a name from another program.
+        on_step: called on every host after each step with its line of `metrics.jsonl`. If it returns a true value on
+            any host, the run saves a checkpoint and ends.
+        resume: `never` starts a run and refuses a used directory; `auto` continues the run if it has a checkpoint,
+            otherwise starts it; `must` refuses to start without a checkpoint.
+        allow_changed: when resuming, settings or sections that may differ from those of the run so far although they
+            change what it learns.
+        unknown: any other argument is refused; the error suggests the setting or argument that was probably meant.
 
     Raises:
         InputError: an input cannot be used.
@@ -92,7 +95,7 @@ def evaluate(
     rewards: Rewards = None,
     out: File = None,
 ) -> EvaluationSummary | None:
-    """Evaluates a model or a checkpoint on held-out prompts, as `grpo evaluate` does; None except on process 0.
+    """Evaluates a model or a checkpoint on held-out prompts, as `grpo evaluate` does. Only process 0 gets the summary.
 
         after = grpo.evaluate(checkpoint="runs/quickstart-seed0")
         print(after.metrics["eval/accuracy"].value, after.metrics["eval/accuracy"].interval)
@@ -116,7 +119,7 @@ def rollout(
     limit: int | None = None,
     out: File = None,
 ) -> Samples | None:
-    """Samples completions of prompts, as `grpo rollout` does; None except on process 0.
+    """Samples completions of prompts, as `grpo rollout` does. Only process 0 gets the samples.
 
         samples = grpo.rollout(data=[{"prompt": "12 + 34 = ?", "answer": "46"}])
         print(samples.records[0]["completion"])
@@ -126,7 +129,7 @@ def rollout(
         checkpoint: as for `evaluate`.
         data: rows in place of `data.source`.
         limit: the number of prompts to use; None for all.
-        out: a file for the samples, which continues an interrupted rollout.
+        out: a file for the samples; an interrupted rollout to the same file is continued.
     """
     return _program().rollout(**locals())
 
@@ -141,16 +144,17 @@ def score(
     rewards: Rewards = None,
     out: File = None,
 ) -> Samples | None:
-    """Adds logprobs, values or rewards to samples, as `grpo score` does; None except on process 0.
+    """Adds logprobs, values or rewards to samples, as `grpo score` does. Only process 0 gets the scored samples.
 
         graded = grpo.score(samples.records, role="reward", rewards=[brevity])
         print(graded.summary["reward/mean"])
 
     Args:
-        samples: a file or rows of samples, such as the `records` of `rollout`.
+        samples: a file of samples, or the samples as dicts, such as the `records` that `rollout` returns.
         config: as for `evaluate`.
-        role: the network that scores; `reward` calls the reward functions.
-        checkpoint: as for `evaluate`, for the roles `policy` and `critic`.
+        role: `policy` and `reference` add logprobs, `critic` adds values, `reward` calls the reward functions and the
+            reward model.
+        checkpoint: as for `evaluate`; only for the roles `policy` and `critic`.
         rewards: as for `train`.
         out: a file for the scored samples.
     """
@@ -187,7 +191,7 @@ def _program() -> Any:
 
 
 def add_program_to_path() -> None:
-    """Imports `app` and `settings` from this program's folder, which is put first on `sys.path`.
+    """Puts this program's folder first on `sys.path`, and imports `app` and `settings` from it.
 
     Raises:
         ImportError: other modules with these names are already imported.

@@ -11,11 +11,11 @@ from dotenv import dotenv_values
 
 SECRETS = ("WANDB_API_KEY", "HF_TOKEN")
 FALLBACK_DOTENVS = (Path(__file__).parents[1] / ".env", Path("/root/.env"))
-"""The `.env` of the checkout, for commands started elsewhere, and root's on TPU VMs."""
+"""Files read after the nearest `.env`: that of the checkout, for commands started elsewhere, and of root on TPU VMs."""
 MIN_SECRET_LENGTH = 8
 """Minimum length, in characters, of a value to redact; shorter values are placeholders."""
 PRINTABLE_NAME = re.compile("[A-Z][A-Z0-9_]*")
-"""Other names in a `.env` are only counted: a key on a line of its own may contain a `=`, as in base64."""
+"""Names in a `.env` that notices may show. Others may be keys, as base64 may contain `=`, and are only counted."""
 _further_secrets: set[str] = set()
 
 
@@ -50,7 +50,7 @@ def load_secrets(directory: Path, *, fallbacks: Sequence[Path] = FALLBACK_DOTENV
 
 
 def redact_also(names: Iterable[str]) -> None:
-    """Makes `redact` replace the values of further environment variables, such as keys lent to reward functions."""
+    """Makes `redact` replace the values of further environment variables, such as keys passed to reward functions."""
     _further_secrets.update(names)
 
 

@@ -11,7 +11,7 @@ from settings.loading.fields import FIELDS, SECTIONS, suggest_fields
 OPTION = "--allow-changed"
 
 PLACE_OF_RUN = ("run.name", "run.dir")
-"""Location of the run directory, which does not affect the run."""
+"""The settings that determine where the run directory is. Moving it does not affect the run."""
 
 FREE_SETTINGS = (
     # Number of steps, outputs and devices.
@@ -34,11 +34,11 @@ FREE_SETTINGS = (
     *("rollout.prompts_per_step", "algorithm.mini_batch_prompts"),
     *("data.source", "data.split", "data.prompt_column", "data.answer_column"),
 )
-"""Settings and sections that a resumed run may change without permission: they do not change what it learns."""
+"""Settings and sections that may change when a run resumes, because they do not affect what it learns."""
 
 
 class SettingChange(NamedTuple):
-    """A setting whose value has changed."""
+    """A setting whose value differs between the run so far and the resumed run."""
 
     name: str
     before: Any
@@ -58,11 +58,11 @@ class SettingChange(NamedTuple):
 def changed_settings(
     before: Mapping[str, tuple[Any, str]], after: Mapping[str, tuple[Any, str]]
 ) -> list[SettingChange]:
-    """Returns the settings of both mappings whose values differ, except the location of the run.
+    """Returns the settings that differ between two mappings, except `PLACE_OF_RUN` and those in only one mapping.
 
     Args:
-        before: dotted name -> (value, provenance), as `from_yaml` returns it.
-        after: as `before`.
+        before: settings of the run so far: dotted name -> (value, provenance), as `from_yaml` returns them.
+        after: settings of the resumed run, in the same form.
     """
     return [
         SettingChange(name, before[name][0], value, is_derived="derived" in (origin, before[name][1]))

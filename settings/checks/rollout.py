@@ -1,4 +1,4 @@
-"""Checks of rollouts: segments, P-DSR, workers, environments and staleness, as in `settings.checks.training`."""
+"""Checks of segments, P-DSR, workers, environments and staleness; each works as in `settings.checks.training`."""
 
 from __future__ import annotations
 

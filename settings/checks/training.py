@@ -77,7 +77,7 @@ def check_max_length(resolved: Resolved) -> Iterator[str]:
 
 
 def check_token_quotas(resolved: Resolved) -> Iterator[str]:
-    """Checks the token quotas of the updates and of every role that a step scores."""
+    """Checks that the longest possible sample fits into the token quotas of the updates and of every scored role."""
     settings = resolved.settings
     updated = ("algorithm", "critic") if settings.has_critic else ("algorithm",)
     roles = (*settings.scored_roles, "reward") if settings.reward.model else settings.scored_roles
@@ -219,7 +219,7 @@ def check_distillation(resolved: Resolved) -> Iterator[str]:
 
 
 def check_judge(resolved: Resolved) -> Iterator[str]:
-    """Checks that a reward function grades the samples of evaluations."""
+    """Checks that evaluations have a reward function, or an environment's reward, to grade samples with."""
     if not resolved.settings.reward.functions and resolved.settings.env.source is None:
         yield (
             "<reward.functions>: nothing grades the samples of evaluations; add a function, with weight 0 to keep "

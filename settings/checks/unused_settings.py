@@ -33,11 +33,11 @@ SCHEDULERS = "rollout.scheduler {} and rollout.placement island"
 
 SECTIONS_OF_ROLLOUTS = ("rollout.", "env.", "plugins.", "data.chat_template")
 SECTIONS_OF_REWARDS = ("reward.", "plugins.", "score.reward.")
-"""Prefixes of the settings that other commands read under the same conditions as `grpo train`."""
+"""Prefixes of the settings that commands other than `grpo train` read when they compute rewards."""
 
 
 UsageCondition = tuple[str, Callable[[Settings], bool], tuple[str, ...]]
-"""A condition as worded in notices, whether it is met, and the settings that have no effect otherwise."""
+"""A condition: its wording in notices, its predicate, and the settings that have no effect unless it is true."""
 
 
 def _micro_batches_of(role: ForwardRole) -> tuple[str, ...]:
@@ -45,7 +45,7 @@ def _micro_batches_of(role: ForwardRole) -> tuple[str, ...]:
 
 
 def _has_scheduler(names: str) -> Callable[[Settings], bool]:
-    """Returns a predicate that is true if workers run with one of the schedulers in `names`, such as `a or b`."""
+    """Returns a predicate for workers with one of the schedulers in `names`, such as `pdsr_v1 or pdsr_v2`."""
     return lambda s: s.rollout.has_workers and str(s.rollout.scheduler) in re.findall(r"\w+", names)
 
 
@@ -54,7 +54,7 @@ def _read_by_schedulers(names: str, *fields: str) -> UsageCondition:
 
 
 def _uses_segment_rule(s: Settings) -> bool:
-    """Returns whether segments can end before their rows finish; with `sync` this happens only between turns."""
+    """Returns whether segments can end before their rows finish; with `sync` they can only if samples have turns."""
     return not (s.rollout.has_workers and s.rollout.scheduler == "sync") or s.env.is_used
 
 
@@ -68,7 +68,7 @@ def _sources(s: Settings) -> list[str]:
 
 
 def _plug_ins(s: Settings) -> list[str]:
-    """Returns the plug-ins among the reward functions, as in `RewardFunctionSettings.function`."""
+    """Returns the reward functions that run in processes of `plugins`: the plug-ins and `math_verify`."""
     return [one.function or one.name for one in s.reward.functions if one.function or one.name == "math_verify"]
 
 
@@ -84,7 +84,7 @@ SAMPLING_CONDITION: UsageCondition = (
         *("rollout.temperature", "rollout.top_k", "rollout.top_p", "rollout.min_p"),
     ),
 )
-"""Counts in training only: other commands sample with a policy that `sft` has trained."""
+"""Not used outside training: other commands sample completions from a policy that `sft` has trained."""
 
 USAGE_CONDITIONS: tuple[UsageCondition, ...] = (
     # Data and evaluations.
@@ -232,7 +232,7 @@ USAGE_CONDITIONS: tuple[UsageCondition, ...] = (
 
 
 def launch_notices(resolved: Resolved) -> tuple[str, ...]:
-    """Returns the notices at launch: algorithm, unused settings, learning rate, reproducibility, data."""
+    """Returns notices for the launch of a run: algorithm, unused settings, learning rate, reproducibility, data."""
     lines = [] if resolved.algorithm_changes is None else [resolved.algorithm_changes]
     if defaults := [name for name in MODEL_DEFAULTS if resolved.provenance[name] == "derived"]:
         values = ", ".join(f"{name} {value_of(resolved.settings, name)}" for name in defaults)
@@ -261,6 +261,7 @@ def unused_setting_notices(
 
     Args:
         sections: prefixes of the settings that the command reads.
+        conditions: the conditions to test.
     """
     lines = []
     for condition, is_met, fields in conditions:
@@ -284,7 +285,7 @@ def _is_set(resolved: Resolved, field: str) -> bool:
 
 
 def _values_if_unset(settings: Settings, field: str) -> list[Any]:
-    """Returns the default, and the values that replace it in a printed file of all settings."""
+    """Returns the values of an unset field: its default, and what may replace the default in `settings.yaml`."""
     unset = [FIELDS[field].default]
     if (twin := MICRO_BATCH_TWINS.get(field)) is not None:
         unset.append(value_of(settings, twin))

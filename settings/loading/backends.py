@@ -1,4 +1,4 @@
-"""Finds out without loading JAX which devices it would use."""
+"""Finds out which devices JAX would use, without loading it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from settings.schema.mesh import MeshSettings
 
 DEVICE_FILES = {"cuda": ("/dev/nvidia[0-9]*", "/dev/dxg"), "tpu": ("/dev/accel*", "/dev/vfio/[0-9]*")}
-"""Patterns of the device files of accelerators by `mesh.platform`; `dxg` is a GPU in Windows' Linux."""
+"""Maps a value of `mesh.platform` to patterns of its device files; `/dev/dxg` is a GPU under WSL."""
 
 
 def may_have(platform: str) -> bool:

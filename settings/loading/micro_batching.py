@@ -1,8 +1,9 @@
 """Resolves the micro-batch settings: dynamic under a token quota, or a fixed number of samples.
 
 The update, the critic, scoring, and the scoring of each role are separate scopes. In a scope, a token quota selects
-dynamic, `rows_per_device` and `strategy` select fixed, and the boolean selects either. If two layers differ, the later
-one wins; one layer must not select both. The critic inherits null settings from `algorithm`, and a role from `score`.
+dynamic micro-batches, `rows_per_device` and `strategy` select fixed ones, and a boolean
+(`algorithm.dynamic_microbatch`, `score.dynamic`) selects either. If two layers of settings differ, the later one wins;
+one layer must not select both. The critic inherits null settings from `algorithm`, and a role from `score`.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ Values = Mapping[str, SourcedValue | None]
 
 
 class _Scope:
-    """One scope. By part, `given` contains the values that the user set, and `values` the effective ones."""
+    """One scope. By part of its settings, `given` has the values that the user set, `values` the effective ones."""
 
     def __init__(self, section: str, leaves: Mapping[str, SourcedValue], inherited: Values, *, is_dynamic: bool = True):
         names = {part: f"{section}.{part}" for part in (*SWITCHES, TOKEN_QUOTA, ROWS, STRATEGY)}

@@ -64,8 +64,8 @@ def from_yaml(content: bytes, *, name: str) -> dict[str, tuple[Any, str]]:
 def without_derived(file: ConfigFile) -> ConfigFile:
     """Returns the `settings.yaml` of a run with only what its user set, as the base of a new run.
 
-    The file has a value for every setting. With all of them, a new `algorithm.name` would keep the estimator, clip and
-    aggregation of the old one, and the new run would wait for the hosts of the old run.
+    The file has a value for every setting. If all were kept, a new `algorithm.name` would run with the estimator, clip
+    and aggregation of the old one, and the new run would wait for the hosts of the old run.
 
     Raises: InputError if the file is invalid.
     """

@@ -96,8 +96,8 @@ def load(
     """Loads the settings of a command.
 
     Args:
-        config: a file, its path or the name of a preset; None for the default preset if the model is a built-in one,
-            else none.
+        config: a file, its path or the name of a preset. None means the default preset if the model is built in, else
+        no file.
         overrides: the `--set` options.
         environ: the environment variables.
         flags: command options that set a setting.

@@ -37,7 +37,7 @@ class SourcedValue:
 
 
 Layer = dict[str, SourcedValue]
-"""Maps a dotted field to its value."""
+"""Maps a dotted field to its value and the source of the value."""
 Flags = Mapping[str, tuple[str, str]]
 """Maps a command option to its field and text: `--gamma` -> (`algorithm.gamma`, `0.9`)."""
 NO_FLAGS: Flags = {}
@@ -98,14 +98,14 @@ def environment_notices(environment: Layer, overrides: Layer, flags: Layer) -> l
 
 
 def yaml_entries(file: ConfigFile) -> Iterator[Entry]:
-    """Yields the values of a settings file."""
+    """Yields an entry for each value in a settings file."""
     for name, node in flatten(parse_settings_file(file.content, name=file.name)):
         if not (name in FIELDS and name in file.left_out):
             yield name, node, f"yaml:{file.name}:{node.line}", name
 
 
 def last_overrides(overrides: Iterable[str]) -> tuple[list[str], list[str]]:
-    """Returns the last `--set` of each name, since launch scripts append theirs, and notices of overridden ones."""
+    """Returns the last `--set` of each name, and notices about the earlier ones, which launch scripts may contain."""
     last: dict[str, str] = {}
     notices = []
     for override in overrides:
@@ -117,7 +117,7 @@ def last_overrides(overrides: Iterable[str]) -> tuple[list[str], list[str]]:
 
 
 def set_entries(overrides: Iterable[str]) -> Iterator[Entry]:
-    """Yields the values of `--set NAME=VALUE` options, which are YAML."""
+    """Yields an entry for each `--set NAME=VALUE`; the value is YAML."""
     for override in overrides:
         name, equals, value = override.partition("=")
         name = name.strip()
@@ -127,13 +127,13 @@ def set_entries(overrides: Iterable[str]) -> Iterator[Entry]:
 
 
 def flag_entries(flags: Flags) -> Iterator[Entry]:
-    """Yields the values of a command's options, which are YAML."""
+    """Yields an entry for each option of a command that sets a setting; the value is YAML."""
     for option, (field, value) in flags.items():
         yield field, _parse_text(value, source=option), option, option
 
 
 def environment_entries(environ: Mapping[str, str]) -> Iterator[Entry]:
-    """Yields the values of GRPO__SECTION__FIELD and upper-case aliases, which are YAML."""
+    """Yields an entry for each variable GRPO__SECTION__FIELD or upper-case alias; the value is YAML."""
     ours = {env_name(name): name for name in (*FIELDS, *ALIASES, *HISTORIC_NAMES)}
     for variable in sorted(environ):
         if variable in ours:

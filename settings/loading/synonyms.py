@@ -46,7 +46,7 @@ class Synonym(NamedTuple):
     """A setting of another program."""
 
     title: str
-    """The name in messages, such as `TRL's num_generations`. Names with a dot are verl's."""
+    """The name in messages, such as `TRL's num_generations`. Names with a dot belong to verl."""
     fields: tuple[str, ...]
     """The settings that it corresponds to; may be empty."""
     remark: str
@@ -54,7 +54,7 @@ class Synonym(NamedTuple):
 
 
 def _read_table() -> Iterator[tuple[str, str, str]]:
-    """Yields the cells of `synonyms.txt`, whose first lines describe the format, for each name."""
+    """Yields our setting, the other program's name and a remark for each name in `synonyms.txt`."""
     for line in (files("settings") / "loading" / "synonyms.txt").read_text(encoding="utf-8").splitlines():
         if not line.startswith("#"):
             here, names, *remark = (" ".join(cell.split()) for cell in line.split("|"))

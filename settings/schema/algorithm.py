@@ -63,12 +63,11 @@ class AlgorithmSettings(Section):
     kl_estimator: Literal["k1", "k2", "k3"] | None = None
     """Schulman's estimator of KL(policy ‖ reference). When null and beta > 0, k3 in the loss, else k1."""
     clip_low: float | None = Field(default=None, gt=0)
-    """Ratios are clipped below 1 - clip_low; values of 1 or more disable the bound and need `clip: cispo`. When null:
-    0.2, 3e-4 for gspo, 10 for cispo."""
+    """Ratios are clipped to at least 1 - clip_low. Values of 1 or more disable this bound and need `clip: cispo`. When
+    null: 0.2, 3e-4 for gspo, 10 for cispo."""
     clip_high: float | None = Field(default=None, gt=0)
-    """Ratios are clipped above 1 + clip_high. With `clip: cispo`, 1 + clip_high bounds the weight of a gradient; TRL's
-    `epsilon_high` is that bound itself: 5 in TRL is 4 for this setting. When null: 0.2, 0.28 for dapo, 4e-4 for
-    gspo."""
+    """Ratios are clipped to at most 1 + clip_high. With `clip: cispo`, TRL's `epsilon_high` is 1 + clip_high: its 5 is
+    4 here. When null: 0.2, 0.28 for dapo, 4e-4 for gspo."""
     dual_clip: float | None = Field(default=None, gt=1)
     """Tokens with a negative advantage and a ratio above this give no gradient; 3.0 is usual. Null disables it."""
     entropy_coef: float = Field(default=0.0, ge=0)
@@ -84,16 +83,17 @@ class AlgorithmSettings(Section):
     """Dynamic sampling: `zero_variance` drops groups whose rewards are all equal and replaces them with groups of the
     next prompts. When null: zero_variance for dapo and cispo, none for the others."""
     mask_truncated: bool = False
-    """Leaves truncated samples (by `rollout.max_new_tokens`, or by a limit or the environment of `env`) out of the
-    loss, its denominators and the statistics of their groups; `reward/mean` still counts them."""
+    """Leaves samples that `rollout.max_new_tokens`, a limit in `env` or the environment truncated out of the loss, its
+    denominators and the statistics of their groups; `reward/mean` still counts them."""
     max_rounds: int = Field(default=10, ge=1, le=1000)
     """Maximum number of rollouts per step, including the first, if a filter keeps fewer groups than
     `rollout.prompts_per_step`. After the last one, dropped groups fill the batch but do not count in the loss."""
     correction: Literal["none", "truncate", "mask"] | None = None
-    """Importance-sampling correction of off-policy tokens, with w = pi_old / mu: none, min(w, correction_max)
-    (truncate), or 0 if w is outside [correction_min, correction_max] (mask). Tokens with weight 0 still count in the
-    loss's denominators. When null: truncate with `rollout.max_staleness` above 0, `rollout.weights` or
-    `rollout.kv_cache`, else none."""
+    """Importance-sampling correction of off-policy tokens. Their loss is multiplied by w, the probability under the
+    policy before the update divided by the sampler's probability. truncate: w is at most correction_max. mask: w
+    outside [correction_min, correction_max] becomes 0, but the tokens still count in the loss's denominators. none: w
+    is 1. When null: truncate with `rollout.max_staleness` above 0, `rollout.weights` or `rollout.kv_cache`, else
+    none."""
     correction_level: Literal["token", "sequence", "geometric"] | None = None
     """Level of w: one per token, or one per sample, the product (sequence) or geometric mean over its tokens. When
     null: geometric for `ratio_level: sequence`, else token."""
@@ -105,7 +105,7 @@ class AlgorithmSettings(Section):
     """A sample that contains a token with w below this value gets weight 0. 0 disables this. When null, 1e-4 if a
     correction is enabled."""
     epochs: int = Field(default=1, ge=1)
-    """Number of passes over the samples of each rollout. More passes learn more from each sample, but less
+    """Number of passes over the samples of each rollout. More passes learn more from each sample, but are less
     on-policy."""
     mini_batch_prompts: int | None = Field(default=None, ge=1)
     """Prompts per optimizer step, per host; all prompts of the training step when null. With K optimizer steps, each
@@ -134,8 +134,8 @@ class AlgorithmSettings(Section):
     """Alpha of VAPO's length-adaptive GAE, 0.05 in the paper: advantages of a sample use lambda = max(0, 1 - 1 / (alpha
     x number of trainable tokens)) instead of `lam`. Null disables it."""
     bootstrap_truncated: bool = False
-    """Whether the return of a truncated sample (by `rollout.max_new_tokens`, or by a limit or the environment of `env`)
-    includes the critic's value after its last token. If false, it ends with 0, as for a finished sample."""
+    """Adds the critic's value after the last token to the return of a sample that `rollout.max_new_tokens`, a limit in
+    `env` or the environment truncated. If false, that value is 0, as for finished samples."""
     gae_chunk_size: int | None = Field(default=None, ge=1, le=4096)
     """Tokens per chunk of `grpo gae --backend chunked`; 128 when null. The numpy backend, which training uses, ignores
     it."""

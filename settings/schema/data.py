@@ -54,7 +54,7 @@ class DataSettings(Section):
     ] = "builtin:arithmetic"
     """Training prompts: `builtin:arithmetic`, `hf:<hub id>[:<config>][@<commit>]`, a .jsonl, .jsonl.gz or .parquet
     file, a folder of such files, or a pattern such as `data/train-*.parquet`. A list of them, as in `[{source: a.jsonl,
-    weight: 3}, b.jsonl]`, is a mixture: reward functions get a column data_source."""
+    weight: 3}, b.jsonl]`, is a mixture; reward functions then get the source of a prompt in the column data_source."""
     split: str = "train"
     """Split to train on, for a hub data set or the arithmetic generator."""
     eval_source: LocalPath | None = None
@@ -82,8 +82,9 @@ class DataSettings(Section):
     max_prompt_length: int = Field(default=128, ge=1)
     """Maximum prompt length in tokens, with the chat template. The default is 512 for models that are not built in."""
     overlong_prompts: Literal["drop", "error", "truncate_left"] = "drop"
-    """How to handle longer prompts: drop them, stop the run, or keep only their last tokens. Their number is reported.
-    Completions of `algorithm.name: sft` longer than `rollout.max_new_tokens` are dropped, or stop the run (error)."""
+    """What to do with prompts longer than `data.max_prompt_length`: drop them, stop the run, or keep only their last
+    tokens. Their number is printed. With `algorithm.name: sft`, completions longer than `rollout.max_new_tokens` are
+    dropped, or stop the run (error)."""
     shuffle: bool = True
     """Uses a new order of prompts in every epoch, determined by `run.seed`."""
     curriculum: Literal["none", "pass_rate"] = "none"

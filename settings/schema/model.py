@@ -22,7 +22,7 @@ def split_revision(source: str) -> tuple[str, str | None]:
 BUILTIN_PREFIX = "builtin:"
 """Prefix of the paths of built-in models."""
 MAX_RANK = 4096
-"""Upper bound, to catch typos."""
+"""Upper bound of `model.lora.rank`, to catch typos."""
 PROJECTION_GROUPS: Mapping[str, tuple[str, ...]] = {
     "attention": ("q_proj", "k_proj", "v_proj", "o_proj"),
     "mlp": ("gate_proj", "up_proj", "down_proj"),
@@ -33,7 +33,7 @@ PROJECTIONS = (*PROJECTION_GROUPS["attention"], *PROJECTION_GROUPS["mlp"])
 TARGETS = ("all", *PROJECTION_GROUPS, *PROJECTIONS)
 
 Quantization: TypeAlias = Literal["int8", "nf4"]
-"""Storage formats of quantized kernels."""
+"""Storage formats of quantized weight matrices."""
 
 
 def _validate_target(value: str) -> str:

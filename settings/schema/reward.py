@@ -114,8 +114,9 @@ class RewardSettings(Section):
     model_weight: float = Field(default=1.0, ge=-1e6, le=1e6)
     """Weight of the reward model's score in the sum; 0 = logged but not counted."""
     overlong_buffer: int | None = Field(default=None, ge=1)
-    """Number of tokens before `rollout.max_new_tokens` over which the reward falls linearly by up to
-    `overlong_penalty`, observations included; null = no length penalty. `grpo score --role reward` also applies it."""
+    """Length penalty: over the last this many tokens before `rollout.max_new_tokens`, which also counts observations,
+    the reward falls linearly by up to `overlong_penalty`. Null = no penalty. `grpo score --role reward` also applies
+    it."""
     overlong_penalty: float = Field(default=1.0, gt=0)
     """Length penalty for a completion of `rollout.max_new_tokens` tokens."""
     on_error: Literal["raise", "zero", "drop"] = "raise"
@@ -161,9 +162,9 @@ class EnvironmentSettings(Section):
     """Maximum length of a turn in tokens; a longer one truncates the sample. null = only `rollout.max_new_tokens`,
     which counts all tokens after the prompt, observations included."""
     max_observation_tokens: int | None = Field(default=1024, ge=1, le=MAX_TOKENS)
-    """Maximum length of an observation in tokens, without the chat template's. Longer messages are cut at their ends,
-    with a note for the policy; null = never. An observation that does not fit into `rollout.max_new_tokens` truncates
-    the sample."""
+    """Maximum length of an observation in tokens, not counting those that the chat template adds. A longer one is cut
+    at the end of its messages, with a note for the policy; null = never. An observation that does not fit into
+    `rollout.max_new_tokens` truncates the sample."""
     parser: ToolCallFormat = "auto"
     """How the policy writes tool calls: as JSON between `<tool_call>` and `</tool_call>` (json_tags: Qwen, SmolLM,
     Hermes), as one JSON object (json: Llama 3), or not at all (none). auto = follows the chat template."""
@@ -175,8 +176,8 @@ class EnvironmentSettings(Section):
     rather than compute."""
     max_suspended: int | None = Field(default=None, ge=0, le=MAX_SLOTS)
     """Maximum number of samples, per worker or for `rollout.slots`, that give up their slots while they wait for the
-    environment; they keep their KV cache while there is room. All slots stay busy with about slots x latency of the
-    environment / duration of a turn. Null = four per slot; 0 = samples wait in their slots."""
+    environment; they keep their KV cache while there is room. If a step of the environment takes n times as long as a
+    turn of the policy, n per slot keep all slots busy. Null = four per slot; 0 = samples wait in their slots."""
 
     @property
     def is_used(self) -> bool:

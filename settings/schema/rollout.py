@@ -245,9 +245,9 @@ class RolloutSettings(Section):
 
     @property
     def rows_together(self) -> int | None:
-        """Batch size of a worker's matmuls in a decode step, so that workers with different slots round alike.
+        """Batch size of matmuls in a decode step, so that workers with different numbers of slots round alike.
 
-        None if all workers have equal slots, or if samples need not be bitwise reproducible.
+        None if all workers have the same number of slots, or if samples need not be bitwise reproducible.
         """
         fast, heavy = self.workers.fast, self.workers.heavy
         has_both = fast.count > 0 and heavy.count > 0

@@ -26,7 +26,7 @@ def refuse_address(value: str) -> str:
 
 
 LocalPath = Annotated[str, AfterValidator(refuse_address)]
-"""A path or a hub id, but no address of a bucket."""
+"""A path or a hub id; the address of a bucket is refused."""
 
 
 def validate_plugin(value: str, *, built_in: tuple[str, ...] = ()) -> str:

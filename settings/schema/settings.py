@@ -113,7 +113,7 @@ class Settings(BaseSettings):
 
     @property
     def offloads_reference(self) -> bool:
-        """Whether reference weights are kept in host memory; adapters without a teacher need no separate ones."""
+        """Whether reference weights are kept in host memory. With adapters and no teacher, there are none to keep."""
         has_weights = self.has_teacher or not self.model.lora.rank
         return "reference" in self.scored_roles and self.score.reference.offload and has_weights
 
