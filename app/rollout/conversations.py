@@ -1,7 +1,7 @@
 """Multi-turn conversations: environments answer the turns of rows, and the observations are appended as tokens.
 
-Sampled ids are never decoded and re-encoded: the environment sees them as text, and observations are encoded
-separately, with the tokens by which the chat template separates turns.
+Sampled ids are kept and never re-encoded: the environment gets their text, and only observations are encoded, with the
+tokens that separate turns in the chat template.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from settings.errors import InputError
 log = logging.getLogger(__name__)
 
 MAX_OBSERVATIONS = 1024
-"""Number of different observations whose ids are cached."""
+"""Maximum number of observations whose token ids are cached."""
 
 ENVIRONMENT_DROPPED = f"{DROPPED_PREFIX}environment"
 """Prefix of the finish reason of a sample whose environment failed."""
@@ -44,7 +44,7 @@ class TurnLimits:
     max_prompt_tokens: int
     """Maximum number of tokens in an opening."""
     max_suspended: int | None
-    """Maximum number of samples per engine that wait without a slot; None = by its number of slots."""
+    """Maximum number of samples per engine that wait without a slot; None = `SUSPENDED_PER_SLOT` for each slot."""
 
 
 @dataclass
@@ -66,8 +66,8 @@ class Conversations:
     read_calls: Callable[[Sequence[int]], list[ToolCall]]
     """Returns the tool calls in the ids of a turn."""
     _acting: dict[str, tuple[RolloutSequence, Turn | None]] = field(default_factory=dict)
-    """Row key -> row that waits for its environment, and, if its observation did not fit, the last turn, for which only
-    the episode's scores are missing."""
+    """Row key -> (row that waits for its environment, None or its last turn). The turn is given if its observation did
+    not fit, so that only the scores of the episode are missing."""
     _encoded: dict[str, Int32[np.ndarray, "n"]] = field(default_factory=dict)
     """JSON of an observation's messages -> its ids."""
     _failed: list[EpisodeReply] = field(default_factory=list)
@@ -150,7 +150,7 @@ class Conversations:
         self.pool.step(row.key, start, messages, self.decode_text(ids), self.read_calls(ids), is_last=is_last)
 
     def take(self, *, timeout_s: float = 0.0) -> list[RolloutSequence]:
-        """Returns the rows answered since the last call: each is done or has a new observation.
+        """Returns the rows that environments have answered since the last call: each is done or has a new observation.
 
         Args:
             timeout_s: maximum wait for the first answer.

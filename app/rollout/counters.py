@@ -20,12 +20,12 @@ class RolloutCounters:
     preempted_rows: int = 0
     """Number of times that a row was preempted by older rows."""
     resumed_rows: int = 0
-    """Rows that continued in their own blocks after their environment answered."""
+    """Rows whose KV blocks were still cached when their environment had answered."""
     rebuilt_rows: int = 0
     """Rows whose cache was rebuilt, because other rows had taken their blocks or the observation was too long to be fed
     token by token."""
     row_steps: int = 0
-    """Rows times decode steps, including idle slots and forced tokens: the number of tokens that could be sampled."""
+    """Rows times decode steps, including idle slots and forced tokens: an upper bound on the sampled tokens."""
     generated_tokens: int = 0
 
     @classmethod

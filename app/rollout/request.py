@@ -11,13 +11,13 @@ from app.rollout.sampling.token_sampling import SamplingRules
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationRequest:
-    """Number and maximum length of the samples per prompt, their sampling rules, and the key of their noise."""
+    """Number and maximum length of the samples per prompt, their sampling rules, and the seed of their PRNG keys."""
 
     rules: SamplingRules
     seed: int
     """Seed of the run."""
     policy_version: int
-    """Version of the weights. It keys the noise, so that the same prompt gives new samples at every training step."""
+    """Version of the weights. It is part of the PRNG keys, so that a prompt gives new samples at every step."""
     group_size: int
     """Number of samples per prompt."""
     max_new_tokens: int | Sequence[int]

@@ -47,7 +47,7 @@ class RolloutSequence:
     sample_index: int
     max_new_tokens: int
     noise_step: int
-    """Policy version in its noise key; later versions of the weights may sample some of its tokens."""
+    """Policy version in its PRNG key. It never changes, though newer weights may sample some of the tokens."""
     num_tokens: int = 0
     """Number of completion tokens so far."""
     num_segments: int = 0
@@ -226,7 +226,11 @@ class SuspendedSequence(NamedTuple):
 
 
 def make_sequences(prompts: Sequence[Prompt], request: GenerationRequest, *, noise_step: int) -> list[RolloutSequence]:
-    """Returns `group_size` rows without completion tokens for each prompt, in order."""
+    """Returns `group_size` rows without completion tokens for each prompt, in order.
+
+    Args:
+        noise_step: policy version for the PRNG keys of the rows.
+    """
     group_size = request.group_size
     limits = np.broadcast_to(request.max_new_tokens, len(prompts) * group_size).tolist()
     return [

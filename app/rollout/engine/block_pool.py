@@ -74,7 +74,7 @@ class BlockPool:
             self._drop_prompt(key)
 
     def spoil(self, blocks: Sequence[int], prompt: bytes) -> None:
-        """Marks a row's and its prompt's blocks, which may contain non-finite values, and drops the prompt."""
+        """Marks the blocks of a row and of its prompt, which may contain non-finite values, and drops the prompt."""
         self._spoilt.update(blocks, self._prompts.get(prompt, ()))
         if prompt in self._prompts:
             self._drop_prompt(prompt)

@@ -41,7 +41,7 @@ class ContinuousBatchGenerator(SampleGenerator):
         self._segment_rule = segment_rule
         self._spans_hosts = num_hosts(engine.programs.mesh) > 1
         self.on_progress: Callable[[int, int, int], None] | None = None
-        """Called in each segment with (finished samples, all samples, generated tokens)."""
+        """Called once per segment with the numbers of finished samples, all samples and generated tokens."""
 
     def compile(self, rules: SamplingRules) -> None:
         """Compiles the engine's programs; see `SampleGenerator.compile`."""
@@ -65,7 +65,7 @@ class ContinuousBatchGenerator(SampleGenerator):
         assert not rows
 
     def take_counters(self) -> RolloutCounters:
-        """Returns the counts since the last call; if hosts share the queue, all on process 0 and zeros on others."""
+        """Returns the counts since the last call. If hosts share the queue, only process 0 gets them, others zeros."""
         counters = self.engine.counters.take()
         return RolloutCounters() if self._spans_hosts and jax.process_index() > 0 else counters
 
@@ -110,7 +110,7 @@ class ContinuousBatchGenerator(SampleGenerator):
                 yield
 
     def _raise_if_stopped(self) -> None:
-        """Raises StoppedError if a stop was requested; on any host, if hosts share the queue."""
+        """Raises StoppedError if a stop was requested on this host or, if hosts share the queue, on any host."""
         stops = self.stop_requested()
         if self._spans_hosts:
             stops = bool(max_over_hosts(np.asarray(int(stops))))

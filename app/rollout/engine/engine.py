@@ -1,4 +1,4 @@
-"""Slots on one mesh, decoded segment by segment: schedule, run, postprocess.
+"""The engine: decodes the slots of one mesh segment by segment, each in three steps: schedule, run, postprocess.
 
 Between segments, waiting samples are admitted to free slots and others may be suspended. A segment runs on the devices
 while the host reads the tokens of the previous one.
@@ -39,7 +39,7 @@ class SegmentResult:
 
     decoded: Sequence[DecodedRow]
     waited: Sequence[RolloutSequence]
-    """Rows that wait for blocks."""
+    """Rows that were not decoded, because they waited for KV blocks."""
     steps: int
     policy_version: int
     _slots: Sequence[Slot]
@@ -212,8 +212,8 @@ class SlotEngine:
     def start_segment(self, limits: SegmentLimits) -> None:
         """Schedules a segment, dispatches it and returns at once.
 
-        The segment also ends when all rows are done, when the blocks are full, or, while rows wait for blocks, as soon
-        as a row is done.
+        It ends at one of the limits, when all rows are done, when the KV blocks are full, or, while rows wait for
+        blocks, as soon as a row is done.
         """
         assert self._running is None and self.active_rows
         segment = self.scheduler.schedule(limits, is_stopped=self._is_stopped)
@@ -264,5 +264,5 @@ class SlotEngine:
         return BatchShape(num_prompts, shapes.num_slots // hosts, *lengths)
 
     def footprint(self) -> Footprint:
-        """Returns the arrays on the devices. Compiles nothing."""
+        """Returns the shapes of the arrays on the devices, without compiling."""
         return Footprint(self.programs.abstract_weights, self.programs.abstract_pool)

@@ -1,4 +1,4 @@
-"""Compiled programs of decode slots: a small set, compiled before any of them is used.
+"""The compiled programs of decode slots: a small set, compiled before the first rollout.
 
 The cache is a pool of blocks that stays on each device and is updated in place. Each segment sends a block table and a
 few integers per row to the devices.
@@ -62,7 +62,7 @@ def prefill_blocks(
 ) -> tuple[KVCache, Int32[Array, "P S words"] | None]:
     """Prefills rows of tokens and writes their caches to the blocks `targets` of their devices.
 
-    Returns the pool, and the routes of the tokens if they are recorded.
+    Returns the pool, and the routes of the tokens (their experts) if they are recorded.
 
     Args:
         targets: block indices; an index beyond the pool is not written.
@@ -87,9 +87,9 @@ def prefill_blocks(
 def copy_blocks(
     pool: KVCache, sources: Int32[Array, "n"], targets: Int32[Array, "n"], counts: Int32[Array, "D"]
 ) -> KVCache:
-    """Copies on each device the first `counts` blocks `sources` to `targets`; source -1 means zeros.
+    """Copies block `sources[i]` to `targets[i]` for i < `counts`, on each device; source -1 means zeros.
 
-    No target is the source of another copy.
+    No target may be the source of another copy.
     """
 
     def copy_together(pool: Array, sources: Array, targets: Array, counts: Array) -> tuple[Array]:
@@ -179,9 +179,9 @@ class SlotPrograms:
     dtype: jnp.dtype
     num_eos: int
     truncates: bool = field(default=False, init=False)
-    """Whether the decode programs support truncating rules."""
+    """Whether the decode programs support top-k, top-p and min-p."""
     num_shards: int = field(init=False)
-    """Number of devices with different rows."""
+    """Number of parts into which the mesh splits the rows."""
     block_size: int = field(init=False)
     """Number of tokens per block."""
     num_blocks: int = field(init=False)
@@ -219,7 +219,7 @@ class SlotPrograms:
 
     @property
     def table_width(self) -> int:
-        """Columns of the block table: blocks of a row; in exact mode, of a sample, so that all slots round alike."""
+        """Columns of the block table; with `rows_together`, `blocks_per_sample`, so that all slots round alike."""
         return self.blocks_per_row if self.shapes.rows_together is None else self.blocks_per_sample
 
     def blocks_for(self, num_tokens: int) -> int:
@@ -231,7 +231,7 @@ class SlotPrograms:
         return min(self.blocks_for(num_tokens), self.blocks_per_row)
 
     def _blocks_for_rows(self, num_rows: int) -> int:
-        """Returns the number of blocks for full rows, plus block 0 and one kept last block of a prompt."""
+        """Returns the number of blocks for rows of full length, plus block 0 and the last block of a kept prompt."""
         return num_rows * self.blocks_per_row + 2
 
     @property

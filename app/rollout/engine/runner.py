@@ -28,7 +28,7 @@ class SlotRunner:
         self.weights: DecodeWeights | None = None
         self.cache: KVCache = ()
         self._prompt_routes: dict[bytes, tuple[Array, int]] = {}
-        """`prompt_key` -> routes of the prompts prefilled with this one, and its index among them."""
+        """`prompt_key` -> (routes of all prompts prefilled together, index of this prompt among them)."""
 
     def open(self, request: GenerationRequest) -> None:
         """Allocates the KV blocks, and stores the request's sampling rules and seed."""

@@ -21,7 +21,7 @@ class SampleGenerator(ABC):
     """Generates any number of samples in slots.
 
     Args:
-        engine: the slots; with workers, the ones with the largest cache.
+        engine: the slot engine; with workers, the engine with the largest cache.
         decode_text: converts token ids to text.
         stop_text: converts token ids to text, to find stop strings; see `stop_length`.
     """
@@ -74,6 +74,9 @@ class SampleGenerator(ABC):
     ) -> list[RolloutSequence]:
         """Returns the rows of `make_sequences`, with prompts opened by their environments.
 
+        Args:
+            noise_step: policy version for the PRNG keys of the rows.
+
         Raises:
             InputError: a prompt does not fit into a slot.
         """
@@ -93,7 +96,7 @@ class SampleGenerator(ABC):
     def _run_in_order(
         self, weights: DecodeWeights, rows: deque[RolloutSequence], request: GenerationRequest
     ) -> Generator[RolloutSequence, None, None]:
-        """Yields all rows, each once it and all earlier rows are done and collected. May empty the queue."""
+        """Yields all rows, each once it and all earlier rows are done and collected. May empty `rows`."""
 
     def to_sample(self, row: RolloutSequence, group_id: int, request: GenerationRequest) -> Sample:
         """Returns the record of a finished row."""

@@ -31,12 +31,12 @@ class Prefill(NamedTuple):
     blocks: list[int]
     """One block for every `block_size` tokens."""
     is_prompt: bool
-    """Whether these are the tokens of a prompt, whose cache rows share; otherwise of one row."""
+    """Whether these are the tokens of a prompt, whose cache its samples share; otherwise they belong to one row."""
 
 
 @dataclass
 class CacheWork:
-    """Operations on blocks before the next segment, in the order of the fields."""
+    """Operations on KV blocks before the next segment, to be carried out in the order of the fields."""
 
     prefills: list[Prefill] = field(default_factory=list)
     copies: list[tuple[int, int, int]] = field(default_factory=list)
@@ -52,7 +52,7 @@ class ScheduledSegment(NamedTuple):
     """The rows of a segment and the conditions that end it."""
 
     places: dict[int, Slot]
-    """Position in the batch -> row."""
+    """Position in the batch -> slot of the row."""
     num_rows: int
     """Number of rows decoded at each step, including empty ones."""
     limits: SegmentLimits
@@ -74,7 +74,7 @@ class SlotScheduler:
 
     Args:
         programs: the engine's programs, for their numbers of slots and blocks.
-        exact: whether lost caches are replayed in the decode program; see `SlotEngine`.
+        exact: whether tokens without a cache are replayed through the decode program; see `SlotEngine`.
     """
 
     def __init__(self, programs: SlotPrograms, counters: RolloutCounters, *, exact: bool):
@@ -119,8 +119,8 @@ class SlotScheduler:
     def prefill(self, prompts: Iterable[Prompt]) -> None:
         """Prefills as many prompts of upcoming samples as one program takes, unless the first is cached.
 
-        Does so only on a single device, and only into available blocks: with several devices, it is not yet known which
-        device will get the samples.
+        Uses only available blocks, and does nothing with several devices, because it is not yet known which of them
+        will get the samples.
         """
         if len(self.devices) > 1:
             return
@@ -247,7 +247,7 @@ class SlotScheduler:
         return self._programs.blocks_for(max(len(prompt.token_ids) - 1, 0))
 
     def _share_prompt(self, prompt: Prompt, number: int, work: CacheWork) -> list[int]:
-        """Returns the blocks of a prompt on a device, reserved until the work is done."""
+        """Returns the blocks of a prompt on a device, reserved until `work` is done, which fills them if necessary."""
         pool, key = self.devices[number].pool, prompt_key(prompt)
         if not pool.has_prompt(key):
             blocks = self._allocate(number, self._num_prompt_blocks(prompt))
@@ -274,7 +274,7 @@ class SlotScheduler:
         return device.pool.allocate(count)
 
     def _release(self, slot: Slot) -> None:
-        """Frees the blocks of a row without a slot."""
+        """Frees the blocks of a row that has left its slot."""
         pool = self.devices[slot.device].pool
         pool.release(slot.blocks)
         # A non-finite value would break the next row even where it is masked.
@@ -308,7 +308,7 @@ class SlotScheduler:
         return one
 
     def _parked(self, row: RolloutSequence) -> Slot | None:
-        """Returns the slot of a parked row, if its blocks are still a prefix of the row."""
+        """Returns the slot of a parked row if its cache can be extended to the whole row by forced tokens."""
         slot = next((device.parked[row.key] for device in self.devices if row.key in device.parked), None)
         if slot is None:
             return None
@@ -324,7 +324,7 @@ class SlotScheduler:
     # A segment ---------------------------------------------------------------------------------------------------
 
     def schedule(self, limits: SegmentLimits, *, is_stopped: Callable[[RolloutSequence], bool]) -> ScheduledSegment:
-        """Admits queued rows and gives all rows blocks for the next segment, which may have to be shorter.
+        """Admits queued rows and gives all rows blocks for the next segment, which is shortened if blocks run out.
 
         Args:
             is_stopped: returns whether a row contains a stop string; may wait for tokens from the devices.

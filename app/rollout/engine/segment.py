@@ -44,7 +44,7 @@ class RowTable(NamedTuple):
     uid_hash_high: PerSlot
     sample_index: PerSlot
     policy_version: PerSlot
-    """Version in the noise key; the key consists of this field and the three before it."""
+    """Policy version in the PRNG key, which is derived from the seed and the last four fields."""
 
 
 class RowStatus(NamedTuple):
@@ -92,7 +92,7 @@ class _DecodeState(NamedTuple):
 
 @dataclass(frozen=True)
 class SegmentDecoder:
-    """Parameters that are fixed when the decoding of segments is compiled."""
+    """Decodes segments. The fields are fixed at compilation."""
 
     definition: DecoderDefinition
     sampler: Sampler

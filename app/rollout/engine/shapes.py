@@ -18,8 +18,8 @@ PREFILL_ROWS_OF_TINY = 64
 """Maximum number of prompts that a device prefills together for a tiny model."""
 LENGTH_MULTIPLE = 8
 MAX_FORCED = 256
-"""Maximum number of forced tokens of a row in a segment. Outside exact mode, a prefill recomputes the whole cache for
-more, because a row that replays many steps blocks its slot."""
+"""Maximum number of forced tokens of a row in a segment. For more tokens, outside exact mode, a prefill recomputes the
+whole cache, because a row that replays many steps occupies its slot."""
 
 
 class BatchShape(NamedTuple):
@@ -41,7 +41,7 @@ class Footprint(NamedTuple):
 
 
 class SlotShapes(NamedTuple):
-    """Sizes in ascending order; the last one is the full size."""
+    """Sizes for which programs are compiled. Tuples are in ascending order and end with the full size."""
 
     batch_buckets: tuple[int, ...]
     """Batch sizes of the decode programs, in rows."""
@@ -125,6 +125,7 @@ def make_slot_shapes(
     """Returns the slot sizes for prompts and completions of at most these numbers of tokens.
 
     Args:
+        prefill_length_min: minimum length to which prompts are padded.
         exact: whether all samples must run in programs of the same sizes: one batch size, and one prefill per prompt.
         has_turns: whether an environment answers with observations.
         is_tiny: whether programs take longer to compile than to run, so that each has only one size.
@@ -163,7 +164,7 @@ def make_slot_shapes(
 
 
 def _length_buckets(largest: int, *, min_bucket: int) -> tuple[int, ...]:
-    """Returns a quarter, a half and all of `largest`, rounded up, without smaller sizes than `min_bucket`."""
+    """Returns a quarter, a half and all of `largest`, rounded up; fractions below `min_bucket` are left out."""
     rounded = {-(-(largest // 2**i) // LENGTH_MULTIPLE) * LENGTH_MULTIPLE for i in range(NUM_BUCKETS)}
     full = max(rounded)
     return tuple(sorted(size for size in rounded if size == full or size >= min_bucket))

@@ -15,14 +15,14 @@ from app.rollout.sequence import RolloutSequence
 
 @dataclass(eq=False)
 class Slot:
-    """A row on a device, with the first fields of its `RowTable`."""
+    """A row in a slot of a device, with the values of its `RowTable` fields."""
 
     row: RolloutSequence
     device: int
     """Index of its device in the engine."""
     prompt_key: bytes
     noise_key: tuple[int, int, int, int]
-    """The last four fields of its `RowTable`."""
+    """Values of the last four fields of `RowTable`."""
     token: int
     length: int
     remaining: int
@@ -45,7 +45,7 @@ class Slot:
 
 
 class SlotDevice:
-    """Slots in the order of admission, and parked rows that wait for an environment.
+    """One device's slots, in the order of admission, and its parked rows, which wait for an environment.
 
     Args:
         num_blocks: number of blocks, including block 0, which belongs to no row.
@@ -57,7 +57,7 @@ class SlotDevice:
         self.pool = BlockPool(num_blocks)
         self.slots: list[Slot] = []
         self.parked: dict[str, Slot] = {}
-        """Key -> parked row, whose blocks are kept until others need them; first parked first."""
+        """Row key -> slot of a parked row, in the order of parking; its blocks are kept until other rows need them."""
         self._num_growing: int | None = None
         """The result of `num_growing`, kept while rows are admitted; None = count again."""
 

@@ -28,7 +28,7 @@ def _block_bytes(vocab_size: int) -> int:
 
 
 def num_buffers(vocab_size: int, available_bytes: int) -> int:
-    """Returns how many blocks of values and of weights fit in on-chip memory: 2, 1 or none."""
+    """Returns how many buffers (2, 1 or 0) for `ROWS` rows of values and of weights fit in on-chip memory."""
     return min(2, max(0, available_bytes - OTHER_BYTES) // (2 * _block_bytes(vocab_size)))
 
 
@@ -40,7 +40,7 @@ def search(
     num_bits: int,
     available_bytes: int,
 ) -> Int32[Array, "B"]:
-    """Returns the codes of `truncation.lowest_reached` for the rows of one device."""
+    """Returns the codes of the values that `truncation.lowest_reached` returns, for the rows of one device."""
     num_rows, vocab_size = values.shape
     padding = -num_rows % ROWS
     by_tokens = [jnp.pad(x, ((0, padding), (0, 0))) for x in (values, weights) if x is not None]

@@ -15,7 +15,7 @@ from app.rollout.sampling.threshold_codes import lowest_code, value_of_code
 MASS_UNIT = 2.0**-30
 """Probabilities are summed as integers in this unit, so that sums do not depend on the order of tokens."""
 BITS_PER_PASS = {"cpu": 1}
-"""Bits determined by one pass, by platform. On platforms not listed, reading takes as long as several comparisons."""
+"""Platform -> bits determined by one pass; 4 on others, where reading a value takes as long as several comparisons."""
 
 
 def kept_tokens(
@@ -103,7 +103,7 @@ def _search(
     num_bits: int,
     bits_per_pass: int,
 ) -> Int32[Array, "B"]:
-    """Returns the codes of `lowest_reached`."""
+    """Returns the codes of the values that `lowest_reached` returns."""
     num_passes = -(-num_bits // bits_per_pass)
 
     def add_digit(number: Array, found: Array) -> Array:

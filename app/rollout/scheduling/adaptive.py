@@ -17,11 +17,11 @@ AGING_FINISHES = 256
 
 
 class AdaptivePolicy(SchedulingPolicy):
-    """A work-conserving policy: no slot stays free to wait for a verdict.
+    """A work-conserving policy: no slot stays idle while a waiting sample fits into it.
 
     Samples of an unknown prompt are expected to have the maximum length, so that one sample of each such prompt starts
-    early. Its length then ranks its siblings. Expectations are updated after every segment. Rows stay on their workers:
-    moving one copies a full-length cache, which costs more than separating long rows from short ones would gain.
+    early. Its length then ranks its siblings. Expectations are updated after every segment. Rows move only to idle
+    workers: a move copies a full-length cache, which costs more than separating long rows from short ones would gain.
     """
 
     name = "adaptive"

@@ -1,4 +1,4 @@
-"""Known and expected lengths of prompts, of running groups, and of recently finished samples."""
+"""Estimates the lengths of samples from earlier samples of the prompt, its running group, and finished samples."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class LengthEstimator:
     """Estimates lengths from the progress of samples and from earlier schedules.
 
     Args:
-        window: number of recently finished samples that determine the threshold and the mean.
+        window: number of recently finished samples that determine the threshold and the mean length.
         unit: unit of the threshold and of the lengths that are compared with it.
     """
 
@@ -86,7 +86,7 @@ class LengthEstimator:
         self.group_max: dict[str, int] = {}
         """Prompt -> tokens of its longest sample so far, including running ones."""
         self.group_measure: dict[str, float] = {}
-        """Prompt -> largest measure of its samples so far."""
+        """Prompt -> largest `measure` of its samples so far."""
         self.finished: deque[FinishedLength] = deque(learned.finished, maxlen=window)
         """The window of recently finished samples, oldest first."""
         self.new_finished: list[FinishedLength] = []
@@ -151,7 +151,7 @@ class LengthEstimator:
         return taken
 
     def threshold(self, running: Iterable[float], *, percentile: float, min_finished: int) -> float | None:
-        """Returns a percentile of the window's lengths; None before enough samples have finished.
+        """Returns a percentile of the window's lengths; None if too few samples have finished to determine it.
 
         Args:
             running: current lengths of samples that are still running, in `unit`.

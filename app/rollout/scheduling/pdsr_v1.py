@@ -85,7 +85,10 @@ class PdsrV1Policy(SchedulingPolicy):
         self._batch = {}
 
     def may_release(self) -> bool:
-        """See `SchedulingPolicy`: True if one probe is unmeasured, or if all unmeasured ones may pass the threshold."""
+        """Returns whether the next row that ends may complete the batch.
+
+        It may if it is the last unmeasured probe, or if other probes pass the threshold in the meantime.
+        """
         num_unmeasured = sum(length is None for length in self._batch.values())
         is_near = num_unmeasured == 1 or (num_unmeasured > 1 and self.context.threshold is not None)
         return is_near and bool(self._probes.held_back)

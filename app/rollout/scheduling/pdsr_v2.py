@@ -27,8 +27,9 @@ STOLEN = ("fast", "heavy", "tripped")
 class PdsrV2Policy(SchedulingPolicy):
     """Gives each prompt a final verdict, except that a prompt becomes heavy if one of its samples trips the breaker.
 
-    Until the window has enough samples, prompts are neutral: their samples go to the fast queue, and samples that still
-    wait are classified by the first threshold. The limit of a sample doubles with every move.
+    A sample trips the breaker when it reaches its limit on a fast worker; it then moves, and its limit doubles. Until
+    the window has enough samples, prompts are neutral: their samples go to the fast queue, and samples that still wait
+    are classified by the first threshold.
 
     A fast worker steals heavy samples for a limited time. After that, one stolen sample leaves for each free slot of
     idle heavy workers and for each sample waiting in the fast queue; for the others, the time starts again.
@@ -41,7 +42,7 @@ class PdsrV2Policy(SchedulingPolicy):
         self._probes = Probes(context)
         self._queues = {name: PriorityQueue() for name in ("fast", "heavy", "tripped", "pinned")}
         self._neutral: dict[str, float] = {}
-        """Prompt -> measured length of its probe before there was a threshold."""
+        """Prompt -> length of its probe, which finished before there was a threshold."""
         self._stolen: dict[str, RowLimit] = {}
         """Uid of a heavy sample on a fast worker -> the length at which it should leave."""
 
@@ -131,7 +132,9 @@ class PdsrV2Policy(SchedulingPolicy):
         self._neutral.pop(prompt, None)
 
     def _find(self, worker: WorkerState) -> tuple[str, str] | None:
-        """Returns the uid of a sample and its queue: one that the worker serves, or else one whose workers are full.
+        """Returns the uid of a sample and its queue; steals only if the queues that the worker serves have none for it.
+
+        Samples are stolen only from queues whose own workers are full.
 
         Samples that tripped the breaker are stolen last: they would probably trip it again.
         """

@@ -30,7 +30,7 @@ from app.rollout.scheduling.segment_limits import SegmentLimits
 
 WorkerKind = Literal["fast", "heavy"]
 SampleRole = Literal["probe", "fast", "heavy", "any"]
-"""Role of an admitted sample: its prompt's probe, expected to be short (fast) or long (heavy), or no expectation."""
+"""Role of an admitted sample: the probe of its prompt, expected to be short (`fast`) or long (`heavy`), or `any`."""
 AdmitMethod = Literal["recompute", "copy", "resume"]
 
 FINISH_LENGTH = "length"
@@ -129,7 +129,8 @@ class Answered:
 
     at: float
     rows: tuple[RowReport, ...]
-    """All answers that have arrived: an idle worker starts a segment at once, and later answers wait for its end."""
+    """All answers that have arrived. They are reported together, because an idle worker starts a segment at once and
+    later answers wait for its end."""
 
 
 Event = Submitted | Released | Closed | WorkerJoined | WorkerLost | SegmentEnded | Answered

@@ -42,7 +42,7 @@ class SampleEntry:
     num_tokens: int = 0
     """Number of committed tokens."""
     seconds: float = 0.0
-    """Decoding time by the executor's clock: of each segment, the share of decode steps in which it took part."""
+    """Decoding time by the executor's clock: of each segment, only the decode steps in which it took part."""
     finish: str | None = None
     held_by: str | None = None
     """Name of the worker that keeps the cache of the suspended or acting row; None without a kept cache."""

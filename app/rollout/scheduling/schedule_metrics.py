@@ -59,7 +59,7 @@ class ScheduleMetrics:
     makespan_s: float
     """Time from the first submission to the last committed token, or to the last answer of an environment."""
     bubble: float
-    """Fraction of slot time in which no row decoded, from the joining of a worker to its loss."""
+    """Fraction of slot time in which no row decoded. The slots of a worker count from its joining to its loss."""
     tail_fraction: float
     """Fraction of the makespan after 90 % of the samples were done; NaN in a window."""
     probe_recall: float | None

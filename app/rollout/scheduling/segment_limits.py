@@ -43,6 +43,7 @@ def segment_limits(
     Source: the P-DSR design, "Budget-Aware Segment Rollout", for the first rule.
 
     Args:
+        bounds: minimum and maximum length of a segment.
         num_active: number of rows on the worker.
         has_waiting: whether samples could take the slots of rows that finish.
         mean_length: mean length of completions.

@@ -65,6 +65,9 @@ class AsyncRollout:
     def submit(self, prompts: Sequence[Prompt], *, noise_step: int) -> None:
         """Adds a round with `group_size` samples of each prompt.
 
+        Args:
+            noise_step: policy version for the PRNG keys of the samples.
+
         Raises:
             InputError: a prompt does not fit into a slot.
         """

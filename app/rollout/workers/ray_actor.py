@@ -64,7 +64,7 @@ class ActorSpec:
     tp: int
     """Number of devices over which the weights are split."""
     platforms: str
-    """JAX platforms that the actor uses."""
+    """Value of JAX's option `jax_platforms` in the actor."""
     matmul_precision: str | None
     """JAX's matmul precision in the training process."""
     lora: LoRAConfig | None = None
@@ -74,7 +74,7 @@ class ActorSpec:
     outputs_first: bool = False
     """Whether kernels are stored with their output dim first; see `DecoderDefinition`."""
     stop_text: DecodeText | None = None
-    """Converts token ids to text, to find stop strings, and carries the tokenizer to the actor; None = none to find."""
+    """Converts token ids to text, to find stop strings; it contains the tokenizer. None = there are no stop strings."""
 
 
 class ActorInfo(NamedTuple):

@@ -302,7 +302,7 @@ class RayWorker(RolloutWorker):
 
 
 def _without_columns(rows: Iterable[RolloutSequence]) -> list[RolloutSequence]:
-    """Returns copies without the prompt fields that slots do not read. Siblings share their prompt."""
+    """Returns copies without the prompt fields that slots do not read. Samples of a prompt still share one record."""
     prompts: dict[int, Any] = {}
     copies = []
     for row in rows:
