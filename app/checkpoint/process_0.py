@@ -19,7 +19,7 @@ from jaxtyping import Array
 from app.checkpoint.array_pieces import broadcast_in_pieces, gather_in_pieces, piece_program
 from app.checkpoint.full_disk import explain_full_disk
 from app.checkpoint.reading import open_reader, read_on_all_hosts
-from app.checkpoint.saved_arrays import with_saved_dtypes
+from app.checkpoint.saved_arrays import array_path, saved_metadata, with_saved_dtypes
 from app.distributed.collectives import broadcast_bytes, error_barrier
 from app.records.run_directory import RunDirectory
 
@@ -131,7 +131,7 @@ def _is_on_process_0(x: Array | jax.ShapeDtypeStruct) -> bool:
 
 
 def restore_from_process_0(folder: Path, target: Any) -> Any:
-    """Returns the state in a checkpoint's folder, which only process 0 needs to have, with the saved dtypes.
+    """Returns a state, or a part of it, in a checkpoint's folder that only process 0 needs to have, in saved dtypes.
 
     Host memory holds one whole array at a time. All hosts must call it together.
 
@@ -141,13 +141,11 @@ def restore_from_process_0(folder: Path, target: Any) -> Any:
     types, reason = read_on_all_hosts(lambda: _saved_types(folder, target) if jax.process_index() == 0 else "[]")
     if types is None:
         raise ValueError(reason)
-    leaves, structure = jax.tree.flatten(target)
+    arrays, structure = jax.tree.flatten_with_path(target)
     restored = []
-    for number, dtype in enumerate(json.loads(broadcast_bytes(types.encode()))):
-        like = jax.ShapeDtypeStruct(leaves[number].shape, dtype, sharding=leaves[number].sharding)
-        chosen = [like if i == number else ocp.PLACEHOLDER for i in range(len(leaves))]
-        read = functools.partial(_read_array, folder, structure.unflatten(chosen), like)
-        whole, reason = read_on_all_hosts(read)
+    for (keys, x), dtype in zip(arrays, json.loads(broadcast_bytes(types.encode())), strict=True):
+        like = jax.ShapeDtypeStruct(x.shape, dtype, sharding=x.sharding)
+        whole, reason = read_on_all_hosts(functools.partial(_read_array, folder, array_path(keys), like))
         if whole is None:
             raise ValueError(reason)
         broadcast_in_pieces(whole)
@@ -159,10 +157,14 @@ def _saved_types(folder: Path, target: Any) -> str:
     return json.dumps([x.dtype.name for x in jax.tree.leaves(with_saved_dtypes(folder, target))])
 
 
-def _read_array(folder: Path, item: Any, like: jax.ShapeDtypeStruct) -> np.ndarray:
-    """Returns the single array of `item` on process 0, and memory for it on other processes."""
+def _read_array(folder: Path, path: str, like: jax.ShapeDtypeStruct) -> np.ndarray:
+    """Returns the array at a path of a state on process 0, and memory for it on other processes."""
     if jax.process_index() > 0:
         return np.empty(like.shape, like.dtype)
+    # The structure of the whole state: a partial restore would ignore the placeholders.
+    item = jax.tree.map_with_path(
+        lambda keys, _: like if array_path(keys) == path else ocp.PLACEHOLDER, saved_metadata(folder)
+    )
     with closing(open_reader(ocp.CompositeCheckpointHandler(state=ocp.PyTreeCheckpointHandler()))) as reader:
         types = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), item)
         args = ocp.args.PyTreeRestore(item=item, restore_args=types)

@@ -54,13 +54,17 @@ def checksum(x: Array) -> UInt32[Array, ""]:
     return jnp.sum(jax.lax.bitcast_convert_type(x, word), dtype=jnp.uint32)
 
 
+def saved_metadata(folder: Path) -> Any:
+    """Returns the tree of a checkpoint's state with the metadata of each array."""
+    return ocp.PyTreeCheckpointHandler().metadata(folder / "state").tree  # pyright: ignore[reportArgumentType]
+
+
 def with_saved_dtypes(folder: Path, target: Any) -> Any:
     """Returns the shapes of a state, or of a part of it, with the dtypes that the arrays have in a checkpoint.
 
     Settings may have changed the moments' dtypes since the checkpoint was saved.
     """
-    saved = ocp.PyTreeCheckpointHandler().metadata(folder / "state").tree  # pyright: ignore[reportArgumentType]
-    dtypes = {array_path(keys): x.dtype for keys, x in jax.tree.leaves_with_path(saved)}
+    dtypes = {array_path(keys): x.dtype for keys, x in jax.tree.leaves_with_path(saved_metadata(folder))}
 
     def with_saved_dtype(keys: Any, x: Any) -> jax.ShapeDtypeStruct:
         # Orbax reports missing arrays.

@@ -11,12 +11,21 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
 from jax.sharding import Mesh
 
+from app.checkpoint.process_0 import restore_from_process_0
 from app.checkpoint.reading import open_reader, read_verified
 from app.checkpoint.saved_arrays import array_path, with_saved_dtypes
-from app.checkpoint.train_progress import NetworkStates, OtherVersionError, ProgressRecord, TrainProgress
+from app.checkpoint.train_progress import (
+    NetworkStates,
+    OtherVersionError,
+    ProgressRecord,
+    TrainProgress,
+    progress_path,
+)
+from app.distributed.collectives import max_over_hosts
 from app.mesh.placement import abstract_arrays
 from app.model.decode_weights import DecodeWeights
 from app.model.decoder import Params
@@ -159,10 +168,14 @@ class PolicyCheckpoint:
 
     def _restore_item(self, item: Any) -> Any:
         """Restores a part of the state, with the structure of `item`."""
+        # Other hosts may have copies of the small files without the arrays.
+        is_only_on_process_0 = bool(max_over_hosts(np.asarray(not (self.path / "state").is_dir())))
         handler = ocp.CompositeCheckpointHandler(state=ocp.PyTreeCheckpointHandler())
         with closing(open_reader(handler)) as reader:
 
             def read() -> Any:
+                if is_only_on_process_0:
+                    return restore_from_process_0(self.path, item)
                 saved = with_saved_dtypes(self.path, item)
                 types = ocp.checkpoint_utils.construct_restore_args(saved)
                 args = ocp.args.PyTreeRestore(item=saved, restore_args=types, partial_restore=True)
@@ -180,7 +193,7 @@ def _find_checkpoint(path: Path) -> Path:
     if not path.is_dir():
         raise InputError(f"{OPTION}: there is no folder {path}; give <run>/checkpoints/<step>, or a run's folder")
     folder = path.resolve()
-    if folder.name.isdigit() and (folder / "state").is_dir():
+    if folder.name.isdigit() and ((folder / "state").is_dir() or progress_path(folder).is_file()):
         return folder
     run = RunDirectory(folder.parent if folder.name == "checkpoints" else folder)
     if not run.checkpoint_steps:

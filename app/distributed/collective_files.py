@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from app.distributed.collectives import error_barrier, gather_bytes_to_process_0
+from app.distributed.collectives import error_barrier, gather_bytes_to_process_0, is_process_0
 from app.records.atomic_write import open_atomic
 from app.records.jsonl import check_output_path, to_json_line
 from app.records.sample import Sample
@@ -22,11 +22,12 @@ from app.records.shared_rows import share_rows
 TOKEN_ARRAY_FIELDS = ("behavior_logprobs", *PER_TOKEN_FIELDS)
 
 
-def per_host_path(path: Path) -> Path:
-    """Returns the path of this host's part of a file, `name.host_0_of_2.suffix`; unchanged for a single host."""
+def per_host_path(path: Path, *, host: int | None = None) -> Path:
+    """Returns a host's part of a file, by default this one's: `name.host_0_of_2.suffix`; unchanged on a single host."""
     if jax.process_count() == 1:
         return path
-    return path.with_name(f"{path.stem}.host_{jax.process_index()}_of_{jax.process_count()}{path.suffix}")
+    host = jax.process_index() if host is None else host
+    return path.with_name(f"{path.stem}.host_{host}_of_{jax.process_count()}{path.suffix}")
 
 
 def host_slice(num_items: int, *, host: int | None = None) -> range:
@@ -67,7 +68,7 @@ def json_lines_by_part(parts: Iterable[Sequence[Mapping[str, Any]]], *, path: Pa
 def write_collectively(path: Path, parts: Iterable[Iterable[bytes]]) -> None:
     """Writes one file with the lines of all hosts, atomically: part after part, and in each part host after host.
 
-    Process 0 writes the file; with several hosts, it keeps one part of each in memory.
+    Process 0 writes the file, and alone needs its folder; with several hosts, it keeps one part of each in memory.
 
     Args:
         parts: this host's lines of each part; all hosts must have the same number of parts.
@@ -76,7 +77,8 @@ def write_collectively(path: Path, parts: Iterable[Iterable[bytes]]) -> None:
         InputError: a file cannot be written at `path`.
     """
     with error_barrier():
-        check_output_path(path)
+        if is_process_0():
+            check_output_path(path)
     with ExitStack() as stack:
         file = stack.enter_context(open_atomic(path.absolute())) if jax.process_index() == 0 else None
         for part in parts:

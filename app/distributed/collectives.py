@@ -151,17 +151,22 @@ def broadcast_bytes(local_bytes: bytes) -> bytes:
     return b"".join(gather_bytes_over_hosts(sent[start : start + MAX_MESSAGE_BYTES])[0] for start in starts)
 
 
+def is_process_0() -> bool:
+    """Returns whether this is process 0 or a single process; unlike `jax.process_index`, starts no device."""
+    return not jax.distributed.is_initialized() or jax.process_index() == 0
+
+
 @contextmanager
 def error_barrier() -> Iterator[None]:
     """Collective error barrier: if the block raises on any process, it raises on every process.
 
-    Every host must enter the block, and the block must not contain a collective.
+    Every host must enter the block, and the block must not contain a collective. A single process starts no device.
 
     Raises:
         InputError: the block raised an InputError on another host.
         RuntimeError: the block raised any other exception on another host.
     """
-    if jax.process_count() == 1:
+    if not jax.distributed.is_initialized():
         yield
         return
     problem: Exception | None = None

@@ -1,7 +1,8 @@
-"""Folders that only process 0 may see, and copies of their small files for the other processes."""
+"""Folders that only process 0 may see, and copies of their files for the other processes."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import tempfile
@@ -15,6 +16,9 @@ import numpy as np
 
 from app.distributed.collectives import broadcast_bytes, error_barrier, max_over_hosts
 from settings.errors import InputError
+
+MAX_PIECE_BYTES = 1 << 26
+"""Maximum number of bytes of a file that are sent and held in memory at once."""
 
 
 def sees_folder(folder: Path) -> tuple[bool, bool]:
@@ -49,44 +53,78 @@ def sees_folder(folder: Path) -> tuple[bool, bool]:
                 probe.unlink()
 
 
+def all_hosts_have(folder: Path, patterns: Sequence[str]) -> bool:
+    """Returns whether the matching files in each host's `folder` equal those of process 0.
+
+    All hosts must call it together.
+    """
+    digests = dict[str, str]()
+    with error_barrier():
+        for name in _matching_files(folder, patterns):
+            with (folder / name).open("rb") as file:
+                digests[name] = hashlib.file_digest(file, "sha256").hexdigest()
+    expected = json.loads(broadcast_bytes(json.dumps(digests).encode()))
+    return not max_over_hosts(np.asarray(digests != expected))
+
+
+def _matching_files(folder: Path, patterns: Sequence[str]) -> list[str]:
+    found = (path for pattern in patterns for path in sorted(folder.glob(pattern)) if path.is_file())
+    return [path.relative_to(folder).as_posix() for path in found]
+
+
 @contextmanager
-def copy_from_process_0(folder: Path, patterns: Sequence[str]) -> Iterator[Path]:
-    """Yields a folder of process 0; on other hosts, a temporary folder with copies of its matching files.
+def copy_from_process_0(folder: Path, patterns: Sequence[str], *, option: str = "run.dir") -> Iterator[Path]:
+    """Yields a folder of process 0; on other hosts, a temporary folder of the same name with its matching files.
 
     All hosts must enter the block together.
+
+    Args:
+        option: the setting or option with the folder, for errors.
 
     Raises:
         InputError: a host cannot write the copies.
     """
-    is_process_0, names = jax.process_index() == 0, list[str]()
+    is_process_0, sizes = jax.process_index() == 0, dict[str, int]()
     with ExitStack() as stack:
-        with error_barrier(), _explain_failed_copy():
+        with error_barrier(), _explain_failed_copy(option):
             if is_process_0:
-                found = (path for pattern in patterns for path in sorted(folder.glob(pattern)) if path.is_file())
-                names = [path.relative_to(folder).as_posix() for path in found]
+                sizes = {name: (folder / name).stat().st_size for name in _matching_files(folder, patterns)}
             else:
-                folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="grpo-")))
-        for name in json.loads(broadcast_bytes(json.dumps(names).encode())):
-            content = b""
-            with error_barrier():
-                if is_process_0:
-                    content = (folder / name).read_bytes()
-            content = broadcast_bytes(content)
-            with error_barrier(), _explain_failed_copy():
-                if not is_process_0:
-                    (folder / name).parent.mkdir(parents=True, exist_ok=True)
-                    (folder / name).write_bytes(content)
+                folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="grpo-"))) / folder.name
+        for name, size in json.loads(broadcast_bytes(json.dumps(sizes).encode())).items():
+            _copy_file(folder / name, size, option)
         yield folder
 
 
+def _copy_file(path: Path, size: int, option: str) -> None:
+    """Copies the first `size` bytes of a file of process 0 to this path on the other hosts."""
+    is_process_0 = jax.process_index() == 0
+    with ExitStack() as stack:
+        with error_barrier(), _explain_failed_copy(option):
+            if not is_process_0:
+                path.parent.mkdir(parents=True, exist_ok=True)
+            file = stack.enter_context(path.open("rb" if is_process_0 else "wb"))
+        for start in range(0, size, MAX_PIECE_BYTES):
+            piece = b""
+            with error_barrier():
+                if is_process_0:
+                    piece = file.read(min(size - start, MAX_PIECE_BYTES))
+            piece = broadcast_bytes(piece)
+            with error_barrier(), _explain_failed_copy(option):
+                if not is_process_0:
+                    file.write(piece)
+                    # A full disk is an error here, not when the file is closed.
+                    file.flush()
+
+
 @contextmanager
-def _explain_failed_copy() -> Iterator[None]:
+def _explain_failed_copy(option: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
         if jax.process_index() == 0:
             raise
         raise InputError(
-            f"run.dir: this host does not see the folder of process 0, and cannot copy its small files: {error}; set "
+            f"{option}: this host does not see the folder of process 0, and cannot copy its files: {error}; set "
             "TMPDIR to a folder with some space"
         ) from error

@@ -43,19 +43,37 @@ NO_PROXY_VARIABLE = "no_grpc_proxy"
 """The environment variable that gRPC reads instead of `no_proxy`."""
 
 
-def initialize_distributed(settings: MeshSettings, *, compiles: bool = False) -> None:
-    """Sets up the backend and joins the other hosts. Must run before any other use of JAX.
+_joined_before = False
+"""Whether the next `initialize_distributed` finds the hosts joined by `join_other_hosts`."""
 
-    Hosts are joined by the three coordinator settings, automatically on a Cloud TPU VM of several hosts, and with
-    `mesh.coordinator_address: auto` also under Slurm, Open MPI and Kubernetes. Otherwise this host runs alone.
+
+def initialize_distributed(settings: MeshSettings, *, compiles: bool = False) -> None:
+    """Sets up the backend and joins the other hosts, unless the command has already called `join_other_hosts`.
+
+    Raises:
+        InputError: see `join_other_hosts`.
+    """
+    global _joined_before
+    if not _joined_before and not join_other_hosts(settings, compiles=compiles) and simulated_slice() is None:
+        global_devices(settings)
+    _joined_before = False
+
+
+def join_other_hosts(settings: MeshSettings, *, compiles: bool = False) -> bool:
+    """Sets up the backend and joins the other hosts, if there are any; returns whether there are.
+
+    Must run before any other use of JAX. Hosts are joined by the three coordinator settings, automatically on a Cloud
+    TPU VM of several hosts, and with `mesh.coordinator_address: auto` also under Slurm, Open MPI and Kubernetes.
+    Otherwise this host runs alone.
 
     Raises:
         InputError: a host is missing or has an unexpected id, the port or the platform is not available, or the hosts
             have different numbers of devices.
     """
+    global _joined_before
     initialize_local(settings, compiles=compiles)
     if simulated_slice() is not None:
-        return
+        return False
     member = None
     if settings.coordinator_address not in (None, "auto"):
         assert settings.num_processes is not None and settings.process_id is not None
@@ -65,8 +83,7 @@ def initialize_distributed(settings: MeshSettings, *, compiles: bool = False) ->
         member = detect_cluster(timeout_s=settings.start_timeout_s, required=is_auto)
     _check_num_processes(settings, member)
     if member is None:
-        global_devices(settings)
-        return
+        return False
     if jax.distributed.is_initialized():
         raise InputError(
             "this process has already joined other hosts, which is possible only once; start a new process on each host"
@@ -87,6 +104,8 @@ def initialize_distributed(settings: MeshSettings, *, compiles: bool = False) ->
     )
     check_equal_device_counts(global_devices(settings))
     share_program_cache()
+    _joined_before = True
+    return True
 
 
 def initialize_local(settings: MeshSettings, *, compiles: bool = False) -> None:

@@ -62,7 +62,7 @@ def test_a_host_that_cannot_store_copies_gives_one_error_on_all_hosts(config: Pa
     without_space = python, f"import tempfile; tempfile.tempdir = '/proc'\n{code}"
     hosts = run_on_two_hosts("train", "--config", config, programs=(HOSTS_PROGRAM, without_space))
     assert [host.exit_code for host in hosts] == [2, 2], hosts
-    assert "run.dir: this host does not see the folder of process 0, and cannot copy its small files" in hosts[1].stderr
+    assert "run.dir: this host does not see the folder of process 0, and cannot copy its files" in hosts[1].stderr
     assert "on host 1 (" in hosts[0].stderr and not any(runs.iterdir())
 
 
