@@ -18,7 +18,7 @@ from typer.core import TyperCommand
 from typer.models import ArgumentInfo
 
 from app.commands import doctor, evaluate, export, gae, inspect_mesh, presets, report, rollout, score, settings, train
-from app.commands.addresses import local_paths
+from app.commands.addresses import local_inputs
 from app.commands.command_support import handle_errors, write
 from settings.loading.config_file import is_config
 from settings.loading.fields import FIELDS, suggest_fields
@@ -98,9 +98,10 @@ def _with_errors_handled(command: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(command)
     def run(*, debug: bool, **arguments: Any) -> None:
-        with handle_errors(debug):
-            named = {_option_of(without.parameters[name]): name for name in arguments}
-            command(**{name: local_paths(option, arguments[name]) for option, name in named.items()})
+        names = {_option_of(without.parameters[name]): name for name in arguments}
+        options = {option: arguments[name] for option, name in names.items()}
+        with handle_errors(debug), local_inputs(command.__name__, options) as local:
+            command(**{name: local[option] for option, name in names.items()})
 
     option = typer.Option("--debug", help="Show a traceback with errors.")
     debug = Parameter("debug", Parameter.KEYWORD_ONLY, default=False, annotation=Annotated[bool, option])

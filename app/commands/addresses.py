@@ -1,13 +1,20 @@
-"""Bucket addresses in command options: a run in a bucket is fetched; nothing else is read or written there."""
+"""Paths in command options: a run in a bucket is fetched, and hosts without the files of process 0 get copies.
+
+Nothing else is read or written in a bucket.
+"""
 
 from __future__ import annotations
 
+import glob
+import json
+import os
 import re
-from contextlib import nullcontext, suppress
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
-from app.commands.command_support import print_notices, runs_alone
+from app.commands.command_support import RUN_SUBFOLDERS, find_run_settings, print_notices, require_input, runs_alone
 from app.records.run_directory import (
     Resume,
     RunDirectory,
@@ -17,11 +24,15 @@ from app.records.run_directory import (
     lock_run_directory,
     with_run_name,
 )
-from settings import InputError, Resolved
+from settings import InputError, Resolved, load
 from settings.schema.section import COPYING, NO_ADDRESS
 
 OF_CHECKPOINTS = ("--checkpoint", "--from-rollouts")
 """Options for which the checkpoints of a run are fetched."""
+INPUTS = (*OF_CHECKPOINTS, "--input", "--prompts")
+"""Options whose files only process 0 needs."""
+COMMANDS_OF_ALL_HOSTS = ("train", "rollout", "evaluate", "score")
+SMALL_RUN_FILES = ("settings.yaml", "sessions.jsonl", "model.json")
 OUTPUTS = ("--out", "--timeline", "--picture", "--hlo")
 
 
@@ -40,6 +51,91 @@ def name_run(resolved: Resolved, resume: Resume) -> Resolved:
     return with_run_name(resolved, resume, names)
 
 
+@contextmanager
+def local_inputs(command: str, options: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yields the values of a command's options, with paths on this host in place of addresses.
+
+    A command that uses several hosts joins them here, so that any later error ends all of them. Only process 0 needs
+    the inputs: other hosts get copies, without the arrays of checkpoints, unless they have the same files.
+
+    Raises:
+        InputError: an address names no run, or an output; an input does not exist; or the hosts cannot join.
+    """
+    if not _joins_hosts(command, options):
+        yield {option: local_paths(option, value) for option, value in options.items()}
+        return
+    with ExitStack() as stack:
+
+        def local(option: str, value: Any) -> Any:
+            if option not in INPUTS or value is None:
+                return local_paths(option, value)
+            if isinstance(value, list | tuple):
+                return [local(option, one) for one in value]
+            return stack.enter_context(_input_of_process_0(option, value))
+
+        yield {option: local(option, value) for option, value in options.items()}
+
+
+def _joins_hosts(command: str, options: Mapping[str, Any]) -> bool:
+    """Joins the other hosts if there are any and the command uses them; returns whether there are."""
+    if command not in COMMANDS_OF_ALL_HOSTS or options.get("--print-config") or options.get("--compare"):
+        return False
+    # Without them, `train` joins the other hosts after its checks of settings.
+    if command == "train" and not any(options.get(option) for option in INPUTS):
+        return False
+    given = {option: options.get(option) for option in OF_CHECKPOINTS}
+    runs = {option: next(iter(value), None) if isinstance(value, list) else value for option, value in given.items()}
+    try:
+        base = options.get("--config") or find_run_settings(runs, is_quiet=True)
+        mesh = load(base, options.get("--set") or [], os.environ).settings.mesh
+    except InputError:  # The command raises it again.
+        return False
+    if runs_alone(mesh):
+        return False
+    from app.mesh import jax_startup
+
+    compiles = bool(options.get("--compile"))
+    return jax_startup.expects_other_hosts(mesh) and jax_startup.join_other_hosts(mesh, compiles=compiles)
+
+
+@contextmanager
+def _input_of_process_0(option: str, path: Path) -> Iterator[Path]:
+    """Yields the path of an input of process 0; on other hosts, the path of the same files or of copies."""
+    from app.distributed.collectives import broadcast_bytes, error_barrier, is_process_0
+    from app.distributed.host_files import all_hosts_have, copy_from_process_0
+
+    with error_barrier():
+        if is_process_0():
+            path = local_paths(option, path)
+            if option != "--prompts":  # It may also name a data set or several files.
+                require_input(option, path)
+        elif address := _address_in(path):
+            path = local_folder(address)
+    root, place, patterns = _files_of(option, path.expanduser().resolve())
+    name, place, patterns = json.loads(broadcast_bytes(json.dumps([root.name, str(place), patterns]).encode()))
+    if all_hosts_have(root, patterns):
+        yield path if is_process_0() or not patterns else root / place
+        return
+    with copy_from_process_0(root if is_process_0() else Path(name), patterns, option=option) as copy:
+        yield path if is_process_0() else copy / place
+
+
+def _files_of(option: str, path: Path) -> tuple[Path, Path, list[str]]:
+    """Returns the folder of an input, the input's place in it, and the patterns of the files that are read.
+
+    The folder is that of the run if the path may belong to one.
+    """
+    above = next((folder for folder in (path, path.parent) if folder.name in RUN_SUBFOLDERS), None)
+    root = above.parent if above else path if path.is_dir() else path.parent
+    place = path.relative_to(root)
+    patterns = [glob.escape(str(place))] if path.is_file() else []
+    if option == "--from-rollouts" and path.is_dir():
+        patterns = [f"{glob.escape(str(place))}/step_*.jsonl", "rollouts/step_*.jsonl"]
+    if option == "--checkpoint":
+        patterns = ["checkpoints/*/progress/*", "progress/*"]
+    return root, place, [*patterns, *(SMALL_RUN_FILES if option in OF_CHECKPOINTS else ())]
+
+
 def local_paths(option: str, value: Any) -> Any:
     """Returns an option's value; for the address of a run or of a part of it, the path of its fetched copy.
 
@@ -48,10 +144,14 @@ def local_paths(option: str, value: Any) -> Any:
     """
     if isinstance(value, list | tuple):
         return type(value)(local_paths(option, one) for one in value)
+    return _fetch(option, address) if (address := _address_in(value)) else value
+
+
+def _address_in(value: Any) -> str | None:
+    """Returns the address that an option's value names; None for any other value."""
     # `Path` merges the two slashes.
-    if isinstance(value, Path) and (match := re.fullmatch(r"([a-z][a-z0-9+.-]*):/+(.+)", str(value))):
-        return _fetch(option, f"{match[1]}://{match[2]}")
-    return value
+    match = re.fullmatch(r"([a-z][a-z0-9+.-]*):/+(.+)", str(value)) if isinstance(value, Path) else None
+    return match and f"{match[1]}://{match[2]}"
 
 
 def _fetch(option: str, address: str) -> Path:

@@ -148,7 +148,7 @@ def inherit_run_settings(config: str | None, run_paths: Mapping[str, Path | None
     return config if found is None else without_derived(found)
 
 
-def find_run_settings(run_paths: Mapping[str, Path | None]) -> ConfigFile | None:
+def find_run_settings(run_paths: Mapping[str, Path | None], *, is_quiet: bool = False) -> ConfigFile | None:
     """Returns the settings of the first run that an option's path belongs to, and prints a note with their file.
 
     For a checkpoint or a file of samples, these are the settings of its step; for other paths, of the last session.
@@ -171,7 +171,7 @@ def find_run_settings(run_paths: Mapping[str, Path | None]) -> ConfigFile | None
             step = int(path.name) if is_checkpoint else step_of_samples(path)
             history = SettingsHistory.read(runs[0])
             file = (history.periods[-1] if step is None else history.period_of(step)).file
-            print_notices([f"{option}: using the settings in {file.name}", *history.gaps])
+            print_notices([] if is_quiet else [f"{option}: using the settings in {file.name}", *history.gaps])
             return file
     for option, path in given.items():
         if path.is_dir():
@@ -200,15 +200,21 @@ def require_inputs(settings: Settings, inputs: Mapping[str, Path | None]) -> Non
     With several hosts, missing files are found after they have joined.
     """
     for option, path in inputs.items():
-        if runs_alone(settings.mesh) and path is not None and not path.expanduser().exists():
-            # A run may have no best checkpoint, so this is not reported as a typo.
-            is_absent_best = path.name == BEST_LINK and path.parent.is_dir()
-            hint = "; nothing was evaluated in that run, or nothing better than its start" if is_absent_best else ""
-            raise InputError(f"{option}: {path.expanduser().absolute()}: no such file or folder{hint}")
+        if runs_alone(settings.mesh) and path is not None:
+            require_input(option, path)
+
+
+def require_input(option: str, path: Path) -> None:
+    """Raises InputError if a path that an option names does not exist."""
+    if not path.expanduser().exists():
+        # A run may have no best checkpoint, so this is not reported as a typo.
+        is_absent_best = path.name == BEST_LINK and path.parent.is_dir()
+        hint = "; nothing was evaluated in that run, or nothing better than its start" if is_absent_best else ""
+        raise InputError(f"{option}: {path.expanduser().absolute()}: no such file or folder{hint}")
 
 
 def refuse_existing(outputs: Mapping[str, Path | None], *, overwrite: bool, resumes: bool = False) -> None:
-    """Raises InputError if an output file exists and must not be replaced.
+    """Raises InputError if an output file exists and must not be replaced. Several hosts call it together.
 
     Args:
         outputs: option -> the file that it names, or None.
@@ -217,10 +223,23 @@ def refuse_existing(outputs: Mapping[str, Path | None], *, overwrite: bool, resu
     """
     from app.records.partial_samples import part_paths
 
-    for option, path in outputs.items():
-        if path is not None and path.is_file() and not (overwrite or (resumes and part_paths(path))):
-            replace = ", or add --overwrite" if option.startswith("--") else ""  # arguments in Python have no dashes
-            raise InputError(f"{option}: {path} exists already; delete it or give another name{replace}")
+    with checked_by_process_0() as is_checked:
+        for option, path in outputs.items() if is_checked else ():
+            if path is not None and path.is_file() and not (overwrite or (resumes and part_paths(path))):
+                way = ", or add --overwrite" if option.startswith("--") else ""  # arguments in Python have no dashes
+                raise InputError(f"{option}: {path} exists already; delete it or give another name{way}")
+
+
+@contextmanager
+def checked_by_process_0() -> Iterator[bool]:
+    """Yields whether this process checks something for all hosts; does not load JAX, which has joined them."""
+    if "jax" not in sys.modules:
+        yield True
+        return
+    from app.distributed.collectives import error_barrier, is_process_0
+
+    with error_barrier():
+        yield is_process_0()
 
 
 @contextmanager

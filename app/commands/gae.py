@@ -70,7 +70,7 @@ def gae(
     overwrite: Overwrite = False,
     as_json: AsJson = False,
 ) -> None:
-    """Add advantages and returns to samples or matrices.
+    """Add advantages and returns to samples or matrices, on one host.
 
     Samples get the advantages that training would compute with the same settings: algorithm.gamma, lam,
     length_adaptive_lam, bootstrap_truncated, whiten_advantages, critic.lam, and the KL penalty of algorithm.beta if it

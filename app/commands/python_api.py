@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
-from app.commands.addresses import local_paths, name_run
+from app.commands.addresses import local_inputs, name_run
 from app.commands.command_support import (
     EXIT_INTERRUPTED,
     command_output,
@@ -68,7 +68,7 @@ def train(*, data, eval_data, on_step, resume, allow_changed, unknown, **given: 
         raise InputError(f"resume: expected one of {', '.join(get_args(Resume))}, got {resume!r}")
     if threading.current_thread() is not threading.main_thread():
         raise InputError("grpo.train handles signals, which only the main thread can do; call it there")
-    with _call(**given) as (config, options, _):
+    with _call("train", **given) as (config, options, _, _):
         loaded = name_run(load(config, options, os.environ), resume)
         run, every = RunDirectory.from_settings(loaded.settings.run), loaded.settings.eval.every_steps
         files = {"data.source": run.data_dir / "train.jsonl", "data.eval_source": run.data_dir / "eval.jsonl"}
@@ -93,8 +93,8 @@ def train(*, data, eval_data, on_step, resume, allow_changed, unknown, **given: 
 
 
 def evaluate(*, checkpoint, data, out, **given: Any) -> EvaluationSummary | None:
-    with _call(**given) as (config, options, folder):
-        checkpoint, out = _path("--checkpoint", checkpoint), _path("--out", out)
+    with _call("evaluate", checkpoint=checkpoint, out=out, **given) as (config, options, folder, paths):
+        checkpoint, out = paths["--checkpoint"], paths["--out"]
         options += _data_options("data.eval_source", data, folder / "eval.jsonl")
         resolved = resolve_policy(config, options, checkpoint, check=check_for_evaluation)
         refuse_existing({"out": out}, overwrite=False)
@@ -104,8 +104,8 @@ def evaluate(*, checkpoint, data, out, **given: Any) -> EvaluationSummary | None
 
 
 def rollout(*, checkpoint, data, limit, out, **given: Any) -> Samples | None:
-    with _call(**given) as (config, options, folder):
-        checkpoint, out = _path("--checkpoint", checkpoint), _path("--out", out)
+    with _call("rollout", checkpoint=checkpoint, out=out, **given) as (config, options, folder, paths):
+        checkpoint, out = paths["--checkpoint"], paths["--out"]
         options += _data_options("data.source", data, folder / "train.jsonl")
         resolved = resolve_policy(config, options, checkpoint, check=check_for_rollout)
         from app.stages.rollout import rollout
@@ -117,11 +117,10 @@ def rollout(*, checkpoint, data, limit, out, **given: Any) -> Samples | None:
 
 
 def score(*, samples, role, checkpoint, out, **given: Any) -> Samples | None:
-    with _call(**given) as (config, options, folder):
-        checkpoint, out = _path("--checkpoint", checkpoint), _path("--out", out)
-        own = folder / "samples.jsonl"
-        is_file = isinstance(samples, str | os.PathLike)
-        source = local_paths("--input", Path(samples)) if is_file else _write_lines(_to_lines(samples, own), own)
+    file, rows = (samples, ()) if isinstance(samples, str | os.PathLike) else (None, samples)
+    with _call("score", checkpoint=checkpoint, out=out, input=file, **given) as (config, options, folder, paths):
+        checkpoint, out, own = paths["--checkpoint"], paths["--out"], folder / "samples.jsonl"
+        source = paths["--input"] or _write_lines(_to_lines(rows, own), own)
         resolved = resolve_policy(config, options, checkpoint, check=check_for_score, loads_policy=role == "policy")
         file = out or folder / "scored.jsonl"
         refuse_existing({"out": file}, overwrite=False)
@@ -131,10 +130,13 @@ def score(*, samples, role, checkpoint, out, **given: Any) -> Samples | None:
 
 
 @contextmanager
-def _call(*, config, overrides, rewards=None) -> Iterator[tuple[str | None, list[str], Path]]:
-    """Yields the arguments of `--config` and `--set`, and a temporary folder, with the Python functions registered.
+def _call(
+    command: str, *, config, overrides, rewards=None, **paths: str | os.PathLike[str] | None
+) -> Iterator[tuple[str | None, list[str], Path, dict[str, Path | None]]]:
+    """Yields the arguments of `--config` and `--set`, a temporary folder, and the local paths of options by option.
 
-    An InputError raised in the block names Python arguments instead of command options.
+    The Python functions are registered, and other hosts joined as for the command. An InputError raised in the block
+    names Python arguments instead of command options.
     """
     if not isinstance(config, str | os.PathLike | None):
         raise InputError(
@@ -151,7 +153,10 @@ def _call(*, config, overrides, rewards=None) -> Iterator[tuple[str | None, list
     with tempfile.TemporaryDirectory(prefix="grpo-") as folder, register_callables(callables), command_output():
         show_progress("loading JAX")
         try:
-            yield None if config is None else os.fspath(config), options, Path(folder)
+            config = None if config is None else os.fspath(config)
+            given = {f"--{name}": None if path is None else Path(path).expanduser() for name, path in paths.items()}
+            with local_inputs(command, {"--config": config, "--set": options, **given}) as local:
+                yield config, options, Path(folder), {option: local[option] for option in given}
         except InputError as error:
             message = ALLOWED_CHANGES.sub(lambda match: f"allow_changed={match[0].split()[1::2]}", str(error))
             error.args = (OPTION.sub(_argument, message),)
@@ -179,10 +184,6 @@ def _reward_item(reward: Any, callables: dict[str, Callable[..., Any]]) -> Any:
 def _callable_name(function: Callable[..., Any]) -> str:
     """Returns the name of a Python function in settings."""
     return CALLABLE_PREFIX + getattr(function, "__name__", type(function).__name__).strip("<>")
-
-
-def _path(option: str, file: str | os.PathLike[str] | None) -> Path | None:
-    return None if file is None else local_paths(option, Path(file)).expanduser()
 
 
 def _data_options(setting: str, rows: Iterable[Mapping[str, Any]] | None, path: Path) -> Iterator[str]:

@@ -17,7 +17,7 @@ from app.distributed.collective_files import (
     sample_json_lines,
     write_collectively,
 )
-from app.distributed.collectives import error_barrier
+from app.distributed.collectives import error_barrier, is_process_0
 from app.distributed.host_consistency import check_hosts_agree
 from app.distributed.watchdog import WAIT_PHASE
 from app.evaluation.evaluator import evaluation_estimates, generate_samples
@@ -61,12 +61,13 @@ def evaluate_model(resolved: Resolved, *, checkpoint: Path | None, out: Path | N
         InputError: settings, model, checkpoint, prompts or output file cannot be used.
         RuntimeError: the judge failed and `reward.on_error` is `raise`.
     """
-    if out is not None:
-        check_output_path(out)
-    source = read_policy_source(resolved.settings, checkpoint)
-    settings, model, saved = source
-    prompts, encoding = read_eval_prompts(settings, model.tokenizer)
-    metadata = _build_metadata(settings, model, saved, prompts)
+    with error_barrier():
+        if out is not None and is_process_0():
+            check_output_path(out)
+        source = read_policy_source(resolved.settings, checkpoint)
+        settings, model, saved = source
+        prompts, encoding = read_eval_prompts(settings, model.tokenizer)
+        metadata = _build_metadata(settings, model, saved, prompts)
     with ExitStack() as stack:
         enter_phase = stack.enter_context(join_hosts(settings, out=out or Path("evaluation")))
         # If only some hosts wrote, they and the others would wait for each other.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,12 +17,12 @@ import numpy as np
 
 from app.checkpoint.saved_policy import PolicyCheckpoint, read_policy_source
 from app.distributed.collective_files import host_slice, per_host_path, sample_json_lines, write_collectively
-from app.distributed.collectives import error_barrier, sum_over_hosts
+from app.distributed.collectives import error_barrier, gather_bytes_to_process_0, is_process_0, sum_over_hosts
 from app.distributed.host_consistency import check_hosts_agree
 from app.model.decode_weights import DecodeWeights
 from app.prompts.data_sources import load_training_data
 from app.prompts.encode import EncodeReport, encode_prompts
-from app.records.atomic_write import remove_partial_files
+from app.records.atomic_write import remove_partial_files, write_atomic
 from app.records.identity import Identity, prompts_digest
 from app.records.jsonl import check_distinct_paths, check_output_path
 from app.records.partial_samples import PartFile, PartialSamples, part_path, remove_parts
@@ -37,7 +38,7 @@ from app.runtime.scoring import ScoringSession
 from app.runtime.session import Session
 from app.tracking.console import RolloutProgress
 from app.tracking.performance import schedule_performance
-from app.tracking.rollout_timeline import SUPPORTED_SUFFIXES, Timeline, write_timeline
+from app.tracking.rollout_timeline import SUPPORTED_SUFFIXES, Timeline, timeline_file
 from settings import Resolved, Settings
 from settings.errors import InputError
 
@@ -62,7 +63,8 @@ def rollout(
     """Samples each prompt (only the first `limit`) `rollout.group_size` times and writes the samples to `out`.
 
     Several hosts share the prompts. Only process 0 writes the file and returns the summary. A killed rollout
-    continues from the samples in its part files; unfinished samples are generated again.
+    continues from the samples in its part files; unfinished samples are generated again, as are all samples of a host
+    without the folder of `out`.
 
     Args:
         timeline: file for a plot of the workers' activity.
@@ -73,28 +75,25 @@ def rollout(
     """
     settings = resolved.settings
     check_distinct_paths({"--prompts": prompts, "--out": out, "--timeline": timeline})
-    check_output_path(out)
-    if timeline is not None:
-        if not settings.rollout.has_workers:
-            raise InputError(
-                "--timeline plots the activity of scheduled workers, but rollout.scheduler is null or "
-                "rollout.placement is global; set rollout.scheduler: adaptive and rollout.placement: island, or omit "
-                "--timeline"
-            )
-        check_picture_path(timeline, "--timeline", SUPPORTED_SUFFIXES)
-    source = read_policy_source(settings, checkpoint)
-    settings, model, saved = source
-    questions, report = _read_prompts(settings, model, prompts, limit=limit)
+    with error_barrier():
+        if is_process_0():
+            _check_outputs(settings, out, timeline)
+        source = read_policy_source(settings, checkpoint)
+        settings, model, saved = source
+        questions, report = _read_prompts(settings, model, prompts, limit=limit)
     with ExitStack() as stack:
         enter_phase = stack.enter_context(join_hosts(settings, out=out))
         identity = rollout_identity(settings, model, questions, saved)
         check_hosts_agree(resolved, identity)
         shard = PromptShard.from_prompts(questions, settings)
         with error_barrier():
-            partial = PartialSamples(out, identity)
+            here, folder = out, out.absolute().parent
+            if not is_process_0() and not (folder.is_dir() and os.access(folder, os.W_OK)):
+                here = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="grpo-"))) / out.name
+            partial = PartialSamples(here, identity)
             finished = partial.read(shard.host_prompts, num_samples=shard.group_size)
-            part_file = stack.enter_context(PartFile(per_host_path(part_path(out)), header=partial.header))
-            remove_partial_files(out)
+            part_file = stack.enter_context(PartFile(per_host_path(part_path(here)), header=partial.header))
+            remove_partial_files(here)
         session = stack.enter_context(closing(Session.open(ScoringSession.open(few_slots(settings, questions), model))))
         # Generators report only the samples generated now.
         num_shown = shard.num_samples - len(finished)
@@ -111,11 +110,12 @@ def rollout(
                 progress=progress,
                 enter_phase=enter_phase,
             )
-            counts = _write_samples(out, shard, iterate_in_phase(samples, "rollout", enter_phase), enter_phase)
+            samples = iterate_in_phase(samples, "rollout", enter_phase)
+            counts = _write_samples(out, shard, samples, enter_phase, folder=here.absolute().parent)
         seconds = time.perf_counter() - start
         with error_barrier():
-            remove_parts(out)
-        schedule = _schedule_metrics(session, timeline and per_host_path(timeline))
+            remove_parts(here)
+        schedule = _schedule_metrics(session, timeline)
         sampling = _sampling_metrics(counts, finished, seconds)
     if jax.process_index() > 0:
         return None
@@ -129,10 +129,24 @@ def rollout(
     }
 
 
-def _write_samples(out: Path, shard: PromptShard, samples: Iterator[Sample], enter_phase: PhaseCallback) -> np.ndarray:
+def _check_outputs(settings: Settings, out: Path, timeline: Path | None) -> None:
+    check_output_path(out)
+    if timeline is None:
+        return
+    if not settings.rollout.has_workers:
+        raise InputError(
+            "--timeline plots the activity of scheduled workers, but rollout.scheduler is null or rollout.placement "
+            "is global; set rollout.scheduler: adaptive and rollout.placement: island, or omit --timeline"
+        )
+    check_picture_path(timeline, "--timeline", SUPPORTED_SUFFIXES)
+
+
+def _write_samples(
+    out: Path, shard: PromptShard, samples: Iterator[Sample], enter_phase: PhaseCallback, *, folder: Path
+) -> np.ndarray:
     """Writes the output; returns this host's number of samples, of tokens, and of truncated and dropped samples.
 
-    If there are several hosts, each keeps its lines in a temporary file until all are done.
+    If there are several hosts, each keeps its lines in a temporary file in `folder` until all are done.
     """
     counts = np.zeros(4, np.int64)
 
@@ -146,7 +160,7 @@ def _write_samples(out: Path, shard: PromptShard, samples: Iterator[Sample], ent
     if jax.process_count() == 1:
         write_collectively(out, shard.split_by_round(lines))
         return counts
-    with tempfile.TemporaryFile(dir=out.absolute().parent) as file:
+    with tempfile.TemporaryFile(dir=folder) as file:
         file.writelines(lines)
         file.seek(0)
         wait_for_other_hosts(enter_phase)
@@ -174,18 +188,20 @@ def few_slots(settings: Settings, prompts: Sequence[Prompt]) -> Settings:
 
 
 def _schedule_metrics(session: Session, timeline: Path | None) -> dict[str, Any]:
-    """Returns the metrics of all hosts' schedules, as in training, and plots this host's; empty without a schedule."""
+    """Returns the metrics of all hosts' schedules, as in training, and plots each host's; empty without a schedule."""
     if session.workers is None:
         return {}
     (metrics,) = schedules = session.take_schedule_metrics()
     schedule = session.workers.schedule
     if timeline is not None:
         model, records = session.settings.model.path, session.workers.records
-        write_timeline(timeline, Timeline.from_records(records, metrics, heading=model, schedule=schedule))
+        plot = Timeline.from_records(records, metrics, heading=model, schedule=schedule)
+        for host, content in enumerate(gather_bytes_to_process_0(timeline_file(plot, suffix=timeline.suffix))):
+            write_atomic(per_host_path(timeline, host=host), content)
     return {
         "scheduler": schedule.policy,
         **schedule_performance(schedules),
-        **({} if timeline is None else {"timeline": str(timeline)}),
+        **({} if timeline is None else {"timeline": str(per_host_path(timeline))}),
     }
 
 

@@ -26,7 +26,13 @@ from app.batching.micro_batcher import (
     sequence_lengths,
 )
 from app.distributed.collective_files import host_slice, json_lines_by_part, write_collectively
-from app.distributed.collectives import iterate_in_lockstep, max_over_hosts, sum_over_hosts
+from app.distributed.collectives import (
+    error_barrier,
+    is_process_0,
+    iterate_in_lockstep,
+    max_over_hosts,
+    sum_over_hosts,
+)
 from app.distributed.host_consistency import check_hosts_agree
 from app.mesh.devices import peak_memory_bytes
 from app.mesh.placement import check_host_memory, num_local_row_shards, to_device_memory, to_host_memory
@@ -92,33 +98,34 @@ def score_tokens(
         InputError: the settings, model, checkpoint, samples or output file cannot be used.
         RuntimeError: samples in the same row affect each other's scores.
     """
-    for out in outputs:
-        check_output_path(out)
     settings = resolved.settings
-    if checks_packing and role == "critic":
-        raise InputError("--check-packing compares logprobs, but --role critic has none; use --role policy")
-    checkpoints = [one for one in outputs.values() if one is not None]
-    model = read_model_spec(settings, generates=False)
-    if not checkpoints:
-        model = model.without_adapters
-    critic = read_critic_spec(settings, model) if role == "critic" else None
-    teacher = read_reference_spec(settings, model) if role == "reference" and settings.reference.path else None
-    for checkpoint in checkpoints:
-        checkpoint.check_compatible(model, needs_tokenizer=False)
-        if critic is not None:
-            checkpoint.check_critic(critic, is_required=True)
-    architecture = (critic or teacher or model).architecture
-    encoder = SampleEncoder(lambda: model.tokenizer, settings.data)
-    replays = settings.rollout.routing_replay and critic is None and teacher is None
-    file = SampleReader(input, architecture, encoder, replays_routes=replays)
-    extent, drawn = file.check(num_picked=NUM_CHECKED_SAMPLES if checks_packing else 0, seed=settings.run.seed)
-    longest, quota = extent.max_length + num_bootstrap_tokens(settings, role), f"score.{role}.max_tokens_per_device"
-    if (most := value_of(settings, quota)) is not None and longest > most:
-        raise InputError(
-            f"{extent.longest_location}: the longest sample has {longest} tokens, more than {quota} = {most} (from "
-            f"{resolved.origin(quota)}), but samples are not split; raise it to {longest} or more, or set "
-            f"score.{role}.rows_per_device instead"
-        )
+    with error_barrier():
+        for out in outputs if is_process_0() else ():
+            check_output_path(out)
+        if checks_packing and role == "critic":
+            raise InputError("--check-packing compares logprobs, but --role critic has none; use --role policy")
+        checkpoints = [one for one in outputs.values() if one is not None]
+        model = read_model_spec(settings, generates=False)
+        if not checkpoints:
+            model = model.without_adapters
+        critic = read_critic_spec(settings, model) if role == "critic" else None
+        teacher = read_reference_spec(settings, model) if role == "reference" and settings.reference.path else None
+        for checkpoint in checkpoints:
+            checkpoint.check_compatible(model, needs_tokenizer=False)
+            if critic is not None:
+                checkpoint.check_critic(critic, is_required=True)
+        architecture = (critic or teacher or model).architecture
+        encoder = SampleEncoder(lambda: model.tokenizer, settings.data)
+        replays = settings.rollout.routing_replay and critic is None and teacher is None
+        file = SampleReader(input, architecture, encoder, replays_routes=replays)
+        extent, drawn = file.check(num_picked=NUM_CHECKED_SAMPLES if checks_packing else 0, seed=settings.run.seed)
+        longest, quota = extent.max_length + num_bootstrap_tokens(settings, role), f"score.{role}.max_tokens_per_device"
+        if (most := value_of(settings, quota)) is not None and longest > most:
+            raise InputError(
+                f"{extent.longest_location}: the longest sample has {longest} tokens, more than {quota} = {most} "
+                f"(from {resolved.origin(quota)}), but samples are not split; raise it to {longest} or more, or set "
+                f"score.{role}.rows_per_device instead"
+            )
     with join_hosts(settings, out=next(iter(outputs))) as entered:
         facts = dict[str, str]()
         if jax.process_count() > 1:

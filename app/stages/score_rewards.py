@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import replace
 from operator import itemgetter
 from pathlib import Path
@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from app.distributed.collective_files import gather_lines_to_process_0, gather_samples_to_process_0, host_slice
-from app.distributed.collectives import error_barrier
+from app.distributed.collectives import error_barrier, is_process_0
 from app.distributed.host_consistency import check_hosts_agree
 from app.distributed.watchdog import WAIT_PHASE
 from app.mesh import jax_startup
@@ -47,21 +47,23 @@ def score_rewards(resolved: Resolved, *, input: Path, out: Path) -> dict[str, An
         InputError: the settings, model, samples or output file cannot be used.
         RuntimeError: a plug-in cannot be restarted, or a function failed while `reward.on_error` is `raise`.
     """
-    check_output_path(out)
     settings = resolved.settings
-    located = _read_located(input, settings)
-    samples = [one.sample for one in located]
-    if not samples:
-        raise InputError(f"--input: {input} contains no samples")
-    prompts = [s.prompt for s in samples]
-    check_answers(prompts, [function.name for function in settings.reward.functions])
-    model = read_reward_model_spec(settings)
-    if model is not None:
-        model.check_prompt(prompts[0])
-    without_ids = next((one.where for one in located if one.record.get(TOKEN_IDS) is None), None)
-    columns = replace(data_columns(settings, prompts), without_token_ids=without_ids)
     with ExitStack() as stack:
-        rewards = stack.enter_context(make_rewards(settings, columns))
+        with error_barrier():
+            if is_process_0():
+                check_output_path(out)
+            located = _read_located(input, settings)
+            samples = [one.sample for one in located]
+            if not samples:
+                raise InputError(f"--input: {input} contains no samples")
+            prompts = [s.prompt for s in samples]
+            check_answers(prompts, [function.name for function in settings.reward.functions])
+            model = read_reward_model_spec(settings)
+            if model is not None:
+                model.check_prompt(prompts[0])
+            without_ids = next((one.where for one in located if one.record.get(TOKEN_IDS) is None), None)
+            columns = replace(data_columns(settings, prompts), without_token_ids=without_ids)
+            rewards = stack.enter_context(make_rewards(settings, columns))
         hosts, entered = [range(len(samples))], lambda phase: None
         if model is not None or jax_startup.expects_other_hosts(settings.mesh):
             entered = stack.enter_context(join_hosts(settings, out=out))
@@ -84,7 +86,7 @@ def score_rewards(resolved: Resolved, *, input: Path, out: Path) -> dict[str, An
             notices = gather_lines_to_process_0(notices)
         if number == 0:
             _print_lines(notices)
-        with error_barrier() if is_shared else nullcontext():
+        with error_barrier():
             if scored.fatal_error is not None:
                 raise RuntimeError(scored.fatal_error)
         counts = reward_counts(scored) if is_shared else _reward_counts_here(scored)
@@ -92,7 +94,7 @@ def score_rewards(resolved: Resolved, *, input: Path, out: Path) -> dict[str, An
             places = [place for of_host in hosts for place in of_host] if number == 0 else []
             gathered = zip(places, gather_samples_to_process_0(of_all), strict=True)
             of_all = [sample for _, sample in sorted(gathered, key=itemgetter(0))]
-        with error_barrier() if is_shared else nullcontext():
+        with error_barrier():
             if number == 0:
                 write_jsonl(out, map(_scored_record, located, of_all))
     if number > 0:

@@ -77,12 +77,17 @@ class Timeline:
 
 def write_timeline(path: Path, timeline: Timeline) -> None:
     """Writes the plot as an image or, if `path` ends in .html, as a page."""
-    if path.suffix.lower() != ".html":
-        return write_atomic(path, render_timeline(timeline, kind="png"))
+    write_atomic(path, timeline_file(timeline, suffix=path.suffix))
+
+
+def timeline_file(timeline: Timeline, *, suffix: str) -> bytes:
+    """Returns the content of a file with the plot: an image or, for the suffix .html, a page."""
+    if suffix.lower() != ".html":
+        return render_timeline(timeline, kind="png")
     width, height = (inches * POINTS_PER_INCH for inches in timeline.size)
     svg = render_timeline(timeline, kind="svg").decode("utf-8")
     picture = inline_svg(svg, label=timeline.heading, box=f"0 0 {width:g} {height:g}")
-    return write_atomic(path, render_page("timeline.html", picture=picture, title=timeline.heading).encode("utf-8"))
+    return render_page("timeline.html", picture=picture, title=timeline.heading).encode("utf-8")
 
 
 def render_timeline(timeline: Timeline, *, kind: Literal["png", "svg"]) -> bytes:
