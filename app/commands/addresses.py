@@ -1,4 +1,4 @@
-"""Paths in command options: a run in a bucket is fetched, and hosts without the files of process 0 get copies.
+"""Makes the paths in command options local: fetches runs from a bucket, and copies inputs of process 0 to other hosts.
 
 Nothing else is read or written in a bucket.
 """
@@ -28,7 +28,7 @@ from settings import InputError, Resolved, load
 from settings.schema.section import COPYING, NO_ADDRESS
 
 OF_CHECKPOINTS = ("--checkpoint", "--from-rollouts")
-"""Options for which the checkpoints of a run are fetched."""
+"""Options for which the checkpoints of a run are fetched, too; for others, only its other files are."""
 INPUTS = (*OF_CHECKPOINTS, "--input", "--prompts")
 """Options whose files only process 0 needs."""
 COMMANDS_OF_ALL_HOSTS = ("train", "rollout", "evaluate", "score")
@@ -37,10 +37,11 @@ OUTPUTS = ("--out", "--timeline", "--picture", "--hlo")
 
 
 def name_run(resolved: Resolved, resume: Resume) -> Resolved:
-    """Like `with_run_name`, but also considers the runs in the bucket of `run.dir`.
+    """Returns the settings with the run's name, as `with_run_name` does, but also considers the runs in a bucket.
 
     Raises:
-        InputError: the runs cannot be listed, and there is only one host; with several, process 0 names the run.
+        InputError: the runs in the bucket of `run.dir` cannot be listed. With several hosts, this is no error yet,
+            because process 0 names the run after they have joined.
     """
     run, names = resolved.settings.run, list[str]()
     if is_address(run.dir) and resolved.provenance["run.name"] == "derived":
@@ -137,7 +138,7 @@ def _files_of(option: str, path: Path) -> tuple[Path, Path, list[str]]:
 
 
 def local_paths(option: str, value: Any) -> Any:
-    """Returns an option's value; for the address of a run or of a part of it, the path of its fetched copy.
+    """Returns the value of an option; the address of a run, or of a file in it, becomes the path of a fetched copy.
 
     Raises:
         InputError: there is no such run, or the option names an output.

@@ -65,7 +65,11 @@ def resolve_policy(
     print_config: bool = False,
     loads_policy: bool = True,
 ) -> Resolved:
-    """Resolves like `resolve`; without `--config`, the checkpoint's run provides the settings."""
+    """Resolves the settings as `resolve` does; without `--config`, they come from the run of the checkpoint.
+
+    Args:
+        loads_policy: whether the command loads the policy; a notice then says if configured adapters are ignored.
+    """
     base = inherit_run_settings(config, {"--checkpoint": checkpoint})
     resolved = resolve(base, overrides, print_config=print_config, check=check)
     require_inputs(resolved.settings, {"--checkpoint": checkpoint})
@@ -106,7 +110,7 @@ def show_progress(text: str) -> None:
 
 
 class _LastingStream:
-    """A stream that drops output once its reader has closed it, as with `| head`, so that the run continues."""
+    """A stream that drops output once its reader has closed it, as `| head` does, so that the run continues."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -129,7 +133,7 @@ class _LastingStream:
 
 @contextmanager
 def command_output() -> Iterator[None]:
-    """Keeps stdout and stderr usable while a command runs, and ends `show_progress` after it."""
+    """Keeps stdout and stderr usable in the block, even if their readers close them; ends `show_progress` after it."""
     # A stream is None if its descriptor was closed at the start, as by `>&-`.
     streams: list[Any] = [stream and _LastingStream(stream) for stream in (sys.stdout, sys.stderr)]
     try:
@@ -183,7 +187,7 @@ def find_run_settings(run_paths: Mapping[str, Path | None], *, is_quiet: bool = 
 
 
 def require_path(path: Path | None, option: str) -> Path:
-    """Returns the path of an option that is required except with `--print-config`."""
+    """Returns the path of an option that only `--print-config` can do without. Raises InputError if it is missing."""
     if path is None:
         raise InputError(f"missing option {option}")
     return path

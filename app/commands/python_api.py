@@ -1,4 +1,4 @@
-"""Implements the functions of `import grpo`, which documents them: the commands, with Python values."""
+"""Implements the functions of `grpo.py`, which documents them: each runs a command with Python values as options."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ OPTION = re.compile(
 """Matches an option in an error message, with its value for `--resume` and `--role`."""
 ALLOWED_CHANGES = re.compile(r"--allow-changed [\w.]*\w(?: --allow-changed [\w.]*\w)*")
 ARGUMENTS = {"set": "overrides", "input": "samples", "allow-changed": "allow_changed"}
-"""Maps an option to its argument where the names differ."""
+"""Maps a command option to the Python argument in its place, if their names differ."""
 
 
 @dataclass(frozen=True)
@@ -182,7 +182,7 @@ def _reward_item(reward: Any, callables: dict[str, Callable[..., Any]]) -> Any:
 
 
 def _callable_name(function: Callable[..., Any]) -> str:
-    """Returns the name of a Python function in settings."""
+    """Returns the value that stands for a Python function in settings: `callable:NAME`."""
     return CALLABLE_PREFIX + getattr(function, "__name__", type(function).__name__).strip("<>")
 
 
@@ -191,7 +191,7 @@ def _data_options(setting: str, rows: Iterable[Mapping[str, Any]] | None, path: 
 
 
 def _to_lines(rows: Iterable[Mapping[str, Any]], path: Path) -> bytes:
-    """Returns rows as JSON Lines; errors name the data after the stem of `path`."""
+    """Returns rows as JSON Lines; the stem of `path` names the data in errors."""
     if isinstance(rows, str | os.PathLike):
         raise InputError(f"{path.stem} data: expected rows, got {rows!r:.80}; a file belongs in data.source")
     lines = []
@@ -205,9 +205,9 @@ def _to_lines(rows: Iterable[Mapping[str, Any]], path: Path) -> bytes:
 
 
 def _write_lines(content: bytes, path: Path) -> Path:
-    """Writes JSON Lines into a folder beside `path` named by a hash of the content; returns the path.
+    """Writes JSON Lines as `<hash>/<name>` beside `path`, where the hash is of the content; returns the new path.
 
-    Uids contain only the file name, so equal rows have equal uids everywhere.
+    Prompt uids contain only the file name, not the folder, so equal rows have equal uids in every call.
     """
     path = path.absolute().parent / hashlib.sha256(content).hexdigest()[:16] / path.name
     path.parent.mkdir(parents=True, exist_ok=True)

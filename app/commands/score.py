@@ -93,14 +93,14 @@ def score_file(
     check_packing: bool = False,
     overwrite: bool = False,
 ) -> list[dict[str, Any]] | None:
-    """Scores a file for a role and returns the summary of each output; None on all processes but process 0.
+    """Scores the samples of a file and returns the summary of each output; returns None except on process 0.
 
     Args:
         out: the output; with several checkpoints a pattern with `{run}`, `{step}` or `{index}`.
 
     Raises:
-        InputError: an output exists and must not be replaced, two checkpoints have the same output, or it is a pattern
-            without a checkpoint.
+        InputError: an output exists and must not be replaced, two checkpoints have the same output, or the output is a
+            pattern but there is no checkpoint.
     """
     if not checkpoints:
         if field := CHECKPOINT_FIELD.search(str(out)):

@@ -42,7 +42,7 @@ def settings(
 
 
 def _find_settings(name: str) -> list[str]:
-    """Returns the settings that begin with `name`, or else its synonyms, or else settings that mention the word.
+    """Returns the settings that begin with `name`, or else its synonyms in TRL or verl, or else those that mention it.
 
     They are in the order of the schema.
     """

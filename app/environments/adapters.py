@@ -6,8 +6,8 @@
     reset(<columns>) and public methods, which are tools; get_reward()          TRL's `environment_factory`
     functions, which are tools                                                  TRL's `tools`
 
-Mistakes of the policy in tool calls become messages to it and are counted. A turn without a call is its answer, which
-ends an episode that has only tools.
+Mistakes of the policy in tool calls become messages to it and are counted. A turn without a call is the policy's
+answer, and ends an episode that has only tools.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class AdaptedEnvironment:
 
     Args:
         environment: the user's object; None with tools only.
-        tools: by name; their calls never reach the environment.
+        tools: the tools of `env.tools` by name; calls of them never reach the environment.
 
     Raises:
         LoadError: the object is not an environment.
@@ -92,7 +92,7 @@ class AdaptedEnvironment:
         self._takes_calls = self._has_step and "calls" in inspect.signature(environment.step).parameters
 
     def reset(self, seed: int, columns: Mapping[str, Any]) -> list[dict[str, Any]] | None:
-        """Starts the episode and returns its opening messages; None = the row's prompt."""
+        """Starts the episode and returns its opening messages, or None if it opens with the prompt of the data row."""
         if self._environment is None:
             return None
         self._is_reset = True
@@ -155,7 +155,10 @@ class AdaptedEnvironment:
 
 
 def read_step(result: Any, has_calls: bool) -> StepResult:
-    """Converts the return value of `step` into a `StepResult` with checked messages and numbers.
+    """Converts the return value of a user's `step` into a `StepResult` with checked messages and numbers.
+
+    Args:
+        has_calls: whether the turn had tool calls, so that text is the message of a tool.
 
     Raises:
         PlugInValueError: it is not a valid return value.

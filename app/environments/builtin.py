@@ -59,7 +59,7 @@ CALCULATOR = Tool("calculator", calculator)
 
 
 class CalculatorEnvironment:
-    """The data set's questions, with a calculator.
+    """An environment that asks the questions of the data set and offers a calculator.
 
     A turn without a call is the answer. It earns 1.0 if its last number equals the row's answer, which is a number or,
     as in GSM8K, `... #### 72`.
@@ -82,10 +82,10 @@ class CalculatorEnvironment:
 
 
 class GuessNumber:
-    """A secret digit and three guesses, which get `+` (the secret is larger), `-` or `=`; other text gets `?`.
+    """A game with a secret digit and three guesses. `+`: the secret is larger, `-`: smaller, `=`: found, `?`: no guess.
 
-    A hit earns 1. The best policy finds 7 of 10 digits: one with the first guess, two with the second, four with the
-    third.
+    Finding the digit earns 1. The best policy finds 7 of 10 digits: one with the first guess, two with the second, four
+    with the third.
     """
 
     def reset(self, *, seed: int) -> str:
@@ -103,4 +103,4 @@ class GuessNumber:
 
 ENVIRONMENTS: dict[str, Callable[[], Any]] = {"calculator": CalculatorEnvironment, "guess_number": GuessNumber}
 TOOLS: dict[str, Callable[..., Any]] = {"calculator": calculator}
-"""Built-in names for `env.source` and `env.tools`."""
+"""Maps the built-in names in `env.source` to environments, and those in `env.tools` to functions."""

@@ -46,10 +46,11 @@ class StepResult(NamedTuple):
 
 
 class Environment(Protocol):
-    """One episode; the class is instantiated without arguments for each.
+    """One episode of an environment. A user's class is instantiated without arguments for each episode.
 
-    It may also have `score() -> float | Mapping[str, float]`, rewards for the whole episode, and `close()`. Both are
-    called once, at its end. All methods of an episode run in one thread, and any of them may be a coroutine function.
+    It may also have `score() -> float | Mapping[str, float]`, which returns rewards for the whole episode, and
+    `close()`. Both are called once, at the end of the episode. All methods of an episode run in one thread, and any of
+    them may be a coroutine function.
     """
 
     def reset(self, *, seed: int, **columns: Any) -> Messages | str | None:

@@ -1,7 +1,7 @@
-"""Converts stacked parameters to the tensors of a Hugging Face checkpoint, and adapters to PEFT's, and writes files.
+"""Converts stacked parameters to Hugging Face tensors, and adapters to PEFT tensors, and writes safetensors files.
 
-Files are written tensor by tensor, because the library's writer keeps a whole file in memory. Source: Hu et al. 2021,
-LoRA; the checkpoint format of PEFT, https://huggingface.co/docs/peft; the safetensors format,
+Files are written tensor by tensor, because the writer of the safetensors library keeps a whole file in memory. Source:
+Hu et al. 2021, LoRA; the checkpoint format of PEFT, https://huggingface.co/docs/peft; the safetensors format,
 https://huggingface.co/docs/safetensors (8 bytes of header length, little-endian, a JSON header of dtypes, shapes and
 offsets, the tensors without gaps).
 """
@@ -24,14 +24,14 @@ from app.model.io.model_files import INDEX_FILE, NUMPY_TYPES, TensorSource
 from app.model.lora import LORA_A, LORA_B, merge_adapters
 
 PREFIX = "base_model.model.model.layers"
-"""Path of the layers: two levels added by PEFT, then a causal language model's."""
+"""Path of the layers in an adapter file: two levels that PEFT adds, then the path in a causal language model."""
 
 PROJECTIONS = {path[0]: name for name, path in LAYER_TENSORS.items() if name.endswith("_proj")}
-"""Our projection -> its module in a layer: `query` -> `self_attn.q_proj`."""
+"""Maps our name of a projection to its Hugging Face module in a layer: `query` -> `self_attn.q_proj`."""
 
 
 SHARD_BYTES = 5_000_000_000
-"""Maximum size of a file, unless a single tensor is larger; hubs and file systems accept this size."""
+"""Maximum size of a weight file, unless a single tensor is larger; hubs and file systems accept this size."""
 
 ALIGNMENT = 8
 """Alignment of the first tensor in bytes, for readers that map the file."""
@@ -84,7 +84,7 @@ def slice_layer(stacked: Array, layer: int, expert: int | None = None) -> Array:
 
 
 class PeftTensors:
-    """A `TensorSource` of the adapters under PEFT's names, layer by layer.
+    """A `TensorSource` of the adapters, under the names that PEFT gives them, layer by layer.
 
     `lora_A.weight` [r, in] = A^T and `lora_B.weight` [out, r] = B^T.
     """

@@ -166,7 +166,7 @@ def _fill_in(
     results: str = "",
     settings_table: str = "",
 ) -> str:
-    """Returns the card with its metadata, these texts, and instructions for use."""
+    """Returns the text of a card: its metadata, the given texts, and instructions for use."""
     system = settings["data.system_prompt"]
     messages = [*([{"role": "system", "content": system}] if system else []), {"role": "user", "content": "..."}]
     card = ModelCard.from_template(
@@ -200,6 +200,7 @@ def front_matter(export_format: ExportFormat, hub_id: str | None, *sources: str)
 
     Args:
         hub_id: id of the base model; None if it is not on the hub, because cards accept only hub models as base.
+        sources: the data of the run, as in `data.source`; only data sets on the hub are listed.
     """
     hub_data = [split_hub_source(one)[0] for one in sources if one.startswith(HUB_DATA_PREFIX)]
     return ModelCardData(

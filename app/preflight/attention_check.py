@@ -30,9 +30,9 @@ from app.runtime.scoring import ScoringSession, set_compute_dtype
 from app.training.learner import LearnerGroup, longest_rows
 
 TOLERANCES = {"float32": 1e-4, "bfloat16": 2e-2}
-"""Tolerated rounding differences, relative to the array's largest number, by compute dtype."""
+"""Maps a compute dtype to the tolerated rounding difference, relative to the largest number of an array."""
 NUM_TOKENS, PROMPT, COMPLETION, WINDOW = 700, 150, 120, 100
-"""Lengths in tokens of a row (several blocks on every platform), a prompt, a completion, and a window."""
+"""Lengths in tokens: the packed row (several kernel blocks on every platform), a prompt, a completion, the window."""
 SAMPLE_PLACES = (
     np.r_[:PROMPT, PROMPT : PROMPT + COMPLETION],
     np.r_[:PROMPT, PROMPT + COMPLETION : PROMPT + 2 * COMPLETION],
@@ -48,7 +48,7 @@ RESULTS = (
 def check_attention(
     recorder: CheckRecorder, session: ScoringSession, learning: LearnerGroup, reward_model: NetworkSpec | None
 ) -> None:
-    """Checks the attention of all networks of a run, on rows like theirs. All hosts must call it together."""
+    """Checks attention with the sizes and kernel blocks of every network of a run. All hosts must call it together."""
     mesh, device, policy = session.mesh, session.mesh.devices.flat[0], session.model_spec.architecture
     rows = longest_rows(session, learning, reward_model)
     # Prefill uses the same attention.
@@ -151,10 +151,13 @@ def decode_attention_errors(
     block: int,
     block_size: int | None,
 ) -> Float64[np.ndarray, "3"]:
-    """Returns the same errors as `attention_differences`, but for decoding one token with equal caches on all devices.
+    """Returns the largest difference of each of the last three `RESULTS` from dense attention in float32.
+
+    Differences are relative to the largest number of each result. Each row decodes one token, with the same rows and
+    caches on every device. All hosts must call it together.
 
     Args:
-        block: tokens of a cache block; the exact results have unpaged caches.
+        block: number of tokens in a KV block; dense attention uses caches that are not divided into blocks.
         block_size: the result of `decode_block_size`.
     """
     a, score_mod = architecture, ScoreMod.of(architecture)
@@ -169,7 +172,7 @@ def decode_attention_errors(
     seen = places <= positions[:, None]
 
     def whole_rows(pools: np.ndarray) -> Float[np.ndarray, "D B K S H"]:
-        """Returns the unpaged caches of each device's rows; a device numbers its blocks from 0."""
+        """Returns the cache of each row of each device in one piece; every device numbers its blocks from 0."""
         rows = np.moveaxis(pools.reshape(-1, *pool)[:, tables], 2, 3)
         return np.where(seen[:, None, :, None], rows.reshape(*rows.shape[:3], -1, a.head_dim), 0)
 

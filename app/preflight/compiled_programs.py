@@ -65,7 +65,7 @@ class CompiledProgram:
 
 
 ProgramCallback = Callable[[CompiledProgram, str], None]
-"""Called with each program and its text when it is compiled."""
+"""Called with each program and its HLO text after compiling it."""
 
 
 class LoweredProgram(NamedTuple):
@@ -75,7 +75,7 @@ class LoweredProgram(NamedTuple):
     name: str
     lowered: Lowered
     turns: Mapping[str, int] = MappingProxyType({})
-    """Iterations of the loop over LM head chunks, which depend on the rows, by its name scope."""
+    """Maps the name scope of the loop over LM head chunks to its number of iterations, which depends on the rows."""
 
 
 def step_memory(
@@ -123,7 +123,7 @@ def _does_not_fit(phase: str, name: str, reason: str) -> InputError:
 
 
 def compile_programs(step: StepOutline) -> Iterator[tuple[CompiledProgram, str]]:
-    """Compiles the programs of a step one after the other; yields each with its text. See `step_memory`."""
+    """Compiles the programs of a step one after the other; yields each with its HLO text."""
     backend = step.session.mesh.devices.flat[0].platform
     for phase, name, lowered, turns in _lower_programs(step):
         started = time.perf_counter()
@@ -214,7 +214,7 @@ def _lower_programs(step: StepOutline) -> Iterator[LoweredProgram]:
 
 
 def _lm_head_turns(session: Session, plan: MicroBatchPlan) -> dict[str, int]:
-    """Returns the iterations of the loop over LM head chunks for the fullest row, by its name scope."""
+    """Returns the name scope of the loop over LM head chunks, with its number of iterations for the fullest row."""
     largest, settings = largest_micro_batch(plan), session.settings
     rows_on_device = len(largest.rows) // num_local_row_shards(session.mesh)
     chunk = min(max(1, settings.model.logits_chunk // rows_on_device), largest.shape.num_completion_tokens)
@@ -245,7 +245,7 @@ def _lower_generation(step: StepOutline) -> Iterator[LoweredProgram]:
 
 
 def lower_update(session: Session, learner: Learner, plan: MicroBatchPlan) -> dict[str, Lowered]:
-    """Returns the programs of an optimizer step: the gradients of its largest micro-batch, and the update."""
+    """Returns the programs of an optimizer step by name: gradients of its largest micro-batch, and the update."""
     empty = learner.updater.pack((), _empty_micro_batch(plan), StepTotals(num_tokens=0, num_samples=0))
     batch = _global_shapes(session.mesh, empty)
     with jax.set_mesh(session.mesh):

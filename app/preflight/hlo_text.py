@@ -55,7 +55,7 @@ class Instruction:
 
     @property
     def num_bytes(self) -> int:
-        """Size of the result in bytes."""
+        """Size of the instruction's result in bytes."""
         return sum(shape.num_bytes for shape in self.shapes)
 
     @cached_property
@@ -74,8 +74,8 @@ class Instruction:
     def group_size(self) -> int:
         """The number of devices in one group of a collective.
 
-        Written as `{{0,1},{2,3}}`, as `[2,2]<=[4]`, or by the axes of a mesh: `mesh['x'=2,'y'=4] {'y'}`, of which
-        `'y':(2)4` is the part of size 4.
+        Groups are written as a list, `{{0,1},{2,3}}`; as their shape, `[2,2]<=[4]`; or as axes of a mesh, as in
+        `mesh['x'=2,'y'=4] {'y'}`, where `'y':(2)2` stands for a part of size 2 of an axis.
         """
         if mesh := _MESH_GROUP.search(self.text):
             sizes = dict(re.findall(r"'(\w+)'=(\d+)", mesh[1]))
@@ -94,11 +94,11 @@ class Instruction:
 
     @property
     def holds_handles(self) -> bool:
-        """Whether its result contains handles of asynchronous operations."""
+        """Whether the instruction's result contains handles of asynchronous operations."""
         return any(shape.memory_space == SEMAPHORES for shape in self.shapes)
 
     def attribute(self, pattern: str) -> str | None:
-        """Returns the first group of a pattern in the line's attributes; None without a match."""
+        """Returns what the first group of a regular expression matches in the attributes; None without a match."""
         found = re.search(pattern, self.text)
         return found[1] if found else None
 
@@ -184,11 +184,11 @@ class HloProgram:
     def sent_bytes(self, turns: Mapping[str, int], *, turn_of: str | None = None) -> Counter[str]:
         """Returns the bytes that each device sends in one call, by kind of collective.
 
-        Of a conditional, only the branch that sends the most is counted.
+        In a conditional, only the branch that sends the most is counted.
 
         Args:
             turns: as for `num_turns`.
-            turn_of: the name scope of a loop; only one of its iterations is counted, instead of the whole call.
+            turn_of: the name scope of a loop of which one iteration is counted; None to count the whole call.
         """
         return self._sent_bytes(self.computation_of(turn_of), turns)
 

@@ -294,7 +294,7 @@ def num_samples_per_step(session: Session) -> int:
 
 
 def make_longest_prompt(num_tokens: int) -> Prompt:
-    """Returns a prompt as long as `data.max_prompt_length` allows."""
+    """Returns a prompt of this length whose token ids are all 0."""
     return Prompt("longest", np.zeros(num_tokens, np.int32), "", None)
 
 

@@ -226,7 +226,7 @@ def _format_reward(value: float | None) -> str:
 def check_reward_model(
     recorder: CheckRecorder, session: Session, model: RewardModelSpec, samples: Sequence[Sample]
 ) -> None:
-    """Checks the reward model's scores for the same answers. All hosts must call it together."""
+    """Checks the reward model's scores for a right answer and wrong ones. All hosts must call it together."""
     if (reason := too_large_reason(session, model.definition)) is not None:
         recorder.skip("reward model", reason=reason)
         return

@@ -41,7 +41,7 @@ MEMORY_LABELS = {
     "temporaries": "temporaries of a program *",
     "padding": "padding of its arguments *",
 }
-"""Name of a buffer -> label of its line in the table, in order."""
+"""Maps the name of a buffer to the label of its line in the memory table; in the order of the lines."""
 
 GENERATION_ADVICE = (
     "lower rollout.prompts_per_step, rollout.group_size or rollout.max_new_tokens, set fewer rollout.slots or "
@@ -56,12 +56,12 @@ MEMORY_ADVICE = {
     "critic": "lower critic.max_tokens_per_device or rows_per_device, set model.remat: block",
     "update": "lower algorithm.max_tokens_per_device or rows_per_device, set model.remat: block",
 }
-"""Phase -> how to reduce its memory. `{role}` is the name of the program: each role of scoring has its own quota."""
+"""Maps a phase to how to reduce its memory. `{role}` stands for the role whose scoring program does not fit."""
 
 
 @dataclass(frozen=True)
 class StepOutline:
-    """A run, and the shapes of a step's programs for its longest prompt and completion, as in real steps."""
+    """A run, and the shapes of the programs of a step in which every prompt and completion is as long as possible."""
 
     session: Session
     learning: LearnerGroup
@@ -87,7 +87,7 @@ def outline_step(
     held_out: Sequence[Prompt],
     reward_model: NetworkSpec | None,
 ) -> StepOutline:
-    """Returns the outline of a run over these prompts, the same on every host."""
+    """Returns the outline of a run over these prompts; it is the same on every host."""
     settings, rollout = session.settings, session.settings.rollout
     longest_prompt = max((len(prompt.token_ids) for prompt in prompts), default=0)
 

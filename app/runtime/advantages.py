@@ -52,9 +52,9 @@ from settings import Settings
 from settings.schema.algorithm import AlgorithmSettings
 
 EstimateAdvantages = Callable[[Sequence[Sample], float], list[Sample]]
-"""Samples with a reward, and the coefficient of the KL penalty -> the same samples with advantages."""
+"""(samples with rewards, coefficient of the KL penalty) -> the samples with advantages."""
 NextKLCoef = Callable[[Sequence[Sample], float], float]
-"""A step's samples and KL coefficient -> the next step's coefficient."""
+"""(samples of a step, its KL coefficient) -> the coefficient of the next step."""
 
 KL_HORIZON = 10_000
 """Number of samples over which an adapted coefficient changes by at most about 20 % (Ziegler et al. 2019)."""
@@ -85,7 +85,8 @@ class AdvantageEstimator:
     parts: RewardParts | None = None
     """The parts of the reward that `estimate` compares separately; None if it compares their sum."""
     penalize: Callable[..., Sample] | None = None
-    """Subtracts a KL penalty of `kl_coef` from a sample's final advantages; None = the penalty is elsewhere."""
+    """Subtracts a KL penalty of `kl_coef` from a sample's final advantages; None unless `algorithm.kl_in:
+    advantage`."""
 
     def learns_from(self, sample: Sample) -> bool:
         """Returns whether a sample takes part in the statistics of its group and in the loss."""
@@ -150,7 +151,7 @@ def with_saved_advantages(estimator: AdvantageEstimator) -> AdvantageEstimator:
 
 
 def make_group_advantages(settings: Settings) -> EstimateAdvantages:
-    """Returns the function that computes advantages relative to the group, from rewards with or without KL penalty."""
+    """Returns the function that compares rewards within groups, after subtracting the KL penalty if it is in them."""
     algorithm = settings.algorithm
     assert algorithm.estimator is not None
     assign = partial(assign_group_advantages, advantages=GROUP_ADVANTAGES[algorithm.estimator])
@@ -173,7 +174,7 @@ def make_custom_advantages(settings: Settings, custom: CustomEstimator | None) -
 
 
 def _make_sample_rewards(algorithm: AlgorithmSettings) -> Callable[..., np.ndarray]:
-    """Returns the function (samples, kl_coef) -> rewards, with or without KL penalty."""
+    """Returns the function (samples, kl_coef) -> rewards, minus the KL penalty if it is in the reward."""
     if not algorithm.kl_in_reward:
         return lambda samples, kl_coef: task_rewards(samples)
     penalized = partial(kl_penalized_rewards, kl_estimator=make_kl_estimator(algorithm))
@@ -183,7 +184,7 @@ def _make_sample_rewards(algorithm: AlgorithmSettings) -> Callable[..., np.ndarr
 def make_gae(
     settings: Settings, *, backend: str = "numpy", mask_mode: str = "skip"
 ) -> Callable[[TokenRows], TokenAdvantages]:
-    """Returns the function that computes GAE over rows of tokens."""
+    """Returns the function that computes GAE over rows of tokens; `backend` and `mask_mode` are as in `grpo gae`."""
     algorithm, alpha = settings.algorithm, settings.algorithm.length_adaptive_lam
     usual = partial(fixed_discount, discount=algorithm.lam)
     critic_lam = usual if settings.critic.lam is None else partial(fixed_discount, discount=settings.critic.lam)
@@ -227,7 +228,7 @@ TOKEN_ADVANTAGES: Mapping[str, Callable[[Settings], EstimateAdvantages]] = Mappi
 
 
 def _make_gamma(settings: Settings) -> DiscountFn:
-    """Returns the function that computes the discount factor of each token."""
+    """Returns the function that gives each token of a sample its discount factor."""
     gamma, turn_discount = settings.algorithm.gamma, settings.env.turn_discount
     if turn_discount == 1:
         return partial(fixed_discount, discount=gamma)
@@ -235,7 +236,7 @@ def _make_gamma(settings: Settings) -> DiscountFn:
 
 
 def _make_lam(algorithm: AlgorithmSettings) -> DiscountFn:
-    """Returns the function that computes GAE's lambda for the advantages."""
+    """Returns the function that gives each token of a sample the lambda for its advantage."""
     alpha = algorithm.length_adaptive_lam
     if alpha is None:
         return partial(fixed_discount, discount=algorithm.lam)
@@ -247,7 +248,7 @@ def _choose_bootstrap(settings: Settings) -> BootstrapFn:
 
 
 def _from_token_rewards(settings: Settings, assign: Callable[..., list[Sample]]) -> EstimateAdvantages:
-    """Returns an estimator that assigns advantages from `token_rewards`, with or without KL penalty."""
+    """Returns an estimator that calls `assign` with rewards per token, minus the KL penalty if it is in the reward."""
     if not settings.algorithm.kl_in_reward:
         return lambda samples, kl_coef: assign(samples, token_rewards=task_token_rewards)
     penalized = partial(kl_penalized_token_rewards, kl_estimator=make_kl_estimator(settings.algorithm))

@@ -27,15 +27,15 @@ log = logging.getLogger(__name__)
 
 
 def open_pool(settings: Settings) -> EpisodePool:
-    """Opens a pool, without a process yet; raises InputError if a variable of `plugins.env_vars` is not set."""
+    """Opens a pool that starts no process yet; raises InputError if a variable in `plugins.env_vars` is not set."""
     allow_variables(settings.plugins.env_vars)
     return EpisodePool(settings.env, settings.plugins)
 
 
 def prepare_turns(settings: Settings, tokenizer: Tokenizer) -> None:
-    """Adds the tools of the environment and `env.tools`, imported once, to a tokenizer's prompts.
+    """Imports the environment and `env.tools` once, and adds their tools to the prompts of a tokenizer.
 
-    Without an environment, only warns if turns of the chat template have no end.
+    Without an environment, only warns if the chat template does not mark the ends of turns.
 
     Raises:
         InputError: environment, tools, chat template or its format of calls cannot be used.

@@ -43,7 +43,7 @@ NUM_PROMPTS_LOOKED_AT = 1000
 MAX_UNKNOWN_SHARE = 0.1
 """Fraction of unknown tokens that causes a warning; text in the tokenizer's language has almost none."""
 PromptsOrRows = Sequence[Prompt] | Sequence[DatasetRow]
-"""Rows of a data set, tokenized or not."""
+"""Rows of a data set, as tokenized prompts or as they were read."""
 
 
 def make_rewards(
@@ -158,7 +158,7 @@ def encode_train_data(
     Warns of unknown tokens.
 
     Raises:
-        InputError: as `encode_completions`; or no prompt is left, or none of a source of a mixture.
+        InputError: see `encode_completions`; or no prompt is left, or none from one source of a mixture.
     """
     prompts, encoded = encode_prompts(dataset.rows, tokenizer, settings.data)
     warn_of_misread_prompts(settings, dataset.rows, tokenizer)
@@ -181,7 +181,12 @@ def encode_train_data(
 
 
 def _check_parts(dataset: Dataset, left: Sequence[Prompt] | Sequence[Sample], what: str, limit: str) -> None:
-    """Raises InputError if no row is left of a source of a mixture."""
+    """Raises InputError if no row is left from a source of a mixture.
+
+    Args:
+        what: the rows in the error message, such as `prompt`.
+        limit: the setting that dropped the rows.
+    """
     numbers = {one.uid.partition("/")[0] for one in left}
     if empty := next((part.source for i, part in enumerate(dataset.parts) if str(i) not in numbers), None):
         raise InputError(f"data.source: every {what} of {empty} is longer than {limit}; raise the limit")

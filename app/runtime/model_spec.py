@@ -56,7 +56,7 @@ class ModelSpec(NetworkSpec):
     """The policy."""
 
     load_tokenizer: Callable[[], Tokenizer]
-    """Loads the tokenizer that `tokenizer` then keeps."""
+    """Loads the tokenizer; called once, by the first use of `tokenizer`."""
     policy_definition: DecoderDefinition
     """Definition of the trained policy: with the adapters of `model.lora` and optionally quantized kernels; equals
     `definition` without adapters."""
@@ -73,7 +73,7 @@ class ModelSpec(NetworkSpec):
 
     @property
     def adapter_fingerprints(self) -> dict[str, str]:
-        """Fingerprints of the adapters, which must match a checkpoint's; empty without adapters."""
+        """Fingerprints of the adapters, which must equal those in a checkpoint; empty without adapters."""
         lora, quantization = self.policy_definition.lora, self.policy_definition.quantization
         if lora is None:
             return {}
@@ -88,8 +88,9 @@ class ModelSpec(NetworkSpec):
         """Returns the definition for generation: in float32 the model's own, with adapters merged into its kernels.
 
         In bfloat16, W + (alpha / rank) A B would lose the part of A B below the last bit of W. For many steps this is
-        most of it, so the sampler would not follow the policy. Quantized kernels, also by `weights`, would lose even
-        more. In these cases adapters stay separate from the kernels, as in training and scoring.
+        most of it, so the sampler would not follow the policy. Quantized kernels, including those that `weights`
+        quantizes, would lose even more. In these cases adapters stay separate from the kernels, as in training and
+        scoring.
 
         Args:
             weights: quantization of the kernels for generation only (`rollout.weights`).
@@ -172,7 +173,8 @@ def adapted_definition(definition: DecoderDefinition, model: ModelSettings) -> D
     """Returns the definition with the adapters of `model.lora` and frozen weights in `model.dtype`, if there are any.
 
     Raises:
-        InputError: the rank exceeds the kernels', the quantization does not fit them, or experts would get adapters.
+        InputError: the rank exceeds a dim of a kernel, the quantization does not fit them, or experts would get
+            adapters.
     """
     settings = model.lora
     if not settings.rank:
@@ -237,7 +239,7 @@ def read_critic_spec(settings: Settings, policy: ModelSpec, *, config_only: bool
 
 
 def read_reference_spec(settings: Settings, policy: ModelSpec, *, config_only: bool = False) -> NetworkSpec:
-    """Reads the teacher of `reference.path`; its vocabulary is cut to the policy's, also in the softmax.
+    """Reads the teacher of `reference.path`, whose vocabulary is cut to that of the policy, also in the softmax.
 
     Raises:
         InputError: the model cannot be used as a teacher, for example because its tokens are not the policy's.

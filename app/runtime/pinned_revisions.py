@@ -17,7 +17,7 @@ from settings.schema.model import split_revision
 MODEL_FIELDS: Mapping[str, str] = MappingProxyType(
     {"model": "path", "reference": "source", "critic": "path", "reward": "model"}
 )
-"""Section -> its field that selects a model. A critic without a path uses the policy's files, and so their commit."""
+"""Maps a section to its field that selects a model. A critic without a path uses the files of the policy."""
 
 
 def pin_revisions(settings: Settings, run: RunDirectory) -> Settings:
@@ -55,7 +55,7 @@ def record_commits(run: RunDirectory, settings: Settings, commits: Mapping[str, 
 
 
 def _read_pins(path: Path) -> dict[str, dict[str, Any]]:
-    """Reads path and commit of each model, by section."""
+    """Returns the path and the commit of each model in the record, by section."""
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:

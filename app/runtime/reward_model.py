@@ -96,7 +96,7 @@ class RewardModel:
     params: Params
     batcher: FixedRowBatcher | PackedRowBatcher
     uses_scan: bool
-    """Whether micro-batches run in one compiled scan, or one after another."""
+    """Whether one compiled scan runs all micro-batches; if not, each is dispatched separately."""
 
     @classmethod
     def load(cls, settings: Settings, model: RewardModelSpec, mesh: Mesh) -> RewardModel:

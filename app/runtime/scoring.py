@@ -60,8 +60,8 @@ class ScoringSession:
     scorer: Scorer
     """Scores with the policy, including its adapters if it has any."""
     reference_scorer: Scorer
-    """Scores with the weights of the teacher or, without one, of `model.path`, quantized like the policy's; the latter
-    equals `scorer` without adapters."""
+    """Scores with the teacher; without one, with the weights of `model.path` as they are in the policy, so that without
+    adapters it is `scorer`."""
     critic: CriticModel | None = None
     teacher: NetworkSpec | None = None
     """The model of `reference.path`; None if the reference is the policy's start, or without a reference."""
@@ -116,7 +116,7 @@ class ScoringSession:
         )
 
     def architecture_of(self, role: ScoredRole) -> Architecture:
-        """Returns the architecture of the network that scores for a role."""
+        """Returns the architecture of the network of a role."""
         others = {"critic": self.critic and self.critic.spec, "reference": self.teacher}
         return (others.get(role) or self.model_spec).architecture
 
@@ -127,12 +127,12 @@ class ScoringSession:
 
     @property
     def reference_definition(self) -> DecoderDefinition:
-        """The reference policy; with adapters, in the form of the policy's frozen weights."""
+        """Definition of the reference; with adapters, that of the policy's frozen weights."""
         return self.model_spec.reference_definition if self.teacher is None else self.teacher.definition
 
     @property
     def held_reference(self) -> DecoderDefinition:
-        """The reference policy as kept in memory: in the compute dtype, since its weights are not trained."""
+        """Definition of the reference as kept in memory: in the compute dtype, since its weights are not trained."""
         return self.reference_definition.held_in(jnp.dtype(self.settings.model.dtype))
 
     def load_params(self) -> Params:
@@ -145,7 +145,7 @@ class ScoringSession:
 
     @property
     def route_shape(self) -> RouteShape | None:
-        """Sizes of the policy's routes; None if they are not replayed."""
+        """Sizes of the recorded choices of experts; None unless `rollout.routing_replay` is set."""
         return self.model_spec.architecture.route_shape if self.settings.rollout.routing_replay else None
 
     @cached_property
@@ -225,7 +225,7 @@ def open_mesh(settings: Settings, *, set_aside: Collection[int] = ()) -> Mesh:
     """Opens the mesh of `mesh.shape`. `jax_startup.initialize_distributed` must have run.
 
     Args:
-        set_aside: as for `make_mesh`.
+        set_aside: indices, on each host, of devices that are not part of the mesh.
 
     Raises:
         InputError: the settings do not fit the devices.

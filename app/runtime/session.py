@@ -37,7 +37,7 @@ from settings import Settings
 Generator = ContinuousBatchGenerator | RolloutWorkerPool
 
 MIN_TURNED_DIM = 512
-"""Minimum model dim for kernels with output dims first on CPUs; smaller kernels fit in the processor's cache."""
+"""Minimum model dim for which CPUs generate with kernels stored output dims first; smaller ones fit in the cache."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +56,7 @@ class Session:
     workers: RolloutWorkerPool | None
     """Workers that generate instead, if `rollout.scheduler` is set."""
     generation_notes: tuple[str, ...]
-    """Text for users about the mesh of generation and its slots."""
+    """Notes for users about the mesh of generation and the chosen numbers of slots and KV blocks."""
 
     @classmethod
     def open(
