@@ -24,13 +24,13 @@ from app.batching.micro_batch_shapes import (
 )
 
 PackedSegment = tuple[int, ...]
-"""Samples that share one copy of their prompt; a single sample if nothing is shared."""
+"""Indices of the samples that share one copy of their prompt; a single index if nothing is shared."""
 PackedRow = tuple[PackedSegment, ...]
 SequenceCost = Callable[[np.ndarray], np.ndarray]
 """Lengths -> forward FLOPs of a sequence of each length; integers, so that sums are exact in any order."""
 
 MAX_SAMPLES_FOR_SEARCH = 1024
-"""With more samples, only one way of packing is tried: it fills rows well, and others would take too long."""
+"""Maximum number of samples for which several ways of packing are tried; for more, one way already fills rows well."""
 MIN_ROW_LENGTH = 256
 """Minimum length of a packed row, if the quota allows it: long rows of many short samples have less padding."""
 MAX_SHARED_ROW_LENGTH = 32_768
@@ -103,8 +103,8 @@ class TokenBudget:
 def choose_row_length(max_tokens_per_device: int, max_sample_tokens: int, *, max_group_tokens: int = 0) -> int:
     """Returns the length of a full row: the quota, halved while twice the longest sample and the longest group fit.
 
-    Longer rows cost little, since attention skips invisible blocks, and have less padding; shorter rows balance better.
-    The length is rounded down to blocks of 128 if the longest sample still fits.
+    The quota is `max_tokens_per_device`. Longer rows cost little, since attention skips invisible blocks, and have less
+    padding; shorter rows balance better. The length is rounded down to blocks of 128 if the longest sample still fits.
 
     Args:
         max_group_tokens: largest possible number of tokens in a prompt and all its completions; 0 if unknown.

@@ -14,7 +14,7 @@ to compile."""
 MIN_TAIL_FRACTION, TAIL_STEP_FRACTION = 1 / 16, 1 / 64
 """Smallest size of a last micro-batch, and smallest difference between two sizes, as fractions of the quota."""
 BLOCK_TOKENS = 128
-"""Block size of the attention kernels; the length of longer rows is a multiple of it."""
+"""Block size of the attention kernels; the length of rows of more than one block is a multiple of it."""
 
 
 def bucket_length(length: int, *, min_bucket: int = 16) -> int:

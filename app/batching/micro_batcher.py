@@ -70,7 +70,7 @@ class MicroBatcher(ABC):
 
 @dataclass(frozen=True)
 class FixedRowBatcher(MicroBatcher):
-    """Splits samples into a fixed number of rows with one sample each; see `plan_fixed_rows`."""
+    """Plans micro-batches with a fixed number of rows and one sample per row; see `plan_fixed_rows`."""
 
     rows_per_device: int | None
     trim_tail: bool

@@ -21,7 +21,7 @@ def policy_batching_metrics(global_plans: Sequence[GlobalPlan]) -> dict[str, flo
 
 
 def critic_batching_metrics(global_plans: Sequence[GlobalPlan]) -> dict[str, float]:
-    """Returns `value/batching/*`, the metrics of the critic's pass over the same samples."""
+    """Returns `value/batching/*`, the metrics of the critic's pass over a step's samples."""
     metrics = _batching_metrics([plan.packing_stats() for plan in global_plans])
     return {f"value/{name}": value for name, value in metrics.items()}
 

@@ -15,7 +15,7 @@ from settings.schema.model import AttentionImplementation
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Rotary position embedding over the whole head ("two halves" pairing)."""
+    """Rotary position embedding of the whole head, which rotates dims i and i + H / 2 together."""
 
     theta: float
     rope_type: str = "default"
@@ -29,7 +29,7 @@ class RopeConfig:
 
 
 class RouteShape(NamedTuple):
-    """Sizes of the routes of a token: the experts chosen for it in each layer."""
+    """Sizes of the routes of a token, which are the experts chosen for it in each layer."""
 
     num_layers: int
     experts_per_token: int

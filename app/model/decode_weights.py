@@ -30,7 +30,7 @@ class DecodeWeights:
     """
 
     params: Params
-    """All weights except the layers'."""
+    """All weights outside the layers."""
     blocks: tuple[Params, ...]
 
 
@@ -44,9 +44,9 @@ class DecodeConversion:
 
     Args:
         mesh: devices used for generation, of this host or of all hosts.
-        mesh_of_all_hosts: mesh over the training devices, in the same order, of which `mesh` is this host's part;
+        mesh_of_all_hosts: mesh over the training devices, in their order, of which `mesh` is this host's part;
             `mesh` if None.
-        training_mesh: mesh of the policy; `mesh_of_all_hosts` if None.
+        training_mesh: mesh of the policy's weights; `mesh_of_all_hosts` if None.
         merge: converts a policy with adapters to weights for `definition`; None to use the weights as they are.
     """
 
@@ -87,7 +87,7 @@ class DecodeConversion:
         self._others = jax.jit(others, out_shardings=shardings.params)
 
     def __call__(self, params: Params) -> DecodeWeights:
-        """Converts the weights of a policy version. The caller drops the result before the update.
+        """Converts the weights of a policy version. The caller drops the result before an update, to free its memory.
 
         Programs on the training mesh give every host the complete weights. All hosts must call it from their training
         threads; while a host waits for the others, no host may run another program.
@@ -137,7 +137,7 @@ def _cast(params: Params, dtype: jnp.dtype) -> Params:
 
 
 def decode_dims(dims: tuple[str, ...]) -> tuple[str, ...]:
-    """Returns a weight's logical dims for decoding."""
+    """Returns a weight's logical dims for decoding, of which fsdp splits none."""
     return tuple("activation" if dim == "embed" else dim for dim in dims)
 
 
@@ -147,7 +147,11 @@ def abstract_decode_weights(
     dtype: jnp.dtype,
     to_dims: Callable[[tuple[str, ...]], tuple[str, ...]] = decode_dims,
 ) -> DecodeWeights:
-    """Returns the result of a `DecodeConversion` as shapes, with the shardings of each weight's `to_dims`."""
+    """Returns the result of a `DecodeConversion` as shapes with shardings.
+
+    Args:
+        to_dims: maps a weight's logical dims to those that determine its sharding.
+    """
     shapes = jax.eval_shape(lambda params: _cast(params, dtype), definition.shapes)
 
     def resized(num_layers: tuple[int, ...]) -> Params:

@@ -46,7 +46,7 @@ from app.model.segment_layout import SegmentLayout
 from settings.schema.model import Quantization
 
 AttentionFn = Callable[[Array, Array, Array], tuple[Array, Any]]
-"""(query [R,T,Q,H], keys [R,K,T,H], values [R,K,T,H]) -> (mixed [R,T,Q,H], data for the caller)."""
+"""(query [R,T,Q,H], keys [R,K,T,H], values [R,K,T,H]) -> (attention output [R,T,Q,H], data for the caller)."""
 
 
 RESIDUALS = ("rows", "residual_tokens", "activation")
@@ -82,7 +82,7 @@ def _is_split() -> bool:
 
 
 def _token_dims(x: Float[Array, "*tokens D"]) -> tuple[Dims, Dims]:
-    """Returns the dims of whole rows and of residuals."""
+    """Returns the dims of whole rows, and of residuals, whose tokens are split over tp."""
     if x.ndim == 2:
         return ("rows", "activation"), (spread_rows(len(x)), "activation")
     return ("rows", "tokens", "activation"), RESIDUALS
@@ -180,7 +180,7 @@ REMAT_POLICIES: Mapping[str, Callable[[Callable], Callable]] = MappingProxyType(
         "block": functools.partial(jax.checkpoint, prevent_cse=False),
     }
 )
-"""What the backward pass recomputes in each layer, by `remat`.
+"""Value of `remat` -> wrapper of a layer, which determines what the backward pass recomputes.
 
 `none`: nothing. `minimal`: everything except projection outputs (adapters included) and the attention of long rows, so
 no [tokens, tokens] array or elementwise result is kept. `block`: everything except the layer's input.
@@ -314,7 +314,7 @@ class Trunk(nnx.Module):
 
 
 class Decoder(Trunk):
-    """A trunk and an LM head, which uses the embedding's weights if they are tied."""
+    """A trunk and an LM head. With tied embeddings, the head uses the embedding matrix."""
 
     def make_head(self, arch: Architecture, rngs: nnx.Rngs) -> None:
         if not arch.tied_embeddings:
@@ -351,7 +351,7 @@ class DecoderDefinition:
     shapes: Params
     """Nested dict of `jax.ShapeDtypeStruct`."""
     dims: Params
-    """The same tree, with a tuple of logical dims at each leaf."""
+    """A tree like `shapes`, with a tuple of logical dims at each leaf."""
     lora: LoRAConfig | None = None
     adapter_paths: frozenset[ParamPath] = frozenset()
     """Paths of the adapters, the only trainable weights; empty if all weights are trainable."""
@@ -379,11 +379,11 @@ class DecoderDefinition:
 
     @cached_property
     def unquantized(self) -> DecoderDefinition:
-        """The same network with float32 kernels instead of codes and scales."""
+        """This network with float32 kernels instead of codes and scales."""
         return self if self.quantization is None else self.quantized(None)
 
     def quantized(self, quantization: Quantization | None) -> DecoderDefinition:
-        """Returns the same network with kernels quantized in this way, or in float32 if None."""
+        """Returns this network with kernels quantized in the given way; None = float32 kernels."""
         return self.create(self.architecture, self.network_class, lora=self.lora, quantization=quantization)
 
     def quantizer(self, path: ParamPath) -> KernelQuantizer:
@@ -395,19 +395,19 @@ class DecoderDefinition:
 
     @cached_property
     def without_adapters(self) -> DecoderDefinition:
-        """The same network without adapters."""
+        """This network without adapters."""
         if self.lora is None:
             return self
         without = self.create(self.architecture, self.network_class, quantization=self.quantization)
         return replace(without, shapes=self.frozen(self.shapes))
 
     def with_outputs_first(self) -> DecoderDefinition:
-        """Returns the same network with the output dims of its kernels first."""
+        """Returns this network with the output dims of its kernels first."""
         assert self.quantization is None
         return self.create(self.architecture, self.network_class, lora=self.lora, outputs_first=True)
 
     def held_in(self, dtype: jnp.dtype) -> DecoderDefinition:
-        """Returns the same network with weights, except quantized kernels and adapters, stored in this compute dtype.
+        """Returns this network with weights, except quantized kernels and adapters, stored in this compute dtype.
 
         Frozen weights lose nothing by it, because the network would cast float32 weights to the same numbers.
         """
@@ -445,5 +445,5 @@ class DecoderDefinition:
 
     @property
     def num_trainable(self) -> int:
-        """The number of trainable parameters, including the router of a mixture, whose gradient is zero."""
+        """The number of trainable parameters, including the routers of experts, whose gradients are zero."""
         return sum(leaf.size for leaf in jax.tree.leaves(self.trainable(self.shapes)))

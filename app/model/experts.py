@@ -48,10 +48,10 @@ class ExpertMatrix(nnx.Module):
 class Experts(nnx.Module):
     """The sum over a token's chosen experts of p down(act(gate(x)) * up(x)), with the router's probabilities p.
 
-    The experts are split over tp: each device sums its own for all tokens of its rows, and one sum over tp completes
-    them. The router is frozen. Its choices are discontinuous: rounding alone sends tokens to other experts in the
-    sampler than in the trainer, and training the router would change further choices in each update, so that the ratio
-    of the two policies would become meaningless. Replaying the sampler's choices removes the first effect. Source: Ma
+    The experts are split over tp: each device sums its own for all tokens of its rows, and one all-reduce over tp adds
+    these sums. The router is frozen. Its choices are discontinuous: rounding alone sends tokens to other experts in the
+    sampler than in the trainer, and training the router would change further choices in each update, so that importance
+    ratios would become meaningless. Replaying the sampler's choices removes the first effect. Source: Ma
     et al. 2025, arXiv 2510.11370.
     """
 
@@ -73,7 +73,7 @@ class Experts(nnx.Module):
         Where `is_token` is False, the sums are 0 and the choices undefined.
 
         Args:
-            recorded: experts to use instead of the router's choices; `UNRECORDED` = the router's.
+            recorded: experts to use instead of the router's choices; `UNRECORDED` keeps the router's choice.
         """
         rows, routes, split = ("rows", "activation"), ("rows", "routes"), "experts"
         weights = {

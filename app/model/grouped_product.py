@@ -27,8 +27,8 @@ def grouped_product(
     """Multiplies each row by the matrix of its group: y[m] = x[m] matrices[group of m].
 
     Rows are sorted by group. Results and gradients of rows after the last group are undefined; these rows do not affect
-    others, whatever their values. The matmul rounds equally with and without gradients, so that scored logprobs equal
-    the update's.
+    others, whatever their values. The matmul rounds equally with and without gradients, so that scoring and updates
+    compute equal logprobs.
 
     Args:
         sizes: number of rows of each group; a group may have none.
@@ -72,7 +72,7 @@ def _ragged_product(x: Array, matrices: Array, sizes: Array, contracted: int) ->
 
 
 def tgmm_product(x: Float[Array, "M I"], dy: Float[Array, "M O"], sizes: Int32[Array, "E"]) -> Float[Array, "E I O"]:
-    """Returns x^T dy over the rows of each group, by megablox. Source: Gale et al. 2022, "MegaBlocks"."""
+    """Returns x^T dy over the rows of each group, by JAX's megablox. Source: Gale et al. 2022, "MegaBlocks"."""
     from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm
 
     x, dy = (jnp.pad(rows, ((0, -len(rows) % TILE_ROWS), (0, 0))) for rows in (x, dy))

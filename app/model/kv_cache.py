@@ -56,7 +56,7 @@ def cache_shapes(
 
 
 def cache_dims(cache: Array | jax.ShapeDtypeStruct, mesh: Mesh | None = None) -> Dims:
-    """Returns the dims of a cache array: split over tp by heads, or by rows if tp does not divide the heads.
+    """Returns the logical dims of a cache array: split over tp by heads, or by rows if tp does not divide the heads.
 
     If it divides neither, the array is replicated along tp.
 
@@ -70,7 +70,7 @@ def cache_dims(cache: Array | jax.ShapeDtypeStruct, mesh: Mesh | None = None) ->
 
 
 def num_cache_shards(mesh: Mesh, num_kv_heads: int) -> int:
-    """Returns the number of devices over which cache rows are split: all if tp does not divide the heads."""
+    """Returns into how many parts cache rows are split; one per device if tp does not divide the heads."""
     return num_row_shards(mesh) if num_kv_heads % mesh.shape["tp"] == 0 else mesh.size
 
 

@@ -33,7 +33,11 @@ def make_param(
     param_class: type[nnx.Param] = nnx.Param,
     dtype: Any = jnp.float32,
 ) -> nnx.Param:
-    """Returns a new parameter with the given size of each logical dim."""
+    """Returns a new parameter with the given size of each logical dim.
+
+    Args:
+        init: `normal`, `ones` or `zeros`.
+    """
     initializers = {
         "normal": nnx.initializers.normal(INITIAL_STDDEV),
         "ones": nnx.initializers.ones,
@@ -198,9 +202,10 @@ _contract_on_cpu.defvjp(
 def contract_last_dims(
     x: Float[Array, "*tokens *inputs"], matrix: Float[Array, "*outputs *inputs"], *, num_dims: int
 ) -> Float32[Array, "*tokens *outputs"]:
-    """Contracts the last `num_dims` dims of both in float32, which is the fast order of dims on CPUs for few tokens.
+    """Contracts the last `num_dims` dims of both arguments, an order of dims that is fast on CPUs for few tokens.
 
-    In float32, the matrix comes first, which is 1.4 to 2 times as fast; the barrier keeps XLA from swapping them.
+    For float32, the matrix is the first factor, which is 1.4 to 2 times as fast; the barrier keeps XLA from swapping
+    the factors.
     """
     tokens, outputs = x.shape[: x.ndim - num_dims], matrix.shape[: matrix.ndim - num_dims]
     rows, factor = x.reshape(math.prod(tokens), -1), matrix.astype(x.dtype).reshape(math.prod(outputs), -1)

@@ -28,7 +28,7 @@ ROW_DIMS = ("rows", "tokens")
 HIDDEN_DIMS = ("rows", "tokens", "activation")
 TABLE_DIMS = ("head_vocab", "activation")
 INPUT_DIMS = (HIDDEN_DIMS, TABLE_DIMS, ROW_DIMS, ("tokens",), ())
-"""The dims of hidden states, table, targets, chunks with targets, and temperature."""
+"""The dims of the arguments of `ShardedHead.apply`."""
 
 
 @jax.named_scope(LM_HEAD_SCOPE)
@@ -96,7 +96,7 @@ class ShardedHead:
         has_targets: Bool[Array, "chunks"],
         temperature: Float32[Array, ""],
     ) -> tuple[Float32[Array, "R C"], Float32[Array, "R C"], Float32[Array, "R C"]]:
-        """Returns logprobs, entropies, and the logarithms of the softmax normalizers; 0 in chunks without targets."""
+        """Returns logprobs, entropies, and the log-sum-exp of each token's logits; 0 in chunks without targets."""
         run = shard_map_by_dims(self._apply_part, in_dims=INPUT_DIMS, out_dims=(ROW_DIMS,) * 3)
         return run(hidden, self._padded(table, hidden), targets, has_targets, temperature)
 
@@ -106,8 +106,8 @@ class ShardedHead:
         """Returns the gradients of the hidden states and of the table.
 
         Args:
-            others: the other arguments of `apply`, the entropies and normalizers that it returned, and the gradients of
-                logprobs and entropies.
+            others: the other arguments of `apply`, the entropies and log-sum-exps that it returned, and the gradients
+                of logprobs and entropies.
         """
         in_dims = (*INPUT_DIMS, *(ROW_DIMS,) * 4)
         run = shard_map_by_dims(self._part_gradients, in_dims=in_dims, out_dims=(HIDDEN_DIMS, TABLE_DIMS))

@@ -23,7 +23,7 @@ from app.model.decoder import DecoderDefinition, Params
 from app.records.sample import Sample
 
 BatchRunner = Callable[[Params, Iterable[TokenBatch], np.float32], list[np.ndarray]]
-"""(weights, this host's micro-batches, temperature) -> one logprob or value per target, [R, C], for each of them."""
+"""(weights, this host's micro-batches, temperature) -> logprobs or values [R, C] of the targets of each micro-batch."""
 
 NUM_PREFETCHED = 2
 """Number of micro-batches sent to the devices ahead of the one being computed."""

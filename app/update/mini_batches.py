@@ -55,7 +55,7 @@ def repeated_mini_batches(
 def shuffled_mini_batches(
     samples: Sequence[Sample], step: int, *, num_mini_batches: int, epochs: int, seed: int
 ) -> MiniBatchIndices:
-    """Draws new mini-batches for every epoch, stratified: each block is permuted separately.
+    """Draws new mini-batches for every epoch, stratified: each block of `split_by_group` is permuted separately.
 
     The permutation depends only on the seed, the step, the epoch and the index of the block over all hosts.
     """

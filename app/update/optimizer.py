@@ -20,7 +20,7 @@ from app.model.lora import LORA_A, LORA_B
 from settings.schema.algorithm import OptimizerSettings
 
 DECAYED = ("kernel", "embedding", "output", LORA_A, LORA_B)
-"""Leaf names of matrices, including adapters; norms, biases and frozen routers are not decayed."""
+"""Leaf names of weights with weight decay: matrices, including adapters, but no norms, biases or frozen routers."""
 
 ElementwiseUpdate = Callable[[Params, Any, Params], tuple[Params, Any]]
 """(weights, optimizer state, gradients) -> (new weights, new optimizer state), for all weights or some of them."""
@@ -86,7 +86,7 @@ def make_optimizer(settings: OptimizerSettings, schedule: optax.Schedule) -> opt
 
 
 def _clip(max_norm: float) -> optax.GradientTransformationExtraArgs:
-    """Returns optax's `clip_by_global_norm` with a given norm, because the gradients may be only a part of all."""
+    """Returns optax's `clip_by_global_norm`, but with the norm as an argument, since gradients may come in parts."""
 
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         del params
@@ -97,7 +97,7 @@ def _clip(max_norm: float) -> optax.GradientTransformationExtraArgs:
 
 
 def _store_moments(adamw: optax.GradientTransformation, types: Mapping[str, Any]) -> optax.GradientTransformation:
-    """Returns AdamW that stores its moments in other dtypes between updates, and computes in float32."""
+    """Returns AdamW that stores its moments `mu` and `nu` in these dtypes between updates, and computes in float32."""
     if set(types.values()) == {jnp.dtype("float32")}:
         return adamw
 
@@ -161,10 +161,11 @@ def update_at_once(update: ElementwiseUpdate, params: Params, state: Any, gradie
 
 
 def update_by_layer(update: ElementwiseUpdate, params: Params, state: Any, gradients: Params) -> tuple[Params, Any]:
-    """Runs an update on one layer after another, then on all other weights; XLA would move all moments at once.
+    """Runs an update on one layer after another, then on all other weights.
 
-    The old and the new moments are in host memory. Weights may differ from `update_at_once` by rounding, because the
-    compiler fuses different programs differently.
+    The old and the new moments are in host memory; an update of all layers would move all of them to the device at
+    once. Weights may differ from `update_at_once` by rounding, because the compiler fuses different programs
+    differently.
     """
     flat_params, flat_gradients = flatten_by_path(params), flatten_by_path(gradients)
     flat_state = map_moments(flatten_by_path, params, state)

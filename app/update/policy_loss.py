@@ -69,7 +69,7 @@ def clipped_surrogate(
 ) -> SurrogateOutput:
     """Computes the per-token loss max(-A r, -A clip(r, 1 - low, 1 + high)) for the ratio r; ignores `current_logprobs`.
 
-    At r = 1 its gradient is REINFORCE's: -A * grad(current_logprobs).
+    At r = 1 its gradient is the REINFORCE gradient, -A * grad(current_logprobs).
 
     Sources: Schulman et al. 2017, eq. 7; separate bounds: Yu et al. 2025 (DAPO), eq. 10.
     """
@@ -116,7 +116,7 @@ def cispo_surrogate(
 ) -> SurrogateOutput:
     """Computes the loss -sg(clip(r, 1 - low, 1 + high)) A log pi: each token keeps a gradient with a bounded weight.
 
-    At r = 1 its gradient is REINFORCE's: -A * grad(current_logprobs).
+    At r = 1 its gradient is the REINFORCE gradient, -A * grad(current_logprobs).
 
     Source: MiniMax 2025, "MiniMax-M1", eqs. 4 and 5.
     """
@@ -154,7 +154,7 @@ class PolicyBatch:
     policy_logprobs: Float32[HostOrDevice, "R C"] | None
     """Logprobs of the proximal policy; None if the step has only one update, which uses its own logprobs."""
     reference_logprobs: Float32[HostOrDevice, "R C"] | None
-    """Logprobs of the reference; None without a KL penalty in the loss or in the reward."""
+    """Logprobs of the reference policy; None if there is no reference."""
     sample_reducer: SampleReducer | None = None
     """Reducer over each sample's tokens; None if ratios, corrections and metrics are per token."""
     sample_weights: Float32[HostOrDevice, "R C"] | None = None
@@ -182,9 +182,10 @@ class LossStats:
         )
 
     def metrics(self) -> dict[str, Float32[Array, ""]]:
-        """Returns the metrics of a whole optimizer step. `<name>_ess` is (sum w)^2 / (n sum w^2) for n weights.
+        """Returns the metrics of a whole optimizer step.
 
-        Source: Kong 1992, "A note on importance sampling using standardized weights"; 0 if all weights are 0.
+        `<name>_ess` is (sum w)^2 / (n sum w^2) for n weights w, or 0 if all weights are 0. Source: Kong 1992, "A note
+        on importance sampling using standardized weights".
         """
         shares = {
             f"{name}_ess": jnp.where(square > 0, self.sums[f"{name}_mean"] ** 2 / square, 0.0)
@@ -222,9 +223,9 @@ class PolicyLoss:
 
     surrogate: SurrogateFn
     kl_estimator: KLEstimator | None
-    """Estimator of the penalty and of its metric, wherever the penalty is; None without a reference."""
+    """Estimator of the KL penalty, wherever it is applied, and of the KL metric; None without a reference."""
     beta: float
-    """Weight of the penalty in this loss; 0 if the penalty is in the reward or the advantage."""
+    """Weight of the KL penalty in this loss; 0 if the penalty is in the reward or the advantage."""
     entropy_coef: float
     kl_metric: str = KL_METRIC
     """Name of the KL metric, which differs between a teacher and the initial policy as reference."""

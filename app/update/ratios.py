@@ -38,7 +38,7 @@ class SampleReducer:
     weights: Float32[HostOrDevice, "R C"]
     """1 / n on the n tokens of a sample that the policy wrote, 0 elsewhere."""
     last_target_indices: Int32[HostOrDevice, "R C"]
-    """Index in the row of the last target of the same sample; the same value on all padding."""
+    """Index in the row of the last target of each target's sample; an equal value on all padding."""
 
     def mean(self, values: Float32[Array, "R C"]) -> Float32[Array, "R C"]:
         """Returns, at every target, the mean over the tokens that the policy wrote in the same sample."""
@@ -157,8 +157,8 @@ class ImportanceCorrection:
     """Converts the tokens' log weights into bounded weights.
 
     Args:
-        log_weight: level of the weight: per token or per sample.
-        bound: treatment of weights far from 1.
+        log_weight: one of `LOG_WEIGHTS`, which sets the level of the weights: per token or per sample.
+        bound: `truncate_weights` or `mask_weights`, with its limits.
         veto: if w of any token is below this threshold, its whole sample gets weight 0; 0 = no veto.
     """
 

@@ -12,7 +12,7 @@ from app.model.experts import UNRECORDED
 
 
 class RouteCounts(NamedTuple):
-    """Counts over the forward passes that predict tokens written by the policy."""
+    """Counts over the positions that predict tokens written by the policy."""
 
     load: Float32[Array, "L E"]
     """Number of tokens routed to each expert in each layer."""

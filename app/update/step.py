@@ -27,7 +27,7 @@ class AccumulatedGradients(NamedTuple):
 
 class MetricNames(NamedTuple):
     loss: str
-    """Name of the loss in the objective's sums."""
+    """Key of the loss in `LossStats.sums`."""
     prefix: str
     """Prefix of the optimizer's metrics."""
 

@@ -41,7 +41,7 @@ UpdateStepFn = Callable[[TrainState, Sequence[Any], Array, Params | None], tuple
 
 @dataclass(frozen=True)
 class PolicyBatchPacker:
-    """Packs one micro-batch, which contains indices of samples, into the inputs of the policy's loss.
+    """Packs the samples of one micro-batch into the inputs of the policy's loss.
 
     Args:
         aggregation: weight of each token's loss; see `app.update.loss_aggregation`.

@@ -92,7 +92,7 @@ class PairScores(NamedTuple):
     scores: Float32[Array, "pairs K G*size size"]
     """Soft-capped scores; MASK_VALUE for invisible keys, and for padding pairs of the last iteration."""
     soft_cap_slope: Float32[Array, "pairs K G*size size"] | None
-    """The derivative of the soft cap; None without one."""
+    """The derivative of the soft cap at each score; None without a cap."""
 
     def weights(self, normalizer: Float32[Array, "pairs K G*size"]) -> Float32[Array, "pairs K G*size size"]:
         # The normalizer of a query without visible keys is MASK_VALUE.
@@ -132,7 +132,7 @@ def _loop_over_pairs(
 def attend(
     score_mod: ScoreMod, blocking: Blocking, inputs: PackedInputs
 ) -> tuple[Float[Array, "R T Q H"], Float32[Array, "K G N"]]:
-    """Returns one device's attention output, and the logarithm of each softmax normalizer, N = R * T."""
+    """Returns one device's attention output, and the log-sum-exp of the scores of each of the N = R * T queries."""
     query, num_kv_heads = inputs.query, inputs.keys.shape[1]
     (by_block, *_), num_iterations, pair_scores = _loop_over_pairs(score_mod, blocking, inputs)
 
@@ -169,7 +169,10 @@ def attention_grads(
     normalizer: Float32[Array, "K G N"],
     mixed_grad: Float[Array, "R T Q H"],
 ) -> tuple[Float[Array, "R T Q H"], Float[Array, "R K T H"], Float[Array, "R K T H"]]:
-    """Returns the gradients of one device's query, keys and values; each iteration recomputes its scores."""
+    """Returns the gradients of one device's query, keys and values, from the results of `attend`.
+
+    Each iteration recomputes its scores.
+    """
     query, keys, values, *_ = inputs
     blocks, num_iterations, pair_scores = _loop_over_pairs(score_mod, blocking, inputs)
     mixed, mixed_grad = (

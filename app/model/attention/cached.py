@@ -148,7 +148,7 @@ def extend_cache(
     score_mod: ScoreMod = DEFAULT_SCORE_MOD,
     block_size: int | None = None,
 ) -> tuple[Float[Array, "B 1 Q H"], LayerCache]:
-    """Writes the key and value of one new token per slot at `positions`; returns its attention, and the cache.
+    """Writes the key and value of one new token per slot at `positions`; returns its attention output, and the cache.
 
     Args:
         active: rows whose results are used; other results are undefined.

@@ -30,8 +30,8 @@ class Blocking(NamedTuple):
 class BlockPairs(NamedTuple):
     """The pairs of query and key blocks with visible entries: for each window, one list for all rows of a device.
 
-    Blocks are numbered row by row, and pairs are in the order of their query blocks. A list is shaped like the rows, so
-    it is split over devices in the same way, and filled from the front.
+    Blocks are numbered row by row, and pairs are in the order of their query blocks. A list has a dim R, so that it is
+    split over devices like the rows, and is filled from the front on each device.
     """
 
     windows: Int32[Array, "windows"]

@@ -41,7 +41,7 @@ UNSUPPORTED_FIELDS = {
 """Fields that no supported family may set, with the reason."""
 
 EXPERT_COUNTS = ("num_experts", "num_local_experts")
-"""Spellings of the number of experts; for Qwen3-MoE, transformers before 5 writes the first, 5 the second."""
+"""Names of the field with the number of experts; for Qwen3-MoE, transformers 4 writes the first, 5 the second."""
 
 
 class Family(NamedTuple):
@@ -180,7 +180,7 @@ def qwen3_moe(config: HfConfig) -> Architecture:
 
 
 def gemma2(config: HfConfig) -> Architecture:
-    """Reads the configuration of Gemma 2: soft caps, norms before and after every part, windows in every other layer.
+    """Reads the configuration of Gemma 2, with soft caps, extra norms after attention and MLP, and alternating windows.
 
     Source: Riviere et al. 2024, section 2.
     """
@@ -193,7 +193,7 @@ def gemma2(config: HfConfig) -> Architecture:
 
 
 def gemma3_text(config: HfConfig) -> Architecture:
-    """Reads the configuration of Gemma 3: Gemma 2 with query and key norms, no score caps, and two kinds of rope.
+    """Reads the configuration of Gemma 3: Gemma 2 with query and key norms, two ropes, and no soft cap of scores.
 
     Source: Kamath et al. 2025, section 2.
     """
@@ -300,7 +300,7 @@ def _architecture(
 
 
 def _attention_biases(config: HfConfig) -> dict[str, Any]:
-    """Returns whether all four projections of attention have biases."""
+    """Returns the switches for biases, which are equal for the four projections of attention."""
     return dict.fromkeys(("qkv_bias", "attention_output_bias"), boolean(config, "attention_bias"))
 
 

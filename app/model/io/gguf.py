@@ -114,7 +114,7 @@ class GgufFile:
 
     @property
     def byte_ranges(self) -> dict[Path, dict[str, range]]:
-        """The byte ranges of the quantized tensors in the file by Hugging Face tensor name."""
+        """The byte range of each stored tensor, by path of the file and Hugging Face tensor name."""
         edges = {name: (int(one.data_offset), int(one.n_bytes)) for name, one in self._tensors.items()}
         return {self.path: {name: range(start, start + size) for name, (start, size) in edges.items()}}
 

@@ -38,7 +38,7 @@ LAYER_TENSORS: dict[str, ParamPath] = {
     "mlp.up_proj": ("up",),
     "mlp.down_proj": ("down",),
 }
-"""Tensor below `model.layers.<i>.` -> parameter; a projection stands for its `.weight` and, if any, its `.bias`."""
+"""Tensor name after `model.layers.<i>.` -> parameter; a projection stands for its `.weight` and optional `.bias`."""
 
 EXPERT = "<expert>"
 """Placeholder for the index of an expert in the names below."""
@@ -61,7 +61,7 @@ POST_NORM_TENSORS: dict[str, ParamPath] = {
     "pre_feedforward_layernorm.weight": ("mlp_norm", "scale"),
     "post_feedforward_layernorm.weight": ("mlp_post_norm", "scale"),
 }
-"""In families with norms after attention and MLP, `post_attention_layernorm` is a different norm."""
+"""Norms of families that also normalize after attention and MLP; elsewhere, the first of these names is `mlp_norm`."""
 
 EMBEDDING, LM_HEAD, VALUE_HEAD = "model.embed_tokens.weight", "lm_head.weight", "score.weight"
 TOP_TENSORS: dict[str, ParamPath] = {
@@ -138,7 +138,7 @@ def critic_tensors(definition: DecoderDefinition, shapes: Mapping[str, tuple[int
 
 
 def has_own_head(source: TensorSource) -> bool:
-    """Returns whether the file has an LM head with values other than the embedding's."""
+    """Returns whether the file has an LM head that differs from the embedding matrix."""
     if not source.shapes.keys() >= {EMBEDDING, LM_HEAD}:
         return False
     return not np.array_equal(source.read(EMBEDDING), source.read(LM_HEAD))

@@ -180,7 +180,7 @@ def open_model(path: str, *, config_only: bool = False) -> ModelFiles:
     """Opens `model.path`; an existing file or directory takes precedence over a hub id of the same name.
 
     Args:
-        config_only: opens the configuration without weights, and downloads nothing else from the hub.
+        config_only: whether to open, and to download from the hub, only the configuration.
 
     Raises:
         InputError: the model does not exist, or cannot be downloaded or used.

@@ -35,10 +35,10 @@ KEYS_PARAMS = triton.CompilerParams(num_warps=8, num_stages=2)
 def attend(
     score_mod: ScoreMod, blocking: Blocking, inputs: PackedInputs
 ) -> tuple[Float[Array, "R T Q H"], Float32[Array, "K G N"]]:
-    """Returns one device's attention output, and the logarithm of each softmax normalizer, N = R * T.
+    """Returns one device's attention output, and the log-sum-exp of the scores of each of the N = R * T queries.
 
     Args:
-        inputs: with at least one pair for each query block.
+        inputs: must have at least one pair for each query block.
     """
     query, keys, values, layout, pairs, window = inputs
     call = GpuCall(inputs, blocking.block_size)
@@ -69,7 +69,7 @@ def attention_grads(
     normalizer: Float32[Array, "K G N"],
     mixed_grad: Float[Array, "R T Q H"],
 ) -> tuple[Float[Array, "R T Q H"], Float[Array, "R K T H"], Float[Array, "R K T H"]]:
-    """Returns the gradients of one device's query, keys and values; scores are recomputed."""
+    """Returns the gradients of one device's query, keys and values, from the results of `attend`."""
     query, keys, values, layout, pairs, window = inputs
     call = GpuCall(inputs, blocking.block_size)
     mean = jnp.einsum("rtqh,rtqh->qrt", mixed_grad, mixed, preferred_element_type=jnp.float32)
@@ -218,7 +218,7 @@ def _pair_lists(
 
 
 class GpuCall:
-    """Shapes and blocks of a call's arrays: a device's rows are concatenated, and head sizes are powers of 2."""
+    """Shapes and block specs for a kernel call. A device's rows are concatenated, and head sizes are powers of 2."""
 
     def __init__(self, inputs: PackedInputs, size: int):
         rows, num_tokens, num_heads, self.head_dim = inputs.query.shape

@@ -32,10 +32,10 @@ COMPILER_PARAMS = pltpu.CompilerParams(dimension_semantics=("parallel", "arbitra
 def attend(
     score_mod: ScoreMod, blocking: Blocking, inputs: PackedInputs
 ) -> tuple[Float[Array, "R T Q H"], Float32[Array, "K G N"]]:
-    """Returns one device's attention output, and the logarithm of each softmax normalizer, N = R * T.
+    """Returns one device's attention output, and the log-sum-exp of the scores of each of the N = R * T queries.
 
     Args:
-        inputs: with at least one pair for each query block.
+        inputs: must have at least one pair for each query block.
     """
     query, keys, values, layout, pairs, window = inputs
     *blocks, num_pairs = pairs.inside(window)
@@ -71,7 +71,7 @@ def attention_grads(
     normalizer: Float32[Array, "K G N"],
     mixed_grad: Float[Array, "R T Q H"],
 ) -> tuple[Float[Array, "R T Q H"], Float[Array, "R K T H"], Float[Array, "R K T H"]]:
-    """Returns the gradients of one device's query, keys and values; scores are computed again."""
+    """Returns the gradients of one device's query, keys and values, from the results of `attend`."""
     query, keys, values, layout, pairs, window = inputs
     *blocks, num_pairs = pairs.inside(window)
     call = TpuCall(inputs, size := blocking.block_size)
@@ -204,7 +204,7 @@ def _visible_mask(
 
 
 class TpuCall:
-    """Shapes and blocks of a call's arrays: heads before tokens, with a device's rows concatenated."""
+    """Shapes and block specs for a kernel call. Heads come before tokens, and a device's rows are concatenated."""
 
     def __init__(self, inputs: PackedInputs, size: int):
         self.rows, self.num_tokens, num_query_heads, self.head_dim = inputs.query.shape

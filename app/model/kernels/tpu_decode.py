@@ -100,9 +100,9 @@ def attend(
 
 
 def _index_maps(blocks_per_row: int) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Returns two index maps of a grid step: of its block in the cache, and of the tile written for the new token.
+    """Returns two index maps: of a grid step's block in the cache, and of the tile written for the new token.
 
-    Both read the kernel's scalars; `own` is each row's block of the new token.
+    Both read the kernel's scalars. `own` is the index, within a row, of the block with the new token.
     """
 
     def block_at(grid_step: Array, rows: Any, blocks: Any, positions: Any, tiles: Any, own: Any, tables: Any) -> Any:
