@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests import program
+from tests.tracking.buckets import bucket_server
 from tests.two_hosts import HOSTS_PROGRAM, blind_host, run_on_two_hosts
 
 pytestmark = pytest.mark.two_hosts
@@ -72,3 +73,14 @@ def test_a_folder_that_process_0_cannot_write_gives_one_error_on_all_hosts(confi
     errors = [[line for line in host.stderr.splitlines() if line.startswith("error: ")] for host in hosts]
     assert [len(lines) for lines in errors] == [1, 1] and "on host 0 (" in errors[1][0]
     assert all("run.dir: cannot write to /proc: " in lines[0] for lines in errors)
+
+
+def test_old_checkpoints_on_another_host_do_not_matter_to_a_run_in_a_bucket(config: Path) -> None:
+    own = config.parent / "second"
+    (own / "runs" / "gs" / "bucket" / "runs" / "tiny" / "checkpoints" / "7").mkdir(parents=True)
+    elsewhere = "-c", f"import os; os.chdir({str(own)!r})\n{HOSTS_PROGRAM[1]}"
+    overrides = program.settings(*HALF, *program.UNJUDGED, "run.dir=gs://bucket/runs", "run.steps=1")
+    with bucket_server("gs"):
+        options = {"programs": (HOSTS_PROGRAM, elsewhere), "cwd": config.parent}
+        hosts = run_on_two_hosts("train", "--config", config, *overrides, **options)
+    assert [host.exit_code for host in hosts] == [0, 0], hosts
