@@ -237,7 +237,7 @@ def refuse_existing(outputs: Mapping[str, Path | None], *, overwrite: bool, resu
 @contextmanager
 def checked_by_process_0() -> Iterator[bool]:
     """Yields whether this process checks something for all hosts; does not load JAX, which has joined them."""
-    if "jax" not in sys.modules:
+    if sys.modules.get("jax") is None:
         yield True
         return
     from app.distributed.collectives import error_barrier, is_process_0

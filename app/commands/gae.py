@@ -70,12 +70,12 @@ def gae(
     overwrite: Overwrite = False,
     as_json: AsJson = False,
 ) -> None:
-    """Add advantages and returns to samples or matrices, on one host.
+    """Add advantages and returns to samples or matrices.
 
     Samples get the advantages that training would compute with the same settings: algorithm.gamma, lam,
     length_adaptive_lam, bootstrap_truncated, whiten_advantages, critic.lam, and the KL penalty of algorithm.beta if it
     is in the reward. Matrices contain no logprobs, so they get no penalty. The estimator is always GAE;
-    algorithm.estimator is ignored.
+    algorithm.estimator is ignored. Runs on one host.
     """
     names = {"--gamma": "gamma", "--lam": "lam", "--chunk-size": "gae_chunk_size"}
     texts = zip(names.items(), (gamma, lam, chunk_size), strict=True)
