@@ -11,14 +11,14 @@ from app.records.typed_values import is_text_or_number, to_text
 from settings.errors import InputError
 
 MAX_CHARACTERS = 1_000_000
-"""Limit of a text or chat: tokenizers need hundreds of bytes per character."""
+"""Maximum length of a text or chat: tokenizers need hundreds of bytes of memory per character."""
 
 
 def read_messages(values: list[Any], where: str) -> Messages:
     """Returns a chat that the assistant continues; see `read_chat`.
 
     Raises:
-        InputError: there is no message, or the last one is the assistant's.
+        InputError: there is no message, or the assistant wrote the last one.
     """
     messages = read_chat(values, where)
     if not messages:
@@ -59,7 +59,7 @@ def read_chat(values: list[Any], where: str) -> Messages:
 
 
 def split_completion(completion: Any, where: str) -> tuple[Messages, Messages]:
-    """Splits a completion, checked as by `check_text`, before the assistant's first turn.
+    """Splits a completion into the messages before the assistant's first turn, and the rest; checks it as `check_text`.
 
     Raises:
         InputError: it is neither text nor a chat with an assistant turn; the error starts with `where`.

@@ -63,7 +63,7 @@ class ChatTemplate:
             or (t.content in with_call and (t.special or not TAG.fullmatch(t.content)))
         ]
         self.control_tokens = pattern_of(token.content for token in around)
-        """Finds the names of the control tokens that the template writes around messages."""
+        """Matches the names of the control tokens that the template writes around messages."""
         configured = hf_tokenizer.init_kwargs.get("chat_control_tokens")
         self._reserved = pattern_of(
             token.content
@@ -74,7 +74,7 @@ class ChatTemplate:
         self._marked_name = re.compile(f"{MARKS[0]}({names.pattern}){MARKS[1]}|[{''.join(MARKS)}]")
 
     def text(self, messages: Messages, tools: Sequence[Mapping[str, Any]] = (), *, add_generation_prompt: bool) -> str:
-        """Returns the text of a chat; names of control tokens in messages look the same as the template's own tokens.
+        """Returns the text of a chat. In it, control tokens cannot be told from their names in messages.
 
         With `add_generation_prompt`, it ends with the start of the assistant's next turn.
 

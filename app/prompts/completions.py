@@ -101,8 +101,8 @@ def encode_completions(
     """Returns samples of prompts whose answers are completions of at most `max_tokens` tokens, in order, and a report.
 
     Raises:
-        InputError: as `CompletionEncoder.encode`; or completions are too long (with `data.overlong_prompts: error`,
-            one; otherwise, all).
+        InputError: see `CompletionEncoder.encode`; or all completions are too long, or with `data.overlong_prompts:
+            error` one of them is.
     """
     log.info("encoding %s completions", f"{len(prompts):,}")
     samples, lengths = list[Sample](), list[int]()

@@ -56,7 +56,7 @@ class PassRateOrder:
         return drawn
 
     def observe(self, pass_rates: Iterable[tuple[str, float | None]]) -> None:
-        """Updates running pass rates with the latest samples' pass rates; None if nothing graded them.
+        """Updates running pass rates with the uids and pass rates of prompts just sampled; None if nothing graded them.
 
         The first observation of a prompt sets its rate, so that observing saved `pass_rates` restores them.
         """

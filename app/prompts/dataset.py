@@ -68,7 +68,7 @@ class Dataset:
         return digest.hexdigest()
 
     def to_text(self) -> str:
-        """Returns the source, the number of rows and the columns as text; of a mixture, one line per part."""
+        """Returns the source, the number of rows and the columns as text; for a mixture, one line per part."""
         if self.parts:
             return "\n".join(part.to_text() for part in self.parts)
         columns = ", ".join(f"{role} from {column}" for role, column in self.column_mapping.items())

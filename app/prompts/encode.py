@@ -72,7 +72,7 @@ OPEN_END = re.compile(r"(?i)(\bassistant:|<think>)\s*\Z")
 
 
 def misread_prompts(rows: Sequence[DatasetRow], template: ChatTemplate, data: DataSettings) -> tuple[str, str] | None:
-    """Returns why the chat template may be wrong for the prompts or the template's variables, and what to set."""
+    """Returns why prompts or template variables may not suit the chat template, and what to set; None if they do."""
     if data.chat_template == "none":
         return None
     if template.unread_kwargs:

@@ -42,7 +42,7 @@ class Tokenizer:
         eos_tokens: texts and ids of additional tokens that end a completion.
 
     Raises:
-        InputError: there is no end-of-sequence token.
+        InputError: there is no EOS token.
     """
 
     def __init__(
@@ -72,13 +72,13 @@ class Tokenizer:
         # An unused row of the vocabulary has no name.
         names = [name for end in self.eos_ids if (name := str(hf_tokenizer.decode([end])))]
         self.eos_names = pattern_of(names)
-        """Finds the names of these ids in rendered text."""
+        """Matches the names of `eos_ids` in rendered text."""
         known = (hf_tokenizer.pad_token_id, hf_tokenizer.eos_token_id, *self.eos_ids)
         self.pad_id: int = next(token_id for token_id in known if isinstance(token_id, int))
-        """Padding id. It may equal an end-of-sequence id, so masks must be computed from lengths."""
+        """Padding id. It may equal an EOS id, so masks must be computed from lengths."""
         unk_id = hf_tokenizer.unk_token_id
         self.unk_id: int | None = unk_id if isinstance(unk_id, int) and unk_id not in self.eos_ids else None
-        """Id of unknown text, or None. Byte-level tokenizers declare their end-of-sequence token as unknown."""
+        """Id of the unknown token; None for byte-level tokenizers, which declare their EOS token as unknown."""
         byte_names = [f"<0x{value:02X}>" for value in range(256)]
         byte_ids = [vocabulary[name] for name in byte_names if name in vocabulary]
         self._byte_ids = byte_ids if len(byte_ids) == 256 else []
@@ -88,7 +88,8 @@ class Tokenizer:
         """Ids of control tokens, which are not text."""
         parts = (hf_tokenizer.backend_tokenizer.to_str(), str(hf_tokenizer.chat_template), str(own_ends))
         self.fingerprint: str = hashlib.sha256("\0".join(parts).encode()).hexdigest()
-        """Hexadecimal SHA-256 of vocabulary, merges, splitting rules, template and end-of-sequence ids of the files."""
+        """Hexadecimal SHA-256 of vocabulary, merges, splitting rules, template, and the EOS ids in the model's
+        files."""
 
     @property
     def encoding_fingerprint(self) -> str:
@@ -160,9 +161,9 @@ class Tokenizer:
 
 
 def whole_text_ids(hf_tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
-    """Returns the ids of text, with names of control tokens as these tokens, and with the tokenizer's start token.
+    """Returns the ids of text, with names of control tokens as these tokens, after the tokenizer's BOS token.
 
-    Like TRL's encoding of text prompts, but without a second start token if the text already has one.
+    This is how TRL encodes text prompts, but without a second BOS token if the text already starts with one.
     """
     bos = hf_tokenizer.bos_token
     has_start = bool(bos) and text.startswith(str(bos))
@@ -187,7 +188,7 @@ def load_tokenizer(
     """Loads the tokenizer of an opened model; `template_kwargs` are variables of its chat template.
 
     Args:
-        eos_tokens: texts and ids of tokens that end a completion, in addition to the model's.
+        eos_tokens: texts and ids of tokens that end a completion, in addition to those of the model.
         needs_template: False if it only encodes plain texts.
 
     Raises:
@@ -283,7 +284,7 @@ def _from_gguf(gguf: GgufFile) -> PreTrainedTokenizerFast:
 
 
 def _byte_level_bpe(gguf: GgufFile, vocabulary: dict[str, int], unk: str | None) -> Backend:
-    """Builds a byte-level BPE tokenizer, which has no unknown text."""
+    """Builds a byte-level BPE tokenizer, which can encode any text and so needs no unknown token."""
     parts = (str(merge).partition(" ") for merge in gguf.metadata("tokenizer.ggml.merges"))
     merges = [(left, right) for left, _, right in parts]
     # Otherwise, the tokenizers library would abort.
@@ -354,7 +355,7 @@ def _eos_ids(files: ModelFiles, hf_tokenizer: PreTrainedTokenizerFast) -> tuple[
     """Returns the ids that end a completion according to a model's files, in ascending order.
 
     These are the ids in the generation configuration, which transformers derives from `config.json` if there is none,
-    and, as in vLLM, the tokenizer's.
+    and, as in vLLM, the EOS token of the tokenizer.
     """
     place, named = "generation_config.json", files.generation_config.get("eos_token_id")
     if named is None:

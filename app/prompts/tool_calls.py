@@ -49,7 +49,7 @@ class CallRecord(BaseModel):
 def resolve_format(
     setting: ToolCallFormat | Literal["auto"], tokenizer: Tokenizer, *, has_tools: bool
 ) -> ToolCallFormat:
-    """Returns the format of the policy's calls; with `auto`, the chat template's.
+    """Returns the format in which the policy writes calls; with `auto`, the one that the chat template uses.
 
     Raises:
         InputError: there are tools, but the template writes calls in none of the known formats.
@@ -83,9 +83,9 @@ def _templates_call(tokenizer: Tokenizer) -> str:
 
 
 def turn_calls(tokenizer: Tokenizer, ids: Sequence[int], style: ToolCallFormat) -> list[ToolCall]:
-    """Returns the calls in a turn with these ids, with or without its end token.
+    """Returns the tool calls in a turn, given its token ids; an EOS token at its end is ignored.
 
-    The text includes control tokens, since in some models tags like `<tool_call>` are control tokens.
+    Control tokens are decoded, too, since in some models tags like `<tool_call>` are control tokens.
     """
     written = ids[:-1] if ids and ids[-1] in tokenizer.eos_ids else ids
     text = tokenizer.decode_with_special_tokens(written)

@@ -18,7 +18,7 @@ DUMMY: Messages = [{"role": "user", "content": "Q"}, {"role": "assistant", "cont
 
 
 def render_turn(tokenizer: Tokenizer, tools: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
-    """Returns the chat template's text for the dummy, split after its last turn's text.
+    """Returns the text of `DUMMY` in the chat template, split after what the assistant says in it.
 
     Raises:
         InputError: the template leaves out this text, or rejects the chat.
@@ -30,10 +30,10 @@ def render_turn(tokenizer: Tokenizer, tools: Sequence[Mapping[str, Any]]) -> tup
 
 
 def unended_turn(tokenizer: Tokenizer, stop: Sequence[str]) -> tuple[str, str] | None:
-    """Returns how the chat template ends a turn if the sampler would not stop there, and what to set; otherwise None.
+    """Returns how the chat template ends a turn if the sampler would not stop there, and what to set, or else None.
 
-    A template may write nothing after a turn, since the policy may end it with any EOS token, and it may reject a chat
-    that ends with the assistant's turn.
+    It is no problem if a template writes nothing after a turn, since the policy can end it with any EOS token, or
+    rejects a chat that ends with the assistant's turn.
 
     Args:
         stop: the strings of `rollout.stop`.
@@ -56,7 +56,7 @@ def unended_turn(tokenizer: Tokenizer, stop: Sequence[str]) -> tuple[str, str] |
 
 
 def overlooked_end(completion_ids: Sequence[int], tokenizer: Tokenizer) -> int | None:
-    """Returns the position of the first control token in a completion that does not end it; None if there is none."""
+    """Returns the position of a completion's first control token other than EOS tokens; None if there is none."""
     ends = tokenizer.special_ids.difference(tokenizer.eos_ids)
     return next((place for place, token_id in enumerate(completion_ids) if int(token_id) in ends), None)
 
@@ -68,7 +68,7 @@ def written_ids(sample: Sample) -> list[int]:
 
 
 def overlooked_end_notices(completions: Sequence[Sequence[int]], tokenizer: Tokenizer) -> list[str]:
-    """Returns advice if at least a tenth of the completions continue after the same control token.
+    """Returns advice if at least a tenth of the completions continue after one and the same control token.
 
     Args:
         completions: the tokens that the policy wrote.

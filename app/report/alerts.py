@@ -35,7 +35,7 @@ ZERO_VARIANCE_THRESHOLD = 0.95
 TRUNCATION_THRESHOLD = 0.25
 """Fraction of truncated answers. Above a quarter, the policy mostly learns to be short."""
 EARLY_TRUNCATION_THRESHOLD = 0.5
-"""The same threshold for each of the first steps, which are too few for a mean."""
+"""Like `TRUNCATION_THRESHOLD`, for each of the first steps, which are too few for a mean."""
 KL_THRESHOLD = 0.5
 """KL to the initial model, in nats per token. Usual runs stay below 0.1; beyond 0.5 the text degenerates."""
 RATIO_THRESHOLD = 10.0
@@ -43,10 +43,10 @@ RATIO_THRESHOLD = 10.0
 CLIP_FRACTION_THRESHOLD = 0.3
 """Fraction of clipped tokens above which the later updates of a step have little effect."""
 MISMATCH_THRESHOLD = 0.02
-"""Mean difference in nats between sampler and trainer: 1e-7 in float32, 0.004 in bfloat16 (the quickstart)."""
+"""Mean difference of sampler and trainer logprobs, in nats. The quickstart has 1e-7 in float32, 0.004 in bfloat16."""
 CORRECTED_MISMATCH_THRESHOLD = 0.1
-"""The same threshold if importance weights correct the difference, which is 0.05 with `rollout.weights: int8` and 0.03
-with `rollout.kv_cache: int8` (SmolLM2-135M)."""
+"""Like `MISMATCH_THRESHOLD`, if importance weights correct the difference. SmolLM2-135M has 0.05 with `rollout.weights:
+int8` and 0.03 with `rollout.kv_cache: int8`."""
 ROUNDING_TOLERANCE = 1e-9
 """Largest difference between weighted sums that is due to rounding."""
 WARM_UP_STEPS = 20
@@ -54,13 +54,13 @@ WARM_UP_STEPS = 20
 COLLAPSE_STEPS = 100
 """Steps within which a collapse happens; a slower decline has other causes than too large updates."""
 COLLAPSE_FRACTION = 0.5
-"""Fraction of its best short-window mean that the reward loses in a collapse."""
+"""Fraction of the best short-window mean reward that is lost in a collapse."""
 COLLAPSE_STD = 0.25
 """Minimum loss of reward in a collapse, in standard deviations of the samples: twice the noise of 64 samples."""
 MAX_LEARNING_RATE = 1e-3
 """Maximum learning rate to suggest after a collapse; even the smallest model, the quickstart's, uses half of it."""
 ENTROPY_EXPLOSION, GRAD_NORM_EXPLOSION = 3.0, 10.0
-"""Growth since the best step that healthy updates do not cause: the quickstart's entropy only falls."""
+"""Factors by which healthy updates do not raise entropy and gradient norm above those at the best step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -376,4 +376,4 @@ RULES: Mapping[str, Callable[[StepRecords], str | None]] = {
     "A reward function fails": _reward_errors,
     "Every step compiles": _recompilation,
 }
-"""Title of an alert -> its condition, which returns the text of an alert about the last of these steps, or None."""
+"""Maps the title of an alert to its rule, which returns the text of an alert about the last step, or None."""

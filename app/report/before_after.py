@@ -82,7 +82,7 @@ def summary_text(
 
 
 def no_step_left(last_step: int) -> str:
-    """Returns the message of a run that is continued after its last step."""
+    """Returns the message for a run that is resumed although its last step is done."""
     return f"no step is left after step {last_step}; --set run.steps={2 * last_step} continues the training"
 
 
@@ -96,7 +96,7 @@ def best_evaluation(history: History, metric: str | None) -> str:
 
 
 def find_best(history: History, metric: str | None) -> tuple[int, str, float] | None:
-    """Returns step, metric and value of the best evaluation; None with fewer than two."""
+    """Returns step, metric and value of the best evaluation; None with fewer than two evaluations."""
     evaluated = {r["step"]: value for r in history if (value := finite_metric(r, metric or "")) is not None}
     step = best_step(evaluated, metric)
     return None if step is None or len(evaluated) < 2 else (step, str(metric), evaluated[step])

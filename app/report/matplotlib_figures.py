@@ -105,7 +105,12 @@ def render_panel(panel: Panel, history: History) -> RenderedPlot | None:
 
 
 def inline_svg(svg: str, *, label: str, box: str) -> str:
-    """Returns an SVG file as an inline element that shows its `box`, without prolog, metadata and group ids."""
+    """Returns an SVG file as an inline element without prolog, metadata and group ids.
+
+    Args:
+        label: describes the picture to screen readers.
+        box: the part of the picture to show, as the `viewBox` of the element.
+    """
     element = re.sub(r"<metadata>.*?</metadata>|<!--.*?-->", "", svg[svg.index("<svg") :], flags=re.DOTALL)
     element = re.sub(r'(<g) id="[^"]*"', r"\1", element).replace(TEXT_COLOR, "currentColor")
     return f'<svg role="img" aria-label="{escape(label)}" viewBox="{box}">' + element[element.index(">") + 1 :]

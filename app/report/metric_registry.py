@@ -64,15 +64,15 @@ METRICS = (
         "0", "read `reward_errors` in `rollouts/`"),
     Metric("reward/<function>/<name>/mean", "mean of an additional number returned by a plug-in",
         "as defined by its author", "ask its author"),
-    Metric("reward/abstained_count", "number of values returned as None",
+    Metric("reward/abstained_count", "number of times that a reward function returned None instead of a value",
         "as intended", "a function that abstains often gives little signal"),
     Metric("reward/dropped_count",
         "number of samples dropped by `reward.on_error: drop`, because their environment failed, or because their "
         "logits were not finite",
         "0", "fix the function or the environment that fails"),
     Metric("reward/zero_variance_fraction",
-        "share of groups whose rewards are all equal, which give no learning signal where samples of a group are "
-        "compared; null with one sample a prompt; without truncated samples under `algorithm.mask_truncated`",
+        "share of groups whose rewards are all equal; an estimator that compares the samples of a group learns nothing "
+        "from them; null with one sample per prompt; `algorithm.mask_truncated` leaves out truncated samples",
         "below 0.7", "easier or harder prompts, larger `rollout.group_size`"),
     Metric("reward/<function>/zero_variance_fraction",
         "share of groups in which all values of the function are equal; this and the next metric exist only with "
@@ -85,7 +85,7 @@ METRICS = (
         "share of the sampled groups dropped by `algorithm.filter`; 0 without a filter",
         "below 0.7", "easier or harder prompts, larger `rollout.group_size`"),
     Metric("reward/sampled_mean", "mean reward before the filter; `reward/mean` is the mean after it",
-        "rises, as without a filter", "as for `reward/mean`"),
+        "rises", "as for `reward/mean`"),
     Metric("rollout/num_rounds", "number of rollouts in the step; 1 without a filter",
         "well below `algorithm.max_rounds`", "as for `reward/filtered_group_fraction`"),
     Metric("rollout/surplus_group_count", "number of groups that passed the filter but were not needed",
@@ -147,15 +147,16 @@ METRICS = (
         "as defined by its author", "ask its author"),
     Metric("advantage/mean", "mean advantage over the tokens that the policy generated in the step, before whitening "
         "and before a KL penalty in the advantage",
-        "near 0", "far from 0: better answers are longer (above) or shorter (below) than worse ones"),
-    Metric("advantage/std", "standard deviation of the advantage over the same tokens, before whitening",
+        "near 0", "far above 0: better answers are longer than worse ones; far below: they are shorter"),
+    Metric("advantage/std", "standard deviation of the advantage over the tokens of `advantage/mean`, before whitening",
         "0.3 to 1", "near 0: see `reward/zero_variance_fraction`"),
     Metric("returns/{mean,std}",
-        "mean and standard deviation of the returns over the same tokens; only with per-token advantages",
+        "mean and standard deviation of the returns over the tokens of `advantage/mean`; only with advantages per "
+        "token",
         "the mean follows `reward/mean`", "the deviation is 0: all rewards are equal"),
     Metric("value/explained_variance",
         "share of the variance of the returns that the critic predicts: 1 − Var(returns − values) / "
-        "Var(returns), over the same tokens (null if all returns are equal)",
+        "Var(returns), over the tokens of `advantage/mean` (null if all returns are equal)",
         "rises from about 0 toward 1", "below 0: lower `critic.learning_rate`, or raise `critic.warmup_steps`"),
     Metric("loss",
         "loss of the step; at ratio 1 it equals minus the mean advantage; with `algorithm.name: sft` the "
@@ -176,8 +177,8 @@ METRICS = (
     Metric("policy/grad_norm", "norm of the gradient before it is clipped at `optimizer.max_grad_norm`",
         "steady", "spikes: lower the learning rate"),
     Metric("policy/clip_fraction_{low,high}",
-        "share of tokens whose gradient (with `clip: cispo`, whose weight) was clipped at that bound; 0 with one "
-        "update per step",
+        "share of tokens that the lower or upper bound on the ratio excludes from the gradient (with `clip: cispo`, "
+        "whose weight it limits); 0 with one update per step",
         "below 0.2; for `gspo`, 0.1 to 0.5 together", "lower the learning rate or `algorithm.epochs`"),
     Metric("policy/clip_fraction_dual", "share of tokens clipped by `algorithm.dual_clip`; 0 if that is null",
         "near 0", "lower `algorithm.epochs`"),
@@ -190,7 +191,7 @@ METRICS = (
         "below 0.1", "as for `correction_mean`, or raise `algorithm.correction_max`"),
     Metric("policy/veto_fraction", "share of tokens in samples with weight 0 because of `algorithm.correction_veto`",
         "0", "above 1 % on-policy: sampler and update disagree"),
-    Metric("policy/correction_ess", "effective sample size, as a share of n tokens: (Σw)² / (n Σw²)",
+    Metric("policy/correction_ess", "effective sample size as a share of n tokens with weights w: (Σw)² / (n Σw²)",
         "above 0.7", "lower `rollout.max_staleness`, or set `rollout.weights` and `rollout.kv_cache` to null"),
     Metric("policy/ratio_max", "largest probability ratio; exactly 1 with one update per step",
         "below 10", "lower the learning rate or `algorithm.epochs`"),
@@ -199,7 +200,7 @@ METRICS = (
     Metric("policy/nonfinite_updates", "updates skipped so far because of a NaN or infinite loss or gradient",
         "0", "train in float32, lower the learning rate"),
     Metric("policy/nonfinite_in_a_row",
-        "number of the latest consecutive skipped updates; the run ends at 3",
+        "number of consecutive skipped updates up to now; the run ends at 3",
         "0", "as for `policy/nonfinite_updates`"),
     Metric("value/loss",
         "the critic's loss: half the mean squared error of its values, clipped; everything under `value/` exists "
@@ -211,12 +212,13 @@ METRICS = (
         "steady", "spikes: lower `critic.learning_rate`"),
     Metric("value/learning_rate", "learning rate of the critic's last update",
         "follows `optimizer.schedule`", "change `critic.learning_rate`"),
-    Metric("value/nonfinite_{updates,in_a_row}", "the same counts for the critic's updates",
+    Metric("value/nonfinite_{updates,in_a_row}", "like `policy/nonfinite_{updates,in_a_row}`, for the critic's updates",
         "0", "as for `policy/nonfinite_updates`"),
     Metric("rollout/sampler_scorer_logprob_diff_{mean,max}", "difference between sampler and trainer logprobs, in nats",
         "in float32 max below 1e-4; in bfloat16 mean below 0.02; with `rollout.weights` or `kv_cache` mean below "
         "0.1; any with `rollout.max_staleness`, because the policy has changed in the meantime",
-        "without `max_staleness`: use float32, and null for both; if that does not help, report a bug. With it: see "
+        "without `max_staleness`: use float32, and null for `rollout.weights` and `kv_cache`; if that does not help, "
+        "report a bug. With it: see "
         "`policy/correction_ess`"),
     Metric("rollout/sampler_scorer_kl", "KL between the sampler and the trained policy, in nats per token, by the "
         "estimator k3",
@@ -233,9 +235,9 @@ METRICS = (
         "logprob (which can be negative), and of exp(−d) + d − 1 (which cannot)",
         "as for `rollout/sampler_scorer_kl`", "as for `rollout/sampler_scorer_logprob_diff_mean`"),
     Metric("rollout/route_difference",
-        "share of (token, layer) pairs for which the trainer's router chooses another set of experts than the sampler "
-        "did, over the passes of the first update that predict completion tokens; only with `rollout.routing_replay`, "
-        "along the replayed path; null for samples without routes; if it is near 0, replay is not needed",
+        "share of (token, layer) pairs for which the trainer's router would choose other experts than the recorded "
+        "ones, which are used; counted in the first update, where completion tokens are predicted; only with "
+        "`rollout.routing_replay`; null for samples without records; if it is near 0, replay is not needed",
         "a few percent, with or without `rollout.max_staleness`",
         "the sampler's weights are old or rounded more: lower `rollout.max_staleness`; see `rollout.weights`"),
     Metric("rollout/fullest_expert",
@@ -254,18 +256,22 @@ METRICS = (
     Metric("batching/flops_imbalance", "FLOPs of the busiest device, relative to the mean",
         "below 1.05", "more samples per optimizer step; `algorithm.balance_batch: true`"),
     Metric("global_seqlen/{min,max,mean,minmax_diff}",
-        "tokens per device in an optimizer step, including prompts, if samples were distributed in order",
+        "tokens, including prompts, that each device would get in an optimizer step if samples were distributed in "
+        "order",
         "depends on the data", "nothing: this is the baseline for balancing"),
-    Metric("global_seqlen/balanced_{min,max}", "tokens per device after balancing, counted the same way",
+    Metric("global_seqlen/balanced_{min,max}",
+        "tokens, including prompts, that each device gets in an optimizer step after balancing",
         "close together", "as for `batching/flops_imbalance`"),
     Metric("value/batching/{fill,num_micro_batches,dummy_fraction,flops_imbalance}",
         "as under `batching/`, for the critic's updates",
         "as for `batching/`", "as for `batching/`, with `critic.max_tokens_per_device`"),
     Metric("score/{policy,reference,critic,reward}/fill", "`batching/fill` of the role's scoring pass",
         "above 0.9", "as for `batching/fill`, with `score.max_tokens_per_device`"),
-    Metric("score/{policy,reference,critic,reward}/num_micro_batches", "number of micro-batches of the pass",
+    Metric("score/{policy,reference,critic,reward}/num_micro_batches",
+        "number of micro-batches of the role's scoring pass",
         "as few as memory allows", "raise `score.max_tokens_per_device`"),
-    Metric("score/{policy,reference,critic,reward}/rows_per_device", "rows per device of the largest micro-batch",
+    Metric("score/{policy,reference,critic,reward}/rows_per_device",
+        "rows per device of the largest micro-batch of the role's scoring pass",
         "steady", "lengths still reach new shapes"),
     Metric("eval/accuracy",
         "share of held-out answers, greedy by default, that are correct by the task of the first reward function; "
@@ -314,14 +320,13 @@ METRICS = (
     Metric("perf/tokens_per_s", "completion tokens per second of the whole step",
         "steady", "use more samples per step, which fill the devices better"),
     Metric("perf/flops",
-        "floating-point operations that the step needs: for each token 2 per weight of the blocks' matrices (and of "
-        "adapters), for each completion token 2 per weight of the LM head, for each visible pair of tokens and query "
-        "head 4 x head size in each layer. Updates count 3 times as much, but frozen matrices 2 times. Over rollouts, "
-        "scoring by policy, reference, critic and reward model, and updates; a shared prompt counts once; padding "
-        "and recomputation do not count",
+        "floating-point operations of the step's rollouts, scoring passes and updates. A forward pass takes 2 for each "
+        "token and weight of the layers' matrices and adapters, 2 for each completion token and weight of the LM head, "
+        "and 4 x head size for each layer, query head and visible pair of tokens. An update takes 3 times as many, "
+        "with frozen matrices 2 times. A shared prompt counts once; padding and recomputation do not count",
         "steady", "nothing: this is only the basis of `perf/mfu`"),
     Metric("perf/rollout/segments",
-        "decode segments (without a host round trip) per host",
+        "number of segments per host; a segment is a sequence of decode steps without a round trip to the host",
         "a few per sample in a slot", "raise `rollout.segment.min`"),
     Metric("perf/rollout/prefill_tokens_saved",
         "prompt tokens not prefilled because samples of the same prompt share them, minus tokens prefilled "
@@ -340,29 +345,29 @@ METRICS = (
         "they share a device"),
     Metric("perf/rollout/makespan_s",
         "seconds from the first submission to the last token, summed over the rollouts of a step; with "
-        "`rollout.max_staleness`, from the end of one round to the end of the next. From here to "
-        "`repacked_tokens`: only with `rollout.scheduler`",
+        "`rollout.max_staleness`, from the end of one round to the end of the next. This metric and those down to "
+        "`repacked_tokens` exist only with `rollout.scheduler`",
         "most of `time/rollout_s`", "the rest is spent on compiling and moving weights"),
     Metric("perf/rollout/tail_fraction",
         "share of the makespan after 90 % of the samples were finished; null with `rollout.max_staleness`",
         "below 0.3", "use `rollout.scheduler: adaptive`, or fewer slots, so that samples still wait"),
     Metric("perf/rollout/probe_recall",
-        "share of the longest fifth of the samples, without probes, that were predicted to be long when they started "
+        "share of the longest fifth of the samples, not counting probes, that were predicted to be long when started "
         "(null if no sample was longer, and with `sync`)",
         "above 0.5 if samples of a prompt are alike",
         "always low if the samples of a prompt differ as much as those of different prompts"),
-    Metric("perf/rollout/threshold", "length above which a prompt was heavy at the last verdict of P-DSR, in "
-        "`rollout.pdsr.unit`. From here to `last_verdict_tokens`: null with other schedulers",
+    Metric("perf/rollout/threshold", "length above which P-DSR last classified prompts as heavy, in "
+        "`rollout.pdsr.unit`. This metric and those down to `last_verdict_tokens` are null with other schedulers",
         "near the percentile set in `rollout.pdsr`",
         "null: fewer samples have finished than a threshold needs"),
     Metric("perf/rollout/heavy_share",
         "share of the classified prompts whose samples were sent to heavy workers in the end",
         "near the heavy workers' share of the slots", "change `rollout.pdsr.percentile`, or `rollout.workers.*.count`"),
     Metric("perf/rollout/last_verdict_s",
-        "seconds from the first submission to the last verdict on a prompt, or the last change of one by a sample "
-        "that reached its limit",
+        "seconds from the first submission until P-DSR last classified a prompt as heavy or not, or reclassified one "
+        "because a sample reached its limit",
         "a small part of the makespan", "with `pdsr_v1`, lower `rollout.pdsr.probe_limit_tokens`"),
-    Metric("perf/rollout/last_verdict_tokens", "tokens generated up to the last verdict",
+    Metric("perf/rollout/last_verdict_tokens", "tokens generated until the time of `last_verdict_s`",
         "a small part of the tokens", "as for `last_verdict_s`"),
     Metric("perf/rollout/breaker_trips", "number of samples that reached the limit of a fast worker and moved",
         "a few percent of the samples", "raise `rollout.pdsr.fast_limit_tokens`"),
@@ -394,7 +399,7 @@ METRICS = (
         "from 0 to `rollout.max_staleness`, which no token exceeds",
         "lower `rollout.max_staleness` if `reward/mean` suffers"),
     Metric("perf/rollout/rounds_ready",
-        "number of finished rollout rounds available when the step asked for its first, on the host with the fewest; "
+        "number of finished rollout rounds ready when the step asked for its first one, on the host with the fewest; "
         "only with `rollout.max_staleness`",
         "1 or more: training does not wait",
         "0: give more devices to generation (`rollout.devices`); always the highest value: give it fewer"),

@@ -21,7 +21,7 @@ from app.report.metrics_history import finite_metric, is_number
 from settings.errors import InputError
 
 DEFAULT_NUM_SAMPLES = 400
-"""Number of samples shown by default: a page of about a megabyte, which a phone opens quickly."""
+"""Number of samples shown by default. They make a page of about a megabyte, which a phone opens quickly."""
 EVAL_SHARE = 0.25
 """Fraction of the shown samples that come from evaluations."""
 MIN_FILES = 8
@@ -57,7 +57,7 @@ class ViewerContent:
 
 
 class SavedSample(NamedTuple):
-    """A sample: values used to select it, and its fields in the page."""
+    """A saved sample: the values by which it is selected, and its fields in the page."""
 
     step: int
     prompt_uid: str
@@ -108,7 +108,7 @@ def _add_evaluations(viewer: ViewerContent, files: Mapping[int, Path], quota: in
 
 
 def _read_files(viewer: ViewerContent, files: Mapping[int, Path], quota: int) -> dict[int, list[SavedSample]]:
-    """Reads the samples of enough files to fill the quota, spread evenly over the run, by step, oldest first."""
+    """Returns, by step, the samples of enough files to fill the quota; the files are spread evenly over the run."""
     steps = sorted(files)
     newest = _read_samples(viewer, steps[-1], files[steps[-1]])
     count = min(max(MIN_FILES, -(-quota // max(len(newest), 1))), len(steps))

@@ -88,7 +88,7 @@ def write_report(path: Path, *, num_samples: int = DEFAULT_NUM_SAMPLES) -> dict[
 
 
 def _write_plots(folder: Path, plots: dict[str, RenderedPlot | None]) -> None:
-    """Writes the plots, and removes those without data, as after a resume from an earlier step."""
+    """Writes the plots, and deletes the old files of plots that no longer have data."""
     if folder.is_symlink():
         raise InputError(f"{folder} is a symbolic link, and reports are not written through links; remove it")
     folder.mkdir(exist_ok=True)

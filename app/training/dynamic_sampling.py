@@ -20,7 +20,7 @@ from app.records.sample_json import sample_to_record
 from settings.schema.reward import OVERLONG_REWARD
 
 GroupFilter = Callable[[Sequence[Sample]], bool]
-"""A group's samples -> whether the step learns from them."""
+"""(samples of a group) -> whether the step learns from them."""
 Group = list[Sample]
 
 REWARD_TOLERANCE = 1e-9
@@ -33,7 +33,7 @@ def keeps_all(group: Sequence[Sample]) -> bool:
 
 
 def rewards_differ(group: Sequence[Sample], *, parts: Collection[str] = ()) -> bool:
-    """Returns whether the rewards of a group differ, in one of `parts`, or if there are none, in their sum.
+    """Returns whether the rewards of a group differ: in one of `parts` of the reward, or without parts in the sum.
 
     Samples without the reward are ignored. The overlong penalty does not count as a difference: the paper filters by
     the correctness of answers (eq. 11).

@@ -1,4 +1,4 @@
-"""The initial state of a run: its directory's newest checkpoint, or the models' own weights."""
+"""The initial state of a run: the newest checkpoint in its directory, or the models' own weights."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def restore_or_initialize(checkpoints: Checkpoints, setup: RunSetup) -> tuple[Ru
 
 
 def _fetch_again(mirror: RunMirror | None, step: int) -> bool:
-    """Replaces a damaged checkpoint by its copy, if process 0 has a mirror and the bucket a copy."""
+    """Replaces a damaged checkpoint by its copy in the bucket; returns on all hosts whether process 0 found one."""
     with error_barrier():
         is_replaced = mirror is not None and mirror.replace_checkpoint(step)
     return bool(max_over_hosts(np.asarray(int(is_replaced))))

@@ -53,7 +53,7 @@ CHANGEABLE_FINGERPRINTS = {
     PROMPTS_PER_STEP: ("rollout.prompts_per_step",),
     MINI_BATCH_PROMPTS: ("algorithm.mini_batch_prompts", "rollout.prompts_per_step"),
 }
-"""Name of a fingerprint that may change in a resumed run -> settings and sections that allow it.
+"""Maps a fingerprint that may change in a resumed run to the settings and sections by which it can be allowed.
 
 A model's fingerprint must not change, because its arrays come from the checkpoint.
 """
@@ -77,7 +77,7 @@ class TrainingInputs:
     replay: Replay | None = None
     """The saved samples to train on; None if samples are generated."""
     given: Sequence[Sample] = ()
-    """The prompts with given completions; empty if samples are generated or replayed."""
+    """Samples made of the completions in the data; empty if samples are generated or replayed."""
     start: PolicyCheckpoint | None = None
     """The checkpoint of --checkpoint: a replay continues from its step, another run starts from its policy."""
 
@@ -98,7 +98,7 @@ class TrainingInputs:
         }
 
     def make_rewards(self, settings: Settings) -> RewardFunctions:
-        """Returns the reward functions for these prompts; entering them imports the functions."""
+        """Returns the reward functions for these prompts: a context manager that imports them on entry."""
         held_out_columns = eval_columns(settings, self.eval_prompts) if self.eval_prompts else None
         if not self.judged_prompts:
             settings = settings.model_copy(update={"reward": settings.reward.model_copy(update={"functions": ()})})
@@ -182,7 +182,7 @@ def input_fingerprints(
     """Returns the fingerprints of a run's inputs, which must be equal in a resumed run and on all hosts.
 
     Args:
-        data_fingerprints: the fingerprints of the prompts' source.
+        data_fingerprints: the fingerprints of the data set or of the replayed files.
     """
     fingerprints = {
         "model": model.files.fingerprint,

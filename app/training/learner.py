@@ -139,7 +139,7 @@ class LearnerGroup:
         While the critic warms up, the policy and the KL coefficient do not change, and the policy's metrics are None.
 
         Args:
-            kl_coef: the coefficient after an update of the policy.
+            kl_coef: the KL coefficient of the returned state, unless the critic warms up.
         """
         epochs, frozen = select_samples(samples, mini_batches), self.session.frozen_params
         settings, metrics = self.session.settings, dict[str, float | None]()

@@ -12,7 +12,7 @@ from app.runtime.scoring import ScoringSession
 from app.training.learner import Learner, LearnerGroup
 
 MemoryBreakdown = dict[str, int]
-"""Name of a buffer -> its bytes on each device."""
+"""Maps the name of a buffer to its bytes on each device."""
 
 
 def host_bytes(session: ScoringSession, learning: LearnerGroup) -> int:

@@ -146,7 +146,7 @@ def find_source_run(path: Path) -> RunDirectory | None:
 
 
 def find_model_run(request: StartRequest) -> RunDirectory | None:
-    """Returns the run whose models are used: the samples' run, else the checkpoint's."""
+    """Returns the run whose models are used: that of the samples, else that of the checkpoint."""
     run = None if request.rollouts is None else find_source_run(request.rollouts)
     return PolicyCheckpoint.open(request.checkpoint).run if run is None and request.checkpoint is not None else run
 
@@ -245,7 +245,7 @@ def _deciding_rewards(settings: Settings) -> tuple[Any, ...]:
 
 
 def _deciding_advantages(settings: Settings) -> tuple[Any, ...]:
-    """Returns the settings that, with its rewards, decide the advantages that a plug-in gives to a sample."""
+    """Returns the settings that, besides the rewards, decide the advantages that a plug-in returns."""
     algorithm = settings.algorithm
     penalty = (algorithm.kl_in, algorithm.beta, algorithm.kl_estimator, algorithm.kl_target, settings.reference)
     learned = (algorithm.filter, algorithm.mask_truncated, algorithm.whiten_advantages)

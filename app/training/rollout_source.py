@@ -110,7 +110,7 @@ class SyncRolloutSource(GeneratedRounds):
     """Generates while training waits."""
 
     _weights: DecodeWeights | None = None
-    """The step's weights, until its last round: after it, rewards may need the memory."""
+    """The weights of the step; freed after its last round, because rewards may need the memory."""
 
     def take(self, params: Params, *, step: int, position: int, number: int) -> list[Sample]:
         weights, self._weights = self._weights, None
@@ -139,7 +139,7 @@ class AsyncRolloutSource(GeneratedRounds):
 
     _generation: AsyncRollout | None = None
     _position = 0
-    """Position of the next round to submit."""
+    """Position, in the global order of prompts, of the next round to submit."""
     _num_waiting = 0
     """Number of rounds submitted and not yet taken."""
 
@@ -231,7 +231,7 @@ def make_rollout_source(
 
     Args:
         max_rounds: maximum number of rounds per step.
-        pass_rates: the pass rates of a resumed curriculum.
+        pass_rates: the pass rates of a resumed curriculum, by uid.
     """
     round_prompts = RoundPrompts(session.settings, prompts)
     source_class = AsyncRolloutSource if session.generates_async else SyncRolloutSource

@@ -32,14 +32,16 @@ class RunFolder:
     is_seen_by_all: bool
     """Whether all hosts see the run directory; otherwise process 0 keeps all files."""
     mirror: RunMirror | None
-    """Copies the run to a bucket, on process 0, once it is started."""
+    """Copies the run to its bucket after `start`; None without a bucket and except on process 0."""
 
 
 @contextmanager
 def take_run_directory(
     resolved: Resolved, resume: Resume, *, writes: bool = False
 ) -> Iterator[tuple[Resolved, RunFolder]]:
-    """Yields the settings with the run of process 0, and its directory. All hosts must enter the block together.
+    """Yields the settings with the run name of process 0, and the run's directory.
+
+    All hosts must enter the block together.
 
     Args:
         writes: whether the run will be written: this process then owns the copy in a bucket, and fetches it if it has a

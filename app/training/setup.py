@@ -186,7 +186,7 @@ def open_session(
 ) -> tuple[Session, LearnerGroup]:
     """Builds the learners of a run, and opens its generators in the remaining memory.
 
-    With given or replayed samples, only evaluations generate.
+    With given or replayed samples, only evaluations generate. `custom` is the plug-in of `algorithm.estimator`.
 
     Args:
         must_fit: whether to refuse a teacher that does not fit in memory; reports accept it and show the missing

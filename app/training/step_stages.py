@@ -92,7 +92,8 @@ class ScoreStage:
     ) -> tuple[list[Sample], dict[str, float]]:
         """Returns the samples with their logprobs and values, and the metrics of the passes.
 
-        Each mini-batch of the first epoch is scored separately: with equal quotas, the update has the same rows.
+        Each mini-batch of the first epoch is scored separately, so that scoring and update, with equal token quotas,
+        compute the same packed rows.
 
         Args:
             mini_batches: the indices of the samples in each mini-batch.

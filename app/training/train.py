@@ -64,13 +64,13 @@ def train(
     on_step: StepCallback | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> TrainingRun:
-    """Trains to `run.steps`.
+    """Trains to `run.steps`, starting or continuing a run as `resume` says (see `grpo.train`).
 
     Args:
         start_request: what the run starts from, and files of samples to train on.
         allow_changed: settings and sections that a resumed run may change although they change what it learns.
         on_step: called on every host; a true value on any of them ends the run with a checkpoint.
-        clock: seconds, for `checkpoint.every_minutes`; process 0's clock counts.
+        clock: returns the time in seconds, for `checkpoint.every_minutes`; only the clock of process 0 is used.
 
     Raises:
         InputError: an input cannot be used; nothing on disk has changed.
