@@ -1,4 +1,6 @@
-"""The error for invalid input, as opposed to a bug."""
+"""The error for invalid input, as opposed to a bug, and the lists in its messages."""
+
+from collections.abc import Iterable
 
 
 class InputError(ValueError):
@@ -7,3 +9,9 @@ class InputError(ValueError):
     The message names what is wrong, what was got and expected, where it was set, and the way out. The command line
     prints it without a traceback and exits with code 2.
     """
+
+
+def join_words(words: Iterable[object], *, last: str = "or") -> str:
+    """Joins words for a message: `a, b or c`."""
+    *most, final = map(str, words)
+    return f"{', '.join(most)} {last} {final}" if most else final

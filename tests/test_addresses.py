@@ -93,7 +93,7 @@ def test_error_says_that_a_bucket_address_contains_no_run(
     arguments: tuple[str, ...], in_folder: None, tmp_path: Path
 ) -> None:
     option = "RUN_DIR" if arguments[0] == "report" else next(word for word in arguments[::-1] if word[:2] == "--")
-    expected = f"error: {option}: there is no run at {arguments[-1]}; only runs can be fetched (`gcloud storage cp`"
+    expected = f"error: {option}: there is no run at {arguments[-1]}; correct the address, or "
     refused(tmp_path, *arguments, message=expected)
 
 

@@ -137,7 +137,7 @@ def test_presets_command_lists_each_preset_with_a_sentence_and_prints_one() -> N
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (("model.path=./gone",), "model.path: './gone' is neither an existing directory or file nor a hub id\n"),
+        (("model.path=./gone",), "model.path: './gone' is neither an existing directory or file nor a hub id; "),
         (("reward.functions=[gone.py:f]",), "reward.functions: gone.py:f: no such file: "),
         (("env.tools=[gone.py:f]",), "env.tools: gone.py:f: no such file: "),
         (("data.source=gone.jsonl", "eval.every_steps=0"), "data.source: "),
@@ -163,7 +163,9 @@ def test_missing_inputs_of_commands_are_found_before_jax_is_loaded() -> None:
         ("gae --out new", "--input", "gone.jsonl"), ("train", "--from-rollouts", "gone"),
     ):  # fmt: skip
         answer = here(*command.split(), option, path)
-        hint = "; nothing was evaluated in that run, or nothing better than its start" if path == best else ""
+        hint = "; give the path of an existing one"
+        if path == best:
+            hint = "; nothing was evaluated in that run, or nothing better than its start; give <run>/checkpoints/<step>"
         line = f"error: {option}: {Path(path).absolute()}: no such file or folder{hint}\n"
         assert (answer.exit_code, answer.stderr) == (2, line)
 
@@ -208,7 +210,7 @@ SET = "Settings are given as --set NAME=VALUE"
         ("gae --bench --backend numpy", "--backend cannot be combined with --bench"),
         ("gae --gamma 2 --print-config", "got 2 (from --gamma)"),
         ("gae --gamma [ --print-config", "--gamma:1:2: not valid YAML"),
-        ("presets quickstar", "unknown preset quickstar; did you mean quickstart?"),
+        ("presets quickstar", "unknown preset quickstar; expected one of "),
         ("train --json", "error: --json needs --dry-run; the metrics of a run are in its metrics.jsonl"),
         ("train --max_steps", f"No such option: --max_steps. {SET}; TRL's max_steps is run.steps here"),
         ("train --learning-rate=1", f"{SET}; did you mean optimizer.learning_rate?"),

@@ -77,7 +77,7 @@ def _check_equal_plans(plan: MicroBatchPlan) -> None:
     digests = gather_over_hosts(np.frombuffer(sha256(repr(plan).encode()).digest(), np.uint8))
     for host, digest in enumerate(digests):
         if not np.array_equal(digest, digests[0]):
-            raise RuntimeError(f"host {host} and process 0 plan different micro-batches, a bug; please report it")
+            raise RuntimeError(f"hosts 0 and {host} planned different micro-batches; this is a bug, please report it")
 
 
 @dataclass(frozen=True)

@@ -174,8 +174,8 @@ class Checkpoints:
             damaged.append(step)
         if steps:
             raise InputError(
-                f"--resume: none of the checkpoints of steps {steps} in {self._directory} can be read. "
-                "Start over with another run.name"
+                f"--resume: no checkpoint in {self._directory} can be read (steps {steps}); restore one from a copy, "
+                "or start over with another run.name"
             )
         return None
 

@@ -37,10 +37,11 @@ def explain_full_disk(run: RunDirectory, shapes: Any) -> Iterator[None]:
             raise
         file = getattr(error, "filename", None) or ("a file" if isinstance(error, OSError) else "a checkpoint")
         needed = sum(array.size * array.dtype.itemsize for array in jax.tree.leaves(shapes))
-        saved = f"checkpoint {max(run.checkpoint_steps)} is whole" if run.has_checkpoint else "there is no checkpoint"
+        saved = (
+            f"checkpoint {max(run.checkpoint_steps)} is complete" if run.has_checkpoint else "there is no checkpoint"
+        )
         raise DiskFullError(
             f"no space is left to write {file}: a checkpoint takes about {format_bytes(needed)}, and "
             f"{format_bytes(shutil.disk_usage(run.path).free)} are free on the disk of {run.path}; {saved}. Free "
-            "some space, "
-            "or lower checkpoint.keep, and continue with --resume auto"
+            "some space, or lower checkpoint.keep, and continue with --resume auto"
         ) from error

@@ -112,7 +112,7 @@ class PolicyCheckpoint:
             raise InputError(
                 f"{OPTION}: the adapters of {self.path} were trained with kernels quantized by "
                 f"{QUANTIZATION_PACKAGE} {made_by}, but {here} is installed; "
-                f"pip install '{QUANTIZATION_PACKAGE}=={made_by}'"
+                f"run pip install '{QUANTIZATION_PACKAGE}=={made_by}'"
             )
         fingerprints = {"model": model.files.fingerprint}
         with nullcontext() if needs_tokenizer else suppress(InputError):

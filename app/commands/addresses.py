@@ -174,4 +174,7 @@ def _fetch(option: str, address: str) -> Path:
                 if line := fetch_run(bucket, run, steps=steps):
                     print_notices([f"{option}: {line}"])
             return local_folder(address)
-    raise InputError(f"{option}: there is no run at {address}; only runs can be fetched ({COPYING})")
+    raise InputError(
+        f"{option}: there is no run at {address}; correct the address, or copy other files yourself, since only runs "
+        f"are fetched ({COPYING})"
+    )

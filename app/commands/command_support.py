@@ -189,7 +189,7 @@ def find_run_settings(run_paths: Mapping[str, Path | None], *, is_quiet: bool = 
 def require_path(path: Path | None, option: str) -> Path:
     """Returns the path of an option that only `--print-config` can do without. Raises InputError if it is missing."""
     if path is None:
-        raise InputError(f"missing option {option}")
+        raise InputError(f"missing option {option}; add {option} PATH")
     return path
 
 
@@ -211,10 +211,11 @@ def require_inputs(settings: Settings, inputs: Mapping[str, Path | None]) -> Non
 def require_input(option: str, path: Path) -> None:
     """Raises InputError if a path that an option names does not exist."""
     if not path.expanduser().exists():
+        hint = "give the path of an existing one"
         # A run may have no best checkpoint, so this is not reported as a typo.
-        is_absent_best = path.name == BEST_LINK and path.parent.is_dir()
-        hint = "; nothing was evaluated in that run, or nothing better than its start" if is_absent_best else ""
-        raise InputError(f"{option}: {path.expanduser().absolute()}: no such file or folder{hint}")
+        if path.name == BEST_LINK and path.parent.is_dir():
+            hint = "nothing was evaluated in that run, or nothing better than its start; give <run>/checkpoints/<step>"
+        raise InputError(f"{option}: {path.expanduser().absolute()}: no such file or folder; {hint}")
 
 
 def refuse_existing(outputs: Mapping[str, Path | None], *, overwrite: bool, resumes: bool = False) -> None:

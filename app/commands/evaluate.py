@@ -54,7 +54,9 @@ def evaluate(
         given = {"--config": config, "--set": overrides, "--print-config": print_config}
         for option, value in {**given, "--checkpoint": checkpoint, "--out": out}.items():
             if value:
-                raise InputError(f"{option} cannot be combined with --compare, which only reads two files")
+                raise InputError(
+                    f"{option} cannot be combined with --compare, which reads only files; omit one of them"
+                )
         refuse_existing({"--picture": picture}, overwrite=overwrite)
         from app.evaluation.compare import compare_evaluations
 
@@ -62,7 +64,7 @@ def evaluate(
         print_notices([] if picture is None else [f"--picture: written to {picture}"])
     else:
         if picture is not None:
-            raise InputError("--picture needs --compare BEFORE.jsonl AFTER.jsonl")
+            raise InputError("--picture plots a comparison; add --compare BEFORE.jsonl AFTER.jsonl, or omit --picture")
         resolved = resolve_policy(config, overrides, checkpoint, check=check_for_evaluation, print_config=print_config)
         print_notices(unused_setting_notices(resolved, (*SECTIONS_OF_ROLLOUTS, "reward.")))
         refuse_existing({"--out": out}, overwrite=overwrite)

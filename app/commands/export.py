@@ -52,8 +52,10 @@ def export(
     resolved = resolve(base, overrides, print_config=print_config, check=check_for_mesh)
     out = require_path(out, "--out")
     if checkpoint is None and (adapter or not (config or overrides)):
-        why = "an untrained model has no adapters" if adapter else "--config or --set model.path name a base model"
-        raise InputError(f"missing option --checkpoint: {why}")
+        way_out = "name a base model with --config or --set model.path"
+        if adapter:
+            way_out = "omit --adapter, since an untrained model has no adapters"
+        raise InputError(f"missing option --checkpoint; give a run or one of its checkpoints, or {way_out}")
     require_inputs(resolved.settings, {"--checkpoint": checkpoint})
     if checkpoint is None:
         from app.commands.named_files import check_model_path

@@ -28,7 +28,7 @@ def inspect_mesh(
 ) -> None:
     """Show how a model is sharded and what memory it needs."""
     if hlo is not None and not compiles:
-        raise InputError("--hlo writes compiled programs, so it needs --compile")
+        raise InputError("--hlo writes compiled programs; add --compile, or omit --hlo")
     resolved = resolve(config, overrides, print_config=print_config, check=check_for_inspect_mesh)
     show_progress(f"grpo inspect-mesh: model {resolved.settings.model.path}; loading JAX")
     from app.preflight import inspect_mesh

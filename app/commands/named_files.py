@@ -79,10 +79,13 @@ def check_named_files(
     for place, plug_in in named:
         file = Path((plug_in or "").rpartition(":")[0])
         if file.suffix == ".py" and not file.is_file():
-            raise InputError(f"{place}: {plug_in}: no such file: {file.absolute()}")
+            raise InputError(f"{place}: {plug_in}: no such file: {file.absolute()}; correct the path")
 
 
 def check_model_path(setting: str, path: str | None) -> None:
     """Raises InputError if a model path that cannot be a hub id does not exist."""
     if path and (path.startswith(("/", ".", "~")) or path.endswith(".gguf")) and not Path(path).expanduser().exists():
-        raise InputError(f"{setting}: {path!r} is neither an existing directory or file nor a hub id")
+        raise InputError(
+            f"{setting}: {path!r} is neither an existing directory or file nor a hub id; correct the path, or give a "
+            "hub id such as Qwen/Qwen3-0.6B"
+        )

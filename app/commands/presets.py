@@ -8,6 +8,7 @@ import typer
 
 from app.commands.command_support import print_result
 from settings import InputError
+from settings.errors import join_words
 from settings.loading.config_file import find_config_file, preset_names
 from settings.loading.fields import did_you_mean, nearest_names
 
@@ -18,6 +19,8 @@ def presets(
     """List the presets for --config, or print one as YAML."""
     texts = {preset: find_config_file(preset).content.decode() for preset in preset_names()}
     if name and name not in texts:
-        raise InputError(f"unknown preset {name}{did_you_mean(nearest_names(name, texts))}")
+        raise InputError(
+            f"unknown preset {name}; expected one of {join_words(texts)}{did_you_mean(nearest_names(name, texts))}"
+        )
     first_lines = {preset: text.splitlines()[0].removeprefix("# ") for preset, text in texts.items()}
     print_result(first_lines, as_json=False, text=texts.get(name))

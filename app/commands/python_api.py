@@ -31,6 +31,7 @@ from app.records.typed_values import to_json
 from app.reward.function_pool import register_callables
 from settings import InputError, load
 from settings.checks.commands import check_for_evaluation, check_for_rollout, check_for_score, check_for_train
+from settings.errors import join_words
 from settings.loading.fields import suggest_fields
 from settings.loading.sources import set_options
 from settings.schema.reward import CALLABLE_PREFIX
@@ -65,7 +66,7 @@ def train(*, data, eval_data, on_step, resume, allow_changed, unknown, **given: 
             f"reward functions as `rewards`, rows as `data`{''.join(suggest_fields(name)[1] for name in unknown)}"
         )
     if resume not in get_args(Resume):
-        raise InputError(f"resume: expected one of {', '.join(get_args(Resume))}, got {resume!r}")
+        raise InputError(f"resume: expected {join_words(get_args(Resume))}, got {resume!r}")
     if threading.current_thread() is not threading.main_thread():
         raise InputError("grpo.train handles signals, which only the main thread can do; call it there")
     with _call("train", **given) as (config, options, _, _):

@@ -104,7 +104,7 @@ def score_file(
     """
     if not checkpoints:
         if field := CHECKPOINT_FIELD.search(str(out)):
-            raise InputError(f"--out: {field[0]} needs a --checkpoint")
+            raise InputError(f"--out: {field[0]} is replaced only with --checkpoint; add one, or remove {field[0]}")
         refuse_existing({"--out": out}, overwrite=overwrite)
     require_inputs(resolved.settings, {"--input": samples})
     if checkpoints and role in ("reference", "reward"):

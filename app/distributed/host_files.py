@@ -42,7 +42,7 @@ def sees_folder(folder: Path) -> tuple[bool, bool]:
                     probe.touch(exist_ok=False)
                 except OSError as error:
                     raise InputError(
-                        f"run.dir: cannot write to {parent}: {error.strerror}; choose another folder"
+                        f"run.dir: cannot write to {parent}: {error.strerror}; choose another run.dir"
                     ) from error
         way = broadcast_bytes(os.path.relpath(probe, folder).encode()).decode()
         is_seen = os.path.exists(os.path.normpath(folder / way))

@@ -50,7 +50,7 @@ def load_environment(
         _add(shared, Tool(name, TOOLS.get(path) or load_object(path)))
     made = source and (ENVIRONMENTS.get(source) or load_object(source))
     if source and not callable(made):
-        raise LoadError(f"{source} is {describe_value(made)}, not a class or a function that makes an environment")
+        raise LoadError(f"expected a class or a function that makes an environment, got {describe_value(made)}")
 
     def make() -> AdaptedEnvironment:
         return AdaptedEnvironment(await_value(made()) if made else None, shared)
@@ -88,7 +88,10 @@ class AdaptedEnvironment:
             if inspect.isroutine(method := getattr(environment, name)):
                 _add(self.tools, Tool(name, method))
         if not hasattr(environment, "reset") or not (self._has_step or self.tools):
-            raise LoadError(f"{describe_value(environment)} is not an environment, which has `reset` and `step`")
+            raise LoadError(
+                "expected an environment, with the method `reset` and either `step` or tools, got "
+                f"{describe_value(environment)}"
+            )
         self._takes_calls = self._has_step and "calls" in inspect.signature(environment.step).parameters
 
     def reset(self, seed: int, columns: Mapping[str, Any]) -> list[dict[str, Any]] | None:
@@ -134,9 +137,9 @@ class AdaptedEnvironment:
             by_tools, by_environment = iter(results), iter(told)
             messages = [*(next(by_tools if call in own else by_environment) for call in calls), *by_environment]
         if not (messages or result.terminated or result.truncated):
-            raise PlugInValueError("returned no message, although the episode continues")
-        if sum(len(message["content"]) for message in messages) > MAX_CHARACTERS:
-            raise PlugInValueError(f"returned more than {MAX_CHARACTERS} characters")
+            raise PlugInValueError("returned no message, expected one as long as the episode continues")
+        if (length := sum(len(message["content"]) for message in messages)) > MAX_CHARACTERS:
+            raise PlugInValueError(f"returned {length:,} characters, expected at most {MAX_CHARACTERS:,}")
         return result._replace(messages=messages, metrics={**result.metrics, **counts})
 
     def score(self) -> dict[str, float]:
@@ -146,7 +149,7 @@ class AdaptedEnvironment:
         if not isinstance(scores, Mapping):
             return {} if scores is None else {"score": to_number(scores)}
         if wrong := [name for name in scores if not isinstance(name, str) or not EXTRA_NAME_PATTERN.fullmatch(name)]:
-            raise PlugInValueError(f"returned a score named {wrong[0]!r}; expected letters, digits and _.@-")
+            raise PlugInValueError(f"returned a score named {wrong[0]!r}, expected letters, digits, _, ., @ or -")
         return {name: to_number(value) for name, value in scores.items()}
 
     def close(self) -> None:
@@ -197,7 +200,8 @@ def read_messages(value: Any, roles: Sequence[str]) -> list[dict[str, str]]:
         if not isinstance(message, Mapping) or not isinstance(message.get("content"), str):
             raise PlugInValueError(f"returned {describe_value(message)}, expected text, or messages with text")
         if message.get("role") not in roles:
-            raise PlugInValueError(f"returned a message of {message.get('role')!r}, expected {' or '.join(roles)}")
+            role = message.get("role")
+            raise PlugInValueError(f"returned a message with role {role!r}, expected {' or '.join(roles)}")
         # Lone surrogates cannot be encoded.
         messages.append({"role": message["role"], "content": message["content"].encode("utf-8", "replace").decode()})
     return messages

@@ -76,7 +76,7 @@ class CalculatorEnvironment:
             return StepResult(messages, metrics=counts)
         reference, number = parse_reference(self._answer), last_number(text)
         if reference is None:
-            raise ValueError(f"the row's answer {self._answer[-80:]!r} is not a number")
+            raise ValueError(f"expected a number as the row's reference answer, got {self._answer[-80:]!r}")
         is_right = number is not None and parse_number(number) == reference
         return StepResult(reward=float(is_right), terminated=True)
 

@@ -34,7 +34,7 @@ class Tool:
 
     def __init__(self, name: str, function: Callable[..., Any]) -> None:
         if isinstance(function, type) or not callable(function):
-            raise LoadError(f"the tool {name} is {describe_value(function)}, not a function")
+            raise LoadError(f"the tool {name}: expected a function, got {describe_value(function)}")
         text = inspect.getdoc(function)
         if not text:
             raise LoadError(f"the tool {name} has no docstring; add one that tells the policy what it does")
@@ -45,9 +45,15 @@ class Tool:
             described = self._call.json_schema()
         except (PydanticUserError, NameError, TypeError) as error:
             reason = str(error).splitlines()[0]
-            raise LoadError(f"the parameters of the tool {name} cannot be described: {reason}") from None
+            raise LoadError(
+                f"the parameters of the tool {name} cannot be described: {reason}; annotate them with types that JSON "
+                "can represent"
+            ) from None
         if described["type"] != "object":
-            raise LoadError(f"the tool {name} takes {inspect.signature(function)}; every parameter must be named")
+            raise LoadError(
+                f"the tool {name} takes {inspect.signature(function)}; calls name all arguments, so remove `*args` and "
+                "parameters before `/`"
+            )
         parameters = {key: described[key] for key in ("type", "properties", "required", "$defs") if key in described}
         for schema in parameters["properties"].values():
             schema.pop("title", None)  # repeats the name

@@ -44,7 +44,7 @@ from app.report.confidence_intervals import MetricEstimate, mean_interval, sign_
 from app.report.matplotlib_figures import check_picture_path, new_figure, save_figure
 from app.report.plots import BLUE, GREY, ORANGE, escape_label
 from app.reward.builtin_tasks import is_task_reward
-from settings.errors import InputError
+from settings.errors import InputError, join_words
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -226,16 +226,17 @@ def read_evaluation_results(path: Path) -> EvaluationResults:
     for _, sample in read_samples(path):
         groups.setdefault(sample.prompt.uid, []).append(sample)
     if not groups:
-        raise InputError(f"--compare: {path} contains no samples")
+        raise InputError(f"--compare: {path} contains no samples; give a file written by grpo evaluate --out")
     metadata = read_metadata(path)
     judge = _find_judge(path, metadata, [sample for group in groups.values() for sample in group])
     num_samples = max(len({sample.sample_index for sample in group}) for group in groups.values())
     for uid, group in groups.items():
         group.sort(key=lambda sample: sample.sample_index)
         if [sample.sample_index for sample in group] != [*range(num_samples)]:
+            expected = "sample 0" if num_samples == 1 else f"each of the samples 0 to {num_samples - 1}"
             raise InputError(
-                f"--compare: {path} is incomplete: {uid} must have each of the samples 0 to {num_samples - 1} once; "
-                "write it again with grpo evaluate --out"
+                f"--compare: {path} is incomplete: expected {expected} of {uid} once; write it again with grpo "
+                "evaluate --out"
             )
     return EvaluationResults(path, metadata, judge, num_samples, groups)
 
@@ -246,7 +247,7 @@ def _find_judge(path: Path, metadata: EvaluationMetadata | None, samples: Sequen
         return metadata.facts[JUDGE]
     names = sorted({name for sample in samples for name in sample.rewards or {}})
     if len(names) != 1:
-        got = f"the values of {', '.join(names)}" if names else "no values"
+        got = f"the values of {join_words(names, last='and')}" if names else "no values"
         raise InputError(
             f"--compare: expected graded samples with one value each in `rewards`; {path} has {got}; use a file from "
             "grpo evaluate --out"
@@ -268,11 +269,14 @@ def _check_comparable(first: EvaluationResults, second: EvaluationResults) -> No
             f"in the first and {second.num_samples} in the second. The sign test would be biased even for one model; "
             "evaluate one of them again with the eval.num_samples of the other and a new --out"
         )
-    missing = [[uid for uid in a.groups if uid not in b.groups] for a, b in ((first, second), (second, first))]
-    if missing[0] or missing[1]:
+    missing = {
+        "first": [uid for uid in first.groups if uid not in second.groups],
+        "second": [uid for uid in second.groups if uid not in first.groups],
+    }
+    if any(missing.values()):
+        only = [f"{len(uids)} only in the {file} (such as {uids[0]})" for file, uids in missing.items() if uids]
         raise InputError(
-            f"--compare: {both} have different prompts: {len(missing[0])} are only in the first, {len(missing[1])} "
-            f"only in the second, such as {(missing[0] or missing[1])[0]}; evaluate both with the same "
+            f"--compare: {both} have different prompts, {' and '.join(only)}; evaluate both with the same "
             "data.eval_source, data.eval_split and eval.num_prompts"
         )
     for uid in first.groups:

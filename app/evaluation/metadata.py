@@ -8,7 +8,7 @@ from pathlib import Path
 
 from app.records.atomic_write import write_atomic
 from app.records.identity import Identity
-from settings.errors import InputError
+from settings.errors import InputError, join_words
 
 JUDGE, PROMPTS, MODEL, CHECKPOINT = "the judge", "the prompts", "the model's files", "the checkpoint"
 TOKENIZER = "the tokenizer"
@@ -54,7 +54,7 @@ def read_metadata(samples: Path) -> EvaluationMetadata | None:
         record = json.loads(path.read_bytes())
         names = {"model", "step", "data", "facts"}
         if not (isinstance(record, dict) and record.keys() == names and isinstance(record["facts"], dict)):
-            raise ValueError(f"expected an object with {', '.join(sorted(names))}")
+            raise ValueError(f"expected an object with {join_words(sorted(names), last='and')}")
         if not isinstance(record["facts"].get(JUDGE), str):
             raise ValueError(f"expected {JUDGE!r} among its facts")
     except (OSError, ValueError, RecursionError) as error:

@@ -19,7 +19,7 @@ from app.records.typed_values import to_text
 from app.report.confidence_intervals import Interval, MetricEstimate, clustered_share_interval, mean_interval
 from app.reward.aggregate import ERRORS_FIELD, was_dropped_in_rollout
 from app.reward.builtin_tasks import is_task_reward, task_of
-from settings.errors import InputError
+from settings.errors import InputError, join_words
 from settings.loading.fields import did_you_mean, nearest_names
 
 PromptTable = Mapping[str, np.ndarray]
@@ -196,6 +196,5 @@ def check_is_measured(
         when = f" when {judge} grades" if name == FORMAT_RATE else ""
         suggestion = "" if when else did_you_mean(nearest_names(name, measured))
         raise InputError(
-            f"{setting}: evaluations do not measure {name!r}{when}; choose one of "
-            f"{', '.join(measured)}{way_out}{suggestion}"
+            f"{setting}: evaluations do not measure {name!r}{when}; choose {join_words(measured)}{way_out}{suggestion}"
         )

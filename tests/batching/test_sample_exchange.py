@@ -95,7 +95,7 @@ def check_moves(host: int) -> None:
 def check_other_plan(host: int) -> None:
     plan = BATCHERS[0](samples_of(host, num_prompts=2), make_mesh((1, 8, 1)))
     other = MicroBatchPlan((MicroBatch(((),) * 8, RowShape(8, 8)),))
-    with pytest.raises(RuntimeError, match="host 1 and process 0 plan different micro-batches"):
+    with pytest.raises(RuntimeError, match="hosts 0 and 1 planned different micro-batches"):
         fetch_rows(samples_of(host, num_prompts=2), replace(plan, plan=other) if host else plan, FIELDS)
 
 

@@ -38,4 +38,4 @@ def test_a_full_disk_raises_an_error_instead_of_a_signal(tmp_path: Path, size: s
     assert ended.returncode == 1, ended
     last = ended.stderr.strip().splitlines()[-1]
     assert "DiskFullError: no space is left to write " in last, ended.stderr
-    assert ("checkpoint 1 is whole" if size == "240k" else "there is no checkpoint") in last
+    assert ("checkpoint 1 is complete" if size == "240k" else "there is no checkpoint") in last

@@ -95,10 +95,13 @@ def test_gym_environments_return_four_or_five_values(result, messages, reward, e
     [
         (5, "step returned int 5, expected a StepResult"),
         (("a", 1.0, False), "step returned tuple"),
-        (StepResult(), "returned no message, although the episode continues"),
-        (StepResult("x" * (2**20 + 1)), "returned more than 1048576 characters"),
+        (StepResult(), "returned no message, expected one as long as the episode continues"),
+        (StepResult("x" * (2**20 + 1)), "returned 1,048,577 characters, expected at most 1,048,576"),
         (StepResult("a", terminated="maybe"), "terminated is str 'maybe', expected True or False"),  # pyright: ignore[reportArgumentType]
-        (StepResult([{"role": "assistant", "content": "I win"}]), "a message of 'assistant', expected user or tool"),
+        (
+            StepResult([{"role": "assistant", "content": "I win"}]),
+            "with role 'assistant', expected user or tool",
+        ),
         (StepResult([{"role": "user", "content": b"a"}]), "'content': b'a'}, expected text"),  # pyright: ignore[reportArgumentType]
         (([1, 2], 0.0, False, {}), "expected text, or messages with text"),
         (("x", np.array([1, 2]), False, {}), "expected a number"),
@@ -271,10 +274,10 @@ def test_environments_are_classes_or_functions_and_tool_names_are_unique(tmp_pat
         assert make().reset(0, {}) == USER_HI
         assert [schema["function"]["name"] for schema in schemas] == ["twice", "calculator"]
     for environment, tools, message in (
-        (f"{path}:One", [], "One is int 1, not a class or a function"),
-        (f"{path}:Empty", [], "is not an environment, which"),
+        (f"{path}:One", [], "expected a class or a function that makes an environment, got int 1"),
+        (f"{path}:Empty", [], "expected an environment, with the method"),
         (None, [f"{path}:twice", f"{path}:Calc.twice"], "there are two tools named twice"),
-        (None, [f"{path}:Game"], r"the tool Game is type .*, not a function"),
+        (None, [f"{path}:Game"], r"the tool Game: expected a function, got type"),
     ):
         with pytest.raises(LoadError, match=message):
             load_environment(environment, tools)

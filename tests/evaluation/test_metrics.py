@@ -298,12 +298,12 @@ def test_comparison_counts_reward_failures_instead_of_averaging_them(tmp_path: P
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"answers": AFTER[:11]}, "1 are only in the first, 0 only in the second, such as q/11"),
+        ({"answers": AFTER[:11]}, "have different prompts, 1 only in the first (such as q/11); evaluate"),
         ({"prompt": "2 + 0 = ?"}, "come from different data: the question or answer of q/0 differs"),
         ({"judge": "gsm8k"}, "graded by different functions: arithmetic and gsm8k"),
         ({"judge": None}, "a.jsonl has no values; use a file from grpo evaluate --out"),
         ({"rewards": {"a": 1, "b": 0}}, "a.jsonl has the values of a, b"),
-        ({"answers": [*AFTER[:11], ("2", "2")]}, "is incomplete: q/0 must have each of the samples 0 to 1 once"),
+        ({"answers": [*AFTER[:11], ("2", "2")]}, "is incomplete: expected each of the samples 0 to 1 of q/0 once"),
         ({"answers": [one * 2 for one in AFTER]}, "eval.num_samples is 1 in the first and 2 in the second. The"),
     ],
 )

@@ -185,8 +185,11 @@ def test_exports_with_unusable_arguments_are_refused(finished, tmp_path):
             for name in ("other", "link")
         ),
         (run, "missing option --out"),
-        (out, "missing option --checkpoint: --config or --set model.path name a base model"),
-        ((*out, "--adapter", *settings(f"model.path={other}")), "--checkpoint: an untrained model has no adapters"),
+        (out, "missing option --checkpoint; give a run or one of its checkpoints, or name a base model"),
+        (
+            (*out, "--adapter", *settings(f"model.path={other}")),
+            "or omit --adapter, since an untrained model",
+        ),
         ((*out, "--checkpoint", tmp_path), "--checkpoint: no settings.yaml of a run was found in"),
         ((*out, "--checkpoint", tmp_path, "--config", finished / "settings.yaml"), "contains no checkpoint; give"),
         ((*out, "--checkpoint", finished / "checkpoints" / "99"), "no such file or folder"),

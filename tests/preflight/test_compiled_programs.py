@@ -154,9 +154,7 @@ def test_dry_run_with_compile_fails_if_a_program_does_not_fit(config: Path, monk
     monkeypatch.setattr(compiled_programs, "device_memory_bytes", lambda: max(map(total, memory.values())))
     assert here(*arguments).exit_code == 0
     assert "--compile needs --dry-run" in here("train", "--config", config, "--compile").stderr
-    assert (
-        "--hlo writes compiled programs, so it needs --compile" in here("inspect-mesh", "--hlo", config.parent).stderr
-    )
+    assert "--hlo writes compiled programs; add --compile" in here("inspect-mesh", "--hlo", config.parent).stderr
     result = here(*arguments, "--compile")
     assert result.exit_code == 2 and result.stdout == ""
     assert result.stderr.startswith("error: rollout: prefill does not fit: it needs ")

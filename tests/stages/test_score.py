@@ -179,8 +179,8 @@ def test_scoring_several_checkpoints_shares_programs_and_writes_separate_outputs
         ("out.jsonl", both_steps, "out.jsonl would contain the scores of two checkpoints"),
         ("new-{step}.jsonl", (*later, *later), "new-4.jsonl would contain the scores of two checkpoints"),
         ("{run}-{step}.jsonl", both_steps, "exists already"),
-        ("{step}.jsonl", (), "--out: {step} needs a --checkpoint"),
-        ("{step}.jsonl", ("--role", "reward"), "--out: {step} needs a --checkpoint"),
+        ("{step}.jsonl", (), "--out: {step} is replaced only with --checkpoint"),
+        ("{step}.jsonl", ("--role", "reward"), "--out: {step} is replaced only with --checkpoint"),
         ("{run}-{step}.jsonl", (*both_steps, "--input", own, "--overwrite"), "--input and --out both name"),
     ):
         given = ("score", *options, *(() if "--input" in options else ("--input", source)), "--out", tmp_path / out)
