@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from settings.errors import InputError
+from settings.errors import InputError, join_words
 from settings.loading.fields import did_you_mean, nearest_names
 
 MIB = 2**20
@@ -184,7 +184,7 @@ def parse_slice(name: str) -> TpuSlice:
         names = [f"{chip.name}-{size}" for chip in TPU_CHIPS.values() for size in SLICE_SIZES[chip.cores_in_name]]
         names += GPU_HOSTS
         suggestion = did_you_mean(nearest_names(name, names)[:3])
-        raise InputError(f"mesh.pretend: got {name!r}; known: {', '.join(names)}{suggestion}")
+        raise InputError(f"mesh.pretend: got {name!r}, expected one of {join_words(names)}{suggestion}")
     num_chips = int(match[2]) // chip.cores_in_name
     chips_per_host = num_chips if num_chips <= chip.max_chips_of_one_host else chip.chips_per_host
     return TpuSlice(match[0], chip, num_chips, chips_per_host)

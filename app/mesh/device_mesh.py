@@ -27,7 +27,7 @@ from app.mesh.devices import (
     simulated_slice,
 )
 from app.records.text_format import format_count
-from settings.errors import InputError
+from settings.errors import InputError, join_words
 from settings.schema.mesh import MeshSettings
 
 MAX_ROUNDING = 0.05
@@ -133,10 +133,10 @@ def generation_devices(wanted: float | tuple[int, ...], *, num_devices: int) -> 
         return wanted
     num_generating = round(wanted * num_devices)
     if abs(num_generating - wanted * num_devices) > MAX_ROUNDING or not 0 < num_generating < num_devices:
-        possible = ", ".join(f"{k / num_devices:g}" for k in range(1, num_devices))
+        possible = join_words(f"{k / num_devices:g}" for k in range(1, num_devices))
         raise InputError(
             f"rollout.devices: {wanted:g} of the {num_devices} devices of a host is not a whole number of devices; "
-            f"possible fractions: {possible}"
+            f"set it to {possible}"
         )
     return tuple(range(num_devices - num_generating, num_devices))
 

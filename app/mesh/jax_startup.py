@@ -28,6 +28,7 @@ from app.mesh.devices import (
     simulated_slice,
 )
 from app.mesh.program_cache import share_program_cache, use_program_cache
+from app.records.text_format import format_count
 from settings.errors import InputError
 from settings.loading.backends import is_backend_installed
 from settings.schema.mesh import MeshSettings
@@ -134,7 +135,8 @@ def initialize_local(settings: MeshSettings, *, compiles: bool = False) -> None:
         except RuntimeError:
             raise InputError(
                 f"mesh.cpu_devices: {settings.cpu_devices}, but JAX has already started in this process with "
-                f"{jax.local_device_count()} devices; set it before the first use of JAX, in a new process"
+                f"{format_count(jax.local_device_count(), 'device')}; set it before the first use of "
+                "JAX, in a new process"
             ) from None
     if settings.platform == "auto":
         if not is_cloud_tpu_vm():
@@ -161,9 +163,9 @@ def _check_num_processes(settings: MeshSettings, member: ClusterMember | None) -
         return
     where = "this host runs alone" if member is None else f"{actual} processes join at {member.coordinator_address}"
     last = f" to {expected - 1}" if expected - 1 > actual else ""
-    missing = f"; missing: {actual}{last}" if expected > actual else ""
+    missing = f"; missing process ids: {actual}{last}" if expected > actual else ""
     raise InputError(
-        f"mesh.expect_processes: expected {expected} processes, but {where}{missing}. On every host set "
+        f"mesh.expect_processes: got {expected}, but {where}{missing}. On every host set "
         "mesh.coordinator_address to host:port of process 0, and mesh.num_processes and mesh.process_id, or correct "
         "mesh.expect_processes"
     )

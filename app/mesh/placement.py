@@ -14,7 +14,7 @@ from jaxtyping import Array
 from app.mesh.axis_rules import ROW_AXES, axis_size
 from app.mesh.device_mesh import num_hosts
 from app.mesh.devices import device_platform, host_index
-from settings.errors import InputError
+from settings.errors import InputError, join_words
 
 
 def num_row_shards(mesh: Mesh) -> int:
@@ -40,8 +40,8 @@ def check_tp_within_hosts(mesh: Mesh) -> None:
             fitting = [n for n in range(1, per_host + 1) if per_host % n == 0]
             raise InputError(
                 f"mesh.shape: tp = {tp} spans hosts {', '.join(map(str, sorted(set(group.tolist()))))} with {per_host} "
-                "devices each, but every host needs whole rows; keep tp within a host: "
-                f"{' or '.join(map(str, fitting))}"
+                "devices each, but every host needs whole rows; set tp to "
+                f"{join_words(fitting)}"
             )
     assert len(set(np.bincount(hosts[:, 0])[np.unique(hosts)])) == 1, "hosts have equally many devices"
 

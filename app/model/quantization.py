@@ -115,7 +115,7 @@ def check_qwix_installed() -> None:
         found = "it is not installed" if installed == NOT_INSTALLED else f"version {installed} is installed"
         raise InputError(
             f"{QUANTIZE_BASE_SETTING} needs {QUANTIZATION_PACKAGE} {oldest} or later, but {found}; run "
-            "pip install -e '.[qlora]', or set it to null"
+            f"pip install -e '.[qlora]', or set {QUANTIZE_BASE_SETTING} to null"
         )
 
 

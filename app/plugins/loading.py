@@ -41,7 +41,7 @@ def load_object(path: str, *, program_modules: Collection[str] = ()) -> Any:
         absent = error.name if isinstance(error, ModuleNotFoundError) else None
         if absent and f"{place}.".startswith(f"{absent}.") and not place.endswith(".py"):
             where = f"in {os.getcwd()} or among the installed packages"
-            raise LoadError(f"there is no module `{absent}` {where}") from None
+            raise LoadError(f"there is no module `{absent}` {where}; correct the name, or install it") from None
         raise LoadError(f"importing {place} failed: {describe_error(error)}") from error
     target = module
     for name in attribute.split("."):
@@ -49,15 +49,15 @@ def load_object(path: str, *, program_modules: Collection[str] = ()) -> Any:
             of_user = {n: v for n, v in vars(module).items() if callable(v) and not n.startswith("_")}
             known = sorted(n for n, v in of_user.items() if getattr(v, "__module__", None) == module.__name__)
             hint = "".join(f"; did you mean {near}?" for near in get_close_matches(name, known, n=1))
-            there = ", ".join(known[:20]) or "no functions or classes"
-            raise LoadError(f"{place} has no `{name}`{hint or f'; it has {there}'}")
+            there = ", ".join(known[:20]) or "none"
+            raise LoadError(f"{place} has no `{name}`{hint or f'; its functions and classes: {there}'}")
         target = getattr(target, name)
     return target
 
 
 def _import_file(path: Path) -> ModuleType:
     if not path.is_file():
-        raise LoadError(f"no such file: {path.absolute()}")
+        raise LoadError(f"no such file: {path.absolute()}; correct the path")
     name = f"plugin_{path.stem}"
     if getattr(sys.modules.get(name), "__file__", None) == str(path.absolute()):
         return sys.modules[name]

@@ -367,7 +367,7 @@ class Pool:
                 raise InputError(f"{self._name}: {why}")
             if worker.is_retry:
                 raise WorkersLostError(
-                    f"{self._name}: two attempts to start a process have failed: {why}; fix this and run the "
+                    f"{self._name}: two attempts to start a process have failed: {why}. Fix this and run the "
                     "command again, grpo train with --resume auto"
                 )
             self._start_failed = True

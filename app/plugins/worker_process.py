@@ -230,7 +230,9 @@ def allow_variables(names: Sequence[str]) -> None:
     """
     for name in names:
         if name not in os.environ:
-            raise InputError(f"plugins.env_vars: the environment variable {name} is not set")
+            raise InputError(
+                f"plugins.env_vars: the environment variable {name} is not set; set it, or remove the name"
+            )
     redact_also(names)
 
 

@@ -154,7 +154,8 @@ def read_model_spec(settings: Settings, *, generates: bool = True, config_only: 
 def _open_causal_lm(setting: str, path: str, attention: AttentionImplementation, *, config_only: bool) -> NetworkSpec:
     """Opens the files of a causal language model, whose embeddings are tied if its file has no other LM head."""
     files = open_model(path, config_only=config_only)
-    architecture = architecture_from_config(files.config, attention=attention)
+    with model_setting_in_errors(setting):
+        architecture = architecture_from_config(files.config, attention=attention)
     if architecture.tied_embeddings and has_own_head(files.weights):
         log.warning(
             "%s: config.json of %s ties %s to the embedding, but the file has different values for it, which are "

@@ -80,7 +80,7 @@ def test_only_measured_metrics_can_choose_the_best_checkpoint() -> None:
         is_measured(name, questions)
     with pytest.raises(InputError, match=r"do not measure 'eval/acuracy'; .*; did you mean eval/accuracy\?$"):
         is_measured("eval/acuracy", questions)
-    levels = "eval/accuracy/difficulty_1, eval/accuracy/difficulty_3"
+    levels = "eval/accuracy/difficulty_1 or eval/accuracy/difficulty_3"
     for name in ("reward/mean", "eval/accuracy/difficulty_2"):
         with pytest.raises(InputError, match=f"eval/error_count, {levels}"):
             is_measured(name, questions)
@@ -302,7 +302,7 @@ def test_comparison_counts_reward_failures_instead_of_averaging_them(tmp_path: P
         ({"prompt": "2 + 0 = ?"}, "come from different data: the question or answer of q/0 differs"),
         ({"judge": "gsm8k"}, "graded by different functions: arithmetic and gsm8k"),
         ({"judge": None}, "a.jsonl has no values; use a file from grpo evaluate --out"),
-        ({"rewards": {"a": 1, "b": 0}}, "a.jsonl has the values of a, b"),
+        ({"rewards": {"a": 1, "b": 0}}, "a.jsonl has the values of a and b"),
         ({"answers": [*AFTER[:11], ("2", "2")]}, "is incomplete: expected each of the samples 0 to 1 of q/0 once"),
         ({"answers": [one * 2 for one in AFTER]}, "eval.num_samples is 1 in the first and 2 in the second. The"),
     ],

@@ -94,7 +94,7 @@ def test_tp_across_hosts_is_refused_with_valid_values(shape, per_host, found):
     fitting = " or ".join(str(n) for n in range(1, per_host[0] + 1) if per_host[0] % n == 0)
     with pytest.raises(InputError, match=re.escape(f"mesh.shape: {found}")) as caught:
         placement.check_tp_within_hosts(mesh)
-    assert str(caught.value).endswith(f"keep tp within a host: {fitting}")
+    assert str(caught.value).endswith(f"set tp to {fitting}")
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ def test_generation_devices_are_the_last_share_or_the_given_indices(wanted, num_
         (
             0.3,
             4,
-            "0.3 of the 4 devices of a host is not a whole number of devices; possible fractions: 0.25, 0.5, 0.75",
+            "0.3 of the 4 devices of a host is not a whole number of devices; set it to 0.25, 0.5 or 0.75",
         ),
         (0.99, 8, "0.99 of the 8 devices"),
         (0.5, 1, "got 0.5, but each host has a single device"),
@@ -222,6 +222,8 @@ def test_a_chip_is_found_by_its_jax_device_kind():
 
 @pytest.mark.parametrize(("name", "nearest"), [("h100-16", "h100-1"), ("v4-17", "v4-16"), ("v4_16", "v4-16")])
 def test_error_about_an_unknown_slice_suggests_the_nearest_name(name: str, nearest: str):
-    with pytest.raises(InputError, match=rf"^mesh\.pretend: got '{name}'; known: v4-8, .*h100-8.*{nearest}") as error:
+    with pytest.raises(
+        InputError, match=rf"^mesh\.pretend: got '{name}', expected one of v4-8, .*h100-8.*{nearest}"
+    ) as error:
         parse_pretended(name)
     assert str(error.value).endswith(f"did you mean {nearest}?")

@@ -78,19 +78,20 @@ def test_an_unused_accelerator_is_reported_by_one_warning(tmp_path, monkeypatch,
 
 @pytest.mark.parametrize("address", [None, "auto"])
 def test_a_host_that_expects_others_does_not_start_alone(address):
-    expected = r"mesh.expect_processes: expected 3 processes, but this host runs alone; missing: 1 to 2\. On every host"
+    expected = r"mesh.expect_processes: got 3, but this host runs alone; missing process ids: 1 to 2\. On every host"
     with pytest.raises(InputError, match=expected):
         jax_startup.initialize_distributed(MeshSettings(coordinator_address=address, expect_processes=3))
     jax_startup.initialize_distributed(MeshSettings(coordinator_address=address, expect_processes=1))
 
 
 @pytest.mark.parametrize(
-    ("expected", "said"), [(4, "2 processes join at 10.0.0.2:8482; missing: 2 to 3"), (1, "2 processes join at 10.")]
+    ("expected", "said"),
+    [(4, "2 processes join at 10.0.0.2:8482; missing process ids: 2 to 3"), (1, "2 processes join")],
 )
 def test_an_unexpected_number_of_hosts_is_refused(monkeypatch, expected, said):
     monkeypatch.setattr(jax_startup, "is_cloud_tpu_vm", lambda: True)
     monkeypatch.setattr(jax_startup, "detect_cluster", lambda **_: ClusterMember("10.0.0.2:8482", 2, 0))
-    with pytest.raises(InputError, match=f"expected {expected} processes, but {re.escape(said)}"):
+    with pytest.raises(InputError, match=f"got {expected}, but {re.escape(said)}"):
         jax_startup.initialize_distributed(MeshSettings(expect_processes=expected))
     assert jax_startup.expects_other_hosts(MeshSettings())
     # A host that uses CPU devices is not part of a pod.

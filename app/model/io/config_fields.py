@@ -44,7 +44,7 @@ def _checked(fields: HfConfig, name: str, default: Any, expected: str, is_valid:
     value = fields.get(name)
     value = default if value is None else value
     if value is None:
-        raise InputError(f"config.json: {name} is missing")
+        raise InputError(f"config.json: {name} is missing; use the config.json that was saved with the weights")
     if not is_valid(value):
         raise InputError(f"config.json: {name} must be {expected}, got {value!r:.80}")
     return value
@@ -76,7 +76,7 @@ def parse_rope(fields: HfConfig, *, max_positions: int, default_theta: float = 1
     """
     partial = fields.get("partial_rotary_factor")
     if partial not in (None, 1):
-        raise InputError(f"config.json: partial_rotary_factor={partial!r} is not supported; it must be 1")
+        raise InputError(f"config.json: partial_rotary_factor={partial!r} is not supported; expected 1")
     kind = fields.get("rope_type", fields.get("type", "default"))
     theta = positive_float(fields, "rope_theta", default_theta)
     if kind == "default":
@@ -84,7 +84,7 @@ def parse_rope(fields: HfConfig, *, max_positions: int, default_theta: float = 1
     if kind == "linear":
         return RopeConfig(theta, kind, positive_float(fields, "factor"))
     if kind != "llama3":
-        raise InputError(f"config.json: rope type {kind!r} is not supported; supported: default, linear, llama3")
+        raise InputError(f"config.json: rope type {kind!r} is not supported; expected default, linear or llama3")
     rope = RopeConfig(
         theta=theta,
         rope_type=kind,

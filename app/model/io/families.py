@@ -21,7 +21,7 @@ from app.model.io.config_fields import (
     positive_int,
     read_num_layers,
 )
-from settings.errors import InputError
+from settings.errors import InputError, join_words
 from settings.schema.model import AttentionImplementation
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -75,8 +75,8 @@ def architecture_from_config(
     """
     if config.get("auto_map"):
         raise InputError(
-            "config.json has `auto_map`: this model brings its own Python code, which is never run; "
-            f"supported model types: {', '.join(FAMILIES)}"
+            "config.json has `auto_map`: this model brings its own Python code, which is never run; use a model of "
+            f"type {join_words(FAMILIES)}"
         )
     model_type = config.get("model_type")
     if "text_config" in config or "vision_config" in config:
@@ -93,7 +93,7 @@ def architecture_from_config(
         ]
         raise InputError(
             f"config.json: model_type={model_type!r} is not supported{''.join(known[:1])}; "
-            f"supported: {', '.join(FAMILIES)}"
+            f"expected {join_words(FAMILIES)}"
         )
     family = FAMILIES[model_type]
     declared = config.get("architectures") or [family.causal_lm]
@@ -101,7 +101,7 @@ def architecture_from_config(
     if declared not in [[name] for name in supported]:
         raise InputError(
             f"config.json: architectures={declared!r} is not supported for model_type={model_type!r}; "
-            f"supported: {' or '.join(supported)}"
+            f"expected {join_words(supported)}"
         )
     for field, why in UNSUPPORTED_FIELDS.items():
         if config.get(field):
@@ -119,7 +119,7 @@ def architecture_from_config(
 def llama(config: HfConfig) -> Architecture:
     """Reads the configuration of Llama 2 and 3, SmolLM2 and other models in the same format."""
     if config.get("use_sliding_window"):
-        raise InputError("config.json: use_sliding_window=true is not supported for model_type='llama'")
+        raise InputError("config.json: use_sliding_window=true is not supported for model_type='llama'; expected false")
     return _architecture(
         config,
         windows=_uniform_windows(config, None),
@@ -199,7 +199,10 @@ def gemma3_text(config: HfConfig) -> Architecture:
     """
     if config.get("attn_logit_softcapping") is not None:
         # transformers reads the field but never uses it, so it is unclear how such weights were trained.
-        raise InputError("config.json: attn_logit_softcapping must be null for model_type='gemma3_text'")
+        raise InputError(
+            "config.json: attn_logit_softcapping must be null for model_type='gemma3_text', got "
+            f"{config['attn_logit_softcapping']!r}"
+        )
     pattern = positive_int(config, "sliding_window_pattern", default=6)
     rope, windowed_rope = _ropes_by_layer_type(config)
     return _gemma(
@@ -233,7 +236,8 @@ def _gemma(config: HfConfig, **switches: Any) -> Architecture:
     # Old files have "gelu", with the same meaning.
     if config.get("hidden_act") not in (None, "gelu", "gelu_pytorch_tanh"):
         raise InputError(
-            f"config.json: hidden_act={config['hidden_act']!r} contradicts hidden_activation={activation!r}"
+            f"config.json: hidden_act={config['hidden_act']!r} contradicts hidden_activation={activation!r}; remove "
+            "hidden_act"
         )
     return _architecture(
         config,
@@ -268,13 +272,14 @@ def _architecture(
     if num_query_heads % num_kv_heads:
         raise InputError(
             f"config.json: num_attention_heads={num_query_heads} is not a multiple of "
-            f"num_key_value_heads={num_kv_heads}, so query heads cannot share key/value heads evenly"
+            f"num_key_value_heads={num_kv_heads}, so query heads cannot share key/value heads evenly; "
+            "correct the wrong one"
         )
     model_dim = positive_int(config, "hidden_size")
     if config.get("head_dim") is None and default_head_dim is None and model_dim % num_query_heads:
         raise InputError(
             f"config.json: hidden_size={model_dim} is not a multiple of "
-            f"num_attention_heads={num_query_heads}, and head_dim is missing"
+            f"num_attention_heads={num_query_heads}, and head_dim is missing; add head_dim"
         )
     head_dim = positive_int(config, "head_dim", default=default_head_dim or model_dim // num_query_heads)
     if head_dim % 2:
@@ -282,7 +287,7 @@ def _architecture(
     if "rope" not in switches:
         switches["rope"] = _rope(config)
     if "activation" not in switches and config.get("hidden_act", "silu") != "silu":
-        raise InputError(f"config.json: hidden_act={config['hidden_act']!r} is not supported; supported: 'silu'")
+        raise InputError(f"config.json: hidden_act={config['hidden_act']!r} is not supported; expected 'silu'")
     return Architecture(
         family=config["model_type"],
         vocab_size=positive_int(config, "vocab_size"),
@@ -309,12 +314,13 @@ def _experts(config: HfConfig) -> dict[str, Any]:
     counts = {positive_int(config, field) for field in EXPERT_COUNTS if config.get(field) is not None}
     if len(counts) > 1:
         raise InputError(
-            f"config.json: {' and '.join(EXPERT_COUNTS)} are two spellings of the same field, but their values differ"
+            f"config.json: {' and '.join(EXPERT_COUNTS)} are two spellings of the same field, but have different "
+            "values; remove the wrong one"
         )
     num_experts = counts.pop() if counts else positive_int(config, EXPERT_COUNTS[0])
     per_token = positive_int(config, "num_experts_per_tok")
     if per_token > num_experts:
-        raise InputError(f"config.json: num_experts_per_tok={per_token} is more than the {num_experts} experts")
+        raise InputError(f"config.json: num_experts_per_tok={per_token}, expected at most the {num_experts} experts")
     return {"num_experts": num_experts, "experts_per_token": per_token}
 
 
@@ -323,8 +329,8 @@ def _rope(config: HfConfig, default_theta: float = 10_000.0) -> RopeConfig:
     fields = json_object(config, "rope_scaling") or json_object(config, "rope_parameters")
     if any(isinstance(value, dict) for value in fields.values()):
         raise InputError(
-            f"config.json: rope_parameters that differ by layer type are not supported for model_type="
-            f"{config['model_type']!r}"
+            "config.json: rope_parameters that differ by layer type are not supported for model_type="
+            f"{config['model_type']!r}; expected one object for all layers"
         )
     outer = {name: config.get(name) for name in ("rope_theta", "partial_rotary_factor")}
     # The top-level field overrides the one in rope_scaling, as in transformers.
@@ -367,7 +373,7 @@ def _windows(config: HfConfig, has_window: Callable[[int], bool], window: int | 
     if window is None:
         raise InputError(
             f"config.json: layer_types has {SLIDING!r}, but there is no window: sliding_window is null or "
-            "use_sliding_window is false"
+            "use_sliding_window is false; set both, or use layer types without it"
         )
     return tuple(window if kind == SLIDING else None for kind in types)
 
@@ -404,6 +410,6 @@ def _layer_types(config: HfConfig) -> Sequence[str] | None:
         raise InputError(f"config.json: layer_types must list one type for each of {num_layers} layers, got {types!r}")
     if unknown := [kind for kind in types if kind not in (FULL, SLIDING)]:
         raise InputError(
-            f"config.json: layer_types has {unknown[0]!r}, which is not supported; supported: {FULL}, {SLIDING}"
+            f"config.json: layer_types has {unknown[0]!r}, which is not supported; expected {FULL} or {SLIDING}"
         )
     return types

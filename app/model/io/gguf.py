@@ -18,7 +18,7 @@ import numpy as np
 from gguf import GGUFReader, GGUFValueType, ReaderTensor
 from gguf.quants import dequantize
 
-from settings.errors import InputError
+from settings.errors import InputError, join_words
 
 HUGGING_FACE_CLASSES = {
     "llama": ("llama", "LlamaForCausalLM"),
@@ -98,12 +98,12 @@ class GgufFile:
         self._family = self.metadata("general.architecture")
         if self._family not in HUGGING_FACE_CLASSES:
             raise InputError(
-                f"{path}: GGUF architecture {self._family!r} is not supported; "
-                f"supported: {', '.join(HUGGING_FACE_CLASSES)}. For others, {WORKAROUND}"
+                f"{path}: GGUF architecture {self._family!r} is not supported, expected "
+                f"{join_words(HUGGING_FACE_CLASSES)}; {WORKAROUND}"
             )
         self._tensors = {self._hugging_face_name(tensor.name): tensor for tensor in self._reader.tensors}
         if "model.embed_tokens.weight" not in self._tensors:
-            raise InputError(f"{path}: tensor 'token_embd.weight' is missing; this GGUF file is not a language model")
+            raise InputError(f"{path}: tensor 'token_embd.weight' is missing; give the GGUF file of a language model")
         num_heads = self._positive_int("attention.head_count")
         self._num_heads = {"attn_q": num_heads, "attn_k": self._positive_int("attention.head_count_kv", num_heads)}
 
@@ -152,7 +152,7 @@ class GgufFile:
                 f"{self.path}: GGUF metadata {key!r} is damaged ({error}); download the file again"
             ) from error
         if value is None:
-            raise InputError(f"{self.path}: GGUF metadata {key!r} is missing")
+            raise InputError(f"{self.path}: GGUF metadata {key!r} is missing; {WORKAROUND}")
         return value
 
     def config(self) -> dict[str, Any]:
@@ -223,7 +223,10 @@ class GgufFile:
         """
         rows = values.shape[0]
         if rows % (2 * num_heads):
-            raise InputError(f"{self.path}: {rows} rows of a q or k projection cannot be split into {num_heads} heads")
+            raise InputError(
+                f"{self.path}: {rows} rows of a q or k projection cannot be split into {num_heads} heads; download the "
+                "file again"
+            )
         by_pair = values.reshape(num_heads, rows // num_heads // 2, 2, -1)
         return np.ascontiguousarray(by_pair.swapaxes(1, 2)).reshape(values.shape)
 

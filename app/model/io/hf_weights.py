@@ -178,12 +178,13 @@ def check_tensors(
         hint = f"; the file has {near[0]!r}, which is not expected" if near else ""
         raise InputError(
             f"model.path: missing tensors: {len(missing)}, first {missing[0]!r}{hint}. "
-            f"config.json describes a {architecture.family} model that these weights do not fit"
+            f"config.json describes a {architecture.family} model that these weights do not fit; use "
+            "the one saved with them"
         )
     if extra:
         raise InputError(
             f"model.path: tensors unknown to a {architecture.family} model: {len(extra)}, first {extra[0]!r}. "
-            "Ignoring them would change the network; check config.json"
+            "Ignoring them would change the network; use the config.json that was saved with the weights"
         )
     for name, shape in expected.items():
         if tuple(shapes[name]) != shape:

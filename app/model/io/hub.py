@@ -37,7 +37,10 @@ def fetch_from_hub(path: str, *, files: Sequence[str]) -> Path:
     try:
         return Path(snapshot_download(hub_id, revision=revision, allow_patterns=list(files)))
     except HFValidationError as error:
-        raise InputError(f"model.path: {path!r} is neither an existing directory or file nor a hub id") from error
+        raise InputError(
+            f"model.path: {path!r} is neither an existing directory or file nor a hub id; correct the path, or give a "
+            "hub id such as Qwen/Qwen3-0.6B"
+        ) from error
     except (OSError, HTTPError) as error:
         which = f"revision {revision!r}" if revision else "the newest revision"
         raise InputError(

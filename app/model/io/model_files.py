@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 
 from app.model.io.gguf import GgufFile
 from app.model.io.hub import fetch_from_hub
-from settings.errors import InputError
+from settings.errors import InputError, join_words
 from settings.schema.model import BUILTIN_PREFIX, split_revision
 
 BUILTIN_DIRECTORY = Path(__file__).parent.parent / "builtin"
@@ -192,7 +192,7 @@ def open_model(path: str, *, config_only: bool = False) -> ModelFiles:
         directory, name = local, local.resolve().name
     elif local.suffix == ".gguf":
         if not local.is_file():
-            raise InputError(f"model.path: there is no file {local}")
+            raise InputError(f"model.path: there is no file {local}; correct the path")
         gguf = GgufFile(local)
         config, generation = gguf.config(), gguf.generation_config()
         return ModelFiles(local.stem, local, config, generation, gguf, fingerprint(config, gguf.byte_ranges))
@@ -209,8 +209,8 @@ def open_model(path: str, *, config_only: bool = False) -> ModelFiles:
         )
     if not (directory / CONFIG_FILE).is_file():
         gguf_files = sorted(file.name for file in directory.glob("*.gguf"))
-        hint = f"; to use {gguf_files[0]}, set model.path to that file" if gguf_files else ""
-        raise InputError(f"model.path: {directory} has no {CONFIG_FILE}, so it is not a Hugging Face model{hint}")
+        hint = f"to use {gguf_files[0]}, set model.path to that file" if gguf_files else "set it to a model's directory"
+        raise InputError(f"model.path: {directory} has no {CONFIG_FILE}, so it is not a Hugging Face model; {hint}")
     config = _read_json(directory / CONFIG_FILE)
     if config_only:
         return ModelFiles(name, directory, config, {}, ConfigOnlyTensors(), fingerprint(config, {}), commit)
@@ -246,8 +246,8 @@ def _builtin_directory(path: str) -> Path:
     known = sorted(file.parent.name for file in BUILTIN_DIRECTORY.glob(f"*/{CONFIG_FILE}"))
     name = path.removeprefix(BUILTIN_PREFIX)
     if name not in known:
-        listed = ", ".join(BUILTIN_PREFIX + each for each in known) or "none in this installation"
-        raise InputError(f"model.path: there is no built-in model {path!r}; known: {listed}")
+        listed = join_words(BUILTIN_PREFIX + each for each in known) if known else "a model outside this installation"
+        raise InputError(f"model.path: there is no built-in model {path!r}; choose {listed}")
     return BUILTIN_DIRECTORY / name
 
 
@@ -258,7 +258,7 @@ def _indexed_shards(directory: Path, index: Path) -> dict[str, Path]:
         raise InputError(f"{index} has no weight_map; download the model again")
     for shard in sorted(set(map(str, weight_map.values()))):
         if Path(shard).name != shard:
-            raise InputError(f"{index}: shard {shard!r} must be a plain file name in the directory of the index")
+            raise InputError(f"{index}: expected plain file names in its own directory as shards, got {shard!r}")
         if not (directory / shard).is_file():
             raise InputError(f"{index}: shard {shard!r} is missing from {directory}; download the model again")
     return {name: directory / str(shard) for name, shard in weight_map.items()}
@@ -276,12 +276,13 @@ def _checked_shape(directory: Path, name: str, handle: Any, shard: Path) -> tupl
         header = handle.get_slice(name)
     except SafetensorError as error:
         raise InputError(
-            f"{directory / INDEX_FILE}: tensor {name!r} is not in shard {shard.name!r}, where the index places it"
+            f"{directory / INDEX_FILE}: tensor {name!r} is not in shard {shard.name!r}, where the index places it; "
+            "download the model again"
         ) from error
     if header.get_dtype() not in NUMPY_TYPES:
         raise InputError(
-            f"{directory}: tensor {name!r} has type {header.get_dtype()}, which is not supported; "
-            f"supported: {', '.join(NUMPY_TYPES)}; use the unquantized weights"
+            f"{directory}: tensor {name!r} has type {header.get_dtype()}, which is not supported, expected "
+            f"{join_words(NUMPY_TYPES)}; use the unquantized weights"
         )
     return tuple(header.get_shape())
 
