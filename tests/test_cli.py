@@ -165,7 +165,8 @@ def test_missing_inputs_of_commands_are_found_before_jax_is_loaded() -> None:
         answer = here(*command.split(), option, path)
         hint = "; give the path of an existing one"
         if path == best:
-            hint = "; nothing was evaluated in that run, or nothing better than its start; give <run>/checkpoints/<step>"
+            why = "nothing was evaluated in that run, or nothing better than its start"
+            hint = f"; {why}; give <run>/checkpoints/<step>"
         line = f"error: {option}: {Path(path).absolute()}: no such file or folder{hint}\n"
         assert (answer.exit_code, answer.stderr) == (2, line)
 
