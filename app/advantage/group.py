@@ -22,7 +22,7 @@ EPSILON = 1e-6
 GroupAdvantageFn = Callable[[Float[np.ndarray, "N"], Int[np.ndarray, "N"]], Float[np.ndarray, "N"]]
 """(rewards, group ids) -> one advantage per sample."""
 GroupRewardFn = Callable[[Sequence[Sample]], Float[np.ndarray, "N"]]
-"""Samples -> the reward of each sample that enters the comparison within its group."""
+"""Samples -> one reward per sample, which is compared with the rewards of its group."""
 
 
 class GroupMoments(NamedTuple):
@@ -64,7 +64,7 @@ def dr_grpo_advantages(rewards: Float[np.ndarray, "N"], group_ids: Int[np.ndarra
 
 
 def rloo_advantages(rewards: Float[np.ndarray, "N"], group_ids: Int[np.ndarray, "N"]) -> Float[np.ndarray, "N"]:
-    """Computes A_i = r_i - mean(rewards of the others) = n / (n - 1) * (r_i - mean(group)) for a group of n.
+    """Computes A_i = r_i - mean(other rewards of the group) = n / (n - 1) * (r_i - mean(group)) for a group of n.
 
     The baseline does not depend on the sample itself, so the gradient is unbiased.
 
@@ -78,8 +78,8 @@ def rloo_advantages(rewards: Float[np.ndarray, "N"], group_ids: Int[np.ndarray, 
 def maxrl_advantages(rewards: Float[np.ndarray, "N"], group_ids: Int[np.ndarray, "N"]) -> Float[np.ndarray, "N"]:
     """Computes A_i = (r_i - mean(group)) / mean(group) for rewards of at least 0; 0 in a group whose rewards are all 0.
 
-    With rewards 0 and 1, and success of probability p, a group of n samples has the expected gradient of log p = -sum_k
-    (1 - p)^k / k, truncated after n - 1 terms; `rloo_advantages` has only the first term.
+    With rewards 0 and 1 and success probability p, the expected gradient of a group of n samples is the gradient of
+    log p = -sum_k (1 - p)^k / k, truncated after n - 1 terms; `rloo_advantages` has only the first term.
 
     Source: Tajwar et al. 2026, "Maximum Likelihood Reinforcement Learning", algorithm 1.
     """

@@ -1,6 +1,6 @@
 """GDPO: each reward function's values are compared within groups separately, then weighted and summed.
 
-In a sum of rewards, a function with a high variance drowns the others, and different answers get equal advantages.
+In a sum of rewards, a function with a high variance dominates the others, and different answers get equal advantages.
 Source: Liu et al. 2026, "GDPO: Group reward-Decoupled Normalization Policy Optimization", equations 4 to 6.
 """
 
@@ -44,8 +44,8 @@ class RewardParts:
         """Returns the samples with A_i / (std(A) + 1e-6), where A_i is the sum over the sample's parts.
 
         The standard deviation (ddof = 1) is over the samples with a token in the loss, on all hosts. Nothing is
-        subtracted: the mean of A is 0 in every group. A KL penalty is elsewhere, so its coefficient does not count. All
-        hosts must call it together.
+        subtracted: the mean of A is 0 in every group. `kl_coef` is ignored, because a KL penalty is applied
+        elsewhere. All hosts must call it together.
         """
         summed = self.advantages_of(samples).sum(axis=0)
         in_loss = np.asarray([s.mask.any() for s in samples], bool)

@@ -38,7 +38,7 @@ class TokenRows(NamedTuple):
     turn_ends: Bool[np.ndarray, "B T"] | None = None
     """True on the policy's last token in each turn of a sample except the last turn; None = single turns."""
     bootstrap: Float32[np.ndarray, "B T"] | None = None
-    """Value after a sample's last token: the critic's if the sample continues, 0 if it is complete."""
+    """Value after a sample's last token: from the critic if the sample is truncated, 0 if it is complete."""
 
 
 GaeEstimator = Callable[..., tuple[ArrayLike, ArrayLike]]
@@ -143,7 +143,9 @@ def assign_vtrace_advantages(
 def assign_return_advantages(
     samples: Sequence[Sample], *, gamma: DiscountFn, token_rewards: TokenRewardFn
 ) -> list[Sample]:
-    """Returns the samples with sum_k gamma^k r_{t+k} as return and advantage of token t: GAE, lambda 1, no critic.
+    """Returns the samples with sum_k gamma^k r_{t+k} as return and advantage of token t.
+
+    This is GAE with lambda 1 and all values 0.
 
     With `turn_gamma` and gamma 1, every token of turn i has the return sum_j turn_discount^j R_{i+j} over the rewards
     of this turn and the later ones.

@@ -8,7 +8,7 @@ from app.advantage.gae.numpy_scan import Sequences, Steps, flatten, solve_variab
 from app.advantage.gae.recurrence import Number, TokenAdvantages
 
 MAX_RATIO = 1.0
-"""rho_bar and c_bar. With rho_bar = 1, the targets estimate the current policy's values."""
+"""The clip bounds rho_bar and c_bar of ratios. With rho_bar = 1, the targets estimate the current policy's values."""
 
 
 @np.errstate(over="ignore", invalid="ignore")  # The caller checks the results.
@@ -29,8 +29,8 @@ def vtrace(
     rho_t of the policy gradient, which the loss applies. If it were part of the advantage, whitening would give a token
     with rho 0 the advantage -mean / std at full weight.
 
-    Here rho_t = min(1, ratio_t) and c_t = lam * rho_t. If all ratios are 1, targets and advantages equal GAE's. Tokens
-    that the policy did not write are skipped.
+    Here rho_t = min(1, ratio_t) and c_t = lam * rho_t. If all ratios are 1, targets and advantages equal those of GAE.
+    Tokens that the policy did not write are skipped.
 
     Args:
         log_ratios: [B, T], log(pi / mu), where pi is the target policy and mu the policy that sampled the token.

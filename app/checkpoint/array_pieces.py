@@ -16,7 +16,7 @@ from jax.stages import Compiled
 from jaxtyping import Array
 
 MAX_PIECE_BYTES = 1 << 26
-"""Maximum size of a piece. A device holds up to three: little memory, yet they take longer to send than to start."""
+"""Maximum size of a piece: small, as a device holds up to three, yet a piece takes longer to send than to start."""
 
 
 def gather_in_pieces(x: Array, whole: np.ndarray | None) -> None:

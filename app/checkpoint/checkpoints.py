@@ -48,7 +48,7 @@ class Checkpoints:
         shapes: shapes of the saved state, by network.
         shardings: shardings of the restored state; the mesh may differ from the one on which it was saved.
         is_seen_by_all: whether all hosts see the directory; otherwise only process 0 has the checkpoints, and the other
-            hosts have copies of its progress records.
+            hosts have copies of the progress records.
         are_devices_shared: whether other threads run multi-device programs on some of this host's devices.
     """
 
@@ -124,7 +124,7 @@ class Checkpoints:
 
     @property
     def best(self) -> BestCheckpoint | None:
-        """The best checkpoint or the start; None if neither was evaluated or the policy has no metric."""
+        """The best checkpoint, or the start if none is better; None without an evaluation or without a metric."""
         return self._policy.best_checkpoint(self._manager.all_steps())
 
     def restore(
@@ -279,6 +279,7 @@ def check_fingerprints(
 
     Args:
         changeable: name of a fingerprint -> settings and sections that allow its change if they are `allowed`.
+        allowed: the settings and sections that the user allows to change.
     """
     ways = {name: changeable.get(name, ()) for name in different_names(saved, current)}
     changed = [name for name, settings in ways.items() if not any(is_in(setting, allowed) for setting in settings)]

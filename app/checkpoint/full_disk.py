@@ -24,7 +24,7 @@ class DiskFullError(OSError):
 
 @contextmanager
 def explain_full_disk(run: RunDirectory, shapes: Any) -> Iterator[None]:
-    """Raises DiskFullError if the block fails because the disk is full.
+    """Returns a context manager that raises DiskFullError if its block fails because the disk is full.
 
     Args:
         shapes: shapes of the arrays in a checkpoint, from which the message estimates the space that it takes.

@@ -131,7 +131,7 @@ def _is_on_process_0(x: Array | jax.ShapeDtypeStruct) -> bool:
 
 
 def restore_from_process_0(folder: Path, target: Any) -> Any:
-    """Returns a state, or a part of it, in a checkpoint's folder that only process 0 needs to have, in saved dtypes.
+    """Restores a state, or a part of it, with its saved dtypes, from a checkpoint that only process 0 needs to have.
 
     Host memory holds one whole array at a time. All hosts must call it together.
 
@@ -158,7 +158,7 @@ def _saved_types(folder: Path, target: Any) -> str:
 
 
 def _read_array(folder: Path, path: str, like: jax.ShapeDtypeStruct) -> np.ndarray:
-    """Returns the array at a path of a state on process 0, and memory for it on other processes."""
+    """Returns the array at a path of a state; on other processes than process 0, an uninitialized array."""
     if jax.process_index() > 0:
         return np.empty(like.shape, like.dtype)
     # The structure of the whole state: a partial restore would ignore the placeholders.

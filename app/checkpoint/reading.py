@@ -18,7 +18,7 @@ from app.distributed.collectives import max_over_hosts
 Content = TypeVar("Content")
 
 MAX_REASON_CHARS = 200
-"""Maximum length of a library's error message as shown; TensorStore's have thousands of characters."""
+"""Maximum length of a library's error message as shown; messages of TensorStore have thousands of characters."""
 
 NON_DAMAGE_PREFIXES = (
     "RESOURCE_EXHAUSTED", "UNAVAILABLE", "DEADLINE_EXCEEDED", "ABORTED", "CANCELLED",
@@ -28,7 +28,7 @@ NON_DAMAGE_PREFIXES = (
 
 
 def open_reader(handler: ocp.CompositeCheckpointHandler) -> ocp.Checkpointer:
-    """Opens a reader of this host only: in a joint restore, a host that cannot read would never reach the barrier."""
+    """Opens a reader for this host alone: in a joint restore, hosts would wait forever for a host that cannot read."""
     alone = ocp.options.MultiprocessingOptions(primary_host=jax.process_index(), active_processes={jax.process_index()})
     return ocp.Checkpointer(handler, multiprocessing_options=alone)
 

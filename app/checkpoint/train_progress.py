@@ -56,7 +56,7 @@ class TrainProgress:
     evaluation: Mapping[str, float | None] | None = None
     """Metrics under `eval/` of this step; None if it was not evaluated."""
     unevaluated: Mapping[str, Any] | None = None
-    """The step's other metrics, if its evaluation was interrupted and has to be repeated; otherwise None."""
+    """Metrics of the step, if its evaluation was interrupted and has to be repeated; otherwise None."""
 
     def after_step(self, step: int, *, num_prompts: int, num_tokens: int, **changed: Any) -> TrainProgress:
         """Returns the progress after a step that used this many prompts and tokens, before its evaluation."""

@@ -46,7 +46,7 @@ def gather_over_hosts(values: np.ndarray) -> np.ndarray:
 
 
 def _exchange_rows(mesh: Mesh, row: np.ndarray, spec: PartitionSpec) -> np.ndarray:
-    """Returns the part that `spec` gives this host of an array with one row per host, each on one device."""
+    """Exchanges an array with one row per host, and returns the part that this host has under `spec`."""
     rows = jax.make_array_from_process_local_data(NamedSharding(mesh, PartitionSpec("hosts")), row[None])
     return np.asarray(_relayout(mesh, spec)(rows).addressable_data(0))
 
@@ -122,7 +122,7 @@ def gather_bytes_over_hosts(local_bytes: bytes) -> list[bytes]:
 
 
 def gather_json_over_hosts(local_value: Any) -> list[Any]:
-    """Returns every host's value, after a passage through JSON, in process order."""
+    """Returns every host's value, sent as JSON, in process order."""
     return [json.loads(one) for one in gather_bytes_over_hosts(json.dumps(local_value).encode())]
 
 
@@ -158,7 +158,7 @@ def is_process_0() -> bool:
 
 @contextmanager
 def error_barrier() -> Iterator[None]:
-    """Collective error barrier: if the block raises on any process, it raises on every process.
+    """Returns a context manager: if the block raises on any process, it raises on every process.
 
     Every host must enter the block, and the block must not contain a collective. A single process starts no device.
 

@@ -22,7 +22,7 @@ MAX_PIECE_BYTES = 1 << 26
 
 
 def sees_folder(folder: Path) -> tuple[bool, bool]:
-    """Returns whether this host, and whether all hosts, see the same folder as process 0, which may not exist yet.
+    """Returns whether this host sees the folder of process 0, which may not exist yet, and whether all hosts do.
 
     Process 0 writes a probe file and removes it again. All hosts must call it together with the same path; a relative
     path is relative to each host's working directory.
@@ -74,7 +74,9 @@ def _matching_files(folder: Path, patterns: Sequence[str]) -> list[str]:
 
 @contextmanager
 def copy_from_process_0(folder: Path, patterns: Sequence[str], *, option: str = "run.dir") -> Iterator[Path]:
-    """Yields a folder of process 0; on other hosts, a temporary folder of the same name with its matching files.
+    """Returns a context manager for a folder of process 0, which other hosts get as a temporary copy.
+
+    The copy has the same name and the files that match one of `patterns`.
 
     All hosts must enter the block together.
 

@@ -36,8 +36,9 @@ EXIT_SENTINEL = 0
 """Byte that ends the watching thread; no signal has this number."""
 
 STOPPING_MESSAGE = "stopping with a checkpoint: a step still generating is dropped, an update is completed"
+"""Message printed when a signal arrives before the end of the last step."""
 FINISHING_MESSAGE = "all steps are done; the remaining files are being written"
-"""Messages printed when a signal arrives."""
+"""Message printed when a signal arrives after the last step."""
 
 
 class StopDecision(NamedTuple):
@@ -136,7 +137,7 @@ def _redirect_lost_terminal() -> None:
 
 @contextmanager
 def cancellation_barrier() -> Iterator[None]:
-    """Collective barrier around generation; all hosts must enter it.
+    """Returns a context manager for generation, which all hosts must enter.
 
     Raises:
         StoppedError: generation was stopped on some host. Every host raises it.

@@ -45,7 +45,7 @@ def exit_barrier(status_board: StatusBoard) -> None:
 
 @contextmanager
 def broadcast_failure(status_board: StatusBoard) -> Iterator[None]:
-    """Posts an error raised in the block to the other hosts at once, before this host writes its last files."""
+    """Returns a context manager that posts an error in its block at once, before this host writes its last files."""
     try:
         yield
     except Exception as error:
@@ -55,7 +55,7 @@ def broadcast_failure(status_board: StatusBoard) -> Iterator[None]:
 
 @contextmanager
 def coordinated_shutdown(status_board: StatusBoard, *, enter_phase: Callable[[str], None]) -> Iterator[None]:
-    """Makes hosts exit together if all of them fail, and makes a host that fails alone exit without waiting.
+    """Returns a context manager: hosts exit together if all of them fail; a host that fails alone exits at once.
 
     At exit, JAX makes every process wait minutes for all others. If only this host fails, the others are inside a
     collective that needs it, so a notice makes their watchdogs end them with exit code 1.
@@ -85,7 +85,11 @@ def coordinated_shutdown(status_board: StatusBoard, *, enter_phase: Callable[[st
 
 
 def exit_delay_s(status_board: StatusBoard, *, broadcasts: bool) -> float:
-    """Returns how long an exiting host must wait, so that the others can read its notice and exit first."""
+    """Returns how long an exiting host must wait, so that the others can read its notice and exit first.
+
+    Args:
+        broadcasts: whether this host has posted a notice.
+    """
     if status_board.num_hosts == 1:
         return 0.0
     return COORDINATOR_LINGER_S if status_board.host == 0 else 3 * POLL_INTERVAL_S if broadcasts else 0.0

@@ -128,9 +128,9 @@ def shard_map_by_dims(
 ) -> Callable[..., tuple[Any, ...]]:
     """Returns a function that applies `function` to each device's part of its arguments on the current mesh.
 
-    Loops may differ in length between devices, but not around collectives. A dim is split if its axis divides it
-    in every argument that has it; otherwise it is replicated. Gradients of an argument are summed over the devices that
-    have the same part of it.
+    Loops in `function` may differ in length between devices, unless they contain collectives. A dim is split if its
+    axis divides it in every argument that has it; otherwise it is replicated. Gradients of an argument are summed over
+    the devices that have the same part of it.
 
     Args:
         in_dims: the dims of each argument, as a tree of tuples of names.

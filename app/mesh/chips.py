@@ -69,7 +69,7 @@ TPU_CHIPS: Mapping[str, TpuChip] = MappingProxyType(
         )
     }
 )
-"""Chips by the prefix of slice names; v5e comes before v5p, whose device kind is a prefix of v5e's."""
+"""Chips by the prefix of slice names. v5e comes before v5p, because its device kind begins with that of v5p."""
 
 SLICE_SIZES: Mapping[int, tuple[int, ...]] = MappingProxyType(
     {1: (1, 4, 8, 16, 32, 64, 128, 256), 2: (8, 16, 32, 64, 128, 256, 512)}
@@ -100,7 +100,7 @@ class TpuSlice:
 
     @property
     def topology_options(self) -> dict[str, Any]:
-        """Options of its topology: a host's chips along each dim of the torus; two cores form one device."""
+        """Options of its topology for libtpu: a host's chips along each dim; on v4, two cores form one device."""
         cores = {"chip_config_name": "megacore"} if self.chip.name == "v4" else {}
         return {"chips_per_host_bounds": (*_torus_sizes(self.chips_per_host, 2), 1), **cores}
 

@@ -71,7 +71,7 @@ PACKED_ROWS_OPTIONS: Mapping[str, Mapping[str, str]] = MappingProxyType(
 )
 """Further options by chip, or `cpu`, for scoring and updates, whose matmuls have thousands of tokens.
 
-Decoding was slower with the options of a chip: 7.8 ms instead of 7.2 for 1.5B on v5e-8, without a decode kernel.
+They would slow down decoding: 7.8 ms instead of 7.2 for 1.5B on v5e-8, without a decode kernel.
 """
 
 

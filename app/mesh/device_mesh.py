@@ -31,7 +31,7 @@ from settings.errors import InputError, join_words
 from settings.schema.mesh import MeshSettings
 
 MAX_ROUNDING = 0.05
-"""Fraction of a device by which a share may differ from whole devices, for example 0.33 of 3 devices."""
+"""Maximum difference, in devices, between a fraction of the devices and a whole number: 0.33 of 3 devices is 1."""
 
 
 def num_hosts(mesh: Mesh) -> int:

@@ -43,7 +43,11 @@ LIBTPU_VARIABLES = {
 
 
 def simulate_slice(slice: TpuSlice | GpuHost | None, *, compiles: bool = False) -> None:
-    """Makes the virtual devices of this process simulate a slice or a GPU host; None for real devices."""
+    """Makes the virtual devices of this process simulate a slice or a GPU host; None for real devices.
+
+    Args:
+        compiles: whether to use compile-only devices, which run nothing, so that programs compile for the hardware.
+    """
     global _simulated_slice, _simulated_devices
     _simulated_slice = slice
     _simulated_devices = compile_only_devices(slice) if slice is not None and compiles else None

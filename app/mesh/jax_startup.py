@@ -47,11 +47,14 @@ NO_PROXY_VARIABLE = "no_grpc_proxy"
 
 
 _joined_before = False
-"""Whether the next `initialize_distributed` finds the hosts joined by `join_other_hosts`."""
+"""Whether `join_other_hosts` has joined the hosts, so that the next `initialize_distributed` does not."""
 
 
 def initialize_distributed(settings: MeshSettings, *, compiles: bool = False) -> None:
     """Sets up the backend and joins the other hosts, unless the command has already called `join_other_hosts`.
+
+    Args:
+        compiles: see `simulate_slice`.
 
     Raises:
         InputError: see `join_other_hosts`.
@@ -63,11 +66,14 @@ def initialize_distributed(settings: MeshSettings, *, compiles: bool = False) ->
 
 
 def join_other_hosts(settings: MeshSettings, *, compiles: bool = False) -> bool:
-    """Sets up the backend and joins the other hosts, if there are any; returns whether there are.
+    """Sets up the backend, joins the other hosts if there are any, and returns whether it has joined any.
 
     Must run before any other use of JAX. Hosts are joined by the three coordinator settings, automatically on a Cloud
     TPU VM of several hosts, and with `mesh.coordinator_address: auto` also under Slurm, Open MPI and Kubernetes.
     Otherwise this host runs alone.
+
+    Args:
+        compiles: see `simulate_slice`.
 
     Raises:
         InputError: a host is missing or has an unexpected id, the port or the platform is not available, or the hosts
@@ -115,6 +121,9 @@ def join_other_hosts(settings: MeshSettings, *, compiles: bool = False) -> bool:
 
 def initialize_local(settings: MeshSettings, *, compiles: bool = False) -> None:
     """Sets up the backend of this host without joining other hosts. Must run before any other use of JAX.
+
+    Args:
+        compiles: see `simulate_slice`.
 
     Raises:
         InputError: the library for `mesh.platform` is not installed.

@@ -18,7 +18,7 @@ from settings.errors import InputError, join_words
 
 
 def num_row_shards(mesh: Mesh) -> int:
-    """Returns the number of devices with different rows of a batch, over all hosts."""
+    """Returns the number of parts into which the mesh splits the rows of a batch, over all hosts."""
     return axis_size(mesh, ROW_AXES)
 
 

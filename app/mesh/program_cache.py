@@ -18,7 +18,7 @@ from filelock import FileLock, Timeout
 MAX_BYTES, MAX_PROGRAMS = 8 * 2**30, 4000
 """Limits of the cache; the least recently used programs are dropped."""
 LOCK_TIMEOUT_S = 10
-"""Maximum wait for the lock of the folder, the same as JAX's."""
+"""Maximum wait for the lock of the folder, as in JAX."""
 
 _log = logging.getLogger(__name__)
 _warned_about = set[Path]()

@@ -64,7 +64,7 @@ def solve_constant_decay(
 def solve_variable_decay(
     inputs: Float32[Array, "B T"], one_minus_decay: Float32[Array, "B T"], *, chunk_size: int
 ) -> Float32[Array, "B T"]:
-    """Solves A_t = inputs_t + (1 - leak_t) * A_{t+1} by an associative scan over (leak, input) pairs.
+    """Solves A_t = inputs_t + (1 - leak_t) * A_{t+1}, with leak = `one_minus_decay`, by an associative scan.
 
     Source: Blelloch 1990, "Prefix Sums and Their Applications", section 1.4.
     """

@@ -80,7 +80,7 @@ class Sequences(NamedTuple):
         ), place
 
     def without_skipped(self, kept: Bool[np.ndarray, "N"] | None) -> tuple[Ends, Float32[np.ndarray, "S"]]:
-        """Returns `ends`, as indices of kept tokens, and `after` of the sequences with kept tokens; None = all."""
+        """Returns `ends`, counted in kept tokens, and `after`, of the sequences with kept tokens; None keeps all."""
         if kept is None:
             return self.ends, self.after
         starts = np.append(0, self.ends[:-1] + 1)

@@ -100,7 +100,7 @@ class RolloutWorkerPool(SampleGenerator):
         prompts: Iterable[str],
         on_record: Callable[[EventRecord], None],
     ) -> Iterator[RolloutExecutor]:
-        """Opens a rollout on all workers; on exit, waits for running segments.
+        """Returns a context manager that opens a rollout on all workers, and on exit waits for running segments.
 
         Args:
             prompts: uids of prompts whose lengths from earlier rollouts are used.
