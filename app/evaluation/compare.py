@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 EXPECTED_DIFFERENCES = {MODEL, CHECKPOINT}
 """Facts that may differ without a note, because the labels show them."""
 HASHED_FACTS = {PROMPTS: "the prompts differ in their tokens or in other columns", TOKENIZER: f"{TOKENIZER} differs"}
-"""Notes about facts that are stored as digests."""
+"""Maps each fact that is stored as a digest to the note that is shown if it differs."""
 CHANGE_DECIMALS = 9
 """Decimals kept of a difference; further ones may be rounding errors that depend on the order of summation."""
 
@@ -82,7 +82,7 @@ class EvaluationComparison:
 
     before: str
     after: str
-    """Label of the evaluated model."""
+    """`before` and `after` are the labels of the evaluated models."""
     num_prompts: int
     judge: str
     has_plugin_judge: bool
@@ -91,7 +91,8 @@ class EvaluationComparison:
     num_better: int
     num_worse: int
     num_equal: int
-    """Prompts with higher, lower and equal accuracy; a prompt without a value on either side is not counted."""
+    """`num_better`, `num_worse` and `num_equal` count prompts with higher, lower and equal accuracy; prompts without an
+    accuracy before or after are not counted."""
     test: str
     p_value: float
     notes: Sequence[str]

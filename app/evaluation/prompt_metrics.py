@@ -23,7 +23,7 @@ from settings.errors import InputError, join_words
 from settings.loading.fields import did_you_mean, nearest_names
 
 PromptTable = Mapping[str, np.ndarray]
-"""Column name -> one value per prompt, which is NaN if the prompt has none."""
+"""Maps the name of a column to one value per prompt; NaN for a prompt without a value."""
 
 ACCURACY, FORMAT_RATE, TRUNCATED_FRACTION = "eval/accuracy", "eval/format_rate", "eval/truncated_fraction"
 MEAN_LENGTH, ERROR_COUNT = "eval/mean_length", "eval/error_count"
@@ -74,7 +74,7 @@ def accuracy_metric_name(difficulty: float) -> str:
 
 
 def prompt_columns(samples: Sequence[Sample], *, judge: str, num_samples: int) -> dict[str, list[float]]:
-    """Returns columns with one value per prompt. Their names do not depend on the samples.
+    """Returns the columns of a `PromptTable`. Their names do not depend on the samples.
 
     Args:
         samples: the graded samples, `num_samples` consecutive ones per prompt.

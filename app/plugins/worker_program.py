@@ -1,4 +1,4 @@
-"""The worker's side: its startup, and its pipes to the trainer, which carry JSON Lines.
+"""The program in a worker process: its startup, and its pipes to the trainer, which carry JSON Lines.
 
 {"memory_mib": 4096, <what to load>}  ->  {"loaded": {...}} or {"refused": "why"}
 {"key": 7, <a request to job 7>}      ->  {"key": 7, <its answer>, or "failure": [kind, text]}

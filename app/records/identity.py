@@ -11,10 +11,10 @@ from typing import Any
 from app.records.sample import Prompt
 
 Identity = Mapping[str, Any]
-"""Name -> JSON value. Computations with equal identities have the same result; a missing name is None."""
+"""Maps names to JSON values. Computations with equal identities have equal results; a missing name counts as None."""
 
 MAX_SHOWN_CHARS = 60
-"""Maximum length of a value as shown."""
+"""Maximum number of characters of a value in a message."""
 
 
 def different_names(before: Identity, now: Identity) -> list[str]:

@@ -33,7 +33,7 @@ def is_address(place: str) -> bool:
 
 
 def local_folder(address: str) -> Path:
-    """Returns the local path for an address."""
+    """Returns the local folder for an address: `runs/gs/BUCKET/FOLDER` for `gs://BUCKET/FOLDER`."""
     scheme, _, place = address.partition("://")
     return Path("runs") / scheme / place
 
@@ -124,7 +124,7 @@ class RunDirectory:
 
     @property
     def has_foreign_files(self) -> bool:
-        """Whether the directory has files that no run wrote, even one that ended before it wrote `sessions.jsonl`."""
+        """Whether the directory has files that are not from a run, not even from one that ended while it started."""
         if self.has_settings or self.has_checkpoint or not self.path.is_dir():
             return False
         ours = {".lock", self.crash_dir.name, self.data_dir.name}

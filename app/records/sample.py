@@ -118,14 +118,14 @@ class Sample:
     group_id: int
     """The group of samples that are compared with each other; explicit, since a group may lose members."""
     completion_ids: Int32[np.ndarray, "C"]
-    """Token ids, with the end-of-sequence token or the stop string if `finish_reason` is `stop`."""
+    """Token ids, with the EOS token or the stop string if `finish_reason` is `stop`."""
     completion: str
     """The policy's text in its last turn, without control tokens: the text that rewards grade."""
     behavior_logprobs: Float32[np.ndarray, "C"]
     """log_softmax(logits / temperature) of the sampler over the whole vocabulary, at sampling time."""
     finish_reason: str
-    """`stop` (end-of-sequence token or stop string), `length` (truncated at `rollout.max_new_tokens`, or by the limit
-    in `episode.end`) or `dropped:<why>`."""
+    """`stop` (EOS token or stop string), `length` (truncated at `rollout.max_new_tokens`, or by the limit in
+    `episode.end`) or `dropped:<why>`."""
     policy_version: int
     """The training step of the weights that sampled the oldest token."""
     policy_versions: Int32[np.ndarray, "C"] | None = None
@@ -163,7 +163,7 @@ class Sample:
         return f"{self.prompt.uid}/s{self.sample_index}"
 
     def with_prompt(self, prompt: Prompt) -> Sample | None:
-        """Returns a sample from a file with its full prompt; None if it has another prompt.
+        """Returns a sample that was read from a file with its full prompt; None if its prompt is another one.
 
         Tokens with which an environment opened the conversation are kept.
         """
@@ -180,7 +180,7 @@ class Sample:
 
     @property
     def last_turn_ids(self) -> Int32[np.ndarray, "T"]:
-        """The token ids of `completion`: the last turn's."""
+        """The token ids of the last turn, whose text is `completion`."""
         if self.episode is None:
             return self.completion_ids
         turns = self.episode.turns
@@ -188,15 +188,15 @@ class Sample:
 
     @property
     def written_mask(self) -> Bool[np.ndarray, "C"] | None:
-        """The `loss_mask` that leaves out only observations; None = all True."""
+        """A `loss_mask` that is False only on observations; None = all True."""
         return None if self.episode is None else self.episode.written_mask(len(self.completion_ids))
 
     @property
     def turn_places(self) -> Int64[np.ndarray, "turns"]:
         """The index of the last token in the loss of each turn; empty if no token of the sample is in the loss.
 
-        A turn without such a token has an earlier turn's index, or else the first. Without an episode, there is one
-        turn.
+        A turn without such a token gets the index of an earlier turn, or else of the sample's first token in the loss.
+        Without an episode, there is one turn.
         """
         ends = [len(self.completion_ids)] if self.episode is None else [turn.end for turn in self.episode.turns]
         written = np.flatnonzero(self.mask)

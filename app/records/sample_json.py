@@ -66,7 +66,7 @@ class SampleRecord(BaseModel):
     answer: Any = None
     columns: Any = None
     row_of: Text | None = None
-    """The record with this row; see `app.records.shared_rows`, which restores rows before they are used."""
+    """The uid of the record that has the fields of the row; `app.records.shared_rows` restores them when reading."""
     loss_mask: Annotated[list[bool | Bit] | None, Field(description="booleans, or 0 and 1")] = None
     reward: Annotated[Float32 | bool | None, Field(description="a finite float32 number")] = None
     rewards: Annotated[dict[str, float] | None, Field(description="an object of numbers")] = None
@@ -99,7 +99,7 @@ PER_TOKEN_FIELDS = (
 )
 """Optional floats, one per completion token (`values` may have one more)."""
 DTYPES = {"loss_mask": np.bool_, "policy_versions": np.int32}
-"""Dtypes of the other numbers per completion token."""
+"""Maps the other fields with one value per completion token to their dtypes."""
 UNCHANGED_FIELDS = (
     *("sample_index", "group_id", "completion", "finish_reason", "policy_version"),
     *("worker", "segments", "elapsed_s", "rewards"),
@@ -107,7 +107,7 @@ UNCHANGED_FIELDS = (
 """Fields that a sample has under the same name, with the same value."""
 TOKEN_IDS = "completion_token_ids"
 CONVERSATION = "messages"
-"""The whole chat of a sample with an episode, written for other programs only: the episode contains everything."""
+"""Field with the whole chat of a sample with an episode; only for other programs, since `episode` has all of it."""
 LOGPROB_FIELDS = ("behavior_logprobs", "policy_logprobs", "reference_logprobs")
 SCORING_FIELDS = (
     *("uid", "sample_index", "prompt_token_ids", TOKEN_IDS, "loss_mask", "finish_reason"),
@@ -190,7 +190,7 @@ def read_samples(path: str | Path, *, ignored_fields: Container[str] = ()) -> It
 
 
 def sample_from_record(record: Mapping[str, Any], *, where: str) -> Sample:
-    """Returns the sample that a JSON object describes; unknown fields go to `Sample.extra`.
+    """Returns the sample in a JSON object; unknown fields go to `Sample.extra`.
 
     `where` starts every error message, for example `rollouts.jsonl:12`.
 

@@ -33,7 +33,7 @@ class SettingsHistory:
     """The settings of each step of a run."""
 
     periods: Sequence[SettingsPeriod]
-    """In order of steps, at least one; the last period has the last session's settings."""
+    """The periods in order of steps, at least one; the last one has the settings of the last session."""
     sessions: Sequence[Mapping[str, Any]]
     """The readable lines of `sessions.jsonl`."""
     gaps: Sequence[str]
@@ -41,7 +41,7 @@ class SettingsHistory:
 
     @classmethod
     def read(cls, run: RunDirectory) -> SettingsHistory:
-        """Reads the settings of all sessions. The last one's are also in `settings.yaml`, unless it was changed.
+        """Reads the settings of all sessions. Those of the last one are also in `settings.yaml`, unless it was edited.
 
         Raises:
             InputError: neither file has settings, they are damaged, or another version of this program wrote them.
@@ -81,7 +81,7 @@ class SettingsHistory:
         return cls(periods, sessions, [gap] if damaged else [])
 
     def period_of(self, step: int) -> SettingsPeriod:
-        """Returns the settings under which a step was trained; step 0 has the first step's."""
+        """Returns the settings under which a step was trained; step 0 has those of step 1."""
         return next((period for period in reversed(self.periods) if period.first_step <= step), self.periods[0])
 
     @property

@@ -32,13 +32,14 @@ CODECS: dict[str, tuple[type, Callable[[Any], str], Callable[[str], Any]]] = {
     "bytes": (bytes, lambda x: base64.b64encode(x).decode(), lambda text: base64.b64decode(text, validate=True)),
     "float": (float, str, float),
 }
-"""Name in `TYPE` -> type, function to text, and function from text. The only floats are infinities."""
+"""Maps the name of a type to the type, a function that writes it as text, and one that reads it. Only infinite floats
+are tagged."""
 
 
 def to_json(value: Any) -> Any:
-    """Converts a value of a data file to JSON: null for NaN, a list for a tuple, tagged objects for other types.
+    """Converts a value of a data file to JSON: null for NaN, a list for a tuple, tagged objects for types in `CODECS`.
 
-    An object of any other type is left as it is.
+    Objects of other types are left as they are.
     """
     if isinstance(value, Mapping):
         return {name: to_json(item) for name, item in value.items()}
@@ -69,13 +70,13 @@ def from_json(value: Any) -> Any:
 
 
 def is_text_or_number(value: Any) -> bool:
-    """Returns whether JSON is text or a number; a tagged decimal is one, a boolean is not."""
+    """Returns whether a JSON value is text or a number; a tagged decimal is a number, a boolean is not."""
     is_decimal = isinstance(value, dict) and value.get(TYPE) == DECIMAL
     return is_decimal or (isinstance(value, str | int | float) and not isinstance(value, bool))
 
 
 def to_text(value: Any) -> str:
-    """Returns JSON as readable text: strings as they are, a tagged object as its value, null as an empty string."""
+    """Returns a JSON value as readable text: a string as it is, a tagged object as its value, null as empty text."""
     if value is None or isinstance(value, str):
         return value or ""
     tagged = from_json(value)

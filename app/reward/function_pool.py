@@ -24,7 +24,7 @@ Result = list[RewardOutcome] | Failure
 OUTCOMES = TypeAdapter(list[RewardOutcome])
 
 _callables: dict[str, Callable[..., Any]] = {}
-"""Name of a reward, or setting -> the function behind `callable:...` in settings."""
+"""Maps the name of a reward, or a setting, to the Python function that is `callable:...` in settings."""
 
 
 class FunctionCall(Job):
@@ -150,6 +150,6 @@ class InProcessPool:
 
 
 def read_outcomes(answer: Mapping[str, Any]) -> list[RewardOutcome]:
-    """Validates a worker's answer and returns its outcomes; raises ValueError and others if it is invalid."""
+    """Validates a worker's answer and returns its outcomes; raises an error listed in `Job.read` if it is invalid."""
     outcomes = OUTCOMES.validate_python(answer["outcomes"])
     return [replace(one, failure=read_failure(one.failure)) if one.failure else one for one in outcomes]

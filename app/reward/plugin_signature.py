@@ -57,9 +57,9 @@ class DataColumns:
     extra: frozenset[str]
     """Columns other than prompt and answer."""
     answers: frozenset[str]
-    """Names of the reference answer; empty if no row has one."""
+    """Parameter names for the reference answer; empty if no row has one."""
     prompts: frozenset[str]
-    """Alternative names of the prompt."""
+    """Further parameter names for the prompt, such as `question`."""
     source: str
     """Value of `data_source` if there is no such column."""
     without_token_ids: str | None = None
@@ -69,7 +69,7 @@ class DataColumns:
     def from_rows(
         cls, rows: Iterable[Any], *, source: str, prompt_column: str | None = None, answer_column: str | None = None
     ) -> DataColumns:
-        """Returns the columns found in at least one of the rows or prompts."""
+        """Returns the columns found in at least one row; rows can be data-set rows or prompts."""
         rows = list(rows)
         has_answers = any(row.answer is not None for row in rows)
         return cls(

@@ -41,11 +41,11 @@ from settings.schema.reward import (
 )
 
 BUILT_IN_PLUG_INS = {MATH_VERIFY: "app.reward.math_answers:math_verify"}
-"""Built-in rewards that run as plug-ins: name -> function."""
+"""Maps each built-in reward that runs as a plug-in to its function."""
 
 
 ComputeRewards = Callable[..., RewardedSamples]
-"""`RewardFunctions.compute_rewards`, or `reuse_saved_rewards` with its names bound."""
+"""The type of `RewardFunctions.compute_rewards`, and of `reuse_saved_rewards` after binding `names`."""
 
 
 class TaskReward:

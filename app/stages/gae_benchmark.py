@@ -39,12 +39,12 @@ ROW_NAMES = {"full": "full rows", "masked": "a mask", "packed": "packed samples"
 CHUNK_SIZES = (64, 128, 256, 512)
 NUM_REPEATS = 21
 MIN_REPEAT_S = 1e-3
-"""Calls are repeated until they take this long, so that the clock's resolution does not matter."""
+"""Seconds for which a call is repeated to measure it, so that the clock's resolution does not matter."""
 MAX_CALL_S = 2.0
-"""Slower calls are timed only once, because repeats would take most of a minute."""
+"""Seconds above which a call is timed only once, because repeats would take most of a minute."""
 MAX_TOKENS = 1 << 30
 BYTES_PER_TOKEN = 16
-"""Reward and value are read, advantage and return are written, all in float32; a mask adds one byte."""
+"""Bytes moved per token: reward, value, advantage and return, each in float32. A mask adds one byte."""
 MASKED_FRACTION = 0.1
 MASKED_RUN = 64
 """Number of consecutive masked tokens, like a tool's answer."""
@@ -63,7 +63,7 @@ class BackendTiming:
     rows: str
     """Kind of rows: a key of `ROW_NAMES`."""
     backend: str
-    """A GAE backend, `loop` (one token after the other in numpy) or `copy` (reads two matrices and writes two)."""
+    """A backend of GAE, `loop` (one token after another in numpy), or `copy` (reads two matrices and writes two)."""
     chunk_size: int | None = None
     """Tokens per chunk; None if the backend has no chunks."""
     is_auto: bool = False
@@ -110,7 +110,8 @@ def run_benchmark(
     Args:
         input: samples or matrices to time; None = random data of `shapes`.
 
-    Returns the content of bench.json.
+    Returns:
+        The content of bench.json.
 
     Raises:
         InputError: the shapes or the input cannot be used, or the folder cannot be written to.
@@ -217,7 +218,7 @@ class Workload(NamedTuple):
         return partial(loop_over_time, self.rewards[places], self.values[places], mask, ends, rule)
 
     def make_check(self, rule: GaeRule) -> Callable[[Sequence[np.ndarray]], float]:
-        """Returns a function that returns the largest error of advantages and returns, over max(1, max |A|)."""
+        """Returns a function of (advantages, returns) that gives their largest error, over max(1, max |A|)."""
         places, is_own = self.places_of_rows()
         exact = self.loop(places, rule)()[:, is_own]
 

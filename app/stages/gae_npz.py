@@ -18,7 +18,7 @@ from settings import Settings
 from settings.errors import InputError
 
 UNREADABLE = (ValueError, EOFError, OSError, KeyError, TypeError, RuntimeError, zipfile.BadZipFile, zlib.error)
-"""Exceptions raised by NumPy and zipfile for other files and damaged archives."""
+"""Exceptions that NumPy and zipfile raise for damaged archives and files of other formats."""
 
 
 class GaeMatrixFile:
@@ -40,7 +40,7 @@ class GaeMatrixFile:
         return self._rows.rewards.size, int(self._mask.sum())
 
     def estimates(self) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-        """Yields the advantages, returns and mask of all rows, once."""
+        """Yields the advantages, returns and mask of all rows together, as a single item."""
         yield self._estimates.advantages, self._estimates.returns, self._mask
 
     def write(self, out: Path, finish: Callable[..., np.ndarray]) -> None:
@@ -136,7 +136,12 @@ def check_finite(
     read_mask: Bool[np.ndarray, "B T"] | None = None,
     hint: str = "expected a finite float32",
 ) -> None:
-    """Raises InputError for the first NaN or infinity; columns beyond those of `read_mask` are also checked."""
+    """Raises InputError for the first NaN or infinity in an array.
+
+    Args:
+        name: the array in the error message, which ends with `hint`.
+        read_mask: False on numbers that are never read, and so not checked; may have fewer columns than the array.
+    """
     with np.errstate(over="ignore", invalid="ignore"):
         as_float32 = x.astype(np.float32, copy=False)
         # A sum is four times as fast, but it may overflow although every number is finite.

@@ -46,9 +46,9 @@ FREE = (
     *("rollout.kv_blocks", "rollout.ray.address", "rollout.devices", "rollout.max_staleness"),
     "rollout.max_length_total",
 )
-"""Settings that do not affect samples in exact mode, and at most their rounding in fast mode."""
+"""Settings that may differ when a rollout continues, because they affect at most the rounding of its samples."""
 FREE_IN_FAST_MODE = ("rollout.slots", "rollout.workers.", "rollout.ray.", "rollout.prompts_per_step")
-"""Prefixes of settings that only affect the rounding of samples, which matters in exact mode."""
+"""Prefixes of settings that also affect only the rounding of samples, and may differ except in exact mode."""
 
 
 def rollout(
@@ -320,7 +320,7 @@ class PromptShard:
 def rollout_identity(
     settings: Settings, model: ModelSpec, prompts: Sequence[Prompt], saved_policy: PolicyCheckpoint | None = None
 ) -> Identity:
-    """Returns everything that determines the samples. The devices must have been started."""
+    """Returns everything that determines the samples, by name. The devices must have been started."""
     exact = settings.rollout.mode == "exact"
     rollout = dict(_flatten("rollout", settings.rollout.model_dump(mode="json")))
     free = FREE if exact else (*FREE, *FREE_IN_FAST_MODE)

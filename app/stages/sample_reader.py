@@ -111,7 +111,7 @@ class SampleReader:
 
 
 def read_records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields (location, object) for every line of a JSON Lines file, or every row of a .parquet file; null for NaN.
+    """Yields (location, object) for every line of a JSON Lines file or row of a .parquet file; NaN becomes None.
 
     Raises:
         InputError: the file cannot be read, or an object has a value that JSON does not support.

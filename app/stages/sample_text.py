@@ -44,8 +44,8 @@ class SampleEncoder:
     """Adds token ids to samples that have only text.
 
     Texts are encoded as they are, with names of control tokens as these tokens, since a prompt may be a rendered chat.
-    Messages are encoded as in a rollout, and an assistant's message only by its content. No end-of-sequence token is
-    added to a completion.
+    Messages are encoded as in a rollout, and an assistant's message only by its content. No EOS token is added to a
+    completion.
 
     Args:
         load_tokenizer: called when the first text is read.
@@ -56,7 +56,7 @@ class SampleEncoder:
         self._load_tokenizer = load_tokenizer
         self._data = data
         self.tokenizer: Tokenizer | InputError | None = None
-        """The tokenizer; None until a text is read; an error if it cannot be used."""
+        """The tokenizer; None until a text is read, or the error if it cannot be used."""
 
     def with_token_ids(self, record: Mapping[str, Any], *, where: str) -> dict[str, Any]:
         """Returns the record, with missing token ids computed from its texts.

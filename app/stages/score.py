@@ -87,8 +87,8 @@ def score_tokens(
 
     The file is read once to check every line before any device work, and then once for each output, window by window.
     Shapes depend only on the longest sample of the file and the model's context, so that all checkpoints share the
-    compiled programs; `rollout.temperature` must be the sampler's. Several hosts each score a part of every window;
-    only process 0 writes the files and returns metrics.
+    compiled programs; `rollout.temperature` must be that of the sampler. Several hosts each score a part of every
+    window; only process 0 writes the files and returns metrics.
 
     Args:
         outputs: output file -> checkpoint with the weights of the policy or the critic; None = the models' own weights.
@@ -156,7 +156,11 @@ def write_scores(
     drawn: list[Sample],
     on_phase: PhaseCallback,
 ) -> dict[str, Any]:
-    """Writes the windows with their scores, frees the checkpoint's weights, and returns the metrics."""
+    """Writes the windows with their scores, frees the checkpoint's weights, and returns the metrics.
+
+    Args:
+        drawn: samples with which to check packing before the first window; empty without a check.
+    """
     on_phase("compile")
     start = time.perf_counter()
     params = jax.block_until_ready(_load_params(session, checkpoint))

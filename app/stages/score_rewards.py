@@ -168,7 +168,7 @@ def sample_indices_by_host(samples: Sequence[Sample]) -> list[Sequence[int]]:
 
 
 def _reward_counts_here(scored: RewardedSamples) -> dict[str, float]:
-    """Like `reward_counts`, but without starting a device."""
+    """Returns what `reward_counts` does on a single host, but without starting a device."""
     counts, extras = local_reward_counts(scored)
     return {**{name: total / count for name, (total, count) in extras.items()}, **counts}
 

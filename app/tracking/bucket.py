@@ -36,15 +36,15 @@ LEASE = "lease.json"
 FETCHED = ".fetched"
 """Folder of a run in which fetched files wait until they are whole."""
 TIMEOUT_S, BYTES_PER_S = 60.0, 1 << 20
-"""A request may take `TIMEOUT_S`, plus the time of its content at `BYTES_PER_S`. The libraries have no limit."""
+"""A request may take `TIMEOUT_S`, plus the time of its content at `BYTES_PER_S`. gcsfs and s3fs have no such limit."""
 SLOW_S = 5.0
 """Seconds after which a message says that the bucket has not answered yet."""
 EXTRAS = {"gs": "gcs", "gcs": "gcs", "s3": "s3"}
-"""Package extra for each scheme."""
+"""Maps the scheme of an address to the extra of this package that installs its library."""
 
 
 class BucketUnreachableError(RuntimeError):
-    """The network to a bucket failed for longer than the libraries retry."""
+    """The network to a bucket failed for longer than gcsfs or s3fs retries."""
 
 
 def bucket_of(run: RunSettings) -> Bucket:
@@ -103,7 +103,7 @@ class Bucket:
 
     @contextmanager
     def explain_failure(self, what: str) -> Iterator[None]:
-        """Turns an error of the libraries into one error that names the address.
+        """Turns an exception of gcsfs or s3fs in the block into one that names the address.
 
         Raises:
             BucketUnreachableError: the network failed.
@@ -142,7 +142,7 @@ class Bucket:
             return [path.split("/")[-2] for path in self._call("glob", f"{self._root}/{pattern}/sessions.jsonl")]
 
     def sizes(self, folder: str = "") -> dict[str, int]:
-        """Returns the size of each object, by its name in the bucket folder, below one of its folders."""
+        """Returns the size in bytes of each object below `folder`, by its name in this bucket folder."""
         found = self._call("find", f"{self._root}/{folder}".rstrip("/"), detail=True)
         return {name[len(self._root) + 1 :]: int(facts["size"]) for name, facts in found.items()}
 
@@ -189,7 +189,7 @@ def complete_steps(bucket: Bucket, sizes: Mapping[str, int]) -> dict[int, list[s
 
 
 def fetch_run(bucket: Bucket, run: RunDirectory, *, steps: Collection[int] | None = None) -> str:
-    """Fetches what the copy of a run has more than the directory; returns a line about it, or "".
+    """Fetches what the copy of a run has and the directory lacks; returns a line about it, or "" for nothing.
 
     Files are fetched before checkpoints, and each appears in its place once it is whole.
 

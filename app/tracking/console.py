@@ -34,7 +34,10 @@ NUM_TIMED_STEPS = 10
 
 
 def step_line(step: int, metrics: Mapping[str, Any], *, num_steps: int, left_s: float) -> str:
-    """Returns the main metrics of a step in one line. While only the critic is trained, the policy's are None."""
+    """Returns the main metrics of a step, and the remaining seconds `left_s`, in one line.
+
+    While only the critic is trained, the metrics of the policy are None.
+    """
     parts = [f"step {step:>{len(str(num_steps))}}/{num_steps}"]
     if "reward/mean" in metrics:
         parts += [f"reward {metrics['reward/mean']:z.3f}", f"length {metrics['completions/mean_length']:.1f}"]
@@ -119,7 +122,7 @@ class ProgressDisplay:
         )
         self._task = self._progress.add_task("start", total=num_steps, completed=first_step, figures="")
         self._figures = ""
-        """Metrics of the last step, shown beside the progress bar."""
+        """Metrics of the last step as text, shown beside the progress bar."""
         self._phase, self._status = "", ""
         """The phase, and the state of its samples."""
         self._phase_began = self._last_line = clock()

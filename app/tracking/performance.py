@@ -38,7 +38,7 @@ class NetworkPass(NamedTuple):
     """The FLOPs of a network's passes over the samples of a step."""
 
     sequence_flops: SequenceCost
-    """Sequence lengths in tokens -> FLOPs of the layers for each sequence."""
+    """Returns the FLOPs of the layers for each sequence, from the lengths in tokens."""
     head_flops: int
     """FLOPs of the LM head for a completion token; 0 for the single output of critic and reward model."""
     shares_prompts: bool
@@ -115,7 +115,7 @@ def make_step_flops(
 
 
 def network_pass(definition: DecoderDefinition, *, shares_prompts: bool, updates: int = 0) -> NetworkPass:
-    """Returns the FLOPs of passes over samples: as used to balance batches, plus adapters and LM head.
+    """Returns the FLOPs of passes over samples: those by which batches are balanced, plus adapters and LM head.
 
     A backward pass costs twice as much as a forward pass; for frozen matrices, which have no gradient, it costs the
     same.
@@ -165,9 +165,9 @@ def rollout_performance(counters: RolloutCounters) -> dict[str, float]:
 def schedule_performance(schedules: Sequence[ScheduleMetrics]) -> dict[str, float | None]:
     """Returns the schedule metrics of a step's rollouts, over all hosts; empty without schedules.
 
-    Hosts wait for each other after every rollout, so the makespan is the slowest host's. Fractions are averaged over
-    time. The recall is None if no sample was longer than the others, the tail if rollouts are asynchronous, and the
-    metrics of verdicts if the scheduling policy gives none.
+    Hosts wait for each other after every rollout, so the makespan is that of the slowest host. Fractions are averaged
+    over time. The recall is None if no sample was longer than the others, the tail if rollouts are asynchronous, and
+    the metrics of heavy prompts if the scheduler classifies none.
     """
     if not schedules:
         return {}

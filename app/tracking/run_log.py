@@ -192,7 +192,7 @@ def open_wandb(run: RunDirectory, resolved: Resolved, wandb_id: str | None) -> A
 
 
 def open_tensorboard(run: RunDirectory, resolved: Resolved, *, next_step: int) -> SummaryWriter | None:
-    """Returns a TensorBoard writer that has logged the settings, if `logging.tensorboard` is set.
+    """Returns a TensorBoard writer that has logged the settings if `logging.tensorboard` is set, otherwise None.
 
     Args:
         next_step: events of an earlier session from this step on are superseded.

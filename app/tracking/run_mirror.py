@@ -29,7 +29,8 @@ FINISH_S, STOP_S = 600.0, 25.0
 MAX_DELAY_S = 60.0
 """Maximum wait before the next attempt to write."""
 GROWTH_BYTES_PER_S = 1 << 20
-"""Rate at which files that change are sent again: whole, so the larger they are, the less often."""
+"""Rate at which changing files are uploaded again. An upload sends the whole file, so large files are sent less
+often."""
 LEFT_OUT = frozenset({".lock", FETCHED, "checkpoints", "wandb"})
 """Files and folders of a run that are mirrored differently or not at all."""
 

@@ -46,7 +46,7 @@ class RunReporter:
     timeline: Callable[[], Timeline | None]
     """Returns the timeline of the last step's rollout on this host, if there is one."""
     mirror: RunMirror | None = None
-    """Copies the run to a bucket."""
+    """Copies the run to its bucket; None without a bucket."""
     _alerts: AlertMonitor = field(init=False)
 
     def __post_init__(self) -> None:
