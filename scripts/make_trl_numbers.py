@@ -89,7 +89,7 @@ DEFAULTS = {
 
 
 def make_inputs(seed: int) -> dict[str, Any]:
-    """Returns lists of numbers: logits, tokens drawn from them, and logprobs near to and far from the current ones."""
+    """Returns lists of numbers: logits, random tokens, and logprobs near to and far from the current ones."""
     rng = np.random.default_rng(seed)
     logits = rng.normal(0, 1.5, (ROWS, TOKENS, VOCAB)).astype(np.float32)
     completion_ids = rng.integers(0, VOCAB, (ROWS, TOKENS))
@@ -226,7 +226,7 @@ def rloo_numbers(inputs: dict[str, Any]) -> dict[str, Any]:
 
 
 def rloo_advantages(inputs: dict[str, Any], *, beta: float) -> dict[str, Any]:
-    """Returns the advantages of RLOOTrainer for four samples of one prompt, with the penalty in their rewards."""
+    """Returns the advantages of RLOOTrainer for four samples of one prompt, with a KL penalty in their rewards."""
     import torch
 
     trl = _trl("rloo")

@@ -42,7 +42,7 @@ OPERATORS = both_ways(
 )
 EXTREMES = both_ways({"min": "max", "minimum": "maximum", "argmin": "argmax", "any": "all"})
 ROLES = both_ways({"policy": "reference", "prompt": "completion", "prompts": "completions", "fast": "heavy"})
-"""Pairs of parts of names that are swapped if the file also contains the other name."""
+"""Part of a name -> part that replaces it in a fault, if the file also contains the resulting name."""
 PLACE = ("package", "file", "line", "before", "after")
 
 
@@ -149,7 +149,7 @@ def draw_faults(package: str, *, num_faults: int, seed: int) -> list[Fault]:
 
 
 def survivors_of(output: Path) -> list[Fault]:
-    """Returns the faults that survived according to an earlier output and can still be made."""
+    """Returns the faults that survived according to an earlier output and that the code still allows."""
     records = [json.loads(line) for line in output.read_text().splitlines()]
     places = {tuple(one[name] for name in PLACE) for one in records if one["result"] == "survived"}
     packages = sorted({package for package, *_ in places})
@@ -157,7 +157,7 @@ def survivors_of(output: Path) -> list[Fault]:
 
 
 def copy_tree(target: Path, tests: Path) -> None:
-    """Copies the files that git does not ignore, and replaces the tests by `tests`."""
+    """Copies the files that git does not ignore, but with the tests of the folder `tests`."""
     listing = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     names = subprocess.run(listing, cwd=REPOSITORY, capture_output=True, check=True, text=True).stdout.split("\0")
     for name in names:
@@ -168,7 +168,7 @@ def copy_tree(target: Path, tests: Path) -> None:
 
 
 def end_session(process: subprocess.Popen[bytes]) -> None:
-    """Ends a process, first by SIGTERM, so that it can end the processes that its tests have started."""
+    """Ends a process, first by SIGINT, so that it can end the processes that its tests have started."""
     if process.poll() is None:
         os.killpg(process.pid, signal.SIGINT)
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -179,7 +179,7 @@ def end_session(process: subprocess.Popen[bytes]) -> None:
 
 
 def run_tests(tree: Path, folders: Sequence[str], *, limit_s: float) -> dict[str, str | float | None]:
-    """Returns whether a test has failed, and the first failed test."""
+    """Returns the result (`caught` if a test has failed), and the first failed test."""
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "0", "-p", "no:cacheprovider", "-m", FAST, *folders]
     environ = {**os.environ, "PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1", "CI": "true"}
     start = time.monotonic()

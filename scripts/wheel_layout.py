@@ -1,4 +1,4 @@
-"""Defines the build hook that puts the wheel into one folder `grpo/`, because other packages may have an `app`, too."""
+"""The build hook that puts the wheel into one folder `grpo/`, because other packages may also have a folder `app`."""
 
 from __future__ import annotations
 

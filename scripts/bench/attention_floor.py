@@ -4,7 +4,7 @@
 
 The script compiles the forward and backward pass of the attention of one layer with the heads of Qwen2.5-1.5B in
 bfloat16, for rows of eight samples that share a prompt. The bound counts only visible pairs of tokens: twelve
-operations for each number of a head, at the peak of the chip. The compiler estimates all times, and nothing is
+FLOPs for each pair and element of a head, at the peak of the chip. The compiler estimates all times, and nothing is
 measured; libtpu is needed (`pip install -e '.[tpu]'`).
 """
 
@@ -50,7 +50,7 @@ def main() -> None:
 
 
 def estimated(slice_name: str, num_tokens: int, prompt: int) -> tuple[str, ...]:
-    """Returns a line of the table."""
+    """Returns a row of the printed table, for prompts of one length."""
     schedules = kernel_schedules()
     place, architecture = parse_slice(slice_name), architecture_from_config(QWEN2_5[MODEL])
     mesh = Mesh(np.array(compile_only_devices(place)).reshape(1, -1, 1), AXES)

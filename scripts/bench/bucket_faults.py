@@ -43,7 +43,7 @@ PROGRAM = (
     "from app.tracking import bucket, run_mirror; bucket.TIMEOUT_S = 5.0; "
     "run_mirror.RENEW_S, run_mirror.LEASE_S = 1.0, 4.0; import cli; cli.main()"
 )
-"""The program with a lease that expires sooner after a kill, and stalled requests that fail sooner."""
+"""The program, with shorter times until a lease expires after a kill and until a stalled request fails."""
 UNREACHABLE = "BucketUnreachableError"
 
 
@@ -77,7 +77,7 @@ def damage(checkpoints: Path, drawn: random.Random) -> None:
 
 
 def ended(process: subprocess.Popen[bytes], after_s: float, kind: signal.Signals) -> bool:
-    """Sends the signal after this time, and returns whether the process was still running."""
+    """Sends the signal after `after_s` seconds, and returns whether the process was still running then."""
     with suppress(subprocess.TimeoutExpired):
         process.wait(after_s)
         return False

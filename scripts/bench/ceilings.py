@@ -1,4 +1,4 @@
-"""Measures the limits of this machine: the speed of float32 matrix products and the memory bandwidth.
+"""Measures the limits of this machine: the speed of float32 matmuls and the memory bandwidth.
 
 python scripts/bench/ceilings.py
 """
@@ -29,14 +29,14 @@ def median_seconds(call: Callable[[], jax.Array]) -> float:
 
 
 def matmul_flops_per_s(size: int = SIZE) -> float:
-    """Returns the FLOP/s of a square float32 matrix product, which has 2 size^3 operations."""
+    """Returns the FLOP/s of a square float32 matmul, which takes 2 size^3 FLOPs."""
     x = jax.random.normal(jax.random.key(0), (size, size), jnp.float32)
     product = jax.jit(lambda a, b: jnp.matmul(a, b, precision="highest"))
     return 2 * size**3 / median_seconds(lambda: product(x, x))
 
 
 def read_bytes_per_s(num_bytes: int = COPIED_BYTES) -> float:
-    """Returns the bytes per second of a sum over an array larger than any cache; decoding reads weights like that."""
+    """Returns the bytes per second of a sum over an array larger than any cache; decoding reads weights in this way."""
     x = jnp.ones(num_bytes // 4, jnp.float32)
     total = jax.jit(jnp.sum)
     return num_bytes / median_seconds(lambda: total(x))

@@ -59,7 +59,7 @@ def accelerator_presets() -> list[str]:
 
 
 def missing_compiler(preset: str) -> str | None:
-    """Returns the module of the compiler if it is not installed."""
+    """Returns the module of the compiler for a preset if it is not installed, or None if it is."""
     module = COMPILERS.get(devices_of(preset) or "", "libtpu")
     return None if find_spec(module) else module
 
@@ -78,9 +78,9 @@ def without_weights(preset: str, folder: str, model: str | None = None) -> tuple
 
 
 def passes_of_experts(preset: str, gradients: str) -> float | None:
-    """Returns the FLOPs of a mixture's gradients relative to a forward pass through the active experts.
+    """Returns the FLOPs of the gradients of a mixture of experts, relative to a forward pass with the active experts.
 
-    Returns None for other models. Neither number includes the LM head and the attention kernels.
+    Returns None for models without experts. Neither number includes the LM head and the attention kernels.
     """
     architecture, settings = architecture_from_config(MODELS[model_of(preset)]), load(preset, [], {}).settings
     tokens = settings.algorithm.max_tokens_per_device

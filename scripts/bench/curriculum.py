@@ -61,7 +61,7 @@ def main() -> None:
 
 
 def curve(run: Path, config: str, settings: list[str]) -> dict[str, Any]:
-    """Trains a run, and returns its accuracy by generated tokens and the means of metrics that may differ."""
+    """Trains a run, and returns its accuracies, the tokens generated before each, and the means of two metrics."""
     sets = [word for one in (*SPARED, *settings, f"run.name={run.name}") for word in ("--set", one)]
     command = [sys.executable, "-c", GRPO, "train", "--config", config, "--resume", "auto", *sets]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)

@@ -56,7 +56,7 @@ def main() -> None:
 
 
 def estimated(settings: Settings, shares: Sequence[float]) -> list[tuple[str, ...]]:
-    """Returns a line of the table for each share of the cache that is filled."""
+    """Returns a row of the printed table for each filled share of the cache."""
     kernel_schedules()  # libtpu reads the folder of the schedules when it is loaded
     jax_startup.initialize_distributed(settings.mesh, compiles=True)
     session = Session.open(ScoringSession.open(settings, read_config_only_spec(settings).model))

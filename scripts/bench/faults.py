@@ -1,4 +1,4 @@
-"""Stops or kills one of two hosts at random moments of a run, and tests how both end and whether the run continues.
+"""Stops or kills one of two hosts at random moments of a run, and checks how both end and whether the run continues.
 
 Two processes with virtual CPU devices train a tiny model. In each trial one of them gets SIGTERM or is killed at a
 random moment between the first file of the run and its end. Then the same command continues with `--resume auto`, and
@@ -10,7 +10,7 @@ trials are also counted separately; in these, the other host must end in time, a
 
     python scripts/bench/faults.py [--trials 30] [--heartbeat 10] [--compare-every 3] [--separate] [--out FILE]
 
-With --separate only the first host sees the folder of the runs. The exit code is 1 if a trial did not end as promised.
+With --separate only process 0 sees the folder of the runs. The exit code is 1 if a trial did not end as promised.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Runs rollouts with prescribed sample lengths, in which samples end by unpredictable end-of-sequence tokens.
+"""Runs rollouts with prescribed sample lengths, in which samples end by unpredictable EOS tokens.
 
-Like in training, scheduler and engine know only the maximum length of a sample.
+As in training, scheduler and engine know only the maximum length of a sample.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def random_prompts(count: int, *, vocab_size: int) -> list[Prompt]:
 
 
 def last_keys(prompts: Sequence[Prompt], lengths: Sequence[int], *, seed: int) -> UInt32[np.ndarray, "N 2"]:
-    """Returns the noise key of each sample's last token, at which the sample ends; keys depend on the position."""
+    """Returns the PRNG key of each sample's last token, at which the sample ends; keys depend on the position."""
     of_sample = [prompts[i * len(prompts) // len(lengths)] for i in range(len(lengths))]
     group_size = len(lengths) // len(prompts)
     words = jnp.asarray(hash_uids([prompt.uid for prompt in of_sample]))
@@ -74,7 +74,7 @@ def last_keys(prompts: Sequence[Prompt], lengths: Sequence[int], *, seed: int) -
 
 
 def ending_draw(ends: UInt32[np.ndarray, "N 2"]) -> Sampler:
-    """Returns `draw` with end-of-sequence tokens at exactly these keys."""
+    """Returns a sampler like `sample_tokens` that samples EOS exactly at these keys."""
 
     def sampler(logits: Array, rules: SamplingRules, keys: Array) -> SampledTokens:
         drawn = sample_tokens(logits, rules, keys)
@@ -86,7 +86,7 @@ def ending_draw(ends: UInt32[np.ndarray, "N 2"]) -> Sampler:
 
 
 class EndingPrograms(SlotPrograms):
-    """The decode programs with the sampler above."""
+    """Slot programs whose decode programs use `sampler`; see `ending_draw`."""
 
     sampler: Sampler
 
@@ -103,8 +103,8 @@ class ForcedRollout:
     Args:
         lengths: lengths of all samples, for each seed from 0 on. With other seeds, samples end only at `longest`.
         longest: maximum length of a sample, which scheduler and engine know.
-        slots: slots of each worker. The first is fast, the others are heavy, and all share one device.
-        fast_length: longest row of the fast worker including the prompt, like `rollout.workers.fast.max_length`.
+        slots: number of slots of each worker. The first is fast, the others are heavy, and all share one device.
+        fast_length: longest row of the fast worker including the prompt; see `rollout.workers.fast.max_length`.
     """
 
     model: str
@@ -209,7 +209,7 @@ def open_rollout(
     """Opens a rollout without compiling.
 
     Args:
-        model: as `model.path`, or the name of one of `shapes.QWEN2_5` for random weights of its sizes.
+        model: value of `model.path`, or the name of one of `shapes.QWEN2_5` for random weights of its sizes.
     """
     mesh = make_mesh(MeshSettings())
     files = None if model in QWEN2_5 else open_model(model)

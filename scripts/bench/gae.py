@@ -3,12 +3,13 @@
     python scripts/bench/gae.py [--shapes 16x8192,128x65536,256x131072] [--repeats 3] [--processes 3] [--out FILE.json]
 
 The baselines are slime's loop over time in torch, its chunk scan (128 steps), torchrl's vectorised form (omitted if
-torchrl is not installed), and a loop over time in numpy on time-major deltas. `ours` is `generalized_advantages` with
-the backends `auto` and `chunked`; `copy` reads and writes 16 bytes per token. All get numpy arrays: full rows;
-rows with 10 % of their tokens masked; and concatenated samples of log-normal lengths in one row, like in training. The
-baselines support neither masks nor such rows, so their tokens are moved to one padded row per sample and back, which
-is included in their time. Only our methods also compute returns. Ratios are between medians over all rounds of all
-processes, each of which has another order. Torch is needed and uses one thread per core.
+torchrl is not installed), and a loop over time in numpy on time-major deltas. `ours auto` and `ours chunked` are
+`generalized_advantages` with the backends `numpy` and `chunked`; `copy` reads and writes 16 bytes per token. All get
+numpy arrays: full rows; rows with 10 % of their tokens masked; and concatenated samples of log-normal lengths in one
+row, as in training. The baselines support neither masks nor such rows, so their tokens are moved to one padded row per
+sample and back, which is included in their time. Only our methods also compute returns. Ratios are between medians over
+all rounds of all processes; each process runs the methods in another order. Torch is needed and uses one thread per
+core.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ def slime_loop(rewards: np.ndarray, values: np.ndarray) -> torch.Tensor:
 
 
 def slime_chunked(rewards: np.ndarray, values: np.ndarray) -> torch.Tensor:
-    """Computes advantages by slime's chunk scan (THUDM/slime#850): products in chunks and a loop over carries."""
+    """Computes advantages by slime's chunk scan (THUDM/slime#850): matmuls within chunks and a loop over carries."""
     r, v = torch.from_numpy(rewards), torch.from_numpy(values)
     num_tokens, decay = r.shape[1], GAMMA * LAM
     next_values = torch.cat([v[:, 1:], torch.zeros_like(v[:, :1])], dim=1)
@@ -106,7 +107,7 @@ def numpy_time_major(rewards: np.ndarray, values: np.ndarray) -> np.ndarray:
 
 
 def by_rows(solve: Solve, work: Workload) -> np.ndarray:
-    """Computes advantages by a baseline from the arrays that ours gets, through one padded row per sample and back."""
+    """Computes advantages by a baseline: moves the tokens to one padded row per sample, and the results back."""
     if work.mask is None:
         return np.asarray(solve(work.rewards, work.values))
     lengths = work.mask.sum(axis=1) if work.ends is None else np.diff(np.flatnonzero(work.ends), prepend=-1)
@@ -138,7 +139,7 @@ def measure(
     work: Workload, shape: BenchmarkShape, solvers: Mapping[str, Callable[[Workload], np.ndarray]], *, repeats: int,
     longest_s: float,
 ) -> dict[str, Any]:  # fmt: skip
-    """Returns the seconds of rounds that run every method once in another order; slow methods run in one round."""
+    """Returns the seconds of each method in rounds of random order; those slower than `longest_s` get only one."""
     target = np.empty_like(work.rewards), np.empty_like(work.values)
     is_written = True if work.mask is None else work.mask
 

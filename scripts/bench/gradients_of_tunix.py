@@ -3,8 +3,8 @@
     python scripts/bench/gradients_of_tunix.py '{"topology": {...}, "config": {...}, "rows": 32, ...}' DIRECTORY
 
 The script writes program.hlo and figures.json into the directory. It uses Tunix's model, loss, sharding rules and BLOCK
-remat over fsdp; weights are float32 and computation is in bfloat16, like ours. Tunix drops the shardings of activations
-if the first device of JAX is a CPU, where the compiler runs here; the script restores them.
+remat over fsdp; weights are float32 and computation is in bfloat16, as in grpo. Tunix drops the shardings of
+activations if the first device of JAX is a CPU, where the compiler runs here; the script restores them.
 """
 
 # Tunix is not among the packages of this project's environment.

@@ -1,6 +1,6 @@
 """Reads the collectives of a compiled program and the loops around them from its text; nothing is run.
 
-Bytes are counted like in `app.preflight.hlo_text.Collective`.
+Bytes are counted as in `app.preflight.hlo_text.Collective`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ class LoopedCollective:
 
     collective: Collective
     instruction: Instruction
-    """The name of the operation without the scopes around it."""
     num_executions: int
     is_in_dynamic_loop: bool
 
@@ -34,7 +33,7 @@ class LoopedCollective:
 
 
 def program_collectives(compiled: Compiled) -> list[LoopedCollective]:
-    """Returns every collective of a compiled program, in conditionals the collectives of all branches."""
+    """Returns every collective of a compiled program, including those in all branches of conditionals."""
     text = compiled.as_text()
     assert text is not None, "this backend does not show its programs"
     program = HloProgram(text)

@@ -1,4 +1,4 @@
-"""Counts the FLOPs of the matrix products of a compiled TPU program from its text; nothing is run.
+"""Counts the FLOPs of the matmuls of a compiled TPU program from its text; nothing is run.
 
 XLA counts the body of each loop once, and no kernels. Here a body counts as often as it runs, and a kernel of
 `app.model.grouped_product` counts the rows that pass through the experts of its device. Attention kernels are excluded.
@@ -16,7 +16,7 @@ from scripts.bench.kernel_time import GROUPED_PRODUCTS, ROUTED_ROWS
 
 
 def product_flops(text: str, turns: Mapping[str, int]) -> Counter[str]:
-    """Returns the FLOPs on each device: `grouped` products, the LM `head` and all `other` products.
+    """Returns the FLOPs on each device: of `grouped` matmuls, of the LM `head`, and of all `other` matmuls.
 
     Args:
         turns: see `scripts.bench.program_time.program_time`.
@@ -73,6 +73,6 @@ def _windows(one: Instruction, num_dims: int) -> list[dict[str, int]]:
 
 
 def _overlaps(length: int, results: int, *, size: int, stride: int, lhs_dilate: int, rhs_dilate: int, pad: int) -> int:
-    """Returns the number of pairs of a result and a window place that is an element instead of padding."""
+    """Returns the number of pairs (result, position in its window) that read an element, not padding."""
     reached = (o * stride + k * rhs_dilate - pad for o in range(results) for k in range(size))
     return sum(0 <= at <= (length - 1) * lhs_dilate and at % lhs_dilate == 0 for at in reached)

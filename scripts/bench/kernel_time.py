@@ -24,11 +24,11 @@ from app.preflight.hlo_text import ArrayShape, Instruction
 from settings.errors import InputError
 
 GROUPED_PRODUCTS = ("ragged-dot-none", "tgmm")
-"""The kernels of `app.model.grouped_product`, of XLA and of megablox."""
+"""Names of the kernels that `app.model.grouped_product` uses: one of XLA and one of megablox."""
 SCHEDULES = ".*final_bundles.*"
-"""The compiler's files about the scheduled instructions of a Pallas kernel."""
+"""Regular expression for the compiler pass whose dump contains the scheduled instructions of a Pallas kernel."""
 ROUTED_ROWS = "routed rows"
-"""The key, among the numbers of turns, of the rows that pass through the experts of a device."""
+"""Key in `turns` of the number of rows that pass through the experts of a device."""
 
 
 @functools.cache
@@ -48,12 +48,12 @@ def kernel_schedules() -> Path:
 def kernel_time(one: Instruction, chip: TpuChip, bundles: Mapping[str, int], turns: Mapping[str, int]) -> float:
     """Returns the seconds of a kernel: the larger of the times of its instructions and its copies.
 
-    Each turn of the grid takes one cycle per bundle. The grid is read from the kernel.
+    Each grid step takes one cycle per bundle. The grid is read from the kernel.
 
     Args:
         bundles: see `take_scheduled_bundles`.
-        turns: where the size of a grid depends on data, the number of pairs of blocks, as `ATTENTION_SCOPE`, or that of
-            the rows, as `ROUTED_ROWS`.
+        turns: for grids whose size depends on data: the number of block pairs, by `ATTENTION_SCOPE`, and of rows, by
+            `ROUTED_ROWS`.
 
     Raises:
         InputError: the schedule of the kernel is missing.
@@ -69,7 +69,7 @@ def kernel_time(one: Instruction, chip: TpuChip, bundles: Mapping[str, int], tur
 
 
 def take_scheduled_bundles(folder: Path) -> dict[str, int]:
-    """Returns the bundles of instructions of each kernel that was compiled since the last call.
+    """Returns the number of instruction bundles of each kernel that was compiled since the last call.
 
     The compiler compiles equal kernels of a program once. If several kernels have one name, the longest counts.
     """
@@ -85,10 +85,10 @@ def take_scheduled_bundles(folder: Path) -> dict[str, int]:
 
 
 def _turns_and_copies(one: Instruction, turns: Mapping[str, int]) -> tuple[int, int]:
-    """Returns the turns of a kernel's grid and the maximum number of bytes that it copies between HBM and the chip.
+    """Returns the grid steps of a kernel and the maximum number of bytes that it copies between HBM and the chip.
 
     A block is copied whenever the innermost index that selects it changes. Blocks that are not copied in the background
-    stay for many turns and are not counted.
+    stay for many grid steps and are not counted.
     """
     body = one.attribute(r'"body":"([^"]+)"')
     assert body, one.name
@@ -115,9 +115,9 @@ def _turns_and_copies(one: Instruction, turns: Mapping[str, int]) -> tuple[int, 
 
 
 def _dynamic_turns(one: Instruction, prefetched: Any, rows: Any, turns: Mapping[str, int]) -> int:
-    """Returns the turns of a grid that depends on data.
+    """Returns the number of steps of a grid that depends on data.
 
-    A grouped product has one turn for each block of rows, and another one wherever a group starts within a block.
+    A grouped matmul has one step for each block of rows, and another one wherever a group starts within a block.
     """
     if not one.name.startswith(GROUPED_PRODUCTS):
         return turns[ATTENTION_SCOPE]

@@ -97,7 +97,13 @@ def relative_error(found: Any, right: Any) -> float:
 
 
 def line(what: str, calls: dict[str, Callable[[], Any]], right: Any, read_bytes: int = 0) -> tuple[str, ...]:
-    """Returns a line of the table. `calls` are the calls of XLA and of the kernel."""
+    """Returns a row of the printed table.
+
+    Args:
+        calls: functions that run XLA and the kernel, in this order.
+        right: the correct result.
+        read_bytes: number of bytes that the kernel must read; 0 if not compared.
+    """
     errors = [relative_error(call(), right) for call in calls.values()]
     assert errors[1] <= ERROR_LIMIT * errors[0], (what, errors)
     plain, kernel = interleaved_seconds(calls).values()

@@ -1,4 +1,4 @@
-"""Compares slots whose KV cache is a pool of blocks with slots that have caches of full length.
+"""Compares rollouts with few KV blocks with rollouts that have enough blocks for all slots at full length.
 
     python scripts/bench/kv_blocks.py --model DIR [--slots 64] [--samples 128] [--tokens 64] [--shares 0.5 0.33]
 

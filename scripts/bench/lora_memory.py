@@ -1,4 +1,4 @@
-"""Compares the compiler's memory of an update of adapters, of adapters with a quantized base and of all weights.
+"""Compares the memory that compiled updates need: of adapters, of adapters on a quantized base, and of all weights.
 
 No program is run.
 
@@ -45,7 +45,7 @@ RUN = (
 
 
 def measured(shape: str, overrides: list[str]) -> dict[str, int]:
-    """Returns the memory of one kind of training in bytes."""
+    """Returns the memory of the training that `overrides` select, in bytes."""
     with tempfile.TemporaryDirectory() as folder:
         config = {"max_position_embeddings": 32_768, "rms_norm_eps": 1e-6, **SHAPES[shape]}
         (Path(folder) / "config.json").write_text(json.dumps(config))
@@ -75,7 +75,7 @@ def measured(shape: str, overrides: list[str]) -> dict[str, int]:
 
 
 def compared(shape: str, rank: int, overrides: list[str]) -> dict[str, Any]:
-    """Returns each kind of training, and its ratios to training of all weights."""
+    """Returns the memory of each kind of training, and its ratios to training all weights."""
     adapters = f"model.lora.rank={rank}"
     kinds = {
         "lora": [adapters],

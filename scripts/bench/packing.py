@@ -48,11 +48,11 @@ GSM8K_MEAN = 184.8
 
 LENGTHS = Path(__file__).parent / "results" / "lengths_of_smollm2_on_gsm8k.json"
 DrawGroups = Callable[[np.random.Generator, int, int], SequenceLengths]
-"""(generator, samples, samples of a prompt) -> lengths."""
+"""(random generator, number of samples, samples per prompt) -> lengths."""
 
 
 def gsm8k_like(rng: np.random.Generator, count: int) -> np.ndarray:
-    """Draws lengths from GSM8K's distribution, scaled to the mean length."""
+    """Draws lengths from the distribution of GSM8K, scaled to the mean `MEAN_LENGTH`."""
     lengths = np.interp(rng.random(count), np.linspace(0, 1, len(GSM8K_QUANTILES)), GSM8K_QUANTILES)
     return np.minimum(lengths * MEAN_LENGTH / GSM8K_MEAN, QUOTA).astype(np.int64)
 
@@ -70,7 +70,7 @@ DISTRIBUTIONS = {"GSM8K-like": gsm8k_like, "log-normal": log_normal, "uniform": 
 
 
 def flops(lengths: np.ndarray) -> np.ndarray:
-    """Returns the FLOPs of Qwen2.5-0.5B: 2 x 357.8 M per token, 24 layers x 14 heads x 64 per pair of tokens."""
+    """Returns the FLOPs of Qwen2.5-0.5B: 2 x 357.8 M per token, 4 x 24 layers x 14 heads x 64 per pair of tokens."""
     return 715_653_120 * lengths + 4 * 24 * 14 * 64 * (lengths * (lengths + 1) // 2)
 
 
@@ -106,7 +106,7 @@ def make_budget(quota: int, longest: int, *, max_group_tokens: int = 0, **change
 
 
 def first_fit(host: SequenceLengths, num_devices: int) -> int:
-    """Packs each sample, in order, into the first row with enough space; returns micro-batches of full rows."""
+    """Packs each sample, in order, into the first row with enough space; returns the number of micro-batches."""
     room: list[int] = []
     for length in host.totals.tolist():
         row = next((i for i, left in enumerate(room) if left >= length), len(room))
@@ -116,7 +116,7 @@ def first_fit(host: SequenceLengths, num_devices: int) -> int:
 
 
 def padded(host: SequenceLengths, num_devices: int) -> int:
-    """Returns the tokens of fixed micro-batches with as many rows as the quota can hold."""
+    """Returns the computed tokens if each sample has a padded row, and micro-batches have at most `QUOTA` tokens."""
     rows = max(1, QUOTA // bucketed_row_shape(int(host.totals.max()), int(host.completions.max())).num_tokens)
     plan = plan_fixed_rows(host, rows_per_device=rows, num_devices=num_devices, trim_tail=True)
     return computed_tokens(plan)
@@ -134,7 +134,7 @@ def most_that_shapes_allow(tokens: int, num_devices: int) -> float:
 
 
 def fill_of_cell(draw: Callable, count: int, num_devices: int, num_seeds: int) -> dict[str, float]:
-    """Returns means over seeds and the smallest fill."""
+    """Returns the figures of a cell of the table: means over seeds, and the smallest fill."""
     found: dict[str, list[float]] = {}
     for seed in range(num_seeds):
         host = lone(draw(np.random.default_rng(seed), count))
@@ -217,7 +217,7 @@ def joined(hosts: Sequence[SequenceLengths]) -> SequenceLengths:
 
 
 def hosts_table(name: str, draw: DrawGroups, num_seeds: int) -> dict[str, dict[str, float]]:
-    """Compares one plan for all hosts with separate plans per host, all as large as the plan of the fullest host."""
+    """Compares one plan for all hosts with a plan per host, where every host computes as much as the fullest one."""
     print(
         f"\n{name}: hosts of 8 devices, quota {DEFAULT_QUOTA}, shared prompts, 8 samples a prompt; "
         f"means over {num_seeds} seeds"

@@ -1,4 +1,4 @@
-"""Estimates the time of a compiled TPU program from the numbers of its compiler; nothing is run.
+"""Estimates the time of a compiled TPU program from the figures of its compiler; nothing is run.
 
 The compiler gives the cycles of fusions. Everything else is computed from bytes: other instructions and copies at the
 bandwidth of the memory, collectives at the bandwidth of the links. For background operations, only the time that is
@@ -41,7 +41,7 @@ class ProgramTime:
 
     @property
     def exposed_collective_s(self) -> float:
-        """The seconds of collectives that no other work covers."""
+        """The seconds of collectives that do not overlap with other work."""
         return self.parts.get("collectives", 0.0)
 
     @property
@@ -77,11 +77,11 @@ def program_time(
 
     Args:
         bundles: see `scripts.bench.kernel_time.take_scheduled_bundles`.
-        turns: turns of loops and grids that depend on data, by their name scope.
-        turn_of: the name scope of a loop; only one turn of it is counted instead of the whole call.
+        turns: number of iterations of loops, and of grid steps, that depend on data, by name scope.
+        turn_of: the name scope of a loop of which one iteration is counted, instead of the whole call.
 
     Raises:
-        InputError: the number of turns of a loop or the schedule of a kernel is unknown.
+        InputError: the number of iterations of a loop or the schedule of a kernel is unknown.
     """
     walk = _Walk(HloProgram(text), chip, bundles, turns)
     return walk.time_of(walk.program.computation_of(turn_of))
@@ -98,12 +98,12 @@ class _Walk:
         """Returns the time of one run of a computation whose instructions start one after the other.
 
         Args:
-            part: the part of instructions that name no part.
+            part: the part to which instructions without a part of their own are added.
         """
         total = ProgramTime()
         results: dict[str, Instruction] = {}
         in_flight: dict[str, list[tuple[float, str]]] = {}
-        """Maps a value with handles of background operations to the end on this clock and the part of each."""
+        """Value that holds handles of background operations -> (end time, part) of each operation."""
         links_free_at = 0.0
         for one in self.program.computations[computation]:
             results[one.name] = one

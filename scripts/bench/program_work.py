@@ -34,7 +34,7 @@ from app.runtime.scoring import set_compute_dtype
 from scripts.bench.kernel_time import ROUTED_ROWS
 
 BACKWARD_FACTOR = 3
-"""FLOPs of a forward and a backward pass relative to the forward pass; nothing is counted twice for recomputation."""
+"""FLOPs of a forward and a backward pass relative to the forward pass, without recomputation."""
 
 
 @dataclass(frozen=True)
@@ -42,10 +42,10 @@ class ProgramWork:
     """The work of one call on the fullest device."""
 
     model_flops: int
-    """The FLOPs that the network needs for its matrices at each token and for the visible pairs of tokens."""
+    """The FLOPs of the network's matmuls and of attention between visible pairs of tokens."""
     turns: Mapping[str, int]
-    """The turns of loops and grids that depend on the rows, by name scope in compiled programs; for experts the
-    number of rows as `ROUTED_ROWS`, which is the same for each expert."""
+    """Name scope in compiled programs -> number of loop iterations or grid steps that depend on the rows. `ROUTED_ROWS`
+    -> number of rows that pass through the experts of a device."""
 
 
 def work_of_program(step: StepOutline, phase: str, name: str) -> ProgramWork:
@@ -168,7 +168,7 @@ def _rows_work(
 
 
 def _visible_pairs(layout: SegmentLayout, windows: Sequence[int | None], blocking: Blocking) -> int:
-    """Returns the pairs of blocks that a layer computes for one device: the mean over layers, rounded up."""
+    """Returns the number of block pairs that a layer computes on one device: the mean over layers, rounded up."""
     num_layers = Counter(windows)
     pairs = make_block_pairs(layout, num_layers, blocking)
     if pairs is None:

@@ -3,13 +3,13 @@
     python scripts/bench/real_weights.py --gsm8k test.jsonl [--prompts 16] [--tokens 64] [--llama-python PYTHON] FILE...
 
 `scripts/fetch_model.sh` downloads FILE. Everything is in float32 on the CPU, and PyTorch must be installed. Prompts are
-questions of GSM8K, as chats if the file has a template. Our side are the texts and logprobs of `grpo.rollout`.
+questions of GSM8K, as chats if the file has a template. Our side is `grpo.rollout` with its texts and logprobs.
 transformers reads the same file, gets the same ids and generates in one left-padded batch. It ignores the normalization
-of Qwen's tokenizer and the splitting of SmolLM2's, which are in the original but not in the file, so the ids of a
-prompt may differ at decomposed letters or at two spaces before a digit.
+in the tokenizer of Qwen and the splitting in that of SmolLM2, which the original files contain but the GGUF file does
+not, so the ids of a prompt may differ at decomposed letters or at two spaces before a digit.
 
-PYTHON is an interpreter with llama-cpp-python. It gets the weights as float32 in a temporary file, because its matrix
-products with quantized weights also quantize the activations, so that texts differ after near ties (with SmolLM2, 11 of
+PYTHON is an interpreter with llama-cpp-python. It gets the weights as float32 in a temporary file, because its matmuls
+with quantized weights also quantize the activations, so that texts differ after near ties (with SmolLM2, 11 of
 16 texts are then equal, and the gaps between the two logits are at most 0.21). The exit code is 1 if a bound is
 violated.
 """

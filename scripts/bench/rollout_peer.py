@@ -5,12 +5,13 @@
 
 MODEL is a Hugging Face directory, or a name such as Qwen2.5-1.5B for random weights of its sizes. PyTorch must be
 installed, and runs on a GPU if JAX does (with XLA_PYTHON_CLIENT_PREALLOCATE=false, so that both have memory). Samples
-have prescribed lengths, once all equal and once log-normal with about the same mean: ours end by an end-of-sequence
-token, those of the peer by a stopping criterion. Three ways take turns: `generate` on so many rows at a time, each
-batch until its longest sample ends; ours through as many slots; ours by a fast and a heavy worker with half of the
-slots each, under `adaptive`. With PYTHON of an environment with llama-cpp-python and the model as GGUF, llama.cpp also
-takes turns, with its own continuous batching and the precision of FILE. No side knows the lengths beforehand. Only
-tokens of samples are counted, not of rows that wait for others, and everything is compiled before the timing.
+have prescribed lengths, once all equal and once log-normal with about the same mean: ours end by an EOS token, those of
+the peer by a stopping criterion. Three methods alternate: `generate` on `--rows` rows at a time, each batch until its
+longest sample ends; our slots, of the same number; and our fast and heavy workers, with half of the slots each, under
+`adaptive`. If PYTHON is the interpreter of an environment with llama-cpp-python and FILE the model as GGUF, llama.cpp
+also alternates with them, with its own continuous batching and the precision of FILE. No side knows the lengths
+beforehand. Only tokens of samples are counted, not of rows that wait for others, and everything is compiled before the
+timing.
 
 The lower bound for slots with equal lengths is one read of the weights and of the earlier keys and values for each
 token, at the bandwidth of a plain sum over an array.
@@ -111,7 +112,7 @@ class Peer:
 
 
 class LlamaCpp:
-    """Runs llama.cpp in a separate process with as many rows at a time."""
+    """Runs llama.cpp in a separate process with `num_rows` rows at a time."""
 
     def __init__(self, python: str, gguf: Path, num_rows: int):
         script = Path(__file__).with_name("rollout_of_llama_cpp.py")
@@ -128,7 +129,7 @@ class LlamaCpp:
 
 
 def ours(rollout: ForcedRollout, num_rows: int, *, workers: bool) -> dict[str, Callable[[], SampleGenerator]]:
-    """Returns compiled workers without knowledge of earlier rollouts."""
+    """Compiles our methods; returns, by name, functions that make a generator without knowledge of earlier rollouts."""
     engine, start = rollout.new_engine(num_rows), time.perf_counter()
     engine.programs.compile(suspends=False, recomputes=False, truncates=False)
     ways: dict[str, Callable[[], SampleGenerator]] = {
@@ -160,7 +161,7 @@ def floor_tokens_per_s(rollout: ForcedRollout, num_rows: int, num_tokens: int) -
 def compare(
     peers: Mapping[str, Peer | LlamaCpp], rollout: ForcedRollout, num_rows: int, *, workers: bool, repeats: int
 ) -> Iterator[dict[str, Any]]:
-    """Compares all ways with the lengths of each seed."""
+    """Yields the figures of all methods for the lengths of each seed."""
     prompts = [prompt for prompt in rollout.prompts for _ in range(rollout.group_size)]
     made = ours(rollout, num_rows, workers=workers)
     for peer in peers.values():

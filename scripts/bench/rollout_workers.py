@@ -4,8 +4,8 @@
     python scripts/bench/rollout_workers.py --model FILE.gguf --mean-length 28 --longest 128
 
 A fast worker with many slots, whose rows hold half of the longest completion, and a heavy one with few slots share one
-device. The length of a sample is unpredictable: each sample ends by an end-of-sequence token that the devices draw at
-the prescribed length. Lengths are log-normal and correlated in groups, or all equal. The limits of P-DSR relate to the
+device. The length of a sample is unpredictable: each sample ends by an EOS token that the devices sample at the
+prescribed length. Lengths are log-normal and correlated in groups, or all equal. The limits of P-DSR relate to the
 longest completion like the defaults to 4,096 tokens; a rollout learns nothing from earlier ones.
 
 Each process compiles and runs all schedules in turn. Ratios are relative to `sync` in the same process; the record has

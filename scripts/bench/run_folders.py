@@ -1,4 +1,4 @@
-"""Measures checkpoints on two processes with the run in a folder of both, in a folder of one, or in a bucket.
+"""Measures checkpoints on two processes with the run in a shared folder, in a folder of process 0, or in a bucket.
 
 Each way trains some steps with a checkpoint after every second step, and resumes. Memory is the maximum that a process
 holds during a save or a restore in addition to its memory before. The bucket is provided by a server on this machine.
@@ -38,7 +38,7 @@ def resident_bytes() -> int:
 
 
 def measure() -> None:
-    """Measures the methods of checkpoints and copies in this process, and prints the figures at the end."""
+    """Measures the methods that save, restore and copy checkpoints in this process, and prints figures at the end."""
     from app.checkpoint.checkpoints import Checkpoints
     from app.tracking.bucket import Bucket
     from app.tracking.run_mirror import RunMirror

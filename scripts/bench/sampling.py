@@ -40,7 +40,7 @@ TOP_P = 0.95
 
 
 def sample_tokens_sorted(logits: Array, rules: SamplingRules, keys: Array) -> SampledTokens:
-    """Draws with top-p by sorting the vocabulary, like most samplers."""
+    """Samples with top-p by sorting the vocabulary, as most samplers do."""
     order = jnp.argsort(-logits, axis=-1, stable=True)
     ranked = jnp.take_along_axis(logits, order, axis=-1)
     log_normalizer = jax.nn.logsumexp(logits, axis=-1, keepdims=True)

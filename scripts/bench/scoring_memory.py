@@ -1,9 +1,9 @@
-"""Shows the memory that XLA reserves to score a micro-batch at a large vocabulary; no program is run.
+"""Shows the memory that XLA reserves to score a micro-batch with a large vocabulary; no program is run.
 
     python scripts/bench/scoring_memory.py [--vocab 151936] [--quota 4096] [--chunks 256,1024,4096]
 
-The script compares the temporaries of the program with one float32 [tokens, vocab] array, which a scorer would need
-that passes a whole micro-batch through the LM head at once.
+The script compares the temporaries of the program with one float32 [tokens, vocab] array, which would be
+needed to pass a whole micro-batch through the LM head at once.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def main() -> None:
 
 
 def temporary_bytes(definition: DecoderDefinition, *, quota: int, logits_chunk: int) -> int:
-    """Returns the temporary bytes of the program that scores a row of `quota` tokens, through which all batches run."""
+    """Returns the temporary bytes of the program that scores a row of `quota` tokens."""
     mesh = one_device()
     scorer = Scorer(definition, mesh, dtype=jnp.dtype("float32"), logits_chunk=logits_chunk)
     row = jax.ShapeDtypeStruct((1, quota), jnp.int32)

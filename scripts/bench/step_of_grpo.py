@@ -36,7 +36,7 @@ def main() -> None:
 
 
 def measured(options: argparse.Namespace, folder: str) -> tuple[list[dict[str, float]], dict[str, float]]:
-    """Returns the seconds of each step after the warm-up, and the work of a step."""
+    """Returns the seconds of each step after the warm-up, and facts about the work of a step."""
     steps, samples = [], []
     with prepare_run(resolved(options, folder), resume="never") as launch:
         trainer, state = opened(launch)
@@ -95,7 +95,7 @@ def resolved(options: argparse.Namespace, folder: str) -> settings.Resolved:
 
 
 def endless(session: Session) -> ContinuousBatchGenerator:
-    """Returns the session's slots without end-of-sequence tokens, so that completions have the maximum length."""
+    """Returns a generator with the slots of the session but without EOS, so that completions have maximum length."""
     programs, chosen = session.evaluation_generator.engine.programs, session.settings
     engine = SlotEngine(
         programs.definition, programs.mesh, programs.shapes, eos_ids=(), dtype=programs.dtype, exact=False

@@ -1,4 +1,4 @@
-"""Compares the estimated time and HBM per completion token of our gradients with Tunix's for the same TPU slice.
+"""Compares our gradients with those of Tunix on one TPU slice: estimated time and HBM per completion token.
 
     python scripts/bench/tpu_compile.py [--tunix-python PYTHON] [--only NAME ...] [--keep DIRECTORY] [--out FILE.json]
 
@@ -12,7 +12,7 @@ preset; a second line shows the fullest micro-batch of the preset's own step. Tu
 with all 32 samples at once; `splash` is its flash attention.
 
 Times are computed in the same way for both (`scripts.bench.program_time`): the compiler's cycles, and for a Pallas
-kernel the bundles of its schedule times the turns of its grid, or the time of its copies if that is longer.
+kernel the bundles of its schedule times its grid steps, or the time of its copies if that is longer.
 """
 
 from __future__ import annotations

@@ -8,9 +8,9 @@ prints the report of `grpo inspect-mesh --compile --json` with added times. `--h
 
 Times are for one call, **estimated by the compiler, never measured**:
 
-- fusions are estimated by the compiler's cycles; Pallas kernels by their scheduled instructions times the turns
-  of their grid, or by the bytes that they copy if that takes longer; other instructions by their bytes; and
-  collectives by the bytes of a ring over the chip's links. Only the part of a collective that no work covers counts;
+- fusions are estimated by the compiler's cycles; Pallas kernels by their scheduled instructions times their
+  grid steps, or by the bytes that they copy if that takes longer; other instructions by their bytes; and collectives by
+  the bytes of a ring over the chip's links. Only the part of a collective that does not overlap with work counts;
 - rows are the fullest that the settings allow. Decoding is the time of one token of all rows at full length;
 - MFU is the share of the chip's peak that the FLOPs of the model use: the matrices at each token and the visible pairs
   of attention, without recomputation.
@@ -79,7 +79,7 @@ def time_fields(
 
 
 def time_report(config: str | None, changes: list[str], hlo: Path | None = None) -> dict[str, Any]:
-    """Returns the report of `grpo inspect-mesh --compile`, whose programs have their estimated times.
+    """Returns the report of `grpo inspect-mesh --compile`, with the estimated times of the programs.
 
     Raises:
         InputError: the settings cannot be used, or are not for TPUs; or a program does not fit.

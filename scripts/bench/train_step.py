@@ -1,4 +1,4 @@
-"""Compares our GRPO step with TRL's on equal model, prompts, lengths and precision on one machine.
+"""Compares our GRPO step with that of TRL on equal model, prompts, lengths and precision on one machine.
 
     python scripts/bench/train_step.py --model DIR --data train.jsonl --peer-python PYTHON [--beta 0.04]
         [--set a.b=c ...] [--peer-option OPTION ...] [--steps 2] [--warmup 2] [--rounds 2] [--out FILE.json]
@@ -97,7 +97,7 @@ def run_in_turn(options: argparse.Namespace) -> dict[str, Side]:
 
 
 def choose_rows(options: argparse.Namespace, out: Path, num_rows: int) -> None:
-    """Returns the first rows whose templated prompt has `MIN_PROMPT_LENGTH` to `MAX_PROMPT_LENGTH` tokens."""
+    """Writes the first rows whose templated prompts have `MIN_PROMPT_LENGTH` to `MAX_PROMPT_LENGTH` tokens to `out`."""
     some = load_dataset(str(options.data)).rows[: 10 * num_rows]
     tokenizer = load_tokenizer(open_model(options.model))
     prompts, _ = encode_prompts(some, tokenizer, DataSettings(max_prompt_length=workload.MAX_PROMPT_LENGTH))
@@ -117,7 +117,7 @@ def last_line(command: Sequence[str]) -> dict[str, Any]:
 
 
 def table(sides: Mapping[str, Side]) -> str:
-    """Formats the median (minimum..maximum) of each side and the ratio between ours and the peer's."""
+    """Formats the median (minimum..maximum) of each side, and the ratio of our median to the median of the peer."""
     lines = [f"{'':<22}" + "".join(f"{name:>26}" for name in sides) + (f"{'ratio':>10}" if PEER in sides else "")]
     rows = [
         (f"{phase}, s", {name: side.seconds(phase) for name, side in sides.items()})

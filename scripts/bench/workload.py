@@ -45,7 +45,7 @@ def read_rows(path: Path) -> list[dict[str, str]]:
 
 
 def reward_of(completion: str, answer: str) -> float:
-    """Returns 1 for the correct last number, 0.1 for any other, and a little for length, so that siblings differ."""
+    """Returns 1 if the last number is correct, 0.1 for any other, plus up to 0.05 by length, so that samples differ."""
     numbers = _NUMBER.findall(completion)
     gold = answer.split("####")[-1].strip().replace(",", "")
     right = bool(numbers) and numbers[-1].replace(",", "").rstrip(".") == gold
