@@ -256,7 +256,7 @@ def test_overrides_from_python_keep_their_types_and_values() -> None:
         ({"data": [ROWS[0], {"question": "?", "weight": object()}]}, "data, row 1: expected a dict of JSON values"),
         ({"data": ROWS}, r"^eval_data: the run evaluates every \d+ steps, but all rows of `data` are used for"),
         ({"data": [], "eval_data": HELD_OUT}, "contains no rows"),
-        ({"data": [{"text": "1"}], "eval_data": HELD_OUT}, "has no column prompt | question"),
+        ({"data": [{"text": "1"}], "eval_data": HELD_OUT}, "has no column prompt, question"),
     ],
 )
 def test_train_refuses_unusable_arguments_and_rows(arguments: dict[str, Any], message: str) -> None:

@@ -24,7 +24,7 @@ def read_messages(values: list[Any], where: str) -> Messages:
     if not messages:
         raise InputError(f"{where}: the prompt is empty; remove the row")
     if messages[-1]["role"] == "assistant":
-        raise InputError(f"{where}: the chat ends with the assistant's turn; leave that turn out of the prompt")
+        raise InputError(f"{where}: the chat ends with the assistant's turn; remove that turn from the prompt")
     return messages
 
 
@@ -54,7 +54,7 @@ def read_chat(values: list[Any], where: str) -> Messages:
     try:
         json.dumps(messages, allow_nan=False)
     except (TypeError, ValueError) as error:
-        raise InputError(f"{where}: JSON cannot represent a chat message: {error}") from error
+        raise InputError(f"{where}: JSON cannot represent a chat message: {error}; remove the row") from error
     return messages
 
 

@@ -131,8 +131,8 @@ def encode_completions(
     num_dropped, drops = len(prompts) - len(samples), encoder.data.overlong_prompts != "error"
     if num_dropped and not (drops and samples):
         raise InputError(
-            f"{num_dropped:,} of {len(prompts):,} completions are longer than rollout.max_new_tokens = {max_tokens} "
-            f"tokens, the shortest has {min(lengths)}, the longest {max(lengths)}; raise the limit"
+            f"rollout.max_new_tokens = {max_tokens} is too short for {num_dropped:,} of {len(prompts):,} completions: "
+            f"the shortest has {min(lengths)} tokens, the longest {max(lengths)}; raise it"
             + ("" if drops else ", or set data.overlong_prompts: drop")
         )
     return samples, (

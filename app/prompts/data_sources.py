@@ -14,7 +14,7 @@ from app.prompts.curriculum import PassRateOrder
 from app.prompts.dataset import Dataset, DatasetRow, load_dataset
 from app.prompts.prompt_order import MixtureOrder, PromptOrder
 from app.records.sample import Prompt
-from settings.errors import InputError
+from settings.errors import InputError, join_words
 from settings.schema.data import DataSettings
 
 log = logging.getLogger(__name__)
@@ -77,7 +77,7 @@ def load_held_out_data(data: DataSettings, *, num_prompts: int | None) -> Datase
     """
     source, split = data.eval_source or data.source, data.eval_split or "test"
     if not isinstance(source, str) or (data.eval_source is None and not data.has_splits):
-        files = ", ".join(one.source for one in data.sources)
+        files = join_words((one.source for one in data.sources), last="and")
         raise InputError(
             f"data.eval_source is not set, and training uses all of data.source = {files}; set"
             " data.eval_source to held-out data, or eval.every_steps to 0"

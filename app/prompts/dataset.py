@@ -18,7 +18,7 @@ from app.records.jsonl import read_jsonl
 from app.records.parquet import read_parquet
 from app.records.sample import Messages
 from app.records.typed_values import to_json
-from settings.errors import InputError
+from settings.errors import InputError, join_words
 from settings.schema.model import split_revision
 
 log = logging.getLogger(__name__)
@@ -105,7 +105,7 @@ def load_dataset(
     """
     raw_rows = _read_hub(source, split) if source.startswith("hf:") else _read_files(source)
     if not raw_rows:
-        raise InputError(f"data.source: {source} contains no rows")
+        raise InputError(f"data.source: {source} contains no rows; set it to data with at least one")
     raw_rows = _without_foreign_columns(raw_rows)
     mapping = _choose_columns(source, raw_rows, prompt_column, answer_column, reads_completions=reads_completions)
     rows = [_to_row(*raw, mapping, reads_completions=reads_completions) for raw in raw_rows]
@@ -126,7 +126,7 @@ def find_files(source: str) -> list[Path]:
     elif not path.exists() and glob.has_magic(source):
         files = [Path(file) for file in sorted(glob.glob(source, recursive=True))]
         if not files:
-            raise InputError(f"data.source: no file matches {path.absolute()}")
+            raise InputError(f"data.source: no file matches {path.absolute()}; correct the pattern")
     else:
         files = [path]
     for file in files:
@@ -149,7 +149,9 @@ def _check_shards(folder: Path, files: Sequence[Path]) -> None:
     """Raises InputError unless all files of a folder may be shards of one split."""
     way_out = f"name those to read by a pattern such as {folder}/train*.parquet"
     if not files:
-        raise InputError(f"data.source: {folder.absolute()}: no file in it ends with {', '.join(FILE_SUFFIXES)}")
+        raise InputError(
+            f"data.source: expected a folder with files ending in {join_words(FILE_SUFFIXES)}, got {folder.absolute()}"
+        )
     for kind_of in (_suffix, lambda file: next((name for name in SPLIT_NAMES if file.name.startswith(name)), "")):
         different = {kind_of(file): file for file in files}
         if len(different) > 1:
@@ -164,11 +166,11 @@ def _suffix(path: Path) -> str:
 
 def _check_file(path: Path) -> None:
     if not path.exists():
-        hint = f"; for a hub data set, write hf:{path}" if str(path).count("/") == 1 and not path.suffix else ""
-        raise InputError(f"data.source: {path.absolute()}: no such file{hint}")
+        hint = f", or write hf:{path} for a hub data set" if str(path).count("/") == 1 and not path.suffix else ""
+        raise InputError(f"data.source: {path.absolute()}: no such file; correct the path{hint}")
     if not _suffix(path) or not path.is_file():
         raise InputError(
-            f"data.source: {path.absolute()}: expected a file ending in {', '.join(FILE_SUFFIXES)}, a folder or a "
+            f"data.source: {path.absolute()}: expected a file ending in {join_words(FILE_SUFFIXES)}, a folder or a "
             "pattern of such files, `hf:<hub id>` or `builtin:arithmetic`"
         )
 
@@ -262,7 +264,7 @@ def _choose_columns(
             mapping[role] = column
         elif chosen or role == "prompt" or reads_completions:
             raise InputError(
-                f"data.{role}_column: {source} has no column {chosen or ' | '.join(candidates)};"
+                f"data.{role}_column: {source} has no column {chosen or join_words(candidates)};"
                 f" it has: {', '.join(available)}; set data.{role}_column to the one with the {what}s"
             )
     return mapping
@@ -300,4 +302,4 @@ def _read_prompt(value: Any, where: str) -> str | Messages:
         return value
     if isinstance(value, str | None):
         raise InputError(f"{where}: the prompt is {'blank' if value else 'empty'}; remove the row")
-    raise InputError(f"{where}: expected text or a list of chat messages, got {type(value).__name__}")
+    raise InputError(f"{where}: expected text or a list of chat messages as prompt, got {value!r:.80}")

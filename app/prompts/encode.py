@@ -59,7 +59,7 @@ def encode_prompt(prompt: str | Messages, tokenizer: PromptTokenizer, data: Data
     try:
         return tokenizer.chat_ids(messages)
     except InputError as error:
-        hint = ""
+        hint = "; correct the chat, or remove the row"
         if any(message["role"] == "system" for message in messages):
             own = "put the text of the row's system message at the start of the user's"
             way_out = own if data.system_prompt is None else "set data.system_prompt: null"
@@ -123,9 +123,9 @@ def encode_prompts(
     if num_overlong and data.overlong_prompts == "error":
         first = next(i for i, length in enumerate(lengths) if length > max_prompt_length)
         raise InputError(
-            f"{num_overlong:,} of {len(rows):,} prompts are longer than data.max_prompt_length ="
-            f" {max_prompt_length} tokens; the first is {rows[first].uid} with {lengths[first]}, the longest"
-            f" has {max(lengths)}. Raise the limit, or set data.overlong_prompts to drop or truncate_left"
+            f"data.max_prompt_length = {max_prompt_length} is too short for {num_overlong:,} of {len(rows):,} prompts: "
+            f"the first is {rows[first].uid} with {lengths[first]} tokens, the longest has {max(lengths)}. Raise it, "
+            "or set data.overlong_prompts to drop or truncate_left"
         )
     keeps_overlong = data.overlong_prompts == "truncate_left"
     prompts = [
@@ -135,9 +135,9 @@ def encode_prompts(
     ]
     if not prompts:
         raise InputError(
-            f"no prompt is left: {num_overlong:,} of {len(rows):,} are longer than data.max_prompt_length ="
-            f" {max_prompt_length} tokens (the shortest has {min(lengths, default=0)}, template included)."
-            " Raise the limit, or set data.overlong_prompts to truncate_left"
+            f"data.max_prompt_length = {max_prompt_length} is too short for every prompt: the shortest has "
+            f"{min(lengths, default=0)} tokens, template included. Raise it, or set data.overlong_prompts to "
+            "truncate_left"
         )
     num_dropped, num_truncated = len(rows) - len(prompts), num_overlong if keeps_overlong else 0
     text = (

@@ -103,7 +103,7 @@ class ObservationEncoder:
         start = self._encode_start(text[:end])
         if ids[: len(start)] != start:
             raise InputError(
-                "the tokenizer merges the end of a turn and the text after it into one token; use another chat template"
+                "the tokenizer merges the end of a turn and the text after it into one token; use another template"
             )
         if ids[len(start) : len(start) + 1] in ([token_id] for token_id in self._tokenizer.eos_ids):
             raise InputError(
@@ -137,5 +137,5 @@ class ObservationEncoder:
         _, ids = self._render([{"role": role, "content": PROBE + spelled}])
         if len(special.intersection(ids)) != len(special.intersection(plain)):
             raise InputError(
-                f"the chat template turns the text of {role} messages into control tokens; use another chat template"
+                f"the chat template turns the text of {role} messages into control tokens; use another template"
             )

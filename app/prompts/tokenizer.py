@@ -15,11 +15,11 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
 
-from app.model.io.gguf import GgufFile
+from app.model.io.gguf import WORKAROUND, GgufFile
 from app.model.io.model_files import ModelFiles
 from app.prompts.chat_template import NO_KWARGS, ChatTemplate, pattern_of
 from app.records.sample import Messages
-from settings.errors import InputError
+from settings.errors import InputError, join_words
 
 TOKENIZER_FILE = "tokenizer.json"
 
@@ -67,7 +67,7 @@ class Tokenizer:
         if not self.eos_ids:
             raise InputError(
                 f"{files.path}: neither generation_config.json, config.json nor the tokenizer has an end-of-sequence "
-                "token, so no completion could end; set model.eos_tokens"
+                "token, so no completion could end; set model.eos_tokens to the tokens that end one"
             )
         # An unused row of the vocabulary has no name.
         names = [name for end in self.eos_ids if (name := str(hf_tokenizer.decode([end])))]
@@ -216,7 +216,9 @@ def load_fast_tokenizer(files: ModelFiles, template_kwargs: Mapping[str, Any] = 
         except InputError:
             raise
         except (TypeError, ValueError, OverflowError) as error:
-            raise InputError(f"{files.path}: the tokenizer's metadata is damaged ({error})") from error
+            raise InputError(
+                f"{files.path}: the tokenizer's metadata is damaged ({error}); download the file again"
+            ) from error
     else:
         tokenizer = _from_directory(files.path)
     if (largest := max(tokenizer.get_vocab().values())) >= _num_rows(files):
@@ -226,7 +228,7 @@ def load_fast_tokenizer(files: ModelFiles, template_kwargs: Mapping[str, Any] = 
         )
     own = inspect.signature(type(tokenizer).apply_chat_template).parameters.keys() - {"tools", "documents"}
     if taken := [name for name in template_kwargs if name in (*own, "messages")]:
-        raise InputError(f"data.chat_template_kwargs: {taken[0]} cannot be set by the user; remove it")
+        raise InputError(f"data.chat_template_kwargs: {taken[0]} is set by this program; remove it")
     return tokenizer
 
 
@@ -241,7 +243,9 @@ def _from_directory(directory: Path) -> PreTrainedTokenizerFast:
     try:
         return PreTrainedTokenizerFast.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # the tokenizers library raises bare Exception
-        raise InputError(f"{directory}: the tokenizer files cannot be read: {error}") from error
+        raise InputError(
+            f"{directory}: the tokenizer files cannot be read: {error}; save or download them again"
+        ) from error
 
 
 def _from_gguf(gguf: GgufFile) -> PreTrainedTokenizerFast:
@@ -252,8 +256,8 @@ def _from_gguf(gguf: GgufFile) -> PreTrainedTokenizerFast:
     builders = {"gpt2": _byte_level_bpe, "llama": _sentencepiece_bpe}
     if (model := gguf.metadata("tokenizer.ggml.model")) not in builders:
         raise InputError(
-            f"{gguf.path}: tokenizer model {model!r} is not supported; supported: 'gpt2' (byte-level BPE) and 'llama' "
-            "(SentencePiece)"
+            f"{gguf.path}: tokenizer model {model!r} is not supported, expected 'gpt2' (byte-level BPE) or 'llama' "
+            f"(SentencePiece); {WORKAROUND}"
         )
     tokens = gguf.metadata("tokenizer.ggml.tokens")
     if model == "llama":
@@ -306,7 +310,9 @@ def _sentencepiece_bpe(gguf: GgufFile, vocabulary: dict[str, int], unk: str | No
     Source: transformers, `GemmaTokenizer` and its reading of GGUF files. The scores in the file have a different order.
     """
     if gguf.metadata("general.architecture") != "gemma3" or gguf.metadata("tokenizer.ggml.add_space_prefix", True):
-        raise InputError(f"{gguf.path}: a SentencePiece tokenizer (model 'llama') is supported for Gemma 3 only")
+        raise InputError(
+            f"{gguf.path}: a SentencePiece tokenizer (model 'llama') is supported for Gemma 3 only; {WORKAROUND}"
+        )
     merges = [
         (token[:cut], token[cut:])
         for token in vocabulary
@@ -335,7 +341,9 @@ def _pre_tokenization(gguf: GgufFile) -> tuple[Any, Any]:
     }
     name = gguf.metadata("tokenizer.ggml.pre")
     if name not in known:
-        raise InputError(f"{gguf.path}: pre-tokenizer {name!r} is not supported; supported: {', '.join(known)}")
+        raise InputError(
+            f"{gguf.path}: pre-tokenizer {name!r} is not supported, expected {join_words(known)}; {WORKAROUND}"
+        )
     return known[name]
 
 
@@ -364,8 +372,8 @@ def _eos_ids(files: ModelFiles, hf_tokenizer: PreTrainedTokenizerFast) -> tuple[
     for token_id in ids:
         if not isinstance(token_id, int) or not 0 <= token_id < _num_rows(files):
             raise InputError(
-                f"{files.path}: {place}: eos_token_id={named!r} is not an id, "
-                f"or a list of ids, below vocab_size={_num_rows(files)}"
+                f"{files.path}: {place}: expected an id below vocab_size={_num_rows(files)}, or a list of such ids, as "
+                f"eos_token_id, got {named!r}"
             )
     if isinstance(hf_tokenizer.eos_token_id, int):
         ids.append(hf_tokenizer.eos_token_id)
@@ -377,7 +385,7 @@ def _chosen_eos_id(files: ModelFiles, hf_tokenizer: PreTrainedTokenizerFast, tok
     if isinstance(token, int):
         if token >= _num_rows(files):
             raise InputError(
-                f"model.eos_tokens: {token} is not an id of {files.path}, whose vocab_size is {_num_rows(files)}"
+                f"model.eos_tokens: expected ids of {files.path} from 0 to {_num_rows(files) - 1}, got {token}"
             )
         return token
     if (known := hf_tokenizer.get_vocab().get(token)) is not None:

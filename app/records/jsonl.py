@@ -62,7 +62,7 @@ def read_jsonl_tolerant(
                     record = error
                 yield number, record
     except FileNotFoundError:
-        raise InputError(f"{path.absolute()}: no such file") from None
+        raise InputError(f"{path.absolute()}: no such file; correct the path") from None
     except (OSError, EOFError, zlib.error) as error:
         raise InputError(f"{path.absolute()}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
 
@@ -73,11 +73,15 @@ def parse_object(raw: bytes, where: str, *, reads_nan: bool = False) -> dict[str
         # Without the newline, so that an error at the end of the line is not at column 1 of the next.
         value = json.loads(raw.decode("utf-8").rstrip("\r\n"))
     except UnicodeDecodeError as error:
-        raise InputError(f"{where}: not UTF-8 text: {error.reason} at byte {error.start + 1}") from None
+        raise InputError(
+            f"{where}: not UTF-8 text: {error.reason} at byte {error.start + 1}; save the file as UTF-8"
+        ) from None
     except json.JSONDecodeError as error:
-        raise InputError(f"{where}: not JSON: {error.msg.removesuffix(' at')} at column {error.colno}") from None
+        raise InputError(
+            f"{where}: not JSON: {error.msg.removesuffix(' at')} at column {error.colno}; correct or remove the line"
+        ) from None
     except (ValueError, RecursionError) as error:
-        raise InputError(f"{where}: unusable JSON: {error}") from None
+        raise InputError(f"{where}: unusable JSON: {error}; correct or remove the line") from None
     if not isinstance(value, dict):
         hint = "; put one object on each line: `jq -c '.[]'` converts a list" if isinstance(value, list) else ""
         raise InputError(f"{where}: expected a JSON object, got {type(value).__name__}{hint}")
@@ -85,7 +89,7 @@ def parse_object(raw: bytes, where: str, *, reads_nan: bool = False) -> dict[str
     if any(part in shape for part in NON_FINITE_PATTERNS):
         value = replace_floats(value, math.isnan) if reads_nan else value
         if problem := _find_non_finite(value):
-            raise InputError(f"{where}: unusable JSON: {problem}")
+            raise InputError(f"{where}: unusable JSON: {problem}; correct or remove the line")
     return value
 
 
@@ -121,7 +125,7 @@ def check_output_path(path: str | Path) -> None:
     """
     path = Path(path).absolute()
     if path.exists() and not path.is_file():
-        raise InputError(f"{path}: expected a file name, got a {'folder' if path.is_dir() else 'device'}")
+        raise InputError(f"{path}: expected the name of a file, got a {'folder' if path.is_dir() else 'device'}")
     if not path.parent.is_dir():
         raise InputError(f"{path}: the folder {path.parent} does not exist; create it first")
     if not os.access(path.parent, os.W_OK | os.X_OK):

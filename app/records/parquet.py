@@ -27,6 +27,6 @@ def read_parquet(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
                     yield f"{path} row {index}", to_json(row)
                     index += 1
     except FileNotFoundError:
-        raise InputError(f"{path.absolute()}: no such file") from None
+        raise InputError(f"{path.absolute()}: no such file; correct the path") from None
     except (pyarrow.ArrowException, OSError, ValueError) as error:
-        raise InputError(f"{path.absolute()}: not a readable Parquet file: {error}") from error
+        raise InputError(f"{path.absolute()}: not a readable Parquet file: {error}; write it again") from error

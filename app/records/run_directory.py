@@ -220,6 +220,8 @@ def lock_run_directory(run: RunDirectory, *, waits: bool = False) -> IO[bytes]:
         run.path.mkdir(parents=True, exist_ok=True)
         return lock_file(run.path / ".lock", waits=waits)
     except FileLockedError:
-        raise RunInUseError(f"run.name: another process is running in {run.path}; choose another run.name") from None
+        raise RunInUseError(
+            f"run.name: another process is running in {run.path}; wait for it, or choose another run.name"
+        ) from None
     except OSError as error:
         raise InputError(f"run.dir: cannot write to {run.path}: {error.strerror}; choose another run.dir") from error

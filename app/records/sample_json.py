@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from app.records.jsonl import read_jsonl
 from app.records.sample import EPISODE_ENDS, Episode, Prompt, Sample
 from app.records.shared_rows import SharedRows
-from settings.errors import InputError
+from settings.errors import InputError, join_words
 
 EPISODE = TypeAdapter(Episode)
 FLOAT32_MAX = float(np.finfo(np.float32).max)
@@ -308,7 +308,7 @@ def sample_for_advantages(
         was_truncated = fields.finish_reason == "length"
         if was_truncated and bootstrap_truncated and not continues:
             raise InputError(
-                f"{where}: values has {num_tokens} entries, expected {num_tokens + 1}: the sample was truncated "
+                f"{where}: values has length {num_tokens}, expected {num_tokens + 1}: the sample was truncated "
                 "(`length`) and needs the value after its last token, which `grpo score --role critic` adds with "
                 "algorithm.bootstrap_truncated"
             )
@@ -342,8 +342,8 @@ def _validate_fields(
     missing = [name for name in required if name not in record]
     if missing:
         raise InputError(
-            f"{where}: missing {', '.join(missing)}; a sample needs {', '.join(required)}"
-            " (`grpo rollout` writes such files)"
+            f"{where}: missing {join_words(missing, last='and')}; give a file written by grpo rollout, or add what a "
+            f"sample needs: {join_words(required, last='and')}"
         )
     present = {name: record[name] for name in names if record.get(name) is not None or name in required}
     try:
@@ -378,8 +378,8 @@ def _per_token_arrays(
             if len(entries) not in allowed:
                 source = "" if length_field == TOKEN_IDS else f", as {length_field} has {num_tokens}"
                 raise InputError(
-                    f"{where}: {name} has {len(entries)} entries, expected {' or '.join(map(str, allowed))}:"
-                    f" one per completion token{source}"
+                    f"{where}: {name} has length {len(entries)}, expected {join_words(allowed)}: one "
+                    f"entry per completion token{source}"
                 )
             arrays[name] = np.array(entries, DTYPES.get(name, np.float32))
     return arrays
@@ -413,7 +413,7 @@ def _read_episode(record: Any, mask: Bool[np.ndarray, "C"] | None, num_tokens: i
         place = ".".join(map(str, ("episode", *problem["loc"])))
         raise InputError(f"{where}: {place}: {problem['msg']}, got {problem['input']!r:.40}") from None
     if episode.end not in EPISODE_ENDS:
-        raise InputError(f"{where}: episode.end: expected one of {', '.join(EPISODE_ENDS)}, got {episode.end!r:.40}")
+        raise InputError(f"{where}: episode.end: expected {join_words(EPISODE_ENDS)}, got {episode.end!r:.40}")
     place = 0
     for number, turn in enumerate(episode.turns):
         if not place <= turn.start <= turn.end <= num_tokens:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from app.records.jsonl import read_jsonl_tolerant
 from app.records.run_directory import RunDirectory
+from app.records.text_format import format_count
 from settings.checks.resumed_settings import SettingChange, changed_settings
 from settings.errors import InputError
 from settings.loading.config_file import ConfigFile
@@ -97,9 +98,9 @@ class SettingsHistory:
 def _period(first_step: int, name: str, run: RunDirectory, content: bytes) -> SettingsPeriod:
     settings = from_yaml(content, name=name)
     if unknown := [field for field in settings if field not in FIELDS]:
-        more = f" and {len(unknown) - 1} more settings that do" if unknown[1:] else ", which does"
+        more = f" and {format_count(len(unknown) - 1, 'other setting')}, which do" if unknown[1:] else ", which does"
         raise InputError(
-            f"{name}: {unknown[0]}{more} not exist here, so another version of grpo wrote this run; read it with "
-            "that version, or use another run.name"
+            f"{name} contains {unknown[0]}{more} not exist here, so another version of grpo wrote this run; read it "
+            "with that version, or use another run.name"
         )
     return SettingsPeriod(first_step, ConfigFile(name, run.path.name, content), settings)

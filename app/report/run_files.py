@@ -45,12 +45,12 @@ class RunFiles:
         run = RunDirectory(path)
         if not run.has_settings:
             runs = sorted(child.name for child in path.iterdir() if (child / "settings.yaml").is_file())
-            listed = f"; it contains the runs {', '.join(runs[:5])}{', ...' * (len(runs) > 5)}" if runs else ""
-            raise InputError(f"{path} contains no settings.yaml, so it is not a run directory{listed}")
+            found = f"a run in it, such as {runs[0]}" if runs else "a run directory"
+            raise InputError(f"{path} contains no settings.yaml, so it is not a run directory; give {found}")
         settings_history = SettingsHistory.read(run)
         history = _read_metrics(run.metrics_path) if run.metrics_path.is_file() else []
         if not training_steps(history):
-            raise InputError(f"{path} has no finished training step yet, so there is nothing to report")
+            raise InputError(f"{path} has no finished training step yet; train at least one to report it")
         return cls(path, history, settings_history, sample_files(path / "rollouts"), sample_files(path / "eval"))
 
     @property
@@ -93,9 +93,11 @@ def _read_metrics(path: Path) -> list[MetricsRecord]:
     history: list[MetricsRecord] = []
     for line, record in lines:
         if isinstance(record, InputError):
-            raise InputError(f"{record}; fix or delete that line")
+            raise record
         if type(record.get("step")) is not int:
-            raise InputError(f"{path}:{line}: expected an integer `step`, got {record.get('step')!r:.40}")
+            raise InputError(
+                f"{path}:{line}: expected an integer `step`, got {record.get('step')!r:.40}; correct or remove the line"
+            )
         history.append(record)
     return history
 

@@ -75,7 +75,9 @@ def write_report(path: Path, *, num_samples: int = DEFAULT_NUM_SAMPLES) -> dict[
             write_atomic(path / name, page.encode("utf-8", "xmlcharrefreplace"))
     except OSError as error:
         # The error of a full disk does not name a file.
-        raise InputError(f"{error.filename or path}: cannot be written: {error.strerror}") from error
+        raise InputError(
+            f"{error.filename or path}: cannot be written: {error.strerror}; free space, or let this user write"
+        ) from error
     return {
         "steps": len(steps),
         "alerts": len(alerts),

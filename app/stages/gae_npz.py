@@ -115,7 +115,7 @@ def load_matrices(path: Path) -> dict[str, Shaped[np.ndarray, "B T"]]:
             names = ("rewards", "values", *(["mask"] if "mask" in archive else []))
             matrices = {name: np.ascontiguousarray(archive[name]) for name in names}
     except FileNotFoundError:
-        raise InputError(f"{path.absolute()}: no such file") from None
+        raise InputError(f"{path.absolute()}: no such file; correct the path") from None
     except UNREADABLE as error:
         raise InputError(
             f"{path}: expected an NPZ file with rewards, values and, optionally, mask, as `np.savez` writes it: {error}"

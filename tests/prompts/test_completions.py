@@ -145,11 +145,9 @@ def test_long_completions_are_dropped_or_refused(tmp_path: Path) -> None:
     samples, report = encode_completions(prompts, encoder, max_tokens=6)
     assert [sample.completion for sample in samples] == ["xxx", "xxxxx"]
     assert report == ("completions: 2 kept, 1 dropped (rollout.max_new_tokens 6); longest 9 tokens; 10 tokens to learn")
-    one = (
-        r"1 of 3 completions are longer than rollout\.max_new_tokens = 6 tokens, .*or set data\.overlong_prompts: drop"
-    )
+    one = r"rollout\.max_new_tokens = 6 is too short for 1 of 3 completions: .*or set data\.overlong_prompts: drop"
     with pytest.raises(InputError, match=one):
         strict = CompletionEncoder(tokenizer, DataSettings(max_prompt_length=1000, overlong_prompts="error"))
         encode_completions(prompts, strict, max_tokens=6)
-    with pytest.raises(InputError, match=r"3 of 3 completions .* the shortest has 4, the longest 9; raise the limit$"):
+    with pytest.raises(InputError, match=r"3 of 3 completions: the shortest has 4 tokens, the longest 9; raise it$"):
         encode_completions(prompts, encoder, max_tokens=3)

@@ -66,7 +66,10 @@ def test_eos_tokens_are_set_by_the_text_or_id_of_one_token(tmp_path):
     chosen = load_tokenizer(files, eos_tokens=["<|endoftext|>", "12", 9])
     assert chosen.eos_ids == tuple(sorted((0, 2, 9, VOCABULARY.index("12"))))
     assert chosen.fingerprint == load_tokenizer(files).fingerprint
-    for token, message in (("<|end|>", r"is encoded as \['<', '\|', 'e',"), (300, "300 is not an id of .* is 300")):
+    for token, message in (
+        ("<|end|>", r"is encoded as \['<', '\|', 'e',"),
+        (300, "from 0 to 299, got 300"),
+    ):
         with pytest.raises(InputError, match=rf"model\.eos_tokens: .*{message}"):
             load_tokenizer(files, eos_tokens=[token])
 
@@ -74,7 +77,7 @@ def test_eos_tokens_are_set_by_the_text_or_id_of_one_token(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        *(({"generation_config": {"eos_token_id": ids}}, f"eos_token_id={re.escape(repr(ids))} is not an id")
+        *(({"generation_config": {"eos_token_id": ids}}, f"as eos_token_id, got {re.escape(repr(ids))}")
           for ids in (300, -1, [2, 300], ["2"])),
         ({"tokenizer_config": {"eos_token": None}}, "nor the tokenizer has an end-of-sequence token.*model.eos_tokens"),
         ({"tokenizer_config": {"chat_template": None}}, "no chat template"),
@@ -146,7 +149,7 @@ def test_a_gguf_tokenizer_equals_the_tokenizer_of_the_model_directory(tmp_path, 
 
 def test_unusable_gguf_tokenizers_are_refused(tmp_path):
     refusals: list[tuple[dict[str, Any], str]] = [
-        ({"pre": "llama-bpe"}, "'llama-bpe' is not supported; supported: gpt-2, smollm, qwen2"),
+        ({"pre": "llama-bpe"}, "'llama-bpe' is not supported, expected gpt-2, smollm or qwen2; use"),
         ({"model": "bert"}, "tokenizer model 'bert' is not supported"),
         ({"model": "llama"}, r"\(model 'llama'\) is supported for Gemma 3 only"),
         *(({"eos_id": None}, "has an end-of-sequence token"), ({"eos_id": 5000}, "5000 is outside the vocabulary")),
@@ -202,7 +205,7 @@ def test_template_variables_reach_every_rendering(tmp_path):
     assert brief.chat_ids(messages) == [*plain.chat_ids(messages), *added]
     assert brief.conversation_ids(messages) == [*plain.conversation_ids(messages), *added]
     for name in ("tokenize", "messages"):
-        with pytest.raises(InputError, match=f"chat_template_kwargs: {name} cannot be set by the user"):
+        with pytest.raises(InputError, match=f"chat_template_kwargs: {name} is set by this program"):
             tokenizer_at(folder, **{name: False})
     other = tokenizer_at(folder, thinking_enabled=True, enable_thinking=True)
     fault = misread_prompts([], other.template, DataSettings())

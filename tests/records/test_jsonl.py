@@ -30,10 +30,10 @@ def test_json_objects_are_read_with_their_line_numbers(path, content, expected):
 @pytest.mark.parametrize(
     ("line", "reason"),
     [
-        (b'{"a": 1', r"not JSON: Expecting ',' delimiter at column 8$"),
+        (b'{"a": 1', r"not JSON: Expecting ',' delimiter at column 8; correct or remove the line$"),
         (b"[1, 2]", "expected a JSON object, got list; put one object on each line"),
         (b'{"a": -Infinity}', "-Infinity"),
-        (b'{"b": 1.0, "a": {"c": [0.5, NaN, NaN]}}', r"unusable JSON: a\.c\[1\] is NaN$"),
+        (b'{"b": 1.0, "a": {"c": [0.5, NaN, NaN]}}', r"unusable JSON: a\.c\[1\] is NaN; correct or remove the line$"),
         (b'{"a": 1E+400}', "a is Infinity, or too large for a float64"),
         (b'{"a": [1, -1e400]}', r"a\[1\] is -Infinity, or too large for a float64"),
         (b'{"a": ' + b"9" * 400 + b".0}", "a is Infinity, or too large"),

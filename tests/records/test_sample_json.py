@@ -136,16 +136,16 @@ def test_unknown_fields_are_kept_and_missing_fields_are_not_written():
 
 def test_error_about_missing_fields_names_them_and_the_line():
     record = {key: value for key, value in RECORD.items() if key not in ("uid", "behavior_logprobs")}
-    with pytest.raises(InputError, match=r"^samples.jsonl:12: missing uid, behavior_logprobs;"):
+    with pytest.raises(InputError, match=r"^samples.jsonl:12: missing uid and behavior_logprobs;"):
         sample_from_record(record, where="samples.jsonl:12")
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"behavior_logprobs": [-0.5]}, "behavior_logprobs has 1 entries, expected 2"),
+        ({"behavior_logprobs": [-0.5]}, "behavior_logprobs has length 1, expected 2"),
         ({"policy_versions": [4, -1]}, r"policy_versions\[1\]: expected versions \(integers >= 0\), got int -1"),
-        ({"values": [0.0] * 4}, "values has 4 entries, expected 2 or 3"),
+        ({"values": [0.0] * 4}, "values has length 4, expected 2 or 3"),
         ({"loss_mask": [1, 2]}, r"loss_mask\[1\]: expected booleans, or 0 and 1, got int 2"),
         ({"completion_token_ids": [1, -1]}, r"completion_token_ids\[1\].*got int -1"),
         ({"prompt_token_ids": []}, "prompt_token_ids is empty"),
@@ -201,7 +201,7 @@ def test_an_episode_is_written_with_its_conversation():
     ("episode", "message"),
     [
         (3, "episode: Input should be a dictionary or an instance of Episode, got 3"),
-        (episode_with(end="bored"), "episode.end: expected one of terminated, .* got 'bored'"),
+        (episode_with(end="bored"), "episode.end: expected terminated, .* got 'bored'"),
         (episode_with(turns=[{"start": 0, "end": 1}]), r"episode.turns.0.text: Field required"),
         (episode_with(0, reward=float("nan")), r"episode.turns.0.reward: Input should be a finite number, got nan"),
         (episode_with(1, start=0), r"episode.turns.1 is from 0 to 5; turns must be in order: expected 1 <= start"),

@@ -161,7 +161,7 @@ GOOD: dict[str, Any] = {"values": [1.0], "reward": 1.0}
     ("lines", "message"),
     [
         ([GOOD, {"values": [1.0, 2.0]}], "in.jsonl:2: the field `reward` is missing, or"),
-        ([GOOD, {"values": [1.0] * 4, "token_rewards": [1.0] * 2}], "in.jsonl:2: values has 4 entries, expected 2 or"),
+        ([GOOD, {"values": [1.0] * 4, "token_rewards": [1.0] * 2}], "in.jsonl:2: values has length 4, expected 2 or"),
         ([GOOD, {"values": [3e38], "reward": -3e38}], "in.jsonl:2: rewards or values are too large"),
         ([GOOD, {"values": [float("nan")], "reward": 1.0}], "in.jsonl:2: unusable JSON: values[0] is NaN"),
         ([{"values": [1.0], "loss_mask": [False]}], "in.jsonl: the mask is False at every token of all samples"),
@@ -302,8 +302,8 @@ def test_grpo_gae_gives_the_advantages_of_training(tmp_path: Path, bootstraps: s
     ("changes", "message"),
     [
         ({"reference_logprobs": None}, "the field `reference_logprobs` is missing, which the KL penalty in the reward"),
-        ({"policy_logprobs": [0.0]}, "policy_logprobs has 1 entries, expected 6"),
-        ({"finish_reason": "length", "values": [0.0] * 6}, "values has 6 entries, expected 7: the sample was"),
+        ({"policy_logprobs": [0.0]}, "policy_logprobs has length 1, expected 6"),
+        ({"finish_reason": "length", "values": [0.0] * 6}, "values has length 6, expected 7: the sample was"),
         ({"values": None}, "the field `values` is missing (one number per completion token); add it with `grpo"),
     ],
 )

@@ -93,7 +93,7 @@ def write_rows(path: Path, *, count: int, **fields: str) -> Path:
 def test_data_without_usable_prompts_or_answers_is_refused(config: Path) -> None:
     rows = write_rows(config.parent / "rows.jsonl", count=5, answer="{}")
     message = refused(config, f"data.source={rows}", "eval.every_steps=0", "data.max_prompt_length=3")
-    assert "no prompt is left: 5 of 5 are longer than data.max_prompt_length = 3" in message
+    assert "data.max_prompt_length = 3 is too short for every prompt" in message
     questions, held_out = (write_rows(config.parent / f"{name}.jsonl", count=20) for name in ("questions", "held_out"))
     data = (f"data.source={questions}", f"data.eval_source={held_out}", "reward.functions=[arithmetic_format]")
     assert "arithmetic compares with a reference number" in refused(config, *data)

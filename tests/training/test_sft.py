@@ -183,7 +183,7 @@ def test_sft_refuses_unusable_completions_and_settings(sft_config: Path, tiny_mo
     column = refused(sft_config, *data, "data.answer_column=messages")
     assert "data.answer_column: " in column and "has no column messages" in column
     long = refused(sft_config, "rollout.max_new_tokens=1")
-    assert "40 of 40 completions are longer than rollout.max_new_tokens = 1 tokens, the shortest has 2" in long
+    assert "rollout.max_new_tokens = 1 is too short for 40 of 40 completions: the shortest has 2 tokens" in long
     assert "set data.overlong_prompts: drop" in refused(
         sft_config, "rollout.max_new_tokens=2", "data.overlong_prompts=error"
     )
