@@ -52,7 +52,7 @@ class TrainProgress:
     finished_lengths: Sequence[tuple[int, float | None]] | None = None
     """Tokens and seconds of recently finished samples, oldest first, used for scheduling; None without workers."""
     pass_rates: Mapping[str, float] | None = None
-    """Prompt -> its running pass rate, used to draw the next prompts; None without a curriculum."""
+    """Prompt -> its running pass rate, used to sample the next prompts; None without a curriculum."""
     evaluation: Mapping[str, float | None] | None = None
     """Metrics under `eval/` of this step; None if it was not evaluated."""
     unevaluated: Mapping[str, Any] | None = None

@@ -23,7 +23,11 @@ TOKEN_ARRAY_FIELDS = ("behavior_logprobs", *PER_TOKEN_FIELDS)
 
 
 def per_host_path(path: Path, *, host: int | None = None) -> Path:
-    """Returns a host's part of a file, by default this one's: `name.host_0_of_2.suffix`; unchanged on a single host."""
+    """Returns the path of a host's part of a file: `name.host_0_of_2.suffix`; on a single host, `path` itself.
+
+    Args:
+        host: process index; None = this host.
+    """
     if jax.process_count() == 1:
         return path
     host = jax.process_index() if host is None else host

@@ -171,7 +171,7 @@ def peak_memory_bytes() -> int:
 
 
 def device_memory_bytes() -> int | None:
-    """Returns the memory of a local device in bytes; on a CPU, an equal share of the host's; None if it is unknown."""
+    """Returns the memory of a local device in bytes; on a CPU, a share of the host's memory; None if unknown."""
     if (simulated := simulated_slice()) is not None:
         return simulated.chip.hbm_bytes
     stats = [device.memory_stats() or {} for device in jax.local_devices()]

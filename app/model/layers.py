@@ -223,7 +223,7 @@ def rope_frequencies(rope: RopeConfig, head_dim: int) -> Float32[np.ndarray, " H
         linear    f_i / factor
         llama3    f_i              if the wavelength 2 pi / f_i < original / high
                   f_i / factor     if it is > original / low
-                  (1 - s) f_i / factor + s f_i   between, s = (original f_i / (2 pi) - low) / (high - low)
+                  (1 - s) f_i / factor + s f_i   otherwise, with s = (original f_i / (2 pi) - low) / (high - low)
 
     Source: Su et al. 2021 (RoFormer) eq. 15; Chen et al. 2023 (position interpolation);
     Llama 3.1 reference code, `apply_scaling`.

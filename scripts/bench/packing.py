@@ -252,7 +252,7 @@ def hosts_table(name: str, draw: DrawGroups, num_seeds: int) -> dict[str, dict[s
 
 
 def tail_table(draw: DrawGroups, num_steps: int = 60) -> dict[str, dict[str, float]]:
-    """Compares size ratios of the last micro-batch by the fill and by the number of shapes that a run compiles."""
+    """Compares values of `TAIL_GROWTH` by the fill that they give and by the number of shapes that a run compiles."""
     print(f"\nSizes of the last micro-batch: {num_steps} steps of 64 samples, 8 devices, quota {DEFAULT_QUOTA}")
     print(f"{'ratio':<8}{'fill':>8}{'least':>8}{'shapes compiled':>17}")
     cells, shipped = {}, micro_batch_shapes.TAIL_GROWTH

@@ -97,7 +97,7 @@ def run_in_turn(options: argparse.Namespace) -> dict[str, Side]:
 
 
 def choose_rows(options: argparse.Namespace, out: Path, num_rows: int) -> None:
-    """Writes the first rows whose templated prompts have `MIN_PROMPT_LENGTH` to `MAX_PROMPT_LENGTH` tokens to `out`."""
+    """Writes to `out` the first rows whose templated prompts have `MIN_PROMPT_LENGTH` to `MAX_PROMPT_LENGTH` tokens."""
     some = load_dataset(str(options.data)).rows[: 10 * num_rows]
     tokenizer = load_tokenizer(open_model(options.model))
     prompts, _ = encode_prompts(some, tokenizer, DataSettings(max_prompt_length=workload.MAX_PROMPT_LENGTH))

@@ -88,7 +88,7 @@ def attend_in_xla(
     active: Bool[Array, "B"],
     tables: Int32[Array, "B M"],
 ) -> tuple[Float[Array, "B 1 Q H"], LayerCache]:
-    """Returns one device's attention, undefined for inactive rows, and its pool with the new tokens.
+    """Returns one device's attention output, undefined for inactive rows, and its pool with the new tokens.
 
     Only blocks up to the longest active row are read. Masked entries add exactly 0, so a row's result does not depend
     on other rows' lengths.

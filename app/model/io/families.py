@@ -180,7 +180,7 @@ def qwen3_moe(config: HfConfig) -> Architecture:
 
 
 def gemma2(config: HfConfig) -> Architecture:
-    """Reads the configuration of Gemma 2, with soft caps, extra norms after attention and MLP, and alternating windows.
+    """Reads the configuration of Gemma 2: soft caps, norms also after attention and MLP, windows in every other layer.
 
     Source: Riviere et al. 2024, section 2.
     """

@@ -204,8 +204,8 @@ def _pair_lists(
 ) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
     """Returns the key blocks of each query block, and the query blocks of each key block.
 
-    Each result is a pair of arrays: the offset of each block's list and the end of the last list, and all lists,
-    concatenated.
+    Each result is a pair of arrays: the offsets (the start of each block's list, and the end of the last), and all
+    lists, concatenated.
     """
     is_pair = jnp.arange(len(query_blocks)) < num_pairs
     query_blocks, key_blocks = (jnp.where(is_pair, blocks, num_blocks) for blocks in (query_blocks, key_blocks))

@@ -36,7 +36,7 @@ def attend(
     active: Bool[Array, "B"],
     tables: Int32[Array, "B M"],
 ) -> tuple[Float[Array, "B 1 Q H"], LayerCache]:
-    """Returns one device's attention, 0 for inactive rows, and its pool with the new tokens.
+    """Returns one device's attention output, 0 for inactive rows, and its pool with the new tokens.
 
     Args:
         chunk_size: number of tokens read at once; must divide the block size.

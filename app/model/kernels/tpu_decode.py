@@ -41,7 +41,7 @@ def attend(
     active: Bool[Array, "B"],
     tables: Int32[Array, "B M"],
 ) -> tuple[Float[Array, "B 1 Q H"], LayerCache]:
-    """Returns one device's attention, 0 for inactive rows, and its cache with the new tokens.
+    """Returns one device's attention output, 0 for inactive rows, and its cache with the new tokens.
 
     Args:
         block_size: number of tokens in a block, a multiple of `TILE`.

@@ -289,7 +289,7 @@ class SlotPrograms:
         return {name: self._lower(spec) for name, spec in specs.items()}
 
     def with_blocks_for_rows(self, num_rows: int) -> SlotPrograms:
-        """Returns programs for the same slots, with blocks for `num_rows` full rows on each device."""
+        """Returns programs for these slots, but with blocks for `num_rows` full rows on each device."""
         scarce = replace(self, shapes=self.shapes._replace(has_large_blocks=False))
         return replace(scarce, shapes=scarce.shapes._replace(num_blocks=scarce._blocks_for_rows(num_rows)))
 

@@ -47,7 +47,7 @@ class SampleEntry:
     held_by: str | None = None
     """Name of the worker that keeps the cache of the suspended or acting row; None without a kept cache."""
     moves: int = 0
-    """Number of times that it was suspended for another worker, except at the end of stealing."""
+    """Number of times that it was suspended to move to another worker; the end of stealing does not count."""
 
     @property
     def uid(self) -> str:

@@ -52,7 +52,7 @@ class RayCluster:
 
     Args:
         address: `host:port` of a cluster, `auto` for the cluster on this machine, `local` to start one.
-        resources: Ray's resources of each actor.
+        resources: Ray resources that each actor requests.
     """
 
     def __init__(self, address: str, resources: Sequence[Mapping[str, float]]):
@@ -150,7 +150,7 @@ class RayWorker(RolloutWorker):
     spec: ActorSpec
     cluster: RayCluster
     resources: Mapping[str, float]
-    """Ray's resources of the actor."""
+    """Ray resources that the actor requests."""
     keeps_caches: ClassVar[bool] = False
     info: ActorInfo | None = None
     """Information about the actor, once it has started."""
@@ -275,7 +275,7 @@ class RayWorker(RolloutWorker):
         return replace(result.ended, at=at, worker=self.name, seconds=at - self._started_at)
 
     def close(self) -> None:
-        """Frees the actor's devices."""
+        """Frees the device memory of the actor, which keeps running."""
         self._rows, self._calls = {}, []
         self._queued_weights.clear()
         if self._actor is not None and not self.is_lost:
