@@ -72,7 +72,7 @@ def _ragged_product(x: Array, matrices: Array, sizes: Array, contracted: int) ->
 
 
 def tgmm_product(x: Float[Array, "M I"], dy: Float[Array, "M O"], sizes: Int32[Array, "E"]) -> Float[Array, "E I O"]:
-    """Returns x^T dy over the rows of each group, by JAX's megablox. Source: Gale et al. 2022, "MegaBlocks"."""
+    """Returns x^T dy over the rows of each group, by megablox in JAX. Source: Gale et al. 2022, "MegaBlocks"."""
     from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm
 
     x, dy = (jnp.pad(rows, ((0, -len(rows) % TILE_ROWS), (0, 0))) for rows in (x, dy))

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32
 
 Window = Int32[Array, ""] | int | None
-"""The number of visible positions, including the query's own; None = unlimited."""
+"""The number of visible positions, including the position of the query; None = unlimited."""
 
 HostOrDevice = Any
 """A numpy or JAX array."""

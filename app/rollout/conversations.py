@@ -42,7 +42,7 @@ class TurnLimits:
     max_turn_tokens: int | None
     max_observation_tokens: int | None
     max_prompt_tokens: int
-    """Maximum number of tokens in an opening."""
+    """Maximum number of tokens in the opening of a conversation."""
     max_suspended: int | None
     """Maximum number of samples per engine that wait without a slot; None = `SUSPENDED_PER_SLOT` for each slot."""
 

@@ -153,7 +153,7 @@ def extend_cache(
     Args:
         active: rows whose results are used; other results are undefined.
         tables: the blocks of each slot, as indices on its device.
-        window: the number of visible entries, including the token's own; None = all.
+        window: the number of visible entries, including the entry of the token; None = all.
         block_size: the result of `decode_block_size`.
     """
     key_dims = cache_dims(cache.keys)

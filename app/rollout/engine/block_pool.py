@@ -58,11 +58,11 @@ class BlockPool:
         self._prompts[key] = blocks
 
     def share(self, blocks: Iterable[int]) -> None:
-        """Adds a reference to blocks."""
+        """Adds a reference to each of these blocks."""
         self._holders.update(blocks)
 
     def release(self, blocks: Iterable[int]) -> None:
-        """Removes a reference to blocks; blocks without references are free."""
+        """Removes a reference to each of these blocks; blocks without references become free."""
         for block in blocks:
             self._holders[block] -= 1
             if not self._holders[block]:

@@ -131,7 +131,7 @@ class SlotEngine:
         self.load_weights(weights, policy_version=request.policy_version)
 
     def load_weights(self, weights: DecodeWeights, *, policy_version: int) -> None:
-        """Replaces the weights. Rows keep their caches and noise keys.
+        """Replaces the weights. Rows keep their caches and PRNG keys.
 
         Prompts of rows admitted later are prefilled again.
         """

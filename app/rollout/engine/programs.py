@@ -219,7 +219,7 @@ class SlotPrograms:
 
     @property
     def table_width(self) -> int:
-        """Columns of the block table; with `rows_together`, `blocks_per_sample`, so that all slots round alike."""
+        """Number of columns of the block table; larger with `rows_together`, so that all slots round alike."""
         return self.blocks_per_row if self.shapes.rows_together is None else self.blocks_per_sample
 
     def blocks_for(self, num_tokens: int) -> int:

@@ -54,7 +54,7 @@ class RowStatus(NamedTuple):
     length: PerSlot
     remaining: PerSlot
     stopped: PerSlot
-    """1 if an end-of-sequence token was sampled."""
+    """1 if an EOS token was sampled."""
     non_finite: PerSlot
     """1 if the logits were not finite; the row then ends without a token from that step."""
     steps: PerSlot

@@ -15,7 +15,7 @@ def lowest_code(dtype: DTypeLike) -> int:
 
 
 def value_of_code(codes: Int32[Array, "*dims"], dtype: DTypeLike) -> Num[Array, "*dims"]:
-    """Returns the numbers with these codes: float32 decoded from its bits; the code of an integer is the integer."""
+    """Returns the numbers with these codes: decoded from bits for float32; for integers, the codes themselves."""
     if dtype != jnp.float32:
         return codes
     # Codes beyond infinity would be NaN; clamp them.

@@ -14,8 +14,8 @@ the scheduler and carries out the commands that answer it, in order:
    continues, its worker takes it back with `resume` as soon as it is idle and has a free slot, before other samples. If
    it is admitted in any other way, the kept cache is no longer needed. A worker without rows needs no command to wait.
 5. `WorkerLost` reports a worker whose process died with its rows and the caches that it kept. It sends no further
-   events. Its rows continue on other workers from their committed tokens; the next tokens are the same, because noise
-   is keyed by position.
+   events. Its rows continue on other workers from their committed tokens; the next tokens are the same, because PRNG
+   keys depend on the position.
 
 `at` is the time in seconds by the executor's clock; it is recorded, but no decision depends on it unless
 `rollout.pdsr.unit` is `seconds`.
@@ -173,7 +173,7 @@ class RunSegment:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Reports on which workers P-DSR will run the samples of a prompt; only recorded, not executed."""
+    """Reports whether P-DSR will run the samples of a prompt on fast or on heavy workers; recorded, never executed."""
 
     prompt: str
     kind: WorkerKind

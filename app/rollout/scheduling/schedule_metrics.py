@@ -68,7 +68,7 @@ class ScheduleMetrics:
     Samples without an expectation, such as probes, do not count; None if no samples are left.
     """
     threshold: float | None
-    """Length above which a prompt was heavy at the last verdict, in `rollout.pdsr.unit`; None without one."""
+    """Length above which a prompt was heavy at the last verdict, in `rollout.pdsr.unit`; None without a threshold."""
     heavy_share: float | None
     """Fraction of the classified prompts whose last verdict was heavy; None without verdicts."""
     last_verdict_s: float | None

@@ -98,7 +98,7 @@ class RowLimit(NamedTuple):
 
     tokens: float
     seconds: float
-    """Used only if `rollout.pdsr.unit` is `seconds`."""
+    """The same limit in decoding time; used only if `rollout.pdsr.unit` is `seconds`."""
 
     def times(self, factor: float) -> RowLimit:
         return RowLimit(self.tokens * factor, self.seconds * factor)
