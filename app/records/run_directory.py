@@ -19,6 +19,8 @@ from settings.schema.run import RunSettings
 Resume = Literal["auto", "never", "must"]
 BEST_LINK = "best"
 """Name of the relative link to the best checkpoint, in the checkpoint folder."""
+FETCHED = ".fetched"
+"""Name of the folder of a run in which files from a bucket wait until they are whole."""
 
 
 def step_of_samples(path: Path) -> int | None:
@@ -127,7 +129,7 @@ class RunDirectory:
         """Whether the directory has files that are not from a run, not even from one that ended while it started."""
         if self.has_settings or self.has_checkpoint or not self.path.is_dir():
             return False
-        ours = {".lock", self.crash_dir.name, self.data_dir.name}
+        ours = {".lock", FETCHED, self.crash_dir.name, self.data_dir.name}
         if self.checkpoints_dir.is_dir() and not any(self.checkpoints_dir.iterdir()):
             ours.add(self.checkpoints_dir.name)
         return not all(

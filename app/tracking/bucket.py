@@ -20,7 +20,7 @@ from typing import Any
 
 import fsspec
 
-from app.records.run_directory import BEST_LINK, Resume, RunDirectory
+from app.records.run_directory import BEST_LINK, FETCHED, Resume, RunDirectory
 from app.records.text_format import format_bytes
 from settings.errors import InputError
 from settings.schema.run import RunSettings
@@ -33,8 +33,6 @@ BEST = f"checkpoints/{BEST_LINK}"
 """Object that stands for the link to the best checkpoint, as buckets have no links; contains the checkpoint's step."""
 LEASE = "lease.json"
 """Object that says which process writes the copy."""
-FETCHED = ".fetched"
-"""Folder of a run in which fetched files wait until they are whole."""
 TIMEOUT_S, BYTES_PER_S = 60.0, 1 << 20
 """A request may take `TIMEOUT_S`, plus the time of its content at `BYTES_PER_S`. gcsfs and s3fs have no such limit."""
 SLOW_S = 5.0
@@ -240,8 +238,8 @@ def fetch_run(bucket: Bucket, run: RunDirectory, *, steps: Collection[int] | Non
     shutil.rmtree(partial, ignore_errors=True)
     with bucket.explain_failure("fetched"):
         bucket.download(small, partial)
-        # The metrics last, because they say whether everything is there.
-        for name in sorted(small, key=metrics.__eq__):
+        # The sessions first, which mark the directory of a run, and the metrics last, which say that all is there.
+        for name in sorted(small, key=lambda name: (name != sessions, name == metrics)):
             (run.path / name).parent.mkdir(parents=True, exist_ok=True)
             os.replace(partial / name, run.path / name)
         for step in new:

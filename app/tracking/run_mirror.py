@@ -16,8 +16,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from app.records.run_directory import RunDirectory
-from app.tracking.bucket import BEST, FETCHED, LEASE, MARKER, Bucket, complete_steps, is_same_run, replace_checkpoint
+from app.records.run_directory import FETCHED, RunDirectory
+from app.tracking.bucket import BEST, LEASE, MARKER, Bucket, complete_steps, is_same_run, replace_checkpoint
 from settings.errors import InputError
 
 log = logging.getLogger(__name__)

@@ -16,10 +16,10 @@ import pytest
 from fsspec.config import conf as fsspec_options
 
 from app.commands.addresses import name_run
-from app.records.run_directory import Resume, RunDirectory
+from app.records.run_directory import FETCHED, Resume, RunDirectory, check_run_directory
 from app.tracking import bucket as bucket_module
 from app.tracking import run_mirror
-from app.tracking.bucket import BEST, FETCHED, LEASE, Bucket, complete_steps, fetch_run, replace_checkpoint
+from app.tracking.bucket import BEST, LEASE, Bucket, complete_steps, fetch_run, replace_checkpoint
 from app.tracking.run_mirror import LeaseLostError, RunMirror
 from settings import load
 from settings.errors import InputError
@@ -206,6 +206,7 @@ def test_an_interrupted_fetch_is_completed_by_the_next_one(run, address, tmp_pat
         with pytest.raises(InputError, match="cannot be fetched"):
             fetch_run(bucket, elsewhere)
         assert not elsewhere.has_checkpoint and elsewhere.metrics_path.exists() == bool(number)
+        check_run_directory(elsewhere, "auto")
     monkeypatch.undo()
     assert fetch_run(bucket, elsewhere) == f"fetched from {address}: step 2"
     assert checkpoints_of(elsewhere) == {k: v for k, v in checkpoints_of(run).items() if k.startswith("2/")}
