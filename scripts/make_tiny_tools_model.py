@@ -89,7 +89,7 @@ def game(rng: np.random.Generator) -> list[str]:
 
 
 def to_sample(tokenizer: PreTrainedTokenizerFast, question: str, parts: Sequence[str]) -> Sample:
-    """Returns a conversation in which only the turns of the policy, at even places of `parts`, are in the loss."""
+    """Returns a conversation in which only the turns of the policy, at even positions of `parts`, are in the loss."""
     chat = [{"role": "user", "content": question}]
     prompt_ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
     pieces = [tokenizer.encode(f"{part}{'<|assistant|>' if i % 2 else END}") for i, part in enumerate(parts)]

@@ -73,7 +73,7 @@ DECOUPLED_CASES: tuple[dict[str, Any], ...] = (
         "rewards": [[0.5, 10.0, None], [2.0, 10.0, 40.0], [None, 10.0, 10.0], [-1.0, 10.0, 25.0]],
     },
 )
-"""Weights of reward functions and their rewards of each sample, for GRPOTrainer's `normalize_then_sum`.
+"""Weights of reward functions and their rewards for each sample, for `normalize_then_sum` of GRPOTrainer.
 
 None means that the function abstained.
 """

@@ -63,7 +63,7 @@ class Fault(NamedTuple):
 
 
 def find_faults(source: bytes, *, package: str, file: str) -> list[Fault]:
-    """Returns all faults of a file, in the order of their places."""
+    """Returns all faults of a file, in the order of their positions."""
     tree, lines = ast.parse(source), source.splitlines(keepends=True)
     names = {getattr(node, field, "") for node in ast.walk(tree) for field in ("id", "attr", "arg")}
     faults = []

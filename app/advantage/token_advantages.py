@@ -56,7 +56,7 @@ def fixed_discount(rows: TokenRows, *, discount: float) -> Number:
 
 
 def turn_gamma(rows: TokenRows, *, gamma: float, turn_discount: float) -> Number:
-    """Returns gamma for every token, times `turn_discount` on the last token of each turn.
+    """Returns gamma for every token, times `turn_discount` on the last token of each turn except the last turn.
 
     A turn's reward is thus discounted once per turn, however long turns and observations are.
     """

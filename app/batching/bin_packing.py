@@ -11,7 +11,7 @@ MAX_GROUPS_TO_SPLIT = 8
 
 
 class PackingItem(NamedTuple):
-    """Samples that share one copy of their prompt and become one segment. Sorts by size, then by sample index."""
+    """Samples that share one copy of their prompt and become one segment. Sorts by number of tokens, then by sample."""
 
     num_tokens: int
     """Number of tokens in the prompt and all completions."""

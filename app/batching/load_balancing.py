@@ -66,7 +66,7 @@ def balanced_partition(weights: Sequence[float], num_parts: int) -> list[list[in
     The largest remaining weight joins the part with the smallest sum that is not yet full.
 
     Args:
-        weights: a multiple of `num_parts` in number.
+        weights: weight of each index; their number must be a multiple of `num_parts`.
 
     Source: Kellerer and Woeginger 1993, "A Tight Bound for 3-Partitioning".
     """

@@ -42,7 +42,7 @@ class HostRows:
         All hosts must call it together.
 
         Args:
-            values: one per completion token of `samples`.
+            values: an array for each of `samples`, with one value per completion token.
         """
         return list(values) if self._routing is None else self._routing.return_to_owners(values)
 

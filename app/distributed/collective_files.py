@@ -35,7 +35,11 @@ def per_host_path(path: Path, *, host: int | None = None) -> Path:
 
 
 def host_slice(num_items: int, *, host: int | None = None) -> range:
-    """Returns a host's contiguous share of the items, this host's by default. Lengths differ by at most one."""
+    """Returns a host's contiguous share of the items. Lengths of shares differ by at most one.
+
+    Args:
+        host: process index; None = this host.
+    """
     each, rest = divmod(num_items, jax.process_count())
     host = jax.process_index() if host is None else host
     first = host * each + min(host, rest)
@@ -72,7 +76,7 @@ def json_lines_by_part(parts: Iterable[Sequence[Mapping[str, Any]]], *, path: Pa
 def write_collectively(path: Path, parts: Iterable[Iterable[bytes]]) -> None:
     """Writes one file with the lines of all hosts, atomically: part after part, and in each part host after host.
 
-    Process 0 writes the file, and alone needs its folder; with several hosts, it keeps one part of each in memory.
+    Process 0 writes the file, and alone needs its folder; with several hosts, it keeps one part of each host in memory.
 
     Args:
         parts: this host's lines of each part; all hosts must have the same number of parts.

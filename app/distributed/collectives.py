@@ -152,7 +152,7 @@ def broadcast_bytes(local_bytes: bytes) -> bytes:
 
 
 def is_process_0() -> bool:
-    """Returns whether this is process 0 or a single process; unlike `jax.process_index`, starts no device."""
+    """Returns whether this is process 0 or a single process; unlike `jax.process_index`, does not initialize JAX."""
     return not jax.distributed.is_initialized() or jax.process_index() == 0
 
 
@@ -160,7 +160,8 @@ def is_process_0() -> bool:
 def error_barrier() -> Iterator[None]:
     """Returns a context manager: if the block raises on any process, it raises on every process.
 
-    Every host must enter the block, and the block must not contain a collective. A single process starts no device.
+    Every host must enter the block, and the block must not contain a collective. A single process does not initialize
+    JAX.
 
     Raises:
         InputError: the block raised an InputError on another host.

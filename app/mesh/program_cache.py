@@ -111,7 +111,7 @@ def _tidy(folder: Path) -> None:
 
 
 class CompilationCounter:
-    """Counts XLA's compilations in this process while it is open; programs from the disk cache do not count."""
+    """Counts XLA's compilations in this process until `close`; programs loaded from the disk cache do not count."""
 
     # JAX reports a duration also for programs from the cache.
     REQUEST, CACHE_HIT = "/jax/core/compile/backend_compile_duration", "/jax/compilation_cache/cache_hits"

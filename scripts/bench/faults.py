@@ -63,7 +63,7 @@ class Trial:
     host: int
     """Index of the host that gets the signal."""
     after_s: float
-    """Seconds after the first file of the run."""
+    """Seconds from the first file of the run until the signal."""
     seconds: float
     """Seconds from the signal until both hosts have ended."""
     codes: tuple[int, ...]

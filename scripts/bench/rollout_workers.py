@@ -91,7 +91,7 @@ def measure_all(options: argparse.Namespace) -> dict[str, dict[str, dict[str, fl
 
 
 def over_processes(runs: list[dict[str, dict[str, dict[str, float]]]]) -> dict[str, Any]:
-    """Returns the medians of the processes, and the ratio to sync of each."""
+    """Returns the medians over the processes, and the ratio to `sync` in each process."""
     return {
         lengths: {
             policy: {

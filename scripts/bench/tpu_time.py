@@ -46,7 +46,7 @@ class TimedPrograms:
     def __init__(self, step: StepOutline, chip: TpuChip, hlo: Path | None = None) -> None:
         self.step, self.chip, self.hlo = step, chip, hlo
         self.times: list[dict[str, Any]] = []
-        """The fields of the estimated time of each program."""
+        """The result of `time_fields` for each program."""
         self._bundles: dict[str, int] = {}
         take_scheduled_bundles(
             kernel_schedules()

@@ -283,7 +283,7 @@ def _pad_to_whole_matmuls(num_steps: int) -> int:
 
 
 def _solve_few(inputs: list[float], decay: float, ends: list[int]) -> list[float]:
-    """Solves the recurrence in Python, which is faster than a numpy call per level."""
+    """Solves the recurrence in a Python loop, which is faster than numpy for few steps."""
     is_end = set(ends)
     advantage = 0.0
     for t in reversed(range(len(inputs))):
