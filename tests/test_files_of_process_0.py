@@ -76,8 +76,8 @@ def test_evaluation_of_a_checkpoint_in_a_bucket_writes_only_on_process_0(only: P
         assert [record[name] for name in GRADED] == [other[name] for name in GRADED]
     hosts = run_blind(only, *chosen, only / "tiny", "--out", only / "evaluated.jsonl", exit_code=2)
     assert all(f"--out: {only / 'evaluated.jsonl'} exists already" in host.stderr for host in hosts)
-    hosts = run_blind(only, *chosen, only / "absent", "--out", only / "other.jsonl", exit_code=2)
-    assert all(f"--checkpoint: {only / 'absent'}: no such file or folder" in host.stderr for host in hosts)
+    hosts = run_blind(only, *chosen, only, "--out", only / "other.jsonl", exit_code=2)
+    assert all(f"--checkpoint: no settings.yaml of a run was found in {only}" in host.stderr for host in hosts)
 
 
 def test_replay_of_a_run_on_process_0_equals_that_of_a_shared_run(only: Path, tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from app.records.run_directory import (
     lock_run_directory,
     with_run_name,
 )
-from settings import InputError, Resolved, load
+from settings import InputError, Resolved, Settings, load
 from settings.schema.section import COPYING, NO_ADDRESS
 
 OF_CHECKPOINTS = ("--checkpoint", "--from-rollouts")
@@ -74,7 +74,12 @@ def local_inputs(command: str, options: Mapping[str, Any]) -> Iterator[dict[str,
                 return [local(option, one) for one in value]
             return stack.enter_context(_input_of_process_0(option, value))
 
-        yield {option: local(option, value) for option, value in options.items()}
+        from app.distributed.collectives import error_barrier
+
+        values = {option: local(option, value) for option, value in options.items()}
+        with error_barrier():
+            _load_settings(values)
+        yield values
 
 
 def _joins_hosts(command: str, options: Mapping[str, Any]) -> bool:
@@ -84,11 +89,8 @@ def _joins_hosts(command: str, options: Mapping[str, Any]) -> bool:
     # Without them, `train` joins the other hosts after its checks of settings.
     if command == "train" and not any(options.get(option) for option in INPUTS):
         return False
-    given = {option: options.get(option) for option in OF_CHECKPOINTS}
-    runs = {option: next(iter(value), None) if isinstance(value, list) else value for option, value in given.items()}
     try:
-        base = options.get("--config") or find_run_settings(runs, is_quiet=True)
-        mesh = load(base, options.get("--set") or [], os.environ).settings.mesh
+        mesh = _load_settings(options, is_early=True).mesh
     except InputError:  # The command raises it again.
         return False
     if runs_alone(mesh):
@@ -97,6 +99,19 @@ def _joins_hosts(command: str, options: Mapping[str, Any]) -> bool:
 
     compiles = bool(options.get("--compile"))
     return jax_startup.expects_other_hosts(mesh) and jax_startup.join_other_hosts(mesh, compiles=compiles)
+
+
+def _load_settings(options: Mapping[str, Any], *, is_early: bool = False) -> Settings:
+    """Loads the settings of a command.
+
+    Args:
+        is_early: whether this host may not have the run yet whose settings are used without `--config`.
+    """
+    base, given = options.get("--config"), {option: options.get(option) for option in OF_CHECKPOINTS}
+    runs = {option: next(iter(value), None) if isinstance(value, list) else value for option, value in given.items()}
+    with suppress(InputError) if is_early else nullcontext():
+        base = base or find_run_settings(runs, is_quiet=True)
+    return load(base, options.get("--set") or [], os.environ).settings
 
 
 @contextmanager
