@@ -14,7 +14,14 @@ from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
-from app.commands.command_support import RUN_SUBFOLDERS, find_run_settings, print_notices, require_input, runs_alone
+from app.commands.command_support import (
+    RUN_SUBFOLDERS,
+    find_run_settings,
+    print_notices,
+    require_input,
+    runs_alone,
+    show_progress,
+)
 from app.records.run_directory import (
     Resume,
     RunDirectory,
@@ -95,6 +102,7 @@ def _joins_hosts(command: str, options: Mapping[str, Any]) -> bool:
         return False
     if runs_alone(mesh):
         return False
+    show_progress(f"grpo {command}: loading JAX, looking for other hosts")
     from app.mesh import jax_startup
 
     compiles = bool(options.get("--compile"))
@@ -129,7 +137,7 @@ def _input_of_process_0(option: str, path: Path) -> Iterator[Path]:
             path = local_folder(address)
     root, place, patterns = _files_of(option, path.expanduser().resolve())
     name, place, patterns = json.loads(broadcast_bytes(json.dumps([root.name, str(place), patterns]).encode()))
-    if all_hosts_have(root, patterns):
+    if not patterns or all_hosts_have(root, patterns):
         yield path if is_process_0() or not patterns else root / place
         return
     with copy_from_process_0(root if is_process_0() else Path(name), patterns, option=option) as copy:

@@ -103,7 +103,8 @@ class _ProgressHandler(logging.Handler):
 def show_progress(text: str) -> None:
     """Logs `text` to stderr and shows all progress messages of `app` until `command_output` ends."""
     # The handler is on the root logger, so that `logging.basicConfig`, if a library calls it, does not add another one.
-    logging.getLogger().addHandler(_ProgressHandler())
+    if not any(isinstance(handler, _ProgressHandler) for handler in logging.getLogger().handlers):
+        logging.getLogger().addHandler(_ProgressHandler())
     logger = logging.getLogger("app")
     logger.setLevel(logging.INFO)
     logger.info(text)

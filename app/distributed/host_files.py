@@ -54,7 +54,7 @@ def sees_folder(folder: Path) -> tuple[bool, bool]:
 
 
 def all_hosts_have(folder: Path, patterns: Sequence[str]) -> bool:
-    """Returns whether the matching files in each host's `folder` equal those of process 0.
+    """Returns whether each host has the matching files of process 0 in its `folder`; False if there are none.
 
     All hosts must call it together.
     """
@@ -64,7 +64,7 @@ def all_hosts_have(folder: Path, patterns: Sequence[str]) -> bool:
             with (folder / name).open("rb") as file:
                 digests[name] = hashlib.file_digest(file, "sha256").hexdigest()
     expected = json.loads(broadcast_bytes(json.dumps(digests).encode()))
-    return not max_over_hosts(np.asarray(digests != expected))
+    return not max_over_hosts(np.asarray(not expected or digests != expected))
 
 
 def _matching_files(folder: Path, patterns: Sequence[str]) -> list[str]:
