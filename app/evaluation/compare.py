@@ -96,7 +96,7 @@ class EvaluationComparison:
     test: str
     p_value: float
     notes: Sequence[str]
-    """Other differences between the two evaluations."""
+    """Notes on differences between the evaluations besides that of the model."""
 
     def to_dict(self) -> dict[str, Any]:
         metrics = {
@@ -315,7 +315,7 @@ def _paired_metrics(before: PromptTable, after: PromptTable, *, num_samples: int
 
 
 def _notes(first: EvaluationResults, second: EvaluationResults, *, num_unjudged: int) -> Iterator[str]:
-    """Yields notes on other differences between the evaluations, and on unknown facts."""
+    """Yields notes on differences between the evaluations besides that of the model, and on unknown facts."""
     if num_unjudged:
         yield f"{num_unjudged} of the prompts have no value in one of the files and are not counted"
     folders = {one.path.resolve().parent for one in (first, second)}

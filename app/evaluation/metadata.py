@@ -13,7 +13,7 @@ from settings.errors import InputError, join_words
 JUDGE, PROMPTS, MODEL, CHECKPOINT = "the judge", "the prompts", "the model's files", "the checkpoint"
 TOKENIZER = "the tokenizer"
 JUDGE_FILE, JUDGE_FUNCTION = "the judge's file", "the judge's function"
-"""Facts about a plug-in. A file is identified by its content only; imported modules are not inspected."""
+"""Names of facts about a judge that is a plug-in. Its file counts with its content, but not the modules it imports."""
 JUDGE_SETTINGS = ("reward.batch_size", "plugins.env_vars")
 """Settings that determine the input of a judge that runs in another process."""
 

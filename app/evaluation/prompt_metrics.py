@@ -29,7 +29,7 @@ ACCURACY, FORMAT_RATE, TRUNCATED_FRACTION = "eval/accuracy", "eval/format_rate",
 MEAN_LENGTH, ERROR_COUNT = "eval/mean_length", "eval/error_count"
 PASS_AT_PREFIX, MAJORITY_PREFIX = "eval/pass@", "eval/maj@"
 DIFFICULTY, NON_BINARY_COUNT = "difficulty", "values that are neither 0 nor 1"
-"""Columns that are not metrics."""
+"""Columns of a `PromptTable` that are not metrics."""
 
 
 def pass_at_k_sizes(num_samples: int) -> list[int]:

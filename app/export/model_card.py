@@ -214,7 +214,7 @@ def front_matter(export_format: ExportFormat, hub_id: str | None, *sources: str)
 
 
 def _results_section(run: RunFiles, settings: Mapping[str, Any], *, step: int) -> str:
-    """Returns the evaluations of the run up to this step, and their settings."""
+    """Returns the section of the card with the evaluations of the run up to this step, and their settings."""
     history = [record for record in run.history if record["step"] <= step]
     result = before_and_after(history)
     reward = f"{result.pace[:1].upper()}{result.pace[1:]}."

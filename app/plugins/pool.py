@@ -354,8 +354,8 @@ class Pool:
             failure: why it is killed; None if it has exited by itself.
 
         Raises:
-            InputError: it was started by `load` and cannot start.
-            WorkersLostError: it could not start, and neither could the previous one.
+            InputError: the worker was started by `load` and cannot start.
+            WorkersLostError: the worker could not start, and neither could the previous one.
         """
         status = worker.kill()
         self._workers.remove(worker)

@@ -106,7 +106,7 @@ def message_texts(prompt: str | Messages) -> list[str]:
 
 
 def check_text(text: str | Messages, name: str) -> None:
-    """Raises InputError, starting with `name`, if the text is too long to encode or not Unicode."""
+    """Raises InputError, with `name` first in the message, if the text is too long to encode or not Unicode."""
     # A chat also contains texts in tool calls.
     whole = text if isinstance(text, str) else json.dumps(text, ensure_ascii=False)
     if len(whole) > MAX_CHARACTERS:
@@ -115,7 +115,7 @@ def check_text(text: str | Messages, name: str) -> None:
 
 
 def check_unicode(text: str, name: str) -> None:
-    """Raises InputError, starting with `name`, if the text has half of a surrogate pair."""
+    """Raises InputError, with `name` first in the message, if the text has half of a surrogate pair."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

@@ -44,7 +44,7 @@ class Prompt:
     """A question after templating and tokenization; made by `app.prompts`."""
 
     uid: str
-    """The name of the data set's row. It keys the sampling noise, which therefore does not depend on the order of
+    """The name of the data set's row. The random numbers of sampling depend on it, and so not on the order of
     prompts."""
     token_ids: Int32[np.ndarray, "S"]
     source: str | Messages
@@ -163,7 +163,7 @@ class Sample:
         return f"{self.prompt.uid}/s{self.sample_index}"
 
     def with_prompt(self, prompt: Prompt) -> Sample | None:
-        """Returns a sample that was read from a file with its full prompt; None if its prompt is another one.
+        """Returns this sample, which was read from a file, with `prompt` in full; None if it belongs to another prompt.
 
         Tokens with which an environment opened the conversation are kept.
         """
@@ -221,7 +221,7 @@ class Sample:
 
     @property
     def mask(self) -> Bool[np.ndarray, "C"]:
-        """True where the policy wrote the token: losses and means run over these."""
+        """`loss_mask`, or all True without one: the tokens over which losses and means run."""
         if self.loss_mask is None:
             return np.ones(len(self.completion_ids), bool)
         return self.loss_mask

@@ -104,7 +104,7 @@ UNCHANGED_FIELDS = (
     *("sample_index", "group_id", "completion", "finish_reason", "policy_version"),
     *("worker", "segments", "elapsed_s", "rewards"),
 )
-"""Fields that a sample has under the same name, with the same value."""
+"""Fields of the JSON object that a `Sample` has with equal name and value."""
 TOKEN_IDS = "completion_token_ids"
 CONVERSATION = "messages"
 """Field with the whole chat of a sample with an episode; only for other programs, since `episode` has all of it."""
@@ -403,8 +403,8 @@ def _read_episode(record: Any, mask: Bool[np.ndarray, "C"] | None, num_tokens: i
     """Returns the episode of a sample; `mask` is the sample's `loss_mask`.
 
     Raises:
-        InputError: a field has the wrong type or range, turns are out of order or outside the completion, or a token
-            between turns counts as the policy's.
+        InputError: a field has the wrong type or range, turns are out of order or outside the completion, or
+            `loss_mask` is True on a token between turns.
     """
     try:
         episode = EPISODE.validate_python(record)

@@ -27,7 +27,7 @@ REARM_STEPS = 25
 SHORT_WINDOW_STEPS, LONG_WINDOW_STEPS = 5, 10
 """Windows for evaluating a metric: a single step is noisy, and a constant reward needs a longer window."""
 ENTROPY_COLLAPSE_FRACTION = 0.1
-"""Fraction of the initial entropy. A run that learns well keeps more: the quickstart ends at a quarter."""
+"""Fraction of the initial entropy that counts as a collapse. A run that learns keeps more: the quickstart a quarter."""
 SOLVED_REWARD = 0.95
 """Mean of each reward function, in [0, 1], from which the task counts as solved."""
 ZERO_VARIANCE_THRESHOLD = 0.95
@@ -58,9 +58,9 @@ COLLAPSE_FRACTION = 0.5
 COLLAPSE_STD = 0.25
 """Minimum loss of reward in a collapse, in standard deviations of the samples: twice the noise of 64 samples."""
 MAX_LEARNING_RATE = 1e-3
-"""Maximum learning rate to suggest after a collapse; even the smallest model, the quickstart's, uses half of it."""
+"""Maximum learning rate to suggest after a collapse; even the tiny model of the quickstart needs only half of it."""
 ENTROPY_EXPLOSION, GRAD_NORM_EXPLOSION = 3.0, 10.0
-"""Factors by which healthy updates do not raise entropy and gradient norm above those at the best step."""
+"""Growth factors of entropy and gradient norm, since the best step, that are signs of too large updates."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,7 @@ class RunFiles:
     settings_history: SettingsHistory
     rollouts: Mapping[int, Path]
     evaluations: Mapping[int, Path]
-    """Sample files by step."""
+    """`rollouts` and `evaluations` are the files of samples by step."""
 
     @classmethod
     def read(cls, path: Path) -> RunFiles:

@@ -52,7 +52,7 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class DataColumns:
-    """The data columns that can fill a parameter, in addition to the sample itself."""
+    """The data columns that can fill a parameter of a plug-in, in addition to the fields of a sample."""
 
     extra: frozenset[str]
     """Columns other than prompt and answer."""
@@ -202,5 +202,5 @@ def build_arguments(signature: PlugInSignature, samples: Sequence[Sample], colum
 
 
 def _match_prompt_format(sample: Sample, completion: str) -> str | list[dict[str, str]]:
-    """Returns the completion as text if the prompt is text, and as a message if it is a chat, like TRL."""
+    """Returns the completion as text if the prompt is text, and as a message if it is a chat, as TRL does."""
     return completion if isinstance(sample.prompt.source, str) else [{"role": "assistant", "content": completion}]

@@ -288,7 +288,7 @@ def _compute_rewards(
 
 
 def accuracy_function_name(settings: RewardSettings) -> str:
-    """Returns the name of the function for held-out accuracy: the first one, or for a format reward, its task's.
+    """Returns the function that determines held-out accuracy: the first one, or for a format its correctness function.
 
     Without functions it is the environment's reward.
     """

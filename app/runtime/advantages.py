@@ -64,7 +64,7 @@ class AdvantageResult(NamedTuple):
     samples: list[Sample]
     metrics: dict[str, float]
     kl_coef: float
-    """Coefficient of the penalty in the next step's rewards."""
+    """Coefficient of the KL penalty in the next step."""
 
 
 @dataclass(frozen=True)
@@ -256,7 +256,7 @@ def _from_token_rewards(settings: Settings, assign: Callable[..., list[Sample]])
 
 
 def make_kl_estimator(algorithm: AlgorithmSettings) -> KLEstimator:
-    """Returns the estimator of the KL penalty, in the loss or in the reward."""
+    """Returns the function that estimates the KL for the penalty."""
     assert algorithm.kl_estimator is not None
     return KL_ESTIMATORS[algorithm.kl_estimator]
 

@@ -89,7 +89,9 @@ def open_conversations(settings: Settings, tokenizer: Tokenizer) -> Conversation
 
 
 def try_episode(settings: Settings, tokenizer: Tokenizer, prompt: Prompt) -> str:
-    """Runs a first turn with a prompt's reference answer, before anything is compiled; returns text for users.
+    """Plays a first turn in which the policy gives the reference answer of a prompt; returns a report for users.
+
+    This finds errors of the environment before anything is compiled.
 
     Raises:
         InputError: the environment fails, or its opening does not fit.

@@ -1,4 +1,4 @@
-"""Joint work of several hosts: if one hangs, fails or is stopped, all others report why and exit."""
+"""Watches the hosts of a command: if one hangs, fails or is stopped, all others report why and exit."""
 
 from __future__ import annotations
 

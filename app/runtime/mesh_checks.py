@@ -62,7 +62,7 @@ def nearest_divisors(tp: int, size: int) -> str:
 
 
 def check_fixed_micro_batches(settings: Settings, mesh: Mesh) -> None:
-    """Raises InputError, with a valid value, if fixed update micro-batches do not divide over the devices.
+    """Raises InputError, which suggests a valid value, if fixed update micro-batches do not divide over the devices.
 
     Packed micro-batches are filled with empty rows instead.
     """

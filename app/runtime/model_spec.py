@@ -58,8 +58,8 @@ class ModelSpec(NetworkSpec):
     load_tokenizer: Callable[[], Tokenizer]
     """Loads the tokenizer; called once, by the first use of `tokenizer`."""
     policy_definition: DecoderDefinition
-    """Definition of the trained policy: with the adapters of `model.lora` and optionally quantized kernels; equals
-    `definition` without adapters."""
+    """Definition of the trained policy: with the adapters of `model.lora` and optionally quantized kernels. Without
+    adapters, it is `definition`."""
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -85,7 +85,7 @@ class ModelSpec(NetworkSpec):
         }
 
     def decode_definition(self, dtype: jnp.dtype, weights: RolloutWeights | None = None) -> DecoderDefinition:
-        """Returns the definition for generation: in float32 the model's own, with adapters merged into its kernels.
+        """Returns the definition for generation: in float32 that of the model, with adapters merged into its kernels.
 
         In bfloat16, W + (alpha / rank) A B would lose the part of A B below the last bit of W. For many steps this is
         most of it, so the sampler would not follow the policy. Quantized kernels, including those that `weights`
@@ -112,7 +112,7 @@ class ModelSpec(NetworkSpec):
 
     @property
     def without_adapters(self) -> ModelSpec:
-        """The same model without adapters."""
+        """This model without adapters."""
         return replace(self, policy_definition=self.definition)
 
 
@@ -152,7 +152,7 @@ def read_model_spec(settings: Settings, *, generates: bool = True, config_only: 
 
 
 def _open_causal_lm(setting: str, path: str, attention: AttentionImplementation, *, config_only: bool) -> NetworkSpec:
-    """Opens the files of a causal language model, whose embeddings are tied if its file has no other LM head."""
+    """Opens the files of a causal language model, whose embeddings are tied if its files have no LM head."""
     files = open_model(path, config_only=config_only)
     with model_setting_in_errors(setting):
         architecture = architecture_from_config(files.config, attention=attention)
@@ -216,7 +216,8 @@ def read_critic_spec(settings: Settings, policy: ModelSpec, *, config_only: bool
     """Reads the model of `critic.path`, or the policy's own, as a value decoder. It must share the policy's token ids.
 
     Raises:
-        InputError: the model cannot be used as a critic, for example because its tokenizer is not the policy's.
+        InputError: the model cannot be used as a critic, for example because its tokenizer differs from that of the
+            policy.
     """
     if settings.critic.path is None:
         definition = DecoderDefinition.create(policy.architecture, ValueDecoder)
@@ -243,7 +244,8 @@ def read_reference_spec(settings: Settings, policy: ModelSpec, *, config_only: b
     """Reads the teacher of `reference.path`, whose vocabulary is cut to that of the policy, also in the softmax.
 
     Raises:
-        InputError: the model cannot be used as a teacher, for example because its tokens are not the policy's.
+        InputError: the model cannot be used as a teacher, for example because its tokens differ from those of the
+            policy.
     """
     path, num_tokens = settings.reference.source, policy.architecture.vocab_size
     assert path is not None

@@ -43,7 +43,7 @@ class RewardModelSpec(NetworkSpec):
 
 
 def reward_model_notes(reward_model: RewardModelSpec | None, policy: ModelSpec) -> tuple[str, ...]:
-    """Returns a note if the reward model's tokenizer differs from the policy's; none without a reward model."""
+    """Returns a note if reward model and policy have different tokenizers; none without a reward model."""
     if reward_model is None:
         return ()
     if reward_model.conversations.encoding_fingerprint == policy.tokenizer.encoding_fingerprint:
@@ -78,7 +78,7 @@ def read_reward_model_spec(settings: Settings) -> RewardModelSpec | None:
 
 
 def make_reward_batcher(settings: Settings, architecture: Architecture) -> FixedRowBatcher | PackedRowBatcher:
-    """Returns the reward model's batcher; rows hold the longest conversation within its context and token budget."""
+    """Returns the reward model's batcher; a row fits the longest conversation that context and token budget allow."""
     # The score is read at an additional token after the last one.
     longest = architecture.max_positions + 1
     quota = settings.score.reward.max_tokens_per_device

@@ -75,7 +75,7 @@ class Session:
             held_bytes: bytes per device of other arrays that stay there during generation.
 
         Raises:
-            InputError: they do not fit the devices.
+            InputError: the slots or workers do not fit the devices.
         """
         settings, mesh = scoring.settings, scoring.mesh
         conversion = _decode_conversion(scoring, generates=generates is not None)
@@ -151,7 +151,7 @@ class Session:
 
     @property
     def evaluation_generator(self) -> Generator:
-        """The generator of evaluations: the same as for rollouts, unless workers are always busy."""
+        """The generator of evaluations: that of rollouts, unless its workers are always busy."""
         return self.continuous_batching or self.generator
 
     def compile_rollout(self) -> None:

@@ -311,8 +311,8 @@ def measure_workload(rule: GaeRule, work: Workload, chunk_sizes: Sequence[int]) 
 def time_shuffled(calls: Sequence[Callable[[], Any]]) -> list[list[float]]:
     """Returns the mean seconds of each call in each repeat.
 
-    Calls are interleaved, so that a disturbance affects all of them, in a new order each time, so that none always runs
-    with the caches of the same predecessor.
+    Calls are interleaved, so that a disturbance affects all of them, in a new order each time, so that none always
+    follows the same call and finds its data in the caches.
     """
     times = [[timeit(call, number=1)] for call in calls]
     counts = [max(1, math.ceil(MIN_REPEAT_S / max(first, 1e-7))) for [first] in times]

@@ -188,7 +188,7 @@ def few_slots(settings: Settings, prompts: Sequence[Prompt]) -> Settings:
 
 
 def _schedule_metrics(session: Session, timeline: Path | None) -> dict[str, Any]:
-    """Returns the metrics of all hosts' schedules, as in training, and plots each host's; empty without a schedule."""
+    """Returns the schedule metrics of all hosts, as in training, and plots each schedule; empty without schedules."""
     if session.workers is None:
         return {}
     (metrics,) = schedules = session.take_schedule_metrics()
@@ -220,7 +220,7 @@ def _generate(
 
     Args:
         finished: finished samples by uid.
-        policy_version: the training step of the weights, which is part of the sampling noise's key.
+        policy_version: the training step of the weights, on which the random numbers of sampling depend.
     """
     # A host without prompts still samples one and drops the results, to avoid a special case of an empty queue.
     prompts = shard.host_prompts or shard.prompts[:1]

@@ -146,7 +146,7 @@ def file_digest(path: Path) -> str:
 
 
 def check_fits(sample: Sample, architecture: Architecture, *, where: str) -> None:
-    """Raises InputError, starting with `where`, if this model cannot have generated the sample."""
+    """Raises InputError, with `where` first in the message, if this model cannot have generated the sample."""
     prompt_ids, completion_ids = sample.prompt.token_ids, sample.completion_ids
     for name, ids in (("prompt_token_ids", prompt_ids), ("completion_token_ids", completion_ids)):
         beyond = np.flatnonzero(ids >= architecture.vocab_size)

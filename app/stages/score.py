@@ -57,8 +57,8 @@ from settings.schema.algorithm import ScoredRole
 NUM_CHECKED_SAMPLES = 3
 """Number of samples that `--check-packing` packs into one row."""
 TOLERANCES = {"float32": (1e-4, 1e-4), "bfloat16": (0.5, 0.05)}
-"""Tolerated maximum and mean difference in nats from the order of summation, by compute dtype; a leak between samples
-causes far larger ones."""
+"""Maps a compute dtype to the maximum and the mean difference, in nats, that the order of summation may cause. A leak
+between samples causes far larger ones."""
 
 MAX_SAMPLE_TOKENS = 128
 """Number of compared tokens of each sample. A row of three such samples uses block-wise attention on every backend."""
@@ -261,7 +261,7 @@ class WindowScorer:
                 print(f"scored {done:,} of {num_samples:,} samples", file=sys.stderr)
 
     def _update_totals(self, samples: Sequence[Sample], micro_batches: GlobalPlan) -> None:
-        """Adds a plan, and the differences of samples that have the sampler's logprobs."""
+        """Counts a plan, and the differences of the scores from the sampler's logprobs in samples that have them."""
         if self._role != "critic":
             none = np.zeros(0, np.float32)
             logprobs = attrgetter(f"{self._role}_logprobs")

@@ -28,7 +28,7 @@ from settings.schema.run import RunSettings
 log = logging.getLogger(__name__)
 
 MARKER = ".complete"
-"""Suffix of a checkpoint's marker."""
+"""Suffix of the object that marks a checkpoint in the bucket as complete."""
 BEST = f"checkpoints/{BEST_LINK}"
 """Object that stands for the link to the best checkpoint, as buckets have no links; contains the checkpoint's step."""
 LEASE = "lease.json"
@@ -155,7 +155,7 @@ class Bucket:
         self._call("put_file", str(source), f"{self._root}/{name}", num_bytes=source.stat().st_size)
 
     def download(self, sizes: Mapping[str, int], folder: Path) -> None:
-        """Downloads several objects of these sizes at once."""
+        """Downloads the named objects of these sizes into a folder, several at once."""
         if sizes:
             sources, targets = [f"{self._root}/{name}" for name in sizes], [str(folder / name) for name in sizes]
             self._call("get", sources, targets, num_bytes=sum(sizes.values()))

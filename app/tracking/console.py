@@ -26,9 +26,9 @@ log = logging.getLogger(__name__)
 ANNOUNCED_PHASES = {"compile": "compiling the programs of the first phases", "evaluate": "evaluating"}
 """Long phases, logged when they begin if there is no terminal."""
 REDRAW_INTERVAL_S, LOG_INTERVAL_S = 0.1, 10.0
-"""Interval between updates of a rollout's status on a terminal, and between its lines elsewhere."""
+"""Seconds between updates of the status of a rollout on a terminal, and between its lines elsewhere."""
 MAX_SILENCE_S, POLL_INTERVAL_S = 60.0, 1.0
-"""Without a terminal: the longest time without a line, and the interval of checks for it."""
+"""Without a terminal: maximum seconds between two lines, and the interval in seconds at which this is checked."""
 NUM_TIMED_STEPS = 10
 """Number of recent steps used to estimate the remaining time."""
 

@@ -41,7 +41,7 @@ WANDB_SECTIONS = (
 
 
 def _read_metrics_lines(path: Path, *, last_step: int) -> list[tuple[bytes, dict[str, Any]]]:
-    """Returns the readable lines of `metrics.jsonl` up to a step, and the same lines, parsed."""
+    """Returns each readable line of `metrics.jsonl` up to a step, as bytes and as an object."""
     content = path.read_bytes() if path.exists() else b""
     kept = []
     for line in content.splitlines(keepends=True):

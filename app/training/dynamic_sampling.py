@@ -50,8 +50,8 @@ class StepGroups:
     A step's groups and their order are the same on any number of hosts: all hosts count all kept groups, make the same
     choice, and exchange groups until each has an equal part.
 
-    A prompt that is repeated within the step, at the end of the data, is skipped: noise is keyed by prompt and step, so
-    its samples would be the same. (With asynchronous rollouts they would differ, but it is also skipped.)
+    A prompt that is repeated within the step, at the end of the data, is skipped: random numbers are keyed by prompt
+    and step, so its samples would be the same. (With asynchronous rollouts they would differ, but it is also skipped.)
 
     Args:
         num_groups: number of groups per host, both in a round and in a step.

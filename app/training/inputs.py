@@ -53,7 +53,7 @@ CHANGEABLE_FINGERPRINTS = {
     PROMPTS_PER_STEP: ("rollout.prompts_per_step",),
     MINI_BATCH_PROMPTS: ("algorithm.mini_batch_prompts", "rollout.prompts_per_step"),
 }
-"""Maps a fingerprint that may change in a resumed run to the settings and sections by which it can be allowed.
+"""Maps a fingerprint that may differ in a resumed run to the settings and sections that can allow the difference.
 
 A model's fingerprint must not change, because its arrays come from the checkpoint.
 """

@@ -241,7 +241,7 @@ def make_policy_learner(session: ScoringSession, max_lengths: MaxLengths) -> Lea
 
 
 def make_policy_packer(session: ScoringSession, aggregation: AggregationFn) -> PolicyBatchPacker:
-    """Returns the packer of the policy's loss."""
+    """Returns the packer of micro-batches for the policy's loss."""
     settings, algorithm = session.settings, session.settings.algorithm
     # The scored logprobs of the proximal policy, and of the reference for any KL.
     is_in_loss = {"policy": settings.updates_per_step > 1, "reference": algorithm.beta > 0, "critic": False}

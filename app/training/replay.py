@@ -160,7 +160,7 @@ def read_replay(
     *,
     target_run: RunDirectory,
 ) -> Replay:
-    """Reads and checks every line of the files.
+    """Reads and checks every line of the files of a replay.
 
     Args:
         rollouts: a file, or the folder of a run or of its files.

@@ -48,7 +48,7 @@ class RolloutSource(ABC):
         """
 
     def release_weights(self) -> None:  # noqa: B027
-        """Frees the weights that the step's rounds were generated with, once no other round follows."""
+        """Frees the weights that generated the rounds of the step; called once no other round follows."""
 
     def compile(self) -> None:  # noqa: B027
         """Compiles the programs of generation before the first round."""
@@ -132,8 +132,8 @@ class AsyncRolloutSource(GeneratedRounds):
     """Generates while steps train, at most `rollout.max_staleness` = k steps ahead of them.
 
     Between the end of step v, which publishes version v, and the first round that step v + 1 takes, k + 1 rounds may be
-    pending; from then until step v + 1 ends, k. Every step takes at least one. So a round that is submitted while v is
-    the newest version is used by step v + k + 1 at the latest, whose policy has version v + k.
+    pending, and after that until step v + 1 ends, k rounds. Every step takes at least one. So a round that is submitted
+    while v is the newest version is used by step v + k + 1 at the latest, whose policy has version v + k.
     Source: Fu et al. 2025 (AReaL), eq. 3.
     """
 

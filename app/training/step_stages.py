@@ -33,7 +33,7 @@ class RewardedRound(NamedTuple):
 
     rewarded: RewardedSamples
     model_pass: RewardPass | None
-    """The reward model's pass over them; None without one."""
+    """The pass of the reward model over these samples; None without a reward model."""
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,8 @@ class TrainingRun:
     exit_code: int
     """Exit code of the process: 0, or after a signal 75 or 130."""
     best: BestCheckpoint | None
-    """Step, metric and value of the best evaluation, whose checkpoint is `checkpoints/best`. Step 0 is the start."""
+    """Step, metric and value of the best evaluation, whose checkpoint is `checkpoints/best`. Step 0 is the model before
+    training."""
     early_end: str
     """Why evaluations ended the run early; empty if they did not."""
 

@@ -10,7 +10,7 @@ from settings.schema.algorithm import CRITIC_ESTIMATORS, AlgorithmSettings
 
 @dataclass(frozen=True, slots=True)
 class AlgorithmPreset:
-    """Values for the fields of `algorithm` with the same names. The defaults are GRPO's."""
+    """Values for the fields of `algorithm` with the same names. The defaults are those of GRPO."""
 
     source: str
     estimator: str | None = "grpo"
@@ -84,7 +84,7 @@ def estimator_defaults(estimator: str | None) -> dict[str, bool]:
 
 
 def describe_changes(algorithm: AlgorithmSettings, provenance: Mapping[str, str]) -> str | None:
-    """Describes the derived fields of `algorithm` that differ from GRPO's; returns None if there are none."""
+    """Describes the derived fields of `algorithm` that differ from those of GRPO; returns None if there are none."""
     grpo = ALGORITHM_PRESETS["grpo"]
     defaults = {field: getattr(grpo, field) for field in PRESET_FIELDS} | estimator_defaults(grpo.estimator)
     derived = {name: getattr(algorithm, name) for name in defaults if provenance[f"algorithm.{name}"] == "derived"}

@@ -76,7 +76,8 @@ class Resolved:
         return describe_origin(self.provenance[field])
 
     def describe(self, field: str) -> str:
-        """Returns, for example, `rollout.group_size = 1 (from env:NUM_PRE_Q)`; a list of mappings is left out."""
+        """Returns name, value and source, as in `rollout.group_size = 1 (from env:NUM_PRE_Q)`; omits a list of
+        mappings."""
         value = "" if field in ITEM_KEYS else f" = {_truncate(value_of(self.settings, field), 300)}"
         return f"{field}{value} (from {self.origin(field)})"
 
@@ -97,7 +98,7 @@ def load(
 
     Args:
         config: a file, its path or the name of a preset. None means the default preset if the model is built in, else
-        no file.
+            no file.
         overrides: the `--set` options.
         environ: the environment variables.
         flags: command options that set a setting.

@@ -170,10 +170,10 @@ class AlgorithmSettings(Section):
 class ReferenceSettings(Section):
     path: LocalPath | None = Field(default=None, min_length=1)
     """Teacher: another model as reference of the KL penalty, given as in `model.path`, of any family and size, with the
-    policy's tokenizer. Extra rows of its vocabulary are left out before the softmax. Null = `model.path`, the policy's
-    start."""
+    policy's tokenizer. Extra rows of its vocabulary are left out before the softmax. Null = `model.path`, from which
+    the policy starts."""
     revision: str | None = Field(default=None, min_length=1)
-    """Commit, tag or branch of a teacher on the hub; the same as after an `@` in `reference.path`."""
+    """Commit, tag or branch of a teacher on the hub; can also follow an `@` in `reference.path`."""
 
     @property
     def source(self) -> str | None:
@@ -193,8 +193,8 @@ class CriticSettings(Section):
     """PPO's value clipping: a token's loss is the larger of the squared errors of its value and of its value clipped to
     within this distance of the value at the start of the step. Null disables it."""
     max_tokens_per_device: int | None = Field(default=32768, ge=1, le=MAX_TOKENS_PER_DEVICE)
-    """Token quota of a micro-batch of the critic on each device; selects dynamic micro-batches. It can exceed the
-    policy's, because the critic has no logits. Lower it if memory runs out. If neither this nor `rows_per_device` is
+    """Token quota of a micro-batch of the critic on each device; selects dynamic micro-batches. It can exceed that of
+    the policy, because the critic has no logits. Lower it if memory runs out. If neither this nor `rows_per_device` is
     set, both are inherited from `algorithm`."""
     rows_per_device: int | None = Field(default=None, ge=1)
     """Samples of a fixed micro-batch of the critic on each device; `algorithm.rows_per_device` when null."""

@@ -185,8 +185,8 @@ class RolloutSettings(Section):
     number is logged at launch."""
     kv_blocks: Annotated[int | Literal["auto"] | None, _auto_or_count(MAX_BLOCKS, or_null=True)] = "auto"
     """KV-cache blocks on each device. Samples of a prompt share its full blocks. If blocks run out, the newest sample
-    is preempted and its cache recomputed later. null: enough for every slot at full length. `auto`: the same, but
-    without workers limited to what fits beside weights, optimizer and compiled programs."""
+    is preempted and its cache recomputed later. null: enough for every slot at full length. `auto`: the same, or
+    without workers fewer, if weights, optimizer and compiled programs leave less memory."""
     mode: Literal["exact", "fast"] = "fast"
     """fast: shapes adapt to the samples. exact: fixed shapes in float32, so that each sample is bitwise independent of
     the schedule and of the other samples."""
@@ -195,8 +195,8 @@ class RolloutSettings(Section):
     sample first (adaptive). When null, samples are generated in the slots of `rollout.slots`, without workers."""
     placement: Literal["island", "global"] = "island"
     """Each host generates on its own devices independently (island), or all hosts generate from one queue in slots on
-    all devices, without workers (global). On one host it matters only with
-    `rollout.scheduler: sync`, which then uses workers (island) or slots (global)."""
+    all devices, without workers (global). On one host it matters only with `rollout.scheduler: sync`, which then uses
+    workers (island) or slots (global)."""
     mesh: Annotated[str, AfterValidator(_validate_rollout_mesh)] = "auto"
     """How generation splits the devices of `mesh.shape`: rows over dp and weights over tp, as in `dp=2,tp=4` or `tp=4`.
     `training` keeps the tp of `mesh.shape`. So does `auto`, except on TPUs without workers if a larger tp is estimated

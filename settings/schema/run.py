@@ -38,7 +38,7 @@ class RunSettings(Section):
     """Directory that contains the run directories. With a bucket, `gs://BUCKET/FOLDER` or `s3://BUCKET/FOLDER`, they
     are in `runs/gs/BUCKET/FOLDER` or `runs/s3/BUCKET/FOLDER` and are copied to the bucket."""
     seed: int = Field(default=0, ge=0, lt=2**31)
-    """Seed of all randomness: data order and sampling noise."""
+    """Seed of all random numbers: for the order of the data and for sampling."""
     steps: int = Field(default=100, ge=1)
     """Number of training steps; each consists of rollout, reward, score, advantage and update, or with `algorithm.name:
     sft` of an update only."""
