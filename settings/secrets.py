@@ -11,7 +11,7 @@ from dotenv import dotenv_values
 
 SECRETS = ("WANDB_API_KEY", "HF_TOKEN")
 FALLBACK_DOTENVS = (Path(__file__).parents[1] / ".env", Path("/root/.env"))
-"""Files read after the nearest `.env`: that of the checkout, for commands started elsewhere, and of root on TPU VMs."""
+"""The `.env` files read after the nearest one: in the checkout, and on TPU VMs in the home directory of root."""
 MIN_SECRET_LENGTH = 8
 """Minimum length, in characters, of a value to redact; shorter values are placeholders."""
 PRINTABLE_NAME = re.compile("[A-Z][A-Z0-9_]*")

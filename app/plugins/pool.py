@@ -128,7 +128,7 @@ class Worker(WorkerProcess):
         """Jobs with an unanswered request."""
 
     def deadline(self, limits: Limits) -> float:
-        """Returns the time by which it must have loaded the plug-in or answered its oldest running request."""
+        """Returns the time by which the worker must have loaded the plug-in, or answered its oldest running request."""
         return min([self.load_deadline, *(job.sent_at + limits.timeout_s for job in self.running.values())])
 
 

@@ -65,7 +65,7 @@ class CheckRecorder:
 
     @contextmanager
     def run_check(self, check: str, advice: str = "") -> Iterator[None]:
-        """Records an exception in the block as a failed check; `advice` is added to libraries' errors."""
+        """Records an exception in the block as a failed check, with `advice` unless it is an InputError."""
         try:
             yield
         except InputError as error:

@@ -34,7 +34,7 @@ Floats = Annotated[list[Float32] | None, Field(description="finite float32 numbe
 
 
 class RoutesRecord(BaseModel):
-    """The routes of a sample's tokens."""
+    """The recorded experts of a sample's tokens; see `Sample.routes`."""
 
     model_config = ConfigDict(strict=True)
 

@@ -56,7 +56,7 @@ class PlugIn:
     ) -> None:
         self.name = name
         self.source = f"{pool.setting}: {pool.function}"
-        """The setting that names it, and its value."""
+        """The setting that names the function, and its value."""
         self._pool = pool
         self._columns = columns
         self._batch_size = batch_size
@@ -77,7 +77,7 @@ class PlugIn:
 
     @property
     def gets_answer(self) -> bool:
-        """Whether it declares the reference answer as a parameter."""
+        """Whether the function has a parameter for the reference answer."""
         return any(parameter.name in self._columns.answers for parameter in self._parameters)
 
     def for_held_out(self, columns: DataColumns) -> PlugIn:

@@ -78,8 +78,8 @@ class EnvironmentReward:
     def set_token_rewards(self, sample: Sample) -> Sample:
         """Returns the sample with its reward on the tokens that earned it, for `rewards_turns`.
 
-        A turn's reward is on the policy's last token in it; the rest of `Sample.reward` is on its last token in the
-        sample.
+        The reward of a turn is on the policy's last token in the turn; the rest of `Sample.reward` is on the policy's
+        last token in the sample.
         """
         places = sample.turn_places
         if sample.reward is None or not len(places):

@@ -218,7 +218,11 @@ def slot_shapes(
     """Returns the sizes for this number of slots under the settings; see `make_slot_shapes`.
 
     Args:
+        setting: the setting that gives `num_slots`, for error messages.
+        row_shards: number of devices over which the slots are split.
         num_blocks: the value for `rollout.kv_blocks: auto`.
+        row_limit: maximum tokens of a row in these slots; None for no limit.
+        is_tiny: whether programs take longer to compile than to run, so that each has only one size.
     """
     rollout = settings.rollout
     shapes = make_slot_shapes(

@@ -70,7 +70,7 @@ def open_custom_estimator(
     """Returns the plug-in of `algorithm.estimator`, tried on the samples of one prompt; None without one.
 
     Args:
-        stack: ends its processes.
+        stack: ends the processes of the plug-in when it closes.
 
     Raises:
         InputError: the function cannot be used.

@@ -54,7 +54,7 @@ class Session:
     continuous_batching: ContinuousBatchGenerator | None
     """Generator with the slots of one engine; None if only workers generate."""
     workers: RolloutWorkerPool | None
-    """Workers that generate instead, if `rollout.scheduler` is set."""
+    """Workers that generate in place of the slots; None unless `rollout.scheduler` is set."""
     generation_notes: tuple[str, ...]
     """Notes for users about the mesh of generation and the chosen numbers of slots and KV blocks."""
 

@@ -47,7 +47,7 @@ BYTES_PER_TOKEN = 16
 """Bytes moved per token: reward, value, advantage and return, each in float32. A mask adds one byte."""
 MASKED_FRACTION = 0.1
 MASKED_RUN = 64
-"""Number of consecutive masked tokens, like a tool's answer."""
+"""Number of consecutive masked tokens, such as those of a tool's answer."""
 LENGTH_SIGMA = 0.6
 """Standard deviation of the logarithms of packed samples' lengths."""
 HEADINGS = (

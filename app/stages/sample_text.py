@@ -15,7 +15,7 @@ from settings.schema.data import DataSettings
 TextName = Literal["prompt", "completion"]
 
 VERL_NAMES: Mapping[TextName, str] = {"prompt": "input", "completion": "output"}
-"""Names of the texts in verl's rollout dumps, for records without our names."""
+"""Maps our name of a text to its name in verl's rollout dumps, which is used if a record lacks ours."""
 
 
 def read_text(record: Mapping[str, Any], name: TextName, *, where: str) -> tuple[str, str | Messages | None]:

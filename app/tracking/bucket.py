@@ -51,7 +51,7 @@ def bucket_of(run: RunSettings) -> Bucket:
 
 
 class Bucket:
-    """A folder of a bucket.
+    """A folder in a bucket: the copy of a run, or a folder with the copies of several.
 
     Args:
         option: the setting or option with the address, for errors.

@@ -90,8 +90,8 @@ def mismatch_metrics(samples: Sequence[Sample]) -> dict[str, float]:
     """Returns perplexities and divergence of the sampler and the trainer; empty if no sample has `policy_logprobs`.
 
     Perplexities are exp(-mean of a sample's logprobs), averaged over samples; `log_ppl_diff` is the mean of
-    log(training / rollout). The KL of the sampler to the trainer is averaged over tokens: `kl` is E[d], `k3_kl` is
-    E[exp(-d) + d - 1], with d = behavior_logprobs - policy_logprobs. This is a collective call.
+    log(training perplexity / rollout perplexity). The KL of the sampler to the trainer is averaged over tokens: `kl` is
+    E[d], `k3_kl` is E[exp(-d) + d - 1], with d = behavior_logprobs - policy_logprobs. This is a collective call.
 
     Source: `compute_offpolicy_metrics` of verl (`trainer/ppo/rollout_corr_helper.py`), for the names and definitions.
     """

@@ -60,7 +60,7 @@ class RunSetup:
     """Advantages and updates; in a replay they may use the samples' saved advantages."""
     watchdog: Watchdog
     notes: tuple[str, ...]
-    """Text for users about mesh and adapters."""
+    """Notes for users about the mesh and the adapters."""
     allow_changed: Sequence[str] = ()
     """Settings and sections that a resumed run may change although they change what it learns."""
 
@@ -87,7 +87,8 @@ def prepare_run(
 ) -> Iterator[RunSetup]:
     """Joins the other hosts, then checks run directory, model, tokenizer, data, reward functions and mesh.
 
-    For the arguments see `train`; for `compiles`, `initialize_distributed`; for `writes`, `take_run_directory`.
+    `compiles` is explained in `initialize_distributed`, `writes` in `take_run_directory`, the other arguments in
+    `train`.
 
     Raises:
         InputError: one of them cannot be used, on this host or another, or hosts have different inputs.

@@ -83,12 +83,12 @@ check_for_dry_run = partial(_run_checks, checks=TRAIN_CHECKS)
 """Like `check_for_train`, but accepts simulated devices."""
 
 check_for_inspect_mesh = partial(_run_checks, checks=SIZE_CHECKS)
-"""Checks the settings that determine sizes."""
+"""Raises InputError listing the problems of settings that determine sizes."""
 
 check_for_mesh = partial(_run_checks, checks=(_check_hosts, _check_no_pretend))
-"""Checks devices and hosts, for commands whose sequence lengths come from the input file."""
+"""Raises InputError listing problems of devices and hosts; for commands whose input determines sequence lengths."""
 
 check_for_rollout = partial(_run_checks, checks=SAMPLING_CHECKS)
 check_for_evaluation = partial(_run_checks, checks=(check_evaluation_temperature, check_judge, *SAMPLING_CHECKS))
 check_for_score = partial(_run_checks, checks=(check_rewards, check_reference, _check_hosts, _check_no_pretend))
-"""Checks the settings of `grpo score`, except sequence lengths, which the input file determines."""
+"""Raises InputError listing what prevents `grpo score`, except sequence lengths, which the input file determines."""

@@ -164,7 +164,8 @@ def _model_config(layers: Sequence[Layer]) -> ConfigFile | None:
 
 
 def _defaults(given: Settings, environ: Mapping[str, str]) -> Layer:
-    """Returns defaults for models that are not built in (the schema's suit short samples), and for distillation."""
+    """Returns defaults for distillation and for models that are not built in; the schema's defaults suit short
+    samples."""
     defaults: dict[str, Any] = {}
     if not given.model.path.startswith(BUILTIN_PREFIX):
         defaults |= MODEL_DEFAULTS

@@ -190,8 +190,8 @@ class CriticSettings(Section):
     warmup_steps: int = Field(default=0, ge=0)
     """Training steps at the start of the run in which only the critic learns."""
     clip_range: float | None = Field(default=0.2, gt=0)
-    """PPO's value clipping: a token's loss is the larger of the squared errors of its value and of its value clipped to
-    within this distance of the value at the start of the step. Null disables it."""
+    """PPO's value clipping: the loss of a token is the larger of two squared errors, that of its value and that of its
+    value clipped to within this distance of the one at the start of the step. Null disables it."""
     max_tokens_per_device: int | None = Field(default=32768, ge=1, le=MAX_TOKENS_PER_DEVICE)
     """Token quota of a micro-batch of the critic on each device; selects dynamic micro-batches. It can exceed that of
     the policy, because the critic has no logits. Lower it if memory runs out. If neither this nor `rows_per_device` is

@@ -18,7 +18,7 @@ class DataSourceSettings(Section):
     source: LocalPath = Field(min_length=1)
     """A single source, in any of the forms of `data.source`."""
     weight: float = Field(default=1.0, gt=0)
-    """Share of the prompts, relative to the other weights."""
+    """Weight of this source: its share of the prompts is this weight divided by the sum of all weights."""
     split: str | None = None
     """Split of this source; `data.split` when null."""
 

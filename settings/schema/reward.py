@@ -114,8 +114,8 @@ class RewardSettings(Section):
     model_weight: float = Field(default=1.0, ge=-1e6, le=1e6)
     """Weight of the reward model's score in the sum; 0 = logged but not counted."""
     overlong_buffer: int | None = Field(default=None, ge=1)
-    """Length penalty: over the last this many tokens before `rollout.max_new_tokens`, which also counts observations,
-    the reward falls linearly by up to `overlong_penalty`. Null = no penalty. `grpo score --role reward` also applies
+    """Length penalty: the reward falls linearly, by up to `overlong_penalty`, over this many tokens before the limit
+    `rollout.max_new_tokens`; observations count as tokens. Null = no penalty. `grpo score --role reward` also applies
     it."""
     overlong_penalty: float = Field(default=1.0, gt=0)
     """Length penalty for a completion of `rollout.max_new_tokens` tokens."""

@@ -30,8 +30,8 @@ ROUNDING_SETTINGS = ("rollout.weights", "rollout.kv_cache")
 class SegmentSettings(Section):
     """The number of tokens that a worker decodes before it accepts new samples.
 
-    A segment runs to the end of each row's KV cache. While samples wait for slots, its length is chosen so that its
-    overhead equals the idle time of finished rows.
+    If no samples wait for slots, this is the number of tokens that the KV cache holds, divided by the number of rows.
+    Otherwise it is chosen so that the overhead of ending segments equals the idle time of finished rows.
     """
 
     min: int = Field(default=64, ge=1, le=MAX_TOKENS)
