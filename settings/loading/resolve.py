@@ -76,8 +76,7 @@ class Resolved:
         return describe_origin(self.provenance[field])
 
     def describe(self, field: str) -> str:
-        """Returns name, value and source, as in `rollout.group_size = 1 (from env:NUM_PRE_Q)`; omits a list of
-        mappings."""
+        """Returns name, value and source: `rollout.group_size = 1 (from env:NUM_PRE_Q)`; omits a list of mappings."""
         value = "" if field in ITEM_KEYS else f" = {_truncate(value_of(self.settings, field), 300)}"
         return f"{field}{value} (from {self.origin(field)})"
 
@@ -164,8 +163,7 @@ def _model_config(layers: Sequence[Layer]) -> ConfigFile | None:
 
 
 def _defaults(given: Settings, environ: Mapping[str, str]) -> Layer:
-    """Returns defaults for distillation and for models that are not built in; the schema's defaults suit short
-    samples."""
+    """Returns defaults for distillation, and for models that are not built in, whose samples are longer."""
     defaults: dict[str, Any] = {}
     if not given.model.path.startswith(BUILTIN_PREFIX):
         defaults |= MODEL_DEFAULTS

@@ -63,8 +63,7 @@ def set_options(overrides: Mapping[str, Any], *, prefix: str = "") -> Iterator[s
 
 
 def env_name(field: str) -> str:
-    """Returns the environment variable of a field, such as GRPO__ROLLOUT__GROUP_SIZE, or of an alias, such as
-    NUM_PRE_Q."""
+    """Returns the environment variable of a field (GRPO__ROLLOUT__GROUP_SIZE) or of an alias (NUM_PRE_Q)."""
     if field in ALIASES or field in HISTORIC_NAMES:
         return field.upper()
     return ENV_PREFIX + field.upper().replace(".", "__")
