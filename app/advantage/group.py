@@ -47,7 +47,7 @@ def group_moments(rewards: Float[np.ndarray, "N"], group_ids: Int[np.ndarray, "N
 
 
 def grpo_advantages(rewards: Float[np.ndarray, "N"], group_ids: Int[np.ndarray, "N"]) -> Float[np.ndarray, "N"]:
-    """Computes A_i = (r_i - mean(group)) / (std(group) + 1e-6), std with ddof = 1.
+    """Computes A_i = (r_i - mean(group)) / (std(group) + 1e-6), where std has ddof = 1.
 
     Source: Shao et al. 2024, DeepSeekMath, section 4.1.2.
     """

@@ -1,6 +1,6 @@
 """The KV cache: its arrays, their shardings, writes to blocks of a pool, and its 8-bit codes.
 
-int8 has one scale for the key, and one for the value, of each token and head, which maps its largest absolute value to
+int8 has one scale for the key and one for the value of each token and head. A scale maps the largest absolute value to
 the end of the range. The scales multiply scores and weights, so that matmuls read the codes. Liu et al. 2024, KIVI, use
 scales per channel for keys instead, because of outliers at 2 bits; such scales need many tokens at once.
 """

@@ -310,7 +310,7 @@ def _attention_biases(config: HfConfig) -> dict[str, Any]:
 
 
 def _experts(config: HfConfig) -> dict[str, Any]:
-    """Returns the number of experts, and of active experts per token."""
+    """Returns the switches for the number of experts and the number of active experts per token."""
     counts = {positive_int(config, field) for field in EXPERT_COUNTS if config.get(field) is not None}
     if len(counts) > 1:
         raise InputError(

@@ -54,7 +54,7 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ScheduleMetrics:
-    """Metrics of a whole schedule, or of a window of a continuing one."""
+    """Metrics of a whole schedule, or of a window of a schedule that continues."""
 
     makespan_s: float
     """Time from the first submission to the last committed token, or to the last answer of an environment."""
