@@ -40,6 +40,8 @@ def row_logprobs(
     routes are replayed.
 
     Args:
+        dtype: compute dtype.
+        remat: what the backward pass recomputes; see `REMAT_POLICIES`.
         logits_chunk: number of tokens per device that pass through the LM head at once, at least one per row.
     """
     layout = SegmentLayout(rows.segment_ids, rows.branch_ids, rows.positions)

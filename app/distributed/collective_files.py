@@ -55,6 +55,7 @@ def json_lines(records: Iterable[Mapping[str, Any]], *, path: Path, first_record
     """Yields the lines of a JSON Lines file.
 
     Args:
+        path: the file that the lines are for, named in error messages.
         first_record: number of the first record, for error messages.
 
     Raises:

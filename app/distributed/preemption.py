@@ -96,6 +96,10 @@ class PreemptionHandler:
         """Returns the joint decision of all hosts: what is true on any host is true for all.
 
         All hosts must call it at the same points of the program.
+
+        Args:
+            save_is_due: whether this host wants to save a checkpoint.
+            end_is_asked: whether the caller on this host asks to end the run.
         """
         hosts = gather_over_hosts(np.asarray([self.exit_code, save_is_due, end_is_asked]))
         exit_code, due, asked = hosts.max(axis=0).tolist()

@@ -47,18 +47,18 @@ def check_tp_within_hosts(mesh: Mesh) -> None:
 
 
 def row_sharding(mesh: Mesh, *, row_dim: int = 0) -> NamedSharding:
-    """Returns the sharding that splits only rows, over the row axes; `to_local` requires it."""
+    """Returns the sharding that splits only rows (dim `row_dim`), over the row axes; `to_local` requires it."""
     return NamedSharding(mesh, PartitionSpec(*[None] * row_dim, ROW_AXES))
 
 
 def to_global(mesh: Mesh, rows: Any, *, row_dim: int = 0) -> Any:
-    """Returns global arrays of all hosts' rows, split over the row axes, from a tree of this host's rows."""
+    """Returns global arrays of all hosts' rows (dim `row_dim`), split over the row axes, from this host's rows."""
     sharding = row_sharding(mesh, row_dim=row_dim)
     return jax.tree.map(lambda x: jax.make_array_from_process_local_data(sharding, np.asarray(x)), rows)
 
 
 def to_local(array: Array, *, row_dim: int = 0) -> np.ndarray:
-    """Returns this host's rows of a global array as numpy, in order."""
+    """Returns this host's rows (dim `row_dim`) of a global array as numpy, in order."""
     if array.is_fully_addressable:
         return np.asarray(array)
     # Shards that differ only in tp have the same rows: keep one of each.

@@ -307,7 +307,7 @@ def make_policy_objective(
     remat: str,
     logits_chunk: int,
 ) -> Objective:
-    """Returns an objective that runs the policy's forward pass on a micro-batch, and then `loss_fn`."""
+    """Returns an objective that runs `row_logprobs` on a micro-batch, and then `loss_fn`."""
 
     def objective(params: Params, batch: Any, temperature: Array) -> tuple[Array, LossStats]:
         logprobs, entropies, routes = row_logprobs(

@@ -130,14 +130,14 @@ BoundFn = Callable[[Array], tuple[Array, Array]]
 def truncate_weights(
     weights: Float32[Array, "*tokens"], *, max_weight: float
 ) -> tuple[Float32[Array, "*tokens"], Bool[Array, "*tokens"]]:
-    """Returns min(w, max): every token keeps a gradient, which is too small where w exceeds max."""
+    """Returns min(w, max_weight): every token keeps a gradient, which is too small where w exceeds the bound."""
     return jnp.minimum(weights, max_weight), weights > max_weight
 
 
 def mask_weights(
     weights: Float32[Array, "*tokens"], *, min_weight: float, max_weight: float
 ) -> tuple[Float32[Array, "*tokens"], Bool[Array, "*tokens"]]:
-    """Returns w inside [min, max], else 0: tokens on which the policies differ too much get no gradient."""
+    """Returns w inside [min_weight, max_weight], else 0: where the policies differ too much, tokens get no gradient."""
     outside = (weights < min_weight) | (weights > max_weight)
     return jnp.where(outside, 0.0, weights), outside
 

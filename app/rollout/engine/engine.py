@@ -123,7 +123,7 @@ class SlotEngine:
         return (self.programs.preempts or self.shapes.max_forced > 0) and not self.exact
 
     def open(self, weights: DecodeWeights, request: GenerationRequest, *, suspends: bool = False) -> None:
-        """Starts a rollout with empty slots, after compiling any missing programs."""
+        """Starts a rollout with empty slots, after compiling any missing programs; see `compile`."""
         self.compile(request.rules, suspends=suspends)
         self._suspends, self._stop, self._last = suspends, request.stop, None
         self.runner.open(request)

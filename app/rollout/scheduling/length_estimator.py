@@ -140,7 +140,7 @@ class LengthEstimator:
         return max(self.history.get(entry.prompt, 0), self.group_max.get(entry.prompt, 0), entry.num_tokens)
 
     def mean_length(self, *, default: float) -> float:
-        """Returns the mean length of the window in tokens, at least 1."""
+        """Returns the mean length of the window in tokens, at least 1; `default` if no sample has finished."""
         if not self.finished:
             return default
         return max(sum(one.num_tokens for one in self.finished) / len(self.finished), 1.0)
@@ -155,6 +155,7 @@ class LengthEstimator:
 
         Args:
             running: current lengths of samples that are still running, in `unit`.
+            min_finished: minimum number of finished samples.
         """
         measures = [one.seconds if self.unit == "seconds" else one.num_tokens for one in self.finished]
         finished = [measure for measure in measures if measure is not None]

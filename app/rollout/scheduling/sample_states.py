@@ -131,6 +131,7 @@ class SampleTable:
         """Records that the row has left its worker, or was lost with it; the sample keeps its committed tokens.
 
         Args:
+            held_by: name of the worker that keeps the cache; None = the cache is lost.
             is_move: whether this counts as a move of the sample.
         """
         assert entry.state is SampleState.RUNNING, f"{entry.uid} is {entry.state} and cannot leave a worker"
