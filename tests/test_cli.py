@@ -205,7 +205,7 @@ SET = "Settings are given as --set NAME=VALUE"
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("train --config missing.yaml", "error: config file not found: /"),
+        ("train --config missing.yaml", "error: --config: there is no file /"),
         ("train --set run.stepz=3", "did you mean run.steps?"),
         ("evaluate --checkpoint .", "--checkpoint: no settings.yaml of a run was found in /"),
         ("gae --bench --backend numpy", "--backend cannot be combined with --bench"),

@@ -210,7 +210,7 @@ def test_errors_of_the_python_api_equal_the_errors_of_commands() -> None:
     assert answer.stderr.replace("from --set", "from overrides") == f"error: {raised.value}\n"
     with pytest.raises(InputError, match=r"unknown setting run\.step .*did you mean run\.steps"):
         grpo.evaluate(overrides={"run.step": 3})
-    with pytest.raises(InputError, match=r"config file not found: .*/models--a--resume/ray --head\.yaml"):
+    with pytest.raises(InputError, match=r"config: there is no file .*/models--a--resume/ray --head\.yaml"):
         grpo.rollout(Path("models--a--resume/ray --head.yaml"))
 
 

@@ -69,7 +69,7 @@ class CustomEstimator:
         """
         if (failure := self.compute_outcomes(samples, np.eye(1, len(samples))[0])[0].failure) is not None:
             trial = "the trial call before the run failed"
-            raise InputError(f"{self.plug_in.source}: {trial}: {failure.kind}: {failure.text}")
+            raise InputError(f"{self.plug_in.source}: {trial}: {failure.kind}: {failure.text}; fix the function")
 
     def compute_outcomes(self, samples: Sequence[Sample], rewards: Float[np.ndarray, "N"]) -> list[RewardOutcome]:
         """Returns the function's outcome for each sample; the samples of a failed call share its failure."""

@@ -129,7 +129,9 @@ def read_signature(
     fillable = [x for x in dict.fromkeys(names) if x != "completion_ids" or columns.without_token_ids is None]
     wanted = [p.name for p in parameters if p.kind == "POSITIONAL_ONLY" and not p.is_optional]
     if wanted:
-        raise LoadError(f"takes {_quote_names(wanted)} by position only; arguments are passed by name")
+        raise LoadError(
+            f"has parameters that cannot be passed by name: {_quote_names(wanted)}; remove the `/` from its signature"
+        )
     unknown = [p.name for p in named if not p.is_optional and p.name not in fillable]
     arguments = [p.name for p in named if p.name in fillable]
     if takes_everything:

@@ -65,7 +65,7 @@ def load(order: Mapping[str, Any]) -> tuple[Callable[..., Any], dict[str, Any]]:
     function = load_object(path, program_modules=PROGRAM_MODULES)
     if isinstance(function, type) or not callable(function):
         is_class = "a class" if isinstance(function, type) else f"a {type(function).__name__}"
-        raise LoadError(f"{path.rpartition(':')[2]} is {is_class}, not a function")
+        raise LoadError(f"expected a function, got {is_class}")
     return function, {"parameters": describe_parameters(function)}
 
 
@@ -74,7 +74,7 @@ def describe_parameters(function: Callable[..., Any]) -> list[list[Any]]:
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):
-        raise LoadError("its signature cannot be read") from None
+        raise LoadError("its signature cannot be read; wrap it in a function defined with `def`") from None
     return [[p.name, p.kind.name, p.default is not p.empty] for p in signature.parameters.values()]
 
 
@@ -111,10 +111,13 @@ def estimator_outcomes(result: Any, token_counts: Sequence[int]) -> list[dict[st
     for value, num_tokens in zip(_items(result, len(token_counts), "numbers or lists"), token_counts, strict=True):
         is_number = not hasattr(type(value), "__len__") or getattr(value, "ndim", 1) == 0
         if not is_number and len(value) != num_tokens:
-            raise PlugInValueError(f"returned {len(value)} advantages for a sample of {num_tokens} tokens")
+            raise PlugInValueError(
+                f"returned a list of length {len(value)} for a sample of {num_tokens} tokens, expected a number, or "
+                "one for each token"
+            )
         numbers = [to_number(one) for one in ([value] if is_number else value)]
         if beyond := [number for number in numbers if abs(number) > MAX_FLOAT32]:
-            raise PlugInValueError(f"returned {beyond[0]:g}, which float32 cannot represent")
+            raise PlugInValueError(f"returned {beyond[0]:g}, expected a magnitude of at most {MAX_FLOAT32:g} (float32)")
         outcomes.append({"value": numbers[0]} if is_number else {"token_values": numbers})
     return outcomes
 
@@ -142,7 +145,7 @@ def _items(result: Any, num_samples: int, kind: str) -> list[Any]:
         raise PlugInValueError(f"returned {describe_value(result)}, expected a list of {num_samples} {kind}")
     values = list(result)
     if len(values) != num_samples:
-        raise RewardLengthError(f"returned {len(values)} values for {num_samples} samples, expected one for each")
+        raise RewardLengthError(f"returned a list of length {len(values)}, expected {num_samples}, one per sample")
     return values
 
 
@@ -163,7 +166,9 @@ def collect_columns(columns: Mapping[Any, Iterable[Any]], num_samples: int) -> l
     for name, values in islice(columns.items(), MAX_EXTRAS):
         of_samples = list(values)
         if len(of_samples) != num_samples:
-            raise PlugInValueError(f"logged {len(of_samples)} values of {name!r} for {num_samples} samples")
+            raise PlugInValueError(
+                f"logged {len(of_samples)} values of {name!r}, expected one for each of {num_samples} samples"
+            )
         for row, value in zip(rows, of_samples, strict=True):
             row[str(name)[:MAX_TEXT_CHARACTERS]] = _loggable(value)
     return rows

@@ -102,11 +102,16 @@ def try_episode(settings: Settings, tokenizer: Tokenizer, prompt: Prompt) -> str
     with closing(conversations.pool) as pool:
         [opening] = conversations.open([prompt])
         if opening.failure is not None:
-            raise InputError(f"env: the trial before the run failed, {prompt.uid}: {opening.failure.text}")
+            raise InputError(
+                f"env: the trial before the run failed, {prompt.uid}: {opening.failure.text}; fix the environment"
+            )
         pool.step("trial", opening.start, opening.messages, turn, [], is_last=True)
         [reply] = pool.take(None)
     if reply.failure is not None:
-        raise InputError(f"env: the trial before the run failed, with the turn {turn!r:.60}: {reply.failure.text}")
+        raise InputError(
+            f"env: the trial before the run failed, with the turn {turn!r:.60}: {reply.failure.text}; fix the "
+            "environment"
+        )
     names = ", ".join(schema["function"]["name"] for schema in tokenizer.tools)
     opened = f"{len(opening.prompt.token_ids)} tokens of prompt" + (f" with the tools {names}" if names else "")
     reward = reply.reward + sum(reply.scores.values())

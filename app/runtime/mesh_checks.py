@@ -21,8 +21,8 @@ def check_tp_divides_heads(mesh: Mesh, architecture: Architecture, *, path: str)
     tp, queries, keys = mesh.shape["tp"], architecture.num_query_heads, architecture.num_kv_heads
     if queries % tp and keys % tp:
         raise InputError(
-            f"mesh.shape: tp = {tp} divides neither the {queries} query heads nor the {keys} kv heads of {path}; the "
-            f"nearest tp that divides the query heads: {nearest_divisors(tp, queries)}"
+            f"mesh.shape: tp = {tp} divides neither the {queries} query heads nor the {keys} kv heads of {path}; set "
+            f"tp to a divisor of the query heads, such as {nearest_divisors(tp, queries)}"
         )
 
 
@@ -35,7 +35,7 @@ def check_experts(mesh: Mesh, architecture: Architecture, *, path: str) -> None:
     tp, experts = mesh.shape["tp"], architecture.num_experts
     if experts is not None and experts % tp:
         raise InputError(
-            f"mesh.shape: tp = {tp} does not divide the {experts} experts of {path}; the nearest tp that does: "
+            f"mesh.shape: tp = {tp} does not divide the {experts} experts of {path}; set tp to a divisor such as "
             f"{nearest_divisors(tp, experts)}"
         )
 
@@ -75,7 +75,7 @@ def check_fixed_micro_batches(settings: Settings, mesh: Mesh) -> None:
     for scope, rows_per_device in scopes.items():
         if rows_per_device is None:
             continue
-        otherwise = f"or set {scope}.max_tokens_per_device instead of {scope}.rows_per_device, for any number"
+        otherwise = f"or set {scope}.max_tokens_per_device instead of {scope}.rows_per_device"
         if prompts * group_size % devices != 0:
             raise InputError(
                 f"{field}: {prompts} prompts x rollout.group_size {group_size} = {prompts * group_size} samples do not "
@@ -87,5 +87,5 @@ def check_fixed_micro_batches(settings: Settings, mesh: Mesh) -> None:
             raise InputError(
                 f"{scope}.rows_per_device: {rows_per_device} does not divide the {samples} samples of an optimizer "
                 f"step on each device ({prompts} prompts x rollout.group_size {group_size} over {devices} devices); "
-                f"set it to {math.gcd(samples, rows_per_device)}, which does, {otherwise}"
+                f"set it to {math.gcd(samples, rows_per_device)}, {otherwise}"
             )

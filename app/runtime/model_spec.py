@@ -234,8 +234,7 @@ def read_critic_spec(settings: Settings, policy: ModelSpec, *, config_only: bool
         raise InputError(
             f"critic.path: the tokenizer of {settings.critic.path} differs from that of model.path "
             f"{settings.model.path}, so the critic would misread the policy's tokens; choose a critic of the "
-            "policy's family, or set "
-            "critic.path: null"
+            "policy's family, or set critic.path: null"
         )
     return critic
 

@@ -48,14 +48,13 @@ def rollout_mesh(settings: Settings, mesh: Mesh, definition: DecoderDefinition) 
         raise InputError(
             f"rollout.mesh: {wanted!r} does not divide the {format_count(mesh.size, 'device')} of mesh.shape, "
             f"{per_host} on each host: dp x tp must be {mesh.size}, and tp must divide {per_host}, since every host "
-            "generates whole rows; "
-            f"set tp={fitting}, without dp, or rollout.mesh: auto"
+            f"generates whole rows; set tp={fitting}, without dp, or rollout.mesh: auto"
         )
     for name, size in split.items():
         if size % tp:
             raise InputError(
-                f"rollout.mesh: {wanted!r} does not divide the {size} {name} of the model; the nearest tp that "
-                f"divides them and the devices of a host: {fitting}"
+                f"rollout.mesh: {wanted!r} does not divide the {size} {name} of the model; set tp to {fitting}, "
+                "which divides them and the devices of a host"
             )
     return with_tp(mesh, tp)
 

@@ -161,7 +161,9 @@ def parse_shapes(text: str) -> list[BenchmarkShape]:
             )
         shape = BenchmarkShape(*map(int, part.strip().split("x")))
         if shape.rows * shape.tokens > MAX_TOKENS:
-            raise InputError(f"--shapes: {shape} has more than {MAX_TOKENS:,} tokens, which is the maximum")
+            raise InputError(
+                f"--shapes: {shape} has {shape.rows * shape.tokens:,} tokens, expected at most {MAX_TOKENS:,}"
+            )
         shapes.append(shape)
     return list(dict.fromkeys(shapes))
 
@@ -257,7 +259,7 @@ def read_workload(path: Path, settings: Settings, *, mask_mode: str) -> Workload
     file = open_input(path, settings, mask_mode=mask_mode)
     num_tokens, _ = file.check()
     if not 0 < num_tokens <= MAX_TOKENS:
-        raise InputError(f"--input: {path} has {num_tokens:,} tokens; --bench can time 1 to {MAX_TOKENS:,}")
+        raise InputError(f"--input: {path} has {num_tokens:,} tokens, expected 1 to {MAX_TOKENS:,} with --bench")
     rows = file.read_rows()
     arrays = rows.rewards, rows.values, rows.mask
     if rows.ends is None:

@@ -68,7 +68,7 @@ class GaeSampleFile:
             num_trainable += int(one.sample.mask.sum())
             self._print_progress(f"checked {number:,} samples")
         if not self._num_samples:
-            raise InputError(f"--input: {self._path} contains no samples")
+            raise InputError(f"--input: {self._path} contains no samples; give a file written by grpo score")
         return num_tokens, num_trainable
 
     def read_rows(self) -> TokenRows:
@@ -112,7 +112,10 @@ class GaeSampleFile:
                 # An infinity spreads over its whole row; with one sample per row, the sample can be identified.
                 for one in window:
                     if not all(np.isfinite(part).all() for part in self._estimates_of([one])[0]):
-                        raise InputError(f"{one.where}: rewards or values are too large: advantages exceed float32")
+                        raise InputError(
+                            f"{one.where}: rewards or values are so large that advantages exceed float32; scale "
+                            "the rewards down"
+                        )
             yield parts, window
 
     def _estimates_of(self, window: Sequence[LocatedSample]) -> list[tuple[np.ndarray, ...]]:

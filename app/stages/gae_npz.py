@@ -67,7 +67,7 @@ class GaeMatrixFile:
         arrays, where = load_matrices(self._path), str(self._path)
         rewards, values, mask = arrays["rewards"], arrays["values"], arrays.get("mask")
         if values.dtype == bool:
-            raise InputError(f"{where}: values: expected numbers, got dtype bool; is it the mask?")
+            raise InputError(f"{where}: values: expected numbers, got dtype bool; save the mask as `mask`")
         shape = rewards.shape
         for name, allowed in (("values", (shape, (shape[0], shape[1] + 1))), ("mask", (shape,))):
             if name in arrays and arrays[name].shape not in allowed:

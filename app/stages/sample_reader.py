@@ -49,7 +49,7 @@ class SampleReader:
         self, path: Path, architecture: Architecture, encoder: SampleEncoder, *, replays_routes: bool = False
     ) -> None:
         if path.exists() and not path.is_file():
-            raise InputError(f"--input: {path} is not a regular file; it must be read twice, for checking and scoring")
+            raise InputError(f"--input: {path} is not a regular file; it must be read twice, so save it first")
         self._path = path
         self._architecture = architecture
         self._encoder = encoder
@@ -79,7 +79,7 @@ class SampleReader:
                 drawn[place] = sample
             count += 1
         if not count:
-            raise InputError(f"--input: {self._path} contains no samples")
+            raise InputError(f"--input: {self._path} contains no samples; give a file written by grpo rollout")
         return SampleFileExtent(count, longest, longest_at, longest_completion), drawn
 
     def windows(self, size: int) -> Iterator[list[LocatedSample]]:
@@ -107,7 +107,7 @@ class SampleReader:
 
     def _check_unchanged(self) -> None:
         if file_stamp(self._path) != self._stamp:
-            raise InputError(f"--input: {self._path} has changed while it was being scored; nothing was written")
+            raise InputError(f"--input: {self._path} changed during scoring, so nothing was written; score it again")
 
 
 def read_records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -142,7 +142,7 @@ def file_digest(path: Path) -> str:
         with path.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
-        raise InputError(f"{path}: cannot be read: {error.strerror}") from error
+        raise InputError(f"{path}: cannot be read: {error.strerror}; give another file") from error
 
 
 def check_fits(sample: Sample, architecture: Architecture, *, where: str) -> None:

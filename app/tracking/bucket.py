@@ -69,7 +69,7 @@ class Bucket:
                 self.address, use_listings_cache=False, skip_instance_cache=True, **limits
             )
         except ImportError as error:
-            way = f"pip install 'grpo-jax[{EXTRAS[scheme]}]'"
+            way = f"run pip install 'grpo-jax[{EXTRAS[scheme]}]'"
             raise InputError(f"{option}: {address} cannot be opened ({error}); {way}") from error
         # It logs a traceback for each error that it raises.
         logging.getLogger("gcsfs").setLevel(logging.CRITICAL)
@@ -230,8 +230,8 @@ def fetch_run(bucket: Bucket, run: RunDirectory, *, steps: Collection[int] | Non
     free = shutil.disk_usage(next(parent for parent in run.path.absolute().parents if parent.is_dir())).free
     if needed > free:
         raise InputError(
-            f"{bucket.address} takes {format_bytes(needed)}, but only {format_bytes(free)} are free on the disk of "
-            f"{run.path}; free some space, or start in another folder"
+            f"{bucket.option}: {bucket.address} takes {format_bytes(needed)}, but only {format_bytes(free)} are free "
+            f"on the disk of {run.path}; free some space, or start in another folder"
         )
     log.info("fetching %s from %s", format_bytes(needed), bucket.address)
     partial = run.path / FETCHED

@@ -270,7 +270,8 @@ def _choose_files(path: Path, *, after_step: int, steps: int) -> dict[int, Path]
     if not wanted:
         raise InputError(
             f"{OPTION}: there are no samples to replay after step {after_step} of --checkpoint: {path} ends with "
-            f"step {max(files)}, and run.steps is {steps}"
+            f"step {max(files)}, and run.steps is {steps}; choose an earlier checkpoint"
+            + (", or raise run.steps" if max(files) > after_step else "")
         )
     missing = next((step for step in wanted if step not in files), None)
     if missing is not None:
@@ -328,7 +329,7 @@ def _read_step_file(
         missing |= set() if has_saved_reward(sample) and has_parts else {"reward"}
         missing |= {"episode"} if sample.episode is None and not was_dropped_in_rollout(sample) else set()
     if not group_sizes:
-        raise InputError(f"{path} contains no samples")
+        raise InputError(f"{path} contains no samples; give a file written by grpo rollout, or a run")
     smallest = min(group_sizes.values())
     if source is not None and smallest < source.rollout.group_size:
         raise InputError(
@@ -338,7 +339,11 @@ def _read_step_file(
     per_host, hosts = settings.rollout.prompts_per_step, jax.process_count()
     if len(group_sizes) != per_host * hosts:
         each, rest = divmod(len(group_sizes), hosts)
-        way_out = f"{hosts} hosts cannot share them evenly" if rest else f"set rollout.prompts_per_step to {each}"
+        way_out = (
+            f"use a number of hosts that divides {len(group_sizes)}"
+            if rest
+            else f"set rollout.prompts_per_step to {each}"
+        )
         raise InputError(
             f"{path} contains {len(group_sizes)} groups, but a step has rollout.prompts_per_step = {per_host}"
             f"{f' on each of {hosts} hosts' if hosts > 1 else ''}; {way_out}"

@@ -103,7 +103,10 @@ def choose_rows(options: argparse.Namespace, out: Path, num_rows: int) -> None:
     prompts, _ = encode_prompts(some, tokenizer, DataSettings(max_prompt_length=workload.MAX_PROMPT_LENGTH))
     chosen = [p for p in prompts if len(p.token_ids) >= workload.MIN_PROMPT_LENGTH][:num_rows]
     if len(chosen) < num_rows:
-        raise SystemExit(f"--data: {len(chosen)} prompts of the right length, {num_rows} needed")
+        raise SystemExit(
+            f"--data: expected at least {num_rows} prompts of {workload.MIN_PROMPT_LENGTH} to "
+            f"{workload.MAX_PROMPT_LENGTH} tokens, got {len(chosen)}"
+        )
     lines = [json.dumps({"question": p.source, "answer": p.answer}) for p in chosen]
     out.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 
-from settings.errors import InputError
+from settings.errors import InputError, join_words
 from settings.loading.fields import did_you_mean, nearest_names
 from settings.loading.yaml_file import MAX_BYTES
 from settings.schema.section import NO_ADDRESS
@@ -61,9 +61,9 @@ def find_config_file(config: str | ConfigFile | None) -> ConfigFile:
             return ConfigFile(shown, path.stem, file.read(MAX_BYTES + 1))
     except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: a null byte in the name
         raise InputError(
-            f"config file not found: {Path(shown).absolute()}"
-            f"{did_you_mean(nearest_names(name, preset_names()))}\npresets: {', '.join(preset_names())}"
+            f"--config: there is no file {Path(shown).absolute()}; give another one, or a preset: "
+            f"{join_words(preset_names())}{did_you_mean(nearest_names(name, preset_names()))}"
         ) from None
     except OSError as error:
-        hint = "; give a YAML file, or the settings.yaml of a run" if Path(shown).is_dir() else ""
-        raise InputError(f"config file {Path(shown).absolute()} cannot be read: {error.strerror}{hint}") from None
+        way_out = "give a YAML file, or the settings.yaml of a run"
+        raise InputError(f"--config: {Path(shown).absolute()} cannot be read: {error.strerror}; {way_out}") from None

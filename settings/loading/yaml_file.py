@@ -65,11 +65,11 @@ def parse_yaml(text: str, *, name: str) -> YamlNode:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         problem = " ".join(part for part in (error.context, error.problem) if part)
-        raise InputError(f"{name}{_position(mark)}: not valid YAML: {problem}") from None
+        raise InputError(f"{name}{_position(mark)}: not valid YAML: {problem}; correct it") from None
     except yaml.YAMLError as error:
-        raise InputError(f"{name}: not valid YAML: {' '.join(str(error).split())}") from None
+        raise InputError(f"{name}: not valid YAML: {' '.join(str(error).split())}; correct it") from None
     except RecursionError:
-        raise InputError(f"{name}: values are nested more than {MAX_DEPTH} deep") from None
+        raise InputError(f"{name}: expected values nested at most {MAX_DEPTH} deep, got more") from None
     if root is None:
         return YamlNode(None, 1, "")
     return _NodeConverter(name).convert(root, line=root.start_mark.line + 1, depth=0)
@@ -82,12 +82,14 @@ def parse_settings_file(content: bytes, *, name: str) -> YamlNode:
         InputError: the file is too large, not UTF-8, empty, or not a mapping.
     """
     if len(content) > MAX_BYTES:
-        raise InputError(f"{name}: the file is larger than {MAX_BYTES // 1024} KiB, the limit for settings files")
+        raise InputError(f"{name}: expected a settings file of at most {MAX_BYTES // 1024} KiB, got a larger one")
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = content[: error.start].count(b"\n") + 1
-        raise InputError(f"{name}:{line}: not UTF-8 text (byte 0x{content[error.start]:02x})") from None
+        raise InputError(
+            f"{name}:{line}: not UTF-8 text (byte 0x{content[error.start]:02x}); save it as UTF-8"
+        ) from None
     root = parse_yaml(text, name=name)
     if root.value is None:
         raise InputError(f"{name}: the file is empty; expected sections such as `run:` with settings in them")
@@ -132,9 +134,9 @@ class _NodeConverter:
     def convert(self, raw: yaml.Node, *, line: int, depth: int) -> YamlNode:
         self._num_values += 1
         if self._num_values > MAX_VALUES:
-            raise InputError(f"{self._name}: more than {MAX_VALUES} values after alias expansion")
+            raise InputError(f"{self._name}: expected at most {MAX_VALUES} values, got more; remove aliases (copies)")
         if depth > MAX_DEPTH:
-            raise InputError(f"{self._name}:{line}: values are nested more than {MAX_DEPTH} deep")
+            raise InputError(f"{self._name}:{line}: expected values nested at most {MAX_DEPTH} deep, got more")
         if isinstance(raw, MappingNode):
             return YamlNode(self._mapping(raw, depth=depth + 1), line)
         if isinstance(raw, SequenceNode):
@@ -146,17 +148,17 @@ class _NodeConverter:
         try:
             return YamlNode(parse_scalar(raw.value), line, raw.value)
         except ValueError:  # CPython's limit on the digits of an integer
-            raise InputError(f"{self._name}:{line}: the number has too many digits") from None
+            raise InputError(f"{self._name}:{line}: the number has too many digits; write a shorter one") from None
 
     def _mapping(self, raw: MappingNode, *, depth: int) -> dict[str, YamlNode]:
         mapping: dict[str, YamlNode] = {}
         for key, value in raw.value:
             line = key.start_mark.line + 1
             if not isinstance(key, ScalarNode):
-                raise InputError(f"{self._name}:{line}: keys must be names")
+                raise InputError(f"{self._name}:{line}: expected a name as key, got a list or a mapping")
             if key.value in mapping:
                 first = mapping[key.value].line
-                raise InputError(f"{self._name}:{line}: `{key.value}` is already set on line {first}")
+                raise InputError(f"{self._name}:{line}: `{key.value}` is already set on line {first}; keep one of them")
             mapping[key.value] = self.convert(value, line=line, depth=depth)
         return mapping
 

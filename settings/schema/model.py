@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
+from settings.errors import join_words
 from settings.schema.section import LocalPath, Section, as_list
 
 AttentionImplementation = Literal["auto", "kernel", "xla"]
@@ -40,7 +41,7 @@ def _validate_target(value: str) -> str:
     if value not in TARGETS:
         near = difflib.get_close_matches(value, TARGETS, n=1)
         hint = f" (did you mean {near[0]}?)" if near else ""
-        raise ValueError(f"expected one of {', '.join(TARGETS)}{hint}")
+        raise ValueError(f"expected {join_words(TARGETS)}{hint}")
     return value
 
 

@@ -48,7 +48,7 @@ def _validate_distinct_names(value: tuple[RewardFunctionSettings, ...]) -> tuple
 def _validate_reward_name(value: str) -> str:
     """Accepts names that can be part of a metric name."""
     if not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", value):
-        raise ValueError("expected at most 64 letters, digits, `_`, `-`")
+        raise ValueError("expected 1 to 64 letters, digits, `_` or `-`")
     return value
 
 
@@ -189,9 +189,11 @@ def _validate_variable_names(value: tuple[str, ...]) -> tuple[str, ...]:
     """Accepts names of environment variables that hold no secrets of this program."""
     for name in value:
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
-            raise ValueError(f"expected names of environment variables, but `{name}` is not one")
+            raise ValueError(
+                f"expected names of letters, digits and `_`, with no digit at the start, but one is `{name}`"
+            )
         if name in SECRETS:
-            raise ValueError(f"expected no secrets, but {name} is one and is never passed to plug-ins; remove it")
+            raise ValueError(f"expected no secrets, but {name} is one; remove it, since plug-ins never get secrets")
     return value
 
 

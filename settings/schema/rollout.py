@@ -98,7 +98,7 @@ class WorkersSettings(Section):
 
 def _validate_ray_address(value: str) -> str:
     if value not in ("auto", "local") and not re.fullmatch(r"[^\s/]+:[0-9]{1,5}", value):
-        raise ValueError("expected `host:port` of a cluster's head, as in `10.0.0.2:6379`, `auto` or `local`")
+        raise ValueError("expected `auto`, `local`, or `host:port` of a cluster's head, as in `10.0.0.2:6379`")
     return value
 
 

@@ -12,7 +12,7 @@ from settings.schema.section import Section
 
 def _validate_run_name(value: str) -> str:
     if len(value) > 100 or not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", value):
-        raise ValueError("expected at most 100 letters, digits, `.`, `_`, `-`, starting with a letter or digit")
+        raise ValueError("expected 1 to 100 letters, digits, `.`, `_` or `-`, starting with a letter or digit")
     return value
 
 

@@ -65,7 +65,7 @@ def test_tp_must_divide_query_heads_and_uneven_key_heads_are_noted():
     # Six query heads on two kv heads.
     check_tp_divides_heads(make_mesh((1, 2, 2)), grouped(6, 2), path="model")
     check_tp_divides_heads(make_mesh((1, 1, 3)), grouped(6, 2), path="model")
-    message = r"tp = 4 divides neither the 6 query heads nor the 2 kv heads of model; .* query heads: 3 or 6"
+    message = r"tp = 4 divides neither the 6 query heads nor the 2 kv heads of model; set tp to .* 3 or 6"
     with pytest.raises(InputError, match=message):
         check_tp_divides_heads(make_mesh((1, 2, 4)), grouped(6, 2), path="model")
     assert replicated_dim_notes(make_mesh((1, 8, 1)), grouped(6, 2)) == ()

@@ -378,7 +378,7 @@ def test_overlong_prompts_are_dropped_truncated_or_refused_and_counted():
     with pytest.raises(InputError, match=r"_length = 4 .* 2 of 4 prompts: .*first is d/9 with 5.*longest has 6"):
         encode([row("a b c d", "d/9"), *rows], overlong="error")
     assert len(encode(rows[:1], overlong="error")[0]) == 1
-    with pytest.raises(InputError, match=r"2 of 2 .*data.max_prompt_length = 4.*shortest has 5.*truncate_left"):
+    with pytest.raises(InputError, match=r"_length = 4 is too short for every prompt: .*shortest has 5.*truncate_left"):
         encode([row("a b c d"), rows[1]])
 
 

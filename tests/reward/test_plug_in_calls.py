@@ -114,7 +114,7 @@ def test_documented_reward_signatures_run_as_written(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("source", "function", "message"),
     [
-        ("class f:\n    def __init__(self, completion): ...", "plug.py:f", "f is a class, not a function"),
+        ("class f:\n    def __init__(self, completion): ...", "plug.py:f", "expected a function, got a class"),
         ("import os\n1 / 0", "plug:f", "importing plug failed: ZeroDivisionError: division by zero (plug.py:2)"),
         ("def f(completion, mood): return 1", "plug.py:f", "cannot be filled: `mood`. A function takes"),
         ("import math\nf = math.hypot", "plug.py:f", "its signature cannot be read"),
@@ -188,7 +188,9 @@ def test_values_of_log_extra_are_kept_with_their_samples() -> None:
     again = score_by(lambda completion: 1, scored.samples)
     assert not any("log_extra" in sample.extra for sample in again.samples)
     wrong = score_by(lambda completions, log_extra: log_extra("n", [1, 2]) or [1] * len(completions), samples)
-    assert kinds_of(wrong) == [None, None, "value"] and "logged 2 values of 'n' for 1 samples" in wrong.notices[0]
+    assert (
+        kinds_of(wrong) == [None, None, "value"] and "logged 2 values of 'n', expected one for each" in wrong.notices[0]
+    )
 
 
 def test_reward_batches_contain_whole_groups() -> None:
@@ -276,14 +278,14 @@ def test_the_signature_of_a_reward_function_determines_its_style_and_arguments(
         (lambda completions, completion: 0, COLUMNS, "cannot be filled: `completion`"),
         (lambda completion, trainer_state: 0, COLUMNS, "cannot be filled: `trainer_state`"),
         (lambda *args: 0, COLUMNS, "has no parameter that a sample can fill"),
-        (lambda completion, /: 0, COLUMNS, "takes `completion` by position only"),
+        (lambda completion, /: 0, COLUMNS, "cannot be passed by name: `completion`"),
     ],
 )
 def test_a_reward_signature_that_cannot_be_filled_is_refused(function, columns, message):
     with pytest.raises(LoadError) as caught:
         signature_of(function, columns)
     assert message in str(caught.value)
-    if "position" not in message:
+    if "passed by name" not in message:
         data = "`answer`, `level`" if columns is COLUMNS else "none"
         assert str(caught.value).endswith(f"these data columns: {data}")
 

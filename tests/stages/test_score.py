@@ -283,7 +283,7 @@ def test_a_sample_file_that_changes_between_passes_or_windows_is_refused(path: P
         path.unlink()
         if change == "longer":
             path.write_text(content + content)
-    with pytest.raises(InputError, match="has changed while it was being scored; nothing was written"):
+    with pytest.raises(InputError, match="changed during scoring, so nothing was written"):
         next(windows)
 
 

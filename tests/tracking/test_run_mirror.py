@@ -357,7 +357,7 @@ def test_error_about_a_missing_bucket_library_names_the_extra(
         _, error = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == 2 and error.count("\n") == 1 and not any(tmp_path.iterdir())
     assert error.startswith(f"error: run.dir: {place} cannot be opened (") and package in error
-    assert error.endswith(f"); pip install 'grpo-jax[{extra}]'\n")
+    assert error.endswith(f"); run pip install 'grpo-jax[{extra}]'\n")
 
 
 def test_a_derived_run_name_considers_runs_in_the_bucket(address: str) -> None:

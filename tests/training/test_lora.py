@@ -228,7 +228,7 @@ def test_a_run_with_adapters_refuses_another_quantized_base_or_quantizer(
     assert result.exit_code == 2
     assert f"codes of quantized kernels ({had} -> 999.0) changed" in " ".join(result.stderr.split())
     evaluated = here("evaluate", "--checkpoint", quantized)
-    assert evaluated.exit_code == 2 and f"pip install 'qwix=={had}'" in evaluated.stderr
+    assert evaluated.exit_code == 2 and f"run pip install 'qwix=={had}'" in evaluated.stderr
     assert digest_of(resumed) == before
 
 

@@ -292,7 +292,7 @@ def test_a_replay_refuses_groups_that_do_not_fill_a_step(
         message = "contains 4 groups, but a step has rollout.prompts_per_step = 4 on each of 2 hosts; set .* to 2"
         check_refused(source, message, at=loose)
         write_jsonl(loose, [record for record in records_of(loose) if record["group_id"] != 2])
-        check_refused(source, "2 hosts cannot share them evenly", at=loose)
+        check_refused(source, "use a number of hosts that divides", at=loose)
     file = Path(shutil.copy(step_file(source, 1), loose))
     message = r"samples\.jsonl:13: group_id 0 and group_id 1 both have samples of prompt \S+, .*; join them under one"
     check_refused(source, message, at=asked_twice(file))

@@ -206,7 +206,7 @@ class RayWorker(RolloutWorker):
             except Exception as error:
                 raise InputError(
                     f"rollout.ray: the actor of {self.name}, which needs {_format_resources(self.resources)}, cannot "
-                    f"start: {_first_line(error)}"
+                    f"start: {_first_line(error)}; see its log on the cluster, or set rollout.ray.address: null"
                 ) from error
             for info in (one for one in results if isinstance(one, ActorInfo)):
                 self.info = info
