@@ -162,6 +162,7 @@ def find_run_settings(run_paths: Mapping[str, Path | None], *, is_quiet: bool = 
 
     Args:
         run_paths: option -> checkpoint, samples or folder of the run.
+        is_quiet: whether to print no note.
 
     Raises:
         InputError: a folder does not belong to a run. Reading it with the default settings would give wrong results.

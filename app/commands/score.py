@@ -97,6 +97,8 @@ def score_file(
 
     Args:
         out: the output; with several checkpoints a pattern with `{run}`, `{step}` or `{index}`.
+        check_packing: whether to check packed rows first; see `score_tokens`.
+        overwrite: whether existing outputs are replaced.
 
     Raises:
         InputError: an output exists and must not be replaced, two checkpoints have the same output, or the output is a

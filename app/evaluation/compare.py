@@ -332,7 +332,7 @@ def _notes(first: EvaluationResults, second: EvaluationResults, *, num_unjudged:
 
 
 def write_plot(path: Path, comparison: EvaluationComparison) -> None:
-    """Plots before and after with their intervals, and the differences; equal comparisons produce equal bytes.
+    """Plots the metrics before and after, and their differences, with intervals; equal comparisons give equal bytes.
 
     Only metrics that fit on one axis are drawn: fractions, or the accuracies of a plug-in judge.
     """

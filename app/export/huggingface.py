@@ -219,7 +219,7 @@ def export_config(config: HfConfig, *, dtype: str, eos_ids: Sequence[int]) -> di
 
 
 def export_generation_config(base: Mapping[str, Any], *, eos_ids: Sequence[int], pad_id: int) -> dict[str, Any]:
-    """Returns the base model's generation configuration, with the EOS tokens used in training."""
+    """Returns the base model's generation configuration, with the EOS and padding ids used in training."""
     kept = {name: value for name, value in base.items() if name != "transformers_version"}
     return {"pad_token_id": pad_id, **kept, "eos_token_id": unwrap_single_id(eos_ids)}
 

@@ -157,6 +157,7 @@ def decode_attention_errors(
     caches on every device. All hosts must call it together.
 
     Args:
+        window: length of the attention window; None without one.
         block: number of tokens in a KV block; dense attention uses caches that are not divided into blocks.
         block_size: the result of `decode_block_size`.
     """

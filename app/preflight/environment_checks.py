@@ -93,7 +93,7 @@ def hub_offline(sources: Sequence[HubSource]) -> Iterator[None]:
 
 
 def check_hub_source(recorder: CheckRecorder, source: HubSource, *, is_cached: bool) -> None:
-    """Checks that a model or data set is in this machine's cache, or that this user may download it."""
+    """Checks that a model or data set is in this machine's cache (`is_cached`), or that this user may download it."""
     check, endpoint = f"hub: {source.setting}", constants.ENDPOINT
     if is_cached:
         recorder.ok(check, f"{source.hub_id} is in this machine's cache")

@@ -29,7 +29,8 @@ HELD_OUT_SEED = 0
 def load_training_data(data: DataSettings, *, seed: int, reads_completions: bool = False) -> Dataset:
     """Loads the rows of `data.source`; `seed` selects the arithmetic problems.
 
-    In a mixture, each uid starts with `<index of the source>/`, and the column `data_source` names the source.
+    In a mixture, each uid starts with `<index of the source>/`, and the column `data_source` names the source. With
+    `reads_completions`, answers are completions for sft.
 
     Raises:
         InputError: the data set cannot be used (see `load_dataset` and `make_problems`).

@@ -49,7 +49,7 @@ class CallRecord(BaseModel):
 def resolve_format(
     setting: ToolCallFormat | Literal["auto"], tokenizer: Tokenizer, *, has_tools: bool
 ) -> ToolCallFormat:
-    """Returns the format in which the policy writes calls; with `auto`, the one that the chat template uses.
+    """Returns the format in which the policy writes calls: `setting`, or for `auto` the one of the chat template.
 
     Raises:
         InputError: there are tools, but the template writes calls in none of the known formats.

@@ -71,7 +71,11 @@ def new_figure(width: float, height: float, *, salt: str = "") -> Iterator[Figur
 
 
 def save_figure(figure: Figure, kind: Literal["png", "svg"], *, transparent: bool = False) -> bytes:
-    """Returns the content of an image file without a date, so that equal figures give equal bytes."""
+    """Returns the content of an image file without a date, so that equal figures give equal bytes.
+
+    Args:
+        transparent: whether the background is transparent rather than white.
+    """
     metadata = {"Date": None} if kind == "svg" else {"Software": None}
     file = io.BytesIO()
     figure.savefig(file, format=kind, dpi=150, metadata=metadata, transparent=transparent)

@@ -115,7 +115,7 @@ class PlugInSignature:
 def read_signature(
     parameters: Sequence[Parameter], columns: DataColumns, *, is_estimator: bool = False
 ) -> PlugInSignature:
-    """Returns the calling style of a function and the names of the arguments to pass.
+    """Returns the calling style of a function (or advantage estimator) and the names of the arguments to pass.
 
     Raises:
         LoadError: a required parameter cannot be filled, or no parameter depends on the sample.

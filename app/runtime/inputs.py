@@ -100,7 +100,7 @@ def eval_columns(settings: Settings, rows: PromptsOrRows) -> DataColumns:
 
 
 def read_policy(settings: Settings, *, config_only: bool = False) -> ModelSpec:
-    """Reads the model of `model.path` and its tokenizer.
+    """Reads the model of `model.path` and its tokenizer, or with `config_only` only its `config.json`.
 
     Raises:
         InputError: the model cannot be used, or its context is too short for the settings.
@@ -111,7 +111,7 @@ def read_policy(settings: Settings, *, config_only: bool = False) -> ModelSpec:
 
 
 def read_critic(settings: Settings, model: ModelSpec, *, config_only: bool = False) -> NetworkSpec | None:
-    """Reads the model that the critic starts from; returns None without a critic."""
+    """Reads the model that the critic starts from, or only its `config.json`; returns None without a critic."""
     if not settings.has_critic:
         return None
     critic = read_critic_spec(settings, model, config_only=config_only)
@@ -120,7 +120,7 @@ def read_critic(settings: Settings, model: ModelSpec, *, config_only: bool = Fal
 
 
 def read_teacher(settings: Settings, model: ModelSpec, *, config_only: bool = False) -> NetworkSpec | None:
-    """Reads the model of `reference.path`; returns None if the run has no teacher."""
+    """Reads the model of `reference.path`, or only its `config.json`; returns None if the run has no teacher."""
     if not settings.has_teacher:
         return None
     teacher = read_reference_spec(settings, model, config_only=config_only)

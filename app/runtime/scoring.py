@@ -203,7 +203,12 @@ def score_samples(
     is_scanned: bool,
     temperature: float = 1.0,
 ) -> tuple[list[Float32[np.ndarray, "C"]], GlobalPlan]:
-    """Returns the logprobs or values of this host's samples, and the plan. All hosts must call it together."""
+    """Returns the logprobs or values of this host's samples, and the plan. All hosts must call it together.
+
+    Args:
+        is_scanned: whether one compiled scan runs all micro-batches.
+        temperature: sampling temperature, by which logits are divided.
+    """
     plan = batcher(samples, scorer.mesh)
     rows = fetch_rows(samples, plan, READ_BY_SCORING, scorer.route_shape)
     runner = scorer.run_scanned if is_scanned else scorer.run_looped

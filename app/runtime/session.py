@@ -173,7 +173,12 @@ class Session:
         return AsyncRollout(self.workers, weights, self.rollout_request(policy_version=policy_version))
 
     def rollout_request(self, *, policy_version: int = 0, first_group_id: int = 0) -> GenerationRequest:
-        """Returns the request for generating a round of samples under `rollout.*`."""
+        """Returns the request for generating a round of samples under `rollout.*`.
+
+        Args:
+            policy_version: the training step of the weights, on which the random numbers of sampling depend.
+            first_group_id: the group id of the first prompt.
+        """
         return GenerationRequest(
             rules=sampling_rules(self.settings),
             seed=self.settings.run.seed,

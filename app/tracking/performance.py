@@ -86,7 +86,11 @@ class StepFlops:
 def make_step_flops(
     settings: Settings, session: Session, reward_model: RewardModelSpec | None, *, trains_policy: bool = True
 ) -> StepFlops:
-    """Returns the passes of a step through policy, reference, critic and reward model."""
+    """Returns the passes of a step through policy, reference, critic and reward model.
+
+    Args:
+        trains_policy: False while the critic warms up.
+    """
     policy = session.model_spec.policy_definition
     critic = session.scoring.critic and session.scoring.critic.spec.definition
     networks: Mapping[ForwardRole, DecoderDefinition | None] = {
@@ -121,6 +125,7 @@ def network_pass(definition: DecoderDefinition, *, shares_prompts: bool, updates
     same.
 
     Args:
+        shares_prompts: whether a prompt is computed once for all its samples.
         updates: number of forward and backward passes; 0 = a forward pass only.
     """
     blocks, has_adapters = forward_flops(definition.architecture), definition.lora is not None
@@ -137,7 +142,7 @@ def network_pass(definition: DecoderDefinition, *, shares_prompts: bool, updates
 
 
 def step_performance(samples: Sequence[Sample], *, flops: float, seconds: float) -> dict[str, float | int | None]:
-    """Returns a step's speed and peak memory. `perf/mfu` is None if the peak FLOP/s of the devices is unknown."""
+    """Returns the speed and peak memory of a step; `perf/mfu` is None if the devices' peak FLOP/s is unknown."""
     num_tokens = int(sum_over_hosts(np.asarray(sum(len(s.completion_ids) for s in samples))))
     kind = jax.devices()[0].device_kind
     peak = next((most for start, most in PEAK_FLOPS.items() if kind.startswith(start)), None)

@@ -167,7 +167,7 @@ class LearnerGroup:
 
 
 def make_learner_group(session: ScoringSession, custom: CustomEstimator | None = None) -> LearnerGroup:
-    """Builds advantages and updates from `algorithm.*`, `critic.*` and `optimizer.*`."""
+    """Builds advantages and updates from `algorithm.*`, `critic.*`, `optimizer.*`, and the plug-in `custom` if any."""
     settings = session.settings
     assert settings.algorithm.filter is not None
     longest = MaxLengths.from_settings(settings)

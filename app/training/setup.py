@@ -187,9 +187,11 @@ def open_session(
 ) -> tuple[Session, LearnerGroup]:
     """Builds the learners of a run, and opens its generators in the remaining memory.
 
-    With given or replayed samples, only evaluations generate. `custom` is the plug-in of `algorithm.estimator`.
+    With given or replayed samples, only evaluations generate.
 
     Args:
+        custom: the plug-in of `algorithm.estimator`; None without one.
+        is_replay: whether samples are replayed.
         must_fit: whether to refuse a teacher that does not fit in memory; reports accept it and show the missing
             memory.
 
