@@ -25,7 +25,8 @@ from app.report.metrics_history import (
 REARM_STEPS = 25
 """Steps after which an alert may be raised again, if its condition was absent in all of them."""
 SHORT_WINDOW_STEPS, LONG_WINDOW_STEPS = 5, 10
-"""Numbers of steps over which a metric is averaged: one step is noisy, and a constant reward needs more of them."""
+"""Numbers of steps over which a metric is averaged: one step is noisy, and a constant reward needs the longer
+window."""
 ENTROPY_COLLAPSE_FRACTION = 0.1
 """Fraction of the initial entropy that counts as a collapse. A run that learns keeps more: the quickstart a quarter."""
 SOLVED_REWARD = 0.95

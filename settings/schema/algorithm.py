@@ -49,8 +49,8 @@ class AlgorithmSettings(Section):
     each_first (GDPO): compare each function's rewards, then sum the weighted advantages and divide by their standard
     deviation over the step, so that a reward with a high variance does not drown the others."""
     ratio_level: Literal["token", "sequence"] | None = None
-    """Level of the probability ratio: one per token, or one per sample, the geometric mean over its tokens. When null,
-    it follows from `algorithm.name`."""
+    """Level of the probability ratio: one ratio per token (token), or one per sample, the geometric mean over its
+    tokens (sequence). When null, it follows from `algorithm.name`."""
     clip: Literal["ppo", "cispo"] | None = None
     """Gradient of tokens with a ratio outside the clip range: zero (ppo), or weighted by the clipped ratio (cispo).
     When null, it follows from `algorithm.name`."""
@@ -76,8 +76,9 @@ class AlgorithmSettings(Section):
         Literal["token-mean", "sequence-mean-token-mean", "sequence-mean-token-sum", "constant-length"] | None,
         BeforeValidator(lambda value: VERL_AGGREGATIONS.get(value, value) if isinstance(value, str) else value),
     ] = None
-    """Mean over all tokens, or mean over samples of each sample's token mean, token sum, or token sum divided by
-    `rollout.max_new_tokens`. verl's names are also accepted. When null: constant-length for dr_grpo,
+    """How the losses of tokens are combined: mean over all tokens (token-mean), or mean over samples of each sample's
+    token mean (sequence-mean-token-mean), token sum (sequence-mean-token-sum), or token sum divided by
+    `rollout.max_new_tokens` (constant-length). verl's names are also accepted. When null: constant-length for dr_grpo,
     sequence-mean-token-sum for rloo, sequence-mean-token-mean for gspo, token-mean for the others."""
     filter: Literal["none", "zero_variance"] | None = None
     """Dynamic sampling: `zero_variance` drops groups whose rewards are all equal and replaces them with groups of the
@@ -95,15 +96,16 @@ class AlgorithmSettings(Section):
     is 1. When null: truncate with `rollout.max_staleness` above 0, `rollout.weights` or `rollout.kv_cache`, else
     none."""
     correction_level: Literal["token", "sequence", "geometric"] | None = None
-    """Level of w: one per token, or one per sample, the product (sequence) or geometric mean over its tokens. When
-    null: geometric for `ratio_level: sequence`, else token."""
+    """Level of the importance weight w of `algorithm.correction`: one per token (token), or one per sample, the product
+    (sequence) or the geometric mean (geometric) over its tokens. When null: geometric for `ratio_level: sequence`, else
+    token."""
     correction_max: float = Field(default=2.0, ge=1)
     """Upper bound on the importance weight w of `algorithm.correction`."""
     correction_min: float = Field(default=0.5, ge=0, le=1)
     """Lower bound on the importance weight w; used only by `correction: mask`."""
     correction_veto: float | None = Field(default=None, ge=0, lt=1)
-    """A sample that contains a token with w below this value gets weight 0. 0 disables this. When null, 1e-4 if a
-    correction is enabled."""
+    """A sample that contains a token with an importance weight below this value gets weight 0. 0 disables this. When
+    null, 1e-4 if a correction is enabled."""
     epochs: int = Field(default=1, ge=1)
     """Number of passes over the samples of each rollout. More passes learn more from each sample, but are less
     on-policy."""
@@ -129,10 +131,11 @@ class AlgorithmSettings(Section):
     gamma: float = Field(default=1.0, ge=0, le=1)
     """Discount factor per token, for estimators that credit each token."""
     lam: float = Field(default=0.95, ge=0, le=1)
-    """Lambda of GAE: 1 uses the observed rewards only, 0 the critic's value of the next token only."""
+    """Lambda of GAE. With 1, returns are sums of observed rewards; with 0, the reward of a token plus the critic's
+    value of the next one."""
     length_adaptive_lam: float | None = Field(default=None, gt=0)
-    """Alpha of VAPO's length-adaptive GAE, 0.05 in the paper: advantages of a sample use lambda = max(0, 1 - 1 / (alpha
-    x number of trainable tokens)) instead of `lam`. Null disables it."""
+    """Alpha of VAPO's length-adaptive GAE, 0.05 in the paper: advantages of a sample with n trainable tokens use lambda
+    = max(0, 1 - 1 / (alpha n)) instead of `lam`. Null disables it."""
     bootstrap_truncated: bool = False
     """Adds the critic's value after the last token to the return of a sample that `rollout.max_new_tokens`, a limit in
     `env` or the environment truncated. If false, that value is 0, as for finished samples."""
