@@ -145,17 +145,10 @@ class Checkpoints:
         """
         steps, records = self._common_steps(), dict[int, ProgressRecord]()
         for step in steps:
-            folder = self._directory / str(step)
-            read = functools.partial(read_on_all_hosts, functools.partial(ProgressRecord.read, folder))
-            try:
-                record, reason = read()
-                if record is None and replace_damaged(step):
-                    record, reason = read()
-            except OtherVersionError as error:
-                raise InputError(f"--resume: {folder} {error}") from error
-            if record is None:
-                _warn_damaged(step, reason)
-            else:
+            record = self._read_record(step)
+            if record is None and not records and replace_damaged(step):
+                record = self._read_record(step)
+            if record is not None:
                 records[step] = record
                 self.record_evaluations(record.progress)
         damaged = [step for step in steps if step not in records]
@@ -164,7 +157,11 @@ class Checkpoints:
             check(record.progress)
             read = functools.partial(self._read_state, self._directory / str(step))
             state, reason = read_verified(read, record.checksums, self._target)
-            if state is None and replace_damaged(step):
+            # The copy may be of another save of this step, with its own checksums.
+            if state is None and replace_damaged(step) and (copied := self._read_record(step)) is not None:
+                record = copied
+                self.record_evaluations(record.progress)
+                check(record.progress)
                 state, reason = read_verified(read, record.checksums, self._target)
             if state is not None:
                 self._move_aside(damaged)
@@ -178,6 +175,17 @@ class Checkpoints:
                 "or start over with another run.name"
             )
         return None
+
+    def _read_record(self, step: int) -> ProgressRecord | None:
+        """Returns the record of a step on all hosts; None, with a warning, if it is damaged on any of them."""
+        folder = self._directory / str(step)
+        try:
+            record, reason = read_on_all_hosts(functools.partial(ProgressRecord.read, folder))
+        except OtherVersionError as error:
+            raise InputError(f"--resume: {folder} {error}") from error
+        if record is None:
+            _warn_damaged(step, reason)
+        return record
 
     def _read_state(self, folder: Path) -> NetworkStates:
         """Reads a state with the dtypes that it was saved with."""

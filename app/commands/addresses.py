@@ -52,9 +52,10 @@ def name_run(resolved: Resolved, resume: Resume) -> Resolved:
     """
     run, names = resolved.settings.run, list[str]()
     if is_address(run.dir) and resolved.provenance["run.name"] == "derived":
-        from app.tracking.bucket import Bucket
+        from app.tracking.bucket import Bucket, BucketUnreachableError
 
-        with nullcontext() if runs_alone(resolved.settings.mesh) else suppress(InputError):
+        is_alone = runs_alone(resolved.settings.mesh)
+        with nullcontext() if is_alone else suppress(InputError, BucketUnreachableError):
             names = Bucket(run.dir).run_names(f"{run.name}*")
     return with_run_name(resolved, resume, names)
 

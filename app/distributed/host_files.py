@@ -86,16 +86,22 @@ def copy_from_process_0(folder: Path, patterns: Sequence[str], *, option: str = 
     Raises:
         InputError: a host cannot write the copies.
     """
-    is_process_0, sizes = jax.process_index() == 0, dict[str, int]()
     with ExitStack() as stack:
         with error_barrier(), _explain_failed_copy(option):
-            if is_process_0:
-                sizes = {name: (folder / name).stat().st_size for name in _matching_files(folder, patterns)}
-            else:
+            if jax.process_index() != 0:
                 folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="grpo-"))) / folder.name
-        for name, size in json.loads(broadcast_bytes(json.dumps(sizes).encode())).items():
-            _copy_file(folder / name, size, option)
+        copy_files(folder, patterns, option=option)
         yield folder
+
+
+def copy_files(folder: Path, patterns: Sequence[str], *, option: str = "run.dir") -> None:
+    """Copies the files of process 0's folder that match one of `patterns` into the folders of the other hosts."""
+    sizes = dict[str, int]()
+    with error_barrier():
+        if jax.process_index() == 0:
+            sizes = {name: (folder / name).stat().st_size for name in _matching_files(folder, patterns)}
+    for name, size in json.loads(broadcast_bytes(json.dumps(sizes).encode())).items():
+        _copy_file(folder / name, size, option)
 
 
 def _copy_file(path: Path, size: int, option: str) -> None:

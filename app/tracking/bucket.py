@@ -35,6 +35,8 @@ LEASE = "lease.json"
 """Object that says which process writes the copy."""
 TIMEOUT_S, BYTES_PER_S = 60.0, 1 << 20
 """A request may take `TIMEOUT_S`, plus the time of its content at `BYTES_PER_S`. gcsfs and s3fs have no such limit."""
+MAX_FETCHES = 5
+"""Maximum number of times that a run which changes during a fetch is fetched."""
 SLOW_S = 5.0
 """Seconds after which a message says that the bucket has not answered yet."""
 EXTRAS = {"gs": "gcs", "gcs": "gcs", "s3": "s3"}
@@ -43,6 +45,10 @@ EXTRAS = {"gs": "gcs", "gcs": "gcs", "s3": "s3"}
 
 class BucketUnreachableError(RuntimeError):
     """The network to a bucket failed for longer than gcsfs or s3fs retries."""
+
+
+class ObjectGoneError(RuntimeError):
+    """An object was deleted after it had been listed."""
 
 
 def bucket_of(run: RunSettings) -> Bucket:
@@ -112,6 +118,8 @@ class Bucket:
         timer.start()
         try:
             yield
+        except ObjectGoneError:
+            raise
         # Every exception: each library has its own for a missing bucket, permission or key.
         except Exception as error:
             kind = type(error).__name__
@@ -155,10 +163,17 @@ class Bucket:
         self._call("put_file", str(source), f"{self._root}/{name}", num_bytes=source.stat().st_size)
 
     def download(self, sizes: Mapping[str, int], folder: Path) -> None:
-        """Downloads the named objects of these sizes into a folder, several at once."""
+        """Downloads the named objects of these sizes into a folder, several at once.
+
+        Raises:
+            ObjectGoneError: one of them has been deleted.
+        """
         if sizes:
             sources, targets = [f"{self._root}/{name}" for name in sizes], [str(folder / name) for name in sizes]
-            self._call("get", sources, targets, num_bytes=sum(sizes.values()))
+            try:
+                self._call("get", sources, targets, num_bytes=sum(sizes.values()))
+            except FileNotFoundError as error:
+                raise ObjectGoneError(str(error)) from error
 
     def delete(self, *names: str) -> None:
         # If an answer is lost, the libraries ask again, and find nothing.
@@ -199,6 +214,18 @@ def fetch_run(bucket: Bucket, run: RunDirectory, *, steps: Collection[int] | Non
         InputError: the copy cannot be fetched, is that of another run, or takes more space than the disk has.
         BucketUnreachableError: the network failed.
     """
+    for _ in range(MAX_FETCHES):
+        # A run that is being trained deletes old checkpoints.
+        with suppress(ObjectGoneError):
+            return _fetch_once(bucket, run, steps)
+    raise InputError(
+        f"{bucket.option}: the run in {bucket.address} deletes its checkpoints before they are fetched; raise "
+        "checkpoint.keep, or fetch it when it has ended"
+    )
+
+
+def _fetch_once(bucket: Bucket, run: RunDirectory, steps: Collection[int] | None) -> str:
+    """Fetches a run once, as `fetch_run` describes."""
     sessions, metrics = run.sessions_path.name, run.metrics_path.name
     with bucket.explain_failure("read"):
         sizes = bucket.sizes()
@@ -215,12 +242,13 @@ def fetch_run(bucket: Bucket, run: RunDirectory, *, steps: Collection[int] | Non
         return ""
     whole = {step for step in run.checkpoint_steps if _is_whole(run, complete.get(step, ()), sizes)}
     newest, newest_here = max(complete, default=-1), max(whole, default=-1)
-    wanted = ({newest, best} if newest > newest_here else set()) if steps is None else {*steps}
+    is_ahead = newest_here > newest
+    wanted = (set() if is_ahead else {newest, best}) if steps is None else {*steps}
     new = sorted(wanted & complete.keys() - whole)
     num_bytes = run.metrics_path.stat().st_size if run.metrics_path.exists() else -1
-    has_lines = sizes.get(metrics, -1) > num_bytes and newest >= newest_here
+    has_lines = sizes.get(metrics, -1) > num_bytes
     small = {}
-    if new or has_lines or not run.has_settings:
+    if not run.has_settings or ((new or has_lines) and not is_ahead):
         names = (name for name in sizes if not name.startswith(("checkpoints/", ".")) and name != LEASE)
         small = {name: sizes[name] for name in names if "/" not in name or not _is_whole(run, [name], sizes)}
     if not small and not new:
@@ -234,9 +262,7 @@ def fetch_run(bucket: Bucket, run: RunDirectory, *, steps: Collection[int] | Non
             f"on the disk of {run.path}; free some space, or start in another folder"
         )
     log.info("fetching %s from %s", format_bytes(needed), bucket.address)
-    partial = run.path / FETCHED
-    shutil.rmtree(partial, ignore_errors=True)
-    with bucket.explain_failure("fetched"):
+    with bucket.explain_failure("fetched"), _fetched(run) as partial:
         bucket.download(small, partial)
         # The sessions first, which mark the directory of a run, and the metrics last, which say that all is there.
         for name in sorted(small, key=lambda name: (name != sessions, name == metrics)):
@@ -248,7 +274,6 @@ def fetch_run(bucket: Bucket, run: RunDirectory, *, steps: Collection[int] | Non
             target.parent.mkdir(exist_ok=True)
             shutil.rmtree(target, ignore_errors=True)
             (partial / "checkpoints" / str(step)).rename(target)
-    shutil.rmtree(partial, ignore_errors=True)
     if best in run.checkpoint_steps:
         link = run.path / BEST
         with suppress(OSError):  # Some file systems have no links.
@@ -267,15 +292,28 @@ def is_same_run(bucket: Bucket, run: RunDirectory) -> bool:
 
 
 def replace_checkpoint(bucket: Bucket, run: RunDirectory, step: int) -> bool:
-    """Replaces a damaged checkpoint by its copy; returns False if there is no complete one."""
+    """Replaces a damaged checkpoint by its copy, and keeps it as `damaged-STEP`; returns False without a whole copy."""
     with bucket.explain_failure("read"):
-        if step not in complete_steps(bucket, bucket.sizes()):
-            return False
-    aside = run.checkpoints_dir / f"damaged-{step}"
-    shutil.rmtree(aside, ignore_errors=True)
-    (run.checkpoints_dir / str(step)).rename(aside)
-    fetch_run(bucket, run, steps=[step])
+        sizes = bucket.sizes()
+        parts = complete_steps(bucket, sizes).get(step)
+    if parts is None:
+        return False
+    target, aside = (run.checkpoints_dir / name for name in (str(step), f"damaged-{step}"))
+    with bucket.explain_failure("fetched"), _fetched(run) as partial:
+        bucket.download({name: sizes[name] for name in parts}, partial)
+        shutil.rmtree(aside, ignore_errors=True)
+        target.rename(aside)
+        (partial / "checkpoints" / str(step)).rename(target)
     return True
+
+
+@contextmanager
+def _fetched(run: RunDirectory) -> Iterator[Path]:
+    """Yields an empty folder for files that are not whole yet."""
+    partial = run.path / FETCHED
+    shutil.rmtree(partial, ignore_errors=True)
+    yield partial
+    shutil.rmtree(partial, ignore_errors=True)
 
 
 def _is_whole(run: RunDirectory, names: Collection[str], sizes: Mapping[str, int]) -> bool:

@@ -279,6 +279,8 @@ class RunMirror:
             if self._wake.is_set() and not self._is_ending.is_set():
                 # A step has ended in the meantime: its lines are written before the other arrays.
                 self._wake.clear()
+                if self._is_ending.is_set():  # It may have been set just before.
+                    self._wake.set()
                 self._write_files(everything=False)
         # A checkpoint that was already being deleted may lack links; the newest is never deleted.
         if is_newest or all((folder / path.relative_to(copied)).exists() for path in paths):

@@ -14,13 +14,14 @@ from app.checkpoint.retention import LatestAndBestPolicy
 from app.checkpoint.saved_policy import load_trained_params
 from app.checkpoint.train_progress import RunState, TrainProgress
 from app.distributed.collectives import error_barrier, max_over_hosts
+from app.distributed.host_files import copy_files
 from app.mesh.placement import to_host_memory
 from app.model.decoder import Params
 from app.rollout.scheduling.length_estimator import LearnedLengths
 from app.runtime.pinned_revisions import record_commits
 from app.tracking.run_log import NullRunLog, RunLog
-from app.tracking.run_mirror import RunMirror
 from app.training.inputs import CHANGEABLE_FINGERPRINTS, MINI_BATCH_PROMPTS, PROMPTS_PER_STEP
+from app.training.run_folder import RunFolder
 from app.training.setup import RunSetup
 from app.update.optimizer import TrainState
 
@@ -62,7 +63,7 @@ def restore_or_initialize(checkpoints: Checkpoints, setup: RunSetup) -> tuple[Ru
     allowed = {"changeable": CHANGEABLE_FINGERPRINTS, "allowed": setup.allow_changed}
     restored = checkpoints.restore(
         lambda saved: check_fingerprints(saved.fingerprints, fingerprints, **allowed),
-        replace_damaged=partial(_fetch_again, setup.folder.mirror),
+        replace_damaged=partial(_fetch_again, setup.folder),
     )
     if restored is not None:
         saved_networks, progress = restored
@@ -92,11 +93,14 @@ def restore_or_initialize(checkpoints: Checkpoints, setup: RunSetup) -> tuple[Ru
     return RunState.from_networks(networks, kl_coef=kl_coef(before)), progress
 
 
-def _fetch_again(mirror: RunMirror | None, step: int) -> bool:
-    """Replaces a damaged checkpoint by its copy in the bucket; returns on all hosts whether process 0 found one."""
+def _fetch_again(folder: RunFolder, step: int) -> bool:
+    """Replaces a damaged checkpoint by the copy in the run's bucket; returns False if there is none."""
     with error_barrier():
-        is_replaced = mirror is not None and mirror.replace_checkpoint(step)
-    return bool(max_over_hosts(np.asarray(int(is_replaced))))
+        is_replaced = folder.mirror is not None and folder.mirror.replace_checkpoint(step)
+    is_replaced = bool(max_over_hosts(np.asarray(int(is_replaced))))
+    if is_replaced and not folder.is_seen_by_all:
+        copy_files(folder.run.path, [f"checkpoints/{step}/progress/*"])
+    return is_replaced
 
 
 def open_run_log(setup: RunSetup, progress: TrainProgress, *, resumed: bool) -> RunLog | NullRunLog:

@@ -239,6 +239,42 @@ def test_only_the_newest_the_best_or_a_named_checkpoint_is_fetched(run, address,
         fetch_run(bucket, elsewhere, steps=steps)
         assert {*elsewhere.checkpoint_steps} == expected and elsewhere.has_settings
     assert (elsewhere.path / BEST).readlink() == Path("1")
+    # The newest alone is not all that a run continues from.
+    fetch_run(bucket, named := RunDirectory(tmp_path / "named"), steps=(3,))
+    fetch_run(bucket, named)
+    assert {*named.checkpoint_steps} == {1, 3}
+
+
+def test_a_fetch_leaves_the_lines_of_a_directory_that_is_ahead(run, address) -> None:
+    save(run, 2)
+    with RunMirror(run, bucket := Bucket(address)) as mirror:
+        mirror.start()
+    for step in (3, 4):
+        save(run, step)
+    lines = run.metrics_path.read_bytes()
+    fetch_run(bucket, run, steps=(2,))
+    assert {*run.checkpoint_steps} == {2, 3, 4} and run.metrics_path.read_bytes() == lines
+    assert replace_checkpoint(bucket, run, 2) and run.metrics_path.read_bytes() == lines
+
+
+def test_a_checkpoint_that_is_deleted_during_a_fetch_is_replaced_by_a_newer_one(
+    run, address, tmp_path, monkeypatch
+) -> None:
+    bucket, elsewhere, download = Bucket(address), RunDirectory(tmp_path / "elsewhere"), Bucket.download
+
+    def download_late(self: Bucket, sizes: dict[str, int], folder: Path) -> None:
+        if any(name.startswith("checkpoints/1/") for name in sizes):
+            save(run, 2)
+            shutil.rmtree(run.checkpoints_dir / "1")
+            mirror.request()
+            wait_for(lambda: "checkpoints/2.complete" in bucket.sizes() and not bucket.sizes("checkpoints/1"))
+        download(self, sizes, folder)
+
+    with RunMirror(run, Bucket(address)) as mirror:
+        mirror.start()
+        wait_for(lambda: "checkpoints/1.complete" in bucket.sizes())
+        monkeypatch.setattr(Bucket, "download", download_late)
+        assert fetch_run(bucket, elsewhere) == f"fetched from {address}: step 2"
 
 
 def test_fetching_a_run_over_another_run_is_refused(run, address, tmp_path) -> None:
