@@ -127,8 +127,8 @@ def generation_devices(wanted: float | tuple[int, ...], *, num_devices: int) -> 
     if isinstance(wanted, tuple):
         if wanted[-1] >= num_devices:
             raise InputError(
-                f"rollout.devices: got {wanted[-1]}, but each host has devices 0 to {num_devices - 1}; give some of "
-                "these, or a fraction such as 0.5"
+                f"rollout.devices: got {wanted[-1]}, but each host has devices 0 to {num_devices - 1}; give indices "
+                f"below {num_devices}, or a fraction such as 0.5"
             )
         return wanted
     num_generating = round(wanted * num_devices)

@@ -64,7 +64,9 @@ def read_jsonl_tolerant(
     except FileNotFoundError:
         raise InputError(f"{path.absolute()}: no such file; correct the path") from None
     except (OSError, EOFError, zlib.error) as error:
-        raise InputError(f"{path.absolute()}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
+        raise InputError(
+            f"{path.absolute()}: cannot be read: {getattr(error, 'strerror', None) or error}; give another file"
+        ) from error
 
 
 def parse_object(raw: bytes, where: str, *, reads_nan: bool = False) -> dict[str, Any]:

@@ -205,7 +205,7 @@ def sample_from_record(record: Mapping[str, Any], *, where: str) -> Sample:
     if fields.routes is not None:
         optional["routes"] = _decode_routes(fields.routes, len(fields.prompt_token_ids) + num_tokens, where=where)
     if not fields.prompt_token_ids:
-        raise InputError(f"{where}: prompt_token_ids is empty; a completion needs a token before it")
+        raise InputError(f"{where}: prompt_token_ids is empty; a completion needs a token before it; remove the line")
     if fields.episode is not None:
         optional["episode"] = _read_episode(fields.episode, optional.get("loss_mask"), num_tokens, where=where)
     suffix = f"/s{fields.sample_index}"

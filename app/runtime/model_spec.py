@@ -29,7 +29,7 @@ from app.prompts.tokenizer import Tokenizer, encoding_fingerprint, load_fast_tok
 from app.records.text_format import format_percent
 from app.records.versions import QUANTIZATION_PACKAGE, version_of
 from settings import Settings
-from settings.errors import InputError
+from settings.errors import InputError, join_words
 from settings.schema.model import PROJECTION_GROUPS, AttentionImplementation, ModelSettings
 from settings.schema.rollout import RolloutWeights
 
@@ -191,7 +191,7 @@ def adapted_definition(definition: DecoderDefinition, model: ModelSettings) -> D
         check_quantization(settings.quantize_base, model_dim=architecture.model_dim)
     if architecture.num_experts is not None and {*settings.projections} & {*PROJECTION_GROUPS["mlp"]}:
         raise InputError(
-            f"model.lora.targets: {', '.join(settings.targets)} includes matrices of the MLP, but this model has "
+            f"model.lora.targets: {join_words(settings.targets, last='and')} would adapt the MLP, but this model has "
             f"{architecture.num_experts} experts instead, which get no adapters; set model.lora.targets: attention"
         )
     lora = LoRAConfig(settings.rank, settings.alpha, settings.projections)
@@ -265,7 +265,7 @@ def read_reference_spec(settings: Settings, policy: ModelSpec, *, config_only: b
     if problem is not None:
         raise InputError(
             f"reference.path: {problem} {settings.model.path}, so the teacher would misread the policy's tokens; "
-            "choose one of the policy's family"
+            "choose a teacher of the policy's family"
         )
     architecture = replace(teacher.architecture, vocab_size=num_tokens)
     files = replace(teacher.files, weights=FirstTokens(teacher.files.weights, num_tokens))

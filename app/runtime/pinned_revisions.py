@@ -59,8 +59,10 @@ def _read_pins(path: Path) -> dict[str, dict[str, Any]]:
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise InputError(f"--resume: {path} cannot be read as JSON ({error}); use another run.name") from error
+        raise InputError(
+            f"--resume: {path} cannot be read as JSON ({error}); restore it, or use another run.name"
+        ) from error
     if not isinstance(record, dict):
-        raise InputError(f"--resume: {path} does not contain a JSON object; use another run.name")
+        raise InputError(f"--resume: {path} does not contain a JSON object; restore it, or use another run.name")
     records = {"model": record} | {section: record[section] for section in MODEL_FIELDS if section in record}
     return {section: one for section, one in records.items() if isinstance(one, dict) and "commit" in one}

@@ -125,9 +125,7 @@ def open_input(
         InputError: the path is not a file.
     """
     if path.exists() and not path.is_file():
-        raise InputError(
-            f"--input: {path} is not a file; give a file written by grpo score, or one of matrices ({NPZ_SUFFIX})"
-        )
+        raise InputError(f"--input: {path} is not a file; give a file written by grpo score, or a {NPZ_SUFFIX} file")
     return (GaeMatrixFile if is_npz(path) else GaeSampleFile)(path, settings, backend=backend, mask_mode=mask_mode)
 
 

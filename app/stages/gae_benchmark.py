@@ -125,7 +125,8 @@ def run_benchmark(
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InputError(
-            f"--out: cannot create the folder {folder.absolute()} for bench.json and bench.png: {error.strerror}"
+            f"--out: cannot create the folder {folder.absolute()} for bench.json and bench.png: {error.strerror}; "
+            "choose another one"
         ) from None
     for name in ("bench.json", "bench.png"):
         check_output_path(folder / name)
@@ -157,7 +158,7 @@ def parse_shapes(text: str) -> list[BenchmarkShape]:
     for part in text.split(","):
         if not re.fullmatch(r"[1-9]\d{0,9}x[1-9]\d{0,9}", part.strip()):
             raise InputError(
-                f"--shapes: expected ROWSxTOKENS,..., as in 16x8192,256x131072, got {part.strip() or text!r}"
+                f"--shapes: expected shapes such as 16x8192,256x131072 (rows x tokens), got {part.strip() or text!r}"
             )
         shape = BenchmarkShape(*map(int, part.strip().split("x")))
         if shape.rows * shape.tokens > MAX_TOKENS:

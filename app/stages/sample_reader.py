@@ -153,7 +153,7 @@ def check_fits(sample: Sample, architecture: Architecture, *, where: str) -> Non
         if len(beyond):
             raise InputError(
                 f"{where}: {name}[{beyond[0]}] is token {ids[beyond[0]]}, but the vocabulary of model.path ends at "
-                f"{architecture.vocab_size - 1}; was it sampled with another tokenizer?"
+                f"{architecture.vocab_size - 1}; set model.path to the model that sampled it"
             )
     length = len(prompt_ids) + len(completion_ids)
     if length > architecture.max_positions:

@@ -123,7 +123,7 @@ def _read_located(input: Path, settings: Settings) -> list[LocatedSample]:
         fields = {**whole, **texts, **_read_reference(whole)}
         for name, reason in needed.items():
             if fields.get(name) is None:
-                raise InputError(f"{where}: the field `{name}` is missing ({reason}); add it, or remove the line")
+                raise InputError(f"{where}: missing {name} ({reason}); add the field, or remove the line")
         # A sample without a reward was masked; now that it gets one, the mask is removed.
         was_dropped = record.get("finish_reason") == NO_REWARD_FINISH_REASON
         has_episode = "episode" in names and record.get("episode") is not None

@@ -27,6 +27,7 @@ from app.records.run_directory import RunDirectory, step_of_samples
 from app.records.sample import DROPPED_PREFIX, Prompt, Sample, group_samples
 from app.records.sample_json import read_samples
 from app.records.settings_history import SettingsHistory
+from app.records.text_format import format_count
 from app.report.run_files import sample_files
 from app.reward.aggregate import was_dropped_in_rollout
 from app.reward.builtin_tasks import check_answers
@@ -329,12 +330,12 @@ def _read_step_file(
         missing |= set() if has_saved_reward(sample) and has_parts else {"reward"}
         missing |= {"episode"} if sample.episode is None and not was_dropped_in_rollout(sample) else set()
     if not group_sizes:
-        raise InputError(f"{path} contains no samples; give a file written by grpo rollout, or a run")
+        raise InputError(f"{path} contains no samples; give a file written by grpo rollout, or the folder of a run")
     smallest = min(group_sizes.values())
     if source is not None and smallest < source.rollout.group_size:
         raise InputError(
-            f"{path} is incomplete: a group has {smallest} samples, but its run sampled {source.rollout.group_size} "
-            "per prompt; restore it from a copy"
+            f"{path} is incomplete: a group has {smallest} of the {source.rollout.group_size} samples per prompt of "
+            "its run; restore it from a copy"
         )
     per_host, hosts = settings.rollout.prompts_per_step, jax.process_count()
     if len(group_sizes) != per_host * hosts:
@@ -345,8 +346,8 @@ def _read_step_file(
             else f"set rollout.prompts_per_step to {each}"
         )
         raise InputError(
-            f"{path} contains {len(group_sizes)} groups, but a step has rollout.prompts_per_step = {per_host}"
-            f"{f' on each of {hosts} hosts' if hosts > 1 else ''}; {way_out}"
+            f"{path} contains {format_count(len(group_sizes), 'group')}, but a step has rollout.prompts_per_step = "
+            f"{per_host}{f' on each of {hosts} hosts' if hosts > 1 else ''}; {way_out}"
         )
     if max(group_sizes.values()) > settings.rollout.group_size:
         raise InputError(

@@ -184,7 +184,7 @@ def test_each_host_holds_a_contiguous_part_of_the_rows_in_host_order(reports):
         assert reports[0][shape] == [named, list(range(8))]
         assert reports[1][shape] == [named, list(range(8, 16))]
     for one in reports:
-        assert one["1,1,8"].startswith("refused: mesh.shape: tp = 8 spans hosts 0, 1 with 4 devices each")
+        assert one["1,1,8"].startswith("refused: mesh.shape: tp = 8 spans hosts 0 and 1 with 4 devices each")
 
 
 @pytest.mark.two_hosts

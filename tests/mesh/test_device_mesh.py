@@ -84,9 +84,9 @@ def test_the_mesh_rows_of_each_host_are_contiguous(shape):
 @pytest.mark.parametrize(
     ("shape", "per_host", "found"),
     [
-        ((1, 2, 4), (2, 2, 2, 2), "tp = 4 spans hosts 0, 1 with 2 devices each"),
+        ((1, 2, 4), (2, 2, 2, 2), "tp = 4 spans hosts 0 and 1 with 2 devices each"),
         # Hosts have three devices, so the second of the three tp groups spans both.
-        ((1, 3, 2), (3, 3), "tp = 2 spans hosts 0, 1 with 3 devices each"),
+        ((1, 3, 2), (3, 3), "tp = 2 spans hosts 0 and 1 with 3 devices each"),
     ],
 )
 def test_tp_across_hosts_is_refused_with_valid_values(shape, per_host, found):

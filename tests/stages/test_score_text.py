@@ -85,19 +85,19 @@ def test_text_samples_can_be_scored_by_reward_and_critic_and_passed_to_gae(tiny_
 @pytest.mark.parametrize(
     ("record", "chosen", "message"),
     [
-        ({"answer": "3"}, "run.seed=0", "the field `completion` is missing (rewards grade its text)"),
+        ({"answer": "3"}, "run.seed=0", "missing completion (rewards grade its text)"),
         ({"completion": "3"}, "run.seed=0", "in.jsonl:1 has no answer"),
         ({"completion": "3", "answer": [3]}, "run.seed=0", "in.jsonl:1 has the answer '[3]', which is not a number"),
         ({"completion": CHAT, "answer": "3"}, "run.seed=0", "completion: expected a string or a list"),
         (
             {"completion": "3", "answer": "3"},
             "reward.functions=[{plug}:f]",
-            "the field `prompt` is missing",
+            "in.jsonl:1: missing prompt",
         ),
         (
             {"completion": "3", "answer": "3"},
             "reward.overlong_buffer=2",
-            "the field `completion_token_ids` is missing",
+            "in.jsonl:1: missing completion_token_ids",
         ),
     ],
 )

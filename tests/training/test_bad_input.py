@@ -52,7 +52,7 @@ ROWS = "4 does not divide the 6 samples of an optimizer step on each device (12 
             ("data.curriculum=pass_rate", "rollout.prompts_per_step=41"),
             "41, must differ, but data.source has only 40",
         ),
-        (("algorithm.dynamic_microbatch=false",), "set it to 2, which does, or set algo"),
+        (("algorithm.dynamic_microbatch=false",), "set it to 2, or set algo"),
     ],
 )
 def test_train_refuses_settings_that_do_not_fit_the_model_data_or_devices(

@@ -42,7 +42,7 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         (("mesh.shape=2,1,4",), "mesh.shape: tp = 4 does not divide the 6 experts of "),
         (("rollout.mesh=tp=4",), "rollout.mesh: 'tp=4' does not divide the 6 experts of the model; set tp to "),
-        (("model.lora.rank=2",), "model.lora.targets: all includes matrices of the MLP, but this model has 6 experts"),
+        (("model.lora.rank=2",), "model.lora.targets: all would adapt the MLP, but this model has 6 experts"),
         (("rollout.weights=int8",), "rollout.weights: int8 cannot quantize the matrices of this model's experts"),
         (
             ("model.lora.rank=2", "model.lora.targets=attention", "model.lora.quantize_base=int8"),

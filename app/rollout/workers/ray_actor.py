@@ -31,7 +31,7 @@ from app.rollout.sampling.token_sampling import SamplingRules
 from app.rollout.scheduling.protocol import RunSegment, SegmentEnded, WorkerKind
 from app.rollout.sequence import DecodeText, RolloutSequence
 from app.rollout.workers.worker import Admission, RolloutWorker
-from settings.errors import InputError
+from settings.errors import InputError, join_words
 from settings.schema.mesh import MeshSettings
 from settings.schema.model import Quantization
 
@@ -192,6 +192,6 @@ def check_slots_divide(spec: ActorSpec, row_shards: int) -> None:
     buckets = spec.shapes.batch_buckets
     if any(rows % row_shards for rows in buckets):
         raise InputError(
-            f"rollout.workers.{spec.kind}.slots: batches of {', '.join(map(str, buckets))} rows cannot all be split "
+            f"rollout.workers.{spec.kind}.slots: batches of {join_words(buckets, last='and')} rows cannot all be split "
             f"over the {row_shards} row shards of a Ray actor's devices; set it to a multiple of {4 * row_shards}"
         )
