@@ -140,9 +140,7 @@ def read_signature(
     if unknown or not arguments:
         problem = "has no parameter that a sample can fill"
         if unknown:
-            problem = (
-                f"has parameters that cannot be filled: {_quote_names(unknown)}; remove them, or give them defaults"
-            )
+            problem = f"has parameters that cannot be filled: {_quote_names(unknown)}; remove or rename them"
         raise LoadError(f"{problem}. {_describe_available(columns, style)}")
     return PlugInSignature(style, tuple(arguments))
 
