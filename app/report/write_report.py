@@ -76,7 +76,7 @@ def write_report(path: Path, *, num_samples: int = DEFAULT_NUM_SAMPLES) -> dict[
     except OSError as error:
         # The error of a full disk does not name a file.
         raise InputError(
-            f"{error.filename or path}: cannot be written: {error.strerror}; free space, or let this user write"
+            f"{error.filename or path}: cannot be written: {error.strerror}; correct this and run grpo report again"
         ) from error
     return {
         "steps": len(steps),

@@ -165,4 +165,6 @@ def test_a_report_removes_plots_without_data_and_names_unwritable_folders(tmp_pa
     (run / "plots").rename(run / "other")
     (run / "plots").write_text("in the way")
     result = here("report", run)
-    assert (result.exit_code, result.stderr) == (2, f"error: {run / 'plots'}: cannot be written: File exists\n")
+    way_out = "correct this and run grpo report again"
+    assert result.exit_code == 2
+    assert result.stderr == f"error: {run / 'plots'}: cannot be written: File exists; {way_out}\n"
