@@ -85,7 +85,7 @@ def matching_metric_names(history: History, prefix: str, suffix: str) -> list[st
 
 @dataclass(frozen=True)
 class Series:
-    """The finite values of one metric."""
+    """The finite values of one metric, and their steps."""
 
     steps: np.ndarray
     values: np.ndarray

@@ -234,9 +234,9 @@ class RewardFunctions:
     def grade_held_out(self, samples: Sequence[Sample], step_info: StepInfo) -> RewardedSamples:
         """Returns held-out samples with accuracy as their only reward; without reward if the function abstained.
 
-        Accuracy is the value of the first function, or of its task's correctness function if it is a format reward;
-        without functions it is the environment's reward. A failure counts as 0 unless `reward.on_error` is `raise`; a
-        sample that could not be generated also counts as 0.
+        Accuracy is the value of the first function or, if that is a format reward, of the correctness function of its
+        task; without functions it is the environment's reward. A failure counts as 0 unless `reward.on_error` is
+        `raise`; a sample that could not be generated also counts as 0.
         """
         assert self._held_out_function is not None
         on_error = "raise" if self._settings.on_error == "raise" else "zero"

@@ -112,7 +112,7 @@ def estimate_advantages(settings: Settings, *, input: Path, out: Path, backend: 
 
 
 def is_npz(path: Path) -> bool:
-    """Returns whether a file's name has the suffix of matrices."""
+    """Returns whether a file's name ends in .npz, the format of matrices."""
     return path.suffix.lower() == NPZ_SUFFIX
 
 

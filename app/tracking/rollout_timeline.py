@@ -26,7 +26,7 @@ COLORS: dict[SampleRole | None, str] = {"probe": ORANGE, "fast": BLUE, "any": BL
 SLOT_HEIGHT, LANE_GAP = 0.11, 0.8
 """Height of a slot, in inches, and gap between workers, in slots."""
 MERGE_GAP = 0.001
-"""Maximum pause, as a share of the makespan, between segments of a sample that are drawn as one bar: under 1 pt."""
+"""Maximum pause, as a share of the makespan, between segments of a sample that are drawn as one bar."""
 WIDTH, MIN_HEIGHT, MAX_HEIGHT = 10.0, 2.1, 16.5
 """Width of the plot and limits of its height, in inches; slots become thinner if there are too many."""
 MARGIN = 1.45

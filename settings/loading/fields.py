@@ -19,7 +19,7 @@ from settings.schema.settings import Settings
 MIN_SIMILARITY = 0.7
 """Minimum similarity (difflib's ratio) of a suggested name."""
 MIN_FIELD_SIMILARITY = 0.8
-"""Minimum similarity of a suggested setting; higher, because names of unrelated settings are often similar."""
+"""Minimum similarity of a suggested setting; higher than for other names, because unrelated settings look alike."""
 
 
 def _iter_fields(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:

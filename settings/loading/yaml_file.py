@@ -19,7 +19,7 @@ from settings.errors import InputError
 
 MAX_BYTES = 256 * 1024
 MAX_VALUES = 10_000
-"""Maximum number of values after alias expansion."""
+"""Maximum number of values in a YAML document after alias expansion."""
 MAX_DEPTH = 20
 """Maximum nesting depth, which also catches an alias that contains itself."""
 
