@@ -45,6 +45,8 @@ def finished_history(settings: Settings) -> History | None:
     run, last = RunDirectory.from_settings(settings.run), settings.run.steps
     if not runs_alone(settings.mesh) or max(run.checkpoint_steps, default=0) < last:
         return None
+    if is_address(settings.run.dir):  # Its copy in the bucket may still lack files, which a start completes.
+        return None
     lines = read_jsonl_tolerant(run.metrics_path) if run.metrics_path.is_file() else ()
     history = [record for _, record in lines if not isinstance(record, InputError)]
     # A step's line is written after its evaluation.

@@ -495,5 +495,10 @@ def test_a_run_continues_from_its_copy_on_an_empty_disk(config, address, monkeyp
     result = succeeded(here("train", "--config", config, "--resume", "auto", *overrides))
     assert "continuing after step 4" in result.stderr and (run / "checkpoints" / "damaged-4").is_dir()
     assert_same_run(run, whole / "x", step=5)
+    # The run was killed after its last step, before the copy was complete.
+    Bucket(f"{address}/x").delete("checkpoints/5.complete")
+    succeeded(here("train", "--config", config, "--resume", "auto", *overrides))
+    bucket = Bucket(f"{address}/x")
+    assert 5 in complete_steps(bucket, bucket.sizes())
     again = here("train", "--config", config, *settings(*chosen, f"run.dir={address}", "run.name=x"))
     assert again.exit_code == 2 and f"{address}/x already holds a run" in again.stderr
