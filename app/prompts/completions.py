@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -96,9 +96,12 @@ class CompletionEncoder:
 
 
 def encode_completions(
-    prompts: Sequence[Prompt], encoder: CompletionEncoder, *, max_tokens: int
+    prompts: Sequence[Prompt], encoder: CompletionEncoder, *, max_tokens: int, places: Mapping[str, str]
 ) -> tuple[list[Sample], str]:
     """Returns samples of prompts whose answers are completions of at most `max_tokens` tokens, in order, and a report.
+
+    Args:
+        places: file and line of each row, by the prompt's uid, for errors.
 
     Raises:
         InputError: see `CompletionEncoder.encode`; or all completions are too long, or with `data.overlong_prompts:
@@ -111,7 +114,7 @@ def encode_completions(
         try:
             ids, mask = encoder.encode(prompt, completion)
         except InputError as error:
-            raise InputError(f"{prompt.uid}: {error}") from error
+            raise InputError(f"{places.get(prompt.uid, prompt.uid)}: {error}") from error
         lengths.append(len(ids))
         last = next(message for message in reversed(completion) if message["role"] == "assistant")
         sample = Sample(
@@ -120,8 +123,8 @@ def encode_completions(
             group_id=0,
             completion_ids=np.asarray(ids, np.int32),
             completion=message_text(last),
+            # The packer needs logprobs and advantages; the cross-entropy reads neither.
             behavior_logprobs=np.broadcast_to(np.float32(np.nan), len(ids)),
-            # The gradient of the cross-entropy is REINFORCE's with this advantage.
             advantages=np.broadcast_to(np.float32(1), len(ids)),
             finish_reason="stop",
             policy_version=0,

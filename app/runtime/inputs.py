@@ -175,7 +175,8 @@ def encode_train_data(
     if not settings.is_supervised:
         return prompts, (), report
     encoder = CompletionEncoder(tokenizer, settings.data, stop=settings.rollout.stop)
-    samples, text = encode_completions(prompts, encoder, max_tokens=settings.rollout.max_new_tokens)
+    places = {row.uid: row.where for row in dataset.rows if row.where}
+    samples, text = encode_completions(prompts, encoder, max_tokens=settings.rollout.max_new_tokens, places=places)
     _check_parts(dataset, samples, "completion", "rollout.max_new_tokens")
     return [sample.prompt for sample in samples], samples, f"{report}\n{text}"
 

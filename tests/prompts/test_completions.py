@@ -37,7 +37,9 @@ def encoded(
     chosen = DataSettings.model_validate({"max_prompt_length": 1000} | data)
     row = DatasetRow("d/0", prompt, completion, where="d.jsonl:1")
     prompts, _ = encode_prompts([row], tokenizer, chosen)
-    (sample,), report = encode_completions(prompts, CompletionEncoder(tokenizer, chosen), max_tokens=max_tokens)
+    (sample,), report = encode_completions(
+        prompts, CompletionEncoder(tokenizer, chosen), max_tokens=max_tokens, places={}
+    )
     return sample, report
 
 
@@ -142,12 +144,12 @@ def test_long_completions_are_dropped_or_refused(tmp_path: Path) -> None:
     rows = [DatasetRow(f"d/{n}", "Q", "x" * n, where=f"d:{n}") for n in (3, 8, 5)]
     prompts, _ = encode_prompts(rows, tokenizer, data)
     encoder = CompletionEncoder(tokenizer, data)
-    samples, report = encode_completions(prompts, encoder, max_tokens=6)
+    samples, report = encode_completions(prompts, encoder, max_tokens=6, places={})
     assert [sample.completion for sample in samples] == ["xxx", "xxxxx"]
     assert report == ("completions: 2 kept, 1 dropped (rollout.max_new_tokens 6); longest 9 tokens; 10 tokens to learn")
     one = r"rollout\.max_new_tokens = 6 is too short for 1 of 3 completions: .*or set data\.overlong_prompts: drop"
     with pytest.raises(InputError, match=one):
         strict = CompletionEncoder(tokenizer, DataSettings(max_prompt_length=1000, overlong_prompts="error"))
-        encode_completions(prompts, strict, max_tokens=6)
+        encode_completions(prompts, strict, max_tokens=6, places={})
     with pytest.raises(InputError, match=r"3 of 3 completions: the shortest has 4 tokens, the longest 9; raise it$"):
-        encode_completions(prompts, encoder, max_tokens=3)
+        encode_completions(prompts, encoder, max_tokens=3, places={})

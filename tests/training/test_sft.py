@@ -180,6 +180,11 @@ def test_sft_refuses_unusable_completions_and_settings(sft_config: Path, tiny_mo
     rows = write(sft_config.parent / "rows.jsonl", [{"prompt": "1", "completion": "2"}, {"prompt": "1", "answer": "2"}])
     data = (f"data.source={rows}", *UNJUDGED)
     assert "rows.jsonl:2: completion: expected a completion as text or chat, got None" in refused(sft_config, *data)
+    turns = [{"role": role, "content": "2"} for role in ("assistant", "user", "assistant")]
+    rows.write_text("\n" + json.dumps({"prompt": "1", "completion": turns}) + "\n")
+    chat = refused(sft_config, *data, "data.chat_template=none", "data.system_prompt=null")
+    assert "rows.jsonl:2: the completion is a chat" in chat
+    write(rows, [{"prompt": "1", "completion": "2"}])
     column = refused(sft_config, *data, "data.answer_column=messages")
     assert "data.answer_column: " in column and "has no column messages" in column
     long = refused(sft_config, "rollout.max_new_tokens=1")
