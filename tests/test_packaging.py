@@ -127,7 +127,7 @@ print(scored.records[0]["reward"], sys.modules["app"].__file__)
 """
 
 
-def test_python_api_and_rewards_import_modules_of_the_user(run, installed, tmp_path):
+def test_python_api_and_rewards_can_import_user_modules_named_like_our_packages(run, installed, tmp_path):
     (tmp_path / "rewards.py").write_text(
         "import app, settings\ndef score(completion): return app.REWARD * settings.FACTOR"
     )
@@ -143,7 +143,9 @@ def test_python_api_and_rewards_import_modules_of_the_user(run, installed, tmp_p
     assert message.endswith("2.0 3.0\n")
 
 
-def test_an_environment_imports_modules_of_the_user(run: Callable[..., str], tmp_path: Path) -> None:
+def test_an_environment_can_import_user_modules_named_like_our_packages(
+    run: Callable[..., str], tmp_path: Path
+) -> None:
     (tmp_path / "game.py").write_text(
         "import app, sys\nfrom grpo import StepResult\nimport settings\n"
         "class Game:\n    def reset(self): return None\n    def step(self, text, calls):\n"

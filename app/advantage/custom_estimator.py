@@ -68,7 +68,7 @@ class CustomEstimator:
             InputError: the call fails.
         """
         if (failure := self.compute_outcomes(samples, np.eye(1, len(samples))[0])[0].failure) is not None:
-            trial = "the trial call before the run failed"
+            trial = "the trial call before training failed"
             raise InputError(f"{self.plug_in.source}: {trial}: {failure.kind}: {failure.text}; fix the function")
 
     def compute_outcomes(self, samples: Sequence[Sample], rewards: Float[np.ndarray, "N"]) -> list[RewardOutcome]:

@@ -39,7 +39,7 @@ from app.prompts.encode import encode_prompts
 from app.records.identity import prompts_digest
 from app.records.run_directory import RunDirectory, check_run_directory, is_address
 from app.records.sample import Prompt
-from app.records.text_format import format_bytes
+from app.records.text_format import format_bytes, format_count
 from app.records.versions import minimum_versions
 from app.runtime.environments import prepare_turns, try_episode
 from app.runtime.host_supervision import join_hosts
@@ -276,11 +276,11 @@ def _read_data(
     source = settings.data.eval_source or settings.data.source
     with recorder.run_check("held-out data"), skip_uncached("held-out data", setting):
         rows = read_eval_rows(settings)
-        found = f"{len(rows):,} rows of {source}; {NO_TOKENIZER}"
+        found = f"{format_count(len(rows), 'row')} of {source}; {NO_TOKENIZER}"
         if tokenizer is not None:
             inputs.held_out, _ = encode_prompts(rows, tokenizer, settings.data)
             check_chosen_metrics(settings, inputs.held_out)
-            found = f"{len(inputs.held_out):,} prompts of {source}"
+            found = f"{format_count(len(inputs.held_out), 'prompt')} of {source}"
         recorder.ok("held-out data", found)
 
 

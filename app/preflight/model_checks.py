@@ -30,7 +30,7 @@ from app.prompts.encode import misread_prompts
 from app.prompts.tokenizer import Tokenizer
 from app.prompts.turn_end import overlooked_end, set_eos_token, unended_turn
 from app.records.sample import Prompt, Sample
-from app.records.text_format import format_bytes
+from app.records.text_format import format_bytes, format_count
 from app.reward.plugin import StepInfo
 from app.rollout.request import GenerationRequest
 from app.rollout.sampling.token_sampling import SamplingRules
@@ -67,7 +67,7 @@ def check_chat_template(
     text = tokenizer.decode_with_special_tokens(prompt.token_ids)
     if len(text) > MAX_SHOWN_CHARACTERS:
         text = f"...{text[-MAX_SHOWN_CHARACTERS:]}"
-    shown = f"{prompt.uid}, {len(prompt.token_ids)} tokens: {text!r}"
+    shown = f"{prompt.uid}, {format_count(len(prompt.token_ids), 'token')}: {text!r}"
     if settings.data.chat_template == "none":
         recorder.ok("template", f"none (data.chat_template); {shown}")
     elif (fault := misread_prompts(rows, tokenizer.template, settings.data)) is not None:
@@ -155,7 +155,7 @@ def check_answer(recorder: CheckRecorder, session: Session, params: Params, prom
         recorder.warn("answer", found, f"if {name} ends a turn, set {set_eos_token(tokenizer, ids[place])}")
     else:
         ends = "ends" if sample.finish_reason == "stop" else "has not ended"
-        recorder.ok("answer", f"the most likely answer {ends} after {len(ids)} tokens: {shown}")
+        recorder.ok("answer", f"the most likely answer {ends} after {format_count(len(ids), 'token')}: {shown}")
 
 
 def _greedy_answer(session: Session, params: Params, prompt: Prompt) -> Sample:

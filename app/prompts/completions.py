@@ -14,6 +14,7 @@ from app.prompts.observation_encoder import ObservationEncoder
 from app.prompts.tokenizer import Tokenizer
 from app.prompts.turn_end import unended_turn
 from app.records.sample import Messages, Prompt, Sample, message_text
+from app.records.text_format import format_count
 from settings.errors import InputError
 from settings.schema.data import DataSettings
 
@@ -135,10 +136,11 @@ def encode_completions(
     if num_dropped and not (drops and samples):
         raise InputError(
             f"rollout.max_new_tokens = {max_tokens} is too short for {num_dropped:,} of {len(prompts):,} completions: "
-            f"the shortest has {min(lengths)} tokens, the longest {max(lengths)}; raise it"
+            f"the shortest has {format_count(min(lengths), 'token')}, the longest {max(lengths):,}; raise it"
             + ("" if drops else ", or set data.overlong_prompts: drop")
         )
+    num_learned = sum(int(sample.mask.sum()) for sample in samples)
     return samples, (
         f"completions: {len(samples):,} kept, {num_dropped:,} dropped (rollout.max_new_tokens {max_tokens}); longest "
-        f"{max(lengths)} tokens; {sum(int(sample.mask.sum()) for sample in samples):,} tokens to learn"
+        f"{format_count(max(lengths), 'token')}; {format_count(num_learned, 'token')} to learn"
     )

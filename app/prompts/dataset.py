@@ -17,6 +17,7 @@ from app.prompts.chat import read_messages, split_completion
 from app.records.jsonl import read_jsonl
 from app.records.parquet import read_parquet
 from app.records.sample import Messages
+from app.records.text_format import format_count
 from app.records.typed_values import to_json
 from settings.errors import InputError, join_words
 from settings.schema.model import split_revision
@@ -74,7 +75,7 @@ class Dataset:
         columns = ", ".join(f"{role} from {column}" for role, column in self.column_mapping.items())
         num_unanswered = sum(row.answer is None for row in self.rows)
         missing = f", {num_unanswered:,} without an answer" if 0 < num_unanswered < len(self.rows) else ""
-        return f"{self.source}: {len(self.rows):,} rows ({columns}{missing})"
+        return f"{self.source}: {format_count(len(self.rows), 'row')} ({columns}{missing})"
 
 
 RawRow = tuple[str, str, Mapping[str, Any]]
@@ -146,8 +147,7 @@ def _read_files(source: str) -> list[RawRow]:
 
 
 def _check_shards(folder: Path, files: Sequence[Path]) -> None:
-    """Raises InputError unless all files of a folder may be shards of one split."""
-    way_out = f"name those to read by a pattern such as {folder}/train*.parquet"
+    """Raises InputError if a folder has no data files, or if its files cannot all be shards of one split."""
     if not files:
         raise InputError(
             f"data.source: expected a folder with files ending in {join_words(FILE_SUFFIXES)}, got {folder.absolute()}"
@@ -155,8 +155,11 @@ def _check_shards(folder: Path, files: Sequence[Path]) -> None:
     for kind_of in (_suffix, lambda file: next((name for name in SPLIT_NAMES if file.name.startswith(name)), "")):
         different = {kind_of(file): file for file in files}
         if len(different) > 1:
-            names = ", ".join(str(file.relative_to(folder)) for file in different.values())
-            raise InputError(f"data.source: {folder.absolute()} contains more than one split: {names}; {way_out}")
+            names = join_words((str(file.relative_to(folder)) for file in different.values()), last="and")
+            raise InputError(
+                f"data.source: {folder.absolute()} mixes splits or file formats (for example {names}); select the "
+                f"files with a pattern, such as {folder}/train*.parquet"
+            )
 
 
 def _suffix(path: Path) -> str:

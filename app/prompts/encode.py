@@ -12,6 +12,7 @@ import numpy as np
 from app.prompts.chat import check_text, check_unicode, message_texts, plain_text, to_messages
 from app.prompts.dataset import DatasetRow
 from app.records.sample import Messages, Prompt
+from app.records.text_format import format_count
 from app.records.typed_values import to_text
 from settings.errors import InputError
 from settings.schema.data import DataSettings
@@ -142,6 +143,7 @@ def encode_prompts(
     num_dropped, num_truncated = len(rows) - len(prompts), num_overlong if keeps_overlong else 0
     text = (
         f"prompts: {len(prompts):,} kept, {num_dropped:,} dropped, {num_truncated:,} truncated"
-        f" (data.max_prompt_length {max_prompt_length}); longest {max(lengths)} tokens"
+        f" (data.max_prompt_length {max_prompt_length}); longest "
+        f"{format_count(max(lengths), 'token')}"
     )
     return prompts, EncodeReport(num_dropped, text)

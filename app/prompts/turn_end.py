@@ -78,8 +78,8 @@ def overlooked_end_notices(completions: Sequence[Sequence[int]], tokenizer: Toke
         if count >= OVERLOOKED_SHARE * len(completions):
             name = tokenizer.decode_with_special_tokens([token_id])
             return [
-                f"{count} of {len(completions)} samples continue after the control token {name!r}, which is not an "
-                f"EOS token; if it ends a turn, set {set_eos_token(tokenizer, token_id)}"
+                f"the control token {name!r}, which is not an EOS token, is followed by more text in {count} of "
+                f"{len(completions)} samples; if it ends a turn, set {set_eos_token(tokenizer, token_id)}"
             ]
     return []
 

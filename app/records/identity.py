@@ -18,7 +18,7 @@ MAX_SHOWN_CHARS = 60
 
 
 def different_names(before: Identity, now: Identity) -> list[str]:
-    """Returns the names of the values that differ, in the order of `before`."""
+    """Returns the names of the values that differ, in the order of `before`; names only in `now` come last."""
     return [name for name in dict.fromkeys([*before, *now]) if before.get(name) != now.get(name)]
 
 

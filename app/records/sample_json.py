@@ -376,10 +376,11 @@ def _per_token_arrays(
         if (entries := getattr(fields, name)) is not None:
             allowed = (num_tokens, num_tokens + 1) if name == "values" else (num_tokens,)
             if len(entries) not in allowed:
-                source = "" if length_field == TOKEN_IDS else f", as {length_field} has {num_tokens}"
+                more = ", and optionally one after the last" if name == "values" else ""
+                source = "" if length_field == TOKEN_IDS else f" ({length_field} has {num_tokens})"
                 raise InputError(
-                    f"{where}: {name} has length {len(entries)}, expected {join_words(allowed)}: one "
-                    f"entry per completion token{source}"
+                    f"{where}: {name} has length {len(entries)}, expected {join_words(allowed)}: one entry per "
+                    f"completion token{source}{more}"
                 )
             arrays[name] = np.array(entries, DTYPES.get(name, np.float32))
     return arrays

@@ -139,8 +139,8 @@ def restore_dropped(scored: RewardedSamples, samples: Sequence[Sample], *, fate:
     rest = iter(scored.samples)
     restored = [replace(s, rewards={}, reward=None) if was_dropped_in_rollout(s) else next(rest) for s in samples]
     reasons = Counter(sample.finish_reason.removeprefix(DROPPED_PREFIX) for sample in dropped)
-    listed = next(iter(reasons)) if len(reasons) == 1 else ", ".join(f"{n} {reason}" for reason, n in reasons.items())
-    notice = f"{len(dropped)} of {len(samples)} samples have {listed}, {fate}; first {dropped[0].uid}"
+    listed = ", ".join(f"{n} {reason}" for reason, n in reasons.items())
+    notice = f"the rollout dropped {len(dropped)} of {len(samples)} samples ({listed}), {fate}; first {dropped[0].uid}"
     return replace(scored, samples=restored, notices=(*scored.notices, notice))
 
 

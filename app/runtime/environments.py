@@ -17,6 +17,7 @@ from app.prompts.tool_calls import resolve_format, turn_calls
 from app.prompts.turn_end import unended_turn
 from app.records.identity import plugin_file_digests
 from app.records.sample import Prompt
+from app.records.text_format import format_count
 from app.records.typed_values import to_text
 from app.rollout.conversations import Conversations, TurnLimits
 from settings import Settings
@@ -89,7 +90,7 @@ def open_conversations(settings: Settings, tokenizer: Tokenizer) -> Conversation
 
 
 def try_episode(settings: Settings, tokenizer: Tokenizer, prompt: Prompt) -> str:
-    """Plays a first turn in which the policy gives the reference answer of a prompt; returns a report for users.
+    """Plays a trial episode whose only turn is a prompt's reference answer, and returns a report for users.
 
     This finds errors of the environment before anything is compiled.
 
@@ -103,17 +104,20 @@ def try_episode(settings: Settings, tokenizer: Tokenizer, prompt: Prompt) -> str
         [opening] = conversations.open([prompt])
         if opening.failure is not None:
             raise InputError(
-                f"env: the trial before the run failed, {prompt.uid}: {opening.failure.text}; fix the environment"
+                f"env.source: the environment failed to open a trial episode before training, for {prompt.uid}: "
+                f"{opening.failure.text}; fix the environment"
             )
         pool.step("trial", opening.start, opening.messages, turn, [], is_last=True)
         [reply] = pool.take(None)
     if reply.failure is not None:
         raise InputError(
-            f"env: the trial before the run failed, with the turn {turn!r:.60}: {reply.failure.text}; fix the "
-            "environment"
+            f"env.source: the environment failed in a trial episode before training, on the turn {turn!r:.60}: "
+            f"{reply.failure.text}; fix the environment"
         )
     names = ", ".join(schema["function"]["name"] for schema in tokenizer.tools)
-    opened = f"{len(opening.prompt.token_ids)} tokens of prompt" + (f" with the tools {names}" if names else "")
+    opened = f"a prompt of {format_count(len(opening.prompt.token_ids), 'token')}" + (
+        f" with the tools {names}" if names else ""
+    )
     reward = reply.reward + sum(reply.scores.values())
     observation = " ".join(message["content"] for message in reply.messages)
     return f"{prompt.uid}: {opened}; the turn {turn!r:.60} got {one_line(observation)!r} and a reward of {reward:g}"

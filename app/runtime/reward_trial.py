@@ -61,15 +61,20 @@ def try_reward_functions(rewards: RewardFunctions, tokenizer: Tokenizer, prompts
         trials.append(make_trial_samples(tokenizer, unanswered))
     for samples in trials:
         tried, first = rewards.try_functions(samples), samples[0]
-        place = f"for the answer {first.completion!r:.60} to {first.prompt.uid}"
+        place = f"on the answer {first.completion!r:.60} to {first.prompt.uid}"
         if first.prompt.answer is None:
-            place += f", one of {len(unanswered):,} rows of {len(prompts):,} without a reference answer"
+            place += f", a row without a reference answer ({len(unanswered):,} of {len(prompts):,})"
         if tried.fatal_error is not None:
-            raise InputError(f"reward.functions: the trial before the run failed, {place}: {tried.fatal_error}")
+            raise _trial_error(tried.fatal_error, place)
         for notice in tried.notices:
-            log.warning("a reward function failed in a trial %s: %s", place, notice)
+            log.warning("a reward function failed in a trial call before training %s: %s", place, notice)
         for warning in indifference_warnings(rewards, samples, tried):
             log.warning("%s", warning)
+
+
+def _trial_error(fatal_error: str, place: str) -> InputError:
+    failure = fatal_error.removeprefix("reward.functions: ")
+    return InputError(f"reward.functions: the trial call before training failed {place}: {failure}")
 
 
 def indifference_warnings(rewards: RewardFunctions, samples: Sequence[Sample], tried: RewardedSamples) -> list[str]:
@@ -98,9 +103,7 @@ def indifference_warnings(rewards: RewardFunctions, samples: Sequence[Sample], t
             [replace(sample, completion=text) for sample, text in zip(samples, texts, strict=True)]
         )
         if of_form.fatal_error is not None:
-            raise InputError(
-                f"reward.functions: the trial before the run failed, for {texts[0]!r:.60}: {of_form.fatal_error}"
-            )
+            raise _trial_error(of_form.fatal_error, f"on the answer {texts[0]!r:.60} to {samples[0].prompt.uid}")
         if of_form.notices:
             return []
         by_form.append(_values(of_form))

@@ -227,7 +227,9 @@ def devices_set_aside(settings: Settings) -> tuple[int, ...]:
 
 
 def open_mesh(settings: Settings, *, set_aside: Collection[int] = ()) -> Mesh:
-    """Opens the mesh of `mesh.shape`. `jax_startup.initialize_distributed` must have run.
+    """Creates the device mesh from `mesh.shape`. Call `jax_startup.initialize_distributed` first.
+
+    With `rollout.devices` and no `set_aside`, the mesh spans all devices instead.
 
     Args:
         set_aside: indices, on each host, of devices that are not part of the mesh.
@@ -246,7 +248,7 @@ def open_mesh(settings: Settings, *, set_aside: Collection[int] = ()) -> Mesh:
 
 
 def _with_shape_of_all_devices(settings: MeshSettings) -> MeshSettings:
-    """Returns the settings with a shape for all devices if `mesh.shape` is for fewer; keeps its tp."""
+    """Returns the settings with a `mesh.shape` that spans all devices, with the same tp."""
     sizes = settings.shape.split(",")
     if {"auto", "-1"} & {*sizes}:
         return settings

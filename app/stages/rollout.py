@@ -27,6 +27,7 @@ from app.records.identity import Identity, prompts_digest
 from app.records.jsonl import check_distinct_paths, check_output_path
 from app.records.partial_samples import PartFile, PartialSamples, part_path, remove_parts
 from app.records.sample import DROPPED_PREFIX, Prompt, Sample
+from app.records.text_format import format_count
 from app.report.matplotlib_figures import check_picture_path
 from app.rollout.scheduling.sample_states import SampleTable
 from app.rollout.sequence import RolloutSequence
@@ -271,7 +272,11 @@ def _sampling_metrics(counts: np.ndarray, finished: Mapping[str, Sample], second
         "dropped samples": dropped,
         "seconds": round(seconds, 2),
         "tokens per second": round((tokens - tokens_before) / seconds, 1),
-        **({"sampled before": f"{num_before} samples, {tokens_before} tokens"} if num_before else {}),
+        **(
+            {"sampled before": f"{format_count(num_before, 'sample')}, {format_count(tokens_before, 'token')}"}
+            if num_before
+            else {}
+        ),
     }
 
 

@@ -19,7 +19,7 @@ from app.update.policy_loss import LossStats
 
 
 class AccumulatedGradients(NamedTuple):
-    """Float32 sums over the micro-batches of an optimizer step processed so far."""
+    """Float32 sums over the micro-batches processed so far in an optimizer step."""
 
     gradients: Params
     stats: LossStats

@@ -1,9 +1,9 @@
-"""Compiles the programs of every preset for accelerators with the compiler of its hardware.
+"""Compiles the programs of every accelerator preset with the compiler of the target device.
 
     python scripts/bench/compiled_presets.py [PRESET ...] [--out FILE.json]
 
-The script runs `grpo inspect-mesh --compile` for each preset (for TPUs by `tpu_time.py`), with only the `config.json`
-of the model. No program is run, nothing is downloaded and no device is needed, only its compiler: `pip install -e
+For each preset, the script runs `grpo inspect-mesh --compile` (GPUs) or `tpu_time.py` (TPUs) on the model's
+`config.json` alone. It runs and downloads nothing and needs no accelerator, only the compiler: `pip install -e
 '.[tpu]'` or `'.[cuda]'`. Times are the compiler's estimates for the longest prompts and answers. The tests of
 `scripts/test.sh --compile` compare each preset with the record that this script writes.
 """

@@ -109,7 +109,7 @@ def test_a_failed_estimator_call_zeroes_or_drops_only_the_samples_of_its_prompt(
 def test_a_trial_call_refuses_an_unusable_estimator_result_before_the_run(result: Any, message: str) -> None:
     with opened(lambda rewards: result) as estimator, pytest.raises(InputError) as error:
         estimator.try_on(SAMPLES[:2])
-    assert f"algorithm.estimator: callable:f: the trial call before the run failed: {message}" in str(error.value)
+    assert f"algorithm.estimator: callable:f: the trial call before training failed: {message}" in str(error.value)
 
 
 def test_unusable_estimator_functions_are_reported(tmp_path: Path) -> None:

@@ -64,7 +64,7 @@ def test_equal_shape_batcher_pads_a_trimmed_tail_on_each_device() -> None:
     )
 
 
-def test_equal_shape_batcher_lengthens_short_rows_to_the_longest() -> None:
+def test_equal_shape_batcher_pads_all_micro_batches_to_the_largest_shape() -> None:
     batcher = PackedRowBatcher(TokenBudget(64, 32, share_prompts=False, balance=True), token_count_cost)
     for num_samples in range(9, 60, 5):
         lengths = lone(*[7] * num_samples, prompt=2)

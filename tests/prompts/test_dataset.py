@@ -71,7 +71,7 @@ def test_chosen_columns_take_precedence_over_usual_names(tmp_path):
     )
     (row,) = dataset.rows
     assert (row.prompt, row.answer) == ([{"role": m["role"], "content": m["content"]} for m in chat], 1.5)
-    assert dataset.to_text().endswith("1 rows (prompt from messages, answer from meta.key)")
+    assert dataset.to_text().endswith("1 row (prompt from messages, answer from meta.key)")
 
 
 def test_verl_parquet_files_are_read(tmp_path):
@@ -187,7 +187,7 @@ def test_shards_of_a_folder_or_a_pattern_are_read_as_one_data_set(tmp_path, monk
     assert [(row.uid, row.where) for row in load_dataset("e.jsonl.gz").rows] == [("e/0", "e.jsonl.gz:1")]
     write_parquet(tmp_path / "d" / "test.parquet", [{"prompt": "p"}])
     with pytest.raises(
-        InputError, match=r"d contains more than one split: .*test\.parquet.* such as d/train\*\.parquet"
+        InputError, match=r"d mixes splits or file formats \(for .*test\.parquet.* such as d/train\*\.parquet"
     ):
         load_dataset("d")
 
@@ -228,7 +228,7 @@ def test_unusable_data_files_are_refused(tmp_path, monkeypatch):
         "absent.jsonl": f"data.source: {tmp_path / 'absent.jsonl'}: no such file",
         "absent/data": "no such file; correct the path, or write hf:absent/data for a hub data set",
         "d.txt": r"d\.txt: expected a file ending in \.jsonl, \.json, \.jsonl\.gz, \.json\.gz or \.parquet",
-        ".": r"contains more than one split: .*; name those to read by a pattern such as",
+        ".": r"mixes splits or file formats \(.*\); select the files with a pattern, such as",
         "bare": r"expected a folder with files ending in \.jsonl, \.json, .* or .*, got .*bare",
         "e*.csv": r"data\.source: no file matches .*e\*\.csv",
         "cut.jsonl.gz": r"cut\.jsonl\.gz: cannot be read: Compressed file ended",

@@ -198,7 +198,8 @@ def test_samples_that_continue_after_a_control_token_are_reported_by_a_warning(t
     end, (last,) = tokenizer.encode_rendered("<|im_end|>")[0], tokenizer.eos_ids
     going_on, plain = [5, end, 6, last], [5, 6, last]
     (notice,) = overlooked_end_notices([going_on, *[plain] * 9], tokenizer)
-    assert notice.startswith("1 of 10 samples continue after the control token '<|im_end|>'")
+    assert notice.startswith("the control token '<|im_end|>', which is not an EOS token, is followed by more")
+    assert " in 1 of 10 samples; " in notice
     assert notice.endswith("set model.eos_tokens: ['<|im_end|>']")
     assert overlooked_end_notices([going_on, *[plain] * 10], tokenizer) == []
     # An observation begins with control tokens.

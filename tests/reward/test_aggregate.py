@@ -184,7 +184,7 @@ def test_a_sample_whose_environment_failed_has_no_reward() -> None:
     scored = rewarded([GAME, failed])
     assert [(s.rewards, s.reward) for s in scored.samples] == [({"env": 3.5}, 3.5), ({}, None)]
     assert scored.num_errors == scored.num_without_reward == 0
-    assert scored.notices == ("1 of 2 samples have environment timeout, left out; first row-0/s1",)
+    assert scored.notices == ("the rollout dropped 1 of 2 samples (1 environment timeout), left out; first row-0/s1",)
 
 
 def test_a_restored_sample_has_only_its_turns_in_the_loss() -> None:

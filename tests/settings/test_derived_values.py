@@ -137,7 +137,7 @@ algorithm.correction=mask algorithm.correction_veto=0 | mask token 0.0
 
 
 @pytest.mark.parametrize(("overrides", "expected"), CORRECTIONS)
-def test_default_correction_depends_on_staleness_and_rounded_sampling(overrides: str, expected: str) -> None:
+def test_default_correction_depends_on_staleness_and_quantized_rollouts(overrides: str, expected: str) -> None:
     resolved = with_sets("rollout.scheduler=adaptive", *overrides.split())
     ours = resolved.settings.algorithm
     assert f"{ours.correction} {ours.correction_level} {ours.correction_veto}" == expected

@@ -146,12 +146,16 @@ def test_a_broken_reward_function_is_refused_before_any_output(config: Path) -> 
         write_jsonl(config.parent / f"{name}.jsonl", [{"question": "1+1=?", "answer": "2", **more}] * 8)
     before = sorted(config.parent.rglob("*"))
     for function, data, messages in (
-        ("broken", (), ["before the run failed, for the answer ", "broken: raised: ValueError: always (plug.py:6)"]),
+        (
+            "broken",
+            (),
+            ["the trial call before training failed on the answer ", "broken: raised: ValueError: always (plug.py:6)"],
+        ),
         ("wants", (), ["cannot be filled: `mood`"]),
         (
             "needs",
             ("data.source=rows.jsonl", "data.eval_source=builtin:arithmetic"),
-            ["to rows/4, one of 1 rows of 5 without a reference answer: "],
+            ["to rows/4, a row without a reference answer (1 of 5): "],
         ),
         ("fussy", ("data.source=train.jsonl", "data.eval_source=test.jsonl"), ["plug.py:fussy also grades held-out"]),
     ):

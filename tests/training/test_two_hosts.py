@@ -66,7 +66,9 @@ def test_an_island_shares_buffers_with_training_and_does_not_wait_for_other_host
     assert found[1]["alone"] == found[1]["island"][:2]
 
 
-def test_stopping_one_host_ends_global_generation_but_only_its_own_island(found: list[dict[str, Any]]) -> None:
+def test_stopping_one_host_stops_all_hosts_with_global_placement_but_only_itself_with_island(
+    found: list[dict[str, Any]],
+) -> None:
     first, second = found
     assert first["stopped"] == {"global": "stopped", "island": "went on", "adaptive": "went on"}
     assert second["stopped"] == {"global": "stopped", "island": "stopped", "adaptive": "stopped"}

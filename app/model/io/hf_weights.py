@@ -22,6 +22,7 @@ from jaxtyping import Array
 from app.model.architecture import Architecture
 from app.model.decoder import DecoderDefinition, ParamPath, Params, flatten_by_path
 from app.model.io.model_files import TensorSource
+from app.records.text_format import format_count
 from settings.errors import InputError
 
 log = logging.getLogger(__name__)
@@ -235,8 +236,8 @@ def load_weights(
             )
 
     num_values = sum(int(np.prod(entry.file_shape)) for entry in entries)
-    size, plural = f"{len(entries):,} tensors of {num_values:,} values", "" if mesh.size == 1 else "s"
-    log.info("loading %s onto %d device%s", size, mesh.size, plural)
+    size = f"{format_count(len(entries), 'tensor')} ({format_count(num_values, 'value')})"
+    log.info("loading %s onto %s", size, format_count(mesh.size, "device"))
     params: dict[ParamPath, Array] = {
         entry.path: place_tensor(read(entry)[entry.path], shardings[entry.path])
         for entry in entries

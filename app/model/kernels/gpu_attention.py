@@ -218,7 +218,10 @@ def _pair_lists(
 
 
 class GpuCall:
-    """Shapes and block specs for a kernel call. A device's rows are concatenated, and head sizes are powers of 2."""
+    """Shapes and block specs of a kernel call.
+
+    A device's rows are concatenated, and head dims are padded to a power of 2.
+    """
 
     def __init__(self, inputs: PackedInputs, size: int):
         rows, num_tokens, num_heads, self.head_dim = inputs.query.shape

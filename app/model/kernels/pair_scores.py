@@ -48,7 +48,7 @@ def token_info(layout: SegmentLayout) -> Int32[Array, "I N"]:
 def pair_scores(
     score_mod: ScoreMod, scale: float, a: Array, b: Array, factors: Float32[Array, "1 n"] | None = None
 ) -> Float32[Array, "m n"]:
-    """Returns the soft-capped scores of queries and keys, or of keys and queries.
+    """Returns the soft-capped scores of `a` (rows) against `b` (columns): queries against keys, or the transpose.
 
     Args:
         factors: scales of the columns, applied before the soft cap.

@@ -101,7 +101,7 @@ class LengthEstimator:
     def observe(self, entry: SampleEntry) -> bool:
         """Learns from a committed row and returns whether its group's maximum length grew. Ignores dropped samples."""
         if entry.finish is not None and entry.finish.startswith(DROPPED_PREFIX):
-            # A dropped probe gives no length: the prompt's length remains unknown.
+            # A dropped probe gives no length, so the prompt has no estimate.
             if self.group_max.get(entry.prompt) == 0:
                 del self.group_max[entry.prompt]
             return False
@@ -132,7 +132,7 @@ class LengthEstimator:
         self.group_measure.pop(prompt, None)
 
     def has_estimate(self, prompt: str) -> bool:
-        """Returns whether anything is known about the length of the prompt's samples."""
+        """Returns whether the prompt has a length estimate, or a running probe that will give one."""
         return prompt in self.history or prompt in self.group_max
 
     def estimate(self, entry: SampleEntry) -> float:

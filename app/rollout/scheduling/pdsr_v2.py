@@ -96,7 +96,10 @@ class PdsrV2Policy(SchedulingPolicy):
         return gone + self._end_stealing(worker, [entry for entry in rows if entry not in tripped])
 
     def _end_stealing(self, worker: WorkerState, rows: list[SampleEntry]) -> list[Suspend]:
-        """Returns the stolen rows that should leave: they reached the limit of stealing, and others need the slots."""
+        """Suspends stolen rows at their limit: one per waiting fast sample and per free slot of idle heavy workers.
+
+        The limits of the other rows are extended.
+        """
         stolen = [entry for entry in rows if entry.uid in self._stolen]
         ended = [entry for entry in stolen if self.context.is_over_limit(entry, self._stolen[entry.uid])]
         num_leaving = len(self._queues["fast"]) + self.context.num_idle_slots("heavy")
