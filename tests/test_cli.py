@@ -120,7 +120,7 @@ def test_settings_command_lists_every_setting_with_type_default_and_meaning() ->
     assert re.findall(r"^(\S+): .+  \[default: .+\]\n    \S", here("settings").stdout, flags=re.MULTILINE) == [*FIELDS]
     assert here("settings", "rollout.group_size").stdout == (
         "rollout.group_size: integer ≥ 1 and ≤ 65536  [default: 8]\n"
-        "    Samples per prompt; 8 is usual. Group-relative algorithms compare them.\n"
+        "    Samples per prompt, which group-relative algorithms compare; 8 is usual.\n"
     )
     shown = json.loads(here("settings", "reward.functions", "--json").stdout)["reward.functions"]
     assert shown["default"] == [{"name": "arithmetic", "weight": 1.0}]

@@ -35,119 +35,126 @@ class AlgorithmSettings(Section):
     name: Literal[
         "grpo", "dr_grpo", "rloo", "maxrl", "reinforce_plus_plus", "gspo", "dapo", "cispo", "ppo", "distill", "sft"
     ] = "grpo"
-    """Published algorithm. It fills in `estimator`, `ratio_level`, `clip`, `clip_low`, `clip_high`, `loss_aggregation`,
-    `kl_in`, `filter`, `whiten_advantages` and `shuffle` where they are null. `distill` is on-policy distillation from
-    the teacher of `reference.path`; `beta` is then 1 unless set. `sft` (supervised fine-tuning) samples nothing: it
-    minimizes the cross-entropy of the completions in `data.source`."""
+    """Published algorithm, which determines `estimator`, `ratio_level`, `clip`, `clip_low`, `clip_high`,
+    `loss_aggregation`, `kl_in`, `filter`, `whiten_advantages` and `shuffle` where they are null. `distill` is on-policy
+    distillation from the teacher of `reference.path`, where `beta` is 1 unless set. `sft` (supervised fine-tuning)
+    samples nothing and minimizes the cross-entropy of the completions in `data.source`."""
     estimator: Annotated[str, AfterValidator(partial(validate_plugin, built_in=BUILT_IN_ESTIMATORS))] | None = None
-    """Advantage estimator: comparison with the other samples of the prompt (grpo, dr_grpo, rloo, and maxrl, which needs
-    rewards of at least 0), discounted rewards per token (reinforce_plus_plus), GAE with a critic (gae), GAE with values
-    and targets corrected for off-policy samples (vtrace), or a plug-in, `path/to/file.py:function` or
-    `module:function`, that returns one number per sample or per token. When null, it follows from `algorithm.name`."""
+    """Advantage estimator. grpo, dr_grpo, rloo and maxrl (which needs rewards of at least 0) compare the samples of a
+    prompt; reinforce_plus_plus discounts rewards per token; gae uses a critic; vtrace is GAE with values and targets
+    corrected for off-policy samples. `path/to/file.py:function` or `module:function` is a plug-in that returns one
+    number per sample or per token. If null, it follows from `algorithm.name`."""
     reward_normalization: Literal["sum_first", "each_first"] = "sum_first"
-    """How estimators that compare samples of a prompt combine several rewards. sum_first: compare weighted sums.
-    each_first (GDPO): compare each function's rewards, then sum the weighted advantages and divide by their standard
-    deviation over the step, so that a reward with a high variance does not drown the others."""
+    """How estimators that compare samples of a prompt combine several rewards. `sum_first` compares the weighted sums
+    of a sample's rewards. `each_first` (GDPO) compares the values of each reward function, then sums the weighted
+    advantages and divides them by their standard deviation over the step, so that a reward with a high variance does
+    not drown the others."""
     ratio_level: Literal["token", "sequence"] | None = None
-    """Level of the probability ratio: one ratio per token (token), or one per sample, the geometric mean over its
-    tokens (sequence). When null, it follows from `algorithm.name`."""
+    """Level of the probability ratio: one ratio per token (token), or the geometric mean over the tokens of a sample
+    (sequence). If null, it follows from `algorithm.name`."""
     clip: Literal["ppo", "cispo"] | None = None
-    """Gradient of tokens with a ratio outside the clip range: zero (ppo), or weighted by the clipped ratio (cispo).
-    When null, it follows from `algorithm.name`."""
+    """Gradient of tokens whose probability ratio is outside the clip range: zero (ppo), or weighted by the clipped
+    ratio (cispo). If null, it follows from `algorithm.name`."""
     beta: float = Field(default=0.0, ge=0)
-    """Weight of the KL penalty against the reference model. 0 means no penalty and no reference model in memory."""
+    """Weight of the KL penalty against the reference model. 0 disables the penalty and keeps no reference model in
+    memory."""
     kl_in: Literal["loss", "reward", "advantage"] | None = None
     """Where the KL penalty is applied: in the loss, subtracted from the reward (per sample, or per token if the
-    estimator credits each token), or subtracted from the advantage of each token. When null and beta > 0, `reward` for
-    rloo, reinforce_plus_plus and ppo, `advantage` for distill, `loss` for the others."""
+    estimator credits each token), or subtracted from the advantage of each token. If null and `algorithm.beta` is above
+    0, it is `reward` for rloo, reinforce_plus_plus and ppo, `advantage` for distill, and `loss` for the others."""
     kl_estimator: Literal["k1", "k2", "k3"] | None = None
-    """Schulman's estimator of KL(policy ‖ reference). When null and beta > 0, k3 in the loss, else k1."""
+    """Schulman's estimator of KL(policy ‖ reference). If null and `algorithm.beta` is above 0, it is k3 in the loss and
+    k1 elsewhere."""
     clip_low: float | None = Field(default=None, gt=0)
-    """Ratios are clipped to at least 1 - clip_low. Values of 1 or more disable this bound and need `clip: cispo`. When
-    null: 0.2, 3e-4 for gspo, 10 for cispo."""
+    """Probability ratios are clipped to at least 1 - clip_low. Values of 1 or more disable this bound and need
+    `algorithm.clip: cispo`. If null, it is 3e-4 for gspo, 10 for cispo and 0.2 for the others."""
     clip_high: float | None = Field(default=None, gt=0)
-    """Ratios are clipped to at most 1 + clip_high. With `clip: cispo`, TRL's `epsilon_high` is 1 + clip_high: its 5 is
-    4 here. When null: 0.2, 0.28 for dapo, 4e-4 for gspo."""
+    """Probability ratios are clipped to at most 1 + clip_high. With `algorithm.clip: cispo`, TRL's `epsilon_high` is 1
+    + clip_high, so its value of 5 is 4 here. If null, it is 0.28 for dapo, 4e-4 for gspo and 0.2 for the others."""
     dual_clip: float | None = Field(default=None, gt=1)
-    """Tokens with a negative advantage and a ratio above this give no gradient; 3.0 is usual. Null disables it."""
+    """Tokens with a negative advantage and a probability ratio above this value give no gradient; 3.0 is usual. Null
+    disables this."""
     entropy_coef: float = Field(default=0.0, ge=0)
-    """Weight of the entropy bonus, which is aggregated like the loss. 0 disables it."""
+    """Weight of the entropy bonus, which is aggregated like the loss; 0 disables it. Raise it if the entropy of the
+    policy collapses."""
     loss_aggregation: Annotated[
         Literal["token-mean", "sequence-mean-token-mean", "sequence-mean-token-sum", "constant-length"] | None,
         BeforeValidator(lambda value: VERL_AGGREGATIONS.get(value, value) if isinstance(value, str) else value),
     ] = None
-    """How the losses of tokens are combined: mean over all tokens (token-mean), or mean over samples of each sample's
-    token mean (sequence-mean-token-mean), token sum (sequence-mean-token-sum), or token sum divided by
-    `rollout.max_new_tokens` (constant-length). verl's names are also accepted. When null: constant-length for dr_grpo,
-    sequence-mean-token-sum for rloo, sequence-mean-token-mean for gspo, token-mean for the others."""
+    """How the losses of tokens are combined: their mean over all tokens (token-mean), or the mean over samples of each
+    sample's token mean (sequence-mean-token-mean), token sum (sequence-mean-token-sum), or token sum divided by
+    `rollout.max_new_tokens` (constant-length). verl's names are also accepted. If null, it is constant-length for
+    dr_grpo, sequence-mean-token-sum for rloo, sequence-mean-token-mean for gspo, and token-mean for the others."""
     filter: Literal["none", "zero_variance"] | None = None
     """Dynamic sampling: `zero_variance` drops groups whose rewards are all equal and replaces them with groups of the
-    next prompts. When null: zero_variance for dapo and cispo, none for the others."""
+    next prompts. If null, it is zero_variance for dapo and cispo, and none for the others."""
     mask_truncated: bool = False
-    """Leaves samples that `rollout.max_new_tokens`, a limit in `env` or the environment truncated out of the loss, its
-    denominators and the statistics of their groups; `reward/mean` still counts them."""
+    """Leaves samples that were truncated, by `rollout.max_new_tokens`, a limit in `env` or the environment, out of the
+    loss, its denominators and the statistics of their groups. `reward/mean` still counts them."""
     max_rounds: int = Field(default=10, ge=1, le=1000)
-    """Maximum number of rollouts per step, including the first, if a filter keeps fewer groups than
+    """Maximum number of rollouts per step, including the first, if `algorithm.filter` keeps fewer groups than
     `rollout.prompts_per_step`. After the last one, dropped groups fill the batch but do not count in the loss."""
     correction: Literal["none", "truncate", "mask"] | None = None
-    """Importance-sampling correction of off-policy tokens. Their loss is multiplied by w, the probability under the
-    policy before the update divided by the sampler's probability. truncate: w is at most correction_max. mask: w
-    outside [correction_min, correction_max] becomes 0, but the tokens still count in the loss's denominators. none: w
-    is 1. When null: truncate with `rollout.max_staleness` above 0, `rollout.weights` or `rollout.kv_cache`, else
-    none."""
+    """Importance-sampling correction of off-policy tokens. The loss of a token is multiplied by its weight w, the
+    probability under the policy before the update divided by the sampler's probability: `truncate` limits w to
+    correction_max, `mask` replaces a w outside [correction_min, correction_max] with 0 but still counts the token in
+    the loss's denominators, and `none` uses 1. If null, it is truncate with `rollout.max_staleness` above 0,
+    `rollout.weights` or `rollout.kv_cache`, and none otherwise."""
     correction_level: Literal["token", "sequence", "geometric"] | None = None
-    """Level of the importance weight w of `algorithm.correction`: one per token (token), or one per sample, the product
-    (sequence) or the geometric mean (geometric) over its tokens. When null: geometric for `ratio_level: sequence`, else
-    token."""
+    """Level of the importance weight of `algorithm.correction`: one per token (token), or one per sample, which is the
+    product (sequence) or the geometric mean (geometric) over its tokens. If null, it is geometric with
+    `algorithm.ratio_level: sequence`, and token otherwise."""
     correction_max: float = Field(default=2.0, ge=1)
-    """Upper bound on the importance weight w of `algorithm.correction`."""
+    """Upper bound on the importance weight of `algorithm.correction`."""
     correction_min: float = Field(default=0.5, ge=0, le=1)
-    """Lower bound on the importance weight w; used only by `correction: mask`."""
+    """Lower bound on the importance weight of `algorithm.correction`; only `mask` uses it."""
     correction_veto: float | None = Field(default=None, ge=0, lt=1)
-    """A sample that contains a token with an importance weight below this value gets weight 0. 0 disables this. When
-    null, 1e-4 if a correction is enabled."""
+    """A sample with a token whose importance weight is below this value gets weight 0; a value of 0 disables this. If
+    null, it is 1e-4 if `algorithm.correction` is enabled."""
     epochs: int = Field(default=1, ge=1)
     """Number of passes over the samples of each rollout. More passes learn more from each sample, but are less
     on-policy."""
     mini_batch_prompts: int | None = Field(default=None, ge=1)
-    """Prompts per optimizer step, per host; all prompts of the training step when null. With K optimizer steps, each
-    uses every K-th prompt."""
+    """Number of prompts per optimizer step on each host; with K optimizer steps, each uses every K-th prompt. If null,
+    one optimizer step uses all prompts of the training step."""
     dynamic_microbatch: bool | None = None
-    """Micro-batches of packed rows under a token quota (true), or with a fixed number of samples (false); gradients are
-    accumulated either way. When null: true, unless `rows_per_device` is set."""
+    """Whether micro-batches of the update consist of packed rows under a token quota (true) or of a fixed number of
+    samples (false); gradients are accumulated either way. If null, it is true unless `algorithm.rows_per_device` is
+    set."""
     max_tokens_per_device: int | None = Field(default=16384, ge=1, le=MAX_TOKENS_PER_DEVICE)
-    """Token quota of an update micro-batch on each device; selects dynamic micro-batches. Must fit the longest sample.
-    Lower it if memory runs out. Scoring uses the same quota unless `score.max_tokens_per_device` is set."""
+    """Maximum number of tokens of an update micro-batch on each device; selects dynamic micro-batches. It must fit the
+    longest sample. Lower it if memory runs out. Scoring uses it too unless `score.max_tokens_per_device` is set."""
     rows_per_device: int | None = Field(default=None, ge=1)
-    """Samples of a fixed update micro-batch on each device; selects fixed micro-batches. When null, 8 if they
-    are selected otherwise. Lower it if memory runs out."""
+    """Number of samples of a fixed update micro-batch on each device; selects fixed micro-batches. Lower it if memory
+    runs out. If null, it is 8 with fixed micro-batches."""
     shuffle: bool | None = None
-    """Randomly reassigns prompts to optimizer steps in every epoch, seeded by `run.seed`, step and epoch. When
-    null: true with a critic, else false."""
+    """Randomly assigns prompts to optimizer steps anew in every epoch, determined by `run.seed`, step and epoch. If
+    null, it is true with a critic and false otherwise."""
     balance_batch: bool = True
-    """Distributes packed rows over the devices evenly by FLOPs; mini-batches keep their samples. Set to false only for
-    comparison."""
+    """Distributes packed rows over the devices evenly by FLOPs, without moving samples between mini-batches. Set it to
+    false only for comparison."""
 
     gamma: float = Field(default=1.0, ge=0, le=1)
     """Discount factor per token, for estimators that credit each token."""
     lam: float = Field(default=0.95, ge=0, le=1)
-    """Lambda of GAE. With 1, returns are sums of observed rewards; with 0, the reward of a token plus the critic's
-    value of the next one."""
+    """Lambda of GAE. With 1, returns are sums of observed rewards; with 0, they are the reward of a token plus the
+    critic's value of the next one."""
     length_adaptive_lam: float | None = Field(default=None, gt=0)
-    """Alpha of VAPO's length-adaptive GAE, 0.05 in the paper: advantages of a sample with n trainable tokens use lambda
-    = max(0, 1 - 1 / (alpha n)) instead of `lam`. Null disables it."""
+    """Alpha of VAPO's length-adaptive GAE, 0.05 in the paper: the advantages of a sample with n trainable tokens use
+    lambda = max(0, 1 - 1 / (alpha n)) instead of `algorithm.lam`. Null disables this."""
     bootstrap_truncated: bool = False
-    """Adds the critic's value after the last token to the return of a sample that `rollout.max_new_tokens`, a limit in
-    `env` or the environment truncated. If false, that value is 0, as for finished samples."""
+    """Adds the critic's value after the last token to the return of samples that were truncated by
+    `rollout.max_new_tokens`, a limit in `env` or the environment. If false, that value is 0, as for finished
+    samples."""
     gae_chunk_size: int | None = Field(default=None, ge=1, le=4096)
-    """Tokens per chunk of `grpo gae --backend chunked`; 128 when null. The numpy backend, which training uses, ignores
-    it."""
+    """Number of tokens per chunk of `grpo gae --backend chunked`, 128 if null. The numpy backend, which training uses,
+    ignores it."""
     whiten_advantages: bool | None = None
-    """Normalizes the advantages of a step's tokens, over all hosts, to mean 0 and variance 1. When null: true for
-    estimators that credit each token, false for those that compare samples of a prompt."""
+    """Normalizes the advantages of a step's tokens, over all hosts, to mean 0 and variance 1. If null, it is true for
+    estimators that credit each token, and false for those that compare samples of a prompt."""
     kl_target: float | None = Field(default=None, gt=0)
-    """Target KL in nats per token for the penalty in the reward: `beta` is the initial weight and is adapted after
-    every step, by at most about 20 % over 10,000 samples. Null keeps `beta` fixed."""
+    """Target KL, in nats per token, of the penalty in the reward: `algorithm.beta` is the initial weight and is adapted
+    after every step, by at most about 20 % over 10,000 samples. Null keeps the weight fixed."""
 
     @property
     def has_custom_estimator(self) -> bool:
@@ -172,11 +179,11 @@ class AlgorithmSettings(Section):
 
 class ReferenceSettings(Section):
     path: LocalPath | None = Field(default=None, min_length=1)
-    """Teacher: another model as reference of the KL penalty, given as in `model.path`, of any family and size, with the
-    policy's tokenizer. Extra rows of its vocabulary are left out before the softmax. Null = `model.path`, from which
-    the policy starts."""
+    """Teacher: another model as the reference of the KL penalty, in one of the forms of `model.path`. It may be of any
+    family and size but must have the policy's tokenizer; extra rows of its vocabulary are left out before the softmax.
+    If null, the reference is `model.path`, from which the policy starts."""
     revision: str | None = Field(default=None, min_length=1)
-    """Commit, tag or branch of a teacher on the hub; can also follow an `@` in `reference.path`."""
+    """Commit, tag or branch of a teacher on the hub. It can also follow an `@` in `reference.path`."""
 
     @property
     def source(self) -> str | None:
@@ -187,32 +194,34 @@ class ReferenceSettings(Section):
 class CriticSettings(Section):
     path: LocalPath | None = Field(default=None, min_length=1)
     """Checkpoint that the critic starts from, with the policy's tokenizer: a causal language model, whose LM head is
-    replaced by a zero value head, or a sequence classifier with one label. `model.path` when null."""
+    replaced by a zero value head, or a sequence classifier with one label. If null, it is `model.path`."""
     learning_rate: float = Field(default=1e-5, gt=0)
-    """Peak learning rate of the critic's AdamW; its other settings are those in `optimizer`."""
+    """Peak learning rate of the critic's AdamW, which otherwise uses the settings in `optimizer`."""
     warmup_steps: int = Field(default=0, ge=0)
-    """Training steps at the start of the run in which only the critic learns."""
+    """Number of training steps at the start of the run in which only the critic learns."""
     clip_range: float | None = Field(default=0.2, gt=0)
-    """PPO's value clipping: the loss of a token is the larger of two squared errors, that of its value and that of its
-    value clipped to within this distance of the one at the start of the step. Null disables it."""
+    """PPO's value clipping: the loss of a token is the larger of two squared errors, one of its value and one of its
+    value clipped to within this distance of the value at the start of the step. Null disables it."""
     max_tokens_per_device: int | None = Field(default=32768, ge=1, le=MAX_TOKENS_PER_DEVICE)
-    """Token quota of a micro-batch of the critic on each device; selects dynamic micro-batches. It can exceed that of
-    the policy, because the critic has no logits. Lower it if memory runs out. If neither this nor `rows_per_device` is
-    set, both are inherited from `algorithm`."""
+    """Maximum number of tokens of a critic's micro-batch on each device; selects dynamic micro-batches. It can exceed
+    `algorithm.max_tokens_per_device`, because the critic has no logits; lower it if memory runs out. If neither this
+    nor `critic.rows_per_device` is set, both are inherited from `algorithm`."""
     rows_per_device: int | None = Field(default=None, ge=1)
-    """Samples of a fixed micro-batch of the critic on each device; `algorithm.rows_per_device` when null."""
+    """Number of samples of a critic's fixed micro-batch on each device; selects fixed micro-batches. If null, it is
+    `algorithm.rows_per_device`."""
     lam: float | None = Field(default=None, ge=0, le=1)
-    """Lambda of the critic's targets, 1.0 in VAPO; `algorithm.lam` when null."""
+    """Lambda of GAE for the critic's targets, 1.0 in VAPO. If null, it is `algorithm.lam`."""
 
 
 class OptimizerSettings(Section):
     learning_rate: float = Field(default=1e-6, gt=0)
-    """Peak learning rate of AdamW. Lower it if the KL or the gradient norm rises; adapters need 10 to 100 times as
-    much."""
+    """Peak learning rate of AdamW. Lower it if the KL or the gradient norm rises; LoRA adapters need 10 to 100 times as
+    much as whole models."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Learning rate after warm-up: constant, or decaying to `final_fraction` right after the last step."""
+    """Learning rate after warm-up: constant, or decaying linearly or as a cosine to `optimizer.final_fraction` of the
+    peak, which is reached right after the last step."""
     warmup_steps: int = Field(default=0, ge=0)
-    """Number of optimizer steps over which the learning rate rises linearly from 0 to its peak."""
+    """Number of optimizer steps over which the learning rate rises linearly to its peak."""
     final_fraction: float = Field(default=0.0, ge=0, le=1)
     """Learning rate at the end of linear or cosine decay, as a fraction of the peak."""
     beta1: float = Field(default=0.9, ge=0, lt=1)
@@ -220,17 +229,17 @@ class OptimizerSettings(Section):
     beta2: float = Field(default=0.999, ge=0, lt=1)
     """Decay of AdamW's second moment, the mean of squared gradients. Lower it for runs of few steps."""
     first_moment: Literal["float32", "bfloat16"] = "float32"
-    """Dtype of the stored first moment; bfloat16 saves 2 of the 8 bytes of moments per weight."""
+    """Dtype in which AdamW's first moment is stored; bfloat16 saves 2 of the 8 bytes of moments per weight."""
     second_moment: Literal["float32", "bfloat16"] = "float32"
-    """Dtype in which the second moment is stored; bfloat16 saves 2 more bytes and needs `beta2` of at most 0.95: with a
-    slower decay, the change of one update is lost in rounding."""
+    """Dtype in which AdamW's second moment is stored; bfloat16 saves 2 of the 8 bytes of moments per weight. It needs
+    `optimizer.beta2` of at most 0.95, because with a slower decay the change of one update is lost in rounding."""
     offload: bool = False
-    """Keeps the moments in pinned host memory and moves them to the device layer by layer in each update: less device
-    memory, but the time to transfer them both ways. Has no benefit on CPUs."""
+    """Keeps AdamW's moments in pinned host memory and moves them to the device and back, layer by layer, in each
+    update. Set it to true if device memory runs out: updates then take longer. It has no benefit on CPUs."""
     epsilon: float = Field(default=1e-8, gt=0)
-    """Constant added to the square root of the second moment."""
+    """Constant that AdamW adds to the square root of the second moment."""
     weight_decay: float = Field(default=0.0, ge=0)
-    """Decoupled weight decay, applied to matrices only, except the frozen router of a mixture of experts."""
+    """Decoupled weight decay of AdamW, applied to matrices only, except the frozen router of a mixture of experts."""
     max_grad_norm: float = Field(default=1.0, gt=0)
     """Maximum global norm of the gradient of an optimizer step; a larger gradient is scaled down to it."""
 
@@ -243,32 +252,34 @@ class MicroBatchSettings(Section):
     """
 
     max_tokens_per_device: int | None = Field(default=None, ge=1, le=MAX_TOKENS_PER_DEVICE)
-    """Token quota of a micro-batch on each device; selects dynamic micro-batches. When null, inherited from `score`,
-    unless `rows_per_device` is set."""
+    """Maximum number of tokens of this model's scoring micro-batch on each device; selects dynamic micro-batches. If
+    null, it is inherited from `score`, unless `rows_per_device` is set. Lower it if memory runs out."""
     rows_per_device: int | None = Field(default=None, ge=1)
-    """Samples of a fixed micro-batch on each device; selects fixed micro-batches. When null, inherited from `score`,
-    unless `max_tokens_per_device` is set. Lower it if memory runs out."""
+    """Number of samples of this model's fixed scoring micro-batch on each device; selects fixed micro-batches. If null,
+    it is inherited from `score`, unless `max_tokens_per_device` is set. Lower it if memory runs out."""
 
 
 class ReferenceScoreSettings(MicroBatchSettings):
     offload: bool = False
-    """Keeps the reference model's weights in host memory between scoring passes. Set to true if both models do not fit
-    in device memory; each pass then transfers the weights."""
+    """Keeps the reference model's weights in host memory between scoring passes. Set it to true if the policy and the
+    reference model do not both fit in device memory; each pass then transfers the weights."""
 
 
 class ScoreSettings(Section):
     dynamic: bool | None = None
-    """Micro-batches of packed rows under a token quota (true), or with a fixed number of samples (false). When null:
-    true, unless one of the settings for fixed micro-batches is set."""
+    """Whether micro-batches of scoring consist of packed rows under a token quota (true) or of a fixed number of
+    samples (false). If null, it is true unless `score.rows_per_device` or `score.strategy` is set."""
     max_tokens_per_device: int | None = Field(default=None, ge=1, le=MAX_TOKENS_PER_DEVICE)
-    """Token quota of a micro-batch on each device; selects dynamic micro-batches. When null, inherited from
-    `algorithm`. It may exceed the update's quota, because scoring stores no activations for gradients."""
+    """Maximum number of tokens of a scoring micro-batch on each device; selects dynamic micro-batches. If null, it is
+    inherited from `algorithm`. It may exceed `algorithm.max_tokens_per_device`, because scoring stores no activations
+    for gradients."""
     rows_per_device: int | None = Field(default=None, ge=1)
-    """Samples of a fixed micro-batch on each device; selects fixed micro-batches. When null, 8 if they are selected
-    otherwise. Lower it if memory runs out."""
+    """Number of samples of a fixed scoring micro-batch on each device; selects fixed micro-batches. Lower it if memory
+    runs out. If null, it is 8 with fixed micro-batches."""
     strategy: Literal["off", "loop", "scan"] | None = None
-    """Selects fixed micro-batches for every role without its own quota: one pass over all samples (off), a loop over
-    micro-batches with a shorter last one (loop), or one compiled scan over full ones (scan). When null, loop."""
+    """Selects fixed micro-batches for the scoring of every model without its own token quota: one pass over all samples
+    (off), a loop over micro-batches with a shorter last one (loop), or one compiled scan over full ones (scan). If
+    null, it is loop."""
     policy: MicroBatchSettings = MicroBatchSettings()
     reference: ReferenceScoreSettings = ReferenceScoreSettings()
     critic: MicroBatchSettings = MicroBatchSettings()

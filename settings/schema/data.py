@@ -20,7 +20,7 @@ class DataSourceSettings(Section):
     weight: float = Field(default=1.0, gt=0)
     """Weight of this source: its share of the prompts is this weight divided by the sum of all weights."""
     split: str | None = None
-    """Split of this source; `data.split` when null."""
+    """Split of this source. If null, `data.split` is used."""
 
 
 def _validate_distinct_sources(value: tuple[DataSourceSettings, ...]) -> tuple[DataSourceSettings, ...]:
@@ -53,49 +53,54 @@ class DataSettings(Section):
         Discriminator(_kind_of_source),
     ] = "builtin:arithmetic"
     """Training prompts: `builtin:arithmetic`, `hf:<hub id>[:<config>][@<commit>]`, a .jsonl, .jsonl.gz or .parquet
-    file, a folder of such files, or a pattern such as `data/train-*.parquet`. A list of them, as in `[{source: a.jsonl,
-    weight: 3}, b.jsonl]`, is a mixture; reward functions then get the source of a prompt in the column data_source."""
+    file, a folder of such files, or a pattern such as `data/train-*.parquet`. A list of these, such as `[{source:
+    a.jsonl, weight: 3}, b.jsonl]`, is a mixture, whose reward functions get the source of a prompt in the column
+    data_source."""
     split: str = "train"
     """Split to train on, for a hub data set or the arithmetic generator."""
     eval_source: LocalPath | None = None
-    """Evaluation prompts, as in `data.source`. When null, `data.source` if it is built in or on the hub; required if
-    `data.source` is a file or a mixture."""
+    """Evaluation prompts, in one of the forms of `data.source` except a list. If null, `data.source` is used if it is
+    built in or on the hub; if it is a file or a mixture, evaluation needs this setting."""
     eval_split: str | None = None
-    """Split to evaluate on; `test` when null. Ignored for a file."""
+    """Split to evaluate on, for a hub data set or the arithmetic generator. If null, it is `test`."""
     prompt_column: str | None = None
-    """Column of the prompts. When null, the first of prompt, question, problem, messages that exists."""
+    """Column of the prompts. If null, the first existing column of prompt, question, problem and messages is used."""
     answer_column: str | None = None
-    """Column of the reference answers, of any type. When null, the first of answer, ground_truth, solution,
-    reward_model.ground_truth that exists. With `algorithm.name: sft`, column of the completions to learn: text, or chat
-    messages; messages that do not begin with the assistant are a whole conversation. When null, the first of
-    completion, response, messages, answer, extra_info.answer, solution."""
+    """Column of the reference answers, which may have any type. If null, the first existing column of answer,
+    ground_truth, solution and reward_model.ground_truth is used. With `algorithm.name: sft`, it is the column of the
+    completions to learn, which are text or chat messages (a whole conversation if the first one is not by the
+    assistant); if null, the first existing column of completion, response, messages, answer, extra_info.answer and
+    solution is used."""
     system_prompt: str | None = None
-    """System message before every prompt; none when null."""
+    """System message that is added before every prompt. If null, none is added."""
     chat_template: Literal["model", "none"] = "model"
-    """`model` makes every prompt a chat and applies the model's template; a text prompt is one user message. `none`
+    """`model` renders every prompt with the model's chat template; a text prompt becomes one user message. `none`
     encodes text as it is, for base models and prompts that are already rendered: names of control tokens, such as
-    `<|im_start|>`, are encoded as these tokens, and the tokenizer's BOS token is prepended. A reward model then also
-    reads prompt and completion as one text."""
+    `<|im_start|>`, become these tokens, and the tokenizer's BOS token is prepended. A reward model then also reads
+    prompt and completion as one text."""
     chat_template_kwargs: dict[str, JsonValue] = Field(default={})
-    """Variables for the model's chat template, such as `{enable_thinking: false}` for Qwen3. A reward model's own
-    template does not get them."""
+    """Variables for the model's chat template, such as `{enable_thinking: false}` for Qwen3. The chat template of a
+    reward model does not get them."""
     max_prompt_length: int = Field(default=128, ge=1)
-    """Maximum prompt length in tokens, with the chat template. The default is 512 for models that are not built in."""
+    """Maximum length of a prompt in tokens, including those that the chat template adds. The default is 512 for models
+    that are not built in."""
     overlong_prompts: Literal["drop", "error", "truncate_left"] = "drop"
-    """What to do with prompts longer than `data.max_prompt_length`: drop them, stop the run, or keep only their last
-    tokens. Their number is printed. With `algorithm.name: sft`, completions longer than `rollout.max_new_tokens` are
-    dropped, or stop the run (error)."""
+    """What to do with prompts longer than `data.max_prompt_length`: leave them out (drop), stop the run (error), or
+    keep only their last tokens (truncate_left). With `algorithm.name: sft`, error also stops the run for completions
+    longer than `rollout.max_new_tokens`, and the other values leave them out."""
     shuffle: bool = True
-    """Uses a new order of prompts in every epoch, determined by `run.seed`."""
+    """Whether every epoch has a new random order of prompts, determined by `run.seed`."""
     curriculum: Literal["none", "pass_rate"] = "none"
     """`pass_rate` samples prompts that the policy solves sometimes more often than prompts that it always or never
     solves. `none` uses each prompt once per epoch."""
     difficulty: Annotated[tuple[Annotated[int, Field(ge=1, le=3)], ...], Field(min_length=1, strict=False)] = (1, 2)
-    """Levels of the arithmetic generator, 1 to 3: level n has numbers of up to n digits."""
+    """Levels of the problems of the arithmetic generator, from 1 to 3; a problem of level n has numbers of up to n
+    digits."""
     operators: Annotated[tuple[Literal["+", "-", "*"], ...], Field(min_length=1, strict=False)] = ("+",)
-    """Operators that occur in problems of the arithmetic generator."""
+    """Operators that occur in the problems of the arithmetic generator."""
     num_problems: int = Field(default=20_000, ge=1, le=1_000_000)
-    """Number of training problems from the arithmetic generator; fewer if there are not enough different ones."""
+    """Number of training problems of the arithmetic generator. There are fewer if `data.difficulty` and
+    `data.operators` do not allow as many different ones."""
 
     @property
     def has_splits(self) -> bool:

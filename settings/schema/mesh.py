@@ -34,22 +34,23 @@ def _validate_host_and_port(value: str) -> str:
 
 class MeshSettings(Section):
     shape: Annotated[str, AfterValidator(_validate_mesh_shape)] = "auto"
-    """Mesh sizes `dp,fsdp,tp`; -1 takes the remaining devices. `auto` is dp across hosts and fsdp inside a host."""
+    """Number of devices along each mesh axis, as `dp,fsdp,tp`; a -1 takes the remaining devices. `auto` uses dp across
+    hosts and fsdp inside a host."""
     platform: Literal["auto", "cpu", "cuda", "tpu"] = "auto"
     """Platform of the devices; the run stops if JAX does not find it. `auto` uses the best one available."""
     cpu_devices: int | None = Field(default=None, ge=1, le=64)
-    """Number of virtual devices on a CPU host, to try a mesh without accelerators; one when null."""
+    """Number of virtual devices on a CPU host, to try a mesh without accelerators. If null, there is one."""
     pretend: str | None = Field(default=None, min_length=1)
     """TPU slice or GPUs to simulate with virtual devices, such as `v4-16`, `v5e-8` or `h100-1`, for `inspect-mesh` and
-    `train --dry-run`; overrides the other settings of devices. Null = real devices."""
+    `train --dry-run`. It overrides the other settings of devices. If null, the real devices are used."""
     coordinator_address: Annotated[str, AfterValidator(_validate_host_and_port)] | None = None
-    """`host:port` of process 0, or `auto` to get the hosts from Cloud TPU, Slurm, Open MPI or Kubernetes. When
-    null: all hosts on a Cloud TPU VM, elsewhere only this host."""
+    """Address of process 0 as `host:port`, or `auto` to get all hosts from Cloud TPU, Slurm, Open MPI or Kubernetes. If
+    null, a Cloud TPU VM uses all hosts of its slice, and other machines only themselves."""
     num_processes: int | None = Field(default=None, ge=1, le=2**16)
-    """Number of hosts; required with `host:port` as coordinator address."""
+    """Number of hosts. It is required if `mesh.coordinator_address` is `host:port`."""
     process_id: int | None = Field(default=None, ge=0)
-    """Index of this host, from 0; required with `host:port` as coordinator address."""
+    """Index of this host, beginning with 0. It is required if `mesh.coordinator_address` is `host:port`."""
     expect_processes: int | None = Field(default=None, ge=1, le=2**16)
-    """Stops the run unless exactly this many hosts join; null accepts any number."""
+    """Stops the run unless exactly this many hosts join. If null, any number may join."""
     start_timeout_s: int = Field(default=300, ge=1, le=86_400)
-    """Seconds that each host waits for the others at startup."""
+    """Number of seconds that each host waits for the others when a run starts."""

@@ -53,21 +53,21 @@ def _validate_eos_token(value: Any) -> str | int:
 
 class LoRASettings(Section):
     rank: int | None = Field(default=None, ge=0, le=MAX_RANK)
-    """Rank of LoRA adapters, which learn while the model's own weights are frozen; 8 to 64 are usual. Null or 0 trains
-    all weights. Adapters need 10 to 100 times the usual `optimizer.learning_rate`. The critic always trains all its
-    weights."""
+    """Rank of LoRA adapters, which are trained while the model's own weights are frozen; 8 to 64 are usual. Null or 0
+    trains all weights. Adapters need 10 to 100 times the usual `optimizer.learning_rate`. The critic always trains all
+    its weights."""
     alpha: float = Field(default=16.0, gt=0)
-    """Scales an adapter's output by alpha / rank."""
+    """The output of an adapter is multiplied by alpha / rank."""
     targets: Annotated[
         tuple[Annotated[str, AfterValidator(_validate_target)], ...],
         BeforeValidator(as_list),
         Field(min_length=1, strict=False),
     ] = ("all",)
     """Matrices of every layer that get adapters: q_proj, k_proj, v_proj, o_proj (together: attention), gate_proj,
-    up_proj, down_proj (together: mlp), or all. A mixture of experts has attention only."""
+    up_proj, down_proj (together: mlp), or all. In a mixture of experts, only attention can have adapters."""
     quantize_base: Quantization | None = None
-    """QLoRA: stores the frozen matrices of the layers in 8 bits (int8) or 4 bits (nf4), and dequantizes each when it is
-    used. Needs the extra [qlora]. float32 when null."""
+    """Stores the frozen matrices of the layers in 8 bits (int8) or 4 bits (nf4) and dequantizes each when it is used
+    (QLoRA). This needs the extra [qlora]. If null, they are stored in float32."""
 
     @property
     def projections(self) -> tuple[str, ...]:
@@ -78,28 +78,28 @@ class LoRASettings(Section):
 
 class ModelSettings(Section):
     path: LocalPath = Field(default="builtin:tiny", min_length=1)
-    """The model: Hugging Face directory, hub id, `.gguf` file, `builtin:tiny`, `builtin:tiny_teacher` or
-    `builtin:tiny_tools`. A hub id can end with a commit, tag or branch, as in `owner/name@v1.0`; otherwise its newest
-    commit is used. A resumed run keeps its commit."""
+    """The model to train: a Hugging Face directory, a hub id, a `.gguf` file, `builtin:tiny`, `builtin:tiny_teacher` or
+    `builtin:tiny_tools`. A hub id can end with a commit, tag or branch, as in `owner/name@v1.0`; without one, a new run
+    uses the newest commit, and a resumed run the commit that it started with."""
     eos_tokens: Annotated[
         tuple[Annotated[str | int, BeforeValidator(_validate_eos_token)], ...],
         BeforeValidator(lambda value: [value] if isinstance(value, str | int) else value),
         Field(strict=False),
     ] = ()
-    """Additional tokens, by text or id, that end a completion. The model's own are `eos_token_id` in
-    `generation_config.json`, or else in `config.json`, and the tokenizer's `eos_token`. For a base model, add the token
-    that ends a turn in its chat template."""
+    """Tokens, by text or id, that end a completion in addition to the model's own EOS tokens (`eos_token_id` of its
+    configuration and the tokenizer's `eos_token`). For a base model, add the token that ends a turn in its chat
+    template."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Compute dtype; unless it is set, bfloat16 on TPUs and GPUs, except for built-in models and with `rollout.mode:
-    exact`. Trained weights, optimizer state, softmax and losses are always float32."""
+    """Dtype of the computation; weights in training, optimizer state, softmax and losses are always float32. If it is
+    not set, it is bfloat16 on TPUs and GPUs, except for built-in models and with `rollout.mode: exact`."""
     remat: Literal["none", "minimal", "block"] = "minimal"
-    """What the backward pass recomputes: nothing (none), everything except the matmuls with weights (minimal), or whole
-    layers (block). Each uses less memory and more time than the one before."""
+    """What the backward pass recomputes to save memory: nothing (none), everything except the matmuls with weights
+    (minimal), or whole layers (block). Each of these uses less memory and more time than the one before it."""
     attention: AttentionImplementation = "auto"
-    """Implementation of attention: `kernel` is a Pallas kernel for TPUs, and for GPUs in bfloat16 as long as JAX has
-    Pallas' Triton backend; `xla` works everywhere; `auto` uses the kernel where it exists. Set `xla` if `grpo doctor`
-    says that the kernel fails."""
+    """Implementation of attention: `kernel` is a Pallas kernel for TPUs, and for GPUs in bfloat16 if JAX has Pallas'
+    Triton backend; `xla` works everywhere; `auto` uses the kernel where it exists. Set `xla` if `grpo doctor` says that
+    the kernel fails."""
     logits_chunk: int = Field(default=1024, ge=1)
-    """Tokens per device that pass through the LM head at once in scoring and training. Lower it if logits (this x
-    vocabulary x 4 bytes) use too much memory."""
+    """Number of tokens on each device for which scoring and training compute logits at once. Lower it if the logits (4
+    bytes for each of these tokens and each token of the vocabulary) use too much memory."""
     lora: LoRASettings = LoRASettings()

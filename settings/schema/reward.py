@@ -61,7 +61,7 @@ class RewardFunctionSettings(Section):
     """Plug-in: `module:function` or `path/to/file.py:function`; null for a built-in reward. `callable:function` is a
     Python function that was passed to `grpo.train`."""
     weight: float = 1.0
-    """Weight in the sum of rewards; 0 = logged but not counted."""
+    """Factor of this function's value in the reward of a sample; 0 only logs the value."""
 
     @model_validator(mode="after")
     def _validate_name(self) -> RewardFunctionSettings:
@@ -105,25 +105,28 @@ class RewardSettings(Section):
         BeforeValidator(_as_list),
         AfterValidator(_validate_distinct_names),
     ] = (RewardFunctionSettings(name="arithmetic"),)
-    """Reward functions; a sample's reward is their weighted sum. The first one determines `eval/accuracy`. They grade
-    what the policy wrote in its last turn. With `env.source`, the default is none: the environment's reward is the
-    reward, and determines `eval/accuracy`."""
+    """Reward functions, which grade the policy's last turn; the reward of a sample is the weighted sum of their values.
+    Each is the name of a built-in function (gsm8k, arithmetic, gsm8k_format, arithmetic_format, math_verify),
+    `path/to/file.py:name`, `module:name`, or a mapping such as `{function: rewards.py:brevity, name: short, weight:
+    0.5}`, in which `weight` is 1 by default. The first function determines `eval/accuracy`. With `env.source`, the
+    default is an empty list, and the rewards of the environment determine `eval/accuracy`."""
     model: LocalPath | None = Field(default=None, min_length=1)
-    """Reward model: directory or hub id of a sequence classifier with one label. Its score of the conversation (prompt
-    and last turn) is added to the sum under the name `model`. Null = no reward model."""
+    """Reward model: directory or hub id of a sequence classifier with one label. Its score of the prompt and the
+    policy's last turn is added to the reward under the name `model`. If null, there is no reward model."""
     model_weight: float = Field(default=1.0, ge=-1e6, le=1e6)
-    """Weight of the reward model's score in the sum; 0 = logged but not counted."""
+    """Factor of the reward model's score in the reward of a sample; 0 only logs the score."""
     overlong_buffer: int | None = Field(default=None, ge=1)
-    """Length penalty: the reward falls linearly, by up to `overlong_penalty`, over this many tokens before the limit
-    `rollout.max_new_tokens`; observations count as tokens. Null = no penalty. `grpo score --role reward` also applies
-    it."""
+    """Subtracts a length penalty from the reward, which rises linearly from 0 to `reward.overlong_penalty` over this
+    many tokens before `rollout.max_new_tokens`. Observations count as tokens. If null, there is no penalty. `grpo score
+    --role reward` also applies it."""
     overlong_penalty: float = Field(default=1.0, gt=0)
-    """Length penalty for a completion of `rollout.max_new_tokens` tokens."""
+    """Length penalty of a completion of `rollout.max_new_tokens` tokens, if `reward.overlong_buffer` is set."""
     on_error: Literal["raise", "zero", "drop"] = "raise"
-    """What to do if a function or the reward model fails on a sample: stop the run, count its value as 0, or drop the
-    sample."""
+    """What to do if a reward function or the reward model fails on a sample: stop the run (raise), count its value as 0
+    (zero), or leave the sample out of training (drop)."""
     batch_size: int = Field(default=64, ge=1, le=65_536)
-    """Maximum number of samples per call of a batch-style plug-in. The samples of a prompt stay together."""
+    """Maximum number of samples per call of a reward function that takes batches. The samples of a prompt are passed
+    together."""
 
 
 BUILT_IN_ENVIRONMENTS = ("calculator", "guess_number")
@@ -141,43 +144,47 @@ ToolCallFormat = Literal["auto", "json_tags", "json", "none"]
 class EnvironmentSettings(Section):
     source: Annotated[str, AfterValidator(partial(validate_plugin, built_in=BUILT_IN_ENVIRONMENTS))] | None = None
     """Environment that answers the policy after every turn: calculator, guess_number, `path/to/file.py:name` or
-    `module:name`. Its rewards are added to the sum under the name `env`. Null = none."""
+    `module:name`. Its rewards are added to the reward of the sample under the name `env`. If null, there is no
+    environment."""
     tools: Annotated[
         tuple[Annotated[str, AfterValidator(partial(validate_plugin, built_in=BUILT_IN_TOOLS))], ...],
         Field(strict=False),
         BeforeValidator(as_list),
     ] = ()
-    """Functions that the policy may call: calculator, `path/to/file.py:name` or `module:name`. A turn without a call is
-    the answer, which the reward functions grade. With `source`, these are added to the environment's own tools."""
+    """Functions that the policy may call: calculator, `path/to/file.py:name` or `module:name`. With `env.source`, they
+    are added to the environment's own tools; without it, a turn without a call is the answer, which the reward
+    functions grade."""
     weight: float = Field(default=1.0, ge=-1e6, le=1e6)
-    """Weight of the rewards of `source` in the sum; 0 = logged but not counted."""
+    """Factor of the environment's rewards in the reward of a sample; 0 only logs them."""
     credit: Literal["trajectory", "turn"] = "trajectory"
-    """Where the rewards of `source` count: all at the end of the sample (trajectory), or each at the end of the turn
-    that earned it (turn), which needs an estimator with returns per token: gae, vtrace or reinforce_plus_plus."""
+    """Where the environment's rewards count: all at the end of the sample (trajectory), or each at the end of the turn
+    that earned it (turn). `turn` needs an estimator with returns per token: gae, vtrace or reinforce_plus_plus."""
     turn_discount: float = Field(default=1.0, ge=0, le=1)
-    """With `credit: turn`: discount factor per turn for rewards of later turns, like `algorithm.gamma` per token."""
+    """Discount factor per turn for the environment's rewards in later turns, with `env.credit: turn`; `algorithm.gamma`
+    is the factor per token."""
     max_turns: int = Field(default=8, ge=1, le=1024)
-    """Maximum policy turns per sample. A sample that needs more is truncated, as at `rollout.max_new_tokens`."""
+    """Maximum number of policy turns in a sample. A sample that needs more is truncated."""
     max_turn_tokens: int | None = Field(default=None, ge=1, le=MAX_TOKENS)
-    """Maximum length of a turn in tokens; a longer one truncates the sample. null = only `rollout.max_new_tokens`,
-    which counts all tokens after the prompt, observations included."""
+    """Maximum length of a policy turn in tokens; a longer turn truncates the sample. If null, only
+    `rollout.max_new_tokens` limits it, which counts all tokens after the prompt, including observations."""
     max_observation_tokens: int | None = Field(default=1024, ge=1, le=MAX_TOKENS)
-    """Maximum length of an observation in tokens, not counting those that the chat template adds. A longer one is cut
-    at the end of its messages, with a note for the policy; null = never. An observation that does not fit into
-    `rollout.max_new_tokens` truncates the sample."""
+    """Maximum length of an observation in tokens, not counting those that the chat template adds. A longer observation
+    is cut at the end of its messages, with a note for the policy; null never cuts. An observation that does not fit
+    into `rollout.max_new_tokens` truncates the sample."""
     parser: ToolCallFormat = "auto"
     """How the policy writes tool calls: as JSON between `<tool_call>` and `</tool_call>` (json_tags: Qwen, SmolLM,
-    Hermes), as one JSON object (json: Llama 3), or not at all (none). auto = follows the chat template."""
+    Hermes), as one JSON object (json: Llama 3), or not at all (none). `auto` selects the format that the chat template
+    uses."""
     step_timeout_s: float = Field(default=30.0, gt=0, le=86_400)
-    """Seconds after which a step of an environment is considered hung and its process is killed. The other samples of
-    that process are replayed from the start, and dropped if the environment answers differently."""
+    """Time limit in seconds for a step of an environment, after which its process is killed. The other samples of that
+    process are replayed from the start, and dropped if the environment answers differently."""
     concurrency: int = Field(default=32, ge=1, le=4096)
-    """Samples that each process serves at once, in threads that share modules and memory; for environments that wait
-    rather than compute."""
+    """Number of samples that each process serves at once, in threads that share modules and memory. Raise it for
+    environments that wait rather than compute."""
     max_suspended: int | None = Field(default=None, ge=0, le=MAX_SLOTS)
-    """Maximum number of samples, per worker or for `rollout.slots`, that give up their slots while they wait for the
-    environment; they keep their KV cache while there is room. If a step of the environment takes n times as long as a
-    turn of the policy, n per slot keep all slots busy. Null = four per slot; 0 = samples wait in their slots."""
+    """Maximum number of samples, per worker or for `rollout.slots`, that leave their slots to others while they wait
+    for the environment; they keep their KV cache while there is room. Null allows four per slot, and 0 none. If a step
+    of the environment takes n times as long as a turn of the policy, n per slot keep all slots busy."""
 
     @property
     def is_used(self) -> bool:
@@ -200,11 +207,11 @@ def _validate_variable_names(value: tuple[str, ...]) -> tuple[str, ...]:
 class PluginSettings(Section):
     workers: int = Field(default=4, ge=1, le=1024)
     """Maximum number of processes on each host for each reward function, and for the environments with their tools.
-    Raise it if they are slow and CPU cores are idle."""
+    Raise it if plug-ins are slow and CPU cores are idle."""
     timeout_s: float = Field(default=10.0, gt=0, le=3600)
-    """Time limit in seconds for one call of a reward function, with one sample or one batch; for a step of an
-    environment, see `env.step_timeout_s`."""
+    """Time limit in seconds for one call of a reward function, with one sample or one batch. `env.step_timeout_s` is
+    the limit for a step of an environment."""
     memory_mib: int = Field(default=4096, ge=256, le=1_048_576)
-    """Limit of each process's address space in MiB, including libraries."""
+    """Limit in MiB for the address space of each plug-in process, including its libraries."""
     env_vars: Annotated[tuple[str, ...], Field(strict=False), AfterValidator(_validate_variable_names)] = ()
-    """Names of environment variables to pass to the processes, in addition to a few standard ones."""
+    """Names of environment variables that plug-in processes get, in addition to a few standard ones."""

@@ -35,9 +35,11 @@ class SegmentSettings(Section):
     """
 
     min: int = Field(default=64, ge=1, le=MAX_TOKENS)
-    """Minimum length of a segment, in tokens per row. Raise it if ending many short segments takes time."""
+    """Minimum length of a segment, in tokens per row; a worker accepts new samples between segments. Raise it if ending
+    many short segments takes time."""
     max: int = Field(default=4096, ge=1, le=MAX_TOKENS)
-    """Maximum length of a segment, in tokens per row. Lower it if finished rows stay idle for long."""
+    """Maximum length of a segment, in tokens per row; a worker accepts new samples between segments. Lower it if
+    finished rows stay idle for long."""
 
 
 def _check_window(value: Any) -> Any:
@@ -53,33 +55,36 @@ class PdsrSettings(Section):
     """Probe-based dynamic segment rollout: which samples count as long and move to heavy workers."""
 
     unit: Literal["tokens", "seconds"] = "tokens"
-    """Unit in which samples are ranked and limited. With seconds, the schedule depends on the machine's load."""
+    """Unit in which P-DSR ranks and limits samples. With seconds, the schedule depends on the load of the machine."""
     heavy_percent: float = Field(default=10.0, gt=0, lt=100)
-    """pdsr_v1: percentage of prompts, those with the longest probes, whose samples go to heavy workers. Once the window
-    is full enough, also prompts with a probe above the window's (100 - heavy_percent)th percentile."""
+    """With pdsr_v1, percentage of prompts whose samples go to heavy workers: those whose probes, their first samples,
+    are longest. Once 32 samples have finished, so do prompts with a probe longer than the (100 - heavy_percent)th
+    percentile of the last `rollout.pdsr.window` samples."""
     probe_limit_tokens: int = Field(default=1024, ge=1, le=MAX_TOKENS)
-    """pdsr_v1: a probe that reaches this many tokens moves to a heavy worker, and its prompt counts as heavy."""
+    """With pdsr_v1, a probe (the first sample of a prompt) that reaches this many tokens moves to a heavy worker, and
+    its prompt counts as heavy."""
     fast_limit_tokens: int = Field(default=2048, ge=1, le=MAX_TOKENS)
-    """pdsr_v1, pdsr_v2: a sample that reaches this many tokens leaves its fast worker for a heavy one. With pdsr_v2, a
-    sample that a fast worker stole from a heavy one returns after a quarter of this limit."""
+    """With pdsr_v1 and pdsr_v2, a sample that reaches this many tokens moves from its fast worker to a heavy one. With
+    pdsr_v2, a sample that a fast worker stole from a heavy one returns after a quarter of this limit."""
     fast_limit_s: float = Field(default=10.0, gt=0)
-    """pdsr_v1, pdsr_v2: with `unit: seconds`, a sample also leaves its fast worker after this many seconds; a probe
-    leaves after half of them."""
+    """With pdsr_v1 and pdsr_v2 and `rollout.pdsr.unit: seconds`, a sample also leaves its fast worker after this many
+    seconds; a probe leaves after half of them."""
     on_fast_limit: Literal["suspend", "truncate"] = "suspend"
-    """pdsr_v1: suspend a sample at the limit and continue it on a heavy worker, or truncate it, which biases the
-    rewards of hard prompts."""
+    """What pdsr_v1 does with a sample at the limit of a fast worker: continue it on a heavy worker (suspend) or end it
+    (truncate), which biases the rewards of hard prompts."""
     percentile: float = Field(default=80.0, gt=0, lt=100)
-    """pdsr_v2, adaptive: samples longer than this percentile of the window are heavy."""
+    """With pdsr_v2 and adaptive, samples that are longer than this percentile of the last `rollout.pdsr.window` samples
+    are heavy."""
     window: Annotated[int, BeforeValidator(_check_window)] = Field(default=256, ge=PDSR_WINDOW_MIN, le=MAX_SLOTS)
-    """Number of most recently finished samples, including earlier steps, whose lengths set the threshold for heavy
-    samples, and whose mean length sets the segment length. There is no threshold before 32 have finished; pdsr_v1 then
-    only ranks probes."""
+    """Number of most recently finished samples, including those of earlier steps, whose lengths set the threshold for
+    heavy samples, and whose mean length sets the segment length. There is no threshold before 32 have finished; pdsr_v1
+    then only ranks probes."""
 
 
 class WorkerPoolSettings(Section):
     count: int = Field(default=1, ge=0, le=4096)
-    """Number of workers of this kind; 0 = none. The host's devices are divided equally among all workers; on a single
-    device they take turns."""
+    """Number of workers of this kind on each host. The host's devices are divided equally among all its workers; on a
+    single device they take turns."""
     slots: int = Field(default=8, ge=1, le=MAX_SLOTS)
     """Number of samples that each worker decodes at once. More slots decode more tokens per second but need more
     memory."""
@@ -87,8 +92,8 @@ class WorkerPoolSettings(Section):
 
 class FastWorkerSettings(WorkerPoolSettings):
     max_length: int | None = Field(default=None, ge=2, le=MAX_TOKENS)
-    """Maximum prompt plus completion in a slot of these workers, in tokens: this shrinks their KV cache, and longer
-    samples continue on heavy workers. When null, the longest possible sample fits."""
+    """Maximum length of prompt plus completion on a fast worker, in tokens. A lower value makes its KV cache smaller,
+    and longer samples continue on heavy workers. If null, the longest possible sample fits."""
 
 
 class WorkersSettings(Section):
@@ -110,13 +115,13 @@ class RayPoolSettings(Section):
 
     address: Annotated[str, AfterValidator(_validate_ray_address)] | None = None
     """Runs the workers of `rollout.workers` as Ray actors: in the cluster with its head at `host:port`, in the cluster
-    that this machine has joined (`auto`), or in a temporary one on this machine (`local`). When null, they run on this
-    host's devices."""
+    that this machine has joined (`auto`), or in a temporary one on this machine (`local`). If null, they run on this
+    host's devices without Ray."""
     fast_resources: RayResources = Field(default={"CPU": 1.0})
-    """Resources that Ray reserves for each fast worker, such as `{GPU: 1}`, `{TPU: 4}`, or custom ones that select
-    machines, such as `{large_memory: 1}`."""
+    """Resources that Ray reserves for each fast worker, such as `{GPU: 1}` or `{TPU: 4}`. Custom resources, such as
+    `{large_memory: 1}`, select machines."""
     heavy_resources: RayResources = Field(default={"CPU": 1.0})
-    """Resources that Ray reserves for each heavy worker."""
+    """Resources that Ray reserves for each heavy worker, in the form of `rollout.ray.fast_resources`."""
 
 
 def format_rounding(rounding: Mapping[str, str]) -> str:
@@ -158,70 +163,74 @@ def _validate_rollout_mesh(value: str) -> str:
 
 class RolloutSettings(Section):
     prompts_per_step: int = Field(default=8, ge=1, le=2**20)
-    """Prompts per training step, per host. Each gets `rollout.group_size` samples."""
+    """Number of prompts per training step on each host. Each prompt gets `rollout.group_size` samples."""
     group_size: int = Field(default=8, ge=1, le=2**16)
-    """Samples per prompt; 8 is usual. Group-relative algorithms compare them."""
+    """Samples per prompt, which group-relative algorithms compare; 8 is usual."""
     max_new_tokens: int = Field(default=64, ge=1)
-    """Maximum completion length in tokens, also with `algorithm.name: sft`. For a model that is not built in, the
-    default is 512."""
+    """Maximum length of a completion in tokens, also with `algorithm.name: sft`. The default is 512 for models that are
+    not built in."""
     stop: Annotated[tuple[Annotated[str, AfterValidator(_validate_stop_string)], ...], Field(strict=False)] = ()
-    """Strings that end a completion, also in evaluations. It ends with the token that completes a string, and counts as
-    finished. Control tokens are matched by name, such as `<|im_end|>`."""
+    """Strings that end a completion, also in evaluations. The completion ends with the token that completes a string,
+    and counts as finished. Control tokens are matched by name, such as `<|im_end|>`."""
     max_length_total: int | None = Field(default=None, ge=2)
-    """Maximum length of prompt plus completion, in tokens; max_new_tokens + max(128, max_prompt_length) when null."""
+    """Maximum length of prompt plus completion, in tokens. If null, it is max_new_tokens + max(128,
+    max_prompt_length)."""
     prefill_length_min: int = Field(default=16, ge=1)
-    """Smallest length, in tokens, to which prompts are padded for prefill. Larger values compile fewer programs."""
+    """Minimum length, in tokens, to which prompts are padded for prefill. Raise it to compile fewer programs."""
     temperature: float = Field(default=1.0, ge=0)
-    """Sampling temperature; 0 = greedy, which training does not allow."""
+    """Sampling temperature. 0 always selects the most likely token, which is not allowed in training."""
     top_k: int = Field(default=0, ge=0, lt=2**31)
-    """Samples from the k most likely tokens; 0 = all."""
+    """Samples only from the k most likely tokens; 0 samples from all tokens."""
     top_p: float = Field(default=1.0, gt=0, le=1)
-    """Samples from the most likely tokens with this total probability; 1 = all."""
+    """Samples only from the most likely tokens whose probabilities sum to this value; 1 samples from all tokens."""
     min_p: float = Field(default=0.0, ge=0, lt=1)
-    """Samples from the tokens with at least this probability relative to the most likely one; 0 = all."""
+    """Samples only from tokens whose probability is at least this fraction of the highest probability; 0 samples from
+    all tokens."""
     slots: Annotated[int | Literal["auto"], _auto_or_count(MAX_SLOTS)] = "auto"
-    """Samples that a host decodes at once (continuous batching): when one finishes, the next one starts. `auto`: one
-    for every sample of a step, but at most as many as `rollout.kv_blocks` can hold at half their full length; the
-    number is logged at launch."""
+    """Number of samples that a host decodes at once without workers (continuous batching): when one finishes, the next
+    one starts. `auto` uses one slot for every sample of a step, but at most as many as `rollout.kv_blocks` can hold at
+    half their full length; the number is logged at the start."""
     kv_blocks: Annotated[int | Literal["auto"] | None, _auto_or_count(MAX_BLOCKS, or_null=True)] = "auto"
-    """KV-cache blocks on each device. Samples of a prompt share its full blocks. If blocks run out, the newest sample
-    is preempted and its cache recomputed later. null: enough for every slot at full length. `auto`: the same, or
-    without workers fewer, if weights, optimizer and compiled programs leave less memory."""
+    """Number of KV-cache blocks on each device; samples of a prompt share its full blocks. If blocks run out, the
+    newest sample is preempted, and its cache is recomputed later. Null gives every slot enough for its full length;
+    `auto` does too, or without workers gives fewer if weights, optimizer and compiled programs leave less memory."""
     mode: Literal["exact", "fast"] = "fast"
-    """fast: shapes adapt to the samples. exact: fixed shapes in float32, so that each sample is bitwise independent of
-    the schedule and of the other samples."""
+    """`fast` adapts shapes to the samples. `exact` uses fixed shapes in float32, so that each sample is bitwise
+    independent of the schedule and of the other samples."""
     scheduler: Literal["sync", "pdsr_v1", "pdsr_v2", "adaptive"] | None = None
-    """Schedule of the workers of `rollout.workers`: whole batches (sync), P-DSR version 1 or 2, or longest expected
-    sample first (adaptive). When null, samples are generated in the slots of `rollout.slots`, without workers."""
+    """How the workers of `rollout.workers` are scheduled: whole batches (sync), probe-based dynamic segment rollout
+    (P-DSR: pdsr_v1 or pdsr_v2), or longest expected sample first (adaptive). If null, there are no workers, and samples
+    are generated in `rollout.slots`."""
     placement: Literal["island", "global"] = "island"
-    """Each host generates on its own devices independently (island), or all hosts generate from one queue in slots on
-    all devices, without workers (global). On one host it matters only with `rollout.scheduler: sync`, which then uses
-    workers (island) or slots (global)."""
+    """Whether each host generates on its own devices independently (island), or all hosts generate from one queue in
+    slots on all devices, without workers (global). On one host it matters only with `rollout.scheduler: sync`, which
+    then uses workers (island) or slots (global)."""
     mesh: Annotated[str, AfterValidator(_validate_rollout_mesh)] = "auto"
     """How generation splits the devices of `mesh.shape`: rows over dp and weights over tp, as in `dp=2,tp=4` or `tp=4`.
-    `training` keeps the tp of `mesh.shape`. So does `auto`, except on TPUs without workers if a larger tp is estimated
+    `training` keeps the tp of `mesh.shape`. `auto` does too, except on TPUs without workers if a larger tp is estimated
     to take at least 30 % less time per token."""
     weights: RolloutWeights | None = None
-    """Dtype of the layers' matrices during generation and evaluations: int8 halves the bytes read per token compared
-    with bfloat16. The sampler then differs from the trained policy, which `algorithm.correction` corrects.
-    `model.dtype` when null."""
+    """Dtype of the layers' matrices during generation, also in evaluations; if null, it is `model.dtype`. int8 halves
+    the bytes read per token compared with bfloat16, but the sampler then differs from the trained policy, which
+    `algorithm.correction` corrects."""
     kv_cache: KVCacheType | None = None
-    """Dtype of the KV cache, also in evaluations: int8 takes about half the memory of bfloat16, and needs the same
-    correction as `rollout.weights`. When null, `model.dtype`, but float32 on CPUs."""
+    """Dtype of the KV cache, also in evaluations; if null, it is `model.dtype`, or float32 on CPUs. int8 takes about
+    half the memory of bfloat16, but the sampler then differs from the trained policy, which `algorithm.correction`
+    corrects."""
     routing_replay: bool = False
-    """For a mixture of experts: records the experts of each token during generation and uses the same ones in scoring
-    and updates, where rounding would choose others for some tokens. The prompt of a group uses the routes of one of its
-    samples. Takes one byte per token, layer and active expert in memory (384 bytes per token for Qwen3-30B-A3B), and a
-    third more in `rollouts/`."""
+    """For a mixture of experts, records the experts of each token during generation and uses the same ones in scoring
+    and updates, where rounding would choose others for some tokens. All samples of a prompt use the routes of one of
+    them for the prompt's tokens. It takes one byte per token, layer and active expert in memory (384 bytes per token
+    for Qwen3-30B-A3B), and makes `rollouts/` a third larger."""
     devices: Annotated[float | tuple[int, ...] | None, BeforeValidator(_validate_rollout_devices)] = None
     """Devices of each host that only generate while the other devices train, with `rollout.max_staleness` above 0: a
-    fraction, as 0.5, or their indices on every host, as `[2, 3]`. `mesh.shape` is then the mesh of the training
-    devices, and `rollout.mesh: tp=N` splits a worker's weights over N devices. When null, generation and training take
-    turns on the same devices. Used only by training."""
+    fraction such as 0.5, or their indices on every host, such as `[2, 3]`. `mesh.shape` is then the mesh of the
+    training devices, and `rollout.mesh: tp=N` splits the weights of a worker over N devices. If null, generation and
+    training take turns on the same devices. Only training uses this setting."""
     max_staleness: int = Field(default=0, ge=0, le=MAX_STALENESS)
     """Maximum age, in training steps, of the policy that sampled a token used for training. 0 is on-policy: generation
     and training alternate. Above 0 they overlap, which requires `rollout.scheduler`, and a resumed run is no longer
-    reproducible. Used only by training."""
+    reproducible. Only training uses this setting."""
     segment: SegmentSettings = SegmentSettings()
     pdsr: PdsrSettings = PdsrSettings()
     workers: WorkersSettings = WorkersSettings()

@@ -26,75 +26,79 @@ class EarlyStoppingSettings(Section):
     """Ends a run before its last step. Evaluations are compared by `checkpoint.best_metric`."""
 
     patience: int | None = Field(default=None, ge=1)
-    """Ends the run after this many evaluations in a row without an improvement of `checkpoint.best_metric`; null =
-    never."""
+    """Number of evaluations in a row without an improvement of `checkpoint.best_metric` after which the run ends. If
+    null, the run never ends early."""
 
 
 class RunSettings(Section):
     name: Annotated[str, AfterValidator(_validate_run_name)] | None = None
-    """Name of the run directory. When null, `<config>-seed<seed>`; further runs get `-2`, `-3` and so on appended, and
-    `--resume` continues the newest."""
+    """Name of the run directory. If null, it is `<config>-seed<seed>`; further runs get `-2`, `-3` and so on appended,
+    and `--resume` continues the newest."""
     dir: Annotated[str, AfterValidator(_validate_run_dir)] = Field(default="runs", min_length=1)
-    """Directory that contains the run directories. With a bucket, `gs://BUCKET/FOLDER` or `s3://BUCKET/FOLDER`, they
-    are in `runs/gs/BUCKET/FOLDER` or `runs/s3/BUCKET/FOLDER` and are copied to the bucket."""
+    """Directory that contains the run directories. If it is in a bucket (`gs://BUCKET/FOLDER` or `s3://BUCKET/FOLDER`),
+    runs are written to `runs/gs/BUCKET/FOLDER` or `runs/s3/BUCKET/FOLDER` and copied to the bucket."""
     seed: int = Field(default=0, ge=0, lt=2**31)
-    """Seed of all random numbers: for the order of the data and for sampling."""
+    """Seed of all random numbers, such as those that order the data and sample tokens."""
     steps: int = Field(default=100, ge=1)
-    """Number of training steps; each consists of rollout, reward, score, advantage and update, or with `algorithm.name:
-    sft` of an update only."""
+    """Number of training steps. Each step generates samples, computes their rewards and advantages, and updates the
+    model; with `algorithm.name: sft`, it only updates the model."""
     early_stopping: EarlyStoppingSettings = EarlyStoppingSettings()
 
 
 class CheckpointSettings(Section):
     every_steps: int = Field(default=50, ge=1)
-    """Steps between checkpoints. The last step is always saved."""
+    """Number of training steps between checkpoints. A checkpoint is also saved after the last step."""
     every_minutes: float | None = Field(default=None, gt=0)
-    """Also saves a checkpoint if the last one is older than this many minutes; null disables this."""
+    """Also saves a checkpoint if the last one is older than this many minutes. If null, age does not matter."""
     keep: int = Field(default=2, ge=1)
-    """Number of newest checkpoints kept, in addition to the best one."""
+    """Number of newest checkpoints that are kept, in addition to the best one."""
     best_metric: str | None = "eval/accuracy"
-    """Metric whose best checkpoint is kept as checkpoints/best, unless step 0 was better; null keeps none. Lower is
-    better for eval/mean_length, eval/truncated_fraction and eval/error_count. Of equal values, the earliest is kept."""
+    """Metric whose best checkpoint is kept as checkpoints/best, unless the model was better before training; null keeps
+    none. Lower values are better for eval/mean_length, eval/truncated_fraction and eval/error_count. Of equal values,
+    the earliest is kept."""
 
 
 class EvalSettings(Section):
     every_steps: int = Field(default=25, ge=0)
-    """Training steps between evaluations; there is also one before step 1 and one after the last step. 0 disables
-    evaluation."""
+    """Number of training steps between evaluations. There is also one before the first step and one after the last
+    step; 0 disables all of them."""
     num_prompts: int | None = Field(default=128, ge=1, le=1_000_000)
-    """Number of held-out prompts, the same ones in every evaluation; null = the whole data set."""
+    """Number of held-out prompts in an evaluation, which are the same in all evaluations. If null, the whole data set
+    is used."""
     num_samples: int = Field(default=1, ge=1, le=2**16)
-    """Samples per prompt. With more than one, pass@k and maj@k are also measured, and temperature must be above 0."""
+    """Samples per prompt in an evaluation. With more than one, pass@k and maj@k are also measured, and
+    `eval.temperature` must be above 0."""
     temperature: float = Field(default=0.0, ge=0)
-    """Sampling temperature of evaluations; 0 = greedy."""
+    """Sampling temperature of evaluations; 0 always selects the most likely token."""
 
 
 class LoggingSettings(Section):
     wandb_project: str | None = None
-    """Project on Weights & Biases (wandb); null = no logging there."""
+    """Project on Weights & Biases (wandb) to which metrics are logged. If null, wandb is not used."""
     wandb_mode: Literal["online", "offline", "disabled"] = "online"
-    """wandb's mode: upload during the run (online), write local files only (offline), or log nothing (disabled).
-    Without an API key, online becomes offline."""
+    """Whether wandb uploads during the run (online), only writes local files (offline), or logs nothing (disabled).
+    Without `WANDB_API_KEY`, online becomes offline."""
     tensorboard: bool = False
-    """Also writes the metrics as TensorBoard events to tensorboard/. Needs the extra [tensorboard]."""
+    """Also writes the metrics as TensorBoard events to the run's tensorboard/. This needs the extra [tensorboard]."""
     profile_steps: Annotated[tuple[Annotated[int, Field(ge=1)], ...], Field(strict=False)] = ()
-    """Training steps to trace with `jax.profiler` into profile/, as in [3, 5]. These steps are slower."""
+    """Training steps that `jax.profiler` traces, such as `[3, 5]`; traces are written to the run's profile/. These
+    steps are slower."""
     save_rollouts: bool = True
-    """Writes the samples of every step to rollouts/, for the report and for `--from-rollouts`. Set to false to save
-    disk space."""
+    """Writes the samples of every step to the run's rollouts/, for the report and for `--from-rollouts`. Set it to
+    false to save disk space."""
     completions_every_steps: int = Field(default=25, ge=0)
-    """Training steps between completions printed to the console, starting with step 1; 0 = never."""
+    """Number of training steps between completions that are printed to the console, beginning with step 1; 0 prints
+    none."""
     report: bool = True
-    """Writes report.html, rollouts.html and plots/ when the run ends. `grpo report` writes them at any time."""
+    """Writes report.html, rollouts.html and plots/ when the run ends. `grpo report` can also write them, at any
+    time."""
 
 
 class WatchdogSettings(Section):
     phase_s: float | None = Field(default=3600.0, gt=0, le=30 * 86_400)
-    """Seconds that a phase may take: loading and compiling, a rollout, the reward functions, the scoring pass of a
-    role, the optimizer steps of a training step, a checkpoint, an evaluation. If one takes longer, the run ends on
-    every host with the stacks of all threads and exit code 70. The first pass of a phase may take twice as long,
-    because it compiles. null = no limit.
-
-    For `grpo rollout` on several hosts, a phase is the time from one sample or segment to the next. For `grpo score` it
-    is the time from one window to the next, or a host's whole share for a reward model. A host that has finished waits
-    for the other hosts without a limit, and reward functions have their own limits."""
+    """Time limit in seconds for each phase of a run: loading and compiling, a rollout, the reward functions, the
+    scoring pass of a model, the optimizer steps of a training step, a checkpoint, or an evaluation. If a phase takes
+    longer, every host prints the stacks of its threads and exits with code 70. Phases after loading may take twice as
+    long the first time, because they compile. Raise it if a phase is slow but not stuck; null disables the limit. For
+    `grpo rollout`, `evaluate` and `score` on several hosts, the limit starts anew with each finished sample or segment,
+    or after 4,096 scored samples; a reward model must score all samples of a host within it."""
