@@ -19,14 +19,14 @@ WIDTH = 120
 SETTINGS_HEAD = (
     "# Settings",
     "This page lists every setting with its type, default and meaning, one section of the YAML file after the other. "
-    "Look a name up here while you write a configuration; `grpo settings NAME` prints the same entry. "
-    "`grpo train --print-config` prints the values of a run, and where each was set.",
-    "Generated from `settings/schema/` by `python scripts/reference_pages.py`.",
+    "Look a name up here while you write a configuration; `grpo settings NAME` prints the same entry.",
+    "`grpo train --print-config` prints the values of a run, and where each was set. This page is generated from "
+    "`settings/schema/` by `python scripts/reference_pages.py`.",
 )
 METRICS_HEAD = (
     "# Metrics",
-    "This page explains every metric in `metrics.jsonl`, and so in wandb and TensorBoard: what it means, which values "
-    "are healthy, and what to do about others. Look a name up here when a plot or an alert surprises you; "
+    "This page explains every metric that a run writes to `metrics.jsonl`, wandb and TensorBoard: what it means, which "
+    "values are healthy, and what to do about others. Look a name up here when a plot or an alert surprises you; "
     "[troubleshooting](../operate/troubleshooting.md) starts from symptoms instead.",
     "Numbers that are not finite are written as null. Every metric outside `time/` and `perf/` is determined by the "
     "settings, bit for bit on the same devices, unless a plug-in is random or an environment is used in "
