@@ -118,15 +118,16 @@ class AlgorithmSettings(Section):
     """Number of prompts per optimizer step on each host; with K optimizer steps, each uses every K-th prompt. If null,
     one optimizer step uses all prompts of the training step."""
     dynamic_microbatch: bool | None = None
-    """Whether micro-batches of the update consist of packed rows under a token quota (true) or of a fixed number of
-    samples (false); gradients are accumulated either way. If null, it is true unless `algorithm.rows_per_device` is
-    set."""
+    """Whether micro-batches of the update are dynamic, which means packed rows under a token quota (true), or fixed,
+    with an equal number of samples each (false). Gradients are accumulated either way. If null, it is true unless
+    `algorithm.rows_per_device` is set."""
     max_tokens_per_device: int | None = Field(default=16384, ge=1, le=MAX_TOKENS_PER_DEVICE)
-    """Maximum number of tokens of an update micro-batch on each device; selects dynamic micro-batches. It must fit the
-    longest sample. Lower it if memory runs out. Scoring uses it too unless `score.max_tokens_per_device` is set."""
+    """Maximum number of tokens of an update micro-batch on each device, which must fit the longest sample; setting it
+    selects dynamic micro-batches. Lower it if memory runs out. Scoring uses it too unless `score.max_tokens_per_device`
+    is set."""
     rows_per_device: int | None = Field(default=None, ge=1)
-    """Number of samples of a fixed update micro-batch on each device; selects fixed micro-batches. Lower it if memory
-    runs out. If null, it is 8 with fixed micro-batches."""
+    """Number of samples of a fixed update micro-batch on each device; setting it selects fixed micro-batches. Lower it
+    if memory runs out. If null, it is 8 with fixed micro-batches."""
     shuffle: bool | None = None
     """Randomly assigns prompts to optimizer steps anew in every epoch, determined by `run.seed`, step and epoch. If
     null, it is true with a critic and false otherwise."""
@@ -203,12 +204,12 @@ class CriticSettings(Section):
     """PPO's value clipping: the loss of a token is the larger of two squared errors, one of its value and one of its
     value clipped to within this distance of the value at the start of the step. Null disables it."""
     max_tokens_per_device: int | None = Field(default=32768, ge=1, le=MAX_TOKENS_PER_DEVICE)
-    """Maximum number of tokens of a critic's micro-batch on each device; selects dynamic micro-batches. It can exceed
-    `algorithm.max_tokens_per_device`, because the critic has no logits; lower it if memory runs out. If neither this
-    nor `critic.rows_per_device` is set, both are inherited from `algorithm`."""
+    """Maximum number of tokens of a critic's micro-batch on each device; setting it selects dynamic micro-batches. It
+    can exceed `algorithm.max_tokens_per_device`, because the critic has no logits; lower it if memory runs out. If
+    neither this nor `critic.rows_per_device` is set, both are inherited from `algorithm`."""
     rows_per_device: int | None = Field(default=None, ge=1)
-    """Number of samples of a critic's fixed micro-batch on each device; selects fixed micro-batches. If null, it is
-    `algorithm.rows_per_device`."""
+    """Number of samples of a critic's fixed micro-batch on each device; setting it selects fixed micro-batches. If
+    null, it is `algorithm.rows_per_device`."""
     lam: float | None = Field(default=None, ge=0, le=1)
     """Lambda of GAE for the critic's targets, 1.0 in VAPO. If null, it is `algorithm.lam`."""
 
@@ -218,16 +219,16 @@ class OptimizerSettings(Section):
     """Peak learning rate of AdamW. Lower it if the KL or the gradient norm rises; LoRA adapters need 10 to 100 times as
     much as whole models."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Learning rate after warm-up: constant, or decaying linearly or as a cosine to `optimizer.final_fraction` of the
-    peak, which is reached right after the last step."""
+    """How the learning rate changes after warm-up: not at all (constant), or linearly (linear) or along a cosine
+    (cosine) to `optimizer.final_fraction` of the peak, which is reached right after the last step."""
     warmup_steps: int = Field(default=0, ge=0)
     """Number of optimizer steps over which the learning rate rises linearly to its peak."""
     final_fraction: float = Field(default=0.0, ge=0, le=1)
-    """Learning rate at the end of linear or cosine decay, as a fraction of the peak."""
+    """Learning rate at the end of linear or cosine decay, as a fraction of `optimizer.learning_rate`."""
     beta1: float = Field(default=0.9, ge=0, lt=1)
-    """Decay of AdamW's first moment, the mean of gradients."""
+    """Decay rate of AdamW's first moment, the running mean of gradients."""
     beta2: float = Field(default=0.999, ge=0, lt=1)
-    """Decay of AdamW's second moment, the mean of squared gradients. Lower it for runs of few steps."""
+    """Decay rate of AdamW's second moment, the running mean of squared gradients. Lower it for runs of few steps."""
     first_moment: Literal["float32", "bfloat16"] = "float32"
     """Dtype in which AdamW's first moment is stored; bfloat16 saves 2 of the 8 bytes of moments per weight."""
     second_moment: Literal["float32", "bfloat16"] = "float32"
@@ -252,11 +253,13 @@ class MicroBatchSettings(Section):
     """
 
     max_tokens_per_device: int | None = Field(default=None, ge=1, le=MAX_TOKENS_PER_DEVICE)
-    """Maximum number of tokens of this model's scoring micro-batch on each device; selects dynamic micro-batches. If
-    null, it is inherited from `score`, unless `rows_per_device` is set. Lower it if memory runs out."""
+    """Maximum number of tokens of a micro-batch on each device when this model scores samples; setting it selects
+    dynamic micro-batches. If null, it is inherited from `score`, unless `rows_per_device` is set. Lower it if memory
+    runs out."""
     rows_per_device: int | None = Field(default=None, ge=1)
-    """Number of samples of this model's fixed scoring micro-batch on each device; selects fixed micro-batches. If null,
-    it is inherited from `score`, unless `max_tokens_per_device` is set. Lower it if memory runs out."""
+    """Number of samples of a fixed micro-batch on each device when this model scores samples; setting it selects fixed
+    micro-batches. If null, it is inherited from `score`, unless `max_tokens_per_device` is set. Lower it if memory runs
+    out."""
 
 
 class ReferenceScoreSettings(MicroBatchSettings):
@@ -267,19 +270,20 @@ class ReferenceScoreSettings(MicroBatchSettings):
 
 class ScoreSettings(Section):
     dynamic: bool | None = None
-    """Whether micro-batches of scoring consist of packed rows under a token quota (true) or of a fixed number of
-    samples (false). If null, it is true unless `score.rows_per_device` or `score.strategy` is set."""
+    """Whether micro-batches of scoring are dynamic, which means packed rows under a token quota (true), or fixed, with
+    an equal number of samples each (false). If null, it is true unless `score.rows_per_device` or `score.strategy` is
+    set."""
     max_tokens_per_device: int | None = Field(default=None, ge=1, le=MAX_TOKENS_PER_DEVICE)
-    """Maximum number of tokens of a scoring micro-batch on each device; selects dynamic micro-batches. If null, it is
-    inherited from `algorithm`. It may exceed `algorithm.max_tokens_per_device`, because scoring stores no activations
-    for gradients."""
+    """Maximum number of tokens of a scoring micro-batch on each device; setting it selects dynamic micro-batches. If
+    null, it is inherited from `algorithm`. It may exceed `algorithm.max_tokens_per_device`, because scoring stores no
+    activations for gradients."""
     rows_per_device: int | None = Field(default=None, ge=1)
-    """Number of samples of a fixed scoring micro-batch on each device; selects fixed micro-batches. Lower it if memory
-    runs out. If null, it is 8 with fixed micro-batches."""
+    """Number of samples of a fixed scoring micro-batch on each device; setting it selects fixed micro-batches. Lower it
+    if memory runs out. If null, it is 8 with fixed micro-batches."""
     strategy: Literal["off", "loop", "scan"] | None = None
-    """Selects fixed micro-batches for the scoring of every model without its own token quota: one pass over all samples
-    (off), a loop over micro-batches with a shorter last one (loop), or one compiled scan over full ones (scan). If
-    null, it is loop."""
+    """Selects fixed micro-batches for every scored model (policy, reference, critic, reward model) without its own
+    token quota: one pass over all samples (off), a loop over micro-batches with a shorter last one (loop), or one
+    compiled scan over full ones (scan). If null, it is loop."""
     policy: MicroBatchSettings = MicroBatchSettings()
     reference: ReferenceScoreSettings = ReferenceScoreSettings()
     critic: MicroBatchSettings = MicroBatchSettings()

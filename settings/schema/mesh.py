@@ -34,8 +34,8 @@ def _validate_host_and_port(value: str) -> str:
 
 class MeshSettings(Section):
     shape: Annotated[str, AfterValidator(_validate_mesh_shape)] = "auto"
-    """Number of devices along each mesh axis, as `dp,fsdp,tp`; a -1 takes the remaining devices. `auto` uses dp across
-    hosts and fsdp inside a host."""
+    """Number of devices along the mesh axes dp (data parallelism), fsdp (sharded weights) and tp (tensor parallelism),
+    such as `1,-1,1`; a -1 takes the remaining devices. `auto` uses dp across hosts and fsdp inside a host."""
     platform: Literal["auto", "cpu", "cuda", "tpu"] = "auto"
     """Platform of the devices; the run stops if JAX does not find it. `auto` uses the best one available."""
     cpu_devices: int | None = Field(default=None, ge=1, le=64)

@@ -90,8 +90,8 @@ class ModelSettings(Section):
     configuration and the tokenizer's `eos_token`). For a base model, add the token that ends a turn in its chat
     template."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Dtype of the computation; weights in training, optimizer state, softmax and losses are always float32. If it is
-    not set, it is bfloat16 on TPUs and GPUs, except for built-in models and with `rollout.mode: exact`."""
+    """Dtype of the computation; trained weights, optimizer state, softmax and losses are always float32. If it is not
+    set, it is bfloat16 on TPUs and GPUs, except for built-in models and with `rollout.mode: exact`."""
     remat: Literal["none", "minimal", "block"] = "minimal"
     """What the backward pass recomputes to save memory: nothing (none), everything except the matmuls with weights
     (minimal), or whole layers (block). Each of these uses less memory and more time than the one before it."""

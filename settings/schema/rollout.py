@@ -57,9 +57,9 @@ class PdsrSettings(Section):
     unit: Literal["tokens", "seconds"] = "tokens"
     """Unit in which P-DSR ranks and limits samples. With seconds, the schedule depends on the load of the machine."""
     heavy_percent: float = Field(default=10.0, gt=0, lt=100)
-    """With pdsr_v1, percentage of prompts whose samples go to heavy workers: those whose probes, their first samples,
-    are longest. Once 32 samples have finished, so do prompts with a probe longer than the (100 - heavy_percent)th
-    percentile of the last `rollout.pdsr.window` samples."""
+    """With pdsr_v1, percentage of prompts that are heavy, because their probes (first samples) are the longest: their
+    samples go to heavy workers. Once 32 samples have finished, prompts are also heavy if their probe is longer than the
+    (100 - heavy_percent)th percentile of the last `rollout.pdsr.window` samples."""
     probe_limit_tokens: int = Field(default=1024, ge=1, le=MAX_TOKENS)
     """With pdsr_v1, a probe (the first sample of a prompt) that reaches this many tokens moves to a heavy worker, and
     its prompt counts as heavy."""
@@ -83,8 +83,8 @@ class PdsrSettings(Section):
 
 class WorkerPoolSettings(Section):
     count: int = Field(default=1, ge=0, le=4096)
-    """Number of workers of this kind on each host. The host's devices are divided equally among all its workers; on a
-    single device they take turns."""
+    """Number of workers of this kind. Without Ray, the devices of the host are divided equally among all its workers;
+    workers on a single device take turns."""
     slots: int = Field(default=8, ge=1, le=MAX_SLOTS)
     """Number of samples that each worker decodes at once. More slots decode more tokens per second but need more
     memory."""
@@ -173,8 +173,8 @@ class RolloutSettings(Section):
     """Strings that end a completion, also in evaluations. The completion ends with the token that completes a string,
     and counts as finished. Control tokens are matched by name, such as `<|im_end|>`."""
     max_length_total: int | None = Field(default=None, ge=2)
-    """Maximum length of prompt plus completion, in tokens. If null, it is max_new_tokens + max(128,
-    max_prompt_length)."""
+    """Maximum length of prompt plus completion, in tokens. If null, it is the sum of `rollout.max_new_tokens` and
+    `data.max_prompt_length`, which counts as at least 128."""
     prefill_length_min: int = Field(default=16, ge=1)
     """Minimum length, in tokens, to which prompts are padded for prefill. Raise it to compile fewer programs."""
     temperature: float = Field(default=1.0, ge=0)

@@ -38,7 +38,7 @@ class RunSettings(Section):
     """Directory that contains the run directories. If it is in a bucket (`gs://BUCKET/FOLDER` or `s3://BUCKET/FOLDER`),
     runs are written to `runs/gs/BUCKET/FOLDER` or `runs/s3/BUCKET/FOLDER` and copied to the bucket."""
     seed: int = Field(default=0, ge=0, lt=2**31)
-    """Seed of all random numbers, such as those that order the data and sample tokens."""
+    """Seed of all random numbers, for example for the order of the data and for sampling."""
     steps: int = Field(default=100, ge=1)
     """Number of training steps. Each step generates samples, computes their rewards and advantages, and updates the
     model; with `algorithm.name: sft`, it only updates the model."""
@@ -98,7 +98,7 @@ class WatchdogSettings(Section):
     phase_s: float | None = Field(default=3600.0, gt=0, le=30 * 86_400)
     """Time limit in seconds for each phase of a run: loading and compiling, a rollout, the reward functions, the
     scoring pass of a model, the optimizer steps of a training step, a checkpoint, or an evaluation. If a phase takes
-    longer, every host prints the stacks of its threads and exits with code 70. Phases after loading may take twice as
-    long the first time, because they compile. Raise it if a phase is slow but not stuck; null disables the limit. For
-    `grpo rollout`, `evaluate` and `score` on several hosts, the limit starts anew with each finished sample or segment,
-    or after 4,096 scored samples; a reward model must score all samples of a host within it."""
+    longer, every host prints the stacks of its threads and exits with code 70; a phase after loading may take twice as
+    long the first time, because it compiles. Raise it if phases are slow but not stuck; null disables the limit. It
+    also applies to `grpo rollout`, `evaluate` and `score` on several hosts, where it restarts whenever samples are
+    finished."""
