@@ -81,7 +81,7 @@ CONFIG: dict[str, Any] = {
 def make_tokenizer(
     control_tokens: Sequence[str] = CONTROL_TOKENS, characters: str = CHARACTERS
 ) -> PreTrainedTokenizerFast:
-    """Returns a tokenizer with one token per character except blanks: `47 + 38 = ?` has seven tokens."""
+    """Returns a tokenizer that drops blanks and has one token per other character: `47 + 38 = ?` has seven tokens."""
     vocabulary = {token: i for i, token in enumerate((*control_tokens, *characters))}
     backend = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
     backend.normalizer = normalizers.Replace(Regex(r"\s"), "")

@@ -37,7 +37,7 @@ class HostRows:
     _routing: SampleRouting | None = None
 
     def return_to_owners(self, values: Sequence[Float32[np.ndarray, "C"]]) -> list[Float32[np.ndarray, "C"]]:
-        """Returns the values of the samples that belong to this host, wherever their rows were.
+        """Returns the values of this host's own samples, whichever hosts had their rows.
 
         All hosts must call it together.
 

@@ -68,7 +68,8 @@ def local_inputs(command: str, options: Mapping[str, Any]) -> Iterator[dict[str,
     the inputs: other hosts get copies, without the arrays of checkpoints, unless they have the same files.
 
     Raises:
-        InputError: an address names no run, or an output; an input does not exist; or the hosts cannot join.
+        InputError: an address does not name a run, or is given for an output; an input does not exist; or the hosts
+            cannot join.
     """
     if not _joins_hosts(command, options):
         yield {option: local_paths(option, value) for option, value in options.items()}

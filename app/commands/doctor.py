@@ -1,4 +1,4 @@
-"""`grpo doctor`."""
+"""The command `grpo doctor`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`grpo evaluate`."""
+"""The command `grpo evaluate`."""
 
 from __future__ import annotations
 

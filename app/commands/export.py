@@ -1,4 +1,4 @@
-"""`grpo export`."""
+"""The command `grpo export`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`grpo gae`."""
+"""The command `grpo gae`."""
 
 from __future__ import annotations
 

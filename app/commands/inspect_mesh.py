@@ -1,4 +1,4 @@
-"""`grpo inspect-mesh`."""
+"""The command `grpo inspect-mesh`."""
 
 from __future__ import annotations
 

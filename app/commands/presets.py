@@ -1,4 +1,4 @@
-"""`grpo presets`."""
+"""The command `grpo presets`."""
 
 from __future__ import annotations
 

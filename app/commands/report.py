@@ -1,4 +1,4 @@
-"""`grpo report`."""
+"""The command `grpo report`."""
 
 from __future__ import annotations
 

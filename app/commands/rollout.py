@@ -1,4 +1,4 @@
-"""`grpo rollout`."""
+"""The command `grpo rollout`."""
 
 from __future__ import annotations
 

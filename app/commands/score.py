@@ -1,4 +1,4 @@
-"""`grpo score`."""
+"""The command `grpo score`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`grpo settings`."""
+"""The command `grpo settings`."""
 
 from __future__ import annotations
 

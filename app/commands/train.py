@@ -1,4 +1,4 @@
-"""`grpo train`."""
+"""The command `grpo train`."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ def _matching_files(folder: Path, patterns: Sequence[str]) -> list[str]:
 def copy_from_process_0(folder: Path, patterns: Sequence[str], *, option: str = "run.dir") -> Iterator[Path]:
     """Returns a context manager for a folder of process 0, which other hosts get as a temporary copy.
 
-    The copy has the same name and the files that match one of `patterns`.
+    The copy has the same name and contains the files that match one of `patterns`.
 
     All hosts must enter the block together.
 

@@ -105,7 +105,7 @@ class DecodeConversion:
 
     @property
     def abstract_weights(self) -> DecodeWeights:
-        """Shapes of the decode weights, with shardings."""
+        """Shapes, dtypes and shardings of the decode weights."""
         return abstract_decode_weights(self.definition, self.mesh, self._dtype)
 
 

@@ -58,7 +58,7 @@ def cache_shapes(
 def cache_dims(cache: Array | jax.ShapeDtypeStruct, mesh: Mesh | None = None) -> Dims:
     """Returns the logical dims of a cache array: split over tp by heads, or by rows if tp does not divide the heads.
 
-    If it divides neither, the array is replicated along tp.
+    If tp divides neither the heads nor the rows, the array is replicated along tp.
 
     Args:
         mesh: the mesh; None = the current mesh.

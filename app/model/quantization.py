@@ -71,8 +71,9 @@ class KernelQuantizer:
     ) -> tuple[Float[Array, "*dims"], Float32[Array, "*outputs"] | None]:
         """Returns a kernel gathered along its model dim on every device, and the factors of the matmul's outputs.
 
-        For int8, the kernel is the codes, exact in any float dtype, and the factors are the scales: since the codes are
-        only cast, a TPU's matmul reads them directly. For nf4, the kernel is float32, without factors.
+        For int8, the kernel consists of the codes, which are exact in any float dtype, and the factors are the scales.
+        Since the codes are only cast, a TPU's matmul reads them directly. For nf4, the kernel is float32 and has no
+        factors.
 
         Codes and scales are gathered over fsdp, not the float kernel. No gradient passes through.
 

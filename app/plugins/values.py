@@ -39,7 +39,7 @@ class PlugInValueError(Exception):
 
 
 def failure_of(error: BaseException) -> dict[str, Any]:
-    """Converts an exception of a plug-in to its worker's answer."""
+    """Returns the reply of a worker whose plug-in raised this exception."""
     if isinstance(error, PlugInValueError):
         return {"failure": Failure(error.kind, str(error))}
     kind = "memory" if isinstance(error, MemoryError) else "exit" if isinstance(error, SystemExit) else "raised"

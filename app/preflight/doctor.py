@@ -337,7 +337,7 @@ def _host_facts(settings: Settings, run: RunDirectory, inputs: PreflightInputs) 
 
 
 def _has_other_networks(settings: Settings, inputs: PreflightInputs) -> bool:
-    """Returns whether the critic and the teacher were read, if the run has them."""
+    """Returns whether the networks that the run has besides the policy (critic, teacher) could be read."""
     has_critic = inputs.critic is not None or not settings.has_critic
     return has_critic and (inputs.teacher is not None or not settings.has_teacher)
 

@@ -159,7 +159,7 @@ class HloProgram:
         return loop.body
 
     def num_turns(self, loop: Instruction, turns: Mapping[str, int]) -> int:
-        """Returns a loop's iterations, from the compiler, `turns`, or the constant that bounds its counter.
+        """Returns how often a loop runs, according to the compiler, `turns`, or the constant that bounds its counter.
 
         Args:
             turns: iterations of data-dependent loops, by name scope.
@@ -187,8 +187,8 @@ class HloProgram:
         In a conditional, only the branch that sends the most is counted.
 
         Args:
-            turns: as for `num_turns`.
-            turn_of: the name scope of a loop of which one iteration is counted; None to count the whole call.
+            turns: see `num_turns`.
+            turn_of: name scope of a loop; if given, the bytes of one of its iterations are returned, not of the call.
         """
         return self._sent_bytes(self.computation_of(turn_of), turns)
 

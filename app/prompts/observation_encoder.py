@@ -128,7 +128,11 @@ class ObservationEncoder:
             ) from error
 
     def _check_observations(self, role: str) -> None:
-        """Raises InputError unless an observation with this role is rendered, with names of control tokens as text."""
+        """Checks that the template renders messages with this role, and that their text never becomes control tokens.
+
+        Raises:
+            InputError: the template leaves such messages out, or encodes a control token's name as the token.
+        """
         text, plain = self._render([{"role": role, "content": PROBE}])
         if PROBE not in text:
             raise InputError(f"the chat template leaves out messages with role {role}; use another template")

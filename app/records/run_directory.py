@@ -80,7 +80,7 @@ class RunDirectory:
 
     @property
     def crash_dir(self) -> Path:
-        """Folder of the stack traces of each host's threads at the moment the watchdog ended it."""
+        """Folder for the stack traces of hosts that the watchdog has ended."""
         return self.path / "crash"
 
     @property

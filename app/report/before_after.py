@@ -112,7 +112,7 @@ def _best_text(history: History, step: int, metric: str, value: float) -> str:
 
 
 def format_metric(name: str, value: float | None, *, by_plug_in: bool) -> str:
-    """Formats an evaluation metric: fractions as percentages, but with `by_plug_in` the accuracy as a plain number."""
+    """Formats an evaluation metric: fractions as percentages, except the accuracy of a plug-in (`by_plug_in`)."""
     if value is None:
         return "–"
     if by_plug_in and name.startswith("eval/accuracy"):

@@ -44,8 +44,8 @@ def early_stopping_reason(history: History, *, metric: str | None, patience: int
     """Returns why a run ends after the last line of its metrics, or None if it continues.
 
     It ends if the last `patience` evaluations are not better than the best one before them, but never before the first
-    step. An evaluation without a finite value is not better. The result depends only on the metrics, so that it is the
-    same after a resume.
+    step. An evaluation without a finite value counts as not better. Only the metrics matter, so a resumed run ends at
+    the same step.
 
     Source: Keras, `EarlyStopping`; transformers, `EarlyStoppingCallback`.
     """

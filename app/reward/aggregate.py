@@ -185,7 +185,7 @@ def aggregate_rewards(
 def _failures(
     index: int, outcomes: Mapping[str, Sequence[RewardOutcome]], when_all_abstain: Failure | None
 ) -> dict[str, Failure]:
-    """Returns a sample's failures by function; the key is empty if all functions abstained."""
+    """Returns a sample's failures by function; if all functions abstained, one failure under the empty name."""
     if when_all_abstain and all(o[index].abstained for o in outcomes.values()):
         return {"": when_all_abstain}
     return {name: failure for name, o in outcomes.items() if (failure := o[index].failure)}

@@ -116,7 +116,7 @@ def _is_gradable(name: str, answer: Any) -> bool:
 
 
 def math_reference(answer: str) -> str:
-    """Returns the expression in a reference answer of `math_verify`; of a GSM8K solution, the part after `####`."""
+    """Returns the expression in a reference answer of `math_verify`: the part after `####`, if it occurs."""
     text = answer.rpartition("####")[2].strip()
     # In mathematics, the e in a program's 1e-05 would be Euler's number.
     return format(Decimal(text), "f") if _WITH_EXPONENT.fullmatch(text) else text

@@ -81,7 +81,7 @@ class PlugIn:
         return any(parameter.name in self._columns.answers for parameter in self._parameters)
 
     def for_held_out(self, columns: DataColumns) -> PlugIn:
-        """Returns this plug-in, with the same workers, for the columns of the evaluation data.
+        """Returns a copy of this plug-in that grades evaluation data with these columns; both share the workers.
 
         Raises:
             InputError: a column required by the function is missing.

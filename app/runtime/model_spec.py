@@ -85,7 +85,7 @@ class ModelSpec(NetworkSpec):
         }
 
     def decode_definition(self, dtype: jnp.dtype, weights: RolloutWeights | None = None) -> DecoderDefinition:
-        """Returns the definition for generation: in float32 that of the model, with adapters merged into its kernels.
+        """Returns the decoder definition for generation; in float32, adapters are merged into the kernels.
 
         In bfloat16, W + (alpha / rank) A B would lose the part of A B below the last bit of W. For many steps this is
         most of it, so the sampler would not follow the policy. Quantized kernels, including those that `weights`

@@ -107,7 +107,7 @@ class Bucket:
 
     @contextmanager
     def explain_failure(self, what: str) -> Iterator[None]:
-        """Turns an exception of gcsfs or s3fs in the block into one that names the address.
+        """Converts exceptions that gcsfs or s3fs raise in the block to exceptions that name the address.
 
         Raises:
             BucketUnreachableError: the network failed.
@@ -292,7 +292,10 @@ def is_same_run(bucket: Bucket, run: RunDirectory) -> bool:
 
 
 def replace_checkpoint(bucket: Bucket, run: RunDirectory, step: int) -> bool:
-    """Replaces a damaged checkpoint by its copy, and keeps it as `damaged-STEP`; returns False without a whole copy."""
+    """Replaces a damaged checkpoint with its copy in the bucket, and renames the damaged one to `damaged-STEP`.
+
+    Returns False, and changes nothing, if the bucket has no complete copy.
+    """
     with bucket.explain_failure("read"):
         sizes = bucket.sizes()
         parts = complete_steps(bucket, sizes).get(step)

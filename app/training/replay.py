@@ -70,7 +70,7 @@ class StepFile:
 
 @dataclass(frozen=True)
 class Replay:
-    """The saved samples of a replay: the file of each step, and what is taken from it."""
+    """The saved samples of a replay: the file of each step, and which fields of the files the replay uses."""
 
     rollouts: Path
     """The file or folder of --from-rollouts."""

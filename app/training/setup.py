@@ -91,7 +91,7 @@ def prepare_run(
     `train`.
 
     Raises:
-        InputError: one of them cannot be used, on this host or another, or hosts have different inputs.
+        InputError: one of these cannot be used, on this host or another, or the hosts have different inputs.
     """
     with ExitStack() as stack:
         jax_startup.initialize_distributed(resolved.settings.mesh, compiles=compiles)
@@ -158,7 +158,7 @@ def check_mini_batch_alias(resolved: Resolved, *, num_hosts: int) -> None:
 
 
 def _check_changed_settings(resolved: Resolved, run: RunDirectory, allowed: Sequence[str]) -> list[str]:
-    """Returns text about the settings that change if the run continues, and about earlier ones that are lost.
+    """Returns a line for each setting that changes if the run continues, and warnings about unknown earlier settings.
 
     Raises:
         InputError: a change affects what the run learns and is not in `allowed`.

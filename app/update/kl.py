@@ -30,17 +30,17 @@ DIFFERENCE_LIMIT = 20.0
 
 
 def k1(policy_logprobs: Float[HostOrDevice, "*tokens"], reference_logprobs: Float[HostOrDevice, "*tokens"]) -> Any:
-    """Returns d: unbiased, can be negative; as a loss its expected gradient is zero."""
+    """Returns d, which is unbiased but can be negative. As a loss, its expected gradient is zero."""
     return policy_logprobs - reference_logprobs
 
 
 def k2(policy_logprobs: Float[HostOrDevice, "*tokens"], reference_logprobs: Float[HostOrDevice, "*tokens"]) -> Any:
-    """Returns d^2 / 2: biased, never negative; its gradient is an unbiased estimate of the KL's gradient."""
+    """Returns d^2 / 2, which is biased and never negative. Its gradient estimates the gradient of KL without bias."""
     return 0.5 * (policy_logprobs - reference_logprobs) ** 2
 
 
 def k3(policy_logprobs: Float[HostOrDevice, "*tokens"], reference_logprobs: Float[HostOrDevice, "*tokens"]) -> Any:
-    """Returns exp(-d) + d - 1: unbiased, never negative. The estimator of the GRPO paper."""
+    """Returns exp(-d) + d - 1, which is unbiased and never negative: the estimator of the GRPO paper."""
     # numpy for the reward, jax.numpy for the loss: both implement the array API.
     d = policy_logprobs - reference_logprobs
     xp = d.__array_namespace__()

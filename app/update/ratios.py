@@ -79,8 +79,9 @@ def sequence_log_ratio(
 ) -> Float32[Array, "R C"]:
     """Returns log s = mean over the sample of (current - proximal), the same for all of its tokens.
 
-    The gradient passes through each token's own logprob: the token's ratio is sg(s) * exp(current - sg(current)). With
-    one advantage per sample, the gradients of a sample's tokens sum to |y| times the gradient of s.
+    The gradient passes through each token's own logprob: the token's ratio is sg(s) * exp(current - sg(current)), with
+    sg for stop_gradient. With one advantage per sample, the gradients of a sample's tokens sum to the number of tokens
+    times the gradient of s.
 
     Source: Zheng et al. 2025 (GSPO), eqs. 7 and 14.
     """

@@ -1,7 +1,8 @@
-"""Counts the FLOPs of the matmuls of a compiled TPU program from its text; nothing is run.
+"""Counts the FLOPs of the matmuls of a compiled TPU program by reading its text, without running it.
 
-XLA counts the body of each loop once, and no kernels. Here a body counts as often as it runs, and a kernel of
-`app.model.grouped_product` counts the rows that pass through the experts of its device. Attention kernels are excluded.
+XLA's own count includes each loop body only once, and no kernels. Here, a loop body counts once per iteration, and the
+kernels of `app.model.grouped_product` count with the rows that pass through the experts of a device. Attention kernels
+are left out.
 """
 
 from __future__ import annotations

@@ -78,7 +78,7 @@ def program_time(
     Args:
         bundles: see `scripts.bench.kernel_time.take_scheduled_bundles`.
         turns: number of iterations of loops, and of grid steps, that depend on data, by name scope.
-        turn_of: the name scope of a loop of which one iteration is counted, instead of the whole call.
+        turn_of: name scope of a loop; if given, the time of one of its iterations is returned, not that of the call.
 
     Raises:
         InputError: the number of iterations of a loop or the schedule of a kernel is unknown.

@@ -87,7 +87,7 @@ class Figure(NamedTuple):
 
 
 def rollout(path: Path, rows: Sequence[Mapping[str, str]], num_tokens: int, **overrides: Any) -> list[Any]:
-    """Returns one sample of each prompt."""
+    """Returns one sample per prompt."""
     samples = grpo.rollout(
         None,
         {

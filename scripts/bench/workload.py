@@ -53,7 +53,7 @@ def reward_of(completion: str, answer: str) -> float:
 
 
 def peak_memory_bytes() -> int:
-    """Returns the peak memory of this process and of its running children (Linux: the reward workers)."""
+    """Returns the peak memory of this process plus, on Linux, that of its running children (the reward workers)."""
     own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     children = [pid for path in Path("/proc/self/task").glob("*/children") for pid in path.read_text().split()]
     return own + sum(map(_peak_of, map(int, children)))

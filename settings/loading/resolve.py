@@ -76,7 +76,7 @@ class Resolved:
         return describe_origin(self.provenance[field])
 
     def describe(self, field: str) -> str:
-        """Returns name, value and source: `rollout.group_size = 1 (from env:NUM_PRE_Q)`; omits a list of mappings."""
+        """Returns name, value and source: `rollout.group_size = 1 (from env:NUM_PRE_Q)`. Omits lists of mappings."""
         value = "" if field in ITEM_KEYS else f" = {_truncate(value_of(self.settings, field), 300)}"
         return f"{field}{value} (from {self.origin(field)})"
 
@@ -137,7 +137,7 @@ def load(
 
 
 def _validate(layers: Sequence[Layer]) -> Settings:
-    """Merges the layers, of which the strongest is first, and validates the result."""
+    """Merges the layers, strongest first, and validates the result."""
     values = [nested({field: leaf.value for field, leaf in layer.items()}) for layer in layers]
     try:
         # pyright sees only the fields as arguments of a pydantic class.

@@ -305,12 +305,12 @@ def _architecture(
 
 
 def _attention_biases(config: HfConfig) -> dict[str, Any]:
-    """Returns the switches for biases, which are equal for the four projections of attention."""
+    """Returns the `Architecture` fields for biases; the four projections of attention share one value."""
     return dict.fromkeys(("qkv_bias", "attention_output_bias"), boolean(config, "attention_bias"))
 
 
 def _experts(config: HfConfig) -> dict[str, Any]:
-    """Returns the switches for the number of experts and the number of active experts per token."""
+    """Returns the `Architecture` fields for the number of experts and of active experts per token."""
     counts = {positive_int(config, field) for field in EXPERT_COUNTS if config.get(field) is not None}
     if len(counts) > 1:
         raise InputError(

@@ -221,10 +221,10 @@ def open_model(path: str, *, config_only: bool = False) -> ModelFiles:
 
 
 def fingerprint(config: Mapping[str, Any], files: Mapping[Path, Mapping[str, range]]) -> str:
-    """Returns the hex SHA-256 of a configuration and of each file's name, size, tensor names, byte ranges and spots.
+    """Returns a hex SHA-256 of a model's configuration, and of its tensors' names, positions and partial contents.
 
-    Spots are the first and the last 4 KiB of a tensor and two between them; tensors up to 16 KiB are read whole. So
-    changes to a whole tensor are detected, but not changes to a few numbers between the spots.
+    Tensors up to 16 KiB are read whole. Of a larger one, the first and the last 4 KiB and two spots between them are
+    read, so a change to the whole tensor is detected, but not a change to a few numbers elsewhere.
     """
     digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
     for path, extents in files.items():

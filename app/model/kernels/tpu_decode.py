@@ -100,7 +100,7 @@ def attend(
 
 
 def _index_maps(blocks_per_row: int) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Returns two index maps: of a grid step's block in the cache, and of the tile written for the new token.
+    """Returns two index maps: one for a grid step's block of the cache, one for the tile with the new token.
 
     Both read the kernel's scalars. `own` is the index, within a row, of the block with the new token.
     """

@@ -223,7 +223,7 @@ class RayWorker(RolloutWorker):
         self._queued_weights.append((self.cluster.put_weights(weights), policy_version))
 
     def suspend(self, row: RolloutSequence) -> SuspendedSequence:
-        """Takes a row out of its slot, without its cache."""
+        """Takes a row out of its slot; its cache is dropped."""
         self._calls.append(self._actor.suspend.remote(row.name))
         del self._rows[row.name]
         return SuspendedSequence(row)

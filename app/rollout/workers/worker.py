@@ -115,7 +115,7 @@ class RolloutWorker:
         """Ends processes started by this worker. No rollout may follow."""
 
     def suspend(self, row: RolloutSequence) -> SuspendedSequence:
-        """Takes a row out of its slot, with its cache."""
+        """Takes a row out of its slot; its cache is kept."""
         return self.engine.suspend(row)
 
     def start_segment(self, command: RunSegment, admissions: deque[Admission]) -> None:
