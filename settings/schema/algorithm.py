@@ -50,8 +50,8 @@ class AlgorithmSettings(Section):
     advantages and divides them by their standard deviation over the step, so that a reward with a high variance does
     not drown the others."""
     ratio_level: Literal["token", "sequence"] | None = None
-    """Level of the probability ratio: one ratio per token (token), or the geometric mean over the tokens of a sample
-    (sequence). If null, it follows from `algorithm.name`."""
+    """Level of the probability ratio between the policies after and before the update: one ratio per token (token), or
+    the geometric mean over the tokens of a sample (sequence). If null, it follows from `algorithm.name`."""
     clip: Literal["ppo", "cispo"] | None = None
     """Gradient of tokens whose probability ratio is outside the clip range: zero (ppo), or weighted by the clipped
     ratio (cispo). If null, it follows from `algorithm.name`."""
@@ -63,8 +63,8 @@ class AlgorithmSettings(Section):
     estimator credits each token), or subtracted from the advantage of each token. If null and `algorithm.beta` is above
     0, it is `reward` for rloo, reinforce_plus_plus and ppo, `advantage` for distill, and `loss` for the others."""
     kl_estimator: Literal["k1", "k2", "k3"] | None = None
-    """Schulman's estimator of KL(policy ‖ reference). If null and `algorithm.beta` is above 0, it is k3 in the loss and
-    k1 elsewhere."""
+    """Estimator of KL(policy ‖ reference), as defined by Schulman (k1, k2 or k3). If null and `algorithm.beta` is above
+    0, it is k3 in the loss and k1 elsewhere."""
     clip_low: float | None = Field(default=None, gt=0)
     """Probability ratios are clipped to at least 1 - clip_low. Values of 1 or more disable this bound and need
     `algorithm.clip: cispo`. If null, it is 3e-4 for gspo, 10 for cispo and 0.2 for the others."""
@@ -89,8 +89,8 @@ class AlgorithmSettings(Section):
     """Dynamic sampling: `zero_variance` drops groups whose rewards are all equal and replaces them with groups of the
     next prompts. If null, it is zero_variance for dapo and cispo, and none for the others."""
     mask_truncated: bool = False
-    """Leaves samples that were truncated, by `rollout.max_new_tokens`, a limit in `env` or the environment, out of the
-    loss, its denominators and the statistics of their groups. `reward/mean` still counts them."""
+    """Excludes truncated samples from the loss, its denominators and the statistics of their groups, whether
+    `rollout.max_new_tokens`, a limit in `env` or the environment truncated them. `reward/mean` still counts them."""
     max_rounds: int = Field(default=10, ge=1, le=1000)
     """Maximum number of rollouts per step, including the first, if `algorithm.filter` keeps fewer groups than
     `rollout.prompts_per_step`. After the last one, dropped groups fill the batch but do not count in the loss."""

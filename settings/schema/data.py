@@ -82,8 +82,8 @@ class DataSettings(Section):
     """Variables for the model's chat template, such as `{enable_thinking: false}` for Qwen3. The chat template of a
     reward model does not get them."""
     max_prompt_length: int = Field(default=128, ge=1)
-    """Maximum length of a prompt in tokens, including those that the chat template adds. The default is 512 for models
-    that are not built in."""
+    """Maximum length of a prompt in tokens, including those that the chat template adds; `data.overlong_prompts` says
+    what happens to longer ones. The default is 512 for models that are not built in."""
     overlong_prompts: Literal["drop", "error", "truncate_left"] = "drop"
     """What to do with prompts longer than `data.max_prompt_length`: leave them out (drop), stop the run (error), or
     keep only their last tokens (truncate_left). With `algorithm.name: sft`, error also stops the run for completions

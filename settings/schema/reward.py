@@ -183,8 +183,8 @@ class EnvironmentSettings(Section):
     environments that wait rather than compute."""
     max_suspended: int | None = Field(default=None, ge=0, le=MAX_SLOTS)
     """Maximum number of samples, per worker or for `rollout.slots`, that leave their slots to others while they wait
-    for the environment; they keep their KV cache while there is room. Null allows four per slot, and 0 none. If a step
-    of the environment takes n times as long as a turn of the policy, n per slot keep all slots busy."""
+    for the environment; they keep their KV cache while there is room. Null allows four per slot, and 0 none. Raise it
+    if a step of the environment takes more than four times as long as a turn of the policy."""
 
     @property
     def is_used(self) -> bool:
