@@ -51,7 +51,7 @@ OPTION = "--checkpoint"
 
 @dataclass(frozen=True)
 class PolicyCheckpoint:
-    """A checkpoint; only its metadata has been read, without using a device."""
+    """A checkpoint of which only the metadata has been read, without using a device."""
 
     path: Path
     """The checkpoint's folder, `<run>/checkpoints/<step>`."""
@@ -240,7 +240,7 @@ def load_policy_params(checkpoint: PolicyCheckpoint, session: ScoringSession) ->
     """Loads all weights of a saved policy onto the mesh of the session.
 
     Adapters are float32; with them, the result also has the weights of `model.path`, in the compute dtype or quantized.
-    `checkpoint.check_compatible` must have passed. All hosts must call it together.
+    Call `checkpoint.check_compatible` first. All hosts must call it together.
 
     Raises:
         InputError: the saved weights are damaged.

@@ -92,7 +92,7 @@ def local_inputs(command: str, options: Mapping[str, Any]) -> Iterator[dict[str,
 
 
 def _joins_hosts(command: str, options: Mapping[str, Any]) -> bool:
-    """Joins the other hosts if there are any and the command uses them; returns whether there are."""
+    """Joins the other hosts if there are any and the command uses them; returns whether it has joined them."""
     if command not in COMMANDS_OF_ALL_HOSTS or options.get("--print-config") or options.get("--compare"):
         return False
     # Without them, `train` joins the other hosts after its checks of settings.

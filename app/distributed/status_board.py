@@ -82,6 +82,6 @@ class StatusBoard:
 
 
 def open_status_board() -> StatusBoard:
-    """Returns the board shared by all processes. `jax_startup.initialize_distributed` must have run."""
+    """Returns the board shared by all processes. Call `jax_startup.initialize_distributed` first."""
     store = distributed.global_state.client if jax.process_count() > 1 else None
     return StatusBoard(store, host=jax.process_index(), num_hosts=jax.process_count())

@@ -80,7 +80,7 @@ HOST_MEMORY = "pinned_host"
 
 
 def bytes_per_device(tree: Any, *, in_host_memory: bool = False) -> int:
-    """Returns the bytes per device of a tree of arrays, or of shapes with shardings, which split them evenly.
+    """Returns the bytes per device of a tree of arrays, or of shapes with shardings. All are split evenly.
 
     Args:
         in_host_memory: whether to count the arrays in host memory instead of those in device memory.

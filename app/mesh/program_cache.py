@@ -53,7 +53,7 @@ def use_program_cache() -> None:
 
 
 def share_program_cache() -> None:
-    """Adapts the cache to several hosts: JAX lets only process 0 write; the others read without its lock."""
+    """Adapts the cache to several hosts: since JAX lets only process 0 write, the others read without a lock."""
     if jax.process_count() == 1:
         return
     if jax.devices()[0].platform == "gpu" and "JAX_COMPILATION_CACHE_DIR" not in os.environ:

@@ -105,7 +105,7 @@ class Architecture:
 
 
 def token_flops(architecture: Architecture) -> int:
-    """Returns the FLOPs of the layers' matmuls for one token: 2 x its active parameters."""
+    """Returns the FLOPs of the layers' matmuls for one token: twice the number of parameters that it uses."""
     a = architecture
     attention = a.model_dim * a.head_dim * 2 * (a.num_query_heads + a.num_kv_heads)
     mlp = 3 * a.model_dim * a.mlp_dim * a.experts_per_token

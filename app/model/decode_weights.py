@@ -137,7 +137,7 @@ def _cast(params: Params, dtype: jnp.dtype) -> Params:
 
 
 def decode_dims(dims: tuple[str, ...]) -> tuple[str, ...]:
-    """Returns a weight's logical dims for decoding, of which fsdp splits none."""
+    """Returns a weight's logical dims for decoding, none of which fsdp splits."""
     return tuple("activation" if dim == "embed" else dim for dim in dims)
 
 

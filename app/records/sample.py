@@ -97,7 +97,7 @@ class Episode:
         return sum(turn.reward for turn in self.turns) + sum(self.scores.values())
 
     def written_mask(self, num_tokens: int) -> Bool[np.ndarray, "C"]:
-        """Returns True on the tokens of the policy's turns, in the loss or not."""
+        """Returns a mask that is True on the tokens of the policy's turns, even on those that the loss leaves out."""
         mask = np.zeros(num_tokens, bool)
         for turn in self.turns:
             mask[turn.start : turn.end] = True
@@ -221,7 +221,7 @@ class Sample:
 
     @property
     def mask(self) -> Bool[np.ndarray, "C"]:
-        """`loss_mask`, or all True without one: the tokens over which losses and means run."""
+        """The tokens that losses and means include: `loss_mask`, or all tokens without one."""
         if self.loss_mask is None:
             return np.ones(len(self.completion_ids), bool)
         return self.loss_mask

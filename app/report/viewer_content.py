@@ -156,7 +156,7 @@ def _read_samples(viewer: ViewerContent, step: int, path: Path) -> list[SavedSam
 
 
 def _sample(record: Mapping[str, Any], *, step: int, where: str) -> SavedSample:
-    """Parses a record, tolerating nulls among its numbers: samples of a diverged model matter most."""
+    """Parses a record, even with nulls among its numbers, so that the samples of a diverged model can be viewed."""
     for name in ("uid", "completion"):
         if not isinstance(record.get(name), str):
             raise InputError(f"{where}: {name}: expected text, got {record.get(name)!r:.40}")

@@ -54,7 +54,7 @@ class FunctionPool(Pool):
 
     Args:
         function: `module:name` or `file.py:name`.
-        setting: the setting that names it.
+        setting: the setting that names the function.
         env_vars: names of environment variables passed in addition to `ALLOWED_ENVIRONMENT`.
     """
 
@@ -89,7 +89,7 @@ def open_pool(
 
     Args:
         name: its name in `register_callables`, if it is a Python function.
-        setting: the setting that names it.
+        setting: the setting that names the function.
 
     Raises:
         InputError: it is a Python function that this process does not have.
@@ -118,7 +118,7 @@ class InProcessPool:
     Args:
         name: name of the reward, or the setting.
         function: name of the function in settings and messages, such as `callable:brevity`.
-        setting: the setting that names it.
+        setting: the setting that names the function.
 
     Raises:
         InputError: this process does not have the function.

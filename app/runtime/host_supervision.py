@@ -24,7 +24,7 @@ PhaseCallback = Callable[[str], None]
 
 @contextmanager
 def watch_hosts(settings: Settings, crash_dir: Path) -> Iterator[Watchdog]:
-    """Watches the block, initially in the phase `compile`. `jax_startup.initialize_distributed` must have run.
+    """Watches the block, which begins in the phase `compile`. Call `jax_startup.initialize_distributed` first.
 
     Args:
         crash_dir: folder for the stack traces of a process that hangs.

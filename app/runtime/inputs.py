@@ -129,7 +129,7 @@ def read_teacher(settings: Settings, model: ModelSpec, *, config_only: bool = Fa
 
 
 def read_checked_reward_model(settings: Settings) -> RewardModelSpec | None:
-    """Reads the reward model; returns None without one."""
+    """Reads the reward model and checks its context length; returns None if `reward.model` is not set."""
     reward_model = read_reward_model_spec(settings)
     if reward_model is not None:
         check_context_length(reward_model.architecture, settings, path=f"reward.model {settings.reward.model}")

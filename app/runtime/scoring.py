@@ -80,7 +80,7 @@ class ScoringSession:
     ) -> ScoringSession:
         """Opens the mesh, checks that it fits the model, and creates the scorers: the first use of the devices.
 
-        `jax_startup.initialize_distributed` must have run.
+        Call `jax_startup.initialize_distributed` first.
 
         Args:
             trains: whether the session is for training, so that the devices of `rollout.devices` only generate.

@@ -73,8 +73,8 @@ class LeaseLostError(RuntimeError):
 class RunMirror:
     """Holds the lease of a run's copy in a bucket and, once started, writes the run's files there.
 
-    A thread writes until the block ends; only the end of the block waits for it. Failed writes are reported and
-    retried. Another thread renews the lease, because a large file may take longer than it lasts.
+    A thread writes the files, and only the end of the block waits for it. Failed writes are reported and retried.
+    Another thread renews the lease, because writing a large file may take longer than the lease lasts.
 
     Raises:
         InputError: another process is writing this run.

@@ -33,7 +33,7 @@ def keeps_all(group: Sequence[Sample]) -> bool:
 
 
 def rewards_differ(group: Sequence[Sample], *, parts: Collection[str] = ()) -> bool:
-    """Returns whether the rewards of a group differ: in one of `parts` of the reward, or without parts in the sum.
+    """Returns whether a group's samples differ in one of these parts of the reward, or without `parts` in its sum.
 
     Samples without the reward are ignored. The overlong penalty does not count as a difference: the paper filters by
     the correctness of answers (eq. 11).

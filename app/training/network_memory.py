@@ -16,7 +16,7 @@ MemoryBreakdown = dict[str, int]
 
 
 def host_bytes(session: ScoringSession, learning: LearnerGroup) -> int:
-    """Returns the bytes that settings keep in host memory for each device: moments, and the reference's weights."""
+    """Returns the bytes per device of offloaded arrays in host memory: moments, and weights of the reference."""
     states = [abstract_arrays(one.shapes, one.shardings) for one in learning.networks.values()]
     moments = bytes_per_device(states, in_host_memory=True)
     return moments + (sum(reference_bytes(session).values()) if _is_reference_away(session) else 0)

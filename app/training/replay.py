@@ -298,8 +298,8 @@ def _read_step_file(
     """Reads and checks a file; returns it with its prompts.
 
     Args:
-        source: the settings of the run that wrote the file. In such a file a prompt may have several groups, of which
-            only the first is used, as in the run; in any other file this is an error.
+        source: the settings of the run that wrote the file; None for other files, in which a prompt may have only one
+            group. In a run's file it may have several, of which only the first is used, as in the run.
     """
     digest = file_digest(path)
     prompts: dict[tuple[str, bytes], Prompt] = {}

@@ -231,7 +231,7 @@ def open_session(
 
 
 def file_fingerprints(settings: Settings, run: RunDirectory) -> dict[str, str]:
-    """Returns the fingerprints of the files of plug-ins, which need neither model nor data."""
+    """Returns the fingerprints of plug-in files, which can be computed before the model and the data are read."""
     return {
         **plugin_file_digests("reward.functions", [one.function for one in settings.reward.functions]),
         **plugin_file_digests("algorithm.estimator", [settings.algorithm.estimator]),

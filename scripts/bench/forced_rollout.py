@@ -169,7 +169,7 @@ class ForcedRollout:
         return RolloutWorkerPool(workers[:num_workers], schedule, decode_text=lambda _: "", stop_text=lambda _: "")
 
     def generate(self, made: SampleGenerator, *, seed: int = 0) -> float:
-        """Generates all samples and returns the seconds, including opening and closing the slots and making records."""
+        """Generates all samples. Returns the seconds, including those to open and close the slots and make records."""
         start = time.perf_counter()
         samples = made.generate(
             self.weights,

@@ -35,7 +35,7 @@ def load(path: str, rows: int) -> Any:
 
 
 def generate(context: Any, rows: int, prompts: list[list[int]], lengths: list[int]) -> float:
-    """Generates a sample of each length with temperature 1, and returns the seconds."""
+    """Generates a sample of each length with temperature 1, and returns how many seconds this took."""
     sampler = llama_cpp.llama_sampler_init_dist(0)
     memory, batch = llama_cpp.llama_get_memory(context), llama_cpp.llama_batch_init(rows * LONGEST, 0, 1)
     waiting = deque(zip(prompts, lengths, strict=True))

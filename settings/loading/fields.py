@@ -116,7 +116,7 @@ def _nearest_fields(unknown: str) -> list[str]:
 
 
 def nearest_names(unknown: str, names: Iterable[str]) -> list[str]:
-    """Returns the most similar name in a list, which is empty if no name is similar enough."""
+    """Returns a list of the most similar name, or an empty list if no name is similar enough."""
     return get_close_matches(unknown.lower(), [*names], n=1, cutoff=MIN_SIMILARITY)
 
 

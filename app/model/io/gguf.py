@@ -109,7 +109,7 @@ class GgufFile:
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """The shapes by Hugging Face tensor name, outermost dim first."""
+        """The shape of each tensor, outermost dim first, by Hugging Face name."""
         return {name: _shape(tensor) for name, tensor in self._tensors.items()}
 
     @property

@@ -65,7 +65,7 @@ class TensorSource(Protocol):
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """The shapes by Hugging Face tensor name."""
+        """The shape of each tensor, by Hugging Face name."""
         ...
 
     def read(self, name: str) -> np.ndarray:

@@ -216,7 +216,7 @@ class SchedulingContext:
 
 
 class SchedulingPolicy(ABC):
-    """Queues the waiting samples. A policy must be deterministic."""
+    """Base class of policies, which queue the waiting samples. A policy must be deterministic."""
 
     name: ClassVar[str]
     refills: ClassVar[bool] = True
