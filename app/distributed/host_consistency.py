@@ -71,7 +71,7 @@ def check_hosts_agree(resolved: Resolved, identity: Identity = MappingProxyType(
 
 
 def describe_difference(hosts: Sequence[str], facts: Sequence[HostFacts]) -> str | None:
-    """Returns an error message with the facts that differ, the first in full; None if all hosts agree."""
+    """Returns an error message that names the facts that differ and shows the first; None if all hosts agree."""
     names = dict.fromkeys(name for one in facts for name in one)
     absent = HostFact("missing")
     differing = [name for name in names if len({one.get(name, absent).value for one in facts}) > 1]

@@ -1,4 +1,6 @@
-"""The interface of user environments, which answer the policy turn by turn. `from grpo import StepResult, ToolCall`.
+"""The interface of user environments, which answer the policy turn by turn.
+
+User code imports the classes with `from grpo import StepResult, ToolCall`:
 
     class CountDown:
         def reset(self, *, seed, answer):

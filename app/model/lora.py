@@ -64,7 +64,7 @@ def combine_params(trainable: Params, frozen: Params | None) -> Params:
 
 
 def merge_adapters(params: Params, lora: LoRAConfig | None) -> Params:
-    """Returns the weights with adapters merged into kernels, W + (alpha / rank) A B in float32; the rest unchanged."""
+    """Returns the weights with kernels W + (alpha / rank) A B, computed in float32, in place of W, A and B."""
     flat = flatten_by_path(params)
     kernels = {
         (*path[:-1], "kernel"): _merge_kernel(flat[*path[:-1], "kernel"], down, flat[*path[:-1], LORA_B], lora)

@@ -1,4 +1,4 @@
-"""Checks attention on a run's devices: packed rows as in the run, against single rows in plain XLA."""
+"""Checks attention on a run's devices: compares rows packed as in the run with single rows in plain XLA."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Formats text for people: escapes untrusted text for terminals; sizes, intervals and tables."""
+"""Formats sizes, counts, intervals and tables for people, and escapes untrusted text for terminals."""
 
 from __future__ import annotations
 

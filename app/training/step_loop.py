@@ -56,7 +56,7 @@ class StepLoop:
     """Why the run ends before its last step; empty until then."""
 
     def run(self) -> int:
-        """Runs to the last step or a stop, saves, and returns the exit code: 0, or after a signal 75 or 130."""
+        """Runs to the last step or a stop, saves, and returns the exit code: 0, or 75 or 130 after a signal."""
         decision = None
         try:
             self._start()

@@ -154,10 +154,10 @@ def _parse_text(text: str, *, source: str) -> YamlNode:
 
 
 def build_layer(entries: Iterable[Entry]) -> Layer:
-    """Returns the values by field.
+    """Returns the entries as a layer, which maps fields to values.
 
     Raises:
-        InputError: a name is unknown or a field is set twice; the message lists such problems.
+        InputError: a name is unknown or a field is set twice; the message lists all such problems.
     """
     layer: Layer = {}
     problems = []

@@ -85,7 +85,7 @@ def _tpu_kernel_blocking(kind: str, num_tokens: int, head_dim: int, group_size: 
 
 
 def architecture_blocking(architecture: Architecture, num_tokens: int, dtype: DTypeLike) -> Blocking:
-    """Returns `platform_blocking` of an architecture's layers."""
+    """Returns the result of `platform_blocking` for an architecture's layers."""
     a = architecture
     group_size = a.num_query_heads // a.num_kv_heads
     return platform_blocking(num_tokens, a.head_dim, dtype, a.attention_implementation, group_size=group_size)

@@ -137,9 +137,8 @@ class PdsrV2Policy(SchedulingPolicy):
     def _find(self, worker: WorkerState) -> tuple[str, str] | None:
         """Returns the uid of a sample and its queue; steals only if the queues that the worker serves have none for it.
 
-        Samples are stolen only from queues whose own workers are full.
-
-        Samples that tripped the breaker are stolen last: they would probably trip it again.
+        Samples are stolen only from queues whose own workers are full. Those that tripped the breaker are stolen last,
+        because they would probably trip it again.
         """
         own = self.context.first_servable(self._queues, SERVED_BY, worker)
         if own is not None:
