@@ -4,9 +4,10 @@
 
 The decoder is trained on the training split of the generator. The answer of a problem is correct in 30 % of the
 examples; in 70 % it has a beginner's mistake: every column is added separately, without carries (`47 + 38 = 75`,
-`60 + 70 = 30`). The resulting model writes one integer and stops; its most likely answer lacks the carries, and some
-sampled answers have them, with other errors. Adding with carries is thus partly known but not preferred. Reinforcement
-learning then makes the rare correct behaviour usual and more exact; the model does not learn addition from nothing.
+`60 + 70 = 30`). The resulting model writes one integer and stops; its most likely answer ignores the carries; some
+sampled answers do carry, though they may contain other errors. Adding with carries is thus partly known but not
+preferred. Reinforcement learning then makes the correct behaviour common and more accurate; the model does not learn
+addition from scratch.
 This script never reads the held-out split, but the share of mistakes and the number of steps were chosen with the
 held-out results of trial runs.
 """

@@ -209,7 +209,8 @@ def write_model(folder: Path, model: ModelSpec, params: Params, *, dtype: Weight
 def export_config(config: HfConfig, *, dtype: str, eos_ids: Sequence[int]) -> dict[str, Any]:
     """Returns the base model's configuration with the dtype of the exported weights.
 
-    Adds fields that a GGUF file or a short config.json omits but for which transformers has different defaults.
+    Adds `architectures` and `eos_token_id` where the base configuration omits them, as transformers would use defaults
+    that do not fit the model.
     """
     kept = {name: value for name, value in config.items() if name not in OMITTED_BASE_FIELDS}
     required = {"architectures": [FAMILIES[config["model_type"]].causal_lm], "eos_token_id": unwrap_single_id(eos_ids)}

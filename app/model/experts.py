@@ -68,7 +68,7 @@ class Experts(nnx.Module):
     def __call__(
         self, x: Float[Array, "*tokens D"], is_token: Bool[Array, "R T"], recorded: UInt8[Array, "R T k"] | None = None
     ) -> tuple[Float[Array, "*tokens D"], Int32[Array, "R T k"]]:
-        """Returns the sums, and the router's own choices.
+        """Returns each token's weighted sum of expert outputs, and the experts that the router itself chose.
 
         Where `is_token` is False, the sums are 0 and the choices undefined.
 

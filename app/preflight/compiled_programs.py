@@ -113,8 +113,9 @@ def check_fits(phase: str, name: str, buffers: MemoryBreakdown, *, available_byt
         return
     largest = sorted(((size, name) for name, size in buffers.items() if size), reverse=True)
     parts = ", ".join(f"{MEMORY_LABELS[name].removesuffix(' *')} {format_bytes(size)}" for size, name in largest)
-    reason = f"it needs {format_bytes(needed)}, and a device has {format_bytes(available_bytes)}, "
-    raise _does_not_fit(phase, name, f"{reason}{format_bytes(needed - available_bytes)} less: {parts}.")
+    missing, available = format_bytes(needed - available_bytes), format_bytes(available_bytes)
+    reason = f"it needs {format_bytes(needed)} on each device, {missing} more than the available {available}: {parts}."
+    raise _does_not_fit(phase, name, reason)
 
 
 def _does_not_fit(phase: str, name: str, reason: str) -> InputError:

@@ -41,10 +41,11 @@ class ConversationEncoder:
         return encoding_fingerprint(self._hf_tokenizer)
 
     def encode(self, prompt: Prompt, completion: str) -> Int32[np.ndarray, "T"]:
-        """Returns the token ids of a conversation, at least one.
+        """Returns the token ids of a prompt and its completion, without trailing padding; never empty.
 
         Raises:
-            InputError: the template rejects the chat, or the prompt is a chat and there is no template.
+            InputError: the template rejects the chat, the prompt is a chat and there is no template, or there are no
+                tokens.
         """
         ids = np.asarray(self._encode_untrimmed(prompt.source, completion), np.int32)
         if not len(ids):

@@ -60,7 +60,7 @@ def rollout_mesh(settings: Settings, mesh: Mesh, definition: DecoderDefinition) 
 
 
 def rollout_mesh_notes(settings: Settings, mesh: Mesh, generation: Mesh, definition: DecoderDefinition) -> list[str]:
-    """Returns a note if samples are generated on another mesh than training."""
+    """Returns a note if generation splits weights over another tp than training; otherwise an empty list."""
     dp, tp, before = num_row_shards(generation), generation.shape["tp"], mesh.shape["tp"]
     if tp == before:
         return []

@@ -192,10 +192,10 @@ def open_wandb(run: RunDirectory, resolved: Resolved, wandb_id: str | None) -> A
 
 
 def open_tensorboard(run: RunDirectory, resolved: Resolved, *, next_step: int) -> SummaryWriter | None:
-    """Returns a TensorBoard writer that has logged the settings if `logging.tensorboard` is set, otherwise None.
+    """Opens a TensorBoard writer and logs the settings to it; returns None without `logging.tensorboard`.
 
     Args:
-        next_step: events of an earlier session from this step on are superseded.
+        next_step: first step of this session; events that earlier sessions logged from it on are discarded.
     """
     if not resolved.settings.logging.tensorboard:
         return None

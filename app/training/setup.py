@@ -150,10 +150,12 @@ def check_mini_batch_alias(resolved: Resolved, *, num_hosts: int) -> None:
     field = "algorithm.mini_batch_prompts"
     alias, count = resolved.aliases.get(field), resolved.settings.algorithm.mini_batch_prompts
     if alias is not None and count is not None and num_hosts > 1:
-        way_out = f"={count // num_hosts}" if count % num_hosts == 0 else f", after choosing a multiple of {num_hosts}"
+        way_out = f"set {field}={count // num_hosts}"
+        if count % num_hosts:
+            way_out = f"choose a multiple of {num_hosts}, and set {field} to it divided by {num_hosts}"
         raise InputError(
-            f"{alias}: {count} ({resolved.origin(field)}) counts the prompts of all hosts in verl, but {field} "
-            f"counts them per host; divide it by the {num_hosts} hosts: set {field}{way_out}"
+            f"{alias}: {count} ({resolved.origin(field)}) counts the prompts of all {num_hosts} hosts in verl, but "
+            f"{field} counts those of one host; {way_out}"
         )
 
 

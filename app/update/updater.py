@@ -114,10 +114,10 @@ class Updater:
     def update(
         self, state: TrainState, epochs: EpochMiniBatches, *, temperature: float, frozen: Params | None = None
     ) -> tuple[TrainState, dict[str, float]]:
-        """Returns the state after every mini-batch of every epoch, and the step's metrics.
+        """Trains on all mini-batches of all epochs, and returns the final state and the step's metrics.
 
-        Metrics are means over the updates, except: maxima; learning rate and counters, from the last update; and
-        comparisons with the sampler, from the first update.
+        Most metrics are means over the updates. Maxima are taken over all updates, the learning rate and counters come
+        from the last update, and comparisons with the sampler from the first.
 
         Args:
             frozen: the network's frozen weights; None if all are trained.

@@ -315,7 +315,7 @@ def median_ms(call: Callable[[], object]) -> float:
 
 
 def times() -> dict[str, float]:
-    """Returns the milliseconds of planning 8,192 samples on one host and packing 2,048 samples with five quantities."""
+    """Returns the median ms of each benchmark: planning 8,192 samples, its statistics, and packing 2,048 samples."""
     found = {}
     for name, draw in DISTRIBUTIONS.items():
         host = lone(draw(np.random.default_rng(0), 8192))

@@ -92,8 +92,9 @@ class AlgorithmSettings(Section):
     """Excludes truncated samples from the loss, its denominators and the statistics of their groups, whether
     `rollout.max_new_tokens`, a limit in `env` or the environment truncated them. `reward/mean` still counts them."""
     max_rounds: int = Field(default=10, ge=1, le=1000)
-    """Maximum number of rollouts per step, including the first, if `algorithm.filter` keeps fewer groups than
-    `rollout.prompts_per_step`. After the last one, dropped groups fill the batch but do not count in the loss."""
+    """Maximum number of rounds of generation per step, including the first, if `algorithm.filter` keeps fewer groups
+    than `rollout.prompts_per_step`. After the last round, dropped groups fill the batch but do not count in the
+    loss."""
     correction: Literal["none", "truncate", "mask"] | None = None
     """Importance-sampling correction of off-policy tokens. The loss of a token is multiplied by its weight w, the
     probability under the policy before the update divided by the sampler's probability: `truncate` limits w to

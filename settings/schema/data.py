@@ -97,7 +97,7 @@ class DataSettings(Section):
     """Levels of the problems of the arithmetic generator, from 1 to 3; a problem of level n has numbers of up to n
     digits."""
     operators: Annotated[tuple[Literal["+", "-", "*"], ...], Field(min_length=1, strict=False)] = ("+",)
-    """Operators in the problems of the arithmetic generator: +, - and *."""
+    """Operators that the arithmetic generator uses in its problems."""
     num_problems: int = Field(default=20_000, ge=1, le=1_000_000)
     """Number of training problems of the arithmetic generator. There are fewer if `data.difficulty` and
     `data.operators` do not allow as many different ones."""

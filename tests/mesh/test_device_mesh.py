@@ -101,7 +101,7 @@ def test_tp_across_hosts_is_refused_with_valid_values(shape, per_host, found):
     ("wanted", "num_devices", "found"),
     [(0.5, 8, (4, 5, 6, 7)), (0.75, 4, (1, 2, 3)), (0.33, 3, (2,)), ((2, 5), 8, (2, 5))],
 )
-def test_generation_devices_are_the_last_share_or_the_given_indices(wanted, num_devices, found):
+def test_a_fraction_selects_the_last_devices_for_generation_and_indices_exactly_those(wanted, num_devices, found):
     assert generation_devices(wanted, num_devices=num_devices) == found
 
 

@@ -135,8 +135,8 @@ def test_error_about_a_program_that_does_not_fit_lists_arrays_and_settings_to_ch
     with pytest.raises(InputError) as raised:
         check_fits("update", "gradients", buffers, available_bytes=16 * GIB)
     assert str(raised.value) == (
-        "update: gradients does not fit: it needs 18.00 GiB, and a device has 16.00 GiB, 2.00 GiB less: "
-        "optimizer moments 8.00 GiB, weights 6.00 GiB, temporaries of a program 4.00 GiB. Lower "
+        "update: gradients does not fit: it needs 18.00 GiB on each device, 2.00 GiB more than the available "
+        "16.00 GiB: optimizer moments 8.00 GiB, weights 6.00 GiB, temporaries of a program 4.00 GiB. Lower "
         "algorithm.max_tokens_per_device or rows_per_device, set model.remat: block, or split the weights over more "
         "devices with mesh.shape"
     )

@@ -302,7 +302,7 @@ def given(function: Callable[..., Any], *samples: Any, columns: DataColumns = CO
     return build_arguments(signature_of(function, columns), samples, columns)
 
 
-def test_batch_arguments_are_lists_with_completions_in_prompt_format() -> None:
+def test_batch_arguments_are_lists_and_each_completion_has_the_format_of_its_prompt() -> None:
     chat = [{"role": "user", "content": "hi"}]
     samples = [make_sample("ab", make_prompt("1", source=chat, level=1)), make_sample("c", make_prompt("2"))]
     assert given(lambda prompts, completions, completion_ids, answer, level, trainer_state: 0, *samples) == {

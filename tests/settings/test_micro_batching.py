@@ -137,7 +137,7 @@ LAYER = st.lists(FIELD_AND_VALUE, max_size=4, unique_by=lambda item: item[0]).ma
 
 @hypothesis.settings(max_examples=40)
 @given(in_set=LAYER, in_environment=LAYER)
-def test_each_micro_batch_scope_is_either_dynamic_or_fixed_before_and_after_printing(
+def test_each_section_has_dynamic_or_fixed_micro_batches_and_printed_settings_load_unchanged(
     in_set: dict, in_environment: dict
 ) -> None:
     overrides = [f"{field}={json.dumps(value)}" for field, value in in_set.items()]

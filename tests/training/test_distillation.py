@@ -195,7 +195,9 @@ def test_dry_run_inspect_mesh_and_doctor_name_and_count_the_teacher(config: Path
     assert "tp = 4 divides neither the 6 query heads nor the 3 kv heads of teacher" in checks["mesh"]["found"]
 
 
-def test_an_unusable_teacher_is_refused(config: Path, teacher: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_teacher_that_is_missing_incompatible_or_too_large_is_refused(
+    config: Path, teacher: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     refusal = partial(refused, config, *DISTILL)
 
     def altered(name: str, file: str, **changes: Any) -> str:

@@ -95,7 +95,7 @@ def architecture_blocking(architecture: Architecture, num_tokens: int, dtype: DT
 def make_block_pairs(layout: SegmentLayout, windows: Collection[Window], blocking: Blocking) -> BlockPairs | None:
     """Returns the block pairs that `packed_attention` needs for these rows, shared by layers with any of these windows.
 
-    Returns None for rows of a single block, which need none.
+    Returns None for rows of a single block unless the kernel is used, as they need no pairs.
     """
     size = blocking.block_size
     if layout.segment_ids.shape[1] <= size and not blocking.kernel:
