@@ -103,13 +103,15 @@ def test_data_without_usable_prompts_or_answers_is_refused(config: Path) -> None
     ("count", "way_out"),
     [
         (8, "set algorithm.mini_batch_prompts=4"),
-        (3, "set algorithm.mini_batch_prompts, after choosing a multiple of 2"),
+        (3, "choose a multiple of 2, and set algorithm.mini_batch_prompts to it divided by 2"),
     ],
 )
 def test_mini_batch_size_of_verl_is_refused_on_several_hosts(count: int, way_out: str) -> None:
     theirs = load(None, [f"ppo_mini_batch_size={count}", "rollout.prompts_per_step=24"], {})
     check_mini_batch_alias(theirs, num_hosts=1)
-    with pytest.raises(InputError, match=rf"ppo_mini_batch_size: {count} \(--set\) .* the 2 hosts: .*{way_out}"):
+    with pytest.raises(
+        InputError, match=rf"ppo_mini_batch_size: {count} \(--set\) .* all 2 hosts in verl, .*{way_out}"
+    ):
         check_mini_batch_alias(theirs, num_hosts=2)
     # A later configuration layer with the setting's own name replaces the name from verl.
     ours = load(None, [f"ppo_mini_batch_size={count}"], {"GRPO__ALGORITHM__MINI_BATCH_PROMPTS": "4"})

@@ -231,7 +231,7 @@ class SlotPrograms:
         return min(self.blocks_for(num_tokens), self.blocks_per_row)
 
     def _blocks_for_rows(self, num_rows: int) -> int:
-        """Returns the number of blocks for rows of full length, block 0, and the last partial block of a kept prompt."""
+        """Returns the number of blocks for rows of full length, block 0, and the last block of a kept prompt."""
         return num_rows * self.blocks_per_row + 2
 
     @property
