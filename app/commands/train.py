@@ -72,12 +72,7 @@ def train(
     for option, given, is_usable, needed in (
         ("--json", as_json, dry_run, "--dry-run; the metrics of a run are in its metrics.jsonl"),
         ("--compile", compiles, dry_run, "--dry-run; a run compiles its programs anyway"),
-        (
-            "--allow-changed",
-            allow_changed,
-            resume != "never",
-            "--resume auto or must; a new run has no earlier settings",
-        ),
+        ("--allow-changed", allow_changed, resume != "never", "--resume auto or must; a new run changes no settings"),
     ):
         if given and not is_usable:
             raise InputError(f"{option} needs {needed}")

@@ -35,6 +35,8 @@ LEASE = "lease.json"
 """Object that says which process writes the copy."""
 TIMEOUT_S, BYTES_PER_S = 60.0, 1 << 20
 """A request may take `TIMEOUT_S`, plus the time of its content at `BYTES_PER_S`. gcsfs and s3fs have no such limit."""
+BATCH_BYTES = 256 << 20
+"""Size of objects that are downloaded at once: a stalled connection is found after the time limit of a batch."""
 MAX_FETCHES = 5
 """Maximum number of times that a run which changes during a fetch is fetched."""
 SLOW_S = 5.0
@@ -70,10 +72,7 @@ class Bucket:
         self.address, self.option = address.rstrip("/"), option
         scheme = address.partition("://")[0]
         try:
-            limits = {} if scheme == "s3" else _limits_of_gcsfs()
-            self._files, self._root = fsspec.url_to_fs(
-                self.address, use_listings_cache=False, skip_instance_cache=True, **limits
-            )
+            self._files, self._root = fsspec.url_to_fs(self.address, use_listings_cache=False, skip_instance_cache=True)
         except ImportError as error:
             way = f"run pip install 'grpo-jax[{EXTRAS[scheme]}]'"
             raise InputError(f"{option}: {address} cannot be opened ({error}); {way}") from error
@@ -168,10 +167,17 @@ class Bucket:
         Raises:
             ObjectGoneError: one of them has been deleted.
         """
-        if sizes:
-            sources, targets = [f"{self._root}/{name}" for name in sizes], [str(folder / name) for name in sizes]
+        batches, left = list[list[str]](), 0
+        for name, size in sizes.items():
+            if not batches or size > left:
+                batches.append([])
+                left = max(BATCH_BYTES, size)
+            batches[-1].append(name)
+            left -= size
+        for names in batches:
+            sources, targets = [f"{self._root}/{name}" for name in names], [str(folder / name) for name in names]
             try:
-                self._call("get", sources, targets, num_bytes=sum(sizes.values()))
+                self._call("get", sources, targets, num_bytes=sum(sizes[name] for name in names))
             except FileNotFoundError as error:
                 raise ObjectGoneError(str(error)) from error
 
@@ -179,13 +185,6 @@ class Bucket:
         # If an answer is lost, the libraries ask again, and find nothing.
         with suppress(FileNotFoundError):
             self._call("rm", [f"{self._root}/{name}" for name in names])
-
-
-def _limits_of_gcsfs() -> dict[str, Any]:
-    """Returns the option of gcsfs by which a stalled download fails; s3fs has such a limit."""
-    from aiohttp import ClientTimeout
-
-    return {"requests_timeout": ClientTimeout(total=None, sock_connect=TIMEOUT_S, sock_read=TIMEOUT_S)}
 
 
 def complete_steps(bucket: Bucket, sizes: Mapping[str, int]) -> dict[int, list[str]]:
