@@ -72,7 +72,7 @@ def short_folder() -> Iterator[Path]:
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="it reads /proc")
-def test_ray_actors_write_the_same_samples_and_end_with_the_command(sampled, tiny_model, tmp_path, short_folder):
+def test_actors_write_the_same_samples_and_end_with_the_command(sampled, tiny_model, tmp_path, short_folder):
     """One command is killed, and the next one keeps its finished samples; neither leaves an actor behind."""
     pytest.importorskip("ray", reason="Ray is not installed: pip install -e '.[ray]'")
     out, part = tmp_path / "samples.jsonl", tmp_path / "samples.jsonl.part"
