@@ -209,7 +209,9 @@ def test_a_run_whose_samples_are_all_non_finite_ends_with_an_error(config: Path)
     assert result.exit_code == 1
     assert not (run_of(config) / "eval").exists() and not (run_of(config) / "rollouts").exists()
     error = result.stderr.splitlines()[-1]
-    assert "error: RuntimeError: no sample of this step could be generated: 16 of 16 samples" in error
+    assert (
+        "error: RuntimeError: no sample of this step could be generated: the rollout dropped 16 of 16 samples" in error
+    )
     assert "lower optimizer.learning_rate" in error
     (first,) = metrics_of(run_of(config))
     assert first["policy/nonfinite_updates"] == 0 and first["loss"] is not None
