@@ -40,12 +40,11 @@ class RewardParts:
             part[known] = weight * self.advantages(values[known], group_ids[known])
         return parts
 
-    def assign(self, samples: Sequence[Sample], kl_coef: float = 0.0) -> list[Sample]:
+    def assign(self, samples: Sequence[Sample]) -> list[Sample]:
         """Returns the samples with A_i / (std(A) + 1e-6), where A_i is the sum over the sample's parts.
 
         The standard deviation (ddof = 1) is over the samples with a token in the loss, on all hosts. Nothing is
-        subtracted: the mean of A is 0 in every group. `kl_coef` is ignored, because a KL penalty is applied
-        elsewhere. All hosts must call it together.
+        subtracted: the mean of A is 0 in every group. All hosts must call it together.
         """
         summed = self.advantages_of(samples).sum(axis=0)
         in_loss = np.asarray([s.mask.any() for s in samples], bool)

@@ -44,9 +44,9 @@ from app.advantage.token_rewards import (
     task_token_rewards,
     update_kl_coef,
 )
-from app.distributed.collectives import max_over_hosts, sum_over_hosts
+from app.distributed.collectives import sum_over_hosts
 from app.records.sample import Sample
-from app.runtime.health_checks import RewardError
+from app.runtime.health_checks import stop_if_failed
 from app.update.kl import KL_ESTIMATORS, KLEstimator
 from settings import Settings
 from settings.schema.algorithm import AlgorithmSettings
@@ -129,7 +129,7 @@ def make_advantage_estimator(settings: Settings, custom: CustomEstimator | None 
         estimate = make_custom_advantages(settings, custom)
     elif settings.compared_parts:
         parts = RewardParts(settings.compared_parts, GROUP_ADVANTAGES[algorithm.estimator])
-        estimate = parts.assign
+        estimate = _from_parts(parts)
     else:
         estimate = TOKEN_ADVANTAGES.get(algorithm.estimator, make_group_advantages)(settings)
     return AdvantageEstimator(
@@ -159,6 +159,10 @@ def make_group_advantages(settings: Settings) -> EstimateAdvantages:
     return lambda samples, kl_coef: assign(samples, rewards=partial(rewards, kl_coef=kl_coef))
 
 
+def _from_parts(parts: RewardParts) -> EstimateAdvantages:
+    return lambda samples, kl_coef: parts.assign(samples)
+
+
 def make_custom_advantages(settings: Settings, custom: CustomEstimator | None) -> EstimateAdvantages:
     """Returns the function that computes advantages with the plug-in. All hosts must call it together."""
     rewards = _make_sample_rewards(settings.algorithm)
@@ -166,8 +170,7 @@ def make_custom_advantages(settings: Settings, custom: CustomEstimator | None) -
     def estimate(samples: Sequence[Sample], kl_coef: float) -> list[Sample]:
         assert custom is not None, "opened without the plug-in"
         estimated, fatal_error = custom(samples, rewards(samples, kl_coef=kl_coef))
-        if max_over_hosts(np.asarray(fatal_error is not None)):
-            raise RewardError(fatal_error or "the advantage estimator failed on another host; see its log")
+        stop_if_failed(fatal_error, source="the advantage estimator")
         return estimated
 
     return estimate

@@ -18,6 +18,12 @@ class RewardError(RuntimeError):
     """The reward functions or the advantage estimator have failed permanently; raised on every host."""
 
 
+def stop_if_failed(fatal_error: str | None, *, source: str) -> None:
+    """Raises RewardError on all hosts, which must call it together, if `source` has a fatal error on any of them."""
+    if max_over_hosts(np.asarray(fatal_error is not None)):
+        raise RewardError(fatal_error or f"{source} failed on another host; see its log")
+
+
 def check_rewards(scored: RewardedSamples) -> None:
     """Checks that training can continue with the rewards of all hosts.
 
@@ -25,8 +31,7 @@ def check_rewards(scored: RewardedSamples) -> None:
         RewardError: a reward function ends the run, or no sample has a reward.
         RuntimeError: the policy's weights generate no sample; also raised on every host.
     """
-    if max_over_hosts(np.asarray(scored.fatal_error is not None)):
-        raise RewardError(scored.fatal_error or "a reward function failed on another host; see its log")
+    stop_if_failed(scored.fatal_error, source="a reward function")
     num_kept = sum_over_hosts(np.asarray(sum(s.reward is not None for s in scored.samples)))
     if num_kept == 0 and scored.samples and all(s.finish_reason == FINISH_NON_FINITE for s in scored.samples):
         raise RuntimeError(
