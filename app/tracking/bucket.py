@@ -15,6 +15,7 @@ import threading
 import uuid
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from itertools import accumulate, groupby
 from pathlib import Path
 from typing import Any
 
@@ -167,14 +168,9 @@ class Bucket:
         Raises:
             ObjectGoneError: one of them has been deleted.
         """
-        batches, left = list[list[str]](), 0
-        for name, size in sizes.items():
-            if not batches or size > left:
-                batches.append([])
-                left = max(BATCH_BYTES, size)
-            batches[-1].append(name)
-            left -= size
-        for names in batches:
+        ends = dict(zip(sizes, accumulate(sizes.values()), strict=True))
+        for _, batch in groupby(sizes, key=lambda name: ends[name] // BATCH_BYTES):
+            names = list(batch)
             sources, targets = [f"{self._root}/{name}" for name in names], [str(folder / name) for name in names]
             try:
                 self._call("get", sources, targets, num_bytes=sum(sizes[name] for name in names))
