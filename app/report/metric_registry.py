@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
 from typing import NamedTuple
@@ -35,10 +36,13 @@ def expand_braces(pattern: str) -> list[str]:
 
 def matches(name: str, metric: str) -> bool:
     """Returns whether a metric of a run matches a name of the registry, which may contain placeholders."""
-    pattern = re.escape(name)
-    for placeholder, expression in PLACEHOLDERS.items():
-        pattern = pattern.replace(re.escape(placeholder), expression)
-    return re.fullmatch(pattern, metric) is not None
+    return _expression(name).fullmatch(metric) is not None
+
+
+@functools.cache
+def _expression(name: str) -> re.Pattern[str]:
+    parts = re.split(f"({'|'.join(PLACEHOLDERS)})", name)
+    return re.compile("".join(PLACEHOLDERS.get(part) or re.escape(part) for part in parts))
 
 
 def find_metric(metric: str) -> Metric | None:
