@@ -26,7 +26,9 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -90,6 +92,91 @@ def ended(process: subprocess.Popen[bytes], after_s: float, kind: signal.Signals
     return True
 
 
+@contextmanager
+def stalled(network: Network, *, after_s: float, for_s: float) -> Iterator[None]:
+    """Stalls the network for `for_s` seconds within the block, if the block lasts that long."""
+    times = ((after_s, True), (after_s + for_s, False))
+    timers = [threading.Timer(at_s, setattr, (network, "is_stalled", value)) for at_s, value in times]
+    for timer in timers if for_s else ():
+        timer.start()
+    try:
+        yield
+    finally:
+        for timer in timers:
+            timer.cancel()
+        network.is_stalled = False
+
+
+@dataclass
+class Trials:
+    """Starts of runs in one bucket, with random faults, and what was found."""
+
+    scheme: str
+    network: Network
+    drawn: random.Random
+    place: Path
+    span_s: float
+    """Seconds that a run takes without faults."""
+    found: Counter[str] = field(default_factory=Counter)
+    problems: list[str] = field(default_factory=list)
+
+    def start_once(self, bucket: Bucket, name: str) -> bool:
+        """Starts or continues a run, ends it at a random moment, and returns whether it is complete."""
+        drawn, network, folder, before = self.drawn, self.network, self.place / "disk", newest_complete(bucket)
+        disk = drawn.choice(["lost", "lost", "kept", "damaged"])
+        self.found[f"disks {disk}"] += 1
+        if disk == "lost":
+            shutil.rmtree(folder, ignore_errors=True)
+        elif disk == "damaged":
+            damage(folder / "runs" / self.scheme / "bucket" / name / "checkpoints", drawn)
+        network.fault_rate, network.delay_s = drawn.choice([0.0, 0.02, 0.05]), drawn.choice([0.0, 0.02, 0.1])
+        kind = drawn.choice([signal.SIGKILL, signal.SIGTERM])
+        with reached_at(self.scheme, network.url):
+            process = started(folder, bucket.address.rpartition("/")[0], name)
+        stall_s = drawn.choice([0.0, 0.0, 8.0])
+        with stalled(network, after_s=drawn.uniform(0.0, 2.0 * self.span_s), for_s=stall_s):
+            was_ended = ended(process, drawn.uniform(0.0, 3.0 * self.span_s), kind)
+        self.found["SIGTERMs" if kind == signal.SIGTERM else "kills"] += was_ended
+        log, code = (folder / "log").read_text(errors="replace"), process.returncode
+        self._judge(name, log, code, ended_by=kind if was_ended else None, disk=disk, before=before, bucket=bucket)
+        return code == 0
+
+    def _judge(
+        self,
+        name: str,
+        log: str,
+        code: int,
+        *,
+        ended_by: signal.Signals | None,
+        disk: str,
+        before: int,
+        bucket: Bucket,
+    ) -> None:
+        """Prints how a start ended, and records what is not as promised."""
+        fetched = re.search(r"fetched from \S+: step (\d+)", log)
+        self.found["resumes"] += fetched is not None
+        is_unreachable = code == 1 and UNREACHABLE in log
+        self.found["starts that the network ended with one error"] += is_unreachable
+        after = newest_complete(bucket)
+        event = ended_by.name if ended_by else "no signal"
+        line = f"{name}: {before} -> {after} in the bucket, disk {disk}, {event}, {code}"
+        print(f"{line}{f', fetched {fetched[1]}' if fetched else ''}", flush=True)
+        continued = re.search(r"continuing after step (\d+)", log)
+        lost = after < before or (continued is not None and int(continued[1]) < before)
+        unfetched = disk == "lost" and fetched is None and before >= 0 and (continued or code == 0)
+        promised = {0, 1} if is_unreachable else {0}
+        if ended_by is not None:
+            promised |= {75, -signal.SIGTERM} if ended_by == signal.SIGTERM else {-signal.SIGKILL}
+        for problem, is_there in (
+            ("a complete checkpoint was lost", lost or unfetched),
+            ("a damaged checkpoint was accepted as complete", disk == "lost" and ": damaged (" in log),
+            (f"it ended with {code}", code not in promised),
+        ):
+            if is_there:
+                self.problems.append(f"{line}: {problem}")
+                print(f"{problem}\n{log[-6000:]}", file=sys.stderr, flush=True)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("scheme", choices=("s3", "gs"))
@@ -98,10 +185,8 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=None)
     options = parser.parse_args()
-    drawn, found, problems = random.Random(options.seed), Counter[str](), list[str]()
     with bucket_server(options.scheme) as url, tempfile.TemporaryDirectory() as temporary:
-        network, place = Network(url, options.seed), Path(temporary)
-        span_s = 0.0
+        network, place, span_s = Network(url, options.seed), Path(temporary), 0.0
         # The first run compiles; the second one shows how long a run without compilation takes.
         for name in ("compiling", "alone"):
             start = time.monotonic()
@@ -110,59 +195,13 @@ def main() -> int:
                 return 1
             span_s = time.monotonic() - start
         expected = content(place / "alone" / "runs" / "alone")
-        end = time.monotonic() + 60.0 * options.minutes
+        trials = Trials(options.scheme, network, random.Random(options.seed), place, span_s)
+        found, end = trials.found, time.monotonic() + 60.0 * options.minutes
         while found["kills"] + found["SIGTERMs"] < options.kills and time.monotonic() < end:
             name = f"run{found['runs']}"
             bucket, is_complete = Bucket(f"{options.scheme}://bucket/{name}"), False
             while not is_complete and time.monotonic() < end:
-                before, folder = newest_complete(bucket), place / "disk"
-                disk = drawn.choice(["lost", "lost", "kept", "damaged"])
-                found[f"disks {disk}"] += 1
-                if disk == "lost":
-                    shutil.rmtree(folder, ignore_errors=True)
-                elif disk == "damaged":
-                    damage(folder / "runs" / options.scheme / "bucket" / name / "checkpoints", drawn)
-                network.fault_rate, network.delay_s = drawn.choice([0.0, 0.02, 0.05]), drawn.choice([0.0, 0.02, 0.1])
-                kind = drawn.choice([signal.SIGKILL, signal.SIGTERM])
-                with reached_at(options.scheme, network.url):
-                    process = started(folder, bucket.address.rpartition("/")[0], name)
-                stall_s = drawn.choice([0.0, 0.0, 8.0])
-                timers = [
-                    threading.Timer(after_s, setattr, (network, "is_stalled", after_s == start_s))
-                    for start_s in [drawn.uniform(0.0, 2.0 * span_s)]
-                    for after_s in (start_s, start_s + stall_s)
-                ]
-                for timer in timers if stall_s else ():
-                    timer.start()
-                was_ended = ended(process, drawn.uniform(0.0, 3.0 * span_s), kind)
-                for timer in timers if stall_s else ():
-                    timer.cancel()
-                network.is_stalled = False
-                found["SIGTERMs" if kind == signal.SIGTERM else "kills"] += was_ended
-                log, code = (folder / "log").read_text(errors="replace"), process.returncode
-                fetched = re.search(r"fetched from \S+: step (\d+)", log)
-                found["resumes"] += fetched is not None
-                is_unreachable = code == 1 and UNREACHABLE in log
-                found["starts that the network ended with one error"] += is_unreachable
-                is_complete = code == 0
-                promised = {0, 75, -signal.SIGTERM} if was_ended and kind == signal.SIGTERM else {0}
-                promised |= {1} if is_unreachable else set()
-                after = newest_complete(bucket)
-                event = kind.name if was_ended else "no signal"
-                line = f"{name}: {before} -> {after} in the bucket, disk {disk}, {event}, {code}"
-                print(f"{line}{f', fetched {fetched[1]}' if fetched else ''}", flush=True)
-                continued = re.search(r"continuing after step (\d+)", log)
-                lost = after < before or (continued is not None and int(continued[1]) < before)
-                unfetched = disk == "lost" and fetched is None and before >= 0 and (continued or is_complete)
-                unexpected = code not in (promised if code >= 0 or kind == signal.SIGTERM else {-signal.SIGKILL})
-                for problem, is_there in (
-                    ("a complete checkpoint was lost", lost or unfetched),
-                    ("a damaged checkpoint was accepted as complete", disk == "lost" and ": damaged (" in log),
-                    (f"it ended with {code}", unexpected),
-                ):
-                    if is_there:
-                        problems.append(f"{line}: {problem}")
-                        print(f"{problem}\n{log[-6000:]}", file=sys.stderr, flush=True)
+                is_complete = trials.start_once(bucket, name)
             if not is_complete:
                 break
             whole = RunDirectory(place / "whole" / name)
@@ -170,7 +209,7 @@ def main() -> int:
             found["runs"] += 1
             is_equal = content(whole.path) == expected
             found["runs equal bit for bit"] += is_equal
-            problems += [] if is_equal else [f"{name} differs from an uninterrupted run"]
+            trials.problems += [] if is_equal else [f"{name} differs from an uninterrupted run"]
         found |= {"cuts and resets": network.num_faults, "stalls": network.num_stalls}
         network.close()
     record = {
@@ -178,13 +217,13 @@ def main() -> int:
         "server": {"s3": "moto", "gs": "gcp-storage-emulator"}[options.scheme],
         "seconds of a run left alone": round(span_s, 1),
         **found,
-        "problems": problems,
+        "problems": trials.problems,
     }
     text = json.dumps(record, indent=1)
     print(text)
     if options.out:
         options.out.write_text(text + "\n")
-    return bool(problems)
+    return bool(trials.problems)
 
 
 if __name__ == "__main__":
