@@ -125,17 +125,19 @@ def test_only_one_process_at_a_time_mirrors_a_run(run: RunDirectory, address: st
     with RunMirror(run, Bucket(address)) as first:
         with pytest.raises(InputError, match="is being written by another process, on "):
             RunMirror(run, Bucket(address)).__enter__()
-        # Another process may have started before the first one renewed its lease.
-        Bucket(address).write(LEASE, b'{"owner": "another", "host": "vm-2"}')
+        # Another process may have started before the first one renewed its lease; a renewal at this very moment would
+        # replace the other lease, so it is written until it is seen.
+        other = Bucket(address)
         with pytest.raises(LeaseLostError, match="on vm-2, has started to write"):
-            wait_for(lambda: first.request())
+            wait_for(lambda: other.write(LEASE, b'{"owner": "another", "host": "vm-2"}') or first.request())
         with pytest.raises(LeaseLostError, match="on vm-2"):
             first.__exit__(None, None, None)
     # The process that held the lease is gone.
     with pytest.raises(LeaseLostError, match="another process has written"), RunMirror(run, Bucket(address)):
         # Another process may write and end while this one is cut off.
-        Bucket(address).delete(LEASE)
-        time.sleep(2.0)
+        for _ in range(10):
+            other.delete(LEASE)
+            time.sleep(0.2)
     assert LEASE not in Bucket(address).sizes()
 
 
