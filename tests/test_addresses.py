@@ -1,5 +1,6 @@
-"""Tests bucket addresses wherever users may write them: runs are fetched, anything else is one error."""
+"""Tests the paths in options: runs in buckets are fetched, and a single host does not wait for the hosts of a run."""
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -136,3 +137,28 @@ def test_python_functions_accept_the_same_addresses_as_commands() -> None:
         grpo.evaluate(checkpoint=PLACE)
     with pytest.raises(InputError, match=r"^out: expected a local path, or a name, instead of an address"):
         grpo.rollout(limit=1, out=ELSEWHERE)
+
+
+def test_a_run_of_several_hosts_is_read_on_one_without_waiting_for_them(finished: Path, tmp_path: Path) -> None:
+    run = Path(shutil.copytree(finished, tmp_path / "tiny", symlinks=True))
+    # As a run on two hosts writes them.
+    mesh = "  coordinator_address: 127.0.0.1:9\n  num_processes: 2\n  process_id: 0\n"
+    text = (run / "settings.yaml").read_text()
+    lines = [line for line in text.splitlines(keepends=True) if line.strip().split(":")[0] not in mesh]
+    (run / "settings.yaml").write_text("".join(lines).replace("mesh:\n", f"mesh:\n{mesh}", 1))
+    (run / "sessions.jsonl").unlink()
+    succeeded(here("evaluate", "--checkpoint", run, "--out", tmp_path / "evaluated.jsonl"))
+
+
+@pytest.mark.parametrize(
+    ("chosen", "message"),
+    [
+        (("mesh.coordinator_address=127.0.0.1:9",), "also set mesh.num_processes and mesh.process_id"),
+        (("mesh.coordinator_address=127.0.0.1:9", "mesh.num_processes=2", "mesh.process_id=2"), "is too large for"),
+    ],
+)
+def test_unusable_settings_of_hosts_are_refused_before_hosts_join(
+    chosen: tuple[str, ...], message: str, finished: Path, tmp_path: Path
+) -> None:
+    result = here("rollout", "--checkpoint", finished, "--out", tmp_path / "x.jsonl", *settings(*chosen))
+    assert result.exit_code == 2 and message in result.stderr

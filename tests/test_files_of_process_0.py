@@ -41,6 +41,8 @@ def test_rollout_and_score_of_files_on_process_0_equal_those_of_one_host(only: P
     chosen = ("rollout", "--checkpoint", only / "tiny", "--prompts", only / "prompts.jsonl")
     workers = ("rollout.scheduler=adaptive", "rollout.workers.fast.slots=4", "rollout.workers.heavy.count=0")
     chosen = (*chosen, *settings(*workers, "rollout.mode=exact"))
+    hosts = run_blind(only, *chosen, "--out", only / "prompts.jsonl", "--overwrite", exit_code=2)
+    assert all(f"--prompts and --out both name {only / 'prompts.jsonl'}" in host.stderr for host in hosts)
     files = ("--out", only / "samples.jsonl", "--timeline", only / "slots.html")
     run_blind(only, *chosen, *settings("rollout.workers.fast.count=4", "rollout.prompts_per_step=2"), *files)
     assert not list(only.glob("*.part")) and len(list(only.glob("slots.host_*_of_2.html"))) == 2

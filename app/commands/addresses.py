@@ -16,7 +16,7 @@ from typing import Any
 
 from app.commands.command_support import (
     RUN_SUBFOLDERS,
-    find_run_settings,
+    inherit_run_settings,
     print_notices,
     require_input,
     runs_alone,
@@ -31,11 +31,13 @@ from app.records.run_directory import (
     lock_run_directory,
     with_run_name,
 )
-from settings import InputError, Resolved, Settings, load
+from settings import InputError, Resolved, load
+from settings.checks.commands import check_hosts
 from settings.schema.section import COPYING, NO_ADDRESS
 
-OF_CHECKPOINTS = ("--checkpoint", "--from-rollouts")
-"""Options for which the checkpoints of a run are fetched, too; for others, only its other files are."""
+OF_CHECKPOINTS = ("--from-rollouts", "--checkpoint")
+"""Options for which the checkpoints of a run are fetched, too; for others, only its other files are. The first of these
+options that is given also names the run with the settings, if there is no `--config`."""
 INPUTS = (*OF_CHECKPOINTS, "--input", "--prompts")
 """Options whose files only process 0 needs."""
 COMMANDS_OF_ALL_HOSTS = ("train", "rollout", "evaluate", "score")
@@ -87,7 +89,7 @@ def local_inputs(command: str, options: Mapping[str, Any]) -> Iterator[dict[str,
 
         values = {option: local(option, value) for option, value in options.items()}
         with error_barrier():
-            _load_settings(values)
+            _load(values)
         yield values
 
 
@@ -99,9 +101,10 @@ def _joins_hosts(command: str, options: Mapping[str, Any]) -> bool:
     if command == "train" and not any(options.get(option) for option in INPUTS):
         return False
     try:
-        mesh = _load_settings(options, is_early=True).mesh
+        check_hosts(resolved := _load(options, is_early=True))
     except InputError:  # The command raises it again.
         return False
+    mesh = resolved.settings.mesh
     if runs_alone(mesh):
         return False
     show_progress(f"grpo {command}: loading JAX, looking for other hosts")
@@ -111,7 +114,7 @@ def _joins_hosts(command: str, options: Mapping[str, Any]) -> bool:
     return jax_startup.expects_other_hosts(mesh) and jax_startup.join_other_hosts(mesh, compiles=compiles)
 
 
-def _load_settings(options: Mapping[str, Any], *, is_early: bool = False) -> Settings:
+def _load(options: Mapping[str, Any], *, is_early: bool = False) -> Resolved:
     """Loads the settings of a command.
 
     Args:
@@ -120,8 +123,8 @@ def _load_settings(options: Mapping[str, Any], *, is_early: bool = False) -> Set
     base, given = options.get("--config"), {option: options.get(option) for option in OF_CHECKPOINTS}
     runs = {option: next(iter(value), None) if isinstance(value, list) else value for option, value in given.items()}
     with suppress(InputError) if is_early else nullcontext():
-        base = base or find_run_settings(runs, is_quiet=True)
-    return load(base, options.get("--set") or [], os.environ).settings
+        base = inherit_run_settings(base, runs, is_quiet=True)
+    return load(base, options.get("--set") or [], os.environ)
 
 
 @contextmanager
@@ -130,15 +133,19 @@ def _input_of_process_0(option: str, path: Path) -> Iterator[Path]:
     from app.distributed.collectives import broadcast_bytes, error_barrier, is_process_0
     from app.distributed.host_files import all_hosts_have, copy_from_process_0
 
+    found = None
     with error_barrier():
         if is_process_0():
             path = local_paths(option, path)
             if option != "--prompts":  # It may also name a data set or several files.
                 require_input(option, path)
+            root, place, patterns = _files_of(option, path.expanduser().resolve())
+            found = root.name, place.as_posix(), patterns
         elif address := _address_in(path):
             path = local_folder(address)
-    root, place, patterns = _files_of(option, path.expanduser().resolve())
-    name, place, patterns = json.loads(broadcast_bytes(json.dumps([root.name, str(place), patterns]).encode()))
+        own = path.expanduser().resolve()
+    name, place, patterns = json.loads(broadcast_bytes(json.dumps(found).encode()))
+    root = own.parents[len(Path(place).parts) - 1] if Path(place).parts else own
     if not patterns or all_hosts_have(root, patterns):
         yield path if is_process_0() or not patterns else root / place
         return

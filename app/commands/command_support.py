@@ -147,9 +147,11 @@ def command_output() -> Iterator[None]:
         logging.getLogger("app").setLevel(logging.NOTSET)
 
 
-def inherit_run_settings(config: str | None, run_paths: Mapping[str, Path | None]) -> str | ConfigFile | None:
+def inherit_run_settings(
+    config: str | None, run_paths: Mapping[str, Path | None], *, is_quiet: bool = False
+) -> str | ConfigFile | None:
     """Returns the given `--config`; without it, the settings of the run that `find_run_settings` finds."""
-    found = find_run_settings(run_paths) if config is None else None
+    found = find_run_settings(run_paths, is_quiet=is_quiet) if config is None else None
     return config if found is None else without_derived(found)
 
 

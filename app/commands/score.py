@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from app.commands.command_support import (
+    checked_by_process_0,
     print_notices,
     print_result,
     refuse_existing,
@@ -135,8 +136,9 @@ def score_file(
                 "file with {step}, {run} or {index} (the checkpoint's number, from 0) in the name"
             )
         refuse_existing({"--out": file}, overwrite=overwrite)
-        if len(saved) > 1:  # Each checkpoint reads the input again.
-            check_distinct_paths({"--input": samples, "--out": file})
+        with checked_by_process_0() as is_checked:
+            if is_checked and len(saved) > 1:  # Each checkpoint reads the input again.
+                check_distinct_paths({"--input": samples, "--out": file})
         outputs[file] = one
     if saved:
         resolved = dataclasses.replace(resolved, settings=pin_revisions(resolved.settings, saved[0].run))

@@ -60,7 +60,7 @@ def initialize_distributed(settings: MeshSettings, *, compiles: bool = False) ->
         InputError: see `join_other_hosts`.
     """
     global _joined_before
-    if not _joined_before and not join_other_hosts(settings, compiles=compiles) and simulated_slice() is None:
+    if not join_other_hosts(settings, compiles=compiles) and simulated_slice() is None:
         global_devices(settings)
     _joined_before = False
 
@@ -80,6 +80,8 @@ def join_other_hosts(settings: MeshSettings, *, compiles: bool = False) -> bool:
             have different numbers of devices.
     """
     global _joined_before
+    if _joined_before:
+        return True
     initialize_local(settings, compiles=compiles)
     if simulated_slice() is not None:
         return False

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from app.records.jsonl import read_jsonl_tolerant
@@ -70,7 +72,7 @@ class SettingsHistory:
             first_step = periods[-1].first_step if periods else 1
             stored = _period(first_step, str(run.settings_path), run, run.settings_path.read_bytes())
             if is_last_read and changed_settings(periods[-1].settings, stored.settings):
-                log.warning("%s was changed; its settings are taken from sessions.jsonl", run.settings_path)
+                _warn_of_changed_file(run.settings_path)
             else:
                 periods[-1:] = [stored]
         if not periods:
@@ -93,6 +95,12 @@ class SettingsHistory:
             for before, after in pairwise(self.periods)
             for change in changed_settings(before.settings, after.settings)
         ]
+
+
+@functools.cache
+def _warn_of_changed_file(path: Path) -> None:
+    # Once, as a command may read the settings of a run several times.
+    log.warning("%s was changed; its settings are taken from sessions.jsonl", path)
 
 
 def _period(first_step: int, name: str, run: RunDirectory, content: bytes) -> SettingsPeriod:

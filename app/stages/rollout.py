@@ -75,9 +75,9 @@ def rollout(
         InputError: the settings, the model, the checkpoint, the prompts or a file cannot be used.
     """
     settings = resolved.settings
-    check_distinct_paths({"--prompts": prompts, "--out": out, "--timeline": timeline})
     with error_barrier():
         if is_process_0():
+            check_distinct_paths({"--prompts": prompts, "--out": out, "--timeline": timeline})
             _check_outputs(settings, out, timeline)
         source = read_policy_source(settings, checkpoint)
         settings, model, saved = source

@@ -76,6 +76,9 @@ LEARNING_CHECKS = (
 TRAIN_CHECKS = (*LEARNING_CHECKS, *SIZE_CHECKS)
 
 
+check_hosts = partial(_run_checks, checks=(_check_hosts,))
+"""Raises InputError listing the problems of settings with which hosts join each other."""
+
 check_for_train = partial(_run_checks, checks=(*TRAIN_CHECKS, _check_no_pretend))
 """Raises InputError listing everything that prevents training with these settings."""
 
