@@ -30,7 +30,7 @@ NUM_PREFETCHED = 2
 
 
 class PackedForward:
-    """A compiled forward pass over micro-batches of packed rows; each call gets the weights.
+    """A compiled forward pass over micro-batches of packed rows; the weights are an argument of each call.
 
     Args:
         forward: (weights, rows, temperature) -> one logprob or value per target, [R, C].
@@ -62,12 +62,12 @@ class PackedForward:
         temperature: float = 1.0,
         runner: BatchRunner | None = None,
     ) -> list[Float32[np.ndarray, "C"]]:
-        """Returns a logprob or value for each completion token of each sample, however `plan` splits the samples.
+        """Returns a logprob or value for each completion token of each sample, in the order of `samples`.
 
         Args:
             plan: this host's plan; all hosts have the same number and shapes of micro-batches.
             temperature: the sampler's temperature; 0 (greedy) counts as 1.
-            runner: `run_looped` (None) or `run_scanned`.
+            runner: `run_looped` or `run_scanned`; None = `run_looped`.
         """
         batches = (pack_tokens(samples, one, self.route_shape) for one in plan.micro_batches)
         with jax.set_mesh(self.mesh):
@@ -77,7 +77,7 @@ class PackedForward:
     def run_looped(self, params: Params, batches: Iterable[TokenBatch], temperature: np.float32) -> list[np.ndarray]:
         """Runs micro-batches in a Python loop, with one compiled program per shape.
 
-        While one micro-batch is computed, `NUM_PREFETCHED` more are packed and sent; no others are in memory.
+        While one micro-batch is computed, the next `NUM_PREFETCHED` are packed and sent; no others are in memory.
         """
         scored: list[np.ndarray] = []
         waiting: deque[Array] = deque()
@@ -100,7 +100,7 @@ class PackedForward:
 
 
 class Scorer(PackedForward):
-    """Logprobs under a language model: log_softmax(logits / temperature) of each completion token.
+    """Computes logprobs with a language model: log_softmax(logits / temperature) of each completion token.
 
     Args:
         logits_chunk: number of tokens per device that pass through the LM head at once.
@@ -130,7 +130,7 @@ class Scorer(PackedForward):
 
 
 class ValueScorer(PackedForward):
-    """The critic's value of the state before each completion token."""
+    """Computes the critic's value of the state before each completion token."""
 
     def __init__(self, definition: DecoderDefinition, mesh: Mesh, *, dtype: jnp.dtype):
         def values(params: Params, rows: TokenBatch, temperature: Array) -> Array:
@@ -147,11 +147,11 @@ def append_dummy_token(sample: Sample) -> Sample:
 
 
 def reward_model_inputs(samples: Sequence[Sample], conversations: Sequence[Int32[np.ndarray, "T"]]) -> list[Sample]:
-    """Returns the samples for a reward model: the conversations' tokens, followed by a dummy token.
+    """Returns the inputs of a reward model: each sample's conversation tokens, followed by a dummy token.
 
     A reward model is a sequence classifier with one label. Its value for the dummy token is the score, because it is
     read at the last token of the conversation. The common prefix of a prompt's conversations becomes the prompt, so
-    that they can share it.
+    that it is computed only once.
     """
     shared = _shared_lengths([sample.prompt.uid for sample in samples], conversations)
     inputs = []

@@ -1,13 +1,14 @@
 """Per-token estimators of KL(policy || reference) from tokens that the policy sampled.
 
-Here d = log policy - log reference, for arrays on the device or on the host. A good estimator is not always a good
-penalty: on tokens sampled by the current policy, the expected gradient minimizes
+Here d = policy logprob - reference logprob, as JAX or numpy arrays. A good estimator is not always a good penalty: on
+tokens sampled by the current policy, the expected gradient of each estimator minimizes
 
                k1                       k2                       k3
     reward     KL(policy || reference)  biased                   KL(policy || reference) - KL(reference || policy)
     loss       zero                     KL(policy || reference)  KL(reference || policy)
 
-In the loss, this is the KL of each token given the tokens before it; in the reward, the KL of the whole sequence.
+The KL in the row `loss` is between distributions of the next token, the KL in the row `reward` between distributions
+of whole sequences.
 
 Sources: Schulman 2020, "Approximating KL divergence" (the estimates); Tang & Munos 2025, "On a few pitfalls in KL
 divergence gradient estimation for RL" (their gradients).
@@ -26,21 +27,21 @@ from app.batching.token_batch import HostOrDevice
 KLEstimator = Callable[[HostOrDevice, HostOrDevice], Any]
 
 DIFFERENCE_LIMIT = 20.0
-"""Clip bound of d, against overflow of k3; exp(20) is 5e8."""
+"""k3 clips d to +-20, so that exp(-d) cannot overflow; exp(20) is 5e8."""
 
 
 def k1(policy_logprobs: Float[HostOrDevice, "*tokens"], reference_logprobs: Float[HostOrDevice, "*tokens"]) -> Any:
-    """Returns d, which is unbiased but can be negative. As a loss, its expected gradient is zero."""
+    """Returns d, an unbiased estimate of KL that can be negative. As a loss, its expected gradient is zero."""
     return policy_logprobs - reference_logprobs
 
 
 def k2(policy_logprobs: Float[HostOrDevice, "*tokens"], reference_logprobs: Float[HostOrDevice, "*tokens"]) -> Any:
-    """Returns d^2 / 2, which is biased and never negative. Its gradient estimates the gradient of KL without bias."""
+    """Returns d^2 / 2, a biased estimate of KL that is never negative; its gradient is an unbiased estimate of KL's."""
     return 0.5 * (policy_logprobs - reference_logprobs) ** 2
 
 
 def k3(policy_logprobs: Float[HostOrDevice, "*tokens"], reference_logprobs: Float[HostOrDevice, "*tokens"]) -> Any:
-    """Returns exp(-d) + d - 1, which is unbiased and never negative: the estimator of the GRPO paper."""
+    """Returns exp(-d) + d - 1, an unbiased estimate of KL that is never negative; used in the GRPO paper."""
     # numpy for the reward, jax.numpy for the loss: both implement the array API.
     d = policy_logprobs - reference_logprobs
     xp = d.__array_namespace__()

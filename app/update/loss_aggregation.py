@@ -1,8 +1,7 @@
 """Aggregation of per-token losses into a scalar, with weights fixed once per optimizer step.
 
 The loss of an optimizer step is sum(weights * token losses). The weights already include the global denominators, so
-it does not matter how the tokens are later split into micro-batches, packed into rows or distributed over devices: the
-parts add up.
+the loss does not depend on how tokens are split into micro-batches, packed into rows or distributed over devices.
 """
 
 from __future__ import annotations
@@ -35,35 +34,35 @@ AggregationFn = Callable[[Sample, StepTotals], Float32[np.ndarray, "C"]]
 
 
 def token_mean(sample: Sample, totals: StepTotals) -> Float32[np.ndarray, "C"]:
-    """Weighs every token by 1 / (tokens of the step). Source: Yu et al. 2025 (DAPO), eq. 12."""
+    """Gives each token the weight 1 / (tokens of the step). Source: Yu et al. 2025 (DAPO), eq. 12."""
     return sample.mask.astype(np.float32) / max(totals.num_tokens, 1)
 
 
 def sequence_mean_token_mean(sample: Sample, totals: StepTotals) -> Float32[np.ndarray, "C"]:
-    """Weighs every sample equally, split evenly among its tokens. Source: Shao et al. 2024 (GRPO), eq. 3."""
+    """Gives each token the weight 1 / (tokens of its sample * samples of the step). Source: Shao et al. 2024, eq. 3."""
     mask = sample.mask.astype(np.float32)
     return mask / max(float(mask.sum()), 1.0) / max(totals.num_samples, 1)
 
 
 def sequence_mean_token_sum(sample: Sample, totals: StepTotals) -> Float32[np.ndarray, "C"]:
-    """Weighs every token by 1 / (samples of the step): a completion is one action, whose logprob is a sum over tokens.
+    """Gives each token the weight 1 / (samples of the step), so that a completion counts as one action.
 
-    Source: Ahmadian et al. 2024 (RLOO), section 2.
+    The logprob of that action is the sum of its tokens' logprobs. Source: Ahmadian et al. 2024 (RLOO), section 2.
     """
     return sample.mask.astype(np.float32) / max(totals.num_samples, 1)
 
 
 def constant_length(sample: Sample, totals: StepTotals, *, num_tokens: int) -> Float32[np.ndarray, "C"]:
-    """Weighs every token by 1 / (samples of the step * num_tokens), independently of its sample's length.
+    """Gives each token the weight 1 / (samples of the step * num_tokens), which does not depend on its sample's length.
 
-    `num_tokens` is a constant of the run, the maximum completion length; a length measured in the step would
-    reintroduce the bias. Source: Liu et al. 2025 (Dr. GRPO), section 3.2.
+    `num_tokens` is the maximum completion length, a constant of the run: a length measured in the step would
+    reintroduce a bias by length. Source: Liu et al. 2025 (Dr. GRPO), section 3.2.
     """
     return sequence_mean_token_sum(sample, totals) / np.float32(num_tokens)
 
 
 def aggregations(*, max_new_tokens: int) -> Mapping[str, AggregationFn]:
-    """Returns the weight function of each value of `algorithm.loss_aggregation`."""
+    """Returns, for each value of `algorithm.loss_aggregation`, the function that computes token weights."""
     return {
         "token-mean": token_mean,
         "sequence-mean-token-mean": sequence_mean_token_mean,

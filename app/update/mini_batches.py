@@ -19,17 +19,17 @@ MiniBatchSplitter = Callable[[Sequence[Sample], int], MiniBatchIndices]
 """(this host's samples, training step) -> this host's part of every mini-batch."""
 
 GroupOrder = Callable[[int], Int64[np.ndarray, "K"]]
-"""Index of a block -> the mini-batch of each group in it."""
+"""Index of a block of groups -> the mini-batch of each group in the block; see `split_by_group`."""
 
 
 def split_by_group(
     samples: Sequence[Sample], num_parts: int, *, order: GroupOrder | None = None
 ) -> list[Int64[np.ndarray, "N"]]:
-    """Returns the indices of this host's samples in each of `num_parts` mini-batches, in whole groups and in order.
+    """Returns the indices of this host's samples in each of `num_parts` mini-batches, without splitting groups.
 
     The step's groups, in the order of hosts, form consecutive blocks of `num_parts`, and each mini-batch gets one group
-    of every block. A host has whole blocks, so mini-batches do not depend on the number of hosts. If groups are
-    missing, the last block is short.
+    of every block. Blocks never span hosts, so mini-batches do not depend on the number of hosts. If groups are
+    missing, the last block of a host is shorter.
 
     Args:
         order: mini-batch of each group in a block; None = the k-th group goes to the k-th mini-batch.
@@ -47,7 +47,7 @@ def split_by_group(
 def repeated_mini_batches(
     samples: Sequence[Sample], step: int, *, num_mini_batches: int, epochs: int
 ) -> MiniBatchIndices:
-    """Returns the same mini-batches for every epoch."""
+    """Splits the samples into mini-batches once, and returns this split for every epoch."""
     del step
     return [split_by_group(samples, num_mini_batches)] * epochs
 
@@ -55,9 +55,9 @@ def repeated_mini_batches(
 def shuffled_mini_batches(
     samples: Sequence[Sample], step: int, *, num_mini_batches: int, epochs: int, seed: int
 ) -> MiniBatchIndices:
-    """Draws new mini-batches for every epoch, stratified: each block of `split_by_group` is permuted separately.
+    """Returns random mini-batches, different in every epoch: each block of `split_by_group` is permuted separately.
 
-    The permutation depends only on the seed, the step, the epoch and the index of the block over all hosts.
+    A block's permutation depends only on the seed, the step, the epoch and the block's index over all hosts.
     """
 
     def permuted(epoch: int) -> GroupOrder:
@@ -67,6 +67,6 @@ def shuffled_mini_batches(
 
 
 def select_samples(samples: Sequence[Sample], mini_batch_indices: MiniBatchIndices) -> EpochMiniBatches:
-    """Returns the samples of every mini-batch; a repeated mini-batch is the same list object, so it is packed once."""
+    """Returns the samples of every mini-batch; repeated mini-batches share one list object, so it is packed once."""
     lists = {id(part): [samples[i] for i in part] for epoch in mini_batch_indices for part in epoch}
     return [[lists[id(part)] for part in epoch] for epoch in mini_batch_indices]

@@ -1,4 +1,4 @@
-"""AdamW with a learning-rate schedule and clipping by the global norm, the training state, and moments on the host."""
+"""AdamW with gradient clipping and a learning-rate schedule, and the training state, whose moments may be offloaded."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class TrainState:
 
     params: Params
     optimizer: Any
-    """optax state: moments and the counters of optax."""
+    """The state of the optax transformation: AdamW's moments and optax's step counters."""
     num_updates: Int32[Array, ""]
     """Number of updates applied, not counting skipped updates."""
     nonfinite_in_a_row: Int32[Array, ""]
@@ -67,7 +67,7 @@ def make_schedule(settings: OptimizerSettings, *, num_updates: int) -> optax.Sch
 def make_optimizer(settings: OptimizerSettings, schedule: optax.Schedule) -> optax.GradientTransformationExtraArgs:
     """Returns clipping by the global norm followed by AdamW. Source: Loshchilov & Hutter 2019.
 
-    Its update takes the global norm as `norm`, and is elementwise otherwise.
+    `update` takes the global norm as the argument `norm`; with it, the update is elementwise.
     """
 
     def decayed(params: Params) -> Any:
@@ -86,7 +86,7 @@ def make_optimizer(settings: OptimizerSettings, schedule: optax.Schedule) -> opt
 
 
 def _clip(max_norm: float) -> optax.GradientTransformationExtraArgs:
-    """Returns optax's `clip_by_global_norm`, but with the norm as an argument, since gradients may come in parts."""
+    """Returns optax's `clip_by_global_norm`, but takes the norm as an argument: gradients may come in parts."""
 
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         del params
@@ -97,7 +97,7 @@ def _clip(max_norm: float) -> optax.GradientTransformationExtraArgs:
 
 
 def _store_moments(adamw: optax.GradientTransformation, types: Mapping[str, Any]) -> optax.GradientTransformation:
-    """Returns AdamW that stores its moments `mu` and `nu` in these dtypes between updates, and computes in float32."""
+    """Wraps AdamW to store its moments `mu` and `nu` in the given dtypes between updates, but to compute in float32."""
     if set(types.values()) == {jnp.dtype("float32")}:
         return adamw
 
@@ -121,7 +121,7 @@ def map_moments(fn: Callable[..., Any], like: Any, state: Any, *others: Any) -> 
 
     Args:
         like: a tree with the structure of the weights, which distinguishes moments from other fields.
-        others: states whose moments are further arguments of `fn`; a moment may have another structure there.
+        others: states whose moments are passed to `fn` as further arguments; in these, a moment may be any tree.
     """
     # optax.tree_utils.tree_map_params would create an array, which compiles a program.
     is_moment = lambda field: jax.tree.structure(field) == jax.tree.structure(like)  # noqa: E731
@@ -163,9 +163,8 @@ def update_at_once(update: ElementwiseUpdate, params: Params, state: Any, gradie
 def update_by_layer(update: ElementwiseUpdate, params: Params, state: Any, gradients: Params) -> tuple[Params, Any]:
     """Runs an update on one layer after another, then on all other weights.
 
-    The old and the new moments are in host memory; an update of all layers would move all of them to the device at
-    once. Weights may differ from `update_at_once` by rounding, because the compiler fuses different programs
-    differently.
+    The old and the new moments are in host memory; updating all layers at once would move all moments to the device.
+    The results may differ from those of `update_at_once` by rounding, because XLA fuses the two programs differently.
     """
     flat_params, flat_gradients = flatten_by_path(params), flatten_by_path(gradients)
     flat_state = map_moments(flatten_by_path, params, state)

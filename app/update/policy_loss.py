@@ -2,9 +2,9 @@
 
     loss = sum over tokens of  w * (c * surrogate(r, A) + beta * KL - entropy_coef * H)
 
-A are advantages, r the ratio of the current to the proximal policy, c the importance weight (both in
-`app.update.ratios`), and w the weights that aggregate tokens (`app.update.loss_aggregation`). What `algorithm.name`
-selects:
+A is the advantage, r the ratio of the current to the proximal policy, c the importance weight (both in
+`app.update.ratios`), and w the weight that aggregates tokens (`app.update.loss_aggregation`). Each `algorithm.name`
+selects these parts:
 
     name                 A (estimator)        r         surrogate          w                         KL
     grpo                 grpo                 token     clipped            token-mean                k3 in the loss
@@ -39,7 +39,7 @@ from app.update.ratios import ImportanceCorrection, LogRatioFn, SampleReducer, t
 from app.update.route_metrics import RouteCounts, count_routes, route_metrics
 
 LOG_RATIO_LIMIT = 20.0
-"""Clip bound of log ratios, against overflow of the loss."""
+"""Log ratios are clipped to +-20, so that the loss cannot overflow."""
 
 
 class SurrogateOutput(NamedTuple):
@@ -97,7 +97,7 @@ def dual_clipped_surrogate(
     """Computes `clipped_surrogate`, but bounds the loss for A < 0 by -A c, where c = `dual_clip` > 1.
 
     The ratio of a token that was nearly impossible and is now likely is unbounded. The upper clip bounds the loss for
-    A > 0; only the dual clip does for A < 0.
+    A > 0; only the dual clip bounds it for A < 0.
 
     Source: Ye et al. 2020, "Mastering Complex Control in MOBA Games with Deep Reinforcement Learning", eq. 5.
     """
@@ -152,26 +152,26 @@ class PolicyBatch:
     token_weights: Float32[HostOrDevice, "R C"]
     """1 / (tokens of the step) on tokens that the policy wrote, for means in the metrics."""
     policy_logprobs: Float32[HostOrDevice, "R C"] | None
-    """Logprobs of the proximal policy; None if the step has only one update, which uses its own logprobs."""
+    """Logprobs of the proximal policy; None if the step has only one update, which uses the current logprobs."""
     reference_logprobs: Float32[HostOrDevice, "R C"] | None
     """Logprobs of the reference policy; None if there is no reference."""
     sample_reducer: SampleReducer | None = None
     """Reducer over each sample's tokens; None if ratios, corrections and metrics are per token."""
     sample_weights: Float32[HostOrDevice, "R C"] | None = None
-    """1 / (tokens of the sample * samples of the step), for means over samples in the metrics; None = not measured."""
+    """1 / (tokens of the sample * samples of the step), for means over samples; None = no metric needs it."""
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class LossStats:
-    """Statistics of micro-batches; `+` adds `sums` and `squares` and takes the larger of `maxima`."""
+    """Statistics of micro-batches; `+` takes the larger of `maxima` and adds everything else."""
 
     sums: dict[str, Float32[Array, ""]]
     maxima: dict[str, Float32[Array, ""]]
     squares: dict[str, Float32[Array, ""]] = field(default_factory=dict)
     """Mean squares of weights by name; the mean of the weights is in `sums` as `<name>_mean`."""
     routes: RouteCounts | None = None
-    """Counts of the routes; None without experts."""
+    """Counts of the tokens' expert routes; None for a model without experts."""
 
     def __add__(self, other: LossStats) -> LossStats:
         return LossStats(
@@ -217,8 +217,8 @@ Objective = Callable[[Params, Any, Array], tuple[Array, LossStats]]
 class PolicyLoss:
     """Computes a micro-batch's share of the step's loss, a weighted sum of per-token losses.
 
-    The correction applies neither to KL nor to entropy: the entropy is over the whole vocabulary, and the penalty must
-    not ignore the tokens whose probability has changed most.
+    The importance correction applies neither to KL nor to entropy: the entropy is over the whole vocabulary, and the
+    KL penalty must not ignore the tokens whose probability has changed most.
     """
 
     surrogate: SurrogateFn
@@ -228,15 +228,15 @@ class PolicyLoss:
     """Weight of the KL penalty in this loss; 0 if the penalty is in the reward or the advantage."""
     entropy_coef: float
     kl_metric: str = KL_METRIC
-    """Name of the KL metric, which differs between a teacher and the initial policy as reference."""
+    """Name of the KL metric: `TEACHER_KL_METRIC` if the reference is a teacher, otherwise `KL_METRIC`."""
     log_ratio: LogRatioFn = token_log_ratio
     correction: ImportanceCorrection | None = None
-    """Importance correction; None = tokens are treated as sampled by the policy before the step's updates."""
+    """Importance correction; None = tokens are treated as sampled by the proximal policy."""
 
     def __call__(
         self, logprobs: Float32[Array, "R C"], entropies: Float32[Array, "R C"], batch: PolicyBatch
     ) -> tuple[Array, LossStats]:
-        """Returns this micro-batch's share of the loss and the metrics; logprobs are undefined outside the mask."""
+        """Returns this micro-batch's share of the loss and of the metrics; ignores logprobs outside the loss mask."""
         mask = batch.tokens.loss_mask
         # Logprobs are undefined on padding; equal ones there keep ratios at 1 and differences at 0.
         current = jnp.where(mask, logprobs, batch.behavior_logprobs)
@@ -286,14 +286,14 @@ class PolicyLoss:
 
 
 class CrossEntropyLoss:
-    """The loss of given completions: sum(w * -log pi), with the same token weights w as for sampled completions."""
+    """The loss of supervised fine-tuning: sum(w * -log pi), with token weights w as in `PolicyLoss`."""
 
     entropy_coef = 0.0
 
     def __call__(
         self, logprobs: Float32[Array, "R C"], entropies: Float32[Array, "R C"], batch: PolicyBatch
     ) -> tuple[Array, LossStats]:
-        """Returns this micro-batch's share of the loss and the metrics, as `PolicyLoss` does."""
+        """Returns this micro-batch's share of the loss and of the metrics; the entropy is only a metric."""
         loss = -jnp.sum(batch.loss_weights * jnp.where(batch.tokens.loss_mask, logprobs, 0.0))
         sums = {"loss": loss, "policy/entropy": jnp.sum(batch.token_weights * entropies)}
         return loss, jax.lax.stop_gradient(LossStats(sums, {}))
@@ -307,7 +307,7 @@ def make_policy_objective(
     remat: str,
     logits_chunk: int,
 ) -> Objective:
-    """Returns an objective that runs `row_logprobs` on a micro-batch, and then `loss_fn`."""
+    """Returns an objective that calls `row_logprobs`, with these options, on a micro-batch, and then `loss_fn`."""
 
     def objective(params: Params, batch: Any, temperature: Array) -> tuple[Array, LossStats]:
         logprobs, entropies, routes = row_logprobs(

@@ -1,4 +1,4 @@
-"""Probability ratios: current to proximal policy in the surrogate, proximal policy to sampler in the correction.
+"""Probability ratios: current / proximal policy for the surrogate, proximal policy / sampler for the correction.
 
 The proximal policy is the one before the step's updates. The second ratio corrects for tokens sampled by another
 policy: with mu the policy that sampled the token (`behavior_logprobs`), pi_old the proximal one and w = pi_old / mu,
@@ -38,7 +38,7 @@ class SampleReducer:
     weights: Float32[HostOrDevice, "R C"]
     """1 / n on the n tokens of a sample that the policy wrote, 0 elsewhere."""
     last_target_indices: Int32[HostOrDevice, "R C"]
-    """Index in the row of the last target of each target's sample; an equal value on all padding."""
+    """For each target, the index in its row of its sample's last target; all padding has one common value."""
 
     def mean(self, values: Float32[Array, "R C"]) -> Float32[Array, "R C"]:
         """Returns, at every target, the mean over the tokens that the policy wrote in the same sample."""
@@ -77,7 +77,7 @@ def token_log_ratio(
 def sequence_log_ratio(
     current_logprobs: Float32[Array, "R C"], proximal_logprobs: Float32[Array, "R C"], reducer: SampleReducer | None
 ) -> Float32[Array, "R C"]:
-    """Returns log s = mean over the sample of (current - proximal), the same for all of its tokens.
+    """Returns, at each token, log s = the mean of (current - proximal) over the tokens of its sample.
 
     The gradient passes through each token's own logprob: the token's ratio is sg(s) * exp(current - sg(current)), with
     sg for stop_gradient. With one advantage per sample, the gradients of a sample's tokens sum to the number of tokens
@@ -94,7 +94,7 @@ LOG_RATIOS: Mapping[str, LogRatioFn] = {"token": token_log_ratio, "sequence": se
 """Log ratios by `algorithm.ratio_level`."""
 
 LOG_WEIGHT_LIMIT = 20.0
-"""Clip bound of log weights, against overflow in a product."""
+"""Log weights are clipped to +-20, so that products with the weights cannot overflow."""
 
 LogWeightFn = Callable[[Array, SampleReducer | None], Array]
 """(log w per token, reducer over samples) -> log of the weight applied to each token."""
@@ -106,7 +106,7 @@ def token_log_weight(log_weights: Float32[Array, "R C"], reducer: SampleReducer 
 
 
 def sequence_log_weight(log_weights: Float32[Array, "R C"], reducer: SampleReducer | None) -> Float32[Array, "R C"]:
-    """Returns the sum of log w_t over the sample: unbiased, but the weights of long samples vary strongly."""
+    """Returns the sum of log w_t over the sample: unbiased, but the weights of long samples have a high variance."""
     assert reducer is not None
     return reducer.sum(log_weights)
 
@@ -125,20 +125,20 @@ LOG_WEIGHTS: Mapping[str, LogWeightFn] = {
 """Log weights by `algorithm.correction_level`."""
 
 BoundFn = Callable[[Array], tuple[Array, Array]]
-"""Weights -> bounded weights, and whether the bound changed each of them."""
+"""Weights -> bounded weights, and a mask of the weights that the bound changed."""
 
 
 def truncate_weights(
     weights: Float32[Array, "*tokens"], *, max_weight: float
 ) -> tuple[Float32[Array, "*tokens"], Bool[Array, "*tokens"]]:
-    """Returns min(w, max_weight): every token keeps a gradient, which is too small where w exceeds the bound."""
+    """Returns min(w, max_weight), which keeps a gradient on every token, and a mask of the weights that it reduced."""
     return jnp.minimum(weights, max_weight), weights > max_weight
 
 
 def mask_weights(
     weights: Float32[Array, "*tokens"], *, min_weight: float, max_weight: float
 ) -> tuple[Float32[Array, "*tokens"], Bool[Array, "*tokens"]]:
-    """Returns w inside [min_weight, max_weight], else 0: where the policies differ too much, tokens get no gradient."""
+    """Returns w inside [min_weight, max_weight] and 0 outside it, and a mask of the weights that it zeroed."""
     outside = (weights < min_weight) | (weights > max_weight)
     return jnp.where(outside, 0.0, weights), outside
 
@@ -155,11 +155,11 @@ class CorrectedWeights(NamedTuple):
 
 @dataclass(frozen=True)
 class ImportanceCorrection:
-    """Converts the tokens' log weights into bounded weights.
+    """Converts log importance weights of tokens into bounded weights.
 
     Args:
         log_weight: one of `LOG_WEIGHTS`, which sets the level of the weights: per token or per sample.
-        bound: `truncate_weights` or `mask_weights`, with its limits.
+        bound: `truncate_weights` or `mask_weights`, with their limits already set.
         veto: if w of any token is below this threshold, its whole sample gets weight 0; 0 = no veto.
     """
 

@@ -1,4 +1,4 @@
-"""Measures the routes of a step: how evenly experts are used, and how often sampler and trainer disagree."""
+"""Measures how evenly a step uses the experts, and how often sampler and trainer choose different ones."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class RouteCounts(NamedTuple):
 
 
 def count_routes(live: Int32[Array, "L R T k"], rows: TokenBatch, num_experts: int) -> RouteCounts:
-    """Counts the routes of a micro-batch.
+    """Counts how often each expert is chosen, and how often recorded routes differ from the router's choices.
 
     Args:
         live: the routers' own choices, used where no experts are recorded.
@@ -47,9 +47,9 @@ def count_routes(live: Int32[Array, "L R T k"], rows: TokenBatch, num_experts: i
 
 
 def route_metrics(counts: RouteCounts) -> dict[str, Float32[Array, ""]]:
-    """Returns the maximum over the mean load of experts, averaged over layers, and the fraction of differing routes.
+    """Returns the ratio of largest to mean expert load, averaged over layers, and the fraction of differing routes.
 
-    The fraction is NaN if no routes are recorded.
+    The fraction is missing without replay, and NaN if no routes are recorded.
     """
     mean = jnp.mean(counts.load, axis=1)
     # 0 if the policy wrote no token.

@@ -1,4 +1,4 @@
-"""One optimizer step: gradients accumulated over micro-batches, then one guarded AdamW update."""
+"""One optimizer step: sums gradients over micro-batches, then updates the weights if loss and gradients are finite."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class MetricNames(NamedTuple):
 
 
 OPTIMIZER_METRICS = ("grad_norm", "learning_rate", "nonfinite_updates", "nonfinite_in_a_row")
-"""Metrics of the optimizer, in the order of `apply_gradients`."""
+"""Metrics of the optimizer, in the order in which `apply_gradients` computes them."""
 BROKEN_GRADIENTS = "broken_gradients"
 """Metric: whether each parameter's gradient contains NaN or infinity, as an array in the order of `jax.tree.leaves`."""
 POLICY_METRICS = MetricNames("loss", "policy")
@@ -45,7 +45,7 @@ class UpdateStep:
 
     `frozen` contains the network's frozen weights, which have no gradients or moments; None if all are trained.
     Micro-batches run one by one through a program compiled once per shape. The old state is donated: its memory is
-    reused. The metrics are `metric_names` and `BROKEN_GRADIENTS`.
+    reused. The metrics are named by `metric_names`, plus `BROKEN_GRADIENTS`.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class UpdateStep:
     def accumulate(
         self, params: Params, micro_batches: Sequence[Any], temperature: Array, frozen: Params | None = None
     ) -> AccumulatedGradients:
-        """Computes the gradient of the sum of all micro-batch losses, with activations of one micro-batch at a time."""
+        """Computes the gradient of the summed micro-batch losses, with one micro-batch's activations at a time."""
         self._stats_shapes(params, frozen, micro_batches[0], temperature)
         total = self._zeros(params)
         for batch in micro_batches:

@@ -47,7 +47,7 @@ class PolicyBatchPacker:
         aggregation: weight of each token's loss; see `app.update.loss_aggregation`.
         roles: roles whose scored logprobs the loss reads.
         needs_sample_reducer: whether the loss reads `PolicyBatch.sample_reducer`.
-        measures_mismatch: whether the loss, rather than scoring, measures how sampler and trainer differ.
+        measures_mismatch: whether the loss computes the `mismatch/` metrics, because scoring does not.
         route_shape: sizes of the routes to replay; None = no replay.
     """
 
@@ -109,7 +109,7 @@ class Updater:
     pack: BatchPacker
     """Packs one micro-batch into the inputs of the loss."""
     batching_metrics: BatchingMetricsFn = policy_batching_metrics
-    """Computes metrics from the plans of one pass over a step's samples."""
+    """Computes metrics from the micro-batch plans of a step's first epoch."""
 
     def update(
         self, state: TrainState, epochs: EpochMiniBatches, *, temperature: float, frozen: Params | None = None
@@ -144,7 +144,7 @@ class Updater:
 
         Args:
             samples: this host's samples of the step.
-            rows: the samples in this host's rows, and its part of the plan.
+            rows: the samples in this host's packed rows, and this host's part of the plan.
         """
         totals = StepTotals(*sum_over_hosts(np.asarray(StepTotals.from_samples(samples))).tolist())
         packed = (self.pack(rows.samples, one, totals) for one in rows.plan.micro_batches)
@@ -169,7 +169,7 @@ def _warn_of_skipped_update(metrics: Mapping[str, Any], is_broken: Mapping[str, 
 FIRST_UPDATE_ONLY = "rollout/"
 """Prefix of metrics that compare the policy with the sampler, valid only before the weights change."""
 LAST_UPDATE_ONLY = ("/learning_rate", "/nonfinite_updates", "/nonfinite_in_a_row")
-"""Suffixes of metrics whose last value counts: the learning rate and counters."""
+"""Suffixes of metrics reported from the last update: the learning rate and counters."""
 
 
 def summarize_updates(history: Sequence[dict[str, float]]) -> dict[str, float]:

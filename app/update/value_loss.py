@@ -23,7 +23,7 @@ from app.update.policy_loss import LossStats
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class ValueBatch:
-    """One micro-batch of an optimizer step of the critic. Per-token fields align with the targets of `tokens`."""
+    """One micro-batch of the critic's optimizer step. Per-token fields align with the targets of `tokens`."""
 
     tokens: TokenBatch
     old_values: Float32[HostOrDevice, "R C"]
@@ -52,16 +52,16 @@ class ValueBatchPacker:
 
 
 SquaredErrors = tuple[Float32[Array, "*tokens"], Bool[Array, "*tokens"]]
-"""Squared errors, and a mask of those whose gradient the clip removed because the value had already changed enough."""
+"""Squared errors per token, and a mask of tokens whose gradient the clip removed: their value had moved far enough."""
 
 SquaredErrorFn = Callable[[Array, Array, Array], SquaredErrors]
-"""(values, old values, returns) -> squared errors per token, and the mask of clipped ones."""
+"""(values, old values, returns) -> squared errors per token, and the mask of clipped tokens."""
 
 
 def squared_error(
     values: Float32[Array, "*tokens"], old_values: Float32[Array, "*tokens"], returns: Float32[Array, "*tokens"]
 ) -> SquaredErrors:
-    """Computes (V - R)^2, without a clip."""
+    """Returns (V - R)^2, and a mask that is False everywhere, since nothing is clipped."""
     del old_values
     error = (values - returns) ** 2
     return error, jnp.zeros_like(error, bool)
@@ -84,7 +84,7 @@ def clipped_squared_error(
 def make_value_objective(
     definition: DecoderDefinition, error_fn: SquaredErrorFn, *, dtype: jnp.dtype, remat: str
 ) -> Callable[[Params, ValueBatch, Array], tuple[Array, LossStats]]:
-    """Returns the function (params, one micro-batch, temperature) -> (its share of the loss, its share of the metrics).
+    """Returns a function (params, micro-batch, temperature) -> (its share of the loss, its share of the metrics).
 
     The loss is sum(w * error) / 2, where w are the `token_weights`. The temperature is ignored.
     """
