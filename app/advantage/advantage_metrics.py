@@ -13,16 +13,16 @@ from app.records.sample import Sample
 
 
 class AdvantageMoments(NamedTuple):
-    """Moments over the tokens that the policy wrote, on all hosts."""
+    """Moments of per-token quantities over the tokens that the policy wrote, on all hosts."""
 
     advantages: Moments
     returns: Moments
     errors: Moments
-    """Moments of returns - values."""
+    """Moments of the errors, returns - values."""
 
     @classmethod
     def from_samples(cls, samples: Sequence[Sample]) -> AdvantageMoments:
-        """Computes the moments. All hosts must call it together, even hosts without samples."""
+        """Computes the moments over the samples of all hosts, which must call it together, even without samples."""
         errors = [
             (s.returns.astype(np.float64) - s.token_values, s.mask)
             for s in samples
@@ -54,6 +54,6 @@ def advantage_metrics(moments: AdvantageMoments) -> dict[str, float]:
 
 
 def moments_over_hosts(parts: Sequence[Moments]) -> list[Moments]:
-    """Returns the moments of each quantity over all hosts. All hosts must pass the same quantities."""
+    """Merges the hosts' moments of each quantity. All hosts must pass the same quantities, in the same order."""
     hosts = gather_over_hosts(np.asarray(parts, np.float64))
     return [merge_moments(Moments(*host) for host in quantity.tolist()) for quantity in hosts.swapaxes(0, 1)]

@@ -3,9 +3,9 @@
     f(rewards, lengths, ..., <columns>)            called with the samples of one prompt
     f(rewards, group_ids, lengths, ..., <columns>) called with all of this host's samples
 
-Arguments and result are lists with one item per sample. The arguments are those of a reward function, `rewards` (minus
-a KL penalty, if any), `lengths` in completion tokens, `group_ids`, and `policy_versions` of the policy that sampled. An
-item of the result is a number or a list with one number per completion token.
+Arguments and result are lists with one item per sample. In addition to the arguments of a reward function, it may take
+`rewards` (minus a KL penalty, if any), `lengths` in completion tokens, `group_ids`, and `policy_versions`, the versions
+of the policy that sampled. An item of the result is a number or a list with one number per completion token.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ class CustomEstimator:
     """Computes advantages with the user's function.
 
     Args:
-        on_error: what happens to the samples of a failed call; see `reward.on_error`.
+        on_error: what happens to the samples of a failed call: `zero`, `drop` or `raise`; see `reward.on_error`.
     """
 
     def __init__(self, plug_in: PlugIn, *, on_error: OnError) -> None:
         self.plug_in, self._on_error = plug_in, on_error
 
     def __call__(self, samples: Sequence[Sample], rewards: Float[np.ndarray, "N"]) -> tuple[list[Sample], str | None]:
-        """Returns the samples with the function's advantages on the tokens that the policy wrote, and a fatal error.
+        """Returns the samples with the function's advantages on the tokens that the policy wrote, and an error message.
 
-        The error is None unless a call failed and `on_error` is `raise`. Samples of a failed call have advantages of 0
-        and, with `drop`, no token in the loss.
+        The message is None unless a call failed and `on_error` is `raise`. Samples of a failed call have advantages of
+        0 and, with `drop`, no token in the loss.
         """
         outcomes = self.compute_outcomes(samples, rewards)
         failed = [(sample.uid, one.failure) for sample, one in zip(samples, outcomes, strict=True) if one.failure]
@@ -72,7 +72,7 @@ class CustomEstimator:
             raise InputError(f"{self.plug_in.source}: {trial}: {failure.kind}: {failure.text}; fix the function")
 
     def compute_outcomes(self, samples: Sequence[Sample], rewards: Float[np.ndarray, "N"]) -> list[RewardOutcome]:
-        """Returns the function's outcome for each sample; the samples of a failed call share its failure."""
+        """Returns the advantage of each sample, or the failure of the call for its samples."""
         rewarded = [replace(sample, reward=reward) for sample, reward in zip(samples, rewards.tolist(), strict=True)]
         try:
             return self.plug_in.compute_outcomes(rewarded, StepInfo())

@@ -76,7 +76,7 @@ def rloo_advantages(rewards: Float[np.ndarray, "N"], group_ids: Int[np.ndarray, 
 
 
 def maxrl_advantages(rewards: Float[np.ndarray, "N"], group_ids: Int[np.ndarray, "N"]) -> Float[np.ndarray, "N"]:
-    """Computes A_i = (r_i - mean(group)) / mean(group) for rewards of at least 0; 0 in a group whose rewards are all 0.
+    """Computes A_i = (r_i - mean(group)) / mean(group) for non-negative rewards; 0 in a group whose rewards are all 0.
 
     With rewards 0 and 1 and success probability p, the expected gradient of a group of n samples is the gradient of
     log p = -sum_k (1 - p)^k / k, truncated after n - 1 terms; `rloo_advantages` has only the first term.
@@ -93,7 +93,7 @@ GROUP_ADVANTAGES: Mapping[str, GroupAdvantageFn] = MappingProxyType(
 
 
 def zero_variance_fraction(rewards: Float[np.ndarray, "N"], group_ids: Int[np.ndarray, "N"]) -> float:
-    """Returns the fraction of groups whose rewards are all equal, among groups of several samples; NaN without any.
+    """Returns the fraction of groups whose rewards are all equal, among groups of several samples, or NaN without any.
 
     These groups contribute nothing to the gradient of an estimator that compares the samples of a group.
     """

@@ -1,6 +1,6 @@
-"""GDPO: each reward function's values are compared within groups separately, then weighted and summed.
+"""GDPO: computes group-relative advantages for each reward function separately, then adds them with weights.
 
-In a sum of rewards, a function with a high variance dominates the others, and different answers get equal advantages.
+In a sum of rewards, a function with a high variance dominates the others, and different answers may tie.
 Source: Liu et al. 2026, "GDPO: Group reward-Decoupled Normalization Policy Optimization", equations 4 to 6.
 """
 
@@ -21,16 +21,16 @@ from app.records.sample import Sample
 
 @dataclass(frozen=True)
 class RewardParts:
-    """The parts of the reward that are compared separately."""
+    """The parts of the reward, one per reward function, with separate group-relative advantages."""
 
     weights: Mapping[str, float]
     """Weight of each part, by its name in `Sample.rewards`."""
     advantages: GroupAdvantageFn
 
     def advantages_of(self, samples: Sequence[Sample]) -> Float[np.ndarray, "parts N"]:
-        """Computes weight * advantage of each part, compared within a group over the samples with a value for the part.
+        """Computes weight * advantage of each part, within the samples of a group that have a value.
 
-        A part is 0 in samples for which its function abstained.
+        The result is 0 for samples on which the part's reward function abstained.
         """
         group_ids = np.asarray([s.group_id for s in samples])
         parts = np.zeros((len(self.weights), len(samples)))
@@ -52,9 +52,9 @@ class RewardParts:
         return spread_over_tokens(samples, summed / (moments.variance**0.5 + EPSILON))
 
     def metrics(self, samples: Sequence[Sample]) -> dict[str, float]:
-        """Returns, by part, the fraction of groups with equal values and its share of |weight * advantage| in the loss.
+        """Returns each part's fraction of groups with equal values, and its share of sum |weight * advantage|.
 
-        Fractions without data are NaN. All hosts must call it together.
+        The sum is over the samples in the loss. Both metrics are NaN without data. All hosts must call it together.
         """
         columns = {name: values_of(samples, name).tolist() for name in self.weights}
         table = gather_table({**columns, "": [s.group_id for s in samples]})

@@ -45,9 +45,9 @@ GaeEstimator = Callable[..., tuple[ArrayLike, ArrayLike]]
 """(rewards, values, *, gamma, lam, mask, ends, bootstrap) -> advantages and returns:
 `app.advantage.gae.estimate.generalized_advantages` with its other options bound."""
 DiscountFn = Callable[[TokenRows], Number]
-"""Rows -> gamma or GAE's lambda: one number, or one per token."""
+"""Computes gamma or GAE's lambda from the rows: one number, or one per token."""
 BootstrapFn = Callable[[Sample], float]
-"""A sample -> the value after its last token."""
+"""Returns the value after a sample's last token."""
 
 
 def fixed_discount(rows: TokenRows, *, discount: float) -> Number:
@@ -58,7 +58,7 @@ def fixed_discount(rows: TokenRows, *, discount: float) -> Number:
 def turn_gamma(rows: TokenRows, *, gamma: float, turn_discount: float) -> Number:
     """Returns gamma for every token, times `turn_discount` on the last token of each turn except the last turn.
 
-    A turn's reward is thus discounted once per turn, however long turns and observations are.
+    With gamma 1, a reward is thus discounted once per turn, however long turns and observations are.
     """
     return gamma if rows.turn_ends is None else np.where(rows.turn_ends, gamma * turn_discount, gamma)
 
@@ -111,7 +111,7 @@ def assign_gae_advantages(
     token_rewards: TokenRewardFn,
     bootstrap: BootstrapFn,
 ) -> list[Sample]:
-    """Returns the samples with advantages and returns from `gae`: `compute_gae` with its settings bound."""
+    """Returns the samples with the advantages and returns of `gae`, which is `compute_gae` with its settings bound."""
     row = concatenate_samples(samples, token_rewards=token_rewards, bootstrap=bootstrap)
     return _assign_advantages(samples, gae(row))
 
@@ -126,8 +126,8 @@ def assign_vtrace_advantages(
 ) -> list[Sample]:
     """Returns the samples with V-trace advantages and targets, which estimate the values of the current policy.
 
-    The ratio to the policy that sampled a token is exp(policy_logprobs - behavior_logprobs). The policy loss applies
-    the importance weight of each token.
+    The ratio to the policy that sampled a token is exp(policy_logprobs - behavior_logprobs). The advantages
+    exclude the importance weight of their own token, which the policy loss applies.
 
     Source: Espeholt et al. 2018 (IMPALA), section 4.
     """
@@ -143,12 +143,12 @@ def assign_vtrace_advantages(
 def assign_return_advantages(
     samples: Sequence[Sample], *, gamma: DiscountFn, token_rewards: TokenRewardFn
 ) -> list[Sample]:
-    """Returns the samples with sum_k gamma^k r_{t+k} as return and advantage of token t.
+    """Returns the samples with sum_k gamma^k r_{t+k} as both the return and the advantage of token t.
 
     This is GAE with lambda 1 and all values 0.
 
-    With `turn_gamma` and gamma 1, every token of turn i has the return sum_j turn_discount^j R_{i+j} over the rewards
-    of this turn and the later ones.
+    With `turn_gamma` and gamma 1, every token of turn i has the return sum_{j >= 0} turn_discount^j R_{i+j}, where
+    R_i is the reward of turn i.
 
     Source: Hu 2025, "REINFORCE++".
     """

@@ -18,7 +18,7 @@ MAX_KL_ERROR = 0.2
 """Clip bound of the relative error KL / target - 1."""
 
 TokenRewardFn = Callable[[Sample], Float64[np.ndarray, "C"]]
-"""A sample -> the reward of each token; 0 on tokens that the policy did not write."""
+"""Returns the reward of each token of a sample; 0 on tokens that the policy did not write."""
 TokenKLFn = Callable[[np.ndarray, np.ndarray], np.ndarray]
 """(policy logprobs, reference logprobs) -> an estimate of the KL per token."""
 
@@ -26,7 +26,7 @@ TokenKLFn = Callable[[np.ndarray, np.ndarray], np.ndarray]
 def task_token_rewards(sample: Sample) -> Float64[np.ndarray, "C"]:
     """Returns the sample's `token_rewards` if set, else its reward on the last token that the policy wrote.
 
-    A reward on a masked last token (a tool's output) would be skipped, or would decay before it reached the policy.
+    A reward on a masked last token (a tool's output) would be skipped, or decay before it reached a policy token.
     """
     if sample.token_rewards is not None:
         return sample.token_rewards.astype(np.float64)

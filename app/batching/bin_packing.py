@@ -11,7 +11,7 @@ MAX_GROUPS_TO_SPLIT = 8
 
 
 class PackingItem(NamedTuple):
-    """Samples that share one copy of their prompt and become one segment. Sorts by number of tokens, then by sample."""
+    """Samples that share one copy of their prompt and become one segment. Sorts by size, then by sample index."""
 
     num_tokens: int
     """Number of tokens in the prompt and all completions."""
@@ -28,8 +28,8 @@ class RowPacker:
 
     Args:
         completion_lengths: number of completion tokens of each sample.
-        num_candidates: number of items searched for the set that fills a row best; 0 = always the largest item that
-            fits.
+        num_candidates: number of items searched for the set that fills the rest of a row best; 0 = always take the
+            largest item that fits.
         split_groups: whether to fill a row with some of a group's samples if no whole item fits.
     """
 
@@ -53,7 +53,7 @@ class RowPacker:
         )
 
     def pack_row(self, length: int) -> PackingRow:
-        """Removes and returns one row's items: large ones first, then the set that leaves the fewest tokens free."""
+        """Removes and returns one row's items: large items first, then a subset that leaves few tokens free."""
         row: PackingRow = []
         left = length
         while num_fitting := bisect_left(self.items, (left + 1,)):
@@ -76,7 +76,7 @@ class RowPacker:
         return row
 
     def _split_group(self, capacity: int) -> PackingItem | None:
-        """Removes and returns part of a group too large for a row, if its completions outweigh the repeated prompt."""
+        """Removes and returns the part of a group that best fills `capacity`; None if none is worth a second prompt."""
         best: tuple[int, int, list[int]] = (0, -1, [])
         for i in range(len(self.items) - 1, max(-1, len(self.items) - 1 - MAX_GROUPS_TO_SPLIT), -1):
             _, members, prompt = self.items[i]
@@ -97,9 +97,9 @@ class RowPacker:
 
 
 def best_subset(sizes: Sequence[int], capacity: int) -> list[int]:
-    """Returns the indices, in descending order, of the sizes with the largest sum up to `capacity`; prefers later ones.
+    """Returns the indices, in descending order, of a subset of `sizes` with the largest sum up to `capacity`.
 
-    Bit s of `sums` is 1 if some subset of the sizes so far has the sum s.
+    Ties prefer later sizes. Bit s of `sums` is 1 if some subset of the sizes so far has the sum s.
     """
     reachable = (2 << capacity) - 1
     sums = 1
@@ -117,7 +117,7 @@ def best_subset(sizes: Sequence[int], capacity: int) -> list[int]:
 
 
 def split_group(item: PackingItem, completion_lengths: Sequence[int], max_tokens: int) -> Iterator[PackingItem]:
-    """Yields parts of a group, each with a copy of the prompt and at most `max_tokens` tokens or a single sample."""
+    """Yields parts of a group, each with a copy of the prompt, of at most `max_tokens` tokens or a single sample."""
     size, members, prompt = item
     while size > max_tokens and len(members) > 1:
         lengths = [completion_lengths[i] for i in members]

@@ -19,7 +19,7 @@ class RowLogprobs(NamedTuple):
 
     logprobs: Float32[Array, "R C"]
     entropies: Float32[Array, "R C"]
-    """Entropy, in nats, of the distribution that each token was sampled from."""
+    """Entropy, in nats, of the policy's distribution over the vocabulary at each token."""
     routes: Int32[Array, "L R T k"] | None
     """The routers' choices for all tokens; None without experts."""
 
@@ -43,6 +43,7 @@ def row_logprobs(
         dtype: compute dtype.
         remat: what the backward pass recomputes; see `REMAT_POLICIES`.
         logits_chunk: number of tokens per device that pass through the LM head at once, at least one per row.
+        entropy_gradient: whether entropies are differentiable.
     """
     layout = SegmentLayout(rows.segment_ids, rows.branch_ids, rows.positions)
     hidden, routes = decoder.hidden_and_routes(rows.token_ids, layout, recorded=rows.routes, dtype=dtype, remat=remat)

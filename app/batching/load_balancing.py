@@ -8,13 +8,13 @@ from collections.abc import Sequence
 import numpy as np
 
 EMPTY_SLOT = -1
-"""Stands for a row index where a device has fewer than `rows_per_device` rows."""
+"""Placeholder for a missing row on a device with fewer than `rows_per_device` rows."""
 
 
 def assign_rows_in_order(
     num_rows: int, *, num_micro_batches: int, num_devices: int, rows_per_device: int
 ) -> list[list[int]]:
-    """Returns the row indices of each micro-batch, device by device, in order; row counts differ by at most 1."""
+    """Returns consecutive row indices for each micro-batch, device by device; their counts differ by at most 1."""
     slots = num_devices * rows_per_device
     blocks = np.array_split(np.arange(num_rows), num_micro_batches)
     return [block.tolist() + [EMPTY_SLOT] * (slots - len(block)) for block in blocks]

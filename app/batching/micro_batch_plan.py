@@ -32,7 +32,7 @@ SequenceCost = Callable[[np.ndarray], np.ndarray]
 MAX_SAMPLES_FOR_SEARCH = 1024
 """Maximum number of samples for which several ways of packing are tried; for more, one way already fills rows well."""
 MIN_ROW_LENGTH = 256
-"""Minimum length of a packed row, if the quota allows it: long rows of many short samples have less padding."""
+"""Minimum length of a packed row, if the token budget allows it: long rows of many short samples have less padding."""
 MAX_SHARED_ROW_LENGTH = 32_768
 """Maximum length of a row that is extended to fit a whole group: finding visible blocks has quadratic cost."""
 MIN_COMPLETION_BUCKET = 4
@@ -101,20 +101,21 @@ class TokenBudget:
 
 
 def choose_row_length(max_tokens_per_device: int, max_sample_tokens: int, *, max_group_tokens: int = 0) -> int:
-    """Returns the length of a full row: the quota, halved while twice the longest sample and the longest group fit.
+    """Returns the length of a full row: the token budget, halved while it fits two longest samples and one group.
 
-    The quota is `max_tokens_per_device`. Longer rows cost little, since attention skips invisible blocks, and have less
-    padding; shorter rows balance better. The length is rounded down to blocks of 128 if the longest sample still fits.
+    Longer rows cost little, since attention skips invisible blocks, and have less padding; shorter rows balance better.
+    The length is rounded down to a multiple of 128 if the longest sample still fits.
 
     Args:
         max_group_tokens: largest possible number of tokens in a prompt and all its completions; 0 if unknown.
 
     Raises:
-        ValueError: the longest possible sample exceeds the quota.
+        ValueError: the longest possible sample exceeds the token budget.
     """
     if max_sample_tokens > max_tokens_per_device:
         raise ValueError(
-            f"a sample may have {max_sample_tokens} tokens, but the quota is {max_tokens_per_device} tokens per device"
+            f"a sample may have {max_sample_tokens} tokens, more than max_tokens_per_device = "
+            f"{max_tokens_per_device}; raise it to {max_sample_tokens} or more"
         )
     length = max_tokens_per_device
     while length // 2 >= max(2 * max_sample_tokens, min(max_group_tokens, MAX_SHARED_ROW_LENGTH), MIN_ROW_LENGTH):
@@ -161,10 +162,10 @@ def plan_token_budget(
 ) -> MicroBatchPlan:
     """Plans micro-batches of packed rows.
 
-    All have the full shape except the last one, which has the smallest shape that holds the remaining samples.
+    All micro-batches have the full shape, except the last one: it has the smallest shape that fits its samples.
 
     Args:
-        sequence_cost: cost function of sequences; used only if `budget.balance`.
+        sequence_cost: returns the cost of sequences of given lengths; used only if `budget.balance`.
 
     Raises:
         ValueError: a sample is longer than a row.
@@ -174,7 +175,7 @@ def plan_token_budget(
         i, quota = int(too_long[0]), budget.max_tokens_per_device
         rows = "" if budget.row_length == quota else f", which gives rows of {budget.row_length} tokens"
         raise ValueError(
-            f"sample {i} has {lengths.totals[i]} tokens, too many for a quota of {quota} tokens per device{rows}"
+            f"sample {i} has {lengths.totals[i]} tokens, too many for max_tokens_per_device = {quota}{rows}; raise it"
         )
     shapes = candidate_shapes(budget.max_tokens_per_device, budget.row_length)
     packings = [

@@ -12,7 +12,7 @@ TAIL_GROWTH = 1.05
 """Ratio between the allowed sizes of a last micro-batch: a larger ratio means more padding, a smaller one more shapes
 to compile."""
 MIN_TAIL_FRACTION, TAIL_STEP_FRACTION = 1 / 16, 1 / 64
-"""Smallest size of a last micro-batch, and smallest difference between two sizes, as fractions of the quota."""
+"""Smallest size of a last micro-batch, and smallest difference between two sizes, as fractions of a full one."""
 BLOCK_TOKENS = 128
 """Block size of the attention kernels; the length of rows of more than one block is a multiple of it."""
 
@@ -59,7 +59,7 @@ def packing_cost(packing: Packing) -> tuple[int, int]:
 
 
 def candidate_shapes(max_tokens_per_device: int, row_length: int) -> list[MicroBatchShape]:
-    """Returns the possible shapes, smallest first. The last is the full shape: full rows within the quota."""
+    """Returns the possible shapes, smallest first. The last is the full shape, with as many full rows as fit."""
     full = MicroBatchShape(max_tokens_per_device // row_length, row_length)
     largest = full.tokens_per_device
     smallest = math.ceil(largest * MIN_TAIL_FRACTION)

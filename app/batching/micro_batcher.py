@@ -39,7 +39,7 @@ class GlobalPlan:
 
     @property
     def local_plan(self) -> MicroBatchPlan:
-        """The rows of this host's devices; see `fetch_rows` for their samples."""
+        """The part of the plan for this host's devices; `fetch_rows` gets its samples."""
         return self.plan.part(jax.process_index(), len(self.num_samples_by_host))
 
     def packing_stats(self) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""Moves samples to the hosts whose devices have their rows, and per-token values back.
+"""Moves samples to the hosts that compute their rows, and per-token values back.
 
 All hosts know from the plan which samples move and how long they are, so messages need no headers. For each sample, in
 order of index, a message contains the token ids of prompt and completion, then the fields that the receiver reads.
@@ -37,7 +37,7 @@ class HostRows:
     _routing: SampleRouting | None = None
 
     def return_to_owners(self, values: Sequence[Float32[np.ndarray, "C"]]) -> list[Float32[np.ndarray, "C"]]:
-        """Returns the values of this host's own samples, whichever hosts had their rows.
+        """Returns the values of this host's own samples, whichever hosts computed them.
 
         All hosts must call it together.
 
@@ -85,7 +85,6 @@ class SampleRouting:
     """The samples that move between hosts, with their lengths."""
 
     process_index: int
-    """Process index of this host."""
     numbers: Sequence[Sequence[Int64[np.ndarray, "N"]]]
     """Indices of the samples from each host (first index) in the rows of each host (second), ascending."""
     first_number: int

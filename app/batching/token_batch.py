@@ -149,7 +149,7 @@ def unpack_per_token(
 
 
 class _PackedLayout(NamedTuple):
-    """Positions of prompts and completions in a micro-batch; starts index flattened [R, T] or, for targets, [R, C]."""
+    """Places of prompts and completions in a micro-batch, as indices into flattened [R, T] (targets: [R, C]) arrays."""
 
     shape: tuple[int, int]
     """Shape [R, C] of the targets."""

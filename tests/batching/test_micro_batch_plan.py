@@ -126,11 +126,11 @@ def test_samples_are_packed_into_rows_that_fill_the_quota():
 
 
 def test_samples_too_long_for_quota_or_row_are_refused():
-    with pytest.raises(ValueError, match="4097 tokens, but the quota is 4096"):
+    with pytest.raises(ValueError, match="4097 tokens, more than max_tokens_per_device = 4096"):
         choose_row_length(4096, 4097)
-    with pytest.raises(ValueError, match="sample 2 has 4097 tokens, too many for a quota of 4096 tokens per device"):
+    with pytest.raises(ValueError, match="sample 2 has 4097 tokens, too many for max_tokens_per_device = 4096"):
         plan_token_budget(lone(5, 5, 4097), make_budget(4096), flops, num_devices=1)
-    with pytest.raises(ValueError, match=r"sample 0 has 3000 .* quota of 4096 tokens per device, which .* of 2048"):
+    with pytest.raises(ValueError, match=r"sample 0 has 3000 .* = 4096, which .* of 2048"):
         plan_token_budget(lone(3000), make_budget(4096, 1000), flops, num_devices=1)
 
 

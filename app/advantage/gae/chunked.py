@@ -1,8 +1,8 @@
-"""Chunk scan: solves all chunks of time at once, then scans over their carries in the same way.
+"""Chunk scan: solves all chunks of time steps at once, then scans over their carries in the same way.
 
-Each advantage in a chunk of C steps is a local part plus the carry, the advantage right after the chunk, times the
-decay up to there. The carries obey the same recurrence with one step per chunk, so they are solved recursively:
-131,072 steps in chunks of 128 take three levels, without a loop over the thousand chunks.
+The carry of a chunk is the first advantage of the next chunk. An advantage in the chunk is a local part plus the carry,
+which decays with each step in between. The carries obey the same recurrence with one step per chunk, so they are solved
+recursively: 131,072 steps in chunks of 128 take three levels, without a loop over the thousand chunks.
 
 Source: the chunked form of linear attention, applied to GAE in THUDM/slime.
 """
@@ -38,7 +38,7 @@ def solve_chunked(rows: GaeRows, discounts: Discounts, mask_mode: str, chunk_siz
 def solve_constant_decay(
     inputs: Float32[Array, "B T"], log_decay: Float32[Array, ""], *, chunk_size: int
 ) -> Float32[Array, "B T"]:
-    """Solves A_t = inputs_t + decay * A_{t+1} with [C, C] products in full float32 precision on every device.
+    """Solves A_t = inputs_t + decay * A_{t+1} with [C, C] matmuls in float32, without reduced precision.
 
     Args:
         log_decay: log of the decay, in [-inf, 0].

@@ -7,10 +7,10 @@ from app.advantage.gae.numpy_scan import solve_in_numpy
 from app.advantage.gae.recurrence import Discounts, HostOrDevice, Number, TokenAdvantages, make_gae_rows
 
 BACKENDS = ("numpy", "chunked")
-"""numpy: a chunk scan in blocks on the host; chunked: a chunk scan in JAX on the device.
+"""`numpy` runs a chunk scan in blocks on the host, `chunked` a chunk scan in JAX on the device.
 
-Files and training have their arrays in host memory and need the results there, so numpy is fastest for them (`grpo gae
---bench`).
+Training and `grpo gae` have their arrays in host memory and need the results there, so `numpy` is faster for them;
+`grpo gae --bench` measures both.
 """
 
 
@@ -29,8 +29,8 @@ def generalized_advantages(
 ) -> TokenAdvantages:
     """Computes A_t = delta_t + gamma lambda A_{t+1}, delta_t = r_t + gamma V_{t+1} - V_t, and the returns A + V.
 
-    The result is always float32. `chunked` traces `gamma` and `lam`: new values do not recompile. Pass values close to
-    1 as Python numbers or float64; see `Discounts`.
+    The result is always float32. `chunked` traces `gamma` and `lam`, so new values do not recompile. Pass values close
+    to 1 as Python numbers or float64; see `Discounts`.
 
     Args:
         rewards: [B, T].

@@ -1,4 +1,4 @@
-"""GAE in numpy on the host, block by block: differences, chunk scan, advantages and returns.
+"""Computes GAE in numpy on the host, one block of tokens at a time.
 
 Rows are concatenated into one array, without the tokens that the recurrence skips, and divided among threads.
 Blocks are solved from the last to the first, so that inputs and outputs cross main memory once. The scan has chunks of
@@ -6,7 +6,7 @@ Blocks are solved from the last to the first, so that inputs and outputs cross m
 chunks by the same scan with one step per chunk; and all steps by one matmul with a matrix of decays. Chunks in which
 one sequence ends and another begins are solved together, step by step.
 
-For discounts per token there is no such matrix: `solve_variable_decay` solves all chunks at once, step by step, in
+If discounts vary by token, there is no such matrix: `solve_variable_decay` solves all chunks at once, step by step, in
 float64.
 
 Source: the chunked form of linear attention, applied to GAE in THUDM/slime.
@@ -80,7 +80,7 @@ class Sequences(NamedTuple):
         ), place
 
     def without_skipped(self, kept: Bool[np.ndarray, "N"] | None) -> tuple[Ends, Float32[np.ndarray, "S"]]:
-        """Returns `ends`, counted in kept tokens, and `after`, of the sequences with kept tokens; None keeps all."""
+        """Returns `ends` as indices of kept tokens, and `after`, without sequences that keep none; None keeps all."""
         if kept is None:
             return self.ends, self.after
         starts = np.append(0, self.ends[:-1] + 1)
@@ -95,7 +95,7 @@ def _solve_masked(
     """Solves sequences in which the tokens outside `written` are masked; the results of masked tokens stay 0.
 
     Args:
-        solve: (sequences, kept tokens or None for all) -> None; fills their output.
+        solve: fills the output of its first argument, the sequences; the second selects tokens (None = all).
     """
     if written is None or mask_mode == "skip":
         solve(tokens, written)
@@ -109,7 +109,7 @@ def _solve_masked(
 
 
 def flatten(x: HostOrDevice, dtype: type) -> np.ndarray:
-    """Returns the numbers of all rows, one row after another."""
+    """Returns the rows concatenated into one contiguous array of this dtype."""
     return np.ascontiguousarray(x, dtype).reshape(-1)
 
 
@@ -278,7 +278,7 @@ def _scan(
 
 
 def _pad_to_whole_matmuls(num_steps: int) -> int:
-    """Returns the number of steps, rounded up to the steps of whole matmuls."""
+    """Returns `num_steps` rounded up to a multiple of the steps in one matmul."""
     return num_steps + -num_steps % (STACKED_CHUNKS * CHUNK_STEPS)
 
 
@@ -310,7 +310,7 @@ def _distinct(numbers: Int[np.ndarray, "n"]) -> Int[np.ndarray, "m"]:
 
 
 def _make_levels(decay: float, num_tokens: int) -> list[_Level]:
-    """Returns the levels of a scan: the first in float32, then the levels of its carries."""
+    """Returns the levels of a scan: the first in float32, the others, for carries, in float64."""
     levels, dtype = [], np.float32
     while True:
         # Only products, so that the powers of 0 and 1 are exact.
@@ -337,9 +337,9 @@ def _solve_discounts_per_token(
 def solve_variable_decay(
     inputs: Float64[np.ndarray, "n"], decays: Float64[np.ndarray, "n"]
 ) -> Float64[np.ndarray, "n"]:
-    """Solves A_t = inputs_t + decay_t A_{t+1}: sqrt(n) chunks at once, one step of all of them after another.
+    """Solves A_t = inputs_t + decay_t A_{t+1} in about sqrt(n) chunks, vectorized over the chunks.
 
-    The advantage at step t of a chunk is its own part plus the carry, the first advantage of the next chunk, times the
+    The advantage at step t of a chunk is a local part plus the carry (the first advantage of the next chunk) times the
     product of the decays from t to the end of the chunk.
     """
     size = max(1, math.isqrt(len(inputs)))

@@ -56,7 +56,7 @@ class RecurrenceTerms(NamedTuple):
     """One-step temporal differences."""
     values: Float32[Array, "B T"]
     one_minus_decay: PerToken
-    """1 at the end of a sequence, 0 on a skipped token. The advantage after the last step of a row is 0."""
+    """1 - gamma lambda; 1 at the end of a sequence, 0 on a skipped token. After a row, the advantage is 0."""
 
 
 class GaeRows(NamedTuple):
@@ -96,7 +96,7 @@ def step_through_masked(rows: GaeRows, discounts: Discounts) -> RecurrenceTerms:
 
 
 def zero_masked(rows: GaeRows, discounts: Discounts) -> RecurrenceTerms:
-    """Makes a masked token a step with reward 0 and value 0 that still decays."""
+    """Makes every masked token a step with reward 0 and value 0, which decays advantages like any other step."""
     if rows.mask is not None:
         written = {name: jnp.where(rows.mask, getattr(rows, name), 0.0) for name in ("rewards", "values")}
         rows = rows._replace(**written)
@@ -151,7 +151,7 @@ def make_gae_rows(
 
 
 def values_after_rows(values: HostOrDevice, num_tokens: int, bootstrap: HostOrDevice | None) -> HostOrDevice:
-    """Returns the value after each row's last step, [B]: column T of `values`, the last bootstrap, or 0."""
+    """Returns the value after each row's last step, [B]: column T of `values`, else the last bootstrap, else 0."""
     if values.shape[1] > num_tokens:
         return values[:, num_tokens]
     return np.zeros(values.shape[0], np.float32) if bootstrap is None or num_tokens == 0 else bootstrap[:, -1]
