@@ -1,1 +1,1 @@
-"""User plug-ins in processes that can be killed: the code shared by rewards and environments."""
+"""Runs user plug-ins (rewards, environments and tools) in processes that can be killed."""

@@ -21,10 +21,10 @@ class LoadError(Exception):
 
 
 def load_object(path: str, *, program_modules: Collection[str] = ()) -> Any:
-    """Returns the function or class `module:name` or `file.py:name`.
+    """Imports and returns the function or class at `path`, which is `module:name` or `file.py:name`.
 
     Args:
-        program_modules: modules of this program that may be named.
+        program_modules: modules that are imported from this program, even if the working directory has an `app`.
 
     Raises:
         LoadError: the file, module or name does not exist, or the import fails.
@@ -50,7 +50,7 @@ def load_object(path: str, *, program_modules: Collection[str] = ()) -> Any:
             known = sorted(n for n, v in of_user.items() if getattr(v, "__module__", None) == module.__name__)
             hint = "".join(f"; did you mean {near}?" for near in get_close_matches(name, known, n=1))
             there = ", ".join(known[:20]) or "none"
-            raise LoadError(f"{place} has no `{name}`{hint or f'; its functions and classes: {there}'}")
+            raise LoadError(f"{place} has no `{name}`{hint or f'; correct the name (functions and classes: {there})'}")
         target = getattr(target, name)
     return target
 
@@ -71,7 +71,7 @@ def _import_file(path: Path) -> ModuleType:
 
 
 def describe_error(error: BaseException) -> str:
-    """Returns the last line of an error's traceback and the error's location."""
+    """Returns the last line of an error's traceback, with the file and line where it was raised."""
     text = traceback.format_exception_only(error)[-1].strip()
     place = _error_location(error.__traceback__)
     if isinstance(error, SyntaxError) and error.filename:
@@ -80,7 +80,7 @@ def describe_error(error: BaseException) -> str:
 
 
 def _error_location(trace: TracebackType | None) -> str | None:
-    """Returns the location of the error in user code, or else in any code outside this program."""
+    """Returns the innermost `file:line` of user code in a traceback, or else of any code outside this program."""
     lines = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(trace)]
     lines = [(file, line) for file, line in lines if not file.startswith((PROGRAM_FOLDER, "<frozen"))]
     user_lines = [(file, line) for file, line in lines if not file.startswith((sys.prefix, sys.base_prefix))]

@@ -1,10 +1,10 @@
 """Worker processes that run plug-ins: one thread starts, feeds, supervises, kills and replaces them.
 
-A worker serves jobs: calls of a reward function, one at a time, or many episodes of an environment at once. If it dies,
-or one of its requests hangs, it is killed, and its jobs are replayed in other workers. One request can block all others
-of its process, so every job with a running request (or all jobs, if none was running) becomes a suspect. A suspect's
-requests run alone in their process, so that the next death or hang is its own fault. A request that hangs while running
-alone is not retried.
+A worker serves jobs: calls of a reward function, one at a time, or many episodes of an environment at once. If a worker
+dies or a request hangs, the worker is replaced, and its jobs are replayed in other workers. One request can block all
+others of its process, so every job with a running request (or all jobs, if none was running) becomes a suspect. A
+suspect's requests run alone in their process, so that a further death or hang is certainly the suspect's fault. A
+request that hangs while running alone is not retried.
 
 A worker leads its own process group, so that its child processes are killed with it. It inherits few environment
 variables and no open files, and exits when this process does.
@@ -36,25 +36,25 @@ OUT_OF_MEMORY_SIGNS = ("MemoryError", "allocate memory", "failed to map segment"
 
 
 class WorkersLostError(RuntimeError):
-    """A worker had to be replaced, but two attempts to start a new one have failed."""
+    """A pool has no workers, because two attempts to start one have failed or the pool has been closed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Limits of a pool's workers."""
+    """Limits on the number, concurrency, time and memory of a pool's workers."""
 
     workers: int
     concurrency: int = 1
-    """Number of requests that a worker serves concurrently."""
+    """Maximum number of requests that a worker serves concurrently."""
     timeout_s: float
-    """Time limit of a request in seconds of wall-clock time."""
+    """Wall-clock time limit of a request."""
     memory_mib: int
     load_timeout_s: float = LOAD_TIMEOUT_S
 
 
 @dataclass(eq=False)
 class Request:
-    """A request of a job, and its reply once there is one."""
+    """A request of a job, and its reply, which is None until the worker has answered."""
 
     fields: Mapping[str, Any]
     is_last: bool = False
@@ -63,30 +63,30 @@ class Request:
 
 
 class Job(ABC):
-    """Requests that one worker answers in order. If the worker dies, all of them are sent again."""
+    """Requests that one worker answers in order. If that worker dies, all of them are sent again to another one."""
 
     shares_worker: ClassVar[bool]
-    """Whether its worker may serve other jobs at the same time. If not, only an idle worker takes it, and a suspect
-    gets a new worker without leftovers of earlier jobs."""
+    """Whether the job's worker may serve other jobs at the same time. If not, only an idle worker takes the job; if it
+    is a suspect, only a worker that has not answered any request."""
     numbers = itertools.count()
 
     def __init__(self, *requests: Request) -> None:
         self.number = next(self.numbers)
         """The job's id in messages to the worker."""
         self.requests = [*requests]
-        """All requests since its start; the first `num_sent` have been sent to its worker."""
+        """All requests of the job; the first `num_sent` have been sent to its current worker."""
         self.num_sent = 0
         self.current: Request | None = None
         """The request that the worker is serving now; None between requests."""
         self.sent_at = 0.0
         self.is_wanted = True
-        """Whether a caller waits for its replies; otherwise it only closes."""
+        """Whether a caller still needs the replies; if not, the job is only closed."""
         self.is_suspect = False
         """Whether this job may have killed or blocked its process."""
 
     @abstractmethod
     def read(self, answer: Mapping[str, Any]) -> Any:
-        """Converts an answer to a reply, with full validation, because a plug-in could write to the same pipe.
+        """Validates a worker's answer and converts it to a reply. A plug-in could have written to the same pipe.
 
         Raises:
             ValueError, KeyError, TypeError, AttributeError, OverflowError: the answer is not valid.
@@ -94,27 +94,27 @@ class Job(ABC):
 
     @abstractmethod
     def accept(self, request: Request, reply: Any, *, seconds: float) -> Failure | None:
-        """Stores the reply to a request, or in a replay compares it with the earlier one.
+        """Stores the reply to a request or, in a replay, compares it with the earlier reply.
 
         Args:
             seconds: time that the worker took.
 
         Returns:
-            Why the job has failed despite the reply, or None if it has not.
+            The reason why the job fails despite the reply; None if it continues.
         """
 
     @abstractmethod
     def fail(self, failure: Failure, request: Request | None) -> None:
-        """Records the failure of the job; `request` is the one that failed, if known."""
+        """Records that the job has failed. `request` is the failed request, or None if it is unknown."""
 
     def leave(self) -> None:
-        """Abandons the job: discards the unsent requests and queues `close`."""
+        """Abandons the job: replaces the unsent requests with one that closes it."""
         self.is_wanted = False
         self.requests[self.num_sent :] = [Request({"do": "close"}, is_last=True)]
 
 
 class Worker(WorkerProcess):
-    """A worker and its jobs."""
+    """A worker process and the jobs assigned to it, by job number."""
 
     def __init__(self, program: str, environment: Mapping[str, str], *, is_retry: bool) -> None:
         super().__init__(program, environment)
@@ -125,10 +125,10 @@ class Worker(WorkerProcess):
         self.num_answers = 0
         self.jobs: dict[int, Job] = {}
         self.running: dict[int, Job] = {}
-        """Jobs with an unanswered request."""
+        """The jobs that wait for an answer."""
 
     def deadline(self, limits: Limits) -> float:
-        """Returns the time by which the worker must have loaded the plug-in, or answered its oldest running request."""
+        """Returns the `time.monotonic()` at which loading, or the worker's oldest running request, times out."""
         return min([self.load_deadline, *(job.sent_at + limits.timeout_s for job in self.running.values())])
 
 
@@ -140,8 +140,8 @@ class Pool:
 
     Args:
         program: module whose `main` a worker runs.
-        order: what a worker must load.
-        name: name of the plug-in in messages: its settings and values.
+        order: first message to every worker, which says what to load.
+        name: the plug-in in messages, such as `env.source: games.py:Story`.
         environment: all environment variables of the workers.
     """
 
@@ -155,16 +155,16 @@ class Pool:
         self._environment = environment
         self._workers: list[Worker] = []
         self._start_failed = False
-        """Whether the last start of a worker failed."""
+        """Whether the most recent start of a worker failed."""
         self._suspects: deque[Job] = deque()
         self._waiting: deque[Job] = deque()
-        """Jobs without a worker."""
+        """Jobs that wait for a worker, apart from suspects."""
         self._is_closing = False
         self._commands: deque[Callable[[], object]] = deque()
         self.changed = threading.Condition()
         """Notified after each change that a caller may wait for."""
         self._is_trial = False
-        """Whether only `load` has been called, before the run does any work."""
+        """Whether `load` starts the first worker, so that a failure to load is an InputError."""
         self._loaded: dict[str, Any] | None = None
         self._error: BaseException | None = None
         """The error with which the thread ended; None while it runs."""
@@ -174,7 +174,7 @@ class Pool:
         self._thread.start()
 
     def load(self) -> dict[str, Any]:
-        """Starts the first worker, and returns its description of the plug-in.
+        """Starts the first worker and returns the description of the plug-in that it sends.
 
         Raises:
             InputError: the plug-in cannot be loaded.
@@ -185,14 +185,14 @@ class Pool:
         return self._loaded or {}
 
     def post(self, command: Callable[[], object]) -> None:
-        """Runs a command in the pool's thread, without waiting for it."""
+        """Queues a callable for the pool's thread and returns at once; raises the thread's error if it has ended."""
         if self._error is not None:
             raise self._error
         self._commands.append(command)
         self._alert()
 
     def wait(self, is_ready: Callable[[], bool], timeout_s: float | None = None) -> None:
-        """Waits until a condition is true, at most `timeout_s` (None = no limit)."""
+        """Waits until `is_ready()` is true, but at most `timeout_s`; raises the thread's error if it has ended."""
         with self.changed:
             self.changed.wait_for(lambda: self._error or is_ready(), timeout_s)
             if self._error is not None and not is_ready():
@@ -244,12 +244,12 @@ class Pool:
                 worker.kill()
 
     def notify(self) -> None:
-        """Notifies waiting callers of a change."""
+        """Wakes up the callers in `wait`, which check their conditions again."""
         with self.changed:
             self.changed.notify_all()
 
     def add(self, job: Job) -> None:
-        """Assigns a job to a worker as soon as one is free."""
+        """Queues a job for the next free worker."""
         (self._suspects if job.is_suspect else self._waiting).append(job)
 
     def _start(self) -> None:
@@ -259,7 +259,7 @@ class Pool:
         worker.load_deadline = time.monotonic() + self.limits.load_timeout_s
 
     def _worker_for(self, job: Job) -> Worker | None:
-        """Returns the worker with the fewest jobs, a new one if all are busy; None if none can take the job now."""
+        """Returns the worker with the fewest jobs, or a new one if all are busy; None if none can take the job now."""
         takers = [worker for worker in self._workers if _can_take(worker, job)]
         num_unused = sum(not worker.jobs and not worker.is_loaded for worker in self._workers)
         if (
@@ -300,7 +300,7 @@ class Pool:
         if "refused" in answer:
             text = one_line(redact(str(answer["refused"])))
             if any(sign in text for sign in OUT_OF_MEMORY_SIGNS):
-                text += f"; it may need more than plugins.memory_mib = {self.limits.memory_mib}"
+                text += f"; if it needs more than plugins.memory_mib = {self.limits.memory_mib}, raise this setting"
             self._lose(worker, Failure("refused", text))
             return
         if not isinstance(answer.get("loaded"), dict):
@@ -364,11 +364,11 @@ class Pool:
             is_told = failure.kind == "refused"
             why = failure.text if is_told else f"during the import, it {failure.text.removeprefix('its process ')}"
             if self._is_trial and self._loaded is None:
-                raise InputError(f"{self._name}: {why}")
+                raise InputError(f"{self._name}: {why}{'' if is_told else '; fix the code that runs on import'}")
             if worker.is_retry:
                 raise WorkersLostError(
                     f"{self._name}: two attempts to start a process have failed: {why}. Fix this and run the "
-                    "command again, grpo train with --resume auto"
+                    "command again (for grpo train, with --resume auto)"
                 )
             self._start_failed = True
         is_certain = failure.kind == "timeout" and len(worker.running) == 1
@@ -392,6 +392,6 @@ def _can_take(worker: Worker, job: Job) -> bool:
 
 
 def read_failure(pair: Sequence[Any]) -> Failure:
-    """Reads the kind and text of a failure from a worker; raises ValueError or TypeError if they are not valid."""
+    """Converts the kind and text that a worker sent; raises ValueError or TypeError if they are not a valid pair."""
     kind, text = pair
     return Failure(one_line(str(kind)), one_line(redact(str(text))))

@@ -1,7 +1,7 @@
-"""Starts the program of a killable worker: `start_worker.py app.reward.worker_main` calls `main` of that module.
+"""Starts a worker process: `start_worker.py app.reward.worker_main` calls `main` of that module.
 
-The program may import only the standard library, pydantic, and modules of this program that do the same. These are then
-removed from `sys.modules`, because a user's modules may have the same names.
+The module may import only the standard library, pydantic, and modules of this project that do the same. Before the
+call, modules of `app` are removed from `sys.modules`, because the user may have a package of this name.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Containment of a worker: a supervising process and a memory limit.
+"""Contains a worker with a supervising process and a memory limit.
 
 On Linux a worker consists of two processes: the first supervises, the second runs the plug-in. Orphaned descendants
 become children of the supervisor, so that daemons started by the plug-in end with the worker. The supervisor itself
@@ -23,10 +23,10 @@ KILL_LIMIT_S = 10
 
 
 def supervise() -> None:
-    """Forks, and returns in the child. The parent waits for it, kills all other descendants, and exits with its status.
+    """Forks and returns in the child, whose exit makes the parent kill all its descendants and exit the same way.
 
-    The parent kills the child on SIGTERM, and when the trainer or the thread that started the worker ends. Systems
-    other than Linux have no subreaper; there, the process has no supervisor.
+    The parent kills the child on SIGTERM, and when the trainer or the thread that started the worker ends. Only Linux
+    can reassign orphans to an ancestor (subreaper), so other systems have no supervisor.
     """
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if sys.platform != "linux":
@@ -41,7 +41,7 @@ def supervise() -> None:
 
 
 def _end_like(child: int) -> NoReturn:
-    """Waits for the child and its descendants, then ends with its exit code or signal."""
+    """Waits for the child, kills its descendants, then ends with the child's exit code or signal."""
     # Only the child may hold the pipes, so that the trainer notices its end.
     os.close(0)
     os.close(1)
@@ -61,7 +61,7 @@ def _end_like(child: int) -> NoReturn:
 
 
 def kill_children() -> None:
-    """Kills all children, and orphans as they become children, until none are left or 10 s have passed."""
+    """Kills all children, including orphans that become children, until none are left or 10 s have passed."""
     deadline = time.monotonic() + KILL_LIMIT_S
     while time.monotonic() < deadline:
         try:
@@ -77,14 +77,14 @@ def kill_children() -> None:
 
 
 def end_worker() -> NoReturn:
-    """Exits, so that the supervisor kills the descendants; without a subreaper, kills the process group."""
+    """Exits, so that the supervisor kills all descendants; without a supervisor, kills the process group."""
     if sys.platform != "linux" and os.getpgrp() == os.getpid():
         os.killpg(0, signal.SIGKILL)
     os._exit(1)
 
 
 def limit_memory(num_bytes: int) -> list[str]:
-    """Limits the address space; returns the resources that the system cannot limit."""
+    """Limits the address space of this process; returns `["memory"]` if the system cannot do so, else `[]`."""
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     ceiling = num_bytes if hard == resource.RLIM_INFINITY else min(num_bytes, hard)
     try:

@@ -24,10 +24,10 @@ class Failure(NamedTuple):
     """The reason why a plug-in has no value for a sample."""
 
     kind: str
-    """All plug-ins: `raised`, `value` (unusable return value), `timeout`, `memory` or `exit` (its process ended).
-    Rewards also: `length` (of a list), `no reward` (every function abstained), `too long` or `template` (a reward model
-    cannot read it). Environments also: `opening` (differs between samples of a prompt) or `replay` (a different answer
-    to the same turn)."""
+    """For all plug-ins: `raised`, `value` (unusable return value), `timeout`, `memory` or `exit` (its process ended).
+    For rewards also: `length` (a list of wrong length) or `no reward` (every function abstained). For a reward model:
+    `too long` or `template` (the chat template fails). For environments also: `opening` (differs between samples of a
+    prompt) or `replay` (a different answer to the same turn)."""
     text: str
     """One line of text for the user."""
 
@@ -64,7 +64,7 @@ def to_number(value: Any) -> float:
 
 
 def collect_extras(values: Mapping[Any, Any]) -> dict[str, float]:
-    """Returns the finite numbers with valid metric names, at most `MAX_EXTRAS` of them."""
+    """Returns the first `MAX_EXTRAS` entries whose name is a valid metric name and whose value is a finite number."""
     extras: dict[str, float] = {}
     for name, value in values.items():
         if not isinstance(name, str) or not EXTRA_NAME_PATTERN.fullmatch(name) or len(extras) == MAX_EXTRAS:
@@ -84,16 +84,16 @@ def replace_control_characters(line: str) -> str:
 
 
 def one_line(text: str) -> str:
-    """Returns the text as one short line without control characters, safe for a terminal."""
+    """Returns the text as one line, shortened and without control characters, so that it is safe for a terminal."""
     shown = replace_control_characters(" ".join(text[:2000].split()))
     return shown if len(shown) <= MAX_TEXT_CHARACTERS else f"{shown[: MAX_TEXT_CHARACTERS - 3]}..."
 
 
 @functools.cache
 def event_loop() -> asyncio.AbstractEventLoop:
-    """Returns one event loop for all threads, because connections shared by threads belong to a loop.
+    """Returns the one event loop of all threads, so that they can share connections, which are bound to a loop.
 
-    It runs in its own thread, because a notebook's thread already has a loop.
+    It runs in its own thread, because a notebook's thread already runs a loop.
     """
     loop = asyncio.new_event_loop()
 
@@ -107,7 +107,7 @@ def event_loop() -> asyncio.AbstractEventLoop:
 
 
 def await_value(value: Any) -> Any:
-    """Returns a value; awaits it first if it is awaitable."""
+    """Returns the result of an awaitable, or any other value unchanged."""
     if not inspect.isawaitable(value):
         return value
     return asyncio.run_coroutine_threadsafe(awaited(value), event_loop()).result()

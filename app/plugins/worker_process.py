@@ -39,11 +39,11 @@ ALLOWED_ENVIRONMENT = frozenset(
 
 MAX_ANSWER_BYTES = 64 * 2**20
 MAX_PRINTED_BYTES = 256 * 2**10
-"""Maximum output of a plug-in that is printed during one call."""
+"""Number of bytes of a plug-in's output that are printed during one call; the rest is dropped."""
 PIPE_BYTES = 64 * 2**10
-"""Capacity of a pipe."""
+"""Usual capacity of a pipe: the most that one read returns."""
 MAX_KEY_BYTES = 4 * 2**10
-"""Maximum length of a key that is redacted even if a long line is cut inside it."""
+"""Maximum length of a secret that is redacted even if a long line is cut inside it."""
 
 
 class StderrRelay:
@@ -89,11 +89,11 @@ class StderrRelay:
 
 
 class WorkerProcess:
-    """A worker process and its pipes. Only `kill` blocks, until the process has exited.
+    """A worker process and its pipes. Of its methods, only `kill` blocks.
 
     Args:
-        program: module whose `main` it runs.
-        environment: all its environment variables.
+        program: module whose `main` the process runs.
+        environment: all environment variables of the process.
     """
 
     def __init__(self, program: str, environment: Mapping[str, str]) -> None:
@@ -136,7 +136,7 @@ class WorkerProcess:
             self.outgoing = memoryview(b"")
 
     def read(self) -> list[dict[str, Any]]:
-        """Returns the complete answers.
+        """Returns the answers that have arrived completely.
 
         Raises:
             EOFError: the worker has exited, or an answer is invalid.
@@ -154,7 +154,7 @@ class WorkerProcess:
         return answers
 
     def kill(self) -> int:
-        """Kills the process and its children; returns its exit status, which is negative for a signal."""
+        """Kills the process and its descendants; returns its exit code, or the negative number of a signal."""
         if sys.platform == "linux":
             self._end_supervisor()
         # Before `wait`, because afterwards another process could get the same id.
@@ -181,10 +181,10 @@ Worker = TypeVar("Worker", bound=WorkerProcess)
 def wait_for_answers(
     workers: Iterable[Worker], *, timeout_s: float, alarm: int
 ) -> list[tuple[Worker, list[dict[str, Any]] | None]]:
-    """Waits until a worker answers or ends, or a byte arrives at the descriptor `alarm`, and returns the answers.
+    """Waits for activity on any pipe, at most `timeout_s`; returns each worker that has answered, with its answers.
 
-    A worker that has exited or sent an invalid answer has None instead. Meanwhile, messages are sent to the workers and
-    their output is shown.
+    The answers are None for a worker that has exited or sent an invalid one. Queued messages are sent, and output of
+    workers is printed. A byte at the file descriptor `alarm` also ends the wait.
     """
     with selectors.DefaultSelector() as selector:
         for worker in workers:
@@ -215,7 +215,7 @@ def wait_for_answers(
 
 
 def describe_exit(status: int) -> str:
-    """Describes how a process ended, given its exit status, which is negative for a signal."""
+    """Describes how a process ended; `status` is its exit code, or the negative number of a signal."""
     if status < 0:
         known = {s.value: s.name for s in signal.Signals}
         return f"its process was ended by {known.get(-status, f'signal {-status}')}"
@@ -237,7 +237,7 @@ def allow_variables(names: Sequence[str]) -> None:
 
 
 def worker_environment(names: Sequence[str], environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Returns the environment variables for workers: the allowed ones of this process, and defaults."""
+    """Returns a worker's environment variables: defaults, and those in `environ` that are allowed or in `names`."""
     allowed = ALLOWED_ENVIRONMENT.union(names)
     passed = {name: value for name, value in environ.items() if name in allowed or name.startswith("LC_")}
     # The program's folder comes last, so that a plug-in imports the user's `app` or `settings` if there are any.

@@ -1,4 +1,4 @@
-"""The program in a worker process: its startup, and its pipes to the trainer, which carry JSON Lines.
+"""Starts the program of a worker process and connects it to the trainer with pipes that carry JSON Lines.
 
 {"memory_mib": 4096, <what to load>}  ->  {"loaded": {...}} or {"refused": "why"}
 {"key": 7, <a request to job 7>}      ->  {"key": 7, <its answer>, or "failure": [kind, text]}
@@ -64,7 +64,7 @@ class TrainerChannel:
 def start(
     load: Callable[[dict[str, Any]], tuple[PlugIn, Mapping[str, Any]]],
 ) -> tuple[TrainerChannel, PlugIn]:
-    """Starts a worker: contains it, loads the plug-in, or exits if that fails, and reports to the trainer.
+    """Starts supervision, limits memory, loads the plug-in, and reports to the trainer. Exits if loading fails.
 
     Args:
         load: returns the plug-in named in the trainer's first message, and its description for the trainer.
