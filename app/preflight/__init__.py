@@ -1,1 +1,1 @@
-"""Checks before a run: whether it can start, whether it fits, and how its weights and rows are placed."""
+"""Checks before a run: whether it can start and fits in memory, and where its weights and rows are placed."""

@@ -1,4 +1,4 @@
-"""Checks attention on a run's devices: compares rows packed as in the run with single rows in plain XLA."""
+"""Checks attention on a run's devices by comparing packed rows with one row per sample, computed by plain XLA."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from app.runtime.scoring import ScoringSession, set_compute_dtype
 from app.training.learner import LearnerGroup, longest_rows
 
 TOLERANCES = {"float32": 1e-4, "bfloat16": 2e-2}
-"""Maps a compute dtype to the tolerated rounding difference, relative to the largest number of an array."""
+"""Maps a compute dtype to the tolerated difference, relative to the largest magnitude in an array."""
 NUM_TOKENS, PROMPT, COMPLETION, WINDOW = 700, 150, 120, 100
 """Lengths in tokens: the packed row (several kernel blocks on every platform), a prompt, a completion, the window."""
 SAMPLE_PLACES = (
@@ -38,7 +38,7 @@ SAMPLE_PLACES = (
     np.r_[:PROMPT, PROMPT + COMPLETION : PROMPT + 2 * COMPLETION],
     np.r_[PROMPT + 2 * COMPLETION : 2 * PROMPT + 3 * COMPLETION],
 )
-"""The positions of each sample's tokens in the row: two samples share their prompt, one has its own."""
+"""Positions of each sample's tokens in the packed row: two samples share a prompt, the third has its own."""
 RESULTS = (
     *("the output", "the gradient of queries", "the gradient of keys", "the gradient of values"),
     *("the output of decoding", "the cache of keys", "the cache of values"),
@@ -48,7 +48,7 @@ RESULTS = (
 def check_attention(
     recorder: CheckRecorder, session: ScoringSession, learning: LearnerGroup, reward_model: NetworkSpec | None
 ) -> None:
-    """Checks attention with the sizes and kernel blocks of every network of a run. All hosts must call it together."""
+    """Checks attention with the head and kernel block sizes of each network in a run; a collective over all hosts."""
     mesh, device, policy = session.mesh, session.mesh.devices.flat[0], session.model_spec.architecture
     rows = longest_rows(session, learning, reward_model)
     # Prefill uses the same attention.
@@ -86,7 +86,7 @@ def check_attention(
 
 
 def longest_samples(num_samples: int, *, prompt: int, completion: int) -> list[Sample]:
-    """Returns samples of these lengths in tokens, whose token ids are all 0."""
+    """Returns samples with these numbers of prompt and completion tokens; all token ids are 0."""
     tokens = np.zeros(completion, np.int32)
     sample = Sample(Prompt("longest", np.zeros(prompt, np.int32), "", None), 0, 0, tokens, "", tokens, "length", 0)
     return [sample] * num_samples
@@ -101,9 +101,9 @@ def attention_differences(
 ) -> Float64[np.ndarray, "4"]:
     """Returns the largest difference of each of the first four `RESULTS` from dense attention in float32.
 
-    Differences are relative to the largest number of each result. A random packed row has the samples of
-    `SAMPLE_PLACES` and padding; dense attention has one row per sample. Every device computes the same row. All hosts
-    must call it together.
+    Differences are relative to the largest magnitude in each result. Inputs are random: a packed row contains the
+    samples of `SAMPLE_PLACES` and padding; dense attention computes one row per sample. Every device computes the same
+    row. All hosts must call it together.
     """
     a, score_mod = architecture, ScoreMod.of(architecture)
     row = MicroBatch((((0, 1), (2,)),), RowShape(NUM_TOKENS, 3 * COMPLETION))
@@ -153,13 +153,13 @@ def decode_attention_errors(
 ) -> Float64[np.ndarray, "3"]:
     """Returns the largest difference of each of the last three `RESULTS` from dense attention in float32.
 
-    Differences are relative to the largest number of each result. Each row decodes one token, with the same rows and
-    caches on every device. All hosts must call it together.
+    Differences are relative to the largest magnitude in each result. Each row decodes one token; every device has the
+    same rows and KV caches. All hosts must call it together.
 
     Args:
         window: length of the attention window; None without one.
         block: number of tokens in a KV block; dense attention uses caches that are not divided into blocks.
-        block_size: the result of `decode_block_size`.
+        block_size: number of tokens in a block of the decoding kernel; None if XLA computes decoding.
     """
     a, score_mod = architecture, ScoreMod.of(architecture)
     positions = np.array([0, PROMPT, NUM_TOKENS // 2, NUM_TOKENS - 1], np.int32)
@@ -173,7 +173,7 @@ def decode_attention_errors(
     seen = places <= positions[:, None]
 
     def whole_rows(pools: np.ndarray) -> Float[np.ndarray, "D B K S H"]:
-        """Returns the cache of each row of each device in one piece; every device numbers its blocks from 0."""
+        """Joins the KV blocks of each row on each device; every device numbers its blocks from 0."""
         rows = np.moveaxis(pools.reshape(-1, *pool)[:, tables], 2, 3)
         return np.where(seen[:, None, :, None], rows.reshape(*rows.shape[:3], -1, a.head_dim), 0)
 
@@ -201,7 +201,7 @@ def decode_attention_errors(
 
 
 def _largest_differences(ours: Sequence[np.ndarray], exact: Sequence[Any]) -> Float64[np.ndarray, "results"]:
-    """Returns the largest difference of each array on any device, relative to its largest number."""
+    """Returns the largest difference in each array on any device, relative to the largest magnitude in `exact`."""
     found = []
     for x, y in zip(ours, map(np.asarray, exact), strict=True):
         difference = np.abs(np.float64(x).reshape(-1, *y.shape) - y)

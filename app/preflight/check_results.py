@@ -41,7 +41,7 @@ class CheckResult:
 
 
 class CheckRecorder:
-    """Collects results in order. An exception in one check does not prevent the following checks."""
+    """Collects the results of checks in order."""
 
     def __init__(self) -> None:
         self.results: list[CheckResult] = []
@@ -65,7 +65,10 @@ class CheckRecorder:
 
     @contextmanager
     def run_check(self, check: str, advice: str = "") -> Iterator[None]:
-        """Records an exception in the block as a failed check, with `advice` unless it is an InputError."""
+        """Returns a context manager that records an exception as a failure of `check`, so that later checks still run.
+
+        `advice` is added unless the exception is an InputError, whose message contains its own.
+        """
         try:
             yield
         except InputError as error:
@@ -97,7 +100,7 @@ class DoctorReport:
         return [result.name for result in self.results if result.verdict == "fail"]
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the report as values for JSON."""
+        """Returns the report as a dict that can be written as JSON."""
         checks = [asdict(result) for result in self.results]
         return {"checks": checks, "seconds": round(self.seconds, 2), "exit_code": self.exit_code}
 

@@ -1,4 +1,4 @@
-"""The compiler's report on the programs of a step, their memory and collectives, without weights or samples."""
+"""Compiles the programs of a training step, without weights or samples, and reports their memory and collectives."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ from settings.errors import InputError
 
 @dataclass(frozen=True)
 class CompiledProgram:
-    """The compiler's figures for a program on each device. Arguments and outputs are exact."""
+    """Memory and collectives of a compiled program on each device, as the compiler reports them."""
 
     phase: str
     name: str
@@ -54,13 +54,13 @@ class CompiledProgram:
     argument_bytes: int
     output_bytes: int
     aliased_bytes: int
-    """Bytes of outputs that overwrite arguments."""
+    """Bytes of outputs that reuse the memory of donated arguments."""
     temporary_bytes: int
     padding_bytes: int
-    """Bytes added to arguments by padding, since a TPU pads dims to its tile size."""
+    """Bytes by which padding enlarges the arguments: a TPU pads dims to its tile size."""
     collective_bytes: Mapping[str, int] | None
-    """Bytes that each TPU device sends, by kind of collective: in one call with the fullest rows, or for `decode`, for
-    one token of all rows. None for other devices."""
+    """Bytes that each TPU device sends, by kind of collective. They are for one call with the fullest rows, or for one
+    token of all rows if the program is `decode`. None for other devices."""
     compile_s: float
 
 
@@ -75,15 +75,16 @@ class LoweredProgram(NamedTuple):
     name: str
     lowered: Lowered
     turns: Mapping[str, int] = MappingProxyType({})
-    """Maps the name scope of the loop over LM head chunks to its number of iterations, which depends on the rows."""
+    """Maps the name scope of the loop over LM head chunks to its number of iterations; empty without this loop."""
 
 
 def step_memory(
     step: StepOutline, *, compiles: bool, on_program: ProgramCallback | None = None
 ) -> tuple[dict[str, MemoryBreakdown], tuple[CompiledProgram, ...]]:
-    """Returns the memory per device in each phase of a step; with `compiles`, including its largest program.
+    """Returns the bytes per device in each phase of a step, by buffer, and the compiled programs.
 
-    Programs are compiled for the devices of the mesh, which need not exist.
+    With `compiles`, programs are compiled for the devices of the mesh, which need not exist, and each phase includes
+    the temporaries of its largest program. Otherwise phases have only arrays, and there are no programs.
 
     Raises:
         InputError: a program does not fit.
@@ -106,7 +107,7 @@ def check_fits(phase: str, name: str, buffers: MemoryBreakdown, *, available_byt
     """Raises InputError if the arrays on a device and the temporaries of a program exceed the device's memory.
 
     Args:
-        available_bytes: None if it is unknown.
+        available_bytes: memory of a device; None if it is unknown, which passes the check.
     """
     needed = sum(buffers.values())
     if available_bytes is None or needed <= available_bytes:
@@ -157,12 +158,12 @@ def _compile(lowered: Lowered, phase: str, name: str) -> Compiled:
         lines = [line.strip() for line in str(error).splitlines()]
         if not lines[0].startswith("RESOURCE_EXHAUSTED"):
             raise InputError(
-                f"{phase}: {name} does not compile: {lines[0]} (with {compiler_versions()}; pip install -e '.[tpu]' "
-                "or '.[cuda]' installs this JAX's compiler)"
+                f"{phase}: {name} does not compile with {compiler_versions()}: {lines[0]}; run pip install -e '.[tpu]' "
+                "or '.[cuda]' to install the compiler that this JAX needs"
             ) from error
         if re.search("memory space [vs]mem", lines[0]) and "attention_" in str(error):
             raise InputError(
-                f"{phase}: {name} does not compile: the attention kernel needs more on-chip memory than there is "
+                f"{phase}: {name} does not compile: the attention kernel needs more on-chip memory than the device has "
                 f"({lines[0].removeprefix('RESOURCE_EXHAUSTED: ')}); set model.attention: xla"
             ) from error
         largest = ", ".join(line.partition(": ")[2] for line in lines if re.match(r"(\d+\. )?Size: ", line))
@@ -171,9 +172,9 @@ def _compile(lowered: Lowered, phase: str, name: str) -> Compiled:
 
 
 def _argument_bytes(lowered: Lowered, compiled: Compiled) -> int:
-    """Returns the bytes per device of the arguments that a program uses, from their shapes.
+    """Returns the bytes per device of the arguments that a program uses, computed from their shapes.
 
-    Arguments in host memory do not count, as in the compiler's figures.
+    Like the compiler's figures, this excludes arguments in host memory.
     """
 
     def num_bytes(argument: Any, sharding: Any) -> int:
@@ -185,7 +186,7 @@ def _argument_bytes(lowered: Lowered, compiled: Compiled) -> int:
 
 
 def _lower_programs(step: StepOutline) -> Iterator[LoweredProgram]:
-    """Yields each program of a step, for the longest samples."""
+    """Lowers and yields each program of a step, for the longest samples."""
     session, reward_model = step.session, step.reward_model
     mesh, model, dtype = session.mesh, session.model_spec, set_compute_dtype(session.settings)
     yield from _lower_generation(step)
@@ -215,7 +216,7 @@ def _lower_programs(step: StepOutline) -> Iterator[LoweredProgram]:
 
 
 def _lm_head_turns(session: Session, plan: MicroBatchPlan) -> dict[str, int]:
-    """Returns the name scope of the loop over LM head chunks, with its number of iterations for the fullest row."""
+    """Maps the name scope of the loop over LM head chunks to its number of iterations for the fullest row."""
     largest, settings = largest_micro_batch(plan), session.settings
     rows_on_device = len(largest.rows) // num_local_row_shards(session.mesh)
     chunk = min(max(1, settings.model.logits_chunk // rows_on_device), largest.shape.num_completion_tokens)
@@ -228,7 +229,7 @@ def _evaluates_with_rollout_programs(session: Session) -> bool:
 
 
 def _lower_generation(step: StepOutline) -> Iterator[LoweredProgram]:
-    """Yields the programs of prefill and decode on this host's devices."""
+    """Lowers and yields the prefill and decode programs of this host's devices; none if Ray workers generate."""
     session, done = step.session, False
     for phase, shape, rules in (
         ("rollout", step.rollout, sampling_rules(session.settings)),
@@ -246,7 +247,7 @@ def _lower_generation(step: StepOutline) -> Iterator[LoweredProgram]:
 
 
 def lower_update(session: Session, learner: Learner, plan: MicroBatchPlan) -> dict[str, Lowered]:
-    """Returns the programs of an optimizer step by name: gradients of its largest micro-batch, and the update."""
+    """Returns the lowered programs of an optimizer step: `gradients` for the largest micro-batch, and `optimizer`."""
     empty = learner.updater.pack((), _empty_micro_batch(plan), StepTotals(num_tokens=0, num_samples=0))
     batch = _global_shapes(session.mesh, empty)
     with jax.set_mesh(session.mesh):
@@ -263,7 +264,7 @@ def _empty_micro_batch(plan: MicroBatchPlan) -> MicroBatch:
 
 
 def _global_shapes(mesh: Mesh, batch: Any) -> Any:
-    """Returns the shapes of a batch with the rows of all hosts."""
+    """Returns the shapes of the global batch, which has the rows of all hosts."""
     rows, hosts = row_sharding(mesh), num_hosts(mesh)
     shape_of = lambda x: jax.ShapeDtypeStruct((x.shape[0] * hosts, *x.shape[1:]), x.dtype, sharding=rows)  # noqa: E731
     return jax.tree.map(shape_of, batch)
@@ -272,7 +273,7 @@ def _global_shapes(mesh: Mesh, batch: Any) -> Any:
 def format_step_memory(
     memory: Mapping[str, MemoryBreakdown], programs: Sequence[CompiledProgram], *, available_bytes: int | None
 ) -> str:
-    """Returns a table of a step's memory, a line on whether it fits, and a table of the compiled programs, if any.
+    """Returns a table of each phase's memory, the peak and whether it fits, and a table of any compiled programs.
 
     Args:
         available_bytes: memory of a device; None if it is unknown.

@@ -72,14 +72,14 @@ from settings.checks.unused_settings import launch_notices
 from settings.errors import InputError
 
 MAX_START_S = 20
-"""Maximum number of seconds that the checks wait for other hosts."""
+"""Maximum number of seconds that the checks wait for the other hosts to join."""
 NOT_CACHED = "it is not in this machine's cache"
 NO_TOKENIZER = "prompts cannot be encoded without a tokenizer"
 
 
 @dataclass
 class PreflightInputs:
-    """A run's inputs; unreadable ones are None or empty."""
+    """A run's models and data. Inputs that are not used or cannot be read are None or empty."""
 
     model: ModelSpec | None = None
     critic: NetworkSpec | None = None
@@ -91,12 +91,12 @@ class PreflightInputs:
 
     @property
     def weight_checks(self) -> tuple[str, ...]:
-        """Names of the checks that load weights; an unreadable reward model already has a result."""
+        """Names of the checks that load weights; `reward model` only if there is one and it could be read."""
         return ("forward", "answer", *(() if self.reward_model is None else ("reward model",)))
 
 
 def run_doctor(resolved: Resolved) -> DoctorReport:
-    """Runs all checks on all hosts together. Downloads nothing, claims no run directory and leaves no files behind."""
+    """Runs all checks on all hosts together. Downloads nothing, and leaves neither files nor a run directory behind."""
     start, settings = time.perf_counter(), resolved.settings
     recorder, run = CheckRecorder(), RunDirectory.from_settings(settings.run)
     with suppress(InputError):
@@ -287,7 +287,7 @@ def _read_data(
 def _take_run_directory(
     recorder: CheckRecorder, resolved: Resolved, own: RunFolder, inputs: PreflightInputs, stack: ExitStack
 ) -> RunFolder | None:
-    """Returns the run directory that all hosts use; None if the hosts differ. All must call it together."""
+    """Returns the run directory that all hosts use; None if hosts differ. All hosts must call it together."""
     if jax.process_count() == 1:
         return own
     with recorder.run_check("hosts"):
@@ -325,7 +325,7 @@ def _open_session(
 
 
 def _host_facts(settings: Settings, run: RunDirectory, inputs: PreflightInputs) -> dict[str, str]:
-    """Returns this host's fingerprints of everything that must be equal on all hosts."""
+    """Returns fingerprints, by name, of the files and inputs on this host that must be equal on all hosts."""
     facts = file_fingerprints(settings, run)
     has_networks = _has_other_networks(settings, inputs)
     has_reward_model = inputs.reward_model is not None or settings.reward.model is None
@@ -337,7 +337,7 @@ def _host_facts(settings: Settings, run: RunDirectory, inputs: PreflightInputs) 
 
 
 def _has_other_networks(settings: Settings, inputs: PreflightInputs) -> bool:
-    """Returns whether the networks that the run has besides the policy (critic, teacher) could be read."""
+    """Returns whether critic and teacher could be read, as far as the run uses them."""
     has_critic = inputs.critic is not None or not settings.has_critic
     return has_critic and (inputs.teacher is not None or not settings.has_teacher)
 
@@ -345,7 +345,7 @@ def _has_other_networks(settings: Settings, inputs: PreflightInputs) -> bool:
 def _check_memory(
     recorder: CheckRecorder, opened: tuple[Session, LearnerGroup] | None, inputs: PreflightInputs
 ) -> int | None:
-    """Checks that the arrays of every phase of a step fit; returns the bytes of a checkpoint if known."""
+    """Checks that the arrays of each phase fit in memory; returns the bytes of a checkpoint, or None if unknown."""
     if opened is None:
         recorder.skip("memory", reason="there is no mesh")
         return None
@@ -377,7 +377,7 @@ def _check_memory(
 def _check_networks(
     recorder: CheckRecorder, opened: tuple[Session, LearnerGroup] | None, inputs: PreflightInputs
 ) -> None:
-    """Checks attention, and runs the networks with their real weights, on all hosts or on none."""
+    """Checks attention and runs the networks with their real weights; skips this on all hosts if one cannot."""
     if max_over_hosts(np.asarray(int(opened is None))):
         reason = "the model or the mesh is missing on this host or on another one"
         recorder.skip("attention", *inputs.weight_checks, reason=reason)
@@ -411,7 +411,7 @@ def _check_networks(
 
 
 def _gather_results(local_results: Sequence[CheckResult]) -> Sequence[CheckResult]:
-    """Returns the results of process 0, and warnings and failures of the others. All hosts must call it together."""
+    """Returns all results of process 0 and the others' warnings and failures. All hosts must call it together."""
     of_hosts = enumerate(gather_json_over_hosts([asdict(result) for result in local_results]))
     results = [CheckResult(**{**one, "host": host}) for host, found in of_hosts for one in found]
     return [one for one in results if one.host == 0 or one.verdict in ("warn", "fail")]

@@ -28,7 +28,7 @@ from settings.checks.unused_settings import launch_notices
 
 @dataclass(frozen=True)
 class MicroBatchSummary:
-    """Micro-batches of one pass over the longest possible prompts and completions, the largest case."""
+    """Number and shape of the micro-batches in one pass, if all prompts and completions have maximum length."""
 
     count: int
     rows_per_device: int
@@ -47,7 +47,7 @@ class DryRunReport:
 
     directory: str
     notes: tuple[str, ...]
-    """Notes that a launch would print."""
+    """Notes that `grpo train` would print at launch."""
     model: str
     family: str
     dtype: str
@@ -68,7 +68,7 @@ class DryRunReport:
     optimizer_steps: int
     epochs_of_data: float
     max_rounds_per_step: int
-    """Maximum number of rollouts in a step: 1 without a group filter."""
+    """Maximum number of rollouts in a step; 1 without `algorithm.filter`."""
     prompts_per_step: int
     samples_per_step: int
     prompt_tokens_per_step: int
@@ -78,7 +78,7 @@ class DryRunReport:
     mini_batches_per_step: int
     epochs_per_step: int
     max_staleness: int
-    """Maximum number of steps by which generation is ahead of training; 0 if they alternate."""
+    """Maximum number of training steps by which generation runs ahead; 0 if generation and training alternate."""
     rollout: Mapping[str, int] | None
     """Sizes of a rollout on each host, including padding; None if samples come from files."""
     evaluation: Mapping[str, int] | None
@@ -102,7 +102,7 @@ class DryRunReport:
     """Size of a checkpoint on disk, and in the memory of all hosts while it is written."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the report as values for JSON."""
+        """Returns the report as a dict that can be written as JSON."""
         return asdict(self)
 
     def to_text(self) -> str:
@@ -166,7 +166,7 @@ def make_dry_run_report(
     Runs the checks of a launch (`prepare_run`). Loads no weights and writes nothing.
 
     Args:
-        compiles: whether to compile the programs of every phase, and include the memory that they need.
+        compiles: whether to compile the programs of every phase and include their temporaries in its memory.
 
     Raises:
         InputError: the run could not start, or a program does not fit. The checkpoint of a resumed run is not checked.

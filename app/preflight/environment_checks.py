@@ -46,7 +46,7 @@ class HubSource(NamedTuple):
 
     @property
     def is_cached_model(self) -> bool:
-        """Whether it is a model with all files in this machine's cache; for a data set this is unknown."""
+        """Whether this is a model whose files are all in this machine's cache; always false for a data set."""
         return self.kind == "model" and is_cached(self.hub_id, self.revision, files=HUB_FILES)
 
 
@@ -76,9 +76,9 @@ def hub_sources(settings: Settings) -> tuple[HubSource, ...]:
 
 @contextmanager
 def hub_offline(sources: Sequence[HubSource]) -> Iterator[None]:
-    """Makes hub libraries read only this machine's cache inside the block, as if HF_HUB_OFFLINE were set.
+    """Returns a context manager in which Hugging Face libraries read only this machine's cache (HF_HUB_OFFLINE).
 
-    No request to the hub may be in progress on entry.
+    No request to the hub may be in progress when it is entered.
     """
     modules: list[Any] = [constants]
     if any(source.kind == "dataset" for source in sources):
@@ -93,7 +93,7 @@ def hub_offline(sources: Sequence[HubSource]) -> Iterator[None]:
 
 
 def check_hub_source(recorder: CheckRecorder, source: HubSource, *, is_cached: bool) -> None:
-    """Checks that a model or data set is in this machine's cache (`is_cached`), or that this user may download it."""
+    """Checks that a model or data set is cached on this machine (`is_cached`) or that this user may download it."""
     check, endpoint = f"hub: {source.setting}", constants.ENDPOINT
     if is_cached:
         recorder.ok(check, f"{source.hub_id} is in this machine's cache")
@@ -118,7 +118,7 @@ def check_hub_source(recorder: CheckRecorder, source: HubSource, *, is_cached: b
 
 
 def check_wandb(recorder: CheckRecorder, settings: Settings) -> None:
-    """Checks that there is a key if wandb is used. If wandb is unavailable, a run continues without charts."""
+    """Warns if wandb is used without an API key. A run without access to wandb continues, but without its charts."""
     project, mode = f"project {settings.logging.wandb_project}", settings.logging.wandb_mode
     if settings.logging.wandb_project is None or mode == "disabled":
         return

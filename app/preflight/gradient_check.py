@@ -16,7 +16,7 @@ from app.update.updater import parameter_names
 
 
 def check_gradients(recorder: CheckRecorder, session: Session, learning: LearnerGroup, params: Params) -> None:
-    """Checks that gradients are finite for one random sample up to a full micro-batch of them.
+    """Checks that gradients are finite in micro-batches of 1, 2, 4, ... random samples, up to a full one.
 
     On TPUs, gradients of tied embeddings are known to be NaN in some shapes (jax-ml/jax#35409). All hosts must call it
     together.
@@ -55,7 +55,7 @@ def check_gradients(recorder: CheckRecorder, session: Session, learning: Learner
 
 
 def _random_sample(session: Session, seed: int) -> Sample:
-    """Returns a sample of maximum length with random tokens."""
+    """Returns a sample of maximum length with random tokens and an advantage of 1 or -1."""
     settings, vocab_size = session.settings, session.model_spec.architecture.vocab_size
     rng, length = np.random.default_rng([settings.run.seed, seed]), settings.rollout.max_new_tokens
     prompt_ids, completion_ids = (

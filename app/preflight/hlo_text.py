@@ -13,7 +13,7 @@ from typing import NamedTuple
 from settings.errors import InputError
 
 ITEM_BITS = {"pred": 8, "token": 0}
-"""Bits per element for types whose names do not contain the number."""
+"""Bits per element of the types whose names do not state it."""
 
 _NAME = r"%?([\w.\-]+)"
 _ARRAY = re.compile(r"([a-z]+\d*[a-z0-9]*)\[([\d,]*)\](?:\{([^}]*)\})?")
@@ -28,7 +28,7 @@ SEMAPHORES = 4
 
 @dataclass(frozen=True)
 class ArrayShape:
-    """One array of an instruction's result, in one device's memory."""
+    """Dtype, sizes and memory space of one array in an instruction's result, on one device."""
 
     dtype: str
     sizes: tuple[int, ...]
@@ -48,7 +48,7 @@ class Instruction:
     name: str
     opcode: str
     shapes: tuple[ArrayShape, ...]
-    """Arrays of the result; for a tuple, in its order."""
+    """Arrays of the result; several, in order, if it is a tuple."""
     operands: tuple[str, ...]
     text: str
     """The rest of the instruction's line after its opcode: operands and attributes."""
@@ -60,7 +60,7 @@ class Instruction:
 
     @cached_property
     def op_name(self) -> str:
-        """JAX operation and name scopes that the instruction was compiled from; empty if the compiler added it."""
+        """JAX name scopes and operation from which the instruction was compiled; empty if the compiler added it."""
         return self.attribute(r'op_name="([^"]*)"') or ""
 
     @property
@@ -89,7 +89,7 @@ class Instruction:
 
     @property
     def body(self) -> str:
-        """Name of the computation that a loop repeats."""
+        """Name of the computation that a `while` instruction repeats; empty for others."""
         return self.attribute(r"body=%?([\w.\-]+)") or ""
 
     @property
@@ -98,13 +98,13 @@ class Instruction:
         return any(shape.memory_space == SEMAPHORES for shape in self.shapes)
 
     def attribute(self, pattern: str) -> str | None:
-        """Returns what the first group of a regular expression matches in the attributes; None without a match."""
+        """Returns what the first group of a regular expression matches in `text`; None without a match."""
         found = re.search(pattern, self.text)
         return found[1] if found else None
 
 
 class Collective(NamedTuple):
-    """The bytes that a collective sends under ring algorithms.
+    """Kind of a collective, and the bytes that it sends with a ring algorithm.
 
     Source: Chan, Heimlich, Purkayastha and van de Geijn 2007, "Collective communication"; NVIDIA nccl-tests,
     PERFORMANCE.md.
@@ -151,7 +151,7 @@ class HloProgram:
         return one.opcode == "fusion" and any(f'"{target}"' in inner.text for inner in self.fused(one))
 
     def computation_of(self, turn_of: str | None) -> str:
-        """Returns the name of the body of the loop with the name scope `turn_of`; for None, of the main computation."""
+        """Returns the name of the body of the loop with name scope `turn_of`; of the entry computation for None."""
         if turn_of is None:
             return self.entry
         lines = (one for lines in self.computations.values() for one in lines)
@@ -159,10 +159,10 @@ class HloProgram:
         return loop.body
 
     def num_turns(self, loop: Instruction, turns: Mapping[str, int]) -> int:
-        """Returns how often a loop runs, according to the compiler, `turns`, or the constant that bounds its counter.
+        """Returns a loop's number of iterations, from its HLO text or, for a data-dependent loop, from `turns`.
 
         Args:
-            turns: iterations of data-dependent loops, by name scope.
+            turns: number of iterations of data-dependent loops, by name scope.
 
         Raises:
             InputError: the number of iterations is unknown.
@@ -182,13 +182,13 @@ class HloProgram:
         return int(count)
 
     def sent_bytes(self, turns: Mapping[str, int], *, turn_of: str | None = None) -> Counter[str]:
-        """Returns the bytes that each device sends in one call, by kind of collective.
+        """Returns the bytes that each device sends, by kind of collective, in one call of the program.
 
-        In a conditional, only the branch that sends the most is counted.
+        Of a conditional, only the branch that sends the most is counted.
 
         Args:
-            turns: see `num_turns`.
-            turn_of: name scope of a loop; if given, the bytes of one of its iterations are returned, not of the call.
+            turns: number of iterations of data-dependent loops, by name scope.
+            turn_of: name scope of a loop, to count one of its iterations instead of the whole call.
         """
         return self._sent_bytes(self.computation_of(turn_of), turns)
 

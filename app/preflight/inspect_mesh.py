@@ -46,20 +46,20 @@ from app.training.setup import open_session, setup_notes
 from settings import Resolved, Settings
 
 MAX_HOSTS_SHOWN = 4
-"""Maximum number of hosts in the text; if there are more, it shows only the first two and the last."""
+"""Maximum number of hosts in the text, which otherwise shows only the first two and the last."""
 
 
 @dataclass(frozen=True)
 class HostParts:
-    """The devices of one host, and the indices of their parts of a batch's rows and of the weights."""
+    """The devices of one host, and the index of the shard of rows and weights that each of them holds."""
 
     host: int
     devices: tuple[int, ...]
     rows: tuple[int, ...]
-    """Indices of the host's parts of the rows, which are split over dp and fsdp."""
+    """Index of each device's shard of the rows, which are sharded over dp and fsdp."""
     fsdp: tuple[int, ...]
     tp: tuple[int, ...]
-    """Indices of the host's parts of the weights along tp."""
+    """Index of each device's shard of the weights along tp."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class WeightPlacement:
     name: str
     shape: tuple[int, ...]
     axes: tuple[str | None, ...]
-    """Mesh axes of each dim, joined by `+`; None for a replicated dim."""
+    """Mesh axes over which each dim is sharded, such as `dp+fsdp`; None for a replicated dim."""
     bytes_per_device: int
 
 
@@ -83,7 +83,7 @@ class SavedArray:
 
 @dataclass(frozen=True)
 class MeshInspection:
-    """Layout and memory, in bytes on each device, for the longest prompts and completions under the settings."""
+    """Layout and memory of a run, for the longest prompts and completions that its settings allow."""
 
     platform: str
     device_kind: str
@@ -108,15 +108,16 @@ class MeshInspection:
     peak_bytes: int
     peak_phase: str
     host_bytes: int
-    """Bytes that settings keep in host memory for each device."""
+    """Bytes per device that `optimizer.offload` and `score.reference.offload` keep in host memory."""
     largest_saved_array: SavedArray | None
-    """The array that determines a host's memory at a resume if hosts share no folder; None on one host."""
+    """Largest array of a checkpoint, which every host must hold whole at a resume if hosts share no folder; None on one
+    host."""
     notes: tuple[str, ...]
     programs: tuple[CompiledProgram, ...]
     """Compiled programs; empty without `--compile`."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the report as values for JSON."""
+        """Returns the report as a dict that can be written as JSON."""
         return asdict(self)
 
     def to_text(self) -> str:
@@ -182,9 +183,9 @@ def read_config_only_spec(settings: Settings) -> ConfigOnlySpec:
 
 
 def open_step_outline(resolved: Resolved, *, compiles: bool) -> StepOutline:
-    """Joins the other hosts and opens a run from its settings and its models' `config.json` only.
+    """Joins the other hosts and outlines a step, reading only the settings and each model's `config.json`.
 
-    Prompts and completions are the longest that the settings allow; for `compiles` see `inspect_mesh`.
+    Prompts and completions are the longest that the settings allow. Set `compiles` if programs will be compiled.
 
     Raises:
         InputError: the settings or a configuration cannot be used, or rows do not divide evenly over the devices.
@@ -207,10 +208,10 @@ def inspect_mesh(resolved: Resolved, *, compiles: bool, hlo: Path | None = None)
 
     Args:
         compiles: whether to compile the programs of every phase for the devices of the mesh.
-        hlo: folder for the HLO texts of the compiled programs.
+        hlo: folder to which the HLO text of each compiled program is written; None writes none.
 
     Raises:
-        InputError: see `open_step_outline`; or a program does not fit.
+        InputError: the settings or a `config.json` cannot be used, or a program does not fit in device memory.
     """
     step = open_step_outline(resolved, compiles=compiles)
     # Keeps the hosts together until the end: if one exits early, JAX times out on the others.
@@ -220,7 +221,7 @@ def inspect_mesh(resolved: Resolved, *, compiles: bool, hlo: Path | None = None)
 
 
 def write_program(folder: Path, program: CompiledProgram, text: str) -> None:
-    """Writes the text of a compiled program into the folder."""
+    """Writes the HLO text of a compiled program to `PHASE_NAME.hlo` in the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     write_atomic(folder / f"{program.phase}_{program.name}.hlo", text.encode())
 
@@ -228,7 +229,7 @@ def write_program(folder: Path, program: CompiledProgram, text: str) -> None:
 def build_mesh_inspection(
     step: StepOutline, *, compiles: bool, on_program: ProgramCallback | None = None
 ) -> MeshInspection:
-    """Returns the report on a run, without loading its networks."""
+    """Returns the layout and memory of a run whose step has been outlined."""
     session = step.session
     memory, programs = step_memory(step, compiles=compiles, on_program=on_program)
     definition, conversion, mesh = session.model_spec.policy_definition, session.to_decode_weights, session.mesh
@@ -265,13 +266,13 @@ def build_mesh_inspection(
 
 
 def largest_saved_array(learning: LearnerGroup) -> SavedArray:
-    """Returns the largest array in a checkpoint, the first one in a tie."""
+    """Returns the largest array in a checkpoint, or the first of several equally large ones."""
     arrays = jax.tree.leaves_with_path(learning.shapes)
     return max((SavedArray(array_path(keys), x.size * x.dtype.itemsize) for keys, x in arrays), key=lambda x: x.bytes)
 
 
 def host_parts(mesh: Mesh) -> list[HostParts]:
-    """Returns the devices of every host, and its parts of the rows and weights."""
+    """Returns the devices of each host and the shards that they hold, ordered by host."""
     found: dict[int, list[tuple[int, ...]]] = {}
     for (dp, fsdp, tp), device in np.ndenumerate(mesh.devices):
         numbers = (device.id, dp * mesh.shape["fsdp"] + fsdp, fsdp, tp)
@@ -294,7 +295,7 @@ def num_samples_per_step(session: Session) -> int:
 
 
 def make_longest_prompt(num_tokens: int) -> Prompt:
-    """Returns a prompt of this length whose token ids are all 0."""
+    """Returns a prompt of `num_tokens` tokens, all with id 0."""
     return Prompt("longest", np.zeros(num_tokens, np.int32), "", None)
 
 

@@ -1,4 +1,4 @@
-"""Checks of the model and the rewards: runs a prompt through template and network, and answers through rewards."""
+"""Checks the model with one prompt (chat template, logits, greedy answer) and the rewards with sample answers."""
 
 from __future__ import annotations
 
@@ -44,15 +44,15 @@ from settings import Settings
 from settings.schema.reward import EnvironmentSettings
 
 MAX_SHOWN_CHARACTERS = 240
-"""Maximum number of characters shown of the end of a prompt."""
+"""Number of characters shown from the end of a prompt."""
 MAX_ANSWER_TOKENS, MAX_SHOWN_OF_ANSWER = 128, 120
-"""Maximum length of an answer in tokens (half a minute for the largest model), and characters shown of its end."""
+"""Maximum length of an answer in tokens (half a minute for the largest model), and number of characters shown."""
 NUM_TOP_TOKENS = 5
 """Number of most likely tokens shown."""
 USABLE_MEMORY_FRACTION = 0.9
 """Fraction of a device's memory for weights; the rest is for activations and temporaries."""
 MAX_PARAMETERS = {"cpu": 10**9, "gpu": 3 * 10**9, "tpu": 3 * 10**9}
-"""Maps a platform to the parameters of the largest model to load; loading it takes about half a minute."""
+"""Maximum number of parameters of a model to load, by platform; loading that many takes about half a minute."""
 
 
 def check_chat_template(
@@ -82,10 +82,10 @@ def check_chat_template(
 
 
 def too_large_reason(session: Session, definition: DecoderDefinition, *, num_copies: int = 1) -> str | None:
-    """Returns why a host cannot load a network for these checks, or None. All hosts must call it together.
+    """Returns why a host cannot load a network for these checks; None if all can. All hosts must call it together.
 
     Args:
-        num_copies: number of copies of its weights on the devices.
+        num_copies: number of copies of the weights that the devices must hold at once.
     """
     count, available = definition.num_parameters, device_memory_bytes()
     limit = MAX_PARAMETERS[device_platform(session.mesh.devices.flat[0])]
@@ -99,7 +99,7 @@ def too_large_reason(session: Session, definition: DecoderDefinition, *, num_cop
 
 
 def check_forward_pass(recorder: CheckRecorder, session: Session, prompt: Prompt) -> Params | None:
-    """Checks that the real weights give finite logits after one prompt, and returns the weights if they do.
+    """Checks that the real weights give finite logits after one prompt; returns the weights, or None if not.
 
     All hosts must call it together.
     """
@@ -139,7 +139,7 @@ def next_token_logits(session: Session, params: Params, token_ids: Int32[np.ndar
 
 
 def check_answer(recorder: CheckRecorder, session: Session, params: Params, prompt: Prompt) -> None:
-    """Checks that the sampler recognizes the end of the greedy answer to a prompt. All hosts must call it together.
+    """Warns if the greedy answer continues after a token that looks like its end. All hosts must call it together.
 
     Args:
         params: the weights of `model.path`, as `ScoringSession.load_params` returns them.
@@ -187,7 +187,7 @@ def check_reward_functions(
     prompts: Sequence[Prompt],
     held_out: Sequence[Prompt],
 ) -> None:
-    """Checks the value of a right answer and of wrong ones under each reward function, in its worker processes."""
+    """Checks that each reward function grades the reference answer and others without errors and not all alike."""
     if not settings.reward.functions:
         giver = "environment alone gives rewards" if settings.env.source else "teacher needs no rewards"
         recorder.skip("reward", reason=f"the {giver}")
@@ -226,7 +226,7 @@ def _format_reward(value: float | None) -> str:
 def check_reward_model(
     recorder: CheckRecorder, session: Session, model: RewardModelSpec, samples: Sequence[Sample]
 ) -> None:
-    """Checks the reward model's scores for a right answer and wrong ones. All hosts must call it together."""
+    """Checks that the reward model scores sample answers, and reports the scores. All hosts must call it together."""
     if (reason := too_large_reason(session, model.definition)) is not None:
         recorder.skip("reward model", reason=reason)
         return

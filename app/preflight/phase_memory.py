@@ -1,4 +1,4 @@
-"""Bytes of the arrays on each device in each phase of a step: exact, from shapes, without loading or compiling.
+"""Computes the exact bytes of the arrays on each device in each phase of a step, from their shapes alone.
 
 Temporaries of programs depend on the compiler; `app.preflight.compiled_programs` adds them.
 """
@@ -41,7 +41,7 @@ MEMORY_LABELS = {
     "temporaries": "temporaries of a program *",
     "padding": "padding of its arguments *",
 }
-"""Maps the name of a buffer to the label of its line in the memory table; in the order of the lines."""
+"""Maps the name of a buffer to the label of its line in the memory table, in the order of the lines."""
 
 GENERATION_ADVICE = (
     "lower rollout.prompts_per_step, rollout.group_size or rollout.max_new_tokens, set fewer rollout.slots or "
@@ -56,28 +56,28 @@ MEMORY_ADVICE = {
     "critic": "lower critic.max_tokens_per_device or rows_per_device, set model.remat: block",
     "update": "lower algorithm.max_tokens_per_device or rows_per_device, set model.remat: block",
 }
-"""Maps a phase to how to reduce its memory. `{role}` stands for the role whose scoring program does not fit."""
+"""Maps a phase to advice on how to reduce its memory. `{role}` is the role whose scoring program does not fit."""
 
 
 @dataclass(frozen=True)
 class StepOutline:
-    """A run, and the shapes of the programs of a step in which every prompt and completion is as long as possible."""
+    """A run, and the shapes of one training step in which every prompt and completion is as long as possible."""
 
     session: Session
     learning: LearnerGroup
     reward_model: NetworkSpec | None
     rollout: BatchShape | None
-    """Shape of the rollout; None if samples come from files."""
+    """Shape of the rollout's decode batch; None if samples come from files."""
     evaluation: BatchShape | None
     scores: dict[ScoredRole, MicroBatchPlan]
-    """Plan of each role for the samples of one optimizer step; all hosts have the same shapes."""
+    """Micro-batches in which each role scores the samples of one optimizer step; all hosts have the same shapes."""
     update: MicroBatchPlan
-    """Plan of one optimizer step of the policy."""
+    """Micro-batches of one optimizer step of the policy."""
     critic_update: MicroBatchPlan | None
     longest_prompt: int
-    """Tokens of the longest prompt, assumed for every sample of the plans."""
+    """Length in tokens of the longest prompt, which all plans assume for every sample."""
     reward: MicroBatchPlan | None
-    """Plan of the reward model, for conversations as long as the policy's samples."""
+    """Micro-batches of the reward model, whose conversations are assumed to be as long as the policy's samples."""
 
 
 def outline_step(
@@ -87,12 +87,12 @@ def outline_step(
     held_out: Sequence[Prompt],
     reward_model: NetworkSpec | None,
 ) -> StepOutline:
-    """Returns the outline of a run over these prompts; it is the same on every host."""
+    """Returns the outline of a step whose prompts all have the length of the longest; it is equal on all hosts."""
     settings, rollout = session.settings, session.settings.rollout
     longest_prompt = max((len(prompt.token_ids) for prompt in prompts), default=0)
 
     def plan(batcher: MicroBatcher, num_prompts: int, completion: int = rollout.max_new_tokens) -> MicroBatchPlan:
-        """Returns one host's rows, assuming that all hosts have only groups of the longest samples."""
+        """Returns the plan of process 0 for `num_prompts` groups of the longest samples on each host."""
         hosts = num_hosts(session.mesh)
         indices = np.arange(num_prompts * hosts).repeat(rollout.group_size)
         lengths = [np.full_like(indices, length) for length in (longest_prompt, completion)]
@@ -128,10 +128,10 @@ def outline_step(
 
 
 def memory_by_phase(step: StepOutline) -> dict[str, MemoryBreakdown]:
-    """Returns the bytes of the arrays on each device in each phase of the run.
+    """Returns the bytes of the arrays on each device, by phase and buffer.
 
-    The phases are `rollout`, `evaluation`, `reward`, `score`, `critic`, `update` and `publish`. With `rollout.devices`,
-    the rollout is measured on the devices that generate, and all other phases on those that train.
+    The phases are `rollout`, `evaluation`, `reward`, `score`, `critic`, `update` and `publish`, as far as the run has
+    them. With `rollout.devices`, the rollout counts the devices that generate, and every other phase those that train.
     """
     session, learning = step.session, step.learning
     always = network_bytes(session.scoring, learning, step.reward_model)
@@ -168,12 +168,12 @@ def memory_by_phase(step: StepOutline) -> dict[str, MemoryBreakdown]:
 
 
 def _generation_bytes(footprint: Footprint) -> MemoryBreakdown:
-    """Returns the bytes of the arrays that generation needs; only the weights if Ray workers generate."""
+    """Returns the bytes of the weights and the KV cache for generation; no KV cache if Ray workers generate."""
     return {"decode_weights": bytes_per_device(footprint.weights), "kv_cache": bytes_per_device(footprint.slots)}
 
 
 def largest_micro_batch(plan: MicroBatchPlan) -> MicroBatch:
-    """Returns the micro-batch with the most token positions."""
+    """Returns the micro-batch with the most token positions, including padding."""
     return max(plan.micro_batches, key=lambda one: len(one.rows) * one.shape.num_tokens)
 
 
@@ -182,7 +182,7 @@ def _sum_breakdowns(first: MemoryBreakdown, second: MemoryBreakdown) -> MemoryBr
 
 
 def state_bytes(learning: LearnerGroup) -> int:
-    """Returns the bytes of the whole training state over all devices, which is the size of a checkpoint."""
+    """Returns the bytes of the training state over all devices, which is the size of a checkpoint."""
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(learning.shapes))
 
 

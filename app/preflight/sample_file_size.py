@@ -1,4 +1,4 @@
-"""The size of the sample files of a run, estimated from records of its own prompts."""
+"""Estimates the size of a run's sample files from records of its own prompts."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from app.records.text_format import format_bytes
 from settings import Settings
 
 MAX_PROMPTS = 64
-"""Number of prompts whose records are measured, spread evenly over the data."""
+"""Maximum number of prompts whose records are measured; they are spread evenly over the data."""
 TOKEN_TEXT, TOKEN_ID = "word", 50_000
 """A token of typical length, as text and as an id."""
 
 
 @dataclass(frozen=True)
 class SampleFileSize:
-    """Bytes of the sample files of a run whose completions all have `rollout.max_new_tokens`."""
+    """Bytes of a run's sample files if all completions have `rollout.max_new_tokens` tokens."""
 
     step: int
     """Bytes of one training step's samples; 0 if samples are not saved."""
@@ -41,11 +41,11 @@ class SampleFileSize:
 def estimate_sample_files(
     settings: Settings, prompts: Sequence[Prompt], held_out: Sequence[Prompt], *, num_hosts: int
 ) -> SampleFileSize:
-    """Returns the estimated size of a run's sample files, without observations of environments.
+    """Estimates the size of a run's sample files, not counting observations of environments.
 
     Args:
-        prompts: prompts of the training data; at least one.
-        held_out: prompts of an evaluation.
+        prompts: prompts of the training data, at least one.
+        held_out: prompts of an evaluation; empty without evaluations.
     """
     every, steps, rollout = settings.eval.every_steps, settings.run.steps, settings.rollout
     logprobs = [f"{role}_logprobs" for role in settings.scored_roles if role != "critic"]
@@ -64,7 +64,7 @@ def estimate_sample_files(
 
 
 def _group_bytes(prompts: Sequence[Prompt], group_size: int, num_tokens: int, fields: Sequence[str]) -> float:
-    """Returns the mean bytes of a prompt's samples with these per-token fields besides `behavior_logprobs`."""
+    """Returns the mean size in bytes of a prompt's samples; `fields` are per-token fields besides behavior_logprobs."""
     numbers = np.random.default_rng(0).normal(size=num_tokens).astype(np.float32)
     sample = Sample(
         prompt=prompts[0],
