@@ -1,1 +1,1 @@
-"""A model on a mesh, ready to generate and to score: shared by training, stages, evaluation and export."""
+"""Prepares a model on a mesh for generation and scoring, for training, stages, evaluation and export."""

@@ -71,8 +71,8 @@ class AdvantageResult(NamedTuple):
 class AdvantageEstimator:
     """The advantage estimator of a run. Every host must call it, even if all its samples were dropped.
 
-    Samples that are not used for training stay in place, masked out of the loss, so that shapes, mini-batches and
-    hosts' shares do not depend on their number.
+    Samples that are not used for training stay in the step, masked out of the loss, so that their number does not
+    change shapes, mini-batches or the number of samples on each host.
     """
 
     estimate: EstimateAdvantages
@@ -144,14 +144,14 @@ def make_advantage_estimator(settings: Settings, custom: CustomEstimator | None 
 
 
 def with_saved_advantages(estimator: AdvantageEstimator) -> AdvantageEstimator:
-    """Returns an estimator that keeps the samples' saved advantages and returns; the KL coefficient still adapts."""
+    """Replaces the estimation by the advantages and returns saved in the samples; the KL coefficient still adapts."""
     return replace(
         estimator, estimate=lambda samples, kl_coef: list(samples), whiten_advantages=False, parts=None, penalize=None
     )
 
 
 def make_group_advantages(settings: Settings) -> EstimateAdvantages:
-    """Returns the function that compares rewards within groups, after subtracting the KL penalty if it is in them."""
+    """Returns the function that compares rewards, minus the KL penalty if `algorithm.kl_in: reward`, in each group."""
     algorithm = settings.algorithm
     assert algorithm.estimator is not None
     assign = partial(assign_group_advantages, advantages=GROUP_ADVANTAGES[algorithm.estimator])
@@ -164,7 +164,7 @@ def _from_parts(parts: RewardParts) -> EstimateAdvantages:
 
 
 def make_custom_advantages(settings: Settings, custom: CustomEstimator | None) -> EstimateAdvantages:
-    """Returns the function that computes advantages with the plug-in. All hosts must call it together."""
+    """Returns the function that computes advantages with the plug-in `custom`. All hosts must call it together."""
     rewards = _make_sample_rewards(settings.algorithm)
 
     def estimate(samples: Sequence[Sample], kl_coef: float) -> list[Sample]:
@@ -177,7 +177,7 @@ def make_custom_advantages(settings: Settings, custom: CustomEstimator | None) -
 
 
 def _make_sample_rewards(algorithm: AlgorithmSettings) -> Callable[..., np.ndarray]:
-    """Returns the function (samples, kl_coef) -> rewards, minus the KL penalty if it is in the reward."""
+    """Returns the function (samples, kl_coef) -> rewards, minus the KL penalty if `algorithm.kl_in: reward`."""
     if not algorithm.kl_in_reward:
         return lambda samples, kl_coef: task_rewards(samples)
     penalized = partial(kl_penalized_rewards, kl_estimator=make_kl_estimator(algorithm))
@@ -251,7 +251,7 @@ def _choose_bootstrap(settings: Settings) -> BootstrapFn:
 
 
 def _from_token_rewards(settings: Settings, assign: Callable[..., list[Sample]]) -> EstimateAdvantages:
-    """Returns an estimator that calls `assign` with rewards per token, minus the KL penalty if it is in the reward."""
+    """Returns an estimator: `assign` with token rewards, minus the KL penalty if `algorithm.kl_in: reward`."""
     if not settings.algorithm.kl_in_reward:
         return lambda samples, kl_coef: assign(samples, token_rewards=task_token_rewards)
     penalized = partial(kl_penalized_token_rewards, kl_estimator=make_kl_estimator(settings.algorithm))

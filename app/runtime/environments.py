@@ -34,12 +34,12 @@ def open_pool(settings: Settings) -> EpisodePool:
 
 
 def prepare_turns(settings: Settings, tokenizer: Tokenizer) -> None:
-    """Imports the environment and `env.tools` once, and adds their tools to the prompts of a tokenizer.
+    """Imports the environment and `env.tools` once, and adds their tools to the prompts that `tokenizer` encodes.
 
-    Without an environment, only warns if the chat template does not mark the ends of turns.
+    Without an environment, only warns if the chat template does not mark the end of a turn.
 
     Raises:
-        InputError: environment, tools, chat template or its format of calls cannot be used.
+        InputError: the environment, a tool, the chat template or its tool-call format cannot be used.
     """
     env = settings.env
     if not env.is_used:
@@ -63,7 +63,7 @@ def environment_facts(env: EnvironmentSettings) -> dict[str, Any]:
 
 
 def open_conversations(settings: Settings, tokenizer: Tokenizer) -> Conversations | None:
-    """Opens processes for the environments of one generator; None without an environment. `close` ends them."""
+    """Returns the conversations of one generator with `env.source` and `env.tools`; None if both are unset."""
     env = settings.env
     if not env.is_used:
         return None
@@ -90,12 +90,12 @@ def open_conversations(settings: Settings, tokenizer: Tokenizer) -> Conversation
 
 
 def try_episode(settings: Settings, tokenizer: Tokenizer, prompt: Prompt) -> str:
-    """Plays a trial episode whose only turn is a prompt's reference answer, and returns a report for users.
+    """Runs a trial episode whose only turn is a prompt's reference answer, and returns a report for users.
 
     This finds errors of the environment before anything is compiled.
 
     Raises:
-        InputError: the environment fails, or its opening does not fit.
+        InputError: the environment fails, or its opening messages are too long.
     """
     conversations = open_conversations(settings, tokenizer)
     assert conversations is not None

@@ -1,4 +1,4 @@
-"""Opens the generators for any number of samples: decode slots on a mesh, or scheduled workers."""
+"""Opens the generators of samples: decode slots on a mesh, or scheduled workers."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ KINDS: tuple[WorkerKind, ...] = ("fast", "heavy")
 def open_continuous_batching(
     settings: Settings, tokenizer: Tokenizer, conversion: DecodeConversion, *, held_bytes: int, truncates: bool
 ) -> ContinuousBatchGenerator:
-    """Opens the decode slots of `rollout.slots` on a mesh of this host, or of all hosts, which must call it together.
+    """Opens `rollout.slots` decode slots on a mesh of this host, or of all hosts, which must then call it together.
 
-    Compiles nothing unless memory is scarce.
+    Compiles programs only if memory is scarce, to measure how many KV blocks fit.
 
     Args:
         conversion: provides the decoder and its mesh.
@@ -79,7 +79,7 @@ def open_continuous_batching(
 def open_workers(
     settings: Settings, tokenizer: Tokenizer, conversion: DecodeConversion, *, devices: Sequence[int]
 ) -> RolloutWorkerPool | None:
-    """Opens the workers of `rollout.workers` under `rollout.scheduler`; returns None without them. Compiles nothing.
+    """Opens the workers of `rollout.workers`; returns None if `rollout.scheduler` is null. Compiles nothing.
 
     Each host has its own workers and scheduler.
 
@@ -215,14 +215,14 @@ def slot_shapes(
     row_limit: int | None = None,
     is_tiny: bool = False,
 ) -> SlotShapes:
-    """Returns the sizes for this number of slots under the settings; see `make_slot_shapes`.
+    """Returns the array sizes of `num_slots` decode slots; see `make_slot_shapes`.
 
     Args:
         setting: the setting that gives `num_slots`, for error messages.
         row_shards: number of devices over which the slots are split.
         num_blocks: the value for `rollout.kv_blocks: auto`.
         row_limit: maximum tokens of a row in these slots; None for no limit.
-        is_tiny: whether programs take longer to compile than to run, so that each has only one size.
+        is_tiny: whether programs take longer to compile than to run, so that each is compiled for only one size.
     """
     rollout = settings.rollout
     shapes = make_slot_shapes(

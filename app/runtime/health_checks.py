@@ -29,7 +29,7 @@ def check_rewards(scored: RewardedSamples) -> None:
 
     Raises:
         RewardError: a reward function ends the run, or no sample has a reward.
-        RuntimeError: the policy's weights generate no sample; also raised on every host.
+        RuntimeError: no sample could be generated, because the logits are not finite; raised on every host.
     """
     stop_if_failed(scored.fatal_error, source="a reward function")
     num_kept = sum_over_hosts(np.asarray(sum(s.reward is not None for s in scored.samples)))
@@ -41,12 +41,12 @@ def check_rewards(scored: RewardedSamples) -> None:
     if num_kept == 0:
         raise RewardError(
             "no sample of this step has a reward, because all were dropped (reward.on_error, or a failed environment); "
-            f"first: {next(iter(scored.notices), 'on another host')}. Fix the functions or the environment first"
+            f"first: {next(iter(scored.notices), 'on another host')}. Fix the reward functions or the environment"
         )
 
 
 def check_rewards_for_maxrl(scored: RewardedSamples, *, parts: Collection[str]) -> None:
-    """Like `check_rewards`, but also refuses negative rewards, and negative parts that are compared separately."""
+    """Like `check_rewards`, but also raises RewardError for a negative reward or, with `parts`, a negative part."""
     check_rewards(scored)
     smallest = min((s.reward for s in scored.samples if s.reward is not None), default=0.0)
     if parts:

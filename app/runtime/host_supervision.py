@@ -24,10 +24,9 @@ PhaseCallback = Callable[[str], None]
 
 @contextmanager
 def watch_hosts(settings: Settings, crash_dir: Path) -> Iterator[Watchdog]:
-    """Watches the block, which begins in the phase `compile`. Call `jax_startup.initialize_distributed` first.
+    """Watches all hosts within the `with` block, which begins in the phase `compile`.
 
-    Args:
-        crash_dir: folder for the stack traces of a process that hangs.
+    Call `jax_startup.initialize_distributed` first. Stack traces of a process that hangs are written to `crash_dir`.
     """
     with (
         open_status_board() as status_board,
@@ -41,7 +40,7 @@ def watch_hosts(settings: Settings, crash_dir: Path) -> Iterator[Watchdog]:
 def join_hosts(settings: Settings, *, out: Path) -> Iterator[PhaseCallback]:
     """Joins the other hosts for a command that writes one file; a single host is not watched.
 
-    Stack traces are written to `<out>.crash/`.
+    Stack traces of a process that hangs are written to `<out>.crash/`.
     """
     jax_startup.initialize_distributed(settings.mesh)
     if jax.process_count() == 1:

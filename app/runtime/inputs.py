@@ -41,9 +41,9 @@ log = logging.getLogger(__name__)
 
 NUM_PROMPTS_LOOKED_AT = 1000
 MAX_UNKNOWN_SHARE = 0.1
-"""Fraction of unknown tokens that causes a warning; text in the tokenizer's language has almost none."""
+"""Fraction of unknown tokens above which a warning is logged; text in the tokenizer's language has almost none."""
 PromptsOrRows = Sequence[Prompt] | Sequence[DatasetRow]
-"""Rows of a data set, as tokenized prompts or as they were read."""
+"""Tokenized prompts, or the data set rows from which they are made."""
 
 
 def make_rewards(
@@ -70,7 +70,7 @@ def open_custom_estimator(
     """Returns the plug-in of `algorithm.estimator`, tried on the samples of one prompt; None without one.
 
     Args:
-        stack: ends the processes of the plug-in when it closes.
+        stack: closing this stack ends the processes of the plug-in.
 
     Raises:
         InputError: the function cannot be used.
@@ -137,7 +137,7 @@ def read_checked_reward_model(settings: Settings) -> RewardModelSpec | None:
 
 
 def read_train_rows(settings: Settings) -> Dataset:
-    """Reads the training data, with completions for sft, else with answers for the rewards."""
+    """Reads the training data: for sft with completions, otherwise with the reference answers for the rewards."""
     dataset = load_training_data(settings.data, seed=settings.run.seed, reads_completions=settings.is_supervised)
     if not settings.is_supervised:
         check_answers(dataset.rows, [function.name for function in settings.reward.functions])
@@ -145,7 +145,7 @@ def read_train_rows(settings: Settings) -> Dataset:
 
 
 def warn_of_misread_prompts(settings: Settings, rows: Sequence[DatasetRow], tokenizer: Tokenizer) -> None:
-    """Warns if prompts seem to be already rendered or meant for a base model; see `misread_prompts`."""
+    """Warns if prompts seem to contain a rendered chat template or to be for a base model; see `misread_prompts`."""
     if (fault := misread_prompts(rows, tokenizer.template, settings.data)) is not None:
         log.warning("%s; %s", *fault)
 
@@ -158,7 +158,7 @@ def encode_train_data(
     Warns of unknown tokens.
 
     Raises:
-        InputError: see `encode_completions`; or no prompt is left, or none from one source of a mixture.
+        InputError: a completion cannot be encoded, or no prompt of the data or of a source in a mixture is left.
     """
     prompts, encoded = encode_prompts(dataset.rows, tokenizer, settings.data)
     warn_of_misread_prompts(settings, dataset.rows, tokenizer)
@@ -182,11 +182,10 @@ def encode_train_data(
 
 
 def _check_parts(dataset: Dataset, left: Sequence[Prompt] | Sequence[Sample], what: str, limit: str) -> None:
-    """Raises InputError if no row is left from a source of a mixture.
+    """Raises InputError if `limit`, a setting, has dropped all rows of a source in a mixture.
 
     Args:
-        what: the rows in the error message, such as `prompt`.
-        limit: the setting that dropped the rows.
+        what: word for a row in the error message, such as `prompt`.
     """
     numbers = {one.uid.partition("/")[0] for one in left}
     if empty := next((part.source for i, part in enumerate(dataset.parts) if str(i) not in numbers), None):

@@ -16,7 +16,7 @@ def check_tp_divides_heads(mesh: Mesh, architecture: Architecture, *, path: str)
     """Checks that tp splits the attention of the model from `path`.
 
     Raises:
-        InputError: tp divides neither query heads nor kv heads, so every device would compute all of the attention.
+        InputError: tp divides neither query heads nor KV heads, so every device would compute the whole attention.
     """
     tp, queries, keys = mesh.shape["tp"], architecture.num_query_heads, architecture.num_kv_heads
     if queries % tp and keys % tp:
@@ -64,7 +64,7 @@ def nearest_divisors(tp: int, size: int) -> str:
 def check_fixed_micro_batches(settings: Settings, mesh: Mesh) -> None:
     """Raises InputError, which suggests a valid value, if fixed update micro-batches do not divide over the devices.
 
-    Packed micro-batches are filled with empty rows instead.
+    Packed micro-batches need no check: empty rows fill them.
     """
     group_size, devices = settings.rollout.group_size, num_local_row_shards(mesh)
     prompts = settings.rollout.prompts_per_step // settings.num_mini_batches

@@ -14,7 +14,7 @@ MicroBatchScope = AlgorithmSettings | CriticSettings | MicroBatchSettings
 
 
 class MaxLengths(NamedTuple):
-    """Maximum lengths, in tokens, of a sample and of a group that a row must hold."""
+    """Maximum tokens of a sample, and of a group, that a row must have space for."""
 
     sample: int
     group: int = 0
@@ -28,7 +28,7 @@ class MaxLengths(NamedTuple):
 
 
 def num_bootstrap_tokens(settings: Settings, role: str) -> int:
-    """Returns how many extra tokens a role reads after a truncated sample: 1 for the critic's bootstrap value."""
+    """Returns the positions added after a truncated sample: 1 for the critic if it bootstraps there, otherwise 0."""
     return 1 if role == "critic" and settings.algorithm.bootstrap_truncated else 0
 
 
@@ -49,7 +49,7 @@ def make_update_batcher(
     architecture: Architecture,
     max_lengths: MaxLengths,
 ) -> FixedRowBatcher | PackedRowBatcher:
-    """Returns the batcher of an optimizer step for the network that `scope` configures."""
+    """Returns the batcher of optimizer steps for the network whose settings are `scope`."""
     return _make_batcher(settings, scope, architecture, max_lengths, trim_tail=False)
 
 

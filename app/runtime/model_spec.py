@@ -1,4 +1,4 @@
-"""Models before their weights are loaded: files, architecture and tokenizer, checked for consistency."""
+"""Opens the files, architecture and tokenizer of a model, and checks that they fit each other; loads no weights."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ from settings.schema.rollout import RolloutWeights
 log = logging.getLogger(__name__)
 
 LORA_FINGERPRINT = "model.lora"
-"""Name of the fingerprint of the adapters."""
+"""Name of the adapters' fingerprint, which a resumed run must not change."""
 QUANTIZER_FINGERPRINT = f"the version of {QUANTIZATION_PACKAGE}, which finds the codes of quantized kernels"
-"""Name of the fingerprint of the quantizer; checkpoints do not store quantized kernels, which are recomputed."""
+"""Name of the quantizer's fingerprint: checkpoints store no quantized kernels, so a resumed run recomputes them."""
 
 
 @dataclass(frozen=True)
@@ -53,17 +53,16 @@ class NetworkSpec:
 
 @dataclass(frozen=True)
 class ModelSpec(NetworkSpec):
-    """The policy."""
+    """The files, architecture and tokenizer of the policy."""
 
     load_tokenizer: Callable[[], Tokenizer]
     """Loads the tokenizer; called once, by the first use of `tokenizer`."""
     policy_definition: DecoderDefinition
-    """Definition of the trained policy: with the adapters of `model.lora` and optionally quantized kernels. Without
-    adapters, it is `definition`."""
+    """Definition of the trained policy: `definition`, with adapters and quantized kernels if `model.lora` sets them."""
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer, loaded on first use. Raises InputError if the model has no usable one."""
+        """The tokenizer, loaded on first use. Raises InputError if the model has no usable tokenizer."""
         return self.load_tokenizer()
 
     @cached_property
@@ -88,15 +87,14 @@ class ModelSpec(NetworkSpec):
         """Returns the decoder definition for generation; in float32, adapters are merged into the kernels.
 
         In bfloat16, W + (alpha / rank) A B would lose the part of A B below the last bit of W. For many steps this is
-        most of it, so the sampler would not follow the policy. Quantized kernels, including those that `weights`
-        quantizes, would lose even more. In these cases adapters stay separate from the kernels, as in training and
-        scoring.
+        most of A B, so the sampler would not follow the policy. Quantized kernels would lose even more. In both cases
+        adapters stay separate from the kernels, as in training and scoring.
 
         Args:
             weights: quantization of the kernels for generation only (`rollout.weights`).
 
         Raises:
-            InputError: the policy's kernels are already quantized, or belong to experts.
+            InputError: `weights` is given, but the kernels are already quantized or belong to experts.
         """
         if weights is not None and self.policy_definition.quantization is not None:
             raise InputError(
@@ -112,17 +110,17 @@ class ModelSpec(NetworkSpec):
 
     @property
     def without_adapters(self) -> ModelSpec:
-        """This model without adapters."""
+        """This model with its original weights as the policy."""
         return replace(self, policy_definition=self.definition)
 
 
 def read_model_spec(settings: Settings, *, generates: bool = True, config_only: bool = False) -> ModelSpec:
-    """Opens model files and tokenizer and checks that they fit each other.
+    """Opens the files and the tokenizer of `model.path` and checks that they fit each other.
 
     Args:
-        generates: False to score only; the tokenizer, needed only for text, is then read on first use.
-        config_only: whether only `config.json` is read, which determines sizes and placement. The tokenizer is then the
-            built-in one.
+        generates: False to score only; the tokenizer is then read on first use, because only texts need it.
+        config_only: whether to read only `config.json`, which determines sizes and placement; the tokenizer is then
+            the built-in one.
 
     Raises:
         InputError: the model cannot be used; detected here rather than later on the device.
@@ -152,7 +150,7 @@ def read_model_spec(settings: Settings, *, generates: bool = True, config_only: 
 
 
 def _open_causal_lm(setting: str, path: str, attention: AttentionImplementation, *, config_only: bool) -> NetworkSpec:
-    """Opens the files of a causal language model, whose embeddings are tied if its files have no LM head."""
+    """Opens the files of a causal language model; if they have no LM head, the embeddings are tied."""
     files = open_model(path, config_only=config_only)
     with model_setting_in_errors(setting):
         architecture = architecture_from_config(files.config, attention=attention)
@@ -174,8 +172,7 @@ def adapted_definition(definition: DecoderDefinition, model: ModelSettings) -> D
     """Returns the definition with the adapters of `model.lora` and frozen weights in `model.dtype`, if there are any.
 
     Raises:
-        InputError: the rank exceeds a dim of a kernel, the quantization does not fit them, or experts would get
-            adapters.
+        InputError: the rank exceeds the model's width, or the kernels cannot have these adapters or this quantization.
     """
     settings = model.lora
     if not settings.rank:
@@ -213,11 +210,10 @@ def open_value_network(path: str, settings: Settings, *, heads: tuple[str, ...],
 
 
 def read_critic_spec(settings: Settings, policy: ModelSpec, *, config_only: bool = False) -> NetworkSpec:
-    """Reads the model of `critic.path`, or the policy's own, as a value decoder. It must share the policy's token ids.
+    """Reads the model of `critic.path`, or of `model.path` if it is null, as a value decoder.
 
     Raises:
-        InputError: the model cannot be used as a critic, for example because its tokenizer differs from that of the
-            policy.
+        InputError: the model cannot be used as a critic, for example because its token ids differ from the policy's.
     """
     if settings.critic.path is None:
         definition = DecoderDefinition.create(policy.architecture, ValueDecoder)
@@ -240,11 +236,10 @@ def read_critic_spec(settings: Settings, policy: ModelSpec, *, config_only: bool
 
 
 def read_reference_spec(settings: Settings, policy: ModelSpec, *, config_only: bool = False) -> NetworkSpec:
-    """Reads the teacher of `reference.path`, whose vocabulary is cut to that of the policy, also in the softmax.
+    """Reads the teacher of `reference.path`; its embeddings and logits are cut to the vocabulary size of the policy.
 
     Raises:
-        InputError: the model cannot be used as a teacher, for example because its tokens differ from those of the
-            policy.
+        InputError: the model cannot be used as a teacher, for example because its tokens differ from the policy's.
     """
     path, num_tokens = settings.reference.source, policy.architecture.vocab_size
     assert path is not None
@@ -274,7 +269,7 @@ def read_reference_spec(settings: Settings, policy: ModelSpec, *, config_only: b
 
 @contextmanager
 def model_setting_in_errors(setting: str) -> Iterator[None]:
-    """Replaces `model.path` in errors with the setting that specifies the model."""
+    """Makes each InputError of the `with` block name `setting` instead of `model.path`."""
     try:
         yield
     except InputError as error:
@@ -283,7 +278,7 @@ def model_setting_in_errors(setting: str) -> Iterator[None]:
 
 
 def adapter_notes(model: ModelSpec, *, has_critic: bool) -> tuple[str, ...]:
-    """Returns a note on the fraction of trained weights; none without adapters."""
+    """Returns a note on the fraction of weights that the adapters train; empty without adapters."""
     definition = model.policy_definition
     if definition.lora is None:
         return ()
@@ -298,7 +293,7 @@ def adapter_notes(model: ModelSpec, *, has_critic: bool) -> tuple[str, ...]:
 
 
 def check_context_length(architecture: Architecture, settings: Settings, *, path: str) -> None:
-    """Raises InputError if prompt and completion do not fit the context of the model from `path`."""
+    """Raises InputError if the longest prompt and completion together exceed the context of the model from `path`."""
     longest = settings.data.max_prompt_length + settings.rollout.max_new_tokens
     if longest > architecture.max_positions:
         raise InputError(

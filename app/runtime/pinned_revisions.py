@@ -17,14 +17,14 @@ from settings.schema.model import split_revision
 MODEL_FIELDS: Mapping[str, str] = MappingProxyType(
     {"model": "path", "reference": "source", "critic": "path", "reward": "model"}
 )
-"""Maps a section to its field that selects a model. A critic without a path uses the files of the policy."""
+"""Maps a section of the settings to the field that selects its model; a critic without a path uses `model.path`."""
 
 
 def pin_revisions(settings: Settings, run: RunDirectory) -> Settings:
-    """Returns the settings with each model that the run already used pinned to its commit.
+    """Returns the settings with each hub model that the run has used before pinned to its commit.
 
     Raises:
-        InputError: the run's record of commits cannot be read.
+        InputError: the file with the run's commits cannot be read.
     """
     if not run.model_path.is_file():
         return settings
@@ -38,10 +38,10 @@ def pin_revisions(settings: Settings, run: RunDirectory) -> Settings:
 
 
 def record_commits(run: RunDirectory, settings: Settings, commits: Mapping[str, str | None]) -> None:
-    """Writes the record of commits that `pin_revisions` reads.
+    """Writes the file of commits that `pin_revisions` reads.
 
     Args:
-        commits: commits by section; models that are not from the hub are None and left out.
+        commits: commits by section of the settings; None for models that are not from the hub.
     """
     records = {
         section: {"path": getattr(getattr(settings, section), MODEL_FIELDS[section]), "commit": commit}
@@ -55,7 +55,7 @@ def record_commits(run: RunDirectory, settings: Settings, commits: Mapping[str, 
 
 
 def _read_pins(path: Path) -> dict[str, dict[str, Any]]:
-    """Returns the path and the commit of each model in the record, by section."""
+    """Returns the path and the commit of each model in the file, by section of the settings."""
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:

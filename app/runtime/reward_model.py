@@ -32,7 +32,7 @@ from settings.errors import InputError
 
 @dataclass(frozen=True)
 class RewardModelSpec(NetworkSpec):
-    """A reward model, with the encoder of the conversations that it scores."""
+    """The checked files of a reward model, and the encoder of the conversations that it scores."""
 
     conversations: ConversationEncoder
 
@@ -43,7 +43,7 @@ class RewardModelSpec(NetworkSpec):
 
 
 def reward_model_notes(reward_model: RewardModelSpec | None, policy: ModelSpec) -> tuple[str, ...]:
-    """Returns a note if reward model and policy have different tokenizers; none without a reward model."""
+    """Returns a note if the tokenizers of reward model and policy differ; empty otherwise."""
     if reward_model is None:
         return ()
     if reward_model.conversations.encoding_fingerprint == policy.tokenizer.encoding_fingerprint:
@@ -78,7 +78,7 @@ def read_reward_model_spec(settings: Settings) -> RewardModelSpec | None:
 
 
 def make_reward_batcher(settings: Settings, architecture: Architecture) -> FixedRowBatcher | PackedRowBatcher:
-    """Returns the reward model's batcher; a row fits the longest conversation that context and token budget allow."""
+    """Returns the reward model's batcher: its rows fit the longest conversation that context and token quota allow."""
     # The score is read at an additional token after the last one.
     longest = architecture.max_positions + 1
     quota = settings.score.reward.max_tokens_per_device
@@ -103,7 +103,7 @@ class RewardModel:
         """Loads the weights in `model.dtype`, the compute dtype, sharded over the mesh.
 
         Raises:
-            InputError: the devices cannot compute the model's experts.
+            InputError: tp does not divide the model's experts.
         """
         dtype = set_compute_dtype(settings)
         check_experts(mesh, model.architecture, path=model.files.name)
@@ -125,7 +125,7 @@ class RewardModel:
         )
 
     def score(self, samples: Sequence[Sample]) -> tuple[list[RewardOutcome], GlobalPlan]:
-        """Returns the outcomes of this host's samples and the micro-batch plan. All hosts must call it together."""
+        """Returns each local sample's score or failure, and the micro-batches. All hosts must call it together."""
         texts = [self._conversation_ids(sample) for sample in samples]
         readable = [(s, text) for s, text in zip(samples, texts, strict=True) if not isinstance(text, Failure)]
         conversations = reward_model_inputs([s for s, _ in readable], [text for _, text in readable])

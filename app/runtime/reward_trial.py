@@ -1,4 +1,4 @@
-"""A trial of the reward functions before a run, with a prompt's reference answer and with other answers."""
+"""Tries the reward functions before a run, on a prompt's reference answer and on other answers."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from settings.errors import InputError
 
 log = logging.getLogger(__name__)
 NUM_WRONG_ANSWERS = 3
-"""Maximum number of wrong answers; several are used because one may be right by chance."""
+"""Maximum number of wrong answers in a trial; a single one could be right by chance."""
 NO_ANSWERS = ("I do not know.", "Nobody can say.")
 USUAL_FORMS = (r"The answer is \boxed{{{0}}}.", "<think>\n{0}\n</think>\n<answer>{0}</answer>", "#### {0}")
-"""Common answer formats; many functions find an answer only in one of them."""
+"""Common answer formats; many reward functions find an answer only in one of them."""
 
 
 def make_trial_samples(tokenizer: Tokenizer, prompts: Sequence[Prompt]) -> tuple[Sample, ...]:
-    """Returns samples for the first prompt with a reference answer: this answer, then the answers to other prompts."""
+    """Returns samples of the first prompt that has a reference answer: this answer, then answers of other prompts."""
     prompt = next((one for one in prompts if one.answer is not None), prompts[0])
     reference = None if prompt.answer is None else to_text(prompt.answer)
     known = dict.fromkeys(to_text(one.answer) for one in prompts if one.answer is not None)
@@ -78,13 +78,14 @@ def _trial_error(fatal_error: str, place: str) -> InputError:
 
 
 def indifference_warnings(rewards: RewardFunctions, samples: Sequence[Sample], tried: RewardedSamples) -> list[str]:
-    """Returns a warning for each function that gives all answers of a trial the same reward, in all common formats.
+    """Returns a warning for each reward function that cannot tell the reference answer from other answers.
 
-    A function that takes no reference answer may grade only the format: its rewards are the same in all formats.
+    Such a function gives all answers the same reward in each common format. If it takes no reference answer, it may
+    grade the format, and gets a warning only if the reward is also the same in all formats.
 
     Args:
         samples: the result of `make_trial_samples`.
-        tried: their rewards.
+        tried: the rewards of `samples`.
 
     Raises:
         InputError: a function fails in a way that would also stop a run.
@@ -119,5 +120,5 @@ def indifference_warnings(rewards: RewardFunctions, samples: Sequence[Sample], t
 
 
 def _values(tried: RewardedSamples) -> dict[str, set[float | None]]:
-    """Returns the distinct values of each function."""
+    """Returns the distinct rewards that each reward function gave."""
     return {name: {(one.rewards or {}).get(name) for one in tried.samples} for name in tried.function_counts}

@@ -1,4 +1,4 @@
-"""The mesh for generation: the devices of the training mesh, with another split between rows and weights."""
+"""Chooses the mesh for generation: the devices of the training mesh, split differently between rows and weights."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from settings.errors import InputError
 HOP_S = 1.5e-6
 """Assumed latency of a message between neighbouring chips, in seconds."""
 MIN_GAIN = 0.3
-"""Fraction of the estimated time that another mesh must save to be chosen.
+"""Fraction of the estimated decode time that another mesh must save to be chosen.
 
-The estimate leaves out what does not depend on the mesh (the LM head, sampling), and prefills, which tp slows down.
+The estimate omits work that takes equally long on every mesh (LM head, sampling), and prefills, which tp slows down.
 """
 
 
 def rollout_mesh(settings: Settings, mesh: Mesh, definition: DecoderDefinition) -> Mesh:
-    """Returns the mesh of `rollout.mesh` over the devices of the training mesh, whose axis fsdp then has one device.
+    """Returns the mesh that `rollout.mesh` makes of the devices of the training mesh; fsdp is 1 unless it is the same.
 
     Raises:
-        InputError: it does not divide the devices or the model's heads.
+        InputError: dp and tp do not divide the devices, or tp does not divide the model's heads or experts.
     """
     wanted = settings.rollout.mesh
     if wanted == "training":
@@ -60,7 +60,7 @@ def rollout_mesh(settings: Settings, mesh: Mesh, definition: DecoderDefinition) 
 
 
 def rollout_mesh_notes(settings: Settings, mesh: Mesh, generation: Mesh, definition: DecoderDefinition) -> list[str]:
-    """Returns a note if generation splits weights over another tp than training; otherwise an empty list."""
+    """Returns a note if tp differs between generation and training; otherwise an empty list."""
     dp, tp, before = num_row_shards(generation), generation.shape["tp"], mesh.shape["tp"]
     if tp == before:
         return []
@@ -75,9 +75,9 @@ def rollout_mesh_notes(settings: Settings, mesh: Mesh, generation: Mesh, definit
 
 
 def token_seconds(settings: Settings, mesh: Mesh, definition: DecoderDefinition, chip: TpuChip) -> float:
-    """Returns the estimated time of a decode step: memory reads plus all-reduces over tp.
+    """Returns the estimated seconds of a decode step: memory reads plus ring all-reduces over tp.
 
-    Weights are read once, and the caches of all rows are half full. All-reduces use rings.
+    Weights are read once, and the KV caches of all rows are assumed to be half full.
     """
     rollout, arch = settings.rollout, definition.architecture
     dtype = jnp.dtype(settings.model.dtype)

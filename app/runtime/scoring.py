@@ -1,4 +1,4 @@
-"""A model on a mesh, ready to score samples; a `Session` has one and also generates."""
+"""Places a model on a mesh and scores samples with it."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class CriticModel:
 
 @dataclass(kw_only=True)
 class ScoringSession:
-    """A model on a mesh with its scorers, and its critic if it has one."""
+    """A model on a mesh with its scorers, and the critic of the run if there is one."""
 
     settings: Settings
     model_spec: ModelSpec
@@ -60,8 +60,7 @@ class ScoringSession:
     scorer: Scorer
     """Scores with the policy, including its adapters if it has any."""
     reference_scorer: Scorer
-    """Scores with the teacher; without one, with the weights of `model.path` as they are in the policy, so that without
-    adapters it is `scorer`."""
+    """Scores with the teacher or, without a teacher, with the policy without its adapters."""
     critic: CriticModel | None = None
     teacher: NetworkSpec | None = None
     """The model of `reference.path`; None if the reference is the policy's start, or without a reference."""
@@ -78,12 +77,12 @@ class ScoringSession:
         *,
         trains: bool = False,
     ) -> ScoringSession:
-        """Opens the mesh, checks that it fits the model, and creates the scorers: the first use of the devices.
+        """Opens the mesh, checks that it fits the networks, and creates their scorers.
 
-        Call `jax_startup.initialize_distributed` first.
+        This starts the devices: call `jax_startup.initialize_distributed` first.
 
         Args:
-            trains: whether the session is for training, so that the devices of `rollout.devices` only generate.
+            trains: whether the session is for training, so that its mesh excludes the devices of `rollout.devices`.
         """
         set_aside = devices_set_aside(settings) if trains else ()
         set_exchange_devices(first_devices(global_devices(settings.mesh)) if set_aside else None)
@@ -122,12 +121,12 @@ class ScoringSession:
 
     @property
     def has_own_reference(self) -> bool:
-        """Whether the reference has its own weights. With adapters, they may be the policy's frozen weights."""
+        """Whether the reference has its own weights: without a teacher, adapters share the policy's frozen weights."""
         return self.teacher is not None or self.model_spec.policy_definition.lora is None
 
     @property
     def reference_definition(self) -> DecoderDefinition:
-        """Definition of the reference; with adapters, that of the policy's frozen weights."""
+        """Definition of the teacher or, without a teacher, of the policy without its adapters."""
         return self.model_spec.reference_definition if self.teacher is None else self.teacher.definition
 
     @property
@@ -145,12 +144,12 @@ class ScoringSession:
 
     @property
     def route_shape(self) -> RouteShape | None:
-        """Sizes of the recorded choices of experts; None unless `rollout.routing_replay` is set."""
+        """Shape of the expert choices recorded for a token; None unless `rollout.routing_replay` is set."""
         return self.model_spec.architecture.route_shape if self.settings.rollout.routing_replay else None
 
     @cached_property
     def frozen_params(self) -> Params:
-        """The policy's frozen weights, which are also the reference; empty if all weights are trained.
+        """The policy's frozen weights; empty if all weights are trained.
 
         They are loaded on first access, which all hosts must make together.
         """
@@ -229,7 +228,7 @@ def devices_set_aside(settings: Settings) -> tuple[int, ...]:
 def open_mesh(settings: Settings, *, set_aside: Collection[int] = ()) -> Mesh:
     """Creates the device mesh from `mesh.shape`. Call `jax_startup.initialize_distributed` first.
 
-    With `rollout.devices` and no `set_aside`, the mesh spans all devices instead.
+    If `rollout.devices` is set but `set_aside` is empty, the mesh spans all devices, with the tp of `mesh.shape`.
 
     Args:
         set_aside: indices, on each host, of devices that are not part of the mesh.
@@ -248,7 +247,7 @@ def open_mesh(settings: Settings, *, set_aside: Collection[int] = ()) -> Mesh:
 
 
 def _with_shape_of_all_devices(settings: MeshSettings) -> MeshSettings:
-    """Returns the settings with a `mesh.shape` that spans all devices, with the same tp."""
+    """Returns the settings with a `mesh.shape` that spans all devices and keeps tp."""
     sizes = settings.shape.split(",")
     if {"auto", "-1"} & {*sizes}:
         return settings

@@ -1,4 +1,4 @@
-"""A model on a mesh, ready to generate and to score: shared by all commands that run a model."""
+"""Prepares a model on a mesh for generation and scoring, for all commands that run a model."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from settings import Settings
 Generator = ContinuousBatchGenerator | RolloutWorkerPool
 
 MIN_TURNED_DIM = 512
-"""Minimum model dim for which CPUs generate with kernels stored output dims first; smaller ones fit in the cache."""
+"""Minimum model dim for which CPUs store kernels with output dims first to generate; smaller kernels stay in cache."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,12 +47,12 @@ class Session:
     scoring: ScoringSession
     """The mesh, the model and its scorers, and the critic if there is one."""
     generates: Literal["rollouts", "evaluations"] | None
-    """What is generated: rollouts and evaluations, or only evaluations; None = nothing."""
+    """`rollouts` for rollouts and evaluations, `evaluations` for evaluations only; None = nothing is generated."""
     to_decode_weights: DecodeConversion
-    """Converts the policy's weights for generation, on this host's part of the mesh or, with `rollout.placement:
-    global`, on the whole mesh."""
+    """Converts the policy's weights for generation: for this host's devices or, with `rollout.placement: global`, for
+    all devices of the mesh."""
     continuous_batching: ContinuousBatchGenerator | None
-    """Generator with the slots of one engine; None if only workers generate."""
+    """Generator with decode slots; None if only workers generate, or nothing does."""
     workers: RolloutWorkerPool | None
     """Workers that generate in place of the slots; None unless `rollout.scheduler` is set."""
     generation_notes: tuple[str, ...]
@@ -151,15 +151,15 @@ class Session:
 
     @property
     def evaluation_generator(self) -> Generator:
-        """The generator of evaluations: that of rollouts, unless its workers are always busy."""
+        """The generator of evaluations: the decode slots if there are any, otherwise the workers."""
         return self.continuous_batching or self.generator
 
     def compile_rollout(self) -> None:
-        """Compiles all programs of rollouts."""
+        """Compiles all programs that rollouts run."""
         self.generator.compile(sampling_rules(self.settings))
 
     def compile_evaluation(self) -> None:
-        """Compiles all programs of evaluations."""
+        """Compiles all programs that evaluations run."""
         self.evaluation_generator.compile(eval_sampling_rules(self.settings))
 
     @property
@@ -168,7 +168,7 @@ class Session:
         return self.settings.rollout.max_staleness > 0 and self.workers is not None
 
     def open_async_generation(self, weights: DecodeWeights, *, policy_version: int) -> AsyncRollout:
-        """Opens rollouts that run during training, as `rollout.*` specifies."""
+        """Starts asynchronous rollouts, which run during training under `rollout.*`."""
         assert self.workers is not None
         return AsyncRollout(self.workers, weights, self.rollout_request(policy_version=policy_version))
 
@@ -197,14 +197,14 @@ class Session:
         return replace(request, rules=rules, group_size=group_size, route_shape=None, is_evaluation=True)
 
     def take_counters(self) -> RolloutCounters:
-        """Returns the counts of generation since the last call."""
+        """Returns the counters of generation since the last call."""
         return self.generator.take_counters() if self.generates else RolloutCounters()
 
     def share_lengths(self) -> LearnedLengths | None:
-        """Shares the hosts' statistics of sample lengths, and returns them. None without a scheduler.
+        """Merges the hosts' statistics of sample lengths and returns the result; None without a scheduler.
 
         All hosts must call it together at the end of a step, so that a resumed run schedules the next step as an
-        uninterrupted one would. An open rollout continues with its own history.
+        uninterrupted run would. An asynchronous rollout that is running is not affected.
         """
         if self.workers is None:
             return None
@@ -213,7 +213,7 @@ class Session:
         return self.workers.shared_lengths
 
     def take_schedule_metrics(self) -> list[ScheduleMetrics]:
-        """Returns the metrics of the schedules since the last call; empty without a scheduler."""
+        """Returns the schedule metrics of the rollouts since the last call; empty without a scheduler."""
         return self.workers.take_schedule_metrics() if self.workers else []
 
     def footprint(self, generator: Generator) -> Footprint:
@@ -257,11 +257,11 @@ def _worker_footprint(scoring: ScoringSession, conversion: DecodeConversion, wor
 
 
 def sampling_rules(settings: Settings) -> SamplingRules:
-    """Returns temperature, top-k, top-p and min-p of `rollout.*`."""
+    """Returns the sampling rules of `rollout.*`: temperature, top-k, top-p and min-p."""
     rollout = settings.rollout
     return SamplingRules(rollout.temperature, rollout.top_k, rollout.top_p, rollout.min_p)
 
 
 def eval_sampling_rules(settings: Settings) -> SamplingRules:
-    """Returns the sampling rules of `eval.*`, without truncation: evaluations measure the model's own distribution."""
+    """Returns the sampling rules of evaluations: `eval.temperature`, without top-k, top-p and min-p."""
     return SamplingRules(settings.eval.temperature)

@@ -19,11 +19,11 @@ from settings import Settings
 log = logging.getLogger(__name__)
 
 TINY_PARAMETERS = 2**25
-"""Number of parameters below which compiling the slots' programs takes longer than generating the samples."""
+"""Number of parameters below which compiling the programs for decode slots takes longer than generating samples."""
 SURE_SHARE = 0.7
-"""Fraction of a device's memory up to which arrays certainly leave room for temporaries."""
+"""Fraction of a device's memory: arrays that fill less are assumed to leave enough for temporaries, unmeasured."""
 POOL_COPIES = 3
-"""Assumed copies of the KV cache in a program: a TPU makes a padded copy if heads are half as wide as its tiles."""
+"""Assumed size of the KV cache in a program, as a multiple of its bytes: TPUs make padded copies for narrow heads."""
 SPARE_SHARE = 0.05
 """Fraction of a device's memory that is left free, for fragmentation and uncounted buffers."""
 MEAN_FILL = 0.5
@@ -33,11 +33,11 @@ MEAN_FILL = 0.5
 def blocks_in_memory(engine: SlotEngine, *, held_bytes: int, truncates: bool) -> int | None:
     """Returns the number of KV blocks that fit on each device; None if all slots fit at full length.
 
-    Unless the answer is obvious, compiles the largest programs for two numbers of blocks. If not even one sample fits,
-    it warns and returns the blocks of one sample.
+    If memory is scarce, compiles the largest programs for two numbers of blocks to measure it. If not even one sample
+    fits, logs a warning and returns the blocks of one sample.
 
     Args:
-        engine: slots with enough blocks for all at full length.
+        engine: an engine that has enough blocks for all slots at full length.
         held_bytes: bytes per device of other arrays that stay there during generation.
         truncates: whether the sampling rules can exclude tokens.
     """
@@ -73,9 +73,9 @@ def blocks_in_memory(engine: SlotEngine, *, held_bytes: int, truncates: bool) ->
 def _blocks_beside_programs(
     few: SlotPrograms, more: SlotPrograms, room: int, *, truncates: bool, recomputes: bool
 ) -> int:
-    """Returns the largest number of blocks with which every program fits in `room` bytes; 0 if one never does.
+    """Returns the largest number of blocks with which every program fits in `room` bytes; 0 if none can be compiled.
 
-    A block's size, including padding and copies, is measured from programs with two numbers of blocks.
+    The bytes per block, including padding and copies, are measured by compiling each program for both block counts.
     """
     lowered = [one.lower_programs(truncates=truncates, recomputes=recomputes).values() for one in (few, more)]
     try:
@@ -90,9 +90,9 @@ def _blocks_beside_programs(
 
 
 def slots_in_blocks(programs: SlotPrograms) -> int:
-    """Returns the number of slots that fit in the blocks at the assumed mean length, at most `num_slots`.
+    """Returns the number of slots, up to `num_slots`, that the KV blocks fill if rows have the assumed mean length.
 
-    Large numbers are rounded down, so that batches can be halved twice.
+    Counts of 8 or more per device are rounded down to a multiple of 4, so that batches can be halved twice.
     """
     per_device = programs.shapes.num_slots // programs.num_shards
     # A row's last block is half empty.
@@ -104,7 +104,7 @@ def slots_in_blocks(programs: SlotPrograms) -> int:
 
 
 def slots_note(settings: Settings, programs: SlotPrograms) -> Iterator[str]:
-    """Yields the values chosen for `auto` in `rollout.slots` and `rollout.kv_blocks`, as text."""
+    """Yields a note for users about the value chosen for `rollout.slots: auto` or `rollout.kv_blocks: auto`."""
     rollout, hosts = settings.rollout, num_hosts(programs.mesh)
     num_slots = programs.shapes.num_slots // hosts
     cache = f"{programs.capacity:,} tokens, {format_bytes(bytes_per_device(programs.abstract_pool))} on each device"

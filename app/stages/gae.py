@@ -27,7 +27,7 @@ NPZ_SUFFIX = ".npz"
 
 @dataclass
 class WrittenAdvantages:
-    """Whitens advantages before they are written, and accumulates the statistics of what is written."""
+    """Whitens advantages before they are written, and accumulates statistics of the written advantages and returns."""
 
     whitening: Moments | None
     """The moments of all advantages in the file; None = no whitening."""
@@ -130,6 +130,6 @@ def open_input(
 
 
 def start_local_devices(mesh: MeshSettings) -> None:
-    """Starts only the devices of this host, even if `mesh` is configured for several hosts."""
+    """Starts only the devices of this host, even if `mesh.*` is for several hosts."""
     jax_startup.initialize_local(mesh)
     global_devices(mesh)

@@ -1,4 +1,4 @@
-"""`grpo gae --bench`: times every GAE backend and chunk size, a loop over time, and a copy of the same bytes."""
+"""`grpo gae --bench`: times every GAE backend and chunk size, a loop over time, and a copy of the inputs."""
 
 from __future__ import annotations
 
@@ -39,17 +39,17 @@ ROW_NAMES = {"full": "full rows", "masked": "a mask", "packed": "packed samples"
 CHUNK_SIZES = (64, 128, 256, 512)
 NUM_REPEATS = 21
 MIN_REPEAT_S = 1e-3
-"""Seconds for which a call is repeated to measure it, so that the clock's resolution does not matter."""
+"""Minimum seconds of a measurement; a shorter call is repeated, so that the clock's resolution does not matter."""
 MAX_CALL_S = 2.0
-"""Seconds above which a call is timed only once, because repeats would take most of a minute."""
+"""Seconds above which a call is timed only once; `NUM_REPEATS` repeats would take most of a minute."""
 MAX_TOKENS = 1 << 30
 BYTES_PER_TOKEN = 16
 """Bytes moved per token: reward, value, advantage and return, each in float32. A mask adds one byte."""
 MASKED_FRACTION = 0.1
 MASKED_RUN = 64
-"""Number of consecutive masked tokens, such as those of a tool's answer."""
+"""Number of consecutive tokens that are masked together, like the tokens of a tool's answer."""
 LENGTH_SIGMA = 0.6
-"""Standard deviation of the logarithms of packed samples' lengths."""
+"""Sigma of the log-normal lengths of the samples in a packed row."""
 HEADINGS = (
     "shape", "rows", "backend", "chunk", "compile s", "median ms", "p90 ms", "x loop", "% of copy", "MiB", "max error"
 )  # fmt: skip
@@ -57,27 +57,27 @@ HEADINGS = (
 
 @dataclass(frozen=True)
 class BackendTiming:
-    """Timing of one backend on one shape; all times but `first_call_s` are of warm calls."""
+    """Timing of one backend on one shape; all times except `first_call_s` exclude compilation."""
 
     shape: str
     rows: str
     """Kind of rows: a key of `ROW_NAMES`."""
     backend: str
-    """A backend of GAE, `loop` (one token after another in numpy), or `copy` (reads two matrices and writes two)."""
+    """A GAE backend, `loop` (one time step after another in numpy), or `copy` (reads and writes two matrices)."""
     chunk_size: int | None = None
     """Tokens per chunk; None if the backend has no chunks."""
     is_auto: bool = False
     first_call_s: float = 0.0
-    """Time of tracing and compiling: the first call less the median."""
+    """Seconds of tracing and compiling: the time of the first call minus the median."""
     max_error: float | None = None
-    """Largest error of advantages and returns against float64, over max(1, max |A|)."""
+    """Largest absolute difference of advantages and returns from float64, divided by max(1, max |A|)."""
     median_s: float = 0.0
     p90_s: float = 0.0
     gb_per_s: float = 0.0
     percent_of_copy: float = 100.0
-    """Throughput relative to a copy of the same shape; 100 = equally fast."""
+    """Throughput in percent of the throughput of `copy` on the same shape."""
     times_loop: float = 1.0
-    """How many times as fast as `loop`."""
+    """Speed relative to `loop`: 2 = twice as fast."""
     memory_bytes: int | None = None
     """Bytes of results and temporaries: allocated by numpy, or reported for the compiled program."""
 
@@ -87,7 +87,7 @@ class BackendTiming:
 
 
 class GaeRule(NamedTuple):
-    """The discount factors of GAE and the treatment of masked tokens, for any backend."""
+    """Discount factors of GAE, and how masked tokens are treated (`--mask-mode`)."""
 
     gamma: float
     lam: float
@@ -163,17 +163,18 @@ def parse_shapes(text: str) -> list[BenchmarkShape]:
         shape = BenchmarkShape(*map(int, part.strip().split("x")))
         if shape.rows * shape.tokens > MAX_TOKENS:
             raise InputError(
-                f"--shapes: {shape} has {shape.rows * shape.tokens:,} tokens, expected at most {MAX_TOKENS:,}"
+                f"--shapes: {shape} has {shape.rows * shape.tokens:,} tokens, but at most {MAX_TOKENS:,} are timed; "
+                "choose a smaller shape"
             )
         shapes.append(shape)
     return list(dict.fromkeys(shapes))
 
 
 class Workload(NamedTuple):
-    """The inputs on which every backend is timed, in host memory."""
+    """Inputs of GAE in host memory, on which every backend is timed."""
 
     shape: BenchmarkShape
-    """Number of rows or samples, and maximum tokens."""
+    """Number of rows (in a packed row: of samples), and the maximum tokens of one."""
     rows: str
     row_tokens: int
     """Number of tokens of each row, without padding."""
@@ -183,13 +184,13 @@ class Workload(NamedTuple):
     ends: Bool[np.ndarray, "B T"] | None = None
 
     def estimate(self, rule: GaeRule, backend: str, chunk_size: int | None) -> list[np.ndarray]:
-        """Returns the advantages and returns, as computed by `grpo gae` and training."""
+        """Computes the advantages and returns as `grpo gae` and training do."""
         given = {"mask": self.mask, "ends": self.ends, **rule._asdict()}
         result = generalized_advantages(self.rewards, self.values, **given, backend=backend, chunk_size=chunk_size)
         return [np.asarray(part) for part in result]
 
     def memory_bytes(self, rule: GaeRule, backend: str, chunk_size: int | None) -> int | None:
-        """Returns the bytes of the results and temporaries of a call; None if the backend does not report it."""
+        """Returns the bytes of a call's results and temporaries; None if the backend does not report them."""
         if backend == "chunked":
             rows = make_gae_rows(self.rewards, self.values, mask=self.mask, ends=self.ends, bootstrap=None)
             discounts = Discounts.create(rule.gamma, rule.lam)
@@ -204,7 +205,7 @@ class Workload(NamedTuple):
             tracemalloc.stop()
 
     def places_of_rows(self) -> tuple[tuple[np.ndarray, np.ndarray], np.ndarray]:
-        """Returns the token indices of the rows, or of a packed row's samples, and a mask that is False on padding."""
+        """Returns (row, token) indices that unpack the samples to one per row, and a mask that is False on padding."""
         rows, stops = np.arange(len(self.rewards)), np.full(len(self.rewards), self.row_tokens)
         starts = np.zeros_like(stops)
         if self.ends is not None:
@@ -216,12 +217,12 @@ class Workload(NamedTuple):
         return (rows[:, None], np.minimum(tokens, self.row_tokens - 1)), tokens < stops[:, None]
 
     def loop(self, places: tuple[np.ndarray, np.ndarray], rule: GaeRule) -> Callable[[], Float64[np.ndarray, "2 B T"]]:
-        """Returns a function that runs the loop over time on the tokens at these indices."""
+        """Returns a function that runs `loop_over_time` on the tokens at the indices `places`."""
         mask, ends = (None if x is None else x[places] for x in (self.mask, self.ends))
         return partial(loop_over_time, self.rewards[places], self.values[places], mask, ends, rule)
 
     def make_check(self, rule: GaeRule) -> Callable[[Sequence[np.ndarray]], float]:
-        """Returns a function of (advantages, returns) that gives their largest error, over max(1, max |A|)."""
+        """Returns a function that computes `BackendTiming.max_error` of (advantages, returns)."""
         places, is_own = self.places_of_rows()
         exact = self.loop(places, rule)()[:, is_own]
 
@@ -233,7 +234,7 @@ class Workload(NamedTuple):
 
 
 def make_workloads(shape: BenchmarkShape) -> list[Workload]:
-    """Returns full rows, rows with a mask, and one row of samples with different lengths, as in training."""
+    """Returns random workloads: full rows, rows with masked tokens, and one packed row of samples, as in training."""
     rng = np.random.default_rng(0)
     rewards, values = rng.standard_normal((2, *shape), np.float32)
     runs = rng.random((shape.rows, -(-shape.tokens // MASKED_RUN))) >= MASKED_FRACTION
@@ -252,7 +253,7 @@ def make_workloads(shape: BenchmarkShape) -> list[Workload]:
 
 
 def read_workload(path: Path, settings: Settings, *, mask_mode: str) -> Workload:
-    """Returns the samples of a file in one row, as in training, or the rows of its matrices.
+    """Reads a file into a workload: samples are packed into one row, as in training; matrices keep their rows.
 
     Raises:
         InputError: the file cannot be used, or has no tokens or too many.
@@ -260,7 +261,9 @@ def read_workload(path: Path, settings: Settings, *, mask_mode: str) -> Workload
     file = open_input(path, settings, mask_mode=mask_mode)
     num_tokens, _ = file.check()
     if not 0 < num_tokens <= MAX_TOKENS:
-        raise InputError(f"--input: {path} has {num_tokens:,} tokens, expected 1 to {MAX_TOKENS:,} with --bench")
+        raise InputError(
+            f"--input: {path} has {num_tokens:,} tokens, but --bench needs 1 to {MAX_TOKENS:,}; choose another file"
+        )
     rows = file.read_rows()
     arrays = rows.rewards, rows.values, rows.mask
     if rows.ends is None:
@@ -269,12 +272,14 @@ def read_workload(path: Path, settings: Settings, *, mask_mode: str) -> Workload
     stops = np.flatnonzero(rows.ends) + 1
     shape = BenchmarkShape(len(stops), int(np.diff(stops, prepend=0).max()))
     if shape.rows * shape.tokens > MAX_TOKENS:
-        raise InputError(f"--input: {path}: the loop takes {shape} tokens, more than {MAX_TOKENS:,}; use fewer samples")
+        raise InputError(
+            f"--input: {path}: padded to {shape}, the samples exceed {MAX_TOKENS:,} tokens; use fewer samples"
+        )
     return Workload(shape, "packed", num_tokens, *arrays, rows.ends)
 
 
 def measure_workload(rule: GaeRule, work: Workload, chunk_sizes: Sequence[int]) -> list[BackendTiming]:
-    """Returns the times of a copy, of a loop over time, and of every backend."""
+    """Times a copy, a loop over time, and every backend with every chunk size."""
     print(f"{work.shape}: {ROW_NAMES[work.rows]}", file=sys.stderr, flush=True)
     num_tokens, error_of = len(work.rewards) * work.row_tokens, work.make_check(rule)
     case, num_bytes = BackendTiming(str(work.shape), work.rows, "copy"), num_tokens * BYTES_PER_TOKEN
@@ -314,8 +319,8 @@ def measure_workload(rule: GaeRule, work: Workload, chunk_sizes: Sequence[int]) 
 def time_shuffled(calls: Sequence[Callable[[], Any]]) -> list[list[float]]:
     """Returns the mean seconds of each call in each repeat.
 
-    Calls are interleaved, so that a disturbance affects all of them, in a new order each time, so that none always
-    follows the same call and finds its data in the caches.
+    Each repeat makes all calls in a new random order, so that a disturbance affects all of them, and no call always
+    finds in the caches what the same other call has left there.
     """
     times = [[timeit(call, number=1)] for call in calls]
     counts = [max(1, math.ceil(MIN_REPEAT_S / max(first, 1e-7))) for [first] in times]
@@ -331,7 +336,7 @@ def time_shuffled(calls: Sequence[Callable[[], Any]]) -> list[list[float]]:
 def loop_over_time(
     rewards: np.ndarray, values: np.ndarray, mask: np.ndarray | None, ends: np.ndarray | None, rule: GaeRule
 ) -> Float64[np.ndarray, "2 B T"]:
-    """Returns advantages and returns, computed in float64 one step at a time as in the paper."""
+    """Computes advantages and returns in float64, one time step after another from the last to the first."""
     mask = np.ones(rewards.shape, bool) if mask is None else mask
     goes_on = np.ones(rewards.shape) if ends is None else ~ends
     rewards, values = rewards.astype(np.float64), values.astype(np.float64)
@@ -364,7 +369,7 @@ def describe_fastest(cases: Sequence[BackendTiming]) -> str:
 
 
 def format_report(report: dict[str, Any]) -> str:
-    """Returns the report as a readable table, followed by the conclusion."""
+    """Returns the report as a table with a line for each timing, and the fastest backends below it."""
     cells = []
     for case in report["cases"]:
         error = "" if case["max_error"] is None else f"{case['max_error']:.0e}"

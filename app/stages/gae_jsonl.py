@@ -1,4 +1,4 @@
-"""`grpo gae` on a JSON Lines file, some samples at a time, with the same advantages as in training."""
+"""Computes GAE for the samples of a JSON Lines file, some samples at a time, with the same results as in training."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from settings import Settings
 from settings.errors import InputError
 
 WINDOW_TOKENS = 1 << 17
-"""Maximum number of completion tokens in memory at once, unless a single sample has more."""
+"""Maximum number of completion tokens in memory at once; a single longer sample is allowed."""
 WINDOW_SAMPLES = 4096
 """Maximum number of samples in memory at once."""
 PROGRESS_INTERVAL_S = 2.0
@@ -72,12 +72,12 @@ class GaeSampleFile:
         return num_tokens, num_trainable
 
     def read_rows(self) -> TokenRows:
-        """Returns all samples in one row, as training concatenates them; a truncated sample counts as complete."""
+        """Returns all samples concatenated in one row, as in training; truncated samples count as complete."""
         samples = [one.sample for one in self._samples()]
         return concatenate_samples(samples, token_rewards=task_token_rewards, bootstrap=zero_bootstrap)
 
     def estimates(self) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-        """Yields the advantages, returns and masks of some samples at a time, concatenated."""
+        """Yields the concatenated (advantages, returns, masks) of some samples at a time."""
         for parts, _ in self._windows():
             advantages, returns, masks = map(np.concatenate, zip(*parts, strict=True))
             yield advantages, returns, masks
@@ -89,7 +89,7 @@ class GaeSampleFile:
             finish: (advantages, returns, mask, num_rows=) -> the advantages to write; see `WrittenAdvantages`.
 
         Raises:
-            InputError: numbers are too large for float32; nothing is written.
+            InputError: advantages or returns exceed float32; nothing is written.
         """
         write_jsonl(out, self._records(finish))
 

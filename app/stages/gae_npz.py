@@ -1,4 +1,4 @@
-"""`grpo gae` on an NPZ file of matrices, which is loaded as a whole."""
+"""Computes GAE for the matrices of an NPZ file, which is loaded as a whole."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from settings import Settings
 from settings.errors import InputError
 
 UNREADABLE = (ValueError, EOFError, OSError, KeyError, TypeError, RuntimeError, zipfile.BadZipFile, zlib.error)
-"""Exceptions that NumPy and zipfile raise for damaged archives and files of other formats."""
+"""Exceptions that NumPy and zipfile raise for damaged archives and for files in other formats."""
 
 
 class GaeMatrixFile:
@@ -40,7 +40,7 @@ class GaeMatrixFile:
         return self._rows.rewards.size, int(self._mask.sum())
 
     def estimates(self) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-        """Yields the advantages, returns and mask of all rows together, as a single item."""
+        """Yields a single tuple: the advantages, the returns and the mask of all rows."""
         yield self._estimates.advantages, self._estimates.returns, self._mask
 
     def write(self, out: Path, finish: Callable[..., np.ndarray]) -> None:
@@ -50,7 +50,7 @@ class GaeMatrixFile:
             finish: (advantages, returns, mask, num_rows=) -> the advantages to write; see `WrittenAdvantages`.
 
         Raises:
-            InputError: the inputs are too large for float32; nothing is written.
+            InputError: advantages or returns exceed float32; nothing is written.
         """
         returns = self._estimates.returns
         advantages = finish(self._estimates.advantages, returns, self._mask, num_rows=len(returns))
@@ -58,7 +58,7 @@ class GaeMatrixFile:
             np.savez(file, advantages=advantages, returns=returns)
 
     def read_rows(self) -> TokenRows:
-        """Returns the matrices; their rows count as complete."""
+        """Returns the matrices as rows of tokens, each of which is a complete sample."""
         rows = self._rows
         return rows._replace(values=rows.values[:, : rows.rewards.shape[1]])
 
@@ -100,7 +100,7 @@ class GaeMatrixFile:
         rewards = self._rows.rewards
         estimates = self._gae(self._rows) if rewards.size else TokenAdvantages(rewards, rewards)
         for name, array in estimates._asdict().items():
-            check_finite(f"{self._path}: {name}", array, hint="the inputs are too large for float32")
+            check_finite(f"{self._path}: {name}", array, hint="rewards or values are too large; scale them down")
         return estimates
 
 
@@ -139,8 +139,9 @@ def check_finite(
     """Raises InputError for the first NaN or infinity in an array.
 
     Args:
-        name: the array in the error message, which ends with `hint`.
-        read_mask: False on numbers that are never read, and so not checked; may have fewer columns than the array.
+        name: name of the array in the error message.
+        read_mask: True on the numbers to check; further columns are always checked. None checks all.
+        hint: end of the error message.
     """
     with np.errstate(over="ignore", invalid="ignore"):
         as_float32 = x.astype(np.float32, copy=False)

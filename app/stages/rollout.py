@@ -47,9 +47,9 @@ FREE = (
     *("rollout.kv_blocks", "rollout.ray.address", "rollout.devices", "rollout.max_staleness"),
     "rollout.max_length_total",
 )
-"""Settings that may differ when a rollout continues, because they affect at most the rounding of its samples."""
+"""Settings that may differ when a rollout is continued, because they change samples by rounding at most."""
 FREE_IN_FAST_MODE = ("rollout.slots", "rollout.workers.", "rollout.ray.", "rollout.prompts_per_step")
-"""Prefixes of settings that also affect only the rounding of samples, and may differ except in exact mode."""
+"""Prefixes of further settings that may differ unless `rollout.mode` is `exact`, because only rounding changes."""
 
 
 def rollout(
@@ -61,13 +61,15 @@ def rollout(
     timeline: Path | None = None,
     checkpoint: Path | None = None,
 ) -> dict[str, Any] | None:
-    """Samples each prompt (only the first `limit`) `rollout.group_size` times and writes the samples to `out`.
+    """Generates `rollout.group_size` samples for each of the first `limit` prompts and writes them to `out`.
 
-    Several hosts share the prompts. Only process 0 writes the file and returns the summary. A killed rollout
-    continues from the samples in its part files; unfinished samples are generated again, as are all samples of a host
-    without the folder of `out`.
+    The prompts are divided over the hosts. Only process 0 writes the file and returns the summary. A killed rollout
+    continues from the samples in its part files; unfinished samples are generated again. So are all samples of a host
+    that does not see the folder of `out`.
 
     Args:
+        prompts: file of prompts; None = `data.source`.
+        limit: number of prompts; None = all.
         timeline: file for a plot of the workers' activity.
         checkpoint: folder of a run or of one of its checkpoints, for its policy; None = `model.path`.
 
@@ -145,9 +147,9 @@ def _check_outputs(settings: Settings, out: Path, timeline: Path | None) -> None
 def _write_samples(
     out: Path, shard: PromptShard, samples: Iterator[Sample], enter_phase: PhaseCallback, *, folder: Path
 ) -> np.ndarray:
-    """Writes the output; returns this host's number of samples, of tokens, and of truncated and dropped samples.
+    """Writes the output; returns this host's counts of samples, tokens, truncated samples and dropped samples.
 
-    If there are several hosts, each keeps its lines in a temporary file in `folder` until all are done.
+    With several hosts, each keeps its lines in a temporary file in `folder` until all hosts have finished.
     """
     counts = np.zeros(4, np.int64)
 
@@ -173,7 +175,7 @@ def _write_samples(
 def _read_prompts(
     settings: Settings, model: ModelSpec, prompts: Path | None, *, limit: int | None
 ) -> tuple[Sequence[Prompt], EncodeReport]:
-    """Returns the first `limit` prompts of the file, or of `data.source` if there is none."""
+    """Returns the first `limit` prompts of the file `prompts`, or of `data.source` if it is None."""
     data = settings.data if prompts is None else settings.data.model_copy(update={"source": str(prompts)})
     dataset = load_training_data(data, seed=settings.run.seed)
     rows = dataset.rows[:limit]
@@ -182,14 +184,14 @@ def _read_prompts(
 
 
 def few_slots(settings: Settings, prompts: Sequence[Prompt]) -> Settings:
-    """Reduces `auto` slots to the samples of these prompts, except in exact mode, where slots affect samples."""
+    """Limits `rollout.slots: auto` to the samples of `prompts`, except in exact mode, where slots change samples."""
     rollout, per_host = settings.rollout, -(-len(prompts) // jax.process_count())
     few = rollout.prompts_per_step if rollout.mode == "exact" else min(rollout.prompts_per_step, per_host)
     return settings.model_copy(update={"rollout": rollout.model_copy(update={"prompts_per_step": few})})
 
 
 def _schedule_metrics(session: Session, timeline: Path | None) -> dict[str, Any]:
-    """Returns the schedule metrics of all hosts, as in training, and plots each schedule; empty without schedules."""
+    """Returns the schedule metrics over all hosts, and plots each host's schedule; empty without workers."""
     if session.workers is None:
         return {}
     (metrics,) = schedules = session.take_schedule_metrics()
@@ -217,10 +219,10 @@ def _generate(
     progress: RolloutProgress,
     enter_phase: PhaseCallback,
 ) -> Iterator[Sample]:
-    """Yields this host's samples in order. New samples are appended to the part file as soon as they are finished.
+    """Yields this host's samples in prompt order, and appends each new one to the part file when it finishes.
 
     Args:
-        finished: finished samples by uid.
+        finished: samples of an earlier, killed rollout by uid, which are not generated again.
         policy_version: the training step of the weights, on which the random numbers of sampling depend.
     """
     # A host without prompts still samples one and drops the results, to avoid a special case of an empty queue.
@@ -254,7 +256,7 @@ def _in_order(fresh: Iterator[Sample], shard: PromptShard, finished: Mapping[str
 
 
 def _sampling_metrics(counts: np.ndarray, finished: Mapping[str, Sample], seconds: float) -> dict[str, Any]:
-    """Returns the counts of all hosts' samples, and the speed of generation of the new ones.
+    """Returns counts over the samples of all hosts, and the tokens per second of newly generated samples.
 
     Raises:
         RuntimeError: all samples were dropped; raised on every host.
@@ -263,7 +265,7 @@ def _sampling_metrics(counts: np.ndarray, finished: Mapping[str, Sample], second
     samples, tokens, truncated, dropped, *earlier = sum_over_hosts(np.asarray([*counts, *before])).tolist()
     num_before, tokens_before = earlier
     if samples and dropped == samples:
-        raise RuntimeError(f"all {samples} samples were dropped; see their finish_reason and the lines above")
+        raise RuntimeError(f"all {samples} samples were dropped; fix what finish_reason and the lines above report")
     return {
         "samples": samples,
         "completion tokens": tokens,
@@ -286,8 +288,8 @@ class PromptShard:
 
     prompts: Sequence[Prompt]
     rounds: Sequence[range]
-    """Indices of this host's prompts in each round: `rollout.prompts_per_step` prompts for each host, as in a training
-    step; the last may be smaller."""
+    """Indices of this host's prompts in each round. A round has `rollout.prompts_per_step` prompts per host, as in
+    training; the last may have fewer."""
     group_size: int
 
     @classmethod
@@ -302,7 +304,7 @@ class PromptShard:
 
     @property
     def prompt_indices(self) -> list[int]:
-        """Indices of this host's prompts in the file."""
+        """Indices into `prompts` of this host's prompts."""
         return [place for one in self.rounds for place in one]
 
     @property
@@ -315,7 +317,7 @@ class PromptShard:
         return len(self.prompt_indices) * self.group_size
 
     def split_by_round(self, lines: Iterator[bytes]) -> Iterator[Iterator[bytes]]:
-        """Yields the lines of this host's samples, round by round. Consume each round before the next."""
+        """Yields an iterator over the lines of each round, one line per sample; exhaust it before the next round."""
         for one in self.rounds:
             yield islice(lines, len(one) * self.group_size)
         # Resume the generator of the lines once more, because it finishes its work after the last line.
@@ -325,7 +327,7 @@ class PromptShard:
 def rollout_identity(
     settings: Settings, model: ModelSpec, prompts: Sequence[Prompt], saved_policy: PolicyCheckpoint | None = None
 ) -> Identity:
-    """Returns everything that determines the samples, by name. The devices must have been started."""
+    """Returns by name everything that determines the samples. Starts the devices if they have not been started."""
     exact = settings.rollout.mode == "exact"
     rollout = dict(_flatten("rollout", settings.rollout.model_dump(mode="json")))
     free = FREE if exact else (*FREE, *FREE_IN_FAST_MODE)

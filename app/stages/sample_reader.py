@@ -1,4 +1,4 @@
-"""Streams a sample file in two passes: the first checks every line, the second yields windows of samples."""
+"""Reads a sample file twice: first to check every line, then to yield windows of samples."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from app.stages.sample_text import SampleEncoder
 from settings.errors import InputError
 
 WINDOW_SAMPLES = 4096
-"""Number of samples in memory at once: enough to fill rows well, in only tens of MB."""
+"""Number of samples in memory at once: enough to fill packed rows well, but only tens of MB."""
 
 
 @dataclass(frozen=True)
 class SampleFileExtent:
-    """Number of samples in a file and their largest lengths, in tokens."""
+    """Number of samples in a file, and the maximum tokens of a sample and of a completion."""
 
     num_samples: int
     max_length: int
@@ -39,7 +39,7 @@ class SampleFileExtent:
 
 
 class SampleReader:
-    """Samples of one model in a JSON Lines or Parquet file, which must not change while it is read.
+    """Reads the samples of one model from a JSON Lines or Parquet file, which must not change meanwhile.
 
     Raises:
         InputError: the path is not a regular file but, for example, a pipe, which cannot be read twice.
@@ -146,7 +146,7 @@ def file_digest(path: Path) -> str:
 
 
 def check_fits(sample: Sample, architecture: Architecture, *, where: str) -> None:
-    """Raises InputError, with `where` first in the message, if this model cannot have generated the sample."""
+    """Raises InputError, whose message starts with `where`, if this model cannot have generated the sample."""
     prompt_ids, completion_ids = sample.prompt.token_ids, sample.completion_ids
     for name, ids in (("prompt_token_ids", prompt_ids), ("completion_token_ids", completion_ids)):
         beyond = np.flatnonzero(ids >= architecture.vocab_size)
@@ -160,7 +160,7 @@ def check_fits(sample: Sample, architecture: Architecture, *, where: str) -> Non
         raise InputError(
             f"{where}: prompt_token_ids and completion_token_ids have {len(prompt_ids)} + {len(completion_ids)} = "
             f"{length} tokens, but the context of model.path is {architecture.max_positions}; remove the sample, or "
-            "use the model that generated it"
+            "set model.path to the model that generated it"
         )
     if sample.routes is not None:
         _check_routes(sample.routes, architecture, where=where)
@@ -168,7 +168,7 @@ def check_fits(sample: Sample, architecture: Architecture, *, where: str) -> Non
 
 def _check_routes(routes: UInt8[np.ndarray, "T L k"], architecture: Architecture, *, where: str) -> None:
     shape, experts = architecture.route_shape, architecture.num_experts
-    way_out = "was it sampled with another model? Set model.path to that model, or rollout.routing_replay: false"
+    way_out = "set model.path to the model that sampled it, or set rollout.routing_replay: false"
     if shape is None or experts is None or routes.shape[1:] != shape:
         of_model = "none" if shape is None else f"{shape[1]} in each of {shape[0]} layers"
         raise InputError(
@@ -180,6 +180,6 @@ def _check_routes(routes: UInt8[np.ndarray, "T L k"], architecture: Architecture
     if len(wrong):
         token, layer = wrong[0].tolist()
         raise InputError(
-            f"{where}: routes sends token {token} through experts {routes[token, layer].tolist()} of layer {layer}; "
-            f"model.path has {experts}, and a token passes each at most once; {way_out}"
+            f"{where}: routes sends token {token} through experts {routes[token, layer].tolist()} of layer {layer}, "
+            f"but model.path has {experts} experts, and a token uses each at most once; {way_out}"
         )

@@ -1,4 +1,4 @@
-"""Texts of samples from any program, and their token ids."""
+"""Reads the texts of samples written by grpo or other programs, and encodes them as token ids."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from settings.schema.data import DataSettings
 TextName = Literal["prompt", "completion"]
 
 VERL_NAMES: Mapping[TextName, str] = {"prompt": "input", "completion": "output"}
-"""Maps our name of a text to its name in verl's rollout dumps, which is used if a record lacks ours."""
+"""Maps the field of a text to the field in verl's rollout dumps, which is read if the first is missing."""
 
 
 def read_text(record: Mapping[str, Any], name: TextName, *, where: str) -> tuple[str, str | Messages | None]:
-    """Returns the location of a text of a record, for error messages, and the text; None if there is none.
+    """Returns the location of a prompt or completion, for error messages, and its text; None if it is missing.
 
-    A completion is a string, and a prompt a string or a chat.
+    A prompt may also be chat messages.
 
     Raises:
         InputError: the field is neither text nor chat messages; the error starts with `where`.
@@ -43,26 +43,26 @@ def read_text(record: Mapping[str, Any], name: TextName, *, where: str) -> tuple
 class SampleEncoder:
     """Adds token ids to samples that have only text.
 
-    Texts are encoded as they are, with names of control tokens as these tokens, since a prompt may be a rendered chat.
-    Messages are encoded as in a rollout, and an assistant's message only by its content. No EOS token is added to a
-    completion.
+    A string is encoded as it is; names of control tokens become these tokens, because a prompt may be a rendered chat.
+    Chat prompts are encoded as in a rollout. Of a completion that is an assistant's message, only the content is
+    encoded. No EOS token is added to a completion.
 
     Args:
-        load_tokenizer: called when the first text is read.
-        data: how prompts are encoded.
+        load_tokenizer: called when the first text is encoded or checked.
+        data: settings for encoding chat prompts.
     """
 
     def __init__(self, load_tokenizer: Callable[[], Tokenizer], data: DataSettings) -> None:
         self._load_tokenizer = load_tokenizer
         self._data = data
         self.tokenizer: Tokenizer | InputError | None = None
-        """The tokenizer; None until a text is read, or the error if it cannot be used."""
+        """The tokenizer, or the error if it cannot be loaded; None until it is needed."""
 
     def with_token_ids(self, record: Mapping[str, Any], *, where: str) -> dict[str, Any]:
-        """Returns the record, with missing token ids computed from its texts.
+        """Returns the record, with missing token ids of prompt and completion encoded from their texts.
 
         Raises:
-            InputError: it has neither ids nor text, or the text cannot be encoded; the error starts with `where`.
+            InputError: ids and text are missing, or the text cannot be encoded; the error starts with `where`.
         """
         ids = {}
         for name in VERL_NAMES:
@@ -82,7 +82,7 @@ class SampleEncoder:
         tokenizer = self._use_tokenizer()
         if isinstance(tokenizer, InputError):
             raise InputError(
-                f"{where} is text, but model.path has no tokenizer for it; add the token ids ({tokenizer})"
+                f"{where} is text, but model.path has no tokenizer for it ({tokenizer}); add the token ids"
             )
         if isinstance(text, str):
             return tokenizer.encode_rendered(text)
@@ -102,10 +102,10 @@ class SampleEncoder:
         return self.tokenizer
 
     def check_text_of_ids(self, record: Mapping[str, Any], *, where: str) -> None:
-        """Checks that a completion's ids and text match, if there is a tokenizer.
+        """Checks that a completion's ids and text match; checks nothing if one is missing or there is no tokenizer.
 
         Raises:
-            InputError: the text differs from the decoded ids, with and without control tokens.
+            InputError: the text differs from the decoded ids, and its own ids differ from them.
         """
         match record:
             # With several turns, the text is the last one's.

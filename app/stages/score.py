@@ -57,15 +57,15 @@ from settings.schema.algorithm import ScoredRole
 NUM_CHECKED_SAMPLES = 3
 """Number of samples that `--check-packing` packs into one row."""
 TOLERANCES = {"float32": (1e-4, 1e-4), "bfloat16": (0.5, 0.05)}
-"""Maps a compute dtype to the maximum and the mean difference, in nats, that the order of summation may cause. A leak
-between samples causes far larger ones."""
+"""Maps a compute dtype to the allowed maximum and mean difference, in nats. Rounding causes smaller differences, a leak
+between samples far larger ones."""
 
 MAX_SAMPLE_TOKENS = 128
-"""Number of compared tokens of each sample. A row of three such samples uses block-wise attention on every backend."""
+"""Maximum number of tokens compared per sample: three such samples make a row long enough for block-wise attention."""
 
 
 class SavedNetworks(Protocol):
-    """The interface of a `PolicyCheckpoint`, so that scoring without one does not need the packages for saving."""
+    """The methods of `PolicyCheckpoint` that scoring calls, so that this module does not import its packages."""
 
     def describe(self) -> str: ...
     def check_compatible(self, model: ModelSpec, *, needs_tokenizer: bool) -> None: ...
@@ -87,12 +87,12 @@ def score_tokens(
 
     The file is read once to check every line before any device work, and then once for each output, window by window.
     Shapes depend only on the longest sample of the file and the model's context, so that all checkpoints share the
-    compiled programs; `rollout.temperature` must be that of the sampler. Several hosts each score a part of every
+    compiled programs. Set `rollout.temperature` to the temperature of the sampler. Each host scores a part of every
     window; only process 0 writes the files and returns metrics.
 
     Args:
         outputs: output file -> checkpoint with the weights of the policy or the critic; None = the models' own weights.
-        checks_packing: whether to compare the scores of a few samples in a shared row and in separate rows first.
+        checks_packing: whether to check first that samples packed into one row do not affect each other's logprobs.
 
     Raises:
         InputError: the settings, model, checkpoint, samples or output file cannot be used.
@@ -156,10 +156,10 @@ def write_scores(
     drawn: list[Sample],
     on_phase: PhaseCallback,
 ) -> dict[str, Any]:
-    """Writes the windows with their scores, frees the checkpoint's weights, and returns the metrics.
+    """Writes the windows with their scores to `out`, and returns the metrics. The weights are freed at the end.
 
     Args:
-        drawn: samples with which to check packing before the first window; empty without a check.
+        drawn: samples on which packing is checked before the first window; empty to skip the check.
     """
     on_phase("compile")
     start = time.perf_counter()
@@ -205,7 +205,7 @@ def _make_micro_batcher(
 
 
 class WindowScorer:
-    """Scores a file window by window, and counts tokens, shapes and seconds."""
+    """Scores a file window by window, and counts its tokens, compiled shapes and seconds."""
 
     def __init__(
         self,
@@ -261,7 +261,7 @@ class WindowScorer:
                 print(f"scored {done:,} of {num_samples:,} samples", file=sys.stderr)
 
     def _update_totals(self, samples: Sequence[Sample], micro_batches: GlobalPlan) -> None:
-        """Counts a plan, and the differences of the scores from the sampler's logprobs in samples that have them."""
+        """Adds the figures of a plan, and how much the logprobs of `samples` differ from the sampler's logprobs."""
         if self._role != "critic":
             none = np.zeros(0, np.float32)
             logprobs = attrgetter(f"{self._role}_logprobs")
@@ -279,7 +279,7 @@ class WindowScorer:
         self._shapes |= {(len(one.rows), *astuple(one.shape), *scanned) for one in plan.micro_batches}
 
     def metrics(self, compilations: CompilationCounter) -> dict[str, Any]:
-        """Returns tokens, shapes and seconds of all windows, without compilation. All hosts must call it together."""
+        """Returns the metrics of all windows; seconds exclude compilation. All hosts must call it together."""
         total = self._totals
         real, computed = total["real_tokens"], total["computed_tokens"]
         seconds = self._seconds - compilations.seconds
@@ -306,13 +306,13 @@ class WindowScorer:
 
 
 def check_packing(session: ScoringSession, params: Params, samples: Sequence[Sample]) -> float:
-    """Returns the largest |logprob in a shared row - logprob alone|, in nats, over all tokens of a few samples.
+    """Returns the largest |logprob in a shared row - logprob in a separate row|, in nats, over all tokens.
 
-    In the first arrangement each sample of the row has its own segment; in the second, if prompts are shared, samples
-    of the same prompt share its segment. Only the first tokens of long samples are compared.
+    The shared row is packed in two ways: with the prompt repeated for each sample, and with one copy for all samples of
+    a prompt. Only the first tokens of long samples are compared.
 
     Raises:
-        RuntimeError: a difference is larger than rounding explains, so packed rows would give wrong scores.
+        RuntimeError: a difference is larger than rounding can explain, so packed rows would give wrong scores.
     """
     samples = [_truncate_sample(sample) for sample in samples]
     apart = [(i,) for i in range(len(samples))]
@@ -347,9 +347,9 @@ def _score_arrangements(
     samples: Sequence[Sample],
     arrangements: Sequence[Sequence[tuple[int, ...]]],
 ) -> list[np.ndarray]:
-    """Scores all samples first in separate rows, then together in one row per arrangement.
+    """Returns the logprobs of all samples in separate rows, then those in one shared row for each arrangement.
 
-    One program scores one row at a time while the other devices are idle, so it needs memory for one row only.
+    Rows are scored one at a time while the other devices are idle, so that memory for one row is enough.
     """
     count, num_tokens = len(samples), len(samples) * MAX_SAMPLE_TOKENS
     rows: list[PackedRow] = [((i,),) for i in range(count)]

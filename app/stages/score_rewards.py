@@ -40,8 +40,7 @@ from settings.errors import InputError
 def score_rewards(resolved: Resolved, *, input: Path, out: Path) -> dict[str, Any] | None:
     """Adds rewards to every sample of `input`. Devices are started only for a reward model or several hosts.
 
-    A single host scores the whole file at once; several hosts share its groups, whose samples may be anywhere in the
-    file.
+    The groups are divided over the hosts; the samples of a group need not be adjacent in the file.
 
     Raises:
         InputError: the settings, model, samples or output file cannot be used.
@@ -105,7 +104,7 @@ def score_rewards(resolved: Resolved, *, input: Path, out: Path) -> dict[str, An
 
 
 def _read_located(input: Path, settings: Settings) -> list[LocatedSample]:
-    """Reads all samples with the fields that rewards read; built-in rewards need no prompt and no token ids."""
+    """Reads all samples; only the fields that the configured rewards use must be present."""
     reward, located, groups = settings.reward, list[LocatedSample](), dict[str, int]()
     has_plug_ins = any(function.function for function in reward.functions)
     needed = {
@@ -137,7 +136,7 @@ def _read_located(input: Path, settings: Settings) -> list[LocatedSample]:
 
 
 def _read_reference(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the reference answer and the columns; verl calls the answer `gts`."""
+    """Returns the reference answer, which verl's files name `gts`, and the columns."""
     columns, answer = record.get("columns"), record.get("answer")
     return {
         "answer": record.get("gts") if answer is None else answer,
@@ -146,7 +145,7 @@ def _read_reference(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _scored_record(one: LocatedSample, scored: Sample) -> Mapping[str, Any]:
-    """Returns the record as it was read, except for the fields that scoring has added, changed or removed."""
+    """Returns the record as read from the file, with the changes that scoring has made to the sample."""
     before, after = sample_to_record(one.sample), sample_to_record(scored)
     changed = {name: value for name, value in after.items() if name not in before or before[name] != value}
     removed = {"rewards", "reward", *(before.keys() - after.keys())}
@@ -161,14 +160,14 @@ def _print_lines(lines: Sequence[str]) -> None:
 
 
 def sample_indices_by_host(samples: Sequence[Sample]) -> list[Sequence[int]]:
-    """Returns the indices of each host's samples in the file: whole groups, about the same number on each host."""
+    """Returns for each host the file indices of its samples: about the same number of whole groups on each host."""
     members = group_indices(samples)
     runs = [host_slice(len(members), host=host) for host in range(jax.process_count())]
     return [sorted(place for group in run for place in members[group]) for run in runs]
 
 
 def _reward_counts_here(scored: RewardedSamples) -> dict[str, float]:
-    """Returns what `reward_counts` does on a single host, but without starting a device."""
+    """Returns the result of `reward_counts` for a single host without starting a device."""
     counts, extras = local_reward_counts(scored)
     return {**{name: total / count for name, (total, count) in extras.items()}, **counts}
 

@@ -105,7 +105,7 @@ def test_expert_routes_of_another_model_are_refused(drawn: Path, tmp_path: Path,
     config, out = write_config(tmp_path, TINY + NO_REPORT, mixture), tmp_path / "out.jsonl"
     for changed, message in (
         (lambda x: x[:, :1], r"samples.jsonl:1: routes has 2 experts in each of 1 layers, but model.path has 2 in"),
-        (lambda x: 0 * x, r"routes sends token 0 through experts \[0, 0\] of layer 0; .* each at most once"),
+        (lambda x: 0 * x, r"routes sends token 0 through experts \[0, 0\] of layer 0, .* each at most once"),
     ):
         samples = Path(shutil.copy(drawn, tmp_path))
         rewrite(samples, lambda record, changed=changed: set_routes(record, changed(routes_of(record))))
