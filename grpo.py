@@ -6,8 +6,8 @@ modules with these names.
 
 Each function does what the command with its name does, but logs to stderr and prints nothing on stdout. `overrides`
 maps settings to values, as in `{"run.steps": 20}` or `{"run": {"steps": 20}}`. Like `--set`, it is overridden by
-environment variables such as `GRPO__RUN__STEPS`. Invalid input raises `grpo.InputError`, with the error message of the
-command, in which arguments replace the options.
+environment variables such as `GRPO__RUN__STEPS`. Invalid input raises `grpo.InputError` with the command's error
+message, which names arguments instead of options.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def train(
         rewards: the value of `reward.functions`; a Python function may take the place of a name or path. It is called
             in this process: an exception affects only its sample, but the limits of `plugins.*` do not apply. In the
             settings of the run it is `callable:NAME`; pass it again to resume the run.
-        data: rows in place of `data.source`, as in a JSON Lines file. They are saved in `<run>/data/`.
+        data: rows in place of `data.source`, one dict each, as in a JSON Lines file. They are saved in `<run>/data/`.
         eval_data: rows in place of `data.eval_source`.
         on_step: called on every host after each step with its line of `metrics.jsonl`. If it returns a true value on
             any host, the run saves a checkpoint and ends.
@@ -104,7 +104,7 @@ def evaluate(
         config: as for `train`; with a checkpoint, None means the settings of its run.
         checkpoint: `<run>/checkpoints/<step>` or a run directory; None evaluates the model of `model.path`.
         data: rows in place of `data.eval_source`.
-        rewards: as for `train`; the first one grades.
+        rewards: as for `train`; the first one determines the accuracy.
         out: a file for the samples.
     """
     return _program().evaluate(**locals())
@@ -172,7 +172,7 @@ def __getattr__(name: str) -> Any:
 
 
 def _interface() -> ModuleType:
-    """Loads only the interface of environments: their processes must start fast and may import a user's own `app`."""
+    """Imports only the interface of environments, whose processes must start fast and may import a user's own `app`."""
     file = Path(PROGRAM_FOLDER) / "app" / "environments" / "interface.py"
     specification = importlib.util.spec_from_file_location("grpo_interface", file)
     assert specification is not None and specification.loader is not None

@@ -251,7 +251,7 @@ def test_overrides_from_python_keep_their_types_and_values() -> None:
     [
         ({"config": {"run.steps": 2}}, "expected a preset or a YAML file, got .*; settings belong in `overrides`"),
         ({"resume": True}, "resume: expected auto, never or must, got True"),
-        ({"data": "rows.jsonl"}, "train data: expected rows, got 'rows.jsonl'; a file belongs in data.source"),
+        ({"data": "rows.jsonl"}, "train data: expected rows, got 'rows.jsonl'; name a file in data.source"),
         ({"data": ["1 + 1 = ?"]}, r"train data, row 0: expected a dict of JSON values, got '1 \+ 1 = \?'"),
         ({"data": [ROWS[0], {"question": "?", "weight": object()}]}, "data, row 1: expected a dict of JSON values"),
         ({"data": ROWS}, r"^eval_data: the run evaluates every \d+ steps, but all rows of `data` are used for"),

@@ -1,7 +1,4 @@
-"""Makes the paths in command options local: fetches runs from a bucket, and copies inputs of process 0 to other hosts.
-
-Nothing else is read or written in a bucket.
-"""
+"""Gives commands local paths: fetches runs from buckets, and copies the inputs of process 0 to other hosts."""
 
 from __future__ import annotations
 
@@ -36,8 +33,8 @@ from settings.checks.commands import check_hosts
 from settings.schema.section import COPYING, NO_ADDRESS
 
 OF_CHECKPOINTS = ("--from-rollouts", "--checkpoint")
-"""Options for which the checkpoints of a run are fetched, too; for others, only its other files are. The first of these
-options that is given also names the run with the settings, if there is no `--config`."""
+"""Options for which the checkpoints of a run are fetched; other options need only its other files. Without `--config`,
+the first of these options that is given names the run whose settings are used."""
 INPUTS = (*OF_CHECKPOINTS, "--input", "--prompts")
 """Options whose files only process 0 needs."""
 COMMANDS_OF_ALL_HOSTS = ("train", "rollout", "evaluate", "score")
@@ -129,7 +126,7 @@ def _load(options: Mapping[str, Any], *, is_early: bool = False) -> Resolved:
 
 @contextmanager
 def _input_of_process_0(option: str, path: Path) -> Iterator[Path]:
-    """Yields the path of an input of process 0; on other hosts, the path of the same files or of copies."""
+    """Yields the path of an input on process 0; on other hosts, the path of their own identical files or of copies."""
     from app.distributed.collectives import broadcast_bytes, error_barrier, is_process_0
     from app.distributed.host_files import all_hosts_have, copy_from_process_0
 
@@ -154,9 +151,9 @@ def _input_of_process_0(option: str, path: Path) -> Iterator[Path]:
 
 
 def _files_of(option: str, path: Path) -> tuple[Path, Path, list[str]]:
-    """Returns the folder of an input, the input's place in it, and the patterns of the files that are read.
+    """Returns the folder of an input, the input's path relative to it, and glob patterns of the files to read.
 
-    The folder is that of the run if the path may belong to one.
+    If the input may belong to a run, the folder is the run directory.
     """
     above = next((folder for folder in (path, path.parent) if folder.name in RUN_SUBFOLDERS), None)
     root = above.parent if above else path if path.is_dir() else path.parent
@@ -170,7 +167,7 @@ def _files_of(option: str, path: Path) -> tuple[Path, Path, list[str]]:
 
 
 def local_paths(option: str, value: Any) -> Any:
-    """Returns the value of an option; the address of a run, or of a file in it, becomes the path of a fetched copy.
+    """Returns an option's value, in which bucket addresses of runs or their files become paths of fetched copies.
 
     Raises:
         InputError: there is no such run, or the option names an output.
@@ -181,7 +178,7 @@ def local_paths(option: str, value: Any) -> Any:
 
 
 def _address_in(value: Any) -> str | None:
-    """Returns the address that an option's value names; None for any other value."""
+    """Returns the bucket address in an option's value; None if it has none."""
     # `Path` merges the two slashes.
     match = re.fullmatch(r"([a-z][a-z0-9+.-]*):/+(.+)", str(value)) if isinstance(value, Path) else None
     return match and f"{match[1]}://{match[2]}"

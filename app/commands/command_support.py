@@ -65,7 +65,7 @@ def resolve_policy(
     print_config: bool = False,
     loads_policy: bool = True,
 ) -> Resolved:
-    """Resolves the settings as `resolve` does; without `--config`, they come from the run of the checkpoint.
+    """Resolves the settings as `resolve` does; without `--config`, they come from the checkpoint's run.
 
     Args:
         loads_policy: whether the command loads the policy; a notice then says if configured adapters are ignored.
@@ -111,7 +111,7 @@ def show_progress(text: str) -> None:
 
 
 class _LastingStream:
-    """A stream that drops output once its reader has closed it, as `| head` does, so that the run continues."""
+    """A stream that discards output once its reader, such as `| head`, has closed it, so that the run continues."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -134,7 +134,7 @@ class _LastingStream:
 
 @contextmanager
 def command_output() -> Iterator[None]:
-    """Keeps stdout and stderr usable in the block, even if their readers close them; ends `show_progress` after it."""
+    """Keeps stdout and stderr usable in the block, even if their readers close them; then ends `show_progress`."""
     # A stream is None if its descriptor was closed at the start, as by `>&-`.
     streams: list[Any] = [stream and _LastingStream(stream) for stream in (sys.stdout, sys.stderr)]
     try:
@@ -164,7 +164,7 @@ def find_run_settings(run_paths: Mapping[str, Path | None], *, is_quiet: bool = 
 
     Args:
         run_paths: option -> checkpoint, samples or folder of the run.
-        is_quiet: whether to print no note.
+        is_quiet: whether to omit the note.
 
     Raises:
         InputError: a folder does not belong to a run. Reading it with the default settings would give wrong results.
@@ -191,14 +191,14 @@ def find_run_settings(run_paths: Mapping[str, Path | None], *, is_quiet: bool = 
 
 
 def require_path(path: Path | None, option: str) -> Path:
-    """Returns the path of an option that only `--print-config` can do without. Raises InputError if it is missing."""
+    """Returns the path given for a required option; raises InputError if the option is missing."""
     if path is None:
         raise InputError(f"missing option {option}; add {option} PATH")
     return path
 
 
 def runs_alone(mesh: MeshSettings) -> bool:
-    """Returns whether no other host can join. JAX is not loaded yet, so any TPU counts as part of a slice."""
+    """Returns whether no other host can join. JAX is not loaded yet, so any TPU may have other hosts."""
     return mesh.coordinator_address is None and not (mesh.platform in ("auto", "tpu") and may_have("tpu"))
 
 
@@ -227,8 +227,8 @@ def refuse_existing(outputs: Mapping[str, Path | None], *, overwrite: bool, resu
 
     Args:
         outputs: option -> the file that it names, or None.
-        resumes: whether the command continues if it was killed after it wrote its output but before it removed the part
-            files.
+        resumes: whether an output is accepted if its part files exist, since a killed command may not have removed
+            them.
     """
     from app.records.partial_samples import part_paths
 
@@ -241,7 +241,7 @@ def refuse_existing(outputs: Mapping[str, Path | None], *, overwrite: bool, resu
 
 @contextmanager
 def checked_by_process_0() -> Iterator[bool]:
-    """Yields whether this process checks something for all hosts; does not load JAX, which has joined them."""
+    """Yields whether this process checks inputs: only process 0 after the hosts have joined, else every process."""
     if sys.modules.get("jax") is None:
         yield True
         return

@@ -51,8 +51,8 @@ def gae(
     mask_mode: Annotated[
         Literal["skip", "through", "zero"],
         typer.Option(
-            help="How to treat tokens that the policy did not write: skip them (skip, as in training), as ordinary "
-            "steps (through), or as steps with reward 0 and value 0 (zero)."
+            help="How to treat tokens that the policy did not write: leave them out (skip, as in training), keep them "
+            "as ordinary steps (through), or keep them with reward 0 and value 0 (zero)."
         ),
     ] = "skip",
     bench: Annotated[

@@ -68,7 +68,7 @@ def train(*, data, eval_data, on_step, resume, allow_changed, unknown, **given: 
     if resume not in get_args(Resume):
         raise InputError(f"resume: expected {join_words(get_args(Resume))}, got {resume!r}")
     if threading.current_thread() is not threading.main_thread():
-        raise InputError("grpo.train handles signals, which only the main thread can do; call it there")
+        raise InputError("grpo.train handles signals, which only the main thread can do; call it in the main thread")
     with _call("train", **given) as (config, options, _, _):
         loaded = name_run(load(config, options, os.environ), resume)
         run, every = RunDirectory.from_settings(loaded.settings.run), loaded.settings.eval.every_steps
@@ -81,7 +81,7 @@ def train(*, data, eval_data, on_step, resume, allow_changed, unknown, **given: 
         if every and data is not None and not has_held_out:
             raise InputError(
                 f"eval_data: the run evaluates every {every} steps, but all rows of `data` are used for training; "
-                "pass held-out rows as eval_data, or set data.eval_source, or eval.every_steps to 0"
+                "pass held-out rows as eval_data, set data.eval_source, or set eval.every_steps to 0"
             )
         options += set_options({setting: _write_lines(content, files[setting]) for setting, content in lines.items()})
         resolved = name_run(resolve(config, options, print_config=False, check=check_for_train), resume)
@@ -89,7 +89,7 @@ def train(*, data, eval_data, on_step, resume, allow_changed, unknown, **given: 
 
         result = train(resolved, resume=resume, allow_changed=allow_changed, on_step=on_step)
     if result.exit_code == EXIT_INTERRUPTED:
-        raise KeyboardInterrupt(f"{run.path} has a checkpoint of the last whole step; resume='auto' continues")
+        raise KeyboardInterrupt(f"{run.path} has a checkpoint of the last whole step; continue it with resume='auto'")
     return result
 
 
@@ -134,10 +134,10 @@ def score(*, samples, role, checkpoint, out, **given: Any) -> Samples | None:
 def _call(
     command: str, *, config, overrides, rewards=None, **paths: str | os.PathLike[str] | None
 ) -> Iterator[tuple[str | None, list[str], Path, dict[str, Path | None]]]:
-    """Yields the arguments of `--config` and `--set`, a temporary folder, and the local paths of options by option.
+    """Yields the values of `--config` and `--set`, a temporary folder, and the local path of each option in `paths`.
 
-    The Python functions are registered, and other hosts joined as for the command. An InputError raised in the block
-    names Python arguments instead of command options.
+    In the block, Python functions are registered, other hosts have joined as for the command, and InputErrors name
+    Python arguments instead of command options.
     """
     if not isinstance(config, str | os.PathLike | None):
         raise InputError(
@@ -171,7 +171,7 @@ def _argument(option: re.Match[str]) -> str:
 
 
 def _reward_item(reward: Any, callables: dict[str, Callable[..., Any]]) -> Any:
-    """Returns an item of `reward.functions`; a Python function is added to `callables` by its reward's name."""
+    """Returns a reward as an item of `reward.functions`, and adds a Python function to `callables` by name."""
     item = reward if isinstance(reward, Mapping) else {"function": reward}
     function = item.get("function")
     if not callable(function):
@@ -194,7 +194,7 @@ def _data_options(setting: str, rows: Iterable[Mapping[str, Any]] | None, path: 
 def _to_lines(rows: Iterable[Mapping[str, Any]], path: Path) -> bytes:
     """Returns rows as JSON Lines; the stem of `path` names the data in errors."""
     if isinstance(rows, str | os.PathLike):
-        raise InputError(f"{path.stem} data: expected rows, got {rows!r:.80}; a file belongs in data.source")
+        raise InputError(f"{path.stem} data: expected rows, got {rows!r:.80}; name a file in data.source")
     lines = []
     for index, row in enumerate(rows):
         try:
@@ -206,7 +206,7 @@ def _to_lines(rows: Iterable[Mapping[str, Any]], path: Path) -> bytes:
 
 
 def _write_lines(content: bytes, path: Path) -> Path:
-    """Writes JSON Lines as `<hash>/<name>` beside `path`, where the hash is of the content; returns the new path.
+    """Writes JSON Lines to `<hash of the content>/<name>` in the folder of `path`, and returns the new path.
 
     Prompt uids contain only the file name, not the folder, so equal rows have equal uids in every call.
     """

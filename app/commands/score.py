@@ -94,7 +94,7 @@ def score_file(
     check_packing: bool = False,
     overwrite: bool = False,
 ) -> list[dict[str, Any]] | None:
-    """Scores the samples of a file and returns the summary of each output; returns None except on process 0.
+    """Scores the samples of a file and returns the summary of each output; on processes other than 0, returns None.
 
     Args:
         out: the output; with several checkpoints a pattern with `{run}`, `{step}` or `{index}`.
@@ -116,7 +116,7 @@ def score_file(
         raise InputError(f"--checkpoint: --role {role} uses only the weights of {weights}; omit one of the two options")
     if role == "reward":
         if check_packing:
-            raise InputError("--check-packing needs a model, but --role reward uses none; omit one of them")
+            raise InputError("--check-packing compares logprobs, but --role reward has none; omit one of them")
         from app.stages.score_rewards import score_rewards
 
         summary = score_rewards(resolved, input=samples, out=out)

@@ -42,9 +42,9 @@ def settings(
 
 
 def _find_settings(name: str) -> list[str]:
-    """Returns the settings that begin with `name`, or else its synonyms in TRL or verl, or else those that mention it.
+    """Returns the settings that begin with `name`, or else those with a similar name, or this name in TRL or verl.
 
-    They are in the order of the schema.
+    If there are none, returns the settings that mention it.
     """
     starts = [name] if any(field.startswith(name) for field in FIELDS) else [*ALIASES.get(name, ())]
     if not starts:

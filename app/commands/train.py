@@ -54,8 +54,9 @@ def train(
         Path | None,
         typer.Option(
             metavar="DIR",
-            help="Start from another run's policy with a fresh optimizer; with --from-rollouts, continue from its "
-            "step. Without --config, uses the settings of that run and the run name <its name>-warm-start.",
+            help="Start from another run's policy with a fresh optimizer; with --from-rollouts, continue from the step "
+            "of the checkpoint. Without --config, uses the settings of that run and the run name "
+            "<its name>-warm-start.",
         ),
     ] = None,
     allow_changed: Annotated[

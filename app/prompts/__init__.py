@@ -1,1 +1,1 @@
-"""Text to token ids: data sets, chat template, tokenizer, and the prompts of each step."""
+"""Reads data sets, encodes them with the chat template and tokenizer, and chooses the prompts of each step."""

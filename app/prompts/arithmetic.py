@@ -1,8 +1,8 @@
 """A generator of arithmetic problems such as `47 + 38 = ?`.
 
-Problems of level n have numbers of up to n digits, at least one with exactly n. A fixed hash of the problem determines
-its split, so that training and test never share a problem, whatever the seed. `38 + 47` and `47 + 38` are in the same
-split.
+Problems of level n have numbers of up to n digits, at least one of them with exactly n. A fixed hash of the problem
+determines its split, so that training and test never share a problem, whatever the seed. `38 + 47` and `47 + 38` are in
+the same split.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Problems = Int64[np.ndarray, "P 3"]
 def make_problems(
     *, difficulty: Sequence[int], operators: Sequence[str], num_problems: int, split: str, seed: int
 ) -> Dataset:
-    """Returns up to `num_problems` different problems, spread evenly over the levels, in random order.
+    """Returns up to `num_problems` different problems, spread evenly over the levels in `difficulty`, in random order.
 
     If a level has fewer problems than its share, all of them are used, and harder levels make up the difference.
 
@@ -81,7 +81,7 @@ def _is_in_split(problems: Problems, split: str) -> Bool[np.ndarray, "P"]:
 
 
 def _splitmix64(key: UInt64[np.ndarray, "P"]) -> UInt64[np.ndarray, "P"]:
-    """Returns a fixed hash. Source: Steele, Lea, Flood, "Fast splittable pseudorandom number generators", 2014."""
+    """SplitMix64. Source: Steele, Lea, Flood, "Fast splittable pseudorandom number generators", 2014."""
     key = key + np.uint64(0x9E3779B97F4A7C15)
     key = (key ^ (key >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     key = (key ^ (key >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

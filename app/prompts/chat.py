@@ -1,4 +1,4 @@
-"""Texts and chats, checked before a tokenizer reads them."""
+"""Checks texts and chats before they are tokenized."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MAX_CHARACTERS = 1_000_000
 
 
 def read_messages(values: list[Any], where: str) -> Messages:
-    """Returns a chat that the assistant continues; see `read_chat`.
+    """Returns the messages of a prompt, which the assistant continues; see `read_chat`.
 
     Raises:
         InputError: there is no message, or the assistant wrote the last one.
@@ -29,7 +29,7 @@ def read_messages(values: list[Any], where: str) -> Messages:
 
 
 def read_chat(values: list[Any], where: str) -> Messages:
-    """Returns messages with all their fields for the chat template.
+    """Returns the values as chat messages, with all their fields, since the chat template may use any of them.
 
     Content is text, a list of text parts, or null if a message has something else, such as `tool_calls`.
 
@@ -59,7 +59,7 @@ def read_chat(values: list[Any], where: str) -> Messages:
 
 
 def split_completion(completion: Any, where: str) -> tuple[Messages, Messages]:
-    """Splits a completion into the messages before the assistant's first turn, and the rest; checks it as `check_text`.
+    """Splits a completion at the start of the assistant's first turn; checks it with `check_text`.
 
     Raises:
         InputError: it is neither text nor a chat with an assistant turn; the error starts with `where`.
@@ -93,7 +93,7 @@ def to_messages(prompt: str | Messages, system_prompt: str | None) -> Messages:
 
 
 def plain_text(prompt: str | Messages) -> str | None:
-    """Returns the text of a prompt that is text or a single user message with text, as in verl's files; else None."""
+    """Returns the text of a prompt if it is text or a single user message, as in verl's files; otherwise None."""
     match prompt:
         case str(text) | [{"role": "user", "content": str(text)}]:
             return text
@@ -115,7 +115,7 @@ def check_text(text: str | Messages, name: str) -> None:
 
 
 def check_unicode(text: str, name: str) -> None:
-    """Raises InputError, with `name` first in the message, if the text has half of a surrogate pair."""
+    """Raises InputError, with `name` first in the message, if the text has an unpaired surrogate."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

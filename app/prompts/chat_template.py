@@ -31,13 +31,13 @@ WITH_CALL: Messages = [
 TAG = re.compile(r"</?\w+>")
 """Tags such as `<think>` and `<tool_response>`, which messages may contain unless they are special tokens."""
 MARKS = ("\U000f0000", "\U000f0001")
-"""Private characters placed around the name of a control token in the template's input."""
+"""Private-use characters placed around the name of a control token in the template's input."""
 
 
 class ChatTemplate:
-    """The chat template of a tokenizer, with the same text and ids as transformers' `apply_chat_template`.
+    """The chat template of a tokenizer; renders the same text and ids as transformers' `apply_chat_template`.
 
-    Only the template inserts control tokens: the name of one in a message or a tool, such as `<|im_end|>`, is text.
+    Only the template inserts control tokens: their names in a message or a tool, such as `<|im_end|>`, become text.
     Control tokens are special tokens, tokens that the template writes around messages (DeepSeek's user token is not
     special), and `chat_control_tokens` of the tokenizer's configuration. Other added tokens, such as `<think>` and
     `<tool_call>`, are recognized everywhere.
@@ -74,7 +74,7 @@ class ChatTemplate:
         self._marked_name = re.compile(f"{MARKS[0]}({names.pattern}){MARKS[1]}|[{''.join(MARKS)}]")
 
     def text(self, messages: Messages, tools: Sequence[Mapping[str, Any]] = (), *, add_generation_prompt: bool) -> str:
-        """Returns the text of a chat. In it, control tokens cannot be told from their names in messages.
+        """Returns the text of a chat, in which control tokens cannot be distinguished from their names in messages.
 
         With `add_generation_prompt`, it ends with the start of the assistant's next turn.
 
@@ -139,7 +139,7 @@ class ChatTemplate:
         return {"conversation": list(messages), "date_string": TEMPLATE_DATE, **self.kwargs, **listed}
 
     def _marked(self, value: Any) -> Any:
-        """Returns inputs of the template with marks around names of control tokens, also in keys of objects."""
+        """Returns inputs of the template with marks around names of control tokens, even in the keys of objects."""
         match value:
             case str():
                 # Marks in the input would be mistaken for ours.

@@ -22,10 +22,10 @@ log = logging.getLogger(__name__)
 
 
 class CompletionEncoder:
-    """Encodes completions after their encoded prompts.
+    """Encodes given completions as the tokens that follow an encoded prompt.
 
-    A turn has the tokens that the chat template writes after the start of the assistant's turn, up to its end token.
-    Turns are joined by the same tokens as in a sampled conversation (`ObservationEncoder`).
+    A turn consists of the tokens that the chat template writes after the start of the assistant's turn, up to its end
+    token. Turns are joined by the same tokens as in a sampled conversation (`ObservationEncoder`).
 
     Args:
         stop: the strings of `rollout.stop`.
@@ -40,7 +40,7 @@ class CompletionEncoder:
             raise InputError("; ".join(fault))
 
     def encode(self, prompt: Prompt, completion: Messages) -> tuple[list[int], list[bool]]:
-        """Returns the token ids of a completion, and which of them the assistant writes.
+        """Returns the token ids of a completion, and a mask that is True on those written by the assistant.
 
         Raises:
             InputError: the chat template rejects the chat, or the assistant's tokens cannot be told apart.
@@ -99,9 +99,10 @@ class CompletionEncoder:
 def encode_completions(
     prompts: Sequence[Prompt], encoder: CompletionEncoder, *, max_tokens: int, places: Mapping[str, str]
 ) -> tuple[list[Sample], str]:
-    """Returns samples of prompts whose answers are completions of at most `max_tokens` tokens, in order, and a report.
+    """Returns a sample of each prompt, with the prompt's answer as its completion, and a report.
 
     Args:
+        max_tokens: maximum number of tokens of a completion; longer ones are left out.
         places: file and line of each row, by the prompt's uid, for errors.
 
     Raises:

@@ -1,4 +1,4 @@
-"""A curriculum: prompts that the policy solves sometimes are sampled more often than always or never solved ones."""
+"""A curriculum: samples prompts less often if the policy always or never solves them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 from app.prompts.prompt_order import Indices
 
 FLOOR = 0.02
-"""Weight of a prompt with pass rate 0 or 1, so that none is dropped forever; at pass rate 1/2 it is 1/4 + `FLOOR`."""
+"""Added to the weight of every prompt, so that prompts with pass rate 0 or 1 are still sampled."""
 NEWEST_SHARE = 0.5
 """Weight of the newest observation in a running pass rate; earlier ones come from older policies."""
 LOW_RATE, HIGH_RATE = 0.1, 0.9
@@ -22,16 +22,16 @@ class PassRateOrder:
     p (1 - p) is the variance of a reward of 0 or 1, which drives group-relative learning. An unseen prompt counts as p
     = 1/2. In a mixture, the weights of each source's prompts sum to its share.
 
-    Draws depend only on seed, position and observations so far, on any number of hosts that draw the same rounds and
-    make the same observations. A prompt is not drawn again before it is observed, so no step has it twice.
+    Draws depend only on the seed, the position and the observations so far, so all hosts with the same observations
+    draw the same prompts. A prompt is not drawn again before it is observed, so no step has it twice.
 
     Source: Rutherford et al. 2024 (SFL) and Foster et al. 2025, for the weights; Efraimidis and Spirakis 2006, for
     drawing by one sort.
 
     Args:
-        uids: uids of all prompts.
-        rows: the rows of each source.
-        shares: the weight of each source.
+        uids: uid of each prompt, by row index.
+        rows: the row indices of each source.
+        shares: the fraction of prompts to draw from each source, up to a common factor.
     """
 
     def __init__(self, seed: int, uids: Sequence[str], rows: Sequence[Indices], shares: Sequence[float]) -> None:
@@ -43,7 +43,7 @@ class PassRateOrder:
         """Uids of the prompts that are drawn and not yet observed."""
 
     def row_indices(self, position: int, count: int) -> Indices:
-        """Draws the next round; see `PromptOrder.row_indices`."""
+        """Returns the row indices of the next round; see `PromptOrder.row_indices`."""
         rates = np.array([self.pass_rates.get(uid, 0.5) for uid in self._uids])
         weights = rates * (1 - rates) + FLOOR
         for rows, share in self._sources:
@@ -56,7 +56,7 @@ class PassRateOrder:
         return drawn
 
     def observe(self, pass_rates: Iterable[tuple[str, float | None]]) -> None:
-        """Updates running pass rates with the uids and pass rates of prompts just sampled; None if nothing graded them.
+        """Updates the running pass rates with (uid, pass rate) of each prompt just sampled; None if it was not graded.
 
         The first observation of a prompt sets its rate, so that observing saved `pass_rates` restores them.
         """

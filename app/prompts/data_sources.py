@@ -30,7 +30,7 @@ def load_training_data(data: DataSettings, *, seed: int, reads_completions: bool
     """Loads the rows of `data.source`; `seed` selects the arithmetic problems.
 
     In a mixture, each uid starts with `<index of the source>/`, and the column `data_source` names the source. With
-    `reads_completions`, answers are completions for sft.
+    `reads_completions`, answers are completions for supervised fine-tuning.
 
     Raises:
         InputError: the data set cannot be used (see `load_dataset` and `make_problems`).
@@ -44,7 +44,7 @@ def load_training_data(data: DataSettings, *, seed: int, reads_completions: bool
 
 
 def _with_data_source(dataset: Dataset, *, uid_prefix: str = "") -> list[DatasetRow]:
-    """Adds a column `data_source` to the rows, unless they already have one, like verl's data sets."""
+    """Adds a column `data_source` to rows without one (verl's data sets have it), and a prefix to their uids."""
     return [
         replace(row, uid=uid_prefix + row.uid, extra={"data_source": dataset.source, **row.extra})
         for row in dataset.rows
@@ -54,7 +54,7 @@ def _with_data_source(dataset: Dataset, *, uid_prefix: str = "") -> list[Dataset
 def make_prompt_order(
     data: DataSettings, prompts: Sequence[Prompt], *, seed: int
 ) -> PromptOrder | MixtureOrder | PassRateOrder:
-    """Returns the order of the prompts of `load_training_data`."""
+    """Returns the order in which training uses the prompts of `load_training_data`."""
     rows, weights = [np.arange(len(prompts))], [one.weight for one in data.sources]
     if not isinstance(data.source, str):
         sources = np.asarray([int(prompt.uid.partition("/")[0]) for prompt in prompts])

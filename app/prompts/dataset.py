@@ -32,7 +32,7 @@ FILE_SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".parquet")
 SPLIT_NAMES = ("train", "test", "val", "dev")
 """Prefixes of the file names of a split; files of different splits are not read together by accident."""
 DEFAULT_CONFIGS = {"openai/gsm8k": "main", "gsm8k": "main"}
-"""Configurations of hub data sets that have several and no default."""
+"""Configurations to use for hub data sets that have several, but no default."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -95,18 +95,18 @@ def load_dataset(
     Args:
         source: `hf:<hub id>[:<config>][@<revision>]`, or the path of a .jsonl, .json (lines) or .parquet file, a folder
             of them, or a pattern such as `data/train-*.parquet`. JSON files may be gzipped.
-        split: split of a hub data set; a file has only one.
-        prompt_column: None for the first of `PROMPT_COLUMNS` that exists.
-        answer_column: None for the first of `ANSWER_COLUMNS` that exists; there may be none.
-        reads_completions: whether answers are completions for sft; `answer_column` None then means
-            `COMPLETION_COLUMNS`.
+        split: split of a hub data set; ignored for files.
+        prompt_column: name of the prompt column; None for the first of `PROMPT_COLUMNS` that exists.
+        answer_column: name of the answer column; None for the first of `ANSWER_COLUMNS` that exists, if any.
+        reads_completions: whether answers are completions for supervised fine-tuning; `COMPLETION_COLUMNS` then
+            replaces `ANSWER_COLUMNS`.
 
     Raises:
         InputError: the source does not exist, is empty or malformed, or a row has no usable prompt or completion.
     """
     raw_rows = _read_hub(source, split) if source.startswith("hf:") else _read_files(source)
     if not raw_rows:
-        raise InputError(f"data.source: {source} contains no rows; set it to data with at least one")
+        raise InputError(f"data.source: {source} contains no rows; name a file or data set that has some")
     raw_rows = _without_foreign_columns(raw_rows)
     mapping = _choose_columns(source, raw_rows, prompt_column, answer_column, reads_completions=reads_completions)
     rows = [_to_row(*raw, mapping, reads_completions=reads_completions) for raw in raw_rows]
@@ -114,10 +114,10 @@ def load_dataset(
 
 
 def find_files(source: str) -> list[Path]:
-    """Returns the files of a source on disk, in order.
+    """Returns the data files that a path, folder or pattern denotes, sorted by name.
 
     Raises:
-        InputError: there are none, or one is not a data file.
+        InputError: there are none, or a file has an unknown format.
     """
     path = Path(source)
     if path.is_dir():
@@ -231,7 +231,7 @@ def _without_foreign_columns(raw_rows: Sequence[RawRow]) -> Sequence[RawRow]:
 
 
 def _json_problem(value: Any) -> str | None:
-    """Returns why a value cannot be written as JSON, None if it can."""
+    """Returns why a value cannot be written as JSON; None if it can."""
     if isinstance(value, str | int | float) or value is None:
         return None
     try:

@@ -69,7 +69,7 @@ def encode_prompt(prompt: str | Messages, tokenizer: PromptTokenizer, data: Data
 
 
 OPEN_END = re.compile(r"(?i)(\bassistant:|<think>)\s*\Z")
-"""Endings of prompts for base models, which the answer continues."""
+"""Matches the end of a base model's prompt that the answer continues, such as `Assistant:`."""
 
 
 def misread_prompts(rows: Sequence[DatasetRow], template: ChatTemplate, data: DataSettings) -> tuple[str, str] | None:

@@ -128,7 +128,7 @@ def _shuffled(seed: int | tuple[int, int], epoch: int, num_rows: int) -> Indices
 
 
 def host_slice(indices: Indices, *, process_index: int, process_count: int) -> Indices:
-    """Returns host i's part of a step: the i-th of `process_count` equal, contiguous parts."""
+    """Returns one host's part of a step: part `process_index` of `process_count` equal, contiguous parts."""
     assert len(indices) % process_count == 0, "the prompts of a step must divide evenly over hosts"
     per_host = len(indices) // process_count
     return indices[process_index * per_host : (process_index + 1) * per_host]

@@ -20,8 +20,8 @@ class ConversationEncoder:
     """Encodes a prompt and its completion for a sequence classification model.
 
     With a chat template, the completion becomes the assistant's turn of the chat. Without one, or with
-    `data.chat_template: none`, both texts are joined, with the tokenizer's special tokens. The ids end at the last
-    token that is not the model's `pad_token_id`, since transformers reads the score there.
+    `data.chat_template: none`, both texts are concatenated, with the tokenizer's special tokens. The ids end at the
+    last token that is not the model's `pad_token_id`, since transformers reads the score there.
 
     Raises:
         InputError: the model has no tokenizer, or the tokenizer's ids exceed its vocabulary.

@@ -110,7 +110,7 @@ class Tokenizer:
         return self.template.ids(messages, self.tools, add_generation_prompt=False)
 
     def encode(self, text: str) -> list[int]:
-        """Returns the ids of plain text without adding tokens; names of control tokens are encoded as text."""
+        """Returns the ids of plain text without adding BOS or EOS; names of control tokens are encoded as text."""
         return self._hf_tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
 
     def text_ids(self, text: str) -> list[int]:
@@ -129,7 +129,7 @@ class Tokenizer:
         return text
 
     def stop_text(self, ids: Iterable[int]) -> str:
-        """Returns the text in which stop strings are searched: with the names of control tokens, and every valid byte.
+        """Returns the text in which stop strings are searched; it has control tokens' names and every valid byte.
 
         SentencePiece decodes a run of byte tokens only as a whole, so a stray byte would hide the newline before it.
         Here, each invalid byte becomes a separate U+FFFD.
@@ -161,7 +161,7 @@ class Tokenizer:
 
 
 def whole_text_ids(hf_tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
-    """Returns the ids of text, with names of control tokens as these tokens, after the tokenizer's BOS token.
+    """Returns the ids of text after the tokenizer's BOS token; names of control tokens become these tokens.
 
     This is how TRL encodes text prompts, but without a second BOS token if the text already starts with one.
     """
@@ -385,7 +385,7 @@ def _chosen_eos_id(files: ModelFiles, hf_tokenizer: PreTrainedTokenizerFast, tok
     if isinstance(token, int):
         if token >= _num_rows(files):
             raise InputError(
-                f"model.eos_tokens: expected ids of {files.path} from 0 to {_num_rows(files) - 1}, got {token}"
+                f"model.eos_tokens: expected token ids from 0 to {_num_rows(files) - 1} for {files.path}, got {token}"
             )
         return token
     if (known := hf_tokenizer.get_vocab().get(token)) is not None:

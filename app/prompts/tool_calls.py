@@ -1,6 +1,6 @@
-"""Tool calls in the text of a turn.
+"""Finds the tool calls in the text of a policy turn.
 
-A call is never dropped because it is malformed: its error tells the policy what to write instead.
+A malformed call is not dropped; its error tells the policy what to write instead.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class CallRecord(BaseModel):
 def resolve_format(
     setting: ToolCallFormat | Literal["auto"], tokenizer: Tokenizer, *, has_tools: bool
 ) -> ToolCallFormat:
-    """Returns the format in which the policy writes calls: `setting`, or for `auto` the one of the chat template.
+    """Returns the format of the policy's tool calls: `setting`, or the chat template's format if that is `auto`.
 
     Raises:
         InputError: there are tools, but the template writes calls in none of the known formats.
@@ -64,7 +64,7 @@ def resolve_format(
         return "none"
     raise InputError(
         f"env.parser: the model's chat template does not show how to write a tool call (it writes {text!r:.200}); "
-        "set it to json_tags or json, as the prompts tell the policy, or to none"
+        "set it to json_tags or json, whichever the prompts ask for, or to none"
     )
 
 
@@ -85,7 +85,7 @@ def _templates_call(tokenizer: Tokenizer) -> str:
 def turn_calls(tokenizer: Tokenizer, ids: Sequence[int], style: ToolCallFormat) -> list[ToolCall]:
     """Returns the tool calls in a turn, given its token ids; an EOS token at its end is ignored.
 
-    Control tokens are decoded, too, since in some models tags like `<tool_call>` are control tokens.
+    The decoded text includes control tokens, since tags like `<tool_call>` are control tokens in some models.
     """
     written = ids[:-1] if ids and ids[-1] in tokenizer.eos_ids else ids
     text = tokenizer.decode_with_special_tokens(written)

@@ -18,10 +18,10 @@ DUMMY: Messages = [{"role": "user", "content": "Q"}, {"role": "assistant", "cont
 
 
 def render_turn(tokenizer: Tokenizer, tools: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
-    """Returns the text of `DUMMY` in the chat template, split after what the assistant says in it.
+    """Renders `DUMMY` with the chat template, and splits the text after the assistant's content.
 
     Raises:
-        InputError: the template leaves out this text, or rejects the chat.
+        InputError: the template leaves out this content, or rejects the chat.
     """
     start, mark, end = tokenizer.template.text(DUMMY, tools, add_generation_prompt=False).rpartition(MARK)
     if not mark:
@@ -30,9 +30,9 @@ def render_turn(tokenizer: Tokenizer, tools: Sequence[Mapping[str, Any]]) -> tup
 
 
 def unended_turn(tokenizer: Tokenizer, stop: Sequence[str]) -> tuple[str, str] | None:
-    """Returns how the chat template ends a turn if the sampler would not stop there, and what to set, or else None.
+    """Returns the problem and what to set if the sampler would not stop where the chat template ends a turn; else None.
 
-    It is no problem if a template writes nothing after a turn, since the policy can end it with any EOS token, or
+    There is no problem if the template writes nothing after a turn, since any EOS token can end it, or if the template
     rejects a chat that ends with the assistant's turn.
 
     Args:
@@ -85,5 +85,5 @@ def overlooked_end_notices(completions: Sequence[Sequence[int]], tokenizer: Toke
 
 
 def set_eos_token(tokenizer: Tokenizer, token_id: int) -> str:
-    """Returns the setting that makes this token end a completion."""
+    """Returns the setting, as text, that makes this token end a completion."""
     return f"model.eos_tokens: [{tokenizer.decode_with_special_tokens([token_id])!r}]"

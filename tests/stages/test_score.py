@@ -149,7 +149,7 @@ def test_score_refuses_options_that_a_role_cannot_use(finished: Path, sampled: P
         ("critic", checkpoint, "contains no critic, because its run trained none"),
         ("reference", checkpoint, "--role reference uses only the weights of model.path; omit one"),
         ("reward", checkpoint, "--role reward uses only the weights of reward.model; omit one"),
-        ("reward", ("--check-packing",), "--check-packing needs a model, but --role reward uses none"),
+        ("reward", ("--check-packing",), "--check-packing compares logprobs, but --role reward has none"),
         ("critic", ("--check-packing",), "--check-packing compares logprobs, but --role critic has none"),
     ):
         result = here("score", *options, "--input", sampled, "--out", tmp_path / "out.jsonl", "--role", role)
