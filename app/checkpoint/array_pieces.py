@@ -1,4 +1,4 @@
-"""Sends arrays to and from process 0 in pieces, because a device may have no room for a whole one beside the state."""
+"""Sends arrays to and from process 0 in pieces, because a device may lack memory for a whole one."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from jax.stages import Compiled
 from jaxtyping import Array
 
 MAX_PIECE_BYTES = 1 << 26
-"""Maximum size of a piece: small, as a device holds up to three, yet a piece takes longer to send than to start."""
+"""Maximum size of a piece: a device holds up to three, but smaller ones would be dominated by start-up costs."""
 
 
 def gather_in_pieces(x: Array, whole: np.ndarray | None) -> None:
-    """Copies an array, whose parts are on several hosts, into `whole`, or only sends its parts if `whole` is None.
+    """Copies an array that is spread over hosts into `whole`; a host whose `whole` is None only sends its parts.
 
     All hosts must call it together.
     """
@@ -66,7 +66,7 @@ def _compiled(shape: tuple[int, ...], dtype: Any, sharding: NamedSharding, block
 
 
 def _block_shape(x: Array | jax.ShapeDtypeStruct) -> tuple[int, ...]:
-    """Returns the shape of a block; a piece has one block of each part, all at the same place in their parts."""
+    """Returns the shape of a block. A piece consists of one block of each part, at the same offset in every part."""
     assert x.sharding is not None
     part = x.sharding.shard_shape(x.shape)
     num_left = max(1, MAX_PIECE_BYTES // x.dtype.itemsize * prod(part) // x.size)

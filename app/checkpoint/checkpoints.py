@@ -42,7 +42,7 @@ READABLE_FINGERPRINTS = (LORA_FINGERPRINT, QUANTIZER_FINGERPRINT)
 class Checkpoints:
     """The checkpoints of one run directory, kept according to `policy`, and a link `best` to the best one.
 
-    The best one follows from the evaluation in each checkpoint's `TrainProgress`; the link is kept up to date.
+    Which one is the best follows from the evaluation in each checkpoint's `TrainProgress`.
 
     Args:
         shapes: shapes of the saved state, by network.
@@ -104,7 +104,7 @@ class Checkpoints:
         return step in self._manager.all_steps()
 
     def record_evaluations(self, progress: TrainProgress) -> None:
-        """Records the evaluation of the step, and the evaluation before the first step as step 0."""
+        """Records this step's evaluation, and the initial evaluation as step 0, to find the best checkpoint."""
         self._policy.record_evaluation(progress.step, progress.evaluation)
         self._policy.record_evaluation(0, progress.initial_evaluation)
 
@@ -124,13 +124,13 @@ class Checkpoints:
 
     @property
     def best(self) -> BestCheckpoint | None:
-        """The best checkpoint, or the start if none is better; None without an evaluation or without a metric."""
+        """The best checkpoint, or step 0 (before training) if none is better; None without evaluations or a metric."""
         return self._policy.best_checkpoint(self._manager.all_steps())
 
     def restore(
         self, check: Callable[[TrainProgress], None], *, replace_damaged: Callable[[int], bool] = lambda _: False
     ) -> tuple[NetworkStates, TrainProgress] | None:
-        """Restores the newest readable checkpoint; returns None if there is no checkpoint.
+        """Restores and returns the newest readable state and its progress; returns None if there is no checkpoint.
 
         Damaged checkpoints are reported in a warning, and renamed after another one has been restored.
 
@@ -188,7 +188,7 @@ class Checkpoints:
         return record
 
     def _read_state(self, folder: Path) -> NetworkStates:
-        """Reads a state with the dtypes that it was saved with."""
+        """Reads a state with the dtypes in which it was saved."""
         if not self._is_seen_by_all:
             return restore_from_process_0(folder, self._target)
         target = ocp.args.StandardRestore(with_saved_dtypes(folder, self._target))
@@ -286,7 +286,7 @@ def check_fingerprints(
     """Raises InputError with the names of the fingerprints that have changed since the checkpoint was written.
 
     Args:
-        changeable: name of a fingerprint -> settings and sections that allow its change if they are `allowed`.
+        changeable: settings and sections by fingerprint; it may change if one of its own is in `allowed`.
         allowed: the settings and sections that the user allows to change.
     """
     ways = {name: changeable.get(name, ()) for name in different_names(saved, current)}

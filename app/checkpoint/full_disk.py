@@ -27,7 +27,7 @@ def explain_full_disk(run: RunDirectory, shapes: Any) -> Iterator[None]:
     """Returns a context manager that raises DiskFullError if its block fails because the disk is full.
 
     Args:
-        shapes: shapes of the arrays in a checkpoint, from which the message estimates the space that it takes.
+        shapes: shapes of the arrays in a checkpoint, used to estimate its size for the message.
     """
     try:
         yield

@@ -66,9 +66,9 @@ class Process0Manager:
         self._run_on_process_0(lambda manager: manager.save(step, args=moved))
 
     def _gather(self, state: Any) -> Any:
-        """Returns the state with arrays in files on process 0, and with None in their place on the others.
+        """Returns the state with its arrays in files on process 0, or with None instead of arrays on other processes.
 
-        Host memory holds one piece of an array at a time, or one device's part of it if process 0 has all parts.
+        Host memory holds one piece of an array at a time, or one device's part if process 0 has all parts.
         """
         shutil.rmtree(self._gathered_dir, ignore_errors=True)
         with self._error_barrier():
@@ -131,7 +131,7 @@ def _is_on_process_0(x: Array | jax.ShapeDtypeStruct) -> bool:
 
 
 def restore_from_process_0(folder: Path, target: Any) -> Any:
-    """Restores a state, or a part of it, with its saved dtypes, from a checkpoint that only process 0 needs to have.
+    """Restores a state, or a part of one, with its saved dtypes; only process 0 needs to have the checkpoint.
 
     Host memory holds one whole array at a time. All hosts must call it together.
 
@@ -158,7 +158,7 @@ def _saved_types(folder: Path, target: Any) -> str:
 
 
 def _read_array(folder: Path, path: str, like: jax.ShapeDtypeStruct) -> np.ndarray:
-    """Returns the array at a path of a state; on other processes than process 0, an uninitialized array."""
+    """Returns the array at a path of the saved state; on all processes but 0, an uninitialized array."""
     if jax.process_index() > 0:
         return np.empty(like.shape, like.dtype)
     # The structure of the whole state: a partial restore would ignore the placeholders.

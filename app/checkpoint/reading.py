@@ -34,7 +34,7 @@ def open_reader(handler: ocp.CompositeCheckpointHandler) -> ocp.Checkpointer:
 
 
 def read_on_all_hosts(read: Callable[[], Content]) -> tuple[Content | None, str]:
-    """Returns the result of `read` and ""; or None and a reason on all hosts, if files are damaged on any host."""
+    """Returns the result of `read` and "", or, if files are damaged on any host, None and a reason on all hosts."""
     content, reason = None, "another host cannot read it"
     try:
         content = read()
@@ -47,7 +47,7 @@ def read_on_all_hosts(read: Callable[[], Content]) -> tuple[Content | None, str]
 
 
 def read_verified(read: Callable[[], Any], sums: Mapping[str, int], target: Any) -> tuple[Any, str]:
-    """Returns the state that `read` returns, with the dtypes of `target`; or None and a reason if it is damaged.
+    """Returns the result of `read` with the dtypes of `target` and "", or None and a reason if it is damaged.
 
     Args:
         sums: checksums of all arrays of the checkpoint, by path.

@@ -12,7 +12,7 @@ from app.report.metrics_history import best_step, finite_metric
 
 
 class BestCheckpoint(NamedTuple):
-    """The best checkpoint so far, or the start of the run as step 0 if no checkpoint is better."""
+    """The best checkpoint so far; step 0 is the model before training, if no checkpoint is better."""
 
     step: int
     metric: str
@@ -50,28 +50,28 @@ class LatestAndBestPolicy:
     metric: str | None = None
     """Name of the metric; if None, only the newest checkpoints are kept."""
     metric_values: dict[int, float] = field(default_factory=dict)
-    """Step -> value of the metric, for evaluated checkpoints and for the start, which is step 0."""
+    """Maps each evaluated step to its value of the metric; step 0 is the model before training."""
 
     def record_evaluation(self, step: int, evaluation: Mapping[str, float | None] | None) -> None:
-        """Records the evaluation of a step's checkpoint, or None if it was not evaluated."""
+        """Records the evaluation at a step; None means that it was not evaluated, and removes an earlier value."""
         self.metric_values.pop(step, None)
         value = finite_metric(evaluation or {}, self.metric or "")
         if value is not None:
             self.metric_values[step] = value
 
     def best_step(self, steps: Iterable[int]) -> int | None:
-        """Returns the best of these steps; None if none was evaluated, or the start was better."""
+        """Returns the best of these steps; None if none was evaluated or step 0 (before training) is better."""
         evaluated = {step: self.metric_values[step] for step in (0, *steps) if step in self.metric_values}
         return best_step(evaluated, self.metric) or None
 
     def best_checkpoint(self, steps: Iterable[int]) -> BestCheckpoint | None:
-        """Returns the best of these steps with its metric, or the start; None if neither was evaluated."""
+        """Returns the best of these steps and step 0 (before training) with its metric; None if none was evaluated."""
         step = self.best_step(steps) or 0
         value = self.metric_values.get(step)
         return None if self.metric is None or value is None else BestCheckpoint(step, self.metric, value)
 
     def superseded(self, steps: Sequence[int]) -> int | None:
-        """Returns the best of `steps[:-1]` if nothing keeps it any longer; otherwise None. Steps are ascending."""
+        """Returns the best step before the last one if it need no longer be kept, else None. Steps are ascending."""
         best = self.best_step(steps[:-1])
         return best if best not in (*steps[-self.keep :], self.best_step(steps)) else None
 
@@ -80,7 +80,7 @@ class LatestAndBestPolicy:
     ) -> Sequence[bool]:
         """Returns whether to keep each of the `checkpoints`, which are in ascending order.
 
-        Orbax calls it before saving the last one. The previous best is kept until the link points to its successor.
+        Orbax calls it before it saves the last one. The previous best is kept until the link points to the new one.
         """
         steps = [checkpoint.step for checkpoint in checkpoints]
         kept = {*steps[-self.keep :], self.best_step(steps), self.best_step(steps[:-1])}

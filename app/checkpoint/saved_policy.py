@@ -1,4 +1,4 @@
-"""A saved policy, and its critic: the starting point of rollout, score, evaluation, export and replay."""
+"""Loads a saved policy and its critic, from which rollout, scoring, evaluation, export and replay start."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class PolicyCheckpoint:
 
     @classmethod
     def open(cls, path: Path) -> PolicyCheckpoint:
-        """Opens the checkpoint at `path`, which may be a link such as `best`, or the newest one of the run at `path`.
+        """Opens the checkpoint at `path` (or at a link such as `best`), or the newest one if `path` is a run's folder.
 
         Raises:
             InputError: there is no checkpoint, or it cannot be read.
@@ -83,7 +83,7 @@ class PolicyCheckpoint:
         return self.progress.step
 
     def describe(self) -> str:
-        """Returns a string with the step and a digest of all arrays."""
+        """Returns the step and a digest of all arrays as text, to identify the weights."""
         digest = hashlib.sha256(json.dumps(dict(self.checksums), sort_keys=True).encode()).hexdigest()
         return f"step {self.step}, {digest[:16]}"
 
@@ -96,7 +96,7 @@ class PolicyCheckpoint:
         """Raises InputError if the checkpoint was trained with another model, tokenizer or adapter configuration.
 
         Args:
-            needs_quantizer: False if the quantized kernels that the adapters were trained with are not loaded.
+            needs_quantizer: False if the quantized weights that the adapters were trained with are not loaded.
             needs_tokenizer: False if token ids are used without a tokenizer.
         """
         saved, path = self.progress.fingerprints, model.files.path
@@ -129,7 +129,8 @@ class PolicyCheckpoint:
         saved = self.progress.fingerprints.get("the critic")
         if saved is None and is_required:
             raise InputError(
-                f"{OPTION}: {self.path} contains no critic, because its run trained none; choose another run"
+                f"{OPTION}: {self.path} contains no critic, because its run trained none; choose a checkpoint of a "
+                "run with algorithm.estimator gae or vtrace"
             )
         if saved not in (None, critic.files.fingerprint):
             raise InputError(
@@ -148,7 +149,7 @@ class PolicyCheckpoint:
         return self._restore_item({network: {"params": abstract_arrays(shapes, shardings)}})[network]["params"]
 
     def restore_states(self, shapes: NetworkStates, shardings: NetworkStates) -> NetworkStates:
-        """Restores the training states of the requested networks, except networks that the checkpoint does not contain.
+        """Restores the training states of the requested networks, without those that the checkpoint lacks.
 
         All hosts must call it together.
 
@@ -249,7 +250,7 @@ def load_policy_params(checkpoint: PolicyCheckpoint, session: ScoringSession) ->
 
 
 def load_trained_params(checkpoint: PolicyCheckpoint, model: ModelSpec, mesh: Mesh) -> Params:
-    """Loads the trained weights: the adapters if there are any, else all. See `load_policy_params`."""
+    """Loads the trained weights: only the adapters if there are any, else all weights. See `load_policy_params`."""
     definition = model.policy_definition
     shapes, shardings = map(definition.trainable, (definition.shapes, definition.shardings(mesh)))
     return checkpoint.restore_params(shapes, shardings)

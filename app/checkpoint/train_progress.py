@@ -18,7 +18,7 @@ from app.update.optimizer import TrainState
 FORMAT = 2
 """Version of the record and the arrays; increased when the program can no longer read what it wrote before."""
 NetworkStates = Mapping[str, TrainState]
-"""States of the trained networks, or their shapes or shardings: `policy`, and `critic` if there is one."""
+"""Maps `policy`, and `critic` if there is one, to the network's state, or to its shapes or shardings."""
 
 
 class OtherVersionError(Exception):
@@ -26,7 +26,7 @@ class OtherVersionError(Exception):
 
     def __init__(self) -> None:
         super().__init__(
-            "was written by another version; finish the run with that version, or start one with another run.name"
+            "was written by another version of this program; use that version, or start a run with another run.name"
         )
 
 
@@ -56,7 +56,7 @@ class TrainProgress:
     evaluation: Mapping[str, float | None] | None = None
     """Metrics under `eval/` of this step; None if it was not evaluated."""
     unevaluated: Mapping[str, Any] | None = None
-    """Metrics of the step, if its evaluation was interrupted and has to be repeated; otherwise None."""
+    """Training metrics of the step if its evaluation is due but not complete; otherwise None."""
 
     def after_step(self, step: int, *, num_prompts: int, num_tokens: int, **changed: Any) -> TrainProgress:
         """Returns the progress after a step that used this many prompts and tokens, before its evaluation."""

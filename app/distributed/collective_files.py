@@ -1,4 +1,4 @@
-"""Files with the samples of all hosts, gathered and written by process 0."""
+"""Gathers the records of all hosts on process 0 and writes them to one file."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def json_lines(records: Iterable[Mapping[str, Any]], *, path: Path, first_record
 
 
 def json_lines_by_part(parts: Iterable[Sequence[Mapping[str, Any]]], *, path: Path) -> Iterator[Iterator[bytes]]:
-    """Yields the lines of each part; see `json_lines`. Record numbers continue from part to part."""
+    """Yields the JSON lines of each part; see `json_lines`. Record numbers continue from part to part."""
     number = 1
     for part in parts:
         yield json_lines(part, path=path, first_record=number)
@@ -77,7 +77,7 @@ def json_lines_by_part(parts: Iterable[Sequence[Mapping[str, Any]]], *, path: Pa
 def write_collectively(path: Path, parts: Iterable[Iterable[bytes]]) -> None:
     """Writes one file with the lines of all hosts, atomically: part after part, and in each part host after host.
 
-    Process 0 writes the file, and alone needs its folder; with several hosts, it keeps one part of each host in memory.
+    Only process 0 needs the folder. If there are several hosts, it keeps one part of each host in memory.
 
     Args:
         parts: this host's lines of each part; all hosts must have the same number of parts.
@@ -106,7 +106,7 @@ def write_collectively(path: Path, parts: Iterable[Iterable[bytes]]) -> None:
 
 
 def gather_lines_to_process_0(local_lines: Sequence[str]) -> Sequence[str]:
-    """Returns the lines of all hosts on process 0, labeled by host if there are several; an empty list on others."""
+    """Returns the lines of all hosts on process 0, labeled by host if there are several; an empty list elsewhere."""
     if jax.process_count() == 1:
         return local_lines
     gathered = map(json.loads, gather_bytes_to_process_0(json.dumps(local_lines).encode()))
@@ -114,7 +114,7 @@ def gather_lines_to_process_0(local_lines: Sequence[str]) -> Sequence[str]:
 
 
 def gather_samples_to_process_0(local_samples: Sequence[Sample]) -> Sequence[Sample]:
-    """Returns the samples of all hosts on process 0, in host order; an empty list on others."""
+    """Returns the samples of all hosts on process 0, in host order; an empty list on the others."""
     if jax.process_count() == 1:
         return local_samples
     sent = gather_bytes_to_process_0(json.dumps([sample_to_record(sample) for sample in local_samples]).encode())
@@ -122,7 +122,7 @@ def gather_samples_to_process_0(local_samples: Sequence[Sample]) -> Sequence[Sam
 
 
 def decode_gathered_sample(record: Mapping[str, Any]) -> Sample:
-    """Returns the sample in a record sent by a host. Unlike in a file, floats may be NaN, which the update reports."""
+    """Returns the sample in a record sent by a host. Its floats may be NaN, which the update reports."""
     floats = {name: np.asarray(record[name], np.float32) for name in TOKEN_ARRAY_FIELDS if name in record}
     finite = {name: np.zeros(len(values)).tolist() for name, values in floats.items()}
     return replace(sample_from_record({**record, **finite}, where="a sample of another host"), **floats)

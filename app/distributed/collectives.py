@@ -27,14 +27,14 @@ _mesh: Mesh | None = None
 def set_exchange_devices(devices: Sequence[Any] | None) -> None:
     """Sets the devices that exchange values: one per host, in host order; None = all devices.
 
-    Two threads must not start programs of several devices on the same devices, since each might wait for the other.
+    Two threads must not run multi-device programs on the same devices, since each might wait for the other.
     """
     global _mesh
     _mesh = None if devices is None else Mesh(np.asarray(devices), ("hosts",))
 
 
 def gather_over_hosts(values: np.ndarray) -> np.ndarray:
-    """Returns the stacked arrays of all hosts, [hosts, ...], which must have equal shapes. 64-bit dtypes are kept."""
+    """Returns the arrays of all hosts, stacked to [hosts, ...]; their shapes must be equal. Keeps 64-bit dtypes."""
     values = np.asarray(values)
     if jax.process_count() == 1:
         return values[None]
@@ -46,7 +46,7 @@ def gather_over_hosts(values: np.ndarray) -> np.ndarray:
 
 
 def _exchange_rows(mesh: Mesh, row: np.ndarray, spec: PartitionSpec) -> np.ndarray:
-    """Exchanges an array with one row per host, and returns the part that this host has under `spec`."""
+    """Stacks one row per host on the mesh, and returns this host's part of the stack under `spec`."""
     rows = jax.make_array_from_process_local_data(NamedSharding(mesh, PartitionSpec("hosts")), row[None])
     return np.asarray(_relayout(mesh, spec)(rows).addressable_data(0))
 
@@ -57,7 +57,7 @@ def _relayout(mesh: Mesh, spec: PartitionSpec) -> Callable[[jax.Array], jax.Arra
 
 
 MAX_EXCHANGE_BYTES = 1 << 26
-"""Maximum number of bytes that a host sends or receives at once in `exchange_over_hosts`, on one of its devices."""
+"""Maximum bytes that a host sends or receives in one step of `exchange_over_hosts`; one device holds both."""
 
 
 def exchange_over_hosts(
@@ -144,7 +144,7 @@ def gather_bytes_to_process_0(local_bytes: bytes) -> list[bytes]:
 
 
 def broadcast_bytes(local_bytes: bytes) -> bytes:
-    """Returns the bytes of process 0 on every host, sent in messages of at most `MAX_MESSAGE_BYTES`."""
+    """Returns the bytes of process 0 on every host; they are sent in messages of at most `MAX_MESSAGE_BYTES`."""
     size = int(gather_over_hosts(np.asarray(len(local_bytes)))[0])
     sent = local_bytes if jax.process_index() == 0 else b""
     starts = range(0, size, MAX_MESSAGE_BYTES)

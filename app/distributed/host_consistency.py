@@ -27,7 +27,7 @@ PER_HOST_SETTINGS = frozenset(
         *(f"mesh.{field}" for field in ("coordinator_address", "num_processes", "process_id", "start_timeout_s")),
     )
 )
-"""Settings that may differ between hosts: process 0's value counts, or they are used only to find the other hosts."""
+"""Settings that may differ between hosts: process 0's value is used, or they only serve to find the other hosts."""
 MAX_SHOWN = 120
 """Maximum length of a value shown in an error message."""
 
@@ -44,7 +44,7 @@ HostFacts = Mapping[str, HostFact]
 
 
 def check_hosts_agree(resolved: Resolved, identity: Identity = MappingProxyType({})) -> None:
-    """Checks that all hosts have the same packages, code, settings and computation.
+    """Checks that all hosts have the same code, packages, settings and `identity`.
 
     All hosts must call it, after `jax_startup.initialize_distributed`.
 
@@ -71,7 +71,7 @@ def check_hosts_agree(resolved: Resolved, identity: Identity = MappingProxyType(
 
 
 def describe_difference(hosts: Sequence[str], facts: Sequence[HostFacts]) -> str | None:
-    """Returns an error message that names the facts that differ and shows the first; None if all hosts agree."""
+    """Returns an error message that names the facts that differ, with the values of the first; None if none differs."""
     names = dict.fromkeys(name for one in facts for name in one)
     absent = HostFact("missing")
     differing = [name for name in names if len({one.get(name, absent).value for one in facts}) > 1]
@@ -87,7 +87,7 @@ def describe_difference(hosts: Sequence[str], facts: Sequence[HostFacts]) -> str
         return f"{value} (from {fact.origin})" if fact.origin else value
 
     values = "; ".join(f"{shown(fact)} on {', '.join(where)}" for fact, where in hosts_by_fact.items())
-    more = f" (they also differ in {', '.join(others[:5])}{', ...' if len(others) > 5 else ''})" if others else ""
+    more = f" (they also differ in {', '.join(others[:5])}{' and others' if len(others) > 5 else ''})" if others else ""
     return (
         f"{first}: the hosts differ: {values}{more}. Start the same command with the same code, packages and files on "
         "every host"
@@ -95,6 +95,6 @@ def describe_difference(hosts: Sequence[str], facts: Sequence[HostFacts]) -> str
 
 
 def _comparable(value: object) -> str:
-    """Returns a value as text; a path without its folder, which may differ, since file contents are also compared."""
+    """Returns a value as text. A file's path loses its folder, which may differ, since contents are compared too."""
     text = value if isinstance(value, str) else repr(value)
     return os.path.basename(text) if os.path.isfile(text) else text

@@ -1,4 +1,4 @@
-"""Folders that only process 0 may see, and copies of their files for the other processes."""
+"""Copies files of folders that only process 0 may see to the other processes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MAX_PIECE_BYTES = 1 << 26
 
 
 def sees_folder(folder: Path) -> tuple[bool, bool]:
-    """Returns whether this host sees the folder of process 0, which may not exist yet, and whether all hosts do.
+    """Returns whether this host sees the folder of process 0, and whether all hosts do. It need not exist yet.
 
     Process 0 writes a probe file and removes it again. All hosts must call it together with the same path; a relative
     path is relative to each host's working directory.
@@ -75,14 +75,12 @@ def _matching_files(folder: Path, patterns: Sequence[str]) -> list[str]:
 
 @contextmanager
 def copy_from_process_0(folder: Path, patterns: Sequence[str], *, option: str = "run.dir") -> Iterator[Path]:
-    """Returns a context manager for a folder of process 0, which other hosts get as a temporary copy.
+    """Returns a context manager that yields process 0's folder, or on other hosts a temporary copy of it.
 
-    The copy has the same name and contains the files that match one of `patterns`.
-
-    All hosts must enter the block together.
+    The copy has the same name and contains the files that match one of `patterns`. All hosts must enter it together.
 
     Args:
-        option: the setting or option with the folder, for errors.
+        option: the setting or option that names the folder, for errors.
 
     Raises:
         InputError: a host cannot write the copies.
@@ -135,5 +133,5 @@ def _explain_failed_copy(option: str) -> Iterator[None]:
             raise
         raise InputError(
             f"{option}: this host does not see the folder of process 0, and cannot copy its files: {error}; set "
-            "TMPDIR to a folder with some space"
+            "TMPDIR to a folder with free space"
         ) from error

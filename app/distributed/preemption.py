@@ -46,7 +46,7 @@ class StopDecision(NamedTuple):
     """Exit code of every host; 0 if no host has to stop."""
     save_is_due: bool
     end_is_asked: bool
-    """Whether the caller on any host asked to end the run."""
+    """Whether the caller of `sync_stop_decision` on any host asks to end the run."""
     signaled_hosts: tuple[int, ...]
     """Hosts that have received a signal."""
 
@@ -141,10 +141,12 @@ def _redirect_lost_terminal() -> None:
 
 @contextmanager
 def cancellation_barrier() -> Iterator[None]:
-    """Returns a context manager for generation, which all hosts must enter.
+    """Returns a context manager: if generation is stopped inside it on any host, it is stopped on all.
+
+    All hosts must enter it.
 
     Raises:
-        StoppedError: generation was stopped on some host. Every host raises it.
+        StoppedError: generation was stopped on some host; raised on every host.
     """
     stopped = None
     try:

@@ -97,7 +97,7 @@ class Peer(NamedTuple):
 
 
 class _Patience:
-    """Limits the wait for other processes and reports once on stderr who is late."""
+    """Limits the wait for other processes, and reports once on stderr which processes are late."""
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
@@ -169,7 +169,7 @@ def _gather_processes(member: ClusterMember, patience: _Patience) -> None:
                 names = f"process{'es' if len(missing) > 1 else ''} {', '.join(map(str, missing[:20]))}"
                 left_s = patience.left_s(
                     f"no connection to {member.coordinator_address} from {names}"
-                    f"{', ...' if len(missing) > 20 else ''} of {member.num_processes}"
+                    f"{' and others' if len(missing) > 20 else ''} of {member.num_processes}"
                 )
                 if select.select([listener], [], [], min(left_s, LIVENESS_POLL_S))[0]:
                     _accept_peer(member, peers, stack.enter_context(listener.accept()[0]))
@@ -257,7 +257,7 @@ def _wait_for_process_0(member: ClusterMember, patience: _Patience) -> None:
 
 
 def _query(member: ClusterMember, timeout_s: float) -> bool:
-    """Returns whether process 0 replies that all are there; False if another program replies or closes the connection.
+    """Returns whether process 0 replies that all have connected; False if another program answers or hangs up.
 
     Raises:
         InputError: process 0 replies with an error.

@@ -45,7 +45,7 @@ def exit_barrier(status_board: StatusBoard) -> None:
 
 @contextmanager
 def broadcast_failure(status_board: StatusBoard) -> Iterator[None]:
-    """Returns a context manager that posts an error in its block at once, before this host writes its last files."""
+    """Returns a context manager that posts a notice if its block fails, before this host writes its last files."""
     try:
         yield
     except Exception as error:

@@ -19,5 +19,5 @@ class StoppedError(Exception):
 
 
 def never_stop() -> bool:
-    """Returns False: nothing stops generation."""
+    """Returns False: a stop check for generation that nothing stops."""
     return False
