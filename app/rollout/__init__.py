@@ -1,1 +1,1 @@
-"""Generates samples from prompts: in the slots of one engine, or on scheduled workers."""
+"""Generates samples from prompts: with one slot engine, or with several workers under a scheduler."""

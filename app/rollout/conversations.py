@@ -1,7 +1,7 @@
-"""Multi-turn conversations: environments answer the turns of rows, and the observations are appended as tokens.
+"""Multi-turn conversations: an environment answers each turn of a sample, and its observation is appended as tokens.
 
-Sampled ids are kept and never re-encoded: the environment gets their text, and only observations are encoded, with the
-tokens that separate turns in the chat template.
+Sampled token ids are never re-encoded: the environment gets their text. Only observations are encoded, together with
+the tokens by which the chat template separates turns.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ class TurnLimits:
     max_turn_tokens: int | None
     max_observation_tokens: int | None
     max_prompt_tokens: int
-    """Maximum number of tokens in the opening of a conversation."""
+    """Maximum number of prompt tokens before the policy's first turn."""
     max_suspended: int | None
-    """Maximum number of samples per engine that wait without a slot; None = `SUSPENDED_PER_SLOT` for each slot."""
+    """Maximum number of samples per engine that wait for environments; None = `SUSPENDED_PER_SLOT` for each slot."""
 
 
 @dataclass
 class Conversations:
-    """Sends the turns of rows to their environments, and appends the answers.
+    """Sends each finished turn to the environment of its sample, and appends the observation to the sample.
 
-    Used by one thread at a time; the environments run in their own processes.
+    Only one thread at a time may use it; the environments run in separate processes.
     """
 
     pool: EpisodePool
@@ -60,25 +60,25 @@ class Conversations:
     seed: int
     """Seed of the run."""
     encode_opening: Callable[[Messages], list[int]]
-    """Returns the ids of a chat up to the start of the policy's first turn."""
+    """Returns the token ids of a chat, up to the start of the policy's first turn."""
     system_prompt: str | None
     decode_text: DecodeText
     read_calls: Callable[[Sequence[int]], list[ToolCall]]
-    """Returns the tool calls in the ids of a turn."""
+    """Returns the tool calls in the token ids of a turn."""
     _acting: dict[str, tuple[RolloutSequence, Turn | None]] = field(default_factory=dict)
-    """Row key -> (row that waits for its environment, None or its last turn). The turn is given if its observation did
-    not fit, so that only the scores of the episode are missing."""
+    """Row key -> (row that waits for its environment, turn). The turn is None unless its observation did not fit; the
+    row then waits only for the scores of its episode."""
     _encoded: dict[str, Int32[np.ndarray, "n"]] = field(default_factory=dict)
-    """JSON of an observation's messages -> its ids."""
+    """JSON of an observation's messages -> its token ids."""
     _failed: list[EpisodeReply] = field(default_factory=list)
     """Replies for rows whose environment failed to open the conversation."""
     _opened: dict[str, Opening] = field(default_factory=dict)
     """`_identity` of a prompt -> its opening."""
 
     def open(self, prompts: Sequence[Prompt], *, stop_requested: StopCheck = never_stop) -> list[Opening]:
-        """Returns the environment's opening of each prompt, shared by all samples of the prompt.
+        """Returns the opening that the environment gives each prompt; all samples of a prompt share it.
 
-        If the environment fails, the prompt is unchanged and its samples are dropped after one token.
+        If the environment fails, the prompt stays unchanged and its samples are dropped after one token.
 
         Raises:
             StoppedError: a stop was requested before all environments had answered.
@@ -123,7 +123,7 @@ class Conversations:
     def make_rows(
         self, prompts: Sequence[Prompt], request: GenerationRequest, *, noise_step: int, stop_requested: StopCheck
     ) -> list[RolloutSequence]:
-        """Returns the rows of `make_sequences`, with prompts opened by their environments; see `open`."""
+        """Opens the prompts with their environments and returns new rows for them; see `open` and `make_sequences`."""
         openings = self.open(prompts, stop_requested=stop_requested)
         rows = make_sequences([opening.prompt for opening in openings], request, noise_step=noise_step)
         for number, row in enumerate(rows):
@@ -134,7 +134,7 @@ class Conversations:
         return rows
 
     def send(self, row: RolloutSequence) -> None:
-        """Sends a finished turn to its environment, and returns at once."""
+        """Sends the finished turn of a row to its environment without waiting for the answer."""
         assert row.opening is not None
         self._acting[row.key] = row, None
         _, start, messages, failure = row.opening
@@ -163,10 +163,10 @@ class Conversations:
         return [row for (row, _), _ in replies if row.key not in self._acting]
 
     def _answer(self, row: RolloutSequence, cut: Turn | None, reply: EpisodeReply) -> None:
-        """Ends a row, or appends the observation; if that does not fit, requests the episode's scores.
+        """Ends a row or appends its observation; if the observation does not fit, requests the episode's scores.
 
         Args:
-            cut: the last turn if its observation did not fit; `reply` then has only scores.
+            cut: last turn of a row whose observation did not fit, so that `reply` has only scores; otherwise None.
         """
         turn = cut or replace(
             self._turn(row),
@@ -192,7 +192,7 @@ class Conversations:
             self._observe(row, turn)
 
     def _turn(self, row: RolloutSequence) -> Turn:
-        """Returns the current turn of a row, without an answer."""
+        """Returns the current turn of a row, without the environment's answer."""
         text = self.decode_text(row.token_ids[row.turn_start :].tolist())
         return Turn(start=row.turn_start, end=row.num_tokens, text=text)
 
@@ -213,7 +213,7 @@ class Conversations:
         self.pool.end(row.key, row.opening.start, row.opening.messages)
 
     def _encode(self, messages: Messages) -> Int32[np.ndarray, "n"]:
-        """Returns the ids of an observation; cached, because samples often share observations and rendering is slow."""
+        """Returns an observation's token ids; cached, because encoding is slow and samples often share observations."""
         key = json.dumps(messages)
         if key not in self._encoded:
             if len(self._encoded) == MAX_OBSERVATIONS:
@@ -240,5 +240,5 @@ class Conversations:
 
 
 def _identity(prompt: Prompt) -> str:
-    """Returns a unique key of a prompt: uids are not unique, because files of the same name share them."""
+    """Returns a unique key of a prompt. Its uid is not unique: data files with the same name give the same uids."""
     return json.dumps([prompt.uid, prompt.source, prompt.answer, prompt.extra], default=str)

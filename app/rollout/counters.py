@@ -1,4 +1,4 @@
-"""Token counts of a rollout."""
+"""Counts of the tokens, rows and segments of a rollout."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass
 class RolloutCounters:
-    """Counts of everything generated since the last `take`."""
+    """Counts of the work done since the last `take`."""
 
     segments: int = 0
     prompt_tokens: int = 0
@@ -18,12 +18,12 @@ class RolloutCounters:
     recomputed_tokens: int = 0
     """Tokens processed again because suspended or preempted samples continued without their caches."""
     preempted_rows: int = 0
-    """Number of times that a row was preempted by older rows."""
+    """Number of preemptions: rows that lost their KV blocks to older rows."""
     resumed_rows: int = 0
-    """Rows whose KV blocks were still cached when their environment had answered."""
+    """Number of times that a row continued with its KV cache after its environment had answered."""
     rebuilt_rows: int = 0
-    """Rows whose cache was rebuilt, because other rows had taken their blocks or the observation was too long to be fed
-    token by token."""
+    """Number of times that an answered row's cache was rebuilt, because other rows had taken its blocks or the
+    observation was too long to be fed token by token."""
     row_steps: int = 0
     """Rows times decode steps, including idle slots and forced tokens: an upper bound on the sampled tokens."""
     generated_tokens: int = 0

@@ -1,1 +1,1 @@
-"""Continuous batching: rows enter and leave slots over a paged KV cache."""
+"""Continuous batching: samples enter and leave decode slots that share a paged KV cache."""

@@ -1,6 +1,6 @@
-"""Tracks which KV blocks of a device are free, and which contain shared prompts.
+"""Tracks which KV blocks of a device are free, and which cache shared prompts.
 
-Block 0 belongs to no row: it fills unused table entries.
+Block 0 is never allocated; it fills unused entries of block tables.
 
 Source: Kwon et al. 2023, PagedAttention, sections 4.2 to 4.4.
 """
@@ -13,9 +13,9 @@ from itertools import chain
 
 
 class BlockPool:
-    """Counts the references to each block by rows and by prompts that are kept for later samples.
+    """Counts how many rows and cached prompts refer to each block.
 
-    Prompts without rows are dropped when their blocks are needed, least recently used first.
+    If blocks run out, cached prompts that would free some are dropped, least recently used first.
     """
 
     def __init__(self, num_blocks: int):
@@ -23,14 +23,14 @@ class BlockPool:
         self._free = list(range(num_blocks - 1, 0, -1))
         self._holders: Counter[int] = Counter()
         self._prompts: dict[bytes, list[int]] = {}
-        """Blocks of each kept prompt, least recently used first."""
+        """Key of a cached prompt -> its blocks, least recently used first."""
         self._spoilt: set[int] = set()
 
     def num_available(self, released: Iterable[Iterable[int]] = (), *, keeping: bytes | None = None) -> int:
-        """Returns how many blocks can be allocated without dropping the prompt `keeping`.
+        """Returns how many blocks can be allocated without dropping the prompt with the key `keeping`.
 
         Args:
-            released: blocks of rows to be released first.
+            released: blocks of each row that will be released first.
         """
         droppable = [blocks for key, blocks in self._prompts.items() if key != keeping]
         given_up = Counter(chain(*droppable, *released))
@@ -40,12 +40,12 @@ class BlockPool:
         return key in self._prompts
 
     def prompt_blocks(self, key: bytes) -> list[int]:
-        """Returns the blocks of a kept prompt, which is now the most recently used."""
+        """Returns the blocks of a cached prompt, and marks it as the most recently used."""
         blocks = self._prompts[key] = self._prompts.pop(key)
         return blocks
 
     def allocate(self, count: int) -> list[int]:
-        """Returns blocks with one reference each; at most `num_available` can be allocated."""
+        """Returns `count` blocks, at most `num_available`, with one reference each."""
         while len(self._free) < count:
             frees_any = (key for key, held in self._prompts.items() if any(self._holders[b] == 1 for b in held))
             self._drop_prompt(next(frees_any))
@@ -54,7 +54,7 @@ class BlockPool:
         return taken
 
     def keep_prompt(self, key: bytes, blocks: list[int]) -> None:
-        """Keeps allocated blocks as the cache of a prompt."""
+        """Keeps allocated blocks, with their references, as the cache of a prompt."""
         self._prompts[key] = blocks
 
     def share(self, blocks: Iterable[int]) -> None:
@@ -69,18 +69,18 @@ class BlockPool:
                 self._free.append(block)
 
     def drop_prompts(self) -> None:
-        """Drops all prompts; rows keep the blocks that they share."""
+        """Drops all cached prompts; blocks that rows share stay allocated."""
         for key in list(self._prompts):
             self._drop_prompt(key)
 
     def spoil(self, blocks: Sequence[int], prompt: bytes) -> None:
-        """Marks the blocks of a row and of its prompt, which may contain non-finite values, and drops the prompt."""
+        """Marks the blocks of a row and of its prompt as possibly non-finite, and drops the prompt."""
         self._spoilt.update(blocks, self._prompts.get(prompt, ()))
         if prompt in self._prompts:
             self._drop_prompt(prompt)
 
     def take_spoilt(self) -> list[int]:
-        """Returns the marked blocks that are now free and must be overwritten."""
+        """Returns and unmarks the marked blocks that are free; the caller must overwrite them."""
         taken = [block for block in self._spoilt if not self._holders[block]]
         self._spoilt.difference_update(taken)
         return taken

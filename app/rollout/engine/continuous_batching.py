@@ -1,4 +1,4 @@
-"""Continuous batching: one queue of samples in prompt order, and slots refilled while samples are waiting."""
+"""Continuous batching: samples wait in one queue, in prompt order, and enter slots as soon as these are free."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from settings.schema.rollout import SegmentSettings
 
 
 class ContinuousBatchGenerator(SampleGenerator):
-    """Generates one queue of samples in the slots of one engine.
+    """Generates the samples of one queue in the slots of one engine.
 
-    If the engine spans all hosts' devices, the queue has all hosts' samples: all hosts make the same decisions, which
-    depend only on token counts, and each yields its own samples.
+    If the engine spans the devices of all hosts, the queue contains the samples of all hosts. All hosts make the same
+    decisions, which depend only on token counts, and each host yields its own samples.
 
     Args:
-        segment_rule: rule for the length of segments; depends only on token counts, so runs are exactly repeatable.
+        segment_rule: minimum and maximum length of a segment, in tokens per row.
     """
 
     def __init__(
@@ -65,16 +65,16 @@ class ContinuousBatchGenerator(SampleGenerator):
         assert not rows
 
     def take_counters(self) -> RolloutCounters:
-        """Returns the counts since the last call. If hosts share the queue, only process 0 gets them, others zeros."""
+        """Returns the counts since the last call. If hosts share the queue, only process 0 gets them."""
         counters = self.engine.counters.take()
         return RolloutCounters() if self._spans_hosts and jax.process_index() > 0 else counters
 
     def footprint(self) -> Footprint:
-        """Returns the arrays on the devices when all slots are full."""
+        """Returns the shapes of the weights and the KV cache on the devices."""
         return self.engine.footprint()
 
     def _decode_segments(self, rows: Sequence[RolloutSequence]) -> Iterator[None]:
-        """Decodes until every row is done; yields whenever further rows may be done and collected."""
+        """Decodes until every row is done; yields whenever more rows may be done and collected."""
         engine, waiting, lengths, num_rows = self.engine, deque(rows), list[int](), len(rows)
         answered: deque[RolloutSequence] = deque()
         segment: SegmentResult | None = None
@@ -136,10 +136,10 @@ class ContinuousBatchGenerator(SampleGenerator):
         )
 
     def _admit(self, answered: deque[RolloutSequence], waiting: deque[RolloutSequence], *, num_unsent: int) -> None:
-        """Admits rows to free slots: first answered ones, then new ones unless too many wait for environments.
+        """Admits answered rows to free slots, then new rows unless too many rows wait for their environments.
 
         Args:
-            num_unsent: number of rows with a finished turn that is not yet sent to its environment.
+            num_unsent: number of rows whose finished turn is not yet sent to the environment.
         """
         admitted = [answered.popleft() for _ in range(min(len(answered), self.engine.num_free_slots))]
         num_new = self.engine.num_free_slots - len(admitted)

@@ -1,7 +1,7 @@
-"""The engine: decodes the slots of one mesh segment by segment, each in three steps: schedule, run, postprocess.
+"""The slot engine, which decodes in segments; each segment has three steps: schedule, run and postprocess.
 
-Between segments, waiting samples are admitted to free slots and others may be suspended. A segment runs on the devices
-while the host reads the tokens of the previous one.
+Between segments, waiting samples are admitted to free slots, and running samples may be suspended. The devices decode
+a segment while the host reads the tokens of the previous segment.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from settings.errors import InputError
 
 @dataclass
 class SegmentResult:
-    """Result of one segment. Until `collect`, its tokens are being copied from the devices."""
+    """Result of one segment. Its tokens are copied from the devices in the background until `collect`."""
 
     decoded: Sequence[DecodedRow]
     waited: Sequence[RolloutSequence]
-    """Rows that were not decoded, because they waited for KV blocks."""
+    """Rows that were not decoded because they waited for KV blocks."""
     steps: int
     policy_version: int
     _slots: Sequence[Slot]
@@ -51,11 +51,11 @@ class SegmentResult:
 
     @property
     def acting(self) -> list[RolloutSequence]:
-        """Rows whose turns have ended and that wait for their environments."""
+        """Rows that have ended a turn and wait for their environments."""
         return [one.row for one in self.decoded if one.row.is_acting]
 
     def collect(self) -> None:
-        """Appends the tokens of the segment to its rows, once. Segments must be collected in order."""
+        """Appends the segment's tokens to its rows; later calls do nothing. Segments must be collected in order."""
         if self._tokens is None:
             return
         drawn, self._tokens = np.asarray(self._tokens), None
@@ -67,14 +67,14 @@ class SegmentResult:
 
 
 class SlotEngine:
-    """A fixed number of slots for one decoder on one mesh, which has devices of this host or of all hosts.
+    """Decodes a fixed number of slots on one mesh, which contains devices of this host or of all hosts.
 
     Args:
         eos_ids: every token id that ends a sequence.
-        exact: whether to replay the tokens of a suspended sample without a cache through the decode program that
-            sampled them; otherwise a prefill recomputes the cache, which rounds differently.
-        stop_text: converts token ids to text, to find stop strings between segments; None = only in finished samples.
-        programs: programs of another engine with the same arguments, shared so that they are compiled only once.
+        exact: whether a lost cache is recomputed by replaying its tokens through the decode program that sampled them;
+            otherwise by a prefill, which rounds differently.
+        stop_text: converts token ids to text, to end rows with a stop string between segments; None = they continue.
+        programs: programs of another engine with the same arguments; None = new programs.
 
     Raises:
         InputError: there are too few KV blocks for one sample.
@@ -119,7 +119,7 @@ class SlotEngine:
 
     @property
     def recomputes(self) -> bool:
-        """Whether a prefill recomputes the caches of preempted rows and of long observations."""
+        """Whether prefills may have to recompute the caches of preempted rows or of rows with long observations."""
         return (self.programs.preempts or self.shapes.max_forced > 0) and not self.exact
 
     def open(self, weights: DecodeWeights, request: GenerationRequest, *, suspends: bool = False) -> None:
@@ -131,10 +131,7 @@ class SlotEngine:
         self.load_weights(weights, policy_version=request.policy_version)
 
     def load_weights(self, weights: DecodeWeights, *, policy_version: int) -> None:
-        """Replaces the weights. Rows keep their caches and PRNG keys.
-
-        Prompts of rows admitted later are prefilled again.
-        """
+        """Replaces the weights. Rows keep their caches and PRNG keys, but cached prompts are dropped."""
         self._policy_version = policy_version
         self.runner.load_weights(weights)
         for device in self.scheduler.devices:
@@ -148,7 +145,7 @@ class SlotEngine:
 
     @property
     def active_rows(self) -> list[RolloutSequence]:
-        """All unfinished rows of the engine."""
+        """All rows in slots, and rows that wait for KV blocks."""
         return self.scheduler.active_rows
 
     @property
@@ -158,7 +155,7 @@ class SlotEngine:
     # Between segments --------------------------------------------------------------------------------------------
 
     def check_fits(self, row: RolloutSequence) -> None:
-        """Raises InputError if a row does not fit into a slot."""
+        """Raises InputError if a row's prompt or its maximum length does not fit into a slot."""
         length = len(row.prompt.token_ids)
         self.shapes.prompt_bucket(length)
         if length + row.max_new_tokens > self.shapes.max_length:
@@ -173,9 +170,9 @@ class SlotEngine:
         self._carry_out()
 
     def admit(self, rows: Sequence[RolloutSequence | SuspendedSequence]) -> None:
-        """Puts rows into free slots; rows without KV blocks wait for a later segment.
+        """Puts rows into free slots; rows for which there are no KV blocks wait for a later segment.
 
-        All of them must fit into a slot; see `check_fits`.
+        Every row must fit into a slot; see `check_fits`.
         """
         assert self._running is None and len(rows) <= self.num_free_slots
         admitted = [one if isinstance(one, SuspendedSequence) else SuspendedSequence(one) for one in rows]
@@ -187,12 +184,12 @@ class SlotEngine:
         self._carry_out()
 
     def forget(self, key: str) -> None:
-        """Frees the blocks of a parked row that will not return."""
+        """Frees the blocks of the row with this key if it was waiting for its environment and will not return."""
         self.scheduler.forget(key)
         self._carry_out()
 
     def suspend(self, row: RolloutSequence) -> SuspendedSequence:
-        """Takes an unfinished sample out of its slot. Its last segment must have been collected."""
+        """Takes an unfinished sample out of its slot, with its cache. Its last segment must have been collected."""
         assert self._running is None and self._suspends and row.is_collected
         if (queued := self.scheduler.take_queued(row)) is not None:
             return queued
@@ -210,10 +207,10 @@ class SlotEngine:
     # A segment ---------------------------------------------------------------------------------------------------
 
     def start_segment(self, limits: SegmentLimits) -> None:
-        """Schedules a segment, dispatches it and returns at once.
+        """Schedules and dispatches a segment without waiting for its end.
 
-        It ends at one of the limits, when all rows are done, when the KV blocks are full, or, while rows wait for
-        blocks, as soon as a row is done.
+        The segment ends when it reaches a limit, all its rows are done, or the KV blocks are full. While rows wait for
+        blocks, `leave_when_finished` is at least 1.
         """
         assert self._running is None and self.active_rows
         segment = self.scheduler.schedule(limits, is_stopped=self._is_stopped)
@@ -244,7 +241,7 @@ class SlotEngine:
         self._carry_out()
 
     def _is_stopped(self, row: RolloutSequence) -> bool:
-        """Returns whether a row about to be preempted contains a stop string; first collects the last segment."""
+        """Collects the last segment, then returns whether a row contains a stop string."""
         if self._last is not None:
             self._last.collect()
         return self._contains_stop(row)
@@ -264,5 +261,5 @@ class SlotEngine:
         return BatchShape(num_prompts, shapes.num_slots // hosts, *lengths)
 
     def footprint(self) -> Footprint:
-        """Returns the shapes of the arrays on the devices, without compiling."""
+        """Returns the shapes of the weights and the KV cache on the devices, without compiling."""
         return Footprint(self.programs.abstract_weights, self.programs.abstract_pool)

@@ -1,7 +1,7 @@
-"""The compiled programs of decode slots: a small set, compiled before the first rollout.
+"""The compiled programs of the slot engine: a small set, compiled before the first rollout.
 
-The cache is a pool of blocks that stays on each device and is updated in place. Each segment sends a block table and a
-few integers per row to the devices.
+The KV cache is a pool of blocks that stays on each device and is updated in place. Each segment sends a block table and
+a few integers per row to the devices.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from app.rollout.scheduling.segment_limits import SegmentLimits
 from settings.errors import InputError
 
 MAX_COMPILING = 16
-"""Maximum number of concurrent compilations, each of which takes memory."""
+"""Maximum number of concurrent compilations, because each takes memory."""
 
 
 def prefill_blocks(
@@ -60,12 +60,12 @@ def prefill_blocks(
     lengths: Int32[Array, "P"],
     targets: Int32[Array, "P M"],
 ) -> tuple[KVCache, Int32[Array, "P S words"] | None]:
-    """Prefills rows of tokens and writes their caches to the blocks `targets` of their devices.
+    """Prefills rows of tokens, and writes their keys and values to the blocks `targets` on their devices.
 
-    Returns the pool, and the routes of the tokens (their experts) if they are recorded.
+    Returns the pool and, if recorded, the experts that each token was routed to (see `pack_routes`).
 
     Args:
-        targets: block indices; an index beyond the pool is not written.
+        targets: indices of M blocks per row; a block whose index is beyond the pool is not written.
     """
     _, fresh, routes = prefill(definition, weights, token_ids, lengths)
 
@@ -87,7 +87,7 @@ def prefill_blocks(
 def copy_blocks(
     pool: KVCache, sources: Int32[Array, "n"], targets: Int32[Array, "n"], counts: Int32[Array, "D"]
 ) -> KVCache:
-    """Copies block `sources[i]` to `targets[i]` for i < `counts`, on each device; source -1 means zeros.
+    """On each device, copies its first `counts` blocks from `sources` to `targets`; source -1 means zeros.
 
     No target may be the source of another copy.
     """
@@ -110,7 +110,7 @@ def copy_blocks(
 
 
 def take_row(pool: KVCache, blocks: Int32[Array, "DM"]) -> KVCache:
-    """Returns the M blocks of a row on one device; the other devices pass -1."""
+    """Returns a copy of a row's M blocks on its device; for all other devices, `blocks` must be -1."""
     mesh, axes = jax.sharding.get_abstract_mesh(), LOGICAL_AXIS_RULES[cache_dims(pool[0].keys)[0]]
 
     def take(pool: Array, blocks: Array) -> tuple[Array]:
@@ -126,7 +126,7 @@ def take_row(pool: KVCache, blocks: Int32[Array, "DM"]) -> KVCache:
 
 
 def put_row(pool: KVCache, row: KVCache, blocks: Int32[Array, "DM"]) -> KVCache:
-    """Writes the M blocks of a row to one device; the other devices pass indices beyond the pool."""
+    """Writes a row's M blocks to its device; for all other devices, `blocks` must be beyond the pool."""
 
     def put(pool: Array, row: Array, blocks: Array) -> tuple[Array]:
         return (pool.at[blocks].set(row, mode="drop"),)
@@ -149,7 +149,7 @@ def _map_pool(function: Callable[..., tuple[Array]], pool: KVCache, *others: Arr
     """Applies `function` to each array of a pool on each device.
 
     Args:
-        others: further arguments: trees with the pool's structure and sharding, or arrays with one row per device.
+        others: more arguments of `function`: trees with the pool's structure and sharding, or arrays split by device.
     """
 
     def run(array: Array, *others: Array) -> Array:
@@ -162,7 +162,7 @@ def _map_pool(function: Callable[..., tuple[Array]], pool: KVCache, *others: Arr
 
 
 ProgramName = tuple[Any, ...]
-"""Operation of a program, followed by its sizes."""
+"""Name of a program: its operation, then its sizes and options, as in `("prefill", rows, length)`."""
 
 ProgramSpec = tuple[Callable[..., Any], tuple, dict[str, Any]]
 """A function, the shapes of its arguments, and options of `jax.jit`."""
@@ -185,7 +185,7 @@ class SlotPrograms:
     block_size: int = field(init=False)
     """Number of tokens per block."""
     num_blocks: int = field(init=False)
-    """Number of blocks on each device; the first belongs to no row."""
+    """Number of blocks on each device, including block 0, which belongs to no row."""
     _compiled: dict[ProgramName, Callable[..., Any]] = field(default_factory=dict, init=False)
     _compiled_for: set[tuple[bool, bool, bool]] = field(default_factory=set, init=False)
 
@@ -202,9 +202,9 @@ class SlotPrograms:
         least = self._blocks_for_rows(1)
         if shapes.num_blocks and shapes.num_blocks < least:
             raise InputError(
-                f"rollout.kv_blocks: {shapes.num_blocks} blocks of {self.block_size} tokens on each device cannot "
-                f"hold one row of {shapes.max_row_length} tokens; set it to at least {least}, or to null, or lower "
-                "rollout.max_new_tokens or rollout.workers.fast.max_length"
+                f"rollout.kv_blocks: {shapes.num_blocks} blocks of {self.block_size} tokens on each device are too few "
+                f"for 2 reserved blocks and one row of {shapes.max_row_length} tokens; set it to at least {least} or "
+                "to null, or lower rollout.max_new_tokens or rollout.workers.fast.max_length"
             )
 
     @property
@@ -214,12 +214,12 @@ class SlotPrograms:
 
     @property
     def blocks_per_sample(self) -> int:
-        """Number of blocks of the longest sample; a row is padded to it when it moves between slots."""
+        """Number of blocks of the longest sample; the cache of a suspended row is padded to this size."""
         return self.blocks_for(self.shapes.max_length)
 
     @property
     def table_width(self) -> int:
-        """Number of columns of the block table; larger with `rows_together`, so that all slots round alike."""
+        """Number of columns of the block table; with `rows_together`, all engines have the same, to round alike."""
         return self.blocks_per_row if self.shapes.rows_together is None else self.blocks_per_sample
 
     def blocks_for(self, num_tokens: int) -> int:
@@ -231,12 +231,12 @@ class SlotPrograms:
         return min(self.blocks_for(num_tokens), self.blocks_per_row)
 
     def _blocks_for_rows(self, num_rows: int) -> int:
-        """Returns the number of blocks for rows of full length, block 0, and the last block of a kept prompt."""
+        """Returns the number of blocks for rows of full length, block 0 and the last block of a cached prompt."""
         return num_rows * self.blocks_per_row + 2
 
     @property
     def num_route_words(self) -> int:
-        """Number of 32-bit words for each token's routes; 0 if they are not recorded."""
+        """Number of 32-bit words for a token's routes (its experts); 0 if they are not recorded."""
         shape = self.definition.architecture.route_shape if self.shapes.records_routes else None
         return 0 if shape is None else shape.num_words
 
@@ -247,7 +247,7 @@ class SlotPrograms:
 
     @property
     def capacity(self) -> int:
-        """Number of tokens that fit into the caches of all devices."""
+        """Number of tokens that fit into the KV caches of all devices together."""
         of_slots = self.shapes.num_slots * self.blocks_per_row
         if self.preempts:
             of_slots = min(of_slots, self.num_shards * (self.num_blocks - 2))
@@ -261,8 +261,8 @@ class SlotPrograms:
 
         Args:
             suspends: whether samples may leave their slots before they are done.
-            recomputes: whether a prefill may have to recompute the caches of suspended samples.
-            truncates: whether the sampling rules can exclude tokens.
+            recomputes: whether prefills may have to recompute lost caches.
+            truncates: whether the sampling rules can exclude tokens (top-k, top-p or min-p).
         """
         if (suspends, recomputes, truncates) in self._compiled_for:
             return
@@ -277,7 +277,7 @@ class SlotPrograms:
         """Lowers the programs that take the most memory: the longest prefills, and decoding with all slots full.
 
         Args:
-            recomputes: whether to include the prefill that recomputes caches; see `compile`.
+            recomputes: whether to include the prefill that recomputes a lost cache.
         """
         shapes = self.shapes
         specs = {
@@ -289,7 +289,7 @@ class SlotPrograms:
         return {name: self._lower(spec) for name, spec in specs.items()}
 
     def with_blocks_for_rows(self, num_rows: int) -> SlotPrograms:
-        """Returns programs for these slots, but with blocks for `num_rows` full rows on each device."""
+        """Returns new programs with only as many blocks as `num_rows` full rows on each device need."""
         scarce = replace(self, shapes=self.shapes._replace(has_large_blocks=False))
         return replace(scarce, shapes=scarce.shapes._replace(num_blocks=scarce._blocks_for_rows(num_rows)))
 
@@ -305,7 +305,7 @@ class SlotPrograms:
 
     @property
     def abstract_row(self) -> KVCache:
-        """Shapes and shardings of the blocks of one sample, replicated over the devices with different rows."""
+        """Shapes and shardings of one sample's blocks, which are replicated over the shards of rows."""
         shapes = self._cache_shapes(self.blocks_per_sample)
         dims = jax.tree.map(lambda x: ("tokens", *cache_dims(x, self.mesh)[1:]), self.abstract_pool)
         return abstract_arrays(shapes, sharding_tree(self.mesh, shapes, dims))
@@ -324,7 +324,7 @@ class SlotPrograms:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(self.mesh, PartitionSpec()))
 
     def program_specs(self, *, suspends: bool, recomputes: bool, truncates: bool) -> dict[ProgramName, ProgramSpec]:
-        """Returns the specifications of the programs that `compile` compiles, by name."""
+        """Returns the specifications, by name, of the programs that `compile` needs for these arguments."""
         shapes, pool, row = self.shapes, self.abstract_pool, self.abstract_row
         per_row = self._replicated(self.num_shards * self.blocks_per_sample)
         most_copies = self._replicated(shapes.num_slots)
@@ -374,7 +374,7 @@ class SlotPrograms:
 
 
 def compile_together(programs: Collection[Lowered]) -> list[Compiled]:
-    """Compiles programs in parallel, since XLA releases the GIL."""
+    """Compiles programs in parallel threads, and returns them in order; XLA releases the GIL."""
     with ThreadPoolExecutor(min(MAX_COMPILING, os.cpu_count() or 1)) as pool:
         return list(pool.map(Lowered.compile, programs))
 

@@ -1,4 +1,4 @@
-"""The arrays of an engine (weights and paged KV cache), and calls of the programs that change them.
+"""Holds the weights and the paged KV cache of an engine, and runs the compiled programs on them.
 
 `SlotScheduler` decides which slot and which blocks each row gets.
 """
@@ -20,7 +20,7 @@ from app.rollout.sampling.token_sampling import SamplingRules
 
 
 class SlotRunner:
-    """Runs the compiled programs on arrays that stay on the devices."""
+    """Runs compiled programs on weights and a KV cache that stay on the devices."""
 
     def __init__(self, programs: SlotPrograms, *, eos_ids: Sequence[int]):
         self._programs, self._num_devices = programs, programs.num_shards
@@ -46,7 +46,7 @@ class SlotRunner:
         self.weights, self.cache, self._prompt_routes = None, (), {}
 
     def carry_out(self, work: CacheWork) -> None:
-        """Dispatches the programs for this cache work."""
+        """Dispatches the programs that carry out these cache operations."""
         self._prefill(work.prefills)
         self._copy(work.copies)
         for device, blocks, cache in work.insertions:
@@ -57,7 +57,7 @@ class SlotRunner:
                 slot.prompt_routes = self._prompt_routes.get(slot.prompt_key)
 
     def decode(self, segment: ScheduledSegment) -> tuple[Int32[Array, "6 B"], Int32[Array, "fields C B"]]:
-        """Dispatches a segment; returns its `RowStatus` and tokens, which are being copied to the host."""
+        """Dispatches a segment; returns its `RowStatus` and tokens, and starts their copy to the host."""
         self.cache, status, drawn = self._programs["decode", segment.num_rows, self._truncates](
             *(self.weights, self.cache, *self._tables(segment), np.asarray(segment.limits, np.int32)),
             *(self._rules, self._seed, self._eos_ids),
@@ -82,11 +82,11 @@ class SlotRunner:
         return table, blocks, forced
 
     def take(self, device: int, blocks: Sequence[int]) -> KVCache:
-        """Returns a copy of a row's blocks on a device, padded to a full sample."""
+        """Returns a copy of a row's blocks on a device, padded to the blocks of the longest sample."""
         return self._programs["take",](self.cache, self._places(device, blocks, missing=-1))
 
     def _prefill(self, prefills: Sequence[Prefill]) -> None:
-        """Prefills rows of tokens on all devices at once."""
+        """Prefills rows of tokens, bucket by bucket, on all devices at once."""
         programs, shapes = self._programs, self._programs.shapes
         buckets = sorted({*shapes.prompt_buckets, *shapes.recompute_buckets})
         by_bucket: dict[int, list[list[Prefill]]] = {}
@@ -125,7 +125,7 @@ class SlotRunner:
             self.cache = self._programs["copy",](self.cache, *pairs.reshape(2, -1), counts)
 
     def _places(self, device: int, blocks: Sequence[int], *, missing: int) -> Int32[np.ndarray, "DM"]:
-        """Returns the blocks of a row for its device, padded to a full sample, and `missing` for all other devices."""
+        """Returns a row's blocks in the part of its device, and `missing` in the padding and for all other devices."""
         places = np.full((self._num_devices, self._programs.blocks_per_sample), missing, np.int32)
         places[device, : len(blocks)] = blocks
         return places.reshape(-1)

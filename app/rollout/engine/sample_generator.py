@@ -1,4 +1,4 @@
-"""Interface of generators that decode in slots and yield samples one by one, in order."""
+"""The interface of generators, which decode in slots and yield samples one by one, in order."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from app.rollout.sequence import DecodeText, RolloutSequence, make_sequences
 
 
 class SampleGenerator(ABC):
-    """Generates any number of samples in slots.
+    """Generates any number of samples in a fixed number of slots.
 
     Args:
-        engine: the slot engine; with workers, the engine with the largest cache.
+        engine: the slot engine; with several workers, the engine with the largest KV cache.
         decode_text: converts token ids to text.
         stop_text: converts token ids to text, to find stop strings; see `stop_length`.
     """
@@ -30,11 +30,11 @@ class SampleGenerator(ABC):
         self.engine = engine
         self._decode_text, self._stop_text = decode_text, stop_text
         self.conversations: Conversations | None = None
-        """Answers the turns of samples; None = single-turn samples."""
+        """Passes turns to environments; None = every sample is a single turn."""
         self.stop_requested: StopCheck = never_stop
 
     def generate(self, weights: DecodeWeights, prompts: Sequence[Prompt], request: GenerationRequest) -> list[Sample]:
-        """Returns `group_size` samples for each prompt, in order, as ragged records."""
+        """Returns `group_size` samples for each prompt, in order, as records without padding."""
         return list(self.stream(weights, prompts, request))
 
     def stream(
@@ -72,13 +72,14 @@ class SampleGenerator(ABC):
         noise_step: int,
         stop_requested: StopCheck = never_stop,
     ) -> list[RolloutSequence]:
-        """Returns the rows of `make_sequences`, with prompts opened by their environments.
+        """Returns `group_size` new rows for each prompt, after opening the prompts with their environments, if any.
 
         Args:
             noise_step: policy version for the PRNG keys of the rows.
 
         Raises:
             InputError: a prompt does not fit into a slot.
+            StoppedError: a stop was requested before all environments had answered.
         """
         if self.conversations is None:
             rows = make_sequences(prompts, request, noise_step=noise_step)

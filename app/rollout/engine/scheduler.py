@@ -1,7 +1,8 @@
-"""Assigns slots and blocks to rows as they are admitted, grow, and are preempted, parked or suspended.
+"""Assigns slots and KV blocks to rows, from their admission until they end or are preempted, parked or suspended.
 
-Every row has a block table on one device, so that memory grows with its tokens, and samples of a prompt share its full
-blocks. If blocks run out, the newest row of the device is preempted and waits in the queue.
+All blocks of a row are on one device; their number grows with its tokens, and samples of a prompt share its full
+blocks. If a device runs out of blocks, its newest row is preempted and waits in the queue. A parked row has left its
+slot to wait for its environment, but keeps its blocks until other rows need them.
 """
 
 from __future__ import annotations
@@ -31,16 +32,16 @@ class Prefill(NamedTuple):
     blocks: list[int]
     """One block for every `block_size` tokens."""
     is_prompt: bool
-    """Whether these are the tokens of a prompt, whose cache its samples share; otherwise they belong to one row."""
+    """Whether the tokens are a prompt, whose cache its samples share, and not the tokens of one row."""
 
 
 @dataclass
 class CacheWork:
-    """Operations on KV blocks before the next segment, to be carried out in the order of the fields."""
+    """Operations on KV blocks before the next segment, to be carried out in the order of these fields."""
 
     prefills: list[Prefill] = field(default_factory=list)
     copies: list[tuple[int, int, int]] = field(default_factory=list)
-    """(device, source, target); source -1 means zeros."""
+    """(device, source block, target block); source -1 means zeros."""
     insertions: list[tuple[int, list[int], KVCache]] = field(default_factory=list)
     """(device, blocks of a row, their new content)."""
     held: list[tuple[int, list[int]]] = field(default_factory=list)
@@ -54,7 +55,7 @@ class ScheduledSegment(NamedTuple):
     places: dict[int, Slot]
     """Position in the batch -> slot of the row."""
     num_rows: int
-    """Number of rows decoded at each step, including empty ones."""
+    """Batch size of the decode program, including empty rows."""
     limits: SegmentLimits
 
 
@@ -65,16 +66,16 @@ class DecodedRow(NamedTuple):
     place: int
     """Position of the row in the batch."""
     num_forced: int
-    """Number of steps with forced tokens, which come first."""
+    """Number of forced tokens, which come before the sampled ones."""
     num_drawn: int
 
 
 class SlotScheduler:
-    """Gives rows slots and blocks; `take_work` returns the resulting cache operations, in order.
+    """Assigns slots and KV blocks to rows; `take_work` returns the cache operations that this requires.
 
     Args:
-        programs: the engine's programs, for their numbers of slots and blocks.
-        exact: whether tokens without a cache are replayed through the decode program; see `SlotEngine`.
+        programs: programs of the engine, which determine the numbers of slots and blocks.
+        exact: whether lost caches are recomputed by replaying tokens; see `SlotEngine`.
     """
 
     def __init__(self, programs: SlotPrograms, counters: RolloutCounters, *, exact: bool):
@@ -82,7 +83,7 @@ class SlotScheduler:
         self.queued: deque[SuspendedSequence] = deque()
         """Rows that wait for blocks, with their caches if they have any."""
         self.devices: list[SlotDevice] = []
-        """Devices with different rows; empty while the engine is closed."""
+        """One entry per shard of rows; empty while the engine is closed."""
         self._work: list[CacheWork] = []
 
     def open(self) -> None:
@@ -102,7 +103,7 @@ class SlotScheduler:
 
     @property
     def active_rows(self) -> list[RolloutSequence]:
-        """All unfinished rows, in slots and queued."""
+        """All rows in slots, and rows that wait for KV blocks."""
         return [slot.row for slot in self.slots] + [one.row for one in self.queued]
 
     @property
@@ -110,17 +111,17 @@ class SlotScheduler:
         return self._shapes.num_slots - len(self.slots) - len(self.queued)
 
     def take_work(self) -> list[CacheWork]:
-        """Returns the cache operations before the next segment, in order."""
+        """Returns the cache operations since the last call, in the order of their execution."""
         work, self._work = self._work, []
         return work
 
     # Admission ---------------------------------------------------------------------------------------------------
 
     def prefill(self, prompts: Iterable[Prompt]) -> None:
-        """Prefills as many prompts of upcoming samples as one program takes, unless the first is cached.
+        """Prefills as many prompts of upcoming samples as one program takes, unless the first prompt is cached.
 
-        Uses only available blocks, and does nothing with several devices, because it is not yet known which of them
-        will get the samples.
+        It uses only available blocks. With several devices, it does nothing, because it is not yet known which device
+        will get which sample.
         """
         if len(self.devices) > 1:
             return
@@ -140,21 +141,21 @@ class SlotScheduler:
         self._add_work(work)
 
     def has_room(self, row: RolloutSequence) -> bool:
-        """Returns whether a row would get blocks at once."""
+        """Returns whether a row would get a slot and blocks at once."""
         return not self.queued and self._device_for(SuspendedSequence(row)) is not None
 
     def admit(self, rows: Sequence[SuspendedSequence]) -> None:
-        """Queues rows for free slots, and gives them blocks while there are any."""
+        """Queues rows, and gives them slots and blocks in order while there are any."""
         self.queued.extend(rows)
         self._admit_queued()
 
     def _admit_queued(self) -> None:
-        """Gives blocks to queued rows, in order, until no device can hold the next one."""
+        """Gives slots and blocks to queued rows in order, until no device has room for the next row."""
         while self.queued and self._admit_some():
             pass
 
     def _admit_some(self) -> bool:
-        """Admits the rows whose blocks can be filled together; returns whether there were any."""
+        """Admits queued rows whose blocks one `CacheWork` can fill; returns whether there were any."""
         work = CacheWork()
         while self.queued and (number := self._device_for(self.queued[0])) is not None:
             one = self.queued.popleft()
@@ -180,7 +181,7 @@ class SlotScheduler:
         return bool(work.admitted)
 
     def _fill_slot(self, one: SuspendedSequence, number: int, work: CacheWork) -> Slot:
-        """Returns a slot on a device for a row, and adds the work that fills its blocks."""
+        """Returns a slot on device `number` for a row, and adds the operations that fill its blocks to `work`."""
         row = one.row
         if self._continues_prompt(one):
             slot = _make_slot(row, number, len(row.prompt.token_ids))
@@ -207,10 +208,10 @@ class SlotScheduler:
         return one.cache is None and (self._exact or not one.row.num_tokens)
 
     def _device_for(self, one: SuspendedSequence) -> int | None:
-        """Returns the index of the device for a row; None if all are full.
+        """Returns the index of the device for a row; None if no device has room.
 
-        A device that has the row's prompt is preferred until it has its share of rows. There must be a free block for
-        the new row and for every row that can still grow.
+        A device that has cached the row's prompt is preferred until it has an equal share of all rows. Unless it is
+        empty, a device needs free blocks for the row, and one more for every row that can still grow.
         """
         row, parked = one.row, self._parked(one.row)
         if parked is not None and self.devices[parked.device].has_free_slot:
@@ -243,11 +244,11 @@ class SlotScheduler:
         return max(len(prompt.token_ids) - 1, 0) // self._programs.block_size
 
     def _num_prompt_blocks(self, prompt: Prompt) -> int:
-        """Returns the number of blocks of a prompt without its last token, which every sample feeds itself."""
+        """Returns the number of blocks of a prompt without its last token, which each sample decodes itself."""
         return self._programs.blocks_for(max(len(prompt.token_ids) - 1, 0))
 
     def _share_prompt(self, prompt: Prompt, number: int, work: CacheWork) -> list[int]:
-        """Returns the blocks of a prompt on a device, reserved until `work` is done, which fills them if necessary."""
+        """Returns a prompt's blocks on a device, reserved until `work` is complete; prefills them if not cached."""
         pool, key = self.devices[number].pool, prompt_key(prompt)
         if not pool.has_prompt(key):
             blocks = self._allocate(number, self._num_prompt_blocks(prompt))
@@ -267,7 +268,7 @@ class SlotScheduler:
             self.devices[number].pool.release(blocks)
 
     def _allocate(self, number: int, count: int) -> list[int]:
-        """Returns free blocks of a device; if necessary, takes them from the rows that were parked first."""
+        """Returns free blocks of a device; if necessary, takes blocks from parked rows, oldest first."""
         device = self.devices[number]
         while device.parked and device.pool.num_available() < count:
             self._release(device.parked.pop(next(iter(device.parked))))
@@ -284,7 +285,7 @@ class SlotScheduler:
     # Rows that leave their slots ---------------------------------------------------------------------------------
 
     def finish(self, slot: Slot, reason: str) -> None:
-        """Ends a row, or its turn if an environment must answer."""
+        """Ends a row, or only its turn if an environment must answer it."""
         row = slot.row
         if row.plays and not reason.startswith(DROPPED_PREFIX):
             row.turn_end = reason
@@ -308,7 +309,7 @@ class SlotScheduler:
         return one
 
     def _parked(self, row: RolloutSequence) -> Slot | None:
-        """Returns the slot of a parked row if its cache can be extended to the whole row by forced tokens."""
+        """Returns the former slot of a parked row if forced tokens can complete its cache; otherwise None."""
         slot = next((device.parked[row.key] for device in self.devices if row.key in device.parked), None)
         if slot is None:
             return None
@@ -316,7 +317,7 @@ class SlotScheduler:
         return slot if num_new >= 0 and (self._exact or num_new <= self._shapes.max_forced) else None
 
     def forget(self, key: str) -> None:
-        """Frees the blocks of a parked row that will not return."""
+        """Frees the blocks of the row with this key if it is parked."""
         for device in self.devices:
             if (slot := device.parked.pop(key, None)) is not None:
                 self._release(slot)
@@ -348,7 +349,7 @@ class SlotScheduler:
     def _reserve(self, length: int, is_stopped: Callable[[RolloutSequence], bool]) -> int:
         """Gives every row blocks for a segment of up to `length` steps; returns the number of steps that fit.
 
-        While a device cannot give every row one more block, its newest row is preempted.
+        While a device has blocks for fewer steps than a block has tokens, its newest row is preempted.
         """
         for device in self.devices:
             least = min(length, self._programs.block_size)
@@ -371,7 +372,7 @@ class SlotScheduler:
         self._counters.preempted_rows += 1
 
     def postprocess(self, segment: ScheduledSegment, after: RowStatus) -> list[DecodedRow]:
-        """Counts the tokens of a segment and frees the slots of finished rows."""
+        """Updates the rows and slots after a segment, and frees the slots of finished rows."""
         decoded = []
         for place, slot in segment.places.items():
             row, count = slot.row, int(after.length[place]) - slot.length
@@ -393,10 +394,11 @@ class SlotScheduler:
 
 
 def _make_slot(row: RolloutSequence, device: int, length: int) -> Slot:
-    """Returns a slot without blocks for a row. The first `length` - 1 tokens of the row are cached or will be.
+    """Returns a slot for a row, still without blocks.
 
     Args:
-        length: number of prompt and completion tokens up to the one that is fed next; later ones are forced.
+        length: number of the row's tokens up to and including the next one to decode. Tokens before it are cached, or
+            will be; tokens after it are forced.
     """
     low, high = hash_uids([row.prompt.uid])[0].view(np.int32)
     ids = np.concatenate([row.prompt.token_ids, row.token_ids])

@@ -1,4 +1,4 @@
-"""Decoding of a segment: the tables of its rows, and the loop over tokens on the devices."""
+"""Decodes a segment: the state of its rows before and after it, and the loop over decode steps on the devices."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from app.rollout.sampling.token_sampling import (
 from app.rollout.scheduling.segment_limits import SegmentLimits
 
 NOT_FORCED = -1
-"""Marks steps whose token is sampled, not forced."""
+"""Marks a step whose token is sampled, not forced."""
 
 PerSlot = Any
-"""int32 [B], on the host or in a program."""
+"""int32 [B]: a numpy array on the host, a JAX array in a program."""
 
 
 class RowTable(NamedTuple):
@@ -44,7 +44,7 @@ class RowTable(NamedTuple):
     uid_hash_high: PerSlot
     sample_index: PerSlot
     policy_version: PerSlot
-    """Policy version in the PRNG key, which is derived from the seed and the last four fields."""
+    """Policy version for the PRNG key. The key is derived from the seed and the last four fields."""
 
 
 class RowStatus(NamedTuple):
@@ -86,13 +86,13 @@ class _DecodeState(NamedTuple):
     stopped: Bool[Array, "B"]
     non_finite: Bool[Array, "B"]
     tokens: Int32[Array, "fields C B"]
-    """See `RolloutSequence.segment_tokens`."""
+    """Tokens so far, with the fields of `RolloutSequence.segment_tokens`."""
     step: Int32[Array, ""]
 
 
 @dataclass(frozen=True)
 class SegmentDecoder:
-    """Decodes segments. The fields are fixed at compilation."""
+    """Decodes segments; its fields are compile-time constants."""
 
     definition: DecoderDefinition
     sampler: Sampler
@@ -101,7 +101,7 @@ class SegmentDecoder:
     groups: RowGroups | None
     """Groups of rows that a decode step computes one after another; None = all rows together."""
     num_route_words: int
-    """Number of 32-bit words that hold a token's routes (its experts); 0 = routes are not recorded."""
+    """Number of 32-bit words for a token's routes (its experts); 0 = routes are not recorded."""
 
     def decode_segment(
         self,
@@ -115,16 +115,17 @@ class SegmentDecoder:
         seed: Int32[Array, ""],
         eos_ids: Int32[Array, "ids"],
     ) -> tuple[KVCache, Int32[Array, "6 B"], Int32[Array, "fields C B"]]:
-        """Samples tokens for every row; returns the cache, a `RowStatus` and the tokens of each step.
+        """Samples up to `segment_max` tokens per row; returns the cache, a `RowStatus` and the tokens of each step.
 
         A prompt's last token is fed here rather than in the prefill, so that the first token of a sample comes from the
         same program as all others. Known tokens (observations, and tokens whose cache was lost) are also fed here; they
         never end a row.
 
         Args:
-            blocks: each row's blocks on its device, with room for all fed tokens.
+            table: fields of `RowTable`.
+            blocks: indices of each row's blocks on its device, with room for all tokens of the segment.
             forced: known tokens of the first steps, then `NOT_FORCED`; F is the maximum number of known tokens.
-            limits: `SegmentLimits`. They are traced, so new values never trigger a recompilation.
+            limits: fields of `SegmentLimits`. They are traced, so new values never trigger a recompilation.
         """
         rows, limit = RowTable(*table), SegmentLimits(*limits)
         hashes = jnp.stack([rows.uid_hash_low, rows.uid_hash_high], axis=1)
@@ -189,7 +190,7 @@ class SegmentDecoder:
 def _force(
     sampled: SampledTokens, forced: Int32[Array, "F B"], now: _DecodeState
 ) -> tuple[SampledTokens, Bool[Array, "B"]]:
-    """Replaces sampled tokens by this step's forced ones; also returns a mask that is True on sampled tokens."""
+    """Replaces sampled tokens by this step's forced ones; also returns the mask of rows that were sampled."""
     if not len(forced):
         return sampled, jnp.ones_like(now.stopped)
     known = jax.lax.dynamic_index_in_dim(forced, jnp.minimum(now.step, len(forced) - 1), keepdims=False)
@@ -198,7 +199,7 @@ def _force(
 
 
 def _to_record(sampled: SampledTokens, words: Int32[Array, "B words"] | None) -> Int32[Array, "fields 1 B"]:
-    """Returns one step of `RolloutSequence.segment_tokens`, for all slots."""
+    """Returns the fields of `RolloutSequence.segment_tokens` for one step of all rows."""
     bits = [jax.lax.bitcast_convert_type(x, jnp.int32) for x in (sampled.logprobs, sampled.kept_mass_logs)]
     record = jnp.stack([sampled.token_ids, *bits])[:, None]
     return record if words is None else jnp.concatenate([record, words.T[:, None]])

@@ -1,4 +1,4 @@
-"""Sizes for which the slots' prefill and decode programs are compiled."""
+"""Sizes for which the prefill and decode programs of a slot engine are compiled."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from settings.errors import InputError
 from settings.schema.rollout import KVCacheType
 
 NUM_BUCKETS = 3
-"""Number of buckets: full, half and quarter size. More buckets would save little and take longer to compile."""
+"""Number of buckets: full, half and quarter size. More would save little and take longer to compile."""
 MIN_ROWS = 8
 """Minimum batch size: fewer rows are hardly cheaper, and matmuls with one row round differently."""
 PREFILL_ROWS = (1, 4)
@@ -18,8 +18,8 @@ PREFILL_ROWS_OF_TINY = 64
 """Maximum number of prompts that a device prefills together for a tiny model."""
 LENGTH_MULTIPLE = 8
 MAX_FORCED = 256
-"""Maximum number of forced tokens of a row in a segment. For more tokens, outside exact mode, a prefill recomputes the
-whole cache, because a row that replays many steps occupies its slot."""
+"""Maximum number of forced tokens of a row in a segment. Outside exact mode, a row with more forced tokens recomputes
+its whole cache by a prefill instead of occupying its slot for many steps."""
 
 
 class BatchShape(NamedTuple):
@@ -122,13 +122,13 @@ def make_slot_shapes(
     row_shards: int = 1,
     setting: str = "rollout.slots",
 ) -> SlotShapes:
-    """Returns the slot sizes for prompts and completions of at most these numbers of tokens.
+    """Returns the shapes for prompts of up to `max_prompt_length` and completions of up to `max_new_tokens` tokens.
 
     Args:
         prefill_length_min: minimum length to which prompts are padded.
-        exact: whether all samples must run in programs of the same sizes: one batch size, and one prefill per prompt.
-        has_turns: whether an environment answers with observations.
-        is_tiny: whether programs take longer to compile than to run, so that each has only one size.
+        exact: whether all samples must run in programs of the same sizes: one batch size, and one prompt per prefill.
+        has_turns: whether environments add observations, whose tokens are forced.
+        is_tiny: whether the model is so small that compiling takes longer than running; each program has one size then.
         row_shards: number of devices over which the slots are split.
         setting: name of the setting that gives `num_slots`, for error messages.
 

@@ -1,4 +1,4 @@
-"""Bookkeeping of one device's slots and their rows' blocks, on the host."""
+"""Tracks, on the host, the slots of one device and the KV blocks of their rows."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class Slot:
 
     row: RolloutSequence
     device: int
-    """Index of its device in the engine."""
+    """Index of the device in the engine."""
     prompt_key: bytes
     noise_key: tuple[int, int, int, int]
-    """Values of the last four fields of `RowTable`."""
+    """Values of the last four fields of `RowTable`, which determine its PRNG key."""
     token: int
     length: int
     remaining: int
@@ -30,14 +30,14 @@ class Slot:
     """Forced tokens after `token`, still to be fed."""
     blocks: list[int] = field(default_factory=list)
     prompt_routes: tuple[Array, int] | None = None
-    """Routes of the prompts prefilled together, and the index of this row's prompt; None once collected."""
+    """Routes of the prompts prefilled together, and the index of this row's prompt; None if nothing is to be copied."""
 
     def num_cached(self, steps: int) -> int:
-        """Returns the number of cached tokens after this many steps; the last sampled token is not yet fed."""
+        """Returns the number of cached tokens after this many steps; the last sampled token is not cached yet."""
         return self.length - 1 + min(steps, self.remaining)
 
     def collect_prompt_routes(self) -> None:
-        """Copies the routes of the row's prompt from the devices, once."""
+        """Copies the routes of the row's prompt from the devices; later calls do nothing."""
         if self.prompt_routes is not None:
             (routes, number), self.prompt_routes = self.prompt_routes, None
             # JAX caches the host copy of an array, so the samples of a prompt do not copy it again.
@@ -49,7 +49,7 @@ class SlotDevice:
 
     Args:
         num_blocks: number of blocks, including block 0, which belongs to no row.
-        blocks_for: number of tokens -> number of blocks.
+        blocks_for: returns the number of blocks that a number of tokens needs.
     """
 
     def __init__(self, num_slots: int, num_blocks: int, blocks_for: Callable[[int], int]):
@@ -59,14 +59,14 @@ class SlotDevice:
         self.parked: dict[str, Slot] = {}
         """Row key -> slot of a parked row, in the order of parking; its blocks are kept until other rows need them."""
         self._num_growing: int | None = None
-        """The result of `num_growing`, kept while rows are admitted; None = count again."""
+        """Cached result of `num_growing`; None = it must be counted again."""
 
     @property
     def has_free_slot(self) -> bool:
         return len(self.slots) < self.num_slots
 
     def num_available(self, *, keeping: bytes | None = None) -> int:
-        """Returns how many blocks are available without dropping the prompt `keeping` or preempting a row."""
+        """Returns how many blocks a row can get without dropping the prompt `keeping` or preempting a row."""
         return self.pool.num_available((slot.blocks for slot in self.parked.values()), keeping=keeping)
 
     def num_missing(self, slot: Slot, steps: int) -> int:
@@ -112,7 +112,7 @@ class SlotDevice:
         return bisect.bisect_right(range(length + 1), self.num_available(), key=missing) - 1
 
     def park(self, slot: Slot) -> None:
-        """Frees the slot of a row, which keeps its blocks."""
+        """Frees the slot of a row, which keeps its blocks until other rows need them."""
         self.remove(slot)
         self._trim(slot)
         self.parked[slot.row.key] = slot
