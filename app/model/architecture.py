@@ -1,4 +1,4 @@
-"""The sizes of a decoder network, its switches for differences between model families, and the FLOPs of a pass."""
+"""The sizes of a decoder network, its switches for differences between model families, and its FLOPs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from settings.schema.model import AttentionImplementation
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Rotary position embedding of the whole head, which rotates dims i and i + H / 2 together."""
+    """Rotary position embedding of all H dims of a head; dims i and i + H / 2 are rotated together."""
 
     theta: float
     rope_type: str = "default"
@@ -23,20 +23,20 @@ class RopeConfig:
     factor: float = 1.0
     """The factor by which the context was extended after pre-training; unused by `default`."""
     low_frequency_factor: float = 1.0
-    """Sets, with the two fields below, which frequencies `llama3` scales; see `rope_frequencies`."""
+    """With the next two fields, determines which frequencies `llama3` scales; see `rope_frequencies`."""
     high_frequency_factor: float = 4.0
     original_max_positions: int = 8192
 
 
 class RouteShape(NamedTuple):
-    """Sizes of the routes of a token, which are the experts chosen for it in each layer."""
+    """Shape of a token's routes: the experts that are chosen for it in each layer."""
 
     num_layers: int
     experts_per_token: int
 
     @property
     def num_words(self) -> int:
-        """Number of 32-bit words for the routes of a token, one byte per choice."""
+        """Number of 32-bit words that store a token's routes, with one byte per chosen expert."""
         return -(-self.num_layers * self.experts_per_token // 4)
 
 
@@ -100,12 +100,12 @@ class Architecture:
 
     @property
     def route_shape(self) -> RouteShape | None:
-        """Sizes of a token's routes; None without experts."""
+        """Shape of a token's routes; None for a model without experts."""
         return None if self.num_experts is None else RouteShape(self.num_layers, self.experts_per_token)
 
 
 def token_flops(architecture: Architecture) -> int:
-    """Returns the FLOPs of the layers' matmuls for one token: twice the number of parameters that it uses."""
+    """Returns the FLOPs of the layers' matmuls for one token: twice the number of weights that it uses."""
     a = architecture
     attention = a.model_dim * a.head_dim * 2 * (a.num_query_heads + a.num_kv_heads)
     mlp = 3 * a.model_dim * a.mlp_dim * a.experts_per_token

@@ -1,4 +1,4 @@
-"""The policy's weights, laid out for fast decoding."""
+"""Converts the policy's weights to a layout for fast decoding."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class DecodeWeights:
 class DecodeConversion:
     """Unstacks, casts and lays out a policy's weights on a mesh, with adapters merged into the kernels.
 
-    Float kernels are quantized, or get their output dims first, as `definition` says.
+    `definition` determines whether float kernels are quantized or get their output dims first.
 
     One small program serves every layer: a program for all layers takes seconds to compile, and merging adapters in it
     would keep all layers both in float32 and in the compute dtype.
@@ -147,7 +147,7 @@ def abstract_decode_weights(
     dtype: jnp.dtype,
     to_dims: Callable[[tuple[str, ...]], tuple[str, ...]] = decode_dims,
 ) -> DecodeWeights:
-    """Returns the result of a `DecodeConversion` as shapes with shardings.
+    """Returns the shapes, dtypes and shardings of the weights that a `DecodeConversion` returns.
 
     Args:
         to_dims: maps a weight's logical dims to those that determine its sharding.
@@ -168,9 +168,9 @@ def abstract_decode_weights(
 
 
 def transferred_bytes(definition: DecoderDefinition, training: Mesh, generating: Mesh, dtype: jnp.dtype) -> int:
-    """Returns the bytes that each device receives in a `DecodeConversion`; a lower bound if tp grows.
+    """Returns the bytes that each device receives in a `DecodeConversion`; a lower bound if generation has a larger tp.
 
-    Weights are gathered on the training mesh, already in the compute dtype, and then moved to a mesh with another tp.
+    Weights are gathered on the training mesh, already in the compute dtype, and then moved to the generation mesh.
     """
     trained = abstract_decode_weights(definition, training, dtype, to_dims=lambda dims: dims)
     gathered, placed = (abstract_decode_weights(definition, mesh, dtype) for mesh in (training, generating))

@@ -53,7 +53,7 @@ RESIDUALS = ("rows", "residual_tokens", "activation")
 
 
 def gather_tokens(x: Float[Array, "R T D"]) -> Float[Array, "*tokens D"]:
-    """Returns the input of a sublayer from residuals: gathers the tokens split over tp, and scatters their gradient.
+    """Returns a sublayer's input from residuals: all-gathers tokens over tp, and reduce-scatters their gradient.
 
     Rows and tokens are merged into one dim if each device has one row: on TPUs, XLA does not reduce-scatter tokens
     behind a dim of size 1.
@@ -67,7 +67,7 @@ def gather_tokens(x: Float[Array, "R T D"]) -> Float[Array, "*tokens D"]:
 
 
 def scatter_tokens(x: Float[Array, "*tokens D"], shape: tuple[int, ...]) -> Float[Array, "R T D"]:
-    """Returns a sublayer's addition to the residuals: reduce-scatters tokens over tp, and gathers their gradient."""
+    """Returns a sublayer's addition to residuals: reduce-scatters tokens over tp, and all-gathers their gradient."""
     if not _is_split():
         return x
     whole, split = _token_dims(x)
@@ -76,13 +76,13 @@ def scatter_tokens(x: Float[Array, "*tokens D"], shape: tuple[int, ...]) -> Floa
 
 
 def _is_split() -> bool:
-    """Returns whether tp splits anything; otherwise, constraints would only prevent fusion."""
+    """Returns whether tp is larger than 1; otherwise, sharding constraints would only prevent fusion."""
     mesh = jax.sharding.get_abstract_mesh()
     return not mesh.empty and mesh.shape["tp"] > 1
 
 
 def _token_dims(x: Float[Array, "*tokens D"]) -> tuple[Dims, Dims]:
-    """Returns the dims of whole rows, and of residuals, whose tokens are split over tp."""
+    """Returns the logical dims of `x` with whole rows, and with tokens split over tp, as in residuals."""
     if x.ndim == 2:
         return ("rows", "activation"), (spread_rows(len(x)), "activation")
     return ("rows", "tokens", "activation"), RESIDUALS
@@ -146,7 +146,7 @@ class Block(nnx.Module):
         is_token: Bool[Array, "R T"],
         recorded: UInt8[Array, "R T k"] | None = None,
     ) -> tuple[Float[Array, "R T D"], Any, Int32[Array, "R T k"] | None]:
-        """Returns the new residuals, the data from `attend`, and the router's choices if there are experts.
+        """Returns the new residuals, the data that `attend` returned, and the router's choices; None without experts.
 
         Results on padding are undefined, and padding may be left out. For `recorded` see `Experts`.
         """
@@ -327,7 +327,7 @@ class Decoder(Trunk):
 
 
 class ValueDecoder(Trunk):
-    """A trunk and a value head, which outputs one number per token. A new head is zeros, so every value starts at 0."""
+    """A trunk and a value head, which outputs a scalar per token. A new head is zeros, so all values start at 0."""
 
     def make_head(self, arch: Architecture, rngs: nnx.Rngs) -> None:
         self.value = make_param(rngs, {"embed": arch.model_dim}, init="zeros")

@@ -24,11 +24,11 @@ from app.model.grouped_product import grouped_product
 from app.model.layers import ACTIVATIONS, PROJECTION_CHECKPOINT_NAME, keep_result, make_param
 
 UNRECORDED = 255
-"""Value of all entries of a token's routes in a layer for which no experts were recorded."""
+"""Marks a layer in a token's routes as not recorded: all k entries have this value."""
 
 
 class ExpertDispatch(NamedTuple):
-    """Order in which copies of tokens, one per chosen expert, are sorted by expert."""
+    """The sorting, by expert, of the copies of tokens; each token has one copy per chosen expert."""
 
     order: Int32[Array, "M"]
     """Index of the copy at each sorted position; token n has the copies n k to (n + 1) k - 1."""
@@ -39,7 +39,7 @@ class ExpertDispatch(NamedTuple):
 
 
 class ExpertMatrix(nnx.Module):
-    """One matrix of each expert, input dim first."""
+    """The weights of one projection in all experts, stacked; input dims come before output dims."""
 
     def __init__(self, rngs: nnx.Rngs, sizes: dict[str, int]):
         self.kernel = make_param(rngs, sizes)

@@ -72,7 +72,7 @@ def _ragged_product(x: Array, matrices: Array, sizes: Array, contracted: int) ->
 
 
 def tgmm_product(x: Float[Array, "M I"], dy: Float[Array, "M O"], sizes: Int32[Array, "E"]) -> Float[Array, "E I O"]:
-    """Returns x^T dy over the rows of each group, by megablox in JAX. Source: Gale et al. 2022, "MegaBlocks"."""
+    """Returns x^T dy of each group's rows, by JAX's megablox kernel. Source: Gale et al. 2022, "MegaBlocks"."""
     from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm
 
     x, dy = (jnp.pad(rows, ((0, -len(rows) % TILE_ROWS), (0, 0))) for rows in (x, dy))
@@ -81,9 +81,9 @@ def tgmm_product(x: Float[Array, "M I"], dy: Float[Array, "M O"], sizes: Int32[A
 
 
 def _blockwise_product(x: Array, matrices: Array, sizes: Array, contracted: int) -> Array:
-    """Scans over groups, with a loop over each group's blocks of rows.
+    """Returns `grouped_product`, by a scan over groups with a loop over each group's blocks of rows.
 
-    A group's last block may include rows of later groups, which overwrite them.
+    A group's last block may include rows of later groups; their results are overwritten later.
     """
     block = _block_size(x, sizes)
     padded = jnp.pad(x, ((0, block), (0, 0)))
@@ -106,7 +106,7 @@ def _blockwise_product(x: Array, matrices: Array, sizes: Array, contracted: int)
 def blockwise_matrix_gradient(
     x: Float[Array, "M I"], dy: Float[Array, "M O"], sizes: Int32[Array, "E"]
 ) -> Float[Array, "E I O"]:
-    """Returns x^T dy over the rows of each group, summed in float32 block by block."""
+    """Returns x^T dy of each group's rows, summed in float32 block by block."""
     block = _block_size(x, sizes)
     padded = [jnp.pad(rows, ((0, block), (0, 0))) for rows in (x, dy)]
 

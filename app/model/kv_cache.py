@@ -1,8 +1,8 @@
 """The KV cache: its arrays, their shardings, writes to blocks of a pool, and its 8-bit codes.
 
-int8 has one scale for the key and one for the value of each token and head. A scale maps the largest absolute value to
-the end of the range. The scales multiply scores and weights, so that matmuls read the codes. Liu et al. 2024, KIVI, use
-scales per channel for keys instead, because of outliers at 2 bits; such scales need many tokens at once.
+An int8 cache has one scale for the key and one for the value of each token and head. A scale maps the largest
+absolute value to the end of the range. The scales multiply scores and weights, so that matmuls read the codes.
+KIVI (Liu et al. 2024) has scales per channel for keys, because of outliers at 2 bits; these need many tokens at once.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ KVCache = tuple[LayerCache, ...]
 
 
 def to_codes(cache: LayerCache) -> LayerCache:
-    """Returns the int8 codes and the scales of keys and values."""
+    """Quantizes keys and values to int8 codes, with one scale per token and head."""
     tensors = [x.astype(jnp.float32) for x in (cache.keys, cache.values)]
     scales = [jnp.max(jnp.abs(x), axis=-1) / INT8_END for x in tensors]
     codes = [jnp.round(x / jnp.where(s == 0, 1, s)[..., None]) for x, s in zip(tensors, scales, strict=True)]
@@ -70,7 +70,7 @@ def cache_dims(cache: Array | jax.ShapeDtypeStruct, mesh: Mesh | None = None) ->
 
 
 def num_cache_shards(mesh: Mesh, num_kv_heads: int) -> int:
-    """Returns into how many parts cache rows are split; one per device if tp does not divide the heads."""
+    """Returns the number of parts into which cache rows are split; one per device if tp does not divide the heads."""
     return num_row_shards(mesh) if num_kv_heads % mesh.shape["tp"] == 0 else mesh.size
 
 
@@ -91,7 +91,7 @@ def write_tokens(
     active: Bool[Array, "B"],
     tables: Int32[Array, "B M"],
 ) -> LayerCache:
-    """Returns the pool with the new token of each active row."""
+    """Returns the pool after writing each active row's new key and value at `positions`."""
     num_blocks, _, block_size, _ = pool.keys.shape
     own = jnp.take_along_axis(tables, positions[:, None] // block_size, axis=1)[:, 0]
     place, offset = jnp.where(active, own, num_blocks), positions % block_size
@@ -99,5 +99,5 @@ def write_tokens(
 
 
 def cache_block_bytes(num_kv_heads: int, head_dim: int, block_size: int, dtype: DTypeLike) -> int:
-    """Returns the on-chip memory of a TPU for a block of keys and a block of values, double-buffered."""
+    """Returns the bytes of on-chip memory of a TPU for a block of keys and a block of values, both double-buffered."""
     return 4 * num_kv_heads * block_size * padded_head_dim(head_dim) * jnp.dtype(dtype).itemsize

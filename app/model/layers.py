@@ -33,7 +33,7 @@ def make_param(
     param_class: type[nnx.Param] = nnx.Param,
     dtype: Any = jnp.float32,
 ) -> nnx.Param:
-    """Returns a new parameter with the given size of each logical dim.
+    """Returns a new parameter; `sizes` maps its logical dims to their sizes.
 
     Args:
         init: `normal`, `ones` or `zeros`.
@@ -97,7 +97,7 @@ _keep_bits.defvjp(lambda name, x: (_name_bits(name, x), None), lambda name, _, g
 
 
 class Projection(nnx.Module):
-    """A matmul with a kernel, input dims first, and a bias if the family has one.
+    """A linear layer: a kernel with its input dims first, and a bias if the family has one.
 
     Kernels for decoding may have their output dims first; see `DecoderDefinition.outputs_first`.
 
@@ -174,7 +174,7 @@ def _contract(x: Array, y: Array, dims_of_x: Sequence[int], dims_of_y: Sequence[
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _contract_on_cpu(num_dims: int, x: Array, matrix: Array) -> Array:
-    """Returns `contract_dims` of bfloat16 factors.
+    """Computes `contract_dims` for bfloat16 arguments on a CPU.
 
     Many CPUs have bfloat16 matmul instructions, several times as fast as those for float32. XLA uses them only if both
     factors are bfloat16 and the result is float32, also in the backward pass.
@@ -202,7 +202,7 @@ _contract_on_cpu.defvjp(
 def contract_last_dims(
     x: Float[Array, "*tokens *inputs"], matrix: Float[Array, "*outputs *inputs"], *, num_dims: int
 ) -> Float32[Array, "*tokens *outputs"]:
-    """Contracts the last `num_dims` dims of both arguments, an order of dims that is fast on CPUs for few tokens.
+    """Contracts the last `num_dims` dims of both arguments. With few tokens, CPUs compute this order of dims faster.
 
     For float32, the matrix is the first factor, which is 1.4 to 2 times as fast; the barrier keeps XLA from swapping
     the factors.
@@ -222,7 +222,7 @@ def rope_frequencies(rope: RopeConfig, head_dim: int) -> Float32[np.ndarray, " H
         default   f_i = theta^(-2i / H)
         linear    f_i / factor
         llama3    f_i              if the wavelength 2 pi / f_i < original / high
-                  f_i / factor     if it is > original / low
+                  f_i / factor     if the wavelength > original / low
                   (1 - s) f_i / factor + s f_i   otherwise, with s = (original f_i / (2 pi) - low) / (high - low)
 
     Source: Su et al. 2021 (RoFormer) eq. 15; Chen et al. 2023 (position interpolation);
@@ -245,7 +245,7 @@ def rope_frequencies(rope: RopeConfig, head_dim: int) -> Float32[np.ndarray, " H
 
 @jax.custom_vjp
 def apply_rope(x: Float[Array, "R T heads H"], angles: Float[Array, "2 R T half"]) -> Float[Array, "R T heads H"]:
-    """Applies rotary position embedding, halves convention: (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin).
+    """Applies rotary position embedding to the halves of each head: (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin).
 
     Args:
         angles: cosines and sines, computed once for all layers, because a TPU compiles and computes them slowly.

@@ -27,7 +27,7 @@ DECODE_SCOPE = "decode"
 
 
 PROJECTED_DIMS = ("rows", "tokens", "query_heads", "head")
-"""Dims of queries and of attention outputs, as the projections before and after attention split them."""
+"""Logical dims of queries and attention outputs outside attention, where the projections determine the sharding."""
 
 
 def _run_layers(
@@ -76,7 +76,7 @@ def prefill(
 ) -> tuple[Float[Array, "P D"], KVCache, Int32[Array, "L P S k"] | None]:
     """Returns the hidden state of the last token of each right-padded prompt, the cache, and the routes of all tokens.
 
-    There are routes only if there are experts.
+    Routes are None for a model without experts.
     """
     decoder = definition.bind(weights.params)
     slots = jnp.arange(token_ids.shape[1])[None, :]
@@ -105,7 +105,7 @@ def decode_step(
 ) -> tuple[Float[Array, "B D"], KVCache, Int32[Array, "L B k"] | None]:
     """Decodes one token per slot at its position; returns the hidden states, the updated cache, and the routes.
 
-    There are routes only if there are experts.
+    Routes are None for a model without experts.
 
     Args:
         active: rows whose results are used; other results are undefined.

@@ -2,8 +2,8 @@
 
 int8 has one scale per output, which maps the output's largest absolute weight to the end of the range. nf4 has one
 scale per tile of weights along the model dim: the tile's largest absolute weight. Its codes stand for 16 quantiles of
-the normal distribution; Qwix computes them on any backend. This module defines the layout, rounds to int8 and packs
-4-bit codes.
+the normal distribution; Qwix computes the codes on any backend. This module defines the layout, rounds to int8 and
+packs 4-bit codes.
 
 Source: Dettmers et al. 2023, "QLoRA: Efficient Finetuning of Quantized LLMs", section 3.
 """
@@ -141,7 +141,7 @@ def _quantize(quantizer: KernelQuantizer, kernel: Array) -> dict[str, Array]:
 
 
 def _codes_and_factors(codes: Array, scales: Array, depends_on: Array) -> tuple[Array, Array]:
-    """Returns the result of `KernelQuantizer.dequantize` for int8."""
+    """Returns the result of `KernelQuantizer.dequantize` for int8 kernels."""
     if current_device()[0] != "tpu":
         codes = codes ^ _zero_depending_on(depends_on).astype(codes.dtype)
     return codes.astype(depends_on.dtype), scales

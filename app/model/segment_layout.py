@@ -22,14 +22,14 @@ class SegmentLayout(NamedTuple):
     """
 
     segment_ids: Int32[HostOrDevice, "R T"]
-    """1, 2, ... along a row; 0 is padding."""
+    """Numbers the segments of a row 1, 2, ...; 0 is padding."""
     branch_ids: Int32[HostOrDevice, "R T"]
     """0 on prompts and on the completion of an unshared prompt; 1, 2, ... on the completions of a shared prompt."""
     positions: Int32[HostOrDevice, "R T"]
 
 
 def single_segment_layout(mask: Bool[HostOrDevice, "R T"]) -> SegmentLayout:
-    """Returns the layout of rows with one sequence each, starting at the first token.
+    """Returns the layout of rows that contain one right-padded sequence each.
 
     Args:
         mask: True where the row has a token.

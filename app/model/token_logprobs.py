@@ -28,7 +28,7 @@ ROW_DIMS = ("rows", "tokens")
 HIDDEN_DIMS = ("rows", "tokens", "activation")
 TABLE_DIMS = ("head_vocab", "activation")
 INPUT_DIMS = (HIDDEN_DIMS, TABLE_DIMS, ROW_DIMS, ("tokens",), ())
-"""The dims of the arguments of `ShardedHead.apply`."""
+"""The logical dims of the arguments of `ShardedHead.apply`."""
 
 
 @jax.named_scope(LM_HEAD_SCOPE)
@@ -186,7 +186,7 @@ class ShardedHead:
         return mesh.size > 1 and self.num_rows % axis_size(mesh, LOGICAL_AXIS_RULES["rows"]) == 0
 
     def _rows(self, x: Array, first: Array) -> Array:
-        """Returns a chunk of the rows of all devices along fsdp."""
+        """Returns a chunk of tokens, from all rows of the devices along fsdp."""
         chunk = jax.lax.dynamic_slice_in_dim(x, first, self.chunk_size, axis=1)
         return jax.lax.all_gather(chunk, "fsdp", tiled=True) if self._splits_rows() else chunk
 
@@ -205,7 +205,6 @@ class ShardedHead:
 
 
 def _num_parts() -> int:
-    """Returns the number of parts of the vocabulary."""
     mesh = jax.sharding.get_abstract_mesh()
     return axis_size(mesh, VOCAB_AXES) if mesh.size > 1 else 1
 
@@ -235,7 +234,7 @@ def _order_chunks(has_targets: Bool[Array, "n"]) -> tuple[Int32[Array, "n"], Int
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _apply_head(head: ShardedHead, *inputs: Array) -> tuple[Array, Array]:
-    """Returns logprobs and entropies. JAX cannot differentiate the loop, because its length depends on data."""
+    """Returns logprobs and entropies. Has a custom gradient, since JAX cannot differentiate its `while` loop."""
     return head.apply(*inputs)[:2]
 
 

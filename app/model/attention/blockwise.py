@@ -45,7 +45,7 @@ ATTENTION_CHECKPOINT_NAME = "attention"
 def block_attention(inputs: PackedInputs, score_mod: ScoreMod, blocking: Blocking) -> Float[Array, "R T Q H"]:
     """Returns softmax(cap(scale q k^T)) v over the visible keys, and 0 on padding. T is a multiple of the block size.
 
-    An implementation, here or in a kernel, consists of `attend` and `attention_grads` on one device's inputs.
+    This module and each kernel implement `attend` and `attention_grads`, which run on one device's inputs.
     """
     return _forward(inputs, score_mod, blocking)[0]
 
@@ -102,7 +102,7 @@ class PairScores(NamedTuple):
 def _loop_over_pairs(
     score_mod: ScoreMod, blocking: Blocking, inputs: PackedInputs
 ) -> tuple[tuple[Array, Array, Array], Array, Callable[[Array], PairScores]]:
-    """Returns query, keys and values by block, the number of iterations, and a function from iteration to scores.
+    """Returns query, keys and values by block, the number of iterations, and a function iteration -> its scores.
 
     The G query heads that share a key head are stacked, so the scores of a pair take one matmul per key head.
     """
@@ -169,9 +169,9 @@ def attention_grads(
     normalizer: Float32[Array, "K G N"],
     mixed_grad: Float[Array, "R T Q H"],
 ) -> tuple[Float[Array, "R T Q H"], Float[Array, "R K T H"], Float[Array, "R K T H"]]:
-    """Returns the gradients of one device's query, keys and values, from the results of `attend`.
+    """Returns the gradients of one device's query, keys and values, given the output's gradient `mixed_grad`.
 
-    Each iteration recomputes its scores.
+    `mixed` and `normalizer` are the results of `attend`. Each iteration recomputes its scores.
     """
     query, keys, values, *_ = inputs
     blocks, num_iterations, pair_scores = _loop_over_pairs(score_mod, blocking, inputs)

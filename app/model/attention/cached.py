@@ -1,7 +1,7 @@
 """Attention of one new token per row over a pool of KV blocks, by the platform's kernel or in plain XLA.
 
-A pool [N, K, T, H] holds the keys or the values of one layer. Tokens j T to (j + 1) T - 1 of row b are in the block
-`tables[b, j]`, and rows may share full blocks.
+A pool [N, K, T, H] contains the keys or the values of one layer, in N blocks of T tokens. Tokens j T to (j + 1) T - 1
+of row b are in the block `tables[b, j]`; rows may share full blocks.
 
 Source: Kwon et al. 2023, PagedAttention; sums over blocks as in Dao et al. 2022, FlashAttention, algorithm 1.
 """
@@ -28,11 +28,11 @@ from app.model.kv_cache import LayerCache, cache_block_bytes, cache_dims, to_cod
 DECODE_BLOCK_SIZES = (512, 256, 128, 64, 32, 16)
 """Numbers of tokens that the TPU's decode kernel may read at once; it uses the largest that fits on the chip."""
 BLOCKS_PER_ROW_MIN = 16
-"""If blocks are scarce, minimum number of blocks for the longest row, unless `BLOCK_SIZE_MIN` allows only fewer."""
+"""Minimum number of blocks for the longest row if blocks are scarce; `BLOCK_SIZE_MIN` takes precedence."""
 BLOCK_SIZE_MAX = 512
 """Maximum number of tokens in a KV block."""
 BLOCK_SIZE_MIN = {"tpu": 256, "gpu": 64}
-"""Minimum number of tokens in a KV block by platform, since smaller blocks are hardly faster to read.
+"""Minimum number of tokens in a KV block by platform; smaller blocks would take nearly as long to read.
 
 On v4 and v6e, reading a block of 256 takes nearly as long as one of 512.
 """
@@ -62,10 +62,10 @@ def decode_block_size(architecture: Architecture, cache_length: int, dtype: DTyp
 def cache_block_size(architecture: Architecture, max_length: int, dtype: DTypeLike, *, is_large: bool) -> int:
     """Returns the number of tokens in a KV block, for rows of up to `max_length` tokens.
 
-    On average, half a block of each row stays empty. Only a TPU reads large blocks faster.
+    On average, half a block of each row stays empty, so blocks are large only where that is faster: on a TPU.
 
     Args:
-        is_large: whether blocks may be as large as is fastest on a TPU, because they are not scarce.
+        is_large: whether a TPU may use the fastest, large blocks, because memory for blocks is not scarce.
     """
     platform, smallest = current_device()[0], DECODE_BLOCK_SIZES[-1]
     if platform == "tpu" and is_large:
@@ -153,7 +153,7 @@ def extend_cache(
     Args:
         active: rows whose results are used; other results are undefined.
         tables: the blocks of each slot, as indices on its device.
-        window: the number of visible entries, including the entry of the token; None = all.
+        window: the number of visible cache entries, including the new token's; None = all.
         block_size: the result of `decode_block_size`.
     """
     key_dims = cache_dims(cache.keys)

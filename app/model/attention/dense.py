@@ -23,7 +23,7 @@ MASK_VALUE = -0.7 * float(jnp.finfo(jnp.float32).max)
 
 
 class ScoreMod(NamedTuple):
-    """Scale and soft cap of attention scores; static arguments of compiled functions."""
+    """Scale and soft cap of attention scores; a static argument of compiled functions."""
 
     scale: float | None = None
     """Factor of q k^T; None = 1 / sqrt(H)."""

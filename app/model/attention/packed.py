@@ -29,7 +29,7 @@ KERNEL_BLOCK_SIZES = (128, 256, 512)
 MAX_BLOCKS_PER_ROW = 256
 """Maximum number of blocks per row: the pairs of several rows must fit in the TPU's scalar memory."""
 GPU_BLOCK_SIZE = 64
-"""Block size of the GPU kernels, with which accumulators fit in registers."""
+"""Block size of the GPU kernels, small enough for their accumulators to fit in registers."""
 
 
 def platform_blocking(
@@ -47,7 +47,7 @@ def platform_blocking(
         group_size: query heads per key head.
 
     Raises:
-        InputError: `implementation` is `kernel`, but there is none for these devices and rows.
+        InputError: `implementation` is `kernel`, but no kernel supports these devices and rows.
     """
     platform, kind = current_device()
     kernel = None
@@ -60,8 +60,8 @@ def platform_blocking(
         raise InputError(
             f"model.attention: kernel, but there is no attention kernel for {platform} devices ({kind}) and rows of "
             f"{num_tokens:,} tokens with {group_size} query heads of size {head_dim} per key head in "
-            f"{jnp.dtype(dtype)}. There are kernels for TPUs, for rows that fit in on-chip memory, and for GPUs in "
-            "bfloat16 as long as JAX has Pallas' Triton backend; set model.attention: auto"
+            f"{jnp.dtype(dtype)}. The TPU kernel needs rows that fit in on-chip memory; the GPU "
+            "kernel needs bfloat16, and a JAX version with Pallas' Triton backend. Set model.attention to auto"
         )
     return kernel or BLOCKING_BY_PLATFORM.get(platform, PARALLEL_BLOCKING)
 
@@ -85,7 +85,7 @@ def _tpu_kernel_blocking(kind: str, num_tokens: int, head_dim: int, group_size: 
 
 
 def architecture_blocking(architecture: Architecture, num_tokens: int, dtype: DTypeLike) -> Blocking:
-    """Returns the result of `platform_blocking` for an architecture's layers."""
+    """Returns how the layers compute attention over rows of this many tokens; see `platform_blocking`."""
     a = architecture
     group_size = a.num_query_heads // a.num_kv_heads
     return platform_blocking(num_tokens, a.head_dim, dtype, a.attention_implementation, group_size=group_size)
@@ -95,7 +95,7 @@ def architecture_blocking(architecture: Architecture, num_tokens: int, dtype: DT
 def make_block_pairs(layout: SegmentLayout, windows: Collection[Window], blocking: Blocking) -> BlockPairs | None:
     """Returns the block pairs that `packed_attention` needs for these rows, shared by layers with any of these windows.
 
-    Returns None for rows of a single block unless the kernel is used, as they need no pairs.
+    Without a kernel, rows of a single block need no pairs; the result is then None.
     """
     size = blocking.block_size
     if layout.segment_ids.shape[1] <= size and not blocking.kernel:

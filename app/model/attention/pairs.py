@@ -30,8 +30,8 @@ class Blocking(NamedTuple):
 class BlockPairs(NamedTuple):
     """The pairs of query and key blocks with visible entries: for each window, one list for all rows of a device.
 
-    Blocks are numbered row by row, and pairs are in the order of their query blocks. A list has a dim R, so that it is
-    split over devices like the rows, and is filled from the front on each device.
+    Blocks are numbered row by row, and pairs are in the order of their query blocks. Lists have a dim R only so that
+    they are split over devices like the rows; each device fills its part from the front.
     """
 
     windows: Int32[Array, "windows"]
@@ -41,7 +41,7 @@ class BlockPairs(NamedTuple):
     """The number of pairs of each row."""
 
     def inside(self, window: Int32[Array, ""]) -> tuple[Int32[Array, "N"], Int32[Array, "N"], Int32[Array, ""]]:
-        """Returns the query blocks and key blocks of one window's list, and the number of its pairs on this device."""
+        """Returns this device's pairs for a window: query blocks, key blocks, and the number of valid pairs."""
         number = jnp.argmax(self.windows == window)
         return self.query_block[number].ravel(), self.key_block[number].ravel(), self.num_pairs[number].sum()
 
@@ -54,7 +54,7 @@ class PackedInputs(NamedTuple):
     values: Float[Array, "R K T H"]
     layout: SegmentLayout
     pairs: BlockPairs
-    """The result of `block_pairs` for these rows, with `window` among its windows."""
+    """The result of `block_pairs` for these rows and for windows that include `window`."""
     window: Int32[Array, ""]
 
 
@@ -63,7 +63,7 @@ def block_pairs(
 ) -> BlockPairs:
     """Returns the pairs of `size`-token blocks with a visible entry in layers with each of these windows.
 
-    T must be a multiple of `size`. Relies on the token order of `SegmentLayout`; the cost per row is T * T / size.
+    T must be a multiple of `size`. Relies on the token order of `SegmentLayout`. The work per row is T * T / size.
 
     Args:
         with_padding: whether blocks of padding are paired with themselves.
@@ -91,7 +91,7 @@ def block_pairs(
 
 
 def _block_distances(layout: SegmentLayout, size: int) -> Int32[Array, "R blocks blocks"]:
-    """Returns, per pair of blocks, the smallest distance from a query to a visible key; UNREACHABLE if there is none.
+    """Returns, per pair of blocks, the smallest distance from a query to a visible key; UNREACHABLE without one.
 
     A run is a prompt or a completion: the tokens of one segment and branch. Runs are numbered along the row, so the
     keys of a block are in runs `first` to `last`. A query sees its own run and its prompt's run.

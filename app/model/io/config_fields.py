@@ -1,4 +1,4 @@
-"""Typed access to the fields of `config.json`, including its rope; an InputError names a missing or malformed field."""
+"""Typed access to the fields of `config.json`, including its rope; missing or malformed fields raise InputError."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _checked(fields: HfConfig, name: str, default: Any, expected: str, is_valid:
     if value is None:
         raise InputError(f"config.json: {name} is missing; use the config.json that was saved with the weights")
     if not is_valid(value):
-        raise InputError(f"config.json: {name} must be {expected}, got {value!r:.80}")
+        raise InputError(f"config.json: {name} must be {expected}, got {value!r:.80}; use the original config.json")
     return value
 
 
@@ -54,7 +54,7 @@ def json_object(fields: HfConfig, name: str) -> HfConfig:
     """Returns the object in this field; an empty one if the field is missing or null."""
     value = fields.get(name) or {}
     if not isinstance(value, Mapping):
-        raise InputError(f"config.json: {name} must be an object, got {value!r}")
+        raise InputError(f"config.json: {name} must be an object, got {value!r}; use the original config.json")
     return value
 
 
@@ -76,7 +76,7 @@ def parse_rope(fields: HfConfig, *, max_positions: int, default_theta: float = 1
     """
     partial = fields.get("partial_rotary_factor")
     if partial not in (None, 1):
-        raise InputError(f"config.json: partial_rotary_factor={partial!r} is not supported; expected 1")
+        raise InputError(f"config.json: partial_rotary_factor={partial!r} is not supported; use a model with 1")
     kind = fields.get("rope_type", fields.get("type", "default"))
     theta = positive_float(fields, "rope_theta", default_theta)
     if kind == "default":
@@ -84,7 +84,7 @@ def parse_rope(fields: HfConfig, *, max_positions: int, default_theta: float = 1
     if kind == "linear":
         return RopeConfig(theta, kind, positive_float(fields, "factor"))
     if kind != "llama3":
-        raise InputError(f"config.json: rope type {kind!r} is not supported; expected default, linear or llama3")
+        raise InputError(f"config.json: rope type {kind!r} is unsupported; use a model with default, linear or llama3")
     rope = RopeConfig(
         theta=theta,
         rope_type=kind,
@@ -96,6 +96,6 @@ def parse_rope(fields: HfConfig, *, max_positions: int, default_theta: float = 1
     if rope.high_frequency_factor <= rope.low_frequency_factor:
         raise InputError(
             f"config.json: high_freq_factor={rope.high_frequency_factor} must exceed "
-            f"low_freq_factor={rope.low_frequency_factor}"
+            f"low_freq_factor={rope.low_frequency_factor}; use the model's original config.json"
         )
     return rope

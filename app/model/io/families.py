@@ -41,7 +41,7 @@ UNSUPPORTED_FIELDS = {
 """Fields that no supported family may set, with the reason."""
 
 EXPERT_COUNTS = ("num_experts", "num_local_experts")
-"""Names of the field with the number of experts; for Qwen3-MoE, transformers 4 writes the first, 5 the second."""
+"""Names of the field with the number of experts. For Qwen3-MoE, transformers 4 writes the first and 5 the second."""
 
 
 class Family(NamedTuple):
@@ -93,7 +93,7 @@ def architecture_from_config(
         ]
         raise InputError(
             f"config.json: model_type={model_type!r} is not supported{''.join(known[:1])}; "
-            f"expected {join_words(FAMILIES)}"
+            f"use a model of type {join_words(FAMILIES)}"
         )
     family = FAMILIES[model_type]
     declared = config.get("architectures") or [family.causal_lm]
@@ -101,7 +101,7 @@ def architecture_from_config(
     if declared not in [[name] for name in supported]:
         raise InputError(
             f"config.json: architectures={declared!r} is not supported for model_type={model_type!r}; "
-            f"expected {join_words(supported)}"
+            f"use a checkpoint of {join_words(supported)}"
         )
     for field, why in UNSUPPORTED_FIELDS.items():
         if config.get(field):
@@ -119,7 +119,7 @@ def architecture_from_config(
 def llama(config: HfConfig) -> Architecture:
     """Reads the configuration of Llama 2 and 3, SmolLM2 and other models in the same format."""
     if config.get("use_sliding_window"):
-        raise InputError("config.json: use_sliding_window=true is not supported for model_type='llama'; expected false")
+        raise InputError("config.json: use_sliding_window=true is not supported for model_type='llama'; remove it")
     return _architecture(
         config,
         windows=_uniform_windows(config, None),
@@ -201,7 +201,7 @@ def gemma3_text(config: HfConfig) -> Architecture:
         # transformers reads the field but never uses it, so it is unclear how such weights were trained.
         raise InputError(
             "config.json: attn_logit_softcapping must be null for model_type='gemma3_text', got "
-            f"{config['attn_logit_softcapping']!r}"
+            f"{config['attn_logit_softcapping']!r}; use the model's original config.json"
         )
     pattern = positive_int(config, "sliding_window_pattern", default=6)
     rope, windowed_rope = _ropes_by_layer_type(config)
@@ -232,7 +232,7 @@ def _gemma(config: HfConfig, **switches: Any) -> Architecture:
     """Returns an architecture with the switches that Gemma 2 and 3 share, and the given ones."""
     activation = config.get("hidden_activation") or "gelu_pytorch_tanh"
     if activation != "gelu_pytorch_tanh":
-        raise InputError(f"config.json: hidden_activation must be 'gelu_pytorch_tanh', got {activation!r}")
+        raise InputError(f"config.json: hidden_activation must be 'gelu_pytorch_tanh', got {activation!r}; correct it")
     # Old files have "gelu", with the same meaning.
     if config.get("hidden_act") not in (None, "gelu", "gelu_pytorch_tanh"):
         raise InputError(
@@ -283,11 +283,11 @@ def _architecture(
         )
     head_dim = positive_int(config, "head_dim", default=default_head_dim or model_dim // num_query_heads)
     if head_dim % 2:
-        raise InputError(f"config.json: head_dim must be even, because rotary embedding rotates pairs; got {head_dim}")
+        raise InputError(f"config.json: head_dim must be even for rotary embedding, got {head_dim}; correct it")
     if "rope" not in switches:
         switches["rope"] = _rope(config)
     if "activation" not in switches and config.get("hidden_act", "silu") != "silu":
-        raise InputError(f"config.json: hidden_act={config['hidden_act']!r} is not supported; expected 'silu'")
+        raise InputError(f"config.json: hidden_act={config['hidden_act']!r} is not supported; use a model with 'silu'")
     return Architecture(
         family=config["model_type"],
         vocab_size=positive_int(config, "vocab_size"),
@@ -314,13 +314,13 @@ def _experts(config: HfConfig) -> dict[str, Any]:
     counts = {positive_int(config, field) for field in EXPERT_COUNTS if config.get(field) is not None}
     if len(counts) > 1:
         raise InputError(
-            f"config.json: {' and '.join(EXPERT_COUNTS)} are two spellings of the same field, but have different "
-            "values; remove the wrong one"
+            f"config.json: {' and '.join(EXPERT_COUNTS)} are two names of one field, but differ: "
+            f"{min(counts)} and {max(counts)}; remove the wrong one"
         )
     num_experts = counts.pop() if counts else positive_int(config, EXPERT_COUNTS[0])
     per_token = positive_int(config, "num_experts_per_tok")
     if per_token > num_experts:
-        raise InputError(f"config.json: num_experts_per_tok={per_token}, expected at most the {num_experts} experts")
+        raise InputError(f"config.json: num_experts_per_tok={per_token} exceeds the {num_experts} experts; correct it")
     return {"num_experts": num_experts, "experts_per_token": per_token}
 
 
@@ -330,7 +330,7 @@ def _rope(config: HfConfig, default_theta: float = 10_000.0) -> RopeConfig:
     if any(isinstance(value, dict) for value in fields.values()):
         raise InputError(
             "config.json: rope_parameters that differ by layer type are not supported for model_type="
-            f"{config['model_type']!r}; expected one object for all layers"
+            f"{config['model_type']!r}; use a model with one rope for all layers"
         )
     outer = {name: config.get(name) for name in ("rope_theta", "partial_rotary_factor")}
     # The top-level field overrides the one in rope_scaling, as in transformers.
@@ -349,8 +349,8 @@ def _ropes_by_layer_type(config: HfConfig) -> tuple[RopeConfig, RopeConfig]:
     known = {FULL, SLIDING, "rope_theta", "rope_type"} if FULL in by_type else {FULL, SLIDING}
     if extra := sorted(set(by_type) - known):
         raise InputError(
-            f"config.json: rope_parameters of model_type={config['model_type']!r} has {extra[0]!r}; expected "
-            f"an object for {FULL!r} and one for {SLIDING!r}"
+            f"config.json: rope_parameters of model_type={config['model_type']!r} has {extra[0]!r}; replace it "
+            f"with an object for {FULL!r} and one for {SLIDING!r}"
         )
     partial = {"partial_rotary_factor": config.get("partial_rotary_factor")}
     scaling = json_object(config, "rope_scaling")
@@ -364,7 +364,7 @@ def _ropes_by_layer_type(config: HfConfig) -> tuple[RopeConfig, RopeConfig]:
 
 
 def _windows(config: HfConfig, has_window: Callable[[int], bool], window: int | None) -> tuple[int | None, ...]:
-    """Returns each layer's window from `layer_types`, or from the family's pattern if that is missing."""
+    """Returns each layer's window from `layer_types`, or from the family's pattern if `layer_types` is missing."""
     types = _layer_types(config)
     if types is None:
         types = [SLIDING if has_window(layer) else FULL for layer in range(read_num_layers(config))]
@@ -373,7 +373,7 @@ def _windows(config: HfConfig, has_window: Callable[[int], bool], window: int | 
     if window is None:
         raise InputError(
             f"config.json: layer_types has {SLIDING!r}, but there is no window: sliding_window is null or "
-            "use_sliding_window is false; set both, or use layer types without it"
+            f"use_sliding_window is false; set both, or give every layer the type {FULL!r}"
         )
     return tuple(window if kind == SLIDING else None for kind in types)
 
@@ -384,7 +384,7 @@ def _uniform_windows(config: HfConfig, window: int | None) -> tuple[int | None, 
     if types is not None and set(types) != {expected}:
         raise InputError(
             f"config.json: layer_types={types} is not supported for model_type={config['model_type']!r} with "
-            f"sliding_window={window}; expected {expected!r} for every layer"
+            f"sliding_window={window}; give every layer the type {expected!r}"
         )
     return () if window is None else (window,) * read_num_layers(config)
 
@@ -394,7 +394,7 @@ def _qwen_windows(config: HfConfig) -> tuple[int | None, ...]:
     window = _sliding_window(config) if boolean(config, "use_sliding_window") else None
     first = config.get("max_window_layers", 28)
     if not isinstance(first, int) or isinstance(first, bool) or first < 0:
-        raise InputError(f"config.json: max_window_layers must be an integer of at least 0, got {first!r}")
+        raise InputError(f"config.json: max_window_layers must be an integer of at least 0, got {first!r}; correct it")
     return _windows(config, lambda layer: window is not None and layer >= first, window)
 
 
@@ -407,9 +407,9 @@ def _layer_types(config: HfConfig) -> Sequence[str] | None:
     if types is None:
         return None
     if not isinstance(types, list) or len(types) != num_layers:
-        raise InputError(f"config.json: layer_types must list one type for each of {num_layers} layers, got {types!r}")
+        raise InputError(f"config.json: layer_types must have {num_layers} entries, got {types!r}; correct it")
     if unknown := [kind for kind in types if kind not in (FULL, SLIDING)]:
         raise InputError(
-            f"config.json: layer_types has {unknown[0]!r}, which is not supported; expected {FULL} or {SLIDING}"
+            f"config.json: layer_types has {unknown[0]!r}, which is unsupported; use a model with {FULL} and {SLIDING}"
         )
     return types

@@ -59,7 +59,7 @@ LAYERS_OF_GEMMA_3_27B = 62
 
 
 class FastListReader(GGUFReader):
-    """Reads lists such as vocabularies at once; the package makes an array per entry, which takes seconds."""
+    """Reads each list, such as the vocabulary, at once; `GGUFReader` makes an array per entry, which takes seconds."""
 
     def _get_field_parts(self, orig_offs: int, raw_type: int) -> tuple[int, list[Any], list[int], list[GGUFValueType]]:
         if raw_type != GGUFValueType.ARRAY or self.byte_order != "I":
@@ -83,7 +83,7 @@ class FastListReader(GGUFReader):
 
 
 class GgufFile:
-    """A GGUF file: its tensors by Hugging Face name, dequantized when read, its metadata, and rebuilt configurations.
+    """A GGUF file: tensors by Hugging Face name, dequantized when read; metadata; and rebuilt configuration files.
 
     Raises:
         InputError: the file is damaged, or its architecture, a tensor or a quantization is not supported.
@@ -208,7 +208,8 @@ class GgufFile:
         value = self._family_metadata(key, default)
         if not isinstance(value, int) or value < 1:
             raise InputError(
-                f"{self.path}: GGUF metadata '{self._family}.{key}' must be one positive integer, got {value!r}"
+                f"{self.path}: GGUF metadata '{self._family}.{key}' must be one positive integer, got {value!r}; "
+                f"{WORKAROUND}"
             )
         return value
 

@@ -39,10 +39,10 @@ LAYER_TENSORS: dict[str, ParamPath] = {
     "mlp.up_proj": ("up",),
     "mlp.down_proj": ("down",),
 }
-"""Tensor name after `model.layers.<i>.` -> parameter; a projection stands for its `.weight` and optional `.bias`."""
+"""Tensor name after `model.layers.<i>.` -> parameter; a projection's name omits `.weight` and the optional `.bias`."""
 
 EXPERT = "<expert>"
-"""Placeholder for the index of an expert in the names below."""
+"""Placeholder for the index of an expert in tensor names."""
 QWEN_EXPERTS: dict[str, ParamPath] = {
     "mlp.gate.weight": ("experts", "router"),
     f"mlp.experts.{EXPERT}.gate_proj": ("experts", "gate"),
@@ -62,7 +62,7 @@ POST_NORM_TENSORS: dict[str, ParamPath] = {
     "pre_feedforward_layernorm.weight": ("mlp_norm", "scale"),
     "post_feedforward_layernorm.weight": ("mlp_post_norm", "scale"),
 }
-"""Norms of families that also normalize after attention and MLP; elsewhere, the first of these names is `mlp_norm`."""
+"""Norms of families that also normalize after attention and MLP; elsewhere, the first tensor is `mlp_norm`."""
 
 EMBEDDING, LM_HEAD, VALUE_HEAD = "model.embed_tokens.weight", "lm_head.weight", "score.weight"
 TOP_TENSORS: dict[str, ParamPath] = {
@@ -139,7 +139,7 @@ def critic_tensors(definition: DecoderDefinition, shapes: Mapping[str, tuple[int
 
 
 def has_own_head(source: TensorSource) -> bool:
-    """Returns whether the file has an LM head that differs from the embedding matrix."""
+    """Returns whether the checkpoint has an LM head that differs from the embedding matrix."""
     if not source.shapes.keys() >= {EMBEDDING, LM_HEAD}:
         return False
     return not np.array_equal(source.read(EMBEDDING), source.read(LM_HEAD))
@@ -179,8 +179,8 @@ def check_tensors(
         hint = f"; the file has {near[0]!r}, which is not expected" if near else ""
         raise InputError(
             f"model.path: missing tensors: {len(missing)}, first {missing[0]!r}{hint}. "
-            f"config.json describes a {architecture.family} model that these weights do not fit; use "
-            "the one saved with them"
+            f"config.json describes a {architecture.family} model, which these weights do not fit; use "
+            "the config.json that was saved with them"
         )
     if extra:
         raise InputError(
@@ -190,7 +190,8 @@ def check_tensors(
     for name, shape in expected.items():
         if tuple(shapes[name]) != shape:
             raise InputError(
-                f"model.path: tensor {name!r} has shape {tuple(shapes[name])}, expected {shape} from config.json"
+                f"model.path: tensor {name!r} has shape {tuple(shapes[name])}, expected {shape} from config.json; "
+                "use the config.json that was saved with the weights"
             )
 
 
@@ -269,7 +270,7 @@ def place_tensor(tensor: np.ndarray, sharding: NamedSharding) -> Array:
 
 @functools.cache
 def make_layer_writer(sharding: NamedSharding) -> Callable[[Array, Array, int], Array]:
-    """Returns a compiled function that sets stacked[layer] = value in place."""
+    """Returns a compiled function (stacked, value, layer) -> stacked that sets stacked[layer] = value in place."""
     return jax.jit(
         lambda stacked, value, layer: jax.lax.dynamic_update_index_in_dim(stacked, value, layer, 0),
         donate_argnums=0,

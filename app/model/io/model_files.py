@@ -57,7 +57,7 @@ NUM_SPOTS, SPOT_BYTES = 4, 4096
 """Number and size in bytes of the sampled spots of each tensor in a fingerprint: 5 MB in total for 300 tensors."""
 
 DERIVED_TENSOR_SUFFIX = ".rotary_emb.inv_freq"
-"""The suffix of buffers in old Llama checkpoints, which can be computed from the configuration."""
+"""Suffix of buffers in old Llama checkpoints. They are skipped: the configuration determines them."""
 
 
 class TensorSource(Protocol):
@@ -86,9 +86,9 @@ class ModelFiles:
     """The parsed `generation_config.json`; empty if there is none."""
     weights: TensorSource
     fingerprint: str
-    """A digest that is equal on all hosts with the same model, and different after training or merging adapters.
+    """A digest that is equal on all hosts with the same model, and changes if the weights are trained or merged.
 
-    It may miss changes to a few numbers and does not prevent forgery: see `fingerprint`.
+    It may miss changes to a few weights, and does not protect against tampering: see `fingerprint`.
     """
     commit: str | None = None
     """The commit of the hub repository; None for other files."""
@@ -135,7 +135,7 @@ class SafetensorsFiles:
 
     @property
     def byte_ranges(self) -> dict[Path, dict[str, range]]:
-        """The byte range of each tensor in each file; the keys contain the tensor's name, dtype and shape.
+        """The byte range of each tensor, by file and by a key that consists of the tensor's name, dtype and shape.
 
         Source: the safetensors format, https://huggingface.co/docs/safetensors.
         """
@@ -197,7 +197,7 @@ def open_model(path: str, *, config_only: bool = False) -> ModelFiles:
         config, generation = gguf.config(), gguf.generation_config()
         return ModelFiles(local.stem, local, config, generation, gguf, fingerprint(config, gguf.byte_ranges))
     elif local.is_file():
-        raise InputError(f"model.path: {path} is a file, but not a .gguf file; set it to the model's directory")
+        raise InputError(f"model.path: {path} is not a .gguf file; set it to the model's directory or to a .gguf file")
     else:
         directory = fetch_from_hub(path, files=(CONFIG_FILE, ADAPTER_CONFIG_FILE) if config_only else HUB_FILES)
         name, commit = split_revision(path)[0], directory.name
@@ -252,13 +252,12 @@ def _builtin_directory(path: str) -> Path:
 
 
 def _indexed_shards(directory: Path, index: Path) -> dict[str, Path]:
-    """Returns the path of each tensor's shard."""
     weight_map = _read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise InputError(f"{index} has no weight_map; download the model again")
     for shard in sorted(set(map(str, weight_map.values()))):
         if Path(shard).name != shard:
-            raise InputError(f"{index}: expected plain file names in its own directory as shards, got {shard!r}")
+            raise InputError(f"{index}: shard {shard!r} must be a plain file name; download the model again")
         if not (directory / shard).is_file():
             raise InputError(f"{index}: shard {shard!r} is missing from {directory}; download the model again")
     return {name: directory / str(shard) for name, shard in weight_map.items()}
@@ -281,7 +280,7 @@ def _checked_shape(directory: Path, name: str, handle: Any, shard: Path) -> tupl
         ) from error
     if header.get_dtype() not in NUMPY_TYPES:
         raise InputError(
-            f"{directory}: tensor {name!r} has type {header.get_dtype()}, which is not supported, expected "
+            f"{directory}: tensor {name!r} has dtype {header.get_dtype()}, expected "
             f"{join_words(NUMPY_TYPES)}; use the unquantized weights"
         )
     return tuple(header.get_shape())

@@ -29,7 +29,7 @@ MIN_HEAD_DIM = 16
 """The smallest inner dim of a matmul on tensor cores."""
 QUERY_PARAMS = triton.CompilerParams(num_warps=4, num_stages=2)
 KEYS_PARAMS = triton.CompilerParams(num_warps=8, num_stages=2)
-"""Eight warps, because the accumulators of two gradients do not fit in the registers of four."""
+"""The gradients of keys and values need eight warps: their accumulators do not fit in the registers of four."""
 
 
 def attend(
@@ -69,7 +69,7 @@ def attention_grads(
     normalizer: Float32[Array, "K G N"],
     mixed_grad: Float[Array, "R T Q H"],
 ) -> tuple[Float[Array, "R T Q H"], Float[Array, "R K T H"], Float[Array, "R K T H"]]:
-    """Returns the gradients of one device's query, keys and values, from the results of `attend`."""
+    """Returns the gradients of one device's query, keys and values; see `blockwise.attention_grads`."""
     query, keys, values, layout, pairs, window = inputs
     call = GpuCall(inputs, blocking.block_size)
     mean = jnp.einsum("rtqh,rtqh->qrt", mixed_grad, mixed, preferred_element_type=jnp.float32)

@@ -68,7 +68,7 @@ def rows_product(
 
 
 def matrix_gradient(x: Float[Array, "M I"], dy: Float[Array, "M O"], sizes: Int32[Array, "E"]) -> Float[Array, "E I O"]:
-    """Returns x^T dy over the rows of each group."""
+    """Returns x^T dy of each group's rows: the gradient of the group's matrix."""
     dims = x.shape[1], dy.shape[1]
     tiles = _tile(dims[0], MAX_TILE), _tile(dims[1], MAX_TILE)
     x, dy = (_pad(array, 1, tile) for array, tile in zip((x, dy), tiles, strict=True))

@@ -58,7 +58,7 @@ def pair_scores(
 
 
 def pair_scores_grad(score_mod: ScoreMod, scores: Array, weights: Array, centered: Array) -> Float32[Array, "m n"]:
-    """Returns the gradient of the uncapped scores.
+    """Returns the gradient of the uncapped scores, given the capped `scores` and their softmax, `weights`.
 
     Args:
         centered: the gradient of the weights minus its weighted mean per query.

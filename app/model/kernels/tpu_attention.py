@@ -71,7 +71,7 @@ def attention_grads(
     normalizer: Float32[Array, "K G N"],
     mixed_grad: Float[Array, "R T Q H"],
 ) -> tuple[Float[Array, "R T Q H"], Float[Array, "R K T H"], Float[Array, "R K T H"]]:
-    """Returns the gradients of one device's query, keys and values, from the results of `attend`."""
+    """Returns the gradients of one device's query, keys and values; see `blockwise.attention_grads`."""
     query, keys, values, layout, pairs, window = inputs
     *blocks, num_pairs = pairs.inside(window)
     call = TpuCall(inputs, size := blocking.block_size)

@@ -102,7 +102,7 @@ def attend(
 def _index_maps(blocks_per_row: int) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Returns two index maps: one for a grid step's block of the cache, one for the tile with the new token.
 
-    Both read the kernel's scalars. `own` is the index, within a row, of the block with the new token.
+    Both get the kernel's prefetched scalars. `own` is the index, within a row, of the block with the new token.
     """
 
     def block_at(grid_step: Array, rows: Any, blocks: Any, positions: Any, tiles: Any, own: Any, tables: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Checks whether this JAX compiles our GPU kernels; JAX 0.11 has announced the end of their Triton backend."""
+"""Checks whether this JAX can compile our GPU kernels; JAX 0.11 announces the removal of Pallas' Triton backend."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _log = logging.getLogger(__name__)
 
 @functools.cache
 def has_triton() -> bool:
-    """Returns whether Pallas has its Triton backend; if not, logs once what runs instead."""
+    """Returns whether Pallas has a Triton backend; if not, logs once what runs instead of the kernels."""
     try:
         importlib.import_module("jax.experimental.pallas.triton")
     except ImportError as error:
