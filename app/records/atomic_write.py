@@ -55,7 +55,7 @@ def create_folder_atomic(path: Path) -> Iterator[Path]:
             _fsync(written)
         # A rename would replace an empty folder.
         if os.path.lexists(path):
-            raise FileExistsError(f"{path} was created in the meantime")
+            raise FileExistsError(f"{path} was created in the meantime; give another path")
         partial.rename(path)
         _fsync(path.parent)
     finally:

@@ -19,7 +19,7 @@ def lock_file(path: Path, *, waits: bool = False) -> IO[bytes]:
         waits: whether to wait until no other process holds the lock.
 
     Raises:
-        FileLockedError: another process holds the lock.
+        FileLockedError: another process holds the lock, and `waits` is False.
         OSError: the file cannot be written or locked.
     """
     while True:

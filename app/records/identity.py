@@ -23,7 +23,7 @@ def different_names(before: Identity, now: Identity) -> list[str]:
 
 
 def first_difference(before: Identity, now: Identity) -> str | None:
-    """Returns the first difference as text, such as `run.seed was 0 there, and is 1 now`; None without one."""
+    """Returns the first difference as text, such as `run.seed was 0 there, and is 1 now`; None if there is none."""
     names = different_names(before, now)
     if not names:
         return None
@@ -33,7 +33,7 @@ def first_difference(before: Identity, now: Identity) -> str | None:
 
 
 def prompts_digest(prompts: Sequence[Prompt]) -> str:
-    """Returns the number of prompts, and a digest of all fields that affect samples and rewards."""
+    """Returns, as text, the number of prompts and a digest of all fields that affect samples and rewards."""
     digest = hashlib.sha256()
     for prompt in prompts:
         fields = [prompt.uid, prompt.token_ids.tolist(), prompt.source, prompt.answer, dict(prompt.extra)]
@@ -42,7 +42,7 @@ def prompts_digest(prompts: Sequence[Prompt]) -> str:
 
 
 def plugin_file_digests(setting: str, names: Iterable[str | None]) -> dict[str, str]:
-    """Returns the file digest of each `path/to/file.py:name` in a setting; names in modules are left out."""
+    """Returns the file digest of each `path/to/file.py:name` in a setting; skips `module:name`."""
     files = {name: Path(name.rpartition(":")[0]) for name in names if name is not None}
     return {
         f"{setting}: the file of {name}": hashlib.sha256(path.read_bytes()).hexdigest()[:16]

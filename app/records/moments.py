@@ -1,4 +1,4 @@
-"""Mean, variance and whitening of masked values, also over several hosts and for no values."""
+"""Mean, variance and whitening of masked values, which may be empty or distributed over several hosts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Moments(NamedTuple):
 
     @property
     def population_std(self) -> float:
-        """The standard deviation of exactly these numbers (ddof = 0)."""
+        """The standard deviation (ddof = 0); 0 for no numbers."""
         return (self.sum_squared_deviations / max(self.count, 1)) ** 0.5
 
 
@@ -48,7 +48,7 @@ def compute_moments(values: Float[np.ndarray, "*any"], mask: Bool[np.ndarray, "*
 
 
 def joint_moments(parts: Sequence[tuple[np.ndarray, np.ndarray]]) -> Moments:
-    """Returns the moments of all (values, mask) together."""
+    """Returns the moments of the values in all (values, mask) pairs together."""
     if not parts:
         return EMPTY_MOMENTS
     values, masks = zip(*parts, strict=True)
@@ -56,7 +56,7 @@ def joint_moments(parts: Sequence[tuple[np.ndarray, np.ndarray]]) -> Moments:
 
 
 def merge_moments(parts: Iterable[Moments]) -> Moments:
-    """Returns the moments of the union of disjoint sets.
+    """Returns the moments of the union of disjoint sets, given the moments of each.
 
     Source: Chan, Golub & LeVeque 1979, "Updating Formulae and a Pairwise Algorithm for Computing Sample Variances".
     """

@@ -1,4 +1,4 @@
-"""Parquet files, read as the JSON objects of their rows."""
+"""Reads the rows of Parquet files as JSON objects."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from settings.errors import InputError
 
 
 def read_parquet(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields (`FILE row INDEX` from 0, row as `to_json` gives it) for every row.
+    """Yields (location, row) for every row: `FILE row INDEX`, from 0, and the row converted by `to_json`.
 
     Raises:
         InputError: the file cannot be read.

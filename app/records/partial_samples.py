@@ -1,4 +1,4 @@
-"""Samples of an interrupted rollout, in part files next to its output, from which it continues.
+"""Stores a rollout's samples in part files next to its output, so that an interrupted rollout can continue.
 
 The first line of a part file is a header: JSON with the identity of the rollout. Each other line is a sample.
 """
@@ -90,7 +90,7 @@ class PartFile:
 
     Args:
         path: part file of this host.
-        header: the header of `PartialSamples`. An existing header of the file must have been checked.
+        header: the header of `PartialSamples`; the caller must have checked that an existing file has the same one.
 
     Raises:
         InputError: another process has opened the file, or it cannot be written or locked.

@@ -20,7 +20,7 @@ Resume = Literal["auto", "never", "must"]
 BEST_LINK = "best"
 """Name of the relative link to the best checkpoint, in the checkpoint folder."""
 FETCHED = ".fetched"
-"""Name of the folder of a run in which files from a bucket wait until they are whole."""
+"""Name of the folder in a run directory for files that are still being downloaded from a bucket."""
 
 
 def step_of_samples(path: Path) -> int | None:
@@ -126,7 +126,7 @@ class RunDirectory:
 
     @property
     def has_foreign_files(self) -> bool:
-        """Whether the directory has files that are not from a run, not even from one that ended while it started."""
+        """Whether the directory has no run, but other files than a run leaves if it ends during startup."""
         if self.has_settings or self.has_checkpoint or not self.path.is_dir():
             return False
         ours = {".lock", FETCHED, self.crash_dir.name, self.data_dir.name}

@@ -136,8 +136,8 @@ class Sample:
     kept_mass_logs: Float32[np.ndarray, "C"] | None = None
     """The log of the probability mass kept by top-k / top-p / min-p; None if nothing is truncated."""
     routes: UInt8[np.ndarray, "S+C L k"] | None = None
-    """The sampler's experts for each token of prompt and completion except the last, which it does not compute; 255
-    where none are recorded. None = routes are not recorded."""
+    """The experts that the sampler chose for each token of prompt and completion; 255 where none are recorded, as for
+    the last token, which the sampler does not process. None = routes are not recorded."""
     episode: Episode | None = None
     """The sample's turns and their rewards; None without an environment, when the completion is a single turn."""
     loss_mask: Bool[np.ndarray, "C"] | None = None

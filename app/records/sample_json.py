@@ -1,4 +1,4 @@
-"""Samples as JSON objects: one record that every command writes and reads.
+"""Samples as JSON objects, in the one format that every command writes and reads.
 
 Every float32 is written as the float64 of the same value, so it comes back bit for bit.
 """
@@ -241,8 +241,8 @@ def sample_for_scoring(
 
     Args:
         index: the index of the object in its file.
-        names: the known fields to read; in other programs, the rest may have other meanings. Unknown fields go to
-            `Sample.extra`.
+        names: the fields of `SampleRecord` to read; its other fields, which may have other meanings in other programs,
+            are ignored. Unknown fields go to `Sample.extra`.
 
     Raises:
         InputError: a field that is read has the wrong type, length or range.
@@ -317,8 +317,8 @@ def sample_for_advantages(
         mask = optional.get("loss_mask")
         if fields.reward is None and (mask is None or mask.any()):
             raise InputError(
-                f"{where}: the field `reward` is missing, or `token_rewards` (one number per completion token); add "
-                "a reward with `grpo score --role reward`"
+                f"{where}: the fields `reward` and `token_rewards` (one number per completion token) are missing; "
+                "add `reward` with `grpo score --role reward`"
             )
         optional["reward"] = float(fields.reward or 0.0)
     if fields.episode is not None:
@@ -395,7 +395,8 @@ def _decode_routes(record: RoutesRecord, num_tokens: int, *, where: str) -> UInt
     if len(ids) != math.prod(shape):
         raise InputError(
             f"{where}: routes.ids has {len(ids)} bytes, expected {math.prod(shape)}: one for each of {num_tokens} "
-            f"tokens of prompt and completion, {record.num_layers} layers and {record.experts_per_token} experts"
+            f"tokens of prompt and completion, {record.num_layers} layers and {record.experts_per_token} experts; "
+            "correct or remove the field `routes`"
         )
     return ids.reshape(shape)
 

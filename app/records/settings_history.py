@@ -44,7 +44,7 @@ class SettingsHistory:
 
     @classmethod
     def read(cls, run: RunDirectory) -> SettingsHistory:
-        """Reads the settings of all sessions. Those of the last one are also in `settings.yaml`, unless it was edited.
+        """Reads the settings of all sessions; warns if `settings.yaml` differs from those of the last session.
 
         Raises:
             InputError: neither file has settings, they are damaged, or another version of this program wrote them.

@@ -14,7 +14,7 @@ from settings.errors import InputError
 ROW_FIELDS = ("answer", "columns")
 """Fields of a sample's record that are the same in all samples of a row and may be large."""
 ROW_OF = "row_of"
-"""The field in place of long `ROW_FIELDS`: the uid of an earlier sample in the file that has them."""
+"""The field in place of long `ROW_FIELDS`: the uid of an earlier sample in the same file that has them."""
 MAX_REPEATED_CHARS = 256
 """Fields with at most this much JSON are repeated in every sample, so that small rows are readable in any line."""
 

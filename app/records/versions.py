@@ -17,7 +17,7 @@ TRAINING_PACKAGES = (
 )
 """Packages that determine the result of a run."""
 QUANTIZATION_PACKAGE = "qwix"
-"""The package that also determines the samples if kernels are quantized."""
+"""The package that also determines the result if the base model is quantized."""
 
 NOT_INSTALLED = "not installed"
 

@@ -28,7 +28,7 @@ SHORT_WINDOW_STEPS, LONG_WINDOW_STEPS = 5, 10
 """Numbers of steps over which a metric is averaged: one step is noisy, and a constant reward needs the longer
 window."""
 ENTROPY_COLLAPSE_FRACTION = 0.1
-"""Fraction of the initial entropy that counts as a collapse. A run that learns keeps more: the quickstart a quarter."""
+"""Fraction of the initial entropy that counts as a collapse. The quickstart, which learns, keeps a quarter."""
 SOLVED_REWARD = 0.95
 """Mean of each reward function, in [0, 1], from which the task counts as solved."""
 ZERO_VARIANCE_THRESHOLD = 0.95
@@ -44,20 +44,20 @@ RATIO_THRESHOLD = 10.0
 CLIP_FRACTION_THRESHOLD = 0.3
 """Fraction of clipped tokens above which the later updates of a step have little effect."""
 MISMATCH_THRESHOLD = 0.02
-"""Mean difference of sampler and trainer logprobs, in nats. The quickstart has 1e-7 in float32, 0.004 in bfloat16."""
+"""Mean |sampler - trainer logprob|, in nats. The quickstart has 1e-7 in float32, and 0.004 in bfloat16."""
 CORRECTED_MISMATCH_THRESHOLD = 0.1
 """Like `MISMATCH_THRESHOLD`, if importance weights correct the difference. SmolLM2-135M has 0.05 with `rollout.weights:
 int8` and 0.03 with `rollout.kv_cache: int8`."""
 ROUNDING_TOLERANCE = 1e-9
 """Largest difference between weighted sums that is due to rounding."""
 WARM_UP_STEPS = 20
-"""Number of initial steps in which new shapes are expected."""
+"""Number of initial steps in which new array shapes, and so compilations, are expected."""
 COLLAPSE_STEPS = 100
 """Steps within which a collapse happens; a slower decline has other causes than too large updates."""
 COLLAPSE_FRACTION = 0.5
 """Fraction of the best short-window mean reward that is lost in a collapse."""
 COLLAPSE_STD = 0.25
-"""Minimum loss of reward in a collapse, in standard deviations of the samples: twice the noise of 64 samples."""
+"""Minimum loss of reward in a collapse, in standard deviations of samples: two standard errors of 64 samples."""
 MAX_LEARNING_RATE = 1e-3
 """Maximum learning rate to suggest after a collapse; even the tiny model of the quickstart needs only half of it."""
 ENTROPY_EXPLOSION, GRAD_NORM_EXPLOSION = 3.0, 10.0
@@ -121,7 +121,7 @@ def _last_values(steps: Sequence[MetricsRecord], name: str, count: int) -> np.nd
 
 
 def _since_start(steps: Sequence[MetricsRecord], name: str, count: int) -> np.ndarray | None:
-    """Returns the values of the last `count` steps, or of all steps of a younger run."""
+    """Returns the values of the last `count` steps, or of all steps of a shorter run."""
     return _last_values(steps, name, min(count, len(steps)))
 
 

@@ -68,7 +68,7 @@ def summary_text(
     """Returns the result of `before_and_after` and the best checkpoint as text for the end of a run.
 
     Args:
-        best: step, metric and value of the best evaluation, which is `checkpoints/best` unless its step is 0.
+        best: step, metric and value of the best evaluation; its checkpoint is `checkpoints/best` unless the step is 0.
         early_end: why the run ended before its last step; empty if it did not.
     """
     result = before_and_after(history)

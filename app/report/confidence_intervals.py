@@ -32,7 +32,7 @@ class MetricEstimate(NamedTuple):
 def wilson_interval(share: float, count: float) -> Interval:
     """Returns Wilson's 95 % interval of a proportion in `count` trials; `count` may be fractional.
 
-    It is (p + z^2/2n +- z sqrt(p(1-p)/n + z^2/4n^2)) / (1 + z^2/n) with z = 1.96.
+    The interval is (p + z^2/2n +- z sqrt(p(1-p)/n + z^2/4n^2)) / (1 + z^2/n) with z = 1.96.
 
     Source: Wilson 1927, Probable inference, the law of succession, and statistical inference.
     """
@@ -66,8 +66,8 @@ def clustered_share_interval(shares: Float64[np.ndarray, "P"], *, num_samples: i
 def mean_interval(values: Float64[np.ndarray, "P"]) -> Interval | None:
     """Returns Student's interval of the mean over prompts with one value each; None for one prompt or equal values.
 
-    It is m +- t s / sqrt(P), with s^2 the variance (ddof = 1) and t Student's 97.5 % quantile for P - 1 degrees of
-    freedom.
+    The interval is m +- t s / sqrt(P), with s^2 the variance (ddof = 1) and t Student's 97.5 % quantile for P - 1
+    degrees of freedom.
     """
     num_prompts = len(values)
     if num_prompts < 2 or (values == values[0]).all():

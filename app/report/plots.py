@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 MAX_POINTS = 500
 """Maximum number of points per line; the steps of longer runs are averaged."""
 MIN_POINTS_TO_SMOOTH = 20
-"""Minimum number of points from which a noisy line also has its trailing mean."""
+"""A noisy line with at least this many points also gets its trailing mean."""
 BLUE, ORANGE, GREEN, RED, PURPLE, SKY, GREY = (
     "#1f7fc4", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#56b4e9", "#8a8a8a",
 )  # fmt: skip

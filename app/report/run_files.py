@@ -1,4 +1,4 @@
-"""Reads a run directory: the report uses only these files."""
+"""Reads the files of a run directory that its report needs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class RunFiles:
     settings_history: SettingsHistory
     rollouts: Mapping[int, Path]
     evaluations: Mapping[int, Path]
-    """`rollouts` and `evaluations` are the files of samples by step."""
+    """`rollouts` and `evaluations` map steps to files of samples."""
 
     @classmethod
     def read(cls, path: Path) -> RunFiles:
@@ -50,7 +50,7 @@ class RunFiles:
         settings_history = SettingsHistory.read(run)
         history = _read_metrics(run.metrics_path) if run.metrics_path.is_file() else []
         if not training_steps(history):
-            raise InputError(f"{path} has no finished training step yet; train at least one to report it")
+            raise InputError(f"{path} has no finished training step yet; run grpo report after the first one")
         return cls(path, history, settings_history, sample_files(path / "rollouts"), sample_files(path / "eval"))
 
     @property

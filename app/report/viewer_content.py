@@ -185,7 +185,7 @@ def _sample(record: Mapping[str, Any], *, step: int, where: str) -> SavedSample:
 
 
 def _episode(record: Mapping[str, Any], advantages: Sequence[float | None]) -> dict[str, Any]:
-    """Returns the fields of a sample's episode; none without a readable episode."""
+    """Returns the fields of a sample's episode; empty if it has no readable episode."""
     try:
         episode = EPISODE.validate_python(record.get("episode"))
     except ValidationError:

@@ -110,7 +110,7 @@ def json_for_html(value: Any) -> str:
 
 
 def render_page(name: str, **values: Any) -> str:
-    """Renders a page from its template."""
+    """Renders the page `name` from its template, with `values` as the template's variables."""
     style = _template("style.css")
     return _environment().get_template(name).render(style=style, style_hash=_content_hash(style), **values)
 

@@ -113,7 +113,7 @@ def register_callables(functions: Mapping[str, Callable[..., Any]]) -> Iterator[
 
 
 class InProcessPool:
-    """Calls one function like `FunctionPool`, but in this process, without limits of time and memory or isolation.
+    """Calls one function like `FunctionPool`, but in this process: without isolation, or limits on time and memory.
 
     Args:
         name: name of the reward, or the setting.

@@ -20,7 +20,7 @@ except ModuleNotFoundError:  # RewardFunctions reports that the extra [math] is 
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 _ESCAPED_DOLLAR = re.compile(r"(?<!\\)\\\$")
-"""A currency sign, which math-verify would treat as the end of a formula, or ignore outside of one."""
+"""An escaped dollar sign, which math-verify would treat as the end of a formula, or ignore outside of formulas."""
 _DELIMITED = re.compile(r"\\boxed\s*\{|\$[^$]+\$|\\\(.+?\\\)|\\\[.+?\\\]", re.DOTALL)
 """Mathematics that math-verify finds in a text."""
 

@@ -39,7 +39,7 @@ class PlugIn:
     Args:
         columns: columns of the data that the function may take as parameters.
         batch_size: maximum number of samples per batch-style call; a group is never split.
-        is_estimator: whether the function computes advantages, from `Sample.reward` among others.
+        is_estimator: whether the function computes advantages, from `Sample.reward` and other fields.
 
     Raises:
         InputError: the function cannot be imported, or has a required parameter that the data cannot fill.

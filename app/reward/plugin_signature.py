@@ -102,7 +102,7 @@ class PlugInSignature:
 
     @property
     def takes_all(self) -> bool:
-        """Whether an estimator is called with all of this host's samples, not with those of one prompt."""
+        """Whether an estimator is called once with all samples of this host, rather than once per prompt."""
         return self.style == "estimator" and "group_ids" in self.arguments
 
     def to_text(self) -> str:
@@ -138,7 +138,7 @@ def read_signature(
         again = columns.prompts - columns.extra - set(SAMPLE_ARGUMENTS[style])  # other names of the prompt
         arguments += [name for name in fillable if name not in arguments and name not in again]
     if unknown or not arguments:
-        problem = "has no parameter that a sample can fill"
+        problem = "has no parameter that a sample can fill; add one"
         if unknown:
             problem = f"has parameters that cannot be filled: {_quote_names(unknown)}; remove or rename them"
         raise LoadError(f"{problem}. {_describe_available(columns, style)}")

@@ -101,7 +101,7 @@ def _episode(sample: Sample) -> Episode:
 
 @dataclass(frozen=True, slots=True)
 class OverlongPenalty:
-    """A reward of 0 up to `max_length - buffer` tokens, falling linearly to `-max_penalty` at `max_length`.
+    """A reward that is 0 up to `max_length - buffer` tokens, and falls linearly to `-max_penalty` at `max_length`.
 
     Source: Yu et al. 2025 (DAPO), eq. 13, with max_penalty = 1.
     """
@@ -288,9 +288,10 @@ def _compute_rewards(
 
 
 def accuracy_function_name(settings: RewardSettings) -> str:
-    """Returns the function that determines held-out accuracy: the first one, or for a format its correctness function.
+    """Returns the name of the function that determines held-out accuracy.
 
-    Without functions it is the environment's reward.
+    This is the first function or, if that is a format reward, the correctness function of its task. Without functions,
+    it is the environment's reward.
     """
     if not settings.functions:
         return ENVIRONMENT_REWARD

@@ -160,7 +160,7 @@ GOOD: dict[str, Any] = {"values": [1.0], "reward": 1.0}
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
-        ([GOOD, {"values": [1.0, 2.0]}], "in.jsonl:2: the field `reward` is missing, or"),
+        ([GOOD, {"values": [1.0, 2.0]}], "in.jsonl:2: the fields `reward` and `token_rewards`"),
         ([GOOD, {"values": [1.0] * 4, "token_rewards": [1.0] * 2}], "in.jsonl:2: values has length 4, expected 2 or"),
         ([GOOD, {"values": [3e38], "reward": -3e38}], "in.jsonl:2: rewards or values are so large"),
         ([GOOD, {"values": [float("nan")], "reward": 1.0}], "in.jsonl:2: unusable JSON: values[0] is NaN"),
