@@ -11,7 +11,7 @@ from app.rollout.sampling.token_sampling import SamplingRules
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationRequest:
-    """Number and maximum length of the samples per prompt, their sampling rules, and the seed of their PRNG keys."""
+    """The samples to generate for each prompt: their number, maximum length, sampling rules and PRNG seed."""
 
     rules: SamplingRules
     seed: int
@@ -27,6 +27,6 @@ class GenerationRequest:
     first_group_id: int = 0
     """Group id of the first prompt."""
     route_shape: RouteShape | None = None
-    """Sizes of the routes recorded for each sample; None = no routes are recorded."""
+    """Numbers of layers and of experts per token in the recorded routes; None = no routes are recorded."""
     is_evaluation: bool = False
-    """Whether this is an evaluation, whose sample lengths must not be used to schedule training."""
+    """Whether this is an evaluation; the lengths of its samples then do not influence the schedule of training."""

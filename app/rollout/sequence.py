@@ -1,4 +1,4 @@
-"""A sample during generation, in a slot or suspended."""
+"""The state of a sample during generation, in a slot or suspended."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ DecodeText = Callable[[Sequence[int]], str]
 
 
 class Opening(NamedTuple):
-    """The opening of a conversation with an environment."""
+    """The start of a conversation with an environment, before the policy's first turn."""
 
     prompt: Prompt
     """The prompt that the policy reads first."""
     start: EpisodeStart
     messages: Messages | None
-    """The environment's first messages; None = the data set's prompt."""
+    """The environment's first messages; None = the conversation starts with the prompt of the data set."""
     failure: Failure | None = None
     """Why the environment failed to open the conversation; None if it opened."""
 
 
 @dataclass(eq=False)
 class RolloutSequence:
-    """Progress of one sample, with the tokens of each segment so far."""
+    """A sample during generation, called a row, with its tokens so far by segment."""
 
     prompt: Prompt
     sample_index: int
@@ -60,10 +60,10 @@ class RolloutSequence:
     worker: str = ""
     """Name of its last worker, or the process index if there are no workers."""
     segment_tokens: list[np.ndarray] = field(default_factory=list)
-    """Tokens of each segment, int32 [3 + words, tokens]: ids, bits of the logprobs, bits of the kept-mass logs, and, if
-    recorded, the routes of the preceding token."""
+    """Tokens of each segment, int32 [3 + words, tokens]: ids, bits of the logprobs, bits of the kept-mass logs and, if
+    recorded, the routes of each preceding token (its experts)."""
     segment_versions: list[tuple[int, int]] = field(default_factory=list)
-    """(version of the weights, number of tokens) for each segment."""
+    """(version of the weights, number of tokens) for each entry of `segment_tokens`."""
     prompt_routes: Int32[np.ndarray, "S words"] | None = None
     """Routes of the prompt's tokens, if they are recorded."""
     plays: bool = False
@@ -79,11 +79,11 @@ class RolloutSequence:
     turn_end: str | None = None
     """How the turn ended, `stop` or `length`, while the row waits for its environment; otherwise None."""
     episode: Episode | None = None
-    """All turns, once the sample is done."""
+    """All turns, once the sample is done; None without an environment."""
     name: str = ""
     """Unique name of the row in its rollout, by which the scheduler refers to it."""
     key: str = field(default_factory=lambda: uuid.uuid4().hex)
-    """Unique key of the row; copies of a row share it."""
+    """Unique key of the row, which its copies share."""
 
     @property
     def uid(self) -> str:
@@ -102,7 +102,7 @@ class RolloutSequence:
         return left if self.max_turn_tokens is None else min(left, self.max_turn_tokens - of_turn)
 
     def observe(self, turn: Turn, token_ids: Int32[np.ndarray, "n"]) -> None:
-        """Appends an observation, after which the next turn begins."""
+        """Appends the observation that answers a finished turn, and starts the next turn."""
         observed = np.zeros((len(self.segment_tokens[0]), len(token_ids)), np.int32)
         observed[0] = token_ids
         self.segment_tokens.append(observed)
@@ -135,7 +135,7 @@ class RolloutSequence:
         return np.concatenate([np.zeros(0, np.int32), *(drawn[number] for drawn in self.segment_tokens)])
 
     def routes(self, shape: RouteShape) -> UInt8[np.ndarray, "S+C L k"]:
-        """Returns the routes of all tokens; `UNRECORDED` where there are none, as for the last token."""
+        """Returns the experts of each token; `UNRECORDED` where none are recorded, such as for the last token."""
         length = len(self.prompt.token_ids)
         routes = np.full((length + self.num_tokens, *shape), UNRECORDED, np.uint8)
         if self.prompt_routes is not None:
@@ -164,7 +164,7 @@ class RolloutSequence:
     def to_sample(
         self, group_id: int, request: GenerationRequest, *, decode_text: DecodeText, stop_text: DecodeText
     ) -> Sample:
-        """Returns the record of a finished row, which ends at the first stop string of the request."""
+        """Returns the record of a finished row, cut after the token that completes the first stop string."""
         length = stop_length(self.token_ids.tolist(), request.stop, stop_text)
         row = self if length is None else replace(self.rewound(length), finish_reason="stop")
         assert row.finish_reason is not None
@@ -216,13 +216,13 @@ class RolloutSequence:
 
 
 class SuspendedSequence(NamedTuple):
-    """A sample taken out of its slot."""
+    """A sample that is not in a slot, with its KV cache if it has one."""
 
     row: RolloutSequence
     cache: KVCache | None = None
-    """The row's cache, on the devices where it ran; None = the cache must be recomputed."""
+    """The cache, on the devices where the row ran; None = it must be computed from the tokens."""
     length: int = 0
-    """Number of prompt and completion tokens in the cache, plus the one that is fed next."""
+    """Number of prompt and completion tokens in the cache, plus 1 for the next token to decode."""
 
 
 def make_sequences(prompts: Sequence[Prompt], request: GenerationRequest, *, noise_step: int) -> list[RolloutSequence]:
@@ -240,9 +240,9 @@ def make_sequences(prompts: Sequence[Prompt], request: GenerationRequest, *, noi
 
 
 def gather_sequences(own: Sequence[RolloutSequence]) -> list[RolloutSequence]:
-    """Returns the new rows of all hosts, interleaved, in the same order on each. All hosts must call it together.
+    """Returns the new rows of all hosts, interleaved, in the same order on every host. All hosts must call it together.
 
-    Rows of other hosts have only the fields on which their tokens depend.
+    In rows of other hosts, only the fields on which the tokens depend are filled.
     """
     prompts = {id(row.prompt): row.prompt for row in own}
     numbers = {key: number for number, key in enumerate(prompts)}
@@ -263,11 +263,11 @@ def gather_sequences(own: Sequence[RolloutSequence]) -> list[RolloutSequence]:
 def stop_length(token_ids: Sequence[int], stop: Sequence[str], stop_text: DecodeText) -> int | None:
     """Returns the number of tokens up to and including the one that completes a stop string; None if there is none.
 
-    Devices sample tokens without their text, so the host cuts a finished sample, as in vLLM and TRL. This does not
-    affect earlier tokens, logprobs or other samples. Between segments, rows with a stop string leave their slots.
+    The devices do not see the text of tokens, so the host cuts finished samples, as in vLLM and TRL. This affects no
+    earlier tokens or logprobs, and no other samples.
 
     Args:
-        stop_text: converts token ids to text in which a stop string is not changed by further tokens.
+        stop_text: converts token ids to text; further tokens must not change a stop string that the text contains.
     """
 
     def is_stopped(count: int) -> bool:

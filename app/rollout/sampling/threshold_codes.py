@@ -1,4 +1,4 @@
-"""Order-preserving conversion of numbers to integer codes, which can be searched bit by bit."""
+"""Integer codes that sort like the numbers they encode, so that a number can be searched bit by bit."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def lowest_code(dtype: DTypeLike) -> int:
 
 
 def value_of_code(codes: Int32[Array, "*dims"], dtype: DTypeLike) -> Num[Array, "*dims"]:
-    """Returns the numbers with these codes: decoded from bits for float32; for integers, the codes themselves."""
+    """Decodes numbers of `dtype`: float32 numbers from their bits; integers are their own codes."""
     if dtype != jnp.float32:
         return codes
     # Codes beyond infinity would be NaN; clamp them.

@@ -1,6 +1,6 @@
-"""The search of `app.rollout.sampling.truncation` as a Pallas kernel for TPUs.
+"""The threshold search of `app.rollout.sampling.truncation` as a Pallas kernel for TPUs.
 
-Values and weights of a few rows stay on the chip while each grid step determines one bit of their thresholds.
+Values and weights of a few rows stay in on-chip memory, and each grid step determines one bit of their thresholds.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from jaxtyping import Array, Int32, Num
 from app.rollout.sampling.threshold_codes import lowest_code, value_of_code
 
 ROWS, LANES = 8, 128
-"""The shape of a register: ROWS rows are searched at once, with their scalars broadcast to all lanes."""
+"""Shape of a vector register: `ROWS` rows are searched together, with their scalars broadcast to all lanes."""
 NUM_SUMS = 8
 """Number of independent partial sums per row: in a single sum, each addition would wait for the previous one."""
 OTHER_BYTES = 2**20
@@ -28,7 +28,7 @@ def _block_bytes(vocab_size: int) -> int:
 
 
 def num_buffers(vocab_size: int, available_bytes: int) -> int:
-    """Returns how many buffers (2, 1 or 0) for `ROWS` rows of values and of weights fit in on-chip memory."""
+    """Returns how many times (0 to 2) the values and weights of `ROWS` rows fit into on-chip memory."""
     return min(2, max(0, available_bytes - OTHER_BYTES) // (2 * _block_bytes(vocab_size)))
 
 
@@ -40,7 +40,7 @@ def search(
     num_bits: int,
     available_bytes: int,
 ) -> Int32[Array, "B"]:
-    """Returns the codes of the values that `truncation.lowest_reached` returns, for the rows of one device."""
+    """Returns the codes of the values that `truncation.lowest_reached` finds in the rows of one device."""
     num_rows, vocab_size = values.shape
     padding = -num_rows % ROWS
     by_tokens = [jnp.pad(x, ((0, padding), (0, 0))) for x in (values, weights) if x is not None]

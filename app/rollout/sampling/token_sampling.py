@@ -1,7 +1,7 @@
-"""Sampling of tokens from logits, and the PRNG keys that it uses.
+"""Sampling of tokens from logits, and the PRNG keys for it.
 
 A key depends only on (run seed, policy version, prompt uid, sample index, position), not on batch row, device, host or
-order. A sample thus does not depend on the samples generated together with it.
+order. A sample therefore does not depend on the samples that are generated together with it.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ class SamplingRules(NamedTuple):
 
     @property
     def truncates(self) -> bool:
-        """Whether any token can be excluded; selects one of the two compiled samplers."""
+        """Whether any token can be excluded, which requires `sample_tokens_truncated`."""
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
 
 class SampledTokens(NamedTuple):
     token_ids: Int32[Array, "B"]
     logprobs: Float32[Array, "B"]
-    """Logprobs of the untruncated distribution at the sampling temperature (1 if greedy)."""
+    """Logprobs of the tokens under the untruncated distribution at the sampling temperature (1 if greedy)."""
     kept_mass_logs: Float32[Array, "B"]
-    """Logs of the probability mass kept by truncation."""
+    """Logarithm of the probability mass that truncation keeps, for each row."""
 
 
 FINISH_NON_FINITE = f"{DROPPED_PREFIX}non-finite logits"
@@ -50,13 +50,13 @@ FINISH_NON_FINITE = f"{DROPPED_PREFIX}non-finite logits"
 
 
 BLOCK_SIZE, MIN_BLOCKS = 512, 16
-"""Tokens per block of the vocabulary, and minimum number of blocks to use `_draw_by_blocks`."""
+"""Tokens per block of the vocabulary, and the number of full blocks from which `_draw_by_blocks` is used."""
 
 Sampler = Callable[[Array, SamplingRules, Array], SampledTokens]
 
 
 def hash_uids(uids: Sequence[str]) -> UInt32[np.ndarray, "B 2"]:
-    """Returns a stable 64-bit hash of each uid."""
+    """Returns a stable 64-bit hash of each uid, as two words."""
     digests = b"".join(hashlib.blake2b(uid.encode(), digest_size=8).digest() for uid in uids)
     return np.frombuffer(digests, np.uint32).reshape(-1, 2)
 
@@ -67,7 +67,7 @@ def sample_key(
     uid_hash: UInt32[Array, "2"],
     sample_index: Int32[Array, ""],
 ) -> Key[Array, ""]:
-    """Returns the key of a sample; `fold_in` of a position gives the key of that token."""
+    """Returns the PRNG key of a sample; `fold_in` with a position gives the key of that token."""
     key = jax.random.key(seed)
     for number in (policy_version, uid_hash[0], uid_hash[1], sample_index):
         key = jax.random.fold_in(key, number)
@@ -92,7 +92,7 @@ def sample_tokens(logits: Float32[Array, "B V"], rules: SamplingRules, keys: Key
 def sample_tokens_truncated(
     logits: Float32[Array, "B V"], rules: SamplingRules, keys: Key[Array, "B"]
 ) -> SampledTokens:
-    """Samples from the tokens that remain after top-k, then top-p of the remaining mass, then min-p."""
+    """Samples from the tokens that `kept_tokens` keeps; `logits` are already divided by the temperature."""
     logits = constrain(logits, spread_rows(len(logits)), "tokens")
     log_normalizer = jax.nn.logsumexp(logits, axis=-1)
     probabilities = jnp.exp(logits - log_normalizer[:, None])
@@ -118,7 +118,7 @@ def _draw(
 def _draw_by_blocks(
     candidates: Float32[Array, "B V"], rules: SamplingRules, keys: Key[Array, "B"]
 ) -> Int32[Array, "B"]:
-    """Samples a block of the vocabulary by its mass, then a token in it, which needs fewer random numbers.
+    """Samples a block of the vocabulary by its mass, then a token of this block; this needs fewer random numbers.
 
     On a CPU, random numbers for a vocabulary of 150,000 take a third of the decoding time of a 0.5B model.
     """
@@ -152,7 +152,7 @@ def draw_tokens(
 def token_outcomes(
     sampled: SampledTokens, running: Bool[Array, "B"], eos_ids: Int32[Array, "ids"]
 ) -> tuple[Bool[Array, "B"], Bool[Array, "B"], Bool[Array, "B"]]:
-    """Returns masks of the running rows: accepts its token, accepts an EOS token, and has non-finite logits."""
+    """Returns three masks of running rows: token accepted, EOS token accepted, and non-finite logits."""
     # The logprob of a token sampled from non-finite logits is not finite.
     broken = running & ~jnp.isfinite(sampled.logprobs)
     active = running & ~broken

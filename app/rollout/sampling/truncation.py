@@ -15,7 +15,7 @@ from app.rollout.sampling.threshold_codes import lowest_code, value_of_code
 MASS_UNIT = 2.0**-30
 """Probabilities are summed as integers in this unit, so that sums do not depend on the order of tokens."""
 BITS_PER_PASS = {"cpu": 1}
-"""Platform -> bits determined by one pass; 4 on others, where reading a value takes as long as several comparisons."""
+"""Platform -> bits found per pass; 4 on others, where reading a value takes as long as several comparisons."""
 
 
 def kept_tokens(
@@ -25,7 +25,7 @@ def kept_tokens(
     top_p: Float32[Array, ""],
     min_p: Float32[Array, ""],
 ) -> Bool[Array, "B V"]:
-    """Returns the tokens that remain after top-k, then top-p of the remaining mass, then min-p.
+    """Returns a mask of the tokens that remain after top-k, then top-p of the remaining mass, then min-p.
 
     Among equal logits, smaller token ids come first. The most likely token is always kept.
 
@@ -34,6 +34,7 @@ def kept_tokens(
     Args:
         top_k: 0 keeps all tokens.
         top_p: 1 keeps all tokens.
+        min_p: minimum probability of a token relative to the most likely token; 0 keeps all tokens.
     """
     num_rows, vocab_size = logits.shape
     units = jnp.round(probabilities / MASS_UNIT).astype(jnp.int32)
@@ -103,7 +104,7 @@ def _search(
     num_bits: int,
     bits_per_pass: int,
 ) -> Int32[Array, "B"]:
-    """Returns the codes of the values that `lowest_reached` returns."""
+    """Returns the codes of the values that `lowest_reached` finds."""
     num_passes = -(-num_bits // bits_per_pass)
 
     def add_digit(number: Array, found: Array) -> Array:

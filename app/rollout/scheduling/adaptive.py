@@ -1,4 +1,4 @@
-"""The policy `adaptive`: longest expected sample first, on any worker with a free slot."""
+"""The policy `adaptive`: the sample expected to be longest starts first, on any worker with a free slot."""
 
 from __future__ import annotations
 
@@ -65,9 +65,9 @@ class AdaptivePolicy(SchedulingPolicy):
         return [] if len(self._queue) else self._spread_evictions(worker)
 
     def _spread_evictions(self, worker: WorkerState) -> list[Suspend]:
-        """Returns up to half of a worker's rows, to move them to idle workers: steps with fewer rows are faster.
+        """Suspends up to half of a worker's rows for idle workers to continue: steps with fewer rows are faster.
 
-        Workers on the same device get none, because their segments would only take turns.
+        Workers on the same device get no rows, because their segments would only take turns.
         """
         others = [
             other

@@ -1,4 +1,4 @@
-"""Estimates the lengths of samples from earlier samples of the prompt, its running group, and finished samples."""
+"""Estimates the lengths of samples from other samples of the same prompt and from recently finished samples."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class FinishedLength(NamedTuple):
 
     num_tokens: int
     seconds: float | None
-    """Decoding time; None if `rollout.pdsr.unit` is `tokens`, so that a repeated run learns the same lengths."""
+    """Decoding time; None if `rollout.pdsr.unit` is `tokens`, so that a repeated run has the same statistics."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class LearnedLengths:
     """Recently finished samples, oldest first."""
 
     def about(self, prompts: Iterable[str]) -> LearnedLengths:
-        """Returns a copy with the mean lengths of only these prompts."""
+        """Returns these statistics without the mean lengths of all other prompts."""
         return LearnedLengths({uid: self.prompts[uid] for uid in prompts if uid in self.prompts}, self.finished)
 
     def updated(self, newer: LearnedLengths, *, window: int | None = None) -> LearnedLengths:
@@ -95,11 +95,11 @@ class LengthEstimator:
         """Number of samples that have finished in this schedule."""
 
     def measure(self, entry: SampleEntry) -> float:
-        """Returns the length of a sample so far, in the unit of the threshold."""
+        """Returns the length of a sample so far, in `unit`."""
         return entry.seconds if self.unit == "seconds" else entry.num_tokens
 
     def observe(self, entry: SampleEntry) -> bool:
-        """Learns from a committed row and returns whether its group's maximum length grew. Ignores dropped samples."""
+        """Learns from a committed row unless it was dropped; returns whether its group's maximum length has grown."""
         if entry.finish is not None and entry.finish.startswith(DROPPED_PREFIX):
             # A dropped probe gives no length, so the prompt has no estimate.
             if self.group_max.get(entry.prompt) == 0:
@@ -136,11 +136,11 @@ class LengthEstimator:
         return prompt in self.history or prompt in self.group_max
 
     def estimate(self, entry: SampleEntry) -> float:
-        """Returns max(history of the prompt, running maximum of its group, length of the sample so far), in tokens."""
+        """Returns the maximum of the prompt's history, its group so far and the sample so far, in tokens."""
         return max(self.history.get(entry.prompt, 0), self.group_max.get(entry.prompt, 0), entry.num_tokens)
 
     def mean_length(self, *, default: float) -> float:
-        """Returns the mean length of the window in tokens, at least 1; `default` if no sample has finished."""
+        """Returns the mean length of samples in the window, at least 1 token; `default` if the window is empty."""
         if not self.finished:
             return default
         return max(sum(one.num_tokens for one in self.finished) / len(self.finished), 1.0)
@@ -151,7 +151,7 @@ class LengthEstimator:
         return taken
 
     def threshold(self, running: Iterable[float], *, percentile: float, min_finished: int) -> float | None:
-        """Returns a percentile of the window's lengths; None if too few samples have finished to determine it.
+        """Returns a percentile of the lengths in the window; None if too few samples have finished to determine it.
 
         Args:
             running: current lengths of samples that are still running, in `unit`.
@@ -171,7 +171,7 @@ def censored_quantile(finished: Iterable[float], running: Iterable[float], quant
     It is the smallest t with S(t) = prod_{t_i <= t} (1 - d_i / n_i) <= 1 - quantile, where d_i samples finished at t_i
     and n_i samples are at least as long. It is infinite if too many samples are still running.
 
-    At the start of a step, mostly short samples have finished, so their quantile alone would be too low. Source: E. L.
+    At the start of a step, mostly short samples have finished, and their quantile alone would be too low. Source: E. L.
     Kaplan, P. Meier, "Nonparametric Estimation from Incomplete Observations", 1958.
     """
     # At equal lengths, a finished sample comes first, because a running one will become longer.

@@ -1,6 +1,6 @@
 """The policy P-DSR v1 (probe-based dynamic segment rollout).
 
-Probes all prompts, waits for the last probe, ranks the prompts, then routes the other samples.
+Runs one probe sample of each prompt, ranks the prompts by the lengths of their probes, then routes all other samples.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class PdsrV1Policy(SchedulingPolicy):
     limit. Such probes move to heavy workers; other samples over the fast limit move there as well, or are truncated.
 
     Once the window has enough samples, a batch does not wait for probes above its (100 - `heavy_percent`)th percentile:
-    their prompts are already heavy. Prompts known from an earlier epoch are classified by the same threshold.
+    their prompts are certain to be heavy. Prompts known from an earlier epoch are classified by the same threshold.
     """
 
     name = "pdsr_v1"
@@ -85,9 +85,9 @@ class PdsrV1Policy(SchedulingPolicy):
         self._batch = {}
 
     def may_release(self) -> bool:
-        """Returns whether the next row that ends may complete the batch.
+        """Returns whether the end of a single row may complete the batch.
 
-        It may if it is the last unmeasured probe, or if other probes pass the threshold in the meantime.
+        It may if only one probe is unmeasured, or if the other probes may pass the threshold in the meantime.
         """
         num_unmeasured = sum(length is None for length in self._batch.values())
         is_near = num_unmeasured == 1 or (num_unmeasured > 1 and self.context.threshold is not None)

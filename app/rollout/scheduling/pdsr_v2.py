@@ -1,6 +1,7 @@
 """The policy P-DSR v2 (probe-based dynamic segment rollout).
 
-Classifies probes by a sliding percentile, and corrects wrong verdicts by a breaker and stealing.
+Classifies prompts by comparing their probes with a percentile of recent lengths. A breaker and stealing correct wrong
+verdicts.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ STOLEN = ("fast", "heavy", "tripped")
 
 
 class PdsrV2Policy(SchedulingPolicy):
-    """Gives each prompt a final verdict, except that a prompt becomes heavy if one of its samples trips the breaker.
+    """Gives each prompt a verdict; a fast prompt becomes heavy if one of its samples trips the breaker.
 
     A sample trips the breaker when it reaches its limit on a fast worker; it then moves, and its limit doubles. Until
     the window has enough samples, prompts are neutral: their samples go to the fast queue, and samples that still wait
@@ -76,7 +77,7 @@ class PdsrV2Policy(SchedulingPolicy):
             self._apply_verdict(entry.prompt, "fast")
 
     def _apply_verdict(self, prompt: str, verdict: WorkerKind) -> None:
-        """Moves the waiting samples of a prompt to the queue of its verdict."""
+        """Sets the verdict of a prompt, and moves its waiting samples to the matching queue."""
         siblings = self._probes.set_verdict(prompt, verdict)
         waiting = [uid for uid in self._queues["fast"].uids() if self.context.samples[uid].prompt == prompt]
         for uid in siblings + (waiting if verdict == "heavy" else []):
@@ -135,10 +136,10 @@ class PdsrV2Policy(SchedulingPolicy):
         self._neutral.pop(prompt, None)
 
     def _find(self, worker: WorkerState) -> tuple[str, str] | None:
-        """Returns the uid of a sample and its queue; steals only if the queues that the worker serves have none for it.
+        """Returns the uid of a sample and its queue; steals one only if the queues that the worker serves have none.
 
-        Samples are stolen only from queues whose own workers are full. Those that tripped the breaker are stolen last,
-        because they would probably trip it again.
+        A sample is stolen only if no worker of its own kind has a slot for it. Samples that tripped the breaker come
+        last, because they would probably trip it again.
         """
         own = self.context.first_servable(self._queues, SERVED_BY, worker)
         if own is not None:

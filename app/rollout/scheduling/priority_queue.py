@@ -6,7 +6,7 @@ import heapq
 
 
 class PriorityQueue:
-    """Orders samples by (rank, sample number), smallest first; no two keys are equal."""
+    """Orders samples by (rank, sample number), smallest first; sample numbers are unique."""
 
     def __init__(self) -> None:
         self._keys: dict[str, tuple[float, int]] = {}

@@ -8,7 +8,7 @@ the scheduler and carries out the commands that answer it, in order:
 2. A worker keeps its rows between segments and does nothing without a command. `Suspend` takes rows out of it.
    `RunSegment` puts rows in and decodes. A worker gets the next `RunSegment` only after its `SegmentEnded`.
 3. `SegmentEnded` reports every row that the worker had in that segment. From then on their tokens are committed, and
-   the executor gives samples that are done to the caller, and turns that have ended to environments.
+   the executor gives finished samples to the caller and finished turns to environments.
 4. A row whose turn has ended is reported with `turn_end`. It has left its slot, but its worker keeps its cache. Its
    environment answers once, at any later time, which `Answered` reports. The sample then ends or continues. If it
    continues, its worker takes it back with `resume` as soon as it is idle and has a free slot, before other samples. If
@@ -30,7 +30,7 @@ from app.rollout.scheduling.segment_limits import SegmentLimits
 
 WorkerKind = Literal["fast", "heavy"]
 SampleRole = Literal["probe", "fast", "heavy", "any"]
-"""Role of an admitted sample: the probe of its prompt, expected to be short (`fast`) or long (`heavy`), or `any`."""
+"""Role of an admitted sample: `probe` of its prompt, expected to be short (`fast`) or long (`heavy`), or `any`."""
 AdmitMethod = Literal["recompute", "copy", "resume"]
 
 FINISH_LENGTH = "length"
@@ -100,7 +100,7 @@ class WorkerLost:
 
 @dataclass(frozen=True, slots=True)
 class RowReport:
-    """The state of a row at the end of a segment, or with the answer to its last turn."""
+    """The state of a row at the end of a segment, or when its last turn has been answered."""
 
     uid: str
     num_tokens: int
@@ -116,7 +116,7 @@ class SegmentEnded:
     at: float
     worker: str
     rows: tuple[RowReport, ...]
-    """All rows that the worker had; finished rows and rows whose turn has ended have left it."""
+    """All rows that the worker had. Those that are finished or have ended a turn have left it."""
     seconds: float
     """Duration of the segment, including prefill and insertion."""
     steps: int
@@ -125,12 +125,12 @@ class SegmentEnded:
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """Reports that environments have answered turns of samples, which then end or continue."""
+    """Reports that environments have answered turns; each of these samples then ends or continues."""
 
     at: float
     rows: tuple[RowReport, ...]
-    """All answers that have arrived. They are reported together, because an idle worker starts a segment at once and
-    later answers wait for its end."""
+    """All answers that have arrived. They are reported together, because the first one starts a segment on an idle
+    worker, and later ones would have to wait for its end."""
 
 
 Event = Submitted | Released | Closed | WorkerJoined | WorkerLost | SegmentEnded | Answered

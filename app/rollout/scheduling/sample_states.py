@@ -1,4 +1,4 @@
-"""The state of every sample. A sample has exactly one state, and a token count that only grows."""
+"""The states of all samples. A sample has exactly one state, and its number of tokens never falls."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ class SampleEntry:
     num_tokens: int = 0
     """Number of committed tokens."""
     seconds: float = 0.0
-    """Decoding time by the executor's clock: of each segment, only the decode steps in which it took part."""
+    """Decoding time by the executor's clock; in each segment, only the steps in which it took part count."""
     finish: str | None = None
     held_by: str | None = None
     """Name of the worker that keeps the cache of the suspended or acting row; None without a kept cache."""
     moves: int = 0
-    """Number of times that it was suspended to move to another worker; the end of stealing does not count."""
+    """Number of times that it was suspended to move to another worker, except by `steal limit`."""
 
     @property
     def uid(self) -> str:

@@ -59,7 +59,7 @@ class ScheduleMetrics:
     makespan_s: float
     """Time from the first submission to the last committed token, or to the last answer of an environment."""
     bubble: float
-    """Fraction of slot time in which no row decoded. The slots of a worker count from its joining to its loss."""
+    """Fraction of slot time in which no row decoded. Slots count from when their worker joins until it is lost."""
     tail_fraction: float
     """Fraction of the makespan after 90 % of the samples were done; NaN in a window."""
     probe_recall: float | None
@@ -77,7 +77,7 @@ class ScheduleMetrics:
     """Number of tokens decoded before the last verdict."""
     breaker_trips: int
     stolen_by_fast: int
-    """Number of times that a fast worker admitted a heavy row."""
+    """Number of times that a fast worker took a heavy sample."""
     stolen_by_heavy: int
     suspensions: int
     """Number of times that a sample left its worker to continue later."""
@@ -107,10 +107,10 @@ class ScheduleMetricsTracker:
         """Uid of an ended sample with an expected length -> whether it was expected to be heavy."""
         self.verdicts: dict[str, WorkerKind] = {}
         self.last_verdict: tuple[float | None, float, int] | None = None
-        """(threshold, time, number of tokens decoded before it)."""
+        """(threshold of the verdict, its time, number of tokens decoded before it)."""
         self.busy_s = 0.0
         self.counts: Counter[str] = Counter()
-        """Counts by field of `ScheduleMetrics`."""
+        """Field of `ScheduleMetrics` -> count."""
         self.last_commit_s = self.start or 0.0
 
     def add(self, record: EventRecord) -> None:
@@ -182,7 +182,7 @@ class ScheduleMetricsTracker:
             self.expected_heavy[uid] = role == "heavy"
 
     def compute(self) -> ScheduleMetrics:
-        """Returns the metrics since the first submission, or since the last window."""
+        """Returns the metrics since the first submission, or since the start of the current window."""
         start = self.start or 0.0
         makespan = max(self.last_commit_s - start, 1e-9)
         # A worker's slots count from its joining to its loss.
@@ -204,9 +204,9 @@ class ScheduleMetricsTracker:
         )
 
     def take_window(self) -> ScheduleMetrics:
-        """Returns the metrics since the last window, and starts a new one. `tail_fraction` of a window is NaN.
+        """Returns the metrics of the current window and starts the next one; `tail_fraction` is NaN.
 
-        A segment counts in the window in which it ends, so its part in the previous window distorts `bubble`.
+        A segment counts in the window in which it ends, even if it began in the previous one; this distorts `bubble`.
         """
         metrics = self.compute()
         self.start = self.last_commit_s
@@ -230,9 +230,9 @@ def schedule_metrics(records: Sequence[EventRecord]) -> ScheduleMetrics:
 
 
 def slot_spans(records: Sequence[EventRecord]) -> Iterator[Span]:
-    """Yields the spans of rows, and of suspended or acting samples until they continue, ordered by end.
+    """Yields a span for each row of each segment and for each wait of a suspended or acting sample.
 
-    A row takes the lowest free slot.
+    Slots are not in the records, so each row is assumed to take the lowest free slot of its worker.
     """
     places: dict[str, tuple[str, int, SampleRole]] = {}
     suspended: dict[str, tuple[str, float]] = {}

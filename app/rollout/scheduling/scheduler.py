@@ -1,4 +1,4 @@
-"""The scheduler: a state machine that answers events with commands for every idle worker."""
+"""The scheduler: a state machine that answers each event with commands for idle workers."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class Scheduler:
 
     @property
     def is_stuck(self) -> bool:
-        """Whether no worker is left for the waiting samples, and no pending answer could free slots."""
+        """Whether samples wait although no worker is busy and no environment has yet to answer."""
         is_moving = self.samples.counts[SampleState.ACTING] or any(w.is_busy for w in self.context.workers.values())
         return self.samples.num_waiting > 0 and not is_moving
 
@@ -159,7 +159,7 @@ class Scheduler:
         self._observe(committed)
 
     def _observe(self, entries: Sequence[SampleEntry]) -> None:
-        """Learns from rows that have grown or ended."""
+        """Updates the length statistics and the policy with rows that have grown or ended."""
         grown = {entry.prompt for entry in entries if self.context.lengths.observe(entry)}
         if any(entry.finish is not None for entry in entries):
             self.context.update_threshold(self.policy.percentile)

@@ -17,18 +17,19 @@ from settings.schema.rollout import PDSR_WINDOW_MIN, PdsrSettings
 SUSPENDED_PER_SLOT = 4
 """Default of `env.max_suspended` per slot: number of samples that may wait for their environments without a slot.
 
-All slots are busy with slots * (1 + latency / time per turn) samples.
+It takes slots * (1 + latency of the environment / generation time per turn) samples to keep all slots busy.
 """
 
 
 def admission_budget(num_free: int, num_suspended: int, *, num_slots: int, limit: int | None) -> int:
-    """Returns how many new samples may take free slots; each suspended sample beyond the limit reserves a slot.
+    """Returns how many new samples may take free slots (none if negative).
+
+    Each suspended sample beyond the limit reserves a slot.
 
     Args:
         num_free: number of slots without a row.
         num_suspended: number of samples that will return to a slot: acting or answered.
-        limit: `env.max_suspended`, the maximum number of samples that wait without a slot; None =
-            `SUSPENDED_PER_SLOT` per slot.
+        limit: maximum number of suspended samples (`env.max_suspended`); None = `SUSPENDED_PER_SLOT` per slot.
     """
     return num_free - max(num_suspended - (SUSPENDED_PER_SLOT * num_slots if limit is None else limit), 0)
 
@@ -75,7 +76,7 @@ class WorkerState:
 
     @property
     def num_free_slots(self) -> int:
-        """Number of free slots for samples from the policy."""
+        """Number of slots that are free for samples of the policy; may be negative."""
         num_free, num_suspended = self.slots - len(self.rows), len(self.acting) + len(self.answered)
         return admission_budget(num_free, num_suspended, num_slots=self.slots, limit=self.max_suspended)
 
@@ -106,7 +107,7 @@ class RowLimit(NamedTuple):
 
 @dataclass
 class SchedulingContext:
-    """State that all policies read and only the scheduler changes, and the constants of P-DSR."""
+    """The state of the schedule that all policies share, and the constants of P-DSR."""
 
     samples: SampleTable
     workers: dict[str, WorkerState]
@@ -114,11 +115,11 @@ class SchedulingContext:
     lengths: LengthEstimator
     pdsr: PdsrSettings
     longest_rows: dict[WorkerKind, float] = field(default_factory=dict)
-    """Maximum row length on any worker of a kind, including lost workers."""
+    """Kind of worker -> maximum row length on any worker of this kind, including lost workers."""
     threshold: float | None = None
     """Length above which a sample is heavy; updated when a sample finishes."""
     new_verdicts: list[Verdict] = field(default_factory=list)
-    """Verdicts of the current event."""
+    """Verdicts since the last event was answered."""
     window_min: int = PDSR_WINDOW_MIN
     probe_advance: int = 256
     """Number of samples that a probe may overtake in the queue. Without this bound, new prompts would starve older
@@ -136,13 +137,13 @@ class SchedulingContext:
         return RowLimit(self.pdsr.probe_limit_tokens, PROBE_SECONDS_SHARE * self.pdsr.fast_limit_s)
 
     def expected_length(self, entry: SampleEntry) -> float:
-        """Returns the expected length in `rollout.pdsr.unit`. The history of earlier epochs is in tokens only."""
+        """Returns the expected length in `rollout.pdsr.unit`; lengths of earlier epochs count only in tokens."""
         if self.pdsr.unit == "tokens":
             return self.lengths.estimate(entry)
         return max(self.lengths.group_measure.get(entry.prompt, 0.0), self.lengths.measure(entry))
 
     def known_verdict(self, prompt: str) -> WorkerKind | None:
-        """Returns the verdict on a prompt by the lengths of its samples in an earlier epoch; None if unknown.
+        """Returns the verdict on a prompt from the lengths of its samples in an earlier epoch; None if unknown.
 
         These lengths are in tokens, so there is no verdict if `rollout.pdsr.unit` is `seconds`.
         """
@@ -216,7 +217,7 @@ class SchedulingContext:
 
 
 class SchedulingPolicy(ABC):
-    """Base class of policies, which queue the waiting samples. A policy must be deterministic."""
+    """Base class of scheduling policies. A policy queues the waiting samples, and must be deterministic."""
 
     name: ClassVar[str]
     refills: ClassVar[bool] = True
@@ -247,15 +248,15 @@ class SchedulingPolicy(ABC):
 
     @property
     def percentile(self) -> float:
-        """The percentile of the window that separates heavy samples."""
+        """Percentile of the lengths in the window above which a sample is heavy."""
         return self.context.pdsr.percentile
 
     def may_release(self) -> bool:
-        """Returns whether the next row that ends may release samples that wait for a verdict."""
+        """Returns whether the end of a single row may release samples that wait for a verdict."""
         return False
 
     def observe(self, entry: SampleEntry, *, grew: bool) -> None:  # noqa: B027 - a policy may learn nothing
-        """Learns from a committed row.
+        """Updates the policy with a committed row.
 
         Args:
             grew: whether the maximum length of the row's group has grown.
@@ -274,9 +275,9 @@ class SchedulingPolicy(ABC):
 
 
 class Probes:
-    """Tracks the probe of each prompt, its first sample; holds siblings back until the prompt has a verdict.
+    """Tracks the probe (first sample) of each prompt, and holds other samples back until the prompt has a verdict.
 
-    A prompt whose samples had a known length in an earlier epoch has a verdict without a probe.
+    A prompt with known lengths from an earlier epoch gets its verdict without a probe.
     """
 
     def __init__(self, context: SchedulingContext) -> None:

@@ -14,14 +14,14 @@ PRIOR_LENGTH_SHARE = 0.25
 
 
 class SegmentLimits(NamedTuple):
-    """Conditions that end a segment before all rows are done. 0 disables a condition."""
+    """Conditions that end a segment before all rows are done."""
 
     length: int
     """Maximum number of tokens per row."""
     leave_when_finished: int = 0
-    """Number of finished rows at which the segment ends because samples wait for slots."""
+    """Number of finished rows at which the segment ends because samples wait for slots; 0 = no limit."""
     leave_when_active: int = 0
-    """Number of active rows at which the segment ends because a smaller program fits."""
+    """Number of active rows at which the segment ends because a smaller program fits; 0 = no limit."""
 
 
 def segment_limits(

@@ -1,4 +1,4 @@
-"""The baseline policy `sync`: a worker fills its slots, and takes the next samples only when all of these are done."""
+"""The baseline policy `sync`: a worker fills its slots, and takes new samples only when all of them are done."""
 
 from __future__ import annotations
 

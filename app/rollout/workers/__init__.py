@@ -1,1 +1,1 @@
-"""Several slot engines under one scheduler: workers, their threads, and rollouts during training."""
+"""Several slot engines under one scheduler: workers, their threads, and asynchronous rollouts."""

@@ -1,7 +1,7 @@
 """Asynchronous generation: rounds of prompts are submitted and collected while training continues.
 
 When the weights change, rows stay in their slots and keep their caches, so a sample may contain tokens of several
-versions. Source: Piché et al. 2025 (PipelineRL).
+policy versions. Source: Piché et al. 2025 (PipelineRL).
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ class CompletedRound(NamedTuple):
 
     rows: list[RolloutSequence]
     lengths: LearnedLengths
-    """Mean lengths of its prompts, and lengths of all samples that finished since the previous round was completed."""
+    """Mean sample length of each of its prompts, and lengths of all samples finished since the previous round."""
     metrics: ScheduleMetrics
     """Metrics of all workers since the previous round was completed."""
 
 
 class AsyncRollout:
-    """An open rollout in its own thread. The training thread submits rounds, publishes weights and collects samples.
+    """A rollout in its own thread. The training thread submits rounds, publishes weights and collects samples.
 
     A round is passed to the scheduler once no sample of an earlier round is waiting. Earlier rounds thus come first
     under every policy, and the next round fills the slots freed by their last samples.
@@ -119,7 +119,7 @@ class AsyncRollout:
             self._outbox.put(error)
 
     def _receive_rounds(self) -> bool:
-        """Receives submitted rounds; waits for one if no worker is decoding. Returns False after `close`."""
+        """Receives submitted rounds; waits for one if no sample is in progress. Returns False after `close`."""
         while True:
             try:
                 rows = self._inbox.get(block=not self._executor.is_busy)
@@ -137,7 +137,7 @@ class AsyncRollout:
             self._num_begun += 1
 
     def _advance(self) -> None:
-        """Waits for the end of the next segment, and reports the rounds that are complete, in order."""
+        """Waits for the end of a segment, then puts complete rounds into the outbox, in order."""
         self._executor.advance()
         self._begin_rounds()
         lengths = self._executor.scheduler.context.lengths

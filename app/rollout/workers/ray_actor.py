@@ -36,17 +36,17 @@ from settings.schema.mesh import MeshSettings
 from settings.schema.model import Quantization
 
 BitLeaves = list[np.ndarray]
-"""Leaves of a tree as unsigned integers with the same bits, which processes can share for any dtype."""
+"""Leaves of a pytree, viewed as unsigned integers, so that processes can share arrays of any dtype."""
 
 
 def to_bit_leaves(tree: Any) -> BitLeaves:
-    """Copies the leaves of a tree to the host and returns their bits."""
+    """Copies the leaves of a pytree to the host, and returns them viewed as unsigned integers."""
     leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(tree)]
     return [leaf.view(f"u{leaf.itemsize}") for leaf in leaves]
 
 
 def from_bit_leaves(leaves: BitLeaves, *, like: Any) -> Any:
-    """Returns the tree with these bits and the structure and dtypes of `like`, without copying."""
+    """Returns the pytree with these leaves, and with the structure and dtypes of `like`, without copying."""
     shapes, structure = jax.tree.flatten(like)
     return jax.tree.unflatten(structure, [bits.view(one.dtype) for bits, one in zip(leaves, shapes, strict=True)])
 
@@ -68,9 +68,9 @@ class ActorSpec:
     matmul_precision: str | None
     """JAX's matmul precision in the training process."""
     lora: LoRAConfig | None = None
-    """Adapters that stay separate from the kernels during decoding."""
+    """LoRA adapters that are not merged into the kernels for decoding; None = there are none."""
     quantization: Quantization | None = None
-    """Quantization of the adapted kernels."""
+    """Quantization of the kernels that have adapters; None = they are not quantized."""
     outputs_first: bool = False
     """Whether kernels are stored with their output dim first; see `DecoderDefinition`."""
     stop_text: DecodeText | None = None
@@ -97,7 +97,7 @@ class ActorSegment(NamedTuple):
 
 
 class RolloutActor:
-    """Slots on all devices of this process, and copies of their rows.
+    """A slot engine on all devices of this process, with copies of the rows in its slots.
 
     Raises:
         InputError: JAX finds no devices, or the slots cannot be split over them.
@@ -178,7 +178,7 @@ class RolloutActor:
         return ActorSegment(ended, tokens, version, self._worker.take_counters(), prompt_routes)
 
     def suspend(self, uid: str) -> None:
-        """Takes a row out of its slot; its cache is dropped."""
+        """Takes a row out of its slot and drops its KV cache."""
         self._worker.suspend(self._rows.pop(uid))
 
     def close(self) -> None:

@@ -48,7 +48,7 @@ _Actor: Any = ray.remote(RolloutActor)  # pyright: ignore[reportCallIssue, repor
 
 
 class RayCluster:
-    """The Ray cluster of all actors, joined on first use.
+    """The connection to the Ray cluster of all actors, opened on first use.
 
     Args:
         address: `host:port` of a cluster, `auto` for the cluster on this machine, `local` to start one.
@@ -115,19 +115,19 @@ class RayCluster:
         self._has_connected = True
 
     def disconnect(self) -> None:
-        """Disconnects from the cluster or ends it, with its actors, unless `connect` found a connection."""
+        """Closes the connection if `connect` opened it, and ends the cluster and its actors if `connect` started it."""
         if self._has_connected:
             ray.shutdown()
             self._has_connected = False
 
     def check_same_devices(self, actor: str, devices: str) -> None:
-        """Raises InputError if the devices differ from those of the first actor."""
+        """Raises InputError if an actor's devices differ from the devices of the first actor."""
         first, expected = self._first_devices = self._first_devices or (actor, devices)
         if devices != expected:
             raise InputError(
-                f"rollout.mode: exact samples need actors with equal devices, got {expected} for {first} and "
-                f"{devices} for {actor}; make rollout.ray.fast_resources and "
-                "heavy_resources request the same devices, or set rollout.mode: fast"
+                f"rollout.mode: `exact` needs the same devices for all actors, but {first} has {expected} and {actor} "
+                f"has {devices}; make rollout.ray.fast_resources and rollout.ray.heavy_resources request the same "
+                "devices, or set rollout.mode to `fast`"
             )
 
     def put_weights(self, weights: DecodeWeights) -> Any:
@@ -145,7 +145,7 @@ class RayCluster:
 
 @dataclass(eq=False, kw_only=True)
 class RayWorker(RolloutWorker):
-    """A worker whose slots are in an actor. `engine` only describes them and is never opened."""
+    """A worker whose slots are in a Ray actor. Its `engine` only describes them and is never opened."""
 
     spec: ActorSpec
     cluster: RayCluster
@@ -165,7 +165,7 @@ class RayWorker(RolloutWorker):
 
     @property
     def num_devices(self) -> int:
-        """0, because the worker uses no devices of this process."""
+        """Number of devices in this process: none."""
         return 0
 
     def compile(self, rules: SamplingRules, *, suspends: bool) -> None:
@@ -194,7 +194,7 @@ class RayWorker(RolloutWorker):
             if time.monotonic() > deadline:
                 raise InputError(
                     f"rollout.ray: after {START_TIMEOUT_S:g} s the actor of {self.name} has not started and "
-                    f"compiled; it needs {_format_resources(self.resources)}, but the cluster has "
+                    f"compiled; it needs {_format_resources(self.resources)}, and the cluster has "
                     f"{_format_resources(ray.available_resources())} left; request less "
                     f"(rollout.ray.{self.kind}_resources), or add machines"
                 )
@@ -206,7 +206,7 @@ class RayWorker(RolloutWorker):
             except Exception as error:
                 raise InputError(
                     f"rollout.ray: the actor of {self.name}, which needs {_format_resources(self.resources)}, cannot "
-                    f"start: {_first_line(error)}; see its log on the cluster, or set rollout.ray.address: null"
+                    f"start: {_first_line(error)}; see its log, or set rollout.ray.address to null"
                 ) from error
             for info in (one for one in results if isinstance(one, ActorInfo)):
                 self.info = info
@@ -214,7 +214,7 @@ class RayWorker(RolloutWorker):
                     self.cluster.check_same_devices(self.name, info.devices)
 
     def open(self, weights: DecodeWeights, request: GenerationRequest, *, suspends: bool) -> None:
-        """Sends the weights without waiting for their arrival."""
+        """Sends the weights and the request to the actor, without waiting for their arrival."""
         self._queued_weights.clear()
         self._calls = [self._actor.open.remote(self.cluster.put_weights(weights), request, suspends=suspends)]
 
@@ -223,13 +223,13 @@ class RayWorker(RolloutWorker):
         self._queued_weights.append((self.cluster.put_weights(weights), policy_version))
 
     def suspend(self, row: RolloutSequence) -> SuspendedSequence:
-        """Takes a row out of its slot; its cache is dropped."""
+        """Takes a row out of its slot and drops its KV cache."""
         self._calls.append(self._actor.suspend.remote(row.name))
         del self._rows[row.name]
         return SuspendedSequence(row)
 
     def start_segment(self, command: RunSegment, admissions: deque[Admission]) -> None:
-        """Sends the rows; see `RolloutWorker.start_segment`."""
+        """Sends the admitted rows and the command to the actor; see `RolloutWorker.start_segment`."""
         self._started_at = self.clock()
         # The actor keeps no list of ended rows: it frees their blocks when other rows need them.
         self.ended_keys.clear()
@@ -289,7 +289,7 @@ class RayWorker(RolloutWorker):
         self.cluster.disconnect()
 
     def _get(self, calls: list[Any]) -> list[Any]:
-        """Returns the results of calls, or raises the first error."""
+        """Returns the results of remote calls, or raises their first error."""
         try:
             return ray.get(calls)
         except ray.exceptions.RayTaskError as error:
@@ -298,11 +298,12 @@ class RayWorker(RolloutWorker):
             lines = str(error).strip().splitlines() or [""]
             # Ray reports an error of the actor's constructor in the last line, all others in the first.
             line = lines[-1] if "creation task" in lines[0] else lines[0]
-            raise WorkerDiedError(f"the actor of {self.name} is lost: {type(error).__name__}: {line}") from error
+            message = f"the actor of {self.name} is lost: {type(error).__name__}: {line}; see its log on the cluster"
+            raise WorkerDiedError(message) from error
 
 
 def _without_columns(rows: Iterable[RolloutSequence]) -> list[RolloutSequence]:
-    """Returns copies without the prompt fields that slots do not read. Samples of a prompt still share one record."""
+    """Returns copies without the prompt fields that slots do not need; samples of a prompt still share one `Prompt`."""
     prompts: dict[int, Any] = {}
     copies = []
     for row in rows:

@@ -1,4 +1,4 @@
-"""One rollout: workers carry out the commands of a scheduler."""
+"""Runs one rollout: reports events to the scheduler, and passes its commands to workers."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ SampleDoneCallback = Callable[[RolloutSequence], None]
 class RolloutExecutor:
     """Runs one rollout: assigns submitted samples to workers until they are done.
 
-    One thread drives it; another thread may publish weights.
+    Only one thread at a time may use it, except for `publish` and `wake`.
 
     Args:
-        workers: workers, which the caller opens before the rollout and closes after it.
+        workers: workers that the caller opens before the rollout and closes after it.
         in_order: whether segments are handled in start order; see `WorkerThreads`.
     """
 
@@ -120,9 +120,9 @@ class RolloutExecutor:
         return list(samples)
 
     def publish(self, weights: DecodeWeights, *, policy_version: int) -> None:
-        """Sets the weights for all segments started from now on. May be called from one other thread.
+        """Sets the weights for all segments started from now on; see `RolloutWorker.queue_weights`.
 
-        See `RolloutWorker.queue_weights`.
+        One other thread may call it.
         """
         for worker in self._workers.values():
             if not worker.is_lost:
@@ -158,12 +158,12 @@ class RolloutExecutor:
             self._conversations.pool.wake()
 
     def advance(self) -> None:
-        """Waits for a worker's segment to end and handles it; returns early after `wake` or an environment's answer.
+        """Waits until a segment ends, and handles its result; returns early after `wake` or an environment's answer.
 
         Raises:
             StoppedError: a stop was requested.
             WorkerDiedError: all workers that could run the remaining samples have died.
-            Exception: the error of a worker.
+            Exception: the error that a worker raised.
         """
         if self._stop_requested():
             raise StoppedError

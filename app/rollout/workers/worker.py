@@ -1,4 +1,4 @@
-"""A rollout worker: a slot engine that carries out a scheduler's commands and reports the progress of its rows."""
+"""A rollout worker: a slot engine that carries out the commands of a scheduler and reports on its rows."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ class Admission(NamedTuple):
 
     row: RolloutSequence
     suspended: Future[SuspendedSequence] | None
-    """The row with its cache; None = the cache is recomputed from the row's tokens."""
+    """Future of the row with its KV cache; None = the cache is recomputed from the row's tokens."""
 
 
 @dataclass(eq=False)
 class RolloutWorker:
-    """Slots controlled by a scheduler. Used by one thread at a time."""
+    """A slot engine under a scheduler. Only one thread at a time may use it, except as noted below."""
 
     name: str
     kind: WorkerKind
@@ -56,11 +56,11 @@ class RolloutWorker:
     _started_at: float | None = None
     """Start time of its last segment, by `clock`."""
     _queued_weights: deque[tuple[DecodeWeights, int]] = field(default_factory=lambda: deque(maxlen=1))
-    """Newest weights, already on its devices but not yet loaded, and their version. Set by another thread."""
+    """Newest weights, already on its devices but not yet used, and their version. Other threads may set them."""
     _queueing: Lock = field(default_factory=Lock)
     """Lock held while weights are queued or taken."""
     ended_keys: deque[str] = field(default_factory=deque)
-    """Keys of rows that ended outside slots; the next segment frees their blocks. Set by another thread."""
+    """Keys of rows that ended outside of slots; the next segment frees their blocks. Other threads may add keys."""
     _segment_counters: deque[RolloutCounters] = field(default_factory=deque)
     """Counts of each segment since the last `take_counters`."""
 
@@ -103,7 +103,7 @@ class RolloutWorker:
             self._queued_weights.append((self._place_weights(weights), policy_version))
 
     def take_counters(self) -> RolloutCounters:
-        """Returns the counts of the segments ended since the last call. Call it from one thread at a time."""
+        """Returns the counts of the segments that have ended since the last call; for one thread at a time."""
         return RolloutCounters.sum([RolloutCounters(), *take_all(self._segment_counters)])
 
     def close(self) -> None:
@@ -115,7 +115,7 @@ class RolloutWorker:
         """Ends processes started by this worker. No rollout may follow."""
 
     def suspend(self, row: RolloutSequence) -> SuspendedSequence:
-        """Takes a row out of its slot; its cache is kept."""
+        """Takes a row out of its slot, and returns it with its KV cache."""
         return self.engine.suspend(row)
 
     def start_segment(self, command: RunSegment, admissions: deque[Admission]) -> None:
@@ -144,7 +144,7 @@ class RolloutWorker:
         self._started_at = started
 
     def _fetch_cache(self, one: Admission) -> SuspendedSequence | None:
-        """Returns a row with its cache on this worker's devices; None = the cache must be recomputed."""
+        """Copies a suspended row's cache to the devices of this worker; None = it must be recomputed."""
         if one.suspended is None:
             return None
         suspended = one.suspended.result()

@@ -1,4 +1,4 @@
-"""Scheduled generation: a scheduler assigns samples to workers."""
+"""Generation on several workers, to which a scheduler assigns samples."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from settings.schema.rollout import PdsrSettings, SegmentSettings
 
 @dataclass(frozen=True)
 class ScheduleConfig:
-    """Rules for the assignment of samples to workers."""
+    """How samples are assigned to workers."""
 
     policy: str
     """Name of the scheduling policy, in `POLICIES`."""
@@ -40,10 +40,10 @@ class ScheduleConfig:
 
 
 class RolloutWorkerPool(SampleGenerator):
-    """Generates samples on workers controlled by a scheduler.
+    """Generates samples on workers, to which a scheduler assigns them.
 
     Args:
-        workers: workers of the pool; in exact mode, all need the same number of devices and the same
+        workers: at least one worker; in exact mode, all need the same number of devices and the same
             `SlotShapes.rows_together`.
     """
 
@@ -65,9 +65,9 @@ class RolloutWorkerPool(SampleGenerator):
         self.on_sample_done: SampleDoneCallback | None = None
         self.on_progress: ProgressCallback | None = None
         self.shared_lengths = NOTHING_LEARNED
-        """Length statistics of all hosts when they were last shared."""
+        """Length statistics of all hosts, as of the last `share_lengths`."""
         self.new_lengths = NOTHING_LEARNED
-        """This host's length statistics since they were last shared."""
+        """Length statistics of this host since the last `share_lengths`."""
         self._metrics: list[ScheduleMetrics] = []
 
     @property
@@ -100,7 +100,7 @@ class RolloutWorkerPool(SampleGenerator):
         prompts: Iterable[str],
         on_record: Callable[[EventRecord], None],
     ) -> Iterator[RolloutExecutor]:
-        """Returns a context manager that opens a rollout on all workers, and on exit waits for running segments.
+        """Returns a context manager for a rollout on all live workers; on exit, it waits for running segments.
 
         Args:
             prompts: uids of prompts whose lengths from earlier rollouts are used.
@@ -135,7 +135,7 @@ class RolloutWorkerPool(SampleGenerator):
                 worker.close()
 
     def make_scheduler(self, prompts: Iterable[str] = ()) -> Scheduler:
-        """Returns a new scheduler that knows the recently finished samples and the mean lengths of these prompts."""
+        """Returns a new scheduler that has learned recent lengths of samples and the mean lengths of these prompts."""
         schedule, learned = self.schedule, self.learned_lengths
         return Scheduler(
             schedule.policy,
@@ -177,7 +177,7 @@ class RolloutWorkerPool(SampleGenerator):
         return RolloutCounters.sum([worker.take_counters() for worker in self.workers])
 
     def footprint(self) -> Footprint:
-        """Returns the arrays on the device that holds the most bytes, when all slots are full."""
+        """Returns the arrays of the worker with the most bytes per device, or of all workers if they share devices."""
         footprints = [worker.engine.footprint() for worker in self.workers]
         if self.workers[0].device is None:
             return max(footprints, key=bytes_per_device)
@@ -190,7 +190,7 @@ class RolloutWorkerPool(SampleGenerator):
             worker.shut_down()
 
     def store_metrics(self, metrics: ScheduleMetrics) -> None:
-        """Stores the metrics of a rollout, or of a part of one, until `take_schedule_metrics`."""
+        """Stores the metrics of a rollout or a part of it, for `take_schedule_metrics`."""
         self._metrics.append(metrics)
 
     def take_schedule_metrics(self) -> list[ScheduleMetrics]:

@@ -22,11 +22,11 @@ CLOSE_TIMEOUT_S = 600.0
 
 
 WorkerOutcome = tuple[RolloutWorker, SegmentEnded | BaseException]
-"""A worker, and its finished segment or its error."""
+"""(worker, its finished segment or the error that it raised)."""
 
 
 class WorkerThreads:
-    """Runs each worker in its own thread; on a shared device, their segments take turns.
+    """Runs each worker in its own thread. On a shared device, the segments of several workers take turns.
 
     Args:
         in_order: whether segments are reported in start order instead of end order, so that a repeated rollout has the
@@ -83,7 +83,7 @@ class WorkerThreads:
         self._outcomes.put(None)
 
     def next_outcome(self) -> WorkerOutcome | None:
-        """Waits for the next outcome; returns None after `wake`. Errors are returned at once, regardless of order."""
+        """Waits for the next outcome; returns None after `wake`. Errors are returned at once, even with `in_order`."""
         while not self._ended or (self._in_order and self._started[0] not in self._ended):
             outcome = self._outcomes.get()
             if outcome is None:
@@ -114,7 +114,7 @@ class WorkerThreads:
 
 
 def join_or_abandon(thread: Thread) -> bool:
-    """Waits at most `CLOSE_TIMEOUT_S` for a thread; returns whether it has ended, with a warning if not."""
+    """Waits at most `CLOSE_TIMEOUT_S` for a thread; returns whether it has ended, and logs a warning if not."""
     thread.join(CLOSE_TIMEOUT_S)
     if thread.is_alive():
         log.warning("the thread %s is stuck in a segment and is abandoned", thread.name)
