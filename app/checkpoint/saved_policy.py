@@ -168,7 +168,6 @@ class PolicyCheckpoint:
         return self._restore_item(target)
 
     def _restore_item(self, item: Any) -> Any:
-        """Restores a part of the state, with the structure of `item`."""
         # Other hosts may have copies of the small files without the arrays.
         is_only_on_process_0 = bool(max_over_hosts(np.asarray(not (self.path / "state").is_dir())))
         handler = ocp.CompositeCheckpointHandler(state=ocp.PyTreeCheckpointHandler())

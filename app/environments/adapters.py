@@ -41,7 +41,7 @@ def load_environment(
     """Returns a factory of environments from `env.source` and `env.tools`, and the schemas of the tools.
 
     Raises:
-        LoadError: something cannot be imported, or is neither an environment nor a tool.
+        LoadError: an environment or a tool cannot be imported, or has the wrong interface.
         Exception: raised by the user's constructor.
     """
     shared: dict[str, Tool] = {}
@@ -69,7 +69,7 @@ class AdaptedEnvironment:
 
     Args:
         environment: the user's object; None with tools only.
-        tools: the tools of `env.tools` by name; calls of them never reach the environment.
+        tools: the tools of `env.tools` by name; the environment never gets calls of these.
 
     Raises:
         LoadError: the object is not an environment.
@@ -90,7 +90,7 @@ class AdaptedEnvironment:
         if not hasattr(environment, "reset") or not (self._has_step or self.tools):
             raise LoadError(
                 "expected an environment, with the method `reset` and either `step` or tools, got "
-                f"{describe_value(environment)}"
+                f"{describe_value(environment)}; add the missing methods"
             )
         self._takes_calls = self._has_step and "calls" in inspect.signature(environment.step).parameters
 
@@ -117,10 +117,10 @@ class AdaptedEnvironment:
         return read_messages(opening, ("user", "system", "assistant", "tool"))
 
     def step(self, text: str, calls: Sequence[ToolCall]) -> StepResult:
-        """Answers a turn: `env.tools` answer their calls, the environment answers everything else.
+        """Answers a turn: `env.tools` answer calls of these tools, and the environment answers everything else.
 
-        The messages are in the order of the calls. If the environment does not begin with one `tool` message for each
-        of its calls, they cannot be matched, and the messages of `env.tools` come first.
+        The messages are in the order of the calls. If the environment's messages do not begin with one `tool` message
+        for each of its calls, they cannot be matched to them, and the messages of `env.tools` come first.
         """
         tools = self.tools
         own = [call for call in calls if not self._has_step or call.name in tools or (tools and call.error)]
@@ -137,9 +137,9 @@ class AdaptedEnvironment:
             by_tools, by_environment = iter(results), iter(told)
             messages = [*(next(by_tools if call in own else by_environment) for call in calls), *by_environment]
         if not (messages or result.terminated or result.truncated):
-            raise PlugInValueError("returned no message, expected one as long as the episode continues")
+            raise PlugInValueError("returned no message, but the episode continues; return one, or end the episode")
         if (length := sum(len(message["content"]) for message in messages)) > MAX_CHARACTERS:
-            raise PlugInValueError(f"returned {length:,} characters, expected at most {MAX_CHARACTERS:,}")
+            raise PlugInValueError(f"returned {length:,} characters, expected at most {MAX_CHARACTERS:,}; shorten it")
         return result._replace(messages=messages, metrics={**result.metrics, **counts})
 
     def score(self) -> dict[str, float]:
@@ -149,7 +149,7 @@ class AdaptedEnvironment:
         if not isinstance(scores, Mapping):
             return {} if scores is None else {"score": to_number(scores)}
         if wrong := [name for name in scores if not isinstance(name, str) or not EXTRA_NAME_PATTERN.fullmatch(name)]:
-            raise PlugInValueError(f"returned a score named {wrong[0]!r}, expected letters, digits, _, ., @ or -")
+            raise PlugInValueError(f"returned a score named {wrong[0]!r}, expected letters, digits, _, ., @ and -")
         return {name: to_number(value) for name, value in scores.items()}
 
     def close(self) -> None:
@@ -161,10 +161,10 @@ def read_step(result: Any, has_calls: bool) -> StepResult:
     """Converts the return value of a user's `step` into a `StepResult` with checked messages and numbers.
 
     Args:
-        has_calls: whether the turn had tool calls, so that text is the message of a tool.
+        has_calls: whether the turn had tool calls, so that a string becomes a message of a tool.
 
     Raises:
-        PlugInValueError: it is not a valid return value.
+        PlugInValueError: the value is invalid.
     """
     if isinstance(result, str | list):
         result = StepResult(result)
@@ -175,7 +175,7 @@ def read_step(result: Any, has_calls: bool) -> StepResult:
     messages, reward, terminated, truncated, metrics = result
     for name, value in (("terminated", terminated), ("truncated", truncated)):
         if value not in (True, False):
-            raise PlugInValueError(f"{name} is {describe_value(value)}, expected True or False")
+            raise PlugInValueError(f"step returned {name} = {describe_value(value)}, expected True or False")
     return StepResult(
         messages=read_messages(messages, ("tool", "user") if has_calls else ("user", "tool")),
         reward=to_number(reward),
@@ -186,10 +186,10 @@ def read_step(result: Any, has_calls: bool) -> StepResult:
 
 
 def read_messages(value: Any, roles: Sequence[str]) -> list[dict[str, str]]:
-    """Returns an observation as messages; text or a number becomes one message with the first role.
+    """Returns an observation as messages; a string or a number becomes one message with the first role.
 
     Raises:
-        PlugInValueError: it is neither text nor messages with these roles.
+        PlugInValueError: it is not a string, a number, None, or messages with these roles.
     """
     if value is None:
         return []
@@ -198,7 +198,7 @@ def read_messages(value: Any, roles: Sequence[str]) -> list[dict[str, str]]:
     messages = []
     for message in value if isinstance(value, list | tuple) else [value]:
         if not isinstance(message, Mapping) or not isinstance(message.get("content"), str):
-            raise PlugInValueError(f"returned {describe_value(message)}, expected text, or messages with text")
+            raise PlugInValueError(f"returned {describe_value(message)}, expected a string, or messages with a string")
         if message.get("role") not in roles:
             role = message.get("role")
             raise PlugInValueError(f"returned a message with role {role!r}, expected {' or '.join(roles)}")

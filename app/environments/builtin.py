@@ -76,7 +76,7 @@ class CalculatorEnvironment:
             return StepResult(messages, metrics=counts)
         reference, number = parse_reference(self._answer), last_number(text)
         if reference is None:
-            raise ValueError(f"expected a number as the row's reference answer, got {self._answer[-80:]!r}")
+            raise ValueError(f"the row's answer {self._answer[-80:]!r} is not a number; use data with numeric answers")
         is_right = number is not None and parse_number(number) == reference
         return StepResult(reward=float(is_right), terminated=True)
 
@@ -103,4 +103,4 @@ class GuessNumber:
 
 ENVIRONMENTS: dict[str, Callable[[], Any]] = {"calculator": CalculatorEnvironment, "guess_number": GuessNumber}
 TOOLS: dict[str, Callable[..., Any]] = {"calculator": calculator}
-"""Maps the built-in names in `env.source` to environments, and those in `env.tools` to functions."""
+"""Built-in environments by their name in `env.source`, and built-in tools by their name in `env.tools`."""

@@ -24,7 +24,7 @@ EPISODE_TIMEOUT_S = 3600.0
 
 @dataclass(frozen=True)
 class EpisodeStart:
-    """The start of an episode; the same for all samples of a prompt."""
+    """The arguments of an environment's `reset`; all samples of a prompt have the same."""
 
     seed: int
     columns: Mapping[str, Any]
@@ -53,7 +53,7 @@ REPLY = TypeAdapter(EpisodeReply)
 
 
 class EpisodeJob(Job):
-    """The requests of an episode. If its process dies, the answered requests are replayed."""
+    """The requests of an episode. If its process dies, the answered requests are sent again to another process."""
 
     shares_worker = True
 
@@ -63,11 +63,10 @@ class EpisodeJob(Job):
         """The sampler's name for this episode."""
         self.timeout_s = timeout_s
         self.emit = emit
-        """Called with each reply."""
         self.failure: EpisodeReply | None = None
-        """Why the episode failed, if no reply was pending at that time."""
+        """The reply to later requests once the episode has failed."""
         self.seconds = 0.0
-        """Seconds that all steps so far took."""
+        """Time that all steps so far took."""
 
     def read(self, answer: Mapping[str, Any]) -> EpisodeReply:
         reply = REPLY.validate_python({**answer, "key": self.key})
@@ -131,7 +130,7 @@ class EpisodePool(Pool):
     def openings(
         self, starts: Sequence[EpisodeStart], *, stop_requested: StopCheck = never_stop
     ) -> list[Messages | Failure | None] | None:
-        """Returns the opening messages of each episode; None = the prompt of its row.
+        """Returns each episode's opening messages or failure; None = it opens with the prompt of its row.
 
         Returns None instead of the list if a stop is requested in the meantime.
         """

@@ -79,7 +79,7 @@ class Tool:
 
 
 def answer_calls(calls: Sequence[ToolCall], tools: Mapping[str, Tool]) -> tuple[list[dict[str, str]], dict[str, float]]:
-    """Returns a message for each call, with its result or error, and the numbers of calls and of errors."""
+    """Returns a message with the result or error of each call, and the metrics `tool_calls` and `tool_errors`."""
     results = [_answer_call(call, tools) for call in calls]
     counts = {"tool_calls": len(calls), "tool_errors": sum(not is_right for _, is_right in results)}
     messages = [{"role": "tool", "content": text} for text, _ in results]

@@ -60,7 +60,7 @@ def play(
     number: int,
     channel: TrainerChannel,
 ) -> None:
-    """Serves all requests of one episode, in one thread, because libraries may keep state for each thread."""
+    """Serves all requests of one episode, in one thread, because libraries may keep state per thread."""
     environment: AdaptedEnvironment | None = None
     is_over = False
     while not is_over:

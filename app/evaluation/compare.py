@@ -50,11 +50,11 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 EXPECTED_DIFFERENCES = {MODEL, CHECKPOINT}
-"""Facts that may differ without a note, because the labels show them."""
+"""Facts whose differences need no note, because the labels show them."""
 HASHED_FACTS = {PROMPTS: "the prompts differ in their tokens or in other columns", TOKENIZER: f"{TOKENIZER} differs"}
 """Maps each fact that is stored as a digest to the note that is shown if it differs."""
 CHANGE_DECIMALS = 9
-"""Decimals kept of a difference; further ones may be rounding errors that depend on the order of summation."""
+"""Decimals kept of a difference; further decimals may be rounding errors from the order of summation."""
 
 
 ROW_HEIGHT, MARGIN, WIDTH = 0.42, 1.5, 9.0
@@ -66,7 +66,7 @@ MIN_SHOWN_P = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class PairedMetric:
-    """One metric of both evaluations, and its difference."""
+    """The estimates of one metric in both evaluations, and of its change."""
 
     name: str
     """Name as in `metrics.jsonl`, such as `eval/accuracy`."""
@@ -96,7 +96,7 @@ class EvaluationComparison:
     test: str
     p_value: float
     notes: Sequence[str]
-    """Notes on differences between the evaluations besides that of the model."""
+    """Notes on differences between the evaluations other than the model."""
 
     def to_dict(self) -> dict[str, Any]:
         metrics = {
@@ -119,7 +119,7 @@ class EvaluationComparison:
 
     @property
     def verdict(self) -> str:
-        """The counts of changed prompts and the p-value."""
+        """The numbers of better, worse and equal prompts, and the p-value, as text."""
         p = f"p < {MIN_SHOWN_P:g}" if self.p_value < MIN_SHOWN_P else f"p = {self.p_value:.2g}"
         return f"{self.num_better} prompts better, {self.num_worse} worse, {self.num_equal} equal: {p} ({self.test})"
 
@@ -257,7 +257,7 @@ def _find_judge(path: Path, metadata: EvaluationMetadata | None, samples: Sequen
 
 
 def _check_comparable(first: EvaluationResults, second: EvaluationResults) -> None:
-    """Raises InputError if prompts, judge or number of samples differ."""
+    """Raises InputError if the judge, the number of samples per prompt or the prompts differ."""
     both = f"{first.path} and {second.path}"
     if first.judge != second.judge:
         raise InputError(
@@ -315,7 +315,7 @@ def _paired_metrics(before: PromptTable, after: PromptTable, *, num_samples: int
 
 
 def _notes(first: EvaluationResults, second: EvaluationResults, *, num_unjudged: int) -> Iterator[str]:
-    """Yields notes on differences between the evaluations besides that of the model, and on unknown facts."""
+    """Yields notes on differences between the evaluations other than the model, and on unknown facts."""
     if num_unjudged:
         yield f"{num_unjudged} of the prompts have no value in one of the files and are not counted"
     folders = {one.path.resolve().parent for one in (first, second)}
@@ -332,7 +332,7 @@ def _notes(first: EvaluationResults, second: EvaluationResults, *, num_unjudged:
 
 
 def write_plot(path: Path, comparison: EvaluationComparison) -> None:
-    """Plots the metrics before and after, and their differences, with intervals; equal comparisons give equal bytes.
+    """Plots the metrics before and after, and their differences, with intervals. The file is reproducible to the byte.
 
     Only metrics that fit on one axis are drawn: fractions, or the accuracies of a plug-in judge.
     """

@@ -1,4 +1,4 @@
-"""Evaluation on held-out prompts, the same ones in every evaluation: during training and by `grpo evaluate`."""
+"""Evaluates on the same held-out prompts every time, during training and in `grpo evaluate`."""
 
 from __future__ import annotations
 
@@ -24,6 +24,9 @@ def evaluate(
 ) -> RewardedSamples:
     """Generates and grades `eval.num_samples` samples at `eval.temperature` for each prompt of this host's shard.
 
+    Args:
+        moment: the progress of training, passed to plug-in reward functions.
+
     Raises:
         StoppedError: generation was stopped, on this host or another.
     """
@@ -34,8 +37,7 @@ def evaluate(
 def generate_samples(session: Session, weights: DecodeWeights, prompts: Sequence[Prompt]) -> Iterator[Sample]:
     """Yields the samples of this host's shard of the prompts, in order; their `group_id` is the index of the prompt.
 
-    All hosts must call this together. A host with one prompt fewer than others also generates samples of another
-    prompt, and drops them.
+    All hosts must call it together. A host with one prompt fewer than others generates, and drops, extra samples.
 
     Raises:
         StoppedError: generation was stopped, on this host or another.

@@ -37,7 +37,7 @@ class EvaluationMetadata:
 
 
 def metadata_path(samples: Path) -> Path:
-    """Returns the path of the metadata of an evaluation's samples."""
+    """Returns the path of the metadata file next to a file of an evaluation's samples."""
     return samples.with_name(f"{samples.name}.facts.json")
 
 
@@ -46,7 +46,7 @@ def write_metadata(samples: Path, metadata: EvaluationMetadata) -> None:
 
 
 def read_metadata(samples: Path) -> EvaluationMetadata | None:
-    """Reads the metadata of an evaluation's samples; None without a file. Raises InputError if it cannot be read."""
+    """Reads the metadata next to a file of samples; None if there is none. Raises InputError if it is damaged."""
     path = metadata_path(samples)
     if not path.is_file():
         return None

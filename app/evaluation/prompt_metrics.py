@@ -124,7 +124,7 @@ def prompt_difficulty(prompt: Prompt | DatasetRow) -> float:
 
 
 def estimate_metrics(table: PromptTable, *, num_samples: int) -> dict[str, MetricEstimate]:
-    """Returns the means over prompts, and the accuracy by difficulty if the data have one.
+    """Returns the means over prompts, and the accuracy at each difficulty if the data have difficulties.
 
     Accuracy covers the samples with a value from the judge. The format rate is None unless the judge is a built-in
     task: only tasks define a format. pass@k is None if the judge gives values other than 0 and 1.
@@ -181,10 +181,10 @@ def check_is_measured(
     setting: str,
     way_out: str = "",
 ) -> None:
-    """Raises InputError if evaluations on these prompts do not measure the metric that a setting names.
+    """Raises InputError if evaluations on these prompts do not measure the metric `name`, which `setting` asks for.
 
     Args:
-        way_out: the end of the error message, if there is an alternative to choosing a metric.
+        way_out: an alternative to choosing another metric, for the error message.
     """
     columns = prompt_columns([], judge=judge, num_samples=num_samples)
     levels = {level for prompt in prompts if not math.isnan(level := prompt_difficulty(prompt))}

@@ -24,17 +24,17 @@ from app.model.io.model_files import INDEX_FILE, NUMPY_TYPES, TensorSource
 from app.model.lora import LORA_A, LORA_B, merge_adapters
 
 PREFIX = "base_model.model.model.layers"
-"""Path of the layers in an adapter file: two levels that PEFT adds, then the path in a causal language model."""
+"""Path of the layers in an adapter file: two levels that PEFT adds, then their path in the base model."""
 
 PROJECTIONS = {path[0]: name for name, path in LAYER_TENSORS.items() if name.endswith("_proj")}
-"""Maps our name of a projection to its Hugging Face module in a layer: `query` -> `self_attn.q_proj`."""
+"""Maps a projection's name in this program to its Hugging Face module: `query` -> `self_attn.q_proj`."""
 
 
 SHARD_BYTES = 5_000_000_000
 """Maximum size of a weight file, unless a single tensor is larger; hubs and file systems accept this size."""
 
 ALIGNMENT = 8
-"""Alignment of the first tensor in bytes, for readers that map the file."""
+"""Alignment of the first tensor in bytes, for readers that memory-map the file."""
 
 DTYPE_CODES = {dtype: code for code, dtype in NUMPY_TYPES.items()}
 METADATA = {"format": "pt"}

@@ -220,13 +220,13 @@ def export_config(config: HfConfig, *, dtype: str, eos_ids: Sequence[int]) -> di
 
 
 def export_generation_config(base: Mapping[str, Any], *, eos_ids: Sequence[int], pad_id: int) -> dict[str, Any]:
-    """Returns the base model's generation configuration, with the EOS and padding ids used in training."""
+    """Returns the base's generation configuration with training's EOS ids, and a padding id if it has none."""
     kept = {name: value for name, value in base.items() if name != "transformers_version"}
     return {"pad_token_id": pad_id, **kept, "eos_token_id": unwrap_single_id(eos_ids)}
 
 
 def unwrap_single_id(ids: Sequence[int]) -> int | list[int]:
-    """Returns a list of ids, or a single id as an integer, which every reader accepts."""
+    """Returns the ids as a list, or a single id as an integer, which every reader accepts."""
     return ids[0] if len(ids) == 1 else list(ids)
 
 

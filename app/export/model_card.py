@@ -196,7 +196,7 @@ def _read_run_files(run: RunDirectory) -> RunFiles | None:
 
 
 def front_matter(export_format: ExportFormat, hub_id: str | None, *sources: str) -> ModelCardData:
-    """Returns the metadata of a card for the hub.
+    """Returns the metadata of a card, in the format of the Hugging Face hub.
 
     Args:
         hub_id: id of the base model; None if it is not on the hub, because cards accept only hub models as base.
@@ -252,7 +252,7 @@ def _without_directories(value: Any, *, is_source: bool = False) -> Any:
     """Returns the value with every local path in it shortened to its last part.
 
     Args:
-        is_source: whether text is a path unless it names something built in or on the hub.
+        is_source: whether a string is a path unless it names something built in or on the hub.
     """
     if isinstance(value, Mapping):
         return {

@@ -86,7 +86,7 @@ def constrain(x: Array, *dims: str) -> Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def reshard(x: Array, before: Dims, after: Dims) -> Array:
-    """Moves `x` from the sharding of dims `before` to the sharding of dims `after`, and its gradient back."""
+    """Moves `x` from the sharding of dims `before` to the sharding of dims `after`; its gradient moves back."""
     return constrain(constrain(x, *before), *after)
 
 
@@ -97,7 +97,7 @@ reshard.defvjp(
 
 
 def current_device() -> tuple[str, str]:
-    """Returns platform (`cpu`, `gpu` or `tpu`) and kind of the current mesh's devices, or of JAX's default device.
+    """Returns the platform (`cpu`, `gpu` or `tpu`) and kind of the current mesh's devices, or of the default device.
 
     For virtual devices that simulate others, returns the platform and kind of the simulated devices.
     """
@@ -107,7 +107,7 @@ def current_device() -> tuple[str, str]:
 
 
 def spread_rows(num_rows: int, mesh: Mesh | AbstractMesh | None = None) -> str:
-    """Returns the dim that splits rows over all devices; `rows` if there are too few rows to also split them along tp.
+    """Returns the dim `spread_rows` if the rows can be split evenly over all devices of the mesh, else `rows`.
 
     Args:
         mesh: the mesh; None = the current mesh.
@@ -117,7 +117,7 @@ def spread_rows(num_rows: int, mesh: Mesh | AbstractMesh | None = None) -> str:
 
 
 def row_shard_size(num_rows: int) -> int:
-    """Returns the number of an array's rows on each device of the current mesh."""
+    """Returns the number of rows on each device of the current mesh: all rows if they cannot be split evenly."""
     mesh = jax.sharding.get_abstract_mesh()
     num_shards = 1 if mesh.empty else axis_size(mesh, LOGICAL_AXIS_RULES["rows"])
     return num_rows // num_shards if num_rows % num_shards == 0 else num_rows

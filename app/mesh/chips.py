@@ -69,7 +69,7 @@ TPU_CHIPS: Mapping[str, TpuChip] = MappingProxyType(
         )
     }
 )
-"""Chips by the prefix of slice names. v5e comes before v5p, because its device kind begins with that of v5p."""
+"""Chips by the prefix of slice names. v5e comes before v5p, because v5p's device kind, TPU v5, also begins v5e's."""
 
 SLICE_SIZES: Mapping[int, tuple[int, ...]] = MappingProxyType(
     {1: (1, 4, 8, 16, 32, 64, 128, 256), 2: (8, 16, 32, 64, 128, 256, 512)}
@@ -94,13 +94,13 @@ class TpuSlice:
 
     @property
     def topology_name(self) -> str:
-        """The name of its topology for libtpu, such as `v4:2x2x2`."""
+        """The name of the slice's topology in libtpu, such as `v4:2x2x2`."""
         family = "v5" if self.chip.name == "v5p" else self.chip.name
         return f"{family}:" + "x".join(map(str, _torus_sizes(self.num_chips, self.chip.num_torus_dims)))
 
     @property
     def topology_options(self) -> dict[str, Any]:
-        """Options of its topology for libtpu: a host's chips along each dim; on v4, two cores form one device."""
+        """Options of the topology for libtpu: a host's chips along each dim and, on v4, two cores per device."""
         cores = {"chip_config_name": "megacore"} if self.chip.name == "v4" else {}
         return {"chips_per_host_bounds": (*_torus_sizes(self.chips_per_host, 2), 1), **cores}
 
@@ -133,7 +133,7 @@ class GpuHost:
 
     @property
     def topology_options(self) -> dict[str, str]:
-        """Options of its topology: one process on one host; the cards are XLA's `GpuTargetConfigProto` in text form."""
+        """Options of the topology: one process on one host, and the card as XLA's `GpuTargetConfigProto` text."""
         kind = self.chip.device_kind
         device = f'name: "{kind}" device_memory_size: {self.chip.hbm_bytes} {self.chip.description}'
         target = f'platform_name: "CUDA" device_description_str: "{kind}" gpu_device_info {{ {device} }}'
@@ -154,18 +154,18 @@ H100 = GpuCard(
     driver_version: "13.0.0" runtime_version: "13.0.0" compile_time_toolkit_version: "13.0.0"
     """,
 )
-"""The SXM card, with the versions of CUDA 13 from the compiler's package.
+"""The SXM card, with the CUDA 13 versions of the compiler's package.
 
 Source: https://github.com/openxla/xla/tree/main/xla/backends/gpu/target_config/specs."""
 
 GPU_HOSTS: Mapping[str, GpuHost] = MappingProxyType(
     {host.name: host for host in (GpuHost(f"h100-{size}", H100, size, chips_per_host=size) for size in (1, 2, 4, 8))}
 )
-"""Hosts by name, such as `h100-8`: the card and the number of cards."""
+"""Hosts by name, such as `h100-8` for a host with eight H100 cards."""
 
 
 def _torus_sizes(num_chips: int, num_dims: int) -> list[int]:
-    """Returns powers of two with the product `num_chips`, as equal as possible and in increasing order."""
+    """Returns powers of two with the product `num_chips`, as equal as possible, in the order that libtpu expects."""
     each, larger = divmod(num_chips.bit_length() - 1, num_dims)
     sizes = [2 ** (each + (dim >= num_dims - larger)) for dim in range(num_dims)]
     # A host's chips span the first two dims.
@@ -202,7 +202,7 @@ def find_chip(device_kind: str) -> TpuChip | None:
 
 
 def kernel_bytes(device_kind: str) -> int:
-    """Returns the on-chip memory that a Pallas kernel may use on a TPU."""
+    """Returns the bytes of on-chip memory that a Pallas kernel may use on a TPU, also for an unknown chip."""
     chip = find_chip(device_kind)
     # An unknown chip is assumed to have as little as the smallest known one.
     vmem_bytes = min(one.vmem_bytes for one in TPU_CHIPS.values()) if chip is None else chip.vmem_bytes
@@ -210,5 +210,5 @@ def kernel_bytes(device_kind: str) -> int:
 
 
 def padded_head_dim(head_dim: int) -> int:
-    """Returns a head's size in a TPU's memory, padded to the 128 lanes of a register."""
+    """Returns the head size as stored in a TPU's memory, padded to a multiple of 128 lanes."""
     return -(-head_dim // 128) * 128

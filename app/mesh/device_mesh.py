@@ -142,7 +142,7 @@ def generation_devices(wanted: float | tuple[int, ...], *, num_devices: int) -> 
 
 
 def without_generation_devices(devices: Sequence[Any], set_aside: Collection[int]) -> Sequence[Any]:
-    """Returns the devices of all hosts without those with indices `set_aside` on their host.
+    """Returns the devices of all hosts, except the devices whose index on their host is in `set_aside`.
 
     Raises:
         InputError: programs cannot be compiled for the remaining part of a slice.
@@ -161,7 +161,7 @@ def without_generation_devices(devices: Sequence[Any], set_aside: Collection[int
     if per_host.bit_count() != 1:
         raise InputError(
             f"rollout.devices: {per_host} devices of each host would train, but programs can be compiled in advance "
-            "only for 1, 2, 4 or 8; set another fraction, or omit --compile"
+            "only for 1, 2, 4 or 8 of them; set another fraction, or omit --compile"
         )
     return compile_only_devices(replace(whole, num_chips=len(kept), chips_per_host=per_host))
 
@@ -219,7 +219,7 @@ def host_submesh(mesh: Mesh) -> Mesh:
 
 
 def to_host_submesh(arrays: Any, mesh: Mesh) -> Any:
-    """Returns arrays that every host holds completely as arrays on this host's submesh, without copying buffers.
+    """Returns arrays of which every host has a full copy as arrays on this host's submesh, without copying buffers.
 
     Args:
         arrays: a tree of arrays on a mesh whose `host_submesh` is `mesh`, split over tp at most.

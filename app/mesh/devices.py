@@ -55,7 +55,7 @@ def simulate_slice(slice: TpuSlice | GpuHost | None, *, compiles: bool = False) 
 
 def missing_platform_error(platform: str, reason: str) -> InputError:
     """Returns the error for a `mesh.platform` whose devices are not available."""
-    return InputError(f"mesh.platform: {platform} is not available: {reason}; or set mesh.platform: auto")
+    return InputError(f"mesh.platform: {platform} is not available: {reason}; set it to auto or another one")
 
 
 def global_devices(settings: MeshSettings) -> Sequence[Any]:
@@ -99,7 +99,7 @@ def unused_accelerator(settings: MeshSettings, platform: str) -> str | None:
 
 
 def check_equal_device_counts(devices: Sequence[Any]) -> None:
-    """Raises InputError if hosts have different numbers of devices, since rows are split evenly."""
+    """Raises InputError if hosts have different numbers of devices; rows are split evenly over all devices."""
     per_host = Counter(host_index(device) for device in devices)
     if len(set(per_host.values())) > 1:
         counts = ", ".join(f"host {host}: {count}" for host, count in sorted(per_host.items()))
@@ -152,7 +152,7 @@ def first_devices(devices: Sequence[Any]) -> list[Any]:
 
 
 def devices_of_submesh(devices: Sequence[Any]) -> Sequence[Any]:
-    """Returns the devices for a submesh: these, or, if programs are only compiled, a whole slice of equal devices.
+    """Returns the given devices or, if programs are only compiled, a whole slice of as many devices.
 
     Compilers number the devices of a program from 0, and know only whole slices.
     """
@@ -162,7 +162,7 @@ def devices_of_submesh(devices: Sequence[Any]) -> Sequence[Any]:
 
 
 def peak_memory_bytes() -> int:
-    """Returns the highest peak memory of a local device in bytes; on CPUs, which report none, that of this process."""
+    """Returns the highest peak memory of the local devices in bytes; on CPUs, the peak memory of this process."""
     stats = [device.memory_stats() for device in jax.local_devices()]
     if all(stats):
         return max(s["peak_bytes_in_use"] for s in stats)
@@ -171,7 +171,7 @@ def peak_memory_bytes() -> int:
 
 
 def device_memory_bytes() -> int | None:
-    """Returns the memory of a local device in bytes; on a CPU, a share of the host's memory; None if unknown."""
+    """Returns the memory of a local device in bytes; on a CPU, its share of the host's memory; None if unknown."""
     if (simulated := simulated_slice()) is not None:
         return simulated.chip.hbm_bytes
     stats = [device.memory_stats() or {} for device in jax.local_devices()]

@@ -47,7 +47,7 @@ NO_PROXY_VARIABLE = "no_grpc_proxy"
 
 
 _joined_before = False
-"""Whether `join_other_hosts` has joined the hosts, so that the next `initialize_distributed` does not."""
+"""Whether `join_other_hosts` has joined the hosts, so that `initialize_distributed` need not do so again."""
 
 
 def initialize_distributed(settings: MeshSettings, *, compiles: bool = False) -> None:
@@ -145,7 +145,7 @@ def initialize_local(settings: MeshSettings, *, compiles: bool = False) -> None:
             jax.config.update("jax_num_cpu_devices", settings.cpu_devices)
         except RuntimeError:
             raise InputError(
-                f"mesh.cpu_devices: {settings.cpu_devices}, but JAX has already started in this process with "
+                f"mesh.cpu_devices: got {settings.cpu_devices}, but JAX has already started in this process with "
                 f"{format_count(jax.local_device_count(), 'device')}; set it before the first use of "
                 "JAX, in a new process"
             ) from None
@@ -176,8 +176,8 @@ def _check_num_processes(settings: MeshSettings, member: ClusterMember | None) -
     last = f" to {expected - 1}" if expected - 1 > actual else ""
     missing = f"; missing process ids: {actual}{last}" if expected > actual else ""
     raise InputError(
-        f"mesh.expect_processes: got {expected}, but {where}{missing}. On every host set "
-        "mesh.coordinator_address to host:port of process 0, and mesh.num_processes and mesh.process_id, or correct "
+        f"mesh.expect_processes: got {expected}, but {where}{missing}. On every host, set "
+        "mesh.coordinator_address to host:port of process 0, and mesh.num_processes and mesh.process_id; or correct "
         "mesh.expect_processes"
     )
 
@@ -196,7 +196,7 @@ def _bypass_proxies(member: ClusterMember) -> None:
 def _check_backend_installed(platform: str) -> None:
     """Raises InputError if JAX's library for the platform is missing, before other hosts wait for this one."""
     if not is_backend_installed(platform):
-        raise missing_platform_error(platform, f"JAX's library for it is missing; run pip install -e '.[{platform}]'")
+        raise missing_platform_error(platform, f"JAX's library for it is missing (pip install -e '.[{platform}]')")
 
 
 def _configure_malloc() -> None:

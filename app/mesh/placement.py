@@ -46,12 +46,12 @@ def check_tp_within_hosts(mesh: Mesh) -> None:
 
 
 def row_sharding(mesh: Mesh, *, row_dim: int = 0) -> NamedSharding:
-    """Returns the sharding that splits only rows (dim `row_dim`), over the row axes; `to_local` requires it."""
+    """Returns the sharding that splits only rows (dim `row_dim`), over the row axes, as `to_local` requires."""
     return NamedSharding(mesh, PartitionSpec(*[None] * row_dim, ROW_AXES))
 
 
 def to_global(mesh: Mesh, rows: Any, *, row_dim: int = 0) -> Any:
-    """Returns global arrays of all hosts' rows (dim `row_dim`), split over the row axes, from this host's rows."""
+    """Joins this host's rows (dim `row_dim`) with the other hosts' into global arrays, split over the row axes."""
     sharding = row_sharding(mesh, row_dim=row_dim)
     return jax.tree.map(lambda x: jax.make_array_from_process_local_data(sharding, np.asarray(x)), rows)
 
@@ -80,7 +80,7 @@ HOST_MEMORY = "pinned_host"
 
 
 def bytes_per_device(tree: Any, *, in_host_memory: bool = False) -> int:
-    """Returns the bytes per device of a tree of arrays, or of shapes with shardings. All are split evenly.
+    """Returns the bytes that a tree of arrays, or of shapes with shardings, takes on each device.
 
     Args:
         in_host_memory: whether to count the arrays in host memory instead of those in device memory.
@@ -93,9 +93,9 @@ def bytes_per_device(tree: Any, *, in_host_memory: bool = False) -> int:
 
 
 def bytes_received(before: Any, after: Any) -> int:
-    """Returns the maximum bytes that a device receives when arrays move to other shardings.
+    """Returns the bytes that the busiest device receives when arrays move to other shardings.
 
-    A device does not receive what it already has.
+    Parts that a device already has are not counted.
 
     Args:
         before: a tree of shapes with shardings.

@@ -95,15 +95,15 @@ def test_gym_environments_return_four_or_five_values(result, messages, reward, e
     [
         (5, "step returned int 5, expected a StepResult"),
         (("a", 1.0, False), "step returned tuple"),
-        (StepResult(), "returned no message, expected one as long as the episode continues"),
+        (StepResult(), "returned no message, but the episode continues; return one"),
         (StepResult("x" * (2**20 + 1)), "returned 1,048,577 characters, expected at most 1,048,576"),
-        (StepResult("a", terminated="maybe"), "terminated is str 'maybe', expected True or False"),  # pyright: ignore[reportArgumentType]
+        (StepResult("a", terminated="maybe"), "terminated = str 'maybe', expected True or False"),  # pyright: ignore[reportArgumentType]
         (
             StepResult([{"role": "assistant", "content": "I win"}]),
             "with role 'assistant', expected user or tool",
         ),
-        (StepResult([{"role": "user", "content": b"a"}]), "'content': b'a'}, expected text"),  # pyright: ignore[reportArgumentType]
-        (([1, 2], 0.0, False, {}), "expected text, or messages with text"),
+        (StepResult([{"role": "user", "content": b"a"}]), "'content': b'a'}, expected a string"),  # pyright: ignore[reportArgumentType]
+        (([1, 2], 0.0, False, {}), "expected a string, or messages with a string"),
         (("x", np.array([1, 2]), False, {}), "expected a number"),
     ],
 )

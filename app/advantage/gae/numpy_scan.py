@@ -142,7 +142,6 @@ class Steps(NamedTuple):
 
 class _Level(NamedTuple):
     decay: float
-    """Decay over one step."""
     matrix: Float[np.ndarray, "C C"]
     """decay^(s - t) for steps s and t of a chunk, 0 for s < t."""
     first_column: Float[np.ndarray, "C"]
